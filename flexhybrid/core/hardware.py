@@ -1,0 +1,104 @@
+"""The hardware record: fitted lines and capacities as plain data, one JSON file a machine."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+
+from flexhybrid.core.errors import InputError
+
+#: Resources whose tasks cross a link; the others compute.
+LINKS = ("h2d", "d2h", "disk_read", "disk_write")
+
+
+@dataclass(frozen=True)
+class Line:
+    """seconds = overhead_s + flops·s_per_flop + bytes·s_per_byte; bytes are link bytes on a link, else memory bytes.
+
+    The house formula takes the larger of the two terms. Their sum is used instead because it is linear (so that one
+    form serves regression, closed form and LPs) and because on a CPU small matrix products, bound by both at once, lie
+    on the sum. Where one term dominates the two agree.
+    """
+
+    overhead_s: float = 0.0
+    s_per_flop: float = 0.0
+    s_per_byte: float = 0.0
+    r2: float | None = None  #: of the fit; None for a datasheet number
+    samples: tuple[tuple[float, float, float], ...] = ()  #: (flops, bytes, seconds) the line was fitted through
+
+    def __post_init__(self):
+        for name in ("overhead_s", "s_per_flop", "s_per_byte"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+                raise InputError(f"hardware line: {name} must be a number >= 0, not {value!r}")
+
+    def seconds(self, flops, num_bytes):
+        """Time of one task; arguments may be numpy arrays."""
+        return self.overhead_s + flops * self.s_per_flop + num_bytes * self.s_per_byte
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A machine as the cost model sees it.
+
+    ``lines`` is keyed by verb ("kv_gen") or resource ("h2d", "compute"); a verb without its own line takes its
+    resource's. ``source`` says where the numbers come from (datasheet link, or date, command and device).
+    """
+
+    name: str
+    device: str  #: "cpu" or "cuda"
+    lines: dict[str, Line]
+    device_memory: int | None = None  #: bytes; None means not limited beyond the host's
+    host_memory: int | None = None
+    source: str = ""
+    dtype: str = "float16"  #: compute dtype that the lines hold for
+    faster_dtype: str | None = None  #: on a CPU: what profile measured faster, float32 or bfloat16
+    notes: dict = field(default_factory=dict)
+
+    def line(self, verb: str, resource: str) -> Line:
+        """The line that prices a task of this verb on this resource."""
+        found = self.lines.get(verb) or self.lines.get(resource)
+        if found is None:
+            raise InputError(f"hardware {self.name!r} has no line for {verb!r} nor for {resource!r}")
+        return found
+
+    def with_link_rate(self, gb_per_s: float) -> Hardware:
+        """The same machine with both link directions paced at another rate (CPU: a paced link is exact by design)."""
+        lines = dict(self.lines)
+        for key in ("h2d", "d2h"):
+            lines[key] = replace(self.lines[key], s_per_byte=1e-9 / gb_per_s, samples=())
+        return replace(self, lines=lines, notes={**self.notes, "link_gb_per_s": gb_per_s})
+
+    def to_json(self) -> str:
+        return json.dumps({"format": "flexhybrid-hardware-1", **asdict(self)}, indent=1)
+
+    def save(self, path: str | Path) -> None:
+        """Write by rename, so that a reader never sees half a file."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(self.to_json(), encoding="utf-8")
+        partial.replace(path)
+
+
+def load_hardware(path: str | Path) -> Hardware:
+    """Read a record; unknown or missing fields are refused by name (InputError)."""
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise InputError(f"cannot read hardware file {path}: {error}") from None
+    if not isinstance(data, dict) or data.pop("format", None) != "flexhybrid-hardware-1":
+        raise InputError(f'{path} is not a hardware file: it lacks "format": "flexhybrid-hardware-1"')
+    known = {f.name for f in fields(Hardware)}
+    if unknown := sorted(set(data) - known):
+        raise InputError(f"{path}: unknown field {unknown[0]!r}; known: {', '.join(sorted(known))}")
+    try:
+        lines = {
+            key: Line(**{**line, "samples": tuple(tuple(s) for s in line.get("samples", ()))})
+            for key, line in data.pop("lines").items()
+        }
+        return Hardware(lines=lines, **data)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{path}: {error}") from None

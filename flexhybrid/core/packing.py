@@ -1,0 +1,130 @@
+"""Requests into mini-batches: greedy under the buffer bounds, balanced by CAPTURE's F_b, or first come first served."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from flexhybrid.core.blocks import BLOCK_TOKENS, BlockKinds, ceil_blocks
+
+
+def imbalance(kv_gen_s: float, load_kv_s: float) -> float:
+    """F_b = max(balance, 1/balance) with balance = T_kv_gen / T_load_kv (CAPTURE eq. 6 and 7); 1 is perfect.
+
+    A mini-batch with nothing to recompute or nothing to load has no balance to speak of: infinity, unless it has
+    neither.
+    """
+    if kv_gen_s <= 0 and load_kv_s <= 0:
+        return 1.0
+    if kv_gen_s <= 0 or load_kv_s <= 0:
+        return math.inf
+    balance = kv_gen_s / load_kv_s
+    return max(balance, 1 / balance)
+
+
+def padded_tokens(kv_tokens: np.ndarray, act_tokens: np.ndarray) -> int:
+    """B·max(KV) + B·max(ACT) + B: rows of the attention buffer of these requests and their new tokens.
+
+    Both counts are rounded up to whole blocks, as the buffers are.
+    """
+    if len(kv_tokens) == 0:
+        return 0
+    widest = ceil_blocks(int(np.max(kv_tokens))) + ceil_blocks(int(np.max(act_tokens)))
+    return len(kv_tokens) * (widest * BLOCK_TOKENS + 1)
+
+
+def split_representations(kinds: BlockKinds, tokens) -> tuple[np.ndarray, np.ndarray]:
+    """(kv, act) tokens of requests that cache ``tokens`` tokens each, summed over tiers."""
+    counts = kinds.tokens(np.asarray(tokens))
+    is_act = np.array([kind.startswith("act") for kind in kinds.kinds])
+    return counts[..., ~is_act].sum(-1), counts[..., is_act].sum(-1)
+
+
+def pack(
+    tokens: np.ndarray,
+    kinds: BlockKinds,
+    max_mini_batch_tokens: int,
+    packing: str = "balanced",
+    seconds_per_token: tuple[float, float] = (1.0, 1.0),
+) -> list[np.ndarray]:
+    """Cut requests into mini-batches whose padded tokens stay within the bound.
+
+    ``tokens``: the most tokens each request will ever cache. ``seconds_per_token``: (T_kv_gen of an ACT token,
+    T_load_kv of a KV token), used by the balanced packing only. A request that alone exceeds the bound gets a
+    mini-batch of its own. Returns arrays of request indices.
+
+    balanced: requests sorted by length, so that padding is small, and cut into the fewest mini-batches of nearly equal
+    size; then, CAPTURE's second condition, a request joins a mini-batch only while it lowers F_b or leaves it within
+    the level of its neighbours. With one ratio for all requests (eq. 5) F_b is the same for every grouping but for
+    partial blocks, so equal sizes decide: a pipeline of equal steps has no bubbles.
+    """
+    tokens = np.asarray(tokens)
+    kv, act = split_representations(kinds, tokens)
+    if packing == "fifo":
+        return _first_come(kv, act, max_mini_batch_tokens)
+    order = np.argsort(-tokens, kind="stable")
+    fewest = len(_cut(order, kv, act, max_mini_batch_tokens, len(order)))
+    # Evening out the sizes may break the bound where lengths differ; then allow one more mini-batch and try again.
+    for count in range(fewest, len(order) + 1):
+        size = math.ceil(len(order) / count)
+        bins = _cut(order, kv, act, max_mini_batch_tokens, size)
+        if len(bins) <= count:
+            break
+    return _exchange(bins, kv, act, max_mini_batch_tokens, seconds_per_token)
+
+
+def _first_come(kv, act, bound: int) -> list[np.ndarray]:
+    return _cut(np.arange(len(kv)), kv, act, bound, len(kv))
+
+
+def _cut(order, kv, act, bound: int, most: int) -> list[np.ndarray]:
+    """Consecutive runs of ``order`` of at most ``most`` requests, each within the bound."""
+    bins: list[list[int]] = []
+    for request in order:
+        candidate = [*bins[-1], request] if bins else None
+        if candidate and len(candidate) <= most and padded_tokens(kv[candidate], act[candidate]) <= bound:
+            bins[-1] = candidate
+        else:
+            bins.append([request])
+    return [np.array(sorted(group)) for group in bins]
+
+
+def _exchange(bins, kv, act, bound: int, seconds_per_token) -> list[np.ndarray]:
+    """Swap neighbours between mini-batches while that lowers the worst F_b (a pass or two; often nothing to do)."""
+    gen_s, load_s = seconds_per_token
+
+    def cost(group) -> float:
+        return imbalance(gen_s * act[group].sum(), load_s * kv[group].sum())
+
+    costs = [cost(group) for group in bins]
+    for _ in range(len(bins)):
+        worst = int(np.argmax(costs))
+        if not math.isfinite(costs[worst]) or costs[worst] < 1.05:
+            break
+        for other in range(len(bins)):
+            if other == worst:
+                continue
+            swap = _better_swap(bins[worst], bins[other], cost, (kv, act, bound))
+            if swap:
+                bins[worst], bins[other] = swap
+                costs[worst], costs[other] = cost(swap[0]), cost(swap[1])
+                break
+        else:
+            break
+    return bins
+
+
+def _better_swap(a, b, cost, limits):
+    kv, act, bound = limits
+    before = max(cost(a), cost(b))
+    for i in range(len(a)):
+        for j in range(len(b)):
+            if kv[a[i]] == kv[b[j]] and act[a[i]] == act[b[j]]:
+                continue
+            new_a, new_b = a.copy(), b.copy()
+            new_a[i], new_b[j] = b[j], a[i]
+            fits = all(padded_tokens(kv[g], act[g]) <= bound for g in (new_a, new_b))
+            if fits and max(cost(new_a), cost(new_b)) < before * 0.99:
+                return np.sort(new_a), np.sort(new_b)
+    return None

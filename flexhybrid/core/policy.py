@@ -1,0 +1,210 @@
+"""The policy: one frozen, strict value that says what is stored where and how the work is ordered.
+
+Every system of the papers is such a value. Text form is JSON; a field that is unknown, or that contradicts another, is
+refused by name. What a given executor or cost function does not handle, it refuses itself (``Policy`` only says what
+is meaningful).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+
+from flexhybrid.core.errors import InputError
+
+FORMAT_VERSION = 1
+TIERS = ("device", "host", "disk")
+_CACHE_KEY = re.compile(r"tok|(kv|act)@(device|host|disk)|both\(kv@(device|host|disk),act@(device|host|disk)\)")
+_NATIVE_BITS = "native"
+
+
+def _refuse_unknown(cls, data, where: str) -> None:
+    if not isinstance(data, dict):
+        raise InputError(f"policy: {where} must be an object, not {data!r}")
+    known = [f.name for f in fields(cls)]
+    for key in data:
+        if key not in known:
+            raise InputError(f"policy: unknown field {where}.{key}; known: {', '.join(known)}")
+
+
+def _check_choice(value, choices, where: str) -> None:
+    if value not in choices:
+        raise InputError(f"policy: {where} is {value!r}; it must be one of {', '.join(map(str, choices))}")
+
+
+def _check_shares(shares: dict[str, float], where: str) -> None:
+    for key, share in shares.items():
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
+            raise InputError(f"policy: {where}[{key}] is {share!r}; a share is a number from 0 to 1")
+    if not math.isclose(sum(shares.values()), 1.0, abs_tol=1e-6):
+        raise InputError(f"policy: the shares of {where} add up to {sum(shares.values()):g}, not 1")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Shares of bytes over the three tiers."""
+
+    device: float = 0.0
+    host: float = 0.0
+    disk: float = 0.0
+
+    def check(self, where: str) -> None:
+        _check_shares(asdict(self), where)
+
+
+@dataclass(frozen=True)
+class Bits:
+    """Stored width of each kind of data: "native" (the compute dtype), 8 or 4 (group-wise asymmetric, group 64)."""
+
+    weights: str | int = _NATIVE_BITS
+    kv: str | int = _NATIVE_BITS
+    act: str | int = _NATIVE_BITS
+
+    def check(self) -> None:
+        for f in fields(self):
+            _check_choice(getattr(self, f.name), (_NATIVE_BITS, 8, 4), f"bits.{f.name}")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which cached tokens an iteration looks at. ``method`` none needs no other field."""
+
+    method: str = "none"
+    budget: float | None = None  #: heavy_hitter: share of the prompt that is kept
+    alpha: float | None = None  #: speculative: scores above max - alpha are fetched
+    partial_ratio: float | None = None  #: speculative: share of the columns in the partial weights
+    max_fraction: float | None = None  #: speculative: most of the cache that is ever fetched
+    pool: float | None = None  #: speculative: share of the cache the pool may hold
+    victim: str | None = None  #: speculative: fifo, lru or counter
+    partial_keys: str | None = None  #: speculative: tier of the partial keys
+
+    _NEEDS = {
+        "none": (),
+        "heavy_hitter": ("budget",),
+        "speculative": ("alpha", "partial_ratio", "max_fraction", "pool", "victim", "partial_keys"),
+    }
+
+    def check(self) -> None:
+        _check_choice(self.method, tuple(self._NEEDS), "selection.method")
+        needed = self._NEEDS[self.method]
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name == "method":
+                continue
+            if f.name in needed and value is None:
+                raise InputError(f"policy: selection {self.method} needs selection.{f.name}")
+            if f.name not in needed and value is not None:
+                raise InputError(f"policy: selection {self.method} does not take selection.{f.name}")
+            if value is not None and f.name in ("budget", "partial_ratio", "max_fraction", "pool"):
+                _check_shares({f.name: value, "rest": 1 - value if _is_number(value) else value}, "selection")
+        if self.alpha is not None and not (_is_number(self.alpha) and self.alpha >= 0):
+            raise InputError(f"policy: selection.alpha is {self.alpha!r}; it must be a number >= 0")
+        if self.victim is not None:
+            _check_choice(self.victim, ("fifo", "lru", "counter"), "selection.victim")
+        if self.partial_keys is not None:
+            _check_choice(self.partial_keys, TIERS, "selection.partial_keys")
+
+
+def _is_number(value) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """All that may differ between two systems. Shares are of tokens (cache) or of bytes inside every layer (weights).
+
+    ``cache`` maps ``kv@TIER``, ``act@TIER``, ``both(kv@TIER,act@TIER)`` and ``tok`` to their share of each request's
+    tokens. ``max_mini_batch_tokens`` bounds the padded tokens of a mini-batch (CAPTURE: 8,192).
+    """
+
+    name: str = "custom"
+    weights: Placement = Placement(host=1.0)
+    embedding: Placement = Placement(device=1.0)  #: token and position tables and the output head
+    cache: dict[str, float] = field(default_factory=lambda: {"kv@host": 1.0})
+    hidden: str = "device"
+    bits: Bits = Bits()
+    schedule: str = "column"
+    max_mini_batch_tokens: int = 8192
+    max_batch: int | None = None
+    packing: str = "balanced"
+    selection: Selection = Selection()
+    attention: str = "device"
+    weight_order: str = "kv_first"
+    overlap: bool = True
+    version: int = FORMAT_VERSION
+
+    def __post_init__(self):
+        self.weights.check("weights")
+        self.embedding.check("embedding")
+        self.bits.check()
+        self.selection.check()
+        if not isinstance(self.cache, dict) or not self.cache:
+            raise InputError('policy: cache must map representations to shares, like {"kv@host": 1.0}')
+        for key in self.cache:
+            if not isinstance(key, str) or not _CACHE_KEY.fullmatch(key):
+                raise InputError(
+                    f"policy: unknown cache entry {key!r}; known: kv@TIER, act@TIER, both(kv@TIER,act@TIER), tok "
+                    f"with TIER one of {', '.join(TIERS)}"
+                )
+        _check_shares(self.cache, "cache")
+        _check_choice(self.hidden, TIERS, "hidden")
+        _check_choice(self.schedule, ("column", "row"), "schedule")
+        _check_choice(self.packing, ("balanced", "fifo"), "packing")
+        _check_choice(self.attention, ("device", "host"), "attention")
+        _check_choice(self.weight_order, ("kv_first", "natural"), "weight_order")
+        _check_choice(self.overlap, (True, False), "overlap")
+        _check_choice(self.version, (FORMAT_VERSION,), "version")
+        for name in ("max_mini_batch_tokens", "max_batch"):
+            value = getattr(self, name)
+            if name == "max_batch" and value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise InputError(f"policy: {name} is {value!r}; it must be a whole number >= 1")
+        if self.attention == "host":
+            for key in self.cache:
+                if key != "kv@host":
+                    raise InputError(f"policy: attention on the host reads kv@host alone, but cache names {key}")
+
+    def share(self, representation: str) -> float:
+        """Share of tokens held as ``kv``, ``act``, ``both`` or ``tok``, over all tiers."""
+        return sum(s for key, s in self.cache.items() if re.split(r"[@(]", key)[0] == representation)
+
+    @property
+    def cache_kinds(self) -> tuple[str, ...]:
+        """The representations in use, ACT before KV: the order of shares of zero does not matter."""
+        return tuple(sorted(key for key, share in self.cache.items() if share > 0))
+
+    def to_dict(self) -> dict:
+        return asdict(self)
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=1)
+
+    @staticmethod
+    def from_dict(data: dict) -> Policy:
+        """The inverse of to_dict; missing fields take their defaults. Raises InputError by field name."""
+        _refuse_unknown(Policy, data, "policy")
+        data = dict(data)
+        for key, cls in (("weights", Placement), ("embedding", Placement), ("bits", Bits), ("selection", Selection)):
+            if key in data:
+                _refuse_unknown(cls, data[key], key)
+                data[key] = cls(**data[key])
+        return Policy(**data)
+
+    @staticmethod
+    def from_json(text: str) -> Policy:
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise InputError(f"policy is not JSON: {error}") from None
+        return Policy.from_dict(data)
+
+    @staticmethod
+    def load(path: str | Path) -> Policy:
+        try:
+            return Policy.from_json(Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"cannot read policy file {path}: {error}") from None

@@ -1,0 +1,205 @@
+"""Model shapes: what the schedule and the cost model need to know of a model, read without torch or transformers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from flexhybrid.core.errors import InputError
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+#: model_type in config.json -> family. All families share the decoder-layer shape below; which ones the executor can
+#: run is the runtime's affair (flexhybrid.runtime.models).
+FAMILIES = {"opt": "opt", "llama": "llama", "mistral": "llama", "qwen2": "llama"}
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder-only transformer. Sizes are counts of elements, never bytes."""
+
+    name: str
+    family: str
+    num_layers: int
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    max_positions: int
+    gated_mlp: bool = False
+    rotary: bool = False
+    tied_head: bool = True
+    pre_norm: bool = True
+    bias: bool = True
+    embed_dim: int = 0  #: width of the embedding table; 0 means hidden (OPT-350m projects 512 -> 1024)
+    dtype: str = "float16"  #: of the stored checkpoint
+    eos_token_ids: tuple[int, ...] = (2,)
+
+    def __post_init__(self):
+        sizes = ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "ffn", "vocab", "max_positions")
+        for field in sizes:
+            value = getattr(self, field)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise InputError(f"model {self.name}: {field} must be a positive whole number, not {value!r}")
+        if self.num_heads % self.num_kv_heads:
+            raise InputError(
+                f"model {self.name}: {self.num_heads} heads cannot be shared by {self.num_kv_heads} key/value heads"
+            )
+
+    @property
+    def query_width(self) -> int:
+        """H·d: columns of the query projection."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """2·G·d: elements of one token's keys and values in one layer."""
+        return 2 * self.num_kv_heads * self.head_dim
+
+    @property
+    def layer_matrix_elements(self) -> int:
+        """Elements of a layer's matrices: OPT 2hHd + 2hGd + 2h·ffn, Llama 3h·ffn in the last term."""
+        mlp_matrices = 3 if self.gated_mlp else 2
+        return self.hidden * (2 * self.query_width + self.kv_width + mlp_matrices * self.ffn)
+
+    @property
+    def layer_vector_elements(self) -> int:
+        """Elements of a layer's norms and biases."""
+        if not self.bias:  # RMSNorm scales; Qwen2 adds qkv biases, too small to matter to any cost
+            return 2 * self.hidden
+        return 4 * self.hidden + (self.query_width + self.kv_width + self.hidden) + (self.ffn + self.hidden)
+
+    def layer_bytes(self, bytes_per_element: int) -> int:
+        """Bytes of one decoder layer's weights."""
+        return (self.layer_matrix_elements + self.layer_vector_elements) * bytes_per_element
+
+    def embedding_bytes(self, bytes_per_element: int) -> int:
+        """Bytes of token and position embeddings, the final norm and the output head (shared when tied)."""
+        width = self.embed_dim or self.hidden
+        elements = self.vocab * width * (1 if self.tied_head else 2) + 2 * self.hidden
+        if not self.rotary:
+            elements += (self.max_positions + OPT_POSITION_OFFSET) * self.hidden
+        if width != self.hidden:
+            elements += 2 * width * self.hidden
+        return elements * bytes_per_element
+
+    def kv_token_bytes(self, bytes_per_element: int) -> int:
+        """Bytes of one token's keys and values in one layer: 2·G·d·p."""
+        return self.kv_width * bytes_per_element
+
+    def act_token_bytes(self, bytes_per_element: int) -> int:
+        """Bytes of one token's layer input (after its norm) in one layer: h·p."""
+        return self.hidden * bytes_per_element
+
+
+#: OPT's learned positions start at row 2 of the table (a padding row that fairseq left behind).
+OPT_POSITION_OFFSET = 2
+
+
+def _opt(name: str, layers: int, hidden: int, heads: int, **more) -> ModelShape:
+    return ModelShape(
+        f"opt-{name}", "opt", layers, hidden, heads, heads, hidden // heads, 4 * hidden, 50272, 2048, **more
+    )
+
+
+#: Public shapes of the OPT family (Zhang et al. 2022, table 1, and the published config.json files).
+KNOWN_SHAPES = {
+    shape.name: shape
+    for shape in (
+        _opt("125m", 12, 768, 12),
+        _opt("350m", 24, 1024, 16, pre_norm=False, embed_dim=512),
+        _opt("1.3b", 24, 2048, 32),
+        _opt("2.7b", 32, 2560, 32),
+        _opt("6.7b", 32, 4096, 32),
+        _opt("13b", 40, 5120, 40),
+        _opt("30b", 48, 7168, 56),
+        _opt("66b", 64, 9216, 72),
+        _opt("175b", 96, 12288, 96),
+    )
+}
+
+
+def shape_by_name(name: str) -> ModelShape:
+    """A known shape ("opt-6.7b", any case). Raises InputError that lists the known names."""
+    shape = KNOWN_SHAPES.get(name.lower())
+    if shape is None:
+        raise InputError(f"unknown model shape {name!r}; known shapes: {', '.join(KNOWN_SHAPES)}")
+    return shape
+
+
+def shape_from_config(path: str | Path) -> ModelShape:
+    """Read a Hugging Face ``config.json`` (or the folder that holds one).
+
+    Raises InputError for a missing or broken file, an unknown architecture or a missing size.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = path / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"no model configuration at {path}: give a local folder that holds config.json") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise InputError(f"cannot read {path}: {error}") from None
+    if not isinstance(config, dict):
+        raise InputError(f"{path} does not hold a JSON object")
+    return _shape_from_dict(config, path)
+
+
+def _shape_from_dict(config: dict, path: Path) -> ModelShape:
+    model_type = config.get("model_type")
+    family = FAMILIES.get(model_type)
+    if family is None:
+        raise InputError(f"{path}: unknown architecture {model_type!r}; known: {', '.join(sorted(FAMILIES))}")
+
+    def size(*keys: str, default: int | None = None) -> int:
+        for key in keys:
+            if config.get(key) is not None:
+                return config[key]
+        if default is None:
+            raise InputError(f"{path}: {' or '.join(keys)} is missing")
+        return default
+
+    hidden, heads = size("hidden_size"), size("num_attention_heads")
+    if not isinstance(hidden, int) or not isinstance(heads, int) or heads < 1:
+        raise InputError(f"{path}: hidden_size and num_attention_heads must be positive whole numbers")
+    if config.get("head_dim") is None and hidden % heads:
+        raise InputError(f"{path}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+    if dtype not in DTYPE_BYTES:
+        raise InputError(f"{path}: dtype {dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
+    eos = config.get("eos_token_id", 2 if family == "opt" else None)
+    eos_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
+    common = dict(
+        name=path.parent.name or model_type,
+        family=family,
+        num_layers=size("num_hidden_layers"),
+        hidden=hidden,
+        num_heads=heads,
+        num_kv_heads=size("num_key_value_heads", default=heads),
+        head_dim=size("head_dim", default=hidden // heads),
+        ffn=size("ffn_dim", "intermediate_size"),
+        vocab=size("vocab_size"),
+        max_positions=size("max_position_embeddings"),
+        dtype=dtype,
+        eos_token_ids=eos_ids,
+    )
+    if family == "opt":
+        activation = config.get("activation_function", "relu")
+        if activation != "relu":
+            raise InputError(f"{path}: activation_function {activation!r} is not supported; OPT uses relu")
+        for key, wanted in (("enable_bias", True), ("layer_norm_elementwise_affine", True)):
+            if config.get(key, wanted) is not wanted:
+                raise InputError(f"{path}: {key} = {config[key]!r} is not supported")
+        return ModelShape(
+            **common,
+            pre_norm=config.get("do_layer_norm_before", True),
+            tied_head=config.get("tie_word_embeddings", True),
+            embed_dim=size("word_embed_proj_dim", default=hidden),
+        )
+    return ModelShape(
+        **common, gated_mlp=True, rotary=True, bias=False, tied_head=config.get("tie_word_embeddings", False)
+    )

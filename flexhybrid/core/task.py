@@ -1,0 +1,47 @@
+"""The task: one entry of the stream that both clocks run."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+RESOURCES = ("compute", "h2d", "d2h", "host_compute", "disk_read", "disk_write")
+
+
+class Work(NamedTuple):
+    """What a task costs in machine-independent units. Layers are alike, so all layers share one Work."""
+
+    link_bytes: int = 0  #: bytes that cross the task's link
+    memory_bytes: int = 0  #: bytes read and written in the memory beside the computing resource
+    flops: int = 0
+    num_copies: int = 0  #: separate copies behind link_bytes
+    tokens: int = 0  #: rows the task works on, for reading a trace
+
+
+class Access(NamedTuple):
+    """Cells [lo, hi) of a space: slots of a buffer, bytes of a weight slot, blocks of one layer of a pool."""
+
+    space: tuple
+    lo: int
+    hi: int
+
+
+class Task(NamedTuple):
+    """Key (iteration, layer, mini_batch, verb), the resource that runs it, its work, and what it reads and writes.
+
+    The stream's order is the meaning: run one by one in this order, the tasks are right. Whatever runs them at the
+    same time must keep every dependency that ``flexhybrid.core.dependencies`` derives from reads and writes.
+    ``payload`` is what the executor needs beyond the key (a MiniBatchStep, a byte range); clocks do not look at it.
+    """
+
+    iteration: int
+    layer: int
+    mini_batch: int
+    verb: str
+    resource: str
+    work: Work
+    reads: tuple[Access, ...]
+    writes: tuple[Access, ...]
+    payload: Any = None
+
+    def label(self) -> str:
+        return f"{self.verb} i{self.iteration} l{self.layer} m{self.mini_batch}"

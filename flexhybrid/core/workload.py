@@ -1,0 +1,39 @@
+"""A workload: how many tokens each request brings and how many it wants."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from flexhybrid.core.errors import InputError
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Prompt lengths and generation lengths of the requests, in tokens; arrays of equal length."""
+
+    prompt_tokens: np.ndarray
+    max_tokens: np.ndarray
+
+    def __post_init__(self):
+        for name in ("prompt_tokens", "max_tokens"):
+            array = np.asarray(getattr(self, name), dtype=np.int64)
+            object.__setattr__(self, name, array)
+            if array.ndim != 1 or array.size == 0 or array.min() < 1:
+                raise InputError(f"workload: {name} must name at least one request, each with at least 1 token")
+        if self.prompt_tokens.shape != self.max_tokens.shape:
+            raise InputError("workload: prompt_tokens and max_tokens differ in length")
+
+    @staticmethod
+    def uniform(num_requests: int, prompt_tokens: int, max_tokens: int) -> Workload:
+        return Workload(np.full(num_requests, prompt_tokens), np.full(num_requests, max_tokens))
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.prompt_tokens)
+
+    @property
+    def cached_tokens(self) -> np.ndarray:
+        """Tokens of each request that are ever stored: all but the last one generated."""
+        return self.prompt_tokens + self.max_tokens - 1
