@@ -97,6 +97,9 @@ class BlockPool:
         """Reserve ``count`` neighbouring blocks. Raises InputError when no gap is wide enough."""
         if request in self._used:
             raise ValueError(f"request {request} already holds {self._used[request]}")
+        if count == 0:
+            self._used[request] = Extent(0, 0)
+            return self._used[request]
         for i, (first, size) in enumerate(self._free):
             if size >= count:
                 self._free[i : i + 1] = [(first + count, size - count)] if size > count else []
@@ -115,8 +118,9 @@ class BlockPool:
         return self._used[request]
 
     def release(self, request: int) -> None:
-        extent = self._used.pop(request)
-        self._give_back(extent.first, extent.count)
+        """Give back all blocks of a request; one that holds none is left alone."""
+        if extent := self._used.pop(request, None):
+            self._give_back(extent.first, extent.count)
 
     def _give_back(self, first: int, count: int) -> None:
         if count == 0:
@@ -159,9 +163,9 @@ class BlockManager:
         return taken
 
     def release(self, request: int) -> None:
+        """Give back all blocks of a request, in every pool."""
         for pool in self.pools.values():
-            if request in pool._used:
-                pool.release(request)
+            pool.release(request)
 
     def check(self) -> None:
         for pool in self.pools.values():

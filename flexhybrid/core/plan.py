@@ -271,14 +271,16 @@ def no_stops(iteration: int) -> frozenset[int]:
     return frozenset()
 
 
-def stream(wave: Wave, stops_until: StopsUntil = no_stops) -> Iterator[Task]:
+def stream(wave: Wave, stops_until: StopsUntil = no_stops, first_iteration: int = 0) -> Iterator[Task]:
     """The tasks of a wave in stream order, from the first prompt token to the last sampled one.
+
+    ``first_iteration`` 1 starts at the first decode iteration, over a cache that is already filled.
 
     ``stops_until(i)``: requests that sampled a stop token in iterations up to i. It is asked with i - 1 when iteration
     i + 1 is laid out, at the start of iteration i's last layer (the stop lags one iteration), and may block until the
     answer is known.
     """
-    return _Stream(wave, stops_until).tasks()
+    return _Stream(wave, stops_until).tasks(first_iteration)
 
 
 class _Stream:
@@ -290,9 +292,11 @@ class _Stream:
         self.layer_count = 0  # layers begun since the start, over all iterations: picks the weight slot
         self.step_count = 0  # (layer, mini-batch) pairs begun: picks the cache slots
 
-    def tasks(self) -> Iterator[Task]:
-        current = self._lay_out(0, frozenset())
-        yield from self._load_weights(current, 0, 0, 0, 1)
+    def tasks(self, first_iteration: int) -> Iterator[Task]:
+        current = self._lay_out(first_iteration, frozenset())
+        if current:
+            yield from self._load_weights(current, 0, 0, 0, 1)
+            yield from self._load_cache(current[0], 0, 0)
         while current:
             following: list = []
             for layer in range(self.num_layers):

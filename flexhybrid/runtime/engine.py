@@ -1,0 +1,150 @@
+"""An engine: weights, buffers and lanes that run waves of requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from flexhybrid.core.errors import InputError
+from flexhybrid.core.memory import BufferSizes
+from flexhybrid.core.plan import Wave, stream
+from flexhybrid.core.task import Task
+from flexhybrid.core.trace import TraceEvent
+from flexhybrid.runtime.buffers import Buffers
+from flexhybrid.runtime.executor import Executor, SamplingPlan
+from flexhybrid.runtime.lanes import Clock, Lane, StreamLane
+from flexhybrid.runtime.links import CpuCopies
+from flexhybrid.runtime.weights import Weights
+
+
+@dataclass
+class WaveResult:
+    """Tokens of each request (cut after its stop token), in the wave's order, and what ran when."""
+
+    tokens: list[list[int]]
+    stopped: list[bool]
+    trace: list[TraceEvent]
+
+
+class Engine:
+    """Runs waves that fit ``sizes`` under one placement of weights. Buffers are allocated here, once.
+
+    ``link_gb_per_s`` paces both link directions of a CPU; None leaves them unpaced. On CUDA it is refused: the real
+    link has the rate it has.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        sizes: BufferSizes,
+        link_gb_per_s: float | None = None,
+        slots: list[torch.Tensor] | None = None,
+        num_threads: int | None = None,
+    ):
+        self.weights, self.device = weights, weights.device
+        if self.device.type == "cuda" and link_gb_per_s is not None:
+            raise InputError("link_gb_per_s paces the copies of a CPU; a CUDA device runs at the rate of its own link")
+        self.sizes = sizes
+        self.buffers = Buffers(weights.shape, sizes, weights.dtype, self.device)
+        self.slots = weights.make_slots() if slots is None else slots
+        self.num_threads = num_threads or torch.get_num_threads()
+        if self.device.type == "cuda":
+            from flexhybrid.runtime.cuda import CudaCopies
+
+            self.copies = CudaCopies()
+        else:
+            self.copies = CpuCopies(link_gb_per_s)
+
+    def executor(self, wave: Wave, prompts: list[list[int]], plan: SamplingPlan) -> Executor:
+        """The verb functions over one wave."""
+        return Executor(self.weights, self.slots, self.buffers, wave, prompts, plan, self.copies)
+
+    def lanes(self, executor: Executor) -> list[Lane]:
+        """One lane a resource: threads on a CPU, streams on CUDA; host_compute is a thread on both."""
+        host_compute = Lane("host_compute", executor.perform)
+        if self.device.type == "cuda":
+            from flexhybrid.runtime.cuda import CudaClock, CudaStream
+
+            clock = CudaClock(self.device)
+            names = ("compute", "h2d", "d2h")
+            return [StreamLane(name, executor.perform, CudaStream(self.device, clock)) for name in names] + [
+                host_compute
+            ]
+
+        def use_threads() -> None:
+            torch.set_num_threads(self.num_threads)  # OpenMP keeps this per thread
+
+        return [
+            Lane("compute", executor.perform, on_start=use_threads),
+            Lane("h2d", executor.perform),
+            Lane("d2h", executor.perform),
+            host_compute,
+        ]
+
+    def run(
+        self,
+        wave: Wave,
+        prompts: list[list[int]],
+        plan: SamplingPlan,
+        stop_ids: Iterable[int] = (),
+        keep_trace: bool = False,
+        on_tokens: Callable[[int], None] | None = None,
+        tasks: Iterable[Task] | None = None,
+        executor: Executor | None = None,
+    ) -> WaveResult:
+        """Run a wave to its end. ``on_tokens(n)`` is told about newly finished tokens, for a progress bar.
+
+        ``tasks`` and ``executor`` replace the wave's own stream, for measurements that start in the middle.
+        """
+        executor = executor or self.executor(wave, prompts, plan)
+        clock = Clock(self.lanes(executor))
+        collector = _Collector(wave, executor, clock, frozenset(stop_ids), on_tokens)
+        tasks = stream(wave, collector.stops_until) if tasks is None else tasks
+        if self.device.type == "cuda":
+            # Buffers and index tensors were made on the default stream; lanes read them from others.
+            torch.cuda.current_stream(self.device).synchronize()
+        trace = clock.run(tasks, on_submit=collector.submitted, keep_trace=keep_trace)
+        collector.collect_all()
+        return WaveResult(collector.tokens, collector.stopped, trace)
+
+
+class _Collector:
+    """Gathers sampled tokens as their copies to the host complete, and says who has stopped."""
+
+    def __init__(self, wave: Wave, executor: Executor, clock: Clock, stop_ids: frozenset[int], on_tokens):
+        self.executor, self.clock, self.stop_ids, self.on_tokens = executor, clock, stop_ids, on_tokens
+        self.tokens: list[list[int]] = [[] for _ in range(wave.workload.num_requests)]
+        self.stopped = [False] * wave.workload.num_requests
+        self._pending: list[tuple[Task, int]] = []  # store_out tasks not yet collected, in stream order
+        self._stopped_requests: set[int] = set()
+
+    def submitted(self, task: Task, ordinal: int) -> None:
+        if task.verb == "store_out":
+            self._pending.append((task, ordinal))
+
+    def stops_until(self, iteration: int) -> set[int]:
+        """Requests that sampled a stop token in iterations up to this one; waits until that is known."""
+        self._collect(iteration)
+        return self._stopped_requests
+
+    def collect_all(self) -> None:
+        self._collect(None)
+
+    def _collect(self, last_iteration: int | None) -> None:
+        fresh = 0
+        while self._pending and (last_iteration is None or self._pending[0][0].iteration <= last_iteration):
+            task, ordinal = self._pending.pop(0)
+            self.clock.wait(task.resource, ordinal)
+            step = task.payload.step
+            for request, token in zip(step.requests.tolist(), self.executor.tokens_of(step).tolist(), strict=True):
+                if self.stopped[request]:
+                    continue  # the surplus token of a stop that was seen one iteration late
+                self.tokens[request].append(token)
+                fresh += 1
+                if token in self.stop_ids:
+                    self.stopped[request] = True
+                    self._stopped_requests.add(request)
+        if fresh and self.on_tokens:
+            self.on_tokens(fresh)

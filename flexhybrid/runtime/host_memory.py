@@ -1,0 +1,60 @@
+"""Host memory for pools and weights: exact size, page-locked where a GPU wants it."""
+
+from __future__ import annotations
+
+import mmap
+
+import torch
+
+
+class HostMemory:
+    """Allocates zeroed host tensors and keeps count of what that really took.
+
+    torch's own pinned allocator rounds up to a power of two (up to 2x for a large pool). Here memory is mapped at its
+    exact size and registered with the driver; where that fails, torch's allocator serves and its rounding is counted.
+    """
+
+    def __init__(self, pinned: bool):
+        self.pinned = pinned
+        self.allocated_bytes = 0
+
+    def bytes(self, size: int) -> torch.Tensor:
+        """A zeroed uint8 tensor."""
+        if not self.pinned or size == 0:
+            self.allocated_bytes += size
+            return torch.zeros(size, dtype=torch.uint8)
+        try:
+            tensor = _registered(size)
+            self.allocated_bytes += size + -size % mmap.PAGESIZE
+        except RuntimeError:
+            tensor = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
+            self.allocated_bytes += 1 << (size - 1).bit_length()
+        return tensor
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A zeroed tensor of this shape."""
+        count = 1
+        for extent in shape:
+            count *= extent
+        return self.bytes(count * dtype.itemsize).view(dtype).view(shape)
+
+
+class _RegisteredMapping(mmap.mmap):
+    """Anonymous memory that is unregistered before it is unmapped; the tensor over it keeps it alive."""
+
+    address = 0
+
+    def __del__(self):
+        if self.address:
+            torch.cuda.cudart().cudaHostUnregister(self.address)
+
+
+def _registered(size: int) -> torch.Tensor:
+    """Mapped and page-locked memory of exactly this size. Raises RuntimeError when the driver refuses."""
+    mapping = _RegisteredMapping(-1, size)
+    tensor = torch.frombuffer(mapping, dtype=torch.uint8)
+    status = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), size, 0)
+    if int(status) != 0:
+        raise RuntimeError(f"cudaHostRegister refused {size} bytes: {status}")
+    mapping.address = tensor.data_ptr()
+    return tensor

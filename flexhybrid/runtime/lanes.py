@@ -1,0 +1,261 @@
+"""The real clock: one thread a resource, first in, first out, held back only by what each task must wait for.
+
+A *lane* runs one resource's tasks in stream order. There are two kinds, and the rules between them are all of the
+launcher:
+
+- A **host lane** (CPU compute, paced links, host_compute) is done with a task when its function returns.
+- A **stream lane** (CUDA compute and copies) only enqueues. Waiting on an event that has not been recorded does nothing
+  on CUDA, so a stream lane may enqueue a task only after its predecessors on other stream lanes are *enqueued* (it then
+  makes its stream wait for their events) and its predecessors on host lanes are *complete*. A host lane waits for the
+  event itself, on its own thread. Every task gets a fresh event. Nothing ever synchronises the whole device.
+
+Each lane waits on its own thread, so waiting for a host task never keeps another resource from being fed. Streams come
+in through ``StreamFace``: the CUDA one is in flexhybrid.runtime.cuda; tests bring one with the same meaning and random
+delays.
+"""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from flexhybrid.core.dependencies import KINDS, Dependencies
+from flexhybrid.core.task import Task
+from flexhybrid.core.trace import TraceEvent
+
+#: Tasks of one lane that may wait in its queue: far enough ahead to never starve, small enough to bound memory.
+LOOKAHEAD_TASKS = 256
+
+#: Seconds between two forced switches of Python threads while lanes run: the default 5 ms would let a busy planner
+#: hold back a copy that is due.
+SWITCH_INTERVAL_S = 5e-4
+
+
+class Aborted(Exception):
+    """Raised inside a lane when another one has failed: it only ends the thread."""
+
+
+class Event(Protocol):
+    """A mark on a stream."""
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool: ...
+
+
+class StreamFace(Protocol):
+    """What a stream lane needs of a stream. ``wait`` on an event that was never recorded does nothing."""
+
+    def wait(self, event: Event) -> None: ...
+
+    def record(self) -> Event: ...
+
+    def run(self, function: Callable[[], None]) -> None:
+        """Enqueue the work that ``function`` issues; returns at once."""
+
+    def seconds(self, event: Event) -> float:
+        """When a recorded, finished event happened, on the clock of ``time.perf_counter``."""
+
+
+Perform = Callable[[Task], None]
+
+
+class Lane:
+    """A resource's thread. ``complete`` counts finished tasks, ``enqueued`` those that others may build on."""
+
+    asynchronous = False
+
+    def __init__(self, name: str, perform: Perform, on_start: Callable[[], None] | None = None):
+        self.name = name
+        self.perform = perform
+        self.lanes: dict[str, Lane] = {}
+        self.fail: Callable[[BaseException], None] = lambda error: None
+        self.failed = False
+        self.complete = 0
+        self.submitted = 0
+        self.spans: list[tuple[float, float]] = []
+        self._on_start = on_start
+        self._queue: queue.SimpleQueue = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._loop, name=f"flexhybrid-{name}")
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, task: Task, waits) -> int:
+        ordinal = self.submitted
+        self.submitted += 1
+        self._queue.put((task, waits))
+        return ordinal
+
+    def finish(self) -> None:
+        self._queue.put(None)
+
+    def join(self) -> None:
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def abort(self) -> None:
+        self.failed = True
+        self._queue.put(None)
+        with self._changed:
+            self._changed.notify_all()
+
+    def wait_complete(self, ordinal: int) -> None:
+        """Block until the task with this ordinal is complete."""
+        if self.complete > ordinal:
+            return
+        with self._changed:
+            while self.complete <= ordinal:
+                if self.failed:
+                    raise Aborted
+                self._changed.wait()
+
+    def _loop(self) -> None:
+        try:
+            if self._on_start:
+                self._on_start()
+            while (item := self._queue.get()) is not None:
+                if self.failed:
+                    return
+                self._run(*item)
+        except Aborted:
+            pass
+        except BaseException as error:  # handed to whoever called run(); a thread must not die silently
+            self.fail(error)
+
+    def _run(self, task: Task, waits) -> None:
+        for resource, ordinal in waits:
+            self.lanes[resource].wait_complete(ordinal)
+        start = time.perf_counter()
+        self.perform(task)
+        self.spans.append((start, time.perf_counter()))
+        with self._changed:
+            self.complete += 1
+            self._changed.notify_all()
+
+    def span(self, ordinal: int) -> tuple[float, float]:
+        return self.spans[ordinal]
+
+
+class StreamLane(Lane):
+    """A lane that enqueues on a stream."""
+
+    asynchronous = True
+
+    def __init__(self, name: str, perform: Perform, stream: StreamFace, on_start=None):
+        super().__init__(name, perform, on_start)
+        self.stream = stream
+        self.enqueued = 0
+        self._begins: list[Event] = []
+        self._ends: list[Event] = []
+
+    def wait_enqueued(self, ordinal: int) -> Event:
+        if self.enqueued <= ordinal:
+            with self._changed:
+                while self.enqueued <= ordinal:
+                    if self.failed:
+                        raise Aborted
+                    self._changed.wait()
+        return self._ends[ordinal]
+
+    def wait_complete(self, ordinal: int) -> None:
+        self.wait_enqueued(ordinal).synchronize()
+        if self.failed:
+            raise Aborted
+
+    def _run(self, task: Task, waits) -> None:
+        for resource, ordinal in waits:
+            lane = self.lanes[resource]
+            if lane.asynchronous:
+                self.stream.wait(lane.wait_enqueued(ordinal))
+            else:
+                lane.wait_complete(ordinal)
+        self._begins.append(self.stream.record())
+        self.stream.run(lambda: self.perform(task))
+        self._ends.append(self.stream.record())
+        with self._changed:
+            self.enqueued += 1
+            self._changed.notify_all()
+
+    def span(self, ordinal: int) -> tuple[float, float]:
+        return self.stream.seconds(self._begins[ordinal]), self.stream.seconds(self._ends[ordinal])
+
+
+class Clock:
+    """Runs a stream of tasks on lanes. One use: lanes are joined when ``run`` returns or raises."""
+
+    def __init__(self, lanes: Iterable[Lane], dependency_kinds: Iterable[str] = KINDS):
+        self.lanes = {lane.name: lane for lane in lanes}
+        self._dependencies = Dependencies(dependency_kinds)
+        self._error: BaseException | None = None
+        self._error_lock = threading.Lock()
+        for lane in self.lanes.values():
+            lane.lanes = self.lanes
+            lane.fail = self._fail
+
+    def _fail(self, error: BaseException) -> None:
+        with self._error_lock:
+            if self._error is None:
+                self._error = error
+        for lane in self.lanes.values():
+            lane.abort()
+
+    def wait(self, resource: str, ordinal: int) -> None:
+        """Block the calling (planning) thread until that task is complete; raises the error that stopped a lane."""
+        try:
+            self.lanes[resource].wait_complete(ordinal)
+        except Aborted:
+            raise self._error or RuntimeError("the run was stopped") from None
+
+    def run(
+        self,
+        tasks: Iterable[Task],
+        on_submit: Callable[[Task, int], None] | None = None,
+        keep_trace: bool = True,
+    ) -> list[TraceEvent]:
+        """Submit every task in stream order, wait for the end, return the trace (seconds from the start).
+
+        ``on_submit(task, ordinal)`` is called on this thread as each task goes out. The first error of any lane, or of
+        the stream itself, is raised here after all threads have ended.
+        """
+        submitted: list[tuple[Task, Lane, int]] = []
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        begin = time.perf_counter()
+        try:
+            for lane in self.lanes.values():
+                lane.start()
+            for task in tasks:
+                lane = self.lanes[task.resource]
+                if lane.submitted >= LOOKAHEAD_TASKS:
+                    self.wait(task.resource, lane.submitted - LOOKAHEAD_TASKS)
+                if self._error:
+                    break
+                ordinal = lane.submit(task, self._dependencies.add(task))
+                if keep_trace:
+                    submitted.append((task, lane, ordinal))
+                if on_submit:
+                    on_submit(task, ordinal)
+            for lane in self.lanes.values():
+                if lane.submitted:
+                    self.wait(lane.name, lane.submitted - 1)
+        except BaseException as error:
+            self._fail(error)
+        finally:
+            for lane in self.lanes.values():
+                lane.finish()
+            for lane in self.lanes.values():
+                lane.join()
+            sys.setswitchinterval(interval)
+        if self._error:
+            raise self._error
+        trace = []
+        for task, lane, ordinal in submitted:
+            start, end = lane.span(ordinal)
+            trace.append(TraceEvent(task, start - begin, end - begin))
+        return trace

@@ -1,0 +1,111 @@
+"""Links of a CPU: copies that really happen, held to a set rate by a running deadline."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import torch
+
+from flexhybrid.runtime.host_memory import HostMemory
+
+#: A link that was late (the sleep overshot, a thread came back late) may make up for this much. A link that was idle
+#: gains no more than this either.
+CREDIT_S = 1e-3
+
+
+class Pacer:
+    """Holds one direction to a rate. Deadlines run on from one copy to the next, so that lateness does not add up.
+
+    Sleeping a fixed time per copy reaches 0.3 to 0.6 of the rate at small copies, deadlines reach 0.92 to 1.0.
+    """
+
+    def __init__(self, bytes_per_s: float | None):
+        self.bytes_per_s = bytes_per_s
+        self._deadline = 0.0
+
+    def begin(self) -> float:
+        return time.perf_counter()
+
+    def end(self, began: float, num_bytes: int) -> None:
+        """Sleep until a copy of this size that began then may be over."""
+        if self.bytes_per_s is None:
+            return
+        self._deadline = max(self._deadline, began - CREDIT_S) + num_bytes / self.bytes_per_s
+        delay = self._deadline - time.perf_counter()
+        if delay > 0:
+            time.sleep(delay)
+
+
+def as_bytes(tensor: torch.Tensor) -> np.ndarray:
+    """The memory of a contiguous CPU tensor as a numpy array of bytes, same leading shape."""
+    return tensor.view(torch.uint8).numpy()
+
+
+def copy_block_runs(
+    target: np.ndarray, source: np.ndarray, first: np.ndarray, count: np.ndarray, first_column: int = 0
+) -> None:
+    """target[b, first_column : first_column + count[b]] = source[first[b] : first[b] + count[b]] for every request b.
+
+    target: [B, columns, …] and source: [blocks, …] hold blocks of equal size. Neighbouring requests with equal counts
+    and evenly spaced extents go as one strided copy. numpy releases the GIL while it copies and starts no threads.
+    """
+    for row, rows, start, stride, blocks in block_runs(first, count):
+        window = source[start : start + (rows - 1) * stride + blocks]
+        shape = (rows, blocks, *source.shape[1:])
+        strides = (stride * source.strides[0], *source.strides)
+        view = np.lib.stride_tricks.as_strided(window, shape, strides, writeable=False)
+        np.copyto(target[row : row + rows, first_column : first_column + blocks], view)
+
+
+def block_runs(first: np.ndarray, count: np.ndarray) -> list[tuple[int, int, int, int, int]]:
+    """Group requests into runs (row, rows, first block, stride in blocks, blocks each), leaving out empty ones."""
+    runs: list[tuple[int, int, int, int, int]] = []
+    for row, (start, blocks) in enumerate(zip(first.tolist(), count.tolist(), strict=True)):
+        if blocks == 0:
+            continue
+        if runs:
+            begin, rows, begin_block, stride, length = runs[-1]
+            step = start - (begin_block + (rows - 1) * stride)
+            if begin + rows == row and length == blocks and step > 0 and (rows == 1 or step == stride):
+                runs[-1] = (begin, rows + 1, begin_block, step, length)
+                continue
+        runs.append((row, 1, start, 0, blocks))
+    return runs
+
+
+class CpuCopies:
+    """Both link directions of a CPU "device". Each is used by one lane's thread alone.
+
+    ``enabled`` False leaves the copies out and keeps everything else: the same steps run back to back without the
+    link, which is how the ideal compute time is measured.
+    """
+
+    def __init__(self, gb_per_s: float | None = None):
+        rate = None if gb_per_s is None else gb_per_s * 1e9
+        self.h2d, self.d2h = Pacer(rate), Pacer(rate)
+        self.host_memory = HostMemory(pinned=False)
+        self.enabled = True
+
+    def copy_h2d(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self._copy(self.h2d, target, source)
+
+    def copy_d2h(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self._copy(self.d2h, target, source)
+
+    def copy_blocks_h2d(
+        self, target: torch.Tensor, pool: torch.Tensor, first, count, first_column: int, num_bytes: int
+    ) -> None:
+        if not self.enabled:
+            return
+        began = self.h2d.begin()
+        copy_block_runs(as_bytes(target), as_bytes(pool), first, count, first_column)
+        self.h2d.end(began, num_bytes)
+
+    def _copy(self, pacer: Pacer, target: torch.Tensor, source: torch.Tensor) -> None:
+        if not self.enabled and pacer is self.h2d:
+            return
+        began = pacer.begin()
+        np.copyto(as_bytes(target), as_bytes(source))
+        if self.enabled:
+            pacer.end(began, target.numel() * target.element_size())

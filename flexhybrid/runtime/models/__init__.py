@@ -1,0 +1,18 @@
+"""Architectures that the executor runs: a file of pure layer functions and a map of weight names each."""
+
+from types import ModuleType
+
+from flexhybrid.core.errors import InputError
+from flexhybrid.core.shape import ModelShape
+from flexhybrid.runtime.models import opt
+
+ARCHITECTURES: dict[str, ModuleType] = {"opt": opt}
+
+
+def architecture(shape: ModelShape) -> ModuleType:
+    """The module of a shape's family. Raises InputError when the executor has none."""
+    if shape.family not in ARCHITECTURES:
+        raise InputError(
+            f"model {shape.name}: the executor cannot run the {shape.family} family; it runs {', '.join(ARCHITECTURES)}"
+        )
+    return ARCHITECTURES[shape.family]
