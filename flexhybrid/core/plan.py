@@ -386,12 +386,11 @@ class _Stream:
         if layer == 0:
             yield task("embed", "compute", (tokens,), (hidden,))
         if "kv_gen" in works:
-            reads = bytes_of(0, layout.kv_end)
-            if "act@device" in kinds:
-                reads += (self._pool("act@device", layer, step),)
-            if "load_act" in works:
-                reads += (Access(("act_buffer",), slot, slot + 1),)
-            yield task("kv_gen", "compute", reads, (_GENERATED,))
+            act_buffer = Access(("act_buffer",), slot, slot + 1)
+            reads, writes = (act_buffer, *bytes_of(0, layout.kv_end)), (_GENERATED,)
+            if "act@device" in kinds:  # gathered into the buffer, beside what the link brought
+                reads, writes = (*reads, self._pool("act@device", layer, step)), (*writes, act_buffer)
+            yield task("kv_gen", "compute", reads, writes)
         yield task("project", "compute", (hidden, *bytes_of(0, layout.qkv_end)), (_QKV, staging))
         if "assemble" in works:
             reads = (_QKV,)
