@@ -1,0 +1,27 @@
+"""flexhybrid: run language models that do not fit the GPU, and know beforehand how fast.
+
+``from flexhybrid import LLM, SamplingParams, Policy``. Importing this loads neither torch nor transformers.
+"""
+
+import os
+
+# Spinning OpenMP threads starve the link's thread on a small machine; it must be set before torch loads.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "InputError", "Policy", "SamplingParams", "__version__"]
+
+_HOMES = {
+    "LLM": "flexhybrid.llm",
+    "SamplingParams": "flexhybrid.llm",
+    "Policy": "flexhybrid.core.policy",
+    "InputError": "flexhybrid.core.errors",
+}
+
+
+def __getattr__(name: str):
+    if name in _HOMES:
+        from importlib import import_module
+
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'flexhybrid' has no attribute {name!r}")

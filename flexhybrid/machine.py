@@ -1,0 +1,114 @@
+"""What the user asked for, made definite on this machine: device, dtype, hardware record, policy."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from flexhybrid.core.errors import InputError
+from flexhybrid.core.hardware import Hardware, load_hardware
+from flexhybrid.core.policy import Policy
+from flexhybrid.core.shape import ModelShape
+from flexhybrid.core.waves import Budgets, split_waves
+from flexhybrid.core.workload import Workload
+
+
+def pick_device(name: str, link_gb_per_s: float | None) -> torch.device:
+    """ "auto", "cpu" or "cuda". Raises InputError for anything else, for CUDA that is not there, and for a bad pace."""
+    if name not in ("auto", "cpu", "cuda"):
+        raise InputError(f"device {name!r} is not one of auto, cpu, cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise InputError("device cuda was asked for, but torch finds no CUDA device here")
+    device = torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+    if link_gb_per_s is not None:
+        if device.type == "cuda":
+            raise InputError("link_gb_per_s paces the copies of a CPU; a CUDA device runs at the rate of its own link")
+        if not isinstance(link_gb_per_s, (int, float)) or not 0 < link_gb_per_s < float("inf"):
+            raise InputError(f"link_gb_per_s is {link_gb_per_s!r}; it must be a number > 0")
+    return device
+
+
+def pick_dtype(name: str, shape: ModelShape, device: torch.device, hardware: Hardware | None) -> str:
+    """The compute dtype. "auto": the checkpoint's on CUDA; on a CPU what profile measured faster for 16-bit ones."""
+    if name not in ("auto", "float32", "bfloat16", "float16"):
+        raise InputError(f"dtype {name!r} is not one of auto, float32, bfloat16, float16")
+    if name == "float16" and device.type == "cpu":
+        raise InputError("float16 matrix products are hundreds of times slower on a CPU: ask for bfloat16 or float32")
+    if name != "auto":
+        return name
+    if device.type == "cuda" or shape.dtype == "float32":
+        return shape.dtype
+    return (hardware.faster_dtype if hardware else None) or "bfloat16"
+
+
+def cache_folder() -> Path:
+    """Where profiles are kept: $FLEXHYBRID_CACHE, else the user's cache folder."""
+    if folder := os.environ.get("FLEXHYBRID_CACHE"):
+        return Path(folder)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flexhybrid"
+
+
+def profile_path(device: torch.device) -> Path:
+    return cache_folder() / f"hardware-{device.type}.json"
+
+
+def saved_hardware(device: torch.device) -> Hardware | None:
+    """What ``flexhybrid profile`` (or compare) measured here; else a catalogue entry for this GPU; else None."""
+    if profile_path(device).is_file():
+        return load_hardware(profile_path(device))
+    if device.type == "cuda":
+        from sim import catalogue
+
+        return catalogue.for_gpu(torch.cuda.get_device_name(device))
+    return None
+
+
+def resolve_policy(policy: str | Path | Policy, shape: ModelShape) -> Policy | None:
+    """A Policy; None means "auto". A string is a preset's name or the path of a JSON file."""
+    if isinstance(policy, Policy):
+        return policy
+    if policy == "auto":
+        return None
+    if isinstance(policy, Path) or str(policy).endswith(".json"):
+        return Policy.load(policy)
+    from sim.presets import preset
+
+    return preset(str(policy), shape)
+
+
+def best_policy(
+    shape: ModelShape,
+    hardware: Hardware | None,
+    bytes_per_element: int,
+    workload: Workload,
+    budgets: Budgets,
+    device: str,
+    link_gb_per_s: float | None,
+) -> Policy:
+    """The policy "auto" stands for: all resident where that fits and nothing is paced, else the searched one.
+
+    Raises InputError when a search is needed and no hardware record is known.
+    """
+    from sim.presets import resident
+
+    if link_gb_per_s is None:
+        try:
+            if len(split_waves(shape, resident(), workload, bytes_per_element, budgets, device)) == 1:
+                return resident()
+        except InputError:
+            pass  # not even one request fits: something has to move
+    if hardware is None:
+        raise InputError(
+            "policy auto needs to know this machine: run `flexhybrid profile` once (or `flexhybrid compare`, which "
+            "does), or name a policy such as kv_only or hybrid(0.5)"
+        )
+    if link_gb_per_s is not None:
+        hardware = hardware.with_link_rate(link_gb_per_s)
+    from policy_search.search import search
+
+    return search(
+        shape, hardware, bytes_per_element, workload,
+        device_memory=budgets["device"], host_memory=budgets["host"], device=device,
+    ).policy  # fmt: skip

@@ -1,0 +1,186 @@
+"""Samples of this machine under load: the executor's own tasks, timed while the link copies.
+
+Kernels beside a busy link are slower than alone (on two CPU cores by 15 %), so nothing is timed alone: whole runs of a
+small model are made at several sizes and every task's time is taken from their traces. Each size is measured in two
+passes at different times; the low quantile of a pass stands for it, and sizes whose passes disagree are named.
+Lines through the samples are fitted elsewhere (policy_search.fit).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+
+from flexhybrid.core.hardware import LINKS
+from flexhybrid.core.memory import buffer_sizes
+from flexhybrid.core.plan import admit
+from flexhybrid.core.policy import Placement, Policy
+from flexhybrid.core.shape import ModelShape
+from flexhybrid.core.trace import TraceEvent
+from flexhybrid.core.workload import Workload
+from flexhybrid.runtime.engine import Engine
+from flexhybrid.runtime.executor import SamplingPlan
+from flexhybrid.runtime.loader import RandomWeights
+from flexhybrid.runtime.weights import Weights
+
+#: (requests, context, ACT share, requests a mini-batch) of the profiling runs: mini-batches from 250 to 4,000 tokens,
+#: all mixes. Two mini-batches each, so that loads, compute and stores are under way at once.
+SIZES = (
+    (4, 128, 0.50, 2),
+    (8, 256, 1.00, 4),
+    (8, 512, 0.25, 4),
+    (16, 256, 0.75, 8),
+    (16, 512, 0.50, 8),
+    (8, 512, 1.00, 4),
+    (16, 512, 0.00, 8),
+)
+QUANTILE = 0.25
+DISAGREE = 1.15  #: passes further apart than this are reported
+LINK_SIZES = tuple(1 << n for n in range(16, 25, 2))  #: bytes, 64 KiB to 16 MiB
+
+Sample = tuple[float, float, float]  #: (flops, bytes, seconds)
+
+
+@dataclass
+class ProfileSamples:
+    """Samples per line key, what the two passes disagreed on, and the faster compute dtype (CPU; else None)."""
+
+    samples: dict[str, list[Sample]] = field(default_factory=dict)
+    disagreements: list[str] = field(default_factory=list)
+    faster_dtype: str | None = None
+
+
+def faster_cpu_dtype(shape: ModelShape, rows: int = 512) -> str:
+    """float32 or bfloat16: whichever multiplies KV-Gen's matrices faster here."""
+    seconds = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        a = torch.randn(rows, shape.hidden).to(dtype)
+        b = torch.randn(shape.kv_width, shape.hidden).to(dtype)
+        times = []
+        for _ in range(6):
+            start = time.perf_counter()
+            torch.nn.functional.linear(a, b)
+            times.append(time.perf_counter() - start)
+        seconds[dtype] = min(times[1:])
+    return "bfloat16" if seconds[torch.bfloat16] < seconds[torch.float32] else "float32"
+
+
+def profile(
+    shape: ModelShape,
+    dtype: str,
+    device: torch.device,
+    link_gb_per_s: float | None = None,
+    on_progress: Callable[[], None] | None = None,
+    sizes=SIZES,
+) -> ProfileSamples:
+    """Measure this machine for models of this shape (two of its layers are run, with random weights).
+
+    ``on_progress`` is called 2 · len(sizes) times. Contexts are cut to the model's positions.
+    """
+    small = replace(shape, num_layers=2)
+    weights = Weights(small, RandomWeights(small), dtype, device, device_share=0.0)
+    slots = weights.make_slots()
+    result = ProfileSamples()
+    passes: list[dict] = []
+    for _ in range(2):
+        found: dict[tuple, list[float]] = {}
+        for size in sizes:
+            for event in _run(weights, slots, size, link_gb_per_s):
+                key = _line_key(event)
+                bytes_ = event.task.work.link_bytes if event.task.resource in LINKS else event.task.work.memory_bytes
+                found.setdefault((key, event.task.work.flops, bytes_), []).append(event.end_s - event.start_s)
+            if on_progress:
+                on_progress()
+        for key, seconds in _link_samples(device, link_gb_per_s):
+            found.setdefault(key, []).append(seconds)
+        passes.append({key: float(np.quantile(times, QUANTILE)) for key, times in found.items()})
+    for key in passes[0].keys() & passes[1].keys():
+        first, second = passes[0][key], passes[1][key]
+        name, flops, num_bytes = key
+        if max(first, second) > DISAGREE * min(first, second) and max(first, second) > 1e-3:
+            result.disagreements.append(
+                f"{name} at {flops / 1e9:.2f} GFLOP, {num_bytes / 1e6:.1f} MB: {first * 1e3:.2f} and "
+                f"{second * 1e3:.2f} ms"
+            )
+        result.samples.setdefault(name, []).append((float(flops), float(num_bytes), min(first, second)))
+    if device.type == "cpu":
+        result.faster_dtype = faster_cpu_dtype(shape)
+    return result
+
+
+def _line_key(event: TraceEvent) -> str:
+    """Prefill attention is another kernel than decode attention; all else is one line a verb."""
+    task = event.task
+    return "attend_prefill" if task.verb == "attend" and task.iteration == 0 else task.verb
+
+
+def _run(weights: Weights, slots, size, link_gb_per_s: float | None) -> list[TraceEvent]:
+    """One small run: prefill and three decode iterations of two mini-batches."""
+    requests, context, act_share, per_mini_batch = size
+    shape = weights.shape
+    context = min(context, shape.max_positions - 4)
+    policy = Policy(
+        weights=Placement(host=1.0),
+        cache={"kv@host": 1 - act_share, "act@host": act_share},
+        max_mini_batch_tokens=per_mini_batch * (context + 48),
+    )
+    wave = admit(shape, policy, Workload.uniform(requests, context, 4), weights.bytes_per_element)
+    engine = Engine(weights, buffer_sizes(wave), link_gb_per_s, slots=slots)
+    generator = np.random.default_rng(0)
+    prompts = [generator.integers(0, shape.vocab, context).tolist() for _ in range(requests)]
+    plan = SamplingPlan(0.0, 0, np.arange(requests))
+    trace = engine.run(wave, prompts, plan, keep_trace=True).trace
+    return [event for event in trace if event.task.verb not in ("load_weights",) or event.task.layer]
+
+
+def _link_samples(device: torch.device, link_gb_per_s: float | None):
+    """((key, 0, bytes), seconds) of both directions, alone and at once, through the links' own copies."""
+    if device.type == "cuda":
+        from flexhybrid.runtime.cuda import CudaCopies
+
+        copies = CudaCopies()
+    else:
+        from flexhybrid.runtime.links import CpuCopies
+
+        copies = CpuCopies(link_gb_per_s)
+    sizes = [size for size in LINK_SIZES if device.type == "cuda" or not link_gb_per_s or size < 2**23]
+    host = {size: copies.host_memory.bytes(size) for size in sizes}
+    target = {size: torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes}
+
+    def time_copies(direction: str, key: str, out: list) -> None:
+        stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        for size in sizes:
+            for _ in range(3):
+                start = time.perf_counter()
+                if stream is None:
+                    _copy_once(copies, direction, host[size], target[size])
+                else:
+                    with torch.cuda.stream(stream):
+                        _copy_once(copies, direction, host[size], target[size])
+                    stream.synchronize()
+                out.append(((key, 0, size), time.perf_counter() - start))
+
+    samples: list = []
+    for direction in ("h2d", "d2h"):
+        time_copies(direction, direction, samples)
+    threads = [
+        threading.Thread(target=time_copies, args=(direction, f"{direction}_both", samples))
+        for direction in ("h2d", "d2h")
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return samples
+
+
+def _copy_once(copies, direction: str, host: torch.Tensor, target: torch.Tensor) -> None:
+    if direction == "h2d":
+        copies.copy_h2d(target, host)
+    else:
+        copies.copy_d2h(host, target)
