@@ -100,5 +100,5 @@ def load_hardware(path: str | Path) -> Hardware:
             for key, line in data.pop("lines").items()
         }
         return Hardware(lines=lines, **data)
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, InputError) as error:
         raise InputError(f"{path}: {error}") from None

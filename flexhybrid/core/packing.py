@@ -64,30 +64,42 @@ def pack(
     if packing == "fifo":
         return _first_come(kv, act, max_mini_batch_tokens)
     order = np.argsort(-tokens, kind="stable")
-    fewest = len(_cut(order, kv, act, max_mini_batch_tokens, len(order)))
-    # Evening out the sizes may break the bound where lengths differ; then allow one more mini-batch and try again.
-    for count in range(fewest, len(order) + 1):
-        size = math.ceil(len(order) / count)
-        bins = _cut(order, kv, act, max_mini_batch_tokens, size)
-        if len(bins) <= count:
-            break
+    bins = _even_cut(order, kv, act, max_mini_batch_tokens)
     return _exchange(bins, kv, act, max_mini_batch_tokens, seconds_per_token)
 
 
 def _first_come(kv, act, bound: int) -> list[np.ndarray]:
-    return _cut(np.arange(len(kv)), kv, act, bound, len(kv))
-
-
-def _cut(order, kv, act, bound: int, most: int) -> list[np.ndarray]:
-    """Consecutive runs of ``order`` of at most ``most`` requests, each within the bound."""
+    """Consecutive runs in order of arrival, each as long as the bound allows."""
     bins: list[list[int]] = []
-    for request in order:
+    for request in range(len(kv)):
         candidate = [*bins[-1], request] if bins else None
-        if candidate and len(candidate) <= most and padded_tokens(kv[candidate], act[candidate]) <= bound:
+        if candidate and padded_tokens(kv[candidate], act[candidate]) <= bound:
             bins[-1] = candidate
         else:
             bins.append([request])
-    return [np.array(sorted(group)) for group in bins]
+    return [np.array(group) for group in bins]
+
+
+def _even_cut(order, kv, act, bound: int) -> list[np.ndarray]:
+    """The fewest runs of ``order`` (longest request first) within the bound, of sizes as equal as it allows.
+
+    The first request of a run sets its padding, so it alone says how many fit. Later runs are of shorter requests and
+    have more room: taking less than fits from an early one never costs a run more.
+    """
+
+    def room(start: int) -> int:
+        first = order[start : start + 1]
+        return max(1, bound // padded_tokens(kv[first], act[first]))
+
+    fewest, start = 0, 0
+    while start < len(order):
+        fewest, start = fewest + 1, start + room(start)
+    bins, start = [], 0
+    for runs_left in range(fewest, 0, -1):
+        size = min(room(start), math.ceil((len(order) - start) / runs_left))
+        bins.append(np.sort(order[start : start + size]))
+        start += size
+    return bins
 
 
 def _exchange(bins, kv, act, bound: int, seconds_per_token) -> list[np.ndarray]:

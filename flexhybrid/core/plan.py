@@ -311,9 +311,13 @@ class _Stream:
                     ahead = (current[k + 1], layer) if k + 1 < len(current) else None
                     if ahead is None and next_layer[0]:
                         ahead = (next_layer[0][0], next_layer[1])
-                    if ahead:
+                    # In a model of one layer a mini-batch can follow itself: what it stores now it loads next.
+                    own_store = ahead and (ahead[0][0].mini_batch, ahead[1]) == (step.mini_batch, layer)
+                    if ahead and not own_store:
                         yield from self._load_cache(ahead[0], ahead[1], (self.step_count + 1) % 2)
                     yield from self._compute(step, works, layer)
+                    if own_store:
+                        yield from self._load_cache(ahead[0], ahead[1], (self.step_count + 1) % 2)
                     self.step_count += 1
                 self.layer_count += 1
             current = following
@@ -361,6 +365,9 @@ class _Stream:
         """The blocks of a mini-batch in one layer of a pool: its requests lie side by side."""
         group = self.wave.mini_batches[step.mini_batch]
         first, count = self.wave.first_block[kind][group], self.wave.num_blocks[kind][group]
+        if not count.any():
+            return Access((kind, layer), 0, 0)
+        first, count = first[count > 0], count[count > 0]  # an empty extent stands nowhere
         return Access((kind, layer), int(first.min()), int((first + count).max()))
 
     def _compute(self, step: MiniBatchStep, works: dict[str, Work], layer: int) -> Iterator[Task]:
@@ -412,7 +419,7 @@ class _Stream:
             yield task("store_out", "d2h", (tokens,), (log,))
 
     def _store(self, step, works, layer: int, payload: StepPayload, staging: Access) -> Iterator[Task]:
-        """New tokens: staging -> landing strip over the link, strip -> blocks by a host core; on the device directly."""
+        """New tokens: staging -> landing strip over the link, strip -> blocks by a host core; or on the device."""
         key = (step.iteration, layer, step.mini_batch)
         strips = []
         for representation in ("act", "kv"):

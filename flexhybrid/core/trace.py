@@ -112,7 +112,7 @@ def iteration_ends(trace: Iterable[TraceEvent]) -> list[float]:
 
 
 def save_chrome_trace(path: str | Path, traces: dict[str, list[TraceEvent]]) -> None:
-    """Write traces in the Chrome trace-event format (ui.perfetto.dev opens it), one process a trace, one row a resource."""
+    """Write traces as Chrome trace events (ui.perfetto.dev opens them), one process a trace, one row a resource."""
     events = []
     for pid, (name, trace) in enumerate(traces.items(), start=1):
         events.append({"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}})

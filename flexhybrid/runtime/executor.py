@@ -295,7 +295,11 @@ class Executor:
         batch, width = len(step.requests), step.width
 
         def on_device(array: np.ndarray) -> torch.Tensor:
-            return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+            tensor = torch.from_numpy(np.ascontiguousarray(array))
+            if self.device.type == "cpu":
+                return tensor
+            # From pageable memory the copy would wait for the whole stream, and the device would run dry.
+            return tensor.pin_memory().to(self.device, non_blocking=True)
 
         tokens = last_rows = None
         positions = step.context

@@ -1,0 +1,40 @@
+# Every target but gpu makes its own .venv first; the stamp makes a second call instant.
+PYTHON ?= python3
+ARGS ?=
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+# Idle OpenMP threads sleep instead of spinning on the core that a link worker needs. Set before torch loads.
+export OMP_WAIT_POLICY := PASSIVE
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: run test lint bench gpu clean
+.DELETE_ON_ERROR:
+
+run: $(INSTALLED)  ## the main job: tables, figures, trace
+	$(BIN)/flexhybrid compare $(ARGS)
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+bench: $(INSTALLED)  ## every figure that has a bar, in one table and results/bench.json
+	$(BIN)/python -m experiments.bench $(ARGS)
+
+gpu:  ## with the machine's own python3 and torch, no .venv
+	$(PYTHON) -m experiments.gpu $(ARGS)
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+
+# torch comes first and alone: whichever build pip finds for this machine then settles what the rest needs.
+$(INSTALLED): requirements.txt setup.py
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "flexhybrid needs Python 3.11 or later: make PYTHON=...")'
+	$(PYTHON) -m venv .venv || { echo "On Debian: apt install python3-venv" >&2; exit 1; }
+	$(BIN)/python -m pip install --quiet $$(grep '^torch==' requirements.txt)
+	$(BIN)/python -m pip install --quiet -r requirements.txt
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	touch $@

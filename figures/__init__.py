@@ -1,0 +1,1 @@
+"""Figures: data in, picture out. Nothing here measures or predicts."""

@@ -1,0 +1,1 @@
+"""Whole jobs built from the floors below: profile, exactness, speed, compare."""

@@ -1,0 +1,90 @@
+"""Are the tokens right? Ours against transformers' own single-prompt greedy generate, by the exactness contract.
+
+At the first difference the reference is teacher-forced on its own tokens: the difference is excused only when the
+reference's two best logits are closer than 1e-5 of the logits' standard deviation, so that rounding may decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+EXCUSABLE_GAP = 1e-5  #: of the logits' standard deviation
+MAX_EXCUSED = 1e-4  #: of all tokens
+
+
+@dataclass(frozen=True)
+class Exactness:
+    """Tokens compared, equal, and lost behind excused or unexcused first differences of a prompt."""
+
+    num_tokens: int
+    num_equal: int
+    num_excused: int
+    first_wrong: str  #: empty when nothing is wrong
+
+    @property
+    def exact(self) -> bool:
+        return not self.first_wrong and self.num_excused <= MAX_EXCUSED * self.num_tokens
+
+
+class Reference:
+    """transformers' model of a checkpoint in float32, from local files only, and its greedy tokens."""
+
+    def __init__(self, path: str | Path):
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True).eval()
+
+    @torch.inference_mode()
+    def generate(
+        self,
+        prompts: list[list[int]],
+        max_tokens: int,
+        ignore_eos: bool = False,
+        on_prompt: Callable[[], None] | None = None,
+    ) -> list[list[int]]:
+        """Greedy tokens of each prompt alone."""
+        stop = {} if not ignore_eos else {"eos_token_id": None}
+        answers = []
+        for prompt in prompts:
+            ids = torch.tensor([prompt])
+            out = self.model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, pad_token_id=1,
+                **stop,
+            )  # fmt: skip
+            answers.append(out[0, len(prompt) :].tolist())
+            if on_prompt:
+                on_prompt()
+        return answers
+
+    @torch.inference_mode()
+    def top_two_gap(self, ids: list[int]) -> float:
+        """Gap of the two best next-token logits, in standard deviations of the logits."""
+        logits = self.model(torch.tensor([ids])).logits[0, -1]
+        best = logits.topk(2).values
+        return float((best[0] - best[1]) / logits.std())
+
+
+def compare_tokens(
+    reference: Reference, prompts: list[list[int]], expected: list[list[int]], ours: list[list[int]]
+) -> Exactness:
+    """Compare answers prompt by prompt. Behind a first difference texts are free to part, so its tail is not judged."""
+    num_tokens = num_equal = num_excused = 0
+    first_wrong = ""
+    for i, (prompt, wanted, got) in enumerate(zip(prompts, expected, ours, strict=True)):
+        num_tokens += len(wanted)
+        place = next((t for t, (a, b) in enumerate(zip(wanted, got, strict=False)) if a != b), None)
+        if place is None and len(wanted) == len(got):
+            num_equal += len(wanted)
+            continue
+        place = min(len(wanted), len(got)) if place is None else place
+        num_equal += place
+        gap = reference.top_two_gap(prompt + wanted[:place])
+        if gap < EXCUSABLE_GAP:
+            num_excused += 1
+        elif not first_wrong:
+            first_wrong = f"prompt {i} differs at token {place}, where the reference's gap is {gap:.2e}"
+    return Exactness(num_tokens, num_equal, num_excused, first_wrong)

@@ -1,0 +1,78 @@
+"""The profile job: samples of this machine, lines through them, a hardware file."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from flexhybrid.core.hardware import Hardware
+from flexhybrid.core.shape import ModelShape
+from flexhybrid.machine import profile_path
+from flexhybrid.runtime.profile import SIZES, faster_cpu_dtype, profile
+
+#: The model whose tasks are timed: OPT of hidden size 1,024 with a vocabulary of about 8,000.
+TIMING_SHAPE = ModelShape(
+    "opt-timing", "opt", num_layers=4, hidden=1024, num_heads=16, num_kv_heads=16, head_dim=64, ffn=4096, vocab=8000,
+    max_positions=2048,
+)  # fmt: skip
+
+
+def device_name(device: torch.device) -> str:
+    """What the device calls itself."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    model = ""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as info:
+            model = next((line.split(":")[1].strip() for line in info if line.startswith("model name")), "")
+    except OSError:
+        pass
+    return f"{model or platform.processor() or 'CPU'}, {torch.get_num_threads()} threads"
+
+
+def fastest_dtype(shape: ModelShape, device: torch.device) -> str:
+    """The compute dtype of the timing runs: bfloat16, or on a CPU float32 where that is faster."""
+    return faster_cpu_dtype(shape) if device.type == "cpu" else "bfloat16"
+
+
+def measure_hardware(
+    shape: ModelShape,
+    dtype: str,
+    device: torch.device,
+    link_gb_per_s: float | None,
+    save_to: Path | None = None,
+    on_progress: Callable[[], None] | None = None,
+) -> tuple[Hardware, list[str]]:
+    """Profile and fit; returns the record and the sizes whose two passes disagreed. Saves where ``policy="auto"`` looks.
+
+    ``on_progress`` is called ``PROFILE_STEPS`` times.
+    """
+    from policy_search.fit import fit_hardware
+
+    result = profile(shape, dtype, device, link_gb_per_s, on_progress)
+    memory = None
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+    hardware = fit_hardware(
+        result.samples,
+        name="local",
+        device=device.type,
+        device_memory=memory,
+        source=f"flexhybrid profile on {device_name(device)}, {time.strftime('%Y-%m-%d')}, torch {torch.__version__}",
+        dtype=dtype,
+        faster_dtype=result.faster_dtype,
+        notes={
+            "hidden": shape.hidden,
+            "link_gb_per_s": link_gb_per_s,
+            "sizes that two passes disagreed on": result.disagreements,
+        },
+    )
+    hardware.save(save_to or profile_path(device))
+    return hardware, result.disagreements
+
+
+PROFILE_STEPS = 2 * len(SIZES)

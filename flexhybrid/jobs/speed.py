@@ -1,0 +1,190 @@
+"""Measured speed of policies side by side: interleaved runs over the same prompts, with what the bound allows.
+
+One ``Bench`` holds the weights and one engine a policy. Prefill runs once a policy; decoding is then repeated from the
+filled cache, so that rounds are short and can be interleaved: when the machine slows down, every policy slows down.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from flexhybrid.core.hardware import LINKS
+from flexhybrid.core.memory import buffer_sizes, check_budget, memory_plan
+from flexhybrid.core.plan import Wave, admit, stream
+from flexhybrid.core.policy import Policy
+from flexhybrid.core.trace import TraceEvent
+from flexhybrid.core.workload import Workload
+from flexhybrid.runtime.engine import Engine
+from flexhybrid.runtime.executor import Executor, SamplingPlan
+from flexhybrid.runtime.weights import Weights
+from sim.virtual_clock import RunSummary, summarize
+
+
+@dataclass
+class Measured:
+    """One policy's figures. Windows leave out the first decode iteration: there is nothing to overlap it with."""
+
+    policy: Policy
+    tokens: list[list[int]]
+    prefill_s: float
+    decode_tokens_per_s: list[float]  #: one a round
+    summaries: list[RunSummary]
+    ideal_compute_s: float | None  #: the same steps without the link, over the same window
+    traces: list[list[TraceEvent]]
+
+    @property
+    def median_tokens_per_s(self) -> float:
+        return statistics.median(self.decode_tokens_per_s)
+
+    @property
+    def median_round(self) -> int:
+        """Index of the round nearest to the median."""
+        return int(np.argmin(np.abs(np.array(self.decode_tokens_per_s) - self.median_tokens_per_s)))
+
+    def ideal_link_s(self, bytes_per_s: float) -> float:
+        """The window's bytes from the host at the link's full rate."""
+        return window_bytes(self.traces[0], "h2d") / bytes_per_s
+
+    def overlap(self, bytes_per_s: float) -> float | None:
+        """max(ideal link, ideal compute) / wall, median over rounds (design section 11)."""
+        if self.ideal_compute_s is None:
+            return None
+        ideal = max(self.ideal_link_s(bytes_per_s), self.ideal_compute_s)
+        return statistics.median(ideal / summary.decode_s for summary in self.summaries)
+
+    def balance(self, bytes_per_s: float) -> float | None:
+        """The smaller ideal over the larger: overlap is judged where this is at least 0.7."""
+        if self.ideal_compute_s is None:
+            return None
+        low, high = sorted((self.ideal_link_s(bytes_per_s), self.ideal_compute_s))
+        return low / high if high else None
+
+
+def window_bytes(trace: list[TraceEvent], resource: str) -> int:
+    """Bytes over a link for the iterations after the first of the trace."""
+    assert resource in LINKS
+    first = min(event.task.iteration for event in trace)
+    return sum(t.work.link_bytes for t, _, _ in trace if t.resource == resource and t.iteration > first)
+
+
+class _Lane:
+    """A policy with its engine, its wave and its filled cache."""
+
+    def __init__(self, bench: Bench, policy: Policy):
+        self.policy = policy
+        self.wave: Wave = admit(bench.weights.shape, policy, bench.workload, bench.weights.bytes_per_element)
+        sizes = buffer_sizes(self.wave)
+        plan = memory_plan(
+            bench.weights.shape, policy, bench.weights.bytes_per_element, sizes, bench.weights.device.type
+        )
+        check_budget(plan, bench.budgets, f"policy {policy.name}")
+        self.engine = Engine(bench.weights, sizes, bench.link_gb_per_s, slots=bench.slots)
+        self.sampling = SamplingPlan(0.0, 0, np.arange(bench.workload.num_requests))
+        self.executor: Executor = self.engine.executor(self.wave, bench.prompts, self.sampling)
+        result = self.engine.run(
+            self.wave, bench.prompts, self.sampling, keep_trace=True, executor=self.executor
+        )
+        self.tokens = result.tokens
+        self.prefill_s = summarize(result.trace).prefill_s
+        self.first_tokens = torch.tensor([answer[0] for answer in self.tokens])
+
+    def decode(self, bench: Bench) -> list[TraceEvent]:
+        """All decode iterations again, over the cache as the prefill left it."""
+        self.executor.last_tokens.copy_(self.first_tokens)
+        tasks = stream(self.wave, first_iteration=1)
+        return self.engine.run(
+            self.wave, bench.prompts, self.sampling, keep_trace=True, tasks=tasks, executor=self.executor
+        ).trace
+
+
+class Bench:
+    """Runs policies side by side on shared weights. Raises InputError when one is over the budgets."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        prompts: list[list[int]],
+        max_tokens: int,
+        link_gb_per_s: float | None,
+        budgets: dict[str, int | None],
+    ):
+        self.weights, self.prompts, self.link_gb_per_s, self.budgets = weights, prompts, link_gb_per_s, budgets
+        self.slots = weights.make_slots()
+        lengths = np.array([len(prompt) for prompt in prompts])
+        self.workload = Workload(lengths, np.full(len(prompts), max_tokens))
+
+    def measure(
+        self,
+        policies: list[Policy],
+        rounds: int,
+        with_ideal: Callable[[Policy], bool] = lambda policy: True,
+        on_progress: Callable[[str], None] | None = None,
+        reference_tokens: list[list[int]] | None = None,
+    ) -> list[Measured]:
+        """Prefill each policy, then ``rounds`` rounds of decoding through all of them, then their ideal compute."""
+
+        def step(what: str) -> None:
+            if on_progress:
+                on_progress(what)
+
+        lanes = []
+        for policy in policies:
+            lanes.append(_Lane(self, policy))
+            step(f"prefill {policy.name}")
+        traces: list[list[list[TraceEvent]]] = [[] for _ in lanes]
+        for _ in range(rounds):
+            for lane, kept in zip(lanes, traces, strict=True):
+                kept.append(lane.decode(self))
+                step(f"decode {lane.policy.name}")
+        measured = []
+        for lane, kept in zip(lanes, traces, strict=True):
+            ideal = None
+            if with_ideal(lane.policy):
+                ideal = self._ideal_compute_s(lane)
+                step(f"compute alone {lane.policy.name}")
+            summaries = [summarize(trace) for trace in kept]
+            measured.append(
+                Measured(
+                    lane.policy, lane.tokens, lane.prefill_s, [s.decode_tokens_per_s for s in summaries], summaries,
+                    ideal, kept,
+                )
+            )  # fmt: skip
+        return measured
+
+    def _ideal_compute_s(self, lane: _Lane) -> float:
+        """Wall time of the window's steps when nothing crosses the link; the better of two runs."""
+        lane.engine.copies.enabled = False
+        try:
+            return min(summarize(lane.decode(self)).decode_s for _ in range(2))
+        finally:
+            lane.engine.copies.enabled = True
+
+
+def others_cpu_share(seconds: float = 0.5) -> float | None:
+    """Share of all cores that other processes use right now; None where /proc is not there. A run above 0.05 is
+    marked as not idle."""
+    try:
+        before, own_before = _cpu_jiffies(), time.process_time()
+        time.sleep(seconds)
+        after, own_after = _cpu_jiffies(), time.process_time()
+    except (OSError, ValueError, IndexError):
+        return None
+    total = sum(after) - sum(before)
+    idle = (after[3] + after[4]) - (before[3] + before[4])
+    if total <= 0:
+        return None
+    cores = os.cpu_count() or 1
+    own_share = (own_after - own_before) / (seconds * cores)
+    return max(0.0, (total - idle) / total - own_share)
+
+
+def _cpu_jiffies() -> list[int]:
+    with open("/proc/stat", encoding="ascii") as stat:
+        return [int(field) for field in stat.readline().split()[1:9]]

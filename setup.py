@@ -1,0 +1,36 @@
+from setuptools import find_namespace_packages, setup
+
+FLOORS = ("flexhybrid", "sim", "policy_search", "experiments", "figures")
+
+setup(
+    name="flexhybrid",
+    version="0.1.0",
+    description="Runs language models whose weights and caches do not fit the GPU, and predicts how fast.",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_namespace_packages(
+        include=[pattern for name in FLOORS for pattern in (name, f"{name}.*")],
+        exclude=["experiments.checkpoints*", "experiments.results*"],  # data, named in package_data
+    ),
+    package_data={
+        "sim": ["catalogue/*.json"],
+        "experiments": ["checkpoints/**/*", "prompts.txt"],
+    },
+    entry_points={"console_scripts": ["flexhybrid = flexhybrid.cli:main"]},
+    install_requires=[
+        "torch>=2.4",
+        "numpy",
+        "scipy",
+        "pandas",
+        "matplotlib",
+        "pulp[highs]>=3.3,<5",
+        "safetensors",
+        "transformers>=4.45",
+        "tokenizers",
+        "tqdm",
+    ],
+    extras_require={
+        "test": ["pytest", "hypothesis", "pytest-timeout"],
+        "lint": ["ruff"],
+    },
+)

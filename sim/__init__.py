@@ -1,0 +1,1 @@
+"""The simulator: cost functions, the virtual clock, the closed form, the hardware catalogue and the presets."""

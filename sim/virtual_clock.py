@@ -1,0 +1,117 @@
+"""The virtual clock: the executor's own stream of tasks, walked in virtual time.
+
+Each resource runs its tasks first in, first out; a task starts when its resource is free and what it depends on has
+ended. Dependencies are derived by the same function that guards the real run. What is left out: the time to plan and to
+hand tasks over, and everything ``sim.cost`` leaves out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from flexhybrid.core.dependencies import KINDS, Dependencies
+from flexhybrid.core.hardware import LINKS, Hardware
+from flexhybrid.core.task import RESOURCES, Task
+from flexhybrid.core.trace import TraceEvent
+from sim.cost import line_for
+
+
+def run(tasks: Iterable[Task], hardware: Hardware, kinds: Iterable[str] = KINDS) -> list[TraceEvent]:
+    """Run tasks (``flexhybrid.core.plan.stream(wave)``) in virtual time; events in stream order, seconds from 0.
+
+    ``kinds`` leaves out a kind of dependency on purpose, as in ``Dependencies``. Raises InputError when the hardware
+    has no line for a task.
+    """
+    dependencies = Dependencies(kinds)
+    ends: dict[str, list[float]] = {resource: [] for resource in RESOURCES}
+    lines: dict[tuple[str, str, bool], tuple[float, float, float]] = {}
+    trace: list[TraceEvent] = []
+    for task in tasks:
+        resource, work = task.resource, task.work
+        key = (task.verb, resource, task.iteration == 0)
+        coefficients = lines.get(key)
+        if coefficients is None:
+            line = line_for(hardware, *key)
+            coefficients = lines[key] = (line.overhead_s, line.s_per_flop, line.s_per_byte)
+        overhead_s, s_per_flop, s_per_byte = coefficients
+        own = ends[resource]
+        start = own[-1] if own else 0.0
+        for other, ordinal in dependencies.add(task):
+            end = ends[other][ordinal]
+            if end > start:
+                start = end
+        num_bytes = work.link_bytes if resource in LINKS else work.memory_bytes
+        end = start + (overhead_s + work.flops * s_per_flop + num_bytes * s_per_byte)
+        own.append(end)
+        trace.append(TraceEvent(task, start, end))
+    return trace
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What a run took, from its trace; the same for a virtual and a measured one.
+
+    The prefill ends with the last sample of iteration 0. The decode goes from there to the last sample of the last
+    iteration, so that the edges between its iterations are in it.
+    """
+
+    total_s: float  #: from the first task's start to the last sample's end
+    prefill_s: float
+    decode_s: float
+    num_iterations: int  #: the prefill is one of them
+    generated_tokens: int
+    tokens_per_s: float  #: generated tokens / total_s
+    decode_tokens_per_s: float  #: tokens of iterations 1, 2, … / decode_s; 0 without a decode
+    link_bytes: dict[str, dict[str, int]]  #: {"h2d": {"load_kv": bytes, …}, "d2h": {…}} over the whole run
+    decode_link_bytes: dict[str, dict[str, int]]  #: of iterations 1, 2, … (the weights that they read included)
+    busy: dict[str, float]  #: resource -> share of the decode (of the whole run without one) it was at work
+
+    @property
+    def binding(self) -> str:
+        """The busiest resource."""
+        return max(self.busy, key=self.busy.get)
+
+
+def summarize(trace: list[TraceEvent]) -> RunSummary:
+    """Reduce a trace to its times, tokens, traffic and busy shares. An empty trace is a ValueError."""
+    if not trace:
+        raise ValueError("a trace without events has no summary")
+    begin = min(event.start_s for event in trace)
+    last_sample: dict[int, float] = {}
+    tokens: dict[int, int] = {}
+    link_bytes: dict[str, dict[str, int]] = {"h2d": {}, "d2h": {}}
+    decode_link_bytes: dict[str, dict[str, int]] = {"h2d": {}, "d2h": {}}
+    for task, _, end in trace:
+        if task.verb == "sample":
+            last_sample[task.iteration] = max(end, last_sample.get(task.iteration, begin))
+            tokens[task.iteration] = tokens.get(task.iteration, 0) + task.work.tokens
+        if task.resource in link_bytes:
+            for total in (link_bytes, decode_link_bytes) if task.iteration else (link_bytes,):
+                by_verb = total[task.resource]
+                by_verb[task.verb] = by_verb.get(task.verb, 0) + task.work.link_bytes
+    if not last_sample:
+        raise ValueError("a trace without a sample task has no summary")
+    prefill_end = last_sample[min(last_sample)]
+    end = max(last_sample.values())
+    total_s, prefill_s, decode_s = end - begin, prefill_end - begin, end - prefill_end
+    window = (prefill_end, end) if decode_s > 0 else (begin, end)
+    busy: dict[str, float] = {}
+    for task, start, stop in trace:
+        inside = min(stop, window[1]) - max(start, window[0])
+        busy[task.resource] = busy.get(task.resource, 0.0) + max(0.0, inside)
+    span = max(window[1] - window[0], 1e-300)
+    generated = sum(tokens.values())
+    decoded = generated - tokens[min(tokens)]
+    return RunSummary(
+        total_s=total_s,
+        prefill_s=prefill_s,
+        decode_s=decode_s,
+        num_iterations=len(last_sample),
+        generated_tokens=generated,
+        tokens_per_s=generated / max(total_s, 1e-300),
+        decode_tokens_per_s=decoded / decode_s if decode_s > 0 else 0.0,
+        link_bytes=link_bytes,
+        decode_link_bytes=decode_link_bytes,
+        busy={resource: seconds / span for resource, seconds in busy.items()},
+    )

@@ -1,0 +1,50 @@
+"""What all tests share: quiet threads, a place for tests that need a GPU, and a hypothesis profile."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import sys
+from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before anything loads torch: else small kernels spin
+
+import pytest
+
+# `make gpu` runs the tests marked cuda with the machine's own Python, which may lack hypothesis.
+if importlib.util.find_spec("hypothesis") is None:
+    _imports_hypothesis = re.compile(r"^\s*(?:from|import) hypothesis\b", re.MULTILINE)
+    collect_ignore = [
+        path.name
+        for path in Path(__file__).parent.glob("test_*.py")
+        if _imports_hypothesis.search(path.read_text(encoding="utf-8"))
+    ]
+else:
+    from hypothesis import HealthCheck, settings
+
+    # A busy machine draws slowly; that says nothing about a test.
+    settings.register_profile(
+        "flexhybrid", deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+    )
+    settings.register_profile("flexhybrid-ci", settings.get_profile("flexhybrid"), derandomize=True)
+    settings.load_profile("flexhybrid-ci" if os.environ.get("CI") else "flexhybrid")
+
+
+def pytest_collection_modifyitems(items):
+    """Skip what needs a GPU where there is none; torch is loaded for the question only if a test asks it."""
+    gpu_items = [item for item in items if item.get_closest_marker("cuda")]
+    if not gpu_items:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason="no GPU here"))
+
+
+@pytest.fixture(autouse=True)
+def one_torch_thread():
+    """Tiny shapes are fastest on one thread. Does nothing for tests that never load torch."""
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)

@@ -1,0 +1,106 @@
+"""Tiny checkpoints and a fake CUDA for tests."""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+import time
+
+import torch
+
+
+def save_opt(folder, *, layers=2, heads=3, head_dim=16, ffn=40, vocab=61, positions=96, eos=2, seed=0, scale=0.25,
+             post_norm=False, embed_dim=None, dtype=torch.float32):  # fmt: skip
+    """A random OPT checkpoint in Hugging Face layout; returns transformers' own model of it in float32.
+
+    Weights are large (scale 0.25), so that logits are spread out and greedy choices are clear.
+    """
+    from transformers import OPTConfig, OPTForCausalLM
+
+    hidden = heads * head_dim
+    config = OPTConfig(
+        vocab_size=vocab, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, ffn_dim=ffn,
+        max_position_embeddings=positions, word_embed_proj_dim=embed_dim or hidden, eos_token_id=eos, dropout=0.0,
+        do_layer_norm_before=not post_norm,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    model = OPTForCausalLM(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "layer_norm" not in name:
+                parameter.normal_(0.0, scale)
+            else:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.tie_weights()
+    model = model.to(dtype)
+    model.save_pretrained(folder)
+    return model.float()
+
+
+class FakeEvent:
+    """A CUDA event: set when its stream reaches it."""
+
+    def __init__(self):
+        self.done = threading.Event()
+        self.at = 0.0
+
+    def synchronize(self):
+        self.done.wait()
+
+    def query(self):
+        return self.done.is_set()
+
+
+class FakeStream:
+    """A CUDA stream on a CPU: work is enqueued and runs later, on a thread of its own, after random delays.
+
+    As on CUDA, waiting for an event orders later work of this stream behind what the event's stream had enqueued when
+    it was recorded, and an event that nobody recorded holds nobody back.
+    """
+
+    def __init__(self, seed: int, max_delay_s: float = 2e-3):
+        self._random = random.Random(seed)
+        self._max_delay_s = max_delay_s
+        self._queue: queue.SimpleQueue = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._device, daemon=True)
+        self._thread.start()
+        self.error: BaseException | None = None
+
+    def _device(self):
+        while (operation := self._queue.get()) is not None:
+            try:
+                operation()
+            except BaseException as error:
+                self.error = error
+
+    def wait(self, event):
+        self._queue.put(event.done.wait)
+
+    def record(self):
+        event = FakeEvent()
+
+        def reached():
+            event.at = time.perf_counter()
+            event.done.set()
+
+        self._queue.put(reached)
+        return event
+
+    def run(self, function):
+        delay = self._random.random() ** 3 * self._max_delay_s
+
+        def operation():
+            time.sleep(delay)
+            function()
+
+        self._queue.put(operation)
+
+    def seconds(self, event):
+        return event.at
+
+    def close(self):
+        self._queue.put(None)
+        self._thread.join()
+        if self.error:
+            raise self.error

@@ -1,0 +1,163 @@
+"""A policy survives its JSON exactly; what is unknown, contradictory or out of range is refused by its name."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import FrozenInstanceError
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flexhybrid.core.errors import InputError
+from flexhybrid.core.policy import TIERS, Bits, Placement, Policy, Selection
+
+TIER = st.sampled_from(TIERS)
+SHARE = st.floats(0, 1)
+CACHE_KEYS = [f"{kind}@{tier}" for kind in ("kv", "act") for tier in TIERS]
+CACHE_KEYS += [f"both(kv@{a},act@{b})" for a in TIERS for b in TIERS] + ["tok"]
+
+
+def shares(draw, keys) -> dict[str, float]:
+    """Shares over the keys that add up to 1 within rounding, some of them zero."""
+    weights = [draw(st.integers(0, 5)) for _ in keys]
+    weights[draw(st.integers(0, len(keys) - 1))] += 1
+    return {key: weight / sum(weights) for key, weight in zip(keys, weights)}
+
+
+@st.composite
+def placements(draw):
+    return Placement(**shares(draw, TIERS))
+
+
+@st.composite
+def policies(draw):
+    host_attention = draw(st.booleans())
+    cache_keys = ["kv@host"] if host_attention else draw(st.lists(st.sampled_from(CACHE_KEYS), min_size=1, unique=True))
+    selection = draw(
+        st.one_of(
+            st.just(Selection()),
+            st.builds(Selection, st.just("heavy_hitter"), budget=SHARE),
+            st.builds(
+                Selection, st.just("speculative"), alpha=st.floats(0, 10), partial_ratio=SHARE, max_fraction=SHARE,
+                pool=SHARE, victim=st.sampled_from(["fifo", "lru", "counter"]), partial_keys=TIER,
+            ),
+        )
+    )  # fmt: skip
+    bits = st.sampled_from(["native", 8, 4])
+    return Policy(
+        name=draw(st.text(max_size=8)),
+        weights=draw(placements()),
+        embedding=draw(placements()),
+        cache=shares(draw, cache_keys),
+        hidden=draw(TIER),
+        bits=draw(st.builds(Bits, bits, bits, bits)),
+        schedule=draw(st.sampled_from(["row", "column"])),
+        max_mini_batch_tokens=draw(st.integers(1, 10**9)),
+        max_batch=draw(st.none() | st.integers(1, 10**6)),
+        packing=draw(st.sampled_from(["fifo", "balanced"])),
+        selection=selection,
+        attention="host" if host_attention else "device",
+        weight_order=draw(st.sampled_from(["kv_first", "natural"])),
+        overlap=draw(st.booleans()),
+    )
+
+
+@given(policies())
+def test_json_gives_the_very_same_policy_back(policy):
+    text = policy.to_json()
+    again = Policy.from_json(text)
+    assert again == policy
+    assert again.to_json() == text
+    assert sum(policy.share(kind) for kind in ("kv", "act", "both", "tok")) == pytest.approx(1)
+    assert set(policy.cache_kinds) == {key for key, share in policy.cache.items() if share}
+
+
+def test_missing_fields_take_their_defaults():
+    assert Policy.from_json("{}") == Policy()
+    assert Policy.from_json('{"weights": {"device": 1}}').weights == Placement(device=1)
+
+
+def test_a_policy_is_frozen():
+    with pytest.raises(FrozenInstanceError):
+        Policy().schedule = "row"
+
+
+def test_load_reads_what_to_json_wrote(tmp_path):
+    policy = Policy(name="hybrid ½", cache={"kv@host": 0.25, "act@device": 0.75})
+    (tmp_path / "p.json").write_text(policy.to_json(), encoding="utf-8")
+    assert Policy.load(tmp_path / "p.json") == policy
+
+
+SPECULATIVE = dict(
+    method="speculative", alpha=4, partial_ratio=0.3, max_fraction=0.2, pool=0.8, victim="lru", partial_keys="host"
+)
+
+REFUSED = [
+    # unknown fields, at each level
+    (dict(wieghts={}), "wieghts"),
+    (dict(weights=dict(gpu=1)), "weights.gpu"),
+    (dict(embedding=dict(gpu=1)), "embedding.gpu"),
+    (dict(bits=dict(hidden=4)), "bits.hidden"),
+    (dict(selection=dict(top_k=4)), "selection.top_k"),
+    (dict(version=2), "version"),
+    # values out of range
+    (dict(weights=dict(device=0.5)), "weights"),
+    (dict(weights=dict(device=1.5, host=-0.5)), "weights"),
+    (dict(weights=dict(device="all")), "weights"),
+    (dict(weights=dict(device=True)), "weights"),
+    (dict(weights=[1, 0, 0]), "weights"),
+    (dict(cache={}), "cache"),
+    (dict(cache=["kv@host"]), "cache"),
+    (dict(cache={"kv@host": 0.4, "act@host": 0.4}), "cache"),
+    (dict(cache={"kv@gpu": 1}), "kv@gpu"),
+    (dict(cache={"both(act@host,kv@host)": 1}), "both"),
+    (dict(cache={"kv@host": float("nan")}), "kv@host"),
+    (dict(bits=dict(kv=16)), "bits.kv"),
+    (dict(hidden="gpu"), "hidden"),
+    (dict(schedule="zigzag"), "schedule"),
+    (dict(packing="best"), "packing"),
+    (dict(attention="cpu"), "attention"),
+    (dict(weight_order="random"), "weight_order"),
+    (dict(overlap="yes"), "overlap"),
+    (dict(max_mini_batch_tokens=0), "max_mini_batch_tokens"),
+    (dict(max_mini_batch_tokens=1.5), "max_mini_batch_tokens"),
+    (dict(max_mini_batch_tokens=None), "max_mini_batch_tokens"),
+    (dict(max_batch=0), "max_batch"),
+    (dict(max_batch=True), "max_batch"),
+    # contradictions
+    (dict(attention="host", cache={"kv@device": 1}), "kv@device"),
+    (dict(attention="host", cache={"kv@host": 0.5, "act@host": 0.5}), "act@host"),
+    (dict(selection=dict(method="topk")), "selection.method"),
+    (dict(selection=dict(method="none", budget=0.2)), "selection.budget"),
+    (dict(selection=dict(method="heavy_hitter")), "selection.budget"),
+    (dict(selection=dict(method="heavy_hitter", budget=0.2, alpha=4)), "selection.alpha"),
+    (dict(selection=dict(method="heavy_hitter", budget=2)), "selection"),
+    (dict(selection=dict(SPECULATIVE, victim="random")), "selection.victim"),
+    (dict(selection=dict(SPECULATIVE, partial_keys="gpu")), "selection.partial_keys"),
+    (dict(selection=dict(SPECULATIVE, alpha=-1)), "selection.alpha"),
+    (dict(selection=dict(SPECULATIVE, pool="half")), "selection"),
+    *[
+        (dict(selection={k: v for k, v in SPECULATIVE.items() if k != missing}), f"selection.{missing}")
+        for missing in SPECULATIVE
+        if missing != "method"
+    ],
+]
+
+
+@pytest.mark.parametrize("fields, name", REFUSED)
+def test_refused_by_name(fields, name):
+    with pytest.raises(InputError) as error:
+        Policy.from_json(json.dumps(fields))
+    assert name in str(error.value)
+
+
+def test_what_is_not_a_policy(tmp_path):
+    for text in ("", "{", "[]", "3", "null"):
+        with pytest.raises(InputError, match="policy"):
+            Policy.from_json(text)
+    with pytest.raises(InputError, match="none.json"):
+        Policy.load(tmp_path / "none.json")
+    (tmp_path / "latin.json").write_bytes(b'{"name": "\xff"}')
+    with pytest.raises(InputError, match="latin.json"):
+        Policy.load(tmp_path / "latin.json")

@@ -1,0 +1,187 @@
+"""Bytes and flops worked by hand, and shapes read from config.json against what transformers reads from it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from flexhybrid.core import work
+from flexhybrid.core.errors import InputError
+from flexhybrid.core.layout import layer_layout
+from flexhybrid.core.shape import KNOWN_SHAPES, shape_by_name, shape_from_config
+
+
+def test_opt_30b_cache_of_one_token():
+    shape = shape_by_name("OPT-30B")
+    # 2 (K and V) · 7,168 · 2 bytes = 28,672 a layer, 48 layers
+    assert shape.kv_token_bytes(2) == 28_672
+    assert shape.num_layers * shape.kv_token_bytes(2) == 1_376_256
+    assert shape.num_layers * shape.act_token_bytes(2) == 688_128  # half: plain multi-head attention
+
+
+def test_opt_6_7b_layer():
+    shape = shape_by_name("opt-6.7b")
+    h = 4096
+    # Q, K, V, O: 4h²; the two feed-forward matrices: 2·h·4h
+    assert shape.layer_matrix_elements == 12 * h * h == 201_326_592
+    # norms 4h, attention biases 4h, feed-forward biases 4h + h
+    assert shape.layer_vector_elements == 13 * h == 53_248
+    assert shape.layer_bytes(2) == 402_759_680
+    # tokens 50,272·h (head shared), positions (2,048 + 2)·h, final norm 2h
+    assert shape.embedding_bytes(2) == (50_272 + 2_050 + 2) * h * 2 == 428_638_208
+
+
+@pytest.mark.parametrize(
+    "name, billions",
+    [("opt-125m", 0.125), ("opt-1.3b", 1.316), ("opt-13b", 12.85), ("opt-30b", 29.98), ("opt-175b", 174.6)],
+)
+def test_known_shapes_have_the_published_number_of_parameters(name, billions):
+    shape = KNOWN_SHAPES[name]
+    parameters = shape.num_layers * shape.layer_bytes(1) + shape.embedding_bytes(1)
+    assert parameters / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+def test_grouped_query_attention_makes_act_dear():
+    multi_head = shape_by_name("opt-6.7b")  # ACT/KV = h/(2·G·d)
+    for groups, ratio in ((32, 0.5), (16, 1.0), (8, 2.0)):
+        shape = replace(multi_head, num_kv_heads=groups)
+        assert shape.act_token_bytes(2) / shape.kv_token_bytes(2) == ratio
+
+
+def test_flops_of_the_verbs_worked_by_hand():
+    shape = shape_by_name("opt-6.7b")
+    h = 4096
+    assert work.kv_gen(shape, 2, 1).flops == 4 * h * h  # 4·h·G·d a token
+    assert work.project(shape, 2, 1).flops == 6 * h * h
+    assert work.finish(shape, 2, 1).flops == 2 * h * h + 16 * h * h
+    # A new token: 2·weights + 4·H·d·context
+    one_token = [work.project(shape, 2, 1), work.attend_decode(shape, 2, 1, 100), work.finish(shape, 2, 1)]
+    assert sum(w.flops for w in one_token) == 2 * shape.layer_matrix_elements + 4 * h * 100
+    assert work.attend_decode(shape, 2, 1, 100).memory_bytes == 100 * shape.kv_token_bytes(2)
+    # Causal attention: query t looks at t keys, so 4·h·(1 + 2 + … + n)
+    assert work.attend_prefill(shape, 2, 3, 10).flops == 3 * 4 * h * sum(range(1, 11))
+    assert work.load_blocks(shape, 2, "kv", 3, 1).link_bytes == 3 * 16 * 4 * h
+    assert work.load_blocks(shape, 2, "act", 3, 1).link_bytes == 3 * 16 * 2 * h
+    assert work.head(shape, 2, 4).flops == 2 * 50_272 * h * 4
+
+
+@pytest.mark.parametrize("name", ["opt-125m", "opt-30b"])
+def test_layout_holds_exactly_the_elements_of_the_shape(name):
+    shape = shape_by_name(name)
+    spots = layer_layout(shape, 2).spots
+    elements = sum(spot.rows * max(spot.cols, 1) for spot in spots)
+    assert elements == shape.layer_matrix_elements + shape.layer_vector_elements
+
+
+# --- config.json ------------------------------------------------------------------------------------------------------
+
+
+def write_config(folder, **fields):
+    (folder / "config.json").write_text(json.dumps(fields))
+    return folder
+
+
+OPT_FIELDS = dict(
+    model_type="opt", hidden_size=48, num_attention_heads=3, num_hidden_layers=2, ffn_dim=100, vocab_size=77,
+    max_position_embeddings=64, word_embed_proj_dim=48, dtype="bfloat16",
+)  # fmt: skip
+LLAMA_FIELDS = dict(
+    model_type="llama", hidden_size=48, num_attention_heads=6, num_key_value_heads=2, num_hidden_layers=2,
+    intermediate_size=100, vocab_size=77, max_position_embeddings=64, dtype="float32",
+)  # fmt: skip
+
+CONFIGS = [
+    ("OPTConfig", dict(OPT_FIELDS)),
+    ("OPTConfig", dict(OPT_FIELDS, word_embed_proj_dim=24, do_layer_norm_before=False, dtype="float16")),
+    ("OPTConfig", dict(OPT_FIELDS, tie_word_embeddings=False, eos_token_id=5)),
+    ("LlamaConfig", dict(LLAMA_FIELDS)),
+    ("LlamaConfig", dict(LLAMA_FIELDS, head_dim=16, tie_word_embeddings=True, eos_token_id=[3, 4])),
+    ("MistralConfig", dict(LLAMA_FIELDS, model_type="mistral", head_dim=8)),
+    ("Qwen2Config", dict(LLAMA_FIELDS, model_type="qwen2", dtype="bfloat16", tie_word_embeddings=True)),
+]
+
+
+@pytest.mark.parametrize("config_class, fields", CONFIGS)
+def test_shape_agrees_with_autoconfig(tmp_path, config_class, fields):
+    import transformers
+
+    fields = {key: value for key, value in fields.items() if key != "model_type"}
+    getattr(transformers, config_class)(**fields).save_pretrained(tmp_path)
+    config = transformers.AutoConfig.from_pretrained(tmp_path, local_files_only=True)
+    shape = shape_from_config(tmp_path)
+    opt = config.model_type == "opt"
+    heads = config.num_attention_heads
+    assert shape.num_layers == config.num_hidden_layers
+    assert shape.hidden == config.hidden_size
+    assert shape.num_heads == heads
+    assert shape.num_kv_heads == (heads if opt else config.num_key_value_heads)
+    assert shape.head_dim == (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    assert shape.ffn == (config.ffn_dim if opt else config.intermediate_size)
+    assert shape.vocab == config.vocab_size
+    assert shape.max_positions == config.max_position_embeddings
+    assert shape.tied_head == config.tie_word_embeddings
+    assert shape.dtype == str(config.dtype).removeprefix("torch.")
+    eos = config.eos_token_id
+    assert shape.eos_token_ids == (tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,))
+    if opt:
+        assert shape.pre_norm == config.do_layer_norm_before
+        assert (shape.embed_dim or shape.hidden) == config.word_embed_proj_dim
+    assert (shape.gated_mlp, shape.rotary, shape.bias) == (not opt, not opt, opt)
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_dtype_under_its_old_and_its_new_name(tmp_path, key):
+    fields = {name: value for name, value in OPT_FIELDS.items() if name != "dtype"}
+    assert shape_from_config(write_config(tmp_path, **fields, **{key: "bfloat16"})).dtype == "bfloat16"
+    assert shape_from_config(write_config(tmp_path, **fields)).dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (dict(model_type="gpt2"), ["gpt2", "opt"]),
+        (dict(model_type=None), ["architecture"]),
+        (dict(hidden_size=None), ["hidden_size"]),
+        (dict(hidden_size=50), ["50", "num_attention_heads 3"]),
+        (dict(num_attention_heads=0), ["num_attention_heads"]),
+        (dict(num_hidden_layers=None), ["num_hidden_layers"]),
+        (dict(num_hidden_layers=-1), ["num_layers", "-1"]),
+        (dict(vocab_size="many"), ["vocab", "many"]),
+        (dict(ffn_dim=None), ["ffn_dim"]),
+        (dict(dtype="int8"), ["int8", "dtype"]),
+        (dict(activation_function="gelu"), ["activation_function", "gelu"]),
+        (dict(enable_bias=False), ["enable_bias", "False"]),
+    ],
+)
+def test_errors_name_the_file_and_the_value(tmp_path, changes, words):
+    folder = write_config(tmp_path, **{**OPT_FIELDS, **changes})
+    with pytest.raises(InputError) as error:
+        shape_from_config(folder)
+    for word in [tmp_path.name, *words]:
+        assert word in str(error.value)
+
+
+def test_key_value_heads_must_divide_the_heads(tmp_path):
+    with pytest.raises(InputError, match="6 heads .* 4 key/value heads"):
+        shape_from_config(write_config(tmp_path, **{**LLAMA_FIELDS, "num_key_value_heads": 4}))
+
+
+def test_missing_and_broken_files(tmp_path):
+    with pytest.raises(InputError, match="config.json"):
+        shape_from_config(tmp_path)
+    with pytest.raises(InputError, match="nowhere"):
+        shape_from_config(tmp_path / "nowhere")
+    for text in ("{", "[1]", "\x00"):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(InputError, match="config.json"):
+            shape_from_config(tmp_path)
+    (tmp_path / "config.json").write_bytes(b"\xff\xfe\xff")
+    with pytest.raises(InputError, match="config.json"):
+        shape_from_config(tmp_path)
+
+
+def test_unknown_name_lists_the_known_ones():
+    with pytest.raises(InputError, match=r"opt-7b.*opt-6\.7b"):
+        shape_by_name("opt-7b")

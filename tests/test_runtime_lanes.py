@@ -1,0 +1,196 @@
+"""The launcher: the same tokens and clean traces whatever the delays, with threads and with CUDA-like streams."""
+
+import time
+
+import numpy as np
+import pytest
+import torch
+from models import FakeStream, save_opt
+
+from flexhybrid.core.dependencies import KINDS
+from flexhybrid.core.memory import buffer_sizes
+from flexhybrid.core.plan import admit, stream
+from flexhybrid.core.policy import Placement, Policy
+from flexhybrid.core.task import Access, Task, Work
+from flexhybrid.core.trace import check_trace
+from flexhybrid.core.workload import Workload
+from flexhybrid.runtime.engine import Engine
+from flexhybrid.runtime.executor import SamplingPlan
+from flexhybrid.runtime.lanes import Clock, Lane, StreamLane
+from flexhybrid.runtime.loader import Checkpoint
+from flexhybrid.runtime.weights import Weights
+
+PROMPTS = [[5, 9, 11], list(range(3, 40)), [7] * 17, list(range(10, 26))]
+MAX_TOKENS = 12
+
+POLICIES = [
+    Policy(cache={"kv@host": 1.0}, max_mini_batch_tokens=100),
+    Policy(cache={"act@host": 0.5, "kv@host": 0.5}, max_mini_batch_tokens=100),
+    Policy(
+        weights=Placement(device=0.4, host=0.6),
+        cache={"act@host": 0.25, "act@device": 0.25, "kv@host": 0.25, "kv@device": 0.25},
+        max_mini_batch_tokens=160,
+    ),
+    Policy(
+        weights=Placement(device=1.0),
+        cache={"act@host": 0.25, "act@device": 0.25, "kv@host": 0.25, "kv@device": 0.25},
+        max_mini_batch_tokens=160,
+    ),
+]
+
+
+class FakeCudaEngine(Engine):
+    """An engine on streams with CUDA's meaning and random delays."""
+
+    def __init__(self, *args, seed: int, kinds=KINDS, **options):
+        super().__init__(*args, **options)
+        self.seed, self.kinds, self.streams = seed, kinds, []
+
+    def lanes(self, executor):
+        torch.set_num_threads(1)
+        self.streams = [FakeStream(self.seed * 10 + i) for i in range(3)]
+        names = ("compute", "h2d", "d2h")
+        lanes = [StreamLane(n, executor.perform, s) for n, s in zip(names, self.streams, strict=True)]
+        return [*lanes, Lane("host_compute", executor.perform)]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("opt")
+    model = save_opt(folder)
+    expected = []
+    for prompt in PROMPTS:
+        out = model.generate(
+            torch.tensor([prompt]), max_new_tokens=MAX_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=1
+        )
+        expected.append(out[0, len(prompt) :].tolist())
+    return Checkpoint(folder), expected
+
+
+def run(checkpoint, policy, make_engine):
+    workload = Workload(np.array([len(p) for p in PROMPTS]), np.full(len(PROMPTS), MAX_TOKENS))
+    wave = admit(checkpoint.shape, policy, workload, 4)
+    weights = Weights(checkpoint.shape, checkpoint, "float32", torch.device("cpu"), policy.weights.device)
+    engine = make_engine(weights, buffer_sizes(wave))
+    plan = SamplingPlan(0.0, 0, np.arange(len(PROMPTS)))
+    return engine.run(wave, PROMPTS, plan, keep_trace=True), engine
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=["kv", "hybrid", "mixed tiers", "mixed tiers, weights resident"])
+@pytest.mark.parametrize("seed", range(3))
+def test_streams_with_random_delays_give_the_reference_tokens(checkpoint, policy, seed):
+    source, expected = checkpoint
+    result, engine = run(source, policy, lambda w, s: FakeCudaEngine(w, s, seed=seed))
+    for fake in engine.streams:
+        fake.close()
+    assert result.tokens == expected
+    assert check_trace(result.trace) == []
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=["kv", "hybrid", "mixed tiers", "mixed tiers, weights resident"])
+def test_threads_give_the_reference_tokens(checkpoint, policy):
+    source, expected = checkpoint
+    result, _ = run(source, policy, lambda w, s: Engine(w, s, num_threads=1))
+    assert result.tokens == expected
+    assert check_trace(result.trace) == []
+
+
+@pytest.mark.parametrize("dropped", KINDS)
+def test_dropping_a_kind_of_dependency_is_seen_on_the_real_clock(dropped):
+    """A two-lane ping-pong that needs each kind of dependency in turn; random delays bring the hazard out."""
+    kinds = [kind for kind in KINDS if kind != dropped]
+    cell = Access(("cell",), 0, 1)
+    tasks = []
+    for i in range(60):
+        # h2d writes, compute reads, d2h writes over it: read-after-write, write-after-read, write-after-write.
+        tasks.append(Task(i, 0, 0, "load", "h2d", Work(), (), (cell,)))
+        if dropped != "write_after_write":
+            tasks.append(Task(i, 0, 0, "use", "compute", Work(), (cell,), ()))
+        tasks.append(Task(i, 0, 0, "store", "d2h", Work(), (), (cell,)))
+    generator = np.random.default_rng(1)
+
+    def perform(task):
+        time.sleep(generator.random() * 1e-3)
+
+    def violations(kinds):
+        clock = Clock([Lane(name, perform) for name in ("h2d", "compute", "d2h")], kinds)
+        return check_trace(clock.run(tasks))
+
+    assert violations(KINDS) == []
+    assert violations(kinds) != []
+
+
+def test_an_error_in_a_lane_reaches_the_caller_and_ends_every_thread():
+    import threading
+
+    before = threading.active_count()
+
+    def perform(task):
+        if task.iteration == 20:
+            raise RuntimeError("the copy failed")
+
+    cell = Access(("cell",), 0, 1)
+    tasks = [
+        Task(i, 0, 0, "load", resource, Work(), (cell,), (cell,))
+        for i in range(50)
+        for resource in ("h2d", "compute", "d2h")
+    ]
+    clock = Clock([Lane(name, perform) for name in ("h2d", "compute", "d2h")])
+    start = time.perf_counter()
+    with pytest.raises(RuntimeError, match="the copy failed"):
+        clock.run(tasks)
+    assert time.perf_counter() - start < 2
+    assert threading.active_count() == before
+
+
+def test_an_error_in_the_stream_of_tasks_ends_every_thread(checkpoint):
+    import threading
+
+    before = threading.active_count()
+
+    def broken():
+        yield Task(0, 0, 0, "load", "h2d", Work(), (), ())
+        raise ValueError("planning failed")
+
+    clock = Clock([Lane(name, lambda task: None) for name in ("h2d", "compute")])
+    with pytest.raises(ValueError, match="planning failed"):
+        clock.run(broken())
+    assert threading.active_count() == before
+
+
+def test_planning_never_outruns_the_lookahead(checkpoint):
+    """A slow lane holds the planner back: memory stays bounded however long the run."""
+    from flexhybrid.runtime import lanes
+
+    issued = []
+
+    def perform(task):
+        time.sleep(1e-4)
+
+    def tasks():
+        for i in range(3 * lanes.LOOKAHEAD_TASKS):
+            issued.append((i, lane.complete))
+            yield Task(i, 0, 0, "work", "compute", Work(), (), ())
+
+    lane = Lane("compute", perform)
+    Clock([lane]).run(tasks())
+    assert max(i - complete for i, complete in issued) <= lanes.LOOKAHEAD_TASKS + 1
+
+
+def test_decode_can_be_repeated_from_a_filled_cache(checkpoint):
+    source, expected = checkpoint
+    policy = POLICIES[1]
+    workload = Workload(np.array([len(p) for p in PROMPTS]), np.full(len(PROMPTS), MAX_TOKENS))
+    wave = admit(source.shape, policy, workload, 4)
+    weights = Weights(source.shape, source, "float32", torch.device("cpu"), 0.0)
+    engine = Engine(weights, buffer_sizes(wave), num_threads=1)
+    plan = SamplingPlan(0.0, 0, np.arange(len(PROMPTS)))
+    executor = engine.executor(wave, PROMPTS, plan)
+    first = engine.run(wave, PROMPTS, plan, executor=executor)
+    for _ in range(2):
+        executor.last_tokens.copy_(torch.tensor([answer[0] for answer in first.tokens]))
+        again = engine.run(
+            wave, PROMPTS, plan, executor=executor, tasks=stream(wave, first_iteration=1), keep_trace=True
+        )
+        assert again.tokens == [answer[1:] for answer in expected]
+        assert check_trace(again.trace) == []
