@@ -120,6 +120,11 @@ REFUSED = [
     (dict(attention="cpu"), "attention"),
     (dict(weight_order="random"), "weight_order"),
     (dict(overlap="yes"), "overlap"),
+    (dict(overlap=1), "overlap"),
+    (dict(version=True), "version"),
+    (dict(bits=dict(kv=8.0)), "bits.kv"),
+    (dict(name=5), "name"),
+    (dict(hidden=["host"]), "hidden"),
     (dict(max_mini_batch_tokens=0), "max_mini_batch_tokens"),
     (dict(max_mini_batch_tokens=1.5), "max_mini_batch_tokens"),
     (dict(max_mini_batch_tokens=None), "max_mini_batch_tokens"),
@@ -136,6 +141,7 @@ REFUSED = [
     (dict(selection=dict(SPECULATIVE, victim="random")), "selection.victim"),
     (dict(selection=dict(SPECULATIVE, partial_keys="gpu")), "selection.partial_keys"),
     (dict(selection=dict(SPECULATIVE, alpha=-1)), "selection.alpha"),
+    (dict(selection=dict(SPECULATIVE, alpha=float("inf"))), "selection.alpha"),
     (dict(selection=dict(SPECULATIVE, pool="half")), "selection"),
     *[
         (dict(selection={k: v for k, v in SPECULATIVE.items() if k != missing}), f"selection.{missing}")
@@ -150,6 +156,15 @@ def test_refused_by_name(fields, name):
     with pytest.raises(InputError) as error:
         Policy.from_json(json.dumps(fields))
     assert name in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text, name",
+    [('{"schedule": "row", "schedule": "column"}', "schedule"), ('{"cache": {"kv@host": 1, "kv@host": 1}}', "kv@host")],
+)
+def test_a_field_given_twice_is_refused(text, name):
+    with pytest.raises(InputError, match=f"{name} is given more than once"):
+        Policy.from_json(text)
 
 
 def test_what_is_not_a_policy(tmp_path):

@@ -143,6 +143,7 @@ def test_dtype_under_its_old_and_its_new_name(tmp_path, key):
     [
         (dict(model_type="gpt2"), ["gpt2", "opt"]),
         (dict(model_type=None), ["architecture"]),
+        (dict(model_type=["opt"]), ["architecture"]),
         (dict(hidden_size=None), ["hidden_size"]),
         (dict(hidden_size=50), ["50", "num_attention_heads 3"]),
         (dict(num_attention_heads=0), ["num_attention_heads"]),

@@ -57,6 +57,7 @@ FLOORS = {
             "flexhybrid flexhybrid.core flexhybrid.runtime sim policy_search "
             "numpy pandas torch transformers tokenizers safetensors tqdm"
         ),
+        lazily=names("experiments figures"),  # the main job reads the shipped material and has its figures drawn
         must_not_load=("torch", "transformers", "scipy", "pandas", "matplotlib"),
     ),
     "experiments": Floor(

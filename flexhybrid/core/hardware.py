@@ -66,9 +66,12 @@ class Hardware:
 
     def with_link_rate(self, gb_per_s: float) -> Hardware:
         """The same machine with both link directions paced at another rate (CPU: a paced link is exact by design)."""
-        lines = dict(self.lines)
-        for key in ("h2d", "d2h"):
-            lines[key] = replace(self.lines[key], s_per_byte=1e-9 / gb_per_s, samples=())
+        if not 0 < gb_per_s < math.inf:
+            raise InputError(f"a link rate must be a number > 0, not {gb_per_s!r}")
+        lines = {
+            key: replace(line, s_per_byte=1e-9 / gb_per_s, samples=()) if _crosses_link(key) else line
+            for key, line in self.lines.items()
+        }
         return replace(self, lines=lines, notes={**self.notes, "link_gb_per_s": gb_per_s})
 
     def to_json(self) -> str:
@@ -81,6 +84,11 @@ class Hardware:
         partial = path.with_name(path.name + ".partial")
         partial.write_text(self.to_json(), encoding="utf-8")
         partial.replace(path)
+
+
+def _crosses_link(key: str) -> bool:
+    """Whether a line is of the host link: one of its directions, or a verb that loads or stores."""
+    return key.startswith(("h2d", "d2h", "load_", "store_"))
 
 
 def load_hardware(path: str | Path) -> Hardware:

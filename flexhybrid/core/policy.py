@@ -30,8 +30,17 @@ def _refuse_unknown(cls, data, where: str) -> None:
             raise InputError(f"policy: unknown field {where}.{key}; known: {', '.join(known)}")
 
 
+def _refuse_repeated(pairs: list[tuple[str, object]]) -> dict:
+    """A JSON object whose fields are all named once; JSON readers would take the last of several."""
+    data = dict(pairs)
+    if len(data) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise InputError(f"policy: field {next(key for key in keys if keys.count(key) > 1)} is given more than once")
+    return data
+
+
 def _check_choice(value, choices, where: str) -> None:
-    if value not in choices:
+    if not any(type(value) is type(choice) and value == choice for choice in choices):  # 1 is not True, 8.0 not 8
         raise InputError(f"policy: {where} is {value!r}; it must be one of {', '.join(map(str, choices))}")
 
 
@@ -100,7 +109,7 @@ class Selection:
                 raise InputError(f"policy: selection {self.method} does not take selection.{f.name}")
             if value is not None and f.name in ("budget", "partial_ratio", "max_fraction", "pool"):
                 _check_shares({f.name: value, "rest": 1 - value if _is_number(value) else value}, "selection")
-        if self.alpha is not None and not (_is_number(self.alpha) and self.alpha >= 0):
+        if self.alpha is not None and not (_is_number(self.alpha) and 0 <= self.alpha < math.inf):
             raise InputError(f"policy: selection.alpha is {self.alpha!r}; it must be a number >= 0")
         if self.victim is not None:
             _check_choice(self.victim, ("fifo", "lru", "counter"), "selection.victim")
@@ -137,6 +146,8 @@ class Policy:
     version: int = FORMAT_VERSION
 
     def __post_init__(self):
+        if not isinstance(self.name, str):
+            raise InputError(f"policy: name is {self.name!r}; it must be a text")
         self.weights.check("weights")
         self.embedding.check("embedding")
         self.bits.check()
@@ -197,7 +208,7 @@ class Policy:
     @staticmethod
     def from_json(text: str) -> Policy:
         try:
-            data = json.loads(text)
+            data = json.loads(text, object_pairs_hook=_refuse_repeated)
         except json.JSONDecodeError as error:
             raise InputError(f"policy is not JSON: {error}") from None
         return Policy.from_dict(data)

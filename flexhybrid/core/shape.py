@@ -151,7 +151,7 @@ def shape_from_config(path: str | Path) -> ModelShape:
 
 def _shape_from_dict(config: dict, path: Path) -> ModelShape:
     model_type = config.get("model_type")
-    family = FAMILIES.get(model_type)
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
         raise InputError(f"{path}: unknown architecture {model_type!r}; known: {', '.join(sorted(FAMILIES))}")
 

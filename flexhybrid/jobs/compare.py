@@ -23,9 +23,10 @@ from flexhybrid.core.shape import DTYPE_BYTES, ModelShape
 from flexhybrid.core.trace import check_trace, save_chrome_trace
 from flexhybrid.core.waves import check_least
 from flexhybrid.core.workload import Workload
+from flexhybrid.jobs import shipped
 from flexhybrid.jobs.exactness import Reference, compare_tokens
 from flexhybrid.jobs.measure import PROFILE_STEPS, TIMING_SHAPE, device_name, fastest_dtype, measure_hardware
-from flexhybrid.jobs.speed import Bench, Measured, others_cpu_share, window_bytes
+from flexhybrid.jobs.speed import Bench, Contender, Measured, others_cpu_share, window_bytes
 from flexhybrid.llm import LLM, SamplingParams
 from flexhybrid.machine import pick_device
 from flexhybrid.runtime.loader import Checkpoint, RandomWeights
@@ -66,13 +67,6 @@ class CompareOptions:
         """The bound that makes mini-batches of ``mini_batch`` requests at every KV:ACT mix (one block of padding)."""
         blocks = -(-(self.context + self.max_tokens) // BLOCK_TOKENS) + 1
         return self.mini_batch * (blocks * BLOCK_TOKENS + 1)
-
-
-def shipped(name: str) -> Path:
-    """A file that ships with the experiments package."""
-    import experiments
-
-    return Path(experiments.__file__).parent / name
 
 
 def compare(options: CompareOptions, quiet: bool = False) -> dict:
@@ -136,14 +130,16 @@ def compare(options: CompareOptions, quiet: bool = False) -> dict:
             bar.set_description(what)
             bar.update()
 
-        measured = bench.measure(
-            named + sweep, options.rounds, with_ideal=lambda policy: policy.name in names, on_progress=advance
-        )
+        contenders = []
+        for policy in named + sweep:
+            advance(f"prefill {policy.name}")
+            contenders.append(Contender(bench, policy))
+        measured = bench.measure(contenders, options.rounds, lambda policy: policy.name in names, advance)
         idle_after = others_cpu_share()
     rate = link * 1e9 if link else 1 / hardware.lines["h2d"].s_per_byte
     rows = [_row(m, shape, hardware, weights.bytes_per_element, workload, rate, measured[0].tokens) for m in measured]
     tolerance = CUDA_TRACE_TOLERANCE_S if device.type == "cuda" else 0.0
-    violations = [v for m in measured for trace in m.traces for v in check_trace(trace, tolerance)]
+    violations = [v for m in measured for trace in (m.prefill_trace, *m.traces) for v in check_trace(trace, tolerance)]
     report.speed(rows, len(named), violations, (idle_before, idle_after))
     result = {
         "machine": device_name(device),
@@ -271,7 +267,7 @@ def _row(m: Measured, shape, hardware, p: int, workload: Workload, rate: float, 
         "busy_h2d": summary.busy.get("h2d", 0.0),
         "tokens_equal_to_kv_only": equal,
         "tokens_compared": sum(map(len, m.tokens)),
-        "prefill_s": m.prefill_s,
+        "prefill_s": virtual_clock.summarize(m.prefill_trace).prefill_s,
     }
 
 

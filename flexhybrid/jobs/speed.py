@@ -33,11 +33,15 @@ class Measured:
 
     policy: Policy
     tokens: list[list[int]]
-    prefill_s: float
-    decode_tokens_per_s: list[float]  #: one a round
+    prefill_trace: list[TraceEvent]  #: of the one whole run
+    traces: list[list[TraceEvent]]  #: of the decode rounds
     summaries: list[RunSummary]
     ideal_compute_s: float | None  #: the same steps without the link, over the same window
-    traces: list[list[TraceEvent]]
+
+    @property
+    def decode_tokens_per_s(self) -> list[float]:
+        """One figure a round."""
+        return [summary.decode_tokens_per_s for summary in self.summaries]
 
     @property
     def median_tokens_per_s(self) -> float:
@@ -74,25 +78,22 @@ def window_bytes(trace: list[TraceEvent], resource: str) -> int:
     return sum(t.work.link_bytes for t, _, _ in trace if t.resource == resource and t.iteration > first)
 
 
-class _Lane:
+class Contender:
     """A policy with its engine, its wave and its filled cache."""
 
     def __init__(self, bench: Bench, policy: Policy):
+        weights = bench.weights
         self.policy = policy
-        self.wave: Wave = admit(bench.weights.shape, policy, bench.workload, bench.weights.bytes_per_element)
+        self.wave: Wave = admit(weights.shape, policy, bench.workload, weights.bytes_per_element)
         sizes = buffer_sizes(self.wave)
-        plan = memory_plan(
-            bench.weights.shape, policy, bench.weights.bytes_per_element, sizes, bench.weights.device.type
-        )
+        plan = memory_plan(weights.shape, policy, weights.bytes_per_element, sizes, weights.device.type)
         check_budget(plan, bench.budgets, f"policy {policy.name}")
-        self.engine = Engine(bench.weights, sizes, bench.link_gb_per_s, slots=bench.slots)
+        self.engine = Engine(weights, sizes, bench.link_gb_per_s, slots=bench.slots)
         self.sampling = SamplingPlan(0.0, 0, np.arange(bench.workload.num_requests))
         self.executor: Executor = self.engine.executor(self.wave, bench.prompts, self.sampling)
-        result = self.engine.run(
-            self.wave, bench.prompts, self.sampling, keep_trace=True, executor=self.executor
-        )
+        result = self.engine.run(self.wave, bench.prompts, self.sampling, keep_trace=True, executor=self.executor)
         self.tokens = result.tokens
-        self.prefill_s = summarize(result.trace).prefill_s
+        self.prefill_trace = result.trace
         self.first_tokens = torch.tensor([answer[0] for answer in self.tokens])
 
     def decode(self, bench: Bench) -> list[TraceEvent]:
@@ -102,6 +103,14 @@ class _Lane:
         return self.engine.run(
             self.wave, bench.prompts, self.sampling, keep_trace=True, tasks=tasks, executor=self.executor
         ).trace
+
+    def compute_alone_s(self, bench: Bench) -> float:
+        """Wall time of the window's steps when nothing crosses the link; the better of two runs."""
+        self.engine.copies.enabled = False
+        try:
+            return min(summarize(self.decode(bench)).decode_s for _ in range(2))
+        finally:
+            self.engine.copies.enabled = True
 
 
 class Bench:
@@ -120,51 +129,38 @@ class Bench:
         lengths = np.array([len(prompt) for prompt in prompts])
         self.workload = Workload(lengths, np.full(len(prompts), max_tokens))
 
+    def set_link(self, gb_per_s: float, contenders: list[Contender]) -> None:
+        """Another pace for the same filled caches (CPU)."""
+        self.link_gb_per_s = gb_per_s
+        for contender in contenders:
+            contender.engine.copies.set_rate(gb_per_s)
+
     def measure(
         self,
-        policies: list[Policy],
+        contenders: list[Contender],
         rounds: int,
         with_ideal: Callable[[Policy], bool] = lambda policy: True,
-        on_progress: Callable[[str], None] | None = None,
-        reference_tokens: list[list[int]] | None = None,
+        on_progress: Callable[[str], None] = lambda what: None,
     ) -> list[Measured]:
-        """Prefill each policy, then ``rounds`` rounds of decoding through all of them, then their ideal compute."""
-
-        def step(what: str) -> None:
-            if on_progress:
-                on_progress(what)
-
-        lanes = []
-        for policy in policies:
-            lanes.append(_Lane(self, policy))
-            step(f"prefill {policy.name}")
-        traces: list[list[list[TraceEvent]]] = [[] for _ in lanes]
+        """``rounds`` interleaved rounds of decoding, then the ideal compute of those that ``with_ideal`` names."""
+        traces: list[list[list[TraceEvent]]] = [[] for _ in contenders]
         for _ in range(rounds):
-            for lane, kept in zip(lanes, traces, strict=True):
-                kept.append(lane.decode(self))
-                step(f"decode {lane.policy.name}")
+            for contender, kept in zip(contenders, traces, strict=True):
+                on_progress(f"decode {contender.policy.name}")
+                kept.append(contender.decode(self))
         measured = []
-        for lane, kept in zip(lanes, traces, strict=True):
+        for contender, kept in zip(contenders, traces, strict=True):
             ideal = None
-            if with_ideal(lane.policy):
-                ideal = self._ideal_compute_s(lane)
-                step(f"compute alone {lane.policy.name}")
-            summaries = [summarize(trace) for trace in kept]
+            if with_ideal(contender.policy):
+                on_progress(f"compute alone {contender.policy.name}")
+                ideal = contender.compute_alone_s(self)
             measured.append(
                 Measured(
-                    lane.policy, lane.tokens, lane.prefill_s, [s.decode_tokens_per_s for s in summaries], summaries,
-                    ideal, kept,
+                    contender.policy, contender.tokens, contender.prefill_trace, kept,
+                    [summarize(trace) for trace in kept], ideal,
                 )
             )  # fmt: skip
         return measured
-
-    def _ideal_compute_s(self, lane: _Lane) -> float:
-        """Wall time of the window's steps when nothing crosses the link; the better of two runs."""
-        lane.engine.copies.enabled = False
-        try:
-            return min(summarize(lane.decode(self)).decode_s for _ in range(2))
-        finally:
-            lane.engine.copies.enabled = True
 
 
 def others_cpu_share(seconds: float = 0.5) -> float | None:

@@ -82,10 +82,14 @@ class CpuCopies:
     """
 
     def __init__(self, gb_per_s: float | None = None):
-        rate = None if gb_per_s is None else gb_per_s * 1e9
-        self.h2d, self.d2h = Pacer(rate), Pacer(rate)
         self.host_memory = HostMemory(pinned=False)
         self.enabled = True
+        self.set_rate(gb_per_s)
+
+    def set_rate(self, gb_per_s: float | None) -> None:
+        """Pace both directions; None lifts the pace."""
+        rate = None if gb_per_s is None else gb_per_s * 1e9
+        self.h2d, self.d2h = Pacer(rate), Pacer(rate)
 
     def copy_h2d(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self._copy(self.h2d, target, source)

@@ -1,0 +1,1 @@
+"""Experiments: the shipped checkpoint and its training, benchmarks, GPU runs, results."""

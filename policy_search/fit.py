@@ -1,0 +1,80 @@
+"""Fit the hardware record's lines through profiling samples (CAPTURE section IV: sampling and linear regression)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from scipy.optimize import nnls
+
+from flexhybrid.core.errors import InputError
+from flexhybrid.core.hardware import Hardware, Line
+
+PAPERS_R2 = 0.99  #: CAPTURE reports R² >= 0.99 for T_kv_gen and T_load_kv
+
+Sample = tuple[float, float, float]  #: (flops, bytes, seconds)
+
+
+def fit_line(samples: Iterable[Sample]) -> Line:
+    """The line through samples (flops, bytes, seconds), its terms not negative.
+
+    Least squares of the error relative to the measured time: an error of 10 % weighs the same on a short task as on a
+    long one. A term that does not vary over the samples is dropped, because the overhead already holds it. R² is that
+    of the seconds. Raises InputError for no samples, or times that are not positive.
+    """
+    table = np.array(sorted(map(tuple, samples)), dtype=np.float64).reshape(-1, 3)
+    if len(table) == 0:
+        raise InputError("a line cannot be fitted through no samples")
+    if not np.isfinite(table).all() or (table[:, 2] <= 0).any() or (table[:, :2] < 0).any():
+        raise InputError("samples must be finite (flops >= 0, bytes >= 0, seconds > 0)")
+    flops, num_bytes, seconds = table.T
+    columns = {"overhead_s": np.ones_like(seconds)}
+    if np.ptp(flops) > 0:
+        columns["s_per_flop"] = flops
+    if np.ptp(num_bytes) > 0:
+        columns["s_per_byte"] = num_bytes
+    scales = {name: column.max() for name, column in columns.items()}  # nnls needs columns of like size
+    matrix = np.stack([columns[name] / scales[name] / seconds for name in columns], axis=1)
+    solution, _ = nnls(matrix, np.ones_like(seconds))
+    terms = {name: float(value / scales[name]) for name, value in zip(columns, solution, strict=True)}
+    fitted = sum(terms[name] * columns[name] for name in columns)
+    spread = float(((seconds - seconds.mean()) ** 2).sum())
+    # Without spread (one size only) there is nothing to explain.
+    r2 = 1.0 - float(((seconds - fitted) ** 2).sum()) / spread if spread > 0 else None
+    return Line(**terms, r2=r2, samples=tuple(map(tuple, table.tolist())))
+
+
+def fit_hardware(samples_by_key: dict[str, list[Sample]], **record) -> Hardware:
+    """A hardware record with one fitted line a key (a verb or a resource).
+
+    ``record``: the other fields of ``Hardware``: name, device, device_memory, host_memory, source, dtype, notes, ….
+    Raises InputError that names the key whose samples cannot be fitted.
+    """
+    lines = {}
+    for key, samples in samples_by_key.items():
+        try:
+            lines[key] = fit_line(samples)
+        except InputError as error:
+            raise InputError(f"line {key!r}: {error}") from None
+    return Hardware(lines=lines, **record)
+
+
+def fit_report(hardware: Hardware) -> list[dict]:
+    """A row a line: key, achieved rates (GFLOP/s, GB/s; None where the line has no such term), intercept in µs, R²,
+    number of samples, largest relative error, and whether R² is below the papers' 0.99."""
+    rows = []
+    for key, line in hardware.lines.items():
+        errors = [abs(line.seconds(f, b) / s - 1) for f, b, s in line.samples]
+        rows.append(
+            {
+                "key": key,
+                "gflop_per_s": 1e-9 / line.s_per_flop if line.s_per_flop else None,
+                "gb_per_s": 1e-9 / line.s_per_byte if line.s_per_byte else None,
+                "overhead_us": line.overhead_s * 1e6,
+                "r2": line.r2,
+                "num_samples": len(line.samples),
+                "worst_error": max(errors, default=None),
+                "worse_than_papers": line.r2 is not None and line.r2 < PAPERS_R2,
+            }
+        )
+    return rows

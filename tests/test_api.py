@@ -1,0 +1,304 @@
+"""The offline API: order, lengths, sampling, waves, and errors that people can act on."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from models import save_opt
+from safetensors.torch import load_file, save_file
+
+from flexhybrid import LLM, InputError, Policy, SamplingParams
+from flexhybrid.jobs import shipped
+from flexhybrid.runtime.loader import Checkpoint
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    save_opt(folder)
+    return folder
+
+
+def tokens(llm, prompts, **params):
+    return [answer.outputs[0].token_ids for answer in llm.generate(prompts, SamplingParams(**params))]
+
+
+def test_results_come_in_input_order_with_text():
+    llm = LLM(shipped("checkpoints/opt-stdlib-4m"), policy="hybrid(0.5)", device="cpu")
+    prompts = ["def close(self):", "Return", "class Reader:\n    "]
+    answers = llm.generate(prompts, SamplingParams(max_tokens=5, temperature=0))
+    assert [answer.prompt for answer in answers] == prompts
+    for answer in answers:
+        out = answer.outputs[0]
+        assert len(out.token_ids) <= 5 and out.finish_reason in ("stop", "length")
+        assert out.text == llm.tokenizer.decode(out.token_ids, skip_special_tokens=True)
+        assert answer.prompt_token_ids == llm.tokenizer(answer.prompt)["input_ids"]
+
+
+def test_same_seed_same_tokens_alone_or_in_a_batch(tiny):
+    """Random numbers hang on (seed, request, position): company changes nothing."""
+    prompts = [[5, 6, 7], [9] * 20, [11, 12]]
+    llm = LLM(tiny, "hybrid(0.5)", device="cpu")
+    together = tokens(llm, prompts, max_tokens=10, temperature=0.8, seed=7, ignore_eos=True)
+    assert together == tokens(llm, prompts, max_tokens=10, temperature=0.8, seed=7, ignore_eos=True)
+    small = LLM(tiny, Policy(max_batch=1), device="cpu")
+    assert together == tokens(small, prompts, max_tokens=10, temperature=0.8, seed=7, ignore_eos=True)
+    assert together != tokens(llm, prompts, max_tokens=10, temperature=0.8, seed=8, ignore_eos=True)
+
+
+def test_sampling_follows_the_softmax():
+    """20,000 draws against the probabilities themselves (chi-square far below its 1e-6 quantile)."""
+    from flexhybrid.runtime.sampling import choose, uniforms
+
+    logits = torch.tensor([[0.0, 1.0, 2.0, -1.0, 0.5]])
+    count = 20_000
+    u = uniforms(3, np.arange(count), np.zeros(count))
+    drawn = choose(logits.expand(count, -1), 0.7, torch.from_numpy(u))
+    expected = torch.softmax(logits[0] / 0.7, 0).numpy() * count
+    observed = np.bincount(drawn.numpy(), minlength=5)
+    assert ((observed - expected) ** 2 / expected).sum() < 35
+
+
+def test_budget_splits_requests_into_waves_with_the_same_tokens(tiny):
+    generator = np.random.default_rng(0)
+    prompts = [generator.integers(3, 61, n).tolist() for n in (10, 40, 3, 33, 21, 8)]
+    expected = tokens(LLM(tiny, "kv_only", device="cpu"), prompts, max_tokens=8, temperature=0)
+    from flexhybrid.core.plan import admit
+    from flexhybrid.core.waves import split_waves, wave_plan
+    from flexhybrid.core.memory import total_bytes
+    from flexhybrid.core.workload import Workload
+
+    llm = LLM(tiny, "kv_only", device="cpu")
+    workload = Workload(np.array([len(p) for p in prompts]), np.full(6, 8))
+    two = Workload(workload.prompt_tokens[:2], workload.max_tokens[:2])
+    host = total_bytes(wave_plan(llm.shape, llm.policy, two, 4, "cpu"))["host"]
+    waves = split_waves(llm.shape, llm.policy, workload, 4, {"host": host}, "cpu")
+    assert len(waves) > 1 and [int(i) for wave in waves for i in wave] == list(range(6))
+    for wave in waves:
+        part = Workload(workload.prompt_tokens[wave], workload.max_tokens[wave])
+        assert total_bytes(wave_plan(llm.shape, llm.policy, part, 4, "cpu"))["host"] <= host
+        admit(llm.shape, llm.policy, part, 4)
+    limited = LLM(tiny, "kv_only", device="cpu", host_memory=host)
+    assert tokens(limited, prompts, max_tokens=8, temperature=0) == expected
+
+
+def test_one_llm_serves_calls_of_different_sizes(tiny):
+    llm = LLM(tiny, "hybrid(0.5)", device="cpu")
+    small = [[5, 6]]
+    large = [[7] * 50, [8] * 9, [9, 10]]
+    first = tokens(llm, small, max_tokens=4, temperature=0)
+    assert tokens(llm, large, max_tokens=6, temperature=0)[0] and tokens(llm, small, max_tokens=4, temperature=0) == first
+    assert llm.generate([]) == []
+
+
+def test_auto_keeps_everything_resident_when_nothing_is_paced(tiny):
+    llm = LLM(tiny, device="cpu")
+    answer = tokens(llm, [[5, 6, 7]], max_tokens=4, temperature=0)
+    assert llm.policy.cache == {"kv@device": 1.0} and llm.policy.weights.device == 1.0
+    assert answer == tokens(LLM(tiny, "kv_only", device="cpu"), [[5, 6, 7]], max_tokens=4, temperature=0)
+
+
+def test_allocated_memory_is_what_the_budget_counted(tiny):
+    from flexhybrid.core.memory import buffer_sizes, memory_plan
+    from flexhybrid.core.plan import admit
+    from flexhybrid.core.workload import Workload
+    from flexhybrid.runtime.engine import Engine
+    from flexhybrid.runtime.weights import Weights
+
+    checkpoint = Checkpoint(tiny)
+    policy = Policy(cache={"act@host": 0.3, "kv@host": 0.4, "kv@device": 0.3})
+    wave = admit(checkpoint.shape, policy, Workload(np.array([10, 50]), np.array([9, 3])), 4)
+    weights = Weights(checkpoint.shape, checkpoint, "float32", torch.device("cpu"), 0.0)
+    engine = Engine(weights, buffer_sizes(wave))
+    plan = memory_plan(checkpoint.shape, policy, 4, buffer_sizes(wave), "cpu")
+    b = engine.buffers
+    assert b.host_memory.allocated_bytes + weights.host_memory.allocated_bytes == sum(plan["host"].values())
+    device = plan["device"]
+    assert b.act_buffer.nbytes == device["ACT buffers"] and b.kv_buffer.nbytes == device["KV buffers"]
+    assert b.attention.nbytes == device["attention buffer"]
+    assert b.generated.nbytes == device["recomputed keys and values"]
+    assert b.pools["kv@device"].nbytes == device["kv pool"]
+    assert sum(slot.nbytes for slot in engine.slots) == device["weight slots"]
+    assert sum(t.nbytes for t in weights.outer.values()) <= device["embedding and head"]
+
+
+# ---- wrong input ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "prompts, words",
+    [
+        ([[]], "prompt 0 is empty"),
+        ([[3, 4], [5] * 96], "prompt 1 has 96 tokens"),
+        ([[3, 61]], "token id 61"),
+        ([[-1]], "token id -1"),
+        (["text"], "no tokenizer files"),
+        ("text", "must be a list"),
+    ],
+)
+def test_wrong_prompts(tiny, prompts, words):
+    with pytest.raises(InputError, match=words):
+        LLM(tiny, "kv_only", device="cpu").generate(prompts)
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ({"dtype": "float16"}, "float16"),
+        ({"dtype": "int3"}, "int3"),
+        ({"device": "tpu"}, "tpu"),
+        ({"policy": "magic"}, "known presets"),
+        ({"policy": "nowhere.json"}, "cannot read policy file"),
+        ({"link_gb_per_s": 0}, "must be a number > 0"),
+        ({"host_memory": "1KiB"}, "host memory: .*needs at least"),
+        ({"device_memory": "4KiB"}, "device memory: .*needs at least"),
+        ({"host_memory": "lots"}, "lots"),
+        ({"host_memory": "-3GiB"}, "must be positive"),
+        ({"policy": Policy(schedule="row")}, "schedule row"),
+        ({"policy": Policy(cache={"tok": 1.0})}, "tok"),
+    ],
+)
+def test_wrong_settings_are_errors_before_loading(tiny, settings, words):
+    with pytest.raises(InputError, match=words):
+        LLM(tiny, **{"policy": "kv_only", "device": "cpu", **settings})
+
+
+def test_the_least_named_by_a_budget_error_is_enough(tiny):
+    """The error names a size; with that size it runs."""
+    import re
+
+    with pytest.raises(InputError) as caught:
+        LLM(tiny, "kv_only", device="cpu", host_memory=1000)
+    least = re.search(r"at least ([\d.]+ [MG]iB)", str(caught.value))[1]
+    roomy = str(float(least.split()[0]) + 0.1) + least.split()[1]
+    llm = LLM(tiny, "kv_only", device="cpu", host_memory=roomy)
+    assert len(tokens(llm, [[5, 6]], max_tokens=3, temperature=0, ignore_eos=True)[0]) == 3
+
+
+@pytest.mark.parametrize("field", ({"max_tokens": 0}, {"temperature": -1}, {"max_tokens": 2.5}, {"seed": "x"}))
+def test_wrong_sampling(field):
+    with pytest.raises(InputError):
+        SamplingParams(**field)
+
+
+def test_unknown_sampling_fields_are_refused():
+    with pytest.raises(TypeError, match="top_k"):
+        SamplingParams(top_k=5)
+
+
+def copy_checkpoint(source, target):
+    target.mkdir(exist_ok=True)
+    for file in source.iterdir():
+        if file.is_file():
+            (target / file.name).write_bytes(file.read_bytes())
+    return target
+
+
+def edit_config(folder, **changes):
+    config = json.loads((folder / "config.json").read_text())
+    config.update(changes)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def broken(folder, how):
+    weights = folder / "model.safetensors"
+    if how == "missing":
+        weights.unlink()
+    elif how == "truncated":
+        weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+    elif how == "garbage":
+        weights.write_bytes(b"\x10" * 100)
+    elif how == "shape":
+        edit_config(folder, ffn_dim=44)
+    elif how == "tensor":
+        tensors = load_file(weights)
+        del tensors["model.decoder.layers.1.fc1.weight"]
+        save_file(tensors, weights)
+    elif how == "architecture":
+        edit_config(folder, model_type="bloom")
+    elif how == "llama":
+        edit_config(folder, model_type="llama", intermediate_size=40)
+    elif how == "json":
+        (folder / "config.json").write_text("{")
+    elif how == "heads":
+        edit_config(folder, num_attention_heads=5)
+    elif how == "pickle":
+        weights.unlink()
+        import pickle
+
+        (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"x": subprocess.Popen}))
+
+
+BROKEN = {
+    "missing": "model.safetensors",
+    "truncated": "cannot open",
+    "garbage": "cannot open",
+    "shape": r"asks for \[44",
+    "tensor": "layers.1.fc1.weight is missing",
+    "architecture": "unknown architecture 'bloom'",
+    "llama": "cannot run the llama family",
+    "json": "cannot read",
+    "heads": "not a multiple",
+    "pickle": "cannot open",
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_broken_checkpoints(tiny, tmp_path, how):
+    folder = copy_checkpoint(tiny, tmp_path / "copy")
+    broken(folder, how)
+    with pytest.raises(InputError, match=BROKEN[how]):
+        Checkpoint(folder)
+
+
+def test_a_missing_folder_is_an_error_at_once(tmp_path):
+    with pytest.raises(InputError, match="nothing is ever downloaded"):
+        LLM(tmp_path / "facebook" / "opt-125m")
+
+
+def test_pickled_and_sharded_checkpoints_load_the_same(tiny, tmp_path):
+    expected = tokens(LLM(tiny, "kv_only", device="cpu"), [[5, 6, 7]], max_tokens=6, temperature=0)
+    tensors = load_file(tiny / "model.safetensors")
+    pickled = copy_checkpoint(tiny, tmp_path / "pickled")
+    (pickled / "model.safetensors").unlink()
+    torch.save(tensors, pickled / "pytorch_model.bin")
+    assert tokens(LLM(pickled, "kv_only", device="cpu"), [[5, 6, 7]], max_tokens=6, temperature=0) == expected
+    sharded = copy_checkpoint(tiny, tmp_path / "sharded")
+    (sharded / "model.safetensors").unlink()
+    names = sorted(tensors)
+    index = {"weight_map": {}}
+    for i, part in enumerate((names[: len(names) // 2], names[len(names) // 2 :])):
+        save_file({name: tensors[name].clone() for name in part}, sharded / f"model-{i}.safetensors")
+        index["weight_map"].update({name: f"model-{i}.safetensors" for name in part})
+    (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert tokens(LLM(sharded, "kv_only", device="cpu"), [[5, 6, 7]], max_tokens=6, temperature=0) == expected
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--model", "/nowhere"], "no checkpoint at"),
+        (["--host-memory", "3KiB"], "needs at least"),
+        (["--policy", "/nowhere.json"], "cannot read policy file"),
+        (["--device", "cuda"], "no CUDA device"),
+        (["--link-gb-per-s", "-1"], "must be a number > 0"),
+    ],
+)
+def test_the_command_answers_in_one_line_with_status_2(arguments, words, tmp_path):
+    if "cuda" in arguments and torch.cuda.is_available():
+        pytest.skip("there is a CUDA device here")
+    out = tmp_path / "out"
+    run = subprocess.run(
+        [sys.executable, "-m", "flexhybrid", "compare", "--out", str(out), *arguments],
+        capture_output=True, text=True, cwd=ROOT, timeout=120,
+    )  # fmt: skip
+    assert run.returncode == 2, run.stderr
+    lines = [line for line in run.stderr.splitlines() if line.strip()]
+    assert len(lines) == 1 and words in lines[0] and "Traceback" not in run.stderr
+    assert run.stdout == "" and not out.exists()

@@ -1,0 +1,124 @@
+"""The exactness contract: every policy gives transformers' own greedy tokens, by design section 9."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import save_opt
+
+from flexhybrid import LLM, Policy, SamplingParams
+from flexhybrid.core.policy import Placement
+from flexhybrid.jobs import shipped
+from flexhybrid.jobs.exactness import Reference, compare_tokens
+from sim.presets import hybrid, kv_only
+
+SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+def check(folder, prompts, max_tokens, policies, ignore_eos=False):
+    """Every policy's tokens against transformers', and every excuse counted."""
+    reference = Reference(folder)
+    expected = reference.generate(prompts, max_tokens, ignore_eos)
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=ignore_eos)
+    for policy in policies:
+        answers = LLM(folder, policy, device="cpu", dtype="float32").generate(prompts, params)
+        ours = [answer.outputs[0].token_ids for answer in answers]
+        outcome = compare_tokens(reference, prompts, expected, ours)
+        assert outcome.exact, f"{policy.name} {policy.cache} {policy.max_mini_batch_tokens}: {outcome.first_wrong}"
+        for answer, wanted in zip(answers, expected, strict=True):
+            assert answer.outputs[0].finish_reason == ("stop" if wanted[-1] == 2 and not ignore_eos else "length")
+
+
+@pytest.mark.parametrize("bound", (256, 1024, 8192))
+def test_shipped_checkpoint_every_share_and_mini_batch_size(bound):
+    texts = shipped("prompts.txt").read_text(encoding="utf-8").splitlines()
+    folder = shipped("checkpoints/opt-stdlib-4m")
+    tokenizer = LLM(folder, "kv_only", device="cpu").tokenizer
+    prompts = [tokenizer(text)["input_ids"] for text in texts if text.strip()][:16]
+    check(folder, prompts, 20, [hybrid(share, bound) for share in SHARES])
+
+
+@st.composite
+def cases(draw):
+    shape = dict(
+        layers=draw(st.integers(1, 4)),
+        heads=draw(st.sampled_from((1, 2, 3, 5, 7))),
+        head_dim=draw(st.sampled_from((8, 16, 24))),
+        ffn=draw(st.sampled_from((24, 40, 96))),
+        vocab=draw(st.integers(11, 90)),
+        positions=draw(st.integers(24, 80)),
+        post_norm=draw(st.booleans()),
+        seed=draw(st.integers(0, 1000)),
+    )
+    if draw(st.booleans()):
+        shape["embed_dim"] = draw(st.sampled_from((12, 20)))
+    max_tokens = draw(st.integers(1, 20))
+    longest = shape["positions"] - max_tokens
+    lengths = draw(st.lists(st.integers(1, longest), min_size=1, max_size=6))
+    generator = np.random.default_rng(shape["seed"])
+    prompts = [generator.integers(3, shape["vocab"], length).tolist() for length in lengths]
+    share = draw(st.sampled_from(SHARES))
+    on_device = draw(st.sampled_from((0.0, 0.5, 1.0)))
+    cache = {
+        "act@host": share * (1 - on_device), "act@device": share * on_device,
+        "kv@host": (1 - share) * (1 - on_device), "kv@device": (1 - share) * on_device,
+    }  # fmt: skip
+    weights = draw(st.sampled_from((0.0, 0.3, 0.77, 1.0)))
+    policy = Policy(
+        "case", Placement(device=weights, host=1 - weights), cache=cache,
+        max_mini_batch_tokens=draw(st.sampled_from((20, 100, 300, 4096))),
+        max_batch=draw(st.sampled_from((None, 2))), packing=draw(st.sampled_from(("balanced", "fifo"))),
+    )  # fmt: skip
+    return shape, prompts, max_tokens, policy, draw(st.booleans())
+
+
+@settings(max_examples=40)
+@given(cases())
+def test_random_shapes_prompts_and_policies(tmp_path_factory, case):
+    shape, prompts, max_tokens, policy, ignore_eos = case
+    folder = tmp_path_factory.mktemp("opt")
+    save_opt(folder, **shape)
+    check(folder, prompts, max_tokens, [policy], ignore_eos)
+
+
+def test_early_end_of_sequence_leaves_the_others_alone(tmp_path):
+    """With 11 tokens in the vocabulary somebody stops early; the rest must not notice."""
+    save_opt(tmp_path, vocab=11, seed=5)
+    prompts = [[3 + i % 8, 4, 5 + i % 6] for i in range(12)]
+    stops = Reference(tmp_path).generate(prompts, 30)
+    assert any(len(answer) < 30 for answer in stops), "this seed stops nobody: the test would prove nothing"
+    check(tmp_path, prompts, 30, [hybrid(share, 128) for share in SHARES])
+
+
+def test_bfloat16_matches_our_kv_only_within_a_bound(tmp_path):
+    """16 bits: the reference is our own all-KV run; where tokens part, its best two logits were nearly equal."""
+    save_opt(tmp_path, layers=3, heads=4, vocab=97, positions=128, dtype=torch.bfloat16)
+    generator = np.random.default_rng(3)
+    prompts = [generator.integers(3, 97, n).tolist() for n in (4, 30, 61, 17)]
+    params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+
+    def run(policy):
+        answers = LLM(tmp_path, policy, device="cpu", dtype="bfloat16").generate(prompts, params)
+        return [answer.outputs[0].token_ids for answer in answers]
+
+    expected = run(kv_only(512))
+    reference = Reference(tmp_path)
+    for share in SHARES[1:]:
+        for prompt, ours, wanted in zip(prompts, run(hybrid(share, 200)), expected, strict=True):
+            place = next((t for t, (a, b) in enumerate(zip(ours, wanted, strict=True)) if a != b), None)
+            if place is not None:
+                assert reference.top_two_gap(prompt + wanted[:place]) < 0.05
+
+
+def test_the_comparison_can_fail(tmp_path):
+    """A check that cannot fail is a defect: one wrong token is found, and not excused."""
+    save_opt(tmp_path)
+    reference = Reference(tmp_path)
+    prompts = [[5, 6, 7], [8, 9]]
+    expected = reference.generate(prompts, 6, ignore_eos=True)
+    wrong = [list(answer) for answer in expected]
+    wrong[1][3] = (wrong[1][3] + 1) % 61
+    outcome = compare_tokens(reference, prompts, expected, wrong)
+    assert not outcome.exact and "prompt 1 differs at token 3" in outcome.first_wrong
+    assert outcome.num_equal == 9
