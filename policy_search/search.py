@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from flexhybrid.core.blocks import BLOCK_TOKENS, ceil_blocks
+from flexhybrid.core.blocks import ceil_blocks
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.layout import layer_layout

@@ -103,7 +103,7 @@ def ceil_div(a, b):
 def num_mini_batches(batch, prompt_tokens, max_tokens, max_mini_batch_tokens):
     """(mini-batches, requests in each but the last) as ``packing.pack`` cuts requests of one length; arrays.
 
-    A request's padded width is its whole context in blocks, whatever the shares, because only its last block is partial.
+    A request's padded width is its whole context in blocks, whatever the shares: only its last block is partial.
     """
     padded = ceil_div(prompt_tokens + max_tokens - 1, BLOCK_TOKENS) * BLOCK_TOKENS + 1
     most = np.maximum(1.0, np.floor(max_mini_batch_tokens / padded))
@@ -295,9 +295,11 @@ def _evaluate(m: _Model, batch, prompt, generated, bound, act_host, act_device, 
     gen_block = batch * BLOCK_TOKENS * m.kv_gen[1]
     done = 0.0
     for segment in range(SEGMENTS):
-        until = np.floor(n * (segment + 1) / SEGMENTS)
+        until = np.ceil(n * ((segment + 1) / SEGMENTS))
         count = until - done
-        first, final = prompt + done, prompt + until - 1  # contexts of the segment's iterations
+        # contexts of the segment's iterations; an empty segment (count 0) stands at the last one
+        first = np.minimum(prompt + done, prompt + n - 1)
+        final = np.maximum(prompt + until - 1, first)
         safe = 1.0 / np.maximum(count, 1.0)
         if not kinds.simple:  # a block kept on the device costs compute time: one kind at a time, not their mean
             after = tokens_of_kind(prompt + until)
@@ -305,7 +307,7 @@ def _evaluate(m: _Model, batch, prompt, generated, bound, act_host, act_device, 
             before = after
         d_new, s_new, keep_new = stored
         context = (first + final) * 0.5 + 1  # the new token included
-        blocks = np.where(count > 0, (_sum_ceil_blocks(final) - _sum_ceil_blocks(first - 1)) * safe, ceil_div(first, 16))
+        blocks = (_sum_ceil_blocks(final) - _sum_ceil_blocks(first - 1)) * safe
         low = np.floor(blocks)
         part = blocks - low
         at_low, at_high = kinds.at(low), kinds.at(low + 1)
@@ -332,7 +334,10 @@ def _evaluate(m: _Model, batch, prompt, generated, bound, act_host, act_device, 
             np.where((K == 1) & (qkv_streamed > 0) & (la_layer == 0), -lk_step, -c_step),
         )
         # from compute to link: a buffer is free again (counted from the mini-batch's start to the load's own turn)
-        leave = np.maximum(np.where(la_layer > 0, g_step, 0.0), np.where(lk_layer > 0, g_step + p_step + assemble_step - la_step, 0.0))
+        leave = np.maximum(
+            np.where(la_layer > 0, g_step, 0.0),
+            np.where(lk_layer > 0, g_step + p_step + assemble_step - la_step, 0.0),
+        )
         skipped = 2 * w_step + load_step * np.where(K == 2, 2 * last / batch, 1.0)
         # around the head compute may fall behind a link that otherwise binds, by more than the buffers hold
         gap = _longest(
@@ -361,7 +366,7 @@ def _evaluate(m: _Model, batch, prompt, generated, bound, act_host, act_device, 
         sum_d2h, sum_scatter = sum_d2h + count * d_iteration, sum_scatter + count * s_iteration
         act_bytes, kv_bytes = act_bytes + count * ah, kv_bytes + count * kh
         if segment == 0:
-            first_best, first_binds = best, link_binds
+            first_binds = link_binds
             first_load, first_leave, first_gen, first_la = load_step, leave, g_step, la_step
             first_compute, first_assemble = c_layer, assemble_step
         done = until
@@ -412,7 +417,9 @@ def _evaluate(m: _Model, batch, prompt, generated, bound, act_host, act_device, 
         high = np.maximum(high, busy[index])
     decode_rate = np.where(has_decode, batch * n / np.maximum(decode_s, 1e-300), 0.0)
     held = kinds.at(ceil_div(prompt + n, BLOCK_TOKENS))
-    memory = memory_bytes(m.shape, m.p, m.hardware.device, batch, size, prompt, held, prompt_kinds, kinds.shares, streamed)
+    memory = memory_bytes(
+        m.shape, m.p, m.hardware.device, batch, size, prompt, held, prompt_kinds, kinds.shares, streamed
+    )
     return (
         total_s, prefill_s, decode_s, batch * generated / total_s, decode_rate, h2d, d2h, *busy, binding, K, *memory,
     )  # fmt: skip

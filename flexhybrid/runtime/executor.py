@@ -326,15 +326,12 @@ class Executor:
             step=step,
             tokens_R=tokens,
             positions_R=on_device(positions),
-            mask_B11T=None if mask is None else on_device(mask).to(self._mask_dtype()),
+            mask_B11T=None if mask is None else on_device(mask).to(self.weights.dtype),
             last_rows_B=last_rows,
             uniforms_B=uniforms,
             requests_B=on_device(step.requests),
             stores=stores,
         )
-
-    def _mask_dtype(self) -> torch.dtype:
-        return torch.float32 if self.device.type == "cpu" else self.weights.dtype
 
     @staticmethod
     def _mask(step: MiniBatchStep) -> np.ndarray | None:

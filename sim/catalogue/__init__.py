@@ -20,7 +20,7 @@ def names() -> list[str]:
 
 
 def load(name_or_path: str | Path) -> Hardware:
-    """A catalogue entry by name (any case), or a hardware file by path. Raises InputError that lists the known names."""
+    """A catalogue entry by name (any case), or a hardware file by path; InputError lists the known names."""
     text = str(name_or_path)
     if text.lower() in names():
         return load_hardware(FOLDER / f"{text.lower()}.json")

@@ -1,0 +1,77 @@
+"""Line fitting: known lines come back, bad samples are refused by name, the report says what the papers would."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+from flexhybrid.core.errors import InputError
+from flexhybrid.core.hardware import load_hardware
+from policy_search.fit import fit_hardware, fit_line, fit_report
+
+
+def samples_of(overhead_s, s_per_flop, s_per_byte, noise=0.0):
+    rng = np.random.default_rng(0)
+    sizes = [(10.0**rng.uniform(6, 10), 10.0**rng.uniform(4, 8)) for _ in range(12)]
+    return [(f, b, (overhead_s + s_per_flop * f + s_per_byte * b) * (1 + noise * rng.normal())) for f, b in sizes]
+
+
+@given(st.floats(0, 1e-4), st.floats(1e-13, 1e-9), st.floats(1e-12, 1e-9))
+def test_exact_samples_give_their_line(overhead_s, s_per_flop, s_per_byte):
+    samples = samples_of(overhead_s, s_per_flop, s_per_byte)
+    line = fit_line(samples)
+    for flops, num_bytes, seconds in samples:
+        assert line.seconds(flops, num_bytes) == pytest.approx(seconds, rel=1e-5)
+    assert line.r2 == pytest.approx(1.0, abs=1e-6)
+
+
+def test_noisy_samples_give_nearly_their_line():
+    line = fit_line(samples_of(2e-5, 1e-11, 5e-10, noise=0.01))
+    assert line.s_per_flop == pytest.approx(1e-11, rel=0.05)
+    assert line.s_per_byte == pytest.approx(5e-10, rel=0.05)
+    assert 0.99 < line.r2 <= 1 and len(line.samples) == 12
+
+
+def test_short_tasks_count_as_much_as_long_ones():
+    """Without relative weights the long sample's error would swallow the overhead."""
+    samples = [(0, 1e3, 1.001e-5), (0, 1e4, 1.01e-5), (0, 1e9, 1.05), (0, 1e9, 0.95)]
+    assert fit_line(samples).overhead_s == pytest.approx(1e-5, rel=0.01)
+
+
+def test_terms_without_variation_are_dropped():
+    line = fit_line([(0.0, size, 1e-5 + size * 1e-9) for size in (1e4, 1e5, 1e6)])
+    assert line.s_per_flop == 0 and line.s_per_byte == pytest.approx(1e-9)
+    constant = fit_line([(5.0, 7.0, 1e-3), (5.0, 7.0, 3e-3)])
+    assert (constant.s_per_flop, constant.s_per_byte) == (0, 0)
+    assert 1e-3 < constant.overhead_s < 3e-3
+    assert fit_line([(5.0, 7.0, 2e-3)]).r2 is None
+
+
+def test_no_term_is_negative():
+    """Times that fall with size would fit a negative slope."""
+    line = fit_line([(0.0, 1e6, 2e-3), (0.0, 2e6, 1e-3)])
+    assert line.s_per_byte == 0 and line.overhead_s > 0
+
+
+@pytest.mark.parametrize("samples", [[], [(1, 1, 0.0)], [(1, 1, -1.0)], [(1, float("nan"), 1.0)], [(-1, 1, 1.0)]])
+def test_bad_samples_are_refused_by_key(samples):
+    with pytest.raises(InputError, match="line 'kv_gen'"):
+        fit_hardware({"kv_gen": samples}, name="x", device="cpu")
+
+
+def test_a_fitted_record_is_saved_and_reported(tmp_path):
+    good = samples_of(2e-5, 1e-11, 5e-10)
+    poor = [(0, 1e6, 1e-3), (0, 2e6, 1e-3), (0, 3e6, 5e-3), (0, 4e6, 2e-3)]
+    hardware = fit_hardware({"kv_gen": good, "h2d": poor}, name="x", device="cpu", host_memory=1 << 30)
+    hardware.save(tmp_path / "x.json")
+    assert load_hardware(tmp_path / "x.json") == hardware
+    rows = {row["key"]: row for row in fit_report(hardware)}
+    assert rows["kv_gen"]["gflop_per_s"] == pytest.approx(100, rel=1e-3)
+    assert rows["kv_gen"]["gb_per_s"] == pytest.approx(2, rel=1e-3)
+    assert rows["kv_gen"]["overhead_us"] == pytest.approx(20, rel=1e-2)
+    assert not rows["kv_gen"]["worse_than_papers"]
+    assert rows["h2d"]["worse_than_papers"] and rows["h2d"]["gflop_per_s"] is None
+    assert rows["h2d"]["num_samples"] == 4 and rows["h2d"]["worst_error"] > 0.5
