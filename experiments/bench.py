@@ -226,7 +226,7 @@ def bench_speed(table: Table, bar: tqdm, dtype_name: str) -> None:
             here = hardware.with_link_rate(rate)
             found = search(
                 shape, here, p, workload, max_mini_batch_tokens=BOUND, weights_device=weights_share, batch=BATCH,
-                device_memory=None, host_memory=BUDGETS["host"],
+                host_memory=BUDGETS["host"], objective="decode_tokens_per_s",
             )  # fmt: skip
             chosen = contender(found.act_share)
             everyone = [*sweep, chosen]

@@ -110,5 +110,5 @@ def best_policy(
 
     return search(
         shape, hardware, bytes_per_element, workload,
-        device_memory=budgets["device"], host_memory=budgets["host"], device=device,
+        device_memory=budgets["device"], host_memory=budgets["host"],
     ).policy  # fmt: skip

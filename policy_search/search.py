@@ -21,7 +21,7 @@ from flexhybrid.core.plan import admit, stream
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.shape import ModelShape
 from flexhybrid.core.workload import Workload
-from sim.closed_form import Candidates, predict
+from sim.closed_form import Candidates, mean_lengths, predict
 from sim.virtual_clock import RunSummary, run, summarize
 
 SHARE_STEPS = 256
@@ -51,11 +51,6 @@ class SearchResult:
     def memory(self) -> dict[str, int]:
         """Bytes that the policy needs in each tier."""
         return {"device": int(self.prediction["device_bytes"]), "host": int(self.prediction["host_bytes"])}
-
-
-def mean_lengths(workload: Workload) -> tuple[int, int]:
-    """(prompt tokens, generated tokens) of the mean request, rounded."""
-    return max(1, round(float(workload.prompt_tokens.mean()))), max(1, round(float(workload.max_tokens.mean())))
 
 
 def share_grid(prompt_tokens: int, max_tokens: int) -> np.ndarray:

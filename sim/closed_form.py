@@ -7,14 +7,14 @@ module adds up each resource's work exactly and prices those few crossings. Cost
 (mini-batches, requests, blocks, context), so that each is a handful of multiplications; the coefficients are read off
 ``sim.cost.price`` and ``flexhybrid.core.work``, the formulas' only homes.
 
-What is left out: requests of different lengths, paths that change resource inside a phase, and the unevenness of a last
-mini-batch smaller than the others (its work is counted, its place is not). ``sim.validation`` measures the gap to the
-virtual clock.
+What is left out: requests of different lengths, fifo packing, and paths that change resource inside a phase, but for
+those that a smaller last mini-batch makes. ``sim.validation`` measures the gap to the virtual clock.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,8 +23,10 @@ from flexhybrid.core.blocks import BLOCK_TOKENS
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.layout import layer_layout
 from flexhybrid.core.memory import NUM_SLOTS, SLACK_BYTES
-from flexhybrid.core.plan import PAGE_BYTES
+from flexhybrid.core.plan import PAGE_BYTES, check_planned
+from flexhybrid.core.policy import Policy
 from flexhybrid.core.shape import ModelShape
+from flexhybrid.core.workload import Workload
 from sim.cost import price
 
 CHUNK = 4096  #: policies evaluated together: arrays of this size stay in a core's cache
@@ -94,6 +96,25 @@ def predict(shape: ModelShape, hardware: Hardware, bytes_per_element: int, candi
     for name in ("binding", "num_mini_batches"):
         columns[name] = columns[name].astype(np.int64)
     return Prediction(**columns)
+
+
+def candidates_of(policy: Policy, workload: Workload) -> Candidates:
+    """One candidate: a policy and the workload's requests at their mean lengths.
+
+    Raises InputError for a policy that the plan maker does not lay out.
+    """
+    check_planned(policy)
+    prompt_tokens, max_tokens = mean_lengths(workload)
+    cache = policy.cache
+    return Candidates(
+        workload.num_requests, prompt_tokens, max_tokens, policy.max_mini_batch_tokens,
+        cache.get("act@host", 0.0), cache.get("act@device", 0.0), cache.get("kv@device", 0.0), policy.weights.device,
+    )  # fmt: skip
+
+
+def mean_lengths(workload: Workload) -> tuple[int, int]:
+    """(prompt tokens, generated tokens) of the mean request, rounded."""
+    return max(1, round(float(workload.prompt_tokens.mean()))), max(1, round(float(workload.max_tokens.mean())))
 
 
 def ceil_div(a, b):
@@ -194,7 +215,7 @@ class _Model:
 def _sum_ceil_blocks(tokens):
     """Sum of ceil(t / 16) over t = 0 … tokens."""
     full = np.floor(tokens / BLOCK_TOKENS)
-    return full * (BLOCK_TOKENS * (full + 1) / 2 + 0.0) + (tokens - full * BLOCK_TOKENS) * (full + 1)
+    return full * (full + 1) * (BLOCK_TOKENS / 2) + (tokens - full * BLOCK_TOKENS) * (full + 1)
 
 
 def _present(count):
@@ -202,226 +223,330 @@ def _present(count):
     return np.minimum(count, 1.0)
 
 
-def _evaluate(m: _Model, batch, prompt, generated, bound, act_host, act_device, kv_device, weights_device):
-    """One chunk. The names below: w weights, a ACT, k KV; *_step of one mini-batch in one layer, *_layer of all."""
-    L = m.shape.num_layers
-    K, size = num_mini_batches(batch, prompt, generated, bound)
-    last = batch - (K - 1) * size  # requests of the last mini-batch
-    most_blocks = int(np.max(ceil_div(prompt + generated, BLOCK_TOKENS))) + 1
-    kinds = KindCounts(act_host, act_device, kv_device, most_blocks)
+class _Run(NamedTuple):
+    """What a chunk of candidates is before its phases are priced; arrays or numbers. A *_step is of one mini-batch in
+    one layer, a *_layer of all mini-batches; w stands for weights."""
 
-    def tokens_of_kind(tokens):
-        """Tokens of each kind among the first ``tokens``."""
+    batch: np.ndarray
+    prompt: np.ndarray
+    generated: np.ndarray
+    K: np.ndarray  #: mini-batches
+    size: np.ndarray  #: requests of each but the last
+    last: np.ndarray  #: requests of the last
+    kinds: KindCounts
+    prompt_kinds: tuple  #: tokens of each kind among a prompt
+    streamed: np.ndarray  #: bytes of a layer
+    qkv_streamed: np.ndarray  #: of these, those that a projection waits for
+    w_first: np.ndarray  #: seconds of the first layer's load, which comes in one piece
+    w_layer: np.ndarray
+    w_step: np.ndarray
+    w_after_qkv: np.ndarray  #: the part of w_layer that comes after the last slice with W_Q, W_K or W_V
+    embed_step: np.ndarray  #: in the decode
+    embed_layer: np.ndarray
+    head_step: np.ndarray  #: head and sample
+    head_last: np.ndarray
+    head_layer: np.ndarray
+    out_layer: np.ndarray  #: store_out
+
+    def tokens_of_kind(self, tokens) -> tuple:
+        """Tokens of each kind among a request's first ``tokens``."""
         full = np.floor(tokens / BLOCK_TOKENS)
         rest = tokens - full * BLOCK_TOKENS
-        return tuple(lo * BLOCK_TOKENS + rest * (hi - lo) for lo, hi in zip(kinds.at(full), kinds.at(full + 1)))
+        at_full, at_next = self.kinds.at(full), self.kinds.at(full + 1)
+        return tuple(low * BLOCK_TOKENS + rest * (high - low) for low, high in zip(at_full, at_next))
 
-    # --- weights: slices of whole pages, one a mini-batch
+
+def _prepare(m: _Model, batch, prompt, generated, bound, act_host, act_device, kv_device, weights_device) -> _Run:
+    K, size = num_mini_batches(batch, prompt, generated, bound)
+    last = batch - (K - 1) * size
+    most_blocks = int(np.max(ceil_div(prompt + generated, BLOCK_TOKENS))) + 1
     resident = m.resident_prefix(weights_device)
     streamed = m.layout.total_bytes - resident
-    slice_bytes = ceil_div(ceil_div(streamed, K), PAGE_BYTES) * PAGE_BYTES
-    slices = np.where(streamed > 0, ceil_div(streamed, np.maximum(slice_bytes, 1.0)), 0.0)
-    w_first = np.where(streamed > 0, m.load_weights[0] + streamed * m.load_weights[1], 0.0)  # in one piece
+    qkv_streamed = np.maximum(0.0, m.layout.qkv_end - resident)
+    # slices of whole pages, one a mini-batch, as plan._load_weights cuts them
+    slice_bytes = np.maximum(ceil_div(ceil_div(streamed, K), PAGE_BYTES) * PAGE_BYTES, 1.0)
+    slices = ceil_div(streamed, slice_bytes)
     w_layer = slices * m.load_weights[0] + streamed * m.load_weights[1]
-    w_step = w_layer / K
+    logits = (m.head[0] + m.sample[0], m.head[1] + m.sample[1])
+    run = _Run(
+        batch, prompt, generated, K, size, last,
+        kinds=KindCounts(act_host, act_device, kv_device, most_blocks),
+        prompt_kinds=(),
+        streamed=streamed,
+        qkv_streamed=qkv_streamed,
+        w_first=np.where(streamed > 0, m.load_weights[0] + streamed * m.load_weights[1], 0.0),
+        w_layer=w_layer,
+        w_step=w_layer / K,
+        w_after_qkv=(slices - ceil_div(qkv_streamed, slice_bytes)) * w_layer / np.maximum(slices, 1.0),
+        embed_step=m.embed[0] + size * m.embed[1],
+        embed_layer=K * m.embed[0] + batch * m.embed[1],
+        head_step=logits[0] + size * logits[1],
+        head_last=logits[0] + last * logits[1],
+        head_layer=K * logits[0] + batch * logits[1],
+        out_layer=K * m.store_out[0] + batch * m.store_out[1],
+    )  # fmt: skip
+    return run._replace(prompt_kinds=run.tokens_of_kind(prompt))
 
-    # --- iteration boundaries, for all mini-batches together and for one
-    embed_step = m.embed[0] + size * m.embed[1]
-    embed_layer = K * m.embed[0] + batch * m.embed[1]
-    head_step = m.head[0] + m.sample[0] + size * (m.head[1] + m.sample[1])
-    head_last = m.head[0] + m.sample[0] + last * (m.head[1] + m.sample[1])
-    head_layer = K * (m.head[0] + m.sample[0]) + batch * (m.head[1] + m.sample[1])
-    out_layer = K * m.store_out[0] + batch * m.store_out[1]
 
-    # --- prefill
-    prompt_kinds = tokens_of_kind(prompt)
-    d_layer, s_layer, keep_layer = _stores(m, K, batch, prompt_kinds)
-    rows = batch * prompt
-    finish_step = m.finish[0] + size * prompt * m.finish[1]
-    attend_one, attend_last = m.attend_prefill(size * prompt, prompt), m.attend_prefill(last * prompt, prompt)
+class _Prefill(NamedTuple):
+    """Iteration 0: its length, its busy seconds, and what it leaves to the decode (seconds after its end)."""
+
+    seconds: np.ndarray
+    compute_s: np.ndarray
+    d2h_s: np.ndarray
+    scatter_s: np.ndarray
+    weights_free: np.ndarray  #: how long before the end the slot of the decode's first weights becomes free
+    first_in_place: np.ndarray  #: the first mini-batch's rows of the first layer are in their blocks
+    left: np.ndarray  #: the last rows have left the device
+    in_place: np.ndarray  #: and are in their blocks
+
+
+def _prefill(m: _Model, r: _Run) -> _Prefill:
+    L, K, steps = m.shape.num_layers, r.K, m.shape.num_layers * r.K
+    d_layer, s_layer, keep_layer = _stores(m, K, r.batch, r.prompt_kinds)
+    d_step, s_step = d_layer / K, s_layer / K
+    rows, rows_step = r.batch * r.prompt, r.size * r.prompt
+    project_step = m.project[0] + rows_step * m.project[1]
+    finish_step = m.finish[0] + rows_step * m.finish[1]
+    attend_step, attend_last = m.attend_prefill(rows_step, r.prompt), m.attend_prefill(r.last * r.prompt, r.prompt)
     compute_layer = (
         K * (m.project[0] + m.finish[0]) + rows * (m.project[1] + m.finish[1])
-        + (K - 1) * attend_one + attend_last + keep_layer
+        + (K - 1) * attend_step + attend_last + keep_layer
     )  # fmt: skip
-    compute_step = compute_layer / K
-    project_step = m.project[0] + size * prompt * m.project[1]
-    before_finish = project_step + attend_one
-    embed_prefill = K * m.embed[0] + rows * m.embed[1]
-    embed_first = m.embed[0] + size * prompt * m.embed[1]
-    # a projection waits for the streamed part of W_Q, W_K and W_V only, the first layer's comes in one piece
-    qkv_streamed = np.maximum(0.0, m.layout.qkv_end - resident)
-    w_slice = w_layer / np.maximum(slices, 1.0)
-    w_after_qkv = (slices - ceil_div(qkv_streamed, np.maximum(slice_bytes, 1.0))) * w_slice
-    before_first = np.where(qkv_streamed > 0, embed_first, embed_first + before_finish)
-    first_stored = np.where(qkv_streamed > 0, np.maximum(w_first, embed_first), embed_first) + project_step
-    last_layer = compute_layer - np.minimum(before_finish, w_after_qkv)  # after its weights
-    d_step, s_step = d_layer / K, s_layer / K
-    steps = L * K
-    last_step = compute_step + head_last
-    prefill_s = _longest(
+    embed_layer = K * m.embed[0] + rows * m.embed[1]
+    embed_step = m.embed[0] + rows_step * m.embed[1]
+    # what the first weights and the last weights hold up: the projection, or, if its weights are resident, only finish
+    before_finish = project_step + attend_step
+    before_first = np.where(r.qkv_streamed > 0, embed_step, embed_step + before_finish)
+    first_stored = np.where(r.qkv_streamed > 0, np.maximum(r.w_first, embed_step), embed_step) + project_step
+    last_layer = compute_layer - np.minimum(before_finish, r.w_after_qkv)
+    one_step, one_layer = compute_layer / K + r.head_last, compute_layer + r.head_layer
+    seconds = _longest(
         # compute all the way, after the first weights
-        np.maximum(w_first, before_first) - before_first + embed_prefill + L * compute_layer + head_layer,
+        np.maximum(r.w_first, before_first) - before_first + embed_layer + L * compute_layer + r.head_layer,
         # weights all the way, then the last layer
-        w_first + (L - 1) * w_layer + last_layer + head_layer,
-        # stores: a projection waits for the store of two mini-batches before; to the end or to the last layer
-        first_stored + (steps - 2) * d_step + last_step,
-        first_stored + (steps - K - 2) * d_step + compute_layer + head_layer,
-        # scatters: a store waits for the scatter of two mini-batches before
-        np.where(steps > 3, first_stored + (steps - 4) * s_step + d_step + last_step, 0.0),
-        np.where(steps > K + 3, first_stored + (steps - K - 4) * s_step + d_step + compute_layer + head_layer, 0.0),
+        r.w_first + (L - 1) * r.w_layer + last_layer + r.head_layer,
+        # stores, to the last mini-batch or to the last layer: a projection waits for the store of two mini-batches ago
+        first_stored + (steps - 2) * d_step + one_step,
+        first_stored + (steps - K - 2) * d_step + one_layer,
+        # scatters likewise: a store waits for the scatter of two mini-batches ago
+        np.where(steps > 3, first_stored + (steps - 4) * s_step + d_step + one_step, 0.0),
+        np.where(steps > K + 3, first_stored + (steps - K - 4) * s_step + d_step + one_layer, 0.0),
     )
-    # when the last prompt's rows have left the device, and when they are in their blocks; seconds after the prefill
-    last_projected = -head_last - attend_last - finish_step
-    left = np.maximum(first_stored + L * d_layer - prefill_s, last_projected + d_step)
-    left = np.maximum(left, first_stored + d_step + (steps - 2) * s_step - prefill_s)
-    in_place = np.maximum(left + s_step, first_stored + L * s_layer + d_step - prefill_s)
-    first_in_place = first_stored + d_step + s_step - prefill_s
+    left = _longest(
+        first_stored + L * d_layer - seconds,
+        first_stored + d_step + (steps - 2) * s_step - seconds,
+        -r.head_last - attend_last - finish_step + d_step,  # after the last projection
+    )
+    return _Prefill(
+        seconds,
+        compute_s=L * compute_layer + r.head_layer + embed_layer,
+        d2h_s=L * d_layer + r.out_layer,
+        scatter_s=L * s_layer,
+        weights_free=np.minimum(compute_layer, last_layer) + r.head_layer,
+        first_in_place=first_stored + d_step + s_step - seconds,
+        left=left,
+        in_place=np.maximum(left + s_step, first_stored + L * s_layer + d_step - seconds),
+    )
 
-    # --- decode: iterations 1 … n; at the i-th the context is prompt + i - 1
-    n = generated - 1
-    end_kinds = tokens_of_kind(prompt + n)
-    new_kinds = _minus(end_kinds, prompt_kinds)
-    fixed_constant = m.project[0] + m.finish[0] + m.assemble[0] + m.attend[0]
-    fixed_compute = K * fixed_constant + batch * (m.project[1] + m.finish[1])
-    if kinds.simple:  # new tokens go to the host alone: their mean over the decode will do
-        stored = _stores(m, K, batch, tuple(x / np.maximum(n, 1.0) for x in new_kinds), fractional=True)
-    before = prompt_kinds
-    sum_d2h = sum_scatter = 0.0
-    per_context = batch * (m.assemble[1] + m.attend[1])
-    p_step, finish_decode = m.project[0] + size * m.project[1], m.finish[0] + size * m.finish[1]
-    sum_compute = sum_link = sum_gap = sum_best = 0.0
-    act_bytes, kv_bytes = 0.0, 0.0
-    block_act, block_kv = batch * m.load_act[1], batch * m.load_kv[1]
-    gen_block = batch * BLOCK_TOKENS * m.kv_gen[1]
-    done = 0.0
+
+class _Segment(NamedTuple):
+    """A piece of the decode: seconds of one iteration on each resource, and the steps that the crossings need."""
+
+    compute_s: np.ndarray
+    link_s: np.ndarray
+    d2h_s: np.ndarray
+    scatter_s: np.ndarray
+    gap_s: np.ndarray  #: by how much the head holds up a link that binds
+    best_s: np.ndarray  #: the longest path through an iteration
+    act_blocks: np.ndarray  #: on the host, a request
+    kv_blocks: np.ndarray
+    compute_step: np.ndarray
+    gen_step: np.ndarray
+    project_step: np.ndarray
+    assemble_step: np.ndarray
+    load_act_step: np.ndarray
+    load_step: np.ndarray  #: ACT and KV
+    enter: np.ndarray  #: from link to compute: what a step still computes after its last load, less compute_step
+    leave: np.ndarray  #: from compute to link: from a step's start until a buffer is free for the load two steps on
+
+    @property
+    def link_binds(self):
+        return self.link_s + self.gap_s > self.compute_s
+
+
+def _segment(m: _Model, r: _Run, first, final, stored) -> _Segment:
+    """Iterations whose contexts go from ``first`` to ``final``; ``stored`` is what ``_stores`` says of one of them."""
+    L, K, batch, size = m.shape.num_layers, r.K, r.batch, r.size
+    d_layer, s_layer, keep_layer = stored
+    context = (first + final) * 0.5 + 1  # the new token included
+    blocks = (_sum_ceil_blocks(final) - _sum_ceil_blocks(first - 1)) / (final - first + 1)  # their mean
+    low = np.floor(blocks)
+    part = blocks - low
+    at_low, at_high = r.kinds.at(low), r.kinds.at(low + 1)
+    act_device, act_host, _, kv_host = (_mix(*pair, part) for pair in zip(at_low, at_high))
+    has_gen = _mix(_present(at_low[0] + at_low[1]), _present(at_high[0] + at_high[1]), part)
+    has_act = has_gen if r.kinds.simple else _mix(_present(at_low[1]), _present(at_high[1]), part)
+    has_kv = _mix(_present(at_low[3]), _present(at_high[3]), part)
+    # --- work of one layer
+    constant = m.project[0] + m.finish[0] + m.assemble[0] + m.attend[0] + has_gen * m.kv_gen[0]
+    gen_rows = (act_device + act_host) * (BLOCK_TOKENS * m.kv_gen[1])  # seconds a request
+    act_rows, kv_rows = act_host * m.load_act[1], kv_host * m.load_kv[1]
+    gen_layer = has_gen * (K * m.kv_gen[0]) + batch * gen_rows
+    per_request = m.project[1] + m.finish[1] + context * (m.assemble[1] + m.attend[1]) + gen_rows
+    compute_layer = K * constant + batch * per_request + keep_layer
+    act_layer = has_act * (K * m.load_act[0]) + batch * act_rows
+    kv_layer = has_kv * (K * m.load_kv[0]) + batch * kv_rows
+    # --- of one mean mini-batch
+    compute, gen, act, kv = compute_layer / K, gen_layer / K, act_layer / K, kv_layer / K
+    load = act + kv
+    link = r.w_step + load
+    project, finish = m.project[0] + size * m.project[1], m.finish[0] + size * m.finish[1]
+    assemble = m.assemble[0] + size * context * m.assemble[1]
+    enter = _longest(
+        np.where(kv > 0, -gen - project, finish - compute - load),
+        np.where(act > 0, -kv, -compute),
+        np.where((K == 1) & (r.qkv_streamed > 0) & (act == 0), -kv, -compute),
+    )
+    leave = np.maximum(np.where(act > 0, gen, 0.0), np.where(kv > 0, gen + project + assemble - act, 0.0))
+    # --- around the head, compute may fall behind a link that otherwise binds by more than the buffers hold: the path
+    # enters compute in the last layer and leaves it after that layer or after the next iteration's first
+    layer_lag = K * (compute - link)
+    to_buffer = enter + leave + r.head_layer - 2 * r.w_step - load * np.where(K == 2, 2 * r.last / batch, 1.0)
+    to_weights = np.maximum(layer_lag + r.head_layer - r.head_last, 2 * layer_lag + r.head_layer + r.embed_layer)
+    gap = _longest(
+        np.where(r.streamed > 0, enter + to_weights, 0.0),
+        to_buffer + np.maximum(layer_lag + r.embed_step, 2 * layer_lag + r.embed_layer),
+        0.0,
+    )
+    gap = np.where(link > compute, gap, 0.0)
+    compute_s, link_s = L * compute_layer + r.embed_layer + r.head_layer, L * (r.w_layer + act_layer + kv_layer)
+    d2h_s, scatter_s = L * d_layer + r.out_layer, L * s_layer
+    # --- mini-batches of unequal size: a big one's load waits for the buffer of the big one before
+    big_gen, big_act = has_gen * m.kv_gen[0] + size * gen_rows, has_act * m.load_act[0] + size * act_rows
+    big_kv = has_kv * m.load_kv[0] + size * kv_rows
+    big_compute = constant + (compute - constant) * (size * K / batch)
+    turn = np.maximum(big_gen + big_act, np.where(kv > 0, assemble + big_kv, 0.0))
+    uneven_s = np.where(K > 1, L * (turn + (K - 2) * np.maximum(big_compute, r.w_step + big_act + big_kv)), 0.0)
+    return _Segment(
+        compute_s, link_s, d2h_s, scatter_s, gap, _longest(compute_s, link_s + gap, d2h_s, scatter_s, uneven_s),
+        act_host, kv_host, compute, gen, project, assemble, act, load, enter, leave,
+    )  # fmt: skip
+
+
+class _Decode(NamedTuple):
+    """Iterations 1 … n together."""
+
+    seconds: np.ndarray
+    compute_s: np.ndarray
+    link_s: np.ndarray
+    d2h_s: np.ndarray
+    scatter_s: np.ndarray
+    act_blocks: np.ndarray  #: loaded over all iterations, a request and layer
+    kv_blocks: np.ndarray
+
+
+def _decode(m: _Model, r: _Run, pre: _Prefill) -> _Decode:
+    """At iteration i the context is prompt + i − 1. Cut into segments, each priced at its mean."""
+    n = r.generated - 1
+    end_kinds = r.tokens_of_kind(r.prompt + n)
+    if r.kinds.simple:  # new tokens go to the host alone: their mean over the decode will do
+        per_iteration = tuple(x / np.maximum(n, 1.0) for x in _minus(end_kinds, r.prompt_kinds))
+        stored = _stores(m, r.K, r.batch, per_iteration, fractional=True)
+    sums = None
+    done, before = 0.0, r.prompt_kinds
     for segment in range(SEGMENTS):
         until = np.ceil(n * ((segment + 1) / SEGMENTS))
         count = until - done
-        # contexts of the segment's iterations; an empty segment (count 0) stands at the last one
-        first = np.minimum(prompt + done, prompt + n - 1)
-        final = np.maximum(prompt + until - 1, first)
-        safe = 1.0 / np.maximum(count, 1.0)
-        if not kinds.simple:  # a block kept on the device costs compute time: one kind at a time, not their mean
-            after = tokens_of_kind(prompt + until)
-            stored = _stores(m, K, batch, tuple(x * safe for x in _minus(after, before)), fractional=True)
+        # an empty segment (count 0) stands at the last context
+        lowest = np.minimum(r.prompt + done, r.prompt + n - 1)
+        highest = np.maximum(r.prompt + until - 1, lowest)
+        if not r.kinds.simple:  # a block kept on the device costs compute time: one kind at a time, not their mean
+            after = r.tokens_of_kind(r.prompt + until)
+            per_iteration = tuple(x / np.maximum(count, 1.0) for x in _minus(after, before))
+            stored = _stores(m, r.K, r.batch, per_iteration, fractional=True)
             before = after
-        d_new, s_new, keep_new = stored
-        context = (first + final) * 0.5 + 1  # the new token included
-        blocks = (_sum_ceil_blocks(final) - _sum_ceil_blocks(first - 1)) * safe
-        low = np.floor(blocks)
-        part = blocks - low
-        at_low, at_high = kinds.at(low), kinds.at(low + 1)
-        ad, ah, kd, kh = (lo + part * (hi - lo) for lo, hi in zip(at_low, at_high))
-        has_act = _mix(_present(at_low[0] + at_low[1]), _present(at_high[0] + at_high[1]), part)
-        has_ah = has_act if kinds.simple else _mix(_present(at_low[1]), _present(at_high[1]), part)
-        has_kh = _mix(_present(at_low[3]), _present(at_high[3]), part)
-        gen_layer = has_act * (K * m.kv_gen[0]) + (ad + ah) * gen_block
-        c_layer = fixed_compute + context * per_context + gen_layer + keep_new
-        la_layer = has_ah * (K * m.load_act[0]) + ah * block_act
-        lk_layer = has_kh * (K * m.load_kv[0]) + kh * block_kv
-        l_layer = w_layer + la_layer + lk_layer
-        c_iteration = L * c_layer + embed_layer + head_layer
-        l_iteration = L * l_layer
-        d_iteration = L * d_new + out_layer
-        s_iteration = L * s_new
-        c_step, l_step, load_step = c_layer / K, l_layer / K, (la_layer + lk_layer) / K
-        g_step, la_step, lk_step = gen_layer / K, la_layer / K, lk_layer / K
-        assemble_step = m.assemble[0] + size * context * m.assemble[1]
-        # from link to compute: what a mini-batch still computes once its last load has ended
-        enter = _longest(
-            np.where(lk_layer > 0, -g_step - p_step, -c_step + finish_decode - load_step),
-            np.where(la_layer > 0, -lk_step, -c_step),
-            np.where((K == 1) & (qkv_streamed > 0) & (la_layer == 0), -lk_step, -c_step),
-        )
-        # from compute to link: a buffer is free again (counted from the mini-batch's start to the load's own turn)
-        leave = np.maximum(
-            np.where(la_layer > 0, g_step, 0.0),
-            np.where(lk_layer > 0, g_step + p_step + assemble_step - la_step, 0.0),
-        )
-        skipped = 2 * w_step + load_step * np.where(K == 2, 2 * last / batch, 1.0)
-        # around the head compute may fall behind a link that otherwise binds, by more than the buffers hold
-        gap = _longest(
-            np.where(streamed > 0, enter + K * (c_step - l_step) + head_layer - head_last, 0.0),
-            np.where(streamed > 0, enter + 2 * K * (c_step - l_step) + head_layer + embed_layer, 0.0),
-            enter + K * (c_step - l_step) + head_layer + embed_step + leave - skipped,
-            enter + 2 * K * (c_step - l_step) + head_layer + embed_layer + leave - skipped,
-        )
-        gap = np.where(l_step > c_step, np.maximum(gap, 0.0), 0.0)
-        best = _longest(c_iteration, l_iteration + gap, d_iteration, s_iteration)
-        # mini-batches of unequal size: the big ones' loads wait for the big ones' buffers
-        scale = size * K / batch  # requests of a big mini-batch / of the mean one
-        big_a = has_ah * m.load_act[0] + ah * block_act * (size / batch)
-        big_k = has_kh * m.load_kv[0] + kh * block_kv * (size / batch)
-        big_gen = has_act * m.kv_gen[0] + (ad + ah) * gen_block * (size / batch)
-        constant = fixed_constant + has_act * m.kv_gen[0]
-        big_compute = constant + (c_step - constant) * scale
-        turn = np.maximum(big_gen + big_a, np.where(kh > 0, assemble_step + big_k, 0.0))
-        uneven = turn + (K - 2) * np.maximum(big_compute, w_step + big_a + big_k)
-        best = np.where(K > 1, np.maximum(best, L * uneven), best)
-        link_binds = l_iteration + gap > c_iteration
-        sum_compute = sum_compute + count * c_iteration
-        sum_link = sum_link + count * l_iteration
-        sum_gap = sum_gap + count * gap
-        sum_best = sum_best + count * best
-        sum_d2h, sum_scatter = sum_d2h + count * d_iteration, sum_scatter + count * s_iteration
-        act_bytes, kv_bytes = act_bytes + count * ah, kv_bytes + count * kh
+        piece = _segment(m, r, lowest, highest, stored)
         if segment == 0:
-            first_binds = link_binds
-            first_load, first_leave, first_gen, first_la = load_step, leave, g_step, la_step
-            first_compute, first_assemble = c_layer, assemble_step
+            first = piece
+        weighted = [count * x for x in piece[:8]]
+        sums = weighted if sums is None else [a + b for a, b in zip(sums, weighted)]
         done = until
-    # --- prefill to decode: what the link has left to do when it starts at
-    weights_free = np.minimum(compute_layer, last_layer) + head_layer  # the end of the prefill's last but one layer
-    ready = _longest(0.0, w_layer + first_load - weights_free, first_in_place + first_load)
-    step_done = w_step + first_load
-    first_step = first_compute / K
+    compute_s, link_s, d2h_s, scatter_s, gap_s, best_s, act_blocks, kv_blocks = sums
+    offset, delay = _crossing(m, r, pre, first)
+    # after the last load: the mini-batches whose loads came early, because no weights follow
+    tail = (r.K - 1) * np.maximum(0.0, piece.compute_step + r.head_step - piece.load_step)
+    tail = tail + piece.compute_step + piece.enter + r.head_last - piece.gap_s
+    back = np.where(first.link_binds, 0.0, 2 * (r.w_step + piece.load_step))  # the link is two steps ahead
+    mixed = best_s + np.where(first.link_binds, offset, delay) + np.where(piece.link_binds, tail - back, 0.0)
+    seconds = _longest(delay + compute_s, link_s + gap_s + offset + tail, mixed)
+    return _Decode(np.where(n > 0, seconds, 0.0), compute_s, link_s, d2h_s, scatter_s, act_blocks, kv_blocks)
+
+
+def _crossing(m: _Model, r: _Run, pre: _Prefill, first: _Segment):
+    """(offset, delay): when a decode on the link alone, and one on compute alone, can be said to begin.
+
+    Seconds after the prefill's end. The link is ahead of it by what it may load during the prefill's last layer; each
+    line is a path on which it waits for something, less what it has loaded by then.
+    """
+    L, K = m.shape.num_layers, r.K
+    layers_loads = (L * K - 1) * first.load_step
+    ready = _longest(0.0, r.w_layer + first.load_step - pre.weights_free, pre.first_in_place + first.load_step)
+    one, two = r.w_layer + first.load_step, r.w_step + first.load_step
     offset = _longest(
-        -weights_free,
-        -head_last - (w_layer + first_load),  # the end of the prefill's last layer
-        first_compute + embed_layer - 2 * w_layer - (K + 1) * first_load,  # the decode's first layer
-        ready + embed_step + first_leave - w_layer - 2 * step_done,  # its first mini-batch
-        left + p_step + first_assemble - first_la - w_layer - 3 * step_done,  # its second, late for want of staging
-        left + first_step + embed_step - w_layer - 4 * step_done,
-        in_place - L * w_layer - (steps - 1) * first_load,  # the last prompt rows in their blocks
+        -pre.weights_free,  # the slot that the prefill's last layer but one leaves
+        -r.head_last - one,  # that of its last layer
+        # that of the decode's first layer
+        K * first.compute_step + r.embed_layer - 2 * r.w_layer - (K + 1) * first.load_step,
+        ready + r.embed_step + first.leave - r.w_layer - 2 * two,  # the buffer of the decode's first mini-batch
+        # the next mini-batch's, late because its new rows wait for the staging that the prefill's last rows hold
+        pre.left + first.project_step + first.assemble_step - first.load_act_step - r.w_layer - 3 * two,
+        pre.left + first.compute_step + r.embed_step - r.w_layer - 4 * two,
+        pre.in_place - L * r.w_layer - layers_loads,  # the prefill's last rows in their blocks
     )
     delay = _longest(
         ready,
-        left - 2 * embed_step - first_step - first_gen,
-        in_place + first_load - embed_layer - (steps - 1) * first_step,
-        in_place - 3 * (embed_step + first_step) - first_gen,  # landing strips
+        pre.left - 2 * r.embed_step - first.compute_step - first.gen_step,  # staging
+        pre.in_place - 3 * (r.embed_step + first.compute_step) - first.gen_step,  # landing strips
+        pre.in_place + first.load_step - r.embed_layer - (L * K - 1) * first.compute_step,
     )
-    tail = (K - 1) * np.maximum(0.0, c_step + head_step - load_step) + c_step + enter + head_last
-    link_path = sum_link + sum_gap - gap + offset + tail
-    mixed = sum_best + np.where(first_binds, offset, delay)
-    mixed = mixed + np.where(link_binds, tail - gap - np.where(first_binds, 0.0, 2 * l_step), 0.0)
-    decode_s = _longest(delay + sum_compute, link_path, mixed)
-    has_decode = n > 0
-    decode_s = np.where(has_decode, decode_s, 0.0)
+    return offset, delay
 
-    # --- sums
-    total_s = prefill_s + decode_s
+
+def _evaluate(m: _Model, *candidates):
+    """One chunk of candidates: the columns of a Prediction, in its order."""
+    r = _prepare(m, *candidates)
+    pre = _prefill(m, r)
+    decode = _decode(m, r, pre)
+    L, n = m.shape.num_layers, r.generated - 1
+    total_s = pre.seconds + decode.seconds
+    # --- bytes
     kv_token, act_token = m.shape.kv_token_bytes(m.p), m.shape.act_token_bytes(m.p)
-    h2d = L * (streamed * generated + batch * BLOCK_TOKENS * (act_bytes * act_token + kv_bytes * kv_token))
-    stored_act, stored_kv = prompt_kinds[1] + new_kinds[1], prompt_kinds[3] + new_kinds[3]
-    d2h = L * batch * (stored_act * act_token + stored_kv * kv_token) + 8 * batch * generated
-    span = np.where(has_decode, decode_s, total_s)
-    busy_compute = np.where(has_decode, sum_compute, L * compute_layer + head_layer + embed_prefill) / span
-    busy_h2d = np.where(has_decode, sum_link, w_first + (L - 1) * w_layer) / span
-    busy_d2h = np.where(has_decode, sum_d2h, L * d_layer + out_layer) / span
-    busy_host = np.where(has_decode, sum_scatter, L * s_layer) / span
-    busy = [np.minimum(1.0, share) for share in (busy_compute, busy_h2d, busy_d2h, busy_host)]
-    high = np.maximum(busy[0], busy[1])
-    binding = np.where(busy[1] > busy[0], 1.0, 0.0)
-    for index in (2, 3):
-        binding = np.where(busy[index] > high, float(index), binding)
-        high = np.maximum(high, busy[index])
-    decode_rate = np.where(has_decode, batch * n / np.maximum(decode_s, 1e-300), 0.0)
-    held = kinds.at(ceil_div(prompt + n, BLOCK_TOKENS))
+    loaded = BLOCK_TOKENS * (decode.act_blocks * act_token + decode.kv_blocks * kv_token)
+    h2d_bytes = L * (r.streamed * r.generated + r.batch * loaded)
+    stored = r.tokens_of_kind(r.prompt + n)
+    d2h_bytes = L * r.batch * (stored[1] * act_token + stored[3] * kv_token) + 8 * r.batch * r.generated
+    # --- busy shares
+    span = np.where(n > 0, decode.seconds, total_s)
+    busy_s = (
+        np.where(n > 0, decode.compute_s, pre.compute_s),
+        np.where(n > 0, decode.link_s, r.w_first + (L - 1) * r.w_layer),
+        np.where(n > 0, decode.d2h_s, pre.d2h_s),
+        np.where(n > 0, decode.scatter_s, pre.scatter_s),
+    )
+    busy = [np.minimum(1.0, seconds / span) for seconds in busy_s]
+    highest, binding = busy_s[0], 0.0
+    for index, seconds in enumerate(busy_s[1:], start=1):
+        binding = np.where(seconds > highest, float(index), binding)
+        highest = np.maximum(highest, seconds)
+    rate = np.where(n > 0, r.batch * n / np.maximum(decode.seconds, 1e-300), 0.0)
+    held = r.kinds.at(ceil_div(r.prompt + n, BLOCK_TOKENS))
     memory = memory_bytes(
-        m.shape, m.p, m.hardware.device, batch, size, prompt, held, prompt_kinds, kinds.shares, streamed
+        m.shape, m.p, m.hardware.device, r.batch, r.size, r.prompt, held, r.prompt_kinds, r.kinds.shares, r.streamed
     )
     return (
-        total_s, prefill_s, decode_s, batch * generated / total_s, decode_rate, h2d, d2h, *busy, binding, K, *memory,
+        total_s, pre.seconds, decode.seconds, r.batch * r.generated / total_s, rate, h2d_bytes, d2h_bytes,
+        *busy, binding, r.K, *memory,
     )  # fmt: skip
 
 

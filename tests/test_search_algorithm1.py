@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -91,15 +93,18 @@ def test_the_papers_other_branch_by_hand():
     assert found.link_s == pytest.approx(found.compute_s, abs=2)
 
 
-def test_the_full_balance_takes_less_act_than_the_papers():
-    """Loading ACT is not free, and the forward pass takes compute time too."""
+def test_what_the_full_balance_adds_moves_the_share():
+    """Loading ACT lengthens the link (more ACT balances it), the forward pass lengthens compute (less does)."""
     shape, hardware = shape_by_name("opt-30b"), catalogue.load("rtx4090")
     t = layer_times(shape, hardware, 2, batch=64, context_tokens=1024, num_mini_batches=8)
     blocks = host_blocks(64, 1024)
     paper, full = share_for_batch(t, blocks, "paper"), share_for_batch(t, blocks, "full")
-    assert 0 < full.act_share < paper.act_share
     assert paper.link_s == pytest.approx(paper.compute_s, rel=0.01)
     assert full.link_s == pytest.approx(full.compute_s, rel=0.01)
+    loads_only = share_for_batch(replace(t, forward_s=0.0), blocks, "full")
+    slow_forward = share_for_batch(replace(t, forward_s=3 * t.forward_s), blocks, "full")
+    assert slow_forward.act_share < full.act_share < loads_only.act_share
+    assert paper.act_share < loads_only.act_share
 
 
 def test_layer_times_are_the_cost_functions():

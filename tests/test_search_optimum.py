@@ -108,9 +108,7 @@ def test_the_change_named_is_enough_and_no_smaller_one_is(tier):
         search(SHAPE, machine(), 2, WORKLOAD, **options, **{f"{tier}_memory": (needed - 1) << 20})
 
 
-@pytest.mark.parametrize(
-    "options", [{"objective": "speed"}, {"weights_device": 1.5}, {"batch": 0}, {"max_batch": 0}]
-)
+@pytest.mark.parametrize("options", [{"objective": "speed"}, {"weights_device": 1.5}, {"batch": 0}, {"max_batch": 0}])
 def test_bad_options_are_refused(options):
     with pytest.raises(InputError):
         search(SHAPE, machine(), 2, WORKLOAD, **options)
@@ -147,9 +145,12 @@ def test_more_bandwidth_never_lowers_the_optimum(link, factor, weights_device):
 
 def test_resident_weights_fill_the_device_but_no_more():
     """Auto placement: more device memory keeps more weights, and the memory plan agrees that it fits."""
+    options = {"batch": 8, "max_mini_batch_tokens": 700}
+    streamed = search(SHAPE, machine(0.1), 2, WORKLOAD, weights_device=0.0, **options).memory["device"]
     shares = []
-    for device in (16 << 20, 20 << 20, 24 << 20):
-        found = search(SHAPE, machine(0.1), 2, WORKLOAD, batch=8, device_memory=device, max_mini_batch_tokens=700)
+    for extra in (0, 1 << 20, 2 << 20):
+        device = streamed + extra
+        found = search(SHAPE, machine(0.1), 2, WORKLOAD, device_memory=device, **options)
         assert found.memory["device"] <= device
         shares.append(found.policy.weights.device)
     assert shares == sorted(shares) and shares[0] < shares[-1]

@@ -10,14 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexhybrid.core.blocks import BlockKinds, ceil_blocks
+from flexhybrid.core.blocks import BlockKinds
+from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Line
 from flexhybrid.core.memory import buffer_sizes, memory_plan, total_bytes
 from flexhybrid.core.packing import pack
 from flexhybrid.core.plan import stream
+from flexhybrid.core.policy import Placement
 from flexhybrid.core.shape import shape_by_name
-from sim.closed_form import Candidates, KindCounts, num_mini_batches, predict
-from sim.validation import compare, errors, random_case
+from flexhybrid.core.workload import Workload
+from sim import presets
+from sim.closed_form import Candidates, KindCounts, candidates_of, num_mini_batches, predict
+from sim.validation import compare, errors, policy_of, random_case
 from sim.virtual_clock import run, summarize
 
 
@@ -97,6 +101,15 @@ def test_arrays_give_what_single_candidates_give():
     for i, j in ((0, 0), (585, 1), (999, 6), (17, 3)):
         one = predict(case.shape, case.hardware, 2, replace(c, act_host=shares[j], batch=batches[i])).row(0)
         assert one == many.row((i, j))
+
+
+def test_a_policy_becomes_its_candidate():
+    policy = presets.hybrid(0.25, max_mini_batch_tokens=99, weights=Placement(device=0.5, host=0.5))
+    workload = Workload(np.array([10, 20]), np.array([4, 6]))
+    assert candidates_of(policy, workload) == Candidates(2, 15, 5, 99, 0.25, 0.0, 0.0, 0.5)
+    assert policy_of(candidates_of(policy, workload), policy.name) == policy
+    with pytest.raises(InputError, match="disk"):
+        candidates_of(replace(policy, cache={"kv@disk": 1.0}), workload)
 
 
 def test_one_generated_token_has_no_decode():

@@ -73,3 +73,9 @@ def test_catalogue_loads_paths_and_refuses_the_unknown(tmp_path):
         catalogue.load("v100")
     with pytest.raises(InputError, match="cannot read"):
         catalogue.load(tmp_path / "none.json")
+
+
+def test_a_gpu_is_known_by_its_drivers_name():
+    assert catalogue.for_gpu("NVIDIA H200").name == "h200"
+    assert catalogue.for_gpu("NVIDIA GH200 480GB") is None
+    assert set(catalogue.GPU_NAMES.values()) == set(catalogue.names())

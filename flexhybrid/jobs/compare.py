@@ -31,7 +31,7 @@ from flexhybrid.llm import LLM, SamplingParams
 from flexhybrid.machine import pick_device
 from flexhybrid.runtime.loader import Checkpoint, RandomWeights
 from flexhybrid.runtime.weights import Weights
-from policy_search.algorithm1 import share_for_batch
+from policy_search.algorithm1 import BALANCES, host_blocks, layer_times, share_for_batch
 from policy_search.fit import fit_report
 from policy_search.search import SearchResult, search
 from sim import virtual_clock
@@ -42,13 +42,19 @@ from sim.presets import act_only, hybrid, hybrid_static, kv_only
 CUDA_TRACE_TOLERANCE_S = 5e-5
 
 
+#: Link rates for a CPU, GB/s. At 0.4 a machine of two ordinary cores mixes KV and ACT. One that multiplies faster would
+#: recompute everything there, and the comparison would show nothing: it gets the next rate at which it does not.
+LINK_LADDER = (0.4, 0.5, 0.6, 0.8, 1.0, 1.25, 1.6, 2.0)
+INSIDE = (0.05, 0.9)  #: an ACT share between these is a mix
+
+
 @dataclass(frozen=True)
 class CompareOptions:
     """What the command line can change; defaults are the README's run on two cores."""
 
     model: Path | None = None  #: None: the shipped checkpoint for exactness, a random model for speed
     device: str = "auto"
-    link_gb_per_s: float | None = 0.4  #: on a CPU
+    link_gb_per_s: float | None = None  #: on a CPU; None: the slowest of LINK_LADDER with the best share inside (0, 1)
     device_memory: str | None = None
     host_memory: str | None = "8GiB"
     policy: Path | None = None
@@ -75,8 +81,8 @@ def compare(options: CompareOptions, quiet: bool = False) -> dict:
     Raises InputError for anything that cannot work, before the first measurement.
     """
     began = time.perf_counter()
-    device = pick_device(options.device, None)
-    link = options.link_gb_per_s if device.type == "cpu" else None
+    device = pick_device(options.device, options.link_gb_per_s)
+    link = (options.link_gb_per_s or LINK_LADDER[0]) if device.type == "cpu" else None
     budgets = {"device": parse_bytes(options.device_memory), "host": parse_bytes(options.host_memory)}
     extra = [Policy.load(options.policy)] if options.policy else []
     checkpoint = Checkpoint(options.model or shipped("checkpoints/opt-stdlib-4m"))
@@ -103,11 +109,18 @@ def compare(options: CompareOptions, quiet: bool = False) -> dict:
 
         bar.set_description("search")
         workload = Workload.uniform(options.batch, options.context, options.max_tokens)
-        found = search(
-            shape, hardware, DTYPE_BYTES[dtype], workload, max_mini_batch_tokens=options.max_mini_batch_tokens,
-            weights_device=0.0, device_memory=budgets["device"], host_memory=budgets["host"], batch=options.batch,
-            device=device.type,
-        )  # fmt: skip
+
+        def best(hardware: Hardware) -> SearchResult:
+            return search(
+                shape, hardware, DTYPE_BYTES[dtype], workload, max_mini_batch_tokens=options.max_mini_batch_tokens,
+                weights_device=0.0, device_memory=budgets["device"], host_memory=budgets["host"], batch=options.batch,
+                objective="decode_tokens_per_s",
+            )  # fmt: skip
+
+        found = best(hardware)
+        if link and options.link_gb_per_s is None and not INSIDE[0] < found.act_share < INSIDE[1]:
+            link, hardware, found = _faster_link(link, hardware, found, best)
+            report.faster_link(link, found)
         searched = replace(found.policy, name="hybrid")
         algorithm1 = _algorithm1_shares(shape, hardware, DTYPE_BYTES[dtype], options)
         report.search(found, algorithm1)
@@ -178,15 +191,22 @@ def _keep_for_auto(hardware: Hardware, device: torch.device) -> None:
         print(f"note: the profile could not be kept for policy auto: {error}", file=sys.stderr)
 
 
+def _faster_link(link: float, hardware: Hardware, found: SearchResult, best):
+    """The first rate of the ladder at which KV and ACT are mixed; the first rate of all when there is none."""
+    for rate in LINK_LADDER[1:]:
+        faster = hardware.with_link_rate(rate)
+        there = best(faster)
+        if INSIDE[0] < there.act_share < INSIDE[1]:
+            return rate, faster, there
+    return link, hardware, found
+
+
 def _algorithm1_shares(shape: ModelShape, hardware: Hardware, p: int, options: CompareOptions) -> dict[str, float]:
-    """ACT share by tokens under Algorithm 1's two balances."""
-    return {
-        balance: share_for_batch(
-            shape, hardware, p, batch=options.batch, context=options.context + options.max_tokens // 2, balance=balance,
-            max_mini_batch_tokens=options.max_mini_batch_tokens,
-        )
-        for balance in ("paper", "full")
-    }  # fmt: skip
+    """ACT share by tokens under Algorithm 1's two balances, for this batch at the middle of its decode."""
+    context = options.context + options.max_tokens // 2
+    times = layer_times(shape, hardware, p, options.batch, context, -(-options.batch // options.mini_batch))
+    blocks = host_blocks(options.batch, context)
+    return {balance: share_for_batch(times, blocks, balance).act_share for balance in BALANCES}
 
 
 def _read_prompts(options: CompareOptions) -> list[str]:
@@ -360,15 +380,22 @@ class _Report:
                 "line": row["key"],
                 "GFLOP/s": _number(row["gflop_per_s"]),
                 "GB/s": _number(row["gb_per_s"]),
-                "intercept µs": f"{row['intercept_us']:.0f}",
+                "intercept µs": f"{row['overhead_us']:.0f}",
                 "R²": f"{row['r2']:.4f}" + (" <0.99" if row["worse_than_papers"] else ""),
-                "points": row["n"],
+                "points": row["num_samples"],
             }
             for row in fit_report(hardware)
         ]
         self.table(rows)
         if disagreements:
             self.say(f"\nTwo passes disagreed by more than 15 % on {len(disagreements)} sizes: this machine is not quiet.")
+
+    def faster_link(self, link: float, found: SearchResult) -> None:
+        if link != LINK_LADDER[0]:
+            self.say(
+                f"\nAt {LINK_LADDER[0]} GB/s this machine recomputes faster than the link brings KV, and the best mix is "
+                f"all of one kind: the link is set to {link} GB/s. --link-gb-per-s {LINK_LADDER[0]} keeps it."
+            )
 
     def search(self, found: SearchResult, algorithm1: dict[str, float]) -> None:
         p = found.prediction
@@ -443,6 +470,6 @@ def options_from(args) -> CompareOptions:
     if args.link_gb_per_s is not None and args.device == "cuda":
         raise InputError("--link-gb-per-s paces the copies of a CPU; a CUDA device runs at the rate of its own link")
     return CompareOptions(
-        model=args.model, device=args.device, link_gb_per_s=args.link_gb_per_s or CompareOptions.link_gb_per_s,
+        model=args.model, device=args.device, link_gb_per_s=args.link_gb_per_s,
         device_memory=args.device_memory, host_memory=args.host_memory, policy=args.policy, out=args.out,
     )  # fmt: skip

@@ -11,7 +11,7 @@ from flexhybrid.runtime.host_memory import HostMemory
 
 #: A link that was late (the sleep overshot, a thread came back late) may make up for this much. A link that was idle
 #: gains no more than this either.
-CREDIT_S = 1e-3
+CREDIT_S = 3e-4
 
 
 class Pacer:

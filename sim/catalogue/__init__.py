@@ -13,6 +13,14 @@ from flexhybrid.core.hardware import Hardware, load_hardware
 
 FOLDER = Path(__file__).parent
 
+#: What the driver calls a GPU -> its entry. Only exact names: an "RTX 4090 D" or a "GH200" is another machine.
+GPU_NAMES = {
+    "NVIDIA GeForce RTX 4090": "rtx4090",
+    "NVIDIA A100-SXM4-40GB": "a100-40g",
+    "NVIDIA A100-PCIE-40GB": "a100-40g",
+    "NVIDIA H200": "h200",
+}
+
 
 def names() -> list[str]:
     """The machines of the catalogue."""
@@ -27,3 +35,9 @@ def load(name_or_path: str | Path) -> Hardware:
     if isinstance(name_or_path, Path) or text.endswith(".json") or "/" in text:
         return load_hardware(name_or_path)
     raise InputError(f"unknown hardware {text!r}; known: {', '.join(names())}, or the path of a hardware file")
+
+
+def for_gpu(device_name: str) -> Hardware | None:
+    """The entry of a GPU by the driver's name for it (``torch.cuda.get_device_name``), or None."""
+    name = GPU_NAMES.get(device_name)
+    return load(name) if name else None
