@@ -143,6 +143,8 @@ def compare(options: CompareOptions, quiet: bool = False) -> dict:
             bar.set_description(what)
             bar.update()
 
+        if device.type == "cuda":
+            bench.shared_engine = bench.make_engine(named + sweep)
         contenders = []
         for policy in named + sweep:
             advance(f"prefill {policy.name}")

@@ -79,16 +79,21 @@ def window_bytes(trace: list[TraceEvent], resource: str) -> int:
 
 
 class Contender:
-    """A policy with its engine, its wave and its filled cache."""
+    """A policy with its wave, its engine and its cache.
+
+    With an engine of its own the cache stays filled, and each round only decodes. Where pools are too large to keep one
+    for every policy (a GPU's host memory), all contenders share ``bench.shared_engine`` and each round prefills first.
+    """
 
     def __init__(self, bench: Bench, policy: Policy):
         weights = bench.weights
         self.policy = policy
         self.wave: Wave = admit(weights.shape, policy, bench.workload, weights.bytes_per_element)
-        sizes = buffer_sizes(self.wave)
-        plan = memory_plan(weights.shape, policy, weights.bytes_per_element, sizes, weights.device.type)
-        check_budget(plan, bench.budgets, f"policy {policy.name}")
-        self.engine = Engine(weights, sizes, bench.link_gb_per_s, slots=bench.slots)
+        self.shared = bench.shared_engine is not None
+        if self.shared:
+            self.engine = bench.shared_engine
+        else:
+            self.engine = bench.make_engine([policy])
         self.sampling = SamplingPlan(0.0, 0, np.arange(bench.workload.num_requests))
         self.executor: Executor = self.engine.executor(self.wave, bench.prompts, self.sampling)
         result = self.engine.run(self.wave, bench.prompts, self.sampling, keep_trace=True, executor=self.executor)
@@ -98,11 +103,13 @@ class Contender:
 
     def decode(self, bench: Bench) -> list[TraceEvent]:
         """All decode iterations again, over the cache as the prefill left it."""
-        self.executor.last_tokens.copy_(self.first_tokens)
-        tasks = stream(self.wave, first_iteration=1)
-        return self.engine.run(
+        if not self.shared:
+            self.executor.last_tokens.copy_(self.first_tokens)
+        tasks = stream(self.wave, first_iteration=0 if self.shared else 1)
+        trace = self.engine.run(
             self.wave, bench.prompts, self.sampling, keep_trace=True, tasks=tasks, executor=self.executor
         ).trace
+        return [event for event in trace if event.task.iteration]
 
     def compute_alone_s(self, bench: Bench) -> float:
         """Wall time of the window's steps when nothing crosses the link; the better of two runs."""
@@ -128,6 +135,17 @@ class Bench:
         self.slots = weights.make_slots()
         lengths = np.array([len(prompt) for prompt in prompts])
         self.workload = Workload(lengths, np.full(len(prompts), max_tokens))
+        self.shared_engine: Engine | None = None
+
+    def make_engine(self, policies: list[Policy]) -> Engine:
+        """An engine whose buffers serve any of the policies. Raises InputError when they are over the budgets."""
+        weights, sizes = self.weights, None
+        for policy in policies:
+            needed = buffer_sizes(admit(weights.shape, policy, self.workload, weights.bytes_per_element))
+            sizes = needed if sizes is None else sizes.merge(needed)
+        plan = memory_plan(weights.shape, policies[0], weights.bytes_per_element, sizes, weights.device.type)
+        check_budget(plan, self.budgets, "policy " + ", ".join(policy.name for policy in policies))
+        return Engine(weights, sizes, self.link_gb_per_s, slots=self.slots)
 
     def set_link(self, gb_per_s: float, contenders: list[Contender]) -> None:
         """Another pace for the same filled caches (CPU)."""

@@ -1,0 +1,104 @@
+"""``make gpu``: the project's GPU target, in steps of at most eight minutes that each write their result.
+
+Runs with the machine's own python3: torch, numpy, scipy, pandas, matplotlib, safetensors, transformers, tqdm, pytest.
+First the tests marked cuda, then the comparison on random-weight OPT-6.7B and OPT-13B shapes made on the GPU, with the
+device budget enforced by the allocator so that offloading is real. Results go to experiments/results/<GPU>/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+STEP_SECONDS = 480
+COMPARISONS = {
+    # name: batch, context, tokens, requests a mini-batch, host budget
+    "opt-6.7b": (64, 512, 6, 16, "64GiB"),
+    "opt-13b": (48, 512, 6, 12, "96GiB"),
+}
+STEPS = ("tests", *COMPARISONS)
+DEVICE_MEMORY = "12GiB"
+
+
+def results_folder() -> Path:
+    """experiments/results/<GPU's name>, made on the way."""
+    import torch
+
+    name = re.sub(r"[^A-Za-z0-9]+", "-", torch.cuda.get_device_name()).strip("-").lower()
+    folder = ROOT / "experiments" / "results" / name
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def run_tests() -> int:
+    folder = results_folder()
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-m", "cuda", "-q", "-p", "no:cacheprovider", "tests"],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    print(run.stdout[-4000:], run.stderr[-2000:])
+    (folder / "tests.json").write_text(
+        json.dumps({"exit_code": run.returncode, "last_line": run.stdout.strip().splitlines()[-1:]}), encoding="utf-8"
+    )
+    return run.returncode
+
+
+def run_comparison(name: str) -> int:
+    import torch
+
+    from flexhybrid.core.memory import parse_bytes
+    from flexhybrid.core.shape import shape_by_name
+    from flexhybrid.jobs.compare import CompareOptions, compare
+
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, parse_bytes(DEVICE_MEMORY) / total))
+    batch, context, tokens, mini_batch, host_memory = COMPARISONS[name]
+    out = results_folder() / name
+    result = compare(
+        CompareOptions(
+            device="cuda", shape=shape_by_name(name), batch=batch, context=context, max_tokens=tokens,
+            mini_batch=mini_batch, device_memory=DEVICE_MEMORY, host_memory=host_memory, out=out,
+        )  # fmt: skip
+    )
+    result["device_peak_bytes"] = torch.cuda.max_memory_allocated()
+    (out / "compare.json").write_text(json.dumps(result, indent=1, default=float), encoding="utf-8")
+    return 1 if result["trace_violations"] else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--step", choices=STEPS, help="one step alone (default: all, each in its own process)")
+    args = parser.parse_args()
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    try:
+        import torch
+    except ImportError:
+        print("experiments.gpu needs torch in this python3", file=sys.stderr)
+        return 2
+    if not torch.cuda.is_available():
+        print("experiments.gpu: torch finds no CUDA device here", file=sys.stderr)
+        return 2
+    if args.step:
+        return run_tests() if args.step == "tests" else run_comparison(args.step)
+    worst = 0
+    for step in STEPS:
+        print(f"== {step}", flush=True)
+        try:
+            code = subprocess.run(
+                [sys.executable, "-m", "experiments.gpu", "--step", step], cwd=ROOT, timeout=STEP_SECONDS
+            ).returncode
+        except subprocess.TimeoutExpired:
+            print(f"{step} ran past {STEP_SECONDS} s", file=sys.stderr)
+            code = 1
+        worst = max(worst, code)
+    return worst
+
+
+if __name__ == "__main__":
+    sys.exit(main())
