@@ -62,8 +62,15 @@ def run_comparison(name: str) -> int:
     out = results_folder() / name
     result = compare(
         CompareOptions(
-            device="cuda", shape=shape_by_name(name), batch=batch, context=context, max_tokens=tokens,
-            mini_batch=mini_batch, device_memory=DEVICE_MEMORY, host_memory=host_memory, out=out,
+            device="cuda",
+            shape=shape_by_name(name),
+            batch=batch,
+            context=context,
+            max_tokens=tokens,
+            mini_batch=mini_batch,
+            device_memory=DEVICE_MEMORY,
+            host_memory=host_memory,
+            out=out,
         )  # fmt: skip
     )
     result["device_peak_bytes"] = torch.cuda.max_memory_allocated()

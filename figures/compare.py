@@ -28,26 +28,30 @@ def throughput(
     sweep: list[dict],
     curve_shares: list[float],
     curve_tokens_per_s: list[float],
-    chosen_share: float,
     chosen: dict,
 ) -> None:
     """Decode tokens/s against the ACT share of tokens: both predictions, measured points with their range, the choice.
 
-    ``sweep``: rows with act_share, virtual_clock_tokens_per_s, measured_tokens_per_s, measured_min, measured_max.
+    ``sweep`` and ``chosen``: rows with act_share, virtual_clock_tokens_per_s, measured_tokens_per_s (the median) and
+    measured_rounds.
     """
     figure, axes = plt.subplots(figsize=(7, 4.2), constrained_layout=True)
     shares = [row["act_share"] for row in sweep]
     measured = [row["measured_tokens_per_s"] for row in sweep]
-    low = [m - row["measured_min"] for m, row in zip(measured, sweep, strict=True)]
-    high = [row["measured_max"] - m for m, row in zip(measured, sweep, strict=True)]
+    low = [row["measured_tokens_per_s"] - min(row["measured_rounds"]) for row in sweep]
+    high = [max(row["measured_rounds"]) - row["measured_tokens_per_s"] for row in sweep]
     axes.plot(curve_shares, curve_tokens_per_s, color="#888888", lw=1.2, label="predicted, closed form")
     axes.plot(
         shares, [row["virtual_clock_tokens_per_s"] for row in sweep], "s--", color="#1f77b4", ms=4, lw=1,
         label="predicted, virtual clock",
     )  # fmt: skip
-    axes.errorbar(shares, measured, yerr=[low, high], fmt="o", color="#d95f02", capsize=3, label="measured (median, range)")
-    axes.axvline(chosen_share, color="#66a61e", lw=1.2, ls=":")
-    axes.plot([chosen_share], [chosen["measured_tokens_per_s"]], "*", color="#66a61e", ms=14, label="searched policy")
+    axes.errorbar(
+        shares, measured, yerr=[low, high], fmt="o", color="#d95f02", capsize=3, label="measured (median, range)"
+    )
+    axes.axvline(chosen["act_share"], color="#66a61e", lw=1.2, ls=":")
+    axes.plot(
+        [chosen["act_share"]], [chosen["measured_tokens_per_s"]], "*", color="#66a61e", ms=14, label="searched policy"
+    )
     axes.set_xlabel("ACT share of tokens (0: kv_only, 1: act_only)")
     axes.set_ylabel("decode tokens/s")
     axes.set_ylim(bottom=0)

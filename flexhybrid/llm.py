@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware
@@ -128,18 +127,14 @@ class LLM:
         self._prepare(workload)
         seed = params.seed if params.seed is not None else secrets.randbits(63)
         stop_ids = () if params.ignore_eos else self.shape.eos_token_ids
-        waves = split_waves(
-            self.shape, self.policy, workload, self.bytes_per_element, self.budgets, self.device.type
-        )
+        waves = split_waves(self.shape, self.policy, workload, self.bytes_per_element, self.budgets, self.device.type)
         admitted = [self._admit(workload, members) for members in waves]
         self._make_engine(admitted)
         tokens: list[list[int]] = [[] for _ in ids]
         stopped = [False] * len(ids)
         for members, wave in zip(waves, admitted, strict=True):
             plan = SamplingPlan(params.temperature, seed, members)
-            result = self._engine.run(
-                wave, [ids[i] for i in members], plan, stop_ids=stop_ids, on_tokens=on_tokens
-            )
+            result = self._engine.run(wave, [ids[i] for i in members], plan, stop_ids=stop_ids, on_tokens=on_tokens)
             for place, request in enumerate(members):
                 tokens[request], stopped[request] = result.tokens[place], result.stopped[place]
         return [
@@ -200,9 +195,7 @@ class LLM:
             sizes = sizes.merge(buffer_sizes(wave))
         if self._weights is None:
             self._engine = None
-            self._weights = Weights(
-                self.shape, self.checkpoint, self.dtype, self.device, self.policy.weights.device
-            )
+            self._weights = Weights(self.shape, self.checkpoint, self.dtype, self.device, self.policy.weights.device)
         if self._engine is None or self._engine.sizes.merge(sizes) != self._engine.sizes:
             self._engine = None  # the old buffers go before the new ones come
             self._engine = Engine(self._weights, sizes, self.link_gb_per_s)
@@ -218,5 +211,3 @@ def _load_tokenizer(path: Path):
         return AutoTokenizer.from_pretrained(path, local_files_only=True)
     except Exception as error:  # transformers raises many kinds for a broken tokenizer file
         raise InputError(f"cannot load the tokenizer of {path}: {str(error).splitlines()[0]}") from None
-
-

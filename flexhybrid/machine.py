@@ -104,11 +104,11 @@ def best_policy(
             "policy auto needs to know this machine: run `flexhybrid profile` once (or `flexhybrid compare`, which "
             "does), or name a policy such as kv_only or hybrid(0.5)"
         )
-    if link_gb_per_s is not None:
+    if device == "cpu":
         hardware = hardware.with_link_rate(link_gb_per_s)
     from policy_search.search import search
 
     return search(
         shape, hardware, bytes_per_element, workload,
-        device_memory=budgets["device"], host_memory=budgets["host"],
+        device_memory=budgets["device"], host_memory=budgets["host"], max_batch=workload.num_requests,
     ).policy  # fmt: skip

@@ -69,9 +69,9 @@ def test_budget_splits_requests_into_waves_with_the_same_tokens(tiny):
     generator = np.random.default_rng(0)
     prompts = [generator.integers(3, 61, n).tolist() for n in (10, 40, 3, 33, 21, 8)]
     expected = tokens(LLM(tiny, "kv_only", device="cpu"), prompts, max_tokens=8, temperature=0)
+    from flexhybrid.core.memory import total_bytes
     from flexhybrid.core.plan import admit
     from flexhybrid.core.waves import split_waves, wave_plan
-    from flexhybrid.core.memory import total_bytes
     from flexhybrid.core.workload import Workload
 
     llm = LLM(tiny, "kv_only", device="cpu")
@@ -93,7 +93,9 @@ def test_one_llm_serves_calls_of_different_sizes(tiny):
     small = [[5, 6]]
     large = [[7] * 50, [8] * 9, [9, 10]]
     first = tokens(llm, small, max_tokens=4, temperature=0)
-    assert tokens(llm, large, max_tokens=6, temperature=0)[0] and tokens(llm, small, max_tokens=4, temperature=0) == first
+    assert (
+        tokens(llm, large, max_tokens=6, temperature=0)[0] and tokens(llm, small, max_tokens=4, temperature=0) == first
+    )
     assert llm.generate([]) == []
 
 
@@ -128,7 +130,7 @@ def test_allocated_memory_is_what_the_budget_counted(tiny):
     assert sum(t.nbytes for t in weights.outer.values()) <= device["embedding and head"]
 
 
-# ---- wrong input ------------------------------------------------------------------------------------------------------
+# ---- wrong input -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -64,14 +64,24 @@ class Hardware:
             raise InputError(f"hardware {self.name!r} has no line for {verb!r} nor for {resource!r}")
         return found
 
-    def with_link_rate(self, gb_per_s: float) -> Hardware:
-        """The same machine with both link directions paced at another rate (CPU: a paced link is exact by design)."""
-        if not 0 < gb_per_s < math.inf:
+    def with_link_rate(self, gb_per_s: float | None) -> Hardware:
+        """The same machine with both link directions paced at another rate (CPU: a paced link is exact by design).
+
+        None lifts the pace: the lines "h2d_unpaced" and "d2h_unpaced" take over, where they were measured.
+        """
+        if gb_per_s is None and "h2d_unpaced" not in self.lines:
+            return self
+        if gb_per_s is not None and not 0 < gb_per_s < math.inf:
             raise InputError(f"a link rate must be a number > 0, not {gb_per_s!r}")
-        lines = {
-            key: replace(line, s_per_byte=1e-9 / gb_per_s, samples=()) if _crosses_link(key) else line
-            for key, line in self.lines.items()
-        }
+
+        def at_rate(key: str, line: Line) -> Line:
+            if key.endswith("_unpaced") or not _crosses_link(key):
+                return line
+            if gb_per_s is None:
+                return self.lines["d2h_unpaced" if key.startswith(("d2h", "store_")) else "h2d_unpaced"]
+            return replace(line, s_per_byte=1e-9 / gb_per_s, samples=())
+
+        lines = {key: at_rate(key, line) for key, line in self.lines.items()}
         return replace(self, lines=lines, notes={**self.notes, "link_gb_per_s": gb_per_s})
 
     def to_json(self) -> str:

@@ -12,10 +12,10 @@ import numpy as np
 
 from flexhybrid.core.blocks import BLOCK_TOKENS, ceil_blocks
 from flexhybrid.core.errors import InputError
+from flexhybrid.core.layout import layer_layout
 from flexhybrid.core.plan import Wave
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.shape import ModelShape
-from flexhybrid.core.layout import layer_layout
 
 NUM_SLOTS = 2  #: double buffers
 

@@ -52,9 +52,7 @@ def assemble(shape: ModelShape, p: int, tokens) -> Work:
 def attend_decode(shape: ModelShape, p: int, batch, context) -> Work:
     """One query a request over ``context`` (padded) keys and values: 4·H·d·context operations, all KV read once."""
     tokens = batch * context
-    return Work(
-        memory_bytes=tokens * shape.kv_token_bytes(p), flops=4 * shape.query_width * tokens, tokens=tokens
-    )
+    return Work(memory_bytes=tokens * shape.kv_token_bytes(p), flops=4 * shape.query_width * tokens, tokens=tokens)
 
 
 def attend_prefill(shape: ModelShape, p: int, batch, width) -> Work:

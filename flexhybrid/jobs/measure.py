@@ -47,9 +47,9 @@ def measure_hardware(
     save_to: Path | None = None,
     on_progress: Callable[[], None] | None = None,
 ) -> tuple[Hardware, list[str]]:
-    """Profile and fit; returns the record and the sizes whose two passes disagreed. Saves where ``policy="auto"`` looks.
+    """Profile and fit; returns the record and the sizes whose two passes disagreed.
 
-    ``on_progress`` is called ``PROFILE_STEPS`` times.
+    Saves to ``save_to``, by default where ``policy="auto"`` looks. ``on_progress`` is called ``PROFILE_STEPS`` times.
     """
     from policy_search.fit import fit_hardware
 

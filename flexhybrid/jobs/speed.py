@@ -15,11 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from flexhybrid.core.hardware import LINKS
 from flexhybrid.core.memory import buffer_sizes, check_budget, memory_plan
 from flexhybrid.core.plan import Wave, admit, stream
 from flexhybrid.core.policy import Policy
-from flexhybrid.core.trace import TraceEvent
+from flexhybrid.core.trace import TraceEvent, iteration_ends
 from flexhybrid.core.workload import Workload
 from flexhybrid.runtime.engine import Engine
 from flexhybrid.runtime.executor import Executor, SamplingPlan
@@ -53,8 +52,8 @@ class Measured:
         return int(np.argmin(np.abs(np.array(self.decode_tokens_per_s) - self.median_tokens_per_s)))
 
     def ideal_link_s(self, bytes_per_s: float) -> float:
-        """The window's bytes from the host at the link's full rate."""
-        return window_bytes(self.traces[0], "h2d") / bytes_per_s
+        """What the window moved from the host, at the link's full rate."""
+        return statistics.median(moved_in_window(trace, "h2d") for trace in self.traces) / bytes_per_s
 
     def overlap(self, bytes_per_s: float) -> float | None:
         """max(ideal link, ideal compute) / wall, median over rounds (design section 11)."""
@@ -71,11 +70,20 @@ class Measured:
         return low / high if high else None
 
 
-def window_bytes(trace: list[TraceEvent], resource: str) -> int:
-    """Bytes over a link for the iterations after the first of the trace."""
-    assert resource in LINKS
-    first = min(event.task.iteration for event in trace)
-    return sum(t.work.link_bytes for t, _, _ in trace if t.resource == resource and t.iteration > first)
+def moved_in_window(trace: list[TraceEvent], resource: str) -> float:
+    """Bytes that crossed a link between the end of the trace's first iteration and the end of its last.
+
+    A transfer under way at the edge counts in part: loads run ahead of the iteration they are for, and counting a
+    plan's bytes by iteration would credit the window with what moved before it began.
+    """
+    ends = iteration_ends(trace)
+    begin, end = ends[0], ends[-1]
+    moved = 0.0
+    for task, start, stop in trace:
+        if task.resource == resource and stop > begin and start < end:
+            inside = (min(stop, end) - max(start, begin)) / (stop - start) if stop > start else 1.0
+            moved += task.work.link_bytes * inside
+    return moved
 
 
 class Contender:

@@ -18,9 +18,7 @@ class Buffers:
     ``pools[kind]`` is [layer, block, …]; one block id serves all layers.
     """
 
-    def __init__(
-        self, shape: ModelShape, sizes: BufferSizes, dtype: torch.dtype, device: torch.device
-    ):
+    def __init__(self, shape: ModelShape, sizes: BufferSizes, dtype: torch.dtype, device: torch.device):
         self.shape, self.sizes = shape, sizes
         self.host_memory = HostMemory(pinned=device.type == "cuda")
         groups, d = shape.num_kv_heads, shape.head_dim

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from flexhybrid.core.blocks import BLOCK_TOKENS
-from flexhybrid.core.plan import MiniBatchStep, Segment, StepPayload, Wave
+from flexhybrid.core.plan import MiniBatchStep, Segment, Wave
 from flexhybrid.core.task import Task
 from flexhybrid.core.work import MIN_KV_GEN_ROWS
 from flexhybrid.runtime import attention, sampling
@@ -352,7 +352,7 @@ def _segment(step: MiniBatchStep, kind: str) -> Segment | None:
 
 
 def _copy_kv_blocks(blocks, targets, requests: slice, column: int, width: int) -> None:
-    """blocks [B, n, 2, G, 16, d] -> columns [column, column + width) of keys and values: whole blocks, then the rest."""
+    """blocks [B, n, 2, G, 16, d] -> columns [column, column + width) of keys and values."""
     full, rest = divmod(width, BLOCK_TOKENS)
     for part, target in enumerate(targets):
         if full:

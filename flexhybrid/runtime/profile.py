@@ -2,7 +2,8 @@
 
 Kernels beside a busy link are slower than alone (on two CPU cores by 15 %), so nothing is timed alone: whole runs of a
 small model are made at several sizes and every task's time is taken from their traces. Each size is measured in two
-passes at different times; the low quantile of a pass stands for it, and sizes whose passes disagree are named.
+passes at different times, the better pass stands for it, and sizes whose passes disagree are named. Within a pass it is
+the mean that counts: on a CPU the link's copies interrupt one kernel in a few, and a quantile would not see them.
 Lines through the samples are fitted elsewhere (policy_search.fit).
 """
 
@@ -41,7 +42,7 @@ SIZES = (
     (16, 512, 0.00, 16),
     (32, 128, 0.50, 32),
 )
-QUANTILE = 0.25
+OUTLIER = 3.0  #: times the median: a stranger's doing, left out of the mean
 DISAGREE = 1.15  #: passes further apart than this are reported
 LINK_SIZES = tuple(1 << n for n in range(16, 25, 2))  #: bytes, 64 KiB to 16 MiB
 LINK_SECONDS = 0.06  #: copies of one size go back to back for about this long
@@ -103,7 +104,7 @@ def profile(
                 on_progress()
         for key, seconds in _link_samples(device, link_gb_per_s):
             found.setdefault(key, []).append(seconds)
-        passes.append({key: float(np.quantile(times, QUANTILE)) for key, times in found.items()})
+        passes.append({key: _typical(times) for key, times in found.items()})
     for key in passes[0].keys() & passes[1].keys():
         first, second = passes[0][key], passes[1][key]
         name, flops, num_bytes = key
@@ -119,6 +120,12 @@ def profile(
     if device.type == "cpu":
         result.faster_dtype = faster_cpu_dtype(shape)
     return result
+
+
+def _typical(times: list[float]) -> float:
+    """Mean without outliers."""
+    times = np.array(times)
+    return float(times[times <= OUTLIER * np.median(times)].mean())
 
 
 def _line_key(event: TraceEvent) -> str | None:
@@ -152,15 +159,21 @@ def _run(weights: Weights, slots, size, link_gb_per_s: float | None) -> list[Tra
 
 
 def _link_samples(device: torch.device, link_gb_per_s: float | None):
-    """((key, 0, bytes), seconds) of both directions, alone and at once, through the links' own copies."""
+    """((key, 0, bytes), seconds) of both directions, alone and at once, through the links' own copies.
+
+    A paced CPU link is also measured without its pace, so that one profile serves both ways of running.
+    """
     if device.type == "cuda":
         from flexhybrid.runtime.cuda import CudaCopies
 
-        copies = CudaCopies()
-    else:
-        from flexhybrid.runtime.links import CpuCopies
+        return _time_links(CudaCopies(), device, "")
+    from flexhybrid.runtime.links import CpuCopies
 
-        copies = CpuCopies(link_gb_per_s)
+    samples = _time_links(CpuCopies(link_gb_per_s), device, "")
+    return samples + (_time_links(CpuCopies(), device, "_unpaced") if link_gb_per_s else [])
+
+
+def _time_links(copies, device: torch.device, suffix: str) -> list:
     host = {size: copies.host_memory.bytes(size) for size in LINK_SIZES}
     target = {size: torch.zeros(size, dtype=torch.uint8, device=device) for size in LINK_SIZES}
 
@@ -184,14 +197,14 @@ def _link_samples(device: torch.device, link_gb_per_s: float | None):
 
     samples: list = []
     for direction in ("h2d", "d2h"):
-        time_copies(direction, direction, samples)
-    threads = [
-        threading.Thread(target=time_copies, args=(direction, f"{direction}_both", samples))
+        time_copies(direction, direction + suffix, samples)
+    both = [
+        threading.Thread(target=time_copies, args=(direction, f"{direction}_both{suffix}", samples))
         for direction in ("h2d", "d2h")
     ]
-    for thread in threads:
+    for thread in both:
         thread.start()
-    for thread in threads:
+    for thread in both:
         thread.join()
     return samples
 

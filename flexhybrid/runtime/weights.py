@@ -41,9 +41,7 @@ class Weights:
     Engines that differ in their caches only can share one Weights.
     """
 
-    def __init__(
-        self, shape: ModelShape, source: WeightSource, dtype: str, device: torch.device, device_share: float
-    ):
+    def __init__(self, shape: ModelShape, source: WeightSource, dtype: str, device: torch.device, device_share: float):
         self.shape, self.dtype, self.device = shape, getattr(torch, dtype), device
         self.bytes_per_element = DTYPE_BYTES[dtype]
         self.layout: LayerLayout = layer_layout(shape, self.bytes_per_element)

@@ -1,0 +1,127 @@
+"""What the main job prints: findings as they come, above the progress bar."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from tqdm import tqdm
+
+from flexhybrid.core.hardware import Hardware
+from flexhybrid.core.memory import gib
+from policy_search.fit import PAPERS_R2, fit_report
+from policy_search.search import SearchResult
+
+
+class Report:
+    """Prints to stdout; ``quiet`` prints nothing."""
+
+    def __init__(self, quiet: bool):
+        self.quiet = quiet
+
+    def say(self, text: str = "") -> None:
+        if not self.quiet:
+            tqdm.write(text, file=sys.stdout)
+
+    def table(self, rows: list[dict]) -> None:
+        self.say(pd.DataFrame(rows).to_string(index=False))
+
+    def profile(self, hardware: Hardware, disagreements: list[str]) -> None:
+        self.say(f"1. Profile: {hardware.source}, {hardware.dtype}\n")
+        self.table([profile_line(row) for row in fit_report(hardware)])
+        self.say(f"\nThe papers report R² ≥ {PAPERS_R2} for T_kv_gen and T_load_kv; a worse fit is marked.")
+        if disagreements:
+            self.say(f"Two passes disagreed by more than 15 % on {len(disagreements)} sizes (see compare.json).")
+
+    def faster_link(self, slow: float, link: float) -> None:
+        self.say(
+            f"\nAt {slow} GB/s this machine recomputes faster than the link brings KV, and the best mix is all of one "
+            f"kind: the link is set to {link} GB/s and profiled anew. --link-gb-per-s {slow} keeps it.\n"
+        )
+
+    def search(self, found: SearchResult, algorithm1: dict[str, float]) -> None:
+        p = found.prediction
+        self.say(
+            f"\n2. Search: {found.num_candidates} candidates in {found.search_s * 1e3:.1f} ms\n\n"
+            f"ACT share by tokens {found.act_share:.3f}, KV:ACT by bytes {_ratio(found.kv_act_bytes_ratio)}. "
+            f"Algorithm 1: {algorithm1['paper']:.3f} by the papers' balance, "
+            f"{algorithm1['full']:.3f} by the full one.\n"
+            f"Predicted {p['decode_tokens_per_s']:.1f} tokens/s; {gib(p['h2d_bytes'])} to the device in the whole run; "
+            f"busy: compute {p['busy_compute']:.0%}, link {p['busy_h2d']:.0%}; {found.binding} binds."
+        )
+
+    def exactness(self, exact: dict) -> None:
+        self.say(f"\n3. Exactness: float32, {exact['num_prompts']} prompts, against transformers\n")
+        self.table(
+            [
+                {
+                    "policy": row["policy"],
+                    "tokens equal": f"{row['equal']} of {row['tokens']}",
+                    "excused": row["excused"],
+                    "exact": "yes" if row["exact"] else f"NO: {row['first_wrong']}",
+                }
+                for row in exact["rows"]
+            ]
+        )
+        for prompt, text in exact["completions"]:
+            self.say(f"\n  {prompt!r}\n    → {text!r}")
+
+    def speed(self, result: dict) -> None:
+        self.say("\n4. Speed: decode tokens/s, median of interleaved rounds\n")
+        self.table([speed_line(row) for row in result["speed"]])
+        self.say("\nSweep over ACT shares\n")
+        self.table([speed_line(row) for row in result["sweep"]])
+        violations = result["trace_violations"]
+        self.say(f"\nTRACE VIOLATIONS: {violations[:3]}" if violations else "\nTraces: every read saw its version.")
+        busiest = max((share for share in result["others_cpu_share"] if share is not None), default=0.0)
+        if busiest > 0.05:
+            self.say(f"Other processes used {busiest:.0%} of the cores beside these runs: the figures are not clean.")
+
+    def end(self, result: dict, out: Path) -> None:
+        self.say(
+            f"\nWritten to {out}: compare.json, exactness.csv, speed.csv, sweep.csv, throughput.png, timeline.png, "
+            f"trace.json (open it at ui.perfetto.dev). {result['seconds']:.0f} s."
+        )
+
+
+def profile_line(row: dict) -> dict:
+    """A fitted line for people."""
+    return {
+        "line": row["key"],
+        "GFLOP/s": _number(row["gflop_per_s"]),
+        "GB/s": _number(row["gb_per_s"]),
+        "intercept µs": f"{row['overhead_us']:.0f}",
+        "R²": f"{row['r2']:.4f}" + (" worse" if row["worse_than_papers"] else ""),
+        "points": row["num_samples"],
+    }
+
+
+def speed_line(row: dict) -> dict:
+    """A row of the speed table for people."""
+
+    def share(value: float | None) -> str:
+        return "" if value is None else f"{value:.2f}"
+
+    return {
+        "policy": row["policy"],
+        "ACT": f"{row['act_share']:.3f}",
+        "closed form": f"{row['closed_form_tokens_per_s']:.1f}",
+        "virtual": f"{row['virtual_clock_tokens_per_s']:.1f}",
+        "measured": f"{row['measured_tokens_per_s']:.1f}",
+        "error": f"{row['error_virtual']:+.1%}",
+        "MB/iter": f"{row['h2d_bytes_per_iteration'] / 1e6:.0f}",
+        "overlap": share(row["overlap"]),
+        "compute": share(row["busy_compute"]),
+        "link": share(row["busy_h2d"]),
+        "= kv_only": f"{row['tokens_equal_to_kv_only']} of {row['tokens_compared']}",
+    }
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def _ratio(value: float | None) -> str:
+    return "no ACT" if value is None or np.isinf(value) else f"{value:.2f}:1"
