@@ -8,6 +8,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.patches import Patch
 
 VERB_COLORS = {
     "load_weights": "#7f7f7f",
@@ -68,7 +69,7 @@ def timeline(path: Path, traces: dict, iteration: int) -> None:
     iteration i - 1 ends; a tenth of its length is shown on either side.
     """
     figure, panels = plt.subplots(len(traces), 1, figsize=(11, 2.0 * len(traces) + 0.6), constrained_layout=True)
-    used: dict[str, object] = {}
+    used: set[str] = set()
     for axes, (name, trace) in zip(panels, traces.items(), strict=True):
         ends = {}
         for task, _, end in trace:
@@ -82,18 +83,18 @@ def timeline(path: Path, traces: dict, iteration: int) -> None:
                 if task.resource != resource or stop < begin - margin or start > end + margin:
                     continue
                 color = VERB_COLORS.get(task.verb, "#cccccc")
-                bars = axes.barh(
+                axes.barh(
                     -y, (stop - start) * 1e3, left=(start - begin) * 1e3, height=0.72, color=color,
                     alpha=1.0 if task.iteration == iteration else 0.35, lw=0,
                 )  # fmt: skip
-                used.setdefault(task.verb, bars[0])
+                used.add(task.verb)
         for edge in (0.0, (end - begin) * 1e3):
             axes.axvline(edge, color="black", lw=0.8, ls="--")
         axes.set_xlim(-margin * 1e3, (end - begin + margin) * 1e3)
         axes.set_yticks([-y for y in range(len(SHOWN_ROWS))], [label for _, label in SHOWN_ROWS])
         axes.set_title(f"{name}: iteration {iteration}, {(end - begin) * 1e3:.0f} ms", fontsize=9, loc="left")
     panels[-1].set_xlabel("ms; paler bars belong to the neighbouring iterations")
-    shown = {verb: bar for verb, bar in used.items() if verb in VERB_COLORS}
-    figure.legend(shown.values(), shown.keys(), ncol=len(shown), loc="outside lower center", fontsize=8, frameon=False)
+    shown = [Patch(color=color, label=verb) for verb, color in VERB_COLORS.items() if verb in used]
+    figure.legend(handles=shown, ncol=len(shown), loc="outside lower center", fontsize=8, frameon=False)
     figure.savefig(path, dpi=130)
     plt.close(figure)

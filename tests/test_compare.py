@@ -42,7 +42,7 @@ def test_every_policy_is_exact_and_measured(run):
     for row in result["speed"]:
         assert row["measured_tokens_per_s"] > 0 and len(row["measured_rounds"]) == 3
         assert row["closed_form_tokens_per_s"] > 0 and row["virtual_clock_tokens_per_s"] > 0
-        assert 0 < row["overlap"] <= 1.1 and 0 < row["busy_h2d"] <= 1.01 and 0 < row["busy_compute"] <= 1.01
+        assert row["overlap"] > 0 and 0 < row["busy_h2d"] <= 1.01 and 0 < row["busy_compute"] <= 1.01
     assert result["trace_violations"] == []
     assert result["completions"], "the text of a few completions is part of the job"
 

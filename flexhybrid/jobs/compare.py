@@ -173,11 +173,11 @@ def _profile_and_search(setting: _Setting, report: Report, bar: tqdm):
     """(link rate, hardware, sizes that passes disagreed on, search result); climbs the link ladder where it may."""
     options, device = setting.options, setting.device
 
-    def profiled(link: float | None) -> tuple[Hardware, list[str]]:
+    def profiled(link: float | None, heading: str = "Profile") -> tuple[Hardware, list[str]]:
         bar.set_description("profile" if link is None else f"profile at {link} GB/s")
         path = options.out / f"hardware-{device.type}.json"
         hardware, disagreements = measure_hardware(setting.shape, setting.dtype, device, link, path, bar.update)
-        report.profile(hardware, disagreements)
+        report.profile(hardware, disagreements, heading)
         return hardware, disagreements
 
     def mixes(found: SearchResult) -> bool:
@@ -192,7 +192,7 @@ def _profile_and_search(setting: _Setting, report: Report, bar: tqdm):
             report.faster_link(link, rate)
             bar.total += PROFILE_STEPS
             link = rate
-            hardware, disagreements = profiled(link)
+            hardware, disagreements = profiled(link, "Profile anew")
             found = setting.search(hardware)
     try:
         hardware.save(profile_path(device))  # where policy auto looks

@@ -35,7 +35,9 @@ class Reference:
 
     def __init__(self, path: str | Path):
         from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
 
+        logging.disable_progress_bar()
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True).eval()
 
     @torch.inference_mode()

@@ -105,7 +105,7 @@ def profile(
         for key, seconds in _link_samples(device, link_gb_per_s):
             found.setdefault(key, []).append(seconds)
         passes.append({key: _typical(times) for key, times in found.items()})
-    for key in passes[0].keys() & passes[1].keys():
+    for key in sorted(passes[0].keys() & passes[1].keys()):
         first, second = passes[0][key], passes[1][key]
         name, flops, num_bytes = key
         if max(first, second) > DISAGREE * min(first, second) and max(first, second) > 1e-3:
