@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,13 +11,13 @@ import numpy as np
 
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware
-from flexhybrid.core.memory import buffer_sizes, parse_bytes
-from flexhybrid.core.plan import Wave, admit
+from flexhybrid.core.memory import BufferSizes, buffer_sizes, fits, memory_plan, parse_bytes
+from flexhybrid.core.plan import admit
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.shape import DTYPE_BYTES
 from flexhybrid.core.waves import check_least, split_waves
 from flexhybrid.core.workload import Workload
-from flexhybrid.machine import best_policy, pick_device, pick_dtype, resolve_policy, saved_hardware
+from flexhybrid.machine import best_policy, free_device_memory, pick_device, pick_dtype, resolve_policy, saved_hardware
 from flexhybrid.runtime.engine import Engine
 from flexhybrid.runtime.executor import SamplingPlan
 from flexhybrid.runtime.loader import Checkpoint
@@ -34,12 +34,19 @@ class SamplingParams:
     seed: int | None = None
 
     def __post_init__(self):
-        if not isinstance(self.max_tokens, int) or isinstance(self.max_tokens, bool) or self.max_tokens < 1:
+        if not _is_whole(self.max_tokens) or self.max_tokens < 1:
             raise InputError(f"max_tokens is {self.max_tokens!r}; it must be a whole number >= 1")
-        if not isinstance(self.temperature, (int, float)) or not 0 <= self.temperature < float("inf"):
+        number = isinstance(self.temperature, (int, float)) and not isinstance(self.temperature, bool)
+        if not number or not 0 <= self.temperature < float("inf"):
             raise InputError(f"temperature is {self.temperature!r}; it must be a finite number >= 0")
-        if self.seed is not None and not isinstance(self.seed, int):
-            raise InputError(f"seed is {self.seed!r}; it must be a whole number or None")
+        if not isinstance(self.ignore_eos, bool):
+            raise InputError(f"ignore_eos is {self.ignore_eos!r}; it must be True or False")
+        if self.seed is not None and not (_is_whole(self.seed) and 0 <= self.seed < 2**64):
+            raise InputError(f"seed is {self.seed!r}; it must be a whole number from 0 to 2**64 - 1, or None")
+
+
+def _is_whole(value) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -85,6 +92,8 @@ class LLM:
         dtype: str = "auto",
         hardware: Hardware | None = None,
     ):
+        if not isinstance(model, (str, Path)) or not str(model):
+            raise InputError(f"model must be the path of a local checkpoint folder, not {model!r}")
         self.checkpoint = Checkpoint(model)
         self.shape = self.checkpoint.shape
         self.device = pick_device(device, link_gb_per_s)
@@ -93,6 +102,8 @@ class LLM:
         self.dtype = pick_dtype(dtype, self.shape, self.device, self.hardware)
         self.bytes_per_element = DTYPE_BYTES[self.dtype]
         self.budgets = {"device": parse_bytes(device_memory), "host": parse_bytes(host_memory)}
+        if self.device.type == "cuda" and self.budgets["device"] is None:
+            self.budgets["device"] = free_device_memory(self.device)
         self.requested_policy = resolve_policy(policy, self.shape)
         self.policy: Policy | None = self.requested_policy  #: in use; with "auto" known after the first generate
         if self.policy is not None:
@@ -115,8 +126,12 @@ class LLM:
         params = sampling_params or SamplingParams()
         if not isinstance(params, SamplingParams):
             raise InputError(f"sampling_params must be a SamplingParams, not {type(params).__name__}")
-        if isinstance(prompts, str):
-            raise InputError("prompts must be a list: write generate([prompt])")
+        if isinstance(prompts, (str, bytes, dict)) or not isinstance(prompts, Iterable):
+            raise InputError(
+                f"prompts must be a list of texts or of token-id lists, not {type(prompts).__name__}: write "
+                "generate([prompt])"
+            )
+        prompts = list(prompts)
         ids = [self._token_ids(i, prompt) for i, prompt in enumerate(prompts)]
         if not ids:
             return []
@@ -128,11 +143,12 @@ class LLM:
         seed = params.seed if params.seed is not None else secrets.randbits(63)
         stop_ids = () if params.ignore_eos else self.shape.eos_token_ids
         waves = split_waves(self.shape, self.policy, workload, self.bytes_per_element, self.budgets, self.device.type)
-        admitted = [self._admit(workload, members) for members in waves]
-        self._make_engine(admitted)
         tokens: list[list[int]] = [[] for _ in ids]
         stopped = [False] * len(ids)
-        for members, wave in zip(waves, admitted, strict=True):
+        for members in waves:
+            part = Workload(workload.prompt_tokens[members], workload.max_tokens[members])
+            wave = admit(self.shape, self.policy, part, self.bytes_per_element)
+            self._make_engine(buffer_sizes(wave))
             plan = SamplingPlan(params.temperature, seed, members)
             result = self._engine.run(wave, [ids[i] for i in members], plan, stop_ids=stop_ids, on_tokens=on_tokens)
             for place, request in enumerate(members):
@@ -147,6 +163,8 @@ class LLM:
         ]
 
     def _token_ids(self, index: int, prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, np.ndarray):
+            prompt = prompt.tolist()
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise InputError(
@@ -154,9 +172,14 @@ class LLM:
                 )
             if not prompt:
                 raise InputError(f"prompt {index} is empty")
-            ids = self.tokenizer(prompt)["input_ids"]
-        else:
+            try:
+                ids = self.tokenizer(prompt)["input_ids"]
+            except (UnicodeError, TypeError) as error:
+                raise InputError(f"prompt {index} cannot be encoded: {error}") from None
+        elif isinstance(prompt, (list, tuple)) and all(_is_whole(token) for token in prompt):
             ids = [int(token) for token in prompt]
+        else:
+            raise InputError(f"prompt {index} must be a text or a list of token ids, not {str(prompt)[:60]!r}")
         if not ids:
             raise InputError(f"prompt {index} is empty")
         if len(ids) >= self.shape.max_positions:
@@ -184,21 +207,24 @@ class LLM:
             self._weights = None  # placed otherwise now
         self.policy = policy
 
-    def _admit(self, workload: Workload, members: np.ndarray) -> Wave:
-        part = Workload(workload.prompt_tokens[members], workload.max_tokens[members])
-        return admit(self.shape, self.policy, part, self.bytes_per_element)
+    def _make_engine(self, needed: BufferSizes) -> None:
+        """Weights at first use; buffers anew only when a wave needs more than they hold.
 
-    def _make_engine(self, waves: list[Wave]) -> None:
-        """Weights at first use; buffers anew only when these waves need more than the last ones."""
-        sizes = buffer_sizes(waves[0])
-        for wave in waves[1:]:
-            sizes = sizes.merge(buffer_sizes(wave))
+        New buffers also hold what the old ones did, so that waves of different shapes settle on one set, unless that
+        would be over a budget.
+        """
         if self._weights is None:
             self._engine = None
             self._weights = Weights(self.shape, self.checkpoint, self.dtype, self.device, self.policy.weights.device)
-        if self._engine is None or self._engine.sizes.merge(sizes) != self._engine.sizes:
-            self._engine = None  # the old buffers go before the new ones come
-            self._engine = Engine(self._weights, sizes, self.link_gb_per_s)
+        sizes = needed
+        if self._engine is not None:
+            sizes = self._engine.sizes.merge(needed)
+            if sizes == self._engine.sizes:
+                return
+            plan = memory_plan(self.shape, self.policy, self.bytes_per_element, sizes, self.device.type)
+            sizes = sizes if fits(plan, self.budgets) else needed
+        self._engine = None  # the old buffers go before the new ones come
+        self._engine = Engine(self._weights, sizes, self.link_gb_per_s)
 
 
 def _load_tokenizer(path: Path):

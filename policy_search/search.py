@@ -26,6 +26,7 @@ from sim.virtual_clock import RunSummary, run, summarize
 
 SHARE_STEPS = 256
 WEIGHT_STEPS = 256  #: resident shares of the weights are multiples of one of so many
+MINI_BATCH_BOUNDS = (2048, 4096, 8192)  #: the last is CAPTURE's
 OBJECTIVES = ("tokens_per_s", "decode_tokens_per_s")
 
 
@@ -81,7 +82,7 @@ def search(
     *,
     batch: int | None = None,
     max_batch: int = 512,
-    max_mini_batch_tokens: int = 8192,
+    max_mini_batch_tokens: int | None = None,
     weights_device: float | None = None,
     device_memory: int | None = None,
     host_memory: int | None = None,
@@ -90,9 +91,11 @@ def search(
 ) -> SearchResult:
     """The best ACT share, and the best batch unless it is given, for requests of the workload's mean lengths.
 
-    ``weights_device``: share of each layer kept on the device; None keeps as much as fits beside each candidate. All
-    weights and keys and values on the device is a candidate too. Memories in bytes; None takes the hardware's, and no
-    limit where that has none. ``objective``: "tokens_per_s" of the whole run or "decode_tokens_per_s".
+    ``max_mini_batch_tokens``: the bound of a mini-batch; None tries MINI_BATCH_BOUNDS (smaller buffers leave a small
+    device room for more requests or weights). ``weights_device``: share of each layer kept on the device; None keeps as
+    much as fits beside each candidate. All weights and keys and values on the device is a candidate too. Memories in
+    bytes; None takes the hardware's, and no limit where that has none. ``objective``: "tokens_per_s" of the whole run
+    or "decode_tokens_per_s".
 
     Raises InputError when nothing fits, naming each tier that lacks memory, how much, and what would do.
     """
@@ -109,13 +112,14 @@ def search(
     }
     prompt_tokens, max_tokens = mean_lengths(workload)
     batches = np.array([batch]) if batch is not None else batch_grid(max_batch)
-    candidates = _grid(prompt_tokens, max_tokens, batches, max_mini_batch_tokens)
+    bounds = np.array([max_mini_batch_tokens] if max_mini_batch_tokens else MINI_BATCH_BOUNDS)
+    candidates = _grid(prompt_tokens, max_tokens, batches, bounds)
     if weights_device is None:
         candidates = _fill_device(shape, hardware, bytes_per_element, candidates, budgets["device"])
     else:
         candidates = replace(candidates, weights_device=np.full(candidates.batch.shape, float(weights_device)))
     if weights_device in (None, 1.0):
-        candidates = _with_resident(candidates, batches)
+        candidates = _with_resident(candidates, batches, bounds[-1])
     prediction = predict(shape, hardware, bytes_per_element, candidates)
     fits = np.ones(candidates.batch.shape, dtype=bool)
     for tier, budget in budgets.items():
@@ -146,11 +150,12 @@ def search(
     return replace(result, virtual=summarize(run(stream(wave), hardware)))
 
 
-def _grid(prompt_tokens: int, max_tokens: int, batches: np.ndarray, max_mini_batch_tokens: int) -> Candidates:
-    """All batches x all ACT shares, flat; the rest of each request as KV on the host."""
-    batch, share = (a.reshape(-1) for a in np.meshgrid(batches, share_grid(prompt_tokens, max_tokens), indexing="ij"))
+def _grid(prompt_tokens: int, max_tokens: int, batches: np.ndarray, bounds: np.ndarray) -> Candidates:
+    """All batches x all mini-batch bounds x all ACT shares, flat; the rest of each request as KV on the host."""
+    shares = share_grid(prompt_tokens, max_tokens)
+    batch, bound, share = (a.reshape(-1) for a in np.meshgrid(batches, bounds, shares, indexing="ij"))
     return Candidates(
-        batch.astype(np.float64), prompt_tokens, max_tokens, max_mini_batch_tokens, act_host=share,
+        batch.astype(np.float64), prompt_tokens, max_tokens, bound.astype(np.float64), act_host=share,
         kv_device=0.0, weights_device=0.0,
     )  # fmt: skip
 
@@ -166,23 +171,29 @@ def _fill_device(
     layout, layers = layer_layout(shape, p), shape.num_layers
     if budget is None:
         return replace(candidates, weights_device=np.ones(candidates.batch.shape))
-    streamed = predict(shape, hardware, p, candidates)
-    left = budget - streamed.device_bytes
+    streamed = predict(shape, hardware, p, candidates).device_bytes
+    left = budget - streamed
+    whole = left >= (layers - 2) * layout.total_bytes  # with one or two layers the slots are as large as the weights
+    if layers <= 2:
+        return replace(candidates, weights_device=np.where(whole, 1.0, 0.0))
+    # A layer that is cut between resident and streamed needs a little workspace more: what half a layer shows beyond
+    # the bytes it keeps.
+    half = predict(shape, hardware, p, replace(candidates, weights_device=np.full(candidates.batch.shape, 0.5)))
+    beside = half.device_bytes - streamed - (layers - 2) * layout.resident_prefix(0.5)
     row = max(spot.row_bytes for spot in layout.spots if spot.cols)
-    # With one or two layers the slots are as large as the weights: all resident needs no more than all streamed.
-    rows = left / max(layers - 2, 1) - row if layers > 2 else np.where(left >= 0, layout.total_bytes, 0.0)
-    share = np.clip(np.floor(rows / layout.total_bytes * WEIGHT_STEPS) / WEIGHT_STEPS, 0.0, 1.0)
-    whole = left >= (layers - 2) * layout.total_bytes
-    return replace(candidates, weights_device=np.where(whole, 1.0, np.where(rows > 0, share, 0.0)))
+    kept = (left - beside) / (layers - 2) - row
+    share = np.clip(np.floor(kept / layout.total_bytes * WEIGHT_STEPS) / WEIGHT_STEPS, 0.0, 1.0)
+    return replace(candidates, weights_device=np.where(whole, 1.0, share))
 
 
-def _with_resident(candidates: Candidates, batches: np.ndarray) -> Candidates:
+def _with_resident(candidates: Candidates, batches: np.ndarray, bound: int) -> Candidates:
     """The candidates, and each batch with everything on the device."""
     extra = np.zeros(len(batches))
     size = candidates.batch.size
     return replace(
         candidates,
         batch=np.concatenate([candidates.batch, batches.astype(np.float64)]),
+        max_mini_batch_tokens=np.concatenate([candidates.max_mini_batch_tokens, extra + bound]),
         act_host=np.concatenate([candidates.act_host, extra]),
         kv_device=np.concatenate([np.zeros(size), extra + 1.0]),
         weights_device=np.concatenate([candidates.weights_device, extra + 1.0]),
@@ -197,7 +208,7 @@ def _policy(candidates: Candidates, index: int) -> tuple[Policy, int]:
     batch = int(candidates.batch[index])
     policy = Policy(
         "searched", Placement(device=device, host=1.0 - device), cache=cache,
-        max_mini_batch_tokens=int(candidates.max_mini_batch_tokens), max_batch=batch,
+        max_mini_batch_tokens=int(candidates.max_mini_batch_tokens[index]), max_batch=batch,
     )  # fmt: skip
     return policy, batch
 

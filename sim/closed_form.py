@@ -22,7 +22,7 @@ from flexhybrid.core import work
 from flexhybrid.core.blocks import BLOCK_TOKENS
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.layout import layer_layout
-from flexhybrid.core.memory import NUM_SLOTS, SLACK_BYTES
+from flexhybrid.core.memory import NUM_SLOTS, SLACK_BYTES, workspace_bytes
 from flexhybrid.core.plan import PAGE_BYTES, check_planned
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.shape import ModelShape
@@ -604,9 +604,10 @@ def memory_bytes(shape: ModelShape, p: int, device: str, batch, size, prompt, bl
         for share, tokens, row in zip(shares, prompt_kinds, (act_row, act_row, kv_row, kv_row), strict=True)
     ]
     landing = NUM_SLOTS * (staged[1] + staged[3])
-    widths = shape.query_width * 2 + shape.kv_width + shape.ffn * (2 if shape.gated_mlp else 1) + 2 * shape.hidden
+    layer_bytes = layer_layout(shape, p).total_bytes
+    cut = (streamed > 0) & (streamed < layer_bytes)
     on_device = (
-        L * (layer_layout(shape, p).total_bytes - streamed) + NUM_SLOTS * streamed
+        L * (layer_bytes - streamed) + NUM_SLOTS * streamed
         + shape.embedding_bytes(p) + SLACK_BYTES[device]
         + L * batch * (act_device * act_block + kv_device * kv_block)  # pools
         + NUM_SLOTS * size * (act_blocks * act_block + kv_host * kv_block)  # load buffers
@@ -614,7 +615,7 @@ def memory_bytes(shape: ModelShape, p: int, device: str, batch, size, prompt, bl
         + size * (total_blocks * BLOCK_TOKENS + 1) * kv_row  # attention buffer
         + NUM_SLOTS * (staged[0] + staged[2]) + landing  # staging
         + batch * prompt * (shape.hidden * p)
-        + np.maximum(size * prompt * (widths * p), size * (shape.vocab * (p + 8.0)))
+        + workspace_bytes(shape, p, size * prompt, size, cut)
     )  # fmt: skip
     on_host = L * streamed + L * batch * (act_host * act_block + kv_host * kv_block) + landing
     return on_device, on_host

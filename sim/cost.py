@@ -1,7 +1,8 @@
 """The price of a task: the one place where work and a hardware line become seconds.
 
 The virtual clock prices single tasks, the closed form arrays of them; both call ``price``. What is left out: a link
-slowed by the other direction or by a busy memory (profile under load, so that the lines contain it), caches that stay
+slowed by the other direction (h2d_both and d2h_both are measured and shown, but price nothing: stores are a trickle
+beside loads) or by a busy memory (profile under load, so that the lines contain it), caches that stay
 warm between tasks, and the time to enqueue a task.
 """
 

@@ -77,7 +77,7 @@ class FakeStream:
     def wait(self, event):
         self._queue.put(event.done.wait)
 
-    def record(self):
+    def record(self, timed=True):
         event = FakeEvent()
 
         def reached():
@@ -95,6 +95,9 @@ class FakeStream:
             function()
 
         self._queue.put(operation)
+
+    def synchronize(self):
+        self.record().synchronize()
 
     def seconds(self, event):
         return event.at

@@ -177,7 +177,7 @@ def test_the_least_named_by_a_budget_error_is_enough(tiny):
 
     with pytest.raises(InputError) as caught:
         LLM(tiny, "kv_only", device="cpu", host_memory=1000)
-    least = re.search(r"at least ([\d.]+ [MG]iB)", str(caught.value))[1]
+    least = re.search(r"at least ([\d.]+ [KMG]iB)", str(caught.value))[1]
     roomy = str(float(least.split()[0]) + 0.1) + least.split()[1]
     llm = LLM(tiny, "kv_only", device="cpu", host_memory=roomy)
     assert len(tokens(llm, [[5, 6]], max_tokens=3, temperature=0, ignore_eos=True)[0]) == 3

@@ -22,7 +22,9 @@ def small_hardware() -> Hardware:
     return Hardware("test", "cpu", {**lines, "kv_gen": Line(3e-5, 2e-11)})
 
 
-@given(st.dictionaries(st.sampled_from(["compute", "h2d", "kv_gen"]), LINES), st.none() | st.integers(0, 2**40))
+@given(
+    st.dictionaries(st.sampled_from(["compute", "h2d", "kv_gen"]), LINES, min_size=1), st.none() | st.integers(1, 2**40)
+)
 def test_a_saved_record_is_read_back_exactly(tmp_path_factory, lines, memory):
     path = tmp_path_factory.mktemp("hardware") / "folder" / "machine.json"
     hardware = Hardware("µ", "cuda", lines, memory, source="datasheet", faster_dtype="bfloat16", notes={"a": [1]})

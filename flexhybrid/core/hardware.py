@@ -57,6 +57,21 @@ class Hardware:
     faster_dtype: str | None = None  #: on a CPU: what profile measured faster, float32 or bfloat16
     notes: dict = field(default_factory=dict)
 
+    def __post_init__(self):
+        for name in ("name", "device", "source", "dtype"):
+            if not isinstance(getattr(self, name), str):
+                raise InputError(f"hardware: {name} must be text, not {getattr(self, name)!r}")
+        if self.device not in ("cpu", "cuda"):
+            raise InputError(f"hardware {self.name}: device {self.device!r} is not one of cpu, cuda")
+        if self.faster_dtype not in (None, "float32", "bfloat16"):
+            raise InputError(f"hardware {self.name}: faster_dtype {self.faster_dtype!r} is not float32 or bfloat16")
+        for name in ("device_memory", "host_memory"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0):
+                raise InputError(f"hardware {self.name}: {name} must be a number of bytes > 0, not {value!r}")
+        if not self.lines:
+            raise InputError(f"hardware {self.name}: it has no lines")
+
     def line(self, verb: str, resource: str) -> Line:
         """The line that prices a task of this verb on this resource."""
         found = self.lines.get(verb) or self.lines.get(resource)

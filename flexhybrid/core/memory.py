@@ -16,6 +16,7 @@ from flexhybrid.core.layout import layer_layout
 from flexhybrid.core.plan import Wave
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.shape import ModelShape
+from flexhybrid.core.work import MIN_KV_GEN_ROWS
 
 NUM_SLOTS = 2  #: double buffers
 
@@ -91,11 +92,7 @@ def memory_plan(
         representation, tier = kind.split("@")
         tiers[tier][f"{representation} pool"] = layers * blocks * BLOCK_TOKENS * row[representation]
     staged = {kind: rows * row[kind.split("@")[0]] for kind, rows in sizes.staged_rows.items()}
-    generated_rows = max(sizes.act_buffer_blocks * BLOCK_TOKENS, 16) if sizes.act_buffer_blocks else 0
-    # Prefill lives on the queries, keys and values, the attended rows, the feed-forward rows and two hidden-sized rows;
-    # sampling on the logits in float32.
-    widths = shape.query_width * 2 + shape.kv_width + shape.ffn * (2 if shape.gated_mlp else 1) + 2 * shape.hidden
-    workspace = max(sizes.step_rows * widths * p, sizes.batch * shape.vocab * (p + 8))
+    generated_rows = max(sizes.act_buffer_blocks * BLOCK_TOKENS, MIN_KV_GEN_ROWS) if sizes.act_buffer_blocks else 0
     tiers["device"] |= {
         "resident weights": layers * resident,
         "weight slots": NUM_SLOTS * streamed if streamed else 0,
@@ -106,7 +103,7 @@ def memory_plan(
         "attention buffer": sizes.attention_tokens * kv_row,
         "staging": NUM_SLOTS * sum(staged.values()),
         "hidden states": sizes.hidden_rows * shape.hidden * p,
-        "workspace": workspace,
+        "workspace": int(workspace_bytes(shape, p, sizes.step_rows, sizes.batch, 0 < resident < layout.total_bytes)),
         "slack": SLACK_BYTES[device],
     }
     tiers["host"] |= {
@@ -116,13 +113,28 @@ def memory_plan(
     return {tier: {part: size for part, size in parts.items() if size} for tier, parts in tiers.items()}
 
 
+def workspace_bytes(shape: ModelShape, p: int, step_rows, batch, cut):
+    """Temporaries of one step of ``step_rows`` padded new tokens and ``batch`` requests; arguments may be arrays.
+
+    Prefill lives on the queries, keys and values, the attended rows, the feed-forward rows and three hidden-sized rows;
+    where a matrix is ``cut`` between resident and streamed rows (0 or 1) one product is there twice. Sampling lives on
+    the logits in float32, their softmax and its sum in float64.
+    """
+    widths = shape.query_width * 2 + shape.kv_width + shape.ffn * (2 if shape.gated_mlp else 1) + 3 * shape.hidden
+    widths = widths + cut * max(shape.ffn, shape.query_width + shape.kv_width)
+    return np.maximum(step_rows * widths * p, batch * shape.vocab * (p + 24))
+
+
 def total_bytes(plan: dict[str, dict[str, int]]) -> dict[str, int]:
     return {tier: sum(parts.values()) for tier, parts in plan.items()}
 
 
 def gib(num_bytes: float) -> str:
-    """Bytes for people: GiB, or MiB when small."""
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**29 else f"{num_bytes / 2**20:.1f} MiB"
+    """Bytes for people: GiB, MiB or KiB."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if num_bytes >= size / 2:
+            return f"{num_bytes / size:.2f} {unit}"
+    return f"{num_bytes / 2**10:.1f} KiB"
 
 
 def check_budget(plan: dict[str, dict[str, int]], budgets: dict[str, int | None], what: str = "this run") -> None:

@@ -1,4 +1,4 @@
-"""Requests into mini-batches: greedy under the buffer bounds, balanced by CAPTURE's F_b, or first come first served."""
+"""Requests into mini-batches under the buffer bounds: even and balanced by CAPTURE's F_b, or in order of arrival."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def pack(
     mini-batch of its own. Returns arrays of request indices.
 
     balanced: requests sorted by length, so that padding is small, and cut into the fewest mini-batches of nearly equal
-    size; then, CAPTURE's second condition, a request joins a mini-batch only while it lowers F_b or leaves it within
-    the level of its neighbours. With one ratio for all requests (eq. 5) F_b is the same for every grouping but for
-    partial blocks, so equal sizes decide: a pipeline of equal steps has no bubbles.
+    size; then requests change places between mini-batches while that lowers the worse F_b (CAPTURE's second condition)
+    and pads no more. With one ratio for all requests (eq. 5) F_b is the same for every grouping but for partial blocks,
+    so equal sizes decide: a pipeline of equal steps has no bubbles.
     """
     tokens = np.asarray(tokens)
     kv, act = split_representations(kinds, tokens)
@@ -103,7 +103,7 @@ def _even_cut(order, kv, act, bound: int) -> list[np.ndarray]:
 
 
 def _exchange(bins, kv, act, bound: int, seconds_per_token) -> list[np.ndarray]:
-    """Swap neighbours between mini-batches while that lowers the worst F_b (a pass or two; often nothing to do)."""
+    """Swap requests between mini-batches while that lowers the worst F_b (a pass or two; often nothing to do)."""
     gen_s, load_s = seconds_per_token
 
     def cost(group) -> float:
@@ -130,13 +130,14 @@ def _exchange(bins, kv, act, bound: int, seconds_per_token) -> list[np.ndarray]:
 def _better_swap(a, b, cost, limits):
     kv, act, bound = limits
     before = max(cost(a), cost(b))
+    padding = padded_tokens(kv[a], act[a]) + padded_tokens(kv[b], act[b])
     for i in range(len(a)):
         for j in range(len(b)):
             if kv[a[i]] == kv[b[j]] and act[a[i]] == act[b[j]]:
                 continue
             new_a, new_b = a.copy(), b.copy()
             new_a[i], new_b[j] = b[j], a[i]
-            fits = all(padded_tokens(kv[g], act[g]) <= bound for g in (new_a, new_b))
-            if fits and max(cost(new_a), cost(new_b)) < before * 0.99:
+            padded = [padded_tokens(kv[g], act[g]) for g in (new_a, new_b)]
+            if max(padded) <= bound and sum(padded) <= padding and max(cost(new_a), cost(new_b)) < before * 0.99:
                 return np.sort(new_a), np.sort(new_b)
     return None

@@ -1,4 +1,4 @@
-"""From a policy and a workload to the endless stream of tasks, in FlexGen's zig-zag (column) order.
+"""From a policy and a workload to the stream of tasks, in FlexGen's zig-zag (column) order.
 
 ``admit`` packs the requests into mini-batches and gives each its blocks; ``stream`` yields tasks. There is no edge
 between iterations: the last layer of iteration i carries the first loads of iteration i + 1. A request leaves when it

@@ -209,7 +209,7 @@ class Policy:
     def from_json(text: str) -> Policy:
         try:
             data = json.loads(text, object_pairs_hook=_refuse_repeated)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise InputError(f"policy is not JSON: {error}") from None
         return Policy.from_dict(data)
 

@@ -38,7 +38,7 @@ class Reference:
         from transformers.utils import logging
 
         logging.disable_progress_bar()
-        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(path, local_files_only=True).float().eval()
 
     @torch.inference_mode()
     def generate(

@@ -53,6 +53,8 @@ class Engine:
         if self.device.type == "cuda":
             from flexhybrid.runtime.cuda import CudaCopies
 
+            # cuDNN's attention builds a graph for every new context length, on the host, in the middle of a decode.
+            torch.backends.cuda.enable_cudnn_sdp(False)
             self.copies = CudaCopies()
         else:
             self.copies = CpuCopies(link_gb_per_s)
@@ -65,12 +67,13 @@ class Engine:
         """One lane a resource: threads on a CPU, streams on CUDA; host_compute is a thread on both."""
         host_compute = Lane("host_compute", executor.perform)
         if self.device.type == "cuda":
-            from flexhybrid.runtime.cuda import CudaClock, CudaStream
+            from flexhybrid.runtime.cuda import CudaClock, CudaStream, lane_streams
 
             clock = CudaClock(self.device)
-            names = ("compute", "h2d", "d2h")
-            return [StreamLane(name, executor.perform, CudaStream(self.device, clock)) for name in names] + [
-                host_compute
+            streams = lane_streams(self.device).items()
+            return [
+                *(StreamLane(name, executor.perform, CudaStream(stream, clock)) for name, stream in streams),
+                host_compute,
             ]
 
         def use_threads() -> None:

@@ -58,6 +58,8 @@ class Executor:
         plan: SamplingPlan,
         copies,
     ):
+        if wave.streamed_from != weights.streamed_from:
+            raise ValueError("the wave's policy places the weights otherwise than they were loaded")
         self.weights, self.slots, self.buffers, self.wave = weights, slots, buffers, wave
         self.shape, self.device = wave.shape, weights.device
         self.model = architecture(wave.shape)

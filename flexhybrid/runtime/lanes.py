@@ -52,10 +52,13 @@ class StreamFace(Protocol):
 
     def wait(self, event: Event) -> None: ...
 
-    def record(self) -> Event: ...
+    def record(self, timed: bool = True) -> Event: ...
 
     def run(self, function: Callable[[], None]) -> None:
         """Enqueue the work that ``function`` issues; returns at once."""
+
+    def synchronize(self) -> None:
+        """Wait for all that was enqueued: for the end of a failed run, before its memory goes."""
 
     def seconds(self, event: Event) -> float:
         """When a recorded, finished event happened, on the clock of ``time.perf_counter``."""
@@ -77,7 +80,8 @@ class Lane:
         self.failed = False
         self.complete = 0
         self.submitted = 0
-        self.spans: list[tuple[float, float]] = []
+        self.keep_spans = True
+        self._spans: list[tuple[float, float]] = []
         self._on_start = on_start
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
         self._changed = threading.Condition()
@@ -133,17 +137,26 @@ class Lane:
             self.lanes[resource].wait_complete(ordinal)
         start = time.perf_counter()
         self.perform(task)
-        self.spans.append((start, time.perf_counter()))
+        if self.keep_spans:
+            self._spans.append((start, time.perf_counter()))
         with self._changed:
             self.complete += 1
             self._changed.notify_all()
 
     def span(self, ordinal: int) -> tuple[float, float]:
-        return self.spans[ordinal]
+        """(start, end) of a finished task; only while spans are kept."""
+        return self._spans[ordinal]
+
+    def drain(self) -> None:
+        """Wait for what a failed run left behind: nothing, on a host lane."""
 
 
 class StreamLane(Lane):
-    """A lane that enqueues on a stream."""
+    """A lane that enqueues on a stream.
+
+    Without spans kept, events older than the lookahead are dropped: the planner has waited for them before it went on,
+    so whoever asks for one gets None, nothing to wait for.
+    """
 
     asynchronous = True
 
@@ -152,38 +165,46 @@ class StreamLane(Lane):
         self.stream = stream
         self.enqueued = 0
         self._begins: list[Event] = []
-        self._ends: list[Event] = []
+        self._ends: dict[int, Event] = {}
 
-    def wait_enqueued(self, ordinal: int) -> Event:
+    def wait_enqueued(self, ordinal: int) -> Event | None:
+        """Block until that task is enqueued; its event, None when it is long complete."""
         if self.enqueued <= ordinal:
             with self._changed:
                 while self.enqueued <= ordinal:
                     if self.failed:
                         raise Aborted
                     self._changed.wait()
-        return self._ends[ordinal]
+        return self._ends.get(ordinal)
 
     def wait_complete(self, ordinal: int) -> None:
-        self.wait_enqueued(ordinal).synchronize()
+        if event := self.wait_enqueued(ordinal):
+            event.synchronize()
         if self.failed:
             raise Aborted
 
     def _run(self, task: Task, waits) -> None:
         for resource, ordinal in waits:
             lane = self.lanes[resource]
-            if lane.asynchronous:
-                self.stream.wait(lane.wait_enqueued(ordinal))
-            else:
+            if not lane.asynchronous:
                 lane.wait_complete(ordinal)
-        self._begins.append(self.stream.record())
+            elif event := lane.wait_enqueued(ordinal):
+                self.stream.wait(event)
+        if self.keep_spans:
+            self._begins.append(self.stream.record())
         self.stream.run(lambda: self.perform(task))
-        self._ends.append(self.stream.record())
+        self._ends[self.enqueued] = self.stream.record(timed=self.keep_spans)
+        if not self.keep_spans:
+            self._ends.pop(self.enqueued - 2 * LOOKAHEAD_TASKS, None)
         with self._changed:
             self.enqueued += 1
             self._changed.notify_all()
 
     def span(self, ordinal: int) -> tuple[float, float]:
         return self.stream.seconds(self._begins[ordinal]), self.stream.seconds(self._ends[ordinal])
+
+    def drain(self) -> None:
+        self.stream.synchronize()
 
 
 class Clock:
@@ -229,6 +250,7 @@ class Clock:
         begin = time.perf_counter()
         try:
             for lane in self.lanes.values():
+                lane.keep_spans = keep_trace
                 lane.start()
             for task in tasks:
                 lane = self.lanes[task.resource]
@@ -251,6 +273,8 @@ class Clock:
                 lane.finish()
             for lane in self.lanes.values():
                 lane.join()
+                if self._error:
+                    lane.drain()
             sys.setswitchinterval(interval)
         if self._error:
             raise self._error

@@ -87,7 +87,7 @@ def profile(
     ``on_progress`` is called 2 · len(sizes) times. Contexts are cut to the model's positions.
     """
     small = replace(shape, num_layers=2)
-    weights = Weights(small, RandomWeights(small), dtype, device, device_share=0.0)
+    weights = Weights(small, RandomWeights(small, device=device.type), dtype, device, device_share=0.0)
     slots = weights.make_slots()
     result = ProfileSamples()
     passes: list[dict] = []
@@ -141,7 +141,7 @@ def _line_key(event: TraceEvent) -> str | None:
 
 
 def _run(weights: Weights, slots, size, link_gb_per_s: float | None) -> list[TraceEvent]:
-    """One small run: prefill and three decode iterations of two mini-batches."""
+    """One small run: prefill and three decode iterations of one to four mini-batches."""
     requests, context, act_share, per_mini_batch = size
     shape = weights.shape
     context = min(context, shape.max_positions - 4)
