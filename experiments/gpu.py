@@ -11,8 +11,10 @@ import argparse
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,27 +39,22 @@ def results_folder() -> Path:
 
 
 def run_tests() -> int:
-    folder = results_folder()
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-m", "cuda", "-q", "-p", "no:cacheprovider", "tests"],
-        cwd=ROOT, capture_output=True, text=True,
-    )  # fmt: skip
-    print(run.stdout[-4000:], run.stderr[-2000:])
-    (folder / "tests.json").write_text(
-        json.dumps({"exit_code": run.returncode, "last_line": run.stdout.strip().splitlines()[-1:]}), encoding="utf-8"
-    )
-    return run.returncode
+    import pytest
+
+    return int(pytest.main(["-m", "cuda", "-q", "-p", "no:cacheprovider", str(ROOT / "tests" / "test_cuda.py")]))
 
 
 def run_comparison(name: str) -> int:
     import torch
 
+    from flexhybrid.core.hardware import write_by_rename
     from flexhybrid.core.memory import parse_bytes
     from flexhybrid.core.shape import shape_by_name
     from flexhybrid.jobs.compare import CompareOptions, compare
 
+    budget = parse_bytes(DEVICE_MEMORY)
     total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, parse_bytes(DEVICE_MEMORY) / total))
+    torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total))
     batch, context, tokens, mini_batch, host_memory = COMPARISONS[name]
     out = results_folder() / name
     result = compare(
@@ -73,9 +70,34 @@ def run_comparison(name: str) -> int:
             out=out,
         )  # fmt: skip
     )
-    result["device_peak_bytes"] = torch.cuda.max_memory_allocated()
-    (out / "compare.json").write_text(json.dumps(result, indent=1, default=float), encoding="utf-8")
-    return 1 if result["trace_violations"] else 0
+    result |= {
+        "device_peak_bytes": torch.cuda.max_memory_allocated(),
+        "device_reserved_bytes": torch.cuda.max_memory_reserved(),
+        "device_budget_bytes": budget,
+    }
+    write_by_rename(out / "compare.json", json.dumps(result, indent=1, default=float))
+    inexact = any(not row["exact"] for row in result["exactness"])
+    return 1 if result["trace_violations"] or inexact or result["device_peak_bytes"] > budget else 0
+
+
+def run_step(step: str) -> int:
+    """A step in a process group of its own; what came of it is written whatever happens."""
+    log = results_folder() / f"{step}.log"
+    began = time.perf_counter()
+    with open(log, "w", encoding="utf-8") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "experiments.gpu", "--step", step],
+            cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        try:
+            code = process.wait(timeout=STEP_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            code = 124
+    print(log.read_text(encoding="utf-8", errors="replace")[-6000:])
+    outcome = {"step": step, "exit_code": code, "timed_out": code == 124, "seconds": time.perf_counter() - began}
+    (results_folder() / f"{step}.json").write_text(json.dumps(outcome), encoding="utf-8")
+    return code
 
 
 def main() -> int:
@@ -96,14 +118,7 @@ def main() -> int:
     worst = 0
     for step in STEPS:
         print(f"== {step}", flush=True)
-        try:
-            code = subprocess.run(
-                [sys.executable, "-m", "experiments.gpu", "--step", step], cwd=ROOT, timeout=STEP_SECONDS
-            ).returncode
-        except subprocess.TimeoutExpired:
-            print(f"{step} ran past {STEP_SECONDS} s", file=sys.stderr)
-            code = 1
-        worst = max(worst, code)
+        worst = max(worst, run_step(step))
     return worst
 
 

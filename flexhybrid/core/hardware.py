@@ -104,11 +104,15 @@ class Hardware:
 
     def save(self, path: str | Path) -> None:
         """Write by rename, so that a reader never sees half a file."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(self.to_json(), encoding="utf-8")
-        partial.replace(path)
+        write_by_rename(Path(path), self.to_json())
+
+
+def write_by_rename(path: Path, text: str) -> None:
+    """A file that is either whole or not there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
 
 
 def _crosses_link(key: str) -> bool:

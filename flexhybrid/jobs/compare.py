@@ -16,8 +16,8 @@ from tqdm import tqdm
 
 from flexhybrid.core.blocks import BLOCK_TOKENS
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.hardware import Hardware
-from flexhybrid.core.memory import check_budget, parse_bytes
+from flexhybrid.core.hardware import Hardware, write_by_rename
+from flexhybrid.core.memory import check_budget, parse_bytes, total_bytes
 from flexhybrid.core.plan import admit, stream
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.shape import DTYPE_BYTES, ModelShape
@@ -28,7 +28,7 @@ from flexhybrid.jobs import shipped
 from flexhybrid.jobs.exactness import Reference, compare_tokens
 from flexhybrid.jobs.measure import PROFILE_STEPS, TIMING_SHAPE, device_name, fastest_dtype, measure_hardware
 from flexhybrid.jobs.report import Report
-from flexhybrid.jobs.speed import Bench, Contender, Measured, others_cpu_share
+from flexhybrid.jobs.speed import Bench, Contender, Measured
 from flexhybrid.llm import LLM, SamplingParams
 from flexhybrid.machine import pick_device, profile_path
 from flexhybrid.runtime.loader import Checkpoint, RandomWeights
@@ -49,6 +49,7 @@ LINK_LADDER = (0.4, 0.5, 0.6, 0.8, 1.0, 1.25, 1.6, 2.0)
 INSIDE = (0.05, 0.9)  #: an ACT share between these is a mix
 
 SWEEP = tuple(i / 8 for i in range(1, 8))  #: its ends are kv_only and act_only
+SMALLEST_KEPT_HIDDEN = 512  #: lines fitted on a tiny model say nothing about this machine at real sizes
 EXACT_MINI_BATCH_TOKENS = 1024
 EXACT_POLICIES = 6
 
@@ -80,7 +81,16 @@ class _Setting:
         self.options = options
         self.device = pick_device(options.device, options.link_gb_per_s)
         self.budgets = {"device": parse_bytes(options.device_memory), "host": parse_bytes(options.host_memory)}
-        self.extra = [replace(Policy.load(options.policy))] if options.policy else []
+        self.extra = [Policy.load(options.policy)] if options.policy else []
+        for policy in self.extra:
+            if policy.name in ("kv_only", "act_only", "hybrid_static", "hybrid"):
+                raise InputError(
+                    f"{options.policy}: the name {policy.name!r} is one of the comparison's own; rename it"
+                )
+            if policy.max_batch is not None and policy.max_batch < options.batch:
+                raise InputError(
+                    f"{options.policy}: max_batch {policy.max_batch} is below the comparison's batch of {options.batch}"
+                )
         self.checkpoint = Checkpoint(options.model or shipped("checkpoints/opt-stdlib-4m"))
         self.shape = self.checkpoint.shape if options.model else options.shape
         context = min(options.context, self.shape.max_positions - options.max_tokens)
@@ -90,9 +100,11 @@ class _Setting:
         # The bound that makes mini-batches of ``mini_batch`` requests at every mix (one block of padding).
         blocks = -(-(context + options.max_tokens) // BLOCK_TOKENS) + 1
         self.bound = options.mini_batch * (blocks * BLOCK_TOKENS + 1)
-        for policy in (kv_only(self.bound), *self.extra):
-            plan = wave_plan(self.shape, policy, self.workload, self.bytes_per_element, self.device.type)
-            check_budget(plan, self.budgets, f"policy {policy.name} with {options.batch} requests")
+        for policy in sum(self.policies(kv_only(self.bound)), start=[]):
+            check_budget(self.memory_plan(policy), self.budgets, f"policy {policy.name} with {options.batch} requests")
+
+    def memory_plan(self, policy: Policy) -> dict[str, dict[str, int]]:
+        return wave_plan(self.shape, policy, self.workload, self.bytes_per_element, self.device.type)
 
     def policies(self, searched: Policy) -> tuple[list[Policy], list[Policy]]:
         """(those of the table, those of the sweep)."""
@@ -121,7 +133,10 @@ def compare(options: CompareOptions, quiet: bool = False) -> dict:
     """
     began = time.perf_counter()
     setting, report = _Setting(options), Report(quiet)
-    options.out.mkdir(parents=True, exist_ok=True)
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot write results to {options.out}: {error.strerror}; choose another --out") from None
     with tqdm(total=setting.num_steps(), disable=quiet or None, file=sys.stderr, unit="step", leave=False) as bar:
 
         def advance(what: str) -> None:
@@ -135,9 +150,7 @@ def compare(options: CompareOptions, quiet: bool = False) -> dict:
         exact = _exactness(setting, searched, advance)
         report.exactness(exact)
         named, sweep = setting.policies(searched)
-        idle_before = others_cpu_share()
         measured = _measure(setting, named, sweep, link, advance)
-        idle = [idle_before, others_cpu_share()]
     rate = link * 1e9 if link else 1 / hardware.lines["h2d"].s_per_byte
     rows = [_row(m, setting, hardware, rate, measured[0].tokens) for m in measured]
     tolerance = CUDA_TRACE_TOLERANCE_S if setting.device.type == "cuda" else 0.0
@@ -158,7 +171,6 @@ def compare(options: CompareOptions, quiet: bool = False) -> dict:
         "completions": exact["completions"],
         "speed": rows[: len(named)],
         "sweep": sorted(ends + rows[len(named) :], key=lambda row: row["act_share"]),
-        "others_cpu_share": idle,
         "trace_violations": violations[:10],
         "seconds": time.perf_counter() - began,
     }
@@ -195,7 +207,8 @@ def _profile_and_search(setting: _Setting, report: Report, bar: tqdm):
             hardware, disagreements = profiled(link, "Profile anew")
             found = setting.search(hardware)
     try:
-        hardware.save(profile_path(device))  # where policy auto looks
+        if setting.shape.hidden >= SMALLEST_KEPT_HIDDEN:
+            hardware.save(profile_path(device))  # where policy auto looks
     except OSError as error:
         print(f"note: the profile could not be kept for policy auto: {error}", file=sys.stderr)
     return link, hardware, disagreements, found
@@ -257,20 +270,31 @@ def _exactness_prompts(checkpoint: Checkpoint, num_tokens: int) -> tuple[list[li
 
 def _measure(setting: _Setting, named, sweep, link: float | None, advance) -> list[Measured]:
     """Run the table's policies and the sweep side by side; the ideal compute is measured for the table's."""
-    device, shape = setting.device, setting.shape
+    device, shape, policies = setting.device, setting.shape, named + sweep
     source = setting.checkpoint if setting.options.model else RandomWeights(shape, device=device.type)
-    weights = Weights(shape, source, setting.dtype, device, device_share=0.0)
     generator = np.random.default_rng(0)
     prompts = [generator.integers(3, shape.vocab, n).tolist() for n in setting.workload.prompt_tokens]
-    bench = Bench(weights, prompts, setting.options.max_tokens, link, setting.budgets)
-    if device.type == "cuda":
-        bench.shared_engine = bench.make_engine(named + sweep)
+    bench = Bench(
+        lambda share: Weights(shape, source, setting.dtype, device, share),
+        prompts, setting.options.max_tokens, link, setting.budgets,
+    )  # fmt: skip
+    names = {policy.name for policy in named}
+
+    def in_table(policy: Policy) -> bool:
+        return policy.name in names
+
+    together = {"device": 0, "host": 0}
+    for policy in policies:
+        for tier, size in total_bytes(setting.memory_plan(policy)).items():
+            together[tier] += size
+    within = all(setting.budgets[tier] is None or size <= setting.budgets[tier] for tier, size in together.items())
+    if device.type == "cuda" or not within:
+        return bench.measure_in_turn(policies, setting.options.rounds, in_table, advance)
     contenders = []
-    for policy in named + sweep:
+    for policy in policies:
         advance(f"prefill {policy.name}")
         contenders.append(Contender(bench, policy))
-    names = {policy.name for policy in named}
-    return bench.measure(contenders, setting.options.rounds, lambda policy: policy.name in names, advance)
+    return bench.measure(contenders, setting.options.rounds, in_table, advance)
 
 
 def _row(m: Measured, setting: _Setting, hardware: Hardware, rate: float, kv_only_tokens) -> dict:
@@ -293,6 +317,7 @@ def _row(m: Measured, setting: _Setting, hardware: Hardware, rate: float, kv_onl
         "h2d_bytes_per_iteration": sum(summary.decode_link_bytes["h2d"].values()) / summary.num_iterations,
         "overlap": m.overlap(rate),
         "balance": m.balance(rate),
+        "others_cpu_share": [round(share, 3) for share in m.others_cpu_share if share is not None],
         "busy_compute": summary.busy.get("compute", 0.0),
         "busy_h2d": summary.busy.get("h2d", 0.0),
         "tokens_equal_to_kv_only": sum(a == b for a, b in pairs),
@@ -329,13 +354,13 @@ def _search_json(found: SearchResult, algorithm1: dict[str, float]) -> dict:
 
 def _write(result: dict, chosen: Measured, setting: _Setting, hardware: Hardware) -> None:
     """JSON, CSV, trace and figures."""
-    from figures import compare as draw
-
     out, shape, p = setting.options.out, setting.shape, setting.bytes_per_element
-    (out / "compare.json").write_text(json.dumps(result, indent=1, default=float), encoding="utf-8")
+    write_by_rename(out / "compare.json", json.dumps(result, indent=1, default=float))
     for table in ("exactness", "speed", "sweep"):
-        pd.DataFrame(result[table]).to_csv(out / f"{table}.csv", index=False)
+        write_by_rename(out / f"{table}.csv", pd.DataFrame(result[table]).to_csv(index=False))
     virtual = virtual_decode(shape, hardware, p, chosen.policy, setting.workload)
+    from figures import compare as draw  # last: a run is not lost where there is nothing to draw with
+
     traces = {"predicted": virtual, "measured": chosen.traces[chosen.median_round]}
     save_chrome_trace(out / "trace.json", traces)
     draw.timeline(out / "timeline.png", traces, iteration=3)

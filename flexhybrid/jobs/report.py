@@ -56,7 +56,8 @@ class Report:
             f"Algorithm 1: {algorithm1['paper']:.3f} by the papers' balance, "
             f"{algorithm1['full']:.3f} by the full one.\n"
             f"Predicted {p['decode_tokens_per_s']:.1f} tokens/s; {gib(p['h2d_bytes'])} to the device in the whole run; "
-            f"busy: compute {p['busy_compute']:.0%}, link {p['busy_h2d']:.0%}; {found.binding} binds."
+            f"busy: compute {p['busy_compute']:.0%}, h2d {p['busy_h2d']:.0%}, d2h {p['busy_d2h']:.0%}, "
+            f"host_compute {p['busy_host_compute']:.0%}; {found.binding} binds."
         )
 
     def exactness(self, exact: dict) -> None:
@@ -82,9 +83,13 @@ class Report:
         self.table([speed_line(row) for row in result["sweep"]])
         violations = result["trace_violations"]
         self.say(f"\nTRACE VIOLATIONS: {violations[:3]}" if violations else "\nTraces: every read saw its version.")
-        busiest = max((share for share in result["others_cpu_share"] if share is not None), default=0.0)
-        if busiest > 0.05:
-            self.say(f"Other processes used {busiest:.0%} of the cores beside these runs: the figures are not clean.")
+        shares = [share for row in result["speed"] + result["sweep"] for share in row["others_cpu_share"]]
+        disturbed = sum(share > 0.05 for share in shares)
+        if disturbed:
+            self.say(
+                f"In {disturbed} of {len(shares)} rounds other processes used more than 5 % of the cores (at most "
+                f"{max(shares):.0%}): those are not clean."
+            )
 
     def end(self, result: dict, out: Path) -> None:
         self.say(

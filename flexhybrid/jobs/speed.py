@@ -1,7 +1,8 @@
 """Measured speed of policies side by side: interleaved runs over the same prompts, with what the bound allows.
 
-One ``Bench`` holds the weights and one engine a policy. Prefill runs once a policy; decoding is then repeated from the
-filled cache, so that rounds are short and can be interleaved: when the machine slows down, every policy slows down.
+One ``Bench`` holds the weights; each policy has an engine of its own, or all share one. Prefill runs once a policy;
+decoding is then repeated from the filled cache, so that rounds are short and can be interleaved: when the machine slows
+down, every policy slows down.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class Measured:
     traces: list[list[TraceEvent]]  #: of the decode rounds
     summaries: list[RunSummary]
     ideal_compute_s: float | None  #: the same steps without the link, over the same window
+    others_cpu_share: list[float | None]  #: of each round: what other processes used of the cores
 
     @property
     def decode_tokens_per_s(self) -> list[float]:
@@ -87,21 +89,13 @@ def moved_in_window(trace: list[TraceEvent], resource: str) -> float:
 
 
 class Contender:
-    """A policy with its wave, its engine and its cache.
+    """A policy with its wave, an engine, and its cache filled by a prefill."""
 
-    With an engine of its own the cache stays filled, and each round only decodes. Where pools are too large to keep one
-    for every policy (a GPU's host memory), all contenders share ``bench.shared_engine`` and each round prefills first.
-    """
-
-    def __init__(self, bench: Bench, policy: Policy):
-        weights = bench.weights
-        self.policy = policy
+    def __init__(self, bench: Bench, policy: Policy, engine: Engine | None = None):
+        self.bench, self.policy = bench, policy
+        self.engine = engine or bench.make_engine([policy])
+        weights = self.engine.weights
         self.wave: Wave = admit(weights.shape, policy, bench.workload, weights.bytes_per_element)
-        self.shared = bench.shared_engine is not None
-        if self.shared:
-            self.engine = bench.shared_engine
-        else:
-            self.engine = bench.make_engine([policy])
         self.sampling = SamplingPlan(0.0, 0, np.arange(bench.workload.num_requests))
         self.executor: Executor = self.engine.executor(self.wave, bench.prompts, self.sampling)
         result = self.engine.run(self.wave, bench.prompts, self.sampling, keep_trace=True, executor=self.executor)
@@ -109,51 +103,72 @@ class Contender:
         self.prefill_trace = result.trace
         self.first_tokens = torch.tensor([answer[0] for answer in self.tokens])
 
-    def decode(self, bench: Bench) -> list[TraceEvent]:
-        """All decode iterations again, over the cache as the prefill left it."""
-        if not self.shared:
-            self.executor.last_tokens.copy_(self.first_tokens)
-        tasks = stream(self.wave, first_iteration=0 if self.shared else 1)
+    def decode(self) -> tuple[list[TraceEvent], float | None]:
+        """All decode iterations again, over the cache as the prefill left it; (trace, others' share of the cores)."""
+        self.executor.last_tokens.copy_(self.first_tokens)
+        before = CpuUse.now()
         trace = self.engine.run(
-            self.wave, bench.prompts, self.sampling, keep_trace=True, tasks=tasks, executor=self.executor
-        ).trace
-        return [event for event in trace if event.task.iteration]
+            self.wave, self.bench.prompts, self.sampling, keep_trace=True,
+            tasks=stream(self.wave, first_iteration=1), executor=self.executor,
+        ).trace  # fmt: skip
+        return trace, CpuUse.now().others_since(before)
 
-    def compute_alone_s(self, bench: Bench) -> float:
+    def compute_alone_s(self) -> float:
         """Wall time of the window's steps when nothing crosses the link; the better of two runs."""
         self.engine.copies.enabled = False
         try:
-            return min(summarize(self.decode(bench)).decode_s for _ in range(2))
+            return min(summarize(self.decode()[0]).decode_s for _ in range(2))
         finally:
             self.engine.copies.enabled = True
 
+    def measured(self, rounds: list[tuple[list[TraceEvent], float | None]], with_ideal: bool) -> Measured:
+        """The record of these rounds; measures the ideal compute now, if asked."""
+        traces = [trace for trace, _ in rounds]
+        ideal = self.compute_alone_s() if with_ideal else None
+        return Measured(
+            self.policy, self.tokens, self.prefill_trace, traces, [summarize(trace) for trace in traces], ideal,
+            [share for _, share in rounds],
+        )  # fmt: skip
+
 
 class Bench:
-    """Runs policies side by side on shared weights. Raises InputError when one is over the budgets."""
+    """Runs policies side by side on the same prompts. Raises InputError when one is over the budgets.
+
+    ``make_weights(device_share)`` loads the weights; policies with the same share use the same ones.
+    """
 
     def __init__(
         self,
-        weights: Weights,
+        make_weights: Callable[[float], Weights],
         prompts: list[list[int]],
         max_tokens: int,
         link_gb_per_s: float | None,
         budgets: dict[str, int | None],
     ):
-        self.weights, self.prompts, self.link_gb_per_s, self.budgets = weights, prompts, link_gb_per_s, budgets
-        self.slots = weights.make_slots()
+        self.prompts, self.link_gb_per_s, self.budgets = prompts, link_gb_per_s, budgets
         lengths = np.array([len(prompt) for prompt in prompts])
         self.workload = Workload(lengths, np.full(len(prompts), max_tokens))
-        self.shared_engine: Engine | None = None
+        self._make_weights = make_weights
+        self._weights: dict[float, tuple[Weights, list[torch.Tensor]]] = {}
+
+    def weights_of(self, policy: Policy) -> tuple[Weights, list[torch.Tensor]]:
+        """(weights, device slots for their streamed layers) of a policy's placement."""
+        share = policy.weights.device
+        if share not in self._weights:
+            weights = self._make_weights(share)
+            self._weights[share] = (weights, weights.make_slots())
+        return self._weights[share]
 
     def make_engine(self, policies: list[Policy]) -> Engine:
-        """An engine whose buffers serve any of the policies. Raises InputError when they are over the budgets."""
-        weights, sizes = self.weights, None
+        """An engine whose buffers serve any of these policies, which place their weights alike."""
+        weights, slots = self.weights_of(policies[0])
+        sizes = None
         for policy in policies:
             needed = buffer_sizes(admit(weights.shape, policy, self.workload, weights.bytes_per_element))
             sizes = needed if sizes is None else sizes.merge(needed)
         plan = memory_plan(weights.shape, policies[0], weights.bytes_per_element, sizes, weights.device.type)
         check_budget(plan, self.budgets, "policy " + ", ".join(policy.name for policy in policies))
-        return Engine(weights, sizes, self.link_gb_per_s, slots=self.slots)
+        return Engine(weights, sizes, self.link_gb_per_s, slots=slots)
 
     def set_link(self, gb_per_s: float, contenders: list[Contender]) -> None:
         """Another pace for the same filled caches (CPU)."""
@@ -165,48 +180,68 @@ class Bench:
         self,
         contenders: list[Contender],
         rounds: int,
-        with_ideal: Callable[[Policy], bool] = lambda policy: True,
-        on_progress: Callable[[str], None] = lambda what: None,
+        with_ideal: Callable[[Policy], bool],
+        on_progress: Callable[[str], None],
     ) -> list[Measured]:
         """``rounds`` interleaved rounds of decoding, then the ideal compute of those that ``with_ideal`` names."""
-        traces: list[list[list[TraceEvent]]] = [[] for _ in contenders]
+        kept: list[list] = [[] for _ in contenders]
         for _ in range(rounds):
-            for contender, kept in zip(contenders, traces, strict=True):
+            for contender, traces in zip(contenders, kept, strict=True):
                 on_progress(f"decode {contender.policy.name}")
-                kept.append(contender.decode(self))
+                traces.append(contender.decode())
         measured = []
-        for contender, kept in zip(contenders, traces, strict=True):
-            ideal = None
+        for contender, traces in zip(contenders, kept, strict=True):
             if with_ideal(contender.policy):
                 on_progress(f"compute alone {contender.policy.name}")
-                ideal = contender.compute_alone_s(self)
-            measured.append(
-                Measured(
-                    contender.policy, contender.tokens, contender.prefill_trace, kept,
-                    [summarize(trace) for trace in kept], ideal,
-                )
-            )  # fmt: skip
+            measured.append(contender.measured(traces, with_ideal(contender.policy)))
+        return measured
+
+    def measure_in_turn(
+        self,
+        policies: list[Policy],
+        rounds: int,
+        with_ideal: Callable[[Policy], bool],
+        on_progress: Callable[[str], None],
+    ) -> list[Measured]:
+        """One policy after another in one set of buffers: for pools too large to keep one for every policy."""
+        engine, measured = None, []
+        for policy in policies:
+            if engine is None or engine.weights is not self.weights_of(policy)[0]:
+                engine = None  # the old buffers go before the new ones come
+                engine = self.make_engine([p for p in policies if p.weights == policy.weights])
+            on_progress(f"prefill {policy.name}")
+            contender = Contender(self, policy, engine)
+            traces = []
+            for _ in range(rounds):
+                on_progress(f"decode {policy.name}")
+                traces.append(contender.decode())
+            if with_ideal(policy):
+                on_progress(f"compute alone {policy.name}")
+            measured.append(contender.measured(traces, with_ideal(policy)))
         return measured
 
 
-def others_cpu_share(seconds: float = 0.5) -> float | None:
-    """Share of all cores that other processes use right now; None where /proc is not there. A run above 0.05 is
-    marked as not idle."""
-    try:
-        before, own_before = _cpu_jiffies(), time.process_time()
-        time.sleep(seconds)
-        after, own_after = _cpu_jiffies(), time.process_time()
-    except (OSError, ValueError, IndexError):
-        return None
-    total = sum(after) - sum(before)
-    idle = (after[3] + after[4]) - (before[3] + before[4])
-    if total <= 0:
-        return None
-    cores = os.cpu_count() or 1
-    own_share = (own_after - own_before) / (seconds * cores)
-    return max(0.0, (total - idle) / total - own_share)
+@dataclass(frozen=True)
+class CpuUse:
+    """Processor time used since boot, by everyone and by this process, in seconds; None where /proc is not there."""
 
+    everyone_s: float | None
+    own_s: float
+    at_s: float
 
-def _cpu_jiffies() -> list[int]:
-    with open("/proc/stat", encoding="ascii") as stat:
-        return [int(field) for field in stat.readline().split()[1:9]]
+    @staticmethod
+    def now() -> CpuUse:
+        try:
+            with open("/proc/stat", encoding="ascii") as stat:
+                jiffies = [int(field) for field in stat.readline().split()[1:9]]
+            everyone = (sum(jiffies) - jiffies[3] - jiffies[4]) / os.sysconf("SC_CLK_TCK")  # without idle and iowait
+        except (OSError, ValueError, IndexError):
+            everyone = None
+        return CpuUse(everyone, time.process_time(), time.perf_counter())
+
+    def others_since(self, before: CpuUse) -> float | None:
+        """Share of all cores that other processes used between the two readings."""
+        if self.everyone_s is None or before.everyone_s is None:
+            return None
+        others = (self.everyone_s - before.everyone_s) - (self.own_s - before.own_s)
+        return max(0.0, others) / max(1e-9, (self.at_s - before.at_s) * (os.cpu_count() or 1))
