@@ -266,8 +266,8 @@ class SpeedBench:
         self._add_overlap(next(m for m in measured if m.policy is judged), rate, where)
         errors = [p.decode_tokens_per_s / speed - 1 for p, speed in zip(predicted, speeds, strict=True)]
         tqdm.write(
-            f"     {where}: searched ACT share {found.act_share:.3f}; tokens/s (virtual clock's error) of shares 0, 1/8 … 1 "
-            "and the searched: "
+            f"     {where}: searched ACT share {found.act_share:.3f}; "
+            "tokens/s (virtual clock's error) of shares 0, 1/8 … 1 and the searched: "
             + ", ".join(f"{speed:.1f} ({error:+.0%})" for speed, error in zip(speeds, errors, strict=True))
         )
         for m in measured:

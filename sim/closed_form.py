@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from flexhybrid.core import work
-from flexhybrid.core.blocks import BLOCK_TOKENS
+from flexhybrid.core.blocks import BLOCK_TOKENS, deal_blocks
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.layout import layer_layout
 from flexhybrid.core.memory import NUM_SLOTS, SLACK_BYTES, workspace_bytes
@@ -133,35 +133,25 @@ def num_mini_batches(batch, prompt_tokens, max_tokens, max_mini_batch_tokens):
 
 
 class KindCounts:
-    """Blocks of each kind among a request's first n, as ``blocks.BlockKinds`` deals them, for arrays of shares.
+    """Blocks of each kind among a request's first n, as ``blocks.deal_blocks`` deals them, for arrays of shares."""
 
-    Of two kinds the first (by name: ACT before KV, device before host) has floor(share·n + ½) of n blocks: it is
-    behind exactly when share·(n + 1) − count ≥ ½, and wins the tie. More kinds are dealt out one by one.
-    """
+    KINDS = ("act@device", "act@host", "kv@device", "kv@host")
 
-    def __init__(self, act_host, act_device, kv_device, most_blocks: int):
-        self.shares = (act_device, act_host, kv_device, np.maximum(0.0, 1.0 - act_host - act_device - kv_device))
-        self.table = None
-        self.simple = not (np.any(act_device) or np.any(kv_device))
-        if self.simple:
-            return
-        shares = np.stack(np.broadcast_arrays(*self.shares)).reshape(4, -1)  # [kind, policies]
-        shares = np.where(shares < 1e-12, 0.0, shares)
-        counts = np.zeros((most_blocks + 1, *shares.shape), dtype=np.float64)
-        columns = np.arange(shares.shape[1])
-        for n in range(most_blocks):
-            behind = np.where(shares > 0, np.round(shares * (n + 1) - counts[n], 9), -np.inf)
-            counts[n + 1] = counts[n]
-            counts[n + 1, behind.argmax(0), columns] += 1
-        self.table, self.columns = counts, columns
+    def __init__(self, act_host, act_device, kv_device):
+        kv_host = np.maximum(0.0, 1.0 - act_host - act_device - kv_device)
+        self.shares = (act_device, act_host, kv_device, np.where(kv_host < 1e-12, 0.0, kv_host))
+        self.simple = not (np.any(act_device) or np.any(kv_device))  # nothing is kept on the device
+        kept = (1, 3) if self.simple else range(4)
+        self._places = tuple(kept)
+        self._kinds = tuple(self.KINDS[i] for i in kept)
+        self._dealt = [self.shares[i] for i in kept]
 
     def at(self, num_blocks):
         """(act@device, act@host, kv@device, kv@host) among the first ``num_blocks``; whole numbers as floats."""
-        if self.simple:
-            act = np.floor(self.shares[1] * num_blocks + (0.5 + 5e-10))
-            return 0.0, act, 0.0, num_blocks - act
-        index = np.broadcast_to(np.asarray(num_blocks, dtype=np.int64), self.columns.shape)
-        return tuple(self.table[index, kind, self.columns] for kind in range(4))
+        counts = [0.0] * len(self.KINDS)
+        for place, count in zip(self._places, deal_blocks(self._kinds, self._dealt, num_blocks), strict=True):
+            counts[place] = count
+        return tuple(counts)
 
 
 class _Model:
@@ -259,7 +249,6 @@ class _Run(NamedTuple):
 def _prepare(m: _Model, batch, prompt, generated, bound, act_host, act_device, kv_device, weights_device) -> _Run:
     K, size = num_mini_batches(batch, prompt, generated, bound)
     last = batch - (K - 1) * size
-    most_blocks = int(np.max(ceil_div(prompt + generated, BLOCK_TOKENS))) + 1
     resident = m.resident_prefix(weights_device)
     streamed = m.layout.total_bytes - resident
     qkv_streamed = np.maximum(0.0, m.layout.qkv_end - resident)
@@ -270,7 +259,7 @@ def _prepare(m: _Model, batch, prompt, generated, bound, act_host, act_device, k
     logits = (m.head[0] + m.sample[0], m.head[1] + m.sample[1])
     run = _Run(
         batch, prompt, generated, K, size, last,
-        kinds=KindCounts(act_host, act_device, kv_device, most_blocks),
+        kinds=KindCounts(act_host, act_device, kv_device),
         prompt_kinds=(),
         streamed=streamed,
         qkv_streamed=qkv_streamed,

@@ -270,15 +270,17 @@ def test_no_edge_between_iterations(wave_and_stops):
     """The first loads of iteration i + 1 stand in the stream before the last layer of iteration i is finished."""
     wave, stops = wave_and_stops
     assume(wave.shape.num_layers > 1 or wave.streamed_from < wave.layout.total_bytes)
-    first_load, last_finish = {}, {}
+    opening_loads, first_embed, last_finish = {}, {}, {}
     for number, task in enumerate(stream_with_stops(wave, stops)):
-        if task.resource == "h2d":
-            first_load.setdefault(task.iteration, number)
+        if task.resource == "h2d" and task.layer == 0:
+            opening_loads.setdefault((task.iteration, task.mini_batch), []).append(number)
+        if task.verb == "embed":
+            first_embed.setdefault(task.iteration, task.mini_batch)
         if task.verb == "finish":
             last_finish[task.iteration] = number
-    for iteration in set(first_load) & set(last_finish):
-        if iteration > 0:
-            assert first_load[iteration] < last_finish[iteration - 1]
+    for iteration, mini_batch in first_embed.items():
+        if iteration > 0 and (iteration, mini_batch) in opening_loads:
+            assert min(opening_loads[iteration, mini_batch]) < last_finish[iteration - 1]
 
 
 @given(waves_with_stops())

@@ -63,7 +63,7 @@ def test_mini_batches_are_those_of_the_packer(batch, prompt, generated, bound):
 def test_two_kinds_have_the_block_managers_counts(share, num_blocks):
     kinds = BlockKinds({"act@host": share, "kv@host": 1.0 - share})
     counted = dict(zip(kinds.kinds, kinds.blocks(num_blocks).tolist()))
-    ours = KindCounts(share, 0.0, 0.0, num_blocks).at(num_blocks)
+    ours = KindCounts(share, 0.0, 0.0).at(num_blocks)
     assert ours[1] == counted.get("act@host", 0)
     assert ours[3] == counted.get("kv@host", 0)
 
@@ -75,7 +75,7 @@ def test_four_kinds_have_the_block_managers_counts(weights, num_blocks):
     shares = {kind: share if share > 1e-12 else 0.0 for kind, share in shares.items()}
     kinds = BlockKinds(shares)
     counted = dict(zip(kinds.kinds, kinds.blocks(num_blocks).tolist()))
-    table = KindCounts(np.array([ah]), np.array([ad]), np.array([kd]), num_blocks)
+    table = KindCounts(np.array([ah]), np.array([ad]), np.array([kd]))
     ours = [float(np.ravel(x)[0]) for x in table.at(np.array([num_blocks]))]
     assert ours == [counted.get(kind, 0) for kind in ("act@device", "act@host", "kv@device", "kv@host")]
 

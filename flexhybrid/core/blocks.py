@@ -21,53 +21,64 @@ def ceil_blocks(tokens):
     return -(-tokens // BLOCK_TOKENS)
 
 
-class BlockKinds:
-    """The representation of logical block 0, 1, 2, … under given token shares.
+#: Rounding up from one half, with room for the rounding error of a share times a count.
+_HALF = 0.5 + 5e-10
 
-    CAPTURE eq. 5: each request keeps #ACT : #KV equal to the pools' ratio, so the next block is of the kind that is
-    behind. Kinds are sorted by name, so ACT comes first in a tie.
+
+def deal_blocks(kinds: tuple[str, ...], shares, num_blocks) -> list:
+    """Blocks of each kind among a request's first ``num_blocks``; shares and counts may be arrays of any one shape.
+
+    CAPTURE eq. 5 keeps #ACT : #KV of each request at the pools' ratio: the next block is of the kind that is behind, so
+    of two kinds the first has floor(share·n + ½) of n blocks. More kinds are dealt in turn: ACT against the rest first,
+    then each representation's blocks over its tiers. Counts never fall as n grows, and a representation never strays
+    more than half a block from its share, a tier within it not more than one.
+    """
+    counts: list = [0] * len(kinds)
+
+    def deal(members: list[int], count) -> None:
+        if len(members) == 1:
+            counts[members[0]] = count
+            return
+        representation = kinds[members[0]].split("@")[0]
+        first = [i for i in members if kinds[i].split("@")[0] == representation]
+        if len(first) == len(members):
+            first = members[:1]
+        rest = [i for i in members if i not in first]
+        part, whole = sum(shares[i] for i in first), sum(shares[i] for i in members)
+        ratio = np.divide(part, whole, out=np.zeros(np.broadcast(part, whole).shape), where=np.asarray(whole) > 0)
+        dealt = np.floor(ratio * count + _HALF)
+        deal(first, dealt)
+        deal(rest, count - dealt)
+
+    deal(list(range(len(kinds))), num_blocks)
+    return counts
+
+
+class BlockKinds:
+    """The representation of logical block 0, 1, 2, … under given token shares: ``deal_blocks`` as a sequence.
+
+    Kinds are sorted by name, so ACT comes before KV and the device before the host.
     """
 
     def __init__(self, shares: dict[str, float]):
         self.kinds = tuple(sorted(kind for kind, share in shares.items() if share > 0))
-        self._shares = np.array([shares[kind] for kind in self.kinds])
-        self._sequence = np.zeros(0, dtype=np.int64)
-        self._counts = np.zeros((1, len(self.kinds)), dtype=np.int64)  # [blocks so far, kind]
-
-    def _extend(self, num_blocks: int) -> None:
-        if num_blocks <= len(self._sequence):
-            return
-        num_blocks = max(num_blocks, 2 * len(self._sequence))
-        sequence, counts = list(self._sequence), [row for row in self._counts]
-        while len(sequence) < num_blocks:
-            behind = self._shares * (len(sequence) + 1) - counts[-1]
-            kind = int(np.argmax(behind.round(9)))
-            sequence.append(kind)
-            row = counts[-1].copy()
-            row[kind] += 1
-            counts.append(row)
-        self._sequence, self._counts = np.array(sequence), np.array(counts)
+        self._shares = [float(shares[kind]) for kind in self.kinds]
 
     def blocks(self, num_blocks) -> np.ndarray:
         """Blocks of each kind among the first ``num_blocks``: [..., kind]."""
-        num_blocks = np.asarray(num_blocks)
-        self._extend(int(num_blocks.max(initial=0)))
-        return self._counts[num_blocks]
+        counts = deal_blocks(self.kinds, self._shares, np.asarray(num_blocks))
+        return np.stack([np.asarray(count) for count in counts], axis=-1).astype(np.int64)
 
     def tokens(self, num_tokens) -> np.ndarray:
         """Tokens of each kind among the first ``num_tokens``: [..., kind]. Only the last block can be partial."""
-        num_tokens = np.asarray(num_tokens)
-        full, rest = num_tokens // BLOCK_TOKENS, num_tokens % BLOCK_TOKENS
-        tokens = self.blocks(full) * BLOCK_TOKENS
-        self._extend(int(full.max(initial=0)) + 1)
-        last_kind = self._sequence[full]
-        return tokens + rest[..., None] * (last_kind[..., None] == np.arange(len(self.kinds)))
+        full, rest = np.divmod(np.asarray(num_tokens), BLOCK_TOKENS)
+        before = self.blocks(full)
+        return before * BLOCK_TOKENS + rest[..., None] * (self.blocks(full + 1) - before)
 
     def kind_of(self, positions) -> np.ndarray:
         """Index into ``kinds`` of the token at each position."""
         block = np.asarray(positions) // BLOCK_TOKENS
-        self._extend(int(block.max(initial=0)) + 1)
-        return self._sequence[block]
+        return np.argmax(self.blocks(block + 1) - self.blocks(block), axis=-1)
 
 
 @dataclass(frozen=True)
