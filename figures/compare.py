@@ -18,6 +18,7 @@ VERB_COLORS = {
     "project": "#66a61e",
     "assemble": "#a6cee3",
     "attend": "#e7298a",
+    "attend_prefill": "#e7298a",
     "finish": "#7570b3",
     "head": "#b2182b",
 }
@@ -68,8 +69,11 @@ def timeline(path: Path, traces: dict, iteration: int) -> None:
     ``traces``: name -> events (task, start_s, end_s) in stream order. Iteration i begins where the last sample of
     iteration i - 1 ends; a tenth of its length is shown on either side.
     """
-    figure, panels = plt.subplots(len(traces), 1, figsize=(11, 2.0 * len(traces) + 0.6), constrained_layout=True)
+    figure, panels = plt.subplots(
+        len(traces), 1, sharex=True, figsize=(11, 2.0 * len(traces) + 0.6), constrained_layout=True
+    )
     used: set[str] = set()
+    left = right = 0.0
     for axes, (name, trace) in zip(panels, traces.items(), strict=True):
         ends = {}
         for task, _, end in trace:
@@ -90,9 +94,10 @@ def timeline(path: Path, traces: dict, iteration: int) -> None:
                 used.add(task.verb)
         for edge in (0.0, (end - begin) * 1e3):
             axes.axvline(edge, color="black", lw=0.8, ls="--")
-        axes.set_xlim(-margin * 1e3, (end - begin + margin) * 1e3)
+        left, right = min(left, -margin * 1e3), max(right, (end - begin + margin) * 1e3)
         axes.set_yticks([-y for y in range(len(SHOWN_ROWS))], [label for _, label in SHOWN_ROWS])
         axes.set_title(f"{name}: iteration {iteration}, {(end - begin) * 1e3:.0f} ms", fontsize=9, loc="left")
+    panels[-1].set_xlim(left, right)
     panels[-1].set_xlabel("ms; paler bars belong to the neighbouring iterations")
     shown = [Patch(color=color, label=verb) for verb, color in VERB_COLORS.items() if verb in used]
     figure.legend(handles=shown, ncol=len(shown), loc="outside lower center", fontsize=8, frameon=False)

@@ -30,8 +30,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _common(compare)
     compare.add_argument("--model", type=Path, help="local OPT checkpoint folder (Hugging Face layout)")
+    compare.add_argument("--device-memory", help="budget of the device, like 12GiB (no limit)")
+    compare.add_argument("--host-memory", default="8GiB", help="budget of the host (8GiB)")
     compare.add_argument("--policy", type=Path, help="policy JSON file to run beside the others")
-    compare.add_argument("--out", type=Path, default=Path("results"), help="folder for tables and figures")
+    compare.add_argument("--out", type=Path, default=Path("results"), help="folder for tables and figures (results)")
     compare.set_defaults(run=_compare)
 
     profile = commands.add_parser(
@@ -53,8 +55,6 @@ def _common(parser: argparse.ArgumentParser) -> None:
         type=float,
         help="pace of the link on a CPU",
     )
-    parser.add_argument("--device-memory", help="budget of the device, like 12GiB")
-    parser.add_argument("--host-memory", default="8GiB", help="budget of the host (8GiB)")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
 
 
@@ -67,24 +67,23 @@ def _compare(args) -> dict:
 def _profile(args) -> dict:
     from tqdm import tqdm
 
-    from flexhybrid.core.memory import parse_bytes
     from flexhybrid.core.shape import shape_from_config
+    from flexhybrid.jobs.compare import check_writable
     from flexhybrid.jobs.measure import PROFILE_STEPS, TIMING_SHAPE, fastest_dtype, measure_hardware
+    from flexhybrid.jobs.report import Report
     from flexhybrid.machine import pick_device, profile_path
     from policy_search.fit import fit_report
 
-    parse_bytes(args.device_memory), parse_bytes(args.host_memory)  # refused here if they make no sense
     device = pick_device(args.device, args.link_gb_per_s)
+    check_writable(profile_path(device).parent)
     shape = shape_from_config(args.model) if args.model else TIMING_SHAPE
     dtype = fastest_dtype(shape, device)
     with tqdm(total=PROFILE_STEPS, desc="profile", file=sys.stderr, disable=args.json or None, leave=False) as bar:
         hardware, disagreements = measure_hardware(shape, dtype, device, args.link_gb_per_s, None, bar.update)
     rows = fit_report(hardware)
     if not args.json:
-        import pandas as pd
-
-        print(pd.DataFrame(rows).to_string(index=False))
-        print(f"kept at {profile_path(device)}")
+        Report(quiet=False).profile(hardware, disagreements)
+        print(f"\nKept at {profile_path(device)}")
     return {"path": str(profile_path(device)), "lines": rows, "disagreements": disagreements}
 
 

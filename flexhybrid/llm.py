@@ -173,7 +173,7 @@ class LLM:
             if not prompt:
                 raise InputError(f"prompt {index} is empty")
             try:
-                ids = self.tokenizer(prompt)["input_ids"]
+                ids = self.tokenizer(prompt, verbose=False)["input_ids"]
             except (UnicodeError, TypeError) as error:
                 raise InputError(f"prompt {index} cannot be encoded: {error}") from None
         elif isinstance(prompt, (list, tuple)) and all(_is_whole(token) for token in prompt):

@@ -15,6 +15,8 @@ from flexhybrid.core.shape import ModelShape
 from flexhybrid.core.waves import Budgets, split_waves
 from flexhybrid.core.workload import Workload
 
+SLOWEST_LINK = 0.01  #: GB/s; slower, nothing would ever end
+
 
 def pick_device(name: str, link_gb_per_s: float | None) -> torch.device:
     """ "auto", "cpu" or "cuda". Raises InputError for anything else, for CUDA that is not there, and for a bad pace."""
@@ -26,8 +28,9 @@ def pick_device(name: str, link_gb_per_s: float | None) -> torch.device:
     if link_gb_per_s is not None:
         if device.type == "cuda":
             raise InputError("link_gb_per_s paces the copies of a CPU; a CUDA device runs at the rate of its own link")
-        if not isinstance(link_gb_per_s, (int, float)) or not 0 < link_gb_per_s < float("inf"):
-            raise InputError(f"link_gb_per_s is {link_gb_per_s!r}; it must be a number > 0")
+        number = isinstance(link_gb_per_s, (int, float)) and not isinstance(link_gb_per_s, bool)
+        if not number or not SLOWEST_LINK <= link_gb_per_s < float("inf"):
+            raise InputError(f"link_gb_per_s is {link_gb_per_s!r}; it must be a number of at least {SLOWEST_LINK} GB/s")
     return device
 
 

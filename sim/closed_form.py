@@ -191,7 +191,7 @@ class _Model:
     def attend_prefill(self, rows, width):
         """Seconds of attention over prompts: ``rows`` = requests x width; arrays."""
         return price(
-            self.hardware, "attend", "compute", work.attend_prefill(self.shape, self.p, rows / width, width), True
+            self.hardware, "attend_prefill", "compute", work.attend_prefill(self.shape, self.p, rows / width, width)
         )
 
     def resident_prefix(self, share):

@@ -14,7 +14,6 @@ from flexhybrid.core.dependencies import KINDS, Dependencies
 from flexhybrid.core.hardware import LINKS, Hardware
 from flexhybrid.core.task import RESOURCES, Task
 from flexhybrid.core.trace import TraceEvent
-from sim.cost import line_for
 
 
 def run(tasks: Iterable[Task], hardware: Hardware, kinds: Iterable[str] = KINDS) -> list[TraceEvent]:
@@ -25,14 +24,14 @@ def run(tasks: Iterable[Task], hardware: Hardware, kinds: Iterable[str] = KINDS)
     """
     dependencies = Dependencies(kinds)
     ends: dict[str, list[float]] = {resource: [] for resource in RESOURCES}
-    lines: dict[tuple[str, str, bool], tuple[float, float, float]] = {}
+    lines: dict[tuple[str, str], tuple[float, float, float]] = {}
     trace: list[TraceEvent] = []
     for task in tasks:
         resource, work = task.resource, task.work
-        key = (task.verb, resource, task.iteration == 0)
+        key = (task.verb, resource)
         coefficients = lines.get(key)
         if coefficients is None:
-            line = line_for(hardware, *key)
+            line = hardware.line(*key)
             coefficients = lines[key] = (line.overhead_s, line.s_per_flop, line.s_per_byte)
         overhead_s, s_per_flop, s_per_byte = coefficients
         own = ends[resource]
@@ -52,14 +51,15 @@ def run(tasks: Iterable[Task], hardware: Hardware, kinds: Iterable[str] = KINDS)
 class RunSummary:
     """What a run took, from its trace; the same for a virtual and a measured one.
 
-    The prefill ends with the last sample of iteration 0. The decode goes from there to the last sample of the last
-    iteration, so that the edges between its iterations are in it.
+    The prefill ends with the last sample of the trace's first iteration. The decode goes from there to the last sample
+    of the last iteration, so that the edges between its iterations are in it. In a trace that starts with a decode
+    iteration, that one takes the prefill's place.
     """
 
     total_s: float  #: from the first task's start to the last sample's end
     prefill_s: float
     decode_s: float
-    num_iterations: int  #: the prefill is one of them
+    num_iterations: int  #: in the trace; with a prefill it is one of them
     generated_tokens: int
     tokens_per_s: float  #: generated tokens / total_s
     decode_tokens_per_s: float  #: tokens of iterations 1, 2, … / decode_s; 0 without a decode

@@ -84,7 +84,7 @@ def test_every_running_request_takes_part_exactly_once_an_iteration(wave_and_sto
     wave, stops = wave_and_stops
     took_part = Counter()
     for task in stream_with_stops(wave, stops):
-        if task.verb in ("embed", "project", "attend", "finish", "head", "sample", "store_out"):
+        if task.verb in ("embed", "project", "attend", "attend_prefill", "finish", "head", "sample", "store_out"):
             for request in task.payload.step.requests.tolist():
                 took_part[task.verb, task.iteration, task.layer, request] += 1
     last = wave.shape.num_layers - 1
@@ -96,7 +96,7 @@ def test_every_running_request_takes_part_exactly_once_an_iteration(wave_and_sto
                 for verb in ("head", "sample", "store_out"):
                     expected[verb, iteration, last, request] += 1
                 for layer in range(last + 1):
-                    for verb in ("project", "attend", "finish"):
+                    for verb in ("project", "attend" if iteration else "attend_prefill", "finish"):
                         expected[verb, iteration, layer, request] += 1
     assert took_part == expected
 

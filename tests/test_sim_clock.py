@@ -14,7 +14,7 @@ from flexhybrid.core.task import Access, Task, Work
 from flexhybrid.core.trace import TraceEvent, check_trace
 from flexhybrid.core.workload import Workload
 from sim import presets
-from sim.cost import line_for, price, task_seconds
+from sim.cost import price, task_seconds
 from sim.validation import random_case
 from sim.virtual_clock import run, summarize
 
@@ -108,12 +108,13 @@ def test_a_measured_trace_is_summarized_alike():
 
 def test_verbs_without_a_line_take_their_resources_and_prefill_attention_its_own():
     hardware = Hardware("x", "cpu", {"compute": Line(1.0), "attend": Line(2.0), "attend_prefill": Line(3.0)})
-    assert line_for(hardware, "embed", "compute").overhead_s == 1.0
-    assert line_for(hardware, "attend", "compute").overhead_s == 2.0
-    assert task_seconds(task(0, "attend", "compute"), hardware) == 3.0
+    assert task_seconds(task(1, "embed", "compute"), hardware) == 1.0
     assert task_seconds(task(1, "attend", "compute"), hardware) == 2.0
+    assert task_seconds(task(0, "attend_prefill", "compute"), hardware) == 3.0
+    without = Hardware("x", "cpu", {"compute": Line(1.0), "attend": Line(2.0)})
+    assert task_seconds(task(0, "attend_prefill", "compute"), without) == 2.0
     with pytest.raises(InputError, match="load_kv"):
-        line_for(hardware, "load_kv", "h2d")
+        task_seconds(task(1, "load_kv", "h2d"), hardware)
 
 
 def test_links_are_priced_by_link_bytes_and_the_rest_by_memory_bytes():

@@ -9,6 +9,9 @@ from pathlib import Path
 
 from flexhybrid.core.errors import InputError
 
+#: A verb without a line takes another verb's before its resource's.
+OTHERWISE = {"attend_prefill": "attend"}
+
 #: Resources whose tasks cross a link; the others compute.
 LINKS = ("h2d", "d2h", "disk_read", "disk_write")
 
@@ -74,7 +77,7 @@ class Hardware:
 
     def line(self, verb: str, resource: str) -> Line:
         """The line that prices a task of this verb on this resource."""
-        found = self.lines.get(verb) or self.lines.get(resource)
+        found = self.lines.get(verb) or self.lines.get(OTHERWISE.get(verb, resource)) or self.lines.get(resource)
         if found is None:
             raise InputError(f"hardware {self.name!r} has no line for {verb!r} nor for {resource!r}")
         return found
@@ -90,7 +93,7 @@ class Hardware:
             raise InputError(f"a link rate must be a number > 0, not {gb_per_s!r}")
 
         def at_rate(key: str, line: Line) -> Line:
-            if key.endswith("_unpaced") or not _crosses_link(key):
+            if key.endswith("_unpaced") or not crosses_link(key):
                 return line
             if gb_per_s is None:
                 return self.lines["d2h_unpaced" if key.startswith(("d2h", "store_")) else "h2d_unpaced"]
@@ -115,7 +118,7 @@ def write_by_rename(path: Path, text: str) -> None:
     partial.replace(path)
 
 
-def _crosses_link(key: str) -> bool:
+def crosses_link(key: str) -> bool:
     """Whether a line is of the host link: one of its directions, or a verb that loads or stores."""
     return key.startswith(("h2d", "d2h", "load_", "store_"))
 

@@ -76,9 +76,10 @@ class MiniBatchStep:
     segments: tuple[Segment, ...]
     stores: tuple[Store, ...]
 
-    @property
+    @cached_property
     def prefill(self) -> bool:
-        return self.iteration == 0
+        """Nothing is cached yet: the new tokens are a prompt and attend to themselves alone."""
+        return not self.context.any()
 
     @cached_property
     def width(self) -> int:
@@ -236,7 +237,7 @@ def step_work(shape: ModelShape, p: int, step: MiniBatchStep) -> dict[str, Work]
         if kv_rows or act_rows:
             works[verb] = work.scatter_rows(shape, p, kv_rows, act_rows)
     if step.prefill:
-        works["attend"] = work.attend_prefill(shape, p, batch, step.width)
+        works["attend_prefill"] = work.attend_prefill(shape, p, batch, step.width)
         return works
     if step.act_blocks:
         works["kv_gen"] = work.kv_gen(shape, p, max(batch * step.act_blocks * BLOCK_TOKENS, work.MIN_KV_GEN_ROWS))
@@ -408,7 +409,9 @@ class _Stream:
             if "kv@device" in kinds:
                 reads += (self._pool("kv@device", layer, step),)
             yield task("assemble", "compute", reads, (_ATTENTION,))
-        yield task("attend", "compute", (_QKV,) if step.prefill else (_QKV, _ATTENTION), (_ATTENDED,))
+            yield task("attend", "compute", (_QKV, _ATTENTION), (_ATTENDED,))
+        else:
+            yield task("attend_prefill", "compute", (_QKV,), (_ATTENDED,))
         reads = (_ATTENDED, hidden, *bytes_of(0, layout.vectors_end), *bytes_of(layout.qkv_end, layout.total_bytes))
         yield task("finish", "compute", reads, (hidden,))
         yield from self._store(step, works, layer, payload, staging)

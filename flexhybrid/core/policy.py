@@ -215,7 +215,12 @@ class Policy:
 
     @staticmethod
     def load(path: str | Path) -> Policy:
+        """Read a JSON file. Raises InputError that names the file."""
         try:
-            return Policy.from_json(Path(path).read_text(encoding="utf-8"))
+            text = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"cannot read policy file {path}: {error}") from None
+            raise InputError(f"cannot read policy file {path}: {getattr(error, 'strerror', None) or error}") from None
+        try:
+            return Policy.from_json(text)
+        except InputError as error:
+            raise InputError(f"{path}: {error}") from None

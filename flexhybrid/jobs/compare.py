@@ -48,6 +48,11 @@ CUDA_TRACE_TOLERANCE_S = 5e-5
 LINK_LADDER = (0.4, 0.5, 0.6, 0.8, 1.0, 1.25, 1.6, 2.0)
 INSIDE = (0.05, 0.9)  #: an ACT share between these is a mix
 
+RESULT_FILES = (
+    *("compare.json", "exactness.csv", "speed.csv", "sweep.csv", "throughput.png", "timeline.png", "trace.json"),
+    *("hardware-cpu.json", "hardware-cuda.json"),
+)
+
 SWEEP = tuple(i / 8 for i in range(1, 8))  #: its ends are kv_only and act_only
 SMALLEST_KEPT_HIDDEN = 512  #: lines fitted on a tiny model say nothing about this machine at real sizes
 EXACT_MINI_BATCH_TOKENS = 1024
@@ -133,10 +138,7 @@ def compare(options: CompareOptions, quiet: bool = False) -> dict:
     """
     began = time.perf_counter()
     setting, report = _Setting(options), Report(quiet)
-    try:
-        options.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"cannot write results to {options.out}: {error.strerror}; choose another --out") from None
+    check_writable(options.out)
     with tqdm(total=setting.num_steps(), disable=quiet or None, file=sys.stderr, unit="step", leave=False) as bar:
 
         def advance(what: str) -> None:
@@ -181,9 +183,24 @@ def compare(options: CompareOptions, quiet: bool = False) -> dict:
     return result
 
 
+def check_writable(folder: Path) -> None:
+    """Make the folder and try it, before an hour's work is to be written there. Raises InputError."""
+    probe = folder / ".flexhybrid-probe"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.write_text("")
+        probe.unlink()
+        if taken := next((path for path in folder.glob("*.*") if path.name in RESULT_FILES and path.is_dir()), None):
+            raise InputError(f"cannot write results to {folder}: {taken.name} is a folder there; choose another --out")
+    except OSError as error:
+        raise InputError(f"cannot write results to {folder}: {error.strerror}; choose another folder") from None
+
+
 def _profile_and_search(setting: _Setting, report: Report, bar: tqdm):
     """(link rate, hardware, sizes that passes disagreed on, search result); climbs the link ladder where it may."""
     options, device = setting.options, setting.device
+
+    report.say("Profiling under load: about 20 s a link rate.\n")
 
     def profiled(link: float | None, heading: str = "Profile") -> tuple[Hardware, list[str]]:
         bar.set_description("profile" if link is None else f"profile at {link} GB/s")

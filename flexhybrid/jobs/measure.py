@@ -5,11 +5,12 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from flexhybrid.core.hardware import Hardware
+from flexhybrid.core.hardware import Hardware, Line, crosses_link
 from flexhybrid.core.shape import ModelShape
 from flexhybrid.machine import profile_path
 from flexhybrid.runtime.profile import SIZES, faster_cpu_dtype, profile
@@ -71,8 +72,19 @@ def measure_hardware(
             "sizes that two passes disagreed on": result.disagreements,
         },
     )
+    if link_gb_per_s:
+        hardware = replace(
+            hardware, lines={key: _paced(key, line, link_gb_per_s) for key, line in hardware.lines.items()}
+        )
     hardware.save(save_to or profile_path(device))
     return hardware, result.disagreements
+
+
+def _paced(key: str, line: Line, link_gb_per_s: float) -> Line:
+    """A fitted line of a paced link, no faster than its pace: jitter may tilt a fit, but nothing outruns a deadline."""
+    if not crosses_link(key) or key.endswith("_unpaced"):
+        return line
+    return replace(line, s_per_byte=max(line.s_per_byte, 1e-9 / link_gb_per_s))
 
 
 PROFILE_STEPS = 2 * len(SIZES)

@@ -79,6 +79,11 @@ class Report:
     def speed(self, result: dict) -> None:
         self.say("\n4. Speed: decode tokens/s, median of interleaved rounds\n")
         self.table([speed_line(row) for row in result["speed"]])
+        self.say(
+            "\nclosed form and virtual are predictions, error is virtual over measured; MB/iter: 10^6 bytes to the device\n"
+            "an iteration; overlap: the larger of ideal link and ideal compute time over the wall time; compute, link:\n"
+            f"busy shares; = kv_only: tokens equal to kv_only's in {result['dtype']}, where rounding may part texts."
+        )
         self.say("\nSweep over ACT shares\n")
         self.table([speed_line(row) for row in result["sweep"]])
         violations = result["trace_violations"]

@@ -78,8 +78,9 @@ class Executor:
         self.verbs: dict[str, Callable[[Task], None]] = {
             name: getattr(self, f"_{name}")
             for name in (
-                "embed", "kv_gen", "project", "assemble", "attend", "finish", "head", "sample", "load_weights",
-                "load_act", "load_kv", "store_act", "store_kv", "store_out", "scatter", "scatter_device",
+                "embed", "kv_gen", "project", "assemble", "attend", "attend_prefill", "finish", "head", "sample",
+                "load_weights", "load_act", "load_kv", "store_act", "store_kv", "store_out", "scatter",
+                "scatter_device",
             )
         }  # fmt: skip
 
@@ -243,18 +244,20 @@ class Executor:
 
     @torch.inference_mode()
     def _attend(self, task: Task) -> None:
-        step = task.payload.step
-        shape, batch = self.shape, len(step.requests)
-        query = self.kvq[:, shape.kv_width :]
-        if step.prefill:
-            new = self.kvq[:, : shape.kv_width].view(batch, step.width, 2, shape.num_kv_heads, shape.head_dim)
-            query = query.view(batch, step.width, shape.num_heads, shape.head_dim)
-            self.attended = attention.attend_prefill(query, new[:, :, 0], new[:, :, 1]).view(step.rows, -1)
-            return
+        step, shape = task.payload.step, self.shape
+        batch = len(step.requests)
         keys, values = self.buffers.attention_views(batch, step.attention_tokens)
         mask = self.step_tensors[task.mini_batch].mask_B11T
-        query = query.reshape(batch, shape.num_heads, shape.head_dim)
+        query = self.kvq[:, shape.kv_width :].reshape(batch, shape.num_heads, shape.head_dim)
         self.attended = attention.attend_decode(query, keys, values, mask)
+
+    @torch.inference_mode()
+    def _attend_prefill(self, task: Task) -> None:
+        step, shape = task.payload.step, self.shape
+        grid = (len(step.requests), step.width)
+        new = self.kvq[:, : shape.kv_width].view(*grid, 2, shape.num_kv_heads, shape.head_dim)
+        query = self.kvq[:, shape.kv_width :].view(*grid, shape.num_heads, shape.head_dim)
+        self.attended = attention.attend_prefill(query, new[:, :, 0], new[:, :, 1]).view(step.rows, -1)
 
     @torch.inference_mode()
     def _finish(self, task: Task) -> None:

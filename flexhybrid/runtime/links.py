@@ -9,20 +9,24 @@ import torch
 
 from flexhybrid.runtime.host_memory import HostMemory
 
-#: A link that was late (the sleep overshot, a thread came back late) may make up for this much. A link that was idle
-#: gains no more than this either.
-CREDIT_S = 3e-4
+#: A copy that begins within this time of the last one's end was waiting for it: the link was never idle.
+BACK_TO_BACK_S = 5e-4
+
+#: The most lateness that is made up for: beyond it the machine was away, not the link's thread late.
+MOST_LATE_S = 2e-2
 
 
 class Pacer:
     """Holds one direction to a rate. Deadlines run on from one copy to the next, so that lateness does not add up.
 
-    Sleeping a fixed time per copy reaches 0.3 to 0.6 of the rate at small copies, deadlines reach 0.92 to 1.0.
+    A link does not stand still because the thread that plays it woke up late, so a copy that follows at once takes over
+    the last deadline; after a pause it starts from now, for a pause earns nothing. Sleeping a fixed time per copy
+    reaches 0.3 to 0.6 of the rate at small copies, deadlines reach 0.92 to 1.0.
     """
 
     def __init__(self, bytes_per_s: float | None):
         self.bytes_per_s = bytes_per_s
-        self._deadline = 0.0
+        self._deadline = self._ended = 0.0
 
     def begin(self) -> float:
         return time.perf_counter()
@@ -31,10 +35,13 @@ class Pacer:
         """Sleep until a copy of this size that began then may be over."""
         if self.bytes_per_s is None:
             return
-        self._deadline = max(self._deadline, began - CREDIT_S) + num_bytes / self.bytes_per_s
+        busy = began - self._ended < BACK_TO_BACK_S
+        start = max(self._deadline, began - MOST_LATE_S) if busy else max(self._deadline, began)
+        self._deadline = start + num_bytes / self.bytes_per_s
         delay = self._deadline - time.perf_counter()
         if delay > 0:
             time.sleep(delay)
+        self._ended = time.perf_counter()
 
 
 def as_bytes(tensor: torch.Tensor) -> np.ndarray:

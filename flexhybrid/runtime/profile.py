@@ -129,15 +129,8 @@ def _typical(times: list[float]) -> float:
 
 
 def _line_key(event: TraceEvent) -> str | None:
-    """Prefill attention is another kernel than decode attention; all else is one line a verb.
-
-    Stores have no line of their own: a decode step's few rows come after a pause, when a paced link still has credit,
-    and would look free. They are priced by the d2h line.
-    """
-    task = event.task
-    if task.verb.startswith("store_"):
-        return None
-    return "attend_prefill" if task.verb == "attend" and task.iteration == 0 else task.verb
+    """One line a verb; stores take d2h's: a decode step's few rows say nothing about a link."""
+    return None if event.task.verb.startswith("store_") else event.task.verb
 
 
 def _run(weights: Weights, slots, size, link_gb_per_s: float | None) -> list[TraceEvent]:
