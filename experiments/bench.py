@@ -21,6 +21,7 @@ import torch
 from tqdm import tqdm
 
 from flexhybrid.core.dependencies import Dependencies
+from flexhybrid.core.hardware import write_by_rename
 from flexhybrid.core.memory import buffer_sizes, memory_plan, total_bytes
 from flexhybrid.core.plan import admit, stream
 from flexhybrid.core.policy import Placement, Policy
@@ -50,6 +51,8 @@ BOUND = MINI_BATCH * (34 * 16 + 1)
 RATES = (0.3, 0.4, 0.6)
 RESIDENT_RATE = 0.3
 ROUNDS = 3
+KERNEL_REPEATS = 7
+PARTS = ("model", "exactness", "kernels", "speed")
 JUDGED_BALANCE = 0.7  #: design section 11: the smaller ideal over the larger
 BUDGETS = {"device": None, "host": 8 * 2**30}
 
@@ -164,8 +167,10 @@ def median_seconds(function, repeats: int = 15) -> float:
     return statistics.median(times)
 
 
-def bench_kernels(table: Table, contender: Contender, dtype: torch.dtype) -> None:
+def bench_kernels(table: Table, dtype_name: str) -> None:
     """KV-Gen, as the executor runs it, against a plain product of its shape; attend against the memory's bandwidth."""
+    dtype = getattr(torch, dtype_name)
+    contender = Contender(make_bench(dtype_name), hybrid(0.75, BOUND))
     tasks = {t.verb: t for t in stream(contender.wave, first_iteration=1) if t.layer == 1 and t.iteration == 2}
     executor = contender.executor
     executor.step_tensors[tasks["kv_gen"].mini_batch] = executor._prepare(tasks["kv_gen"].payload.step)
@@ -173,7 +178,7 @@ def bench_kernels(table: Table, contender: Contender, dtype: torch.dtype) -> Non
     a, w = torch.randn(rows, shape.hidden).to(dtype), torch.randn(shape.kv_width, shape.hidden).to(dtype)
     out = torch.empty(rows, shape.kv_width, dtype=dtype)
     ratios = []
-    for _ in range(3):
+    for _ in range(KERNEL_REPEATS):
         plain = median_seconds(lambda: torch.mm(a, w.t(), out=out))
         ours = median_seconds(lambda: executor.perform(tasks["kv_gen"]))
         ratios.append(plain / ours)
@@ -187,7 +192,7 @@ def bench_kernels(table: Table, contender: Contender, dtype: torch.dtype) -> Non
     # What reading so much memory costs at best here: a sum over a buffer far larger than the caches, per byte.
     large = torch.ones(256 * 2**20 // 8, dtype=torch.int64)
     ratios = []
-    for _ in range(3):
+    for _ in range(KERNEL_REPEATS):
         bandwidth = large.numel() * 8 / median_seconds(lambda: large.sum(), 5)
         ours = num_bytes / median_seconds(lambda: attention.attend_decode(query, keys, values, None))
         ratios.append(ours / bandwidth)
@@ -203,6 +208,14 @@ def best_of_smooth_fit(shares: list[float], values: list[float]) -> float:
     return float(fit(np.linspace(0, 1, 201)).max())
 
 
+def make_bench(dtype: str) -> Bench:
+    """The timing model with its prompts; weights are placed as each policy says."""
+    generator = np.random.default_rng(0)
+    prompts = [generator.integers(3, TIMING_SHAPE.vocab, CONTEXT).tolist() for _ in range(BATCH)]
+    source, device = RandomWeights(TIMING_SHAPE), torch.device("cpu")
+    return Bench(lambda share: Weights(TIMING_SHAPE, source, dtype, device, share), prompts, MAX_TOKENS, 2.0, BUDGETS)
+
+
 class SpeedBench:
     """Prediction, choice and overlap of one placement of weights, at one link rate after another."""
 
@@ -210,12 +223,7 @@ class SpeedBench:
         self.table, self.bar, self.dtype, self.weights_share = table, bar, dtype, weights_share
         self.shape, self.device = TIMING_SHAPE, torch.device("cpu")
         self.workload = Workload.uniform(BATCH, CONTEXT, MAX_TOKENS)
-        generator = np.random.default_rng(0)
-        prompts = [generator.integers(3, self.shape.vocab, CONTEXT).tolist() for _ in range(BATCH)]
-        self.bench = Bench(
-            lambda share: Weights(self.shape, RandomWeights(self.shape), dtype, self.device, share),
-            prompts, MAX_TOKENS, 2.0, BUDGETS,
-        )  # fmt: skip
+        self.bench = make_bench(dtype)
         # The device has room for what the sweep needs, but not for all keys and values: that would end the question.
         sizes = buffer_sizes(admit(self.shape, hybrid(0.5, BOUND), self.workload, DTYPE_BYTES[dtype]))
         placed = memory_plan(self.shape, self._policy(0.5), DTYPE_BYTES[dtype], sizes, "cpu")
@@ -294,7 +302,6 @@ class SpeedBench:
 def bench_speed(table: Table, bar: tqdm, dtype: str) -> None:
     """Streamed weights at three rates, and at a fourth where the best policy is a mix; then resident weights."""
     streamed = SpeedBench(table, bar, dtype, 0.0)
-    bench_kernels(table, streamed.sweep[6], getattr(torch, dtype))
     errors, shares = [], []
     for rate in RATES:
         more, share = streamed.run(rate, f"weights streamed at {rate} GB/s")
@@ -365,18 +372,25 @@ class _one_thread:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("results"))
-    parser.add_argument("--skip-speed", action="store_true", help="only what takes seconds")
+    parser.add_argument("--only", choices=PARTS, help="renew these rows of bench.json alone")
     args = parser.parse_args()
+    out = args.out / "bench.json"
     table = Table()
-    bench_closed_form(table)
-    bench_stream(table)
-    bench_exactness(table)
-    if not args.skip_speed:
-        dtype = fastest_dtype(TIMING_SHAPE, torch.device("cpu"))
+    if args.only and out.is_file():
+        table.rows = json.loads(out.read_text(encoding="utf-8"))
+    dtype = fastest_dtype(TIMING_SHAPE, torch.device("cpu"))
+    parts = [args.only] if args.only else PARTS
+    if "model" in parts:
+        bench_closed_form(table)
+        bench_stream(table)
+    if "exactness" in parts:
+        bench_exactness(table)
+    if "kernels" in parts:
+        bench_kernels(table, dtype)
+    if "speed" in parts:
         with tqdm(total=9 + 9 + 6 * PROFILE_STEPS + 5 * (ROUNDS * 10 + 2), unit="step", leave=False) as bar:
             bench_speed(table, bar, dtype)
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "bench.json").write_text(json.dumps(table.rows, indent=1), encoding="utf-8")
+    write_by_rename(out, json.dumps(table.rows, indent=1))
     missed = [name for name, row in table.rows.items() if not row["ok"]]
     print(f"\n{device_name(torch.device('cpu'))}: {len(table.rows) - len(missed)} of {len(table.rows)} figures hold.")
     for name in missed:

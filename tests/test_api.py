@@ -99,6 +99,54 @@ def test_one_llm_serves_calls_of_different_sizes(tiny):
     assert llm.generate([]) == []
 
 
+def test_prompts_may_be_any_iterable_of_lists_or_arrays(tiny):
+    llm = LLM(tiny, "kv_only", device="cpu")
+    expected = tokens(llm, [[5, 6, 7], [8, 9]], max_tokens=4, temperature=0)
+    assert tokens(llm, (p for p in [[5, 6, 7], [8, 9]]), max_tokens=4, temperature=0) == expected
+    assert tokens(llm, [np.array([5, 6, 7]), (8, 9)], max_tokens=4, temperature=0) == expected
+
+
+def test_a_prompt_that_leaves_one_position_gets_one_token(tiny):
+    llm = LLM(tiny, "hybrid(0.5)", device="cpu")
+    assert len(tokens(llm, [[5] * 95], max_tokens=10, temperature=0, ignore_eos=True)[0]) == 1
+
+
+def test_waves_whose_union_is_over_the_budget_still_run(tiny):
+    """Each wave fits alone; buffers that serve all of them would not."""
+    generator = np.random.default_rng(1)
+    prompts = [generator.integers(3, 61, n).tolist() for n in (80, 4, 4, 4, 4, 4, 80)]
+    expected = tokens(LLM(tiny, "hybrid(0.5)", device="cpu"), prompts, max_tokens=4, temperature=0)
+    from flexhybrid.core.memory import total_bytes
+    from flexhybrid.core.waves import split_waves, wave_plan
+    from flexhybrid.core.workload import Workload
+
+    llm = LLM(tiny, "hybrid(0.5)", device="cpu")
+    one = Workload(np.array([80]), np.array([4]))
+    device = total_bytes(wave_plan(llm.shape, llm.policy, one, 4, "cpu"))["device"] + 2000
+    lengths = Workload(np.array([len(p) for p in prompts]), np.full(7, 4))
+    assert len(split_waves(llm.shape, llm.policy, lengths, 4, {"device": device}, "cpu")) > 1
+    limited = LLM(tiny, "hybrid(0.5)", device="cpu", device_memory=device)
+    assert tokens(limited, prompts, max_tokens=4, temperature=0) == expected
+
+
+def test_a_wave_planned_for_other_weights_is_refused(tiny):
+    """Running it would read weights that were never loaded: silently wrong tokens."""
+    from flexhybrid.core.memory import buffer_sizes
+    from flexhybrid.core.plan import admit
+    from flexhybrid.core.policy import Placement
+    from flexhybrid.core.workload import Workload
+    from flexhybrid.runtime.engine import Engine
+    from flexhybrid.runtime.executor import SamplingPlan
+    from flexhybrid.runtime.weights import Weights
+
+    checkpoint = Checkpoint(tiny)
+    policy = Policy(weights=Placement(device=0.5, host=0.5))
+    wave = admit(checkpoint.shape, policy, Workload.uniform(1, 4, 2), 4)
+    engine = Engine(Weights(checkpoint.shape, checkpoint, "float32", torch.device("cpu"), 0.0), buffer_sizes(wave))
+    with pytest.raises(ValueError, match="places the weights otherwise"):
+        engine.run(wave, [[3, 4, 5, 6]], SamplingPlan(0.0, 0, np.arange(1)))
+
+
 def test_auto_keeps_everything_resident_when_nothing_is_paced(tiny):
     llm = LLM(tiny, device="cpu")
     answer = tokens(llm, [[5, 6, 7]], max_tokens=4, temperature=0)
@@ -142,6 +190,14 @@ def test_allocated_memory_is_what_the_budget_counted(tiny):
         ([[-1]], "token id -1"),
         (["text"], "no tokenizer files"),
         ("text", "must be a list"),
+        (None, "must be a list"),
+        ({"prompt": [3]}, "must be a list"),
+        ([None], "prompt 0 must be a text or a list of token ids"),
+        ([3, 4], "prompt 0 must be"),
+        ([[1.5, 2.0]], "prompt 0 must be"),
+        ([[True]], "prompt 0 must be"),
+        ([b"ab"], "prompt 0 must be"),
+        ([[3], [[4]]], "prompt 1 must be"),
     ],
 )
 def test_wrong_prompts(tiny, prompts, words):
@@ -183,7 +239,15 @@ def test_the_least_named_by_a_budget_error_is_enough(tiny):
     assert len(tokens(llm, [[5, 6]], max_tokens=3, temperature=0, ignore_eos=True)[0]) == 3
 
 
-@pytest.mark.parametrize("field", ({"max_tokens": 0}, {"temperature": -1}, {"max_tokens": 2.5}, {"seed": "x"}))
+@pytest.mark.parametrize(
+    "field",
+    (
+        *({"max_tokens": value} for value in (0, 2.5, True)),
+        *({"temperature": value} for value in (-1, float("nan"), float("inf"), True)),
+        *({"seed": value} for value in ("x", -1, 2**64, True)),
+        {"ignore_eos": "no"},
+    ),
+)
 def test_wrong_sampling(field):
     with pytest.raises(InputError):
         SamplingParams(**field)
@@ -290,6 +354,7 @@ def test_pickled_and_sharded_checkpoints_load_the_same(tiny, tmp_path):
         (["--policy", "/nowhere.json"], "cannot read policy file"),
         (["--device", "cuda"], "no CUDA device"),
         (["--link-gb-per-s", "-1"], "must be a number of at least"),
+        (["--out", "README.md"], "cannot write results to README.md"),
     ],
 )
 def test_the_command_answers_in_one_line_with_status_2(arguments, words, tmp_path):
@@ -297,7 +362,8 @@ def test_the_command_answers_in_one_line_with_status_2(arguments, words, tmp_pat
         pytest.skip("there is a CUDA device here")
     out = tmp_path / "out"
     run = subprocess.run(
-        [sys.executable, "-m", "flexhybrid", "compare", "--out", str(out), *arguments],
+        [sys.executable, "-m", "flexhybrid", "compare", *(["--out", str(out)] if "--out" not in arguments else []),
+         *arguments],
         capture_output=True, text=True, cwd=ROOT, timeout=120,
     )  # fmt: skip
     assert run.returncode == 2, run.stderr

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flexhybrid.core import packing
 from flexhybrid.core.blocks import BLOCK_TOKENS, BlockKinds
 from flexhybrid.core.packing import imbalance, pack, padded_tokens, split_representations
 
@@ -103,3 +104,23 @@ def test_exchanging_requests_never_worsens_the_worst_imbalance(lengths, mix, bou
 
     indifferent = pack(lengths, kinds, bound, "balanced", (0.0, 0.0))  # no balance to lower: the plain even cut
     assert worst(pack(lengths, kinds, bound, "balanced", (ratio, 1.0))) <= worst(indifferent) + 1e-9
+
+
+@given(
+    st.lists(st.integers(1, 900), min_size=2, max_size=40),
+    st.sampled_from([0.0, 0.2, 0.5, 0.9]),
+    st.integers(300, 5000),
+    st.floats(0.1, 10),
+)
+def test_balancing_never_pads_more(tokens, act_share, bound, gen_s):
+    """Padding is computed and moved: a better F_b must not be bought with it."""
+    kinds = BlockKinds({"act@host": act_share, "kv@host": 1 - act_share})
+    kv, act = split_representations(kinds, np.array(tokens))
+
+    def padding(groups):
+        return sum(padded_tokens(kv[group], act[group]) for group in groups)
+
+    order = np.argsort(-np.array(tokens), kind="stable")
+    assert padding(pack(np.array(tokens), kinds, bound, "balanced", (gen_s, 1.0))) <= padding(
+        packing._even_cut(order, kv, act, bound)
+    )

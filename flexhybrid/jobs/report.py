@@ -80,9 +80,9 @@ class Report:
         self.say("\n4. Speed: decode tokens/s, median of interleaved rounds\n")
         self.table([speed_line(row) for row in result["speed"]])
         self.say(
-            "\nclosed form and virtual are predictions; error: virtual over measured; MB/iter: 10^6 bytes to the device an\n"
-            "iteration; overlap: the larger of ideal link and ideal compute time over wall time; compute, link: busy\n"
-            f"shares; = kv_only: tokens equal to kv_only's in {result['dtype']}, where rounding may part texts."
+            "\nclosed form, virtual: predictions; error: virtual over measured; MB/iter: 10^6 bytes to the device an\n"
+            "iteration; overlap: the larger of ideal link and compute time over wall time; compute, link: busy share;\n"
+            f"= kv_only: tokens equal to kv_only's in {result['dtype']}, where rounding may part texts."
         )
         self.say("\nSweep over ACT shares\n")
         self.table([speed_line(row) for row in result["sweep"]])

@@ -1,0 +1,75 @@
+"""The links of a CPU: copies that are right, and a pace that is kept however late the thread wakes."""
+
+import time
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flexhybrid.runtime.links import BACK_TO_BACK_S, CpuCopies, Pacer, block_runs, copy_block_runs
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 4)), min_size=1, max_size=8), st.integers(0, 3))
+def test_block_copies_equal_a_plain_loop(extents, first_column):
+    """Extents of any size and order, with gaps, against copying block by block."""
+    generator = np.random.default_rng(0)
+    first = np.cumsum([gap for gap, _ in extents]) + np.cumsum([0] + [count for _, count in extents[:-1]])
+    count = np.array([count for _, count in extents])
+    source = generator.integers(0, 255, (int((first + count).max()) + 1, 3, 4), dtype=np.uint8)
+    target = np.zeros((len(extents), first_column + int(count.max()) + 1, 3, 4), dtype=np.uint8)
+    expected = target.copy()
+    for row in range(len(extents)):
+        for block in range(count[row]):
+            expected[row, first_column + block] = source[first[row] + block]
+    copy_block_runs(target, source, first, count, first_column)
+    assert (target == expected).all()
+
+
+def test_evenly_spaced_extents_are_one_run():
+    assert block_runs(np.array([0, 10, 20, 30]), np.array([7, 7, 7, 7])) == [(0, 4, 0, 10, 7)]
+    assert len(block_runs(np.array([0, 10, 21, 30]), np.array([7, 7, 7, 6]))) == 3
+
+
+@pytest.mark.parametrize("size", (20_000, 200_000))
+def test_back_to_back_copies_keep_the_rate(size):
+    """0.9 to 1.02 of the pace over 50 ms of copies; a ratio, so a slow machine does not matter."""
+    copies = CpuCopies(0.1)
+    source, target = torch.ones(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+    best = 0.0
+    for _ in range(4):
+        start, count = time.perf_counter(), max(4, 5_000_000 // size)
+        for _ in range(count):
+            copies.copy_h2d(target, source)
+        rate = size * count / (time.perf_counter() - start) / 0.1e9
+        assert rate < 1.02, "no copy may outrun its pace"
+        best = max(best, rate)
+    assert best > 0.9
+    assert (target == 1).all()
+
+
+def test_a_late_wake_up_is_made_up_for_and_a_pause_is_not():
+    pacer = Pacer(1e6)
+    began = pacer.begin()
+    pacer.end(began, 10_000)  # 10 ms
+    late = time.perf_counter() + 0.004
+    while time.perf_counter() < late:  # the thread comes back 4 ms late, but says so: its next copy begins at once
+        pass
+    pacer._ended = time.perf_counter()
+    start = pacer.begin()
+    pacer.end(start, 10_000)
+    assert time.perf_counter() - start < 0.0085, "the lateness was not made up for"
+    time.sleep(0.02 + 2 * BACK_TO_BACK_S)  # a pause: the link was idle
+    start = pacer.begin()
+    pacer.end(start, 10_000)
+    assert time.perf_counter() - start >= 0.0099, "a pause must earn nothing"
+
+
+def test_without_a_pace_nothing_sleeps():
+    copies = CpuCopies()
+    source, target = torch.ones(1000), torch.zeros(1000)
+    start = time.perf_counter()
+    copies.copy_h2d(target, source)
+    copies.copy_d2h(source, target)
+    assert time.perf_counter() - start < 0.05 and (target == 1).all()
