@@ -112,7 +112,7 @@ def test_bfloat16_matches_our_kv_only_within_a_bound(tmp_path):
 
 
 def test_bfloat16_logits_stay_near_transformers_float32(tmp_path):
-    """Teacher-forced on one text, so that texts cannot part: every policy's logits within 0.15 standard deviations of
+    """Teacher-forced on one text, so that texts cannot part: every policy's logits within 0.25 standard deviations of
     the float32 reference, and no policy further away than 1.5 times our own all-KV run."""
     from flexhybrid.core.memory import buffer_sizes
     from flexhybrid.core.plan import admit
@@ -155,7 +155,7 @@ def test_bfloat16_logits_stay_near_transformers_float32(tmp_path):
         worst[share] = max(
             float((torch.stack(recorded[i]) - logits).abs().max() / logits.std()) for i, logits in enumerate(wanted)
         )
-    assert max(worst.values()) < 0.15, worst
+    assert max(worst.values()) < 0.25, worst
     assert max(worst.values()) < 1.5 * worst[0.0] + 0.01, worst
 
 
