@@ -35,10 +35,10 @@ def test_evenly_spaced_extents_are_one_run():
 @pytest.mark.parametrize("size", (20_000, 200_000))
 def test_back_to_back_copies_keep_the_rate(size):
     """0.9 to 1.02 of the pace over 50 ms of copies; a ratio, so a slow machine does not matter."""
-    copies = CpuCopies(0.1)
     source, target = torch.ones(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
     best = 0.0
-    for _ in range(4):
+    for _ in range(5):
+        copies = CpuCopies(0.1)
         start, count = time.perf_counter(), max(4, 5_000_000 // size)
         for _ in range(count):
             copies.copy_h2d(target, source)
@@ -49,21 +49,29 @@ def test_back_to_back_copies_keep_the_rate(size):
     assert (target == 1).all()
 
 
-def test_a_late_wake_up_is_made_up_for_and_a_pause_is_not():
+def test_a_late_wake_up_is_made_up_for():
+    """The best of several tries: a busy machine may wake this thread late too."""
+    shortest = 1.0
+    for _ in range(8):
+        pacer = Pacer(1e6)
+        pacer.end(pacer.begin(), 10_000)  # 10 ms
+        late = time.perf_counter() + 0.004
+        while time.perf_counter() < late:  # the thread comes back 4 ms late
+            pass
+        pacer._ended = time.perf_counter()
+        start = pacer.begin()
+        pacer.end(start, 10_000)
+        shortest = min(shortest, time.perf_counter() - start)
+    assert shortest < 0.0085
+
+
+def test_a_pause_earns_nothing():
     pacer = Pacer(1e6)
-    began = pacer.begin()
-    pacer.end(began, 10_000)  # 10 ms
-    late = time.perf_counter() + 0.004
-    while time.perf_counter() < late:  # the thread comes back 4 ms late, but says so: its next copy begins at once
-        pass
-    pacer._ended = time.perf_counter()
+    pacer.end(pacer.begin(), 10_000)
+    time.sleep(0.02 + 2 * BACK_TO_BACK_S)  # the link is idle
     start = pacer.begin()
     pacer.end(start, 10_000)
-    assert time.perf_counter() - start < 0.0085, "the lateness was not made up for"
-    time.sleep(0.02 + 2 * BACK_TO_BACK_S)  # a pause: the link was idle
-    start = pacer.begin()
-    pacer.end(start, 10_000)
-    assert time.perf_counter() - start >= 0.0099, "a pause must earn nothing"
+    assert time.perf_counter() - start >= 0.0099
 
 
 def test_without_a_pace_nothing_sleeps():
