@@ -29,12 +29,12 @@ from flexhybrid.core.shape import DTYPE_BYTES, shape_by_name
 from flexhybrid.core.task import Task, Work
 from flexhybrid.core.trace import TraceEvent, check_trace
 from flexhybrid.core.workload import Workload
-from flexhybrid.jobs import shipped
+from flexhybrid.jobs import shipped, shipped_prompts
 from flexhybrid.jobs.compare import INSIDE, LINK_LADDER, virtual_decode
 from flexhybrid.jobs.exactness import Reference, compare_tokens
 from flexhybrid.jobs.measure import PROFILE_STEPS, TIMING_SHAPE, device_name, fastest_dtype, measure_hardware
 from flexhybrid.jobs.speed import Bench, Contender, Measured
-from flexhybrid.llm import LLM, SamplingParams
+from flexhybrid.llm import LLM, SamplingParams, load_tokenizer
 from flexhybrid.runtime import attention
 from flexhybrid.runtime.lanes import Clock, Lane
 from flexhybrid.runtime.loader import RandomWeights
@@ -135,9 +135,8 @@ def bench_exactness(table: Table) -> None:
     torch.set_num_threads(1)
     try:
         reference = Reference(folder)
-        tokenizer = LLM(folder, "kv_only", device="cpu").tokenizer
-        texts = [t for t in shipped("prompts.txt").read_text(encoding="utf-8").splitlines() if t.strip()]
-        prompts = [tokenizer(text)["input_ids"] for text in texts]
+        tokenizer = load_tokenizer(folder)
+        prompts = [tokenizer(text)["input_ids"] for text in shipped_prompts()]
         expected = reference.generate(prompts, 24)
         total = equal = excused = wrong = 0
         for share in (0.0, 0.25, 0.5, 0.75, 1.0):

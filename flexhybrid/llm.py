@@ -108,7 +108,7 @@ class LLM:
         self.policy: Policy | None = self.requested_policy  #: in use; with "auto" known after the first generate
         if self.policy is not None:
             check_least(self.shape, self.policy, self.bytes_per_element, self.budgets, self.device.type)
-        self.tokenizer = _load_tokenizer(self.checkpoint.path)
+        self.tokenizer = load_tokenizer(self.checkpoint.path)
         self._weights: Weights | None = None
         self._engine: Engine | None = None
 
@@ -227,7 +227,7 @@ class LLM:
         self._engine = Engine(self._weights, sizes, self.link_gb_per_s)
 
 
-def _load_tokenizer(path: Path):
+def load_tokenizer(path: Path):
     """The checkpoint's tokenizer, from local files only; None when there are none."""
     if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         return None

@@ -9,8 +9,9 @@ from models import save_opt
 
 from flexhybrid import LLM, Policy, SamplingParams
 from flexhybrid.core.policy import Placement
-from flexhybrid.jobs import shipped
+from flexhybrid.jobs import shipped, shipped_prompts
 from flexhybrid.jobs.exactness import Reference, compare_tokens
+from flexhybrid.llm import load_tokenizer
 from sim.presets import hybrid, kv_only
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -32,10 +33,9 @@ def check(folder, prompts, max_tokens, policies, ignore_eos=False):
 
 @pytest.mark.parametrize("bound", (256, 1024, 8192))
 def test_shipped_checkpoint_every_share_and_mini_batch_size(bound):
-    texts = shipped("prompts.txt").read_text(encoding="utf-8").splitlines()
     folder = shipped("checkpoints/opt-stdlib-4m")
-    tokenizer = LLM(folder, "kv_only", device="cpu").tokenizer
-    prompts = [tokenizer(text)["input_ids"] for text in texts if text.strip()][:16]
+    tokenizer = load_tokenizer(folder)
+    prompts = [tokenizer(text)["input_ids"] for text in shipped_prompts()][:16]
     check(folder, prompts, 20, [hybrid(share, bound) for share in SHARES])
 
 

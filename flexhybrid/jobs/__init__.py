@@ -8,3 +8,8 @@ def shipped(name: str) -> Path:
     import experiments
 
     return Path(experiments.__file__).parent / name
+
+
+def shipped_prompts() -> list[str]:
+    """The prompts that ship with the experiments package, one a line of their file."""
+    return [line for line in shipped("prompts.txt").read_text(encoding="utf-8").splitlines() if line.strip()]

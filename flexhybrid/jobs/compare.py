@@ -24,12 +24,12 @@ from flexhybrid.core.shape import DTYPE_BYTES, ModelShape
 from flexhybrid.core.trace import TraceEvent, check_trace, save_chrome_trace
 from flexhybrid.core.waves import wave_plan
 from flexhybrid.core.workload import Workload
-from flexhybrid.jobs import shipped
+from flexhybrid.jobs import shipped, shipped_prompts
 from flexhybrid.jobs.exactness import Reference, compare_tokens
 from flexhybrid.jobs.measure import PROFILE_STEPS, TIMING_SHAPE, device_name, fastest_dtype, measure_hardware
 from flexhybrid.jobs.report import Report
 from flexhybrid.jobs.speed import Bench, Contender, Measured
-from flexhybrid.llm import LLM, SamplingParams
+from flexhybrid.llm import LLM, SamplingParams, load_tokenizer
 from flexhybrid.machine import pick_device, profile_path
 from flexhybrid.runtime.loader import Checkpoint, RandomWeights
 from flexhybrid.runtime.weights import Weights
@@ -275,13 +275,12 @@ def _exactness(setting: _Setting, searched: Policy, advance: Callable[[str], Non
 def _exactness_prompts(checkpoint: Checkpoint, num_tokens: int) -> tuple[list[list[int]], list[str]]:
     """(token ids, texts) of the shipped prompts that fit; random ids, and no texts, without a tokenizer."""
     limit = checkpoint.shape.max_positions - num_tokens
-    tokenizer = LLM(checkpoint.path, "kv_only", device="cpu").tokenizer
+    tokenizer = load_tokenizer(checkpoint.path)
     if tokenizer is None:
         generator = np.random.default_rng(0)
         lengths = [n for n in (1, 5, 17, 40, 100) if n <= limit]
         return [generator.integers(3, checkpoint.shape.vocab, n).tolist() for n in lengths], []
-    texts = [line for line in shipped("prompts.txt").read_text(encoding="utf-8").splitlines() if line.strip()]
-    pairs = [(ids, text) for text in texts if len(ids := tokenizer(text)["input_ids"]) <= limit]
+    pairs = [(ids, text) for text in shipped_prompts() if len(ids := tokenizer(text)["input_ids"]) <= limit]
     return [ids for ids, _ in pairs], [text for _, text in pairs]
 
 
