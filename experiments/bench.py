@@ -23,9 +23,10 @@ from tqdm import tqdm
 from flexhybrid.core.dependencies import Dependencies
 from flexhybrid.core.hardware import write_by_rename
 from flexhybrid.core.memory import buffer_sizes, memory_plan, total_bytes
-from flexhybrid.core.plan import admit, stream
+from flexhybrid.core.plan import admit
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.shape import DTYPE_BYTES, shape_by_name
+from flexhybrid.core.stream import stream
 from flexhybrid.core.task import Task, Work
 from flexhybrid.core.trace import TraceEvent, check_trace
 from flexhybrid.core.workload import Workload

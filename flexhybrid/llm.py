@@ -21,6 +21,7 @@ from flexhybrid.machine import best_policy, free_device_memory, pick_device, pic
 from flexhybrid.runtime.engine import Engine
 from flexhybrid.runtime.executor import SamplingPlan
 from flexhybrid.runtime.loader import Checkpoint
+from flexhybrid.runtime.runnable import check_runnable
 from flexhybrid.runtime.weights import Weights
 
 
@@ -107,6 +108,7 @@ class LLM:
         self.requested_policy = resolve_policy(policy, self.shape)
         self.policy: Policy | None = self.requested_policy  #: in use; with "auto" known after the first generate
         if self.policy is not None:
+            check_runnable(self.policy)
             check_least(self.shape, self.policy, self.bytes_per_element, self.budgets, self.device.type)
         self.tokenizer = load_tokenizer(self.checkpoint.path)
         self._weights: Weights | None = None

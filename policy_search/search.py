@@ -17,9 +17,10 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.layout import layer_layout
 from flexhybrid.core.memory import gib
-from flexhybrid.core.plan import admit, stream
+from flexhybrid.core.plan import admit
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.shape import ModelShape
+from flexhybrid.core.stream import stream
 from flexhybrid.core.workload import Workload
 from sim.closed_form import Candidates, mean_lengths, predict
 from sim.virtual_clock import RunSummary, run, summarize

@@ -23,9 +23,9 @@ from flexhybrid.core.blocks import BLOCK_TOKENS, deal_blocks
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.layout import layer_layout
 from flexhybrid.core.memory import NUM_SLOTS, SLACK_BYTES, workspace_bytes
-from flexhybrid.core.plan import PAGE_BYTES, check_planned
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.shape import ModelShape
+from flexhybrid.core.stream import PAGE_BYTES
 from flexhybrid.core.workload import Workload
 from sim.cost import price
 
@@ -103,7 +103,6 @@ def candidates_of(policy: Policy, workload: Workload) -> Candidates:
 
     Raises InputError for a policy that the plan maker does not lay out.
     """
-    check_planned(policy)
     prompt_tokens, max_tokens = mean_lengths(workload)
     cache = policy.cache
     return Candidates(
@@ -182,11 +181,11 @@ class _Model:
         self.store_kv = affine("store_kv", "d2h", lambda rows: work.store_rows(s, p, "kv", rows), n)
         self.store_out = affine("store_out", "d2h", lambda rows: work.store_out(rows), n)
         scatter = ("scatter", "host_compute")
-        self.scatter_act = affine(*scatter, lambda rows: work.scatter_rows(s, p, 0, rows), n)
-        self.scatter_kv = affine(*scatter, lambda rows: work.scatter_rows(s, p, rows, 0), n)
+        self.scatter_act = affine(*scatter, lambda rows: work.scatter_rows(s, p, p, 0, rows), n)
+        self.scatter_kv = affine(*scatter, lambda rows: work.scatter_rows(s, p, p, rows, 0), n)
         keep = ("scatter_device", "compute")
-        self.keep_act = affine(*keep, lambda rows: work.scatter_rows(s, p, 0, rows), n)
-        self.keep_kv = affine(*keep, lambda rows: work.scatter_rows(s, p, rows, 0), n)
+        self.keep_act = affine(*keep, lambda rows: work.scatter_rows(s, p, p, 0, rows), n)
+        self.keep_kv = affine(*keep, lambda rows: work.scatter_rows(s, p, p, rows, 0), n)
 
     def attend_prefill(self, rows, width):
         """Seconds of attention over prompts: ``rows`` = requests x width; arrays."""

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from flexhybrid.core.hardware import Hardware, Line
-from flexhybrid.core.plan import Wave, admit, stream
+from flexhybrid.core.plan import Wave, admit
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.shape import ModelShape
+from flexhybrid.core.stream import stream
 from flexhybrid.core.workload import Workload
 from sim.closed_form import Candidates, num_mini_batches, predict
 from sim.virtual_clock import run, summarize

@@ -19,12 +19,14 @@ from hypothesis import strategies as st
 from flexhybrid.core.blocks import BLOCK_TOKENS, BlockManager
 from flexhybrid.core.dependencies import KINDS, Dependencies
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.plan import PLANNED_KINDS, Wave, admit, check_planned, stream
+from flexhybrid.core.plan import Wave, admit
 from flexhybrid.core.policy import Bits, Placement, Policy, Selection
 from flexhybrid.core.shape import ModelShape
+from flexhybrid.core.stream import stream
 from flexhybrid.core.task import RESOURCES, Access, Task, Work
 from flexhybrid.core.trace import TraceEvent, busy_seconds, check_trace, iteration_ends, save_chrome_trace
 from flexhybrid.core.workload import Workload
+from flexhybrid.runtime.runnable import RUNNABLE_KINDS, check_runnable
 
 P = 4  # bytes an element
 
@@ -51,7 +53,7 @@ def waves(draw, max_layers: int = 3, max_requests: int = 5) -> Wave:
     device_weights = draw(st.sampled_from([0.0, 0.01, 0.3, 1.0]))
     policy = Policy(
         weights=Placement(device=device_weights, host=1 - device_weights),
-        cache={kind: weight / sum(weights) for kind, weight in zip(PLANNED_KINDS, weights)},
+        cache={kind: weight / sum(weights) for kind, weight in zip(RUNNABLE_KINDS, weights)},
         max_mini_batch_tokens=draw(st.sampled_from([1, 40, 120, 8192])),
         packing=draw(st.sampled_from(["balanced", "fifo"])),
     )
@@ -309,7 +311,7 @@ def test_mini_batches_own_different_blocks(wave):
     declared = defaultdict(set)
     for task in stream(wave):
         for access in (*task.reads, *task.writes):
-            if access.space[0] in PLANNED_KINDS:
+            if access.space[0] in RUNNABLE_KINDS:
                 declared[access.space, task.mini_batch] |= set(range(access.lo, access.hi))
     for (space, k), blocks in declared.items():
         for (other_space, other_k), other_blocks in declared.items():
@@ -353,9 +355,9 @@ def test_admission_takes_its_blocks_from_the_manager():
         (dict(overlap=False), "overlap"),
     ],
 )
-def test_what_the_plan_maker_cannot_lay_out_it_refuses_by_name(fields, words):
+def test_what_the_executor_does_not_run_it_refuses_by_name(fields, words):
     with pytest.raises(InputError, match=words):
-        check_planned(Policy(**fields))
+        check_runnable(Policy(**fields))
 
 
 # --- clocks of our own ------------------------------------------------------------------------------------------------

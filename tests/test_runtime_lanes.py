@@ -9,8 +9,9 @@ from models import FakeStream, save_opt
 
 from flexhybrid.core.dependencies import KINDS
 from flexhybrid.core.memory import buffer_sizes
-from flexhybrid.core.plan import admit, stream
+from flexhybrid.core.plan import admit
 from flexhybrid.core.policy import Placement, Policy
+from flexhybrid.core.stream import stream
 from flexhybrid.core.task import Access, Task, Work
 from flexhybrid.core.trace import check_trace
 from flexhybrid.core.workload import Workload

@@ -8,8 +8,9 @@ import pytest
 from flexhybrid.core.dependencies import KINDS
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware, Line
-from flexhybrid.core.plan import admit, stream
+from flexhybrid.core.plan import admit
 from flexhybrid.core.shape import ModelShape
+from flexhybrid.core.stream import stream
 from flexhybrid.core.task import Access, Task, Work
 from flexhybrid.core.trace import TraceEvent, check_trace
 from flexhybrid.core.workload import Workload

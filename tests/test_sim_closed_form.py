@@ -14,8 +14,8 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Line
 from flexhybrid.core.memory import buffer_sizes, memory_plan, total_bytes
 from flexhybrid.core.packing import pack
-from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Placement
+from flexhybrid.core.stream import stream
 from flexhybrid.core.workload import Workload
 from sim import presets
 from sim.closed_form import Candidates, KindCounts, candidates_of, num_mini_batches, predict

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flexhybrid.core.errors import InputError
+from flexhybrid.core.kinds import representation_of
 
 BLOCK_TOKENS = 16
 
@@ -39,8 +40,8 @@ def deal_blocks(kinds: tuple[str, ...], shares, num_blocks) -> list:
         if len(members) == 1:
             counts[members[0]] = count
             return
-        representation = kinds[members[0]].split("@")[0]
-        first = [i for i in members if kinds[i].split("@")[0] == representation]
+        representation = representation_of(kinds[members[0]])
+        first = [i for i in members if representation_of(kinds[i]) == representation]
         if len(first) == len(members):
             first = members[:1]
         rest = [i for i in members if i not in first]
@@ -57,28 +58,51 @@ def deal_blocks(kinds: tuple[str, ...], shares, num_blocks) -> list:
 class BlockKinds:
     """The representation of logical block 0, 1, 2, … under given token shares: ``deal_blocks`` as a sequence.
 
-    Kinds are sorted by name, so ACT comes before KV and the device before the host.
+    Kinds are sorted by name, so ACT comes before KV and the device before the host. Tokens of the entry ``tok`` are
+    a prefix of the request and in none of the kinds: the first ``tok_blocks`` blocks were dealt a kind when they were
+    new and have been dropped since.
     """
 
     def __init__(self, shares: dict[str, float]):
-        self.kinds = tuple(sorted(kind for kind, share in shares.items() if share > 0))
+        self.kinds = tuple(sorted(kind for kind, share in shares.items() if share > 0 and kind != "tok"))
+        self.tok_share = float(shares.get("tok", 0.0))
         self._shares = [float(shares[kind]) for kind in self.kinds]
+
+    def tok_blocks(self, num_blocks):
+        """Of the first ``num_blocks``, those that are kept as token ids alone."""
+        if not self.tok_share:
+            return np.zeros_like(np.asarray(num_blocks))
+        return np.floor(self.tok_share * np.asarray(num_blocks) + _HALF).astype(np.int64)
+
+    def tok_tokens(self, num_tokens):
+        """Tokens kept as ids alone among the first ``num_tokens``: whole blocks, never the newest."""
+        return self.tok_blocks(np.asarray(num_tokens) // BLOCK_TOKENS) * BLOCK_TOKENS
+
+    def _dealt(self, num_blocks) -> np.ndarray:
+        counts = deal_blocks(self.kinds, self._shares, np.asarray(num_blocks))
+        return np.stack([np.asarray(count) for count in counts], axis=-1).astype(np.int64)
 
     def blocks(self, num_blocks) -> np.ndarray:
         """Blocks of each kind among the first ``num_blocks``: [..., kind]."""
-        counts = deal_blocks(self.kinds, self._shares, np.asarray(num_blocks))
-        return np.stack([np.asarray(count) for count in counts], axis=-1).astype(np.int64)
+        dealt = self._dealt(num_blocks)
+        return dealt - self._dealt(self.tok_blocks(num_blocks)) if self.tok_share else dealt
+
+    def most_blocks(self, num_blocks) -> np.ndarray:
+        """Blocks of each kind that a request of up to ``num_blocks`` ever holds at once: [..., kind]."""
+        if not self.tok_share:
+            return self.blocks(num_blocks)
+        return np.max([self.blocks(np.maximum(np.asarray(num_blocks) - back, 0)) + 1 for back in range(2)], axis=0)
 
     def tokens(self, num_tokens) -> np.ndarray:
         """Tokens of each kind among the first ``num_tokens``: [..., kind]. Only the last block can be partial."""
         full, rest = np.divmod(np.asarray(num_tokens), BLOCK_TOKENS)
-        before = self.blocks(full)
-        return before * BLOCK_TOKENS + rest[..., None] * (self.blocks(full + 1) - before)
+        newest = self._dealt(full + 1) - self._dealt(full)
+        return self.blocks(full) * BLOCK_TOKENS + rest[..., None] * newest
 
     def kind_of(self, positions) -> np.ndarray:
-        """Index into ``kinds`` of the token at each position."""
+        """Index into ``kinds`` of the token at each position, when it is new."""
         block = np.asarray(positions) // BLOCK_TOKENS
-        return np.argmax(self.blocks(block + 1) - self.blocks(block), axis=-1)
+        return np.argmax(self._dealt(block + 1) - self._dealt(block), axis=-1)
 
 
 @dataclass(frozen=True)

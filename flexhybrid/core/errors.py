@@ -1,5 +1,35 @@
 """The one error that users see: what was wrong, with which value, what to do."""
 
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+#: A value is shown whole up to this many characters: an error stays one readable line whatever was pasted in.
+SHOWN = 80
+
 
 class InputError(ValueError):
     """A request, file or setting that cannot be served. The command line prints its text and exits with status 2."""
+
+
+def unknown(what: str, name: object, known: Iterable[str], *, other: str = "") -> InputError:
+    """The error (to be raised) of a name that is none of ``known``: the nearest ones first, then all, in their order.
+
+    ``what`` is the kind of thing in words ("model"), ``name`` whatever was given, text or not, ``other`` what would be
+    accepted besides the known names ("the path of a hardware file").
+    """
+    known = list(known)
+    shown = repr(name)
+    shown = shown if len(shown) <= SHOWN else shown[:SHOWN] + "…"
+    near = _nearest(name, known) if isinstance(name, str) else []
+    guess = f"; did you mean {' or '.join(near)}?" if near else ";"
+    return InputError(
+        f"unknown {what} {shown}{guess} known: {', '.join(known) or 'none'}{f', or {other}' if other else ''}"
+    )
+
+
+def _nearest(name: str, known: list[str]) -> list[str]:
+    """Up to three of ``known``, the likeliest first; capitals do not count."""
+    by_lower = {one.lower(): one for one in known}
+    return [by_lower[lower] for lower in difflib.get_close_matches(name[:SHOWN].lower(), by_lower, n=3)]

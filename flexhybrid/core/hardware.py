@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
-import math
-from dataclasses import asdict, dataclass, field, fields, replace
+import os
+import sys
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 from flexhybrid.core.errors import InputError
 
-#: A verb without a line takes another verb's before its resource's.
-OTHERWISE = {"attend_prefill": "attend"}
+#: A verb without a line takes another verb's before its resource's: the same kernel, or the same core's copy loop.
+OTHERWISE = {"attend_recomputed": "attend_prefill", "attend_prefill": "attend", "gather": "scatter"}
 
 #: Resources whose tasks cross a link; the others compute.
 LINKS = ("h2d", "d2h", "disk_read", "disk_write")
+
+FORMAT = "flexhybrid-hardware-1"
+
+
+def _is_number(value) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 @dataclass(frozen=True)
@@ -34,7 +41,7 @@ class Line:
     def __post_init__(self):
         for name in ("overhead_s", "s_per_flop", "s_per_byte"):
             value = getattr(self, name)
-            if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+            if not _is_number(value) or value < 0:
                 raise InputError(f"hardware line: {name} must be a number >= 0, not {value!r}")
 
     def seconds(self, flops, num_bytes):
@@ -46,15 +53,16 @@ class Line:
 class Hardware:
     """A machine as the cost model sees it.
 
-    ``lines`` is keyed by verb ("kv_gen") or resource ("h2d", "compute"); a verb without its own line takes its
-    resource's. ``source`` says where the numbers come from (datasheet link, or date, command and device).
+    ``lines`` is keyed by verb ("kv_gen") or resource ("h2d", "compute", "disk_read", …); a verb without its own line
+    takes its resource's. ``source`` says where the numbers come from (datasheet link, or date, command and device).
     """
 
     name: str
     device: str  #: "cpu" or "cuda"
     lines: dict[str, Line]
     device_memory: int | None = None  #: bytes; None means not limited beyond the host's
-    host_memory: int | None = None
+    host_memory: int | None = None  #: bytes; None means not known
+    disk_memory: int | None = None  #: bytes; None means that no disk is known
     source: str = ""
     dtype: str = "float16"  #: compute dtype that the lines hold for
     faster_dtype: str | None = None  #: on a CPU: what profile measured faster, float32 or bfloat16
@@ -68,19 +76,25 @@ class Hardware:
             raise InputError(f"hardware {self.name}: device {self.device!r} is not one of cpu, cuda")
         if self.faster_dtype not in (None, "float32", "bfloat16"):
             raise InputError(f"hardware {self.name}: faster_dtype {self.faster_dtype!r} is not float32 or bfloat16")
-        for name in ("device_memory", "host_memory"):
+        for name in ("device_memory", "host_memory", "disk_memory"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0):
+            if value is not None and (not _is_number(value) or value <= 0):
                 raise InputError(f"hardware {self.name}: {name} must be a number of bytes > 0, not {value!r}")
         if not self.lines:
             raise InputError(f"hardware {self.name}: it has no lines")
+        if not isinstance(self.notes, dict):
+            raise InputError(f"hardware {self.name}: notes must be an object, not {self.notes!r}")
 
     def line(self, verb: str, resource: str) -> Line:
         """The line that prices a task of this verb on this resource."""
-        found = self.lines.get(verb) or self.lines.get(OTHERWISE.get(verb, resource)) or self.lines.get(resource)
-        if found is None:
-            raise InputError(f"hardware {self.name!r} has no line for {verb!r} nor for {resource!r}")
-        return found
+        key = verb
+        while key is not None:
+            if found := self.lines.get(key):
+                return found
+            key = OTHERWISE.get(key)
+        if found := self.lines.get(resource):
+            return found
+        raise InputError(f"hardware {self.name!r} has no line for {verb!r} nor for {resource!r}")
 
     def with_link_rate(self, gb_per_s: float | None) -> Hardware:
         """The same machine with both link directions paced at another rate (CPU: a paced link is exact by design).
@@ -89,7 +103,7 @@ class Hardware:
         """
         if gb_per_s is None and "h2d_unpaced" not in self.lines:
             return self
-        if gb_per_s is not None and not 0 < gb_per_s < math.inf:
+        if gb_per_s is not None and not (_is_number(gb_per_s) and gb_per_s > 0):
             raise InputError(f"a link rate must be a number > 0, not {gb_per_s!r}")
 
         def at_rate(key: str, line: Line) -> Line:
@@ -103,7 +117,7 @@ class Hardware:
         return replace(self, lines=lines, notes={**self.notes, "link_gb_per_s": gb_per_s})
 
     def to_json(self) -> str:
-        return json.dumps({"format": "flexhybrid-hardware-1", **asdict(self)}, indent=1)
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
 
     def save(self, path: str | Path) -> None:
         """Write by rename, so that a reader never sees half a file."""
@@ -123,22 +137,74 @@ def crosses_link(key: str) -> bool:
     return key.startswith(("h2d", "d2h", "load_", "store_"))
 
 
+def cache_folder() -> Path:
+    """Where profiles of this machine are kept: $FLEXHYBRID_CACHE, else "flexhybrid" in the user's cache folder.
+
+    Raises InputError where no home folder is known.
+    """
+    try:
+        if folder := os.environ.get("FLEXHYBRID_CACHE"):
+            return Path(folder).expanduser()
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flexhybrid"
+    except RuntimeError:
+        raise InputError("no home folder is known here: set FLEXHYBRID_CACHE to a folder for profiles") from None
+
+
+def profile_file(device: str) -> Path:
+    """The file of this machine's profile for a device, "cpu" or "cuda"."""
+    return cache_folder() / f"hardware-{device}.json"
+
+
+def newest_profile() -> Path | None:
+    """The profile of this machine that was saved last, whatever its device; None before the first."""
+    return max(cache_folder().glob("hardware-*.json"), key=lambda path: path.stat().st_mtime_ns, default=None)
+
+
 def load_hardware(path: str | Path) -> Hardware:
-    """Read a record; unknown or missing fields are refused by name (InputError)."""
+    """Read a record. InputError names the file and, where there is one, the line and column or the field."""
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        raise InputError(f"cannot read hardware file {path}: {where}: {error.msg}") from None
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"cannot read hardware file {path}: {error}") from None
-    if not isinstance(data, dict) or data.pop("format", None) != "flexhybrid-hardware-1":
-        raise InputError(f'{path} is not a hardware file: it lacks "format": "flexhybrid-hardware-1"')
-    known = {f.name for f in fields(Hardware)}
-    if unknown := sorted(set(data) - known):
-        raise InputError(f"{path}: unknown field {unknown[0]!r}; known: {', '.join(sorted(known))}")
+    if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
+        raise InputError(f'{path} is not a hardware file: it lacks "format": "{FORMAT}"')
     try:
-        lines = {
-            key: Line(**{**line, "samples": tuple(tuple(s) for s in line.get("samples", ()))})
-            for key, line in data.pop("lines").items()
-        }
-        return Hardware(lines=lines, **data)
-    except (KeyError, TypeError, AttributeError, InputError) as error:
+        _check_fields(Hardware, data, "")
+        lines = data.pop("lines")
+        if not isinstance(lines, dict):
+            raise InputError(f"lines must be an object with one line a verb or resource, not {lines!r}")
+        return Hardware(lines={key: _line_from_json(key, line) for key, line in lines.items()}, **data)
+    except InputError as error:
         raise InputError(f"{path}: {error}") from None
+
+
+def _check_fields(record: type, data: dict, where: str) -> None:
+    """Refuse, by name, a field that the dataclass does not have and one that it needs."""
+    known = fields(record)
+    if strange := sorted(set(data) - {one.name for one in known}):
+        raise InputError(f"{where}unknown field {strange[0]!r}; known: {', '.join(sorted(one.name for one in known))}")
+    for one in known:
+        if one.default is MISSING and one.default_factory is MISSING and one.name not in data:
+            raise InputError(f"{where}the field {one.name!r} is missing")
+
+
+def _line_from_json(key: str, data: object) -> Line:
+    where = f"line {key!r}: "
+    if not isinstance(data, dict):
+        raise InputError(f"{where}it must be an object, not {data!r}")
+    _check_fields(Line, data, where)
+    samples = data.get("samples", [])
+    if not isinstance(samples, list):
+        raise InputError(f"{where}samples must be a list of [flops, bytes, seconds], not {samples!r}")
+    for sample in samples:
+        if not isinstance(sample, list) or len(sample) != 3 or not all(map(_is_number, sample)):
+            raise InputError(f"{where}a sample must be three numbers, [flops, bytes, seconds], not {sample!r}")
+    if data.get("r2") is not None and not _is_number(data["r2"]):
+        raise InputError(f"{where}r2 must be a number or null, not {data['r2']!r}")
+    try:
+        return Line(**{**data, "samples": tuple(map(tuple, samples))})
+    except InputError as error:
+        raise InputError(f"{where}{error}") from None

@@ -7,6 +7,7 @@ import math
 import numpy as np
 
 from flexhybrid.core.blocks import BLOCK_TOKENS, BlockKinds, ceil_blocks
+from flexhybrid.core.kinds import representation_of
 
 
 def imbalance(kv_gen_s: float, load_kv_s: float) -> float:
@@ -37,8 +38,9 @@ def padded_tokens(kv_tokens: np.ndarray, act_tokens: np.ndarray) -> int:
 def split_representations(kinds: BlockKinds, tokens) -> tuple[np.ndarray, np.ndarray]:
     """(kv, act) tokens of requests that cache ``tokens`` tokens each, summed over tiers."""
     counts = kinds.tokens(np.asarray(tokens))
-    is_act = np.array([kind.startswith("act") for kind in kinds.kinds])
-    return counts[..., ~is_act].sum(-1), counts[..., is_act].sum(-1)
+    is_act = np.array([representation_of(kind) == "act" for kind in kinds.kinds])
+    recomputed = kinds.tok_tokens(np.asarray(tokens))  # chunk rows beside the new token
+    return counts[..., ~is_act].sum(-1) + recomputed, counts[..., is_act].sum(-1)
 
 
 def pack(

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from typing import NamedTuple
 
 from flexhybrid.core.errors import InputError
+from flexhybrid.core.kinds import CACHE_KEY, TIERS, representation_of
 
 FORMAT_VERSION = 1
-TIERS = ("device", "host", "disk")
-_CACHE_KEY = re.compile(r"tok|(kv|act)@(device|host|disk)|both\(kv@(device|host|disk),act@(device|host|disk)\)")
 _NATIVE_BITS = "native"
+GROUP_ELEMENTS = 64  #: elements that share a scale and a zero point, both float16
 
 
 def _refuse_unknown(cls, data, where: str) -> None:
@@ -75,6 +75,27 @@ class Bits:
     def check(self) -> None:
         for f in fields(self):
             _check_choice(getattr(self, f.name), (_NATIVE_BITS, 8, 4), f"bits.{f.name}")
+
+    @property
+    def native(self) -> bool:
+        return all(getattr(self, f.name) == _NATIVE_BITS for f in fields(self))
+
+    def element_bytes(self, bytes_per_element: int) -> ElementBytes:
+        """Stored bytes an element where the compute dtype has ``bytes_per_element``."""
+
+        def stored(bits) -> float:
+            return bytes_per_element if bits == _NATIVE_BITS else bits / 8 + 4 / GROUP_ELEMENTS
+
+        return ElementBytes(bytes_per_element, stored(self.weights), stored(self.kv), stored(self.act))
+
+
+class ElementBytes(NamedTuple):
+    """Bytes an element: in computing, and as weights, KV and ACT are stored and moved (scales and zeros included)."""
+
+    compute: int
+    weights: float
+    kv: float
+    act: float
 
 
 @dataclass(frozen=True)
@@ -141,8 +162,9 @@ class Policy:
     packing: str = "balanced"
     selection: Selection = Selection()
     attention: str = "device"
-    weight_order: str = "kv_first"
-    overlap: bool = True
+    weight_order: str = "kv_first"  #: or natural: recomputing waits for the whole layer
+    split: str = "pipeline"  #: rule of both(…): how many leading tokens are recomputed (``core.split``); or paper
+    overlap: bool | str = True  #: False: one task at a time; "step": everything meets after each mini-batch of a layer
     version: int = FORMAT_VERSION
 
     def __post_init__(self):
@@ -155,7 +177,7 @@ class Policy:
         if not isinstance(self.cache, dict) or not self.cache:
             raise InputError('policy: cache must map representations to shares, like {"kv@host": 1.0}')
         for key in self.cache:
-            if not isinstance(key, str) or not _CACHE_KEY.fullmatch(key):
+            if not isinstance(key, str) or not CACHE_KEY.fullmatch(key):
                 raise InputError(
                     f"policy: unknown cache entry {key!r}; known: kv@TIER, act@TIER, both(kv@TIER,act@TIER), tok "
                     f"with TIER one of {', '.join(TIERS)}"
@@ -166,7 +188,8 @@ class Policy:
         _check_choice(self.packing, ("balanced", "fifo"), "packing")
         _check_choice(self.attention, ("device", "host"), "attention")
         _check_choice(self.weight_order, ("kv_first", "natural"), "weight_order")
-        _check_choice(self.overlap, (True, False), "overlap")
+        _check_choice(self.split, ("pipeline", "paper"), "split")
+        _check_choice(self.overlap, (True, False, "step"), "overlap")
         _check_choice(self.version, (FORMAT_VERSION,), "version")
         for name in ("max_mini_batch_tokens", "max_batch"):
             value = getattr(self, name)
@@ -181,7 +204,7 @@ class Policy:
 
     def share(self, representation: str) -> float:
         """Share of tokens held as ``kv``, ``act``, ``both`` or ``tok``, over all tiers."""
-        return sum(s for key, s in self.cache.items() if re.split(r"[@(]", key)[0] == representation)
+        return sum(s for key, s in self.cache.items() if representation_of(key) == representation)
 
     @property
     def cache_kinds(self) -> tuple[str, ...]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from flexhybrid.core.errors import InputError
+from flexhybrid.core.errors import InputError, unknown
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -42,8 +43,15 @@ class ModelShape:
         sizes = ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "ffn", "vocab", "max_positions")
         for field in sizes:
             value = getattr(self, field)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            if not _is_count(value) or value < 1:
                 raise InputError(f"model {self.name}: {field} must be a positive whole number, not {value!r}")
+        if not _is_count(self.embed_dim) or self.embed_dim < 0:
+            raise InputError(f"model {self.name}: embed_dim must be a whole number, not {self.embed_dim!r}")
+        for field in ("gated_mlp", "rotary", "tied_head", "pre_norm", "bias"):
+            if not isinstance(getattr(self, field), bool):
+                raise InputError(f"model {self.name}: {field} must be true or false, not {getattr(self, field)!r}")
+        if not all(map(_is_count, self.eos_token_ids)):
+            raise InputError(f"model {self.name}: eos_token_ids must be whole numbers, not {self.eos_token_ids!r}")
         if self.num_heads % self.num_kv_heads:
             raise InputError(
                 f"model {self.name}: {self.num_heads} heads cannot be shared by {self.num_kv_heads} key/value heads"
@@ -77,9 +85,16 @@ class ModelShape:
         return (self.layer_matrix_elements + self.layer_vector_elements) * bytes_per_element
 
     def embedding_bytes(self, bytes_per_element: int) -> int:
-        """Bytes of token and position embeddings, the final norm and the output head (shared when tied)."""
+        """Bytes of all that stands outside the layers.
+
+        Token embedding; learned positions, where there are any; the final norm, where norms come first (a scale, with a
+        bias too in OPT); the output head, unless it is the embedding (tied); and where the embedding is narrower than
+        the hidden state, the projections in and out.
+        """
         width = self.embed_dim or self.hidden
-        elements = self.vocab * width * (1 if self.tied_head else 2) + 2 * self.hidden
+        elements = self.vocab * width * (1 if self.tied_head else 2)
+        if self.pre_norm:
+            elements += self.hidden * (2 if self.bias else 1)
         if not self.rotary:
             elements += (self.max_positions + OPT_POSITION_OFFSET) * self.hidden
         if width != self.hidden:
@@ -95,6 +110,10 @@ class ModelShape:
         return self.hidden * bytes_per_element
 
 
+def _is_count(value) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 #: OPT's learned positions start at row 2 of the table (a padding row that fairseq left behind).
 OPT_POSITION_OFFSET = 2
 
@@ -105,7 +124,19 @@ def _opt(name: str, layers: int, hidden: int, heads: int, **more) -> ModelShape:
     )
 
 
-#: Public shapes of the OPT family (Zhang et al. 2022, table 1, and the published config.json files).
+def _gated(
+    name: str, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, positions: int,
+    eos: int, dtype: str = "bfloat16", tied_head: bool = False,
+) -> ModelShape:  # fmt: skip
+    """Llama and those built like it: gated feed-forward, rotary positions, RMSNorm."""
+    return ModelShape(
+        name, "llama", layers, hidden, heads, kv_heads, hidden // heads, ffn, vocab, positions,
+        gated_mlp=True, rotary=True, bias=False, tied_head=tied_head, dtype=dtype, eos_token_ids=(eos,),
+    )  # fmt: skip
+
+
+#: Public shapes, from the config.json of the published base models (OPT also: Zhang et al. 2022, table 1).
+#: What the shape leaves out: Mistral's sliding window, Qwen's biases of the query, key and value projections.
 KNOWN_SHAPES = {
     shape.name: shape
     for shape in (
@@ -118,16 +149,65 @@ KNOWN_SHAPES = {
         _opt("30b", 48, 7168, 56),
         _opt("66b", 64, 9216, 72),
         _opt("175b", 96, 12288, 96),
+        _gated("llama-2-7b", 32, 4096, 32, 32, 11008, 32000, 4096, 2, "float16"),
+        _gated("llama-2-13b", 40, 5120, 40, 40, 13824, 32000, 4096, 2, "float16"),
+        _gated("llama-2-70b", 80, 8192, 64, 8, 28672, 32000, 4096, 2, "float16"),
+        _gated("llama-3-8b", 32, 4096, 32, 8, 14336, 128256, 8192, 128001),
+        _gated("llama-3-70b", 80, 8192, 64, 8, 28672, 128256, 8192, 128001),
+        _gated("mistral-7b", 32, 4096, 32, 8, 14336, 32000, 32768, 2),
+        _gated("qwen2.5-0.5b", 24, 896, 14, 2, 4864, 151936, 32768, 151643, tied_head=True),
+        _gated("qwen2.5-1.5b", 28, 1536, 12, 2, 8960, 151936, 131072, 151643, tied_head=True),
+        _gated("qwen2.5-3b", 36, 2048, 16, 2, 11008, 151936, 32768, 151643, tied_head=True),
+        _gated("qwen2.5-7b", 28, 3584, 28, 4, 18944, 152064, 131072, 151643),
+        _gated("qwen2.5-14b", 48, 5120, 40, 8, 13824, 152064, 131072, 151643),
+        _gated("qwen2.5-32b", 64, 5120, 40, 8, 27648, 152064, 131072, 151643),
+        _gated("qwen2.5-72b", 80, 8192, 64, 8, 29568, 152064, 131072, 151643),
     )
 }
 
 
+def _plain_name(name: str) -> str:
+    """How KNOWN_SHAPES spells a name: small letters, without what Hugging Face writes around it.
+
+    "meta-llama/Llama-2-7b-hf" is llama-2-7b, "Meta-Llama-3-8B" llama-3-8b, "mistralai/Mistral-7B-v0.1" mistral-7b
+    (v0.3 is not: its vocabulary is larger).
+    """
+    last = name.strip().rstrip("/").split("/")[-1].lower().removeprefix("meta-")
+    return last.removesuffix("-v0.1" if last.startswith("mistral") else "-hf")
+
+
 def shape_by_name(name: str) -> ModelShape:
-    """A known shape ("opt-6.7b", any case). Raises InputError that lists the known names."""
-    shape = KNOWN_SHAPES.get(name.lower())
+    """A known shape: "opt-6.7b", any case, also as Hugging Face spells it ("facebook/opt-6.7b", "Llama-2-7b-hf").
+
+    Raises InputError that lists the nearest known names, then all.
+    """
+    shape = KNOWN_SHAPES.get(_plain_name(name)) if isinstance(name, str) else None
     if shape is None:
-        raise InputError(f"unknown model shape {name!r}; known shapes: {', '.join(KNOWN_SHAPES)}")
+        raise unknown("model", name, KNOWN_SHAPES)
     return shape
+
+
+def shape_of(name_or_path: str | Path) -> ModelShape:
+    """The shape of a model given by a known name, or by the path of its config.json or of the folder that holds one.
+
+    A Path, and a text with a folder in it that exists, is a path; any other text is a name if it is a known one, so
+    that a local folder "opt-30b" is "./opt-30b". Raises InputError for what is neither.
+    """
+    if isinstance(name_or_path, Path):
+        return shape_from_config(name_or_path)
+    if not isinstance(name_or_path, str):
+        raise unknown("model", name_or_path, KNOWN_SHAPES, other=_OR_A_PATH)
+    exists = os.path.exists(name_or_path)
+    if os.path.dirname(name_or_path) and exists:
+        return shape_from_config(name_or_path)
+    if shape := KNOWN_SHAPES.get(_plain_name(name_or_path)):
+        return shape
+    if exists or name_or_path.endswith(".json"):
+        return shape_from_config(name_or_path)
+    raise unknown("model", name_or_path, KNOWN_SHAPES, other=_OR_A_PATH)
+
+
+_OR_A_PATH = "the path of a config.json or of the folder that holds one"
 
 
 def shape_from_config(path: str | Path) -> ModelShape:
@@ -142,7 +222,9 @@ def shape_from_config(path: str | Path) -> ModelShape:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(f"no model configuration at {path}: give a local folder that holds config.json") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except json.JSONDecodeError as error:
+        raise InputError(f"cannot read {path}: line {error.lineno}, column {error.colno}: {error.msg}") from None
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"cannot read {path}: {error}") from None
     if not isinstance(config, dict):
         raise InputError(f"{path} does not hold a JSON object")
@@ -153,7 +235,7 @@ def _shape_from_dict(config: dict, path: Path) -> ModelShape:
     model_type = config.get("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
-        raise InputError(f"{path}: unknown architecture {model_type!r}; known: {', '.join(sorted(FAMILIES))}")
+        raise InputError(f"{path}: {unknown('architecture', model_type, sorted(FAMILIES))}")
 
     def size(*keys: str, default: int | None = None) -> int:
         for key in keys:

@@ -14,21 +14,21 @@ from flexhybrid.core.task import Work
 MIN_KV_GEN_ROWS = 16  #: fewer rows than this take other float32 kernels, whose sums differ from the prefill's
 
 
-def load_blocks(shape: ModelShape, p: int, representation: str, num_blocks, num_copies) -> Work:
+def load_blocks(shape: ModelShape, p: float, representation: str, num_blocks, num_copies) -> Work:
     """Copy whole blocks of "kv" or "act" to the device."""
     token_bytes = shape.kv_token_bytes(p) if representation == "kv" else shape.act_token_bytes(p)
     return Work(link_bytes=num_blocks * BLOCK_TOKENS * token_bytes, num_copies=num_copies)
 
 
-def store_rows(shape: ModelShape, p: int, representation: str, rows) -> Work:
+def store_rows(shape: ModelShape, p: float, representation: str, rows) -> Work:
     """Copy the new tokens' rows to the host's landing strip."""
     token_bytes = shape.kv_token_bytes(p) if representation == "kv" else shape.act_token_bytes(p)
     return Work(link_bytes=rows * token_bytes, num_copies=1, tokens=rows)
 
 
-def scatter_rows(shape: ModelShape, p: int, kv_rows, act_rows) -> Work:
+def scatter_rows(shape: ModelShape, kv_element_bytes: float, act_element_bytes: float, kv_rows, act_rows) -> Work:
     """Move new rows to their blocks: read and write."""
-    moved = kv_rows * shape.kv_token_bytes(p) + act_rows * shape.act_token_bytes(p)
+    moved = kv_rows * shape.kv_token_bytes(kv_element_bytes) + act_rows * shape.act_token_bytes(act_element_bytes)
     return Work(memory_bytes=2 * moved, tokens=kv_rows + act_rows)
 
 
@@ -66,7 +66,7 @@ def finish(shape: ModelShape, p: int, rows) -> Work:
     """Output projection and feed-forward network."""
     mlp_matrices = 3 if shape.gated_mlp else 2
     weights = shape.hidden * (shape.query_width + mlp_matrices * shape.ffn)
-    moved = rows * (6 * shape.hidden + 2 * shape.ffn) + weights
+    moved = rows * (6 * shape.hidden + mlp_matrices * shape.ffn) + weights
     return Work(memory_bytes=moved * p, flops=2 * weights * rows, tokens=rows)
 
 
@@ -76,16 +76,77 @@ def embed(shape: ModelShape, p: int, rows) -> Work:
 
 
 def head(shape: ModelShape, p: int, rows) -> Work:
-    """Final norm and output head for one row a request."""
+    """Final norm, where the embedding is narrower its projection, and output head, for one row a request."""
     width = shape.embed_dim or shape.hidden
-    return Work(
-        memory_bytes=(shape.vocab * width + rows * shape.vocab) * p, flops=2 * shape.vocab * width * rows, tokens=rows
-    )
+    weights = shape.vocab * width + (width * shape.hidden if width != shape.hidden else 0)
+    return Work(memory_bytes=(weights + rows * shape.vocab) * p, flops=2 * weights * rows, tokens=rows)
 
 
 def sample(shape: ModelShape, p: int, rows) -> Work:
     """Choose a token a request from its logits."""
     return Work(memory_bytes=rows * shape.vocab * p, tokens=rows)
+
+
+def disk_blocks(shape: ModelShape, p: float, representation: str, num_blocks) -> Work:
+    """Read or write whole blocks of a disk pool."""
+    return load_blocks(shape, p, representation, num_blocks, 1)
+
+
+def convert(elements, p: int, stored: float) -> Work:
+    """Between the compute dtype and stored bits: read one, write the other."""
+    return Work(memory_bytes=elements * (p + stored), tokens=elements)
+
+
+def move_hidden(shape: ModelShape, p: int, rows) -> Work:
+    """Hidden states between the device and another tier."""
+    return Work(link_bytes=rows * shape.hidden * p, num_copies=1, tokens=rows)
+
+
+def store_query(shape: ModelShape, p: int, rows) -> Work:
+    """Queries, and the new keys and values, to attention on the host."""
+    return Work(link_bytes=rows * (shape.query_width + shape.kv_width) * p, num_copies=1, tokens=rows)
+
+
+def load_attended(shape: ModelShape, p: int, rows) -> Work:
+    """Attention's output from the host."""
+    return Work(link_bytes=rows * shape.query_width * p, num_copies=1, tokens=rows)
+
+
+def attend_recomputed(shape: ModelShape, p: int, batch, width) -> Work:
+    """Causal attention of a recomputed prefix of ``width`` (padded) tokens over itself; its keys lie assembled."""
+    return attend_prefill(shape, p, batch, width)
+
+
+def rank(shape: ModelShape, batch, rows, columns) -> Work:
+    """Add up each cached token's attention weights (H2O): float32 scores of every head, read and written once."""
+    return Work(memory_bytes=8 * batch * shape.num_heads * rows * columns, tokens=batch * columns)
+
+
+def speculate(shape: ModelShape, p: int, batch, context, ratio: float) -> Work:
+    """The next layer's scores from ``ratio`` of the query and key columns (InfiniGen, Sec. 4.3)."""
+    columns, keys = ratio * shape.query_width, ratio * shape.kv_width / 2
+    flops = 2 * batch * columns * (shape.hidden + context)
+    return Work(memory_bytes=(shape.hidden * columns + batch * context * keys) * p, flops=flops, tokens=batch * context)
+
+
+def load_partial_keys(shape: ModelShape, p: int, batch, context, ratio: float) -> Work:
+    """Partial keys of a layer that lie on the host."""
+    return Work(link_bytes=batch * context * ratio * shape.kv_width / 2 * p, num_copies=1, tokens=batch * context)
+
+
+def store_index(shape: ModelShape, batch, selected) -> Work:
+    """Four bytes for each selected token of each key/value head."""
+    return Work(link_bytes=4 * batch * shape.num_kv_heads * selected, num_copies=1, tokens=batch * selected)
+
+
+def gather_rows(shape: ModelShape, p: float, rows) -> Work:
+    """A host core copies selected rows side by side: read and write."""
+    return Work(memory_bytes=2 * rows * shape.kv_token_bytes(p), tokens=rows)
+
+
+def load_rows(shape: ModelShape, p: float, rows) -> Work:
+    """Gathered rows to the device, one copy."""
+    return Work(link_bytes=rows * shape.kv_token_bytes(p), num_copies=1, tokens=rows)
 
 
 def store_out(rows) -> Work:

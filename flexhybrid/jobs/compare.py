@@ -18,9 +18,10 @@ from flexhybrid.core.blocks import BLOCK_TOKENS
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware, write_by_rename
 from flexhybrid.core.memory import check_budget, parse_bytes, total_bytes
-from flexhybrid.core.plan import admit, stream
+from flexhybrid.core.plan import admit
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.shape import DTYPE_BYTES, ModelShape
+from flexhybrid.core.stream import stream
 from flexhybrid.core.trace import TraceEvent, check_trace, save_chrome_trace
 from flexhybrid.core.waves import wave_plan
 from flexhybrid.core.workload import Workload
@@ -32,6 +33,7 @@ from flexhybrid.jobs.speed import Bench, Contender, Measured
 from flexhybrid.llm import LLM, SamplingParams, load_tokenizer
 from flexhybrid.machine import pick_device, profile_path
 from flexhybrid.runtime.loader import Checkpoint, RandomWeights
+from flexhybrid.runtime.runnable import check_runnable
 from flexhybrid.runtime.weights import Weights
 from policy_search.algorithm1 import BALANCES, host_blocks, layer_times, share_for_batch
 from policy_search.fit import fit_report
@@ -88,6 +90,7 @@ class _Setting:
         self.budgets = {"device": parse_bytes(options.device_memory), "host": parse_bytes(options.host_memory)}
         self.extra = [Policy.load(options.policy)] if options.policy else []
         for policy in self.extra:
+            check_runnable(policy)
             if policy.name in ("kv_only", "act_only", "hybrid_static", "hybrid"):
                 raise InputError(
                     f"{options.policy}: the name {policy.name!r} is one of the comparison's own; rename it"

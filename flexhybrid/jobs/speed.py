@@ -17,8 +17,9 @@ import numpy as np
 import torch
 
 from flexhybrid.core.memory import buffer_sizes, check_budget, memory_plan
-from flexhybrid.core.plan import Wave, admit, stream
+from flexhybrid.core.plan import Wave, admit
 from flexhybrid.core.policy import Policy
+from flexhybrid.core.stream import stream
 from flexhybrid.core.trace import TraceEvent, iteration_ends
 from flexhybrid.core.workload import Workload
 from flexhybrid.runtime.engine import Engine

@@ -9,7 +9,8 @@ import torch
 
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.memory import BufferSizes
-from flexhybrid.core.plan import Wave, stream
+from flexhybrid.core.plan import Wave
+from flexhybrid.core.stream import stream
 from flexhybrid.core.task import Task
 from flexhybrid.core.trace import TraceEvent
 from flexhybrid.runtime.buffers import Buffers

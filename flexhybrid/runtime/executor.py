@@ -13,12 +13,14 @@ import numpy as np
 import torch
 
 from flexhybrid.core.blocks import BLOCK_TOKENS
-from flexhybrid.core.plan import MiniBatchStep, Segment, Wave
+from flexhybrid.core.plan import Wave
+from flexhybrid.core.steps import MiniBatchStep, Segment
 from flexhybrid.core.task import Task
 from flexhybrid.core.work import MIN_KV_GEN_ROWS
 from flexhybrid.runtime import attention, sampling
 from flexhybrid.runtime.buffers import Buffers
 from flexhybrid.runtime.models import architecture
+from flexhybrid.runtime.runnable import check_runnable
 from flexhybrid.runtime.weights import Weights, linear
 
 
@@ -58,6 +60,7 @@ class Executor:
         plan: SamplingPlan,
         copies,
     ):
+        check_runnable(wave.policy)
         if wave.streamed_from != weights.streamed_from:
             raise ValueError("the wave's policy places the weights otherwise than they were loaded")
         self.weights, self.slots, self.buffers, self.wave = weights, slots, buffers, wave

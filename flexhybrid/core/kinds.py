@@ -1,0 +1,42 @@
+"""Cache entries as a policy writes them: ``kv@host``, ``act@device``, ``both(kv@host,act@host)``, ``tok``."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import NamedTuple
+
+TIERS = ("device", "host", "disk")
+CACHE_KEY = re.compile(r"tok|(kv|act)@(device|host|disk)|both\(kv@(device|host|disk),act@(device|host|disk)\)")
+
+
+class Part(NamedTuple):
+    """One stored copy of a token's context: ``representation`` "kv" or "act", and the tier that holds it."""
+
+    kind: str  #: the cache entry it belongs to
+    representation: str
+    tier: str
+
+    @property
+    def space(self) -> str:
+        """Name of its pool: the entry itself, or for both(…) the entry and the representation."""
+        return self.kind if "(" not in self.kind else f"{self.kind}.{self.representation}"
+
+
+@cache
+def representation_of(kind: str) -> str:
+    """kv, act, both or tok."""
+    return re.split(r"[@(]", kind)[0]
+
+
+@cache
+def parts_of(kind: str) -> tuple[Part, ...]:
+    """What a token of this entry keeps in memory: one part, for both(…) two (ACT first), for tok none."""
+    found = re.findall(r"(kv|act)@(device|host|disk)", kind)
+    return tuple(sorted(Part(kind, representation, tier) for representation, tier in found))
+
+
+@cache
+def parts(kinds: tuple[str, ...]) -> tuple[Part, ...]:
+    """The parts of several entries, in their order."""
+    return tuple(part for kind in kinds for part in parts_of(kind))

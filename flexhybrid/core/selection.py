@@ -1,0 +1,36 @@
+"""How many cached tokens a selection looks at, and how many it keeps.
+
+The numbers of a speculative selection depend on the model and its text. Until a model's own profile is given, they are
+those that InfiniGen reports for OPT-13B at alpha 4 (Sec. 5.3): 37, 60, 66 and 73 tokens of 512, 1,024, 1,536 and 2,048.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flexhybrid.core.blocks import BLOCK_TOKENS
+from flexhybrid.core.policy import Selection
+
+#: (context tokens, tokens scored above max − 4), averages over layers and heads.
+INFINIGEN_TOKENS = ((0, 512, 1024, 1536, 2048), (0, 37, 60, 66, 73))
+
+
+def selected_tokens(selection: Selection, context):
+    """Tokens of a context that a speculative selection fetches in a layer, on average; arrays allowed.
+
+    Beyond the last measured context the share of the last stays. ``max_fraction`` caps the number.
+    """
+    lengths, counts = INFINIGEN_TOKENS
+    context = np.asarray(context, dtype=np.float64)
+    inside = np.interp(context, lengths, counts)
+    measured = np.where(context > lengths[-1], context * counts[-1] / lengths[-1], inside)
+    return np.ceil(np.minimum(measured, selection.max_fraction * context))
+
+
+def kept_tokens(selection: Selection, prompt, context):
+    """Tokens of a context that stay cached: a heavy-hitter selection keeps a fixed share of the prompt (H2O), in whole
+    blocks; every other keeps all."""
+    if selection.method != "heavy_hitter":
+        return context
+    budget = np.ceil(selection.budget * np.asarray(prompt) / BLOCK_TOKENS) * BLOCK_TOKENS
+    return np.minimum(context, np.maximum(budget, BLOCK_TOKENS).astype(np.asarray(context).dtype))

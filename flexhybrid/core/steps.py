@@ -1,0 +1,314 @@
+"""What one mini-batch does in one iteration: its tokens, where they lie, and the work of each verb.
+
+``MiniBatchStep`` is what an executor needs, request by request; ``StepCounts`` are its sums, all that work depends on.
+The closed form makes StepCounts of arrays, a policy each, so that both take their work from ``step_work``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from flexhybrid.core import work
+from flexhybrid.core.blocks import BLOCK_TOKENS, BlockKinds, ceil_blocks
+from flexhybrid.core.kinds import Part, parts_of
+from flexhybrid.core.policy import ElementBytes, Policy
+from flexhybrid.core.selection import kept_tokens, selected_tokens
+from flexhybrid.core.shape import ModelShape
+from flexhybrid.core.split import SplitLines, split_point
+from flexhybrid.core.task import Work
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One representation of one mini-batch's context at one iteration: per-request arrays over B."""
+
+    kind: str
+    representation: str  #: kv or act
+    tier: str
+    first_block: np.ndarray  #: physical
+    num_tokens: np.ndarray
+
+    @cached_property
+    def num_blocks(self) -> np.ndarray:
+        return ceil_blocks(self.num_tokens)
+
+    @cached_property
+    def max_tokens(self) -> int:
+        return int(self.num_tokens.max())
+
+    @cached_property
+    def max_blocks(self) -> int:
+        return int(self.num_blocks.max())
+
+
+@dataclass(frozen=True)
+class Store:
+    """Where the new tokens of one part go: row of the padded new-token grid -> (block, offset)."""
+
+    kind: str
+    representation: str
+    tier: str
+    rows: np.ndarray
+    blocks: np.ndarray
+    offsets: np.ndarray
+
+
+@dataclass(frozen=True)
+class MiniBatchStep:
+    """What one mini-batch does in one iteration; the same for every layer.
+
+    New tokens form a grid [B, width], right-padded; row b·width + t. The attention buffer of a decode step is
+    [segment | segment | … | recomputed prefix | new], each as wide as its longest request.
+    """
+
+    iteration: int
+    mini_batch: int
+    requests: np.ndarray  #: [B] indices into the wave
+    context: np.ndarray  #: [B] tokens cached before this iteration
+    new_tokens: np.ndarray  #: [B]
+    segments: tuple[Segment, ...]
+    stores: tuple[Store, ...]
+    recomputed: np.ndarray | None = None  #: [B] leading tokens kept as ids alone; None where there are none
+
+    @cached_property
+    def prefill(self) -> bool:
+        """Nothing is cached yet: the new tokens are a prompt and attend to themselves alone."""
+        return not self.context.any()
+
+    @cached_property
+    def width(self) -> int:
+        return int(self.new_tokens.max())
+
+    @property
+    def rows(self) -> int:
+        return len(self.requests) * self.width
+
+    @cached_property
+    def recomputed_width(self) -> int:
+        return 0 if self.recomputed is None else int(self.recomputed.max())
+
+    @cached_property
+    def attention_tokens(self) -> int:
+        """T: columns of the attention buffer, the new token included."""
+        return sum(segment.max_tokens for segment in self.segments) + self.recomputed_width + 1
+
+    def of(self, representation: str) -> tuple[Segment, ...]:
+        return tuple(s for s in self.segments if s.representation == representation and s.max_tokens)
+
+    @cached_property
+    def act_blocks(self) -> int:
+        """Columns of the ACT buffer in blocks: a request's device blocks, then its host blocks, each padded."""
+        return sum(segment.max_blocks for segment in self.of("act"))
+
+
+def make_step(wave, iteration: int, mini_batch: int, requests: np.ndarray) -> MiniBatchStep:
+    """The step of the given (still running) requests of a ``plan.Wave``'s mini-batch. O(B) numpy work."""
+    prompts = wave.workload.prompt_tokens[requests]
+    if iteration == 0:
+        context, new_tokens = np.zeros_like(prompts), prompts
+    else:
+        context, new_tokens = prompts + iteration - 1, np.ones_like(prompts)
+    kinds: BlockKinds = wave.kinds
+    kept = kept_tokens(wave.policy.selection, prompts, context)
+    per_kind = kinds.tokens(kept)
+    segments: list[Segment] = []
+    for i, kind in enumerate(kinds.kinds):
+        first = wave.first_block[kind][requests]
+        segments += _segments(kind, first, per_kind[:, i], wave.split.get(kind), len(wave.mini_batches))
+    recomputed = kinds.tok_tokens(context) if kinds.tok_share else None
+    stores = _stores(wave, requests, context, new_tokens)
+    return MiniBatchStep(
+        iteration, mini_batch, requests, context, new_tokens, tuple(segments), stores, recomputed
+    )  # fmt: skip
+
+
+def _segments(kind: str, first, tokens, lines: SplitLines | None, num_mini_batches: int) -> list[Segment]:
+    """One segment for a plain entry; for both(…) the leading tokens as ACT, the rest as KV."""
+    if lines is None:
+        return [Segment(kind, part.representation, part.tier, first, tokens) for part in parts_of(kind)]
+    split = split_point(lines, len(tokens), int(tokens.max(initial=0)), num_mini_batches)
+    leading = np.minimum(int(split), tokens)
+    sizes = {"act": (first, leading), "kv": (first + leading // BLOCK_TOKENS, tokens - leading)}
+    return [Segment(kind, p.representation, p.tier, *sizes[p.representation]) for p in parts_of(kind)]
+
+
+def _stores(wave, requests, context, new_tokens) -> tuple[Store, ...]:
+    width = int(new_tokens.max())
+    batch_row = np.repeat(np.arange(len(requests)), new_tokens)
+    within = np.arange(len(batch_row)) - np.repeat(np.cumsum(new_tokens) - new_tokens, new_tokens)
+    positions = context[batch_row] + within
+    if wave.policy.selection.method == "heavy_hitter":  # the newest take the places of those that are dropped
+        kept = kept_tokens(wave.policy.selection, wave.workload.prompt_tokens[requests], context + new_tokens)
+        positions = positions % kept[batch_row]
+        fresh = within >= (new_tokens - kept)[batch_row]
+        batch_row, within, positions = batch_row[fresh], within[fresh], positions[fresh]
+    if wave.kinds.tok_share:  # the leading tokens will be recomputed: nothing of them is kept
+        fresh = positions >= wave.kinds.tok_tokens(context + new_tokens)[batch_row]
+        batch_row, within, positions = batch_row[fresh], within[fresh], positions[fresh]
+    kind_index = wave.kinds.kind_of(positions)
+    token_index = wave.kinds.tokens(positions)  # how many tokens of each kind come before
+    stores = []
+    for i, kind in enumerate(wave.kinds.kinds):
+        chosen = kind_index == i
+        if not chosen.any():
+            continue
+        reserved = wave.num_blocks[kind][requests][batch_row[chosen]]
+        index = token_index[chosen, i]
+        first = wave.first_block[kind][requests][batch_row[chosen]]
+        rows = batch_row[chosen] * width + within[chosen]
+        blocks = first + (index // BLOCK_TOKENS) % np.maximum(reserved, 1)
+        for part in parts_of(kind):
+            stores.append(Store(kind, part.representation, part.tier, rows, blocks, index % BLOCK_TOKENS))
+    return tuple(stores)
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """The sums of a step that its work depends on; numbers, or arrays of one shape. Absent keys mean none."""
+
+    prefill: bool
+    batch: object
+    width: object  #: new tokens of the longest request
+    context: object  #: columns of cached keys and values in the attention buffer
+    blocks: dict[Part, object]  #: blocks of each part that the step reads, over all requests
+    copies: dict[Part, object]  #: runs of blocks that lie apart
+    act_columns: object  #: blocks of the ACT buffer, a request
+    stored: dict[Part, object]  #: new rows of each part, over all requests
+    recomputed: object = 0  #: tokens of the recomputed prefix, of the longest request
+    selected: object = None  #: tokens of a request that a speculative selection fetches; None: all
+
+
+def counts_of(step: MiniBatchStep, policy: Policy) -> StepCounts:
+    """The sums of one step."""
+    blocks, copies = {}, {}
+    for segment in step.segments:
+        if segment.max_tokens:
+            part = Part(segment.kind, segment.representation, segment.tier)
+            blocks[part] = int(segment.num_blocks.sum())
+            copies[part] = int(np.count_nonzero(segment.num_blocks))
+    stored = {Part(s.kind, s.representation, s.tier): len(s.rows) for s in step.stores}
+    context = step.attention_tokens - step.recomputed_width - 1
+    selected = None
+    if policy.selection.method == "speculative" and not step.prefill:
+        selected = int(selected_tokens(policy.selection, context))
+    return StepCounts(
+        step.prefill, len(step.requests), step.width, context, blocks, copies, step.act_blocks, stored,
+        step.recomputed_width, selected,
+    )  # fmt: skip
+
+
+def step_work(
+    shape: ModelShape, policy: Policy, stored: ElementBytes, c: StepCounts, first_layer: bool
+) -> dict[str, Work]:
+    """The work of each verb of a step in one layer; a verb without work is absent.
+
+    ``first_layer``: a speculative selection looks at all tokens there.
+    """
+    p = stored.compute
+    rows = c.batch * c.width + (0 if c.prefill else c.batch * c.recomputed)
+    works = {
+        "embed": work.embed(shape, p, rows),
+        "project": work.project(shape, p, rows),
+        "finish": work.finish(shape, p, rows),
+        "head": work.head(shape, p, c.batch),
+        "sample": work.sample(shape, p, c.batch),
+        "store_out": work.store_out(c.batch),
+    }
+    if policy.bits.weights != "native":
+        works["dequantize_weights"] = work.convert(shape.layer_matrix_elements, p, stored.weights)
+    if policy.hidden != "device":
+        works["load_hidden"] = works["store_hidden"] = work.move_hidden(shape, p, rows)
+    works |= _store_works(shape, policy, stored, c)
+    if c.prefill:
+        works["attend_prefill"] = work.attend_prefill(shape, p, c.batch, c.width)
+        if policy.selection.method == "heavy_hitter":
+            works["rank"] = work.rank(shape, c.batch, c.width, c.width / 2)
+        if policy.selection.method == "speculative":
+            works["speculate"] = work.speculate(shape, p, c.batch * c.width, 0, policy.selection.partial_ratio)
+        return works
+    if policy.attention == "host":
+        works["store_query"] = work.store_query(shape, p, c.batch)
+        works["attend_host"] = work.attend_decode(shape, p, c.batch, c.context + 1)
+        works["load_attended"] = work.load_attended(shape, p, c.batch)
+        return works
+    attended = c.context + c.recomputed + 1
+    if c.selected is None or first_layer:
+        works |= _load_works(shape, policy, stored, c)
+    else:
+        attended = c.selected + 1
+        works["gather"] = work.gather_rows(shape, stored.kv, c.batch * c.selected)
+        works["load_kv"] = work.load_rows(shape, stored.kv, c.batch * c.selected)
+        if policy.bits.kv != "native":
+            works["dequantize_kv"] = work.convert(c.batch * c.selected * shape.kv_width, p, stored.kv)
+    if c.selected is not None:
+        ratio = policy.selection.partial_ratio
+        works["speculate"] = work.speculate(shape, p, c.batch, c.context, ratio)
+        works["store_index"] = work.store_index(shape, c.batch, c.selected)
+        if policy.selection.partial_keys == "host":
+            works["load_keys"] = work.load_partial_keys(shape, p, c.batch, c.context, ratio)
+    if any(part.representation == "act" for part in c.blocks):
+        generated = c.batch * c.act_columns * BLOCK_TOKENS
+        works["kv_gen"] = work.kv_gen(shape, p, _at_least(generated, work.MIN_KV_GEN_ROWS))
+    works["assemble"] = work.assemble(shape, p, c.batch * attended)
+    works["attend"] = work.attend_decode(shape, p, c.batch, attended)
+    if np.any(c.recomputed):
+        works["attend_recomputed"] = work.attend_recomputed(shape, p, c.batch, _at_least(c.recomputed, 1))
+    if policy.selection.method == "heavy_hitter":
+        works["rank"] = work.rank(shape, c.batch, 1, attended)
+    return works
+
+
+def _at_least(value, least):
+    """The larger, for a number or an array; a number stays a plain one."""
+    return np.maximum(value, least) if np.ndim(value) else max(value, least)
+
+
+def _load_works(shape: ModelShape, policy: Policy, stored: ElementBytes, c: StepCounts) -> dict[str, Work]:
+    works = {}
+    for representation, element_bytes in (("act", stored.act), ("kv", stored.kv)):
+        every = [part for part in c.blocks if part.representation == representation]
+        moved = [part for part in every if part.tier != "device"]
+        on_disk = [part for part in every if part.tier == "disk"]
+        if moved:
+            blocks, copies = (sum(of[part] for part in moved) for of in (c.blocks, c.copies))
+            works[f"load_{representation}"] = work.load_blocks(shape, element_bytes, representation, blocks, copies)
+        if on_disk:
+            blocks = sum(c.blocks[part] for part in on_disk)
+            works[f"read_{representation}"] = work.disk_blocks(shape, element_bytes, representation, blocks)
+        if every and element_bytes != stored.compute:
+            width = shape.kv_width if representation == "kv" else shape.hidden
+            elements = sum(c.blocks[part] for part in every) * BLOCK_TOKENS * width
+            works[f"dequantize_{representation}"] = work.convert(elements, stored.compute, element_bytes)
+    return works
+
+
+def _store_works(shape: ModelShape, policy: Policy, stored: ElementBytes, c: StepCounts) -> dict[str, Work]:
+    """New rows: quantised, to the host's strip, from there to host blocks or the disk; or to device blocks."""
+    if policy.attention == "host" and not c.prefill:
+        return {}  # the query task brings the new rows along, and attention writes them to their blocks
+    works = {}
+    of_element, width = {"act": stored.act, "kv": stored.kv}, {"act": shape.hidden, "kv": shape.kv_width}
+
+    def rows(representation: str, *tiers: str):
+        return sum(n for part, n in c.stored.items() if part.representation == representation and part.tier in tiers)
+
+    quantized = 0
+    for representation in ("kv", "act"):
+        if np.any(sent := rows(representation, "host", "disk")):
+            works[f"store_{representation}"] = work.store_rows(shape, of_element[representation], representation, sent)
+        if np.any(written := rows(representation, "disk")):
+            works[f"write_{representation}"] = Work(
+                link_bytes=works[f"store_{representation}"].link_bytes * written / sent, num_copies=1, tokens=written
+            )
+        if of_element[representation] != stored.compute:
+            quantized = quantized + rows(representation, "device", "host", "disk") * width[representation]
+    if np.any(quantized):
+        works["quantize"] = work.convert(quantized, stored.compute, min(stored.kv, stored.act))
+    for tier, verb in (("host", "scatter"), ("device", "scatter_device")):
+        kv_rows, act_rows = rows("kv", tier), rows("act", tier)
+        if np.any(kv_rows) or np.any(act_rows):
+            works[verb] = work.scatter_rows(shape, stored.kv, stored.act, kv_rows, act_rows)
+    return works

@@ -1,0 +1,439 @@
+"""The stream of tasks of a wave, in FlexGen's zig-zag (column) order or row by row.
+
+The column schedule takes all mini-batches of a layer, then the next layer; the row schedule all layers of a mini-batch,
+then the next mini-batch. Either way the stream is a row of groups that share streamed weights, and of positions (a
+mini-batch in a layer) within them; while a position computes, the link loads a slice of the next group's weights and
+the next position's cache. There is no edge between iterations: the last group of iteration i carries the first loads of
+iteration i + 1. A request leaves when it has its tokens, or, after a stop token, one iteration late: what iteration
+i + 1 does is settled while iteration i runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from flexhybrid.core.plan import Wave
+from flexhybrid.core.steps import MiniBatchStep, counts_of, make_step, step_work
+from flexhybrid.core.task import RESOURCES, Access, Task, Work
+
+PAGE_BYTES = 4096  #: slices of a streamed layer end on whole pages
+
+
+@dataclass(frozen=True)
+class WeightSlice:
+    """Bytes [start, end) of a layer on their way to a device slot; the payload of load_weights and read_weights."""
+
+    slot: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class StepPayload:
+    """A mini-batch's step and the buffer slots it uses in this layer."""
+
+    step: MiniBatchStep
+    slot: int  #: of the KV, ACT, staging and strip buffers
+    weight_slot: int
+
+
+StopsUntil = Callable[[int], "set[int] | frozenset[int]"]
+
+
+def no_stops(iteration: int) -> frozenset[int]:
+    """Nobody stops early: the lengths alone decide (ignore_eos, and every prediction)."""
+    return frozenset()
+
+
+def stream(wave: Wave, stops_until: StopsUntil = no_stops, first_iteration: int = 0) -> Iterator[Task]:
+    """The tasks of a wave in stream order, from the first prompt token to the last sampled one.
+
+    ``first_iteration`` 1 starts at the first decode iteration, over a cache that is already filled.
+
+    ``stops_until(i)``: requests that sampled a stop token in iterations up to i. It is asked with i - 1 when iteration
+    i + 1 is laid out, at the start of iteration i's last group (the stop lags one iteration), and may block until the
+    answer is known.
+    """
+    tasks = _Stream(wave, stops_until)
+    if wave.policy.overlap is True:
+        return tasks.tasks(first_iteration)
+    return _one_by_one(tasks.tasks(first_iteration)) if not wave.policy.overlap else _in_steps(tasks, first_iteration)
+
+
+def _one_by_one(tasks: Iterator[Task]) -> Iterator[Task]:
+    """No overlap: every task passes through one cell, so that it waits for the one before."""
+    turn = (Access(("turn",), 0, 1),)
+    for task in tasks:
+        yield task._replace(writes=task.writes + turn)
+
+
+def _in_steps(tasks: _Stream, first_iteration: int) -> Iterator[Task]:
+    """A barrier after each position, as FlexGen has one: its tasks wait for all tasks of the position before."""
+    lanes = {resource: lane for lane, resource in enumerate(RESOURCES)}
+    for task in tasks.tasks(first_iteration):
+        now, before = tasks.barrier % 2, (tasks.barrier - 1) % 2
+        lane = lanes[task.resource]
+        reads = task.reads + (Access(("barrier", before), 0, len(RESOURCES)),)
+        yield task._replace(reads=reads, writes=task.writes + (Access(("barrier", now), lane, lane + 1),))
+
+
+@dataclass(frozen=True)
+class _Position:
+    """A mini-batch in a layer."""
+
+    step: MiniBatchStep
+    layer: int
+    works: dict[str, Work]
+    number: int  #: since the stream's start: picks the cache slots
+    weight_slot: int
+    leads: bool  #: it is the first of its group
+
+    @property
+    def slot(self) -> int:
+        return self.number % 2
+
+    @property
+    def payload(self) -> StepPayload:
+        return StepPayload(self.step, self.slot, self.weight_slot)
+
+    def follows(self, other: _Position) -> bool:
+        """Whether it continues the very requests of the other, so that it needs what the other computes."""
+        return self.step.mini_batch == other.step.mini_batch
+
+
+class _Stream:
+    """The state of the stream. Emits tasks verb by verb."""
+
+    def __init__(self, wave: Wave, stops_until: StopsUntil):
+        self.wave, self.stops_until = wave, stops_until
+        self.num_layers = wave.shape.num_layers
+        self.barrier = 1  # counts positions where they end at a barrier
+        self.on_host = wave.policy.attention == "host"
+        self.held: Iterator[Task] = iter(())  # stores that wait for the next position (barriers only)
+
+    def tasks(self, first_iteration: int) -> Iterator[Task]:
+        groups = self._groups(first_iteration)
+        current, opened = next(groups, None), None
+        if current:
+            yield from self._load_weights(current, 0, 1)
+            yield from self._load_cache(current[0])
+        while current:
+            following = next(groups, None)
+            for index, position in enumerate(current):
+                yield from self.held
+                if following:
+                    yield from self._load_weights(following, index, len(current))
+                ahead = current[index + 1] if index + 1 < len(current) else following and following[0]
+                # What the position stores or selects now may be what the next one loads.
+                late = ahead and self._loads_late(position, ahead)
+                if ahead and not late:
+                    yield from self._load_cache(ahead)
+                if opened is not position:
+                    yield from self._open(position)
+                opened = None
+                if ahead and self._opens_early(position, ahead):
+                    yield from self._open(ahead)
+                    opened = ahead
+                if late == "selected":
+                    yield from self._load_cache(ahead)
+                yield from self._close(position)
+                if late == "stored":
+                    yield from self.held
+                    yield from self._load_cache(ahead)
+                self.barrier += 1
+            current = following
+        yield from self.held
+
+    def _groups(self, first_iteration: int) -> Iterator[list[_Position]]:
+        """Runs of positions that share a layer's weights. Iteration i + 1 is settled when i's last group is taken."""
+        iteration, number, slot = first_iteration, 0, 0
+        laid_out = self._lay_out(iteration, frozenset())
+        while laid_out:
+            layers, column = range(self.num_layers), self.wave.policy.schedule == "column"
+            every = [(layer, laid_out) for layer in layers] if column else [
+                (layer, [one]) for one in laid_out for layer in layers
+            ]  # fmt: skip
+            for layer, members in every:
+                group = []
+                for step, first, rest in members:
+                    group.append(_Position(step, layer, rest if layer else first, number, slot % 2, not group))
+                    number += 1
+                slot += 1
+                yield group
+            iteration += 1
+            laid_out = self._lay_out(iteration, self.stops_until(iteration - 2))
+
+    def _lay_out(self, iteration: int, stopped) -> list[tuple[MiniBatchStep, dict[str, Work], dict[str, Work]]]:
+        """Steps, and their works in the first and the other layers, of the mini-batches that still have a request."""
+        wave, steps = self.wave, []
+        for k, group in enumerate(wave.mini_batches):
+            running = group[wave.workload.max_tokens[group] > iteration]
+            if stopped:
+                running = running[[int(r) not in stopped for r in running]]
+            if len(running):
+                step = make_step(wave, iteration, k, running)
+                counts = counts_of(step, wave.policy)
+                works = step_work(wave.shape, wave.policy, wave.stored, counts, False)
+                first = works if counts.selected is None else step_work(
+                    wave.shape, wave.policy, wave.stored, counts, True
+                )  # fmt: skip
+                steps.append((step, first, works))
+        return steps
+
+    def _loads_late(self, position: _Position, ahead: _Position) -> str | None:
+        """ "stored": the next position loads what this one stores; "selected": what it selects; None: neither."""
+        if ahead.follows(position) and (ahead.layer == position.layer or "load_hidden" in ahead.works and ahead.layer):
+            return "stored"
+        return "selected" if "gather" in ahead.works else None
+
+    def _opens_early(self, position: _Position, ahead: _Position) -> bool:
+        """With attention on the host, the next mini-batch projects while the host attends to this one."""
+        return "attend_host" in position.works and "attend_host" in ahead.works and not ahead.follows(position)
+
+    # ---- loads
+
+    def _load_weights(self, group: list[_Position], index: int, num_slices: int) -> Iterator[Task]:
+        """Slice of a group's streamed bytes: one slice a position of the group before keeps the link evenly busy."""
+        first, total = self.wave.streamed_from, self.wave.layout.total_bytes
+        size = -(-(total - first) // num_slices)
+        size += -size % PAGE_BYTES
+        start, end = min(total, first + index * size), min(total, first + (index + 1) * size)
+        if start == end:
+            return
+        position = group[min(index, len(group) - 1)]
+        slot = position.weight_slot
+        key = (position.step.iteration, position.layer, position.step.mini_batch)
+        reads: tuple[Access, ...] = ()
+        read_from = max(start, self.wave.disk_from)
+        if read_from < end:
+            staged = Access(("weights_staging", slot), read_from, end)
+            reads = (staged,)
+            yield Task(
+                *key, "read_weights", "disk_read", Work(link_bytes=end - read_from, num_copies=1), (), (staged,),
+                WeightSlice(slot, read_from, end),
+            )  # fmt: skip
+        yield Task(
+            *key, "load_weights", "h2d", Work(link_bytes=end - start, num_copies=1), reads,
+            (Access(("weights", slot), start, end),), WeightSlice(slot, start, end),
+        )  # fmt: skip
+
+    def _load_cache(self, ahead: _Position) -> Iterator[Task]:
+        """ACT before KV: recomputing comes before assembling. Disk blocks go through staging."""
+        step, slot, works = ahead.step, ahead.slot, ahead.works
+        if "load_hidden" in works and ahead.layer:
+            k = step.mini_batch
+            yield self._task(ahead, "load_hidden", "h2d", (_host_hidden(k),), (self._hidden(ahead),))
+        if "load_keys" in works and ahead.layer < self.num_layers - 1:
+            keys = Access(("partial_keys", ahead.layer + 1), step.mini_batch, step.mini_batch + 1)
+            yield self._task(ahead, "load_keys", "h2d", (keys,), (Access(("partial_buffer",), slot, slot + 1),))
+        if "gather" in works:
+            gathered = Access(("gathered",), slot, slot + 1)
+            index = Access(("host_index",), step.mini_batch, step.mini_batch + 1)
+            yield self._task(ahead, "gather", "host_compute", (index, *self._pools(ahead, "kv", "host")), (gathered,))
+            yield self._task(ahead, "load_kv", "h2d", (gathered,), (Access(("kv_buffer",), slot, slot + 1),))
+            return
+        for representation in ("act", "kv"):
+            if f"load_{representation}" not in works:
+                continue
+            reads = self._pools(ahead, representation, "host")
+            if f"read_{representation}" in works:
+                staged = Access((f"{representation}_staging",), slot, slot + 1)
+                pools = self._pools(ahead, representation, "disk")
+                yield self._task(ahead, f"read_{representation}", "disk_read", pools, (staged,))
+                reads = (*reads, staged)
+            buffer = Access((f"{representation}_buffer",), slot, slot + 1)
+            yield self._task(ahead, f"load_{representation}", "h2d", reads, (buffer,))
+
+    # ---- computing
+
+    def _open(self, position: _Position) -> Iterator[Task]:
+        """One mini-batch in one layer up to its queries: embedding, recomputing, projecting, speculating."""
+        step, layer, works = position.step, position.layer, position.works
+        layout, policy, slot = self.wave.layout, self.wave.policy, position.slot
+        k = step.mini_batch
+        hidden, qkv = self._hidden(position), self._qkv(position)
+        if layer == 0:
+            yield self._task(position, "embed", "compute", (Access(("tokens",), k, k + 1),), (hidden,))
+        if "dequantize_weights" in works and position.leads:
+            yield self._task(
+                position, "dequantize_weights", "compute", self._weights(position, 0, layout.total_bytes), _PLAIN
+            )
+        # In natural order W_K and W_V come no sooner than the rest.
+        natural = policy.weight_order == "natural"
+        kv_end, qkv_end = (layout.total_bytes,) * 2 if natural else (layout.kv_end, layout.qkv_end)
+        if "kv_gen" in works:
+            buffer = Access(("act_buffer",), slot, slot + 1)
+            pools = self._pools(position, "act", "device")
+            reads, writes = (buffer, *self._matrices(position, 0, kv_end)), (_GENERATED,)
+            if "dequantize_act" in works:
+                yield self._task(position, "dequantize_act", "compute", (buffer, *pools), (_PLAIN_ACT,))
+                reads = (*reads, _PLAIN_ACT)
+            elif pools:  # gathered into the buffer, beside what the link brought
+                reads, writes = (*reads, *pools), (*writes, buffer)
+            yield self._task(position, "kv_gen", "compute", reads, writes)
+        staging = Access(("staging",), slot, slot + 1)
+        yield self._task(
+            position, "project", "compute", (hidden, *self._matrices(position, 0, qkv_end)), (qkv, staging)
+        )
+        if "quantize" in works:
+            yield self._task(position, "quantize", "compute", (qkv,), (staging,))
+        if "speculate" in works and layer < self.num_layers - 1:
+            yield from self._speculate(position, qkv)
+        if "attend_host" in works:
+            yield from self._attend_on_host(position, qkv)
+
+    def _speculate(self, position: _Position, qkv: Access) -> Iterator[Task]:
+        """The next layer's choice, from this layer's input; its index goes to the host, which gathers the rows."""
+        k, slot = position.step.mini_batch, position.slot
+        keys = Access(("partial_keys", position.layer + 1), k, k + 1)
+        if position.step.prefill:
+            yield self._task(position, "speculate", "compute", (qkv,), (keys,))
+            return
+        source = Access(("partial_buffer",), slot, slot + 1) if "load_keys" in position.works else keys
+        index = Access(("index",), k, k + 1)
+        yield self._task(position, "speculate", "compute", (qkv, source), (index,))
+        yield self._task(position, "store_index", "d2h", (index,), (Access(("host_index",), k, k + 1),))
+
+    def _attend_on_host(self, position: _Position, qkv: Access) -> Iterator[Task]:
+        slot = position.slot
+        query, out = Access(("query_strip",), slot, slot + 1), Access(("out_strip",), slot, slot + 1)
+        yield self._task(position, "store_query", "d2h", (qkv,), (query,))
+        pools = self._pools(position, "kv", "host")
+        yield self._task(position, "attend_host", "host_compute", (query, *pools), (out, *pools))
+
+    def _close(self, position: _Position) -> Iterator[Task]:
+        """The rest of it: attention, feed-forward, stores, and after the last layer the next token."""
+        step, works, slot = position.step, position.works, position.slot
+        k, layout = step.mini_batch, self.wave.layout
+        hidden, qkv = self._hidden(position), self._qkv(position)
+        if "attend_host" in works:
+            out = Access(("out_strip",), slot, slot + 1)
+            yield self._task(position, "load_attended", "h2d", (out,), (_ATTENDED,))
+        elif step.prefill:
+            yield self._task(position, "attend_prefill", "compute", (qkv,), (_ATTENDED,))
+        else:
+            yield from self._attend(position, qkv)
+        if "rank" in works:
+            yield self._task(position, "rank", "compute", (_ATTENDED,), (Access(("ranks", position.layer), k, k + 1),))
+        reads = (_ATTENDED, hidden, *self._matrices(position, 0, layout.vectors_end))
+        reads += self._matrices(position, layout.qkv_end, layout.total_bytes)
+        yield self._task(position, "finish", "compute", reads, (hidden,))
+        if self.wave.policy.overlap == "step":
+            self.held = self._store(position)
+        else:
+            yield from self._store(position)
+        if position.layer == self.num_layers - 1:
+            tokens = Access(("tokens",), k, k + 1)
+            yield self._task(position, "head", "compute", (hidden,), (_LOGITS,))
+            yield self._task(position, "sample", "compute", (_LOGITS,), (tokens,))
+            log = Access(("token_log", step.iteration), k, k + 1)
+            yield self._task(position, "store_out", "d2h", (tokens,), (log,))
+
+    def _attend(self, position: _Position, qkv: Access) -> Iterator[Task]:
+        works, slot = position.works, position.slot
+        buffer = Access(("kv_buffer",), slot, slot + 1)
+        pools = self._pools(position, "kv", "device")
+        reads = (qkv,)
+        if "kv_gen" in works:
+            reads += (_GENERATED,)
+        if "dequantize_kv" in works:
+            yield self._task(position, "dequantize_kv", "compute", (buffer, *pools), (_PLAIN_KV,))
+            reads += (_PLAIN_KV,)
+        else:
+            reads += ((buffer,) if "load_kv" in works else ()) + pools
+        yield self._task(position, "assemble", "compute", reads, (_ATTENTION,))
+        yield self._task(position, "attend", "compute", (qkv, _ATTENTION), (_ATTENDED,))
+        if "attend_recomputed" in works:
+            yield self._task(position, "attend_recomputed", "compute", (qkv, _ATTENTION), (_ATTENDED,))
+
+    def _store(self, position: _Position) -> Iterator[Task]:
+        """New tokens: staging -> landing strip over the link, strip -> blocks by a host core or the disk; or on the
+        device. Hidden states that live on the host follow."""
+        works, slot, step = position.works, position.slot, position.step
+        staging = Access(("staging",), slot, slot + 1)
+        strips = {r: Access((f"{r}_strip",), slot, slot + 1) for r in ("act", "kv") if f"store_{r}" in works}
+        for representation, strip in strips.items():
+            yield self._task(position, f"store_{representation}", "d2h", (staging,), (strip,))
+
+        def pools(tier: str, *representations: str) -> tuple[Access, ...]:
+            return tuple(
+                self._pool(position, store.kind, store.representation, tier)
+                for store in step.stores
+                if store.tier == tier and store.representation in representations
+            )
+
+        if "scatter" in works:
+            to_host = tuple(strip for r, strip in strips.items() if pools("host", r))
+            yield self._task(position, "scatter", "host_compute", to_host, pools("host", "act", "kv"))
+        if "scatter_device" in works:
+            yield self._task(position, "scatter_device", "compute", (staging,), pools("device", "act", "kv"))
+        for representation, strip in strips.items():
+            if f"write_{representation}" in works:
+                pool = pools("disk", representation)
+                yield self._task(position, f"write_{representation}", "disk_write", (strip,), pool)
+        if "store_hidden" in works and position.layer < self.num_layers - 1:
+            k = step.mini_batch
+            yield self._task(position, "store_hidden", "d2h", (self._hidden(position),), (_host_hidden(k),))
+
+    # ---- what is read and written
+
+    def _task(self, position: _Position, verb: str, resource: str, reads, writes) -> Task:
+        step = position.step
+        return Task(
+            step.iteration, position.layer, step.mini_batch, verb, resource, position.works[verb],
+            reads, writes, position.payload,
+        )  # fmt: skip
+
+    def _weights(self, position: _Position, start: int, end: int) -> tuple[Access, ...]:
+        """Streamed bytes of the position's layer within [start, end)."""
+        start = max(start, self.wave.streamed_from)
+        return (Access(("weights", position.weight_slot), start, end),) if start < end else ()
+
+    def _matrices(self, position: _Position, start: int, end: int) -> tuple[Access, ...]:
+        """What a product reads of the layer: the streamed bytes themselves, or what was made of them."""
+        return _PLAIN if "dequantize_weights" in position.works else self._weights(position, start, end)
+
+    def _hidden(self, position: _Position) -> Access:
+        k = position.step.mini_batch
+        if self.wave.policy.hidden == "device":
+            return Access(("hidden",), k, k + 1)
+        return Access(("hidden",), position.slot, position.slot + 1)
+
+    def _qkv(self, position: _Position) -> Access:
+        """One buffer does for one compute resource; two where the next mini-batch projects early."""
+        return Access(("qkv",), position.slot, position.slot + 1) if self.on_host else _QKV
+
+    def _pools(self, position: _Position, representation: str, tier: str) -> tuple[Access, ...]:
+        """The pools of a tier that the position's context is read from."""
+        return tuple(
+            self._pool(position, segment.kind, representation, tier)
+            for segment in position.step.segments
+            if segment.representation == representation and segment.tier == tier
+        )
+
+    def _pool(self, position: _Position, kind: str, representation: str, tier: str) -> Access:
+        """The blocks of a mini-batch in one layer of a pool: its requests lie side by side."""
+        space = kind if "(" not in kind else f"{kind}.{representation}"
+        group = self.wave.mini_batches[position.step.mini_batch]
+        first, count = self.wave.first_block[kind][group], self.wave.num_blocks[kind][group]
+        if not count.any():
+            return Access((space, position.layer), 0, 0)
+        first, count = first[count > 0], count[count > 0]  # an empty extent stands nowhere
+        return Access((space, position.layer), int(first.min()), int((first + count).max()))
+
+
+def _host_hidden(k: int) -> Access:
+    return Access(("host_hidden",), k, k + 1)
+
+
+#: Buffers of which there is one, used by the compute resource alone: its first-in-first-out order guards them. The
+#: attention buffer is one of them; CAPTURE doubles it, but with one compute stream a second one would never be used.
+_GENERATED = Access(("generated",), 0, 1)
+_QKV = Access(("qkv",), 0, 1)
+_ATTENTION = Access(("attention",), 0, 1)
+_ATTENDED = Access(("attended",), 0, 1)
+_LOGITS = Access(("logits",), 0, 1)
+_PLAIN = (Access(("plain_weights",), 0, 1),)
+_PLAIN_ACT = Access(("plain_act",), 0, 1)
+_PLAIN_KV = Access(("plain_kv",), 0, 1)
