@@ -23,7 +23,7 @@ def ceil_blocks(tokens):
 
 
 #: Rounding up from one half, with room for the rounding error of a share times a count.
-_HALF = 0.5 + 5e-10
+HALF = 0.5 + 5e-10
 
 
 def deal_blocks(kinds: tuple[str, ...], shares, num_blocks) -> list:
@@ -47,7 +47,7 @@ def deal_blocks(kinds: tuple[str, ...], shares, num_blocks) -> list:
         rest = [i for i in members if i not in first]
         part, whole = sum(shares[i] for i in first), sum(shares[i] for i in members)
         ratio = np.divide(part, whole, out=np.zeros(np.broadcast(part, whole).shape), where=np.asarray(whole) > 0)
-        dealt = np.floor(ratio * count + _HALF)
+        dealt = np.floor(ratio * count + HALF)
         deal(first, dealt)
         deal(rest, count - dealt)
 
@@ -72,7 +72,7 @@ class BlockKinds:
         """Of the first ``num_blocks``, those that are kept as token ids alone."""
         if not self.tok_share:
             return np.zeros_like(np.asarray(num_blocks))
-        return np.floor(self.tok_share * np.asarray(num_blocks) + _HALF).astype(np.int64)
+        return np.floor(self.tok_share * np.asarray(num_blocks) + HALF).astype(np.int64)
 
     def tok_tokens(self, num_tokens):
         """Tokens kept as ids alone among the first ``num_tokens``: whole blocks, never the newest."""

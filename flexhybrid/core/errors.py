@@ -30,6 +30,7 @@ def unknown(what: str, name: object, known: Iterable[str], *, other: str = "") -
 
 
 def _nearest(name: str, known: list[str]) -> list[str]:
-    """Up to three of ``known``, the likeliest first; capitals do not count."""
+    """Up to three of ``known``, the likeliest first; capitals, and a folder before the name, do not count."""
     by_lower = {one.lower(): one for one in known}
-    return [by_lower[lower] for lower in difflib.get_close_matches(name[:SHOWN].lower(), by_lower, n=3)]
+    last = name.rstrip("/").split("/")[-1][:SHOWN].lower()
+    return [by_lower[lower] for lower in difflib.get_close_matches(last, by_lower, n=3)]

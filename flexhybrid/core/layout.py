@@ -57,7 +57,7 @@ class LayerLayout:
         return best
 
 
-def layer_layout(shape: ModelShape, bytes_per_element: int) -> LayerLayout:
+def layer_layout(shape: ModelShape, bytes_per_element: float) -> LayerLayout:
     """The flat layout of one layer of this shape."""
     h, q, g = shape.hidden, shape.query_width, shape.kv_width
     if shape.family == "opt":
@@ -71,9 +71,9 @@ def layer_layout(shape: ModelShape, bytes_per_element: int) -> LayerLayout:
         matrices += [("up.weight", shape.ffn, h), ("down.weight", h, shape.ffn)]
     spots, position, kv_end, qkv_end = [], 0, 0, 0
     for name, rows, cols in [(name, rows, 0) for name, rows in vectors] + matrices:
-        size = rows * max(cols, 1) * bytes_per_element
+        size = round(rows * max(cols, 1) * bytes_per_element)
         spots.append(TensorSpot(name, rows, cols, position, position + size))
         if name == "kvq.weight":
-            kv_end, qkv_end = position + g * cols * bytes_per_element, position + size
+            kv_end, qkv_end = position + round(g * cols * bytes_per_element), position + size
         position += size + -size % ALIGN_BYTES
     return LayerLayout(tuple(spots), position, kv_end, qkv_end)

@@ -6,16 +6,20 @@ checked before work starts is what is allocated.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 
 import numpy as np
 
-from flexhybrid.core.blocks import BLOCK_TOKENS, ceil_blocks
+from flexhybrid.core.blocks import BLOCK_TOKENS
 from flexhybrid.core.errors import InputError
+from flexhybrid.core.kinds import parts_of
 from flexhybrid.core.layout import layer_layout
-from flexhybrid.core.plan import Wave
+from flexhybrid.core.plan import Wave, disk_from
 from flexhybrid.core.policy import Policy
+from flexhybrid.core.selection import kept_tokens, selected_tokens
 from flexhybrid.core.shape import ModelShape
+from flexhybrid.core.split import split_point
 from flexhybrid.core.work import MIN_KV_GEN_ROWS
 
 NUM_SLOTS = 2  #: double buffers
@@ -26,16 +30,22 @@ SLACK_BYTES = {"cpu": 1 << 20, "cuda": 256 << 20}
 
 @dataclass(frozen=True)
 class BufferSizes:
-    """Rows and blocks that a wave needs; maxima over its mini-batches at their final lengths."""
+    """Rows and blocks that a wave needs; maxima over its mini-batches at their final lengths. Numbers, or arrays (the
+    closed form's candidates)."""
 
     pool_blocks: dict[str, int]  #: kind -> blocks
     staged_rows: dict[str, int]  #: kind -> new tokens of one mini-batch in one step
     act_buffer_blocks: int = 0  #: of one slot
     kv_buffer_blocks: int = 0  #: of one slot
+    act_staging_blocks: int = 0  #: of one slot, on their way from the disk
+    kv_staging_blocks: int = 0
+    kv_device_blocks: int = 0  #: of one mini-batch, read where they lie
     attention_tokens: int = 0  #: B·T
     hidden_rows: int = 0  #: of all mini-batches together
     step_rows: int = 0  #: padded new tokens of the largest mini-batch
     batch: int = 0  #: requests of the largest mini-batch
+    cached_tokens: int = 0  #: of all requests together
+    selected_rows: int = 0  #: rows that a speculative selection gathers for one mini-batch
 
     def merge(self, other: BufferSizes) -> BufferSizes:
         """Enough for either."""
@@ -51,66 +61,146 @@ class BufferSizes:
 def buffer_sizes(wave: Wave) -> BufferSizes:
     """Sizes for a wave, from the lengths its requests can reach."""
     prompts, cached = wave.workload.prompt_tokens, wave.workload.cached_tokens
-    kinds = wave.kinds.kinds
-    prompt_split = wave.kinds.tokens(prompts)  # [requests, kind]
-    final_blocks = wave.kinds.blocks(ceil_blocks(cached))
+    kinds, policy = wave.kinds.kinds, wave.policy
+    prompt_split = wave.kinds.tokens(kept_tokens(policy.selection, prompts, prompts))  # [requests, kind]
+    final_blocks = np.stack([wave.num_blocks[kind] for kind in kinds], axis=-1)
+    recomputed = wave.kinds.tok_tokens(cached)
     sizes = BufferSizes(pool_blocks=wave.pool_blocks, staged_rows={})
     hidden_rows = 0
     for group in wave.mini_batches:
-        batch, blocks = len(group), final_blocks[group].max(axis=0)
-        widest = dict(zip(kinds, map(int, blocks), strict=True))
-        act_columns = widest.get("act@device", 0) + widest.get("act@host", 0)
-        step_rows = batch * int(prompts[group].max())
-        hidden_rows += step_rows
-        one = BufferSizes(
-            pool_blocks={},
-            staged_rows={
-                kind: max(batch, int(rows)) for kind, rows in zip(kinds, prompt_split[group].sum(axis=0), strict=True)
-            },
-            act_buffer_blocks=batch * act_columns,
-            kv_buffer_blocks=batch * widest.get("kv@host", 0),
-            attention_tokens=batch * (int(blocks.sum()) * BLOCK_TOKENS + 1),
-            step_rows=step_rows,
-            batch=batch,
-        )
+        batch, prompt = len(group), int(prompts[group].max())
+        widest = dict(zip(kinds, map(int, final_blocks[group].max(axis=0)), strict=True))
+        staged = dict(zip(kinds, map(int, prompt_split[group].sum(axis=0)), strict=True))
+        splits = {
+            kind: split_extremes(lines, batch, prompt, int(cached[group].max()), len(wave.mini_batches))
+            for kind, lines in wave.split.items()
+        }
+        one = group_sizes(policy, batch, prompt, widest, staged, int(recomputed[group].max()), splits)
+        hidden_rows += one.step_rows
         sizes = sizes.merge(one)
-    return sizes.merge(BufferSizes({}, {}, hidden_rows=hidden_rows))
+    whole = BufferSizes({}, {}, hidden_rows=hidden_rows, cached_tokens=int(cached.sum()))
+    return sizes.merge(whole)
+
+
+def group_sizes(policy: Policy, batch, prompt, widest: dict, staged: dict, recomputed, splits: dict) -> BufferSizes:
+    """What one mini-batch of ``batch`` requests needs; numbers, or arrays.
+
+    ``prompt``: its longest, in tokens. ``widest``: final blocks of its longest request, by kind. ``staged``: prompt
+    tokens of all its requests, by kind. ``recomputed``: longest prefix kept as token ids. ``splits``: of both(…) kinds,
+    the most blocks of a request ever recomputed and ever loaded as KV.
+    """
+    columns = {("act", "any"): 0, ("kv", "any"): 0, ("act", "disk"): 0, ("kv", "disk"): 0, ("kv", "device"): 0}
+    for kind, blocks in widest.items():
+        for part in parts_of(kind):
+            count = splits[kind][part.representation] if kind in splits else blocks
+            if part.representation == "act" or part.tier != "device":
+                columns[part.representation, "any"] = columns[part.representation, "any"] + count
+            if (part.representation, part.tier) in columns:
+                columns[part.representation, part.tier] = columns[part.representation, part.tier] + count
+    context = sum(widest.values()) * BLOCK_TOKENS
+    selected = 0
+    if policy.selection.method == "speculative":
+        selected = batch * selected_tokens(policy.selection, context)
+    return BufferSizes(
+        pool_blocks={},
+        staged_rows={kind: _larger(batch, rows) for kind, rows in staged.items()},
+        act_buffer_blocks=batch * columns["act", "any"],
+        kv_buffer_blocks=batch * columns["kv", "any"] if policy.attention == "device" else 0 * batch,
+        act_staging_blocks=batch * columns["act", "disk"],
+        kv_staging_blocks=batch * columns["kv", "disk"],
+        kv_device_blocks=batch * columns["kv", "device"],
+        attention_tokens=batch * (context + recomputed + 1) if policy.attention == "device" else 0 * batch,
+        step_rows=batch * prompt,
+        batch=batch,
+        selected_rows=selected,
+    )
+
+
+def _larger(a, b):
+    return np.maximum(a, b) if np.ndim(a) or np.ndim(b) else max(a, b)
+
+
+def split_extremes(lines, batch, prompt, cached, num_mini_batches) -> dict:
+    """Most blocks of a request that a both(…) entry ever recomputes and ever loads as KV; arrays allowed.
+
+    Both rules are linear in the context, so the ends of the decode are its extremes.
+    """
+    ends = [(context, split_point(lines, batch, context, num_mini_batches)) for context in (prompt, cached)]
+    act = _larger(*(split for _, split in ends))
+    kv = _larger(*(context - split for context, split in ends))
+    whole = np.ceil if np.ndim(act) or np.ndim(kv) else math.ceil
+    return {"act": whole(act / BLOCK_TOKENS), "kv": whole(kv / BLOCK_TOKENS)}
 
 
 def memory_plan(
     shape: ModelShape, policy: Policy, bytes_per_element: int, sizes: BufferSizes, device: str = "cuda"
 ) -> dict[str, dict[str, int]]:
-    """Bytes per tier and part: {"device": {"weight slots": …}, "host": {…}}."""
-    p, layers = bytes_per_element, shape.num_layers
-    kv_row, act_row = shape.kv_token_bytes(p), shape.act_token_bytes(p)
-    row = {"kv": kv_row, "act": act_row}
-    layout = layer_layout(shape, p)
+    """Bytes per tier and part: {"device": {"weight slots": …}, "host": {…}, "disk": {…}}."""
+    layout = layer_layout(shape, policy.bits.element_bytes(bytes_per_element).weights)
     resident = layout.resident_prefix(policy.weights.device)
-    streamed = layout.total_bytes - resident
-    tiers: dict[str, dict[str, int]] = {"device": {}, "host": {}}
+    on_disk = layout.total_bytes - disk_from(layout, policy)
+    tiers = memory_parts(shape, policy, bytes_per_element, sizes, resident, on_disk, layout.total_bytes, device)
+    return {tier: {part: int(size) for part, size in parts.items() if size} for tier, parts in tiers.items()}
+
+
+def memory_parts(
+    shape: ModelShape, policy: Policy, p: int, sizes: BufferSizes, resident, on_disk, layer_bytes: int, device: str
+) -> dict[str, dict]:
+    """``memory_plan`` before rounding; ``sizes`` and each layer's ``resident`` and ``on_disk`` bytes may be arrays."""
+    layers, stored = shape.num_layers, policy.bits.element_bytes(p)
+    row = {"kv": shape.kv_token_bytes(stored.kv), "act": shape.act_token_bytes(stored.act)}
+    native_kv, native_act = shape.kv_token_bytes(p), shape.act_token_bytes(p)
+    streamed = layer_bytes - resident
+    tiers: dict[str, dict] = {"device": {}, "host": {}, "disk": {}}
+    staged = {"device": 0, "host": 0}
+    pool_share = policy.selection.pool if policy.selection.method == "speculative" else 1.0
     for kind, blocks in sizes.pool_blocks.items():
-        representation, tier = kind.split("@")
-        tiers[tier][f"{representation} pool"] = layers * blocks * BLOCK_TOKENS * row[representation]
-    staged = {kind: rows * row[kind.split("@")[0]] for kind, rows in sizes.staged_rows.items()}
-    generated_rows = max(sizes.act_buffer_blocks * BLOCK_TOKENS, MIN_KV_GEN_ROWS) if sizes.act_buffer_blocks else 0
+        for part in parts_of(kind):
+            size = layers * blocks * BLOCK_TOKENS * row[part.representation] * pool_share
+            name = f"{part.representation} pool"
+            tiers[part.tier][name] = tiers[part.tier].get(name, 0) + size
+            strip = "device" if part.tier == "device" else "host"
+            staged[strip] = staged[strip] + sizes.staged_rows.get(kind, 0) * row[part.representation]
+    generated = sizes.act_buffer_blocks * BLOCK_TOKENS
+    generated = _larger(generated, MIN_KV_GEN_ROWS) * (generated > 0)
+    cut = (resident > 0) & (resident < layer_bytes)
+    hidden = shape.hidden * p
+    plain_kv = (sizes.kv_buffer_blocks + sizes.kv_device_blocks) * BLOCK_TOKENS * native_kv
+    speculative = policy.selection.method == "speculative"
+    ratio = policy.selection.partial_ratio or 0.0
+    partial_keys = layers * sizes.cached_tokens * ratio * native_kv / 2 if speculative else 0
     tiers["device"] |= {
         "resident weights": layers * resident,
-        "weight slots": NUM_SLOTS * streamed if streamed else 0,
+        "weight slots": NUM_SLOTS * streamed,
+        "plain weights": shape.layer_bytes(p) if policy.bits.weights != "native" else 0,
         "embedding and head": shape.embedding_bytes(p),
-        "ACT buffers": NUM_SLOTS * sizes.act_buffer_blocks * BLOCK_TOKENS * act_row,
-        "KV buffers": NUM_SLOTS * sizes.kv_buffer_blocks * BLOCK_TOKENS * kv_row,
-        "recomputed keys and values": generated_rows * kv_row,
-        "attention buffer": sizes.attention_tokens * kv_row,
-        "staging": NUM_SLOTS * sum(staged.values()),
-        "hidden states": sizes.hidden_rows * shape.hidden * p,
-        "workspace": int(workspace_bytes(shape, p, sizes.step_rows, sizes.batch, 0 < resident < layout.total_bytes)),
+        "ACT buffers": NUM_SLOTS * sizes.act_buffer_blocks * BLOCK_TOKENS * row["act"],
+        "KV buffers": NUM_SLOTS * sizes.kv_buffer_blocks * BLOCK_TOKENS * row["kv"],
+        "plain ACT": generated * native_act if policy.bits.act != "native" else 0,
+        "plain KV": plain_kv if policy.bits.kv != "native" else 0,
+        "recomputed keys and values": generated * native_kv,
+        "attention buffer": sizes.attention_tokens * native_kv,
+        "staging": NUM_SLOTS * (staged["device"] + staged["host"]),
+        "hidden states": (sizes.hidden_rows if policy.hidden == "device" else NUM_SLOTS * sizes.step_rows) * hidden,
+        "partial query weights": layers * ratio * shape.hidden * shape.query_width * p if speculative else 0,
+        "partial keys": partial_keys if policy.selection.partial_keys == "device" else 0,
+        "workspace": workspace_bytes(shape, p, sizes.step_rows, sizes.batch, cut),
         "slack": SLACK_BYTES[device],
     }
+    on_host = policy.attention == "host"
     tiers["host"] |= {
-        "weights": layers * streamed,
-        "landing strips": NUM_SLOTS * sum(size for kind, size in staged.items() if kind.endswith("@host")),
+        "weights": layers * (streamed - on_disk),
+        "landing strips": NUM_SLOTS * staged["host"],
+        "weight staging": NUM_SLOTS * on_disk,
+        "ACT staging": NUM_SLOTS * sizes.act_staging_blocks * BLOCK_TOKENS * row["act"],
+        "KV staging": NUM_SLOTS * sizes.kv_staging_blocks * BLOCK_TOKENS * row["kv"],
+        "gathered rows": NUM_SLOTS * sizes.selected_rows * row["kv"],
+        "partial keys": partial_keys if policy.selection.partial_keys == "host" else 0,
+        "hidden states": sizes.hidden_rows * hidden if policy.hidden == "host" else 0,
+        "query strips": NUM_SLOTS * sizes.batch * (2 * shape.query_width + shape.kv_width) * p if on_host else 0,
     }
-    return {tier: {part: size for part, size in parts.items() if size} for tier, parts in tiers.items()}
+    tiers["disk"]["weights"] = layers * on_disk
+    return tiers
 
 
 def workspace_bytes(shape: ModelShape, p: int, step_rows, batch, cut):

@@ -216,7 +216,7 @@ def shape_from_config(path: str | Path) -> ModelShape:
     Raises InputError for a missing or broken file, an unknown architecture or a missing size.
     """
     path = Path(path)
-    if path.is_dir():
+    if os.path.isdir(path):  # no OSError for a name that is too long, as Path.is_dir has
         path = path / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))

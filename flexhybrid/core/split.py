@@ -79,10 +79,10 @@ def split_lines(shape: ModelShape, policy: Policy, hardware: Hardware, p: int, k
     )
 
 
-def split_point(lines: SplitLines, batch, context, num_mini_batches=1):
+def split_point(lines: SplitLines, batch, context, num_mini_batches=1, whole_blocks: bool = True):
     """Tokens l of each request to recompute, in whole blocks; ``context`` s and ``batch`` may be arrays.
 
-    ``num_mini_batches`` share a layer's weights.
+    ``num_mini_batches`` share a layer's weights. Without ``whole_blocks`` it is the mean over like contexts.
     """
     act, kv, gen = lines.load_act_s, lines.load_kv_s, lines.gen_s
     context = np.asarray(context, dtype=np.float64)

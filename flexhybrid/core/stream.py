@@ -22,11 +22,16 @@ PAGE_BYTES = 4096  #: slices of a streamed layer end on whole pages
 
 @dataclass(frozen=True)
 class WeightSlice:
-    """Bytes [start, end) of a layer on their way to a device slot; the payload of load_weights and read_weights."""
+    """Bytes [start, end) of a layer on their way from the host to a device slot; the payload of load_weights.
+
+    Of a layer that lies partly on the disk, bytes [disk_start, disk_end) come along by way of staging.
+    """
 
     slot: int
     start: int
     end: int
+    disk_start: int = 0
+    disk_end: int = 0
 
 
 @dataclass(frozen=True)
@@ -55,27 +60,31 @@ def stream(wave: Wave, stops_until: StopsUntil = no_stops, first_iteration: int 
     i + 1 is laid out, at the start of iteration i's last group (the stop lags one iteration), and may block until the
     answer is known.
     """
-    tasks = _Stream(wave, stops_until)
-    if wave.policy.overlap is True:
-        return tasks.tasks(first_iteration)
-    return _one_by_one(tasks.tasks(first_iteration)) if not wave.policy.overlap else _in_steps(tasks, first_iteration)
+    return (task for _, task in numbered_stream(wave, stops_until, first_iteration))
 
 
-def _one_by_one(tasks: Iterator[Task]) -> Iterator[Task]:
-    """No overlap: every task passes through one cell, so that it waits for the one before."""
-    turn = (Access(("turn",), 0, 1),)
+def numbered_stream(
+    wave: Wave, stops_until: StopsUntil = no_stops, first_iteration: int = 0
+) -> Iterator[tuple[int, Task]]:
+    """``stream`` with the number, from 1, of the position during which each task is handed out."""
+    state = _Stream(wave, stops_until)
+    tasks = state.tasks(first_iteration)
+    overlap = wave.policy.overlap
     for task in tasks:
-        yield task._replace(writes=task.writes + turn)
+        if overlap is False:  # every task passes through one cell, so that it waits for the one before
+            task = task._replace(writes=(*task.writes, Access(("turn",), 0, 1)))
+        elif overlap == "step":
+            task = _met(task, state.number)
+        yield state.number, task
 
 
-def _in_steps(tasks: _Stream, first_iteration: int) -> Iterator[Task]:
+def _met(task: Task, number: int) -> Task:
     """A barrier after each position, as FlexGen has one: its tasks wait for all tasks of the position before."""
-    lanes = {resource: lane for lane, resource in enumerate(RESOURCES)}
-    for task in tasks.tasks(first_iteration):
-        now, before = tasks.barrier % 2, (tasks.barrier - 1) % 2
-        lane = lanes[task.resource]
-        reads = task.reads + (Access(("barrier", before), 0, len(RESOURCES)),)
-        yield task._replace(reads=reads, writes=task.writes + (Access(("barrier", now), lane, lane + 1),))
+    lane = RESOURCES.index(task.resource)
+    before = Access(("barrier", (number - 1) % 2), 0, len(RESOURCES))
+    return task._replace(
+        reads=(*task.reads, before), writes=(*task.writes, Access(("barrier", number % 2), lane, lane + 1))
+    )
 
 
 @dataclass(frozen=True)
@@ -108,7 +117,7 @@ class _Stream:
     def __init__(self, wave: Wave, stops_until: StopsUntil):
         self.wave, self.stops_until = wave, stops_until
         self.num_layers = wave.shape.num_layers
-        self.barrier = 1  # counts positions where they end at a barrier
+        self.number = 1  # of the position at hand
         self.on_host = wave.policy.attention == "host"
         self.held: Iterator[Task] = iter(())  # stores that wait for the next position (barriers only)
 
@@ -141,7 +150,7 @@ class _Stream:
                 if late == "stored":
                     yield from self.held
                     yield from self._load_cache(ahead)
-                self.barrier += 1
+                self.number += 1
             current = following
         yield from self.held
 
@@ -194,29 +203,26 @@ class _Stream:
     # ---- loads
 
     def _load_weights(self, group: list[_Position], index: int, num_slices: int) -> Iterator[Task]:
-        """Slice of a group's streamed bytes: one slice a position of the group before keeps the link evenly busy."""
-        first, total = self.wave.streamed_from, self.wave.layout.total_bytes
-        size = -(-(total - first) // num_slices)
-        size += -size % PAGE_BYTES
-        start, end = min(total, first + index * size), min(total, first + (index + 1) * size)
-        if start == end:
+        """Slice of a group's streamed bytes: one slice a position of the group before keeps the link evenly busy.
+
+        What lies on the host and what lies on the disk are sliced alike, so that the disk is evenly busy too.
+        """
+        wave, position = self.wave, group[min(index, len(group) - 1)]
+        start, end = _slice(wave.streamed_from, wave.disk_from, index, num_slices)
+        disk_start, disk_end = _slice(wave.disk_from, wave.layout.total_bytes, index, num_slices)
+        slot, on_disk = position.weight_slot, disk_end - disk_start
+        if end - start + on_disk == 0:
             return
-        position = group[min(index, len(group) - 1)]
-        slot = position.weight_slot
         key = (position.step.iteration, position.layer, position.step.mini_batch)
+        payload = WeightSlice(slot, start, end, disk_start, disk_end)
         reads: tuple[Access, ...] = ()
-        read_from = max(start, self.wave.disk_from)
-        if read_from < end:
-            staged = Access(("weights_staging", slot), read_from, end)
-            reads = (staged,)
-            yield Task(
-                *key, "read_weights", "disk_read", Work(link_bytes=end - read_from, num_copies=1), (), (staged,),
-                WeightSlice(slot, read_from, end),
-            )  # fmt: skip
-        yield Task(
-            *key, "load_weights", "h2d", Work(link_bytes=end - start, num_copies=1), reads,
-            (Access(("weights", slot), start, end),), WeightSlice(slot, start, end),
-        )  # fmt: skip
+        writes = (Access(("weights", slot), start, end),) if end > start else ()
+        if on_disk:
+            reads = (Access(("weights_staging", slot), disk_start, disk_end),)
+            writes += (Access(("weights", slot), disk_start, disk_end),)
+            yield Task(*key, "read_weights", "disk_read", Work(link_bytes=on_disk, num_copies=1), (), reads, payload)
+        moved = Work(link_bytes=end - start + on_disk, num_copies=len(writes))
+        yield Task(*key, "load_weights", "h2d", moved, reads, writes, payload)
 
     def _load_cache(self, ahead: _Position) -> Iterator[Task]:
         """ACT before KV: recomputing comes before assembling. Disk blocks go through staging."""
@@ -421,6 +427,13 @@ class _Stream:
             return Access((space, position.layer), 0, 0)
         first, count = first[count > 0], count[count > 0]  # an empty extent stands nowhere
         return Access((space, position.layer), int(first.min()), int((first + count).max()))
+
+
+def _slice(first: int, last: int, index: int, num_slices: int) -> tuple[int, int]:
+    """[start, end) of one of so many even slices of bytes [first, last), in whole pages."""
+    size = -(-(last - first) // num_slices)
+    size += -size % PAGE_BYTES
+    return min(last, first + index * size), min(last, first + (index + 1) * size)
 
 
 def _host_hidden(k: int) -> Access:

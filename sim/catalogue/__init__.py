@@ -1,43 +1,76 @@
 """The hardware catalogue: machines known from their datasheets, one JSON file each beside this module.
 
 Each line is a datasheet peak times an efficiency that the file states, with a source for every number in its notes.
-These are estimates for machines not at hand; where a machine is, profile it.
+These are estimates for machines not at hand; where a machine is, profile it: ``local()`` is what was measured here.
+An entry is a paper's testbed, host and all, where a paper has one. GB of memory are read as GiB, GB of a disk and all
+rates as 10^9.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
-from flexhybrid.core.errors import InputError
-from flexhybrid.core.hardware import Hardware, load_hardware
+from flexhybrid.core.errors import InputError, unknown
+from flexhybrid.core.hardware import Hardware, cache_folder, load_hardware, newest_profile
 
 FOLDER = Path(__file__).parent
+
+#: The name that stands for this machine's own profile.
+LOCAL = "local"
 
 #: What the driver calls a GPU -> its entry. Only exact names: an "RTX 4090 D" or a "GH200" is another machine.
 GPU_NAMES = {
     "NVIDIA GeForce RTX 4090": "rtx4090",
     "NVIDIA A100-SXM4-40GB": "a100-40g",
     "NVIDIA A100-PCIE-40GB": "a100-40g",
+    "NVIDIA RTX A6000": "rtx-a6000",
+    "Quadro RTX 5000": "rtx5000",
+    "NVIDIA Quadro RTX 5000": "rtx5000",
+    "Tesla T4": "t4",
+    "NVIDIA T4": "t4",
+    "NVIDIA H100 80GB HBM3": "h100",
     "NVIDIA H200": "h200",
 }
 
 
 def names() -> list[str]:
-    """The machines of the catalogue."""
+    """The machines of the catalogue; "local" is not among them."""
     return sorted(path.stem for path in FOLDER.glob("*.json"))
 
 
 def load(name_or_path: str | Path) -> Hardware:
-    """A catalogue entry by name (any case), or a hardware file by path; InputError lists the known names."""
+    """A catalogue entry by name (any case), "local", or a hardware file by path; else InputError with the names."""
     text = str(name_or_path)
     if text.lower() in names():
         return load_hardware(FOLDER / f"{text.lower()}.json")
-    if isinstance(name_or_path, Path) or text.endswith(".json") or "/" in text:
+    if text.lower() == LOCAL:
+        return local()
+    if isinstance(name_or_path, Path) or (isinstance(name_or_path, str) and (text.endswith(".json") or "/" in text)):
         return load_hardware(name_or_path)
-    raise InputError(f"unknown hardware {text!r}; known: {', '.join(names())}, or the path of a hardware file")
+    raise unknown("hardware", name_or_path, [*names(), LOCAL], other="the path of a hardware file")
+
+
+def local() -> Hardware:
+    """The newest record that ``flexhybrid profile`` saved for this machine; InputError where there is none."""
+    path = newest_profile()
+    if path is None:
+        raise InputError(
+            f"this machine has no profile in {cache_folder()}: run `flexhybrid profile` once, or name a machine of "
+            f"the catalogue: {', '.join(names())}"
+        )
+    return load_hardware(path)
 
 
 def for_gpu(device_name: str) -> Hardware | None:
-    """The entry of a GPU by the driver's name for it (``torch.cuda.get_device_name``), or None."""
+    """The entry of a GPU by the driver's name for it (``torch.cuda.get_device_name``), or None.
+
+    Without what belongs to the testbed's host alone: its memory's size and its disk. The link and the host's rates
+    stay the testbed's until this machine is profiled.
+    """
     name = GPU_NAMES.get(device_name)
-    return load(name) if name else None
+    if name is None:
+        return None
+    entry = load(name)
+    lines = {key: line for key, line in entry.lines.items() if not key.startswith("disk_")}
+    return replace(entry, lines=lines, host_memory=None, disk_memory=None)

@@ -1,0 +1,175 @@
+"""Grids of settings: a JSON or TOML file of keys and values, checked, and all combinations of them as points."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from flexhybrid.core.errors import InputError, unknown
+
+#: Takes a value of a grid file, gives the value to use; raises InputError with the reason where it cannot be served.
+Checker = Callable[[Any], Any]
+
+MAX_POINTS = 5_000_000
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Checked axes: for every grid of the file, key -> its values in the file's order."""
+
+    path: str
+    grids: tuple[dict[str, tuple], ...]
+
+
+def read_grid(path: str | Path, keys: dict[str, Checker], required: Sequence[str] = ()) -> Grid:
+    """Read and check a grid file: {key: value or list of values}, and optionally "grids", a list of such tables.
+
+    Keys beside "grids" hold for each of them unless it sets its own. Raises InputError naming file, key and value.
+    """
+    data = _parse(Path(path))
+    several = data.pop("grids", [{}])
+    if not isinstance(several, list) or not several or not all(isinstance(one, dict) for one in several):
+        raise InputError(f"{path}: grids must be a list of one or more tables, not {short(several)}")
+    grids = []
+    for index, own in enumerate(several):
+        where = f"{path}: " if several == [{}] else f"{path}, grids[{index}]: "
+        axes = {key: _axis(where, key, value, keys) for key, value in {**data, **own}.items()}
+        if missing := next((key for key in required if key not in axes), None):
+            raise InputError(f"{where}it lacks {missing!r}; every grid needs {', '.join(required)}")
+        if not axes:
+            raise InputError(f"{where}it has no keys; known: {', '.join(sorted(keys))}")
+        grids.append(axes)
+    return Grid(str(path), tuple(grids))
+
+
+def points(grid: Grid, limit: int = MAX_POINTS) -> list[dict]:
+    """All combinations, the last key fastest, one grid after the other; a point that came before is left out."""
+    if (count := sum(math.prod(map(len, axes.values())) for axes in grid.grids)) > limit:
+        raise InputError(f"{grid.path}: {count:,} points; a sweep takes at most {limit:,}. Split the grid in several.")
+    combined = (
+        dict(zip(axes, values, strict=True)) for axes in grid.grids for values in itertools.product(*axes.values())
+    )
+    return list({point_id(point): point for point in combined}.values())
+
+
+def point_id(point: dict) -> str:
+    """The name of a point in the journal: a hash of its keys and values, whatever their order."""
+    return blake2b(json.dumps(point, sort_keys=True).encode(), digest_size=12).hexdigest()
+
+
+def positive_integer(value) -> int:
+    """A whole number >= 1; 8.0 is taken for 8."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InputError("must be a whole number >= 1")
+    return value
+
+
+def positive_number(value) -> float:
+    """A number > 0."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise InputError("must be a number > 0")
+    return float(value)
+
+
+def share(value) -> float:
+    """A number in 0..1."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise InputError("must be a share, 0 to 1")
+    return float(value) + 0.0  # -0.0 is no other point
+
+
+def text(value) -> str:
+    """A text that is not empty."""
+    if not isinstance(value, str) or not value.strip():
+        raise InputError("must be a text")
+    return value
+
+
+def one_of(what: str, names: Sequence[str]) -> Checker:
+    """A checker for one of a few names; the error lists the nearest."""
+
+    def check(value):
+        if not isinstance(value, str) or value not in names:
+            raise unknown(what, value, names)
+        return value
+
+    return check
+
+
+def _axis(where: str, key: str, value, keys: dict[str, Checker]) -> tuple:
+    """The checked values of one key, each once."""
+    if key not in keys:
+        raise InputError(f"{where}{unknown('key', key, sorted(keys))}")
+    values = value if isinstance(value, list) else [value]
+    if not values:
+        raise InputError(f"{where}{key} = []: a list needs at least one value")
+    checked = {}
+    for one in values:
+        try:
+            if isinstance(one, float) and not math.isfinite(one):
+                raise InputError("must be finite")
+            good = keys[key](one)
+            checked[json.dumps(good)] = good
+        except (ValueError, TypeError, OverflowError) as error:
+            raise InputError(f"{where}{key} = {short(one)}: {error}") from None
+    return tuple(checked.values())
+
+
+def _parse(path: Path) -> dict:
+    """The table in a JSON or TOML file. Raises InputError with line and column where it is broken."""
+    if path.suffix.lower() not in (".json", ".toml"):
+        raise InputError(f"{path}: a grid is a .json or .toml file, not {path.suffix or 'one without a suffix'}")
+    try:
+        content = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise InputError(f"cannot read grid {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
+    try:
+        data = _toml(content) if path.suffix.lower() == ".toml" else _json(content)
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path}, line {error.lineno}, column {error.colno}: broken JSON: {error.msg}") from None
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: {error}") from None
+    if not isinstance(data, dict):
+        raise InputError(f"{path}: a grid is a table of keys and values, not {short(data)}")
+    return data
+
+
+def _json(content: str):
+    def no_twice(pairs: list) -> dict:
+        seen = dict(pairs)
+        if len(seen) < len(pairs):
+            names = [name for name, _ in pairs]
+            raise ValueError(f"key {next(name for name in names if names.count(name) > 1)!r} is there twice")
+        return seen
+
+    def no_constant(name: str):
+        raise ValueError(f"{name} is not a number that a grid can hold")
+
+    return json.loads(content, object_pairs_hook=no_twice, parse_constant=no_constant)
+
+
+def _toml(content: str) -> dict:
+    import tomllib
+
+    try:
+        return tomllib.loads(content)
+    except tomllib.TOMLDecodeError as error:
+        lines = content.split("\n")
+        end = f"at line {len(lines)}, column {len(lines[-1]) + 1}, the end of the file"
+        raise ValueError(f"broken TOML: {str(error).replace('at end of document', end)}") from None
+
+
+def short(value) -> str:
+    """As in code, cut to 80 characters."""
+    shown = repr(value)
+    return shown if len(shown) <= 80 else shown[:77] + "..."
