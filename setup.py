@@ -14,7 +14,7 @@ setup(
     ),
     package_data={
         "sim": ["catalogue/*.json"],
-        "experiments": ["checkpoints/**/*", "prompts.txt"],
+        "experiments": ["checkpoints/**/*", "prompts.txt", "reference/*.csv", "reference/README.md"],
     },
     entry_points={"console_scripts": ["flexhybrid = flexhybrid.cli:main"]},
     install_requires=[

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.hardware import Hardware, load_hardware
+from flexhybrid.core.hardware import Hardware, load_hardware, profile_file
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.shape import ModelShape
 from flexhybrid.core.waves import Budgets, split_waves
@@ -52,15 +51,8 @@ def pick_dtype(name: str, shape: ModelShape, device: torch.device, hardware: Har
     return (hardware.faster_dtype if hardware else None) or "bfloat16"
 
 
-def cache_folder() -> Path:
-    """Where profiles are kept: $FLEXHYBRID_CACHE, else the user's cache folder."""
-    if folder := os.environ.get("FLEXHYBRID_CACHE"):
-        return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flexhybrid"
-
-
 def profile_path(device: torch.device) -> Path:
-    return cache_folder() / f"hardware-{device.type}.json"
+    return profile_file(device.type)
 
 
 def saved_hardware(device: torch.device) -> Hardware | None:

@@ -169,6 +169,8 @@ class Loads:
                 split = {"act": tokens / BLOCK_TOKENS, "kv": held[kind] - tokens / BLOCK_TOKENS}
             for part in parts_of(kind):
                 count = held[kind] if split is None else split[part.representation]
+                if self.policy.static_cache:
+                    count = self._final[kind]
                 of_part[part] = batch * count
                 if part.representation == "act":
                     columns = columns + count
@@ -191,15 +193,21 @@ class Loads:
 
     # ---- memory
 
+    @cached_property
+    def _final(self) -> dict[str, np.ndarray]:
+        """Blocks of each kind that a request reserves."""
+        cached = self.prompt + self.generated - 1
+        blocks = ceil_div(kept_tokens(self.policy.selection, self.prompt, cached), BLOCK_TOKENS)
+        final = self._blocks_at(blocks)
+        if "tok" not in self.shares:
+            return final
+        before = self._blocks_at(np.maximum(blocks - 1, 0.0))
+        return {kind: np.maximum(final[kind], before[kind]) + 1 for kind in self.kinds}
+
     def memory(self, device: str) -> dict[str, dict[str, np.ndarray]]:
         """``core.memory.memory_plan`` of each candidate: bytes per tier and part."""
         cached = self.prompt + self.generated - 1
-        kept = kept_tokens(self.policy.selection, self.prompt, cached)
-        blocks = ceil_div(kept, BLOCK_TOKENS)
-        final = self._blocks_at(blocks)
-        if "tok" in self.shares:
-            before = self._blocks_at(np.maximum(blocks - 1, 0.0))
-            final = {kind: np.maximum(final[kind], before[kind]) + 1 for kind in self.kinds}
+        final = self._final
         splits = {
             kind: split_extremes(lines, self.size, self.prompt, cached, self.K) for kind, lines in self.lines.items()
         }

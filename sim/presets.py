@@ -1,20 +1,35 @@
-"""Presets: every known system is one short function that returns a Policy."""
+"""Presets: every known system is one short function that returns a Policy.
+
+Those whose placement the papers find by an optimisation of their own (FlexGen, CAPTURE) are in
+``policy_search.systems``, which also knows all names.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
 
-from flexhybrid.core.errors import InputError
-from flexhybrid.core.policy import Placement, Policy
+from flexhybrid.core.errors import InputError, unknown
+from flexhybrid.core.policy import Bits, Placement, Policy, Selection
 from flexhybrid.core.shape import ModelShape
 
 _STREAMED = Placement(host=1.0)
 _RESIDENT = Placement(device=1.0)
+_WHOLE_BATCH = 1 << 30  #: a bound that no batch reaches: one mini-batch
+
+
+def _share(value, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise InputError(f"{where} is {value!r}; a share is a number from 0 to 1")
+    return float(value)
+
+
+def _mix(**shares: float) -> dict[str, float]:
+    return {kind: share for kind, share in shares.items() if share > 0}
 
 
 def kv_only(max_mini_batch_tokens: int = 8192, weights: Placement = _STREAMED) -> Policy:
-    """All context as keys and values on the host (FlexGen's cache, in CAPTURE's zig-zag schedule)."""
+    """All context as keys and values on the host, in CAPTURE's zig-zag schedule."""
     return Policy("kv_only", weights, cache={"kv@host": 1.0}, max_mini_batch_tokens=max_mini_batch_tokens)
 
 
@@ -28,8 +43,7 @@ def hybrid(share: float, max_mini_batch_tokens: int = 8192, weights: Placement =
 
     Raises InputError for a share outside 0..1.
     """
-    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
-        raise InputError(f"hybrid: the ACT share is {share!r}; a share is a number from 0 to 1")
+    share = _share(share, "hybrid: the ACT share")
     cache = {"act@host": share, "kv@host": 1.0 - share}
     return Policy(f"hybrid({share:g})", weights, cache=cache, max_mini_batch_tokens=max_mini_batch_tokens)
 
@@ -52,18 +66,136 @@ def resident(max_mini_batch_tokens: int = 8192, weights: Placement = _RESIDENT) 
     return Policy("resident", weights, cache={"kv@device": 1.0}, max_mini_batch_tokens=max_mini_batch_tokens)
 
 
+def ideal() -> Policy:
+    """Everything on a GPU that is large enough, the whole batch at once (InfiniGen's Ideal)."""
+    return Policy("ideal", _RESIDENT, cache={"kv@device": 1.0}, max_mini_batch_tokens=_WHOLE_BATCH, packing="fifo")
+
+
+def deepspeed() -> Policy:
+    """DeepSpeed ZeRO-Inference: one batch, layer after layer, weights streamed, keys and values on the device."""
+    return Policy(
+        "deepspeed", _STREAMED, cache={"kv@device": 1.0}, schedule="row", max_mini_batch_tokens=_WHOLE_BATCH,
+        packing="fifo", weight_order="natural",
+    )  # fmt: skip
+
+
+def accelerate(weights: Placement = _RESIDENT) -> Policy:
+    """Hugging Face's offloaded static cache: weights resident, each layer's whole reserved cache copied in turn,
+    nothing overlapped (KVPR section 4.1)."""
+    return Policy(
+        "accelerate", weights, cache={"kv@host": 1.0}, schedule="row", max_mini_batch_tokens=_WHOLE_BATCH,
+        packing="fifo", static_cache=True, overlap=False,
+    )  # fmt: skip
+
+
+def token_recompute(ratio: float, max_mini_batch_tokens: int = 8192, weights: Placement = _STREAMED) -> Policy:
+    """A leading share of the tokens recomputed through all layers, the rest as keys and values on the host."""
+    ratio = _share(ratio, "token_recompute: the ratio")
+    cache = _mix(**{"tok": ratio, "kv@host": 1.0 - ratio})
+    return Policy(f"token_recompute({ratio:g})", weights, cache=cache, max_mini_batch_tokens=max_mini_batch_tokens)
+
+
+def kvpr_row(split: str = "paper", act: str = "host", weights: Placement = _RESIDENT) -> Policy:
+    """KVPR for latency: weights resident, one batch. ``act``: the tier of the layer inputs; the paper's text has them
+    on the device, its memory figures on the host."""
+    return Policy(
+        f"kvpr_row({split})", weights, cache={f"both(kv@host,act@{act})": 1.0}, schedule="row",
+        max_mini_batch_tokens=_WHOLE_BATCH, packing="fifo", split=split,
+    )  # fmt: skip
+
+
+def kvpr_column(
+    split: str = "paper", hiding: bool = True, max_mini_batch_tokens: int = 8192, weights: Placement = _STREAMED
+) -> Policy:
+    """KVPR for throughput: weights streamed, mini-batches in turn. ``hiding``: W_K and W_V cross the link first, so
+    that recomputing starts before the rest has come (KVPR section 3.3)."""
+    return Policy(
+        f"kvpr_column({split})", weights, cache={"both(kv@host,act@host)": 1.0},
+        max_mini_batch_tokens=max_mini_batch_tokens, packing="fifo", split=split,
+        weight_order="kv_first" if hiding else "natural",
+    )  # fmt: skip
+
+
+def offloaded(max_mini_batch_tokens: int = _WHOLE_BATCH, weights: Placement = _RESIDENT, overlap=False) -> Policy:
+    """FlexGen with everything but the cache on the device, as InfiniGen runs it: one task after the other."""
+    return Policy(
+        "offloaded", weights, cache={"kv@host": 1.0}, max_mini_batch_tokens=max_mini_batch_tokens, packing="fifo",
+        weight_order="natural", overlap=overlap,
+    )  # fmt: skip
+
+
+def int4(max_mini_batch_tokens: int = _WHOLE_BATCH, weights: Placement = _RESIDENT, overlap=False) -> Policy:
+    """FlexGen's group-wise 4-bit cache."""
+    return Policy(
+        "int4", weights, cache={"kv@host": 1.0}, bits=Bits(kv=4), max_mini_batch_tokens=max_mini_batch_tokens,
+        packing="fifo", weight_order="natural", overlap=overlap,
+    )  # fmt: skip
+
+
+def h2o(budget: float = 0.2, max_mini_batch_tokens: int = _WHOLE_BATCH, weights: Placement = _RESIDENT) -> Policy:
+    """H2O: heavy hitters and a recent window, a fixed share of the prompt, on the host."""
+    return Policy(
+        f"h2o({_share(budget, 'h2o: the budget'):g})", weights, cache={"kv@host": 1.0},
+        selection=Selection("heavy_hitter", budget=budget), max_mini_batch_tokens=max_mini_batch_tokens,
+        packing="fifo", weight_order="natural",
+    )  # fmt: skip
+
+
+def infinigen(
+    alpha: float = 4.0,
+    partial_ratio: float = 0.3,
+    cap: float = 0.2,
+    max_mini_batch_tokens: int = _WHOLE_BATCH,
+    weights: Placement = _RESIDENT,
+) -> Policy:
+    """InfiniGen: each layer's important tokens guessed one layer ahead, only those fetched; partial keys on the
+    device."""
+    selection = Selection(
+        "speculative", alpha=alpha, partial_ratio=partial_ratio, max_fraction=cap, pool=1.0, victim="counter",
+        partial_keys="device",
+    )  # fmt: skip
+    return Policy(
+        "infinigen", weights, cache={"kv@host": 1.0}, selection=selection, packing="fifo",
+        max_mini_batch_tokens=max_mini_batch_tokens, weight_order="natural",
+    )  # fmt: skip
+
+
+def fastdecode(max_mini_batch_tokens: int = 8192, weights: Placement = _RESIDENT) -> Policy:
+    """FastDecode: attention beside the cache, on the host. How many GPUs share the host is the implementation's."""
+    return Policy(
+        "fastdecode", weights, cache={"kv@host": 1.0}, attention="host", packing="fifo",
+        max_mini_batch_tokens=max_mini_batch_tokens,
+    )  # fmt: skip
+
+
+#: Presets that take options alone; hybrid_static takes the shape first.
 PRESETS: dict[str, Callable[..., Policy]] = {
     "kv_only": kv_only,
     "act_only": act_only,
     "hybrid_static": hybrid_static,
     "resident": resident,
+    "ideal": ideal,
+    "deepspeed": deepspeed,
+    "accelerate": accelerate,
+    "token_recompute": token_recompute,
+    "kvpr_row": kvpr_row,
+    "kvpr_column": kvpr_column,
+    "offloaded": offloaded,
+    "int4": int4,
+    "h2o": h2o,
+    "infinigen": infinigen,
+    "fastdecode": fastdecode,
 }
 
 _HYBRID = re.compile(r"hybrid\(\s*([^()\s]+)\s*\)")
 
+#: What the executor runs of them, for ``LLM`` and ``compare``.
+RUNNABLE = ("kv_only", "act_only", "hybrid_static", "resident")
+
 
 def preset(name: str, shape: ModelShape, **options) -> Policy:
-    """A preset by name: kv_only, act_only, hybrid_static, resident, or hybrid(0.4) with the ACT share.
+    """A preset that the executor runs, by name: kv_only, act_only, hybrid_static, resident, or hybrid(0.4) with the ACT
+    share.
 
     ``options``: max_mini_batch_tokens, weights. Raises InputError that lists the known names.
     """
@@ -73,7 +205,7 @@ def preset(name: str, shape: ModelShape, **options) -> Policy:
         except ValueError:
             raise InputError(f"preset {name!r}: {match[1]!r} is not a number from 0 to 1") from None
         return hybrid(share, **options)
-    function = PRESETS.get(name.strip())
-    if function is None:
-        raise InputError(f"unknown preset {name!r}; known presets: {', '.join(PRESETS)}, hybrid(SHARE)")
+    if name.strip() not in RUNNABLE:
+        raise unknown("preset", name, [*RUNNABLE, "hybrid(SHARE)"])
+    function = PRESETS[name.strip()]
     return function(shape, **options) if function is hybrid_static else function(**options)

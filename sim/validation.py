@@ -1,4 +1,4 @@
-"""Closed form against virtual clock on whole runs: random cases and the comparison, for the test and the bench."""
+"""Closed form against virtual clock on whole runs: random policies of every kind, and the comparison of the two."""
 
 from __future__ import annotations
 
@@ -9,110 +9,178 @@ import numpy as np
 
 from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.plan import Wave, admit
-from flexhybrid.core.policy import Placement, Policy
+from flexhybrid.core.policy import Bits, Placement, Policy, Selection
 from flexhybrid.core.shape import ModelShape
 from flexhybrid.core.stream import stream
 from flexhybrid.core.workload import Workload
-from sim.closed_form import Candidates, num_mini_batches, predict
+from sim.closed_form import Candidates, predict
 from sim.virtual_clock import run, summarize
 
-MOST_STEPS = 2500  #: layer x mini-batch x iteration of a random case, so that 300 cases take seconds
+MOST_STEPS = 2500  #: layer x mini-batch x iteration of a random case, so that 600 cases take less than a minute
+
+#: What a random case can be. column and row: every policy of that schedule. serial: chains in which every task waits
+#: for another resource, so that nothing hides a wrong account of waiting: attention on the host or both(…) with one
+#: mini-batch, and caches or weights that come from the disk by way of the host.
+KINDS = ("column", "row", "serial")
+
+_ENTRIES = (
+    "kv@host", "act@host", "kv@device", "act@device", "both(kv@host,act@host)", "both(kv@host,act@device)", "kv@disk",
+    "act@disk", "both(kv@disk,act@host)", "both(kv@disk,act@disk)", "both(kv@device,act@host)",
+)  # fmt: skip
+_ENTRY_ODDS = np.array([5, 4, 2, 2, 1.5, 1, 0.7, 0.7, 0.4, 0.3, 0.4])
 
 
 @dataclass(frozen=True)
 class Case:
-    """One run: a model, a machine, and one candidate."""
+    """One run: a model, a machine, a policy, and requests of one length."""
 
     shape: ModelShape
     hardware: Hardware
     bytes_per_element: int
-    candidate: Candidates
+    policy: Policy
+    batch: int
+    prompt_tokens: int
+    max_tokens: int
+
+    @property
+    def candidate(self) -> Candidates:
+        """The run as the closed form sees it."""
+        return Candidates(self.policy, self.batch, self.prompt_tokens, self.max_tokens)
 
     def wave(self) -> Wave:
-        """The same run as the plan maker sees it."""
-        c = self.candidate
-        return admit(self.shape, policy_of(c), Workload.uniform(c.batch, c.prompt_tokens, c.max_tokens),
-                     self.bytes_per_element)  # fmt: skip
+        """The run as the plan maker sees it."""
+        workload = Workload.uniform(self.batch, self.prompt_tokens, self.max_tokens)
+        return admit(self.shape, self.policy, workload, self.bytes_per_element, hardware=self.hardware)
 
 
-def policy_of(candidate: Candidates, name: str = "candidate") -> Policy:
-    """The policy that a single candidate (plain numbers) stands for."""
-    c = candidate
-    kv_host = max(0.0, 1.0 - c.act_host - c.act_device - c.kv_device)
-    shares = {"act@device": c.act_device, "act@host": c.act_host, "kv@device": c.kv_device, "kv@host": kv_host}
-    cache = {kind: float(share) for kind, share in shares.items() if share > 1e-12}
-    weights = Placement(device=float(c.weights_device), host=1.0 - float(c.weights_device))
-    return Policy(name, weights, cache=cache, max_mini_batch_tokens=int(c.max_mini_batch_tokens))
+def random_case(rng: np.random.Generator, kind: str = "column") -> Case:
+    """A random model (1-16 layers, hidden 128-4096), batch, policy of one of KINDS, and machine.
 
-
-def random_case(rng: np.random.Generator) -> Case:
-    """A random model (2-12 layers, hidden 128-4096), batch, policy and machine.
-
-    The machine's rates are drawn two to three decades wide, so that link-bound and compute-bound runs both occur, and
-    for a third of the cases the link is then set to within a quarter of the rate that balances them: there a wrong
-    account of waiting shows. Overheads are 0-50 µs.
+    The machine's rates are drawn two to three decades wide, so that every resource binds somewhere, and for a third of
+    the cases one resource is then set to within a quarter of the rate that balances compute: there a wrong account of
+    waiting shows. Overheads are 0-50 µs. Mini-batches, layers and iterations are often more than the closed form walks.
     """
-    while True:
-        case = _draw(rng)
-        c = case.candidate
-        K, _ = num_mini_batches(c.batch, c.prompt_tokens, c.max_tokens, c.max_mini_batch_tokens)
-        if K * c.max_tokens * case.shape.num_layers <= MOST_STEPS:
-            return _balance(case, rng.uniform(0.8, 1.25)) if rng.random() < 1 / 3 else case
-
-
-def _balance(case: Case, ratio: float) -> Case:
-    """The same case with the link's rate such that link time is about ``ratio`` times compute time in the decode."""
-    busy = predict(case.shape, case.hardware, case.bytes_per_element, case.candidate)
-    if busy.busy_h2d[0] <= 0:
-        return case
-    factor = ratio * float(busy.busy_compute[0] / busy.busy_h2d[0])
-    lines = dict(case.hardware.lines)
-    for key in ("h2d", "d2h"):
-        lines[key] = replace(lines[key], s_per_byte=lines[key].s_per_byte * factor)
-    return replace(case, hardware=replace(case.hardware, lines=lines))
-
-
-def _draw(rng: np.random.Generator) -> Case:
-    def log_uniform(low: float, high: float) -> float:
-        return float(math.exp(rng.uniform(math.log(low), math.log(high))))
-
-    heads = int(rng.choice([2, 4, 8, 16, 32]))
-    head_dim = int(rng.choice([64, 128]))
-    hidden = heads * head_dim
-    group = int(rng.choice([1, 1, 1, 2, 4]))
-    kv_heads = max(1, heads // group)
-    shape = ModelShape(
-        "random", "opt", int(rng.integers(2, 13)), hidden, heads, kv_heads, head_dim, 4 * hidden,
-        int(rng.choice([512, 2048, 8192, 50272])), 4096,
-    )  # fmt: skip
-    batch = int(round(log_uniform(1, 64)))
-    prompt, generated = int(round(log_uniform(16, 1024))), int(round(log_uniform(2, 64)))
-    padded = -(-(prompt + generated - 1) // 16) * 16 + 1
-    bound = int(padded * rng.uniform(1, max(1, batch)) * rng.choice([0.5, 1.0, 2.0]))
-    shares = rng.dirichlet([0.7] * 4)  # act@host, act@device, kv@device, kv@host
-    shares = np.where(rng.random(4) < [0.2, 0.7, 0.7, 0.2], 0.0, shares)
-    shares = shares / shares.sum() if shares.sum() else np.array([0.5, 0, 0, 0.5])
-    candidate = Candidates(
-        batch, prompt, generated, max(1, bound), float(shares[0]), float(shares[1]), float(shares[2]),
-        float(rng.choice([0.0, 0.0, 1.0, rng.random()])),
-    )  # fmt: skip
+    shape = _shape(rng)
+    policy = _policy(rng, kind)
+    generated = int(rng.choice([1, 2, rng.integers(3, 9), rng.integers(9, 65)], p=[0.08, 0.07, 0.35, 0.5]))
+    most = max(1, MOST_STEPS // (shape.num_layers * generated))
+    alone = kind == "serial" and not any("disk" in key for key in policy.cache) and not policy.weights.disk
+    num_mini_batches = 1 if alone else min(most, round(_log_uniform(rng, 1, 20)))
+    size = round(_log_uniform(rng, 1, 24))
+    batch = max(1, num_mini_batches * size - int(rng.integers(0, size)))
+    prompt = round(_log_uniform(rng, 8, 1024))
+    padded = math.ceil((prompt + generated - 1) / 16) * 16 + 1
+    policy = replace(policy, max_mini_batch_tokens=int(padded * (size + 0.9 * rng.random())))
     p = int(rng.choice([2, 4]))
-    link = log_uniform(1e8, 3e10)
-    flops_rate = link * batch * log_uniform(3, 3000)
-    memory_rate = link * log_uniform(2, 200)
+    case = Case(shape, _machine(rng, batch / num_mini_batches), p, policy, batch, prompt, generated)
+    return _balance(case, rng) if rng.random() < 1 / 3 else case
+
+
+def _log_uniform(rng, low: float, high: float) -> float:
+    return float(math.exp(rng.uniform(math.log(low), math.log(high))))
+
+
+def _shape(rng) -> ModelShape:
+    heads, head_dim = int(rng.choice([2, 4, 8, 16, 32])), int(rng.choice([64, 128]))
+    hidden = heads * head_dim
+    kv_heads = max(1, heads // int(rng.choice([1, 1, 1, 2, 4])))
+    gated = bool(rng.random() < 0.25)
+    return ModelShape(
+        "random", "llama" if gated else "opt", int(rng.integers(1, 17)), hidden, heads, kv_heads, head_dim,
+        int(rng.choice([2, 4])) * hidden, int(rng.choice([512, 2048, 8192, 50272])), 4096,
+        gated_mlp=gated, rotary=gated, bias=not gated,
+    )  # fmt: skip
+
+
+def _policy(rng, kind: str) -> Policy:
+    """All of a policy but the bound of its mini-batches."""
+
+    def bits():
+        return [("native", 8, 4)[i] for i in rng.choice(3, 3, p=[0.6, 0.2, 0.2])]
+
+    def weights(disk_odds: float) -> Placement:
+        device = float(rng.choice([0.0, 1.0, rng.random()], p=[0.4, 0.15, 0.45]))
+        disk = (1.0 - device) * float(rng.choice([1.0, rng.random()])) if rng.random() < disk_odds else 0.0
+        return Placement(device=device, host=max(0.0, 1.0 - device - disk), disk=disk)
+
+    policy = Policy(
+        "random", weights(0.12), cache={"kv@host": 1.0}, bits=Bits(*bits()),
+        schedule="row" if kind == "row" or kind == "serial" and rng.random() < 0.5 else "column",
+        hidden="host" if rng.random() < 0.15 else "device",
+        weight_order="natural" if rng.random() < 0.2 else "kv_first",
+        split="paper" if rng.random() < 0.5 else "pipeline",
+        packing="fifo" if rng.random() < 0.2 else "balanced",
+        overlap=(True, False, "step")[int(rng.choice(3, p=[0.75, 0.08, 0.17]))],
+    )  # fmt: skip
+    form = rng.choice(["mix", "attention", "heavy_hitter", "speculative"], p=[0.7, 0.1, 0.1, 0.1])
+    if kind == "serial":
+        form = rng.choice(["attention", "both", "disk", "disk weights"])
+    if form == "attention":
+        return replace(policy, attention="host", bits=replace(policy.bits, act="native"))
+    if form == "both":
+        places = ("kv@host,act@host", "kv@host,act@device", "kv@disk,act@host")
+        return replace(policy, cache={f"both({rng.choice(places)})": 1.0}, weights=weights(0.0))
+    if form == "disk":
+        return replace(policy, cache={str(rng.choice(["kv@disk", "act@disk", "both(kv@disk,act@disk)"])): 1.0})
+    if form == "disk weights":
+        device = rng.uniform(0, 0.5)
+        return replace(policy, weights=Placement(device=device, disk=1.0 - device))
+    if form == "speculative":
+        selection = Selection(
+            "speculative", alpha=4.0, partial_ratio=float(rng.uniform(0.1, 0.5)), max_fraction=float(rng.uniform(0.05, 0.5)),
+            pool=float(rng.uniform(0.5, 1)), victim="lru", partial_keys=str(rng.choice(["device", "host"])),
+        )  # fmt: skip
+        return replace(policy, selection=selection)
+    if form == "heavy_hitter":
+        kinds = tuple(rng.choice(["kv@host", "kv@device", "kv@disk"], int(rng.integers(1, 3)), False, [0.6, 0.3, 0.1]))
+        selection = Selection("heavy_hitter", budget=float(rng.uniform(0.1, 0.8)))
+        return replace(policy, selection=selection, cache=_shares(rng, kinds))
+    count = int(rng.choice([1, 2, 3, 4], p=[0.3, 0.4, 0.2, 0.1]))
+    kinds = tuple(rng.choice(_ENTRIES, count, False, _ENTRY_ODDS / _ENTRY_ODDS.sum()))
+    return replace(policy, cache=_shares(rng, (*kinds, "tok") if rng.random() < 0.15 else kinds))
+
+
+def _shares(rng, kinds) -> dict[str, float]:
+    shares = rng.dirichlet([1.0] * len(kinds))
+    return {str(kind): float(share) for kind, share in zip(kinds, shares)}
+
+
+def _machine(rng, batch: float) -> Hardware:
+    link = _log_uniform(rng, 1e8, 3e10)
+    flops_rate = link * batch * _log_uniform(rng, 3, 3000)
+    memory_rate = link * _log_uniform(rng, 2, 200)
 
     def compute_line() -> Line:
         return Line(rng.uniform(0, 50e-6), rng.uniform(0.5, 2) / flops_rate, rng.uniform(0.5, 2) / memory_rate)
 
+    def link_line(slower: float) -> Line:
+        return Line(rng.uniform(0, 50e-6), 0.0, slower / link)
+
+    host = _log_uniform(rng, 2, 100)
     lines = {
         "compute": compute_line(),
-        "host_compute": Line(rng.uniform(0, 50e-6), 0.0, 1 / (link * log_uniform(0.5, 100))),
-        "h2d": Line(rng.uniform(0, 50e-6), 0.0, 1 / link),
-        "d2h": Line(rng.uniform(0, 50e-6), 0.0, 1 / (link * log_uniform(0.1, 2))),
+        "host_compute": Line(rng.uniform(0, 50e-6), host / flops_rate, 1 / (link * _log_uniform(rng, 0.5, 100))),
+        "h2d": link_line(1.0),
+        "d2h": link_line(_log_uniform(rng, 0.5, 10)),
+        "disk_read": link_line(_log_uniform(rng, 0.5, 20)),
+        "disk_write": link_line(_log_uniform(rng, 0.5, 20)),
     }
     for verb in ("kv_gen", "project", "assemble", "attend", "attend_prefill", "finish", "head"):
         lines[verb] = compute_line()
-    return Case(shape, Hardware("random", "cpu", lines), p, candidate)
+    return Hardware("random", "cpu", lines)
+
+
+def _balance(case: Case, rng) -> Case:
+    """The same case with one resource as fast as makes it about as busy as compute."""
+    busy = predict(case.shape, case.hardware, case.bytes_per_element, case.candidate, walk=False).row()["busy"]
+    others = [r for r in ("h2d", "h2d", "disk_read", "disk_write", "d2h", "host_compute") if busy[r] > 0]
+    if not others or busy["compute"] <= 0:
+        return case
+    chosen = str(rng.choice(others))
+    factor = rng.uniform(0.8, 1.25) * busy["compute"] / busy[chosen]
+    line = case.hardware.lines[chosen]
+    scaled = Line(line.overhead_s * factor, line.s_per_flop * factor, line.s_per_byte * factor)
+    return replace(case, hardware=replace(case.hardware, lines={**case.hardware.lines, chosen: scaled}))
 
 
 def compare(case: Case) -> tuple[float, float]:
@@ -122,8 +190,8 @@ def compare(case: Case) -> tuple[float, float]:
     return float(closed.total_s[0]), virtual.total_s
 
 
-def errors(num_cases: int = 300, seed: int = 0) -> np.ndarray:
-    """|closed form / virtual clock − 1| of random cases, [num_cases]."""
+def errors(num_cases: int = 300, seed: int = 0, kind: str = "column") -> np.ndarray:
+    """|closed form / virtual clock − 1| of random cases of one of KINDS, [num_cases]."""
     rng = np.random.default_rng(seed)
-    pairs = np.array([compare(random_case(rng)) for _ in range(num_cases)])
+    pairs = np.array([compare(random_case(rng, kind)) for _ in range(num_cases)])
     return np.abs(pairs[:, 0] / pairs[:, 1] - 1)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexhybrid.core.errors import InputError
-from flexhybrid.core.hardware import Hardware, Line, load_hardware
+from flexhybrid.core.errors import InputError, unknown
+from flexhybrid.core.hardware import Hardware, Line, cache_folder, load_hardware, newest_profile, profile_file
 
 NUMBER = st.floats(0, 1e6)
 SAMPLES = st.lists(st.tuples(NUMBER, NUMBER, NUMBER)).map(tuple)
@@ -27,7 +29,8 @@ def small_hardware() -> Hardware:
 )
 def test_a_saved_record_is_read_back_exactly(tmp_path_factory, lines, memory):
     path = tmp_path_factory.mktemp("hardware") / "folder" / "machine.json"
-    hardware = Hardware("µ", "cuda", lines, memory, source="datasheet", faster_dtype="bfloat16", notes={"a": [1]})
+    more = dict(source="datasheet", faster_dtype="bfloat16", notes={"a": [1]})
+    hardware = Hardware("µ", "cuda", lines, memory, host_memory=2**38, disk_memory=memory, **more)
     hardware.save(path)
     assert load_hardware(path) == hardware
     assert [file.name for file in path.parent.iterdir()] == ["machine.json"]  # no partial file left
@@ -39,7 +42,7 @@ def test_line_is_overhead_plus_flops_plus_bytes():
     assert line.seconds(np.array([0, 4]), np.array([8, 0])).tolist() == [1.5, 1.5]
 
 
-@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf"), "1", None])
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf"), pytest.param(10**400, id="huge"), "1", None, True])
 @pytest.mark.parametrize("name", ["overhead_s", "s_per_flop", "s_per_byte"])
 def test_a_line_refuses_what_is_no_cost(name, value):
     with pytest.raises(InputError, match=name):
@@ -54,6 +57,36 @@ def test_a_verb_without_its_own_line_takes_its_resources():
         hardware.line("scatter", "host_compute")
 
 
+def test_a_verb_borrows_the_line_of_the_same_kernel_or_loop():
+    lines = {key: Line(float(number)) for number, key in enumerate(("compute", "attend", "host_compute", "scatter"))}
+    hardware = Hardware("x", "cuda", lines)
+    for verb, resource, key in (
+        ("attend_prefill", "compute", "attend"),
+        ("attend_recomputed", "compute", "attend"),
+        ("gather", "host_compute", "scatter"),
+        ("attend_host", "host_compute", "host_compute"),  # not the device's "attend"
+    ):
+        assert hardware.line(verb, resource) is lines[key]
+
+
+def test_a_disk_has_lines_of_its_own():
+    disk = {"disk_read": Line(1e-4, 0.0, 5e-10), "disk_write": Line(1e-4, 0.0, 1e-9)}
+    hardware = Hardware("x", "cuda", {**small_hardware().lines, **disk}, disk_memory=10**12)
+    assert hardware.line("read_kv", "disk_read").seconds(0, 2e9) == pytest.approx(1.0001)
+    paced = hardware.with_link_rate(0.4)
+    assert paced.lines["disk_read"] == disk["disk_read"] and paced.lines["disk_write"] == disk["disk_write"]
+    with pytest.raises(InputError, match="'read_kv'.*'disk_read'"):
+        small_hardware().line("read_kv", "disk_read")
+
+
+@pytest.mark.parametrize("field", ["device_memory", "host_memory", "disk_memory"])
+@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), "8GiB", True, [1]])
+def test_a_memory_is_a_positive_number_of_bytes_or_unknown(field, value):
+    assert getattr(replace(small_hardware(), **{field: None}), field) is None
+    with pytest.raises(InputError, match=f"{field} must be a number of bytes > 0, not "):
+        replace(small_hardware(), **{field: value})
+
+
 def test_another_link_rate_changes_the_links_alone():
     before = small_hardware()
     after = before.with_link_rate(0.4)
@@ -62,6 +95,9 @@ def test_another_link_rate_changes_the_links_alone():
         assert after.lines[key].overhead_s == before.lines[key].overhead_s
     assert after.lines["compute"] == before.lines["compute"]
     assert before == small_hardware()
+    for rate in (0, -1, float("nan"), float("inf"), "1"):
+        with pytest.raises(InputError, match="a link rate must be a number > 0"):
+            before.with_link_rate(rate)
 
 
 @pytest.mark.parametrize(
@@ -70,11 +106,20 @@ def test_another_link_rate_changes_the_links_alone():
         (lambda data: data.pop("format"), ["format"]),
         (lambda data: data.update(format="flexhybrid-hardware-9"), ["format"]),
         (lambda data: data.update(memory=3), ["'memory'"]),
-        (lambda data: data.pop("device"), ["device"]),
-        (lambda data: data.pop("lines"), ["lines"]),
-        (lambda data: data.update(lines=[1]), []),
-        (lambda data: data["lines"]["h2d"].update(gb_per_s=3), ["gb_per_s"]),
-        (lambda data: data["lines"]["h2d"].update(s_per_byte=-1), ["s_per_byte", "-1"]),
+        (lambda data: data.pop("device"), ["field 'device' is missing"]),
+        (lambda data: data.pop("lines"), ["field 'lines' is missing"]),
+        (lambda data: data.update(device="tpu"), ["device 'tpu'", "cpu, cuda"]),
+        (lambda data: data.update(lines=[1]), ["lines", "[1]"]),
+        (lambda data: data.update(lines={}), ["no lines"]),
+        (lambda data: data.update(notes=[1]), ["notes", "[1]"]),
+        (lambda data: data.update(disk_memory=0), ["disk_memory", "0"]),
+        (lambda data: data.update(host_memory="96 GB"), ["host_memory", "96 GB"]),
+        (lambda data: data["lines"].update(kv_gen=3), ["line 'kv_gen'", "3"]),
+        (lambda data: data["lines"]["h2d"].update(gb_per_s=3), ["line 'h2d'", "gb_per_s", "s_per_byte"]),
+        (lambda data: data["lines"]["h2d"].update(s_per_byte=-1), ["line 'h2d'", "s_per_byte", "-1"]),
+        (lambda data: data["lines"]["h2d"].update(r2="good"), ["line 'h2d'", "r2", "good"]),
+        (lambda data: data["lines"]["h2d"].update(samples=3), ["line 'h2d'", "samples", "3"]),
+        (lambda data: data["lines"]["h2d"].update(samples=[[1, 2]]), ["line 'h2d'", "sample", "[1, 2]"]),
     ],
 )
 def test_errors_name_the_file_and_the_field(tmp_path, spoil, words):
@@ -92,7 +137,68 @@ def test_missing_and_broken_files(tmp_path):
     path = tmp_path / "machine.json"
     with pytest.raises(InputError, match="machine.json"):
         load_hardware(path)
-    for content in (b"{", b"[]", b"\xff\xfe"):
+    for content in (b"{", b"[]", b"\xff\xfe", b"[" * 100_000, b'{"a": ' + b"9" * 5000 + b"}"):
         path.write_bytes(content)
         with pytest.raises(InputError, match="machine.json"):
             load_hardware(path)
+
+
+def test_broken_json_is_named_by_line_and_column(tmp_path):
+    path = tmp_path / "machine.json"
+    path.write_text('{\n "name": "x",\n "lines": }\n')
+    with pytest.raises(InputError, match=r"machine\.json: line 3, column 11: "):
+        load_hardware(path)
+
+
+# --- this machine's profiles ------------------------------------------------------------------------------------------
+
+
+def test_the_cache_folder_is_the_users(tmp_path, monkeypatch):
+    monkeypatch.delenv("FLEXHYBRID_CACHE", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert cache_folder() == tmp_path / ".cache" / "flexhybrid"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_folder() == tmp_path / "xdg" / "flexhybrid"
+    monkeypatch.setenv("FLEXHYBRID_CACHE", "~/profiles")
+    assert cache_folder() == tmp_path / "profiles"
+    assert profile_file("cuda") == tmp_path / "profiles" / "hardware-cuda.json"
+    assert newest_profile() is None
+
+
+def test_without_a_home_the_error_says_what_to_set(monkeypatch):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("FLEXHYBRID_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    with pytest.raises(InputError, match="FLEXHYBRID_CACHE"):
+        cache_folder()
+
+
+# --- unknown names ----------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_name_is_answered_with_the_nearest_known_ones():
+    known = ("opt-30b", "llama-2-7b", "opt-1.3b")
+    assert str(unknown("model", "opt-31b", known)) == (
+        "unknown model 'opt-31b'; did you mean opt-30b or opt-1.3b? known: opt-30b, llama-2-7b, opt-1.3b"
+    )
+    assert str(unknown("preset", "KV-Only", ["kv_only"])) == (
+        "unknown preset 'KV-Only'; did you mean kv_only? known: kv_only"
+    )
+    assert str(unknown("system", "xyz", iter(["a", "b"]), other="a file")) == (
+        "unknown system 'xyz'; known: a, b, or a file"
+    )
+    assert str(unknown("system", "", [])) == "unknown system ''; known: none"
+
+
+@pytest.mark.parametrize("name", [None, 3, 1.5, ["opt-30b"], {"a": 1}, b"opt-30b", object()])
+def test_a_name_of_any_type_is_refused_in_words(name):
+    assert str(unknown("model", name, ["opt-30b"])).endswith("; known: opt-30b")
+
+
+def test_an_endless_name_is_cut():
+    text = str(unknown("model", "opt-30b" * 10_000 + "\n", ["opt-30b"]))
+    assert len(text) < 200 and "\n" not in text and "…" in text

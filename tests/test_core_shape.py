@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from flexhybrid.core import work
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.layout import layer_layout
-from flexhybrid.core.shape import KNOWN_SHAPES, shape_by_name, shape_from_config
+from flexhybrid.core.shape import KNOWN_SHAPES, shape_by_name, shape_from_config, shape_of
 
 
 def test_opt_30b_cache_of_one_token():
@@ -33,14 +34,68 @@ def test_opt_6_7b_layer():
     assert shape.embedding_bytes(2) == (50_272 + 2_050 + 2) * h * 2 == 428_638_208
 
 
-@pytest.mark.parametrize(
-    "name, billions",
-    [("opt-125m", 0.125), ("opt-1.3b", 1.316), ("opt-13b", 12.85), ("opt-30b", 29.98), ("opt-175b", 174.6)],
-)
-def test_known_shapes_have_the_published_number_of_parameters(name, billions):
+#: Parameters of the published checkpoints (OPT's head is its embedding; Qwen2.5's query, key and value biases are not
+#: in the shape).
+PARAMETERS = {
+    "opt-125m": 125_239_296,
+    "opt-350m": 331_196_416,
+    "opt-1.3b": 1_315_758_080,
+    "opt-2.7b": 2_651_596_800,
+    "opt-6.7b": 6_658_473_984,
+    "opt-13b": 12_853_473_280,
+    "opt-30b": 29_974_540_288,
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-2-70b": 68_976_648_192,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
+    "mistral-7b": 7_241_732_096,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
+}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_known_shapes_have_exactly_the_published_parameters(name):
     shape = KNOWN_SHAPES[name]
     parameters = shape.num_layers * shape.layer_bytes(1) + shape.embedding_bytes(1)
-    assert parameters / 1e9 == pytest.approx(billions, rel=0.01)
+    if name.startswith("qwen"):
+        parameters += shape.num_layers * (shape.query_width + shape.kv_width)
+    assert parameters == PARAMETERS[name]
+
+
+def test_the_two_largest_opts_have_the_parameters_of_their_names():
+    for name, billions in (("opt-66b", 65.7), ("opt-175b", 174.6)):
+        shape = KNOWN_SHAPES[name]
+        parameters = shape.num_layers * shape.layer_bytes(1) + shape.embedding_bytes(1)
+        assert parameters / 1e9 == pytest.approx(billions, rel=0.002)
+    assert KNOWN_SHAPES.keys() == PARAMETERS.keys() | {"opt-66b", "opt-175b"}
+
+
+def test_what_stands_outside_the_layers_worked_by_hand():
+    untied = shape_by_name("llama-2-7b")
+    # Embedding and head of their own, 32,000·4,096 each; RMSNorm has a scale and no bias; no learned positions.
+    assert untied.embedding_bytes(2) == (2 * 32_000 * 4096 + 4096) * 2 == 524_296_192
+    tied = shape_by_name("qwen2.5-0.5b")
+    assert tied.embedding_bytes(2) == (151_936 * 896 + 896) * 2
+    # OPT-350m has no final norm and a narrower embedding, with a projection on either side.
+    narrow = shape_by_name("opt-350m")
+    assert narrow.embedding_bytes(1) == 50_272 * 512 + 2050 * 1024 + 2 * 512 * 1024
+
+
+def test_llama_2_7b_and_llama_3_8b_layers():
+    multi_head, grouped = shape_by_name("llama-2-7b"), shape_by_name("llama-3-8b")
+    assert multi_head.layer_matrix_elements == 4 * 4096**2 + 3 * 4096 * 11_008
+    # Eight key/value heads of 128: K and V are a quarter of Q in width.
+    assert grouped.layer_matrix_elements == 2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14_336
+    assert multi_head.layer_vector_elements == grouped.layer_vector_elements == 2 * 4096
+    assert multi_head.kv_token_bytes(2) == 4 * grouped.kv_token_bytes(2) == 16_384
+    assert grouped.act_token_bytes(2) / grouped.kv_token_bytes(2) == 2  # ACT costs more than KV
 
 
 def test_grouped_query_attention_makes_act_dear():
@@ -183,6 +238,110 @@ def test_missing_and_broken_files(tmp_path):
         shape_from_config(tmp_path)
 
 
-def test_unknown_name_lists_the_known_ones():
-    with pytest.raises(InputError, match=r"opt-7b.*opt-6\.7b"):
-        shape_by_name("opt-7b")
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (dict(eos_token_id="</s>"), ["eos_token_ids", "</s>"]),
+        (dict(eos_token_id=[1, None]), ["eos_token_ids", "None"]),
+        (dict(tie_word_embeddings="yes"), ["tied_head", "yes"]),
+        (dict(word_embed_proj_dim="wide"), ["embed_dim", "wide"]),
+        (dict(do_layer_norm_before=1), ["pre_norm", "1"]),
+        (dict(model_type="opts"), ["unknown architecture 'opts'", "did you mean opt"]),
+    ],
+)
+def test_a_field_of_the_wrong_kind_is_named(tmp_path, changes, words):
+    with pytest.raises(InputError) as error:
+        shape_from_config(write_config(tmp_path, **{**OPT_FIELDS, **changes}))
+    for word in [tmp_path.name, *words]:
+        assert word in str(error.value)
+
+
+def test_broken_json_is_named_by_line_and_column(tmp_path):
+    (tmp_path / "config.json").write_text('{\n "model_type": "opt",\n "hidden_size": }')
+    with pytest.raises(InputError, match=r"config\.json: line 3, column 17: "):
+        shape_from_config(tmp_path)
+
+
+@pytest.mark.parametrize("path", ["a\0b", "x" * 5000])
+def test_a_path_that_no_system_has_is_an_input_error(path):
+    with pytest.raises(InputError):
+        shape_from_config(path)
+    with pytest.raises(InputError, match="unknown model"):
+        shape_of(path)
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "given, name",
+    [
+        ("OPT-30B", "opt-30b"),
+        ("facebook/opt-30b", "opt-30b"),
+        (" opt-125m ", "opt-125m"),
+        ("Llama-2-7b-hf", "llama-2-7b"),
+        ("meta-llama/Llama-2-70b-hf", "llama-2-70b"),
+        ("Meta-Llama-3-8B", "llama-3-8b"),
+        ("meta-llama/Meta-Llama-3-70B", "llama-3-70b"),
+        ("Qwen/Qwen2.5-7B", "qwen2.5-7b"),
+        ("mistralai/Mistral-7B-v0.1", "mistral-7b"),
+    ],
+)
+def test_names_as_they_are_written(given, name):
+    assert shape_by_name(given) is shape_of(given) is KNOWN_SHAPES[name]
+
+
+@pytest.mark.parametrize(
+    "given, nearest",
+    [
+        ("opt-31b", "opt-30b"),
+        ("opt-7b", "opt-6.7b"),
+        ("facebook/opt-31b", "opt-30b"),
+        ("Llama-2-8b-hf", "llama-2-7b"),
+        ("mistralai/Mistral-7B-v0.3", "mistral-7b"),  # a larger vocabulary: another model
+        ("Qwen2.5-7B-Instruct", "qwen2.5-7b"),  # other positions: another model
+    ],
+)
+def test_an_unknown_name_is_answered_with_the_nearest(given, nearest):
+    for ask in (shape_by_name, shape_of):
+        with pytest.raises(InputError) as error:
+            ask(given)
+        guess, known = str(error.value).split("? known: ")
+        assert guess.startswith(f"unknown model {given!r}; did you mean ") and nearest in guess
+        assert known.startswith(", ".join(KNOWN_SHAPES))
+
+
+@pytest.mark.parametrize("given", ["", "gpt2", None, 30, 6.7, ["opt-30b"], b"opt-30b"])
+def test_what_is_no_name_lists_the_known_ones(given):
+    for ask in (shape_by_name, shape_of):
+        with pytest.raises(InputError, match="unknown model .*known: opt-125m, .*qwen2.5-72b") as error:
+            ask(given)
+        assert "\n" not in str(error.value)
+
+
+def test_a_model_is_given_by_name_or_by_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("facebook/opt-30b", "opt-30b", "mine"):
+        Path(folder).mkdir(parents=True)
+        write_config(Path(folder), **OPT_FIELDS)
+    known = KNOWN_SHAPES["opt-30b"]
+    assert shape_of("opt-30b") is known  # a bare name is the known model, whatever lies about
+    for path in (
+        "./opt-30b",
+        "facebook/opt-30b",
+        "opt-30b/",
+        "mine",
+        "mine/config.json",
+        Path("opt-30b"),
+        tmp_path / "mine",
+    ):
+        assert shape_of(path).hidden == 48, path
+    Path("tiny.json").write_text(Path("mine/config.json").read_text())
+    assert shape_of("tiny.json").hidden == 48
+    for path in ("none.json", Path("none"), "mine/none.json"):
+        with pytest.raises(InputError, match="no model configuration at .*none"):
+            shape_of(path)
+    with pytest.raises(InputError, match="no model configuration at .*config.json"):
+        shape_of(tmp_path)
+    with pytest.raises(InputError, match="or the path of a config.json or of the folder that holds one"):
+        shape_of("their/opt-31b")

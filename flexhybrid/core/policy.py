@@ -164,6 +164,7 @@ class Policy:
     attention: str = "device"
     weight_order: str = "kv_first"  #: or natural: recomputing waits for the whole layer
     split: str = "pipeline"  #: rule of both(…): how many leading tokens are recomputed (``core.split``); or paper
+    static_cache: bool = False  #: a load brings all that a request has reserved (transformers' offloaded static cache)
     overlap: bool | str = True  #: False: one task at a time; "step": everything meets after each mini-batch of a layer
     version: int = FORMAT_VERSION
 
@@ -189,6 +190,7 @@ class Policy:
         _check_choice(self.attention, ("device", "host"), "attention")
         _check_choice(self.weight_order, ("kv_first", "natural"), "weight_order")
         _check_choice(self.split, ("pipeline", "paper"), "split")
+        _check_choice(self.static_cache, (True, False), "static_cache")
         _check_choice(self.overlap, (True, False, "step"), "overlap")
         _check_choice(self.version, (FORMAT_VERSION,), "version")
         for name in ("max_mini_batch_tokens", "max_batch"):

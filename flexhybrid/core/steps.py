@@ -181,13 +181,14 @@ class StepCounts:
     selected: object = None  #: tokens of a request that a speculative selection fetches; None: all
 
 
-def counts_of(step: MiniBatchStep, policy: Policy) -> StepCounts:
-    """The sums of one step."""
-    blocks, copies = {}, {}
+def counts_of(step: MiniBatchStep, wave) -> StepCounts:
+    """The sums of one step of a ``plan.Wave``."""
+    policy, blocks, copies = wave.policy, {}, {}
     for segment in step.segments:
         if segment.max_tokens:
             part = Part(segment.kind, segment.representation, segment.tier)
-            blocks[part] = int(segment.num_blocks.sum())
+            moved = wave.num_blocks[segment.kind][step.requests] if policy.static_cache else segment.num_blocks
+            blocks[part] = int(moved.sum())
             copies[part] = int(np.count_nonzero(segment.num_blocks))
     stored = {Part(s.kind, s.representation, s.tier): len(s.rows) for s in step.stores}
     context = step.attention_tokens - step.recomputed_width - 1

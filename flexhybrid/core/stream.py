@@ -182,7 +182,7 @@ class _Stream:
                 running = running[[int(r) not in stopped for r in running]]
             if len(running):
                 step = make_step(wave, iteration, k, running)
-                counts = counts_of(step, wave.policy)
+                counts = counts_of(step, wave)
                 works = step_work(wave.shape, wave.policy, wave.stored, counts, False)
                 first = works if counts.selected is None else step_work(
                     wave.shape, wave.policy, wave.stored, counts, True

@@ -23,6 +23,7 @@ def check_runnable(policy: Policy) -> None:
         (policy.selection.method != "none", f"selection {policy.selection.method}"),
         (policy.attention != "device", f"attention on the {policy.attention}"),
         (policy.weight_order != "kv_first", f"weight_order {policy.weight_order}"),
+        (policy.static_cache, "a static cache"),
         (policy.overlap is not True, f"overlap {str(policy.overlap).lower()}"),
     )
     for refused, what in refusals:

@@ -1,0 +1,189 @@
+"""The records of a reproduction: rows of paper against ours, figures as data, constants with their physical range.
+
+A record holds data only. ``experiments.reproduce.report`` writes it, ``figures.reproduce`` draws its figures.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from flexhybrid.core.errors import InputError
+
+#: What a row is for: fitted on, held out and compared, or shown without a judgement.
+ROLES = ("calibrate", "validate", "context", "")
+COLUMNS = ("what", "paper", "ours", "unit", "error", "role", "source")
+KINDS = ("line", "bar")
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A number that no paper states: its value, the range that physics or datasheets leave, and why.
+
+    ``fitted_on`` names the rows it was fitted on; None for one that was set beforehand. Raises InputError where the
+    value is outside its range: a fit that needs an impossible constant is wrong elsewhere.
+    """
+
+    name: str
+    value: float
+    unit: str
+    low: float
+    high: float
+    why: str
+    fitted_on: str | None = None
+
+    def __post_init__(self):
+        for name in ("value", "low", "high"):
+            number = getattr(self, name)
+            if isinstance(number, bool) or not isinstance(number, (int, float, np.number)) or not math.isfinite(number):
+                raise InputError(f"constant {self.name}: {name} must be a finite number, not {number!r}")
+        if not self.low <= self.value <= self.high:
+            raise InputError(
+                f"constant {self.name} = {self.value:.6g} {self.unit} is outside its physical range "
+                f"{self.low:.6g} to {self.high:.6g}: {self.why}"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class Figure:
+    """A picture as data: columns ``x`` and ``y`` of ``frame``, one line or set of bars for each value of ``series``.
+
+    ``paper`` has the same columns with the paper's values, where it gives any. A line's x may be text, then evenly
+    spaced; ``log_x``, ``log_y`` are for lines over decades.
+    """
+
+    name: str
+    kind: str
+    frame: pd.DataFrame
+    x: str
+    y: str
+    series: str | None
+    title: str
+    x_label: str
+    y_label: str
+    paper: pd.DataFrame | None = None
+    log_x: bool = False
+    log_y: bool = False
+
+    def __post_init__(self):
+        _check_name("figure", self.name)
+        if self.kind not in KINDS:
+            raise InputError(f"figure {self.name}: kind {self.kind!r} is not one of {', '.join(KINDS)}")
+        for what, frame in (("frame", self.frame), ("paper", self.paper)):
+            if frame is None:
+                continue
+            needed = [self.x, self.y, *([self.series] if self.series else [])]
+            if missing := [column for column in needed if column not in frame.columns]:
+                raise InputError(f"figure {self.name}: {what} lacks column {missing[0]!r}")
+            if not pd.api.types.is_numeric_dtype(frame[self.y]):
+                raise InputError(f"figure {self.name}: column {self.y!r} of {what} must be numbers")
+        if self.frame.empty:
+            raise InputError(f"figure {self.name}: frame has no rows")
+
+
+@dataclass(frozen=True, eq=False)
+class Experiment:
+    """One table or figure of a paper, done again.
+
+    ``rows``: COLUMNS (make it with ``table``) and any further columns; ``what``: what the paper did; ``notes``: how it
+    was done here; ``mismatches``: what does not match, and why.
+    """
+
+    name: str
+    paper: str
+    title: str
+    what: str
+    rows: pd.DataFrame
+    figures: tuple[Figure, ...] = ()
+    constants: tuple[Constant, ...] = ()
+    notes: tuple[str, ...] = ()
+    mismatches: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        _check_name("experiment", self.name)
+        for name in ("notes", "mismatches"):
+            if isinstance(getattr(self, name), str):
+                raise InputError(f"experiment {self.name}: {name} must be a tuple of texts, not one text")
+        if missing := [column for column in COLUMNS if column not in self.rows.columns]:
+            raise InputError(f"experiment {self.name}: rows lack column {missing[0]!r}")
+        for column in ("paper", "ours", "error"):
+            if not pd.api.types.is_numeric_dtype(self.rows[column]):
+                raise InputError(f"experiment {self.name}: column {column!r} must be numbers")
+        if wrong := sorted(set(self.rows["role"]) - set(ROLES)):
+            raise InputError(f"experiment {self.name}: role {wrong[0]!r} is not one of {', '.join(map(repr, ROLES))}")
+        expected = errors(self.rows["paper"], self.rows["ours"])
+        if not np.allclose(self.rows["error"].to_numpy(float), expected, rtol=1e-9, atol=1e-12, equal_nan=True):
+            raise InputError(f"experiment {self.name}: column 'error' is not ours / paper - 1")
+        names = [figure.name for figure in self.figures]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise InputError(f"experiment {self.name}: two figures are called {twice!r}")
+
+
+class Summary(NamedTuple):
+    """Errors over the rows compared: those with the paper's number and ours, context left out; NaN where none is."""
+
+    num_rows: int
+    median: float  #: of |error|
+    worst: float  #: the largest |error|
+    worst_error: float  #: the same with its sign
+    worst_what: str
+
+
+def errors(paper, ours) -> np.ndarray:
+    """ours / paper - 1, element by element; NaN where either is missing or the paper says 0."""
+    paper, ours = np.asarray(paper, dtype=float), np.asarray(ours, dtype=float)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(paper == 0, np.nan, ours / paper - 1)
+
+
+def table(rows: Sequence[dict]) -> pd.DataFrame:
+    """Rows for an Experiment from dicts with what, ours and what else there is; error is computed here.
+
+    Columns: what, the further ones in order of appearance, then paper, ours, unit, error, role, source.
+    """
+    frame = pd.DataFrame(list(rows), columns=list(dict.fromkeys(key for row in rows for key in row)))
+    if "error" in frame.columns:
+        raise InputError("rows of an experiment come without 'error': it is computed")
+    for column in ("what", "ours"):
+        if column not in frame.columns:
+            raise InputError(f"rows of an experiment need column {column!r}")
+    frame = frame.assign(paper=frame.get("paper", np.nan))
+    for column in ("paper", "ours"):
+        try:
+            frame[column] = frame[column].astype(float)
+        except (TypeError, ValueError):
+            raise InputError(f"rows of an experiment: column {column!r} must be numbers") from None
+    for column in ("unit", "role", "source"):
+        frame[column] = frame[column].fillna("") if column in frame.columns else ""
+    frame["error"] = errors(frame["paper"], frame["ours"])
+    further = [column for column in frame.columns if column not in COLUMNS]
+    return frame[[COLUMNS[0], *further, *COLUMNS[1:]]]
+
+
+def summary(rows: pd.DataFrame, role: str | None = None) -> Summary:
+    """Of all rows but context, or of one role's."""
+    chosen = rows[(rows["role"] == role) if role is not None else (rows["role"] != "context")]
+    chosen = chosen[chosen["error"].notna()]
+    if chosen.empty:
+        return Summary(0, math.nan, math.nan, math.nan, "")
+    sizes = chosen["error"].abs().to_numpy()
+    worst = int(sizes.argmax())
+    return Summary(
+        len(chosen),
+        float(np.median(sizes)),
+        float(sizes[worst]),
+        float(chosen["error"].iloc[worst]),
+        str(chosen["what"].iloc[worst]),
+    )
+
+
+def _check_name(what: str, name: str) -> None:
+    """Names become file names and anchors."""
+    if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", name):
+        raise InputError(f"{what} name {name!r}: use lower-case letters, digits, - and _")

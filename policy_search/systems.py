@@ -1,0 +1,234 @@
+"""Every system by name: the papers' baselines and methods as policies for a given model, machine and workload.
+
+``system("h2o(0.1)", setting)`` gives a policy and the machine as that system's implementation sees it. Options are
+written as in a call: ``infinigen(alpha=5, cap=0.1)``, ``flexgen(host_attention=true)``, ``kvpr_column(hiding=false)``.
+Options that every system takes say how well its code uses the machine (``sim.implementation``): cache_link,
+weights_link, step_s, conversion, gemm.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+
+from flexhybrid.core.errors import InputError, unknown
+from flexhybrid.core.hardware import Hardware
+from flexhybrid.core.policy import Placement, Policy
+from flexhybrid.core.shape import ModelShape
+from flexhybrid.core.workload import Workload
+from sim import presets
+from sim.closed_form import Candidates, predict
+from sim.implementation import Implementation, on
+from sim.simulate import Outcome, budgets_of, simulate
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model on a machine with requests of one length."""
+
+    shape: ModelShape
+    hardware: Hardware
+    batch: int
+    prompt_tokens: int
+    max_tokens: int
+    bytes_per_element: int = 2
+
+    @property
+    def workload(self) -> Workload:
+        return Workload.uniform(self.batch, self.prompt_tokens, self.max_tokens)
+
+
+@dataclass(frozen=True)
+class System:
+    """A policy, and the machine as the system's implementation sees it."""
+
+    name: str
+    policy: Policy
+    hardware: Hardware
+
+
+def _flexgen(setting: Setting, host_attention: bool = False, compress: bool = False) -> Policy:
+    from policy_search.flexgen import flexgen_policy
+
+    return flexgen_policy(
+        setting.shape, setting.hardware, setting.workload, setting.bytes_per_element, batch=setting.batch,
+        host_attention=host_attention, compress=compress,
+    ).policy  # fmt: skip
+
+
+def _capture(
+    setting: Setting, ratio: bool = True, packing: bool = True, device_act: bool = False, balance: str = "full"
+) -> Policy:
+    from policy_search.algorithm1 import capture_policy
+
+    return capture_policy(
+        setting.shape, setting.hardware, setting.workload, setting.bytes_per_element, batch=setting.batch,
+        balance=balance, ratio=ratio, packing=packing, device_act=device_act,
+    )  # fmt: skip
+
+
+def _searched(setting: Setting, lossless: bool = False) -> Policy:
+    from policy_search.search import search
+
+    return search(
+        setting.shape, setting.hardware, setting.bytes_per_element, setting.workload, batch=setting.batch,
+        lossless=lossless,
+    ).policy  # fmt: skip
+
+
+def _uvm(setting: Setting, fault_gb_per_s: float = 4.0, h2o: float = 0.0) -> System:
+    """Unified memory: what is touched migrates page by page. What fits the device migrates once; what does not, is
+    touched in a cycle over all layers, so that the oldest pages, those needed soonest, are the ones that make room: all
+    of it migrates every iteration. 4 GB/s with evictions is what InfiniGen's Fig. 14 and 15 imply."""
+    policy = presets.ideal()
+    peak = predict(
+        setting.shape, setting.hardware, setting.bytes_per_element,
+        Candidates(policy, setting.batch, setting.prompt_tokens, setting.max_tokens), walk=False,
+    ).peak_bytes["device"]  # fmt: skip
+    hardware = replace(setting.hardware, device_memory=None)
+    if float(peak[0]) <= (setting.hardware.device_memory or float("inf")):
+        return System("uvm", replace(policy, name="uvm"), hardware)
+    line = hardware.line("load_weights", "h2d")
+    paged = replace(line, s_per_byte=1e-9 / fault_gb_per_s, samples=(), r2=None)
+    lines = {**hardware.lines, **{verb: paged for verb in ("load_weights", "load_kv", "store_kv")}}
+    moved = replace(presets.offloaded(weights=Placement(host=1.0)), name="uvm")
+    return System("uvm", moved, replace(hardware, lines=lines))
+
+
+def _ideal(setting: Setting) -> System:
+    return System("ideal", presets.ideal(), replace(setting.hardware, device_memory=None))
+
+
+def _fastdecode(setting: Setting, gpus: int = 1, **options) -> System:
+    """One of ``gpus`` GPUs that share a host's cores: attention on the host gets its part of them."""
+    hardware = on(Implementation("fastdecode", sharers=gpus), setting.hardware)
+    policy = _keep_what_fits(setting, presets.fastdecode(**options))
+    return System("fastdecode", policy, hardware)
+
+
+def _plain(function: Callable[..., Policy]) -> Callable[..., Policy]:
+    """A preset with its options; ``weights_device`` is the resident share of the weights.
+
+    A system that keeps its weights on the device keeps, where they do not all fit, as many twelfths of each layer as
+    do: a matrix of attention is a twelfth of an OPT layer, and FlexGen places whole matrices.
+    """
+    takes_weights = "weights" in inspect.signature(function).parameters
+
+    def make(setting: Setting, weights_device: float | None = None, **options) -> Policy:
+        arguments = (setting.shape,) if function is presets.hybrid_static else ()
+        if weights_device is not None:
+            options["weights"] = Placement(device=weights_device, host=1.0 - weights_device)
+        policy = function(*arguments, **options)
+        if weights_device is None and takes_weights and policy.weights.device == 1.0:
+            return _keep_what_fits(setting, policy)
+        return policy
+
+    own = [p for p in inspect.signature(function).parameters.values() if p.name not in ("shape", "weights")]
+    first = [inspect.Parameter("setting", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+    last = [inspect.Parameter("weights_device", inspect.Parameter.KEYWORD_ONLY, default=None)] if takes_weights else []
+    make.__signature__ = inspect.Signature(first + own + last)
+    return make
+
+
+def _keep_what_fits(setting: Setting, policy: Policy) -> Policy:
+    budget = setting.hardware.device_memory
+    if budget is None:
+        return policy
+    shares = np.arange(12, -1, -1) / 12
+    candidates = Candidates(
+        policy, setting.batch, setting.prompt_tokens, setting.max_tokens, weights_device=shares, weights_disk=0.0
+    )
+    peak = predict(setting.shape, setting.hardware, setting.bytes_per_element, candidates, walk=False).peak_bytes
+    fitting = np.flatnonzero(peak["device"] <= budget)
+    share = float(shares[fitting[0]]) if len(fitting) else 0.0
+    return replace(policy, weights=Placement(device=share, host=1.0 - share))
+
+
+#: name -> function(setting, **options) -> Policy or System
+SYSTEMS: dict[str, Callable] = {
+    **{name: _plain(function) for name, function in presets.PRESETS.items()},
+    "hybrid": _plain(presets.hybrid),
+    "flexgen": _flexgen,
+    "capture": _capture,
+    "uvm": _uvm,
+    "ideal": _ideal,
+    "fastdecode": _fastdecode,
+    "searched": _searched,
+}
+
+_IMPLEMENTATION = {f.name for f in fields(Implementation)} - {"name", "source", "sharers"}
+_CALL = re.compile(r"\s*([a-z0-9_]+)\s*(?:\((.*)\))?\s*", re.DOTALL)
+
+
+def names() -> list[str]:
+    """All systems, in the order of their definition."""
+    return list(SYSTEMS)
+
+
+def check(text: str) -> str:
+    """The text itself if it names a system with options it takes. Raises InputError otherwise."""
+    parse(text)
+    return text
+
+
+def parse(text: str) -> tuple[str, dict]:
+    """(name, options) of a system written as a call. Raises InputError: unknown system or option, bad value."""
+    match = _CALL.fullmatch(text) if isinstance(text, str) else None
+    name = match[1] if match else text
+    if name not in SYSTEMS:
+        raise unknown("system", name, names())
+    accepted = [p for p in inspect.signature(SYSTEMS[name]).parameters if p not in ("setting", "options")]
+    options: dict = {}
+    for place, argument in enumerate(filter(None, (a.strip() for a in (match[2] or "").split(",")))):
+        key, equals, value = (part.strip() for part in argument.partition("="))
+        if not equals:
+            if place >= len(accepted):
+                raise InputError(f"system {text!r}: {name} takes {len(accepted)} options ({', '.join(accepted)})")
+            key, value = accepted[place], key
+        if key not in accepted and key not in _IMPLEMENTATION:
+            raise unknown(f"option of {name}", key, [*accepted, *sorted(_IMPLEMENTATION)])
+        if key in options:
+            raise InputError(f"system {text!r}: option {key} is given twice")
+        options[key] = _value(value)
+    return name, options
+
+
+def _value(text: str):
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
+
+
+def system(text: str, setting: Setting) -> System:
+    """A system for a setting. Raises InputError for a name, option or value that is not known, and where the system's
+    own placement finds nothing that fits."""
+    name, options = parse(text)
+    quality = {key: options.pop(key) for key in list(options) if key in _IMPLEMENTATION}
+    for key, value in quality.items():
+        if isinstance(value, (bool, str)):
+            raise InputError(f"system {text!r}: {key} is {value!r}; it must be a number")
+    if quality:
+        setting = replace(setting, hardware=on(Implementation(name, **quality), setting.hardware))
+    try:
+        made = SYSTEMS[name](setting, **options)
+    except TypeError as error:
+        raise InputError(f"system {text!r}: {error}") from None
+    return made if isinstance(made, System) else System(text, made, setting.hardware)
+
+
+def run_system(text: str, setting: Setting, clock: str = "closed") -> Outcome:
+    """Simulate a system by name."""
+    made = system(text, setting)
+    return simulate(
+        setting.shape, made.hardware, made.policy, setting.batch, setting.prompt_tokens, setting.max_tokens,
+        setting.bytes_per_element, clock, budgets_of(made.hardware),
+    )  # fmt: skip

@@ -1,0 +1,75 @@
+"""How well a system's own code uses a machine: named parameters, each with its source, apart from every formula.
+
+A policy says what a system does; this says at what part of the machine's rates. ``on`` turns a hardware record into
+the machine as that implementation sees it. Nothing here is hidden in a cost formula: the neutral record changes nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from flexhybrid.core.errors import InputError
+from flexhybrid.core.hardware import Hardware, Line
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """Shares of the machine's rates, 0..1, and seconds added. The source says where each comes from."""
+
+    name: str = "neutral"
+    cache_link: float = 1.0  #: of the link's rate, for keys, values and activations (pageable or strided copies)
+    weights_link: float = 1.0  #: of the link's rate, for weights
+    step_s: float = 0.0  #: the host's time a mini-batch and layer: a device-wide barrier, launches
+    conversion: float = 1.0  #: of the memory's rate, for (de)quantising
+    gemm: float = 1.0  #: of the machine's rate, for matrix products
+    sharers: int = 1  #: GPUs that share the host's cores and memory
+    source: str = ""
+
+    def __post_init__(self):
+        for name in ("cache_link", "weights_link", "conversion", "gemm"):
+            if not 0 < getattr(self, name) <= 1:
+                raise InputError(f"implementation {self.name}: {name} is {getattr(self, name)!r}; it must be in (0, 1]")
+        if self.step_s < 0 or self.sharers < 1:
+            raise InputError(f"implementation {self.name}: step_s must be >= 0 and sharers at least 1")
+
+
+_CACHE_VERBS = ("load_kv", "load_act", "load_keys", "store_kv", "store_act")
+_CONVERSIONS = ("dequantize_kv", "dequantize_act", "dequantize_weights", "quantize")
+_GEMMS = ("kv_gen", "project", "finish", "head", "attend_prefill", "attend_recomputed")
+_ON_HOST = ("attend_host", "scatter", "gather")
+
+
+def on(implementation: Implementation, hardware: Hardware) -> Hardware:
+    """The machine as this implementation sees it."""
+    i, lines = implementation, dict(hardware.lines)
+
+    def change(verbs, resource: str, make) -> None:
+        for verb in verbs:
+            try:
+                line = hardware.line(verb, resource)
+            except InputError:  # a machine without this resource
+                continue
+            lines[verb] = make(line)
+
+    def at(share: float):
+        return lambda line: replace(line, s_per_byte=line.s_per_byte / share, samples=(), r2=None)
+
+    if i.cache_link != 1:
+        change(_CACHE_VERBS[:3], "h2d", at(i.cache_link))
+        change(_CACHE_VERBS[3:], "d2h", at(i.cache_link))
+    if i.weights_link != 1:
+        change(("load_weights",), "h2d", at(i.weights_link))
+    if i.conversion != 1:
+        change(_CONVERSIONS, "compute", at(i.conversion))
+    if i.gemm != 1:
+        change(_GEMMS, "compute", lambda line: replace(line, s_per_flop=line.s_per_flop / i.gemm, samples=(), r2=None))
+    if i.sharers > 1:
+        change(_ON_HOST, "host_compute", lambda line: _slower(line, i.sharers))
+    if i.step_s:
+        finish = lines.get("finish") or hardware.line("finish", "compute")
+        lines["finish"] = replace(finish, overhead_s=finish.overhead_s + i.step_s, samples=(), r2=None)
+    return replace(hardware, lines=lines)
+
+
+def _slower(line: Line, times: float) -> Line:
+    return Line(line.overhead_s, line.s_per_flop * times, line.s_per_byte * times)

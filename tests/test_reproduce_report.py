@@ -1,0 +1,273 @@
+"""The reproduction's report: right errors, safe text, pictures inside, the same bytes every time."""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import matplotlib
+import numpy as np
+import pandas as pd
+import pytest
+
+from experiments.reproduce import report
+from experiments.reproduce.experiment import Constant, Experiment, Figure, errors, summary, table
+from figures.reproduce import draw
+from flexhybrid.core.errors import InputError
+
+ROWS = [
+    {"what": "OPT-6.7B, batch 32", "batch": 32, "paper": 10.0, "ours": 11.0, "unit": "tokens/s", "role": "calibrate"},
+    {"what": "OPT-6.7B, batch 64", "batch": 64, "paper": 20.0, "ours": 15.0, "unit": "tokens/s", "role": "validate"},
+    {"what": "OPT-6.7B, batch 128", "batch": 128, "paper": 40.0, "ours": 40.8, "unit": "tokens/s", "role": "validate"},
+    {"what": "OPT-30B & <friends>", "batch": 32, "paper": 8.0, "ours": 4.0, "role": "context", "source": "Figure 3"},
+    {"what": "not in the paper", "batch": 32, "ours": 123456.7},
+]  # fmt: skip
+
+
+def curve(**changes) -> Figure:
+    frame = pd.DataFrame({"batch": [1, 2, 4, 8], "rate": [1.0, 2.0, 3.5, 5.0], "system": "ours"})
+    fields = dict(
+        name="rate", kind="line", frame=frame, x="batch", y="rate", series="system", title="Throughput",
+        x_label="batch", y_label="tokens/s", paper=frame.assign(rate=frame["rate"] * 1.1), log_x=True,
+    )  # fmt: skip
+    return Figure(**{**fields, **changes})
+
+
+def bars(**changes) -> Figure:
+    frame = pd.DataFrame({"model": ["a", "a", "b", "b"], "system": ["x", "y"] * 2, "rate": [1.0, 2.0, 3.0, 4.0]})
+    return curve(
+        **{"name": "bars", "kind": "bar", "frame": frame, "x": "model", "paper": None, "log_x": False, **changes}
+    )
+
+
+def experiment(**changes) -> Experiment:
+    fields = dict(
+        name="fig-3", paper="A paper, 2024", title="Figure 3", what="They ran <b>OPT</b> & more.\nTwice.",
+        rows=table(ROWS), figures=(curve(), bars()),
+        constants=(Constant("launch_s", 5e-6, "s", 1e-6, 1e-4, "a kernel launch", fitted_on="calibrate rows"),
+                   Constant("gemm_share", 0.71, "of peak", 0.5, 0.95, "datasheet")),
+        notes=("decode only",), mismatches=("batch 64 is <25 %> too slow",),
+    )  # fmt: skip
+    return Experiment(**{**fields, **changes})
+
+
+class Page(HTMLParser):
+    """What a reader and a browser get of a page: tags in balance, texts, attributes."""
+
+    VOID = {"meta", "img", "br", "link", "input", "hr"}
+
+    def __init__(self, html: str):
+        super().__init__(convert_charrefs=True)
+        self.open, self.tags, self.texts = [], [], []
+        self.feed(html)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if not self.open or self.open[-1] != "style":
+            self.texts.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join("".join(self.texts).split())
+
+    def cells(self, tag: str) -> list[dict]:
+        return [attrs for name, attrs in self.tags if name == tag]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("report")
+    path = report.write([experiment(), experiment(name="table-1", title="Table 1", figures=(bars(),))], folder)
+    return folder, Page(path.read_text(encoding="utf-8"))
+
+
+def test_errors_by_hand():
+    found = errors([10, 20, 0, math.nan, 8], [11, 15, 3, 1, math.nan])
+    np.testing.assert_allclose(found, [0.1, -0.25, math.nan, math.nan, math.nan], rtol=1e-12)
+
+
+def test_table_fills_what_is_not_given_and_computes_errors():
+    rows = table(ROWS)
+    assert list(rows.columns) == ["what", "batch", "paper", "ours", "unit", "error", "role", "source"]
+    np.testing.assert_allclose(rows["error"], [0.1, -0.25, 0.02, -0.5, math.nan], rtol=1e-12)
+    assert list(rows["role"]) == ["calibrate", "validate", "validate", "context", ""]
+    assert list(rows["unit"])[3:] == ["", ""]
+
+
+def test_summary_leaves_context_out():
+    rows = table(ROWS)
+    assert summary(rows)[:1] + summary(rows)[4:] == (3, "OPT-6.7B, batch 64")
+    np.testing.assert_allclose(summary(rows)[1:4], [0.1, 0.25, -0.25])
+    np.testing.assert_allclose(summary(rows, "validate")[:4], [2, 0.135, 0.25, -0.25])
+    assert summary(rows, "")[0] == 0 and math.isnan(summary(rows, "").median)
+
+
+def test_the_page_is_self_contained(written):
+    _, page = written
+    for tag, attrs in page.tags:
+        assert tag not in ("script", "link", "iframe", "object"), tag
+        for name in ("src", "href"):
+            if value := attrs.get(name):
+                assert value.startswith("data:image/png;base64," if name == "src" else "#")
+    ids = {attrs["id"] for _, attrs in page.tags if "id" in attrs}
+    assert {attrs["href"][1:] for attrs in page.cells("a")} == ids == {"fig-3", "table-1"}
+
+
+def test_its_pictures_are_the_files_beside_it(written):
+    folder, page = written
+    images = [base64.b64decode(attrs["src"].split(",")[1], validate=True) for attrs in page.cells("img")]
+    names = ["fig-3-rate.png", "fig-3-bars.png", "table-1-bars.png"]
+    assert images == [(folder / name).read_bytes() for name in names]
+    for image in images:
+        pixels = matplotlib.image.imread(io.BytesIO(image), format="png")
+        assert pixels.shape[0] > 300 and pixels.shape[1] > 800
+        assert pixels[..., :3].min() < 0.2 and pixels[..., :3].std() > 0.05  # something is on it
+    assert sorted(path.name for path in folder.iterdir()) == sorted(
+        [*names, "report.html", "fig-3.csv", "table-1.csv"]
+    )  # fmt: skip
+
+
+def test_its_numbers(written):
+    _, page = written
+    for words in (
+        "OPT-6.7B, batch 64", "15", "−25.0%", "+2.0%", "+10.0%", "−50.0%", "123,457", "tokens/s", "Figure 3",
+        "Held out: 2 rows, median |error| 13.5%, worst −25.0% (OPT-6.7B, batch 64).",
+        "Fitted on: 1 row, median |error| 10.0%, worst +10.0%",
+        "launch_s", "5e-06", "1e-06 to 0.0001", "calibrate rows", "not fitted", "0.71", "decode only",
+    ):  # fmt: skip
+        assert words in page.text, words
+
+
+def test_errors_have_the_colour_of_their_size_and_context_none():
+    page = Page(report.rows_table(table(ROWS)))
+    assert [attrs["class"] for attrs in page.cells("td") if "n e" in attrs.get("class", "")] == ["n e1", "n e2", "n e0"]
+    assert [report._color(error) for error in (0, -0.05, 0.051, -0.2, 0.3, -0.31, math.inf)] == [
+        "e0", "e0", "e1", "e2", "e2", "e3", "e3",
+    ]  # fmt: skip
+
+
+def test_text_is_escaped(written):
+    _, page = written
+    assert "They ran <b>OPT</b> & more." in page.text and page.cells("b") == []
+    assert "OPT-30B & <friends>" in page.text and "batch 64 is <25 %> too slow" in page.text
+    hostile = '"><script>alert(1)</script>'
+    made = experiment(
+        paper=hostile, title=hostile, what=hostile, notes=(hostile,), mismatches=(hostile,),
+        rows=table([{"what": hostile, hostile: hostile, "ours": 1, "unit": hostile, "source": hostile}]),
+        constants=(Constant(hostile, 1, hostile, 0, 2, hostile, fitted_on=hostile),),
+        figures=(curve(title=hostile, x_label=hostile, y_label=hostile),),
+    )  # fmt: skip
+    page = Page(report.page([made], [report.section(made, [b""])]))
+    assert page.cells("script") == [] and page.text.count("alert(1)") == 16
+    assert page.cells("img")[0]["alt"].count("<script>") == 3
+
+
+def test_the_same_records_give_the_same_bytes(tmp_path):
+    for folder in ("a", "b"):
+        with matplotlib.rc_context({"font.size": 30 if folder == "b" else 8, "axes.facecolor": "red"}):
+            report.write([experiment()], tmp_path / folder)
+    for path in (tmp_path / "a").iterdir():
+        assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes(), path.name
+
+
+def test_csv_holds_the_rows_exactly(written):
+    folder, _ = written
+    pd.testing.assert_frame_equal(
+        pd.read_csv(folder / "fig-3.csv", keep_default_na=False, na_values={"paper": [""], "error": [""]}),
+        table(ROWS),
+        check_dtype=False,
+    )
+
+
+@pytest.mark.parametrize("value, low, high", [(0.4, 0.5, 1), (1.1, 0.5, 1), (math.nan, 0, 1), (1, 2, 0), ("1", 0, 2)])
+def test_a_constant_outside_its_range_is_refused(value, low, high):
+    with pytest.raises(InputError, match="gemm_share"):
+        Constant("gemm_share", value, "of peak", low, high, "datasheet")
+
+
+@pytest.mark.parametrize(
+    "wrong, words",
+    [
+        (lambda: experiment(name="../x"), "../x"),
+        (lambda: experiment(rows=table(ROWS).drop(columns="source")), "'source'"),
+        (lambda: experiment(rows=table(ROWS).assign(error=0.0)), "ours / paper"),
+        (lambda: experiment(rows=table([{**ROWS[0], "role": "guess"}])), "'guess'"),
+        (lambda: experiment(figures=(curve(), curve())), "'rate'"),
+        (lambda: experiment(notes="one text"), "notes"),
+        (lambda: table([{"what": "x", "ours": "fast"}]), "'ours'"),
+        (lambda: table([{"what": "x", "ours": 1, "error": 0}]), "computed"),
+        (lambda: table([{"what": "x"}]), "'ours'"),
+        (lambda: curve(kind="pie"), "'pie'"),
+        (lambda: curve(y="speed"), "'speed'"),
+        (lambda: curve(paper=pd.DataFrame({"batch": [1]})), "paper lacks column 'rate'"),
+        (lambda: curve(y="system"), "must be numbers"),
+    ],
+)
+def test_wrong_records_are_refused(wrong, words):
+    with pytest.raises(InputError) as refused:
+        wrong()
+    assert words in str(refused.value)
+
+
+def test_folders_that_cannot_be_written_and_names_twice(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="file"):
+        report.write([experiment()], tmp_path / "file")
+    with pytest.raises(InputError, match="'fig-3'"):
+        report.write([experiment(), experiment()], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_experiment_without_numbers_of_the_paper(tmp_path):
+    bare = experiment(rows=table([{"what": "only ours", "ours": 1.0}]), figures=(), constants=(), mismatches=())
+    page = Page(report.write([bare], tmp_path).read_text(encoding="utf-8"))
+    assert "No row has a number of the paper" in page.text
+    assert report.MISSING in page.text
+
+
+@pytest.mark.parametrize(
+    "figure",
+    [
+        curve(series=None),
+        curve(x="system", series=None),
+        curve(log_y=True),
+        curve(frame=curve().frame.assign(rate=[1.0, math.nan, -3.0, 2.0])),
+        bars(series=None),
+        bars(paper=bars().frame.iloc[:2]),
+        bars(frame=pd.DataFrame({"model": [f"a rather long name {i}" for i in range(9)], "rate": 1.0}), series=None),
+        curve(
+            title="$1 a token, $2 $^ more", frame=pd.concat([curve().frame.assign(system=f"s{i}") for i in range(14)])
+        ),
+    ],
+)
+def test_every_kind_of_figure_is_drawn(figure):
+    buffer = io.BytesIO()
+    draw(figure, buffer)
+    assert buffer.getvalue().startswith(b"\x89PNG")
+
+
+def test_what_is_drawn_is_what_is_given(monkeypatch):
+    import figures.reproduce as drawing
+
+    shown = {}
+    monkeypatch.setattr(drawing.plt, "close", lambda canvas: shown.update(axes=canvas.axes[0]))
+    shuffled = curve().frame.iloc[[2, 0, 3, 1]]
+    draw(replace(curve(), frame=shuffled), io.BytesIO())
+    paper, ours = shown["axes"].lines
+    np.testing.assert_array_equal(ours.get_xydata(), [[1, 1], [2, 2], [4, 3.5], [8, 5]])
+    np.testing.assert_allclose(paper.get_ydata(), [1.1, 2.2, 3.85, 5.5])
+    assert paper.get_markerfacecolor() == "none" and paper.get_linestyle() == "--"
+    draw(bars(paper=bars().frame), io.BytesIO())
+    assert [patch.get_height() for patch in shown["axes"].patches] == [1, 3, 1, 3, 2, 4, 2, 4]
