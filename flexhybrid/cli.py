@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 from flexhybrid import __version__
@@ -45,7 +46,93 @@ def build_parser() -> argparse.ArgumentParser:
     _common(profile)
     profile.add_argument("--model", type=Path, help="measure at this checkpoint's layer sizes")
     profile.set_defaults(run=_profile)
+    _add_simulate(commands)
+    _add_search(commands)
+    _add_sweep(commands)
+    _add_reproduce(commands)
     return parser
+
+
+def _add_simulate(commands) -> None:
+    parser = commands.add_parser(
+        "simulate",
+        help="predict one run of one system, without running a model",
+        description="Predict throughput, latency, memory, traffic and utilisation of a system. Systems: kv_only, "
+        "act_only, hybrid(0.4), capture, flexgen, deepspeed, accelerate, kvpr_row, kvpr_column, token_recompute(0.2), "
+        "int4, h2o(0.2), infinigen, uvm, fastdecode(gpus=4), ideal, …; a wrong name lists all.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--system", default="capture", help="a system by name, with options as in a call (capture)")
+    _model_and_machine(parser)
+    parser.add_argument("--batch", type=int, required=True, help="requests")
+    parser.add_argument("--policy", type=Path, help="a policy JSON file in place of --system")
+    parser.add_argument(
+        "--clock", choices=("closed", "virtual"), default="closed",
+        help="closed form in milliseconds, or the executor's own stream task by task (closed)",
+    )  # fmt: skip
+    parser.set_defaults(run=_simulate)
+
+
+def _add_search(commands) -> None:
+    parser = commands.add_parser(
+        "search",
+        help="find the best policy for a model, a machine and a workload",
+        description="Search placement over three tiers, KV:ACT mix, compression, batch, mini-batch and schedule.",
+        allow_abbrev=False,
+    )
+    _model_and_machine(parser)
+    parser.add_argument("--batch", type=int, help="requests (as many as pay)")
+    parser.add_argument("--max-batch", type=int, default=1024, help="most requests to try (1024)")
+    parser.add_argument("--objective", choices=("throughput", "latency"), default="throughput")
+    parser.add_argument("--lossless", action="store_true", help="only what gives the very same tokens: native bits")
+    parser.add_argument("--time-limit", type=float, help="seconds after which the best so far is taken")
+    parser.add_argument("--no-confirm", action="store_true", help="do not walk the winner on the virtual clock")
+    parser.add_argument("--save-policy", type=Path, help="write the policy to this JSON file")
+    parser.add_argument("--lp", type=Path, help="write the winner's linear program, rows named, to this .lp file")
+    parser.set_defaults(run=_search)
+
+
+def _add_sweep(commands) -> None:
+    parser = commands.add_parser(
+        "sweep",
+        help="simulate all combinations of a grid file",
+        description="A JSON or TOML file gives lists for system, model, hardware, batch, prompt_len, gen_len (and "
+        "dtype, clock). A stopped sweep goes on with the same command.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("grid", type=Path, help="grid file")
+    parser.add_argument("--out", type=Path, help="table to write, .csv or .parquet (the grid's name, .csv)")
+    parser.add_argument("--workers", type=int, help="processes (all cores)")
+    parser.add_argument("--fresh", action="store_true", help="drop what a stopped sweep has kept")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
+    parser.set_defaults(run=_sweep)
+
+
+def _add_reproduce(commands) -> None:
+    parser = commands.add_parser(
+        "reproduce",
+        help="rebuild the papers' tables and figures beside their own numbers",
+        description="Write CSV, PNG and one self-contained report.html with the papers' numbers beside ours.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="some experiments, like capture-table3 (all)")
+    parser.add_argument("--list", action="store_true", help="name the experiments and stop")
+    parser.add_argument("--out", type=Path, default=Path("results/reproduce"), help="folder (results/reproduce)")
+    parser.add_argument("--workers", type=int, help="processes (all cores)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
+    parser.set_defaults(run=_reproduce)
+
+
+def _model_and_machine(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", required=True, help="a shape by name (opt-30b, llama-2-70b), or a config.json")
+    parser.add_argument("--hardware", required=True, help="a machine by name (rtx4090, t4, local), or a hardware file")
+    parser.add_argument("--prompt-len", type=int, required=True, help="tokens of each prompt")
+    parser.add_argument("--gen-len", type=int, required=True, help="tokens each request generates")
+    parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), default="float16")
+    for tier in ("device", "host", "disk"):
+        parser.add_argument(f"--{tier}-memory", help=f"budget of the {tier}, like 12GiB (the machine's)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
 
 
 def _common(parser: argparse.ArgumentParser) -> None:
@@ -85,6 +172,66 @@ def _profile(args) -> dict:
         Report(quiet=False).profile(hardware, disagreements)
         print(f"\nKept at {profile_path(device)}")
     return {"path": str(profile_path(device)), "lines": rows, "disagreements": disagreements}
+
+
+def _budgets(args) -> dict[str, str | None]:
+    return {tier: getattr(args, f"{tier}_memory") for tier in ("device", "host", "disk")}
+
+
+def _simulate(args) -> dict:
+    from flexhybrid.jobs.simulate import describe, run_simulate
+
+    keys = ("system", "model", "hardware", "batch", "prompt_len", "gen_len", "dtype", "clock")
+    outcome = run_simulate({key: getattr(args, key) for key in keys}, args.policy, _budgets(args))
+    if not args.json:
+        print(describe(outcome))
+    return outcome.to_dict()
+
+
+def _search(args) -> dict:
+    from flexhybrid.core.hardware import write_by_rename
+    from flexhybrid.jobs.simulate import SearchOptions, describe_search, run_search, search_record
+
+    names = ("model", "hardware", "prompt_len", "gen_len", "batch", "max_batch", "dtype", "objective", "lossless")
+    options = SearchOptions(
+        **{name: getattr(args, name) for name in names}, time_limit=args.time_limit, budgets=_budgets(args),
+        confirm=not args.no_confirm, lp=args.lp,
+    )  # fmt: skip
+    result = run_search(options)
+    if args.save_policy:
+        try:
+            write_by_rename(args.save_policy, result["found"].policy.to_json())
+        except OSError as error:
+            raise InputError(f"cannot write {args.save_policy}: {error.strerror or error}") from None
+    if not args.json:
+        print(describe_search(result))
+    return search_record(result)
+
+
+def _sweep(args) -> dict:
+    from flexhybrid.jobs.simulate import run_sweep
+
+    out = args.out or args.grid.with_suffix(".csv")
+    done = run_sweep(args.grid, out, args.workers, args.fresh, args.quiet or args.json)
+    if not args.json:
+        resumed = f", {done.num_resumed} kept from before" if done.num_resumed else ""
+        failed = f", {done.num_errors} cannot run (column error)" if done.num_errors else ""
+        print(f"{done.num_points} points in {done.seconds:.1f} s{resumed}{failed}: {done.path}")
+    return {key: str(value) if isinstance(value, Path) else value for key, value in asdict(done).items()}
+
+
+def _reproduce(args) -> dict:
+    from experiments.reproduce import registry
+
+    if args.list:
+        names = registry.names()
+        if not args.json:
+            print("\n".join(names))
+        return {"experiments": names}
+    result = registry.reproduce(args.only, args.out, args.workers, quiet=args.json)
+    if not args.json:
+        print(registry.describe(result))
+    return result
 
 
 def main(argv: list[str] | None = None) -> int:

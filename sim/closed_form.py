@@ -151,20 +151,20 @@ def _resident_class(layout, resident):
 
 
 def _by_structure(shape, policy: Policy, p: int, flat, kinds: tuple[str, ...], walk: bool):
-    """Indices of the candidates that share a topology, with the cache entries that they use."""
+    """Indices of the candidates that share a topology, with the cache entries that they use. Without a walk they share
+    the entries and how the decode is cut."""
     batch, prompt, generated, bound, device, disk = flat[:6]
     present = flat[6:] > 0
-    columns = [*present]
+    columns = [*present, np.minimum(generated - 1, MOST_DECODE)]
     if walk:
         K, _ = num_mini_batches(batch, prompt, generated, bound)
         loads = Loads(shape, policy, p, {}, *flat[:4], {}, device, disk)
         columns += [
-            np.minimum(K, MOST_MINI_BATCHES), np.minimum(generated - 1, MOST_DECODE),
-            _resident_class(loads.layout, loads.resident), _disk_class(loads),
+            np.minimum(K, MOST_MINI_BATCHES), _resident_class(loads.layout, loads.resident), _disk_class(loads),
         ]  # fmt: skip
     codes = np.zeros(flat.shape[1])
     for column in columns:
-        codes = codes * 16 + column
+        codes = codes * (np.max(column) + 1) + column
     for code in np.unique(codes):
         members = np.flatnonzero(codes == code)
         yield members, {kind for kind, uses in zip(kinds, present, strict=True) if uses[members[0]]}

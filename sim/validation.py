@@ -16,7 +16,7 @@ from flexhybrid.core.workload import Workload
 from sim.closed_form import Candidates, predict
 from sim.virtual_clock import run, summarize
 
-MOST_STEPS = 2500  #: layer x mini-batch x iteration of a random case, so that 600 cases take less than a minute
+MOST_STEPS = 1200  #: layer x mini-batch x iteration of a random case, so that 600 cases take less than a minute
 
 #: What a random case can be. column and row: every policy of that schedule. serial: chains in which every task waits
 #: for another resource, so that nothing hides a wrong account of waiting: attention on the host or both(…) with one

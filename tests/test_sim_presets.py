@@ -1,4 +1,4 @@
-"""Presets and the hardware catalogue: names, shares, JSON, and numbers that follow from their stated sources."""
+"""The presets that the executor runs: names, shares, JSON."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.plan import check_planned
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.shape import shape_by_name
-from sim import catalogue, presets
+from flexhybrid.runtime.runnable import check_runnable
+from sim import presets
 
 SHAPE = shape_by_name("opt-125m")
 
@@ -21,7 +21,7 @@ def test_presets_round_trip_and_can_be_run(name):
     assert Policy.from_json(policy.to_json()) == policy
     assert policy.max_mini_batch_tokens == 512
     assert policy.weights.device == 0.25
-    check_planned(policy)
+    check_runnable(policy)
 
 
 def test_shares():
@@ -49,33 +49,3 @@ def test_unknown_presets_are_one_clear_line(name):
 def test_unknown_preset_lists_the_known():
     with pytest.raises(InputError, match="kv_only, act_only, hybrid_static, resident, hybrid"):
         presets.preset("flexgen", SHAPE)
-
-
-@pytest.mark.parametrize("name", ["rtx4090", "a100-40g", "h200"])
-def test_catalogue_numbers_follow_from_their_sources(name):
-    hardware = catalogue.load(name.upper())
-    notes, efficiency = hardware.notes, hardware.notes["efficiency"]
-    assert hardware.name == name and hardware.device == "cuda"
-    compute, link = hardware.line("kv_gen", "compute"), hardware.line("load_kv", "h2d")
-    assert compute.s_per_flop == pytest.approx(1 / (notes["peak_flops"] * efficiency["gemm"]))
-    assert compute.s_per_byte == pytest.approx(1 / (notes["memory_bytes_per_s"] * efficiency["memory"]))
-    attend = hardware.line("attend", "compute")
-    assert attend.s_per_byte == pytest.approx(1 / (notes["memory_bytes_per_s"] * efficiency["attention_memory"]))
-    assert link.s_per_byte == pytest.approx(1 / (notes["link_bytes_per_s"] * efficiency["link"]))
-    for key in ("peak_flops", "memory_bytes_per_s", "link_bytes_per_s", "device_memory", "efficiency"):
-        assert notes["sources"][key]
-
-
-def test_catalogue_loads_paths_and_refuses_the_unknown(tmp_path):
-    catalogue.load("h200").save(tmp_path / "mine.json")
-    assert catalogue.load(tmp_path / "mine.json") == catalogue.load("h200")
-    with pytest.raises(InputError, match="a100-40g, h200, rtx4090"):
-        catalogue.load("v100")
-    with pytest.raises(InputError, match="cannot read"):
-        catalogue.load(tmp_path / "none.json")
-
-
-def test_a_gpu_is_known_by_its_drivers_name():
-    assert catalogue.for_gpu("NVIDIA H200").name == "h200"
-    assert catalogue.for_gpu("NVIDIA GH200 480GB") is None
-    assert set(catalogue.GPU_NAMES.values()) == set(catalogue.names())

@@ -1,0 +1,254 @@
+"""The commands simulate, search and sweep: names and numbers in, records out. Nothing here runs a model."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from flexhybrid.core.errors import InputError
+from flexhybrid.core.memory import gib, parse_bytes
+from flexhybrid.core.policy import Policy
+from flexhybrid.core.shape import DTYPE_BYTES, shape_of
+from flexhybrid.jobs.grid import one_of, positive_integer
+from policy_search.systems import Setting, System, check, system
+from sim import catalogue
+from sim.simulate import CLOCKS, Outcome, budgets_of, simulate, simulate_many
+
+#: What the search's winner is compared with; those that change the tokens are left out with --lossless.
+LOSSLESS_RIVALS = (
+    "kv_only", "act_only", "hybrid_static", "capture", "flexgen", "flexgen(host_attention=true)", "deepspeed",
+    "accelerate", "kvpr_row", "kvpr_column", "kvpr_column(split=pipeline)", "token_recompute(0.2)", "fastdecode",
+    "resident",
+)  # fmt: skip
+LOSSY_RIVALS = ("int4",)
+
+
+def setting_of(point: dict) -> Setting:
+    """model, hardware, batch, prompt_len, gen_len, dtype by name -> Setting."""
+    return Setting(
+        shape_of(point["model"]), catalogue.load(point["hardware"]), point["batch"], point["prompt_len"],
+        point["gen_len"], DTYPE_BYTES[point.get("dtype", "float16")],
+    )  # fmt: skip
+
+
+def run_simulate(point: dict, policy: Path | None = None, budgets: dict[str, str | None] | None = None) -> Outcome:
+    """One run. ``policy``: a policy file in place of the system. ``budgets``: memories as text; None: the machine's."""
+    setting = setting_of(point)
+    made = system(point["system"], setting) if policy is None else System("", Policy.load(policy), setting.hardware)
+    return simulate(
+        setting.shape, made.hardware, made.policy, setting.batch, setting.prompt_tokens, setting.max_tokens,
+        setting.bytes_per_element, point.get("clock", "closed"), _budgets(made.hardware, budgets),
+    )  # fmt: skip
+
+
+def _budgets(hardware, given: dict[str, str | None] | None) -> dict[str, float | None]:
+    budgets = budgets_of(hardware)
+    for tier, text in (given or {}).items():
+        if text is not None:
+            budgets[tier] = parse_bytes(text)
+    return budgets
+
+
+def describe(outcome: Outcome) -> str:
+    """An outcome for people: a few lines."""
+    o = outcome
+    memory = ", ".join(f"{tier} {gib(size)}" for tier, size in o.peak_bytes.items() if size)
+    busy = ", ".join(f"{name} {share:.0%}" for name, share in o.busy.items() if share >= 0.005)
+    lines = [
+        f"{o.policy.name}: {o.tokens_per_s:.4g} tokens/s; decode {o.decode_tokens_per_s:.4g} tokens/s",
+        f"  prefill {o.prefill_s:.4g} s, decode {o.decode_s:.4g} s; {o.batch} requests in {o.num_waves} "
+        f"wave{'s' * (o.num_waves > 1)} of {o.wave}, {o.num_mini_batches} "
+        f"mini-batch{'es' * (o.num_mini_batches > 1)} each",
+        f"  memory: {memory}",
+        f"  busy while decoding: {busy or 'nothing'}; bound by {o.binding}",
+    ]
+    for link, kinds in o.traffic_bytes.items():
+        if total := sum(kinds.values()):
+            parts = ", ".join(f"{kind} {gib(size)}" for kind, size in kinds.items() if size)
+            lines.append(f"  {link}: {gib(total)} ({parts})")
+    return "\n".join(lines)
+
+
+# ---- search ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """What the search command takes, as text and numbers."""
+
+    model: str
+    hardware: str
+    prompt_len: int
+    gen_len: int
+    batch: int | None = None
+    max_batch: int = 1024
+    dtype: str = "float16"
+    objective: str = "throughput"
+    lossless: bool = False
+    time_limit: float | None = None
+    budgets: dict[str, str | None] | None = None
+    confirm: bool = True
+    lp: Path | None = None
+
+
+def run_search(o: SearchOptions) -> dict:
+    """The best policy, its prediction, what was tried, and how far behind the papers' systems are."""
+    from policy_search.search import FULL, LOSSLESS, search
+
+    batch = 1 if o.batch is None and o.objective == "latency" else o.batch
+    setting = Setting(
+        shape_of(o.model), catalogue.load(o.hardware), batch or o.max_batch, o.prompt_len, o.gen_len,
+        DTYPE_BYTES[o.dtype],
+    )  # fmt: skip
+    budgets = _budgets(setting.hardware, o.budgets)
+    started = time.perf_counter()
+    found = search(
+        setting.shape, setting.hardware, setting.bytes_per_element, setting.workload, batch=batch,
+        max_batch=o.max_batch, objective=o.objective, space=LOSSLESS if o.lossless else FULL, budgets=budgets,
+        time_limit=o.time_limit, confirm=o.confirm, write_lp=o.lp,
+    )  # fmt: skip
+    search_s = time.perf_counter() - started
+    outcome = simulate(
+        setting.shape, setting.hardware, found.policy, found.batch, o.prompt_len, o.gen_len,
+        setting.bytes_per_element, budgets=budgets,
+    )  # fmt: skip
+    rivals = _rivals(setting, found.batch, o, budgets, outcome)
+    return {"best": outcome, "found": found, "rivals": rivals, "search_s": search_s}
+
+
+def _rivals(setting: Setting, batch: int, o: SearchOptions, budgets, best: Outcome) -> list[dict]:
+    """Each rival on the winner's batch: tokens/s and how much less than the winner's, or why it cannot run."""
+    rows = []
+    for name in LOSSLESS_RIVALS + (() if o.lossless else LOSSY_RIVALS):
+        try:
+            made = system(name, replace(setting, batch=batch))
+            run = simulate(
+                setting.shape, made.hardware, made.policy, batch, o.prompt_len, o.gen_len, setting.bytes_per_element,
+                budgets=budgets,
+            )  # fmt: skip
+            rows.append({
+                "system": name, "tokens_per_s": run.tokens_per_s, "total_s": run.total_s,
+                "loses": 1 - run.tokens_per_s / best.tokens_per_s, "error": None,
+            })  # fmt: skip
+        except InputError as error:
+            rows.append({"system": name, "tokens_per_s": None, "total_s": None, "loses": None, "error": str(error)})
+    return sorted(rows, key=lambda row: -(row["tokens_per_s"] or 0))
+
+
+def search_record(result: dict) -> dict:
+    """The result as plain JSON."""
+    best, found = result["best"], result["found"]
+    record = best.to_dict()
+    return {
+        **record, "batch": found.batch, "counts": found.counts, "proved": found.proved,
+        "search_s": result["search_s"], "rivals": result["rivals"],
+        "virtual_tokens_per_s": found.virtual.tokens_per_s if found.virtual else None,
+    }  # fmt: skip
+
+
+def describe_search(result: dict) -> str:
+    """The result for people."""
+    found, lines = result["found"], [describe(result["best"])]
+    p = found.policy
+    cache = ", ".join(f"{kind} {share:.1%}" for kind, share in p.cache.items() if share)
+    weights = ", ".join(f"{tier} {getattr(p.weights, tier):.1%}" for tier in ("device", "host", "disk"))
+    bits = ", ".join(f"{name} {getattr(p.bits, name)}" for name in ("weights", "kv", "act"))
+    lines.append(f"  policy: batch {found.batch}, cache {cache}; weights {weights}; bits {bits}")
+    order = f"{p.schedule} schedule, mini-batches of {p.max_mini_batch_tokens} tokens, attention on the {p.attention}"
+    lines.append(f"          {order}")
+    if found.virtual:
+        lines.append(f"  virtual clock: {found.virtual.tokens_per_s:.4g} tokens/s")
+    counts = ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in found.counts.items())
+    lines.append(f"  searched in {result['search_s']:.2f} s ({counts}); {'proved' if found.proved else 'not proved'}")
+    lines.append("The other systems on the same batch:")
+    for row in result["rivals"]:
+        if row["tokens_per_s"]:
+            lines.append(f"  {row['system']:32s} {row['tokens_per_s']:10.4g} tokens/s   {-row['loses']:+.1%}")
+        else:
+            lines.append(f"  {row['system']:32s} does not run: {row['error'].split('. ')[-1][:120]}")
+    return "\n".join(lines)
+
+
+# ---- sweep -----------------------------------------------------------------------------------------------------------
+
+
+def _model(value):
+    shape_of(value)
+    return value
+
+
+def _hardware(value):
+    catalogue.load(value)
+    return value
+
+
+#: The keys of a grid file.
+SWEEP_KEYS = {
+    "system": check,
+    "model": _model,
+    "hardware": _hardware,
+    "batch": positive_integer,
+    "prompt_len": positive_integer,
+    "gen_len": positive_integer,
+    "dtype": one_of("dtype", tuple(DTYPE_BYTES)),
+    "clock": one_of("clock", CLOCKS),
+}
+SWEEP_REQUIRED = ("system", "model", "hardware", "batch", "prompt_len", "gen_len")
+
+
+def sweep_group(point: dict):
+    """Points of one group are priced together."""
+    return tuple(str(point.get(key)) for key in ("system", "model", "hardware", "dtype", "clock"))
+
+
+def evaluate(points: list[dict]) -> list[dict]:
+    """Rows of a sweep: the points of one group. A point that cannot run raises InputError if it stands alone."""
+    made = [system(point["system"], setting_of(point)) for point in points]
+    outcomes: list = [None] * len(points)
+    together: dict[str, list[int]] = {}
+    for index, (point, one) in enumerate(zip(points, made, strict=True)):
+        if point.get("clock", "closed") == "virtual":
+            outcomes[index] = run_simulate(point)
+        else:
+            together.setdefault(f"{one.policy.to_json()}{one.hardware.lines}", []).append(index)
+    for indices in together.values():
+        setting, first = setting_of(points[indices[0]]), made[indices[0]]
+        lengths = [(points[i]["batch"], points[i]["prompt_len"], points[i]["gen_len"]) for i in indices]
+        found = simulate_many(
+            setting.shape, first.hardware, first.policy, lengths, setting.bytes_per_element, budgets_of(first.hardware)
+        )
+        for index, outcome in zip(indices, found, strict=True):
+            outcomes[index] = outcome
+    rows = []
+    for outcome in outcomes:
+        if isinstance(outcome, InputError):
+            if len(points) == 1:
+                raise outcome
+            rows.append({"error": str(outcome)})
+        else:
+            rows.append(_flat(outcome))
+    return rows
+
+
+def _flat(o: Outcome) -> dict:
+    """A tidy row."""
+    row = {
+        "tokens_per_s": o.tokens_per_s, "decode_tokens_per_s": o.decode_tokens_per_s, "prefill_s": o.prefill_s,
+        "decode_s": o.decode_s, "num_waves": o.num_waves, "num_mini_batches": o.num_mini_batches, "bound_by": o.binding,
+    }  # fmt: skip
+    row |= {f"{tier}_peak_bytes": size for tier, size in o.peak_bytes.items()}
+    row |= {f"{link}_{kind}_bytes": size for link, kinds in o.traffic_bytes.items() for kind, size in kinds.items()}
+    row |= {f"{resource}_busy": share for resource, share in o.busy.items()}
+    return row
+
+
+def run_sweep(grid: Path, out: Path, workers: int | None, fresh: bool, quiet: bool):
+    """The sweep command."""
+    from flexhybrid.jobs import sweep
+
+    return sweep.run(
+        grid, out, evaluate, SWEEP_KEYS, group_key=sweep_group, workers=workers, fresh=fresh,
+        progress=not quiet and sys.stderr.isatty(), required=SWEEP_REQUIRED,
+    )  # fmt: skip
