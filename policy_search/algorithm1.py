@@ -3,22 +3,34 @@
 All times are of one layer and one iteration, all blocks together. The paper's balance (eq. 2 and 3) charges the link
 with weights and KV and compute with KV-Gen alone. The full balance adds what a real pipeline carries: the link also
 loads the host's ACT blocks, and compute also does the forward pass.
+
+``capture_policy`` is the whole system of the paper (CAPTURE, Sec. IV) as a policy, each part of which can be left out.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from flexhybrid.core import work
 from flexhybrid.core.blocks import BLOCK_TOKENS
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.layout import layer_layout
+from flexhybrid.core.memory import gib
+from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.shape import ModelShape
+from flexhybrid.core.workload import Workload
+from sim.closed_form import Candidates, mean_lengths, predict
 from sim.cost import price
+from sim.loads import num_mini_batches
+from sim.presets import static_share
 
 BALANCES = ("paper", "full")
+SHARE_STEPS = 256  #: ACT shares tried are multiples of one of so many
+CACHE = ("act@device", "act@host", "kv@host")
 
 
 @dataclass(frozen=True)
@@ -223,3 +235,216 @@ def _nearest_root(gap, most: int) -> int:
 def host_blocks(batch: int, context_tokens: int) -> int:
     """Blocks of a batch's context."""
     return batch * math.ceil(context_tokens / BLOCK_TOKENS)
+
+
+def host_allocation(
+    shape: ModelShape,
+    hardware: Hardware,
+    bytes_per_element: int,
+    *,
+    balance: str = "paper",
+    act_gpu_blocks: int = 0,
+    weights_device: float = 0.0,
+    host_memory: int | None = None,
+    times: LayerTimes | None = None,
+) -> Allocation:
+    """Algorithm 1 over a machine's whole host memory, as the paper runs it once at the start.
+
+    ``act_gpu_blocks``: ACT blocks in GPU memory. ``times``: of a batch (``layer_times``); None: overheads paid once and
+    no forward pass. Raises InputError when the host memory is not known or the weights do not fit.
+    """
+    host_memory = hardware.host_memory if host_memory is None else host_memory
+    if host_memory is None:
+        raise InputError(f"hardware {hardware.name} has no host memory on record: give host_memory")
+    p, L, layout = bytes_per_element, shape.num_layers, layer_layout(shape, bytes_per_element)
+    times = times or layer_times(shape, hardware, p, weights_device=weights_device)
+    streamed = L * (layout.total_bytes - layout.resident_prefix(weights_device))
+    act, kv = (L * BLOCK_TOKENS * size for size in (shape.act_token_bytes(p), shape.kv_token_bytes(p)))
+    return allocate(times, host_memory, streamed, act, kv, act_gpu_blocks, balance)
+
+
+@dataclass(frozen=True)
+class _Capture:
+    """A batch on a machine, and Algorithm 1's lines for it at the middle of its decode."""
+
+    shape: ModelShape
+    hardware: Hardware
+    bytes_per_element: int
+    batch: int
+    prompt_tokens: int
+    max_tokens: int
+    max_mini_batch_tokens: int
+    weights_device: float
+    memories: dict[str, int | None]
+
+    @property
+    def blocks(self) -> int:
+        return host_blocks(self.batch, self.prompt_tokens + self.max_tokens // 2)
+
+    def times(self) -> LayerTimes:
+        num, _ = num_mini_batches(self.batch, self.prompt_tokens, self.max_tokens, self.max_mini_batch_tokens)
+        context = self.prompt_tokens + self.max_tokens // 2
+        return layer_times(
+            self.shape, self.hardware, self.bytes_per_element, self.batch, context, int(num), self.weights_device
+        )
+
+    def host_shares(self, device_shares, balance: str, ratio: bool) -> tuple[np.ndarray, np.ndarray]:
+        """(ACT share of the host's tokens, whether Algorithm 1 wants that much ACT on the device) beside each share of
+        all tokens that is ACT on the device."""
+        if not ratio:
+            return np.full(len(device_shares), static_share(self.shape)), np.ones(len(device_shares), dtype=bool)
+        times, shares, wanted = self.times(), [], []
+        for device_share in device_shares:
+            on_device = round(device_share * self.blocks)
+            found = share_for_batch(times, self.blocks - on_device, balance, on_device)
+            shares.append(found.act_share)
+            wanted.append(found.act_blocks > 0 or found.compute_s <= found.link_s or not on_device)
+        return np.array(shares), np.array(wanted)
+
+    def candidates(self, policy: Policy, device_shares, host_shares) -> Candidates:
+        on_host = 1.0 - np.asarray(device_shares)
+        shares = (np.asarray(device_shares), on_host * host_shares, on_host * (1.0 - host_shares))
+        cache = {kind: share for kind, share in zip(CACHE, shares, strict=True) if np.any(share)}
+        return Candidates(policy, self.batch, self.prompt_tokens, self.max_tokens, cache=cache)
+
+    def excess(self, policy: Policy, device_shares, host_shares) -> dict[str, np.ndarray]:
+        """Bytes beyond each bounded memory of each pair of shares."""
+        asked = self.candidates(policy, device_shares, host_shares)
+        peak = predict(self.shape, self.hardware, self.bytes_per_element, asked, walk=False).peak_bytes
+        return {tier: peak[tier] - size for tier, size in self.memories.items() if size is not None}
+
+
+def _fits(excess: dict[str, np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
+    return np.all([np.ones(shape, dtype=bool), *(over <= 0 for over in excess.values())], axis=0)
+
+
+def capture_policy(
+    shape: ModelShape,
+    hardware: Hardware,
+    workload: Workload,
+    bytes_per_element: int,
+    *,
+    batch: int | None = None,
+    balance: str = "paper",
+    ratio: bool = True,
+    packing: bool = True,
+    device_act: bool = True,
+    max_mini_batch_tokens: int = 8192,
+    weights_device: float = 0.0,
+    device_memory: int | None = None,
+    host_memory: int | None = None,
+) -> Policy:
+    """CAPTURE (Sec. IV) for ``batch`` requests (None: all) of the workload's mean lengths.
+
+    - ``device_act``: ACT blocks fill what GPU memory is left ("exclusively allocated for Activation cache blocks"), up
+      to the number that Algorithm 1 wants in all; HybridServe adds that a small batch may keep KV there instead, but
+      gives no rule.
+    - ``ratio``: the host's blocks by Algorithm 1 under ``balance``, for this batch's blocks instead of for a full
+      memory; where the host has no room for that many KV blocks, ACT blocks take their place. Without it the static
+      split of the paper's Table III: equal bytes of ACT and KV (that ACT is "filled first" we leave out: a host with
+      room to spare would hold no KV at all). Each request keeps the pools' ratio (eq. 5).
+    - ``packing``: balanced mini-batches (eq. 6 and 7), without it in order of arrival; of up to
+      ``max_mini_batch_tokens`` padded tokens.
+    - ``weights_device``: share of each layer's weights that stays on the device. The paper only says that weights are
+      prefetched from the host, and gives the rest of the GPU to ACT.
+
+    Hidden states of the prefill lie on the device, or on the host where the device has no room (the paper does not
+    say). Memories in bytes; None takes the hardware's. Raises InputError when nothing fits, naming the tier.
+    """
+    given = dict(balance=balance, ratio=ratio, packing=packing, device_act=device_act)
+    system = _capture(
+        shape, hardware, workload, bytes_per_element, batch, max_mini_batch_tokens, weights_device,
+        (device_memory, host_memory),
+    )  # fmt: skip
+    _check_balance(balance)
+    defaults = dict(balance="paper", ratio=True, packing=True, device_act=True)
+    options = ",".join(f"{key}={value}".lower() for key, value in given.items() if value != defaults[key])
+    plain = Policy(
+        f"capture({options})" if options else "capture", Placement(weights_device, 1.0 - weights_device),
+        cache=dict.fromkeys(CACHE, 1 / 3), max_mini_batch_tokens=max_mini_batch_tokens, max_batch=system.batch,
+        packing="balanced" if packing else "fifo",
+    )  # fmt: skip
+    steps = np.arange(SHARE_STEPS + 1) / SHARE_STEPS
+    device_shares = steps if device_act else steps[:1]
+    base, wanted = system.host_shares(device_shares, balance, ratio)
+    excess: dict[str, np.ndarray] = {}
+    lifts = steps[::4, None] if ratio else steps[:1, None]  # of the host's KV blocks, those replaced by ACT: [lifts, 1]
+    for hidden in ("device", "host"):
+        policy = replace(plain, hidden=hidden)
+        for lift in (lifts[:1], lifts):
+            host_shares = base + lift * (1.0 - base)
+            excess = system.excess(policy, device_shares, host_shares)
+            fits = _fits(excess, host_shares.shape)
+            on_device = np.flatnonzero(wanted & (excess.get("device", 0.0 * host_shares)[0] <= 0))
+            found = np.flatnonzero(wanted & fits.any(axis=0))
+            if len(lift) == len(lifts) and not len(found):  # the host is full: more on the device than is wanted
+                found = np.flatnonzero(fits.any(axis=0))[:1]
+            if len(found) and (len(lift) == len(lifts) or found[-1] == on_device[-1]):
+                place = int(np.argmax(fits[:, found[-1]])), found[-1]
+                cache = system.candidates(policy, device_shares[place[1]], host_shares[place]).cache
+                return replace(policy, cache={kind: float(share) for kind, share in cache.items()})
+    roomy = excess.get("device", 0.0 * host_shares) <= 0
+    tier, lack = ("host", excess["host"][roomy].min()) if roomy.any() else ("device", excess["device"].min())
+    raise InputError(
+        f"CAPTURE places nothing: {tier} memory: {system.batch} requests need at least "
+        f"{gib(system.memories[tier] + lack)}, the budget is {gib(system.memories[tier])}"
+    )
+
+
+def _capture(shape, hardware, workload, p, batch, max_mini_batch_tokens, weights_device, memories) -> _Capture:
+    batch = workload.num_requests if batch is None else batch
+    if batch < 1:
+        raise InputError(f"batch is {batch}; a batch has at least one request")
+    sizes = {
+        tier: getattr(hardware, f"{tier}_memory") if given is None else given
+        for tier, given in zip(("device", "host"), memories, strict=True)
+    }
+    return _Capture(shape, hardware, p, batch, *mean_lengths(workload), max_mini_batch_tokens, weights_device, sizes)
+
+
+def compare_balances(
+    shape: ModelShape,
+    hardware: Hardware,
+    workload: Workload,
+    bytes_per_element: int,
+    *,
+    batch: int | None = None,
+    **options,
+) -> dict[str, dict[str, float]]:
+    """What the balances choose, beside the static split and the closed form's own optimum: a dense scan over the host's
+    ACT share, next to the full balance's ACT on the device.
+
+    ``options``: of ``capture_policy``. Each of "paper", "full", "static" and "optimum" has act_share (of the host's
+    tokens), act_device (share of all tokens), kv_act_bytes_ratio (on the host), tokens_per_s and decode_tokens_per_s by
+    the closed form, and link_s and compute_s: of one layer and iteration, with all that the full balance charges.
+    """
+    system = _capture(
+        shape, hardware, workload, bytes_per_element, batch, options.get("max_mini_batch_tokens", 8192),
+        options.get("weights_device", 0.0), (options.get("device_memory"), options.get("host_memory")),
+    )  # fmt: skip
+    policies = {
+        name: capture_policy(shape, hardware, workload, bytes_per_element, batch=batch, **{**options, **more})
+        for name, more in {
+            "paper": {"balance": "paper"}, "full": {"balance": "full"}, "static": {"ratio": False},
+        }.items()
+    }  # fmt: skip
+    full, shares = policies["full"], np.arange(SHARE_STEPS + 1) / SHARE_STEPS
+    device_shares = np.full(len(shares), full.cache.get("act@device", 0.0))
+    fits = _fits(system.excess(full, device_shares, shares), shares.shape)
+    asked = system.candidates(full, device_shares[fits], shares[fits])
+    best = int(np.argmax(predict(shape, hardware, bytes_per_element, asked).tokens_per_s))
+    policies["optimum"] = replace(full, cache={kind: float(share[best]) for kind, share in asked.cache.items()})
+    times, bytes_ratio = system.times(), shape.kv_token_bytes(1) / shape.act_token_bytes(1)
+    rows = {}
+    for name, policy in policies.items():
+        device, act, kv = (policy.cache.get(kind, 0.0) for kind in CACHE)
+        asked = Candidates(policy, system.batch, system.prompt_tokens, system.max_tokens)
+        found = predict(shape, hardware, bytes_per_element, asked)
+        rows[name] = {
+            "act_share": act / (act + kv) if act else 0.0, "act_device": device,
+            "kv_act_bytes_ratio": kv / act * bytes_ratio if act else math.inf,
+            "tokens_per_s": float(found.tokens_per_s[0]), "decode_tokens_per_s": float(found.decode_tokens_per_s[0]),
+            "link_s": times.link_s("full", act * system.blocks, kv * system.blocks),
+            "compute_s": times.compute_s("full", act * system.blocks, device * system.blocks),
+        }  # fmt: skip
+    return rows

@@ -38,7 +38,7 @@ DISK_EFFICIENCY = 0.95  #: FlexGen's: of the disk's rate, when it reads weights 
 TIE = 1e-5  #: of the least run's seconds: what a share on the host costs, and half of one on the disk
 LEAST_SHARE = 1e-3  #: smaller shares are dropped
 MOST_REQUESTS = 1 << 16  #: of a block, where memory sets no bound
-SHRINK_STEPS = 256
+MOST_ROUNDS = 8  #: of solving again with less memory
 NATIVE = Bits()
 TRANSFERS = (
     "load_weights", "load_kv", "load_hidden", "store_kv", "store_hidden", "read_weights", "read_kv", "write_kv"
@@ -184,6 +184,8 @@ def solve(block: Block, budgets: dict[str, float | None], cache_on_host: bool = 
     ``budgets``: bytes of each tier that may be used; None: no bound. ``cache_on_host``: keys and values lie there and
     nowhere else. Among equals, device before host before disk.
     """
+    if any(budgets[tier] is not None and budgets[tier] <= 0 for tier in ("device", "host")):
+        return None
     rows, repeats = cost_rows(block), block.gen_tokens - 1
     a_ub, b_ub = [], []
     decode = rows["decode"]
@@ -194,12 +196,11 @@ def solve(block: Block, budgets: dict[str, float | None], cache_on_host: bool = 
             a_ub.append([*vector[:8], *((-1, 0) if phase == "prefill" else (0, -1))])
             b_ub.append(-vector[8])
     for tier, vector in memory_rows(block):
-        if budgets[tier]:
+        if budgets[tier] is not None and budgets[tier] > 0:
             a_ub.append([*(vector[:8] / budgets[tier]), 0, 0])
             b_ub.append(1 - vector[8] / budgets[tier])
-    no_disk = budgets["disk"] == 0
     upper = np.ones(8)
-    upper[[2, 5]] = 0.0 if no_disk else 1.0
+    upper[[2, 5]] = 1.0 if budgets["disk"] is None or budgets["disk"] > 0 else 0.0
     if cache_on_host:
         upper[[3, 5]] = 0.0
     least = block.rates.prefill_s + repeats * block.rates.decode_s
@@ -342,9 +343,9 @@ def flexgen_policy(
     knows none.
 
     FlexGen's runtime keeps hidden states in one tier: the one with the larger share. Shares below 0.001 are dropped.
-    Its account of memory lacks the embedding and our double buffers, so a placement is made to fit ours: the shares on
-    the device shrink alike until it does, then hidden states move to the host, then what the host cannot hold to the
-    disk. Among the cuts the one that is fastest after that, by FlexGen's cost model, is taken.
+    Its account of memory lacks the embedding and our double buffers, so a placement is made to fit ours: the program is
+    solved again with so much less of a tier as ours lacks, and where that has no answer, all leaves the device for the
+    host. Among the cuts the one that is fastest after that, by FlexGen's cost model, is taken.
 
     Raises InputError when nothing fits, naming the tier.
     """
@@ -356,7 +357,7 @@ def flexgen_policy(
         "host": hardware.host_memory if host_memory is None else host_memory,
         "disk": (hardware.disk_memory or 0) if disk_memory is None else disk_memory,
     }
-    budgets = {tier: None if size is None else memory_share * size for tier, size in memories.items()}
+    tiers = _Tiers(hardware, memories, memory_share)
     s, n = int(workload.prompt_tokens.max()), int(workload.max_tokens.max())
     fitted: list[tuple[float, Policy, Block, float]] = []
     num_lps = 0
@@ -368,19 +369,20 @@ def flexgen_policy(
                 shape, hardware, bytes_per_element, s, n, gpu_batch, of, bits, on_host, memories["disk"] != 0
             )
 
-        search = Search(make, budgets, on_host)
+        search = Search(make, tiers.budgets, on_host)
         found = search.of_any(gpu_batches) if batch is None else search.of_batch(batch, gpu_batches)
         num_lps += len(search.solved)
         lacks: list[str] = []
         for block, shares in found:
-            policy, lack = _fit(_policy(block, shares, bits, on_host), block, hardware, memories)
+            policy, over, more_lps = _fit(tiers, block, shares, bits, on_host)
+            num_lps += more_lps
             if policy is None:
-                lacks.append(lack)
+                lacks.append(tiers.what_lacks(block, over))
             else:
                 fitted.append((tokens_per_s(block, _shares_of(policy)), policy, block, tokens_per_s(block, shares)))
         if not found:
             smallest = min(gpu_batches or (1,))
-            lacks.append(_what_lacks(make(smallest, batch or smallest), budgets))
+            lacks.append(_what_flexgen_lacks(make(smallest, batch or smallest), tiers.budgets))
     if not fitted:
         raise InputError(f"FlexGen places nothing: {lacks[0]}")
     rate, policy, block, promised = max(fitted, key=lambda one: one[0])
@@ -422,58 +424,56 @@ def _shares_of(policy: Policy) -> np.ndarray:
     )
 
 
-def _fit(policy: Policy, block: Block, hardware: Hardware, memories: dict) -> tuple[Policy | None, str]:
-    """(the policy made to fit our own account of memory, ""), or (None, which tier lacks how much)."""
+@dataclass(frozen=True)
+class _Tiers:
+    """A machine with its memories in bytes (None: no bound; disk 0: none), and the share that FlexGen may use."""
 
-    def over(policies: list[Policy]) -> dict[str, np.ndarray]:
-        """Bytes beyond each tier's memory."""
-        cache = {f"kv@{t}": np.array([one.cache.get(f"kv@{t}", 0.0) for one in policies]) for t in TIERS}
-        asked = Candidates(
-            policies[0], block.batch, block.prompt_tokens, block.gen_tokens,
-            cache={kind: shares for kind, shares in cache.items() if shares.any()},
-            weights_device=np.array([one.weights.device for one in policies]),
-            weights_disk=np.array([one.weights.disk for one in policies]),
-        )  # fmt: skip
-        peak = predict(block.shape, hardware, block.bytes_per_element, asked, walk=False).peak_bytes
-        return {tier: peak[tier] - size for tier, size in memories.items() if size is not None}
+    hardware: Hardware
+    memories: dict[str, int | None]
+    share: float
 
-    def shrink(policy: Policy, source: str, target: str) -> tuple[Policy, bool]:
-        """As much from ``source`` to ``target`` as makes the source fit, and whether it does."""
-        if over([policy]).get(source, np.zeros(1))[0] <= 0:
-            return policy, True
-        steps = [_moved(policy, source, target, 1 - step / SHRINK_STEPS) for step in range(SHRINK_STEPS + 1)]
-        fits = over(steps)[source] <= 0
-        return (steps[int(np.argmax(fits))], True) if fits.any() else (steps[-1], False)
+    @property
+    def budgets(self) -> dict[str, float | None]:
+        return {tier: None if size is None else self.share * size for tier, size in self.memories.items()}
 
-    for hidden in dict.fromkeys((policy.hidden, "host")):
-        fitted, fits = shrink(replace(policy, hidden=hidden), "device", "host")
-        if fits:
+    def over(self, block: Block, policy: Policy) -> dict[str, float]:
+        """Tiers that cannot hold the policy, by our own account: bytes beyond their memory."""
+        asked = Candidates(policy, block.batch, block.prompt_tokens, block.gen_tokens)
+        peak = predict(block.shape, self.hardware, block.bytes_per_element, asked, walk=False).peak_bytes
+        excess = {tier: float(peak[tier][0]) - size for tier, size in self.memories.items() if size is not None}
+        return {tier: num_bytes for tier, num_bytes in excess.items() if num_bytes > 0}
+
+    def what_lacks(self, block: Block, over: dict[str, float]) -> str:
+        tier, excess = next(iter(over.items()))
+        size, at = self.memories[tier], f"{block.batch} requests in GPU batches of {block.gpu_batch}"
+        return f"{tier} memory: {at} need at least {gib(size + excess)}, it has {gib(size)}"
+
+
+def _fit(
+    tiers: _Tiers, block: Block, shares: np.ndarray, bits: Bits, on_host: bool
+) -> tuple[Policy | None, dict[str, float], int]:
+    """(the placement as a policy that fits our own account of memory, {}, programs solved for it), or (None, what each
+    tier lacks, programs)."""
+    policy, budgets, num_lps = _policy(block, shares, bits, on_host), tiers.budgets, 0
+    while (over := tiers.over(block, policy)) and num_lps < MOST_ROUNDS:
+        x = np.append(_shares_of(policy), 1.0)
+        for tier, excess in over.items():
+            budgets[tier] = max(row @ x for of, row in memory_rows(block) if of == tier) - excess
+        again = solve(block, budgets, on_host)
+        num_lps += 1
+        if again is None:
             break
-    if fits and memories["disk"] != 0 and policy.attention == "device":
-        fitted, fits = shrink(fitted, "host", "disk")
-    lack = {tier: float(excess[0]) for tier, excess in over([fitted]).items() if excess[0] > 0}
-    if not lack:
-        return fitted, ""
-    tier = next(iter(lack))
-    at = f"{block.batch} requests in GPU batches of {block.gpu_batch}"
-    return None, f"{tier} memory: {at} need at least {gib(memories[tier] + lack[tier])}, it has {gib(memories[tier])}"
+        policy = _policy(block, again, bits, on_host)
+    if over:
+        w, cache = policy.weights, dict(policy.cache)
+        cache["kv@host"] = cache.get("kv@host", 0.0) + cache.pop("kv@device", 0.0)
+        cache = {kind: share for kind, share in cache.items() if share > 0}
+        policy = replace(policy, weights=Placement(0.0, w.device + w.host, w.disk), cache=cache, hidden="host")
+        over = tiers.over(block, policy)
+    return (None, over, num_lps) if over else (policy, {}, num_lps)
 
 
-def _moved(policy: Policy, source: str, target: str, kept: float) -> Policy:
-    """``kept`` of each share in ``source`` stays there, the rest goes to ``target``."""
-
-    def move(shares: dict[str, float], prefix: str) -> dict[str, float]:
-        leaves = (1 - kept) * shares.get(prefix + source, 0.0)
-        moved = shares | {prefix + source: kept * shares.get(prefix + source, 0.0)}
-        moved[prefix + target] = moved.get(prefix + target, 0.0) + leaves
-        return {key: share for key, share in moved.items() if share > 0}
-
-    return replace(
-        policy, weights=Placement(**move(dict(vars(policy.weights)), "")), cache=move(policy.cache, "kv@")
-    )  # fmt: skip
-
-
-def _what_lacks(block: Block, budgets: dict[str, float | None]) -> str:
+def _what_flexgen_lacks(block: Block, budgets: dict[str, float | None]) -> str:
     """Why FlexGen's own account has no room for ``block``."""
     ways = [np.array([wd, 1 - wd, 0, 0, 1, 0, hd, 1 - hd, 1.0]) for wd in (0, 1) for hd in (0, 1)]
     device = min(max(row @ x for tier, row in memory_rows(block) if tier == "device") for x in ways)

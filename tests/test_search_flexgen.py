@@ -12,6 +12,7 @@ import pytest
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.plan import admit
+from flexhybrid.core.policy import Placement
 from flexhybrid.core.shape import ModelShape, shape_by_name
 from flexhybrid.core.workload import Workload
 from policy_search.flexgen import (
@@ -66,11 +67,13 @@ def published(block: Block, x: np.ndarray) -> tuple[np.ndarray, dict[str, np.nda
     if not host:
         ctog = ctog + r.load_kv * 4 * b * (s + n / 2) * h * (cc + cn)
     dtoc = r.read_kv * 4 * b * (s + n / 2) * h * cn + r.read_weights * w * wn / 0.95
-    step = ctog + np.maximum.reduce([r.store_hidden * 2 * h * b * hc, dtoc, r.write_kv * 4 * b * h * cn, comp])
-    parts = 8 * g * s * h + g * (2 * s * h + 2 * H * s * s) + 2 * g * s * h + 4 * g * s * h + 2 * g * s * f + 2 * g * s * h
+    longest = np.maximum(np.maximum(r.store_hidden * 2 * h * b * hc, r.write_kv * 4 * b * h * cn), dtoc)
+    step = ctog + np.maximum(longest, comp)
     seen = cg if host else 1
-    step_parts = 8 * g * h + g * seen * (2 * h + 2 * (s + n) * h + 2 * H * (s + n)) + g * seen * (2 * (s + n) * h + 2 * h)
-    step_parts = step_parts + 4 * g * h + 2 * g * f + 2 * g * h
+    qkv, scores, values, out, up, down = 8 * h, 2 * h + 2 * H * s, 2 * h, 4 * h, 2 * f, 2 * h
+    parts = g * s * (qkv + scores + values + out + up + down)
+    scores, values = 2 * h + 2 * (s + n) * h + 2 * H * (s + n), 2 * (s + n) * h + 2 * h
+    step_parts = g * (qkv + seen * (scores + values) + out + up + down)
     kv = 4 * (s + n) * h * b * L
     used = {
         "device": np.maximum(
@@ -186,7 +189,8 @@ def test_the_papers_batch_on_their_machine(model, host_attention):
     assert policy.max_batch == 128 and result.gpu_batch * (result.num_gpu_batches - 1) < 128
     assert result.gpu_batch * result.num_gpu_batches >= 128
     assert policy.max_mini_batch_tokens == result.gpu_batch * 2049
-    assert (policy.schedule, policy.packing, policy.overlap, policy.weight_order) == ("column", "fifo", "step", "natural")
+    assert (policy.schedule, policy.packing, policy.overlap) == ("column", "fifo", "step")
+    assert policy.weight_order == "natural" and policy.bits.native
     assert policy.attention == ("host" if host_attention else "device")
     assert set(policy.cache) <= {"kv@device", "kv@host"} and min(policy.cache.values()) >= 1e-3
     bytes_of = peak(result, machine, shape, workload)
@@ -207,10 +211,10 @@ def test_the_plan_cuts_the_gpu_batches_that_were_chosen():
 
 def test_requests_are_padded_to_the_longest():
     mixed = Workload(np.array([50, 200, 10]), np.array([3, 8, 20]))
-    assert flexgen_policy(TOY, MACHINE, mixed, 2, batch=3) == replace(
-        longest := flexgen_policy(TOY, MACHINE, Workload.uniform(3, 200, 20), 2, batch=3),
-        search_s=pytest.approx(longest.search_s, rel=1e9),
+    found, longest = (
+        flexgen_policy(TOY, MACHINE, workload, 2, batch=3) for workload in (mixed, Workload.uniform(3, 200, 20))
     )
+    assert replace(found, search_s=0.0) == replace(longest, search_s=0.0)
 
 
 def test_everything_stays_on_the_device_where_it_fits():
@@ -219,28 +223,32 @@ def test_everything_stays_on_the_device_where_it_fits():
     assert policy.weights.device == 1 and policy.cache == {"kv@device": 1.0} and policy.hidden == "device"
 
 
+TIGHT = replace(MACHINE, device_memory=500 * 2**20)
+MANY = Workload.uniform(256, 200, 40)  # 720 MiB of keys and values
+
+
 def test_host_attention_is_a_choice():
-    """A slow host is left alone, and a host that cannot hold the whole cache too."""
-    tight = replace(MACHINE, device_memory=400 * 2**20)
-    workload = Workload.uniform(64, 200, 40)
-    assert flexgen_policy(TOY, tight, workload, 2, batch=64, host_attention=True).policy.attention == "host"
-    slow = replace(tight, lines=tight.lines | {"attend_host": Line(0, 1e-8, 1e-8)})
-    on_device = flexgen_policy(TOY, slow, workload, 2, batch=64, host_attention=True)
-    assert on_device.policy == flexgen_policy(TOY, slow, workload, 2, batch=64).policy
-    assert on_device.policy.attention == "device"
-    small = replace(tight, host_memory=150 * 2**20)
-    policy = flexgen_policy(TOY, small, workload, 2, batch=64, host_attention=True).policy
-    assert policy.attention == "device" and policy.cache.get("kv@disk", 0) > 0
+    """A slow host is left alone, and one that cannot hold the whole cache."""
+
+    def found(machine, host_attention=True):
+        return flexgen_policy(
+            TOY, machine, MANY, 2, batch=256, host_attention=host_attention, gpu_batches=[16, 32]
+        ).policy  # fmt: skip
+
+    assert found(TIGHT).attention == "host"
+    slow = replace(TIGHT, lines=TIGHT.lines | {"attend_host": Line(0, 1e-8, 1e-8)})
+    assert found(slow).attention == "device" and found(slow) == found(slow, False)
+    small = found(replace(TIGHT, host_memory=300 * 2**20))
+    assert small.attention == "device" and small.cache["kv@disk"] > 0.1
 
 
 def test_a_small_host_spills_to_the_disk():
-    workload = Workload.uniform(64, 200, 40)
-    tight = replace(MACHINE, device_memory=400 * 2**20, host_memory=160 * 2**20)
-    result = flexgen_policy(TOY, tight, workload, 2, batch=64)
-    assert result.policy.weights.disk + result.policy.cache.get("kv@disk", 0) > 0
-    bytes_of = peak(result, tight, TOY, workload)
-    assert all(bytes_of[tier] <= getattr(tight, f"{tier}_memory") for tier in bytes_of)
-    roomy = flexgen_policy(TOY, tight, workload, 2, batch=64, host_memory=4 * GIB)
+    small = replace(TIGHT, host_memory=300 * 2**20)
+    result = flexgen_policy(TOY, small, MANY, 2, batch=256, gpu_batches=[8, 16, 32, 64])
+    assert result.policy.cache["kv@disk"] > 0.1
+    bytes_of = peak(result, small, TOY, MANY)
+    assert all(bytes_of[tier] <= getattr(small, f"{tier}_memory") for tier in bytes_of)
+    roomy = flexgen_policy(TOY, small, MANY, 2, batch=256, gpu_batches=[8, 16, 32, 64], host_memory=4 * GIB)
     assert roomy.policy.weights.disk == 0 and "kv@disk" not in roomy.policy.cache
     assert roomy.predicted_tokens_per_s > result.predicted_tokens_per_s
 
@@ -248,20 +256,24 @@ def test_a_small_host_spills_to_the_disk():
 def test_a_looser_account_is_made_to_fit_ours():
     """With all of the memory for the taking, FlexGen fills the device and forgets the embedding and our buffers."""
     shape, workload = shape_by_name("opt-6.7b"), Workload.uniform(16, 1920, 128)
-    machine = replace(catalogue.load("rtx4090"), device_memory=16 * GIB)
+    machine = replace(catalogue.load("rtx4090"), device_memory=18 * GIB)
     result = flexgen_policy(shape, machine, workload, 2, batch=16, memory_share=1.0, gpu_batches=[2])
     block = make_block(shape, machine, 2, 1920, 128, 2, 16)
-    shares = solve(block, {"device": 16 * GIB, "host": machine.host_memory, "disk": 0})
-    wanted = replace(result.policy, weights=type(result.policy.weights)(*map(float, shares[:3])))
-    wanted = replace(wanted, cache={"kv@device": float(shares[3]), "kv@host": float(shares[4])})
-    asked = Candidates(wanted, 16, 1920, 128)
-    assert predict(shape, machine, 2, asked, walk=False).peak_bytes["device"][0] > 16 * GIB
+    shares = solve(block, {"device": 18 * GIB, "host": machine.host_memory, "disk": 0})
     assert result.lp_tokens_per_s == pytest.approx(tokens_per_s(block, shares))
+    cache = {"kv@device": float(shares[3]), "kv@host": float(shares[4])}
+    wanted = replace(result.policy, weights=Placement(*map(float, shares[:3])), cache=cache)
+    asked = Candidates(wanted, 16, 1920, 128)
+    assert predict(shape, machine, 2, asked, walk=False).peak_bytes["device"][0] > 18 * GIB
+    assert 0.97 * 18 * GIB < peak(result, machine, shape, workload)["device"] <= 18 * GIB
+    # keys and values leave it: they cross the link in the decode alone, weights in the prefill too
+    assert result.policy.weights.device == pytest.approx(shares[0])
+    assert 0 < result.policy.cache["kv@device"] < shares[3]
     assert result.predicted_tokens_per_s < result.lp_tokens_per_s
-    assert peak(result, machine, shape, workload)["device"] <= 16 * GIB
-    kept = result.policy.weights.device / shares[0]
-    assert 0.5 < kept < 1
-    assert result.policy.cache.get("kv@device", 0.0) == pytest.approx(kept * shares[3], abs=2e-3)
+    # FlexGen's temporaries of 16 prompts are larger than ours: it has no answer any more, and nothing stays there
+    crowded = replace(shape, vocab=1_500_000)
+    policy = flexgen_policy(crowded, machine, workload, 2, batch=16, memory_share=1.0, gpu_batches=[16]).policy
+    assert policy.weights.device == 0 and policy.cache == {"kv@host": 1.0} and policy.hidden == "host"
 
 
 def test_compressed_weights_and_cache():
