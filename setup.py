@@ -14,7 +14,7 @@ setup(
     ),
     package_data={
         "sim": ["catalogue/*.json"],
-        "experiments": ["checkpoints/**/*", "prompts.txt", "reference/*.csv", "reference/README.md"],
+        "experiments": ["checkpoints/**/*", "prompts.txt", "grid.toml", "reference/*.csv", "reference/README.md"],
     },
     entry_points={"console_scripts": ["flexhybrid = flexhybrid.cli:main"]},
     install_requires=[

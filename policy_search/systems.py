@@ -61,7 +61,7 @@ def _flexgen(setting: Setting, host_attention: bool = False, compress: bool = Fa
 
 
 def _capture(
-    setting: Setting, ratio: bool = True, packing: bool = True, device_act: bool = False, balance: str = "full"
+    setting: Setting, ratio: bool = True, packing: bool = True, device_act: bool = True, balance: str = "paper"
 ) -> Policy:
     from policy_search.algorithm1 import capture_policy
 

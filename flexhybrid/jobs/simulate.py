@@ -103,11 +103,17 @@ def run_search(o: SearchOptions) -> dict:
         DTYPE_BYTES[o.dtype],
     )  # fmt: skip
     budgets = _budgets(setting.hardware, o.budgets)
+    seeds = []
+    for name in LOSSLESS_RIVALS:
+        try:
+            seeds.append(system(name, setting).policy)
+        except InputError:  # it does not fit: the table of rivals will say so
+            continue
     started = time.perf_counter()
     found = search(
         setting.shape, setting.hardware, setting.bytes_per_element, setting.workload, batch=batch,
         max_batch=o.max_batch, objective=o.objective, space=LOSSLESS if o.lossless else FULL, budgets=budgets,
-        time_limit=o.time_limit, confirm=o.confirm, write_lp=o.lp,
+        seeds=seeds, time_limit=o.time_limit, write_lp=o.lp,
     )  # fmt: skip
     search_s = time.perf_counter() - started
     outcome = simulate(
