@@ -80,7 +80,7 @@ def _searched(setting: Setting, lossless: bool = False) -> Policy:
     ).policy  # fmt: skip
 
 
-def _uvm(setting: Setting, fault_gb_per_s: float = 4.0, h2o: float = 0.0) -> System:
+def _uvm(setting: Setting, fault_gb_per_s: float = 4.0) -> System:
     """Unified memory: what is touched migrates page by page. What fits the device migrates once; what does not, is
     touched in a cycle over all layers, so that the oldest pages, those needed soonest, are the ones that make room: all
     of it migrates every iteration. 4 GB/s with evictions is what InfiniGen's Fig. 14 and 15 imply."""

@@ -1,0 +1,229 @@
+"""FlexGen's own results on a T4, computed from the placements its authors ran, beside two searches on the same machine.
+
+Sheng et al., "FlexGen: High-Throughput Generative Inference of Large Language Models with a Single GPU", ICML 2023,
+Table 2. The throughputs and batches are also in ``benchmark/batch_size_table.md`` of github.com/FMInference/FlexLLMGen
+(commit 004ffef), the placements in ``benchmark/flexllmgen/bench_suite.py`` there (suites named 1x1, 512 prompt tokens).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pandas as pd
+
+from experiments.reproduce.experiment import Constant, Experiment, Figure, table
+from flexhybrid.core.blocks import BLOCK_TOKENS
+from flexhybrid.core.hardware import Hardware, Line
+from flexhybrid.core.kinds import TIERS
+from flexhybrid.core.policy import Bits, Placement, Policy
+from flexhybrid.core.shape import shape_by_name
+from flexhybrid.core.workload import Workload
+from policy_search.flexgen import flexgen_policy
+from policy_search.search import search
+from sim import catalogue
+from sim.closed_form import Candidates, predict
+from sim.implementation import Implementation, on
+
+PAPER = "FlexGen: High-Throughput Generative Inference of LLMs with a Single GPU, ICML 2023"
+SOURCE = "FlexGen Table 2 (also batch_size_table.md)"
+PROMPT, GENERATED, BYTES = 512, 32, 2
+GIB = 2**30
+
+#: Share of the memory's rate at which FlexGen's 4-bit code runs: as fitted on InfiniGen's INT4 row of batch 4, another
+#: GPU and the same code (experiments.reproduce.infinigen_setup).
+CONVERSION = 0.129
+
+
+@dataclass(frozen=True)
+class Run:
+    """A published run: its throughput, and its placement as FlexGen's whole matrices make it."""
+
+    model: str
+    compressed: bool
+    tokens_per_s: float
+    gpu_batch: int
+    num_gpu_batches: int
+    weights: Placement
+    cache: str  #: tier of keys and values
+    hidden: str
+    bits: Bits = Bits()
+    attention: str = "device"
+    overlap: bool | str = "step"
+
+    @property
+    def name(self) -> str:
+        return self.model.upper() + (", 4 bits" if self.compressed else "")
+
+    @property
+    def batch(self) -> int:
+        return self.gpu_batch * self.num_gpu_batches
+
+    @property
+    def policy(self) -> Policy:
+        padded = -(-(PROMPT + GENERATED - 1) // BLOCK_TOKENS) * BLOCK_TOKENS + 1
+        return Policy(
+            "flexgen", self.weights, cache={f"kv@{self.cache}": 1.0}, hidden=self.hidden, bits=self.bits,
+            max_mini_batch_tokens=self.gpu_batch * padded, packing="fifo", attention=self.attention,
+            weight_order="natural", overlap=self.overlap,
+        )  # fmt: skip
+
+
+_RESIDENT, _HOST = Placement(device=1.0), Placement(host=1.0)
+_BOTH = Bits(weights=4, kv=4)
+#: --percent 20 80 keeps one matrix of attention on the device, a twelfth; 0 50 sends half of the matrices to the disk.
+#: Attention of the run on the disk is FlexGen's on the host, over keys and values read into its memory.
+RUNS = (
+    Run("opt-6.7b", False, 25.26, 2, 1, _RESIDENT, "device", "device", overlap=False),
+    Run("opt-30b", False, 7.32, 48, 3, Placement(device=1 / 12, host=11 / 12), "host", "host", attention="host"),
+    Run("opt-175b", False, 0.69, 32, 8, Placement(host=0.5, disk=0.5), "disk", "host"),
+    Run("opt-6.7b", True, 29.12, 72, 1, _RESIDENT, "device", "device", _BOTH, overlap=False),
+    Run("opt-30b", True, 8.38, 64, 8, _HOST, "host", "host", Bits(kv=4)),
+    Run("opt-175b", True, 1.12, 48, 3, _HOST, "host", "host", _BOTH),
+)
+
+
+def engine_rates(hardware: Hardware, num_gpu_batches: int = 1, disk: bool = False) -> Hardware:
+    """The machine at the rates that FlexGen's authors fitted to their engine (``experimental/cost_model.py``, in the
+    catalogue's notes): what its copies and kernels reach, not what the parts can do.
+
+    Its 4-bit code runs at CONVERSION, and undoes a layer's weights for each GPU batch again (``mha_gen``). ``disk``:
+    its rates of the disk too, which are a quarter of what the paper states.
+    """
+    fit, lines = hardware.notes["published_fit"], dict(hardware.lines)
+
+    def copies(key: str, gib_per_s: str) -> Line:
+        return replace(hardware.lines[key], s_per_byte=1 / (fit[gib_per_s] * GIB), samples=(), r2=None)
+
+    def computes(key: str, tflops: str) -> Line:
+        return Line(hardware.lines[key].overhead_s, s_per_flop=1 / (fit[tflops] * 1e12))
+
+    lines |= {
+        "h2d": copies("h2d", "host_to_device_gib_per_s"),
+        "d2h": copies("d2h", "device_to_host_cache_gib_per_s"),
+        "store_hidden": copies("d2h", "device_to_host_hidden_gib_per_s"),
+        "attend": computes("attend", "decode_attention_tflops"),
+        "attend_prefill": computes("attend_prefill", "prefill_attention_tflops"),
+        "attend_host": computes("attend_host", "host_attention_tflops"),
+    }
+    if disk:
+        lines["disk_read"] = copies("disk_read", "disk_read_gib_per_s")
+        lines["disk_write"] = copies("disk_write", "disk_write_gib_per_s")
+    hardware = on(Implementation("flexgen", conversion=CONVERSION), replace(hardware, lines=lines))
+    once = hardware.lines["dequantize_weights"]
+    again = replace(once, s_per_byte=num_gpu_batches * once.s_per_byte)
+    return replace(hardware, lines={**hardware.lines, "dequantize_weights": again})
+
+
+def rate(model: str, hardware: Hardware, policy: Policy, batch: int) -> dict:
+    """The closed form's row for requests of 512 + 32 tokens."""
+    return predict(shape_by_name(model), hardware, BYTES, Candidates(policy, batch, PROMPT, GENERATED)).row()
+
+
+def searched(run: Run, hardware: Hardware) -> dict[str, tuple[Policy, int]]:
+    """Whose search -> (policy, batch) for the same model; native bits unless the run is compressed."""
+    shape, workload = shape_by_name(run.model), Workload.uniform(1, PROMPT, GENERATED)
+    theirs = flexgen_policy(
+        shape, hardware, workload, BYTES, host_attention=not run.compressed, compress=run.compressed
+    )  # fmt: skip
+    ours = search(shape, hardware, BYTES, workload, lossless=not run.compressed)
+    return {
+        "FlexGen's search": (theirs.policy, theirs.gpu_batch * theirs.num_gpu_batches),
+        "our search": (ours.policy, ours.batch),
+    }
+
+
+def describe(policy: Policy) -> str:
+    """A policy in a line."""
+    weights = "/".join(f"{100 * getattr(policy.weights, tier):.0f}" for tier in TIERS)
+    cache = " + ".join(f"{100 * share:.0f} % {kind}" for kind, share in policy.cache.items())
+    bits = "" if policy.bits.native else f", bits {policy.bits.weights}/{policy.bits.kv}/{policy.bits.act}"
+    return f"weights {weights}, {cache}, attention on {policy.attention}{bits}"
+
+
+def t4() -> Experiment:
+    """The six runs of Table 2 at sequence length 512."""
+    hardware = catalogue.load("t4")
+    rows, points = [], []
+
+    def add(run: Run, how: str, machine: Hardware, policy: Policy, batch: int, paper: float = np.nan) -> None:
+        found = rate(run.model, machine, policy, batch)
+        rows.append({
+            "what": f"{run.name}: {how}", "batch": batch, "policy": describe(policy), "binding": found["binding"],
+            "device_gib": found["peak_bytes"]["device"] / GIB, "paper": paper, "ours": found["tokens_per_s"],
+            "unit": "tokens/s", "role": "context", "source": "" if np.isnan(paper) else SOURCE,
+        })  # fmt: skip
+        points.append({"run": run.name, "how": how, "ratio": found["tokens_per_s"] / run.tokens_per_s})
+
+    for run in RUNS:
+        add(run, "as run, datasheet rates", hardware, run.policy, run.batch, run.tokens_per_s)
+        engine = engine_rates(hardware, run.num_gpu_batches)
+        add(run, "as run, engine rates", engine, run.policy, run.batch, run.tokens_per_s)
+        for whose, (policy, batch) in searched(run, hardware).items():
+            add(run, whose, hardware, policy, batch)
+    slow_disk = rate("opt-175b", engine_rates(hardware, RUNS[2].num_gpu_batches, True), RUNS[2].policy, RUNS[2].batch)
+    rows.append({
+        "what": "OPT-175B: as run, engine rates, disk too", "batch": RUNS[2].batch,
+        "policy": describe(RUNS[2].policy), "binding": slow_disk["binding"], "paper": RUNS[2].tokens_per_s,
+        "ours": slow_disk["tokens_per_s"], "unit": "tokens/s", "role": "context", "source": SOURCE,
+    })  # fmt: skip
+    return Experiment(
+        "flexgen-t4", PAPER, "FlexGen Table 2: OPT on a T4",
+        "OPT-6.7B, 30B and 175B on one T4 (16 GB) with 208 GB of host memory and a 1.5 TB disk; prompt 512, 32 tokens "
+        "generated; generated tokens over the seconds of prefill and decode. Each run at the largest batch that its "
+        "placement allows; 4 bits: weights and cache (OPT-30B: the cache alone).",
+        table(rows),
+        (Figure(
+            "throughput", "bar", pd.DataFrame(points), "run", "ratio", "how", "T4, 512 + 32 tokens", "",
+            "tokens/s over the published",
+        ),),
+        (Constant(
+            "conversion", CONVERSION, "of memory rate", 0.02, 1.0,
+            "FlexGen's 4-bit code: fitted on InfiniGen's INT4 at batch 4, on an A6000; taken over as it is",
+        ),),
+        NOTES, _mismatches(rows),
+    )  # fmt: skip
+
+
+NOTES = (
+    "No number of this paper was fitted on. The catalogue's T4 has the datasheet's rates times stated efficiencies; "
+    "GEMM and link there are FlexGen's own fit. Engine rates add the rest of that fit: attention on the host at 12.3 "
+    "GFLOP/s (FlexGen casts keys and values to float32 there), attention on the GPU, copies to the host at 0.97 GiB/s; "
+    "4-bit code at the share of the memory's rate that InfiniGen's INT4 rows show, and, as in FlexGen's code, the "
+    "weights' bits undone again for each GPU batch.",
+    "The placements are those of the authors' benchmark scripts, in whole matrices as FlexGen places them. They are "
+    "priced without our account of memory, which has larger buffers: it finds more than 16 GiB for OPT-175B.",
+    "Both searches plan with the datasheet's rates, and are shown at them: FlexGen's method as in "
+    "policy_search.flexgen, free to choose its batch, and our own.",
+)
+
+
+def _mismatches(rows: list[dict]) -> tuple[str, ...]:
+    error = {row["what"]: row["ours"] / row["paper"] - 1 for row in rows}
+    large = RUNS[2]
+    steps_s = large.batch * GENERATED / large.tokens_per_s - rate(
+        large.model, catalogue.load("t4"), large.policy, large.batch
+    )["prefill_s"]  # fmt: skip
+    shape = shape_by_name(large.model)
+    kv = shape.num_layers * large.batch * (PROMPT + GENERATED / 2) * shape.kv_token_bytes(BYTES)
+    weights = large.weights.disk * shape.num_layers * shape.layer_bytes(BYTES)
+    needed = (kv + weights) * (GENERATED - 1) / steps_s
+    slow = error["OPT-175B: as run, engine rates, disk too"]
+    return (
+        f"OPT-30B at datasheet rates is {error['OPT-30B: as run, datasheet rates']:+.0%}: attention on the host "
+        "could run at the memory's bandwidth. At the rate that FlexGen's engine reaches it is "
+        f"{error['OPT-30B: as run, engine rates']:+.0%}.",
+        f"OPT-175B from the disk is {error['OPT-175B: as run, datasheet rates']:+.0%} at the 2 GB/s that the paper "
+        f"states. {large.batch} requests read {kv / 1e9:.0f} GB of keys and values and {weights / 1e9:.0f} GB of "
+        f"weights in a step; the published throughput needs {needed / 1e9:.1f} GB/s for that, as when the host's "
+        "free memory caches part of the files. At the 0.47 GiB/s of FlexGen's own cost model it would be "
+        f"{slow:+.0%}: the two cannot both be this disk.",
+        f"In 4 bits OPT-175B is {error['OPT-175B, 4 bits: as run, engine rates']:+.0%} and OPT-30B "
+        f"{error['OPT-30B, 4 bits: as run, engine rates']:+.0%}: one share of the memory's rate, from another GPU, "
+        "stands for a chain of small kernels whose launches and waits weigh more with many GPU batches. OPT-6.7B, "
+        f"with one GPU batch, is {error['OPT-6.7B, 4 bits: as run, engine rates']:+.0%}.",
+    )
+
+
+EXPERIMENTS: dict[str, Callable[[], Experiment]] = {"flexgen-t4": t4}
