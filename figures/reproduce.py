@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, NullFormatter
 
 #: Told apart by people who see few colours (Okabe and Ito), and by their markers.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000", "#999999", "#7f4fc9", "#8c6d1f")
@@ -27,6 +28,7 @@ STYLE = {
     "axes.axisbelow": True,
     "text.parse_math": False,  # a $ is a dollar
 }
+_PLAIN = FuncFormatter(lambda value, _: f"{value:g}")  # a power of ten would need math text
 WIDTH, HEIGHT, DPI = 7.2, 4.2, 130
 MAX_TICKS = 12
 MAX_MARKERS = 25
@@ -118,6 +120,7 @@ def _x_axis(axes, figure, place: dict, is_text: bool) -> None:
         return
     if figure.log_x:
         axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(_PLAIN)
     if len(place) <= MAX_TICKS and (figure.log_x or _spread(list(place.values()))):
         axes.set_xticks(list(place.values()), [f"{x:g}" for x in place])
         axes.minorticks_off()
@@ -136,6 +139,8 @@ def _y_axis(axes, figure) -> None:
     )
     if figure.log_y:
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(_PLAIN)
+        axes.yaxis.set_minor_formatter(NullFormatter())
     elif np.nanmin(values) >= 0:
         axes.set_ylim(bottom=0)
 
