@@ -78,6 +78,7 @@ def check_planned(policy: Policy) -> None:
          "cache other than kv"),
         (speculative and policy.cache_kinds != ("kv@host",), "speculative selection over a cache other than kv@host"),
         (speculative and policy.selection.partial_keys == "disk", "partial keys on the disk"),
+        (policy.static_cache and "both" in representations, "a static cache of both copies"),
     )  # fmt: skip
     for refused, what in refusals:
         if refused:

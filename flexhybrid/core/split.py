@@ -94,9 +94,9 @@ def split_point(lines: SplitLines, batch, context, num_mini_batches=1, whole_blo
         link = lines.weights_s / num_mini_batches / batch + kv * context
         compute = lines.forward_s / batch + lines.forward_request_s + lines.attend_s * context
         best = (link - compute) / (gen + kv - act)
-    return np.clip(
-        np.floor(best / BLOCK_TOKENS + 0.5) * BLOCK_TOKENS, 0, np.floor(context / BLOCK_TOKENS) * BLOCK_TOKENS
-    )
+    if not whole_blocks:
+        return np.clip(best, 0, context)
+    return np.clip(np.floor(best / BLOCK_TOKENS + 0.5), 0, np.floor(context / BLOCK_TOKENS)) * BLOCK_TOKENS
 
 
 def split_seconds(lines: SplitLines, batch, context, tokens):
