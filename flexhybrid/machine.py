@@ -107,19 +107,22 @@ def best_policy(
         )
     if device == "cpu":
         hardware = hardware.with_link_rate(link_gb_per_s)
-    from policy_search.search import search
+    from policy_search.search import RUNNABLE, search
 
-    policy = search(
-        shape, hardware, bytes_per_element, workload,
-        device_memory=budgets["device"], host_memory=budgets["host"], max_batch=workload.num_requests,
-    ).policy  # fmt: skip
-    # The search knows the mean request. Where the longest does not fit beside the weights it kept, keep fewer.
-    for keep in (1.0, 0.75, 0.5, 0.25, 0.0):
-        share = policy.weights.device * keep
-        smaller = replace(policy, weights=Placement(device=share, host=1.0 - share))
-        try:
-            split_waves(shape, smaller, workload, bytes_per_element, budgets, device)
-            return smaller
-        except InputError:
-            if share == 0.0:
-                raise
+    # The search knows requests of one length: the mean ones. Where the longest do not fit beside the weights that it
+    # kept, keep fewer; where they do not fit at all, let the longest decide.
+    longest = Workload.uniform(1, int(workload.prompt_tokens.max()), int(workload.max_tokens.max()))
+    for lengths in (workload, longest):
+        most = workload.num_requests
+        policy = search(
+            shape, hardware, bytes_per_element, lengths, budgets=budgets, max_batch=most, space=RUNNABLE
+        ).policy
+        for keep in (1.0, 0.75, 0.5, 0.25, 0.0):
+            share = policy.weights.device * keep
+            smaller = replace(policy, weights=Placement(device=share, host=1.0 - share))
+            try:
+                split_waves(shape, smaller, workload, bytes_per_element, budgets, device)
+                return smaller
+            except InputError:
+                if share == 0.0 and lengths is longest:
+                    raise

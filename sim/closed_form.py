@@ -25,13 +25,18 @@ from flexhybrid.core.shape import ModelShape
 from flexhybrid.core.steps import StepCounts, step_work
 from flexhybrid.core.stream import PAGE_BYTES
 from flexhybrid.core.task import RESOURCES, Work
+from flexhybrid.core.work import kv_gen
 from flexhybrid.core.workload import Workload
 from sim.cost import price
-from sim.loads import Loads, lines_of, num_mini_batches
-from sim.topology import MOST_DECODE, MOST_MINI_BATCHES, Topology, kinds_key, topology
+from sim.loads import Loads, Piece, lines_of, num_mini_batches
+from sim.topology import Topology, kinds_key, topology, walked_rounds
+from sim.walk import Skips, longest
+from sim.walk import walk as walk_tasks
 
 CHUNK = 1024  #: policies walked together: arrays of this size stay in a core's cache
-PIECES = 3  #: of a long decode; in each the context counts as constant
+BOUND_CHUNK = 8192  #: policies bounded together; a bound holds fewer arrays at a time
+WALKED = 2  #: iterations of each piece of the decode; more where an iteration has few groups of weights
+GROUPS_WALKED = 6
 
 #: Where each verb runs; one home, so that a phase's sums need no stream.
 RESOURCE_OF = {
@@ -51,6 +56,14 @@ TRAFFIC_OF = {
 }  # fmt: skip
 
 _ONCE_A_MINI_BATCH = frozenset({"head", "sample", "store_out", "embed"})
+
+#: Verbs that move or convert a context's blocks: their representation, and the tiers these lie on.
+_OF_BLOCKS = {
+    "load_act": ("act", ("host", "disk")), "load_kv": ("kv", ("host", "disk")), "read_act": ("act", ("disk",)),
+    "read_kv": ("kv", ("disk",)), "dequantize_act": ("act", TIERS), "dequantize_kv": ("kv", TIERS),
+    "kv_gen": ("act", TIERS),
+}  # fmt: skip
+
 _BETWEEN_LAYERS = frozenset({"speculate", "store_index", "load_hidden", "store_hidden", "load_keys"})
 
 
@@ -107,8 +120,9 @@ class Prediction:
 def predict(
     shape: ModelShape, hardware: Hardware, bytes_per_element: int, candidates: Candidates, walk: bool = True
 ) -> Prediction:
-    """Price every candidate. ``walk`` False stops at the bound: total_s, prefill_s and decode_s are those of the busiest
-    resource. Raises InputError for a policy that cannot be planned, or a machine without a line for one of its verbs."""
+    """Price every candidate. ``walk`` False stops at the bound: total_s, prefill_s and decode_s are the busiest
+    resource's. Raises InputError for a policy that cannot be planned, or a machine without a line for one of its verbs.
+    """
     c = candidates
     check_planned(c.policy)
     cache = c.cache if c.cache is not None else {k: s for k, s in c.policy.cache.items() if s > 0}
@@ -124,8 +138,9 @@ def predict(
     lines = lines_of(shape, c.policy, hardware, bytes_per_element)
     pieces = []
     for members, present in _by_structure(shape, c.policy, bytes_per_element, flat, tuple(cache), walk):
-        for start in range(0, len(members), CHUNK):
-            chosen = members[start : start + CHUNK]
+        together = CHUNK if walk else BOUND_CHUNK
+        for start in range(0, len(members), together):
+            chosen = members[start : start + together]
             some = flat[:, chosen]
             loads = Loads(
                 shape, c.policy, bytes_per_element, {k: v for k, v in lines.items() if k in present}, *some[:4],
@@ -155,19 +170,33 @@ def _by_structure(shape, policy: Policy, p: int, flat, kinds: tuple[str, ...], w
     the entries and how the decode is cut."""
     batch, prompt, generated, bound, device, disk = flat[:6]
     present = flat[6:] > 0
-    columns = [*present, np.minimum(generated - 1, MOST_DECODE)]
+    columns = [*present]
     if walk:
-        K, _ = num_mini_batches(batch, prompt, generated, bound)
-        loads = Loads(shape, policy, p, {}, *flat[:4], {}, device, disk)
+        loads = Loads(shape, policy, p, {}, *flat[:4], dict(zip(kinds, flat[6:], strict=True)), device, disk)
+        K = loads.K
+        walked = _walked(policy, shape.num_layers, K)
+        counts = np.array([piece.count for piece in loads.pieces()])
+        alone = _walked_alone(counts, generated, walked)
+        columns += [walked, np.where(alone, generated, 0), *(np.where(alone, False, counts > 0))]
+        rounds = {k: _rounds(policy, shape.num_layers, int(k)) for k in np.unique(K)}
+        named = {one: number for number, one in enumerate(dict.fromkeys(rounds.values()))}
         columns += [
-            np.minimum(K, MOST_MINI_BATCHES), _resident_class(loads.layout, loads.resident), _disk_class(loads),
+            np.array([named[rounds[k]] for k in K]), _resident_class(loads.layout, loads.resident), _disk_class(loads),
         ]  # fmt: skip
-    codes = np.zeros(flat.shape[1])
+    codes = np.zeros(flat.shape[1], dtype=np.int64)
     for column in columns:
-        codes = codes * (np.max(column) + 1) + column
+        codes = codes * (int(np.max(column)) + 1) + np.asarray(column, dtype=np.int64)
+        if codes.max(initial=0) >= 1 << 40:
+            codes = np.unique(codes, return_inverse=True)[1]
     for code in np.unique(codes):
         members = np.flatnonzero(codes == code)
         yield members, {kind for kind, uses in zip(kinds, present, strict=True) if uses[members[0]]}
+
+
+def _rounds(policy: Policy, num_layers: int, num_mini_batches: int) -> tuple:
+    """``topology.walked_rounds`` of a run: inner and outer."""
+    column = policy.schedule == "column"
+    return walked_rounds(*((num_mini_batches, num_layers) if column else (num_layers, num_mini_batches)))
 
 
 def _disk_class(loads: Loads):
@@ -176,50 +205,85 @@ def _disk_class(loads: Loads):
 
 
 class Phases:
-    """Seconds and link bytes of every verb: of a mini-batch of full size and of the last, in the prefill (phase 0) and
+    """Seconds and link bytes of every verb: of a usual mini-batch and of the last, in the prefill (phase 0) and
     in the pieces of the decode (phases 1, 2, …). Arrays [candidates]."""
 
-    def __init__(self, loads: Loads, hardware: Hardware, contexts: list[tuple]):
-        """``contexts``: (first, final) tokens of each piece of the decode."""
+    def __init__(self, loads: Loads, hardware: Hardware, pieces: list[Piece]):
         self.loads, self.hardware = loads, hardware
         self.seconds: list[dict] = []  # phase -> {(verb, first layer?, last mini-batch?): seconds}
         self.link_bytes: list[dict] = []
-        self._add_phase(lambda batch: (loads.prefill(batch), {}))
-        for first, final in contexts:
-            self._add_phase(lambda batch, first=first, final=final: loads.decode(batch, first, final))
+        self.there: list[dict] = []  # phase -> {verb: which candidates have it}, where not all do
+        self._add_phase(loads.prefill)
+        for piece in pieces:
+            self._add_phase(lambda batch, piece=piece: loads.decode(batch, piece.first, piece.final, piece.kind))
 
     def _add_phase(self, counts_of) -> None:
-        loads, seconds, moved = self.loads, {}, {}
-        for last, batch in ((False, loads.size), (True, loads.last)):
-            counts, fraction = counts_of(batch)
+        loads, seconds, moved, there = self.loads, {}, {}, {}
+        for last, batch in ((False, loads.usual), (True, loads.last)):
+            counts = counts_of(batch)
             for first in (False, True) if counts.selected is not None else (False,):
                 works = step_work(loads.shape, loads.policy, loads.stored, counts, first)
                 for verb, one in works.items():
-                    present = _present(verb, counts, fraction)
                     resource = RESOURCE_OF.get(verb, "compute")
-                    seconds[verb, first, last] = present * price(self.hardware, verb, resource, one)
+                    present, empty = _present(verb, counts, one), Work()
+                    if verb == "kv_gen":
+                        rows = counts.batch * counts.act_columns * BLOCK_TOKENS
+                        one, empty = (kv_gen(loads.shape, loads.bytes_per_element, n) for n in (rows, 0))
+                    cost = price(self.hardware, verb, resource, one)
+                    if present is not None:
+                        without = price(self.hardware, verb, resource, empty)
+                        cost = np.where(present > 0, cost - (1.0 - present) * without, 0.0)
+                        there[verb] = present > 0
+                    seconds[verb, first, last] = cost
                     if verb in RESOURCE_OF:
-                        moved[verb, first, last] = present * one.link_bytes
+                        moved[verb, first, last] = one.link_bytes
         streamed, on_disk = loads.layout.total_bytes - loads.resident, loads.on_disk
-        slices = np.minimum(1.0, np.maximum(streamed / (loads.K * PAGE_BYTES), 1.0 / loads.K)) * (streamed > 0)
+        slices = np.maximum(_num_slices(streamed - on_disk, loads.K), _num_slices(on_disk, loads.K)) / loads.K
         for verb, resource, num_bytes in (("load_weights", "h2d", streamed), ("read_weights", "disk_read", on_disk)):
             if not np.any(num_bytes):
                 continue
             whole = price(self.hardware, verb, resource, Work(link_bytes=num_bytes))
             fixed = price(self.hardware, verb, resource, Work())
             row = loads.policy.schedule == "row"
+            if verb == "read_weights":
+                slices = _num_slices(on_disk, loads.K) / loads.K
             for last in (False, True):
                 seconds[verb, False, last] = whole if row else (whole - fixed) / loads.K + fixed * slices
                 moved[verb, False, last] = num_bytes if row else num_bytes / loads.K
             seconds[verb, "whole", False] = whole
         self.seconds.append(seconds)
         self.link_bytes.append(moved)
+        self.there.append(there)
 
-    def of(self, phase: int, verb: str, first: bool, last: bool):
-        """Seconds of a task."""
+    def of(self, phase: int, verb: str, whole: bool, first: bool, last: bool):
+        """(seconds of a task or None where it has no work, which candidates have it or None for all)."""
         found = self.seconds[phase]
+        if whole:
+            first, last = "whole", False
         value = found.get((verb, first, last))
-        return found[verb, False, last] if value is None else value
+        return found.get((verb, False, last)) if value is None else value, self.there[phase].get(verb)
+
+    def round_seconds(self, phase: int, round_: str):
+        """Seconds of one more round on its busiest resource: of a position ("inner"; "last inner": in the last layer),
+        of a layer or mini-batch ("outer"), of an iteration ("iteration")."""
+        if round_ == "iteration":
+            return longest(*self.busy(phase).values())
+        loads, column = self.loads, self.loads.policy.schedule == "column"
+        once = round_ == "last inner" if column else round_ == "outer"
+        busy = dict.fromkeys(RESOURCES, 0.0)
+        for verb in self.verbs(phase):
+            one = self.seconds[phase].get((verb, False, False))
+            if one is None or verb in _ONCE_A_MINI_BATCH and not once:
+                continue
+            if column and verb == "dequantize_weights":
+                one = one if round_ == "outer" else 0.0
+            elif column and round_ == "outer":
+                one = (loads.K - 1) * one + self.seconds[phase][verb, False, True]
+            elif round_ == "outer" and verb not in _ONCE_A_MINI_BATCH:
+                one = one * loads.shape.num_layers
+            resource = RESOURCE_OF.get(verb, "compute")
+            busy[resource] = busy[resource] + one
+        return longest(*busy.values())
 
     def total(self, table: list[dict], phase: int, verb: str):
         """One iteration's sum of a verb, over all layers and mini-batches."""
@@ -264,68 +328,76 @@ class Phases:
         return moved
 
 
-def _present(verb: str, counts: StepCounts, fraction: dict):
-    """The share of a phase's steps in which a verb has work at all: whole blocks come one at a time.
+def _num_slices(num_bytes, most):
+    """Slices that the stream makes of a layer's streamed bytes: at most so many, of whole pages."""
+    size = np.ceil(num_bytes / (most * PAGE_BYTES)) * PAGE_BYTES
+    return np.ceil(num_bytes / np.maximum(size, PAGE_BYTES))
 
-    ``fraction``: of a decode's iterations, those whose new token goes to each part.
+
+def _present(verb: str, counts: StepCounts, one: Work):
+    """The share of a phase's steps in which a verb has work at all, [candidates]; None where all of them have.
+
+    Whole blocks come one at a time, and each new token goes to one kind of them.
     """
-    if counts.prefill:
-        return 1.0
-    name, _, what = verb.partition("_")
-    if name in ("store", "write") and what in ("kv", "act"):
-        tiers = ("disk",) if name == "write" else ("host", "disk")
-        return sum(f for part, f in fraction.items() if part.representation == what and part.tier in tiers)
-    if name == "scatter":
-        tier = "device" if what else "host"
-        # a both(…) entry stores two parts of one token
-        return sum({part.kind: f for part, f in fraction.items() if part.tier == tier}.values())
+    share = None
     if verb == "attend_recomputed":
-        return np.minimum(1.0, counts.recomputed / BLOCK_TOKENS)
-    if what == "gen" or name in ("load", "read", "dequantize") and what in ("act", "kv"):
-        of = "kv" if what == "kv" else "act"
-        blocks = sum(n for part, n in counts.blocks.items() if part.representation == of)
-        return np.minimum(1.0, blocks / counts.batch)
-    return 1.0
+        share = counts.recomputed / BLOCK_TOKENS
+    elif verb in _OF_BLOCKS and counts.selected is None:
+        of, tiers = _OF_BLOCKS[verb]
+        share = longest(*(
+            copies for part, copies in counts.copies.items() if part.representation == of and part.tier in tiers
+        )) / counts.batch  # fmt: skip
+    elif verb in ("store_act", "store_kv", "write_act", "write_kv"):
+        share = one.link_bytes
+    elif verb in ("scatter", "scatter_device", "quantize"):
+        share = one.memory_bytes
+    if share is None or np.all(share >= 1):
+        return None
+    return np.minimum(1.0, share)
 
 
-def _pieces(loads: Loads) -> tuple[list[tuple], list]:
-    """(first, final) contexts of the decode's pieces, and how many iterations each has.
+def _walked(policy: Policy, num_layers: int, num_mini_batches):
+    """Iterations of a piece that are walked; arrays. By then what the disk has read ahead, up to four groups of weights,
+    is used up."""
+    groups = num_layers * (1 if policy.schedule == "column" else np.asarray(num_mini_batches))
+    return np.maximum(WALKED, np.ceil(GROUPS_WALKED / groups)) + np.zeros(np.shape(num_mini_batches))
 
-    A short decode is walked iteration by iteration. A long one is cut in three, and its last iteration stands apart.
-    """
-    n = loads.generated - 1
-    most = int(np.max(n))
-    if most < MOST_DECODE:
-        return [(loads.prompt + i, loads.prompt + i) for i in range(most)], [1.0] * most
-    contexts, counts, done = [], [], 0.0 * n
-    for piece in range(PIECES):
-        count = np.floor((n - 1) * (piece + 1) / PIECES) - done
-        contexts.append((loads.prompt + done, loads.prompt + done + count - 1))
-        counts.append(count)
-        done = done + count
-    return [*contexts, (loads.prompt + n - 1,) * 2], [*counts, 1.0]
+
+def _walked_alone(counts: np.ndarray, generated, walked):
+    """Whether the decode is so short that it is walked iteration by iteration. ``counts``: [pieces, candidates]."""
+    return generated - 1 <= walked * np.count_nonzero(counts[:-1], axis=0) + 2
+
+
+def _pieces(loads: Loads, walk: bool) -> tuple[list[Piece], int]:
+    """The pieces of the decode that some candidate has, and how many iterations of each are walked."""
+    walked = int(np.min(_walked(loads.policy, loads.shape.num_layers, loads.K)))
+    pieces = loads.pieces()
+    if walk and np.all(_walked_alone(np.array([piece.count for piece in pieces]), loads.generated, walked)):
+        at = [loads.prompt + i for i in range(int(np.max(loads.generated)) - 1)]
+        return [Piece(n, n, np.ones_like(n)) for n in at], 1
+    return [piece for piece in pieces if np.any(piece.count)], walked
 
 
 def _evaluate(loads: Loads, hardware: Hardware, walk: bool) -> dict:
     """One chunk of candidates of one structure: the fields of a Prediction."""
-    contexts, counts = _pieces(loads)
-    phases = Phases(loads, hardware, contexts)
+    pieces, walked = _pieces(loads, walk)
+    phases = Phases(loads, hardware, pieces)
     prefill_busy = phases.busy(0)
     decode_busy = dict.fromkeys(RESOURCES, 0.0)
     traffic = dict(phases.traffic(0))
     decode_bound = 0.0
-    for phase, count in enumerate(counts, start=1):
+    for phase, piece in enumerate(pieces, start=1):
         busy = phases.busy(phase)
-        decode_bound = decode_bound + count * _longest(*busy.values())
+        decode_bound = decode_bound + piece.count * longest(*busy.values())
         for resource, seconds in busy.items():
-            decode_busy[resource] = decode_busy[resource] + count * seconds
+            decode_busy[resource] = decode_busy[resource] + piece.count * seconds
         for key, moved in phases.traffic(phase).items():
-            traffic[key] = traffic.get(key, 0.0) + count * moved
-    prefill_s, decode_s = _longest(*prefill_busy.values()), decode_bound
+            traffic[key] = traffic.get(key, 0.0) + piece.count * moved
+    prefill_s, decode_s = longest(*prefill_busy.values()), decode_bound
     bound = prefill_s + decode_bound
     n = loads.generated - 1
     if walk:
-        prefill_s, total_s = _walk(_topology(loads, n), phases, counts, loads)
+        prefill_s, total_s = _walk(phases, pieces, walked)
         decode_s = total_s - prefill_s
     total_s = prefill_s + decode_s
     span = np.where(n > 0, decode_s, total_s)
@@ -346,104 +418,42 @@ def _evaluate(loads: Loads, hardware: Hardware, walk: bool) -> dict:
     }  # fmt: skip
 
 
-def _topology(loads: Loads, n) -> Topology:
+def _walk(phases: Phases, pieces: list[Piece], walked: int):
+    """(prefill seconds, total seconds) of the tiny run with the durations of the real one."""
+    loads = phases.loads
+    L, K = loads.shape.num_layers, loads.K
+    column = loads.policy.schedule == "column"
+    phase_of, after = [0], {}
+    for phase, piece in enumerate(pieces, start=1):
+        phase_of += [phase] * (1 if piece.kind is None else walked)
+        if piece.kind is not None:
+            after[len(phase_of) - 1] = piece.count - walked
+    t = _topology(loads, len(phase_of) - 1)
+    times: dict[tuple, tuple] = {}
+
+    def time_of(iteration: int, what: tuple):
+        key = phase_of[iteration], what
+        found = times.get(key)
+        if found is None:
+            found = times[key] = phases.of(key[0], *what)
+        return found
+
+    def least(iteration: int, round_: str):
+        return phases.round_seconds(phase_of[iteration], round_)
+
+    inner, outer = (K, L) if column else (L, K)
+    return walk_tasks(t, time_of, Skips(inner - t.inner.number, outer - t.outer.number, after, least))
+
+
+def _topology(loads: Loads, num_decode: int) -> Topology:
     def one(values) -> int:
         return int(np.ravel(values)[0])
 
-    kinds = tuple(sorted(loads.shares))
     resident = _resident_class(loads.layout, np.asarray(loads.resident))
     return topology(
-        kinds_key(loads.policy, kinds), loads.shape.num_layers, one(loads.K), one(n), one(resident), one(_disk_class(loads))
+        kinds_key(loads.policy, tuple(sorted(loads.shares))), loads.shape.num_layers, one(loads.K), num_decode,
+        one(resident), one(_disk_class(loads)),
     )  # fmt: skip
-
-
-def _walk(t: Topology, phases: Phases, counts: list, loads: Loads):
-    """(prefill seconds, total seconds): the tiny run's tasks in order, with skips where the real run goes on alike."""
-    ends: list = []
-    column = loads.policy.schedule == "column"
-    L = float(loads.shape.num_layers)
-    inner, outer = (loads.K, L) if column else (L, loads.K)
-    long_decode = t.iterations - 1 == MOST_DECODE
-    durations: dict[tuple, np.ndarray] = {}
-
-    def phase_of(iteration: int) -> int:
-        if not iteration:
-            return 0
-        return (iteration + 1) // 2 if long_decode else iteration
-
-    def duration(entry):
-        key = (
-            phase_of(entry.iteration),
-            entry.verb,
-            "whole" if entry.whole else entry.first_layer,
-            entry.last_mini_batch,
-        )
-        found = durations.get(key)
-        if found is None:
-            last = False if entry.whole else key[3]
-            found = durations[key] = phases.of(key[0], entry.verb, key[2], last)
-        return found
-
-    started = 0
-    tails = {0: [0.0] * len(RESOURCES)}  # position -> when each resource ended its last task
-    last_of = [-1] * len(RESOURCES)
-    for position, end in enumerate(t.ends):
-        for index in range(started, end):
-            entry = t.entries[index]
-            waits = entry.waits
-            start = ends[waits[0]] if waits else 0.0
-            for other in waits[1:]:
-                start = np.maximum(start, ends[other])
-            ends.append(start + duration(entry))
-            last_of[entry.resource] = index
-        started = end
-        tails[position + 1] = [ends[i] if i >= 0 else 0.0 for i in last_of]
-        _skip(t, position, ends, tails, last_of, inner, outer, counts, long_decode)
-    finish = [_longest(*(ends[i] for i in samples)) for samples in t.samples]
-    return finish[0], _longest(*finish)
-
-
-def _skip(
-    t: Topology, position: int, ends: list, tails: dict, last_of: list, inner, outer, counts, long_decode
-) -> None:
-    """Move what happened lately on by what the tiny run leaves out after this position."""
-    iteration, rest = divmod(position, t.inner * t.outer)
-    at_outer, at_inner = divmod(rest, t.inner)
-    if t.inner == t.most_inner and at_inner == t.inner - 2:
-        _advance(t, position, 1, 2, inner - t.inner, ends, tails, last_of)
-    if t.outer == t.most_outer and at_inner == t.inner - 1 and at_outer == t.outer - 2:
-        _advance(t, position, t.inner, 2, outer - t.outer, ends, tails, last_of)
-    if long_decode and iteration and iteration % 2 == 0 and rest == t.inner * t.outer - 1:
-        more = counts[iteration // 2 - 1] - 2
-        _advance(t, position, t.inner * t.outer, 1, more, ends, tails, last_of)
-
-
-def _advance(t: Topology, position: int, stride: int, over: int, times, ends: list, tails: dict, last_of: list) -> None:
-    """``times`` more rounds of ``stride`` positions, each resource at its pace over the last ``over`` rounds."""
-    if not np.any(times):
-        return
-    now = tails[position + 1]
-    paces = []
-    for resource in range(len(RESOURCES)):
-        recent = (now[resource] - tails[position + 1 - over * stride][resource]) / over
-        if over > 1:  # what happened once, late in the window, must not be repeated
-            back = position + 1 - stride
-            before = (tails[back][resource] - tails[back - over * stride][resource]) / over
-            recent = np.minimum(recent, before)
-        paces.append(recent)
-    first = position + 1 - 2 * stride
-    begin = t.ends[first - 1] if first > 0 else 0
-    for index in range(begin, t.ends[position]):
-        ends[index] = ends[index] + times * paces[t.entries[index].resource]
-    tails[position + 1] = [ends[i] if i >= 0 else 0.0 for i in last_of]
-
-
-def _longest(*values):
-    """The elementwise maximum of several arrays or numbers."""
-    longest = values[0]
-    for value in values[1:]:
-        longest = np.maximum(longest, value)
-    return longest
 
 
 def _gather(pieces: list[tuple[np.ndarray, dict]], size) -> Prediction:

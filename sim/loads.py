@@ -11,8 +11,8 @@ from functools import cached_property
 
 import numpy as np
 
-from flexhybrid.core.blocks import BLOCK_TOKENS, HALF, deal_blocks
-from flexhybrid.core.kinds import Part, parts_of, representation_of
+from flexhybrid.core.blocks import BLOCK_TOKENS, HALF, ceil_blocks, deal_blocks
+from flexhybrid.core.kinds import parts_of, representation_of
 from flexhybrid.core.layout import LayerLayout, layer_layout
 from flexhybrid.core.memory import BufferSizes, group_sizes, memory_parts, split_extremes
 from flexhybrid.core.policy import ElementBytes, Policy
@@ -21,26 +21,37 @@ from flexhybrid.core.shape import ModelShape
 from flexhybrid.core.split import SplitLines, split_lines, split_point
 from flexhybrid.core.steps import StepCounts
 
+#: Iterations at which a piece of the decode is looked at: whole blocks make stairs of it.
+SAMPLES = 4
+GROWTH = 0.25  #: of the context within a piece of the decode (its logarithm); what binds may change as it grows
+MOST_PIECES = 5
+
 
 def ceil_div(a, b):
     return np.ceil(a / b)
 
 
-def num_mini_batches(batch, prompt_tokens, max_tokens, max_mini_batch_tokens):
-    """(mini-batches, requests in each but the last) as ``packing.pack`` cuts requests of one length; arrays.
+def num_mini_batches(batch, prompt_tokens, max_tokens, max_mini_batch_tokens, packing: str = "balanced"):
+    """(mini-batches, requests in the largest) as ``packing.pack`` cuts requests of one length; arrays.
 
     A request's padded width is its whole context in blocks, whatever the shares: only its last block is partial.
     """
-    padded = ceil_div(prompt_tokens + max_tokens - 1, BLOCK_TOKENS) * BLOCK_TOKENS + 1
+    padded = ceil_blocks(prompt_tokens + max_tokens - 1) * BLOCK_TOKENS + 1
     most = np.maximum(1.0, np.floor(max_mini_batch_tokens / padded))
-    size = ceil_div(batch, ceil_div(batch, most))
+    if packing == "balanced":
+        most = ceil_div(batch, ceil_div(batch, most))
+    size = np.minimum(batch, most)
     return ceil_div(batch, size), size
 
 
-def _sum_ceil_blocks(tokens):
-    """Sum of ceil(t / 16) over t = 0 … tokens."""
-    full = np.floor(tokens / BLOCK_TOKENS)
-    return full * (full + 1) * (BLOCK_TOKENS / 2) + (tokens - full * BLOCK_TOKENS) * (full + 1)
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of the decode in which iterations count as alike; arrays [candidates]."""
+
+    first: np.ndarray  #: tokens of context
+    final: np.ndarray
+    count: np.ndarray  #: iterations
+    kind: str | None = None  #: where the new tokens go; None: a single iteration, each candidate its own
 
 
 @dataclass(frozen=True)
@@ -88,7 +99,7 @@ class Loads:
 
     @cached_property
     def _cut(self):
-        return num_mini_batches(self.batch, self.prompt, self.generated, self.bound)
+        return num_mini_batches(self.batch, self.prompt, self.generated, self.bound, self.policy.packing)
 
     @property
     def K(self):
@@ -97,13 +108,19 @@ class Loads:
 
     @property
     def size(self):
-        """Requests in each mini-batch but the last."""
+        """Requests in the largest mini-batch."""
         return self._cut[1]
 
     @cached_property
     def last(self):
-        """Requests in the last mini-batch."""
-        return self.batch - (self.K - 1) * self.size
+        """Requests in the last mini-batch: what remains, or of sizes as equal as may be, one less than in the first."""
+        remaining = self.batch - (self.K - 1) * self.size
+        return remaining if self.policy.packing == "fifo" else np.maximum(remaining, self.size - 1)
+
+    @cached_property
+    def usual(self):
+        """Requests in each mini-batch but the last, on average: sizes differ by one at most."""
+        return np.where(self.K > 1, (self.batch - self.last) / np.maximum(self.K - 1, 1), self.size)
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:
@@ -111,108 +128,175 @@ class Loads:
 
     # ---- which blocks are of which kind
 
-    def _tok_blocks(self, blocks):
-        return np.floor(self.shares.get("tok", 0.0) * blocks + HALF)
+    def _tok_blocks(self, tokens):
+        """Leading blocks of a request of so many tokens that are kept as ids alone: never the newest."""
+        full = np.floor(self.shares["tok"] * np.floor(tokens / BLOCK_TOKENS) + HALF)
+        return np.minimum(full, np.maximum(ceil_blocks(tokens) - 1, 0.0))
 
-    def _blocks_at(self, blocks) -> dict[str, np.ndarray]:
-        """Blocks of each kind among a request's first so many (whole numbers)."""
+    def _dealt(self, blocks) -> dict[str, np.ndarray]:
+        """Blocks of each kind that were ever dealt among a request's first so many (whole numbers)."""
         shares = [self.shares[kind] for kind in self.kinds]
-        dealt = deal_blocks(self.kinds, shares, blocks)
-        if "tok" in self.shares:
-            dropped = deal_blocks(self.kinds, shares, self._tok_blocks(blocks))
-            dealt = [a - b for a, b in zip(dealt, dropped, strict=True)]
-        return dict(zip(self.kinds, dealt, strict=True))
+        return dict(zip(self.kinds, deal_blocks(self.kinds, shares, blocks), strict=True))
+
+    def _blocks_at(self, tokens) -> dict[str, np.ndarray]:
+        """Blocks of each kind that hold a request's first so many tokens; arrays of any shape that broadcasts."""
+        dealt = self._dealt(ceil_blocks(tokens))
+        if "tok" not in self.shares:
+            return dealt
+        dropped = self._dealt(self._tok_blocks(tokens))
+        return {kind: dealt[kind] - dropped[kind] for kind in self.kinds}
 
     def _stored_until(self, tokens) -> dict[str, np.ndarray]:
-        """Tokens of each kind that were ever stored of a request's first so many."""
+        """Tokens of each kind among a request's first so many, were none ever dropped."""
         full = np.floor(tokens / BLOCK_TOKENS)
         rest = tokens - full * BLOCK_TOKENS
-        shares = [self.shares[kind] for kind in self.kinds]
-        low, high = (deal_blocks(self.kinds, shares, n) for n in (full, full + 1))
-        return {kind: a * BLOCK_TOKENS + rest * (b - a) for kind, a, b in zip(self.kinds, low, high, strict=True)}
+        low, high = self._dealt(full), self._dealt(full + 1)
+        return {kind: low[kind] * BLOCK_TOKENS + rest * (high[kind] - low[kind]) for kind in self.kinds}
+
+    def _tokens_at(self, tokens) -> dict[str, np.ndarray]:
+        """Tokens of each kind among a request's first so many; the others are kept as ids alone."""
+        stored = self._stored_until(tokens)
+        if "tok" not in self.shares:
+            return stored
+        dropped = self._dealt(self._tok_blocks(tokens))
+        return {kind: stored[kind] - dropped[kind] * BLOCK_TOKENS for kind in self.kinds}
 
     @cached_property
     def prompt_kinds(self) -> dict[str, np.ndarray]:
         """Tokens of each kind that the prefill stores of a request."""
-        kept = kept_tokens(self.policy.selection, self.prompt, self.prompt)
-        if "tok" not in self.shares:
-            return self._stored_until(kept)
-        dropped = self._stored_until(self._tok_blocks(np.floor(kept / BLOCK_TOKENS)) * BLOCK_TOKENS)
-        return {kind: n - dropped[kind] for kind, n in self._stored_until(kept).items()}
+        return self._tokens_at(kept_tokens(self.policy.selection, self.prompt, self.prompt))
 
     # ---- what a step does
 
     def prefill(self, batch) -> StepCounts:
-        """The prefill of ``batch`` requests (``size`` or ``last``)."""
+        """The prefill of ``batch`` requests (``usual`` or ``last``)."""
         stored = {part: batch * n for kind, n in self.prompt_kinds.items() for part in parts_of(kind)}
         return StepCounts(True, batch, self.prompt, 0.0, {}, {}, 0.0, stored)
 
-    def decode(self, batch, first, final) -> tuple[StepCounts, dict[Part, np.ndarray]]:
-        """A mean step of ``batch`` requests over the iterations whose contexts go from ``first`` to ``final`` tokens,
-        and the share of these iterations whose new token goes to each part."""
-        first, final = (kept_tokens(self.policy.selection, self.prompt, n) for n in (first, final))
-        context = (first + final) * 0.5
-        blocks = (_sum_ceil_blocks(final) - _sum_ceil_blocks(first - 1)) / (final - first + 1)
-        low = np.floor(blocks)
-        at_low, at_high = self._blocks_at(low), self._blocks_at(low + 1)
-        held = {kind: at_low[kind] + (blocks - low) * (at_high[kind] - at_low[kind]) for kind in self.kinds}
+    @cached_property
+    def kept(self):
+        """The most tokens of a request that stay cached."""
+        cached = self.prompt + self.generated
+        return kept_tokens(self.policy.selection, self.prompt, cached)
+
+    def _ever_stored(self, tokens) -> dict[str, np.ndarray]:
+        """Of a request's first so many tokens, those that were stored to each kind: of a heavy-hitter selection, the
+        newest take the places of those that are dropped."""
+        if self.policy.selection.method != "heavy_hitter":
+            return self._stored_until(tokens)
+        rounds = np.floor(tokens / self.kept)
+        whole, rest = self._stored_until(self.kept), self._stored_until(tokens - rounds * self.kept)
+        return {kind: rounds * whole[kind] + rest[kind] for kind in self.kinds}
+
+    def _new_tokens(self, first, after) -> dict[str, np.ndarray]:
+        """How many of the iterations whose contexts are ``first``, … ``after`` − 1 tokens store to each kind."""
+        since, until = self._ever_stored(first), self._ever_stored(after)
+        return {kind: until[kind] - since[kind] for kind in self.kinds}
+
+    def pieces(self) -> list[Piece]:
+        """The decode cut into pieces at whole blocks, and these by the kind of block that their new tokens go to: sixteen
+        iterations in a row store to one kind alone. The last iteration stands apart. A count may be 0."""
+        end = self.prompt + np.maximum(self.generated - 2, 0)
+        growth = np.log(end / self.prompt)
+        number = np.clip(np.ceil(growth / GROWTH), 1, MOST_PIECES)
+        pieces, first = [], self.prompt
+        for i in range(1, int(np.max(number)) + 1):
+            whole = np.round(self.prompt * np.exp(growth * i / number) / BLOCK_TOKENS) * BLOCK_TOKENS + 1
+            after = np.where(i >= number, end, np.clip(whole, first, end))
+            final = np.maximum(first, after - 1)
+            pieces += [Piece(first, final, count, kind) for kind, count in self._new_tokens(first, after).items()]
+            first = after
+        return [*pieces, Piece(end, end, np.where(self.generated > 1, 1.0, 0.0))]
+
+    def decode(self, batch, first, final, kind: str | None = None) -> StepCounts:
+        """A mean step of ``batch`` requests over the iterations whose contexts go from ``first`` to ``final`` tokens.
+
+        ``kind``: where the new token goes; None: as each candidate has it, of an iteration that stands alone.
+        """
+        at, weight = self._samples(first, final)
+
+        def mean(samples):
+            return (samples * weight).sum(axis=0)
+
+        context, held = mean(at), self._blocks_at(at)
         recomputed = 0.0
         if "tok" in self.shares:
-            recomputed = self._tok_blocks(context / BLOCK_TOKENS) * BLOCK_TOKENS
-        of_part: dict[Part, np.ndarray] = {}
-        columns = 0.0
-        for kind in self.kinds:
-            split = None
-            if representation_of(kind) == "both":
-                share = held[kind] / blocks
-                tokens = split_point(self.lines[kind], batch, context * share, self.K, whole_blocks=False)
-                split = {"act": tokens / BLOCK_TOKENS, "kv": held[kind] - tokens / BLOCK_TOKENS}
-            for part in parts_of(kind):
-                count = held[kind] if split is None else split[part.representation]
-                if self.policy.static_cache:
-                    count = self._final[kind]
-                of_part[part] = batch * count
+            recomputed = mean(self._tok_blocks(at)) * BLOCK_TOKENS
+        leading = {}
+        if self.lines:
+            tokens = self._tokens_at(at)
+            leading = {
+                name: split_point(lines, batch, tokens[name], self.K) / BLOCK_TOKENS
+                for name, lines in self.lines.items()
+            }
+        blocks, copies, columns = {}, {}, 0.0
+        for name in self.kinds:
+            for part in parts_of(name):
+                count = held[name]
+                if name in leading:
+                    count = leading[name] if part.representation == "act" else count - leading[name]
+                copies[part] = batch * mean(count > 0)
                 if part.representation == "act":
-                    columns = columns + count
-        until = self._stored_until(final + 1)
-        since = self._stored_until(first)
-        span = final - first + 1
-        share = {kind: (until[kind] - since[kind]) / span for kind in self.kinds}
-        if self.policy.selection.method == "heavy_hitter":
-            share = {kind: self.shares[kind] + 0.0 * context for kind in self.kinds}
-        fraction = {part: share[kind] for kind in self.kinds for part in parts_of(kind)}
-        stored = {part: batch + 0.0 * context for part in fraction}
+                    columns = columns + mean(count)
+                if self.policy.static_cache:
+                    count = self.reserved[name] * (count > 0)
+                blocks[part] = batch * mean(count)
+        if kind is None:
+            stored = {part: batch * n for name, n in self._new_tokens(first, first + 1).items() for part in parts_of(name)}
+        else:
+            stored = {part: batch + 0.0 * context for part in parts_of(kind)}
         selected = None
         if self.policy.selection.method == "speculative":
             selected = selected_tokens(self.policy.selection, context)
-        copies = {part: batch * np.minimum(1.0, count) for part, count in of_part.items()}
-        counts = StepCounts(
-            False, batch, 1.0, context - recomputed, of_part, copies, columns, stored, recomputed, selected
+        return StepCounts(
+            False, batch, 1.0, context - recomputed, blocks, copies, columns, stored, recomputed, selected
         )  # fmt: skip
-        return counts, fraction
+
+    def _samples(self, first, final) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens in the cache at a few of the iterations whose contexts go from ``first`` to ``final``, and what each
+        stands for: [samples, …]. Where few blocks are added, each number of blocks has its samples."""
+        first, final = (np.asarray(n, dtype=np.float64) for n in (first, final))
+        if np.all(first == final):
+            return np.minimum(first, self.kept)[None], np.ones_like(first)[None]
+        # Within a block a split point may change; a block is dropped when the newest is full.
+        spans = [(1, 4), (5, 8), (9, 12), (13, 15)] if self.lines else [(1, 15)]
+        if self.lines or "tok" in self.shares:
+            spans.append((16, 16))
+        else:
+            spans = [(1, 16)]
+        before, number = ceil_blocks(first) - 1, SAMPLES * len(spans)
+        few = ceil_blocks(final) - before <= SAMPLES
+        at, weight = [], []
+        for block in range(SAMPLES):
+            for start, end in spans:
+                low = np.maximum(first, (before + block) * BLOCK_TOKENS + start)
+                high = np.minimum(final, (before + block) * BLOCK_TOKENS + end)
+                spread = np.floor(first + (final - first + 1) * (len(at) + 0.5) / number)
+                at.append(np.where(few, np.clip(np.floor((low + high) / 2), first, final), spread))
+                weight.append(np.where(few, np.maximum(high - low + 1, 0.0) / (final - first + 1), 1.0 / number))
+        return np.minimum(np.stack(at), self.kept), np.stack(weight)
 
     # ---- memory
 
     @cached_property
-    def _final(self) -> dict[str, np.ndarray]:
+    def reserved(self) -> dict[str, np.ndarray]:
         """Blocks of each kind that a request reserves."""
-        cached = self.prompt + self.generated - 1
-        blocks = ceil_div(kept_tokens(self.policy.selection, self.prompt, cached), BLOCK_TOKENS)
-        final = self._blocks_at(blocks)
+        kept = kept_tokens(self.policy.selection, self.prompt, self.prompt + self.generated - 1)
         if "tok" not in self.shares:
-            return final
-        before = self._blocks_at(np.maximum(blocks - 1, 0.0))
-        return {kind: np.maximum(final[kind], before[kind]) + 1 for kind in self.kinds}
+            return self._blocks_at(kept)
+        full = ceil_blocks(kept)
+        last, before = (self._blocks_at(np.maximum(full - back, 0.0) * BLOCK_TOKENS) for back in range(2))
+        return {kind: np.maximum(last[kind], before[kind]) + 1 for kind in self.kinds}
 
     def memory(self, device: str) -> dict[str, dict[str, np.ndarray]]:
         """``core.memory.memory_plan`` of each candidate: bytes per tier and part."""
         cached = self.prompt + self.generated - 1
-        final = self._final
+        final = self.reserved
         splits = {
             kind: split_extremes(lines, self.size, self.prompt, cached, self.K) for kind, lines in self.lines.items()
         }
         staged = {kind: self.size * tokens for kind, tokens in self.prompt_kinds.items()}
-        recomputed = self._tok_blocks(np.floor(cached / BLOCK_TOKENS)) * BLOCK_TOKENS if "tok" in self.shares else 0.0
+        recomputed = self._tok_blocks(cached) * BLOCK_TOKENS if "tok" in self.shares else 0.0
         one = group_sizes(self.policy, self.size, self.prompt, final, staged, recomputed, splits)
         sizes = BufferSizes(**{
             **{name: getattr(one, name) for name in one.__dataclass_fields__},

@@ -25,7 +25,7 @@ class Sums:
 
 
 def loads_of(shape: ModelShape, hardware: Hardware, bytes_per_element: int, candidates: Candidates) -> Loads:
-    """The loads of candidates of one structure, [candidates]; shares are the policy's where the candidates name none."""
+    """The loads of candidates of one structure; shares are the policy's where the candidates name none."""
     c, size = candidates, np.shape(candidates.batch)
 
     def full(value):
@@ -51,15 +51,15 @@ def peak_bytes(shape: ModelShape, hardware: Hardware, bytes_per_element: int, ca
 
 
 def resource_sums(shape: ModelShape, hardware: Hardware, bytes_per_element: int, candidates: Candidates) -> Sums:
-    """The sums of candidates that use all their cache entries. Raises InputError as ``sim.closed_form.predict`` does."""
+    """The sums of candidates that use all their cache entries. Raises InputError as ``predict`` does."""
     check_planned(candidates.policy)
     loads = loads_of(shape, hardware, bytes_per_element, candidates)
-    contexts, counts = _pieces(loads)
-    phases = Phases(loads, hardware, contexts)
+    pieces, _ = _pieces(loads, False)
+    phases = Phases(loads, hardware, pieces)
     decode = dict.fromkeys(RESOURCES, 0.0)
-    for phase, count in enumerate(counts, start=1):
+    for phase, piece in enumerate(pieces, start=1):
         for resource, seconds in phases.busy(phase).items():
-            decode[resource] = decode[resource] + count * seconds
+            decode[resource] = decode[resource] + piece.count * seconds
     memory = loads.memory(hardware.device)
     zero = np.zeros(np.shape(loads.batch))
     return Sums(

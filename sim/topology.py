@@ -1,14 +1,15 @@
 """A run's stream in small: the very tasks and dependencies of the plan maker, for a handful of layers and mini-batches.
 
 Layers are alike, mini-batches but the last are alike, iterations change slowly. So the order of tasks and what waits
-for what can be read off the stream of a tiny run, and ``sim.closed_form`` walks that one with the durations of the real
+for what can be read off the stream of a tiny run. ``sim.walk`` takes it task by task with the durations of the real
 run, many policies at a time, and skips over what repeats.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,33 +18,43 @@ from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.kinds import representation_of
 from flexhybrid.core.layout import layer_layout
 from flexhybrid.core.plan import admit
-from flexhybrid.core.policy import Placement, Policy
+from flexhybrid.core.policy import Bits, Placement, Policy
 from flexhybrid.core.shape import ModelShape
 from flexhybrid.core.split import SplitLines
 from flexhybrid.core.stream import numbered_stream
-from flexhybrid.core.task import RESOURCES
+from flexhybrid.core.task import RESOURCES, Access, Task
 from flexhybrid.core.workload import Workload
 
-MOST_MINI_BATCHES = 6  #: of the tiny run; what lies between the fifth and the last is skipped
-MOST_LAYERS = 5
-MOST_DECODE = 7  #: decode iterations: two for each of three pieces of the decode, and the last
+#: Positions walked before and after a skip. What a slow resource holds up shows after two positions at the next one
+#: (all buffers are double), and the longest chain has three of them: compute, d2h, host core; disk, h2d, compute.
+BEFORE, AFTER = 6, 4
+LEAST_BEFORE, LEAST_AFTER = 4, 1  #: rounds of several positions each
 
 #: Which part of a layer is resident: less than W_K and W_V; those; those and W_Q; all.
 RESIDENT_CLASSES = (0, 1, 2, 3)
 
+#: Verbs that a step may lack in the real run though the tiny one has them.
+OPTIONAL = frozenset((
+    "kv_gen", "attend_recomputed", "load_act", "load_kv", "read_act", "read_kv", "dequantize_act", "dequantize_kv",
+    "store_act", "store_kv", "write_act", "write_kv", "scatter", "scatter_device", "quantize",
+))  # fmt: skip
 
-@dataclass(frozen=True)
-class Entry:
+
+class Entry(NamedTuple):
     """A task of the tiny run."""
 
     resource: int
-    verb: str
     iteration: int
-    first_layer: bool
-    last_mini_batch: bool
-    whole: bool  #: the stream's first load of weights, which comes in one piece
-    waits: tuple[int, ...]  #: indices of the entries it waits for, the one before it on its resource included
-    position: int  #: from 0
+    what: tuple[str, bool, bool, bool]  #: verb; the stream's first load of weights; first layer; last mini-batch
+    waits: tuple[int, ...]  #: indices of the entries on other resources that it waits for
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """One of the two nested loops of an iteration: rounds of the tiny run, and how many are walked before a skip."""
+
+    number: int
+    before: int | None  #: None: the real run has no more of them than the tiny one
 
 
 @dataclass(frozen=True)
@@ -51,49 +62,133 @@ class Topology:
     """The entries in stream order, and how positions are nested: outer (column: layers) over inner (mini-batches)."""
 
     entries: tuple[Entry, ...]
-    column: bool
-    inner: int
-    outer: int
-    iterations: int  #: the prefill included
+    inner: Rounds
+    outer: Rounds
     ends: tuple[int, ...]  #: one past the last entry of each position
-    samples: tuple[tuple[int, ...], ...]  #: of each iteration, the entries that sample
-
-    @property
-    def most_inner(self) -> int:
-        return MOST_MINI_BATCHES if self.column else MOST_LAYERS
-
-    @property
-    def most_outer(self) -> int:
-        return MOST_LAYERS if self.column else MOST_MINI_BATCHES
+    #: of a position after which rounds are skipped: (entry, number beyond the entries under which those wait for it that
+    #: come later in the same loop: for them it stands for what the skipped rounds did in its place)
+    moved_after: dict[int, tuple[tuple[int, int], ...]]
+    num_moved: int
+    unused_after: tuple[tuple[int, ...], ...]  #: of each position, entries that nobody waits for from there on
+    barriers: bool  #: everything meets after each position
 
 
 def kinds_key(policy: Policy, cache_kinds: tuple[str, ...]) -> Policy:
     """The policy with its numbers taken out: two policies with one key have one topology."""
-    shares = {kind: 1.0 / len(cache_kinds) for kind in cache_kinds}
     selection = policy.selection
     if selection.method == "speculative":
-        selection = replace(selection, pool=1.0, max_fraction=0.5)
+        selection = replace(selection, alpha=4.0, partial_ratio=0.5, pool=1.0, max_fraction=0.5, victim="fifo")
+    elif selection.method == "heavy_hitter":
+        selection = replace(selection, budget=0.5)
+    bits = (getattr(policy.bits, kind) for kind in ("weights", "kv", "act"))
     return replace(
-        policy, name="", weights=Placement(host=1.0), cache=shares, max_mini_batch_tokens=1, max_batch=None,
-        packing="fifo", selection=selection,
+        policy, name="", weights=Placement(host=1.0), cache={kind: 1.0 / len(cache_kinds) for kind in cache_kinds},
+        bits=Bits(*(one if one == "native" else 8 for one in bits)), max_mini_batch_tokens=1, max_batch=None,
+        packing="fifo", selection=selection, split="paper", static_cache=False,
     )  # fmt: skip
+
+
+def walked_rounds(num_inner: int, num_outer: int) -> tuple[Rounds, Rounds]:
+    """How many of an iteration's inner and outer rounds the tiny run has."""
+
+    def rounds(wanted: int, positions: int) -> Rounds:
+        before = max(LEAST_BEFORE, -(-BEFORE // positions))
+        after = max(LEAST_AFTER, -(-AFTER // positions))
+        return Rounds(before + after, before) if wanted > before + after else Rounds(wanted, None)
+
+    inner = rounds(num_inner, 1)
+    return inner, rounds(num_outer, inner.number)
 
 
 def topology(
     key: Policy, num_layers: int, num_mini_batches: int, num_decode: int, resident: int, on_disk: int
 ) -> Topology:
-    """The tiny run of policies with this ``kinds_key``.
+    """The tiny run of policies with this ``kinds_key``, of ``num_decode`` decode iterations.
 
     ``resident``: one of RESIDENT_CLASSES. ``on_disk``: of the streamed weights, 0 none, 1 some, 2 all lie on the disk.
     """
-    return _build(
-        key.to_json(), min(num_layers, MOST_LAYERS), min(num_mini_batches, MOST_MINI_BATCHES),
-        min(num_decode, MOST_DECODE), resident, on_disk,
-    )  # fmt: skip
+    column = key.schedule == "column"
+    inner, outer = walked_rounds(*((num_mini_batches, num_layers) if column else (num_layers, num_mini_batches)))
+    return _topology(key.to_json(), inner, outer, num_decode, resident, on_disk)
 
 
-@cache
-def _build(key: str, num_layers: int, num_mini_batches: int, num_decode: int, resident: int, on_disk: int) -> Topology:
+@lru_cache(maxsize=128)
+def _topology(key: str, inner: Rounds, outer: Rounds, num_decode: int, resident: int, on_disk: int) -> Topology:
+    policy = Policy.from_json(key)
+    layers, mini_batches = (outer, inner) if policy.schedule == "column" else (inner, outer)
+    positions = inner.number * outer.number
+    like = 3 if positions >= 8 else 5  # this iteration and the next stand for more; two, because slots go by turns
+    base = min(num_decode, like + 2 + (num_decode - like) % 2)
+    entries, ends = _tiny_run(key, layers.number, mini_batches.number, base, resident, on_disk)
+    if num_decode > base:
+        entries, ends = _repeated(entries, ends, like * positions, (like + 2) * positions, (num_decode - base) // 2)
+    entries, moved_after, num_moved = _with_moved(entries, ends, inner, outer)
+    unused = _unused(entries, ends)
+    return Topology(entries, inner, outer, ends, moved_after, num_moved, unused, policy.overlap == "step")
+
+
+def _with_moved(entries: tuple[Entry, ...], ends: tuple[int, ...], inner: Rounds, outer: Rounds):
+    """The entries with waits across skipped rounds renamed, and who is renamed after which position to what."""
+    at = np.repeat(np.arange(len(ends)), np.diff((0, *ends))).tolist()
+    loops = [(rounds.before, stride, rounds.number * stride)
+             for rounds, stride in ((inner, 1), (outer, inner.number)) if rounds.before]  # fmt: skip
+    moved: dict[int, dict[int, int]] = {}
+    names = len(entries)
+
+    def renamed(awaited: int, position: int) -> int:
+        """Buffers have two slots: only what happened in the last two rounds before a skip is repeated by it."""
+        nonlocal names
+        for before, stride, length in loops:
+            skip = position // length * length + before * stride
+            if skip - 2 * stride <= at[awaited] < skip <= position:
+                of_skip = moved.setdefault(skip - 1, {})
+                if awaited not in of_skip:
+                    of_skip[awaited], names = names, names + 1
+                return of_skip[awaited]
+        return awaited
+
+    out = tuple(
+        entry._replace(waits=tuple(renamed(n, at[number]) for n in entry.waits)) if entry.waits else entry
+        for number, entry in enumerate(entries)
+    )
+    return out, {skip: tuple(of.items()) for skip, of in moved.items()}, names - len(entries)
+
+
+def _unused(entries: tuple[Entry, ...], ends: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Of each position, the entries (or their other names) that nobody waits for from there on."""
+    last_use: dict[int, int] = {}
+    for number, entry in enumerate(entries):
+        last_use[number] = number
+        last_use.update(dict.fromkeys(entry.waits, number))
+    at = np.repeat(np.arange(len(ends)), np.diff((0, *ends)))
+    unused: list[list[int]] = [[] for _ in ends]
+    for name, number in last_use.items():
+        unused[at[number]].append(name)
+    return tuple(map(tuple, unused))
+
+
+def _repeated(entries: tuple[Entry, ...], ends: tuple[int, ...], first: int, last: int, times: int):
+    """The entries with those of positions [first, last), two iterations, there ``times`` times more."""
+    start, end = ends[first - 1], ends[last - 1]
+
+    def moved(part, copies: int):
+        shift = copies * (end - start)
+        return [
+            Entry(e.resource, e.iteration + 2 * copies, e.what, tuple(w + shift for w in e.waits)) for e in part
+        ]  # fmt: skip
+
+    out, out_ends = list(entries[:end]), list(ends[:last])
+    for copies in range(1, times + 1):
+        out += moved(entries[start:end], copies)
+        out_ends += [one + copies * (end - start) for one in ends[first:last]]
+    out += moved(entries[end:], times)
+    out_ends += [one + times * (end - start) for one in ends[last:]]
+    return tuple(out), tuple(out_ends)
+
+
+@lru_cache(maxsize=128)
+def _tiny_run(key: str, num_layers: int, num_mini_batches: int, num_decode: int, resident: int, on_disk: int):
+    """(entries, one past the last of each position) of a run laid out in full."""
     shape = ModelShape("tiny", "opt", num_layers, 256, 4, 4, 64, 1024, 512, 1 << 20)
     policy = Policy.from_json(key)
     layout = layer_layout(shape, policy.bits.element_bytes(2).weights)
@@ -115,31 +210,72 @@ def _build(key: str, num_layers: int, num_mini_batches: int, num_decode: int, re
     half = SplitLines("paper", 1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0)
     split = {kind: half for kind in policy.cache if representation_of(kind) == "both"}
     wave = replace(wave, mini_batches=tuple(groups), split=split)
-    column = policy.schedule == "column"
-    inner, outer = (num_mini_batches, num_layers) if column else (num_layers, num_mini_batches)
 
-    dependencies, on_resource = Dependencies(), {resource: [] for resource in RESOURCES}
-    entries: list[Entry] = []
-    ends: list[int] = []
-    samples: list[list[int]] = [[] for _ in range(num_decode + 1)]
-    loaded = False
+    waits_of, entries, ends, loaded = _Waits(), [], [], False
+    one_by_one = policy.overlap is False  # one task at a time: as if there were one resource
     for number, task in numbered_stream(wave):
-        own = on_resource[task.resource]
-        waits = [on_resource[resource][ordinal] for resource, ordinal in dependencies.add(task)]
-        if own:
-            waits.append(own[-1])
         while len(ends) < number - 1:
             ends.append(len(entries))
-        if task.verb == "sample":
-            samples[task.iteration].append(len(entries))
-        own.append(len(entries))
         whole = not loaded and task.verb in ("load_weights", "read_weights")
         loaded = loaded or task.verb == "load_weights"
-        entries.append(Entry(
-            RESOURCES.index(task.resource), task.verb, task.iteration, task.layer == 0,
-            task.mini_batch == num_mini_batches - 1, whole, tuple(waits), number - 1,
-        ))  # fmt: skip
-    while len(ends) < (num_decode + 1) * inner * outer:
-        ends.append(len(entries))
-    ends[-1] = len(entries)
-    return Topology(tuple(entries), column, inner, outer, num_decode + 1, tuple(ends), tuple(map(tuple, samples)))
+        what = task.verb, whole, task.layer == 0, task.mini_batch == num_mini_batches - 1
+        if one_by_one:
+            entries.append(Entry(0, task.iteration, what, ()))
+        else:
+            entries.append(Entry(RESOURCES.index(task.resource), task.iteration, what, waits_of.add(task)))
+    last = (num_decode + 1) * num_layers * num_mini_batches - 1  # what comes after it belongs to it
+    return tuple(entries), (*ends[:last], *[len(entries)] * (last + 1 - min(len(ends), last)))
+
+
+class _Waits:
+    """What each task waits for, as numbers of earlier tasks: those that ``Dependencies`` says, and those that would
+    count in their place were they absent; without what an earlier task of the same resource has waited for."""
+
+    def __init__(self):
+        self.dependencies = Dependencies()
+        self.on_resource: dict[str, list[int]] = {resource: [] for resource in RESOURCES}
+        self.tasks: list[Task] = []
+        self.writers: dict[Access, list[int]] = {}
+        self.readers: dict[Access, list[int]] = {}
+        self.waited: dict[str, set[int]] = {resource: set() for resource in RESOURCES}
+        self.surely: dict[tuple[str, str], int] = {}  # (who waits, for whom) -> latest task that is always there
+
+    def add(self, task: Task) -> tuple[int, ...]:
+        found = {self.on_resource[resource][ordinal] for resource, ordinal in self.dependencies.add(task)}
+        number = len(self.tasks)
+        self.tasks.append(task)
+        self.on_resource[task.resource].append(number)
+        for access in task.reads:
+            found.update(self.writers.get(access, ()))
+            self._note(self.readers, access, number)
+        for access in task.writes:
+            found.update(self.writers.get(access, ()), self.readers.get(access, ()))
+            if task.verb not in OPTIONAL:
+                self.writers[access], self.readers[access] = [], []
+            self._note(self.writers, access, number)
+        return tuple(sorted(n for n in self._latest(found) if self._counts(n, task)))
+
+    def _counts(self, number: int, waiter: Task) -> bool:
+        """Whether the task of this number must be waited for; notes it if so."""
+        awaited, resource = self.tasks[number], waiter.resource
+        pair = resource, awaited.resource
+        if awaited.resource == resource or number in self.waited[resource] or number < self.surely.get(pair, 0):
+            return False
+        if waiter.verb not in OPTIONAL:
+            self.waited[resource].add(number)
+            if awaited.verb not in OPTIONAL:
+                self.surely[pair] = number
+        return True
+
+    def _note(self, of: dict[Access, list[int]], access: Access, number: int) -> None:
+        of[access] = self._latest([*of.get(access, ()), number])
+
+    def _latest(self, numbers) -> list[int]:
+        """Of each resource, the last task that is always there, and of those after it the last of each verb."""
+        kept, done = [], set()
+        for number in sorted(numbers, reverse=True):
+            task = self.tasks[number]
+            if task.resource not in done and (task.resource, task.verb) not in done:
+                kept.append(number)
+                done.add((task.resource, task.verb) if task.verb in OPTIONAL else task.resource)
+        return kept

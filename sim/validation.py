@@ -16,7 +16,7 @@ from flexhybrid.core.workload import Workload
 from sim.closed_form import Candidates, predict
 from sim.virtual_clock import run, summarize
 
-MOST_STEPS = 1200  #: layer x mini-batch x iteration of a random case, so that 600 cases take less than a minute
+MOST_STEPS = 1500  #: layer x mini-batch x iteration of a random case, so that 600 cases take less than a minute
 
 #: What a random case can be. column and row: every policy of that schedule. serial: chains in which every task waits
 #: for another resource, so that nothing hides a wrong account of waiting: attention on the host or both(…) with one
@@ -54,7 +54,7 @@ class Case:
 
 
 def random_case(rng: np.random.Generator, kind: str = "column") -> Case:
-    """A random model (1-16 layers, hidden 128-4096), batch, policy of one of KINDS, and machine.
+    """A random model (1-24 layers, hidden 128-4096), batch, policy of one of KINDS, and machine.
 
     The machine's rates are drawn two to three decades wide, so that every resource binds somewhere, and for a third of
     the cases one resource is then set to within a quarter of the rate that balances compute: there a wrong account of
@@ -65,7 +65,7 @@ def random_case(rng: np.random.Generator, kind: str = "column") -> Case:
     generated = int(rng.choice([1, 2, rng.integers(3, 9), rng.integers(9, 65)], p=[0.08, 0.07, 0.35, 0.5]))
     most = max(1, MOST_STEPS // (shape.num_layers * generated))
     alone = kind == "serial" and not any("disk" in key for key in policy.cache) and not policy.weights.disk
-    num_mini_batches = 1 if alone else min(most, round(_log_uniform(rng, 1, 20)))
+    num_mini_batches = 1 if alone else min(most, round(_log_uniform(rng, 1, 24)))
     size = round(_log_uniform(rng, 1, 24))
     batch = max(1, num_mini_batches * size - int(rng.integers(0, size)))
     prompt = round(_log_uniform(rng, 8, 1024))
@@ -86,7 +86,7 @@ def _shape(rng) -> ModelShape:
     kv_heads = max(1, heads // int(rng.choice([1, 1, 1, 2, 4])))
     gated = bool(rng.random() < 0.25)
     return ModelShape(
-        "random", "llama" if gated else "opt", int(rng.integers(1, 17)), hidden, heads, kv_heads, head_dim,
+        "random", "llama" if gated else "opt", round(_log_uniform(rng, 1, 24)), hidden, heads, kv_heads, head_dim,
         int(rng.choice([2, 4])) * hidden, int(rng.choice([512, 2048, 8192, 50272])), 4096,
         gated_mlp=gated, rotary=gated, bias=not gated,
     )  # fmt: skip
@@ -127,8 +127,8 @@ def _policy(rng, kind: str) -> Policy:
         return replace(policy, weights=Placement(device=device, disk=1.0 - device))
     if form == "speculative":
         selection = Selection(
-            "speculative", alpha=4.0, partial_ratio=float(rng.uniform(0.1, 0.5)), max_fraction=float(rng.uniform(0.05, 0.5)),
-            pool=float(rng.uniform(0.5, 1)), victim="lru", partial_keys=str(rng.choice(["device", "host"])),
+            "speculative", alpha=4.0, partial_ratio=float(rng.uniform(0.1, 0.5)), pool=float(rng.uniform(0.5, 1)),
+            max_fraction=float(rng.uniform(0.05, 0.5)), victim="lru", partial_keys=str(rng.choice(["device", "host"])),
         )  # fmt: skip
         return replace(policy, selection=selection)
     if form == "heavy_hitter":
@@ -137,7 +137,8 @@ def _policy(rng, kind: str) -> Policy:
         return replace(policy, selection=selection, cache=_shares(rng, kinds))
     count = int(rng.choice([1, 2, 3, 4], p=[0.3, 0.4, 0.2, 0.1]))
     kinds = tuple(rng.choice(_ENTRIES, count, False, _ENTRY_ODDS / _ENTRY_ODDS.sum()))
-    return replace(policy, cache=_shares(rng, (*kinds, "tok") if rng.random() < 0.15 else kinds))
+    policy = replace(policy, cache=_shares(rng, (*kinds, "tok") if rng.random() < 0.15 else kinds))
+    return replace(policy, static_cache=bool(rng.random() < 0.1) and not policy.share("both"))
 
 
 def _shares(rng, kinds) -> dict[str, float]:

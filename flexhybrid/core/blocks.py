@@ -59,8 +59,8 @@ class BlockKinds:
     """The representation of logical block 0, 1, 2, … under given token shares: ``deal_blocks`` as a sequence.
 
     Kinds are sorted by name, so ACT comes before KV and the device before the host. Tokens of the entry ``tok`` are
-    a prefix of the request and in none of the kinds: the first ``tok_blocks`` blocks were dealt a kind when they were
-    new and have been dropped since.
+    a prefix of the request and in none of the kinds: its first blocks were dealt a kind when they were new and have been
+    dropped since.
     """
 
     def __init__(self, shares: dict[str, float]):
@@ -68,15 +68,13 @@ class BlockKinds:
         self.tok_share = float(shares.get("tok", 0.0))
         self._shares = [float(shares[kind]) for kind in self.kinds]
 
-    def tok_blocks(self, num_blocks):
-        """Of the first ``num_blocks``, those that are kept as token ids alone."""
-        if not self.tok_share:
-            return np.zeros_like(np.asarray(num_blocks))
-        return np.floor(self.tok_share * np.asarray(num_blocks) + HALF).astype(np.int64)
-
     def tok_tokens(self, num_tokens):
         """Tokens kept as ids alone among the first ``num_tokens``: whole blocks, never the newest."""
-        return self.tok_blocks(np.asarray(num_tokens) // BLOCK_TOKENS) * BLOCK_TOKENS
+        num_tokens = np.asarray(num_tokens)
+        if not self.tok_share:
+            return np.zeros_like(num_tokens)
+        full = np.floor(self.tok_share * (num_tokens // BLOCK_TOKENS) + HALF).astype(np.int64)
+        return np.minimum(full, np.maximum(ceil_blocks(num_tokens) - 1, 0)) * BLOCK_TOKENS
 
     def _dealt(self, num_blocks) -> np.ndarray:
         counts = deal_blocks(self.kinds, self._shares, np.asarray(num_blocks))
@@ -84,8 +82,12 @@ class BlockKinds:
 
     def blocks(self, num_blocks) -> np.ndarray:
         """Blocks of each kind among the first ``num_blocks``: [..., kind]."""
+        return self._held(num_blocks, np.asarray(num_blocks) * BLOCK_TOKENS)
+
+    def _held(self, num_blocks, num_tokens) -> np.ndarray:
+        """Blocks of each kind among the first ``num_blocks`` that are kept while the request has so many tokens."""
         dealt = self._dealt(num_blocks)
-        return dealt - self._dealt(self.tok_blocks(num_blocks)) if self.tok_share else dealt
+        return dealt - self._dealt(self.tok_tokens(num_tokens) // BLOCK_TOKENS) if self.tok_share else dealt
 
     def most_blocks(self, num_blocks) -> np.ndarray:
         """Blocks of each kind that a request of up to ``num_blocks`` ever holds at once: [..., kind]."""
@@ -97,7 +99,7 @@ class BlockKinds:
         """Tokens of each kind among the first ``num_tokens``: [..., kind]. Only the last block can be partial."""
         full, rest = np.divmod(np.asarray(num_tokens), BLOCK_TOKENS)
         newest = self._dealt(full + 1) - self._dealt(full)
-        return self.blocks(full) * BLOCK_TOKENS + rest[..., None] * newest
+        return self._held(full, num_tokens) * BLOCK_TOKENS + rest[..., None] * newest
 
     def kind_of(self, positions) -> np.ndarray:
         """Index into ``kinds`` of the token at each position, when it is new."""

@@ -301,8 +301,8 @@ def _store_works(shape: ModelShape, policy: Policy, stored: ElementBytes, c: Ste
         if np.any(sent := rows(representation, "host", "disk")):
             works[f"store_{representation}"] = work.store_rows(shape, of_element[representation], representation, sent)
         if np.any(written := rows(representation, "disk")):
-            works[f"write_{representation}"] = Work(
-                link_bytes=works[f"store_{representation}"].link_bytes * written / sent, num_copies=1, tokens=written
+            works[f"write_{representation}"] = work.store_rows(
+                shape, of_element[representation], representation, written
             )
         if of_element[representation] != stored.compute:
             quantized = quantized + rows(representation, "device", "host", "disk") * width[representation]

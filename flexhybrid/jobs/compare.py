@@ -37,7 +37,7 @@ from flexhybrid.runtime.runnable import check_runnable
 from flexhybrid.runtime.weights import Weights
 from policy_search.algorithm1 import BALANCES, host_blocks, layer_times, share_for_batch
 from policy_search.fit import fit_report
-from policy_search.search import SearchResult, search
+from policy_search.search import RUNNABLE, SearchResult, search
 from sim import virtual_clock
 from sim.closed_form import Candidates, candidates_of, predict
 from sim.presets import act_only, hybrid, hybrid_static, kv_only
@@ -54,6 +54,9 @@ RESULT_FILES = (
     *("compare.json", "exactness.csv", "speed.csv", "sweep.csv", "throughput.png", "timeline.png", "trace.json"),
     *("hardware-cpu.json", "hardware-cuda.json"),
 )
+
+#: What the comparison is about: KV and ACT on the host, weights streamed.
+MIXES = replace(RUNNABLE, entries=("act@host", "kv@host"))
 
 SWEEP = tuple(i / 8 for i in range(1, 8))  #: its ends are kv_only and act_only
 SMALLEST_KEPT_HIDDEN = 512  #: lines fitted on a tiny model say nothing about this machine at real sizes
@@ -123,8 +126,8 @@ class _Setting:
     def search(self, hardware: Hardware) -> SearchResult:
         return search(
             self.shape, hardware, self.bytes_per_element, self.workload, max_mini_batch_tokens=self.bound,
-            weights_device=0.0, device_memory=self.budgets["device"], host_memory=self.budgets["host"],
-            batch=self.workload.num_requests, objective="decode_tokens_per_s",
+            weights_device=0.0, budgets=self.budgets, batch=self.workload.num_requests,
+            objective="decode_throughput", space=MIXES,
         )  # fmt: skip
 
     def num_steps(self) -> int:
@@ -151,7 +154,7 @@ def compare(options: CompareOptions, quiet: bool = False) -> dict:
         link, hardware, disagreements, found = _profile_and_search(setting, report, bar)
         searched = replace(found.policy, name="hybrid")
         algorithm1 = _algorithm1_shares(setting, hardware)
-        report.search(found, algorithm1)
+        report.search(replace(found, prediction=_flat(found.prediction)), algorithm1)
         exact = _exactness(setting, searched, advance)
         report.exactness(exact)
         named, sweep = setting.policies(searched)
@@ -304,8 +307,9 @@ def _measure(setting: _Setting, named, sweep, link: float | None, advance) -> li
 
     together = {"device": 0, "host": 0}
     for policy in policies:
-        for tier, size in total_bytes(setting.memory_plan(policy)).items():
-            together[tier] += size
+        needed = total_bytes(setting.memory_plan(policy))
+        for tier in together:
+            together[tier] += needed[tier]
     within = all(setting.budgets[tier] is None or size <= setting.budgets[tier] for tier, size in together.items())
     if device.type == "cuda" or not within:
         return bench.measure_in_turn(policies, setting.options.rounds, in_table, advance)
@@ -357,6 +361,12 @@ def virtual_decode(shape, hardware: Hardware, p: int, policy: Policy, workload: 
     return virtual_clock.run(stream(admit(shape, policy, workload, p), first_iteration=1), hardware)
 
 
+def _flat(prediction: dict) -> dict:
+    """A closed form's row with each link's bytes and each resource's busy share by a name of its own."""
+    traffic = {f"{link}_bytes": sum(kinds.values()) for link, kinds in prediction["traffic_bytes"].items()}
+    return {**prediction, **traffic, **{f"busy_{resource}": share for resource, share in prediction["busy"].items()}}
+
+
 def _search_json(found: SearchResult, algorithm1: dict[str, float]) -> dict:
     return {
         "act_share": found.act_share,
@@ -387,8 +397,8 @@ def _write(result: dict, chosen: Measured, setting: _Setting, hardware: Hardware
     curve = predict(
         shape, hardware, p,
         Candidates(
-            batch=setting.workload.num_requests, prompt_tokens=int(setting.workload.prompt_tokens[0]),
-            max_tokens=setting.options.max_tokens, max_mini_batch_tokens=setting.bound, act_host=shares,
+            hybrid(0.5, setting.bound), setting.workload.num_requests, int(setting.workload.prompt_tokens[0]),
+            setting.options.max_tokens, cache={"act@host": shares, "kv@host": 1.0 - shares},
         ),
     )  # fmt: skip
     searched = next(row for row in result["speed"] if row["policy"] == "hybrid")

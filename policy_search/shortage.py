@@ -1,0 +1,107 @@
+"""What a search that found nothing says: which tier lacks how much, and the smallest change that would do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from flexhybrid.core.kinds import TIERS
+from flexhybrid.core.memory import gib
+from flexhybrid.core.policy import Policy
+from policy_search.bound import CHUNK, OPTIMAL, solve_side_by_side
+from policy_search.grid import Grid, Question, batch_grid, pairs_of
+from policy_search.lp import least_memory
+from policy_search.rounding import WEIGHT_STEPS, candidates_of, drafts_of, place_weights
+from sim.sums import peak_bytes
+
+MOST_TRIED = 12  #: choices whose programs are rounded to policies, of those that lack least
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Tightest:
+    """The policy that goes over the fewest budgets, and by the smallest factor."""
+
+    policy: Policy
+    peaks: dict[str, float]  #: tier -> bytes
+    lacking: tuple[str, ...]  #: tiers that are too small; none: it fits
+
+
+def tightest(question: Question, batch: int, bounds) -> Tightest | None:
+    """What needs the least memory, whatever it costs in time; None where nothing may be said at all."""
+    q = question
+    grid = Grid(q, q.options, *pairs_of(q, np.array([batch]), bounds))
+    choices, best, least = np.arange(grid.num_choices), None, (len(TIERS) + 1, np.inf)
+    for tiers in (*((tier,) for tier in q.tiers), q.tiers):
+        found = least_memory(grid, choices, tiers)
+        for choice in np.argsort(found.value, kind="stable")[:MOST_TRIED]:
+            if not np.isfinite(found.value[choice]):
+                break
+            weights = found.weights[choice] @ np.array(q.placements)
+            for policy, peaks in _peaks(grid, int(choice), found.cache[choice], weights):
+                factors = {tier: peaks[tier] / max(q.budgets[tier], 1.0) for tier in peaks}
+                lacking = tuple(tier for tier in factors if peaks[tier] > q.budgets[tier])
+                if (change := (len(lacking), max(factors.values()))) < least:
+                    best, least = Tightest(policy, peaks, lacking), change
+    return best
+
+
+def _peaks(grid: Grid, choice: int, shares: np.ndarray, weights: np.ndarray):
+    """(policy, bytes of every tier) of what a program's shares round to."""
+    q = grid.question
+    for draft, _ in drafts_of(grid, choice, shares):
+        device, disk, _ = place_weights(q, candidates_of(q, [draft]))
+        less = np.floor(weights[:1] * WEIGHT_STEPS) / WEIGHT_STEPS
+        for kept, moved in ((device, disk), (less, weights[2:])):
+            placed = candidates_of(q, [draft], None, kept, moved)
+            peaks = peak_bytes(q.shape, q.hardware, q.bytes_per_element, placed)
+            yield draft.policy(kept[0], moved[0]), {tier: float(peaks[tier][0]) for tier in q.tiers}
+
+
+def shortage(question: Question, batch: int, bounds, found: Tightest | None) -> str:
+    """Why nothing fits ``batch`` requests, in one line for people. ``found``: their tightest policy."""
+    q = question
+    requests = "1 request" if batch == 1 else f"{batch} requests"
+    if found is None:
+        return f"no policy fits {requests}: what may be said leaves no place for the weights or the cache"
+    parts = [
+        f"{tier} memory: the least that would do is {gib(found.peaks[tier])}, the budget is {gib(q.budgets[tier])} "
+        f"({gib(found.peaks[tier] - q.budgets[tier])} short)"
+        for tier in found.lacking
+    ]
+    change = " and ".join(f"{tier} memory to {-(-int(found.peaks[tier]) // MIB)}MiB" for tier in found.lacking)
+    fewer = _most_that_fit(q, batch, bounds)
+    other = f", or lower the batch to {fewer}" if fewer else ""
+    return f"no policy fits {requests}: {'; '.join(parts)}. Raise {change}{other}"
+
+
+def _most_that_fit(q: Question, batch: int, bounds) -> int:
+    """The largest smaller batch for which a policy fits, as far as the batches tried show; 0 where there is none."""
+    grid = batch_grid(batch - 1) if batch > 1 else np.array([], dtype=int)
+    low = _largest_fitting(q, grid, bounds)
+    between = np.arange(low + 1, min(grid[grid > low], default=batch))
+    return _largest_fitting(q, between, bounds) or low
+
+
+def _largest_fitting(q: Question, batches: np.ndarray, bounds) -> int:
+    """The largest of some batches for which a policy fits; 0: none. Programs tell which are worth a try."""
+    if not len(batches):
+        return 0
+    grid = Grid(q, q.options, *pairs_of(q, batches, bounds))
+    batch_of = grid.batch[grid.split(np.arange(grid.num_choices))[1]]
+    order = np.argsort(-batch_of, kind="stable")
+    tried: list[int] = []
+    for start in range(0, len(order), CHUNK):
+        choices = order[start : start + CHUNK]
+        programs = grid.programs(choices)
+        solved = solve_side_by_side(replace(programs, c=0.0 * programs.c))
+        for one in np.unique(batch_of[choices[solved.state == OPTIMAL]])[::-1]:
+            if int(one) not in tried:
+                tried.append(int(one))
+                found = tightest(q, int(one), bounds)
+                if found and not found.lacking:
+                    return int(one)
+            if len(tried) >= MOST_TRIED:
+                return 0
+    return 0
