@@ -23,13 +23,14 @@ setup(
         "scipy",
         "pandas",
         "matplotlib",
-        "pulp[highs]>=3.3,<5",
+        "pulp[highs]>=3.3.2,<5",
         "safetensors",
         "transformers>=4.45",
         "tokenizers",
         "tqdm",
     ],
     extras_require={
+        "parquet": ["pyarrow"],  # for sweep --out x.parquet
         "test": ["pytest", "hypothesis", "pytest-timeout"],
         "lint": ["ruff"],
     },

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from experiments.bench_simulator import bench_classes, bench_papers, bench_peer
 from flexhybrid.core.dependencies import Dependencies
 from flexhybrid.core.hardware import write_by_rename
 from flexhybrid.core.memory import buffer_sizes, memory_plan, total_bytes
@@ -44,7 +45,6 @@ from policy_search.search import search
 from sim.catalogue import load
 from sim.closed_form import Candidates, predict
 from sim.presets import hybrid
-from sim.validation import errors as closed_form_errors
 from sim.virtual_clock import RunSummary, summarize
 
 BATCH, CONTEXT, MAX_TOKENS, MINI_BATCH = 32, 512, 6, 8
@@ -53,7 +53,7 @@ RATES = (0.3, 0.4, 0.6)
 RESIDENT_RATE = 0.3
 ROUNDS = 3
 KERNEL_REPEATS = 7
-PARTS = ("model", "exactness", "kernels", "speed")
+PARTS = ("simulator", "model", "exactness", "kernels", "speed")
 JUDGED_BALANCE = 0.7  #: design section 11: the smaller ideal over the larger
 BUDGETS = {"device": None, "host": 8 * 2**30}
 SEARCHED = (("opt-30b", "t4"), ("opt-30b", "rtx4090"), ("opt-175b", "t4"))
@@ -76,14 +76,9 @@ class Table:
 
 
 def bench_closed_form(table: Table) -> None:
-    """Closed form against the virtual clock on whole runs; its speed; the speed of the search."""
-    generator = np.random.default_rng(11)
-    errors = [abs(error) for error in closed_form_errors(300, seed=11)]
-    name = "closed form vs virtual clock, 300 policies"
-    table.add(f"{name}, median error", 100 * statistics.median(errors), 2, "%", False)
-    table.add(f"{name}, worst error", 100 * max(errors), 8, "%", False)
+    """The speed of the closed form and of the search."""
     with _one_thread():
-        bench_predictions(table, generator)
+        bench_predictions(table, np.random.default_rng(11))
         for model, machine in SEARCHED:
             bench_search(table, model, machine)
 
@@ -393,6 +388,10 @@ def main() -> None:
         table.rows = json.loads(out.read_text(encoding="utf-8"))
     dtype = fastest_dtype(TIMING_SHAPE, torch.device("cpu"))
     parts = [args.only] if args.only else PARTS
+    if "simulator" in parts:
+        bench_classes(table)
+        bench_papers(table)
+        bench_peer(table)
     if "model" in parts:
         bench_closed_form(table)
         bench_stream(table)
