@@ -1,13 +1,13 @@
 """The closed form: what a whole run takes, for many policies at once.
 
-Two grades of it. ``Phases`` adds up each resource's seconds per phase: no run is faster than its busiest resource, so
-their maximum is a bound, in a few numpy operations a policy. ``predict`` adds what waiting costs: it walks the tasks of
-a tiny run of the same structure (``sim.topology``) with the durations of the real one, and skips what repeats: after a
-few mini-batches of a layer, after a few layers, after two iterations, every resource goes on at the pace it has
-reached. Both take their work from ``core.steps.step_work`` and their seconds from ``sim.cost.price``.
+Two grades of it. ``sim.phases`` adds up each resource's seconds per phase: no phase is faster than on its busiest
+resource, so their maximum is a bound, in a few numpy operations a policy. ``predict`` adds what waiting costs: it walks
+the tasks of a tiny run of the same structure (``sim.topology``) with the durations of the real one (``sim.walk``), and
+skips what repeats: after a few mini-batches of a layer, after a few layers, after two iterations, every resource goes
+on at the pace it has reached.
 
-What is left out: requests of different lengths and fifo packing (all requests of a candidate are alike), and the
-stairs of whole blocks inside a piece of the decode. ``sim.validation`` measures the gap to the virtual clock.
+What is left out: requests of different lengths (all requests of a candidate are alike), and within a piece of a long
+decode that what binds may change from block to block. ``sim.validation`` measures the gap to the virtual clock.
 """
 
 from __future__ import annotations
@@ -16,19 +16,17 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from flexhybrid.core.blocks import BLOCK_TOKENS
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.kinds import TIERS
 from flexhybrid.core.plan import check_planned
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.shape import ModelShape
-from flexhybrid.core.steps import StepCounts, step_work
-from flexhybrid.core.stream import PAGE_BYTES
-from flexhybrid.core.task import RESOURCES, Work
-from flexhybrid.core.work import kv_gen
+from flexhybrid.core.task import RESOURCES
 from flexhybrid.core.workload import Workload
-from sim.cost import price
-from sim.loads import Loads, Piece, lines_of, num_mini_batches
+from sim.loads import Loads, Piece, lines_of
+from sim.phases import RESOURCE_OF as RESOURCE_OF
+from sim.phases import TRAFFIC_OF as TRAFFIC_OF
+from sim.phases import Phases
 from sim.topology import Topology, kinds_key, topology, walked_rounds
 from sim.walk import Skips, longest
 from sim.walk import walk as walk_tasks
@@ -37,34 +35,6 @@ CHUNK = 1024  #: policies walked together: arrays of this size stay in a core's 
 BOUND_CHUNK = 8192  #: policies bounded together; a bound holds fewer arrays at a time
 WALKED = 2  #: iterations of each piece of the decode; more where an iteration has few groups of weights
 GROUPS_WALKED = 6
-
-#: Where each verb runs; one home, so that a phase's sums need no stream.
-RESOURCE_OF = {
-    "read_weights": "disk_read", "read_act": "disk_read", "read_kv": "disk_read",
-    "write_act": "disk_write", "write_kv": "disk_write",
-    "load_weights": "h2d", "load_act": "h2d", "load_kv": "h2d", "load_hidden": "h2d", "load_keys": "h2d",
-    "load_attended": "h2d",
-    "store_act": "d2h", "store_kv": "d2h", "store_hidden": "d2h", "store_query": "d2h", "store_index": "d2h",
-    "store_out": "d2h",
-    "scatter": "host_compute", "gather": "host_compute", "attend_host": "host_compute",
-}  # fmt: skip
-
-#: What crosses a link, by the verb that moves it.
-TRAFFIC_OF = {
-    "weights": "weights", "kv": "kv", "act": "act", "hidden": "hidden", "keys": "kv", "index": "kv", "query": "hidden",
-    "attended": "hidden", "out": "hidden",
-}  # fmt: skip
-
-_ONCE_A_MINI_BATCH = frozenset({"head", "sample", "store_out", "embed"})
-
-#: Verbs that move or convert a context's blocks: their representation, and the tiers these lie on.
-_OF_BLOCKS = {
-    "load_act": ("act", ("host", "disk")), "load_kv": ("kv", ("host", "disk")), "read_act": ("act", ("disk",)),
-    "read_kv": ("kv", ("disk",)), "dequantize_act": ("act", TIERS), "dequantize_kv": ("kv", TIERS),
-    "kv_gen": ("act", TIERS),
-}  # fmt: skip
-
-_BETWEEN_LAYERS = frozenset({"speculate", "store_index", "load_hidden", "store_hidden", "load_keys"})
 
 
 @dataclass(frozen=True)
@@ -94,7 +64,10 @@ class Prediction:
     decode_s: np.ndarray
     tokens_per_s: np.ndarray  #: all generated tokens / total_s
     decode_tokens_per_s: np.ndarray  #: those of iterations 1, 2, … / decode_s; 0 without a decode
-    bound_s: np.ndarray  #: no schedule is faster: prefill and decode on their busiest resources
+    #: prefill, and each piece of the decode, on its busiest resource; what hides behind another phase's work (the first
+    #: loads of the decode, mostly) can make a run of few layers or iterations faster than that
+    bound_s: np.ndarray
+    least_s: np.ndarray  #: no run is faster: all that any resource must have done when the last token is there
     num_mini_batches: np.ndarray
     busy: dict[str, np.ndarray]  #: resource -> share of the decode (of the run without one) that it is at work
     traffic_bytes: dict[str, dict[str, np.ndarray]]  #: link -> kind (weights, kv, act, hidden) -> bytes of the run
@@ -204,161 +177,9 @@ def _disk_class(loads: Loads):
     return np.where(loads.on_disk <= 0, 0, np.where(loads.on_disk >= streamed, 2, 1))
 
 
-class Phases:
-    """Seconds and link bytes of every verb: of a usual mini-batch and of the last, in the prefill (phase 0) and
-    in the pieces of the decode (phases 1, 2, …). Arrays [candidates]."""
-
-    def __init__(self, loads: Loads, hardware: Hardware, pieces: list[Piece]):
-        self.loads, self.hardware = loads, hardware
-        self.seconds: list[dict] = []  # phase -> {(verb, first layer?, last mini-batch?): seconds}
-        self.link_bytes: list[dict] = []
-        self.there: list[dict] = []  # phase -> {verb: which candidates have it}, where not all do
-        self._add_phase(loads.prefill)
-        for piece in pieces:
-            self._add_phase(lambda batch, piece=piece: loads.decode(batch, piece.first, piece.final, piece.kind))
-
-    def _add_phase(self, counts_of) -> None:
-        loads, seconds, moved, there = self.loads, {}, {}, {}
-        for last, batch in ((False, loads.usual), (True, loads.last)):
-            counts = counts_of(batch)
-            for first in (False, True) if counts.selected is not None else (False,):
-                works = step_work(loads.shape, loads.policy, loads.stored, counts, first)
-                for verb, one in works.items():
-                    resource = RESOURCE_OF.get(verb, "compute")
-                    present, empty = _present(verb, counts, one), Work()
-                    if verb == "kv_gen":
-                        rows = counts.batch * counts.act_columns * BLOCK_TOKENS
-                        one, empty = (kv_gen(loads.shape, loads.bytes_per_element, n) for n in (rows, 0))
-                    cost = price(self.hardware, verb, resource, one)
-                    if present is not None:
-                        without = price(self.hardware, verb, resource, empty)
-                        cost = np.where(present > 0, cost - (1.0 - present) * without, 0.0)
-                        there[verb] = present > 0
-                    seconds[verb, first, last] = cost
-                    if verb in RESOURCE_OF:
-                        moved[verb, first, last] = one.link_bytes
-        streamed, on_disk = loads.layout.total_bytes - loads.resident, loads.on_disk
-        slices = np.maximum(_num_slices(streamed - on_disk, loads.K), _num_slices(on_disk, loads.K)) / loads.K
-        for verb, resource, num_bytes in (("load_weights", "h2d", streamed), ("read_weights", "disk_read", on_disk)):
-            if not np.any(num_bytes):
-                continue
-            whole = price(self.hardware, verb, resource, Work(link_bytes=num_bytes))
-            fixed = price(self.hardware, verb, resource, Work())
-            row = loads.policy.schedule == "row"
-            if verb == "read_weights":
-                slices = _num_slices(on_disk, loads.K) / loads.K
-            for last in (False, True):
-                seconds[verb, False, last] = whole if row else (whole - fixed) / loads.K + fixed * slices
-                moved[verb, False, last] = num_bytes if row else num_bytes / loads.K
-            seconds[verb, "whole", False] = whole
-        self.seconds.append(seconds)
-        self.link_bytes.append(moved)
-        self.there.append(there)
-
-    def of(self, phase: int, verb: str, whole: bool, first: bool, last: bool):
-        """(seconds of a task or None where it has no work, which candidates have it or None for all)."""
-        found = self.seconds[phase]
-        if whole:
-            first, last = "whole", False
-        value = found.get((verb, first, last))
-        return found.get((verb, False, last)) if value is None else value, self.there[phase].get(verb)
-
-    def round_seconds(self, phase: int, round_: str):
-        """Seconds of one more round on its busiest resource: of a position ("inner"; "last inner": in the last layer),
-        of a layer or mini-batch ("outer"), of an iteration ("iteration")."""
-        if round_ == "iteration":
-            return longest(*self.busy(phase).values())
-        loads, column = self.loads, self.loads.policy.schedule == "column"
-        once = round_ == "last inner" if column else round_ == "outer"
-        busy = dict.fromkeys(RESOURCES, 0.0)
-        for verb in self.verbs(phase):
-            one = self.seconds[phase].get((verb, False, False))
-            if one is None or verb in _ONCE_A_MINI_BATCH and not once:
-                continue
-            if column and verb == "dequantize_weights":
-                one = one if round_ == "outer" else 0.0
-            elif column and round_ == "outer":
-                one = (loads.K - 1) * one + self.seconds[phase][verb, False, True]
-            elif round_ == "outer" and verb not in _ONCE_A_MINI_BATCH:
-                one = one * loads.shape.num_layers
-            resource = RESOURCE_OF.get(verb, "compute")
-            busy[resource] = busy[resource] + one
-        return longest(*busy.values())
-
-    def total(self, table: list[dict], phase: int, verb: str):
-        """One iteration's sum of a verb, over all layers and mini-batches."""
-        loads, values = self.loads, table[phase]
-        L = loads.shape.num_layers
-        layers = 1 if verb in _ONCE_A_MINI_BATCH else L - 1 if verb in _BETWEEN_LAYERS else L
-        one = values.get((verb, False, False))
-        if one is None:  # in the first layer alone
-            return values[verb, True, False] * (loads.K - 1) + values[verb, True, True]
-        if verb == "dequantize_weights" and loads.policy.schedule == "column":
-            return layers * one
-        total = layers * ((loads.K - 1) * one + values[verb, False, True])
-        if (verb, True, False) in values and verb not in _ONCE_A_MINI_BATCH | _BETWEEN_LAYERS:
-            extra = (
-                (loads.K - 1) * (values[verb, True, False] - one) + values[verb, True, True] - values[verb, False, True]
-            )
-            total = total + extra
-        elif verb == "gather":
-            total = total * (L - 1) / L
-        return total
-
-    def verbs(self, phase: int) -> set[str]:
-        return {verb for verb, _, _ in self.seconds[phase]}
-
-    def busy(self, phase: int) -> dict[str, np.ndarray]:
-        """Seconds of one iteration on each resource."""
-        busy = dict.fromkeys(RESOURCES, 0.0)
-        for verb in self.verbs(phase):
-            resource = RESOURCE_OF.get(verb, "compute")
-            busy[resource] = busy[resource] + self.total(self.seconds, phase, verb)
-        return busy
-
-    def traffic(self, phase: int) -> dict[tuple[str, str], np.ndarray]:
-        """(link, kind) -> bytes of one iteration."""
-        moved: dict[tuple[str, str], np.ndarray] = {}
-        for verb in {verb for verb, _, _ in self.link_bytes[phase]}:
-            resource = RESOURCE_OF[verb]
-            if resource == "host_compute":
-                continue
-            key = resource, TRAFFIC_OF[verb.split("_")[1]]
-            moved[key] = moved.get(key, 0.0) + self.total(self.link_bytes, phase, verb)
-        return moved
-
-
-def _num_slices(num_bytes, most):
-    """Slices that the stream makes of a layer's streamed bytes: at most so many, of whole pages."""
-    size = np.ceil(num_bytes / (most * PAGE_BYTES)) * PAGE_BYTES
-    return np.ceil(num_bytes / np.maximum(size, PAGE_BYTES))
-
-
-def _present(verb: str, counts: StepCounts, one: Work):
-    """The share of a phase's steps in which a verb has work at all, [candidates]; None where all of them have.
-
-    Whole blocks come one at a time, and each new token goes to one kind of them.
-    """
-    share = None
-    if verb == "attend_recomputed":
-        share = counts.recomputed / BLOCK_TOKENS
-    elif verb in _OF_BLOCKS and counts.selected is None:
-        of, tiers = _OF_BLOCKS[verb]
-        share = longest(*(
-            copies for part, copies in counts.copies.items() if part.representation == of and part.tier in tiers
-        )) / counts.batch  # fmt: skip
-    elif verb in ("store_act", "store_kv", "write_act", "write_kv"):
-        share = one.link_bytes
-    elif verb in ("scatter", "scatter_device", "quantize"):
-        share = one.memory_bytes
-    if share is None or np.all(share >= 1):
-        return None
-    return np.minimum(1.0, share)
-
-
 def _walked(policy: Policy, num_layers: int, num_mini_batches):
-    """Iterations of a piece that are walked; arrays. By then what the disk has read ahead, up to four groups of weights,
-    is used up."""
+    """Iterations of a piece that are walked; arrays. By then what the disk has read ahead is used up: four groups of
+    weights at most."""
     groups = num_layers * (1 if policy.schedule == "column" else np.asarray(num_mini_batches))
     return np.maximum(WALKED, np.ceil(GROUPS_WALKED / groups)) + np.zeros(np.shape(num_mini_batches))
 
@@ -368,7 +189,7 @@ def _walked_alone(counts: np.ndarray, generated, walked):
     return generated - 1 <= walked * np.count_nonzero(counts[:-1], axis=0) + 2
 
 
-def _pieces(loads: Loads, walk: bool) -> tuple[list[Piece], int]:
+def pieces_of(loads: Loads, walk: bool) -> tuple[list[Piece], int]:
     """The pieces of the decode that some candidate has, and how many iterations of each are walked."""
     walked = int(np.min(_walked(loads.policy, loads.shape.num_layers, loads.K)))
     pieces = loads.pieces()
@@ -380,12 +201,12 @@ def _pieces(loads: Loads, walk: bool) -> tuple[list[Piece], int]:
 
 def _evaluate(loads: Loads, hardware: Hardware, walk: bool) -> dict:
     """One chunk of candidates of one structure: the fields of a Prediction."""
-    pieces, walked = _pieces(loads, walk)
+    pieces, walked = pieces_of(loads, walk)
     phases = Phases(loads, hardware, pieces)
     prefill_busy = phases.busy(0)
     decode_busy = dict.fromkeys(RESOURCES, 0.0)
     traffic = dict(phases.traffic(0))
-    decode_bound = 0.0
+    decode_bound, late = 0.0, phases.after_the_last_token(len(pieces))
     for phase, piece in enumerate(pieces, start=1):
         busy = phases.busy(phase)
         decode_bound = decode_bound + piece.count * longest(*busy.values())
@@ -395,6 +216,7 @@ def _evaluate(loads: Loads, hardware: Hardware, walk: bool) -> dict:
             traffic[key] = traffic.get(key, 0.0) + piece.count * moved
     prefill_s, decode_s = longest(*prefill_busy.values()), decode_bound
     bound = prefill_s + decode_bound
+    least = longest(*(np.maximum(prefill_busy[r] + decode_busy[r] - late[r], 0.0) for r in RESOURCES))
     n = loads.generated - 1
     if walk:
         prefill_s, total_s = _walk(phases, pieces, walked)
@@ -413,7 +235,7 @@ def _evaluate(loads: Loads, hardware: Hardware, walk: bool) -> dict:
         "total_s": total_s, "prefill_s": prefill_s, "decode_s": decode_s,
         "tokens_per_s": loads.batch * loads.generated / total_s,
         "decode_tokens_per_s": np.where(n > 0, loads.batch * n / np.maximum(decode_s, 1e-300), 0.0),
-        "bound_s": bound, "num_mini_batches": loads.K, "busy": busy, "traffic_bytes": links,
+        "bound_s": bound, "least_s": least, "num_mini_batches": loads.K, "busy": busy, "traffic_bytes": links,
         "peak_bytes": {tier: sum(memory[tier].values(), start=0.0) for tier in TIERS},
     }  # fmt: skip
 
@@ -431,18 +253,21 @@ def _walk(phases: Phases, pieces: list[Piece], walked: int):
     t = _topology(loads, len(phase_of) - 1)
     times: dict[tuple, tuple] = {}
 
+    num_walked = (t.inner if column else t.outer).number
+
     def time_of(iteration: int, what: tuple):
         key = phase_of[iteration], what
         found = times.get(key)
         if found is None:
-            found = times[key] = phases.of(key[0], *what)
+            usual = what[3] < num_walked - loads.num_last
+            found = times[key] = phases.of(key[0], *what[:3], usual)
         return found
 
     def least(iteration: int, round_: str):
         return phases.round_seconds(phase_of[iteration], round_)
 
     inner, outer = (K, L) if column else (L, K)
-    return walk_tasks(t, time_of, Skips(inner - t.inner.number, outer - t.outer.number, after, least))
+    return walk_tasks(t, time_of, Skips(inner - t.inner.number, outer - t.outer.number, after, walked, least))
 
 
 def _topology(loads: Loads, num_decode: int) -> Topology:

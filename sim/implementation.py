@@ -1,7 +1,8 @@
 """How well a system's own code uses a machine: named parameters, each with its source, apart from every formula.
 
-A policy says what a system does; this says at what part of the machine's rates. ``on`` turns a hardware record into
-the machine as that implementation sees it. Nothing here is hidden in a cost formula: the neutral record changes nothing.
+A policy says what a system does; this says at what part of the machine's rates. ``on`` turns a hardware record
+into the machine as that implementation sees it. Nothing here is hidden in a cost formula: the neutral record changes
+nothing.
 """
 
 from __future__ import annotations

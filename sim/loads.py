@@ -20,6 +20,7 @@ from flexhybrid.core.selection import kept_tokens, selected_tokens
 from flexhybrid.core.shape import ModelShape
 from flexhybrid.core.split import SplitLines, split_lines, split_point
 from flexhybrid.core.steps import StepCounts
+from sim.topology import most_mini_batches
 
 #: Iterations at which a piece of the decode is looked at: whole blocks make stairs of it.
 SAMPLES = 4
@@ -113,14 +114,25 @@ class Loads:
 
     @cached_property
     def last(self):
-        """Requests in the last mini-batch: what remains, or of sizes as equal as may be, one less than in the first."""
+        """Requests in each of the last mini-batches: what remains, or of sizes as equal as may be, one less than in the
+        first."""
         remaining = self.batch - (self.K - 1) * self.size
         return remaining if self.policy.packing == "fifo" else np.maximum(remaining, self.size - 1)
 
     @cached_property
+    def num_last(self):
+        """How many of the last mini-batches are of that size; where not all are walked, one, and the others count as
+        of their mean size."""
+        if self.policy.packing == "fifo":
+            return np.ones_like(self.K)
+        most = most_mini_batches(self.policy.schedule, self.shape.num_layers)
+        return np.where(most < self.K, 1.0, self.K * self.size - self.batch)
+
+    @cached_property
     def usual(self):
-        """Requests in each mini-batch but the last, on average: sizes differ by one at most."""
-        return np.where(self.K > 1, (self.batch - self.last) / np.maximum(self.K - 1, 1), self.size)
+        """Requests in each of the others, on average."""
+        others = self.K - self.num_last
+        return np.where(others > 0, (self.batch - self.num_last * self.last) / np.maximum(others, 1), self.size)
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:
@@ -194,8 +206,8 @@ class Loads:
         return {kind: until[kind] - since[kind] for kind in self.kinds}
 
     def pieces(self) -> list[Piece]:
-        """The decode cut into pieces at whole blocks, and these by the kind of block that their new tokens go to: sixteen
-        iterations in a row store to one kind alone. The last iteration stands apart. A count may be 0."""
+        """The decode cut into pieces at whole blocks, and these by the kind of block that their new tokens go to: a run
+        of sixteen iterations stores to one kind alone. The last iteration stands apart. A count may be 0."""
         end = self.prompt + np.maximum(self.generated - 2, 0)
         growth = np.log(end / self.prompt)
         number = np.clip(np.ceil(growth / GROWTH), 1, MOST_PIECES)
@@ -213,7 +225,7 @@ class Loads:
 
         ``kind``: where the new token goes; None: as each candidate has it, of an iteration that stands alone.
         """
-        at, weight = self._samples(first, final)
+        at, weight = self._samples(first, final, kind)
 
         def mean(samples):
             return (samples * weight).sum(axis=0)
@@ -242,7 +254,8 @@ class Loads:
                     count = self.reserved[name] * (count > 0)
                 blocks[part] = batch * mean(count)
         if kind is None:
-            stored = {part: batch * n for name, n in self._new_tokens(first, first + 1).items() for part in parts_of(name)}
+            fresh = self._new_tokens(first, first + 1)
+            stored = {part: batch * fresh[name] for name in self.kinds for part in parts_of(name)}
         else:
             stored = {part: batch + 0.0 * context for part in parts_of(kind)}
         selected = None
@@ -252,9 +265,11 @@ class Loads:
             False, batch, 1.0, context - recomputed, blocks, copies, columns, stored, recomputed, selected
         )  # fmt: skip
 
-    def _samples(self, first, final) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens in the cache at a few of the iterations whose contexts go from ``first`` to ``final``, and what each
-        stands for: [samples, …]. Where few blocks are added, each number of blocks has its samples."""
+    def _samples(self, first, final, kind: str | None) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens in the cache at a few of the iterations whose contexts go from ``first`` to ``final``, and the share
+        of
+        them that each stands for: [samples, …]. Only iterations count whose new token goes to ``kind``. Where few
+        blocks are added, each number of blocks has its samples."""
         first, final = (np.asarray(n, dtype=np.float64) for n in (first, final))
         if np.all(first == final):
             return np.minimum(first, self.kept)[None], np.ones_like(first)[None]
@@ -264,45 +279,63 @@ class Loads:
             spans.append((16, 16))
         else:
             spans = [(1, 16)]
-        before, number = ceil_blocks(first) - 1, SAMPLES * len(spans)
-        few = ceil_blocks(final) - before <= SAMPLES
-        at, weight = [], []
-        for block in range(SAMPLES):
-            for start, end in spans:
-                low = np.maximum(first, (before + block) * BLOCK_TOKENS + start)
-                high = np.minimum(final, (before + block) * BLOCK_TOKENS + end)
-                spread = np.floor(first + (final - first + 1) * (len(at) + 0.5) / number)
-                at.append(np.where(few, np.clip(np.floor((low + high) / 2), first, final), spread))
-                weight.append(np.where(few, np.maximum(high - low + 1, 0.0) / (final - first + 1), 1.0 / number))
-        return np.minimum(np.stack(at), self.kept), np.stack(weight)
+        offsets = np.arange(SAMPLES)[:, None] * BLOCK_TOKENS + np.array(spans).T[:, None, :]
+        start, end = offsets.reshape(2, -1, *[1] * np.ndim(first))  # [samples, …] from the block of the first token
+        before, span, number = (ceil_blocks(first) - 1) * BLOCK_TOKENS, final - first + 1, len(start)
+        few = final - before <= SAMPLES * BLOCK_TOKENS
+        spread = np.floor(first + span * np.arange(number + 1).reshape(-1, *[1] * np.ndim(first)) / number)
+        low = np.where(few, np.maximum(first, before + start), spread[:-1])
+        after = np.where(few, np.minimum(final, before + end) + 1, spread[1:])
+        after = np.maximum(low, after)
+        count = after - low
+        if kind is not None and len(self.kinds) > 1:
+            count = self._new_tokens(low, after)[kind]
+        at = np.minimum(np.floor((low + np.maximum(after - 1, low)) / 2), final)
+        total = count.sum(axis=0)
+        return np.minimum(at, self.kept), np.where(total > 0, count, 1.0) / np.where(total > 0, total, number)
 
     # ---- memory
 
     @cached_property
     def reserved(self) -> dict[str, np.ndarray]:
         """Blocks of each kind that a request reserves."""
-        kept = kept_tokens(self.policy.selection, self.prompt, self.prompt + self.generated - 1)
+        return self._most_blocks(kept_tokens(self.policy.selection, self.prompt, self.prompt + self.generated - 1))
+
+    def _most_blocks(self, tokens) -> dict[str, np.ndarray]:
+        """Blocks of each kind that a request of up to so many tokens ever holds at once."""
         if "tok" not in self.shares:
-            return self._blocks_at(kept)
-        full = ceil_blocks(kept)
+            return self._blocks_at(tokens)
+        full = ceil_blocks(tokens)
         last, before = (self._blocks_at(np.maximum(full - back, 0.0) * BLOCK_TOKENS) for back in range(2))
         return {kind: np.maximum(last[kind], before[kind]) + 1 for kind in self.kinds}
 
     def memory(self, device: str) -> dict[str, dict[str, np.ndarray]]:
         """``core.memory.memory_plan`` of each candidate: bytes per tier and part."""
         cached = self.prompt + self.generated - 1
-        final = self.reserved
+        decodes = self.generated > 1
+        kept = kept_tokens(self.policy.selection, self.prompt, cached)
+        read = kept_tokens(self.policy.selection, self.prompt, np.where(decodes, cached - 1, 0))
+        held = self.reserved if self.policy.static_cache else self._most_blocks(read)
+        widest = {kind: blocks * decodes for kind, blocks in held.items()}
+        longest = self._tokens_at(read)
         splits = {
-            kind: split_extremes(lines, self.size, self.prompt, cached, self.K) for kind, lines in self.lines.items()
+            kind: split_extremes(lines, self.size, self.prompt_kinds[kind], longest[kind], self.K)
+            for kind, lines in self.lines.items()
         }
+        since, until = self._ever_stored(self.prompt), self._ever_stored(cached)
+        fresh = {kind: self.size * (until[kind] > since[kind]) for kind in self.kinds}
         staged = {kind: self.size * tokens for kind, tokens in self.prompt_kinds.items()}
-        recomputed = self._tok_blocks(cached) * BLOCK_TOKENS if "tok" in self.shares else 0.0
-        one = group_sizes(self.policy, self.size, self.prompt, final, staged, recomputed, splits)
+        recomputed = self._tok_blocks(read) * BLOCK_TOKENS if "tok" in self.shares else 0.0 * read
+        one = group_sizes(
+            self.policy, self.size, self.prompt, widest, read - recomputed, recomputed, fresh, staged, splits
+        )  # fmt: skip
         sizes = BufferSizes(**{
             **{name: getattr(one, name) for name in one.__dataclass_fields__},
-            "pool_blocks": {kind: self.batch * count for kind, count in final.items()},
-            "hidden_rows": self.batch * self.prompt,
+            "pool_blocks": {kind: self.batch * count for kind, count in self.reserved.items()},
+            "hidden_rows": self.batch * one.step_rows / self.size,
+            "index_rows": self.batch * one.selected_rows / self.size,
             "cached_tokens": self.batch * cached,
+            "kept_tokens": self.batch * kept,
         })  # fmt: skip
         return memory_parts(
             self.shape, self.policy, self.bytes_per_element, sizes, self.resident, self.on_disk,

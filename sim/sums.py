@@ -11,7 +11,7 @@ from flexhybrid.core.kinds import TIERS
 from flexhybrid.core.plan import check_planned
 from flexhybrid.core.shape import ModelShape
 from flexhybrid.core.task import RESOURCES
-from sim.closed_form import Candidates, Phases, _pieces
+from sim.closed_form import Candidates, Phases, pieces_of
 from sim.loads import Loads, lines_of
 
 
@@ -54,7 +54,7 @@ def resource_sums(shape: ModelShape, hardware: Hardware, bytes_per_element: int,
     """The sums of candidates that use all their cache entries. Raises InputError as ``predict`` does."""
     check_planned(candidates.policy)
     loads = loads_of(shape, hardware, bytes_per_element, candidates)
-    pieces, _ = _pieces(loads, False)
+    pieces, _ = pieces_of(loads, False)
     phases = Phases(loads, hardware, pieces)
     decode = dict.fromkeys(RESOURCES, 0.0)
     for phase, piece in enumerate(pieces, start=1):

@@ -45,7 +45,7 @@ class Entry(NamedTuple):
 
     resource: int
     iteration: int
-    what: tuple[str, bool, bool, bool]  #: verb; the stream's first load of weights; first layer; last mini-batch
+    what: tuple[str, bool, bool, int]  #: verb; whether the stream's first load of weights; first layer; mini-batch
     waits: tuple[int, ...]  #: indices of the entries on other resources that it waits for
 
 
@@ -65,8 +65,8 @@ class Topology:
     inner: Rounds
     outer: Rounds
     ends: tuple[int, ...]  #: one past the last entry of each position
-    #: of a position after which rounds are skipped: (entry, number beyond the entries under which those wait for it that
-    #: come later in the same loop: for them it stands for what the skipped rounds did in its place)
+    #: of a position after which rounds are skipped: (entry, its other name). Who comes later in the same loop waits for
+    #: it under that name, a number beyond the entries: there it stands for what the skipped rounds did in its place
     moved_after: dict[int, tuple[tuple[int, int], ...]]
     num_moved: int
     unused_after: tuple[tuple[int, ...], ...]  #: of each position, entries that nobody waits for from there on
@@ -98,6 +98,13 @@ def walked_rounds(num_inner: int, num_outer: int) -> tuple[Rounds, Rounds]:
 
     inner = rounds(num_inner, 1)
     return inner, rounds(num_outer, inner.number)
+
+
+def most_mini_batches(schedule: str, num_layers: int) -> int:
+    """How many mini-batches the tiny run has at most."""
+    endless = 1 << 30
+    inner, outer = walked_rounds(*((endless, num_layers) if schedule == "column" else (num_layers, endless)))
+    return (inner if schedule == "column" else outer).number
 
 
 def topology(
@@ -218,7 +225,7 @@ def _tiny_run(key: str, num_layers: int, num_mini_batches: int, num_decode: int,
             ends.append(len(entries))
         whole = not loaded and task.verb in ("load_weights", "read_weights")
         loaded = loaded or task.verb == "load_weights"
-        what = task.verb, whole, task.layer == 0, task.mini_batch == num_mini_batches - 1
+        what = task.verb, whole, task.layer == 0, task.mini_batch
         if one_by_one:
             entries.append(Entry(0, task.iteration, what, ()))
         else:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flexhybrid.core.task import RESOURCES
-from sim.topology import Entry, Topology
+from sim.topology import Topology
 
 #: Seconds of a task, or None where it has no work; and which policies have it at all (None: all of them).
 TimeOf = Callable[[int, tuple], "tuple[np.ndarray | None, np.ndarray | None]"]
@@ -23,6 +23,7 @@ class Skips:
     inner: np.ndarray
     outer: np.ndarray
     after: dict[int, np.ndarray]  #: iteration -> how many more like it follow; fewer than none takes walked ones back
+    walked: int  #: iterations of each kind in the tiny run
     #: (iteration, "inner", "last inner", "outer" or "iteration") -> seconds of one more round on its busiest resource;
     #: the last inner rounds are those of the last outer one
     least: Callable[[int, str], np.ndarray]
@@ -83,7 +84,7 @@ def _skip(t: Topology, position: int, ends: list, tails: list, skips: Skips) -> 
         tails[-1] = [tail + move for tail, move in zip(tails[-1], moves)]
     if rest + 1 == inner.number * outer.number and iteration in skips.after:
         least = skips.least(iteration, "iteration")
-        moves = _moves(tails, rest + 1, 1, skips.after[iteration], least)
+        moves = _moves(tails, rest + 1, skips.walked if skips.walked > 3 else 1, skips.after[iteration], least)
         for index in range(t.ends[max(0, position - 2 * rest - 2)], t.ends[position]):
             if ends[index] is not None:
                 ends[index] = ends[index] + moves[t.entries[index].resource]

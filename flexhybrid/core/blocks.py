@@ -59,8 +59,8 @@ class BlockKinds:
     """The representation of logical block 0, 1, 2, … under given token shares: ``deal_blocks`` as a sequence.
 
     Kinds are sorted by name, so ACT comes before KV and the device before the host. Tokens of the entry ``tok`` are
-    a prefix of the request and in none of the kinds: its first blocks were dealt a kind when they were new and have been
-    dropped since.
+    a prefix of the request and in none of the kinds: its first blocks were dealt a kind when they were new and have
+    been dropped since.
     """
 
     def __init__(self, shares: dict[str, float]):
@@ -82,12 +82,10 @@ class BlockKinds:
 
     def blocks(self, num_blocks) -> np.ndarray:
         """Blocks of each kind among the first ``num_blocks``: [..., kind]."""
-        return self._held(num_blocks, np.asarray(num_blocks) * BLOCK_TOKENS)
-
-    def _held(self, num_blocks, num_tokens) -> np.ndarray:
-        """Blocks of each kind among the first ``num_blocks`` that are kept while the request has so many tokens."""
         dealt = self._dealt(num_blocks)
-        return dealt - self._dealt(self.tok_tokens(num_tokens) // BLOCK_TOKENS) if self.tok_share else dealt
+        if not self.tok_share:
+            return dealt
+        return dealt - self._dealt(self.tok_tokens(np.asarray(num_blocks) * BLOCK_TOKENS) // BLOCK_TOKENS)
 
     def most_blocks(self, num_blocks) -> np.ndarray:
         """Blocks of each kind that a request of up to ``num_blocks`` ever holds at once: [..., kind]."""
@@ -97,9 +95,14 @@ class BlockKinds:
 
     def tokens(self, num_tokens) -> np.ndarray:
         """Tokens of each kind among the first ``num_tokens``: [..., kind]. Only the last block can be partial."""
+        stored = self.stored(num_tokens)
+        return stored - self._dealt(self.tok_tokens(num_tokens) // BLOCK_TOKENS) * BLOCK_TOKENS
+
+    def stored(self, num_tokens) -> np.ndarray:
+        """The same with those that are kept as ids alone by now: what ever went to a block of each kind."""
         full, rest = np.divmod(np.asarray(num_tokens), BLOCK_TOKENS)
-        newest = self._dealt(full + 1) - self._dealt(full)
-        return self._held(full, num_tokens) * BLOCK_TOKENS + rest[..., None] * newest
+        dealt = self._dealt(full)
+        return dealt * BLOCK_TOKENS + rest[..., None] * (self._dealt(full + 1) - dealt)
 
     def kind_of(self, positions) -> np.ndarray:
         """Index into ``kinds`` of the token at each position, when it is new."""

@@ -6,12 +6,11 @@ checked before work starts is what is allocated.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
 
 import numpy as np
 
-from flexhybrid.core.blocks import BLOCK_TOKENS
+from flexhybrid.core.blocks import BLOCK_TOKENS, BlockKinds, ceil_blocks
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.kinds import parts_of
 from flexhybrid.core.layout import layer_layout
@@ -39,13 +38,17 @@ class BufferSizes:
     kv_buffer_blocks: int = 0  #: of one slot
     act_staging_blocks: int = 0  #: of one slot, on their way from the disk
     kv_staging_blocks: int = 0
+    act_blocks: int = 0  #: of one mini-batch, recomputed together
     kv_device_blocks: int = 0  #: of one mini-batch, read where they lie
     attention_tokens: int = 0  #: B·T
     hidden_rows: int = 0  #: of all mini-batches together
-    step_rows: int = 0  #: padded new tokens of the largest mini-batch
+    step_rows: int = 0  #: padded rows of the largest mini-batch: new tokens, and those of a recomputed prefix
     batch: int = 0  #: requests of the largest mini-batch
+    decode_batch: int = 0  #: of those, as far as they ever decode
     cached_tokens: int = 0  #: of all requests together
+    kept_tokens: int = 0  #: of all requests together, those that a selection keeps
     selected_rows: int = 0  #: rows that a speculative selection gathers for one mini-batch
+    index_rows: int = 0  #: for all mini-batches together
 
     def merge(self, other: BufferSizes) -> BufferSizes:
         """Enough for either."""
@@ -61,58 +64,92 @@ class BufferSizes:
 def buffer_sizes(wave: Wave) -> BufferSizes:
     """Sizes for a wave, from the lengths its requests can reach."""
     prompts, cached = wave.workload.prompt_tokens, wave.workload.cached_tokens
-    kinds, policy = wave.kinds.kinds, wave.policy
-    prompt_split = wave.kinds.tokens(kept_tokens(policy.selection, prompts, prompts))  # [requests, kind]
-    final_blocks = np.stack([wave.num_blocks[kind] for kind in kinds], axis=-1)
-    recomputed = wave.kinds.tok_tokens(cached)
-    sizes = BufferSizes(pool_blocks=wave.pool_blocks, staged_rows={})
-    hidden_rows = 0
+    kinds, policy = wave.kinds, wave.policy
+    kept = kept_tokens(policy.selection, prompts, cached)
+    prompt_tokens = kinds.tokens(kept_tokens(policy.selection, prompts, prompts))  # [requests, kind]
+    decodes = wave.workload.max_tokens > 1
+    # The last token stored is read by nobody.
+    read = kept_tokens(policy.selection, prompts, np.where(decodes, cached - 1, 0))
+    read_blocks = kinds.most_blocks(ceil_blocks(read)) * decodes[:, None]
+    if policy.static_cache:
+        read_blocks = np.stack([wave.num_blocks[kind] for kind in kinds.kinds], axis=-1) * decodes[:, None]
+    read_tokens, recomputed = kinds.tokens(read), kinds.tok_tokens(read)
+    fresh = _stored_until(kinds, cached, kept) > _stored_until(kinds, prompts, kept)  # some of it in the decode
+    sizes, sums = BufferSizes(pool_blocks=wave.pool_blocks, staged_rows={}), []
+
+    def each_kind(values) -> dict[str, int]:
+        return dict(zip(kinds.kinds, map(int, values), strict=True))
+
     for group in wave.mini_batches:
-        batch, prompt = len(group), int(prompts[group].max())
-        widest = dict(zip(kinds, map(int, final_blocks[group].max(axis=0)), strict=True))
-        staged = dict(zip(kinds, map(int, prompt_split[group].sum(axis=0)), strict=True))
-        splits = {
-            kind: split_extremes(lines, batch, prompt, int(cached[group].max()), len(wave.mini_batches))
-            for kind, lines in wave.split.items()
-        }
-        one = group_sizes(policy, batch, prompt, widest, staged, int(recomputed[group].max()), splits)
-        hidden_rows += one.step_rows
+        widest = read_blocks[group].max(axis=0)
+        context = int(read_tokens[group].max(axis=0).sum())
+        if kinds.tok_share and len(np.unique(read[group])) > 1:  # each drops its blocks in its own time
+            context = int(widest.sum()) * BLOCK_TOKENS
+        longest = each_kind(read_tokens[group].max(axis=0))
+        one = group_sizes(
+            policy, len(group), int(prompts[group].max()), each_kind(widest), context, int(recomputed[group].max()),
+            each_kind(np.where(fresh[group].any(axis=0), len(group), 0)), each_kind(prompt_tokens[group].sum(axis=0)),
+            {
+                kind: split_extremes(lines, len(group), each_kind(prompt_tokens[group].min(axis=0))[kind],
+                                     longest[kind], len(wave.mini_batches))
+                for kind, lines in wave.split.items()
+            },
+        )  # fmt: skip
+        sums.append((one.step_rows, one.selected_rows))
         sizes = sizes.merge(one)
-    whole = BufferSizes({}, {}, hidden_rows=hidden_rows, cached_tokens=int(cached.sum()))
-    return sizes.merge(whole)
+    hidden_rows, index_rows = map(sum, zip(*sums, strict=True))
+    return sizes.merge(BufferSizes(
+        {}, {}, hidden_rows=hidden_rows, index_rows=index_rows, cached_tokens=int(cached.sum()),
+        kept_tokens=int(kept.sum()),
+    ))  # fmt: skip
 
 
-def group_sizes(policy: Policy, batch, prompt, widest: dict, staged: dict, recomputed, splits: dict) -> BufferSizes:
+def _stored_until(kinds: BlockKinds, tokens, kept) -> np.ndarray:
+    """Tokens that went to blocks of each kind, of each request's first so many: [requests, kind]. Of those beyond what
+    is ``kept`` the newest take the places of the oldest."""
+    rounds, rest = np.divmod(tokens, kept)
+    return rounds[:, None] * kinds.stored(kept) + kinds.stored(rest)
+
+
+def group_sizes(
+    policy: Policy, batch, prompt, widest: dict, context, recomputed, fresh: dict, staged: dict, splits: dict
+) -> BufferSizes:
     """What one mini-batch of ``batch`` requests needs; numbers, or arrays.
 
-    ``prompt``: its longest, in tokens. ``widest``: final blocks of its longest request, by kind. ``staged``: prompt
-    tokens of all its requests, by kind. ``recomputed``: longest prefix kept as token ids. ``splits``: of both(…) kinds,
-    the most blocks of a request ever recomputed and ever loaded as KV.
+    ``prompt``: its longest, in tokens. ``widest``: blocks that a decode step reads of its longest request, by kind:
+    none
+    if it decodes nothing. ``context``: columns of the attention buffer that they fill. ``recomputed``: the longest
+    prefix kept as token ids. ``fresh``: new tokens of a decode step, and ``staged``: prompt tokens of all its requests,
+    by kind. ``splits``: of both(…) kinds, the most blocks of a request ever recomputed and ever loaded as KV.
     """
-    columns = {("act", "any"): 0, ("kv", "any"): 0, ("act", "disk"): 0, ("kv", "disk"): 0, ("kv", "device"): 0}
+    columns = {("act", "any"): 0, ("kv", "any"): 0, ("act", "disk"): 0, ("kv", "disk"): 0}
+    columns |= {("act", "device"): 0, ("kv", "device"): 0}
     for kind, blocks in widest.items():
         for part in parts_of(kind):
-            count = splits[kind][part.representation] if kind in splits else blocks
-            if part.representation == "act" or part.tier != "device":
-                columns[part.representation, "any"] = columns[part.representation, "any"] + count
-            if (part.representation, part.tier) in columns:
-                columns[part.representation, part.tier] = columns[part.representation, part.tier] + count
-    context = sum(widest.values()) * BLOCK_TOKENS
-    selected = 0
-    if policy.selection.method == "speculative":
-        selected = batch * selected_tokens(policy.selection, context)
+            count = splits[kind][part.representation] * (blocks > 0) if kind in splits else blocks
+            for tier in ("any", part.tier):
+                if (part.representation, tier) in columns:
+                    columns[part.representation, tier] = columns[part.representation, tier] + count
+    decodes = sum(widest.values()) > 0
+    on_device = decodes if policy.attention == "device" else 0 * decodes
+    moved = {r: columns[r, "any"] - columns[r, "device"] for r in ("act", "kv")}
+    if policy.bits.act == "native":  # blocks of the device are gathered beside those that come over the link
+        moved["act"] = columns["act", "any"]
+    selected = selected_tokens(policy.selection, context) if policy.selection.method == "speculative" else 0
     return BufferSizes(
         pool_blocks={},
-        staged_rows={kind: _larger(batch, rows) for kind, rows in staged.items()},
-        act_buffer_blocks=batch * columns["act", "any"],
-        kv_buffer_blocks=batch * columns["kv", "any"] if policy.attention == "device" else 0 * batch,
+        staged_rows={kind: _larger(fresh[kind], rows) for kind, rows in staged.items()},
+        act_buffer_blocks=batch * moved["act"],
+        kv_buffer_blocks=batch * moved["kv"] * on_device,
         act_staging_blocks=batch * columns["act", "disk"],
         kv_staging_blocks=batch * columns["kv", "disk"],
+        act_blocks=batch * columns["act", "any"],
         kv_device_blocks=batch * columns["kv", "device"],
-        attention_tokens=batch * (context + recomputed + 1) if policy.attention == "device" else 0 * batch,
-        step_rows=batch * prompt,
+        attention_tokens=batch * (context + recomputed + 1) * on_device,
+        step_rows=batch * _larger(prompt, recomputed + 1),
         batch=batch,
-        selected_rows=selected,
+        decode_batch=batch * decodes,
+        selected_rows=batch * selected * on_device,
     )
 
 
@@ -120,16 +157,22 @@ def _larger(a, b):
     return np.maximum(a, b) if np.ndim(a) or np.ndim(b) else max(a, b)
 
 
-def split_extremes(lines, batch, prompt, cached, num_mini_batches) -> dict:
-    """Most blocks of a request that a both(…) entry ever recomputes and ever loads as KV; arrays allowed.
+def split_extremes(lines, batch, shortest, longest, num_mini_batches) -> dict:
+    """Most blocks of a request that a both(…) entry ever recomputes and ever loads as KV, as its tokens grow from
+    ``shortest`` to ``longest``; arrays allowed.
 
-    Both rules are linear in the context, so the ends of the decode are its extremes.
+    Both rules are linear in the tokens, so the ends are the extremes; but the split is rounded to whole blocks, so what
+    is left for KV may be half a block more in between.
     """
-    ends = [(context, split_point(lines, batch, context, num_mini_batches)) for context in (prompt, cached)]
-    act = _larger(*(split for _, split in ends))
-    kv = _larger(*(context - split for context, split in ends))
-    whole = np.ceil if np.ndim(act) or np.ndim(kv) else math.ceil
-    return {"act": whole(act / BLOCK_TOKENS), "kv": whole(kv / BLOCK_TOKENS)}
+
+    def at(tokens):
+        split = split_point(lines, batch, tokens, num_mini_batches)
+        whole = split_point(lines, batch, tokens, num_mini_batches, whole_blocks=False)
+        return split, np.clip(tokens - whole + BLOCK_TOKENS / 2, 0, tokens)
+
+    act, kv = (_larger(a, b) for a, b in zip(at(shortest), at(longest), strict=True))
+    blocks = np.ceil(act / BLOCK_TOKENS), np.ceil(kv / BLOCK_TOKENS)
+    return dict(zip(("act", "kv"), blocks if np.ndim(act) or np.ndim(kv) else map(int, blocks), strict=True))
 
 
 def memory_plan(
@@ -161,14 +204,18 @@ def memory_parts(
             tiers[part.tier][name] = tiers[part.tier].get(name, 0) + size
             strip = "device" if part.tier == "device" else "host"
             staged[strip] = staged[strip] + sizes.staged_rows.get(kind, 0) * row[part.representation]
-    generated = sizes.act_buffer_blocks * BLOCK_TOKENS
-    generated = _larger(generated, MIN_KV_GEN_ROWS) * (generated > 0)
+    recomputed = sizes.act_blocks * BLOCK_TOKENS
+    generated = _larger(recomputed, MIN_KV_GEN_ROWS) * (recomputed > 0)
     cut = (resident > 0) & (resident < layer_bytes)
     hidden = shape.hidden * p
     plain_kv = (sizes.kv_buffer_blocks + sizes.kv_device_blocks) * BLOCK_TOKENS * native_kv
     speculative = policy.selection.method == "speculative"
     ratio = policy.selection.partial_ratio or 0.0
-    partial_keys = layers * sizes.cached_tokens * ratio * native_kv / 2 if speculative else 0
+    # A selection speculates for every layer but the first.
+    partial_keys = (layers - 1) * sizes.cached_tokens * ratio * native_kv / 2 if speculative else 0
+    indices = 4 * shape.num_kv_heads * sizes.index_rows if layers > 1 else 0
+    scores = 4 * layers * shape.num_heads * sizes.kept_tokens if policy.selection.method == "heavy_hitter" else 0
+    partial_buffer = sizes.attention_tokens * ratio * native_kv / 2 if layers > 1 else 0
     tiers["device"] |= {
         "resident weights": layers * resident,
         "weight slots": NUM_SLOTS * streamed,
@@ -176,14 +223,17 @@ def memory_parts(
         "embedding and head": shape.embedding_bytes(p),
         "ACT buffers": NUM_SLOTS * sizes.act_buffer_blocks * BLOCK_TOKENS * row["act"],
         "KV buffers": NUM_SLOTS * sizes.kv_buffer_blocks * BLOCK_TOKENS * row["kv"],
-        "plain ACT": generated * native_act if policy.bits.act != "native" else 0,
+        "plain ACT": recomputed * native_act if policy.bits.act != "native" else 0,
         "plain KV": plain_kv if policy.bits.kv != "native" else 0,
         "recomputed keys and values": generated * native_kv,
         "attention buffer": sizes.attention_tokens * native_kv,
         "staging": NUM_SLOTS * (staged["device"] + staged["host"]),
         "hidden states": (sizes.hidden_rows if policy.hidden == "device" else NUM_SLOTS * sizes.step_rows) * hidden,
-        "partial query weights": layers * ratio * shape.hidden * shape.query_width * p if speculative else 0,
+        "partial query weights": (layers - 1) * ratio * shape.hidden * shape.query_width * p if speculative else 0,
         "partial keys": partial_keys if policy.selection.partial_keys == "device" else 0,
+        "partial key buffers": NUM_SLOTS * partial_buffer if policy.selection.partial_keys == "host" else 0,
+        "indices": indices,
+        "scores": scores,
         "workspace": workspace_bytes(shape, p, sizes.step_rows, sizes.batch, cut),
         "slack": SLACK_BYTES[device],
     }
@@ -194,10 +244,11 @@ def memory_parts(
         "weight staging": NUM_SLOTS * on_disk,
         "ACT staging": NUM_SLOTS * sizes.act_staging_blocks * BLOCK_TOKENS * row["act"],
         "KV staging": NUM_SLOTS * sizes.kv_staging_blocks * BLOCK_TOKENS * row["kv"],
-        "gathered rows": NUM_SLOTS * sizes.selected_rows * row["kv"],
+        "gathered rows": NUM_SLOTS * sizes.selected_rows * row["kv"] if layers > 1 else 0,
+        "indices": indices,
         "partial keys": partial_keys if policy.selection.partial_keys == "host" else 0,
         "hidden states": sizes.hidden_rows * hidden if policy.hidden == "host" else 0,
-        "query strips": NUM_SLOTS * sizes.batch * (2 * shape.query_width + shape.kv_width) * p if on_host else 0,
+        "query strips": NUM_SLOTS * sizes.decode_batch * (2 * shape.query_width + shape.kv_width) * p if on_host else 0,
     }
     tiers["disk"]["weights"] = layers * on_disk
     return tiers

@@ -1,0 +1,225 @@
+"""Seconds and bytes of every verb in the prefill and in the pieces of the decode, in arrays of candidates.
+
+Work comes from ``core.steps.step_work``, seconds from ``sim.cost.price``: nothing is counted here a second time.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flexhybrid.core.blocks import BLOCK_TOKENS
+from flexhybrid.core.hardware import Hardware
+from flexhybrid.core.kinds import TIERS
+from flexhybrid.core.steps import StepCounts, step_work
+from flexhybrid.core.stream import PAGE_BYTES
+from flexhybrid.core.task import RESOURCES, Work
+from flexhybrid.core.work import kv_gen
+from sim.cost import price
+from sim.loads import Loads, Piece
+from sim.walk import longest
+
+#: Where each verb runs; one home, so that a phase's sums need no stream.
+RESOURCE_OF = {
+    "read_weights": "disk_read", "read_act": "disk_read", "read_kv": "disk_read",
+    "write_act": "disk_write", "write_kv": "disk_write",
+    "load_weights": "h2d", "load_act": "h2d", "load_kv": "h2d", "load_hidden": "h2d", "load_keys": "h2d",
+    "load_attended": "h2d",
+    "store_act": "d2h", "store_kv": "d2h", "store_hidden": "d2h", "store_query": "d2h", "store_index": "d2h",
+    "store_out": "d2h",
+    "scatter": "host_compute", "gather": "host_compute", "attend_host": "host_compute",
+}  # fmt: skip
+
+#: What crosses a link, by the verb that moves it.
+TRAFFIC_OF = {
+    "weights": "weights", "kv": "kv", "act": "act", "hidden": "hidden", "keys": "kv", "index": "kv", "query": "hidden",
+    "attended": "hidden", "out": "hidden",
+}  # fmt: skip
+
+_ONCE_A_MINI_BATCH = frozenset({"head", "sample", "store_out", "embed"})
+
+#: Verbs that move or convert a context's blocks: their representation, and the tiers these lie on.
+_OF_BLOCKS = {
+    "load_act": ("act", ("host", "disk")), "load_kv": ("kv", ("host", "disk")), "read_act": ("act", ("disk",)),
+    "read_kv": ("kv", ("disk",)), "dequantize_act": ("act", TIERS), "dequantize_kv": ("kv", TIERS),
+    "kv_gen": ("act", TIERS),
+}  # fmt: skip
+
+_BETWEEN_LAYERS = frozenset({"speculate", "store_index", "load_hidden", "store_hidden", "load_keys"})
+
+
+class Phases:
+    """Seconds and link bytes of every verb: of a usual mini-batch and of the last, in the prefill (phase 0) and
+    in the pieces of the decode (phases 1, 2, …). Arrays [candidates]."""
+
+    def __init__(self, loads: Loads, hardware: Hardware, pieces: list[Piece]):
+        self.loads, self.hardware = loads, hardware
+        self.seconds: list[dict] = []  # phase -> {(verb, first layer?, last mini-batch?): seconds}
+        self.link_bytes: list[dict] = []
+        self.there: list[dict] = []  # phase -> {verb: which candidates have it}, where not all do
+        self._add_phase(loads.prefill)
+        for piece in pieces:
+            self._add_phase(lambda batch, piece=piece: loads.decode(batch, piece.first, piece.final, piece.kind))
+
+    def _add_phase(self, counts_of) -> None:
+        loads, seconds, moved, there = self.loads, {}, {}, {}
+        for last, batch in ((False, loads.usual), (True, loads.last)):
+            counts = counts_of(batch)
+            for first in (False, True) if counts.selected is not None else (False,):
+                works = step_work(loads.shape, loads.policy, loads.stored, counts, first)
+                for verb, one in works.items():
+                    resource = RESOURCE_OF.get(verb, "compute")
+                    present, empty = _present(verb, counts, one), Work()
+                    if verb == "kv_gen":
+                        rows = counts.batch * counts.act_columns * BLOCK_TOKENS
+                        one, empty = (kv_gen(loads.shape, loads.bytes_per_element, n) for n in (rows, 0))
+                    cost = price(self.hardware, verb, resource, one)
+                    if present is not None:
+                        without = price(self.hardware, verb, resource, empty)
+                        cost = np.where(present > 0, cost - (1.0 - present) * without, 0.0)
+                        there[verb] = present > 0
+                    seconds[verb, first, last] = cost
+                    if verb in RESOURCE_OF:
+                        moved[verb, first, last] = one.link_bytes
+        streamed, on_disk = loads.layout.total_bytes - loads.resident, loads.on_disk
+        slices = np.maximum(_num_slices(streamed - on_disk, loads.K), _num_slices(on_disk, loads.K)) / loads.K
+        for verb, resource, num_bytes in (("load_weights", "h2d", streamed), ("read_weights", "disk_read", on_disk)):
+            if not np.any(num_bytes):
+                continue
+            whole = price(self.hardware, verb, resource, Work(link_bytes=num_bytes))
+            fixed = price(self.hardware, verb, resource, Work())
+            row = loads.policy.schedule == "row"
+            if verb == "read_weights":
+                slices = _num_slices(on_disk, loads.K) / loads.K
+            for last in (False, True):
+                seconds[verb, False, last] = whole if row else (whole - fixed) / loads.K + fixed * slices
+                moved[verb, False, last] = num_bytes if row else num_bytes / loads.K
+            seconds[verb, "whole", False] = whole
+        self.seconds.append(seconds)
+        self.link_bytes.append(moved)
+        self.there.append(there)
+
+    def of(self, phase: int, verb: str, whole: bool, first: bool, usual):
+        """(seconds of a task or None where it has no work, which candidates have it or None for all). ``usual``: for
+        which candidates its mini-batch is not one of the last."""
+        found = self.seconds[phase]
+        if whole:
+            return found.get((verb, "whole", False)), None
+        if (verb, first, False) not in found:
+            first = False
+        if (verb, first, False) not in found:
+            return None, None
+        if np.all(usual) or not np.any(usual):
+            value = found[verb, first, not np.all(usual)]
+        else:
+            value = np.where(usual, found[verb, first, False], found[verb, first, True])
+        return value, self.there[phase].get(verb)
+
+    def round_seconds(self, phase: int, round_: str):
+        """Seconds of one more round on its busiest resource: of a position ("inner"; "last inner": in the last layer),
+        of a layer or mini-batch ("outer"), of an iteration ("iteration")."""
+        if round_ == "iteration":
+            return longest(*self.busy(phase).values())
+        loads, column = self.loads, self.loads.policy.schedule == "column"
+        once = round_ == "last inner" if column else round_ == "outer"
+        busy = dict.fromkeys(RESOURCES, 0.0)
+        for verb in self.verbs(phase):
+            one = self.seconds[phase].get((verb, False, False))
+            if one is None or verb in _ONCE_A_MINI_BATCH and not once:
+                continue
+            if column and verb == "dequantize_weights":
+                one = one if round_ == "outer" else 0.0
+            elif column and round_ == "outer":
+                one = self._of_all(one, self.seconds[phase][verb, False, True])
+            elif round_ == "outer" and verb not in _ONCE_A_MINI_BATCH:
+                one = one * loads.shape.num_layers
+            resource = RESOURCE_OF.get(verb, "compute")
+            busy[resource] = busy[resource] + one
+        return longest(*busy.values())
+
+    def _of_all(self, one, last):
+        """The sum over mini-batches."""
+        return (self.loads.K - self.loads.num_last) * one + self.loads.num_last * last
+
+    def total(self, table: list[dict], phase: int, verb: str):
+        """One iteration's sum of a verb, over all layers and mini-batches."""
+        loads, values = self.loads, table[phase]
+        L = loads.shape.num_layers
+        layers = 1 if verb in _ONCE_A_MINI_BATCH else L - 1 if verb in _BETWEEN_LAYERS else L
+        one = values.get((verb, False, False))
+        if one is None:  # in the first layer alone
+            return self._of_all(values[verb, True, False], values[verb, True, True])
+        if verb == "dequantize_weights" and loads.policy.schedule == "column":
+            return layers * one
+        of_layer = self._of_all(one, values[verb, False, True])
+        if not phase and loads.policy.schedule == "column" and (verb, "whole", False) in values:
+            # the run's first load comes in one piece
+            return (layers - 1) * of_layer + values[verb, "whole", False]
+        total = layers * of_layer
+        if (verb, True, False) in values and verb not in _ONCE_A_MINI_BATCH | _BETWEEN_LAYERS:
+            total = total + self._of_all(values[verb, True, False], values[verb, True, True]) - of_layer
+        elif verb == "gather":
+            total = total * (L - 1) / L
+        return total
+
+    def verbs(self, phase: int) -> set[str]:
+        return {verb for verb, _, _ in self.seconds[phase]}
+
+    def busy(self, phase: int) -> dict[str, np.ndarray]:
+        """Seconds of one iteration on each resource."""
+        busy = dict.fromkeys(RESOURCES, 0.0)
+        for verb in self.verbs(phase):
+            resource = RESOURCE_OF.get(verb, "compute")
+            busy[resource] = busy[resource] + self.total(self.seconds, phase, verb)
+        return busy
+
+    def after_the_last_token(self, phase: int) -> dict[str, np.ndarray]:
+        """Seconds of each resource's work, at most, that the run's last token does not wait for. ``phase``: the last.
+
+        A position waits for what was stored two positions before it, and that for its way to the blocks two before.
+        """
+        late = dict.fromkeys(RESOURCES, 0.0)
+        for verb in self.verbs(phase):
+            if verb.startswith(("store_", "write_", "scatter")):
+                resource = RESOURCE_OF.get(verb, "compute")
+                one = longest(*(s for (name, _, _), s in self.seconds[phase].items() if name == verb))
+                late[resource] = late[resource] + one * (self.loads.K if verb == "store_out" else 5)
+        return late
+
+    def traffic(self, phase: int) -> dict[tuple[str, str], np.ndarray]:
+        """(link, kind) -> bytes of one iteration."""
+        moved: dict[tuple[str, str], np.ndarray] = {}
+        for verb in {verb for verb, _, _ in self.link_bytes[phase]}:
+            resource = RESOURCE_OF[verb]
+            if resource == "host_compute":
+                continue
+            key = resource, TRAFFIC_OF[verb.split("_")[1]]
+            moved[key] = moved.get(key, 0.0) + self.total(self.link_bytes, phase, verb)
+        return moved
+
+
+def _num_slices(num_bytes, most):
+    """Slices that the stream makes of a layer's streamed bytes: at most so many, of whole pages."""
+    size = np.ceil(num_bytes / (most * PAGE_BYTES)) * PAGE_BYTES
+    return np.ceil(num_bytes / np.maximum(size, PAGE_BYTES))
+
+
+def _present(verb: str, counts: StepCounts, one: Work):
+    """The share of a phase's steps in which a verb has work at all, [candidates]; None where all of them have.
+
+    Whole blocks come one at a time, and each new token goes to one kind of them.
+    """
+    share = None
+    if verb == "attend_recomputed":
+        share = counts.recomputed / BLOCK_TOKENS
+    elif verb in _OF_BLOCKS and counts.selected is None:
+        of, tiers = _OF_BLOCKS[verb]
+        share = longest(*(
+            copies for part, copies in counts.copies.items() if part.representation == of and part.tier in tiers
+        )) / counts.batch  # fmt: skip
+    elif verb in ("store_act", "store_kv", "write_act", "write_kv"):
+        share = one.link_bytes
+    elif verb in ("scatter", "scatter_device", "quantize"):
+        share = one.memory_bytes
+    if share is None or np.all(share >= 1):
+        return None
+    return np.minimum(1.0, share)

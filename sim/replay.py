@@ -1,0 +1,203 @@
+"""Memory by replay: what each buffer must hold, read off the tasks of a run one by one.
+
+``core.memory`` adds up what a policy needs before a run; here the same bytes are found a second way, from what each
+task reads and writes and from the step that it carries. Slots of a double buffer are both there from the start, so the
+largest thing that any slot ever holds counts twice. What no task moves is taken from ``memory_plan`` by name: the
+resident weights, the embedding and the head, the query weights of a speculative selection, workspace and slack; and a
+speculative selection's pool is the share of the cache that its policy names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from flexhybrid.core.blocks import BLOCK_TOKENS, ceil_blocks
+from flexhybrid.core.kinds import Part
+from flexhybrid.core.memory import NUM_SLOTS, buffer_sizes, memory_plan
+from flexhybrid.core.plan import Wave
+from flexhybrid.core.stream import StepPayload, WeightSlice
+from flexhybrid.core.task import Task
+from flexhybrid.core.trace import TraceEvent
+
+#: Parts that no task moves.
+BY_DEFINITION = ("resident weights", "embedding and head", "partial query weights", "workspace", "slack")
+
+#: What lies in double buffers.
+_SLOTTED = frozenset((
+    "weight slots", "weight staging", "ACT buffers", "KV buffers", "ACT staging", "KV staging", "staging",
+    "landing strips", "gathered rows", "partial key buffers", "query strips",
+))  # fmt: skip
+
+
+def peak_bytes(tasks: Iterable[Task | TraceEvent], wave: Wave, device: str = "cuda") -> dict[str, int]:
+    """Tier -> bytes that a run of these tasks (``stream(wave)``, or a trace of it) needs."""
+    return {tier: sum(parts.values()) for tier, parts in peak_parts(tasks, wave, device).items()}
+
+
+def peak_parts(tasks: Iterable[Task | TraceEvent], wave: Wave, device: str = "cuda") -> dict[str, dict[str, int]]:
+    """The same by the names of ``core.memory.memory_plan``."""
+    replay = _Replay(wave)
+    for task in tasks:
+        replay.see(task.task if isinstance(task, TraceEvent) else task)
+    parts: dict[str, dict[str, float]] = {"device": {}, "host": {}, "disk": {}}
+    for (tier, part, _), size in replay.largest.items():
+        times = NUM_SLOTS if part in _SLOTTED else 1
+        parts[tier][part] = parts[tier].get(part, 0.0) + times * size
+    shape, policy = wave.shape, wave.policy
+    named = memory_plan(shape, policy, wave.bytes_per_element, buffer_sizes(wave), device)
+    parts["device"] |= {part: named["device"][part] for part in BY_DEFINITION if part in named["device"]}
+    if policy.selection.method == "speculative" and "kv pool" in parts["host"]:
+        parts["host"]["kv pool"] *= policy.selection.pool
+    return {tier: {part: round(size) for part, size in of.items() if size} for tier, of in parts.items()}
+
+
+class _Replay:
+    """The largest bytes seen of everything that has an extent of its own: (tier, part, which of them) -> bytes."""
+
+    def __init__(self, wave: Wave):
+        self.wave = wave
+        self.largest: dict[tuple[str, str, object], float] = {}
+        p, stored = wave.bytes_per_element, wave.stored
+        self.row = {"kv": wave.shape.kv_token_bytes(stored.kv), "act": wave.shape.act_token_bytes(stored.act)}
+        self.native_kv, self.native_act = wave.shape.kv_token_bytes(p), wave.shape.act_token_bytes(p)
+        self.hidden = wave.shape.hidden * p
+
+    def see(self, task: Task) -> None:
+        if isinstance(task.payload, WeightSlice):
+            self._weights(task)
+            return
+        getattr(self, f"_{task.verb}", lambda task: None)(task)
+
+    def _hold(self, tier: str, part: str, which: object, num_bytes: float) -> None:
+        key = tier, part, which
+        self.largest[key] = max(self.largest.get(key, 0.0), float(num_bytes))
+
+    def _weights(self, task: Task) -> None:
+        piece, streamed_from = task.payload, self.wave.streamed_from
+        self._hold("device", "weight slots", 0, max(piece.end, piece.disk_end) - streamed_from)
+        if piece.end > piece.start:
+            self._hold("host", "weights", task.layer, piece.end - streamed_from)
+        if piece.disk_end > piece.disk_start:
+            self._hold("disk", "weights", task.layer, piece.disk_end - self.wave.disk_from)
+            self._hold("host", "weight staging", 0, piece.disk_end - self.wave.disk_from)
+
+    # ---- a mini-batch's step
+
+    def _embed(self, task: Task) -> None:
+        step: StepPayload = task.payload.step
+        rows = len(step.requests) * (step.width + (0 if step.prefill else step.recomputed_width))
+        if self.wave.policy.hidden == "device":
+            self._hold("device", "hidden states", task.mini_batch, rows * self.hidden)
+        else:
+            self._hold("device", "hidden states", "slot", NUM_SLOTS * rows * self.hidden)
+
+    def _store_hidden(self, task: Task) -> None:
+        self._hold("host", "hidden states", task.mini_batch, task.work.link_bytes)
+
+    def _project(self, task: Task) -> None:
+        """The new rows wait in staging, each part's in a place of its own, and from there go to their blocks."""
+        on_host = self.wave.policy.attention == "host" and not task.payload.step.prefill
+        for store in task.payload.step.stores:
+            part = Part(store.kind, store.representation, store.tier)
+            if not on_host:  # else the query brings them along
+                rows = len(store.rows) * self.row[store.representation]
+                self._hold("device", "staging", part, rows)
+                if store.tier != "device":
+                    self._hold("host", "landing strips", part, rows)
+            blocks = (int(store.blocks.max()) + 1) * BLOCK_TOKENS * self.row[store.representation]
+            self._hold(store.tier, f"{store.representation} pool", (part, task.layer), blocks)
+
+    def _columns(self, task: Task, representation: str, tiers: tuple[str, ...]) -> int:
+        """Blocks of the padded buffer that a step's segments of these tiers take."""
+        step, policy, blocks = task.payload.step, self.wave.policy, 0
+        for segment in step.of(representation):
+            if segment.tier in tiers:
+                whole = self.wave.num_blocks[segment.kind][step.requests]
+                blocks += int(whole.max()) if policy.static_cache else segment.max_blocks
+        return len(step.requests) * blocks
+
+    def _load_kv(self, task: Task) -> None:
+        if any(access.space[0] == "gathered" for access in task.reads):
+            self._hold("device", "KV buffers", 0, task.work.link_bytes)
+            return
+        self._load(task, "kv", ("host", "disk"))
+
+    def _load_act(self, task: Task) -> None:
+        self._load(task, "act", ("host", "disk"))
+
+    def _load(self, task: Task, representation: str, tiers: tuple[str, ...]) -> None:
+        columns = self._columns(task, representation, tiers) * BLOCK_TOKENS * self.row[representation]
+        self._hold("device", f"{representation.upper()} buffers", 0, columns)
+
+    def _read_kv(self, task: Task) -> None:
+        self._read(task, "kv")
+
+    def _read_act(self, task: Task) -> None:
+        self._read(task, "act")
+
+    def _read(self, task: Task, representation: str) -> None:
+        columns = self._columns(task, representation, ("disk",)) * BLOCK_TOKENS * self.row[representation]
+        self._hold("host", f"{representation.upper()} staging", 0, columns)
+
+    def _kv_gen(self, task: Task) -> None:
+        self._hold("device", "recomputed keys and values", 0, task.work.tokens * self.native_kv)
+        if any(access.space[0] == "act_buffer" for access in task.writes):  # device blocks are gathered there
+            self._load(task, "act", ("device", "host", "disk"))
+
+    def _dequantize_weights(self, task: Task) -> None:
+        self._hold("device", "plain weights", 0, self.wave.shape.layer_bytes(self.wave.bytes_per_element))
+
+    def _dequantize_act(self, task: Task) -> None:
+        every = ("device", "host", "disk")
+        self._hold("device", "plain ACT", 0, self._columns(task, "act", every) * BLOCK_TOKENS * self.native_act)
+
+    def _dequantize_kv(self, task: Task) -> None:
+        if any(access.space[0] == "gathered" for access in task.reads):
+            return  # no more than the first layer's
+        every = ("device", "host", "disk")
+        self._hold("device", "plain KV", 0, self._columns(task, "kv", every) * BLOCK_TOKENS * self.native_kv)
+
+    def _assemble(self, task: Task) -> None:
+        step = task.payload.step
+        if self.wave.policy.selection.method != "speculative" or task.layer == 0:
+            self._hold("device", "attention buffer", 0, len(step.requests) * step.attention_tokens * self.native_kv)
+
+    # ---- selections, and attention on the host
+
+    def _rank(self, task: Task) -> None:
+        """A float32 score of each head for each cached token."""
+        step, layer = task.payload.step, task.layer
+        for request, context in zip(step.requests.tolist(), (step.context + step.new_tokens).tolist()):
+            kept = self._kept(request, context)
+            self._hold("device", "scores", (layer, request), 4 * self.wave.shape.num_heads * kept)
+
+    def _kept(self, request: int, context: int) -> int:
+        budget = float(self.wave.policy.selection.budget) * int(self.wave.workload.prompt_tokens[request])
+        return min(context, max(BLOCK_TOKENS, int(ceil_blocks(np.ceil(round(budget, 9)))) * BLOCK_TOKENS))
+
+    def _partial_bytes(self, tokens: float) -> float:
+        return tokens * self.wave.policy.selection.partial_ratio * self.native_kv / 2
+
+    def _speculate(self, task: Task) -> None:
+        """Partial keys of every token that is ever stored, in all layers but the first."""
+        step, tier = task.payload.step, self.wave.policy.selection.partial_keys
+        tokens = int((step.context + step.new_tokens).sum())
+        self._hold(tier, "partial keys", (task.layer + 1, task.mini_batch), self._partial_bytes(tokens))
+
+    def _load_keys(self, task: Task) -> None:
+        self._hold("device", "partial key buffers", 0, task.work.link_bytes)
+
+    def _store_index(self, task: Task) -> None:
+        for tier in ("device", "host"):
+            self._hold(tier, "indices", task.mini_batch, task.work.link_bytes)
+
+    def _gather(self, task: Task) -> None:
+        self._hold("host", "gathered rows", 0, task.work.tokens * self.row["kv"])
+
+    def _store_query(self, task: Task) -> None:
+        self._hold("host", "query strips", "query", task.work.link_bytes)
+
+    def _load_attended(self, task: Task) -> None:
+        self._hold("host", "query strips", "out", task.work.link_bytes)
