@@ -13,7 +13,16 @@ from flexhybrid.core.policy import Policy
 from policy_search.bound import INFEASIBLE, OPTIMAL, Bounds
 from policy_search.grid import Grid, Question, pairs_of
 from policy_search.lp import solve
-from policy_search.rounding import Draft, Evaluator, Priced, drafts_of, exchanges, final_blocks, with_cache_fixed
+from policy_search.rounding import (
+    Draft,
+    Evaluator,
+    Priced,
+    deals_near,
+    drafts_of,
+    exchanges,
+    final_blocks,
+    with_cache_fixed,
+)  # fmt: skip
 from sim.loads import num_mini_batches
 
 NEAR = 0.03  #: programs are solved where the bound is within this share of the incumbent
@@ -202,6 +211,19 @@ class Hunt:
                 self.take(self.evaluator.price(self._exchanges(draft)[:ROUND]))
                 both = [Draft(draft.option, draft.batch, draft.bound, ((kind, 1.0),)) for kind in self.question.both]
                 self.take(self.evaluator.price(both, self.seconds * (1 - GAIN)))
+
+    def finer_shares(self) -> None:
+        """Try every way of dealing blocks near the best mix of two entries: shares that end at the same blocks may deal
+        them in another order, and so differ while the context grows."""
+        best = self.best.draft if self.best else None
+        if best is None or len(best.cache) != 2 or not self._can_mix(best) or "tok" in best.kinds:
+            return
+        (first, share), (second, _) = best.cache
+        drafts = [
+            Draft.of(best.option, best.batch, best.bound, {first: one, second: 1.0 - one})
+            for one in deals_near(self.question, share)
+        ]
+        self.take(self.evaluator.price(drafts))
 
     def _can_mix(self, draft: Draft) -> bool:
         return draft.option.attention == "device" and all(kind in self.question.entries for kind in draft.kinds)

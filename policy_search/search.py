@@ -156,6 +156,7 @@ def search(
     if prune:
         hunt.finer_batches(batches, bounds)
     hunt.exchange()
+    hunt.finer_shares()
     return _result(hunt, started, confirm, write_lp)
 
 
