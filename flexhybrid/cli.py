@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -245,6 +246,9 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("flexhybrid: stopped", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # the reader of stdout has left, as head does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     if args.json:
         print(json.dumps(result, default=float))
     return 1 if result.get("trace_violations") or any(not row["exact"] for row in result.get("exactness", ())) else 0

@@ -47,7 +47,7 @@ from sim.virtual_clock import RunSummary, run, summarize
 __all__ = ["FULL", "LOSSLESS", "OBJECTIVES", "RUNNABLE", "SearchResult", "Space", "search"]
 
 OBJECTIVES = ("throughput", "latency", "decode_throughput")
-MOST_CONFIRMED = 4_000_000  #: tasks of a run on the virtual clock: under a minute
+MOST_CONFIRMED = 1_000_000  #: tasks of a run on the virtual clock: some ten seconds
 TASKS_OF_A_LAYER = 12  #: of a mini-batch, more or less
 
 

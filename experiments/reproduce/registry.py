@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -54,12 +55,25 @@ def reproduce(only: Sequence[str] | None, out: Path, workers: int | None = None,
         ProcessPoolExecutor(workers, mp_context=context) as pool,
         tqdm(total=len(chosen), desc="reproduce", file=sys.stderr, disable=quiet or None, leave=False) as bar,
     ):
-        futures = {pool.submit(run, name): name for name in chosen}
-        for future in as_completed(futures):
-            done[futures[future]] = future.result()
-            bar.update()
+        futures = _submit(pool, chosen)
+        try:
+            for future in as_completed(futures):
+                done[futures[future]] = future.result()
+                bar.update()
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     path = report.write([done[name] for name in chosen], out)
     return {"report": str(path), "experiments": [_row(done[name]) for name in chosen]}
+
+
+def _submit(pool: ProcessPoolExecutor, chosen: Sequence[str]) -> dict:
+    """Start the workers deaf to Ctrl-C: it is for the parent, which cancels what they have not begun."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        return {pool.submit(run, name): name for name in chosen}
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _check_folder(out: Path) -> None:

@@ -20,6 +20,7 @@ from flexhybrid.core.hardware import write_by_rename
 #: |error| up to which a cell has each colour; the last colour is for what is beyond.
 BOUNDS = (0.05, 0.15, 0.30)
 MISSING = "–"
+UNJUDGED = "No row is judged: the paper's numbers here are context, or are judged in another experiment."
 #: A table of more rows can be folded away.
 FOLDED = 20
 
@@ -229,7 +230,7 @@ def _verdict(rows: pd.DataFrame) -> str:
                 f"{words}: {found.num_rows} row{'s' * (found.num_rows > 1)}, median |error| {percent(found.median)}, "
                 f"worst {percent(found.worst_error, sign=True)} ({escape(found.worst_what)})."
             )
-    return f"<p>{'<br>'.join(sentences) or 'No row has a number of the paper to compare with.'}</p>"
+    return f"<p>{'<br>'.join(sentences) or UNJUDGED}</p>"
 
 
 def _compared(rows: pd.DataFrame, found: Summary) -> str:

@@ -25,30 +25,34 @@ LOSSLESS_RIVALS = (
 LOSSY_RIVALS = ("int4",)
 
 
-def setting_of(point: dict) -> Setting:
-    """model, hardware, batch, prompt_len, gen_len, dtype by name -> Setting."""
+def setting_of(point: dict, budgets: dict[str, str | None] | None = None) -> Setting:
+    """model, hardware, batch, prompt_len, gen_len, dtype by name -> Setting.
+
+    ``budgets``: memories of the machine as text, in place of its own. Raises InputError by name.
+    """
+    for name in ("batch", "prompt_len", "gen_len"):
+        try:
+            positive_integer(point[name])
+        except InputError as error:
+            raise InputError(f"{name} is {point[name]}; it {error}") from None
+    hardware = catalogue.load(point["hardware"])
+    for tier, text in (budgets or {}).items():
+        if text is not None:
+            hardware = replace(hardware, **{f"{tier}_memory": parse_bytes(text)})
     return Setting(
-        shape_of(point["model"]), catalogue.load(point["hardware"]), point["batch"], point["prompt_len"],
-        point["gen_len"], DTYPE_BYTES[point.get("dtype", "float16")],
+        shape_of(point["model"]), hardware, point["batch"], point["prompt_len"], point["gen_len"],
+        DTYPE_BYTES[point.get("dtype", "float16")],
     )  # fmt: skip
 
 
 def run_simulate(point: dict, policy: Path | None = None, budgets: dict[str, str | None] | None = None) -> Outcome:
     """One run. ``policy``: a policy file in place of the system. ``budgets``: memories as text; None: the machine's."""
-    setting = setting_of(point)
+    setting = setting_of(point, budgets)
     made = system(point["system"], setting) if policy is None else System("", Policy.load(policy), setting.hardware)
     return simulate(
         setting.shape, made.hardware, made.policy, setting.batch, setting.prompt_tokens, setting.max_tokens,
-        setting.bytes_per_element, point.get("clock", "closed"), _budgets(made.hardware, budgets),
+        setting.bytes_per_element, point.get("clock", "closed"), budgets_of(made.hardware),
     )  # fmt: skip
-
-
-def _budgets(hardware, given: dict[str, str | None] | None) -> dict[str, float | None]:
-    budgets = budgets_of(hardware)
-    for tier, text in (given or {}).items():
-        if text is not None:
-            budgets[tier] = parse_bytes(text)
-    return budgets
 
 
 def describe(outcome: Outcome) -> str:
@@ -98,11 +102,11 @@ def run_search(o: SearchOptions) -> dict:
     from policy_search.search import FULL, LOSSLESS, search
 
     batch = 1 if o.batch is None and o.objective == "latency" else o.batch
-    setting = Setting(
-        shape_of(o.model), catalogue.load(o.hardware), batch or o.max_batch, o.prompt_len, o.gen_len,
-        DTYPE_BYTES[o.dtype],
-    )  # fmt: skip
-    budgets = _budgets(setting.hardware, o.budgets)
+    for name, value in (("max_batch", o.max_batch), ("time_limit", o.time_limit)):
+        if value is not None and value <= 0:
+            raise InputError(f"{name} is {value}; it must be above 0")
+    point = {**{name: getattr(o, name) for name in ("model", "hardware", "prompt_len", "gen_len", "dtype")}}
+    setting = setting_of({**point, "batch": o.max_batch if batch is None else batch}, o.budgets)
     seeds = []
     for name in LOSSLESS_RIVALS:
         try:
@@ -110,29 +114,38 @@ def run_search(o: SearchOptions) -> dict:
         except InputError:  # it does not fit: the table of rivals will say so
             continue
     started = time.perf_counter()
-    found = search(
-        setting.shape, setting.hardware, setting.bytes_per_element, setting.workload, batch=batch,
-        max_batch=o.max_batch, objective=o.objective, space=LOSSLESS if o.lossless else FULL, budgets=budgets,
-        seeds=seeds, time_limit=o.time_limit, write_lp=o.lp,
-    )  # fmt: skip
+
+    def searched(size: int | None, most: int):
+        return search(
+            setting.shape, setting.hardware, setting.bytes_per_element, setting.workload, batch=size, max_batch=most,
+            objective=o.objective, space=LOSSLESS if o.lossless else FULL, seeds=seeds, time_limit=o.time_limit,
+            confirm=o.confirm, write_lp=o.lp,
+        )  # fmt: skip
+
+    def run(found, size: int) -> Outcome:
+        return simulate(
+            setting.shape, setting.hardware, found.policy, size, o.prompt_len, o.gen_len, setting.bytes_per_element
+        )
+
+    found = searched(batch, o.max_batch)
+    outcome = run(found, found.batch)
+    if batch is not None and batch > 1 and o.objective == "throughput":
+        waves = searched(None, batch)  # smaller waves of the same requests may be faster
+        if (in_waves := run(waves, batch)).tokens_per_s > outcome.tokens_per_s:
+            found, outcome = waves, in_waves
     search_s = time.perf_counter() - started
-    outcome = simulate(
-        setting.shape, setting.hardware, found.policy, found.batch, o.prompt_len, o.gen_len,
-        setting.bytes_per_element, budgets=budgets,
-    )  # fmt: skip
-    rivals = _rivals(setting, found.batch, o, budgets, outcome)
-    return {"best": outcome, "found": found, "rivals": rivals, "search_s": search_s}
+    return {"best": outcome, "found": found, "rivals": _rivals(setting, o, outcome), "search_s": search_s}
 
 
-def _rivals(setting: Setting, batch: int, o: SearchOptions, budgets, best: Outcome) -> list[dict]:
+def _rivals(setting: Setting, o: SearchOptions, best: Outcome) -> list[dict]:
     """Each rival on the winner's batch: tokens/s and how much less than the winner's, or why it cannot run."""
     rows = []
     for name in LOSSLESS_RIVALS + (() if o.lossless else LOSSY_RIVALS):
         try:
-            made = system(name, replace(setting, batch=batch))
+            made = system(name, replace(setting, batch=best.batch))
             run = simulate(
-                setting.shape, made.hardware, made.policy, batch, o.prompt_len, o.gen_len, setting.bytes_per_element,
-                budgets=budgets,
+                setting.shape, made.hardware, made.policy, best.batch, o.prompt_len, o.gen_len,
+                setting.bytes_per_element,
             )  # fmt: skip
             rows.append({
                 "system": name, "tokens_per_s": run.tokens_per_s, "total_s": run.total_s,
@@ -148,7 +161,7 @@ def search_record(result: dict) -> dict:
     best, found = result["best"], result["found"]
     record = best.to_dict()
     return {
-        **record, "batch": found.batch, "counts": found.counts, "proved": found.proved,
+        **record, "counts": found.counts, "proved": found.proved,
         "search_s": result["search_s"], "rivals": result["rivals"],
         "virtual_tokens_per_s": found.virtual.tokens_per_s if found.virtual else None,
     }  # fmt: skip
@@ -161,7 +174,7 @@ def describe_search(result: dict) -> str:
     cache = ", ".join(f"{kind} {share:.1%}" for kind, share in p.cache.items() if share)
     weights = ", ".join(f"{tier} {getattr(p.weights, tier):.1%}" for tier in ("device", "host", "disk"))
     bits = ", ".join(f"{name} {getattr(p.bits, name)}" for name in ("weights", "kv", "act"))
-    lines.append(f"  policy: batch {found.batch}, cache {cache}; weights {weights}; bits {bits}")
+    lines.append(f"  policy: {found.batch} requests at a time, cache {cache}; weights {weights}; bits {bits}")
     order = f"{p.schedule} schedule, mini-batches of {p.max_mini_batch_tokens} tokens, attention on the {p.attention}"
     lines.append(f"          {order}")
     if found.virtual:
