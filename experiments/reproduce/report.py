@@ -230,7 +230,9 @@ def _verdict(rows: pd.DataFrame) -> str:
                 f"{words}: {found.num_rows} row{'s' * (found.num_rows > 1)}, median |error| {percent(found.median)}, "
                 f"worst {percent(found.worst_error, sign=True)} ({escape(found.worst_what)})."
             )
-    return f"<p>{'<br>'.join(sentences) or UNJUDGED}</p>"
+    if not sentences:
+        sentences = [UNJUDGED if rows["paper"].notna().any() else "No row has a number of the paper to compare with."]
+    return f"<p>{'<br>'.join(sentences)}</p>"
 
 
 def _compared(rows: pd.DataFrame, found: Summary) -> str:
