@@ -13,6 +13,7 @@ class HostMemory:
 
     torch's own pinned allocator rounds up to a power of two (up to 2x for a large pool). Here memory is mapped at its
     exact size and registered with the driver; where that fails, torch's allocator serves and its rounding is counted.
+    All of it begins on a page: direct reads of a disk want that.
     """
 
     def __init__(self, pinned: bool):
@@ -23,7 +24,7 @@ class HostMemory:
         """A zeroed uint8 tensor."""
         if not self.pinned or size == 0:
             self.allocated_bytes += size
-            return torch.zeros(size, dtype=torch.uint8)
+            return _mapped(size)[1].zero_() if size else torch.zeros(0, dtype=torch.uint8)  # touched now, not in a run
         try:
             tensor = _registered(size)
             self.allocated_bytes += size + -size % mmap.PAGESIZE
@@ -51,13 +52,18 @@ class _RegisteredMapping(mmap.mmap):
                 torch.cuda.cudart().cudaHostUnregister(self.address)
 
 
-def _registered(size: int) -> torch.Tensor:
-    """Mapped and page-locked memory of exactly this size. Raises RuntimeError when the driver refuses."""
+def _mapped(size: int) -> tuple[_RegisteredMapping, torch.Tensor]:
+    """Anonymous memory of this size, and the tensor over it."""
     mapping = _RegisteredMapping(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # fewer, larger pages are locked much faster
+        with contextlib.suppress(OSError):  # fewer, larger pages are faster to touch and to lock
             mapping.madvise(mmap.MADV_HUGEPAGE)
-    tensor = torch.frombuffer(mapping, dtype=torch.uint8)
+    return mapping, torch.frombuffer(mapping, dtype=torch.uint8)
+
+
+def _registered(size: int) -> torch.Tensor:
+    """Mapped and page-locked memory of exactly this size. Raises RuntimeError when the driver refuses."""
+    mapping, tensor = _mapped(size)
     status = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), size, 0)
     if int(status) != 0:
         with contextlib.suppress(RuntimeError):
