@@ -148,7 +148,7 @@ def place_weights(question: Question, candidates: Candidates) -> tuple[np.ndarra
     the disk. A resident byte of a layer costs one in each of L layers and saves two slots: what is left divides evenly.
     """
     q, c = question, candidates
-    layout = layer_layout(q.shape, c.policy.bits.element_bytes(q.bytes_per_element).weights)
+    layout = layer_layout(q.shape, c.policy.bits.element_bytes(q.bytes_per_element).weights, q.bytes_per_element)
     size, total = np.shape(c.batch), layout.total_bytes
     slope = max(q.shape.num_layers - 2, 0)
     row = max(spot.row_bytes for spot in layout.spots if spot.cols)  # a share is rounded to whole rows

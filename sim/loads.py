@@ -77,7 +77,7 @@ class Loads:
 
     @cached_property
     def layout(self) -> LayerLayout:
-        return layer_layout(self.shape, self.stored.weights)
+        return layer_layout(self.shape, self.stored.weights, self.bytes_per_element)
 
     @cached_property
     def resident(self):

@@ -198,7 +198,7 @@ def _tiny_run(key: str, num_layers: int, num_mini_batches: int, num_decode: int,
     """(entries, one past the last of each position) of a run laid out in full."""
     shape = ModelShape("tiny", "opt", num_layers, 256, 4, 4, 64, 1024, 512, 1 << 20)
     policy = Policy.from_json(key)
-    layout = layer_layout(shape, policy.bits.element_bytes(2).weights)
+    layout = layer_layout(shape, policy.bits.element_bytes(2).weights, 2)
     total = layout.total_bytes
     kept = (0.0, (layout.kv_end + layout.qkv_end) / 2 / total, (layout.qkv_end + total) / 2 / total, 1.0)[resident]
     rest = 1.0 - kept

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexhybrid.core.layout import ALIGN_BYTES, layer_layout
+from flexhybrid.core.policy import Bits
 from flexhybrid.core.shape import ModelShape
 
 
@@ -35,6 +36,35 @@ def test_spots_are_apart_aligned_and_ordered(shape, p):
     assert position <= layout.total_bytes < position + ALIGN_BYTES
     elements = sum(spot.rows * max(spot.cols, 1) for spot in layout.spots)
     assert elements * p == shape.layer_bytes(p)
+
+
+@given(shapes(), ELEMENT_BYTES, st.sampled_from([8, 4]))
+def test_quantised_matrices_hold_whole_groups_and_vectors_keep_their_width(shape, p, bits):
+    layout = layer_layout(shape, Bits(weights=bits).element_bytes(p).weights, p)
+    group_bytes = 64 * bits // 8 + 4  # codes, scale and zero point
+    for spot in layout.spots:
+        assert spot.start % ALIGN_BYTES == 0
+        if spot.cols:
+            assert spot.row_bytes == -(-spot.cols // 64) * group_bytes
+            assert spot.end - spot.start == spot.rows * spot.row_bytes
+        else:
+            assert spot.end - spot.start == spot.rows * p
+    first = layout.spots[[spot.name for spot in layout.spots].index("kvq.weight")]
+    assert layout.kv_end == first.start + shape.kv_width * first.row_bytes
+    for share in (0.2, 0.5, 0.9):
+        cut = layout.resident_prefix(share)
+        assert any(
+            (cut - spot.start) % spot.row_bytes == 0 and spot.start <= cut <= spot.end for spot in layout.spots
+        ) or cut in (0, layout.total_bytes)
+
+
+def test_quantised_layer_bytes_of_a_shape_of_whole_groups():
+    shape = ModelShape("small", "opt", 1, 128, 2, 2, 64, 512, 100, 64)
+    stored = Bits(weights=4).element_bytes(2)
+    matrices, vectors = 12 * 128 * 128, 13 * 128
+    assert shape.layer_bytes(stored.weights, 2) == matrices * 9 / 16 + vectors * 2
+    layout = layer_layout(shape, stored.weights, 2)
+    assert sum(spot.end - spot.start for spot in layout.spots) == matrices * 9 / 16 + vectors * 2
 
 
 @given(shapes(), ELEMENT_BYTES)

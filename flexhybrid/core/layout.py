@@ -3,12 +3,14 @@
 A layer is one run of bytes per tier, so that streaming it is a few long copies and a slice of it is a byte range.
 Vectors come first (they are tiny and every verb needs them), then the matrices in the order in which the layer's verbs
 need them: W_K and W_V before all, because KV-Gen opens the layer's work. The device-resident share is a prefix.
+Vectors keep the compute width when the matrices are quantised; every matrix row is a whole number of bytes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flexhybrid.core.policy import GROUP_ELEMENTS
 from flexhybrid.core.shape import ModelShape
 
 ALIGN_BYTES = 64  #: a cache line; matrix kernels are slower on odd addresses
@@ -57,8 +59,19 @@ class LayerLayout:
         return best
 
 
-def layer_layout(shape: ModelShape, bytes_per_element: float) -> LayerLayout:
-    """The flat layout of one layer of this shape."""
+def matrix_row_bytes(cols: int, bytes_per_element: float) -> int:
+    """Bytes of a matrix row; a quantised one (0.5625 or 1.0625 bytes an element) holds whole groups of elements."""
+    if bytes_per_element == int(bytes_per_element):
+        return cols * int(bytes_per_element)
+    return round(-(-cols // GROUP_ELEMENTS) * GROUP_ELEMENTS * bytes_per_element)
+
+
+def layer_layout(shape: ModelShape, matrix_bytes: float, vector_bytes: int | None = None) -> LayerLayout:
+    """The flat layout of one layer of this shape.
+
+    ``matrix_bytes`` an element of the matrices as stored, ``vector_bytes`` of norms and biases; None: the same.
+    """
+    vector_bytes = matrix_bytes if vector_bytes is None else vector_bytes
     h, q, g = shape.hidden, shape.query_width, shape.kv_width
     if shape.family == "opt":
         vectors = [("norm1.weight", h), ("norm1.bias", h), ("kvq.bias", g + q), ("o.bias", h)]
@@ -71,9 +84,10 @@ def layer_layout(shape: ModelShape, bytes_per_element: float) -> LayerLayout:
         matrices += [("up.weight", shape.ffn, h), ("down.weight", h, shape.ffn)]
     spots, position, kv_end, qkv_end = [], 0, 0, 0
     for name, rows, cols in [(name, rows, 0) for name, rows in vectors] + matrices:
-        size = round(rows * max(cols, 1) * bytes_per_element)
+        row = matrix_row_bytes(cols, matrix_bytes) if cols else vector_bytes
+        size = rows * row
         spots.append(TensorSpot(name, rows, cols, position, position + size))
         if name == "kvq.weight":
-            kv_end, qkv_end = position + round(g * cols * bytes_per_element), position + size
+            kv_end, qkv_end = position + g * row, position + size
         position += size + -size % ALIGN_BYTES
     return LayerLayout(tuple(spots), position, kv_end, qkv_end)

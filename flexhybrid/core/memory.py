@@ -179,7 +179,7 @@ def memory_plan(
     shape: ModelShape, policy: Policy, bytes_per_element: int, sizes: BufferSizes, device: str = "cuda"
 ) -> dict[str, dict[str, int]]:
     """Bytes per tier and part: {"device": {"weight slots": …}, "host": {…}, "disk": {…}}."""
-    layout = layer_layout(shape, policy.bits.element_bytes(bytes_per_element).weights)
+    layout = layer_layout(shape, policy.bits.element_bytes(bytes_per_element).weights, bytes_per_element)
     resident = layout.resident_prefix(policy.weights.device)
     on_disk = layout.total_bytes - disk_from(layout, policy)
     tiers = memory_parts(shape, policy, bytes_per_element, sizes, resident, on_disk, layout.total_bytes, device)

@@ -122,5 +122,5 @@ def admit(
                 first_block[kind][request] = extent.first
     return Wave(
         shape, policy, bytes_per_element, workload, kinds, tuple(mini_batches), first_block, num_blocks,
-        layer_layout(shape, policy.bits.element_bytes(bytes_per_element).weights), split,
+        layer_layout(shape, policy.bits.element_bytes(bytes_per_element).weights, bytes_per_element), split,
     )  # fmt: skip

@@ -80,9 +80,10 @@ class ModelShape:
             return 2 * self.hidden
         return 4 * self.hidden + (self.query_width + self.kv_width + self.hidden) + (self.ffn + self.hidden)
 
-    def layer_bytes(self, bytes_per_element: int) -> int:
-        """Bytes of one decoder layer's weights."""
-        return (self.layer_matrix_elements + self.layer_vector_elements) * bytes_per_element
+    def layer_bytes(self, matrix_bytes: float, vector_bytes: int | None = None) -> float:
+        """Bytes of one decoder layer's weights; ``vector_bytes`` an element of norms and biases, None: as matrices."""
+        vector_bytes = matrix_bytes if vector_bytes is None else vector_bytes
+        return self.layer_matrix_elements * matrix_bytes + self.layer_vector_elements * vector_bytes
 
     def embedding_bytes(self, bytes_per_element: int) -> int:
         """Bytes of all that stands outside the layers.

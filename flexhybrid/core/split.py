@@ -66,7 +66,7 @@ def split_lines(shape: ModelShape, policy: Policy, hardware: Hardware, p: int, k
     )
     attend = slope("attend", "compute", lambda tokens: work.attend_decode(shape, p, tokens, 1))
     assemble = slope("assemble", "compute", lambda tokens: work.assemble(shape, p, tokens))
-    streamed = shape.layer_bytes(1) * stored.weights * (1 - policy.weights.device)
+    streamed = shape.layer_bytes(stored.weights, p) * (1 - policy.weights.device)
     return SplitLines(
         policy.split,
         gen_s=slope("kv_gen", "compute", lambda rows: work.kv_gen(shape, p, rows))[1],
