@@ -19,9 +19,9 @@ from flexhybrid.core.waves import check_least, split_waves
 from flexhybrid.core.workload import Workload
 from flexhybrid.machine import best_policy, free_device_memory, pick_device, pick_dtype, resolve_policy, saved_hardware
 from flexhybrid.runtime.engine import Engine
-from flexhybrid.runtime.executor import SamplingPlan
 from flexhybrid.runtime.loader import Checkpoint
 from flexhybrid.runtime.runnable import check_runnable
+from flexhybrid.runtime.sampling import SamplingPlan
 from flexhybrid.runtime.weights import Weights
 
 
@@ -151,10 +151,17 @@ class LLM:
             part = Workload(workload.prompt_tokens[members], workload.max_tokens[members])
             wave = admit(self.shape, self.policy, part, self.bytes_per_element)
             self._make_engine(buffer_sizes(wave))
-            plan = SamplingPlan(params.temperature, seed, members)
-            result = self._engine.run(wave, [ids[i] for i in members], plan, stop_ids=stop_ids, on_tokens=on_tokens)
+            count = len(members)
+            none = np.zeros(count, dtype=np.int64)
+            plan = SamplingPlan(
+                np.full(count, params.temperature), none, np.ones(count), none, np.full(count, seed, dtype=np.uint64),
+                members, none, ((),) * count,
+            )  # fmt: skip
+            result = self._engine.run(
+                wave, [ids[i] for i in members], plan, stop_ids=[stop_ids] * count, on_tokens=on_tokens
+            )
             for place, request in enumerate(members):
-                tokens[request], stopped[request] = result.tokens[place], result.stopped[place]
+                tokens[request], stopped[request] = result.tokens[place], result.stops[place] is not None
         return [
             RequestOutput(
                 prompt if isinstance(prompt, str) else None,

@@ -13,8 +13,8 @@ from flexhybrid.core.trace import check_trace
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.exactness import Reference, compare_tokens
 from flexhybrid.runtime.engine import Engine
-from flexhybrid.runtime.executor import SamplingPlan
 from flexhybrid.runtime.loader import Checkpoint
+from flexhybrid.runtime.sampling import greedy_plan
 from flexhybrid.runtime.weights import Weights
 from sim.presets import hybrid
 
@@ -60,7 +60,7 @@ def test_traces_of_streams_are_clean(case, policy):
     weights = Weights(checkpoint.shape, checkpoint, "float32", torch.device("cuda"), policy.weights.device)
     engine = Engine(weights, buffer_sizes(wave))
     for _ in range(5):
-        result = engine.run(wave, prompts, SamplingPlan(0.0, 0, np.arange(len(prompts))), keep_trace=True)
+        result = engine.run(wave, prompts, greedy_plan(len(prompts)), keep_trace=True)
         assert check_trace(result.trace, tolerance_s=5e-5) == []
 
 

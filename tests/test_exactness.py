@@ -118,8 +118,9 @@ def test_bfloat16_logits_stay_near_transformers_float32(tmp_path):
     from flexhybrid.core.plan import admit
     from flexhybrid.core.workload import Workload
     from flexhybrid.runtime.engine import Engine
-    from flexhybrid.runtime.executor import Executor, SamplingPlan
+    from flexhybrid.runtime.executor import Executor
     from flexhybrid.runtime.loader import Checkpoint
+    from flexhybrid.runtime.sampling import greedy_plan
     from flexhybrid.runtime.weights import Weights
 
     reference = save_opt(tmp_path, layers=3, heads=4, vocab=97, positions=128, dtype=torch.bfloat16)
@@ -149,7 +150,7 @@ def test_bfloat16_logits_stay_near_transformers_float32(tmp_path):
             checkpoint.shape, hybrid(share, 400), Workload(np.array([len(p) for p in prompts]), [steps] * 3), 2
         )
         engine = Engine(weights, buffer_sizes(wave), num_threads=1)
-        plan = SamplingPlan(0.0, 0, np.arange(3))
+        plan = greedy_plan(3)
         executor = Forced(weights, engine.slots, engine.buffers, wave, prompts, plan, engine.copies)
         engine.run(wave, prompts, plan, executor=executor)
         worst[share] = max(

@@ -16,9 +16,9 @@ from flexhybrid.core.task import Access, Task, Work
 from flexhybrid.core.trace import check_trace
 from flexhybrid.core.workload import Workload
 from flexhybrid.runtime.engine import Engine
-from flexhybrid.runtime.executor import SamplingPlan
 from flexhybrid.runtime.lanes import Clock, Lane, StreamLane
 from flexhybrid.runtime.loader import Checkpoint
+from flexhybrid.runtime.sampling import greedy_plan
 from flexhybrid.runtime.weights import Weights
 
 PROMPTS = [[5, 9, 11], list(range(3, 40)), [7] * 17, list(range(10, 26))]
@@ -73,7 +73,7 @@ def run(checkpoint, policy, make_engine):
     wave = admit(checkpoint.shape, policy, workload, 4)
     weights = Weights(checkpoint.shape, checkpoint, "float32", torch.device("cpu"), policy.weights.device)
     engine = make_engine(weights, buffer_sizes(wave))
-    plan = SamplingPlan(0.0, 0, np.arange(len(PROMPTS)))
+    plan = greedy_plan(len(PROMPTS))
     return engine.run(wave, PROMPTS, plan, keep_trace=True), engine
 
 
@@ -185,7 +185,7 @@ def test_decode_can_be_repeated_from_a_filled_cache(checkpoint):
     wave = admit(source.shape, policy, workload, 4)
     weights = Weights(source.shape, source, "float32", torch.device("cpu"), 0.0)
     engine = Engine(weights, buffer_sizes(wave), num_threads=1)
-    plan = SamplingPlan(0.0, 0, np.arange(len(PROMPTS)))
+    plan = greedy_plan(len(PROMPTS))
     executor = engine.executor(wave, PROMPTS, plan)
     first = engine.run(wave, PROMPTS, plan, executor=executor)
     for _ in range(2):

@@ -23,7 +23,8 @@ from flexhybrid.core.stream import stream
 from flexhybrid.core.trace import TraceEvent, iteration_ends
 from flexhybrid.core.workload import Workload
 from flexhybrid.runtime.engine import Engine
-from flexhybrid.runtime.executor import Executor, SamplingPlan
+from flexhybrid.runtime.executor import Executor
+from flexhybrid.runtime.sampling import greedy_plan
 from flexhybrid.runtime.weights import Weights
 from sim.virtual_clock import RunSummary, summarize
 
@@ -97,7 +98,7 @@ class Contender:
         self.engine = engine or bench.make_engine([policy])
         weights = self.engine.weights
         self.wave: Wave = admit(weights.shape, policy, bench.workload, weights.bytes_per_element)
-        self.sampling = SamplingPlan(0.0, 0, np.arange(bench.workload.num_requests))
+        self.sampling = greedy_plan(bench.workload.num_requests)
         self.executor: Executor = self.engine.executor(self.wave, bench.prompts, self.sampling)
         result = self.engine.run(self.wave, bench.prompts, self.sampling, keep_trace=True, executor=self.executor)
         self.tokens = result.tokens

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,18 +14,22 @@ from flexhybrid.core.stream import stream
 from flexhybrid.core.task import Task
 from flexhybrid.core.trace import TraceEvent
 from flexhybrid.runtime.buffers import Buffers
-from flexhybrid.runtime.executor import Executor, SamplingPlan
+from flexhybrid.runtime.executor import Executor
 from flexhybrid.runtime.lanes import Clock, Lane, StreamLane
 from flexhybrid.runtime.links import CpuCopies
+from flexhybrid.runtime.sampling import SamplingPlan
 from flexhybrid.runtime.weights import Weights
+
+#: (request, token) -> the text that ends the request with this token of it, or None.
+StopText = Callable[[int, int], str | None]
 
 
 @dataclass
 class WaveResult:
-    """Tokens of each request (cut after its stop token), in the wave's order, and what ran when."""
+    """Tokens of each request, up to the one that stopped it, in the wave's order, and what ran when."""
 
     tokens: list[list[int]]
-    stopped: list[bool]
+    stops: list[int | str | None]  #: the token id or the text that ended the request; None: its length did
     trace: list[TraceEvent]
 
 
@@ -92,7 +96,8 @@ class Engine:
         wave: Wave,
         prompts: list[list[int]],
         plan: SamplingPlan,
-        stop_ids: Iterable[int] = (),
+        stop_ids: Sequence[Collection[int]] | None = None,
+        stop_text: StopText | None = None,
         keep_trace: bool = False,
         on_tokens: Callable[[int], None] | None = None,
         tasks: Iterable[Task] | None = None,
@@ -100,27 +105,39 @@ class Engine:
     ) -> WaveResult:
         """Run a wave to its end. ``on_tokens(n)`` is told about newly finished tokens, for a progress bar.
 
+        ``stop_ids``: token ids that end a request, a collection for each request of the wave. ``stop_text(request,
+        token)`` hears of every other token, in order, and returns the text that ends the request with it, or None.
         ``tasks`` and ``executor`` replace the wave's own stream, for measurements that start in the middle.
         """
         executor = executor or self.executor(wave, prompts, plan)
         clock = Clock(self.lanes(executor))
-        collector = _Collector(wave, executor, clock, frozenset(stop_ids), on_tokens)
+        collector = _Collector(wave, executor, clock, stop_ids, stop_text, on_tokens)
         tasks = stream(wave, collector.stops_until) if tasks is None else tasks
         if self.device.type == "cuda":
             # Buffers and index tensors were made on the default stream; lanes read them from others.
             torch.cuda.current_stream(self.device).synchronize()
         trace = clock.run(tasks, on_submit=collector.submitted, keep_trace=keep_trace)
         collector.collect_all()
-        return WaveResult(collector.tokens, collector.stopped, trace)
+        return WaveResult(collector.tokens, collector.stops, trace)
 
 
 class _Collector:
     """Gathers sampled tokens as their copies to the host complete, and says who has stopped."""
 
-    def __init__(self, wave: Wave, executor: Executor, clock: Clock, stop_ids: frozenset[int], on_tokens):
-        self.executor, self.clock, self.stop_ids, self.on_tokens = executor, clock, stop_ids, on_tokens
-        self.tokens: list[list[int]] = [[] for _ in range(wave.workload.num_requests)]
-        self.stopped = [False] * wave.workload.num_requests
+    def __init__(
+        self,
+        wave: Wave,
+        executor: Executor,
+        clock: Clock,
+        stop_ids: Sequence[Collection[int]] | None,
+        stop_text: StopText | None,
+        on_tokens: Callable[[int], None] | None,
+    ):
+        count = wave.workload.num_requests
+        self.executor, self.clock, self.on_tokens = executor, clock, on_tokens
+        self.stop_ids, self.stop_text = stop_ids or [()] * count, stop_text
+        self.tokens: list[list[int]] = [[] for _ in range(count)]
+        self.stops: list[int | str | None] = [None] * count
         self._pending: list[tuple[Task, int]] = []  # store_out tasks not yet collected, in stream order
         self._stopped_requests: set[int] = set()
 
@@ -129,7 +146,7 @@ class _Collector:
             self._pending.append((task, ordinal))
 
     def stops_until(self, iteration: int) -> set[int]:
-        """Requests that sampled a stop token in iterations up to this one; waits until that is known."""
+        """Requests that stopped in iterations up to this one; waits until that is known."""
         self._collect(iteration)
         return self._stopped_requests
 
@@ -143,12 +160,18 @@ class _Collector:
             self.clock.wait(task.resource, ordinal)
             step = task.payload.step
             for request, token in zip(step.requests.tolist(), self.executor.tokens_of(step).tolist(), strict=True):
-                if self.stopped[request]:
+                if request in self._stopped_requests:
                     continue  # the surplus token of a stop that was seen one iteration late
                 self.tokens[request].append(token)
                 fresh += 1
-                if token in self.stop_ids:
-                    self.stopped[request] = True
+                self.stops[request] = self._stop_with(request, token)
+                if self.stops[request] is not None:
                     self._stopped_requests.add(request)
         if fresh and self.on_tokens:
             self.on_tokens(fresh)
+
+    def _stop_with(self, request: int, token: int) -> int | str | None:
+        """What ends the request with this token of it: the token itself, a text that it completes, or nothing."""
+        if token in self.stop_ids[request]:
+            return token
+        return self.stop_text(request, token) if self.stop_text else None

@@ -17,20 +17,12 @@ from flexhybrid.core.plan import Wave
 from flexhybrid.core.steps import MiniBatchStep, Segment
 from flexhybrid.core.task import Task
 from flexhybrid.core.work import MIN_KV_GEN_ROWS
-from flexhybrid.runtime import attention, sampling
+from flexhybrid.runtime import attention
 from flexhybrid.runtime.buffers import Buffers
 from flexhybrid.runtime.models import architecture
 from flexhybrid.runtime.runnable import check_runnable
+from flexhybrid.runtime.sampling import SamplingPlan, StepSampling, choose, step_sampling
 from flexhybrid.runtime.weights import Weights, linear
-
-
-@dataclass(frozen=True)
-class SamplingPlan:
-    """How a wave's tokens are chosen. ``request_ids`` name the requests to the random numbers, whatever the batch."""
-
-    temperature: float
-    seed: int
-    request_ids: np.ndarray
 
 
 @dataclass
@@ -42,7 +34,7 @@ class _StepTensors:
     positions_R: torch.Tensor
     mask_B11T: torch.Tensor | None
     last_rows_B: torch.Tensor | None  #: rows of the new-token grid that the head reads; None when it is all of them
-    uniforms_B: torch.Tensor | None
+    sampling: StepSampling | None
     requests_B: torch.Tensor
     stores: dict[str, tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]]  #: rows, blocks, offsets
 
@@ -290,7 +282,7 @@ class Executor:
     @torch.inference_mode()
     def _sample(self, task: Task) -> None:
         tensors = self.step_tensors[task.mini_batch]
-        chosen = sampling.choose(self.logits, self.sampling.temperature, tensors.uniforms_B)
+        chosen = choose(self.logits, tensors.sampling)
         self.last_tokens[tensors.requests_B] = chosen
         self.sampled[task.mini_batch][: len(chosen)].copy_(chosen)
 
@@ -318,10 +310,6 @@ class Executor:
             tokens = on_device(grid.reshape(-1))
             positions = np.minimum(np.tile(np.arange(width), batch), np.repeat(step.new_tokens - 1, width))
             last_rows = on_device(np.arange(batch) * width + step.new_tokens - 1)
-        uniforms = None
-        if self.sampling.temperature > 0:
-            ids = self.sampling.request_ids[step.requests]
-            uniforms = on_device(sampling.uniforms(self.sampling.seed, ids, step.context + step.new_tokens))
         stores = {}
         for store in step.stores:
             whole = len(store.rows) == step.rows
@@ -336,7 +324,7 @@ class Executor:
             positions_R=on_device(positions),
             mask_B11T=None if mask is None else on_device(mask).to(self.weights.dtype),
             last_rows_B=last_rows,
-            uniforms_B=uniforms,
+            sampling=step_sampling(self.sampling, step.requests, step.context + step.new_tokens, on_device),
             requests_B=on_device(step.requests),
             stores=stores,
         )

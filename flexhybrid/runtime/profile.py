@@ -26,8 +26,8 @@ from flexhybrid.core.shape import ModelShape
 from flexhybrid.core.trace import TraceEvent
 from flexhybrid.core.workload import Workload
 from flexhybrid.runtime.engine import Engine
-from flexhybrid.runtime.executor import SamplingPlan
 from flexhybrid.runtime.loader import RandomWeights
+from flexhybrid.runtime.sampling import greedy_plan
 from flexhybrid.runtime.weights import Weights
 
 #: (requests, context, ACT share, requests a mini-batch) of the profiling runs: mini-batches from 250 to 8,000 tokens,
@@ -147,7 +147,7 @@ def _run(weights: Weights, slots, size, link_gb_per_s: float | None) -> list[Tra
     engine = Engine(weights, buffer_sizes(wave), link_gb_per_s, slots=slots)
     generator = np.random.default_rng(0)
     prompts = [generator.integers(0, shape.vocab, context).tolist() for _ in range(requests)]
-    plan = SamplingPlan(0.0, 0, np.arange(requests))
+    plan = greedy_plan(requests)
     return engine.run(wave, prompts, plan, keep_trace=True).trace
 
 
