@@ -91,19 +91,22 @@ class ScratchFile:
         return None
 
     def _allocate(self) -> None:
+        free = free_bytes(self.directory)
         try:
+            if free is not None and self.num_bytes > free:  # told before: a filesystem may fill up before it gives up
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             preallocate(self.fd, self.num_bytes)
         except OSError as error:
-            free = free_bytes(self.directory)
             if error.errno == errno.EFBIG:
                 why = "larger than a file may be here (see ulimit -f)"
             elif error.errno in (errno.ENOSPC, errno.EDQUOT):
-                why = f"more than the {free:,} bytes that are free there ({error.strerror})"
+                left = "" if free is None else f"; {free:,} bytes are free there"
+                why = f"{error.strerror}{left}"
             else:
                 why = error.strerror or str(error)
             raise InputError(
-                f"no room for {self.num_bytes:,} bytes of scratch space in {self.directory}: {why}; free some, put "
-                "less on the disk, or name a folder on another disk"
+                f"no room for {self.num_bytes:,} bytes of scratch space in {self.directory}: {why}. Free some, put "
+                "less on the disk, or name a folder on another one"
             ) from None
 
 
@@ -182,10 +185,10 @@ def start_time(pid: int) -> int | None:
         return None
 
 
-def free_bytes(directory: Path) -> int:
-    """Bytes that a user may still take of the folder's filesystem."""
+def free_bytes(directory: Path) -> int | None:
+    """Bytes that a user may still take of the folder's filesystem; None where it does not tell."""
     disk = os.statvfs(directory)
-    return disk.f_bavail * disk.f_frsize
+    return disk.f_bavail * disk.f_frsize if disk.f_blocks else None
 
 
 def filesystem_of(directory: Path) -> str:
