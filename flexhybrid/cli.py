@@ -46,6 +46,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _common(profile)
     profile.add_argument("--model", type=Path, help="measure at this checkpoint's layer sizes")
+    profile.add_argument("--disk", type=Path, metavar="DIR", help="measure the disk of this folder too (needs 256 MiB)")
+    profile.add_argument("--disk-gb-per-s", type=float, help="pace of that disk")
     profile.set_defaults(run=_profile)
     _add_simulate(commands)
     _add_search(commands)
@@ -158,16 +160,24 @@ def _profile(args) -> dict:
     from flexhybrid.core.shape import shape_from_config
     from flexhybrid.jobs.compare import check_writable
     from flexhybrid.jobs.measure import PROFILE_STEPS, TIMING_SHAPE, fastest_dtype, measure_hardware
+    from flexhybrid.jobs.measure_disk import measure_disk, with_disk
     from flexhybrid.jobs.report import Report
     from flexhybrid.machine import pick_device, profile_path
     from policy_search.fit import fit_report
 
     device = pick_device(args.device, args.link_gb_per_s)
+    if args.disk_gb_per_s is not None and args.disk is None:
+        raise InputError("--disk-gb-per-s is the pace of a disk: name its folder with --disk")
     check_writable(profile_path(device).parent)
+    disk = measure_disk(args.disk, args.disk_gb_per_s) if args.disk else None
     shape = shape_from_config(args.model) if args.model else TIMING_SHAPE
     dtype = fastest_dtype(shape, device)
     with tqdm(total=PROFILE_STEPS, desc="profile", file=sys.stderr, disable=args.json or None, leave=False) as bar:
         hardware, disagreements = measure_hardware(shape, dtype, device, args.link_gb_per_s, None, bar.update)
+    if disk:
+        hardware = with_disk(hardware, disk[0])
+        hardware.save(profile_path(device))
+        disagreements += disk[1]
     rows = fit_report(hardware)
     if not args.json:
         Report(quiet=False).profile(hardware, disagreements)

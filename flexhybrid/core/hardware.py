@@ -116,6 +116,23 @@ class Hardware:
         lines = {key: at_rate(key, line) for key, line in self.lines.items()}
         return replace(self, lines=lines, notes={**self.notes, "link_gb_per_s": gb_per_s})
 
+    def with_disk_rate(self, gb_per_s: float | None) -> Hardware:
+        """The same machine with both directions of its disk paced at another rate, but no faster than it was measured.
+
+        None lifts the pace: the lines "disk_read_unpaced" and "disk_write_unpaced" take over, where they were measured.
+        """
+        if gb_per_s is not None and not (_is_number(gb_per_s) and gb_per_s > 0):
+            raise InputError(f"a disk's rate must be a number > 0, not {gb_per_s!r}")
+        lines = dict(self.lines)
+        for key in self.lines:
+            if not is_of_disk(key) or key.endswith("_unpaced"):
+                continue
+            resource = "disk_write" if key.startswith(("disk_write", "write_")) else "disk_read"
+            own = self.lines.get(f"{resource}_unpaced", self.lines[key])
+            pace = 0.0 if gb_per_s is None else 1e-9 / gb_per_s
+            lines[key] = replace(own, s_per_byte=pace, samples=()) if pace > own.s_per_byte else own
+        return replace(self, lines=lines, notes={**self.notes, "disk_gb_per_s": gb_per_s})
+
     def to_json(self) -> str:
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
 
@@ -135,6 +152,11 @@ def write_by_rename(path: Path, text: str) -> None:
 def crosses_link(key: str) -> bool:
     """Whether a line is of the host link: one of its directions, or a verb that loads or stores."""
     return key.startswith(("h2d", "d2h", "load_", "store_"))
+
+
+def is_of_disk(key: str) -> bool:
+    """Whether a line is of the disk: one of its directions, or a verb that reads or writes it."""
+    return key.startswith(("disk_", "read_", "write_"))
 
 
 def cache_folder() -> Path:

@@ -28,6 +28,7 @@ from flexhybrid.core.workload import Workload
 from flexhybrid.jobs import shipped, shipped_prompts
 from flexhybrid.jobs.exactness import Reference, compare_tokens
 from flexhybrid.jobs.measure import PROFILE_STEPS, TIMING_SHAPE, device_name, fastest_dtype, measure_hardware
+from flexhybrid.jobs.measure_disk import with_earlier_disk
 from flexhybrid.jobs.report import Report
 from flexhybrid.jobs.speed import Bench, Contender, Measured
 from flexhybrid.llm import LLM, SamplingParams, load_tokenizer
@@ -231,7 +232,8 @@ def _profile_and_search(setting: _Setting, report: Report, bar: tqdm):
             found = setting.search(hardware)
     try:
         if setting.shape.hidden >= SMALLEST_KEPT_HIDDEN:
-            hardware.save(profile_path(device))  # where policy auto looks
+            path = profile_path(device)  # where policy auto looks
+            with_earlier_disk(hardware, path).save(path)
     except OSError as error:
         print(f"note: the profile could not be kept for policy auto: {error}", file=sys.stderr)
     return link, hardware, disagreements, found

@@ -12,6 +12,7 @@ import torch
 
 from flexhybrid.core.hardware import Hardware, Line, crosses_link
 from flexhybrid.core.shape import ModelShape
+from flexhybrid.jobs.measure_disk import with_earlier_disk
 from flexhybrid.machine import profile_path
 from flexhybrid.runtime.profile import SIZES, faster_cpu_dtype, profile
 
@@ -76,7 +77,9 @@ def measure_hardware(
         hardware = replace(
             hardware, lines={key: _paced(key, line, link_gb_per_s) for key, line in hardware.lines.items()}
         )
-    hardware.save(save_to or profile_path(device))
+    path = Path(save_to or profile_path(device))
+    hardware = with_earlier_disk(hardware, path)
+    hardware.save(path)
     return hardware, result.disagreements
 
 

@@ -16,7 +16,7 @@ from policy_search.search import SearchResult
 
 #: In the order of a step's work. Left out: a paced link without its pace, and stand-ins for verbs without a line.
 SHOWN_LINES = (
-    *("h2d", "d2h", "h2d_both", "d2h_both", "load_weights", "load_kv", "load_act"),
+    *("h2d", "d2h", "h2d_both", "d2h_both", "disk_read", "disk_write", "load_weights", "load_kv", "load_act"),
     *("embed", "kv_gen", "project", "assemble", "attend", "attend_prefill", "finish", "head", "sample", "scatter"),
 )
 

@@ -112,6 +112,19 @@ class DiskSpace:
         """Write every piece's memory at its offset; all done on return. Pieces may not overlap. Raises DiskError."""
         self._transfer("write", pieces)
 
+    def flush(self) -> None:
+        """Wait until what went through the page cache is on the disk. Raises DiskError where that failed."""
+        try:
+            os.fsync(self._file.fd)
+        except OSError as error:
+            raise DiskError(f"cannot write back {self._file}: {error.strerror or error}") from None
+
+    def drop_page_cache(self) -> None:
+        """Make the next reads come from the disk itself, where the system offers that: for measurements."""
+        self.flush()
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
     def describe(self) -> str:
         """One line for people: size, folder, filesystem, and what serves the reads."""
         kind = filesystem_of(self._file.directory)

@@ -89,7 +89,6 @@ def profile(
     small = replace(shape, num_layers=2)
     weights = Weights(small, RandomWeights(small, device=device.type), dtype, device, device_share=0.0)
     slots = weights.make_slots()
-    result = ProfileSamples()
     passes: list[dict] = []
     for _ in range(2):
         found: dict[tuple, list[float]] = {}
@@ -105,20 +104,27 @@ def profile(
         for key, seconds in _link_samples(device, link_gb_per_s):
             found.setdefault(key, []).append(seconds)
         passes.append({key: _typical(times) for key, times in found.items()})
-    for key in sorted(passes[0].keys() & passes[1].keys()):
-        first, second = passes[0][key], passes[1][key]
-        name, flops, num_bytes = key
-        if max(first, second) > DISAGREE * min(first, second) and max(first, second) > 1e-3:
-            result.disagreements.append(
-                f"{name} at {flops / 1e9:.2f} GFLOP, {num_bytes / 1e6:.1f} MB: {first * 1e3:.2f} and "
-                f"{second * 1e3:.2f} ms"
-            )
-        result.samples.setdefault(name, []).append((float(flops), float(num_bytes), min(first, second)))
+    result = typical_of_passes(*passes)
     # Verbs without samples of their own only move memory: as assemble does on the device, as scatter does on the host.
     result.samples["compute"] = result.samples["assemble"]
     result.samples["host_compute"] = result.samples["scatter"]
     if device.type == "cpu":
         result.faster_dtype = faster_cpu_dtype(shape)
+    return result
+
+
+def typical_of_passes(first: dict[tuple, float], second: dict[tuple, float]) -> ProfileSamples:
+    """Samples of what both passes measured, {(line key, flops, bytes): seconds}: the better's, and disagreements."""
+    result = ProfileSamples()
+    for key in sorted(first.keys() & second.keys()):
+        name, flops, num_bytes = key
+        better, worse = sorted((first[key], second[key]))
+        if worse > DISAGREE * better and worse > 1e-3:
+            result.disagreements.append(
+                f"{name} at {flops / 1e9:.2f} GFLOP, {num_bytes / 1e6:.1f} MB: {first[key] * 1e3:.2f} and "
+                f"{second[key] * 1e3:.2f} ms"
+            )
+        result.samples.setdefault(name, []).append((float(flops), float(num_bytes), better))
     return result
 
 
