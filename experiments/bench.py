@@ -40,6 +40,7 @@ from flexhybrid.llm import LLM, SamplingParams, load_tokenizer
 from flexhybrid.runtime import attention
 from flexhybrid.runtime.lanes import Clock, Lane
 from flexhybrid.runtime.loader import RandomWeights
+from flexhybrid.runtime.quantize import dequantize, packed_bytes, quantize
 from flexhybrid.runtime.weights import Weights
 from policy_search.search import search
 from sim.catalogue import load
@@ -206,6 +207,44 @@ def bench_kernels(table: Table, dtype_name: str) -> None:
         ours = num_bytes / median_seconds(lambda: attention.attend_decode(query, keys, values, None))
         ratios.append(ours / bandwidth)
     table.add("attend: share of the measured memory bandwidth", statistics.median(ratios), 0.6, "x")
+    bench_quantize(table)
+
+
+def bench_quantize(table: Table) -> None:
+    """Packing and unpacking [4096, 2048] of bfloat16 against a plain copy that reads and writes as many bytes.
+
+    The bars: torch takes eight passes to pack (convert, min, max, subtract, scale, clamp, round, narrow) and four to
+    unpack (convert, scale, add, round), each about a copy's time; a third is left for the passes over 4-bit codes.
+    """
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randn(4096, 2048, generator=generator).bfloat16() for _ in range(4)]  # more than the caches hold
+    for bits in (8, 4):
+        num_bytes = rows[0].nbytes + 4096 * packed_bytes(2048, bits)
+        seconds = quantize_seconds(rows, bits, num_bytes)
+        copied = np.array(seconds.pop("copy"))
+        for name, bar in (("quantize", 1 / 12), ("dequantize", 1 / 6)):
+            gb_per_s = num_bytes / statistics.median(seconds[name]) / 1e9
+            ratio = float(np.median(copied / np.array(seconds[name])))
+            table.add(f"{name}, {bits} bits: speed of a plain copy", ratio, bar, "x", gb_per_s=gb_per_s)
+
+
+def quantize_seconds(rows: list[torch.Tensor], bits: int, num_bytes: int) -> dict[str, list[float]]:
+    """Seconds of "quantize", "dequantize" and "copy" (``num_bytes`` read and written), one after another in turn."""
+    sets = len(rows)
+    packed, restored = [quantize(one, bits) for one in rows], [torch.empty_like(one) for one in rows]
+    plain = torch.ones(2, sets, num_bytes // 2, dtype=torch.uint8)
+    calls = {
+        "copy": lambda i: plain[1, i].copy_(plain[0, i]),
+        "quantize": lambda i: quantize(rows[i], bits, packed[i]),
+        "dequantize": lambda i: dequantize(packed[i], bits, rows[i].dtype, restored[i]),
+    }
+    seconds = {name: [] for name in calls}
+    for turn in range(KERNEL_REPEATS * sets):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call(turn % sets)
+            seconds[name].append(time.perf_counter() - start)
+    return seconds
 
 
 # ---- speed -----------------------------------------------------------------------------------------------------------
