@@ -13,7 +13,7 @@ __all__ = ["LLM", "InputError", "Policy", "SamplingParams", "__version__"]
 
 _HOMES = {
     "LLM": "flexhybrid.llm",
-    "SamplingParams": "flexhybrid.llm",
+    "SamplingParams": "flexhybrid.sampling_params",
     "Policy": "flexhybrid.core.policy",
     "InputError": "flexhybrid.core.errors",
 }

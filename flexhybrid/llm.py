@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -23,41 +24,19 @@ from flexhybrid.runtime.loader import Checkpoint
 from flexhybrid.runtime.runnable import check_runnable
 from flexhybrid.runtime.sampling import SamplingPlan
 from flexhybrid.runtime.weights import Weights
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """vLLM's field names. temperature 0 is greedy; ``seed`` None draws one; a stop is the model's end-of-sequence."""
-
-    max_tokens: int = 16
-    temperature: float = 1.0
-    ignore_eos: bool = False
-    seed: int | None = None
-
-    def __post_init__(self):
-        if not _is_whole(self.max_tokens) or self.max_tokens < 1:
-            raise InputError(f"max_tokens is {self.max_tokens!r}; it must be a whole number >= 1")
-        number = isinstance(self.temperature, (int, float)) and not isinstance(self.temperature, bool)
-        if not number or not 0 <= self.temperature < float("inf"):
-            raise InputError(f"temperature is {self.temperature!r}; it must be a finite number >= 0")
-        if not isinstance(self.ignore_eos, bool):
-            raise InputError(f"ignore_eos is {self.ignore_eos!r}; it must be True or False")
-        if self.seed is not None and not (_is_whole(self.seed) and 0 <= self.seed < 2**64):
-            raise InputError(f"seed is {self.seed!r}; it must be a whole number from 0 to 2**64 - 1, or None")
-
-
-def _is_whole(value) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+from flexhybrid.sampling_params import SamplingParams, is_whole, one_a_prompt
+from flexhybrid.text import Decode, StopWatch, answer_text
 
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One completion. ``text`` is empty when the checkpoint has no tokenizer; finish_reason is "stop" or "length"."""
+    """One completion. ``text`` is empty when the checkpoint has no tokenizer."""
 
     index: int
-    text: str
-    token_ids: list[int]
-    finish_reason: str
+    text: str  #: without what ended it, unless include_stop_str_in_output asks for it
+    token_ids: list[int]  #: with the token that ended it
+    finish_reason: str  #: "stop" or "length"
+    stop_reason: int | str | None = None  #: the stop token id or stop text; None: end-of-sequence, or the length
 
 
 @dataclass(frozen=True)
@@ -117,59 +96,118 @@ class LLM:
     def generate(
         self,
         prompts: list[str] | list[list[int]],
-        sampling_params: SamplingParams | None = None,
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
         on_tokens: Callable[[int], None] | None = None,
     ) -> list[RequestOutput]:
         """Complete every prompt; results are in the order of the prompts. ``on_tokens(n)`` hears of progress.
 
-        Raises InputError, before any work, for a prompt that is empty, too long or holds an unknown token id, and for
-        budgets too small for a single one of the requests.
+        ``sampling_params``: one for all prompts, or a list of one a prompt. Random numbers hang on the seed, the
+        position in the text and, when one SamplingParams serves all, the prompt's place in the list; a seed of a list
+        gives its request the same tokens alone. Raises InputError, before any work, for a prompt that is empty, too
+        long or holds an unknown token id, and for budgets too small for a single one of the requests.
         """
-        params = sampling_params or SamplingParams()
-        if not isinstance(params, SamplingParams):
-            raise InputError(f"sampling_params must be a SamplingParams, not {type(params).__name__}")
         if isinstance(prompts, (str, bytes, dict)) or not isinstance(prompts, Iterable):
             raise InputError(
                 f"prompts must be a list of texts or of token-id lists, not {type(prompts).__name__}: write "
                 "generate([prompt])"
             )
         prompts = list(prompts)
+        for_all = sampling_params is None or isinstance(sampling_params, SamplingParams)
+        params = one_a_prompt(sampling_params, len(prompts))
         ids = [self._token_ids(i, prompt) for i, prompt in enumerate(prompts)]
         if not ids:
             return []
+        plan = self._sampling_plan(ids, params, for_all)
         room = [self.shape.max_positions - len(prompt) for prompt in ids]
         workload = Workload(
-            np.array([len(prompt) for prompt in ids]), np.array([min(params.max_tokens, left) for left in room])
+            np.array([len(prompt) for prompt in ids]),
+            np.array([min(one.max_tokens or left, left) for one, left in zip(params, room, strict=True)]),
         )
         self._prepare(workload)
-        seed = params.seed if params.seed is not None else secrets.randbits(63)
-        stop_ids = () if params.ignore_eos else self.shape.eos_token_ids
         waves = split_waves(self.shape, self.policy, workload, self.bytes_per_element, self.budgets, self.device.type)
-        tokens: list[list[int]] = [[] for _ in ids]
-        stopped = [False] * len(ids)
+        answers: list[CompletionOutput | None] = [None] * len(ids)
         for members in waves:
             part = Workload(workload.prompt_tokens[members], workload.max_tokens[members])
             wave = admit(self.shape, self.policy, part, self.bytes_per_element)
             self._make_engine(buffer_sizes(wave))
-            count = len(members)
-            none = np.zeros(count, dtype=np.int64)
-            plan = SamplingPlan(
-                np.full(count, params.temperature), none, np.ones(count), none, np.full(count, seed, dtype=np.uint64),
-                members, none, ((),) * count,
-            )  # fmt: skip
+            watches = {
+                place: StopWatch(self._decoder(params[i]), ids[i], params[i].stop, params[i].min_tokens)
+                for place, i in enumerate(members)
+                if params[i].stop
+            }
             result = self._engine.run(
-                wave, [ids[i] for i in members], plan, stop_ids=[stop_ids] * count, on_tokens=on_tokens
+                wave,
+                [ids[i] for i in members],
+                plan.select(members),
+                stop_ids=[self._stop_ids(params[i]) for i in members],
+                stop_texts={place: watch.push for place, watch in watches.items()},
+                on_tokens=on_tokens,
             )
-            for place, request in enumerate(members):
-                tokens[request], stopped[request] = result.tokens[place], result.stops[place] is not None
+            for place, i in enumerate(members):
+                answers[i] = self._completion(
+                    params[i], ids[i], result.tokens[place], result.stops[place], watches.get(place)
+                )
         return [
-            RequestOutput(
-                prompt if isinstance(prompt, str) else None,
-                ids[i],
-                [CompletionOutput(0, self._text(tokens[i]), tokens[i], "stop" if stopped[i] else "length")],
-            )
+            RequestOutput(prompt if isinstance(prompt, str) else None, ids[i], [answers[i]])
             for i, prompt in enumerate(prompts)
         ]
+
+    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        """What ends an answer."""
+        return frozenset(params.stop_token_ids).union(() if params.ignore_eos else self.shape.eos_token_ids)
+
+    def _sampling_plan(self, ids: list[list[int]], params: list[SamplingParams], for_all: bool) -> SamplingPlan:
+        """The requests' parameters as arrays; InputError for what this checkpoint cannot do."""
+        vocab, held = self.shape.vocab, []
+        for index, one in enumerate(params):
+            if wrong := [token for token in one.stop_token_ids if token >= vocab]:
+                raise InputError(
+                    f"stop_token_ids of prompt {index} holds token id {wrong[0]}; the vocabulary is 0 … {vocab - 1}"
+                )
+            if one.stop and self.tokenizer is None:
+                raise InputError(
+                    f"prompt {index} has stop texts, but {self.checkpoint.path} has no tokenizer files; give "
+                    "stop_token_ids"
+                )
+            # vLLM holds the end-of-sequence back even when ignore_eos lets it pass later.
+            stops = {*one.stop_token_ids, *self.shape.eos_token_ids} if one.min_tokens else set()
+            held.append(tuple(token for token in sorted(stops) if token < vocab))
+            if len(held[-1]) == vocab:
+                raise InputError(f"stop_token_ids of prompt {index} leaves no token for its first min_tokens")
+        own_seed = secrets.randbits(63)
+        return SamplingPlan(
+            temperature=np.array([one.temperature for one in params], dtype=np.float64),
+            top_k=np.array([one.top_k for one in params], dtype=np.int64),
+            top_p=np.array([one.top_p for one in params], dtype=np.float64),
+            min_p=np.array([one.min_p for one in params], dtype=np.float64),
+            seeds=np.array([own_seed if one.seed is None else one.seed for one in params], dtype=np.uint64),
+            request_ids=np.array([i if for_all or one.seed is None else 0 for i, one in enumerate(params)]),
+            min_positions=np.array([len(prompt) + one.min_tokens for prompt, one in zip(ids, params, strict=True)]),
+            held_ids=tuple(held),
+        )
+
+    def _completion(
+        self,
+        params: SamplingParams,
+        prompt_ids: list[int],
+        token_ids: list[int],
+        stop: int | str | None,
+        watch: StopWatch | None,
+    ) -> CompletionOutput:
+        """What vLLM would report: the text without what ended it, and no reason for an end-of-sequence."""
+        included = params.include_stop_str_in_output
+        if self.tokenizer is None:
+            text = ""
+        elif isinstance(stop, str):
+            text = watch.text[: watch.found_at + len(stop) * included]
+        else:
+            shown = token_ids if stop is None or included else token_ids[:-1]
+            text = answer_text(self._decoder(params), prompt_ids, shown)
+        ended = not params.ignore_eos and stop in self.shape.eos_token_ids
+        return CompletionOutput(0, text, token_ids, "length" if stop is None else "stop", None if ended else stop)
+
+    def _decoder(self, params: SamplingParams) -> Decode:
+        return functools.partial(self.tokenizer.decode, skip_special_tokens=params.skip_special_tokens)
 
     def _token_ids(self, index: int, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, np.ndarray):
@@ -185,7 +223,7 @@ class LLM:
                 ids = self.tokenizer(prompt, verbose=False)["input_ids"]
             except (UnicodeError, TypeError) as error:
                 raise InputError(f"prompt {index} cannot be encoded: {error}") from None
-        elif isinstance(prompt, (list, tuple)) and all(_is_whole(token) for token in prompt):
+        elif isinstance(prompt, (list, tuple)) and all(is_whole(token) for token in prompt):
             ids = [int(token) for token in prompt]
         else:
             raise InputError(f"prompt {index} must be a text or a list of token ids, not {str(prompt)[:60]!r}")
@@ -200,9 +238,6 @@ class LLM:
             bad = next(token for token in ids if not 0 <= token < self.shape.vocab)
             raise InputError(f"prompt {index} holds token id {bad}; the vocabulary is 0 … {self.shape.vocab - 1}")
         return ids
-
-    def _text(self, tokens: list[int]) -> str:
-        return "" if self.tokenizer is None else self.tokenizer.decode(tokens, skip_special_tokens=True)
 
     def _prepare(self, workload: Workload) -> None:
         """Settle the policy for these lengths."""

@@ -1,5 +1,6 @@
 """The offline API: order, lengths, sampling, waves, and errors that people can act on."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -50,6 +51,123 @@ def test_same_seed_same_tokens_alone_or_in_a_batch(tiny):
     small = LLM(tiny, Policy(max_batch=1), device="cpu")
     assert together == tokens(small, prompts, max_tokens=10, temperature=0.8, seed=7, ignore_eos=True)
     assert together != tokens(llm, prompts, max_tokens=10, temperature=0.8, seed=8, ignore_eos=True)
+
+
+def test_a_list_of_parameters_gives_each_prompt_its_own(tiny):
+    """Every request of a mixed batch gets the tokens that it gets alone, in any order, mini-batch and wave."""
+    generator = np.random.default_rng(3)
+    prompts = [generator.integers(3, 61, n).tolist() for n in (5, 20, 1, 9, 13, 2)]
+    params = [
+        SamplingParams(temperature=0, max_tokens=9),
+        SamplingParams(temperature=0.9, seed=5, top_k=7, max_tokens=12, ignore_eos=True),
+        SamplingParams(temperature=1.2, seed=5, top_p=0.8, max_tokens=3),
+        SamplingParams(temperature=0.7, seed=2**64 - 1, min_p=0.05, max_tokens=10, min_tokens=6),
+        SamplingParams(temperature=0, max_tokens=8, min_tokens=8, stop_token_ids=list(range(3, 40))),
+        SamplingParams(temperature=2.0, seed=6, top_k=20, top_p=0.9, min_p=0.01, max_tokens=None),
+    ]
+    llm = LLM(tiny, "hybrid(0.5)", device="cpu")
+    together = [answer.outputs[0] for answer in llm.generate(prompts, params)]
+    assert len(together[3].token_ids) >= 6 and len(together[4].token_ids) == 8
+    assert together[5].finish_reason == "stop" or len(together[5].token_ids) == 96 - 2
+    backwards = llm.generate(prompts[::-1], params[::-1])
+    assert [answer.outputs[0] for answer in backwards[::-1]] == together
+    small = LLM(tiny, Policy(max_batch=1), device="cpu")
+    assert [answer.outputs[0] for answer in small.generate(prompts, params)] == together
+    for prompt, one, expected in zip(prompts, params, together, strict=True):
+        assert llm.generate([prompt], [one])[0].outputs[0] == expected
+        assert llm.generate([prompt], one)[0].outputs[0] == expected
+
+
+def test_without_a_seed_every_call_and_prompt_draws_anew(tiny):
+    llm = LLM(tiny, "kv_only", device="cpu")
+    prompts = [[5, 6, 7]] * 4
+    seen = tokens(llm, prompts, max_tokens=12, ignore_eos=True, temperature=3.0)
+    seen += tokens(llm, prompts, max_tokens=12, ignore_eos=True, temperature=3.0, seed=1)
+    answers = llm.generate(prompts, [SamplingParams(max_tokens=12, ignore_eos=True, temperature=3.0)] * 4)
+    seen += [answer.outputs[0].token_ids for answer in answers]
+    assert len({tuple(one) for one in seen}) == 12
+    seeded = [SamplingParams(max_tokens=12, ignore_eos=True, temperature=3.0, seed=1)] * 4
+    assert {tuple(a.outputs[0].token_ids) for a in llm.generate(prompts, seeded)} == {tuple(seen[4])}
+
+
+def test_top_k_of_one_is_greedy(tiny):
+    llm = LLM(tiny, "hybrid(0.5)", device="cpu")
+    expected = tokens(llm, [[5, 6, 7], [9]], max_tokens=10, temperature=0)
+    for one in ({"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}, {"temperature": 1e-4}, {"temperature": 1e-7}):
+        assert tokens(llm, [[5, 6, 7], [9]], max_tokens=10, **one) == expected
+
+
+def test_stop_token_ids_and_min_tokens(tiny):
+    llm = LLM(tiny, "hybrid(0.5)", device="cpu")
+    prompt = [5, 6, 7]
+    free = tokens(llm, [prompt], max_tokens=12, temperature=0, ignore_eos=True)[0]
+    place = next(i for i in range(3, 12) if free[i] not in free[:i])
+    greedy = {"temperature": 0, "max_tokens": 12, "ignore_eos": True, "stop_token_ids": [free[place]]}
+    out = llm.generate([prompt], SamplingParams(**greedy))[0].outputs[0]
+    assert (out.token_ids, out.finish_reason, out.stop_reason) == (free[: place + 1], "stop", free[place])
+    held = llm.generate([prompt], SamplingParams(**greedy, min_tokens=place + 1))[0].outputs[0]
+    assert held.token_ids[:place] == free[:place] and free[place] != held.token_ids[place]
+    assert free[place] not in held.token_ids[: place + 1]
+    exactly = llm.generate([prompt], SamplingParams(**greedy, min_tokens=place))[0].outputs[0]
+    assert exactly == out
+    # The model's own end: no reason is given, unless it is asked for while ignored.
+    shape = llm.shape
+    llm.shape = dataclasses.replace(shape, eos_token_ids=(free[place],))
+    out = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=12))[0].outputs[0]
+    assert (out.token_ids, out.finish_reason, out.stop_reason) == (free[: place + 1], "stop", None)
+    out = llm.generate([prompt], SamplingParams(**greedy))[0].outputs[0]
+    assert (out.finish_reason, out.stop_reason) == ("stop", free[place])
+    out = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=place + 1, ignore_eos=True))[0].outputs[0]
+    assert (out.token_ids, out.finish_reason, out.stop_reason) == (free[: place + 1], "length", None)
+
+
+def test_stop_texts_cut_the_text_and_end_the_request():
+    llm = LLM(shipped("checkpoints/opt-stdlib-4m"), policy="hybrid(0.5)", device="cpu")
+    prompts = ["def close(self):", "class Reader:", "import os"]
+    whole = [a.outputs[0] for a in llm.generate(prompts, SamplingParams(temperature=0, max_tokens=40))]
+    text = whole[0].text
+    stop = text[12:17]
+    at = text.index(stop)
+    params = [
+        SamplingParams(temperature=0, max_tokens=40, stop=["never in there", stop]),
+        SamplingParams(temperature=0, max_tokens=40),
+        SamplingParams(temperature=0, max_tokens=40, stop="never in there"),
+    ]
+    answers = [answer.outputs[0] for answer in llm.generate(prompts, params)]
+    assert (answers[0].text, answers[0].finish_reason, answers[0].stop_reason) == (text[:at], "stop", stop)
+    used = len(answers[0].token_ids)
+    assert answers[0].token_ids == whole[0].token_ids[:used] and used < 40
+    assert stop in llm.tokenizer.decode(whole[0].token_ids[:used])
+    assert stop not in llm.tokenizer.decode(whole[0].token_ids[: used - 1])
+    assert answers[1:] == whole[1:]
+    included = dataclasses.replace(params[0], include_stop_str_in_output=True)
+    out = llm.generate(prompts[:1], included)[0].outputs[0]
+    assert (out.text, out.token_ids) == (text[: at + len(stop)], answers[0].token_ids)
+    # A stop token's text is left out, or kept, in the same way.
+    token = whole[0].token_ids[10]
+    first = whole[0].token_ids.index(token)
+    for included in (False, True):
+        params = SamplingParams(
+            temperature=0, max_tokens=40, stop_token_ids=[token], include_stop_str_in_output=included
+        )
+        out = llm.generate(prompts[:1], params)[0].outputs[0]
+        assert out.text == llm.tokenizer.decode(whole[0].token_ids[: first + included])
+        assert out.token_ids == whole[0].token_ids[: first + 1] and out.stop_reason == token
+
+
+def test_special_tokens_are_shown_on_request():
+    llm = LLM(shipped("checkpoints/opt-stdlib-4m"), policy="kv_only", device="cpu")
+    eos = llm.shape.eos_token_ids[0]
+    special = llm.tokenizer.decode([eos])
+    llm.shape = dataclasses.replace(llm.shape, eos_token_ids=())
+    shown = {}
+    for skip in (True, False):
+        params = SamplingParams(temperature=0, max_tokens=3, stop_token_ids=[eos], skip_special_tokens=skip,
+                                include_stop_str_in_output=True)  # fmt: skip
+        out = llm.generate(["class Reader:\n    "], params)[0].outputs[0]
+        assert out.token_ids == [eos]
+        shown[skip] = out.text
+    assert special and shown == {True: "", False: special}
 
 
 def test_budget_splits_requests_into_waves_with_the_same_tokens(tiny):
@@ -193,6 +311,24 @@ def test_wrong_prompts(tiny, prompts, words):
 
 
 @pytest.mark.parametrize(
+    "params, words",
+    [
+        ({"temperature": 0.5}, "must be a SamplingParams"),
+        ([SamplingParams()], "2 prompts and 1 sampling_params"),
+        ([SamplingParams(), None], "sampling_params 1"),
+        (SamplingParams(stop="a"), "prompt 0 has stop texts, but .* no tokenizer"),
+        ([SamplingParams(), SamplingParams(stop_token_ids=[3, 61])], "prompt 1 holds token id 61"),
+        (SamplingParams(stop_token_ids=list(range(61)), min_tokens=1), "leaves no token"),
+    ],
+)
+def test_wrong_sampling_params_are_errors_before_loading(tiny, params, words):
+    llm = LLM(tiny, "kv_only", device="cpu")
+    with pytest.raises(InputError, match=words):
+        llm.generate([[3, 4], [5]], params)
+    assert llm._engine is None
+
+
+@pytest.mark.parametrize(
     "settings, words",
     [
         ({"dtype": "float16"}, "float16"),
@@ -224,25 +360,6 @@ def test_the_least_named_by_a_budget_error_is_enough(tiny):
     roomy = str(float(least.split()[0]) + 0.1) + least.split()[1]
     llm = LLM(tiny, "kv_only", device="cpu", host_memory=roomy)
     assert len(tokens(llm, [[5, 6]], max_tokens=3, temperature=0, ignore_eos=True)[0]) == 3
-
-
-@pytest.mark.parametrize(
-    "field",
-    (
-        *({"max_tokens": value} for value in (0, 2.5, True)),
-        *({"temperature": value} for value in (-1, float("nan"), float("inf"), True)),
-        *({"seed": value} for value in ("x", -1, 2**64, True)),
-        {"ignore_eos": "no"},
-    ),
-)
-def test_wrong_sampling(field):
-    with pytest.raises(InputError):
-        SamplingParams(**field)
-
-
-def test_unknown_sampling_fields_are_refused():
-    with pytest.raises(TypeError, match="top_k"):
-        SamplingParams(top_k=5)
 
 
 def copy_checkpoint(source, target):

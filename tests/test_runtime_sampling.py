@@ -165,3 +165,91 @@ def test_a_temperature_alone_keeps_everything_and_sorts_nothing(monkeypatch):
         monkeypatch.setattr(torch.Tensor, name, refuse)
     rows = [{"temperature": 0.5}, {"temperature": 0.0, "top_k": 3, "top_p": 0.5, "min_p": 0.1}, {"top_k": 0}]
     assert len(choose(torch.randn(3, 1000), step_of(plan_of(rows)))) == 3
+
+
+def test_equal_logits_at_the_edge_are_all_kept():
+    """top_k as transformers; top_p keeps besides what transformers does the tokens as likely as the last of it."""
+    logits = torch.log(torch.tensor([0.25, 0.125, 0.125, 0.125, 0.25, 0.0625, 0.0625]))
+    rows = [{"top_k": 3}, {"top_p": 0.4}, {"top_p": 0.6}, {"top_k": 3, "top_p": 0.8}, {"min_p": 0.4, "top_p": 0.9}]
+    warped = warp(logits.expand(5, -1), step_of(plan_of(rows)))
+    for row, one in enumerate(rows):
+        kept = oracle(logits, **one) > -torch.inf
+        kept |= logits >= logits[kept].min()
+        assert torch.equal(warped[row] > -torch.inf, kept), one
+    same = warp(torch.zeros(2, 9), step_of(plan_of([{"top_k": 2}, {"top_p": 0.5}])))
+    assert (same == 0).all()
+
+
+@pytest.mark.parametrize("prefix", [1, 7, 599])
+def test_a_nucleus_wider_than_the_first_look_is_found_too(monkeypatch, prefix):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(12, 600, generator=generator) * torch.linspace(0.1, 8, 12)[:, None]
+    top_p = torch.linspace(0.05, 0.999, 12, dtype=torch.float64)
+    whole = sampling.top_p_edge(logits, top_p)  # 512 at first
+    monkeypatch.setattr(sampling, "NUCLEUS_PREFIX", 600)
+    assert torch.equal(whole, sampling.top_p_edge(logits, top_p))
+    monkeypatch.setattr(sampling, "NUCLEUS_PREFIX", prefix)
+    assert torch.equal(whole, sampling.top_p_edge(logits, top_p))
+
+
+# ---- company changes nothing -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_row_gets_the_same_token_in_any_batch_and_order(seed):
+    generator = np.random.default_rng(seed)
+    rows = [random_row(generator) for _ in range(24)]
+    logits = torch.from_numpy(generator.normal(0, 2, (24, 700))).float()
+    positions = generator.integers(0, 9, 24)
+    plan = plan_of(rows, seed=seed, min_positions=generator.integers(0, 9, 24), held_ids=((1, 2),) * 24)
+    together = choose(logits, step_of(plan, positions))
+    assert logits.isfinite().all()  # left as they are
+    for size in (1, 5):
+        order = generator.permutation(24)
+        for part in np.split(order, range(size, 24, size)):
+            tokens = choose(logits[part], step_of(plan, positions[part], part))
+            assert torch.equal(tokens, together[part])
+            selected = choose(logits[part], step_of(plan.select(part), positions[part]))
+            assert torch.equal(selected, together[part])
+
+
+def test_sixteen_bit_logits_are_sampled_in_float32():
+    logits = torch.randn(4, 500, generator=torch.Generator().manual_seed(1)).bfloat16()
+    plan = plan_of([{"top_p": 0.9, "top_k": 100, "temperature": 0.8}] * 4)
+    assert torch.equal(choose(logits, step_of(plan)), choose(logits.float(), step_of(plan)))
+
+
+def test_draws_within_top_k_top_p_follow_the_renormalised_softmax():
+    count = 20_000
+    logits = torch.from_numpy(np.random.default_rng(1).normal(0, 1.5, 400)).float()
+    one = {"temperature": 0.9, "min_p": 0.02, "top_k": 30, "top_p": 0.85}
+    step = step_of(plan_of([one], seed=11), np.arange(count), np.zeros(count, dtype=np.int64))
+    drawn = choose(logits.expand(count, -1), step).numpy()
+    probabilities = torch.softmax(oracle(logits, **one).double(), 0).numpy()
+    possible = probabilities > 0
+    observed = np.bincount(drawn, minlength=400)
+    assert observed[~possible].sum() == 0
+    assert stats.chisquare(observed[possible], probabilities[possible] * count).pvalue > 1e-3
+
+
+def test_held_tokens_do_not_come_before_their_position():
+    logits = torch.zeros(4, 6)
+    logits[:, 2], logits[:, 5] = 9.0, 5.0
+    rows = [{"temperature": 0.0}, {"temperature": 0.0}, {"temperature": 0.01}, {"temperature": 0.01}]
+    plan = plan_of(rows, min_positions=[4, 4, 4, 4], held_ids=((2,), (2,), (2,), (2, 5)))
+    assert choose(logits, step_of(plan, [3, 4, 3, 4])).tolist() == [5, 2, 5, 2]
+    greedy = plan_of(rows[:2], min_positions=[4, 4], held_ids=((2,), (2, 5)))
+    assert choose(logits[:2], step_of(greedy, [3, 3])).tolist() == [5, 0]
+    assert step_of(greedy, [4, 4]) is None
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("seed", range(3))
+def test_a_gpu_keeps_and_draws_the_same(seed):
+    generator = np.random.default_rng(seed)
+    rows = [random_row(generator) for _ in range(32)]
+    logits = torch.from_numpy(generator.normal(0, 2, (32, 5000))).float()
+    plan = plan_of(rows, seed=seed, min_positions=generator.integers(0, 9, 32), held_ids=((1, 2),) * 32)
+    requests, positions = np.arange(32), generator.integers(0, 9, 32)
+    on_gpu = step_sampling(plan, requests, positions, lambda array: torch.from_numpy(array).cuda())
+    assert torch.equal(choose(logits.cuda(), on_gpu).cpu(), choose(logits, step_of(plan, positions)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,8 +20,8 @@ from flexhybrid.runtime.links import CpuCopies
 from flexhybrid.runtime.sampling import SamplingPlan
 from flexhybrid.runtime.weights import Weights
 
-#: (request, token) -> the text that ends the request with this token of it, or None.
-StopText = Callable[[int, int], str | None]
+#: Of a request (by its place in the wave): hears of its tokens, in order; returns the text that ends it, or None.
+StopTexts = Mapping[int, Callable[[int], str | None]]
 
 
 @dataclass
@@ -97,7 +97,7 @@ class Engine:
         prompts: list[list[int]],
         plan: SamplingPlan,
         stop_ids: Sequence[Collection[int]] | None = None,
-        stop_text: StopText | None = None,
+        stop_texts: StopTexts | None = None,
         keep_trace: bool = False,
         on_tokens: Callable[[int], None] | None = None,
         tasks: Iterable[Task] | None = None,
@@ -105,13 +105,13 @@ class Engine:
     ) -> WaveResult:
         """Run a wave to its end. ``on_tokens(n)`` is told about newly finished tokens, for a progress bar.
 
-        ``stop_ids``: token ids that end a request, a collection for each request of the wave. ``stop_text(request,
-        token)`` hears of every other token, in order, and returns the text that ends the request with it, or None.
+        ``stop_ids``: token ids that end a request, a collection for each request of the wave. ``stop_texts``: for
+        requests that a text may end, what hears of their other tokens.
         ``tasks`` and ``executor`` replace the wave's own stream, for measurements that start in the middle.
         """
         executor = executor or self.executor(wave, prompts, plan)
         clock = Clock(self.lanes(executor))
-        collector = _Collector(wave, executor, clock, stop_ids, stop_text, on_tokens)
+        collector = _Collector(wave, executor, clock, stop_ids, stop_texts, on_tokens)
         tasks = stream(wave, collector.stops_until) if tasks is None else tasks
         if self.device.type == "cuda":
             # Buffers and index tensors were made on the default stream; lanes read them from others.
@@ -130,12 +130,12 @@ class _Collector:
         executor: Executor,
         clock: Clock,
         stop_ids: Sequence[Collection[int]] | None,
-        stop_text: StopText | None,
+        stop_texts: StopTexts | None,
         on_tokens: Callable[[int], None] | None,
     ):
         count = wave.workload.num_requests
         self.executor, self.clock, self.on_tokens = executor, clock, on_tokens
-        self.stop_ids, self.stop_text = stop_ids or [()] * count, stop_text
+        self.stop_ids, self.stop_texts = stop_ids or [()] * count, stop_texts or {}
         self.tokens: list[list[int]] = [[] for _ in range(count)]
         self.stops: list[int | str | None] = [None] * count
         self._pending: list[tuple[Task, int]] = []  # store_out tasks not yet collected, in stream order
@@ -174,4 +174,4 @@ class _Collector:
         """What ends the request with this token of it: the token itself, a text that it completes, or nothing."""
         if token in self.stop_ids[request]:
             return token
-        return self.stop_text(request, token) if self.stop_text else None
+        return self.stop_texts[request](token) if request in self.stop_texts else None

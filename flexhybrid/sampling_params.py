@@ -1,0 +1,168 @@
+"""What a request may ask of its sampling, under vLLM's field names; whatever is not supported is refused, by name."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from flexhybrid.core.errors import SHOWN, InputError, unknown
+
+#: vLLM's other fields (vllm/sampling_params.py, versions 0.4 to 0.20), with the values that ask for nothing.
+NEUTRAL: dict[str, tuple] = {
+    "allowed_token_ids": (None,),
+    "bad_words": (None, []),
+    "best_of": (None, 1),
+    "detokenize": (True,),
+    "early_stopping": (False,),
+    "extra_args": (None, {}),
+    "flat_logprobs": (False,),
+    "frequency_penalty": (0.0,),
+    "guided_decoding": (None,),
+    "length_penalty": (1.0,),
+    "logit_bias": (None, {}),
+    "logits_processors": (None, []),
+    "logprob_token_ids": (None,),
+    "logprobs": (None,),
+    "output_kind": (0, 2),  # CUMULATIVE and FINAL_ONLY: the same for whoever waits for all answers
+    "presence_penalty": (0.0,),
+    "prompt_logprob_start": (None,),
+    "prompt_logprob_token_ids": (None,),
+    "prompt_logprobs": (None,),
+    "repetition_detection": (None,),
+    "repetition_penalty": (1.0,),
+    "routed_experts_prompt_start": (0,),
+    "skip_clone": (False, True),
+    "skip_reading_prefix_cache": (None, False, True),
+    "spaces_between_special_tokens": (True,),
+    "stream_interval": (None,),
+    "structured_outputs": (None,),
+    "thinking_token_budget": (None, -1),
+    "trace_decode_token_ids": (None,),
+    "truncate_prompt_tokens": (None,),
+    "use_beam_search": (False,),
+}
+
+
+@dataclass(frozen=True, init=False)
+class SamplingParams:
+    """How one request is answered. A wrong value, or a field of vLLM's that is not supported, raises InputError.
+
+    The logits are divided by the temperature, then min_p, top_k and top_p are applied in this order, as in vLLM.
+    """
+
+    n: int = 1  #: answers a prompt; only one is supported
+    max_tokens: int | None = 16  #: None: as many as the model has positions for
+    min_tokens: int = 0  #: end-of-sequence, stop_token_ids and stop cannot end the answer before so many tokens
+    temperature: float = 1.0  #: 0 takes the most probable token
+    top_k: int = 0  #: draw from the k most probable tokens; 0 or -1: off
+    top_p: float = 1.0  #: draw from the most probable tokens whose probabilities reach this; 1: off
+    min_p: float = 0.0  #: draw from tokens of at least this share of the most probable one's probability; 0: off
+    seed: int | None = None  #: None draws one a call
+    stop_token_ids: tuple[int, ...] | None = None  #: these end the answer; they stay in token_ids, but not in text
+    stop: tuple[str, ...] | str | None = None  #: texts that end the answer, which is cut before them
+    include_stop_str_in_output: bool = False  #: the text is cut behind what ended the answer
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True  #: leave special tokens out of the text
+
+    def __init__(self, **given):
+        """Fields besides those above: accepted at the value that asks for nothing."""
+        supported = {field.name: field.default for field in fields(self)}
+        for name in given.keys() - supported.keys():
+            if name not in NEUTRAL:
+                near = difflib.get_close_matches(name.lower(), NEUTRAL, n=3)
+                raise unknown("sampling parameter", name, [*supported, *near])
+            value = getattr(given[name], "value", given[name])  # vLLM's output_kind is an Enum
+            if not any(_same(value, neutral) for neutral in NEUTRAL[name]):
+                raise InputError(
+                    f"sampling parameter {name} is not supported: it must be left at {NEUTRAL[name][0]!r}, not "
+                    f"{_shown(value)}; supported: {', '.join(supported)}"
+                )
+        for name, default in supported.items():
+            object.__setattr__(self, name, given.get(name, default))
+        self._check()
+
+    def _check(self) -> None:
+        """Raise InputError for the first field that is wrong; settle the spellings of the same thing."""
+        _whole("n", self.n, 1)
+        if self.n != 1:
+            raise InputError(f"n is {self.n}; one answer a prompt is supported: give the prompt n times")
+        if self.max_tokens is not None:
+            _whole("max_tokens", self.max_tokens, 1, other=", or None for all that the model has positions for")
+        _whole("min_tokens", self.min_tokens, 0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InputError(f"min_tokens is {self.min_tokens}, more than max_tokens, which is {self.max_tokens}")
+        if not _is_number(self.temperature) or not 0 <= self.temperature < math.inf:
+            raise InputError(f"temperature is {_shown(self.temperature)}; it must be a finite number >= 0")
+        _whole("top_k", self.top_k, -1, other="; 0 or -1 turns it off")
+        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
+            raise InputError(f"top_p is {_shown(self.top_p)}; it must be above 0 and at most 1, which turns it off")
+        if not _is_number(self.min_p) or not 0 <= self.min_p <= 1:
+            raise InputError(f"min_p is {_shown(self.min_p)}; it must be from 0, which turns it off, to 1")
+        if self.seed is not None and not (is_whole(self.seed) and 0 <= self.seed < 2**64):
+            raise InputError(f"seed is {_shown(self.seed)}; it must be a whole number from 0 to 2**64 - 1, or None")
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise InputError(f"{name} is {_shown(getattr(self, name))}; it must be True or False")
+        stop = (self.stop,) if isinstance(self.stop, str) else _items("stop", self.stop, "a text or a list of texts")
+        if not all(isinstance(text, str) and text for text in stop):
+            raise InputError(f"stop is {_shown(self.stop)}; it must be a text or a list of texts, none of them empty")
+        ids = _items("stop_token_ids", self.stop_token_ids, "a list of token ids")
+        if not all(is_whole(token) and token >= 0 for token in ids):
+            raise InputError(f"stop_token_ids is {_shown(self.stop_token_ids)}; it must be a list of token ids >= 0")
+        settled = {"top_k": max(self.top_k, 0), "stop": tuple(dict.fromkeys(stop)),
+                   "stop_token_ids": tuple(dict.fromkeys(int(token) for token in ids))}  # fmt: skip
+        for name, value in settled.items():
+            object.__setattr__(self, name, value)
+
+
+def one_a_prompt(given, num_prompts: int) -> list[SamplingParams]:
+    """What ``generate`` was given (None, one SamplingParams, or a list of them) as one for each prompt."""
+    if given is None:
+        given = SamplingParams()
+    if isinstance(given, SamplingParams):
+        return [given] * num_prompts
+    if isinstance(given, (str, bytes, dict)) or not isinstance(given, Iterable):
+        raise InputError(f"sampling_params must be a SamplingParams or a list of them, not {type(given).__name__}")
+    given = list(given)
+    for index, one in enumerate(given):
+        if not isinstance(one, SamplingParams):
+            raise InputError(f"sampling_params {index} must be a SamplingParams, not {type(one).__name__}")
+    if len(given) != num_prompts:
+        raise InputError(f"there are {num_prompts} prompts and {len(given)} sampling_params; a list needs one a prompt")
+    return given
+
+
+def _items(name: str, value, expected: str) -> tuple:
+    if value is None:
+        return ()
+    if not isinstance(value, (list, tuple, set, frozenset, np.ndarray)):
+        raise InputError(f"{name} is {_shown(value)}; it must be {expected}, or None")
+    return tuple(value)
+
+
+def _whole(name: str, value, least: int, other: str = "") -> None:
+    if not is_whole(value) or value < least:
+        raise InputError(f"{name} is {_shown(value)}; it must be a whole number >= {least}{other}")
+
+
+def is_whole(value) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _is_number(value) -> bool:
+    return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+
+
+def _same(value, neutral) -> bool:
+    """Equal, and no bool where a number is meant."""
+    alike = _is_number(value) if _is_number(neutral) else isinstance(value, type(neutral))
+    return alike and value == neutral
+
+
+def _shown(value) -> str:
+    text = repr(value)
+    return text if len(text) <= SHOWN else text[:SHOWN] + "…"

@@ -1,0 +1,169 @@
+"""What a request may ask: accepted, refused by name, and the text that comes of it."""
+
+import copy
+import dataclasses
+import functools
+import pickle
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from flexhybrid import InputError, SamplingParams
+from flexhybrid.jobs import shipped
+from flexhybrid.sampling_params import NEUTRAL, one_a_prompt
+from flexhybrid.text import StopWatch, answer_text
+
+# ---- fields ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "field, words",
+    (
+        *(({"max_tokens": value}, "max_tokens is") for value in (0, 2.5, True, "9")),
+        *(({"min_tokens": value}, "min_tokens is") for value in (-1, 17, None, 1.0)),
+        *(({"temperature": value}, "temperature is") for value in (-1, float("nan"), float("inf"), True, "1", None)),
+        *(({"top_k": value}, "top_k is") for value in (-2, 1.5, True, None)),
+        *(({"top_p": value}, "top_p is") for value in (0, -0.1, 1.1, float("nan"), True, None)),
+        *(({"min_p": value}, "min_p is") for value in (-0.1, 1.1, float("nan"), True, None)),
+        *(({"seed": value}, "seed is") for value in ("x", -1, 2**64, True, 1.0)),
+        *(({"n": value}, "n is") for value in (0, 2, True)),
+        *(({"stop": value}, "stop is") for value in ("", ["a", ""], [3], 3, {"a": 1}, b"a")),
+        *(({"stop_token_ids": value}, "stop_token_ids is") for value in (3, [-1], ["a"], [True], "12", [1.0])),
+        *(({name: "no"}, name) for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output")),
+    ),
+)
+def test_wrong_values_are_refused_by_name(field, words):
+    with pytest.raises(InputError, match=words) as caught:
+        SamplingParams(**field)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("name", NEUTRAL)
+def test_fields_that_are_not_supported_may_only_ask_for_nothing(name):
+    for value in NEUTRAL[name]:
+        assert SamplingParams(**{name: value}) == SamplingParams()
+    for value in (0.5, "x", 7, {"json": 1}, np.arange(3), True if True not in NEUTRAL[name] else 3):
+        with pytest.raises(InputError, match=f"{name} is not supported: .*supported: n, max_tokens"):
+            SamplingParams(**{name: value})
+
+
+def test_an_unknown_field_is_refused_with_its_neighbours():
+    with pytest.raises(InputError, match=r"unknown sampling parameter 'max_token'; did you mean max_tokens"):
+        SamplingParams(max_token=3)
+    with pytest.raises(InputError, match="did you mean presence_penalty"):
+        SamplingParams(presence_penality=0.0)
+
+
+def test_spellings_of_the_same_thing_are_equal():
+    assert SamplingParams(top_k=-1, stop="a", stop_token_ids=[3, 3]) == SamplingParams(stop=("a",), stop_token_ids=[3])
+    params = SamplingParams(seed=np.uint64(2**64 - 1), max_tokens=None, top_k=np.int64(5), stop=["b", "a", "b"])
+    assert params.stop == ("b", "a") and dataclasses.replace(params, top_k=6).top_k == 6
+    assert pickle.loads(pickle.dumps(params)) == copy.deepcopy(params) == params
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        params.seed = 3
+
+
+def test_one_for_all_or_one_a_prompt():
+    one, other = SamplingParams(), SamplingParams(seed=3)
+    assert one_a_prompt(None, 2) == [one, one] and one_a_prompt(other, 2) == [other, other]
+    assert one_a_prompt([one, other], 2) == [one, other] and one_a_prompt(iter([other]), 1) == [other]
+    with pytest.raises(InputError, match="3 prompts and 2 sampling_params"):
+        one_a_prompt([one, other], 3)
+    with pytest.raises(InputError, match="sampling_params 1 must be"):
+        one_a_prompt([one, {"seed": 3}], 2)
+    with pytest.raises(InputError, match="not dict"):
+        one_a_prompt({"seed": 3}, 1)
+
+
+# ---- texts -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(shipped("checkpoints/opt-stdlib-4m"))
+
+
+def words_of(table):
+    """A decoder that joins the pieces of a table and drops a space in front, as sentencepiece tokenizers do."""
+    return lambda ids: b"".join(table[i] for i in ids).decode("utf-8", "replace").removeprefix(" ")
+
+
+PIECES = [b" the", b" cat", "é".encode()[:1], "é".encode()[1:], b"st", b"op", "€".encode()[:2], "€".encode()[2:], b"",
+          b" ", b"s", b"xstopy", "😀".encode()[:1], "😀".encode()[1:2], "😀".encode()[2:3],
+          "😀".encode()[3:]]  # fmt: skip
+
+
+def first_stop(decode, prompt, tokens, stop, min_tokens=0):
+    """By brute force over the whole text after every token: (tokens used, stop text, where it begins)."""
+    done = 0  # characters that earlier tokens brought
+    for count in range(1, len(tokens) + 1):
+        text = answer_text(decode, prompt, tokens[:count])
+        if text.endswith("\ufffd"):
+            continue
+        ends = sorted(
+            (start + len(one), place, start)
+            for place, one in enumerate(stop)
+            for start in range(len(text))
+            if text.startswith(one, start) and start + len(one) > done
+        )
+        if ends and count > min_tokens:
+            _, place, start = ends[0]
+            return count, stop[place], start
+        done = len(text)
+    return None
+
+
+def watched(decode, prompt, tokens, stop, min_tokens=0):
+    watch = StopWatch(decode, prompt, stop, min_tokens)
+    for count, token in enumerate(tokens, 1):
+        if found := watch.push(token):
+            return count, found, watch.found_at
+    return None
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_stop_texts_are_found_where_brute_force_finds_them(seed):
+    """Random pieces: characters across tokens, empty tokens, spaces that only context keeps, stops across tokens."""
+    generator = np.random.default_rng(seed)
+    whole = [[2, 3], [6, 7], [12, 13, 14, 15], *([i] for i in (0, 1, 4, 5, 8, 9, 10, 11))]
+    groups = [whole[i] for i in generator.integers(0, len(whole), 40)]
+    tokens = [token for group in groups for token in group]
+    prompt = [0, 1, 0][: generator.integers(1, 4)]
+    stops = ["stop", "éé", " the cat", "€", "ts", " s", "😀 ", "top", "xyz", "s", "a"]
+    stop = tuple(str(one) for one in generator.choice(stops, generator.integers(1, 4), replace=False))
+    for min_tokens in (0, 9):
+        expected = first_stop(words_of(PIECES), prompt, tokens, stop, min_tokens)
+        assert watched(words_of(PIECES), prompt, tokens, stop, min_tokens) == expected
+
+
+def test_a_watched_text_is_the_decoded_one(tokenizer):
+    text = "def naïve(self): return '日本 😀' + self.x  # ümlaut\n" * 20
+    ids = tokenizer(text)["input_ids"]
+    decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
+    watch = StopWatch(decode, ids[:7], ("nowhere",))
+    assert all(watch.push(token) is None for token in ids[7:])
+    assert watch.text == answer_text(decode, ids[:7], ids[7:])
+    assert decode(ids[:7]) + watch.text == decode(ids)
+    spent = [len(tokens) for tokens in _spied(decode, ids)]
+    assert max(spent) <= 13
+
+
+def _spied(decode, ids):
+    calls = []
+    watch = StopWatch(lambda tokens: calls.append(list(tokens)) or decode(tokens), ids[:7], ("nowhere",))
+    for token in ids[7:]:
+        watch.push(token)
+    return calls
+
+
+def test_bytes_that_never_become_a_character_do_not_hide_a_stop():
+    watch = StopWatch(words_of(PIECES), [0], ("op",))
+    assert [watch.push(token) for token in [12] * 30 + [5]][-1] == "op"
+
+
+def test_a_prompt_that_ends_within_a_character():
+    decode = words_of(PIECES)
+    assert decode([0, 2]) == "the\ufffd"
+    assert answer_text(decode, [0, 2], [3, 1]).endswith(" cat") and answer_text(decode, [0], [1]) == " cat"
+    assert answer_text(decode, [], [1]) == "cat"
