@@ -26,13 +26,13 @@ def small_profile(monkeypatch):
 
 
 def test_samples_of_a_paced_disk_and_of_the_same_without_its_pace(tmp_path):
-    """Both directions at every size; a paced call never takes less than its bytes do at the pace, but for jitter."""
+    """Both directions at every size; a paced call never takes less than its bytes do at the pace."""
     result, description = profile_disk.profile_disk(tmp_path, 0.1, 4 * MIB, (1 << 16, 1 << 20))
     assert set(result.samples) == {f"disk_{way}{suffix}" for way in ("read", "write") for suffix in ("", "_unpaced")}
     for key, samples in result.samples.items():
         assert [(flops, num_bytes) for flops, num_bytes, _ in samples] == [(0, 1 << 16), (0, 1 << 20)]
         if not key.endswith("_unpaced"):
-            assert all(num_bytes / seconds < 1.1 * 0.1e9 for _, num_bytes, seconds in samples)
+            assert all(seconds >= num_bytes / 0.1e9 for _, num_bytes, seconds in samples)
     assert str(tmp_path) in description and "paced at 0.1 GB/s" in description
     assert list(tmp_path.iterdir()) == []
 

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -46,14 +46,18 @@ PACE_STEP_S = 0.1
 
 SLOWEST_DISK = 0.01  #: GB/s; slower, nothing would ever end
 
-Piece = tuple[int, torch.Tensor | memoryview]  #: (offset in bytes, contiguous CPU memory)
+#: (offset in bytes, contiguous CPU memory: a tensor, or anything with a buffer)
+Piece = tuple[int, torch.Tensor | memoryview]
 
 
 class DiskError(InputError):
     """The disk did not do what was asked: full, shortened under way, failing, or closed."""
 
 
-@dataclass
+_Part = tuple[int, bool, np.ndarray]  #: (offset, direct, bytes)
+
+
+@dataclass(slots=True)
 class _Request:
     """One system call: buffers that follow each other in the file from ``offset`` on."""
 
@@ -192,46 +196,33 @@ class DiskSpace:
 
     def _requests(self, pieces: Sequence[Piece], writing: bool) -> list[_Request]:
         """Cut and join pieces into requests: direct where aligned, neighbours in the file together, of even sizes."""
-        parts = []
+        parts: list[_Part] = []
+        total = 0
         for offset, memory in pieces:
-            array = flat_bytes(memory, writable=not writing)
-            end = offset + array.size
-            if offset < 0 or end > self.num_bytes:
-                raise ValueError(f"bytes {offset} to {end} lie outside of the {self.num_bytes} of {self._file}")
-            # [0, first) and [last, size) of the array are ragged ends
-            first = last = 0
-            if self.direct and (array.ctypes.data - offset) % ALIGN == 0:
-                first = min(-offset % ALIGN, array.size)
-                last = first + (array.size - first) // ALIGN * ALIGN
-            for start, stop, direct in ((0, first, False), (first, last, True), (last, array.size, False)):
-                if stop > start:
-                    parts.append(_Request(offset + start, direct, [array[start:stop]], stop - start))
-        parts.sort(key=attrgetter("offset"))
+            array, address = flat_bytes(memory, writable=not writing)
+            size = array.size
+            if offset < 0 or offset + size > self.num_bytes:
+                raise ValueError(
+                    f"bytes {offset} to {offset + size} lie outside of the {self.num_bytes} of {self._file}"
+                )
+            total += size
+            first = last = 0  # [0, first) and [last, size) of the array are ragged ends
+            if self.direct and (address - offset) % ALIGN == 0:
+                first = min(-offset % ALIGN, size)
+                last = first + (size - first) // ALIGN * ALIGN
+            if first:
+                parts.append((offset, False, array[:first]))
+            if last > first:
+                parts.append((offset + first, True, array[first:last]))
+            if size > last:
+                parts.append((offset + last, False, array[last:]))
+        parts.sort(key=itemgetter(0))
         if writing:
-            for before, after in zip(parts, parts[1:], strict=False):
-                if before.offset + before.num_bytes > after.offset:
-                    raise ValueError(f"two pieces of one write overlap at byte {after.offset} of {self._file}")
-        even = -(-sum(part.num_bytes for part in parts) // self.num_workers)
-        size = min(max(even + -even % ALIGN, SMALLEST_REQUEST), LARGEST_REQUEST)
-        requests: list[_Request] = []
-        for part in parts:
-            array, position = part.buffers[0], 0
-            while position < part.num_bytes:
-                last = requests[-1] if requests else None
-                if not (
-                    last is not None
-                    and last.direct == part.direct
-                    and last.offset + last.num_bytes == part.offset + position
-                    and last.num_bytes < size
-                    and len(last.buffers) < MOST_BUFFERS
-                ):
-                    last = _Request(part.offset + position, part.direct, [], 0)
-                    requests.append(last)
-                taken = min(part.num_bytes - position, size - last.num_bytes)
-                last.buffers.append(array[position : position + taken])
-                last.num_bytes += taken
-                position += taken
-        return requests
+            for (before, _, array), (after, _, _) in zip(parts, parts[1:], strict=False):
+                if before + array.size > after:
+                    raise ValueError(f"two pieces of one write overlap at byte {after} of {self._file}")
+        even = -(-total // self.num_workers)
+        return _joined(parts, min(max(even + -even % ALIGN, SMALLEST_REQUEST), LARGEST_REQUEST))
 
     def _check_length(self) -> None:
         """A write past the end of a shortened file would make it long again, with zeros where data was."""
@@ -298,6 +289,25 @@ def _release(file: ScratchFile, workers: ThreadPoolExecutor) -> None:
     file.close()
 
 
+def _joined(parts: list[_Part], most_bytes: int) -> list[_Request]:
+    """Parts, in the file's order, as requests of up to this size."""
+    requests: list[_Request] = []
+    last, end = None, -1  # the latest request, and where the file goes on after it
+    for offset, direct, array in parts:
+        position, size = 0, array.size
+        while position < size:
+            follows = last is not None and offset + position == end and direct == last.direct
+            if not follows or last.num_bytes == most_bytes or len(last.buffers) == MOST_BUFFERS:
+                last = _Request(offset + position, direct, [], 0)
+                requests.append(last)
+            taken = min(size - position, most_bytes - last.num_bytes)
+            last.buffers.append(array[position : position + taken])
+            last.num_bytes += taken
+            position += taken
+            end = offset + position
+    return requests
+
+
 def _after(buffers: list[np.ndarray], done: int) -> list[np.ndarray]:
     """The buffers without their first ``done`` bytes."""
     rest = []
@@ -308,16 +318,18 @@ def _after(buffers: list[np.ndarray], done: int) -> list[np.ndarray]:
     return rest
 
 
-def flat_bytes(memory: torch.Tensor | memoryview, writable: bool) -> np.ndarray:
-    """The bytes of contiguous CPU memory, as they lie. Raises ValueError for any other memory."""
+def flat_bytes(memory: torch.Tensor | memoryview, writable: bool) -> tuple[np.ndarray, int]:
+    """The bytes of contiguous CPU memory, as they lie, and their address. Raises ValueError for any other memory."""
     if isinstance(memory, torch.Tensor):
         if memory.device.type != "cpu" or not memory.is_contiguous():
             raise ValueError(f"a disk reads and writes contiguous CPU tensors, not {memory.device} {memory.stride()}")
-        return memory.detach().reshape(-1).view(torch.uint8).numpy()
+        if memory.dtype is not torch.uint8 or memory.dim() != 1:
+            memory = memory.detach().reshape(-1).view(torch.uint8)
+        return memory.numpy(), memory.data_ptr()
     array = np.frombuffer(memory, dtype=np.uint8)
     if writable and not array.flags.writeable:
         raise ValueError("a disk cannot read into read-only memory")
-    return array
+    return array, array.ctypes.data
 
 
 def aligned_host_bytes(num_bytes: int, host_memory: HostMemory | None = None) -> torch.Tensor:
