@@ -5,6 +5,8 @@ Work comes from ``core.steps.step_work``, seconds from ``sim.cost.price``: nothi
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 
 from flexhybrid.core.blocks import BLOCK_TOKENS
@@ -55,7 +57,7 @@ class Phases:
         self.loads, self.hardware = loads, hardware
         self.seconds: list[dict] = []  # phase -> {(verb, first layer?, last mini-batch?): seconds}
         self.link_bytes: list[dict] = []
-        self.there: list[dict] = []  # phase -> {verb: which candidates have it}, where not all do
+        self.there: list[dict] = []  # phase -> {(verb, last mini-batch?): which candidates have it}, where not all do
         self._add_phase(loads.prefill)
         for piece in pieces:
             self._add_phase(lambda batch, piece=piece: loads.decode(batch, piece.first, piece.final, piece.kind))
@@ -76,12 +78,12 @@ class Phases:
                     if present is not None:
                         without = price(self.hardware, verb, resource, empty)
                         cost = np.where(present > 0, cost - (1.0 - present) * without, 0.0)
-                        there[verb] = present > 0
+                        there[verb, last] = present > 0
                     seconds[verb, first, last] = cost
                     if verb in RESOURCE_OF:
                         moved[verb, first, last] = one.link_bytes
         streamed, on_disk = loads.layout.total_bytes - loads.resident, loads.on_disk
-        slices = np.maximum(_num_slices(streamed - on_disk, loads.K), _num_slices(on_disk, loads.K)) / loads.K
+        slices = _num_slices(loads.K, streamed - on_disk, on_disk) / loads.K
         for verb, resource, num_bytes in (("load_weights", "h2d", streamed), ("read_weights", "disk_read", on_disk)):
             if not np.any(num_bytes):
                 continue
@@ -89,7 +91,7 @@ class Phases:
             fixed = price(self.hardware, verb, resource, Work())
             row = loads.policy.schedule == "row"
             if verb == "read_weights":
-                slices = _num_slices(on_disk, loads.K) / loads.K
+                slices = _num_slices(loads.K, 0.0 * on_disk, on_disk) / loads.K
             for last in (False, True):
                 seconds[verb, False, last] = whole if row else (whole - fixed) / loads.K + fixed * slices
                 moved[verb, False, last] = num_bytes if row else num_bytes / loads.K
@@ -108,11 +110,14 @@ class Phases:
             first = False
         if (verb, first, False) not in found:
             return None, None
+        there = self.there[phase]
         if np.all(usual) or not np.any(usual):
-            value = found[verb, first, not np.all(usual)]
-        else:
-            value = np.where(usual, found[verb, first, False], found[verb, first, True])
-        return value, self.there[phase].get(verb)
+            last = not np.all(usual)
+            return found[verb, first, last], there.get((verb, last))
+        value = np.where(usual, found[verb, first, False], found[verb, first, True])
+        if (verb, False) not in there and (verb, True) not in there:
+            return value, None
+        return value, np.where(usual, there.get((verb, False), True), there.get((verb, True), True))
 
     def round_seconds(self, phase: int, round_: str):
         """Seconds of one more round on its busiest resource: of a position ("inner"; "last inner": in the last layer),
@@ -197,10 +202,23 @@ class Phases:
         return moved
 
 
-def _num_slices(num_bytes, most):
-    """Slices that the stream makes of a layer's streamed bytes: at most so many, of whole pages."""
-    size = np.ceil(num_bytes / (most * PAGE_BYTES)) * PAGE_BYTES
-    return np.ceil(num_bytes / np.maximum(size, PAGE_BYTES))
+def _num_slices(most, on_host, on_disk):
+    """How many of ``most`` slices of a layer have something of its bytes on the host or on the disk: both are cut into
+    whole pages as even as may be, so that few pages lie apart."""
+    pages = [np.minimum(most, np.ceil(num_bytes / PAGE_BYTES)) for num_bytes in (on_host, on_disk)]
+    number = np.maximum(*pages)
+    apart = (number < most) & (np.minimum(*pages) > 1)
+    if np.any(apart):
+        number = np.array(number)
+        triples = np.stack([np.broadcast_to(n, number.shape)[apart] for n in (most, *pages)], axis=-1)
+        number[apart] = [_num_places(*map(int, triple)) for triple in triples]
+    return number
+
+
+@lru_cache(maxsize=4096)
+def _num_places(slices: int, *pages: int) -> int:
+    """Slices that hold one of so many pages of either kind."""
+    return len({slices * page // count for count in pages for page in range(count)})
 
 
 def _present(verb: str, counts: StepCounts, one: Work):

@@ -430,10 +430,11 @@ class _Stream:
 
 
 def _slice(first: int, last: int, index: int, num_slices: int) -> tuple[int, int]:
-    """[start, end) of one of so many even slices of bytes [first, last), in whole pages."""
-    size = -(-(last - first) // num_slices)
-    size += -size % PAGE_BYTES
-    return min(last, first + index * size), min(last, first + (index + 1) * size)
+    """[start, end) of one of so many slices of bytes [first, last): whole pages, as even as they allow. Where pages are
+    fewer than slices, the empty ones lie between the others, so that the link is evenly busy all the same."""
+    pages = -(-(last - first) // PAGE_BYTES)
+    start, end = (first + -(-pages * i // num_slices) * PAGE_BYTES for i in (index, index + 1))
+    return min(last, start), min(last, end)
 
 
 def _host_hidden(k: int) -> Access:
