@@ -11,10 +11,10 @@ from functools import cached_property
 
 import numpy as np
 
-from flexhybrid.core.blocks import BLOCK_TOKENS, HALF, ceil_blocks, deal_blocks
+from flexhybrid.core.blocks import BLOCK_TOKENS, HALF, ceil_blocks, deal_blocks, lengths_between
 from flexhybrid.core.kinds import parts_of, representation_of
 from flexhybrid.core.layout import LayerLayout, layer_layout
-from flexhybrid.core.memory import BufferSizes, group_sizes, memory_parts, split_extremes
+from flexhybrid.core.memory import BufferSizes, Reads, group_sizes, memory_parts, split_blocks
 from flexhybrid.core.policy import ElementBytes, Policy
 from flexhybrid.core.selection import kept_tokens, selected_tokens
 from flexhybrid.core.shape import ModelShape
@@ -299,36 +299,29 @@ class Loads:
     @cached_property
     def reserved(self) -> dict[str, np.ndarray]:
         """Blocks of each kind that a request reserves."""
-        return self._most_blocks(kept_tokens(self.policy.selection, self.prompt, self.prompt + self.generated - 1))
-
-    def _most_blocks(self, tokens) -> dict[str, np.ndarray]:
-        """Blocks of each kind that a request of up to so many tokens ever holds at once."""
-        if "tok" not in self.shares:
-            return self._blocks_at(tokens)
-        full = ceil_blocks(tokens)
-        last, before = (self._blocks_at(np.maximum(full - back, 0.0) * BLOCK_TOKENS) for back in range(2))
-        return {kind: np.maximum(last[kind], before[kind]) + 1 for kind in self.kinds}
+        last = kept_tokens(self.policy.selection, self.prompt, self.prompt + self.generated - 1)
+        lengths = lengths_between(self.prompt, last) if "tok" in self.shares else last[None]
+        return {kind: np.max(blocks, axis=0) for kind, blocks in self._blocks_at(lengths).items()}
 
     def memory(self, device: str) -> dict[str, dict[str, np.ndarray]]:
         """``core.memory.memory_plan`` of each candidate: bytes per tier and part."""
         cached = self.prompt + self.generated - 1
         decodes = self.generated > 1
         kept = kept_tokens(self.policy.selection, self.prompt, cached)
-        read = kept_tokens(self.policy.selection, self.prompt, np.where(decodes, cached - 1, 0))
-        held = self.reserved if self.policy.static_cache else self._most_blocks(read)
-        widest = {kind: blocks * decodes for kind, blocks in held.items()}
-        longest = self._tokens_at(read)
-        splits = {
-            kind: split_extremes(lines, self.size, self.prompt_kinds[kind], longest[kind], self.K)
-            for kind, lines in self.lines.items()
-        }
+        last = kept_tokens(self.policy.selection, self.prompt, np.where(decodes, cached - 1, 0))
+        read = last[None]  # [steps, candidates]
+        if "tok" in self.shares or self.lines:
+            read = lengths_between(self.prompt, last)
+        held, tokens = self._blocks_at(read), self._tokens_at(read)
+        splits = {kind: split_blocks(lines, self.size, tokens[kind], self.K) for kind, lines in self.lines.items()}
+        if self.policy.static_cache:
+            held = {kind: self.reserved[kind][None] for kind in held}
         since, until = self._ever_stored(self.prompt), self._ever_stored(cached)
         fresh = {kind: self.size * (until[kind] > since[kind]) for kind in self.kinds}
         staged = {kind: self.size * tokens for kind, tokens in self.prompt_kinds.items()}
         recomputed = self._tok_blocks(read) * BLOCK_TOKENS if "tok" in self.shares else 0.0 * read
-        one = group_sizes(
-            self.policy, self.size, self.prompt, widest, read - recomputed, recomputed, fresh, staged, splits
-        )  # fmt: skip
+        reads = Reads((self.size * decodes)[None], held, read - recomputed, recomputed, splits)
+        one = group_sizes(self.policy, self.size, self.prompt, reads, fresh, staged)
         sizes = BufferSizes(**{
             **{name: getattr(one, name) for name in one.__dataclass_fields__},
             "pool_blocks": {kind: self.batch * count for kind, count in self.reserved.items()},

@@ -183,8 +183,8 @@ class _Replay:
     def _speculate(self, task: Task) -> None:
         """Partial keys of every token that is ever stored, in all layers but the first."""
         step, tier = task.payload.step, self.wave.policy.selection.partial_keys
-        tokens = int((step.context + step.new_tokens).sum())
-        self._hold(tier, "partial keys", (task.layer + 1, task.mini_batch), self._partial_bytes(tokens))
+        for request, tokens in zip(step.requests.tolist(), (step.context + step.new_tokens).tolist()):
+            self._hold(tier, "partial keys", (task.layer + 1, request), self._partial_bytes(tokens))
 
     def _load_keys(self, task: Task) -> None:
         self._hold("device", "partial key buffers", 0, task.work.link_bytes)

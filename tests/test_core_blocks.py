@@ -37,7 +37,7 @@ def test_every_kind_stays_within_one_block_or_so_of_its_share(shares, num_blocks
     kinds = BlockKinds(shares)
     assert kinds.kinds == tuple(kind for kind in KINDS if shares[kind] > 0)
     wanted = np.arange(num_blocks + 1)[:, None] * np.array([shares[kind] for kind in kinds.kinds])
-    given_blocks = kinds.blocks(np.arange(num_blocks + 1))
+    given_blocks = kinds.held(np.arange(num_blocks + 1) * BLOCK_TOKENS)
     assert (given_blocks.sum(1) == np.arange(num_blocks + 1)).all()
     # ACT against KV is rounded once: half a block. Within a representation its share of that, and half a block again.
     assert np.abs(given_blocks - wanted).max() <= 1 + 1e-6
@@ -58,7 +58,7 @@ def test_counts_agree_with_counting_token_by_token(shares, lengths):
     assert [kinds.tokens(length).tolist() for length in lengths] == expected
     blocks = ceil_blocks(np.array(lengths))
     first_tokens = kind_of_token[::BLOCK_TOKENS]
-    assert kinds.blocks(blocks).tolist() == [
+    assert kinds.held(blocks * BLOCK_TOKENS).tolist() == [
         np.bincount(first_tokens[:count], minlength=len(kinds.kinds)).tolist() for count in blocks
     ]
 

@@ -55,6 +55,19 @@ def deal_blocks(kinds: tuple[str, ...], shares, num_blocks) -> list:
     return counts
 
 
+def lengths_between(first, last) -> np.ndarray:
+    """The lengths from ``first`` to ``last`` tokens at which a request may hold or load the most: [samples, ...].
+
+    Blocks are begun, filled and dropped only around a whole number of them; in between, what is loaded of a both(…)
+    entry moves one way. Arguments may be arrays; a request that has fewer such lengths has some of them twice.
+    """
+    first, last = np.broadcast_arrays(first, np.maximum(first, last))
+    block = first // BLOCK_TOKENS
+    number = int(np.max(last // BLOCK_TOKENS - block, initial=0)) + 1
+    around = np.add.outer(np.arange(number) * BLOCK_TOKENS, [0, 1, BLOCK_TOKENS - 1]).reshape(-1, *[1] * first.ndim)
+    return np.clip(block * BLOCK_TOKENS + around, first, last)
+
+
 class BlockKinds:
     """The representation of logical block 0, 1, 2, … under given token shares: ``deal_blocks`` as a sequence.
 
@@ -80,18 +93,15 @@ class BlockKinds:
         counts = deal_blocks(self.kinds, self._shares, np.asarray(num_blocks))
         return np.stack([np.asarray(count) for count in counts], axis=-1).astype(np.int64)
 
-    def blocks(self, num_blocks) -> np.ndarray:
-        """Blocks of each kind among the first ``num_blocks``: [..., kind]."""
-        dealt = self._dealt(num_blocks)
-        if not self.tok_share:
-            return dealt
-        return dealt - self._dealt(self.tok_tokens(np.asarray(num_blocks) * BLOCK_TOKENS) // BLOCK_TOKENS)
+    def held(self, num_tokens) -> np.ndarray:
+        """Blocks of each kind that hold something of the first ``num_tokens``: [..., kind]."""
+        dealt = self._dealt(ceil_blocks(np.asarray(num_tokens)))
+        return dealt - self._dealt(self.tok_tokens(num_tokens) // BLOCK_TOKENS) if self.tok_share else dealt
 
-    def most_blocks(self, num_blocks) -> np.ndarray:
-        """Blocks of each kind that a request of up to ``num_blocks`` ever holds at once: [..., kind]."""
-        if not self.tok_share:
-            return self.blocks(num_blocks)
-        return np.max([self.blocks(np.maximum(np.asarray(num_blocks) - back, 0)) + 1 for back in range(2)], axis=0)
+    def most_blocks(self, first, last) -> np.ndarray:
+        """Blocks of each kind that a request ever holds at once as it grows from ``first`` to ``last`` tokens:
+        [..., kind]."""
+        return self.held(lengths_between(first, last)).max(axis=0) if self.tok_share else self.held(last)
 
     def tokens(self, num_tokens) -> np.ndarray:
         """Tokens of each kind among the first ``num_tokens``: [..., kind]. Only the last block can be partial."""

@@ -18,7 +18,7 @@ from flexhybrid.core.plan import Wave, disk_from
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.selection import kept_tokens, selected_tokens
 from flexhybrid.core.shape import ModelShape
-from flexhybrid.core.split import split_point
+from flexhybrid.core.split import SplitLines, split_point
 from flexhybrid.core.work import MIN_KV_GEN_ROWS
 
 NUM_SLOTS = 2  #: double buffers
@@ -40,7 +40,9 @@ class BufferSizes:
     kv_staging_blocks: int = 0
     act_blocks: int = 0  #: of one mini-batch, recomputed together
     kv_device_blocks: int = 0  #: of one mini-batch, read where they lie
+    plain_kv_blocks: int = 0  #: of one mini-batch, wherever they lie
     attention_tokens: int = 0  #: B·T
+    context_tokens: int = 0  #: those of them that are cached
     hidden_rows: int = 0  #: of all mini-batches together
     step_rows: int = 0  #: padded rows of the largest mini-batch: new tokens, and those of a recomputed prefix
     batch: int = 0  #: requests of the largest mini-batch
@@ -60,48 +62,81 @@ class BufferSizes:
 
         return BufferSizes(**{f.name: larger(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)})
 
+    def plain(self) -> BufferSizes:
+        """The same as Python's own whole numbers."""
+
+        def whole(value):
+            return {key: int(one) for key, one in value.items()} if isinstance(value, dict) else int(value)
+
+        return BufferSizes(**{f.name: whole(getattr(self, f.name)) for f in fields(self)})
+
 
 def buffer_sizes(wave: Wave) -> BufferSizes:
-    """Sizes for a wave, from the lengths its requests can reach."""
+    """Sizes for a wave, from the lengths its requests can reach. Who stops early only leaves some of it unused."""
     prompts, cached = wave.workload.prompt_tokens, wave.workload.cached_tokens
     kinds, policy = wave.kinds, wave.policy
     kept = kept_tokens(policy.selection, prompts, cached)
     prompt_tokens = kinds.tokens(kept_tokens(policy.selection, prompts, prompts))  # [requests, kind]
-    decodes = wave.workload.max_tokens > 1
-    # The last token stored is read by nobody.
-    read = kept_tokens(policy.selection, prompts, np.where(decodes, cached - 1, 0))
-    read_blocks = kinds.most_blocks(ceil_blocks(read)) * decodes[:, None]
-    if policy.static_cache:
-        read_blocks = np.stack([wave.num_blocks[kind] for kind in kinds.kinds], axis=-1) * decodes[:, None]
-    read_tokens, recomputed = kinds.tokens(read), kinds.tok_tokens(read)
     fresh = _stored_until(kinds, cached, kept) > _stored_until(kinds, prompts, kept)  # some of it in the decode
     sizes, sums = BufferSizes(pool_blocks=wave.pool_blocks, staged_rows={}), []
 
-    def each_kind(values) -> dict[str, int]:
-        return dict(zip(kinds.kinds, map(int, values), strict=True))
+    def each_kind(values) -> dict:
+        return dict(zip(kinds.kinds, values, strict=True))
 
     for group in wave.mini_batches:
-        widest = read_blocks[group].max(axis=0)
-        context = int(read_tokens[group].max(axis=0).sum())
-        if kinds.tok_share and len(np.unique(read[group])) > 1:  # each drops its blocks in its own time
-            context = int(widest.sum()) * BLOCK_TOKENS
-        longest = each_kind(read_tokens[group].max(axis=0))
         one = group_sizes(
-            policy, len(group), int(prompts[group].max()), each_kind(widest), context, int(recomputed[group].max()),
-            each_kind(np.where(fresh[group].any(axis=0), len(group), 0)), each_kind(prompt_tokens[group].sum(axis=0)),
-            {
-                kind: split_extremes(lines, len(group), each_kind(prompt_tokens[group].min(axis=0))[kind],
-                                     longest[kind], len(wave.mini_batches))
-                for kind, lines in wave.split.items()
-            },
+            policy, len(group), prompts[group].max(), _reads(wave, group),
+            each_kind(fresh[group].any(axis=0) * len(group)), each_kind(prompt_tokens[group].sum(axis=0)),
         )  # fmt: skip
         sums.append((one.step_rows, one.selected_rows))
         sizes = sizes.merge(one)
     hidden_rows, index_rows = map(sum, zip(*sums, strict=True))
     return sizes.merge(BufferSizes(
-        {}, {}, hidden_rows=hidden_rows, index_rows=index_rows, cached_tokens=int(cached.sum()),
-        kept_tokens=int(kept.sum()),
-    ))  # fmt: skip
+        {}, {}, hidden_rows=hidden_rows, index_rows=index_rows, cached_tokens=cached.sum(), kept_tokens=kept.sum(),
+    )).plain()  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What decode steps of a mini-batch read of its longest requests: arrays [steps], or [steps, candidates]."""
+
+    running: np.ndarray  #: requests that still run
+    held: dict[str, np.ndarray]  #: kind -> blocks
+    context: np.ndarray  #: columns of the attention buffer that they fill
+    recomputed: np.ndarray  #: the longest prefix kept as token ids
+    splits: dict[str, dict[str, np.ndarray]]  #: kind both(…) -> blocks recomputed ("act") and loaded ("kv")
+
+
+def _reads(wave: Wave, group: np.ndarray) -> Reads:
+    """The decode steps of a mini-batch that may need the most, and one that needs nothing."""
+    kinds, policy, workload = wave.kinds, wave.policy, wave.workload
+    alike, count = np.unique(
+        np.stack([workload.prompt_tokens[group], workload.max_tokens[group]]), axis=1, return_counts=True
+    )
+    prompts, generated = alike
+    if kinds.tok_share or wave.split:
+        steps = np.arange(generated.max())[:, None]
+    else:  # each kind only grows: the last step before somebody leaves
+        steps = np.unique([0, *(generated - 1)])[:, None]
+    runs = (steps > 0) & (steps < generated)  # [steps, requests that differ]
+    tokens = kept_tokens(policy.selection, prompts, np.maximum(prompts + steps - 1, 0))
+    held, of_kind, recomputed = kinds.held(tokens), kinds.tokens(tokens), kinds.tok_tokens(tokens)
+    if policy.static_cache:
+        reserved = kinds.most_blocks(prompts, kept_tokens(policy.selection, prompts, prompts + generated - 1))
+        held = np.broadcast_to(reserved, held.shape)
+
+    def longest(values):
+        return np.where(runs, values, 0).max(axis=1)
+
+    each = {kind: (held[..., i], of_kind[..., i]) for i, kind in enumerate(kinds.kinds)}
+    splits = {}
+    for kind, lines in wave.split.items():  # whoever is the longest of those that did not stop early
+        blocks = split_blocks(lines, len(group), each[kind][1], len(wave.mini_batches))
+        splits[kind] = {r: longest(number) for r, number in blocks.items()}
+    return Reads(
+        (runs * count).sum(axis=1), {kind: longest(blocks) for kind, (blocks, _) in each.items()},
+        sum(longest(number) for _, number in each.values()), longest(recomputed), splits,
+    )  # fmt: skip
 
 
 def _stored_until(kinds: BlockKinds, tokens, kept) -> np.ndarray:
@@ -111,45 +146,46 @@ def _stored_until(kinds: BlockKinds, tokens, kept) -> np.ndarray:
     return rounds[:, None] * kinds.stored(kept) + kinds.stored(rest)
 
 
-def group_sizes(
-    policy: Policy, batch, prompt, widest: dict, context, recomputed, fresh: dict, staged: dict, splits: dict
-) -> BufferSizes:
-    """What one mini-batch of ``batch`` requests needs; numbers, or arrays.
+def group_sizes(policy: Policy, batch, prompt, reads: Reads, fresh: dict, staged: dict) -> BufferSizes:
+    """What one mini-batch of ``batch`` requests needs; numbers, or arrays [candidates].
 
-    ``prompt``: its longest, in tokens. ``widest``: blocks that a decode step reads of its longest request, by kind:
-    none
-    if it decodes nothing. ``context``: columns of the attention buffer that they fill. ``recomputed``: the longest
-    prefix kept as token ids. ``fresh``: new tokens of a decode step, and ``staged``: prompt tokens of all its requests,
-    by kind. ``splits``: of both(…) kinds, the most blocks of a request ever recomputed and ever loaded as KV.
+    ``prompt``: its longest, in tokens. ``fresh``: new tokens of a decode step, and ``staged``: prompt tokens of all its
+    requests, by kind.
     """
-    columns = {("act", "any"): 0, ("kv", "any"): 0, ("act", "disk"): 0, ("kv", "disk"): 0}
-    columns |= {("act", "device"): 0, ("kv", "device"): 0}
-    for kind, blocks in widest.items():
+    columns = {(r, tier): 0 * reads.context for r in ("act", "kv") for tier in ("any", "disk", "device")}
+    for kind, blocks in reads.held.items():
         for part in parts_of(kind):
-            count = splits[kind][part.representation] * (blocks > 0) if kind in splits else blocks
+            count = reads.splits[kind][part.representation] if kind in reads.splits else blocks
             for tier in ("any", part.tier):
                 if (part.representation, tier) in columns:
                     columns[part.representation, tier] = columns[part.representation, tier] + count
-    decodes = sum(widest.values()) > 0
-    on_device = decodes if policy.attention == "device" else 0 * decodes
+
+    def most(each_request):
+        return np.max(reads.running * each_request, axis=0)
+
+    on_device = policy.attention == "device"
     moved = {r: columns[r, "any"] - columns[r, "device"] for r in ("act", "kv")}
     if policy.bits.act == "native":  # blocks of the device are gathered beside those that come over the link
         moved["act"] = columns["act", "any"]
-    selected = selected_tokens(policy.selection, context) if policy.selection.method == "speculative" else 0
+    selected = 0 * reads.context
+    if policy.selection.method == "speculative":
+        selected = selected_tokens(policy.selection, reads.context)
     return BufferSizes(
         pool_blocks={},
         staged_rows={kind: _larger(fresh[kind], rows) for kind, rows in staged.items()},
-        act_buffer_blocks=batch * moved["act"],
-        kv_buffer_blocks=batch * moved["kv"] * on_device,
-        act_staging_blocks=batch * columns["act", "disk"],
-        kv_staging_blocks=batch * columns["kv", "disk"],
-        act_blocks=batch * columns["act", "any"],
-        kv_device_blocks=batch * columns["kv", "device"],
-        attention_tokens=batch * (context + recomputed + 1) * on_device,
-        step_rows=batch * _larger(prompt, recomputed + 1),
+        act_buffer_blocks=most(moved["act"]),
+        kv_buffer_blocks=most(moved["kv"]) * on_device,
+        act_staging_blocks=most(columns["act", "disk"]),
+        kv_staging_blocks=most(columns["kv", "disk"]),
+        act_blocks=most(columns["act", "any"]),
+        kv_device_blocks=most(columns["kv", "device"]),
+        plain_kv_blocks=most(columns["kv", "any"]) * on_device,
+        attention_tokens=most(reads.context + reads.recomputed + 1) * on_device,
+        context_tokens=most(reads.context) * on_device,
+        step_rows=_larger(batch * prompt, most(reads.recomputed + 1)),
         batch=batch,
-        decode_batch=batch * decodes,
-        selected_rows=batch * selected * on_device,
+        decode_batch=most(1),
+        selected_rows=most(selected) * on_device,
     )
 
 
@@ -157,22 +193,10 @@ def _larger(a, b):
     return np.maximum(a, b) if np.ndim(a) or np.ndim(b) else max(a, b)
 
 
-def split_extremes(lines, batch, shortest, longest, num_mini_batches) -> dict:
-    """Most blocks of a request that a both(…) entry ever recomputes and ever loads as KV, as its tokens grow from
-    ``shortest`` to ``longest``; arrays allowed.
-
-    Both rules are linear in the tokens, so the ends are the extremes; but the split is rounded to whole blocks, so what
-    is left for KV may be half a block more in between.
-    """
-
-    def at(tokens):
-        split = split_point(lines, batch, tokens, num_mini_batches)
-        whole = split_point(lines, batch, tokens, num_mini_batches, whole_blocks=False)
-        return split, np.clip(tokens - whole + BLOCK_TOKENS / 2, 0, tokens)
-
-    act, kv = (_larger(a, b) for a, b in zip(at(shortest), at(longest), strict=True))
-    blocks = np.ceil(act / BLOCK_TOKENS), np.ceil(kv / BLOCK_TOKENS)
-    return dict(zip(("act", "kv"), blocks if np.ndim(act) or np.ndim(kv) else map(int, blocks), strict=True))
+def split_blocks(lines: SplitLines, batch, tokens, num_mini_batches) -> dict:
+    """Blocks of a request that a both(…) entry recomputes ("act") and loads ("kv") of ``tokens``; arrays allowed."""
+    act = split_point(lines, batch, tokens, num_mini_batches) // BLOCK_TOKENS
+    return {"act": act, "kv": ceil_blocks(tokens) - act}
 
 
 def memory_plan(
@@ -208,14 +232,14 @@ def memory_parts(
     generated = _larger(recomputed, MIN_KV_GEN_ROWS) * (recomputed > 0)
     cut = (resident > 0) & (resident < layer_bytes)
     hidden = shape.hidden * p
-    plain_kv = (sizes.kv_buffer_blocks + sizes.kv_device_blocks) * BLOCK_TOKENS * native_kv
+    plain_kv = sizes.plain_kv_blocks * BLOCK_TOKENS * native_kv
     speculative = policy.selection.method == "speculative"
     ratio = policy.selection.partial_ratio or 0.0
     # A selection speculates for every layer but the first.
     partial_keys = (layers - 1) * sizes.cached_tokens * ratio * native_kv / 2 if speculative else 0
     indices = 4 * shape.num_kv_heads * sizes.index_rows if layers > 1 else 0
     scores = 4 * layers * shape.num_heads * sizes.kept_tokens if policy.selection.method == "heavy_hitter" else 0
-    partial_buffer = sizes.attention_tokens * ratio * native_kv / 2 if layers > 1 else 0
+    partial_buffer = sizes.context_tokens * ratio * native_kv / 2 if layers > 1 else 0
     tiers["device"] |= {
         "resident weights": layers * resident,
         "weight slots": NUM_SLOTS * streamed,
@@ -247,7 +271,7 @@ def memory_parts(
         "gathered rows": NUM_SLOTS * sizes.selected_rows * row["kv"] if layers > 1 else 0,
         "indices": indices,
         "partial keys": partial_keys if policy.selection.partial_keys == "host" else 0,
-        "hidden states": sizes.hidden_rows * hidden if policy.hidden == "host" else 0,
+        "hidden states": sizes.hidden_rows * hidden if policy.hidden == "host" and layers > 1 else 0,
         "query strips": NUM_SLOTS * sizes.decode_batch * (2 * shape.query_width + shape.kv_width) * p if on_host else 0,
     }
     tiers["disk"]["weights"] = layers * on_disk

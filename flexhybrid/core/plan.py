@@ -11,7 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
-from flexhybrid.core.blocks import BlockKinds, BlockManager, ceil_blocks
+from flexhybrid.core.blocks import BlockKinds, BlockManager
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.kinds import representation_of
@@ -110,7 +110,7 @@ def admit(
     cached = workload.cached_tokens
     mini_batches = pack(cached, kinds, policy.max_mini_batch_tokens, policy.packing, seconds_per_token)
     kept = kept_tokens(policy.selection, workload.prompt_tokens, cached)
-    counts = kinds.most_blocks(ceil_blocks(kept))  # [requests, kind]
+    counts = kinds.most_blocks(workload.prompt_tokens, kept)  # [requests, kind]
     num_blocks = {kind: counts[:, i] for i, kind in enumerate(kinds.kinds)}
     if manager is None:
         manager = BlockManager({kind: int(blocks.sum()) for kind, blocks in num_blocks.items()})

@@ -117,7 +117,7 @@ def make_step(wave, iteration: int, mini_batch: int, requests: np.ndarray) -> Mi
     segments: list[Segment] = []
     for i, kind in enumerate(kinds.kinds):
         first = wave.first_block[kind][requests]
-        segments += _segments(kind, first, per_kind[:, i], wave.split.get(kind), len(wave.mini_batches))
+        segments += _segments(kind, first, per_kind[:, i], wave.split.get(kind), wave.mini_batches, mini_batch)
     recomputed = kinds.tok_tokens(context) if kinds.tok_share else None
     stores = _stores(wave, requests, context, new_tokens)
     return MiniBatchStep(
@@ -125,11 +125,14 @@ def make_step(wave, iteration: int, mini_batch: int, requests: np.ndarray) -> Mi
     )  # fmt: skip
 
 
-def _segments(kind: str, first, tokens, lines: SplitLines | None, num_mini_batches: int) -> list[Segment]:
-    """One segment for a plain entry; for both(…) the leading tokens as ACT, the rest as KV."""
+def _segments(kind: str, first, tokens, lines: SplitLines | None, mini_batches, mini_batch: int) -> list[Segment]:
+    """One segment for a plain entry; for both(…) the leading tokens as ACT, the rest as KV.
+
+    The split is that of the whole mini-batch, whoever has left: fewer requests could want more ACT than its buffer has.
+    """
     if lines is None:
         return [Segment(kind, part.representation, part.tier, first, tokens) for part in parts_of(kind)]
-    split = split_point(lines, len(tokens), int(tokens.max(initial=0)), num_mini_batches)
+    split = split_point(lines, len(mini_batches[mini_batch]), int(tokens.max(initial=0)), len(mini_batches))
     leading = np.minimum(int(split), tokens)
     sizes = {"act": (first, leading), "kv": (first + leading // BLOCK_TOKENS, tokens - leading)}
     return [Segment(kind, p.representation, p.tier, *sizes[p.representation]) for p in parts_of(kind)]
