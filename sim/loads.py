@@ -313,15 +313,22 @@ class Loads:
         if "tok" in self.shares or self.lines:
             read = lengths_between(self.prompt, last)
         held, tokens = self._blocks_at(read), self._tokens_at(read)
-        splits = {kind: split_blocks(lines, self.size, tokens[kind], self.K) for kind, lines in self.lines.items()}
         if self.policy.static_cache:
             held = {kind: self.reserved[kind][None] for kind in held}
         since, until = self._ever_stored(self.prompt), self._ever_stored(cached)
-        fresh = {kind: self.size * (until[kind] > since[kind]) for kind in self.kinds}
-        staged = {kind: self.size * tokens for kind, tokens in self.prompt_kinds.items()}
         recomputed = self._tok_blocks(read) * BLOCK_TOKENS if "tok" in self.shares else 0.0 * read
-        reads = Reads((self.size * decodes)[None], held, read - recomputed, recomputed, splits)
-        one = group_sizes(self.policy, self.size, self.prompt, reads, fresh, staged)
+
+        def of(size) -> BufferSizes:
+            """A mini-batch of so many requests."""
+            splits = {kind: split_blocks(lines, size, tokens[kind], self.K) for kind, lines in self.lines.items()}
+            fresh = {kind: size * (until[kind] > since[kind]) for kind in self.kinds}
+            staged = {kind: size * tokens for kind, tokens in self.prompt_kinds.items()}
+            reads = Reads((size * decodes)[None], held, read - recomputed, recomputed, splits)
+            return group_sizes(self.policy, size, self.prompt, reads, fresh, staged)
+
+        one = of(self.size)
+        if self.lines:  # fewer requests may split otherwise
+            one = one.merge(of(self.last))
         sizes = BufferSizes(**{
             **{name: getattr(one, name) for name in one.__dataclass_fields__},
             "pool_blocks": {kind: self.batch * count for kind, count in self.reserved.items()},

@@ -57,8 +57,8 @@ class BufferSizes:
 
         def larger(a, b):
             if isinstance(a, dict):
-                return {key: max(a.get(key, 0), b.get(key, 0)) for key in {**a, **b}}
-            return max(a, b)
+                return {key: _larger(a.get(key, 0), b.get(key, 0)) for key in {**a, **b}}
+            return _larger(a, b)
 
         return BufferSizes(**{f.name: larger(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)})
 

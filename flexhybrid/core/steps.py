@@ -152,7 +152,7 @@ def _stores(wave, requests, context, new_tokens) -> tuple[Store, ...]:
         fresh = positions >= wave.kinds.tok_tokens(context + new_tokens)[batch_row]
         batch_row, within, positions = batch_row[fresh], within[fresh], positions[fresh]
     kind_index = wave.kinds.kind_of(positions)
-    token_index = wave.kinds.tokens(positions)  # how many tokens of each kind come before
+    token_index = wave.kinds.stored(positions)  # how many tokens of each kind came before, dropped ones included
     stores = []
     for i, kind in enumerate(wave.kinds.kinds):
         chosen = kind_index == i
