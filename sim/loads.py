@@ -207,13 +207,17 @@ class Loads:
 
     def pieces(self) -> list[Piece]:
         """The decode cut into pieces at whole blocks, and these by the kind of block that their new tokens go to: a run
-        of sixteen iterations stores to one kind alone. The last iteration stands apart. A count may be 0."""
+        of sixteen iterations stores to one kind alone. The last iteration stands apart. A count may be 0.
+
+        A block more is loaded once its first token is there; one is kept as ids alone once the newest is full.
+        """
+        begun = 0 if "tok" in self.shares else 1
         end = self.prompt + np.maximum(self.generated - 2, 0)
         growth = np.log(end / self.prompt)
         number = np.clip(np.ceil(growth / GROWTH), 1, MOST_PIECES)
         pieces, first = [], self.prompt
         for i in range(1, int(np.max(number)) + 1):
-            whole = np.round(self.prompt * np.exp(growth * i / number) / BLOCK_TOKENS) * BLOCK_TOKENS + 1
+            whole = np.round(self.prompt * np.exp(growth * i / number) / BLOCK_TOKENS) * BLOCK_TOKENS + begun
             after = np.where(i >= number, end, np.clip(whole, first, end))
             final = np.maximum(first, after - 1)
             pieces += [Piece(first, final, count, kind) for kind, count in self._new_tokens(first, after).items()]
