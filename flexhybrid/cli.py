@@ -31,7 +31,7 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     _common(compare)
-    compare.add_argument("--model", type=Path, help="local OPT checkpoint folder (Hugging Face layout)")
+    compare.add_argument("--model", type=Path, help="local checkpoint folder (Hugging Face layout)")
     compare.add_argument("--device-memory", help="budget of the device, like 12GiB (no limit)")
     compare.add_argument("--host-memory", default="8GiB", help="budget of the host (8GiB)")
     compare.add_argument("--policy", type=Path, help="policy JSON file to run beside the others")

@@ -118,7 +118,7 @@ class LLM:
         if not ids:
             return []
         plan = self._sampling_plan(ids, params, for_all)
-        room = [self.shape.max_positions - len(prompt) for prompt in ids]
+        room = [self.shape.max_context - len(prompt) for prompt in ids]
         workload = Workload(
             np.array([len(prompt) for prompt in ids]),
             np.array([min(one.max_tokens or left, left) for one, left in zip(params, room, strict=True)]),
@@ -229,10 +229,13 @@ class LLM:
             raise InputError(f"prompt {index} must be a text or a list of token ids, not {str(prompt)[:60]!r}")
         if not ids:
             raise InputError(f"prompt {index} is empty")
-        if len(ids) >= self.shape.max_positions:
+        if len(ids) >= (limit := self.shape.max_context):
+            bound = f"{limit} positions"
+            if limit < self.shape.max_positions:
+                bound = f"a sliding window of {limit} tokens, beyond which it cannot be run"
             raise InputError(
-                f"prompt {index} has {len(ids)} tokens; model {self.shape.name} has {self.shape.max_positions} "
-                f"positions, and at least one must be left for the answer"
+                f"prompt {index} has {len(ids)} tokens; model {self.shape.name} has {bound}, and at least one must be "
+                f"left for the answer"
             )
         if min(ids) < 0 or max(ids) >= self.shape.vocab:
             bad = next(token for token in ids if not 0 <= token < self.shape.vocab)

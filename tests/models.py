@@ -38,6 +38,33 @@ def save_opt(folder, *, layers=2, heads=3, head_dim=16, ffn=40, vocab=61, positi
     return model.float()
 
 
+def save_llama(folder, *, kind="llama", layers=2, heads=4, kv_heads=2, head_dim=16, hidden=None, ffn=40, vocab=61,
+               positions=96, eos=2, tied=False, rope=None, theta=10_000.0, seed=0, scale=0.25, dtype=torch.float32,
+               max_shard_size="1GB", **more):  # fmt: skip
+    """A random Llama, Mistral or Qwen2 checkpoint in Hugging Face layout; returns transformers' own model of it in
+    float32. ``more`` goes into its config."""
+    import transformers
+
+    name = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2"}[kind]
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=vocab, hidden_size=hidden or heads * head_dim, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=kv_heads, head_dim=head_dim, intermediate_size=ffn, max_position_embeddings=positions,
+        eos_token_id=eos, tie_word_embeddings=tied, rope_parameters=dict(rope or {}, rope_theta=theta), **more,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if "norm" in parameter_name:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+            else:
+                parameter.normal_(0.0, scale)
+    model.tie_weights()
+    model = model.to(dtype)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return model.float()
+
+
 class FakeEvent:
     """A CUDA event: set when its stream reaches it."""
 

@@ -412,7 +412,7 @@ BROKEN = {
     "shape": r"asks for \[44",
     "tensor": "layers.1.fc1.weight is missing",
     "architecture": "unknown architecture 'bloom'",
-    "llama": "cannot run the llama family",
+    "llama": "none of model.embed_tokens.weight, embed_tokens.weight; is it a llama model",
     "json": "cannot read",
     "heads": "not a multiple",
     "pickle": "cannot open",

@@ -63,6 +63,24 @@ def test_counts_agree_with_counting_token_by_token(shares, lengths):
     ]
 
 
+@given(token_shares(), st.integers(0, 90))
+def test_positions_undo_kind_of_and_stored(shares, num_tokens):
+    kinds = BlockKinds(shares)
+    for kind in range(len(kinds.kinds)):
+        positions = kinds.positions(kind, num_tokens)
+        assert positions.shape == (num_tokens,)
+        assert (kinds.kind_of(positions) == kind).all()
+        assert (kinds.stored(positions)[:, kind] == np.arange(num_tokens)).all()
+        assert (np.diff(positions) > 0).all()
+
+
+def test_positions_by_hand():
+    kinds = BlockKinds({"kv@host": 0.5, "act@host": 0.5})
+    assert kinds.positions(0, 18).tolist() == [*range(16), 32, 33]
+    assert kinds.positions(1, 17).tolist() == [*range(16, 32), 48]
+    assert kinds.positions(1, 0).tolist() == []
+
+
 @given(token_shares(), st.lists(st.integers(0, 400), min_size=2, max_size=6))
 def test_the_order_of_questions_does_not_matter(shares, lengths):
     asked_before = BlockKinds(shares)

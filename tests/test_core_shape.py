@@ -64,8 +64,6 @@ PARAMETERS = {
 def test_known_shapes_have_exactly_the_published_parameters(name):
     shape = KNOWN_SHAPES[name]
     parameters = shape.num_layers * shape.layer_bytes(1) + shape.embedding_bytes(1)
-    if name.startswith("qwen"):
-        parameters += shape.num_layers * (shape.query_width + shape.kv_width)
     assert parameters == PARAMETERS[name]
 
 
@@ -153,9 +151,13 @@ CONFIGS = [
     ("OPTConfig", dict(OPT_FIELDS, tie_word_embeddings=False, eos_token_id=5)),
     ("LlamaConfig", dict(LLAMA_FIELDS)),
     ("LlamaConfig", dict(LLAMA_FIELDS, head_dim=16, tie_word_embeddings=True, eos_token_id=[3, 4])),
+    ("LlamaConfig", dict(LLAMA_FIELDS, rms_norm_eps=1e-5, rope_parameters=dict(
+        rope_type="llama3", rope_theta=5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+        original_max_position_embeddings=32))),
     ("MistralConfig", dict(LLAMA_FIELDS, model_type="mistral", head_dim=8)),
+    ("MistralConfig", dict(LLAMA_FIELDS, model_type="mistral", sliding_window=None)),
     ("Qwen2Config", dict(LLAMA_FIELDS, model_type="qwen2", dtype="bfloat16", tie_word_embeddings=True)),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("config_class, fields", CONFIGS)
@@ -184,6 +186,12 @@ def test_shape_agrees_with_autoconfig(tmp_path, config_class, fields):
         assert shape.pre_norm == config.do_layer_norm_before
         assert (shape.embed_dim or shape.hidden) == config.word_embed_proj_dim
     assert (shape.gated_mlp, shape.rotary, shape.bias) == (not opt, not opt, opt)
+    assert shape.qkv_bias == (config.model_type == "qwen2")
+    if not opt:
+        assert shape.norm_eps == config.rms_norm_eps
+        assert shape.rope.theta == config.rope_parameters["rope_theta"]
+        assert shape.rope.type == config.rope_parameters["rope_type"]
+        assert shape.sliding_window == getattr(config, "sliding_window", None)
 
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])

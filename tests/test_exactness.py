@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import save_opt
+from models import save_llama, save_opt
 
 from flexhybrid import LLM, Policy, SamplingParams
 from flexhybrid.core.policy import Placement
@@ -39,8 +39,7 @@ def test_shipped_checkpoint_every_share_and_mini_batch_size(bound):
     check(folder, prompts, 20, [hybrid(share, bound) for share in SHARES])
 
 
-@st.composite
-def cases(draw):
+def opt_shapes(draw) -> dict:
     shape = dict(
         layers=draw(st.integers(1, 4)),
         heads=draw(st.sampled_from((1, 2, 3, 5, 7))),
@@ -53,6 +52,41 @@ def cases(draw):
     )
     if draw(st.booleans()):
         shape["embed_dim"] = draw(st.sampled_from((12, 20)))
+    return shape
+
+
+def llama_shapes(draw) -> dict:
+    """Multi-head, grouped-query, Qwen2's biases, heads that are not as wide as the model, every kind of rotation."""
+    groups, queries_a_group = draw(st.sampled_from(((1, 1), (3, 1), (1, 4), (2, 2), (2, 3), (4, 1))))
+    heads, head_dim = groups * queries_a_group, draw(st.sampled_from((6, 8, 16, 24)))
+    ropes = (
+        {},
+        dict(rope_type="linear", factor=2.0),
+        dict(rope_type="dynamic", factor=2.0),
+        dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16),
+        dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+             original_max_position_embeddings=32),
+    )  # fmt: skip
+    return dict(
+        kind=draw(st.sampled_from(("llama", "qwen2", "mistral"))),
+        layers=draw(st.integers(1, 3)),
+        heads=heads,
+        kv_heads=groups,
+        head_dim=head_dim,
+        hidden=heads * draw(st.sampled_from((head_dim, 10, 16))),
+        ffn=draw(st.sampled_from((24, 40, 96))),
+        vocab=draw(st.integers(11, 90)),
+        positions=draw(st.integers(24, 80)),
+        tied=draw(st.booleans()),
+        rope=draw(st.sampled_from(ropes)),
+        theta=draw(st.sampled_from((100.0, 10_000.0, 1e6))),
+        seed=draw(st.integers(0, 1000)),
+    )
+
+
+@st.composite
+def cases(draw, shapes):
+    shape = shapes(draw)
     max_tokens = draw(st.integers(1, 20))
     longest = shape["positions"] - max_tokens
     lengths = draw(st.lists(st.integers(1, longest), min_size=1, max_size=6))
@@ -74,12 +108,32 @@ def cases(draw):
 
 
 @settings(max_examples=40)
-@given(cases())
+@given(cases(opt_shapes))
 def test_random_shapes_prompts_and_policies(tmp_path_factory, case):
     shape, prompts, max_tokens, policy, ignore_eos = case
     folder = tmp_path_factory.mktemp("opt")
     save_opt(folder, **shape)
     check(folder, prompts, max_tokens, [policy], ignore_eos)
+
+
+@settings(max_examples=40)
+@given(cases(llama_shapes))
+def test_random_llama_shapes_prompts_and_policies(tmp_path_factory, case):
+    shape, prompts, max_tokens, policy, ignore_eos = case
+    folder = tmp_path_factory.mktemp("llama")
+    save_llama(folder, **shape)
+    check(folder, prompts, max_tokens, [policy], ignore_eos)
+
+
+@pytest.mark.parametrize("kind, kv_heads, hidden", [("llama", 4, 64), ("llama", 2, 40), ("qwen2", 1, 64)])
+def test_llama_every_share_over_several_blocks(tmp_path, kind, kv_heads, hidden):
+    save_llama(tmp_path, kind=kind, kv_heads=kv_heads, hidden=hidden, positions=192, theta=300.0, seed=8)
+    generator = np.random.default_rng(8)
+    prompts = [generator.integers(3, 61, n).tolist() for n in (1, 15, 16, 33, 70, 120)]
+    both = {"act@device": 0.25, "act@host": 0.25, "kv@device": 0.25, "kv@host": 0.25}
+    policies = [hybrid(share, bound) for share in SHARES for bound in (200, 8192)]
+    policies.append(Policy("four", Placement(device=0.4, host=0.6), cache=both, max_mini_batch_tokens=512))
+    check(tmp_path, prompts, 40, policies, ignore_eos=True)
 
 
 def test_early_end_of_sequence_leaves_the_others_alone(tmp_path):

@@ -114,6 +114,18 @@ class BlockKinds:
         dealt = self._dealt(full)
         return dealt * BLOCK_TOKENS + rest[..., None] * (self._dealt(full + 1) - dealt)
 
+    def positions(self, kind: int, num_tokens: int) -> np.ndarray:
+        """Position in its request of token 0, 1, … that ever went to a block of ``kinds[kind]``: [num_tokens].
+
+        The inverse of ``stored`` and ``kind_of``: the same for every request, since all deal their blocks alike.
+        """
+        wanted = ceil_blocks(num_tokens)
+        searched = max(wanted, 1)
+        while (dealt := self._dealt(np.arange(searched + 1))[:, kind])[-1] < wanted:
+            searched *= 2
+        blocks = np.searchsorted(dealt, np.arange(1, wanted + 1)) - 1
+        return (blocks[:, None] * BLOCK_TOKENS + np.arange(BLOCK_TOKENS)).reshape(-1)[:num_tokens]
+
     def kind_of(self, positions) -> np.ndarray:
         """Index into ``kinds`` of the token at each position, when it is new."""
         block = np.asarray(positions) // BLOCK_TOKENS

@@ -79,7 +79,7 @@ def layer_layout(shape: ModelShape, matrix_bytes: float, vector_bytes: int | Non
         matrices = [("kvq.weight", g + q, h), ("o.weight", h, q), ("up.weight", shape.ffn, h)]
         matrices += [("down.weight", h, shape.ffn)]
     else:
-        vectors = [("norm1.weight", h), ("norm2.weight", h)]
+        vectors = [("norm1.weight", h), *([("kvq.bias", g + q)] if shape.qkv_bias else []), ("norm2.weight", h)]
         matrices = [("kvq.weight", g + q, h), ("o.weight", h, q), ("gate.weight", shape.ffn, h)]
         matrices += [("up.weight", shape.ffn, h), ("down.weight", h, shape.ffn)]
     spots, position, kv_end, qkv_end = [], 0, 0, 0

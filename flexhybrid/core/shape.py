@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flexhybrid.core.errors import InputError, unknown
+from flexhybrid.core.rope import Rope, rope_from_config
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -34,10 +35,14 @@ class ModelShape:
     rotary: bool = False
     tied_head: bool = True
     pre_norm: bool = True
-    bias: bool = True
+    bias: bool = True  #: of every projection and norm
     embed_dim: int = 0  #: width of the embedding table; 0 means hidden (OPT-350m projects 512 -> 1024)
     dtype: str = "float16"  #: of the stored checkpoint
     eos_token_ids: tuple[int, ...] = (2,)
+    qkv_bias: bool = False  #: without ``bias``: of the query, key and value projections alone (Qwen2)
+    norm_eps: float = 1e-5
+    rope: Rope = Rope()  #: where ``rotary``
+    sliding_window: int | None = None  #: a token sees no more than this many, itself among them
 
     def __post_init__(self):
         sizes = ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "ffn", "vocab", "max_positions")
@@ -47,15 +52,24 @@ class ModelShape:
                 raise InputError(f"model {self.name}: {field} must be a positive whole number, not {value!r}")
         if not _is_count(self.embed_dim) or self.embed_dim < 0:
             raise InputError(f"model {self.name}: embed_dim must be a whole number, not {self.embed_dim!r}")
-        for field in ("gated_mlp", "rotary", "tied_head", "pre_norm", "bias"):
+        for field in ("gated_mlp", "rotary", "tied_head", "pre_norm", "bias", "qkv_bias"):
             if not isinstance(getattr(self, field), bool):
                 raise InputError(f"model {self.name}: {field} must be true or false, not {getattr(self, field)!r}")
         if not all(map(_is_count, self.eos_token_ids)):
             raise InputError(f"model {self.name}: eos_token_ids must be whole numbers, not {self.eos_token_ids!r}")
+        if self.sliding_window is not None and not (_is_count(self.sliding_window) and self.sliding_window >= 1):
+            raise InputError(f"model {self.name}: sliding_window must be a whole number, not {self.sliding_window!r}")
+        if isinstance(self.norm_eps, bool) or not isinstance(self.norm_eps, (int, float)) or not 0 < self.norm_eps < 1:
+            raise InputError(f"model {self.name}: norm_eps must be a small positive number, not {self.norm_eps!r}")
         if self.num_heads % self.num_kv_heads:
             raise InputError(
                 f"model {self.name}: {self.num_heads} heads cannot be shared by {self.num_kv_heads} key/value heads"
             )
+
+    @property
+    def max_context(self) -> int:
+        """Longest sequence that the executor runs: up to a sliding window, every token still sees all before it."""
+        return min(self.max_positions, self.sliding_window or self.max_positions)
 
     @property
     def query_width(self) -> int:
@@ -76,8 +90,8 @@ class ModelShape:
     @property
     def layer_vector_elements(self) -> int:
         """Elements of a layer's norms and biases."""
-        if not self.bias:  # RMSNorm scales; Qwen2 adds qkv biases, too small to matter to any cost
-            return 2 * self.hidden
+        if not self.bias:  # RMSNorm scales
+            return 2 * self.hidden + (self.query_width + self.kv_width if self.qkv_bias else 0)
         return 4 * self.hidden + (self.query_width + self.kv_width + self.hidden) + (self.ffn + self.hidden)
 
     def layer_bytes(self, matrix_bytes: float, vector_bytes: int | None = None) -> float:
@@ -127,17 +141,23 @@ def _opt(name: str, layers: int, hidden: int, heads: int, **more) -> ModelShape:
 
 def _gated(
     name: str, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, positions: int,
-    eos: int, dtype: str = "bfloat16", tied_head: bool = False,
+    eos: int, dtype: str = "bfloat16", tied_head: bool = False, theta: float = 1e4, **more,
 ) -> ModelShape:  # fmt: skip
     """Llama and those built like it: gated feed-forward, rotary positions, RMSNorm."""
     return ModelShape(
         name, "llama", layers, hidden, heads, kv_heads, hidden // heads, ffn, vocab, positions,
         gated_mlp=True, rotary=True, bias=False, tied_head=tied_head, dtype=dtype, eos_token_ids=(eos,),
+        rope=Rope(theta), **more,
     )  # fmt: skip
 
 
+def _qwen(name: str, *sizes: int, positions: int, tied_head: bool = False, norm_eps: float = 1e-6) -> ModelShape:
+    return _gated(
+        f"qwen2.5-{name}", *sizes, positions, 151643, tied_head=tied_head, theta=1e6, qkv_bias=True, norm_eps=norm_eps
+    )
+
+
 #: Public shapes, from the config.json of the published base models (OPT also: Zhang et al. 2022, table 1).
-#: What the shape leaves out: Mistral's sliding window, Qwen's biases of the query, key and value projections.
 KNOWN_SHAPES = {
     shape.name: shape
     for shape in (
@@ -153,16 +173,16 @@ KNOWN_SHAPES = {
         _gated("llama-2-7b", 32, 4096, 32, 32, 11008, 32000, 4096, 2, "float16"),
         _gated("llama-2-13b", 40, 5120, 40, 40, 13824, 32000, 4096, 2, "float16"),
         _gated("llama-2-70b", 80, 8192, 64, 8, 28672, 32000, 4096, 2, "float16"),
-        _gated("llama-3-8b", 32, 4096, 32, 8, 14336, 128256, 8192, 128001),
-        _gated("llama-3-70b", 80, 8192, 64, 8, 28672, 128256, 8192, 128001),
-        _gated("mistral-7b", 32, 4096, 32, 8, 14336, 32000, 32768, 2),
-        _gated("qwen2.5-0.5b", 24, 896, 14, 2, 4864, 151936, 32768, 151643, tied_head=True),
-        _gated("qwen2.5-1.5b", 28, 1536, 12, 2, 8960, 151936, 131072, 151643, tied_head=True),
-        _gated("qwen2.5-3b", 36, 2048, 16, 2, 11008, 151936, 32768, 151643, tied_head=True),
-        _gated("qwen2.5-7b", 28, 3584, 28, 4, 18944, 152064, 131072, 151643),
-        _gated("qwen2.5-14b", 48, 5120, 40, 8, 13824, 152064, 131072, 151643),
-        _gated("qwen2.5-32b", 64, 5120, 40, 8, 27648, 152064, 131072, 151643),
-        _gated("qwen2.5-72b", 80, 8192, 64, 8, 29568, 152064, 131072, 151643),
+        _gated("llama-3-8b", 32, 4096, 32, 8, 14336, 128256, 8192, 128001, theta=5e5),
+        _gated("llama-3-70b", 80, 8192, 64, 8, 28672, 128256, 8192, 128001, theta=5e5),
+        _gated("mistral-7b", 32, 4096, 32, 8, 14336, 32000, 32768, 2, sliding_window=4096),
+        _qwen("0.5b", 24, 896, 14, 2, 4864, 151936, positions=32768, tied_head=True),
+        _qwen("1.5b", 28, 1536, 12, 2, 8960, 151936, positions=131072, tied_head=True),
+        _qwen("3b", 36, 2048, 16, 2, 11008, 151936, positions=32768, tied_head=True),
+        _qwen("7b", 28, 3584, 28, 4, 18944, 152064, positions=131072),
+        _qwen("14b", 48, 5120, 40, 8, 13824, 152064, positions=131072, norm_eps=1e-5),
+        _qwen("32b", 64, 5120, 40, 8, 27648, 152064, positions=131072, norm_eps=1e-5),
+        _qwen("72b", 80, 8192, 64, 8, 29568, 152064, positions=131072, norm_eps=1e-5),
     )
 }
 
@@ -254,7 +274,7 @@ def _shape_from_dict(config: dict, path: Path) -> ModelShape:
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
     if dtype not in DTYPE_BYTES:
         raise InputError(f"{path}: dtype {dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
-    eos = config.get("eos_token_id", 2 if family == "opt" else None)
+    eos = config.get("eos_token_id", None if model_type == "qwen2" else 2)
     eos_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
     common = dict(
         name=path.parent.name or model_type,
@@ -283,6 +303,31 @@ def _shape_from_dict(config: dict, path: Path) -> ModelShape:
             tied_head=config.get("tie_word_embeddings", True),
             embed_dim=size("word_embed_proj_dim", default=hidden),
         )
-    return ModelShape(
-        **common, gated_mlp=True, rotary=True, bias=False, tied_head=config.get("tie_word_embeddings", False)
-    )
+    activation = config.get("hidden_act", "silu")
+    if activation != "silu":
+        raise InputError(f"{path}: hidden_act {activation!r} is not supported; the gated feed-forward uses silu")
+    for key in ("attention_bias", "mlp_bias"):  # Qwen2 has its biases without saying so
+        if model_type != "qwen2" and config.get(key, False) is not False:
+            raise InputError(f"{path}: {key} = {config[key]!r} is not supported")
+    if not _is_count(common["head_dim"]) or common["head_dim"] % 2:
+        raise InputError(f"{path}: head_dim {common['head_dim']!r} is not even; rotary positions turn pairs")
+    shape = ModelShape(
+        **common, gated_mlp=True, rotary=True, bias=False, tied_head=config.get("tie_word_embeddings", False),
+        qkv_bias=model_type == "qwen2", norm_eps=config.get("rms_norm_eps", 1e-6),
+        sliding_window=_sliding_window(config, model_type, common["num_layers"]),
+    )  # fmt: skip
+    return replace(shape, rope=rope_from_config(config, path, shape.max_positions))
+
+
+def _sliding_window(config: dict, model_type: str, num_layers: int) -> int | None:
+    """The window of those layers that have one, as transformers decides it; a field that is absent has its default."""
+    if model_type == "mistral":
+        return config.get("sliding_window", 4096)
+    if model_type != "qwen2" or not config.get("use_sliding_window", False):
+        return None
+    layers = config.get("layer_types")
+    if isinstance(layers, list):
+        windowed = "sliding_attention" in layers
+    else:
+        windowed = config.get("max_window_layers", 28) < num_layers
+    return config.get("sliding_window", 4096) if windowed else None

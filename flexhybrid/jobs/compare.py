@@ -105,7 +105,7 @@ class _Setting:
                 )
         self.checkpoint = Checkpoint(options.model or shipped("checkpoints/opt-stdlib-4m"))
         self.shape = self.checkpoint.shape if options.model else options.shape
-        context = min(options.context, self.shape.max_positions - options.max_tokens)
+        context = min(options.context, self.shape.max_context - options.max_tokens)
         self.workload = Workload.uniform(options.batch, context, options.max_tokens)
         self.dtype = fastest_dtype(self.shape, self.device)
         self.bytes_per_element = DTYPE_BYTES[self.dtype]
@@ -282,7 +282,7 @@ def _exactness(setting: _Setting, searched: Policy, advance: Callable[[str], Non
 
 def _exactness_prompts(checkpoint: Checkpoint, num_tokens: int) -> tuple[list[list[int]], list[str]]:
     """(token ids, texts) of the shipped prompts that fit; random ids, and no texts, without a tokenizer."""
-    limit = checkpoint.shape.max_positions - num_tokens
+    limit = checkpoint.shape.max_context - num_tokens
     tokenizer = load_tokenizer(checkpoint.path)
     if tokenizer is None:
         generator = np.random.default_rng(0)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from flexhybrid.core.blocks import BLOCK_TOKENS
+from flexhybrid.core.blocks import BLOCK_TOKENS, ceil_blocks
 from flexhybrid.core.plan import Wave
 from flexhybrid.core.steps import MiniBatchStep, Segment
 from flexhybrid.core.task import Task
@@ -20,9 +20,13 @@ from flexhybrid.core.work import MIN_KV_GEN_ROWS
 from flexhybrid.runtime import attention
 from flexhybrid.runtime.buffers import Buffers
 from flexhybrid.runtime.models import architecture
+from flexhybrid.runtime.rotary import rotary_tables, rotate_
 from flexhybrid.runtime.runnable import check_runnable
 from flexhybrid.runtime.sampling import SamplingPlan, StepSampling, choose, step_sampling
 from flexhybrid.runtime.weights import Weights, linear
+
+#: Cosines and sines, a row a token.
+Rotary = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass
@@ -37,6 +41,8 @@ class _StepTensors:
     sampling: StepSampling | None
     requests_B: torch.Tensor
     stores: dict[str, tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]]  #: rows, blocks, offsets
+    rotary_Rd: Rotary | None  #: of the new tokens; None: the model has no rotary positions
+    rotary_act: Rotary | None  #: of a request's columns of the ACT buffer, the same for every request
 
 
 class Executor:
@@ -63,6 +69,10 @@ class Executor:
             [weights.views(layer, slot) for slot in (slots or [None])] for layer in range(self.shape.num_layers)
         ]
         count = wave.workload.num_requests
+        self.rotary: Rotary | None = None
+        if self.shape.rotary:  # to the end of the block that holds the last token
+            positions = int(ceil_blocks(wave.workload.cached_tokens).max()) * BLOCK_TOKENS
+            self.rotary = rotary_tables(self.shape, positions, weights.dtype, self.device)
         self.last_tokens = torch.zeros(count, dtype=torch.int64, device=self.device)
         self.hidden: dict[int, torch.Tensor] = {}
         self.step_tensors: dict[int, _StepTensors] = {}
@@ -183,12 +193,18 @@ class Executor:
         rows = blocks.view(-1, self.shape.hidden)
         if len(rows) < MIN_KV_GEN_ROWS:
             rows = torch.cat([rows, rows.new_zeros(MIN_KV_GEN_ROWS - len(rows), rows.shape[1])])
-        bias = w["kvq.bias"][0][: self.shape.kv_width]
+        bias = w["kvq.bias"][0][: self.shape.kv_width] if "kvq.bias" in w else None
         generated = self.buffers.generated[: len(rows)]
-        if len(w["kv.weight"]) == 1:
-            torch.addmm(bias, rows, w["kv.weight"][0].t(), out=generated)
-        else:
+        if len(w["kv.weight"]) > 1:
             generated.copy_(linear(rows, w["kv.weight"], bias))
+        elif bias is None:
+            torch.mm(rows, w["kv.weight"][0].t(), out=generated)
+        else:
+            torch.addmm(bias, rows, w["kv.weight"][0].t(), out=generated)
+        rotary = self.step_tensors[task.mini_batch].rotary_act
+        if rotary is not None:
+            used = generated[: len(step.requests) * step.act_blocks * BLOCK_TOKENS]
+            rotate_(self._heads(used.view(len(step.requests), -1, self.shape.kv_width), 0), *rotary)
 
     @torch.inference_mode()
     def _project(self, task: Task) -> None:
@@ -197,6 +213,9 @@ class Executor:
         act_Rh = self.model.attention_input(self.shape, w, self.hidden[task.mini_batch])
         bias = w["kvq.bias"][0] if "kvq.bias" in w else None
         self.kvq = linear(act_Rh, w["kvq.weight"], bias)
+        if tensors.rotary_Rd is not None:
+            rotate_(self._heads(self.kvq, 0), *tensors.rotary_Rd)
+            rotate_(self.kvq[:, self.shape.kv_width :].unflatten(-1, (-1, self.shape.head_dim)), *tensors.rotary_Rd)
         for kind, (rows, _, _) in tensors.stores.items():
             source = self.kvq[:, : self.shape.kv_width] if kind.startswith("kv") else act_Rh
             target = self.buffers.staging[kind][payload.slot]
@@ -286,6 +305,31 @@ class Executor:
         self.last_tokens[tensors.requests_B] = chosen
         self.sampled[task.mini_batch][: len(chosen)].copy_(chosen)
 
+    def _heads(self, kv: torch.Tensor, part: int) -> torch.Tensor:
+        """Keys (part 0) or values (1) of rows [..., 2·G·d or wider] as [..., G, d], a view."""
+        groups, d = self.shape.num_kv_heads, self.shape.head_dim
+        return kv[..., part * groups * d : (part + 1) * groups * d].unflatten(-1, (groups, d))
+
+    def _rotary(self, positions: np.ndarray) -> Rotary:
+        """Rows of the cosine and sine tables."""
+        index = self._on_device(positions)
+        return self.rotary[0][index], self.rotary[1][index]
+
+    def _act_positions(self, step: MiniBatchStep) -> np.ndarray:
+        """Positions of a request's columns of the ACT buffer: segment by segment, each a run of whole blocks."""
+        kinds = self.wave.kinds
+        return np.concatenate([
+            kinds.positions(kinds.kinds.index(segment.kind), segment.max_blocks * BLOCK_TOKENS)
+            for segment in step.of("act")
+        ])  # fmt: skip
+
+    def _on_device(self, array: np.ndarray) -> torch.Tensor:
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        if self.device.type == "cpu":
+            return tensor
+        # From pageable memory the copy would wait for the whole stream, and the device would run dry.
+        return tensor.pin_memory().to(self.device, non_blocking=True)
+
     def _layer(self, task: Task) -> dict:
         slot = task.payload.weight_slot if self.slots else 0
         return self.views[task.layer][slot]
@@ -293,14 +337,7 @@ class Executor:
     def _prepare(self, step: MiniBatchStep) -> _StepTensors:
         """Index tensors, mask and random numbers of one step."""
         batch, width = len(step.requests), step.width
-
-        def on_device(array: np.ndarray) -> torch.Tensor:
-            tensor = torch.from_numpy(np.ascontiguousarray(array))
-            if self.device.type == "cpu":
-                return tensor
-            # From pageable memory the copy would wait for the whole stream, and the device would run dry.
-            return tensor.pin_memory().to(self.device, non_blocking=True)
-
+        on_device = self._on_device
         tokens = last_rows = None
         positions = step.context
         if step.prefill:
@@ -327,6 +364,8 @@ class Executor:
             sampling=step_sampling(self.sampling, step.requests, step.context + step.new_tokens, on_device),
             requests_B=on_device(step.requests),
             stores=stores,
+            rotary_Rd=self._rotary(positions) if self.shape.rotary else None,
+            rotary_act=self._rotary(self._act_positions(step)) if self.shape.rotary and step.act_blocks else None,
         )
 
     @staticmethod

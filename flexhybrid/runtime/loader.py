@@ -21,7 +21,10 @@ from flexhybrid.runtime.models import architecture
 
 
 class Checkpoint:
-    """A local checkpoint folder. Raises InputError when anything the model needs is missing or has a wrong shape."""
+    """A local checkpoint folder. Raises InputError when anything the model needs is missing or has a wrong shape.
+
+    Tensors that the model does not need (rotary inv_freq of old checkpoints, the head of a tied model) are left unread.
+    """
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -35,10 +38,13 @@ class Checkpoint:
         self._check_shapes()
 
     def _find_prefix(self) -> str:
-        for prefix in self._model.PREFIXES:
-            if f"{prefix}embed_tokens.weight" in self._files:
+        names = {f"{prefix}embed_tokens.weight": prefix for prefix in self._model.PREFIXES}
+        for name, prefix in names.items():
+            if name in self._files:
                 return prefix
-        raise InputError(f"{self.path}: no embed_tokens.weight in the checkpoint; is it a {self.shape.family} model?")
+        raise InputError(
+            f"{self.path}: the checkpoint holds none of {', '.join(names)}; is it a {self.shape.family} model?"
+        )
 
     def _layer_name(self, layer: int, tensor: str) -> str:
         return f"{self.prefix}layers.{layer}.{tensor}"
@@ -50,7 +56,7 @@ class Checkpoint:
         spots = {spot.name: spot for spot in layer_layout(self.shape, 2).spots}
         kv_rows = self.shape.kv_width // 2
         for layer in range(self.shape.num_layers):
-            for name, tensors in self._model.LAYER_TENSORS.items():
+            for name, tensors in self._model.layer_tensors(self.shape).items():
                 spot = spots[name]
                 rows = [spot.rows] if len(tensors) == 1 else [kv_rows, kv_rows, spot.rows - 2 * kv_rows]
                 for tensor, count in zip(tensors, rows, strict=True):
@@ -61,7 +67,10 @@ class Checkpoint:
     def _check_shapes(self) -> None:
         for name, wanted in self._wanted():
             if name not in self._files:
-                raise InputError(f"{self.path}: tensor {name} is missing; config.json asks for shape {list(wanted)}")
+                hint = " (it says tie_word_embeddings = false)" if name == "lm_head.weight" else ""
+                raise InputError(
+                    f"{self.path}: tensor {name} is missing; config.json asks for shape {list(wanted)}{hint}"
+                )
             found = self._files[name].shape_of(name)
             if tuple(found) != wanted:
                 raise InputError(
@@ -75,7 +84,7 @@ class Checkpoint:
             raise InputError(f"{self.path}: cannot read tensor {name}: {error}") from None
 
     def layer_tensors(self, layer: int) -> Iterator[tuple[str, int, torch.Tensor]]:
-        for name, tensors in self._model.LAYER_TENSORS.items():
+        for name, tensors in self._model.layer_tensors(self.shape).items():
             row = 0
             for tensor in tensors:
                 data = self.read(self._layer_name(layer, tensor))

@@ -4,9 +4,9 @@ from types import ModuleType
 
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.shape import ModelShape
-from flexhybrid.runtime.models import opt
+from flexhybrid.runtime.models import llama, opt
 
-ARCHITECTURES: dict[str, ModuleType] = {"opt": opt}
+ARCHITECTURES: dict[str, ModuleType] = {"opt": opt, "llama": llama}
 
 
 def architecture(shape: ModelShape) -> ModuleType:

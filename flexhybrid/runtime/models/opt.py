@@ -15,23 +15,23 @@ from flexhybrid.runtime.weights import Parts, linear
 #: Names that may stand before "layers." and "embed_tokens" in a checkpoint.
 PREFIXES = ("model.decoder.", "decoder.", "")
 
-NORM_EPS = 1e-5
 
-#: layout name -> the checkpoint's tensors, stacked by rows: keys, then values, then queries.
-LAYER_TENSORS = {
-    "norm1.weight": ("self_attn_layer_norm.weight",),
-    "norm1.bias": ("self_attn_layer_norm.bias",),
-    "kvq.bias": ("self_attn.k_proj.bias", "self_attn.v_proj.bias", "self_attn.q_proj.bias"),
-    "o.bias": ("self_attn.out_proj.bias",),
-    "norm2.weight": ("final_layer_norm.weight",),
-    "norm2.bias": ("final_layer_norm.bias",),
-    "up.bias": ("fc1.bias",),
-    "down.bias": ("fc2.bias",),
-    "kvq.weight": ("self_attn.k_proj.weight", "self_attn.v_proj.weight", "self_attn.q_proj.weight"),
-    "o.weight": ("self_attn.out_proj.weight",),
-    "up.weight": ("fc1.weight",),
-    "down.weight": ("fc2.weight",),
-}
+def layer_tensors(shape: ModelShape) -> dict[str, tuple[str, ...]]:
+    """Layout name -> the checkpoint's tensors, stacked by rows: keys, then values, then queries."""
+    return {
+        "norm1.weight": ("self_attn_layer_norm.weight",),
+        "norm1.bias": ("self_attn_layer_norm.bias",),
+        "kvq.bias": ("self_attn.k_proj.bias", "self_attn.v_proj.bias", "self_attn.q_proj.bias"),
+        "o.bias": ("self_attn.out_proj.bias",),
+        "norm2.weight": ("final_layer_norm.weight",),
+        "norm2.bias": ("final_layer_norm.bias",),
+        "up.bias": ("fc1.bias",),
+        "down.bias": ("fc2.bias",),
+        "kvq.weight": ("self_attn.k_proj.weight", "self_attn.v_proj.weight", "self_attn.q_proj.weight"),
+        "o.weight": ("self_attn.out_proj.weight",),
+        "up.weight": ("fc1.weight",),
+        "down.weight": ("fc2.weight",),
+    }
 
 
 def outer_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
@@ -65,30 +65,30 @@ def attention_input(shape: ModelShape, w: dict[str, Parts], hidden_Rh: torch.Ten
     """
     if not shape.pre_norm:
         return hidden_Rh
-    return _norm(hidden_Rh, w, "norm1")
+    return _norm(shape, hidden_Rh, w, "norm1")
 
 
 def finish(shape: ModelShape, w: dict[str, Parts], hidden_Rh: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
     """Output projection and feed-forward network with their residuals: [R, h] -> [R, h]; ``attended`` is [R, H·d]."""
     hidden_Rh = hidden_Rh + linear(attended, w["o.weight"], w["o.bias"][0])
     if not shape.pre_norm:
-        hidden_Rh = _norm(hidden_Rh, w, "norm1")
-    inner = _norm(hidden_Rh, w, "norm2") if shape.pre_norm else hidden_Rh
+        hidden_Rh = _norm(shape, hidden_Rh, w, "norm1")
+    inner = _norm(shape, hidden_Rh, w, "norm2") if shape.pre_norm else hidden_Rh
     inner = F.relu_(linear(inner, w["up.weight"], w["up.bias"][0]))
     hidden_Rh = hidden_Rh + linear(inner, w["down.weight"], w["down.bias"][0])
-    return hidden_Rh if shape.pre_norm else _norm(hidden_Rh, w, "norm2")
+    return hidden_Rh if shape.pre_norm else _norm(shape, hidden_Rh, w, "norm2")
 
 
 def head(shape: ModelShape, outer: dict[str, torch.Tensor], hidden_Bh: torch.Tensor) -> torch.Tensor:
     """Final norm and output head: [B, h] -> logits [B, vocab]."""
     if shape.pre_norm:
         hidden_Bh = F.layer_norm(
-            hidden_Bh, (shape.hidden,), outer["final_layer_norm.weight"], outer["final_layer_norm.bias"], NORM_EPS
+            hidden_Bh, (shape.hidden,), outer["final_layer_norm.weight"], outer["final_layer_norm.bias"], shape.norm_eps
         )
     if "project_out.weight" in outer:
         hidden_Bh = F.linear(hidden_Bh, outer["project_out.weight"])
     return F.linear(hidden_Bh, outer.get("lm_head.weight", outer["embed_tokens.weight"]))
 
 
-def _norm(rows: torch.Tensor, w: dict[str, Parts], name: str) -> torch.Tensor:
-    return F.layer_norm(rows, rows.shape[-1:], w[f"{name}.weight"][0], w[f"{name}.bias"][0], NORM_EPS)
+def _norm(shape: ModelShape, rows: torch.Tensor, w: dict[str, Parts], name: str) -> torch.Tensor:
+    return F.layer_norm(rows, rows.shape[-1:], w[f"{name}.weight"][0], w[f"{name}.bias"][0], shape.norm_eps)

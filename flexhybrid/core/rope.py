@@ -1,0 +1,90 @@
+"""Rotary positions: what a config.json says of them, under its old names (rope_theta, rope_scaling) or its new one
+(rope_parameters, transformers 5)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from flexhybrid.core.errors import InputError
+
+#: rope_type -> the numbers it cannot do without. What else it may have: ``Rope``.
+ROPE_TYPES = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": (),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+
+_OPTIONAL = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotation of queries and keys by their positions; the names are transformers'. None: the type's own default."""
+
+    theta: float = 10_000.0  #: pair i of a head of size d turns by theta^(-2i/d) a position
+    type: str = "default"
+    factor: float = 1.0
+    original_max_positions: int | None = None  #: yarn, llama3: the context of pre-training
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    attention_factor: float | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True  #: yarn: whole dimensions bound the ramp
+
+
+def rope_from_config(config: dict, path: Path, max_positions: int) -> Rope:
+    """The rotation that a config.json asks for, read as transformers reads it.
+
+    Raises InputError, with the file, for a type that is not supported (longrope among them), a missing or impossible
+    number, and for what turns only part of a head or differs between layers.
+    """
+    given = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(given, dict):
+        raise InputError(f"{path}: rope_scaling must be an object, not {given!r}")
+    if nested := [key for key, value in given.items() if isinstance(value, dict)]:
+        raise InputError(f"{path}: rotary parameters of their own for {', '.join(nested)} are not supported")
+    kind = given.get("rope_type") or given.get("type") or "default"
+    if not isinstance(kind, str) or kind not in ROPE_TYPES:
+        raise InputError(f"{path}: rope_type {kind!r} is not supported; can: {', '.join(ROPE_TYPES)}")
+    for where in (given, config):
+        if where.get("partial_rotary_factor") not in (None, 1, 1.0):
+            raise InputError(f"{path}: partial_rotary_factor {where['partial_rotary_factor']!r} is not supported")
+
+    def number(key: str, where: dict, what: str) -> float | None:
+        value = where.get(key)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            raise InputError(f"{path}: {what} must be a positive number, not {value!r}")
+        return value
+
+    numbers = {}
+    for key in (*dict.fromkeys(("factor", *ROPE_TYPES[kind])), *_OPTIONAL):
+        numbers[key] = number(key, given, f"{key} of rope_type {kind}")
+        if key in ROPE_TYPES[kind] and numbers[key] is None:
+            raise InputError(f"{path}: rope_type {kind} needs {key}")
+    if kind == "llama3" and numbers["high_freq_factor"] <= numbers["low_freq_factor"]:
+        raise InputError(
+            f"{path}: high_freq_factor {numbers['high_freq_factor']} of rope_type llama3 must be above "
+            f"low_freq_factor {numbers['low_freq_factor']}"
+        )
+    original = None
+    if kind in ("yarn", "llama3"):
+        key = "original_max_position_embeddings"
+        original = number(key, config, key) or number(key, given, key) or max_positions
+    if numbers["factor"] is None:
+        numbers["factor"] = max_positions / original if kind == "yarn" else 1.0
+    theta = number("rope_theta", given, "rope_theta") or number("rope_theta", config, "rope_theta") or Rope.theta
+    if theta <= 1:
+        raise InputError(f"{path}: rope_theta must be above 1, not {theta!r}")
+    truncate = given.get("truncate", True)
+    if not isinstance(truncate, bool):
+        raise InputError(f"{path}: truncate of rope_type {kind} must be true or false, not {truncate!r}")
+    return Rope(theta=theta, type=kind, original_max_positions=original, truncate=truncate, **numbers)

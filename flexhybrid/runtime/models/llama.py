@@ -1,0 +1,76 @@
+"""Llama and those built like it (Mistral, Qwen2) as functions on tensors, and what a checkpoint calls their weights.
+
+Shapes: R rows (new tokens), h hidden. ``w`` maps a layout name (flexhybrid.core.layout) to its row parts, because a
+matrix may lie partly in resident and partly in streamed memory. All functions follow transformers' LlamaForCausalLM.
+Queries and keys are rotated between projection and attention, by the executor (flexhybrid.runtime.rotary).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from flexhybrid.core.shape import ModelShape
+from flexhybrid.runtime.weights import Parts, linear
+
+#: Names that may stand before "layers." and "embed_tokens" in a checkpoint.
+PREFIXES = ("model.", "")
+
+
+def layer_tensors(shape: ModelShape) -> dict[str, tuple[str, ...]]:
+    """Layout name -> the checkpoint's tensors, stacked by rows: keys, then values, then queries."""
+    projections = ("self_attn.k_proj", "self_attn.v_proj", "self_attn.q_proj")
+    tensors: dict[str, tuple[str, ...]] = {
+        "norm1.weight": ("input_layernorm.weight",),
+        "norm2.weight": ("post_attention_layernorm.weight",),
+        "kvq.weight": tuple(f"{name}.weight" for name in projections),
+        "o.weight": ("self_attn.o_proj.weight",),
+        "gate.weight": ("mlp.gate_proj.weight",),
+        "up.weight": ("mlp.up_proj.weight",),
+        "down.weight": ("mlp.down_proj.weight",),
+    }
+    if shape.qkv_bias:
+        tensors["kvq.bias"] = tuple(f"{name}.bias" for name in projections)
+    return tensors
+
+
+def outer_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Tensors outside the layers: name behind the prefix -> shape. ``lm_head.weight`` takes no prefix."""
+    tensors: dict[str, tuple[int, ...]] = {
+        "embed_tokens.weight": (shape.vocab, shape.hidden),
+        "norm.weight": (shape.hidden,),
+    }
+    if not shape.tied_head:
+        tensors["lm_head.weight"] = (shape.vocab, shape.hidden)
+    return tensors
+
+
+def embed(shape: ModelShape, outer: dict[str, torch.Tensor], tokens: torch.Tensor, positions: torch.Tensor):
+    """Token ids [R] -> hidden states [R, h]; positions come in by rotation, later."""
+    return F.embedding(tokens, outer["embed_tokens.weight"])
+
+
+def attention_input(shape: ModelShape, w: dict[str, Parts], hidden_Rh: torch.Tensor) -> torch.Tensor:
+    """What the query, key and value projections see, and what an ACT block stores: [R, h]."""
+    return _norm(shape, hidden_Rh, w["norm1.weight"][0])
+
+
+def finish(shape: ModelShape, w: dict[str, Parts], hidden_Rh: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+    """Output projection and gated feed-forward with their residuals: [R, h] -> [R, h]; ``attended`` is [R, H·d]."""
+    hidden_Rh = hidden_Rh + linear(attended, w["o.weight"], None)
+    inner = _norm(shape, hidden_Rh, w["norm2.weight"][0])
+    gated = F.silu(linear(inner, w["gate.weight"], None), inplace=True).mul_(linear(inner, w["up.weight"], None))
+    return hidden_Rh + linear(gated, w["down.weight"], None)
+
+
+def head(shape: ModelShape, outer: dict[str, torch.Tensor], hidden_Bh: torch.Tensor) -> torch.Tensor:
+    """Final norm and output head: [B, h] -> logits [B, vocab]."""
+    hidden_Bh = _norm(shape, hidden_Bh, outer["norm.weight"])
+    return F.linear(hidden_Bh, outer.get("lm_head.weight", outer["embed_tokens.weight"]))
+
+
+def _norm(shape: ModelShape, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """RMSNorm: the mean square in float32, rounded to the rows' dtype before the scale, as transformers does."""
+    wide = rows.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + shape.norm_eps)
+    return weight * wide.to(rows.dtype)
