@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 from dataclasses import asdict
@@ -13,8 +14,15 @@ from flexhybrid import __version__
 from flexhybrid.core.errors import InputError
 
 
+class Parser(argparse.ArgumentParser):
+    """argparse, but a wrong argument is one line, as any other error."""
+
+    def error(self, message: str):
+        self.exit(2, f"flexhybrid: {message} (see {self.prog} --help)\n")
+
+
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="flexhybrid",
         description="Run language models that do not fit the GPU, and know beforehand how fast.",
         allow_abbrev=False,
@@ -62,7 +70,8 @@ def _add_simulate(commands) -> None:
         help="predict one run of one system, without running a model",
         description="Predict throughput, latency, memory, traffic and utilisation of a system. Systems: kv_only, "
         "act_only, hybrid(0.4), capture, flexgen, deepspeed, accelerate, kvpr_row, kvpr_column, token_recompute(0.2), "
-        "int4, h2o(0.2), infinigen, uvm, fastdecode(gpus=4), ideal, …; a wrong name lists all.",
+        "int4 (4-bit keys and values; native weights), h2o(0.2), infinigen, uvm, fastdecode(gpus=4), ideal, …; a wrong "
+        "name lists all.",
         allow_abbrev=False,
     )
     parser.add_argument("--system", default="capture", help="a system by name, with options as in a call (capture)")
@@ -90,7 +99,7 @@ def _add_search(commands) -> None:
     parser.add_argument("--lossless", action="store_true", help="only what gives the very same tokens: native bits")
     parser.add_argument("--time-limit", type=float, help="seconds after which the best so far is taken")
     parser.add_argument("--no-confirm", action="store_true", help="do not walk the winner on the virtual clock")
-    parser.add_argument("--save-policy", type=Path, help="write the policy to this JSON file")
+    parser.add_argument("--save-policy", type=Path, help="write the policy to this JSON file, in a folder that exists")
     parser.add_argument("--lp", type=Path, help="write the winner's linear program, rows named, to this .lp file")
     parser.set_defaults(run=_search)
 
@@ -200,7 +209,7 @@ def _simulate(args) -> dict:
 
 
 def _search(args) -> dict:
-    from flexhybrid.core.hardware import write_by_rename
+    from flexhybrid.core.hardware import check_new_file, write_by_rename
     from flexhybrid.jobs.simulate import SearchOptions, describe_search, run_search, search_record
 
     names = ("model", "hardware", "prompt_len", "gen_len", "batch", "max_batch", "dtype", "objective", "lossless")
@@ -208,6 +217,9 @@ def _search(args) -> dict:
         **{name: getattr(args, name) for name in names}, time_limit=args.time_limit, budgets=_budgets(args),
         confirm=not args.no_confirm, lp=args.lp,
     )  # fmt: skip
+    for path in (args.save_policy, args.lp):
+        if path:
+            check_new_file(path)  # before the work
     result = run_search(options)
     if args.save_policy:
         try:
@@ -245,6 +257,18 @@ def _reproduce(args) -> dict:
     return result
 
 
+def _plain(value):
+    """What JSON can say: numbers that are not finite become null, numpy's numbers plain ones."""
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
 def main(argv: list[str] | None = None) -> int:
     """Parse, run, return the exit status: 0 done, 1 done but something is not as it must be, 2 wrong input."""
     args = build_parser().parse_args(argv)
@@ -260,5 +284,5 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     if args.json:
-        print(json.dumps(result, default=float))
+        print(json.dumps(_plain(result), allow_nan=False))
     return 1 if result.get("trace_violations") or any(not row["exact"] for row in result.get("exactness", ())) else 0

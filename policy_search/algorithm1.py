@@ -396,7 +396,7 @@ def _capture(shape, hardware, workload, p, batch, max_mini_batch_tokens, weights
     if batch < 1:
         raise InputError(f"batch is {batch}; a batch has at least one request")
     sizes = {
-        tier: getattr(hardware, f"{tier}_memory") if given is None else given
+        tier: hardware.usable_memory(tier) if given is None else given
         for tier, given in zip(("device", "host"), memories, strict=True)
     }
     return _Capture(shape, hardware, p, batch, *mean_lengths(workload), max_mini_batch_tokens, weights_device, sizes)

@@ -353,7 +353,7 @@ def flexgen_policy(
     gpu_batches = None if gpu_batches is None else sorted(set(gpu_batches))
     _check(batch, memory_share, gpu_batches)
     memories = {
-        "device": hardware.device_memory if device_memory is None else device_memory,
+        "device": hardware.usable_memory("device") if device_memory is None else device_memory,
         "host": hardware.host_memory if host_memory is None else host_memory,
         "disk": (hardware.disk_memory or 0) if disk_memory is None else disk_memory,
     }

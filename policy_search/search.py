@@ -178,7 +178,7 @@ def _budgets(hardware: Hardware, given: dict[str, float | None] | None) -> dict[
     sizes = {}
     for tier in TIERS:
         size = (given or {}).get(tier)
-        size = getattr(hardware, f"{tier}_memory") if size is None else size
+        size = hardware.usable_memory(tier) if size is None else size
         sizes[tier] = float(size) if size is not None else 0.0 if tier == "disk" else np.inf
     return sizes
 

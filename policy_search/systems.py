@@ -84,13 +84,15 @@ def _uvm(setting: Setting, fault_gb_per_s: float = 4.0) -> System:
     """Unified memory: what is touched migrates page by page. What fits the device migrates once; what does not, is
     touched in a cycle over all layers, so that the oldest pages, those needed soonest, are the ones that make room: all
     of it migrates every iteration. 4 GB/s with evictions is what InfiniGen's Fig. 14 and 15 imply."""
+    if not 0 < fault_gb_per_s < float("inf"):
+        raise InputError(f"uvm: fault_gb_per_s is {fault_gb_per_s}; it must be a number > 0")
     policy = presets.ideal()
     peak = predict(
         setting.shape, setting.hardware, setting.bytes_per_element,
         Candidates(policy, setting.batch, setting.prompt_tokens, setting.max_tokens), walk=False,
     ).peak_bytes["device"]  # fmt: skip
     hardware = replace(setting.hardware, device_memory=None)
-    if float(peak[0]) <= (setting.hardware.device_memory or float("inf")):
+    if float(peak[0]) <= (setting.hardware.usable_memory("device") or float("inf")):
         return System("uvm", replace(policy, name="uvm"), hardware)
     line = hardware.line("load_weights", "h2d")
     paged = replace(line, s_per_byte=1e-9 / fault_gb_per_s, samples=(), r2=None)
@@ -129,13 +131,14 @@ def _plain(function: Callable[..., Policy]) -> Callable[..., Policy]:
 
     own = [p for p in inspect.signature(function).parameters.values() if p.name not in ("shape", "weights")]
     first = [inspect.Parameter("setting", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
-    last = [inspect.Parameter("weights_device", inspect.Parameter.KEYWORD_ONLY, default=None)] if takes_weights else []
+    resident = inspect.Parameter("weights_device", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="float")
+    last = [resident] if takes_weights else []
     make.__signature__ = inspect.Signature(first + own + last)
     return make
 
 
 def _keep_what_fits(setting: Setting, policy: Policy) -> Policy:
-    budget = setting.hardware.device_memory
+    budget = setting.hardware.usable_memory("device")
     if budget is None:
         return policy
     shares = np.arange(12, -1, -1) / 12
@@ -176,12 +179,15 @@ def check(text: str) -> str:
 
 
 def parse(text: str) -> tuple[str, dict]:
-    """(name, options) of a system written as a call. Raises InputError: unknown system or option, bad value."""
+    """(name, options) of a system written as a call. Raises InputError: unknown name, bad or missing value."""
     match = _CALL.fullmatch(text) if isinstance(text, str) else None
     name = match[1] if match else text
     if name not in SYSTEMS:
         raise unknown("system", name, names())
-    accepted = [p for p in inspect.signature(SYSTEMS[name]).parameters if p not in ("setting", "options")]
+    takes = {
+        key: p for key, p in inspect.signature(SYSTEMS[name]).parameters.items() if key not in ("setting", "options")
+    }
+    accepted = list(takes)
     options: dict = {}
     for place, argument in enumerate(filter(None, (a.strip() for a in (match[2] or "").split(",")))):
         key, equals, value = (part.strip() for part in argument.partition("="))
@@ -194,7 +200,28 @@ def parse(text: str) -> tuple[str, dict]:
         if key in options:
             raise InputError(f"system {text!r}: option {key} is given twice")
         options[key] = _value(value)
+        if key in takes and (wanted := _misfit(takes[key], options[key])):
+            raise InputError(f"system {text!r}: {key} is {value!r}; it must be {wanted}")
+    if missing := [key for key, p in takes.items() if p.default is p.empty and key not in options]:
+        raise InputError(f"system {text!r}: {name} needs {missing[0]}; write {name}(0.4), for example")
     return name, options
+
+
+#: What an option of each type takes, in words.
+_WANTED = {"bool": "true or false", "int": "a whole number >= 1", "float": "a number", "str": "a word"}
+
+
+def _misfit(parameter: inspect.Parameter, value) -> str | None:
+    """What an option's value must be, where it is not; None where it serves."""
+    kind = parameter.annotation if isinstance(parameter.annotation, str) else type(parameter.default).__name__
+    flag = isinstance(value, bool)
+    serves = {
+        "bool": flag,
+        "int": isinstance(value, int) and not flag and value >= 1,
+        "float": isinstance(value, (int, float)) and not flag,
+        "str": isinstance(value, str),
+    }
+    return None if serves[kind] else _WANTED[kind]
 
 
 def _value(text: str):
@@ -218,10 +245,7 @@ def system(text: str, setting: Setting) -> System:
             raise InputError(f"system {text!r}: {key} is {value!r}; it must be a number")
     if quality:
         setting = replace(setting, hardware=on(Implementation(name, **quality), setting.hardware))
-    try:
-        made = SYSTEMS[name](setting, **options)
-    except TypeError as error:
-        raise InputError(f"system {text!r}: {error}") from None
+    made = SYSTEMS[name](setting, **options)
     return made if isinstance(made, System) else System(text, made, setting.hardware)
 
 

@@ -62,7 +62,8 @@ def hybrid_static(shape: ModelShape, max_mini_batch_tokens: int = 8192, weights:
 
 
 def resident(max_mini_batch_tokens: int = 8192, weights: Placement = _RESIDENT) -> Policy:
-    """Weights and keys and values on the device: nothing crosses the link."""
+    """Weights and keys and values on the device: nothing crosses the link. (By name in ``policy_search.systems``, where
+    not all weights fit, as many as do.)"""
     return Policy("resident", weights, cache={"kv@device": 1.0}, max_mini_batch_tokens=max_mini_batch_tokens)
 
 
@@ -125,7 +126,7 @@ def offloaded(max_mini_batch_tokens: int = _WHOLE_BATCH, weights: Placement = _R
 
 
 def int4(max_mini_batch_tokens: int = _WHOLE_BATCH, weights: Placement = _RESIDENT, overlap=False) -> Policy:
-    """FlexGen's group-wise 4-bit cache."""
+    """FlexGen's group-wise 4-bit cache: keys and values alone; the weights keep their native bits."""
     return Policy(
         "int4", weights, cache={"kv@host": 1.0}, bits=Bits(kv=4), max_mini_batch_tokens=max_mini_batch_tokens,
         packing="fifo", weight_order="natural", overlap=overlap,

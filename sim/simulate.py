@@ -63,7 +63,7 @@ class Outcome:
 def budgets_of(hardware: Hardware) -> dict[str, float | None]:
     """Bytes of each tier; None where there is no limit. A machine without disk lines has no disk."""
     disk = hardware.disk_memory if "disk_read" in hardware.lines else 0
-    return {"device": hardware.device_memory, "host": hardware.host_memory, "disk": disk}
+    return {"device": hardware.usable_memory("device"), "host": hardware.usable_memory("host"), "disk": disk}
 
 
 def simulate(

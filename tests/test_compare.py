@@ -70,6 +70,7 @@ def test_files_are_written_and_agree(run):
     assert {e["args"]["name"] for e in trace if e["name"] == "process_name"} == {"predicted", "measured"}
     assert not (folder / "cache").exists(), "lines of a tiny model must not become the machine's"
     kept = load_hardware(out / "hardware-cpu.json")
+    assert kept.host_memory and kept.device_memory
     for key in ("h2d", "d2h", "h2d_both", "d2h_both", "load_weights", "load_kv", "load_act", "kv_gen", "project",
                 "assemble", "attend", "attend_prefill", "finish", "head"):  # fmt: skip
         assert len(kept.lines[key].samples) >= 2, key
@@ -120,3 +121,14 @@ def test_idle_check_is_a_share():
     other.kill()
     other.wait()
     assert share is None or share > 0.1, "a busy stranger must be seen"
+
+
+def test_a_profile_records_what_the_machine_has(tmp_path):
+    from flexhybrid.jobs.measure import host_memory_bytes, machine_memories
+
+    sizes = machine_memories(torch.device("cpu"))
+    assert sizes["host_memory"] == sizes["device_memory"] > 2**28
+    (tmp_path / "limit").write_text("1048576\n")
+    (tmp_path / "none").write_text("max\n")
+    assert host_memory_bytes((tmp_path / "limit", tmp_path / "none", tmp_path / "absent")) == 2**20
+    assert host_memory_bytes((tmp_path / "none",)) > 2**28

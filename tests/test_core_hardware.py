@@ -202,3 +202,27 @@ def test_a_name_of_any_type_is_refused_in_words(name):
 def test_an_endless_name_is_cut():
     text = str(unknown("model", "opt-30b" * 10_000 + "\n", ["opt-30b"]))
     assert len(text) < 200 and "\n" not in text and "…" in text
+
+
+@pytest.mark.parametrize(
+    "device, memory, reserve, usable",
+    [
+        ("cuda", 24 * 2**30, None, 23 * 2**30),  # the driver's and the context's gibibyte
+        ("cuda", 8 * 2**30, None, 8 * 2**30 * 15 // 16),
+        ("cuda", 24 * 2**30, 0, 24 * 2**30),
+        ("cuda", 24 * 2**30, 3 * 2**30, 21 * 2**30),
+        ("cpu", 24 * 2**30, None, 24 * 2**30),
+        ("cuda", None, None, None),
+    ],
+)
+def test_a_run_may_fill_the_device_but_for_its_reserve(device, memory, reserve, usable):
+    lines = small_hardware().lines
+    hardware = Hardware("x", device, lines, memory, 2**40, device_reserve=reserve)
+    assert hardware.usable_memory("device") == usable
+    assert hardware.usable_memory("host") == 2**40 and hardware.usable_memory("disk") is None
+
+
+@pytest.mark.parametrize("reserve", [-1, "1GiB", 2**30])
+def test_a_reserve_is_a_part_of_the_memory(reserve):
+    with pytest.raises(InputError, match="device_reserve"):
+        Hardware("x", "cuda", small_hardware().lines, 2**30, device_reserve=reserve)

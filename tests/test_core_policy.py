@@ -173,6 +173,10 @@ def test_what_is_not_a_policy(tmp_path):
             Policy.from_json(text)
     with pytest.raises(InputError, match="none.json"):
         Policy.load(tmp_path / "none.json")
+    for text in ("{}", '{"name": "mine", "version": 1}'):
+        (tmp_path / "empty.json").write_text(text)
+        with pytest.raises(InputError, match="empty.json: the policy is empty"):
+            Policy.load(tmp_path / "empty.json")
     (tmp_path / "latin.json").write_bytes(b'{"name": "\xff"}')
     with pytest.raises(InputError, match="latin.json"):
         Policy.load(tmp_path / "latin.json")

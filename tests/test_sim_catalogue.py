@@ -79,7 +79,8 @@ def test_every_line_is_a_stated_peak_times_a_stated_efficiency(name):
 def test_every_number_has_a_source(name):
     hardware = catalogue.load(name)
     notes = hardware.notes
-    numbers = {key for key, value in notes.items() if isinstance(value, float)} | {"device_memory", "host_memory"}
+    numbers = {key for key, value in notes.items() if isinstance(value, float)}
+    numbers |= {"device_memory", "device_reserve", "host_memory"}
     if hardware.disk_memory:
         numbers.add("disk_memory")
     assert numbers | {"efficiency"} == notes["sources"].keys()

@@ -46,6 +46,15 @@ def test_every_system_survives_its_json(name):
         ("h2o(0.1, budget=0.2)", "given twice"),
         ("kv_only(1, 2, 3, 4)", "takes"),
         ("token_recompute", "ratio"),
+        ("hybrid", "needs share; write hybrid"),
+        ("fastdecode(gpus=2.5)", "gpus is '2.5'; it must be a whole number"),
+        ("fastdecode(gpus=true)", "whole number"),
+        ("fastdecode(gpus=0)", "whole number"),
+        ("flexgen(host_attention=3)", "true or false"),
+        ("int4(overlap=3)", "true or false"),
+        ("capture(balance=1)", "a word"),
+        ("kv_only(weights_device=x)", "weights_device is 'x'; it must be a number"),
+        ("uvm(fault_gb_per_s=0)", "must be a number > 0"),
         ("kv_only(cache_link=fast)", "must be a number"),
         ("kv_only(cache_link=1.5)", r"\(0, 1\]"),
         ("kvpr_column(split=best)", "split"),
@@ -115,7 +124,7 @@ def test_a_batch_that_does_not_fit_runs_in_waves():
     hardware = link_machine()
     whole = run_system("deepspeed", Setting(SMALL, hardware, 32, 512, 8))
     assert whole.num_waves == 1
-    less = replace(hardware, device_memory=int(whole.peak_bytes["device"] * 0.4))
+    less = replace(hardware, device_memory=int(whole.peak_bytes["device"] * 0.4), device_reserve=0)
     waves = run_system("deepspeed", Setting(SMALL, less, 32, 512, 8))
     assert waves.num_waves == -(-32 // waves.wave) > 1
     assert waves.peak_bytes["device"] <= less.device_memory

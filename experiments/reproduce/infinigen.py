@@ -187,7 +187,7 @@ def figure_15() -> Experiment:
         rates[name] = np.array([batch * GENERATED / sum(runs[batch][name]) for batch in BATCHES])
     gains = {(batch, name): gain for batch in BATCHES for name, gain in _over_infinigen(runs[batch]).items()}
     least, most = min(gains, key=gains.get), max(gains, key=gains.get)
-    first = next(batch for batch in BATCHES if uvm_working_set_bytes(batch) > testbed().device_memory)
+    first = next(batch for batch in BATCHES if uvm_working_set_bytes(batch) > testbed().usable_memory("device"))
     jump = rates["UVM"][BATCHES.index(first) - 1] / rates["UVM"][BATCHES.index(first)]
     rows = [
         *(headline(row, rates[name][0], f"{name}, batch 4", batch=4) for name, row in CALIBRATE.items()),

@@ -18,6 +18,13 @@ LINKS = ("h2d", "d2h", "disk_read", "disk_write")
 
 FORMAT = "flexhybrid-hardware-1"
 
+#: Bytes of a GPU's memory that no program gets. The driver withholds 0.25 to 0.6 GiB of what a datasheet names (an RTX
+#: 4090 has 0.24 GiB less, an A100 of 40 GB 0.51, an H200 0.60: the catalogue's notes have the sources), and the CUDA
+#: context with its kernels and cuBLAS's workspaces is assumed to take up to 0.5 GiB more. Error correction on GDDR6
+#: takes a sixteenth besides: a machine that runs with it states its own reserve. A card of less than 16 GiB is taken to
+#: lose a sixteenth.
+CUDA_RESERVE_BYTES = 2**30
+
 
 def _is_number(value) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
@@ -60,13 +67,14 @@ class Hardware:
     name: str
     device: str  #: "cpu" or "cuda"
     lines: dict[str, Line]
-    device_memory: int | None = None  #: bytes; None means not limited beyond the host's
+    device_memory: int | None = None  #: bytes that the device has; None means not limited beyond the host's
     host_memory: int | None = None  #: bytes; None means not known
     disk_memory: int | None = None  #: bytes; None means that no disk is known
     source: str = ""
     dtype: str = "float16"  #: compute dtype that the lines hold for
     faster_dtype: str | None = None  #: on a CPU: what profile measured faster, float32 or bfloat16
     notes: dict = field(default_factory=dict)
+    device_reserve: int | None = None  #: bytes of device_memory that no program gets; None: see CUDA_RESERVE_BYTES
 
     def __post_init__(self):
         for name in ("name", "device", "source", "dtype"):
@@ -80,10 +88,28 @@ class Hardware:
             value = getattr(self, name)
             if value is not None and (not _is_number(value) or value <= 0):
                 raise InputError(f"hardware {self.name}: {name} must be a number of bytes > 0, not {value!r}")
+        reserve = self.device_reserve
+        if reserve is not None and (not _is_number(reserve) or reserve < 0):
+            raise InputError(f"hardware {self.name}: device_reserve must be a number of bytes >= 0, not {reserve!r}")
+        if self.device_memory is not None and reserve is not None and reserve >= self.device_memory:
+            raise InputError(
+                f"hardware {self.name}: device_reserve is {reserve}; it must be less than device_memory, "
+                f"{self.device_memory}"
+            )
         if not self.lines:
             raise InputError(f"hardware {self.name}: it has no lines")
         if not isinstance(self.notes, dict):
             raise InputError(f"hardware {self.name}: notes must be an object, not {self.notes!r}")
+
+    def usable_memory(self, tier: str) -> float | None:
+        """Bytes of "device", "host" or "disk" that a run may fill: the device's less its reserve; None as the field."""
+        size = getattr(self, f"{tier}_memory")
+        if tier != "device" or size is None:
+            return size
+        reserve = self.device_reserve
+        if reserve is None:
+            reserve = min(CUDA_RESERVE_BYTES, size // 16) if self.device == "cuda" else 0
+        return size - reserve
 
     def line(self, verb: str, resource: str) -> Line:
         """The line that prices a task of this verb on this resource."""
@@ -147,6 +173,16 @@ def write_by_rename(path: Path, text: str) -> None:
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)
+
+
+def check_new_file(path: Path) -> None:
+    """Raise InputError where ``write_by_rename`` would fail later: no such folder, no right to write, or a folder."""
+    if path.is_dir():
+        raise InputError(f"cannot write {path}: it is a folder")
+    if not path.parent.is_dir():
+        raise InputError(f"cannot write {path}: there is no folder {path.parent}")
+    if not os.access(path.parent, os.W_OK):
+        raise InputError(f"cannot write {path}: the folder {path.parent} is not writable")
 
 
 def crosses_link(key: str) -> bool:

@@ -246,6 +246,9 @@ class Policy:
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"cannot read policy file {path}: {getattr(error, 'strerror', None) or error}") from None
         try:
-            return Policy.from_json(text)
+            policy = Policy.from_json(text)
         except InputError as error:
             raise InputError(f"{path}: {error}") from None
+        if not json.loads(text).keys() - {"name", "version"}:
+            raise InputError(f'{path}: the policy is empty; name at least its cache, like "cache": {{"kv@host": 1.0}}')
+        return policy

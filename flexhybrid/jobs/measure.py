@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import time
 from collections.abc import Callable
@@ -23,6 +24,10 @@ TIMING_SHAPE = ModelShape(
 )  # fmt: skip
 
 
+#: Where a container's memory limit stands, in control groups of version 2 and 1.
+CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+
+
 def device_name(device: torch.device) -> str:
     """What the device calls itself."""
     if device.type == "cuda":
@@ -34,6 +39,31 @@ def device_name(device: torch.device) -> str:
     except OSError:
         pass
     return f"{model or platform.processor() or 'CPU'}, {torch.get_num_threads()} threads"
+
+
+def machine_memories(device: torch.device) -> dict[str, int | None]:
+    """Bytes that this machine has: device_memory and host_memory (a disk's are recorded with its rates).
+
+    A container's limit counts as the host's memory. A CPU's device tier is host memory too: each tier alone may take
+    all of it, the two together no more, which the record does not say.
+    """
+    host = host_memory_bytes()
+    on_device = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else host
+    return {"device_memory": on_device, "host_memory": host}
+
+
+def host_memory_bytes(limits: tuple[Path, ...] = CGROUP_LIMITS) -> int | None:
+    """Physical memory, or less where ``limits``, files of a control group, say so; None where nothing tells."""
+    try:
+        sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    except (ValueError, OSError, AttributeError):
+        return None
+    for path in limits:
+        try:
+            sizes.append(int(path.read_text(encoding="ascii")))
+        except (OSError, ValueError):  # another version of control groups, or "max"
+            continue
+    return min(sizes)
 
 
 def fastest_dtype(shape: ModelShape, device: torch.device) -> str:
@@ -56,14 +86,13 @@ def measure_hardware(
     from policy_search.fit import fit_hardware
 
     result = profile(shape, dtype, device, link_gb_per_s, on_progress)
-    memory = None
-    if device.type == "cuda":
-        memory = torch.cuda.get_device_properties(device).total_memory
+    saved_at = Path(save_to or profile_path(device))
+    memories = machine_memories(device)
     hardware = fit_hardware(
         result.samples,
         name="local",
         device=device.type,
-        device_memory=memory,
+        **memories,
         source=f"flexhybrid profile on {device_name(device)}, {time.strftime('%Y-%m-%d')}, torch {torch.__version__}",
         dtype=dtype,
         faster_dtype=result.faster_dtype,
@@ -77,9 +106,8 @@ def measure_hardware(
         hardware = replace(
             hardware, lines={key: _paced(key, line, link_gb_per_s) for key, line in hardware.lines.items()}
         )
-    path = Path(save_to or profile_path(device))
-    hardware = with_earlier_disk(hardware, path)
-    hardware.save(path)
+    hardware = with_earlier_disk(hardware, saved_at)
+    hardware.save(saved_at)
     return hardware, result.disagreements
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from flexhybrid.core.errors import InputError
@@ -37,9 +37,18 @@ def setting_of(point: dict, budgets: dict[str, str | None] | None = None) -> Set
     hardware = catalogue.load(point["hardware"])
     for tier, text in (budgets or {}).items():
         if text is not None:
-            hardware = replace(hardware, **{f"{tier}_memory": parse_bytes(text)})
+            whole = {"device_reserve": 0} if tier == "device" else {}  # what is given for the run, the run may fill
+            hardware = replace(hardware, **{f"{tier}_memory": parse_bytes(text)}, **whole)
+    shape = shape_of(point["model"])
+    last = point["prompt_len"] + point["gen_len"]
+    if last > shape.max_positions:
+        raise InputError(
+            f"prompt_len {point['prompt_len']} + gen_len {point['gen_len']} are {last} tokens; {shape.name} has "
+            f"positions for {shape.max_positions}. For longer ones give a config.json with larger "
+            "max_position_embeddings as model"
+        )
     return Setting(
-        shape_of(point["model"]), hardware, point["batch"], point["prompt_len"], point["gen_len"],
+        shape, hardware, point["batch"], point["prompt_len"], point["gen_len"],
         DTYPE_BYTES[point.get("dtype", "float16")],
     )  # fmt: skip
 
@@ -61,17 +70,37 @@ def describe(outcome: Outcome) -> str:
     busy = ", ".join(f"{name} {share:.0%}" for name, share in o.busy.items() if share >= 0.005)
     lines = [
         f"{o.policy.name}: {o.tokens_per_s:.4g} tokens/s; decode {o.decode_tokens_per_s:.4g} tokens/s",
-        f"  prefill {o.prefill_s:.4g} s, decode {o.decode_s:.4g} s; {o.batch} requests in {o.num_waves} "
-        f"wave{'s' * (o.num_waves > 1)} of {o.wave}, {o.num_mini_batches} "
-        f"mini-batch{'es' * (o.num_mini_batches > 1)} each",
+        f"  prefill {o.prefill_s:.4g} s, decode {o.decode_s:.4g} s; {o.batch} requests in {_waves(o)}, "
+        f"{o.num_mini_batches} mini-batch{'es' * (o.num_mini_batches > 1)} {'a wave' if o.num_waves > 1 else 'in all'}",
+        f"  weights {_shares(asdict(o.policy.weights))}; cache {_shares(o.policy.cache)}",
         f"  memory: {memory}",
         f"  busy while decoding: {busy or 'nothing'}; bound by {o.binding}",
     ]
+    if o.policy.name == "resident" and o.policy.weights.device < 1:
+        lines.insert(3, f"  not resident: {_STREAMS_THE_REST}")
     for link, kinds in o.traffic_bytes.items():
         if total := sum(kinds.values()):
             parts = ", ".join(f"{kind} {gib(size)}" for kind, size in kinds.items() if size)
             lines.append(f"  {link}: {gib(total)} ({parts})")
     return "\n".join(lines)
+
+
+def _waves(o: Outcome) -> str:
+    """How the requests run: "1 wave", "3 waves of 40", "2 waves of 50 and one of 28"."""
+    rest = o.batch % o.wave
+    if o.num_waves == 1:
+        return "1 wave"
+    full = o.num_waves - (rest > 0)
+    return f"{f'{full} waves' if full > 1 else 'one wave'} of {o.wave}{f' and one of {rest}' if rest else ''}"
+
+
+#: What becomes of a system that would keep all weights on the device.
+_STREAMS_THE_REST = "not all weights fit the device beside the cache, the rest is streamed"
+
+
+def _shares(shares: dict[str, float]) -> str:
+    """Places or kinds with what they hold: "device 58.3%, host 41.7%"."""
+    return ", ".join(f"{name} {share:.1%}" for name, share in shares.items() if share)
 
 
 # ---- search ----------------------------------------------------------------------------------------------------------
@@ -148,9 +177,13 @@ def _rivals(setting: Setting, o: SearchOptions, best: Outcome) -> list[dict]:
             rows.append({
                 "system": name, "tokens_per_s": run.tokens_per_s, "total_s": run.total_s,
                 "loses": 1 - run.tokens_per_s / best.tokens_per_s, "error": None,
+                "weights_on_device": made.policy.weights.device,
             })  # fmt: skip
         except InputError as error:
-            rows.append({"system": name, "tokens_per_s": None, "total_s": None, "loses": None, "error": str(error)})
+            rows.append({
+                "system": name, "tokens_per_s": None, "total_s": None, "loses": None, "error": str(error),
+                "weights_on_device": None,
+            })  # fmt: skip
     return sorted(rows, key=lambda row: -(row["tokens_per_s"] or 0))
 
 
@@ -169,22 +202,26 @@ def describe_search(result: dict) -> str:
     """The result for people."""
     found, lines = result["found"], [describe(result["best"])]
     p = found.policy
-    cache = ", ".join(f"{kind} {share:.1%}" for kind, share in p.cache.items() if share)
-    weights = ", ".join(f"{tier} {getattr(p.weights, tier):.1%}" for tier in ("device", "host", "disk"))
     bits = ", ".join(f"{name} {getattr(p.bits, name)}" for name in ("weights", "kv", "act"))
-    lines.append(f"  policy: {found.batch} requests at a time, cache {cache}; weights {weights}; bits {bits}")
+    lines.append(f"  policy: {found.batch} requests at a time; bits {bits}")
     order = f"{p.schedule} schedule, mini-batches of {p.max_mini_batch_tokens} tokens, attention on the {p.attention}"
     lines.append(f"          {order}")
     if found.virtual:
         lines.append(f"  virtual clock: {found.virtual.tokens_per_s:.4g} tokens/s")
     counts = ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in found.counts.items())
     lines.append(f"  searched in {result['search_s']:.2f} s ({counts}); {'proved' if found.proved else 'not proved'}")
-    lines.append("The other systems on the same batch:")
+    lines.append("The other systems on the same batch, with the share of the weights that each keeps on the device:")
     for row in result["rivals"]:
         if row["tokens_per_s"]:
-            lines.append(f"  {row['system']:32s} {row['tokens_per_s']:10.4g} tokens/s   {-row['loses']:+.1%}")
+            streamed = row["system"] == "resident" and row["weights_on_device"] < 1
+            not_resident = f" ({_STREAMS_THE_REST})" if streamed else ""
+            lines.append(
+                f"  {row['system']:32s} {row['tokens_per_s']:10.4g} tokens/s   {-row['loses']:+7.1%}   "
+                f"weights {row['weights_on_device']:.0%}{not_resident}"
+            )
         else:
-            lines.append(f"  {row['system']:32s} does not run: {row['error'].split('. ')[-1][:120]}")
+            why = row["error"].partition("does not fit. ")[2] or row["error"]
+            lines.append(f"  {row['system']:32s} does not run: {why}")
     return "\n".join(lines)
 
 

@@ -1,0 +1,140 @@
+"""The commands that run no model: what they print for people, for programs, and for wrong input."""
+
+import json
+
+import pytest
+
+from flexhybrid import cli
+from flexhybrid.core.errors import InputError
+from flexhybrid.core.policy import Policy
+from flexhybrid.jobs import simulate as jobs
+
+LENGTHS = ("--prompt-len", "512", "--gen-len", "8")
+SIMULATE = ("simulate", "--model", "opt-6.7b", "--hardware", "t4", "--batch", "4", *LENGTHS)
+SEARCH = ("search", "--model", "opt-6.7b", "--hardware", "t4", "--batch", "4", "--no-confirm", *LENGTHS)
+
+
+def grid(folder, text: str = "") -> str:
+    path = folder / "grid.toml"
+    path.write_text(
+        text
+        or 'system = ["kv_only", "hybrid(0.5)"]\nmodel = "opt-125m"\nhardware = "t4"\nbatch = 2\n'
+        "prompt_len = 64\ngen_len = 4\n"
+    )
+    return str(path)
+
+
+def strict_json(text: str) -> dict:
+    """One object and nothing else; NaN and Infinity are not JSON."""
+
+    def refuse(name):
+        raise AssertionError(f"{name} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+@pytest.mark.parametrize(
+    "arguments, key",
+    [
+        (SIMULATE, "tokens_per_s"),
+        (SEARCH, "rivals"),
+        (("sweep", "GRID"), "num_points"),
+        (("reproduce", "--list"), "experiments"),
+        (("reproduce", "--only", "kvpr-fig9", "--out", "OUT"), "experiments"),  # no row is judged: its median is null
+    ],
+)
+def test_json_is_one_object_on_stdout(arguments, key, tmp_path, capsys):
+    there = {"GRID": grid(tmp_path), "OUT": str(tmp_path / "out")}
+    assert cli.main([*(there.get(one, one) for one in arguments), "--json"]) == 0
+    assert key in strict_json(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ((*SIMULATE, "--system", "hybird"), "did you mean hybrid"),
+        ((*SIMULATE, "--system", "hybrid"), "needs share"),
+        ((*SIMULATE, "--prompt-len", "2041"), "positions for 2048"),
+        ((*SIMULATE, "--model", "opt-31b"), "did you mean opt-30b"),
+        ((*SIMULATE, "--hardware", "rtx4080"), "did you mean rtx4090"),
+        ((*SIMULATE, "--batch", "x"), "invalid int value: 'x'"),
+        ((*SIMULATE, "--policy", "EMPTY"), "the policy is empty"),
+        ((*SIMULATE, "--device-memory", "1MiB", "--system", "kv_only"), "does not fit"),
+        ((*SEARCH, "--prompt-len", "4096"), "positions for 2048"),
+        ((*SEARCH, "--device-memory", "0"), "must be positive"),
+        (("sweep", "NOWHERE"), "nowhere.toml"),
+        (("reproduce", "--only", "capture-table4"), "did you mean capture-table3"),
+        (("profile", "--device", "cpu", "--link-gb-per-s", "-1"), "must be a number of at least"),
+        (("compare", "--model", "NOWHERE"), "no checkpoint at"),
+        (("simulat",), "invalid choice"),
+        ((), "required"),
+    ],
+)
+def test_wrong_input_is_one_line_on_stderr(arguments, words, tmp_path, capsys):
+    there = {"EMPTY": str(tmp_path / "empty.json"), "NOWHERE": str(tmp_path / "nowhere.toml")}
+    (tmp_path / "empty.json").write_text("{}")
+    json_too = ("--json",) if arguments and arguments[0] != "simulat" else ()
+    try:
+        status = cli.main([*(there.get(one, one) for one in arguments), *json_too])
+    except SystemExit as left:
+        status = left.code
+    said = capsys.readouterr()
+    assert status == 2 and said.out == ""
+    assert words in said.err and len(said.err.strip().splitlines()) == 1
+
+
+def test_prompts_up_to_the_last_position_are_taken():
+    point = {"model": "opt-6.7b", "hardware": "t4", "batch": 1, "gen_len": 8}
+    assert jobs.setting_of({**point, "prompt_len": 2040}).prompt_tokens == 2040
+    with pytest.raises(InputError, match="2041 .* 2049 tokens"):
+        jobs.setting_of({**point, "prompt_len": 2041})
+
+
+@pytest.mark.parametrize(
+    "batch, room_for_four, words",
+    [(4, False, "4 requests in 1 wave, "), (8, True, "8 requests in 2 waves of 4, "),
+     (7, True, "7 requests in one wave of 4 and one of 3, "),
+     (10, True, "10 requests in 2 waves of 4 and one of 2, ")],
+)  # fmt: skip
+def test_waves_are_told_as_they_run(batch, room_for_four, words):
+    point = {"system": "kv_only", "model": "opt-125m", "hardware": "t4", "batch": batch, "prompt_len": 64, "gen_len": 4}
+    whole = jobs.run_simulate({**point, "batch": 4})
+    budgets = {"host": str(whole.peak_bytes["host"])} if room_for_four else None
+    assert words in jobs.describe(jobs.run_simulate(point, budgets=budgets))
+
+
+def test_a_resident_system_that_streams_says_so(capsys):
+    small = ("simulate", "--system", "resident", "--model", "opt-125m", "--hardware", "t4", "--batch", "1", *LENGTHS)
+    assert cli.main(list(small)) == 0
+    said = capsys.readouterr().out
+    assert "weights device 100.0%" in said and "not resident" not in said
+    assert cli.main([*SIMULATE, "--system", "resident", "--model", "opt-30b"]) == 0
+    assert "not resident: not all weights fit" in capsys.readouterr().out
+
+
+def test_rivals_are_told_whole(capsys):
+    """Each rival's error is there to its end, and each share of weights."""
+    assert cli.main([*SEARCH, "--host-memory", "3GiB", "--max-batch", "4"]) == 0
+    said = capsys.readouterr().out
+    assert cli.main([*SEARCH, "--host-memory", "3GiB", "--max-batch", "4", "--json"]) == 0
+    rivals = strict_json(capsys.readouterr().out)["rivals"]
+    failed = [row["error"] for row in rivals if row["error"]]
+    assert failed
+    for error in failed:
+        assert any(error.endswith(line.split("does not run: ")[1]) for line in said.splitlines() if "not run" in line)
+    assert all(0 <= row["weights_on_device"] <= 1 for row in rivals if not row["error"])
+
+
+@pytest.mark.parametrize("option", ["--save-policy", "--lp"])
+@pytest.mark.parametrize("place", ["missing/policy.json", "."])
+def test_a_place_that_cannot_be_written_is_refused_before_the_search(option, place, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(jobs, "run_search", lambda options: pytest.fail("searched first"))
+    assert cli.main([*SEARCH, option, str(tmp_path / place)]) == 2
+    assert "cannot write" in capsys.readouterr().err
+    assert not (tmp_path / "missing").exists()
+
+
+def test_the_saved_policy_is_the_one_found(tmp_path, capsys):
+    path = tmp_path / "policy.json"
+    assert cli.main([*SEARCH, "--save-policy", str(path), "--json"]) == 0
+    assert Policy.load(path).to_dict() == strict_json(capsys.readouterr().out)["policy"]
