@@ -132,3 +132,14 @@ def test_a_profile_records_what_the_machine_has(tmp_path):
     (tmp_path / "none").write_text("max\n")
     assert host_memory_bytes((tmp_path / "limit", tmp_path / "none", tmp_path / "absent")) == 2**20
     assert host_memory_bytes((tmp_path / "none",)) > 2**28
+
+
+@pytest.mark.parametrize(
+    "rounds, others, disturbed",
+    [([100, 104, 101], [0.01, 0.0, 0.02], False), ([100, 130, 101], [0.0] * 3, True), ([100] * 3, [0, 0.2, 0], True)],
+)
+def test_a_busy_machine_is_marked(rounds, others, disturbed):
+    from flexhybrid.jobs.report import is_disturbed
+
+    row = {"measured_rounds": rounds, "others_cpu_share": others, "measured_tokens_per_s": sorted(rounds)[1]}
+    assert is_disturbed(row) == disturbed

@@ -85,6 +85,11 @@ def test_every_number_of_a_table_is_shown_once_for_each_rule(table, sources):
     shown = judged()
     shown = shown[shown["source"].isin(sources)]
     assert not shown["ours"].isna().any()
+    if table == "kvpr_table3_4":  # a constant may be fitted on a calibrate row; what none is fitted on is held out
+        keys = zip(printed["model"], printed["prompt_len"], printed["gen_len"], strict=True)
+        clean = np.array([key not in setup.ANOMALOUS for key in keys])
+        fitted = (printed["metric"] == "decode_latency") & clean
+        printed = printed.assign(role=printed["role"].where(fitted, "validate"))
     for role, group in printed.groupby("role"):
         mine = sorted(shown[shown["role"] == role]["paper"])
         times = 2 if (table, role) == ("kvpr_table5", "validate") else 1  # KVPR by two rules

@@ -13,8 +13,18 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from experiments.reproduce import report
-from experiments.reproduce.experiment import Constant, Experiment, Figure, errors, summary, table
+from experiments import reference
+from experiments.reproduce import registry, report
+from experiments.reproduce.experiment import (
+    Constant,
+    Experiment,
+    Figure,
+    errors,
+    is_judged,
+    num_aside,
+    summary,
+    table,
+)
 from figures.reproduce import draw
 from flexhybrid.core.errors import InputError
 
@@ -122,7 +132,7 @@ def test_the_page_is_self_contained(written):
             if value := attrs.get(name):
                 assert value.startswith("data:image/png;base64," if name == "src" else "#")
     ids = {attrs["id"] for _, attrs in page.tags if "id" in attrs}
-    assert {attrs["href"][1:] for attrs in page.cells("a")} == ids == {"fig-3", "table-1"}
+    assert {attrs["href"][1:] for attrs in page.cells("a")} == ids == {"fig-3", "table-1", "quoted", "notes"}
 
 
 def test_its_pictures_are_the_files_beside_it(written):
@@ -135,7 +145,7 @@ def test_its_pictures_are_the_files_beside_it(written):
         assert pixels.shape[0] > 300 and pixels.shape[1] > 800
         assert pixels[..., :3].min() < 0.2 and pixels[..., :3].std() > 0.05  # something is on it
     assert sorted(path.name for path in folder.iterdir()) == sorted(
-        [*names, "report.html", "fig-3.csv", "table-1.csv"]
+        [*names, "report.html", "summary.csv", "fig-3.csv", "table-1.csv"]
     )  # fmt: skip
 
 
@@ -271,3 +281,49 @@ def test_what_is_drawn_is_what_is_given(monkeypatch):
     assert paper.get_markerfacecolor() == "none" and paper.get_linestyle() == "--"
     draw(bars(paper=bars().frame), io.BytesIO())
     assert [patch.get_height() for patch in shown["axes"].patches] == [1, 3, 1, 3, 2, 4, 2, 4]
+
+
+def test_rows_put_aside_are_shown_and_not_judged():
+    aside = {**ROWS[1], "ours": 2000.0, "aside": "the paper contradicts it (note 16)"}
+    rows = table([*ROWS, aside])
+    assert summary(rows, "validate") == summary(table(ROWS), "validate")
+    assert num_aside(rows) == 1 and is_judged(rows).tolist() == [True, True, True, False, False, False]
+    page = Page(report.rows_table(rows))
+    assert "the paper contradicts it (note 16)" in page.text and "+9,900.0%" in page.text
+    assert len([one for one in page.cells("td") if "n e" in one.get("class", "")]) == 3
+
+
+def test_notes_and_quoted_numbers_are_in_the_page():
+    """A reader needs no other file: every note that is cited, notes that those cite, every id's passage."""
+    made = experiment(
+        rows=table([{**ROWS[0], "source": "ch020 (Sec. 5.2)", "aside": "arithmetic (notes 28 and 29)"}]),
+        mismatches=("It contradicts eq. 8 (note 16).",),
+    )  # fmt: skip
+    page = Page(report.page([made], [report.section(made, [b"", b""])]))
+    assert [one["value"] for one in page.cells("li") if "value" in one] == ["16", "28", "29"]
+    assert "Table 1's recompute latency against eq. 8" in page.text and "KVPR has the same kink" in page.text
+    assert "2.19 x" in page.text and reference.value("capture_headlines", id="ch020") == 2.19
+    assert reference.rows("capture_headlines", id="ch020")["quote"].iloc[0] in page.text
+
+
+def test_the_summary_has_every_row_with_a_number_but_context(written):
+    folder, _ = written
+    found = pd.read_csv(folder / "summary.csv")
+    assert found["experiment"].tolist() == ["fig-3"] * 3 + ["table-1"] * 3
+    assert list(found.columns) == ["experiment", "what", "paper", "ours", "unit", "error", "role", "aside", "source"]
+    np.testing.assert_allclose(found["error"], [0.1, -0.25, 0.02] * 2)
+
+
+def test_the_terminal_table_is_of_held_out_rows():
+    row = registry._row(experiment(rows=table([*ROWS, {**ROWS[1], "aside": "again"}])))
+    assert (row["num_held_out"], row["num_fitted"], row["num_aside"]) == (2, 1, 1)
+    assert row["median_error"] == pytest.approx(0.135) and row["worst"] == "OPT-6.7B, batch 64"
+    every = registry._held_out([experiment(), experiment(name="two")])
+    assert every == {
+        "num_rows": 4,
+        "median_error": pytest.approx(0.135),
+        "within_10_percent": 2,
+        "beyond_30_percent": 0,
+    }
+    result = {"experiments": [row], "held_out": every, "report": "r.html", "summary": "s.csv"}
+    assert "13.5%" in registry.describe(result) and "aside: not judged" in registry.describe(result)

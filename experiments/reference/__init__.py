@@ -104,6 +104,22 @@ def rows(name: str, /, **equals) -> pd.DataFrame:
     return frame.reset_index(drop=True)
 
 
+@cache
+def notes() -> dict[int, str]:
+    """The numbered notes of README.md, one line each: where the papers contradict themselves or each other."""
+    found: dict[int, str] = {}
+    last = None
+    for line in (FOLDER / "README.md").read_text(encoding="utf-8").splitlines():
+        if begins := re.match(r"(\d+)\. +(.*)", line):
+            last = int(begins[1])
+            found[last] = begins[2]
+        elif last is not None and line.startswith("   "):
+            found[last] += " " + line.strip()
+        else:
+            last = None
+    return found
+
+
 def value(name: str, /, **equals) -> float:
     """The one number that ``equals`` picks, in the unit of its row; InputError unless exactly one row matches."""
     column = VALUE_COLUMN.get(name, "value")

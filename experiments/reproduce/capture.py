@@ -35,7 +35,7 @@ def headline_table() -> pd.DataFrame:
         what = f"cache traffic of FlexGen over hybrid_full, batch {batch}"
         rows += setup.headlines(row_id, traffic_reduction(batch), what)
     chosen = {row["source"].split()[0]: row for row in rows}
-    return table([chosen[row_id] | {"role": "context"} for row_id in HEADLINES])
+    return table([chosen[row_id] | {"role": "context", "aside": ""} for row_id in HEADLINES])
 
 
 def error_factor(rows: pd.DataFrame) -> float:

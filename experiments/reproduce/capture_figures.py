@@ -11,7 +11,7 @@ import pandas as pd
 from experiments import reference
 from experiments.reproduce import capture_setup as setup
 from experiments.reproduce.capture_setup import PROMPTS, context, geomean, headlines
-from experiments.reproduce.experiment import Experiment, Figure, table
+from experiments.reproduce.experiment import ARITHMETIC, Experiment, Figure, table
 from flexhybrid.core.blocks import BLOCK_TOKENS
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.kinds import Part
@@ -80,7 +80,7 @@ def figure13() -> Experiment:
         ))  # fmt: skip
     whole = setup.run_shares(MODEL, setup.hardware(), [0.0, 1.0], walk=False)
     halved = 100 * float(1 - step_gb(whole, CACHE_ALONE)[1] / step_gb(whole, CACHE_ALONE)[0])
-    rows += headlines("ch011 ch057", halved, "traffic and memory saved by ACT instead of KV")
+    rows += headlines("ch011 ch057", halved, "traffic and memory saved by ACT instead of KV", aside=ARITHMETIC)
     frames = []
     for batch in (32, 64):
         for system, prediction in loads_of(batch).items():
@@ -237,8 +237,10 @@ def figure3() -> Experiment:
     rows = [
         *headlines("ch004", knees[128], "batch at which the cache outweighs the weights, prompt 128"),
         *headlines("ch050", knees[256], "batch at which the cache outweighs the weights, prompt 256"),
-        *headlines("ch005", kv_gib_a_step(16, 1024), "KV a decode step at 1024 tokens, batch 16 (GiB)"),
-        *headlines("ch006 ch051", kv_gib_a_step(128, 1024), "KV a decode step at 1024 tokens, batch 128 (GiB)"),
+        *headlines("ch005", kv_gib_a_step(16, 1024), "KV a decode step at 1024 tokens, batch 16 (GiB)",
+                   aside=ARITHMETIC),
+        *headlines("ch006 ch051", kv_gib_a_step(128, 1024), "KV a decode step at 1024 tokens, batch 128 (GiB)",
+                   aside=ARITHMETIC),
         *(context(f"batch at which the cache outweighs the weights, prompt {prompt}", knees[prompt], "requests")
           for prompt in (512, 1024)),
         *(context(f"the same, all weights on the host and all copies alike, prompt {prompt}", plain[prompt], "requests")
@@ -322,7 +324,9 @@ def figure4() -> Experiment:
         cache={"tok": np.array([0.0, 0.2]), "kv@host": np.array([1.0, 0.8])},
     )  # fmt: skip
     moved = predict(setup.shape_of(MODEL), setup.hardware(), setup.BYTES, asked, walk=False).traffic_bytes["h2d"]["kv"]
-    rows += headlines("ch056", 100 * float(1 - moved[1] / moved[0]), "KV not loaded at 20 % recomputed")
+    rows += headlines(
+        "ch056", 100 * float(1 - moved[1] / moved[0]), "KV not loaded at 20 % recomputed", aside=ARITHMETIC
+    )
     figure = Figure(
         "recompute", "line", pd.concat(frames), "percent", "factor", "setting", f"Batch {RECOMPUTE_BATCH}",
         "% of tokens recomputed from their ids", "latency over no recomputing",
@@ -439,6 +443,10 @@ def task_samples(representation: str) -> dict[str, list[tuple[float, float, floa
     return found
 
 
+#: Why Fig. 11's R² are not judged.
+STRAIGHT = "our lines are straight by construction"
+
+
 def figure11() -> Experiment:
     shape = setup.shape_of(MODEL)
     samples = {"T_kv_gen": task_samples("act")["kv_gen"], "T_load_kv": task_samples("kv")["load_kv"]}
@@ -448,8 +456,8 @@ def figure11() -> Experiment:
         1e6 * lines["T_load_kv"].s_per_byte * shape.kv_token_bytes(setup.BYTES),
     )
     rows = [
-        *headlines("ch013", lines["T_kv_gen"].r2, "R² of T_kv_gen over tokens"),
-        *headlines("ch014", lines["T_load_kv"].r2, "R² of T_load_kv over tokens"),
+        *headlines("ch013", lines["T_kv_gen"].r2, "R² of T_kv_gen over tokens", aside=STRAIGHT),
+        *headlines("ch014", lines["T_load_kv"].r2, "R² of T_load_kv over tokens", aside=STRAIGHT),
         context("T_kv_gen's slope, one layer", kv_gen, "us/token"),
         context("T_load_kv's slope, one layer", load_kv, "us/token"),
         context("a token's KV-Gen over its KV load: where it is above 1, ACT costs more than it saves in time",

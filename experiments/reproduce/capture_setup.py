@@ -15,7 +15,7 @@ import numpy as np
 
 from experiments import reference
 from experiments.reproduce.calibrate import fit
-from experiments.reproduce.experiment import Constant
+from experiments.reproduce.experiment import ASIDE, Constant
 from flexhybrid.core.blocks import BLOCK_TOKENS
 from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.policy import Placement, Policy
@@ -342,8 +342,14 @@ def headline(row_id: str, ours: float, what: str, **more) -> dict:
 
 
 def headlines(row_ids: str, ours: float, what: str, **more) -> list[dict]:
-    """The same number where both papers print it: ``row_ids`` separated by blanks."""
-    return [headline(row_id, ours, what, **more) for row_id in row_ids.split()]
+    """A number wherever the papers print it, ``row_ids`` separated by blanks: the same value is judged once."""
+    rows: list[dict] = []
+    for row_id in row_ids.split():
+        row = headline(row_id, ours, what, **more)
+        if first := next((one for one in rows if one["paper"] == row["paper"]), None):
+            row.setdefault(ASIDE, f"the number of {first['source'].split()[0]} again")
+        rows.append(row)
+    return rows
 
 
 def context(what: str, ours: float, unit: str = "", paper: float = math.nan, source: str = "", **more) -> dict:

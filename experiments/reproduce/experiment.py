@@ -21,6 +21,11 @@ ROLES = ("calibrate", "validate", "context", "")
 COLUMNS = ("what", "paper", "ours", "unit", "error", "role", "source")
 KINDS = ("line", "bar")
 
+#: A row may say in a column ``aside`` why it is shown without being judged although the paper has a number: the paper
+#: prints it twice, it is arithmetic that tests no model, or the paper contradicts it itself.
+ASIDE = "aside"
+ARITHMETIC = "arithmetic"
+
 
 @dataclass(frozen=True)
 class Constant:
@@ -126,7 +131,7 @@ class Experiment:
 
 
 class Summary(NamedTuple):
-    """Errors over the rows compared: those with the paper's number and ours, context left out; NaN where none is."""
+    """Errors over the judged rows that have the paper's number and ours; NaN where there is none."""
 
     num_rows: int
     median: float  #: of |error|
@@ -161,15 +166,28 @@ def table(rows: Sequence[dict]) -> pd.DataFrame:
             raise InputError(f"rows of an experiment: column {column!r} must be numbers") from None
     for column in ("unit", "role", "source"):
         frame[column] = frame[column].fillna("") if column in frame.columns else ""
+    if ASIDE in frame.columns:
+        frame[ASIDE] = frame[ASIDE].fillna("")
     frame["error"] = errors(frame["paper"], frame["ours"])
     further = [column for column in frame.columns if column not in COLUMNS]
     return frame[[COLUMNS[0], *further, *COLUMNS[1:]]]
 
 
+def is_judged(rows: pd.DataFrame) -> pd.Series:
+    """Which rows have a number of the paper that is judged: neither context nor put aside."""
+    put_aside = rows[ASIDE] != "" if ASIDE in rows.columns else False
+    return rows["paper"].notna() & (rows["role"] != "context") & ~(put_aside | pd.Series(False, rows.index))
+
+
+def num_aside(rows: pd.DataFrame) -> int:
+    """How many rows are put aside with a reason."""
+    return int((rows[ASIDE] != "").sum()) if ASIDE in rows.columns else 0
+
+
 def summary(rows: pd.DataFrame, role: str | None = None) -> Summary:
-    """Of all rows but context, or of one role's."""
-    chosen = rows[(rows["role"] == role) if role is not None else (rows["role"] != "context")]
-    chosen = chosen[chosen["error"].notna()]
+    """Of all judged rows, or of one role's."""
+    chosen = rows[is_judged(rows) & rows["error"].notna()]
+    chosen = chosen if role is None else chosen[chosen["role"] == role]
     if chosen.empty:
         return Summary(0, math.nan, math.nan, math.nan, "")
     sizes = chosen["error"].abs().to_numpy()

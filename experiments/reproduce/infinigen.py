@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pandas as pd
 
-from experiments.reproduce.experiment import Experiment, Figure, table
+from experiments.reproduce.experiment import ARITHMETIC, Experiment, Figure, table
 from experiments.reproduce.infinigen_setup import (
     ALPHA,
     BATCHES,
@@ -322,7 +322,8 @@ def figure_16b() -> Experiment:
     rows = [
         *(headline(row, gains["opt-30b"][name][0], f"{name} over FlexGen, OPT-30B") for name, row in of_size.items()),
         headline("ih061", growth, "InfiniGen's speedup, OPT-13B over OPT-6.7B"),
-        headline("ih063", offloaded / kv_bytes(large, 4, PROMPT), "30 % of the parameters over 1920 tokens' cache"),
+        headline("ih063", offloaded / kv_bytes(large, 4, PROMPT), "30 % of the parameters over 1920 tokens' cache",
+                 aside=ARITHMETIC),
         context("the same over 2048 tokens' cache", offloaded / kv_bytes(large, 4, PROMPT + GENERATED), "x",
                 paper_value("ih063"), "ih063"),
         *(context(f"{name} over FlexGen, OPT-30B, 30 % of the weights cross", nominal[name][0], "x",
@@ -379,9 +380,10 @@ def figure_17() -> Experiment:
     doubled = sum(overhead_bytes(shapes[0], batch, 2 * PARTIAL_RATIO)[:2])
     once = sum(overhead_bytes(shapes[0], batch, PARTIAL_RATIO)[:2])
     rows = [
-        headline("ih071", doubled / once, "memory overhead at twice the ratio"),
-        headline("ih077", 100 * weights / model_bytes(OPT_13B), "partial query weights, of all parameters"),
-        headline("ih078", 100 * keys / cache, "partial keys, of the whole cache"),
+        headline("ih071", doubled / once, "memory overhead at twice the ratio", aside=ARITHMETIC),
+        headline("ih077", 100 * weights / model_bytes(OPT_13B), "partial query weights, of all parameters",
+                 aside=ARITHMETIC),
+        headline("ih078", 100 * keys / cache, "partial keys, of the whole cache", aside=ARITHMETIC),
         *(context(f"{model}, ratio {ratio:g}", s, "s", memory_gib=memory[model][i])
           for model, values in seconds.items() for i, (ratio, s) in enumerate(zip(ratios, values, strict=True))),
     ]  # fmt: skip

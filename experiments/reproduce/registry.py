@@ -10,7 +10,9 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from importlib import import_module
 from pathlib import Path
 
-from experiments.reproduce.experiment import Experiment, summary
+import numpy as np
+
+from experiments.reproduce.experiment import Experiment, is_judged, num_aside, summary
 from flexhybrid.core.errors import InputError, unknown
 
 #: Modules in the order of the report; each has ``EXPERIMENTS``: name -> function() -> Experiment.
@@ -64,7 +66,11 @@ def reproduce(only: Sequence[str] | None, out: Path, workers: int | None = None,
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     path = report.write([done[name] for name in chosen], out)
-    return {"report": str(path), "experiments": [_row(done[name]) for name in chosen]}
+    found = [done[name] for name in chosen]
+    return {
+        "report": str(path), "summary": str(path.with_name(report.SUMMARY)), "held_out": _held_out(found),
+        "experiments": [_row(one) for one in found],
+    }  # fmt: skip
 
 
 def _submit(pool: ProcessPoolExecutor, chosen: Sequence[str]) -> dict:
@@ -88,21 +94,47 @@ def _check_folder(out: Path) -> None:
 
 
 def _row(experiment: Experiment) -> dict:
-    held_out, every = summary(experiment.rows, "validate"), summary(experiment.rows)
+    """Errors are over the held-out rows: what was fitted on proves nothing."""
+    held_out, fitted = summary(experiment.rows, "validate"), summary(experiment.rows, "calibrate")
     return {
-        "name": experiment.name, "title": experiment.title, "num_compared": every.num_rows,
-        "num_validate": held_out.num_rows, "median_error": every.median, "worst_error": every.worst_error,
-        "worst": every.worst_what,
+        "name": experiment.name, "title": experiment.title, "num_held_out": held_out.num_rows,
+        "num_fitted": fitted.num_rows, "num_aside": num_aside(experiment.rows), "median_error": held_out.median,
+        "worst_error": held_out.worst_error, "worst": held_out.worst_what,
     }  # fmt: skip
 
 
 def describe(result: dict) -> str:
     """A table for people."""
-    lines = [f"{'experiment':26s} {'rows':>5s} {'median':>8s} {'worst':>8s}  worst row"]
+    heads = f"{'held out':>8s} {'fitted':>6s} {'aside':>5s} {'median':>8s} {'worst':>8s}"
+    lines = [f"{'experiment':20s} {heads}  worst row"]
     for row in result["experiments"]:
-        if row["num_compared"]:
+        counts = f"{row['num_held_out']:8d} {row['num_fitted']:6d} {row['num_aside']:5d}"
+        if row["num_held_out"]:
             figures = f"{row['median_error']:8.1%} {row['worst_error']:+8.1%}  {row['worst']}"
         else:
             figures = f"{'–':>8s} {'–':>8s}"
-        lines.append(f"{row['name']:26s} {row['num_compared']:5d} {figures}")
-    return "\n".join([*lines, "", f"Report: {result['report']}"])
+        lines.append(f"{row['name']:20s} {counts} {figures}")
+    every = result["held_out"]
+    if every["num_rows"]:
+        lines.append(
+            f"\nAll {every['num_rows']} held-out rows: median |error| {every['median_error']:.1%}; "
+            f"{every['within_10_percent']} within 10 %, {every['beyond_30_percent']} beyond 30 %."
+        )
+    return "\n".join([*lines, LEGEND, "", f"Report: {result['report']}", f"All rows: {result['summary']}"])
+
+
+#: What the columns of the table mean.
+LEGEND = """held out: numbers that nothing was fitted on; median and worst of |ours / paper - 1| are of these.
+fitted: rows that constants were fitted on. aside: not judged, with its reason in the report: the same number printed
+again, arithmetic that tests no model, or a number that the paper itself contradicts. Context is in the report alone."""
+
+
+def _held_out(experiments: Sequence[Experiment]) -> dict:
+    """Over the held-out rows of all experiments together."""
+    judged = [one.rows[is_judged(one.rows) & (one.rows["role"] == "validate")] for one in experiments]
+    rows = [rows["error"].dropna() for rows in judged]
+    sizes = np.abs(np.concatenate(rows)) if rows else np.array([])
+    return {
+        "num_rows": len(sizes), "median_error": float(np.median(sizes)) if len(sizes) else None,
+        "within_10_percent": int((sizes <= 0.1).sum()), "beyond_30_percent": int((sizes > 0.3).sum()),
+    }  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import math
+import re
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -12,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from experiments.reproduce.experiment import Constant, Experiment, Figure, Summary, summary
+from experiments import reference
+from experiments.reproduce.experiment import ASIDE, Constant, Experiment, Figure, Summary, is_judged, num_aside, summary
 from figures.reproduce import draw
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import write_by_rename
@@ -21,6 +23,12 @@ from flexhybrid.core.hardware import write_by_rename
 BOUNDS = (0.05, 0.15, 0.30)
 MISSING = "–"
 UNJUDGED = "No row is judged: the paper's numbers here are context, or are judged in another experiment."
+#: The table of all rows that have a number of the paper, of all experiments; context is left out.
+SUMMARY = "summary.csv"
+#: How texts cite a note of the reference numbers, and rows a number of a paper's prose.
+CITED_NOTES = re.compile(r"\bnotes? (\d+(?:(?:, | and )\d+)*)")
+CITED_ID = re.compile(r"\b[cki]h\d{3}\b")
+HEADLINES = ("capture_headlines", "kvpr_headlines", "infinigen_headlines")
 #: A table of more rows can be folded away.
 FOLDED = 20
 
@@ -64,7 +72,7 @@ a { color: #0a58b5; }
 
 
 def write(experiments: Sequence[Experiment], out_dir: str | Path) -> Path:
-    """Write NAME.csv and NAME-FIGURE.png of every experiment, then report.html; returns the latter's path.
+    """Write NAME.csv and NAME-FIGURE.png of every experiment, summary.csv, report.html; returns the latter's path.
 
     Every file is whole or not there, and the same records give the same bytes. Raises InputError where the folder
     cannot be written or two experiments have one name.
@@ -84,10 +92,20 @@ def write(experiments: Sequence[Experiment], out_dir: str | Path) -> Path:
             for figure, picture in zip(experiment.figures, pictures, strict=True):
                 _write_bytes(out_dir / f"{experiment.name}-{figure.name}.png", picture)
             sections.append(section(experiment, pictures))
+        write_by_rename(out_dir / SUMMARY, summary_csv(experiments))
         write_by_rename(out_dir / "report.html", page(experiments, sections))
     except OSError as error:
         raise InputError(f"cannot write the report to {out_dir}: {error.strerror or error}") from None
     return out_dir / "report.html"
+
+
+def summary_csv(experiments: Sequence[Experiment]) -> str:
+    """Rows with a number of the paper, context left out."""
+    columns = ["what", "paper", "ours", "unit", "error", "role", ASIDE, "source"]
+    given = {one.name: one.rows[one.rows["paper"].notna() & (one.rows["role"] != "context")] for one in experiments}
+    tables = [rows.reindex(columns=columns).assign(experiment=name) for name, rows in given.items()]
+    whole = pd.concat(tables)[["experiment", *columns]] if tables else pd.DataFrame(columns=["experiment", *columns])
+    return whole.to_csv(index=False, lineterminator="\n", float_format="%.5g")
 
 
 def page(experiments: Sequence[Experiment], sections: Sequence[str]) -> str:
@@ -108,13 +126,44 @@ def page(experiments: Sequence[Experiment], sections: Sequence[str]) -> str:
 <p>Numbers that papers report, computed again with flexhybrid's cost model. Error is ours / paper − 1.
 Rows marked <span class="mark">calibrate</span> were used to fit constants and prove nothing by themselves;
 <span class="mark">validate</span> rows were not; <span class="mark">context</span> rows are shown without being judged
-and are left out of medians and worst cases.</p>
+and are left out of medians and worst cases, as are rows put aside for the reason in their column "aside": the same
+number printed again, arithmetic that tests no model, or a number that the paper itself contradicts. Ids such as ch020
+name <a href="#quoted">numbers quoted from the papers' prose</a>; <a href="#notes">notes</a> say where a paper
+contradicts itself or another.</p>
 <p class="key quiet">|error|: {key}</p>
 {contents(experiments)}
 {"".join(sections)}
+{quoted("".join(sections))}
+{notes("".join(sections))}
 </body>
 </html>
 """
+
+
+def notes(text: str) -> str:
+    """The notes that a text cites, as they stand in the reference numbers' README."""
+    known, cited, more = reference.notes(), set(), text
+    while found := {int(one) for some in CITED_NOTES.findall(more) for one in re.findall(r"\d+", some)} - cited:
+        cited |= found
+        more = " ".join(known[one] for one in found)  # a note may cite others
+    listed = "\n".join(["<ol>", *(f'<li value="{one}">{escape(known[one])}</li>' for one in sorted(cited)), "</ol>"])
+    intro = '<p class="quiet">(spec): the argument also uses a public figure that the paper does not give.</p>'
+    return f'<section id="notes">\n<h2>Notes cited</h2>\n{intro}\n{listed}\n</section>\n'
+
+
+def quoted(text: str) -> str:
+    """The numbers of the papers' prose whose ids a text has: value, place and the passage itself."""
+    cited, lines = set(CITED_ID.findall(text)), []
+    for name in HEADLINES:
+        for row in reference.load(name).to_dict("records"):
+            if row["id"] in cited:
+                value = f"{number(row['value'])} {row['unit']}" if row["unit"] != "1" else number(row["value"])
+                lines.append(
+                    f"<td>{row['id']}</td><td>{escape(value)}</td>"
+                    f'<td class="long">{escape(row["source"])}</td><td class="long">{escape(row["quote"])}</td>'
+                )
+    table = _table((("id", ""), ("value", ""), ("where", ""), ("passage", "")), lines)
+    return f'<section id="quoted">\n<h2>Numbers quoted from the papers\' prose</h2>\n{table}\n</section>\n'
 
 
 def contents(experiments: Sequence[Experiment]) -> str:
@@ -175,7 +224,7 @@ def rows_table(rows: pd.DataFrame) -> str:
         cells = []
         for name, value in row.items():
             if name == "error":
-                cells.append(_error_cell(value, judged=row.get("role") != "context"))
+                cells.append(_error_cell(value, judged=row.get("role") != "context" and not row.get(ASIDE)))
             elif name in numbers:
                 cells.append(f'<td class="n">{number(value)}</td>')
             elif name == "role":
@@ -236,9 +285,10 @@ def _verdict(rows: pd.DataFrame) -> str:
 
 
 def _compared(rows: pd.DataFrame, found: Summary) -> str:
-    """Rows compared; where the paper has more numbers than came out here, of how many."""
-    num_given = int((rows["paper"].notna() & (rows["role"] != "context")).sum())
-    return str(found.num_rows) if num_given == found.num_rows else f"{found.num_rows} of {num_given}"
+    """Rows compared; where the paper has more numbers than came out here, of how many; those put aside."""
+    num_given = int(is_judged(rows).sum())
+    compared = str(found.num_rows) if num_given == found.num_rows else f"{found.num_rows} of {num_given}"
+    return f"{compared} (+{num_aside(rows)} aside)" if num_aside(rows) else compared
 
 
 def _median_and_worst(found: Summary) -> str:

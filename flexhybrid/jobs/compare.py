@@ -29,7 +29,7 @@ from flexhybrid.jobs import shipped, shipped_prompts
 from flexhybrid.jobs.exactness import Reference, compare_tokens
 from flexhybrid.jobs.measure import PROFILE_STEPS, TIMING_SHAPE, device_name, fastest_dtype, measure_hardware
 from flexhybrid.jobs.measure_disk import with_earlier_disk
-from flexhybrid.jobs.report import Report
+from flexhybrid.jobs.report import Report, is_disturbed
 from flexhybrid.jobs.speed import Bench, Contender, Measured
 from flexhybrid.llm import LLM, SamplingParams, load_tokenizer
 from flexhybrid.machine import pick_device, profile_path
@@ -183,6 +183,8 @@ def compare(options: CompareOptions, quiet: bool = False) -> dict:
         "trace_violations": violations[:10],
         "seconds": time.perf_counter() - began,
     }
+    for row in result["speed"] + result["sweep"]:
+        row["disturbed"] = is_disturbed(row)
     report.speed(result)
     chosen = next(m for m in measured if m.policy.name == "hybrid")
     _write(result, chosen, setting, hardware)

@@ -21,6 +21,20 @@ SHOWN_LINES = (
 )
 
 
+BUSY = "*"  #: marks a figure that was measured on a busy machine
+MOST_OTHERS = 0.05  #: share of the cores that other processes may use in a clean round (the house bar)
+MOST_SPREAD = (
+    0.15  #: (fastest - slowest) / median of a policy's rounds; interleaved rounds of an idle machine lie closer
+)
+
+
+def is_disturbed(row: dict) -> bool:
+    """Whether a row's median rests on rounds that others disturbed, as the idle check or their spread shows."""
+    rounds = row["measured_rounds"]
+    spread = (max(rounds) - min(rounds)) / row["measured_tokens_per_s"]
+    return spread > MOST_SPREAD or any(share > MOST_OTHERS for share in row["others_cpu_share"])
+
+
 class Report:
     """Prints to stdout; ``quiet`` prints nothing."""
 
@@ -84,16 +98,22 @@ class Report:
             "iteration; overlap: the larger of ideal link and compute time over wall time; compute, link: busy share;\n"
             f"= kv_only: tokens equal to kv_only's in {result['dtype']}, where rounding may part texts."
         )
+        if any(is_disturbed(row) for row in result["speed"] + result["sweep"]):
+            self.say(
+                f"{BUSY} The machine was busy: other processes used more than {MOST_OTHERS:.0%} of the cores in a "
+                f"round, or rounds of\none policy lie more than {MOST_SPREAD:.0%} apart. Such a median is not "
+                "clean: run again on an idle machine."
+            )
         self.say("\nSweep over ACT shares\n")
         self.table([speed_line(row) for row in result["sweep"]])
         violations = result["trace_violations"]
         self.say(f"\nTRACE VIOLATIONS: {violations[:3]}" if violations else "\nTraces: every read saw its version.")
         shares = [share for row in result["speed"] + result["sweep"] for share in row["others_cpu_share"]]
-        disturbed = sum(share > 0.05 for share in shares)
+        disturbed = sum(share > MOST_OTHERS for share in shares)
         if disturbed:
             self.say(
-                f"In {disturbed} of {len(shares)} rounds other processes used more than 5 % of the cores (at most "
-                f"{max(shares):.0%}): those are not clean."
+                f"In {disturbed} of {len(shares)} rounds other processes used more than {MOST_OTHERS:.0%} of the cores "
+                f"(at most {max(shares):.0%}): those are not clean."
             )
 
     def end(self, result: dict, out: Path) -> None:
@@ -126,7 +146,7 @@ def speed_line(row: dict) -> dict:
         "ACT": f"{row['act_share']:.3f}",
         "closed form": f"{row['closed_form_tokens_per_s']:.1f}",
         "virtual": f"{row['virtual_clock_tokens_per_s']:.1f}",
-        "measured": f"{row['measured_tokens_per_s']:.1f}",
+        "measured": f"{row['measured_tokens_per_s']:.1f}{BUSY if is_disturbed(row) else ''}",
         "error": f"{row['error_virtual']:+.1%}",
         "MB/iter": f"{row['h2d_bytes_per_iteration'] / 1e6:.0f}",
         "overlap": share(row["overlap"]),
