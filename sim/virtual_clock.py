@@ -63,7 +63,7 @@ class RunSummary:
     generated_tokens: int
     tokens_per_s: float  #: generated tokens / total_s
     decode_tokens_per_s: float  #: tokens of iterations 1, 2, … / decode_s; 0 without a decode
-    link_bytes: dict[str, dict[str, int]]  #: {"h2d": {"load_kv": bytes, …}, "d2h": {…}} over the whole run
+    link_bytes: dict[str, dict[str, int]]  #: each of LINKS -> {"load_kv": bytes, …} over the whole run
     decode_link_bytes: dict[str, dict[str, int]]  #: of iterations 1, 2, … (the weights that they read included)
     busy: dict[str, float]  #: resource -> share of the decode (of the whole run without one) it was at work
 
@@ -80,8 +80,8 @@ def summarize(trace: list[TraceEvent]) -> RunSummary:
     begin = min(event.start_s for event in trace)
     last_sample: dict[int, float] = {}
     tokens: dict[int, int] = {}
-    link_bytes: dict[str, dict[str, int]] = {"h2d": {}, "d2h": {}}
-    decode_link_bytes: dict[str, dict[str, int]] = {"h2d": {}, "d2h": {}}
+    link_bytes: dict[str, dict[str, int]] = {link: {} for link in LINKS}
+    decode_link_bytes: dict[str, dict[str, int]] = {link: {} for link in LINKS}
     for task, _, end in trace:
         if task.verb == "sample":
             last_sample[task.iteration] = max(end, last_sample.get(task.iteration, begin))

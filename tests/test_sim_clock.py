@@ -7,8 +7,9 @@ import pytest
 
 from flexhybrid.core.dependencies import KINDS
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.hardware import Hardware, Line
+from flexhybrid.core.hardware import LINKS, Hardware, Line
 from flexhybrid.core.plan import admit
+from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.shape import ModelShape
 from flexhybrid.core.stream import stream
 from flexhybrid.core.task import Access, Task, Work
@@ -95,6 +96,20 @@ def test_summary_splits_prefill_and_decode_and_counts_bytes_by_cause():
     assert summary.link_bytes["d2h"]["store_act"] == 3 * 4 * 16 * 64 * p
     assert summary.decode_link_bytes["d2h"]["store_out"] == 2 * 4 * 8
     assert "store_act" not in summary.decode_link_bytes["d2h"]
+
+
+def test_summary_counts_what_the_disk_reads_and_writes():
+    policy = Policy(cache={"kv@disk": 1.0}, weights=Placement(host=0.5, disk=0.5))
+    line = Line(0.0, 0.0, 1e-9)
+    hardware = Hardware("toy", "cpu", dict.fromkeys(("compute", "host_compute", *LINKS), line))
+    trace = virtual(policy, hardware, generated=3)
+    summary = summarize(trace)
+    token = 2 * 64 * 2  # key and value of 64 two-byte numbers
+    assert summary.link_bytes["disk_write"] == {"write_kv": 3 * 4 * (20 + 2) * token}
+    assert summary.link_bytes["disk_read"]["read_kv"] == summary.link_bytes["h2d"]["load_kv"] == 2 * 3 * 4 * 32 * token
+    read = sum(event.task.work.link_bytes for event in trace if event.task.verb == "read_weights")
+    assert summary.link_bytes["disk_read"]["read_weights"] == read > 0
+    assert summary.decode_link_bytes["disk_write"] == {"write_kv": 3 * 4 * 2 * token}
 
 
 def test_a_measured_trace_is_summarized_alike():

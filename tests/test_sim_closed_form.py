@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 
 import numpy as np
@@ -11,18 +12,22 @@ from hypothesis import strategies as st
 
 from flexhybrid.core.blocks import BlockKinds
 from flexhybrid.core.errors import InputError
+from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.memory import buffer_sizes, memory_plan, total_bytes
 from flexhybrid.core.packing import pack
-from flexhybrid.core.policy import Placement, Policy
-from flexhybrid.core.shape import shape_by_name
+from flexhybrid.core.policy import Bits, Placement, Policy, Selection
+from flexhybrid.core.shape import ModelShape, shape_by_name
+from flexhybrid.core.split import split_point
 from flexhybrid.core.stream import stream
 from flexhybrid.core.trace import check_trace
 from flexhybrid.core.workload import Workload
 from sim import catalogue
-from sim.closed_form import Candidates, candidates_of, predict
+from sim.closed_form import TRAFFIC_OF, Candidates, candidates_of, predict
 from sim.loads import num_mini_batches
+from sim.phases import _num_slices
 from sim.presets import hybrid, kv_only
-from sim.validation import errors, random_case
+from sim.topology import Rounds, _tiny_run, _topology, _with_moved, kinds_key
+from sim.validation import KINDS, Case, compare, errors, random_case
 from sim.virtual_clock import run, summarize
 
 SHAPE, HARDWARE = shape_by_name("opt-30b"), catalogue.load("rtx4090")
@@ -35,6 +40,126 @@ def test_whole_runs_agree_with_the_virtual_clock(kind, count, median, worst):
     gaps = np.abs(errors(count, 5, kind))
     print(f"{kind}: median {np.median(gaps):.2e}, worst {gaps.max():.2%}")
     assert np.median(gaps) <= median and gaps.max() <= worst
+
+
+MACHINE = {  # 0.4 TFLOP/s and 1.1 GB/s: about in balance where a layer's weights cross the link
+    "compute": Line(1e-5, 5.5e-12, 5e-11), "h2d": Line(3e-5, 0.0, 9.4e-10), "d2h": Line(3e-5, 0.0, 1.7e-9),
+    "host_compute": Line(2e-5, 1.5e-10, 8e-12),
+}  # fmt: skip
+
+
+def gap(policy: Policy, batch: int, prompt: int, generated: int, num_layers: int = 8, hidden: int = 4096) -> float:
+    """|closed form / virtual clock − 1| of a run on MACHINE."""
+    shape = ModelShape("m", "opt", num_layers, hidden, 32, 32, hidden // 32, 4 * hidden, 8192, 4096)
+    closed, virtual = compare(Case(shape, Hardware("m", "cpu", MACHINE), 2, policy, batch, prompt, generated))
+    return abs(closed / virtual - 1)
+
+
+def test_mini_batches_that_split_differently():
+    """One of three requests recomputes a block, two of four requests none: each as it does, not as the last does."""
+    policy = Policy(cache={"both(kv@host,act@device)": 1.0}, bits=Bits(weights=4), max_mini_batch_tokens=183)
+    shape = ModelShape("m", "opt", 8, 4096, 32, 32, 128, 16384, 8192, 4096)
+    wave = Case(shape, Hardware("m", "cpu", MACHINE), 2, policy, 11, 11, 16).wave()
+    (lines,) = wave.split.values()
+    assert [len(group) for group in wave.mini_batches] == [4, 4, 3]
+    assert [float(split_point(lines, size, 20, 3)) for size in (4, 3)] == [0.0, 16.0]
+    assert gap(policy, 11, 11, 16) < 0.005
+
+
+def test_the_first_block_kept_as_ids_alone_changes_what_binds():
+    """Until 32 tokens are there a link brings them; then one block is recomputed through the whole model."""
+    policy = Policy(cache={"kv@host": 0.54, "tok": 0.46}, weights=Placement(device=0.8, host=0.2))
+    for generated in (13, 14, 15, 16, 21):
+        assert gap(policy, 2, 18, generated) < 0.005, generated
+
+
+@pytest.mark.parametrize("share, disk", [(0.02, 0.0), (0.3, 0.0), (0.05, 0.05)])
+def test_few_pages_of_weights_are_spread_over_a_layers_positions(share, disk):
+    """As many loads as the closed form counts, evenly apart."""
+    policy = Policy(weights=Placement(device=1 - share - disk, host=share, disk=disk), max_mini_batch_tokens=33)
+    case = Case(ModelShape("m", "opt", 3, 128, 2, 2, 64, 512, 512, 512), Hardware("m", "cpu", MACHINE), 2, policy, 23,
+                20, 2)  # fmt: skip
+    loads = [task for task in stream(case.wave()) if task.verb == "load_weights" and task.iteration == 1]
+    in_layer = [task for task in loads if task.layer == 1]
+    streamed = case.wave().layout.total_bytes - case.wave().streamed_from
+    assert sum(task.work.link_bytes for task in in_layer) == streamed
+    K, on_host = 23, case.wave().disk_from - case.wave().streamed_from
+    assert len(in_layer) == float(_num_slices(np.array([K]), np.array([on_host]), np.array([streamed - on_host]))[0])
+    if not disk:
+        at = np.diff([task.mini_batch for task in in_layer])
+        assert at.max(initial=1) - at.min(initial=K) <= 1
+
+
+def test_traffic_and_tokens_are_the_clocks():
+    for case in small_cases(27, 13):
+        row, moved, trace = closed_form(case), defaultdict(float), run(stream(case.wave()), case.hardware)
+        for link, by_verb in summarize(trace).link_bytes.items():
+            for verb, size in by_verb.items():
+                moved[link, TRAFFIC_OF[verb.split("_")[1]]] += size
+        closed = {(link, kind): size for link, of in row["traffic_bytes"].items() for kind, size in of.items() if size}
+        # The mean of a number that is rounded, of selected tokens or of a split, is not the rounded mean.
+        rounded = case.policy.selection.method == "speculative" or case.policy.share("both")
+        assert closed == pytest.approx(dict(moved), rel=0.03 if rounded else 1e-9), case
+        assert row["tokens_per_s"] * row["total_s"] == pytest.approx(summarize(trace).generated_tokens)
+        assert row["num_mini_batches"] == len(case.wave().mini_batches)
+
+
+def test_no_run_is_faster_than_its_least_seconds():
+    for case in small_cases(24, 14):
+        bound, virtual = closed_form(case, walk=False), summarize(run(stream(case.wave()), case.hardware))
+        rounded = case.policy.selection.method == "speculative" or case.policy.share("both") + case.policy.share("tok")
+        slack = 1.005 if rounded else 1 + 1e-9
+        assert bound["least_s"] <= virtual.total_s * slack, case
+        assert bound["least_s"] <= bound["bound_s"] * (1 + 1e-9) and bound["bound_s"] == bound["total_s"]
+        assert bound["least_s"] <= closed_form(case)["total_s"] * slack
+
+
+def test_seconds_scale_with_the_machine():
+    """A machine with every line halved takes half the time: no constant hides in the closed form."""
+    for case in small_cases(9, 17):
+        lines = {
+            key: Line(line.overhead_s / 2, line.s_per_flop / 2, line.s_per_byte / 2)
+            for key, line in case.hardware.lines.items()
+        }
+        halved = closed_form(replace(case, hardware=replace(case.hardware, lines=lines)))
+        assert halved["total_s"] == pytest.approx(closed_form(case)["total_s"] / 2)
+
+
+@pytest.mark.parametrize("changes", [
+    dict(cache={"kv@host": 0.5, "act@host": 0.5}), dict(cache={"kv@disk": 0.6, "tok": 0.4}, hidden="host"),
+    dict(schedule="row", cache={"both(kv@host,act@host)": 1.0}), dict(attention="host"), dict(overlap="step"),
+    dict(overlap=False), dict(selection=Selection("speculative", None, 4.0, 0.3, 0.2, 0.5, "lru", "host")),
+])  # fmt: skip
+@pytest.mark.parametrize("layers, mini_batches", [(1, 3), (3, 2)])
+def test_a_repeated_iteration_is_the_one_laid_out(changes, layers, mini_batches):
+    """A long tiny run is laid out for a few iterations only; the others are copies."""
+    policy = Policy(**changes)
+    key, column = kinds_key(policy, tuple(sorted(policy.cache))).to_json(), policy.schedule == "column"
+    inner, outer = (mini_batches, layers) if column else (layers, mini_batches)
+    for num_decode, on_disk in ((10, 0), (11, 2)):
+        found = _topology(key, Rounds(inner, None), Rounds(outer, None), num_decode, 0, on_disk)
+        entries, ends = _tiny_run(key, layers, mini_batches, num_decode, 0, on_disk)
+        assert (found.entries, found.ends) == (entries, ends)
+        assert _with_moved(entries, ends, found.inner, found.outer)[0] == entries  # nothing is skipped here
+
+
+def closed_form(case: Case, walk: bool = True) -> dict:
+    return predict(case.shape, case.hardware, case.bytes_per_element, case.candidate, walk).row()
+
+
+def small_cases(count: int, seed: int, most_steps: int = 150) -> list[Case]:
+    """Cases of every kind that the virtual clock runs in no time."""
+    rng, found = np.random.default_rng(seed), []
+    while len(found) < count:
+        case = random_case(rng, KINDS[len(found) % len(KINDS)])
+        if case.shape.num_layers * num_mini_batches_of(case) * case.max_tokens <= most_steps:
+            found.append(case)
+    return found
+
+
+def num_mini_batches_of(case: Case) -> int:
+    bound, packing = case.policy.max_mini_batch_tokens, case.policy.packing
+    return int(num_mini_batches(case.batch, case.prompt_tokens, case.max_tokens, bound, packing)[0])
 
 
 def cases(count: int, seed: int, *kinds: str):
@@ -124,8 +249,6 @@ def test_a_policy_becomes_its_candidate():
 
 @pytest.mark.parametrize("cache", [{"tok": 1.0}, {"act@host": 1.0}])
 def test_what_cannot_be_planned_is_refused(cache):
-    from flexhybrid.core.policy import Selection
-
     selection = Selection("heavy_hitter", budget=0.2) if "act@host" in cache else Selection()
     with pytest.raises(InputError, match="cannot be planned"):
         predict(SHAPE, HARDWARE, 2, Candidates(Policy(cache=cache, selection=selection), 1, 100, 10))
