@@ -220,6 +220,8 @@ def _evaluate(loads: Loads, hardware: Hardware, walk: bool) -> dict:
     n = loads.generated - 1
     if walk:
         prefill_s, total_s = _walk(phases, pieces, walked)
+        total_s = np.maximum(total_s, least)  # what a skip makes of a slow start may be too little
+        prefill_s = np.where(n > 0, prefill_s, total_s)
         decode_s = total_s - prefill_s
     total_s = prefill_s + decode_s
     span = np.where(n > 0, decode_s, total_s)
