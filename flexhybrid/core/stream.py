@@ -119,6 +119,7 @@ class _Stream:
         self.num_layers = wave.shape.num_layers
         self.number = 1  # of the position at hand
         self.on_host = wave.policy.attention == "host"
+        self.extents: dict[tuple[str, int], tuple[int, int]] = {}  # (kind, mini-batch) -> blocks of its pool
         self.held: Iterator[Task] = iter(())  # stores that wait for the next position (barriers only)
 
     def tasks(self, first_iteration: int) -> Iterator[Task]:
@@ -421,12 +422,14 @@ class _Stream:
     def _pool(self, position: _Position, kind: str, representation: str, tier: str) -> Access:
         """The blocks of a mini-batch in one layer of a pool: its requests lie side by side."""
         space = kind if "(" not in kind else f"{kind}.{representation}"
-        group = self.wave.mini_batches[position.step.mini_batch]
-        first, count = self.wave.first_block[kind][group], self.wave.num_blocks[kind][group]
-        if not count.any():
-            return Access((space, position.layer), 0, 0)
-        first, count = first[count > 0], count[count > 0]  # an empty extent stands nowhere
-        return Access((space, position.layer), int(first.min()), int((first + count).max()))
+        k = position.step.mini_batch
+        extent = self.extents.get((kind, k))
+        if extent is None:
+            group = self.wave.mini_batches[k]
+            first, count = self.wave.first_block[kind][group], self.wave.num_blocks[kind][group]
+            first, count = first[count > 0], count[count > 0]  # an empty extent stands nowhere
+            extent = self.extents[kind, k] = (int(first.min()), int((first + count).max())) if len(first) else (0, 0)
+        return Access((space, position.layer), *extent)
 
 
 def _slice(first: int, last: int, index: int, num_slices: int) -> tuple[int, int]:
