@@ -183,7 +183,7 @@ def bench_kernels(table: Table, dtype_name: str) -> None:
     contender = Contender(make_bench(dtype_name), hybrid(0.75, BOUND))
     tasks = {t.verb: t for t in stream(contender.wave, first_iteration=1) if t.layer == 1 and t.iteration == 2}
     executor = contender.executor
-    executor.step_tensors[tasks["kv_gen"].mini_batch] = executor._prepare(tasks["kv_gen"].payload.step)
+    executor.step_tensors[tasks["kv_gen"].mini_batch] = executor.prepare(tasks["kv_gen"].payload.step)
     rows, shape = tasks["kv_gen"].work.tokens, executor.shape
     a, w = torch.randn(rows, shape.hidden).to(dtype), torch.randn(shape.kv_width, shape.hidden).to(dtype)
     out = torch.empty(rows, shape.kv_width, dtype=dtype)
@@ -261,7 +261,7 @@ def make_bench(dtype: str) -> Bench:
     generator = np.random.default_rng(0)
     prompts = [generator.integers(3, TIMING_SHAPE.vocab, CONTEXT).tolist() for _ in range(BATCH)]
     source, device = RandomWeights(TIMING_SHAPE), torch.device("cpu")
-    return Bench(lambda share: Weights(TIMING_SHAPE, source, dtype, device, share), prompts, MAX_TOKENS, 2.0, BUDGETS)
+    return Bench(lambda policy: Weights(TIMING_SHAPE, source, dtype, device, policy), prompts, MAX_TOKENS, 2.0, BUDGETS)
 
 
 class SpeedBench:

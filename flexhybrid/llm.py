@@ -23,7 +23,7 @@ from flexhybrid.runtime.engine import Engine
 from flexhybrid.runtime.loader import Checkpoint
 from flexhybrid.runtime.runnable import check_runnable
 from flexhybrid.runtime.sampling import SamplingPlan
-from flexhybrid.runtime.weights import Weights
+from flexhybrid.runtime.weights import DiskPlace, Weights
 from flexhybrid.sampling_params import SamplingParams, is_whole, one_a_prompt
 from flexhybrid.text import Decode, StopWatch, answer_text
 
@@ -71,6 +71,9 @@ class LLM:
         host_memory: str | int | None = None,
         dtype: str = "auto",
         hardware: Hardware | None = None,
+        disk_dir: str | Path | None = None,
+        disk_gb_per_s: float | None = None,
+        disk_memory: str | int | None = None,
     ):
         if not isinstance(model, (str, Path)) or not str(model):
             raise InputError(f"model must be the path of a local checkpoint folder, not {model!r}")
@@ -81,14 +84,19 @@ class LLM:
         self.hardware = hardware or saved_hardware(self.device)
         self.dtype = pick_dtype(dtype, self.shape, self.device, self.hardware)
         self.bytes_per_element = DTYPE_BYTES[self.dtype]
-        self.budgets = {"device": parse_bytes(device_memory), "host": parse_bytes(host_memory)}
+        self.disk = DiskPlace(disk_dir, disk_gb_per_s)
+        self.budgets = {
+            "device": parse_bytes(device_memory), "host": parse_bytes(host_memory), "disk": parse_bytes(disk_memory),
+        }  # fmt: skip
         if self.device.type == "cuda" and self.budgets["device"] is None:
             self.budgets["device"] = free_device_memory(self.device)
         self.requested_policy = resolve_policy(policy, self.shape)
         self.policy: Policy | None = self.requested_policy  #: in use; with "auto" known after the first generate
         if self.policy is not None:
-            check_runnable(self.policy)
-            check_least(self.shape, self.policy, self.bytes_per_element, self.budgets, self.device.type)
+            check_runnable(self.shape, self.policy)
+            check_least(
+                self.shape, self.policy, self.bytes_per_element, self.budgets, self.device.type, self.hardware
+            )
         self.tokenizer = load_tokenizer(self.checkpoint.path)
         self._weights: Weights | None = None
         self._engine: Engine | None = None
@@ -124,11 +132,13 @@ class LLM:
             np.array([min(one.max_tokens or left, left) for one, left in zip(params, room, strict=True)]),
         )
         self._prepare(workload)
-        waves = split_waves(self.shape, self.policy, workload, self.bytes_per_element, self.budgets, self.device.type)
+        waves = split_waves(
+            self.shape, self.policy, workload, self.bytes_per_element, self.budgets, self.device.type, self.hardware
+        )
         answers: list[CompletionOutput | None] = [None] * len(ids)
         for members in waves:
             part = Workload(workload.prompt_tokens[members], workload.max_tokens[members])
-            wave = admit(self.shape, self.policy, part, self.bytes_per_element)
+            wave = admit(self.shape, self.policy, part, self.bytes_per_element, hardware=self.hardware)
             self._make_engine(buffer_sizes(wave))
             watches = {
                 place: StopWatch(self._decoder(params[i]), ids[i], params[i].stop, params[i].min_tokens)
@@ -250,8 +260,9 @@ class LLM:
             self.shape, self.hardware, self.bytes_per_element, workload, self.budgets, self.device.type,
             self.link_gb_per_s,
         )  # fmt: skip
-        if self.policy is not None and policy.weights != self.policy.weights:
-            self._weights = None  # placed otherwise now
+        if self.policy is not None and policy != self.policy:
+            same_weights = (policy.weights, policy.bits.weights) == (self.policy.weights, self.policy.bits.weights)
+            self._close_engine() if same_weights else self.close()
         self.policy = policy
 
     def _make_engine(self, needed: BufferSizes) -> None:
@@ -262,7 +273,7 @@ class LLM:
         """
         if self._weights is None:
             self._engine = None
-            self._weights = Weights(self.shape, self.checkpoint, self.dtype, self.device, self.policy.weights.device)
+            self._weights = Weights(self.shape, self.checkpoint, self.dtype, self.device, self.policy, self.disk)
         sizes = needed
         if self._engine is not None:
             sizes = self._engine.sizes.merge(needed)
@@ -270,8 +281,26 @@ class LLM:
                 return
             plan = memory_plan(self.shape, self.policy, self.bytes_per_element, sizes, self.device.type)
             sizes = sizes if fits(plan, self.budgets) else needed
-        self._engine = None  # the old buffers go before the new ones come
-        self._engine = Engine(self._weights, sizes, self.link_gb_per_s)
+        self._close_engine()  # the old buffers go before the new ones come
+        self._engine = Engine(self._weights, self.policy, sizes, self.link_gb_per_s, disk=self.disk)
+
+    def _close_engine(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+    def close(self) -> None:
+        """Give memory and disk space back; the next ``generate`` loads the weights anew."""
+        self._close_engine()
+        if self._weights is not None:
+            self._weights.close()
+            self._weights = None
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.close()
 
 
 def load_tokenizer(path: Path):

@@ -247,7 +247,7 @@ def test_a_wave_planned_for_other_weights_is_refused(tiny):
     checkpoint = Checkpoint(tiny)
     policy = Policy(weights=Placement(device=0.5, host=0.5))
     wave = admit(checkpoint.shape, policy, Workload.uniform(1, 4, 2), 4)
-    engine = Engine(Weights(checkpoint.shape, checkpoint, "float32", torch.device("cpu"), 0.0), buffer_sizes(wave))
+    engine = Engine(Weights(checkpoint.shape, checkpoint, "float32", torch.device("cpu"), Policy()), policy, buffer_sizes(wave))
     with pytest.raises(ValueError, match="places the weights otherwise"):
         engine.run(wave, [[3, 4, 5, 6]], greedy_plan(1))
 
@@ -269,17 +269,17 @@ def test_allocated_memory_is_what_the_budget_counted(tiny):
     checkpoint = Checkpoint(tiny)
     policy = Policy(cache={"act@host": 0.3, "kv@host": 0.4, "kv@device": 0.3})
     wave = admit(checkpoint.shape, policy, Workload(np.array([10, 50]), np.array([9, 3])), 4)
-    weights = Weights(checkpoint.shape, checkpoint, "float32", torch.device("cpu"), 0.0)
-    engine = Engine(weights, buffer_sizes(wave))
+    weights = Weights(checkpoint.shape, checkpoint, "float32", torch.device("cpu"), Policy())
+    engine = Engine(weights, policy, buffer_sizes(wave))
     plan = memory_plan(checkpoint.shape, policy, 4, buffer_sizes(wave), "cpu")
     b = engine.buffers
     assert b.host_memory.allocated_bytes + weights.host_memory.allocated_bytes == sum(plan["host"].values())
     device = plan["device"]
-    assert b.act_buffer.nbytes == device["ACT buffers"] and b.kv_buffer.nbytes == device["KV buffers"]
+    assert b.loaded["act"].nbytes == device["ACT buffers"] and b.loaded["kv"].nbytes == device["KV buffers"]
     assert b.attention.nbytes == device["attention buffer"]
     assert b.generated.nbytes == device["recomputed keys and values"]
     assert b.pools["kv@device"].nbytes == device["kv pool"]
-    assert sum(slot.nbytes for slot in engine.slots) == device["weight slots"]
+    assert sum(slot.nbytes for slot in engine.slots.device) == device["weight slots"]
     assert sum(t.nbytes for t in weights.outer.values()) <= device["embedding and head"]
 
 

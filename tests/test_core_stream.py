@@ -26,9 +26,10 @@ from flexhybrid.core.stream import stream
 from flexhybrid.core.task import RESOURCES, Access, Task, Work
 from flexhybrid.core.trace import TraceEvent, busy_seconds, check_trace, iteration_ends, save_chrome_trace
 from flexhybrid.core.workload import Workload
-from flexhybrid.runtime.runnable import RUNNABLE_KINDS, check_runnable
+from flexhybrid.runtime.runnable import check_runnable
 
 P = 4  # bytes an element
+MEMORY_KINDS = ("act@device", "act@host", "kv@device", "kv@host")
 
 
 def tiny_shape(num_layers: int, num_kv_heads: int = 2) -> ModelShape:
@@ -53,7 +54,7 @@ def waves(draw, max_layers: int = 3, max_requests: int = 5) -> Wave:
     device_weights = draw(st.sampled_from([0.0, 0.01, 0.3, 1.0]))
     policy = Policy(
         weights=Placement(device=device_weights, host=1 - device_weights),
-        cache={kind: weight / sum(weights) for kind, weight in zip(RUNNABLE_KINDS, weights)},
+        cache={kind: weight / sum(weights) for kind, weight in zip(MEMORY_KINDS, weights)},
         max_mini_batch_tokens=draw(st.sampled_from([1, 40, 120, 8192])),
         packing=draw(st.sampled_from(["balanced", "fifo"])),
     )
@@ -311,7 +312,7 @@ def test_mini_batches_own_different_blocks(wave):
     declared = defaultdict(set)
     for task in stream(wave):
         for access in (*task.reads, *task.writes):
-            if access.space[0] in RUNNABLE_KINDS:
+            if access.space[0] in MEMORY_KINDS:
                 declared[access.space, task.mini_batch] |= set(range(access.lo, access.hi))
     for (space, k), blocks in declared.items():
         for (other_space, other_k), other_blocks in declared.items():

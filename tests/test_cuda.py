@@ -57,8 +57,8 @@ def test_traces_of_streams_are_clean(case, policy):
     checkpoint = Checkpoint(folder)
     workload = Workload(np.array([len(p) for p in prompts]), np.full(len(prompts), 24))
     wave = admit(checkpoint.shape, policy, workload, 4)
-    weights = Weights(checkpoint.shape, checkpoint, "float32", torch.device("cuda"), policy.weights.device)
-    engine = Engine(weights, buffer_sizes(wave))
+    weights = Weights(checkpoint.shape, checkpoint, "float32", torch.device("cuda"), policy)
+    engine = Engine(weights, policy, buffer_sizes(wave))
     for _ in range(5):
         result = engine.run(wave, prompts, greedy_plan(len(prompts)), keep_trace=True)
         assert check_trace(result.trace, tolerance_s=5e-5) == []

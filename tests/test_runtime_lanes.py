@@ -52,7 +52,7 @@ class FakeCudaEngine(Engine):
         self.streams = [FakeStream(self.seed * 10 + i) for i in range(3)]
         names = ("compute", "h2d", "d2h")
         lanes = [StreamLane(n, executor.perform, s) for n, s in zip(names, self.streams, strict=True)]
-        return [*lanes, Lane("host_compute", executor.perform)]
+        return [*lanes, *(Lane(name, executor.perform) for name in ("host_compute", "disk_read", "disk_write"))]
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +71,8 @@ def checkpoint(tmp_path_factory):
 def run(checkpoint, policy, make_engine):
     workload = Workload(np.array([len(p) for p in PROMPTS]), np.full(len(PROMPTS), MAX_TOKENS))
     wave = admit(checkpoint.shape, policy, workload, 4)
-    weights = Weights(checkpoint.shape, checkpoint, "float32", torch.device("cpu"), policy.weights.device)
-    engine = make_engine(weights, buffer_sizes(wave))
+    weights = Weights(checkpoint.shape, checkpoint, "float32", torch.device("cpu"), policy)
+    engine = make_engine(weights, policy, buffer_sizes(wave))
     plan = greedy_plan(len(PROMPTS))
     return engine.run(wave, PROMPTS, plan, keep_trace=True), engine
 
@@ -81,7 +81,7 @@ def run(checkpoint, policy, make_engine):
 @pytest.mark.parametrize("seed", range(3))
 def test_streams_with_random_delays_give_the_reference_tokens(checkpoint, policy, seed):
     source, expected = checkpoint
-    result, engine = run(source, policy, lambda w, s: FakeCudaEngine(w, s, seed=seed))
+    result, engine = run(source, policy, lambda *of: FakeCudaEngine(*of, seed=seed))
     for fake in engine.streams:
         fake.close()
     assert result.tokens == expected
@@ -91,7 +91,7 @@ def test_streams_with_random_delays_give_the_reference_tokens(checkpoint, policy
 @pytest.mark.parametrize("policy", POLICIES, ids=["kv", "hybrid", "mixed tiers", "mixed tiers, weights resident"])
 def test_threads_give_the_reference_tokens(checkpoint, policy):
     source, expected = checkpoint
-    result, _ = run(source, policy, lambda w, s: Engine(w, s, num_threads=1))
+    result, _ = run(source, policy, lambda *of: Engine(*of, num_threads=1))
     assert result.tokens == expected
     assert check_trace(result.trace) == []
 
@@ -183,13 +183,12 @@ def test_decode_can_be_repeated_from_a_filled_cache(checkpoint):
     policy = POLICIES[1]
     workload = Workload(np.array([len(p) for p in PROMPTS]), np.full(len(PROMPTS), MAX_TOKENS))
     wave = admit(source.shape, policy, workload, 4)
-    weights = Weights(source.shape, source, "float32", torch.device("cpu"), 0.0)
-    engine = Engine(weights, buffer_sizes(wave), num_threads=1)
+    weights = Weights(source.shape, source, "float32", torch.device("cpu"), policy)
+    engine = Engine(weights, policy, buffer_sizes(wave), num_threads=1)
     plan = greedy_plan(len(PROMPTS))
     executor = engine.executor(wave, PROMPTS, plan)
-    first = engine.run(wave, PROMPTS, plan, executor=executor)
+    engine.run(wave, PROMPTS, plan, executor=executor)
     for _ in range(2):
-        executor.last_tokens.copy_(torch.tensor([answer[0] for answer in first.tokens]))
         again = engine.run(
             wave, PROMPTS, plan, executor=executor, tasks=stream(wave, first_iteration=1), keep_trace=True
         )

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexhybrid.runtime.links import BACK_TO_BACK_S, CpuCopies, Pacer, block_runs, copy_block_runs
+from flexhybrid.runtime.links import BACK_TO_BACK_S, CpuCopies, Pacer, copy_runs
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 4)), min_size=1, max_size=8), st.integers(0, 3))
@@ -23,13 +23,15 @@ def test_block_copies_equal_a_plain_loop(extents, first_column):
     for row in range(len(extents)):
         for block in range(count[row]):
             expected[row, first_column + block] = source[first[row] + block]
-    copy_block_runs(target, source, first, count, first_column)
+    copy_runs(target, source, block_runs(first, count, np.full_like(count, first_column)))
     assert (target == expected).all()
 
 
 def test_evenly_spaced_extents_are_one_run():
-    assert block_runs(np.array([0, 10, 20, 30]), np.array([7, 7, 7, 7])) == [(0, 4, 0, 10, 7)]
-    assert len(block_runs(np.array([0, 10, 21, 30]), np.array([7, 7, 7, 6]))) == 3
+    nowhere = np.zeros(4, dtype=int)
+    assert block_runs(np.array([0, 10, 20, 30]), np.array([7, 7, 7, 7]), nowhere) == ((0, 4, 0, 0, 10, 7),)
+    assert len(block_runs(np.array([0, 10, 21, 30]), np.array([7, 7, 7, 6]), nowhere)) == 3
+    assert len(block_runs(np.array([0, 10, 20, 30]), np.array([7, 7, 7, 7]), np.array([0, 0, 1, 1]))) == 2
 
 
 @pytest.mark.parametrize("size", (20_000, 200_000))

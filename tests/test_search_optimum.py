@@ -221,7 +221,7 @@ def test_the_winner_fits_by_the_memory_plan_and_is_confirmed(space, tmp_path):
     assert found.counts == {"choices": found.num_choices, "bounded_out": found.num_bounded_out, "lps": found.num_lps,
                             "walked": found.num_walked}  # fmt: skip
     if space is RUNNABLE:
-        check_runnable(found.policy)
+        check_runnable(SHAPE, found.policy)
 
 
 def test_weights_and_nearly_all_keys_are_resident_where_they_fit():

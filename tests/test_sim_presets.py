@@ -21,7 +21,7 @@ def test_presets_round_trip_and_can_be_run(name):
     assert Policy.from_json(policy.to_json()) == policy
     assert policy.max_mini_batch_tokens == 512
     assert policy.weights.device == 0.25
-    check_runnable(policy)
+    check_runnable(SHAPE, policy)
 
 
 def test_shares():

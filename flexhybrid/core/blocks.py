@@ -105,8 +105,11 @@ class BlockKinds:
 
     def tokens(self, num_tokens) -> np.ndarray:
         """Tokens of each kind among the first ``num_tokens``: [..., kind]. Only the last block can be partial."""
-        stored = self.stored(num_tokens)
-        return stored - self._dealt(self.tok_tokens(num_tokens) // BLOCK_TOKENS) * BLOCK_TOKENS
+        return self.stored(num_tokens) - self.dropped_blocks(num_tokens) * BLOCK_TOKENS
+
+    def dropped_blocks(self, num_tokens) -> np.ndarray:
+        """Blocks of each kind that gave way to token ids among the first ``num_tokens``: [..., kind]."""
+        return self._dealt(self.tok_tokens(num_tokens) // BLOCK_TOKENS)
 
     def stored(self, num_tokens) -> np.ndarray:
         """The same with those that are kept as ids alone by now: what ever went to a block of each kind."""

@@ -258,6 +258,8 @@ def memory_parts(
         "partial key buffers": NUM_SLOTS * partial_buffer if policy.selection.partial_keys == "host" else 0,
         "indices": indices,
         "scores": scores,
+        "token ids": 8 * sizes.cached_tokens,
+        "attended rows": sizes.decode_batch * shape.query_width * p if policy.attention == "host" else 0,
         "workspace": workspace_bytes(shape, p, sizes.step_rows, sizes.batch, cut),
         "slack": SLACK_BYTES[device],
     }

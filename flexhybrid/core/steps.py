@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,15 +22,43 @@ from flexhybrid.core.split import SplitLines, split_point
 from flexhybrid.core.task import Work
 
 
+class BlockRun(NamedTuple):
+    """Requests [row, row + rows) whose blocks are evenly spaced: request row + i has ``blocks`` of them from physical
+    block ``first + i * stride``, and they go to its buffer columns from ``column`` on."""
+
+    row: int
+    rows: int
+    column: int
+    first: int
+    stride: int
+    blocks: int
+
+
 @dataclass(frozen=True)
 class Segment:
-    """One representation of one mini-batch's context at one iteration: per-request arrays over B."""
+    """One representation of one mini-batch's context at one iteration: per-request arrays over B.
+
+    A request's blocks are a ring over its reserved extent: block i of the segment lies in physical block
+    ``first_block + (start_block + i) % reserved``. The ring turns only where the oldest blocks are dropped (tok).
+    """
 
     kind: str
     representation: str  #: kv or act
     tier: str
-    first_block: np.ndarray  #: physical
+    first_block: np.ndarray  #: physical, of the reserved extent
     num_tokens: np.ndarray
+    start_block: np.ndarray  #: blocks of the kind that come before the segment's first one, dropped ones included
+    reserved: np.ndarray  #: blocks
+    moves_all: bool = False  #: a load brings all reserved blocks (a static cache)
+
+    @cached_property
+    def part(self) -> Part:
+        return Part(self.kind, self.representation, self.tier)
+
+    @property
+    def space(self) -> str:
+        """Name of the pool that holds it."""
+        return self.part.space
 
     @cached_property
     def num_blocks(self) -> np.ndarray:
@@ -43,6 +72,39 @@ class Segment:
     def max_blocks(self) -> int:
         return int(self.num_blocks.max())
 
+    @cached_property
+    def buffer_blocks(self) -> int:
+        """Columns of its buffer, in blocks."""
+        return int(self.reserved.max()) if self.moves_all else self.max_blocks
+
+    @cached_property
+    def runs(self) -> tuple[BlockRun, ...]:
+        """Where the blocks lie that a step reads, merged over neighbouring requests that are alike."""
+        if self.moves_all:
+            return block_runs(self.first_block, self.reserved, np.zeros_like(self.reserved))
+        start = self.start_block % np.maximum(self.reserved, 1)
+        before_end = np.minimum(self.num_blocks, self.reserved - start)
+        runs = block_runs(self.first_block + start, before_end, np.zeros_like(before_end))
+        rest = self.num_blocks - before_end
+        return runs + block_runs(self.first_block, rest, before_end) if rest.any() else runs
+
+
+def block_runs(first, count, column) -> tuple[BlockRun, ...]:
+    """Runs of requests with ``count`` blocks each from ``first`` on, that go to ``column``: all [B]. Empty ones have none."""
+    runs: list[BlockRun] = []
+    for row, (start, blocks, place) in enumerate(zip(first.tolist(), count.tolist(), column.tolist(), strict=True)):
+        if blocks == 0:
+            continue
+        if runs:
+            last = runs[-1]
+            step = start - (last.first + (last.rows - 1) * last.stride)
+            alike = last.row + last.rows == row and last.blocks == blocks and last.column == place
+            if alike and step > 0 and (last.rows == 1 or step == last.stride):
+                runs[-1] = last._replace(rows=last.rows + 1, stride=step)
+                continue
+        runs.append(BlockRun(row, 1, place, start, 0, blocks))
+    return tuple(runs)
+
 
 @dataclass(frozen=True)
 class Store:
@@ -54,6 +116,11 @@ class Store:
     rows: np.ndarray
     blocks: np.ndarray
     offsets: np.ndarray
+
+    @property
+    def space(self) -> str:
+        """Name of the pool that takes it."""
+        return Part(self.kind, self.representation, self.tier).space
 
 
 @dataclass(frozen=True)
@@ -72,6 +139,8 @@ class MiniBatchStep:
     segments: tuple[Segment, ...]
     stores: tuple[Store, ...]
     recomputed: np.ndarray | None = None  #: [B] leading tokens kept as ids alone; None where there are none
+    chunk: int = 0  #: which piece of a long prompt
+    last: bool = True  #: the prompt's last piece, or a decode step: a token is sampled
 
     @cached_property
     def prefill(self) -> bool:
@@ -90,52 +159,104 @@ class MiniBatchStep:
     def recomputed_width(self) -> int:
         return 0 if self.recomputed is None else int(self.recomputed.max())
 
+    @property
+    def computed_width(self) -> int:
+        """Tokens of a request that pass through the layers, padded: a recomputed prefix, then the new ones."""
+        return self.recomputed_width + self.width
+
     @cached_property
     def attention_tokens(self) -> int:
-        """T: columns of the attention buffer, the new token included."""
-        return sum(segment.max_tokens for segment in self.segments) + self.recomputed_width + 1
+        """T: columns of the attention buffer, the new tokens included."""
+        return sum(segment.max_tokens for segment in self.segments) + self.computed_width
 
     def of(self, representation: str) -> tuple[Segment, ...]:
         return tuple(s for s in self.segments if s.representation == representation and s.max_tokens)
 
     @cached_property
     def act_blocks(self) -> int:
-        """Columns of the ACT buffer in blocks: a request's device blocks, then its host blocks, each padded."""
-        return sum(segment.max_blocks for segment in self.of("act"))
+        """Columns of the ACT buffer in blocks, over its segments, each padded to its longest request."""
+        return sum(segment.buffer_blocks for segment in self.of("act"))
 
 
-def make_step(wave, iteration: int, mini_batch: int, requests: np.ndarray) -> MiniBatchStep:
-    """The step of the given (still running) requests of a ``plan.Wave``'s mini-batch. O(B) numpy work."""
-    prompts = wave.workload.prompt_tokens[requests]
-    if iteration == 0:
+def num_chunks(policy: Policy, prompts: np.ndarray) -> int:
+    """Pieces in which a mini-batch's prompts are computed: more than one where a single prompt is longer than a
+    mini-batch may be.
+
+    A selection, and attention on the host, take a prompt whole.
+    """
+    if len(prompts) > 1 or policy.attention == "host" or policy.selection.method != "none":
+        return 1
+    return -(-int(prompts[0]) // chunk_tokens(policy))
+
+
+def computed_rows(policy: Policy, kinds: BlockKinds, prompts: np.ndarray, cached: np.ndarray) -> tuple[int, int]:
+    """(most rows that one step of a mini-batch computes, padded; rows whose hidden states live between its layers).
+
+    ``prompts`` and ``cached``: tokens of its requests, [B].
+    """
+    prefix = int(kinds.tok_tokens(cached).max())
+    chunks, longest = num_chunks(policy, prompts), int(prompts.max())
+    if chunks > 1:
+        step = min(longest, chunk_tokens(policy)) + prefix
+        return step, chunks * step
+    rows = len(prompts) * max(longest, prefix + 1)
+    return rows, rows
+
+
+def chunk_tokens(policy: Policy) -> int:
+    """Tokens of a piece of a long prompt: whole blocks within the bound of a mini-batch."""
+    return max(policy.max_mini_batch_tokens // BLOCK_TOKENS, 1) * BLOCK_TOKENS
+
+
+def make_step(wave, iteration: int, mini_batch: int, requests: np.ndarray, chunk: int = 0) -> MiniBatchStep:
+    """The step of the given (still running) requests of a ``plan.Wave``'s mini-batch. O(B) numpy work.
+
+    ``chunk``: in iteration 0, which of the ``num_chunks`` pieces of its prompts.
+    """
+    prompts, last = wave.workload.prompt_tokens[requests], True
+    if iteration == 0 and num_chunks(wave.policy, prompts) > 1:
+        size = chunk_tokens(wave.policy)
+        context = np.full_like(prompts, chunk * size)
+        new_tokens = np.minimum(prompts - context, size)
+        last = bool(context[0] + new_tokens[0] == prompts[0])
+    elif iteration == 0:
         context, new_tokens = np.zeros_like(prompts), prompts
     else:
         context, new_tokens = prompts + iteration - 1, np.ones_like(prompts)
     kinds: BlockKinds = wave.kinds
     kept = kept_tokens(wave.policy.selection, prompts, context)
-    per_kind = kinds.tokens(kept)
+    per_kind, dropped = kinds.tokens(kept), kinds.dropped_blocks(kept)
     segments: list[Segment] = []
     for i, kind in enumerate(kinds.kinds):
-        first = wave.first_block[kind][requests]
-        segments += _segments(kind, first, per_kind[:, i], wave.split.get(kind), wave.mini_batches, mini_batch)
+        extent = (wave.first_block[kind][requests], dropped[:, i], wave.num_blocks[kind][requests])
+        segments += _segments(wave, mini_batch, kind, extent, per_kind[:, i])
     recomputed = kinds.tok_tokens(context) if kinds.tok_share else None
     stores = _stores(wave, requests, context, new_tokens)
     return MiniBatchStep(
-        iteration, mini_batch, requests, context, new_tokens, tuple(segments), stores, recomputed
+        iteration, mini_batch, requests, context, new_tokens, tuple(segments), stores, recomputed, chunk, last
     )  # fmt: skip
 
 
-def _segments(kind: str, first, tokens, lines: SplitLines | None, mini_batches, mini_batch: int) -> list[Segment]:
-    """One segment for a plain entry; for both(…) the leading tokens as ACT, the rest as KV.
+def _segments(wave, mini_batch: int, kind: str, extent, tokens) -> list[Segment]:
+    """One segment for a plain entry; for both(…) the leading tokens as ACT, the rest as KV. ``extent``: the first block,
+    the blocks dropped and the blocks reserved of each request.
 
     The split is that of the whole mini-batch, whoever has left: fewer requests could want more ACT than its buffer has.
     """
-    if lines is None:
-        return [Segment(kind, part.representation, part.tier, first, tokens) for part in parts_of(kind)]
-    split = split_point(lines, len(mini_batches[mini_batch]), int(tokens.max(initial=0)), len(mini_batches))
-    leading = np.minimum(int(split), tokens)
-    sizes = {"act": (first, leading), "kv": (first + leading // BLOCK_TOKENS, tokens - leading)}
-    return [Segment(kind, p.representation, p.tier, *sizes[p.representation]) for p in parts_of(kind)]
+    first, dropped, reserved = extent
+    leading = {"act": (tokens, dropped), "kv": (tokens, dropped)}
+    if kind in wave.split:
+        groups = wave.mini_batches
+        split = split_point(
+            wave.split[kind], len(groups[mini_batch]), int(tokens.max(initial=0)), len(groups)
+        )
+        recomputed = np.minimum(int(split), tokens)
+        leading = {"act": (recomputed, dropped), "kv": (tokens - recomputed, dropped + recomputed // BLOCK_TOKENS)}
+    moves_all = wave.policy.static_cache
+    return [
+        Segment(kind, part.representation, part.tier, first, *leading[part.representation], reserved, moves_all)
+        for part in parts_of(kind)
+    ]
 
 
 def _stores(wave, requests, context, new_tokens) -> tuple[Store, ...]:
@@ -194,7 +315,7 @@ def counts_of(step: MiniBatchStep, wave) -> StepCounts:
             blocks[part] = int(moved.sum())
             copies[part] = int(np.count_nonzero(segment.num_blocks))
     stored = {Part(s.kind, s.representation, s.tier): len(s.rows) for s in step.stores}
-    context = step.attention_tokens - step.recomputed_width - 1
+    context = step.attention_tokens - step.computed_width
     selected = None
     if policy.selection.method == "speculative" and not step.prefill:
         selected = int(selected_tokens(policy.selection, context))
@@ -238,7 +359,7 @@ def step_work(
         works["attend_host"] = work.attend_decode(shape, p, c.batch, c.context + 1)
         works["load_attended"] = work.load_attended(shape, p, c.batch)
         return works
-    attended = c.context + c.recomputed + 1
+    attended = c.context + c.recomputed + c.width
     if c.selected is None or first_layer:
         works |= _load_works(shape, policy, stored, c)
     else:
@@ -257,7 +378,7 @@ def step_work(
         generated = c.batch * c.act_columns * BLOCK_TOKENS
         works["kv_gen"] = work.kv_gen(shape, p, _at_least(generated, work.MIN_KV_GEN_ROWS))
     works["assemble"] = work.assemble(shape, p, c.batch * attended)
-    works["attend"] = work.attend_decode(shape, p, c.batch, attended)
+    works["attend"] = work.attend(shape, p, c.batch, c.width, attended)
     if np.any(c.recomputed):
         works["attend_recomputed"] = work.attend_recomputed(shape, p, c.batch, _at_least(c.recomputed, 1))
     if policy.selection.method == "heavy_hitter":

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import groupby, product
 
 from flexhybrid.core.plan import Wave
-from flexhybrid.core.steps import MiniBatchStep, counts_of, make_step, step_work
+from flexhybrid.core.steps import MiniBatchStep, counts_of, make_step, num_chunks, step_work
 from flexhybrid.core.task import RESOURCES, Access, Task, Work
 
 PAGE_BYTES = 4096  #: slices of a streamed layer end on whole pages
@@ -161,10 +162,9 @@ class _Stream:
         laid_out = self._lay_out(iteration, frozenset())
         while laid_out:
             layers, column = range(self.num_layers), self.wave.policy.schedule == "column"
-            every = [(layer, laid_out) for layer in layers] if column else [
-                (layer, [one]) for one in laid_out for layer in layers
-            ]  # fmt: skip
-            for layer, members in every:
+            in_turn = sorted(laid_out, key=lambda s: s[0].chunk)  # so that a chunk need not wait for the one before
+            sharing = [in_turn] if column else [list(one) for _, one in groupby(laid_out, lambda s: s[0].mini_batch)]
+            for members, layer in product(sharing, layers):
                 group = []
                 for step, first, rest in members:
                     group.append(_Position(step, layer, rest if layer else first, number, slot % 2, not group))
@@ -181,8 +181,9 @@ class _Stream:
             running = group[wave.workload.max_tokens[group] > iteration]
             if stopped:
                 running = running[[int(r) not in stopped for r in running]]
-            if len(running):
-                step = make_step(wave, iteration, k, running)
+            chunks = num_chunks(wave.policy, wave.workload.prompt_tokens[running]) if iteration == 0 else 1
+            for chunk in range(chunks if len(running) else 0):
+                step = make_step(wave, iteration, k, running, chunk)
                 counts = counts_of(step, wave)
                 works = step_work(wave.shape, wave.policy, wave.stored, counts, False)
                 first = works if counts.selected is None else step_work(
@@ -229,8 +230,7 @@ class _Stream:
         """ACT before KV: recomputing comes before assembling. Disk blocks go through staging."""
         step, slot, works = ahead.step, ahead.slot, ahead.works
         if "load_hidden" in works and ahead.layer:
-            k = step.mini_batch
-            yield self._task(ahead, "load_hidden", "h2d", (_host_hidden(k),), (self._hidden(ahead),))
+            yield self._task(ahead, "load_hidden", "h2d", (_host_hidden(step),), (self._hidden(ahead),))
         if "load_keys" in works and ahead.layer < self.num_layers - 1:
             keys = Access(("partial_keys", ahead.layer + 1), step.mini_batch, step.mini_batch + 1)
             yield self._task(ahead, "load_keys", "h2d", (keys,), (Access(("partial_buffer",), slot, slot + 1),))
@@ -330,7 +330,7 @@ class _Stream:
             self.held = self._store(position)
         else:
             yield from self._store(position)
-        if position.layer == self.num_layers - 1:
+        if position.layer == self.num_layers - 1 and step.last:
             tokens = Access(("tokens",), k, k + 1)
             yield self._task(position, "head", "compute", (hidden,), (_LOGITS,))
             yield self._task(position, "sample", "compute", (_LOGITS,), (tokens,))
@@ -380,8 +380,7 @@ class _Stream:
                 pool = pools("disk", representation)
                 yield self._task(position, f"write_{representation}", "disk_write", (strip,), pool)
         if "store_hidden" in works and position.layer < self.num_layers - 1:
-            k = step.mini_batch
-            yield self._task(position, "store_hidden", "d2h", (self._hidden(position),), (_host_hidden(k),))
+            yield self._task(position, "store_hidden", "d2h", (self._hidden(position),), (_host_hidden(step),))
 
     # ---- what is read and written
 
@@ -404,7 +403,7 @@ class _Stream:
     def _hidden(self, position: _Position) -> Access:
         k = position.step.mini_batch
         if self.wave.policy.hidden == "device":
-            return Access(("hidden",), k, k + 1)
+            return Access(("hidden", position.step.chunk), k, k + 1)
         return Access(("hidden",), position.slot, position.slot + 1)
 
     def _qkv(self, position: _Position) -> Access:
@@ -440,8 +439,8 @@ def _slice(first: int, last: int, index: int, num_slices: int) -> tuple[int, int
     return min(last, start), min(last, end)
 
 
-def _host_hidden(k: int) -> Access:
-    return Access(("host_hidden",), k, k + 1)
+def _host_hidden(step: MiniBatchStep) -> Access:
+    return Access(("host_hidden", step.chunk), step.mini_batch, step.mini_batch + 1)
 
 
 #: Buffers of which there is one, used by the compute resource alone: its first-in-first-out order guards them. The

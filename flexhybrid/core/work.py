@@ -55,6 +55,12 @@ def attend_decode(shape: ModelShape, p: int, batch, context) -> Work:
     return Work(memory_bytes=tokens * shape.kv_token_bytes(p), flops=4 * shape.query_width * tokens, tokens=tokens)
 
 
+def attend(shape: ModelShape, p: int, batch, width, context) -> Work:
+    """``width`` new tokens a request, the last of its ``context``: causal among themselves, all KV read once."""
+    read = attend_decode(shape, p, batch, context)
+    return read._replace(flops=4 * shape.query_width * batch * width * (context - (width - 1) / 2))
+
+
 def attend_prefill(shape: ModelShape, p: int, batch, width) -> Work:
     """Causal attention of ``width`` (padded) new tokens over themselves."""
     rows = batch * width

@@ -94,7 +94,7 @@ class _Setting:
         self.budgets = {"device": parse_bytes(options.device_memory), "host": parse_bytes(options.host_memory)}
         self.extra = [Policy.load(options.policy)] if options.policy else []
         for policy in self.extra:
-            check_runnable(policy)
+            check_runnable(shape, policy)
             if policy.name in ("kv_only", "act_only", "hybrid_static", "hybrid"):
                 raise InputError(
                     f"{options.policy}: the name {policy.name!r} is one of the comparison's own; rename it"
@@ -301,7 +301,7 @@ def _measure(setting: _Setting, named, sweep, link: float | None, advance) -> li
     generator = np.random.default_rng(0)
     prompts = [generator.integers(3, shape.vocab, n).tolist() for n in setting.workload.prompt_tokens]
     bench = Bench(
-        lambda share: Weights(shape, source, setting.dtype, device, share),
+        lambda policy: Weights(shape, source, setting.dtype, device, policy),
         prompts, setting.options.max_tokens, link, setting.budgets,
     )  # fmt: skip
     names = {policy.name for policy in named}

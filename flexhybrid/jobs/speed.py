@@ -25,7 +25,7 @@ from flexhybrid.core.workload import Workload
 from flexhybrid.runtime.engine import Engine
 from flexhybrid.runtime.executor import Executor
 from flexhybrid.runtime.sampling import greedy_plan
-from flexhybrid.runtime.weights import Weights
+from flexhybrid.runtime.weights import Weights, WeightSlots
 from sim.virtual_clock import RunSummary, summarize
 
 
@@ -103,11 +103,9 @@ class Contender:
         result = self.engine.run(self.wave, bench.prompts, self.sampling, keep_trace=True, executor=self.executor)
         self.tokens = result.tokens
         self.prefill_trace = result.trace
-        self.first_tokens = torch.tensor([answer[0] for answer in self.tokens])
 
     def decode(self) -> tuple[list[TraceEvent], float | None]:
         """All decode iterations again, over the cache as the prefill left it; (trace, others' share of the cores)."""
-        self.executor.last_tokens.copy_(self.first_tokens)
         before = CpuUse.now()
         trace = self.engine.run(
             self.wave, self.bench.prompts, self.sampling, keep_trace=True,
@@ -136,12 +134,12 @@ class Contender:
 class Bench:
     """Runs policies side by side on the same prompts. Raises InputError when one is over the budgets.
 
-    ``make_weights(device_share)`` loads the weights; policies with the same share use the same ones.
+    ``make_weights(policy)`` loads the weights; policies that place and pack them alike use the same ones.
     """
 
     def __init__(
         self,
-        make_weights: Callable[[float], Weights],
+        make_weights: Callable[[Policy], Weights],
         prompts: list[list[int]],
         max_tokens: int,
         link_gb_per_s: float | None,
@@ -151,15 +149,15 @@ class Bench:
         lengths = np.array([len(prompt) for prompt in prompts])
         self.workload = Workload(lengths, np.full(len(prompts), max_tokens))
         self._make_weights = make_weights
-        self._weights: dict[float, tuple[Weights, list[torch.Tensor]]] = {}
+        self._weights: dict[tuple, tuple[Weights, WeightSlots]] = {}
 
-    def weights_of(self, policy: Policy) -> tuple[Weights, list[torch.Tensor]]:
-        """(weights, device slots for their streamed layers) of a policy's placement."""
-        share = policy.weights.device
-        if share not in self._weights:
-            weights = self._make_weights(share)
-            self._weights[share] = (weights, weights.make_slots())
-        return self._weights[share]
+    def weights_of(self, policy: Policy) -> tuple[Weights, WeightSlots]:
+        """(weights, slots for their streamed layers) of a policy's placement."""
+        key = (policy.weights, policy.bits.weights)
+        if key not in self._weights:
+            weights = self._make_weights(policy)
+            self._weights[key] = (weights, weights.make_slots())
+        return self._weights[key]
 
     def make_engine(self, policies: list[Policy]) -> Engine:
         """An engine whose buffers serve any of these policies, which place their weights alike."""
@@ -170,7 +168,7 @@ class Bench:
             sizes = needed if sizes is None else sizes.merge(needed)
         plan = memory_plan(weights.shape, policies[0], weights.bytes_per_element, sizes, weights.device.type)
         check_budget(plan, self.budgets, "policy " + ", ".join(policy.name for policy in policies))
-        return Engine(weights, sizes, self.link_gb_per_s, slots=slots)
+        return Engine(weights, policies[0], sizes, self.link_gb_per_s, slots=slots)
 
     def set_link(self, gb_per_s: float, contenders: list[Contender]) -> None:
         """Another pace for the same filled caches (CPU)."""

@@ -6,8 +6,13 @@ query heads that share a key head are folded into the query axis, so that groupe
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+
+from flexhybrid.core.blocks import BLOCK_TOKENS
+from flexhybrid.core.steps import BlockRun
+from flexhybrid.runtime.buffers import run_view
 
 
 def attend_decode(
@@ -36,6 +41,32 @@ def _by_products(q, k, v, mask) -> torch.Tensor:
     return torch.matmul(torch.softmax(scores, dim=-1), v)
 
 
+def attend_blocks(
+    q_BHd: torch.Tensor, blocks: torch.Tensor, runs: tuple[BlockRun, ...], tokens_B: np.ndarray, out_BHd: torch.Tensor
+) -> None:
+    """One query a request over its blocks where they lie, [blocks, 2, G, 16, d]: attention on the host.
+
+    ``tokens_B`` says how many of a request's block places are filled. A GPU's float16 is multiplied as float32, which a
+    CPU does hundreds of times faster.
+    """
+    heads, d = q_BHd.shape[1:]
+    groups = blocks.shape[2]
+    for run in runs:
+        rows = slice(run.row, run.row + run.rows)
+        keys, values = run_view(blocks, run).unbind(2)  # [rows, n, G, 16, d]
+        query = q_BHd[rows].view(run.rows, 1, groups, heads // groups, d) * d**-0.5
+        if query.dtype == torch.float16:
+            query, keys, values = query.float(), keys.float(), values.float()
+        scores = torch.matmul(query, keys.transpose(-1, -2)).float()  # [rows, n, G, H/G, 16]
+        place = torch.arange(run.blocks * BLOCK_TOKENS).view(1, run.blocks, 1, 1, BLOCK_TOKENS)
+        filled = torch.from_numpy(tokens_B[rows]).view(-1, 1, 1, 1, 1)
+        scores.masked_fill_(place >= filled, -torch.inf)
+        weights = torch.exp(scores - scores.amax((1, 4), keepdim=True))
+        total = weights.sum((1, 4)).unsqueeze(-1)
+        parts = torch.matmul(weights.to(values.dtype), values)
+        out_BHd[rows].copy_((parts.float().sum(1) / total).view(run.rows, heads, d))
+
+
 #: A CPU's caches hold the scores of this many queries of this many requests.
 PREFILL_QUERIES, PREFILL_REQUESTS = 128, 2
 
@@ -55,6 +86,24 @@ def attend_prefill(q_BNHd: torch.Tensor, k_BNGd: torch.Tensor, v_BNGd: torch.Ten
     else:
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     return attended.transpose(1, 2).reshape(batch, new, heads * d)
+
+
+def attend_chunk(
+    q_BNHd: torch.Tensor, k_BGTd: torch.Tensor, v_BGTd: torch.Tensor, mask_B1NT: torch.Tensor
+) -> torch.Tensor:
+    """New tokens over what is cached and, as the mask allows, over themselves -> [B, N, H·d]."""
+    batch, new, heads, d = q_BNHd.shape
+    groups, tokens = k_BGTd.shape[1:3]
+    q = q_BNHd.view(batch, new, groups, heads // groups, d).permute(0, 2, 3, 1, 4) * d**-0.5
+    attended = torch.empty_like(q)
+    for start in range(0, new, PREFILL_QUERIES):
+        some = slice(start, min(start + PREFILL_QUERIES, new))
+        folded = q[:, :, :, some].reshape(batch, groups, -1, d)
+        scores = torch.matmul(folded, k_BGTd.transpose(-1, -2))
+        scores.view(batch, groups, heads // groups, -1, tokens).add_(mask_B1NT[:, :, None, some])
+        product = torch.matmul(torch.softmax(scores, dim=-1), v_BGTd)
+        attended[:, :, :, some] = product.view(batch, groups, heads // groups, -1, d)
+    return attended.permute(0, 3, 1, 2, 4).reshape(batch, new, heads * d)
 
 
 def _causal_by_blocks(q, k, v) -> torch.Tensor:

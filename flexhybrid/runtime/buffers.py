@@ -2,50 +2,146 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from flexhybrid.core.blocks import BLOCK_TOKENS
+from flexhybrid.core.kinds import Part, parts
 from flexhybrid.core.memory import NUM_SLOTS, BufferSizes
+from flexhybrid.core.policy import Policy
 from flexhybrid.core.shape import ModelShape
+from flexhybrid.core.steps import BlockRun, MiniBatchStep, Segment
 from flexhybrid.core.work import MIN_KV_GEN_ROWS
+from flexhybrid.runtime.disk import DiskSpace
 from flexhybrid.runtime.host_memory import HostMemory
+from flexhybrid.runtime.quantize import packed_bytes
+
+
+class RowFormat(NamedTuple):
+    """How a token's keys and values, or its layer input, are stored: elements of ``dtype``, or packed bytes."""
+
+    width: int
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return self.width * self.dtype.itemsize
+
+
+class DiskPool(NamedTuple):
+    """The blocks of one part on the disk: block b of layer l at ``start + (l * num_blocks + b) * block_bytes``."""
+
+    start: int
+    num_blocks: int
+    row_bytes: int
+
+    @property
+    def block_bytes(self) -> int:
+        return BLOCK_TOKENS * self.row_bytes
+
+    def offset(self, layer: int, block: int, token: int = 0) -> int:
+        return self.start + (layer * self.num_blocks + block) * self.block_bytes + token * self.row_bytes
+
+
+def row_formats(shape: ModelShape, policy: Policy, dtype: torch.dtype) -> dict[str, RowFormat]:
+    """Of "kv" and "act" under a policy's bits."""
+    widths = {"kv": shape.kv_width, "act": shape.hidden}
+    bits = {"kv": policy.bits.kv, "act": policy.bits.act}
+    return {
+        name: RowFormat(width, dtype)
+        if bits[name] == "native"
+        else RowFormat(packed_bytes(width, bits[name]), torch.uint8)
+        for name, width in widths.items()
+    }
+
+
+def cache_disk_bytes(shape: ModelShape, policy: Policy, sizes: BufferSizes, dtype: torch.dtype) -> int:
+    """What the pools of the disk take."""
+    formats = row_formats(shape, policy, dtype)
+    rows = sum(
+        sizes.pool_blocks[part.kind] * BLOCK_TOKENS * formats[part.representation].num_bytes
+        for part in parts(tuple(sizes.pool_blocks))
+        if part.tier == "disk"
+    )
+    return shape.num_layers * rows
 
 
 class Buffers:
     """Every tensor that outlives a task. All start at zero: padding is masked, but must never be NaN.
 
-    Block layouts: kv [2, G, 16, d], so that a block's keys of one head are contiguous; act [16, h].
-    ``pools[kind]`` is [layer, block, …]; one block id serves all layers.
+    ``pools[space]`` is [layer, block, …]; one block id serves all layers. A block is [16, row], token by token; but a
+    native KV block in memory is [2, G, 16, d], so that its keys of one head are contiguous where they are attended.
     """
 
-    def __init__(self, shape: ModelShape, sizes: BufferSizes, dtype: torch.dtype, device: torch.device):
-        self.shape, self.sizes = shape, sizes
+    def __init__(
+        self, shape: ModelShape, policy: Policy, sizes: BufferSizes, dtype: torch.dtype, device: torch.device,
+        disk: DiskSpace | None = None,
+    ):  # fmt: skip
+        self.shape, self.policy, self.sizes, self.disk = shape, policy, sizes, disk
         self.host_memory = HostMemory(pinned=device.type == "cuda")
-        groups, d = shape.num_kv_heads, shape.head_dim
-        block = {"kv": (2, groups, BLOCK_TOKENS, d), "act": (BLOCK_TOKENS, shape.hidden)}
-        row = {"kv": (shape.kv_width,), "act": (shape.hidden,)}
+        self.formats = row_formats(shape, policy, dtype)
+        groups, d, kv, hidden = shape.num_kv_heads, shape.head_dim, shape.kv_width, shape.hidden
 
-        def on_device(*size: int) -> torch.Tensor:
-            return torch.zeros(size, dtype=dtype, device=device)
+        def on_device(*size: int, of: torch.dtype = dtype) -> torch.Tensor:
+            return torch.zeros(size, dtype=of, device=device)
 
-        def on_host(*size: int) -> torch.Tensor:
-            return self.host_memory.zeros(size, dtype)
+        def on_host(*size: int, of: torch.dtype = dtype) -> torch.Tensor:
+            return self.host_memory.zeros(size, of)
 
         self.pools: dict[str, torch.Tensor] = {}
+        self.disk_pools: dict[str, DiskPool] = {}
         self.staging: dict[str, torch.Tensor] = {}
         self.strips: dict[str, torch.Tensor] = {}
-        for kind, blocks in sizes.pool_blocks.items():
-            representation, tier = kind.split("@")
-            make = on_device if tier == "device" else on_host
-            self.pools[kind] = make(shape.num_layers, blocks, *block[representation])
-            self.staging[kind] = on_device(NUM_SLOTS, sizes.staged_rows[kind], *row[representation])
-            if tier == "host":
-                self.strips[kind] = on_host(NUM_SLOTS, sizes.staged_rows[kind], *row[representation])
-        self.act_buffer = on_device(NUM_SLOTS, sizes.act_buffer_blocks, *block["act"])
-        self.kv_buffer = on_device(NUM_SLOTS, sizes.kv_buffer_blocks, *block["kv"])
-        generated = max(sizes.act_buffer_blocks * BLOCK_TOKENS, MIN_KV_GEN_ROWS) if sizes.act_buffer_blocks else 0
-        self.generated = on_device(generated, shape.kv_width)
+        disk_bytes = 0
+        for part in parts(tuple(sizes.pool_blocks)):
+            width, of = row = self.formats[part.representation]
+            blocks, rows = sizes.pool_blocks[part.kind], sizes.staged_rows[part.kind]
+            if part.tier == "disk":
+                pool = self.disk_pools[part.space] = DiskPool(disk_bytes, blocks, row.num_bytes)
+                disk_bytes += shape.num_layers * blocks * pool.block_bytes
+            else:
+                make = on_device if part.tier == "device" else on_host
+                block = (2, groups, BLOCK_TOKENS, d) if self.head_major(part) else (BLOCK_TOKENS, width)
+                self.pools[part.space] = make(shape.num_layers, blocks, *block, of=of)
+            self.staging[part.space] = on_device(NUM_SLOTS, rows, width, of=of)
+            if part.tier != "device":
+                self.strips[part.space] = on_host(NUM_SLOTS, rows, width, of=of)
+
+        def slots(make, blocks: int, representation: str) -> torch.Tensor:
+            width, of = self.formats[representation]
+            return make(NUM_SLOTS, blocks, BLOCK_TOKENS * width, of=of)
+
+        self.loaded = {
+            "act": slots(on_device, sizes.act_buffer_blocks, "act"),
+            "kv": slots(on_device, sizes.kv_buffer_blocks, "kv"),
+        }
+        self.read = {
+            "act": slots(on_host, sizes.act_staging_blocks, "act"),
+            "kv": slots(on_host, sizes.kv_staging_blocks, "kv"),
+        }
+        plain_act = sizes.act_blocks if policy.bits.act != "native" else 0
+        plain_kv = sizes.kv_buffer_blocks + sizes.kv_device_blocks if policy.bits.kv != "native" else 0
+        self.plain_act = on_device(plain_act * BLOCK_TOKENS, hidden)
+        self.plain_kv = on_device(plain_kv * BLOCK_TOKENS, kv)
+        generated = max(sizes.act_blocks * BLOCK_TOKENS, MIN_KV_GEN_ROWS) if sizes.act_blocks else 0
+        self.generated = on_device(generated, kv)
         self.attention = on_device(2, sizes.attention_tokens * groups * d)
+        hidden_on_host = policy.hidden == "host"
+        self.hidden_slots = on_device(NUM_SLOTS, sizes.step_rows if hidden_on_host else 0, hidden)
+        self.host_hidden = on_host(sizes.hidden_rows if hidden_on_host else 0, hidden)
+        strip_rows = sizes.decode_batch if policy.attention == "host" else 0
+        self.query_strip = on_host(NUM_SLOTS, strip_rows, shape.query_width + kv)
+        self.out_strip = on_host(NUM_SLOTS, strip_rows, shape.query_width)
+        self.attended = on_device(strip_rows, shape.query_width)
+
+    def head_major(self, part: Part | Segment) -> bool:
+        """Whether blocks of this part are [2, G, 16, d] instead of [16, row]."""
+        return part.representation == "kv" and part.tier != "disk" and self.formats["kv"].dtype != torch.uint8
+
+    def packed(self, representation: str) -> bool:
+        """Whether its rows are stored with fewer bits than they are computed with."""
+        return self.formats[representation].dtype == torch.uint8
 
     def attention_views(self, batch: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [B, G, T, d] over the attention buffer."""
@@ -53,3 +149,36 @@ class Buffers:
         used = batch * groups * tokens * d
         keys, values = self.attention[0, :used], self.attention[1, :used]
         return keys.view(batch, groups, tokens, d), values.view(batch, groups, tokens, d)
+
+    def loaded_region(self, step: MiniBatchStep, segment: Segment, slot: int) -> torch.Tensor:
+        """[B, blocks, 16 · row]: where a segment's blocks land on the device. Regions follow one another in the slot.
+
+        Native ACT of the device has a region too: it is gathered there, beside what the link brings.
+        """
+        gathered = segment.representation == "act" and not self.packed("act")
+        return _region(self.loaded[segment.representation][slot], step, segment, lambda s: gathered or s.tier != "device")
+
+    def read_region(self, step: MiniBatchStep, segment: Segment, slot: int) -> torch.Tensor:
+        """[B, blocks, 16 · row]: where a segment's blocks wait in host memory on their way from the disk."""
+        return _region(self.read[segment.representation][slot], step, segment, lambda s: s.tier == "disk")
+
+
+def _region(buffer: torch.Tensor, step: MiniBatchStep, segment: Segment, has_region) -> torch.Tensor:
+    """The segment's rows of a slot that the step's segments share, in their order."""
+    batch, start = len(step.requests), 0
+    for other in step.of(segment.representation):
+        if other is segment:
+            break
+        if has_region(other):
+            start += batch * other.buffer_blocks
+    size = batch * segment.buffer_blocks
+    return buffer[start : start + size].view(batch, segment.buffer_blocks, -1)
+
+
+def run_view(blocks: torch.Tensor, run: BlockRun) -> torch.Tensor:
+    """[blocks, …] -> [rows, run.blocks, …]: the blocks of a run, without a copy."""
+    window = blocks[run.first : run.first + (run.rows - 1) * run.stride + run.blocks]
+    return window.as_strided(
+        (run.rows, run.blocks, *blocks.shape[1:]), (run.stride * blocks.stride(0), *blocks.stride()),
+        window.storage_offset(),
+    )  # fmt: skip

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 from functools import lru_cache
 
-import numpy as np
 import torch
 
+from flexhybrid.core.steps import BlockRun
 from flexhybrid.runtime.host_memory import HostMemory
 
 
@@ -96,17 +96,16 @@ class CudaCopies:
     def copy_d2h(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source, non_blocking=True)
 
-    def copy_blocks_h2d(
-        self, target: torch.Tensor, pool: torch.Tensor, first: np.ndarray, count: np.ndarray, first_column: int,
-        num_bytes: int,
-    ) -> None:  # fmt: skip
+    def copy_blocks_h2d(self, target: torch.Tensor, pool: torch.Tensor, runs: tuple[BlockRun, ...]) -> None:
+        """target [B, columns, block], pool [blocks, …]: the blocks of all runs, neighbours in one copy."""
         if not self.enabled:
             return
-        whole_rows = first_column == 0 and target.shape[1] == int(count[0])
-        if whole_rows and (count == count[0]).all() and (np.diff(first) == count[0]).all():
-            target.flatten(0, 1).copy_(pool[first[0] : first[0] + len(first) * count[0]], non_blocking=True)
-            return
-        for row, (start, blocks) in enumerate(zip(first.tolist(), count.tolist(), strict=True)):
-            if blocks:
-                part = target[row, first_column : first_column + blocks]
-                part.copy_(pool[start : start + blocks], non_blocking=True)
+        blocks_of = pool.flatten(1)
+        for row, rows, column, first, stride, blocks in runs:
+            if rows == 1 or (stride == blocks == target.shape[1]):
+                part = target[row : row + rows, column : column + blocks].view(-1, target.shape[2])
+                part.copy_(blocks_of[first : first + rows * blocks], non_blocking=True)
+                continue
+            for i in range(rows):
+                start = first + i * stride
+                target[row + i, column : column + blocks].copy_(blocks_of[start : start + blocks], non_blocking=True)

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.memory import BufferSizes
 from flexhybrid.core.plan import Wave
+from flexhybrid.core.policy import Policy
 from flexhybrid.core.stream import stream
 from flexhybrid.core.task import Task
 from flexhybrid.core.trace import TraceEvent
-from flexhybrid.runtime.buffers import Buffers
+from flexhybrid.runtime.buffers import Buffers, cache_disk_bytes
 from flexhybrid.runtime.executor import Executor
 from flexhybrid.runtime.lanes import Clock, Lane, StreamLane
 from flexhybrid.runtime.links import CpuCopies
 from flexhybrid.runtime.sampling import SamplingPlan
-from flexhybrid.runtime.weights import Weights
+from flexhybrid.runtime.weights import DiskPlace, Weights, WeightSlots
+
 
 #: Of a request (by its place in the wave): hears of its tokens, in order; returns the text that ends it, or None.
 StopTexts = Mapping[int, Callable[[int], str | None]]
@@ -43,16 +46,19 @@ class Engine:
     def __init__(
         self,
         weights: Weights,
+        policy: Policy,
         sizes: BufferSizes,
         link_gb_per_s: float | None = None,
-        slots: list[torch.Tensor] | None = None,
+        slots: WeightSlots | None = None,
         num_threads: int | None = None,
+        disk: DiskPlace = DiskPlace(),
     ):
         self.weights, self.device = weights, weights.device
         if self.device.type == "cuda" and link_gb_per_s is not None:
             raise InputError("link_gb_per_s paces the copies of a CPU; a CUDA device runs at the rate of its own link")
         self.sizes = sizes
-        self.buffers = Buffers(weights.shape, sizes, weights.dtype, self.device)
+        self.disk = disk.space(cache_disk_bytes(weights.shape, policy, sizes, weights.dtype))
+        self.buffers = Buffers(weights.shape, policy, sizes, weights.dtype, self.device, self.disk)
         self.slots = weights.make_slots() if slots is None else slots
         self.num_threads = num_threads or torch.get_num_threads()
         if self.device.type == "cuda":
@@ -64,13 +70,26 @@ class Engine:
         else:
             self.copies = CpuCopies(link_gb_per_s)
 
+    def close(self) -> None:
+        """Give the cache's disk space back."""
+        if self.disk:
+            self.disk.close()
+
     def executor(self, wave: Wave, prompts: list[list[int]], plan: SamplingPlan) -> Executor:
         """The verb functions over one wave."""
         return Executor(self.weights, self.slots, self.buffers, wave, prompts, plan, self.copies)
 
     def lanes(self, executor: Executor) -> list[Lane]:
-        """One lane a resource: threads on a CPU, streams on CUDA; host_compute is a thread on both."""
-        host_compute = Lane("host_compute", executor.perform)
+        """One lane a resource: threads on a CPU, streams on CUDA; the host's own and the disk's are threads on both.
+
+        OpenMP keeps its number of threads for each thread that uses it, so each lane sets its own.
+        """
+        host_threads = 1 if self.device.type == "cpu" else max(1, self.num_threads // 2)
+        on_host = [
+            Lane("host_compute", executor.perform, on_start=partial(torch.set_num_threads, host_threads)),
+            Lane("disk_read", executor.perform),
+            Lane("disk_write", executor.perform),
+        ]
         if self.device.type == "cuda":
             from flexhybrid.runtime.cuda import CudaClock, CudaStream, lane_streams
 
@@ -78,17 +97,14 @@ class Engine:
             streams = lane_streams(self.device).items()
             return [
                 *(StreamLane(name, executor.perform, CudaStream(stream, clock)) for name, stream in streams),
-                host_compute,
+                *on_host,
             ]
 
-        def use_threads() -> None:
-            torch.set_num_threads(self.num_threads)  # OpenMP keeps this per thread
-
         return [
-            Lane("compute", executor.perform, on_start=use_threads),
+            Lane("compute", executor.perform, on_start=partial(torch.set_num_threads, self.num_threads)),
             Lane("h2d", executor.perform),
             Lane("d2h", executor.perform),
-            host_compute,
+            *on_host,
         ]
 
     def run(

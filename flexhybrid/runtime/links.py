@@ -7,6 +7,7 @@ import time
 import numpy as np
 import torch
 
+from flexhybrid.core.steps import BlockRun
 from flexhybrid.runtime.host_memory import HostMemory
 
 #: A copy that begins within this time of the last one's end was waiting for it: the link was never idle.
@@ -49,36 +50,23 @@ def as_bytes(tensor: torch.Tensor) -> np.ndarray:
     return tensor.view(torch.uint8).numpy()
 
 
-def copy_block_runs(
-    target: np.ndarray, source: np.ndarray, first: np.ndarray, count: np.ndarray, first_column: int = 0
-) -> None:
-    """target[b, first_column : first_column + count[b]] = source[first[b] : first[b] + count[b]] for every request b.
+def copy_runs(target: np.ndarray, source: np.ndarray, runs: tuple[BlockRun, ...]) -> None:
+    """target[row, column : column + blocks] = source[first : first + blocks] for every request of every run.
 
-    target: [B, columns, …] and source: [blocks, …] hold blocks of equal size. Neighbouring requests with equal counts
-    and evenly spaced extents go as one strided copy. numpy releases the GIL while it copies and starts no threads.
+    target: [B, columns, …] and source: [blocks, …] hold blocks of equal size. A run of several requests goes as one
+    strided copy. numpy releases the GIL while it copies and starts no threads.
     """
-    for row, rows, start, stride, blocks in block_runs(first, count):
-        window = source[start : start + (rows - 1) * stride + blocks]
+    for row, rows, column, first, stride, blocks in runs:
+        window = source[first : first + (rows - 1) * stride + blocks]
         shape = (rows, blocks, *source.shape[1:])
         strides = (stride * source.strides[0], *source.strides)
         view = np.lib.stride_tricks.as_strided(window, shape, strides, writeable=False)
-        np.copyto(target[row : row + rows, first_column : first_column + blocks], view)
+        np.copyto(target[row : row + rows, column : column + blocks], view)
 
 
-def block_runs(first: np.ndarray, count: np.ndarray) -> list[tuple[int, int, int, int, int]]:
-    """Group requests into runs (row, rows, first block, stride in blocks, blocks each), leaving out empty ones."""
-    runs: list[tuple[int, int, int, int, int]] = []
-    for row, (start, blocks) in enumerate(zip(first.tolist(), count.tolist(), strict=True)):
-        if blocks == 0:
-            continue
-        if runs:
-            begin, rows, begin_block, stride, length = runs[-1]
-            step = start - (begin_block + (rows - 1) * stride)
-            if begin + rows == row and length == blocks and step > 0 and (rows == 1 or step == stride):
-                runs[-1] = (begin, rows + 1, begin_block, step, length)
-                continue
-        runs.append((row, 1, start, 0, blocks))
-    return runs
+def num_blocks(runs: tuple[BlockRun, ...]) -> int:
+    """Blocks of all runs together."""
+    return sum(run.rows * run.blocks for run in runs)
 
 
 class CpuCopies:
@@ -104,14 +92,13 @@ class CpuCopies:
     def copy_d2h(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self._copy(self.d2h, target, source)
 
-    def copy_blocks_h2d(
-        self, target: torch.Tensor, pool: torch.Tensor, first, count, first_column: int, num_bytes: int
-    ) -> None:
+    def copy_blocks_h2d(self, target: torch.Tensor, pool: torch.Tensor, runs: tuple[BlockRun, ...]) -> None:
+        """target [B, columns, block], pool [blocks, …]: the blocks of all runs."""
         if not self.enabled:
             return
         began = self.h2d.begin()
-        copy_block_runs(as_bytes(target), as_bytes(pool), first, count, first_column)
-        self.h2d.end(began, num_bytes)
+        copy_runs(as_bytes(target), as_bytes(pool.flatten(1)), runs)
+        self.h2d.end(began, num_blocks(runs) * pool[0].nbytes)
 
     def _copy(self, pacer: Pacer, target: torch.Tensor, source: torch.Tensor) -> None:
         if not self.enabled and pacer is self.h2d:

@@ -87,7 +87,7 @@ def profile(
     ``on_progress`` is called 2 · len(sizes) times. Contexts are cut to the model's positions.
     """
     small = replace(shape, num_layers=2)
-    weights = Weights(small, RandomWeights(small, device=device.type), dtype, device, device_share=0.0)
+    weights = Weights(small, RandomWeights(small, device=device.type), dtype, device, Policy())
     slots = weights.make_slots()
     passes: list[dict] = []
     for _ in range(2):
@@ -150,7 +150,7 @@ def _run(weights: Weights, slots, size, link_gb_per_s: float | None) -> list[Tra
         max_mini_batch_tokens=per_mini_batch * (context + 48),
     )
     wave = admit(shape, policy, Workload.uniform(requests, context, 4), weights.bytes_per_element)
-    engine = Engine(weights, buffer_sizes(wave), link_gb_per_s, slots=slots)
+    engine = Engine(weights, policy, buffer_sizes(wave), link_gb_per_s, slots=slots)
     generator = np.random.default_rng(0)
     prompts = [generator.integers(0, shape.vocab, context).tolist() for _ in range(requests)]
     plan = greedy_plan(requests)

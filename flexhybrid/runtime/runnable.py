@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.policy import Policy
-
-#: Cache entries that the executor's pools hold.
-RUNNABLE_KINDS = ("act@device", "act@host", "kv@device", "kv@host")
+from flexhybrid.core.policy import GROUP_ELEMENTS, Policy
+from flexhybrid.core.shape import ModelShape
 
 
-def check_runnable(policy: Policy) -> None:
+def check_runnable(shape: ModelShape, policy: Policy) -> None:
     """Refuse what the executor does not run, by name (InputError)."""
-    for key in policy.cache_kinds:
-        if key not in RUNNABLE_KINDS:
-            raise InputError(f"policy {policy.name}: cache entry {key} cannot be run; can: {', '.join(RUNNABLE_KINDS)}")
+    widths = {
+        "weights": (shape.hidden, shape.query_width, shape.ffn), "kv": (shape.kv_width,), "act": (shape.hidden,),
+    }  # fmt: skip
+    for name, sizes in widths.items():
+        odd = [size for size in sizes if size % GROUP_ELEMENTS]
+        if getattr(policy.bits, name) != "native" and odd:
+            raise InputError(
+                f"policy {policy.name}: bits.{name} {getattr(policy.bits, name)} needs rows of whole groups of "
+                f"{GROUP_ELEMENTS} elements; model {shape.name} has rows of {odd[0]}"
+            )
     refusals = (
-        (policy.schedule != "column", f"schedule {policy.schedule}"),
-        (policy.weights.disk > 0, "weights on disk"),
         (policy.embedding.device < 1, "embedding and head off the device"),
-        (policy.hidden != "device", f"hidden states on the {policy.hidden}"),
-        (not policy.bits.native, "bits other than native"),
+        (policy.hidden == "disk", "hidden states on the disk"),
         (policy.selection.method != "none", f"selection {policy.selection.method}"),
-        (policy.attention != "device", f"attention on the {policy.attention}"),
-        (policy.weight_order != "kv_first", f"weight_order {policy.weight_order}"),
-        (policy.static_cache, "a static cache"),
-        (policy.overlap is not True, f"overlap {str(policy.overlap).lower()}"),
+        (policy.attention == "host" and policy.bits.kv != "native", f"attention on the host over {policy.bits.kv}-bit KV"),
     )
     for refused, what in refusals:
         if refused:

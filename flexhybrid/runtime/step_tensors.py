@@ -1,0 +1,101 @@
+"""What a step's compute verbs need on the device: made once an iteration, used by every layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from flexhybrid.core.blocks import BLOCK_TOKENS, BlockKinds
+from flexhybrid.core.steps import MiniBatchStep
+from flexhybrid.runtime.sampling import StepSampling
+
+Rotation = tuple[torch.Tensor, torch.Tensor]  #: cosines and sines, [R, d] each
+
+
+@dataclass(frozen=True)
+class StorePlace:
+    """Where a part's new rows come from, and on the device where they go; ``rows`` None: all of them, in order."""
+
+    rows: torch.Tensor | None
+    blocks: torch.Tensor | None = None
+    offsets: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class StepTensors:
+    """Rows are a padded grid [B, computed_width]: a recomputed prefix, then new tokens."""
+
+    cells_R: torch.Tensor  #: of the token table
+    positions_R: torch.Tensor
+    rotation_R: Rotation | None
+    act_rotation: Rotation | None  #: of the rows that KV-Gen recomputes
+    mask_B1NT: torch.Tensor | None  #: added to scores; None when nothing is padding
+    last_rows_B: torch.Tensor | None  #: rows that the head reads; None when it is all of them
+    sampled_cells_B: torch.Tensor  #: of the token table
+    sampling: StepSampling | None
+    stores: dict[str, StorePlace]
+
+
+class TokenTable:
+    """Token ids of every request on the device, prompt and answer, one request after the other."""
+
+    def __init__(self, prompts: list[list[int]], num_tokens: np.ndarray, device: torch.device):
+        self.start = np.cumsum(np.r_[0, num_tokens])
+        flat = np.zeros(self.start[-1], dtype=np.int64)
+        for first, prompt in zip(self.start, prompts, strict=False):
+            flat[first : first + len(prompt)] = prompt
+        self.ids = torch.from_numpy(flat).to(device)
+
+    def cells(self, requests: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Places in ``ids``; ``requests`` is [B], ``positions`` [B] or [B, …]."""
+        return self.start[requests].reshape(-1, *[1] * (positions.ndim - 1)) + positions
+
+
+def computed_positions(step: MiniBatchStep) -> np.ndarray:
+    """[B, computed width]: the prefix's positions, then the new tokens'; padding stays within the request."""
+    prefix = np.minimum(np.arange(step.recomputed_width), step.context[:, None])
+    new = np.minimum(np.arange(step.width), step.new_tokens[:, None] - 1) + step.context[:, None]
+    return np.concatenate([prefix, new], axis=1)
+
+
+def act_positions(step: MiniBatchStep, kinds: BlockKinds) -> np.ndarray:
+    """Positions of the rows that KV-Gen recomputes, in the order of its buffer: per segment [B, blocks · 16], flat."""
+    pieces = []
+    for segment in step.of("act"):
+        kind = kinds.kinds.index(segment.kind)
+        columns = np.arange(segment.buffer_blocks * BLOCK_TOKENS)
+        index = np.minimum(columns, np.maximum(segment.num_tokens[:, None] - 1, 0))
+        pieces.append(kinds.positions(kind, index + segment.start_block[:, None] * BLOCK_TOKENS).reshape(-1))
+    return np.concatenate(pieces)
+
+
+def visible(step: MiniBatchStep) -> np.ndarray | None:
+    """[B, N, T] true where new token n looks at column t; None when it is all of them (one new token, no padding)."""
+    pieces = [np.arange(s.max_tokens) < s.num_tokens[:, None] for s in step.segments if s.max_tokens]
+    if step.recomputed_width:
+        pieces.append(np.arange(step.recomputed_width) < step.recomputed[:, None])
+    cached = np.concatenate([np.zeros((len(step.requests), 0), dtype=bool), *pieces], axis=1)
+    if step.width == 1 and cached.all():
+        return None
+    causal = np.tri(step.width, dtype=bool)
+    grid = (len(step.requests), step.width)
+    return np.concatenate(
+        [np.broadcast_to(cached[:, None], (*grid, cached.shape[1])), np.broadcast_to(causal, (*grid, step.width))],
+        axis=2,
+    )
+
+
+def mask_of(step: MiniBatchStep) -> np.ndarray | None:
+    """``visible`` as [B, 1, N, T] of 0 and -inf."""
+    seen = visible(step)
+    return None if seen is None else np.where(seen, 0.0, -np.inf).astype(np.float32)[:, None]
+
+
+def store_rows(step: MiniBatchStep, rows: np.ndarray) -> np.ndarray | None:
+    """Rows of the new-token grid as rows of the computed grid; None when it is all of them, in order."""
+    if len(rows) == len(step.requests) * step.computed_width:
+        return None
+    request, token = np.divmod(rows, step.width)
+    return request * step.computed_width + step.recomputed_width + token

@@ -1,0 +1,129 @@
+"""Verbs that bring a context together and attend to it, on the device or on the host."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from flexhybrid.core.blocks import BLOCK_TOKENS, ceil_blocks
+from flexhybrid.core.steps import block_runs
+from flexhybrid.core.task import Task
+from flexhybrid.runtime import attention
+from flexhybrid.runtime.buffers import run_view
+from flexhybrid.runtime.verbs.moving import put_rows
+
+
+@torch.inference_mode()
+def assemble(ex, task: Task) -> None:
+    """Lay keys and values of all segments side by side, head-major; then the recomputed prefix; then the new tokens."""
+    step, shape, slot = task.payload.step, ex.shape, task.payload.slot
+    groups, d, batch = shape.num_kv_heads, shape.head_dim, len(step.requests)
+    targets = ex.buffers.attention_views(batch, step.attention_tokens)
+    column, generated, plain = 0, 0, 0
+    for segment in step.segments:
+        width, size = segment.max_tokens, batch * segment.buffer_blocks * BLOCK_TOKENS
+        if not width:
+            continue
+        if segment.representation == "act":
+            _lay_rows(ex.buffers.generated[generated : generated + size], targets, column, width, shape)
+            generated += size
+        elif ex.buffers.packed("kv"):
+            _lay_rows(ex.buffers.plain_kv[plain : plain + size], targets, column, width, shape)
+            plain += size
+        elif not ex.buffers.head_major(segment):
+            _lay_rows(ex.buffers.loaded_region(step, segment, slot), targets, column, width, shape)
+        elif segment.tier == "host":
+            blocks = ex.buffers.loaded_region(step, segment, slot)
+            blocks = blocks.view(batch, segment.buffer_blocks, 2, groups, BLOCK_TOKENS, d)
+            _lay_blocks(blocks, targets, slice(0, batch), column, width)
+        else:
+            pool = ex.buffers.pools[segment.space][task.layer]
+            for run in segment.runs:
+                start = run.column * BLOCK_TOKENS
+                held = min(width - start, run.blocks * BLOCK_TOKENS)
+                rows = slice(run.row, run.row + run.rows)
+                _lay_blocks(run_view(pool, run), targets, rows, column + start, held)
+        column += width
+    own = ex.kvq[slot][:, : shape.kv_width].view(batch, step.computed_width, 2, groups, d)
+    for part, target in enumerate(targets):
+        target[:, :, column:].copy_(own[:, :, part].transpose(1, 2))
+
+
+def _lay_rows(rows: torch.Tensor, targets, column: int, width: int, shape) -> None:
+    """Rows [B · columns, 2·G·d], token by token -> columns [column, column + width) of keys and values."""
+    grid = rows.view(len(targets[0]), -1, 2, shape.num_kv_heads, shape.head_dim)[:, :width]
+    for part, target in enumerate(targets):
+        target[:, :, column : column + width].copy_(grid[:, :, part].transpose(1, 2))
+
+
+def _lay_blocks(blocks: torch.Tensor, targets, requests: slice, column: int, width: int) -> None:
+    """blocks [B, n, 2, G, 16, d] -> columns [column, column + width) of keys and values."""
+    full, rest = divmod(width, BLOCK_TOKENS)
+    for part, target in enumerate(targets):
+        if full:
+            window = target[requests, :, column : column + full * BLOCK_TOKENS]
+            window = window.unflatten(2, (full, BLOCK_TOKENS))
+            window.copy_(blocks[:, :full, part].transpose(1, 2))
+        if rest:
+            start = column + full * BLOCK_TOKENS
+            target[requests, :, start : start + rest].copy_(blocks[:, full, part, :, :rest])
+
+
+@torch.inference_mode()
+def attend(ex, task: Task) -> None:
+    """The new tokens over their whole context: [B, N, H·d]."""
+    step, shape = task.payload.step, ex.shape
+    batch = len(step.requests)
+    keys, values = ex.buffers.attention_views(batch, step.attention_tokens)
+    mask = ex.tensors(task).mask_B1NT
+    query = ex.kvq[task.payload.slot][:, shape.kv_width :].view(batch, -1, shape.num_heads, shape.head_dim)
+    new = query[:, step.recomputed_width :]
+    if step.width == 1:
+        attended = attention.attend_decode(new.reshape(batch, shape.num_heads, shape.head_dim), keys, values, mask)
+    else:
+        attended = attention.attend_chunk(new, keys, values, mask).view(batch * step.width, -1)
+    ex.attended = attended
+
+
+@torch.inference_mode()
+def attend_recomputed(ex, task: Task) -> None:
+    """The tokens of the recomputed prefix over themselves; its rows come before the new tokens'."""
+    step, batch = task.payload.step, len(task.payload.step.requests)
+    prefix = _over_themselves(ex, task, slice(0, step.recomputed_width))
+    ex.attended = torch.cat([prefix, ex.attended.view(batch, step.width, -1)], dim=1).flatten(0, 1)
+
+
+@torch.inference_mode()
+def attend_prefill(ex, task: Task) -> None:
+    """The tokens of a prompt over themselves."""
+    ex.attended = _over_themselves(ex, task, slice(None)).flatten(0, 1)
+
+
+def _over_themselves(ex, task: Task, tokens: slice) -> torch.Tensor:
+    """Causal attention of these columns of the computed grid: [B, columns, H·d]."""
+    shape, batch = ex.shape, len(task.payload.step.requests)
+    grid = ex.kvq[task.payload.slot].view(batch, -1, shape.kv_width + shape.query_width)[:, tokens]
+    own = grid[..., : shape.kv_width].unflatten(-1, (2, shape.num_kv_heads, shape.head_dim))
+    query = grid[..., shape.kv_width :].unflatten(-1, (shape.num_heads, shape.head_dim))
+    return attention.attend_prefill(query, own[:, :, 0], own[:, :, 1])
+
+
+@torch.inference_mode()
+def attend_host(ex, task: Task) -> None:
+    """Attention beside the host's KV blocks: new rows into their blocks, then each request over its own."""
+    step, shape, slot = task.payload.step, ex.shape, task.payload.slot
+    batch = len(step.requests)
+    strip = ex.buffers.query_strip[slot, :batch]
+    (store,) = step.stores
+    put_rows(ex, task, store, strip[:, : shape.kv_width].contiguous())
+    query = strip[:, shape.kv_width :].view(batch, shape.num_heads, shape.head_dim)
+    out = ex.buffers.out_strip[slot, :batch].view(batch, shape.num_heads, shape.head_dim)
+    tokens = step.context + 1
+    runs = block_runs(ex.wave.first_block[store.kind][step.requests], ceil_blocks(tokens), np.zeros_like(tokens))
+    attention.attend_blocks(query, ex.buffers.pools[store.space][task.layer], runs, tokens, out)
+
+
+VERBS = {
+    verb.__name__: verb
+    for verb in (assemble, attend, attend_recomputed, attend_prefill, attend_host)
+}  # fmt: skip

@@ -1,0 +1,193 @@
+"""Verbs of the compute lane that look at each token by itself: projections, KV-Gen, feed-forward, head, conversions."""
+
+from __future__ import annotations
+
+import torch
+
+from flexhybrid.core.blocks import BLOCK_TOKENS
+from flexhybrid.core.task import Task
+from flexhybrid.core.work import MIN_KV_GEN_ROWS
+from flexhybrid.runtime import sampling
+from flexhybrid.runtime.buffers import run_view
+from flexhybrid.runtime.quantize import dequantize, quantize
+from flexhybrid.runtime.rotary import rotate_
+from flexhybrid.runtime.weights import linear
+
+
+@torch.inference_mode()
+def embed(ex, task: Task) -> None:
+    """Token ids -> hidden states [R, h]; here a step begins."""
+    tensors = ex.begin_step(task)
+    tokens = ex.tokens.ids[tensors.cells_R]
+    ex.hidden[ex.hidden_key(task)] = ex.model.embed(ex.shape, ex.weights.outer, tokens, tensors.positions_R)
+
+
+@torch.inference_mode()
+def dequantize_weights(ex, task: Task) -> None:
+    """The layer's packed matrices in the compute dtype."""
+    ex.weights.dequantize(ex.stored_layer(task), ex.plain_weights)
+
+
+@torch.inference_mode()
+def dequantize_act(ex, task: Task) -> None:
+    """Packed ACT of all tiers -> rows [·, h], segment after segment."""
+    step, first, h = task.payload.step, 0, ex.shape.hidden
+    for segment in step.of("act"):
+        size = len(step.requests) * segment.buffer_blocks * BLOCK_TOKENS
+        target = ex.buffers.plain_act[first : first + size].view(len(step.requests), -1, BLOCK_TOKENS, h)
+        _unpack(ex, task, segment, target, ex.policy.bits.act)
+        first += size
+
+
+@torch.inference_mode()
+def dequantize_kv(ex, task: Task) -> None:
+    """Packed KV of all tiers -> rows [·, 2·G·d], segment after segment."""
+    step, first = task.payload.step, 0
+    for segment in step.of("kv"):
+        size = len(step.requests) * segment.buffer_blocks * BLOCK_TOKENS
+        target = ex.buffers.plain_kv[first : first + size].view(len(step.requests), -1, BLOCK_TOKENS, ex.shape.kv_width)
+        _unpack(ex, task, segment, target, ex.policy.bits.kv)
+        first += size
+
+
+def _unpack(ex, task: Task, segment, target: torch.Tensor, bits: int) -> None:
+    """A segment's packed blocks -> target [B, blocks, 16, width]."""
+    if segment.tier != "device":
+        packed = ex.buffers.loaded_region(task.payload.step, segment, task.payload.slot)
+        dequantize(packed.view(*target.shape[:3], -1), bits, target.dtype, out=target)
+        return
+    pool = ex.buffers.pools[segment.space][task.layer]
+    for run in segment.runs:
+        part = target[run.row : run.row + run.rows, run.column : run.column + run.blocks]
+        dequantize(run_view(pool, run), bits, target.dtype, out=part)
+
+
+@torch.inference_mode()
+def kv_gen(ex, task: Task) -> None:
+    """Keys and values from ACT, one product: [·, h] -> [·, 2·G·d]; keys rotated with their own positions."""
+    step, shape = task.payload.step, ex.shape
+    w, count = ex.layer_weights(task), len(step.requests) * step.act_blocks * BLOCK_TOKENS
+    if ex.buffers.packed("act"):
+        rows = ex.buffers.plain_act[:count]
+    else:
+        rows = ex.buffers.loaded["act"][task.payload.slot].view(-1, shape.hidden)[:count]
+        _gather_act(ex, task)
+    if len(rows) < MIN_KV_GEN_ROWS:
+        rows = torch.cat([rows, rows.new_zeros(MIN_KV_GEN_ROWS - len(rows), rows.shape[1])])
+    bias = w["kvq.bias"][0][: shape.kv_width] if "kvq.bias" in w else None
+    generated = ex.buffers.generated[: len(rows)]
+    if len(w["kv.weight"]) == 1 and bias is not None:
+        torch.addmm(bias, rows, w["kv.weight"][0].t(), out=generated)
+    elif len(w["kv.weight"]) == 1:
+        torch.mm(rows, w["kv.weight"][0].t(), out=generated)
+    else:
+        generated.copy_(linear(rows, w["kv.weight"], bias))
+    if rotation := ex.tensors(task).act_rotation:
+        keys = generated[:count, : shape.kv_width // 2]
+        rotate_(keys.view(count, shape.num_kv_heads, shape.head_dim), *rotation)
+
+
+def _gather_act(ex, task: Task) -> None:
+    """ACT blocks of the device, beside those that the link brought."""
+    for segment in task.payload.step.of("act"):
+        if segment.tier == "device":
+            pool = ex.buffers.pools[segment.space][task.layer].flatten(1)
+            target = ex.buffers.loaded_region(task.payload.step, segment, task.payload.slot)
+            for run in segment.runs:
+                part = target[run.row : run.row + run.rows, run.column : run.column + run.blocks]
+                part.copy_(run_view(pool, run))
+
+
+@torch.inference_mode()
+def project(ex, task: Task) -> None:
+    """Keys, values and queries of the computed tokens, and the native ones' rows to staging."""
+    shape, w, slot = ex.shape, ex.layer_weights(task), task.payload.slot
+    tensors = ex.tensors(task)
+    ex.act = ex.model.attention_input(shape, w, ex.hidden[ex.hidden_key(task)])
+    kvq = linear(ex.act, w["kvq.weight"], w["kvq.bias"][0] if "kvq.bias" in w else None)
+    if tensors.rotation_R:
+        rows, keys = len(kvq), shape.kv_width // 2
+        rotate_(kvq[:, :keys].view(rows, shape.num_kv_heads, shape.head_dim), *tensors.rotation_R)
+        rotate_(kvq[:, shape.kv_width :].view(rows, shape.num_heads, shape.head_dim), *tensors.rotation_R)
+    if ex.policy.attention != "host":
+        ex.kvq.clear()  # with attention on the device the other slot's is over: its memory need not wait
+    ex.kvq[slot] = kvq
+    step = task.payload.step
+    if ex.policy.attention == "host" and not step.prefill:
+        return  # the new rows go with the queries
+    for store in step.stores:
+        if not ex.buffers.packed(store.representation):
+            _stage(ex, store, tensors.stores[store.space].rows, slot)
+
+
+def _stage(ex, store, rows: torch.Tensor | None, slot: int) -> None:
+    """New rows of one part, as they are or packed, to its staging buffer."""
+    source = ex.act if store.representation == "act" else ex.kvq[slot][:, : ex.shape.kv_width]
+    target = ex.buffers.staging[store.space][slot, : len(store.rows)]
+    if ex.buffers.packed(store.representation):
+        bits = getattr(ex.policy.bits, store.representation)
+        quantize(source if rows is None else source[rows], bits, out=target)
+    elif rows is None:
+        target.copy_(source)
+    else:
+        torch.index_select(source, 0, rows, out=target)
+
+
+@torch.inference_mode()
+def quantize_rows(ex, task: Task) -> None:
+    """New rows of the parts that are stored packed, to staging."""
+    for store in task.payload.step.stores:
+        if ex.buffers.packed(store.representation):
+            rows = ex.tensors(task).stores[store.space].rows
+            _stage(ex, store, rows, task.payload.slot)
+
+
+@torch.inference_mode()
+def scatter_device(ex, task: Task) -> None:
+    """Staging -> blocks of the device."""
+    tensors, slot, shape = ex.tensors(task), task.payload.slot, ex.shape
+    for store in task.payload.step.stores:
+        if store.tier != "device":
+            continue
+        place, pool = tensors.stores[store.space], ex.buffers.pools[store.space][task.layer]
+        rows = ex.buffers.staging[store.space][slot, : len(store.rows)]
+        if ex.buffers.head_major(store):
+            pool[place.blocks, :, :, place.offsets] = rows.view(-1, 2, shape.num_kv_heads, shape.head_dim)
+        else:
+            pool[place.blocks, place.offsets] = rows
+
+
+@torch.inference_mode()
+def finish(ex, task: Task) -> None:
+    """Output projection and feed-forward network: the next layer's hidden states."""
+    key = ex.hidden_key(task)
+    ex.hidden[key] = ex.model.finish(ex.shape, ex.layer_weights(task), ex.hidden[key], ex.attended)
+    if task.layer == ex.shape.num_layers - 1 and not task.payload.step.last:
+        ex.end_chunk(task)
+
+
+@torch.inference_mode()
+def head(ex, task: Task) -> None:
+    """Logits of each request's last token."""
+    last = ex.tensors(task).last_rows_B
+    hidden = ex.hidden[ex.hidden_key(task)]
+    ex.logits = ex.model.head(ex.shape, ex.weights.outer, hidden if last is None else hidden[last])
+
+
+@torch.inference_mode()
+def sample(ex, task: Task) -> None:
+    """The next token of each request, into the token table and on its way to the host."""
+    tensors = ex.tensors(task)
+    chosen = sampling.choose(ex.logits, tensors.sampling)
+    ex.tokens.ids[tensors.sampled_cells_B] = chosen
+    ex.sampled[task.mini_batch][: len(chosen)].copy_(chosen)
+    if task.payload.step.chunk:
+        ex.end_chunk(task)
+
+
+VERBS = {
+    verb.__name__: verb
+    for verb in (
+        embed, dequantize_weights, dequantize_act, dequantize_kv, kv_gen, project, scatter_device, finish, head, sample,
+    )
+} | {"quantize": quantize_rows}  # fmt: skip
