@@ -13,6 +13,7 @@ from models import save_opt
 from safetensors.torch import load_file, save_file
 
 from flexhybrid import LLM, InputError, Policy, SamplingParams
+from flexhybrid.core.policy import Bits, Placement
 from flexhybrid.jobs import shipped
 from flexhybrid.runtime.loader import Checkpoint
 
@@ -238,7 +239,6 @@ def test_a_wave_planned_for_other_weights_is_refused(tiny):
     """Running it would read weights that were never loaded: silently wrong tokens."""
     from flexhybrid.core.memory import buffer_sizes
     from flexhybrid.core.plan import admit
-    from flexhybrid.core.policy import Placement
     from flexhybrid.core.workload import Workload
     from flexhybrid.runtime.engine import Engine
     from flexhybrid.runtime.sampling import greedy_plan
@@ -341,7 +341,8 @@ def test_wrong_sampling_params_are_errors_before_loading(tiny, params, words):
         ({"device_memory": "4KiB"}, "device memory: .*needs at least"),
         ({"host_memory": "lots"}, "lots"),
         ({"host_memory": "-3GiB"}, "must be positive"),
-        ({"policy": Policy(schedule="row")}, "schedule row"),
+        ({"policy": Policy(embedding=Placement(host=1))}, "embedding"),
+        ({"policy": Policy(bits=Bits(kv=4))}, "needs rows of whole groups of 64"),
         ({"policy": Policy(cache={"tok": 1.0})}, "tok"),
     ],
 )

@@ -22,6 +22,7 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.plan import Wave, admit
 from flexhybrid.core.policy import Bits, Placement, Policy, Selection
 from flexhybrid.core.shape import ModelShape
+from flexhybrid.core.steps import num_chunks
 from flexhybrid.core.stream import stream
 from flexhybrid.core.task import RESOURCES, Access, Task, Work
 from flexhybrid.core.trace import TraceEvent, busy_seconds, check_trace, iteration_ends, save_chrome_trace
@@ -92,16 +93,25 @@ def test_every_running_request_takes_part_exactly_once_an_iteration(wave_and_sto
                 took_part[task.verb, task.iteration, task.layer, request] += 1
     last = wave.shape.num_layers - 1
     expected = Counter()
-    for request in range(wave.workload.num_requests):
-        for iteration in range(int(wave.workload.max_tokens[request])):
-            if runs_in(wave, stops, request, iteration):
-                expected["embed", iteration, 0, request] += 1
-                for verb in ("head", "sample", "store_out"):
-                    expected[verb, iteration, last, request] += 1
-                for layer in range(last + 1):
-                    for verb in ("project", "attend" if iteration else "attend_prefill", "finish"):
-                        expected[verb, iteration, layer, request] += 1
-    assert took_part == expected
+    for group in wave.mini_batches:
+        chunks = num_chunks(wave.policy, wave.workload.prompt_tokens[group])
+        for request in group.tolist():
+            for iteration in range(int(wave.workload.max_tokens[request])):
+                if runs_in(wave, stops, request, iteration):
+                    steps = 1 if iteration else chunks
+                    expected["embed", iteration, 0, request] += steps
+                    for verb in ("head", "sample", "store_out"):
+                        expected[verb, iteration, last, request] += 1
+                    for layer in range(last + 1):
+                        for verb in ("project", "finish"):
+                            expected[verb, iteration, layer, request] += steps
+                        expected["attend_prefill", iteration, layer, request] += iteration == 0
+                        expected["attend", iteration, layer, request] += steps - (iteration == 0)
+    assert took_part == +expected
+
+
+def key_of(task: Task) -> tuple:
+    return task.iteration, task.layer, task.mini_batch, task.payload.step.chunk
 
 
 class Memory:
@@ -112,7 +122,7 @@ class Memory:
         self.pools: dict[tuple, tuple[int, int]] = {}  # (kind, layer, block, offset) -> (request, position)
         self.buffers: dict[tuple, tuple] = {}  # (representation, slot) -> (layer, mini-batch, tokens)
         self.weights = defaultdict(dict)  # slot -> byte -> layer
-        self.found = defaultdict(list)  # (iteration, layer, mini-batch) -> tokens that reached the attention buffer
+        self.found = defaultdict(list)  # key of a step in a layer -> tokens that reached the attention buffer
         self.staged: dict[str, tuple] = {}
 
     def read_pool(self, task: Task, kind: str) -> list[tuple[int, int]]:
@@ -154,7 +164,7 @@ class Memory:
         assert 1 <= task.work.num_copies <= len(step.requests)
         slot = task.payload.slot
         assert task.writes == (Access((f"{representation}_buffer",), slot, slot + 1),)
-        self.buffers[representation, slot] = (task.iteration, task.layer, task.mini_batch, tokens)
+        self.buffers[representation, slot] = (*key_of(task), tokens)
 
     def load_kv(self, task: Task) -> None:
         self.load(task, "kv")
@@ -164,7 +174,7 @@ class Memory:
 
     def gather(self, task: Task, representation: str) -> None:
         """What a computing verb finds: its slot of the buffer, if something was loaded, and the device's pool."""
-        step, key = task.payload.step, (task.iteration, task.layer, task.mini_batch)
+        step, key = task.payload.step, key_of(task)
         if any(segment.kind == f"{representation}@host" for segment in step.of(representation)):
             *owner, tokens = self.buffers[representation, task.payload.slot]
             assert tuple(owner) == key
@@ -187,8 +197,8 @@ class Memory:
         self.needs_weights(task, 0, self.wave.layout.vectors_end)
 
     def attend(self, task: Task) -> None:
-        step, key = task.payload.step, (task.iteration, task.layer, task.mini_batch)
-        context = [] if task.iteration == 0 else zip(step.requests.tolist(), step.context.tolist())
+        step, key = task.payload.step, key_of(task)
+        context = zip(step.requests.tolist(), step.context.tolist())
         wanted = [(request, position) for request, count in context for position in range(count)]
         assert sorted(self.found[key]) == wanted if wanted else not self.found[key]
 
@@ -343,22 +353,16 @@ def test_admission_takes_its_blocks_from_the_manager():
 @pytest.mark.parametrize(
     "fields, words",
     [
-        (dict(cache={"kv@disk": 1}), "kv@disk"),
-        (dict(cache={"tok": 0.5, "kv@host": 0.5}), "tok"),
-        (dict(schedule="row"), "schedule row"),
-        (dict(weights=Placement(disk=1)), "disk"),
         (dict(embedding=Placement(host=1)), "embedding"),
-        (dict(hidden="host"), "hidden"),
-        (dict(bits=Bits(kv=4)), "bits"),
+        (dict(hidden="disk"), "hidden states on the disk"),
         (dict(selection=Selection("heavy_hitter", budget=0.2)), "heavy_hitter"),
-        (dict(attention="host"), "attention"),
-        (dict(weight_order="natural"), "weight_order"),
-        (dict(overlap=False), "overlap"),
+        (dict(bits=Bits(act=8)), "bits.act 8 needs rows of whole groups of 64 elements; model tiny has rows of 8"),
+        (dict(bits=Bits(weights=4)), "bits.weights 4 needs rows of whole groups of 64 elements; model tiny has rows of 8"),
     ],
 )
 def test_what_the_executor_does_not_run_it_refuses_by_name(fields, words):
     with pytest.raises(InputError, match=words):
-        check_runnable(Policy(**fields))
+        check_runnable(tiny_shape(2), Policy(**fields))
 
 
 # --- clocks of our own ------------------------------------------------------------------------------------------------

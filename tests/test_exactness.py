@@ -6,12 +6,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import save_llama, save_opt
+from runs import forced_logits
 
 from flexhybrid import LLM, Policy, SamplingParams
 from flexhybrid.core.policy import Placement
 from flexhybrid.jobs import shipped, shipped_prompts
 from flexhybrid.jobs.exactness import Reference, compare_tokens
 from flexhybrid.llm import load_tokenizer
+from flexhybrid.runtime.loader import Checkpoint
 from sim.presets import hybrid, kv_only
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -168,48 +170,16 @@ def test_bfloat16_matches_our_kv_only_within_a_bound(tmp_path):
 def test_bfloat16_logits_stay_near_transformers_float32(tmp_path):
     """Teacher-forced on one text, so that texts cannot part: every policy's logits within 0.25 standard deviations of
     the float32 reference, and no policy further away than 1.5 times our own all-KV run."""
-    from flexhybrid.core.memory import buffer_sizes
-    from flexhybrid.core.plan import admit
-    from flexhybrid.core.workload import Workload
-    from flexhybrid.runtime.engine import Engine
-    from flexhybrid.runtime.executor import Executor
-    from flexhybrid.runtime.loader import Checkpoint
-    from flexhybrid.runtime.sampling import greedy_plan
-    from flexhybrid.runtime.weights import Weights
-
     reference = save_opt(tmp_path, layers=3, heads=4, vocab=97, positions=128, dtype=torch.bfloat16)
     generator = np.random.default_rng(4)
     texts = [generator.integers(3, 97, n).tolist() for n in (50, 90, 33)]
-    prompts, steps = [text[:-16] for text in texts], 16
-
-    class Forced(Executor):
-        """Records logits, and feeds the given text instead of what was sampled."""
-
-        def _sample(self, task):
-            step = task.payload.step
-            super()._sample(task)
-            for row, request in enumerate(step.requests.tolist()):
-                recorded.setdefault(request, []).append(self.logits[row].float())
-                if task.iteration < steps - 1:
-                    self.last_tokens[request] = texts[request][len(prompts[request]) + task.iteration]
-
-    checkpoint = Checkpoint(tmp_path)
-    weights = Weights(checkpoint.shape, checkpoint, "bfloat16", torch.device("cpu"), 0.0)
+    steps = 16
     with torch.inference_mode():
-        wanted = [reference(torch.tensor([text])).logits[0, len(p) - 1 : -1] for text, p in zip(texts, prompts)]
+        wanted = [reference(torch.tensor([text])).logits[0, -steps - 1 : -1] for text in texts]
     worst = {}
     for share in SHARES:
-        recorded: dict[int, list] = {}
-        wave = admit(
-            checkpoint.shape, hybrid(share, 400), Workload(np.array([len(p) for p in prompts]), [steps] * 3), 2
-        )
-        engine = Engine(weights, buffer_sizes(wave), num_threads=1)
-        plan = greedy_plan(3)
-        executor = Forced(weights, engine.slots, engine.buffers, wave, prompts, plan, engine.copies)
-        engine.run(wave, prompts, plan, executor=executor)
-        worst[share] = max(
-            float((torch.stack(recorded[i]) - logits).abs().max() / logits.std()) for i, logits in enumerate(wanted)
-        )
+        got = forced_logits(Checkpoint(tmp_path), hybrid(share, 400), texts, steps, dtype="bfloat16")
+        worst[share] = max(float((ours - logits).abs().max() / logits.std()) for ours, logits in zip(got, wanted))
     assert max(worst.values()) < 0.25, worst
     assert max(worst.values()) < 1.5 * worst[0.0] + 0.01, worst
 

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flexhybrid.core.steps import block_runs
 from flexhybrid.runtime.links import BACK_TO_BACK_S, CpuCopies, Pacer, copy_runs
 
 

@@ -1,0 +1,55 @@
+"""Running a wave by hand in tests: one executor, its trace, and logits along a given text."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from flexhybrid.core.memory import buffer_sizes
+from flexhybrid.core.plan import admit
+from flexhybrid.core.shape import DTYPE_BYTES
+from flexhybrid.core.workload import Workload
+from flexhybrid.runtime.engine import Engine, WaveResult
+from flexhybrid.runtime.sampling import greedy_plan
+from flexhybrid.runtime.weights import DiskPlace, Weights
+
+
+def run_wave(
+    checkpoint, policy, prompts, max_tokens, *, dtype="float32", hardware=None, make_engine=Engine, disk_dir=None,
+    edit=lambda executor: None, **run,
+) -> WaveResult:  # fmt: skip
+    """One wave of a checkpoint, greedily. ``edit(executor)`` may change its verbs before it runs."""
+    p, disk = DTYPE_BYTES[dtype], DiskPlace(disk_dir)
+    workload = Workload(np.array([len(prompt) for prompt in prompts]), np.full(len(prompts), max_tokens))
+    wave = admit(checkpoint.shape, policy, workload, p, hardware=hardware)
+    weights = Weights(checkpoint.shape, checkpoint, dtype, torch.device("cpu"), policy, disk)
+    engine = make_engine(weights, policy, buffer_sizes(wave), num_threads=1, disk=disk)
+    try:
+        plan = greedy_plan(len(prompts))
+        executor = engine.executor(wave, prompts, plan)
+        edit(executor)
+        return engine.run(wave, prompts, plan, executor=executor, keep_trace=True, **run)
+    finally:
+        engine.close()
+        weights.close()
+
+
+def forced_logits(checkpoint, policy, texts, steps, **options) -> list[torch.Tensor]:
+    """Logits [steps, vocab] of each text's last ``steps`` tokens, with the text fed instead of what was sampled."""
+    prompts = [text[:-steps] for text in texts]
+    recorded: list[list[torch.Tensor]] = [[] for _ in texts]
+
+    def force(executor):
+        sample = executor.verbs["sample"]
+
+        def forced(task):
+            sample(task)
+            for row, request in enumerate(task.payload.step.requests.tolist()):
+                recorded[request].append(executor.logits[row].float())
+                place = len(prompts[request]) + task.iteration
+                executor.tokens.ids[executor.tokens.start[request] + place] = texts[request][place]
+
+        executor.verbs["sample"] = forced
+
+    run_wave(checkpoint, policy, prompts, steps, edit=force, **options)
+    return [torch.stack(rows) for rows in recorded]
