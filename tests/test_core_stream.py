@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from flexhybrid.core.blocks import BLOCK_TOKENS, BlockManager
 from flexhybrid.core.dependencies import KINDS, Dependencies
 from flexhybrid.core.errors import InputError
+from flexhybrid.core.packing import num_chunks
 from flexhybrid.core.plan import Wave, admit
 from flexhybrid.core.policy import Bits, Placement, Policy, Selection
 from flexhybrid.core.shape import ModelShape
-from flexhybrid.core.steps import num_chunks
 from flexhybrid.core.stream import stream
 from flexhybrid.core.task import RESOURCES, Access, Task, Work
 from flexhybrid.core.trace import TraceEvent, busy_seconds, check_trace, iteration_ends, save_chrome_trace

@@ -14,6 +14,7 @@ from flexhybrid.core.blocks import BLOCK_TOKENS, BlockKinds, ceil_blocks
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.kinds import parts_of
 from flexhybrid.core.layout import layer_layout
+from flexhybrid.core.packing import chunk_tokens, num_chunks
 from flexhybrid.core.plan import Wave, disk_from
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.selection import kept_tokens, selected_tokens
@@ -84,11 +85,14 @@ def buffer_sizes(wave: Wave) -> BufferSizes:
         return dict(zip(kinds.kinds, values, strict=True))
 
     for group in wave.mini_batches:
+        chunks, longest, staged = num_chunks(policy, prompts[group]), prompts[group].max(), prompt_tokens[group].sum(axis=0)
+        if chunks > 1:
+            longest, staged = chunk_tokens(policy), _staged_by_chunk(kinds, policy, int(longest))
         one = group_sizes(
-            policy, len(group), prompts[group].max(), _reads(wave, group),
-            each_kind(fresh[group].any(axis=0) * len(group)), each_kind(prompt_tokens[group].sum(axis=0)),
+            policy, len(group), longest, _reads(wave, group), each_kind(fresh[group].any(axis=0) * len(group)),
+            each_kind(staged),
         )  # fmt: skip
-        sums.append((one.step_rows, one.selected_rows))
+        sums.append((one.step_rows * chunks, one.selected_rows))
         sizes = sizes.merge(one)
     hidden_rows, index_rows = map(sum, zip(*sums, strict=True))
     return sizes.merge(BufferSizes(
@@ -98,17 +102,19 @@ def buffer_sizes(wave: Wave) -> BufferSizes:
 
 @dataclass(frozen=True)
 class Reads:
-    """What decode steps of a mini-batch read of its longest requests: arrays [steps], or [steps, candidates]."""
+    """What steps of a mini-batch read of its longest requests: arrays [steps], or [steps, candidates]."""
 
     running: np.ndarray  #: requests that still run
     held: dict[str, np.ndarray]  #: kind -> blocks
     context: np.ndarray  #: columns of the attention buffer that they fill
     recomputed: np.ndarray  #: the longest prefix kept as token ids
     splits: dict[str, dict[str, np.ndarray]]  #: kind both(…) -> blocks recomputed ("act") and loaded ("kv")
+    new: np.ndarray | int = 1  #: new tokens of a request
 
 
 def _reads(wave: Wave, group: np.ndarray) -> Reads:
-    """The decode steps of a mini-batch that may need the most, and one that needs nothing."""
+    """The steps of a mini-batch that may need the most, and one that needs nothing: its decode, and before that the
+    chunks of a long prompt."""
     kinds, policy, workload = wave.kinds, wave.policy, wave.workload
     alike, count = np.unique(
         np.stack([workload.prompt_tokens[group], workload.max_tokens[group]]), axis=1, return_counts=True
@@ -119,7 +125,11 @@ def _reads(wave: Wave, group: np.ndarray) -> Reads:
     else:  # each kind only grows: the last step before somebody leaves
         steps = np.unique([0, *(generated - 1)])[:, None]
     runs = (steps > 0) & (steps < generated)  # [steps, requests that differ]
-    tokens = kept_tokens(policy.selection, prompts, np.maximum(prompts + steps - 1, 0))
+    tokens, new = kept_tokens(policy.selection, prompts, np.maximum(prompts + steps - 1, 0)), 1
+    if (chunks := num_chunks(policy, workload.prompt_tokens[group])) > 1:
+        before = np.arange(chunks)[:, None] * chunk_tokens(policy)
+        new = np.r_[np.ones(len(tokens), int), np.minimum(prompts - before, chunk_tokens(policy))[:, 0]]
+        tokens, runs = np.concatenate([tokens, before]), np.concatenate([runs, before > 0])
     held, of_kind, recomputed = kinds.held(tokens), kinds.tokens(tokens), kinds.tok_tokens(tokens)
     if policy.static_cache:
         reserved = kinds.most_blocks(prompts, kept_tokens(policy.selection, prompts, prompts + generated - 1))
@@ -135,8 +145,31 @@ def _reads(wave: Wave, group: np.ndarray) -> Reads:
         splits[kind] = {r: longest(number) for r, number in blocks.items()}
     return Reads(
         (runs * count).sum(axis=1), {kind: longest(blocks) for kind, (blocks, _) in each.items()},
-        sum(longest(number) for _, number in each.values()), longest(recomputed), splits,
+        sum(longest(number) for _, number in each.values()), longest(recomputed), splits, new,
     )  # fmt: skip
+
+
+def _staged_by_chunk(kinds: BlockKinds, policy: Policy, prompt: int) -> np.ndarray:
+    """Most tokens of each kind that one chunk of a prompt stores: [kind]."""
+    before = np.arange(0, prompt, chunk_tokens(policy))
+    after = np.minimum(before + chunk_tokens(policy), prompt)
+    return (kinds.stored(after) - kinds.stored(np.maximum(before, kinds.tok_tokens(after)))).max(axis=0)
+
+
+def chunk_rows(wave: Wave) -> list[tuple[int, int]]:
+    """Of each mini-batch: most rows that one of its steps computes, and in how many chunks its prompt is taken."""
+    prompts = wave.workload.prompt_tokens
+    rows = []
+    for group in wave.mini_batches:
+        chunks, reads = num_chunks(wave.policy, prompts[group]), _reads(wave, group)
+        longest = prompts[group].max() if chunks == 1 else chunk_tokens(wave.policy)
+        rows.append((step_rows(len(group), longest, reads), chunks))
+    return rows
+
+
+def step_rows(batch, prompt, reads: Reads):
+    """Most rows that a step of a mini-batch computes: its prompts, or new tokens and what is recomputed before them."""
+    return _larger(batch * prompt, np.max(reads.running * (reads.recomputed + reads.new), axis=0))
 
 
 def _stored_until(kinds: BlockKinds, tokens, kept) -> np.ndarray:
@@ -180,9 +213,9 @@ def group_sizes(policy: Policy, batch, prompt, reads: Reads, fresh: dict, staged
         act_blocks=most(columns["act", "any"]),
         kv_device_blocks=most(columns["kv", "device"]),
         plain_kv_blocks=most(columns["kv", "any"]) * on_device,
-        attention_tokens=most(reads.context + reads.recomputed + 1) * on_device,
+        attention_tokens=most(reads.context + reads.recomputed + reads.new) * on_device,
         context_tokens=most(reads.context) * on_device,
-        step_rows=_larger(batch * prompt, most(reads.recomputed + 1)),
+        step_rows=step_rows(batch, prompt, reads),
         batch=batch,
         decode_batch=most(1),
         selected_rows=most(selected) * on_device,

@@ -8,6 +8,7 @@ import numpy as np
 
 from flexhybrid.core.blocks import BLOCK_TOKENS, BlockKinds, ceil_blocks
 from flexhybrid.core.kinds import representation_of
+from flexhybrid.core.policy import Policy
 
 
 def imbalance(kv_gen_s: float, load_kv_s: float) -> float:
@@ -143,3 +144,19 @@ def _better_swap(a, b, cost, limits):
             if max(padded) <= bound and sum(padded) <= padding and max(cost(new_a), cost(new_b)) < before * 0.99:
                 return np.sort(new_a), np.sort(new_b)
     return None
+
+
+def num_chunks(policy: Policy, prompts: np.ndarray) -> int:
+    """Pieces in which a mini-batch's prompts (their tokens, [B]) are computed: more than one where a single prompt is
+    longer than a mini-batch may be.
+
+    A selection, and attention on the host, take a prompt whole.
+    """
+    if len(prompts) > 1 or policy.attention == "host" or policy.selection.method != "none":
+        return 1
+    return -(-int(prompts[0]) // chunk_tokens(policy))
+
+
+def chunk_tokens(policy: Policy) -> int:
+    """Tokens of a piece of a long prompt: whole blocks within the bound of a mini-batch."""
+    return max(policy.max_mini_batch_tokens // BLOCK_TOKENS, 1) * BLOCK_TOKENS

@@ -16,7 +16,7 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.kinds import representation_of
 from flexhybrid.core.layout import LayerLayout, layer_layout
-from flexhybrid.core.packing import pack
+from flexhybrid.core.packing import chunk_tokens, num_chunks, pack
 from flexhybrid.core.policy import ElementBytes, Policy
 from flexhybrid.core.selection import kept_tokens
 from flexhybrid.core.shape import ModelShape
@@ -110,7 +110,11 @@ def admit(
     cached = workload.cached_tokens
     mini_batches = pack(cached, kinds, policy.max_mini_batch_tokens, policy.packing, seconds_per_token)
     kept = kept_tokens(policy.selection, workload.prompt_tokens, cached)
-    counts = kinds.most_blocks(workload.prompt_tokens, kept)  # [requests, kind]
+    first = workload.prompt_tokens.copy()  # the first length of each request that is held as a whole
+    for group in mini_batches:
+        if num_chunks(policy, first[group]) > 1:
+            first[group] = chunk_tokens(policy)
+    counts = kinds.most_blocks(first, kept)  # [requests, kind]
     num_blocks = {kind: counts[:, i] for i, kind in enumerate(kinds.kinds)}
     if manager is None:
         manager = BlockManager({kind: int(blocks.sum()) for kind, blocks in num_blocks.items()})

@@ -15,6 +15,7 @@ import numpy as np
 from flexhybrid.core import work
 from flexhybrid.core.blocks import BLOCK_TOKENS, BlockKinds, ceil_blocks
 from flexhybrid.core.kinds import Part, parts_of
+from flexhybrid.core.packing import chunk_tokens, num_chunks
 from flexhybrid.core.policy import ElementBytes, Policy
 from flexhybrid.core.selection import kept_tokens, selected_tokens
 from flexhybrid.core.shape import ModelShape
@@ -176,36 +177,6 @@ class MiniBatchStep:
     def act_blocks(self) -> int:
         """Columns of the ACT buffer in blocks, over its segments, each padded to its longest request."""
         return sum(segment.buffer_blocks for segment in self.of("act"))
-
-
-def num_chunks(policy: Policy, prompts: np.ndarray) -> int:
-    """Pieces in which a mini-batch's prompts are computed: more than one where a single prompt is longer than a
-    mini-batch may be.
-
-    A selection, and attention on the host, take a prompt whole.
-    """
-    if len(prompts) > 1 or policy.attention == "host" or policy.selection.method != "none":
-        return 1
-    return -(-int(prompts[0]) // chunk_tokens(policy))
-
-
-def computed_rows(policy: Policy, kinds: BlockKinds, prompts: np.ndarray, cached: np.ndarray) -> tuple[int, int]:
-    """(most rows that one step of a mini-batch computes, padded; rows whose hidden states live between its layers).
-
-    ``prompts`` and ``cached``: tokens of its requests, [B].
-    """
-    prefix = int(kinds.tok_tokens(cached).max())
-    chunks, longest = num_chunks(policy, prompts), int(prompts.max())
-    if chunks > 1:
-        step = min(longest, chunk_tokens(policy)) + prefix
-        return step, chunks * step
-    rows = len(prompts) * max(longest, prefix + 1)
-    return rows, rows
-
-
-def chunk_tokens(policy: Policy) -> int:
-    """Tokens of a piece of a long prompt: whole blocks within the bound of a mini-batch."""
-    return max(policy.max_mini_batch_tokens // BLOCK_TOKENS, 1) * BLOCK_TOKENS
 
 
 def make_step(wave, iteration: int, mini_batch: int, requests: np.ndarray, chunk: int = 0) -> MiniBatchStep:

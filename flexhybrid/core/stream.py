@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import groupby, product
 
+from flexhybrid.core.packing import num_chunks
 from flexhybrid.core.plan import Wave
-from flexhybrid.core.steps import MiniBatchStep, counts_of, make_step, num_chunks, step_work
+from flexhybrid.core.steps import MiniBatchStep, counts_of, make_step, step_work
 from flexhybrid.core.task import RESOURCES, Access, Task, Work
 
 PAGE_BYTES = 4096  #: slices of a streamed layer end on whole pages

@@ -13,8 +13,9 @@ from functools import partial
 import numpy as np
 import torch
 
+from flexhybrid.core.memory import chunk_rows
 from flexhybrid.core.plan import Wave
-from flexhybrid.core.steps import MiniBatchStep, computed_rows
+from flexhybrid.core.steps import MiniBatchStep
 from flexhybrid.core.task import Task
 from flexhybrid.runtime.buffers import Buffers
 from flexhybrid.runtime.models import architecture
@@ -67,10 +68,9 @@ class Executor:
         iterations = int(wave.workload.max_tokens.max())
         self.token_log = copies.host_memory.zeros((iterations, count), torch.int64)  # column = order of packing
         self.log_start = np.cumsum([0] + [len(group) for group in wave.mini_batches])
-        lengths = [(wave.workload.prompt_tokens[group], wave.workload.cached_tokens[group]) for group in wave.mini_batches]
-        rows = [computed_rows(wave.policy, wave.kinds, *of) for of in lengths]
+        rows = chunk_rows(wave)
         self.most_rows = [most for most, _ in rows]
-        self.first_rows = np.cumsum([0] + [together for _, together in rows])  # in the host's hidden states
+        self.first_rows = np.cumsum([0] + [most * chunks for most, chunks in rows])  # in the host's hidden states
         self.verbs: dict[str, Callable[[Task], None]] = {name: partial(verb, self) for name, verb in VERBS.items()}
 
     def perform(self, task: Task) -> None:
