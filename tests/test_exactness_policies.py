@@ -54,7 +54,7 @@ def policies(draw) -> Policy:
     return Policy("case", weights, cache=cache, static_cache=static, split=split, **rest)
 
 
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(st.data(), policies())
 def test_every_lossless_policy_gives_the_references_tokens(tmp_path_factory, data, policy):
     layers, kv_seed = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 99))
@@ -100,7 +100,7 @@ def relative_errors(folder, bits: Bits, cache, **options) -> np.ndarray:
     policy = Policy(cache=cache, bits=bits, max_mini_batch_tokens=400, **options)
     checkpoint = Checkpoint(folder)
     exact = forced_logits(checkpoint, Policy(), texts, 16)
-    packed = forced_logits(checkpoint, policy, texts, 16)
+    packed = forced_logits(checkpoint, policy, texts, 16, hardware=MACHINE)
     return np.array([float((a - b).abs().max() / b.abs().max()) for a, b in zip(packed, exact, strict=True)])
 
 
@@ -113,10 +113,9 @@ CACHES = [
 @pytest.mark.parametrize("cache", CACHES)
 def test_fewer_bits_err_less_the_more_there_are(tmp_path, cache):
     save_opt(tmp_path, layers=3, heads=4, head_dim=16, ffn=128, positions=128, scale=0.08)
-    eight, four = (relative_errors(tmp_path, Bits("native", b, b), dict(cache)).max() for b in (8, 4)) if (
-        "both" not in str(cache)
-    ) else (0.001, 0.01)
-    assert 0 < eight < 0.02 < 0.6 and eight < four < 0.4
+    eight, four = (relative_errors(tmp_path, Bits("native", bits, bits), cache).max() for bits in (8, 4))
+    print(f"8 bits {eight:.1e}, 4 bits {four:.1e}")
+    assert 0 < eight < 0.02 and 3 * eight < four < 0.4
 
 
 @pytest.mark.parametrize("weights", [Placement(host=1), Placement(device=0.4, host=0.3, disk=0.3), Placement(device=1)])

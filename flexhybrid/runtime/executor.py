@@ -94,16 +94,15 @@ class Executor:
         return self.stored_weights[task.layer][slot]
 
     def begin_step(self, task: Task) -> StepTensors:
+        if task.iteration == 1:  # the chunks of the prompt are over
+            for state in (self.step_tensors, self.hidden):
+                for key in [key for key in state if isinstance(key, tuple) and key[0] == task.mini_batch and key[1]]:
+                    del state[key]
         tensors = self.step_tensors[_step_key(task)] = self.prepare(task.payload.step)
         return tensors
 
     def tensors(self, task: Task) -> StepTensors:
         return self.step_tensors[_step_key(task)]
-
-    def end_chunk(self, task: Task) -> None:
-        """A chunk of a prompt has passed the last layer: nothing of it is needed any more."""
-        self.step_tensors.pop(_step_key(task))
-        self.hidden.pop(self.hidden_key(task))
 
     def hidden_key(self, task: Task) -> tuple[int, int] | int:
         return _step_key(task) if self.policy.hidden == "device" else task.payload.slot

@@ -162,8 +162,6 @@ def finish(ex, task: Task) -> None:
     """Output projection and feed-forward network: the next layer's hidden states."""
     key = ex.hidden_key(task)
     ex.hidden[key] = ex.model.finish(ex.shape, ex.layer_weights(task), ex.hidden[key], ex.attended)
-    if task.layer == ex.shape.num_layers - 1 and not task.payload.step.last:
-        ex.end_chunk(task)
 
 
 @torch.inference_mode()
@@ -181,8 +179,6 @@ def sample(ex, task: Task) -> None:
     chosen = sampling.choose(ex.logits, tensors.sampling)
     ex.tokens.ids[tensors.sampled_cells_B] = chosen
     ex.sampled[task.mini_batch][: len(chosen)].copy_(chosen)
-    if task.payload.step.chunk:
-        ex.end_chunk(task)
 
 
 VERBS = {
