@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import save_opt
+from models import save_llama, save_opt
 from runs import forced_logits, run_wave
 
 from flexhybrid.core.policy import Bits, Placement, Policy
@@ -57,12 +57,16 @@ def policies(draw) -> Policy:
 @settings(max_examples=60)
 @given(st.data(), policies())
 def test_every_lossless_policy_gives_the_references_tokens(tmp_path_factory, data, policy):
-    layers, kv_seed = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 99))
-    folder = tmp_path_factory.mktemp("opt")
-    save_opt(folder, layers=layers, heads=3, head_dim=8, ffn=40, positions=96, seed=kv_seed)
+    layers, seed = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 99))
+    folder = tmp_path_factory.mktemp("model")
+    if data.draw(st.booleans()):
+        save_opt(folder, layers=layers, heads=3, head_dim=8, ffn=40, positions=96, seed=seed)
+    else:  # grouped queries, heads wider than the model, sometimes Qwen2's biases
+        kind = data.draw(st.sampled_from(("llama", "qwen2")))
+        save_llama(folder, kind=kind, layers=layers, heads=4, kv_heads=2, head_dim=12, hidden=32, seed=seed)
     max_tokens = data.draw(st.integers(1, 18))
     lengths = data.draw(st.lists(st.integers(1, 96 - max_tokens), min_size=1, max_size=5))
-    generator = np.random.default_rng(kv_seed)
+    generator = np.random.default_rng(seed)
     check(folder, [generator.integers(3, 61, length).tolist() for length in lengths], max_tokens, policy)
 
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from flexhybrid import LLM, SamplingParams
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.layout import layer_layout
+from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.shape import shape_by_name, shape_from_config
 from flexhybrid.runtime import attention
 from flexhybrid.runtime.loader import Checkpoint, RandomWeights
@@ -28,12 +29,13 @@ CPU = torch.device("cpu")
 def forward(folder, tokens: list[int], dtype="float32", resident=1.0) -> torch.Tensor:
     """Logits [N, vocab] of one text: the layer functions one after the other, no cache, no engine."""
     checkpoint = Checkpoint(folder)
-    shape, weights = checkpoint.shape, Weights(checkpoint.shape, checkpoint, dtype, CPU, resident)
+    shape, policy = checkpoint.shape, Policy(weights=Placement(device=resident, host=1 - resident))
+    weights = Weights(shape, checkpoint, dtype, CPU, policy)
     rotary = rotary_tables(shape, len(tokens), weights.dtype, CPU)
     groups, heads, d = shape.num_kv_heads, shape.num_heads, shape.head_dim
     hidden = llama.embed(shape, weights.outer, torch.tensor(tokens), torch.arange(len(tokens)))
     for layer in range(shape.num_layers):
-        w = weights.views(layer, weights.streamed[layer] if len(weights.streamed[layer]) else None)
+        w = weights.views(layer, weights.on_host[layer] if len(weights.on_host[layer]) else None)
         rows = llama.attention_input(shape, w, hidden)
         kvq = linear(rows, w["kvq.weight"], w["kvq.bias"][0] if "kvq.bias" in w else None)
         k, v, q = kvq.split([groups * d, groups * d, heads * d], dim=-1)

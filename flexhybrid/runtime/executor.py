@@ -29,6 +29,7 @@ from flexhybrid.runtime.step_tensors import (
     act_positions,
     computed_positions,
     mask_of,
+    position_tables,
     store_rows,
 )
 from flexhybrid.runtime.verbs import VERBS
@@ -55,7 +56,11 @@ class Executor:
         self.plain_weights = weights.plain_views(slots.plain) if weights.bits != "native" else None
         lengths = wave.workload.prompt_tokens + wave.workload.max_tokens
         self.tokens = TokenTable(prompts, lengths, self.device)
-        self.rotary = rotary_tables(self.shape, int(lengths.max()), weights.dtype, self.device)
+        self.rotary = self.act_positions = None
+        if self.shape.rotary:
+            longest = int(lengths.max())
+            self.rotary = rotary_tables(self.shape, longest, weights.dtype, self.device)
+            self.act_positions = position_tables(wave.kinds, longest)
         #: by mini-batch and chunk, or by slot where hidden states live on the host
         self.hidden: dict[tuple[int, int] | int, torch.Tensor] = {}
         self.kvq: dict[int, torch.Tensor] = {}  #: [R, keys | values | queries], by slot
@@ -140,7 +145,7 @@ class Executor:
         if self.rotary is not None:
             rotation = self._rotation(positions_R)
             if step.act_blocks:
-                act_rotation = self._rotation(self.to_device(act_positions(step, self.wave.kinds)))
+                act_rotation = self._rotation(self.to_device(act_positions(step, self.act_positions)))
         return StepTensors(
             cells_R=self.to_device(self.tokens.cells(step.requests, positions).reshape(-1)),
             positions_R=positions_R,

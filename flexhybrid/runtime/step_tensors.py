@@ -60,14 +60,23 @@ def computed_positions(step: MiniBatchStep) -> np.ndarray:
     return np.concatenate([prefix, new], axis=1)
 
 
-def act_positions(step: MiniBatchStep, kinds: BlockKinds) -> np.ndarray:
-    """Positions of the rows that KV-Gen recomputes, in the order of its buffer: per segment [B, blocks · 16], flat."""
+def position_tables(kinds: BlockKinds, longest: int) -> dict[str, np.ndarray]:
+    """Of every kind: the position in its request of its first token, its second, …, for requests of up to so many; and
+    one more, for the padding of those that have none."""
+    counts = kinds.stored(longest)
+    return {
+        kind: np.minimum(kinds.positions(i, int(counts[i]) + 1), longest - 1) for i, kind in enumerate(kinds.kinds)
+    }
+
+
+def act_positions(step: MiniBatchStep, tables: dict[str, np.ndarray]) -> np.ndarray:
+    """Positions of the rows that KV-Gen recomputes, in the order of its buffer: per segment [B, blocks · 16], flat.
+    Padding repeats the last token's."""
     pieces = []
     for segment in step.of("act"):
-        kind = kinds.kinds.index(segment.kind)
         columns = np.arange(segment.buffer_blocks * BLOCK_TOKENS)
         index = np.minimum(columns, np.maximum(segment.num_tokens[:, None] - 1, 0))
-        pieces.append(kinds.positions(kind, index + segment.start_block[:, None] * BLOCK_TOKENS).reshape(-1))
+        pieces.append(tables[segment.kind][index + segment.start_block[:, None] * BLOCK_TOKENS].reshape(-1))
     return np.concatenate(pieces)
 
 
