@@ -94,9 +94,7 @@ class LLM:
         self.policy: Policy | None = self.requested_policy  #: in use; with "auto" known after the first generate
         if self.policy is not None:
             check_runnable(self.shape, self.policy)
-            check_least(
-                self.shape, self.policy, self.bytes_per_element, self.budgets, self.device.type, self.hardware
-            )
+            check_least(self.shape, self.policy, self.bytes_per_element, self.budgets, self.device.type, self.hardware)
         self.tokenizer = load_tokenizer(self.checkpoint.path)
         self._weights: Weights | None = None
         self._engine: Engine | None = None

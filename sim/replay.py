@@ -89,12 +89,15 @@ class _Replay:
         step: StepPayload = task.payload.step
         rows = len(step.requests) * (step.width + (0 if step.prefill else step.recomputed_width))
         if self.wave.policy.hidden == "device":
-            self._hold("device", "hidden states", task.mini_batch, rows * self.hidden)
+            self._hold("device", "hidden states", (task.mini_batch, step.chunk), rows * self.hidden)
         else:
             self._hold("device", "hidden states", "slot", NUM_SLOTS * rows * self.hidden)
+        for request, tokens in zip(step.requests.tolist(), (step.context + step.new_tokens).tolist()):
+            self._hold("device", "token ids", request, 8 * tokens)
 
     def _store_hidden(self, task: Task) -> None:
-        self._hold("host", "hidden states", task.mini_batch, task.work.link_bytes)
+        which = task.mini_batch, task.payload.step.chunk
+        self._hold("host", "hidden states", which, task.work.link_bytes)
 
     def _project(self, task: Task) -> None:
         """The new rows wait in staging, each part's in a place of its own, and from there go to their blocks."""
@@ -201,3 +204,4 @@ class _Replay:
 
     def _load_attended(self, task: Task) -> None:
         self._hold("host", "query strips", "out", task.work.link_bytes)
+        self._hold("device", "attended rows", 0, task.work.link_bytes)

@@ -247,7 +247,9 @@ def test_a_wave_planned_for_other_weights_is_refused(tiny):
     checkpoint = Checkpoint(tiny)
     policy = Policy(weights=Placement(device=0.5, host=0.5))
     wave = admit(checkpoint.shape, policy, Workload.uniform(1, 4, 2), 4)
-    engine = Engine(Weights(checkpoint.shape, checkpoint, "float32", torch.device("cpu"), Policy()), policy, buffer_sizes(wave))
+    engine = Engine(
+        Weights(checkpoint.shape, checkpoint, "float32", torch.device("cpu"), Policy()), policy, buffer_sizes(wave)
+    )
     with pytest.raises(ValueError, match="places the weights otherwise"):
         engine.run(wave, [[3, 4, 5, 6]], greedy_plan(1))
 

@@ -357,7 +357,10 @@ def test_admission_takes_its_blocks_from_the_manager():
         (dict(hidden="disk"), "hidden states on the disk"),
         (dict(selection=Selection("heavy_hitter", budget=0.2)), "heavy_hitter"),
         (dict(bits=Bits(act=8)), "bits.act 8 needs rows of whole groups of 64 elements; model tiny has rows of 8"),
-        (dict(bits=Bits(weights=4)), "bits.weights 4 needs rows of whole groups of 64 elements; model tiny has rows of 8"),
+        (
+            dict(bits=Bits(weights=4)),
+            "bits.weights 4 needs rows of whole groups of 64 elements; model tiny has rows of 8",
+        ),
     ],
 )
 def test_what_the_executor_does_not_run_it_refuses_by_name(fields, words):

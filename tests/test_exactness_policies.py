@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import save_llama, save_opt
@@ -70,7 +69,9 @@ def test_every_lossless_policy_gives_the_references_tokens(tmp_path_factory, dat
     check(folder, [generator.integers(3, 61, length).tolist() for length in lengths], max_tokens, policy)
 
 
-@pytest.mark.parametrize("cache", [{"kv@host": 1.0}, {"act@host": 0.5, "kv@disk": 0.5}, {"tok": 0.5, "act@device": 0.5}])
+@pytest.mark.parametrize(
+    "cache", [{"kv@host": 1.0}, {"act@host": 0.5, "kv@disk": 0.5}, {"tok": 0.5, "act@device": 0.5}]
+)
 @pytest.mark.parametrize("schedule", ["column", "row"])
 def test_a_prompt_longer_than_a_mini_batch_is_taken_in_chunks(tmp_path, cache, schedule):
     save_opt(tmp_path, layers=3)

@@ -85,7 +85,11 @@ def buffer_sizes(wave: Wave) -> BufferSizes:
         return dict(zip(kinds.kinds, values, strict=True))
 
     for group in wave.mini_batches:
-        chunks, longest, staged = num_chunks(policy, prompts[group]), prompts[group].max(), prompt_tokens[group].sum(axis=0)
+        chunks, longest, staged = (
+            num_chunks(policy, prompts[group]),
+            prompts[group].max(),
+            prompt_tokens[group].sum(axis=0),
+        )
         if chunks > 1:
             longest, staged = chunk_tokens(policy), _staged_by_chunk(kinds, policy, int(longest))
         one = group_sizes(

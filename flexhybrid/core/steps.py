@@ -19,7 +19,7 @@ from flexhybrid.core.packing import chunk_tokens, num_chunks
 from flexhybrid.core.policy import ElementBytes, Policy
 from flexhybrid.core.selection import kept_tokens, selected_tokens
 from flexhybrid.core.shape import ModelShape
-from flexhybrid.core.split import SplitLines, split_point
+from flexhybrid.core.split import split_point
 from flexhybrid.core.task import Work
 
 
@@ -91,7 +91,7 @@ class Segment:
 
 
 def block_runs(first, count, column) -> tuple[BlockRun, ...]:
-    """Runs of requests with ``count`` blocks each from ``first`` on, that go to ``column``: all [B]. Empty ones have none."""
+    """Runs of requests with ``count`` blocks each from ``first`` on that go to ``column``, all [B]; none of empty ones."""
     runs: list[BlockRun] = []
     for row, (start, blocks, place) in enumerate(zip(first.tolist(), count.tolist(), column.tolist(), strict=True)):
         if blocks == 0:
@@ -209,8 +209,8 @@ def make_step(wave, iteration: int, mini_batch: int, requests: np.ndarray, chunk
 
 
 def _segments(wave, mini_batch: int, kind: str, extent, tokens) -> list[Segment]:
-    """One segment for a plain entry; for both(…) the leading tokens as ACT, the rest as KV. ``extent``: the first block,
-    the blocks dropped and the blocks reserved of each request.
+    """One segment for a plain entry; for both(…) the leading tokens as ACT, the rest as KV. ``extent``: of each request
+    the first block, the blocks dropped and the blocks reserved.
 
     The split is that of the whole mini-batch, whoever has left: fewer requests could want more ACT than its buffer has.
     """
@@ -218,9 +218,7 @@ def _segments(wave, mini_batch: int, kind: str, extent, tokens) -> list[Segment]
     leading = {"act": (tokens, dropped), "kv": (tokens, dropped)}
     if kind in wave.split:
         groups = wave.mini_batches
-        split = split_point(
-            wave.split[kind], len(groups[mini_batch]), int(tokens.max(initial=0)), len(groups)
-        )
+        split = split_point(wave.split[kind], len(groups[mini_batch]), int(tokens.max(initial=0)), len(groups))
         recomputed = np.minimum(int(split), tokens)
         leading = {"act": (recomputed, dropped), "kv": (tokens - recomputed, dropped + recomputed // BLOCK_TOKENS)}
     moves_all = wave.policy.static_cache

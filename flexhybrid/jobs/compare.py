@@ -93,8 +93,10 @@ class _Setting:
         self.device = pick_device(options.device, options.link_gb_per_s)
         self.budgets = {"device": parse_bytes(options.device_memory), "host": parse_bytes(options.host_memory)}
         self.extra = [Policy.load(options.policy)] if options.policy else []
+        self.checkpoint = Checkpoint(options.model or shipped("checkpoints/opt-stdlib-4m"))
+        self.shape = self.checkpoint.shape if options.model else options.shape
         for policy in self.extra:
-            check_runnable(shape, policy)
+            check_runnable(self.shape, policy)
             if policy.name in ("kv_only", "act_only", "hybrid_static", "hybrid"):
                 raise InputError(
                     f"{options.policy}: the name {policy.name!r} is one of the comparison's own; rename it"
@@ -103,8 +105,6 @@ class _Setting:
                 raise InputError(
                     f"{options.policy}: max_batch {policy.max_batch} is below the comparison's batch of {options.batch}"
                 )
-        self.checkpoint = Checkpoint(options.model or shipped("checkpoints/opt-stdlib-4m"))
-        self.shape = self.checkpoint.shape if options.model else options.shape
         context = min(options.context, self.shape.max_context - options.max_tokens)
         self.workload = Workload.uniform(options.batch, context, options.max_tokens)
         self.dtype = fastest_dtype(self.shape, self.device)

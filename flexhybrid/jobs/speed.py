@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from flexhybrid.core.memory import buffer_sizes, check_budget, memory_plan
 from flexhybrid.core.plan import Wave, admit

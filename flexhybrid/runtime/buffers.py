@@ -156,7 +156,9 @@ class Buffers:
         Native ACT of the device has a region too: it is gathered there, beside what the link brings.
         """
         gathered = segment.representation == "act" and not self.packed("act")
-        return _region(self.loaded[segment.representation][slot], step, segment, lambda s: gathered or s.tier != "device")
+        return _region(
+            self.loaded[segment.representation][slot], step, segment, lambda s: gathered or s.tier != "device"
+        )
 
     def read_region(self, step: MiniBatchStep, segment: Segment, slot: int) -> torch.Tensor:
         """[B, blocks, 16 · row]: where a segment's blocks wait in host memory on their way from the disk."""

@@ -20,8 +20,7 @@ from flexhybrid.runtime.executor import Executor
 from flexhybrid.runtime.lanes import Clock, Lane, StreamLane
 from flexhybrid.runtime.links import CpuCopies
 from flexhybrid.runtime.sampling import SamplingPlan
-from flexhybrid.runtime.weights import DiskPlace, Weights, WeightSlots
-
+from flexhybrid.runtime.weights import ANYWHERE, DiskPlace, Weights, WeightSlots
 
 #: Of a request (by its place in the wave): hears of its tokens, in order; returns the text that ends it, or None.
 StopTexts = Mapping[int, Callable[[int], str | None]]
@@ -51,7 +50,7 @@ class Engine:
         link_gb_per_s: float | None = None,
         slots: WeightSlots | None = None,
         num_threads: int | None = None,
-        disk: DiskPlace = DiskPlace(),
+        disk: DiskPlace = ANYWHERE,
     ):
         self.weights, self.device = weights, weights.device
         if self.device.type == "cuda" and link_gb_per_s is not None:

@@ -23,7 +23,10 @@ def check_runnable(shape: ModelShape, policy: Policy) -> None:
         (policy.embedding.device < 1, "embedding and head off the device"),
         (policy.hidden == "disk", "hidden states on the disk"),
         (policy.selection.method != "none", f"selection {policy.selection.method}"),
-        (policy.attention == "host" and policy.bits.kv != "native", f"attention on the host over {policy.bits.kv}-bit KV"),
+        (
+            policy.attention == "host" and policy.bits.kv != "native",
+            f"attention on the host over {policy.bits.kv}-bit KV",
+        ),
     )
     for refused, what in refusals:
         if refused:

@@ -64,9 +64,7 @@ def position_tables(kinds: BlockKinds, longest: int) -> dict[str, np.ndarray]:
     """Of every kind: the position in its request of its first token, its second, …, for requests of up to so many; and
     one more, for the padding of those that have none."""
     counts = kinds.stored(longest)
-    return {
-        kind: np.minimum(kinds.positions(i, int(counts[i]) + 1), longest - 1) for i, kind in enumerate(kinds.kinds)
-    }
+    return {kind: np.minimum(kinds.positions(i, int(counts[i]) + 1), longest - 1) for i, kind in enumerate(kinds.kinds)}
 
 
 def act_positions(step: MiniBatchStep, tables: dict[str, np.ndarray]) -> np.ndarray:

@@ -52,6 +52,9 @@ class DiskPlace(NamedTuple):
         return DiskSpace(self.directory, num_bytes, self.gb_per_s) if num_bytes else None
 
 
+ANYWHERE = DiskPlace()
+
+
 class WeightSlots(NamedTuple):
     """Where streamed layers land on the device, two in turn, and where their disk bytes wait in host memory."""
 
@@ -61,14 +64,14 @@ class WeightSlots(NamedTuple):
 
 
 class Weights:
-    """All weights of a model, placed: of each layer a prefix on the device, then a run on the host, the rest on the disk.
+    """All weights of a model, placed: of each layer a prefix on the device, then a run on the host, the rest on disk.
 
     Engines that differ in their caches only can share one Weights.
     """
 
     def __init__(
         self, shape: ModelShape, source: WeightSource, dtype: str, device: torch.device, policy: Policy,
-        disk: DiskPlace = DiskPlace(),
+        disk: DiskPlace = ANYWHERE,
     ):  # fmt: skip
         self.shape, self.dtype, self.device, self.bits = shape, getattr(torch, dtype), device, policy.bits.weights
         self.bytes_per_element = p = DTYPE_BYTES[dtype]
@@ -80,9 +83,7 @@ class Weights:
         self.disk_stride = on_disk + -on_disk % PAGE_BYTES
         self.host_memory = HostMemory(pinned=device.type == "cuda")
         self.resident = [self._on_device(self.streamed_from) for _ in range(shape.num_layers)]
-        self.on_host = [
-            self.host_memory.bytes(self.disk_from - self.streamed_from) for _ in range(shape.num_layers)
-        ]
+        self.on_host = [self.host_memory.bytes(self.disk_from - self.streamed_from) for _ in range(shape.num_layers)]
         self.disk = disk.space(self.disk_stride * shape.num_layers)
         self.outer: dict[str, torch.Tensor] = {}
         try:

@@ -99,7 +99,9 @@ def _store(ex, task: Task, representation: str) -> None:
     for store in task.payload.step.stores:
         if store.representation == representation and store.tier != "device":
             rows = len(store.rows)
-            ex.copies.copy_d2h(ex.buffers.strips[store.space][slot, :rows], ex.buffers.staging[store.space][slot, :rows])
+            ex.copies.copy_d2h(
+                ex.buffers.strips[store.space][slot, :rows], ex.buffers.staging[store.space][slot, :rows]
+            )
 
 
 def scatter(ex, task: Task) -> None:
