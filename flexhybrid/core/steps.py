@@ -91,7 +91,7 @@ class Segment:
 
 
 def block_runs(first, count, column) -> tuple[BlockRun, ...]:
-    """Runs of requests with ``count`` blocks each, from ``first`` on, that go to ``column``: all [B]; none of empty ones."""
+    """Runs of requests with ``count`` blocks each from ``first`` on that go to ``column``: all [B]."""
     runs: list[BlockRun] = []
     for row, (start, blocks, place) in enumerate(zip(first.tolist(), count.tolist(), column.tolist(), strict=True)):
         if blocks == 0:
