@@ -9,12 +9,14 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "InputError", "Policy", "SamplingParams", "__version__"]
+__all__ = ["LLM", "Bits", "InputError", "Placement", "Policy", "SamplingParams", "__version__"]
 
 _HOMES = {
     "LLM": "flexhybrid.llm",
     "SamplingParams": "flexhybrid.sampling_params",
     "Policy": "flexhybrid.core.policy",
+    "Placement": "flexhybrid.core.policy",
+    "Bits": "flexhybrid.core.policy",
     "InputError": "flexhybrid.core.errors",
 }
 

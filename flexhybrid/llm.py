@@ -19,6 +19,7 @@ from flexhybrid.core.shape import DTYPE_BYTES
 from flexhybrid.core.waves import check_least, split_waves
 from flexhybrid.core.workload import Workload
 from flexhybrid.machine import best_policy, free_device_memory, pick_device, pick_dtype, resolve_policy, saved_hardware
+from flexhybrid.runtime.disk import checked_rate
 from flexhybrid.runtime.engine import Engine
 from flexhybrid.runtime.loader import Checkpoint
 from flexhybrid.runtime.runnable import check_runnable
@@ -54,8 +55,11 @@ class LLM:
     ``model``: a folder in Hugging Face layout. ``policy``: "auto" (searched for each call's lengths on the saved
     profile or a catalogue entry; never profiles by itself), a preset's name, a Policy, or a JSON file. ``device``:
     "auto", "cpu" or "cuda". ``link_gb_per_s`` paces the copies of a CPU; without it nothing is paced and "auto" keeps
-    everything resident. ``device_memory`` / ``host_memory``: budgets ("12GiB", bytes, None for no limit). ``dtype``:
-    "auto", "float32", "bfloat16" or (CUDA) "float16".
+    everything resident. ``device_memory`` / ``host_memory`` / ``disk_memory``: budgets ("12GiB", bytes, None for no
+    limit). ``disk_dir``: folder of the scratch space for what a policy puts on the disk (the user's cache folder);
+    ``disk_gb_per_s`` paces it. ``dtype``: "auto", "float32", "bfloat16" or (CUDA) "float16".
+
+    Weights and buffers are kept between calls; ``close()``, or leaving a ``with`` block, gives them back.
 
     Everything that can be wrong with the checkpoint or the budgets raises InputError here, before weights are read;
     weights are read at the first ``generate``.
@@ -84,7 +88,9 @@ class LLM:
         self.hardware = hardware or saved_hardware(self.device)
         self.dtype = pick_dtype(dtype, self.shape, self.device, self.hardware)
         self.bytes_per_element = DTYPE_BYTES[self.dtype]
-        self.disk = DiskPlace(disk_dir, disk_gb_per_s)
+        self.disk = DiskPlace(disk_dir, checked_rate(disk_gb_per_s))
+        if self.hardware and disk_gb_per_s is not None:
+            self.hardware = self.hardware.with_disk_rate(disk_gb_per_s)
         self.budgets = {
             "device": parse_bytes(device_memory), "host": parse_bytes(host_memory), "disk": parse_bytes(disk_memory),
         }  # fmt: skip

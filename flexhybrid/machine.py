@@ -107,21 +107,24 @@ def best_policy(
         )
     if device == "cpu":
         hardware = hardware.with_link_rate(link_gb_per_s)
-    from policy_search.search import RUNNABLE, search
+    from policy_search.search import LOSSLESS, search
 
+    space = LOSSLESS
+    if hardware.name == "local" and "attend_host" not in hardware.lines:  # not measured: nothing to judge it by
+        space = replace(space, attention=("device",))
     # The search knows requests of one length: the mean ones. Where the longest do not fit beside the weights that it
     # kept, keep fewer; where they do not fit at all, let the longest decide.
     longest = Workload.uniform(1, int(workload.prompt_tokens.max()), int(workload.max_tokens.max()))
     for lengths in (workload, longest):
         most = workload.num_requests
         policy = search(
-            shape, hardware, bytes_per_element, lengths, budgets=budgets, max_batch=most, space=RUNNABLE
+            shape, hardware, bytes_per_element, lengths, budgets=budgets, max_batch=most, space=space
         ).policy
         for keep in (1.0, 0.75, 0.5, 0.25, 0.0):
-            share = policy.weights.device * keep
-            smaller = replace(policy, weights=Placement(device=share, host=1.0 - share))
+            share, disk = policy.weights.device * keep, policy.weights.disk
+            smaller = replace(policy, weights=Placement(device=share, host=max(0.0, 1.0 - share - disk), disk=disk))
             try:
-                split_waves(shape, smaller, workload, bytes_per_element, budgets, device)
+                split_waves(shape, smaller, workload, bytes_per_element, budgets, device, hardware)
                 return smaller
             except InputError:
                 if share == 0.0 and lengths is longest:

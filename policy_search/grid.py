@@ -51,7 +51,6 @@ class Space:
     weights_bits: tuple[str | int, ...] = (NATIVE, 8, 4)
     kv_bits: tuple[str | int, ...] = (NATIVE, 8, 4)
     act_bits: tuple[str | int, ...] = (NATIVE, 8, 4)
-    as_executed: bool = False  #: a given policy must order and overlap its work as the executor does
 
     def allows(self, policy: Policy) -> bool:
         """Whether a policy stays inside; its selection must be none, whatever the space."""
@@ -65,8 +64,6 @@ class Space:
             and all(tier in self.weights for tier in used)
             and (bits.weights in self.weights_bits and bits.kv in self.kv_bits and bits.act in self.act_bits)
             and policy.selection.method == "none"
-            and (not self.as_executed or (policy.weight_order, policy.overlap) == ("kv_first", True))
-            and not (self.as_executed and policy.static_cache)
         )
 
 
@@ -74,11 +71,10 @@ class Space:
 FULL = Space()
 #: Only exact representations at the compute dtype's width.
 LOSSLESS = replace(FULL, weights_bits=(NATIVE,), kv_bits=(NATIVE,), act_bits=(NATIVE,))
-#: What the executor runs today (``flexhybrid.runtime.runnable``).
-RUNNABLE = Space(
+#: KV and ACT in memory, attention on the device, mini-batch by mini-batch of a layer.
+PLAIN = Space(
     entries=("kv@device", "kv@host", "act@device", "act@host"), both=(), attention=("device",), schedules=("column",),
     hidden=("device",), weights=("device", "host"), weights_bits=(NATIVE,), kv_bits=(NATIVE,), act_bits=(NATIVE,),
-    as_executed=True,
 )  # fmt: skip
 
 

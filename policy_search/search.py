@@ -30,7 +30,7 @@ from policy_search.grid import (
     LOSSLESS,
     MINI_BATCH_BOUNDS,
     NATIVE,
-    RUNNABLE,
+    PLAIN,
     Grid,
     Option,
     Program,
@@ -44,7 +44,7 @@ from policy_search.shortage import shortage, tightest
 from sim.closed_form import Candidates, mean_lengths, predict
 from sim.virtual_clock import RunSummary, run, summarize
 
-__all__ = ["FULL", "LOSSLESS", "OBJECTIVES", "RUNNABLE", "SearchResult", "Space", "search"]
+__all__ = ["FULL", "LOSSLESS", "OBJECTIVES", "PLAIN", "SearchResult", "Space", "search"]
 
 OBJECTIVES = ("throughput", "latency", "decode_throughput")
 MOST_CONFIRMED = 1_000_000  #: tasks of a run on the virtual clock: some ten seconds
@@ -121,7 +121,7 @@ def search(
 
     ``batch``: None is free up to ``max_batch`` (for latency: 1). ``objective``: "throughput", generated tokens over the
     whole run's seconds; "latency", the seconds themselves; "decode_throughput", over the decode's seconds. ``space``:
-    what a policy may say (FULL, LOSSLESS, RUNNABLE or one's own); ``lossless`` takes native bits alone. ``budgets``:
+    what a policy may say (FULL, LOSSLESS, PLAIN or one's own); ``lossless`` takes native bits alone. ``budgets``:
     bytes per tier; None takes the machine's, where it has none device and host are unlimited and there is no disk.
     ``max_mini_batch_tokens`` and ``weights_device`` (share of each layer) None: free. ``seeds``: policies to try
     besides; the answer is never worse than one of them that fits and that the space allows. ``time_limit``: seconds

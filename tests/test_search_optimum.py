@@ -22,7 +22,7 @@ from flexhybrid.core.shape import ModelShape, shape_by_name
 from flexhybrid.core.workload import Workload
 from flexhybrid.runtime.runnable import check_runnable
 from policy_search import search as search_module
-from policy_search.grid import FULL, LOSSLESS, RUNNABLE, Question, batch_grid, pairs_of
+from policy_search.grid import FULL, LOSSLESS, PLAIN, Question, batch_grid, pairs_of
 from policy_search.rounding import Draft, Evaluator, final_blocks
 from policy_search.search import search
 from policy_search.systems import Setting, system
@@ -78,7 +78,7 @@ def brute_force(q: Question, batches, bounds) -> float:
 
 
 BRUTE = {
-    "runnable": (RUNNABLE, {"device": 14, "host": 24}),
+    "runnable": (PLAIN, {"device": 14, "host": 24}),
     "host attention": (replace(LOSSLESS, entries=("kv@device", "kv@host", "act@host")), {"device": 16}),
     "bits and disk": (replace(FULL, entries=("kv@host", "act@host", "kv@disk"), weights_bits=("native", 4),
                               kv_bits=("native", 4), act_bits=("native",), schedules=("column",), hidden=("device",)),
@@ -129,7 +129,7 @@ def test_pruning_loses_nothing(rates, objective):
 def test_no_share_between_the_blocks_is_better(weights_device):
     """What the main job asks: one batch, KV and ACT on the host, decode alone."""
     hardware, workload = machine(), Workload.uniform(32, 300, 12)
-    space = replace(RUNNABLE, entries=("act@host", "kv@host"))
+    space = replace(PLAIN, entries=("act@host", "kv@host"))
     found = search(SHAPE, hardware, 2, workload, batch=32, weights_device=weights_device, space=space,
                    objective="decode_throughput", max_mini_batch_tokens=8192)  # fmt: skip
     shares = np.linspace(0, 1, 3001)
@@ -190,10 +190,10 @@ def test_flexgens_own_policies_are_not_better(model, machine_name):
 
 def test_a_seed_is_never_worse_and_strangers_are_left_out():
     hardware, workload = machine(), Workload.uniform(1, 200, 8)
-    best = search(SHAPE, hardware, 2, workload, max_batch=64, budgets=mib(24, 48), space=RUNNABLE)
-    narrow = replace(RUNNABLE, entries=("kv@host",))
+    best = search(SHAPE, hardware, 2, workload, max_batch=64, budgets=mib(24, 48), space=PLAIN)
+    narrow = replace(PLAIN, entries=("kv@host",))
     own = {"max_batch": 64, "budgets": mib(24, 48)}
-    seeded = search(SHAPE, hardware, 2, workload, seeds=[best.policy], space=replace(narrow, entries=RUNNABLE.entries),
+    seeded = search(SHAPE, hardware, 2, workload, seeds=[best.policy], space=replace(narrow, entries=PLAIN.entries),
                     time_limit=0.0, **own)  # fmt: skip
     assert seeded.prediction["tokens_per_s"] >= best.prediction["tokens_per_s"] * (1 - 1e-9)
     assert not seeded.proved
@@ -205,7 +205,7 @@ def test_a_seed_is_never_worse_and_strangers_are_left_out():
 # ---- what a winner is
 
 
-@pytest.mark.parametrize("space", [FULL, LOSSLESS, RUNNABLE], ids=["full", "lossless", "runnable"])
+@pytest.mark.parametrize("space", [FULL, LOSSLESS, PLAIN], ids=["full", "lossless", "runnable"])
 def test_the_winner_fits_by_the_memory_plan_and_is_confirmed(space, tmp_path):
     budgets = mib(16, 24, 64)
     found = search(SHAPE, machine(), 2, Workload.uniform(1, 300, 12), budgets=budgets, space=space, max_batch=64,
@@ -220,13 +220,13 @@ def test_the_winner_fits_by_the_memory_plan_and_is_confirmed(space, tmp_path):
     assert Policy.from_json(found.policy.to_json()) == found.policy
     assert found.counts == {"choices": found.num_choices, "bounded_out": found.num_bounded_out, "lps": found.num_lps,
                             "walked": found.num_walked}  # fmt: skip
-    if space is RUNNABLE:
+    if space is PLAIN:
         check_runnable(SHAPE, found.policy)
 
 
 def test_weights_and_nearly_all_keys_are_resident_where_they_fit():
     """A share of the keys on the host still takes work off the device, which binds."""
-    found = search(SHAPE, machine(), 2, Workload.uniform(32, 300, 12), batch=32, space=RUNNABLE)
+    found = search(SHAPE, machine(), 2, Workload.uniform(32, 300, 12), batch=32, space=PLAIN)
     resident = predict(SHAPE, machine(), 2, candidates_of(preset_resident(), Workload.uniform(32, 300, 12))).row()
     assert found.policy.weights.device == 1 and found.policy.cache["kv@device"] > 0.7 and found.binding == "compute"
     assert 1 <= found.prediction["tokens_per_s"] / resident["tokens_per_s"] < 1.05
@@ -247,7 +247,7 @@ def test_bits_are_used_where_they_pay_and_native_ones_where_asked():
 def test_grouped_queries_turn_act_off(kv_heads, act_pays):
     """ACT / KV = h / (2·G·d): a half for multi-head attention, 1 with two query heads a group, 2 with four."""
     shape = ModelShape("grouped", "llama", 4, 512, 8, kv_heads, 64, 1408, 2048, 1024)
-    space = replace(RUNNABLE, entries=("act@host", "kv@host"))
+    space = replace(PLAIN, entries=("act@host", "kv@host"))
     found = search(shape, machine(0.1, 500.0, 50.0), 2, Workload.uniform(1, 500, 16), batch=16, space=space)
     assert (found.act_share > 0.2) == act_pays
     assert act_pays or found.act_share == 0
@@ -266,7 +266,7 @@ def test_latency_is_the_least_seconds_of_its_batch():
 
 
 def test_a_prompt_longer_than_the_bound_is_a_mini_batch_of_its_own():
-    found = search(SHAPE, machine(), 2, Workload.uniform(3, 700, 4), batch=3, max_mini_batch_tokens=256, space=RUNNABLE)
+    found = search(SHAPE, machine(), 2, Workload.uniform(3, 700, 4), batch=3, max_mini_batch_tokens=256, space=PLAIN)
     assert found.prediction["num_mini_batches"] == 3 and found.policy.max_mini_batch_tokens == 256
 
 
@@ -282,7 +282,7 @@ def test_one_generated_token_is_all_prefill():
 @settings(max_examples=8)
 @given(
     st.sampled_from(["link", "gflops", "memory", "disk", "device", "host"]), st.floats(1.02, 3), st.floats(0.05, 3),
-    st.integers(14, 60), st.integers(20, 100), st.sampled_from([RUNNABLE, LOSSLESS]),
+    st.integers(14, 60), st.integers(20, 100), st.sampled_from([PLAIN, LOSSLESS]),
 )  # fmt: skip
 def test_more_of_anything_never_lowers_the_optimum(what, factor, link, device, host, space):
     def best(more: dict) -> float:
@@ -304,7 +304,7 @@ def test_more_of_anything_never_lowers_the_optimum(what, factor, link, device, h
 
 @pytest.mark.parametrize("tier", ["device", "host"])
 def test_the_change_named_is_enough_and_no_smaller_one_is(tier):
-    options = {"weights_device": 0.0, "batch": 32, "max_mini_batch_tokens": 1024, "space": RUNNABLE}
+    options = {"weights_device": 0.0, "batch": 32, "max_mini_batch_tokens": 1024, "space": PLAIN}
     other = {"device": 64, "host": 64}
 
     def run(size: int, **more):
@@ -332,7 +332,7 @@ def test_the_change_named_is_enough_and_no_smaller_one_is(tier):
 def test_what_no_single_tier_can_mend_names_all():
     with pytest.raises(InputError, match="Raise device memory to .*MiB and host memory to .*MiB"):
         search(SHAPE, machine(), 2, Workload.uniform(1, 300, 12), batch=4, budgets=mib(3, 1), weights_device=0.0,
-               space=replace(RUNNABLE, entries=("kv@host",)))  # fmt: skip
+               space=replace(PLAIN, entries=("kv@host",)))  # fmt: skip
 
 
 def test_what_fits_only_just_is_found():

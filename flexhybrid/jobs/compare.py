@@ -38,7 +38,7 @@ from flexhybrid.runtime.runnable import check_runnable
 from flexhybrid.runtime.weights import Weights
 from policy_search.algorithm1 import BALANCES, host_blocks, layer_times, share_for_batch
 from policy_search.fit import fit_report
-from policy_search.search import RUNNABLE, SearchResult, search
+from policy_search.search import PLAIN, SearchResult, search
 from sim import virtual_clock
 from sim.closed_form import Candidates, candidates_of, predict
 from sim.presets import act_only, hybrid, hybrid_static, kv_only
@@ -57,7 +57,7 @@ RESULT_FILES = (
 )
 
 #: What the comparison is about: KV and ACT on the host, weights streamed.
-MIXES = replace(RUNNABLE, entries=("act@host", "kv@host"))
+MIXES = replace(PLAIN, entries=("act@host", "kv@host"))
 
 SWEEP = tuple(i / 8 for i in range(1, 8))  #: its ends are kv_only and act_only
 SMALLEST_KEPT_HIDDEN = 512  #: lines fitted on a tiny model say nothing about this machine at real sizes
