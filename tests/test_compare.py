@@ -72,7 +72,9 @@ def test_files_are_written_and_agree(run):
     kept = load_hardware(out / "hardware-cpu.json")
     assert kept.host_memory and kept.device_memory
     for key in ("h2d", "d2h", "h2d_both", "d2h_both", "load_weights", "load_kv", "load_act", "kv_gen", "project",
-                "assemble", "attend", "attend_prefill", "finish", "head"):  # fmt: skip
+                "assemble", "attend", "attend_prefill", "finish", "head", "attend_host", "attend_recomputed",
+                "quantize", "dequantize_weights", "dequantize_kv", "dequantize_act", "scatter_device",
+                "load_hidden"):  # fmt: skip
         assert len(kept.lines[key].samples) >= 2, key
 
 

@@ -15,7 +15,7 @@ from flexhybrid.core.hardware import Hardware, Line, crosses_link
 from flexhybrid.core.shape import ModelShape
 from flexhybrid.jobs.measure_disk import with_earlier_disk
 from flexhybrid.machine import profile_path
-from flexhybrid.runtime.profile import SIZES, faster_cpu_dtype, profile
+from flexhybrid.runtime.profile import RUNS, faster_cpu_dtype, profile
 
 #: The model whose tasks are timed: OPT of hidden size 1,024 with a vocabulary of about 8,000.
 TIMING_SHAPE = ModelShape(
@@ -118,4 +118,4 @@ def _paced(key: str, line: Line, link_gb_per_s: float) -> Line:
     return replace(line, s_per_byte=max(line.s_per_byte, 1e-9 / link_gb_per_s))
 
 
-PROFILE_STEPS = 2 * len(SIZES)
+PROFILE_STEPS = 2 * len(RUNS)

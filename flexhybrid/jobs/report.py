@@ -18,6 +18,7 @@ from policy_search.search import SearchResult
 SHOWN_LINES = (
     *("h2d", "d2h", "h2d_both", "d2h_both", "disk_read", "disk_write", "load_weights", "load_kv", "load_act"),
     *("embed", "kv_gen", "project", "assemble", "attend", "attend_prefill", "finish", "head", "sample", "scatter"),
+    *("dequantize_weights", "dequantize_kv", "dequantize_act", "quantize", "attend_host"),
 )
 
 

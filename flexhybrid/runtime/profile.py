@@ -12,36 +12,68 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import LINKS
 from flexhybrid.core.memory import buffer_sizes
 from flexhybrid.core.plan import admit
-from flexhybrid.core.policy import Placement, Policy
+from flexhybrid.core.policy import Bits, Placement, Policy
 from flexhybrid.core.shape import ModelShape
 from flexhybrid.core.trace import TraceEvent
 from flexhybrid.core.workload import Workload
 from flexhybrid.runtime.engine import Engine
 from flexhybrid.runtime.loader import RandomWeights
+from flexhybrid.runtime.runnable import check_runnable
 from flexhybrid.runtime.sampling import greedy_plan
-from flexhybrid.runtime.weights import Weights
+from flexhybrid.runtime.weights import Weights, WeightSlots
 
-#: (requests, context, ACT share, requests a mini-batch) of the profiling runs: mini-batches from 250 to 8,000 tokens,
-#: all mixes, and one to four mini-batches, so that slices of weights differ too.
-SIZES = (
-    (4, 128, 0.50, 2),
-    (16, 256, 1.00, 4),
-    (8, 512, 0.25, 4),
-    (16, 256, 0.75, 8),
-    (16, 512, 0.50, 8),
-    (16, 512, 1.00, 4),
-    (16, 512, 0.00, 16),
-    (32, 128, 0.50, 32),
+
+class Run(NamedTuple):
+    """One profiling run: a policy's fields beside its mini-batch bound, and the batch it is run with."""
+
+    requests: int
+    context: int
+    per_mini_batch: int  #: requests
+    cache: dict[str, float]
+    other: dict = {}  #: the policy's other fields
+
+
+def _mix(requests: int, context: int, act: float, per_mini_batch: int) -> Run:
+    return Run(requests, context, per_mini_batch, {"kv@host": 1 - act, "act@host": act})
+
+
+#: Mini-batches from 250 to 8,000 tokens, all mixes, and one to four mini-batches, so that slices of weights differ too.
+MIXES = (
+    _mix(4, 128, 0.50, 2),
+    _mix(16, 256, 1.00, 4),
+    _mix(8, 512, 0.25, 4),
+    _mix(16, 256, 0.75, 8),
+    _mix(16, 512, 0.50, 8),
+    _mix(16, 512, 1.00, 4),
+    _mix(16, 512, 0.00, 16),
+    _mix(32, 128, 0.50, 32),
 )
+
+_PACKED = Bits(weights=4, kv=4, act=4)
+_HALF = {"kv@host": 0.5, "act@host": 0.5}
+
+#: What other systems do besides: four bits, attention and hidden states on the host, a cache on the device, a prefix
+#: computed anew. A line holds for one number of bits, and eight cost less a byte: the systems that pack take four.
+OTHERS = (
+    Run(4, 128, 2, _HALF, {"bits": _PACKED}),
+    Run(8, 256, 4, _HALF, {"bits": _PACKED}),
+    Run(4, 256, 2, {"kv@host": 1.0}, {"attention": "host"}),
+    Run(8, 512, 4, {"kv@host": 1.0}, {"attention": "host"}),
+    Run(4, 128, 2, {"tok": 0.25, "kv@device": 0.75}, {"hidden": "host"}),
+    Run(8, 256, 4, {"tok": 0.25, "kv@device": 0.75}, {"hidden": "host"}),
+)
+RUNS = MIXES + OTHERS
 OUTLIER = 3.0  #: times the median: a stranger's doing, left out of the mean
 DISAGREE = 1.15  #: passes further apart than this are reported
 LINK_SIZES = tuple(1 << n for n in range(16, 25, 2))  #: bytes, 64 KiB to 16 MiB
@@ -80,20 +112,28 @@ def profile(
     device: torch.device,
     link_gb_per_s: float | None = None,
     on_progress: Callable[[], None] | None = None,
-    sizes=SIZES,
+    runs: Sequence[Run] = RUNS,
 ) -> ProfileSamples:
     """Measure this machine for models of this shape (two of its layers are run, with random weights).
 
-    ``on_progress`` is called 2 · len(sizes) times. Contexts are cut to the model's positions.
+    ``on_progress`` is called 2 · len(runs) times. Contexts are cut to the model's positions. Runs that the executor
+    refuses for this model (rows that do not pack) are left out, and their verbs have no line.
     """
     small = replace(shape, num_layers=2)
-    weights = Weights(small, RandomWeights(small, device=device.type), dtype, device, Policy())
-    slots = weights.make_slots()
+    placed: dict[object, tuple[Weights, WeightSlots]] = {}  # by bits
+
+    def weights_of(policy: Policy) -> tuple[Weights, WeightSlots]:
+        bits = policy.bits.weights
+        if bits not in placed:
+            weights = Weights(small, RandomWeights(small, device=device.type), dtype, device, policy)
+            placed[bits] = weights, weights.make_slots()
+        return placed[bits]
+
     passes: list[dict] = []
     for _ in range(2):
         found: dict[tuple, list[float]] = {}
-        for size in sizes:
-            for event in _run(weights, slots, size, link_gb_per_s):
+        for run in runs:
+            for event in _run(small, weights_of, run, link_gb_per_s):
                 key = _line_key(event)
                 if key is None:
                     continue
@@ -108,6 +148,9 @@ def profile(
     # Verbs without samples of their own only move memory: as assemble does on the device, as scatter does on the host.
     result.samples["compute"] = result.samples["assemble"]
     result.samples["host_compute"] = result.samples["scatter"]
+    if "dequantize_weights" in result.samples:
+        # All layers are of one size, which gives no slope: that is the one of keys and values, unpacked alike.
+        result.samples["dequantize_weights"] += result.samples["dequantize_kv"]
     if device.type == "cpu":
         result.faster_dtype = faster_cpu_dtype(shape)
     return result
@@ -139,22 +182,26 @@ def _line_key(event: TraceEvent) -> str | None:
     return None if event.task.verb.startswith("store_") else event.task.verb
 
 
-def _run(weights: Weights, slots, size, link_gb_per_s: float | None) -> list[TraceEvent]:
-    """One small run: prefill and three decode iterations of one to four mini-batches."""
-    requests, context, act_share, per_mini_batch = size
-    shape = weights.shape
-    context = min(context, shape.max_positions - 4)
+def _run(
+    shape: ModelShape, weights_of: Callable[[Policy], tuple[Weights, WeightSlots]], run: Run,
+    link_gb_per_s: float | None,
+) -> list[TraceEvent]:  # fmt: skip
+    """Prefill and three decode iterations of one to four mini-batches; nothing where the model cannot run so."""
+    context = min(run.context, shape.max_positions - 4)
     policy = Policy(
-        weights=Placement(host=1.0),
-        cache={"kv@host": 1 - act_share, "act@host": act_share},
-        max_mini_batch_tokens=per_mini_batch * (context + 48),
-    )
-    wave = admit(shape, policy, Workload.uniform(requests, context, 4), weights.bytes_per_element)
+        weights=Placement(host=1.0), cache=run.cache, max_mini_batch_tokens=run.per_mini_batch * (context + 48),
+        **run.other,
+    )  # fmt: skip
+    try:
+        check_runnable(shape, policy)
+    except InputError:
+        return []
+    weights, slots = weights_of(policy)
+    wave = admit(shape, policy, Workload.uniform(run.requests, context, 4), weights.bytes_per_element)
     engine = Engine(weights, policy, buffer_sizes(wave), link_gb_per_s, slots=slots)
     generator = np.random.default_rng(0)
-    prompts = [generator.integers(0, shape.vocab, context).tolist() for _ in range(requests)]
-    plan = greedy_plan(requests)
-    return engine.run(wave, prompts, plan, keep_trace=True).trace
+    prompts = [generator.integers(0, shape.vocab, context).tolist() for _ in range(run.requests)]
+    return engine.run(wave, prompts, greedy_plan(run.requests), keep_trace=True).trace
 
 
 def _link_samples(device: torch.device, link_gb_per_s: float | None):
