@@ -1,0 +1,245 @@
+"""Hugging Face accelerate's disk_offload beside ours: one random checkpoint, weights on disk, the same memory.
+
+    pip install --no-deps --target build/accelerate-1.15.0 accelerate==1.15.0 psutil==7.2.2
+    python -m experiments.peers.accelerate_disk --out experiments/results/peers/accelerate-disk.json
+
+An OPT-1.3B shape with random weights is written once to the user's cache folder, and once more as accelerate's offload
+folder. Every batch of every side runs in a process of its own (``disk_child``, which says how memory is bounded and the
+page cache kept out on both sides). A sweep of short runs finds each side's best batch, from which one longer run of
+each is reported. Loading is not timed. Prompts are random token ids of one length; both decode greedily.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import random
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from experiments.peers import children
+from flexhybrid.core.errors import InputError
+from flexhybrid.core.hardware import cache_folder, write_by_rename
+from flexhybrid.core.memory import gib, parse_bytes
+from flexhybrid.core.policy import Placement, Policy
+from flexhybrid.core.shape import ModelShape, shape_by_name, shape_from_config
+
+VERSION = "1.15.0"
+FOLDER = Path(f"build/accelerate-{VERSION}")
+HOW_TO_GET = f"get it with: pip install --no-deps --target {FOLDER} accelerate=={VERSION} psutil==7.2.2"
+CHILD = Path(__file__).with_name("disk_child.py")
+LIMIT_S = 540
+
+#: Which of its ways accelerate is run in: disk_offload as it stands reads both embedding tables in every pass.
+PEER_WAYS = ("disk", "memory")
+
+#: All layers on the disk, what is cached in memory beside the computation: nothing but weights has to move.
+OURS = Policy("weights_on_disk", Placement(disk=1.0), cache={"kv@device": 1.0})
+
+
+class PeerUnavailable(InputError):
+    """accelerate, or what it imports, is not there."""
+
+
+def find_peer(path: str | Path | None = None) -> Path | None:
+    """The folder that accelerate was installed to; None where this Python has it. Raises PeerUnavailable."""
+    for place in [FOLDER] if path is None else [Path(path)]:
+        if (place / "accelerate" / "__init__.py").is_file():
+            return place.resolve()
+    if path is None and importlib.util.find_spec("accelerate"):
+        return None
+    named = "" if path is None else f" at {path}"
+    raise PeerUnavailable(f"accelerate is not there{named}; {HOW_TO_GET}")
+
+
+def make_checkpoint(folder: Path, shape: ModelShape, dtype: str) -> Path:
+    """A random OPT of this shape in Hugging Face layout, unless the folder holds one."""
+    if (folder / "config.json").is_file():
+        return folder
+    import torch
+    from transformers import OPTConfig, OPTForCausalLM
+
+    config = OPTConfig(
+        vocab_size=shape.vocab, hidden_size=shape.hidden, num_hidden_layers=shape.num_layers, ffn_dim=shape.ffn,
+        num_attention_heads=shape.num_heads, max_position_embeddings=shape.max_positions,
+        word_embed_proj_dim=shape.hidden, dropout=0.0, dtype=dtype,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = OPTForCausalLM(config).to(getattr(torch, dtype))
+    # The config comes last: a folder with one is complete.
+    unfinished = folder.with_name(folder.name + ".partial")
+    model.save_pretrained(unfinished, max_shard_size="1GB")
+    unfinished.rename(folder)
+    return folder
+
+
+def run_child(request: dict, peer: Path | None) -> dict:
+    """What the child answered. Raises PeerUnavailable when an import of it failed."""
+    answer = children.ask(CHILD, request, LIMIT_S, [peer] if peer and request["side"] != "ours" else [])
+    if "missing" in answer:
+        raise PeerUnavailable(f"{request['side']} cannot be loaded ({answer['missing']}); {HOW_TO_GET}")
+    return answer
+
+
+def rates(answer: dict, batch: int) -> dict:
+    """tokens/s of a run, all of it and its decode alone, beside what the child answered."""
+    if "error" in answer:
+        return answer
+    ends = answer["iteration_end_s"]
+    decode_s = ends[-1] - ends[0]
+    return answer | {
+        "batch": batch,
+        "tokens_per_s": batch * len(ends) / ends[-1],
+        "decode_tokens_per_s": batch * (len(ends) - 1) / decode_s if decode_s else None,
+        "read_bytes_per_iteration": answer["read_bytes"] / len(ends),
+    }
+
+
+def best_run(run: Callable[[int, int, bool], dict], batches: list[int], sweep_tokens: int, gen_tokens: int) -> dict:
+    """The longer run of the best batch, with the sweep that chose it. ``run(batch, tokens, last)``.
+
+    Throughput grows with the batch until memory ends it, so batches are tried from the smallest on and the sweep stops
+    at the first that fails. Raises InputError when none runs.
+    """
+    sweep, best = [], None
+    for batch in sorted(batches):
+        row = run(batch, sweep_tokens, False)
+        sweep.append({key: row.get(key) for key in ("tokens_per_s", "peak_bytes", "error")} | {"batch": batch})
+        if "error" in row:
+            break
+        if best is None or row["tokens_per_s"] > best["tokens_per_s"]:
+            best = row
+    if best is None:
+        raise InputError(f"no batch of {batches} ran: {sweep[-1]['error']}")
+    last = run(best["batch"], gen_tokens, True)
+    if "error" in last:  # the longer contexts no longer fit
+        smaller = [row["batch"] for row in sweep if row["batch"] < best["batch"]]
+        if not smaller:
+            raise InputError(f"batch {best['batch']} ran short, not long: {last['error']}")
+        last = run(max(smaller), gen_tokens, True)
+    return last | {"sweep": sweep}
+
+
+def same_tokens(one: list[list[int]], other: list[list[int]]) -> dict:
+    """Of the requests that both sides ran: tokens equal, and all, up to each request's first difference."""
+    equal = total = 0
+    for mine, theirs in zip(one, other, strict=False):
+        until = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), None)
+        equal += len(mine) if until is None else until
+        total += len(mine)
+    return {"equal": equal, "of": total}
+
+
+def compare(options: argparse.Namespace) -> dict:
+    """Both sides at their best. Raises PeerUnavailable and InputError."""
+    peer = find_peer(options.peer)
+    memory = parse_bytes(options.memory)
+    cache = Path(options.cache) if options.cache else cache_folder() / "peers"
+    if options.model:
+        checkpoint = Path(options.model)
+    else:
+        checkpoint = make_checkpoint(cache / f"{options.shape}-{options.dtype}", shape_by_name(options.shape), options.dtype)
+    shape = shape_from_config(checkpoint)
+    offloaded = cache / f"{checkpoint.name}-accelerate"
+    common = {
+        "checkpoint": str(checkpoint.resolve()), "memory_bytes": memory, "dtype": options.dtype,
+        "threads": options.threads,
+    }  # fmt: skip
+    if not (offloaded / "index.json").is_file():
+        answer = run_child(common | {"side": "prepare", "folder": str(offloaded.resolve())}, peer)
+        if "error" in answer:
+            raise InputError(f"accelerate could not write {offloaded}: {answer['error']}")
+    words = random.Random(0)
+    drawn = [[words.randrange(4, shape.vocab) for _ in range(options.prompt_len)] for _ in range(4096)]
+
+    def ours(batch: int, tokens: int, last: bool) -> dict:
+        request = common | {"side": "ours", "folder": str(cache.resolve()), "policy": OURS.to_dict(), "ideals": last}
+        return rates(run_child(request | {"prompts": drawn[:batch], "gen_tokens": tokens}, peer), batch)
+
+    def theirs(way: str) -> Callable[[int, int, bool], dict]:
+        def run(batch: int, tokens: int, _: bool) -> dict:
+            request = common | {"side": "accelerate", "folder": str(offloaded.resolve()), "embeddings": way}
+            return rates(run_child(request | {"prompts": drawn[:batch], "gen_tokens": tokens}, peer), batch)
+
+        return run
+
+    found = {"ours": best_run(ours, options.batches, options.sweep_len, options.gen_len)}
+    say(options, "ours", found["ours"])
+    for way in PEER_WAYS:
+        name = f"accelerate, embeddings {'on disk' if way == 'disk' else 'in memory'}"
+        found[name] = best_run(theirs(way), options.batches, options.sweep_len, options.gen_len)
+        say(options, name, found[name])
+    mine = found["ours"]
+    if options.gen_len > 1:
+        ideal = max(mine["ideal_disk_s"], mine["ideal_compute_s"])
+        mine["overlap"] = ideal / (mine["iteration_end_s"][-1] - mine["iteration_end_s"][0])
+    ratios = {name: mine["tokens_per_s"] / row["tokens_per_s"] for name, row in found.items() if name != "ours"}
+    agreement = {name: same_tokens(mine["tokens"], row["tokens"]) for name, row in found.items() if name != "ours"}
+    for row in found.values():
+        del row["tokens"]
+    return {
+        "model": shape.name, "dtype": options.dtype, "prompt_tokens": options.prompt_len,
+        "gen_tokens": options.gen_len, "memory_bytes": memory, "threads": options.threads,
+        "accelerate": VERSION, "bound": "RLIMIT_DATA above what the loaded libraries hold; page cache kept out: ours by "
+        "O_DIRECT, accelerate's files dropped (POSIX_FADV_DONTNEED) before every forward pass",
+        "ratios": ratios, "same_tokens": agreement, "sides": found,
+    }  # fmt: skip
+
+
+def say(options: argparse.Namespace, name: str, row: dict) -> None:
+    print(
+        f"{name}: {row['tokens_per_s']:.3g} tokens/s at batch {row['batch']} "
+        f"({row['read_bytes_per_iteration'] / 1e9:.2f} GB read an iteration, {gib(row['peak_bytes'])} of "
+        f"{gib(parse_bytes(options.memory))}); sweep "
+        + ", ".join(f"{one['batch']}: {one['error'] or format(one['tokens_per_s'], '.3g')}" for one in row["sweep"]),
+        flush=True,
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """0; 1 when the peer is not there; 2 for other input that cannot be served."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.peers.accelerate_disk", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("--shape", default="opt-1.3b", help="of the random checkpoint")
+    parser.add_argument("--model", help="a checkpoint instead: an OPT in Hugging Face layout")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--memory", default="2.5GiB", help="of each process, beyond its libraries")
+    parser.add_argument("--prompt-len", type=int, default=32)
+    parser.add_argument("--gen-len", type=int, default=16)
+    parser.add_argument("--sweep-len", type=int, default=3, help="tokens generated in the runs that choose the batch")
+    parser.add_argument("--batches", type=int, nargs="+", default=[32, 48, 64, 96])
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--peer", help="the folder that accelerate was installed to")
+    parser.add_argument("--cache", help="folder for checkpoint, offload folder and scratch (default: the user's cache)")
+    parser.add_argument("--machine", default=f"{os.cpu_count()} cores, {platform.machine()}", help="named in the file")
+    parser.add_argument("--out", type=Path, help="a JSON file")
+    options = parser.parse_args(arguments)
+    try:
+        result = compare(options)
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return 1 if isinstance(error, PeerUnavailable) else 2
+    for name, ratio in result["ratios"].items():
+        print(f"ours / {name}: {ratio:.2f}; tokens equal {result['same_tokens'][name]}")
+    mine = result["sides"]["ours"]
+    if "overlap" in mine:
+        print(
+            f"ours: overlap {mine['overlap']:.2f} (disk alone {mine['ideal_disk_s']:.1f} s, compute alone "
+            f"{mine['ideal_compute_s']:.1f} s of {mine['iteration_end_s'][-1] - mine['iteration_end_s'][0]:.1f} s)"
+        )
+    if options.out:
+        command = shlex.join(["python", "-m", "experiments.peers.accelerate_disk", *arguments])
+        text = json.dumps({"command": command, "machine": options.machine} | result, indent=1)
+        write_by_rename(options.out, text + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,243 @@
+"""The process in which one side of ``accelerate_disk`` runs: a batch, weights on disk, memory bounded by the system.
+
+Started by file name. A request comes as JSON on standard input:
+
+    side          "prepare" (write accelerate's offload folder), "accelerate" or "ours"
+    checkpoint    folder in Hugging Face layout
+    folder        accelerate's offload folder, or where our scratch file may lie
+    prompts       token ids, all prompts of one length
+    gen_tokens    tokens to generate for each
+    memory_bytes  what the process may take beyond what it holds once its libraries are loaded
+    dtype         "float32" or "bfloat16"
+    threads       of torch
+    embeddings    of accelerate: "disk" as disk_offload has it, or "memory"
+
+One JSON object goes to standard output: "error" alone where the run was not possible, else seconds, bytes and tokens.
+
+The bound is RLIMIT_DATA: an allocation beyond it fails, on both sides alike. It counts private memory and leaves the
+page cache out, so neither side may use that: ours reads past it (O_DIRECT; the run is refused where that does not
+work), and accelerate's files are dropped from it before every forward pass. ``read_bytes``, the kernel's count of what
+this process fetched from the disk, shows that both held to it.
+"""
+
+import contextlib
+import json
+import os
+import resource
+import sys
+import threading
+import time
+from pathlib import Path
+
+
+def proc_bytes(file: str, field: str) -> int:
+    """A field of /proc/self/status (there in kB) or /proc/self/io."""
+    for line in Path(f"/proc/self/{file}").read_text(encoding="ascii").splitlines():
+        name, _, value = line.partition(":")
+        if name == field:
+            return int(value.split()[0]) * (1024 if value.endswith("kB") else 1)
+    raise KeyError(field)
+
+
+class Bound:
+    """Private memory of this process, from here on: a limit, and the most that was resident at any time."""
+
+    def __init__(self):
+        self._held = proc_bytes("status", "VmData")
+        self._resident = proc_bytes("status", "RssAnon")
+        self.peak_bytes = 0
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def limit(self, num_bytes: int) -> None:
+        resource.setrlimit(resource.RLIMIT_DATA, (self._held + num_bytes, resource.RLIM_INFINITY))
+
+    def _watch(self) -> None:
+        while True:
+            self.peak_bytes = max(self.peak_bytes, proc_bytes("status", "RssAnon") - self._resident)
+            time.sleep(0.02)
+
+
+def start_threads(threads: int) -> None:
+    """torch's own threads now, so that their stacks count with the libraries."""
+    import torch
+
+    torch.set_num_threads(threads)
+    torch.mm(torch.ones(512, 512), torch.ones(512, 512))
+
+
+# ---- accelerate
+
+
+def prepare(request: dict) -> dict:
+    """Offload the checkpoint as accelerate itself writes it, once. The tied head is a file of its own there."""
+    from accelerate.utils import offload_state_dict
+    from safetensors.torch import load_file
+
+    names = set()
+    for shard in sorted(Path(request["checkpoint"]).glob("*.safetensors")):
+        tensors = load_file(shard)
+        if "lm_head.weight" not in tensors and "model.decoder.embed_tokens.weight" in tensors:
+            tensors["lm_head.weight"] = tensors["model.decoder.embed_tokens.weight"]
+        offload_state_dict(request["folder"], tensors)
+        names.update(tensors)
+    os.sync()  # a dirty page cannot be dropped
+    return {"tensors": len(names)}
+
+
+def drop_page_cache(folder: str) -> None:
+    for file in Path(folder).glob("*.dat"):
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
+
+def accelerate_model(request: dict):
+    """The model with every weight offloaded to the disk, by disk_offload; with embeddings in "memory" by the same hooks
+    over a map that keeps these two."""
+    import torch
+    from accelerate import disk_offload, init_empty_weights
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module, attach_align_device_hook
+    from accelerate.utils import OffloadedWeightsLoader
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(request["checkpoint"], local_files_only=True)
+    with init_empty_weights():
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, request["dtype"])).eval()
+    device = torch.device("cpu")
+    if request["embeddings"] == "disk":
+        return disk_offload(model, request["folder"], execution_device=device)
+    on_disk = OffloadedWeightsLoader(save_folder=request["folder"])
+    table = on_disk["model.decoder.embed_tokens.weight"]
+    kept = {"model.decoder.embed_tokens.weight": table, "lm_head.weight": table}
+    weights_map = OffloadedWeightsLoader(state_dict=kept, save_folder=request["folder"])
+    add_hook_to_module(model, AlignDevicesHook(io_same_device=True), append=True)
+    attach_align_device_hook(model, execution_device=device, offload=True, weights_map=weights_map)
+    return model
+
+
+def run_accelerate(request: dict) -> dict:
+    import torch
+
+    start_threads(request["threads"])
+    import accelerate  # noqa: F401  its libraries count as loaded
+    import transformers.models.opt.modeling_opt  # noqa: F401
+
+    bound = Bound()
+    bound.limit(request["memory_bytes"])
+    model = accelerate_model(request)
+    ids = torch.tensor(request["prompts"])
+    tokens, moments, cache = [], [], None
+    read_before, began = proc_bytes("io", "read_bytes"), time.perf_counter()
+    with torch.inference_mode():
+        for _ in range(request["gen_tokens"]):
+            drop_page_cache(request["folder"])
+            out = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            cache, ids = out.past_key_values, out.logits[:, -1].argmax(-1, keepdim=True)
+            tokens.append(ids)
+            moments.append(time.perf_counter() - began)
+    return {
+        "iteration_end_s": moments,
+        "read_bytes": proc_bytes("io", "read_bytes") - read_before,
+        "peak_bytes": bound.peak_bytes,
+        "tokens": torch.cat(tokens, dim=1).tolist(),
+    }
+
+
+# ---- ours
+
+
+def run_ours(request: dict) -> dict:
+    """The engine over one wave, all layers' weights on the disk, keys and values in memory."""
+    import numpy as np
+    import torch
+
+    start_threads(request["threads"])
+    from flexhybrid.core.memory import buffer_sizes, check_budget, memory_plan
+    from flexhybrid.core.plan import admit
+    from flexhybrid.core.policy import Policy
+    from flexhybrid.core.shape import DTYPE_BYTES
+    from flexhybrid.core.stream import stream
+    from flexhybrid.core.trace import busy_seconds, check_trace, iteration_ends
+    from flexhybrid.core.workload import Workload
+    from flexhybrid.runtime.engine import Engine
+    from flexhybrid.runtime.loader import Checkpoint
+    from flexhybrid.runtime.sampling import greedy_plan
+    from flexhybrid.runtime.weights import DiskPlace, Weights
+
+    bound = Bound()
+    policy, prompts = Policy.from_dict(request["policy"]), request["prompts"]
+    checkpoint = Checkpoint(request["checkpoint"])
+    shape, width = checkpoint.shape, DTYPE_BYTES[request["dtype"]]
+    workload = Workload.uniform(len(prompts), len(prompts[0]), request["gen_tokens"])
+    wave = admit(shape, policy, workload, width)
+    sizes = buffer_sizes(wave)
+    plan = memory_plan(shape, policy, width, sizes, "cpu")
+    in_memory = {part: size for tier in ("device", "host") for part, size in plan[tier].items()}
+    check_budget({"process": in_memory}, {"process": request["memory_bytes"]}, f"batch {len(prompts)}")
+    weights = Weights(
+        shape, checkpoint, request["dtype"], torch.device("cpu"), policy, DiskPlace(request["folder"])
+    )  # fmt: skip
+    del checkpoint  # and its mapped files
+    bound.peak_bytes = 0
+    bound.limit(request["memory_bytes"])
+    if weights.disk and not weights.disk.direct:
+        return {"error": f"reads of {weights.disk.describe()}: no like comparison"}
+    engine = Engine(weights, policy, sizes)
+    sampling = greedy_plan(len(prompts))
+    executor = engine.executor(wave, prompts, sampling)
+    read_before = proc_bytes("io", "read_bytes")
+    result = engine.run(wave, prompts, sampling, keep_trace=True, executor=executor)
+    read_bytes, peak = proc_bytes("io", "read_bytes") - read_before, bound.peak_bytes
+
+    answer = {
+        "iteration_end_s": [float(end) for end in iteration_ends(result.trace)],
+        "read_bytes": read_bytes,
+        "peak_bytes": peak,
+        "planned_bytes": sum(in_memory.values()),
+        "violations": len(check_trace(result.trace)),
+        "busy_s": busy_seconds(result.trace),
+        "tokens": np.array(result.tokens).tolist(),
+    }
+    if request["ideals"]:
+        decode = request["gen_tokens"] - 1
+        answer["ideal_disk_s"] = decode * _disk_alone_s(weights, engine)
+        weights.disk.enabled = engine.copies.enabled = False
+        again = engine.run(
+            wave, prompts, sampling, keep_trace=True, tasks=stream(wave, first_iteration=1), executor=executor
+        )  # fmt: skip
+        ends = iteration_ends(again.trace)
+        answer["ideal_compute_s"] = (ends[-1] - ends[0]) * decode / (len(ends) - 1)
+    engine.close()
+    weights.close()
+    return answer
+
+
+def _disk_alone_s(weights, engine) -> float:
+    """Seconds to read all layers, one after another, with nothing else under way."""
+    began = time.perf_counter()
+    for layer in range(weights.shape.num_layers):
+        weights.disk.read([(layer * weights.disk_stride, engine.slots.staging[layer % 2])])
+    return time.perf_counter() - began
+
+
+SIDES = {"prepare": prepare, "accelerate": run_accelerate, "ours": run_ours}
+
+
+def main() -> None:
+    request = json.load(sys.stdin)
+    with contextlib.redirect_stdout(sys.stderr):
+        try:
+            answer = SIDES[request["side"]](request)
+        except ImportError as error:
+            answer = {"missing": str(error)}
+        except (MemoryError, RuntimeError, OSError, ValueError) as error:  # torch says RuntimeError when memory is out
+            answer = {"error": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
+        # What is left to do, the end of the process too, needs memory that its limit may not have left.
+        resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    json.dump(answer, sys.stdout, default=float)
+
+
+if __name__ == "__main__":
+    main()

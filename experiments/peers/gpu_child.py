@@ -1,0 +1,188 @@
+"""The process in which one side of ``gpu_peers`` runs one batch; started by file name.
+
+A request comes as JSON on standard input:
+
+    side           "ours", "accelerate", "offloaded_cache" or "flexgen"
+    shape          an OPT's name of the catalogue
+    prompts        token ids, all prompts of one length
+    gen_tokens     tokens to generate for each
+    device         "cuda" or "cpu"
+    dtype          "float16", "bfloat16" or "float32"
+    device_memory  bytes that torch may allocate on the device; enforced on CUDA
+    host_memory    bytes of ours for the host
+    mini_batch     of ours and of FlexGen: requests that are computed together
+    weight_percent of FlexGen: weights on the GPU
+
+One JSON object goes to standard output: {"seconds", "device_peak_bytes", "host_peak_bytes"}, or "missing" or "error"
+alone. Weights are random (FlexGen's are all ones, its own dummy), since only sizes matter; loading is not timed, and a
+short run comes before the timed one.
+"""
+
+import contextlib
+import json
+import resource
+import sys
+import time
+
+
+def build_model(request: dict, device: str):
+    """transformers' model of the shape, on ``device``. Its values repeat one random block: drawing billions of random
+    numbers would take longer than the run."""
+    import torch
+    from transformers import OPTConfig, OPTForCausalLM
+
+    from flexhybrid.core.shape import shape_by_name
+
+    shape = shape_by_name(request["shape"])
+    config = OPTConfig(
+        vocab_size=shape.vocab, hidden_size=shape.hidden, num_hidden_layers=shape.num_layers, ffn_dim=shape.ffn,
+        num_attention_heads=shape.num_heads, max_position_embeddings=shape.max_positions,
+        word_embed_proj_dim=shape.hidden, dropout=0.0, eos_token_id=None,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = OPTForCausalLM(config).to(getattr(torch, request["dtype"])).eval()
+    model.to_empty(device=device)
+    model.tie_weights()
+    block = torch.randn(1 << 20, device=device).mul_(0.02).to(getattr(torch, request["dtype"]))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            flat = parameter.view(-1)
+            whole = len(flat) // len(block) * len(block)
+            flat[:whole].view(-1, len(block)).copy_(block)
+            flat[whole:].copy_(block[: len(flat) - whole])
+    return model
+
+
+def timed(run, request: dict) -> dict:
+    """Seconds of ``run(gen_tokens)``, after a warm run of two tokens."""
+    import torch
+
+    run(2)
+    if request["device"] == "cuda":
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    run(request["gen_tokens"])
+    if request["device"] == "cuda":
+        torch.cuda.synchronize()
+    return {"seconds": time.perf_counter() - began}
+
+
+def generate_with(model, request: dict, **options) -> dict:
+    """transformers' own greedy generate, the whole batch at once."""
+    import torch
+
+    ids = torch.tensor(request["prompts"], device=request["device"])
+
+    @torch.inference_mode()
+    def run(tokens: int) -> None:
+        out = model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), min_new_tokens=tokens, max_new_tokens=tokens,
+            do_sample=False, **options,
+        )  # fmt: skip
+        assert out.shape == (len(ids), ids.shape[1] + tokens)
+
+    return timed(run, request)
+
+
+def run_accelerate(request: dict) -> dict:
+    """accelerate's cpu_offload: all weights on the host, keys and values on the device."""
+    from accelerate import cpu_offload
+
+    model = build_model(request, "cpu")
+    return generate_with(cpu_offload(model, execution_device=request["device"]), request)
+
+
+def run_offloaded_cache(request: dict) -> dict:
+    """transformers' offloaded cache: all weights on the device, keys and values on the host but for two layers."""
+    return generate_with(build_model(request, request["device"]), request, cache_implementation="offloaded")
+
+
+def run_flexgen(request: dict) -> dict:
+    """FlexGen's engine over dummy weights: cache on the host, activations on the GPU, as its published runs have it."""
+    import torch
+    from flexgen.compression import CompressionConfig
+    from flexgen.flex_opt import OptLM, Policy
+    from flexgen.pytorch_backend import TorchDevice, TorchDisk, TorchMixedDevice
+    from flexgen.utils import ExecutionEnv
+
+    if request["device"] != "cuda":
+        raise RuntimeError("flexgen runs on CUDA alone")
+    gpu, cpu, disk = TorchDevice("cuda:0"), TorchDevice("cpu"), TorchDisk(request["folder"])
+    env = ExecutionEnv(gpu=gpu, cpu=cpu, disk=disk, mixed=TorchMixedDevice([gpu, cpu, disk]))
+    on_gpu, mini_batch = request["weight_percent"], request["mini_batch"]
+    packed = CompressionConfig(num_bits=4, group_size=64, group_dim=0, symmetric=False)
+    policy = Policy(
+        gpu_batch_size=mini_batch, num_gpu_batches=len(request["prompts"]) // mini_batch, w_gpu_percent=on_gpu,
+        w_cpu_percent=100 - on_gpu, cache_gpu_percent=0, cache_cpu_percent=100, act_gpu_percent=100, act_cpu_percent=0,
+        overlap=True, sep_layer=True, pin_weight=True, cpu_cache_compute=False, attn_sparsity=1.0,
+        compress_weight=False, comp_weight_config=packed, compress_cache=False, comp_cache_config=packed,
+    )  # fmt: skip
+    model = OptLM(f"facebook/{request['shape']}", env, "_DUMMY_", policy)
+    try:
+        with torch.inference_mode():
+            return timed(lambda tokens: model.generate(request["prompts"], max_new_tokens=tokens), request)
+    finally:
+        env.close_copy_threads()
+
+
+def run_ours(request: dict) -> dict:
+    """Our engine under the policy that is the best within the budgets, the whole batch as one wave."""
+    import torch
+
+    from flexhybrid.core.memory import buffer_sizes, check_budget, memory_plan
+    from flexhybrid.core.plan import admit
+    from flexhybrid.core.policy import Policy
+    from flexhybrid.core.shape import DTYPE_BYTES, shape_by_name
+    from flexhybrid.core.workload import Workload
+    from flexhybrid.runtime.engine import Engine
+    from flexhybrid.runtime.loader import RandomWeights
+    from flexhybrid.runtime.sampling import greedy_plan
+    from flexhybrid.runtime.weights import Weights
+
+    shape, prompts = shape_by_name(request["shape"]), request["prompts"]
+    device, width = torch.device(request["device"]), DTYPE_BYTES[request["dtype"]]
+    policy = Policy.from_dict(request["policy"])
+
+    def wave_of(tokens: int):
+        return admit(shape, policy, Workload.uniform(len(prompts), len(prompts[0]), tokens), width)
+
+    sizes = buffer_sizes(wave_of(request["gen_tokens"])).merge(buffer_sizes(wave_of(2)))
+    budgets = {"device": request["device_memory"], "host": request["host_memory"]}
+    check_budget(memory_plan(shape, policy, width, sizes, device.type), budgets, f"batch {len(prompts)}")
+    weights = Weights(shape, RandomWeights(shape, device=device.type), request["dtype"], device, policy)
+    engine = Engine(weights, policy, sizes)
+
+    def run(tokens: int) -> None:
+        result = engine.run(wave_of(tokens), prompts, greedy_plan(len(prompts)))
+        assert all(len(one) == tokens for one in result.tokens)
+
+    return timed(run, request)
+
+
+SIDES = {
+    "ours": run_ours, "accelerate": run_accelerate, "offloaded_cache": run_offloaded_cache, "flexgen": run_flexgen,
+}  # fmt: skip
+
+
+def main() -> None:
+    request = json.load(sys.stdin)
+    with contextlib.redirect_stdout(sys.stderr):  # peers print as they go
+        try:
+            import torch
+
+            if request["device"] == "cuda":
+                total = torch.cuda.get_device_properties(0).total_memory
+                torch.cuda.set_per_process_memory_fraction(min(1.0, request["device_memory"] / total))
+            answer = SIDES[request["side"]](request)
+            peak = torch.cuda.max_memory_allocated() if request["device"] == "cuda" else None
+            held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            answer |= {"device_peak_bytes": peak, "host_peak_bytes": held}
+        except ImportError as error:
+            answer = {"missing": str(error)}
+        except Exception as error:  # a peer may fail in any way; whichever it was, it is that side's outcome
+            answer = {"error": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
+    json.dump(answer, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
