@@ -2,7 +2,8 @@
 
 Runs with the machine's own python3: torch, numpy, scipy, pandas, matplotlib, safetensors, transformers, tqdm, pytest.
 First the tests marked cuda, then the comparison on random-weight OPT-6.7B and OPT-13B shapes made on the GPU, with the
-device budget enforced by the allocator so that offloading is real. Results go to experiments/results/<GPU>/.
+device budget enforced by the allocator so that offloading is real; last the peers that this python3 has beside ours
+(experiments.peers.gpu_peers). Results go to experiments/results/<GPU>/.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ COMPARISONS = {
     "opt-6.7b": (64, 512, 6, 16, "64GiB"),
     "opt-13b": (48, 512, 6, 12, "96GiB"),
 }
-STEPS = ("tests", *COMPARISONS)
+STEPS = ("tests", *COMPARISONS, "peers")
 DEVICE_MEMORY = "12GiB"
 
 
@@ -80,6 +81,19 @@ def run_comparison(name: str) -> int:
     return 1 if result["trace_violations"] or inexact or result["device_peak_bytes"] > budget else 0
 
 
+def run_peers() -> int:
+    from experiments.peers import gpu_peers
+
+    out = results_folder() / "peers" / "compare.json"
+    return gpu_peers.main(["--seconds", str(STEP_SECONDS - 20), "--out", str(out)])  # its runs all end within these
+
+
+def perform(step: str) -> int:
+    if step == "tests":
+        return run_tests()
+    return run_peers() if step == "peers" else run_comparison(step)
+
+
 def run_step(step: str) -> int:
     """A step in a process group of its own; what came of it is written whatever happens."""
     log = results_folder() / f"{step}.log"
@@ -114,7 +128,7 @@ def main() -> int:
         print("experiments.gpu: torch finds no CUDA device here", file=sys.stderr)
         return 2
     if args.step:
-        return run_tests() if args.step == "tests" else run_comparison(args.step)
+        return perform(args.step)
     worst = 0
     for step in STEPS:
         print(f"== {step}", flush=True)

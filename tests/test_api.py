@@ -430,6 +430,16 @@ def test_broken_checkpoints(tiny, tmp_path, how):
         Checkpoint(folder)
 
 
+def test_tensors_outside_the_layers_outlive_the_file(tiny, tmp_path):
+    """Views of the mapped file would change with it, and end the process when it is shortened."""
+    folder = copy_checkpoint(tiny, tmp_path / "copy")
+    kept = dict(Checkpoint(folder).outer_tensors())
+    before = {name: tensor.clone() for name, tensor in kept.items()}
+    with open(folder / "model.safetensors", "r+b") as file:
+        file.write(bytes((folder / "model.safetensors").stat().st_size))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in kept.items())
+
+
 def test_a_missing_folder_is_an_error_at_once(tmp_path):
     with pytest.raises(InputError, match="nothing is ever downloaded"):
         LLM(tmp_path / "facebook" / "opt-125m")

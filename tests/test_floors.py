@@ -64,7 +64,8 @@ FLOORS = {
         names(
             "experiments figures flexhybrid flexhybrid.core flexhybrid.runtime sim policy_search "
             "numpy scipy pandas torch transformers tokenizers safetensors tqdm pytest"
-        )
+        ),
+        lazily=names("accelerate flexgen"),  # peers, where they are installed
     ),
     "figures": Floor(
         names("figures numpy pandas matplotlib"),

@@ -42,6 +42,12 @@ PEER_WAYS = ("disk", "memory")
 OURS = Policy("weights_on_disk", Placement(disk=1.0), cache={"kv@device": 1.0})
 
 
+BOUND = (
+    "RLIMIT_DATA above what the loaded libraries hold; page cache kept out: ours by O_DIRECT, accelerate by dropping "
+    "its files (POSIX_FADV_DONTNEED) before every forward pass"
+)
+
+
 class PeerUnavailable(InputError):
     """accelerate, or what it imports, is not there."""
 
@@ -143,7 +149,8 @@ def compare(options: argparse.Namespace) -> dict:
     if options.model:
         checkpoint = Path(options.model)
     else:
-        checkpoint = make_checkpoint(cache / f"{options.shape}-{options.dtype}", shape_by_name(options.shape), options.dtype)
+        made = cache / f"{options.shape}-{options.dtype}"
+        checkpoint = make_checkpoint(made, shape_by_name(options.shape), options.dtype)
     shape = shape_from_config(checkpoint)
     offloaded = cache / f"{checkpoint.name}-accelerate"
     common = {
@@ -185,8 +192,7 @@ def compare(options: argparse.Namespace) -> dict:
     return {
         "model": shape.name, "dtype": options.dtype, "prompt_tokens": options.prompt_len,
         "gen_tokens": options.gen_len, "memory_bytes": memory, "threads": options.threads,
-        "accelerate": VERSION, "bound": "RLIMIT_DATA above what the loaded libraries hold; page cache kept out: ours by "
-        "O_DIRECT, accelerate's files dropped (POSIX_FADV_DONTNEED) before every forward pass",
+        "accelerate": VERSION, "bound": BOUND,
         "ratios": ratios, "same_tokens": agreement, "sides": found,
     }  # fmt: skip
 

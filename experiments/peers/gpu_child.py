@@ -3,19 +3,20 @@
 A request comes as JSON on standard input:
 
     side           "ours", "accelerate", "offloaded_cache" or "flexgen"
-    shape          an OPT's name of the catalogue
+    shape          an OPT's name, or the path of its config.json
     prompts        token ids, all prompts of one length
     gen_tokens     tokens to generate for each
     device         "cuda" or "cpu"
     dtype          "float16", "bfloat16" or "float32"
     device_memory  bytes that torch may allocate on the device; enforced on CUDA
     host_memory    bytes of ours for the host
+    folder         of FlexGen, for what it would keep on a disk
     mini_batch     of ours and of FlexGen: requests that are computed together
     weight_percent of FlexGen: weights on the GPU
 
-One JSON object goes to standard output: {"seconds", "device_peak_bytes", "host_peak_bytes"}, or "missing" or "error"
-alone. Weights are random (FlexGen's are all ones, its own dummy), since only sizes matter; loading is not timed, and a
-short run comes before the timed one.
+One JSON object goes to standard output: {"seconds", "device_peak_bytes", "host_peak_bytes"} (and ours: "policy",
+"num_waves"), or "missing" or "error" alone. Weights are random (FlexGen's are all ones, its own dummy), since only
+sizes matter; loading is not timed, and a short run comes before the timed one.
 """
 
 import contextlib
@@ -31,9 +32,9 @@ def build_model(request: dict, device: str):
     import torch
     from transformers import OPTConfig, OPTForCausalLM
 
-    from flexhybrid.core.shape import shape_by_name
+    from flexhybrid.core.shape import shape_of
 
-    shape = shape_by_name(request["shape"])
+    shape = shape_of(request["shape"])
     config = OPTConfig(
         vocab_size=shape.vocab, hidden_size=shape.hidden, num_hidden_layers=shape.num_layers, ffn_dim=shape.ffn,
         num_attention_heads=shape.num_heads, max_position_embeddings=shape.max_positions,
@@ -126,37 +127,43 @@ def run_flexgen(request: dict) -> dict:
 
 
 def run_ours(request: dict) -> dict:
-    """Our engine under the policy that is the best within the budgets, the whole batch as one wave."""
+    """Our engine under the policy that "auto" stands for at this batch, in as many waves as the budgets ask for."""
     import torch
 
-    from flexhybrid.core.memory import buffer_sizes, check_budget, memory_plan
+    from flexhybrid.core.memory import buffer_sizes
     from flexhybrid.core.plan import admit
-    from flexhybrid.core.policy import Policy
-    from flexhybrid.core.shape import DTYPE_BYTES, shape_by_name
+    from flexhybrid.core.shape import DTYPE_BYTES, shape_of
+    from flexhybrid.core.waves import split_waves
     from flexhybrid.core.workload import Workload
+    from flexhybrid.machine import best_policy, saved_hardware
     from flexhybrid.runtime.engine import Engine
     from flexhybrid.runtime.loader import RandomWeights
     from flexhybrid.runtime.sampling import greedy_plan
     from flexhybrid.runtime.weights import Weights
 
-    shape, prompts = shape_by_name(request["shape"]), request["prompts"]
+    shape, prompts = shape_of(request["shape"]), request["prompts"]
     device, width = torch.device(request["device"]), DTYPE_BYTES[request["dtype"]]
-    policy = Policy.from_dict(request["policy"])
-
-    def wave_of(tokens: int):
-        return admit(shape, policy, Workload.uniform(len(prompts), len(prompts[0]), tokens), width)
-
-    sizes = buffer_sizes(wave_of(request["gen_tokens"])).merge(buffer_sizes(wave_of(2)))
     budgets = {"device": request["device_memory"], "host": request["host_memory"]}
-    check_budget(memory_plan(shape, policy, width, sizes, device.type), budgets, f"batch {len(prompts)}")
+    hardware = saved_hardware(device)
+    workload = Workload.uniform(len(prompts), len(prompts[0]), request["gen_tokens"])
+    policy = best_policy(shape, hardware, width, workload, budgets, device.type, None)
+    waves = split_waves(shape, policy, workload, width, budgets, device.type, hardware)
+
+    def wave_of(requests: int, tokens: int):
+        lengths = Workload.uniform(requests, len(prompts[0]), tokens)
+        return admit(shape, policy, lengths, width, hardware=hardware)
+
+    sizes = buffer_sizes(wave_of(len(waves[0]), request["gen_tokens"]))  # the largest wave is the first
     weights = Weights(shape, RandomWeights(shape, device=device.type), request["dtype"], device, policy)
     engine = Engine(weights, policy, sizes)
 
     def run(tokens: int) -> None:
-        result = engine.run(wave_of(tokens), prompts, greedy_plan(len(prompts)))
-        assert all(len(one) == tokens for one in result.tokens)
+        for members in waves:
+            ids = [prompts[i] for i in members]
+            result = engine.run(wave_of(len(ids), tokens), ids, greedy_plan(len(ids)))
+            assert all(len(one) == tokens for one in result.tokens)
 
-    return timed(run, request)
+    return timed(run, request) | {"policy": policy.to_dict(), "num_waves": len(waves)}
 
 
 SIDES = {

@@ -5,7 +5,7 @@
 - accelerate's cpu_offload: weights on the host, keys and values on the device.
 - transformers' offloaded cache: weights on the device, keys and values on the host.
 - FlexGen (PyPI flexgen==0.1.8): weights as far as they fit on the device, keys and values on the host.
-- ours: the policy that our search finds for the budgets, from the saved profile or the catalogue's record of the GPU.
+- ours: the policy that "auto" stands for within the budgets, on the saved profile or the catalogue's record of the GPU.
 
 Every side runs each of its batches in a process of its own (``gpu_child``) whose torch cannot allocate more than the
 device budget, and its best batch counts. Batches are tried in RUNS' order until --seconds are over, every side's first
@@ -30,8 +30,7 @@ from experiments.peers import children
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import write_by_rename
 from flexhybrid.core.memory import parse_bytes
-from flexhybrid.core.shape import DTYPE_BYTES, ModelShape, shape_by_name
-from flexhybrid.core.workload import Workload
+from flexhybrid.core.shape import DTYPE_BYTES, ModelShape, shape_of
 
 CHILD = Path(__file__).with_name("gpu_child.py")
 HOW_TO_GET = {
@@ -60,18 +59,6 @@ RUNS = (
 )  # fmt: skip
 
 
-def our_policy(shape: ModelShape, run: Run, options: argparse.Namespace):
-    """What ``policy="auto"`` stands for at this batch. Raises InputError where nothing fits."""
-    from flexhybrid.machine import best_policy, pick_device, saved_hardware
-
-    device = pick_device(options.device, None)
-    budgets = {"device": parse_bytes(options.device_memory), "host": parse_bytes(options.host_memory)}
-    workload = Workload.uniform(run.batch, options.prompt_len, options.gen_len)
-    return best_policy(
-        shape, saved_hardware(device), DTYPE_BYTES[options.dtype], workload, budgets, device.type, None
-    )  # fmt: skip
-
-
 def weight_percent(shape: ModelShape, device_bytes: int, bytes_per_element: int) -> int:
     """Percent of its weights that FlexGen may keep on a device, a quarter of which is left for everything else."""
     weights = shape.num_layers * shape.layer_bytes(bytes_per_element) + shape.embedding_bytes(bytes_per_element)
@@ -88,12 +75,6 @@ def measure(run: Run, shape: ModelShape, options: argparse.Namespace, limit_s: f
         "device": options.device, "dtype": options.dtype, "device_memory": parse_bytes(options.device_memory),
         "host_memory": parse_bytes(options.host_memory),
     }  # fmt: skip
-    if run.side == "ours":
-        try:
-            policy = our_policy(shape, run, options)
-        except InputError as error:
-            return row | {"error": str(error)}
-        request["policy"] = row["policy"] = policy.to_dict()
     if run.side == "flexgen":
         percent = weight_percent(shape, request["device_memory"], DTYPE_BYTES[options.dtype])
         row |= {"mini_batch": run.mini_batch, "weight_percent": percent}
@@ -116,11 +97,8 @@ def outcome(row: dict) -> str:
 
 def best_rows(rows: list[dict]) -> dict[str, dict]:
     """Of each side that ran, the fastest."""
-    best: dict[str, dict] = {}
-    for row in rows:
-        if "tokens_per_s" in row and row["tokens_per_s"] > best.get(row["side"], row | {"tokens_per_s": 0})["tokens_per_s"]:
-            best[row["side"]] = row
-    return best
+    ran = sorted((row for row in rows if "tokens_per_s" in row), key=lambda row: row["tokens_per_s"])
+    return {row["side"]: row for row in ran}
 
 
 def ratios_to(best: dict[str, dict]) -> dict[str, float]:
@@ -133,7 +111,7 @@ def ratios_to(best: dict[str, dict]) -> dict[str, float]:
 
 def compare(runs: tuple[Run, ...], options: argparse.Namespace) -> dict:
     """All runs that the time allows, in order."""
-    shape = shape_by_name(options.shape)
+    shape = shape_of(options.shape)
     ends, rows, absent = time.monotonic() + options.seconds, [], set()
     for run in runs:
         left = ends - time.monotonic()
@@ -159,14 +137,14 @@ def main(arguments: list[str] | None = None, runs: tuple[Run, ...] = RUNS) -> in
     """0 when our side ran, whatever came of the peers; 1 when it did not; 2 for input that cannot be served."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(prog="python -m experiments.peers.gpu_peers", description=__doc__.split("\n")[0])
-    parser.add_argument("--shape", default="opt-6.7b", help="an OPT of the catalogue of shapes")
+    parser.add_argument("--shape", default="opt-6.7b", help="an OPT by name, or the path of its config.json")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--dtype", default="float16", choices=tuple(DTYPE_BYTES))
     parser.add_argument("--device-memory", default="18GiB")
     parser.add_argument("--host-memory", default="96GiB", help="of ours; the peers know no such bound")
     parser.add_argument("--prompt-len", type=int, default=512)
     parser.add_argument("--gen-len", type=int, default=32)
-    parser.add_argument("--seconds", type=float, default=450, help="no new run after these")
+    parser.add_argument("--seconds", type=float, default=450, help="all runs end within these")
     parser.add_argument("--peers", type=Path, nargs="*", default=[], help="folders that peers were installed to")
     parser.add_argument("--machine", default=platform.node(), help="named in the file")
     parser.add_argument("--out", type=Path, help="a JSON file")

@@ -92,8 +92,9 @@ class Checkpoint:
                 row += data.shape[0]
 
     def outer_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """In memory of their own: what is read is a view of the mapped file, and these are kept for good."""
         for tensor in self._model.outer_tensors(self.shape):
-            yield tensor, self.read(self._outer_name(tensor))
+            yield tensor, self.read(self._outer_name(tensor)).clone()
 
 
 class _SafetensorsFile:
