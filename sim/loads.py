@@ -6,7 +6,7 @@ those of ``core.work`` and ``core.memory``; here are only the numbers that go in
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -138,6 +138,18 @@ class Loads:
     def kinds(self) -> tuple[str, ...]:
         return tuple(sorted(kind for kind in self.shares if kind != "tok"))
 
+    @cached_property
+    def chunk(self):
+        """Tokens of a piece of a prompt that is longer than a mini-batch may be (``core.packing.chunk_tokens``)."""
+        return np.maximum(np.floor(self.bound / BLOCK_TOKENS), 1) * BLOCK_TOKENS
+
+    @cached_property
+    def chunks(self):
+        """Pieces in which a prompt is computed; 1: it is computed whole."""
+        if self.policy.attention == "host" or self.policy.selection.method != "none":
+            return np.ones_like(self.chunk)
+        return np.where(self.size > 1, 1.0, np.ceil(self.prompt / self.chunk))
+
     # ---- which blocks are of which kind
 
     def _tok_blocks(self, tokens):
@@ -184,6 +196,24 @@ class Loads:
         """The prefill of ``batch`` requests (``usual`` or ``last``)."""
         stored = {part: batch * n for kind, n in self.prompt_kinds.items() for part in parts_of(kind)}
         return StepCounts(True, batch, self.prompt, 0.0, {}, {}, 0.0, stored)
+
+    def first_chunk(self) -> StepCounts:
+        """The first piece of a long prompt."""
+        tokens = np.minimum(self.chunk, self.prompt)
+        stored = {part: n for kind, n in self._tokens_at(tokens).items() for part in parts_of(kind)}
+        return StepCounts(True, 1.0, tokens, 0.0, {}, {}, 0.0, stored)
+
+    def later_chunk(self) -> StepCounts:
+        """The mean of its other pieces."""
+        others = np.maximum(self.chunks - 1, 1)
+        last = np.maximum(self.chunks - 1, 1) * self.chunk
+        mean = self.decode(1.0, np.minimum(self.chunk, last), last)
+        since, until = self._tokens_at(np.minimum(self.chunk, self.prompt)), self.prompt_kinds
+        stored = {
+            part: np.maximum(until[kind] - since[kind], 0.0) / others for kind in self.kinds for part in parts_of(kind)
+        }
+        width = np.where(self.chunks > 1, (self.prompt - self.chunk) / others, 1.0)
+        return replace(mean, width=width, stored=stored)
 
     @cached_property
     def kept(self):
@@ -304,7 +334,8 @@ class Loads:
     def reserved(self) -> dict[str, np.ndarray]:
         """Blocks of each kind that a request reserves."""
         last = kept_tokens(self.policy.selection, self.prompt, self.prompt + self.generated - 1)
-        lengths = lengths_between(self.prompt, last) if "tok" in self.shares else last[None]
+        first = np.where(self.chunks > 1, self.chunk, self.prompt)  # the first length that is held as a whole
+        lengths = lengths_between(first, last) if "tok" in self.shares else last[None]
         return {kind: np.max(blocks, axis=0) for kind, blocks in self._blocks_at(lengths).items()}
 
     def memory(self, device: str) -> dict[str, dict[str, np.ndarray]]:
@@ -316,6 +347,11 @@ class Loads:
         read = last[None]  # [steps, candidates]
         if "tok" in self.shares or self.lines:
             read = lengths_between(self.prompt, last)
+        running, new = np.where(decodes, 1.0, 0.0) + 0.0 * read, np.ones_like(read)
+        if np.any(self.chunks > 1):  # what the last two pieces of a long prompt read: the last may be a small one
+            before = np.maximum(self.chunks - np.array([[1.0], [2.0]]), 0.0) * self.chunk
+            read, running = np.concatenate([read, before]), np.concatenate([running, before > 0])
+            new = np.concatenate([new, np.minimum(self.prompt - before, self.chunk)])
         held, tokens = self._blocks_at(read), self._tokens_at(read)
         if self.policy.static_cache:
             held = {kind: self.reserved[kind][None] for kind in held}
@@ -326,9 +362,10 @@ class Loads:
             """A mini-batch of so many requests."""
             splits = {kind: split_blocks(lines, size, tokens[kind], self.K) for kind, lines in self.lines.items()}
             fresh = {kind: size * (until[kind] > since[kind]) for kind in self.kinds}
-            staged = {kind: size * tokens for kind, tokens in self.prompt_kinds.items()}
-            reads = Reads((size * decodes)[None], held, read - recomputed, recomputed, splits)
-            return group_sizes(self.policy, size, self.prompt, reads, fresh, staged)
+            most = np.where(self.chunks > 1, self.chunk, np.inf)
+            staged = {kind: size * np.minimum(tokens, most) for kind, tokens in self.prompt_kinds.items()}
+            reads = Reads(size * running, held, read - recomputed, recomputed, splits, new)
+            return group_sizes(self.policy, size, np.minimum(self.prompt, most), reads, fresh, staged)
 
         one = of(self.size)
         if self.lines:  # fewer requests may split otherwise
@@ -336,7 +373,7 @@ class Loads:
         sizes = BufferSizes(**{
             **{name: getattr(one, name) for name in one.__dataclass_fields__},
             "pool_blocks": {kind: self.batch * count for kind, count in self.reserved.items()},
-            "hidden_rows": self.batch * one.step_rows / self.size,
+            "hidden_rows": self.batch * one.step_rows / self.size * self.chunks,
             "index_rows": self.batch * one.selected_rows / self.size,
             "cached_tokens": self.batch * cached,
             "kept_tokens": self.batch * kept,

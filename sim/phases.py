@@ -58,7 +58,10 @@ class Phases:
         self.seconds: list[dict] = []  # phase -> {(verb, first layer?, last mini-batch?): seconds}
         self.link_bytes: list[dict] = []
         self.there: list[dict] = []  # phase -> {(verb, last mini-batch?): which candidates have it}, where not all do
+        self.beside: dict[str, np.ndarray] = {}  # verb of the prefill -> seconds of what the tiny run's has no task for
         self._add_phase(loads.prefill)
+        if np.any(loads.chunks > 1):
+            self._add_chunks()
         for piece in pieces:
             self._add_phase(lambda batch, piece=piece: loads.decode(batch, piece.first, piece.final, piece.kind))
 
@@ -100,9 +103,43 @@ class Phases:
         self.link_bytes.append(moved)
         self.there.append(there)
 
+    def _add_chunks(self) -> None:
+        """Prompts in pieces: a position of the prefill stands for all of them, one after the other.
+
+        The tiny run computes its prompts whole, so what the later pieces read of the earlier ones is added to tasks
+        that it has: loads to those of the weights, where these are streamed, all else to the prompt's attention.
+        """
+        loads, many = self.loads, self.loads.chunks > 1
+        pieces = [(1.0, loads.first_chunk()), (loads.chunks - 1, loads.later_chunk())]
+        seconds, moved, seen = {}, {}, set(self.verbs(0))
+        for count, counts in pieces:
+            for verb, one in step_work(loads.shape, loads.policy, loads.stored, counts, False).items():
+                if verb in ("head", "sample", "store_out"):
+                    continue
+                cost = price(self.hardware, verb, RESOURCE_OF.get(verb, "compute"), one)
+                seconds[verb] = seconds.get(verb, 0.0) + count * cost
+                if verb in RESOURCE_OF:
+                    moved[verb] = moved.get(verb, 0.0) + count * one.link_bytes
+        for table, values in ((self.seconds[0], seconds), (self.link_bytes[0], moved)):
+            for verb, value in values.items():
+                for last in (False, True):
+                    table[verb, False, last] = np.where(many, value, table.get((verb, False, last), 0.0))
+        streamed = loads.layout.total_bytes > loads.resident
+        for verb in set(seconds) - seen:
+            beside = np.where(many, seconds[verb], 0.0)
+            on_link = streamed & (RESOURCE_OF.get(verb) == "h2d")
+            for other, extra in (("load_weights", on_link * beside), ("attend_prefill", ~on_link * beside)):
+                self.beside[other] = self.beside.get(other, 0.0) + extra
+
     def of(self, phase: int, verb: str, whole: bool, first: bool, usual):
         """(seconds of a task or None where it has no work, which candidates have it or None for all). ``usual``: for
         which candidates its mini-batch is not one of the last."""
+        seconds, present = self._of(phase, verb, whole, first, usual)
+        if not phase and not whole and seconds is not None and verb in self.beside:
+            seconds = seconds + self.beside[verb]
+        return seconds, present
+
+    def _of(self, phase: int, verb: str, whole: bool, first: bool, usual):
         found = self.seconds[phase]
         if whole:
             return found.get((verb, "whole", False)), None

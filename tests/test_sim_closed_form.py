@@ -252,3 +252,29 @@ def test_what_cannot_be_planned_is_refused(cache):
     selection = Selection("heavy_hitter", budget=0.2) if "act@host" in cache else Selection()
     with pytest.raises(InputError, match="cannot be planned"):
         predict(SHAPE, HARDWARE, 2, Candidates(Policy(cache=cache, selection=selection), 1, 100, 10))
+
+
+# --- prompts in pieces ------------------------------------------------------------------------------------------------
+
+
+def test_prompts_longer_than_a_mini_batch_are_priced_and_placed_in_pieces():
+    """First-order: what later pieces read is added to tasks of a prompt taken whole. Memory is never too little."""
+    rng, gaps, count = np.random.default_rng(18), [], 0
+    while count < 18:
+        case = random_case(rng, KINDS[count % len(KINDS)])
+        steps = case.batch * case.shape.num_layers * case.max_tokens
+        if case.policy.attention == "host" or case.policy.selection.method != "none" or steps > 2000:
+            continue
+        bound = int(case.prompt_tokens * rng.uniform(0.15, 0.9))
+        case = replace(case, policy=replace(case.policy, max_mini_batch_tokens=max(16, bound)))
+        closed, virtual = compare(case)
+        gaps.append(abs(closed / virtual - 1))
+        plan = memory_plan(
+            case.shape, case.policy, case.bytes_per_element, buffer_sizes(case.wave()), case.hardware.device
+        )
+        peak = closed_form(case, walk=False)["peak_bytes"]
+        for tier, size in total_bytes(plan).items():
+            assert size * 0.999 - 64 <= peak[tier] <= size * 1.25 + 64, (tier, case)
+        count += 1
+    print(f"median {np.median(gaps):.2%}, worst {max(gaps):.2%}")
+    assert np.median(gaps) <= 0.02 and np.quantile(gaps, 0.8) <= 0.1
