@@ -18,7 +18,14 @@ from flexhybrid.core.policy import Policy
 from flexhybrid.core.shape import DTYPE_BYTES
 from flexhybrid.core.waves import check_least, split_waves
 from flexhybrid.core.workload import Workload
-from flexhybrid.machine import best_policy, free_device_memory, pick_device, pick_dtype, resolve_policy, saved_hardware
+from flexhybrid.machine import (
+    free_device_memory,
+    pick_device,
+    pick_dtype,
+    resolve_policy,
+    saved_hardware,
+    settle_policy,
+)
 from flexhybrid.runtime.disk import checked_rate
 from flexhybrid.runtime.engine import Engine
 from flexhybrid.runtime.loader import Checkpoint
@@ -97,7 +104,8 @@ class LLM:
         if self.device.type == "cuda" and self.budgets["device"] is None:
             self.budgets["device"] = free_device_memory(self.device)
         self.requested_policy = resolve_policy(policy, self.shape)
-        self.policy: Policy | None = self.requested_policy  #: in use; with "auto" known after the first generate
+        #: in use; where the machine and the requests decide, known after the first generate
+        self.policy: Policy | None = self.requested_policy if isinstance(self.requested_policy, Policy) else None
         if self.policy is not None:
             check_runnable(self.shape, self.policy)
             check_least(self.shape, self.policy, self.bytes_per_element, self.budgets, self.device.type, self.hardware)
@@ -258,12 +266,13 @@ class LLM:
 
     def _prepare(self, workload: Workload) -> None:
         """Settle the policy for these lengths."""
-        if self.requested_policy is not None:
+        if isinstance(self.requested_policy, Policy):
             return
-        policy = best_policy(
-            self.shape, self.hardware, self.bytes_per_element, workload, self.budgets, self.device.type,
-            self.link_gb_per_s,
+        policy = settle_policy(
+            self.requested_policy, self.shape, self.hardware, self.bytes_per_element, workload, self.budgets,
+            self.device.type, self.link_gb_per_s,
         )  # fmt: skip
+        check_runnable(self.shape, policy)
         if self.policy is not None and policy != self.policy:
             same_weights = (policy.weights, policy.bits.weights) == (self.policy.weights, self.policy.bits.weights)
             self._close_engine() if same_weights else self.close()

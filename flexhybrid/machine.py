@@ -66,17 +66,41 @@ def saved_hardware(device: torch.device) -> Hardware | None:
     return None
 
 
-def resolve_policy(policy: str | Path | Policy, shape: ModelShape) -> Policy | None:
-    """A Policy; None means "auto". A string is a preset's name or the path of a JSON file."""
+def resolve_policy(policy: str | Path | Policy, shape: ModelShape) -> Policy | str:
+    """A Policy; or the name, "auto" or a system's, of one that the machine and the requests decide (``settle_policy``).
+
+    A string is "auto", a system of ``policy_search.systems`` or the path of a JSON file. Raises InputError for an
+    unknown name and for a system that cannot be run.
+    """
     if isinstance(policy, Policy):
         return policy
-    if policy == "auto":
-        return None
     if isinstance(policy, Path) or str(policy).endswith(".json"):
         return Policy.load(policy)
-    from sim.presets import preset
+    if policy == "auto":
+        return policy
+    from policy_search.systems import policy_anywhere
 
-    return preset(str(policy), shape)
+    return policy_anywhere(str(policy), shape) or str(policy)
+
+
+def settle_policy(
+    name: str,
+    shape: ModelShape,
+    hardware: Hardware | None,
+    bytes_per_element: int,
+    workload: Workload,
+    budgets: Budgets,
+    device: str,
+    link_gb_per_s: float | None,
+) -> Policy:
+    """The policy that a name of ``resolve_policy`` stands for on this machine, with these requests."""
+    if name == "auto":
+        return best_policy(shape, hardware, bytes_per_element, workload, budgets, device, link_gb_per_s)
+    from policy_search.systems import policy_here
+
+    if hardware is not None and device == "cpu":
+        hardware = hardware.with_link_rate(link_gb_per_s)
+    return policy_here(name, shape, hardware, bytes_per_element, workload, budgets)
 
 
 def best_policy(

@@ -16,9 +16,10 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from flexhybrid.core.errors import InputError, unknown
-from flexhybrid.core.hardware import Hardware
+from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.shape import ModelShape
+from flexhybrid.core.task import RESOURCES
 from flexhybrid.core.workload import Workload
 from sim import presets
 from sim.closed_form import Candidates, predict
@@ -256,3 +257,77 @@ def run_system(text: str, setting: Setting, clock: str = "closed") -> Outcome:
         setting.shape, made.hardware, made.policy, setting.batch, setting.prompt_tokens, setting.max_tokens,
         setting.bytes_per_element, clock, budgets_of(made.hardware),
     )  # fmt: skip
+
+
+# ---- what the executor runs of them
+
+#: Systems that can be simulated only, and why.
+SIMULATED_ONLY = {
+    "uvm": "its pages move when the hardware faults, not when a plan says so",
+    "h2o": "the executor attends to all of the context, not to a selection of it",
+    "infinigen": "the executor attends to all of the context, not to a selection of it",
+}
+
+#: Systems whose own placement is found on the lines of a machine.
+_PLACED = ("flexgen", "capture", "searched")
+
+#: Where only bytes are asked for: any seconds do.
+_NOWHERE = Hardware("nowhere", "cpu", {resource: Line(overhead_s=1.0) for resource in RESOURCES})
+
+
+def check_run(text: str) -> None:
+    """Raise InputError, by name and with the reason, for a system or an option that the executor cannot run."""
+    name, options = parse(text)
+    if name in SIMULATED_ONLY:
+        raise InputError(f"system {text!r} cannot be run: {SIMULATED_ONLY[name]}; `flexhybrid simulate` can")
+    if name == "fastdecode" and options.get("gpus", 1) != 1:
+        raise InputError(f"system {text!r} cannot be run: there is one device here; `flexhybrid simulate` takes more")
+    if foreign := sorted(_IMPLEMENTATION & options.keys()):
+        raise InputError(
+            f"system {text!r} cannot be run: {foreign[0]} says how well other code uses a machine, and here it is ours "
+            "that runs; `flexhybrid simulate` takes it"
+        )
+
+
+def policy_anywhere(text: str, shape: ModelShape) -> Policy | None:
+    """The policy of a system that is the same on every machine and for all requests; None for one that is not.
+
+    Raises InputError as ``check_run`` does.
+    """
+    check_run(text)
+    name, options = parse(text)
+    if name in _PLACED:
+        return None
+    policy = _policy(text, Setting(shape, _NOWHERE, 1, 1, 1))
+    stays = policy.weights.device < 1 or "weights_device" in options or name in ("resident", "ideal")
+    return policy if stays else None
+
+
+def policy_here(
+    text: str, shape: ModelShape, hardware: Hardware | None, bytes_per_element: int, workload: Workload,
+    budgets: dict[str, int | None],
+) -> Policy:  # fmt: skip
+    """The policy of a system for this machine and the longest of these requests.
+
+    ``budgets``: bytes per tier; None takes what the machine has. Raises InputError as ``check_run`` does, where nothing
+    fits, and where no machine is known to a system that takes one.
+    """
+    if (policy := policy_anywhere(text, shape)) is not None:
+        return policy
+    name, _ = parse(text)
+    if hardware is None and name in _PLACED:
+        raise InputError(f"system {text!r} needs to know this machine: run `flexhybrid profile` once")
+    hardware = hardware or _NOWHERE
+    sizes = {f"{tier}_memory": size for tier, size in budgets.items() if size is not None}
+    if "device_memory" in sizes:
+        sizes["device_reserve"] = 0  # a budget is what may be used
+    prompt, generated = int(workload.prompt_tokens.max()), int(workload.max_tokens.max())
+    setting = Setting(
+        shape, replace(hardware, **sizes), workload.num_requests, prompt, generated, bytes_per_element
+    )  # fmt: skip
+    return _policy(text, setting)
+
+
+def _policy(text: str, setting: Setting) -> Policy:
+    """Under the name that it was asked for."""
+    return replace(system(text, setting).policy, name=text.strip())

@@ -6,10 +6,9 @@ Those whose placement the papers find by an optimisation of their own (FlexGen, 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 
-from flexhybrid.core.errors import InputError, unknown
+from flexhybrid.core.errors import InputError
 from flexhybrid.core.policy import Bits, Placement, Policy, Selection
 from flexhybrid.core.shape import ModelShape
 
@@ -187,26 +186,3 @@ PRESETS: dict[str, Callable[..., Policy]] = {
     "infinigen": infinigen,
     "fastdecode": fastdecode,
 }
-
-_HYBRID = re.compile(r"hybrid\(\s*([^()\s]+)\s*\)")
-
-#: What the executor runs of them, for ``LLM`` and ``compare``.
-RUNNABLE = ("kv_only", "act_only", "hybrid_static", "resident")
-
-
-def preset(name: str, shape: ModelShape, **options) -> Policy:
-    """A preset that the executor runs, by name: kv_only, act_only, hybrid_static, resident, or hybrid(0.4) with the ACT
-    share.
-
-    ``options``: max_mini_batch_tokens, weights. Raises InputError that lists the known names.
-    """
-    if match := _HYBRID.fullmatch(name.strip()):
-        try:
-            share = float(match[1])
-        except ValueError:
-            raise InputError(f"preset {name!r}: {match[1]!r} is not a number from 0 to 1") from None
-        return hybrid(share, **options)
-    if name.strip() not in RUNNABLE:
-        raise unknown("preset", name, [*RUNNABLE, "hybrid(SHARE)"])
-    function = PRESETS[name.strip()]
-    return function(shape, **options) if function is hybrid_static else function(**options)

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware, Line
+from flexhybrid.core.memory import fits
 from flexhybrid.core.shape import shape_by_name
+from flexhybrid.core.waves import wave_plan
+from flexhybrid.core.workload import Workload
+from flexhybrid.runtime.runnable import check_runnable
 from policy_search import systems
 from policy_search.systems import Setting, run_system, system
 from sim import catalogue
@@ -171,3 +176,40 @@ def test_uvm_migrates_all_or_nothing():
     small, large = (run_system("uvm", Setting(shape, hardware, batch, 1920, 128)) for batch in (4, 24))
     assert small.traffic_bytes["h2d"].get("kv", 0) == 0
     assert large.total_s / large.batch > 3 * small.total_s / small.batch
+
+
+@pytest.mark.parametrize("name", systems.names())
+def test_every_system_is_run_or_refused_by_name_with_the_reason(name):
+    text = name + REQUIRED.get(name, "")
+    workload = Workload(np.array([40, 100]), np.array([5, 3]))
+    if name in systems.SIMULATED_ONLY:
+        with pytest.raises(InputError, match=f"system '{name}' cannot be run: .*simulate"):
+            systems.policy_here(text, SMALL, SETTING.hardware, 2, workload, {})
+        return
+    policy = systems.policy_here(text, SMALL, SETTING.hardware, 2, workload, {})
+    assert policy.name == text
+    if name != "searched":  # may choose attention over packed keys, which is refused by its own name
+        check_runnable(SMALL, policy)
+    anywhere = systems.policy_anywhere(text, SMALL)
+    assert anywhere is None or anywhere == policy
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [("kv_only(cache_link=0.5)", "cache_link"), ("fastdecode(gpus=2)", "one device"), ("flexgn", "did you mean")],
+)
+def test_what_only_the_simulator_knows_is_refused(text, words):
+    with pytest.raises(InputError, match=words):
+        systems.policy_anywhere(text, SMALL)
+
+
+def test_resident_weights_follow_the_budget():
+    """By name without a machine all is resident; where a budget binds, a system keeps what fits, and at least less."""
+    workload = Workload.uniform(2, 40, 4)
+    assert systems.policy_here("accelerate", SMALL, None, 2, workload, {}).weights.device == 1
+    least = SMALL.embedding_bytes(2) + 3 * SMALL.layer_bytes(2)
+    tight = systems.policy_here("accelerate", SMALL, None, 2, workload, {"device": least})
+    assert 0 <= tight.weights.device < 1
+    assert fits(wave_plan(SMALL, tight, workload, 2, "cpu"), {"device": least})
+    with pytest.raises(InputError, match="flexhybrid profile"):
+        systems.policy_here("flexgen", SMALL, None, 2, workload, {})
