@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from experiments.peers import accelerate_disk, children, gpu_peers
-from experiments.peers.accelerate_disk import OURS, PeerUnavailable, best_run, rates, same_tokens
+from experiments.peers.accelerate_disk import OURS, PeerUnavailable, fastest_first, long_run, rates, same_tokens, sweep
 from experiments.peers.gpu_peers import Run
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.shape import shape_by_name, shape_from_config
@@ -103,22 +103,25 @@ def machine(most: dict[int, int], speeds: dict[int, float]):
     return run, calls
 
 
-def test_the_best_batch_runs_long_and_nothing_beyond_the_first_failure_is_tried():
+def test_a_sweep_ends_with_the_first_batch_that_fails():
     run, calls = machine({32: 0}, {4: 1.0, 8: 3.0, 16: 2.0})
-    best = best_run(run, [16, 64, 8, 32, 4], 2, 10)
-    assert best["batch"] == 8 and [row["batch"] for row in best["sweep"]] == [4, 8, 16, 32]
-    assert calls == [(4, 2, False), (8, 2, False), (16, 2, False), (32, 2, False), (8, 10, True)]
+    rows = sweep(run, [16, 64, 8, 32, 4], 2)
+    assert [row["batch"] for row in rows] == [4, 8, 16, 32] and rows[-1]["error"] == "out of memory"
+    assert calls == [(4, 2, False), (8, 2, False), (16, 2, False), (32, 2, False)]
+    assert fastest_first(rows) == [8, 16, 4]
 
 
-def test_a_batch_that_fits_short_and_not_long_gives_way_to_the_next_smaller():
-    run, _ = machine({8: 2}, {4: 1.0, 8: 3.0})
-    assert best_run(run, [4, 8], 2, 10)["batch"] == 4
+def test_a_batch_that_fits_short_and_not_long_gives_way_to_the_next():
+    run, calls = machine({8: 2}, {4: 1.0, 8: 3.0})
+    assert long_run(run, [8, 4], 10)["batch"] == 4 and calls == [(8, 10, True), (4, 10, True)]
 
 
 def test_a_side_that_runs_no_batch_says_why():
     run, _ = machine({4: 0}, {})
     with pytest.raises(InputError, match="out of memory"):
-        best_run(run, [4, 8], 2, 10)
+        fastest_first(sweep(run, [4, 8], 2))
+    with pytest.raises(InputError, match="out of memory"):
+        long_run(run, [4], 10)
 
 
 def test_tokens_count_up_to_a_requests_first_difference():

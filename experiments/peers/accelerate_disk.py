@@ -35,8 +35,9 @@ HOW_TO_GET = f"get it with: pip install --no-deps --target {FOLDER} accelerate==
 CHILD = Path(__file__).with_name("disk_child.py")
 LIMIT_S = 540
 
-#: Which of its ways accelerate is run in: disk_offload as it stands reads both embedding tables in every pass.
-PEER_WAYS = ("disk", "memory")
+#: accelerate's ways: disk_offload as it stands reads both embedding tables in every pass, one of them for a few rows.
+#: Kept in memory they take what each takes in its turn on the way, so one sweep serves both.
+PEER_WAYS = {"disk": "accelerate, embeddings on disk", "memory": "accelerate, embeddings in memory"}
 
 #: All layers on the disk, what is cached in memory beside the computation: nothing but weights has to move.
 OURS = Policy("weights_on_disk", Placement(disk=1.0), cache={"kv@device": 1.0})
@@ -106,29 +107,36 @@ def rates(answer: dict, batch: int) -> dict:
     }
 
 
-def best_run(run: Callable[[int, int, bool], dict], batches: list[int], sweep_tokens: int, gen_tokens: int) -> dict:
-    """The longer run of the best batch, with the sweep that chose it. ``run(batch, tokens, last)``.
+def sweep(run: Callable[[int, int, bool], dict], batches: list[int], gen_tokens: int) -> list[dict]:
+    """Short runs, ``run(batch, tokens, last)``, of one batch after another; the last row may be an "error".
 
-    Throughput grows with the batch until memory ends it, so batches are tried from the smallest on and the sweep stops
-    at the first that fails. Raises InputError when none runs.
+    Throughput grows with the batch until memory ends it, so batches are tried from the smallest on, and none beyond the
+    first that fails.
     """
-    sweep, best = [], None
+    rows = []
     for batch in sorted(batches):
-        row = run(batch, sweep_tokens, False)
-        sweep.append({key: row.get(key) for key in ("tokens_per_s", "peak_bytes", "error")} | {"batch": batch})
+        row = run(batch, gen_tokens, False)
+        rows.append({"batch": batch} | {key: row[key] for key in ("tokens_per_s", "peak_bytes", "error") if key in row})
         if "error" in row:
             break
-        if best is None or row["tokens_per_s"] > best["tokens_per_s"]:
-            best = row
-    if best is None:
-        raise InputError(f"no batch of {batches} ran: {sweep[-1]['error']}")
-    last = run(best["batch"], gen_tokens, True)
-    if "error" in last:  # the longer contexts no longer fit
-        smaller = [row["batch"] for row in sweep if row["batch"] < best["batch"]]
-        if not smaller:
-            raise InputError(f"batch {best['batch']} ran short, not long: {last['error']}")
-        last = run(max(smaller), gen_tokens, True)
-    return last | {"sweep": sweep}
+    return rows
+
+
+def fastest_first(rows: list[dict]) -> list[int]:
+    """The batches of a sweep that ran. Raises InputError when none did."""
+    ran = sorted((row for row in rows if "error" not in row), key=lambda row: -row["tokens_per_s"])
+    if not ran:
+        raise InputError(f"batch {rows[-1]['batch']} does not run: {rows[-1]['error']}")
+    return [row["batch"] for row in ran]
+
+
+def long_run(run: Callable[[int, int, bool], dict], batches: list[int], gen_tokens: int) -> dict:
+    """The first of these batches that runs to its end: one that fits with few tokens may not with all of them."""
+    for batch in batches:
+        row = run(batch, gen_tokens, True)
+        if "error" not in row:
+            return row
+    raise InputError(f"batch {batches[-1]} does not run with {gen_tokens} tokens: {row['error']}")
 
 
 def same_tokens(one: list[list[int]], other: list[list[int]]) -> dict:
@@ -143,6 +151,8 @@ def same_tokens(one: list[list[int]], other: list[list[int]]) -> dict:
 
 def compare(options: argparse.Namespace) -> dict:
     """Both sides at their best. Raises PeerUnavailable and InputError."""
+    if options.gen_len < 3:
+        raise InputError(f"--gen-len is {options.gen_len}; to time a decode it takes at least 3 tokens")
     peer = find_peer(options.peer)
     memory = parse_bytes(options.memory)
     cache = Path(options.cache) if options.cache else cache_folder() / "peers"
@@ -175,16 +185,17 @@ def compare(options: argparse.Namespace) -> dict:
 
         return run
 
-    found = {"ours": best_run(ours, options.batches, options.sweep_len, options.gen_len)}
-    say(options, "ours", found["ours"])
-    for way in PEER_WAYS:
-        name = f"accelerate, embeddings {'on disk' if way == 'disk' else 'in memory'}"
-        found[name] = best_run(theirs(way), options.batches, options.sweep_len, options.gen_len)
-        say(options, name, found[name])
+    sweeps, found = {"ours": sweep(ours, options.batches, options.sweep_len)}, {}
+    found["ours"] = long_run(ours, fastest_first(sweeps["ours"]), options.gen_len)
+    say(options, "ours", found["ours"], sweeps["ours"])
+    tried = sweep(theirs("disk"), options.batches, options.sweep_len)
+    for way, name in PEER_WAYS.items():
+        sweeps[name] = tried
+        found[name] = long_run(theirs(way), fastest_first(tried), options.gen_len)
+        say(options, name, found[name], tried)
     mine = found["ours"]
-    if options.gen_len > 1:
-        ideal = max(mine["ideal_disk_s"], mine["ideal_compute_s"])
-        mine["overlap"] = ideal / (mine["iteration_end_s"][-1] - mine["iteration_end_s"][0])
+    mine["decode_s"] = mine["iteration_end_s"][-1] - mine["iteration_end_s"][0]
+    mine["overlap"] = max(mine["ideal_disk_s"], mine["ideal_compute_s"]) / mine["decode_s"]
     ratios = {name: mine["tokens_per_s"] / row["tokens_per_s"] for name, row in found.items() if name != "ours"}
     agreement = {name: same_tokens(mine["tokens"], row["tokens"]) for name, row in found.items() if name != "ours"}
     for row in found.values():
@@ -193,16 +204,16 @@ def compare(options: argparse.Namespace) -> dict:
         "model": shape.name, "dtype": options.dtype, "prompt_tokens": options.prompt_len,
         "gen_tokens": options.gen_len, "memory_bytes": memory, "threads": options.threads,
         "accelerate": VERSION, "bound": BOUND,
-        "ratios": ratios, "same_tokens": agreement, "sides": found,
+        "ratios": ratios, "same_tokens": agreement, "sweeps": sweeps, "sides": found,
     }  # fmt: skip
 
 
-def say(options: argparse.Namespace, name: str, row: dict) -> None:
+def say(options: argparse.Namespace, name: str, row: dict, tried: list[dict]) -> None:
+    outcomes = (f"{one['batch']}: {one.get('error') or format(one['tokens_per_s'], '.3g')}" for one in tried)
     print(
         f"{name}: {row['tokens_per_s']:.3g} tokens/s at batch {row['batch']} "
         f"({row['read_bytes_per_iteration'] / 1e9:.2f} GB read an iteration, {gib(row['peak_bytes'])} of "
-        f"{gib(parse_bytes(options.memory))}); sweep "
-        + ", ".join(f"{one['batch']}: {one['error'] or format(one['tokens_per_s'], '.3g')}" for one in row["sweep"]),
+        f"{gib(parse_bytes(options.memory))}); sweep {', '.join(outcomes)}",
         flush=True,
     )
 
@@ -219,8 +230,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--memory", default="2.5GiB", help="of each process, beyond its libraries")
     parser.add_argument("--prompt-len", type=int, default=32)
     parser.add_argument("--gen-len", type=int, default=16)
-    parser.add_argument("--sweep-len", type=int, default=3, help="tokens generated in the runs that choose the batch")
-    parser.add_argument("--batches", type=int, nargs="+", default=[32, 48, 64, 96])
+    parser.add_argument("--sweep-len", type=int, default=2, help="tokens generated in the runs that choose the batch")
+    parser.add_argument("--batches", type=int, nargs="+", default=[32, 48, 64, 96], help="tried on both sides")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--peer", help="the folder that accelerate was installed to")
     parser.add_argument("--cache", help="folder for checkpoint, offload folder and scratch (default: the user's cache)")
@@ -235,11 +246,10 @@ def main(arguments: list[str] | None = None) -> int:
     for name, ratio in result["ratios"].items():
         print(f"ours / {name}: {ratio:.2f}; tokens equal {result['same_tokens'][name]}")
     mine = result["sides"]["ours"]
-    if "overlap" in mine:
-        print(
-            f"ours: overlap {mine['overlap']:.2f} (disk alone {mine['ideal_disk_s']:.1f} s, compute alone "
-            f"{mine['ideal_compute_s']:.1f} s of {mine['iteration_end_s'][-1] - mine['iteration_end_s'][0]:.1f} s)"
-        )
+    print(
+        f"ours: overlap {mine['overlap']:.2f} (disk alone {mine['ideal_disk_s']:.1f} s, compute alone "
+        f"{mine['ideal_compute_s']:.1f} s of {mine['decode_s']:.1f} s of decode)"
+    )
     if options.out:
         command = shlex.join(["python", "-m", "experiments.peers.accelerate_disk", *arguments])
         text = json.dumps({"command": command, "machine": options.machine} | result, indent=1)

@@ -100,7 +100,6 @@ def run_offloaded_cache(request: dict) -> dict:
 
 def run_flexgen(request: dict) -> dict:
     """FlexGen's engine over dummy weights: cache on the host, activations on the GPU, as its published runs have it."""
-    import torch
     from flexgen.compression import CompressionConfig
     from flexgen.flex_opt import OptLM, Policy
     from flexgen.pytorch_backend import TorchDevice, TorchDisk, TorchMixedDevice
@@ -118,12 +117,11 @@ def run_flexgen(request: dict) -> dict:
         overlap=True, sep_layer=True, pin_weight=True, cpu_cache_compute=False, attn_sparsity=1.0,
         compress_weight=False, comp_weight_config=packed, compress_cache=False, comp_cache_config=packed,
     )  # fmt: skip
-    model = OptLM(f"facebook/{request['shape']}", env, "_DUMMY_", policy)
     try:
-        with torch.inference_mode():
-            return timed(lambda tokens: model.generate(request["prompts"], max_new_tokens=tokens), request)
+        model = OptLM(f"facebook/{request['shape']}", env, "_DUMMY_", policy)
+        return timed(lambda tokens: model.generate(request["prompts"], max_new_tokens=tokens), request)
     finally:
-        env.close_copy_threads()
+        env.close_copy_threads()  # no daemons: whatever went wrong, the process would not end
 
 
 def run_ours(request: dict) -> dict:
