@@ -27,7 +27,7 @@ BY_DEFINITION = ("resident weights", "embedding and head", "partial query weight
 #: What lies in double buffers.
 _SLOTTED = frozenset((
     "weight slots", "weight staging", "ACT buffers", "KV buffers", "ACT staging", "KV staging", "staging",
-    "landing strips", "gathered rows", "partial key buffers", "query strips",
+    "landing strips", "gathered rows", "places", "partial key buffers", "query strips",
 ))  # fmt: skip
 
 
@@ -170,11 +170,13 @@ class _Replay:
     # ---- selections, and attention on the host
 
     def _rank(self, task: Task) -> None:
-        """A float32 score of each head for each cached token."""
+        """A float32 score and an age, of each key/value head for each cached token; on the host, where new ones go."""
         step, layer = task.payload.step, task.layer
         for request, context in zip(step.requests.tolist(), (step.context + step.new_tokens).tolist()):
             kept = self._kept(request, context)
-            self._hold("device", "scores", (layer, request), 4 * self.wave.shape.num_heads * kept)
+            self._hold("device", "scores", (layer, request), 8 * self.wave.shape.num_kv_heads * kept)
+        if not step.prefill:
+            self._hold("host", "places", 0, 8 * len(step.requests) * self.wave.shape.num_kv_heads)
 
     def _kept(self, request: int, context: int) -> int:
         budget = float(self.wave.policy.selection.budget) * int(self.wave.workload.prompt_tokens[request])

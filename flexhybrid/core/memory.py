@@ -275,7 +275,8 @@ def memory_parts(
     # A selection speculates for every layer but the first.
     partial_keys = (layers - 1) * sizes.cached_tokens * ratio * native_kv / 2 if speculative else 0
     indices = 4 * shape.num_kv_heads * sizes.index_rows if layers > 1 else 0
-    scores = 4 * layers * shape.num_heads * sizes.kept_tokens if policy.selection.method == "heavy_hitter" else 0
+    ranked = policy.selection.method == "heavy_hitter"
+    scores = 8 * layers * shape.num_kv_heads * sizes.kept_tokens if ranked else 0  # and ages
     partial_buffer = sizes.context_tokens * ratio * native_kv / 2 if layers > 1 else 0
     tiers["device"] |= {
         "resident weights": layers * resident,
@@ -307,6 +308,7 @@ def memory_parts(
         "weight staging": NUM_SLOTS * on_disk,
         "ACT staging": NUM_SLOTS * sizes.act_staging_blocks * BLOCK_TOKENS * row["act"],
         "KV staging": NUM_SLOTS * sizes.kv_staging_blocks * BLOCK_TOKENS * row["kv"],
+        "places": NUM_SLOTS * 8 * sizes.decode_batch * shape.num_kv_heads if ranked else 0,
         "gathered rows": NUM_SLOTS * sizes.selected_rows * row["kv"] if layers > 1 else 0,
         "indices": indices,
         "partial keys": partial_keys if policy.selection.partial_keys == "host" else 0,

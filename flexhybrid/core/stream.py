@@ -323,7 +323,10 @@ class _Stream:
         else:
             yield from self._attend(position, qkv)
         if "rank" in works:
-            yield self._task(position, "rank", "compute", (_ATTENDED,), (Access(("ranks", position.layer), k, k + 1),))
+            ranked = (self._ranks(position),)
+            if step.prefill:  # only now it is known which rows stay
+                ranked += (Access(("staging",), slot, slot + 1),)
+            yield self._task(position, "rank", "compute", (_ATTENDED, qkv), ranked)
         reads = (_ATTENDED, hidden, *self._matrices(position, 0, layout.vectors_end))
         reads += self._matrices(position, layout.qkv_end, layout.total_bytes)
         yield self._task(position, "finish", "compute", reads, (hidden,))
@@ -359,10 +362,10 @@ class _Stream:
         """New tokens: staging -> landing strip over the link, strip -> blocks by a host core or the disk; or on the
         device. Hidden states that live on the host follow."""
         works, slot, step = position.works, position.slot, position.step
-        staging = Access(("staging",), slot, slot + 1)
+        staging, ranks = Access(("staging",), slot, slot + 1), (self._ranks(position),) if "rank" in works else ()
         strips = {r: Access((f"{r}_strip",), slot, slot + 1) for r in ("act", "kv") if f"store_{r}" in works}
         for representation, strip in strips.items():
-            yield self._task(position, f"store_{representation}", "d2h", (staging,), (strip,))
+            yield self._task(position, f"store_{representation}", "d2h", (staging, *ranks), (strip,))
 
         def pools(tier: str, *representations: str) -> tuple[Access, ...]:
             return tuple(
@@ -375,7 +378,7 @@ class _Stream:
             to_host = tuple(strip for r, strip in strips.items() if pools("host", r))
             yield self._task(position, "scatter", "host_compute", to_host, pools("host", "act", "kv"))
         if "scatter_device" in works:
-            yield self._task(position, "scatter_device", "compute", (staging,), pools("device", "act", "kv"))
+            yield self._task(position, "scatter_device", "compute", (staging, *ranks), pools("device", "act", "kv"))
         for representation, strip in strips.items():
             if f"write_{representation}" in works:
                 pool = pools("disk", representation)
@@ -391,6 +394,10 @@ class _Stream:
             step.iteration, position.layer, step.mini_batch, verb, resource, position.works[verb],
             reads, writes, position.payload,
         )  # fmt: skip
+
+    def _ranks(self, position: _Position) -> Access:
+        k = position.step.mini_batch
+        return Access(("ranks", position.layer), k, k + 1)
 
     def _weights(self, position: _Position, start: int, end: int) -> tuple[Access, ...]:
         """Streamed bytes of the position's layer within [start, end)."""

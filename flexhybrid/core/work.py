@@ -124,7 +124,7 @@ def attend_recomputed(shape: ModelShape, p: int, batch, width) -> Work:
 
 
 def rank(shape: ModelShape, batch, rows, columns) -> Work:
-    """Add up each cached token's attention weights (H2O): float32 scores of every head, read and written once."""
+    """Add up each cached token's attention weights (H2O): float32 of every head, read and written once."""
     return Work(memory_bytes=8 * batch * shape.num_heads * rows * columns, tokens=batch * columns)
 
 

@@ -41,6 +41,40 @@ def _by_products(q, k, v, mask) -> torch.Tensor:
     return torch.matmul(torch.softmax(scores, dim=-1), v)
 
 
+def attend_and_weigh(
+    q_BHd: torch.Tensor, k_BGTd: torch.Tensor, v_BGTd: torch.Tensor, mask_B11T: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``attend_decode``, and how much the query heads of each group together look at each token: float32 [B, G, T]."""
+    batch, heads, d = q_BHd.shape
+    folded = q_BHd.view(batch, k_BGTd.shape[1], -1, d)
+    scores = torch.matmul(folded * d**-0.5, k_BGTd.transpose(-1, -2))
+    if mask_B11T is not None:
+        scores += mask_B11T
+    weights = torch.softmax(scores, dim=-1)
+    return torch.matmul(weights, v_BGTd).reshape(batch, heads * d), weights.float().sum(2)
+
+
+def looked_at(q_BNHd: torch.Tensor, k_BNGd: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
+    """How much the tokens of a prompt, all query heads of a group together, look at each: float32 [B, G, N].
+
+    Prompts are padded on the right to N; padding looks at nothing.
+    """
+    batch, new, heads, d = q_BNHd.shape
+    groups = k_BNGd.shape[2]
+    keys = k_BNGd.permute(0, 2, 3, 1)[:, :, None]  # [B, G, 1, d, N]
+    queries = q_BNHd.view(batch, new, groups, heads // groups, d).permute(0, 2, 3, 1, 4) * d**-0.5
+    positions = torch.arange(new, device=q_BNHd.device)
+    sums = torch.zeros(batch, groups, new, dtype=torch.float32, device=q_BNHd.device)
+    for start in range(0, new, PREFILL_QUERIES):
+        some = positions[start : start + PREFILL_QUERIES]
+        scores = torch.matmul(queries[:, :, :, some], keys).float()
+        scores.masked_fill_(positions > some[:, None], -torch.inf)
+        weights = torch.softmax(scores, dim=-1)
+        real = (some < lengths_B[:, None])[:, None, None, :, None]
+        sums += (weights * real).sum((2, 3))
+    return sums
+
+
 def attend_blocks(
     q_BHd: torch.Tensor, blocks: torch.Tensor, runs: tuple[BlockRun, ...], tokens_B: np.ndarray, out_BHd: torch.Tensor
 ) -> None:

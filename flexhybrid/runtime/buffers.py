@@ -133,6 +133,8 @@ class Buffers:
         strip_rows = sizes.decode_batch if policy.attention == "host" else 0
         self.query_strip = on_host(NUM_SLOTS, strip_rows, shape.query_width + kv)
         self.out_strip = on_host(NUM_SLOTS, strip_rows, shape.query_width)
+        ranked = policy.selection.method == "heavy_hitter"
+        self.place_strip = on_host(NUM_SLOTS, sizes.decode_batch * ranked, groups, of=torch.int64)
         self.attended = on_device(strip_rows, shape.query_width)
 
     def head_major(self, part: Part | Segment) -> bool:

@@ -13,11 +13,13 @@ from functools import partial
 import numpy as np
 import torch
 
+from flexhybrid.core.blocks import BLOCK_TOKENS
 from flexhybrid.core.memory import chunk_rows
 from flexhybrid.core.plan import Wave
-from flexhybrid.core.steps import MiniBatchStep
+from flexhybrid.core.steps import MiniBatchStep, Store
 from flexhybrid.core.task import Task
 from flexhybrid.runtime.buffers import Buffers
+from flexhybrid.runtime.heavy_hitters import HeavyHitters
 from flexhybrid.runtime.models import architecture
 from flexhybrid.runtime.rotary import rotary_tables
 from flexhybrid.runtime.runnable import check_runnable
@@ -67,6 +69,10 @@ class Executor:
         self.act: torch.Tensor | None = None  #: [R, h], the input of the projections
         self.attended: torch.Tensor | None = None  #: [R, H·d]
         self.logits: torch.Tensor | None = None  #: [B, vocab]
+        method = wave.policy.selection.method
+        self.heavy_hitters = HeavyHitters(wave, self.device) if method == "heavy_hitter" else None
+        self.weights_BGT: torch.Tensor | None = None  #: attention weights of new tokens, heavy hitters only
+        self.places: dict[int, torch.Tensor] = {}  #: [B, G], where each head puts the new token, by slot
         self.step_tensors: dict[tuple[int, int], StepTensors] = {}  #: by mini-batch and chunk
         count = wave.workload.num_requests
         self.sampled = [torch.zeros(len(group), dtype=torch.int64, device=self.device) for group in wave.mini_batches]
@@ -118,6 +124,17 @@ class Executor:
         rows = len(step.requests) * step.computed_width
         first = self.first_rows[task.mini_batch] + step.chunk * self.most_rows[task.mini_batch]
         return self.buffers.host_hidden[first : first + rows]
+
+    def places_of(self, task: Task, store: Store, places: torch.Tensor):
+        """(blocks, heads, offsets) of a store's new tokens, [rows, G] each, from slots [B, G] in requests' extents;
+        numpy for what lies on the host."""
+        first = self.wave.first_block[store.kind][task.payload.step.requests][store.rows][:, None]
+        heads = np.arange(self.shape.num_kv_heads)[None]
+        if store.tier == "device":
+            places = places[self.to_device(store.rows)]
+            return places // BLOCK_TOKENS + self.to_device(first), self.to_device(heads), places % BLOCK_TOKENS
+        places = places.numpy()[store.rows]
+        return places // BLOCK_TOKENS + first, heads, places % BLOCK_TOKENS
 
     def to_device(self, array: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array))

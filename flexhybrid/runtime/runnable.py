@@ -19,10 +19,13 @@ def check_runnable(shape: ModelShape, policy: Policy) -> None:
                 f"policy {policy.name}: bits.{name} {getattr(policy.bits, name)} needs rows of whole groups of "
                 f"{GROUP_ELEMENTS} elements; model {shape.name} has rows of {odd[0]}"
             )
+    ranked = policy.selection.method == "heavy_hitter"
     refusals = (
         (policy.embedding.device < 1, "embedding and head off the device"),
         (policy.hidden == "disk", "hidden states on the disk"),
-        (policy.selection.method != "none", f"selection {policy.selection.method}"),
+        (policy.selection.method == "speculative", "selection speculative"),
+        (ranked and policy.bits.kv != "native", f"heavy hitters of {policy.bits.kv}-bit KV, whose heads share a row,"),
+        (ranked and any("disk" in key for key in policy.cache_kinds), "heavy hitters on the disk"),
         (
             policy.attention == "host" and policy.bits.kv != "native",
             f"attention on the host over {policy.bits.kv}-bit KV",

@@ -78,7 +78,10 @@ def attend(ex, task: Task) -> None:
     mask = ex.tensors(task).mask_B1NT
     query = ex.kvq[task.payload.slot][:, shape.kv_width :].view(batch, -1, shape.num_heads, shape.head_dim)
     new = query[:, step.recomputed_width :]
-    if step.width == 1:
+    if ex.heavy_hitters:
+        query = new.reshape(batch, shape.num_heads, shape.head_dim)
+        attended, ex.weights_BGT = attention.attend_and_weigh(query, keys, values, mask)
+    elif step.width == 1:
         attended = attention.attend_decode(new.reshape(batch, shape.num_heads, shape.head_dim), keys, values, mask)
     else:
         attended = attention.attend_chunk(new, keys, values, mask).view(batch * step.width, -1)
@@ -109,6 +112,27 @@ def _over_themselves(ex, task: Task, tokens: slice) -> torch.Tensor:
 
 
 @torch.inference_mode()
+def rank(ex, task: Task) -> None:
+    """Which tokens stay: after the prompt the best go to staging; later the worst one's place is the new token's."""
+    step, shape, slot = task.payload.step, ex.shape, task.payload.slot
+    if not step.prefill:
+        ex.places[slot] = ex.heavy_hitters.after_token(task.layer, step, ex.weights_BGT)
+        return
+    groups, batch = shape.num_kv_heads, len(step.requests)
+    kvq = ex.kvq[slot].view(batch, step.width, -1)
+    own = kvq[..., : shape.kv_width].unflatten(-1, (2, groups, shape.head_dim))
+    query = kvq[..., shape.kv_width :].unflatten(-1, (shape.num_heads, shape.head_dim))
+    sums = attention.looked_at(query, own[:, :, 0], ex.to_device(step.new_tokens))
+    chosen = ex.heavy_hitters.after_prompt(task.layer, step, sums)
+    heads = torch.arange(groups, device=ex.device)
+    for store in step.stores:
+        request = ex.to_device(store.rows // step.width)[:, None]
+        tokens = chosen[request, heads, ex.heavy_hitters.prompt_places(step, store)[:, None]]
+        rows = own[request, tokens, :, heads]  # [rows, G, 2, d]
+        ex.buffers.staging[store.space][slot, : len(rows)].copy_(rows.transpose(1, 2).flatten(1))
+
+
+@torch.inference_mode()
 def attend_host(ex, task: Task) -> None:
     """Attention beside the host's KV blocks: new rows into their blocks, then each request over its own."""
     step, shape, slot = task.payload.step, ex.shape, task.payload.slot
@@ -125,5 +149,5 @@ def attend_host(ex, task: Task) -> None:
 
 VERBS = {
     verb.__name__: verb
-    for verb in (assemble, attend, attend_recomputed, attend_prefill, attend_host)
+    for verb in (assemble, attend, attend_recomputed, attend_prefill, attend_host, rank)
 }  # fmt: skip

@@ -115,6 +115,8 @@ def project(ex, task: Task) -> None:
     step = task.payload.step
     if ex.policy.attention == "host" and not step.prefill:
         return  # the new rows go with the queries
+    if ex.heavy_hitters and step.prefill:
+        return  # which rows stay is known after attention
     for store in step.stores:
         if not ex.buffers.packed(store.representation):
             _stage(ex, store, tensors.stores[store.space].rows, slot)
@@ -151,7 +153,11 @@ def scatter_device(ex, task: Task) -> None:
             continue
         place, pool = tensors.stores[store.space], ex.buffers.pools[store.space][task.layer]
         rows = ex.buffers.staging[store.space][slot, : len(store.rows)]
-        if ex.buffers.head_major(store):
+        if ex.heavy_hitters and not task.payload.step.prefill:
+            rows = rows.view(-1, 2, shape.num_kv_heads, shape.head_dim).transpose(1, 2)
+            blocks, heads, offsets = ex.places_of(task, store, ex.places[slot])
+            pool[blocks, :, heads, offsets] = rows
+        elif ex.buffers.head_major(store):
             pool[place.blocks, :, :, place.offsets] = rows.view(-1, 2, shape.num_kv_heads, shape.head_dim)
         else:
             pool[place.blocks, place.offsets] = rows

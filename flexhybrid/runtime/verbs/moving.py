@@ -102,6 +102,9 @@ def _store(ex, task: Task, representation: str) -> None:
             ex.copies.copy_d2h(
                 ex.buffers.strips[store.space][slot, :rows], ex.buffers.staging[store.space][slot, :rows]
             )
+    if ex.heavy_hitters and not task.payload.step.prefill:
+        places = ex.places[slot]
+        ex.copies.copy_d2h(ex.buffers.place_strip[slot, : len(places)], places)
 
 
 def scatter(ex, task: Task) -> None:
@@ -119,7 +122,10 @@ def put_rows(ex, task: Task, store: Store, rows: torch.Tensor) -> None:
         pool[store.blocks, store.offsets] = rows
         return
     rows = rows.reshape(-1, 2, ex.shape.num_kv_heads, ex.shape.head_dim)
-    if task.payload.step.width > 1:
+    if ex.heavy_hitters and not task.payload.step.prefill:
+        blocks, heads, offsets = ex.places_of(task, store, ex.buffers.place_strip[task.payload.slot])
+        pool[blocks, :, heads, offsets] = rows.transpose(0, 2, 1, 3)
+    elif task.payload.step.width > 1:
         _put_runs(pool, rows, store.blocks, store.offsets)
     else:
         pool[store.blocks, :, :, store.offsets] = rows
@@ -127,7 +133,7 @@ def put_rows(ex, task: Task, store: Store, rows: torch.Tensor) -> None:
 
 def _put_runs(pool: np.ndarray, rows: np.ndarray, blocks: np.ndarray, offsets: np.ndarray) -> None:
     """pool[block, :, :, offset] = rows, by runs of neighbouring tokens: a prompt fills its blocks in order."""
-    starts = np.flatnonzero(np.r_[True, blocks[1:] != blocks[:-1]])
+    starts = np.flatnonzero(np.r_[True, (blocks[1:] != blocks[:-1]) | (np.diff(offsets) != 1)])
     for start, end in zip(starts, np.r_[starts[1:], len(blocks)], strict=True):
         offset = offsets[start]
         pool[blocks[start], :, :, offset : offset + end - start] = rows[start:end].transpose(1, 2, 0, 3)

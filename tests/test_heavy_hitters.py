@@ -1,0 +1,103 @@
+"""H2O's cache: against a plain account of it that keeps every weight of every head in a dictionary."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from models import save_llama, save_opt
+from runs import run_wave
+
+from flexhybrid.core.policy import Placement, Policy, Selection
+from flexhybrid.core.trace import check_trace
+from flexhybrid.jobs.exactness import Reference, compare_tokens
+from flexhybrid.runtime.loader import Checkpoint
+from flexhybrid.runtime.models import architecture
+from flexhybrid.runtime.rotary import rotary_tables, rotate_
+from flexhybrid.runtime.weights import Weights, linear
+
+
+def policy(budget, cache=None, **more) -> Policy:
+    return Policy(cache=cache or {"kv@host": 1.0}, selection=Selection("heavy_hitter", budget=budget), **more)
+
+
+@torch.inference_mode()
+def plain_h2o(checkpoint, prompt: list[int], max_tokens: int, budget: float) -> list[int]:
+    """One request, one token at a time, head by head: half of the budget newest, half with the largest sums."""
+    shape, model = checkpoint.shape, architecture(checkpoint.shape)
+    weights = Weights(shape, checkpoint, "float32", torch.device("cpu"), Policy(weights=Placement(device=1.0)))
+    groups, heads, d = shape.num_kv_heads, shape.num_heads, shape.head_dim
+    rotary = rotary_tables(shape, len(prompt) + max_tokens, torch.float32, "cpu") if shape.rotary else None
+    most = min(len(prompt) + max_tokens - 1, max(16, math.ceil(round(budget * len(prompt) / 16, 9)) * 16))
+    recent = most - most // 2
+    caches = [[{} for _ in range(groups)] for _ in range(shape.num_layers)]  # position -> [key, value, sum]
+    answer: list[int] = []
+
+    def layer_step(layer, hidden, positions):
+        w = weights.views(layer, None)
+        kvq = linear(
+            model.attention_input(shape, w, hidden), w["kvq.weight"], w["kvq.bias"][0] if "kvq.bias" in w else None
+        )
+        k, v, q = (x.unflatten(-1, (-1, d)) for x in kvq.split([groups * d, groups * d, heads * d], dim=-1))
+        if rotary:
+            k, q = (rotate_(x.contiguous(), rotary[0][positions], rotary[1][positions]) for x in (k, q))
+        out = torch.zeros(len(positions), heads, d)
+        for g in range(groups):
+            cache = caches[layer][g]
+            for row, position in enumerate(positions.tolist()):
+                cache[position] = [k[row, g], v[row, g], 0.0]
+            held = sorted(cache)
+            keys = torch.stack([cache[p][0] for p in held])
+            values = torch.stack([cache[p][1] for p in held])
+            for head in range(g * heads // groups, (g + 1) * heads // groups):
+                scores = q[:, head] @ keys.T / d**0.5
+                scores.masked_fill_(torch.tensor(held)[None] > positions[:, None], -torch.inf)
+                probabilities = torch.softmax(scores, dim=-1)
+                out[:, head] = probabilities @ values
+                for column, p in enumerate(held):
+                    cache[p][2] += float(probabilities[:, column].sum())
+            now = int(positions[-1])
+            if len(positions) > 1:
+                rest = sorted((p for p in held if p <= now - recent), key=lambda p: -cache[p][2])
+                for p in rest[max(most - recent, 0) :] if len(held) > most else []:
+                    del cache[p]
+            elif len(cache) > most:
+                del cache[min((p for p in cache if p <= now - recent), key=lambda p: cache[p][2])]
+        return model.finish(shape, w, hidden, out.flatten(1))
+
+    tokens, start = prompt, 0
+    for _ in range(max_tokens):
+        positions = torch.arange(start, start + len(tokens))
+        hidden = model.embed(shape, weights.outer, torch.tensor(tokens), positions)
+        for layer in range(shape.num_layers):
+            hidden = layer_step(layer, hidden, positions)
+        answer.append(int(model.head(shape, weights.outer, hidden[-1:]).argmax()))
+        start, tokens = start + len(tokens), answer[-1:]
+    return answer
+
+
+@pytest.mark.parametrize("cache", [{"kv@host": 1.0}, {"kv@device": 1.0}])
+@pytest.mark.parametrize("family", ["opt", "llama"])
+@pytest.mark.parametrize("budget", [0.2, 0.5])
+def test_tokens_are_those_of_a_plain_account(tmp_path, family, cache, budget):
+    if family == "opt":
+        save_opt(tmp_path, layers=3, heads=4, positions=160, scale=0.15)
+    else:
+        save_llama(tmp_path, layers=3, heads=4, kv_heads=2, positions=160, scale=0.15)
+    checkpoint, generator = Checkpoint(tmp_path), np.random.default_rng(6)
+    prompts = [generator.integers(3, 61, n).tolist() for n in (90, 33, 90, 20, 64)]
+    result = run_wave(checkpoint, policy(budget, cache, max_mini_batch_tokens=300), prompts, 30)
+    assert check_trace(result.trace) == []
+    for prompt, ours in zip(prompts, result.tokens, strict=True):
+        assert ours == plain_h2o(checkpoint, prompt, 30, budget)
+
+
+@pytest.mark.parametrize("schedule", ["column", "row"])
+def test_a_budget_that_drops_nothing_is_exact(tmp_path, schedule):
+    save_opt(tmp_path, layers=3, heads=4, positions=160)
+    prompts = [np.random.default_rng(n).integers(3, 61, n).tolist() for n in (90, 33, 20)]
+    mixed = policy(1.0, {"kv@host": 0.6, "kv@device": 0.4}, schedule=schedule, max_mini_batch_tokens=300)
+    result = run_wave(Checkpoint(tmp_path), mixed, prompts, 6)
+    reference = Reference(tmp_path)
+    outcome = compare_tokens(reference, prompts, reference.generate(prompts, 6, True), result.tokens)
+    assert outcome.exact, outcome.first_wrong
