@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import secrets
+import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,6 +126,9 @@ class LLM:
         position in the text and, when one SamplingParams serves all, the prompt's place in the list; a seed of a list
         gives its request the same tokens alone. Raises InputError, before any work, for a prompt that is empty, too
         long or holds an unknown token id, and for budgets too small for a single one of the requests.
+
+        Whatever else is raised under way (a disk that fails, Ctrl-C, an error of ``on_tokens``) first gives all memory
+        and disk space back; the next call loads the weights anew.
         """
         if isinstance(prompts, (str, bytes, dict)) or not isinstance(prompts, Iterable):
             raise InputError(
@@ -148,6 +152,28 @@ class LLM:
             self.shape, self.policy, workload, self.bytes_per_element, self.budgets, self.device.type, self.hardware
         )
         answers: list[CompletionOutput | None] = [None] * len(ids)
+        try:
+            self._run_waves(waves, workload, ids, params, plan, answers, on_tokens)
+        except BaseException as error:
+            self.close()
+            _release_frames(error)
+            raise
+        return [
+            RequestOutput(prompt if isinstance(prompt, str) else None, ids[i], [answers[i]])
+            for i, prompt in enumerate(prompts)
+        ]
+
+    def _run_waves(
+        self,
+        waves: list[np.ndarray],
+        workload: Workload,
+        ids: list[list[int]],
+        params: list[SamplingParams],
+        plan: SamplingPlan,
+        answers: list[CompletionOutput | None],
+        on_tokens: Callable[[int], None] | None,
+    ) -> None:
+        """Run wave after wave and fill in ``answers``."""
         for members in waves:
             part = Workload(workload.prompt_tokens[members], workload.max_tokens[members])
             wave = admit(self.shape, self.policy, part, self.bytes_per_element, hardware=self.hardware)
@@ -169,10 +195,6 @@ class LLM:
                 answers[i] = self._completion(
                     params[i], ids[i], result.tokens[place], result.stops[place], watches.get(place)
                 )
-        return [
-            RequestOutput(prompt if isinstance(prompt, str) else None, ids[i], [answers[i]])
-            for i, prompt in enumerate(prompts)
-        ]
 
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
         """What ends an answer."""
@@ -314,6 +336,14 @@ class LLM:
 
     def __exit__(self, *error) -> None:
         self.close()
+
+
+def _release_frames(error: BaseException | None) -> None:
+    """Forget the local variables of an error's finished frames: an interactive session keeps the last error, and with
+    it pools of gigabytes."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def load_tokenizer(path: Path):

@@ -377,6 +377,8 @@ class Loads:
             "index_rows": self.batch * one.selected_rows / self.size,
             "cached_tokens": self.batch * cached,
             "kept_tokens": self.batch * kept,
+            "longest": self.prompt + self.generated,
+            "log_cells": self.batch * self.generated,
         })  # fmt: skip
         return memory_parts(
             self.shape, self.policy, self.bytes_per_element, sizes, self.resident, self.on_disk,

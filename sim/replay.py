@@ -22,7 +22,10 @@ from flexhybrid.core.task import Task
 from flexhybrid.core.trace import TraceEvent
 
 #: Parts that no task moves.
-BY_DEFINITION = ("resident weights", "embedding and head", "partial query weights", "workspace", "slack")
+BY_DEFINITION = (
+    "resident weights", "embedding and head", "partial query weights", "positions", "packing", "workspace", "slack",
+    "token log",
+)  # fmt: skip
 
 #: What lies in double buffers.
 _SLOTTED = frozenset((
@@ -47,7 +50,8 @@ def peak_parts(tasks: Iterable[Task | TraceEvent], wave: Wave, device: str = "cu
         parts[tier][part] = parts[tier].get(part, 0.0) + times * size
     shape, policy = wave.shape, wave.policy
     named = memory_plan(shape, policy, wave.bytes_per_element, buffer_sizes(wave), device)
-    parts["device"] |= {part: named["device"][part] for part in BY_DEFINITION if part in named["device"]}
+    for tier, of in named.items():
+        parts[tier] |= {part: of[part] for part in BY_DEFINITION if part in of}
     if policy.selection.method == "speculative" and "kv pool" in parts["host"]:
         parts["host"]["kv pool"] *= policy.selection.pool
     return {tier: {part: round(size) for part, size in of.items() if size} for tier, of in parts.items()}

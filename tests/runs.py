@@ -42,8 +42,8 @@ def forced_logits(checkpoint, policy, texts, steps, **options) -> list[torch.Ten
     def force(executor):
         sample = executor.verbs["sample"]
 
-        def forced(task):
-            sample(task)
+        def forced(executor, task):
+            sample(executor, task)
             for row, request in enumerate(task.payload.step.requests.tolist()):
                 recorded[request].append(executor.logits[row].float())
                 place = len(prompts[request]) + task.iteration

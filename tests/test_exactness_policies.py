@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import save_llama, save_opt
 from runs import forced_logits, run_wave
+from strategies import lossless_policies
 
 from flexhybrid.core.policy import Bits, Placement, Policy
 from flexhybrid.core.trace import check_trace
@@ -14,7 +15,6 @@ from flexhybrid.runtime.loader import Checkpoint
 from sim import catalogue
 
 MACHINE = catalogue.load("t4")  # it has a disk
-TIERS = ("device", "host", "disk")
 
 
 def check(folder, prompts, max_tokens, policy):
@@ -27,34 +27,8 @@ def check(folder, prompts, max_tokens, policy):
     return result
 
 
-@st.composite
-def policies(draw) -> Policy:
-    """Every lossless policy that the executor runs."""
-    rest = dict(
-        schedule=draw(st.sampled_from(("column", "row"))),
-        max_mini_batch_tokens=draw(st.sampled_from((16, 50, 120, 400, 8192))),
-        packing=draw(st.sampled_from(("balanced", "fifo"))),
-        hidden=draw(st.sampled_from(("device", "host"))),
-        weight_order=draw(st.sampled_from(("kv_first", "natural"))),
-        overlap=draw(st.sampled_from((True, True, True, False, "step"))),
-    )
-    device, disk = draw(st.sampled_from(((0.0, 0.0), (0.3, 0.4), (0.0, 1.0), (0.7, 0.0), (1.0, 0.0), (0.5, 0.5))))
-    weights = Placement(device=device, host=1 - device - disk, disk=disk)
-    if draw(st.integers(0, 4)) == 0:
-        return Policy("host attention", weights, attention="host", **rest)
-    entries = [f"{r}@{tier}" for r in ("kv", "act") for tier in TIERS]
-    both = [f"both(kv@{a},act@{b})" for a in TIERS for b in TIERS]
-    chosen = draw(st.lists(st.sampled_from([*entries, *entries, *both]), min_size=1, max_size=4, unique=True))
-    chosen += ["tok"] if draw(st.booleans()) else []
-    parts = draw(st.lists(st.integers(1, 9), min_size=len(chosen), max_size=len(chosen)))
-    cache = {entry: part / sum(parts) for entry, part in zip(chosen, parts, strict=True)}
-    static = not any(entry.startswith(("both", "tok")) for entry in chosen) and draw(st.booleans())
-    split = draw(st.sampled_from(("pipeline", "paper")))
-    return Policy("case", weights, cache=cache, static_cache=static, split=split, **rest)
-
-
 @settings(max_examples=60)
-@given(st.data(), policies())
+@given(st.data(), lossless_policies())
 def test_every_lossless_policy_gives_the_references_tokens(tmp_path_factory, data, policy):
     layers, seed = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 99))
     folder = tmp_path_factory.mktemp("model")

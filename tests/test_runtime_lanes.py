@@ -5,12 +5,12 @@ import time
 import numpy as np
 import pytest
 import torch
-from models import FakeStream, save_opt
+from models import FakeStream, save_llama, save_opt
 
 from flexhybrid.core.dependencies import KINDS
 from flexhybrid.core.memory import buffer_sizes
 from flexhybrid.core.plan import admit
-from flexhybrid.core.policy import Placement, Policy
+from flexhybrid.core.policy import Bits, Placement, Policy
 from flexhybrid.core.stream import stream
 from flexhybrid.core.task import Access, Task, Work
 from flexhybrid.core.trace import check_trace
@@ -20,6 +20,7 @@ from flexhybrid.runtime.lanes import Clock, Lane, StreamLane
 from flexhybrid.runtime.loader import Checkpoint
 from flexhybrid.runtime.sampling import greedy_plan
 from flexhybrid.runtime.weights import Weights
+from sim import catalogue
 
 PROMPTS = [[5, 9, 11], list(range(3, 40)), [7] * 17, list(range(10, 26))]
 MAX_TOKENS = 12
@@ -38,6 +39,26 @@ POLICIES = [
         max_mini_batch_tokens=160,
     ),
 ]
+
+
+#: What else the executor can do, all of it: disk, row by row, chunks of prompts, two copies, token ids, hidden states
+#: and attention on the host.
+WIDER = {
+    "disk": Policy(
+        weights=Placement(device=0.2, host=0.4, disk=0.4), cache={"act@disk": 0.3, "kv@disk": 0.4, "kv@host": 0.3},
+        max_mini_batch_tokens=100,
+    ),
+    "row": Policy(
+        weights=Placement(device=0.5, host=0.2, disk=0.3), schedule="row", max_mini_batch_tokens=60, hidden="host",
+        cache={"act@device": 0.5, "kv@host": 0.5},
+    ),
+    "chunks, hidden on host": Policy(
+        weights=Placement(host=1), cache={"act@host": 0.5, "kv@disk": 0.5}, hidden="host", max_mini_batch_tokens=16,
+    ),
+    "host attention": Policy(weights=Placement(device=0.5, host=0.5), attention="host", max_mini_batch_tokens=60),
+    "both": Policy(cache={"both(kv@host,act@device)": 0.5, "both(kv@disk,act@host)": 0.5}, max_mini_batch_tokens=100),
+    "tok": Policy(cache={"tok": 0.4, "act@device": 0.3, "kv@host": 0.3}, max_mini_batch_tokens=120),
+}  # fmt: skip
 
 
 class FakeCudaEngine(Engine):
@@ -68,13 +89,17 @@ def checkpoint(tmp_path_factory):
     return Checkpoint(folder), expected
 
 
-def run(checkpoint, policy, make_engine):
+def run(checkpoint, policy, make_engine, **options):
     workload = Workload(np.array([len(p) for p in PROMPTS]), np.full(len(PROMPTS), MAX_TOKENS))
-    wave = admit(checkpoint.shape, policy, workload, 4)
+    wave = admit(checkpoint.shape, policy, workload, 4, **options)
     weights = Weights(checkpoint.shape, checkpoint, "float32", torch.device("cpu"), policy)
     engine = make_engine(weights, policy, buffer_sizes(wave))
     plan = greedy_plan(len(PROMPTS))
-    return engine.run(wave, PROMPTS, plan, keep_trace=True), engine
+    try:
+        return engine.run(wave, PROMPTS, plan, keep_trace=True), engine
+    finally:
+        engine.close()
+        weights.close()
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=["kv", "hybrid", "mixed tiers", "mixed tiers, weights resident"])
@@ -86,6 +111,38 @@ def test_streams_with_random_delays_give_the_reference_tokens(checkpoint, policy
         fake.close()
     assert result.tokens == expected
     assert check_trace(result.trace) == []
+
+
+@pytest.mark.parametrize("name", WIDER)
+@pytest.mark.parametrize("seed", range(2))
+def test_streams_with_random_delays_run_every_verb(checkpoint, name, seed):
+    source, expected = checkpoint
+    result, engine = run(source, WIDER[name], lambda *of: FakeCudaEngine(*of, seed=seed), hardware=catalogue.load("t4"))
+    for fake in engine.streams:
+        fake.close()
+    assert result.tokens == expected
+    assert check_trace(result.trace) == []
+
+
+@pytest.mark.parametrize("kind", ["opt", "qwen2"])
+def test_streams_with_random_delays_run_packed_rows_and_rotations(tmp_path, kind):
+    """Fewer bits have no reference but our own threads, and every seed's delays must change nothing."""
+    if kind == "opt":
+        save_opt(tmp_path, heads=4, ffn=64)
+    else:
+        save_llama(tmp_path, kind=kind, heads=4, kv_heads=4, ffn=64)
+    policy = Policy(
+        weights=Placement(device=0.3, host=0.3, disk=0.4), bits=Bits(8, 4, 8), max_mini_batch_tokens=100,
+        cache={"act@disk": 0.2, "act@device": 0.2, "kv@disk": 0.2, "kv@device": 0.2, "kv@host": 0.2},
+    )  # fmt: skip
+    source = Checkpoint(tmp_path)
+    expected, _ = run(source, policy, lambda *of: Engine(*of, num_threads=1))
+    for seed in range(2):
+        result, engine = run(source, policy, lambda *of, seed=seed: FakeCudaEngine(*of, seed=seed))
+        for fake in engine.streams:
+            fake.close()
+        assert result.tokens == expected.tokens
+        assert check_trace(result.trace) == []
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=["kv", "hybrid", "mixed tiers", "mixed tiers, weights resident"])

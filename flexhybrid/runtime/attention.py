@@ -123,20 +123,29 @@ def attend_prefill(q_BNHd: torch.Tensor, k_BNGd: torch.Tensor, v_BNGd: torch.Ten
 
 
 def attend_chunk(
-    q_BNHd: torch.Tensor, k_BGTd: torch.Tensor, v_BGTd: torch.Tensor, mask_B1NT: torch.Tensor
+    q_BNHd: torch.Tensor, k_BGTd: torch.Tensor, v_BGTd: torch.Tensor, mask_B11T: torch.Tensor | None
 ) -> torch.Tensor:
-    """New tokens over what is cached and, as the mask allows, over themselves -> [B, N, H·d]."""
+    """New tokens over what is cached, as the mask allows, and causally over themselves -> [B, N, H·d].
+
+    Their own columns are the last ones. By blocks of queries over the columns before their end, so that the scores are
+    never there as a whole.
+    """
     batch, new, heads, d = q_BNHd.shape
     groups, tokens = k_BGTd.shape[1:3]
     q = q_BNHd.view(batch, new, groups, heads // groups, d).permute(0, 2, 3, 1, 4) * d**-0.5
+    above = q.new_full((min(PREFILL_QUERIES, new),) * 2, -torch.inf).triu_(1)
     attended = torch.empty_like(q)
     for start in range(0, new, PREFILL_QUERIES):
-        some = slice(start, min(start + PREFILL_QUERIES, new))
-        folded = q[:, :, :, some].reshape(batch, groups, -1, d)
-        scores = torch.matmul(folded, k_BGTd.transpose(-1, -2))
-        scores.view(batch, groups, heads // groups, -1, tokens).add_(mask_B1NT[:, :, None, some])
-        product = torch.matmul(torch.softmax(scores, dim=-1), v_BGTd)
-        attended[:, :, :, some] = product.view(batch, groups, heads // groups, -1, d)
+        count = min(PREFILL_QUERIES, new - start)
+        seen = tokens - new + start + count
+        folded = q[:, :, :, start : start + count].reshape(batch, groups, -1, d)
+        scores = torch.matmul(folded, k_BGTd[:, :, :seen].transpose(-1, -2))
+        grid = scores.view(batch, groups, heads // groups, count, seen)
+        grid[..., seen - count :] += above[:count, :count]
+        if mask_B11T is not None:
+            grid += mask_B11T[:, :, None, :, :seen]
+        product = torch.matmul(torch.softmax(scores, dim=-1), v_BGTd[:, :, :seen])
+        attended[:, :, :, start : start + count] = product.view(batch, groups, heads // groups, count, d)
     return attended.permute(0, 3, 1, 2, 4).reshape(batch, new, heads * d)
 
 

@@ -121,7 +121,7 @@ class Buffers:
             "kv": slots(on_host, sizes.kv_staging_blocks, "kv"),
         }
         plain_act = sizes.act_blocks if policy.bits.act != "native" else 0
-        plain_kv = sizes.kv_buffer_blocks + sizes.kv_device_blocks if policy.bits.kv != "native" else 0
+        plain_kv = sizes.plain_kv_blocks if policy.bits.kv != "native" else 0
         self.plain_act = on_device(plain_act * BLOCK_TOKENS, hidden)
         self.plain_kv = on_device(plain_kv * BLOCK_TOKENS, kv)
         generated = max(sizes.act_blocks * BLOCK_TOKENS, MIN_KV_GEN_ROWS) if sizes.act_blocks else 0

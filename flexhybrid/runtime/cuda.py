@@ -89,6 +89,9 @@ class CudaCopies:
         self.host_memory = HostMemory(pinned=True)
         self.enabled = True
 
+    def abort(self) -> None:
+        """Copies that are enqueued end by themselves."""
+
     def copy_h2d(self, target: torch.Tensor, source: torch.Tensor) -> None:
         if self.enabled:
             target.copy_(source, non_blocking=True)

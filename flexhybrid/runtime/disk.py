@@ -142,6 +142,10 @@ class DiskSpace:
         where = f"{self._file.directory} ({kind or 'unknown filesystem'})"
         return f"{self.num_bytes / 2**30:.2f} GiB in {where}, {how}{pace}"
 
+    def abort(self) -> None:
+        """Make calls under way end soon, with a DiskError, and further ones at once. Returns at once; close follows."""
+        self._closing = True
+
     def close(self) -> None:
         """Give the space back. Calls under way end soon, with a DiskError; threads are joined. May be called again."""
         with self._changed:

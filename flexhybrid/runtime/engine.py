@@ -56,9 +56,14 @@ class Engine:
         if self.device.type == "cuda" and link_gb_per_s is not None:
             raise InputError("link_gb_per_s paces the copies of a CPU; a CUDA device runs at the rate of its own link")
         self.sizes = sizes
+        self.closed = False
         self.disk = disk.space(cache_disk_bytes(weights.shape, policy, sizes, weights.dtype))
-        self.buffers = Buffers(weights.shape, policy, sizes, weights.dtype, self.device, self.disk)
-        self.slots = weights.make_slots() if slots is None else slots
+        try:
+            self.buffers = Buffers(weights.shape, policy, sizes, weights.dtype, self.device, self.disk)
+            self.slots = weights.make_slots() if slots is None else slots
+        except BaseException:
+            self.close()
+            raise
         self.num_threads = num_threads or torch.get_num_threads()
         if self.device.type == "cuda":
             from flexhybrid.runtime.cuda import CudaCopies
@@ -70,9 +75,17 @@ class Engine:
             self.copies = CpuCopies(link_gb_per_s)
 
     def close(self) -> None:
-        """Give the cache's disk space back."""
+        """Give the cache's disk space back; there are no further runs."""
+        self.closed = True
         if self.disk:
             self.disk.close()
+
+    def _abort(self) -> None:
+        """End soon whatever a lane waits for. The weights' disk space goes with it: that, too, may hold a lane."""
+        self.copies.abort()
+        for space in (self.disk, self.weights.disk):
+            if space:
+                space.abort()
 
     def executor(self, wave: Wave, prompts: list[list[int]], plan: SamplingPlan) -> Executor:
         """The verb functions over one wave."""
@@ -123,16 +136,25 @@ class Engine:
         ``stop_ids``: token ids that end a request, a collection for each request of the wave. ``stop_texts``: for
         requests that a text may end, what hears of their other tokens.
         ``tasks`` and ``executor`` replace the wave's own stream, for measurements that start in the middle.
+
+        An error of any lane is raised here when all threads have ended. It closes the engine, and weights that lie
+        partly on the disk can be run no more.
         """
+        if self.closed:
+            raise ValueError("this engine is closed, or a run of it failed: make a new one")
         executor = executor or self.executor(wave, prompts, plan)
-        clock = Clock(self.lanes(executor))
+        clock = Clock(self.lanes(executor), on_fail=self._abort)
         collector = _Collector(wave, executor, clock, stop_ids, stop_texts, on_tokens)
         tasks = stream(wave, collector.stops_until) if tasks is None else tasks
         if self.device.type == "cuda":
             # Buffers and index tensors were made on the default stream; lanes read them from others.
             torch.cuda.current_stream(self.device).synchronize()
-        trace = clock.run(tasks, on_submit=collector.submitted, keep_trace=keep_trace)
-        collector.collect_all()
+        try:
+            trace = clock.run(tasks, on_submit=collector.submitted, keep_trace=keep_trace)
+            collector.collect_all()
+        except BaseException:
+            self.close()
+            raise
         return WaveResult(collector.tokens, collector.stops, trace)
 
 

@@ -8,7 +8,6 @@ touch needs no guard; all else is guarded by the dependencies that the stream's 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import numpy as np
 import torch
@@ -82,11 +81,11 @@ class Executor:
         rows = chunk_rows(wave)
         self.most_rows = [most for most, _ in rows]
         self.first_rows = np.cumsum([0] + [most * chunks for most, chunks in rows])  # in the host's hidden states
-        self.verbs: dict[str, Callable[[Task], None]] = {name: partial(verb, self) for name, verb in VERBS.items()}
+        self.verbs: dict[str, Callable[[Executor, Task], None]] = dict(VERBS)
 
     def perform(self, task: Task) -> None:
         """Run one task; what a device computes asynchronously is enqueued."""
-        self.verbs[task.verb](task)
+        self.verbs[task.verb](self, task)
 
     def tokens_of(self, step: MiniBatchStep) -> np.ndarray:
         """Sampled token ids [B] of a step whose store_out is complete, in the order of ``step.requests``."""
@@ -117,6 +116,17 @@ class Executor:
 
     def hidden_key(self, task: Task) -> tuple[int, int] | int:
         return _step_key(task) if self.policy.hidden == "device" else task.payload.slot
+
+    def keep_hidden(self, task: Task, hidden_Rh: torch.Tensor) -> None:
+        """Hidden states that the compute lane has made.
+
+        On their way to the host they lie in a slot of their own: a link may still read them when the compute stream's
+        allocator would give their memory to somebody else.
+        """
+        if self.policy.hidden == "host":
+            slot = self.buffers.hidden_slots[task.payload.slot, : len(hidden_Rh)]
+            hidden_Rh = slot.copy_(hidden_Rh)
+        self.hidden[self.hidden_key(task)] = hidden_Rh
 
     def host_hidden(self, task: Task) -> torch.Tensor:
         """[R, h]: the hidden states of a mini-batch in host memory."""
@@ -153,7 +163,7 @@ class Executor:
             rows, on_device = store_rows(step, store.rows), store.tier == "device"
             places = (self.to_device(store.blocks), self.to_device(store.offsets)) if on_device else ()
             stores[store.space] = StorePlace(None if rows is None else self.to_device(rows), *places)
-        mask = None if step.prefill else mask_of(step)
+        mask = None if step.prefill or self.policy.attention == "host" else mask_of(step)
         last_rows = None
         if width > 1:
             last_rows = self.to_device(np.arange(batch) * width + step.recomputed_width + step.new_tokens - 1)
@@ -168,7 +178,7 @@ class Executor:
             positions_R=positions_R,
             rotation_R=rotation,
             act_rotation=act_rotation,
-            mask_B1NT=None if mask is None else self.to_device(mask).to(self.weights.dtype),
+            mask_B11T=None if mask is None else self.to_device(mask).to(self.weights.dtype),
             last_rows_B=last_rows,
             sampled_cells_B=self.to_device(self.tokens.cells(step.requests, total)),
             sampling=step_sampling(self.sampling, step.requests, total, self.to_device),

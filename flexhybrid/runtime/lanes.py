@@ -150,6 +150,10 @@ class Lane:
     def drain(self) -> None:
         """Wait for what a failed run left behind: nothing, on a host lane."""
 
+    def release(self) -> None:
+        """Forget the other lanes once all have ended: in a circle they would keep the run's buffers alive."""
+        self.lanes, self.fail = {}, lambda error: None
+
 
 class StreamLane(Lane):
     """A lane that enqueues on a stream.
@@ -208,10 +212,20 @@ class StreamLane(Lane):
 
 
 class Clock:
-    """Runs a stream of tasks on lanes. One use: lanes are joined when ``run`` returns or raises."""
+    """Runs a stream of tasks on lanes. One use: lanes are joined when ``run`` returns or raises.
 
-    def __init__(self, lanes: Iterable[Lane], dependency_kinds: Iterable[str] = KINDS):
+    ``on_fail`` is called at the first error, on the thread that met it, before lanes are joined: it makes what a lane
+    may be waiting for (a paced link, a disk) end soon.
+    """
+
+    def __init__(
+        self,
+        lanes: Iterable[Lane],
+        dependency_kinds: Iterable[str] = KINDS,
+        on_fail: Callable[[], None] = lambda: None,
+    ):
         self.lanes = {lane.name: lane for lane in lanes}
+        self._on_fail = on_fail
         self._dependencies = Dependencies(dependency_kinds)
         self._error: BaseException | None = None
         self._error_lock = threading.Lock()
@@ -225,6 +239,7 @@ class Clock:
                 self._error = error
         for lane in self.lanes.values():
             lane.abort()
+        self._on_fail()
 
     def wait(self, resource: str, ordinal: int) -> None:
         """Block the calling (planning) thread until that task is complete; raises the error that stopped a lane."""
@@ -276,8 +291,14 @@ class Clock:
                 if self._error:
                     lane.drain()
             sys.setswitchinterval(interval)
+            for lane in self.lanes.values():
+                lane.release()
         if self._error:
-            raise self._error
+            error, self._error = self._error, None
+            try:
+                raise error
+            finally:
+                del error  # its traceback holds this frame: a circle would keep the buffers until the next collection
         trace = []
         for task, lane, ordinal in submitted:
             start, end = lane.span(ordinal)

@@ -13,6 +13,9 @@ from flexhybrid.runtime.host_memory import HostMemory
 #: A copy that begins within this time of the last one's end was waiting for it: the link was never idle.
 BACK_TO_BACK_S = 5e-4
 
+#: The longest single sleep, in seconds, so that a stopped pacer ends soon.
+LONGEST_SLEEP_S = 0.1
+
 #: The most lateness that is made up for: beyond it the machine was away, not the link's thread late.
 MOST_LATE_S = 2e-2
 
@@ -27,6 +30,7 @@ class Pacer:
 
     def __init__(self, bytes_per_s: float | None):
         self.bytes_per_s = bytes_per_s
+        self.stopped = False  #: set by any thread: nobody sleeps any longer
         self._deadline = self._ended = 0.0
 
     def begin(self) -> float:
@@ -39,9 +43,8 @@ class Pacer:
         busy = began - self._ended < BACK_TO_BACK_S
         start = max(self._deadline, began - MOST_LATE_S) if busy else max(self._deadline, began)
         self._deadline = start + num_bytes / self.bytes_per_s
-        delay = self._deadline - time.perf_counter()
-        if delay > 0:
-            time.sleep(delay)
+        while (delay := self._deadline - time.perf_counter()) > 0 and not self.stopped:
+            time.sleep(min(delay, LONGEST_SLEEP_S))
         self._ended = time.perf_counter()
 
 
@@ -85,6 +88,10 @@ class CpuCopies:
         """Pace both directions; None lifts the pace."""
         rate = None if gb_per_s is None else gb_per_s * 1e9
         self.h2d, self.d2h = Pacer(rate), Pacer(rate)
+
+    def abort(self) -> None:
+        """Let copies under way end at once: their run has failed."""
+        self.h2d.stopped = self.d2h.stopped = True
 
     def copy_h2d(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self._copy(self.h2d, target, source)

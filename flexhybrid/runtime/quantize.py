@@ -38,15 +38,13 @@ from collections.abc import Iterator
 import torch
 
 from flexhybrid.core.errors import InputError
+from flexhybrid.core.memory import PACKING_ELEMENTS
 from flexhybrid.core.policy import GROUP_ELEMENTS
 
 #: Largest magnitude that is kept: LIMIT * (1 + 2**-10) <= 65504, the largest float16, leaves the scale room to round.
 LIMIT = 65440.0
 
-#: Elements in work at a time (or one row, where longer); workspace is 5 bytes for each, under 1 of parameters. Fewer
-#: would fit a CPU's caches better, but each pass ends in a barrier: on a busy machine 2**18 took up to twice as long.
-#: The device's figure is not measured.
-WORK_ELEMENTS = {"cpu": 2**20, "cuda": 2**23}
+WORK_ELEMENTS = PACKING_ELEMENTS
 
 
 def packed_bytes(elements: int, bits: int) -> int:

@@ -31,7 +31,7 @@ class StepTensors:
     positions_R: torch.Tensor
     rotation_R: Rotation | None
     act_rotation: Rotation | None  #: of the rows that KV-Gen recomputes
-    mask_B1NT: torch.Tensor | None  #: added to scores; None when nothing is padding
+    mask_B11T: torch.Tensor | None  #: added to scores; None when no column is padding
     last_rows_B: torch.Tensor | None  #: rows that the head reads; None when it is all of them
     sampled_cells_B: torch.Tensor  #: of the token table
     sampling: StepSampling | None
@@ -78,26 +78,19 @@ def act_positions(step: MiniBatchStep, tables: dict[str, np.ndarray]) -> np.ndar
     return np.concatenate(pieces)
 
 
-def visible(step: MiniBatchStep) -> np.ndarray | None:
-    """[B, N, T] true where new token n looks at column t; None when it is all of them (one new token, no padding)."""
+def mask_of(step: MiniBatchStep) -> np.ndarray | None:
+    """[B, 1, 1, T] of 0 and -inf, which hides padding among the cached columns; None when there is none.
+
+    The columns of the new tokens, the last ones, are open: which of them hide from each other hangs on nothing but
+    their order.
+    """
     pieces = [np.arange(s.max_tokens) < s.num_tokens[:, None] for s in step.segments if s.max_tokens]
     if step.recomputed_width:
         pieces.append(np.arange(step.recomputed_width) < step.recomputed[:, None])
-    cached = np.concatenate([np.zeros((len(step.requests), 0), dtype=bool), *pieces], axis=1)
-    if step.width == 1 and cached.all():
+    if all(piece.all() for piece in pieces):
         return None
-    causal = np.tri(step.width, dtype=bool)
-    grid = (len(step.requests), step.width)
-    return np.concatenate(
-        [np.broadcast_to(cached[:, None], (*grid, cached.shape[1])), np.broadcast_to(causal, (*grid, step.width))],
-        axis=2,
-    )
-
-
-def mask_of(step: MiniBatchStep) -> np.ndarray | None:
-    """``visible`` as [B, 1, N, T] of 0 and -inf."""
-    seen = visible(step)
-    return None if seen is None else np.where(seen, 0.0, -np.inf).astype(np.float32)[:, None]
+    pieces.append(np.ones((len(step.requests), step.width), dtype=bool))
+    return np.where(np.concatenate(pieces, axis=1), 0.0, -np.inf).astype(np.float32)[:, None, None]
 
 
 def store_rows(step: MiniBatchStep, rows: np.ndarray) -> np.ndarray | None:

@@ -75,7 +75,7 @@ def attend(ex, task: Task) -> None:
     step, shape = task.payload.step, ex.shape
     batch = len(step.requests)
     keys, values = ex.buffers.attention_views(batch, step.attention_tokens)
-    mask = ex.tensors(task).mask_B1NT
+    mask = ex.tensors(task).mask_B11T
     query = ex.kvq[task.payload.slot][:, shape.kv_width :].view(batch, -1, shape.num_heads, shape.head_dim)
     new = query[:, step.recomputed_width :]
     if ex.heavy_hitters:

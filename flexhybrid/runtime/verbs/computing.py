@@ -19,7 +19,7 @@ def embed(ex, task: Task) -> None:
     """Token ids -> hidden states [R, h]; here a step begins."""
     tensors = ex.begin_step(task)
     tokens = ex.tokens.ids[tensors.cells_R]
-    ex.hidden[ex.hidden_key(task)] = ex.model.embed(ex.shape, ex.weights.outer, tokens, tensors.positions_R)
+    ex.keep_hidden(task, ex.model.embed(ex.shape, ex.weights.outer, tokens, tensors.positions_R))
 
 
 @torch.inference_mode()
@@ -109,7 +109,7 @@ def project(ex, task: Task) -> None:
         rows, keys = len(kvq), shape.kv_width // 2
         rotate_(kvq[:, :keys].view(rows, shape.num_kv_heads, shape.head_dim), *tensors.rotation_R)
         rotate_(kvq[:, shape.kv_width :].view(rows, shape.num_heads, shape.head_dim), *tensors.rotation_R)
-    if ex.policy.attention != "host":
+    if ex.policy.attention != "host" or task.payload.step.prefill:
         ex.kvq.clear()  # with attention on the device the other slot's is over: its memory need not wait
     ex.kvq[slot] = kvq
     step = task.payload.step
@@ -166,8 +166,11 @@ def scatter_device(ex, task: Task) -> None:
 @torch.inference_mode()
 def finish(ex, task: Task) -> None:
     """Output projection and feed-forward network: the next layer's hidden states."""
-    key = ex.hidden_key(task)
-    ex.hidden[key] = ex.model.finish(ex.shape, ex.layer_weights(task), ex.hidden[key], ex.attended)
+    hidden, attended = ex.hidden[ex.hidden_key(task)], ex.attended
+    ex.act = ex.attended = None  # over: their memory is for the feed-forward rows
+    if ex.policy.attention != "host":
+        ex.kvq.clear()
+    ex.keep_hidden(task, ex.model.finish(ex.shape, ex.layer_weights(task), hidden, attended))
 
 
 @torch.inference_mode()

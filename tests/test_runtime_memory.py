@@ -1,0 +1,105 @@
+"""What an engine allocates against what the budget check added up: per tier, and by the parts' names."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import runnable_policies
+
+from flexhybrid.core.memory import buffer_sizes, memory_plan
+from flexhybrid.core.plan import admit
+from flexhybrid.core.rope import Rope
+from flexhybrid.core.shape import ModelShape
+from flexhybrid.core.workload import Workload
+from flexhybrid.runtime.engine import Engine
+from flexhybrid.runtime.host_memory import HostMemory
+from flexhybrid.runtime.loader import RandomWeights
+from flexhybrid.runtime.sampling import greedy_plan
+from flexhybrid.runtime.weights import DiskPlace, Weights
+from sim import catalogue
+
+MACHINE = catalogue.load("t4")  # it has a disk
+
+SHAPES = [
+    ModelShape("opt", "opt", 3, 64, 4, 4, 16, 128, 61, 128),
+    ModelShape(
+        "llama", "llama", 2, 64, 4, 2, 32, 128, 61, 128, gated_mlp=True, rotary=True, tied_head=False, bias=False,
+        rope=Rope(),
+    ),
+]  # fmt: skip
+
+
+def held_device(engine, executor) -> dict[str, int]:
+    """Bytes of the device's tensors by the plan's names."""
+    buffers, weights, pools = engine.buffers, engine.weights, engine.buffers.pools
+    on_device = [(space, pool) for space, pool in pools.items() if pool_tier(space, buffers) == "device"]
+    tables = executor.rotary or ()
+    return {
+        "resident weights": sum(one.nbytes for one in weights.resident),
+        "weight slots": sum(one.nbytes for one in engine.slots.device),
+        "plain weights": engine.slots.plain.nbytes,
+        "embedding and head": sum(one.nbytes for one in weights.outer.values()),
+        "ACT buffers": buffers.loaded["act"].nbytes,
+        "KV buffers": buffers.loaded["kv"].nbytes,
+        "plain ACT": buffers.plain_act.nbytes,
+        "plain KV": buffers.plain_kv.nbytes,
+        "recomputed keys and values": buffers.generated.nbytes,
+        "attention buffer": buffers.attention.nbytes,
+        "staging": sum(one.nbytes for one in buffers.staging.values()),
+        "attended rows": buffers.attended.nbytes,
+        "hidden states": buffers.hidden_slots.nbytes,
+        "kv pool": sum(pool.nbytes for space, pool in on_device if "kv" in space.split(".")[-1].split("@")[0]),
+        "act pool": sum(pool.nbytes for space, pool in on_device if "act" in space.split(".")[-1].split("@")[0]),
+        "token ids": executor.tokens.ids.nbytes,
+        "positions": sum(one.nbytes for one in tables),
+    }
+
+
+def pool_tier(space: str, buffers) -> str:
+    return "host" if space in buffers.strips else "device"
+
+
+@settings(max_examples=60)
+@given(
+    st.sampled_from(SHAPES), runnable_policies(), st.sampled_from(("float32", "bfloat16")),
+    st.lists(st.tuples(st.integers(1, 70), st.integers(1, 40)), min_size=1, max_size=6),
+)  # fmt: skip
+def test_an_engine_allocates_what_was_planned(tmp_path_factory, shape, policy, dtype, lengths):
+    p = {"float32": 4, "bfloat16": 2}[dtype]
+    workload = Workload(*(np.array(numbers) for numbers in zip(*lengths, strict=True)))
+    wave = admit(shape, policy, workload, p, hardware=MACHINE)
+    sizes, place = buffer_sizes(wave), DiskPlace(tmp_path_factory.getbasetemp() / "scratch")
+    plan = memory_plan(shape, policy, p, sizes, "cpu")
+    weights = Weights(shape, RandomWeights(shape), dtype, torch.device("cpu"), policy, place)
+    engine = Engine(weights, policy, sizes, num_threads=1, disk=place)
+    try:
+        prompts = [[3] * prompt for prompt, _ in lengths]
+        executor = engine.executor(wave, prompts, greedy_plan(len(prompts)))
+        on_host = (weights.host_memory, engine.buffers.host_memory, engine.copies.host_memory)
+        assert sum(one.allocated_bytes for one in on_host) == sum(plan["host"].values())
+        pages = weights.disk_stride * shape.num_layers - plan["disk"].get("weights", 0)  # each layer begins on a page
+        on_disk = sum(space.num_bytes for space in (weights.disk, engine.disk) if space)
+        assert on_disk - pages == sum(plan["disk"].values())
+        for part, size in held_device(engine, executor).items():
+            planned = plan["device"].get(part, 0)
+            if part in ("hidden states", "positions"):  # beside tensors that live from verb to verb
+                assert size <= planned, part
+            elif part == "token ids":  # the last token is in the table, and never cached
+                assert size == planned + 8 * len(lengths)
+            elif part == "embedding and head":
+                assert size == shape.embedding_bytes(p)
+            else:
+                assert size == planned, part
+    finally:
+        engine.close()
+        weights.close()
+
+
+@pytest.mark.parametrize("size", [1, 4096, 12345])
+def test_host_memory_counts_what_it_gives(size):
+    memory = HostMemory(pinned=False)
+    memory.bytes(size)
+    assert memory.allocated_bytes == size
