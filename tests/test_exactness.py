@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import save_llama, save_opt
+from models import InMemory, save_llama, save_opt
 from runs import forced_logits
 
 from flexhybrid import LLM, Policy, SamplingParams
@@ -19,9 +19,9 @@ from sim.presets import hybrid, kv_only
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
-def check(folder, prompts, max_tokens, policies, ignore_eos=False):
+def check(folder, prompts, max_tokens, policies, ignore_eos=False, reference=None):
     """Every policy's tokens against transformers', and every excuse counted."""
-    reference = Reference(folder)
+    reference = reference or Reference(folder)
     expected = reference.generate(prompts, max_tokens, ignore_eos)
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=ignore_eos)
     for policy in policies:
@@ -33,12 +33,12 @@ def check(folder, prompts, max_tokens, policies, ignore_eos=False):
             assert answer.outputs[0].finish_reason == ("stop" if wanted[-1] == 2 and not ignore_eos else "length")
 
 
-@pytest.mark.parametrize("bound", (256, 1024, 8192))
-def test_shipped_checkpoint_every_share_and_mini_batch_size(bound):
+def test_shipped_checkpoint_every_share_and_mini_batch_size():
     folder = shipped("checkpoints/opt-stdlib-4m")
     tokenizer = load_tokenizer(folder)
     prompts = [tokenizer(text)["input_ids"] for text in shipped_prompts()][:16]
-    check(folder, prompts, 20, [hybrid(share, bound) for share in SHARES])
+    bounds = {0.0: (256, 8192), 0.25: (1024,), 0.5: (256, 1024, 8192), 0.75: (1024,), 1.0: (256, 8192)}
+    check(folder, prompts, 20, [hybrid(share, bound) for share in SHARES for bound in bounds[share]])
 
 
 def opt_shapes(draw) -> dict:
@@ -109,22 +109,20 @@ def cases(draw, shapes):
     return shape, prompts, max_tokens, policy, draw(st.booleans())
 
 
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(cases(opt_shapes))
 def test_random_shapes_prompts_and_policies(tmp_path_factory, case):
     shape, prompts, max_tokens, policy, ignore_eos = case
     folder = tmp_path_factory.mktemp("opt")
-    save_opt(folder, **shape)
-    check(folder, prompts, max_tokens, [policy], ignore_eos)
+    check(folder, prompts, max_tokens, [policy], ignore_eos, InMemory(save_opt(folder, **shape)))
 
 
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(cases(llama_shapes))
 def test_random_llama_shapes_prompts_and_policies(tmp_path_factory, case):
     shape, prompts, max_tokens, policy, ignore_eos = case
     folder = tmp_path_factory.mktemp("llama")
-    save_llama(folder, **shape)
-    check(folder, prompts, max_tokens, [policy], ignore_eos)
+    check(folder, prompts, max_tokens, [policy], ignore_eos, InMemory(save_llama(folder, **shape)))
 
 
 @pytest.mark.parametrize("kind, kv_heads, hidden", [("llama", 4, 64), ("llama", 2, 40), ("qwen2", 1, 64)])
@@ -133,7 +131,7 @@ def test_llama_every_share_over_several_blocks(tmp_path, kind, kv_heads, hidden)
     generator = np.random.default_rng(8)
     prompts = [generator.integers(3, 61, n).tolist() for n in (1, 15, 16, 33, 70, 120)]
     both = {"act@device": 0.25, "act@host": 0.25, "kv@device": 0.25, "kv@host": 0.25}
-    policies = [hybrid(share, bound) for share in SHARES for bound in (200, 8192)]
+    policies = [hybrid(share, bound) for share, bound in ((0, 200), (0.25, 8192), (0.5, 200), (0.75, 200), (1, 8192))]
     policies.append(Policy("four", Placement(device=0.4, host=0.6), cache=both, max_mini_batch_tokens=512))
     check(tmp_path, prompts, 40, policies, ignore_eos=True)
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import save_llama, save_opt
+from models import InMemory, save_llama, save_opt
 from runs import forced_logits, run_wave
 from strategies import lossless_policies
 
@@ -17,9 +17,9 @@ from sim import catalogue
 MACHINE = catalogue.load("t4")  # it has a disk
 
 
-def check(folder, prompts, max_tokens, policy):
+def check(folder, prompts, max_tokens, policy, reference=None):
     """A policy's tokens against transformers', and its trace against the meaning of the stream."""
-    reference = Reference(folder)
+    reference = reference or Reference(folder)
     result = run_wave(Checkpoint(folder), policy, prompts, max_tokens, hardware=MACHINE)
     assert check_trace(result.trace) == []
     outcome = compare_tokens(reference, prompts, reference.generate(prompts, max_tokens, True), result.tokens)
@@ -33,14 +33,15 @@ def test_every_lossless_policy_gives_the_references_tokens(tmp_path_factory, dat
     layers, seed = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 99))
     folder = tmp_path_factory.mktemp("model")
     if data.draw(st.booleans()):
-        save_opt(folder, layers=layers, heads=3, head_dim=8, ffn=40, positions=96, seed=seed)
+        model = save_opt(folder, layers=layers, heads=3, head_dim=8, ffn=40, positions=96, seed=seed)
     else:  # grouped queries, heads wider than the model, sometimes Qwen2's biases
         kind = data.draw(st.sampled_from(("llama", "qwen2")))
-        save_llama(folder, kind=kind, layers=layers, heads=4, kv_heads=2, head_dim=12, hidden=32, seed=seed)
+        model = save_llama(folder, kind=kind, layers=layers, heads=4, kv_heads=2, head_dim=12, hidden=32, seed=seed)
     max_tokens = data.draw(st.integers(1, 18))
     lengths = data.draw(st.lists(st.integers(1, 96 - max_tokens), min_size=1, max_size=5))
     generator = np.random.default_rng(seed)
-    check(folder, [generator.integers(3, 61, length).tolist() for length in lengths], max_tokens, policy)
+    prompts = [generator.integers(3, 61, length).tolist() for length in lengths]
+    check(folder, prompts, max_tokens, policy, InMemory(model))
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def differences(replayed: dict, planned: dict) -> dict[tuple[str, str], int]:
 
 def test_replayed_peaks_are_the_plans_and_the_closed_forms_for_like_requests():
     seen = set()
-    for case in cases(90, 21):
+    for case in cases(54, 21):
         wave = case.wave()
         parts = peak_parts(stream(wave), wave, "cpu")
         assert differences(parts, plan_of(case, wave)) == {}, case
@@ -62,7 +62,7 @@ def test_replayed_peaks_are_the_plans_and_the_closed_forms_for_like_requests():
 
 def test_requests_of_many_lengths_have_room_and_at_most_a_block_each_too_much():
     rng = np.random.default_rng(22)
-    for case in cases(45, 22):
+    for case in cases(27, 22):
         lengths = (rng.integers(1, most + 1, case.batch) for most in (case.prompt_tokens, case.max_tokens))
         workload = Workload(*lengths)
         wave = admit(case.shape, case.policy, workload, case.bytes_per_element, hardware=case.hardware)
@@ -76,7 +76,7 @@ def test_requests_of_many_lengths_have_room_and_at_most_a_block_each_too_much():
 def test_those_who_stop_early_need_nothing_more():
     """Whoever is left: with fewer requests the split of both(…) may want more of each."""
     rng = np.random.default_rng(23)
-    for case in cases(30, 23):
+    for case in cases(21, 23):
         lengths = (rng.integers(1, most + 1, case.batch) for most in (case.prompt_tokens, case.max_tokens))
         workload = Workload(*lengths)
         wave = admit(case.shape, case.policy, workload, case.bytes_per_element, hardware=case.hardware)
