@@ -80,6 +80,14 @@ def test_a_child_that_dies_or_hangs_is_an_outcome(tmp_path, code, words):
     assert words in children.ask(tmp_path / "child.py", {}, 1)["error"]
 
 
+def test_a_child_sees_its_folders_and_variables(tmp_path):
+    (tmp_path / "beside.py").write_text("HERE = 1", encoding="utf-8")
+    child = tmp_path / "child" / "child.py"
+    child.parent.mkdir()
+    child.write_text("import beside, json, os; print(json.dumps({'seen': os.environ['SEEN']}))", encoding="utf-8")
+    assert children.ask(child, {}, 60, [tmp_path], {"SEEN": "yes"}) == {"seen": "yes"}
+
+
 # ---- what is made of it ----------------------------------------------------------------------------------------------
 
 

@@ -6,14 +6,17 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
 
-def ask(child: Path, request: dict, limit_s: float, folders: Sequence[Path] = ()) -> dict:
-    """The child's answer to ``request``. ``folders`` come before all others when it imports.
+def ask(
+    child: Path, request: dict, limit_s: float, folders: Sequence[Path] = (), variables: Mapping[str, str] | None = None
+) -> dict:
+    """The child's answer to ``request``. ``folders`` come before all others when it imports; ``variables`` are set in
+    its environment.
 
     What the child itself answers may be {"error": …} or {"missing": …} (an import that failed); a child that dies, is
     killed for memory, or does not end within ``limit_s`` gives {"error": …} too: for a batch that is too large this is
@@ -21,6 +24,7 @@ def ask(child: Path, request: dict, limit_s: float, folders: Sequence[Path] = ()
     """
     path = os.pathsep.join(filter(None, (*map(str, folders), str(ROOT), os.environ.get("PYTHONPATH"))))
     environment = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    environment |= variables or {}
     try:
         done = subprocess.run(
             [sys.executable, str(child)], input=json.dumps(request), env=environment, capture_output=True, text=True,
