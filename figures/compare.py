@@ -1,4 +1,4 @@
-"""The pictures of the comparison: throughput against ACT share, and one iteration's timeline."""
+"""The pictures of the comparison: throughput against ACT share, one iteration's timeline, where a step goes."""
 
 from __future__ import annotations
 
@@ -22,6 +22,23 @@ VERB_COLORS = {
     "finish": "#7570b3",
     "head": "#b2182b",
 }
+KIND_COLORS = {
+    "load_weights": "#7f7f7f",
+    "load_cache": "#1f77b4",
+    "load_activation": "#ff9f40",
+    "load_other": "#9edae5",
+    "compute": "#66a61e",
+    "host_compute": "#e7298a",
+    "store": "#7570b3",
+    "disk_read": "#8c564b",
+    "disk_write": "#c49c94",
+}
+CARGO_COLORS = {"weights": "#7f7f7f", "kv": "#1f77b4", "act": "#ff9f40", "other": "#9edae5"}
+LINK_HATCHES = {"h2d": "", "d2h": "//", "disk_read": "..", "disk_write": "xx"}
+RESOURCE_COLORS = {
+    "compute": "#66a61e", "h2d": "#1f77b4", "d2h": "#7570b3", "host_compute": "#e7298a", "disk_read": "#8c564b",
+    "disk_write": "#c49c94",
+}  # fmt: skip
 SHOWN_ROWS = (("h2d", "link"), ("compute", "compute"))
 
 
@@ -103,3 +120,78 @@ def timeline(path: Path, traces: dict, iteration: int) -> None:
     figure.legend(handles=shown, ncol=len(shown), loc="outside lower center", fontsize=8, frameon=False)
     figure.savefig(path, dpi=130)
     plt.close(figure)
+
+
+def breakdown(path: Path, systems: list[dict]) -> None:
+    """Seconds of a decode step by kind of task, a bar predicted beside one measured for each system (KVPR's Fig. 10).
+
+    ``systems``: {"policy", "predicted": {"step_s", "seconds": {kind: s}}, "measured": the same}. Kinds are stacked
+    though they overlap in time: the black tick is the step itself.
+    """
+    figure, axes = plt.subplots(figsize=(1.6 + 1.3 * len(systems), 4.4), constrained_layout=True)
+    used = []
+    for x, system in enumerate(systems):
+        for offset, clock, alpha in ((-0.2, "predicted", 0.55), (0.2, "measured", 1.0)):
+            bottom = 0.0
+            for kind, color in KIND_COLORS.items():
+                height = system[clock]["seconds"].get(kind, 0.0) * 1e3
+                if height:
+                    axes.bar(x + offset, height, 0.36, bottom=bottom, color=color, alpha=alpha, lw=0)
+                    bottom += height
+                    used.append(kind)
+            step = system[clock]["step_s"] * 1e3
+            axes.plot([x + offset - 0.18, x + offset + 0.18], [step, step], color="black", lw=1.6)
+    _name_systems(axes, systems)
+    axes.set_ylabel("ms a decode step")
+    axes.set_title("left, paler: predicted; right: measured; black: the step", fontsize=9, loc="left")
+    shown = [Patch(color=color, label=kind.replace("_", " ")) for kind, color in KIND_COLORS.items() if kind in used]
+    figure.legend(handles=shown, ncol=3, loc="outside lower center", fontsize=8, frameon=False)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def traffic(path: Path, systems: list[dict]) -> None:
+    """Bytes of a decode step by link and cargo, and how busy each resource is (HybridServe's Fig. 13 and 14).
+
+    ``systems``: as for ``breakdown``, with "bytes": {link: {cargo: bytes}} and "busy": {resource: share}.
+    """
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(3.2 + 2.4 * len(systems), 4.4), constrained_layout=True
+    )  # fmt: skip
+    cargoes, links = [], []
+    for x, system in enumerate(systems):
+        bottom = 0.0
+        for link, hatch in LINK_HATCHES.items():
+            for cargo, color in CARGO_COLORS.items():
+                height = system["measured"]["bytes"].get(link, {}).get(cargo, 0.0) / 1e6
+                if height:
+                    left.bar(x, height, 0.6, bottom=bottom, color=color, hatch=hatch, edgecolor="white", lw=0)
+                    bottom += height
+                    cargoes.append(cargo)
+                    links.append(link)
+    left.set_ylabel("MB a decode step")
+    _name_systems(left, systems)
+    shown = [Patch(color=color, label=cargo) for cargo, color in CARGO_COLORS.items() if cargo in cargoes]
+    shown += [Patch(facecolor="#dddddd", hatch=hatch, edgecolor="black", lw=0, label=link)
+              for link, hatch in LINK_HATCHES.items() if link in links]  # fmt: skip
+    left.legend(handles=shown, fontsize=7, ncol=2)
+    busy = [r for r in RESOURCE_COLORS if any(r in system["measured"]["busy"] for system in systems)]
+    width = 0.8 / max(1, len(busy))
+    for x, system in enumerate(systems):
+        for i, resource in enumerate(busy):
+            place = x + (i - (len(busy) - 1) / 2) * width
+            share = system["measured"]["busy"].get(resource, 0.0)
+            right.bar(place, share, width, color=RESOURCE_COLORS[resource], label="" if x else resource)
+            right.plot([place], [system["predicted"]["busy"].get(resource, 0.0)], "_", color="black", ms=9)
+    right.set_ylabel("busy share of a decode step")
+    right.set_ylim(0, 1.05)
+    right.set_title("bars: measured; ticks: predicted", fontsize=9, loc="left")
+    _name_systems(right, systems)
+    right.legend(fontsize=7, ncol=2)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def _name_systems(axes, systems: list[dict]) -> None:
+    axes.set_xticks(range(len(systems)), [system["policy"] for system in systems], rotation=25, ha="right", fontsize=8)
+    axes.grid(axis="y", alpha=0.3)

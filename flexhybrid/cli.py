@@ -42,6 +42,14 @@ def build_parser() -> argparse.ArgumentParser:
     compare.add_argument("--model", type=Path, help="local checkpoint folder (Hugging Face layout)")
     compare.add_argument("--device-memory", help="budget of the device, like 12GiB (no limit)")
     compare.add_argument("--host-memory", default="8GiB", help="budget of the host (8GiB)")
+    compare.add_argument("--disk-memory", help="budget of the disk (what is free)")
+    compare.add_argument("--disk-dir", type=Path, metavar="DIR", help="scratch folder of policies that use a disk")
+    compare.add_argument("--disk-gb-per-s", type=float, help="pace of that disk")
+    compare.add_argument(
+        "--systems", nargs="+", metavar="NAME",
+        help="run these instead of the KV:ACT mixes, and show where a decode step of each goes: systems by name, with "
+        "options as in a call, and policy JSON files, like kv_only,hybrid(0.5),kvpr_column,int4,mine.json",
+    )  # fmt: skip
     compare.add_argument("--policy", type=Path, help="policy JSON file to run beside the others")
     compare.add_argument("--out", type=Path, default=Path("results"), help="folder for tables and figures (results)")
     compare.set_defaults(run=_compare)
@@ -285,4 +293,5 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if args.json:
         print(json.dumps(_plain(result), allow_nan=False))
-    return 1 if result.get("trace_violations") or any(not row["exact"] for row in result.get("exactness", ())) else 0
+    wrong = any(row["lossless"] and not row["exact"] for row in result.get("exactness", ()))
+    return 1 if result.get("trace_violations") or wrong else 0

@@ -289,6 +289,11 @@ def check_run(text: str) -> None:
         )
 
 
+def needs_lines(text: str) -> bool:
+    """Whether a system's placement is found on the lines of a machine."""
+    return parse(text)[0] in _PLACED
+
+
 def policy_anywhere(text: str, shape: ModelShape) -> Policy | None:
     """The policy of a system that is the same on every machine and for all requests; None for one that is not.
 
@@ -296,7 +301,7 @@ def policy_anywhere(text: str, shape: ModelShape) -> Policy | None:
     """
     check_run(text)
     name, options = parse(text)
-    if name in _PLACED:
+    if needs_lines(text):
         return None
     policy = _policy(text, Setting(shape, _NOWHERE, 1, 1, 1))
     stays = policy.weights.device < 1 or "weights_device" in options or name in ("resident", "ideal")
@@ -314,8 +319,7 @@ def policy_here(
     """
     if (policy := policy_anywhere(text, shape)) is not None:
         return policy
-    name, _ = parse(text)
-    if hardware is None and name in _PLACED:
+    if hardware is None and needs_lines(text):
         raise InputError(f"system {text!r} needs to know this machine: run `flexhybrid profile` once")
     hardware = hardware or _NOWHERE
     sizes = {f"{tier}_memory": size for tier, size in budgets.items() if size is not None}

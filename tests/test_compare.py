@@ -9,11 +9,22 @@ import pandas as pd
 import pytest
 import torch
 
-from flexhybrid.core.hardware import load_hardware
+from flexhybrid.core.errors import InputError
+from flexhybrid.core.hardware import Hardware, Line, load_hardware
+from flexhybrid.core.plan import admit
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.shape import ModelShape
+from flexhybrid.core.stream import stream
+from flexhybrid.core.trace import busy_seconds, iteration_ends
+from flexhybrid.jobs import compare as job
+from flexhybrid.jobs.breakdown import CARGO, KINDS, bytes_per_step, kind_of, seconds_per_step
 from flexhybrid.jobs.compare import CompareOptions, compare
-from flexhybrid.jobs.speed import CpuUse, moved_in_window
+from flexhybrid.jobs.measure_disk import DiskPart
+from flexhybrid.jobs.setting import split_names
+from flexhybrid.jobs.speed import Bench, Contender, CpuUse, moved_in_window
+from flexhybrid.runtime.links import CpuCopies
+from flexhybrid.runtime.loader import RandomWeights
+from flexhybrid.runtime.weights import DiskPlace, Weights
 from sim.presets import hybrid
 
 SMALL = ModelShape("small", "opt", 2, 64, 2, 2, 32, 128, 200, 600)
@@ -31,9 +42,8 @@ def run(tmp_path_factory):
         result = compare(
             CompareOptions(
                 device="cpu", link_gb_per_s=0.5, shape=SMALL, batch=4, context=48, max_tokens=4, mini_batch=2, rounds=3,
-                exact_tokens=3, policy=policy, out=folder / "out",
+                exact_tokens=3, exact_prompts=12, policy=policy, out=folder / "out",
             ),
-            quiet=True,
         )  # fmt: skip
     return folder, result
 
@@ -145,3 +155,160 @@ def test_a_busy_machine_is_marked(rounds, others, disturbed):
 
     row = {"measured_rounds": rounds, "others_cpu_share": others, "measured_tokens_per_s": sorted(rounds)[1]}
     assert is_disturbed(row) == disturbed
+
+
+SYSTEMS = ("kv_only", "kvpr_column", "token_recompute(0.25)", "int4", "fastdecode", "accelerate")
+
+
+@pytest.fixture(scope="module")
+def systems_run(tmp_path_factory):
+    """Seven systems side by side, one with a disk, on lines that stand in for a profile."""
+    folder = tmp_path_factory.mktemp("systems")
+    disk = Policy("on_disk", Placement(host=0.5, disk=0.5), cache={"kv@disk": 0.5, "act@host": 0.5})
+    (folder / "disk.json").write_text(disk.to_json())
+    hardware = Hardware(
+        "any", "cpu", {key: Line(1e-4, 1e-10, 2e-9) for key in ("compute", "host_compute", "h2d", "d2h")}
+    )
+    lines = {key: Line(1e-4, 0.0, 1e-9) for key in ("disk_read", "disk_write")}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(job, "measure_hardware", lambda *rest: (hardware, []))
+        patch.setattr(job, "measure_disk", lambda *rest: (DiskPart(lines, 1 << 30, {}), []))
+        result = compare(
+            CompareOptions(
+                device="cpu", link_gb_per_s=0.5, shape=SMALL, batch=4, context=48, max_tokens=4, rounds=3,
+                exact_tokens=3, exact_prompts=8, systems=(*SYSTEMS, str(folder / "disk.json")),
+                disk_dir=folder, out=folder / "out",
+            ),
+        )  # fmt: skip
+    return folder, result
+
+
+def test_systems_by_name_are_exact_or_say_how_far(systems_run):
+    _, result = systems_run
+    names = [*SYSTEMS, "on_disk"]
+    assert [row["policy"] for row in result["exactness"]] == [row["policy"] for row in result["speed"]] == names
+    for row in result["exactness"] + result["speed"]:
+        assert row["lossless"] == (row["policy"] != "int4")
+    assert all(row["exact"] for row in result["exactness"] if row["lossless"])
+    for row in result["speed"]:
+        assert row["reference"] == "kv_only" and row["virtual_clock_tokens_per_s"] > 0
+        if row["lossless"]:
+            assert row["tokens_equal"] == row["tokens_compared"] == 16, row["policy"]
+    assert result["trace_violations"] == [] and result["sweep"] == [] and result["search"] is None
+
+
+def test_a_steps_kinds_are_those_of_its_policy(systems_run):
+    _, result = systems_run
+    of = {one["policy"]: one for one in result["breakdown"]}
+    for clock in ("predicted", "measured"):
+        assert set(of["kv_only"][clock]["seconds"]) == {
+            "load_weights",
+            "load_cache",
+            "compute",
+            "store",
+            "host_compute",
+        }
+        assert {"disk_read", "disk_write"} <= set(of["on_disk"][clock]["seconds"])
+        assert "load_cache" not in of["fastdecode"][clock]["seconds"]
+        assert "load_weights" not in of["accelerate"][clock]["seconds"]
+        for one in of.values():
+            assert set(one[clock]["seconds"]) <= set(KINDS) and one[clock]["step_s"] > 0
+            assert 0 < max(one[clock]["busy"].values()) <= 1.01
+    assert {n: one["predicted"]["bytes"] for n, one in of.items()} == {
+        n: one["measured"]["bytes"] for n, one in of.items()
+    }
+    packed, plain = (of[name]["measured"]["bytes"]["h2d"]["kv"] for name in ("int4", "kv_only"))
+    assert packed == pytest.approx(plain * (4 / 8 + 4 / 64) / 4)  # float32: half a byte and two float16 a group of 64
+
+
+def test_systems_are_written_as_tables_and_figures(systems_run):
+    out = systems_run[0] / "out"
+    table = pd.read_csv(out / "breakdown.csv")
+    assert set(table["policy"]) == {*SYSTEMS, "on_disk"} and set(table["unit"]) == {"s", "bytes", "share"}
+    for picture in ("breakdown.png", "traffic.png", "timeline.png"):
+        assert (out / picture).read_bytes().startswith(b"\x89PNG")
+    assert not (out / "throughput.png").exists() and not (out / "sweep.csv").exists()
+
+
+@pytest.mark.parametrize(
+    "systems, words",
+    [
+        (("h2o(0.1)",), "h2o.*cannot be run.*selection"),
+        (("uvm",), "uvm.*cannot be run.*faults"),
+        (("kv_only", "kv_onyl"), "did you mean kv_only"),
+        (("kv_only", "kv_only"), "two of the policies.*kv_only"),
+        (("DISK",), "--disk-dir"),
+        (("absent.json",), "absent.json"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_before_the_profile(systems, words, tmp_path, monkeypatch):
+    disk = tmp_path / "disk.json"
+    disk.write_text(Policy("on_disk", cache={"kv@disk": 1.0}).to_json())
+    monkeypatch.setattr(job, "measure_hardware", lambda *rest: pytest.fail("measured before it was checked"))
+    systems = tuple(str(disk) if name == "DISK" else name for name in systems)
+    with pytest.raises(InputError, match=words):
+        compare(CompareOptions(device="cpu", shape=SMALL, systems=systems, out=tmp_path / "out"), quiet=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_names_may_hold_commas_in_parentheses():
+    given = ["kv_only,kvpr_column(split=paper, hiding=false), int4", "mine.json"]
+    assert split_names(given) == ("kv_only", "kvpr_column(split=paper, hiding=false)", "int4", "mine.json")
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Policy("mixed", cache={"kv@host": 0.5, "act@host": 0.25, "kv@device": 0.25}),
+        Policy("row", Placement(device=0.5, host=0.5), cache={"tok": 0.3, "kv@host": 0.7}, schedule="row"),
+        Policy("host", cache={"kv@host": 1.0}, attention="host", hidden="host"),
+        Policy("disk", Placement(host=0.5, disk=0.5), cache={"kv@disk": 0.6, "act@host": 0.4}),
+    ],
+    ids=lambda policy: policy.name,
+)
+def test_a_breakdown_adds_up_to_busy_time_and_to_the_bytes_that_really_moved(policy, tmp_path, monkeypatch):
+    """Seconds of kinds against the trace's busy time; bytes against the plan's tasks and against the copies' own."""
+    hardware = Hardware("any", "cpu", {"compute": Line(1e-5)})
+    prompts = [[5 + i] * (20 + 9 * i) for i in range(4)]
+    moved = {"h2d": 0, "d2h": 0}
+    for direction in moved:
+
+        def counted(copies, target, source, _direction=direction):
+            moved[_direction] += target.nbytes
+            target.copy_(source)
+
+        monkeypatch.setattr(CpuCopies, f"copy_{direction}", counted)
+    whole = CpuCopies.copy_blocks_h2d
+
+    def blocks(copies, target, pool, runs):
+        moved["h2d"] += sum(run.rows * run.blocks for run in runs) * pool[0].nbytes
+        whole(copies, target, pool, runs)
+
+    monkeypatch.setattr(CpuCopies, "copy_blocks_h2d", blocks)
+
+    def make(policy):
+        return Weights(SMALL, RandomWeights(SMALL), "float32", torch.device("cpu"), policy, DiskPlace(tmp_path))
+
+    with Bench(make, prompts, 5, None, {}, hardware, DiskPlace(tmp_path)) as bench:
+        contender = Contender(bench, policy)
+        moved.update(h2d=0, d2h=0)
+        trace, _ = contender.decode()
+        tasks = list(stream(admit(SMALL, policy, bench.workload, 4, hardware=hardware), first_iteration=1))
+    ends = iteration_ends(trace)
+    inside = [
+        event._replace(
+            start_s=min(max(event.start_s, ends[0]), ends[-1]), end_s=max(min(event.end_s, ends[-1]), ends[0])
+        )
+        for event in trace
+    ]
+    busy, seconds = busy_seconds(inside), seconds_per_step(trace)
+    for resource, of_resource in busy.items():
+        kinds = {kind_of(event.task) for event in trace if event.task.resource == resource}
+        total = sum(seconds.get(kind, 0.0) for kind in kinds) * (len(ends) - 1)
+        assert total == pytest.approx(of_resource, abs=1e-9), resource
+    per_step, steps = bytes_per_step(trace), 4
+    for link, of_link in per_step.items():
+        assert set(of_link) <= set(CARGO)
+        assert sum(of_link.values()) * steps == sum(t.work.link_bytes for t in tasks if t.resource == link), link
+    for link, count in moved.items():
+        assert sum(per_step[link].values()) * steps == count, link

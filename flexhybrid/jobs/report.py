@@ -9,8 +9,11 @@ import numpy as np
 import pandas as pd
 from tqdm import tqdm
 
-from flexhybrid.core.hardware import Hardware
+from flexhybrid.core.hardware import LINKS, Hardware
 from flexhybrid.core.memory import gib
+from flexhybrid.core.policy import Policy
+from flexhybrid.core.task import RESOURCES
+from flexhybrid.jobs.breakdown import KINDS
 from policy_search.fit import PAPERS_R2, fit_report
 from policy_search.search import SearchResult
 
@@ -75,6 +78,10 @@ class Report:
             f"host_compute {p['busy_host_compute']:.0%}; {found.binding} binds."
         )
 
+    def systems(self, policies: list[Policy]) -> None:
+        self.say("\n2. Systems: the policy that each name stands for here\n")
+        self.table([policy_line(policy) for policy in policies])
+
     def exactness(self, exact: dict) -> None:
         self.say(f"\n3. Exactness: float32, {exact['num_prompts']} prompts, against transformers\n")
         self.table(
@@ -83,7 +90,7 @@ class Report:
                     "policy": row["policy"],
                     "tokens equal": f"{row['equal']} of {row['tokens']}",
                     "excused": row["excused"],
-                    "exact": "yes" if row["exact"] else f"NO: {row['first_wrong']}",
+                    "exact": _verdict(row),
                 }
                 for row in exact["rows"]
             ]
@@ -93,11 +100,12 @@ class Report:
 
     def speed(self, result: dict) -> None:
         self.say("\n4. Speed: decode tokens/s, median of interleaved rounds\n")
+        reference = result["speed"][0]["reference"]
         self.table([speed_line(row) for row in result["speed"]])
         self.say(
             "\nclosed form, virtual: predictions; error: virtual over measured; MB/iter: 10^6 bytes to the device an\n"
             "iteration; overlap: the larger of ideal link and compute time over wall time; compute, link: busy share;\n"
-            f"= kv_only: tokens equal to kv_only's in {result['dtype']}, where rounding may part texts."
+            f"= {reference}: tokens equal to {reference}'s in {result['dtype']}, where rounding may part texts."
         )
         if any(is_disturbed(row) for row in result["speed"] + result["sweep"]):
             self.say(
@@ -105,8 +113,9 @@ class Report:
                 f"round, or rounds of\none policy lie more than {MOST_SPREAD:.0%} apart. Such a median is not "
                 "clean: run again on an idle machine."
             )
-        self.say("\nSweep over ACT shares\n")
-        self.table([speed_line(row) for row in result["sweep"]])
+        if result["sweep"]:
+            self.say("\nSweep over ACT shares\n")
+            self.table([speed_line(row) for row in result["sweep"]])
         violations = result["trace_violations"]
         self.say(f"\nTRACE VIOLATIONS: {violations[:3]}" if violations else "\nTraces: every read saw its version.")
         shares = [share for row in result["speed"] + result["sweep"] for share in row["others_cpu_share"]]
@@ -117,10 +126,20 @@ class Report:
                 f"(at most {max(shares):.0%}): those are not clean."
             )
 
+    def breakdown(self, breakdowns: list[dict]) -> None:
+        self.say("\n5. A decode step: ms by kind of task, predicted / measured\n")
+        self.table(_without_empty_columns([step_line(one) for one in breakdowns]))
+        self.say("\nKinds of one resource add up to its busy time; link, device, host and disk work side by side.\n")
+        self.say("Traffic of a decode step, MB by what it is: the same tasks on both clocks\n")
+        self.table(_without_empty_columns([traffic_line(one) for one in breakdowns]))
+        self.say("\nBusy share of the decode, predicted / measured\n")
+        self.table(_without_empty_columns([busy_line(one) for one in breakdowns]))
+
     def end(self, result: dict, out: Path) -> None:
+        tables = "exactness.csv, speed.csv" + (", sweep.csv, throughput.png" if result["sweep"] else "")
         self.say(
-            f"\nWritten to {out}: compare.json, exactness.csv, speed.csv, sweep.csv, throughput.png, timeline.png, "
-            f"trace.json (open it at ui.perfetto.dev). {result['seconds']:.0f} s."
+            f"\nWritten to {out}: compare.json, {tables}, breakdown.csv, timeline.png, breakdown.png, "
+            f"traffic.png, trace.json (open it at ui.perfetto.dev). {result['seconds']:.0f} s."
         )
 
 
@@ -131,7 +150,7 @@ def profile_line(row: dict) -> dict:
         "GFLOP/s": _number(row["gflop_per_s"]),
         "GB/s": _number(row["gb_per_s"]),
         "intercept µs": f"{row['overhead_us']:.0f}",
-        "R²": f"{row['r2']:.4f}" + (" worse" if row["worse_than_papers"] else ""),
+        "R²": "" if row["r2"] is None else f"{row['r2']:.4f}" + (" worse" if row["worse_than_papers"] else ""),
         "points": row["num_samples"],
     }
 
@@ -153,8 +172,75 @@ def speed_line(row: dict) -> dict:
         "overlap": share(row["overlap"]),
         "compute": share(row["busy_compute"]),
         "link": share(row["busy_h2d"]),
-        "= kv_only": f"{row['tokens_equal_to_kv_only']} of {row['tokens_compared']}",
+        f"= {row['reference']}": f"{row['tokens_equal']} of {row['tokens_compared']}"
+        + ("" if row["lossless"] else " (lossy)"),
     }
+
+
+def policy_line(policy: Policy) -> dict:
+    """What a policy says, for people."""
+    bits = policy.bits
+    packed = {"weights": bits.weights, "kv": bits.kv, "act": bits.act}
+    return {
+        "policy": policy.name,
+        "weights": _shares({tier: getattr(policy.weights, tier) for tier in ("device", "host", "disk")}),
+        "context": _shares(policy.cache),
+        "bits": " ".join(f"{name} {size}" for name, size in packed.items() if size != "native") or "native",
+        "schedule": policy.schedule + ("" if policy.overlap is True else ", in turn"),
+        "attention": policy.attention,
+        "mini-batch": "all" if policy.max_mini_batch_tokens >= 1 << 30 else str(policy.max_mini_batch_tokens),
+    }
+
+
+def step_line(one: dict) -> dict:
+    """A row of the table of a decode step."""
+    clocks = one["predicted"], one["measured"]
+    used = {kind for clock in clocks for kind in clock["seconds"]}
+    return {"policy": one["policy"], "step": _pair([clock["step_s"] * 1e3 for clock in clocks])} | {
+        kind.replace("_", " "): _pair([clock["seconds"].get(kind, 0.0) * 1e3 for clock in clocks])
+        if kind in used
+        else ""
+        for kind in KINDS
+    }
+
+
+def traffic_line(one: dict) -> dict:
+    """A row of the table of traffic."""
+    moved = one["measured"]["bytes"]
+    return {"policy": one["policy"]} | {
+        link: " ".join(f"{cargo} {size / 1e6:.2f}" for cargo, size in moved.get(link, {}).items() if size >= 5e3)
+        for link in LINKS
+    }
+
+
+def busy_line(one: dict) -> dict:
+    """A row of the table of busy shares."""
+    clocks = one["predicted"]["busy"], one["measured"]["busy"]
+    return {"policy": one["policy"]} | {
+        resource: " / ".join(f"{clock.get(resource, 0.0):.2f}" for clock in clocks)
+        if any(resource in clock for clock in clocks)
+        else ""
+        for resource in RESOURCES
+    }
+
+
+def _without_empty_columns(rows: list[dict]) -> list[dict]:
+    kept = [column for column in rows[0] if any(row[column] for row in rows)]
+    return [{column: row[column] for column in kept} for row in rows]
+
+
+def _pair(values: list[float]) -> str:
+    return " / ".join(f"{value:.1f}" for value in values)
+
+
+def _shares(shares: dict[str, float]) -> str:
+    return " ".join(name if share == 1 else f"{name} {share:.2f}" for name, share in shares.items() if share > 0)
+
+
+def _verdict(row: dict) -> str:
+    if row["lossless"]:
+        return "yes" if row["exact"] else f"NO: {row['first_wrong']}"
+    return f"lossy: {row['equal'] / max(1, row['tokens']):.0%} agree"
 
 
 def _number(value: float | None) -> str:

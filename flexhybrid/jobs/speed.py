@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.memory import buffer_sizes, check_budget, memory_plan
 from flexhybrid.core.plan import Wave, admit
 from flexhybrid.core.policy import Policy
@@ -24,7 +25,7 @@ from flexhybrid.core.workload import Workload
 from flexhybrid.runtime.engine import Engine
 from flexhybrid.runtime.executor import Executor
 from flexhybrid.runtime.sampling import greedy_plan
-from flexhybrid.runtime.weights import Weights, WeightSlots
+from flexhybrid.runtime.weights import ANYWHERE, DiskPlace, Weights, WeightSlots
 from sim.virtual_clock import RunSummary, summarize
 
 
@@ -96,7 +97,7 @@ class Contender:
         self.bench, self.policy = bench, policy
         self.engine = engine or bench.make_engine([policy])
         weights = self.engine.weights
-        self.wave: Wave = admit(weights.shape, policy, bench.workload, weights.bytes_per_element)
+        self.wave: Wave = bench.admit(policy, weights)
         self.sampling = greedy_plan(bench.workload.num_requests)
         self.executor: Executor = self.engine.executor(self.wave, bench.prompts, self.sampling)
         result = self.engine.run(self.wave, bench.prompts, self.sampling, keep_trace=True, executor=self.executor)
@@ -133,7 +134,9 @@ class Contender:
 class Bench:
     """Runs policies side by side on the same prompts. Raises InputError when one is over the budgets.
 
-    ``make_weights(policy)`` loads the weights; policies that place and pack them alike use the same ones.
+    ``make_weights(policy)`` loads the weights; policies that place and pack them alike use the same ones. ``hardware``
+    decides the split points of both(…), ``disk`` is where caches on a disk lie. ``close()``, or leaving a ``with``
+    block, gives disk space back.
     """
 
     def __init__(
@@ -143,12 +146,32 @@ class Bench:
         max_tokens: int,
         link_gb_per_s: float | None,
         budgets: dict[str, int | None],
+        hardware: Hardware | None = None,
+        disk: DiskPlace = ANYWHERE,
     ):
         self.prompts, self.link_gb_per_s, self.budgets = prompts, link_gb_per_s, budgets
+        self.hardware, self.disk = hardware, disk
         lengths = np.array([len(prompt) for prompt in prompts])
         self.workload = Workload(lengths, np.full(len(prompts), max_tokens))
         self._make_weights = make_weights
         self._weights: dict[tuple, tuple[Weights, WeightSlots]] = {}
+        self._engines: list[Engine] = []
+
+    def admit(self, policy: Policy, weights: Weights) -> Wave:
+        """All requests as one wave."""
+        return admit(weights.shape, policy, self.workload, weights.bytes_per_element, hardware=self.hardware)
+
+    def close(self) -> None:
+        """Give back what was made: weights and engines cannot be used any more."""
+        for one in (*self._engines, *(weights for weights, _ in self._weights.values())):
+            one.close()
+        self._engines, self._weights = [], {}
+
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.close()
 
     def weights_of(self, policy: Policy) -> tuple[Weights, WeightSlots]:
         """(weights, slots for their streamed layers) of a policy's placement."""
@@ -159,15 +182,17 @@ class Bench:
         return self._weights[key]
 
     def make_engine(self, policies: list[Policy]) -> Engine:
-        """An engine whose buffers serve any of these policies, which place their weights alike."""
+        """An engine whose buffers serve any of these policies, which share them (``_grouped``)."""
         weights, slots = self.weights_of(policies[0])
         sizes = None
         for policy in policies:
-            needed = buffer_sizes(admit(weights.shape, policy, self.workload, weights.bytes_per_element))
+            needed = buffer_sizes(self.admit(policy, weights))
             sizes = needed if sizes is None else sizes.merge(needed)
         plan = memory_plan(weights.shape, policies[0], weights.bytes_per_element, sizes, weights.device.type)
         check_budget(plan, self.budgets, "policy " + ", ".join(policy.name for policy in policies))
-        return Engine(weights, policies[0], sizes, self.link_gb_per_s, slots=slots)
+        engine = Engine(weights, policies[0], sizes, self.link_gb_per_s, slots=slots, disk=self.disk)
+        self._engines.append(engine)
+        return engine
 
     def set_link(self, gb_per_s: float, contenders: list[Contender]) -> None:
         """Another pace for the same filled caches (CPU)."""
@@ -202,22 +227,32 @@ class Bench:
         with_ideal: Callable[[Policy], bool],
         on_progress: Callable[[str], None],
     ) -> list[Measured]:
-        """One policy after another in one set of buffers: for pools too large to keep one for every policy."""
-        engine, measured = None, []
-        for policy in policies:
-            if engine is None or engine.weights is not self.weights_of(policy)[0]:
-                engine = None  # the old buffers go before the new ones come
-                engine = self.make_engine([p for p in policies if p.weights == policy.weights])
-            on_progress(f"prefill {policy.name}")
-            contender = Contender(self, policy, engine)
-            traces = []
-            for _ in range(rounds):
-                on_progress(f"decode {policy.name}")
-                traces.append(contender.decode())
-            if with_ideal(policy):
-                on_progress(f"compute alone {policy.name}")
-            measured.append(contender.measured(traces, with_ideal(policy)))
-        return measured
+        """One policy after another, those that are alike in one set of buffers, and only one set of weights at a time:
+        for pools too large to keep one for every policy. Results are in the order of ``policies``."""
+        measured: dict[str, Measured] = {}
+        for group in _grouped(policies):
+            self.close()  # the old buffers go before the new ones come
+            engine = self.make_engine(group)
+            for policy in group:
+                on_progress(f"prefill {policy.name}")
+                contender = Contender(self, policy, engine)
+                traces = []
+                for _ in range(rounds):
+                    on_progress(f"decode {policy.name}")
+                    traces.append(contender.decode())
+                if with_ideal(policy):
+                    on_progress(f"compute alone {policy.name}")
+                measured[policy.name] = contender.measured(traces, with_ideal(policy))
+            engine = contender = None
+        return [measured[policy.name] for policy in policies]
+
+
+def _grouped(policies: list[Policy]) -> list[list[Policy]]:
+    """Policies that can share weights and buffers: they place and pack alike, and differ in pools and sizes only."""
+    groups: dict[tuple, list[Policy]] = {}
+    for policy in policies:
+        groups.setdefault((policy.weights, policy.bits, policy.attention, policy.hidden), []).append(policy)
+    return list(groups.values())
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,9 @@ def _load(ex, task: Task, representation: str) -> None:
         if segment.tier == "host":
             ex.copies.copy_blocks_h2d(target, ex.buffers.pools[segment.space][task.layer], segment.runs)
         else:
-            ex.copies.copy_h2d(target, ex.buffers.read_region(step, segment, slot))
+            staged, width = ex.buffers.read_region(step, segment, slot), segment.buffer_blocks
+            runs = tuple(r._replace(first=r.row * width + r.column, stride=width) for r in segment.runs)
+            ex.copies.copy_blocks_h2d(target, staged.flatten(0, 1), runs)  # what was read: padding stays behind
 
 
 # ---- new rows

@@ -1,0 +1,106 @@
+"""Where a decode step goes: seconds by kind of task, bytes by link, how busy each resource is; from any trace.
+
+The same functions reduce a measured and a virtual trace, so that the two lie side by side (KVPR's Fig. 10,
+HybridServe's Fig. 13 and 14).
+"""
+
+from __future__ import annotations
+
+from flexhybrid.core.hardware import LINKS
+from flexhybrid.core.task import RESOURCES, Task
+from flexhybrid.core.trace import TraceEvent, iteration_ends
+from sim.virtual_clock import RunSummary, summarize
+
+#: Kinds of work in a step's order. Those of one resource follow one another in time; kinds of different ones overlap.
+KINDS = (
+    *("disk_read", "load_weights", "load_cache", "load_activation", "load_other"),
+    *("compute", "host_compute", "store", "disk_write"),
+)
+_LOADS = {"load_weights": "load_weights", "load_kv": "load_cache", "load_act": "load_activation"}
+
+#: What a link moves, by the end of its verbs' names; hidden states, queries and token ids are "other".
+CARGO = ("weights", "kv", "act", "other")
+
+
+def kind_of(task: Task) -> str:
+    """One of KINDS."""
+    if task.resource == "h2d":
+        return _LOADS.get(task.verb, "load_other")
+    return "store" if task.resource == "d2h" else task.resource
+
+
+def cargo_of(task: Task) -> str:
+    """One of CARGO."""
+    last = task.verb.rsplit("_", 1)[-1]
+    return last if last in CARGO else "other"
+
+
+def seconds_per_step(trace: list[TraceEvent]) -> dict[str, float]:
+    """Kind -> seconds that its tasks ran in one decode step: the mean over the trace's iterations after its first.
+
+    A task at the edge counts in part, so that the kinds of a resource add up to its busy time in the window that
+    ``summarize`` uses. Raises ValueError for a trace of fewer than two iterations.
+    """
+    ends = iteration_ends(trace)
+    if len(ends) < 2:
+        raise ValueError("a step's seconds need two iterations: before the first there is no edge to count from")
+    begin, end = ends[0], ends[-1]
+    seconds: dict[str, float] = {}
+    for task, start, stop in trace:
+        inside = min(stop, end) - max(start, begin)
+        if inside > 0:
+            kind = kind_of(task)
+            seconds[kind] = seconds.get(kind, 0.0) + inside
+    return {kind: seconds[kind] / (len(ends) - 1) for kind in KINDS if kind in seconds}
+
+
+def bytes_per_step(trace: list[TraceEvent]) -> dict[str, dict[str, float]]:
+    """Link -> cargo -> bytes of one decode step: all that the trace's iterations move, over their number."""
+    moved: dict[str, dict[str, float]] = {}
+    for task, _, _ in trace:
+        if task.resource in LINKS and task.iteration:
+            of_link = moved.setdefault(task.resource, {})
+            of_link[cargo_of(task)] = of_link.get(cargo_of(task), 0) + task.work.link_bytes
+    steps = len({event.task.iteration for event in trace if event.task.iteration})
+    return {
+        link: {cargo: moved[link][cargo] / steps for cargo in CARGO if cargo in moved[link]}
+        for link in LINKS
+        if link in moved
+    }
+
+
+def breakdown(trace: list[TraceEvent], summary: RunSummary | None = None) -> dict:
+    """step_s, and by name: seconds, bytes and busy shares (of the window, by resource) of a decode step."""
+    summary = summary or summarize(trace)
+    return {
+        "step_s": summary.decode_s / (summary.num_iterations - 1),
+        "seconds": seconds_per_step(trace),
+        "bytes": bytes_per_step(trace),
+        "busy": {resource: summary.busy[resource] for resource in RESOURCES if resource in summary.busy},
+    }
+
+
+def flat_rows(breakdowns: list[dict]) -> list[dict]:
+    """A line a policy and quantity, predicted beside measured, for a table: policy, quantity, unit, both values.
+
+    ``breakdowns``: {"policy": name, "predicted": breakdown, "measured": breakdown}.
+    """
+    rows = []
+    for one in breakdowns:
+        predicted, measured = (_values(one[clock]) for clock in ("predicted", "measured"))
+        for what, unit in dict.fromkeys([*predicted, *measured]):
+            rows.append(
+                {"policy": one["policy"], "quantity": what, "unit": unit, "predicted": predicted.get((what, unit), 0.0),
+                 "measured": measured.get((what, unit), 0.0)}
+            )  # fmt: skip
+    return rows
+
+
+def _values(one: dict) -> dict[tuple[str, str], float]:
+    """(quantity, unit) -> value."""
+    return (
+        {("step", "s"): one["step_s"]}
+        | {(kind, "s"): seconds for kind, seconds in one["seconds"].items()}
+        | {(f"{link} {cargo}", "bytes"): size for link, of in one["bytes"].items() for cargo, size in of.items()}
+        | {(f"busy {resource}", "share"): share for resource, share in one["busy"].items()}
+    )
