@@ -13,6 +13,7 @@ from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.shape import ModelShape
 from flexhybrid.core.waves import Budgets, split_waves
 from flexhybrid.core.workload import Workload
+from flexhybrid.runtime.runnable import check_runnable
 
 SLOWEST_LINK = 0.01  #: GB/s; slower, nothing would ever end
 
@@ -78,9 +79,14 @@ def resolve_policy(policy: str | Path | Policy, shape: ModelShape) -> Policy | s
         return Policy.load(policy)
     if policy == "auto":
         return policy
-    from policy_search.systems import policy_anywhere
+    from policy_search.systems import needs_lines, policy_anywhere, policy_here
 
-    return policy_anywhere(str(policy), shape) or str(policy)
+    name = str(policy)
+    if (found := policy_anywhere(name, shape)) is not None:
+        return found
+    if not needs_lines(name):  # only its shares are open: whether it can be run is known now
+        check_runnable(shape, policy_here(name, shape, None, 2, Workload.uniform(1, 1, 1), {}))
+    return name
 
 
 def settle_policy(

@@ -261,12 +261,8 @@ def run_system(text: str, setting: Setting, clock: str = "closed") -> Outcome:
 
 # ---- what the executor runs of them
 
-#: Systems that can be simulated only, and why.
-SIMULATED_ONLY = {
-    "uvm": "its pages move when the hardware faults, not when a plan says so",
-    "h2o": "the executor attends to all of the context, not to a selection of it",
-    "infinigen": "the executor attends to all of the context, not to a selection of it",
-}
+#: Systems that no policy stands for on a real machine, and why. What of a policy is refused, the executor itself says.
+SIMULATED_ONLY = {"uvm": "its pages move when the hardware faults, not when a plan says so"}
 
 #: Systems whose own placement is found on the lines of a machine.
 _PLACED = ("flexgen", "capture", "searched")

@@ -105,7 +105,10 @@ def admit(
     for kind in kinds.kinds:
         if representation_of(kind) == "both":
             if hardware is None:
-                raise InputError(f"policy {policy.name}: {kind} needs a hardware record to decide its split point")
+                raise InputError(
+                    f"policy {policy.name}: {kind} needs a hardware record to decide its split point: run `flexhybrid "
+                    "profile` once"
+                )
             split[kind] = split_lines(shape, policy, hardware, bytes_per_element, kind)
     cached = workload.cached_tokens
     mini_batches = pack(cached, kinds, policy.max_mini_batch_tokens, policy.packing, seconds_per_token)
