@@ -134,7 +134,8 @@ class _Stream:
             following = next(groups, None)
             for index, position in enumerate(current):
                 yield from self.held
-                if following:
+                on_host = "attend_host" in position.works
+                if following and not on_host:
                     yield from self._load_weights(following, index, len(current))
                 ahead = current[index + 1] if index + 1 < len(current) else following and following[0]
                 # What the position stores or selects now may be what the next one loads.
@@ -149,6 +150,11 @@ class _Stream:
                     opened = ahead
                 if late == "selected":
                     yield from self._load_cache(ahead)
+                if on_host:  # what attention gave first: the device waits for it, and not yet for the weights
+                    out = Access(("out_strip",), position.slot, position.slot + 1)
+                    yield self._task(position, "load_attended", "h2d", (out,), (_ATTENDED,))
+                    if following:
+                        yield from self._load_weights(following, index, len(current))
                 yield from self._close(position)
                 if late == "stored":
                     yield from self.held
@@ -315,12 +321,9 @@ class _Stream:
         step, works, slot = position.step, position.works, position.slot
         k, layout = step.mini_batch, self.wave.layout
         hidden, qkv = self._hidden(position), self._qkv(position)
-        if "attend_host" in works:
-            out = Access(("out_strip",), slot, slot + 1)
-            yield self._task(position, "load_attended", "h2d", (out,), (_ATTENDED,))
-        elif step.prefill:
+        if step.prefill:
             yield self._task(position, "attend_prefill", "compute", (qkv,), (_ATTENDED,))
-        else:
+        elif "attend_host" not in works:
             yield from self._attend(position, qkv)
         if "rank" in works:
             ranked = (self._ranks(position),)
