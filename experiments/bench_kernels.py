@@ -91,14 +91,13 @@ def bench_attention(table, dtype: torch.dtype) -> None:
     table.add("attend_host: share of one core's memory bandwidth", share, 0.6, "x")
 
     new = torch.randn(BATCH, CHUNK, HEADS, HEAD_DIM).to(dtype)
-    mask = torch.zeros(BATCH, 1, CHUNK, CONTEXT, dtype=dtype)
     folded, scores = new.transpose(1, 2).contiguous(), torch.randn(BATCH, HEADS, CHUNK, CONTEXT).to(dtype)
 
     def products() -> None:
         torch.matmul(folded, keys.transpose(-1, -2))
         torch.matmul(scores, values)
 
-    ratio = times_as_fast(products, lambda: attention.attend_chunk(new, keys, values, mask))
+    ratio = times_as_fast(products, lambda: attention.attend_chunk(new, keys, values, None))
     table.add("attend, chunk of a prompt: speed of its two products", ratio, 0.5, "x")
 
 
