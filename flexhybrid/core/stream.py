@@ -318,7 +318,7 @@ class _Stream:
 
     def _close(self, position: _Position) -> Iterator[Task]:
         """The rest of it: attention, feed-forward, stores, and after the last layer the next token."""
-        step, works = position.step, position.works
+        step, works, slot = position.step, position.works, position.slot
         k, layout = step.mini_batch, self.wave.layout
         hidden, qkv = self._hidden(position), self._qkv(position)
         if step.prefill:
