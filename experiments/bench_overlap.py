@@ -34,8 +34,10 @@ from flexhybrid.jobs.measure import TIMING_SHAPE, measure_hardware
 from flexhybrid.jobs.speed import CpuUse
 from flexhybrid.runtime.engine import Engine
 from flexhybrid.runtime.loader import RandomWeights
+from flexhybrid.runtime.profile import MIXES, OTHERS, profile
 from flexhybrid.runtime.sampling import greedy_plan
 from flexhybrid.runtime.weights import DiskPlace, Weights
+from policy_search.fit import fit_hardware
 from sim import virtual_clock
 from sim.presets import hybrid, kv_only, kvpr_column
 
@@ -205,9 +207,14 @@ def torch_threads(count: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def profiled(dtype: str) -> Hardware:
-    path = Path("results/bench-hardware.json")
-    return measure_hardware(TIMING_SHAPE, dtype, torch.device("cpu"), 0.5, path)[0]
+def profiled(dtype: str, case: Case) -> Hardware:
+    """This machine's lines; where device and host have a core each, those of the verbs that attention there needs."""
+    device, rate = torch.device("cpu"), 0.5
+    if case.policy.attention != "host":
+        return measure_hardware(TIMING_SHAPE, dtype, device, rate, Path("results/bench-hardware.json"))[0]
+    runs = [MIXES[0], *(run for run in OTHERS if run.other.get("attention") == "host")]
+    samples = profile(TIMING_SHAPE, dtype, device, rate, runs=runs).samples
+    return fit_hardware(samples, name="a core each", device="cpu", dtype=dtype)
 
 
 def bench_overlap(table, dtype: str, only: str = "") -> None:
@@ -217,7 +224,7 @@ def bench_overlap(table, dtype: str, only: str = "") -> None:
     for case in tqdm([case for case in cases() if only in case.name], unit="policy", leave=False):
         with torch_threads(case.num_threads), TemporaryDirectory() as folder:
             if case.num_threads not in hardware:
-                hardware[case.num_threads] = profiled(dtype)
+                hardware[case.num_threads] = profiled(dtype, case)
             weights = Weights(
                 TIMING_SHAPE, RandomWeights(TIMING_SHAPE), dtype, torch.device("cpu"), case.policy, DiskPlace(folder)
             )
