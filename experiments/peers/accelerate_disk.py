@@ -201,7 +201,10 @@ def compare(options: argparse.Namespace) -> dict:
     mine = found["ours"]
     mine["decode_s"] = mine["iteration_end_s"][-1] - mine["iteration_end_s"][0]
     mine["overlap"] = max(mine["ideal_disk_s"], mine["ideal_compute_s"]) / mine["decode_s"]
-    ratios = {name: mine["tokens_per_s"] / row["tokens_per_s"] for name, row in found.items() if name != "ours"}
+    ratios, decode_ratios = (
+        {name: mine[rate] / row[rate] for name, row in found.items() if name != "ours"}
+        for rate in ("tokens_per_s", "decode_tokens_per_s")
+    )
     agreement = {name: same_tokens(mine["tokens"], row["tokens"]) for name, row in found.items() if name != "ours"}
     for row in found.values():
         del row["tokens"]
@@ -209,7 +212,7 @@ def compare(options: argparse.Namespace) -> dict:
         "model": shape.name, "dtype": options.dtype, "prompt_tokens": options.prompt_len,
         "gen_tokens": options.gen_len, "memory_bytes": memory, "threads": options.threads,
         "accelerate": VERSION, "bound": BOUND,
-        "ratios": ratios, "same_tokens": agreement, "sweeps": sweeps, "sides": found,
+        "ratios": ratios, "decode_ratios": decode_ratios, "same_tokens": agreement, "sweeps": sweeps, "sides": found,
     }  # fmt: skip
 
 
@@ -233,7 +236,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model", help="a checkpoint instead: an OPT in Hugging Face layout")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--memory", default="2.5GiB", help="of each process, beyond its libraries")
-    parser.add_argument("--prompt-len", type=int, default=32)
+    parser.add_argument("--prompt-len", type=int, default=8, help="short: prefill only computes")
     parser.add_argument("--gen-len", type=int, default=16)
     parser.add_argument("--sweep-len", type=int, default=2, help="tokens generated in the runs that choose the batch")
     parser.add_argument("--batches", type=int, nargs="+", default=[32, 48, 64, 96], help="tried on both sides")
@@ -249,7 +252,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 1 if isinstance(error, PeerUnavailable) else 2
     for name, ratio in result["ratios"].items():
-        print(f"ours / {name}: {ratio:.2f}; tokens equal {result['same_tokens'][name]}")
+        decode, same = result["decode_ratios"][name], result["same_tokens"][name]
+        print(f"ours / {name}: {ratio:.2f}, decode alone {decode:.2f}; {same['equal']} of {same['of']} tokens equal")
     mine = result["sides"]["ours"]
     print(
         f"ours: overlap {mine['overlap']:.2f} (disk alone {mine['ideal_disk_s']:.1f} s, compute alone "
