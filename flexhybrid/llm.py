@@ -21,10 +21,10 @@ from flexhybrid.core.waves import check_least, split_waves
 from flexhybrid.core.workload import Workload
 from flexhybrid.machine import (
     free_device_memory,
+    named_hardware,
     pick_device,
     pick_dtype,
     resolve_policy,
-    saved_hardware,
     settle_policy,
 )
 from flexhybrid.runtime.disk import checked_rate
@@ -69,6 +69,9 @@ class LLM:
 
     Weights and buffers are kept between calls; ``close()``, or leaving a ``with`` block, gives them back.
 
+    ``hardware``: what "auto" and both(…) reckon with: None takes the saved profile, a name one of the catalogue, a path
+    a JSON file.
+
     Everything that can be wrong with the checkpoint or the budgets raises InputError here, before weights are read;
     weights are read at the first ``generate``.
     """
@@ -82,7 +85,7 @@ class LLM:
         device_memory: str | int | None = None,
         host_memory: str | int | None = None,
         dtype: str = "auto",
-        hardware: Hardware | None = None,
+        hardware: Hardware | str | Path | None = None,
         disk_dir: str | Path | None = None,
         disk_gb_per_s: float | None = None,
         disk_memory: str | int | None = None,
@@ -93,7 +96,7 @@ class LLM:
         self.shape = self.checkpoint.shape
         self.device = pick_device(device, link_gb_per_s)
         self.link_gb_per_s = link_gb_per_s
-        self.hardware = hardware or saved_hardware(self.device)
+        self.hardware = named_hardware(hardware, self.device)
         self.dtype = pick_dtype(dtype, self.shape, self.device, self.hardware)
         self.bytes_per_element = DTYPE_BYTES[self.dtype]
         self.disk = DiskPlace(disk_dir, checked_rate(disk_gb_per_s))

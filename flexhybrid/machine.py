@@ -67,6 +67,15 @@ def saved_hardware(device: torch.device) -> Hardware | None:
     return None
 
 
+def named_hardware(hardware: Hardware | str | Path | None, device: torch.device) -> Hardware | None:
+    """A record as it is; None and "local": what was measured here; a name of the catalogue; or a JSON file."""
+    if hardware is None or isinstance(hardware, Hardware):
+        return hardware or saved_hardware(device)
+    from sim import catalogue
+
+    return catalogue.load(hardware)
+
+
 def resolve_policy(policy: str | Path | Policy, shape: ModelShape) -> Policy | str:
     """A Policy; or the name, "auto" or a system's, of one that the machine and the requests decide (``settle_policy``).
 

@@ -47,6 +47,7 @@ from sim.virtual_clock import RunSummary, run, summarize
 __all__ = ["FULL", "LOSSLESS", "OBJECTIVES", "PLAIN", "SearchResult", "Space", "search"]
 
 OBJECTIVES = ("throughput", "latency", "decode_throughput")
+MAX_BATCH = 1024  #: requests that are tried where nothing else is said
 MOST_CONFIRMED = 1_000_000  #: tasks of a run on the virtual clock: some ten seconds
 TASKS_OF_A_LAYER = 12  #: of a mini-batch, more or less
 
@@ -104,7 +105,7 @@ def search(
     workload: Workload,
     *,
     batch: int | None = None,
-    max_batch: int = 1024,
+    max_batch: int = MAX_BATCH,
     objective: str = "throughput",
     lossless: bool = False,
     space: Space | None = None,
@@ -167,6 +168,8 @@ def _check(objective, batch, max_batch, max_mini_batch_tokens, weights_device, t
         raise InputError(f"weights_device is {weights_device!r}; a share is a number from 0 to 1")
     if (batch is not None and batch < 1) or max_batch < 1:
         raise InputError("a batch has at least one request")
+    if batch is not None and max_batch != MAX_BATCH and batch > max_batch:
+        raise InputError(f"batch is {batch}, but max_batch {max_batch}: give one of the two")
     if max_mini_batch_tokens is not None and max_mini_batch_tokens < 1:
         raise InputError(f"max_mini_batch_tokens is {max_mini_batch_tokens!r}; it must be a whole number >= 1")
     if time_limit is not None and not time_limit >= 0:

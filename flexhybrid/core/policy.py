@@ -171,6 +171,13 @@ class Policy:
     def __post_init__(self):
         if not isinstance(self.name, str):
             raise InputError(f"policy: name is {self.name!r}; it must be a text")
+        kinds = {"weights": Placement, "embedding": Placement, "bits": Bits, "selection": Selection}
+        for name, kind in kinds.items():
+            if not isinstance(getattr(self, name), kind):
+                raise InputError(
+                    f"policy: {name} is {getattr(self, name)!r}; write {name}={kind.__name__}(…), or give all of it to "
+                    "Policy.from_dict"
+                )
         self.weights.check("weights")
         self.embedding.check("embedding")
         self.bits.check()

@@ -44,12 +44,14 @@ def device_name(device: torch.device) -> str:
 def machine_memories(device: torch.device) -> dict[str, int | None]:
     """Bytes that this machine has: device_memory and host_memory (a disk's are recorded with its rates).
 
-    A container's limit counts as the host's memory. A CPU's device tier is host memory too: each tier alone may take
-    all of it, the two together no more, which the record does not say.
+    A container's limit counts as the host's memory. A CPU's device tier is host memory too: each tier is given half of
+    it (budgets say otherwise).
     """
     host = host_memory_bytes()
-    on_device = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else host
-    return {"device_memory": on_device, "host_memory": host}
+    if device.type == "cuda":
+        return {"device_memory": torch.cuda.get_device_properties(device).total_memory, "host_memory": host}
+    half = None if host is None else host // 2
+    return {"device_memory": half, "host_memory": half}
 
 
 def host_memory_bytes(limits: tuple[Path, ...] = CGROUP_LIMITS) -> int | None:

@@ -58,7 +58,7 @@ class Report:
         self.table([profile_line(rows[key]) for key in SHOWN_LINES if key in rows])
         self.say(f"\nThe papers report R² ≥ {PAPERS_R2} for T_kv_gen and T_load_kv; a worse fit is marked.")
         if disagreements:
-            self.say(f"Two passes disagreed by more than 15 % on {len(disagreements)} sizes (see compare.json).")
+            self.say(f"Two passes disagreed by more than 15 % on {len(disagreements)} sizes: others used the cores.")
 
     def faster_link(self, slow: float, link: float) -> None:
         self.say(

@@ -88,6 +88,8 @@ class DiskSpace:
             raise ValueError(f"num_bytes must be >= 0 and num_workers >= 1, not {num_bytes} and {num_workers}")
         self.set_rate(gb_per_s)
         folder = cache_folder() / "scratch" if directory is None else Path(directory).expanduser()
+        if directory is None:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.num_bytes = num_bytes
         self.enabled = True
         self.num_workers = num_workers

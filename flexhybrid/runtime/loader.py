@@ -20,6 +20,10 @@ from flexhybrid.core.shape import ModelShape, shape_from_config
 from flexhybrid.runtime.models import architecture
 
 
+#: What weights may be stored as, in the words of safetensors.
+FLOATS = ("F64", "F32", "F16", "BF16")
+
+
 class Checkpoint:
     """A local checkpoint folder. Raises InputError when anything the model needs is missing or has a wrong shape.
 
@@ -65,11 +69,20 @@ class Checkpoint:
             yield self._outer_name(tensor), wanted
 
     def _check_shapes(self) -> None:
+        if "quantization_config" in json.loads((self.path / "config.json").read_text(encoding="utf-8")):
+            raise InputError(
+                f"{self.path}: config.json has a quantization_config; packed checkpoints are not read. Give the plain "
+                "one (policy bits pack it while loading)"
+            )
         for name, wanted in self._wanted():
             if name not in self._files:
                 hint = " (it says tie_word_embeddings = false)" if name == "lm_head.weight" else ""
                 raise InputError(
                     f"{self.path}: tensor {name} is missing; config.json asks for shape {list(wanted)}{hint}"
+                )
+            if (dtype := self._files[name].dtype_of(name)) not in FLOATS:
+                raise InputError(
+                    f"{self.path}: tensor {name} holds {dtype}; weights must be one of {', '.join(FLOATS)}"
                 )
             found = self._files[name].shape_of(name)
             if tuple(found) != wanted:
@@ -109,6 +122,9 @@ class _SafetensorsFile:
     def shape_of(self, name: str) -> list[int]:
         return self._file.get_slice(name).get_shape()
 
+    def dtype_of(self, name: str) -> str:
+        return self._file.get_slice(name).get_dtype()
+
     def read(self, name: str) -> torch.Tensor:
         return self._file.get_tensor(name)
 
@@ -126,6 +142,12 @@ class _PickleFile:
 
     def shape_of(self, name: str) -> list[int]:
         return list(self._tensors[name].shape)
+
+    def dtype_of(self, name: str) -> str:
+        dtype = self._tensors[name].dtype
+        return {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}.get(
+            dtype, str(dtype)
+        )
 
     def read(self, name: str) -> torch.Tensor:
         return self._tensors[name]

@@ -37,9 +37,12 @@ class ScratchFile:
         self.path: Path | None = None
         self.fd = self.direct_fd = None
         try:
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            directory.mkdir(mode=0o700, exist_ok=True)
             remove_leftovers(directory)
             self._open()
+        except FileNotFoundError:  # a slip of the pen, or a disk that is not mounted
+            self.close()
+            raise InputError(f"there is no folder {directory.parent} to keep scratch space in {directory}") from None
         except OSError as error:
             self.close()
             raise InputError(
