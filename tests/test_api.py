@@ -468,3 +468,33 @@ def test_the_command_answers_in_one_line_with_status_2(arguments, words, tmp_pat
     lines = [line for line in stderr.splitlines() if line.strip()]
     assert len(lines) == 1 and words in lines[0] and "Traceback" not in stderr
     assert stdout == "" and not out.exists()
+
+
+def test_a_packed_checkpoint_is_refused(tiny, tmp_path):
+    """Its numbers would be read as if they were weights."""
+    import shutil
+
+    for name in tiny.iterdir():
+        shutil.copy(name, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = next(key for key in tensors if key.endswith("fc1.weight"))
+    save_file(tensors | {name: tensors[name].to(torch.int8)}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(InputError, match=r"fc1.weight holds I8; weights must be one of F64"):
+        Checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
+    with pytest.raises(InputError, match="quantization_config"):
+        Checkpoint(tmp_path)
+
+
+def test_hardware_by_name_and_folders_that_are_not_there(tiny):
+    llm = LLM(tiny, Policy(cache={"both(kv@host,act@host)": 1.0}), device="cpu", dtype="float32", hardware="rtx4090")
+    assert tokens(llm, [[5, 6, 7]], max_tokens=4, temperature=0) == tokens(
+        LLM(tiny, "kv_only", device="cpu", dtype="float32"), [[5, 6, 7]], max_tokens=4, temperature=0
+    )
+    with pytest.raises(InputError, match="rtx4090"):
+        LLM(tiny, "kv_only", device="cpu", hardware="rtx4091")
+    with pytest.raises(InputError, match="there is no folder /nowhere"):
+        LLM(tiny, Policy(weights=Placement(disk=1)), device="cpu", disk_dir="/nowhere/at all").generate([[5]])
+    with pytest.raises(InputError, match=r"write weights=Placement\("):
+        Policy(weights={"host": 1.0})

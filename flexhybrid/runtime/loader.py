@@ -19,7 +19,6 @@ from flexhybrid.core.layout import layer_layout
 from flexhybrid.core.shape import ModelShape, shape_from_config
 from flexhybrid.runtime.models import architecture
 
-
 #: What weights may be stored as, in the words of safetensors.
 FLOATS = ("F64", "F32", "F16", "BF16")
 
