@@ -97,6 +97,8 @@ class LLM:
         self.device = pick_device(device, link_gb_per_s)
         self.link_gb_per_s = link_gb_per_s
         self.hardware = named_hardware(hardware, self.device)
+        if self.hardware and self.device.type == "cpu":
+            self.hardware = self.hardware.with_link_rate(link_gb_per_s)
         self.dtype = pick_dtype(dtype, self.shape, self.device, self.hardware)
         self.bytes_per_element = DTYPE_BYTES[self.dtype]
         self.disk = DiskPlace(disk_dir, checked_rate(disk_gb_per_s))

@@ -32,6 +32,7 @@ from flexhybrid.runtime.step_tensors import (
     mask_of,
     position_tables,
     store_rows,
+    to_device,
 )
 from flexhybrid.runtime.verbs import VERBS
 from flexhybrid.runtime.weights import Parts, Weights, WeightSlots
@@ -147,11 +148,7 @@ class Executor:
         return places // BLOCK_TOKENS + first, heads, places % BLOCK_TOKENS
 
     def to_device(self, array: np.ndarray) -> torch.Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(array))
-        if self.device.type == "cpu":
-            return tensor
-        # From pageable memory the copy would wait for the whole stream, and the device would run dry.
-        return tensor.pin_memory().to(self.device, non_blocking=True)
+        return to_device(array, self.device)
 
     def prepare(self, step: MiniBatchStep) -> StepTensors:
         """Index tensors, mask and sampling of one step."""

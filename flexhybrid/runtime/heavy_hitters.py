@@ -17,6 +17,7 @@ from flexhybrid.core.blocks import BLOCK_TOKENS
 from flexhybrid.core.plan import Wave
 from flexhybrid.core.selection import kept_tokens
 from flexhybrid.core.steps import MiniBatchStep
+from flexhybrid.runtime.step_tensors import to_device
 
 
 class HeavyHitters:
@@ -51,7 +52,7 @@ class HeavyHitters:
         order = wanted.topk(most, dim=-1).indices
         order = order.masked_fill(torch.arange(most, device=self.device) >= kept, sums_BGP.shape[-1])
         chosen = torch.minimum(order.sort(dim=-1).values, lengths - 1)
-        requests = torch.from_numpy(step.requests).to(self.device)
+        requests = to_device(step.requests, self.device)
         self.scores[layer, requests, :, :most] = sums_BGP.gather(-1, chosen)
         self.born[layer, requests, :, :most] = chosen.int()
         return chosen
@@ -61,20 +62,20 @@ class HeavyHitters:
 
         ``weights_BGT``: columns are the segments' tokens, one segment after the other, then the new token itself.
         """
-        requests = torch.from_numpy(step.requests).to(self.device)
+        requests = to_device(step.requests, self.device)
         columns, held = self._columns(step)
         scores, born = self.scores[layer, requests], self.born[layer, requests]
         scores += weights_BGT[..., columns].masked_fill_(~held, 0.0)
         planned = step.context % self.kept[step.requests]
         full = self._column(step.context >= self.kept[step.requests])
         old = born <= self._column(step.context - self.recent[step.requests])
-        same_kind = torch.from_numpy(self.kind_of == self.kind_of[planned][:, None]).to(self.device)[:, None]
+        same_kind = to_device(self.kind_of == self.kind_of[planned][:, None], self.device)[:, None]
         worst = scores.masked_fill(~(old & same_kind & held), torch.inf).argmin(dim=-1)
         place = torch.where(full[..., 0], worst, self._column(planned)[..., 0])[..., None]
         scores.scatter_(-1, place, weights_BGT[..., -1:])
         born.scatter_(-1, place, self._column(step.context).int().expand_as(place))
         self.scores[layer, requests], self.born[layer, requests] = scores, born
-        return torch.from_numpy(self.slot_of).to(self.device)[place[..., 0]]
+        return to_device(self.slot_of, self.device)[place[..., 0]]
 
     def _columns(self, step: MiniBatchStep) -> tuple[torch.Tensor, torch.Tensor]:
         """Where each place's token stands among the attention columns [K], and which requests hold it [B, 1, K]."""
@@ -86,11 +87,11 @@ class HeavyHitters:
         columns = np.array([starts[kind] for kind in self.kind_of]) + self.slot_of
         held = self.slot_of < np.stack([counts[kind] for kind in self.kind_of], axis=1)
         columns = np.minimum(columns, start)
-        return torch.from_numpy(columns).to(self.device), torch.from_numpy(held).to(self.device)[:, None]
+        return to_device(columns, self.device), to_device(held, self.device)[:, None]
 
     def _column(self, values: np.ndarray) -> torch.Tensor:
         """[B] -> [B, 1, 1] on the device."""
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)[:, None, None]
+        return to_device(values, self.device)[:, None, None]
 
     def prompt_places(self, step: MiniBatchStep, store) -> torch.Tensor:
         """Which of its request's K places each row of a store of the prompt is for: [rows]."""
@@ -98,4 +99,4 @@ class HeavyHitters:
         slots = (store.blocks - first) * BLOCK_TOKENS + store.offsets
         kind = self.wave.kinds.kinds.index(store.kind)
         place_of = np.flatnonzero(self.kind_of == kind)
-        return torch.from_numpy(place_of[slots]).to(self.device)
+        return to_device(place_of[slots], self.device)

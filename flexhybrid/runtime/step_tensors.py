@@ -38,6 +38,15 @@ class StepTensors:
     stores: dict[str, StorePlace]
 
 
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A copy of the array that the device reads; nobody waits for it."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    if device.type == "cpu":
+        return tensor
+    # From pageable memory the copy would wait for the whole stream, and the device would run dry.
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 class TokenTable:
     """Token ids of every request on the device, prompt and answer, one request after the other."""
 

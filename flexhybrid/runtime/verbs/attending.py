@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 
@@ -12,9 +14,12 @@ from flexhybrid.runtime import attention
 from flexhybrid.runtime.buffers import run_view
 from flexhybrid.runtime.verbs.moving import put_rows
 
+if TYPE_CHECKING:
+    from flexhybrid.runtime.executor import Executor
+
 
 @torch.inference_mode()
-def assemble(ex, task: Task) -> None:
+def assemble(ex: Executor, task: Task) -> None:
     """Lay keys and values of all segments side by side, head-major; then the recomputed prefix; then the new tokens."""
     step, shape, slot = task.payload.step, ex.shape, task.payload.slot
     groups, d, batch = shape.num_kv_heads, shape.head_dim, len(step.requests)
@@ -70,7 +75,7 @@ def _lay_blocks(blocks: torch.Tensor, targets, requests: slice, column: int, wid
 
 
 @torch.inference_mode()
-def attend(ex, task: Task) -> None:
+def attend(ex: Executor, task: Task) -> None:
     """The new tokens over their whole context: [B, N, H·d]."""
     step, shape = task.payload.step, ex.shape
     batch = len(step.requests)
@@ -89,7 +94,7 @@ def attend(ex, task: Task) -> None:
 
 
 @torch.inference_mode()
-def attend_recomputed(ex, task: Task) -> None:
+def attend_recomputed(ex: Executor, task: Task) -> None:
     """The tokens of the recomputed prefix over themselves; its rows come before the new tokens'."""
     step, batch = task.payload.step, len(task.payload.step.requests)
     prefix = _over_themselves(ex, task, slice(0, step.recomputed_width))
@@ -97,12 +102,12 @@ def attend_recomputed(ex, task: Task) -> None:
 
 
 @torch.inference_mode()
-def attend_prefill(ex, task: Task) -> None:
+def attend_prefill(ex: Executor, task: Task) -> None:
     """The tokens of a prompt over themselves."""
     ex.attended = _over_themselves(ex, task, slice(None)).flatten(0, 1)
 
 
-def _over_themselves(ex, task: Task, tokens: slice) -> torch.Tensor:
+def _over_themselves(ex: Executor, task: Task, tokens: slice) -> torch.Tensor:
     """Causal attention of these columns of the computed grid: [B, columns, H·d]."""
     shape, batch = ex.shape, len(task.payload.step.requests)
     grid = ex.kvq[task.payload.slot].view(batch, -1, shape.kv_width + shape.query_width)[:, tokens]
@@ -112,7 +117,7 @@ def _over_themselves(ex, task: Task, tokens: slice) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def rank(ex, task: Task) -> None:
+def rank(ex: Executor, task: Task) -> None:
     """Which tokens stay: after the prompt the best go to staging; later the worst one's place is the new token's."""
     step, shape, slot = task.payload.step, ex.shape, task.payload.slot
     if not step.prefill:
@@ -133,7 +138,7 @@ def rank(ex, task: Task) -> None:
 
 
 @torch.inference_mode()
-def attend_host(ex, task: Task) -> None:
+def attend_host(ex: Executor, task: Task) -> None:
     """Attention beside the host's KV blocks: new rows into their blocks, then each request over its own."""
     step, shape, slot = task.payload.step, ex.shape, task.payload.slot
     batch = len(step.requests)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from flexhybrid.core.blocks import BLOCK_TOKENS
@@ -13,9 +15,12 @@ from flexhybrid.runtime.quantize import dequantize, quantize
 from flexhybrid.runtime.rotary import rotate_
 from flexhybrid.runtime.weights import linear
 
+if TYPE_CHECKING:
+    from flexhybrid.runtime.executor import Executor
+
 
 @torch.inference_mode()
-def embed(ex, task: Task) -> None:
+def embed(ex: Executor, task: Task) -> None:
     """Token ids -> hidden states [R, h]; here a step begins."""
     tensors = ex.begin_step(task)
     tokens = ex.tokens.ids[tensors.cells_R]
@@ -23,13 +28,13 @@ def embed(ex, task: Task) -> None:
 
 
 @torch.inference_mode()
-def dequantize_weights(ex, task: Task) -> None:
+def dequantize_weights(ex: Executor, task: Task) -> None:
     """The layer's packed matrices in the compute dtype."""
     ex.weights.dequantize(ex.stored_layer(task), ex.plain_weights)
 
 
 @torch.inference_mode()
-def dequantize_act(ex, task: Task) -> None:
+def dequantize_act(ex: Executor, task: Task) -> None:
     """Packed ACT of all tiers -> rows [·, h], segment after segment."""
     step, first, h = task.payload.step, 0, ex.shape.hidden
     for segment in step.of("act"):
@@ -40,7 +45,7 @@ def dequantize_act(ex, task: Task) -> None:
 
 
 @torch.inference_mode()
-def dequantize_kv(ex, task: Task) -> None:
+def dequantize_kv(ex: Executor, task: Task) -> None:
     """Packed KV of all tiers -> rows [·, 2·G·d], segment after segment."""
     step, first = task.payload.step, 0
     for segment in step.of("kv"):
@@ -50,7 +55,7 @@ def dequantize_kv(ex, task: Task) -> None:
         first += size
 
 
-def _unpack(ex, task: Task, segment, target: torch.Tensor, bits: int) -> None:
+def _unpack(ex: Executor, task: Task, segment, target: torch.Tensor, bits: int) -> None:
     """A segment's packed blocks -> target [B, blocks, 16, width]."""
     if segment.tier != "device":
         packed = ex.buffers.loaded_region(task.payload.step, segment, task.payload.slot)
@@ -63,7 +68,7 @@ def _unpack(ex, task: Task, segment, target: torch.Tensor, bits: int) -> None:
 
 
 @torch.inference_mode()
-def kv_gen(ex, task: Task) -> None:
+def kv_gen(ex: Executor, task: Task) -> None:
     """Keys and values from ACT, one product: [·, h] -> [·, 2·G·d]; keys rotated with their own positions."""
     step, shape = task.payload.step, ex.shape
     w, count = ex.layer_weights(task), len(step.requests) * step.act_blocks * BLOCK_TOKENS
@@ -87,7 +92,7 @@ def kv_gen(ex, task: Task) -> None:
         rotate_(keys.view(count, shape.num_kv_heads, shape.head_dim), *rotation)
 
 
-def _gather_act(ex, task: Task) -> None:
+def _gather_act(ex: Executor, task: Task) -> None:
     """ACT blocks of the device, beside those that the link brought."""
     for segment in task.payload.step.of("act"):
         if segment.tier == "device":
@@ -99,7 +104,7 @@ def _gather_act(ex, task: Task) -> None:
 
 
 @torch.inference_mode()
-def project(ex, task: Task) -> None:
+def project(ex: Executor, task: Task) -> None:
     """Keys, values and queries of the computed tokens, and the native ones' rows to staging."""
     shape, w, slot = ex.shape, ex.layer_weights(task), task.payload.slot
     tensors = ex.tensors(task)
@@ -122,7 +127,7 @@ def project(ex, task: Task) -> None:
             _stage(ex, store, tensors.stores[store.space].rows, slot)
 
 
-def _stage(ex, store, rows: torch.Tensor | None, slot: int) -> None:
+def _stage(ex: Executor, store, rows: torch.Tensor | None, slot: int) -> None:
     """New rows of one part, as they are or packed, to its staging buffer."""
     source = ex.act if store.representation == "act" else ex.kvq[slot][:, : ex.shape.kv_width]
     target = ex.buffers.staging[store.space][slot, : len(store.rows)]
@@ -136,7 +141,7 @@ def _stage(ex, store, rows: torch.Tensor | None, slot: int) -> None:
 
 
 @torch.inference_mode()
-def quantize_rows(ex, task: Task) -> None:
+def quantize_rows(ex: Executor, task: Task) -> None:
     """New rows of the parts that are stored packed, to staging."""
     for store in task.payload.step.stores:
         if ex.buffers.packed(store.representation):
@@ -145,7 +150,7 @@ def quantize_rows(ex, task: Task) -> None:
 
 
 @torch.inference_mode()
-def scatter_device(ex, task: Task) -> None:
+def scatter_device(ex: Executor, task: Task) -> None:
     """Staging -> blocks of the device."""
     tensors, slot, shape = ex.tensors(task), task.payload.slot, ex.shape
     for store in task.payload.step.stores:
@@ -164,7 +169,7 @@ def scatter_device(ex, task: Task) -> None:
 
 
 @torch.inference_mode()
-def finish(ex, task: Task) -> None:
+def finish(ex: Executor, task: Task) -> None:
     """Output projection and feed-forward network: the next layer's hidden states."""
     hidden, attended = ex.hidden[ex.hidden_key(task)], ex.attended
     ex.act = ex.attended = None  # over: their memory is for the feed-forward rows
@@ -174,7 +179,7 @@ def finish(ex, task: Task) -> None:
 
 
 @torch.inference_mode()
-def head(ex, task: Task) -> None:
+def head(ex: Executor, task: Task) -> None:
     """Logits of each request's last token."""
     last = ex.tensors(task).last_rows_B
     hidden = ex.hidden[ex.hidden_key(task)]
@@ -182,7 +187,7 @@ def head(ex, task: Task) -> None:
 
 
 @torch.inference_mode()
-def sample(ex, task: Task) -> None:
+def sample(ex: Executor, task: Task) -> None:
     """The next token of each request, into the token table and on its way to the host."""
     tensors = ex.tensors(task)
     chosen = sampling.choose(ex.logits, tensors.sampling)

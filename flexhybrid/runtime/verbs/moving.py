@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 
@@ -9,17 +11,20 @@ from flexhybrid.core.blocks import BLOCK_TOKENS
 from flexhybrid.core.steps import Store
 from flexhybrid.core.task import Task
 
+if TYPE_CHECKING:
+    from flexhybrid.runtime.executor import Executor
+
 # ---- weights
 
 
-def read_weights(ex, task: Task) -> None:
+def read_weights(ex: Executor, task: Task) -> None:
     """disk -> staging: a slice of a layer's disk bytes."""
     piece, weights = task.payload, ex.weights
     low, high = piece.disk_start - weights.disk_from, piece.disk_end - weights.disk_from
     weights.disk.read([(task.layer * weights.disk_stride + low, ex.slots.staging[piece.slot][low:high])])
 
 
-def load_weights(ex, task: Task) -> None:
+def load_weights(ex: Executor, task: Task) -> None:
     """host and staging -> device slot: a slice of a layer's streamed bytes."""
     piece, weights = task.payload, ex.weights
     slot, first = ex.slots.device[piece.slot], weights.streamed_from
@@ -35,17 +40,17 @@ def load_weights(ex, task: Task) -> None:
 # ---- cached context
 
 
-def read_act(ex, task: Task) -> None:
+def read_act(ex: Executor, task: Task) -> None:
     """disk -> staging: the blocks of a mini-batch's ACT."""
     _read(ex, task, "act")
 
 
-def read_kv(ex, task: Task) -> None:
+def read_kv(ex: Executor, task: Task) -> None:
     """disk -> staging: the blocks of a mini-batch's KV."""
     _read(ex, task, "kv")
 
 
-def _read(ex, task: Task, representation: str) -> None:
+def _read(ex: Executor, task: Task, representation: str) -> None:
     step, pieces = task.payload.step, []
     for segment in step.of(representation):
         if segment.tier != "disk":
@@ -59,17 +64,17 @@ def _read(ex, task: Task, representation: str) -> None:
     ex.buffers.disk.read(pieces)
 
 
-def load_act(ex, task: Task) -> None:
+def load_act(ex: Executor, task: Task) -> None:
     """host and staging -> device: the blocks of a mini-batch's ACT."""
     _load(ex, task, "act")
 
 
-def load_kv(ex, task: Task) -> None:
+def load_kv(ex: Executor, task: Task) -> None:
     """host and staging -> device: the blocks of a mini-batch's KV."""
     _load(ex, task, "kv")
 
 
-def _load(ex, task: Task, representation: str) -> None:
+def _load(ex: Executor, task: Task, representation: str) -> None:
     step, slot = task.payload.step, task.payload.slot
     for segment in step.of(representation):
         if segment.tier == "device":
@@ -86,17 +91,17 @@ def _load(ex, task: Task, representation: str) -> None:
 # ---- new rows
 
 
-def store_act(ex, task: Task) -> None:
+def store_act(ex: Executor, task: Task) -> None:
     """device staging -> landing strip: the new tokens' ACT."""
     _store(ex, task, "act")
 
 
-def store_kv(ex, task: Task) -> None:
+def store_kv(ex: Executor, task: Task) -> None:
     """device staging -> landing strip: the new tokens' KV."""
     _store(ex, task, "kv")
 
 
-def _store(ex, task: Task, representation: str) -> None:
+def _store(ex: Executor, task: Task, representation: str) -> None:
     slot = task.payload.slot
     for store in task.payload.step.stores:
         if store.representation == representation and store.tier != "device":
@@ -109,7 +114,7 @@ def _store(ex, task: Task, representation: str) -> None:
         ex.copies.copy_d2h(ex.buffers.place_strip[slot, : len(places)], places)
 
 
-def scatter(ex, task: Task) -> None:
+def scatter(ex: Executor, task: Task) -> None:
     """landing strips -> host blocks. numpy only: it holds no torch threads."""
     slot = task.payload.slot
     for store in task.payload.step.stores:
@@ -117,7 +122,7 @@ def scatter(ex, task: Task) -> None:
             put_rows(ex, task, store, ex.buffers.strips[store.space][slot, : len(store.rows)])
 
 
-def put_rows(ex, task: Task, store: Store, rows: torch.Tensor) -> None:
+def put_rows(ex: Executor, task: Task, store: Store, rows: torch.Tensor) -> None:
     """New rows [n, row] into their places in a layer of a host pool."""
     pool, rows = as_numpy(ex.buffers.pools[store.space][task.layer]), as_numpy(rows)
     if not ex.buffers.head_major(store):
@@ -146,17 +151,17 @@ def as_numpy(tensor: torch.Tensor) -> np.ndarray:
     return (tensor.view(torch.int16) if tensor.element_size() == 2 else tensor).numpy()
 
 
-def write_act(ex, task: Task) -> None:
+def write_act(ex: Executor, task: Task) -> None:
     """landing strip -> disk blocks: the new tokens' ACT."""
     _write(ex, task, "act")
 
 
-def write_kv(ex, task: Task) -> None:
+def write_kv(ex: Executor, task: Task) -> None:
     """landing strip -> disk blocks: the new tokens' KV."""
     _write(ex, task, "kv")
 
 
-def _write(ex, task: Task, representation: str) -> None:
+def _write(ex: Executor, task: Task, representation: str) -> None:
     slot, pieces = task.payload.slot, []
     for store in task.payload.step.stores:
         if store.representation != representation or store.tier != "disk":
@@ -173,7 +178,7 @@ def _write(ex, task: Task, representation: str) -> None:
 # ---- hidden states, queries, tokens
 
 
-def load_hidden(ex, task: Task) -> None:
+def load_hidden(ex: Executor, task: Task) -> None:
     """host -> device: the hidden states of a mini-batch."""
     source = ex.host_hidden(task)
     target = ex.buffers.hidden_slots[task.payload.slot, : len(source)]
@@ -181,25 +186,25 @@ def load_hidden(ex, task: Task) -> None:
     ex.hidden[ex.hidden_key(task)] = target
 
 
-def store_hidden(ex, task: Task) -> None:
+def store_hidden(ex: Executor, task: Task) -> None:
     """device -> host: the hidden states of a mini-batch."""
     ex.copies.copy_d2h(ex.host_hidden(task), ex.hidden[ex.hidden_key(task)])
 
 
-def store_query(ex, task: Task) -> None:
+def store_query(ex: Executor, task: Task) -> None:
     """device -> host: new keys, values and queries, for attention there."""
     kvq = ex.kvq[task.payload.slot]
     ex.copies.copy_d2h(ex.buffers.query_strip[task.payload.slot, : len(kvq)], kvq)
 
 
-def load_attended(ex, task: Task) -> None:
+def load_attended(ex: Executor, task: Task) -> None:
     """host -> device: what attention there gave."""
     rows = len(task.payload.step.requests)
     ex.attended = ex.buffers.attended[:rows]
     ex.copies.copy_h2d(ex.attended, ex.buffers.out_strip[task.payload.slot, :rows])
 
 
-def store_out(ex, task: Task) -> None:
+def store_out(ex: Executor, task: Task) -> None:
     """device -> host: the sampled tokens."""
     start, count = ex.log_start[task.mini_batch], len(task.payload.step.requests)
     ex.copies.copy_d2h(ex.token_log[task.iteration, start : start + count], ex.sampled[task.mini_batch][:count])
