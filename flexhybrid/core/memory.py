@@ -285,7 +285,8 @@ def memory_parts(
     scores = 8 * layers * shape.num_kv_heads * sizes.kept_tokens if ranked else 0  # and ages
     rotation = 2 * shape.head_dim * p if shape.rotary else 0  # a cosine and a sine for each element of a head
     act = any("act@" in kind for kind in sizes.pool_blocks)
-    packed = {policy.bits.weights, policy.bits.kv, policy.bits.act} != {"native"}
+    # Set aside whatever the bits, so that a program over bits can add up; a small model's pieces are small.
+    packing = PACKING_BYTES * min(PACKING_ELEMENTS[device], shape.ffn * shape.hidden)
     partial_buffer = sizes.context_tokens * ratio * native_kv / 2 if layers > 1 else 0
     tiers["device"] |= {
         "resident weights": layers * resident,
@@ -308,7 +309,7 @@ def memory_parts(
         "token ids": 8 * sizes.cached_tokens,
         "positions": 16 * sizes.hidden_rows
         + rotation * (sizes.longest + sizes.hidden_rows + act * sizes.cached_tokens),
-        "packing": packed * PACKING_BYTES * PACKING_ELEMENTS[device],
+        "packing": packing,
         "attended rows": sizes.decode_batch * shape.query_width * p if policy.attention == "host" else 0,
         "workspace": workspace_bytes(shape, p, sizes.step_rows, sizes.batch, cut),
         "slack": SLACK_BYTES[device],

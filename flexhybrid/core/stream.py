@@ -135,7 +135,10 @@ class _Stream:
             for index, position in enumerate(current):
                 yield from self.held
                 on_host = "attend_host" in position.works
-                if following and not on_host:
+                # What attention on the host gave comes before the weights: the device waits for it, and not yet for
+                # them. Peers that meet after each step (FlexGen) load their weights first.
+                weights_last = on_host and self.wave.policy.overlap is True
+                if following and not weights_last:
                     yield from self._load_weights(following, index, len(current))
                 ahead = current[index + 1] if index + 1 < len(current) else following and following[0]
                 # What the position stores or selects now may be what the next one loads.
@@ -150,11 +153,11 @@ class _Stream:
                     opened = ahead
                 if late == "selected":
                     yield from self._load_cache(ahead)
-                if on_host:  # what attention gave first: the device waits for it, and not yet for the weights
+                if on_host:
                     out = Access(("out_strip",), position.slot, position.slot + 1)
                     yield self._task(position, "load_attended", "h2d", (out,), (_ATTENDED,))
-                    if following:
-                        yield from self._load_weights(following, index, len(current))
+                if following and weights_last:
+                    yield from self._load_weights(following, index, len(current))
                 yield from self._close(position)
                 if late == "stored":
                     yield from self.held
