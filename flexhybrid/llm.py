@@ -96,9 +96,7 @@ class LLM:
         self.shape = self.checkpoint.shape
         self.device = pick_device(device, link_gb_per_s)
         self.link_gb_per_s = link_gb_per_s
-        self.hardware = named_hardware(hardware, self.device)
-        if self.hardware and self.device.type == "cpu":
-            self.hardware = self.hardware.with_link_rate(link_gb_per_s)
+        self.hardware = named_hardware(hardware, self.device, link_gb_per_s)
         self.dtype = pick_dtype(dtype, self.shape, self.device, self.hardware)
         self.bytes_per_element = DTYPE_BYTES[self.dtype]
         self.disk = DiskPlace(disk_dir, checked_rate(disk_gb_per_s))
@@ -312,7 +310,6 @@ class LLM:
         would be over a budget.
         """
         if self._weights is None:
-            self._engine = None
             self._weights = Weights(self.shape, self.checkpoint, self.dtype, self.device, self.policy, self.disk)
         sizes = needed
         if self._engine is not None:

@@ -67,13 +67,18 @@ def saved_hardware(device: torch.device) -> Hardware | None:
     return None
 
 
-def named_hardware(hardware: Hardware | str | Path | None, device: torch.device) -> Hardware | None:
-    """A record as it is; None and "local": what was measured here; a name of the catalogue; or a JSON file."""
-    if hardware is None or isinstance(hardware, Hardware):
-        return hardware or saved_hardware(device)
-    from sim import catalogue
+def named_hardware(
+    hardware: Hardware | str | Path | None, device: torch.device, link_gb_per_s: float | None
+) -> Hardware | None:
+    """A record as it is; None and "local": what was measured here; a name of the catalogue; or a JSON file. On a CPU at
+    the rate of this run's link."""
+    if hardware is None:
+        hardware = saved_hardware(device)
+    elif not isinstance(hardware, Hardware):
+        from sim import catalogue
 
-    return catalogue.load(hardware)
+        hardware = catalogue.load(hardware)
+    return hardware.with_link_rate(link_gb_per_s) if hardware and device.type == "cpu" else hardware
 
 
 def resolve_policy(policy: str | Path | Policy, shape: ModelShape) -> Policy | str:
@@ -108,13 +113,14 @@ def settle_policy(
     device: str,
     link_gb_per_s: float | None,
 ) -> Policy:
-    """The policy that a name of ``resolve_policy`` stands for on this machine, with these requests."""
+    """The policy that a name of ``resolve_policy`` stands for on this machine, with these requests.
+
+    ``hardware`` has this run's link rate already (``named_hardware``).
+    """
     if name == "auto":
         return best_policy(shape, hardware, bytes_per_element, workload, budgets, device, link_gb_per_s)
     from policy_search.systems import policy_here
 
-    if hardware is not None and device == "cpu":
-        hardware = hardware.with_link_rate(link_gb_per_s)
     return policy_here(name, shape, hardware, bytes_per_element, workload, budgets)
 
 
@@ -144,8 +150,6 @@ def best_policy(
             "policy auto needs to know this machine: run `flexhybrid profile` once (or `flexhybrid compare`, which "
             "does), or name a policy such as kv_only or hybrid(0.5)"
         )
-    if device == "cpu":
-        hardware = hardware.with_link_rate(link_gb_per_s)
     from policy_search.search import LOSSLESS, search
 
     space = LOSSLESS

@@ -15,6 +15,7 @@ from flexhybrid.core.blocks import BLOCK_TOKENS, HALF, ceil_blocks, deal_blocks,
 from flexhybrid.core.kinds import parts_of, representation_of
 from flexhybrid.core.layout import LayerLayout, layer_layout
 from flexhybrid.core.memory import BufferSizes, Reads, group_sizes, memory_parts, split_blocks
+from flexhybrid.core.packing import chunk_tokens, takes_prompts_whole
 from flexhybrid.core.policy import ElementBytes, Policy
 from flexhybrid.core.selection import kept_tokens, selected_tokens
 from flexhybrid.core.shape import ModelShape
@@ -140,13 +141,13 @@ class Loads:
 
     @cached_property
     def chunk(self):
-        """Tokens of a piece of a prompt that is longer than a mini-batch may be (``core.packing.chunk_tokens``)."""
-        return np.maximum(np.floor(self.bound / BLOCK_TOKENS), 1) * BLOCK_TOKENS
+        """Tokens of a piece of a prompt that is longer than a mini-batch may be."""
+        return chunk_tokens(self.bound)
 
     @cached_property
     def chunks(self):
         """Pieces in which a prompt is computed; 1: it is computed whole."""
-        if self.policy.attention == "host" or self.policy.selection.method != "none":
+        if takes_prompts_whole(self.policy):
             return np.ones_like(self.chunk)
         return np.where(self.size > 1, 1.0, np.ceil(self.prompt / self.chunk))
 

@@ -133,7 +133,7 @@ def run_ours(request: dict) -> dict:
     from flexhybrid.core.shape import DTYPE_BYTES, shape_of
     from flexhybrid.core.waves import split_waves
     from flexhybrid.core.workload import Workload
-    from flexhybrid.machine import best_policy, saved_hardware
+    from flexhybrid.machine import best_policy, named_hardware
     from flexhybrid.runtime.engine import Engine
     from flexhybrid.runtime.loader import RandomWeights
     from flexhybrid.runtime.sampling import greedy_plan
@@ -142,7 +142,7 @@ def run_ours(request: dict) -> dict:
     shape, prompts = shape_of(request["shape"]), request["prompts"]
     device, width = torch.device(request["device"]), DTYPE_BYTES[request["dtype"]]
     budgets = {"device": request["device_memory"], "host": request["host_memory"]}
-    hardware = saved_hardware(device)
+    hardware = named_hardware(None, device, None)
     workload = Workload.uniform(len(prompts), len(prompts[0]), request["gen_tokens"])
     policy = best_policy(shape, hardware, width, workload, budgets, device.type, None)
     waves = split_waves(shape, policy, workload, width, budgets, device.type, hardware)

@@ -14,7 +14,7 @@ from flexhybrid.core.blocks import BLOCK_TOKENS, BlockKinds, ceil_blocks
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.kinds import parts_of
 from flexhybrid.core.layout import layer_layout
-from flexhybrid.core.packing import chunk_tokens, num_chunks
+from flexhybrid.core.packing import chunk_tokens, longest_piece, num_chunks
 from flexhybrid.core.plan import Wave, disk_from
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.selection import kept_tokens, selected_tokens
@@ -91,16 +91,12 @@ def buffer_sizes(wave: Wave) -> BufferSizes:
         return dict(zip(kinds.kinds, values, strict=True))
 
     for group in wave.mini_batches:
-        chunks, longest, staged = (
-            num_chunks(policy, prompts[group]),
-            prompts[group].max(),
-            prompt_tokens[group].sum(axis=0),
-        )
-        if chunks > 1:
-            longest, staged = chunk_tokens(policy), _staged_by_chunk(kinds, policy, int(longest))
+        staged = prompt_tokens[group].sum(axis=0)
+        if (chunks := num_chunks(policy, prompts[group])) > 1:
+            staged = _staged_by_chunk(kinds, policy, int(prompts[group].max()))
         one = group_sizes(
-            policy, len(group), longest, _reads(wave, group), each_kind(fresh[group].any(axis=0) * len(group)),
-            each_kind(staged),
+            policy, len(group), longest_piece(policy, prompts[group]), _reads(wave, group),
+            each_kind(fresh[group].any(axis=0) * len(group)), each_kind(staged),
         )  # fmt: skip
         sums.append((one.step_rows * chunks, one.selected_rows))
         sizes = sizes.merge(one)
@@ -138,8 +134,9 @@ def _reads(wave: Wave, group: np.ndarray) -> Reads:
     runs = (steps > 0) & (steps < generated)  # [steps, requests that differ]
     tokens, new = kept_tokens(policy.selection, prompts, np.maximum(prompts + steps - 1, 0)), 1
     if (chunks := num_chunks(policy, workload.prompt_tokens[group])) > 1:
-        before = np.arange(chunks)[:, None] * chunk_tokens(policy)
-        new = np.r_[np.ones(len(tokens), int), np.minimum(prompts - before, chunk_tokens(policy))[:, 0]]
+        size = chunk_tokens(policy.max_mini_batch_tokens)
+        before = np.arange(chunks)[:, None] * size
+        new = np.r_[np.ones(len(tokens), int), np.minimum(prompts - before, size)[:, 0]]
         tokens, runs = np.concatenate([tokens, before]), np.concatenate([runs, before > 0])
     held, of_kind, recomputed = kinds.held(tokens), kinds.tokens(tokens), kinds.tok_tokens(tokens)
     if policy.static_cache:
@@ -162,8 +159,9 @@ def _reads(wave: Wave, group: np.ndarray) -> Reads:
 
 def _staged_by_chunk(kinds: BlockKinds, policy: Policy, prompt: int) -> np.ndarray:
     """Most tokens of each kind that one chunk of a prompt stores: [kind]."""
-    before = np.arange(0, prompt, chunk_tokens(policy))
-    after = np.minimum(before + chunk_tokens(policy), prompt)
+    size = chunk_tokens(policy.max_mini_batch_tokens)
+    before = np.arange(0, prompt, size)
+    after = np.minimum(before + size, prompt)
     return (kinds.stored(after) - kinds.stored(np.maximum(before, kinds.tok_tokens(after)))).max(axis=0)
 
 
@@ -172,9 +170,8 @@ def chunk_rows(wave: Wave) -> list[tuple[int, int]]:
     prompts = wave.workload.prompt_tokens
     rows = []
     for group in wave.mini_batches:
-        chunks, reads = num_chunks(wave.policy, prompts[group]), _reads(wave, group)
-        longest = prompts[group].max() if chunks == 1 else chunk_tokens(wave.policy)
-        rows.append((step_rows(len(group), longest, reads), chunks))
+        longest = longest_piece(wave.policy, prompts[group])
+        rows.append((step_rows(len(group), longest, _reads(wave, group)), num_chunks(wave.policy, prompts[group])))
     return rows
 
 

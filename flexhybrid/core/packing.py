@@ -152,11 +152,23 @@ def num_chunks(policy: Policy, prompts: np.ndarray) -> int:
 
     A selection, and attention on the host, take a prompt whole.
     """
-    if len(prompts) > 1 or policy.attention == "host" or policy.selection.method != "none":
+    if len(prompts) > 1 or takes_prompts_whole(policy):
         return 1
-    return -(-int(prompts[0]) // chunk_tokens(policy))
+    return -(-int(prompts[0]) // chunk_tokens(policy.max_mini_batch_tokens))
 
 
-def chunk_tokens(policy: Policy) -> int:
-    """Tokens of a piece of a long prompt: whole blocks within the bound of a mini-batch."""
-    return max(policy.max_mini_batch_tokens // BLOCK_TOKENS, 1) * BLOCK_TOKENS
+def takes_prompts_whole(policy: Policy) -> bool:
+    """Whether no prompt is cut, however long."""
+    return policy.attention == "host" or policy.selection.method != "none"
+
+
+def chunk_tokens(max_mini_batch_tokens):
+    """Tokens of a piece of a long prompt: whole blocks within the bound of a mini-batch; works on arrays."""
+    blocks = max_mini_batch_tokens // BLOCK_TOKENS
+    return (np.maximum(blocks, 1) if np.ndim(blocks) else max(blocks, 1)) * BLOCK_TOKENS
+
+
+def longest_piece(policy: Policy, prompts: np.ndarray) -> int:
+    """Prompt tokens that a mini-batch takes of a request in one step, at most."""
+    longest = int(prompts.max())
+    return longest if num_chunks(policy, prompts) == 1 else chunk_tokens(policy.max_mini_batch_tokens)

@@ -116,7 +116,7 @@ def admit(
     first = workload.prompt_tokens.copy()  # the first length of each request that is held as a whole
     for group in mini_batches:
         if num_chunks(policy, first[group]) > 1:
-            first[group] = chunk_tokens(policy)
+            first[group] = chunk_tokens(policy.max_mini_batch_tokens)
     counts = kinds.most_blocks(first, kept)  # [requests, kind]
     num_blocks = {kind: counts[:, i] for i, kind in enumerate(kinds.kinds)}
     if manager is None:

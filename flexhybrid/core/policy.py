@@ -138,6 +138,10 @@ class Selection:
             _check_choice(self.partial_keys, TIERS, "selection.partial_keys")
 
 
+#: Fields of a policy that are records of their own.
+_PARTS = {"weights": Placement, "embedding": Placement, "bits": Bits, "selection": Selection}
+
+
 def _is_number(value) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
@@ -171,8 +175,7 @@ class Policy:
     def __post_init__(self):
         if not isinstance(self.name, str):
             raise InputError(f"policy: name is {self.name!r}; it must be a text")
-        kinds = {"weights": Placement, "embedding": Placement, "bits": Bits, "selection": Selection}
-        for name, kind in kinds.items():
+        for name, kind in _PARTS.items():
             if not isinstance(getattr(self, name), kind):
                 raise InputError(
                     f"policy: {name} is {getattr(self, name)!r}; write {name}={kind.__name__}(…), or give all of it to "
@@ -231,7 +234,7 @@ class Policy:
         """The inverse of to_dict; missing fields take their defaults. Raises InputError by field name."""
         _refuse_unknown(Policy, data, "policy")
         data = dict(data)
-        for key, cls in (("weights", Placement), ("embedding", Placement), ("bits", Bits), ("selection", Selection)):
+        for key, cls in _PARTS.items():
             if key in data:
                 _refuse_unknown(cls, data[key], key)
                 data[key] = cls(**data[key])

@@ -186,7 +186,7 @@ def make_step(wave, iteration: int, mini_batch: int, requests: np.ndarray, chunk
     """
     prompts, last = wave.workload.prompt_tokens[requests], True
     if iteration == 0 and num_chunks(wave.policy, prompts) > 1:
-        size = chunk_tokens(wave.policy)
+        size = chunk_tokens(wave.policy.max_mini_batch_tokens)
         context = np.full_like(prompts, chunk * size)
         new_tokens = np.minimum(prompts - context, size)
         last = bool(context[0] + new_tokens[0] == prompts[0])

@@ -79,7 +79,7 @@ class Executor:
         iterations = int(wave.workload.max_tokens.max())
         self.token_log = copies.host_memory.zeros((iterations, count), torch.int64)  # column = order of packing
         self.log_start = np.cumsum([0] + [len(group) for group in wave.mini_batches])
-        rows = chunk_rows(wave)
+        rows = chunk_rows(wave) if self.policy.hidden == "host" else []
         self.most_rows = [most for most, _ in rows]
         self.first_rows = np.cumsum([0] + [most * chunks for most, chunks in rows])  # in the host's hidden states
         self.verbs: dict[str, Callable[[Executor, Task], None]] = dict(VERBS)

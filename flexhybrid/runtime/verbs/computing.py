@@ -36,22 +36,22 @@ def dequantize_weights(ex: Executor, task: Task) -> None:
 @torch.inference_mode()
 def dequantize_act(ex: Executor, task: Task) -> None:
     """Packed ACT of all tiers -> rows [·, h], segment after segment."""
-    step, first, h = task.payload.step, 0, ex.shape.hidden
-    for segment in step.of("act"):
-        size = len(step.requests) * segment.buffer_blocks * BLOCK_TOKENS
-        target = ex.buffers.plain_act[first : first + size].view(len(step.requests), -1, BLOCK_TOKENS, h)
-        _unpack(ex, task, segment, target, ex.policy.bits.act)
-        first += size
+    _dequantize(ex, task, "act", ex.buffers.plain_act)
 
 
 @torch.inference_mode()
 def dequantize_kv(ex: Executor, task: Task) -> None:
     """Packed KV of all tiers -> rows [·, 2·G·d], segment after segment."""
-    step, first = task.payload.step, 0
-    for segment in step.of("kv"):
-        size = len(step.requests) * segment.buffer_blocks * BLOCK_TOKENS
-        target = ex.buffers.plain_kv[first : first + size].view(len(step.requests), -1, BLOCK_TOKENS, ex.shape.kv_width)
-        _unpack(ex, task, segment, target, ex.policy.bits.kv)
+    _dequantize(ex, task, "kv", ex.buffers.plain_kv)
+
+
+def _dequantize(ex: Executor, task: Task, representation: str, plain: torch.Tensor) -> None:
+    """The segments of one representation -> rows of ``plain`` [·, width], one segment after the other."""
+    batch, first, bits = len(task.payload.step.requests), 0, getattr(ex.policy.bits, representation)
+    for segment in task.payload.step.of(representation):
+        size = batch * segment.buffer_blocks * BLOCK_TOKENS
+        target = plain[first : first + size].view(batch, -1, BLOCK_TOKENS, plain.shape[1])
+        _unpack(ex, task, segment, target, bits)
         first += size
 
 
@@ -114,10 +114,7 @@ def project(ex: Executor, task: Task) -> None:
         rows, keys = len(kvq), shape.kv_width // 2
         rotate_(kvq[:, :keys].view(rows, shape.num_kv_heads, shape.head_dim), *tensors.rotation_R)
         rotate_(kvq[:, shape.kv_width :].view(rows, shape.num_heads, shape.head_dim), *tensors.rotation_R)
-    if ex.policy.attention != "host" or task.payload.step.prefill:
-        ex.kvq.clear()  # with attention on the device the other slot's is over: its memory need not wait
-    ex.kvq[slot] = kvq
-    step = task.payload.step
+    ex.kvq[slot], step = kvq, task.payload.step
     if ex.policy.attention == "host" and not step.prefill:
         return  # the new rows go with the queries
     if ex.heavy_hitters and step.prefill:
@@ -173,7 +170,7 @@ def finish(ex: Executor, task: Task) -> None:
     """Output projection and feed-forward network: the next layer's hidden states."""
     hidden, attended = ex.hidden[ex.hidden_key(task)], ex.attended
     ex.act = ex.attended = None  # over: their memory is for the feed-forward rows
-    if ex.policy.attention != "host":
+    if ex.policy.attention != "host" or task.payload.step.prefill:  # else the other slot's may be under way
         ex.kvq.clear()
     ex.keep_hidden(task, ex.model.finish(ex.shape, ex.layer_weights(task), hidden, attended))
 
