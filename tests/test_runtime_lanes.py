@@ -251,3 +251,24 @@ def test_decode_can_be_repeated_from_a_filled_cache(checkpoint):
         )
         assert again.tokens == [answer[1:] for answer in expected]
         assert check_trace(again.trace) == []
+
+
+def test_each_lane_computes_with_its_own_number_of_threads(checkpoint):
+    source, _ = checkpoint
+    policy = POLICIES[1]
+    workload = Workload(np.array([len(p) for p in PROMPTS]), np.full(len(PROMPTS), MAX_TOKENS))
+    wave = admit(source.shape, policy, workload, 4)
+    weights = Weights(source.shape, source, "float32", torch.device("cpu"), policy)
+    engine = Engine(weights, policy, buffer_sizes(wave), num_threads=3)
+    plan = greedy_plan(len(PROMPTS))
+    executor = engine.executor(wave, PROMPTS, plan)
+    perform, seen = executor.perform, {"compute": set(), "host_compute": set()}
+
+    def watched(task):
+        perform(task)
+        if task.resource in seen:
+            seen[task.resource].add(torch.get_num_threads())
+
+    executor.perform = watched
+    engine.run(wave, PROMPTS, plan, executor=executor)
+    assert seen == {"compute": {3}, "host_compute": {1}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -98,7 +99,7 @@ class Engine:
         """
         host_threads = 1 if self.device.type == "cpu" else max(1, self.num_threads // 2)
         on_host = [
-            Lane("host_compute", executor.perform, on_start=partial(torch.set_num_threads, host_threads)),
+            Lane("host_compute", executor.perform, on_start=partial(_compute_with, host_threads)),
             Lane("disk_read", executor.perform),
             Lane("disk_write", executor.perform),
         ]
@@ -113,7 +114,7 @@ class Engine:
             ]
 
         return [
-            Lane("compute", executor.perform, on_start=partial(torch.set_num_threads, self.num_threads)),
+            Lane("compute", executor.perform, on_start=partial(_compute_with, self.num_threads)),
             Lane("h2d", executor.perform),
             Lane("d2h", executor.perform),
             *on_host,
@@ -156,6 +157,20 @@ class Engine:
             self.close()
             raise
         return WaveResult(collector.tokens, collector.stops, trace)
+
+
+_SETTING_THREADS = threading.Lock()
+
+
+def _compute_with(num_threads: int) -> None:
+    """Let the calling thread compute with so many.
+
+    The first parallel operation of a thread resets its number to the one that any thread has set last, unless it was
+    asked for before: another lane that starts at the same time would hand its own number on.
+    """
+    with _SETTING_THREADS:
+        torch.set_num_threads(num_threads)
+        torch.get_num_threads()
 
 
 class _Collector:
