@@ -18,6 +18,7 @@ import weakref
 from pathlib import Path
 
 import pytest
+import torch
 from models import save_opt
 
 from flexhybrid import LLM, InputError, Policy, SamplingParams
@@ -218,6 +219,18 @@ def test_no_room_on_the_disk(llm, expected, monkeypatch, which):
     held.check(llm.disk.directory)
     monkeypatch.undo()
     assert tokens(llm) == expected
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers(tmp_path, value, temperature):
+    model = save_opt(tmp_path / "broken", layers=1)
+    with torch.no_grad():
+        model.model.decoder.layers[0].fc1.weight[0, 0] = value
+    model.save_pretrained(tmp_path / "broken")
+    broken = LLM(tmp_path / "broken", "kv_only", device="cpu", dtype="float32")
+    with pytest.raises(InputError, match="not finite numbers in float32"):
+        broken.generate(PROMPTS, SamplingParams(max_tokens=4, temperature=temperature))
 
 
 def test_an_error_of_the_caller_s_own_function(llm, expected, monkeypatch):

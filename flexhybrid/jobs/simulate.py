@@ -8,7 +8,7 @@ from pathlib import Path
 
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.memory import gib, parse_bytes
-from flexhybrid.core.policy import Policy
+from flexhybrid.core.policy import Bits, Policy
 from flexhybrid.core.shape import DTYPE_BYTES, shape_of
 from flexhybrid.jobs.grid import one_of, positive_integer
 from policy_search.systems import Setting, System, check, system
@@ -203,7 +203,8 @@ def describe_search(result: dict) -> str:
     found, lines = result["found"], [describe(result["best"])]
     p = found.policy
     bits = ", ".join(f"{name} {getattr(p.bits, name)}" for name in ("weights", "kv", "act"))
-    lines.append(f"  policy: {found.batch} requests at a time; bits {bits}")
+    changes = "" if p.bits == Bits() else " (these change the tokens; --lossless keeps to native bits)"
+    lines.append(f"  policy: {found.batch} requests at a time; bits {bits}{changes}")
     order = f"{p.schedule} schedule, mini-batches of {p.max_mini_batch_tokens} tokens, attention on the {p.attention}"
     lines.append(f"          {order}")
     if found.virtual:

@@ -20,7 +20,7 @@ from flexhybrid.runtime.buffers import Buffers, cache_disk_bytes
 from flexhybrid.runtime.executor import Executor
 from flexhybrid.runtime.lanes import Clock, Lane, StreamLane
 from flexhybrid.runtime.links import CpuCopies
-from flexhybrid.runtime.sampling import SamplingPlan
+from flexhybrid.runtime.sampling import NO_TOKEN, SamplingPlan
 from flexhybrid.runtime.weights import ANYWHERE, DiskPlace, Weights, WeightSlots
 
 #: Of a request (by its place in the wave): hears of its tokens, in order; returns the text that ends it, or None.
@@ -214,6 +214,12 @@ class _Collector:
             for request, token in zip(step.requests.tolist(), self.executor.tokens_of(step).tolist(), strict=True):
                 if request in self._stopped_requests:
                     continue  # the surplus token of a stop that was seen one iteration late
+                if token == NO_TOKEN:
+                    dtype = str(self.executor.weights.dtype).removeprefix("torch.")
+                    raise InputError(
+                        f"the model's logits are not finite numbers in {dtype}: the checkpoint "
+                        "holds weights that are not, or values overflow. Check its files, or name another dtype"
+                    )
                 self.tokens[request].append(token)
                 fresh += 1
                 self.stops[request] = self._stop_with(request, token)

@@ -20,6 +20,7 @@ import torch
 
 GREEDY_BELOW = 1e-5  #: temperatures too small to divide logits by mean greedy, as in vLLM
 DRAW_BLOCK = 256  #: a draw first finds its block of the vocabulary, then its token: far fewer sums to carry along
+NO_TOKEN = -1  #: stands for the token of logits that are no numbers
 NUCLEUS_PREFIX = 512  #: on a CPU top_p first looks among so many tokens, and sorts the vocabulary only if it must
 
 

@@ -185,11 +185,13 @@ def head(ex: Executor, task: Task) -> None:
 
 @torch.inference_mode()
 def sample(ex: Executor, task: Task) -> None:
-    """The next token of each request, into the token table and on its way to the host."""
+    """The next token of each request, into the token table and on its way to the host: NO_TOKEN where the logits are
+    no numbers."""
     tensors = ex.tensors(task)
+    finite = ex.logits.amax(dim=-1).isfinite()
     chosen = sampling.choose(ex.logits, tensors.sampling)
     ex.tokens.ids[tensors.sampled_cells_B] = chosen
-    ex.sampled[task.mini_batch][: len(chosen)].copy_(chosen)
+    ex.sampled[task.mini_batch][: len(chosen)].copy_(chosen.masked_fill(~finite, sampling.NO_TOKEN))
 
 
 VERBS = {
