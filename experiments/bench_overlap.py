@@ -31,6 +31,7 @@ from flexhybrid.core.stream import stream
 from flexhybrid.core.trace import TraceEvent, check_trace, iteration_ends
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.measure import TIMING_SHAPE, measure_hardware
+from flexhybrid.jobs.measure_disk import measure_disk, with_disk
 from flexhybrid.jobs.speed import CpuUse
 from flexhybrid.runtime.engine import Engine
 from flexhybrid.runtime.loader import RandomWeights
@@ -224,6 +225,11 @@ def profiled(dtype: str, case: Case) -> Hardware:
     return fit_hardware(samples, name="a core each", device="cpu", dtype=dtype)
 
 
+def with_its_disk(case: Case, hardware: Hardware, folder: Path) -> Hardware:
+    """The lines with those of the disk that the folder lies on, where the case has weights there."""
+    return with_disk(hardware, measure_disk(folder, None)[0]) if case.policy.weights.disk else hardware
+
+
 def bench_overlap(table, dtype: str, only: str = "") -> None:
     """Overlap of every case, and how near the virtual clock comes to it."""
     errors, bad, disturbed = [], 0, []
@@ -232,11 +238,12 @@ def bench_overlap(table, dtype: str, only: str = "") -> None:
         with torch_threads(case.num_threads), TemporaryDirectory() as folder:
             if case.num_threads not in hardware:
                 hardware[case.num_threads] = profiled(dtype, case)
+            lines = with_its_disk(case, hardware[case.num_threads], Path(folder))
             weights = Weights(
                 TIMING_SHAPE, RandomWeights(TIMING_SHAPE), dtype, torch.device("cpu"), case.policy, DiskPlace(folder)
             )
             try:
-                error, traces, others = measure(table, case, weights, hardware[case.num_threads])
+                error, traces, others = measure(table, case, weights, lines)
             finally:
                 weights.close()
         errors.append(100 * abs(error))

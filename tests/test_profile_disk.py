@@ -6,9 +6,11 @@ import json
 
 import pytest
 
+from experiments import bench_overlap
 from flexhybrid import cli
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware, Line, load_hardware, profile_file
+from flexhybrid.core.stream import stream
 from flexhybrid.jobs import measure, measure_disk
 from flexhybrid.runtime import profile_disk
 
@@ -127,3 +129,15 @@ def test_the_command_measures_a_folders_disk(tmp_path, monkeypatch, small_profil
     assert "name its folder with --disk" in capsys.readouterr().err
     assert cli.main([*command, "--disk", str(tmp_path), "--disk-gb-per-s", "0"]) == 2
     assert "disk_gb_per_s is 0.0" in capsys.readouterr().err
+
+
+def test_the_bench_of_overlap_prices_every_task_of_its_cases(tmp_path, small_profile):
+    """A record of the link and of what computes lacks the disk: the case whose weights lie there has it measured."""
+    machine = Hardware("m", "cpu", {key: Line(s_per_byte=1e-9) for key in ("h2d", "d2h", "compute", "host_compute")})
+    read = set()
+    for case in bench_overlap.cases():
+        hardware = bench_overlap.with_its_disk(case, machine, tmp_path)
+        for task in stream(bench_overlap.wave_of(case, 2, hardware)):
+            assert hardware.line(task.verb, task.resource)
+            read |= {case.name} if task.resource == "disk_read" else set()
+    assert read == {"weights from a paced disk"}
