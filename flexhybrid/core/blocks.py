@@ -80,6 +80,7 @@ class BlockKinds:
         self.kinds = tuple(sorted(kind for kind, share in shares.items() if share > 0 and kind != "tok"))
         self.tok_share = float(shares.get("tok", 0.0))
         self._shares = [float(shares[kind]) for kind in self.kinds]
+        self._tables = self._deal(64)
 
     def tok_tokens(self, num_tokens):
         """Tokens kept as ids alone among the first ``num_tokens``: whole blocks, never the newest."""
@@ -89,9 +90,22 @@ class BlockKinds:
         full = np.floor(self.tok_share * (num_tokens // BLOCK_TOKENS) + HALF).astype(np.int64)
         return np.minimum(full, np.maximum(ceil_blocks(num_tokens) - 1, 0)) * BLOCK_TOKENS
 
-    def _dealt(self, num_blocks) -> np.ndarray:
-        counts = deal_blocks(self.kinds, self._shares, np.asarray(num_blocks))
-        return np.stack([np.asarray(count) for count in counts], axis=-1).astype(np.int64)
+    def _deal(self, num_blocks: int) -> tuple[np.ndarray, np.ndarray]:
+        """Blocks of each kind among the first 0, 1, … blocks, [num_blocks + 1, kind], and the kind of block 0, 1, …"""
+        dealt = deal_blocks(self.kinds, self._shares, np.arange(num_blocks + 1))
+        counts = np.stack(dealt, axis=-1).astype(np.int64)
+        return counts, np.argmax(np.diff(counts, axis=0), axis=-1)
+
+    def _reaching(self, num_blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Tables of so many blocks at least. Every step of a wave looks its few requests up: dealing anew is slower."""
+        tables, most = self._tables, int(num_blocks.max(initial=0))
+        if most >= len(tables[0]):
+            tables = self._tables = self._deal(2 * most)
+        return tables
+
+    def _dealt(self, num_blocks: np.ndarray) -> np.ndarray:
+        """Blocks of each kind among the first ``num_blocks``: [..., kind]."""
+        return self._reaching(num_blocks)[0][num_blocks]
 
     def held(self, num_tokens) -> np.ndarray:
         """Blocks of each kind that hold something of the first ``num_tokens``: [..., kind]."""
@@ -109,6 +123,8 @@ class BlockKinds:
 
     def dropped_blocks(self, num_tokens) -> np.ndarray:
         """Blocks of each kind that gave way to token ids among the first ``num_tokens``: [..., kind]."""
+        if not self.tok_share:
+            return np.zeros((*np.shape(num_tokens), len(self.kinds)), dtype=np.int64)
         return self._dealt(self.tok_tokens(num_tokens) // BLOCK_TOKENS)
 
     def stored(self, num_tokens) -> np.ndarray:
@@ -132,7 +148,7 @@ class BlockKinds:
     def kind_of(self, positions) -> np.ndarray:
         """Index into ``kinds`` of the token at each position, when it is new."""
         block = np.asarray(positions) // BLOCK_TOKENS
-        return np.argmax(self._dealt(block + 1) - self._dealt(block), axis=-1)
+        return self._reaching(block + 1)[1][block]
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,20 @@ class _Span:
         self.lo, self.hi, self.writer, self.readers = lo, hi, writer, readers
 
 
+class _Space:
+    """The spans of a space, by their first cells, and which of them each access covers.
+
+    Spans are split where an access begins or ends and never joined again: a run names the same few extents over and
+    over, and finds them as it left them.
+    """
+
+    __slots__ = ("spans", "covered")
+
+    def __init__(self):
+        self.spans: list[_Span] = []
+        self.covered: dict[Access, tuple[_Span, ...]] = {}
+
+
 class Dependencies:
     """Feed tasks in stream order; ``add`` returns what each must wait for.
 
@@ -37,7 +51,7 @@ class Dependencies:
         self._raw = "read_after_write" in kinds
         self._war = "write_after_read" in kinds
         self._waw = "write_after_write" in kinds
-        self._spaces: dict[tuple, list[_Span]] = {}
+        self._spaces: dict[tuple, _Space] = {}
         self._issued: dict[str, int] = {}
 
     def add(self, task: Task) -> tuple[Mark, ...]:
@@ -53,8 +67,7 @@ class Dependencies:
                         waits[resource] = number
                 span.readers[own] = ordinal
         for access in task.writes:
-            spans = self._spans(access)
-            for span in spans:
+            for span in self._spans(access):
                 if self._waw and span.writer is not None:
                     resource, number = span.writer
                     if waits.get(resource, -1) < number:
@@ -63,51 +76,47 @@ class Dependencies:
                     for resource, number in span.readers.items():
                         if waits.get(resource, -1) < number:
                             waits[resource] = number
-            self._overwrite(access, spans, (own, ordinal))
+                span.writer, span.readers = (own, ordinal), {}
         waits.pop(own, None)
         return tuple(waits.items())
 
-    def _spans(self, access: Access) -> list[_Span]:
+    def _spans(self, access: Access) -> tuple[_Span, ...]:
         """The spans that cover the access exactly, made or split where needed."""
-        space, lo, hi = access
-        spans = self._spaces.get(space)
-        if spans is None:
-            spans = self._spaces[space] = []
-        for span in spans:  # the common case: this very access was made before
-            if span.lo == lo and span.hi == hi:
-                return [span]
-        if lo >= hi:
-            return []
-        touched, rest, position, changed = [], [], lo, False
-        for span in spans:  # sorted by lo, disjoint
-            if span.hi <= lo or span.lo >= hi:
-                rest.append(span)
-                continue
-            if span.lo < lo or span.hi > hi:
-                changed = True
-                if span.lo < lo:
-                    rest.append(_Span(span.lo, lo, span.writer, dict(span.readers)))
-                if span.hi > hi:
-                    rest.append(_Span(hi, span.hi, span.writer, dict(span.readers)))
-                span = _Span(max(span.lo, lo), min(span.hi, hi), span.writer, dict(span.readers))
-            if span.lo > position:
-                changed = True
-                touched.append(_Span(position, span.lo, None, {}))
-            touched.append(span)
-            position = span.hi
-        if position < hi:
-            changed = True
-            touched.append(_Span(position, hi, None, {}))
-        if changed:
-            self._spaces[space] = sorted([*rest, *touched], key=lambda span: span.lo)
-        return touched
+        space = self._spaces.get(access.space)
+        if space is None:
+            space = self._spaces[access.space] = _Space()
+        covered = space.covered.get(access)
+        if covered is None:
+            if _cover(space.spans, access.lo, access.hi):
+                space.covered.clear()
+            covered = tuple(span for span in space.spans if access.lo <= span.lo < access.hi)
+            space.covered[access] = covered
+        return covered
 
-    def _overwrite(self, access: Access, spans: list[_Span], writer: Mark) -> None:
-        """One write makes the access one span again, so that spans never pile up."""
-        if len(spans) == 1:
-            spans[0].writer, spans[0].readers = writer, {}
-        elif spans:
-            dropped = set(map(id, spans))
-            kept = [span for span in self._spaces[access.space] if id(span) not in dropped]
-            kept.append(_Span(access.lo, access.hi, writer, {}))
-            self._spaces[access.space] = sorted(kept, key=lambda span: span.lo)
+
+def _cover(spans: list[_Span], lo: int, hi: int) -> bool:
+    """Let whole spans, in order of their cells, cover [lo, hi) and nothing beside it. Whether one had to be split."""
+    if lo >= hi:
+        return False
+    if not spans or spans[-1].hi <= lo:  # the common case
+        spans.append(_Span(lo, hi, None, {}))
+        return False
+    beyond = [
+        _Span(cell, span.hi, span.writer, dict(span.readers))
+        for cell in (hi, lo)  # hi first: where one span holds both, the part from lo on ends at hi
+        for span in spans
+        if span.lo < cell < span.hi
+    ]
+    position, gaps = lo, []
+    for span in spans:
+        if lo < span.hi and span.lo < hi:
+            if position < span.lo:
+                gaps.append(_Span(position, span.lo, None, {}))
+            position = span.hi
+    if position < hi:
+        gaps.append(_Span(position, hi, None, {}))
+    spans += [*beyond, *gaps]
+    spans.sort(key=lambda span: span.lo)
+    for span, following in zip(spans, spans[1:], strict=False):
+        span.hi = min(span.hi, following.lo)
+    return bool(beyond)

@@ -196,7 +196,8 @@ def make_step(wave, iteration: int, mini_batch: int, requests: np.ndarray, chunk
         context, new_tokens = prompts + iteration - 1, np.ones_like(prompts)
     kinds: BlockKinds = wave.kinds
     kept = kept_tokens(wave.policy.selection, prompts, context)
-    per_kind, dropped = kinds.tokens(kept), kinds.dropped_blocks(kept)
+    dropped = kinds.dropped_blocks(kept)
+    per_kind = kinds.stored(kept) - dropped * BLOCK_TOKENS
     segments: list[Segment] = []
     for i, kind in enumerate(kinds.kinds):
         extent = (wave.first_block[kind][requests], dropped[:, i], wave.num_blocks[kind][requests])
@@ -348,7 +349,7 @@ def step_work(
         works["kv_gen"] = work.kv_gen(shape, p, _at_least(generated, work.MIN_KV_GEN_ROWS))
     works["assemble"] = work.assemble(shape, p, c.batch * attended)
     works["attend"] = work.attend(shape, p, c.batch, c.width, attended)
-    if np.any(c.recomputed):
+    if _any(c.recomputed):
         works["attend_recomputed"] = work.attend_recomputed(shape, p, c.batch, _at_least(c.recomputed, 1))
     if policy.selection.method == "heavy_hitter":
         works["rank"] = work.rank(shape, c.batch, 1, attended)
@@ -357,7 +358,12 @@ def step_work(
 
 def _at_least(value, least):
     """The larger, for a number or an array; a number stays a plain one."""
-    return np.maximum(value, least) if np.ndim(value) else max(value, least)
+    return np.maximum(value, least) if isinstance(value, np.ndarray) else max(value, least)
+
+
+def _any(count) -> bool:
+    """np.any, which takes a number as long as all else that is done with it."""
+    return bool(count.any()) if isinstance(count, np.ndarray) else bool(count)
 
 
 def _load_works(shape: ModelShape, policy: Policy, stored: ElementBytes, c: StepCounts) -> dict[str, Work]:
@@ -391,18 +397,18 @@ def _store_works(shape: ModelShape, policy: Policy, stored: ElementBytes, c: Ste
 
     quantized = 0
     for representation in ("kv", "act"):
-        if np.any(sent := rows(representation, "host", "disk")):
+        if _any(sent := rows(representation, "host", "disk")):
             works[f"store_{representation}"] = work.store_rows(shape, of_element[representation], representation, sent)
-        if np.any(written := rows(representation, "disk")):
+        if _any(written := rows(representation, "disk")):
             works[f"write_{representation}"] = work.store_rows(
                 shape, of_element[representation], representation, written
             )
         if of_element[representation] != stored.compute:
             quantized = quantized + rows(representation, "device", "host", "disk") * width[representation]
-    if np.any(quantized):
+    if _any(quantized):
         works["quantize"] = work.convert(quantized, stored.compute, min(stored.kv, stored.act))
     for tier, verb in (("host", "scatter"), ("device", "scatter_device")):
         kv_rows, act_rows = rows("kv", tier), rows("act", tier)
-        if np.any(kv_rows) or np.any(act_rows):
+        if _any(kv_rows) or _any(act_rows):
             works[verb] = work.scatter_rows(shape, stored.kv, stored.act, kv_rows, act_rows)
     return works

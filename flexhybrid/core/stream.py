@@ -11,8 +11,9 @@ i + 1 does is settled while iteration i runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from functools import cache
 from itertools import groupby, product
+from typing import NamedTuple
 
 from flexhybrid.core.packing import num_chunks
 from flexhybrid.core.plan import Wave
@@ -22,8 +23,7 @@ from flexhybrid.core.task import RESOURCES, Access, Task, Work
 PAGE_BYTES = 4096  #: slices of a streamed layer end on whole pages
 
 
-@dataclass(frozen=True)
-class WeightSlice:
+class WeightSlice(NamedTuple):
     """Bytes [start, end) of a layer on their way from the host to a device slot; the payload of load_weights.
 
     Of a layer that lies partly on the disk, bytes [disk_start, disk_end) come along by way of staging.
@@ -36,8 +36,7 @@ class WeightSlice:
     disk_end: int = 0
 
 
-@dataclass(frozen=True)
-class StepPayload:
+class StepPayload(NamedTuple):
     """A mini-batch's step and the buffer slots it uses in this layer."""
 
     step: MiniBatchStep
@@ -89,24 +88,16 @@ def _met(task: Task, number: int) -> Task:
     )
 
 
-@dataclass(frozen=True)
-class _Position:
+class _Position(NamedTuple):
     """A mini-batch in a layer."""
 
     step: MiniBatchStep
     layer: int
     works: dict[str, Work]
-    number: int  #: since the stream's start: picks the cache slots
+    slot: int  #: of the cache buffers
     weight_slot: int
+    payload: StepPayload  #: of its tasks
     leads: bool  #: it is the first of its group
-
-    @property
-    def slot(self) -> int:
-        return self.number % 2
-
-    @property
-    def payload(self) -> StepPayload:
-        return StepPayload(self.step, self.slot, self.weight_slot)
 
     def follows(self, other: _Position) -> bool:
         """Whether it continues the very requests of the other, so that it needs what the other computes."""
@@ -121,7 +112,11 @@ class _Stream:
         self.num_layers = wave.shape.num_layers
         self.number = 1  # of the position at hand
         self.on_host = wave.policy.attention == "host"
-        self.extents: dict[tuple[str, int], tuple[int, int]] = {}  # (kind, mini-batch) -> blocks of its pool
+        # What every iteration names anew: the blocks of (kind, mini-batch), the pools that a mini-batch's context in a
+        # layer is read from, and the tasks of a slice of weights.
+        self.extents: dict[tuple[str, int], tuple[int, int]] = {}
+        self.pools: dict[tuple[int, int, str, str], tuple[Access, ...]] = {}
+        self.slices: dict[tuple[int, int, int], tuple[tuple, ...]] = {}
         self.held: Iterator[Task] = iter(())  # stores that wait for the next position (barriers only)
 
     def tasks(self, first_iteration: int) -> Iterator[Task]:
@@ -154,7 +149,7 @@ class _Stream:
                 if late == "selected":
                     yield from self._load_cache(ahead)
                 if on_host:
-                    out = Access(("out_strip",), position.slot, position.slot + 1)
+                    out = _cell("out_strip", position.slot)
                     yield self._task(position, "load_attended", "h2d", (out,), (_ATTENDED,))
                 if following and weights_last:
                     yield from self._load_weights(following, index, len(current))
@@ -177,7 +172,9 @@ class _Stream:
             for members, layer in product(sharing, layers):
                 group = []
                 for step, first, rest in members:
-                    group.append(_Position(step, layer, rest if layer else first, number, slot % 2, not group))
+                    slots = number % 2, slot % 2
+                    payload = StepPayload(step, *slots)
+                    group.append(_Position(step, layer, rest if layer else first, *slots, payload, not group))
                     number += 1
                 slot += 1
                 yield group
@@ -219,22 +216,31 @@ class _Stream:
 
         What lies on the host and what lies on the disk are sliced alike, so that the disk is evenly busy too.
         """
-        wave, position = self.wave, group[min(index, len(group) - 1)]
+        position = group[min(index, len(group) - 1)]
+        which = position.weight_slot, index, num_slices
+        if which not in self.slices:
+            self.slices[which] = tuple(self._slice_tasks(*which))
+        key = (position.step.iteration, position.layer, position.step.mini_batch)
+        for rest in self.slices[which]:
+            yield Task(*key, *rest)
+
+    def _slice_tasks(self, slot: int, index: int, num_slices: int) -> Iterator[tuple]:
+        """The tasks that bring a slice, whatever the layer, without their keys."""
+        wave = self.wave
         start, end = _slice(wave.streamed_from, wave.disk_from, index, num_slices)
         disk_start, disk_end = _slice(wave.disk_from, wave.layout.total_bytes, index, num_slices)
-        slot, on_disk = position.weight_slot, disk_end - disk_start
+        on_disk = disk_end - disk_start
         if end - start + on_disk == 0:
             return
-        key = (position.step.iteration, position.layer, position.step.mini_batch)
         payload = WeightSlice(slot, start, end, disk_start, disk_end)
         reads: tuple[Access, ...] = ()
         writes = (Access(("weights", slot), start, end),) if end > start else ()
         if on_disk:
             reads = (Access(("weights_staging", slot), disk_start, disk_end),)
             writes += (Access(("weights", slot), disk_start, disk_end),)
-            yield Task(*key, "read_weights", "disk_read", Work(link_bytes=on_disk, num_copies=1), (), reads, payload)
+            yield "read_weights", "disk_read", Work(link_bytes=on_disk, num_copies=1), (), reads, payload
         moved = Work(link_bytes=end - start + on_disk, num_copies=len(writes))
-        yield Task(*key, "load_weights", "h2d", moved, reads, writes, payload)
+        yield "load_weights", "h2d", moved, reads, writes, payload
 
     def _load_cache(self, ahead: _Position) -> Iterator[Task]:
         """ACT before KV: recomputing comes before assembling. Disk blocks go through staging."""
@@ -242,24 +248,24 @@ class _Stream:
         if "load_hidden" in works and ahead.layer:
             yield self._task(ahead, "load_hidden", "h2d", (_host_hidden(step),), (self._hidden(ahead),))
         if "load_keys" in works and ahead.layer < self.num_layers - 1:
-            keys = Access(("partial_keys", ahead.layer + 1), step.mini_batch, step.mini_batch + 1)
-            yield self._task(ahead, "load_keys", "h2d", (keys,), (Access(("partial_buffer",), slot, slot + 1),))
+            keys = _cell("partial_keys", step.mini_batch, ahead.layer + 1)
+            yield self._task(ahead, "load_keys", "h2d", (keys,), (_cell("partial_buffer", slot),))
         if "gather" in works:
-            gathered = Access(("gathered",), slot, slot + 1)
-            index = Access(("host_index",), step.mini_batch, step.mini_batch + 1)
+            gathered = _cell("gathered", slot)
+            index = _cell("host_index", step.mini_batch)
             yield self._task(ahead, "gather", "host_compute", (index, *self._pools(ahead, "kv", "host")), (gathered,))
-            yield self._task(ahead, "load_kv", "h2d", (gathered,), (Access(("kv_buffer",), slot, slot + 1),))
+            yield self._task(ahead, "load_kv", "h2d", (gathered,), (_cell("kv_buffer", slot),))
             return
         for representation in ("act", "kv"):
             if f"load_{representation}" not in works:
                 continue
             reads = self._pools(ahead, representation, "host")
             if f"read_{representation}" in works:
-                staged = Access((f"{representation}_staging",), slot, slot + 1)
+                staged = _cell(f"{representation}_staging", slot)
                 pools = self._pools(ahead, representation, "disk")
                 yield self._task(ahead, f"read_{representation}", "disk_read", pools, (staged,))
                 reads = (*reads, staged)
-            buffer = Access((f"{representation}_buffer",), slot, slot + 1)
+            buffer = _cell(f"{representation}_buffer", slot)
             yield self._task(ahead, f"load_{representation}", "h2d", reads, (buffer,))
 
     # ---- computing
@@ -271,7 +277,7 @@ class _Stream:
         k = step.mini_batch
         hidden, qkv = self._hidden(position), self._qkv(position)
         if layer == 0:
-            yield self._task(position, "embed", "compute", (Access(("tokens",), k, k + 1),), (hidden,))
+            yield self._task(position, "embed", "compute", (_cell("tokens", k),), (hidden,))
         if "dequantize_weights" in works and position.leads:
             yield self._task(
                 position, "dequantize_weights", "compute", self._weights(position, 0, layout.total_bytes), _PLAIN
@@ -280,7 +286,7 @@ class _Stream:
         natural = policy.weight_order == "natural"
         kv_end, qkv_end = (layout.total_bytes,) * 2 if natural else (layout.kv_end, layout.qkv_end)
         if "kv_gen" in works:
-            buffer = Access(("act_buffer",), slot, slot + 1)
+            buffer = _cell("act_buffer", slot)
             pools = self._pools(position, "act", "device")
             reads, writes = (buffer, *self._matrices(position, 0, kv_end)), (_GENERATED,)
             if "dequantize_act" in works:
@@ -289,7 +295,7 @@ class _Stream:
             elif pools:  # gathered into the buffer, beside what the link brought
                 reads, writes = (*reads, *pools), (*writes, buffer)
             yield self._task(position, "kv_gen", "compute", reads, writes)
-        staging = Access(("staging",), slot, slot + 1)
+        staging = _cell("staging", slot)
         yield self._task(
             position, "project", "compute", (hidden, *self._matrices(position, 0, qkv_end)), (qkv, staging)
         )
@@ -303,18 +309,18 @@ class _Stream:
     def _speculate(self, position: _Position, qkv: Access) -> Iterator[Task]:
         """The next layer's choice, from this layer's input; its index goes to the host, which gathers the rows."""
         k, slot = position.step.mini_batch, position.slot
-        keys = Access(("partial_keys", position.layer + 1), k, k + 1)
+        keys = _cell("partial_keys", k, position.layer + 1)
         if position.step.prefill:
             yield self._task(position, "speculate", "compute", (qkv,), (keys,))
             return
-        source = Access(("partial_buffer",), slot, slot + 1) if "load_keys" in position.works else keys
-        index = Access(("index",), k, k + 1)
+        source = _cell("partial_buffer", slot) if "load_keys" in position.works else keys
+        index = _cell("index", k)
         yield self._task(position, "speculate", "compute", (qkv, source), (index,))
-        yield self._task(position, "store_index", "d2h", (index,), (Access(("host_index",), k, k + 1),))
+        yield self._task(position, "store_index", "d2h", (index,), (_cell("host_index", k),))
 
     def _attend_on_host(self, position: _Position, qkv: Access) -> Iterator[Task]:
         slot = position.slot
-        query, out = Access(("query_strip",), slot, slot + 1), Access(("out_strip",), slot, slot + 1)
+        query, out = _cell("query_strip", slot), _cell("out_strip", slot)
         yield self._task(position, "store_query", "d2h", (qkv,), (query,))
         pools = self._pools(position, "kv", "host")
         yield self._task(position, "attend_host", "host_compute", (query, *pools), (out, *pools))
@@ -331,7 +337,7 @@ class _Stream:
         if "rank" in works:
             ranked = (self._ranks(position),)
             if step.prefill:  # only now it is known which rows stay
-                ranked += (Access(("staging",), slot, slot + 1),)
+                ranked += (_cell("staging", slot),)
             yield self._task(position, "rank", "compute", (_ATTENDED, qkv), ranked)
         reads = (_ATTENDED, hidden, *self._matrices(position, 0, layout.vectors_end))
         reads += self._matrices(position, layout.qkv_end, layout.total_bytes)
@@ -341,7 +347,7 @@ class _Stream:
         else:
             yield from self._store(position)
         if position.layer == self.num_layers - 1 and step.last:
-            tokens = Access(("tokens",), k, k + 1)
+            tokens = _cell("tokens", k)
             yield self._task(position, "head", "compute", (hidden,), (_LOGITS,))
             yield self._task(position, "sample", "compute", (_LOGITS,), (tokens,))
             log = Access(("token_log", step.iteration), k, k + 1)
@@ -349,7 +355,7 @@ class _Stream:
 
     def _attend(self, position: _Position, qkv: Access) -> Iterator[Task]:
         works, slot = position.works, position.slot
-        buffer = Access(("kv_buffer",), slot, slot + 1)
+        buffer = _cell("kv_buffer", slot)
         pools = self._pools(position, "kv", "device")
         reads = (qkv,)
         if "kv_gen" in works:
@@ -368,8 +374,8 @@ class _Stream:
         """New tokens: staging -> landing strip over the link, strip -> blocks by a host core or the disk; or on the
         device. Hidden states that live on the host follow."""
         works, slot, step = position.works, position.slot, position.step
-        staging, ranks = Access(("staging",), slot, slot + 1), (self._ranks(position),) if "rank" in works else ()
-        strips = {r: Access((f"{r}_strip",), slot, slot + 1) for r in ("act", "kv") if f"store_{r}" in works}
+        staging, ranks = _cell("staging", slot), (self._ranks(position),) if "rank" in works else ()
+        strips = {r: _cell(f"{r}_strip", slot) for r in ("act", "kv") if f"store_{r}" in works}
         for representation, strip in strips.items():
             yield self._task(position, f"store_{representation}", "d2h", (staging, *ranks), (strip,))
 
@@ -403,7 +409,7 @@ class _Stream:
 
     def _ranks(self, position: _Position) -> Access:
         k = position.step.mini_batch
-        return Access(("ranks", position.layer), k, k + 1)
+        return _cell("ranks", k, position.layer)
 
     def _weights(self, position: _Position, start: int, end: int) -> tuple[Access, ...]:
         """Streamed bytes of the position's layer within [start, end)."""
@@ -417,20 +423,23 @@ class _Stream:
     def _hidden(self, position: _Position) -> Access:
         k = position.step.mini_batch
         if self.wave.policy.hidden == "device":
-            return Access(("hidden", position.step.chunk), k, k + 1)
-        return Access(("hidden",), position.slot, position.slot + 1)
+            return _cell("hidden", k, position.step.chunk)
+        return _cell("hidden", position.slot)
 
     def _qkv(self, position: _Position) -> Access:
         """One buffer does for one compute resource; two where the next mini-batch projects early."""
-        return Access(("qkv",), position.slot, position.slot + 1) if self.on_host else _QKV
+        return _cell("qkv", position.slot) if self.on_host else _QKV
 
     def _pools(self, position: _Position, representation: str, tier: str) -> tuple[Access, ...]:
         """The pools of a tier that the position's context is read from."""
-        return tuple(
-            self._pool(position, segment.kind, representation, tier)
-            for segment in position.step.segments
-            if segment.representation == representation and segment.tier == tier
-        )
+        which = position.step.mini_batch, position.layer, representation, tier
+        if which not in self.pools:
+            self.pools[which] = tuple(
+                self._pool(position, segment.kind, representation, tier)
+                for segment in position.step.segments
+                if segment.representation == representation and segment.tier == tier
+            )
+        return self.pools[which]
 
     def _pool(self, position: _Position, kind: str, representation: str, tier: str) -> Access:
         """The blocks of a mini-batch in one layer of a pool: its requests lie side by side."""
@@ -453,17 +462,23 @@ def _slice(first: int, last: int, index: int, num_slices: int) -> tuple[int, int
     return min(last, start), min(last, end)
 
 
+@cache
+def _cell(name: str, number: int, part: int | None = None) -> Access:
+    """One slot of a buffer, or what belongs to one mini-batch; ``part``: in one layer, or one chunk of a prompt."""
+    return Access((name,) if part is None else (name, part), number, number + 1)
+
+
 def _host_hidden(step: MiniBatchStep) -> Access:
-    return Access(("host_hidden", step.chunk), step.mini_batch, step.mini_batch + 1)
+    return _cell("host_hidden", step.mini_batch, step.chunk)
 
 
 #: Buffers of which there is one, used by the compute resource alone: its first-in-first-out order guards them. The
 #: attention buffer is one of them; CAPTURE doubles it, but with one compute stream a second one would never be used.
-_GENERATED = Access(("generated",), 0, 1)
-_QKV = Access(("qkv",), 0, 1)
-_ATTENTION = Access(("attention",), 0, 1)
-_ATTENDED = Access(("attended",), 0, 1)
-_LOGITS = Access(("logits",), 0, 1)
-_PLAIN = (Access(("plain_weights",), 0, 1),)
-_PLAIN_ACT = Access(("plain_act",), 0, 1)
-_PLAIN_KV = Access(("plain_kv",), 0, 1)
+_GENERATED = _cell("generated", 0)
+_QKV = _cell("qkv", 0)
+_ATTENTION = _cell("attention", 0)
+_ATTENDED = _cell("attended", 0)
+_LOGITS = _cell("logits", 0)
+_PLAIN = (_cell("plain_weights", 0),)
+_PLAIN_ACT = _cell("plain_act", 0)
+_PLAIN_KV = _cell("plain_kv", 0)
