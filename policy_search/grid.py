@@ -193,7 +193,12 @@ def batch_grid(max_batch: int) -> np.ndarray:
 
 def pairs_of(question: Question, batches: np.ndarray, bounds) -> tuple[np.ndarray, np.ndarray]:
     """(batch, bound of a mini-batch) of every different cut into mini-batches."""
-    batch, bound = (a.reshape(-1).astype(float) for a in np.meshgrid(batches, sorted(bounds), indexing="ij"))
+    return distinct_pairs(question, *(a.reshape(-1) for a in np.meshgrid(batches, sorted(bounds), indexing="ij")))
+
+
+def distinct_pairs(question: Question, batch: np.ndarray, bound: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of pairs (batch, bound of a mini-batch), the first of each different cut into mini-batches."""
+    batch, bound = batch.astype(float), bound.astype(float)
     count, _ = num_mini_batches(batch, question.prompt_tokens, question.max_tokens, bound)
     _, first = np.unique(np.stack([batch, count]), axis=1, return_index=True)
     return batch[first], bound[first]
@@ -245,59 +250,76 @@ class Grid:
 
     # ---- terms, [pairs, rows], each against the reference: native bits, all on the device, column schedule
 
-    def _evaluate(self, cache, weights=(1.0, 0.0, 0.0), bits=(NATIVE,) * 3, **fields) -> np.ndarray:
-        q = self.question
-        policy = Policy(weights=Placement(*weights), cache=cache, bits=Bits(*bits), **fields)
-        candidates = Candidates(policy, self.batch, q.prompt_tokens, q.max_tokens, self.bound)
+    def _evaluate(self, cache, placements=((1.0, 0.0, 0.0),), bits=(NATIVE,) * 3, **fields) -> np.ndarray:
+        """Seconds and bytes, [placements, pairs, rows], with the weights in each of ``placements``."""
+        q, count = self.question, len(placements)
+        policy = Policy(cache=cache, bits=Bits(*bits), **fields)
+        device, _, disk = np.repeat(np.array(placements).T, len(self.batch), axis=1)
+        pairs = np.tile(self.batch, count), q.prompt_tokens, q.max_tokens, np.tile(self.bound, count)
+        candidates = Candidates(policy, *pairs, weights_device=device, weights_disk=disk)
         sums: Sums = resource_sums(q.shape, q.hardware, q.bytes_per_element, candidates)
         columns = [*sums.prefill_s.values(), *sums.decode_s.values(), *(sums.peak_bytes[tier] for tier in TIERS)]
-        return np.stack(columns, axis=-1)
+        return np.stack(columns, axis=-1).reshape(count, len(self.batch), len(ROWS))
 
-    @cached_property
+    @property
     def reference(self) -> np.ndarray:
-        return self._evaluate({"kv@device": 1.0})
+        return self._term("reference")
 
     def _term(self, kind: str, *key) -> np.ndarray:
-        """A term by name, evaluated once."""
+        """A term by name, evaluated once: [..., pairs, rows]."""
         found = self._seen.get((kind, *key))
         if found is None:
             found = self._seen[kind, *key] = getattr(self, f"_{kind}_term")(*key)
         return found
 
+    def narrowed(self, choice: int) -> Grid:
+        """The grid of one choice alone, with what is already known of it."""
+        number, pair = self.split(choice)
+        known = {key: term[..., pair : pair + 1, :] for key, term in self._seen.items()}
+        return Grid(self.question, [self.options[number]], self.batch[[pair]], self.bound[[pair]], known)
+
+    def _reference_term(self) -> np.ndarray:
+        return self._evaluate({"kv@device": 1.0})[0]
+
     def _cache_term(self, entry: str, bits) -> np.ndarray:
         if entry == "tok":
             host = self._term("cache", "kv@host", NATIVE)
-            mixed = self._evaluate({"tok": TOK_SHARE, "kv@host": 1 - TOK_SHARE}) - self.reference
+            mixed = self._evaluate({"tok": TOK_SHARE, "kv@host": 1 - TOK_SHARE})[0] - self.reference
             return (mixed - (1 - TOK_SHARE) * host) / TOK_SHARE
         of = (NATIVE, bits, NATIVE) if representation_of(entry) == "kv" else (NATIVE, NATIVE, bits)
-        return self._evaluate({entry: 1.0}, bits=of) - self.reference
+        return self._evaluate({entry: 1.0}, bits=of)[0] - self.reference
 
     def _host_attention_term(self) -> np.ndarray:
-        return self._evaluate({"kv@host": 1.0}, attention="host") - self.reference
+        return self._evaluate({"kv@host": 1.0}, attention="host")[0] - self.reference
 
-    def _weights_term(self, schedule: str, bits, placement) -> np.ndarray:
-        if schedule == "row" and bits == NATIVE and placement[0] == 1:
-            return 0.0 * self.reference
-        more = {"weights": placement, "bits": (bits, NATIVE, NATIVE), "schedule": schedule}
-        return self._evaluate({"kv@device": 1.0}, **more) - self.reference
+    def _weights_term(self, schedule: str, bits) -> np.ndarray:
+        """[placements, pairs, rows]. A schedule in itself costs nothing: native weights on the device are the
+        reference's."""
+        placements = self.question.placements
+        more = {"bits": (bits, NATIVE, NATIVE), "schedule": schedule}
+        term = self._evaluate({"kv@device": 1.0}, placements, **more) - self.reference
+        if schedule == "row" and bits == NATIVE:
+            term[[number for number, placement in enumerate(placements) if placement[0] == 1]] = 0.0
+        return term
 
     def _hidden_term(self, tier: str) -> np.ndarray:
         if tier == "device":
             return 0.0 * self.reference
-        return self._evaluate({"kv@device": 1.0}, hidden=tier) - self.reference
+        return self._evaluate({"kv@device": 1.0}, hidden=tier)[0] - self.reference
 
     @cached_property
     def cut_bytes(self) -> np.ndarray:
         """Device bytes, [pairs], that a layer cut between resident and streamed needs beside."""
         q = self.question
 
-        def device(share: float) -> np.ndarray:
-            policy = Policy(weights=Placement(device=share, host=1 - share), cache={"kv@device": 1.0})
-            candidates = Candidates(policy, self.batch, q.prompt_tokens, q.max_tokens, self.bound)
-            return peak_bytes(q.shape, q.hardware, q.bytes_per_element, candidates)["device"]
-
+        batch, bound = np.repeat([self.batch, self.bound], 3, axis=1)
+        share = np.tile([0.0, 0.5, 1.0], len(self.batch))
+        policy = Policy(weights=Placement(host=1.0), cache={"kv@device": 1.0})
+        candidates = Candidates(policy, batch, q.prompt_tokens, q.max_tokens, bound, weights_device=share)
+        peak = peak_bytes(q.shape, q.hardware, q.bytes_per_element, candidates)["device"]
+        none, half, whole = peak.reshape(-1, 3).T
         step = q.shape.layer_bytes(q.bytes_per_element)  # a rounded row more or less
-        return np.maximum(0.0, device(0.5) - (device(0.0) + device(1.0)) / 2) + 1e-3 * step
+        return np.maximum(0.0, half - (none + whole) / 2) + 1e-3 * step
 
     # ---- programs
 
@@ -310,7 +332,7 @@ class Grid:
 
     def weight_vertices(self, option: Option) -> list[np.ndarray]:
         """The weights' terms, one for each of ``question.placements``."""
-        return [self._term("weights", option.schedule, option.weights_bits, p) for p in self.question.placements]
+        return list(self._term("weights", option.schedule, option.weights_bits))
 
     def constant(self, option: Option) -> np.ndarray:
         return self.reference + self._term("hidden", option.hidden)

@@ -11,7 +11,7 @@ import numpy as np
 
 from flexhybrid.core.policy import Policy
 from policy_search.bound import INFEASIBLE, OPTIMAL, Bounds
-from policy_search.grid import Grid, Question, pairs_of
+from policy_search.grid import Grid, Question, distinct_pairs, pairs_of
 from policy_search.lp import solve
 from policy_search.rounding import (
     Draft,
@@ -23,7 +23,7 @@ from policy_search.rounding import (
     final_blocks,
     with_cache_fixed,
 )  # fmt: skip
-from sim.loads import num_mini_batches
+from sim.loads import num_mini_batches, padded_width
 
 NEAR = 0.03  #: programs are solved where the bound is within this share of the incumbent
 GAIN = 1e-3  #: a policy that could be better by no more than this share is not walked
@@ -37,7 +37,9 @@ MOST_ALIKE = 6  #: this many mini-batches and more are alike (``sim.topology``)
 ROUND = 256  #: drafts walked together at most
 MOST_NEAR = 1024  #: programs solved together
 WIDER = 1.25  #: where nothing near fits once it is rounded, choices worse by this factor are tried
-FINER = 4  #: options tried at the batches between the grid's steps
+FINER = 4  #: options tried at the batches and mini-batches between the grid's steps
+FINER_NEAR = 1e-3  #: of these, programs are solved where the bound is within this share of the incumbent
+AROUND = 0.25  #: batches that are full mini-batches are tried up to this share below and above the best
 EXCHANGED = 2  #: policies of different entries around which blocks are exchanged, round after round
 STAIRS = 0.02  #: by what share of a block's worth a policy can be better than the sums at its shares say
 MOST_ROUNDS = 4
@@ -103,15 +105,15 @@ class Hunt:
             policy = replace(policy, max_mini_batch_tokens=bound or policy.max_mini_batch_tokens)
             self.take(self.evaluator.price_policy(policy, sizes, self.seconds))
 
-    def explore(self, grid: Grid) -> None:
-        """Bound all choices of a grid, solve the near ones, walk what they round to."""
+    def explore(self, grid: Grid, near_share: float = NEAR) -> None:
+        """Bound all choices of a grid, solve those within ``near_share`` of the incumbent, walk what they round to."""
         bounds = Bounds.of(grid)
         self.bounds.append(bounds)
-        limit = bounds.find_best(NEAR) if self.prune else np.inf
+        limit = bounds.find_best(near_share) if self.prune else np.inf
         solved = np.zeros(grid.num_choices, dtype=bool)
         while not self._late():
             limit = min(limit, self.seconds)
-            cutoff = limit / (1 - NEAR)
+            cutoff = limit / (1 - near_share)
             bounds.tighten(cutoff)
             near = np.flatnonzero(~solved & (bounds.state == OPTIMAL) & (bounds.value <= cutoff))
             if len(near):
@@ -181,16 +183,18 @@ class Hunt:
         return (draft.option, *alike), (draft.option.schedule, draft.option.attention, *alike)
 
     def finer_batches(self, batches: np.ndarray, bounds) -> None:
-        """The batches between the grid's steps around the best, for the best options so far."""
+        """What the grid leaves out around the best, for the best options so far: the batches between its steps, and,
+        where the bound of a mini-batch is free, full mini-batches of every size."""
         drafts = [one.draft for one in self._ranked()]
-        if len(batches) == 1 or not drafts:
+        if not drafts:
             return
-        best = drafts[0].batch
-        low, high = batches[batches < best].max(initial=0), batches[batches > best].min(initial=best)
-        between = np.setdiff1d(np.arange(low + 1, high), batches)
-        if len(between):
-            options = list(dict.fromkeys(draft.option for draft in drafts))[:FINER]
-            self.explore(Grid(self.question, options, *pairs_of(self.question, between, bounds)))
+        options = list(dict.fromkeys(draft.option for draft in drafts))[:FINER]
+        pairs = [_between(self.question, drafts[0], batches, bounds)]
+        if len(bounds) > 1:
+            pairs.append(_full_mini_batches(self.question, drafts[0], batches))
+        batch, bound = np.concatenate(pairs, axis=1)
+        if len(batch):
+            self.explore(Grid(self.question, options, *distinct_pairs(self.question, batch, bound)), FINER_NEAR)
 
     def _ranked(self) -> list[Priced]:
         """What was found from drafts, the best first."""
@@ -223,15 +227,23 @@ class Hunt:
             Draft.of(best.option, best.batch, best.bound, {first: one, second: 1.0 - one})
             for one in deals_near(self.question, share)
         ]
-        self.take(self.evaluator.price(drafts))
+        self.take(self.evaluator.price(drafts, self.seconds))
 
     def _can_mix(self, draft: Draft) -> bool:
         return draft.option.attention == "device" and all(kind in self.question.entries for kind in draft.kinds)
 
+    def _grid_of(self, draft: Draft) -> Grid:
+        """The draft's choice as a grid of its own."""
+        for grid in (bounds.grid for bounds in self.bounds):
+            pair = np.flatnonzero((grid.batch == draft.batch) & (grid.bound == draft.bound))
+            if draft.option in grid.options and len(pair):
+                return grid.narrowed(grid.options.index(draft.option) * len(grid.batch) + int(pair[0]))
+        return Grid(self.question, [draft.option], np.array([float(draft.batch)]), np.array([float(draft.bound)]))
+
     def _exchanges(self, draft: Draft) -> list[Draft]:
         """Drafts that differ from one in the shares of two entries, of the mixes that promise most, the best first."""
         entries = self.question.entries
-        grid = Grid(self.question, [draft.option], np.array([float(draft.batch)]), np.array([float(draft.bound)]))
+        grid = self._grid_of(draft)
         shares = dict(draft.cache)
         ways = exchanges(self.question, np.array([shares.get(entry, 0.0) for entry in entries]))
         least, _ = with_cache_fixed(grid, np.zeros(len(ways), dtype=int), ways)
@@ -243,6 +255,27 @@ class Hunt:
             for i in order
             if tuple(ways[i] > 0) in mixes
         ]
+
+
+def _between(q: Question, best: Draft, batches: np.ndarray, bounds) -> np.ndarray:
+    """[2, pairs]: (batch, bound of a mini-batch) of the batches between the steps of the grid around the best's."""
+    low = batches[batches < best.batch].max(initial=0 if len(batches) > 1 else best.batch)
+    high = batches[batches > best.batch].min(initial=best.batch)
+    return np.array(pairs_of(q, np.setdiff1d(np.arange(low + 1, high), batches), bounds))
+
+
+def _full_mini_batches(q: Question, best: Draft, batches: np.ndarray) -> np.ndarray:
+    """[2, pairs]: (batch, bound) of mini-batches of half to twice as many requests as the best's, so many of them that
+    they make up about its batch where that is free, and all of them full."""
+    _, size = num_mini_batches(best.batch, q.prompt_tokens, q.max_tokens, best.bound)
+    pairs = []
+    for requests in range(max(1, int(size) // 2), min(best.batch, 2 * int(size)) + 1):
+        some = batches
+        if len(batches) > 1:
+            low, high = best.batch * (1 - AROUND), min(best.batch * (1 + AROUND), batches.max())
+            some = np.arange(-(-low // requests), high // requests + 1) * requests
+        pairs.append(np.stack([some, np.full(len(some), requests * padded_width(q.prompt_tokens, q.max_tokens))]))
+    return np.concatenate(pairs, axis=1)
 
 
 def _sorted(drafts: list[Draft], least: np.ndarray, weights: np.ndarray) -> list[Rounded]:

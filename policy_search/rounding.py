@@ -8,7 +8,7 @@ policy itself, waiting and all.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from itertools import combinations
+from itertools import combinations, compress
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from flexhybrid.core.layout import layer_layout
 from flexhybrid.core.policy import Placement, Policy
 from policy_search.bound import solve_side_by_side
 from policy_search.grid import NATIVE, Grid, Option, Programs, Question
-from sim.closed_form import Candidates, predict
+from sim.closed_form import Candidates, Prediction, predict
 from sim.sums import peak_bytes
 
 WEIGHT_STEPS = 10_000  #: weight shares are multiples of one of so many
@@ -75,8 +75,7 @@ class Evaluator:
     seen: set = field(default_factory=set)
 
     def price(self, drafts: list[Draft], limit: float = np.inf) -> list[Priced]:
-        """Of the drafts not yet seen, those that fit. Drafts with both copies of a token are walked only where their
-        bound is below ``limit`` (seconds per token)."""
+        """Of the drafts not yet seen, those that fit and whose bound is below ``limit`` (seconds per token)."""
         groups: dict[tuple, list[Draft]] = {}
         for draft in drafts:
             if draft not in self.seen:
@@ -98,6 +97,13 @@ class Evaluator:
             priced = [self.price_policy(policy, np.array([policy.max_batch]), limit) for policy in policies]
             return [replace(one, draft=drafts[0]) for some in priced for one in some]
         candidates = candidates_of(q, drafts, policies[0], device, disk)
+        if np.isfinite(limit):
+            bound = predict(q.shape, q.hardware, q.bytes_per_element, candidates, walk=False)
+            near = _counted(q, bound, candidates.batch) < limit
+            if not near.any():
+                return []
+            policies, drafts = (list(compress(some, near)) for some in (policies, drafts))
+            candidates = candidates_of(q, drafts, policies[0], device[near], disk[near])
         self.num_walked += len(drafts)
         seconds = objective_seconds(q, candidates)
         return [
@@ -110,7 +116,7 @@ class Evaluator:
         q = self.question
         candidates = Candidates(policy, batches.astype(np.float64), q.prompt_tokens, q.max_tokens)
         bound = predict(q.shape, q.hardware, q.bytes_per_element, candidates, walk=False)
-        least = (bound.decode_s if q.by_decode else bound.total_s) / q.tokens(batches)
+        least = _counted(q, bound, batches)
         fits = np.all([bound.peak_bytes[tier] <= budget for tier, budget in q.budgets.items()], axis=0)
         batches = batches[fits & (least < limit)]
         if not len(batches):
@@ -127,8 +133,12 @@ def objective_seconds(question: Question, candidates: Candidates) -> np.ndarray:
     """Seconds per token, [candidates]: of the whole run, or of the decode. Never less than the bound."""
     q = question
     found = predict(q.shape, q.hardware, q.bytes_per_element, candidates)
-    seconds = found.decode_s if q.by_decode else np.maximum(found.total_s, found.bound_s)
-    return seconds / q.tokens(np.asarray(candidates.batch))
+    return _counted(q, found, np.asarray(candidates.batch))
+
+
+def _counted(q: Question, found: Prediction, batch: np.ndarray) -> np.ndarray:
+    """The seconds of a prediction that the objective counts, per token."""
+    return (found.decode_s if q.by_decode else np.maximum(found.total_s, found.bound_s)) / q.tokens(batch)
 
 
 def candidates_of(q: Question, drafts: list[Draft], policy: Policy | None = None, device=None, disk=None) -> Candidates:

@@ -27,7 +27,7 @@ from sim.loads import Loads, Piece, lines_of
 from sim.phases import RESOURCE_OF as RESOURCE_OF
 from sim.phases import TRAFFIC_OF as TRAFFIC_OF
 from sim.phases import Phases
-from sim.topology import Topology, kinds_key, topology, walked_rounds
+from sim.topology import RESIDENT_CLASSES, Topology, kinds_key, topology, walked_rounds
 from sim.walk import Skips, longest
 from sim.walk import walk as walk_tasks
 
@@ -133,9 +133,14 @@ def mean_lengths(workload: Workload) -> tuple[int, int]:
     return max(1, round(float(workload.prompt_tokens.mean()))), max(1, round(float(workload.max_tokens.mean())))
 
 
-def _resident_class(layout, resident):
-    """Which of ``topology.RESIDENT_CLASSES`` a resident prefix is in."""
-    return (resident >= layout.kv_end).astype(int) + (resident >= layout.qkv_end) + (resident >= layout.total_bytes)
+def _resident_class(loads: Loads):
+    """Which of ``topology.RESIDENT_CLASSES`` each candidate's resident prefix is in. Packed weights are unpacked layer
+    by layer, so nothing waits for less than a whole layer of them."""
+    layout, resident = loads.layout, np.asarray(loads.resident)
+    whole = (resident >= layout.total_bytes).astype(int)
+    if loads.policy.bits.weights != "native":
+        return RESIDENT_CLASSES[-1] * whole
+    return (resident >= layout.kv_end).astype(int) + (resident >= layout.qkv_end) + whole
 
 
 def _by_structure(shape, policy: Policy, p: int, flat, kinds: tuple[str, ...], walk: bool):
@@ -154,7 +159,7 @@ def _by_structure(shape, policy: Policy, p: int, flat, kinds: tuple[str, ...], w
         rounds = {k: _rounds(policy, shape.num_layers, int(k)) for k in np.unique(K)}
         named = {one: number for number, one in enumerate(dict.fromkeys(rounds.values()))}
         columns += [
-            np.array([named[rounds[k]] for k in K]), _resident_class(loads.layout, loads.resident), _disk_class(loads),
+            np.array([named[rounds[k]] for k in K]), _resident_class(loads), _disk_class(loads),
         ]  # fmt: skip
     codes = np.zeros(flat.shape[1], dtype=np.int64)
     for column in columns:
@@ -255,14 +260,13 @@ def _walk(phases: Phases, pieces: list[Piece], walked: int):
     t = _topology(loads, len(phase_of) - 1)
     times: dict[tuple, tuple] = {}
 
-    num_walked = (t.inner if column else t.outer).number
+    usual = _usual(loads, (t.inner if column else t.outer).number)
 
     def time_of(iteration: int, what: tuple):
         key = phase_of[iteration], what
         found = times.get(key)
         if found is None:
-            usual = what[3] < num_walked - loads.num_last
-            found = times[key] = phases.of(key[0], *what[:3], usual)
+            found = times[key] = phases.of(key[0], *what[:3], usual[what[3]])
         return found
 
     def least(iteration: int, round_: str):
@@ -272,14 +276,20 @@ def _walk(phases: Phases, pieces: list[Piece], walked: int):
     return walk_tasks(t, time_of, Skips(inner - t.inner.number, outer - t.outer.number, after, walked, least))
 
 
+def _usual(loads: Loads, num_walked: int) -> list:
+    """Of each mini-batch walked, for which candidates it is not one of the last: True or False where for all."""
+    usual = np.arange(num_walked)[:, None] < num_walked - np.ravel(loads.num_last)
+    alike = usual.all(axis=1) | ~usual.any(axis=1)
+    return [bool(row[0]) if same else row for row, same in zip(usual, alike, strict=True)]
+
+
 def _topology(loads: Loads, num_decode: int) -> Topology:
     def one(values) -> int:
         return int(np.ravel(values)[0])
 
-    resident = _resident_class(loads.layout, np.asarray(loads.resident))
     return topology(
         kinds_key(loads.policy, tuple(sorted(loads.shares))), loads.shape.num_layers, one(loads.K), num_decode,
-        one(resident), one(_disk_class(loads)),
+        one(_resident_class(loads)), one(_disk_class(loads)),
     )  # fmt: skip
 
 

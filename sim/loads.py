@@ -33,13 +33,15 @@ def ceil_div(a, b):
     return np.ceil(a / b)
 
 
-def num_mini_batches(batch, prompt_tokens, max_tokens, max_mini_batch_tokens, packing: str = "balanced"):
-    """(mini-batches, requests in the largest) as ``packing.pack`` cuts requests of one length; arrays.
+def padded_width(prompt_tokens, max_tokens):
+    """Tokens of a mini-batch that a request takes: its whole context in blocks, whatever the shares, since only its
+    last block is partial, and a new token."""
+    return ceil_blocks(prompt_tokens + max_tokens - 1) * BLOCK_TOKENS + 1
 
-    A request's padded width is its whole context in blocks, whatever the shares: only its last block is partial.
-    """
-    padded = ceil_blocks(prompt_tokens + max_tokens - 1) * BLOCK_TOKENS + 1
-    most = np.maximum(1.0, np.floor(max_mini_batch_tokens / padded))
+
+def num_mini_batches(batch, prompt_tokens, max_tokens, max_mini_batch_tokens, packing: str = "balanced"):
+    """(mini-batches, requests in the largest) as ``packing.pack`` cuts requests of one length; arrays."""
+    most = np.maximum(1.0, np.floor(max_mini_batch_tokens / padded_width(prompt_tokens, max_tokens)))
     if packing == "balanced":
         most = ceil_div(batch, ceil_div(batch, most))
     size = np.minimum(batch, most)

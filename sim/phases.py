@@ -90,13 +90,14 @@ class Phases:
         for verb, resource, num_bytes in (("load_weights", "h2d", streamed), ("read_weights", "disk_read", on_disk)):
             if not np.any(num_bytes):
                 continue
-            whole = price(self.hardware, verb, resource, Work(link_bytes=num_bytes))
             fixed = price(self.hardware, verb, resource, Work())
+            whole = np.where(num_bytes > 0, price(self.hardware, verb, resource, Work(link_bytes=num_bytes)), 0.0)
+            evenly = np.where(num_bytes > 0, (whole - fixed) / loads.K, 0.0)  # over the mini-batches
             row = loads.policy.schedule == "row"
             if verb == "read_weights":
                 slices = _num_slices(loads.K, 0.0 * on_disk, on_disk) / loads.K
             for last in (False, True):
-                seconds[verb, False, last] = whole if row else (whole - fixed) / loads.K + fixed * slices
+                seconds[verb, False, last] = whole if row else evenly + fixed * slices
                 moved[verb, False, last] = num_bytes if row else num_bytes / loads.K
             seconds[verb, "whole", False] = whole
         self.seconds.append(seconds)
@@ -133,7 +134,7 @@ class Phases:
 
     def of(self, phase: int, verb: str, whole: bool, first: bool, usual):
         """(seconds of a task or None where it has no work, which candidates have it or None for all). ``usual``: for
-        which candidates its mini-batch is not one of the last."""
+        which candidates its mini-batch is not one of the last; True or False where for all."""
         seconds, present = self._of(phase, verb, whole, first, usual)
         if not phase and not whole and seconds is not None and verb in self.beside:
             seconds = seconds + self.beside[verb]
@@ -148,9 +149,8 @@ class Phases:
         if (verb, first, False) not in found:
             return None, None
         there = self.there[phase]
-        if np.all(usual) or not np.any(usual):
-            last = not np.all(usual)
-            return found[verb, first, last], there.get((verb, last))
+        if isinstance(usual, bool):
+            return found[verb, first, not usual], there.get((verb, not usual))
         value = np.where(usual, found[verb, first, False], found[verb, first, True])
         if (verb, False) not in there and (verb, True) not in there:
             return value, None

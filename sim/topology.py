@@ -206,7 +206,7 @@ def _tiny_run(key: str, num_layers: int, num_mini_batches: int, num_decode: int,
     policy = replace(policy, weights=Placement(device=kept, host=rest - disk, disk=disk))
     # Requests that end at different blocks: whenever a token is new, some request's goes to each kind.
     together = 4 * len(policy.cache)
-    prompts = 16 * (8 * together + np.arange(together))
+    prompts = 16 * (2 * together + np.arange(together))
     wide = together * (int(prompts.max()) + 16 * (len(policy.cache) + 2))
     policy = replace(policy, max_mini_batch_tokens=wide)
     workload = Workload(np.tile(prompts, num_mini_batches), np.full(together * num_mini_batches, num_decode + 1))
@@ -241,48 +241,62 @@ class _Waits:
     def __init__(self):
         self.dependencies = Dependencies()
         self.on_resource: dict[str, list[int]] = {resource: [] for resource in RESOURCES}
-        self.tasks: list[Task] = []
-        self.writers: dict[Access, list[int]] = {}
+        self.resources: list[str] = []  # of each task
+        self.stands_for: list[str | tuple[str, str]] = []  # all before it on its resource; if OPTIONAL, of its verb
+        self.writers: dict[Access, list[int]] = {}  # both in ascending order
         self.readers: dict[Access, list[int]] = {}
         self.waited: dict[str, set[int]] = {resource: set() for resource in RESOURCES}
         self.surely: dict[tuple[str, str], int] = {}  # (who waits, for whom) -> latest task that is always there
 
     def add(self, task: Task) -> tuple[int, ...]:
-        found = {self.on_resource[resource][ordinal] for resource, ordinal in self.dependencies.add(task)}
-        number = len(self.tasks)
-        self.tasks.append(task)
-        self.on_resource[task.resource].append(number)
+        resource, number, sure = task.resource, len(self.resources), task.verb not in OPTIONAL
+        found = {self.on_resource[other][ordinal] for other, ordinal in self.dependencies.add(task)}
+        self.resources.append(resource)
+        self.stands_for.append(resource if sure else (resource, task.verb))
+        self.on_resource[resource].append(number)
         for access in task.reads:
             found.update(self.writers.get(access, ()))
             self._note(self.readers, access, number)
         for access in task.writes:
             found.update(self.writers.get(access, ()), self.readers.get(access, ()))
-            if task.verb not in OPTIONAL:
-                self.writers[access], self.readers[access] = [], []
-            self._note(self.writers, access, number)
-        return tuple(sorted(n for n in self._latest(found) if self._counts(n, task)))
+            if sure:
+                self.writers[access], self.readers[access] = [number], []
+            else:
+                self._note(self.writers, access, number)
+        others = [other for other in found if self.resources[other] != resource]
+        return tuple(sorted(other for other in self._latest(others) if self._counts(other, resource, sure)))
 
-    def _counts(self, number: int, waiter: Task) -> bool:
-        """Whether the task of this number must be waited for; notes it if so."""
-        awaited, resource = self.tasks[number], waiter.resource
-        pair = resource, awaited.resource
-        if awaited.resource == resource or number in self.waited[resource] or number < self.surely.get(pair, 0):
+    def _counts(self, number: int, waiter: str, sure: bool) -> bool:
+        """Whether a task on the resource ``waiter`` must wait for the one of this number; notes it if so. ``sure``:
+        the one that waits is always there."""
+        pair = waiter, self.resources[number]
+        if number in self.waited[waiter] or number < self.surely.get(pair, 0):
             return False
-        if waiter.verb not in OPTIONAL:
-            self.waited[resource].add(number)
-            if awaited.verb not in OPTIONAL:
+        if sure:
+            self.waited[waiter].add(number)
+            if self.stands_for[number] == self.resources[number]:
                 self.surely[pair] = number
         return True
 
     def _note(self, of: dict[Access, list[int]], access: Access, number: int) -> None:
-        of[access] = self._latest([*of.get(access, ()), number])
+        """Add the latest task of all; those that it stands for are forgotten."""
+        before = of.get(access)
+        if before:
+            name, which = self.stands_for[number], self.stands_for
+            if name == self.resources[number]:
+                which = self.resources
+            of[access] = [*(other for other in before if which[other] != name), number]
+        else:
+            of[access] = [number]
 
-    def _latest(self, numbers) -> list[int]:
+    def _latest(self, numbers: list[int]) -> list[int]:
         """Of each resource, the last task that is always there, and of those after it the last of each verb."""
+        if len(numbers) < 2:
+            return numbers
         kept, done = [], set()
         for number in sorted(numbers, reverse=True):
-            task = self.tasks[number]
-            if task.resource not in done and (task.resource, task.verb) not in done:
+            name = self.stands_for[number]
+            if name not in done and self.resources[number] not in done:
                 kept.append(number)
-                done.add((task.resource, task.verb) if task.verb in OPTIONAL else task.resource)
+                done.add(name)
         return kept

@@ -164,6 +164,20 @@ def test_a_repeated_iteration_is_the_one_laid_out(changes, layers, mini_batches)
         assert _with_moved(entries, ends, found.inner, found.outer)[0] == entries  # nothing is skipped here
 
 
+@pytest.mark.parametrize("schedule", ["column", "row"])
+def test_packed_weights_wait_alike_whatever_part_is_resident(schedule):
+    """They are unpacked as a whole: three of the classes of resident layers are one, native ones are not."""
+
+    def runs(bits) -> list:
+        policy = Policy(cache={"kv@host": 0.5, "act@host": 0.5}, schedule=schedule, bits=Bits(weights=bits))
+        key = kinds_key(policy, tuple(sorted(policy.cache))).to_json()
+        return [_tiny_run(key, 3, 2, 2, resident, 1) for resident in (0, 1, 2)]
+
+    packed, native = runs(4), runs("native")
+    assert packed[0] == packed[1] == packed[2]
+    assert native[0] != native[1] or native[1] != native[2]
+
+
 def closed_form(case: Case, walk: bool = True) -> dict:
     return predict(case.shape, case.hardware, case.bytes_per_element, case.candidate, walk).row()
 
