@@ -65,11 +65,28 @@ def build_parser() -> argparse.ArgumentParser:
     profile.add_argument("--disk", type=Path, metavar="DIR", help="measure the disk of this folder too (needs 256 MiB)")
     profile.add_argument("--disk-gb-per-s", type=float, help="pace of that disk")
     profile.set_defaults(run=_profile)
+    _add_skew(commands)
     _add_simulate(commands)
     _add_search(commands)
     _add_sweep(commands)
     _add_reproduce(commands)
     return parser
+
+
+def _add_skew(commands) -> None:
+    parser = commands.add_parser(
+        "skew",
+        help="prepare a checkpoint for InfiniGen's selection",
+        description="Write a copy of a checkpoint in which few columns of each head's queries and keys say most about "
+        "attention (InfiniGen, Sec. 4.2); tokens stay what they are. One forward of the text's beginning decides.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--model", type=Path, required=True, help="local checkpoint folder (Hugging Face layout)")
+    parser.add_argument("--text", type=Path, required=True, help="text file to learn from")
+    parser.add_argument("--out", type=Path, required=True, help="new folder for the skewed checkpoint")
+    parser.add_argument("--tokens", type=int, default=2048, help="most tokens of the text that are used (2048)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
+    parser.set_defaults(run=_skew)
 
 
 def _add_simulate(commands) -> None:
@@ -200,6 +217,15 @@ def _profile(args) -> dict:
         Report(quiet=False).profile(hardware, disagreements)
         print(f"\nKept at {profile_path(device)}")
     return {"path": str(profile_path(device)), "lines": rows, "disagreements": disagreements}
+
+
+def _skew(args) -> dict:
+    from flexhybrid.jobs.skew import skew
+
+    done = skew(args.model, args.text, args.out, args.tokens)
+    if not args.json:
+        print(f"skewed by {done['tokens']} tokens of {args.text}: {args.out}")
+    return done
 
 
 def _budgets(args) -> dict[str, str | None]:

@@ -380,6 +380,8 @@ class Loads:
             "index_rows": self.batch * one.selected_rows / self.size,
             "cached_tokens": self.batch * cached,
             "kept_tokens": self.batch * kept,
+            "partial_rows": self.batch * cached,
+            "num_mini_batches": self.K,
             "longest": self.prompt + self.generated,
             "log_cells": self.batch * self.generated,
         })  # fmt: skip

@@ -9,6 +9,7 @@ speculative selection's pool is the share of the cache that its policy names.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import numpy as np
@@ -186,24 +187,31 @@ class _Replay:
         budget = float(self.wave.policy.selection.budget) * int(self.wave.workload.prompt_tokens[request])
         return min(context, max(BLOCK_TOKENS, int(ceil_blocks(np.ceil(round(budget, 9)))) * BLOCK_TOKENS))
 
-    def _partial_bytes(self, tokens: float) -> float:
-        return tokens * self.wave.policy.selection.partial_ratio * self.native_kv / 2
-
     def _speculate(self, task: Task) -> None:
-        """Partial keys of every token that is ever stored, in all layers but the first."""
+        """Partial keys of every token that is ever stored, in all layers but the first; padded in a mini-batch."""
         step, tier = task.payload.step, self.wave.policy.selection.partial_keys
-        for request, tokens in zip(step.requests.tolist(), (step.context + step.new_tokens).tolist()):
-            self._hold(tier, "partial keys", (task.layer + 1, request), self._partial_bytes(tokens))
+        shape, share = self.wave.shape, self.wave.policy.selection.partial_ratio
+        columns = max(1, math.ceil(round(share * shape.head_dim, 9)))
+        rows = len(self.wave.mini_batches[task.mini_batch]) * int((step.context + step.new_tokens).max())
+        size = rows * columns * shape.num_kv_heads * self.wave.bytes_per_element
+        for layer in range(1, shape.num_layers):
+            self._hold(tier, "partial keys", (layer, task.mini_batch), size)
 
     def _load_keys(self, task: Task) -> None:
         self._hold("device", "partial key buffers", 0, task.work.link_bytes)
 
     def _store_index(self, task: Task) -> None:
+        """Room for as many tokens as may ever be chosen, not for those that are expected."""
+        rows = self._most_selected(task)
         for tier in ("device", "host"):
-            self._hold(tier, "indices", task.mini_batch, task.work.link_bytes)
+            self._hold(tier, "indices", task.mini_batch, 4 * rows * self.wave.shape.num_kv_heads)
 
     def _gather(self, task: Task) -> None:
-        self._hold("host", "gathered rows", 0, task.work.tokens * self.row["kv"])
+        self._hold("host", "gathered rows", 0, self._most_selected(task) * self.row["kv"])
+
+    def _most_selected(self, task: Task) -> int:
+        step, cap = task.payload.step, self.wave.policy.selection.max_fraction
+        return len(step.requests) * math.ceil(round(cap * int(step.context.max()), 9))
 
     def _store_query(self, task: Task) -> None:
         self._hold("host", "query strips", "query", task.work.link_bytes)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from flexhybrid.core.policy import Bits, Placement, Policy
+from flexhybrid.core.policy import Bits, Placement, Policy, Selection
 
 TIERS = ("device", "host", "disk")
 
@@ -38,8 +38,23 @@ def lossless_policies(draw) -> Policy:
 
 
 @st.composite
+def speculative_policies(draw) -> Policy:
+    """InfiniGen's selection over what the executor runs it over."""
+    share = st.sampled_from((0.05, 0.3, 1.0))
+    selection = Selection(
+        "speculative", alpha=draw(st.sampled_from((0.0, 1.0, 1e9))), partial_ratio=draw(share),
+        max_fraction=draw(share), pool=1.0, victim="counter", partial_keys="device",
+    )  # fmt: skip
+    policy = draw(lossless_policies().filter(lambda policy: policy.attention == "device"))
+    return replace(policy, cache={"kv@host": 1.0}, selection=selection)
+
+
+@st.composite
 def runnable_policies(draw) -> Policy:
-    """Every policy that the executor runs: fewer bits too."""
+    """Every policy that the executor runs: fewer bits too, and InfiniGen's selection."""
+    if draw(st.integers(0, 4)) == 0:
+        policy = draw(speculative_policies())
+        return replace(policy, bits=Bits(draw(st.sampled_from(("native", 8, 4)))))
     policy = draw(lossless_policies())
     bits = [draw(st.sampled_from(("native", 8, 4))) for _ in range(3)]
     if policy.attention == "host":

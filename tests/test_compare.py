@@ -233,7 +233,6 @@ def test_systems_are_written_as_tables_and_figures(systems_run):
 @pytest.mark.parametrize(
     "systems, words",
     [
-        (("infinigen",), "infinigen: selection speculative cannot be run"),
         (("uvm",), "uvm.*cannot be run.*faults"),
         (("kv_only", "kv_onyl"), "did you mean kv_only"),
         (("kv_only", "kv_only"), "two of the policies.*kv_only"),

@@ -357,8 +357,8 @@ def test_admission_takes_its_blocks_from_the_manager():
         (dict(hidden="disk"), "hidden states on the disk"),
         (dict(cache={"kv@disk": 1}, selection=Selection("heavy_hitter", budget=0.2)), "heavy hitters on the disk"),
         (
-            dict(selection=Selection("speculative", None, 4.0, 0.3, 0.2, 1.0, "lru", "device")),
-            "selection speculative",
+            dict(selection=Selection("speculative", None, 4.0, 0.3, 0.2, 1.0, "lru", "device"), attention="host"),
+            "a speculative selection with attention on the host",
         ),
         (dict(bits=Bits(act=8)), "bits.act 8 needs rows of whole groups of 64 elements; model tiny has rows of 8"),
         (

@@ -198,8 +198,8 @@ def test_every_run_fits_the_machine():
 
 
 def test_partial_keys_and_weights(done):
-    """The first layer needs none: one layer of 40 less than the paper counts."""
-    for row_id, most in (("ih071", 1e-6), ("ih077", 0.05), ("ih078", 0.026)):
+    """The first layer needs none: one layer of 40 less than the paper counts. Columns are whole: 39 of a head's 128."""
+    for row_id, most in (("ih071", 0.02), ("ih077", 0.05), ("ih078", 0.026)):
         assert abs(row(done["infinigen-fig17"], row_id)["error"]) <= most, row_id
 
 

@@ -55,6 +55,17 @@ def held_device(engine, executor) -> dict[str, int]:
         "act pool": sum(pool.nbytes for space, pool in on_device if "act" in space.split(".")[-1].split("@")[0]),
         "token ids": executor.tokens.ids.nbytes,
         "positions": sum(one.nbytes for one in tables),
+    } | held_by_speculation(executor.speculation)
+
+
+def held_by_speculation(speculation) -> dict[str, int]:
+    if speculation is None:
+        return {"partial query weights": 0, "partial keys": 0, "indices": 0}
+    weights = (speculation.columns, speculation.query_weights, speculation.query_bias, speculation.skew)
+    return {
+        "partial query weights": sum(one.nbytes for one in weights if one is not None),
+        "partial keys": speculation.keys.nbytes,
+        "indices": speculation.index.nbytes,
     }
 
 

@@ -17,7 +17,7 @@ from flexhybrid.core.layout import layer_layout
 from flexhybrid.core.packing import chunk_tokens, longest_piece, num_chunks
 from flexhybrid.core.plan import Wave, disk_from
 from flexhybrid.core.policy import Policy
-from flexhybrid.core.selection import kept_tokens, selected_tokens
+from flexhybrid.core.selection import kept_tokens, most_selected, partial_columns
 from flexhybrid.core.shape import ModelShape
 from flexhybrid.core.split import SplitLines, split_point
 from flexhybrid.core.work import MIN_KV_GEN_ROWS
@@ -54,8 +54,10 @@ class BufferSizes:
     decode_batch: int = 0  #: of those, as far as they ever decode
     cached_tokens: int = 0  #: of all requests together
     kept_tokens: int = 0  #: of all requests together, those that a selection keeps
-    selected_rows: int = 0  #: rows that a speculative selection gathers for one mini-batch
+    selected_rows: int = 0  #: most rows that a speculative selection gathers for one mini-batch
     index_rows: int = 0  #: for all mini-batches together
+    partial_rows: int = 0  #: padded rows of partial keys, of all mini-batches together
+    num_mini_batches: int = 0
     longest: int = 0  #: tokens of the longest request, prompt and answer
     log_cells: int = 0  #: iterations times requests
 
@@ -98,12 +100,13 @@ def buffer_sizes(wave: Wave) -> BufferSizes:
             policy, len(group), longest_piece(policy, prompts[group]), _reads(wave, group),
             each_kind(fresh[group].any(axis=0) * len(group)), each_kind(staged),
         )  # fmt: skip
-        sums.append((one.step_rows * chunks, one.selected_rows))
+        sums.append((one.step_rows * chunks, one.selected_rows, len(group) * cached[group].max()))
         sizes = sizes.merge(one)
-    hidden_rows, index_rows = map(sum, zip(*sums, strict=True))
+    hidden_rows, index_rows, partial_rows = map(sum, zip(*sums, strict=True))
     return sizes.merge(BufferSizes(
         {}, {}, hidden_rows=hidden_rows, index_rows=index_rows, cached_tokens=cached.sum(), kept_tokens=kept.sum(),
-        longest=cached.max() + 1, log_cells=wave.workload.max_tokens.max() * len(cached),
+        partial_rows=partial_rows, num_mini_batches=len(sums), longest=cached.max() + 1,
+        log_cells=wave.workload.max_tokens.max() * len(cached),
     )).plain()  # fmt: skip
 
 
@@ -175,6 +178,13 @@ def chunk_rows(wave: Wave) -> list[tuple[int, int]]:
     return rows
 
 
+def index_rows(wave: Wave) -> list[int]:
+    """Of each mini-batch: the most rows that a speculative selection ever fetches for it in a layer."""
+    selection = wave.policy.selection
+    each = (_reads(wave, group) for group in wave.mini_batches)
+    return [int(np.max(reads.running * most_selected(selection, reads.context))) for reads in each]
+
+
 def step_rows(batch, prompt, reads: Reads):
     """Most rows that a step of a mini-batch computes: its prompts, or new tokens and what is recomputed before them."""
     return _larger(batch * prompt, np.max(reads.running * (reads.recomputed + reads.new), axis=0))
@@ -210,7 +220,7 @@ def group_sizes(policy: Policy, batch, prompt, reads: Reads, fresh: dict, staged
         moved["act"] = columns["act", "any"]
     selected = 0 * reads.context
     if policy.selection.method == "speculative":
-        selected = selected_tokens(policy.selection, reads.context)
+        selected = most_selected(policy.selection, reads.context)
     return BufferSizes(
         pool_blocks={},
         staged_rows={kind: _larger(fresh[kind], rows) for kind, rows in staged.items()},
@@ -274,9 +284,10 @@ def memory_parts(
     hidden = shape.hidden * p
     plain_kv = sizes.plain_kv_blocks * BLOCK_TOKENS * native_kv
     speculative = policy.selection.method == "speculative"
-    ratio = policy.selection.partial_ratio or 0.0
+    columns = partial_columns(shape, policy.selection) if speculative else 0
+    partial_row = shape.num_kv_heads * columns * p  # of a token
     # A selection speculates for every layer but the first.
-    partial_keys = (layers - 1) * sizes.cached_tokens * ratio * native_kv / 2 if speculative else 0
+    partial_keys = (layers - 1) * sizes.partial_rows * partial_row
     indices = 4 * shape.num_kv_heads * sizes.index_rows if layers > 1 else 0
     ranked = policy.selection.method == "heavy_hitter"
     scores = 8 * layers * shape.num_kv_heads * sizes.kept_tokens if ranked else 0  # and ages
@@ -284,7 +295,10 @@ def memory_parts(
     act = any("act@" in kind for kind in sizes.pool_blocks)
     # Set aside whatever the bits, so that a program over bits can add up; a small model's pieces are small.
     packing = PACKING_BYTES * min(PACKING_ELEMENTS[device], shape.ffn * shape.hidden)
-    partial_buffer = sizes.context_tokens * ratio * native_kv / 2 if layers > 1 else 0
+    partial_buffer = sizes.context_tokens * partial_row if layers > 1 else 0
+    query_weights = 0
+    if speculative:
+        query_weights = (layers - 1) * partial_query_bytes(shape, policy, p, columns, sizes.num_mini_batches, resident)
     tiers["device"] |= {
         "resident weights": layers * resident,
         "weight slots": NUM_SLOTS * streamed,
@@ -298,7 +312,7 @@ def memory_parts(
         "attention buffer": sizes.attention_tokens * native_kv,
         "staging": NUM_SLOTS * (staged["device"] + staged["host"]),
         "hidden states": (sizes.hidden_rows if policy.hidden == "device" else NUM_SLOTS * sizes.step_rows) * hidden,
-        "partial query weights": (layers - 1) * ratio * shape.hidden * shape.query_width * p if speculative else 0,
+        "partial query weights": query_weights,
         "partial keys": partial_keys if policy.selection.partial_keys == "device" else 0,
         "partial key buffers": NUM_SLOTS * partial_buffer if policy.selection.partial_keys == "host" else 0,
         "indices": indices,
@@ -328,6 +342,20 @@ def memory_parts(
     }
     tiers["disk"]["weights"] = layers * on_disk
     return tiers
+
+
+def partial_query_bytes(shape: ModelShape, policy: Policy, p: int, columns: int, num_mini_batches, resident):
+    """Bytes of a layer with which a selection guesses queries: which columns each mini-batch chose, and their rows of
+    the query weights and biases; of a rotary model the skewing matrices, and all query weights unless they are
+    ``resident`` in the compute dtype. Numbers or arrays.
+    """
+    chosen = 8 * num_mini_batches * shape.num_kv_heads * columns
+    row = (shape.hidden + 1) * p
+    if not shape.rotary:
+        return chosen + num_mini_batches * shape.num_heads * columns * row
+    whole = layer_layout(shape, policy.bits.element_bytes(p).weights, p).qkv_end
+    there = (resident >= whole) & (policy.bits.weights == "native")
+    return chosen + shape.num_kv_heads * shape.head_dim**2 * p + (1 - there) * shape.query_width * row
 
 
 def workspace_bytes(shape: ModelShape, p: int, step_rows, batch, cut):

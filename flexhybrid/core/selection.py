@@ -6,10 +6,15 @@ those that InfiniGen reports for OPT-13B at alpha 4 (Sec. 5.3): 37, 60, 66 and 7
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from flexhybrid.core.blocks import BLOCK_TOKENS
 from flexhybrid.core.policy import Selection
+from flexhybrid.core.shape import ModelShape
+
+_ROUNDING = 1e-9  #: of a share times a count: 0.2 of 35 tokens are 7
 
 #: (context tokens, tokens scored above max − 4), averages over layers and heads.
 INFINIGEN_TOKENS = ((0, 512, 1024, 1536, 2048), (0, 37, 60, 66, 73))
@@ -24,7 +29,22 @@ def selected_tokens(selection: Selection, context):
     context = np.asarray(context, dtype=np.float64)
     inside = np.interp(context, lengths, counts)
     measured = np.where(context > lengths[-1], context * counts[-1] / lengths[-1], inside)
-    return np.ceil(np.minimum(measured, selection.max_fraction * context))
+    return np.minimum(np.ceil(measured), most_selected(selection, context))
+
+
+def most_selected(selection: Selection, context):
+    """The most tokens of a context that a speculative selection ever fetches in a layer: at least one; arrays too."""
+    return np.maximum(1.0, np.ceil(selection.max_fraction * np.asarray(context, dtype=np.float64) - _ROUNDING))
+
+
+def partial_columns(shape: ModelShape, selection: Selection) -> int:
+    """Columns of each head's queries and keys that a speculative selection keeps to guess with."""
+    return max(1, math.ceil(selection.partial_ratio * shape.head_dim - _ROUNDING))
+
+
+def partial_share(shape: ModelShape, selection: Selection) -> float:
+    """The same as a share of a head's columns."""
+    return partial_columns(shape, selection) / shape.head_dim
 
 
 def kept_tokens(selection: Selection, prompt, context):

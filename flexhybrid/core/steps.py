@@ -17,7 +17,7 @@ from flexhybrid.core.blocks import BLOCK_TOKENS, BlockKinds, ceil_blocks
 from flexhybrid.core.kinds import Part, parts_of
 from flexhybrid.core.packing import chunk_tokens, num_chunks
 from flexhybrid.core.policy import ElementBytes, Policy
-from flexhybrid.core.selection import kept_tokens, selected_tokens
+from flexhybrid.core.selection import kept_tokens, most_selected, partial_share, selected_tokens
 from flexhybrid.core.shape import ModelShape
 from flexhybrid.core.split import split_point
 from flexhybrid.core.task import Work
@@ -322,7 +322,8 @@ def step_work(
         if policy.selection.method == "heavy_hitter":
             works["rank"] = work.rank(shape, c.batch, c.width, c.width / 2)
         if policy.selection.method == "speculative":
-            works["speculate"] = work.speculate(shape, p, c.batch * c.width, 0, policy.selection.partial_ratio)
+            share = partial_share(shape, policy.selection)
+            works["speculate"] = work.choose_columns(shape, p, c.batch * c.width, share)
         return works
     if policy.attention == "host":
         works["store_query"] = work.store_query(shape, p, c.batch)
@@ -339,9 +340,9 @@ def step_work(
         if policy.bits.kv != "native":
             works["dequantize_kv"] = work.convert(c.batch * c.selected * shape.kv_width, p, stored.kv)
     if c.selected is not None:
-        ratio = policy.selection.partial_ratio
+        ratio = partial_share(shape, policy.selection)
         works["speculate"] = work.speculate(shape, p, c.batch, c.context, ratio)
-        works["store_index"] = work.store_index(shape, c.batch, c.selected)
+        works["store_index"] = work.store_index(shape, c.batch, most_selected(policy.selection, c.context))
         if policy.selection.partial_keys == "host":
             works["load_keys"] = work.load_partial_keys(shape, p, c.batch, c.context, ratio)
     if any(part.representation == "act" for part in c.blocks):

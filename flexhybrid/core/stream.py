@@ -112,6 +112,7 @@ class _Stream:
         self.num_layers = wave.shape.num_layers
         self.number = 1  # of the position at hand
         self.on_host = wave.policy.attention == "host"
+        self.speculates = wave.policy.selection.method == "speculative"
         # What every iteration names anew: the blocks of (kind, mini-batch), the pools that a mini-batch's context in a
         # layer is read from, and the tasks of a slice of weights.
         self.extents: dict[tuple[str, int], tuple[int, int]] = {}
@@ -295,13 +296,16 @@ class _Stream:
             elif pools:  # gathered into the buffer, beside what the link brought
                 reads, writes = (*reads, *pools), (*writes, buffer)
             yield self._task(position, "kv_gen", "compute", reads, writes)
-        staging = _cell("staging", slot)
-        yield self._task(
-            position, "project", "compute", (hidden, *self._matrices(position, 0, qkv_end)), (qkv, staging)
-        )
+        staging, matrices = _cell("staging", slot), self._matrices(position, 0, qkv_end)
+        writes = (qkv, staging)
+        if self.speculates and layer and not step.prefill:  # the new tokens' partial keys
+            writes += (_cell("partial_keys", k, layer),)
+        yield self._task(position, "project", "compute", (hidden, *matrices), writes)
         if "quantize" in works:
             yield self._task(position, "quantize", "compute", (qkv,), (staging,))
-        if "speculate" in works and layer < self.num_layers - 1:
+        if "speculate" in works and step.prefill and layer:
+            yield self._task(position, "speculate", "compute", (qkv, *matrices), (_cell("partial_keys", k, layer),))
+        elif "speculate" in works and not step.prefill and layer < self.num_layers - 1:
             yield from self._speculate(position, qkv)
         if "attend_host" in works:
             yield from self._attend_on_host(position, qkv)
@@ -310,9 +314,6 @@ class _Stream:
         """The next layer's choice, from this layer's input; its index goes to the host, which gathers the rows."""
         k, slot = position.step.mini_batch, position.slot
         keys = _cell("partial_keys", k, position.layer + 1)
-        if position.step.prefill:
-            yield self._task(position, "speculate", "compute", (qkv,), (keys,))
-            return
         source = _cell("partial_buffer", slot) if "load_keys" in position.works else keys
         index = _cell("index", k)
         yield self._task(position, "speculate", "compute", (qkv, source), (index,))

@@ -43,5 +43,10 @@ class Task(NamedTuple):
     writes: tuple[Access, ...]
     payload: Any = None
 
+    @property
+    def key(self) -> tuple[int, int, int, str]:
+        """What tells it from others, but for the chunks of a prompt and the slices of weights."""
+        return self.iteration, self.layer, self.mini_batch, self.verb
+
     def label(self) -> str:
         return f"{self.verb} i{self.iteration} l{self.layer} m{self.mini_batch}"

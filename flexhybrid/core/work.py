@@ -128,11 +128,25 @@ def rank(shape: ModelShape, batch, rows, columns) -> Work:
     return Work(memory_bytes=8 * batch * shape.num_heads * rows * columns, tokens=batch * columns)
 
 
-def speculate(shape: ModelShape, p: int, batch, context, ratio: float) -> Work:
-    """The next layer's scores from ``ratio`` of the query and key columns (InfiniGen, Sec. 4.3)."""
-    columns, keys = ratio * shape.query_width, ratio * shape.kv_width / 2
-    flops = 2 * batch * columns * (shape.hidden + context)
-    return Work(memory_bytes=(shape.hidden * columns + batch * context * keys) * p, flops=flops, tokens=batch * context)
+def choose_columns(shape: ModelShape, p: int, rows, share: float) -> Work:
+    """Which ``share`` of a head's columns stand for its queries and keys (InfiniGen, Sec. 4.3): sums over the prompts,
+    then those columns of the query weights and of the keys. Rotary models skew queries and keys here."""
+    queries, keys = shape.query_width, shape.kv_width / 2
+    weights = 0 if shape.rotary else 2 * share * queries * shape.hidden
+    flops = 2 * rows * (queries + keys) * shape.head_dim if shape.rotary else 0
+    return Work(memory_bytes=(rows * (queries + keys * (1 + share)) + weights) * p, flops=flops, tokens=rows)
+
+
+def speculate(shape: ModelShape, p: int, batch, context, share: float) -> Work:
+    """The next layer's scores from a ``share`` of the query and key columns (InfiniGen, Sec. 4.3). Rotary models turn
+    whole queries before they are skewed, so their query weights are read as a whole."""
+    columns, keys = share * shape.query_width, share * shape.kv_width / 2
+    projected = shape.query_width if shape.rotary else columns
+    flops = 2 * batch * (projected * shape.hidden + columns * context)
+    if shape.rotary:
+        flops = flops + 2 * batch * columns * shape.head_dim
+    memory_bytes = (shape.hidden * projected + batch * context * keys) * p
+    return Work(memory_bytes=memory_bytes, flops=flops, tokens=batch * context)
 
 
 def load_partial_keys(shape: ModelShape, p: int, batch, context, ratio: float) -> Work:

@@ -44,6 +44,14 @@ class DiskPool(NamedTuple):
         return self.start + (layer * self.num_blocks + block) * self.block_bytes + token * self.row_bytes
 
 
+class Context(NamedTuple):
+    """What attention reads: keys and values [B, G, T, d] in their buffer, and what is added to their scores."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    mask_B11T: torch.Tensor | None
+
+
 def row_formats(shape: ModelShape, policy: Policy, dtype: torch.dtype) -> dict[str, RowFormat]:
     """Of "kv" and "act" under a policy's bits."""
     widths = {"kv": shape.kv_width, "act": shape.hidden}
@@ -136,6 +144,9 @@ class Buffers:
         ranked = policy.selection.method == "heavy_hitter"
         self.place_strip = on_host(NUM_SLOTS, sizes.decode_batch * ranked, groups, of=torch.int64)
         self.attended = on_device(strip_rows, shape.query_width)
+        several = shape.num_layers > 1  # a selection speculates for every layer but the first
+        self.gathered = on_host(NUM_SLOTS, sizes.selected_rows * several, self.formats["kv"].width)
+        self.host_index = on_host(sizes.index_rows * several * groups, of=torch.int32)
 
     def head_major(self, part: Part | Segment) -> bool:
         """Whether blocks of this part are [2, G, 16, d] instead of [16, row]."""
@@ -151,6 +162,16 @@ class Buffers:
         used = batch * groups * tokens * d
         keys, values = self.attention[0, :used], self.attention[1, :used]
         return keys.view(batch, groups, tokens, d), values.view(batch, groups, tokens, d)
+
+    def gathered_rows(self, slot: int, rows: int) -> torch.Tensor:
+        """[2, rows, d]: chosen keys and values of single heads in host memory."""
+        d = self.shape.head_dim
+        return self.gathered[slot].view(-1)[: 2 * rows * d].view(2, rows, d)
+
+    def loaded_rows(self, slot: int, rows: int) -> torch.Tensor:
+        """[2, rows, d]: the same on the device."""
+        d = self.shape.head_dim
+        return self.loaded["kv"][slot].view(-1)[: 2 * rows * d].view(2, rows, d)
 
     def loaded_region(self, step: MiniBatchStep, segment: Segment, slot: int) -> torch.Tensor:
         """[B, blocks, 16 · row]: where a segment's blocks land on the device. Regions follow one another in the slot.

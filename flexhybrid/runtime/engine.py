@@ -152,6 +152,7 @@ class Engine:
             torch.cuda.current_stream(self.device).synchronize()
         try:
             trace = clock.run(tasks, on_submit=collector.submitted, keep_trace=keep_trace)
+            trace = [_resolved(event, executor) for event in trace]
             collector.collect_all()
         except BaseException:
             self.close()
@@ -171,6 +172,12 @@ def _compute_with(num_threads: int) -> None:
     with _SETTING_THREADS:
         torch.set_num_threads(num_threads)
         torch.get_num_threads()
+
+
+def _resolved(event: TraceEvent, executor: Executor) -> TraceEvent:
+    """The event with what its task really moved, where that was known only as it ran."""
+    work = executor.resolved.get(event.task.key)
+    return event if work is None else event._replace(task=event.task._replace(work=work))
 
 
 class _Collector:

@@ -16,13 +16,14 @@ from flexhybrid.core.blocks import BLOCK_TOKENS
 from flexhybrid.core.memory import chunk_rows
 from flexhybrid.core.plan import Wave
 from flexhybrid.core.steps import MiniBatchStep, Store
-from flexhybrid.core.task import Task
-from flexhybrid.runtime.buffers import Buffers
+from flexhybrid.core.task import Task, Work
+from flexhybrid.runtime.buffers import Buffers, Context
 from flexhybrid.runtime.heavy_hitters import HeavyHitters
 from flexhybrid.runtime.models import architecture
 from flexhybrid.runtime.rotary import rotary_tables
 from flexhybrid.runtime.runnable import check_runnable
 from flexhybrid.runtime.sampling import SamplingPlan, step_sampling
+from flexhybrid.runtime.speculative import Speculation
 from flexhybrid.runtime.step_tensors import (
     StepTensors,
     StorePlace,
@@ -71,6 +72,11 @@ class Executor:
         self.logits: torch.Tensor | None = None  #: [B, vocab]
         method = wave.policy.selection.method
         self.heavy_hitters = HeavyHitters(wave, self.device) if method == "heavy_hitter" else None
+        self.speculation = Speculation(wave, weights) if method == "speculative" else None
+        self.gathered: dict[int, np.ndarray] = {}  #: [B], tokens of each request in the host's gathered rows, by slot
+        self.loaded_tokens: dict[int, np.ndarray] = {}  #: the same of those that lie on the device
+        self.resolved: dict[tuple, Work] = {}  #: work that is known only when a task runs, by the task's key
+        self.context: Context | None = None  #: what attention reads
         self.weights_BGT: torch.Tensor | None = None  #: attention weights of new tokens, heavy hitters only
         self.places: dict[int, torch.Tensor] = {}  #: [B, G], where each head puts the new token, by slot
         self.step_tensors: dict[tuple[int, int], StepTensors] = {}  #: by mini-batch and chunk
@@ -94,6 +100,10 @@ class Executor:
         return self.token_log[step.iteration, start : start + len(step.requests)].numpy()
 
     # ---- for the verbs
+
+    def resolve(self, task: Task, work: Work) -> None:
+        """Note what a task really moves, where the plan has only what is expected."""
+        self.resolved[task.key] = work
 
     def layer_weights(self, task: Task) -> dict[str, Parts]:
         """The tensors of a task's layer in the compute dtype."""
@@ -180,6 +190,7 @@ class Executor:
             sampled_cells_B=self.to_device(self.tokens.cells(step.requests, total)),
             sampling=step_sampling(self.sampling, step.requests, total, self.to_device),
             stores=stores,
+            guess=self.speculation.prepare(step) if self.speculation else None,
         )
 
     def _rotation(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -22,6 +22,9 @@ from flexhybrid.runtime.models import architecture
 #: What weights may be stored as, in the words of safetensors.
 FLOATS = ("F64", "F32", "F16", "BF16")
 
+#: Skewing matrices of a rotary model, beside its weights.
+SKEW_FILE = "skew.safetensors"
+
 
 class Checkpoint:
     """A local checkpoint folder. Raises InputError when anything the model needs is missing or has a wrong shape.
@@ -96,17 +99,39 @@ class Checkpoint:
             raise InputError(f"{self.path}: cannot read tensor {name}: {error}") from None
 
     def layer_tensors(self, layer: int) -> Iterator[tuple[str, int, torch.Tensor]]:
+        rows: dict[str, int] = {}
+        for name, _, data in self.named_layer(layer):
+            row = rows.get(name, 0)
+            yield name, row, data
+            rows[name] = row + data.shape[0]
+
+    def named_layer(self, layer: int) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """(layout name, the checkpoint's name, tensor) of one layer, those of one layout name in the order of their
+        rows: keys, values, queries."""
         for name, tensors in self._model.layer_tensors(self.shape).items():
-            row = 0
             for tensor in tensors:
-                data = self.read(self._layer_name(layer, tensor))
-                yield name, row, data
-                row += data.shape[0]
+                own_name = self._layer_name(layer, tensor)
+                yield name, own_name, self.read(own_name)
+
+    def named_outer(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(the checkpoint's name, tensor) outside the layers."""
+        for tensor in self._model.outer_tensors(self.shape):
+            yield self._outer_name(tensor), self.read(self._outer_name(tensor))
 
     def outer_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """In memory of their own: what is read is a view of the mapped file, and these are kept for good."""
         for tensor in self._model.outer_tensors(self.shape):
             yield tensor, self.read(self._outer_name(tensor)).clone()
+
+    def skew(self, layer: int) -> torch.Tensor | None:
+        """[G, d, d] of a skewed rotary model, else None. Raises InputError where the file has another shape."""
+        if not (file := self.path / SKEW_FILE).is_file():
+            return None
+        matrices, name = _SafetensorsFile(file), f"layers.{layer}"
+        wanted = [self.shape.num_kv_heads, self.shape.head_dim, self.shape.head_dim]
+        if name not in matrices.names or matrices.shape_of(name) != wanted:
+            raise InputError(f"{file} holds no {name} of shape {wanted}: is it of another model?")
+        return matrices.read(name)
 
 
 class _SafetensorsFile:
@@ -196,6 +221,9 @@ class RandomWeights:
         for spot in layer_layout(self.shape, 2).spots:
             size = (spot.rows, spot.cols) if spot.cols else (spot.rows,)
             yield spot.name, 0, self._random(f"layer {layer} {spot.name}", size)
+
+    def skew(self, layer: int) -> None:
+        """None: random heads have no directions of their own."""
 
     def outer_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, size in self._model.outer_tensors(self.shape).items():

@@ -19,11 +19,15 @@ def check_runnable(shape: ModelShape, policy: Policy) -> None:
                 f"policy {policy.name}: bits.{name} {getattr(policy.bits, name)} needs rows of whole groups of "
                 f"{GROUP_ELEMENTS} elements; model {shape.name} has rows of {odd[0]}"
             )
+    speculative = policy.selection.method == "speculative"
     ranked = policy.selection.method == "heavy_hitter"
     refusals = (
         (policy.embedding.device < 1, "embedding and head off the device"),
         (policy.hidden == "disk", "hidden states on the disk"),
-        (policy.selection.method == "speculative", "selection speculative"),
+        (speculative and policy.selection.partial_keys == "host", "partial keys on the host"),
+        (speculative and policy.selection.pool < 1, "a limited pool of a speculative selection"),
+        (speculative and policy.bits.kv != "native", f"a speculative selection over {policy.bits.kv}-bit KV"),
+        (speculative and policy.attention == "host", "a speculative selection with attention on the host"),
         (ranked and policy.bits.kv != "native", f"heavy hitters of {policy.bits.kv}-bit KV, whose heads share a row,"),
         (ranked and any("disk" in key for key in policy.cache_kinds), "heavy hitters on the disk"),
         (

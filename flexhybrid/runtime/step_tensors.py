@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -10,6 +11,9 @@ import torch
 from flexhybrid.core.blocks import BLOCK_TOKENS, BlockKinds
 from flexhybrid.core.steps import MiniBatchStep
 from flexhybrid.runtime.sampling import StepSampling
+
+if TYPE_CHECKING:
+    from flexhybrid.runtime.speculative import Guess
 
 Rotation = tuple[torch.Tensor, torch.Tensor]  #: cosines and sines, [R, d] each
 
@@ -36,6 +40,7 @@ class StepTensors:
     sampled_cells_B: torch.Tensor  #: of the token table
     sampling: StepSampling | None
     stores: dict[str, StorePlace]
+    guess: Guess | None = None  #: of a decode step under a speculative selection
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:

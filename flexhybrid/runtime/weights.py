@@ -40,6 +40,10 @@ class WeightSource(Protocol):
     def outer_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Tensors outside the layers, one at a time."""
 
+    def skew(self, layer: int) -> torch.Tensor | None:
+        """[G, d, d]: what a rotary model's turned queries and keys are multiplied with before a selection guesses
+        (``runtime.skew``); None: nothing."""
+
 
 class DiskPlace(NamedTuple):
     """Where scratch space may lie, and how fast it is meant to be (None: as fast as it is)."""
@@ -86,6 +90,7 @@ class Weights:
         self.on_host = [self.host_memory.bytes(self.disk_from - self.streamed_from) for _ in range(shape.num_layers)]
         self.disk = disk.space(self.disk_stride * shape.num_layers)
         self.outer: dict[str, torch.Tensor] = {}
+        self.skew = source.skew
         try:
             self._fill(source)
         except BaseException:

@@ -11,7 +11,7 @@ from flexhybrid.core.blocks import BLOCK_TOKENS, ceil_blocks
 from flexhybrid.core.steps import block_runs
 from flexhybrid.core.task import Task
 from flexhybrid.runtime import attention
-from flexhybrid.runtime.buffers import run_view
+from flexhybrid.runtime.buffers import Context, run_view
 from flexhybrid.runtime.verbs.moving import put_rows
 
 if TYPE_CHECKING:
@@ -21,9 +21,13 @@ if TYPE_CHECKING:
 @torch.inference_mode()
 def assemble(ex: Executor, task: Task) -> None:
     """Lay keys and values of all segments side by side, head-major; then the recomputed prefix; then the new tokens."""
+    if ex.speculation and task.layer:
+        _assemble_chosen(ex, task)
+        return
     step, shape, slot = task.payload.step, ex.shape, task.payload.slot
     groups, d, batch = shape.num_kv_heads, shape.head_dim, len(step.requests)
     targets = ex.buffers.attention_views(batch, step.attention_tokens)
+    ex.context = Context(*targets, ex.tensors(task).mask_B11T)
     column, generated, plain = 0, 0, 0
     for segment in step.segments:
         width, size = segment.max_tokens, batch * segment.buffer_blocks * BLOCK_TOKENS
@@ -49,9 +53,36 @@ def assemble(ex: Executor, task: Task) -> None:
                 rows = slice(run.row, run.row + run.rows)
                 _lay_blocks(run_view(pool, run), targets, rows, column + start, held)
         column += width
-    own = ex.kvq[slot][:, : shape.kv_width].view(batch, step.computed_width, 2, groups, d)
+    _lay_own(ex, task, targets, column)
+
+
+def _lay_own(ex: Executor, task: Task, targets, column: int) -> None:
+    """The computed tokens' own keys and values -> the columns from ``column`` on."""
+    own = ex.kvq[task.payload.slot][:, : ex.shape.kv_width]
+    own = own.view(len(targets[0]), -1, 2, ex.shape.num_kv_heads, ex.shape.head_dim)
     for part, target in enumerate(targets):
         target[:, :, column:].copy_(own[:, :, part].transpose(1, 2))
+
+
+def _assemble_chosen(ex: Executor, task: Task) -> None:
+    """Lay the rows that a selection fetched side by side, each request's padded to the longest; then the new tokens."""
+    slot, groups = task.payload.slot, ex.shape.num_kv_heads
+    counts_B = ex.loaded_tokens[slot]
+    batch, most = len(counts_B), int(counts_B.max())
+    starts = groups * (np.cumsum(counts_B) - counts_B)
+    columns = np.minimum(np.arange(most), counts_B[:, None] - 1)[:, None]  # padding repeats the last
+    rows = starts[:, None, None] + np.arange(groups)[:, None] * counts_B[:, None, None] + columns
+    rows = ex.to_device(rows.reshape(-1))
+    targets = ex.buffers.attention_views(batch, most + 1)
+    for loaded, target in zip(ex.buffers.loaded_rows(slot, groups * int(counts_B.sum())), targets, strict=True):
+        target[:, :, :most].copy_(loaded.index_select(0, rows).view(batch, groups, most, -1))
+    _lay_own(ex, task, targets, most)
+    mask = None
+    if (counts_B < most).any():
+        hidden = np.arange(most) >= counts_B[:, None]
+        mask = np.where(np.pad(hidden, ((0, 0), (0, 1))), -np.inf, 0.0)[:, None, None]
+        mask = ex.to_device(mask).to(ex.weights.dtype)
+    ex.context = Context(*targets, mask)
 
 
 def _lay_rows(rows: torch.Tensor, targets, column: int, width: int, shape) -> None:
@@ -79,8 +110,7 @@ def attend(ex: Executor, task: Task) -> None:
     """The new tokens over their whole context: [B, N, H·d]."""
     step, shape = task.payload.step, ex.shape
     batch = len(step.requests)
-    keys, values = ex.buffers.attention_views(batch, step.attention_tokens)
-    mask = ex.tensors(task).mask_B11T
+    keys, values, mask = ex.context
     query = ex.kvq[task.payload.slot][:, shape.kv_width :].view(batch, -1, shape.num_heads, shape.head_dim)
     new = query[:, step.recomputed_width :]
     if ex.heavy_hitters:

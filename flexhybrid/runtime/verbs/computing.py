@@ -115,6 +115,9 @@ def project(ex: Executor, task: Task) -> None:
         rotate_(kvq[:, :keys].view(rows, shape.num_kv_heads, shape.head_dim), *tensors.rotation_R)
         rotate_(kvq[:, shape.kv_width :].view(rows, shape.num_heads, shape.head_dim), *tensors.rotation_R)
     ex.kvq[slot], step = kvq, task.payload.step
+    if ex.speculation and task.layer and not step.prefill:
+        keys = kvq[:, : shape.kv_width // 2].unflatten(-1, (shape.num_kv_heads, shape.head_dim))
+        ex.speculation.keep_keys(task.layer, step, tensors.guess, keys)
     if ex.policy.attention == "host" and not step.prefill:
         return  # the new rows go with the queries
     if ex.heavy_hitters and step.prefill:

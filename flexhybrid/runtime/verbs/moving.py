@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from flexhybrid.core import work
 from flexhybrid.core.blocks import BLOCK_TOKENS
 from flexhybrid.core.steps import Store
 from flexhybrid.core.task import Task
@@ -76,6 +77,9 @@ def load_kv(ex: Executor, task: Task) -> None:
 
 def _load(ex: Executor, task: Task, representation: str) -> None:
     step, slot = task.payload.step, task.payload.slot
+    if representation == "kv" and ex.speculation and task.layer:
+        _load_gathered(ex, task)
+        return
     for segment in step.of(representation):
         if segment.tier == "device":
             continue
@@ -86,6 +90,16 @@ def _load(ex: Executor, task: Task, representation: str) -> None:
             staged, width = ex.buffers.read_region(step, segment, slot), segment.buffer_blocks
             runs = tuple(r._replace(first=r.row * width + r.column, stride=width) for r in segment.runs)
             ex.copies.copy_blocks_h2d(target, staged.flatten(0, 1), runs)  # what was read: padding stays behind
+
+
+def _load_gathered(ex: Executor, task: Task) -> None:
+    """The chosen tokens' rows, in one copy of as many bytes as there are."""
+    slot = task.payload.slot
+    counts_B = ex.loaded_tokens[slot] = ex.gathered[slot]
+    tokens = int(counts_B.sum())
+    source = ex.buffers.gathered_rows(slot, tokens * ex.shape.num_kv_heads)
+    ex.copies.copy_h2d(ex.buffers.loaded_rows(slot, source.shape[1]), source)
+    ex.resolve(task, work.load_rows(ex.shape, ex.wave.stored.kv, tokens))
 
 
 # ---- new rows

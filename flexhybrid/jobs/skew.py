@@ -1,0 +1,31 @@
+"""``flexhybrid skew``: a checkpoint prepared for InfiniGen's selection by a sample text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flexhybrid.core.errors import InputError
+from flexhybrid.llm import load_tokenizer
+from flexhybrid.runtime.loader import Checkpoint
+from flexhybrid.runtime.skew import save_skewed
+
+
+def skew(model: Path, text: Path, out: Path, most_tokens: int = 2048) -> dict:
+    """Skew the checkpoint ``model`` by the first tokens of a text file; write it to the new folder ``out``.
+
+    Raises InputError for a checkpoint without tokenizer, a text that is empty or cannot be read, a folder that exists.
+    """
+    if most_tokens < 1:
+        raise InputError(f"--tokens is {most_tokens}; it must be a whole number >= 1")
+    checkpoint = Checkpoint(model)
+    if (tokenizer := load_tokenizer(checkpoint.path)) is None:
+        raise InputError(f"{model} has no tokenizer files, so no text can be read with it")
+    try:
+        sample = text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read text file {text}: {getattr(error, 'strerror', None) or error}") from None
+    tokens = tokenizer(sample, verbose=False)["input_ids"][: min(most_tokens, checkpoint.shape.max_context)]
+    if not tokens:
+        raise InputError(f"text file {text} is empty")
+    save_skewed(checkpoint, tokens, out)
+    return {"model": str(model), "text": str(text), "out": str(out), "tokens": len(tokens)}

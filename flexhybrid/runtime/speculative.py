@@ -1,0 +1,231 @@
+"""InfiniGen's choice of tokens (Lee et al. 2024, Sec. 4.3): a layer's attention guessed one layer ahead.
+
+After the prompt each layer but the first picks, of every key/value head, the C columns in which its queries and keys
+are largest, over all requests of the mini-batch, and keeps those columns of the query weights and of the keys. In the
+decode the attention input of layer i - 1 times the partial query weights of layer i guesses the queries, and these
+times the partial keys the scores. Per head, scores above the largest one less alpha count; every head of a request
+then fetches as many tokens as its heads have on average, at most a share of the context, at least one.
+
+Where we differ from the paper: requests are counted each by itself; the query heads of a group (GQA) share their key
+head's columns, and a token is as wanted as by the query head that wants it most. Models with rotary positions turn
+whole queries before they are skewed (``runtime.skew``), so their query weights are used as a whole.
+
+Shapes: B requests of a mini-batch, R rows, H query heads, G key/value heads, r = H/G, d head size, C columns, T cached
+tokens, S most tokens chosen, h hidden.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from flexhybrid.core.memory import index_rows
+from flexhybrid.core.plan import Wave
+from flexhybrid.core.selection import most_selected, partial_columns
+from flexhybrid.core.steps import MiniBatchStep
+from flexhybrid.runtime.rotary import rotate_
+from flexhybrid.runtime.step_tensors import Rotation, to_device
+from flexhybrid.runtime.weights import Parts, Weights, linear
+
+
+def choose_columns(q_RHd: torch.Tensor, k_RGd: torch.Tensor, real_R: torch.Tensor, count: int) -> torch.Tensor:
+    """The ``count`` columns of each key/value head with the largest sums of |Q| + |K|: [G, C], ascending.
+
+    Of the query heads of a group it is the mean that counts beside their keys. Rows that are not ``real`` are padding.
+    """
+    rows, groups, d = k_RGd.shape
+    sums = q_RHd.float().abs().view(rows, groups, -1, d).mean(2) + k_RGd.float().abs()
+    return (sums * real_R[:, None, None]).sum(0).topk(count, dim=-1).indices.sort(dim=-1).values
+
+
+def relative_scores(q_BGrC: torch.Tensor, keys_TBGC: torch.Tensor, scale: float, held_BT: torch.Tensor) -> torch.Tensor:
+    """How far each token's guessed score is below its query head's largest, of r heads the least: float32 [B, G, T].
+
+    Tokens that a request does not hold are at minus infinity.
+    """
+    scores = torch.matmul(q_BGrC * scale, keys_TBGC.permute(1, 2, 3, 0)).float()
+    scores = scores.masked_fill(~held_BT[:, None, None], -torch.inf)
+    return (scores - scores.amax(-1, keepdim=True)).amax(2)
+
+
+def choose_tokens(relative_BGT: torch.Tensor, alpha: float, most_B: torch.Tensor, width: int) -> torch.Tensor:
+    """Tokens that each head fetches: int32 [B, G, width], ascending; -1 behind the last one.
+
+    Every head of a request fetches as many as its heads have within ``alpha`` of the largest on average, rounded up, at
+    least one and at most ``most_B``.
+    """
+    groups, tokens = relative_BGT.shape[1:]
+    within = (relative_BGT > -alpha).sum((1, 2))
+    count_B = torch.minimum(-(-within // groups), most_B).clamp_(min=1)
+    best = relative_BGT.topk(width, dim=-1).indices
+    surplus = torch.arange(width, device=best.device) >= count_B[:, None, None]
+    chosen = best.masked_fill_(surplus, tokens).sort(dim=-1).values
+    return chosen.masked_fill_(chosen == tokens, -1).int()
+
+
+class Guess(NamedTuple):
+    """What a decode step's guesses need on the device: made once an iteration, used by every layer."""
+
+    rows_B: torch.Tensor  #: places of the requests in their mini-batch
+    places_B: torch.Tensor  #: where their new tokens' partial keys go
+    held_BT: torch.Tensor  #: tokens that each request holds
+    most_B: torch.Tensor  #: tokens that each may fetch
+    width: int  #: the largest of those
+
+
+class Speculation:
+    """Partial query weights and partial keys of a wave, in all layers but the first, and the tokens chosen last.
+
+    Partial keys of a mini-batch are [T, B, G, C]: what it holds so far is one run of memory.
+    """
+
+    def __init__(self, wave: Wave, weights: Weights):
+        shape, selection, cached = wave.shape, wave.policy.selection, wave.workload.cached_tokens
+        self.wave, self.shape, self.device, self.alpha = wave, shape, weights.device, selection.alpha
+        self.count = partial_columns(shape, selection)
+        self.layers, self.groups = shape.num_layers - 1, shape.num_kv_heads
+        self.scale = shape.head_dim**-0.5
+        number = len(wave.mini_batches)
+        #: all of W_Q lies on the device already
+        self.resident = shape.rotary and weights.bits == "native" and weights.streamed_from >= weights.layout.qkv_end
+
+        def zeros(*size: int, of: torch.dtype = weights.dtype) -> torch.Tensor:
+            return torch.zeros(self.layers, *size, dtype=of, device=self.device)
+
+        self.columns = zeros(number, self.groups, self.count, of=torch.int64)
+        rows = shape.query_width if shape.rotary else shape.num_heads * self.count
+        copies = 1 if shape.rotary else number
+        self.query_weights = zeros(0 if self.resident else copies, rows, shape.hidden)
+        self.query_bias = zeros(0 if self.resident else copies, rows)
+        self.skew: torch.Tensor | None = None
+        if shape.rotary:
+            self.skew = zeros(self.groups, shape.head_dim, shape.head_dim)
+            for layer in range(1, shape.num_layers):
+                matrices = weights.skew(layer)
+                self.skew[layer - 1] = torch.eye(shape.head_dim) if matrices is None else matrices
+        tokens = [int(cached[group].max()) for group in wave.mini_batches]
+        sizes = [most * len(group) for most, group in zip(tokens, wave.mini_batches, strict=True)]
+        self.keys = zeros(sum(sizes), self.groups, self.count)
+        self.sections = [
+            part.unflatten(1, (most, -1)) for part, most in zip(self.keys.split(sizes, dim=1), tokens, strict=True)
+        ]
+        self.index_start = np.cumsum([0, *index_rows(wave)]) * self.groups
+        self.index = torch.zeros(int(self.index_start[-1]) * (self.layers > 0), dtype=torch.int32, device=self.device)
+
+    # ---- the prompt
+
+    def after_prompt(
+        self, layer: int, step: MiniBatchStep, w: dict[str, Parts], q_RHd: torch.Tensor, k_RGd: torch.Tensor
+    ) -> None:
+        """Choose a layer's columns; keep them of its keys and query weights. ``w``: the layer's weights."""
+        real = to_device((np.arange(step.width) < step.new_tokens[:, None]).reshape(-1), self.device)
+        columns = choose_columns(self._skewed_queries(layer, q_RHd), self._skewed(layer, k_RGd), real, self.count)
+        self.columns[layer - 1, step.mini_batch] = columns
+        keys = self.partial_keys(layer, step.mini_batch, k_RGd)
+        section = self.sections[step.mini_batch][layer - 1]
+        section[: step.width].copy_(keys.view(-1, step.width, *keys.shape[1:]).transpose(0, 1))
+        if not self.resident:
+            self._keep_query_weights(layer, step.mini_batch, columns, w)
+
+    def _skewed(self, layer: int, heads_RGd: torch.Tensor) -> torch.Tensor:
+        """Rows of each key/value head times its skewing matrix; where that is folded into the weights, as they are."""
+        if self.skew is None:
+            return heads_RGd
+        return torch.einsum("rgd,gde->rge", heads_RGd, self.skew[layer - 1])
+
+    def _skewed_queries(self, layer: int, q_RHd: torch.Tensor) -> torch.Tensor:
+        if self.skew is None:
+            return q_RHd
+        grouped = q_RHd.unflatten(1, (self.groups, -1))
+        return torch.einsum("rgmd,gde->rgme", grouped, self.skew[layer - 1]).flatten(1, 2)
+
+    def _keep_query_weights(self, layer: int, mini_batch: int, columns_GC: torch.Tensor, w: dict[str, Parts]) -> None:
+        shape, first = self.shape, self.shape.kv_width
+        rows = torch.arange(shape.query_width, device=self.device)
+        if not shape.rotary:
+            heads = rows.view(self.groups, -1, shape.head_dim)  # [G, r, d]
+            index = columns_GC[:, None].expand(-1, heads.shape[1], -1)
+            rows = heads.gather(2, index).reshape(-1)
+        copy = 0 if shape.rotary else mini_batch
+        take_rows(w["kvq.weight"], first + rows, self.query_weights[layer - 1, copy])
+        if "kvq.bias" in w:
+            self.query_bias[layer - 1, copy] = w["kvq.bias"][0][first + rows]
+
+    # ---- the decode
+
+    def prepare(self, step: MiniBatchStep) -> Guess | None:
+        if step.prefill:
+            return None
+        rows = np.flatnonzero(np.isin(self.wave.mini_batches[step.mini_batch], step.requests))
+        most = most_selected(self.wave.policy.selection, step.context).astype(np.int64)
+        held = np.arange(int(step.context.max())) < step.context[:, None]
+        arrays = (to_device(array, self.device) for array in (rows, step.context, held, most))
+        return Guess(*arrays, int(most.max()))
+
+    def partial_keys(self, layer: int, mini_batch: int, k_RGd: torch.Tensor) -> torch.Tensor:
+        """The chosen columns of keys: [R, G, C]."""
+        columns = self.columns[layer - 1, mini_batch]
+        if self.skew is not None:
+            return torch.einsum("rgd,gdc->rgc", k_RGd, self._skew_columns(layer, mini_batch))
+        return k_RGd.gather(2, columns.expand(len(k_RGd), -1, -1))
+
+    def _skew_columns(self, layer: int, mini_batch: int) -> torch.Tensor:
+        index = self.columns[layer - 1, mini_batch][:, None].expand(-1, self.shape.head_dim, -1)
+        return self.skew[layer - 1].gather(2, index)  # [G, d, C]
+
+    def keep_keys(self, layer: int, step: MiniBatchStep, guess: Guess, k_BGd: torch.Tensor) -> None:
+        """The new tokens' partial keys to their places."""
+        section = self.sections[step.mini_batch][layer - 1]
+        section[guess.places_B, guess.rows_B] = self.partial_keys(layer, step.mini_batch, k_BGd)
+
+    def choose(
+        self, layer: int, step: MiniBatchStep, guess: Guess, act_Bh: torch.Tensor, rotation: Rotation | None, w
+    ) -> None:
+        """Guess a layer's scores from the attention input of the layer before, and write down whom to fetch.
+
+        ``w``: the layer's weights, as far as they are resident.
+        """
+        query = self._guessed_queries(layer, step.mini_batch, act_Bh, rotation, w)
+        section = self.sections[step.mini_batch][layer - 1]
+        keys = section[: guess.held_BT.shape[1]]
+        if len(step.requests) < section.shape[1]:
+            keys = keys[:, guess.rows_B]
+        relative = relative_scores(query, keys, self.scale, guess.held_BT)
+        chosen = choose_tokens(relative, self.alpha, guess.most_B, guess.width)
+        self.index_of(step, self.index).copy_(chosen)
+
+    def _guessed_queries(self, layer: int, mini_batch: int, act_Bh: torch.Tensor, rotation, w) -> torch.Tensor:
+        """[B, G, r, C]."""
+        if not self.shape.rotary:
+            weight, bias = self.query_weights[layer - 1, mini_batch], self.query_bias[layer - 1, mini_batch]
+            return F.linear(act_Bh, weight, bias).view(len(act_Bh), self.groups, -1, self.count)
+        if self.resident:
+            (rows,), first = w["kvq.weight"], self.shape.kv_width
+            bias = w["kvq.bias"][0][first:] if "kvq.bias" in w else None
+            query = linear(act_Bh, (rows[first:],), bias)
+        else:
+            query = F.linear(act_Bh, self.query_weights[layer - 1, 0], self.query_bias[layer - 1, 0])
+        query = rotate_(query.view(len(act_Bh), self.shape.num_heads, -1), *rotation)
+        return torch.matmul(query.unflatten(1, (self.groups, -1)), self._skew_columns(layer, mini_batch))
+
+    def index_of(self, step: MiniBatchStep, index: torch.Tensor) -> torch.Tensor:
+        """[B, G, S]: a mini-batch's part of the index, on the device or the host."""
+        width = int(most_selected(self.wave.policy.selection, step.context).max())
+        start, batch = self.index_start[step.mini_batch], len(step.requests)
+        return index[start : start + batch * self.groups * width].view(batch, self.groups, width)
+
+
+def take_rows(parts: Parts, rows: torch.Tensor, out: torch.Tensor) -> None:
+    """out[i] = the ``rows[i]``-th row of a matrix given in row parts; nobody waits for the device."""
+    if len(parts) == 1:
+        torch.index_select(parts[0], 0, rows, out=out)
+        return
+    first = 0
+    for part in parts:
+        inside = (rows >= first) & (rows < first + len(part))
+        found = part[(rows - first).clamp(0, len(part) - 1)]
+        torch.where(inside[:, None], found, out, out=out)
+        first += len(part)

@@ -1,0 +1,219 @@
+"""InfiniGen's selection: against a plain account of it that keeps every key of every head in a dictionary."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import save_llama, save_opt
+from runs import run_wave
+
+from flexhybrid.core.plan import admit
+from flexhybrid.core.policy import Placement, Policy, Selection
+from flexhybrid.core.trace import check_trace
+from flexhybrid.core.workload import Workload
+from flexhybrid.runtime.loader import Checkpoint
+from flexhybrid.runtime.models import architecture
+from flexhybrid.runtime.rotary import rotary_tables, rotate_
+from flexhybrid.runtime.skew import save_skewed
+from flexhybrid.runtime.weights import Weights, linear
+
+EVERYTHING = 1e9  #: an alpha that no score falls behind
+LENGTHS = (60, 33, 60, 20, 47)
+
+
+def policy(alpha, cap=1.0, ratio=0.3, **more) -> Policy:
+    selection = Selection(
+        "speculative", alpha=alpha, partial_ratio=ratio, max_fraction=cap, pool=1.0, victim="counter",
+        partial_keys="device",
+    )  # fmt: skip
+    return Policy(selection=selection, **({"max_mini_batch_tokens": 250} | more))
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """Random models, plain and skewed by a sample, and prompts for them."""
+    made, generator = {}, np.random.default_rng(6)
+    sample = generator.integers(3, 61, 120).tolist()
+    for family in ("opt", "llama"):
+        folder = tmp_path_factory.mktemp(family)
+        if family == "opt":
+            save_opt(folder, layers=3, heads=4, positions=128, scale=0.15)
+        else:
+            save_llama(folder, layers=3, heads=4, kv_heads=2, positions=128, scale=0.15)
+        made[family] = Checkpoint(folder)
+        save_skewed(made[family], sample, folder / "skewed")
+        made[family, "skewed"] = Checkpoint(folder / "skewed")
+    return made
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    generator = np.random.default_rng(7)
+    return [generator.integers(3, 61, length).tolist() for length in LENGTHS]
+
+
+class PlainInfiniGen:
+    """The requests of one mini-batch, token by token and head by head."""
+
+    def __init__(self, checkpoint, selection: Selection, last: int):
+        self.shape, self.selection = checkpoint.shape, selection
+        self.model = architecture(self.shape)
+        self.weights = Weights(
+            self.shape, checkpoint, "float32", torch.device("cpu"), Policy(weights=Placement(device=1.0))
+        )
+        self.rotary = rotary_tables(self.shape, last, torch.float32, "cpu") if self.shape.rotary else None
+        self.skew = [checkpoint.skew(layer) for layer in range(self.shape.num_layers)]
+        self.columns = {}  # (layer, kv head) -> columns
+        self.fetched = []  # (tokens fetched, context) of each choice
+        self.caches = {}  # (request, layer, kv head) -> [(key, value), …] by position
+
+    def heads_of(self, group: int):
+        per_group = self.shape.num_heads // self.shape.num_kv_heads
+        return range(group * per_group, (group + 1) * per_group)
+
+    def project(self, layer, act, positions):
+        """Keys, values and queries [n, heads, d]."""
+        w, d = self.weights.views(layer, None), self.shape.head_dim
+        kvq = linear(act, w["kvq.weight"], w["kvq.bias"][0] if "kvq.bias" in w else None)
+        half = self.shape.kv_width // 2
+        k, v, q = (x.unflatten(-1, (-1, d)) for x in kvq.split([half, half, self.shape.query_width], dim=-1))
+        if self.rotary:
+            k, q = (rotate_(x.contiguous(), self.rotary[0][positions], self.rotary[1][positions]) for x in (k, q))
+        return k, v, q
+
+    def act(self, layer, hidden):
+        return self.model.attention_input(self.shape, self.weights.views(layer, None), hidden)
+
+    def turned(self, layer, group, x):
+        return x if self.skew[layer] is None else x @ self.skew[layer][group]
+
+    def prefill(self, prompts):
+        """First tokens. All requests pass a layer before its columns are chosen."""
+        hidden = [self.model.embed(self.shape, self.weights.outer, torch.tensor(p), torch.arange(len(p)))
+                  for p in prompts]  # fmt: skip
+        for layer in range(self.shape.num_layers):
+            sums = torch.zeros(self.shape.num_kv_heads, self.shape.head_dim)
+            for i, prompt in enumerate(prompts):
+                positions = torch.arange(len(prompt))
+                k, v, q = self.project(layer, self.act(layer, hidden[i]), positions)
+                out = torch.zeros_like(q)
+                for g in range(self.shape.num_kv_heads):
+                    self.caches[i, layer, g] = list(zip(k[:, g], v[:, g], strict=True))
+                    sums[g] += self.turned(layer, g, k[:, g]).abs().sum(0)
+                    for head in self.heads_of(g):
+                        sums[g] += self.turned(layer, g, q[:, head]).abs().sum(0) / len(self.heads_of(g))
+                        scores = q[:, head] @ k[:, g].T / self.shape.head_dim**0.5
+                        scores.masked_fill_(positions > positions[:, None], -torch.inf)
+                        out[:, head] = torch.softmax(scores, -1) @ v[:, g]
+                hidden[i] = self.model.finish(self.shape, self.weights.views(layer, None), hidden[i], out.flatten(1))
+            for g in range(self.shape.num_kv_heads):
+                count = max(1, math.ceil(round(self.selection.partial_ratio * self.shape.head_dim, 9)))
+                self.columns[layer, g] = sums[g].argsort(descending=True)[:count]
+        return [self.next_token(one) for one in hidden]
+
+    def next_token(self, hidden):
+        return int(self.model.head(self.shape, self.weights.outer, hidden[-1:]).argmax())
+
+    def decode(self, request, token, position):
+        """The next token of one request."""
+        where = torch.tensor([position])
+        hidden = self.model.embed(self.shape, self.weights.outer, torch.tensor([token]), where)
+        chosen = None  # of all kv heads; None: every token
+        for layer in range(self.shape.num_layers):
+            act = self.act(layer, hidden)
+            k, v, q = self.project(layer, act, where)
+            out = torch.zeros_like(q)
+            for g in range(self.shape.num_kv_heads):
+                cache = self.caches[request, layer, g]
+                kept = [cache[t] for t in chosen[g]] if chosen else list(cache)
+                kept.append((k[0, g], v[0, g]))
+                cache.append(kept[-1])
+                keys, values = (torch.stack(part) for part in zip(*kept, strict=True))
+                for head in self.heads_of(g):
+                    scores = keys @ q[0, head] / self.shape.head_dim**0.5
+                    out[0, head] = torch.softmax(scores, -1) @ values
+            chosen = self.choose(request, layer + 1, act, position) if layer + 1 < self.shape.num_layers else None
+            hidden = self.model.finish(self.shape, self.weights.views(layer, None), hidden, out.flatten(1))
+        return self.next_token(hidden)
+
+    def choose(self, request, layer, act, context):
+        """Positions that each kv head of a layer fetches."""
+        _, _, q = self.project(layer, act, torch.tensor([context]))
+        behind = []
+        for g in range(self.shape.num_kv_heads):
+            columns = self.columns[layer, g]
+            keys = torch.stack([key for key, _ in self.caches[request, layer, g]])
+            keys = self.turned(layer, g, keys)[:, columns]
+            scores = torch.stack([
+                keys @ self.turned(layer, g, q[0, head])[columns] / self.shape.head_dim**0.5
+                for head in self.heads_of(g)
+            ])  # fmt: skip
+            behind.append((scores - scores.max(dim=-1, keepdim=True).values).max(dim=0).values.tolist())
+        within = [sum(one > -self.selection.alpha for one in of_head) for of_head in behind]
+        count = math.ceil(sum(within) / len(within))
+        count = max(1, min(count, math.ceil(round(self.selection.max_fraction * context, 9))))
+        self.fetched.append((count, context))
+        return [sorted(range(context), key=lambda t: -of_head[t])[:count] for of_head in behind]
+
+
+@torch.inference_mode()
+def plain_tokens(checkpoint, policy, prompts, max_tokens):
+    """(tokens of each request, share of the context fetched behind the first layer)."""
+    workload = Workload(np.array([len(p) for p in prompts]), np.full(len(prompts), max_tokens))
+    answers, fetched = [None] * len(prompts), []
+    for group in admit(checkpoint.shape, policy, workload, 4).mini_batches:
+        plain = PlainInfiniGen(checkpoint, policy.selection, max(map(len, prompts)) + max_tokens)
+        of_group = [prompts[i] for i in group]
+        for request, (i, first) in enumerate(zip(group, plain.prefill(of_group), strict=True)):
+            answers[i] = [first]
+            for position in range(len(prompts[i]), len(prompts[i]) + max_tokens - 1):
+                answers[i].append(plain.decode(request, answers[i][-1], position))
+        fetched += plain.fetched
+    return answers, sum(count for count, _ in fetched) / sum(context for _, context in fetched)
+
+
+def moved_share(trace) -> float:
+    """Tokens that gathers of a trace moved, of the tokens that were cached."""
+    gathers = [event.task for event in trace if event.task.verb == "gather"]
+    return sum(t.work.tokens for t in gathers) / sum(int(t.payload.step.context.sum()) for t in gathers)
+
+
+@pytest.mark.parametrize("skewed", [False, True])
+@pytest.mark.parametrize("family", ["opt", "llama"])
+@pytest.mark.parametrize("alpha, cap", [(0.3, 1.0), (1.0, 0.4), (4.0, 0.15)])
+def test_tokens_are_those_of_a_plain_account(checkpoints, prompts, family, skewed, alpha, cap):
+    checkpoint = checkpoints[family, "skewed"] if skewed else checkpoints[family]
+    chosen = policy(alpha, cap, weights=Placement(device=0.3, host=0.7))
+    result = run_wave(checkpoint, chosen, prompts, 12)
+    wanted, share = plain_tokens(checkpoint, chosen, prompts, 12)
+    assert result.tokens == wanted
+    assert check_trace(result.trace) == []
+    assert 0 < share < 1 and moved_share(result.trace) == pytest.approx(share)
+
+
+@pytest.fixture(scope="module")
+def full_cache(checkpoints, prompts):
+    return {family: run_wave(checkpoints[family], Policy(), prompts, 12).tokens for family in ("opt", "llama")}
+
+
+@settings(max_examples=25)
+@given(
+    st.sampled_from(("opt", "llama")), st.booleans(), st.sampled_from((0.05, 0.3, 1.0)),
+    st.sampled_from((16, 130, 250, 8192)), st.sampled_from(("column", "row")), st.sampled_from((0.0, 0.4, 1.0)),
+    st.sampled_from((True, False, "step")), st.sampled_from(("device", "host")),
+)  # fmt: skip
+def test_an_alpha_that_leaves_nothing_out_is_exact(
+    checkpoints, prompts, full_cache, family, skewed, ratio, bound, schedule, resident, overlap, hidden
+):
+    checkpoint = checkpoints[family, "skewed"] if skewed else checkpoints[family]
+    weights = Placement(device=resident, host=1 - resident)
+    every = policy(
+        EVERYTHING, 1.0, ratio, max_mini_batch_tokens=bound, schedule=schedule, weights=weights, overlap=overlap,
+        hidden=hidden,
+    )  # fmt: skip
+    result = run_wave(checkpoint, every, prompts, 12)
+    assert result.tokens == full_cache[family]
+    assert check_trace(result.trace) == [] and moved_share(result.trace) == 1.0
