@@ -24,7 +24,7 @@ from experiments.bench_copies import bench_copies
 from experiments.bench_kernels import bench_kernels
 from experiments.bench_launch import bench_launch
 from experiments.bench_overlap import bench_overlap
-from experiments.bench_simulator import bench_classes, bench_papers, bench_peer
+from experiments.bench_simulator import bench_classes, bench_papers, bench_peer, bench_search_time
 from flexhybrid.core.hardware import write_by_rename
 from flexhybrid.core.memory import buffer_sizes, memory_plan, total_bytes
 from flexhybrid.core.plan import admit
@@ -320,6 +320,7 @@ def main() -> None:
         bench_classes(table)
         bench_papers(table)
         bench_peer(table)
+        bench_search_time(table)
     if "model" in parts:
         bench_closed_form(table)
         bench_launch(table)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import statistics
+import subprocess
+import sys
 
 import numpy as np
 
@@ -45,7 +49,7 @@ def bench_papers(table) -> None:
 
     def errors_of(name: str, pattern: str, role: str | None = "validate") -> np.ndarray:
         rows = registry.run(name).rows
-        rows = rows[rows["what"].str.contains(pattern, regex=True)]
+        rows = rows[[bool(re.search(pattern, what)) for what in rows["what"]]]
         return 100 * (rows if role is None else rows[rows["role"] == role])["error"].abs().to_numpy()
 
     ablation = errors_of("capture-table3", "^OPT-(30B|66B) (act_only|hybrid_static|hybrid_full)$")
@@ -81,3 +85,27 @@ def bench_peer(table) -> None:
         row = compare_search.compare(run["model"], run["hardware"], run)
         name = f"search, {run['model']} on {run['hardware']}, lossless"
         table.add(f"{name}, over FlexGen's policy ({run['constants']} rates)", row["ratio"], 1.0, "x")
+
+
+#: One search of a process that has done nothing else; only the imports come before.
+_ONE_SEARCH = """
+import json, sys
+from flexhybrid.core.shape import shape_by_name
+from flexhybrid.core.workload import Workload
+from policy_search.search import search
+from sim import catalogue
+model, hardware, prompt, generated = json.loads(sys.argv[1])
+workload = Workload.uniform(1, prompt, generated)
+print(json.dumps([search(shape_by_name(model), catalogue.load(hardware), 2, workload).search_s for _ in range(3)]))
+"""
+
+
+def bench_search_time(table) -> None:
+    """The full search, all discrete choices, inside a process: its first call, and the median of the next two."""
+    for model, hardware in compare_search.CASES:
+        case = json.dumps([model, hardware, compare_search.PROMPT, compare_search.GENERATED])
+        run = subprocess.run([sys.executable, "-c", _ONE_SEARCH, case], capture_output=True, text=True, check=True)
+        first, *later = json.loads(run.stdout)
+        name = f"full search, {model} on {hardware}"
+        table.add(f"{name}, first call of a process", first, 1.0, "s", False)
+        table.add(f"{name}, later calls", statistics.median(later), 1.0, "s", False)

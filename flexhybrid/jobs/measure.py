@@ -38,7 +38,9 @@ def device_name(device: torch.device) -> str:
             model = next((line.split(":")[1].strip() for line in info if line.startswith("model name")), "")
     except OSError:
         pass
-    return f"{model or platform.processor() or 'CPU'}, {torch.get_num_threads()} threads"
+    # Virtual machines hide the model; what the products can use decides their speed.
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"{model or platform.processor() or 'CPU'} ({capability}), {torch.get_num_threads()} threads"
 
 
 def machine_memories(device: torch.device) -> dict[str, int | None]:
