@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from itertools import cycle
 
 import numpy as np
 import torch
@@ -37,13 +38,15 @@ def times_as_fast(plain, ours) -> float:
     return statistics.median(median_seconds(plain) / median_seconds(ours) for _ in range(REPEATS))
 
 
-def memory_share(num_bytes: int, ours) -> float:
-    """Bytes a second that ``ours`` reads, over what reading costs at best here: a sum over a large buffer."""
+def memory_share(operands: torch.Tensor, ours) -> float:
+    """Bytes a second that ``ours(operands)`` reads of them, over what reading costs at best here: a sum over a large
+    buffer. Copies of the operands take turns, as layers do, so that none is still in a cache when it comes again."""
     large = torch.ones(LARGE_BYTES // 8, dtype=torch.int64)
+    turns = cycle([operands.clone() for _ in range(-(-LARGE_BYTES // operands.nbytes))])
     shares = []
     for _ in range(REPEATS):
         bandwidth = LARGE_BYTES / median_seconds(lambda: large.sum(), 5)
-        shares.append(num_bytes / median_seconds(ours) / bandwidth)
+        shares.append(operands.nbytes / median_seconds(lambda: ours(next(turns))) / bandwidth)
     return statistics.median(shares)
 
 
@@ -73,9 +76,9 @@ def bench_attention(table, dtype: torch.dtype) -> None:
     A chunk is measured against its two products alone: softmax, mask and scale pass over scores that have as many
     bytes as the products read, which for heads of 64 takes up to as long again.
     """
-    keys, values = (torch.randn(BATCH, HEADS, CONTEXT, HEAD_DIM).to(dtype) for _ in range(2))
+    keys, values = context = torch.randn(2, BATCH, HEADS, CONTEXT, HEAD_DIM).to(dtype)
     query = torch.randn(BATCH, HEADS, HEAD_DIM).to(dtype)
-    share = memory_share(2 * keys.nbytes, lambda: attention.attend_decode(query, keys, values, None))
+    share = memory_share(context, lambda one: attention.attend_decode(query, *one, None))
     table.add("attend: share of the measured memory bandwidth", share, 0.6, "x")
 
     num_blocks = ceil_blocks(CONTEXT)
@@ -85,7 +88,7 @@ def bench_attention(table, dtype: torch.dtype) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        share = memory_share(blocks.nbytes, lambda: attention.attend_blocks(query, blocks, runs, tokens, out))
+        share = memory_share(blocks, lambda one: attention.attend_blocks(query, one, runs, tokens, out))
     finally:
         torch.set_num_threads(threads)
     table.add("attend_host: share of one core's memory bandwidth", share, 0.6, "x")
