@@ -17,7 +17,7 @@ from flexhybrid.core.layout import LayerLayout, layer_layout
 from flexhybrid.core.memory import BufferSizes, Reads, group_sizes, memory_parts, split_blocks
 from flexhybrid.core.packing import chunk_tokens, takes_prompts_whole
 from flexhybrid.core.policy import ElementBytes, Policy
-from flexhybrid.core.selection import kept_tokens, selected_tokens
+from flexhybrid.core.selection import kept_tokens, limits_cache, selected_tokens
 from flexhybrid.core.shape import ModelShape
 from flexhybrid.core.split import SplitLines, split_lines, split_point
 from flexhybrid.core.steps import StepCounts
@@ -191,7 +191,7 @@ class Loads:
     @cached_property
     def prompt_kinds(self) -> dict[str, np.ndarray]:
         """Tokens of each kind that the prefill stores of a request."""
-        return self._tokens_at(kept_tokens(self.policy.selection, self.prompt, self.prompt))
+        return self._tokens_at(self._kept_of(self.prompt))
 
     # ---- what a step does
 
@@ -222,12 +222,16 @@ class Loads:
     def kept(self):
         """The most tokens of a request that stay cached."""
         cached = self.prompt + self.generated
-        return kept_tokens(self.policy.selection, self.prompt, cached)
+        return self._kept_of(cached)
+
+    def _kept_of(self, context):
+        """Of a request's first so many tokens, those that stay cached."""
+        return kept_tokens(self.policy.selection, self.prompt, context, self.prompt + self.generated - 1)
 
     def _ever_stored(self, tokens) -> dict[str, np.ndarray]:
-        """Of a request's first so many tokens, those that were stored to each kind: of a heavy-hitter selection, the
-        newest take the places of those that are dropped."""
-        if self.policy.selection.method != "heavy_hitter":
+        """Of a request's first so many tokens, those that were stored to each kind: where a selection limits the cache,
+        the newest take the places of those that are dropped."""
+        if not limits_cache(self.policy.selection):
             return self._stored_until(tokens)
         rounds = np.floor(tokens / self.kept)
         whole, rest = self._stored_until(self.kept), self._stored_until(tokens - rounds * self.kept)
@@ -336,7 +340,7 @@ class Loads:
     @cached_property
     def reserved(self) -> dict[str, np.ndarray]:
         """Blocks of each kind that a request reserves."""
-        last = kept_tokens(self.policy.selection, self.prompt, self.prompt + self.generated - 1)
+        last = self._kept_of(self.prompt + self.generated - 1)
         first = np.where(self.chunks > 1, self.chunk, self.prompt)  # the first length that is held as a whole
         lengths = lengths_between(first, last) if "tok" in self.shares else last[None]
         return {kind: np.max(blocks, axis=0) for kind, blocks in self._blocks_at(lengths).items()}
@@ -345,8 +349,8 @@ class Loads:
         """``core.memory.memory_plan`` of each candidate: bytes per tier and part."""
         cached = self.prompt + self.generated - 1
         decodes = self.generated > 1
-        kept = kept_tokens(self.policy.selection, self.prompt, cached)
-        last = kept_tokens(self.policy.selection, self.prompt, np.where(decodes, cached - 1, 0))
+        kept = self._kept_of(cached)
+        last = self._kept_of(np.where(decodes, cached - 1, 0))
         read = last[None]  # [steps, candidates]
         if "tok" in self.shares or self.lines:
             read = lengths_between(self.prompt, last)
@@ -380,7 +384,7 @@ class Loads:
             "index_rows": self.batch * one.selected_rows / self.size,
             "cached_tokens": self.batch * cached,
             "kept_tokens": self.batch * kept,
-            "partial_rows": self.batch * cached,
+            "partial_rows": self.batch * kept,
             "num_mini_batches": self.K,
             "longest": self.prompt + self.generated,
             "log_cells": self.batch * self.generated,

@@ -3,8 +3,7 @@
 ``core.memory`` adds up what a policy needs before a run; here the same bytes are found a second way, from what each
 task reads and writes and from the step that it carries. Slots of a double buffer are both there from the start, so the
 largest thing that any slot ever holds counts twice. What no task moves is taken from ``memory_plan`` by name: the
-resident weights, the embedding and the head, the query weights of a speculative selection, workspace and slack; and a
-speculative selection's pool is the share of the cache that its policy names.
+resident weights, the embedding and the head, the query weights of a speculative selection, workspace and slack.
 """
 
 from __future__ import annotations
@@ -53,8 +52,6 @@ def peak_parts(tasks: Iterable[Task | TraceEvent], wave: Wave, device: str = "cu
     named = memory_plan(shape, policy, wave.bytes_per_element, buffer_sizes(wave), device)
     for tier, of in named.items():
         parts[tier] |= {part: of[part] for part in BY_DEFINITION if part in of}
-    if policy.selection.method == "speculative" and "kv pool" in parts["host"]:
-        parts["host"]["kv pool"] *= policy.selection.pool
     return {tier: {part: round(size) for part, size in of.items() if size} for tier, of in parts.items()}
 
 
@@ -106,7 +103,10 @@ class _Replay:
 
     def _project(self, task: Task) -> None:
         """The new rows wait in staging, each part's in a place of its own, and from there go to their blocks."""
-        on_host = self.wave.policy.attention == "host" and not task.payload.step.prefill
+        step, selection = task.payload.step, self.wave.policy.selection
+        if selection.pool is not None and selection.pool < 1 and not step.prefill:
+            self._hold("host", "places", 0, 8 * len(step.requests) * self.wave.shape.num_kv_heads)
+        on_host = self.wave.policy.attention == "host" and not step.prefill
         for store in task.payload.step.stores:
             part = Part(store.kind, store.representation, store.tier)
             if not on_host:  # else the query brings them along
@@ -192,10 +192,22 @@ class _Replay:
         step, tier = task.payload.step, self.wave.policy.selection.partial_keys
         shape, share = self.wave.shape, self.wave.policy.selection.partial_ratio
         columns = max(1, math.ceil(round(share * shape.head_dim, 9)))
-        rows = len(self.wave.mini_batches[task.mini_batch]) * int((step.context + step.new_tokens).max())
+        tokens = zip(step.requests.tolist(), (step.context + step.new_tokens).tolist())
+        rows = len(self.wave.mini_batches[task.mini_batch]) * max(self._places(*one) for one in tokens)
         size = rows * columns * shape.num_kv_heads * self.wave.bytes_per_element
+        limited = self.wave.policy.selection.pool < 1
         for layer in range(1, shape.num_layers):
             self._hold(tier, "partial keys", (layer, task.mini_batch), size)
+            if limited and self.wave.policy.selection.victim != "fifo":  # a count and an age
+                self._hold("device", "uses", (layer, task.mini_batch), 8 * rows * shape.num_kv_heads)
+
+    def _places(self, request: int, tokens: int) -> int:
+        """Of a request's first so many tokens, those that the pool has room for."""
+        pool = float(self.wave.policy.selection.pool)
+        if pool == 1:
+            return tokens
+        most = round(pool * int(self.wave.workload.cached_tokens[request]), 9)
+        return min(tokens, max(1, math.ceil(most / BLOCK_TOKENS)) * BLOCK_TOKENS)
 
     def _load_keys(self, task: Task) -> None:
         self._hold("device", "partial key buffers", 0, task.work.link_bytes)
@@ -211,7 +223,8 @@ class _Replay:
 
     def _most_selected(self, task: Task) -> int:
         step, cap = task.payload.step, self.wave.policy.selection.max_fraction
-        return len(step.requests) * math.ceil(round(cap * int(step.context.max()), 9))
+        longest = max(self._places(*one) for one in zip(step.requests.tolist(), step.context.tolist()))
+        return len(step.requests) * max(1, math.ceil(round(cap * longest, 9)))
 
     def _store_query(self, task: Task) -> None:
         self._hold("host", "query strips", "query", task.work.link_bytes)

@@ -43,7 +43,8 @@ def speculative_policies(draw) -> Policy:
     share = st.sampled_from((0.05, 0.3, 1.0))
     selection = Selection(
         "speculative", alpha=draw(st.sampled_from((0.0, 1.0, 1e9))), partial_ratio=draw(share),
-        max_fraction=draw(share), pool=1.0, victim="counter", partial_keys="device",
+        max_fraction=draw(share), pool=draw(st.sampled_from((0.4, 1.0))),
+        victim=draw(st.sampled_from(("fifo", "lru", "counter"))), partial_keys="device",
     )  # fmt: skip
     policy = draw(lossless_policies().filter(lambda policy: policy.attention == "device"))
     return replace(policy, cache={"kv@host": 1.0}, selection=selection)

@@ -60,12 +60,13 @@ def held_device(engine, executor) -> dict[str, int]:
 
 def held_by_speculation(speculation) -> dict[str, int]:
     if speculation is None:
-        return {"partial query weights": 0, "partial keys": 0, "indices": 0}
+        return {"partial query weights": 0, "partial keys": 0, "indices": 0, "uses": 0}
     weights = (speculation.columns, speculation.query_weights, speculation.query_bias, speculation.skew)
     return {
         "partial query weights": sum(one.nbytes for one in weights if one is not None),
         "partial keys": speculation.keys.nbytes,
         "indices": speculation.index.nbytes,
+        "uses": speculation.uses.table.nbytes if speculation.uses else 0,
     }
 
 

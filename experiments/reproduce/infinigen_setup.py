@@ -268,7 +268,7 @@ def latency(batch: int) -> dict[str, tuple[float, float]]:
 
 def h2o_tokens(length: int) -> int:
     """Tokens that H2O loads of a prompt of this length."""
-    return int(kept_tokens(Selection("heavy_hitter", budget=H2O_BUDGET), length, length))
+    return int(kept_tokens(Selection("heavy_hitter", budget=H2O_BUDGET), length, length, length))
 
 
 def growth_needs(small: ModelShape, larger_gain: float) -> tuple[float, float]:

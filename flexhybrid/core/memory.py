@@ -17,7 +17,7 @@ from flexhybrid.core.layout import layer_layout
 from flexhybrid.core.packing import chunk_tokens, longest_piece, num_chunks
 from flexhybrid.core.plan import Wave, disk_from
 from flexhybrid.core.policy import Policy
-from flexhybrid.core.selection import kept_tokens, most_selected, partial_columns
+from flexhybrid.core.selection import kept_tokens, limits_cache, most_selected, partial_columns
 from flexhybrid.core.shape import ModelShape
 from flexhybrid.core.split import SplitLines, split_point
 from flexhybrid.core.work import MIN_KV_GEN_ROWS
@@ -56,7 +56,7 @@ class BufferSizes:
     kept_tokens: int = 0  #: of all requests together, those that a selection keeps
     selected_rows: int = 0  #: most rows that a speculative selection gathers for one mini-batch
     index_rows: int = 0  #: for all mini-batches together
-    partial_rows: int = 0  #: padded rows of partial keys, of all mini-batches together
+    partial_rows: int = 0  #: places of a speculative selection, padded, of all mini-batches together
     num_mini_batches: int = 0
     longest: int = 0  #: tokens of the longest request, prompt and answer
     log_cells: int = 0  #: iterations times requests
@@ -84,8 +84,8 @@ def buffer_sizes(wave: Wave) -> BufferSizes:
     """Sizes for a wave, from the lengths its requests can reach. Who stops early only leaves some of it unused."""
     prompts, cached = wave.workload.prompt_tokens, wave.workload.cached_tokens
     kinds, policy = wave.kinds, wave.policy
-    kept = kept_tokens(policy.selection, prompts, cached)
-    prompt_tokens = kinds.tokens(kept_tokens(policy.selection, prompts, prompts))  # [requests, kind]
+    kept = kept_tokens(policy.selection, prompts, cached, cached)
+    prompt_tokens = kinds.tokens(kept_tokens(policy.selection, prompts, prompts, cached))  # [requests, kind]
     fresh = _stored_until(kinds, cached, kept) > _stored_until(kinds, prompts, kept)  # some of it in the decode
     sizes, sums = BufferSizes(pool_blocks=wave.pool_blocks, staged_rows={}), []
 
@@ -100,7 +100,7 @@ def buffer_sizes(wave: Wave) -> BufferSizes:
             policy, len(group), longest_piece(policy, prompts[group]), _reads(wave, group),
             each_kind(fresh[group].any(axis=0) * len(group)), each_kind(staged),
         )  # fmt: skip
-        sums.append((one.step_rows * chunks, one.selected_rows, len(group) * cached[group].max()))
+        sums.append((one.step_rows * chunks, one.selected_rows, len(group) * kept[group].max()))
         sizes = sizes.merge(one)
     hidden_rows, index_rows, partial_rows = map(sum, zip(*sums, strict=True))
     return sizes.merge(BufferSizes(
@@ -135,7 +135,8 @@ def _reads(wave: Wave, group: np.ndarray) -> Reads:
     else:  # each kind only grows: the last step before somebody leaves
         steps = np.unique([0, *(generated - 1)])[:, None]
     runs = (steps > 0) & (steps < generated)  # [steps, requests that differ]
-    tokens, new = kept_tokens(policy.selection, prompts, np.maximum(prompts + steps - 1, 0)), 1
+    last = prompts + generated - 1
+    tokens, new = kept_tokens(policy.selection, prompts, np.maximum(prompts + steps - 1, 0), last), 1
     if (chunks := num_chunks(policy, workload.prompt_tokens[group])) > 1:
         size = chunk_tokens(policy.max_mini_batch_tokens)
         before = np.arange(chunks)[:, None] * size
@@ -143,7 +144,7 @@ def _reads(wave: Wave, group: np.ndarray) -> Reads:
         tokens, runs = np.concatenate([tokens, before]), np.concatenate([runs, before > 0])
     held, of_kind, recomputed = kinds.held(tokens), kinds.tokens(tokens), kinds.tok_tokens(tokens)
     if policy.static_cache:
-        reserved = kinds.most_blocks(prompts, kept_tokens(policy.selection, prompts, prompts + generated - 1))
+        reserved = kinds.most_blocks(prompts, kept_tokens(policy.selection, prompts, last, last))
         held = np.broadcast_to(reserved, held.shape)
 
     def longest(values):
@@ -270,10 +271,9 @@ def memory_parts(
     streamed = layer_bytes - resident
     tiers: dict[str, dict] = {"device": {}, "host": {}, "disk": {}}
     staged = {"device": 0, "host": 0}
-    pool_share = policy.selection.pool if policy.selection.method == "speculative" else 1.0
     for kind, blocks in sizes.pool_blocks.items():
         for part in parts_of(kind):
-            size = layers * blocks * BLOCK_TOKENS * row[part.representation] * pool_share
+            size = layers * blocks * BLOCK_TOKENS * row[part.representation]
             name = f"{part.representation} pool"
             tiers[part.tier][name] = tiers[part.tier].get(name, 0) + size
             strip = "device" if part.tier == "device" else "host"
@@ -291,6 +291,9 @@ def memory_parts(
     indices = 4 * shape.num_kv_heads * sizes.index_rows if layers > 1 else 0
     ranked = policy.selection.method == "heavy_hitter"
     scores = 8 * layers * shape.num_kv_heads * sizes.kept_tokens if ranked else 0  # and ages
+    limited = speculative and limits_cache(policy.selection)
+    counted = limited and policy.selection.victim != "fifo"
+    uses = 8 * (layers - 1) * shape.num_kv_heads * sizes.partial_rows if counted else 0  # and ages
     rotation = 2 * shape.head_dim * p if shape.rotary else 0  # a cosine and a sine for each element of a head
     act = any("act@" in kind for kind in sizes.pool_blocks)
     # Set aside whatever the bits, so that a program over bits can add up; a small model's pieces are small.
@@ -317,6 +320,7 @@ def memory_parts(
         "partial key buffers": NUM_SLOTS * partial_buffer if policy.selection.partial_keys == "host" else 0,
         "indices": indices,
         "scores": scores,
+        "uses": uses,
         "token ids": 8 * sizes.cached_tokens,
         "positions": 16 * sizes.hidden_rows
         + rotation * (sizes.longest + sizes.hidden_rows + act * sizes.cached_tokens),
@@ -332,7 +336,7 @@ def memory_parts(
         "weight staging": NUM_SLOTS * on_disk,
         "ACT staging": NUM_SLOTS * sizes.act_staging_blocks * BLOCK_TOKENS * row["act"],
         "KV staging": NUM_SLOTS * sizes.kv_staging_blocks * BLOCK_TOKENS * row["kv"],
-        "places": NUM_SLOTS * 8 * sizes.decode_batch * shape.num_kv_heads if ranked else 0,
+        "places": NUM_SLOTS * 8 * sizes.decode_batch * shape.num_kv_heads if ranked or limited else 0,
         "gathered rows": NUM_SLOTS * sizes.selected_rows * row["kv"] if layers > 1 else 0,
         "indices": indices,
         "partial keys": partial_keys if policy.selection.partial_keys == "host" else 0,

@@ -112,7 +112,7 @@ def admit(
             split[kind] = split_lines(shape, policy, hardware, bytes_per_element, kind)
     cached = workload.cached_tokens
     mini_batches = pack(cached, kinds, policy.max_mini_batch_tokens, policy.packing, seconds_per_token)
-    kept = kept_tokens(policy.selection, workload.prompt_tokens, cached)
+    kept = kept_tokens(policy.selection, workload.prompt_tokens, cached, cached)
     first = workload.prompt_tokens.copy()  # the first length of each request that is held as a whole
     for group in mini_batches:
         if num_chunks(policy, first[group]) > 1:

@@ -47,10 +47,19 @@ def partial_share(shape: ModelShape, selection: Selection) -> float:
     return partial_columns(shape, selection) / shape.head_dim
 
 
-def kept_tokens(selection: Selection, prompt, context):
-    """Tokens of a context that stay cached: a heavy-hitter selection keeps a fixed share of the prompt (H2O), in whole
-    blocks; every other keeps all."""
-    if selection.method != "heavy_hitter":
+def limits_cache(selection: Selection) -> bool:
+    """Whether new tokens take the places of cached ones from some length on."""
+    return selection.method == "heavy_hitter" or selection.method == "speculative" and selection.pool < 1
+
+
+def kept_tokens(selection: Selection, prompt, context, cached):
+    """Tokens of a context that stay cached, of requests that would cache ``cached`` in the end; arrays allowed.
+
+    A heavy-hitter selection keeps a fixed share of the prompt (H2O), a limited pool one of all tokens (InfiniGen, Sec.
+    4.4), both in whole blocks and at least one; every other keeps all.
+    """
+    if not limits_cache(selection):
         return context
-    budget = np.ceil(selection.budget * np.asarray(prompt) / BLOCK_TOKENS) * BLOCK_TOKENS
+    most = selection.budget * np.asarray(prompt) if selection.pool is None else selection.pool * np.asarray(cached)
+    budget = np.ceil(most / BLOCK_TOKENS) * BLOCK_TOKENS
     return np.minimum(context, np.maximum(budget, BLOCK_TOKENS).astype(np.asarray(context).dtype))

@@ -17,7 +17,7 @@ from flexhybrid.core.blocks import BLOCK_TOKENS, BlockKinds, ceil_blocks
 from flexhybrid.core.kinds import Part, parts_of
 from flexhybrid.core.packing import chunk_tokens, num_chunks
 from flexhybrid.core.policy import ElementBytes, Policy
-from flexhybrid.core.selection import kept_tokens, most_selected, partial_share, selected_tokens
+from flexhybrid.core.selection import kept_tokens, limits_cache, most_selected, partial_share, selected_tokens
 from flexhybrid.core.shape import ModelShape
 from flexhybrid.core.split import split_point
 from flexhybrid.core.task import Work
@@ -195,7 +195,7 @@ def make_step(wave, iteration: int, mini_batch: int, requests: np.ndarray, chunk
     else:
         context, new_tokens = prompts + iteration - 1, np.ones_like(prompts)
     kinds: BlockKinds = wave.kinds
-    kept = kept_tokens(wave.policy.selection, prompts, context)
+    kept = kept_tokens(wave.policy.selection, prompts, context, wave.workload.cached_tokens[requests])
     dropped = kinds.dropped_blocks(kept)
     per_kind = kinds.stored(kept) - dropped * BLOCK_TOKENS
     segments: list[Segment] = []
@@ -234,8 +234,9 @@ def _stores(wave, requests, context, new_tokens) -> tuple[Store, ...]:
     batch_row = np.repeat(np.arange(len(requests)), new_tokens)
     within = np.arange(len(batch_row)) - np.repeat(np.cumsum(new_tokens) - new_tokens, new_tokens)
     positions = context[batch_row] + within
-    if wave.policy.selection.method == "heavy_hitter":  # the newest take the places of those that are dropped
-        kept = kept_tokens(wave.policy.selection, wave.workload.prompt_tokens[requests], context + new_tokens)
+    if limits_cache(wave.policy.selection):  # the newest take the places of those that are dropped
+        lengths = wave.workload.prompt_tokens[requests], context + new_tokens, wave.workload.cached_tokens[requests]
+        kept = kept_tokens(wave.policy.selection, *lengths)
         positions = positions % kept[batch_row]
         fresh = within >= (new_tokens - kept)[batch_row]
         batch_row, within, positions = batch_row[fresh], within[fresh], positions[fresh]

@@ -10,6 +10,7 @@ from flexhybrid.core.blocks import BLOCK_TOKENS
 from flexhybrid.core.kinds import Part, parts
 from flexhybrid.core.memory import NUM_SLOTS, BufferSizes
 from flexhybrid.core.policy import Policy
+from flexhybrid.core.selection import limits_cache
 from flexhybrid.core.shape import ModelShape
 from flexhybrid.core.steps import BlockRun, MiniBatchStep, Segment
 from flexhybrid.core.work import MIN_KV_GEN_ROWS
@@ -141,8 +142,8 @@ class Buffers:
         strip_rows = sizes.decode_batch if policy.attention == "host" else 0
         self.query_strip = on_host(NUM_SLOTS, strip_rows, shape.query_width + kv)
         self.out_strip = on_host(NUM_SLOTS, strip_rows, shape.query_width)
-        ranked = policy.selection.method == "heavy_hitter"
-        self.place_strip = on_host(NUM_SLOTS, sizes.decode_batch * ranked, groups, of=torch.int64)
+        placed = limits_cache(policy.selection)
+        self.place_strip = on_host(NUM_SLOTS, sizes.decode_batch * placed, groups, of=torch.int64)
         self.attended = on_device(strip_rows, shape.query_width)
         several = shape.num_layers > 1  # a selection speculates for every layer but the first
         self.gathered = on_host(NUM_SLOTS, sizes.selected_rows * several, self.formats["kv"].width)

@@ -15,6 +15,7 @@ import torch
 from flexhybrid.core.blocks import BLOCK_TOKENS
 from flexhybrid.core.memory import chunk_rows
 from flexhybrid.core.plan import Wave
+from flexhybrid.core.selection import limits_cache
 from flexhybrid.core.steps import MiniBatchStep, Store
 from flexhybrid.core.task import Task, Work
 from flexhybrid.runtime.buffers import Buffers, Context
@@ -77,6 +78,7 @@ class Executor:
         self.loaded_tokens: dict[int, np.ndarray] = {}  #: the same of those that lie on the device
         self.resolved: dict[tuple, Work] = {}  #: work that is known only when a task runs, by the task's key
         self.context: Context | None = None  #: what attention reads
+        self.chooses_places = limits_cache(wave.policy.selection)  #: whose place a new token takes, each head by itself
         self.weights_BGT: torch.Tensor | None = None  #: attention weights of new tokens, heavy hitters only
         self.places: dict[int, torch.Tensor] = {}  #: [B, G], where each head puts the new token, by slot
         self.step_tensors: dict[tuple[int, int], StepTensors] = {}  #: by mini-batch and chunk

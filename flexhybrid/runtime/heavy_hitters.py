@@ -26,7 +26,7 @@ class HeavyHitters:
     def __init__(self, wave: Wave, device: torch.device):
         selection, workload = wave.policy.selection, wave.workload
         self.wave, self.device = wave, device
-        self.kept = kept_tokens(selection, workload.prompt_tokens, workload.cached_tokens)
+        self.kept = kept_tokens(selection, workload.prompt_tokens, workload.cached_tokens, workload.cached_tokens)
         self.recent = self.kept - self.kept // 2
         most = int(self.kept.max())
         size = (wave.shape.num_layers, workload.num_requests, wave.shape.num_kv_heads, most)

@@ -24,8 +24,9 @@ import torch.nn.functional as F
 
 from flexhybrid.core.memory import index_rows
 from flexhybrid.core.plan import Wave
-from flexhybrid.core.selection import most_selected, partial_columns
+from flexhybrid.core.selection import kept_tokens, limits_cache, most_selected, partial_columns
 from flexhybrid.core.steps import MiniBatchStep
+from flexhybrid.runtime.pool import Uses
 from flexhybrid.runtime.rotary import rotate_
 from flexhybrid.runtime.step_tensors import Rotation, to_device
 from flexhybrid.runtime.weights import Parts, Weights, linear
@@ -69,11 +70,13 @@ def choose_tokens(relative_BGT: torch.Tensor, alpha: float, most_B: torch.Tensor
 class Guess(NamedTuple):
     """What a decode step's guesses need on the device: made once an iteration, used by every layer."""
 
-    rows_B: torch.Tensor  #: places of the requests in their mini-batch
-    places_B: torch.Tensor  #: where their new tokens' partial keys go
-    held_BT: torch.Tensor  #: tokens that each request holds
+    rows_B: torch.Tensor  #: which requests of the mini-batch
+    positions_B: torch.Tensor  #: of their new tokens
+    held_B: torch.Tensor  #: tokens that each request holds
+    held_BT: torch.Tensor  #: the same as a mask of places
+    places_B: torch.Tensor  #: of their new tokens, where the oldest make room
+    full_B: torch.Tensor | None  #: who has no place left; None: nobody
     most_B: torch.Tensor  #: tokens that each may fetch
-    width: int  #: the largest of those
 
 
 class Speculation:
@@ -106,12 +109,17 @@ class Speculation:
             for layer in range(1, shape.num_layers):
                 matrices = weights.skew(layer)
                 self.skew[layer - 1] = torch.eye(shape.head_dim) if matrices is None else matrices
-        tokens = [int(cached[group].max()) for group in wave.mini_batches]
+        self.kept = kept_tokens(selection, wave.workload.prompt_tokens, cached, cached)
+        tokens = [int(self.kept[group].max()) for group in wave.mini_batches]
         sizes = [most * len(group) for most, group in zip(tokens, wave.mini_batches, strict=True)]
         self.keys = zeros(sum(sizes), self.groups, self.count)
         self.sections = [
             part.unflatten(1, (most, -1)) for part, most in zip(self.keys.split(sizes, dim=1), tokens, strict=True)
         ]
+        self.uses: Uses | None = None
+        if limits_cache(selection) and selection.victim != "fifo":
+            requests = [len(group) for group in wave.mini_batches]
+            self.uses = Uses(selection.victim, shape.num_layers, tokens, requests, self.groups, self.device)
         self.index_start = np.cumsum([0, *index_rows(wave)]) * self.groups
         self.index = torch.zeros(int(self.index_start[-1]) * (self.layers > 0), dtype=torch.int32, device=self.device)
 
@@ -125,10 +133,29 @@ class Speculation:
         columns = choose_columns(self._skewed_queries(layer, q_RHd), self._skewed(layer, k_RGd), real, self.count)
         self.columns[layer - 1, step.mini_batch] = columns
         keys = self.partial_keys(layer, step.mini_batch, k_RGd)
-        section = self.sections[step.mini_batch][layer - 1]
-        section[: step.width].copy_(keys.view(-1, step.width, *keys.shape[1:]).transpose(0, 1))
+        section, keys = self.sections[step.mini_batch][layer - 1], keys.view(-1, step.width, *keys.shape[1:])
+        if step.width <= len(section):
+            section[: step.width].copy_(keys.transpose(0, 1))
+        else:  # the newest, each in the place that its position names
+            requests, tokens = self._newest(step)
+            section[tokens % self._kept_of(step)[requests], requests] = keys[requests, tokens]
+        if self.uses:
+            requests, tokens = self._newest(step)
+            places = tokens % self._kept_of(step)[requests]
+            heads = torch.arange(self.groups, device=self.device)
+            self.uses.put(layer, step.mini_batch, places[:, None], requests[:, None], heads, tokens[:, None].int())
         if not self.resident:
             self._keep_query_weights(layer, step.mini_batch, columns, w)
+
+    def _kept_of(self, step: MiniBatchStep) -> torch.Tensor:
+        return to_device(self.kept[step.requests], self.device)
+
+    def _newest(self, step: MiniBatchStep) -> tuple[torch.Tensor, torch.Tensor]:
+        """(request, token) of those tokens of the prompts that there are places for."""
+        tokens, lengths = np.arange(step.width), step.new_tokens[:, None]
+        newest = (tokens < lengths) & (tokens >= lengths - self.kept[step.requests][:, None])
+        requests, tokens = np.nonzero(newest)
+        return to_device(requests, self.device), to_device(tokens, self.device)
 
     def _skewed(self, layer: int, heads_RGd: torch.Tensor) -> torch.Tensor:
         """Rows of each key/value head times its skewing matrix; where that is folded into the weights, as they are."""
@@ -160,10 +187,15 @@ class Speculation:
         if step.prefill:
             return None
         rows = np.flatnonzero(np.isin(self.wave.mini_batches[step.mini_batch], step.requests))
-        most = most_selected(self.wave.policy.selection, step.context).astype(np.int64)
-        held = np.arange(int(step.context.max())) < step.context[:, None]
-        arrays = (to_device(array, self.device) for array in (rows, step.context, held, most))
-        return Guess(*arrays, int(most.max()))
+        kept, held = self.kept[step.requests], self._held(step)
+        most = most_selected(self.wave.policy.selection, held).astype(np.int64)
+        held_BT, full = np.arange(held.max()) < held[:, None], step.context >= kept
+        arrays = (rows, step.context, held, held_BT, step.context % kept, full if full.any() else None, most)
+        return Guess(*(None if array is None else to_device(array, self.device) for array in arrays))
+
+    def _held(self, step: MiniBatchStep) -> np.ndarray:
+        """Tokens that each request of a step holds: [B]."""
+        return np.minimum(step.context, self.kept[step.requests])
 
     def partial_keys(self, layer: int, mini_batch: int, k_RGd: torch.Tensor) -> torch.Tensor:
         """The chosen columns of keys: [R, G, C]."""
@@ -176,10 +208,19 @@ class Speculation:
         index = self.columns[layer - 1, mini_batch][:, None].expand(-1, self.shape.head_dim, -1)
         return self.skew[layer - 1].gather(2, index)  # [G, d, C]
 
-    def keep_keys(self, layer: int, step: MiniBatchStep, guess: Guess, k_BGd: torch.Tensor) -> None:
-        """The new tokens' partial keys to their places."""
-        section = self.sections[step.mini_batch][layer - 1]
-        section[guess.places_B, guess.rows_B] = self.partial_keys(layer, step.mini_batch, k_BGd)
+    def take_places(self, layer: int, step: MiniBatchStep, guess: Guess, k_BGd: torch.Tensor) -> torch.Tensor:
+        """Places [B, G] of the new tokens; behind the first layer their partial keys go there."""
+        mini_batch, rows, heads = step.mini_batch, guess.rows_B[:, None], torch.arange(self.groups, device=self.device)
+        places = guess.places_B[:, None].repeat(1, self.groups)
+        if not layer:
+            return places
+        if self.uses and guess.full_B is not None:
+            victims = self.uses.victims(layer, mini_batch, guess.rows_B, guess.held_B)
+            places = torch.where(guess.full_B[:, None], victims, places)
+        if self.uses:
+            self.uses.put(layer, mini_batch, places, rows, heads, guess.positions_B[:, None].int().expand_as(places))
+        self.sections[mini_batch][layer - 1][places, rows, heads] = self.partial_keys(layer, mini_batch, k_BGd)
+        return places
 
     def choose(
         self, layer: int, step: MiniBatchStep, guess: Guess, act_Bh: torch.Tensor, rotation: Rotation | None, w
@@ -194,8 +235,10 @@ class Speculation:
         if len(step.requests) < section.shape[1]:
             keys = keys[:, guess.rows_B]
         relative = relative_scores(query, keys, self.scale, guess.held_BT)
-        chosen = choose_tokens(relative, self.alpha, guess.most_B, guess.width)
-        self.index_of(step, self.index).copy_(chosen)
+        index = self.index_of(step, self.index)
+        index.copy_(choose_tokens(relative, self.alpha, guess.most_B, index.shape[-1]))
+        if self.uses:
+            self.uses.fetched(layer, step.mini_batch, guess.rows_B, index, guess.positions_B)
 
     def _guessed_queries(self, layer: int, mini_batch: int, act_Bh: torch.Tensor, rotation, w) -> torch.Tensor:
         """[B, G, r, C]."""
@@ -213,7 +256,7 @@ class Speculation:
 
     def index_of(self, step: MiniBatchStep, index: torch.Tensor) -> torch.Tensor:
         """[B, G, S]: a mini-batch's part of the index, on the device or the host."""
-        width = int(most_selected(self.wave.policy.selection, step.context).max())
+        width = int(most_selected(self.wave.policy.selection, self._held(step)).max())
         start, batch = self.index_start[step.mini_batch], len(step.requests)
         return index[start : start + batch * self.groups * width].view(batch, self.groups, width)
 

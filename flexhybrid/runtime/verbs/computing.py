@@ -115,9 +115,9 @@ def project(ex: Executor, task: Task) -> None:
         rotate_(kvq[:, :keys].view(rows, shape.num_kv_heads, shape.head_dim), *tensors.rotation_R)
         rotate_(kvq[:, shape.kv_width :].view(rows, shape.num_heads, shape.head_dim), *tensors.rotation_R)
     ex.kvq[slot], step = kvq, task.payload.step
-    if ex.speculation and task.layer and not step.prefill:
+    if ex.speculation and not step.prefill:
         keys = kvq[:, : shape.kv_width // 2].unflatten(-1, (shape.num_kv_heads, shape.head_dim))
-        ex.speculation.keep_keys(task.layer, step, tensors.guess, keys)
+        ex.places[slot] = ex.speculation.take_places(task.layer, step, tensors.guess, keys)
     if ex.policy.attention == "host" and not step.prefill:
         return  # the new rows go with the queries
     if ex.heavy_hitters and step.prefill:
@@ -158,7 +158,7 @@ def scatter_device(ex: Executor, task: Task) -> None:
             continue
         place, pool = tensors.stores[store.space], ex.buffers.pools[store.space][task.layer]
         rows = ex.buffers.staging[store.space][slot, : len(store.rows)]
-        if ex.heavy_hitters and not task.payload.step.prefill:
+        if ex.chooses_places and not task.payload.step.prefill:
             rows = rows.view(-1, 2, shape.num_kv_heads, shape.head_dim).transpose(1, 2)
             blocks, heads, offsets = ex.places_of(task, store, ex.places[slot])
             pool[blocks, :, heads, offsets] = rows

@@ -123,7 +123,7 @@ def _store(ex: Executor, task: Task, representation: str) -> None:
             ex.copies.copy_d2h(
                 ex.buffers.strips[store.space][slot, :rows], ex.buffers.staging[store.space][slot, :rows]
             )
-    if ex.heavy_hitters and not task.payload.step.prefill:
+    if ex.chooses_places and not task.payload.step.prefill:
         places = ex.places[slot]
         ex.copies.copy_d2h(ex.buffers.place_strip[slot, : len(places)], places)
 
@@ -143,7 +143,7 @@ def put_rows(ex: Executor, task: Task, store: Store, rows: torch.Tensor) -> None
         pool[store.blocks, store.offsets] = rows
         return
     rows = rows.reshape(-1, 2, ex.shape.num_kv_heads, ex.shape.head_dim)
-    if ex.heavy_hitters and not task.payload.step.prefill:
+    if ex.chooses_places and not task.payload.step.prefill:
         blocks, heads, offsets = ex.places_of(task, store, ex.buffers.place_strip[task.payload.slot])
         pool[blocks, :, heads, offsets] = rows.transpose(0, 2, 1, 3)
     elif task.payload.step.width > 1:

@@ -1,0 +1,58 @@
+"""A cache of limited size under a speculative selection (InfiniGen, Sec. 4.4): whose place a new token takes.
+
+When a request holds as many tokens as its pool has places, each key/value head gives one up: the oldest (fifo), the one
+that was fetched longest ago (lru), or the one that was fetched least (counter); among equals the oldest. To be new
+counts as being fetched once. A counter that is full halves all of its head's. The first layer fetches every token, so
+that all victims are its oldest.
+
+Shapes: T places, B requests, G key/value heads; tables of a mini-batch in a layer are [T, B, G].
+"""
+
+from __future__ import annotations
+
+import torch
+
+COUNTER_FULL = 255
+
+
+class Uses:
+    """How often or how lately the tokens of every place were fetched, and their ages, in all layers but the first."""
+
+    def __init__(self, victim: str, num_layers: int, tokens: list[int], requests: list[int], groups: int, device):
+        sizes = [most * count for most, count in zip(tokens, requests, strict=True)]
+        self.lately = victim == "lru"
+        self.table = torch.zeros(2, num_layers - 1, sum(sizes), groups, dtype=torch.int32, device=device)
+        self.sections = [
+            part.unflatten(2, (most, -1)) for part, most in zip(self.table.split(sizes, dim=2), tokens, strict=True)
+        ]
+
+    def _of(self, layer: int, mini_batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(uses, positions) [T, B, G] of a layer's tokens."""
+        uses, born = self.sections[mini_batch]
+        return uses[layer - 1], born[layer - 1]
+
+    def put(self, layer: int, mini_batch: int, places, rows, heads, positions) -> None:
+        """New tokens: indices of places, requests and heads, and their positions, that broadcast with each other."""
+        uses, born = self._of(layer, mini_batch)
+        born[places, rows, heads] = positions
+        uses[places, rows, heads] = positions if self.lately else torch.ones_like(positions)
+
+    def fetched(self, layer: int, mini_batch: int, rows_B, index_BGS, positions_B) -> None:
+        """Tokens that were just chosen: places [B, G, S], -1 for none, by requests at these positions."""
+        uses, _ = self._of(layer, mini_batch)
+        now = uses[:, rows_B]
+        chosen = torch.zeros(len(now) + 1, *now.shape[1:], dtype=torch.bool, device=now.device)
+        place = index_BGS.long().permute(2, 0, 1)
+        chosen.scatter_(0, place.masked_fill(place < 0, len(now)), True)  # the last row is for those that are none
+        if self.lately:
+            now = torch.where(chosen[:-1], positions_B[:, None].int(), now)
+        else:
+            now = now + chosen[:-1]
+            now = torch.where((now >= COUNTER_FULL).any(0), now // 2, now)
+        uses[:, rows_B] = now
+
+    def victims(self, layer: int, mini_batch: int, rows_B, held_B) -> torch.Tensor:
+        """Places [B, G] of the tokens to give up, among the first ``held_B`` of each request."""
+        uses, born = (table[:, rows_B].long() for table in self._of(layer, mini_batch))
+        there = torch.arange(len(uses), device=uses.device)[:, None] < held_B
+        return ((uses << 32) + born).masked_fill(~there[:, :, None], torch.iinfo(torch.int64).max).argmin(0)
