@@ -95,8 +95,8 @@ def forced_logits(checkpoint: Checkpoint, policy: Policy, texts: list[list[int]]
     sample, forced = executor.verbs["sample"], np.array(texts)
     logits = torch.zeros(len(texts), STEPS, checkpoint.shape.vocab)
 
-    def sample_forced(task) -> None:
-        sample(task)
+    def sample_forced(executor, task) -> None:
+        sample(executor, task)
         requests, place = task.payload.step.requests, PROMPT + task.iteration
         logits[requests, task.iteration] = executor.logits.float()
         executor.tokens.ids[executor.tokens.start[requests] + place] = torch.from_numpy(forced[requests, place])

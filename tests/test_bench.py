@@ -1,16 +1,21 @@
-"""The bench's copies: what it counts is what the stream says crosses the link."""
+"""What the bench's rows are made of, against what they stand for."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
+from experiments import bench_compression
 from experiments.bench_copies import GENERATED, LOADS, STORES, TURN, copies_of
 from flexhybrid.core.blocks import BLOCK_TOKENS
 from flexhybrid.core.plan import admit
+from flexhybrid.core.policy import Policy
 from flexhybrid.core.shape import ModelShape
 from flexhybrid.core.stream import stream
 from flexhybrid.core.workload import Workload
+from flexhybrid.jobs import shipped
+from flexhybrid.runtime.loader import Checkpoint
 from sim.presets import act_only, hybrid, kv_only
 
 SHAPE = ModelShape("opt-tiny", "opt", num_layers=2, hidden=64, num_heads=1, num_kv_heads=1, head_dim=64, ffn=64,
@@ -35,3 +40,18 @@ def test_the_copies_of_a_turn_are_its_stores_and_loads(policy, stored):
     tasks = [task for task in stream(wave, first_iteration=GENERATED) if task.layer == 1]
     assert sum(found["loads"]) == sum(task.work.link_bytes for task in tasks if task.verb in LOADS)
     assert len(found["stores"]) == sum(task.work.num_copies for task in tasks if task.verb in STORES)
+
+
+def test_forced_logits_are_those_of_the_text_whatever_is_sampled(monkeypatch):
+    """In native bits they are transformers' for the same text in one pass."""
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setattr(bench_compression, "PROMPT", 20)
+    monkeypatch.setattr(bench_compression, "STEPS", 5)
+    folder = shipped(bench_compression.CHECKPOINT)
+    checkpoint = Checkpoint(folder)
+    texts = np.random.default_rng(0).integers(3, checkpoint.shape.vocab, (2, 25)).tolist()
+    logits = bench_compression.forced_logits(checkpoint, Policy("exact", cache=bench_compression.CACHE), texts)
+    with torch.inference_mode():
+        expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(torch.tensor(texts)).logits
+    torch.testing.assert_close(logits, expected[:, 19:24], rtol=1e-4, atol=1e-4)
