@@ -243,8 +243,8 @@ class _Waits:
         self.on_resource: dict[str, list[int]] = {resource: [] for resource in RESOURCES}
         self.resources: list[str] = []  # of each task
         self.stands_for: list[str | tuple[str, str]] = []  # all before it on its resource; if OPTIONAL, of its verb
-        self.writers: dict[Access, list[int]] = {}  # both in ascending order
-        self.readers: dict[Access, list[int]] = {}
+        #: of an access: its latest writers, and who has read it since, both in ascending order
+        self.touched: dict[Access, tuple[list[int], list[int]]] = {}
         self.waited: dict[str, set[int]] = {resource: set() for resource in RESOURCES}
         self.surely: dict[tuple[str, str], int] = {}  # (who waits, for whom) -> latest task that is always there
 
@@ -254,16 +254,23 @@ class _Waits:
         self.resources.append(resource)
         self.stands_for.append(resource if sure else (resource, task.verb))
         self.on_resource[resource].append(number)
+        touched = self.touched
         for access in task.reads:
-            found.update(self.writers.get(access, ()))
-            self._note(self.readers, access, number)
+            writers, readers = touched.get(access) or touched.setdefault(access, ([], []))
+            found.update(writers)
+            self._note(readers, number)
         for access in task.writes:
-            found.update(self.writers.get(access, ()), self.readers.get(access, ()))
+            writers, readers = touched.get(access) or touched.setdefault(access, ([], []))
+            found.update(writers, readers)
             if sure:
-                self.writers[access], self.readers[access] = [number], []
+                writers[:] = (number,)
+                readers.clear()
             else:
-                self._note(self.writers, access, number)
-        others = [other for other in found if self.resources[other] != resource]
+                self._note(writers, number)
+        resources = self.resources
+        others = [other for other in found if resources[other] != resource]
+        if not others:
+            return ()
         return tuple(sorted(other for other in self._latest(others) if self._counts(other, resource, sure)))
 
     def _counts(self, number: int, waiter: str, sure: bool) -> bool:
@@ -278,16 +285,14 @@ class _Waits:
                 self.surely[pair] = number
         return True
 
-    def _note(self, of: dict[Access, list[int]], access: Access, number: int) -> None:
+    def _note(self, numbers: list[int], number: int) -> None:
         """Add the latest task of all; those that it stands for are forgotten."""
-        before = of.get(access)
-        if before:
+        if numbers:
             name, which = self.stands_for[number], self.stands_for
             if name == self.resources[number]:
                 which = self.resources
-            of[access] = [*(other for other in before if which[other] != name), number]
-        else:
-            of[access] = [number]
+            numbers[:] = [other for other in numbers if which[other] != name]
+        numbers.append(number)
 
     def _latest(self, numbers: list[int]) -> list[int]:
         """Of each resource, the last task that is always there, and of those after it the last of each verb."""
