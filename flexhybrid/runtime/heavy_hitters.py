@@ -10,6 +10,8 @@ Shapes: B requests of a mini-batch, N of the wave, G key/value heads, P prompt t
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 
@@ -18,6 +20,19 @@ from flexhybrid.core.plan import Wave
 from flexhybrid.core.selection import kept_tokens
 from flexhybrid.core.steps import MiniBatchStep
 from flexhybrid.runtime.step_tensors import to_device
+
+
+class StepPlaces(NamedTuple):
+    """What a decode step asks of the places, the same in every layer."""
+
+    requests: torch.Tensor  #: [B]
+    columns: torch.Tensor  #: [K] of the attention weights
+    held: torch.Tensor  #: [B, 1, K]: there is a token in the place
+    own_kind: torch.Tensor  #: [B, 1, K]: a token, in the pool that the plan names for the new one
+    planned: torch.Tensor  #: [B, 1]: the new token's place while there are empty ones
+    full: torch.Tensor  #: [B, 1]
+    old: torch.Tensor  #: [B, 1, 1]: the last position that is not among the newest
+    position: torch.Tensor  #: [B, 1, 1] of the new token
 
 
 class HeavyHitters:
@@ -35,6 +50,8 @@ class HeavyHitters:
         places = np.arange(most)
         self.kind_of = wave.kinds.kind_of(places)
         self.slot_of = wave.kinds.stored(places)[places, self.kind_of]  # in the request's extent of its kind
+        self.slots = to_device(self.slot_of, device)
+        self.step_places: dict[int, tuple[MiniBatchStep, StepPlaces]] = {}  # by mini-batch
 
     def after_prompt(self, layer: int, step: MiniBatchStep, sums_BGP: torch.Tensor) -> torch.Tensor:
         """Positions [B, G, K] of the tokens to keep, in ascending order; padding repeats the last one.
@@ -62,20 +79,38 @@ class HeavyHitters:
 
         ``weights_BGT``: columns are the segments' tokens, one segment after the other, then the new token itself.
         """
-        requests = to_device(step.requests, self.device)
-        columns, held = self._columns(step)
-        scores, born = self.scores[layer, requests], self.born[layer, requests]
-        scores += weights_BGT[..., columns].masked_fill_(~held, 0.0)
-        planned = step.context % self.kept[step.requests]
-        full = self._column(step.context >= self.kept[step.requests])
-        old = born <= self._column(step.context - self.recent[step.requests])
-        same_kind = to_device(self.kind_of == self.kind_of[planned][:, None], self.device)[:, None]
-        worst = scores.masked_fill(~(old & same_kind & held), torch.inf).argmin(dim=-1)
-        place = torch.where(full[..., 0], worst, self._column(planned)[..., 0])[..., None]
+        at = self._step_places(step)
+        scores, born = self.scores[layer, at.requests], self.born[layer, at.requests]
+        scores += weights_BGT[..., at.columns].masked_fill_(~at.held, 0.0)
+        worst = scores.masked_fill(~(at.own_kind & (born <= at.old)), torch.inf).argmin(dim=-1)
+        place = torch.where(at.full, worst, at.planned)[..., None]
         scores.scatter_(-1, place, weights_BGT[..., -1:])
-        born.scatter_(-1, place, self._column(step.context).int().expand_as(place))
-        self.scores[layer, requests], self.born[layer, requests] = scores, born
-        return to_device(self.slot_of, self.device)[place[..., 0]]
+        born.scatter_(-1, place, at.position.expand_as(place))
+        self.scores[layer, at.requests], self.born[layer, at.requests] = scores, born
+        return self.slots[place[..., 0]]
+
+    def _step_places(self, step: MiniBatchStep) -> StepPlaces:
+        """Made at a step's first layer, used by all."""
+        known = self.step_places.get(step.mini_batch)
+        if known is None or known[0] is not step:
+            known = self.step_places[step.mini_batch] = step, self._look_up(step)
+        return known[1]
+
+    def _look_up(self, step: MiniBatchStep) -> StepPlaces:
+        kept, recent = self.kept[step.requests], self.recent[step.requests]
+        planned = step.context % kept
+        columns, held = self._columns(step)
+        own_kind = to_device(self.kind_of == self.kind_of[planned][:, None], self.device)[:, None]
+        return StepPlaces(
+            requests=to_device(step.requests, self.device),
+            columns=columns,
+            held=held,
+            own_kind=own_kind & held,
+            planned=self._column(planned)[..., 0],
+            full=self._column(step.context >= kept)[..., 0],
+            old=self._column(step.context - recent),
+            position=self._column(step.context).int(),
+        )
 
     def _columns(self, step: MiniBatchStep) -> tuple[torch.Tensor, torch.Tensor]:
         """Where each place's token stands among the attention columns [K], and which requests hold it [B, 1, K]."""
