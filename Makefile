@@ -8,7 +8,7 @@ INSTALLED := .venv/.installed
 export OMP_WAIT_POLICY := PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: run test lint bench gpu clean
+.PHONY: run test soak lint bench gpu clean
 .DELETE_ON_ERROR:
 
 run: $(INSTALLED)  ## the main job: tables, figures, trace
@@ -16,6 +16,9 @@ run: $(INSTALLED)  ## the main job: tables, figures, trace
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(ARGS)
+
+soak: $(INSTALLED)  ## a job killed at hundreds of points and resumed
+	$(BIN)/python tests/soak.py $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from flexhybrid import __version__
 from flexhybrid.core.errors import InputError
+from flexhybrid.jobs.run_cli import add_run
 
 
 class Parser(argparse.ArgumentParser):
@@ -66,6 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
     profile.add_argument("--disk-gb-per-s", type=float, help="pace of that disk")
     profile.set_defaults(run=_profile)
     _add_skew(commands)
+    add_run(commands, _common)
     _add_simulate(commands)
     _add_search(commands)
     _add_sweep(commands)
@@ -304,7 +306,8 @@ def _plain(value):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parse, run, return the exit status: 0 done, 1 done but something is not as it must be, 2 wrong input."""
+    """Parse, run, return the exit status: 0 done, 1 done but something is not as it must be, 2 wrong input,
+    130 stopped by the user."""
     args = build_parser().parse_args(argv)
     try:
         result = args.run(args)
@@ -319,5 +322,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if args.json:
         print(json.dumps(_plain(result), allow_nan=False))
+    if "exit_status" in result:
+        return result["exit_status"]
     wrong = any(row["lossless"] and not row["exact"] for row in result.get("exactness", ()))
     return 1 if result.get("trace_violations") or wrong else 0

@@ -17,7 +17,7 @@ from flexhybrid.core.memory import BufferSizes, buffer_sizes, fits, memory_plan,
 from flexhybrid.core.plan import admit
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.shape import DTYPE_BYTES
-from flexhybrid.core.waves import check_least, split_waves
+from flexhybrid.core.waves import check_least, first_wave, split_waves, wave_plan
 from flexhybrid.core.workload import Workload
 from flexhybrid.machine import (
     free_device_memory,
@@ -122,8 +122,15 @@ class LLM:
         prompts: list[str] | list[list[int]],
         sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
         on_tokens: Callable[[int], None] | None = None,
-    ) -> list[RequestOutput]:
-        """Complete every prompt; results are in the order of the prompts. ``on_tokens(n)`` hears of progress.
+        on_answer: Callable[[int, RequestOutput], None] | None = None,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> list[RequestOutput | None]:
+        """Complete every prompt; results are in the order of the prompts. ``on_tokens(n)`` hears of progress,
+        ``on_answer(i, answer)`` of the answer to prompt i as soon as it is complete, before the tokens that completed
+        it are told.
+
+        Once ``should_stop()`` is true, the call ends with the iteration at hand; answers that are not complete by then
+        are None.
 
         ``sampling_params``: one for all prompts, or a list of one a prompt. Random numbers hang on the seed, the
         position in the text and, when one SamplingParams serves all, the prompt's place in the list; a seed of a list
@@ -141,7 +148,10 @@ class LLM:
         prompts = list(prompts)
         for_all = sampling_params is None or isinstance(sampling_params, SamplingParams)
         params = one_a_prompt(sampling_params, len(prompts))
-        ids = [self._token_ids(i, prompt) for i, prompt in enumerate(prompts)]
+        ids = [
+            self.check_request(prompt, one, f"prompt {i}")
+            for i, (prompt, one) in enumerate(zip(prompts, params, strict=True))
+        ]
         if not ids:
             return []
         plan = self._sampling_plan(ids, params, for_all)
@@ -154,17 +164,21 @@ class LLM:
         waves = split_waves(
             self.shape, self.policy, workload, self.bytes_per_element, self.budgets, self.device.type, self.hardware
         )
-        answers: list[CompletionOutput | None] = [None] * len(ids)
+        answers: list[RequestOutput | None] = [None] * len(ids)
+
+        def answered(index: int, completion: CompletionOutput) -> None:
+            prompt = prompts[index]
+            answers[index] = RequestOutput(prompt if isinstance(prompt, str) else None, ids[index], [completion])
+            if on_answer:
+                on_answer(index, answers[index])
+
         try:
-            self._run_waves(waves, workload, ids, params, plan, answers, on_tokens)
+            self._run_waves(waves, workload, ids, params, plan, answered, on_tokens, should_stop)
         except BaseException as error:
             self.close()
             _release_frames(error)
             raise
-        return [
-            RequestOutput(prompt if isinstance(prompt, str) else None, ids[i], [answers[i]])
-            for i, prompt in enumerate(prompts)
-        ]
+        return answers
 
     def _run_waves(
         self,
@@ -173,11 +187,14 @@ class LLM:
         ids: list[list[int]],
         params: list[SamplingParams],
         plan: SamplingPlan,
-        answers: list[CompletionOutput | None],
+        answered: Callable[[int, CompletionOutput], None],
         on_tokens: Callable[[int], None] | None,
+        should_stop: Callable[[], bool] | None,
     ) -> None:
-        """Run wave after wave and fill in ``answers``."""
+        """Run wave after wave; ``answered`` hears of each answer."""
         for members in waves:
+            if should_stop and should_stop():
+                return
             part = Workload(workload.prompt_tokens[members], workload.max_tokens[members])
             wave = admit(self.shape, self.policy, part, self.bytes_per_element, hardware=self.hardware)
             self._make_engine(buffer_sizes(wave))
@@ -186,41 +203,45 @@ class LLM:
                 for place, i in enumerate(members)
                 if params[i].stop
             }
-            result = self._engine.run(
+
+            def finished(place: int, tokens: list[int], stop, members=members, watches=watches) -> None:
+                i = int(members[place])
+                answered(i, self._completion(params[i], ids[i], tokens, stop, watches.get(place)))
+
+            self._engine.run(
                 wave,
                 [ids[i] for i in members],
                 plan.select(members),
                 stop_ids=[self._stop_ids(params[i]) for i in members],
                 stop_texts={place: watch.push for place, watch in watches.items()},
                 on_tokens=on_tokens,
+                on_finish=finished,
+                should_stop=should_stop,
             )
-            for place, i in enumerate(members):
-                answers[i] = self._completion(
-                    params[i], ids[i], result.tokens[place], result.stops[place], watches.get(place)
-                )
 
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
         """What ends an answer."""
         return frozenset(params.stop_token_ids).union(() if params.ignore_eos else self.shape.eos_token_ids)
 
+    def _held_ids(self, params: SamplingParams, name: str) -> tuple[int, ...]:
+        """Tokens that the first min_tokens tokens may not be; InputError for what this checkpoint cannot do."""
+        vocab = self.shape.vocab
+        if wrong := [token for token in params.stop_token_ids if token >= vocab]:
+            raise InputError(f"stop_token_ids of {name} holds token id {wrong[0]}; the vocabulary is 0 … {vocab - 1}")
+        if params.stop and self.tokenizer is None:
+            raise InputError(
+                f"{name} has stop texts, but {self.checkpoint.path} has no tokenizer files; give stop_token_ids"
+            )
+        if not params.min_tokens:
+            return ()
+        # vLLM holds the end-of-sequence back even when ignore_eos lets it pass later.
+        held = tuple(sorted(t for t in {*params.stop_token_ids, *self.shape.eos_token_ids} if t < vocab))
+        if len(held) == vocab:
+            raise InputError(f"stop_token_ids of {name} leaves no token for its first min_tokens")
+        return held
+
     def _sampling_plan(self, ids: list[list[int]], params: list[SamplingParams], for_all: bool) -> SamplingPlan:
-        """The requests' parameters as arrays; InputError for what this checkpoint cannot do."""
-        vocab, held = self.shape.vocab, []
-        for index, one in enumerate(params):
-            if wrong := [token for token in one.stop_token_ids if token >= vocab]:
-                raise InputError(
-                    f"stop_token_ids of prompt {index} holds token id {wrong[0]}; the vocabulary is 0 … {vocab - 1}"
-                )
-            if one.stop and self.tokenizer is None:
-                raise InputError(
-                    f"prompt {index} has stop texts, but {self.checkpoint.path} has no tokenizer files; give "
-                    "stop_token_ids"
-                )
-            # vLLM holds the end-of-sequence back even when ignore_eos lets it pass later.
-            stops = {*one.stop_token_ids, *self.shape.eos_token_ids} if one.min_tokens else set()
-            held.append(tuple(token for token in sorted(stops) if token < vocab))
-            if len(held[-1]) == vocab:
-                raise InputError(f"stop_token_ids of prompt {index} leaves no token for its first min_tokens")
+        """The requests' parameters as arrays."""
         own_seed = secrets.randbits(63)
         return SamplingPlan(
             temperature=np.array([one.temperature for one in params], dtype=np.float64),
@@ -230,7 +251,7 @@ class LLM:
             seeds=np.array([own_seed if one.seed is None else one.seed for one in params], dtype=np.uint64),
             request_ids=np.array([i if for_all or one.seed is None else 0 for i, one in enumerate(params)]),
             min_positions=np.array([len(prompt) + one.min_tokens for prompt, one in zip(ids, params, strict=True)]),
-            held_ids=tuple(held),
+            held_ids=tuple(self._held_ids(one, f"prompt {i}") for i, one in enumerate(params)),
         )
 
     def _completion(
@@ -256,38 +277,63 @@ class LLM:
     def _decoder(self, params: SamplingParams) -> Decode:
         return functools.partial(self.tokenizer.decode, skip_special_tokens=params.skip_special_tokens)
 
-    def _token_ids(self, index: int, prompt: str | list[int]) -> list[int]:
+    def check_request(
+        self, prompt: str | list[int], params: SamplingParams, name: str = "the prompt", special_tokens: bool = True
+    ) -> list[int]:
+        """The prompt's token ids. Raises InputError for what ``generate`` cannot do, calling the prompt ``name``.
+
+        ``special_tokens`` False: a text that holds them already, as a chat template's does.
+        """
         if isinstance(prompt, np.ndarray):
             prompt = prompt.tolist()
         if isinstance(prompt, str):
             if self.tokenizer is None:
-                raise InputError(
-                    f"prompt {index} is text, but {self.checkpoint.path} has no tokenizer files; give token ids"
-                )
+                raise InputError(f"{name} is text, but {self.checkpoint.path} has no tokenizer files; give token ids")
             if not prompt:
-                raise InputError(f"prompt {index} is empty")
+                raise InputError(f"{name} is empty")
             try:
-                ids = self.tokenizer(prompt, verbose=False)["input_ids"]
+                ids = self.tokenizer(prompt, verbose=False, add_special_tokens=special_tokens)["input_ids"]
             except (UnicodeError, TypeError) as error:
-                raise InputError(f"prompt {index} cannot be encoded: {error}") from None
+                raise InputError(f"{name} cannot be encoded: {error}") from None
         elif isinstance(prompt, (list, tuple)) and all(is_whole(token) for token in prompt):
             ids = [int(token) for token in prompt]
         else:
-            raise InputError(f"prompt {index} must be a text or a list of token ids, not {str(prompt)[:60]!r}")
+            raise InputError(f"{name} must be a text or a list of token ids, not {str(prompt)[:60]!r}")
         if not ids:
-            raise InputError(f"prompt {index} is empty")
+            raise InputError(f"{name} is empty")
         if len(ids) >= (limit := self.shape.max_context):
             bound = f"{limit} positions"
             if limit < self.shape.max_positions:
                 bound = f"a sliding window of {limit} tokens, beyond which it cannot be run"
             raise InputError(
-                f"prompt {index} has {len(ids)} tokens; model {self.shape.name} has {bound}, and at least one must be "
+                f"{name} has {len(ids)} tokens; model {self.shape.name} has {bound}, and at least one must be "
                 f"left for the answer"
             )
         if min(ids) < 0 or max(ids) >= self.shape.vocab:
             bad = next(token for token in ids if not 0 <= token < self.shape.vocab)
-            raise InputError(f"prompt {index} holds token id {bad}; the vocabulary is 0 … {self.shape.vocab - 1}")
+            raise InputError(f"{name} holds token id {bad}; the vocabulary is 0 … {self.shape.vocab - 1}")
+        self._held_ids(params, name)
         return ids
+
+    def settle(self, workload: Workload) -> Policy:
+        """Decide the policy by this workload, for all later calls. Raises InputError where budgets are too small."""
+        self._prepare(workload)
+        self.requested_policy = self.policy
+        return self.policy
+
+    def first_wave(self, workload: Workload) -> tuple[int, dict[str, dict[str, int]]]:
+        """How many of the first requests run together under the policy in use, and the bytes that they need: tier ->
+        part -> bytes. Raises InputError when not even one fits the budgets."""
+        shape, policy, p, device = self.shape, self.policy, self.bytes_per_element, self.device.type
+        count = first_wave(shape, policy, workload, p, self.budgets, device, self.hardware)
+        part = Workload(workload.prompt_tokens[:count], workload.max_tokens[:count])
+        return count, wave_plan(shape, policy, part, p, device, self.hardware)
+
+    def use(self, policy: Policy) -> None:
+        """Serve all later calls under this policy; what it places otherwise is given back."""
+        check_runnable(self.shape, policy)
+        self._adopt(policy)
+        self.requested_policy = policy
 
     def _prepare(self, workload: Workload) -> None:
         """Settle the policy for these lengths."""
@@ -298,6 +344,9 @@ class LLM:
             self.device.type, self.link_gb_per_s,
         )  # fmt: skip
         check_runnable(self.shape, policy)
+        self._adopt(policy)
+
+    def _adopt(self, policy: Policy) -> None:
         if self.policy is not None and policy != self.policy:
             same_weights = (policy.weights, policy.bits.weights) == (self.policy.weights, self.policy.bits.weights)
             self._close_engine() if same_weights else self.close()

@@ -57,7 +57,8 @@ FLOORS = {
             "flexhybrid flexhybrid.core flexhybrid.runtime sim policy_search "
             "numpy pandas torch transformers tokenizers safetensors tqdm"
         ),
-        lazily=names("experiments figures"),  # the main job reads the shipped material and has its figures drawn
+        # the main job reads the shipped material and has its figures drawn; run reads parquet
+        lazily=names("experiments figures pyarrow"),
         must_not_load=("torch", "transformers", "scipy", "pandas", "matplotlib"),
     ),
     "experiments": Floor(

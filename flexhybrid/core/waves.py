@@ -28,24 +28,33 @@ def split_waves(
     hardware: Hardware | None = None,
 ) -> list[np.ndarray]:  # fmt: skip
     """Consecutive requests per wave, as indices. Raises InputError when a single request is over a budget."""
-    limit = policy.max_batch or workload.num_requests
     waves, start = [], 0
+    while start < workload.num_requests:
+        rest = Workload(workload.prompt_tokens[start:], workload.max_tokens[start:])
+        count = first_wave(shape, policy, rest, bytes_per_element, budgets, device, hardware)
+        waves.append(np.arange(start, start + count))
+        start += count
+    return waves
 
-    def plan(end: int) -> dict:
-        part = Workload(workload.prompt_tokens[start:end], workload.max_tokens[start:end])
+
+def first_wave(
+    shape: ModelShape, policy: Policy, workload: Workload, bytes_per_element: int, budgets: Budgets, device: str,
+    hardware: Hardware | None = None,
+) -> int:  # fmt: skip
+    """How many of the first requests fit together. Raises InputError when not even one does."""
+
+    def plan(count: int) -> dict:
+        part = Workload(workload.prompt_tokens[:count], workload.max_tokens[:count])
         return wave_plan(shape, policy, part, bytes_per_element, device, hardware)
 
-    while start < workload.num_requests:
-        low, high = start + 1, min(start + limit, workload.num_requests)
-        if not fits(plan(high), budgets):
-            check_budget(plan(low), budgets, f"one request of {int(workload.prompt_tokens[start])} prompt tokens")
-            while high - low > 1:  # low fits, high does not
-                middle = (low + high) // 2
-                low, high = (middle, high) if fits(plan(middle), budgets) else (low, middle)
-            high = low
-        waves.append(np.arange(start, high))
-        start = high
-    return waves
+    low, high = 1, min(policy.max_batch or workload.num_requests, workload.num_requests)
+    if fits(plan(high), budgets):
+        return high
+    check_budget(plan(low), budgets, f"one request of {int(workload.prompt_tokens[0])} prompt tokens")
+    while high - low > 1:  # low fits, high does not
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(plan(middle), budgets) else (low, middle)
+    return low
 
 
 def check_least(

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 
 import torch
 
-from flexhybrid.core.hardware import Hardware, Line, crosses_link
+from flexhybrid.core.hardware import Hardware, Line, cache_folder, crosses_link, load_hardware
 from flexhybrid.core.shape import ModelShape
 from flexhybrid.jobs.measure_disk import with_earlier_disk
 from flexhybrid.machine import profile_path
@@ -23,6 +25,8 @@ TIMING_SHAPE = ModelShape(
     max_positions=2048,
 )  # fmt: skip
 
+#: What of a shape its layers' tasks hang on.
+LAYER_SIZES = ("family", "hidden", "num_heads", "num_kv_heads", "head_dim", "ffn", "vocab", "max_positions")
 
 #: Where a container's memory limit stands, in control groups of version 2 and 1.
 CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
@@ -70,6 +74,23 @@ def host_memory_bytes(limits: tuple[Path, ...] = CGROUP_LIMITS) -> int | None:
     return min(sizes)
 
 
+def free_host_bytes() -> int | None:
+    """Host memory that is free now, within a container's limit; None where nothing tells."""
+    size = host_memory_bytes()
+    try:
+        with open("/proc/meminfo", encoding="ascii") as info:
+            free = next(int(line.split()[1]) * 1024 for line in info if line.startswith("MemAvailable"))
+    except (OSError, StopIteration, ValueError):
+        return size
+    for limit in CGROUP_LIMITS:
+        used = limit.with_name("memory.current" if limit.name == "memory.max" else "memory.usage_in_bytes")
+        try:
+            free = min(free, int(limit.read_text(encoding="ascii")) - int(used.read_text(encoding="ascii")))
+        except (OSError, ValueError):
+            continue
+    return max(free, 1)
+
+
 def fastest_dtype(shape: ModelShape, device: torch.device) -> str:
     """The compute dtype of the timing runs: bfloat16, or on a CPU float32 where that is faster."""
     return faster_cpu_dtype(shape) if device.type == "cpu" else "bfloat16"
@@ -113,6 +134,28 @@ def measure_hardware(
     hardware = with_earlier_disk(hardware, saved_at)
     hardware.save(saved_at)
     return hardware, result.disagreements
+
+
+def model_profile(
+    shape: ModelShape,
+    dtype: str,
+    device: torch.device,
+    link_gb_per_s: float | None,
+    anew: bool = False,
+    on_progress: Callable[[], None] | None = None,
+) -> Hardware:
+    """This machine's record at the layer sizes of a model, measured once for each of those and kept; ``anew`` measures
+    again. ``dtype`` "auto": the record's own is what a run should compute in."""
+    sizes = [getattr(shape, name) for name in LAYER_SIZES]
+    identity = json.dumps([device_name(device), torch.__version__, dtype, shape.dtype, link_gb_per_s, *sizes])
+    key = sha256(identity.encode()).hexdigest()[:12]
+    path = cache_folder() / "models" / f"{device.type}-{key}.json"
+    if path.is_file() and not anew:
+        return load_hardware(path)
+    if dtype == "auto":
+        dtype = shape.dtype if device.type == "cuda" or shape.dtype == "float32" else fastest_dtype(shape, device)
+    hardware, _ = measure_hardware(shape, dtype, device, link_gb_per_s, path, on_progress)
+    return hardware
 
 
 def _paced(key: str, line: Line, link_gb_per_s: float) -> Line:

@@ -25,6 +25,8 @@ from flexhybrid.runtime.weights import ANYWHERE, DiskPlace, Weights, WeightSlots
 
 #: Of a request (by its place in the wave): hears of its tokens, in order; returns the text that ends it, or None.
 StopTexts = Mapping[int, Callable[[int], str | None]]
+#: Hears of a request (its place in the wave) when it is done: its tokens, and what ended it (``WaveResult.stops``).
+OnFinish = Callable[[int, list[int], int | str | None], None]
 
 
 @dataclass
@@ -131,8 +133,12 @@ class Engine:
         on_tokens: Callable[[int], None] | None = None,
         tasks: Iterable[Task] | None = None,
         executor: Executor | None = None,
+        on_finish: OnFinish | None = None,
+        should_stop: Callable[[], bool] | None = None,
     ) -> WaveResult:
-        """Run a wave to its end. ``on_tokens(n)`` is told about newly finished tokens, for a progress bar.
+        """Run a wave to its end. ``on_tokens(n)`` is told about newly finished tokens, for a progress bar, after
+        ``on_finish(request, tokens, stop)`` about each request that one of them finished. Once ``should_stop()`` is
+        true no further iteration is begun: requests may be left unfinished.
 
         ``stop_ids``: token ids that end a request, a collection for each request of the wave. ``stop_texts``: for
         requests that a text may end, what hears of their other tokens.
@@ -145,7 +151,7 @@ class Engine:
             raise ValueError("this engine is closed, or a run of it failed: make a new one")
         executor = executor or self.executor(wave, prompts, plan)
         clock = Clock(self.lanes(executor), on_fail=self._abort)
-        collector = _Collector(wave, executor, clock, stop_ids, stop_texts, on_tokens)
+        collector = _Collector(wave, executor, clock, stop_ids, stop_texts, on_tokens, on_finish, should_stop)
         tasks = stream(wave, collector.stops_until) if tasks is None else tasks
         if self.device.type == "cuda":
             # Buffers and index tensors were made on the default stream; lanes read them from others.
@@ -191,9 +197,12 @@ class _Collector:
         stop_ids: Sequence[Collection[int]] | None,
         stop_texts: StopTexts | None,
         on_tokens: Callable[[int], None] | None,
+        on_finish: OnFinish | None,
+        should_stop: Callable[[], bool] | None,
     ):
         count = wave.workload.num_requests
         self.executor, self.clock, self.on_tokens = executor, clock, on_tokens
+        self.on_finish, self.should_stop, self.max_tokens = on_finish, should_stop, wave.workload.max_tokens
         self.stop_ids, self.stop_texts = stop_ids or [()] * count, stop_texts or {}
         self.tokens: list[list[int]] = [[] for _ in range(count)]
         self.stops: list[int | str | None] = [None] * count
@@ -205,8 +214,10 @@ class _Collector:
             self._pending.append((task, ordinal))
 
     def stops_until(self, iteration: int) -> set[int]:
-        """Requests that stopped in iterations up to this one; waits until that is known."""
+        """Requests that stopped in iterations up to this one; waits until that is known. All, when the run is to."""
         self._collect(iteration)
+        if self.should_stop and self.should_stop():
+            return set(range(len(self.tokens)))
         return self._stopped_requests
 
     def collect_all(self) -> None:
@@ -232,6 +243,9 @@ class _Collector:
                 self.stops[request] = self._stop_with(request, token)
                 if self.stops[request] is not None:
                     self._stopped_requests.add(request)
+                finished = self.stops[request] is not None or len(self.tokens[request]) == self.max_tokens[request]
+                if finished and self.on_finish:
+                    self.on_finish(request, self.tokens[request], self.stops[request])
         if fresh and self.on_tokens:
             self.on_tokens(fresh)
 

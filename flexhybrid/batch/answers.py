@@ -1,0 +1,172 @@
+"""The output file, the only truth about what is done: one line a request, appended and never changed.
+
+An answer and its done mark are the same line, keyed by the input's line number in ``id``. Lines are written in groups,
+each by a single write to a file opened for appending; what a failed write leaves is cut off again. A process that dies
+in the middle of a write leaves at most a torn last line, which the next one cuts once, when it opens the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from flexhybrid.batch.openai import parse_answer
+from flexhybrid.core.errors import InputError
+
+SYNC_RESULTS, SYNC_S = 256, 1.0  #: results, or seconds, after which what was written is waited for
+PENDING, ANSWERED, FAILED = 0, 1, 2  #: of a line: not done, an answer, an error
+
+
+class AnswerFile:
+    """An output file, locked by this process until it is closed or dead. Before the first ``append``: ``clear``, or
+    ``check`` and ``repair``."""
+
+    def __init__(self, path: Path):
+        """Raises InputError where it cannot be written, or another process is writing it."""
+        self.path = path
+        self._size, self._lacks_end, self._unsynced, self._synced_at = 0, False, 0, time.monotonic()
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0), 0o644)
+        except OSError as error:
+            raise InputError(f"cannot write {path}: {error.strerror}") from None
+        try:
+            self._lock()
+        except BaseException:
+            self.close()
+            raise
+
+    def _lock(self) -> None:
+        """One writer a file; the lock goes with its process."""
+        try:
+            import fcntl
+        except ImportError:  # not on Windows
+            return
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise InputError(f"another run is writing {self.path}; wait for it, or choose another output") from None
+        # Its writer may have put an ordered file in the place of the one opened here.
+        if not self.path.exists() or os.fstat(self._fd).st_ino != self.path.stat().st_ino:
+            raise InputError(f"another run has just ended and replaced {self.path}; try again")
+
+    @property
+    def is_empty(self) -> bool:
+        return os.fstat(self._fd).st_size == 0
+
+    def check(self, states: np.ndarray) -> None:
+        """Enter what is done into ``states`` [lines], which may hold what other files have answered.
+
+        Raises InputError for a whole line that is no answer to a line of the input, or for a second answer to one.
+        """
+        size, whole = 0, True
+        with open(self.path, "rb") as file:
+            for number, raw in enumerate(file, 1):
+                whole = raw.endswith(b"\n")
+                found = parse_answer(raw)
+                if found is None and not whole:
+                    whole = True
+                    break  # torn: of a valid line no shorter piece is valid
+                where = f"{self.path}, line {number}"
+                again = "nothing was changed: move the file away, or begin anew with --restart"
+                if found is None or not 1 <= found[0] <= len(states):
+                    raise InputError(f"{where} is not an answer to a line of the input; {again}")
+                if states[found[0] - 1] != PENDING:
+                    raise InputError(f"{where} answers line {found[0]} of the input again; {again}")
+                states[found[0] - 1] = ANSWERED if found[1] else FAILED
+                size += len(raw)
+        self._size, self._lacks_end = size, not whole
+
+    def repair(self) -> None:
+        """Cut the torn tail that ``check`` found, or end a last line that lacks nothing else."""
+        try:
+            os.ftruncate(self._fd, self._size)
+            if self._lacks_end:
+                self._size += os.write(self._fd, b"\n")
+        except OSError as error:
+            raise InputError(f"cannot write {self.path}: {error.strerror}") from None
+        self.sync()
+
+    def clear(self) -> None:
+        """Begin anew."""
+        os.ftruncate(self._fd, 0)
+        self._size = 0
+        self.sync()
+
+    def append(self, lines: list[bytes]) -> None:
+        """Write whole lines, all or none of them. Raises InputError where that fails."""
+        if not lines:
+            return
+        data = b"".join(lines)
+        try:
+            written = os.write(self._fd, data)
+            while written < len(data):  # a disk that is nearly full takes a part, and says why with the next
+                written += os.write(self._fd, data[written:])
+        except OSError as error:
+            with contextlib.suppress(OSError):  # else the next run cuts it
+                os.ftruncate(self._fd, self._size)
+            raise InputError(
+                f"cannot write {self.path}: {error.strerror}; what was written before is whole: make room and give the "
+                "same command again"
+            ) from None
+        self._size += len(data)
+        self._unsynced += len(lines)
+        self.sync_if_due()
+
+    def sync_if_due(self) -> None:
+        """Wait for the disk now and then, so that a power failure costs little."""
+        overdue = time.monotonic() - self._synced_at >= SYNC_S
+        if self._unsynced >= SYNC_RESULTS or (self._unsynced and overdue):
+            self.sync()
+
+    def sync(self) -> None:
+        try:
+            os.fsync(self._fd)
+        except OSError as error:
+            raise InputError(f"cannot write {self.path}: {error.strerror}") from None
+        self._unsynced, self._synced_at = 0, time.monotonic()
+
+    def close(self) -> None:
+        """Let the file and its lock go."""
+        os.close(self._fd)
+
+    def sort(self, num_lines: int) -> None:
+        """Put the lines in the input's order, in a new file that takes this one's place at once."""
+        places = np.full(num_lines, -1, dtype=np.int64)
+        offset, last, ordered = 0, 0, True
+        with open(self.path, "rb") as file:
+            for raw in file:
+                number, _ = parse_answer(raw)
+                places[number - 1] = offset
+                ordered, last, offset = ordered and number > last, number, offset + len(raw)
+            if ordered:
+                return
+            partial = self.path.with_name(self.path.name + ".partial")
+            write_durably(partial, (_line_at(file, place) for place in places[places >= 0].tolist()), self.path)
+
+
+def _line_at(file, offset: int) -> bytes:
+    file.seek(offset)
+    return file.readline()
+
+
+def write_durably(partial: Path, pieces: Iterable[bytes], path: Path) -> None:
+    """Write ``path`` through a file beside it: it is whole, on the disk, or not changed."""
+    try:
+        with open(partial, "wb") as file:
+            file.writelines(pieces)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise InputError(f"cannot write {path}: {error.strerror}") from None

@@ -1,0 +1,98 @@
+"""What a job's results hang on, beside its output file: a resumed run must agree in all of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from hashlib import file_digest, sha256
+from pathlib import Path
+
+from flexhybrid.batch.answers import write_durably
+from flexhybrid.core.errors import SHOWN, InputError
+
+FORMAT = "flexhybrid-run-1"
+#: The small files of a checkpoint that decide about tokens.
+SETTINGS = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt",
+    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+)  # fmt: skip
+WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")
+MAX_HEADER_BYTES = 100_000_000  #: safetensors' own bound
+
+
+def manifest_path(output: Path) -> Path:
+    return output.with_name(output.name + ".manifest.json")
+
+
+def model_record(folder: Path, verify: bool) -> dict:
+    """A checkpoint's identity: small files by their hash, weights by header, size and time; ``verify`` hashes all."""
+    weights = {}
+    for path in sorted(path for pattern in WEIGHTS for path in folder.glob(pattern)):
+        stat = path.stat()
+        record = {"bytes": stat.st_size, "header": _header_hash(path), "mtime_ns": stat.st_mtime_ns}
+        weights[path.name] = {**record, "sha256": _file_hash(path)} if verify else record
+    files = {name: _file_hash(folder / name) for name in SETTINGS if (folder / name).is_file()}
+    return {"files": files, "weights": weights}
+
+
+def _header_hash(path: Path) -> str:
+    with open(path, "rb") as file:
+        size = int.from_bytes(file.read(8), "little") if path.suffix == ".safetensors" else 4096
+        file.seek(0)
+        return sha256(file.read(8 + min(size, MAX_HEADER_BYTES))).hexdigest()
+
+
+def _file_hash(path: Path) -> str:
+    with open(path, "rb") as file:
+        return file_digest(file, "sha256").hexdigest()
+
+
+def save_manifest(output: Path, manifest: dict) -> None:
+    path = manifest_path(output)
+    text = json.dumps({"format": FORMAT, **manifest}, indent=1)
+    write_durably(path.with_name(path.name + ".partial"), [text.encode()], path)
+
+
+def load_manifest(output: Path) -> dict | None:
+    """The manifest of an earlier run; None before the first. Raises InputError for a file that is none."""
+    path = manifest_path(output)
+    try:
+        found = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"cannot read {path}: {error}") from None
+    if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
+        raise InputError(f"{path} is not the manifest of a run; move it away")
+    return found
+
+
+def check_same(output: Path, earlier: dict, now: dict) -> None:
+    """Raise InputError when a resumed run would not continue the earlier one, naming what differs."""
+    differences = list(_differences(earlier, now, ""))
+    if differences:
+        more = f" (and {len(differences) - 3} more)" if len(differences) > 3 else ""
+        raise InputError(
+            f"{output} holds results of another run: {'; '.join(differences[:3])}{more}. Give the earlier settings, "
+            "another output, or begin anew with --restart"
+        )
+
+
+def _differences(earlier, now, where: str) -> Iterator[str]:
+    if where == "created":
+        return
+    if isinstance(earlier, dict) and isinstance(now, dict):
+        # A time says less than a hash, and a hash is known only where it was asked for.
+        skipped = (
+            {"mtime_ns"} if "sha256" in earlier and "sha256" in now else {"sha256"} - (earlier.keys() & now.keys())
+        )
+        for key in dict.fromkeys([*earlier, *now]):
+            if key not in skipped:
+                yield from _differences(earlier.get(key), now.get(key), f"{where}.{key}" if where else key)
+    elif earlier != now:
+        yield f"{where} was {_short(earlier)}, is {_short(now)}"
+
+
+def _short(value) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= SHOWN // 2 else text[: SHOWN // 2] + "…"

@@ -1,0 +1,280 @@
+"""OpenAI's Batch lines: a request's object to a prompt and sampling parameters, an answer to its line.
+
+Formats: openai-openapi's schemas BatchRequestInput and BatchRequestOutput, and those of the two endpoints. What a field
+may ask beyond what is supported is refused by name, never dropped.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from flexhybrid.core.errors import SHOWN, InputError
+from flexhybrid.llm import LLM, RequestOutput
+from flexhybrid.sampling_params import SamplingParams, is_whole
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+URLS = (COMPLETIONS, CHAT)
+
+#: Fields that ask nothing of the answer: names, bookkeeping, caching.
+IGNORED = frozenset((
+    "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+    "prompt_cache_retention",
+))  # fmt: skip
+#: Fields that must be left at a value that asks for nothing, besides null.
+NEUTRAL: dict[str, tuple] = {
+    "stream": (False,),
+    "stream_options": (),
+    "echo": (False,),
+    "suffix": ("",),
+    "audio": (),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
+    "prediction": (),
+    "reasoning_effort": (),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "verbosity": (),
+    "web_search_options": (),
+}
+ID = re.compile(r"batch_req_(\d{8,19})")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One line that can be served."""
+
+    custom_id: str
+    token_ids: list[int]
+    params: SamplingParams
+    model: str  #: as the line names it
+    return_token_ids: bool = False
+
+
+class Refused(ValueError):
+    """A line that cannot be served: OpenAI's error fields, and the line's custom_id where it can be read."""
+
+    def __init__(self, code: str, message: str, param: str | None = None, custom_id: str | None = None):
+        super().__init__(message)
+        self.code, self.message, self.param, self.custom_id = code, message, param, custom_id
+
+
+def json_object(raw: bytes) -> dict:
+    """The JSON object of a line. Raises Refused."""
+    text = utf8(raw)
+    if not text.strip():
+        raise Refused("empty_line", "the line is empty")
+    try:
+        data = json.loads(text, parse_constant=_not_json)
+    except RecursionError:
+        raise Refused("invalid_json", "the line is not JSON: it is nested too deeply") from None
+    except ValueError as error:
+        raise Refused("invalid_json", f"the line is not JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise Refused("invalid_json", f"the line must be a JSON object, not {shown(data)}")
+    return data
+
+
+def utf8(raw: bytes) -> str:
+    """A line as text, without a byte order mark before it. Raises Refused."""
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise Refused("invalid_utf8", f"the line is not UTF-8: {error.reason} at byte {error.start}") from None
+
+
+def _not_json(name: str):
+    raise ValueError(f"{name} is no JSON number")
+
+
+def read_request(data: dict, url: str | None, llm: LLM, defaults: dict, seed: int) -> Request:
+    """A Batch line's object as a request of a file of ``url``. Raises Refused.
+
+    ``defaults``: sampling parameters of a body that does not name them; ``seed``: of one without a seed.
+    """
+    custom_id = data.get("custom_id")
+    if "custom_id" not in data:
+        raise Refused("missing_custom_id", "custom_id is missing", "custom_id")
+    if not isinstance(custom_id, str) or not custom_id:
+        raise Refused("invalid_custom_id", f"custom_id is {shown(custom_id)}; it must be a text", "custom_id")
+    try:
+        if data.get("method") != "POST":
+            raise Refused("invalid_method", f'method is {shown(data.get("method"))}; it must be "POST"', "method")
+        if data.get("url") not in URLS:
+            raise Refused("invalid_url", f"url is {shown(data.get('url'))}; it must be {' or '.join(URLS)}", "url")
+        if data["url"] != url:
+            raise Refused("mismatched_url", f"url is {data['url']}, the file's is {url}: one url a file", "url")
+        body = data.get("body")
+        if not isinstance(body, dict):
+            raise Refused("invalid_body", f"body is {shown(body)}; it must be an object", "body")
+        return _from_body(custom_id, body, url, llm, defaults, seed)
+    except Refused as refused:
+        refused.custom_id = custom_id
+        raise
+
+
+def _from_body(custom_id: str, body: dict, url: str, llm: LLM, defaults: dict, seed: int) -> Request:
+    body = {name: value for name, value in body.items() if value is not None}
+    model = body.get("model", llm.shape.name)
+    if not isinstance(model, str):
+        raise Refused("invalid_value", f"model is {shown(model)}; it must be a text", "model")
+    return_token_ids = body.pop("return_token_ids", False)
+    if not isinstance(return_token_ids, bool):
+        raise Refused("invalid_value", f"return_token_ids is {shown(return_token_ids)}; it must be true or false")
+    field = "messages" if url == CHAT else "prompt"
+    if field not in body:
+        raise Refused("missing_required_parameter", f"{field} is missing", field)
+    prompt = body.pop(field)
+    params = _params(body, url, defaults, seed)
+    return make_request(
+        custom_id, prompt if url != CHAT else chat_text(prompt, llm.tokenizer), params, llm, model, return_token_ids,
+        special_tokens=url != CHAT,
+    )  # fmt: skip
+
+
+def make_request(
+    custom_id: str, prompt, params: SamplingParams, llm: LLM, model: str, return_token_ids: bool = False,
+    special_tokens: bool = True,
+) -> Request:  # fmt: skip
+    """The request, when the checkpoint can serve it. Raises Refused."""
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
+        prompt = prompt[0]
+    if isinstance(prompt, list) and any(not is_whole(token) for token in prompt):
+        raise Refused("invalid_value", "prompt must be a text or a list of token ids: one prompt a line", "prompt")
+    try:
+        ids = llm.check_request(prompt, params, "the prompt", special_tokens)
+    except InputError as error:
+        raise Refused("invalid_value", str(error)) from None
+    return Request(custom_id, ids, params, model, return_token_ids or llm.tokenizer is None)
+
+
+def _params(body: dict, url: str, defaults: dict, seed: int) -> SamplingParams:
+    given = {}
+    for name, value in body.items():
+        if name in IGNORED or (name == "logprobs" and value is False):
+            continue
+        if name not in NEUTRAL:
+            given[name] = value
+        elif not any(type(value) is type(neutral) and value == neutral for neutral in NEUTRAL[name]):
+            raise Refused("unsupported_parameter", f"{name} is {shown(value)}; it is not supported", name)
+    if url == CHAT and "max_completion_tokens" in given:
+        limit = given.pop("max_completion_tokens")
+        if given.setdefault("max_tokens", limit) != limit:
+            raise Refused("invalid_value", "max_tokens and max_completion_tokens differ; give one", "max_tokens")
+    if is_whole(given.get("seed")):
+        given["seed"] %= 2**64  # OpenAI's is signed
+    try:
+        return SamplingParams(**{"max_tokens": None if url == CHAT else 16, "seed": seed, **defaults, **given})
+    except InputError as error:
+        param = next((name for name in given if re.search(rf"\b{re.escape(name)}\b", str(error))), None)
+        code = "unknown_parameter" if str(error).startswith("unknown") else "invalid_value"
+        raise Refused(code, str(error), param) from None
+
+
+def chat_text(messages, tokenizer) -> str:
+    """The messages in the tokenizer's own template, up to where the assistant answers. Raises Refused."""
+    if not isinstance(messages, list) or not messages:
+        raise Refused("invalid_value", f"messages is {shown(messages)}; it must be a list of messages", "messages")
+    plain = []
+    for place, message in enumerate(messages):
+        where = f"messages[{place}]"
+        if not isinstance(message, dict):
+            raise Refused("invalid_value", f"{where} is {shown(message)}; it must be an object", "messages")
+        if not isinstance(message.get("role"), str):
+            raise Refused(
+                "invalid_value", f"{where}.role is {shown(message.get('role'))}; it must be a text", "messages"
+            )
+        if strange := sorted(set(message) - {"role", "content", "name"}):
+            raise Refused("unsupported_parameter", f"{where}.{strange[0]} is not supported", "messages")
+        plain.append({**message, "content": _content(message.get("content"), where)})
+    try:
+        return tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # a template is a program: it raises what it likes
+        raise Refused("invalid_value", f"the chat template refuses the messages: {error}", "messages") from None
+
+
+def _content(content, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) and content else [None]
+    if not all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in parts):
+        raise Refused("invalid_value", f"{where}.content must be a text, or a list of text parts", "messages")
+    return "".join(part["text"] for part in parts)
+
+
+def answer_line(number: int, request: Request, output: RequestOutput, url: str, created: int) -> bytes:
+    """The line of an answer to line ``number``. ``created``: unix time of the job."""
+    out, chat = output.outputs[0], url == CHAT
+    choice = {"index": 0, "message": {"role": "assistant", "content": out.text}} if chat else {
+        "index": 0, "text": out.text,
+    }  # fmt: skip
+    choice |= {"logprobs": None, "finish_reason": out.finish_reason}
+    if request.return_token_ids:
+        choice["token_ids"] = out.token_ids
+    prompt_tokens, tokens = len(output.prompt_token_ids), len(out.token_ids)
+    body = {
+        "id": f"{'chatcmpl' if chat else 'cmpl'}-{number:08d}",
+        "object": "chat.completion" if chat else "text_completion",
+        "created": created,
+        "model": request.model,
+        "choices": [choice],
+        "usage": {
+            "prompt_tokens": prompt_tokens, "completion_tokens": tokens, "total_tokens": prompt_tokens + tokens,
+        },
+    }  # fmt: skip
+    return _line(number, request.custom_id, 200, body)
+
+
+def error_line(number: int, refused: Refused) -> bytes:
+    """The line that tells why line ``number`` was not served."""
+    error = {
+        "message": f"line {number}: {refused.message}", "type": "invalid_request_error", "param": refused.param,
+        "code": refused.code,
+    }  # fmt: skip
+    return _line(number, refused.custom_id, 400, {"error": error})
+
+
+def _line(number: int, custom_id: str | None, status: int, body: dict) -> bytes:
+    line = {
+        "id": f"batch_req_{number:08d}",
+        "custom_id": custom_id,
+        "response": {"status_code": status, "request_id": f"req_{number:08d}", "body": body},
+        "error": None,
+    }
+    try:
+        return json.dumps(line, ensure_ascii=False).encode() + b"\n"
+    except UnicodeEncodeError:  # half a surrogate pair, which JSON can name and UTF-8 cannot hold
+        return json.dumps(line).encode() + b"\n"
+
+
+def parse_answer(raw: bytes) -> tuple[int, bool] | None:
+    """(line number, whether it is an answer) of a whole line of an output file; None where it is none."""
+    try:
+        line = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(line, dict) or set(line) != {"id", "custom_id", "response", "error"}:
+        return None
+    found = ID.fullmatch(line["id"]) if isinstance(line["id"], str) else None
+    response = line["response"]
+    if found is None or not isinstance(response, dict) or not isinstance(response.get("body"), dict):
+        return None
+    return int(found[1]), response.get("status_code") == 200
+
+
+def shown(value) -> str:
+    """A value of a line for an error message, not too long."""
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except (ValueError, RecursionError):
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= SHOWN else text[:SHOWN] + "…"
+
+
+ReadLine = Callable[[bytes, int], Request]

@@ -1,0 +1,252 @@
+"""A file of requests: its lines, what each asks, and a census of them all that is small beside the file.
+
+Whatever the format, a file is taken as lines of bytes. Where a line starts is kept, the line itself is not: it is read
+again when its turn comes.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import tempfile
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from hashlib import blake2b, sha256
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from flexhybrid.batch.openai import COMPLETIONS, URLS, ReadLine, Refused, Request, json_object, make_request, utf8
+from flexhybrid.batch.openai import read_request as read_batch_request
+from flexhybrid.core.errors import InputError, unknown
+from flexhybrid.llm import LLM
+from flexhybrid.sampling_params import SamplingParams
+
+#: Format -> the endings of its files.
+FORMATS = {
+    "jsonl": (".jsonl", ".json", ".ndjson"), "text": (".txt", ".text"), "csv": (".csv",), "parquet": (".parquet",),
+}  # fmt: skip
+MAX_LINE_BYTES = 1 << 24  #: longer lines are refused, so that a file without line ends is never read whole
+ID_DIGEST = np.dtype([("high", "<u8"), ("low", "<u8")])
+
+
+@dataclass(frozen=True)
+class Census:
+    """All lines of a file, by line number less one; 32 bytes a line."""
+
+    offsets: np.ndarray  #: [lines + 1] int64, of the first byte of each line
+    prompt_tokens: np.ndarray  #: [lines] int32; 0: the line is refused
+    max_tokens: np.ndarray  #: [lines] int32
+    duplicates: np.ndarray  #: [lines] bool: an earlier line has the same custom_id
+    sha256: str
+
+    @property
+    def num_lines(self) -> int:
+        return len(self.prompt_tokens)
+
+    @property
+    def valid(self) -> np.ndarray:
+        """[lines] whether it can be served."""
+        return self.prompt_tokens > 0
+
+
+def format_of(path: Path, name: str = "auto") -> str:
+    """The input's format, by name or by its ending."""
+    if name != "auto":
+        if name not in FORMATS:
+            raise unknown("input format", name, FORMATS)
+        return name
+    for one, endings in FORMATS.items():
+        if path.suffix.lower() in endings:
+            return one
+    raise InputError(f"cannot tell the format of {path} from its ending: say --format {'|'.join(FORMATS)}")
+
+
+def open_lines(path: Path, form: str, column: str | None) -> BinaryIO:
+    """The file's requests as lines: itself, or a column's values as JSON, one a line, in a temporary file."""
+    if (column is not None) != (form in ("csv", "parquet")):
+        raise InputError(f"a {form} file needs --column" if column is None else f"a {form} file has no --column")
+    try:
+        if path.is_dir():
+            raise InputError(f"cannot read {path}: it is a folder")
+        if form in ("jsonl", "text"):
+            return open(path, "rb")
+        values = _csv_values(path, column) if form == "csv" else _parquet_values(path, column)
+        lines = tempfile.TemporaryFile()  # noqa: SIM115 (the caller closes it)
+        lines.writelines(json.dumps(value).encode() + b"\n" for value in values)
+        lines.flush()
+        return lines
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror or error}") from None
+
+
+def _csv_values(path: Path, column: str) -> Iterator[str | None]:
+    csv.field_size_limit(MAX_LINE_BYTES)
+    with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        rows = csv.reader(file)
+        try:
+            header = next(rows, [])
+            place = _place(path, column, header)
+            for row in rows:
+                if row:  # the module's own readers skip blank lines too
+                    yield row[place] if place < len(row) else None
+        except csv.Error as error:
+            raise InputError(f"{path}, line {rows.line_num}: {error}") from None
+
+
+def _parquet_values(path: Path, column: str) -> Iterator[str | None]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise InputError("reading parquet needs pyarrow: pip install pyarrow") from None
+    try:
+        file = parquet.ParquetFile(path)
+        _place(path, column, file.schema_arrow.names)
+        for batch in file.iter_batches(batch_size=1024, columns=[column]):
+            yield from (value if isinstance(value, str) else None for value in batch.column(0).to_pylist())
+    except pyarrow.ArrowException as error:
+        raise InputError(f"cannot read {path}: {str(error).splitlines()[0]}") from None
+
+
+def _place(path: Path, column: str, header: list[str]) -> int:
+    if column not in header:
+        raise unknown(f"column of {path}", column, header)
+    return header.index(column)
+
+
+def file_url(lines: BinaryIO, form: str) -> str | None:
+    """The endpoint of a file: the first one that a line names; None where none does."""
+    if form != "jsonl":
+        return COMPLETIONS
+    lines.seek(0)
+    for raw, _ in split_lines(lines):
+        try:
+            url = json_object(raw).get("url")
+        except Refused:
+            continue
+        if url in URLS:
+            return url
+    return None
+
+
+def reader(form: str, url: str | None, llm: LLM, defaults: dict, seed: int) -> ReadLine:
+    """What makes a request of a line's bytes and number (from 1); it raises Refused.
+
+    ``defaults``: sampling parameters where a line names none. A line without a seed gets one of (``seed``, number), so
+    that its random numbers do not hang on its company.
+    """
+
+    def read_batch(raw: bytes, number: int) -> Request:
+        return read_batch_request(json_object(raw), url, llm, defaults, line_seed(seed, number))
+
+    def read_prompt(raw: bytes, number: int) -> Request:
+        custom_id = f"line-{number}"
+        try:
+            text = utf8(raw).rstrip("\r\n") if form == "text" else json.loads(raw)
+            if text is None:
+                raise Refused("missing_required_parameter", "the column holds no text here", "prompt")
+            if not text.strip():
+                raise Refused("empty_line", "the prompt is empty", "prompt")
+            params = SamplingParams(**{"seed": line_seed(seed, number), **defaults})
+            return make_request(custom_id, text, params, llm, llm.shape.name)
+        except Refused as refused:
+            refused.custom_id = custom_id
+            raise
+
+    def read(raw: bytes, number: int) -> Request:
+        if len(raw) > MAX_LINE_BYTES:
+            raise Refused("line_too_long", f"the line is longer than {MAX_LINE_BYTES} bytes")
+        return read_batch(raw, number) if form == "jsonl" else read_prompt(raw, number)
+
+    return read
+
+
+def line_seed(seed: int, number: int) -> int:
+    """A line's own seed: of the run's and the line's number, alike on every machine."""
+    return int.from_bytes(blake2b(f"{seed} {number}".encode(), digest_size=8).digest(), "little")
+
+
+def split_lines(lines: BinaryIO, digest=None) -> Iterator[tuple[bytes, int]]:
+    """(bytes, length) of each line; of one that is too long the first MAX_LINE_BYTES + 1. ``digest`` is fed all."""
+    while raw := lines.readline(MAX_LINE_BYTES + 1):
+        length, piece = len(raw), raw
+        while True:
+            if digest:
+                digest.update(piece)
+            if len(piece) <= MAX_LINE_BYTES or piece.endswith(b"\n"):
+                break
+            piece = lines.readline(MAX_LINE_BYTES + 1)
+            length += len(piece)
+            if not piece:
+                break
+        yield raw, length
+
+
+def take_census(
+    lines: BinaryIO, read: ReadLine, max_context: int, on_line: Callable[[int], object] | None = None
+) -> Census:
+    """One pass over the file. ``on_line(bytes)`` hears of progress."""
+    offsets, prompts, most = array("q", [0]), array("i"), array("i")
+    ids, digest = bytearray(), sha256()
+    lines.seek(0)
+    for number, (raw, length) in enumerate(split_lines(lines, digest), 1):
+        try:
+            request = read(raw, number)
+            custom_id, prompt = request.custom_id, len(request.token_ids)
+            limit = min(request.params.max_tokens or max_context, max_context - prompt)
+        except Refused as refused:
+            custom_id, prompt, limit = refused.custom_id, 0, 0
+        named = custom_id is not None
+        ids += blake2b(custom_id.encode("utf-8", "surrogatepass"), digest_size=16).digest() if named else bytes(16)
+        offsets.append(offsets[-1] + length)
+        prompts.append(prompt)
+        most.append(limit)
+        if on_line:
+            on_line(length)
+    duplicates = _repeated(np.frombuffer(ids, dtype=ID_DIGEST))
+    prompt_tokens = np.array(prompts, dtype=np.int32)
+    prompt_tokens[duplicates] = 0
+    return Census(np.array(offsets), prompt_tokens, np.array(most, dtype=np.int32), duplicates, digest.hexdigest())
+
+
+def _repeated(ids: np.ndarray) -> np.ndarray:
+    """Which entries an earlier one equals; zeros stand for no name."""
+    repeated = np.ones(len(ids), dtype=bool)
+    repeated[np.unique(ids, return_index=True)[1]] = False
+    return repeated & ((ids["high"] != 0) | (ids["low"] != 0))
+
+
+def read_line(lines: BinaryIO, census: Census, read: ReadLine, number: int) -> Request:
+    """The request of a line, from 1. Raises Refused as in the census."""
+    start, end = census.offsets[number - 1 : number + 1].tolist()
+    lines.seek(start)
+    request = read(lines.read(min(end - start, MAX_LINE_BYTES + 1)), number)
+    if census.duplicates[number - 1]:
+        raise Refused(
+            "duplicate_custom_id", f"custom_id {request.custom_id!r} stands on an earlier line", "custom_id",
+            request.custom_id,
+        )  # fmt: skip
+    return request
+
+
+def refusals(lines: BinaryIO, census: Census, read: ReadLine, numbers: Iterable[int]) -> Iterator[tuple[int, Refused]]:
+    """Why each of these lines is refused."""
+    for number in numbers:
+        try:
+            read_line(lines, census, read, number)
+        except Refused as refused:
+            yield number, refused
+        else:
+            raise InputError(f"the input has changed: line {number} can be read now, and could not before")
+
+
+def file_state(path: Path) -> tuple[int, int]:
+    """(bytes, time of change): another one means that the file was written to."""
+    try:
+        stat = path.stat()
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from None
+    return stat.st_size, stat.st_mtime_ns

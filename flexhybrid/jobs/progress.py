@@ -1,0 +1,92 @@
+"""How far a long job is, and how it is asked to stop."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tqdm import tqdm
+
+PLAIN_S = 30.0  #: seconds between lines where stderr is not a terminal
+
+
+class Progress:
+    """A bar on a terminal, a plain line now and then elsewhere, nothing when ``quiet``. On stderr."""
+
+    def __init__(self, total: int, what: str, unit: str, quiet: bool, predicted_s: float | None = None):
+        self.what, self.quiet, self.predicted_s = what, quiet, predicted_s
+        self.terminal = sys.stderr.isatty()
+        self.total, self.count, self.done = total, 0, 0
+        self.began = self.told = time.monotonic()
+        self.bar = tqdm(
+            total=total, desc=what, unit=unit, unit_scale=True, file=sys.stderr, leave=False,
+            disable=quiet or not self.terminal,
+        )  # fmt: skip
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.bar.close()
+
+    def advance(self, count: int) -> None:
+        self.count += count
+        self.bar.update(count)
+        now = time.monotonic()
+        if not self.terminal and not self.quiet and now - self.told >= PLAIN_S:
+            self.told = now
+            rate = self.count / (now - self.began)
+            left = max(self.total - self.count, 0) / rate if rate else 0.0
+            predicted = f" (predicted {self.total / self.predicted_s:.1f})" if self.predicted_s else ""
+            answers = f", {self.done:,} answers" if self.done else ""
+            print(
+                f"{self.what}: {self.count:,} of {self.total:,}, {rate:.1f}/s{predicted}, {left:.0f} s left{answers}",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
+
+    def finished(self, unused: int) -> None:
+        """An answer is complete, with ``unused`` fewer tokens than it might have had."""
+        self.done += 1
+        self.total -= unused
+        self.bar.total = self.total
+        predicted = f", predicted {self.total / self.predicted_s:.0f} tok/s" if self.predicted_s else ""
+        self.bar.set_postfix_str(f"{self.done:,} answers{predicted}", refresh=False)
+
+    def note(self, text: str) -> None:
+        """Something to know, above the bar."""
+        if not self.quiet:
+            tqdm.write(f"flexhybrid: {text}", file=sys.stderr)
+
+
+@dataclass
+class StopAsked:
+    """Whether the user wants the job to end."""
+
+    asked: bool = False
+
+
+@contextlib.contextmanager
+def stop_on_signal() -> Iterator[StopAsked]:
+    """SIGINT (Ctrl-C) or SIGTERM asks once; the second one raises KeyboardInterrupt."""
+    stop = StopAsked()
+
+    def handle(number, frame) -> None:
+        if stop.asked:
+            raise KeyboardInterrupt
+        stop.asked = True
+        print("\nflexhybrid: stopping after this iteration; once more stops at once", file=sys.stderr, flush=True)
+
+    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
+        yield stop
+        return
+    earlier = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in earlier.items():
+            signal.signal(number, handler)

@@ -1,0 +1,348 @@
+"""The run job: a file of requests in, a file of answers out, nothing lost.
+
+The output file alone says what is done (``flexhybrid.batch.answers``): the same command given again, after any end of
+the one before, reads it and goes on with the rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import torch
+import transformers
+
+from flexhybrid import __version__
+from flexhybrid.batch.answers import ANSWERED, FAILED, PENDING, AnswerFile
+from flexhybrid.batch.manifest import check_same, load_manifest, model_record, save_manifest
+from flexhybrid.batch.openai import ReadLine, answer_line, error_line
+from flexhybrid.batch.requests import (
+    Census,
+    file_state,
+    file_url,
+    format_of,
+    open_lines,
+    read_line,
+    reader,
+    refusals,
+    take_census,
+)
+from flexhybrid.core.blocks import BLOCK_TOKENS
+from flexhybrid.core.errors import InputError
+from flexhybrid.core.hardware import Hardware, check_new_file
+from flexhybrid.core.workload import Workload
+from flexhybrid.jobs.forecast import WINDOW, duration, forecast, plan_lines, sorted_by_length
+from flexhybrid.jobs.measure import PROFILE_STEPS, free_host_bytes, model_profile
+from flexhybrid.jobs.measure_disk import measure_disk, with_disk
+from flexhybrid.jobs.progress import Progress, StopAsked, stop_on_signal
+from flexhybrid.llm import LLM, RequestOutput
+from flexhybrid.machine import named_hardware, pick_device
+from flexhybrid.runtime.loader import Checkpoint
+from flexhybrid.sampling_params import SamplingParams
+
+ERRORS_AT_ONCE = 256  #: lines of refused requests that are written together
+STOPPED = 130  #: exit status of a run that was asked to stop
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What the command was asked. None: decided here."""
+
+    input: Path
+    output: Path
+    model: Path
+    errors: Path | None = None  #: where lines of requests that were refused go; None: to ``output``
+    format: str = "auto"
+    column: str | None = None
+    sampling: dict = field(default_factory=dict)  #: where a request says nothing
+    seed: int = 0
+    policy: str = "auto"
+    device: str = "auto"
+    dtype: str = "auto"
+    link_gb_per_s: float | None = None
+    hardware: str | Path | Hardware | None = None
+    budgets: dict[str, str | int | None] = field(default_factory=dict)  #: tier -> memory
+    disk_dir: Path | None = None
+    disk_gb_per_s: float | None = None
+    ordered: bool = False
+    restart: bool = False
+    verify: bool = False
+    reprofile: bool = False
+    quiet: bool = False
+
+
+def run(options: RunOptions, say=print) -> dict:
+    """Answer every request that is not answered yet; returns what is to be told of it, exit_status among it.
+
+    ``say`` hears the plan and the summary. Raises InputError for what stands in the way; what was answered before is
+    on the disk.
+    """
+    began = time.time()
+    _check_paths(options)
+    form = format_of(options.input, options.format)
+    with contextlib.ExitStack() as stack:
+        before = file_state(options.input)
+        lines = stack.enter_context(contextlib.closing(open_lines(options.input, form, options.column)))
+        files = {path: _open(stack, path) for path in (options.output, options.errors) if path}
+        llm = stack.enter_context(_load(options))
+        url = file_url(lines, form)
+        if url == "/v1/chat/completions" and not getattr(llm.tokenizer, "chat_template", None):
+            raise InputError(f"{options.model} has no chat template: it cannot serve {url}")
+        read = reader(form, url, llm, options.sampling, options.seed)
+        with Progress(before[0], "reading", "B", options.quiet) as progress:
+            census = take_census(lines, read, llm.shape.max_context, progress.advance)
+        job = Job(options, llm, lines, census, read, url or "", files, before)
+        return job.run(say, began)
+
+
+def _check_paths(options: RunOptions) -> None:
+    """Raise InputError for files in each other's way, before the work."""
+    SamplingParams(**options.sampling)
+    paths = {"the input": options.input, "the output": options.output, "--errors": options.errors}
+    resolved: dict[Path, str] = {}
+    for name, path in paths.items():
+        if path is not None and (other := resolved.setdefault(path.resolve(), name)) != name:
+            raise InputError(f"{name} and {other} are the same file, {path}")
+    for path in (options.output, options.errors):
+        if path is not None:
+            check_new_file(path)
+
+
+def _open(stack: contextlib.ExitStack, path: Path) -> AnswerFile:
+    return stack.enter_context(contextlib.closing(AnswerFile(path)))
+
+
+def _load(options: RunOptions) -> LLM:
+    """The model, with a profile of this machine where the policy hangs on one, and with memory that is free."""
+    device = pick_device(options.device, options.link_gb_per_s)
+    hardware, dtype = options.hardware, options.dtype
+    if hardware is None and options.policy == "auto":
+        shape = Checkpoint(options.model).shape
+        with Progress(PROFILE_STEPS, "profile", "", options.quiet) as progress:
+            hardware = model_profile(
+                shape, dtype, device, options.link_gb_per_s, options.reprofile, lambda: progress.advance(1)
+            )
+        dtype = hardware.dtype
+        if options.disk_dir:
+            hardware = with_disk(hardware, measure_disk(options.disk_dir, options.disk_gb_per_s)[0])
+    hardware = named_hardware(hardware, device, options.link_gb_per_s)
+    budgets, free = dict(options.budgets), free_host_bytes()
+    # On a CPU both tiers are host memory.
+    shares = {"host": 0.9} if device.type == "cuda" else {"device": 0.45, "host": 0.45}
+    for tier, share in shares.items():
+        if budgets.get(tier) is None and free is not None:
+            budgets[tier] = int(free * share)
+    return LLM(
+        options.model, options.policy, options.device, options.link_gb_per_s, budgets.get("device"),
+        budgets.get("host"), dtype, hardware, options.disk_dir, options.disk_gb_per_s, budgets.get("disk"),
+    )  # fmt: skip
+
+
+class Job:
+    """One run over an open input and open, locked output files."""
+
+    def __init__(
+        self, options: RunOptions, llm: LLM, lines: BinaryIO, census: Census, read: ReadLine, url: str,
+        files: dict[Path, AnswerFile], input_state: tuple[int, int],
+    ):  # fmt: skip
+        self.options, self.llm, self.lines, self.census, self.read = options, llm, lines, census, read
+        self.url, self.files, self.input_state = url, files, input_state
+        self.answers = files[options.output]
+        self.errors = files[options.errors or options.output]
+        self.states = np.full(census.num_lines, PENDING, dtype=np.uint8)
+        self.created = 0
+        self.tokens = 0  #: that this run has generated, of answers that it has written
+        self.most = WINDOW  #: requests of a wave
+
+    def run(self, say, began: float) -> dict:
+        if not self.census.num_lines:
+            raise InputError(f"{self.options.input} is empty")
+        self._resume()
+        earlier = int((self.states != PENDING).sum())
+        self._write_refusals()
+        if not self.census.valid.any():
+            reason = next(refusals(self.lines, self.census, self.read, [1]))[1].message
+            raise InputError(
+                f"{self.options.input} has no request that can be served; line 1: {reason}. All the "
+                f"reasons are in {self.errors.path}"
+            )
+        pending = self._pending()
+        found, seconds, stopped = None, 0.0, False
+        if len(pending):
+            found = self._plan(pending, earlier, say)
+            started = time.perf_counter()
+            with (
+                stop_on_signal() as stop,
+                Progress(found.tokens, "tokens", "tok", self.options.quiet, found.seconds) as progress,
+            ):
+                self._answer(progress, stop)
+            seconds, stopped = time.perf_counter() - started, bool(len(self._pending()))
+        for file in self.files.values():
+            file.sync()
+            if self.options.ordered and not stopped:
+                file.sort(self.census.num_lines)
+        return self._summary(say, found, earlier, seconds, stopped, time.time() - began)
+
+    def _resume(self) -> None:
+        """Take over what an earlier run left, if it was the same run; else begin anew where that loses nothing."""
+        options, llm = self.options, self.llm
+        pending = self.census.valid
+        if pending.any():
+            llm.settle(_thin(self._workload(self._sorted(np.flatnonzero(pending)))))
+        now = {
+            "created": int(time.time()),
+            "input": {"sha256": self.census.sha256, "lines": self.census.num_lines},
+            "model": model_record(llm.checkpoint.path, options.verify),
+            "sampling": {**options.sampling, "seed": options.seed},
+            "numbers": {
+                "dtype": llm.dtype, "device": llm.device.type,
+                "bits": [llm.policy.bits.weights, llm.policy.bits.kv, llm.policy.bits.act] if llm.policy else None,
+                "selection": str(llm.policy.selection) if llm.policy else None,
+            },
+            "versions": {
+                "flexhybrid": __version__, "torch": torch.__version__, "transformers": transformers.__version__,
+            },
+        }  # fmt: skip
+        earlier = load_manifest(options.output)
+        used = [file.path for file in self.files.values() if not file.is_empty]
+        if options.restart or not used:
+            for file in self.files.values():
+                file.clear()
+            save_manifest(options.output, now)
+            self.created = now["created"]
+            return
+        if earlier is None:
+            raise InputError(f"{used[0]} holds something, but no manifest is beside {options.output}: it was not "
+                             "written by a run; choose another output, or overwrite it with --restart")  # fmt: skip
+        check_same(options.output, earlier, now)
+        self.created = earlier["created"]
+        states = self.states.copy()
+        for file in self.files.values():
+            file.check(states)
+        for file in self.files.values():
+            file.repair()
+        self.states = states
+
+    def _write_refusals(self) -> None:
+        """The lines that cannot be served, with the reason."""
+        missing = np.flatnonzero(~self.census.valid & (self.states == PENDING)) + 1
+        batch: list[bytes] = []
+        for number, refused in refusals(self.lines, self.census, self.read, missing.tolist()):
+            batch.append(error_line(number, refused))
+            if len(batch) == ERRORS_AT_ONCE:
+                self.errors.append(batch)
+                batch = []
+        self.errors.append(batch)
+        self.states[missing - 1] = FAILED
+
+    def _pending(self) -> np.ndarray:
+        """Places of the lines to be answered, in the order of the work."""
+        return self._sorted(np.flatnonzero(self.census.valid & (self.states == PENDING)))
+
+    def _sorted(self, places: np.ndarray) -> np.ndarray:
+        return places[sorted_by_length(self.census.prompt_tokens[places], self.census.max_tokens[places])]
+
+    def _workload(self, places: np.ndarray) -> Workload:
+        return Workload(self.census.prompt_tokens[places], self.census.max_tokens[places])
+
+    def _plan(self, pending: np.ndarray, earlier: int, say):
+        """The forecast, told in five lines."""
+        found = forecast(self.llm, self._workload(pending))
+        refused = int((self.states == FAILED).sum())
+        counts = f"{len(pending):,}" + (f" ({refused:,} refused)" if refused else "")
+        counts += f", {earlier:,} lines done before" if earlier else ""
+        for line in plan_lines(self.llm, found, counts):
+            say(line)
+        return found
+
+    def _answer(self, progress: Progress, stop: StopAsked) -> None:
+        """Wave after wave, until all is answered or a stop is asked for."""
+        while len(pending := self._pending()) and not stop.asked:
+            if file_state(self.options.input) != self.input_state:
+                raise InputError(f"{self.options.input} was changed under way; what is answered is kept")
+            window = pending[: self.most]
+            count, _ = self.llm.first_wave(self._workload(window))
+            try:
+                self._answer_wave(window[:count] + 1, progress, stop)
+            except torch.OutOfMemoryError as error:
+                self._take_smaller(count, error, progress)
+
+    def _answer_wave(self, numbers: np.ndarray, progress: Progress, stop: StopAsked) -> None:
+        requests = [read_line(self.lines, self.census, self.read, n) for n in numbers.tolist()]
+        answered: list[tuple[int, bytes, int]] = []
+
+        def on_answer(place: int, output: RequestOutput) -> None:
+            line = answer_line(int(numbers[place]), requests[place], output, self.url, self.created)
+            answered.append((int(numbers[place]), line, len(output.outputs[0].token_ids)))
+
+        def on_tokens(count: int) -> None:
+            write()
+            progress.advance(count)
+
+        def write() -> None:
+            """All answers of an iteration at once."""
+            done, answered[:] = list(answered), []
+            self.answers.append([line for _, line, _ in done])
+            for number, _, tokens in done:
+                self.states[number - 1] = ANSWERED
+                self.tokens += tokens
+                progress.finished(int(self.census.max_tokens[number - 1]) - tokens)
+            self.answers.sync_if_due()
+
+        try:
+            self.llm.generate(
+                [one.token_ids for one in requests], [one.params for one in requests], on_tokens, on_answer,
+                lambda: stop.asked,
+            )  # fmt: skip
+        finally:
+            write()
+
+    def _take_smaller(self, count: int, error: torch.OutOfMemoryError, progress: Progress) -> None:
+        """Go on with half the mini-batch, and half the requests at a time, after the device had too little memory."""
+        policy = self.llm.policy
+        tokens = policy.max_mini_batch_tokens // 2
+        if count == 1 and tokens < BLOCK_TOKENS:
+            raise InputError(f"the device has too little memory for one request: {error}") from None
+        tokens = max(tokens, BLOCK_TOKENS)
+        self.most = max(1, count // 2)
+        progress.note(
+            f"the device is out of memory: on with mini-batches of {tokens} tokens, {self.most} requests at a time"
+        )
+        self.llm.use(replace(policy, max_mini_batch_tokens=tokens))
+        if self.llm.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _summary(self, say, found, earlier: int, seconds: float, stopped: bool, total_s: float) -> dict:
+        options, states = self.options, self.states
+        counts = {"lines": self.census.num_lines, "answered": int((states == ANSWERED).sum()),
+                  "refused": int((states == FAILED).sum()), "left": int((states == PENDING).sum()),
+                  "done_before": earlier}  # fmt: skip
+        rate = self.tokens / seconds if seconds else 0.0
+        predicted = found.seconds if found else None
+        say("")
+        say(f"{counts['answered']:,} answered, {counts['refused']:,} refused, {counts['left']:,} left of "
+            f"{counts['lines']:,} lines" + (f" ({earlier:,} before this run)" if earlier else ""))  # fmt: skip
+        if seconds:
+            against = f"; predicted {duration(predicted)}" if predicted else ""
+            speed = f"{self.tokens:,} tokens in {duration(seconds)}: {rate:.1f} tokens/s"
+            say(f"{speed}{against} ({duration(total_s)} in all)")
+        say(f"answers    {options.output}")
+        if counts["refused"]:
+            say(f"refused    {options.errors or f'{options.output}, lines of status_code 400'}")
+        if stopped:
+            say("stopped: give the same command again to go on")
+        return {
+            **counts, "tokens": self.tokens, "seconds": seconds, "tokens_per_s": rate, "predicted_s": predicted,
+            "policy": self.llm.policy.to_dict(), "output": str(options.output),
+            "errors": str(options.errors) if options.errors else None, "exit_status": STOPPED if stopped else 0,
+        }  # fmt: skip
+
+
+def _thin(workload: Workload) -> Workload:
+    """A workload of at most WINDOW requests whose lengths stand for all, the longest among them."""
+    places = np.unique(np.linspace(0, workload.num_requests - 1, WINDOW).round().astype(int))
+    return Workload(workload.prompt_tokens[places], workload.max_tokens[places])

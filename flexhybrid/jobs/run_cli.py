@@ -1,0 +1,67 @@
+"""The arguments of ``flexhybrid run``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from flexhybrid.core.kinds import TIERS
+
+#: Sampling parameters that ``run`` takes for all requests: name, type, help.
+SAMPLING = (
+    ("max_tokens", int, "most tokens of an answer"),
+    ("temperature", float, "0 takes the most probable token"),
+    ("top_p", float, "share of probability drawn from"),
+    ("top_k", int, "tokens drawn from"),
+)
+
+
+def add_run(commands, common: Callable) -> None:
+    """The command; ``common`` adds the arguments that all commands on a model share."""
+    parser = commands.add_parser(
+        "run",
+        help="answer a file of requests; the same command goes on after any stop",
+        description="Answer every request of a file: lines of OpenAI's Batch format (/v1/completions or "
+        "/v1/chat/completions), plain text with a prompt a line, or a column of CSV or parquet. Answers are appended "
+        "as they come, in OpenAI's format. Stopped or killed, the same command goes on.",
+        allow_abbrev=False,
+    )
+    common(parser)
+    parser.add_argument("-i", "--input", type=Path, required=True, help="file of requests")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="file of answers")
+    parser.add_argument("--model", type=Path, required=True, help="local checkpoint folder (Hugging Face layout)")
+    parser.add_argument("--errors", type=Path, help="file of the lines that were refused (the output)")
+    parser.add_argument("--format", choices=("auto", "jsonl", "text", "csv", "parquet"), default="auto")
+    parser.add_argument("--column", help="column of the prompts, of CSV and parquet")
+    for name, kind, what in SAMPLING:
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=f"{what}, where a request names none")
+    parser.add_argument("--seed", type=int, default=0, help="of requests without one, together with their line (0)")
+    parser.add_argument("--policy", default="auto", help="auto, a system by name, or a policy JSON file (auto)")
+    parser.add_argument("--hardware", help="what auto reckons with: a machine by name or a file (a profile, kept)")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
+    for tier in TIERS:
+        parser.add_argument(f"--{tier}-memory", help=f"budget of the {tier}, like 12GiB (what is free)")
+    parser.add_argument("--disk-dir", type=Path, metavar="DIR", help="scratch folder of policies that use a disk")
+    parser.add_argument("--disk-gb-per-s", type=float, help="pace of that disk")
+    parser.add_argument("--ordered", action="store_true", help="put the output in the input's order at the end")
+    parser.add_argument("--restart", action="store_true", help="begin anew, over the output of an earlier run")
+    parser.add_argument("--verify", action="store_true", help="hash the model's files, to compare when going on")
+    parser.add_argument("--reprofile", action="store_true", help="measure this machine again for policy auto")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    parser.set_defaults(run=_run)
+
+
+def _run(args) -> dict:
+    from flexhybrid.jobs.run import RunOptions, run
+
+    names = (
+        *("input", "output", "model", "errors", "format", "column", "seed", "policy", "device", "dtype"),
+        *("link_gb_per_s", "hardware", "disk_dir", "disk_gb_per_s", "ordered", "restart", "verify", "reprofile"),
+    )
+    sampling = {name: getattr(args, name) for name, _, _ in SAMPLING if getattr(args, name) is not None}
+    budgets = {tier: getattr(args, f"{tier}_memory") for tier in TIERS}
+    options = RunOptions(
+        **{name: getattr(args, name) for name in names}, sampling=sampling, budgets=budgets,
+        quiet=args.quiet or args.json,
+    )  # fmt: skip
+    return run(options, say=(lambda text: None) if args.json else print)

@@ -1,0 +1,460 @@
+"""The run command: every line of the input answered once, whatever happens; formats, errors, order."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from models import save_opt
+
+from flexhybrid import LLM, InputError, SamplingParams, cli
+from flexhybrid.batch import answers as answers_module
+from flexhybrid.batch.answers import ANSWERED, FAILED, AnswerFile
+from flexhybrid.batch.openai import Refused, error_line, parse_answer
+from flexhybrid.batch.requests import line_seed, reader, take_census
+from flexhybrid.jobs import run as run_module
+from flexhybrid.jobs import shipped
+from flexhybrid.runtime.engine import Engine
+
+ROOT = Path(__file__).parent.parent
+SHIPPED = shipped("checkpoints/opt-stdlib-4m")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    save_opt(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tiny_llm(tiny):
+    return LLM(tiny, "kv_only", device="cpu", dtype="float32")
+
+
+@pytest.fixture(autouse=True)
+def no_profile(tmp_path, monkeypatch):
+    """What is known of this machine decides nothing here."""
+    monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))
+
+
+def line(custom_id, url="/v1/completions", **body) -> str:
+    return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": body})
+
+
+def requests(path: Path, count=12) -> Path:
+    generator = np.random.default_rng(1)
+    lines = [
+        line(f"r{i}", prompt=generator.integers(3, 61, 1 + i % 7).tolist(), max_tokens=1 + i % 5, temperature=i % 2)
+        for i in range(count)
+    ]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def run(source: Path, out: Path, model: Path, *more: str, policy="kv_only") -> int:
+    return cli.main(
+        ["run", "-i", str(source), "-o", str(out), "--model", str(model), "--policy", policy, "--device", "cpu",
+         "--dtype", "float32", "--quiet", *more]
+    )  # fmt: skip
+
+
+def read(path: Path) -> list[dict]:
+    return [json.loads(raw) for raw in path.read_bytes().splitlines()]
+
+
+def by_id(path: Path) -> dict[str, dict]:
+    rows = read(path)
+    found = {row["id"]: row["response"] for row in rows}
+    assert len(found) == len(rows), "a line is answered twice"
+    for response in found.values():
+        response["body"].pop("created", None)
+    return found
+
+
+def test_answers_are_those_of_generate_in_openais_form(tiny, tiny_llm, tmp_path, capsys):
+    source, out = requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
+    assert run(source, out, tiny) == 0
+    assert "12 answered, 0 refused, 0 left of 12 lines" in capsys.readouterr().out
+    asked = read(source)
+    params = [
+        SamplingParams(
+            max_tokens=one["body"]["max_tokens"], temperature=one["body"]["temperature"], seed=line_seed(0, number)
+        )
+        for number, one in enumerate(asked, 1)
+    ]
+    expected = tiny_llm.generate([one["body"]["prompt"] for one in asked], params)
+    rows = {row["id"]: row for row in read(out)}
+    for number, (one, answer) in enumerate(zip(asked, expected, strict=True), 1):
+        row, completion = rows[f"batch_req_{number:08d}"], answer.outputs[0]
+        assert (row["custom_id"], row["error"], row["response"]["status_code"]) == (one["custom_id"], None, 200)
+        body = row["response"]["body"]
+        assert body["object"] == "text_completion" and body["model"] == tiny_llm.shape.name
+        (choice,) = body["choices"]
+        assert choice["token_ids"] == completion.token_ids and choice["finish_reason"] == completion.finish_reason
+        prompt = len(one["body"]["prompt"])
+        tokens = len(completion.token_ids)
+        assert body["usage"] == {
+            "prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens,
+        }  # fmt: skip
+
+
+def test_a_second_run_of_the_same_command_has_nothing_to_do(tiny, tmp_path, capsys, monkeypatch):
+    source, out = requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
+    assert run(source, out, tiny) == 0
+    before = out.read_bytes()
+    monkeypatch.setattr(LLM, "generate", None)
+    assert run(source, out, tiny) == 0
+    assert out.read_bytes() == before and "12 before this run" in capsys.readouterr().out
+
+
+def test_killed_anywhere_and_resumed_nothing_is_lost_or_changed():
+    """SIGKILL at writes, within writes, at fsyncs and at sampled steps; ``make soak`` does more of it."""
+    amounts = {"--requests": 24, "--points": 20, "--timed": 1, "--batch": 8}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests/soak.py"), *(str(one) for pair in amounts.items() for one in pair)],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["killed"] >= 20
+
+
+def test_a_tail_torn_at_any_byte_is_repaired(tiny, tmp_path):
+    """Every truncation within the last two lines keeps what was whole, and loses nothing else."""
+    lines = [error_line(n, Refused("c", f"text {n} “é”")) for n in range(1, 5)]
+    path = tmp_path / "out.jsonl"
+    for cut in range(len(b"".join(lines[:2])), len(b"".join(lines)) + 1):
+        data = b"".join(lines)[:cut]
+        path.write_bytes(data)
+        states = np.zeros(4, dtype=np.uint8)
+        file = AnswerFile(path)
+        file.check(states)
+        assert path.read_bytes() == data  # not yet
+        file.repair()
+        kept = [one for n, one in enumerate(lines) if len(b"".join(lines[: n + 1])) - 1 <= cut]
+        assert path.read_bytes() == b"".join(kept)
+        assert (states == FAILED).sum() == len(kept)
+        rest = lines[len(kept) :]
+        file.append(rest)
+        file.close()
+        assert path.read_bytes() == b"".join(lines)
+
+
+@pytest.mark.parametrize("damage", ["cut", "zeros", "twice", "beyond", "foreign"])
+def test_damage_before_the_tail_is_refused_and_nothing_touched(tiny, tmp_path, capsys, damage):
+    source, out = requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
+    assert run(source, out, tiny) == 0
+    rows = out.read_bytes().splitlines(keepends=True)
+    rows[4] = {
+        "cut": rows[4][:50] + b"\n", "zeros": bytes(len(rows[4]) - 1) + b"\n", "twice": rows[2],
+        "beyond": rows[4].replace(b"batch_req_000000", b"batch_req_000009"), "foreign": b'{"id": 3}\n',
+    }[damage]  # fmt: skip
+    rows[-1] = rows[-1][:-30]
+    out.write_bytes(b"".join(rows))
+    before = out.read_bytes()
+    assert run(source, out, tiny) == 2
+    assert "line 5" in (error := capsys.readouterr().err) and "nothing was changed" in error
+    assert out.read_bytes() == before
+    assert run(source, out, tiny, "--restart") == 0 and len(by_id(out)) == 12
+
+
+@pytest.mark.parametrize("short", [False, True])
+def test_a_full_disk_at_any_write_leaves_whole_lines_and_resumes(tiny, tmp_path, capsys, monkeypatch, short):
+    source, out = requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
+    assert run(source, tmp_path / "whole.jsonl", tiny) == 0
+    expected, number = by_id(tmp_path / "whole.jsonl"), 0
+    write, full = os.write, []
+
+    def failing(fd, data):
+        if full and full[0] == 0:
+            if short and len(data) > 10:
+                return write(fd, data[:10])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        full[0] -= 1
+        return write(fd, data)
+
+    while True:
+        out.unlink(missing_ok=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(answers_module.os, "write", failing)
+            full[:] = [number]
+            status = run(source, out, tiny)
+        if status == 0:
+            break
+        assert status == 2 and "No space left" in capsys.readouterr().err
+        kept = out.read_bytes()
+        assert kept.endswith(b"\n") or not kept
+        assert all(expected[row] == answer for row, answer in by_id(out).items())
+        assert run(source, out, tiny) == 0 and by_id(out) == expected
+        number += 1
+    assert number >= 3
+
+
+def test_one_writer_a_file(tiny, tmp_path, capsys):
+    source, out = requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
+    file = AnswerFile(out)
+    assert run(source, out, tiny) == 2 and "another run is writing" in capsys.readouterr().err
+    file.close()
+    assert run(source, out, tiny) == 0
+
+
+def test_a_resume_that_differs_is_refused_and_says_in_what(tiny, tmp_path, capsys):
+    source, out = requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
+    assert run(source, out, tiny, "--verify") == 0
+    before = out.read_bytes()
+    assert run(source, out, tiny, "--seed", "5") == 2
+    assert "sampling.seed was 0, is 5" in capsys.readouterr().err
+    source.write_text(source.read_text() + line("more", prompt=[5]) + "\n")
+    assert run(source, out, tiny) == 2
+    assert "input.lines was 12, is 13" in capsys.readouterr().err
+    assert out.read_bytes() == before
+    assert run(source, out, tiny, "--restart") == 0 and len(by_id(out)) == 13
+    (tmp_path / "out.jsonl.manifest.json").unlink()
+    assert run(source, out, tiny) == 2 and "no manifest" in capsys.readouterr().err
+
+
+def test_bad_lines_become_errors_with_their_number_and_the_rest_runs(tiny, tmp_path, capsys):
+    bad = {
+        "{broken": "invalid_json", "": "empty_line", '["a"]': "invalid_json", '{"x": NaN}': "invalid_json",
+        "[" * 100_000: "invalid_json",
+        json.dumps({"method": "POST", "url": "/v1/completions", "body": {"prompt": [5]}}): "missing_custom_id",
+        json.dumps({"custom_id": 7, "method": "POST", "url": "/v1/completions", "body": {}}): "invalid_custom_id",
+        json.dumps({"custom_id": "g", "method": "GET", "url": "/v1/completions"}): "invalid_method",
+        line("emb", "/v1/embeddings", input="x"): "invalid_url",
+        line("chat", "/v1/chat/completions", messages=[]): "mismatched_url",
+        line("none"): "missing_required_parameter",
+        line("stream", prompt=[5], stream=True): "unsupported_parameter",
+        line("tools", prompt=[5], tools=[{}]): "unsupported_parameter",
+        line("typo", prompt=[5], max_token=3): "unknown_parameter",
+        line("n", prompt=[5], n=2): "invalid_value",
+        line("hot", prompt=[5], temperature="hot"): "invalid_value",
+        line("long", prompt=[5] * 96): "invalid_value",
+        line("word", prompt=[61]): "invalid_value",
+        line("many", prompt=[[5], [6]]): "invalid_value",
+        line("text", prompt="no tokenizer"): "invalid_value",
+        line("\ud800", prompt=[5], stop="x"): "invalid_value",
+        line("r1", prompt=[5]): "duplicate_custom_id",
+    }  # fmt: skip
+    source, out, errors = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "errors.jsonl"
+    lines = [line("r1", prompt=[5, 6], max_tokens=2), *bad, line("r2", prompt=[7], user="u", metadata={"a": "b"})]
+    source.write_bytes("\n".join(lines).encode() + b"\n\xff\xfe")
+    assert run(source, out, tiny, "--errors", str(errors)) == 0
+    assert [row["custom_id"] for row in read(out)] in (["r1", "r2"], ["r2", "r1"])
+    found = {row["id"]: row["response"] for row in read(errors)}
+    for number, code in enumerate([*bad.values(), None, "invalid_utf8"], 2):
+        if code:
+            response = found.pop(f"batch_req_{number:08d}")
+            error = response["body"]["error"]
+            assert (response["status_code"], error["code"]) == (400, code), error
+            assert error["message"].startswith(f"line {number}: ") and error["type"] == "invalid_request_error"
+    assert not found
+    assert run(source, out, tiny, "--errors", str(errors)) == 0  # and both files are read again
+    assert "25 before this run" in capsys.readouterr().out
+    source.write_text("\n\n")
+    assert run(source, tmp_path / "none.jsonl", tiny) == 2 and len(read(tmp_path / "none.jsonl")) == 2
+    source.write_text("")
+    assert run(source, tmp_path / "empty.jsonl", tiny) == 2
+
+
+#: Values for any field, and lines of them: half JSON, half anything.
+JSONS = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+BODIES = st.fixed_dictionaries(
+    {},
+    optional={
+        name: JSONS | st.just([5, 6])
+        for name in ("prompt", "max_tokens", "temperature", "stop", "n", "seed", "model", "logprobs", "stream", "x")
+    },
+)
+LINES = st.fixed_dictionaries(
+    {},
+    optional={
+        "custom_id": st.sampled_from(["a", "b", "c"]) | JSONS,
+        "method": st.just("POST") | JSONS,
+        "url": st.sampled_from(["/v1/completions", "/v1/chat/completions"]) | JSONS,
+        "body": BODIES | JSONS,
+    },
+)
+
+
+@settings(max_examples=200, suppress_health_check=list(HealthCheck))
+@given(st.lists(LINES.map(lambda one: json.dumps(one).encode()) | st.binary(max_size=40), min_size=1, max_size=12))
+def test_whatever_the_lines_each_is_a_request_or_refused(tiny_llm, tmp_path_factory, lines):
+    """No line ends the census, each is counted once, and what is valid is what ``generate`` takes."""
+    path = tmp_path_factory.getbasetemp() / "generated.jsonl"
+    path.write_bytes(b"\n".join(lines))
+    with open(path, "rb") as file:
+        read_one = reader("jsonl", "/v1/completions", tiny_llm, {}, 0)
+        census = take_census(file, read_one, tiny_llm.shape.max_context)
+    num_lines = b"\n".join(lines).count(b"\n") + (not b"\n".join(lines).endswith(b"\n") and b"\n".join(lines) != b"")
+    assert census.num_lines == num_lines and census.offsets[-1] == path.stat().st_size
+    assert (census.max_tokens[census.valid] >= 1).all()
+    assert (census.prompt_tokens + census.max_tokens <= tiny_llm.shape.max_context).all()
+    for number, raw in enumerate(b"\n".join(lines).split(b"\n")[:num_lines], 1):
+        try:
+            request = read_one(raw, number)
+        except Refused as refused:
+            written = error_line(number, refused)
+            assert parse_answer(written) == (number, False) and not census.valid[number - 1]
+        else:
+            assert census.valid[number - 1] or census.duplicates[number - 1]
+            assert tiny_llm.check_request(request.token_ids, request.params) == request.token_ids
+
+
+def test_text_csv_and_parquet_give_the_same_answers(tmp_path):
+    import pandas as pd
+
+    prompts = ["def close(self):", 'a "quoted", text\nof two lines', "import os"]
+    pd.DataFrame({"n": [1, 2, 3], "prompt": prompts}).to_csv(tmp_path / "in.csv", index=False)
+    pd.DataFrame({"prompt": prompts}).to_parquet(tmp_path / "in.parquet")
+    (tmp_path / "in.txt").write_text("\n".join([prompts[0], "", prompts[2]]))
+    (tmp_path / "in.jsonl").write_text("\n".join(line(f"line-{i}", prompt=p) for i, p in enumerate(prompts, 1)))
+    found = {}
+    for ending, more in {
+        "csv": ["--column", "prompt"],
+        "parquet": ["--column", "prompt"],
+        "txt": [],
+        "jsonl": [],
+    }.items():
+        out = tmp_path / f"{ending}.out"
+        common = ["--max-tokens", "5", "--temperature", "0", *more]
+        assert run(tmp_path / f"in.{ending}", out, SHIPPED, *common, "--ordered") == 0
+        found[ending] = read(out)
+        assert [row["id"] for row in found[ending]] == [f"batch_req_{i:08d}" for i in (1, 2, 3)]
+    texts = {
+        ending: [row["response"]["body"].get("choices", [{}])[0].get("text") for row in rows]
+        for ending, rows in found.items()
+    }
+    assert texts["csv"] == texts["parquet"] == texts["jsonl"] and all(texts["csv"])
+    assert texts["txt"] == [texts["csv"][0], None, texts["csv"][2]]
+    assert found["csv"][0]["custom_id"] == "line-1"
+    with pytest.raises(InputError, match="unknown column"):
+        run_module.run(run_module.RunOptions(tmp_path / "in.csv", tmp_path / "x", SHIPPED, column="promt"))
+
+
+def test_chat_lines_go_through_the_tokenizers_template(tmp_path, capsys):
+    from transformers import AutoTokenizer
+
+    model = tmp_path / "chat"
+    model.mkdir()
+    for path in SHIPPED.iterdir():
+        (model / path.name).write_bytes(path.read_bytes())
+    tokenizer = AutoTokenizer.from_pretrained(SHIPPED)
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    messages = [{"role": "system", "content": "be"}, {"role": "user", "content": [{"type": "text", "text": "import"}]}]
+    url = "/v1/chat/completions"
+    lines = [
+        line("a", url, messages=messages, max_completion_tokens=4, temperature=0),
+        line("b", url, messages=[{"role": "user", "content": 5}]),
+        line("c", url, messages=[{"role": "odd", "content": "x"}]),
+    ]
+    source.write_text("\n".join(lines))
+    assert run(source, out, model) == 2 and "no chat template" in capsys.readouterr().err
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'odd' %}{{ raise_exception('odd role') }}{% endif %}"
+        "{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    tokenizer.save_pretrained(model)
+    assert run(source, out, model) == 0
+    rows = {row["custom_id"]: row["response"] for row in read(out)}
+    text = "system: be\nuser: import\nassistant:"
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    with LLM(SHIPPED, "kv_only", device="cpu", dtype="float32") as llm:
+        expected = llm.generate([ids], SamplingParams(max_tokens=4, temperature=0))[0].outputs[0]
+    body = rows["a"]["body"]
+    assert body["choices"][0]["message"] == {"role": "assistant", "content": expected.text}
+    assert body["object"] == "chat.completion" and body["usage"]["prompt_tokens"] == len(ids)
+    assert rows["b"]["status_code"] == rows["c"]["status_code"] == 400
+    assert "odd role" in rows["c"]["body"]["error"]["message"]
+
+
+def test_random_tokens_hang_on_seed_and_line_not_on_company(tiny, tmp_path):
+    source = tmp_path / "in.jsonl"
+    lines = [line(f"r{i}", prompt=[5, 6], max_tokens=8, temperature=2.0, ignore_eos=True) for i in range(6)]
+    source.write_text("\n".join(lines))
+    outs = {}
+    for name, more in {"a": [], "b": ["--seed", "1"], "c": []}.items():
+        policy = tmp_path / f"{name}.json"
+        policy.write_text(json.dumps({"name": name, "cache": {"kv@host": 1.0}, "max_batch": 6 if name == "a" else 2}))
+        assert run(source, tmp_path / f"{name}.out", tiny, *more, policy=str(policy)) == 0
+        outs[name] = by_id(tmp_path / f"{name}.out")
+    tokens = {name: [r["body"]["choices"][0]["token_ids"] for r in rows.values()] for name, rows in outs.items()}
+    assert outs["a"] == outs["c"] and outs["a"] != outs["b"]
+    assert len({tuple(one) for one in tokens["a"]}) == 6
+
+
+def test_one_interrupt_ends_the_iteration_and_the_next_run_goes_on(tiny, tmp_path, capsys, monkeypatch):
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [line(f"r{i}", prompt=[5 + i], max_tokens=[2, 40][i % 2], temperature=0, ignore_eos=True) for i in range(8)]
+    source.write_text("\n".join(lines))
+    assert run(source, tmp_path / "whole.jsonl", tiny) == 0
+    heard = []
+
+    def interrupted(self, count, advance=run_module.Progress.advance):
+        advance(self, count)
+        if self.what == "tokens":
+            heard.append(count)
+            if len(heard) == 5:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(run_module.Progress, "advance", interrupted)
+    assert run(source, out, tiny) == 130
+    assert "give the same command again" in capsys.readouterr().out and len(heard) < 10
+    assert len(by_id(out)) == 4  # the short ones
+    assert run(source, out, tiny) == 0
+    assert by_id(out) == by_id(tmp_path / "whole.jsonl")
+
+
+def test_a_device_out_of_memory_halves_the_mini_batch_and_loses_nothing(tiny, tmp_path, capsys, monkeypatch):
+    source, out = requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
+    assert run(source, tmp_path / "whole.jsonl", tiny) == 0
+    seen = []
+
+    def limited(self, wave, *rest, engine_run=Engine.run, **options):
+        seen.append((wave.workload.num_requests, wave.policy.max_mini_batch_tokens))
+        if wave.workload.num_requests > 3:
+            raise torch.OutOfMemoryError("not on this device")
+        return engine_run(self, wave, *rest, **options)
+
+    monkeypatch.setattr(Engine, "run", limited)
+    assert run(source, out, tiny) == 0
+    assert seen == [(12, 8192), (6, 4096), *[(3, 2048)] * 4]
+    assert by_id(out) == by_id(tmp_path / "whole.jsonl")
+    monkeypatch.setattr(Engine, "run", lambda *a, **b: (_ for _ in ()).throw(torch.OutOfMemoryError("never")))
+    assert run(source, tmp_path / "x.jsonl", tiny) == 2 and "too little memory" in capsys.readouterr().err
+
+
+def test_paths_in_each_others_way_are_refused(tiny, tmp_path, capsys):
+    source = requests(tmp_path / "in.jsonl")
+    before = source.read_bytes()
+    assert run(source, source, tiny) == 2 and "the same file" in capsys.readouterr().err
+    assert run(source, tmp_path / "no" / "out.jsonl", tiny) == 2
+    assert run(source, tmp_path / "out.jsonl", tiny, "--host-memory", "1KiB") == 2
+    assert run(tmp_path / "none.jsonl", tmp_path / "out.jsonl", tiny) == 2
+    assert source.read_bytes() == before
+
+
+def test_answers_so_far_count(tmp_path):
+    states = np.zeros(3, dtype=np.uint8)
+    file = AnswerFile(tmp_path / "out")
+    file.clear()
+    file.append([error_line(2, Refused("c", "m")), error_line(1, Refused("c", "m"))])
+    file.close()
+    file = AnswerFile(tmp_path / "out")
+    file.check(states)
+    file.sort(3)
+    file.close()
+    assert states.tolist() == [FAILED, FAILED, 0] and ANSWERED not in states
+    assert [row["id"][-1] for row in read(tmp_path / "out")] == ["1", "2"]
