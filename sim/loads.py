@@ -371,7 +371,7 @@ class Loads:
             fresh = {kind: size * (until[kind] > since[kind]) for kind in self.kinds}
             most = np.where(self.chunks > 1, self.chunk, np.inf)
             staged = {kind: size * np.minimum(tokens, most) for kind, tokens in self.prompt_kinds.items()}
-            reads = Reads(size * running, held, read - recomputed, recomputed, splits, new)
+            reads = Reads(size * running, held, tokens, read - recomputed, recomputed, splits, new)
             return group_sizes(self.policy, size, np.minimum(self.prompt, most), reads, fresh, staged)
 
         one = of(self.size)
@@ -381,7 +381,7 @@ class Loads:
             **{name: getattr(one, name) for name in one.__dataclass_fields__},
             "pool_blocks": {kind: self.batch * count for kind, count in self.reserved.items()},
             "hidden_rows": self.batch * one.step_rows / self.size * self.chunks,
-            "index_rows": self.batch * one.selected_rows / self.size,
+            "index_rows": {r: self.batch * rows / self.size for r, rows in one.selected_rows.items()},
             "cached_tokens": self.batch * cached,
             "kept_tokens": self.batch * kept,
             "partial_rows": self.batch * kept,

@@ -74,7 +74,7 @@ class Phases:
                 for verb, one in works.items():
                     resource = RESOURCE_OF.get(verb, "compute")
                     present, empty = _present(verb, counts, one), Work()
-                    if verb == "kv_gen":
+                    if verb == "kv_gen" and counts.selected is None:
                         rows = counts.batch * counts.act_columns * BLOCK_TOKENS
                         one, empty = (kv_gen(loads.shape, loads.bytes_per_element, n) for n in (rows, 0))
                     cost = price(self.hardware, verb, resource, one)

@@ -214,17 +214,24 @@ class _Replay:
 
     def _store_index(self, task: Task) -> None:
         """Room for as many tokens as may ever be chosen, not for those that are expected."""
-        rows = self._most_selected(task)
-        for tier in ("device", "host"):
-            self._hold(tier, "indices", task.mini_batch, 4 * rows * self.wave.shape.num_kv_heads)
+        for representation, rows in self._most_selected(task).items():
+            each_head = representation == "kv" and self.wave.policy.bits.kv == "native"
+            size = 4 * rows * (self.wave.shape.num_kv_heads if each_head else 1)
+            for tier in ("device", "host"):
+                self._hold(tier, "indices", (representation, task.mini_batch), size)
 
     def _gather(self, task: Task) -> None:
-        self._hold("host", "gathered rows", 0, self._most_selected(task) * self.row["kv"])
+        for representation, rows in self._most_selected(task).items():
+            self._hold("host", "gathered rows", representation, rows * self.row[representation])
 
-    def _most_selected(self, task: Task) -> int:
+    def _most_selected(self, task: Task) -> dict[str, int]:
         step, cap = task.payload.step, self.wave.policy.selection.max_fraction
-        longest = max(self._places(*one) for one in zip(step.requests.tolist(), step.context.tolist()))
-        return len(step.requests) * max(1, math.ceil(round(cap * longest, 9)))
+        return {
+            segment.representation: len(step.requests)
+            * max(1, math.ceil(round(cap * int(segment.num_tokens.max()), 9)))
+            for segment in step.segments
+            if segment.max_tokens
+        }
 
     def _store_query(self, task: Task) -> None:
         self._hold("host", "query strips", "query", task.work.link_bytes)

@@ -130,7 +130,11 @@ def _policy(rng, kind: str) -> Policy:
             "speculative", alpha=4.0, partial_ratio=float(rng.uniform(0.1, 0.5)), pool=float(rng.uniform(0.5, 1)),
             max_fraction=float(rng.uniform(0.05, 0.5)), victim="lru", partial_keys=str(rng.choice(["device", "host"])),
         )  # fmt: skip
-        return replace(policy, selection=selection)
+        own = np.random.default_rng(int(1e9 * selection.alpha * selection.pool))  # the other cases stay what they are
+        kinds = (("kv@host",), ("kv@host",), ("act@host",), ("act@host", "kv@host"))[int(own.integers(4))]
+        if "act@host" in kinds:  # its rows serve all heads: nobody's place is taken
+            selection = replace(selection, pool=1.0)
+        return replace(policy, selection=selection, cache=_shares(own, kinds))
     if form == "heavy_hitter":
         kinds = tuple(rng.choice(["kv@host", "kv@device", "kv@disk"], int(rng.integers(1, 3)), False, [0.6, 0.3, 0.1]))
         selection = Selection("heavy_hitter", budget=float(rng.uniform(0.1, 0.8)))

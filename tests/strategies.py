@@ -47,7 +47,8 @@ def speculative_policies(draw) -> Policy:
         victim=draw(st.sampled_from(("fifo", "lru", "counter"))), partial_keys="device",
     )  # fmt: skip
     policy = draw(lossless_policies().filter(lambda policy: policy.attention == "device"))
-    return replace(policy, cache={"kv@host": 1.0}, selection=selection)
+    kv = 1.0 if selection.pool < 1 else draw(st.sampled_from((1.0, 0.6, 0.0)))
+    return replace(policy, cache={"kv@host": kv, "act@host": 1 - kv}, selection=selection)
 
 
 @st.composite
@@ -55,7 +56,10 @@ def runnable_policies(draw) -> Policy:
     """Every policy that the executor runs: fewer bits too, and InfiniGen's selection."""
     if draw(st.integers(0, 4)) == 0:
         policy = draw(speculative_policies())
-        return replace(policy, bits=Bits(draw(st.sampled_from(("native", 8, 4)))))
+        bits = [draw(st.sampled_from(("native", 8, 4))) for _ in range(3)]
+        if policy.selection.pool < 1:
+            bits[1] = "native"
+        return replace(policy, bits=Bits(*bits))
     policy = draw(lossless_policies())
     bits = [draw(st.sampled_from(("native", 8, 4))) for _ in range(3)]
     if policy.attention == "host":

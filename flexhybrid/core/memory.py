@@ -6,17 +6,17 @@ checked before work starts is what is allocated.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 
 from flexhybrid.core.blocks import BLOCK_TOKENS, BlockKinds, ceil_blocks
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.kinds import parts_of
+from flexhybrid.core.kinds import parts_of, representation_of
 from flexhybrid.core.layout import layer_layout
 from flexhybrid.core.packing import chunk_tokens, longest_piece, num_chunks
 from flexhybrid.core.plan import Wave, disk_from
-from flexhybrid.core.policy import Policy
+from flexhybrid.core.policy import Policy, Selection
 from flexhybrid.core.selection import kept_tokens, limits_cache, most_selected, partial_columns
 from flexhybrid.core.shape import ModelShape
 from flexhybrid.core.split import SplitLines, split_point
@@ -54,8 +54,9 @@ class BufferSizes:
     decode_batch: int = 0  #: of those, as far as they ever decode
     cached_tokens: int = 0  #: of all requests together
     kept_tokens: int = 0  #: of all requests together, those that a selection keeps
-    selected_rows: int = 0  #: most rows that a speculative selection gathers for one mini-batch
-    index_rows: int = 0  #: for all mini-batches together
+    #: representation -> most rows that a speculative selection gathers for one mini-batch
+    selected_rows: dict[str, int] = field(default_factory=dict)
+    index_rows: dict[str, int] = field(default_factory=dict)  #: the same for all mini-batches together
     partial_rows: int = 0  #: places of a speculative selection, padded, of all mini-batches together
     num_mini_batches: int = 0
     longest: int = 0  #: tokens of the longest request, prompt and answer
@@ -87,7 +88,7 @@ def buffer_sizes(wave: Wave) -> BufferSizes:
     kept = kept_tokens(policy.selection, prompts, cached, cached)
     prompt_tokens = kinds.tokens(kept_tokens(policy.selection, prompts, prompts, cached))  # [requests, kind]
     fresh = _stored_until(kinds, cached, kept) > _stored_until(kinds, prompts, kept)  # some of it in the decode
-    sizes, sums = BufferSizes(pool_blocks=wave.pool_blocks, staged_rows={}), []
+    sizes, sums, index_rows = BufferSizes(pool_blocks=wave.pool_blocks, staged_rows={}), [], {}
 
     def each_kind(values) -> dict:
         return dict(zip(kinds.kinds, values, strict=True))
@@ -100,9 +101,10 @@ def buffer_sizes(wave: Wave) -> BufferSizes:
             policy, len(group), longest_piece(policy, prompts[group]), _reads(wave, group),
             each_kind(fresh[group].any(axis=0) * len(group)), each_kind(staged),
         )  # fmt: skip
-        sums.append((one.step_rows * chunks, one.selected_rows, len(group) * kept[group].max()))
+        sums.append((one.step_rows * chunks, len(group) * kept[group].max()))
+        index_rows = {r: index_rows.get(r, 0) + rows for r, rows in one.selected_rows.items()}
         sizes = sizes.merge(one)
-    hidden_rows, index_rows, partial_rows = map(sum, zip(*sums, strict=True))
+    hidden_rows, partial_rows = map(sum, zip(*sums, strict=True))
     return sizes.merge(BufferSizes(
         {}, {}, hidden_rows=hidden_rows, index_rows=index_rows, cached_tokens=cached.sum(), kept_tokens=kept.sum(),
         partial_rows=partial_rows, num_mini_batches=len(sums), longest=cached.max() + 1,
@@ -116,6 +118,7 @@ class Reads:
 
     running: np.ndarray  #: requests that still run
     held: dict[str, np.ndarray]  #: kind -> blocks
+    tokens: dict[str, np.ndarray]  #: kind -> tokens
     context: np.ndarray  #: columns of the attention buffer that they fill
     recomputed: np.ndarray  #: the longest prefix kept as token ids
     splits: dict[str, dict[str, np.ndarray]]  #: kind both(…) -> blocks recomputed ("act") and loaded ("kv")
@@ -151,13 +154,13 @@ def _reads(wave: Wave, group: np.ndarray) -> Reads:
         return np.where(runs, values, 0).max(axis=1)
 
     each = {kind: (held[..., i], of_kind[..., i]) for i, kind in enumerate(kinds.kinds)}
-    splits = {}
+    most_tokens, splits = {kind: longest(number) for kind, (_, number) in each.items()}, {}
     for kind, lines in wave.split.items():  # whoever is the longest of those that did not stop early
         blocks = split_blocks(lines, len(group), each[kind][1], len(wave.mini_batches))
         splits[kind] = {r: longest(number) for r, number in blocks.items()}
     return Reads(
-        (runs * count).sum(axis=1), {kind: longest(blocks) for kind, (blocks, _) in each.items()},
-        sum(longest(number) for _, number in each.values()), longest(recomputed), splits, new,
+        (runs * count).sum(axis=1), {kind: longest(blocks) for kind, (blocks, _) in each.items()}, most_tokens,
+        sum(most_tokens.values()), longest(recomputed), splits, new,
     )  # fmt: skip
 
 
@@ -179,11 +182,25 @@ def chunk_rows(wave: Wave) -> list[tuple[int, int]]:
     return rows
 
 
-def index_rows(wave: Wave) -> list[int]:
-    """Of each mini-batch: the most rows that a speculative selection ever fetches for it in a layer."""
-    selection = wave.policy.selection
-    each = (_reads(wave, group) for group in wave.mini_batches)
-    return [int(np.max(reads.running * most_selected(selection, reads.context))) for reads in each]
+def selected_rows(selection: Selection, reads: Reads) -> dict:
+    """Representation -> the most rows that a speculative selection ever fetches for a mini-batch in a layer."""
+    if selection.method != "speculative":
+        return {}
+    return {
+        representation_of(kind): np.max(reads.running * (tokens > 0) * most_selected(selection, tokens), axis=0)
+        for kind, tokens in reads.tokens.items()
+    }
+
+
+def index_rows(wave: Wave) -> list[dict[str, int]]:
+    """``selected_rows`` of each mini-batch."""
+    return [selected_rows(wave.policy.selection, _reads(wave, group)) for group in wave.mini_batches]
+
+
+def index_cells(shape: ModelShape, policy: Policy, rows: dict):
+    """Chosen tokens that are written down: of native keys and values, each head has its own choice."""
+    heads = shape.num_kv_heads if policy.bits.kv == "native" else 1
+    return rows.get("kv", 0) * heads + rows.get("act", 0)
 
 
 def step_rows(batch, prompt, reads: Reads):
@@ -219,9 +236,6 @@ def group_sizes(policy: Policy, batch, prompt, reads: Reads, fresh: dict, staged
     moved = {r: columns[r, "any"] - columns[r, "device"] for r in ("act", "kv")}
     if policy.bits.act == "native":  # blocks of the device are gathered beside those that come over the link
         moved["act"] = columns["act", "any"]
-    selected = 0 * reads.context
-    if policy.selection.method == "speculative":
-        selected = most_selected(policy.selection, reads.context)
     return BufferSizes(
         pool_blocks={},
         staged_rows={kind: _larger(fresh[kind], rows) for kind, rows in staged.items()},
@@ -236,7 +250,7 @@ def group_sizes(policy: Policy, batch, prompt, reads: Reads, fresh: dict, staged
         step_rows=step_rows(batch, prompt, reads),
         batch=batch,
         decode_batch=most(1),
-        selected_rows=most(selected) * on_device,
+        selected_rows=selected_rows(policy.selection, reads),
     )
 
 
@@ -288,7 +302,8 @@ def memory_parts(
     partial_row = shape.num_kv_heads * columns * p  # of a token
     # A selection speculates for every layer but the first.
     partial_keys = (layers - 1) * sizes.partial_rows * partial_row
-    indices = 4 * shape.num_kv_heads * sizes.index_rows if layers > 1 else 0
+    indices = 4 * index_cells(shape, policy, sizes.index_rows) if layers > 1 else 0
+    gathered = sum(rows * row[representation] for representation, rows in sizes.selected_rows.items())
     ranked = policy.selection.method == "heavy_hitter"
     scores = 8 * layers * shape.num_kv_heads * sizes.kept_tokens if ranked else 0  # and ages
     limited = speculative and limits_cache(policy.selection)
@@ -337,7 +352,7 @@ def memory_parts(
         "ACT staging": NUM_SLOTS * sizes.act_staging_blocks * BLOCK_TOKENS * row["act"],
         "KV staging": NUM_SLOTS * sizes.kv_staging_blocks * BLOCK_TOKENS * row["kv"],
         "places": NUM_SLOTS * 8 * sizes.decode_batch * shape.num_kv_heads if ranked or limited else 0,
-        "gathered rows": NUM_SLOTS * sizes.selected_rows * row["kv"] if layers > 1 else 0,
+        "gathered rows": NUM_SLOTS * gathered if layers > 1 else 0,
         "indices": indices,
         "partial keys": partial_keys if policy.selection.partial_keys == "host" else 0,
         "hidden states": sizes.hidden_rows * hidden if policy.hidden == "host" and layers > 1 else 0,

@@ -74,9 +74,12 @@ def check_planned(policy: Policy) -> None:
         (policy.embedding.device < 1, "embedding and head off the device"),
         (policy.hidden == "disk", "hidden states on the disk"),
         (representations == {"tok"}, "a cache of token ids alone: the newest tokens need a share of kv or act, and it"),
-        (policy.selection.method != "none" and representations != {"kv"}, f"selection {policy.selection.method} over a "
-         "cache other than kv"),
-        (speculative and policy.cache_kinds != ("kv@host",), "speculative selection over a cache other than kv@host"),
+        (policy.selection.method == "heavy_hitter" and representations != {"kv"}, "selection heavy_hitter over a cache "
+         "other than kv"),
+        (speculative and not set(policy.cache_kinds) <= {"kv@host", "act@host"}, "speculative selection over a cache "
+         "other than kv@host and act@host"),
+        (speculative and policy.selection.pool < 1 and "act" in representations, "a limited pool of a speculative "
+         "selection over ACT, whose rows serve all heads,"),
         (speculative and policy.selection.partial_keys == "disk", "partial keys on the disk"),
         (policy.static_cache and "both" in representations, "a static cache of both copies"),
     )  # fmt: skip

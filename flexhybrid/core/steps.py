@@ -336,10 +336,7 @@ def step_work(
         works |= _load_works(shape, policy, stored, c)
     else:
         attended = c.selected + 1
-        works["gather"] = work.gather_rows(shape, stored.kv, c.batch * c.selected)
-        works["load_kv"] = work.load_rows(shape, stored.kv, c.batch * c.selected)
-        if policy.bits.kv != "native":
-            works["dequantize_kv"] = work.convert(c.batch * c.selected * shape.kv_width, p, stored.kv)
+        works |= _gather_works(shape, policy, stored, c)
     if c.selected is not None:
         ratio = partial_share(shape, policy.selection)
         works["speculate"] = work.speculate(shape, p, c.batch, c.context, ratio)
@@ -347,7 +344,8 @@ def step_work(
         if policy.selection.partial_keys == "host":
             works["load_keys"] = work.load_partial_keys(shape, p, c.batch, c.context, ratio)
     if any(part.representation == "act" for part in c.blocks):
-        generated = c.batch * c.act_columns * BLOCK_TOKENS
+        everything = c.selected is None or first_layer
+        generated = c.batch * (c.act_columns * BLOCK_TOKENS if everything else _selected_of(c)["act"])
         works["kv_gen"] = work.kv_gen(shape, p, _at_least(generated, work.MIN_KV_GEN_ROWS))
     works["assemble"] = work.assemble(shape, p, c.batch * attended)
     works["attend"] = work.attend(shape, p, c.batch, c.width, attended)
@@ -355,6 +353,29 @@ def step_work(
         works["attend_recomputed"] = work.attend_recomputed(shape, p, c.batch, _at_least(c.recomputed, 1))
     if policy.selection.method == "heavy_hitter":
         works["rank"] = work.rank(shape, c.batch, 1, attended)
+    return works
+
+
+def _selected_of(c: StepCounts) -> dict[str, object]:
+    """Of the tokens of a request that a selection is expected to fetch, those of each representation: as they share the
+    context."""
+    blocks = {r: sum(n for part, n in c.blocks.items() if part.representation == r) for r in ("act", "kv")}
+    act = np.floor(c.selected * blocks["act"] / np.maximum(blocks["act"] + blocks["kv"], 1) + 0.5)
+    act = act if np.ndim(act) else int(act)
+    selected = {"act": act, "kv": c.selected - act}
+    return {r: selected[r] for r in blocks if any(part.representation == r for part in c.blocks)}
+
+
+def _gather_works(shape: ModelShape, policy: Policy, stored: ElementBytes, c: StepCounts) -> dict[str, Work]:
+    """The selected tokens' rows, gathered on the host and loaded."""
+    rows = {representation: c.batch * tokens for representation, tokens in _selected_of(c).items()}
+    works = {"gather": work.gather_rows(shape, stored.kv, stored.act, rows.get("kv", 0), rows.get("act", 0))}
+    widths = {"kv": (shape.kv_width, stored.kv), "act": (shape.hidden, stored.act)}
+    for representation, number in rows.items():
+        width, element_bytes = widths[representation]
+        works[f"load_{representation}"] = work.load_rows(shape, element_bytes, representation, number)
+        if element_bytes != stored.compute:
+            works[f"dequantize_{representation}"] = work.convert(number * width, stored.compute, element_bytes)
     return works
 
 

@@ -254,8 +254,12 @@ class _Stream:
         if "gather" in works:
             gathered = _cell("gathered", slot)
             index = _cell("host_index", step.mini_batch)
-            yield self._task(ahead, "gather", "host_compute", (index, *self._pools(ahead, "kv", "host")), (gathered,))
-            yield self._task(ahead, "load_kv", "h2d", (gathered,), (_cell("kv_buffer", slot),))
+            pools = (*self._pools(ahead, "act", "host"), *self._pools(ahead, "kv", "host"))
+            yield self._task(ahead, "gather", "host_compute", (index, *pools), (gathered,))
+            for representation in ("act", "kv"):
+                if f"load_{representation}" in works:
+                    buffer = _cell(f"{representation}_buffer", slot)
+                    yield self._task(ahead, f"load_{representation}", "h2d", (gathered,), (buffer,))
             return
         for representation in ("act", "kv"):
             if f"load_{representation}" not in works:

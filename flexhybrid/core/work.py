@@ -159,14 +159,14 @@ def store_index(shape: ModelShape, batch, selected) -> Work:
     return Work(link_bytes=4 * batch * shape.num_kv_heads * selected, num_copies=1, tokens=batch * selected)
 
 
-def gather_rows(shape: ModelShape, p: float, rows) -> Work:
+def gather_rows(shape: ModelShape, kv_element_bytes: float, act_element_bytes: float, kv_rows, act_rows) -> Work:
     """A host core copies selected rows side by side: read and write."""
-    return Work(memory_bytes=2 * rows * shape.kv_token_bytes(p), tokens=rows)
+    return scatter_rows(shape, kv_element_bytes, act_element_bytes, kv_rows, act_rows)
 
 
-def load_rows(shape: ModelShape, p: float, rows) -> Work:
-    """Gathered rows to the device, one copy."""
-    return Work(link_bytes=rows * shape.kv_token_bytes(p), num_copies=1, tokens=rows)
+def load_rows(shape: ModelShape, p: float, representation: str, rows) -> Work:
+    """Gathered rows of "kv" or "act" to the device, one copy."""
+    return store_rows(shape, p, representation, rows)
 
 
 def store_out(rows) -> Work:

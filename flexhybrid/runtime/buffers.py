@@ -8,7 +8,7 @@ import torch
 
 from flexhybrid.core.blocks import BLOCK_TOKENS
 from flexhybrid.core.kinds import Part, parts
-from flexhybrid.core.memory import NUM_SLOTS, BufferSizes
+from flexhybrid.core.memory import NUM_SLOTS, BufferSizes, index_cells
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.selection import limits_cache
 from flexhybrid.core.shape import ModelShape
@@ -146,8 +146,11 @@ class Buffers:
         self.place_strip = on_host(NUM_SLOTS, sizes.decode_batch * placed, groups, of=torch.int64)
         self.attended = on_device(strip_rows, shape.query_width)
         several = shape.num_layers > 1  # a selection speculates for every layer but the first
-        self.gathered = on_host(NUM_SLOTS, sizes.selected_rows * several, self.formats["kv"].width)
-        self.host_index = on_host(sizes.index_rows * several * groups, of=torch.int32)
+        self.gathered = {
+            name: on_host(NUM_SLOTS, sizes.selected_rows.get(name, 0) * several, row.width, of=row.dtype)
+            for name, row in self.formats.items()
+        }
+        self.host_index = on_host(index_cells(shape, policy, sizes.index_rows) * several, of=torch.int32)
 
     def head_major(self, part: Part | Segment) -> bool:
         """Whether blocks of this part are [2, G, 16, d] instead of [16, row]."""
@@ -164,15 +167,24 @@ class Buffers:
         keys, values = self.attention[0, :used], self.attention[1, :used]
         return keys.view(batch, groups, tokens, d), values.view(batch, groups, tokens, d)
 
-    def gathered_rows(self, slot: int, rows: int) -> torch.Tensor:
-        """[2, rows, d]: chosen keys and values of single heads in host memory."""
-        d = self.shape.head_dim
-        return self.gathered[slot].view(-1)[: 2 * rows * d].view(2, rows, d)
+    def each_head(self, representation: str) -> bool:
+        """Whether a selection chooses its tokens for each head by itself: where blocks are head-major. Otherwise a row
+        serves all heads."""
+        return representation == "kv" and not self.packed("kv")
 
-    def loaded_rows(self, slot: int, rows: int) -> torch.Tensor:
-        """[2, rows, d]: the same on the device."""
-        d = self.shape.head_dim
-        return self.loaded["kv"][slot].view(-1)[: 2 * rows * d].view(2, rows, d)
+    def gathered_rows(self, representation: str, slot: int, tokens: int) -> torch.Tensor:
+        """Rows [tokens, row] of chosen tokens side by side in host memory; of single heads, keys and then values:
+        [2, G · tokens, d]."""
+        return self._rows(representation, self.gathered[representation][slot], tokens)
+
+    def loaded_rows(self, representation: str, slot: int, tokens: int) -> torch.Tensor:
+        """The same on the device."""
+        return self._rows(representation, self.loaded[representation][slot], tokens)
+
+    def _rows(self, representation: str, memory: torch.Tensor, tokens: int) -> torch.Tensor:
+        width = self.formats[representation].width
+        rows = memory.view(-1)[: tokens * width]
+        return rows.view(2, -1, self.shape.head_dim) if self.each_head(representation) else rows.view(tokens, width)
 
     def loaded_region(self, step: MiniBatchStep, segment: Segment, slot: int) -> torch.Tensor:
         """[B, blocks, 16 · row]: where a segment's blocks land on the device. Regions follow one another in the slot.

@@ -24,7 +24,7 @@ from flexhybrid.runtime.models import architecture
 from flexhybrid.runtime.rotary import rotary_tables
 from flexhybrid.runtime.runnable import check_runnable
 from flexhybrid.runtime.sampling import SamplingPlan, step_sampling
-from flexhybrid.runtime.speculative import Speculation
+from flexhybrid.runtime.speculative import Fetched, Speculation
 from flexhybrid.runtime.step_tensors import (
     StepTensors,
     StorePlace,
@@ -74,8 +74,9 @@ class Executor:
         method = wave.policy.selection.method
         self.heavy_hitters = HeavyHitters(wave, self.device) if method == "heavy_hitter" else None
         self.speculation = Speculation(wave, weights) if method == "speculative" else None
-        self.gathered: dict[int, np.ndarray] = {}  #: [B], tokens of each request in the host's gathered rows, by slot
-        self.loaded_tokens: dict[int, np.ndarray] = {}  #: the same of those that lie on the device
+        #: what a selection has fetched, by representation and slot: in the host's gathered rows, and on the device
+        self.gathered: dict[tuple[str, int], Fetched] = {}
+        self.fetched: dict[tuple[str, int], Fetched] = {}
         self.resolved: dict[tuple, Work] = {}  #: work that is known only when a task runs, by the task's key
         self.context: Context | None = None  #: what attention reads
         self.chooses_places = limits_cache(wave.policy.selection)  #: whose place a new token takes, each head by itself
@@ -194,6 +195,10 @@ class Executor:
             stores=stores,
             guess=self.speculation.prepare(step) if self.speculation else None,
         )
+
+    def rotation_at(self, positions: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines of tokens at these positions, flat."""
+        return self._rotation(self.to_device(positions.reshape(-1)))
 
     def _rotation(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         cos, sin = self.rotary

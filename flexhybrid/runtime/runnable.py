@@ -25,7 +25,10 @@ def check_runnable(shape: ModelShape, policy: Policy) -> None:
         (policy.embedding.device < 1, "embedding and head off the device"),
         (policy.hidden == "disk", "hidden states on the disk"),
         (speculative and policy.selection.partial_keys == "host", "partial keys on the host"),
-        (speculative and policy.bits.kv != "native", f"a speculative selection over {policy.bits.kv}-bit KV"),
+        (
+            speculative and policy.selection.pool < 1 and policy.bits.kv != "native",
+            f"a limited pool of a speculative selection over {policy.bits.kv}-bit KV, whose heads share a row,",
+        ),
         (speculative and policy.attention == "host", "a speculative selection with attention on the host"),
         (ranked and policy.bits.kv != "native", f"heavy hitters of {policy.bits.kv}-bit KV, whose heads share a row,"),
         (ranked and any("disk" in key for key in policy.cache_kinds), "heavy hitters on the disk"),

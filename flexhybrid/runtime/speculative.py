@@ -22,13 +22,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from flexhybrid.core.memory import index_rows
+from flexhybrid.core.memory import index_cells, index_rows
 from flexhybrid.core.plan import Wave
 from flexhybrid.core.selection import kept_tokens, limits_cache, most_selected, partial_columns
-from flexhybrid.core.steps import MiniBatchStep
+from flexhybrid.core.steps import MiniBatchStep, Segment
 from flexhybrid.runtime.pool import Uses
 from flexhybrid.runtime.rotary import rotate_
-from flexhybrid.runtime.step_tensors import Rotation, to_device
+from flexhybrid.runtime.step_tensors import Rotation, position_tables, to_device
 from flexhybrid.runtime.weights import Parts, Weights, linear
 
 
@@ -52,19 +52,57 @@ def relative_scores(q_BGrC: torch.Tensor, keys_TBGC: torch.Tensor, scale: float,
     return (scores - scores.amax(-1, keepdim=True)).amax(2)
 
 
-def choose_tokens(relative_BGT: torch.Tensor, alpha: float, most_B: torch.Tensor, width: int) -> torch.Tensor:
-    """Tokens that each head fetches: int32 [B, G, width], ascending; -1 behind the last one.
+def choose_tokens(
+    relative_BGT: torch.Tensor, alpha: float, most_B: torch.Tensor, width: int, each_head: bool
+) -> torch.Tensor:
+    """Tokens to fetch: int32 [B, G, width] for ``each_head`` by itself, else [B, 1, width] for all heads together;
+    ascending, -1 behind the last one.
 
-    Every head of a request fetches as many as its heads have within ``alpha`` of the largest on average, rounded up, at
-    least one and at most ``most_B``.
+    As many of a request as its heads have within ``alpha`` of the largest on average, rounded up, at least one and at
+    most ``most_B``. For all heads together those with the largest sums of exp(score - the head's largest) are the best:
+    what they would weigh in attention.
     """
     groups, tokens = relative_BGT.shape[1:]
     within = (relative_BGT > -alpha).sum((1, 2))
-    count_B = torch.minimum(-(-within // groups), most_B).clamp_(min=1)
-    best = relative_BGT.topk(width, dim=-1).indices
+    count_B = torch.minimum((-(-within // groups)).clamp_(min=1), most_B)
+    worth = relative_BGT if each_head else relative_BGT.exp().sum(1, keepdim=True)
+    best = worth.topk(width, dim=-1).indices
     surplus = torch.arange(width, device=best.device) >= count_B[:, None, None]
     chosen = best.masked_fill_(surplus, tokens).sort(dim=-1).values
     return chosen.masked_fill_(chosen == tokens, -1).int()
+
+
+class Fetched(NamedTuple):
+    """Chosen tokens of a mini-batch, of one representation, whose rows lie side by side: by request, and head by head
+    where each has chosen for itself."""
+
+    representation: str
+    counts_B: np.ndarray  #: tokens of each request
+    positions: np.ndarray | None  #: of all rows, where the model has rotary positions
+
+    @property
+    def tokens(self) -> int:
+        return int(self.counts_B.sum())
+
+    @property
+    def most(self) -> int:
+        return int(self.counts_B.max())
+
+    def padded_rows(self, heads: int) -> np.ndarray:
+        """[B, heads, most]: the row of each token of each head. Padding repeats the last, or is any row."""
+        counts = self.counts_B[:, None, None]
+        starts = heads * (np.cumsum(self.counts_B) - self.counts_B)[:, None, None]
+        within = np.minimum(np.arange(self.most), np.maximum(counts - 1, 0))
+        rows = starts + np.arange(heads)[:, None] * counts + within
+        return np.minimum(rows, heads * self.tokens - 1)
+
+
+class Choice(NamedTuple):
+    """Which tokens of a representation a decode step may choose from; on the device."""
+
+    positions: torch.Tensor | None  #: in their requests; None: all there are
+    held_BT: torch.Tensor | None  #: whom each request holds of them; None: as the guess says
+    most_B: torch.Tensor  #: tokens that each may fetch
 
 
 class Guess(NamedTuple):
@@ -76,7 +114,7 @@ class Guess(NamedTuple):
     held_BT: torch.Tensor  #: the same as a mask of places
     places_B: torch.Tensor  #: of their new tokens, where the oldest make room
     full_B: torch.Tensor | None  #: who has no place left; None: nobody
-    most_B: torch.Tensor  #: tokens that each may fetch
+    choices: dict[str, Choice]  #: by representation
 
 
 class Speculation:
@@ -120,8 +158,11 @@ class Speculation:
         if limits_cache(selection) and selection.victim != "fifo":
             requests = [len(group) for group in wave.mini_batches]
             self.uses = Uses(selection.victim, shape.num_layers, tokens, requests, self.groups, self.device)
-        self.index_start = np.cumsum([0, *index_rows(wave)]) * self.groups
+        cells = [index_cells(shape, wave.policy, rows) for rows in index_rows(wave)]
+        self.index_start = np.cumsum([0, *cells]).astype(np.int64)
         self.index = torch.zeros(int(self.index_start[-1]) * (self.layers > 0), dtype=torch.int32, device=self.device)
+        self.positions = position_tables(wave.kinds, int(cached.max()) + 1)
+        self.each_head = {"kv": wave.policy.bits.kv == "native", "act": False}
 
     # ---- the prompt
 
@@ -187,15 +228,28 @@ class Speculation:
         if step.prefill:
             return None
         rows = np.flatnonzero(np.isin(self.wave.mini_batches[step.mini_batch], step.requests))
-        kept, held = self.kept[step.requests], self._held(step)
-        most = most_selected(self.wave.policy.selection, held).astype(np.int64)
+        kept = self.kept[step.requests]
+        held = np.minimum(step.context, kept)
         held_BT, full = np.arange(held.max()) < held[:, None], step.context >= kept
-        arrays = (rows, step.context, held, held_BT, step.context % kept, full if full.any() else None, most)
-        return Guess(*(None if array is None else to_device(array, self.device) for array in arrays))
+        arrays = (rows, step.context, held, held_BT, step.context % kept, full if full.any() else None)
+        on_device = (None if array is None else to_device(array, self.device) for array in arrays)
+        return Guess(*on_device, {r: self._choice(step, segment) for r, segment in self._segments(step).items()})
 
-    def _held(self, step: MiniBatchStep) -> np.ndarray:
-        """Tokens that each request of a step holds: [B]."""
-        return np.minimum(step.context, self.kept[step.requests])
+    def _segments(self, step: MiniBatchStep) -> dict[str, Segment]:
+        return {segment.representation: segment for segment in step.segments if segment.max_tokens}
+
+    def _choice(self, step: MiniBatchStep, segment: Segment) -> Choice:
+        most = to_device(self._most(segment), self.device)
+        if len(self.wave.kinds.kinds) == 1:
+            return Choice(None, None, most)
+        positions = self.positions[segment.kind][: segment.max_tokens]
+        held = np.arange(segment.max_tokens) < segment.num_tokens[:, None]
+        return Choice(to_device(positions, self.device), to_device(held, self.device), most)
+
+    def _most(self, segment: Segment) -> np.ndarray:
+        """Tokens of a segment that each request may fetch: [B]."""
+        most = most_selected(self.wave.policy.selection, segment.num_tokens)
+        return np.where(segment.num_tokens > 0, most, 0).astype(np.int64)
 
     def partial_keys(self, layer: int, mini_batch: int, k_RGd: torch.Tensor) -> torch.Tensor:
         """The chosen columns of keys: [R, G, C]."""
@@ -235,10 +289,14 @@ class Speculation:
         if len(step.requests) < section.shape[1]:
             keys = keys[:, guess.rows_B]
         relative = relative_scores(query, keys, self.scale, guess.held_BT)
-        index = self.index_of(step, self.index)
-        index.copy_(choose_tokens(relative, self.alpha, guess.most_B, index.shape[-1]))
-        if self.uses:
-            self.uses.fetched(layer, step.mini_batch, guess.rows_B, index, guess.positions_B)
+        for representation, index in self.indices_of(step, self.index).items():
+            choice, scores = guess.choices[representation], relative
+            if choice.positions is not None:
+                scores = relative[..., choice.positions].masked_fill(~choice.held_BT[:, None], -torch.inf)
+            each_head = self.each_head[representation]
+            index.copy_(choose_tokens(scores, self.alpha, choice.most_B, index.shape[-1], each_head))
+            if self.uses:
+                self.uses.fetched(layer, step.mini_batch, guess.rows_B, index, guess.positions_B)
 
     def _guessed_queries(self, layer: int, mini_batch: int, act_Bh: torch.Tensor, rotation, w) -> torch.Tensor:
         """[B, G, r, C]."""
@@ -254,11 +312,14 @@ class Speculation:
         query = rotate_(query.view(len(act_Bh), self.shape.num_heads, -1), *rotation)
         return torch.matmul(query.unflatten(1, (self.groups, -1)), self._skew_columns(layer, mini_batch))
 
-    def index_of(self, step: MiniBatchStep, index: torch.Tensor) -> torch.Tensor:
-        """[B, G, S]: a mini-batch's part of the index, on the device or the host."""
-        width = int(most_selected(self.wave.policy.selection, self._held(step)).max())
-        start, batch = self.index_start[step.mini_batch], len(step.requests)
-        return index[start : start + batch * self.groups * width].view(batch, self.groups, width)
+    def indices_of(self, step: MiniBatchStep, index: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Representation -> [B, heads, S]: a mini-batch's part of the index, on the device or the host."""
+        parts, start, batch = {}, self.index_start[step.mini_batch], len(step.requests)
+        for representation, segment in self._segments(step).items():
+            heads, width = self.groups if self.each_head[representation] else 1, int(self._most(segment).max())
+            end = start + batch * heads * width
+            parts[representation], start = index[start:end].view(batch, heads, width), end
+        return parts
 
 
 def take_rows(parts: Parts, rows: torch.Tensor, out: torch.Tensor) -> None:

@@ -65,21 +65,27 @@ def _lay_own(ex: Executor, task: Task, targets, column: int) -> None:
 
 
 def _assemble_chosen(ex: Executor, task: Task) -> None:
-    """Lay the rows that a selection fetched side by side, each request's padded to the longest; then the new tokens."""
-    slot, groups = task.payload.slot, ex.shape.num_kv_heads
-    counts_B = ex.loaded_tokens[slot]
-    batch, most = len(counts_B), int(counts_B.max())
-    starts = groups * (np.cumsum(counts_B) - counts_B)
-    columns = np.minimum(np.arange(most), counts_B[:, None] - 1)[:, None]  # padding repeats the last
-    rows = starts[:, None, None] + np.arange(groups)[:, None] * counts_B[:, None, None] + columns
-    rows = ex.to_device(rows.reshape(-1))
-    targets = ex.buffers.attention_views(batch, most + 1)
-    for loaded, target in zip(ex.buffers.loaded_rows(slot, groups * int(counts_B.sum())), targets, strict=True):
-        target[:, :, :most].copy_(loaded.index_select(0, rows).view(batch, groups, most, -1))
-    _lay_own(ex, task, targets, most)
-    mask = None
-    if (counts_B < most).any():
-        hidden = np.arange(most) >= counts_B[:, None]
+    """Lay the tokens that a selection fetched side by side, representation by representation, each request's padded to
+    the longest; then the new tokens."""
+    step, slot, groups = task.payload.step, task.payload.slot, ex.shape.num_kv_heads
+    parts = [ex.fetched[segment.representation, slot] for segment in step.segments if segment.max_tokens]
+    targets = ex.buffers.attention_views(len(step.requests), sum(part.most for part in parts) + 1)
+    column, hidden = 0, []
+    for part in parts:
+        columns = slice(column, column + part.most)
+        each_head = ex.buffers.each_head(part.representation)
+        rows = ex.to_device(part.padded_rows(groups if each_head else 1).reshape(-1))
+        if each_head:
+            for loaded, target in zip(ex.buffers.loaded_rows("kv", slot, part.tokens), targets, strict=True):
+                target[:, :, columns].copy_(loaded.index_select(0, rows).view(target[:, :, columns].shape))
+        else:
+            whole = ex.buffers.generated if part.representation == "act" else ex.buffers.plain_kv
+            _lay_rows(whole.index_select(0, rows), targets, column, part.most, ex.shape)
+        hidden.append(np.arange(part.most) >= part.counts_B[:, None])
+        column += part.most
+    _lay_own(ex, task, targets, column)
+    mask, hidden = None, np.concatenate(hidden, axis=1)
+    if hidden.any():
         mask = np.where(np.pad(hidden, ((0, 0), (0, 1))), -np.inf, 0.0)[:, None, None]
         mask = ex.to_device(mask).to(ex.weights.dtype)
     ex.context = Context(*targets, mask)

@@ -48,6 +48,11 @@ def dequantize_kv(ex: Executor, task: Task) -> None:
 def _dequantize(ex: Executor, task: Task, representation: str, plain: torch.Tensor) -> None:
     """The segments of one representation -> rows of ``plain`` [·, width], one segment after the other."""
     batch, first, bits = len(task.payload.step.requests), 0, getattr(ex.policy.bits, representation)
+    if ex.speculation and task.layer:
+        key = representation, task.payload.slot
+        tokens = ex.fetched[key].tokens
+        dequantize(ex.buffers.loaded_rows(*key, tokens), bits, plain.dtype, out=plain[:tokens])
+        return
     for segment in task.payload.step.of(representation):
         size = batch * segment.buffer_blocks * BLOCK_TOKENS
         target = plain[first : first + size].view(batch, -1, BLOCK_TOKENS, plain.shape[1])
@@ -72,11 +77,16 @@ def kv_gen(ex: Executor, task: Task) -> None:
     """Keys and values from ACT, one product: [·, h] -> [·, 2·G·d]; keys rotated with their own positions."""
     step, shape = task.payload.step, ex.shape
     w, count = ex.layer_weights(task), len(step.requests) * step.act_blocks * BLOCK_TOKENS
+    rotation, chosen = ex.tensors(task).act_rotation, bool(ex.speculation and task.layer)
+    if chosen:
+        fetched = ex.fetched["act", task.payload.slot]
+        count, rotation = fetched.tokens, ex.rotation_at(fetched.positions) if rotation else None
     if ex.buffers.packed("act"):
         rows = ex.buffers.plain_act[:count]
     else:
         rows = ex.buffers.loaded["act"][task.payload.slot].view(-1, shape.hidden)[:count]
-        _gather_act(ex, task)
+        if not chosen:
+            _gather_act(ex, task)
     if len(rows) < MIN_KV_GEN_ROWS:
         rows = torch.cat([rows, rows.new_zeros(MIN_KV_GEN_ROWS - len(rows), rows.shape[1])])
     bias = w["kvq.bias"][0][: shape.kv_width] if "kvq.bias" in w else None
@@ -87,7 +97,7 @@ def kv_gen(ex: Executor, task: Task) -> None:
         torch.mm(rows, w["kv.weight"][0].t(), out=generated)
     else:
         generated.copy_(linear(rows, w["kv.weight"], bias))
-    if rotation := ex.tensors(task).act_rotation:
+    if rotation:
         keys = generated[:count, : shape.kv_width // 2]
         rotate_(keys.view(count, shape.num_kv_heads, shape.head_dim), *rotation)
 

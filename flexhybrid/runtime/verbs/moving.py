@@ -77,8 +77,8 @@ def load_kv(ex: Executor, task: Task) -> None:
 
 def _load(ex: Executor, task: Task, representation: str) -> None:
     step, slot = task.payload.step, task.payload.slot
-    if representation == "kv" and ex.speculation and task.layer:
-        _load_gathered(ex, task)
+    if ex.speculation and task.layer:
+        _load_gathered(ex, task, representation)
         return
     for segment in step.of(representation):
         if segment.tier == "device":
@@ -92,14 +92,13 @@ def _load(ex: Executor, task: Task, representation: str) -> None:
             ex.copies.copy_blocks_h2d(target, staged.flatten(0, 1), runs)  # what was read: padding stays behind
 
 
-def _load_gathered(ex: Executor, task: Task) -> None:
+def _load_gathered(ex: Executor, task: Task, representation: str) -> None:
     """The chosen tokens' rows, in one copy of as many bytes as there are."""
-    slot = task.payload.slot
-    counts_B = ex.loaded_tokens[slot] = ex.gathered[slot]
-    tokens = int(counts_B.sum())
-    source = ex.buffers.gathered_rows(slot, tokens * ex.shape.num_kv_heads)
-    ex.copies.copy_h2d(ex.buffers.loaded_rows(slot, source.shape[1]), source)
-    ex.resolve(task, work.load_rows(ex.shape, ex.wave.stored.kv, tokens))
+    key, buffers = (representation, task.payload.slot), ex.buffers
+    fetched = ex.fetched[key] = ex.gathered[key]
+    ex.copies.copy_h2d(buffers.loaded_rows(*key, fetched.tokens), buffers.gathered_rows(*key, fetched.tokens))
+    element_bytes = getattr(ex.wave.stored, representation)
+    ex.resolve(task, work.load_rows(ex.shape, element_bytes, representation, fetched.tokens))
 
 
 # ---- new rows

@@ -10,6 +10,7 @@ import torch
 from flexhybrid.core import work
 from flexhybrid.core.blocks import BLOCK_TOKENS
 from flexhybrid.core.task import Task
+from flexhybrid.runtime.speculative import Fetched
 from flexhybrid.runtime.verbs.moving import as_numpy
 
 if TYPE_CHECKING:
@@ -33,31 +34,50 @@ def speculate(ex: Executor, task: Task) -> None:
 
 def store_index(ex: Executor, task: Task) -> None:
     """device -> host: which tokens the next layer fetches."""
-    step, speculation = task.payload.step, ex.speculation
-    source = speculation.index_of(step, speculation.index)
-    ex.copies.copy_d2h(speculation.index_of(step, ex.buffers.host_index), source)
+    indices = ex.speculation.indices_of(task.payload.step, ex.speculation.index)
+    there = ex.speculation.indices_of(task.payload.step, ex.buffers.host_index)
+    for representation, index in indices.items():
+        ex.copies.copy_d2h(there[representation], index)
 
 
 def gather(ex: Executor, task: Task) -> None:
-    """Rows of the chosen tokens, side by side: keys, then values, by request, head and token. numpy only.
+    """Rows of the chosen tokens, side by side. numpy only; what the link then moves is known only now."""
+    step, slot = task.payload.step, task.payload.slot
+    indices, tokens = ex.speculation.indices_of(step, ex.buffers.host_index), {}
+    for segment in step.segments:
+        if not segment.max_tokens:
+            continue
+        representation, index_BXS = segment.representation, indices[segment.representation].numpy()
+        there = index_BXS >= 0
+        positions = None
+        if representation == "act" and ex.act_positions:
+            positions = ex.act_positions[segment.kind][index_BXS[there]]
+        fetched = ex.gathered[representation, slot] = Fetched(representation, there[:, 0].sum(-1), positions)
+        tokens[representation] = fetched.tokens
+        pool = as_numpy(ex.buffers.pools[segment.space][task.layer])
+        target = as_numpy(ex.buffers.gathered_rows(representation, slot, fetched.tokens))
+        block = (segment.first_block[:, None, None] + index_BXS // BLOCK_TOKENS)[there]
+        offset = (index_BXS % BLOCK_TOKENS)[there]
+        if ex.buffers.each_head(representation):
+            _take_heads(pool, block, np.nonzero(there)[1], offset, target)
+        else:
+            _take(pool.reshape(-1, target.shape[-1]), block * BLOCK_TOKENS + offset, target)
+    stored = ex.wave.stored
+    rows = tokens.get("kv", 0), tokens.get("act", 0)
+    ex.resolve(task, work.gather_rows(ex.shape, stored.kv, stored.act, *rows))
 
-    What the link then moves is known only now.
-    """
-    step, slot, d = task.payload.step, task.payload.slot, ex.shape.head_dim
-    (segment,) = step.segments
-    index = ex.speculation.index_of(step, ex.buffers.host_index).numpy()
-    there = index >= 0
-    block = segment.first_block[:, None, None] + index // BLOCK_TOKENS
-    heads = np.arange(ex.shape.num_kv_heads)[None, :, None]
-    # Rows of d elements of a pool [blocks, 2, G, 16, d]; values lie G · 16 of them behind their keys.
-    values_behind = ex.shape.num_kv_heads * BLOCK_TOKENS
-    rows = ((2 * block * ex.shape.num_kv_heads + heads) * BLOCK_TOKENS + index % BLOCK_TOKENS)[there]
-    pool = as_numpy(ex.buffers.pools[segment.space][task.layer]).reshape(-1, d)
-    gathered = as_numpy(ex.buffers.gathered_rows(slot, len(rows)))
-    np.take(pool, rows, axis=0, out=gathered[0], mode="clip")  # clip: numpy writes to ``out`` itself
-    np.take(pool, rows + values_behind, axis=0, out=gathered[1], mode="clip")
-    ex.gathered[slot] = there[:, 0].sum(-1)
-    ex.resolve(task, work.gather_rows(ex.shape, ex.wave.stored.kv, int(ex.gathered[slot].sum())))
+
+def _take_heads(pool: np.ndarray, block: np.ndarray, head: np.ndarray, offset: np.ndarray, target: np.ndarray) -> None:
+    """Keys and values [2, n, d] of single heads, of a pool [blocks, 2, G, 16, d]."""
+    groups = pool.shape[2]
+    rows = (2 * block * groups + head) * BLOCK_TOKENS + offset
+    for part, behind in zip(target, (0, groups * BLOCK_TOKENS), strict=True):
+        _take(pool.reshape(-1, pool.shape[-1]), rows + behind, part)
+
+
+def _take(source: np.ndarray, rows: np.ndarray, target: np.ndarray) -> None:
+    """target = source[rows]; with clip numpy writes to the target itself, and holds no lock meanwhile."""
+    np.take(source, rows, axis=0, out=target, mode="clip")
 
 
 VERBS = {verb.__name__: verb for verb in (speculate, store_index, gather)}
