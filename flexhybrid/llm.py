@@ -315,6 +315,12 @@ class LLM:
         self._held_ids(params, name)
         return ids
 
+    def load(self) -> dict[str, int]:
+        """Read the weights, under the policy in use, unless they are there; returns the layers' bytes in each tier."""
+        if self._weights is None:
+            self._weights = Weights(self.shape, self.checkpoint, self.dtype, self.device, self.policy, self.disk)
+        return self._weights.layer_bytes
+
     def settle(self, workload: Workload) -> Policy:
         """Decide the policy by this workload, for all later calls. Raises InputError where budgets are too small."""
         self._prepare(workload)
@@ -358,8 +364,7 @@ class LLM:
         New buffers also hold what the old ones did, so that waves of different shapes settle on one set, unless that
         would be over a budget.
         """
-        if self._weights is None:
-            self._weights = Weights(self.shape, self.checkpoint, self.dtype, self.device, self.policy, self.disk)
+        self.load()
         sizes = needed
         if self._engine is not None:
             sizes = self._engine.sizes.merge(needed)

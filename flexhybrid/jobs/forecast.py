@@ -26,6 +26,7 @@ class Forecast:
     tokens: int  #: at most
     wave_requests: int  #: of the first wave
     memory: dict[str, int]  #: tier -> bytes of the first wave, whose requests are the longest
+    layer_bytes: dict[str, int]  #: tier -> bytes of the layers' weights
     binding: str | None  #: the busiest resource of the first wave
     busy: float | None  #: its share
 
@@ -48,8 +49,13 @@ def forecast(llm: LLM, workload: Workload) -> Forecast:
         seconds += priced["total_s"] * int(span.cached_tokens.sum()) / int(wave.cached_tokens.sum())
         start += span.num_requests
     busy = row and row["busy"][row["binding"]]
+    count, plan = first
+    layers = {
+        "device": plan["device"].get("resident weights", 0), "host": plan["host"].get("weights", 0),
+        "disk": plan["disk"].get("weights", 0),
+    }  # fmt: skip
     return Forecast(
-        seconds, int(workload.max_tokens.sum()), first[0], total_bytes(first[1]), row and row["binding"], busy
+        seconds, int(workload.max_tokens.sum()), count, total_bytes(plan), layers, row and row["binding"], busy
     )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from flexhybrid.core.hardware import Hardware, Line, cache_folder, crosses_link, load_hardware
+from flexhybrid.core.hardware import Hardware, Line, cache_folder, crosses_link
 from flexhybrid.core.shape import ModelShape
 from flexhybrid.jobs.measure_disk import with_earlier_disk
 from flexhybrid.machine import profile_path
@@ -136,26 +136,26 @@ def measure_hardware(
     return hardware, result.disagreements
 
 
-def model_profile(
+def model_profile_path(shape: ModelShape, dtype: str, device: torch.device, link_gb_per_s: float | None) -> Path:
+    """Where this machine's record at the layer sizes of a model is kept."""
+    sizes = [getattr(shape, name) for name in LAYER_SIZES]
+    identity = json.dumps([device_name(device), torch.__version__, dtype, shape.dtype, link_gb_per_s, *sizes])
+    return cache_folder() / "models" / f"{device.type}-{sha256(identity.encode()).hexdigest()[:12]}.json"
+
+
+def measure_for_model(
     shape: ModelShape,
     dtype: str,
     device: torch.device,
     link_gb_per_s: float | None,
-    anew: bool = False,
     on_progress: Callable[[], None] | None = None,
 ) -> Hardware:
-    """This machine's record at the layer sizes of a model, measured once for each of those and kept; ``anew`` measures
-    again. ``dtype`` "auto": the record's own is what a run should compute in."""
-    sizes = [getattr(shape, name) for name in LAYER_SIZES]
-    identity = json.dumps([device_name(device), torch.__version__, dtype, shape.dtype, link_gb_per_s, *sizes])
-    key = sha256(identity.encode()).hexdigest()[:12]
-    path = cache_folder() / "models" / f"{device.type}-{key}.json"
-    if path.is_file() and not anew:
-        return load_hardware(path)
+    """Measure this machine at the layer sizes of a model, and keep the record for it. Of ``dtype`` "auto" the record's
+    own is what a run should compute in."""
+    path = model_profile_path(shape, dtype, device, link_gb_per_s)
     if dtype == "auto":
         dtype = shape.dtype if device.type == "cuda" or shape.dtype == "float32" else fastest_dtype(shape, device)
-    hardware, _ = measure_hardware(shape, dtype, device, link_gb_per_s, path, on_progress)
-    return hardware
+    return measure_hardware(shape, dtype, device, link_gb_per_s, path, on_progress)[0]
 
 
 def _paced(key: str, line: Line, link_gb_per_s: float) -> Line:

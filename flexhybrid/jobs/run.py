@@ -33,10 +33,10 @@ from flexhybrid.batch.requests import (
 )
 from flexhybrid.core.blocks import BLOCK_TOKENS
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.hardware import Hardware, check_new_file
+from flexhybrid.core.hardware import Hardware, check_new_file, load_hardware
 from flexhybrid.core.workload import Workload
-from flexhybrid.jobs.forecast import WINDOW, duration, forecast, plan_lines, sorted_by_length
-from flexhybrid.jobs.measure import PROFILE_STEPS, free_host_bytes, model_profile
+from flexhybrid.jobs.forecast import WINDOW, Forecast, duration, forecast, plan_lines, sorted_by_length
+from flexhybrid.jobs.measure import PROFILE_STEPS, free_host_bytes, measure_for_model, model_profile_path
 from flexhybrid.jobs.measure_disk import measure_disk, with_disk
 from flexhybrid.jobs.progress import Progress, StopAsked, stop_on_signal
 from flexhybrid.llm import LLM, RequestOutput
@@ -120,15 +120,18 @@ def _load(options: RunOptions) -> LLM:
     """The model, with a profile of this machine where the policy hangs on one, and with memory that is free."""
     device = pick_device(options.device, options.link_gb_per_s)
     hardware, dtype = options.hardware, options.dtype
-    if hardware is None and options.policy == "auto":
+    if hardware is None:
         shape = Checkpoint(options.model).shape
-        with Progress(PROFILE_STEPS, "profile", "", options.quiet) as progress:
-            hardware = model_profile(
-                shape, dtype, device, options.link_gb_per_s, options.reprofile, lambda: progress.advance(1)
-            )
-        dtype = hardware.dtype
-        if options.disk_dir:
-            hardware = with_disk(hardware, measure_disk(options.disk_dir, options.disk_gb_per_s)[0])
+        kept = model_profile_path(shape, dtype, device, options.link_gb_per_s)
+        if options.reprofile or (options.policy == "auto" and not kept.is_file()):
+            with Progress(PROFILE_STEPS, "profile", "", options.quiet) as progress:
+                hardware = measure_for_model(shape, dtype, device, options.link_gb_per_s, lambda: progress.advance(1))
+        elif kept.is_file():
+            hardware = load_hardware(kept)
+        if hardware is not None:
+            dtype = hardware.dtype
+    if hardware is not None and options.policy == "auto" and options.disk_dir:
+        hardware = with_disk(hardware, measure_disk(options.disk_dir, options.disk_gb_per_s)[0])
     hardware = named_hardware(hardware, device, options.link_gb_per_s)
     budgets, free = dict(options.budgets), free_host_bytes()
     # On a CPU both tiers are host memory.
@@ -174,6 +177,7 @@ class Job:
         found, seconds, stopped = None, 0.0, False
         if len(pending):
             found = self._plan(pending, earlier, say)
+            self._load_weights(found)
             started = time.perf_counter()
             with (
                 stop_on_signal() as stop,
@@ -231,7 +235,7 @@ class Job:
         """The lines that cannot be served, with the reason."""
         missing = np.flatnonzero(~self.census.valid & (self.states == PENDING)) + 1
         batch: list[bytes] = []
-        for number, refused in refusals(self.lines, self.census, self.read, missing.tolist()):
+        for number, refused in refusals(self.lines, self.census, self.read, map(int, missing)):
             batch.append(error_line(number, refused))
             if len(batch) == ERRORS_AT_ONCE:
                 self.errors.append(batch)
@@ -249,7 +253,7 @@ class Job:
     def _workload(self, places: np.ndarray) -> Workload:
         return Workload(self.census.prompt_tokens[places], self.census.max_tokens[places])
 
-    def _plan(self, pending: np.ndarray, earlier: int, say):
+    def _plan(self, pending: np.ndarray, earlier: int, say) -> Forecast:
         """The forecast, told in five lines."""
         found = forecast(self.llm, self._workload(pending))
         refused = int((self.states == FAILED).sum())
@@ -258,6 +262,17 @@ class Job:
         for line in plan_lines(self.llm, found, counts):
             say(line)
         return found
+
+    def _load_weights(self, found: Forecast) -> None:
+        """Raises InputError where the device cannot hold them, or where they come to lie elsewhere than planned."""
+        try:
+            placed = self.llm.load()
+        except torch.OutOfMemoryError as error:
+            raise InputError(
+                f"the device has too little memory for the weights: {error}; name --device-memory"
+            ) from None
+        if placed != found.layer_bytes:
+            raise InputError(f"the layers' weights take {placed} bytes, not the {found.layer_bytes} that were planned")
 
     def _answer(self, progress: Progress, stop: StopAsked) -> None:
         """Wave after wave, until all is answered or a stop is asked for."""

@@ -125,6 +125,12 @@ class Weights:
                 memory[low - first : high - first].copy_(flat[low - start : high - start])
             first = end
 
+    @property
+    def layer_bytes(self) -> dict[str, int]:
+        """Bytes of the layers that lie in each tier."""
+        on_disk = (self.layout.total_bytes - self.disk_from) * self.shape.num_layers if self.disk else 0
+        return {"device": sum(map(len, self.resident)), "host": sum(map(len, self.on_host)), "disk": on_disk}
+
     def close(self) -> None:
         """Give the disk space back."""
         if self.disk:
