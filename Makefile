@@ -8,8 +8,10 @@ INSTALLED := .venv/.installed
 export OMP_WAIT_POLICY := PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: run test soak lint bench gpu clean
+.PHONY: setup run test soak lint bench gpu clean
 .DELETE_ON_ERROR:
+
+setup: $(INSTALLED)  ## .venv with all that is needed
 
 run: $(INSTALLED)  ## the main job: tables, figures, trace
 	$(BIN)/flexhybrid compare $(ARGS)

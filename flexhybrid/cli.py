@@ -12,7 +12,7 @@ from pathlib import Path
 
 from flexhybrid import __version__
 from flexhybrid.core.errors import InputError
-from flexhybrid.jobs.run_cli import add_run
+from flexhybrid.jobs.run_cli import add_doctor, add_run
 
 
 class Parser(argparse.ArgumentParser):
@@ -68,6 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
     profile.set_defaults(run=_profile)
     _add_skew(commands)
     add_run(commands, _common)
+    add_doctor(commands)
     _add_simulate(commands)
     _add_search(commands)
     _add_sweep(commands)

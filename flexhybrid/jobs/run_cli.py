@@ -1,4 +1,4 @@
-"""The arguments of ``flexhybrid run``."""
+"""The commands for people with a file of requests: ``run`` and ``doctor``."""
 
 from __future__ import annotations
 
@@ -65,3 +65,30 @@ def _run(args) -> dict:
         quiet=args.quiet or args.json,
     )  # fmt: skip
     return run(options, say=(lambda text: None) if args.json else print)
+
+
+def add_doctor(commands) -> None:
+    """The command."""
+    parser = commands.add_parser(
+        "doctor",
+        help="what this machine offers, and which models fit it how fast",
+        description="Show versions, memory, the measured links and disk, and what the search predicts of each model "
+        "that is known by name. Nothing is run.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--models", nargs="+", metavar="NAME", default=[], help="models by name or config.json (all)")
+    parser.add_argument("--prompt-len", type=int, default=512, help="tokens of each prompt (512)")
+    parser.add_argument("--gen-len", type=int, default=128, help="tokens each request generates (128)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
+    parser.set_defaults(run=_doctor)
+
+
+def _doctor(args) -> dict:
+    from flexhybrid.jobs.doctor import describe_doctor, doctor
+    from flexhybrid.machine import pick_device
+
+    found = doctor(pick_device(args.device, None), args.models, args.prompt_len, args.gen_len)
+    if not args.json:
+        print(describe_doctor(found))
+    return found

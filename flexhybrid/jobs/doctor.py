@@ -1,0 +1,157 @@
+"""The doctor: what this machine offers, which models fit it and how fast they would be, and what to change."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from flexhybrid import __version__
+from flexhybrid.core.errors import InputError
+from flexhybrid.core.hardware import Hardware, cache_folder
+from flexhybrid.core.memory import gib
+from flexhybrid.core.shape import DTYPE_BYTES, KNOWN_SHAPES, ModelShape, shape_of
+from flexhybrid.core.workload import Workload
+from flexhybrid.jobs.forecast import describe
+from flexhybrid.jobs.measure import device_name, free_host_bytes, host_memory_bytes
+from flexhybrid.machine import free_device_memory, profile_path, saved_hardware
+from policy_search.search import LOSSLESS, search
+
+PACKAGES = ("torch", "transformers", "safetensors", "numpy", "scipy")
+SEARCH_S = 1.0  #: a model's policy is searched for this long at most
+#: Lines of the profile that are rates of a path, in GB/s: key -> what it is.
+PATHS = {
+    "h2d": "host to device", "d2h": "device to host", "disk_read": "disk to host", "disk_write": "host to disk",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A model on this machine, by prediction."""
+
+    model: str
+    weights_bytes: int
+    tokens_per_s: float | None  #: None: it does not fit
+    how: str  #: the policy in words, or what is lacking
+    binding: str = ""
+
+
+def doctor(
+    device: torch.device, models: Sequence[str], prompt_tokens: int, max_tokens: int,
+    on_model: Callable[[str], object] = lambda name: None,
+) -> dict:  # fmt: skip
+    """Everything as plain data; ``models`` empty: all known ones. Runs no model."""
+    hardware, free = saved_hardware(device), free_host_bytes()
+    measured = profile_path(device).is_file()
+    budgets: dict[str, int | None] = {"host": None if free is None else int(free * 0.9)}
+    if device.type == "cuda":
+        budgets["device"] = free_device_memory(device)
+    elif free is not None:  # both tiers are host memory
+        budgets = {"device": int(free * 0.45), "host": int(free * 0.45)}
+    fits = []
+    if hardware is not None:
+        if hardware.name == "local" and "attend_host" not in hardware.lines:
+            space = replace(LOSSLESS, attention=("device",))
+        else:
+            space = LOSSLESS
+        lengths = Workload.uniform(1, prompt_tokens, max_tokens)
+        for name in models or KNOWN_SHAPES:
+            on_model(name)
+            fits.append(_fit(shape_of(name), hardware, lengths, budgets, space))
+    return {
+        "versions": {"flexhybrid": __version__, "python": platform.python_version(), **_versions()},
+        "device": {"type": device.type, "name": device_name(device), "free_bytes": budgets.get("device")},
+        "host": {"bytes": host_memory_bytes(), "free_bytes": free, "cores": os.cpu_count()},
+        "disk": {"folder": str(cache_folder()), "free_bytes": _free_disk()},
+        "profile": {"source": hardware.source, "measured": measured, "dtype": hardware.dtype} if hardware else None,
+        "gb_per_s": _rates(hardware) if hardware else {},
+        "workload": {"prompt_tokens": prompt_tokens, "max_tokens": max_tokens},
+        "models": [asdict(one) for one in fits],
+        "advice": list(_advice(device, hardware, measured)),
+    }
+
+
+def _fit(shape: ModelShape, hardware: Hardware, lengths: Workload, budgets: dict, space) -> Fit:
+    p = DTYPE_BYTES[hardware.dtype]
+    size = shape.num_layers * shape.layer_bytes(p) + shape.embedding_bytes(p)
+    if int(lengths.prompt_tokens[0] + lengths.max_tokens[0]) > shape.max_context:
+        return Fit(shape.name, size, None, f"the model has {shape.max_context} positions")
+    try:
+        found = search(shape, hardware, p, lengths, budgets=budgets, space=space, time_limit=SEARCH_S)
+    except InputError as error:
+        return Fit(shape.name, size, None, str(error))
+    how = f"{found.batch} at a time, {describe(found.policy).split(': ', 1)[1]}"
+    return Fit(shape.name, size, found.prediction["tokens_per_s"], how, found.binding)
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def _free_disk() -> int | None:
+    folder = cache_folder()
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return None
+
+
+def _rates(hardware: Hardware) -> dict[str, float]:
+    lines = {key: hardware.lines[key].s_per_byte for key in PATHS if key in hardware.lines}
+    return {key: 1e-9 / s_per_byte for key, s_per_byte in lines.items() if s_per_byte}
+
+
+def _advice(device: torch.device, hardware: Hardware | None, measured: bool) -> Iterator[str]:
+    if device.type == "cpu":
+        yield "torch finds no CUDA device: models run on the CPU, and a link can only be imitated (--link-gb-per-s)"
+        if shutil.which("nvidia-smi"):
+            yield "there is an NVIDIA driver: install a torch that is built for CUDA"
+    if not measured:
+        known = "predictions rest on a datasheet" if hardware else "nothing can be predicted"
+        yield f"this machine is not measured, {known}: run flexhybrid profile"
+    elif "disk_read" not in hardware.lines:
+        yield "no disk is measured: flexhybrid profile --disk DIR lets models use one"
+    if importlib.util.find_spec("pyarrow") is None:
+        yield "parquet files need pyarrow: pip install pyarrow"
+
+
+def describe_doctor(found: dict) -> str:
+    """The record for people."""
+    device, host, disk, lengths = found["device"], found["host"], found["disk"], found["workload"]
+    lines = [
+        "  ".join(f"{name} {text}" for name, text in found["versions"].items()),
+        f"device  {device['type']}: {device['name']}, {_size(device['free_bytes'])} to use",
+        f"host    {_size(host['bytes'])}, {_size(host['free_bytes'])} free, {host['cores']} cores",
+        f"disk    {_size(disk['free_bytes'])} free at {disk['folder']}",
+    ]
+    if found["profile"]:
+        lines.append(f"profile {found['profile']['source']}, {found['profile']['dtype']}")
+    lines += [f"  {PATHS[key]:<15} {rate:7.2f} GB/s" for key, rate in found["gb_per_s"].items()]
+    if found["models"]:
+        lines += ["", f"Predicted, {lengths['prompt_tokens']} prompt and {lengths['max_tokens']} generated tokens, "
+                  "nothing compressed:", "", f"{'model':<14} {'weights':>10} {'tokens/s':>9}  how"]  # fmt: skip
+    for one in found["models"]:
+        rate = "-" if one["tokens_per_s"] is None else f"{one['tokens_per_s']:.1f}"
+        limit = f" (limited by {one['binding']})" if one["binding"] else ""
+        lines.append(f"{one['model']:<14} {gib(one['weights_bytes']):>10} {rate:>9}  {one['how']}{limit}")
+    if found["advice"]:
+        lines += ["", *(f"- {text}" for text in found["advice"])]
+    return "\n".join(lines)
+
+
+def _size(num_bytes: int | None) -> str:
+    return "unknown" if num_bytes is None else gib(num_bytes)

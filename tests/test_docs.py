@@ -1,0 +1,68 @@
+"""Every command that the pages for users show is run, as shown."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from flexhybrid import cli
+from flexhybrid.core.hardware import Hardware, Line
+from flexhybrid.jobs import run as run_module
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs/running-a-job.md").read_text(encoding="utf-8")
+COMMAND = re.compile(r"^(?:    )?\.venv/bin/flexhybrid (.*)$", re.MULTILINE)
+#: A machine that a profile might have found; "auto" keeps everything resident on it.
+MACHINE = Hardware(
+    "local", "cpu", {key: Line(1e-5, 1e-11, 1e-10) for key in ("compute", "h2d", "d2h", "host_compute")},
+    source="made for tests", dtype="float32",
+)  # fmt: skip
+
+
+@pytest.fixture
+def clone(tmp_path, monkeypatch):
+    """A folder like a clone of the project, with the page's example files, on a machine that is quickly measured."""
+    (tmp_path / "experiments").symlink_to(ROOT / "experiments")
+    (tmp_path / "requests.jsonl").write_text(re.search(r"```json\n(.*?)```", PAGE, re.DOTALL)[1])
+    (tmp_path / "table.csv").write_text('question\nimport os\n"def f():\n    "\n')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(run_module, "measure_for_model", lambda *setting: MACHINE)
+    return tmp_path
+
+
+def test_the_page_about_jobs_works_as_written(clone, capsys):
+    commands = COMMAND.findall(PAGE)
+    assert len(commands) == len(re.findall(r"```sh", PAGE)) == 6
+    for command in commands:
+        assert cli.main(shlex.split(command)) == 0, command
+        assert capsys.readouterr().out, command
+    first = [json.loads(raw) for raw in (clone / "results.jsonl").read_bytes().splitlines()]
+    assert len(first) == len((ROOT / "experiments/prompts.txt").read_text().splitlines())
+    assert all(row["response"]["status_code"] == 200 for row in first)
+    answers = [json.loads(raw) for raw in (clone / "answers.jsonl").read_bytes().splitlines()]
+    assert sorted(row["custom_id"] for row in answers) == ["a", "b"]
+    assert (clone / "split-errors.jsonl").read_bytes() == b""
+
+
+def test_the_readme_leads_to_the_command(clone, capsys):
+    (command,) = [one for one in COMMAND.findall((ROOT / "README.md").read_text()) if one.startswith("run ")]
+    assert cli.main(shlex.split(command)) == 0
+    out = capsys.readouterr().out
+    assert "predicted" in out and "48 answered, 0 refused, 0 left" in out
+
+
+def test_the_doctor_says_what_fits_and_what_to_change(clone, capsys):
+    assert cli.main(["doctor", "--device", "cpu", "--models", "opt-125m"]) == 0
+    out = capsys.readouterr().out
+    assert "not measured, nothing can be predicted: run flexhybrid profile" in out
+    MACHINE.save(clone / "cache/hardware-cpu.json")
+    assert cli.main(["doctor", "--device", "cpu", "--json", "--models", "opt-125m", "opt-175b"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    small, large = found["models"]
+    assert small["model"] == "opt-125m" and small["tokens_per_s"] > 0 and "weights" in small["how"]
+    assert large["tokens_per_s"] is None and "budget" in large["how"]
+    assert found["gb_per_s"] == {"h2d": 10.0, "d2h": 10.0} and found["profile"]["measured"]
+    assert cli.main(["doctor", "--models", "gpt-5"]) == 2
