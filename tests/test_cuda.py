@@ -10,7 +10,7 @@ from models import save_opt
 from flexhybrid import LLM, InputError, Policy, SamplingParams
 from flexhybrid.core.memory import SLACK_BYTES, buffer_sizes, memory_plan, total_bytes
 from flexhybrid.core.plan import admit
-from flexhybrid.core.policy import Bits, Placement
+from flexhybrid.core.policy import Bits, Placement, Selection
 from flexhybrid.core.shape import ModelShape
 from flexhybrid.core.trace import check_trace
 from flexhybrid.core.workload import Workload
@@ -50,6 +50,10 @@ WIDER = {
     "kvpr": Policy(cache={"both(kv@host,act@host)": 1.0}, max_mini_batch_tokens=300),
     "two copies": Policy(cache={"both(kv@disk,act@device)": 1.0}, max_mini_batch_tokens=300),
     "tok": Policy(cache={"tok": 0.4, "act@device": 0.3, "kv@host": 0.3}, max_mini_batch_tokens=300),
+    "speculative": Policy(
+        cache={"act@host": 0.4, "kv@host": 0.6}, max_mini_batch_tokens=300,
+        selection=Selection("speculative", None, 1e9, 0.3, 1.0, 1.0, "lru", "device"),
+    ),
 }  # fmt: skip
 
 PACKED = Policy(

@@ -10,7 +10,7 @@ from models import FakeStream, save_llama, save_opt
 from flexhybrid.core.dependencies import KINDS
 from flexhybrid.core.memory import buffer_sizes
 from flexhybrid.core.plan import admit
-from flexhybrid.core.policy import Bits, Placement, Policy
+from flexhybrid.core.policy import Bits, Placement, Policy, Selection
 from flexhybrid.core.stream import stream
 from flexhybrid.core.task import Access, Task, Work
 from flexhybrid.core.trace import check_trace
@@ -134,6 +134,29 @@ def test_streams_with_random_delays_run_packed_rows_and_rotations(tmp_path, kind
     policy = Policy(
         weights=Placement(device=0.3, host=0.3, disk=0.4), bits=Bits(8, 4, 8), max_mini_batch_tokens=100,
         cache={"act@disk": 0.2, "act@device": 0.2, "kv@disk": 0.2, "kv@device": 0.2, "kv@host": 0.2},
+    )  # fmt: skip
+    source = Checkpoint(tmp_path)
+    expected, _ = run(source, policy, lambda *of: Engine(*of, num_threads=1))
+    for seed in range(2):
+        result, engine = run(source, policy, lambda *of, seed=seed: FakeCudaEngine(*of, seed=seed))
+        for fake in engine.streams:
+            fake.close()
+        assert result.tokens == expected.tokens
+        assert check_trace(result.trace) == []
+
+
+@pytest.mark.parametrize("kind", ["opt", "qwen2"])
+@pytest.mark.parametrize("victim", [None, "lru"])
+def test_streams_with_random_delays_fetch_the_same_tokens(tmp_path, kind, victim):
+    """A speculative selection has no reference but our own threads: head by head, by token, and in a limited pool."""
+    if kind == "opt":
+        save_opt(tmp_path, layers=3, heads=4, ffn=64)
+    else:
+        save_llama(tmp_path, kind=kind, layers=3, heads=4, kv_heads=2, ffn=64)
+    pool, cache = (0.6, {"kv@host": 1.0}) if victim else (1.0, {"act@host": 0.4, "kv@host": 0.6})
+    policy = Policy(
+        weights=Placement(device=0.3, host=0.7), cache=cache, max_mini_batch_tokens=100,
+        selection=Selection("speculative", None, 0.5, 0.3, 0.5, pool, victim or "fifo", "device"),
     )  # fmt: skip
     source = Checkpoint(tmp_path)
     expected, _ = run(source, policy, lambda *of: Engine(*of, num_threads=1))

@@ -223,15 +223,15 @@ class PlainInfiniGen:
 @torch.inference_mode()
 def plain_tokens(checkpoint, policy, prompts, max_tokens):
     """(tokens of each request, share of the context fetched behind the first layer)."""
-    workload = Workload(np.array([len(p) for p in prompts]), np.full(len(prompts), max_tokens))
+    workload = Workload(np.array([len(p) for p in prompts]), np.broadcast_to(max_tokens, len(prompts)))
     answers, fetched = [None] * len(prompts), []
     for group in admit(checkpoint.shape, policy, workload, 4).mini_batches:
-        cached = [len(prompts[i]) + max_tokens - 1 for i in group]
-        plain = PlainInfiniGen(checkpoint, policy, max(map(len, prompts)) + max_tokens, cached)
+        cached = workload.cached_tokens[group].tolist()
+        plain = PlainInfiniGen(checkpoint, policy, max(cached) + 1, cached)
         of_group = [prompts[i] for i in group]
         for request, (i, first) in enumerate(zip(group, plain.prefill(of_group), strict=True)):
             answers[i] = [first]
-            for position in range(len(prompts[i]), len(prompts[i]) + max_tokens - 1):
+            for position in range(len(prompts[i]), int(workload.cached_tokens[i])):
                 answers[i].append(plain.decode(request, answers[i][-1], position))
         fetched += plain.fetched
     return answers, sum(count for count, _ in fetched) / sum(context for _, context in fetched)
@@ -280,6 +280,18 @@ def test_a_pool_gives_up_what_a_plain_account_does(checkpoints, prompts, family,
     chosen, prompts = policy(1.0, 0.3, pool=share, victim=victim), prompts[:3]
     result = run_wave(checkpoints[family], chosen, prompts, 24)
     wanted, _ = plain_tokens(checkpoints[family], chosen, prompts, 24)
+    assert result.tokens == wanted
+    assert check_trace(result.trace) == []
+
+
+@pytest.mark.parametrize("family", ["opt", "llama"])
+@pytest.mark.parametrize("pool", [0.5, 1.0])
+def test_requests_leave_one_by_one(checkpoints, prompts, family, pool):
+    """A short prompt with a long answer beside a longer one whose pool is smaller; those who stay keep their places."""
+    lengths, prompts = (70, 4, 15), [prompts[3], prompts[4], prompts[1]]
+    chosen = policy(1.0, 0.4, pool=pool, victim="lru", max_mini_batch_tokens=8192)
+    result = run_wave(checkpoints[family], chosen, prompts, lengths)
+    wanted, _ = plain_tokens(checkpoints[family], chosen, prompts, lengths)
     assert result.tokens == wanted
     assert check_trace(result.trace) == []
 

@@ -150,6 +150,7 @@ class Engine:
         if self.closed:
             raise ValueError("this engine is closed, or a run of it failed: make a new one")
         executor = executor or self.executor(wave, prompts, plan)
+        executor.resolved = {} if keep_trace else None
         clock = Clock(self.lanes(executor), on_fail=self._abort)
         collector = _Collector(wave, executor, clock, stop_ids, stop_texts, on_tokens, on_finish, should_stop)
         tasks = stream(wave, collector.stops_until) if tasks is None else tasks

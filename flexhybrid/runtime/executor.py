@@ -77,7 +77,8 @@ class Executor:
         #: what a selection has fetched, by representation and slot: in the host's gathered rows, and on the device
         self.gathered: dict[tuple[str, int], Fetched] = {}
         self.fetched: dict[tuple[str, int], Fetched] = {}
-        self.resolved: dict[tuple, Work] = {}  #: work that is known only when a task runs, by the task's key
+        #: work that is known only when a task runs, by the task's key; None: nobody asks
+        self.resolved: dict[tuple, Work] | None = None
         self.context: Context | None = None  #: what attention reads
         self.chooses_places = limits_cache(wave.policy.selection)  #: whose place a new token takes, each head by itself
         self.weights_BGT: torch.Tensor | None = None  #: attention weights of new tokens, heavy hitters only
@@ -106,7 +107,8 @@ class Executor:
 
     def resolve(self, task: Task, work: Work) -> None:
         """Note what a task really moves, where the plan has only what is expected."""
-        self.resolved[task.key] = work
+        if self.resolved is not None:
+            self.resolved[task.key] = work
 
     def layer_weights(self, task: Task) -> dict[str, Parts]:
         """The tensors of a task's layer in the compute dtype."""

@@ -175,7 +175,7 @@ class Speculation:
         self.columns[layer - 1, step.mini_batch] = columns
         keys = self.partial_keys(layer, step.mini_batch, k_RGd)
         section, keys = self.sections[step.mini_batch][layer - 1], keys.view(-1, step.width, *keys.shape[1:])
-        if step.width <= len(section):
+        if (step.new_tokens <= self.kept[step.requests]).all():
             section[: step.width].copy_(keys.transpose(0, 1))
         else:  # the newest, each in the place that its position names
             requests, tokens = self._newest(step)
