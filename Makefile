@@ -8,7 +8,7 @@ INSTALLED := .venv/.installed
 export OMP_WAIT_POLICY := PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup run test soak lint bench gpu clean
+.PHONY: setup run test soak lint bench models gpu clean
 .DELETE_ON_ERROR:
 
 setup: $(INSTALLED)  ## .venv with all that is needed
@@ -28,6 +28,17 @@ lint: $(INSTALLED)
 
 bench: $(INSTALLED)  ## every figure that has a bar, in one table and results/bench.json
 	$(BIN)/python -m experiments.bench $(ARGS)
+
+CHECKPOINTS := experiments/checkpoints
+TRAIN := -m experiments.train_checkpoint --documents whole --positions 2048 --seed 0
+
+models: $(CHECKPOINTS)/opt-stdlib-2k/config.json $(CHECKPOINTS)/llama-stdlib-2k/config.json  ## those that are not there
+
+$(CHECKPOINTS)/opt-stdlib-2k/config.json: | $(INSTALLED)
+	$(BIN)/python $(TRAIN) --out $(@D) --start $(CHECKPOINTS)/opt-stdlib-4m --steps 1000
+
+$(CHECKPOINTS)/llama-stdlib-2k/config.json: | $(INSTALLED)
+	$(BIN)/python $(TRAIN) --out $(@D) --architecture llama --steps 2500
 
 gpu:  ## with the machine's own python3 and torch, no .venv
 	$(PYTHON) -m experiments.gpu $(ARGS)

@@ -14,7 +14,9 @@ setup(
     ),
     package_data={
         "sim": ["catalogue/*.json"],
-        "experiments": ["checkpoints/**/*", "prompts.txt", "grid.toml", "reference/*.csv", "reference/README.md"],
+        "experiments": [
+            *("checkpoints/**/*", "prompts.txt", "held_out.txt", "grid.toml", "reference/*.csv", "reference/README.md"),
+        ],
     },
     entry_points={"console_scripts": ["flexhybrid = flexhybrid.cli:main"]},
     install_requires=[
@@ -31,6 +33,7 @@ setup(
     ],
     extras_require={
         "parquet": ["pyarrow"],  # for sweep --out x.parquet
+        "lm-eval": ["lm_eval>=0.4.9"],  # for flexhybrid.lm_eval_adapter
         "test": ["pytest", "hypothesis", "pytest-timeout"],
         "lint": ["ruff"],
     },

@@ -6,7 +6,6 @@ read again at every step.
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
@@ -14,6 +13,7 @@ from tqdm import tqdm
 from flexhybrid.core.memory import buffer_sizes
 from flexhybrid.core.plan import admit
 from flexhybrid.core.policy import Bits, Policy
+from flexhybrid.core.steps import MiniBatchStep
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs import shipped
 from flexhybrid.llm import load_tokenizer
@@ -21,6 +21,7 @@ from flexhybrid.runtime.engine import Engine
 from flexhybrid.runtime.loader import Checkpoint
 from flexhybrid.runtime.sampling import greedy_plan
 from flexhybrid.runtime.weights import Weights
+from flexhybrid.scoring import force_tokens
 
 CHECKPOINT = "checkpoints/opt-stdlib-4m"
 SEED = 0  #: of the checkpoint's training: names its held-out files
@@ -68,7 +69,7 @@ def bench_compression(table) -> None:
 
 def held_out_texts() -> list[list[int]]:
     """Token ids of files that the shipped model was not trained on, all of one length."""
-    from experiments.train_checkpoint import read_corpus
+    from experiments.corpus import read_corpus
 
     tokenizer, texts = load_tokenizer(shipped(CHECKPOINT)), []
     for document in read_corpus(SEED).held_out:
@@ -92,15 +93,11 @@ def forced_logits(checkpoint: Checkpoint, policy: Policy, texts: list[list[int]]
     engine, plan = Engine(weights, policy, buffer_sizes(wave), num_threads=1), greedy_plan(len(texts))
     prompts = [text[:PROMPT] for text in texts]
     executor = engine.executor(wave, prompts, plan)
-    sample, forced = executor.verbs["sample"], np.array(texts)
     logits = torch.zeros(len(texts), STEPS, checkpoint.shape.vocab)
 
-    def sample_forced(executor, task) -> None:
-        sample(executor, task)
-        requests, place = task.payload.step.requests, PROMPT + task.iteration
-        logits[requests, task.iteration] = executor.logits.float()
-        executor.tokens.ids[executor.tokens.start[requests] + place] = torch.from_numpy(forced[requests, place])
+    def hear(step: MiniBatchStep, step_logits: torch.Tensor, targets: torch.Tensor) -> None:
+        logits[step.requests, step.iteration] = step_logits.float()
 
-    executor.verbs["sample"] = sample_forced
+    force_tokens(executor, texts, hear)
     engine.run(wave, prompts, plan, executor=executor)
     return logits

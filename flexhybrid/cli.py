@@ -73,6 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_search(commands)
     _add_sweep(commands)
     _add_reproduce(commands)
+    _add_accuracy(commands)
     return parser
 
 
@@ -162,6 +163,34 @@ def _add_reproduce(commands) -> None:
     parser.add_argument("--workers", type=int, help="processes (all cores)")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
     parser.set_defaults(run=_reproduce)
+
+
+def _add_accuracy(commands) -> None:
+    parser = commands.add_parser(
+        "accuracy",
+        help="measure what policies cost in accuracy on a text",
+        description="Feed a text's own tokens through the executor under each policy: perplexity by 256 tokens, cosine "
+        "similarity of attention weights and agreement of greedy tokens with the full cache, share of the cache that "
+        "is looked at and moved; as table, CSV, JSON and picture.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--model", type=Path, help="local checkpoint folder (the shipped OPT)")
+    parser.add_argument("--text", type=Path, help="text file, its documents parted by form feeds (the shipped one)")
+    parser.add_argument(
+        "--policies", nargs="+", metavar="NAME",
+        help="systems by name, with options as in a call, and policy JSON files (kv_only,act_only,int4,h2o(0.5),"
+        "infinigen)",
+    )  # fmt: skip
+    parser.add_argument("--length", type=int, help="tokens of a text (all the model's positions, at most 2048)")
+    parser.add_argument("--prompt-tokens", type=int, help="of those, in the prompt (an eighth)")
+    parser.add_argument("--num-texts", type=int, help="texts of that length, evenly over the file (4)")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="(float32)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--hardware", help="machine by name or file, for policies that it decides (what was measured)")
+    parser.add_argument("--disk-dir", type=Path, metavar="DIR", help="scratch folder of policies that use a disk")
+    parser.add_argument("--out", type=Path, default=Path("results/accuracy"), help="folder (results/accuracy)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
+    parser.set_defaults(run=_accuracy)
 
 
 def _model_and_machine(parser: argparse.ArgumentParser) -> None:
@@ -292,6 +321,12 @@ def _reproduce(args) -> dict:
     if not args.json:
         print(registry.describe(result))
     return result
+
+
+def _accuracy(args) -> dict:
+    from flexhybrid.jobs.accuracy import accuracy, options_from
+
+    return accuracy(options_from(args), quiet=args.json)
 
 
 def _plain(value):

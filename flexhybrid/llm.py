@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import secrets
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import numpy as np
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.memory import BufferSizes, buffer_sizes, fits, memory_plan, parse_bytes
-from flexhybrid.core.plan import admit
+from flexhybrid.core.plan import Wave, admit
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.shape import DTYPE_BYTES
 from flexhybrid.core.waves import check_least, first_wave, split_waves, wave_plan
@@ -115,7 +116,7 @@ class LLM:
             check_least(self.shape, self.policy, self.bytes_per_element, self.budgets, self.device.type, self.hardware)
         self.tokenizer = load_tokenizer(self.checkpoint.path)
         self._weights: Weights | None = None
-        self._engine: Engine | None = None
+        self.engine: Engine | None = None  #: of the wave at hand (``waves``)
 
     def generate(
         self,
@@ -160,10 +161,6 @@ class LLM:
             np.array([len(prompt) for prompt in ids]),
             np.array([min(one.max_tokens or left, left) for one, left in zip(params, room, strict=True)]),
         )
-        self._prepare(workload)
-        waves = split_waves(
-            self.shape, self.policy, workload, self.bytes_per_element, self.budgets, self.device.type, self.hardware
-        )
         answers: list[RequestOutput | None] = [None] * len(ids)
 
         def answered(index: int, completion: CompletionOutput) -> None:
@@ -172,18 +169,38 @@ class LLM:
             if on_answer:
                 on_answer(index, answers[index])
 
+        with self.waves(workload) as waves:
+            self._run_waves(waves, ids, params, plan, answered, on_tokens, should_stop)
+        return answers
+
+    @contextmanager
+    def waves(self, workload: Workload) -> Iterator[Iterator[tuple[np.ndarray, Wave]]]:
+        """Requests of these lengths as waves that fit the budgets: which of the requests, and the wave of them, for
+        which ``engine`` has room until the next is asked for.
+
+        Settles the policy first; raises InputError, before any work, for budgets too small for a single one of the
+        requests. Whatever is raised inside the ``with`` block first gives all memory and disk space back.
+        """
+        self._prepare(workload)
+        groups = split_waves(
+            self.shape, self.policy, workload, self.bytes_per_element, self.budgets, self.device.type, self.hardware
+        )
         try:
-            self._run_waves(waves, workload, ids, params, plan, answered, on_tokens, should_stop)
+            yield (self._admit(workload, members) for members in groups)
         except BaseException as error:
             self.close()
             _release_frames(error)
             raise
-        return answers
+
+    def _admit(self, workload: Workload, members: np.ndarray) -> tuple[np.ndarray, Wave]:
+        part = Workload(workload.prompt_tokens[members], workload.max_tokens[members])
+        wave = admit(self.shape, self.policy, part, self.bytes_per_element, hardware=self.hardware)
+        self._make_engine(buffer_sizes(wave))
+        return members, wave
 
     def _run_waves(
         self,
-        waves: list[np.ndarray],
-        workload: Workload,
+        waves: Iterator[tuple[np.ndarray, Wave]],
         ids: list[list[int]],
         params: list[SamplingParams],
         plan: SamplingPlan,
@@ -192,12 +209,9 @@ class LLM:
         should_stop: Callable[[], bool] | None,
     ) -> None:
         """Run wave after wave; ``answered`` hears of each answer."""
-        for members in waves:
+        for members, wave in waves:
             if should_stop and should_stop():
                 return
-            part = Workload(workload.prompt_tokens[members], workload.max_tokens[members])
-            wave = admit(self.shape, self.policy, part, self.bytes_per_element, hardware=self.hardware)
-            self._make_engine(buffer_sizes(wave))
             watches = {
                 place: StopWatch(self._decoder(params[i]), ids[i], params[i].stop, params[i].min_tokens)
                 for place, i in enumerate(members)
@@ -208,7 +222,7 @@ class LLM:
                 i = int(members[place])
                 answered(i, self._completion(params[i], ids[i], tokens, stop, watches.get(place)))
 
-            self._engine.run(
+            self.engine.run(
                 wave,
                 [ids[i] for i in members],
                 plan.select(members),
@@ -366,19 +380,19 @@ class LLM:
         """
         self.load()
         sizes = needed
-        if self._engine is not None:
-            sizes = self._engine.sizes.merge(needed)
-            if sizes == self._engine.sizes:
+        if self.engine is not None:
+            sizes = self.engine.sizes.merge(needed)
+            if sizes == self.engine.sizes:
                 return
             plan = memory_plan(self.shape, self.policy, self.bytes_per_element, sizes, self.device.type)
             sizes = sizes if fits(plan, self.budgets) else needed
         self._close_engine()  # the old buffers go before the new ones come
-        self._engine = Engine(self._weights, self.policy, sizes, self.link_gb_per_s, disk=self.disk)
+        self.engine = Engine(self._weights, self.policy, sizes, self.link_gb_per_s, disk=self.disk)
 
     def _close_engine(self) -> None:
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
+        if self.engine is not None:
+            self.engine.close()
+            self.engine = None
 
     def close(self) -> None:
         """Give memory and disk space back; the next ``generate`` loads the weights anew."""

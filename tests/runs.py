@@ -12,6 +12,7 @@ from flexhybrid.core.workload import Workload
 from flexhybrid.runtime.engine import Engine, WaveResult
 from flexhybrid.runtime.sampling import greedy_plan
 from flexhybrid.runtime.weights import DiskPlace, Weights
+from flexhybrid.scoring import force_tokens
 
 
 def run_wave(
@@ -39,17 +40,11 @@ def forced_logits(checkpoint, policy, texts, steps, **options) -> list[torch.Ten
     prompts = [text[:-steps] for text in texts]
     recorded: list[list[torch.Tensor]] = [[] for _ in texts]
 
-    def force(executor):
-        sample = executor.verbs["sample"]
+    def hear(step, logits, targets):
+        for row, request in enumerate(step.requests.tolist()):
+            recorded[request].append(logits[row].float())
 
-        def forced(executor, task):
-            sample(executor, task)
-            for row, request in enumerate(task.payload.step.requests.tolist()):
-                recorded[request].append(executor.logits[row].float())
-                place = len(prompts[request]) + task.iteration
-                executor.tokens.ids[executor.tokens.start[request] + place] = texts[request][place]
-
-        executor.verbs["sample"] = forced
-
-    run_wave(checkpoint, policy, prompts, steps, edit=force, **options)
+    run_wave(
+        checkpoint, policy, prompts, steps, edit=lambda executor: force_tokens(executor, texts, hear), **options
+    )  # fmt: skip
     return [torch.stack(rows) for rows in recorded]

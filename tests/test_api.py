@@ -303,7 +303,7 @@ def test_wrong_sampling_params_are_errors_before_loading(tiny, params, words):
     llm = LLM(tiny, "kv_only", device="cpu")
     with pytest.raises(InputError, match=words):
         llm.generate([[3, 4], [5]], params)
-    assert llm._engine is None
+    assert llm.engine is None
 
 
 @pytest.mark.parametrize(

@@ -273,7 +273,7 @@ def test_a_forgotten_llm_gives_all_back(checkpoint, expected, tmp_path, no_colle
     held = Held()
     llm = LLM(checkpoint, EVERYWHERE, device="cpu", dtype="float32", disk_dir=tmp_path / "scratch")
     assert tokens(llm) == expected
-    gone = [weakref.ref(llm._engine.buffers), weakref.ref(llm._weights), weakref.ref(llm._engine)]
+    gone = [weakref.ref(llm.engine.buffers), weakref.ref(llm._weights), weakref.ref(llm.engine)]
     workers = set(threading.enumerate()) - held.threads
     del llm
     for worker in workers:  # told to end, not waited for
@@ -284,7 +284,7 @@ def test_a_forgotten_llm_gives_all_back(checkpoint, expected, tmp_path, no_colle
 
 def test_an_engine_whose_run_failed_says_so(llm, monkeypatch):
     tokens(llm)
-    engine, gone = llm._engine, RuntimeError("broke")
+    engine, gone = llm.engine, RuntimeError("broke")
 
     def fail(ex, task):
         raise gone
@@ -347,7 +347,7 @@ def test_ctrl_c_under_way_gives_all_back_and_the_next_call_works(checkpoint, exp
             llm.generate(PROMPTS, PARAMS)
         except KeyboardInterrupt:
             left = [one.name for one in threading.enumerate() if one.name.startswith("flexhybrid")]
-            print(left, os.listdir(llm.disk.directory), llm._engine, llm._weights)
+            print(left, os.listdir(llm.disk.directory), llm.engine, llm._weights)
         slow.clear()
         print(tokens(llm))
     """

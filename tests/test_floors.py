@@ -55,7 +55,7 @@ FLOORS = {
     "flexhybrid": Floor(
         names(
             "flexhybrid flexhybrid.core flexhybrid.runtime sim policy_search "
-            "numpy pandas torch transformers tokenizers safetensors tqdm"
+            "numpy pandas torch transformers tokenizers safetensors tqdm lm_eval"
         ),
         # the main job reads the shipped material and has its figures drawn; run reads parquet
         lazily=names("experiments figures pyarrow"),

@@ -112,6 +112,17 @@ class HeavyHitters:
             position=self._column(step.context).int(),
         )
 
+    def column_positions(self, layer: int, step: MiniBatchStep) -> torch.Tensor:
+        """[B, G, T]: the position of the token that each column of a decode step's attention buffer holds, before the
+        step's own place is found; -1 for padding."""
+        columns, held = self._columns(step)
+        born = self.born[layer, to_device(step.requests, self.device)].long()
+        positions = born.new_full((*born.shape[:2], step.attention_tokens), -1)
+        # Places that a request does not hold share a column with those that another does: they must not be written.
+        positions.scatter_(-1, columns.where(held, positions.shape[-1] - 1).expand(born.shape), born)
+        positions[..., -1] = self._column(step.context)[..., 0]
+        return positions
+
     def _columns(self, step: MiniBatchStep) -> tuple[torch.Tensor, torch.Tensor]:
         """Where each place's token stands among the attention columns [K], and which requests hold it [B, 1, K]."""
         start, starts, counts = 0, {}, {}

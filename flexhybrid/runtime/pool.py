@@ -31,6 +31,10 @@ class Uses:
         uses, born = self.sections[mini_batch]
         return uses[layer - 1], born[layer - 1]
 
+    def positions(self, layer: int, mini_batch: int) -> torch.Tensor:
+        """Of the tokens in every place: [T, B, G]."""
+        return self._of(layer, mini_batch)[1]
+
     def put(self, layer: int, mini_batch: int, places, rows, heads, positions) -> None:
         """New tokens: indices of places, requests and heads, and their positions, that broadcast with each other."""
         uses, born = self._of(layer, mini_batch)

@@ -312,6 +312,29 @@ class Speculation:
         query = rotate_(query.view(len(act_Bh), self.shape.num_heads, -1), *rotation)
         return torch.matmul(query.unflatten(1, (self.groups, -1)), self._skew_columns(layer, mini_batch))
 
+    def positions_of(self, step: MiniBatchStep, places: torch.Tensor) -> torch.Tensor:
+        """Positions of the tokens in these places [B, ., .] where the oldest make room for new ones; -1 stays -1."""
+        context, kept = to_device(step.context, self.device)[:, None, None], self._kept_of(step)[:, None, None]
+        return torch.where(places < 0, places, places + kept * ((context - 1 - places) // kept))
+
+    def chosen_positions(self, layer: int, step: MiniBatchStep) -> dict[str, torch.Tensor]:
+        """Representation -> positions [B, heads, S] of the tokens that ``choose`` has just chosen for a layer; behind
+        the last one -1."""
+        found = {}
+        for representation, segment in self._segments(step).items():
+            places = self.indices_of(step, self.index)[representation].long()
+            if self.uses:
+                rows = np.flatnonzero(np.isin(self.wave.mini_batches[step.mini_batch], step.requests))
+                born = self.uses.positions(layer, step.mini_batch)[:, to_device(rows, self.device)]
+                born = born.permute(1, 2, 0).long().gather(-1, places.clamp(min=0))
+                found[representation] = torch.where(places < 0, places, born)
+                continue
+            if len(self.wave.kinds.kinds) > 1:
+                table = to_device(self.positions[segment.kind], self.device)
+                places = torch.where(places < 0, places, table[places])
+            found[representation] = self.positions_of(step, places)
+        return found
+
     def indices_of(self, step: MiniBatchStep, index: torch.Tensor) -> dict[str, torch.Tensor]:
         """Representation -> [B, heads, S]: a mini-batch's part of the index, on the device or the host."""
         parts, start, batch = {}, self.index_start[step.mini_batch], len(step.requests)

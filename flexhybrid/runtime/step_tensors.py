@@ -92,6 +92,24 @@ def act_positions(step: MiniBatchStep, tables: dict[str, np.ndarray]) -> np.ndar
     return np.concatenate(pieces)
 
 
+def column_positions(step: MiniBatchStep, tables: dict[str, np.ndarray]) -> np.ndarray:
+    """[B, T]: the position of the token that each column of a decode step's attention buffer holds; -1 for padding.
+
+    Of a step that attends to all that is cached; ``tables`` are ``position_tables``.
+    """
+    pieces = []
+    for segment in step.segments:
+        index = np.arange(segment.max_tokens)
+        inside = index < segment.num_tokens[:, None]
+        index = np.minimum(index + segment.start_block[:, None] * BLOCK_TOKENS, len(tables[segment.kind]) - 1)
+        pieces.append(np.where(inside, tables[segment.kind][index], -1))
+    if step.recomputed_width:
+        index = np.arange(step.recomputed_width)
+        pieces.append(np.where(index < step.recomputed[:, None], index, -1))
+    pieces.append(step.context[:, None])
+    return np.concatenate(pieces, axis=1)
+
+
 def mask_of(step: MiniBatchStep) -> np.ndarray | None:
     """[B, 1, 1, T] of 0 and -inf, which hides padding among the cached columns; None when there is none.
 
