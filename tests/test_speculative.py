@@ -1,7 +1,8 @@
 """InfiniGen's selection: against a plain account of it that keeps every key of every head in a dictionary."""
 
 import math
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -267,6 +268,24 @@ def test_rows_that_serve_all_heads_are_chosen_by_token(checkpoints, prompts, fam
     wanted, share = plain_tokens(checkpoints[family], chosen, prompts, 12)
     assert result.tokens == wanted
     assert check_trace(result.trace) == [] and moved_share(result.trace) == pytest.approx(share)
+
+
+@pytest.mark.parametrize("bits", [Bits(), Bits(kv=8, act=8)])
+def test_loads_that_run_ahead_leave_a_slow_attention_alone(checkpoints, prompts, bits):
+    """A slot is free for the next load once its rows are recomputed or unpacked, long before they are assembled."""
+    chosen = policy(1.0, 0.4, cache={"kv@host": 0.5, "act@host": 0.5}, bits=bits, max_mini_batch_tokens=80)
+
+    def slow(executor):
+        assemble = executor.verbs["assemble"]
+
+        def late(executor, task):
+            time.sleep(0.005)
+            assemble(executor, task)
+
+        executor.verbs["assemble"] = late
+
+    wanted = run_wave(checkpoints["llama"], replace(chosen, overlap=False), prompts, 8).tokens
+    assert run_wave(checkpoints["llama"], chosen, prompts, 8, edit=slow).tokens == wanted
 
 
 @pytest.mark.parametrize("family", ["opt", "llama"])

@@ -74,9 +74,11 @@ class Executor:
         method = wave.policy.selection.method
         self.heavy_hitters = HeavyHitters(wave, self.device) if method == "heavy_hitter" else None
         self.speculation = Speculation(wave, weights) if method == "speculative" else None
-        #: what a selection has fetched, by representation and slot: in the host's gathered rows, and on the device
+        #: what a selection has fetched, by representation and slot: in the host's gathered rows, and on the device; and
+        #: by representation what the compute lane took over from there: a slot is free before attention is over
         self.gathered: dict[tuple[str, int], Fetched] = {}
         self.fetched: dict[tuple[str, int], Fetched] = {}
+        self.chosen: dict[str, Fetched] = {}
         #: work that is known only when a task runs, by the task's key; None: nobody asks
         self.resolved: dict[tuple, Work] | None = None
         self.context: Context | None = None  #: what attention reads

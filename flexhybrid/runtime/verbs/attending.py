@@ -68,7 +68,9 @@ def _assemble_chosen(ex: Executor, task: Task) -> None:
     """Lay the tokens that a selection fetched side by side, representation by representation, each request's padded to
     the longest; then the new tokens."""
     step, slot, groups = task.payload.step, task.payload.slot, ex.shape.num_kv_heads
-    parts = [ex.fetched[segment.representation, slot] for segment in step.segments if segment.max_tokens]
+    if ex.buffers.each_head("kv") and step.of("kv"):  # packed and recomputed ones were taken over before
+        ex.chosen["kv"] = ex.fetched["kv", slot]
+    parts = [ex.chosen[segment.representation] for segment in step.segments if segment.max_tokens]
     targets = ex.buffers.attention_views(len(step.requests), sum(part.most for part in parts) + 1)
     column, hidden = 0, []
     for part in parts:

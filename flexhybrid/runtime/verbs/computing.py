@@ -50,7 +50,8 @@ def _dequantize(ex: Executor, task: Task, representation: str, plain: torch.Tens
     batch, first, bits = len(task.payload.step.requests), 0, getattr(ex.policy.bits, representation)
     if ex.speculation and task.layer:
         key = representation, task.payload.slot
-        tokens = ex.fetched[key].tokens
+        ex.chosen[representation] = ex.fetched[key]
+        tokens = ex.chosen[representation].tokens
         dequantize(ex.buffers.loaded_rows(*key, tokens), bits, plain.dtype, out=plain[:tokens])
         return
     for segment in task.payload.step.of(representation):
@@ -79,7 +80,9 @@ def kv_gen(ex: Executor, task: Task) -> None:
     w, count = ex.layer_weights(task), len(step.requests) * step.act_blocks * BLOCK_TOKENS
     rotation, chosen = ex.tensors(task).act_rotation, bool(ex.speculation and task.layer)
     if chosen:
-        fetched = ex.fetched["act", task.payload.slot]
+        if not ex.buffers.packed("act"):
+            ex.chosen["act"] = ex.fetched["act", task.payload.slot]
+        fetched = ex.chosen["act"]
         count, rotation = fetched.tokens, ex.rotation_at(fetched.positions) if rotation else None
     if ex.buffers.packed("act"):
         rows = ex.buffers.plain_act[:count]
