@@ -30,6 +30,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 import torch.nn.functional as F
+from tokenizers import Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM, PreTrainedModel
 
 from experiments.corpus import (
@@ -300,7 +301,10 @@ def main() -> None:
     partial.mkdir(parents=True, exist_ok=True)
 
     cut = read_corpus(arguments.seed)
-    tokenizer = train_tokenizer(cut.training)
+    if arguments.start:  # its tokens mean what they mean, whatever library this interpreter has
+        tokenizer = Tokenizer.from_file(str(arguments.start / "tokenizer.json"))
+    else:
+        tokenizer = train_tokenizer(cut.training)
     save_tokenizer(tokenizer, positions, partial)
     whole = arguments.documents == "whole"
     corpus = read_corpus(arguments.seed, whole=True) if whole else cut
