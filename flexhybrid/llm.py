@@ -120,13 +120,15 @@ class LLM:
 
     def generate(
         self,
-        prompts: list[str] | list[list[int]],
+        prompts: list[str] | list[list[int]] | list[dict],
         sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
         on_tokens: Callable[[int], None] | None = None,
         on_answer: Callable[[int, RequestOutput], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> list[RequestOutput | None]:
-        """Complete every prompt; results are in the order of the prompts. ``on_tokens(n)`` hears of progress,
+        """Complete every prompt: a text, a list of token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": ids}.
+
+        Results are in the order of the prompts. ``on_tokens(n)`` hears of progress,
         ``on_answer(i, answer)`` of the answer to prompt i as soon as it is complete, before the tokens that completed
         it are told.
 
@@ -146,7 +148,7 @@ class LLM:
                 f"prompts must be a list of texts or of token-id lists, not {type(prompts).__name__}: write "
                 "generate([prompt])"
             )
-        prompts = list(prompts)
+        prompts = [_unwrapped(prompt) for prompt in prompts]
         for_all = sampling_params is None or isinstance(sampling_params, SamplingParams)
         params = one_a_prompt(sampling_params, len(prompts))
         ids = [
@@ -406,6 +408,13 @@ class LLM:
 
     def __exit__(self, *error) -> None:
         self.close()
+
+
+def _unwrapped(prompt):
+    """The text or the token ids of a prompt that is written as vLLM's dictionary; others as they are."""
+    if isinstance(prompt, dict) and prompt.keys() in ({"prompt"}, {"prompt_token_ids"}):
+        return next(iter(prompt.values()))
+    return prompt
 
 
 def _release_frames(error: BaseException | None) -> None:

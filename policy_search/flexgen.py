@@ -340,7 +340,7 @@ def flexgen_policy(
     ``compress``: weights in 4 bits, and the cache too where attention is on the device. ``memory_share``: of each tier,
     what FlexGen may use. ``gpu_batches``: those to try; None: with a batch all even cuts of it, else FlexGen's own 1,
     2, 3, 4, 8, 16, …. Memories in bytes; None takes the hardware's, no bound where that has none, and no disk where it
-    knows none.
+    knows none, or not how fast one is.
 
     FlexGen's runtime keeps hidden states in one tier: the one with the larger share. Shares below 0.001 are dropped.
     Its account of memory lacks the embedding and our double buffers, so a placement is made to fit ours: the program is
@@ -357,6 +357,8 @@ def flexgen_policy(
         "host": hardware.host_memory if host_memory is None else host_memory,
         "disk": (hardware.disk_memory or 0) if disk_memory is None else disk_memory,
     }
+    if not hardware.has_disk:
+        memories["disk"] = 0
     tiers = _Tiers(hardware, memories, memory_share)
     s, n = int(workload.prompt_tokens.max()), int(workload.max_tokens.max())
     fitted: list[tuple[float, Policy, Block, float]] = []

@@ -129,8 +129,7 @@ class Question:
     @cached_property
     def tiers(self) -> tuple[str, ...]:
         """Those that hold anything: a disk needs room and rates."""
-        disk = self.budgets["disk"] > 0 and all(self.has_line(link, link) for link in ("disk_read", "disk_write"))
-        return TIERS if disk else TIERS[:2]
+        return TIERS if self.budgets["disk"] > 0 and self.hardware.has_disk else TIERS[:2]
 
     def has_line(self, verb: str, resource: str) -> bool:
         try:

@@ -62,7 +62,7 @@ class Outcome:
 
 def budgets_of(hardware: Hardware) -> dict[str, float | None]:
     """Bytes of each tier; None where there is no limit. A machine without disk lines has no disk."""
-    disk = hardware.disk_memory if "disk_read" in hardware.lines else 0
+    disk = hardware.disk_memory if hardware.has_disk else 0
     return {"device": hardware.usable_memory("device"), "host": hardware.usable_memory("host"), "disk": disk}
 
 

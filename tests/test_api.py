@@ -43,6 +43,17 @@ def test_results_come_in_input_order_with_text():
         assert answer.prompt_token_ids == llm.tokenizer(answer.prompt)["input_ids"]
 
 
+def test_prompts_may_be_vllm_s_dictionaries(tiny):
+    llm = LLM(tiny, "kv_only", device="cpu", dtype="float32")
+    params = SamplingParams(temperature=0, max_tokens=4)
+    plain, wrapped = llm.generate([[5, 9], {"prompt_token_ids": [5, 9]}], params)
+    assert wrapped == plain
+    with pytest.raises(InputError, match="prompt 0 is text, but .* has no tokenizer"):
+        llm.generate([{"prompt": "one"}], params)
+    with pytest.raises(InputError, match="prompt 0 must be a text or a list of token ids"):
+        llm.generate([{"prompt": "one", "prompt_token_ids": [5]}], params)
+
+
 def test_same_seed_same_tokens_alone_or_in_a_batch(tiny):
     """Random numbers hang on (seed, request, position): company changes nothing."""
     prompts = [[5, 6, 7], [9] * 20, [11, 12]]

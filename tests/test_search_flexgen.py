@@ -310,3 +310,9 @@ def test_bad_input_is_one_line():
     with pytest.raises(InputError, match="device memory"):  # FlexGen's account forgets the embedding
         wide = replace(TOY, vocab=2_000_000)
         flexgen_policy(wide, MACHINE, workload, 2)
+
+
+def test_a_disk_of_unknown_speed_is_no_disk():
+    hardware, shape = catalogue.load("rtx4090"), shape_by_name("opt-30b")
+    with pytest.raises(InputError, match="places nothing: .*memory"):
+        flexgen_policy(shape, hardware, Workload.uniform(8, 100, 8), 2, host_memory=1 << 30, disk_memory=1 << 40)

@@ -111,6 +111,11 @@ class Hardware:
             reserve = min(CUDA_RESERVE_BYTES, size // 16) if self.device == "cuda" else 0
         return size - reserve
 
+    @property
+    def has_disk(self) -> bool:
+        """Whether it is known how fast a disk reads and writes."""
+        return "disk_read" in self.lines and "disk_write" in self.lines
+
     def line(self, verb: str, resource: str) -> Line:
         """The line that prices a task of this verb on this resource."""
         key = verb

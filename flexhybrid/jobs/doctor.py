@@ -123,7 +123,7 @@ def _advice(device: torch.device, hardware: Hardware | None, measured: bool) -> 
     if not measured:
         known = "predictions rest on a datasheet" if hardware else "nothing can be predicted"
         yield f"this machine is not measured, {known}: run flexhybrid profile"
-    elif "disk_read" not in hardware.lines:
+    elif not hardware.has_disk:
         yield "no disk is measured: flexhybrid profile --disk DIR lets models use one"
     if importlib.util.find_spec("pyarrow") is None:
         yield "parquet files need pyarrow: pip install pyarrow"
