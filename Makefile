@@ -11,10 +11,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .PHONY: setup run test soak lint bench models gpu clean
 .DELETE_ON_ERROR:
 
-setup: $(INSTALLED)  ## .venv with all that is needed
-
 run: $(INSTALLED)  ## the main job: tables, figures, trace
 	$(BIN)/flexhybrid compare $(ARGS)
+
+setup: $(INSTALLED)  ## .venv with all that is needed
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(ARGS)

@@ -20,9 +20,14 @@ from flexhybrid.batch import answers as answers_module
 from flexhybrid.batch.answers import ANSWERED, FAILED, AnswerFile
 from flexhybrid.batch.openai import Refused, error_line, parse_answer
 from flexhybrid.batch.requests import line_seed, reader, take_census
+from flexhybrid.core.hardware import Hardware, Line
+from flexhybrid.core.workload import Workload
 from flexhybrid.jobs import run as run_module
 from flexhybrid.jobs import shipped
+from flexhybrid.jobs.forecast import forecast, price
+from flexhybrid.llm import CompletionOutput, RequestOutput
 from flexhybrid.runtime.engine import Engine
+from sim.closed_form import candidates_of, predict
 
 ROOT = Path(__file__).parent.parent
 SHIPPED = shipped("checkpoints/opt-stdlib-4m")
@@ -289,7 +294,7 @@ LINES = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=200, suppress_health_check=list(HealthCheck))
+@settings(max_examples=350, suppress_health_check=list(HealthCheck))
 @given(st.lists(LINES.map(lambda one: json.dumps(one).encode()) | st.binary(max_size=40), min_size=1, max_size=12))
 def test_whatever_the_lines_each_is_a_request_or_refused(tiny_llm, tmp_path_factory, lines):
     """No line ends the census, each is counted once, and what is valid is what ``generate`` takes."""
@@ -444,6 +449,45 @@ def test_paths_in_each_others_way_are_refused(tiny, tmp_path, capsys):
     assert run(source, tmp_path / "out.jsonl", tiny, "--host-memory", "1KiB") == 2
     assert run(tmp_path / "none.jsonl", tmp_path / "out.jsonl", tiny) == 2
     assert source.read_bytes() == before
+
+
+def test_a_long_file_takes_no_more_memory_than_its_census(tiny, tmp_path, monkeypatch):
+    """Answers at once in the model's place: what grows with the file is at most 64 bytes a line."""
+    source, lines = tmp_path / "in.jsonl", 4000
+    source.write_text(
+        "".join(line(f"r{i}", prompt=[5] * (1 + i % 40), max_tokens=1 + i % 9) + "\n" for i in range(lines))
+    )
+    windows = []
+
+    def generate(self, prompts, params, on_tokens, on_answer, should_stop):
+        windows.append(len(prompts))
+        for place, ids in enumerate(prompts):
+            on_answer(place, RequestOutput(None, ids, [CompletionOutput(0, "", [5], "length")]))
+            on_tokens(1)
+
+    monkeypatch.setattr(LLM, "generate", generate)
+    assert run(source, tmp_path / "out.jsonl", tiny) == 0
+    assert len(by_id(tmp_path / "out.jsonl")) == lines == sum(windows) and max(windows) == 1024
+    kept = {}
+    monkeypatch.setattr(run_module.Job, "run", lambda job, *told: kept.update(vars(job)) or {"exit_status": 0})
+    assert run(source, tmp_path / "out.jsonl", tiny) == 0
+    arrays = [*vars(kept["census"]).values(), kept["states"]]
+    assert sum(array.nbytes for array in arrays if isinstance(array, np.ndarray)) <= 64 * lines
+
+
+def test_a_wave_of_mixed_lengths_is_priced_by_who_is_left(tiny):
+    """Half of the requests gone, a decode that loads weights takes as long for each step; uniform waves cost what the
+    closed form says."""
+    lines = {key: Line(1e-3, 1e-12, 1e-12) for key in ("compute", "d2h", "host_compute")}
+    hardware = Hardware("local", "cpu", {**lines, "h2d": Line(1e-4, 0, 1e-6)}, dtype="float32")
+    with LLM(tiny, "kv_only", device="cpu", dtype="float32", hardware=hardware) as llm:
+        uniform = Workload.uniform(8, 10, 20)
+        whole = predict(llm.shape, llm.hardware, 4, candidates_of(llm.policy, uniform)).row()
+        assert price(llm, uniform).seconds == pytest.approx(whole["prefill_s"] + whole["decode_s"], rel=0.05)
+        mixed = Workload(np.full(8, 10), np.array([2, 2, 2, 2, 20, 20, 20, 20]))
+        half = price(llm, Workload.uniform(4, 10, 20)).seconds
+        assert half < price(llm, mixed).seconds < price(llm, uniform).seconds
+        assert forecast(llm, mixed).seconds == pytest.approx(price(llm, mixed).seconds)
 
 
 def test_answers_so_far_count(tmp_path):

@@ -12,10 +12,20 @@ from flexhybrid.core.memory import gib, total_bytes
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.workload import Workload
 from flexhybrid.llm import LLM
-from sim.closed_form import candidates_of, predict
+from sim.closed_form import Candidates, predict
 
 WINDOW = 1024  #: requests that are looked at for one wave, and so the most that one holds
+PIECES = 6  #: of a decode whose answers end at different lengths
 PRICED_WAVES = 16  #: of a longer file, waves at even steps stand for those between them
+
+
+@dataclass(frozen=True)
+class Price:
+    """A wave's predicted seconds, and the busiest resource of its longest phase with the share that it is busy."""
+
+    seconds: float
+    binding: str
+    busy: float
 
 
 @dataclass(frozen=True)
@@ -27,49 +37,64 @@ class Forecast:
     wave_requests: int  #: of the first wave
     memory: dict[str, int]  #: tier -> bytes of the first wave, whose requests are the longest
     layer_bytes: dict[str, int]  #: tier -> bytes of the layers' weights
-    binding: str | None  #: the busiest resource of the first wave
-    busy: float | None  #: its share
+    first_wave: Price | None  #: None: nothing is known of the machine
 
 
 def forecast(llm: LLM, workload: Workload) -> Forecast:
     """Of requests in the order in which they will run, under the policy in use."""
     stride = -(-workload.num_requests // PRICED_WAVES)
-    start, seconds, first, row = 0, 0.0, None, None
+    start, seconds, first, first_price = 0, 0.0, None, None
     while start < workload.num_requests:
         window = _slice(workload, start, start + WINDOW)
         count, plan = llm.first_wave(window)
         wave = _slice(window, 0, count)
-        priced = _price(llm, wave)
+        priced = price(llm, wave)
         if first is None:
-            first, row = (count, plan), priced
+            first, first_price = (count, plan), priced
         if priced is None:
             seconds = None
             break
         span = _slice(workload, start, start + max(count, stride))
-        seconds += priced["total_s"] * int(span.cached_tokens.sum()) / int(wave.cached_tokens.sum())
+        seconds += priced.seconds * int(span.cached_tokens.sum()) / int(wave.cached_tokens.sum())
         start += span.num_requests
-    busy = row and row["busy"][row["binding"]]
     count, plan = first
     layers = {
         "device": plan["device"].get("resident weights", 0), "host": plan["host"].get("weights", 0),
         "disk": plan["disk"].get("weights", 0),
     }  # fmt: skip
-    return Forecast(
-        seconds, int(workload.max_tokens.sum()), count, total_bytes(plan), layers, row and row["binding"], busy
-    )
+    return Forecast(seconds, int(workload.max_tokens.sum()), count, total_bytes(plan), layers, first_price)
 
 
 def _slice(workload: Workload, start: int, end: int) -> Workload:
     return Workload(workload.prompt_tokens[start:end], workload.max_tokens[start:end])
 
 
-def _price(llm: LLM, wave: Workload) -> dict | None:
+def price(llm: LLM, wave: Workload) -> Price | None:
+    """The closed form of a wave under the policy in use; None where nothing is known of the machine.
+
+    The closed form knows requests of one length. A wave whose answers end at different lengths is a prefill of all and
+    a decode in pieces, each with as many requests as are left on average.
+    """
     if llm.hardware is None:
         return None
+    ends = np.quantile(wave.max_tokens, np.linspace(0, 1, PIECES + 1), method="higher")
+    ends = np.unique(np.concatenate([[1], ends]))  # the prefill gives the first token
+    starts, widths = ends[:-1], np.diff(ends)
+    running = np.array([
+        np.clip(wave.max_tokens - start, 0, width).sum() / width for start, width in zip(starts, widths, strict=True)
+    ])  # fmt: skip
+    prompt = round(float(wave.prompt_tokens.mean()))
+    batch = np.array([wave.num_requests, *np.ceil(running)])
     try:
-        return predict(llm.shape, llm.hardware, llm.bytes_per_element, candidates_of(llm.policy, wave)).row()
+        found = predict(
+            llm.shape, llm.hardware, llm.bytes_per_element,
+            Candidates(llm.policy, batch, np.array([prompt, *(prompt + starts - 1)]), np.array([1, *(widths + 1)])),
+        )  # fmt: skip
     except InputError:  # a machine without a line for one of the policy's verbs
         return None
+    seconds = np.array([found.prefill_s[0], *found.decode_s[1:]])
+    row = found.row(int(seconds.argmax()))
+    return Price(float(seconds.sum()), row["binding"], row["busy"][row["binding"]])
 
 
 def plan_lines(llm: LLM, found: Forecast, counts: str) -> list[str]:
@@ -84,7 +109,7 @@ def plan_lines(llm: LLM, found: Forecast, counts: str) -> list[str]:
     else:
         end = time.strftime("%a %H:%M", time.localtime(time.time() + found.seconds))
         predicted = f"{found.tokens / found.seconds:.1f} tokens/s, {duration(found.seconds)}: done by {end}"
-        limit = f"{found.binding}, busy {found.busy:.0%} of the decode"
+        limit = f"{found.first_wave.binding}, busy {found.first_wave.busy:.0%} of its longest phase"
     return [
         f"policy     {describe(llm.policy)}",
         f"requests   {counts}, up to {found.tokens:,} tokens; {found.wave_requests} at a time",
