@@ -400,7 +400,8 @@ def test_random_tokens_hang_on_seed_and_line_not_on_company(tiny, tmp_path):
     assert len({tuple(one) for one in tokens["a"]}) == 6
 
 
-def test_one_interrupt_ends_the_iteration_and_the_next_run_goes_on(tiny, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_interrupt_ends_the_iteration_and_the_next_run_goes_on(tiny, tmp_path, capsys, monkeypatch, times):
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     lines = [line(f"r{i}", prompt=[5 + i], max_tokens=[2, 40][i % 2], temperature=0, ignore_eos=True) for i in range(8)]
     source.write_text("\n".join(lines))
@@ -412,11 +413,13 @@ def test_one_interrupt_ends_the_iteration_and_the_next_run_goes_on(tiny, tmp_pat
         if self.what == "tokens":
             heard.append(count)
             if len(heard) == 5:
-                os.kill(os.getpid(), signal.SIGINT)
+                for _ in range(times):
+                    os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(run_module.Progress, "advance", interrupted)
     assert run(source, out, tiny) == 130
-    assert "give the same command again" in capsys.readouterr().out and len(heard) < 10
+    assert len(heard) == 5 if times == 2 else 5 < len(heard) < 10
+    assert ("give the same command again" in capsys.readouterr().out) == (times == 1)
     assert len(by_id(out)) == 4  # the short ones
     assert run(source, out, tiny) == 0
     assert by_id(out) == by_id(tmp_path / "whole.jsonl")
@@ -448,7 +451,49 @@ def test_paths_in_each_others_way_are_refused(tiny, tmp_path, capsys):
     assert run(source, tmp_path / "no" / "out.jsonl", tiny) == 2
     assert run(source, tmp_path / "out.jsonl", tiny, "--host-memory", "1KiB") == 2
     assert run(tmp_path / "none.jsonl", tmp_path / "out.jsonl", tiny) == 2
+    assert run(source, Path("/dev/null"), tiny) == 2 and "not a regular file" in capsys.readouterr().err
+    assert (
+        cli.main(["run", "-i", "/dev/null", "--format", "jsonl", "-o", str(tmp_path / "o"), "--model", str(tiny)]) == 2
+    )
     assert source.read_bytes() == before
+
+
+def test_a_request_that_fits_no_budget_is_named_before_the_start(tiny, tmp_path, capsys, monkeypatch):
+    source = tmp_path / "in.jsonl"
+    source.write_text("\n".join([line("a", prompt=[5], max_tokens=30), line("b", prompt=[5] * 90, max_tokens=2)]))
+    monkeypatch.setattr(LLM, "generate", None)
+    with LLM(tiny, "kv_only", device="cpu", dtype="float32") as llm:
+        need = llm.first_wave(Workload(np.array([1]), np.array([30])))[1]["host"]
+    assert run(source, tmp_path / "out.jsonl", tiny, "--host-memory", str(sum(need.values()) + 1)) == 2
+    assert "line 2: host memory: one request of 90 prompt tokens" in capsys.readouterr().err
+
+
+def test_a_resumed_run_computes_in_the_dtype_it_began_with(tmp_path, monkeypatch, capsys):
+    source, out = tmp_path / "in.txt", tmp_path / "out.jsonl"
+    source.write_text("import os\n")
+    command = [
+        "run",
+        "-i",
+        str(source),
+        "-o",
+        str(out),
+        "--model",
+        str(SHIPPED),
+        "--policy",
+        "kv_only",
+        "--device",
+        "cpu",
+    ]
+    assert cli.main([*command, "--quiet"]) == 0
+    dtype = json.loads((tmp_path / "out.jsonl.manifest.json").read_text())["numbers"]["dtype"]
+    other = {"float32": "bfloat16", "bfloat16": "float32"}[dtype]
+    measured = Hardware("local", "cpu", {"compute": Line(1e-5)}, dtype=other, faster_dtype=other)
+    measured.save(tmp_path / "cache/hardware-cpu.json")
+    assert cli.main([*command, "--quiet"]) == 0
+    assert cli.main([*command, "--quiet", "--dtype", other]) == 2
+    assert f"numbers.dtype was {json.dumps(dtype)}, is {json.dumps(other)}" in capsys.readouterr().err
+    assert cli.main([*command, "--quiet", "--errors", str(tmp_path / "e")]) == 2
+    assert 'errors was null, is "e"' in capsys.readouterr().err
 
 
 def test_a_long_file_takes_no_more_memory_than_its_census(tiny, tmp_path, monkeypatch):

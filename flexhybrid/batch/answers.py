@@ -93,7 +93,10 @@ class AnswerFile:
 
     def clear(self) -> None:
         """Begin anew."""
-        os.ftruncate(self._fd, 0)
+        try:
+            os.ftruncate(self._fd, 0)
+        except OSError as error:
+            raise InputError(f"cannot write {self.path}: {error.strerror}") from None
         self._size = 0
         self.sync()
 

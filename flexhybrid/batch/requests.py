@@ -69,8 +69,8 @@ def open_lines(path: Path, form: str, column: str | None) -> BinaryIO:
     if (column is not None) != (form in ("csv", "parquet")):
         raise InputError(f"a {form} file needs --column" if column is None else f"a {form} file has no --column")
     try:
-        if path.is_dir():
-            raise InputError(f"cannot read {path}: it is a folder")
+        if path.exists() and not path.is_file():
+            raise InputError(f"cannot read {path}: it is not a regular file, and a run reads it more than once")
         if form in ("jsonl", "text"):
             return open(path, "rb")
         values = _csv_values(path, column) if form == "csv" else _parquet_values(path, column)

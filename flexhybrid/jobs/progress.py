@@ -18,8 +18,10 @@ PLAIN_S = 30.0  #: seconds between lines where stderr is not a terminal
 class Progress:
     """A bar on a terminal, a plain line now and then elsewhere, nothing when ``quiet``. On stderr."""
 
-    def __init__(self, total: int, what: str, unit: str, quiet: bool, predicted_s: float | None = None):
-        self.what, self.quiet, self.predicted_s = what, quiet, predicted_s
+    def __init__(
+        self, total: int, what: str, unit: str, quiet: bool, predicted_s: float | None = None, failed: int = 0
+    ):
+        self.what, self.quiet, self.predicted_s, self.failed = what, quiet, predicted_s, failed
         self.terminal = sys.stderr.isatty()
         self.total, self.count, self.done = total, 0, 0
         self.began = self.told = time.monotonic()
@@ -43,7 +45,7 @@ class Progress:
             rate = self.count / (now - self.began)
             left = max(self.total - self.count, 0) / rate if rate else 0.0
             predicted = f" (predicted {self.total / self.predicted_s:.1f})" if self.predicted_s else ""
-            answers = f", {self.done:,} answers" if self.done else ""
+            answers = f", {self._counts()}" if self.done else ""
             print(
                 f"{self.what}: {self.count:,} of {self.total:,}, {rate:.1f}/s{predicted}, {left:.0f} s left{answers}",
                 file=sys.stderr, flush=True,
@@ -55,7 +57,10 @@ class Progress:
         self.total -= unused
         self.bar.total = self.total
         predicted = f", predicted {self.total / self.predicted_s:.0f} tok/s" if self.predicted_s else ""
-        self.bar.set_postfix_str(f"{self.done:,} answers{predicted}", refresh=False)
+        self.bar.set_postfix_str(f"{self._counts()}{predicted}", refresh=False)
+
+    def _counts(self) -> str:
+        return f"{self.done:,} done" + (f", {self.failed:,} failed" if self.failed else "")
 
     def note(self, text: str) -> None:
         """Something to know, above the bar."""

@@ -88,7 +88,7 @@ def run(options: RunOptions, say=print) -> dict:
         before = file_state(options.input)
         lines = stack.enter_context(contextlib.closing(open_lines(options.input, form, options.column)))
         files = {path: _open(stack, path) for path in (options.output, options.errors) if path}
-        llm = stack.enter_context(_load(options))
+        llm = stack.enter_context(_load(options, None if options.restart else _earlier_dtype(options.output)))
         url = file_url(lines, form)
         if url == "/v1/chat/completions" and not getattr(llm.tokenizer, "chat_template", None):
             raise InputError(f"{options.model} has no chat template: it cannot serve {url}")
@@ -110,13 +110,21 @@ def _check_paths(options: RunOptions) -> None:
     for path in (options.output, options.errors):
         if path is not None:
             check_new_file(path)
+            if path.exists() and not path.is_file():
+                raise InputError(f"cannot write {path}: it is not a regular file, which a run could continue")
 
 
 def _open(stack: contextlib.ExitStack, path: Path) -> AnswerFile:
     return stack.enter_context(contextlib.closing(AnswerFile(path)))
 
 
-def _load(options: RunOptions) -> LLM:
+def _earlier_dtype(output: Path) -> str | None:
+    """What the run to be continued computed in: a profile measured since then must not change it."""
+    numbers = (load_manifest(output) or {}).get("numbers")
+    return numbers.get("dtype") if isinstance(numbers, dict) else None
+
+
+def _load(options: RunOptions, earlier_dtype: str | None) -> LLM:
     """The model, with a profile of this machine where the policy hangs on one, and with memory that is free."""
     device = pick_device(options.device, options.link_gb_per_s)
     hardware, dtype = options.hardware, options.dtype
@@ -130,6 +138,8 @@ def _load(options: RunOptions) -> LLM:
             hardware = load_hardware(kept)
         if hardware is not None:
             dtype = hardware.dtype
+    if options.dtype == "auto" and earlier_dtype:
+        dtype = earlier_dtype
     if hardware is not None and options.policy == "auto" and options.disk_dir:
         hardware = with_disk(hardware, measure_disk(options.disk_dir, options.disk_gb_per_s)[0])
     hardware = named_hardware(hardware, device, options.link_gb_per_s)
@@ -173,7 +183,7 @@ class Job:
                 f"{self.options.input} has no request that can be served; line 1: {reason}. All the "
                 f"reasons are in {self.errors.path}"
             )
-        pending = self._pending()
+        pending, failed = self._pending(), int((self.states == FAILED).sum())
         found, seconds, stopped = None, 0.0, False
         if len(pending):
             found = self._plan(pending, earlier, say)
@@ -181,7 +191,7 @@ class Job:
             started = time.perf_counter()
             with (
                 stop_on_signal() as stop,
-                Progress(found.tokens, "tokens", "tok", self.options.quiet, found.seconds) as progress,
+                Progress(found.tokens, "tokens", "tok", self.options.quiet, found.seconds, failed) as progress,
             ):
                 self._answer(progress, stop)
             seconds, stopped = time.perf_counter() - started, bool(len(self._pending()))
@@ -202,6 +212,7 @@ class Job:
             "input": {"sha256": self.census.sha256, "lines": self.census.num_lines},
             "model": model_record(llm.checkpoint.path, options.verify),
             "sampling": {**options.sampling, "seed": options.seed},
+            "errors": options.errors.name if options.errors else None,
             "numbers": {
                 "dtype": llm.dtype, "device": llm.device.type,
                 "bits": [llm.policy.bits.weights, llm.policy.bits.kv, llm.policy.bits.act] if llm.policy else None,
@@ -254,8 +265,14 @@ class Job:
         return Workload(self.census.prompt_tokens[places], self.census.max_tokens[places])
 
     def _plan(self, pending: np.ndarray, earlier: int, say) -> Forecast:
-        """The forecast, told in five lines."""
-        found = forecast(self.llm, self._workload(pending))
+        """The forecast, told in five lines. Raises InputError where the largest requests do not fit the budgets."""
+        lengths = self._workload(pending)
+        for largest in {int(lengths.prompt_tokens.argmax()), int(lengths.cached_tokens.argmax())}:
+            try:
+                self.llm.first_wave(self._workload(pending[largest : largest + 1]))
+            except InputError as error:
+                raise InputError(f"line {pending[largest] + 1}: {error}") from None
+        found = forecast(self.llm, lengths)
         refused = int((self.states == FAILED).sum())
         counts = f"{len(pending):,}" + (f" ({refused:,} refused)" if refused else "")
         counts += f", {earlier:,} lines done before" if earlier else ""
@@ -358,6 +375,7 @@ class Job:
 
 
 def _thin(workload: Workload) -> Workload:
-    """A workload of at most WINDOW requests whose lengths stand for all, the longest among them."""
-    places = np.unique(np.linspace(0, workload.num_requests - 1, WINDOW).round().astype(int))
+    """A workload of about WINDOW requests whose lengths stand for all, the longest among them."""
+    places = np.linspace(0, workload.num_requests - 1, WINDOW).round().astype(int)
+    places = np.unique([*places, workload.prompt_tokens.argmax(), workload.cached_tokens.argmax()])
     return Workload(workload.prompt_tokens[places], workload.max_tokens[places])
