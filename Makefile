@@ -17,7 +17,7 @@ run: $(INSTALLED)  ## the main job: tables, figures, trace
 setup: $(INSTALLED)  ## .venv with all that is needed
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
 
 soak: $(INSTALLED)  ## a job killed at hundreds of points and resumed
 	$(BIN)/python tests/soak.py $(ARGS)

@@ -34,7 +34,7 @@ setup(
     extras_require={
         "parquet": ["pyarrow"],  # for sweep --out x.parquet
         "lm-eval": ["lm_eval>=0.4.9"],  # for flexhybrid.lm_eval_adapter
-        "test": ["pytest", "hypothesis", "pytest-timeout"],
+        "test": ["pytest", "hypothesis", "pytest-timeout", "pytest-xdist"],
         "lint": ["ruff"],
     },
 )
