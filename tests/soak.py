@@ -22,12 +22,14 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 from models import save_opt
+from tqdm import tqdm
 
 from flexhybrid import LLM, cli
 from flexhybrid.runtime.executor import Executor
 
 #: Shared with the attempts: how many answers the one at hand has completed.
 COMPLETED = mmap.mmap(-1, 8)
+tqdm.monitor_interval = 0  # its thread may hold the bars' lock while an attempt is forked, which then waits for ever
 KINDS = ("before write", "within write", "after write", "fsync", "step")
 
 

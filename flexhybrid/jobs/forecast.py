@@ -105,7 +105,10 @@ def plan_lines(llm: LLM, found: Forecast, counts: str) -> list[str]:
             budget = llm.budgets.get(tier)
             memory.append(f"{tier} {gib(size)}" + (f" of {gib(budget)}" if budget else ""))
     if found.seconds is None:
-        predicted, limit = "nothing: this machine is not profiled (--policy auto does)", "not known"
+        unknown = "is not profiled (--policy auto does that)"
+        if llm.hardware is not None:
+            unknown = "was profiled without some of the policy's tasks (a disk's: flexhybrid profile --disk DIR)"
+        predicted, limit = f"nothing: this machine {unknown}", "not known"
     else:
         end = time.strftime("%a %H:%M", time.localtime(time.time() + found.seconds))
         predicted = f"{found.tokens / found.seconds:.1f} tokens/s, {duration(found.seconds)}: done by {end}"
