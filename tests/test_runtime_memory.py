@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import save_llama
 from strategies import runnable_policies
 
 from flexhybrid.core.memory import buffer_sizes, memory_plan
 from flexhybrid.core.plan import admit
+from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.rope import Rope
 from flexhybrid.core.shape import ModelShape
 from flexhybrid.core.workload import Workload
 from flexhybrid.runtime.engine import Engine
 from flexhybrid.runtime.host_memory import HostMemory
-from flexhybrid.runtime.loader import RandomWeights
+from flexhybrid.runtime.loader import Checkpoint, RandomWeights
 from flexhybrid.runtime.sampling import greedy_plan
 from flexhybrid.runtime.weights import DiskPlace, Weights
 from sim import catalogue
@@ -115,3 +119,13 @@ def test_host_memory_counts_what_it_gives(size):
     memory = HostMemory(pinned=False)
     memory.bytes(size)
     assert memory.allocated_bytes == size
+
+
+def test_weights_let_the_checkpoint_s_files_go(tmp_path):
+    save_llama(tmp_path)
+    checkpoint = Checkpoint(tmp_path)
+    policy = Policy("host", Placement(host=1.0), cache={"kv@host": 1.0})
+    weights = Weights(checkpoint.shape, checkpoint, "float32", torch.device("cpu"), policy)
+    del checkpoint
+    maps = Path("/proc/self/maps")
+    assert weights.outer and not (maps.is_file() and str(tmp_path) in maps.read_text())

@@ -144,9 +144,8 @@ class Speculation:
         self.skew: torch.Tensor | None = None
         if shape.rotary:
             self.skew = zeros(self.groups, shape.head_dim, shape.head_dim)
-            for layer in range(1, shape.num_layers):
-                matrices = weights.skew(layer)
-                self.skew[layer - 1] = torch.eye(shape.head_dim) if matrices is None else matrices
+            for layer, matrices in enumerate(weights.skewing[1:]):
+                self.skew[layer] = torch.eye(shape.head_dim) if matrices is None else matrices
         self.kept = kept_tokens(selection, wave.workload.prompt_tokens, cached, cached)
         tokens = [int(self.kept[group].max()) for group in wave.mini_batches]
         sizes = [most * len(group) for most, group in zip(tokens, wave.mini_batches, strict=True)]

@@ -90,7 +90,8 @@ class Weights:
         self.on_host = [self.host_memory.bytes(self.disk_from - self.streamed_from) for _ in range(shape.num_layers)]
         self.disk = disk.space(self.disk_stride * shape.num_layers)
         self.outer: dict[str, torch.Tensor] = {}
-        self.skew = source.skew
+        #: of a rotary model, a layer's skewing matrices [G, d, d] or None
+        self.skewing: list[torch.Tensor | None] = []
         try:
             self._fill(source)
         except BaseException:
@@ -112,8 +113,12 @@ class Weights:
                 self._place(layer, spot.start + first_row * spot.row_bytes, tensor.view(-1).view(torch.uint8), to_disk)
             if self.disk:
                 self.disk.write([(layer * self.disk_stride, to_disk)])
+        # Copies, all of them: a tensor of the source's would keep its whole file mapped.
         for name, tensor in source.outer_tensors():
-            self.outer[name] = tensor.to(device=self.device, dtype=self.dtype)
+            self.outer[name] = tensor.to(device=self.device, dtype=self.dtype, copy=True)
+        for layer in range(self.shape.num_layers if self.shape.rotary else 0):
+            matrices = source.skew(layer)
+            self.skewing.append(None if matrices is None else matrices.clone())
 
     def _place(self, layer: int, start: int, flat: torch.Tensor, to_disk: torch.Tensor) -> None:
         """Bytes of a layer from ``start`` on, each to its tier."""
