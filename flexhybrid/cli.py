@@ -74,6 +74,8 @@ def build_parser() -> argparse.ArgumentParser:
     _add_sweep(commands)
     _add_reproduce(commands)
     _add_accuracy(commands)
+    for command in commands.choices.values():
+        command.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
     return parser
 
 
@@ -89,7 +91,6 @@ def _add_skew(commands) -> None:
     parser.add_argument("--text", type=Path, required=True, help="text file to learn from")
     parser.add_argument("--out", type=Path, required=True, help="new folder for the skewed checkpoint")
     parser.add_argument("--tokens", type=int, default=2048, help="most tokens of the text that are used (2048)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
     parser.set_defaults(run=_skew)
 
 
@@ -146,7 +147,6 @@ def _add_sweep(commands) -> None:
     parser.add_argument("--workers", type=int, help="processes (all cores)")
     parser.add_argument("--fresh", action="store_true", help="drop what a stopped sweep has kept")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
     parser.set_defaults(run=_sweep)
 
 
@@ -161,7 +161,6 @@ def _add_reproduce(commands) -> None:
     parser.add_argument("--list", action="store_true", help="name the experiments and stop")
     parser.add_argument("--out", type=Path, default=Path("results/reproduce"), help="folder (results/reproduce)")
     parser.add_argument("--workers", type=int, help="processes (all cores)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
     parser.set_defaults(run=_reproduce)
 
 
@@ -189,7 +188,6 @@ def _add_accuracy(commands) -> None:
     parser.add_argument("--hardware", help="machine by name or file, for policies that it decides (what was measured)")
     parser.add_argument("--disk-dir", type=Path, metavar="DIR", help="scratch folder of policies that use a disk")
     parser.add_argument("--out", type=Path, default=Path("results/accuracy"), help="folder (results/accuracy)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
     parser.set_defaults(run=_accuracy)
 
 
@@ -201,7 +199,6 @@ def _model_and_machine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), default="float16")
     for tier in ("device", "host", "disk"):
         parser.add_argument(f"--{tier}-memory", help=f"budget of the {tier}, like 12GiB (the machine's)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
 
 
 def _common(parser: argparse.ArgumentParser) -> None:
@@ -211,7 +208,6 @@ def _common(parser: argparse.ArgumentParser) -> None:
         type=float,
         help="pace of the link on a CPU",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
 
 
 def _compare(args) -> dict:

@@ -102,26 +102,34 @@ def run(checkpoint, policy, make_engine, **options):
         weights.close()
 
 
+def tokens_under_delays(source, policy, seed, **options) -> list[list[int]]:
+    """What streams with random delays give, by a clean trace."""
+    result, engine = run(source, policy, lambda *of: FakeCudaEngine(*of, seed=seed), **options)
+    for fake in engine.streams:
+        fake.close()
+    assert check_trace(result.trace) == []
+    return result.tokens
+
+
+def check_delays_change_nothing(source, policy) -> None:
+    """For what has no reference but our own threads."""
+    expected, _ = run(source, policy, lambda *of: Engine(*of, num_threads=1))
+    for seed in range(2):
+        assert tokens_under_delays(source, policy, seed) == expected.tokens
+
+
 @pytest.mark.parametrize("policy", POLICIES, ids=["kv", "hybrid", "mixed tiers", "mixed tiers, weights resident"])
 @pytest.mark.parametrize("seed", range(3))
 def test_streams_with_random_delays_give_the_reference_tokens(checkpoint, policy, seed):
     source, expected = checkpoint
-    result, engine = run(source, policy, lambda *of: FakeCudaEngine(*of, seed=seed))
-    for fake in engine.streams:
-        fake.close()
-    assert result.tokens == expected
-    assert check_trace(result.trace) == []
+    assert tokens_under_delays(source, policy, seed) == expected
 
 
 @pytest.mark.parametrize("name", WIDER)
 @pytest.mark.parametrize("seed", range(2))
 def test_streams_with_random_delays_run_every_verb(checkpoint, name, seed):
     source, expected = checkpoint
-    result, engine = run(source, WIDER[name], lambda *of: FakeCudaEngine(*of, seed=seed), hardware=catalogue.load("t4"))
-    for fake in engine.streams:
-        fake.close()
-    assert result.tokens == expected
-    assert check_trace(result.trace) == []
+    assert tokens_under_delays(source, WIDER[name], seed, hardware=catalogue.load("t4")) == expected
 
 
 @pytest.mark.parametrize("kind", ["opt", "qwen2"])
@@ -135,14 +143,7 @@ def test_streams_with_random_delays_run_packed_rows_and_rotations(tmp_path, kind
         weights=Placement(device=0.3, host=0.3, disk=0.4), bits=Bits(8, 4, 8), max_mini_batch_tokens=100,
         cache={"act@disk": 0.2, "act@device": 0.2, "kv@disk": 0.2, "kv@device": 0.2, "kv@host": 0.2},
     )  # fmt: skip
-    source = Checkpoint(tmp_path)
-    expected, _ = run(source, policy, lambda *of: Engine(*of, num_threads=1))
-    for seed in range(2):
-        result, engine = run(source, policy, lambda *of, seed=seed: FakeCudaEngine(*of, seed=seed))
-        for fake in engine.streams:
-            fake.close()
-        assert result.tokens == expected.tokens
-        assert check_trace(result.trace) == []
+    check_delays_change_nothing(Checkpoint(tmp_path), policy)
 
 
 @pytest.mark.parametrize("kind", ["opt", "qwen2"])
@@ -158,14 +159,7 @@ def test_streams_with_random_delays_fetch_the_same_tokens(tmp_path, kind, victim
         weights=Placement(device=0.3, host=0.7), cache=cache, max_mini_batch_tokens=100,
         selection=Selection("speculative", None, 0.5, 0.3, 0.5, pool, victim or "fifo", "device"),
     )  # fmt: skip
-    source = Checkpoint(tmp_path)
-    expected, _ = run(source, policy, lambda *of: Engine(*of, num_threads=1))
-    for seed in range(2):
-        result, engine = run(source, policy, lambda *of, seed=seed: FakeCudaEngine(*of, seed=seed))
-        for fake in engine.streams:
-            fake.close()
-        assert result.tokens == expected.tokens
-        assert check_trace(result.trace) == []
+    check_delays_change_nothing(Checkpoint(tmp_path), policy)
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=["kv", "hybrid", "mixed tiers", "mixed tiers, weights resident"])

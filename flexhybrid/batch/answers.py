@@ -17,6 +17,7 @@ import numpy as np
 
 from flexhybrid.batch.openai import parse_answer
 from flexhybrid.core.errors import InputError
+from flexhybrid.core.files import lock_file
 
 SYNC_RESULTS, SYNC_S = 256, 1.0  #: results, or seconds, after which what was written is waited for
 PENDING, ANSWERED, FAILED = 0, 1, 2  #: of a line: not done, an answer, an error
@@ -41,15 +42,8 @@ class AnswerFile:
             raise
 
     def _lock(self) -> None:
-        """One writer a file; the lock goes with its process."""
-        try:
-            import fcntl
-        except ImportError:  # not on Windows
-            return
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise InputError(f"another run is writing {self.path}; wait for it, or choose another output") from None
+        """One writer a file."""
+        lock_file(self._fd, f"another run is writing {self.path}; wait for it, or choose another output")
         # Its writer may have put an ordered file in the place of the one opened here.
         if not self.path.exists() or os.fstat(self._fd).st_ino != self.path.stat().st_ino:
             raise InputError(f"another run has just ended and replaced {self.path}; try again")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from flexhybrid.core.errors import InputError
+from flexhybrid.core.files import lock_file
 
 MARK = b'{"format": "flexhybrid-sweep-1"'
 #: Larger files that a grid names (weights) are no settings and are not read.
@@ -88,7 +89,7 @@ def open_journal(out: Path, identity: dict, ids: list[str], fresh: bool) -> Jour
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror}; choose another --out") from None
     try:
-        _lock(file, path)
+        lock_file(file.fileno(), f"another sweep is writing {path}; wait for it, or choose another --out")
         file.seek(0)
         first = file.readline()
         if fresh or not first or (not first.endswith(b"\n") and MARK.startswith(first[: len(MARK)])):
@@ -104,18 +105,6 @@ def open_journal(out: Path, identity: dict, ids: list[str], fresh: bool) -> Jour
     except BaseException:
         file.close()
         raise
-
-
-def _lock(file: BinaryIO, path: Path) -> None:
-    """One sweep a journal; the lock goes with the process."""
-    try:
-        import fcntl
-    except ImportError:  # not on Windows
-        return
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise InputError(f"another sweep is writing {path}; wait for it, or choose another --out") from None
 
 
 def _check_header(path: Path, first: bytes, header: dict) -> None:

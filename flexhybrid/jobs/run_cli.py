@@ -80,7 +80,6 @@ def add_doctor(commands) -> None:
     parser.add_argument("--models", nargs="+", metavar="NAME", default=[], help="models by name or config.json (all)")
     parser.add_argument("--prompt-len", type=int, default=512, help="tokens of each prompt (512)")
     parser.add_argument("--gen-len", type=int, default=128, help="tokens each request generates (128)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
     parser.set_defaults(run=_doctor)
 
 
