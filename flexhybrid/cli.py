@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from flexhybrid import __version__
+from flexhybrid.cascade.cli import add_cascade
 from flexhybrid.core.errors import InputError
 from flexhybrid.jobs.run_cli import add_doctor, add_run
 
@@ -74,7 +75,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_sweep(commands)
     _add_reproduce(commands)
     _add_accuracy(commands)
-    for command in commands.choices.values():
+    for command in [*commands.choices.values(), *add_cascade(commands)]:
         command.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
     return parser
 

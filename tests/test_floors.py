@@ -51,10 +51,16 @@ FLOORS = {
         lazily=names("pulp"),
         must_not_load=("torch", "transformers", "flexhybrid.runtime", "pulp"),
     ),
+    # Reads models' outputs: torch only inside the functions that run a model.
+    "flexhybrid.cascade": Floor(
+        names("flexhybrid.cascade flexhybrid.core sim policy_search numpy scipy tqdm"),
+        lazily=names("flexhybrid flexhybrid.runtime torch pandas pyarrow pulp ray"),
+        must_not_load=("torch", "transformers", "pandas", "pulp", "ray", "flexhybrid.runtime"),
+    ),
     # The doors (DOORS below) load nothing heavy; what they open lazily may.
     "flexhybrid": Floor(
         names(
-            "flexhybrid flexhybrid.core flexhybrid.runtime sim policy_search "
+            "flexhybrid flexhybrid.cascade flexhybrid.core flexhybrid.runtime sim policy_search "
             "numpy pandas torch transformers tokenizers safetensors tqdm lm_eval"
         ),
         # the main job reads the shipped material and has its figures drawn; run reads parquet
@@ -63,10 +69,10 @@ FLOORS = {
     ),
     "experiments": Floor(
         names(
-            "experiments figures flexhybrid flexhybrid.core flexhybrid.runtime sim policy_search "
+            "experiments figures flexhybrid flexhybrid.cascade flexhybrid.core flexhybrid.runtime sim policy_search "
             "numpy scipy pandas torch transformers tokenizers safetensors tqdm pytest"
         ),
-        lazily=names("accelerate flexgen"),  # peers, where they are installed
+        lazily=names("accelerate flexgen sklearn"),  # peers, where they are installed; the handwritten digits
     ),
     "figures": Floor(
         names("figures numpy pandas matplotlib"),
@@ -167,6 +173,8 @@ def test_every_import_stays_on_its_floor_or_goes_down():
         ("policy_search.lp", "import pulp"),
         ("flexhybrid.llm", "from experiments import bench"),
         ("flexhybrid.runtime.clock", "from flexhybrid import LLM"),
+        ("flexhybrid.core.plan", "from flexhybrid.cascade import routes"),
+        ("flexhybrid.cascade.models", "import torch"),
         ("figures.timeline", "from flexhybrid.core.trace import TraceEvent"),
     ],
 )

@@ -1,0 +1,278 @@
+"""A cascade as data: its models with their costs, the thresholds and skips that route requests, and what is expected.
+
+One JSON file, written by ``flexhybrid cascade search``, read by whatever plans, simulates or serves the cascade.
+
+A request starts at model 0. Model i answers where its confidence c >= thresholds[i]; the last one always answers. Below
+the threshold the request goes on: to the target of the first skip with c < below, else to model i + 1.
+
+    confidence of model i   0 ──── below ──── below ──────── threshold ──── 1
+    goes on to                  n−1       i+2        i+1               answers
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import numpy as np
+
+from flexhybrid.core.errors import InputError, unknown
+from flexhybrid.core.hardware import write_by_rename
+
+VERSION = 1
+TASKS = ("classification", "generation", "extraction")
+#: What a request costs on a model, and the unit of each. Money is in whatever currency the user thinks in.
+COSTS = {"energy_j": "J", "seconds": "s", "money": "money"}
+ANSWERED = -1  #: in the place of a next model: the request stays
+
+
+@dataclass(frozen=True)
+class CascadeModel:
+    """A model of a cascade. A cost that nobody knows is None; ``source`` says where a local model is found."""
+
+    name: str
+    temperature: float = 1.0  #: divides its logits before confidence is read off them
+    energy_j: float | None = None  #: a request, on this model alone
+    seconds: float | None = None
+    money: float | None = None
+    source: str | None = None
+
+    def __post_init__(self):
+        if not isinstance(self.name, str) or not self.name:
+            raise InputError(f"a model of a cascade needs a name, not {self.name!r}")
+        _check_number(f"temperature of {self.name}", self.temperature, above=0.0)
+        for cost in COSTS:
+            if getattr(self, cost) is not None:
+                _check_number(f"{cost} of {self.name}", getattr(self, cost), above=0.0)
+        if self.source is not None and not isinstance(self.source, str):
+            raise InputError(f"source of {self.name} must be text or null, not {self.source!r}")
+
+
+@dataclass(frozen=True)
+class Skip:
+    """Requests whose confidence is below ``below`` go straight to the model at place ``to``."""
+
+    below: float
+    to: int
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a cascade did on the data it was searched on, or is said to do: one share a model, of all requests."""
+
+    answered: tuple[float, ...]  #: answered by each model; sums to 1
+    visited: tuple[float, ...]  #: computed by each model; the paper's rho
+    accuracy: float  #: 0 .. 1
+    num_requests: int | None = None  #: how many it was counted on
+
+
+@dataclass(frozen=True)
+class Cascade:
+    """Models from small to large, and the routes between them. A wrong value raises InputError with its field."""
+
+    models: tuple[CascadeModel, ...]
+    thresholds: tuple[float, ...]  #: of every model but the last
+    skips: tuple[tuple[Skip, ...], ...] = ()  #: of every model but the last, each with growing ``below``
+    task: str = "classification"
+    cost: str = "energy_j"  #: the one of COSTS that the thresholds were chosen for
+    top_k: int | None = None  #: generation: confidence is read off so many largest logits (None: all)
+    expected: Expected | None = None
+    note: str = ""  #: how the thresholds were chosen, in words
+
+    def __post_init__(self):
+        if not self.models:
+            raise InputError("a cascade needs at least one model")
+        if twice := [name for name in self.names if self.names.count(name) > 1]:
+            raise InputError(f"two models of the cascade are called {twice[0]!r}")
+        if self.task not in TASKS:
+            raise unknown("task", self.task, TASKS)
+        if self.cost not in COSTS:
+            raise unknown("cost", self.cost, COSTS)
+        if self.top_k is not None and (not isinstance(self.top_k, int) or self.top_k < 2):
+            raise InputError(f"top_k is {self.top_k!r}; it must be a whole number >= 2, or null")
+        if len(self.thresholds) != len(self.models) - 1:
+            raise InputError(
+                f"{len(self.models)} models need {len(self.models) - 1} thresholds, not {len(self.thresholds)}"
+            )
+        for name, threshold in zip(self.names, self.thresholds):
+            _check_number(f"threshold of {name}", threshold, 0.0, 1.0)
+        if not self.skips:
+            object.__setattr__(self, "skips", ((),) * len(self.thresholds))
+        if len(self.skips) != len(self.thresholds):
+            raise InputError(f"{len(self.thresholds)} models may skip, but {len(self.skips)} lists of skips are given")
+        for i, skips in enumerate(self.skips):
+            self._check_skips(i, skips)
+        if self.expected is not None:
+            _check_expected(self.expected, len(self.models))
+
+    def _check_skips(self, i: int, skips: tuple[Skip, ...]) -> None:
+        name, last = self.names[i], 0.0
+        for skip in skips:
+            _check_number(f"a skip of {name}", skip.below, 0.0, 1.0)
+            if not last < skip.below <= self.thresholds[i]:
+                raise InputError(
+                    f"skips of {name} must grow and end at its threshold {self.thresholds[i]:g} at most; "
+                    f"{skip.below:g} comes after {last:g}"
+                )
+            if not isinstance(skip.to, int) or not i < skip.to < len(self.models):
+                raise InputError(f"a skip of {name} goes to {skip.to!r}, which is no larger model of the cascade")
+            last = skip.below
+
+    @property
+    def names(self) -> list[str]:
+        return [model.name for model in self.models]
+
+    @property
+    def costs(self) -> np.ndarray:
+        """The chosen cost of a request on each model. InputError where one is not known."""
+        return costs_of(self.models, self.cost)
+
+    def expected_cost(self) -> float:
+        """Of a request, in the unit of the chosen cost: sum of visited share times cost (Algorithm 1, e)."""
+        if self.expected is None:
+            raise InputError("the cascade does not say which shares of the requests its models get")
+        return float(np.dot(self.expected.visited, self.costs))
+
+    def next_model(self, i: int, confidence: np.ndarray) -> np.ndarray:
+        """Where requests [N] with this confidence at model i go: ANSWERED, or the place of a larger model.
+
+        A confidence that is no number is no confidence: the request goes on to model i + 1.
+        """
+        confidence = np.asarray(confidence, dtype=float)
+        if i == len(self.models) - 1:
+            return np.full(confidence.shape, ANSWERED)
+        to = np.full(confidence.shape, i + 1)
+        for skip in reversed(self.skips[i]):
+            to[confidence < skip.below] = skip.to
+        to[confidence >= self.thresholds[i]] = ANSWERED
+        return to
+
+    def walk(self, confidence: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The way of N requests: (place of the model that answers [N], which models compute it [models, N] bool).
+
+        ``confidence`` [models or models − 1, N]: what each model would say of each request.
+        """
+        confidence = np.asarray(confidence, dtype=float)
+        num_requests = confidence.shape[1]
+        at = np.zeros(num_requests, dtype=int)
+        visited = np.zeros((len(self.models), num_requests), dtype=bool)
+        for i in range(len(self.models)):
+            here = np.flatnonzero(at == i)
+            visited[i, here] = True
+            if i < len(self.models) - 1:
+                to = self.next_model(i, confidence[i, here])
+                at[here] = np.where(to == ANSWERED, i, to)  # an answered one stays: later models look at their place
+        return at, visited
+
+    def to_dict(self) -> dict:
+        """What the JSON file holds; skips name their targets."""
+        record = asdict(self)
+        record["skips"] = [
+            [{"below": skip.below, "to": self.names[skip.to]} for skip in skips] for skips in self.skips
+        ]  # fmt: skip
+        return {"version": VERSION, **record}
+
+    @classmethod
+    def from_dict(cls, record: object, where: str = "the cascade") -> Cascade:
+        """Strict: a missing, unknown or wrong field raises InputError that names it and ``where`` it stands."""
+        try:
+            return cls(**_fields_from(record))
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from None
+
+    def save(self, path: str | Path) -> None:
+        """Write the JSON file, whole or not at all."""
+        try:
+            write_by_rename(Path(path), json.dumps(self.to_dict(), indent=1))
+        except OSError as error:
+            raise InputError(f"cannot write {path}: {error.strerror or error}") from None
+
+    @classmethod
+    def load(cls, path: str | Path) -> Cascade:
+        return cls.from_dict(read_json(path), str(path))
+
+
+def costs_of(models: tuple[CascadeModel, ...], cost: str) -> np.ndarray:
+    """One kind of cost of a request on each model [models]; InputError for a kind, or a model's cost, not known."""
+    if cost not in COSTS:
+        raise unknown("cost", cost, COSTS)
+    if unpriced := [model.name for model in models if getattr(model, cost) is None]:
+        raise InputError(f"{cost} of a request on {unpriced[0]} is not known: give it to `flexhybrid cascade fit`")
+    return np.array([getattr(model, cost) for model in models], dtype=float)
+
+
+def read_json(path: str | Path) -> object:
+    """A JSON file's content; InputError where it cannot be read."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror or error}") from None
+    except ValueError as error:
+        raise InputError(f"{path} is not JSON: {error}") from None
+
+
+def _check_number(what: str, value, low: float = -math.inf, high: float = math.inf, above: float = -math.inf) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise InputError(f"{what} must be a finite number, not {value!r}")
+    if not low <= value <= high:
+        raise InputError(f"{what} is {value:g}; it must be between {low:g} and {high:g}")
+    if not value > above:
+        raise InputError(f"{what} is {value:g}; it must be above {above:g}")
+
+
+def _check_expected(expected: Expected, num_models: int) -> None:
+    for name in ("answered", "visited"):
+        shares = getattr(expected, name)
+        if len(shares) != num_models:
+            raise InputError(f"expected {name} has {len(shares)} shares for {num_models} models")
+        for share in shares:
+            _check_number(f"expected {name} share", share, 0.0, 1.0)
+    if abs(sum(expected.answered) - 1) > 1e-6:
+        raise InputError(f"expected answered shares sum to {sum(expected.answered):g}, not to 1")
+    _check_number("expected accuracy", expected.accuracy, 0.0, 1.0)
+
+
+def _fields_from(record: object) -> dict:
+    """The fields of a Cascade from what a JSON file holds."""
+    found = dict(_checked_fields(Cascade, record, "a cascade", {"version"}))
+    if found.pop("version", None) != VERSION:
+        raise InputError(f"version must be {VERSION}")
+    models = [CascadeModel(**_checked_fields(CascadeModel, one, "a model")) for one in _checked_list(found, "models")]
+    places = {model.name: place for place, model in enumerate(models)}
+    found["models"] = tuple(models)
+    found["thresholds"] = tuple(_checked_list(found, "thresholds"))
+    found["skips"] = tuple(tuple(_skip_from(one, places) for one in skips) for skips in _checked_list(found, "skips"))
+    if found.get("expected") is not None:
+        expected = dict(_checked_fields(Expected, found["expected"], "expected"))
+        for name in ("answered", "visited"):
+            expected[name] = tuple(_checked_list(expected, name))
+        found["expected"] = Expected(**expected)
+    return found
+
+
+def _checked_fields(record: type, data: object, what: str, more: set[str] = frozenset()) -> dict:
+    if not isinstance(data, dict):
+        raise InputError(f"{what} must be a JSON object, not {type(data).__name__}")
+    known = {field.name for field in fields(record)} | more
+    if strange := [name for name in data if name not in known]:
+        raise unknown(f"field of {what}", strange[0], sorted(known))
+    needed = [field.name for field in fields(record) if field.default is field.default_factory]
+    if missing := [name for name in needed if name not in data]:
+        raise InputError(f"{what}: the field {missing[0]!r} is missing")
+    return data
+
+
+def _checked_list(record: dict, name: str) -> list:
+    value = record.get(name, [])
+    if not isinstance(value, list):
+        raise InputError(f"{name} must be a list, not {value!r}")
+    return value
+
+
+def _skip_from(data: object, places: dict[str, int]) -> Skip:
+    data = _checked_fields(Skip, data, "a skip")
+    if data["to"] not in places:
+        raise unknown("model that a skip goes to", data["to"], places)
+    return Skip(data["below"], places[data["to"]])
