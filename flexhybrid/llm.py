@@ -18,6 +18,7 @@ from flexhybrid.core.memory import BufferSizes, buffer_sizes, fits, memory_plan,
 from flexhybrid.core.plan import Wave, admit
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.shape import DTYPE_BYTES
+from flexhybrid.core.trace import TraceEvent
 from flexhybrid.core.waves import check_least, first_wave, split_waves, wave_plan
 from flexhybrid.core.workload import Workload
 from flexhybrid.machine import (
@@ -36,6 +37,9 @@ from flexhybrid.runtime.sampling import SamplingPlan
 from flexhybrid.runtime.weights import DiskPlace, Weights
 from flexhybrid.sampling_params import SamplingParams, is_whole, one_a_prompt
 from flexhybrid.text import Decode, StopWatch, answer_text
+
+OnTrace = Callable[[list[TraceEvent]], object]
+TRACED_TASKS = 50_000  #: of a wave: a file that a browser still opens
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,7 @@ class LLM:
         on_tokens: Callable[[int], None] | None = None,
         on_answer: Callable[[int, RequestOutput], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
+        on_trace: OnTrace | None = None,
     ) -> list[RequestOutput | None]:
         """Complete every prompt: a text, a list of token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": ids}.
 
@@ -133,7 +138,7 @@ class LLM:
         it are told.
 
         Once ``should_stop()`` is true, the call ends with the iteration at hand; answers that are not complete by then
-        are None.
+        are None. ``on_trace`` hears what ran when in the first wave, up to TRACED_TASKS tasks of it.
 
         ``sampling_params``: one for all prompts, or a list of one a prompt. Random numbers hang on the seed, the
         position in the text and, when one SamplingParams serves all, the prompt's place in the list; a seed of a list
@@ -172,7 +177,7 @@ class LLM:
                 on_answer(index, answers[index])
 
         with self.waves(workload) as waves:
-            self._run_waves(waves, ids, params, plan, answered, on_tokens, should_stop)
+            self._run_waves(waves, ids, params, plan, answered, on_tokens, should_stop, on_trace)
         return answers
 
     @contextmanager
@@ -209,6 +214,7 @@ class LLM:
         answered: Callable[[int, CompletionOutput], None],
         on_tokens: Callable[[int], None] | None,
         should_stop: Callable[[], bool] | None,
+        on_trace: OnTrace | None,
     ) -> None:
         """Run wave after wave; ``answered`` hears of each answer."""
         for members, wave in waves:
@@ -224,7 +230,7 @@ class LLM:
                 i = int(members[place])
                 answered(i, self._completion(params[i], ids[i], tokens, stop, watches.get(place)))
 
-            self.engine.run(
+            result = self.engine.run(
                 wave,
                 [ids[i] for i in members],
                 plan.select(members),
@@ -233,7 +239,11 @@ class LLM:
                 on_tokens=on_tokens,
                 on_finish=finished,
                 should_stop=should_stop,
+                keep_trace=TRACED_TASKS if on_trace else False,
             )
+            if on_trace:
+                on_trace(result.trace)
+                on_trace = None
 
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
         """What ends an answer."""

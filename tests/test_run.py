@@ -504,7 +504,7 @@ def test_a_long_file_takes_no_more_memory_than_its_census(tiny, tmp_path, monkey
     )
     windows = []
 
-    def generate(self, prompts, params, on_tokens, on_answer, should_stop):
+    def generate(self, prompts, params, on_tokens, on_answer, *rest):
         windows.append(len(prompts))
         for place, ids in enumerate(prompts):
             on_answer(place, RequestOutput(None, ids, [CompletionOutput(0, "", [5], "length")]))
@@ -533,6 +533,27 @@ def test_a_wave_of_mixed_lengths_is_priced_by_who_is_left(tiny):
         half = price(llm, Workload.uniform(4, 10, 20)).seconds
         assert half < price(llm, mixed).seconds < price(llm, uniform).seconds
         assert forecast(llm, mixed).seconds == pytest.approx(price(llm, mixed).seconds)
+
+
+def test_a_trace_and_a_report_on_request(tiny, tmp_path, capsys):
+    source, out = requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
+    source.write_text(source.read_text() + "{broken\n" + line("r0", prompt=[5]) + "\n")
+    asked = ["--trace", str(tmp_path / "trace.json"), "--report", str(tmp_path / "report.md")]
+    lines = {key: Line(1e-4, 1e-12, 1e-10) for key in ("compute", "h2d", "d2h", "host_compute")}
+    Hardware("local", "cpu", lines, dtype="float32").save(tmp_path / "cache/hardware-cpu.json")
+    assert run(source, out, tiny, *asked) == 0
+    told = capsys.readouterr().out
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    verbs = [[e["name"] for e in events if e["ph"] == "X" and e["pid"] == pid] for pid in (1, 2)]
+    assert names == ["predicted", "measured"] and verbs[0] == verbs[1] and verbs[0].count("store_out") == 5
+    page = (tmp_path / "report.md").read_text()
+    assert all(text in page for text in told.splitlines()) and "| invalid_json | 1 |" in page
+    assert "| duplicate_custom_id | 1 |" in page and "| step | s |" in page and '"transformers"' in page
+    (tmp_path / "trace.json").unlink()
+    assert run(source, out, tiny, *asked) == 0 and "trace      of nothing" in capsys.readouterr().out
+    assert not (tmp_path / "trace.json").exists() and "| step" not in (tmp_path / "report.md").read_text()
+    assert run(source, out, tiny, "--trace", str(source)) == 2 and "the same file" in capsys.readouterr().err
 
 
 def test_answers_so_far_count(tmp_path):

@@ -89,14 +89,14 @@ def checkpoint(tmp_path_factory):
     return Checkpoint(folder), expected
 
 
-def run(checkpoint, policy, make_engine, **options):
+def run(checkpoint, policy, make_engine, keep_trace=True, **options):
     workload = Workload(np.array([len(p) for p in PROMPTS]), np.full(len(PROMPTS), MAX_TOKENS))
     wave = admit(checkpoint.shape, policy, workload, 4, **options)
     weights = Weights(checkpoint.shape, checkpoint, "float32", torch.device("cpu"), policy)
     engine = make_engine(weights, policy, buffer_sizes(wave))
     plan = greedy_plan(len(PROMPTS))
     try:
-        return engine.run(wave, PROMPTS, plan, keep_trace=True), engine
+        return engine.run(wave, PROMPTS, plan, keep_trace=keep_trace), engine
     finally:
         engine.close()
         weights.close()
@@ -123,6 +123,19 @@ def check_delays_change_nothing(source, policy) -> None:
 def test_streams_with_random_delays_give_the_reference_tokens(checkpoint, policy, seed):
     source, expected = checkpoint
     assert tokens_under_delays(source, policy, seed) == expected
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_trace_may_end_before_its_wave(checkpoint, streams):
+    """The first tasks are those of a whole trace; what runs afterwards is the same."""
+    source, expected = checkpoint
+    make = (lambda *of: FakeCudaEngine(*of, seed=1)) if streams else (lambda *of: Engine(*of, num_threads=1))
+    whole, _ = run(source, POLICIES[1], make)
+    for count in (1, 100, len(whole.trace), len(whole.trace) + 1):
+        part, _ = run(source, POLICIES[1], make, keep_trace=count)
+        assert part.tokens == whole.tokens == expected
+        assert [e.task.key for e in part.trace] == [e.task.key for e in whole.trace[:count]]
+        assert check_trace(part.trace) == []
 
 
 @pytest.mark.parametrize("name", WIDER)

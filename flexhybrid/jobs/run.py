@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
@@ -19,7 +19,7 @@ import transformers
 from flexhybrid import __version__
 from flexhybrid.batch.answers import ANSWERED, FAILED, PENDING, AnswerFile
 from flexhybrid.batch.manifest import check_same, load_manifest, model_record, save_manifest
-from flexhybrid.batch.openai import ReadLine, answer_line, error_line
+from flexhybrid.batch.openai import ReadLine, Request, answer_line, error_line
 from flexhybrid.batch.requests import (
     Census,
     file_state,
@@ -31,14 +31,16 @@ from flexhybrid.batch.requests import (
     refusals,
     take_census,
 )
-from flexhybrid.core.blocks import BLOCK_TOKENS
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware, check_new_file, load_hardware
+from flexhybrid.core.trace import TraceEvent
 from flexhybrid.core.workload import Workload
+from flexhybrid.jobs.answering import answer_pending, load_weights
 from flexhybrid.jobs.forecast import WINDOW, Forecast, duration, forecast, plan_lines, sorted_by_length
 from flexhybrid.jobs.measure import PROFILE_STEPS, free_host_bytes, measure_for_model, model_profile_path
 from flexhybrid.jobs.measure_disk import measure_disk, with_disk
-from flexhybrid.jobs.progress import Progress, StopAsked, stop_on_signal
+from flexhybrid.jobs.progress import Progress, stop_on_signal
+from flexhybrid.jobs.run_report import clocks, refusal_codes, write_report, write_trace
 from flexhybrid.llm import LLM, RequestOutput
 from flexhybrid.machine import named_hardware, pick_device
 from flexhybrid.runtime.loader import Checkpoint
@@ -71,6 +73,8 @@ class RunOptions:
     ordered: bool = False
     restart: bool = False
     verify: bool = False
+    trace: Path | None = None  #: what ran when in the first wave
+    report: Path | None = None  #: a page about the run
     reprofile: bool = False
     quiet: bool = False
 
@@ -102,16 +106,17 @@ def run(options: RunOptions, say=print) -> dict:
 def _check_paths(options: RunOptions) -> None:
     """Raise InputError for files in each other's way, before the work."""
     SamplingParams(**options.sampling)
-    paths = {"the input": options.input, "the output": options.output, "--errors": options.errors}
+    asked = {"--errors": options.errors, "--trace": options.trace, "--report": options.report}
+    paths = {"the input": options.input, "the output": options.output, **asked}
     resolved: dict[Path, str] = {}
     for name, path in paths.items():
         if path is not None and (other := resolved.setdefault(path.resolve(), name)) != name:
             raise InputError(f"{name} and {other} are the same file, {path}")
-    for path in (options.output, options.errors):
+    for path in (options.output, *asked.values()):
         if path is not None:
             check_new_file(path)
             if path.exists() and not path.is_file():
-                raise InputError(f"cannot write {path}: it is not a regular file, which a run could continue")
+                raise InputError(f"cannot write {path}: it is not a regular file")
 
 
 def _open(stack: contextlib.ExitStack, path: Path) -> AnswerFile:
@@ -167,46 +172,62 @@ class Job:
         self.answers = files[options.output]
         self.errors = files[options.errors or options.output]
         self.states = np.full(census.num_lines, PENDING, dtype=np.uint8)
+        self._order = np.empty(0, dtype=np.int64)
         self.created = 0
         self.tokens = 0  #: that this run has generated, of answers that it has written
-        self.most = WINDOW  #: requests of a wave
+        self.manifest: dict = {}
+        self.trace: list[TraceEvent] = []  #: of the first wave, where it was asked for
 
-    def run(self, say, began: float) -> dict:
+    def run(self, tell, began: float) -> dict:
+        said: list[str] = []
+
+        def say(text: str) -> None:
+            said.append(text)
+            tell(text)
+
+        options = self.options
         if not self.census.num_lines:
-            raise InputError(f"{self.options.input} is empty")
+            raise InputError(f"{options.input} is empty")
         self._resume()
         earlier = int((self.states != PENDING).sum())
         self._write_refusals()
         if not self.census.valid.any():
             reason = next(refusals(self.lines, self.census, self.read, [1]))[1].message
             raise InputError(
-                f"{self.options.input} has no request that can be served; line 1: {reason}. All the "
+                f"{options.input} has no request that can be served; line 1: {reason}. All the "
                 f"reasons are in {self.errors.path}"
             )
-        pending, failed = self._pending(), int((self.states == FAILED).sum())
+        self._order = self._sorted(np.flatnonzero(self.census.valid & (self.states == PENDING)))
+        pending, failed = self.pending(), int((self.states == FAILED).sum())
         found, seconds, stopped = None, 0.0, False
         if len(pending):
             found = self._plan(pending, earlier, say)
-            self._load_weights(found)
+            load_weights(self.llm, found.layer_bytes)
             started = time.perf_counter()
             with (
                 stop_on_signal() as stop,
-                Progress(found.tokens, "tokens", "tok", self.options.quiet, found.seconds, failed) as progress,
+                Progress(found.tokens, "tokens", "tok", options.quiet, found.seconds, failed) as progress,
             ):
-                self._answer(progress, stop)
-            seconds, stopped = time.perf_counter() - started, bool(len(self._pending()))
+                answer_pending(self, progress, stop, self.trace.extend if options.trace or options.report else None)
+            seconds, stopped = time.perf_counter() - started, bool(len(self.pending()))
         for file in self.files.values():
             file.sync()
-            if self.options.ordered and not stopped:
+            if options.ordered and not stopped:
                 file.sort(self.census.num_lines)
-        return self._summary(say, found, earlier, seconds, stopped, time.time() - began)
+        result = self._summary(say, found, earlier, seconds, stopped, time.time() - began)
+        traces = clocks(self.trace, self.llm.hardware)
+        if options.trace and traces:
+            write_trace(options.trace, traces)
+        if options.report:
+            write_report(options.report, said, self.manifest, refusal_codes(self.errors.path), traces)
+        return result
 
     def _resume(self) -> None:
         """Take over what an earlier run left, if it was the same run; else begin anew where that loses nothing."""
         options, llm = self.options, self.llm
         pending = self.census.valid
         if pending.any():
-            llm.settle(_thin(self._workload(self._sorted(np.flatnonzero(pending)))))
+            llm.settle(_thin(self.workload(self._sorted(np.flatnonzero(pending)))))
         now = {
             "created": int(time.time()),
             "input": {"sha256": self.census.sha256, "lines": self.census.num_lines},
@@ -228,12 +249,14 @@ class Job:
             for file in self.files.values():
                 file.clear()
             save_manifest(options.output, now)
+            self.manifest = now
             self.created = now["created"]
             return
         if earlier is None:
             raise InputError(f"{used[0]} holds something, but no manifest is beside {options.output}: it was not "
                              "written by a run; choose another output, or overwrite it with --restart")  # fmt: skip
         check_same(options.output, earlier, now)
+        self.manifest = earlier
         self.created = earlier["created"]
         states = self.states.copy()
         for file in self.files.values():
@@ -254,22 +277,23 @@ class Job:
         self.errors.append(batch)
         self.states[missing - 1] = FAILED
 
-    def _pending(self) -> np.ndarray:
+    def pending(self) -> np.ndarray:
         """Places of the lines to be answered, in the order of the work."""
-        return self._sorted(np.flatnonzero(self.census.valid & (self.states == PENDING)))
+        self._order = self._order[self.states[self._order] == PENDING]
+        return self._order
 
     def _sorted(self, places: np.ndarray) -> np.ndarray:
         return places[sorted_by_length(self.census.prompt_tokens[places], self.census.max_tokens[places])]
 
-    def _workload(self, places: np.ndarray) -> Workload:
+    def workload(self, places: np.ndarray) -> Workload:
         return Workload(self.census.prompt_tokens[places], self.census.max_tokens[places])
 
     def _plan(self, pending: np.ndarray, earlier: int, say) -> Forecast:
         """The forecast, told in five lines. Raises InputError where the largest requests do not fit the budgets."""
-        lengths = self._workload(pending)
+        lengths = self.workload(pending)
         for largest in {int(lengths.prompt_tokens.argmax()), int(lengths.cached_tokens.argmax())}:
             try:
-                self.llm.first_wave(self._workload(pending[largest : largest + 1]))
+                self.llm.first_wave(self.workload(pending[largest : largest + 1]))
             except InputError as error:
                 raise InputError(f"line {pending[largest] + 1}: {error}") from None
         found = forecast(self.llm, lengths)
@@ -280,73 +304,26 @@ class Job:
             say(line)
         return found
 
-    def _load_weights(self, found: Forecast) -> None:
-        """Raises InputError where the device cannot hold them, or where they come to lie elsewhere than planned."""
-        try:
-            placed = self.llm.load()
-        except torch.OutOfMemoryError as error:
-            raise InputError(
-                f"the device has too little memory for the weights: {error}; name --device-memory"
-            ) from None
-        if placed != found.layer_bytes:
-            raise InputError(f"the layers' weights take {placed} bytes, not the {found.layer_bytes} that were planned")
+    def check_input_unchanged(self) -> None:
+        if file_state(self.options.input) != self.input_state:
+            raise InputError(f"{self.options.input} was changed under way; what is answered is kept")
 
-    def _answer(self, progress: Progress, stop: StopAsked) -> None:
-        """Wave after wave, until all is answered or a stop is asked for."""
-        while len(pending := self._pending()) and not stop.asked:
-            if file_state(self.options.input) != self.input_state:
-                raise InputError(f"{self.options.input} was changed under way; what is answered is kept")
-            window = pending[: self.most]
-            count, _ = self.llm.first_wave(self._workload(window))
-            try:
-                self._answer_wave(window[:count] + 1, progress, stop)
-            except torch.OutOfMemoryError as error:
-                self._take_smaller(count, error, progress)
+    def request(self, number: int) -> Request:
+        """Of a line that can be served, from 1."""
+        return read_line(self.lines, self.census, self.read, number)
 
-    def _answer_wave(self, numbers: np.ndarray, progress: Progress, stop: StopAsked) -> None:
-        requests = [read_line(self.lines, self.census, self.read, n) for n in numbers.tolist()]
-        answered: list[tuple[int, bytes, int]] = []
+    def line(self, number: int, request: Request, output: RequestOutput) -> bytes:
+        """What the output will hold of an answer to line ``number``."""
+        return answer_line(number, request, output, self.url, self.created)
 
-        def on_answer(place: int, output: RequestOutput) -> None:
-            line = answer_line(int(numbers[place]), requests[place], output, self.url, self.created)
-            answered.append((int(numbers[place]), line, len(output.outputs[0].token_ids)))
-
-        def on_tokens(count: int) -> None:
-            write()
-            progress.advance(count)
-
-        def write() -> None:
-            """All answers of an iteration at once."""
-            done, answered[:] = list(answered), []
-            self.answers.append([line for _, line, _ in done])
-            for number, _, tokens in done:
-                self.states[number - 1] = ANSWERED
-                self.tokens += tokens
-                progress.finished(int(self.census.max_tokens[number - 1]) - tokens)
-            self.answers.sync_if_due()
-
-        try:
-            self.llm.generate(
-                [one.token_ids for one in requests], [one.params for one in requests], on_tokens, on_answer,
-                lambda: stop.asked,
-            )  # fmt: skip
-        finally:
-            write()
-
-    def _take_smaller(self, count: int, error: torch.OutOfMemoryError, progress: Progress) -> None:
-        """Go on with half the mini-batch, and half the requests at a time, after the device had too little memory."""
-        policy = self.llm.policy
-        tokens = policy.max_mini_batch_tokens // 2
-        if count == 1 and tokens < BLOCK_TOKENS:
-            raise InputError(f"the device has too little memory for one request: {error}") from None
-        tokens = max(tokens, BLOCK_TOKENS)
-        self.most = max(1, count // 2)
-        progress.note(
-            f"the device is out of memory: on with mini-batches of {tokens} tokens, {self.most} requests at a time"
-        )
-        self.llm.use(replace(policy, max_mini_batch_tokens=tokens))
-        if self.llm.device.type == "cuda":
-            torch.cuda.empty_cache()
+    def write(self, answered: list[tuple[int, bytes, int]], progress: Progress) -> None:
+        """Complete answers: (line number, the line to write, tokens generated)."""
+        self.answers.append([line for _, line, _ in answered])
+        for number, _, tokens in answered:
+            self.states[number - 1] = ANSWERED
+            self.tokens += tokens
+            progress.finished(int(self.census.max_tokens[number - 1]) - tokens)
+        self.answers.sync_if_due()
 
     def _summary(self, say, found, earlier: int, seconds: float, stopped: bool, total_s: float) -> dict:
         options, states = self.options, self.states
@@ -365,6 +342,10 @@ class Job:
         say(f"answers    {options.output}")
         if counts["refused"]:
             say(f"refused    {options.errors or f'{options.output}, lines of status_code 400'}")
+        if options.trace:
+            say(f"trace      {options.trace} (open it at ui.perfetto.dev)" if self.trace else "trace      of nothing")
+        if options.report:
+            say(f"report     {options.report}")
         if stopped:
             say("stopped: give the same command again to go on")
         return {

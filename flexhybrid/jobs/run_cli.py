@@ -46,6 +46,8 @@ def add_run(commands, common: Callable) -> None:
     parser.add_argument("--ordered", action="store_true", help="put the output in the input's order at the end")
     parser.add_argument("--restart", action="store_true", help="begin anew, over the output of an earlier run")
     parser.add_argument("--verify", action="store_true", help="hash the model's files, to compare when going on")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write what ran when in a wave, for Perfetto")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="write a page about the run, in Markdown")
     parser.add_argument("--reprofile", action="store_true", help="measure this machine again for policy auto")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     parser.set_defaults(run=_run)
@@ -56,7 +58,8 @@ def _run(args) -> dict:
 
     names = (
         *("input", "output", "model", "errors", "format", "column", "seed", "policy", "device", "dtype"),
-        *("link_gb_per_s", "hardware", "disk_dir", "disk_gb_per_s", "ordered", "restart", "verify", "reprofile"),
+        *("link_gb_per_s", "hardware", "disk_dir", "disk_gb_per_s", "ordered", "restart", "verify"),
+        *("trace", "report", "reprofile"),
     )
     sampling = {name: getattr(args, name) for name, _, _ in SAMPLING if getattr(args, name) is not None}
     budgets = {tier: getattr(args, f"{tier}_memory") for tier in TIERS}

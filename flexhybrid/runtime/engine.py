@@ -129,7 +129,7 @@ class Engine:
         plan: SamplingPlan,
         stop_ids: Sequence[Collection[int]] | None = None,
         stop_texts: StopTexts | None = None,
-        keep_trace: bool = False,
+        keep_trace: bool | int = False,
         on_tokens: Callable[[int], None] | None = None,
         tasks: Iterable[Task] | None = None,
         executor: Executor | None = None,
@@ -142,6 +142,7 @@ class Engine:
 
         ``stop_ids``: token ids that end a request, a collection for each request of the wave. ``stop_texts``: for
         requests that a text may end, what hears of their other tokens.
+        ``keep_trace``: of all tasks, or of the first so many.
         ``tasks`` and ``executor`` replace the wave's own stream, for measurements that start in the middle.
 
         An error of any lane is raised here when all threads have ended. It closes the engine, and weights that lie

@@ -16,6 +16,7 @@ delays.
 
 from __future__ import annotations
 
+import math
 import queue
 import sys
 import threading
@@ -80,7 +81,7 @@ class Lane:
         self.failed = False
         self.complete = 0
         self.submitted = 0
-        self.keep_spans = True
+        self.num_spans = math.inf  #: spans are kept of so many tasks, the first ones
         self._spans: list[tuple[float, float]] = []
         self._on_start = on_start
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
@@ -137,14 +138,14 @@ class Lane:
             self.lanes[resource].wait_complete(ordinal)
         start = time.perf_counter()
         self.perform(task)
-        if self.keep_spans:
+        if self.complete < self.num_spans:
             self._spans.append((start, time.perf_counter()))
         with self._changed:
             self.complete += 1
             self._changed.notify_all()
 
     def span(self, ordinal: int) -> tuple[float, float]:
-        """(start, end) of a finished task; only while spans are kept."""
+        """(start, end) of a finished task whose span is kept."""
         return self._spans[ordinal]
 
     def drain(self) -> None:
@@ -158,8 +159,8 @@ class Lane:
 class StreamLane(Lane):
     """A lane that enqueues on a stream.
 
-    Without spans kept, events older than the lookahead are dropped: the planner has waited for them before it went on,
-    so whoever asks for one gets None, nothing to wait for.
+    Events of tasks whose spans are not kept are dropped when older than the lookahead: the planner has waited for them
+    before it went on, so whoever asks for one gets None, nothing to wait for.
     """
 
     asynchronous = True
@@ -194,12 +195,13 @@ class StreamLane(Lane):
                 lane.wait_complete(ordinal)
             elif event := lane.wait_enqueued(ordinal):
                 self.stream.wait(event)
-        if self.keep_spans:
+        traced = self.enqueued < self.num_spans
+        if traced:
             self._begins.append(self.stream.record())
         self.stream.run(lambda: self.perform(task))
-        self._ends[self.enqueued] = self.stream.record(timed=self.keep_spans)
-        if not self.keep_spans:
-            self._ends.pop(self.enqueued - 2 * LOOKAHEAD_TASKS, None)
+        self._ends[self.enqueued] = self.stream.record(timed=traced)
+        if (old := self.enqueued - 2 * LOOKAHEAD_TASKS) >= self.num_spans:
+            self._ends.pop(old, None)
         with self._changed:
             self.enqueued += 1
             self._changed.notify_all()
@@ -252,20 +254,22 @@ class Clock:
         self,
         tasks: Iterable[Task],
         on_submit: Callable[[Task, int], None] | None = None,
-        keep_trace: bool = True,
+        keep_trace: bool | int = True,
     ) -> list[TraceEvent]:
-        """Submit every task in stream order, wait for the end, return the trace (seconds from the start).
+        """Submit every task in stream order, wait for the end, return the trace (seconds from the start): of all tasks,
+        of none, or of the first ``keep_trace``.
 
         ``on_submit(task, ordinal)`` is called on this thread as each task goes out. The first error of any lane, or of
         the stream itself, is raised here after all threads have ended.
         """
         submitted: list[tuple[Task, Lane, int]] = []
+        num_traced = math.inf if keep_trace is True else int(keep_trace)
         interval = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         begin = time.perf_counter()
         try:
             for lane in self.lanes.values():
-                lane.keep_spans = keep_trace
+                lane.num_spans = math.inf if num_traced else 0
                 lane.start()
             for task in tasks:
                 lane = self.lanes[task.resource]
@@ -274,8 +278,11 @@ class Clock:
                 if self._error:
                     break
                 ordinal = lane.submit(task, self._dependencies.add(task))
-                if keep_trace:
+                if len(submitted) < num_traced:
                     submitted.append((task, lane, ordinal))
+                    if len(submitted) == num_traced:
+                        for one in self.lanes.values():
+                            one.num_spans = one.submitted
                 if on_submit:
                     on_submit(task, ordinal)
             for lane in self.lanes.values():
