@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 from models import save_opt
+from policies import wider_policies
 
 from flexhybrid import LLM, InputError, Policy, SamplingParams
 from flexhybrid.core.memory import SLACK_BYTES, buffer_sizes, memory_plan, total_bytes
 from flexhybrid.core.plan import admit
-from flexhybrid.core.policy import Bits, Placement, Selection
+from flexhybrid.core.policy import Bits, Placement
 from flexhybrid.core.shape import ModelShape
 from flexhybrid.core.trace import check_trace
 from flexhybrid.core.workload import Workload
@@ -32,29 +33,7 @@ MIXED = Policy(
     cache={"act@host": 0.25, "act@device": 0.25, "kv@host": 0.25, "kv@device": 0.25}, max_mini_batch_tokens=200,
 )  # fmt: skip
 
-
-#: Every other lossless way to run: disk, row by row, chunks of prompts, two copies, token ids, host attention.
-WIDER = {
-    "disk": Policy(
-        weights=Placement(device=0.2, host=0.4, disk=0.4), cache={"act@disk": 0.3, "kv@disk": 0.4, "kv@host": 0.3},
-        max_mini_batch_tokens=300,
-    ),
-    "row": Policy(
-        weights=Placement(device=0.5, host=0.2, disk=0.3), schedule="row", max_mini_batch_tokens=200, hidden="host",
-        cache={"act@device": 0.5, "kv@host": 0.5},
-    ),
-    "chunks, hidden on host": Policy(
-        weights=Placement(host=1), cache={"act@host": 0.5, "kv@disk": 0.5}, hidden="host", max_mini_batch_tokens=32,
-    ),
-    "host attention": Policy(weights=Placement(device=0.5, host=0.5), attention="host", max_mini_batch_tokens=200),
-    "kvpr": Policy(cache={"both(kv@host,act@host)": 1.0}, max_mini_batch_tokens=300),
-    "two copies": Policy(cache={"both(kv@disk,act@device)": 1.0}, max_mini_batch_tokens=300),
-    "tok": Policy(cache={"tok": 0.4, "act@device": 0.3, "kv@host": 0.3}, max_mini_batch_tokens=300),
-    "speculative": Policy(
-        cache={"act@host": 0.4, "kv@host": 0.6}, max_mini_batch_tokens=300,
-        selection=Selection("speculative", None, 1e9, 0.3, 1.0, 1.0, "lru", "device"),
-    ),
-}  # fmt: skip
+WIDER = wider_policies(wide=300, narrow=200, chunk=32)
 
 PACKED = Policy(
     "packed", Placement(device=0.3, host=0.3, disk=0.4), bits=Bits(8, 8, 8), max_mini_batch_tokens=300,

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from models import FakeStream, save_llama, save_opt
+from policies import wider_policies
 
 from flexhybrid.core.dependencies import KINDS
 from flexhybrid.core.memory import buffer_sizes
@@ -40,25 +41,7 @@ POLICIES = [
     ),
 ]
 
-
-#: What else the executor can do, all of it: disk, row by row, chunks of prompts, two copies, token ids, hidden states
-#: and attention on the host.
-WIDER = {
-    "disk": Policy(
-        weights=Placement(device=0.2, host=0.4, disk=0.4), cache={"act@disk": 0.3, "kv@disk": 0.4, "kv@host": 0.3},
-        max_mini_batch_tokens=100,
-    ),
-    "row": Policy(
-        weights=Placement(device=0.5, host=0.2, disk=0.3), schedule="row", max_mini_batch_tokens=60, hidden="host",
-        cache={"act@device": 0.5, "kv@host": 0.5},
-    ),
-    "chunks, hidden on host": Policy(
-        weights=Placement(host=1), cache={"act@host": 0.5, "kv@disk": 0.5}, hidden="host", max_mini_batch_tokens=16,
-    ),
-    "host attention": Policy(weights=Placement(device=0.5, host=0.5), attention="host", max_mini_batch_tokens=60),
-    "both": Policy(cache={"both(kv@host,act@device)": 0.5, "both(kv@disk,act@host)": 0.5}, max_mini_batch_tokens=100),
-    "tok": Policy(cache={"tok": 0.4, "act@device": 0.3, "kv@host": 0.3}, max_mini_batch_tokens=120),
-}  # fmt: skip
+WIDER = wider_policies(wide=100, narrow=60, chunk=16)
 
 
 class FakeCudaEngine(Engine):
