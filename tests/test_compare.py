@@ -20,7 +20,7 @@ from flexhybrid.jobs import compare as job
 from flexhybrid.jobs.breakdown import CARGO, KINDS, bytes_per_step, kind_of, seconds_per_step
 from flexhybrid.jobs.compare import CompareOptions, compare
 from flexhybrid.jobs.measure_disk import DiskPart
-from flexhybrid.jobs.setting import split_names
+from flexhybrid.jobs.setting import SIZES, TABLE_SECONDS, Setting, split_names
 from flexhybrid.jobs.speed import Bench, Contender, CpuUse, moved_in_window
 from flexhybrid.runtime.links import CpuCopies
 from flexhybrid.runtime.loader import RandomWeights
@@ -248,6 +248,21 @@ def test_what_cannot_be_compared_is_refused_before_the_profile(systems, words, t
     with pytest.raises(InputError, match=words):
         compare(CompareOptions(device="cpu", shape=SMALL, systems=systems, out=tmp_path / "out"), quiet=True)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_slow_machine_gets_less_to_do():
+    """The job sizes itself by its own prediction: a slower one never takes on more; a stated context stays."""
+    lines = {"h2d": Line(1e-4, 0.0, 5e-10), "d2h": Line(1e-4, 0.0, 5e-10), "host_compute": Line(1e-4, 0.0, 1e-9)}
+    free = Setting(CompareOptions(device="cpu"))
+    sizes = []
+    for flops_per_s in (1e12, 1e11, 1e10, 1e9):
+        hardware = Hardware("any", "cpu", {**lines, "compute": Line(1e-5, 1 / flops_per_s, 1e-11)})
+        setting = free.sized(hardware)
+        sizes.append(SIZES.index((int(setting.workload.prompt_tokens[0]), setting.shape.num_layers)))
+        assert setting.table_seconds(hardware) <= TABLE_SECONDS or sizes[-1] == len(SIZES) - 1
+    assert sizes == sorted(sizes) and sizes[0] == 0 and sizes[-1] == len(SIZES) - 1
+    stated = Setting(CompareOptions(device="cpu", context=512))
+    assert stated.sized(hardware) is stated
 
 
 def test_names_may_hold_commas_in_parentheses():

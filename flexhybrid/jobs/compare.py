@@ -90,7 +90,7 @@ def compare(options: CompareOptions, quiet: bool = False) -> dict:
             bar.set_description(what)
             bar.update()
 
-        link, hardware, disagreements, found = _profile_and_search(setting, report, bar)
+        setting, link, hardware, disagreements, found = _profile_and_search(setting, report, bar)
         if found is None:
             named, sweep, shown = setting.systems(hardware), [], None
             report.systems(named)
@@ -104,6 +104,10 @@ def compare(options: CompareOptions, quiet: bool = False) -> dict:
             (named, sweep), shown = setting.mixes(searched), "hybrid"
             exact = _exactness(setting, _exact_mixes(setting, searched), hardware, advance, shown)
         report.exactness(exact)
+        _save_table(options.out, "exactness", exact["rows"])
+        report.about_to_measure(
+            setting.workload, setting.shape, len(named) + len(sweep), setting.table_seconds(hardware)
+        )
         measured = _measure(setting, named, sweep, link, hardware, advance)
     rate = link * 1e9 if link else 1 / hardware.lines["h2d"].s_per_byte
     reference = next((m for m in measured if is_lossless(m.policy)), measured[0])
@@ -161,11 +165,11 @@ def check_writable(folder: Path) -> None:
 
 
 def _profile_and_search(setting: Setting, report: Report, bar: tqdm):
-    """(link rate, hardware, sizes that passes disagreed on, search result or None where systems are named); climbs the
-    link ladder where it may."""
+    """(setting sized for this machine, link rate, hardware, sizes that passes disagreed on, search result or None where
+    systems are named); climbs the link ladder where it may."""
     options, device = setting.options, setting.device
 
-    report.say("Profiling under load: about half a minute a link rate.\n")
+    report.say("Profiling under load: one to three minutes a link rate.\n")
     disk = measure_disk(options.disk_dir, options.disk_gb_per_s) if options.disk_dir else None
 
     def profiled(link: float | None, heading: str = "Profile") -> tuple[Hardware, list[str]]:
@@ -183,6 +187,7 @@ def _profile_and_search(setting: Setting, report: Report, bar: tqdm):
 
     link = None if device.type == "cuda" else options.link_gb_per_s or LINK_LADDER[0]
     hardware, disagreements = profiled(link)
+    setting = setting.sized(hardware)
     found = None if options.systems else setting.search(hardware)
     if found and link and options.link_gb_per_s is None and not mixes(found):
         rates = (rate for rate in LINK_LADDER[1:] if mixes(setting.search(hardware.with_link_rate(rate))))
@@ -198,7 +203,7 @@ def _profile_and_search(setting: Setting, report: Report, bar: tqdm):
             with_earlier_disk(hardware, path).save(path)
     except OSError as error:
         print(f"note: the profile could not be kept for policy auto: {error}", file=sys.stderr)
-    return link, hardware, disagreements, found
+    return setting, link, hardware, disagreements, found
 
 
 def _algorithm1_shares(setting: Setting, hardware: Hardware) -> dict[str, float]:
@@ -373,13 +378,17 @@ def _search_json(found: SearchResult, algorithm1: dict[str, float]) -> dict:
     }
 
 
+def _save_table(out: Path, name: str, rows: list[dict]) -> None:
+    write_by_rename(out / f"{name}.csv", pd.DataFrame(rows).to_csv(index=False))
+
+
 def _write(result: dict, chosen: Measured, virtual: list[TraceEvent], setting: Setting, hardware: Hardware) -> None:
     """JSON, CSV, trace and figures."""
     out, shape, p = setting.options.out, setting.shape, setting.bytes_per_element
     write_by_rename(out / "compare.json", json.dumps(result, indent=1, default=float))
-    tables = {name: result[name] for name in ("exactness", "speed", "sweep") if result[name]}
+    tables = {name: result[name] for name in ("speed", "sweep") if result[name]}
     for name, rows in (tables | {"breakdown": flat_rows(result["breakdown"])}).items():
-        write_by_rename(out / f"{name}.csv", pd.DataFrame(rows).to_csv(index=False))
+        _save_table(out, name, rows)
     from figures import compare as draw  # last: a run is not lost where there is nothing to draw with
 
     traces = {"predicted": virtual, "measured": chosen.traces[chosen.median_round]}

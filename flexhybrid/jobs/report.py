@@ -12,7 +12,9 @@ from tqdm import tqdm
 from flexhybrid.core.hardware import LINKS, Hardware
 from flexhybrid.core.memory import gib
 from flexhybrid.core.policy import Policy
+from flexhybrid.core.shape import ModelShape
 from flexhybrid.core.task import RESOURCES
+from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.breakdown import KINDS
 from policy_search.fit import PAPERS_R2, fit_report
 from policy_search.search import SearchResult
@@ -97,6 +99,13 @@ class Report:
         )
         for prompt, text in exact["completions"]:
             self.say(f"\n  {prompt!r}\n    → {text!r}")
+
+    def about_to_measure(self, workload: Workload, shape: ModelShape, num_policies: int, seconds: float) -> None:
+        self.say(
+            f"\nRunning {num_policies} policies side by side: {workload.num_requests} requests of "
+            f"{int(workload.prompt_tokens[0])} tokens, {shape.num_layers} layers of {shape.name}; "
+            f"about {max(1, round(seconds / 60))} min by the prediction."
+        )
 
     def speed(self, result: dict) -> None:
         self.say("\n4. Speed: decode tokens/s, median of interleaved rounds\n")

@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from flexhybrid.core.blocks import BLOCK_TOKENS
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware
@@ -16,16 +18,22 @@ from flexhybrid.core.waves import wave_plan
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs import shipped
 from flexhybrid.jobs.measure import TIMING_SHAPE, fastest_dtype
+from flexhybrid.jobs.speed import ALONE_ROUNDS
 from flexhybrid.machine import pick_device
 from flexhybrid.runtime.loader import Checkpoint
 from flexhybrid.runtime.runnable import check_runnable
 from flexhybrid.runtime.weights import DiskPlace
 from policy_search import systems
 from policy_search.search import PLAIN, SearchResult, search
+from sim.closed_form import candidates_of, predict
 from sim.presets import act_only, hybrid, hybrid_static, kv_only
 
 #: What the comparison without ``systems`` is about: KV and ACT on the host, weights streamed.
 MIXES = replace(PLAIN, entries=("act@host", "kv@host"))
+
+#: (context, layers of the random model), from the README's run down: a machine whose products are slow gets less to do.
+SIZES = ((512, 4), (512, 2), (256, 2), (128, 2))
+TABLE_SECONDS = 240.0  #: predicted, for all policies of the speed table
 
 SWEEP = tuple(i / 8 for i in range(1, 8))  #: its ends are kv_only and act_only
 OWN_NAMES = ("kv_only", "act_only", "hybrid_static", "hybrid")
@@ -47,7 +55,7 @@ class CompareOptions:
     policy: Path | None = None
     out: Path = Path("results")
     batch: int = 32
-    context: int = 512
+    context: int | None = None  #: None: the longest of ``SIZES`` that this machine gets through in ``TABLE_SECONDS``
     max_tokens: int = 6
     mini_batch: int = 8  #: requests a mini-batch in the speed runs; systems have bounds of their own
     rounds: int = 3
@@ -83,7 +91,7 @@ class Setting:
                 raise InputError(
                     f"{options.policy}: the name {policy.name!r} is one of the comparison's own; rename it"
                 )
-        context = min(options.context, self.shape.max_context - options.max_tokens)
+        context = min(options.context or SIZES[0][0], self.shape.max_context - options.max_tokens)
         self.workload = Workload.uniform(options.batch, context, options.max_tokens)
         self.dtype = fastest_dtype(self.shape, self.device)
         self.bytes_per_element = DTYPE_BYTES[self.dtype]
@@ -142,6 +150,33 @@ class Setting:
         policies = self._resolved(self.options.systems, self.shape, hardware) + self.extra
         self._check(policies, hardware)
         return policies
+
+    def table_seconds(self, hardware: Hardware) -> float:
+        """Predicted seconds of the speed table: of each policy a prefill and its decode rounds."""
+        rounds = self.options.rounds
+        if self.options.systems:
+            counted = [(policy, rounds + ALONE_ROUNDS) for policy in self.systems(hardware)]
+        else:
+            named, sweep = self.mixes(replace(hybrid(0.5, self.bound), name="hybrid"))
+            counted = [(policy, rounds + ALONE_ROUNDS) for policy in named] + [(policy, rounds) for policy in sweep]
+        seconds = 0.0
+        for policy, times in counted:
+            run = predict(self.shape, hardware, self.bytes_per_element, candidates_of(policy, self.workload))
+            seconds += float(np.ravel(run.prefill_s + times * run.decode_s)[0])
+        return seconds
+
+    def sized(self, hardware: Hardware) -> Setting:
+        """This setting, at the first of ``SIZES`` that this machine gets through in ``TABLE_SECONDS``, or the last;
+        unchanged where the options say a context or the device is a GPU."""
+        if self.options.context is not None or self.device.type == "cuda":
+            return self
+        setting = self
+        for context, num_layers in SIZES:
+            shape = self.shape if self.options.model else replace(self.shape, num_layers=num_layers)
+            setting = Setting(replace(self.options, context=context, shape=shape))
+            if setting.table_seconds(hardware) <= TABLE_SECONDS:
+                break
+        return setting
 
     def asked_as(self, policy: Policy) -> Policy | str:
         """As ``LLM`` takes it for another model: by its name, where it has one."""

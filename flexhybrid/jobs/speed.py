@@ -28,6 +28,8 @@ from flexhybrid.runtime.sampling import greedy_plan
 from flexhybrid.runtime.weights import ANYWHERE, DiskPlace, Weights, WeightSlots
 from sim.virtual_clock import RunSummary, summarize
 
+ALONE_ROUNDS = 3  #: decode rounds without the link, of which the best is the ideal compute
+
 
 @dataclass
 class Measured:
@@ -114,10 +116,10 @@ class Contender:
         return trace, CpuUse.now().others_since(before)
 
     def compute_alone_s(self) -> float:
-        """Wall time of the window's steps when nothing crosses the link; the best of three runs."""
+        """Wall time of the window's steps when nothing crosses the link; the best of a few runs."""
         self.engine.copies.enabled = False
         try:
-            return min(summarize(self.decode()[0]).decode_s for _ in range(3))
+            return min(summarize(self.decode()[0]).decode_s for _ in range(ALONE_ROUNDS))
         finally:
             self.engine.copies.enabled = True
 

@@ -10,6 +10,7 @@ Lines through the samples are fitted elsewhere (policy_search.fit).
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -91,12 +92,17 @@ class ProfileSamples:
     faster_dtype: str | None = None
 
 
-def faster_cpu_dtype(shape: ModelShape, rows: int = 512) -> str:
+def faster_cpu_dtype(shape: ModelShape) -> str:
     """float32 or bfloat16: whichever multiplies KV-Gen's matrices faster here."""
+    return _faster_product(shape.hidden, shape.kv_width)
+
+
+@functools.cache
+def _faster_product(hidden: int, width: int, rows: int = 512) -> str:
     seconds = {}
     for dtype in (torch.float32, torch.bfloat16):
-        a = torch.randn(rows, shape.hidden).to(dtype)
-        b = torch.randn(shape.kv_width, shape.hidden).to(dtype)
+        a = torch.randn(rows, hidden).to(dtype)
+        b = torch.randn(width, hidden).to(dtype)
         times = []
         for _ in range(6):
             start = time.perf_counter()
