@@ -40,6 +40,7 @@ from flexhybrid.text import Decode, StopWatch, answer_text
 
 OnTrace = Callable[[list[TraceEvent]], object]
 TRACED_TASKS = 50_000  #: of a wave: a file that a browser still opens
+CHARS_OF_A_TOKEN = 32  #: far more than a text's tokens have on average
 
 
 @dataclass(frozen=True)
@@ -317,29 +318,39 @@ class LLM:
                 raise InputError(f"{name} is text, but {self.checkpoint.path} has no tokenizer files; give token ids")
             if not prompt:
                 raise InputError(f"{name} is empty")
-            try:
-                ids = self.tokenizer(prompt, verbose=False, add_special_tokens=special_tokens)["input_ids"]
-            except (UnicodeError, TypeError) as error:
-                raise InputError(f"{name} cannot be encoded: {error}") from None
+            ids = self._encoded(prompt, name, special_tokens)
         elif isinstance(prompt, (list, tuple)) and all(is_whole(token) for token in prompt):
             ids = [int(token) for token in prompt]
         else:
             raise InputError(f"{name} must be a text or a list of token ids, not {str(prompt)[:60]!r}")
         if not ids:
             raise InputError(f"{name} is empty")
-        if len(ids) >= (limit := self.shape.max_context):
-            bound = f"{limit} positions"
-            if limit < self.shape.max_positions:
-                bound = f"a sliding window of {limit} tokens, beyond which it cannot be run"
-            raise InputError(
-                f"{name} has {len(ids)} tokens; model {self.shape.name} has {bound}, and at least one must be "
-                f"left for the answer"
-            )
+        if len(ids) >= self.shape.max_context:
+            raise self._too_long(f"{name} has {len(ids)} tokens")
         if min(ids) < 0 or max(ids) >= self.shape.vocab:
             bad = next(token for token in ids if not 0 <= token < self.shape.vocab)
             raise InputError(f"{name} holds token id {bad}; the vocabulary is 0 … {self.shape.vocab - 1}")
         self._held_ids(params, name)
         return ids
+
+    def _encoded(self, text: str, name: str, special_tokens: bool) -> list[int]:
+        """The text's token ids. Raises InputError."""
+        encode = functools.partial(self.tokenizer, verbose=False, add_special_tokens=special_tokens)
+        limit = self.shape.max_context
+        try:
+            # A tokenizer takes minutes and gigabytes for a text of many megabytes: its beginning says enough.
+            if len(text) > (enough := CHARS_OF_A_TOKEN * limit) and len(encode(text[:enough])["input_ids"]) > 2 * limit:
+                raise self._too_long(f"{name} has {len(text)} characters, more than {2 * limit} tokens")
+            return encode(text)["input_ids"]
+        except (UnicodeError, TypeError) as error:
+            raise InputError(f"{name} cannot be encoded: {error}") from None
+
+    def _too_long(self, what: str) -> InputError:
+        limit = self.shape.max_context
+        bound = f"{limit} positions"
+        if limit < self.shape.max_positions:
+            bound = f"a sliding window of {limit} tokens, beyond which it cannot be run"
+        return InputError(f"{what}; model {self.shape.name} has {bound}, and at least one must be left for the answer")
 
     def load(self) -> dict[str, int]:
         """Read the weights, under the policy in use, unless they are there; returns the layers' bytes in each tier."""

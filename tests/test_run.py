@@ -11,15 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from models import save_opt
 
 from flexhybrid import LLM, InputError, SamplingParams, cli
 from flexhybrid.batch import answers as answers_module
 from flexhybrid.batch.answers import ANSWERED, FAILED, AnswerFile
-from flexhybrid.batch.openai import Refused, error_line, parse_answer
-from flexhybrid.batch.requests import line_seed, reader, take_census
+from flexhybrid.batch.openai import Refused, error_line
+from flexhybrid.batch.requests import line_seed
 from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs import run as run_module
@@ -270,54 +268,6 @@ def test_bad_lines_become_errors_with_their_number_and_the_rest_runs(tiny, tmp_p
     assert run(source, tmp_path / "empty.jsonl", tiny) == 2
 
 
-#: Values for any field, and lines of them: half JSON, half anything.
-JSONS = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
-    max_leaves=6,
-)
-BODIES = st.fixed_dictionaries(
-    {},
-    optional={
-        name: JSONS | st.just([5, 6])
-        for name in ("prompt", "max_tokens", "temperature", "stop", "n", "seed", "model", "logprobs", "stream", "x")
-    },
-)
-LINES = st.fixed_dictionaries(
-    {},
-    optional={
-        "custom_id": st.sampled_from(["a", "b", "c"]) | JSONS,
-        "method": st.just("POST") | JSONS,
-        "url": st.sampled_from(["/v1/completions", "/v1/chat/completions"]) | JSONS,
-        "body": BODIES | JSONS,
-    },
-)
-
-
-@settings(max_examples=350, suppress_health_check=list(HealthCheck))
-@given(st.lists(LINES.map(lambda one: json.dumps(one).encode()) | st.binary(max_size=40), min_size=1, max_size=12))
-def test_whatever_the_lines_each_is_a_request_or_refused(tiny_llm, tmp_path_factory, lines):
-    """No line ends the census, each is counted once, and what is valid is what ``generate`` takes."""
-    path = tmp_path_factory.getbasetemp() / "generated.jsonl"
-    path.write_bytes(b"\n".join(lines))
-    with open(path, "rb") as file:
-        read_one = reader("jsonl", "/v1/completions", tiny_llm, {}, 0)
-        census = take_census(file, read_one, tiny_llm.shape.max_context)
-    num_lines = b"\n".join(lines).count(b"\n") + (not b"\n".join(lines).endswith(b"\n") and b"\n".join(lines) != b"")
-    assert census.num_lines == num_lines and census.offsets[-1] == path.stat().st_size
-    assert (census.max_tokens[census.valid] >= 1).all()
-    assert (census.prompt_tokens + census.max_tokens <= tiny_llm.shape.max_context).all()
-    for number, raw in enumerate(b"\n".join(lines).split(b"\n")[:num_lines], 1):
-        try:
-            request = read_one(raw, number)
-        except Refused as refused:
-            written = error_line(number, refused)
-            assert parse_answer(written) == (number, False) and not census.valid[number - 1]
-        else:
-            assert census.valid[number - 1] or census.duplicates[number - 1]
-            assert tiny_llm.check_request(request.token_ids, request.params) == request.token_ids
-
-
 def test_text_csv_and_parquet_give_the_same_answers(tmp_path):
     import pandas as pd
 
@@ -533,6 +483,16 @@ def test_a_wave_of_mixed_lengths_is_priced_by_who_is_left(tiny):
         half = price(llm, Workload.uniform(4, 10, 20)).seconds
         assert half < price(llm, mixed).seconds < price(llm, uniform).seconds
         assert forecast(llm, mixed).seconds == pytest.approx(price(llm, mixed).seconds)
+
+
+def test_weights_that_lie_elsewhere_than_planned_are_an_error(tiny, tmp_path, capsys, monkeypatch):
+    def load(self, load=LLM.load):
+        placed = load(self)
+        return placed | {"device": placed["host"], "host": 0}
+
+    monkeypatch.setattr(LLM, "load", load)
+    assert run(requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl", tiny) == 2
+    assert "that were planned" in capsys.readouterr().err and (tmp_path / "out.jsonl").read_bytes() == b""
 
 
 def test_a_trace_and_a_report_on_request(tiny, tmp_path, capsys):

@@ -106,9 +106,19 @@ def _parquet_values(path: Path, column: str) -> Iterator[str | None]:
         file = parquet.ParquetFile(path)
         _place(path, column, file.schema_arrow.names)
         for batch in file.iter_batches(batch_size=1024, columns=[column]):
-            yield from (value if isinstance(value, str) else None for value in batch.column(0).to_pylist())
-    except pyarrow.ArrowException as error:
+            yield from map(_text_or_none, batch.column(0))
+    except InputError:
+        raise
+    except (pyarrow.ArrowException, OSError, ValueError) as error:  # ValueError: names that are not UTF-8
         raise InputError(f"cannot read {path}: {str(error).splitlines()[0]}") from None
+
+
+def _text_or_none(scalar) -> str | None:
+    try:
+        value = scalar.as_py()
+    except ValueError:  # no UTF-8, or a time that Python cannot hold
+        return None
+    return value if isinstance(value, str) else None
 
 
 def _place(path: Path, column: str, header: list[str]) -> int:

@@ -1,0 +1,196 @@
+"""The run command on whatever a file may hold: generated lines and files, each line answered or refused."""
+
+import io
+import json
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from models import save_opt
+
+from flexhybrid import LLM, InputError, cli
+from flexhybrid.batch.openai import Refused, error_line, parse_answer
+from flexhybrid.batch.requests import open_lines, reader, take_census
+from flexhybrid.jobs import shipped
+from flexhybrid.sampling_params import SamplingParams
+
+MANY = settings(max_examples=260, suppress_health_check=list(HealthCheck), database=None)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    save_opt(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tiny_llm(tiny):
+    return LLM(tiny, "kv_only", device="cpu", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def text_llm():
+    return LLM(shipped("checkpoints/opt-stdlib-4m"), "kv_only", device="cpu", dtype="float32")
+
+
+def valid(name: str) -> bytes:
+    body = {"prompt": [5, 6], "max_tokens": 2, "temperature": 0, "stop_token_ids": [7], "user": "Zoë"}
+    line = {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": body}
+    return json.dumps(line, ensure_ascii=False).encode()
+
+
+#: Values for any field.
+JSONS = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+FIELDS = (
+    *("prompt", "max_tokens", "temperature", "top_p", "top_k", "stop", "stop_token_ids", "n", "seed", "model"),
+    *("logprobs", "stream", "min_tokens", "x"),
+)
+BODIES = st.fixed_dictionaries({}, optional={name: JSONS | st.just([5, 6]) for name in FIELDS})
+OBJECTS = st.fixed_dictionaries(
+    {},
+    optional={
+        "custom_id": st.sampled_from(["a", "b", "c"]) | JSONS,
+        "method": st.just("POST") | JSONS,
+        "url": st.sampled_from(["/v1/completions", "/v1/chat/completions"]) | JSONS,
+        "body": BODIES | JSONS,
+    },
+)
+#: What JSON can write and Python does not, or not like that.
+NUMBERS = st.sampled_from([b"1e999", b"-1e999", b"9" * 30, b"9" * 5000, b"1.0", b"NaN", b"-0", b"1e-400", b"2e1"])
+
+
+@st.composite
+def spoiled(draw) -> bytes:
+    """A valid line, damaged in a place or two: bytes changed, cut out, put in, doubled."""
+    raw = valid("spoiled")
+    for _ in range(draw(st.integers(1, 2))):
+        start = draw(st.integers(0, len(raw)))
+        end = min(len(raw), start + draw(st.integers(0, 8)))
+        raw = raw[:start] + draw(st.binary(max_size=3) | st.just(2 * raw[start:end])) + raw[end:]
+    return raw
+
+
+@st.composite
+def odd_numbers(draw) -> bytes:
+    """A valid line with a number of another kind."""
+    field = draw(st.sampled_from(["max_tokens", "temperature"]))
+    old = {"max_tokens": b'"max_tokens": 2', "temperature": b'"temperature": 0'}[field]
+    return valid("number").replace(old, b'"' + field.encode() + b'": ' + draw(NUMBERS))
+
+
+LINES = OBJECTS.map(lambda one: json.dumps(one).encode()) | st.binary(max_size=40) | spoiled() | odd_numbers()
+
+
+def test_thousands_of_lines_are_requests_or_refused_and_each_valid_one_answered(tiny, tiny_llm, tmp_path, monkeypatch):
+    """No line ends the census or the run; what is valid by itself is answered, whatever stands around it."""
+    monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))
+    drawn: list[bytes] = []
+
+    @MANY
+    @given(st.lists(LINES, min_size=8, max_size=12))
+    def draw(lines):
+        drawn.extend(lines)
+
+    draw()
+    lines = b"\n".join(
+        part for number, one in enumerate(drawn) for part in ([valid(f"v{number}"), one] if number % 16 == 0 else [one])
+    ).split(b"\n")  # what was drawn may hold line ends
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(b"\n".join(lines) + b"\n")
+    command = ["run", "-i", source, "-o", out, "--model", tiny, "--policy", "kv_only", "--device", "cpu", "--quiet"]
+    assert cli.main([*map(str, command), "--dtype", "float32"]) == 0
+    found = {}
+    for raw in out.read_bytes().splitlines():
+        number, answered = parse_answer(raw)
+        assert number not in found
+        found[number] = answered
+    assert sorted(found) == list(range(1, len(lines) + 1)) and list(found.values()).count(False) >= 2000
+    read = reader("jsonl", "/v1/completions", tiny_llm, {}, 0)
+    ids: set[str] = set()
+    for number, raw in enumerate(lines, 1):
+        try:
+            request = read(raw, number)
+        except Refused as refused:
+            assert not found[number] and parse_answer(error_line(number, refused)) == (number, False)
+            ids.add(refused.custom_id)
+        else:
+            assert found[number] == (request.custom_id not in ids), raw
+            assert tiny_llm.check_request(request.token_ids, request.params) == request.token_ids
+            ids.add(request.custom_id)
+    known = [number for number, raw in enumerate(lines, 1) if raw.startswith(b'{"custom_id": "v')]
+    assert len(known) >= 125 and all(found[number] for number in known)
+
+
+def parquet_bytes() -> bytes:
+    import pandas as pd
+
+    with io.BytesIO() as file:
+        pd.DataFrame({"q": ["import os", "def f():", None], "n": [1, 2, 3]}).to_parquet(file)
+        return file.getvalue()
+
+
+WHOLE = {
+    "jsonl": valid("a") + b"\n" + valid("b") + b"\n", "text": "import os\n“é”\n".encode(),
+    "csv": b'q,n\n"import\nos",1\ndef f():,2\n', "parquet": parquet_bytes(),
+}  # fmt: skip
+
+
+@st.composite
+def files(draw, form: str) -> bytes:
+    """Anything, or a valid file damaged in some places."""
+    if draw(st.booleans()):
+        return draw(st.binary(max_size=60))
+    data = WHOLE[form]
+    for _ in range(draw(st.integers(1, 3))):
+        start = draw(st.integers(0, len(data)))
+        data = data[:start] + draw(st.binary(max_size=3)) + data[start + draw(st.integers(0, 3)) :]
+    return data
+
+
+@pytest.mark.parametrize("form", WHOLE)
+def test_any_file_is_read_or_refused_with_a_sentence(form, text_llm, tmp_path_factory):
+    path = tmp_path_factory.mktemp("files") / "in"
+    read_one = reader(form, "/v1/completions", text_llm, {"max_tokens": 4}, 0)
+    seen = {"read": 0, "refused": 0}
+
+    @MANY
+    @given(files(form))
+    def read(data):
+        path.write_bytes(data)
+        try:
+            lines = open_lines(path, form, "q" if form in ("csv", "parquet") else None)
+        except InputError as error:
+            assert "\n" not in str(error)
+            seen["refused"] += 1
+            return
+        with lines:
+            census = take_census(lines, read_one, text_llm.shape.max_context)
+        seen["read"] += 1
+        if form in ("jsonl", "text"):
+            assert census.offsets[-1] == len(data)
+            assert census.num_lines == data.count(b"\n") + (data[-1:] not in (b"", b"\n"))
+        assert (census.prompt_tokens + census.max_tokens <= text_llm.shape.max_context).all()
+        assert (census.max_tokens[census.valid] >= 1).all()
+
+    read()
+    assert seen["read"] > 0 and (seen["refused"] > 0) == (form in ("csv", "parquet"))
+
+
+def test_a_text_of_many_megabytes_is_refused_by_its_beginning(text_llm, monkeypatch):
+    """The whole of it would take the tokenizer a minute and gigabytes."""
+    lengths = []
+
+    class Counting:
+        def __call__(self, text, **options):
+            lengths.append(len(text))
+            return {"input_ids": [5] * len(text)}
+
+    monkeypatch.setattr(text_llm, "tokenizer", Counting())
+    with pytest.raises(InputError, match="has 16777216 characters, more than 1280 tokens; .* has 640 positions"):
+        text_llm.check_request("a" * (1 << 24), SamplingParams())
+    assert max(lengths) < 1 << 16
