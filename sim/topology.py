@@ -124,10 +124,11 @@ def _topology(key: str, inner: Rounds, outer: Rounds, num_decode: int, resident:
     policy = Policy.from_json(key)
     layers, mini_batches = (outer, inner) if policy.schedule == "column" else (inner, outer)
     positions = inner.number * outer.number
-    like = 3 if positions >= 8 else 5  # this iteration and the next stand for more; two, because slots go by turns
-    base = min(num_decode, like + 2 + (num_decode - like) % 2)
+    like = 2 if positions >= 4 else 5  # this iteration and the next stand for more; two, because slots go by turns
+    # Those two are laid out even where they are left out again: one tiny run then serves every number of iterations.
+    base = num_decode if num_decode < like else like + 2 + (num_decode - like) % 2
     entries, ends = _tiny_run(key, layers.number, mini_batches.number, base, resident, on_disk)
-    if num_decode > base:
+    if num_decode != base:
         entries, ends = _repeated(entries, ends, like * positions, (like + 2) * positions, (num_decode - base) // 2)
     entries, moved_after, num_moved = _with_moved(entries, ends, inner, outer)
     unused = _unused(entries, ends)
@@ -175,21 +176,21 @@ def _unused(entries: tuple[Entry, ...], ends: tuple[int, ...]) -> tuple[tuple[in
 
 
 def _repeated(entries: tuple[Entry, ...], ends: tuple[int, ...], first: int, last: int, times: int):
-    """The entries with those of positions [first, last), two iterations, there ``times`` times more."""
+    """The entries with those of positions [first, last), two iterations, there ``times`` times more; -1 leaves them
+    out."""
     start, end = ends[first - 1], ends[last - 1]
+    out, out_ends = list(entries[:start]), list(ends[:first])
 
-    def moved(part, copies: int):
+    def append(begin: int, stop: int, copies: int) -> None:
+        """Entries and ends of the positions [begin, stop), later by so many copies."""
         shift = copies * (end - start)
-        return [
-            Entry(e.resource, e.iteration + 2 * copies, e.what, tuple(w + shift for w in e.waits)) for e in part
-        ]  # fmt: skip
+        for e in entries[ends[begin - 1] : ends[stop - 1]]:
+            out.append(Entry(e.resource, e.iteration + 2 * copies, e.what, tuple([w + shift for w in e.waits])))
+        out_ends.extend([one + shift for one in ends[begin:stop]])
 
-    out, out_ends = list(entries[:end]), list(ends[:last])
-    for copies in range(1, times + 1):
-        out += moved(entries[start:end], copies)
-        out_ends += [one + copies * (end - start) for one in ends[first:last]]
-    out += moved(entries[end:], times)
-    out_ends += [one + times * (end - start) for one in ends[last:]]
+    for copies in range(times + 1):
+        append(first, last, copies)
+    append(last, len(ends), times)
     return tuple(out), tuple(out_ends)
 
 

@@ -151,13 +151,13 @@ def test_seconds_scale_with_the_machine():
     dict(schedule="row", cache={"both(kv@host,act@host)": 1.0}), dict(attention="host"), dict(overlap="step"),
     dict(overlap=False), dict(selection=Selection("speculative", None, 4.0, 0.3, 0.2, 0.5, "lru", "host")),
 ])  # fmt: skip
-@pytest.mark.parametrize("layers, mini_batches", [(1, 3), (3, 2)])
+@pytest.mark.parametrize("layers, mini_batches", [(1, 1), (1, 3), (3, 2)])
 def test_a_repeated_iteration_is_the_one_laid_out(changes, layers, mini_batches):
-    """A long tiny run is laid out for a few iterations only; the others are copies."""
+    """A long tiny run is laid out for a few iterations only; the others are copies, or left out again."""
     policy = Policy(**changes)
     key, column = kinds_key(policy, tuple(sorted(policy.cache))).to_json(), policy.schedule == "column"
     inner, outer = (mini_batches, layers) if column else (layers, mini_batches)
-    for num_decode, on_disk in ((10, 0), (11, 2)):
+    for num_decode, on_disk in ((2, 1), (3, 0), (5, 0), (10, 0), (11, 2)):
         found = _topology(key, Rounds(inner, None), Rounds(outer, None), num_decode, 0, on_disk)
         entries, ends = _tiny_run(key, layers, mini_batches, num_decode, 0, on_disk)
         assert (found.entries, found.ends) == (entries, ends)
