@@ -1,0 +1,126 @@
+"""The curve of accuracy against cost, and the two points of it that stand for the rest (HybridServe, Sec. IV-B).
+
+Shapes: M models, N requests of the validation set, P points or sets of thresholds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from flexhybrid.core.errors import InputError
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What every model of a cascade says of every request of a validation set, and what a request costs on each."""
+
+    correct: np.ndarray  #: [M, N] bool
+    confidence: np.ndarray  #: [M, N] in 0 .. 1; the last model's is never looked at
+    cost: np.ndarray  #: [M] of a request, > 0
+
+    def __post_init__(self):
+        if self.correct.ndim != 2 or self.correct.shape != self.confidence.shape or not self.correct.size:
+            raise InputError(f"correct {self.correct.shape} and confidence {self.confidence.shape} must be one shape")
+        if self.cost.shape != (self.num_models,) or not (np.isfinite(self.cost) & (self.cost > 0)).all():
+            raise InputError(f"{self.num_models} models need as many costs above 0, not {self.cost}")
+        if not ((self.confidence >= 0) & (self.confidence <= 1)).all():
+            raise InputError("confidences must be numbers between 0 and 1")
+
+    @property
+    def num_models(self) -> int:
+        return self.correct.shape[0]
+
+    @property
+    def num_requests(self) -> int:
+        return self.correct.shape[1]
+
+    def only(self, models: list[int]) -> Answers:
+        """A cascade of some of the models."""
+        return Answers(self.correct[models], self.confidence[models], self.cost[models])
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Sets of thresholds of which none is as accurate as another and cheaper: accuracy and cost grow together."""
+
+    thresholds: np.ndarray  #: [P, M − 1]
+    num_correct: np.ndarray  #: [P] requests answered right, growing
+    cost: np.ndarray  #: [P] mean of a request, growing
+    num_requests: int
+    exact: bool  #: whether no set of thresholds whatever lies above the curve
+
+    def __len__(self) -> int:
+        return len(self.cost)
+
+    @property
+    def accuracy(self) -> np.ndarray:
+        return self.num_correct / self.num_requests
+
+
+def evaluate(answers: Answers, thresholds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(requests answered right [P], mean cost of a request [P]) for sets of thresholds [P, M − 1], without skips."""
+    thresholds = np.asarray(thresholds, dtype=float)
+    shape = (len(thresholds), answers.num_requests)
+    going_on, num_correct = np.ones(shape, dtype=bool), np.zeros(len(thresholds), dtype=int)
+    cost = np.full(len(thresholds), answers.cost[0])
+    for i in range(answers.num_models):
+        stays = going_on
+        if i < answers.num_models - 1:
+            stays = going_on & (answers.confidence[i] >= thresholds[:, i, None])
+            going_on = going_on & ~stays
+            cost = cost + answers.cost[i + 1] * going_on.sum(axis=1) / answers.num_requests
+        num_correct += (stays & answers.correct[i]).sum(axis=1)
+    return num_correct, cost
+
+
+def pareto(num_correct: np.ndarray, cost: np.ndarray) -> np.ndarray:
+    """Places of the points that no other beats, by growing accuracy; one of equal points."""
+    order = np.lexsort((-num_correct, cost))  # cheapest first
+    best_before = np.maximum.accumulate(np.concatenate([[-1], num_correct[order]]))[:-1]
+    return order[num_correct[order] > best_before]
+
+
+def accuracy_preserving(curve: Curve, num_correct: int) -> int:
+    """The cheapest point with at least so many requests right (AP: as many as the largest model). InputError if none
+    has."""
+    places = np.flatnonzero(curve.num_correct >= num_correct)
+    if not len(places):
+        raise InputError(
+            f"no thresholds reach an accuracy of {num_correct / curve.num_requests:.2%}; the best reach "
+            f"{curve.accuracy[-1]:.2%}"
+        )
+    return int(places[0])
+
+
+def energy_optimal(curve: Curve, least: int, most: int) -> int:
+    """EO: where the second difference of cost over accuracy is largest, so that more accuracy begins to be dear.
+
+    Among points with ``least`` .. ``most`` requests right (the paper: the second-largest and the largest model's). Of
+    neighbouring points one request apart the second difference is noise, so it is taken on the lower convex hull, with
+    the hull's uneven steps. The cheapest point where the hull has no inner point.
+    """
+    inside = np.flatnonzero((curve.num_correct >= least) & (curve.num_correct <= max(most, least)))
+    if not len(inside):
+        return accuracy_preserving(curve, least)
+    hull = inside[lower_hull(curve.num_correct[inside], curve.cost[inside])]
+    if len(hull) < 3:
+        return int(inside[0])
+    x, y = curve.accuracy[hull], curve.cost[hull]
+    slope = np.diff(y) / np.diff(x)
+    second = 2 * np.diff(slope) / (x[2:] - x[:-2])
+    return int(hull[1 + second.argmax()])
+
+
+def lower_hull(x: np.ndarray, y: np.ndarray) -> list[int]:
+    """Places of the corners of the lower convex hull of points with growing x (Andrew's monotone chain)."""
+    hull: list[int] = []
+    for i in range(len(x)):
+        while len(hull) > 1:
+            a, b = hull[-2], hull[-1]
+            if (x[b] - x[a]) * (y[i] - y[a]) > (x[i] - x[a]) * (y[b] - y[a]):
+                break
+            hull.pop()
+        hull.append(i)
+    return hull
