@@ -38,7 +38,7 @@ $(CHECKPOINTS)/opt-stdlib-2k/config.json: | $(INSTALLED)
 	$(BIN)/python $(TRAIN) --out $(@D) --start $(CHECKPOINTS)/opt-stdlib-4m --steps 1000
 
 $(CHECKPOINTS)/llama-stdlib-2k/config.json: | $(INSTALLED)
-	$(BIN)/python $(TRAIN) --out $(@D) --architecture llama --steps 1500
+	$(BIN)/python $(TRAIN) --out $(@D) --architecture llama --steps 800
 
 gpu:  ## with the machine's own python3 and torch, no .venv
 	$(PYTHON) -m experiments.gpu $(ARGS)
