@@ -1,0 +1,225 @@
+"""What planner and cluster simulation know of a cascade: its models as lines over the batch size, its flow, its GPUs.
+
+Models stand in order, small to giant; a request only ever goes on to a larger one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from flexhybrid.core.errors import InputError
+from flexhybrid.core.memory import gib
+
+SHARE_SLACK = 1e-6  #: shares are printed with a digit or two; their sum is scaled back to 1 within this much of it
+
+
+@dataclass(frozen=True)
+class BatchLine:
+    """at_zero + per_request · batch: the linear map from batch size of §V-C (seconds, or bytes).
+
+    ``worst_error``: largest relative error on the samples it was fitted to; None where nothing was fitted.
+    """
+
+    at_zero: float
+    per_request: float
+    worst_error: float | None = None
+
+    def __post_init__(self):
+        for name in ("at_zero", "per_request"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float, np.number)) or not 0 <= value < math.inf:
+                raise InputError(f"{name} of a line over batch sizes is {value!r}; it must be a number >= 0")
+
+    def __call__(self, batch):
+        return self.at_zero + self.per_request * batch
+
+
+def fit_batch_line(samples: Sequence[tuple[float, float]]) -> BatchLine:
+    """The line through (batch, value) samples of a profile, its terms not negative.
+
+    Least squares of the relative error, as in ``policy_search.fit``: a large batch weighs no more than a small one.
+    One batch size alone gives a line through the origin. Raises InputError for no samples or values that are not > 0.
+    """
+    from scipy.optimize import nnls
+
+    try:
+        table = np.array([tuple(sample) for sample in samples], dtype=np.float64)
+    except (TypeError, ValueError):
+        table = np.empty(0)
+    if table.ndim != 2 or table.shape[1] != 2 or not np.isfinite(table).all() or (table <= 0).any():
+        raise InputError("a profile must be a list of pairs [batch, value] of numbers > 0")
+    batch, value = table.T
+    if np.ptp(batch) == 0:
+        return BatchLine(0.0, float((value / batch).mean()))
+    scales = np.array([value.max(), value.max() / batch.max()])  # nnls needs columns of like size
+    terms, _ = nnls(np.stack([scales[0] / value, scales[1] * batch / value], axis=1), np.ones_like(value))
+    at_zero, per_request = (float(term) for term in terms * scales)
+    worst = float(np.abs((at_zero + per_request * batch) / value - 1).max())
+    return BatchLine(at_zero, per_request, worst)
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """One size of the model as it is served.
+
+    ``seconds``: of a batch through the whole model on its GPU; ``memory``: bytes of the whole model while it serves a
+    batch. ``output_bytes``: what goes on to another model for a request; ``hidden_bytes``: what passes between two
+    partitions for a request. A model of S partitions has 1/S of seconds and memory in each (§V-C).
+    """
+
+    name: str
+    seconds: BatchLine
+    memory: BatchLine
+    output_bytes: float = 0.0
+    hidden_bytes: float = 0.0
+    max_batch: int = 1
+    max_partitions: int = 1
+
+    def __post_init__(self):
+        if self.seconds(1) <= 0:
+            raise InputError(f"model {self.name}: a request must take more than 0 seconds")
+        for name in ("output_bytes", "hidden_bytes"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise InputError(f"model {self.name}: {name} is {getattr(self, name)!r}; it must be a number >= 0")
+        for name in ("max_batch", "max_partitions"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise InputError(f"model {self.name}: {name} is {value!r}; it must be a whole number >= 1")
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Where requests go: ``entry[i]`` of them begin at model i; of those at i, ``onward[i][j]`` go on to j > i and the
+    rest are answered there. All shares 0..1."""
+
+    entry: tuple[float, ...]
+    onward: tuple[tuple[float, ...], ...]
+
+    def __post_init__(self):
+        entry, onward = np.asarray(self.entry, dtype=float), np.asarray(self.onward, dtype=float)
+        if onward.shape != (len(entry), len(entry)):
+            raise InputError(f"a flow of {len(entry)} models needs {len(entry)} x {len(entry)} shares")
+        _check_shares("entry", entry)
+        _check_shares("onward", onward)
+        if abs(entry.sum() - 1) > 1e-9 or (onward.sum(axis=1) > 1 + 1e-9).any():
+            raise InputError("entry shares must sum to 1, those that go on from a model to at most 1")
+        if np.tril(onward).any():
+            raise InputError("a request goes on to a larger model only: onward[i][j] must be 0 for j <= i")
+
+    @property
+    def visits(self) -> np.ndarray:
+        """ρ [models]: share of all requests that each model computes."""
+        visits = np.array(self.entry, dtype=float)
+        for i, row in enumerate(self.onward):
+            visits += visits[i] * np.asarray(row)
+        return visits
+
+    @property
+    def answered(self) -> np.ndarray:
+        """[models]: share of all requests that each model answers."""
+        return self.visits * (1 - np.asarray(self.onward).sum(axis=1))
+
+
+def chain(answered: Sequence[float]) -> Flow:
+    """The flow of a chain without skips in which model i answers ``answered[i]`` of all requests (Table III)."""
+    answered = check_answered(answered)
+    n = len(answered)
+    onward = np.zeros((n, n))
+    reach = np.append(1 - np.concatenate([[0.0], np.cumsum(answered)[:-1]]), 0.0)
+    for i in range(n - 1):
+        onward[i, i + 1] = max(0.0, reach[i + 1] / reach[i]) if reach[i] > SHARE_SLACK else 0.0
+    return Flow((1.0, *[0.0] * (n - 1)), tuple(map(tuple, onward.tolist())))
+
+
+def direct(answered: Sequence[float]) -> Flow:
+    """The best that skip connections can do: the first model passes each request straight to the one that answers."""
+    answered = check_answered(answered)
+    onward = np.zeros((len(answered), len(answered)))
+    onward[0, 1:] = answered[1:]
+    return Flow((1.0, *[0.0] * (len(answered) - 1)), tuple(map(tuple, onward.tolist())))
+
+
+def check_answered(answered: Sequence[float]) -> np.ndarray:
+    """Shares that sum to 1; InputError otherwise."""
+    shares = np.asarray(answered, dtype=float)
+    _check_shares("answered", shares)
+    if len(shares) == 0 or abs(shares.sum() - 1) > SHARE_SLACK:
+        raise InputError(f"the shares that the models answer sum to {shares.sum():.6g}; they must sum to 1")
+    return shares / shares.sum()
+
+
+def _check_shares(what: str, shares: np.ndarray) -> None:
+    wrong = shares[~((shares >= 0) & (shares <= 1 + 1e-12))]
+    if wrong.size:
+        raise InputError(f"{what} has the share {wrong.flat[0]:.6g}; shares lie in [0, 1]")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    name: str
+    host: str
+    memory: int  #: bytes that models may fill
+
+    def __post_init__(self):
+        if not 0 < self.memory < math.inf:
+            raise InputError(f"GPU {self.name}: memory is {self.memory!r}; it must be a number of bytes > 0")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """GPUs of one kind (the models' lines hold on each) in hosts. T(g, g') of §V-A a byte: 0 on one GPU,
+    ``host_s_per_byte`` between two of a host, ``network_s_per_byte`` between hosts."""
+
+    gpus: tuple[Gpu, ...]
+    host_s_per_byte: float
+    network_s_per_byte: float
+
+    def __post_init__(self):
+        if not self.gpus:
+            raise InputError("a cluster needs at least one GPU")
+        names = [gpu.name for gpu in self.gpus]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise InputError(f"two GPUs are called {twice!r}")
+        if not 0 <= self.host_s_per_byte <= self.network_s_per_byte < math.inf:
+            raise InputError(
+                f"seconds a byte are {self.host_s_per_byte!r} within a host and {self.network_s_per_byte!r} between "
+                "hosts; both must be >= 0 and the network not the faster one"
+            )
+
+    @property
+    def hosts(self) -> np.ndarray:
+        """Index of each GPU's host [gpus]."""
+        return np.unique([gpu.host for gpu in self.gpus], return_inverse=True)[1]
+
+    @property
+    def memory(self) -> np.ndarray:
+        """Bytes [gpus]."""
+        return np.array([gpu.memory for gpu in self.gpus], dtype=float)
+
+    def s_per_byte(self) -> np.ndarray:
+        """T a byte [gpus, gpus]."""
+        hosts = self.hosts
+        table = np.where(hosts[:, None] == hosts[None, :], self.host_s_per_byte, self.network_s_per_byte)
+        np.fill_diagonal(table, 0.0)
+        return table
+
+    def describe(self) -> str:
+        sizes = sorted({gpu.memory for gpu in self.gpus})
+        memory = gib(sizes[0]) if len(sizes) == 1 else f"{gib(sizes[0])} to {gib(sizes[-1])}"
+        return f"{len(self.gpus)} GPUs of {memory} in {len(set(self.hosts.tolist()))} hosts"
+
+
+def even_cluster(hosts: int, gpus: int, memory: int, host_gb_per_s: float, network_gb_per_s: float) -> Cluster:
+    """``hosts`` with ``gpus`` each, all alike; rates in 10⁹ bytes/s."""
+    for name, value in (("hosts", hosts), ("GPUs a host", gpus)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise InputError(f"{name}: {value!r} is not a whole number >= 1")
+    for name, value in (("rate within a host", host_gb_per_s), ("rate of the network", network_gb_per_s)):
+        if not 0 < value < math.inf:
+            raise InputError(f"{name} is {value!r} GB/s; it must be > 0")
+    names = (Gpu(f"host{h}-gpu{g}", f"host{h}", memory) for h in range(hosts) for g in range(gpus))
+    return Cluster(tuple(names), 1e-9 / host_gb_per_s, 1e-9 / network_gb_per_s)
