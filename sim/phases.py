@@ -12,6 +12,7 @@ import numpy as np
 from flexhybrid.core.blocks import BLOCK_TOKENS
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.kinds import TIERS
+from flexhybrid.core.selection import num_choosing
 from flexhybrid.core.steps import StepCounts, step_work
 from flexhybrid.core.stream import PAGE_BYTES
 from flexhybrid.core.task import RESOURCES, Work
@@ -46,7 +47,8 @@ _OF_BLOCKS = {
     "kv_gen": ("act", TIERS),
 }  # fmt: skip
 
-_BETWEEN_LAYERS = frozenset({"speculate", "store_index", "load_hidden", "store_hidden", "load_keys"})
+_BETWEEN_LAYERS = frozenset({"load_hidden", "store_hidden"})
+_OF_A_CHOICE = frozenset({"speculate", "store_index", "load_keys", "gather"})
 
 
 class Phases:
@@ -55,7 +57,7 @@ class Phases:
 
     def __init__(self, loads: Loads, hardware: Hardware, pieces: list[Piece]):
         self.loads, self.hardware = loads, hardware
-        self.seconds: list[dict] = []  # phase -> {(verb, first layer?, last mini-batch?): seconds}
+        self.seconds: list[dict] = []  # phase -> {(verb, layer looks at all?, last mini-batch?): seconds}
         self.link_bytes: list[dict] = []
         self.there: list[dict] = []  # phase -> {(verb, last mini-batch?): which candidates have it}, where not all do
         self.beside: dict[str, np.ndarray] = {}  # verb of the prefill -> seconds of what the tiny run's has no task for
@@ -69,8 +71,8 @@ class Phases:
         loads, seconds, moved, there = self.loads, {}, {}, {}
         for last, batch in ((False, loads.usual), (True, loads.last)):
             counts = counts_of(batch)
-            for first in (False, True) if counts.selected is not None else (False,):
-                works = step_work(loads.shape, loads.policy, loads.stored, counts, first)
+            for all_tokens in (False, True) if counts.selected is not None else (False,):
+                works = step_work(loads.shape, loads.policy, loads.stored, counts, all_tokens)
                 for verb, one in works.items():
                     resource = RESOURCE_OF.get(verb, "compute")
                     present, empty = _present(verb, counts, one), Work()
@@ -82,9 +84,9 @@ class Phases:
                         without = price(self.hardware, verb, resource, empty)
                         cost = np.where(present > 0, cost - (1.0 - present) * without, 0.0)
                         there[verb, last] = present > 0
-                    seconds[verb, first, last] = cost
+                    seconds[verb, all_tokens, last] = cost
                     if verb in RESOURCE_OF:
-                        moved[verb, first, last] = one.link_bytes
+                        moved[verb, all_tokens, last] = one.link_bytes
         streamed, on_disk = loads.layout.total_bytes - loads.resident, loads.on_disk
         slices = _num_slices(loads.K, streamed - on_disk, on_disk) / loads.K
         for verb, resource, num_bytes in (("load_weights", "h2d", streamed), ("read_weights", "disk_read", on_disk)):
@@ -132,26 +134,26 @@ class Phases:
             for other, extra in (("load_weights", on_link * beside), ("attend_prefill", ~on_link * beside)):
                 self.beside[other] = self.beside.get(other, 0.0) + extra
 
-    def of(self, phase: int, verb: str, whole: bool, first: bool, usual):
+    def of(self, phase: int, verb: str, whole: bool, all_tokens: bool, usual):
         """(seconds of a task or None where it has no work, which candidates have it or None for all). ``usual``: for
         which candidates its mini-batch is not one of the last; True or False where for all."""
-        seconds, present = self._of(phase, verb, whole, first, usual)
+        seconds, present = self._of(phase, verb, whole, all_tokens, usual)
         if not phase and not whole and seconds is not None and verb in self.beside:
             seconds = seconds + self.beside[verb]
         return seconds, present
 
-    def _of(self, phase: int, verb: str, whole: bool, first: bool, usual):
+    def _of(self, phase: int, verb: str, whole: bool, all_tokens: bool, usual):
         found = self.seconds[phase]
         if whole:
             return found.get((verb, "whole", False)), None
-        if (verb, first, False) not in found:
-            first = False
-        if (verb, first, False) not in found:
+        if (verb, all_tokens, False) not in found:
+            all_tokens = False
+        if (verb, all_tokens, False) not in found:
             return None, None
         there = self.there[phase]
         if isinstance(usual, bool):
-            return found[verb, first, not usual], there.get((verb, not usual))
-        value = np.where(usual, found[verb, first, False], found[verb, first, True])
+            return found[verb, all_tokens, not usual], there.get((verb, not usual))
+        value = np.where(usual, found[verb, all_tokens, False], found[verb, all_tokens, True])
         if (verb, False) not in there and (verb, True) not in there:
             return value, None
         return value, np.where(usual, there.get((verb, False), True), there.get((verb, True), True))
@@ -186,10 +188,12 @@ class Phases:
         """One iteration's sum of a verb, over all layers and mini-batches."""
         loads, values = self.loads, table[phase]
         L = loads.shape.num_layers
+        choosing = num_choosing(loads.policy.selection, L)
         layers = 1 if verb in _ONCE_A_MINI_BATCH else L - 1 if verb in _BETWEEN_LAYERS else L
+        layers = choosing if verb in _OF_A_CHOICE else layers
         one = values.get((verb, False, False))
-        if one is None:  # in the first layer alone
-            return self._of_all(values[verb, True, False], values[verb, True, True])
+        if one is None:  # in layers that look at all tokens alone
+            return (L - choosing) * self._of_all(values[verb, True, False], values[verb, True, True])
         if verb == "dequantize_weights" and loads.policy.schedule == "column":
             return layers * one
         of_layer = self._of_all(one, values[verb, False, True])
@@ -197,10 +201,9 @@ class Phases:
             # the run's first load comes in one piece
             return (layers - 1) * of_layer + values[verb, "whole", False]
         total = layers * of_layer
-        if (verb, True, False) in values and verb not in _ONCE_A_MINI_BATCH | _BETWEEN_LAYERS:
-            total = total + self._of_all(values[verb, True, False], values[verb, True, True]) - of_layer
-        elif verb == "gather":
-            total = total * (L - 1) / L
+        if (verb, True, False) in values and verb not in _ONCE_A_MINI_BATCH | _BETWEEN_LAYERS | _OF_A_CHOICE:
+            of_whole = self._of_all(values[verb, True, False], values[verb, True, True])
+            total = total + (L - choosing) * (of_whole - of_layer)
         return total
 
     def verbs(self, phase: int) -> set[str]:

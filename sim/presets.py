@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.policy import Bits, Placement, Policy, Selection
+from flexhybrid.core.selection import WHOLE_LAYERS
 from flexhybrid.core.shape import ModelShape
 
 _STREAMED = Placement(host=1.0)
@@ -145,14 +146,17 @@ def infinigen(
     alpha: float = 4.0,
     partial_ratio: float = 0.3,
     cap: float = 0.2,
+    pool: float = 1.0,
+    victim: str = "counter",
+    whole_layers: int = WHOLE_LAYERS,
     max_mini_batch_tokens: int = _WHOLE_BATCH,
     weights: Placement = _RESIDENT,
 ) -> Policy:
     """InfiniGen: each layer's important tokens guessed one layer ahead, only those fetched; partial keys on the
     device."""
     selection = Selection(
-        "speculative", alpha=alpha, partial_ratio=partial_ratio, max_fraction=cap, pool=1.0, victim="counter",
-        partial_keys="device",
+        "speculative", alpha=alpha, partial_ratio=partial_ratio, max_fraction=cap, pool=pool, victim=victim,
+        partial_keys="device", whole_layers=whole_layers,
     )  # fmt: skip
     return Policy(
         "infinigen", weights, cache={"kv@host": 1.0}, selection=selection, packing="fifo",

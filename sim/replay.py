@@ -17,6 +17,7 @@ from flexhybrid.core.blocks import BLOCK_TOKENS, ceil_blocks
 from flexhybrid.core.kinds import Part
 from flexhybrid.core.memory import NUM_SLOTS, buffer_sizes, memory_plan
 from flexhybrid.core.plan import Wave
+from flexhybrid.core.selection import first_choosing
 from flexhybrid.core.stream import StepPayload, WeightSlice
 from flexhybrid.core.task import Task
 from flexhybrid.core.trace import TraceEvent
@@ -163,13 +164,13 @@ class _Replay:
 
     def _dequantize_kv(self, task: Task) -> None:
         if any(access.space[0] == "gathered" for access in task.reads):
-            return  # no more than the first layer's
+            return  # no more than a layer that looks at all tokens
         every = ("device", "host", "disk")
         self._hold("device", "plain KV", 0, self._columns(task, "kv", every) * BLOCK_TOKENS * self.native_kv)
 
     def _assemble(self, task: Task) -> None:
         step = task.payload.step
-        if self.wave.policy.selection.method != "speculative" or task.layer == 0:
+        if task.layer < first_choosing(self.wave.policy.selection):
             self._hold("device", "attention buffer", 0, len(step.requests) * step.attention_tokens * self.native_kv)
 
     # ---- selections, and attention on the host
@@ -188,7 +189,7 @@ class _Replay:
         return min(context, max(BLOCK_TOKENS, int(ceil_blocks(np.ceil(round(budget, 9)))) * BLOCK_TOKENS))
 
     def _speculate(self, task: Task) -> None:
-        """Partial keys of every token that is ever stored, in all layers but the first; padded in a mini-batch."""
+        """Partial keys of every token that is ever stored, in all layers that choose; padded in a mini-batch."""
         step, tier = task.payload.step, self.wave.policy.selection.partial_keys
         shape, share = self.wave.shape, self.wave.policy.selection.partial_ratio
         columns = max(1, math.ceil(round(share * shape.head_dim, 9)))
@@ -196,7 +197,7 @@ class _Replay:
         rows = len(self.wave.mini_batches[task.mini_batch]) * max(self._places(*one) for one in tokens)
         size = rows * columns * shape.num_kv_heads * self.wave.bytes_per_element
         limited = self.wave.policy.selection.pool < 1
-        for layer in range(1, shape.num_layers):
+        for layer in range(first_choosing(self.wave.policy.selection), shape.num_layers):
             self._hold(tier, "partial keys", (layer, task.mini_batch), size)
             if limited and self.wave.policy.selection.victim != "fifo":  # a count and an age
                 self._hold("device", "uses", (layer, task.mini_batch), 8 * rows * shape.num_kv_heads)

@@ -19,6 +19,7 @@ from flexhybrid.core.kinds import representation_of
 from flexhybrid.core.layout import layer_layout
 from flexhybrid.core.plan import admit
 from flexhybrid.core.policy import Bits, Placement, Policy
+from flexhybrid.core.selection import first_choosing
 from flexhybrid.core.shape import ModelShape
 from flexhybrid.core.split import SplitLines
 from flexhybrid.core.stream import numbered_stream
@@ -45,7 +46,8 @@ class Entry(NamedTuple):
 
     resource: int
     iteration: int
-    what: tuple[str, bool, bool, int]  #: verb; whether the stream's first load of weights; first layer; mini-batch
+    #: verb; whether the stream's first load of weights, and in a layer that looks at all tokens; mini-batch
+    what: tuple[str, bool, bool, int]
     waits: tuple[int, ...]  #: indices of the entries on other resources that it waits for
 
 
@@ -226,7 +228,7 @@ def _tiny_run(key: str, num_layers: int, num_mini_batches: int, num_decode: int,
             ends.append(len(entries))
         whole = not loaded and task.verb in ("load_weights", "read_weights")
         loaded = loaded or task.verb == "load_weights"
-        what = task.verb, whole, task.layer == 0, task.mini_batch
+        what = task.verb, whole, task.layer < first_choosing(policy.selection), task.mini_batch
         if one_by_one:
             entries.append(Entry(0, task.iteration, what, ()))
         else:

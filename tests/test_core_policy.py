@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import FrozenInstanceError
 
 import pytest
@@ -39,8 +40,9 @@ def policies(draw):
             st.just(Selection()),
             st.builds(Selection, st.just("heavy_hitter"), budget=SHARE),
             st.builds(
-                Selection, st.just("speculative"), alpha=st.floats(0, 10), partial_ratio=SHARE, max_fraction=SHARE,
-                pool=SHARE, victim=st.sampled_from(["fifo", "lru", "counter"]), partial_keys=TIER,
+                Selection, st.just("speculative"), alpha=st.floats(0, 10) | st.just(math.inf), partial_ratio=SHARE,
+                max_fraction=SHARE, pool=SHARE, victim=st.sampled_from(["fifo", "lru", "counter"]), partial_keys=TIER,
+                whole_layers=st.none() | st.integers(1, 9),
             ),
         )
     )  # fmt: skip
@@ -67,7 +69,7 @@ def policies(draw):
 def test_json_gives_the_very_same_policy_back(policy):
     text = policy.to_json()
     again = Policy.from_json(text)
-    assert again == policy
+    assert again == policy and "Infinity" not in text
     assert again.to_json() == text
     assert sum(policy.share(kind) for kind in ("kv", "act", "both", "tok")) == pytest.approx(1)
     assert set(policy.cache_kinds) == {key for key, share in policy.cache.items() if share}
@@ -141,7 +143,11 @@ REFUSED = [
     (dict(selection=dict(SPECULATIVE, victim="random")), "selection.victim"),
     (dict(selection=dict(SPECULATIVE, partial_keys="gpu")), "selection.partial_keys"),
     (dict(selection=dict(SPECULATIVE, alpha=-1)), "selection.alpha"),
-    (dict(selection=dict(SPECULATIVE, alpha=float("inf"))), "selection.alpha"),
+    (dict(selection=dict(SPECULATIVE, alpha=float("nan"))), "selection.alpha"),
+    (dict(selection=dict(SPECULATIVE, alpha="infinite")), "selection.alpha"),
+    (dict(selection=dict(SPECULATIVE, whole_layers=0)), "selection.whole_layers"),
+    (dict(selection=dict(SPECULATIVE, whole_layers=1.5)), "selection.whole_layers"),
+    (dict(selection=dict(method="none", whole_layers=2)), "selection.whole_layers"),
     (dict(selection=dict(SPECULATIVE, pool="half")), "selection"),
     *[
         (dict(selection={k: v for k, v in SPECULATIVE.items() if k != missing}), f"selection.{missing}")

@@ -42,8 +42,8 @@ def steps_of(wave: Wave):
         yield iteration, make_step(wave, iteration, 0, group[wave.workload.max_tokens[group] > iteration])
 
 
-def works_of(wave: Wave, step, first_layer: bool = False):
-    return step_work(wave.shape, wave.policy, wave.stored, counts_of(step, wave), first_layer)
+def works_of(wave: Wave, step, whole: bool = False):
+    return step_work(wave.shape, wave.policy, wave.stored, counts_of(step, wave), whole)
 
 
 # --- token ids --------------------------------------------------------------------------------------------------------
@@ -172,10 +172,10 @@ def test_selected_tokens_are_infinigens_and_never_more_than_the_share():
         assert selected_tokens(wide, context) <= selected_tokens(wide, context + 37)
 
 
-def test_a_selection_loads_rows_behind_the_first_layer():
+def test_a_selection_loads_rows_behind_the_whole_layers():
     wave = wave_of(Policy(selection=speculative(max_fraction=0.05)), [100, 90], [3, 3])
     step = make_step(wave, 2, 0, np.arange(2))
-    first, rest = works_of(wave, step, first_layer=True), works_of(wave, step)
+    first, rest = works_of(wave, step, whole=True), works_of(wave, step)
     context = int(step.context.max())
     rows = 2 * math.ceil(0.05 * context)
     assert first["load_kv"].link_bytes == sum(math.ceil(n / 16) for n in step.context.tolist()) * 16 * 2 * 64 * P

@@ -154,7 +154,7 @@ def test_parts_of_a_block_make_up_the_decode_step(name):
     assert sum(setup.breakdown(tasks).values()) == pytest.approx(sum(tasks.values()))
     policy = replace(setup.POLICIES[name], overlap=False)
     step = simulate(setup.OPT_13B, setup.testbed(), policy, 8, 2047, 2, clock="virtual").decode_s
-    # the first layer of InfiniGen loads all, and the head stands outside the layers
+    # the first layers of InfiniGen load all, and the head stands outside the layers
     assert 40 * 1e-3 * sum(tasks.values()) == pytest.approx(step, rel=0.25 if name == "InfiniGen" else 0.05)
 
 
@@ -198,8 +198,8 @@ def test_every_run_fits_the_machine():
 
 
 def test_partial_keys_and_weights(done):
-    """The first layer needs none: one layer of 40 less than the paper counts. Columns are whole: 39 of a head's 128."""
-    for row_id, most in (("ih071", 0.02), ("ih077", 0.05), ("ih078", 0.026)):
+    """The first two layers need none: two of 40 less than the paper counts. Columns are whole: 39 of a head's 128."""
+    for row_id, most in (("ih071", 0.02), ("ih077", 0.06), ("ih078", 0.05)):
         assert abs(row(done["infinigen-fig17"], row_id)["error"]) <= most, row_id
 
 

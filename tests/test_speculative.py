@@ -25,14 +25,14 @@ from flexhybrid.runtime.rotary import rotary_tables, rotate_
 from flexhybrid.runtime.skew import save_skewed
 from flexhybrid.runtime.weights import Weights, linear
 
-EVERYTHING = 1e9  #: an alpha that no score falls behind
+EVERYTHING = math.inf  #: an alpha that no score falls behind
 LENGTHS = (60, 33, 60, 20, 47)
 
 
-def policy(alpha, cap=1.0, ratio=0.3, pool=1.0, victim="counter", **more) -> Policy:
+def policy(alpha, cap=1.0, ratio=0.3, pool=1.0, victim="counter", whole_layers=None, **more) -> Policy:
     selection = Selection(
         "speculative", alpha=alpha, partial_ratio=ratio, max_fraction=cap, pool=pool, victim=victim,
-        partial_keys="device",
+        partial_keys="device", whole_layers=whole_layers,
     )  # fmt: skip
     return Policy(selection=selection, **({"max_mini_batch_tokens": 250} | more))
 
@@ -45,9 +45,9 @@ def checkpoints(tmp_path_factory):
     for family in ("opt", "llama"):
         folder = tmp_path_factory.mktemp(family)
         if family == "opt":
-            save_opt(folder, layers=3, heads=4, positions=128, scale=0.15)
+            save_opt(folder, layers=4, heads=4, positions=128, scale=0.15)
         else:
-            save_llama(folder, layers=3, heads=4, kv_heads=2, positions=128, scale=0.15)
+            save_llama(folder, layers=4, heads=4, kv_heads=2, positions=128, scale=0.15)
         made[family] = Checkpoint(folder)
         save_skewed(made[family], sample, folder / "skewed")
         made[family, "skewed"] = Checkpoint(folder / "skewed")
@@ -75,6 +75,7 @@ class PlainInfiniGen:
 
     def __init__(self, checkpoint, policy: Policy, last: int, cached: list[int]):
         self.shape, self.selection = checkpoint.shape, (selection := policy.selection)
+        self.whole = selection.whole_layers or 2  # layers that look at all tokens
         self.kinds, self.bits = BlockKinds(policy.cache), policy.bits.kv
         room = [math.ceil(round(selection.pool * tokens / 16, 9)) * 16 for tokens in cached]
         self.room = room if selection.pool < 1 else cached  # places of each request
@@ -180,7 +181,8 @@ class PlainInfiniGen:
                 for head in self.heads_of(g):
                     scores = keys @ q[0, head] / self.shape.head_dim**0.5
                     out[0, head] = torch.softmax(scores, -1) @ values
-            chosen = self.choose(request, layer + 1, act, position) if layer + 1 < self.shape.num_layers else None
+            guesses = self.whole <= layer + 1 < self.shape.num_layers
+            chosen = self.choose(request, layer + 1, act, position) if guesses else None
             hidden = self.model.finish(self.shape, self.weights.views(layer, None), hidden, out.flatten(1))
         return self.next_token(hidden)
 
@@ -223,7 +225,7 @@ class PlainInfiniGen:
 
 @torch.inference_mode()
 def plain_tokens(checkpoint, policy, prompts, max_tokens):
-    """(tokens of each request, share of the context fetched behind the first layer)."""
+    """(tokens of each request, share of the context fetched in layers that choose)."""
     workload = Workload(np.array([len(p) for p in prompts]), np.broadcast_to(max_tokens, len(prompts)))
     answers, fetched = [None] * len(prompts), []
     for group in admit(checkpoint.shape, policy, workload, 4).mini_batches:
@@ -238,18 +240,20 @@ def plain_tokens(checkpoint, policy, prompts, max_tokens):
     return answers, sum(count for count, _ in fetched) / sum(context for _, context in fetched)
 
 
-def moved_share(trace) -> float:
-    """Tokens that gathers of a trace moved, of the tokens that were cached."""
+def moved_share(trace) -> float | None:
+    """Tokens that gathers of a trace moved, of the tokens that were cached; None where there were none."""
     gathers = [event.task for event in trace if event.task.verb == "gather"]
+    if not gathers:
+        return None
     return sum(t.work.tokens for t in gathers) / sum(int(t.payload.step.context.sum()) for t in gathers)
 
 
 @pytest.mark.parametrize("skewed", [False, True])
 @pytest.mark.parametrize("family", ["opt", "llama"])
-@pytest.mark.parametrize("alpha, cap", [(0.3, 1.0), (1.0, 0.4), (4.0, 0.15)])
-def test_tokens_are_those_of_a_plain_account(checkpoints, prompts, family, skewed, alpha, cap):
+@pytest.mark.parametrize("alpha, cap, whole", [(0.3, 1.0, 3), (1.0, 0.4, None), (4.0, 0.15, 1), (math.inf, 0.2, 2)])
+def test_tokens_are_those_of_a_plain_account(checkpoints, prompts, family, skewed, alpha, cap, whole):
     checkpoint = checkpoints[family, "skewed"] if skewed else checkpoints[family]
-    chosen = policy(alpha, cap, weights=Placement(device=0.3, host=0.7))
+    chosen = policy(alpha, cap, whole_layers=whole, weights=Placement(device=0.3, host=0.7))
     result = run_wave(checkpoint, chosen, prompts, 12)
     wanted, share = plain_tokens(checkpoint, chosen, prompts, 12)
     assert result.tokens == wanted
@@ -325,17 +329,18 @@ def full_cache(checkpoints, prompts):
     st.sampled_from(("opt", "llama")), st.booleans(), st.sampled_from((0.05, 0.3, 1.0)),
     st.sampled_from((16, 130, 250, 8192)), st.sampled_from(("column", "row")), st.sampled_from((0.0, 0.4, 1.0)),
     st.sampled_from((True, False, "step")), st.sampled_from(("device", "host")),
-    st.sampled_from((1.0, 0.7, 0.4, 0.15, 0.0)),
+    st.sampled_from((1.0, 0.7, 0.4, 0.15, 0.0)), st.sampled_from((1, None, 4, 9)),
 )  # fmt: skip
 def test_an_alpha_that_leaves_nothing_out_is_exact(
-    checkpoints, prompts, full_cache, family, skewed, ratio, bound, schedule, resident, overlap, hidden, kv
+    checkpoints, prompts, full_cache, family, skewed, ratio, bound, schedule, resident, overlap, hidden, kv, whole
 ):
     checkpoint = checkpoints[family, "skewed"] if skewed else checkpoints[family]
     weights = Placement(device=resident, host=1 - resident)
     every = policy(
-        EVERYTHING, 1.0, ratio, max_mini_batch_tokens=bound, schedule=schedule, weights=weights, overlap=overlap,
-        hidden=hidden, cache={"kv@host": kv, "act@host": 1 - kv},
+        EVERYTHING, 1.0, ratio, whole_layers=whole, max_mini_batch_tokens=bound, schedule=schedule, weights=weights,
+        overlap=overlap, hidden=hidden, cache={"kv@host": kv, "act@host": 1 - kv},
     )  # fmt: skip
     result = run_wave(checkpoint, every, prompts, 12)
     assert result.tokens == full_cache[family]
-    assert check_trace(result.trace) == [] and moved_share(result.trace) == 1.0
+    assert check_trace(result.trace) == []
+    assert moved_share(result.trace) == (1.0 if (whole or 2) < 4 else None)

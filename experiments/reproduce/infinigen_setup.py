@@ -188,12 +188,16 @@ def times(
 ) -> Times:
     """Seconds of one of POLICIES (``policy`` in its place, if given); ``batch`` and ``prompt`` may be arrays.
 
-    Our policies treat all layers alike, but for InfiniGen's first, which nothing speculates for. With layers 0 and 1
-    loaded whole, H2O's two and InfiniGen's second are taken from FlexGen instead: what it takes with them less what it
-    takes without.
+    InfiniGen's first layers are whole by its policy: two, or the one that nothing can speculate for. H2O's layers are
+    all alike; with layers 0 and 1 loaded whole, they are taken from FlexGen instead: what it takes with them less what
+    it takes without.
     """
     hardware = testbed(reading) if hardware is None else hardware
-    whole = {"H2O": 2, "InfiniGen": 1}.get(name, 0) if reading.first_two_full else 0
+    whole = 2 if name == "H2O" and reading.first_two_full else 0
+    policy = policy or POLICIES[name]
+    if name == "InfiniGen":
+        layers = 2 if reading.first_two_full else 1
+        policy = replace(policy, selection=replace(policy.selection, whole_layers=layers))
 
     def seconds(policy: Policy, num_layers: int) -> Times:
         weights = Placement(device=weights_device, host=1.0 - weights_device)
@@ -204,7 +208,7 @@ def times(
         return Times(found.prefill_s, found.decode_s)
 
     L = shape.num_layers
-    found = seconds(policy or POLICIES[name], L - whole)
+    found = seconds(policy, L - whole)
     if not whole:
         return found
     return found + seconds(POLICIES["FlexGen"], L) - seconds(POLICIES["FlexGen"], L - whole)

@@ -17,7 +17,7 @@ from flexhybrid.core.layout import layer_layout
 from flexhybrid.core.packing import chunk_tokens, longest_piece, num_chunks
 from flexhybrid.core.plan import Wave, disk_from
 from flexhybrid.core.policy import Policy, Selection
-from flexhybrid.core.selection import kept_tokens, limits_cache, most_selected, partial_columns
+from flexhybrid.core.selection import kept_tokens, limits_cache, most_selected, num_choosing, partial_columns
 from flexhybrid.core.shape import ModelShape
 from flexhybrid.core.split import SplitLines, split_point
 from flexhybrid.core.work import MIN_KV_GEN_ROWS
@@ -300,23 +300,23 @@ def memory_parts(
     speculative = policy.selection.method == "speculative"
     columns = partial_columns(shape, policy.selection) if speculative else 0
     partial_row = shape.num_kv_heads * columns * p  # of a token
-    # A selection speculates for every layer but the first.
-    partial_keys = (layers - 1) * sizes.partial_rows * partial_row
-    indices = 4 * index_cells(shape, policy, sizes.index_rows) if layers > 1 else 0
+    choosing = num_choosing(policy.selection, layers)
+    partial_keys = choosing * sizes.partial_rows * partial_row
+    indices = 4 * index_cells(shape, policy, sizes.index_rows) if choosing else 0
     gathered = sum(rows * row[representation] for representation, rows in sizes.selected_rows.items())
     ranked = policy.selection.method == "heavy_hitter"
     scores = 8 * layers * shape.num_kv_heads * sizes.kept_tokens if ranked else 0  # and ages
     limited = speculative and limits_cache(policy.selection)
     counted = limited and policy.selection.victim != "fifo"
-    uses = 8 * (layers - 1) * shape.num_kv_heads * sizes.partial_rows if counted else 0  # and ages
+    uses = 8 * choosing * shape.num_kv_heads * sizes.partial_rows if counted else 0  # and ages
     rotation = 2 * shape.head_dim * p if shape.rotary else 0  # a cosine and a sine for each element of a head
     act = any("act@" in kind for kind in sizes.pool_blocks)
     # Set aside whatever the bits, so that a program over bits can add up; a small model's pieces are small.
     packing = PACKING_BYTES * min(PACKING_ELEMENTS[device], shape.ffn * shape.hidden)
-    partial_buffer = sizes.context_tokens * partial_row if layers > 1 else 0
+    partial_buffer = sizes.context_tokens * partial_row if choosing else 0
     query_weights = 0
     if speculative:
-        query_weights = (layers - 1) * partial_query_bytes(shape, policy, p, columns, sizes.num_mini_batches, resident)
+        query_weights = choosing * partial_query_bytes(shape, policy, p, columns, sizes.num_mini_batches, resident)
     tiers["device"] |= {
         "resident weights": layers * resident,
         "weight slots": NUM_SLOTS * streamed,
@@ -352,7 +352,7 @@ def memory_parts(
         "ACT staging": NUM_SLOTS * sizes.act_staging_blocks * BLOCK_TOKENS * row["act"],
         "KV staging": NUM_SLOTS * sizes.kv_staging_blocks * BLOCK_TOKENS * row["kv"],
         "places": NUM_SLOTS * 8 * sizes.decode_batch * shape.num_kv_heads if ranked or limited else 0,
-        "gathered rows": NUM_SLOTS * gathered if layers > 1 else 0,
+        "gathered rows": NUM_SLOTS * gathered if choosing else 0,
         "indices": indices,
         "partial keys": partial_keys if policy.selection.partial_keys == "host" else 0,
         "hidden states": sizes.hidden_rows * hidden if policy.hidden == "host" and layers > 1 else 0,

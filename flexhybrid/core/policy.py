@@ -104,12 +104,13 @@ class Selection:
 
     method: str = "none"
     budget: float | None = None  #: heavy_hitter: share of the prompt that is kept
-    alpha: float | None = None  #: speculative: scores above max - alpha are fetched
+    alpha: float | None = None  #: speculative: scores above max - alpha are fetched; infinite: all, up to max_fraction
     partial_ratio: float | None = None  #: speculative: share of the columns in the partial weights
     max_fraction: float | None = None  #: speculative: most of the cache that is ever fetched
     pool: float | None = None  #: speculative: share of the cache the pool may hold
     victim: str | None = None  #: speculative: fifo, lru or counter
     partial_keys: str | None = None  #: speculative: tier of the partial keys
+    whole_layers: int | None = None  #: speculative: first layers that look at all tokens; None: ``core.selection``'s
 
     _NEEDS = {
         "none": (),
@@ -126,12 +127,19 @@ class Selection:
                 continue
             if f.name in needed and value is None:
                 raise InputError(f"policy: selection {self.method} needs selection.{f.name}")
+            if f.name == "whole_layers" and self.method == "speculative":
+                if value is not None and not (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+                    raise InputError(
+                        f"policy: selection.whole_layers is {value!r}; it must be a whole number >= 1: nothing guesses "
+                        "for the first layer"
+                    )
+                continue
             if f.name not in needed and value is not None:
                 raise InputError(f"policy: selection {self.method} does not take selection.{f.name}")
             if value is not None and f.name in ("budget", "partial_ratio", "max_fraction", "pool"):
                 _check_shares({f.name: value, "rest": 1 - value if _is_number(value) else value}, "selection")
-        if self.alpha is not None and not (_is_number(self.alpha) and 0 <= self.alpha < math.inf):
-            raise InputError(f"policy: selection.alpha is {self.alpha!r}; it must be a number >= 0")
+        if self.alpha is not None and not (_is_number(self.alpha) and self.alpha >= 0):
+            raise InputError(f'policy: selection.alpha is {self.alpha!r}; it must be a number >= 0, or "inf"')
         if self.victim is not None:
             _check_choice(self.victim, ("fifo", "lru", "counter"), "selection.victim")
         if self.partial_keys is not None:
@@ -224,7 +232,11 @@ class Policy:
         return tuple(sorted(key for key, share in self.cache.items() if share > 0))
 
     def to_dict(self) -> dict:
-        return asdict(self)
+        """Plain data; an infinite alpha is the text "inf", for which JSON has no number."""
+        data = asdict(self)
+        if self.selection.alpha == math.inf:
+            data["selection"]["alpha"] = "inf"
+        return data
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=1)
@@ -237,7 +249,8 @@ class Policy:
         for key, cls in _PARTS.items():
             if key in data:
                 _refuse_unknown(cls, data[key], key)
-                data[key] = cls(**data[key])
+                infinite = {"alpha": math.inf} if cls is Selection and data[key].get("alpha") == "inf" else {}
+                data[key] = cls(**data[key] | infinite)
         return Policy(**data)
 
     @staticmethod

@@ -14,6 +14,11 @@ from flexhybrid.core.blocks import BLOCK_TOKENS
 from flexhybrid.core.policy import Selection
 from flexhybrid.core.shape import ModelShape
 
+#: First layers that look at all their tokens, unless a policy names their number. A layer is guessed from the one
+#: before, so one would do; InfiniGen's own code has two, and a small model needs them: the inputs of its layers 0 and 1
+#: have nothing in common (``experiments.accuracy_study``).
+WHOLE_LAYERS = 2
+
 _ROUNDING = 1e-9  #: of a share times a count: 0.2 of 35 tokens are 7
 
 #: (context tokens, tokens scored above max − 4), averages over layers and heads.
@@ -35,6 +40,19 @@ def selected_tokens(selection: Selection, context):
 def most_selected(selection: Selection, context):
     """The most tokens of a context that a speculative selection ever fetches in a layer: at least one; arrays too."""
     return np.maximum(1.0, np.ceil(selection.max_fraction * np.asarray(context, dtype=np.float64) - _ROUNDING))
+
+
+def first_choosing(selection: Selection) -> float:
+    """The first layer that a speculative selection chooses tokens for; the layer before it is the first that guesses.
+    Infinite where no layer does."""
+    if selection.method != "speculative":
+        return math.inf
+    return WHOLE_LAYERS if selection.whole_layers is None else selection.whole_layers
+
+
+def num_choosing(selection: Selection, num_layers: int) -> int:
+    """Layers that a speculative selection chooses tokens for."""
+    return num_layers - int(min(num_layers, first_choosing(selection)))
 
 
 def partial_columns(shape: ModelShape, selection: Selection) -> int:

@@ -296,12 +296,10 @@ def counts_of(step: MiniBatchStep, wave) -> StepCounts:
     )  # fmt: skip
 
 
-def step_work(
-    shape: ModelShape, policy: Policy, stored: ElementBytes, c: StepCounts, first_layer: bool
-) -> dict[str, Work]:
+def step_work(shape: ModelShape, policy: Policy, stored: ElementBytes, c: StepCounts, whole: bool) -> dict[str, Work]:
     """The work of each verb of a step in one layer; a verb without work is absent.
 
-    ``first_layer``: a speculative selection looks at all tokens there.
+    ``whole``: in one of the layers in which a speculative selection looks at all tokens.
     """
     p = stored.compute
     rows = c.batch * c.width + (0 if c.prefill else c.batch * c.recomputed)
@@ -332,7 +330,7 @@ def step_work(
         works["load_attended"] = work.load_attended(shape, p, c.batch)
         return works
     attended = c.context + c.recomputed + c.width
-    if c.selected is None or first_layer:
+    if c.selected is None or whole:
         works |= _load_works(shape, policy, stored, c)
     else:
         attended = c.selected + 1
@@ -344,7 +342,7 @@ def step_work(
         if policy.selection.partial_keys == "host":
             works["load_keys"] = work.load_partial_keys(shape, p, c.batch, c.context, ratio)
     if any(part.representation == "act" for part in c.blocks):
-        everything = c.selected is None or first_layer
+        everything = c.selected is None or whole
         generated = c.batch * (c.act_columns * BLOCK_TOKENS if everything else _selected_of(c)["act"])
         works["kv_gen"] = work.kv_gen(shape, p, _at_least(generated, work.MIN_KV_GEN_ROWS))
     works["assemble"] = work.assemble(shape, p, c.batch * attended)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from flexhybrid.core.packing import num_chunks
 from flexhybrid.core.plan import Wave
+from flexhybrid.core.selection import first_choosing
 from flexhybrid.core.steps import MiniBatchStep, counts_of, make_step, step_work
 from flexhybrid.core.task import RESOURCES, Access, Task, Work
 
@@ -112,7 +113,7 @@ class _Stream:
         self.num_layers = wave.shape.num_layers
         self.number = 1  # of the position at hand
         self.on_host = wave.policy.attention == "host"
-        self.speculates = wave.policy.selection.method == "speculative"
+        self.first_choosing = first_choosing(wave.policy.selection)
         # What every iteration names anew: the blocks of (kind, mini-batch), the pools that a mini-batch's context in a
         # layer is read from, and the tasks of a slice of weights.
         self.extents: dict[tuple[str, int], tuple[int, int]] = {}
@@ -175,7 +176,8 @@ class _Stream:
                 for step, first, rest in members:
                     slots = number % 2, slot % 2
                     payload = StepPayload(step, *slots)
-                    group.append(_Position(step, layer, rest if layer else first, *slots, payload, not group))
+                    works = rest if layer >= self.first_choosing else first
+                    group.append(_Position(step, layer, works, *slots, payload, not group))
                     number += 1
                 slot += 1
                 yield group
@@ -183,7 +185,8 @@ class _Stream:
             laid_out = self._lay_out(iteration, self.stops_until(iteration - 2))
 
     def _lay_out(self, iteration: int, stopped) -> list[tuple[MiniBatchStep, dict[str, Work], dict[str, Work]]]:
-        """Steps, and their works in the first and the other layers, of the mini-batches that still have a request."""
+        """Steps, and their works in layers that look at all tokens and in those that look at a choice, of the
+        mini-batches that still have a request."""
         wave, steps = self.wave, []
         for k, group in enumerate(wave.mini_batches):
             running = group[wave.workload.max_tokens[group] > iteration]
@@ -248,7 +251,7 @@ class _Stream:
         step, slot, works = ahead.step, ahead.slot, ahead.works
         if "load_hidden" in works and ahead.layer:
             yield self._task(ahead, "load_hidden", "h2d", (_host_hidden(step),), (self._hidden(ahead),))
-        if "load_keys" in works and ahead.layer < self.num_layers - 1:
+        if "load_keys" in works and self._guesses(ahead.layer):
             keys = _cell("partial_keys", step.mini_batch, ahead.layer + 1)
             yield self._task(ahead, "load_keys", "h2d", (keys,), (_cell("partial_buffer", slot),))
         if "gather" in works:
@@ -302,17 +305,21 @@ class _Stream:
             yield self._task(position, "kv_gen", "compute", reads, writes)
         staging, matrices = _cell("staging", slot), self._matrices(position, 0, qkv_end)
         writes = (qkv, staging)
-        if self.speculates and layer and not step.prefill:  # the new tokens' partial keys
+        if layer >= self.first_choosing and not step.prefill:  # the new tokens' partial keys
             writes += (_cell("partial_keys", k, layer),)
         yield self._task(position, "project", "compute", (hidden, *matrices), writes)
         if "quantize" in works:
             yield self._task(position, "quantize", "compute", (qkv,), (staging,))
-        if "speculate" in works and step.prefill and layer:
+        if "speculate" in works and step.prefill and layer >= self.first_choosing:
             yield self._task(position, "speculate", "compute", (qkv, *matrices), (_cell("partial_keys", k, layer),))
-        elif "speculate" in works and not step.prefill and layer < self.num_layers - 1:
+        elif "speculate" in works and not step.prefill and self._guesses(layer):
             yield from self._speculate(position, qkv)
         if "attend_host" in works:
             yield from self._attend_on_host(position, qkv)
+
+    def _guesses(self, layer: int) -> bool:
+        """Whether a layer's input guesses what the next one looks at."""
+        return self.first_choosing <= layer + 1 < self.num_layers
 
     def _speculate(self, position: _Position, qkv: Access) -> Iterator[Task]:
         """The next layer's choice, from this layer's input; its index goes to the host, which gathers the rows."""

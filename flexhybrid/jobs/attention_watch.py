@@ -130,10 +130,11 @@ def watch_positions(executor: Executor) -> Callable[[Task], torch.Tensor]:
         speculate(executor, task)
         if task.iteration:
             layer = task.layer + 1
-            chosen[task.mini_batch, layer] = executor.speculation.chosen_positions(layer, task.payload.step)
+            guess = executor.tensors(task).guess
+            chosen[task.mini_batch, layer] = executor.speculation.chosen_positions(layer, task.payload.step, guess)
 
     def assembled(executor: Executor, task: Task) -> None:
-        if executor.speculation and task.iteration and task.layer:
+        if task.iteration and executor.looks_at_choice(task):
             slot = task.payload.slot
             columns.update({r: executor.fetched[r, slot].most for r in chosen[task.mini_batch, task.layer]})
         assemble(executor, task)
@@ -144,7 +145,7 @@ def watch_positions(executor: Executor) -> Callable[[Task], torch.Tensor]:
             return executor.heavy_hitters.column_positions(task.layer, step)
         if not executor.speculation:
             return executor.to_device(column_positions(step, tables))[:, None]
-        if task.layer:  # representation by representation, each as wide as its longest request
+        if executor.looks_at_choice(task):  # representation by representation, each as wide as its longest request
             pieces = [
                 positions[..., : columns[representation]]
                 for representation, positions in chosen[task.mini_batch, task.layer].items()

@@ -10,7 +10,7 @@ from flexhybrid.core.blocks import BLOCK_TOKENS
 from flexhybrid.core.kinds import Part, parts
 from flexhybrid.core.memory import NUM_SLOTS, BufferSizes, index_cells
 from flexhybrid.core.policy import Policy
-from flexhybrid.core.selection import limits_cache
+from flexhybrid.core.selection import limits_cache, num_choosing
 from flexhybrid.core.shape import ModelShape
 from flexhybrid.core.steps import BlockRun, MiniBatchStep, Segment
 from flexhybrid.core.work import MIN_KV_GEN_ROWS
@@ -145,12 +145,12 @@ class Buffers:
         placed = limits_cache(policy.selection)
         self.place_strip = on_host(NUM_SLOTS, sizes.decode_batch * placed, groups, of=torch.int64)
         self.attended = on_device(strip_rows, shape.query_width)
-        several = shape.num_layers > 1  # a selection speculates for every layer but the first
+        choosing = num_choosing(policy.selection, shape.num_layers) > 0
         self.gathered = {
-            name: on_host(NUM_SLOTS, sizes.selected_rows.get(name, 0) * several, row.width, of=row.dtype)
+            name: on_host(NUM_SLOTS, sizes.selected_rows.get(name, 0) * choosing, row.width, of=row.dtype)
             for name, row in self.formats.items()
         }
-        self.host_index = on_host(index_cells(shape, policy, sizes.index_rows) * several, of=torch.int32)
+        self.host_index = on_host(index_cells(shape, policy, sizes.index_rows) * choosing, of=torch.int32)
 
     def head_major(self, part: Part | Segment) -> bool:
         """Whether blocks of this part are [2, G, 16, d] instead of [16, row]."""

@@ -112,6 +112,10 @@ class Executor:
         if self.resolved is not None:
             self.resolved[task.key] = work
 
+    def looks_at_choice(self, task: Task) -> bool:
+        """Whether a task of the decode is in a layer whose tokens a speculative selection has chosen."""
+        return self.speculation is not None and task.layer >= self.speculation.first
+
     def layer_weights(self, task: Task) -> dict[str, Parts]:
         """The tensors of a task's layer in the compute dtype."""
         return self.plain_weights or self.stored_layer(task)

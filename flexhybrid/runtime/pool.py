@@ -2,8 +2,8 @@
 
 When a request holds as many tokens as its pool has places, each key/value head gives one up: the oldest (fifo), the one
 that was fetched longest ago (lru), or the one that was fetched least (counter); among equals the oldest. To be new
-counts as being fetched once. A counter that is full halves all of its head's. The first layer fetches every token, so
-that all victims are its oldest.
+counts as being fetched once. A counter that is full halves all of its head's. Layers that look at every token give
+up their oldest.
 
 Shapes: T places, B requests, G key/value heads; tables of a mini-batch in a layer are [T, B, G].
 """
@@ -16,12 +16,12 @@ COUNTER_FULL = 255
 
 
 class Uses:
-    """How often or how lately the tokens of every place were fetched, and their ages, in all layers but the first."""
+    """How often or how lately the tokens of every place were fetched, and their ages, in ``layers``."""
 
-    def __init__(self, victim: str, num_layers: int, tokens: list[int], requests: list[int], groups: int, device):
+    def __init__(self, victim: str, layers: range, tokens: list[int], requests: list[int], groups: int, device):
         sizes = [most * count for most, count in zip(tokens, requests, strict=True)]
-        self.lately = victim == "lru"
-        self.table = torch.zeros(2, num_layers - 1, sum(sizes), groups, dtype=torch.int32, device=device)
+        self.lately, self.first = victim == "lru", layers.start
+        self.table = torch.zeros(2, len(layers), sum(sizes), groups, dtype=torch.int32, device=device)
         self.sections = [
             part.unflatten(2, (most, -1)) for part, most in zip(self.table.split(sizes, dim=2), tokens, strict=True)
         ]
@@ -29,7 +29,7 @@ class Uses:
     def _of(self, layer: int, mini_batch: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(uses, positions) [T, B, G] of a layer's tokens."""
         uses, born = self.sections[mini_batch]
-        return uses[layer - 1], born[layer - 1]
+        return uses[layer - self.first], born[layer - self.first]
 
     def positions(self, layer: int, mini_batch: int) -> torch.Tensor:
         """Of the tokens in every place: [T, B, G]."""

@@ -1,10 +1,11 @@
 """InfiniGen's choice of tokens (Lee et al. 2024, Sec. 4.3): a layer's attention guessed one layer ahead.
 
-After the prompt each layer but the first picks, of every key/value head, the C columns in which its queries and keys
-are largest, over all requests of the mini-batch, and keeps those columns of the query weights and of the keys. In the
-decode the attention input of layer i - 1 times the partial query weights of layer i guesses the queries, and these
-times the partial keys the scores. Per head, scores above the largest one less alpha count; every head of a request
-then fetches as many tokens as its heads have on average, at most a share of the context, at least one.
+After the prompt each layer that chooses (``core.selection.first_choosing`` and those behind it) picks, of every
+key/value head, the C columns in which its queries and keys are largest, over all requests of the mini-batch, and keeps
+those columns of the query weights and of the keys. In the decode the attention input of layer i - 1 times the partial
+query weights of layer i guesses the queries, and these times the partial keys the scores. Per head, scores above the
+largest one less alpha count; every head of a request then fetches as many tokens as its heads have on average, at most
+a share of the context, at least one.
 
 Where we differ from the paper: requests are counted each by itself; the query heads of a group (GQA) share their key
 head's columns, and a token is as wanted as by the query head that wants it most. Models with rotary positions turn
@@ -24,7 +25,14 @@ import torch.nn.functional as F
 
 from flexhybrid.core.memory import index_cells, index_rows
 from flexhybrid.core.plan import Wave
-from flexhybrid.core.selection import kept_tokens, limits_cache, most_selected, partial_columns
+from flexhybrid.core.selection import (
+    first_choosing,
+    kept_tokens,
+    limits_cache,
+    most_selected,
+    num_choosing,
+    partial_columns,
+)
 from flexhybrid.core.steps import MiniBatchStep, Segment
 from flexhybrid.runtime.pool import Uses
 from flexhybrid.runtime.rotary import rotate_
@@ -98,15 +106,23 @@ class Fetched(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Which tokens of a representation a decode step may choose from; on the device."""
+    """Which tokens of a representation a decode step may choose from, and where the choice is written down."""
 
+    segment: Segment
+    each_head: bool  #: each key/value head chooses for itself
+    cells: slice  #: of the index
+    size: tuple[int, int, int]  #: of those cells: [B, heads, S]
+    most_B: torch.Tensor  #: tokens that each may fetch; this and what follows on the device
     positions: torch.Tensor | None  #: in their requests; None: all there are
     held_BT: torch.Tensor | None  #: whom each request holds of them; None: as the guess says
-    most_B: torch.Tensor  #: tokens that each may fetch
+
+    def of(self, index: torch.Tensor) -> torch.Tensor:
+        """Its part of an index, on the device or the host."""
+        return index[self.cells].view(self.size)
 
 
 class Guess(NamedTuple):
-    """What a decode step's guesses need on the device: made once an iteration, used by every layer."""
+    """What a decode step's guesses need: made once an iteration, used by every layer. Tensors are on the device."""
 
     rows_B: torch.Tensor  #: which requests of the mini-batch
     positions_B: torch.Tensor  #: of their new tokens
@@ -118,7 +134,7 @@ class Guess(NamedTuple):
 
 
 class Speculation:
-    """Partial query weights and partial keys of a wave, in all layers but the first, and the tokens chosen last.
+    """Partial query weights and partial keys of a wave, in all layers that choose, and the tokens chosen last.
 
     Partial keys of a mini-batch are [T, B, G, C]: what it holds so far is one run of memory.
     """
@@ -127,7 +143,8 @@ class Speculation:
         shape, selection, cached = wave.shape, wave.policy.selection, wave.workload.cached_tokens
         self.wave, self.shape, self.device, self.alpha = wave, shape, weights.device, selection.alpha
         self.count = partial_columns(shape, selection)
-        self.layers, self.groups = shape.num_layers - 1, shape.num_kv_heads
+        self.first, self.groups = int(first_choosing(selection)), shape.num_kv_heads
+        self.layers = num_choosing(selection, shape.num_layers)
         self.scale = shape.head_dim**-0.5
         number = len(wave.mini_batches)
         #: all of W_Q lies on the device already
@@ -144,7 +161,7 @@ class Speculation:
         self.skew: torch.Tensor | None = None
         if shape.rotary:
             self.skew = zeros(self.groups, shape.head_dim, shape.head_dim)
-            for layer, matrices in enumerate(weights.skewing[1:]):
+            for layer, matrices in enumerate(weights.skewing[self.first :]):
                 self.skew[layer] = torch.eye(shape.head_dim) if matrices is None else matrices
         self.kept = kept_tokens(selection, wave.workload.prompt_tokens, cached, cached)
         tokens = [int(self.kept[group].max()) for group in wave.mini_batches]
@@ -156,7 +173,8 @@ class Speculation:
         self.uses: Uses | None = None
         if limits_cache(selection) and selection.victim != "fifo":
             requests = [len(group) for group in wave.mini_batches]
-            self.uses = Uses(selection.victim, shape.num_layers, tokens, requests, self.groups, self.device)
+            layers = range(self.first, self.first + self.layers)
+            self.uses = Uses(selection.victim, layers, tokens, requests, self.groups, self.device)
         cells = [index_cells(shape, wave.policy, rows) for rows in index_rows(wave)]
         self.index_start = np.cumsum([0, *cells]).astype(np.int64)
         self.index = torch.zeros(int(self.index_start[-1]) * (self.layers > 0), dtype=torch.int32, device=self.device)
@@ -171,9 +189,9 @@ class Speculation:
         """Choose a layer's columns; keep them of its keys and query weights. ``w``: the layer's weights."""
         real = to_device((np.arange(step.width) < step.new_tokens[:, None]).reshape(-1), self.device)
         columns = choose_columns(self._skewed_queries(layer, q_RHd), self._skewed(layer, k_RGd), real, self.count)
-        self.columns[layer - 1, step.mini_batch] = columns
+        self.columns[layer - self.first, step.mini_batch] = columns
         keys = self.partial_keys(layer, step.mini_batch, k_RGd)
-        section, keys = self.sections[step.mini_batch][layer - 1], keys.view(-1, step.width, *keys.shape[1:])
+        section, keys = self.sections[step.mini_batch][layer - self.first], keys.view(-1, step.width, *keys.shape[1:])
         if (step.new_tokens <= self.kept[step.requests]).all():
             section[: step.width].copy_(keys.transpose(0, 1))
         else:  # the newest, each in the place that its position names
@@ -201,13 +219,13 @@ class Speculation:
         """Rows of each key/value head times its skewing matrix; where that is folded into the weights, as they are."""
         if self.skew is None:
             return heads_RGd
-        return torch.einsum("rgd,gde->rge", heads_RGd, self.skew[layer - 1])
+        return torch.einsum("rgd,gde->rge", heads_RGd, self.skew[layer - self.first])
 
     def _skewed_queries(self, layer: int, q_RHd: torch.Tensor) -> torch.Tensor:
         if self.skew is None:
             return q_RHd
         grouped = q_RHd.unflatten(1, (self.groups, -1))
-        return torch.einsum("rgmd,gde->rgme", grouped, self.skew[layer - 1]).flatten(1, 2)
+        return torch.einsum("rgmd,gde->rgme", grouped, self.skew[layer - self.first]).flatten(1, 2)
 
     def _keep_query_weights(self, layer: int, mini_batch: int, columns_GC: torch.Tensor, w: dict[str, Parts]) -> None:
         shape, first = self.shape, self.shape.kv_width
@@ -217,9 +235,9 @@ class Speculation:
             index = columns_GC[:, None].expand(-1, heads.shape[1], -1)
             rows = heads.gather(2, index).reshape(-1)
         copy = 0 if shape.rotary else mini_batch
-        take_rows(w["kvq.weight"], first + rows, self.query_weights[layer - 1, copy])
+        take_rows(w["kvq.weight"], first + rows, self.query_weights[layer - self.first, copy])
         if "kvq.bias" in w:
-            self.query_bias[layer - 1, copy] = w["kvq.bias"][0][first + rows]
+            self.query_bias[layer - self.first, copy] = w["kvq.bias"][0][first + rows]
 
     # ---- the decode
 
@@ -232,47 +250,51 @@ class Speculation:
         held_BT, full = np.arange(held.max()) < held[:, None], step.context >= kept
         arrays = (rows, step.context, held, held_BT, step.context % kept, full if full.any() else None)
         on_device = (None if array is None else to_device(array, self.device) for array in arrays)
-        return Guess(*on_device, {r: self._choice(step, segment) for r, segment in self._segments(step).items()})
+        return Guess(*on_device, self._choices(step))
 
-    def _segments(self, step: MiniBatchStep) -> dict[str, Segment]:
-        return {segment.representation: segment for segment in step.segments if segment.max_tokens}
-
-    def _choice(self, step: MiniBatchStep, segment: Segment) -> Choice:
-        most = to_device(self._most(segment), self.device)
-        if len(self.wave.kinds.kinds) == 1:
-            return Choice(None, None, most)
-        positions = self.positions[segment.kind][: segment.max_tokens]
-        held = np.arange(segment.max_tokens) < segment.num_tokens[:, None]
-        return Choice(to_device(positions, self.device), to_device(held, self.device), most)
-
-    def _most(self, segment: Segment) -> np.ndarray:
-        """Tokens of a segment that each request may fetch: [B]."""
-        most = most_selected(self.wave.policy.selection, segment.num_tokens)
-        return np.where(segment.num_tokens > 0, most, 0).astype(np.int64)
+    def _choices(self, step: MiniBatchStep) -> dict[str, Choice]:
+        choices, start, batch = {}, int(self.index_start[step.mini_batch]), len(step.requests)
+        for segment in step.segments:
+            if not segment.max_tokens:
+                continue
+            most = most_selected(self.wave.policy.selection, segment.num_tokens)
+            most = np.where(segment.num_tokens > 0, most, 0).astype(np.int64)
+            each_head = self.each_head[segment.representation]
+            size = batch, self.groups if each_head else 1, int(most.max())
+            end = start + batch * size[1] * size[2]
+            positions = held = None
+            if len(self.wave.kinds.kinds) > 1:
+                positions = to_device(self.positions[segment.kind][: segment.max_tokens], self.device)
+                held = to_device(np.arange(segment.max_tokens) < segment.num_tokens[:, None], self.device)
+            choices[segment.representation] = Choice(
+                segment, each_head, slice(start, end), size, to_device(most, self.device), positions, held
+            )
+            start = end
+        return choices
 
     def partial_keys(self, layer: int, mini_batch: int, k_RGd: torch.Tensor) -> torch.Tensor:
         """The chosen columns of keys: [R, G, C]."""
-        columns = self.columns[layer - 1, mini_batch]
+        columns = self.columns[layer - self.first, mini_batch]
         if self.skew is not None:
             return torch.einsum("rgd,gdc->rgc", k_RGd, self._skew_columns(layer, mini_batch))
         return k_RGd.gather(2, columns.expand(len(k_RGd), -1, -1))
 
     def _skew_columns(self, layer: int, mini_batch: int) -> torch.Tensor:
-        index = self.columns[layer - 1, mini_batch][:, None].expand(-1, self.shape.head_dim, -1)
-        return self.skew[layer - 1].gather(2, index)  # [G, d, C]
+        index = self.columns[layer - self.first, mini_batch][:, None].expand(-1, self.shape.head_dim, -1)
+        return self.skew[layer - self.first].gather(2, index)  # [G, d, C]
 
     def take_places(self, layer: int, step: MiniBatchStep, guess: Guess, k_BGd: torch.Tensor) -> torch.Tensor:
-        """Places [B, G] of the new tokens; behind the first layer their partial keys go there."""
+        """Places [B, G] of the new tokens; in layers that choose their partial keys go there."""
         mini_batch, rows, heads = step.mini_batch, guess.rows_B[:, None], torch.arange(self.groups, device=self.device)
         places = guess.places_B[:, None].repeat(1, self.groups)
-        if not layer:
+        if layer < self.first:
             return places
         if self.uses and guess.full_B is not None:
             victims = self.uses.victims(layer, mini_batch, guess.rows_B, guess.held_B)
             places = torch.where(guess.full_B[:, None], victims, places)
         if self.uses:
             self.uses.put(layer, mini_batch, places, rows, heads, guess.positions_B[:, None].int().expand_as(places))
-        self.sections[mini_batch][layer - 1][places, rows, heads] = self.partial_keys(layer, mini_batch, k_BGd)
+        self.sections[mini_batch][layer - self.first][places, rows, heads] = self.partial_keys(layer, mini_batch, k_BGd)
         return places
 
     def choose(
@@ -283,31 +305,31 @@ class Speculation:
         ``w``: the layer's weights, as far as they are resident.
         """
         query = self._guessed_queries(layer, step.mini_batch, act_Bh, rotation, w)
-        section = self.sections[step.mini_batch][layer - 1]
+        section = self.sections[step.mini_batch][layer - self.first]
         keys = section[: guess.held_BT.shape[1]]
         if len(step.requests) < section.shape[1]:
             keys = keys[:, guess.rows_B]
         relative = relative_scores(query, keys, self.scale, guess.held_BT)
-        for representation, index in self.indices_of(step, self.index).items():
-            choice, scores = guess.choices[representation], relative
+        for choice in guess.choices.values():
+            scores, index = relative, choice.of(self.index)
             if choice.positions is not None:
                 scores = relative[..., choice.positions].masked_fill(~choice.held_BT[:, None], -torch.inf)
-            each_head = self.each_head[representation]
-            index.copy_(choose_tokens(scores, self.alpha, choice.most_B, index.shape[-1], each_head))
+            index.copy_(choose_tokens(scores, self.alpha, choice.most_B, choice.size[-1], choice.each_head))
             if self.uses:
                 self.uses.fetched(layer, step.mini_batch, guess.rows_B, index, guess.positions_B)
 
     def _guessed_queries(self, layer: int, mini_batch: int, act_Bh: torch.Tensor, rotation, w) -> torch.Tensor:
         """[B, G, r, C]."""
         if not self.shape.rotary:
-            weight, bias = self.query_weights[layer - 1, mini_batch], self.query_bias[layer - 1, mini_batch]
-            return F.linear(act_Bh, weight, bias).view(len(act_Bh), self.groups, -1, self.count)
+            which = layer - self.first, mini_batch
+            query = F.linear(act_Bh, self.query_weights[which], self.query_bias[which])
+            return query.view(len(act_Bh), self.groups, -1, self.count)
         if self.resident:
             (rows,), first = w["kvq.weight"], self.shape.kv_width
             bias = w["kvq.bias"][0][first:] if "kvq.bias" in w else None
             query = linear(act_Bh, (rows[first:],), bias)
         else:
-            query = F.linear(act_Bh, self.query_weights[layer - 1, 0], self.query_bias[layer - 1, 0])
+            query = F.linear(act_Bh, self.query_weights[layer - self.first, 0], self.query_bias[layer - self.first, 0])
         query = rotate_(query.view(len(act_Bh), self.shape.num_heads, -1), *rotation)
         return torch.matmul(query.unflatten(1, (self.groups, -1)), self._skew_columns(layer, mini_batch))
 
@@ -316,32 +338,21 @@ class Speculation:
         context, kept = to_device(step.context, self.device)[:, None, None], self._kept_of(step)[:, None, None]
         return torch.where(places < 0, places, places + kept * ((context - 1 - places) // kept))
 
-    def chosen_positions(self, layer: int, step: MiniBatchStep) -> dict[str, torch.Tensor]:
+    def chosen_positions(self, layer: int, step: MiniBatchStep, guess: Guess) -> dict[str, torch.Tensor]:
         """Representation -> positions [B, heads, S] of the tokens that ``choose`` has just chosen for a layer; behind
         the last one -1."""
         found = {}
-        for representation, segment in self._segments(step).items():
-            places = self.indices_of(step, self.index)[representation].long()
+        for representation, choice in guess.choices.items():
+            places = choice.of(self.index).long()
             if self.uses:
-                rows = np.flatnonzero(np.isin(self.wave.mini_batches[step.mini_batch], step.requests))
-                born = self.uses.positions(layer, step.mini_batch)[:, to_device(rows, self.device)]
+                born = self.uses.positions(layer, step.mini_batch)[:, guess.rows_B]
                 born = born.permute(1, 2, 0).long().gather(-1, places.clamp(min=0))
                 found[representation] = torch.where(places < 0, places, born)
                 continue
-            if len(self.wave.kinds.kinds) > 1:
-                table = to_device(self.positions[segment.kind], self.device)
-                places = torch.where(places < 0, places, table[places])
+            if choice.positions is not None:
+                places = torch.where(places < 0, places, choice.positions[places])
             found[representation] = self.positions_of(step, places)
         return found
-
-    def indices_of(self, step: MiniBatchStep, index: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Representation -> [B, heads, S]: a mini-batch's part of the index, on the device or the host."""
-        parts, start, batch = {}, self.index_start[step.mini_batch], len(step.requests)
-        for representation, segment in self._segments(step).items():
-            heads, width = self.groups if self.each_head[representation] else 1, int(self._most(segment).max())
-            end = start + batch * heads * width
-            parts[representation], start = index[start:end].view(batch, heads, width), end
-        return parts
 
 
 def take_rows(parts: Parts, rows: torch.Tensor, out: torch.Tensor) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @torch.inference_mode()
 def assemble(ex: Executor, task: Task) -> None:
     """Lay keys and values of all segments side by side, head-major; then the recomputed prefix; then the new tokens."""
-    if ex.speculation and task.layer:
+    if ex.looks_at_choice(task):
         _assemble_chosen(ex, task)
         return
     step, shape, slot = task.payload.step, ex.shape, task.payload.slot

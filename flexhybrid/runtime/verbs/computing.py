@@ -48,7 +48,7 @@ def dequantize_kv(ex: Executor, task: Task) -> None:
 def _dequantize(ex: Executor, task: Task, representation: str, plain: torch.Tensor) -> None:
     """The segments of one representation -> rows of ``plain`` [·, width], one segment after the other."""
     batch, first, bits = len(task.payload.step.requests), 0, getattr(ex.policy.bits, representation)
-    if ex.speculation and task.layer:
+    if ex.looks_at_choice(task):
         key = representation, task.payload.slot
         ex.chosen[representation] = ex.fetched[key]
         tokens = ex.chosen[representation].tokens
@@ -78,7 +78,7 @@ def kv_gen(ex: Executor, task: Task) -> None:
     """Keys and values from ACT, one product: [·, h] -> [·, 2·G·d]; keys rotated with their own positions."""
     step, shape = task.payload.step, ex.shape
     w, count = ex.layer_weights(task), len(step.requests) * step.act_blocks * BLOCK_TOKENS
-    rotation, chosen = ex.tensors(task).act_rotation, bool(ex.speculation and task.layer)
+    rotation, chosen = ex.tensors(task).act_rotation, ex.looks_at_choice(task)
     if chosen:
         if not ex.buffers.packed("act"):
             ex.chosen["act"] = ex.fetched["act", task.payload.slot]

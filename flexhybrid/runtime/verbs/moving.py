@@ -77,7 +77,7 @@ def load_kv(ex: Executor, task: Task) -> None:
 
 def _load(ex: Executor, task: Task, representation: str) -> None:
     step, slot = task.payload.step, task.payload.slot
-    if ex.speculation and task.layer:
+    if ex.looks_at_choice(task):
         _load_gathered(ex, task, representation)
         return
     for segment in step.of(representation):

@@ -34,20 +34,15 @@ def speculate(ex: Executor, task: Task) -> None:
 
 def store_index(ex: Executor, task: Task) -> None:
     """device -> host: which tokens the next layer fetches."""
-    indices = ex.speculation.indices_of(task.payload.step, ex.speculation.index)
-    there = ex.speculation.indices_of(task.payload.step, ex.buffers.host_index)
-    for representation, index in indices.items():
-        ex.copies.copy_d2h(there[representation], index)
+    for choice in ex.tensors(task).guess.choices.values():
+        ex.copies.copy_d2h(choice.of(ex.buffers.host_index), choice.of(ex.speculation.index))
 
 
 def gather(ex: Executor, task: Task) -> None:
     """Rows of the chosen tokens, side by side. numpy only; what the link then moves is known only now."""
-    step, slot = task.payload.step, task.payload.slot
-    indices, tokens = ex.speculation.indices_of(step, ex.buffers.host_index), {}
-    for segment in step.segments:
-        if not segment.max_tokens:
-            continue
-        representation, index_BXS = segment.representation, indices[segment.representation].numpy()
+    slot, tokens = task.payload.slot, {}
+    for representation, choice in ex.tensors(task).guess.choices.items():
+        segment, index_BXS = choice.segment, choice.of(ex.buffers.host_index).numpy()
         there = index_BXS >= 0
         positions = None
         if representation == "act" and ex.act_positions:
@@ -58,7 +53,7 @@ def gather(ex: Executor, task: Task) -> None:
         target = as_numpy(ex.buffers.gathered_rows(representation, slot, fetched.tokens))
         block = (segment.first_block[:, None, None] + index_BXS // BLOCK_TOKENS)[there]
         offset = (index_BXS % BLOCK_TOKENS)[there]
-        if ex.buffers.each_head(representation):
+        if choice.each_head:
             _take_heads(pool, block, np.nonzero(there)[1], offset, target)
         else:
             _take(pool.reshape(-1, target.shape[-1]), block * BLOCK_TOKENS + offset, target)
