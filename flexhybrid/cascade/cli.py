@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import sys
+from pathlib import Path
 
-#: A command of the group: adds its parser, with ``run`` set to a function of the arguments that returns a dict.
-PARTS: tuple[Callable, ...] = ()
+TASKS = ("classification", "generation", "extraction")
+COSTS = ("energy_j", "seconds", "money")
 
 
 def add_cascade(commands) -> list[argparse.ArgumentParser]:
@@ -22,3 +23,107 @@ def add_cascade(commands) -> list[argparse.ArgumentParser]:
     for add in PARTS:
         add(parts)
     return list(parts.choices.values())
+
+
+def _add_fit(parts) -> None:
+    parser = parts.add_parser(
+        "fit",
+        help="fit each model's confidence on labelled validation data",
+        description="Scale each model's logits by one temperature, so that its confidence says how often it is right: "
+        "from files of logits, or by running local models. No output of a model changes. Models are named from small "
+        "to large, and so are their costs.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--logits", nargs="+", default=[], metavar="NAME=FILE", help=".npz or .parquet with logits")
+    parser.add_argument("--labels", type=Path, help=".npz or .parquet with labels, beside --logits")
+    parser.add_argument(
+        "--models", nargs="+", default=[], metavar="NAME=PATH",
+        help="local models: .pt2 of torch.export, module:function, or a checkpoint folder (generation)",
+    )  # fmt: skip
+    parser.add_argument("--data", type=Path, help="requests and labels for --models: .npz with x and labels, or .jsonl")
+    parser.add_argument("--task", choices=TASKS, default=TASKS[0], help=f"({TASKS[0]})")
+    parser.add_argument("--max-tokens", type=int, default=1, help="generation: tokens of an answer (1)")
+    parser.add_argument("--top-k", type=int, help="generation: likeliest tokens that confidence is read off (10)")
+    for cost, unit in zip(COSTS, ("joules", "seconds", "money"), strict=True):
+        flag = f"--{cost.replace('_', '-')}"
+        parser.add_argument(flag, nargs="+", type=float, metavar="X", help=f"{unit} of a request, one a model")
+    parser.add_argument("--watts", type=float, help="a stated power: energy is this times the seconds (none)")
+    parser.add_argument("-o", "--out", type=Path, required=True, help="JSON file to write")
+    parser.set_defaults(run=_fit)
+
+
+def _add_search(parts) -> None:
+    parser = parts.add_parser(
+        "search",
+        help="search thresholds and skips for accuracy and cost",
+        description="From what fit wrote: the curve of accuracy against cost over all thresholds, and a point of it. "
+        "ap is the cheapest as accurate as the largest model, eo where more accuracy begins to be dear.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("fitted", type=Path, help="the file that fit wrote")
+    parser.add_argument("--cost", choices=COSTS, default=COSTS[0], help=f"what is saved ({COSTS[0]})")
+    parser.add_argument("--mode", choices=("ap", "eo"), default="ap")
+    parser.add_argument("--accuracy", type=float, help="the cheapest that is so accurate (0.97), in place of --mode")
+    parser.add_argument("--method", choices=("exact", "sampling"), default="exact", help="sampling is the paper's")
+    parser.add_argument("--drop", choices=("best", "paper", "none"), default="best", help="which models go")
+    parser.add_argument("--skips", choices=("fitted", "paper", "none"), default="fitted", help="which ones are jumped")
+    parser.add_argument("--caution", type=float, help="divides the doubt that thresholds allow (ap 10, else 1)")
+    parser.add_argument("--seed", type=int, default=0, help="of sampling (0)")
+    parser.add_argument("--curve", type=Path, help="write the curve to this CSV file")
+    parser.add_argument("-o", "--out", type=Path, required=True, help="JSON file of the cascade to write")
+    parser.set_defaults(run=_search)
+
+
+def _add_run(parts) -> None:
+    parser = parts.add_parser(
+        "run",
+        help="serve a file of requests through a cascade of local models",
+        description="Answer every request of a file through the cascade, in the file's order, a line of JSON each, and "
+        "count who answered. Where a model fails, its requests go on to the next larger one.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--cascade", type=Path, required=True, help="the file that search wrote")
+    parser.add_argument("-i", "--input", type=Path, required=True, help="requests: .npz with x, .jsonl or .txt")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="answers, .jsonl")
+    parser.add_argument("--models", nargs="+", default=[], metavar="NAME=PATH", help="where models are now")
+    parser.add_argument("--max-tokens", type=int, default=1, help="generation: tokens of an answer (1)")
+    parser.set_defaults(run=_run)
+
+
+def _fit(args) -> dict:
+    from flexhybrid.cascade.fit import FitOptions, describe_fit, run_fit
+
+    names = ("out", "task", "logits", "models", "labels", "data", "watts", "top_k", "max_tokens")
+    costs = {cost: getattr(args, cost) for cost in COSTS}
+    result = run_fit(FitOptions(**{name: getattr(args, name) for name in names}, costs=costs))
+    if not args.json:
+        print(describe_fit(result))
+    return result
+
+
+def _search(args) -> dict:
+    from flexhybrid.cascade.search import SearchOptions, describe_search, run_search
+
+    names = ("cost", "mode", "accuracy", "method", "drop", "skips", "caution", "seed")
+    options = SearchOptions(**{name: getattr(args, name) for name in names})
+    result = run_search(args.fitted, args.out, options, args.curve)
+    if not args.json:
+        print(describe_search(result))
+    return result
+
+
+def _run(args) -> dict:
+    from tqdm import tqdm
+
+    from flexhybrid.cascade.run import RunOptions, describe_run, run
+
+    names = ("cascade", "input", "output", "models", "max_tokens")
+    with tqdm(desc="cascade", unit="request", file=sys.stderr, disable=args.json or None, leave=False) as bar:
+        result = run(RunOptions(**{name: getattr(args, name) for name in names}, on_progress=bar.update))
+    if not args.json:
+        print(describe_run(result))
+    return result
+
+
+#: The commands of the group: each adds its parser, with ``run`` set to a function of the arguments that returns a dict.
+PARTS = (_add_fit, _add_search, _add_run)

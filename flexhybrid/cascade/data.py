@@ -1,0 +1,150 @@
+"""Files of logits, labels and requests, read strictly: an error names the file and the field."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from flexhybrid.cascade.confidence import OUTSIDE, Scored, top_k_logits
+from flexhybrid.cascade.models import Prediction
+from flexhybrid.core.errors import InputError
+
+NO_LABEL = -1  #: in the place of a token: the answer is shorter
+
+
+def read_arrays(path: Path) -> dict[str, np.ndarray]:
+    """The arrays of an .npz, or the columns of a .parquet with lists as further axes."""
+    try:
+        if path.suffix == ".parquet":
+            import pandas as pd
+
+            frame = pd.read_parquet(path)
+            return {name: _column(path, name, frame[name]) for name in frame.columns}
+        if path.suffix == ".npz":
+            with np.load(path, allow_pickle=False) as file:
+                return {name: file[name] for name in file.files}
+    except InputError:
+        raise
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror or error}") from None
+    except Exception as error:  # zipfile, numpy and pyarrow have an own error each
+        raise InputError(f"cannot read {path}: {str(error).splitlines()[0] if str(error) else error!r}") from None
+    raise InputError(f"{path}: a file of arrays ends in .npz or .parquet")
+
+
+def _column(path: Path, name: str, cells) -> np.ndarray:
+    rows = [np.stack(list(cell)) if isinstance(cell, np.ndarray) and cell.dtype == object else cell for cell in cells]
+    try:
+        return np.array(rows)
+    except ValueError:
+        raise InputError(f"{path}: the rows of column {name!r} are not of one length") from None
+
+
+def _field(path: Path, arrays: dict[str, np.ndarray], name: str, what: str) -> np.ndarray:
+    if name not in arrays:
+        raise InputError(f"{path} has no {what}: it needs {name!r} and has {', '.join(arrays) or 'nothing'}")
+    return arrays[name]
+
+
+def read_labels(path: Path) -> np.ndarray:
+    """[N, S] whole numbers from the field "labels" ([N] is one slot)."""
+    labels = _field(path, read_arrays(path), "labels", "labels")
+    if not np.issubdtype(labels.dtype, np.integer) or labels.ndim not in (1, 2) or not len(labels):
+        raise InputError(f"{path}: labels must be whole numbers [requests] or [requests, slots], not {labels.dtype}")
+    return labels.reshape(len(labels), -1).astype(np.int64)
+
+
+def read_logits(path: Path) -> Prediction:
+    """Logits [N, C] or [N, S, C] from the field "logits", their meaning [N, S, C] from "classes", where it is there."""
+    arrays = read_arrays(path)
+    logits = _field(path, arrays, "logits", "logits")
+    if not np.issubdtype(logits.dtype, np.number) or logits.ndim not in (2, 3) or not logits.size:
+        raise InputError(f"{path}: logits must be numbers [requests, classes] or [requests, slots, classes]")
+    logits = logits.astype(float).reshape(len(logits), -1, logits.shape[-1])
+    classes = arrays.get("classes")
+    if classes is not None and classes.size != logits.size:
+        raise InputError(f"{path}: classes {classes.shape} must have the shape of logits {logits.shape}")
+    classes = None if classes is None else classes.reshape(logits.shape)
+    return Prediction([], logits, np.ones(logits.shape[:2], dtype=bool), classes)
+
+
+def read_requests(path: Path, task: str) -> tuple[list | np.ndarray, list | np.ndarray | None]:
+    """(requests, labels or None). Generation: lines {"prompt": …, "answer": …} (.jsonl) or a prompt a line (.txt).
+    Else arrays: "x" [N, …] and "labels"."""
+    if task == "generation":
+        return _read_prompts(path)
+    arrays = read_arrays(path)
+    requests = _field(path, arrays, "x", "requests")
+    if not requests.ndim or not len(requests):
+        raise InputError(f"{path} has no requests")
+    if "labels" not in arrays:
+        return requests, None
+    labels = read_labels(path)
+    if len(labels) != len(requests):
+        raise InputError(f"{path}: {len(requests)} requests and {len(labels)} labels")
+    return requests, labels
+
+
+def _read_prompts(path: Path) -> tuple[list, list | None]:
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise InputError(f"{path} is not UTF-8 text") from None
+    if not lines:
+        raise InputError(f"{path} has no requests")
+    if path.suffix != ".jsonl":
+        return lines, None
+    prompts, answers = [], []
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            raise InputError(f"{path}, request {number}: not JSON") from None
+        if not isinstance(record, dict) or not isinstance(record.get("prompt"), (str, list)):
+            raise InputError(f'{path}, request {number}: needs a "prompt", a text or a list of token ids')
+        prompts.append(record["prompt"])
+        answers.append(record.get("answer"))
+    missing = sum(answer is None for answer in answers)
+    if 0 < missing < len(answers):
+        raise InputError(f'{path}: "answer" is missing in {missing} of {len(answers)} requests')
+    return prompts, None if missing else answers
+
+
+def check_labels(labels: np.ndarray, where: str) -> None:
+    """InputError for labels that nothing can be fitted on."""
+    found = np.unique(labels[labels != NO_LABEL])
+    if len(found) < 2:
+        raise InputError(
+            f"{where}: the labels are of one class only ({', '.join(map(str, found)) or 'none'}): confidence cannot be "
+            "fitted on them"
+        )
+
+
+def scored(name: str, prediction: Prediction, labels: np.ndarray, task: str, top_k: int | None) -> Scored:
+    """A model's logits beside labels [N, S]. InputError for logits that are no numbers, or that do not match."""
+    logits, (num, slots, num_classes) = prediction.logits, prediction.logits.shape
+    if labels.shape != (num, slots):
+        raise InputError(
+            f"logits of {name} are for {num} requests of {slots} slots, labels for {labels.shape[0]} of "
+            f"{labels.shape[1]}"
+        )
+    bad = ~np.isfinite(logits.max(axis=-1)) | np.isnan(logits).any(axis=-1)
+    if bad.any():
+        raise InputError(f"logits of {name} are not numbers at request {int(np.flatnonzero(bad.any(axis=1))[0])}")
+    counted = prediction.counted & (labels != NO_LABEL)
+    if task != "generation":
+        if ((labels < 0) | (labels >= num_classes)).any():
+            wrong = int(np.flatnonzero(((labels < 0) | (labels >= num_classes)).any(axis=1))[0])
+            raise InputError(f"label of request {wrong} is {labels[wrong].tolist()}; {name} has {num_classes} classes")
+        return Scored(logits, labels, counted)
+    order = np.argsort(-logits, axis=-1, kind="stable")[..., : top_k or num_classes]
+    classes = np.broadcast_to(np.arange(num_classes), logits.shape) if prediction.classes is None else (
+        prediction.classes
+    )  # fmt: skip
+    is_label = np.take_along_axis(classes, order, axis=-1) == labels[..., None]
+    places = np.where(is_label.any(axis=-1), is_label.argmax(axis=-1), OUTSIDE)
+    return Scored(top_k_logits(np.take_along_axis(logits, order, axis=-1), top_k), places, counted)

@@ -1,0 +1,166 @@
+"""Models as black boxes: a batch of requests in, outputs and logits out. Nothing else of them is known or changed.
+
+Two kinds run here: any torch module, and a language model of this project with its weights and caches wherever its
+policy puts them. Whatever has ``name`` and ``predict`` is a third.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from flexhybrid.core.errors import InputError
+
+TOP_K = 10  #: likeliest tokens kept of each generated one; the paper gives no number
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of N requests: what a model answers, and the logits it chose by, slot by slot."""
+
+    outputs: list  #: [N] as they go to the user
+    logits: np.ndarray  #: [N, S, C] float
+    counted: np.ndarray  #: [N, S] bool: slots that the answer has
+    classes: np.ndarray | None = None  #: [N, S, C] what each place among C means (token ids); None: itself
+
+
+class Model(Protocol):
+    """What the cascade needs of a model. ``predict`` may raise whatever it likes: the requests then go on."""
+
+    name: str
+
+    def predict(self, batch: Sequence) -> Prediction: ...
+
+
+def named_path(text: str) -> tuple[str, str]:
+    """ "NAME=WHAT" in two; InputError where it is not that."""
+    name, equals, what = text.partition("=")
+    if not (name and equals and what):
+        raise InputError(f"{text!r} is not NAME=PATH")
+    return name, what
+
+
+def load_model(name: str, source: str, task: str, max_tokens: int = 1, top_k: int | None = TOP_K, **llm_options):
+    """A local model. Generation: a checkpoint folder, with the options of ``flexhybrid.LLM``. Else a torch module: a
+    file of torch.export (.pt2), or "package.module:function" that returns one. InputError where it cannot be had."""
+    if task == "generation":
+        return Generator(name, source, max_tokens, top_k, **llm_options)
+    return TorchModel(name, source, task)
+
+
+class TorchModel:
+    """A torch module on the CPU: rows [B, …] in, logits [B, C] out, or for extraction a pair of them: start and end."""
+
+    def __init__(self, name: str, source: str, task: str = "classification"):
+        self.name, self.task = name, task
+        self.module = _torch_module(name, source)
+
+    def predict(self, batch: Sequence) -> Prediction:
+        import torch
+
+        with torch.inference_mode():
+            found = self.module(torch.as_tensor(np.asarray(batch)))
+        parts = found if isinstance(found, (tuple, list)) else (found,)
+        logits = np.stack([part.double().cpu().numpy() for part in parts], axis=1)
+        num_slots = 2 if self.task == "extraction" else 1
+        if logits.ndim != 3 or logits.shape[:2] != (len(batch), num_slots):
+            raise ValueError(f"{self.name} gave logits of shape {logits.shape} for {len(batch)} requests")
+        chosen = logits.argmax(axis=-1)
+        outputs = chosen.tolist() if self.task == "extraction" else chosen[:, 0].tolist()
+        return Prediction(outputs, logits, np.ones(logits.shape[:2], dtype=bool))
+
+
+def _torch_module(name: str, source: str):
+    import torch
+
+    if source.endswith(".pt2"):
+        try:
+            return torch.export.load(source).module()
+        except Exception as error:  # torch raises many kinds for a damaged file
+            raise InputError(f"cannot read {source} of model {name}: {_first_line(error)}") from None
+    place, colon, function = source.partition(":")
+    if not colon:
+        raise InputError(f"model {name}: {source!r} is neither a .pt2 file of torch.export nor module:function")
+    try:
+        module = getattr(importlib.import_module(place), function)()
+    except Exception as error:
+        raise InputError(f"model {name}: {source} gave no module: {_first_line(error)}") from None
+    if not isinstance(module, torch.nn.Module):
+        raise InputError(f"model {name}: {source} returned {type(module).__name__}, not a torch module")
+    return module.eval()
+
+
+class Generator:
+    """A language model of this project: texts (or token ids) in, greedy answers of up to ``max_tokens`` tokens out.
+
+    The logits kept of each token are the ``top_k`` largest. Options are those of ``flexhybrid.LLM``: the policy and
+    budgets of an offloaded giant among them.
+    """
+
+    def __init__(self, name: str, source: str, max_tokens: int = 1, top_k: int | None = TOP_K, **options):
+        from flexhybrid.llm import LLM
+
+        if not Path(source).is_dir():
+            raise InputError(f"model {name}: {source} is no folder of a checkpoint")
+        self.name, self.max_tokens = name, max_tokens
+        self.llm = LLM(source, **options)
+        self.top_k = self.llm.shape.vocab if top_k is None else min(top_k, self.llm.shape.vocab)
+
+    def predict(self, batch: Sequence) -> Prediction:
+        from flexhybrid.core.workload import Workload
+        from flexhybrid.runtime.sampling import greedy_plan
+        from flexhybrid.sampling_params import SamplingParams
+
+        params = SamplingParams(max_tokens=self.max_tokens, temperature=0.0)
+        ids = [self.llm.check_request(prompt, params, f"prompt {i}") for i, prompt in enumerate(batch)]
+        room = [min(self.max_tokens, self.llm.shape.max_context - len(prompt)) for prompt in ids]
+        size = (len(ids), self.max_tokens, self.top_k)
+        logits, classes = np.zeros(size), np.zeros(size, dtype=np.int64)
+        tokens: list[list[int]] = [[]] * len(ids)
+        with self.llm.waves(Workload(np.array([len(prompt) for prompt in ids]), np.array(room))) as waves:
+            for members, wave in waves:
+                prompts, plan = [ids[i] for i in members], greedy_plan(len(members))
+                executor = self.llm.engine.executor(wave, prompts, plan)
+                _keep_logits(executor, members, logits, classes)
+                stop_ids = [frozenset(self.llm.shape.eos_token_ids)] * len(members)
+                result = self.llm.engine.run(wave, prompts, plan, stop_ids=stop_ids, executor=executor)
+                for i, found in zip(members, result.tokens):
+                    tokens[i] = found
+        counted = np.arange(self.max_tokens) < np.array([len(found) for found in tokens])[:, None]
+        return Prediction([self._text(*pair) for pair in zip(ids, tokens)], logits, counted, classes)
+
+    def _text(self, prompt: list[int], tokens: list[int]):
+        """The answer as text; its token ids where the checkpoint has no tokenizer."""
+        from flexhybrid.text import answer_text
+
+        if self.llm.tokenizer is None:
+            return tokens
+        ended = bool(tokens) and tokens[-1] in self.llm.shape.eos_token_ids
+        return answer_text(self.llm.tokenizer.decode, prompt, tokens[:-1] if ended else tokens)
+
+    def close(self) -> None:
+        self.llm.close()
+
+
+def _keep_logits(executor, members: np.ndarray, logits: np.ndarray, classes: np.ndarray) -> None:
+    """From now on the largest logits of every sampled token go to [request, iteration] of ``logits``, and their token
+    ids to ``classes``."""
+    sample = executor.verbs["sample"]
+
+    def kept(executor, task) -> None:
+        values, ids = executor.logits.float().topk(logits.shape[-1], dim=-1)
+        step = task.payload.step
+        logits[members[step.requests], step.iteration] = values.cpu().numpy()
+        classes[members[step.requests], step.iteration] = ids.cpu().numpy()
+        sample(executor, task)
+
+    executor.verbs["sample"] = kept
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
