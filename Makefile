@@ -32,13 +32,18 @@ bench: $(INSTALLED)  ## every figure that has a bar, in one table and results/be
 CHECKPOINTS := experiments/checkpoints
 TRAIN := -m experiments.train_checkpoint --documents whole --positions 2048 --seed 0
 
-models: $(CHECKPOINTS)/opt-stdlib-2k/config.json $(CHECKPOINTS)/llama-stdlib-2k/config.json  ## those that are not there
+MODELS := opt-stdlib-2k/config.json llama-stdlib-2k/config.json digits/held_out.npz
+
+models: $(addprefix $(CHECKPOINTS)/,$(MODELS))  ## those that are not there
 
 $(CHECKPOINTS)/opt-stdlib-2k/config.json: | $(INSTALLED)
 	$(BIN)/python $(TRAIN) --out $(@D) --start $(CHECKPOINTS)/opt-stdlib-4m --steps 1000
 
 $(CHECKPOINTS)/llama-stdlib-2k/config.json: | $(INSTALLED)
 	$(BIN)/python $(TRAIN) --out $(@D) --architecture llama --steps 800
+
+$(CHECKPOINTS)/digits/held_out.npz: | $(INSTALLED)
+	$(BIN)/python -m experiments.digits --out $(@D)
 
 gpu:  ## with the machine's own python3 and torch, no .venv
 	$(PYTHON) -m experiments.gpu $(ARGS)
