@@ -6,6 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from flexhybrid.cascade.plan_cli import add_plan, add_simulate
+
 TASKS = ("classification", "generation", "extraction")
 COSTS = ("energy_j", "seconds", "money")
 
@@ -126,4 +128,4 @@ def _run(args) -> dict:
 
 
 #: The commands of the group: each adds its parser, with ``run`` set to a function of the arguments that returns a dict.
-PARTS = (_add_fit, _add_search, _add_run)
+PARTS = (_add_fit, _add_search, _add_run, add_plan, add_simulate)

@@ -15,7 +15,7 @@ import numpy as np
 
 from flexhybrid.cascade import assign
 from flexhybrid.cascade.instances import Layout, layouts
-from flexhybrid.cascade.placement_bound import lower_bound
+from flexhybrid.cascade.placement_bound import TOLERANCE, lower_bound
 from flexhybrid.cascade.program import solve_exactly, transfer_s, what_is_lacking
 from flexhybrid.cascade.served import Cluster, Flow, ServedModel
 from flexhybrid.core.errors import InputError
@@ -165,14 +165,29 @@ def _has_room(layout: Layout, cluster: Cluster, most_load: float) -> bool:
 
 
 def _by_program(choices: list[Layout], cluster: Cluster, most_load: float, until: float):
-    """(layout, gpu_of, cost, bound, how) of the best choice by the binary program; None where no choice fits."""
+    """(layout, gpu_of, cost, bound, how) of the best choice; None where no choice fits.
+
+    Where search meets the bound nothing is left to prove, and a choice whose bound is above the best so far is passed
+    over; for the others the binary program is solved.
+    """
     best = None
     for layout in choices:
         if not _has_room(layout, cluster, most_load):
             continue
-        solved = solve_exactly(layout, cluster, most_load, until - time.perf_counter())
-        if solved and (best is None or solved.cost < best[2] * (1 - 1e-9)):
-            best = layout, solved.gpu_of, solved.cost, solved.bound, "binary program"
+        bound = lower_bound(layout, cluster, most_load, until)
+        if best and bound >= best[2]:
+            continue
+        tolerance = 2 * TOLERANCE * cluster.network_s_per_byte * float(layout.traffic.sum())
+        found = assign.search(layout, cluster, most_load, bound + tolerance, until)
+        if found and found[0] <= bound + tolerance:
+            one = layout, found[1], found[0], found[0], "search"
+        else:
+            solved = solve_exactly(layout, cluster, most_load, until - time.perf_counter())
+            if solved is None:
+                continue
+            one = layout, solved.gpu_of, solved.cost, max(solved.bound, min(bound, solved.cost)), "binary program"
+        if best is None or one[2] < best[2] * (1 - 1e-9):
+            best = one
     return best
 
 

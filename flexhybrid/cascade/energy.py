@@ -1,0 +1,125 @@
+"""Joules: from NVIDIA's own meter where there is one, else from a stated model of power that says it is one."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from flexhybrid.core.errors import InputError
+
+INTERVAL_S = 0.1  #: between two readings (HybridServe, VI-C)
+
+
+@dataclass(frozen=True)
+class PowerModel:
+    """Watts of a GPU that idles and of one whose kernels run all the time; between them, in proportion."""
+
+    idle_w: float
+    busy_w: float
+    source: str
+
+    def __post_init__(self):
+        if not 0 <= self.idle_w <= self.busy_w < float("inf"):
+            raise InputError(f"a GPU's power is {self.idle_w!r} W idle and {self.busy_w!r} W busy; 0 <= idle <= busy")
+
+    def joules(self, span_s: float, busy_s: float) -> float:
+        """Of a GPU that was on for ``span_s`` seconds and computed during ``busy_s`` of them."""
+        return self.idle_w * span_s + (self.busy_w - self.idle_w) * busy_s
+
+
+#: By the catalogue's names. Busy is the board's limit by datasheet; idle is what nvidia-smi shows on an idle board with
+#: its context loaded, as people report it: an assumption, to be replaced by a measurement (``measured_idle_w``).
+POWER = {
+    "t4": PowerModel(10.0, 70.0, "T4: 70 W board limit (datasheet); 10 W idle assumed"),
+    "rtx-a6000": PowerModel(25.0, 300.0, "RTX A6000: 300 W board limit (datasheet); 25 W idle assumed"),
+    "rtx4090": PowerModel(25.0, 450.0, "RTX 4090: 450 W board limit (datasheet); 25 W idle assumed"),
+    "rtx5000": PowerModel(20.0, 230.0, "Quadro RTX 5000: 230 W board limit (datasheet); 20 W idle assumed"),
+    "a100-40g": PowerModel(50.0, 400.0, "A100 SXM: 400 W board limit (datasheet); 50 W idle assumed"),
+    "h100": PowerModel(70.0, 700.0, "H100 SXM: 700 W board limit (datasheet); 70 W idle assumed"),
+    "h200": PowerModel(75.0, 700.0, "H200 SXM: 700 W board limit (datasheet); 75 W idle assumed"),
+}
+
+
+class Meter:
+    """Joules of a block of code: ``with Meter(power) as meter: …``, then ``meter.joules`` and ``meter.source``.
+
+    All of this machine's NVIDIA GPUs are read by NVML every INTERVAL_S, their idling included. Where pynvml or a GPU is
+    missing, ``power`` is taken for ``num_gpus`` GPUs that are busy for ``busy_s`` seconds (all the time where that is
+    None); ``measured`` says which it was, and ``source`` says it in words.
+    """
+
+    def __init__(self, power: PowerModel, num_gpus: int = 1, interval_s: float = INTERVAL_S):
+        self.power, self.num_gpus, self.interval_s = power, num_gpus, interval_s
+        self.busy_s: float | None = None
+        self.measured, self.joules, self.source = False, 0.0, ""
+        self.samples: list[tuple[float, float]] = []  #: (seconds, watts of all GPUs)
+
+    def __enter__(self) -> Meter:
+        self._nvml = _Nvml.open()
+        self._begun = time.perf_counter()
+        if self._nvml:
+            self._stop = threading.Event()
+            self._read()
+            self._thread = threading.Thread(target=self._sample, name="energy meter")
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        span_s = time.perf_counter() - self._begun
+        if self._nvml:
+            self._stop.set()
+            self._thread.join()
+            self._read()
+            self._nvml.close()
+            at, watts = np.array(self.samples).T
+            self.joules = float(np.trapezoid(watts, at))
+            self.measured = True
+            self.source = f"measured: NVML, {self._nvml.num_gpus} GPUs, every {self.interval_s:g} s"
+            return
+        busy_s = self.num_gpus * span_s if self.busy_s is None else self.busy_s
+        self.joules = self.power.joules(self.num_gpus * span_s, busy_s)
+        self.source = f"power model, not measured: {self.power.source}"
+
+    def _read(self) -> None:
+        self.samples.append((time.perf_counter(), self._nvml.watts()))
+
+    def _sample(self) -> None:
+        while not self._stop.wait(self.interval_s):
+            self._read()
+
+
+class _Nvml:
+    """The GPUs' power through pynvml."""
+
+    def __init__(self, library, handles):
+        self.library, self.handles, self.num_gpus = library, handles, len(handles)
+
+    @classmethod
+    def open(cls) -> _Nvml | None:
+        """None where pynvml, the driver or a GPU that tells its power is missing."""
+        try:
+            import pynvml
+        except ImportError:
+            return None
+        try:
+            pynvml.nvmlInit()
+        except pynvml.NVMLError:
+            return None
+        try:
+            handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+            found = cls(pynvml, handles)
+            if handles and found.watts() > 0:
+                return found
+        except pynvml.NVMLError:
+            pass  # some boards do not tell: the model of power is used
+        pynvml.nvmlShutdown()
+        return None
+
+    def watts(self) -> float:
+        return sum(self.library.nvmlDeviceGetPowerUsage(handle) for handle in self.handles) / 1e3
+
+    def close(self) -> None:
+        self.library.nvmlShutdown()
