@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from experiments.bench_cascade import bench_cascade
 from experiments.bench_compression import bench_compression
 from experiments.bench_copies import bench_copies
 from experiments.bench_kernels import bench_kernels
@@ -51,7 +52,7 @@ BOUND = MINI_BATCH * (34 * 16 + 1)
 RATES = (0.3, 0.4, 0.6)
 RESIDENT_RATE = 0.3
 ROUNDS = 3
-PARTS = ("simulator", "model", "exactness", "compression", "kernels", "executor", "speed")
+PARTS = ("simulator", "model", "exactness", "compression", "kernels", "executor", "speed", "cascade")
 JUDGED_BALANCE = 0.7  #: design section 11: the smaller ideal over the larger
 BUDGETS = {"device": None, "host": 8 * 2**30}
 SEARCHED = (("opt-30b", "t4"), ("opt-30b", "rtx4090"), ("opt-175b", "t4"))
@@ -327,6 +328,8 @@ def main() -> None:
         bench_copies(table)
     if "exactness" in parts:
         bench_exactness(table)
+    if "cascade" in parts:
+        bench_cascade(table)
     if "compression" in parts:
         bench_compression(table)
     if "kernels" in parts:

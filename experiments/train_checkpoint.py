@@ -1,8 +1,8 @@
 """Train one of the small checkpoints that the experiments serve.
 
-Each is an OPT or a Llama of about four million parameters. It learns from the Python standard library of the
-interpreter that runs this script (`experiments.corpus`). Nothing is downloaded. All share one tokenizer, so that their
-losses compare.
+Each is an OPT or a Llama of about four million parameters, or fewer (``--hidden``, ``--layers``). It learns from the
+Python standard library of the interpreter that runs this script (`experiments.corpus`). Nothing is downloaded. All
+share one tokenizer, so that their losses compare.
 
 Usage::
 
@@ -66,15 +66,19 @@ SAVE_EVERY_SECONDS = 300
 CHUNK = 256  # Positions; the final held-out loss is also given for the first and the last so many of a row.
 
 
-def build_opt(positions: int) -> OPTForCausalLM:
-    """A fresh OPT of the shipped shape."""
+HIDDEN, LAYERS = 256, 4  # of the shipped shape
+HEAD_SIZE = 32
+
+
+def build_opt(positions: int, hidden: int = HIDDEN, layers: int = LAYERS) -> OPTForCausalLM:
+    """A fresh OPT."""
     config = OPTConfig(
         vocab_size=VOCAB_SIZE,
-        hidden_size=256,
-        word_embed_proj_dim=256,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        ffn_dim=1024,
+        hidden_size=hidden,
+        word_embed_proj_dim=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // HEAD_SIZE,
+        ffn_dim=4 * hidden,
         max_position_embeddings=positions,
         do_layer_norm_before=True,
         activation_function="relu",
@@ -89,15 +93,15 @@ def build_opt(positions: int) -> OPTForCausalLM:
     return OPTForCausalLM(config)
 
 
-def build_llama(positions: int) -> LlamaForCausalLM:
+def build_llama(positions: int, hidden: int = HIDDEN, layers: int = LAYERS) -> LlamaForCausalLM:
     """A fresh Llama of about the same size, in which four query heads share a key and value head."""
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
-        hidden_size=256,
-        intermediate_size=704,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=2,
+        hidden_size=hidden,
+        intermediate_size=hidden * 11 // 4,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // HEAD_SIZE,
+        num_key_value_heads=max(1, hidden // HEAD_SIZE // 4),
         max_position_embeddings=positions,
         tie_word_embeddings=True,
         pad_token_id=PAD_ID,
@@ -279,6 +283,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=38, help="time to train for, about")
     parser.add_argument("--steps", type=int, help="number of steps, in place of --minutes")
     parser.add_argument("--positions", type=int, default=640, help="longest text, in tokens")
+    parser.add_argument("--hidden", type=int, default=HIDDEN, help=f"hidden size, a multiple of {HEAD_SIZE} ({HIDDEN})")
+    parser.add_argument("--layers", type=int, default=LAYERS, help=f"({LAYERS})")
     parser.add_argument("--seed", type=int, default=0, help="of the shuffle, weights and rows")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     arguments = parser.parse_args()
@@ -286,6 +292,10 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"{arguments.out} is there already")
     if arguments.start and arguments.architecture != "opt":
         parser.error("--start goes with --architecture opt: a Llama has no table of positions to lengthen")
+    if arguments.start and (arguments.hidden, arguments.layers) != (HIDDEN, LAYERS):
+        parser.error("--start has a size of its own: leave --hidden and --layers out")
+    if arguments.hidden < HEAD_SIZE or arguments.hidden % HEAD_SIZE or arguments.layers < 1:
+        parser.error(f"--hidden {arguments.hidden} --layers {arguments.layers}: a multiple of {HEAD_SIZE}, and >= 1")
     return arguments
 
 
@@ -321,7 +331,7 @@ def main() -> None:
     if arguments.start:
         model = longer(OPTForCausalLM.from_pretrained(arguments.start).float(), positions)
     else:
-        model = ARCHITECTURES[arguments.architecture](positions)
+        model = ARCHITECTURES[arguments.architecture](positions, arguments.hidden, arguments.layers)
     model.train()
     optimizer = build_optimizer(model)
     start_share = DOCUMENT_START_SHARE[arguments.documents]
@@ -336,6 +346,9 @@ def main() -> None:
     tokens = 0
     recent: list[float] = []
     start = f" --start {arguments.start.as_posix()}" if arguments.start else ""
+    size = "" if model.config.hidden_size == HIDDEN and model.config.num_hidden_layers == LAYERS else (
+        f" --hidden {arguments.hidden} --layers {arguments.layers}"
+    )  # fmt: skip
 
     def save(step: int, rows: torch.Tensor) -> torch.Tensor:
         """Save the model with its loss on the held-out `rows`, and return that loss by position."""
@@ -348,7 +361,7 @@ def main() -> None:
             if start
             else "and\nno other model went into it",
             "command": f"python -m experiments.train_checkpoint --out {out.as_posix()} "
-            f"--architecture {arguments.architecture}{start} --documents {arguments.documents} "
+            f"--architecture {arguments.architecture}{start}{size} --documents {arguments.documents} "
             f"--positions {positions} --seed {arguments.seed} --steps {steps}",
             "documents": arguments.documents,
             "seed": arguments.seed,

@@ -66,3 +66,19 @@ def test_the_doctor_says_what_fits_and_what_to_change(clone, capsys):
     assert large["tokens_per_s"] is None and "budget" in large["how"]
     assert found["gb_per_s"] == {"h2d": 10.0, "d2h": 10.0} and found["profile"]["measured"]
     assert cli.main(["doctor", "--models", "gpt-5"]) == 2
+
+
+def test_the_page_about_cascades_works_as_written(clone, capsys):
+    pytest.importorskip("sklearn")
+    from experiments.digits import write
+
+    page = (ROOT / "docs/cascade.md").read_text(encoding="utf-8")
+    assert ".venv/bin/python -m experiments.digits --out digits" in page
+    write(clone / "digits", seed=0, epochs=1)  # what that command does, in less time
+    commands = COMMAND.findall(page)
+    assert len(commands) == sum(part.count(".venv/bin/flexhybrid") for part in re.findall(r"```sh(.*?)```", page, re.S))
+    for command in commands:
+        assert cli.main(shlex.split(command)) == 0, command
+        assert capsys.readouterr().out, command
+    answers = [json.loads(line) for line in (clone / "answers.jsonl").read_text().splitlines()]
+    assert len(answers) == 1797 - 800 - 500 and not any(answer["failed"] for answer in answers)

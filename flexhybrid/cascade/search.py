@@ -21,7 +21,7 @@ MODES = ("ap", "eo")
 DROPS = ("best", "paper", "none")
 SKIPS = ("fitted", "paper", "none")
 #: Doubts of AP are divided by this. The thresholds that were just enough on the validation set are the luckiest of
-#: many: on other digits they lose 0.8 points of accuracy (docs/cascade.md), ten times stricter ones hardly any.
+#: many: on other digits they lose half a point of accuracy, ten times stricter ones hardly any (docs/cascade.md).
 CAUTION = 10.0
 
 
