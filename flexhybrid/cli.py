@@ -146,6 +146,7 @@ def _add_sweep(commands) -> None:
     parser.add_argument("grid", type=Path, help="grid file")
     parser.add_argument("--out", type=Path, help="table to write, .csv or .parquet (the grid's name, .csv)")
     parser.add_argument("--workers", type=int, help="processes (all cores)")
+    parser.add_argument("--engine", choices=("local", "ray"), default="local", help="ray: on a Ray cluster (local)")
     parser.add_argument("--fresh", action="store_true", help="drop what a stopped sweep has kept")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     parser.set_defaults(run=_sweep)
@@ -298,7 +299,7 @@ def _sweep(args) -> dict:
     from flexhybrid.jobs.simulate import run_sweep
 
     out = args.out or args.grid.with_suffix(".csv")
-    done = run_sweep(args.grid, out, args.workers, args.fresh, args.quiet or args.json)
+    done = run_sweep(args.grid, out, args.workers, args.fresh, args.quiet or args.json, args.engine)
     if not args.json:
         resumed = f", {done.num_resumed} kept from before" if done.num_resumed else ""
         failed = f", {done.num_errors} cannot run (column error)" if done.num_errors else ""

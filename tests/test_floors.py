@@ -61,11 +61,11 @@ FLOORS = {
     "flexhybrid": Floor(
         names(
             "flexhybrid flexhybrid.cascade flexhybrid.core flexhybrid.runtime sim policy_search "
-            "numpy pandas torch transformers tokenizers safetensors tqdm lm_eval"
+            "numpy pandas torch transformers tokenizers safetensors tqdm pyarrow ray lm_eval"
         ),
-        # the main job reads the shipped material and has its figures drawn; run reads parquet
-        lazily=names("experiments figures pyarrow"),
-        must_not_load=("torch", "transformers", "scipy", "pandas", "matplotlib"),
+        # the main job reads the shipped material and has its figures drawn
+        lazily=names("experiments figures"),
+        must_not_load=("torch", "transformers", "scipy", "pandas", "matplotlib", "ray"),
     ),
     "experiments": Floor(
         names(

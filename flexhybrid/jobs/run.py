@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -40,6 +41,7 @@ from flexhybrid.jobs.forecast import WINDOW, Forecast, duration, forecast, plan_
 from flexhybrid.jobs.measure import PROFILE_STEPS, free_host_bytes, measure_for_model, model_profile_path
 from flexhybrid.jobs.measure_disk import measure_disk, with_disk
 from flexhybrid.jobs.progress import Progress, stop_on_signal
+from flexhybrid.jobs.ray_cluster import Crew, cluster, crew_of
 from flexhybrid.jobs.run_report import clocks, refusal_codes, write_report, write_trace
 from flexhybrid.llm import LLM, RequestOutput
 from flexhybrid.machine import named_hardware, pick_device
@@ -70,6 +72,8 @@ class RunOptions:
     budgets: dict[str, str | int | None] = field(default_factory=dict)  #: tier -> memory
     disk_dir: Path | None = None
     disk_gb_per_s: float | None = None
+    engine: str = "local"  #: or "ray"
+    actors: int | None = None  #: of a Ray cluster
     ordered: bool = False
     restart: bool = False
     verify: bool = False
@@ -92,20 +96,26 @@ def run(options: RunOptions, say=print) -> dict:
         before = file_state(options.input)
         lines = stack.enter_context(contextlib.closing(open_lines(options.input, form, options.column)))
         files = {path: _open(stack, path) for path in (options.output, options.errors) if path}
-        llm = stack.enter_context(_load(options, None if options.restart else _earlier_dtype(options.output)))
+        crew = stack.enter_context(_crew(options, say)) if options.engine == "ray" else None
+        earlier_dtype = None if options.restart else _earlier_dtype(options.output)
+        llm = stack.enter_context(_load(options, earlier_dtype, crew.a_node if crew else 1))
         url = file_url(lines, form)
         if url == "/v1/chat/completions" and not getattr(llm.tokenizer, "chat_template", None):
             raise InputError(f"{options.model} has no chat template: it cannot serve {url}")
         read = reader(form, url, llm, options.sampling, options.seed)
         with Progress(before[0], "reading", "B", options.quiet) as progress:
             census = take_census(lines, read, llm.shape.max_context, progress.advance)
-        job = Job(options, llm, lines, census, read, url or "", files, before)
+        job = Job(options, llm, lines, census, read, url or "", files, before, crew)
         return job.run(say, began)
 
 
 def _check_paths(options: RunOptions) -> None:
     """Raise InputError for files in each other's way, before the work."""
     SamplingParams(**options.sampling)
+    if options.engine == "local" and options.actors is not None:
+        raise InputError("--actors is of --engine ray; the local engine is one executor")
+    if options.engine == "ray" and options.trace:
+        raise InputError("--trace shows the local engine's work; --engine ray has none to show")
     asked = {"--errors": options.errors, "--trace": options.trace, "--report": options.report}
     paths = {"the input": options.input, "the output": options.output, **asked}
     resolved: dict[Path, str] = {}
@@ -123,14 +133,22 @@ def _open(stack: contextlib.ExitStack, path: Path) -> AnswerFile:
     return stack.enter_context(contextlib.closing(AnswerFile(path)))
 
 
+@contextlib.contextmanager
+def _crew(options: RunOptions, say) -> Iterator[Crew]:
+    """The actors to be had, on a cluster that is connected."""
+    with cluster(say) as ray:
+        yield crew_of(ray, pick_device(options.device, options.link_gb_per_s).type, options.actors)
+
+
 def _earlier_dtype(output: Path) -> str | None:
     """What the run to be continued computed in: a profile measured since then must not change it."""
     numbers = (load_manifest(output) or {}).get("numbers")
     return numbers.get("dtype") if isinstance(numbers, dict) else None
 
 
-def _load(options: RunOptions, earlier_dtype: str | None) -> LLM:
-    """The model, with a profile of this machine where the policy hangs on one, and with memory that is free."""
+def _load(options: RunOptions, earlier_dtype: str | None, sharers: int) -> LLM:
+    """The model, with a profile of this machine where the policy hangs on one, and with memory that is free: the part
+    of one of ``sharers`` executors on a machine like this one."""
     device = pick_device(options.device, options.link_gb_per_s)
     hardware, dtype = options.hardware, options.dtype
     if hardware is None:
@@ -153,7 +171,7 @@ def _load(options: RunOptions, earlier_dtype: str | None) -> LLM:
     shares = {"host": 0.9} if device.type == "cuda" else {"device": 0.45, "host": 0.45}
     for tier, share in shares.items():
         if budgets.get(tier) is None and free is not None:
-            budgets[tier] = int(free * share)
+            budgets[tier] = int(free * share / sharers)
     return LLM(
         options.model, options.policy, options.device, options.link_gb_per_s, budgets.get("device"),
         budgets.get("host"), dtype, hardware, options.disk_dir, options.disk_gb_per_s, budgets.get("disk"),
@@ -165,10 +183,10 @@ class Job:
 
     def __init__(
         self, options: RunOptions, llm: LLM, lines: BinaryIO, census: Census, read: ReadLine, url: str,
-        files: dict[Path, AnswerFile], input_state: tuple[int, int],
+        files: dict[Path, AnswerFile], input_state: tuple[int, int], crew: Crew | None = None,
     ):  # fmt: skip
         self.options, self.llm, self.lines, self.census, self.read = options, llm, lines, census, read
-        self.url, self.files, self.input_state = url, files, input_state
+        self.url, self.files, self.input_state, self.crew = url, files, input_state, crew
         self.answers = files[options.output]
         self.errors = files[options.errors or options.output]
         self.states = np.full(census.num_lines, PENDING, dtype=np.uint8)
@@ -202,13 +220,20 @@ class Job:
         found, seconds, stopped = None, 0.0, False
         if len(pending):
             found = self._plan(pending, earlier, say)
-            load_weights(self.llm, found.layer_bytes)
+            if self.crew is None:
+                load_weights(self.llm, found.layer_bytes)
             started = time.perf_counter()
             with (
                 stop_on_signal() as stop,
                 Progress(found.tokens, "tokens", "tok", options.quiet, found.seconds, failed) as progress,
             ):
-                answer_pending(self, progress, stop, self.trace.extend if options.trace or options.report else None)
+                if self.crew is None:
+                    watch = self.trace.extend if options.trace or options.report else None
+                    answer_pending(self, progress, stop, watch)
+                else:
+                    from flexhybrid.jobs.run_ray import answer_pending_on
+
+                    answer_pending_on(self.crew, self, found, progress, stop)
             seconds, stopped = time.perf_counter() - started, bool(len(self.pending()))
         for file in self.files.values():
             file.sync()
@@ -297,11 +322,15 @@ class Job:
             except InputError as error:
                 raise InputError(f"line {pending[largest] + 1}: {error}") from None
         found = forecast(self.llm, lengths)
+        if self.crew and found.seconds is not None:
+            found = replace(found, seconds=found.seconds / self.crew.size)
         refused = int((self.states == FAILED).sum())
         counts = f"{len(pending):,}" + (f" ({refused:,} refused)" if refused else "")
         counts += f", {earlier:,} lines done before" if earlier else ""
         for line in plan_lines(self.llm, found, counts):
             say(line)
+        if self.crew:
+            say(f"ray        {self.crew}")
         return found
 
     def check_input_unchanged(self) -> None:

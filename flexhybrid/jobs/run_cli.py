@@ -43,6 +43,8 @@ def add_run(commands, common: Callable) -> None:
         parser.add_argument(f"--{tier}-memory", help=f"budget of the {tier}, like 12GiB (what is free)")
     parser.add_argument("--disk-dir", type=Path, metavar="DIR", help="scratch folder of policies that use a disk")
     parser.add_argument("--disk-gb-per-s", type=float, help="pace of that disk")
+    parser.add_argument("--engine", choices=("local", "ray"), default="local", help="ray: on a Ray cluster (local)")
+    parser.add_argument("--actors", type=int, metavar="N", help="executors on the Ray cluster (one a GPU, or a node)")
     parser.add_argument("--ordered", action="store_true", help="put the output in the input's order at the end")
     parser.add_argument("--restart", action="store_true", help="begin anew, over the output of an earlier run")
     parser.add_argument("--verify", action="store_true", help="hash the model's files, to compare when going on")
@@ -59,7 +61,7 @@ def _run(args) -> dict:
     names = (
         *("input", "output", "model", "errors", "format", "column", "seed", "policy", "device", "dtype"),
         *("link_gb_per_s", "hardware", "disk_dir", "disk_gb_per_s", "ordered", "restart", "verify"),
-        *("trace", "report", "reprofile"),
+        *("trace", "report", "reprofile", "engine", "actors"),
     )
     sampling = {name: getattr(args, name) for name, _, _ in SAMPLING if getattr(args, name) is not None}
     budgets = {tier: getattr(args, f"{tier}_memory") for tier in TIERS}

@@ -299,11 +299,11 @@ def _flat(o: Outcome) -> dict:
     return row
 
 
-def run_sweep(grid: Path, out: Path, workers: int | None, fresh: bool, quiet: bool):
+def run_sweep(grid: Path, out: Path, workers: int | None, fresh: bool, quiet: bool, engine: str = "local"):
     """The sweep command."""
     from flexhybrid.jobs import sweep
 
     return sweep.run(
         grid, out, evaluate, SWEEP_KEYS, group_key=sweep_group, workers=workers, fresh=fresh,
-        progress=not quiet and sys.stderr.isatty(), required=SWEEP_REQUIRED,
+        progress=not quiet and sys.stderr.isatty(), required=SWEEP_REQUIRED, engine=engine,
     )  # fmt: skip

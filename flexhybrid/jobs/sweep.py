@@ -9,6 +9,7 @@ is in a journal beside the output (OUT.partial, JSON lines), so that a killed sw
 from __future__ import annotations
 
 import csv
+import functools
 import importlib.util
 import itertools
 import json
@@ -31,6 +32,7 @@ from tqdm import tqdm
 from flexhybrid.core.errors import InputError
 from flexhybrid.jobs.grid import Checker, point_id, points, read_grid, short
 from flexhybrid.jobs.journal import Journal, Outcome, grid_hash, open_journal, version_hash
+from flexhybrid.jobs.ray_cluster import cluster
 
 #: Takes points of one group, gives one row of plain numbers and text for each. Importable by name (workers load it).
 Evaluate = Callable[[list[dict]], list[dict]]
@@ -60,6 +62,7 @@ def run(
     fresh: bool = False,
     progress: bool = True,
     required: Sequence[str] = (),
+    engine: str = "local",
 ) -> Summary:
     """Read the grid, evaluate what the journal does not hold yet, write the table.
 
@@ -68,7 +71,7 @@ def run(
     """
     all_points = points(read_grid(grid_path, keys, required))
     return run_sweep(
-        all_points, evaluate, out, group_key=group_key, workers=workers, fresh=fresh, progress=progress
+        all_points, evaluate, out, group_key=group_key, workers=workers, fresh=fresh, progress=progress, engine=engine
     )  # fmt: skip
 
 
@@ -82,8 +85,10 @@ def run_sweep(
     fresh: bool = False,
     progress: bool = True,
     chunk: int | None = None,
+    engine: str = "local",
 ) -> Summary:
-    """Evaluate every point once, on ``workers`` processes (all cores; 1: in this one), and write the table.
+    """Evaluate every point once, on ``workers`` processes (all cores; 1: in this one), and write the table. ``engine``
+    "ray": the processes are those of a Ray cluster.
 
     ``evaluate`` sees points of one group (``group_key``) at a time, at most ``chunk`` of them (by default a 16th of a
     worker's part, up to MAX_CHUNK); where it raises InputError its points are tried in ever smaller parts, and those
@@ -92,14 +97,13 @@ def run_sweep(
     """
     began = time.perf_counter()
     out = Path(out)
-    num_workers = _num_cores() if workers is None else workers
-    for name, value in (("workers", num_workers), ("chunk", chunk)):
+    for name, value in (("workers", workers), ("chunk", chunk)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise InputError(f"{name} must be a whole number >= 1, not {value!r}")
     _check_output(out)
     ids = [point_id(point) for point in points]
     identity = {"grid": grid_hash(points, ids), "version": version_hash(evaluate), "points": len(points)}
-    with closing(open_journal(out, identity, ids, fresh)) as journal:
+    with closing(open_journal(out, identity, ids, fresh)) as journal, _workers(engine, workers) as num_workers:
         num_resumed = journal.num_done
         todo = [index for index, offset in enumerate(journal.offsets) if offset < 0]
         size = chunk or min(MAX_CHUNK, max(1, math.ceil(len(todo) / (16 * num_workers))))
@@ -109,7 +113,8 @@ def run_sweep(
             disable=None if progress else True, leave=False,
         )  # fmt: skip
         try:
-            with bar, closing(_outcomes(points, jobs, evaluate, min(num_workers, max(1, len(jobs))))) as outcomes:
+            num_workers = min(num_workers, max(1, len(jobs)))
+            with bar, closing(_outcomes(points, jobs, evaluate, num_workers, engine)) as outcomes:
                 for job, outcome in outcomes:
                     journal.append([index for group in job for index in group], outcome)
                     bar.update(sum(map(len, job)))
@@ -140,10 +145,16 @@ def _kept(journal: Journal) -> str:
     return f"{journal.num_done} of {total} points are kept in {journal.path}; the same command goes on from there"
 
 
-def _num_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+@contextmanager
+def _workers(engine: str, workers: int | None) -> Iterator[int]:
+    """How many processes to use: all there are, where it is not said. A Ray cluster is connected meanwhile."""
+    if engine == "ray":
+        with cluster(functools.partial(print, file=sys.stderr)) as ray:
+            yield workers or max(1, int(ray.cluster_resources().get("CPU", 1)))
+    elif workers is None and hasattr(os, "sched_getaffinity"):
+        yield len(os.sched_getaffinity(0))
+    else:
+        yield workers or os.cpu_count() or 1
 
 
 def _check_output(out: Path) -> None:
@@ -177,7 +188,7 @@ def _jobs(points: list[dict], todo: list[int], group_key, size: int) -> list[lis
     return jobs
 
 
-def _outcome(evaluate: Evaluate, groups: list[list[dict]]) -> Outcome:
+def outcome_of(evaluate: Evaluate, groups: list[list[dict]]) -> Outcome:
     """Evaluate a job's groups; an exception other than InputError becomes a failure that any process can read."""
     lines, columns, num_errors = [], {}, 0
     for group in groups:
@@ -279,7 +290,9 @@ def _column(pd, values: list):
 # --- processes ------------------------------------------------------------------------------------------------------
 
 
-def _outcomes(points: list[dict], jobs: list, evaluate: Evaluate, num_workers: int) -> Iterator[tuple[list, Outcome]]:
+def _outcomes(
+    points: list[dict], jobs: list, evaluate: Evaluate, num_workers: int, engine: str
+) -> Iterator[tuple[list, Outcome]]:
     """Every job with its outcome, as they end. Raises _Stopped where one fails; closing it ends the workers.
 
     Workers are spawned, not forked, and read jobs from a pipe of their own: one that dies, or whose parent died, is
@@ -294,9 +307,16 @@ def _outcomes(points: list[dict], jobs: list, evaluate: Evaluate, num_workers: i
             raise _Stopped(outcome.failure, outcome.details)
         return outcome
 
+    if engine == "ray":
+        from flexhybrid.jobs.sweep_ray import outcomes_on
+
+        with closing(outcomes_on(((job, payload(job)) for job in jobs), outcome_of, evaluate, num_workers)) as found:
+            for job, outcome in found:
+                yield job, checked(outcome)
+        return
     if num_workers == 1:
         for job in jobs:
-            yield job, checked(_outcome(evaluate, payload(job)))
+            yield job, checked(outcome_of(evaluate, payload(job)))
         return
     waiting, busy = iter(jobs), {}
     crew: dict[pipes.Connection, multiprocessing.Process] = {}
@@ -348,7 +368,7 @@ def _work(pipe: pipes.Connection) -> None:
             trouble = Outcome(failure=f"a worker cannot load the function: {error}", details=traceback.format_exc())
         while True:
             job = pipe.recv()
-            pipe.send(trouble or _outcome(evaluate, job))
+            pipe.send(trouble or outcome_of(evaluate, job))
     except (EOFError, ConnectionError):
         return  # the parent is done, or gone
 

@@ -1,0 +1,98 @@
+"""The Ray cluster that a job with ``--engine ray`` runs on: the one there is, or a local one while the job lasts."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from flexhybrid.core.errors import InputError
+
+#: Of a cluster started here: what a job passes on is small.
+OBJECT_STORE_BYTES = 256 << 20
+MAX_RETRIES = 8  #: of work whose process died: what kills every one of them must not do so for ever
+#: Of every process that computes: idle OpenMP threads sleep instead of spinning. Ray itself gives a process as many
+#: threads as CPUs (OMP_NUM_THREADS).
+ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
+
+
+@dataclass(frozen=True)
+class Crew:
+    """Actors that hold an executor each, over a cluster of nodes that are alike."""
+
+    size: int
+    a_node: int  #: actors, at most, that share a node's memory and cores
+    cpus: float  #: of an actor
+    gpus: int  #: of an actor
+
+    def __str__(self) -> str:
+        holds = "1 GPU" if self.gpus else f"{self.cpus:g} CPU"
+        return f"{self.size} actor{'s' * (self.size > 1)} with {holds} each"
+
+
+@contextlib.contextmanager
+def cluster(say: Callable[[str], None]) -> Iterator:
+    """The module ``ray``, connected: as this process already is, to the cluster at RAY_ADDRESS or on this machine, or
+    to a local one that is started, said and ended again. Raises InputError without Ray, or for an address of none."""
+    try:
+        import ray
+        import ray.data
+    except ImportError:
+        raise InputError(
+            "--engine ray needs Ray, which is not installed: pip install 'ray[data,serve]>=2.50,<2.64'"
+        ) from None
+    ray.data.DataContext.get_current().enable_progress_bars = False  # a job has its own
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # warnings about Ray's own insides, on stderr
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    if ray.is_initialized():
+        yield ray
+        return
+    address = os.environ.get("RAY_ADDRESS")
+    if address and address.startswith("ray://"):
+        raise InputError(f"RAY_ADDRESS={address} is Ray's remote client: start the job on a machine of the cluster")
+    options = {"log_to_driver": False, "logging_level": logging.ERROR}
+    try:
+        try:
+            ray.init("auto", **options)
+        except ConnectionError as error:
+            if address:
+                raise InputError(f"no Ray cluster at RAY_ADDRESS={address}: {error}") from None
+            say("ray        no cluster found (RAY_ADDRESS, or `ray start` on this machine): a local one is started")
+            start_local(ray, **options)
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def start_local(ray, **options) -> None:
+    """A cluster of this machine alone, which ends with this process; options are those of ``ray.init``.
+
+    Raises InputError where it does not come up: Ray waits 30 s for its own processes.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    for last in (False, True):
+        try:
+            ray.init("local", include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **options)
+            return
+        except Exception as error:  # of no kind of its own
+            ray.shutdown()
+            if last:
+                raise InputError(f"a local Ray cluster did not start: {error}") from error
+
+
+def crew_of(ray, device: str, actors: int | None) -> Crew:
+    """One executor a GPU, or ("cpu") one a node; or ``actors`` of them. Raises InputError for more than there is."""
+    key = "GPU" if device == "cuda" else "CPU"
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"] and node["Resources"].get(key, 0) >= 1]
+    if not nodes:
+        raise InputError(f"the Ray cluster has no {key}" + ("; --device cpu runs without" if key == "GPU" else ""))
+    most = int(sum(node[key] for node in nodes))
+    size = actors if actors is not None else most if device == "cuda" else len(nodes)
+    if not 1 <= size <= most:
+        raise InputError(f"--actors {size}: the Ray cluster has {most} {key}s; an actor needs one")
+    a_node = min(size, int(max(node["GPU"] for node in nodes)) if device == "cuda" else math.ceil(size / len(nodes)))
+    cpus = min(node.get("CPU", 1) for node in nodes) / a_node
+    return Crew(size, a_node, math.floor(cpus) if cpus >= 1 else cpus, int(device == "cuda"))

@@ -1,0 +1,229 @@
+"""--engine ray: the same files as the local engine's, on two actors of which one is killed under way."""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from models import save_opt
+
+from flexhybrid import InputError, cli
+from flexhybrid.core.policy import Policy
+from flexhybrid.jobs import ray_cluster
+from flexhybrid.jobs import run as run_module
+from flexhybrid.jobs.ray_cluster import crew_of
+
+pytest.importorskip("ray")
+
+
+@pytest.fixture(scope="module")
+def two_cpus():
+    """A small cluster of this process's own, which commands find connected."""
+    import ray
+
+    ray_cluster.start_local(ray, num_cpus=2, log_to_driver=False, logging_level="ERROR")
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    save_opt(folder)
+    return folder
+
+
+@pytest.fixture
+def run(tiny, tmp_path, monkeypatch):
+    """The command on a tiny model, four requests at a time, so that there is much to be killed in."""
+    monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))
+    policy = tmp_path / "policy.json"
+    policy.write_text(json.dumps({"name": "p", "cache": {"kv@host": 1.0}, "max_batch": 4}))
+
+    def command(source: Path, out: Path, *more: str) -> int:
+        return cli.main(
+            ["run", "-i", str(source), "-o", str(out), "--model", str(tiny), "--policy", str(policy), "--device", "cpu",
+             "--dtype", "float32", "--quiet", *more]
+        )  # fmt: skip
+
+    return command
+
+
+RAY = ("--engine", "ray", "--actors", "2")
+
+
+def requests(path: Path, count: int) -> Path:
+    """Prompts and answers of many lengths, half of them drawn at random, and two lines that are refused."""
+    generator = np.random.default_rng(1)
+    bodies = [
+        {
+            "prompt": generator.integers(3, 61, 1 + i % 7).tolist(),
+            "max_tokens": 20 + i % 17,
+            "temperature": i % 2,
+            "ignore_eos": True,
+        }
+        for i in range(count)
+    ]
+    lines = [
+        json.dumps({"custom_id": f"r{i}", "method": "POST", "url": "/v1/completions", "body": body})
+        for i, body in enumerate(bodies)
+    ]
+    path.write_text("\n".join([*lines[: count // 2], "{}", *lines[count // 2 :], lines[0]]) + "\n")
+    return path
+
+
+def answers(path: Path) -> dict[str, dict]:
+    """id -> response without the time of the job; each id once."""
+    rows = [json.loads(raw) for raw in path.read_bytes().splitlines()]
+    found = {row["id"]: row["response"]["body"] | {"created": 0} for row in rows}
+    assert len(found) == len(rows)
+    return found
+
+
+def workers(name: str) -> set[int]:
+    """Process ids of this process's cluster's workers that bear ``name`` in their title."""
+    found = set()
+    for folder in Path("/proc").iterdir():
+        try:
+            title = (folder / "cmdline").read_bytes()
+            if title.startswith(b"ray::") and name.encode() in title:
+                raylet = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+                parent = Path(f"/proc/{raylet}/stat").read_text().rpartition(")")[2].split()[1]
+                found |= {int(folder.name)} if int(parent) == os.getpid() else set()
+        except (OSError, ValueError):  # no process, or gone
+            continue
+    return found
+
+
+def test_an_actor_killed_under_way_loses_no_line_and_doubles_none(run, two_cpus, tmp_path, monkeypatch, capsys):
+    source = requests(tmp_path / "in.jsonl", 60)
+    assert run(source, tmp_path / "local.jsonl") == 0
+    killed, writes = [], []
+
+    def write(job, answered, progress, write=run_module.Job.write):
+        write(job, answered, progress)
+        writes.append(len(answered))
+        if not killed and job.crew:
+            killed.extend(sorted(workers("MapWorker"))[:1])
+            os.kill(killed[0], signal.SIGKILL)
+
+    monkeypatch.setattr(run_module.Job, "write", write)
+    capsys.readouterr()
+    assert run(source, tmp_path / "ray.jsonl", *RAY) == 0
+    told = capsys.readouterr().out
+    assert "2 actors with 1 CPU each" in told and "60 answered, 2 refused, 0 left of 62 lines" in told
+    assert killed and writes[0] < 60 and sum(writes) == 60
+    assert answers(tmp_path / "ray.jsonl") == answers(tmp_path / "local.jsonl")
+
+
+def test_either_engine_goes_on_with_what_the_other_left(run, two_cpus, tmp_path, monkeypatch, capsys):
+    source = requests(tmp_path / "in.jsonl", 24)
+    assert run(source, tmp_path / "local.jsonl") == 0
+
+    def interrupted(self, count, advance=run_module.Progress.advance):
+        advance(self, count)
+        if self.what == "tokens" and self.done:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    out = tmp_path / "out.jsonl"
+    with monkeypatch.context() as patched:
+        patched.setattr(run_module.Progress, "advance", interrupted)
+        assert run(source, out) == 130
+        before = len(answers(out))
+        assert run(source, out, "--engine", "ray") == 130
+    assert before < len(answers(out)) < 26
+    told = capsys.readouterr().out
+    assert "1 actor with 2 CPU each" in told and "give the same command again" in told
+    assert run(source, out, "--seed", "1", *RAY) == 2 and "sampling.seed was 0, is 1" in capsys.readouterr().err
+    assert run(source, out) == 0
+    assert answers(out) == answers(tmp_path / "local.jsonl")
+
+
+def setting(tiny, **changes):
+    from flexhybrid.jobs.run_ray import Setting
+
+    values = dict(
+        model=tiny, policy=Policy(name="p", cache={"kv@host": 1.0}, max_batch=2), device="cpu", dtype="float32",
+        hardware=None, link_gb_per_s=None, budgets=dict.fromkeys(("device", "host", "disk")), disk_dir=None,
+        disk_gb_per_s=None, form="jsonl", url="/v1/completions", sampling={}, seed=0, created=0, heartbeat=4,
+    )  # fmt: skip
+    return Setting(**{**values, **changes})
+
+
+def test_an_actor_gives_the_same_pieces_when_a_batch_is_done_again(tiny, tmp_path):
+    """Ray counts the pieces of retried work: what came before is not sent again."""
+    from flexhybrid.jobs.run_ray import LINES, Actor, pa
+
+    lines = requests(tmp_path / "in.jsonl", 6).read_bytes().splitlines()[:3]
+    batch = pa.table([[[1, 2, 3]], [lines]], LINES)
+    actor = Actor(setting(tiny))
+    pieces = [table.to_pylist()[0] for table in actor(batch)]
+    assert pieces == [table.to_pylist()[0] for table in Actor(setting(tiny))(batch)]
+    assert sorted(number for piece in pieces for number in piece["numbers"]) == [1, 2, 3]
+    assert sum(piece["generated"] for piece in pieces) == sum(sum(piece["tokens"]) for piece in pieces) == 20 + 21 + 22
+    assert len(pieces) > 40 // 4
+    (trouble,) = Actor(setting(tiny / "none"))(batch)
+    assert "none" in trouble.to_pylist()[0]["error"]
+
+
+@pytest.mark.parametrize(
+    "nodes, device, asked, expected",
+    [
+        ([(16, 2), (16, 2)], "cuda", None, (4, 2, 8, 1)),
+        ([(16, 2), (16, 2)], "cuda", 1, (1, 1, 16, 1)),
+        ([(16, 2), (8, 0)], "cuda", None, (2, 2, 8, 1)),
+        ([(16, 2), (8, 0)], "cpu", None, (2, 1, 8, 0)),
+        ([(2, 0)], "cpu", 2, (2, 2, 1, 0)),
+        ([(4, 0), (4, 0)], "cpu", 3, (3, 2, 2, 0)),
+    ],
+)
+def test_one_executor_a_gpu_or_a_node(nodes, device, asked, expected):
+    resources = [{"Alive": True, "Resources": {"CPU": cpus, "GPU": gpus}} for cpus, gpus in nodes]
+    ray = SimpleNamespace(nodes=lambda: [*resources, {"Alive": False, "Resources": {"CPU": 64, "GPU": 64}}])
+    found = crew_of(ray, device, asked)
+    assert (found.size, found.a_node, found.cpus, found.gpus) == expected
+
+
+def test_what_the_cluster_lacks_is_said(run, tmp_path, monkeypatch, capsys):
+    source = requests(tmp_path / "in.jsonl", 2)
+    ray = SimpleNamespace(nodes=lambda: [{"Alive": True, "Resources": {"CPU": 2}}])
+    for device, actors, words in (("cuda", None, "no GPU"), ("cpu", 3, "has 2 CPUs"), ("cpu", 0, "--actors 0")):
+        with pytest.raises(InputError, match=words):
+            crew_of(ray, device, actors)
+    assert run(source, tmp_path / "out", "--actors", "2") == 2 and "of --engine ray" in capsys.readouterr().err
+    assert run(source, tmp_path / "out", *RAY, "--trace", "x") == 2 and "--trace" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert run(source, tmp_path / "out", *RAY) == 2 and "pip install 'ray[data,serve]" in capsys.readouterr().err
+
+
+def test_a_local_cluster_is_started_only_where_no_address_is_given(monkeypatch):
+    import ray
+
+    started, said, failures = [], [], [RuntimeError("timed out")]
+
+    def init(address, **options):
+        if address == "auto":
+            raise ConnectionError("nobody there")
+        if failures:
+            raise failures.pop()
+        started.append(address)
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: started.append("ended"))
+    for address, words in (("10.0.0.1:6379", "no Ray cluster at RAY_ADDRESS=10"), ("ray://x:1", "remote client")):
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        with pytest.raises(InputError, match=words), ray_cluster.cluster(said.append):
+            pass
+    assert "local" not in started and not said
+    monkeypatch.delenv("RAY_ADDRESS")
+    with ray_cluster.cluster(said.append):
+        assert started[-1] == "local"
+    assert started[-1] == "ended" and "a local one is started" in said[0]
+    failures.extend([RuntimeError("timed out"), RuntimeError("timed out")])
+    with pytest.raises(InputError, match="did not start: timed out"), ray_cluster.cluster(said.append):
+        pass
