@@ -56,7 +56,10 @@ def add_run(commands, common: Callable) -> None:
 
 
 def _run(args) -> dict:
+    from flexhybrid.jobs.malloc import return_freed_memory
     from flexhybrid.jobs.run import RunOptions, run
+
+    return_freed_memory()
 
     names = (
         *("input", "output", "model", "errors", "format", "column", "seed", "policy", "device", "dtype"),

@@ -1,0 +1,22 @@
+"""Freed memory goes back to the system, so that a process takes what its budgets say."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  #: glibc's malloc.h
+LARGEST_KEPT_BYTES = 1 << 20
+
+
+def return_freed_memory() -> None:
+    """Let glibc give every freed block of LARGEST_KEPT_BYTES or more back at once.
+
+    By itself it raises that size to the largest block ever freed, up to 32 MiB, and keeps twice as much: reading a
+    layer's tensors once then leaves tens of megabytes with each thread, beside the budgets. Other C libraries are left
+    as they are. For a process that is our own.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL(None)
+        for setting in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
+            libc.mallopt(setting, LARGEST_KEPT_BYTES)
