@@ -19,13 +19,16 @@ from flexhybrid.batch.answers import ANSWERED, FAILED, AnswerFile
 from flexhybrid.batch.openai import Refused, error_line
 from flexhybrid.batch.requests import line_seed
 from flexhybrid.core.hardware import Hardware, Line
+from flexhybrid.core.plan import admit
+from flexhybrid.core.policy import Placement, Policy
+from flexhybrid.core.stream import stream
+from flexhybrid.core.trace import iteration_ends
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs import run as run_module
 from flexhybrid.jobs import shipped
-from flexhybrid.jobs.forecast import forecast, price
+from flexhybrid.jobs.forecast import forecast, sorted_by_length
 from flexhybrid.llm import CompletionOutput, RequestOutput
 from flexhybrid.runtime.engine import Engine
-from sim.closed_form import candidates_of, predict
 
 ROOT = Path(__file__).parent.parent
 SHIPPED = shipped("checkpoints/opt-stdlib-4m")
@@ -470,19 +473,31 @@ def test_a_long_file_takes_no_more_memory_than_its_census(tiny, tmp_path, monkey
     assert sum(array.nbytes for array in arrays if isinstance(array, np.ndarray)) <= 64 * lines
 
 
-def test_a_wave_of_mixed_lengths_is_priced_by_who_is_left(tiny):
-    """Half of the requests gone, a decode that loads weights takes as long for each step; uniform waves cost what the
-    closed form says."""
-    lines = {key: Line(1e-3, 1e-12, 1e-12) for key in ("compute", "d2h", "host_compute")}
-    hardware = Hardware("local", "cpu", {**lines, "h2d": Line(1e-4, 0, 1e-6)}, dtype="float32")
-    with LLM(tiny, "kv_only", device="cpu", dtype="float32", hardware=hardware) as llm:
-        uniform = Workload.uniform(8, 10, 20)
-        whole = predict(llm.shape, llm.hardware, 4, candidates_of(llm.policy, uniform)).row()
-        assert price(llm, uniform).seconds == pytest.approx(whole["prefill_s"] + whole["decode_s"], rel=0.05)
-        mixed = Workload(np.full(8, 10), np.array([2, 2, 2, 2, 20, 20, 20, 20]))
-        half = price(llm, Workload.uniform(4, 10, 20)).seconds
-        assert half < price(llm, mixed).seconds < price(llm, uniform).seconds
-        assert forecast(llm, mixed).seconds == pytest.approx(price(llm, mixed).seconds)
+LENGTHS = {
+    "uniform": (np.full(24, 20), np.full(24, 30)), "one token": (np.full(6, 30), np.full(6, 1)),
+    "two ends": (np.full(24, 20), np.repeat([2, 40], 12)), "two tokens": (np.full(6, 30), np.full(6, 2)),
+    "mixed": (np.arange(24) * 7 % 40 + 2, np.arange(24) * 11 % 50 + 1),
+    "a long tail": (np.arange(24) + 3, np.minimum(60, 2 + 80 // (1 + np.arange(24)))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", ["kv_only", "resident", "hybrid(0.5)", "disk"])
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_a_forecast_is_what_the_virtual_clock_takes_for_all_of_it(tiny, policy, lengths):
+    """A few steps stand for the others, whatever the mix of lengths and wherever mini-batches end."""
+    from sim import catalogue, virtual_clock
+
+    if policy == "disk":
+        cache = {"kv@host": 0.5, "act@host": 0.5}
+        policy = Policy("disk", Placement(host=0.5, disk=0.5), cache=cache, schedule="row", max_mini_batch_tokens=400)
+    with LLM(tiny, policy, device="cpu", dtype="float32", hardware=catalogue.load("t4")) as llm:
+        prompt_tokens, max_tokens = LENGTHS[lengths]
+        order = sorted_by_length(prompt_tokens, max_tokens)
+        workload = Workload(prompt_tokens[order], max_tokens[order])
+        llm.settle(workload)
+        wave = admit(llm.shape, llm.policy, workload, 4, hardware=llm.hardware)
+        trace = virtual_clock.run(stream(wave), llm.hardware)
+        assert forecast(llm, workload).seconds == pytest.approx(iteration_ends(trace)[-1], rel=0.04)
 
 
 def test_weights_that_lie_elsewhere_than_planned_are_an_error(tiny, tmp_path, capsys, monkeypatch):

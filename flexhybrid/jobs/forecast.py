@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from itertools import takewhile
 
 import numpy as np
 
 from flexhybrid.core.errors import InputError
+from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.memory import gib, total_bytes
+from flexhybrid.core.plan import Wave, admit
 from flexhybrid.core.policy import Policy
+from flexhybrid.core.stream import stream
+from flexhybrid.core.task import Task
+from flexhybrid.core.trace import TraceEvent, iteration_ends
 from flexhybrid.core.workload import Workload
 from flexhybrid.llm import LLM
-from sim.closed_form import Candidates, predict
+from sim import virtual_clock
 
 WINDOW = 1024  #: requests that are looked at for one wave, and so the most that one holds
 PIECES = 6  #: of a decode whose answers end at different lengths
 PRICED_WAVES = 16  #: of a longer file, waves at even steps stand for those between them
+PRICED_TASKS = 50_000  #: that are walked for a forecast, or about: a few seconds
 
 
 @dataclass(frozen=True)
@@ -26,6 +33,7 @@ class Price:
     seconds: float
     binding: str
     busy: float
+    num_tasks: int  #: that were walked for it
 
 
 @dataclass(frozen=True)
@@ -42,22 +50,22 @@ class Forecast:
 
 def forecast(llm: LLM, workload: Workload) -> Forecast:
     """Of requests in the order in which they will run, under the policy in use."""
-    stride = -(-workload.num_requests // PRICED_WAVES)
-    start, seconds, first, first_price = 0, 0.0, None, None
+    stride, start, seconds, first = 0, 0, 0.0, None
     while start < workload.num_requests:
         window = _slice(workload, start, start + WINDOW)
         count, plan = llm.first_wave(window)
         wave = _slice(window, 0, count)
         priced = price(llm, wave)
         if first is None:
-            first, first_price = (count, plan), priced
+            first = count, plan, priced
         if priced is None:
             seconds = None
             break
+        stride = stride or -(-workload.num_requests // max(1, min(PRICED_WAVES, PRICED_TASKS // priced.num_tasks)))
         span = _slice(workload, start, start + max(count, stride))
         seconds += priced.seconds * int(span.cached_tokens.sum()) / int(wave.cached_tokens.sum())
         start += span.num_requests
-    count, plan = first
+    count, plan, first_price = first
     layers = {
         "device": plan["device"].get("resident weights", 0), "host": plan["host"].get("weights", 0),
         "disk": plan["disk"].get("weights", 0),
@@ -69,32 +77,51 @@ def _slice(workload: Workload, start: int, end: int) -> Workload:
     return Workload(workload.prompt_tokens[start:end], workload.max_tokens[start:end])
 
 
-def price(llm: LLM, wave: Workload) -> Price | None:
-    """The closed form of a wave under the policy in use; None where nothing is known of the machine.
+def price(llm: LLM, lengths: Workload) -> Price | None:
+    """A wave on the virtual clock, under the policy in use; None where nothing is known of the machine.
 
-    The closed form knows requests of one length. A wave whose answers end at different lengths is a prefill of all and
-    a decode in pieces, each with as many requests as are left on average.
+    Its own tasks are walked, in the prefill, the first decode step and a few later ones, which stand for those between
+    them: mini-batches are padded to their longest requests, and empty themselves one answer after another.
     """
     if llm.hardware is None:
         return None
-    ends = np.quantile(wave.max_tokens, np.linspace(0, 1, PIECES + 1), method="higher")
-    ends = np.unique(np.concatenate([[1], ends]))  # the prefill gives the first token
-    starts, widths = ends[:-1], np.diff(ends)
-    running = np.array([
-        np.clip(wave.max_tokens - start, 0, width).sum() / width for start, width in zip(starts, widths, strict=True)
-    ])  # fmt: skip
-    prompt = round(float(wave.prompt_tokens.mean()))
-    batch = np.array([wave.num_requests, *np.ceil(running)])
+    wave = admit(llm.shape, llm.policy, lengths, llm.bytes_per_element, hardware=llm.hardware)
+    last = int(lengths.max_tokens.max()) - 1  # the prefill gives the first token
     try:
-        found = predict(
-            llm.shape, llm.hardware, llm.bytes_per_element,
-            Candidates(llm.policy, batch, np.array([prompt, *(prompt + starts - 1)]), np.array([1, *(widths + 1)])),
-        )  # fmt: skip
+        trace = _walk(wave, llm.hardware, 0)
+        prefill_s, *step_s = np.diff(iteration_ends(trace), prepend=0.0)
+        walks = {1: trace}
+        for step in _later_steps(lengths.max_tokens, max(2, min(PIECES, PRICED_TASKS // (2 * len(trace))))):
+            walks[step] = _walk(wave, llm.hardware, step - 1)
+            step_s.append(np.diff(iteration_ends(walks[step]))[0])
     except InputError:  # a machine without a line for one of the policy's verbs
         return None
-    seconds = np.array([found.prefill_s[0], *found.decode_s[1:]])
-    row = found.row(int(seconds.argmax()))
-    return Price(float(seconds.sum()), row["binding"], row["busy"][row["binding"]])
+    decode_s = np.interp(np.arange(1, last + 1), list(walks), step_s).sum() if last else 0.0
+    slowest = list(walks)[int(np.argmax(step_s))] if decode_s > prefill_s else 1
+    summary = virtual_clock.summarize(walks[slowest] if decode_s > prefill_s else _prefill(trace))
+    num_tasks = sum(map(len, walks.values()))
+    return Price(float(prefill_s + decode_s), summary.binding, summary.busy[summary.binding], num_tasks)
+
+
+def _walk(wave: Wave, hardware: Hardware, iteration: int) -> list[TraceEvent]:
+    """The virtual clock's trace of an iteration and the one after it, whose end does not hang on how it began."""
+
+    def both(task: Task) -> bool:
+        return task.iteration <= iteration + 1 or task.verb != "finish"  # the next one's loads begin before their end
+
+    return virtual_clock.run(takewhile(both, stream(wave, first_iteration=iteration)), hardware)
+
+
+def _prefill(trace: list[TraceEvent]) -> list[TraceEvent]:
+    return [event for event in trace if event.task.iteration == 0]
+
+
+def _later_steps(max_tokens: np.ndarray, pieces: int) -> list[int]:
+    """Decode steps after the first that stand for the others: where answers end that part the requests into pieces, and
+    behind those where many end at once. Not the very last, beside which nothing is loaded for a next one."""
+    ends = np.unique(np.quantile(max_tokens, np.linspace(0, 1, pieces + 1), method="higher")).astype(int) - 1
+    behind = [end + 1 for end in ends if 2 * pieces * (max_tokens - 1 == end).sum() > len(max_tokens)]
+    return sorted({min(int(step), int(ends[-1]) - 1) for step in (*ends, *behind)} - {-1, 0, 1})
 
 
 def plan_lines(llm: LLM, found: Forecast, counts: str) -> list[str]:
