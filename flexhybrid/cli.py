@@ -13,7 +13,7 @@ from pathlib import Path
 from flexhybrid import __version__
 from flexhybrid.cascade.cli import add_cascade
 from flexhybrid.core.errors import InputError
-from flexhybrid.jobs.run_cli import add_doctor, add_run
+from flexhybrid.jobs.run_cli import DISK_DIR_HELP, add_doctor, add_run
 
 
 class Parser(argparse.ArgumentParser):
@@ -45,7 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
     compare.add_argument("--device-memory", help="budget of the device, like 12GiB (no limit)")
     compare.add_argument("--host-memory", default="8GiB", help="budget of the host (8GiB)")
     compare.add_argument("--disk-memory", help="budget of the disk (what is free)")
-    compare.add_argument("--disk-dir", type=Path, metavar="DIR", help="scratch folder of policies that use a disk")
+    compare.add_argument("--disk-dir", type=Path, metavar="DIR", help=DISK_DIR_HELP)
     compare.add_argument("--disk-gb-per-s", type=float, help="pace of that disk")
     compare.add_argument(
         "--systems", nargs="+", metavar="NAME",
@@ -59,11 +59,16 @@ def build_parser() -> argparse.ArgumentParser:
     profile = commands.add_parser(
         "profile",
         help="measure this machine for policy auto",
-        description="Measure this machine under load and keep the lines where policy auto looks for them.",
+        description="Time what a policy is made of, under load: copies over the link in both directions, products, "
+        "attention, packing, each at several sizes, twice. Lines through the times (seconds = overhead + flops and "
+        "bytes at a rate) are printed with their fit and kept in $FLEXHYBRID_CACHE or ~/.cache/flexhybrid, where "
+        "policy auto, simulate, search and doctor find this machine under the name local. Half a minute at a small "
+        "model's sizes, on a machine that should do nothing else. `flexhybrid run` measures at its own model's by "
+        "itself.",
         allow_abbrev=False,
     )
     _common(profile)
-    profile.add_argument("--model", type=Path, help="measure at this checkpoint's layer sizes")
+    profile.add_argument("--model", type=Path, help="measure at this checkpoint's layer sizes (hidden 1,024)")
     profile.add_argument("--disk", type=Path, metavar="DIR", help="measure the disk of this folder too (needs 256 MiB)")
     profile.add_argument("--disk-gb-per-s", type=float, help="pace of that disk")
     profile.set_defaults(run=_profile)
@@ -188,7 +193,7 @@ def _add_accuracy(commands) -> None:
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="(float32)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--hardware", help="machine by name or file, for policies that it decides (what was measured)")
-    parser.add_argument("--disk-dir", type=Path, metavar="DIR", help="scratch folder of policies that use a disk")
+    parser.add_argument("--disk-dir", type=Path, metavar="DIR", help=DISK_DIR_HELP)
     parser.add_argument("--out", type=Path, default=Path("results/accuracy"), help="folder (results/accuracy)")
     parser.set_defaults(run=_accuracy)
 
@@ -204,12 +209,10 @@ def _model_and_machine(parser: argparse.ArgumentParser) -> None:
 
 
 def _common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument(
-        "--link-gb-per-s",
-        type=float,
-        help="pace of the link on a CPU",
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="(auto: CUDA, if there is one)"
     )
+    parser.add_argument("--link-gb-per-s", type=float, help="pace of the link that a CPU has in place of a GPU's")
 
 
 def _compare(args) -> dict:

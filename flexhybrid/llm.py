@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import secrets
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from flexhybrid.core.errors import InputError
+from flexhybrid.core.errors import InputError, unknown
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.memory import BufferSizes, buffer_sizes, fits, memory_plan, parse_bytes
 from flexhybrid.core.plan import Wave, admit
@@ -95,7 +96,11 @@ class LLM:
         disk_dir: str | Path | None = None,
         disk_gb_per_s: float | None = None,
         disk_memory: str | int | None = None,
+        **others,
     ):
+        if others:
+            known = list(inspect.signature(LLM).parameters)[:-1]
+            raise unknown("argument of LLM", next(iter(others)), known)
         if not isinstance(model, (str, Path)) or not str(model):
             raise InputError(f"model must be the path of a local checkpoint folder, not {model!r}")
         self.checkpoint = Checkpoint(model)

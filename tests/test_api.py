@@ -509,3 +509,10 @@ def test_hardware_by_name_and_folders_that_are_not_there(tiny):
         LLM(tiny, Policy(weights=Placement(disk=1)), device="cpu", disk_dir="/nowhere/at all").generate([[5]])
     with pytest.raises(InputError, match=r"write weights=Placement\("):
         Policy(weights={"host": 1.0})
+
+
+def test_an_unknown_argument_is_named_with_the_nearest(tmp_path):
+    with pytest.raises(
+        InputError, match=r"unknown argument of LLM 'dvice'; did you mean device\b.* known: model, policy"
+    ):
+        LLM(tmp_path, dvice="cpu")

@@ -70,8 +70,9 @@ class Report:
 
     def search(self, found: SearchResult, algorithm1: dict[str, float]) -> None:
         p = found.prediction
+        candidates = "1 candidate" if found.num_candidates == 1 else f"{found.num_candidates} candidates"
         self.say(
-            f"\n2. Search: {found.num_candidates} candidates in {found.search_s * 1e3:.1f} ms\n\n"
+            f"\n2. Search: {candidates} in {found.search_s * 1e3:.1f} ms\n\n"
             f"ACT share by tokens {found.act_share:.3f}, KV:ACT by bytes {_ratio(found.kv_act_bytes_ratio)}. "
             f"Algorithm 1: {algorithm1['paper']:.3f} by the papers' balance, "
             f"{algorithm1['full']:.3f} by the full one.\n"

@@ -7,6 +7,9 @@ from pathlib import Path
 
 from flexhybrid.core.kinds import TIERS
 
+DISK_DIR_HELP = (
+    "scratch folder of policies that use a disk (scratch in $FLEXHYBRID_CACHE, or in ~/.cache/flexhybrid without it)"
+)
 #: Sampling parameters that ``run`` takes for all requests: name, type, help.
 SAMPLING = (
     ("max_tokens", int, "most tokens of an answer"),
@@ -41,7 +44,7 @@ def add_run(commands, common: Callable) -> None:
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
     for tier in TIERS:
         parser.add_argument(f"--{tier}-memory", help=f"budget of the {tier}, like 12GiB (what is free)")
-    parser.add_argument("--disk-dir", type=Path, metavar="DIR", help="scratch folder of policies that use a disk")
+    parser.add_argument("--disk-dir", type=Path, metavar="DIR", help=DISK_DIR_HELP)
     parser.add_argument("--disk-gb-per-s", type=float, help="pace of that disk")
     parser.add_argument("--engine", choices=("local", "ray"), default="local", help="ray: on a Ray cluster (local)")
     parser.add_argument("--actors", type=int, metavar="N", help="executors on the Ray cluster (one a GPU, or a node)")

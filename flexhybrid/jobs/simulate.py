@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -161,7 +162,10 @@ def run_search(o: SearchOptions) -> dict:
         search_s += waves.search_s
         if (in_waves := run(waves, batch)).tokens_per_s > outcome.tokens_per_s:
             found, outcome = waves, in_waves
-    return {"best": outcome, "found": found, "rivals": _rivals(setting, o, outcome), "search_s": search_s}
+    began = time.perf_counter()
+    rivals = _rivals(setting, o, outcome)
+    rivals_s = time.perf_counter() - began
+    return {"best": outcome, "found": found, "rivals": rivals, "search_s": search_s, "rivals_s": rivals_s}
 
 
 def _rivals(setting: Setting, o: SearchOptions, best: Outcome) -> list[dict]:
@@ -193,7 +197,7 @@ def search_record(result: dict) -> dict:
     record = best.to_dict()
     return {
         **record, "counts": found.counts, "proved": found.proved,
-        "search_s": result["search_s"], "rivals": result["rivals"],
+        "search_s": result["search_s"], "rivals_s": result["rivals_s"], "rivals": result["rivals"],
         "virtual_tokens_per_s": found.virtual.tokens_per_s if found.virtual else None,
     }  # fmt: skip
 
@@ -211,7 +215,10 @@ def describe_search(result: dict) -> str:
         lines.append(f"  virtual clock: {found.virtual.tokens_per_s:.4g} tokens/s")
     counts = ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in found.counts.items())
     lines.append(f"  searched in {result['search_s']:.2f} s ({counts}); {'proved' if found.proved else 'not proved'}")
-    lines.append("The other systems on the same batch, with the share of the weights that each keeps on the device:")
+    lines.append(
+        f"The other systems on the same batch, priced in {result['rivals_s']:.2f} s, with the share of the weights "
+        "that each keeps on the device:"
+    )
     for row in result["rivals"]:
         if row["tokens_per_s"]:
             streamed = row["system"] == "resident" and row["weights_on_device"] < 1
