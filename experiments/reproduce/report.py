@@ -27,8 +27,8 @@ UNJUDGED = "No row is judged: the paper's numbers here are context, or are judge
 SUMMARY = "summary.csv"
 #: How texts cite a note of the reference numbers, and rows a number of a paper's prose.
 CITED_NOTES = re.compile(r"\bnotes? (\d+(?:(?:, | and )\d+)*)")
-CITED_ID = re.compile(r"\b[cki]h\d{3}\b")
-HEADLINES = ("capture_headlines", "kvpr_headlines", "infinigen_headlines")
+CITED_ID = re.compile(r"\b[ckis]h\d{3}\b")
+HEADLINES = ("capture_headlines", "kvpr_headlines", "infinigen_headlines", "cascade_headlines")
 #: A table of more rows can be folded away.
 FOLDED = 20
 
