@@ -27,17 +27,17 @@ class _Span:
 
 
 class _Space:
-    """The spans of a space, by their first cells, and which of them each access covers.
+    """The spans of a space, by their first cells, and the accesses whose spans are known.
 
     Spans are split where an access begins or ends and never joined again: a run names the same few extents over and
     over, and finds them as it left them.
     """
 
-    __slots__ = ("spans", "covered")
+    __slots__ = ("spans", "accesses")
 
     def __init__(self):
         self.spans: list[_Span] = []
-        self.covered: dict[Access, tuple[_Span, ...]] = {}
+        self.accesses: list[Access] = []
 
 
 class Dependencies:
@@ -52,22 +52,25 @@ class Dependencies:
         self._war = "write_after_read" in kinds
         self._waw = "write_after_write" in kinds
         self._spaces: dict[tuple, _Space] = {}
+        self._covered: dict[Access, tuple[_Span, ...]] = {}  # of all spaces: one look-up an access
         self._issued: dict[str, int] = {}
 
     def add(self, task: Task) -> tuple[Mark, ...]:
-        own = task.resource
+        own, covered = task.resource, self._covered
         ordinal = self._issued.get(own, 0)
         self._issued[own] = ordinal + 1
         waits: dict[str, int] = {}
         for access in task.reads:
-            for span in self._spans(access):
+            spans = covered.get(access)
+            for span in self._cover(access) if spans is None else spans:
                 if self._raw and span.writer is not None:
                     resource, number = span.writer
                     if waits.get(resource, -1) < number:
                         waits[resource] = number
                 span.readers[own] = ordinal
         for access in task.writes:
-            for span in self._spans(access):
+            spans = covered.get(access)
+            for span in self._cover(access) if spans is None else spans:
                 if self._waw and span.writer is not None:
                     resource, number = span.writer
                     if waits.get(resource, -1) < number:
@@ -80,21 +83,22 @@ class Dependencies:
         waits.pop(own, None)
         return tuple(waits.items())
 
-    def _spans(self, access: Access) -> tuple[_Span, ...]:
+    def _cover(self, access: Access) -> tuple[_Span, ...]:
         """The spans that cover the access exactly, made or split where needed."""
         space = self._spaces.get(access.space)
         if space is None:
             space = self._spaces[access.space] = _Space()
-        covered = space.covered.get(access)
-        if covered is None:
-            if _cover(space.spans, access.lo, access.hi):
-                space.covered.clear()
-            covered = tuple(span for span in space.spans if access.lo <= span.lo < access.hi)
-            space.covered[access] = covered
-        return covered
+        if _split(space.spans, access.lo, access.hi):
+            for known in space.accesses:
+                del self._covered[known]
+            space.accesses.clear()
+        space.accesses.append(access)
+        found = tuple(span for span in space.spans if access.lo <= span.lo < access.hi)
+        self._covered[access] = found
+        return found
 
 
-def _cover(spans: list[_Span], lo: int, hi: int) -> bool:
+def _split(spans: list[_Span], lo: int, hi: int) -> bool:
     """Let whole spans, in order of their cells, cover [lo, hi) and nothing beside it. Whether one had to be split."""
     if lo >= hi:
         return False

@@ -425,8 +425,7 @@ class _Stream:
 
     def _weights(self, position: _Position, start: int, end: int) -> tuple[Access, ...]:
         """Streamed bytes of the position's layer within [start, end)."""
-        start = max(start, self.wave.streamed_from)
-        return (Access(("weights", position.weight_slot), start, end),) if start < end else ()
+        return _bytes_of_slot(position.weight_slot, max(start, self.wave.streamed_from), end)
 
     def _matrices(self, position: _Position, start: int, end: int) -> tuple[Access, ...]:
         """What a product reads of the layer: the streamed bytes themselves, or what was made of them."""
@@ -478,6 +477,12 @@ def _slice(first: int, last: int, index: int, num_slices: int) -> tuple[int, int
 def _cell(name: str, number: int, part: int | None = None) -> Access:
     """One slot of a buffer, or what belongs to one mini-batch; ``part``: in one layer, or one chunk of a prompt."""
     return Access((name,) if part is None else (name, part), number, number + 1)
+
+
+@cache
+def _bytes_of_slot(slot: int, start: int, end: int) -> tuple[Access, ...]:
+    """Bytes [start, end) of a weight slot; nothing where there are none."""
+    return (Access(("weights", slot), start, end),) if start < end else ()
 
 
 def _host_hidden(step: MiniBatchStep) -> Access:
