@@ -85,25 +85,42 @@ def attend_blocks(
 ) -> None:
     """One query a request over its blocks where they lie, [blocks, 2, G, 16, d]: attention on the host, in float32.
 
-    ``tokens_B`` says how many of a request's block places are filled. A few heads of a request are laid side by side at
-    a time: products of 16 keys each, block by block, take up to four times as long on a CPU.
+    ``tokens_B`` says how many of a request's block places are filled. One thread multiplies float32 blocks in place:
+    each key and value is read once, and nothing is written but scores. Several threads, and 16-bit blocks, which have
+    to be widened anyhow, go by way of torch. Measured on one busy core of an AMD EPYC (Zen 3), processor time, float32:
+    in place 2.5 times as fast with a query head a group and heads of 64, 1.25 times with four and heads of 128.
     """
-    heads, d = q_BHd.shape[1:]
-    groups = blocks.shape[2]
+    in_place = blocks.dtype == torch.float32 and torch.get_num_threads() == 1
+    attend_one = _attend_in_place if in_place else _attend_side_by_side
+    batch, heads, d = q_BHd.shape
+    query = (q_BHd * d**-0.5).view(batch, blocks.shape[2], -1, d).float()
+    out = out_BHd.view(query.shape)
     for run in runs:
-        window = run_view(blocks, run)
-        some = max(1, BLOCKS_ELEMENTS // (run.blocks * BLOCK_TOKENS * d))
-        for i in range(run.rows):
-            row, tokens = run.row + i, int(tokens_B[run.row + i])
-            query = q_BHd[row].view(groups, heads // groups, d) * d**-0.5
-            out = out_BHd[row].view(groups, heads // groups, d)
-            for start in range(0, groups, some):
-                part = slice(start, start + some)
-                own = window[i, :, :, part].permute(1, 2, 0, 3, 4)  # [2, some, n, 16, d]
-                own = own.to(torch.float32, memory_format=torch.contiguous_format)
-                keys, values = own.flatten(2, 3)[:, :, :tokens]
-                scores = torch.matmul(query[part].float(), keys.transpose(-1, -2))
-                out[part].copy_(torch.matmul(torch.softmax(scores, dim=-1), values))
+        for row, own in enumerate(run_view(blocks, run), start=run.row):
+            attend_one(query[row], own, int(tokens_B[row]), out[row])
+
+
+def _attend_in_place(q_GRd: torch.Tensor, blocks: torch.Tensor, tokens: int, out_GRd: torch.Tensor) -> None:
+    """One request, block by block, [n, 2, G, 16, d]. numpy's products take strided blocks as they are; torch would lay
+    them side by side first, and its products of 16 keys each take two to three times as long."""
+    keys, values = blocks.numpy().swapaxes(0, 1)
+    scores = torch.from_numpy(np.matmul(q_GRd.numpy(), keys.swapaxes(-1, -2)))  # [n, G, R, 16]
+    scores = scores.permute(1, 2, 0, 3).flatten(2)
+    scores[..., tokens:] = -torch.inf
+    weights = torch.softmax(scores, dim=-1).unflatten(-1, (-1, BLOCK_TOKENS)).permute(2, 0, 1, 3)
+    np.matmul(weights.numpy(), values).sum(0, out=out_GRd.numpy())
+
+
+def _attend_side_by_side(q_GRd: torch.Tensor, blocks: torch.Tensor, tokens: int, out_GRd: torch.Tensor) -> None:
+    """One request, a few heads at a time: their keys and values are widened and laid side by side, [2, some, T, d]."""
+    num_blocks, _, groups, _, d = blocks.shape
+    some = max(1, BLOCKS_ELEMENTS // (num_blocks * BLOCK_TOKENS * d))
+    for start in range(0, groups, some):
+        part = slice(start, start + some)
+        own = blocks[:, :, part].permute(1, 2, 0, 3, 4).to(torch.float32, memory_format=torch.contiguous_format)
+        keys, values = own.flatten(2, 3)[:, :, :tokens]
+        scores = torch.matmul(q_GRd[part], keys.transpose(-1, -2))
+        out_GRd[part].copy_(torch.matmul(torch.softmax(scores, dim=-1), values))
 
 
 #: A CPU's caches hold the scores of this many queries of this many requests.

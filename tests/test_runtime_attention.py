@@ -1,0 +1,57 @@
+"""Attention over blocks where they lie, against plain attention in float64."""
+
+import numpy as np
+import pytest
+import torch
+
+from flexhybrid.core.blocks import BLOCK_TOKENS
+from flexhybrid.core.steps import block_runs
+from flexhybrid.runtime import attention
+
+
+def plain(query_Hd, keys_GTd, values_GTd):
+    """One query over its context: [H, d] in float64."""
+    heads, groups = len(query_Hd), len(keys_GTd)
+    keys, values = (x.double().repeat_interleave(heads // groups, dim=0) for x in (keys_GTd, values_GTd))
+    scores = (keys @ query_Hd.double()[:, :, None]).squeeze(-1) / query_Hd.shape[-1] ** 0.5
+    return (torch.softmax(scores, dim=-1)[:, None] @ values).squeeze(1)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("groups", [2, 8])
+def test_attention_over_blocks_is_plain_attention(threads, dtype, groups):
+    """Lengths that fill their blocks and ones that do not, requests apart in the pool, several pieces of heads."""
+    generator, heads, d = torch.Generator().manual_seed(0), 8, 48
+    tokens, first = np.array([33, 48, 1, 1000]), np.array([2, 7, 11, 13])
+    held = -(-tokens // BLOCK_TOKENS)
+    blocks = torch.randn(80, 2, groups, BLOCK_TOKENS, d, generator=generator).to(dtype)
+    query = torch.randn(len(tokens), heads, d, generator=generator).to(dtype)
+    expected = []
+    for own, n, start, count in zip(query, tokens, first, held, strict=True):
+        keys, values = blocks[start : start + count].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :n]
+        expected.append(plain(own, keys, values))
+    out = torch.full_like(query, torch.nan)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        attention.attend_blocks(query, blocks, block_runs(first, held, np.zeros_like(held)), tokens, out)
+    finally:
+        torch.set_num_threads(before)
+    accuracy = 1e-5 if dtype == torch.float32 else 1e-2
+    np.testing.assert_allclose(out.double(), torch.stack(expected), rtol=accuracy, atol=accuracy)
+
+
+def test_what_lies_behind_the_last_token_does_not_count():
+    """A block is used again and again: what an earlier request left there is masked, not multiplied."""
+    blocks, query, out = torch.randn(2, 2, 1, BLOCK_TOKENS, 16), torch.randn(1, 1, 16), torch.empty(2, 1, 16)
+    runs = block_runs(np.array([0]), np.array([2]), np.array([0]))
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for one in out:
+            attention.attend_blocks(query, blocks, runs, np.array([20]), one[None])
+            blocks[1, :, :, 4:] = 1e30
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(out[0], out[1]) and out.isfinite().all()
