@@ -289,10 +289,10 @@ class Loads:
                 if name in leading:
                     count = leading[name] if part.representation == "act" else count - leading[name]
                 copies[part] = batch * mean(count > 0)
+                if self.policy.static_cache:  # all that is reserved is brought, and recomputed
+                    count = self.reserved[name] * (count > 0)
                 if part.representation == "act":
                     columns = columns + mean(count)
-                if self.policy.static_cache:
-                    count = self.reserved[name] * (count > 0)
                 blocks[part] = batch * mean(count)
         if kind is None:
             fresh = self._new_tokens(first, first + 1)

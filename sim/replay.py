@@ -31,7 +31,7 @@ BY_DEFINITION = (
 #: What lies in double buffers.
 _SLOTTED = frozenset((
     "weight slots", "weight staging", "ACT buffers", "KV buffers", "ACT staging", "KV staging", "staging",
-    "landing strips", "gathered rows", "places", "partial key buffers", "query strips",
+    "landing strips", "gathered rows", "places", "partial key buffers", "query strips", "attended rows",
 ))  # fmt: skip
 
 
@@ -239,4 +239,4 @@ class _Replay:
 
     def _load_attended(self, task: Task) -> None:
         self._hold("host", "query strips", "out", task.work.link_bytes)
-        self._hold("device", "attended rows", 0, task.work.link_bytes)
+        self._hold("device", "attended rows", "slot", task.work.link_bytes)

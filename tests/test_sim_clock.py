@@ -49,6 +49,18 @@ def test_two_tasks_wait_for_what_they_read_and_for_their_resource():
     assert [(e.start_s, e.end_s) for e in trace] == [(0, 3), (3, 5), (5, 8), (5, 7)]
 
 
+def test_what_the_host_attended_to_comes_while_the_device_still_finishes_the_mini_batch_before():
+    """Weights wait behind it in the link's queue: were it held back until then, they would be late too."""
+    policy = Policy(weights=Placement(host=1.0), attention="host", max_mini_batch_tokens=40)
+    trace = virtual(policy, machine(compute_s=1.0, link_s=0.01))
+    ends = {e.task.key: e.end_s for e in trace}
+    early = [
+        e.start_s < ends[e.task._replace(verb="finish", mini_batch=e.task.mini_batch - 1).key]
+        for e in trace if e.task.verb == "load_attended" and e.task.mini_batch
+    ]  # fmt: skip
+    assert early and all(early) and not check_trace(trace, 1e-12)
+
+
 def test_a_link_bound_run_is_the_link_and_what_is_computed_after_it():
     """Compute is free: the run is as long as all bytes over the link."""
     policy = presets.kv_only(max_mini_batch_tokens=100)

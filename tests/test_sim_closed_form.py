@@ -94,6 +94,14 @@ def test_the_first_block_kept_as_ids_alone_changes_what_binds():
         assert gap(policy, 2, 18, generated) < 0.005, generated
 
 
+def test_a_static_cache_recomputes_all_that_is_reserved():
+    """Keys and values are made of every reserved ACT block, filled or not, as long as a request runs."""
+    cache = {"act@host": 0.25, "kv@device": 0.75}
+    policy = Policy(weights=Placement(device=1), cache=cache, bits=Bits(act=8), static_cache=True)
+    for bound in (113, 8192):
+        assert gap(replace(policy, max_mini_batch_tokens=bound), 6, 45, 55, 3, 512) < 0.005
+
+
 @pytest.mark.parametrize("share, disk", [(0.02, 0.0), (0.3, 0.0), (0.05, 0.05)])
 def test_few_pages_of_weights_are_spread_over_a_layers_positions(share, disk):
     """As many loads as the closed form counts, evenly apart."""

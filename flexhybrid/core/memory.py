@@ -340,7 +340,7 @@ def memory_parts(
         "positions": 16 * sizes.hidden_rows
         + rotation * (sizes.longest + sizes.hidden_rows + act * sizes.cached_tokens),
         "packing": packing,
-        "attended rows": sizes.decode_batch * shape.query_width * p if policy.attention == "host" else 0,
+        "attended rows": NUM_SLOTS * sizes.decode_batch * shape.query_width * p if policy.attention == "host" else 0,
         "workspace": workspace_bytes(shape, p, sizes.step_rows, sizes.batch, cut),
         "slack": SLACK_BYTES[device],
     }

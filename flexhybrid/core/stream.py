@@ -152,7 +152,7 @@ class _Stream:
                     yield from self._load_cache(ahead)
                 if on_host:
                     out = _cell("out_strip", position.slot)
-                    yield self._task(position, "load_attended", "h2d", (out,), (_ATTENDED,))
+                    yield self._task(position, "load_attended", "h2d", (out,), (self._attended(position),))
                 if following and weights_last:
                     yield from self._load_weights(following, index, len(current))
                 yield from self._close(position)
@@ -343,15 +343,15 @@ class _Stream:
         k, layout = step.mini_batch, self.wave.layout
         hidden, qkv = self._hidden(position), self._qkv(position)
         if step.prefill:
-            yield self._task(position, "attend_prefill", "compute", (qkv,), (_ATTENDED,))
+            yield self._task(position, "attend_prefill", "compute", (qkv,), (self._attended(position),))
         elif "attend_host" not in works:
             yield from self._attend(position, qkv)
         if "rank" in works:
             ranked = (self._ranks(position),)
             if step.prefill:  # only now it is known which rows stay
                 ranked += (_cell("staging", slot),)
-            yield self._task(position, "rank", "compute", (_ATTENDED, qkv), ranked)
-        reads = (_ATTENDED, hidden, *self._matrices(position, 0, layout.vectors_end))
+            yield self._task(position, "rank", "compute", (self._attended(position), qkv), ranked)
+        reads = (self._attended(position), hidden, *self._matrices(position, 0, layout.vectors_end))
         reads += self._matrices(position, layout.qkv_end, layout.total_bytes)
         yield self._task(position, "finish", "compute", reads, (hidden,))
         if self.wave.policy.overlap == "step":
@@ -440,6 +440,11 @@ class _Stream:
     def _qkv(self, position: _Position) -> Access:
         """One buffer does for one compute resource; two where the next mini-batch projects early."""
         return _cell("qkv", position.slot) if self.on_host else _QKV
+
+    def _attended(self, position: _Position) -> Access:
+        """The same of what attention gives: the host's output for a mini-batch comes while the one before it is
+        finished. One place for both would let the link, and the weights behind it in its queue, wait for that."""
+        return _cell("attended", position.slot) if self.on_host else _ATTENDED
 
     def _pools(self, position: _Position, representation: str, tier: str) -> tuple[Access, ...]:
         """The pools of a tier that the position's context is read from."""

@@ -144,7 +144,7 @@ class Buffers:
         self.out_strip = on_host(NUM_SLOTS, strip_rows, shape.query_width)
         placed = limits_cache(policy.selection)
         self.place_strip = on_host(NUM_SLOTS, sizes.decode_batch * placed, groups, of=torch.int64)
-        self.attended = on_device(strip_rows, shape.query_width)
+        self.attended = on_device(NUM_SLOTS, strip_rows, shape.query_width)
         choosing = num_choosing(policy.selection, shape.num_layers) > 0
         self.gathered = {
             name: on_host(NUM_SLOTS, sizes.selected_rows.get(name, 0) * choosing, row.width, of=row.dtype)

@@ -186,7 +186,9 @@ def finish(ex: Executor, task: Task) -> None:
     """Output projection and feed-forward network: the next layer's hidden states."""
     hidden, attended = ex.hidden[ex.hidden_key(task)], ex.attended
     ex.act = ex.attended = None  # over: their memory is for the feed-forward rows
-    if ex.policy.attention != "host" or task.payload.step.prefill:  # else the other slot's may be under way
+    if ex.policy.attention == "host" and not task.payload.step.prefill:
+        attended = ex.buffers.attended[task.payload.slot, : len(hidden)]
+    else:  # with attention on the host the other slot's may be under way
         ex.kvq.clear()
     ex.keep_hidden(task, ex.model.finish(ex.shape, ex.layer_weights(task), hidden, attended))
 

@@ -212,9 +212,8 @@ def store_query(ex: Executor, task: Task) -> None:
 
 def load_attended(ex: Executor, task: Task) -> None:
     """host -> device: what attention there gave."""
-    rows = len(task.payload.step.requests)
-    ex.attended = ex.buffers.attended[:rows]
-    ex.copies.copy_h2d(ex.attended, ex.buffers.out_strip[task.payload.slot, :rows])
+    slot, rows = task.payload.slot, len(task.payload.step.requests)
+    ex.copies.copy_h2d(ex.buffers.attended[slot, :rows], ex.buffers.out_strip[slot, :rows])
 
 
 def store_out(ex: Executor, task: Task) -> None:
