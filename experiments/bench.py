@@ -20,6 +20,7 @@ import torch
 from tqdm import tqdm
 
 from experiments.bench_cascade import bench_cascade
+from experiments.bench_cluster import bench_cluster
 from experiments.bench_compression import bench_compression
 from experiments.bench_copies import bench_copies
 from experiments.bench_kernels import bench_kernels
@@ -330,6 +331,7 @@ def main() -> None:
         bench_exactness(table)
     if "cascade" in parts:
         bench_cascade(table)
+        bench_cluster(table)
     if "compression" in parts:
         bench_compression(table)
     if "kernels" in parts:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import sys
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -286,3 +289,17 @@ def test_nvml_is_read_over_time_and_integrated(monkeypatch):
     with Meter(POWER) as meter:
         pass
     assert not meter.measured
+
+
+def test_the_page_about_clusters_works_as_written(tmp_path, monkeypatch, capsys):
+    page = (Path(__file__).parent.parent / "docs/cascade-cluster.md").read_text(encoding="utf-8")
+    for name, text in zip(("cascade", "profiles"), re.findall(r"```json\n(.*?)```", page, re.DOTALL), strict=True):
+        (tmp_path / f"{name}.json").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    commands = re.findall(r"```sh\n\.venv/bin/flexhybrid (.*?)\n```", page)
+    assert len(commands) == len(re.findall(r"```sh", page)) == 2
+    for words in commands:
+        assert cli.main(shlex.split(words)) == 0, words
+    out = capsys.readouterr().out
+    assert "replica of 2 partitions" in out and "2000 requests in" in out
+    assert json.loads((tmp_path / "plan.json").read_text())["models"][2]["name"] == "giant"

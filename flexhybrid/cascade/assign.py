@@ -179,7 +179,7 @@ def search(
         return best
     rng, since = np.random.default_rng(seed), 0
     most_gpus = int(np.bincount(cluster.hosts).max())
-    while best[0] > good_enough and since < PATIENCE and time.perf_counter() < until:
+    while best[0] > good_enough and since < PATIENCE * len(layout.items) and time.perf_counter() < until:
         board.restore(best[1])
         if rng.random() < 0.5:
             board.swap_some(rng, int(rng.integers(2, 2 + max(2, len(layout.items) // 8))))
@@ -192,4 +192,4 @@ def search(
     return best
 
 
-PATIENCE = 200  #: kicks in a row without a better assignment
+PATIENCE = 20  #: kicks an item, in a row without a better assignment
