@@ -133,6 +133,7 @@ def _add_search(commands) -> None:
     parser.add_argument("--max-batch", type=int, default=1024, help="most requests to try (1024)")
     parser.add_argument("--objective", choices=("throughput", "latency"), default="throughput")
     parser.add_argument("--lossless", action="store_true", help="only what gives the very same tokens: native bits")
+    parser.add_argument("--selection", help="infinigen(…), to be used where it is faster; expected=SHARE as measured")
     parser.add_argument("--time-limit", type=float, help="seconds after which the best so far is taken")
     parser.add_argument("--no-confirm", action="store_true", help="do not walk the winner on the virtual clock")
     parser.add_argument("--save-policy", type=Path, help="write the policy to this JSON file, in a folder that exists")
@@ -279,7 +280,8 @@ def _search(args) -> dict:
     from flexhybrid.core.hardware import check_new_file, write_by_rename
     from flexhybrid.jobs.simulate import SearchOptions, describe_search, run_search, search_record
 
-    names = ("model", "hardware", "prompt_len", "gen_len", "batch", "max_batch", "dtype", "objective", "lossless")
+    names = ("model", "hardware", "prompt_len", "gen_len", "batch", "max_batch", "dtype", "objective", "lossless",
+             "selection")  # fmt: skip
     options = SearchOptions(
         **{name: getattr(args, name) for name in names}, time_limit=args.time_limit, budgets=_budgets(args),
         confirm=not args.no_confirm, lp=args.lp,

@@ -20,7 +20,7 @@ from flexhybrid.core.errors import InputError, unknown
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.kinds import TIERS
 from flexhybrid.core.plan import admit
-from flexhybrid.core.policy import Policy
+from flexhybrid.core.policy import Policy, Selection
 from flexhybrid.core.shape import ModelShape
 from flexhybrid.core.stream import stream
 from flexhybrid.core.workload import Workload
@@ -40,8 +40,9 @@ from policy_search.grid import (
     pairs_of,
 )
 from policy_search.hunt import Hunt
+from policy_search.selection import UnderSelection, best_under_selection, value_of
 from policy_search.shortage import shortage, tightest
-from sim.closed_form import Candidates, mean_lengths, predict
+from sim.closed_form import Candidates, Prediction, mean_lengths, predict
 from sim.virtual_clock import RunSummary, run, summarize
 
 __all__ = ["FULL", "LOSSLESS", "OBJECTIVES", "PLAIN", "SearchResult", "Space", "search"]
@@ -70,6 +71,8 @@ class SearchResult:
     search_s: float
     question: Question
     virtual: RunSummary | None = None  #: of the winner, when asked to confirm
+    #: the best with the selection that was asked for, whether it won or not; counts, gap and proof are of the others
+    selected: UnderSelection | None = None
 
     @property
     def counts(self) -> dict[str, int]:
@@ -108,6 +111,7 @@ def search(
     max_batch: int = MAX_BATCH,
     objective: str = "throughput",
     lossless: bool = False,
+    selection: Selection | None = None,
     space: Space | None = None,
     budgets: dict[str, float | None] | None = None,
     max_mini_batch_tokens: int | None = None,
@@ -122,7 +126,8 @@ def search(
 
     ``batch``: None is free up to ``max_batch`` (for latency: 1). ``objective``: "throughput", generated tokens over the
     whole run's seconds; "latency", the seconds themselves; "decode_throughput", over the decode's seconds. ``space``:
-    what a policy may say (FULL, LOSSLESS, PLAIN or one's own); ``lossless`` takes native bits alone. ``budgets``:
+    what a policy may say (FULL, LOSSLESS, PLAIN or one's own); ``lossless`` takes native bits alone. ``selection``: a
+    speculative one that may be used where it is faster; none is ever used unasked. ``budgets``:
     bytes per tier; None takes the machine's, where it has none device and host are unlimited and there is no disk.
     ``max_mini_batch_tokens`` and ``weights_device`` (share of each layer) None: free. ``seeds``: policies to try
     besides; the answer is never worse than one of them that fits and that the space allows. ``time_limit``: seconds
@@ -134,6 +139,8 @@ def search(
     """
     started = time.perf_counter()
     _check(objective, batch, max_batch, max_mini_batch_tokens, weights_device, time_limit)
+    if selection is not None and (lossless or selection.method != "speculative"):
+        raise InputError("a selection that the search may use is speculative, and lossy: it cannot be lossless as well")
     space = FULL if space is None else space
     if lossless:
         space = replace(space, weights_bits=(NATIVE,), kv_bits=(NATIVE,), act_bits=(NATIVE,))
@@ -158,7 +165,8 @@ def search(
         hunt.finer_batches(batches, bounds)
     hunt.exchange()
     hunt.finer_shares()
-    return _result(hunt, started, confirm, write_lp)
+    result = _result(hunt, started, confirm, write_lp)
+    return result if selection is None else _with_selection(result, selection, batches, bounds, confirm)
 
 
 def _check(objective, batch, max_batch, max_mini_batch_tokens, weights_device, time_limit) -> None:
@@ -188,10 +196,7 @@ def _budgets(hardware: Hardware, given: dict[str, float | None] | None) -> dict[
 
 def _result(hunt: Hunt, started: float, confirm: bool, lp) -> SearchResult:
     q, best = hunt.question, hunt.best
-    row = predict(
-        q.shape, q.hardware, q.bytes_per_element,
-        Candidates(best.policy, np.array([float(best.batch)]), q.prompt_tokens, q.max_tokens),
-    ).row()  # fmt: skip
+    row = _priced(q, best.policy, best.batch).row()
     stored = best.policy.bits.element_bytes(q.bytes_per_element)
     act, kv = best.policy.share("act"), best.policy.share("kv")
     both = best.policy.share("both")
@@ -216,6 +221,27 @@ def _result(hunt: Hunt, started: float, confirm: bool, lp) -> SearchResult:
     if lp is not None:
         write_program(result.program(), lp)
     return replace(result, virtual=_confirm(q, best.policy, best.batch)) if confirm else result
+
+
+def _priced(q: Question, policy: Policy, batch: int) -> Prediction:
+    candidates = Candidates(policy, np.array([float(batch)]), q.prompt_tokens, q.max_tokens)
+    return predict(q.shape, q.hardware, q.bytes_per_element, candidates)
+
+
+def _with_selection(result: SearchResult, selection: Selection, batches, bounds, confirm: bool) -> SearchResult:
+    """The best with the selection in the place of the one without, where it is faster."""
+    started, q = time.perf_counter(), result.question
+    selected = best_under_selection(q, selection, batches, bounds)
+    wins = selected.value > float(value_of(q.objective, _priced(q, result.policy, result.batch))[0])
+    result = replace(result, selected=selected, search_s=result.search_s + time.perf_counter() - started)
+    if not wins:
+        return result
+    policy, batch = selected.policy, selected.batch
+    act, kv = (policy.share(one) * getattr(q.shape, f"{one}_token_bytes")(q.bytes_per_element) for one in ("act", "kv"))
+    return replace(
+        result, policy=policy, batch=batch, prediction=_priced(q, policy, batch).row(), act_share=policy.share("act"),
+        kv_act_bytes_ratio=kv / act if act else float("inf"), virtual=_confirm(q, policy, batch) if confirm else None,
+    )  # fmt: skip
 
 
 def _confirm(q: Question, policy: Policy, batch: int) -> RunSummary | None:

@@ -215,6 +215,7 @@ _WANTED = {"bool": "true or false", "int": "a whole number >= 1", "float": "a nu
 def _misfit(parameter: inspect.Parameter, value) -> str | None:
     """What an option's value must be, where it is not; None where it serves."""
     kind = parameter.annotation if isinstance(parameter.annotation, str) else type(parameter.default).__name__
+    kind = kind.removesuffix(" | None")
     flag = isinstance(value, bool)
     serves = {
         "bool": flag,

@@ -149,14 +149,15 @@ def infinigen(
     pool: float = 1.0,
     victim: str = "counter",
     whole_layers: int = WHOLE_LAYERS,
+    expected: float | None = None,
     max_mini_batch_tokens: int = _WHOLE_BATCH,
     weights: Placement = _RESIDENT,
 ) -> Policy:
-    """InfiniGen: each layer's important tokens guessed one layer ahead, only those fetched; partial keys on the
-    device."""
+    """InfiniGen: each layer's important tokens guessed one layer ahead, only those fetched; partial keys on the device.
+    ``expected``: the share that was measured to be fetched, where it is known."""
     selection = Selection(
         "speculative", alpha=alpha, partial_ratio=partial_ratio, max_fraction=cap, pool=pool, victim=victim,
-        partial_keys="device", whole_layers=whole_layers,
+        partial_keys="device", whole_layers=whole_layers, expected_fraction=expected,
     )  # fmt: skip
     return Policy(
         "infinigen", weights, cache={"kv@host": 1.0}, selection=selection, packing="fifo",

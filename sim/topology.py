@@ -79,7 +79,8 @@ def kinds_key(policy: Policy, cache_kinds: tuple[str, ...]) -> Policy:
     """The policy with its numbers taken out: two policies with one key have one topology."""
     selection = policy.selection
     if selection.method == "speculative":
-        selection = replace(selection, alpha=4.0, partial_ratio=0.5, pool=1.0, max_fraction=0.5, victim="fifo")
+        selection = replace(selection, alpha=4.0, partial_ratio=0.5, pool=1.0, max_fraction=0.5, victim="fifo",
+                            expected_fraction=None)  # fmt: skip
     elif selection.method == "heavy_hitter":
         selection = replace(selection, budget=0.5)
     bits = (getattr(policy.bits, kind) for kind in ("weights", "kv", "act"))

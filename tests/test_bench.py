@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
-from experiments import bench_compression
+from experiments import bench_compression, bench_selection
 from experiments.bench_copies import GENERATED, LOADS, STORES, TURN, copies_of
 from flexhybrid.core.blocks import BLOCK_TOKENS
 from flexhybrid.core.plan import admit
-from flexhybrid.core.policy import Policy
+from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.shape import ModelShape
 from flexhybrid.core.stream import stream
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs import shipped
-from flexhybrid.runtime.loader import Checkpoint
+from flexhybrid.runtime.loader import Checkpoint, RandomWeights
+from flexhybrid.runtime.weights import Weights
 from sim.presets import act_only, hybrid, kv_only
 
 SHAPE = ModelShape("opt-tiny", "opt", num_layers=2, hidden=64, num_heads=1, num_kv_heads=1, head_dim=64, ffn=64,
@@ -55,3 +58,24 @@ def test_forced_logits_are_those_of_the_text_whatever_is_sampled(monkeypatch):
     with torch.inference_mode():
         expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(torch.tensor(texts)).logits
     torch.testing.assert_close(logits, expected[:, 19:24], rtol=1e-4, atol=1e-4)
+
+
+def test_the_selection_s_moved_share_is_that_of_its_layers(monkeypatch):
+    """Two of five layers load whole blocks, the others the cap's share of each head's tokens."""
+    shape, prompt, batch = replace(SHAPE, num_layers=5, num_heads=2, num_kv_heads=2, head_dim=32), 100, 2
+    for name, value in (("SHAPE", shape), ("PROMPT", prompt), ("BATCH", batch), ("ROUNDS", 1), ("RATE", 50.0)):
+        monkeypatch.setattr(bench_selection, name, value)
+    device = Placement(device=1.0)
+    weights = Weights(shape, RandomWeights(shape), "float32", torch.device("cpu"), Policy(weights=device))
+    try:
+        found = {name: bench_selection.measure(policy, weights) for name, policy in bench_selection.policies().items()}
+    finally:
+        weights.close()
+    contexts = [prompt + i for i in (1, 2, 3)]  # the window's iterations: all but the first and the last
+    whole = sum(-(-n // BLOCK_TOKENS) * BLOCK_TOKENS for n in contexts) / sum(contexts)
+    chosen = sum(-(-n * bench_selection.CAP // 1) for n in contexts) / sum(contexts)
+    assert found["full cache"].moved == pytest.approx(whole)
+    assert found["InfiniGen"].moved == pytest.approx((2 * whole + 3 * chosen) / 5)
+    assert found["full cache"].own_s == dict.fromkeys(bench_selection.OWN_COST, 0.0)
+    assert min(found["InfiniGen"].own_s.values()) > 0
+    assert all(one.bad_traces == 0 for one in found.values())

@@ -148,6 +148,8 @@ REFUSED = [
     (dict(selection=dict(SPECULATIVE, whole_layers=0)), "selection.whole_layers"),
     (dict(selection=dict(SPECULATIVE, whole_layers=1.5)), "selection.whole_layers"),
     (dict(selection=dict(method="none", whole_layers=2)), "selection.whole_layers"),
+    (dict(selection=dict(SPECULATIVE, expected_fraction=1.5)), "selection"),
+    (dict(selection=dict(method="none", expected_fraction=0.1)), "selection.expected_fraction"),
     (dict(selection=dict(SPECULATIVE, pool="half")), "selection"),
     *[
         (dict(selection={k: v for k, v in SPECULATIVE.items() if k != missing}), f"selection.{missing}")

@@ -111,6 +111,8 @@ class Selection:
     victim: str | None = None  #: speculative: fifo, lru or counter
     partial_keys: str | None = None  #: speculative: tier of the partial keys
     whole_layers: int | None = None  #: speculative: first layers that look at all tokens; None: ``core.selection``'s
+    #: speculative: share of a context that the other layers are expected to fetch, for predictions; None: InfiniGen's
+    expected_fraction: float | None = None
 
     _NEEDS = {
         "none": (),
@@ -127,19 +129,19 @@ class Selection:
                 continue
             if f.name in needed and value is None:
                 raise InputError(f"policy: selection {self.method} needs selection.{f.name}")
-            if f.name == "whole_layers" and self.method == "speculative":
-                if value is not None and not (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
-                    raise InputError(
-                        f"policy: selection.whole_layers is {value!r}; it must be a whole number >= 1: nothing guesses "
-                        "for the first layer"
-                    )
-                continue
-            if f.name not in needed and value is not None:
+            free = self.method == "speculative" and f.name in ("whole_layers", "expected_fraction")
+            if f.name not in needed and value is not None and not free:
                 raise InputError(f"policy: selection {self.method} does not take selection.{f.name}")
-            if value is not None and f.name in ("budget", "partial_ratio", "max_fraction", "pool"):
+            if value is not None and f.name in ("budget", "partial_ratio", "max_fraction", "pool", "expected_fraction"):
                 _check_shares({f.name: value, "rest": 1 - value if _is_number(value) else value}, "selection")
         if self.alpha is not None and not (_is_number(self.alpha) and self.alpha >= 0):
             raise InputError(f'policy: selection.alpha is {self.alpha!r}; it must be a number >= 0, or "inf"')
+        whole = self.whole_layers
+        if whole is not None and not (isinstance(whole, int) and not isinstance(whole, bool) and whole >= 1):
+            raise InputError(
+                f"policy: selection.whole_layers is {whole!r}; it must be a whole number >= 1: nothing guesses for the "
+                "first layer"
+            )
         if self.victim is not None:
             _check_choice(self.victim, ("fifo", "lru", "counter"), "selection.victim")
         if self.partial_keys is not None:

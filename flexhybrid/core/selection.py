@@ -1,7 +1,8 @@
 """How many cached tokens a selection looks at, and how many it keeps.
 
-The numbers of a speculative selection depend on the model and its text. Until a model's own profile is given, they are
-those that InfiniGen reports for OPT-13B at alpha 4 (Sec. 5.3): 37, 60, 66 and 73 tokens of 512, 1,024, 1,536 and 2,048.
+The numbers of a speculative selection depend on the model and its text. Until a policy names the share that was
+measured on the model (``flexhybrid accuracy`` has it layer by layer), they are those that InfiniGen reports for OPT-13B
+at alpha 4 (Sec. 5.3): 37, 60, 66 and 73 tokens of 512, 1,024, 1,536 and 2,048.
 """
 
 from __future__ import annotations
@@ -32,6 +33,11 @@ def selected_tokens(selection: Selection, context):
     """
     lengths, counts = INFINIGEN_TOKENS
     context = np.asarray(context, dtype=np.float64)
+    if selection.expected_fraction is not None:
+        expected = np.ceil(selection.expected_fraction * context - _ROUNDING)
+        return np.clip(expected, 1.0, most_selected(selection, context))
+    if selection.alpha == math.inf:
+        return most_selected(selection, context)
     inside = np.interp(context, lengths, counts)
     measured = np.where(context > lengths[-1], context * counts[-1] / lengths[-1], inside)
     return np.minimum(np.ceil(measured), most_selected(selection, context))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.memory import gib, parse_bytes
-from flexhybrid.core.policy import Bits, Policy
+from flexhybrid.core.policy import Bits, Policy, Selection
 from flexhybrid.core.shape import DTYPE_BYTES, shape_of
 from flexhybrid.jobs.grid import one_of, positive_integer
 from policy_search.systems import Setting, System, check, system
@@ -120,6 +120,7 @@ class SearchOptions:
     dtype: str = "float16"
     objective: str = "throughput"
     lossless: bool = False
+    selection: str | None = None  #: infinigen(…), which may be used where it is faster
     time_limit: float | None = None
     budgets: dict[str, str | None] | None = None
     confirm: bool = True
@@ -136,6 +137,7 @@ def run_search(o: SearchOptions) -> dict:
             raise InputError(f"{name} is {value}; it must be above 0")
     point = {**{name: getattr(o, name) for name in ("model", "hardware", "prompt_len", "gen_len", "dtype")}}
     setting = setting_of({**point, "batch": o.max_batch if batch is None else batch}, o.budgets)
+    selection = None if o.selection is None else _selection_of(o.selection, setting)
     seeds = []
     for name in LOSSLESS_RIVALS:
         try:
@@ -147,7 +149,7 @@ def run_search(o: SearchOptions) -> dict:
         return search(
             setting.shape, setting.hardware, setting.bytes_per_element, setting.workload, batch=size, max_batch=most,
             objective=o.objective, space=LOSSLESS if o.lossless else FULL, seeds=seeds, time_limit=o.time_limit,
-            confirm=o.confirm, write_lp=o.lp,
+            confirm=o.confirm, write_lp=o.lp, lossless=o.lossless, selection=selection,
         )  # fmt: skip
 
     def run(found, size: int) -> Outcome:
@@ -166,6 +168,14 @@ def run_search(o: SearchOptions) -> dict:
     rivals = _rivals(setting, o, outcome)
     rivals_s = time.perf_counter() - began
     return {"best": outcome, "found": found, "rivals": rivals, "search_s": search_s, "rivals_s": rivals_s}
+
+
+def _selection_of(text: str, setting: Setting) -> Selection:
+    """The selection of infinigen(…). Raises InputError for a system that has another, or none."""
+    selection = system(text, setting).policy.selection
+    if selection.method != "speculative":
+        raise InputError(f"--selection {text!r}: the search knows the selection of infinigen(…) alone")
+    return selection
 
 
 def _rivals(setting: Setting, o: SearchOptions, best: Outcome) -> list[dict]:
@@ -211,6 +221,10 @@ def describe_search(result: dict) -> str:
     lines.append(f"  policy: {found.batch} requests at a time; bits {bits}{changes}")
     order = f"{p.schedule} schedule, mini-batches of {p.max_mini_batch_tokens} tokens, attention on the {p.attention}"
     lines.append(f"          {order}")
+    if found.selected:
+        used = "used" if p.selection.method == "speculative" else "not used: it would be slower"
+        pays = "pays" if found.selected.act_pays else "does not pay"
+        lines.append(f"  the selection allowed is {used}; under it ACT {pays} (and tokens change)")
     if found.virtual:
         lines.append(f"  virtual clock: {found.virtual.tokens_per_s:.4g} tokens/s")
     counts = ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in found.counts.items())

@@ -184,8 +184,10 @@ def _typical(times: list[float]) -> float:
 
 
 def _line_key(event: TraceEvent) -> str | None:
-    """One line a verb; stores take d2h's: a decode step's few rows say nothing about a link."""
-    return None if event.task.verb.startswith("store_") else event.task.verb
+    """One line a verb; stores take d2h's: a decode step's few rows say nothing about a link. A selection's work after
+    the prompt goes by the line of its guesses."""
+    after_prompt = event.task.verb == "speculate" and not event.task.iteration
+    return None if event.task.verb.startswith("store_") or after_prompt else event.task.verb
 
 
 def _run(
