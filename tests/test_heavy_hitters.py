@@ -8,6 +8,7 @@ import torch
 from models import save_llama, save_opt
 from runs import run_wave
 
+from flexhybrid.core.blocks import BlockKinds
 from flexhybrid.core.policy import Placement, Policy, Selection
 from flexhybrid.core.trace import check_trace
 from flexhybrid.jobs.exactness import Reference, compare_tokens
@@ -22,15 +23,18 @@ def policy(budget, cache=None, **more) -> Policy:
 
 
 @torch.inference_mode()
-def plain_h2o(checkpoint, prompt: list[int], max_tokens: int, budget: float) -> list[int]:
-    """One request, one token at a time, head by head: half of the budget newest, half with the largest sums."""
+def plain_h2o(checkpoint, prompt: list[int], max_tokens: int, budget: float, cache=None) -> list[int]:
+    """One request, one token at a time, head by head: half of the budget newest, half with the largest sums. Places lie
+    in the pools of ``cache`` as a context's tokens do, and a token that goes leaves its place to one of its pool."""
+    kinds = BlockKinds(cache or {"kv@host": 1.0})
     shape, model = checkpoint.shape, architecture(checkpoint.shape)
     weights = Weights(shape, checkpoint, "float32", torch.device("cpu"), Policy(weights=Placement(device=1.0)))
     groups, heads, d = shape.num_kv_heads, shape.num_heads, shape.head_dim
     rotary = rotary_tables(shape, len(prompt) + max_tokens, torch.float32, "cpu") if shape.rotary else None
     most = min(len(prompt) + max_tokens - 1, max(16, math.ceil(round(budget * len(prompt) / 16, 9)) * 16))
     recent = most - most // 2
-    caches = [[{} for _ in range(groups)] for _ in range(shape.num_layers)]  # position -> [key, value, sum]
+    #: position -> [key, value, sum, place]
+    caches = [[{} for _ in range(groups)] for _ in range(shape.num_layers)]
     answer: list[int] = []
 
     def layer_step(layer, hidden, positions):
@@ -45,7 +49,7 @@ def plain_h2o(checkpoint, prompt: list[int], max_tokens: int, budget: float) -> 
         for g in range(groups):
             cache = caches[layer][g]
             for row, position in enumerate(positions.tolist()):
-                cache[position] = [k[row, g], v[row, g], 0.0]
+                cache[position] = [k[row, g], v[row, g], 0.0, position]
             held = sorted(cache)
             keys = torch.stack([cache[p][0] for p in held])
             values = torch.stack([cache[p][1] for p in held])
@@ -61,8 +65,12 @@ def plain_h2o(checkpoint, prompt: list[int], max_tokens: int, budget: float) -> 
                 rest = sorted((p for p in held if p <= now - recent), key=lambda p: -cache[p][2])
                 for p in rest[max(most - recent, 0) :] if len(held) > most else []:
                     del cache[p]
+                for place, p in enumerate(sorted(cache)):
+                    cache[p][3] = place
             elif len(cache) > most:
-                del cache[min((p for p in cache if p <= now - recent), key=lambda p: cache[p][2])]
+                pool = kinds.kind_of(now % most)
+                old = (p for p in cache if p <= now - recent and kinds.kind_of(cache[p][3]) == pool)
+                cache[now][3] = cache.pop(min(old, key=lambda p: cache[p][2]))[3]
         return model.finish(shape, w, hidden, out.flatten(1))
 
     tokens, start = prompt, 0
@@ -76,7 +84,7 @@ def plain_h2o(checkpoint, prompt: list[int], max_tokens: int, budget: float) -> 
     return answer
 
 
-@pytest.mark.parametrize("cache", [{"kv@host": 1.0}, {"kv@device": 1.0}])
+@pytest.mark.parametrize("cache", [{"kv@host": 1.0}, {"kv@device": 1.0}, {"kv@host": 0.4, "kv@device": 0.6}])
 @pytest.mark.parametrize("family", ["opt", "llama"])
 @pytest.mark.parametrize("budget", [0.2, 0.5])
 def test_tokens_are_those_of_a_plain_account(tmp_path, family, cache, budget):
@@ -89,7 +97,7 @@ def test_tokens_are_those_of_a_plain_account(tmp_path, family, cache, budget):
     result = run_wave(checkpoint, policy(budget, cache, max_mini_batch_tokens=300), prompts, 30)
     assert check_trace(result.trace) == []
     for prompt, ours in zip(prompts, result.tokens, strict=True):
-        assert ours == plain_h2o(checkpoint, prompt, 30, budget)
+        assert ours == plain_h2o(checkpoint, prompt, 30, budget, cache)
 
 
 @pytest.mark.parametrize("schedule", ["column", "row"])

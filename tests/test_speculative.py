@@ -76,7 +76,7 @@ class PlainInfiniGen:
     def __init__(self, checkpoint, policy: Policy, last: int, cached: list[int]):
         self.shape, self.selection = checkpoint.shape, (selection := policy.selection)
         self.whole = selection.whole_layers or 2  # layers that look at all tokens
-        self.kinds, self.bits = BlockKinds(policy.cache), policy.bits.kv
+        self.kinds, self.bits = BlockKinds(policy.cache), policy.bits
         room = [math.ceil(round(selection.pool * tokens / 16, 9)) * 16 for tokens in cached]
         self.room = room if selection.pool < 1 else cached  # places of each request
         self.model = architecture(self.shape)
@@ -117,12 +117,14 @@ class PlainInfiniGen:
             sums = torch.zeros(self.shape.num_kv_heads, self.shape.head_dim)
             for i, prompt in enumerate(prompts):
                 positions = torch.arange(len(prompt))
-                k, v, q = self.project(layer, self.act(layer, hidden[i]), positions)
+                act = self.act(layer, hidden[i])
+                k, v, q = self.project(layer, act, positions)
                 out = torch.zeros_like(q)
                 for g in range(self.shape.num_kv_heads):
                     cache = self.caches[i, layer, g] = []
                     for position in range(len(prompt)):
-                        back = [part[g] for part in self.stored(k[position], v[position], layer, position)]
+                        stored = self.stored(k[position], v[position], act[position], layer, position)
+                        back = [part[g] for part in stored]
                         self.keep(cache, i, Entry(k[position, g], *back, position, 1, position))
                     sums[g] += self.turned(layer, g, k[:, g]).abs().sum(0)
                     for head in self.heads_of(g):
@@ -141,13 +143,20 @@ class PlainInfiniGen:
         kinds = self.kinds.kind_of(np.array([one.position for one in cache]))
         return {name: np.flatnonzero(kinds == i).tolist() for i, name in enumerate(self.kinds.kinds) if i in kinds}
 
-    def stored(self, k, v, layer, position):
+    def stored(self, k, v, act, layer, position):
         """A token's keys and values as they come back from the cache: [G, d] each."""
-        if self.bits == "native" or self.kinds.kinds[int(self.kinds.kind_of(position))] != "kv@host":
+        representation = self.kinds.kinds[int(self.kinds.kind_of(position))].partition("@")[0]
+        bits = {"kv": self.bits.kv, "act": self.bits.act}.get(representation, "native")
+        if bits == "native":
             return k, v
-        row = torch.cat([k.flatten(), v.flatten()])
-        back = dequantize(quantize(row, self.bits), self.bits, torch.float32)
-        return back.view(2, *k.shape)
+
+        def rounded(row):
+            return dequantize(quantize(row, bits), bits, torch.float32)
+
+        if representation == "kv":
+            return rounded(torch.cat([k.flatten(), v.flatten()])).view(2, *k.shape)
+        k, v, _ = self.project(layer, rounded(act)[None], torch.tensor([position]))
+        return k[0], v[0]
 
     def keep(self, cache, request, entry):
         """The new entry, in place of another where there is no room; nothing was fetched yet after the prompt alone."""
@@ -174,7 +183,7 @@ class PlainInfiniGen:
             for g in range(self.shape.num_kv_heads):
                 cache = self.caches[request, layer, g]
                 kept = chosen[g] if chosen else list(cache)
-                back = [part[g] for part in self.stored(k[0], v[0], layer, position)]
+                back = [part[g] for part in self.stored(k[0], v[0], act[0], layer, position)]
                 self.keep(cache, request, Entry(k[0, g], *back, position, 1, position))
                 keys = torch.stack([*(one.stored_key for one in kept), k[0, g]])
                 values = torch.stack([*(one.value for one in kept), v[0, g]])
@@ -206,7 +215,7 @@ class PlainInfiniGen:
             count = min(count, math.ceil(round(self.selection.max_fraction * len(members), 9)))
             counts += count
             for g, of_head in enumerate(behind):
-                if kind == "kv@host" and self.bits == "native":
+                if kind == "kv@host" and self.bits.kv == "native":
                     worth = of_head
                 else:  # a row serves all heads
                     worth = [sum(math.exp(other[t]) for other in behind) for t in range(len(of_head))]
@@ -222,8 +231,16 @@ class PlainInfiniGen:
                     one.uses //= 2
         return chosen
 
+    @torch.inference_mode()
+    def answers(self, prompts, max_tokens: list[int]) -> list[list[int]]:
+        answers = []
+        for request, (prompt, first) in enumerate(zip(prompts, self.prefill(prompts), strict=True)):
+            answers.append([first])
+            for position in range(len(prompt), len(prompt) + max_tokens[request] - 1):
+                answers[-1].append(self.decode(request, answers[-1][-1], position))
+        return answers
 
-@torch.inference_mode()
+
 def plain_tokens(checkpoint, policy, prompts, max_tokens):
     """(tokens of each request, share of the context fetched in layers that choose)."""
     workload = Workload(np.array([len(p) for p in prompts]), np.broadcast_to(max_tokens, len(prompts)))
@@ -231,11 +248,9 @@ def plain_tokens(checkpoint, policy, prompts, max_tokens):
     for group in admit(checkpoint.shape, policy, workload, 4).mini_batches:
         cached = workload.cached_tokens[group].tolist()
         plain = PlainInfiniGen(checkpoint, policy, max(cached) + 1, cached)
-        of_group = [prompts[i] for i in group]
-        for request, (i, first) in enumerate(zip(group, plain.prefill(of_group), strict=True)):
-            answers[i] = [first]
-            for position in range(len(prompts[i]), int(workload.cached_tokens[i])):
-                answers[i].append(plain.decode(request, answers[i][-1], position))
+        of_group = plain.answers([prompts[i] for i in group], workload.max_tokens[group].tolist())
+        for i, answer in zip(group, of_group, strict=True):
+            answers[i] = answer
         fetched += plain.fetched
     return answers, sum(count for count, _ in fetched) / sum(context for _, context in fetched)
 
