@@ -32,7 +32,9 @@ bench: $(INSTALLED)  ## every figure that has a bar, in one table and results/be
 CHECKPOINTS := experiments/checkpoints
 TRAIN := -m experiments.train_checkpoint --documents whole --positions 2048 --seed 0
 
-MODELS := opt-stdlib-2k/config.json llama-stdlib-2k/config.json digits/held_out.npz
+MODELS := opt-stdlib-2k/config.json llama-stdlib-2k/config.json opt-stdlib-300k/config.json opt-stdlib-1m/config.json \
+	digits/held_out.npz
+SMALL := -m experiments.train_checkpoint --positions 640 --seed 0 --steps 700
 
 models: $(addprefix $(CHECKPOINTS)/,$(MODELS))  ## those that are not there
 
@@ -41,6 +43,12 @@ $(CHECKPOINTS)/opt-stdlib-2k/config.json: | $(INSTALLED)
 
 $(CHECKPOINTS)/llama-stdlib-2k/config.json: | $(INSTALLED)
 	$(BIN)/python $(TRAIN) --out $(@D) --architecture llama --steps 800
+
+$(CHECKPOINTS)/opt-stdlib-300k/config.json: | $(INSTALLED)
+	$(BIN)/python $(SMALL) --out $(@D) --hidden 64 --layers 2
+
+$(CHECKPOINTS)/opt-stdlib-1m/config.json: | $(INSTALLED)
+	$(BIN)/python $(SMALL) --out $(@D) --hidden 128 --layers 3
 
 $(CHECKPOINTS)/digits/held_out.npz: | $(INSTALLED)
 	$(BIN)/python -m experiments.digits --out $(@D)

@@ -16,6 +16,7 @@ setup(
         "sim": ["catalogue/*.json"],
         "experiments": [
             *("checkpoints/**/*", "prompts.txt", "held_out.txt", "grid.toml", "reference/*.csv", "reference/README.md"),
+            "results/cascade/*.json",  # what our own cascades did, for reproduce
         ],
     },
     entry_points={"console_scripts": ["flexhybrid = flexhybrid.cli:main"]},

@@ -7,6 +7,7 @@ largest model's is a ratio of multiply-adds.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +15,7 @@ from scipy.stats import t as student
 from tqdm import tqdm
 
 from experiments.digits import fit_on, scored_on, splits, train_all
-from flexhybrid.cascade.confidence import calibration_error, confidence
+from flexhybrid.cascade.confidence import Scored, calibration_error, confidence
 from flexhybrid.cascade.curve import Answers, accuracy_preserving
 from flexhybrid.cascade.exact import exact_curve
 from flexhybrid.cascade.fit import Fitted
@@ -56,7 +57,11 @@ def trial(seed: int, **training) -> Trial:
     """Train, fit, and look at held-out images."""
     data, models = splits(seed), train_all(seed, **training)
     fitted = fit_on(models, data["validation"])
-    seen = [scored_on(model, data["held out"]) for model in models.values()]
+    return looked_at(fitted, [scored_on(model, data["held out"]) for model in models.values()])
+
+
+def looked_at(fitted: Fitted, seen: Sequence[Scored]) -> Trial:
+    """Fitted models on data that nothing was fitted on."""
     correct = np.array([one.correct for one in seen])
     sure = np.array([confidence(one.logits, None, m.temperature) for one, m in zip(seen, fitted.models)])
     plain = np.array([confidence(one.logits) for one in seen])

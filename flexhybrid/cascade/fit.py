@@ -143,14 +143,15 @@ def _predict_all(named, requests, labels, options: FitOptions, top_k: int | None
             began = time.perf_counter()
             parts.append(model.predict(requests[start : start + BATCH]))
             seconds.append((time.perf_counter() - began) / len(parts[-1].logits))
-        predictions.append(_joined(parts))
+        predictions.append(joined(parts))
         models.append(CascadeModel(name, seconds=float(np.median(seconds)), source=source))
         if hasattr(model, "close"):
             model.close()
     return models, predictions, labels
 
 
-def _joined(parts: list[Prediction]) -> Prediction:
+def joined(parts: Sequence[Prediction]) -> Prediction:
+    """Predictions of parts of the requests as one."""
     outputs = [output for part in parts for output in part.outputs]
     logits, counted = (np.concatenate([getattr(part, name) for part in parts]) for name in ("logits", "counted"))
     classes = None if parts[0].classes is None else np.concatenate([part.classes for part in parts])
