@@ -2,19 +2,23 @@
 
 import json
 import os
+import shlex
 import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pytest
 from models import save_opt
+from test_docs import COMMAND, MACHINE, ROOT
 
 from flexhybrid import InputError, cli
 from flexhybrid.core.policy import Policy
 from flexhybrid.jobs import ray_cluster
 from flexhybrid.jobs import run as run_module
+from flexhybrid.jobs.journal import Journal
 from flexhybrid.jobs.ray_cluster import crew_of
 
 pytest.importorskip("ray")
@@ -141,6 +145,44 @@ def test_either_engine_goes_on_with_what_the_other_left(run, two_cpus, tmp_path,
     assert run(source, out, "--seed", "1", *RAY) == 2 and "sampling.seed was 0, is 1" in capsys.readouterr().err
     assert run(source, out) == 0
     assert answers(out) == answers(tmp_path / "local.jsonl")
+
+
+def test_a_sweep_whose_worker_is_killed_gives_the_same_table(two_cpus, tmp_path, monkeypatch):
+    grid = tmp_path / "grid.toml"
+    grid.write_text(
+        'system = ["kv_only", "capture"]\nmodel = "opt-30b"\nhardware = "rtx4090"\nbatch = [1, 8, 32]\n'
+        "prompt_len = [128, 512]\ngen_len = 32\n"
+    )
+    command = ["sweep", str(grid), "--quiet", "--workers", "2"]
+    assert cli.main([*command, "--workers", "1", "--out", str(tmp_path / "local.csv")]) == 0
+    killed = []
+
+    def append(journal, indices, outcome, append=Journal.append):
+        append(journal, indices, outcome)
+        if not killed:
+            killed.extend(sorted(workers("outcome_of"))[:1])
+            if killed:
+                os.kill(killed[0], signal.SIGKILL)
+
+    monkeypatch.setattr(Journal, "append", append)
+    assert cli.main([*command, "--engine", "ray", "--out", str(tmp_path / "ray.csv")]) == 0
+    found, expected = (pd.read_csv(tmp_path / name) for name in ("ray.csv", "local.csv"))
+    assert killed
+    # sums over sets of names take another order in another process: the last digit, and the order of columns
+    pd.testing.assert_frame_equal(found, expected, rtol=1e-12, check_like=True)
+
+
+def test_the_page_about_clusters_works_as_written(two_cpus, tmp_path, monkeypatch, capsys):
+    (tmp_path / "experiments").symlink_to(ROOT / "experiments")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(run_module, "measure_for_model", lambda *setting: MACHINE)
+    commands = COMMAND.findall((ROOT / "docs/on-a-cluster.md").read_text(encoding="utf-8"))
+    assert [command.split()[0] for command in commands] == ["run", "sweep"]
+    for command in commands:
+        assert cli.main(shlex.split(command)) == 0, command
+    assert len(answers(tmp_path / "cluster.jsonl")) == len((ROOT / "experiments/prompts.txt").read_text().splitlines())
+    assert "points in" in capsys.readouterr().out
 
 
 def setting(tiny, **changes):
