@@ -26,6 +26,7 @@ from experiments.bench_copies import bench_copies
 from experiments.bench_kernels import bench_kernels
 from experiments.bench_launch import bench_launch
 from experiments.bench_overlap import bench_overlap
+from experiments.bench_run import bench_run
 from experiments.bench_selection import bench_selection
 from experiments.bench_simulator import bench_classes, bench_papers, bench_peer, bench_search_time
 from flexhybrid.core.hardware import write_by_rename
@@ -54,7 +55,7 @@ BOUND = MINI_BATCH * (34 * 16 + 1)
 RATES = (0.3, 0.4, 0.6)
 RESIDENT_RATE = 0.3
 ROUNDS = 3
-PARTS = ("simulator", "model", "exactness", "compression", "kernels", "executor", "selection", "speed", "cascade")
+PARTS = ("simulator", "model", "exactness", "compression", "kernels", "executor", "selection", "run", "speed", "cascade")
 JUDGED_BALANCE = 0.7  #: design section 11: the smaller ideal over the larger
 BUDGETS = {"device": None, "host": 8 * 2**30}
 SEARCHED = (("opt-30b", "t4"), ("opt-30b", "rtx4090"), ("opt-175b", "t4"))
@@ -341,6 +342,8 @@ def main() -> None:
         bench_overlap(table, dtype)
     if "selection" in parts:
         bench_selection(table, dtype)
+    if "run" in parts:
+        bench_run(table)
     if "speed" in parts:
         with tqdm(total=9 + 9 + 6 * PROFILE_STEPS + 5 * (ROUNDS * 10 + 2), unit="step", leave=False) as bar:
             bench_speed(table, bar, dtype)

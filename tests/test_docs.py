@@ -13,6 +13,9 @@ from flexhybrid.jobs import run as run_module
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs/running-a-job.md").read_text(encoding="utf-8")
+OTHER_PAGES = ("choosing-a-policy", "reading-a-trace", "reproducing-a-paper", "adding-a-model")
+#: What a page tells to do, in its order: a named file to write, commands, Python.
+STEP = re.compile(r"(?:^`([\w.-]+)`:\n\n)?^```(json|sh|python)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"^(?:    )?\.venv/bin/flexhybrid (.*)$", re.MULTILINE)
 #: A machine that a profile might have found; "auto" keeps everything resident on it.
 MACHINE = Hardware(
@@ -45,6 +48,43 @@ def test_the_page_about_jobs_works_as_written(clone, capsys):
     answers = [json.loads(raw) for raw in (clone / "answers.jsonl").read_bytes().splitlines()]
     assert sorted(row["custom_id"] for row in answers) == ["a", "b"]
     assert (clone / "split-errors.jsonl").read_bytes() == b""
+
+
+@pytest.mark.parametrize("name", OTHER_PAGES)
+def test_every_block_of_a_page_works_as_written(name, clone, capsys):
+    page = (ROOT / f"docs/{name}.md").read_text(encoding="utf-8")
+    MACHINE.save(clone / "cache/hardware-cpu.json")
+    steps = STEP.findall(page)
+    assert len(steps) == page.count("```") // 2 >= 2
+    for file, language, text in steps:
+        if language == "json":
+            (clone / file).write_text(text)
+        elif language == "python":
+            exec(compile(text, f"docs/{name}.md", "exec"), {"__name__": "page"})
+        else:
+            commands = COMMAND.findall(text)
+            assert len(commands) == len(text.splitlines())
+            for command in commands:
+                assert cli.main(shlex.split(command)) == 0, command
+                assert capsys.readouterr().out, command
+
+
+def test_pages_and_files_that_are_named_exist():
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+        for path in re.findall(r"`((?:flexhybrid|sim|experiments|tests|policy_search)/[\w/.-]+)`", page.read_text()):
+            assert (ROOT / path).exists(), f"{page.name}: {path}"
+
+
+def test_the_commands_of_the_readme_are_commands(clone, capsys):
+    """All are understood; those that take no more than a few seconds are run."""
+    commands = [one.split("#")[0].split("[")[0] for one in COMMAND.findall((ROOT / "README.md").read_text())]
+    assert len(commands) >= 6
+    for words in map(shlex.split, commands):
+        assert cli.build_parser().parse_args(words).command == words[0]
+        if words[0] in ("simulate", "search"):
+            assert cli.main(words) == 0 and capsys.readouterr().out
 
 
 def test_the_readme_leads_to_the_command(clone, capsys):
