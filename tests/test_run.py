@@ -500,6 +500,23 @@ def test_a_forecast_is_what_the_virtual_clock_takes_for_all_of_it(tiny, policy, 
         assert forecast(llm, workload).seconds == pytest.approx(iteration_ends(trace)[-1], rel=0.04)
 
 
+def test_some_waves_of_a_long_file_stand_for_all(tiny):
+    from sim import catalogue, virtual_clock
+
+    policy = Policy("small waves", Placement(host=1.0), cache={"kv@host": 1.0}, max_batch=2)
+    generator = np.random.default_rng(0)
+    prompt_tokens, max_tokens = generator.integers(1, 40, 80), generator.integers(1, 50, 80)
+    order = sorted_by_length(prompt_tokens, max_tokens)
+    prompt_tokens, max_tokens = prompt_tokens[order], max_tokens[order]
+    with LLM(tiny, policy, device="cpu", dtype="float32", hardware=catalogue.load("t4")) as llm:
+        seconds = 0.0
+        for start in range(0, 80, 2):
+            lengths = Workload(prompt_tokens[start : start + 2], max_tokens[start : start + 2])
+            wave = admit(llm.shape, llm.policy, lengths, 4, hardware=llm.hardware)
+            seconds += iteration_ends(virtual_clock.run(stream(wave), llm.hardware))[-1]
+        assert forecast(llm, Workload(prompt_tokens, max_tokens)).seconds == pytest.approx(seconds, rel=0.1)
+
+
 def test_weights_that_lie_elsewhere_than_planned_are_an_error(tiny, tmp_path, capsys, monkeypatch):
     def load(self, load=LLM.load):
         placed = load(self)

@@ -22,8 +22,8 @@ from sim import virtual_clock
 
 WINDOW = 1024  #: requests that are looked at for one wave, and so the most that one holds
 PIECES = 6  #: of a decode whose answers end at different lengths
-PRICED_WAVES = 16  #: of a longer file, waves at even steps stand for those between them
-PRICED_TASKS = 50_000  #: that are walked for a forecast, or about: a few seconds
+LEAST_WAVES, MOST_WAVES = 4, 16  #: of a longer file, waves at even steps stand for those between them
+PRICED_TASKS = 50_000  #: that are walked for a forecast, where LEAST_WAVES need no more: a few seconds
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,9 @@ def forecast(llm: LLM, workload: Workload) -> Forecast:
         if priced is None:
             seconds = None
             break
-        stride = stride or -(-workload.num_requests // max(1, min(PRICED_WAVES, PRICED_TASKS // priced.num_tasks)))
+        if not stride:
+            num_waves = max(LEAST_WAVES, min(MOST_WAVES, PRICED_TASKS // priced.num_tasks))
+            stride = -(-workload.num_requests // num_waves)
         span = _slice(workload, start, start + max(count, stride))
         seconds += priced.seconds * int(span.cached_tokens.sum()) / int(wave.cached_tokens.sum())
         start += span.num_requests
@@ -91,7 +93,7 @@ def price(llm: LLM, lengths: Workload) -> Price | None:
         trace = _walk(wave, llm.hardware, 0)
         prefill_s, *step_s = np.diff(iteration_ends(trace), prepend=0.0)
         walks = {1: trace}
-        for step in _later_steps(lengths.max_tokens, max(2, min(PIECES, PRICED_TASKS // (2 * len(trace))))):
+        for step in _later_steps(wave, max(2, min(PIECES, PRICED_TASKS // (2 * len(trace))))):
             walks[step] = _walk(wave, llm.hardware, step - 1)
             step_s.append(np.diff(iteration_ends(walks[step]))[0])
     except InputError:  # a machine without a line for one of the policy's verbs
@@ -116,12 +118,16 @@ def _prefill(trace: list[TraceEvent]) -> list[TraceEvent]:
     return [event for event in trace if event.task.iteration == 0]
 
 
-def _later_steps(max_tokens: np.ndarray, pieces: int) -> list[int]:
-    """Decode steps after the first that stand for the others: where answers end that part the requests into pieces, and
-    behind those where many end at once. Not the very last, beside which nothing is loaded for a next one."""
-    ends = np.unique(np.quantile(max_tokens, np.linspace(0, 1, pieces + 1), method="higher")).astype(int) - 1
-    behind = [end + 1 for end in ends if 2 * pieces * (max_tokens - 1 == end).sum() > len(max_tokens)]
-    return sorted({min(int(step), int(ends[-1]) - 1) for step in (*ends, *behind)} - {-1, 0, 1})
+def _later_steps(wave: Wave, pieces: int) -> list[int]:
+    """Decode steps after the first that stand for the others: where ends of answers, and ends of mini-batches, part the
+    wave into pieces, and behind those where many mini-batches end. Not the very last, beside which nothing is loaded
+    for a next one."""
+    max_tokens = wave.workload.max_tokens
+    last = np.array([max_tokens[members].max() for members in wave.mini_batches]) - 1  # steps of the mini-batches
+    shares = np.linspace(0, 1, pieces + 1)
+    answers, batches = (np.unique(np.quantile(of, shares, method="higher")) for of in (max_tokens - 1, last))
+    behind = [step + 1 for step in batches if 2 * pieces * (last == step).sum() >= len(last)]
+    return sorted({min(int(step), int(last.max()) - 1) for step in (*answers, *batches, *behind)} - {-1, 0, 1})
 
 
 def plan_lines(llm: LLM, found: Forecast, counts: str) -> list[str]:
