@@ -55,7 +55,10 @@ BOUND = MINI_BATCH * (34 * 16 + 1)
 RATES = (0.3, 0.4, 0.6)
 RESIDENT_RATE = 0.3
 ROUNDS = 3
-PARTS = ("simulator", "model", "exactness", "compression", "kernels", "executor", "selection", "run", "speed", "cascade")
+PARTS = (
+    *("simulator", "model", "exactness", "compression", "kernels"),
+    *("executor", "selection", "run", "speed", "cascade"),
+)
 JUDGED_BALANCE = 0.7  #: design section 11: the smaller ideal over the larger
 BUDGETS = {"device": None, "host": 8 * 2**30}
 SEARCHED = (("opt-30b", "t4"), ("opt-30b", "rtx4090"), ("opt-175b", "t4"))
