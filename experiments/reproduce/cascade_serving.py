@@ -124,10 +124,10 @@ def arithmetic(name: str, mode: str) -> str:
     paper = printed_mwh(name, "giant") / printed_mwh(name, mode)
     left = 1 / paper - shares[-1]
     least = float(shares[:-1] @ one.relative[:-1])
-    allowed = f"{100 * left:.1f} % of a giant's request for all smaller models" if left > 0 else "less than nothing"
+    allowed = f"{100 * left:.1f} % of a giant's request" if left > 0 else "less than nothing"
     return (
-        f"1/{paper:.1f} - {shares[-1]:.3f} leaves {allowed}, which by size cost {100 * least:.1f} % at the least; "
-        f"perfect routing saves {setup.perfect_ratio(one, mode):.1f}x"
+        f"1/{paper:.1f} - {shares[-1]:.3f} leaves {allowed} for the smaller models, which by size cost "
+        f"{100 * least:.1f} % at the least; perfect routing saves {setup.perfect_ratio(one, mode):.1f}x"
     )
 
 

@@ -66,7 +66,7 @@ class Deployment:
 
 def deploy(found: Plan, router_s: float = 0.0) -> Deployment:
     """A plan with its transfer times, and batches for which it keeps memory; ``router_s``: the router's, a hop."""
-    layout, table = found.layout, found.cluster.s_per_byte()
+    layout = found.layout
     gpus = tuple(
         tuple(tuple(map(int, replica)) for replica in found.gpus_of(m)) if layout.replicas[m] else ()
         for m in range(len(layout.models))
@@ -74,7 +74,7 @@ def deploy(found: Plan, router_s: float = 0.0) -> Deployment:
     models = [
         replace(model, max_batch=int(size)) for model, size in zip(layout.models, layout.batch, strict=True)
     ]  # fmt: skip
-    return place(models, layout.flow, found.cluster, gpus, router_s, table)
+    return place(models, layout.flow, found.cluster, gpus, router_s)
 
 
 def place(
@@ -83,12 +83,11 @@ def place(
     cluster: Cluster,
     gpus: Sequence[Sequence[Sequence[int]]],
     router_s: float = 0.0,
-    s_per_byte: np.ndarray | None = None,
 ) -> Deployment:
     """Models on GPUs named by hand: ``gpus[m][r][s]``."""
     if not 0 <= router_s < float("inf"):
         raise InputError(f"router_s is {router_s!r}; it must be a number of seconds >= 0")
-    table = cluster.s_per_byte() if s_per_byte is None else s_per_byte
+    table = cluster.s_per_byte()
     gpus = tuple(tuple(tuple(replica) for replica in model) for model in gpus)
     hop_s = np.zeros((len(models), len(models)))
     for i, one in enumerate(models):

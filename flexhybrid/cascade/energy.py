@@ -30,8 +30,8 @@ class PowerModel:
         return self.idle_w * span_s + (self.busy_w - self.idle_w) * busy_s
 
 
-#: By the catalogue's names. Busy is the board's limit by datasheet; idle is what nvidia-smi shows on an idle board with
-#: its context loaded, as people report it: an assumption, to be replaced by a measurement (``measured_idle_w``).
+#: By the catalogue's names. Busy is the board's limit by datasheet. Idle, a board with its context loaded, is in no
+#: datasheet: assumed, and best replaced by what nvidia-smi shows (``cascade simulate --idle-w``).
 POWER = {
     "t4": PowerModel(10.0, 70.0, "T4: 70 W board limit (datasheet); 10 W idle assumed"),
     "rtx-a6000": PowerModel(25.0, 300.0, "RTX A6000: 300 W board limit (datasheet); 25 W idle assumed"),

@@ -15,6 +15,7 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.memory import gib
 
 MOST_CHOICES = 16  #: of (R, S) that are looked at, those with the fewest partitions first
+MOST_SORTED = 1 << 16  #: of (R, S) that are put in that order: all of them up to sixteen models
 MORE_PARTITIONS = 1  #: beyond the fewest that fit a GPU
 
 
@@ -104,9 +105,8 @@ def layouts(
         if not choices:
             raise InputError(_never_fits(model, share * batch, cluster))
         options.append(choices[: 1 + MORE_PARTITIONS])
-    chosen = sorted(
-        itertools.islice(itertools.product(*options), 4**8), key=lambda some: sum(one[0] * one[1] for one in some)
-    )
+    every = itertools.islice(itertools.product(*options), MOST_SORTED)
+    chosen = sorted(every, key=lambda some: sum(one[0] * one[1] for one in some))
     for some in chosen[:MOST_CHOICES]:
         replicas, partitions, size, memory, load = (np.array(column) for column in zip(*some, strict=True))
         yield Layout(tuple(models), flow, rate, replicas, partitions, size, memory, load)
