@@ -246,6 +246,7 @@ def test_wrong_commands_are_one_line(files, capsys, more, says):
         ({"seconds": [[1, -1]], "memory_bytes": [[1, 1]]}, "seconds: a profile must be"),
         ({"offloaded": {"model": "opt-30b"}}, "offloaded: hardware must be a name"),
         ({"offloaded": {}, "seconds": []}, "either offloaded"),
+        ({"offloaded": {}, "max_partitions": 2}, "max_partitions must be 1"),
         ({"second": []}, "unknown field 'second'"),
         ({"seconds": [[1, 1], [2, 1]], "memory_bytes": [[1, 1], [2, 1]], "max_batch": 0}, "max_batch is 0"),
         ({"seconds": [[1, 1]], "memory_bytes": [[1, 1]], "max_batch": 4}, "seconds has one batch size"),

@@ -5,7 +5,8 @@
       "giant": {"offloaded": {"model": "opt-30b", "hardware": "t4", "prompt_len": 512, "gen_len": 32}}}}
 
 A model is profiled ([batch, seconds] and [batch, bytes] pairs, through which lines are fitted), or ``offloaded``: its
-weights and cache live on the host, and the virtual clock says how long its batches take.
+weights and cache live on the host, and the virtual clock says how long its batches take, its link to itself. That each
+replica also needs the host's memory is not in the plan.
 """
 
 from __future__ import annotations
@@ -76,6 +77,8 @@ def _model(name: str, record: object) -> ServedModel:
     if "offloaded" in record:
         if "seconds" in record or "memory_bytes" in record:
             raise InputError("it is either offloaded, or has seconds and memory_bytes of a profile")
+        if record.get("max_partitions", 1) != 1:
+            raise InputError("it is offloaded to one GPU's host: max_partitions must be 1")
         seconds, memory = _offloaded(record["offloaded"])
     else:
         seconds, memory = (_line(record, key) for key in ("seconds", "memory_bytes"))
