@@ -288,6 +288,39 @@ def test_torch_modules_from_fit_to_run(pixels, capsys):
     assert [row["failed"] for row in result["models"]] == [CHUNK + 200, 0] and result["unanswered"] == 0
 
 
+class Spans(torch.nn.Module):
+    """Numbers [B, positions]: an answer begins at the largest and ends at the smallest."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return 3 * x, -x
+
+
+def spans() -> Spans:
+    return Spans()
+
+
+def test_extractive_answers_are_as_sure_as_their_less_sure_end(tmp_path, capsys):
+    x = np.random.default_rng(4).normal(size=(80, 6)).astype(np.float32)
+    labels = np.stack([x.argmax(axis=1), x.argmin(axis=1)], axis=1)
+    labels[::4, 1] = (labels[::4, 1] + 1) % 6  # a quarter ends elsewhere
+    np.savez(tmp_path / "data.npz", x=x, labels=labels)
+    data, fitted, cascade = (f"{tmp_path}/{name}" for name in ("data.npz", "fitted.json", "cascade.json"))
+    models = [f"a={__name__}:spans", f"b={__name__}:spans"]
+    fit = ["cascade", "fit", "--task", "extraction", "--models", *models, "--data", data, "--money", "1", "2"]
+    assert cli.main([*fit, "-o", fitted, "--json"]) == 0
+    record = Fitted.load(fitted)
+    assert record.correct[0].tolist() == [i % 4 > 0 for i in range(80)]
+    heat = record.models[0].temperature
+    ends = [np.exp(z / heat) / np.exp(z / heat).sum(axis=1, keepdims=True) for z in (3.0 * x, -1.0 * x)]
+    assert record.confidence[0] == pytest.approx(np.minimum(ends[0].max(axis=1), ends[1].max(axis=1)), rel=1e-5)
+    assert cli.main(["cascade", "search", fitted, "--cost", "money", "--drop", "none", "-o", cascade, "--json"]) == 0
+    assert cli.main(["cascade", "run", "--cascade", cascade, "-i", data, "-o", f"{tmp_path}/out.jsonl"]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [line["output"] for line in lines] == np.stack([x.argmax(axis=1), x.argmin(axis=1)], axis=1).tolist()
+    assert cli.main([*fit, "-o", fitted, "--policies", "a=kv_only"]) == 2
+    assert "policies are of language models" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [
@@ -350,8 +383,9 @@ def test_language_models_from_fit_to_run(tmp_path, capsys):
     assert 0.1 < record.correct[0].mean() < 0.9 and (record.correct[0] == record.correct[1]).all()
     assert cli.main(["cascade", "search", fitted, "-o", cascade, "--drop", "none", "--caution", "1"]) == 0
     capsys.readouterr()
-    run = ["cascade", "run", "--cascade", cascade, "-i", str(data), "-o", out, "--json"]
-    assert cli.main(run) == 0
+    run = ["cascade", "run", "--cascade", cascade, "-i", str(data), "-o", out, "--json", "--policies"]
+    assert cli.main([*run, "c=kv_only"]) == 2 and "unknown model in --policies 'c'" in capsys.readouterr().err
+    assert cli.main([*run, "a=hybrid(0.5)", "b=kv_only"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["models"][0]["answered"] == result["num_requests"] == 40  # the same model: the first answers all
 

@@ -45,6 +45,7 @@ def _add_fit(parts) -> None:
     parser.add_argument("--data", type=Path, help="requests and labels for --models: .npz with x and labels, or .jsonl")
     parser.add_argument("--task", choices=TASKS, default=TASKS[0], help=f"({TASKS[0]})")
     parser.add_argument("--max-tokens", type=int, default=1, help="generation: tokens of an answer (1)")
+    _policies(parser)
     parser.add_argument("--top-k", type=int, help="generation: likeliest tokens that confidence is read off (10)")
     for cost, unit in zip(COSTS, ("joules", "seconds", "money"), strict=True):
         flag = f"--{cost.replace('_', '-')}"
@@ -52,6 +53,13 @@ def _add_fit(parts) -> None:
     parser.add_argument("--watts", type=float, help="a stated power: energy is this times the seconds (none)")
     parser.add_argument("-o", "--out", type=Path, required=True, help="JSON file to write")
     parser.set_defaults(run=_fit)
+
+
+def _policies(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--policies", nargs="+", default=[], metavar="NAME=POLICY",
+        help="generation: where a model keeps weights and caches, a system by name or a policy JSON file (auto)",
+    )  # fmt: skip
 
 
 def _add_search(parts) -> None:
@@ -89,13 +97,14 @@ def _add_run(parts) -> None:
     parser.add_argument("-o", "--output", type=Path, required=True, help="answers, .jsonl")
     parser.add_argument("--models", nargs="+", default=[], metavar="NAME=PATH", help="where models are now")
     parser.add_argument("--max-tokens", type=int, default=1, help="generation: tokens of an answer (1)")
+    _policies(parser)
     parser.set_defaults(run=_run)
 
 
 def _fit(args) -> dict:
     from flexhybrid.cascade.fit import FitOptions, describe_fit, run_fit
 
-    names = ("out", "task", "logits", "models", "labels", "data", "watts", "top_k", "max_tokens")
+    names = ("out", "task", "logits", "models", "labels", "data", "watts", "top_k", "max_tokens", "policies")
     costs = {cost: getattr(args, cost) for cost in COSTS}
     result = run_fit(FitOptions(**{name: getattr(args, name) for name in names}, costs=costs))
     if not args.json:
@@ -119,7 +128,7 @@ def _run(args) -> dict:
 
     from flexhybrid.cascade.run import RunOptions, describe_run, run
 
-    names = ("cascade", "input", "output", "models", "max_tokens")
+    names = ("cascade", "input", "output", "models", "max_tokens", "policies")
     with tqdm(desc="cascade", unit="request", file=sys.stderr, disable=args.json or None, leave=False) as bar:
         result = run(RunOptions(**{name: getattr(args, name) for name in names}, on_progress=bar.update))
     if not args.json:

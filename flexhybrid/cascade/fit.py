@@ -13,7 +13,7 @@ import numpy as np
 from flexhybrid.cascade.confidence import calibrate
 from flexhybrid.cascade.curve import Answers
 from flexhybrid.cascade.data import NO_LABEL, check_labels, read_labels, read_logits, read_requests, scored
-from flexhybrid.cascade.models import TOP_K, Prediction, load_model, named_path
+from flexhybrid.cascade.models import TOP_K, Prediction, load_model, named_path, named_policies
 from flexhybrid.cascade.routes import COSTS, TASKS, VERSION, CascadeModel, costs_of, read_json
 from flexhybrid.core.errors import InputError, unknown
 from flexhybrid.core.hardware import write_by_rename
@@ -104,6 +104,7 @@ class FitOptions:
     watts: float | None = None  #: a stated power: energy of a local model is this times its measured seconds
     top_k: int | None = None
     max_tokens: int = 1
+    policies: Sequence[str] = ()  #: NAME=POLICY, of language models
 
 
 def run_fit(options: FitOptions) -> dict:
@@ -134,8 +135,9 @@ def run_fit(options: FitOptions) -> dict:
 def _predict_all(named, requests, labels, options: FitOptions, top_k: int | None):
     """Run local models, one after another: (models with measured seconds, predictions, labels [N, S])."""
     models, predictions = [], []
+    policies = named_policies(options.policies, [name for name, _ in named], options.task)
     for name, source in named:
-        model = load_model(name, source, options.task, options.max_tokens, top_k)
+        model = load_model(name, source, options.task, options.max_tokens, top_k, **policies.get(name, {}))
         if options.task == "generation" and not predictions:
             labels = _answer_tokens(model, labels, options.max_tokens)
         parts, seconds = [], []

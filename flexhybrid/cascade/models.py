@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from flexhybrid.core.errors import InputError
+from flexhybrid.core.errors import InputError, unknown
 
 TOP_K = 10  #: likeliest tokens kept of each generated one; the paper gives no number
 
@@ -43,6 +43,16 @@ def named_path(text: str) -> tuple[str, str]:
     if not (name and equals and what):
         raise InputError(f"{text!r} is not NAME=PATH")
     return name, what
+
+
+def named_policies(texts: Sequence[str], names: Sequence[str], task: str) -> dict[str, dict[str, str]]:
+    """ "NAME=POLICY" as further options of ``load_model``, by model. InputError for another name or task."""
+    if texts and task != "generation":
+        raise InputError(f"policies are of language models: the task is {task}")
+    found = dict(map(named_path, texts))
+    if strange := [name for name in found if name not in names]:
+        raise unknown("model in --policies", strange[0], names)
+    return {name: {"policy": policy} for name, policy in found.items()}
 
 
 def load_model(name: str, source: str, task: str, max_tokens: int = 1, top_k: int | None = TOP_K, **llm_options):

@@ -17,7 +17,7 @@ import numpy as np
 
 from flexhybrid.cascade.confidence import confidence, top_k_logits
 from flexhybrid.cascade.data import read_requests
-from flexhybrid.cascade.models import Model, Prediction, load_model, named_path
+from flexhybrid.cascade.models import Model, Prediction, load_model, named_path, named_policies
 from flexhybrid.cascade.routes import ANSWERED, Cascade
 from flexhybrid.core.errors import InputError
 
@@ -107,6 +107,7 @@ class RunOptions:
     output: Path
     models: Sequence[str] = ()  #: NAME=PATH, in place of where the cascade says they are
     max_tokens: int = 1
+    policies: Sequence[str] = ()  #: NAME=POLICY, of language models
     on_progress: Callable[[int], None] | None = None
 
 
@@ -125,8 +126,10 @@ def run(options: RunOptions) -> dict:
     if missing := [name for name, source in sources.items() if source is None]:
         raise InputError(f"where is model {missing[0]}? Say it with --models {missing[0]}=PATH")
     requests, labels = read_requests(options.input, cascade.task)
+    policies = named_policies(options.policies, cascade.names, cascade.task)
     models = [
-        load_model(name, source, cascade.task, options.max_tokens, cascade.top_k) for name, source in sources.items()
+        load_model(name, source, cascade.task, options.max_tokens, cascade.top_k, **policies.get(name, {}))
+        for name, source in sources.items()
     ]
     counts = _Counts(cascade)
     try:
