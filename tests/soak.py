@@ -25,11 +25,13 @@ from models import save_opt
 from tqdm import tqdm
 
 from flexhybrid import LLM, cli
+from flexhybrid.batch import answers as answers_module
 from flexhybrid.runtime.executor import Executor
 
 #: Shared with the attempts: how many answers the one at hand has completed.
 COMPLETED = mmap.mmap(-1, 8)
 tqdm.monitor_interval = 0  # its thread may hold the bars' lock while an attempt is forked, which then waits for ever
+answers_module.SYNC_S = 0.0  # at every write: by the clock, an attempt might have fewer fsyncs than the one counted
 KINDS = ("before write", "within write", "after write", "fsync", "step")
 
 
