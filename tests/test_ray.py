@@ -1,10 +1,15 @@
 """--engine ray: the same files as the local engine's, on two actors of which one is killed under way."""
 
+import functools
 import json
 import os
 import shlex
 import signal
+import socket
 import sys
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,9 +17,13 @@ import numpy as np
 import pandas as pd
 import pytest
 from models import save_opt
+from test_cascade_serve import Toy
 from test_docs import COMMAND, MACHINE, ROOT
 
 from flexhybrid import InputError, cli
+from flexhybrid.cascade.routes import Cascade, CascadeModel
+from flexhybrid.cascade.run import serve
+from flexhybrid.cascade.serve import Size, deployed
 from flexhybrid.core.policy import Policy
 from flexhybrid.jobs import ray_cluster
 from flexhybrid.jobs import run as run_module
@@ -22,6 +31,7 @@ from flexhybrid.jobs.journal import Journal
 from flexhybrid.jobs.ray_cluster import crew_of
 
 pytest.importorskip("ray")
+pytestmark = pytest.mark.timeout(600)  # seconds, on a machine with much else to do
 
 
 @pytest.fixture(scope="module")
@@ -269,3 +279,43 @@ def test_a_local_cluster_is_started_only_where_no_address_is_given(monkeypatch):
     failures.extend([RuntimeError("timed out"), RuntimeError("timed out")])
     with pytest.raises(InputError, match="did not start: timed out"), ray_cluster.cluster(said.append):
         pass
+
+
+# ---- a cascade -------------------------------------------------------------------------------------------------------
+
+
+def post(port: int, body: dict) -> tuple[int, dict]:
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/", json.dumps(body).encode())
+    try:
+        with urllib.request.urlopen(request, timeout=120) as response:
+            return response.status, json.load(response)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def test_a_served_cascade_loses_no_request_when_a_replica_dies(two_cpus):
+    cascade = Cascade((CascadeModel("small"), CascadeModel("large")), (0.9,))
+    toys = [Toy("small", 5.0), Toy("large", 0.0)]
+    requests = np.arange(240, dtype=np.float32)[:, None] % 10 - 1  # a tenth of them break whatever they meet
+    expected = [answer.__dict__ for answer in serve(cascade, toys, requests)]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    loads = [functools.partial(Toy, toy.name, toy.sure_from) for toy in toys]
+    killed = []
+
+    def ask(i: int) -> tuple[int, dict]:
+        if i == 60:
+            killed.extend(sorted(workers("ServeReplica:cascade:small"))[:1])
+            os.kill(killed[0], signal.SIGKILL)
+        return post(port, {"x": requests[i].tolist()})
+
+    with deployed(cascade, loads, [Size(2, 8), Size(1, 8)], port, print) as answer:
+        with ThreadPoolExecutor(16) as load:
+            found = list(load.map(ask, range(len(requests))))
+        assert post(port, {"y": 1})[0] == 400
+        in_bulk = answer(requests, 0)
+    assert killed
+    assert [status for status, _ in found] == [503 if one["model"] is None else 200 for one in expected]
+    assert [{**body, "index": i} for i, (_, body) in enumerate(found)] == expected
+    assert [one.__dict__ for one in in_bulk] == expected

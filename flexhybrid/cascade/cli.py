@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from pathlib import Path
 
@@ -93,11 +94,17 @@ def _add_run(parts) -> None:
         allow_abbrev=False,
     )
     parser.add_argument("--cascade", type=Path, required=True, help="the file that search wrote")
-    parser.add_argument("-i", "--input", type=Path, required=True, help="requests: .npz with x, .jsonl or .txt")
-    parser.add_argument("-o", "--output", type=Path, required=True, help="answers, .jsonl")
+    parser.add_argument("-i", "--input", type=Path, help="requests: .npz with x, .jsonl or .txt")
+    parser.add_argument("-o", "--output", type=Path, help="answers, .jsonl")
     parser.add_argument("--models", nargs="+", default=[], metavar="NAME=PATH", help="where models are now")
     parser.add_argument("--max-tokens", type=int, default=1, help="generation: tokens of an answer (1)")
     _policies(parser)
+    parser.add_argument(
+        "--engine", choices=("local", "ray"), default="local",
+        help="ray: deployments of Ray Serve with an HTTP endpoint, which without -i serves until Ctrl-C (local)",
+    )  # fmt: skip
+    parser.add_argument("--plan", type=Path, help="ray: replicas and batches as `flexhybrid cascade plan` wrote them")
+    parser.add_argument("--port", type=int, default=8000, help="ray: of the endpoint on this machine (8000)")
     parser.set_defaults(run=_run)
 
 
@@ -128,10 +135,11 @@ def _run(args) -> dict:
 
     from flexhybrid.cascade.run import RunOptions, describe_run, run
 
-    names = ("cascade", "input", "output", "models", "max_tokens", "policies")
+    names = ("cascade", "input", "output", "models", "max_tokens", "policies", "engine", "plan", "port")
     with tqdm(desc="cascade", unit="request", file=sys.stderr, disable=args.json or None, leave=False) as bar:
-        result = run(RunOptions(**{name: getattr(args, name) for name in names}, on_progress=bar.update))
-    if not args.json:
+        options = RunOptions(**{name: getattr(args, name) for name in names}, on_progress=bar.update)
+        result = run(options, say=functools.partial(print, file=sys.stderr))
+    if not args.json and options.input:
         print(describe_run(result))
     return result
 

@@ -7,7 +7,10 @@ and are counted. Requests of a batch that raised are tried one by one first, so 
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +20,7 @@ import numpy as np
 
 from flexhybrid.cascade.confidence import confidence, top_k_logits
 from flexhybrid.cascade.data import read_requests
-from flexhybrid.cascade.models import Model, Prediction, load_model, named_path, named_policies
+from flexhybrid.cascade.models import Model, load_model, named_path, named_policies
 from flexhybrid.cascade.routes import ANSWERED, Cascade
 from flexhybrid.core.errors import InputError
 
@@ -50,50 +53,42 @@ def serve(
         waiting = np.flatnonzero(at == i)
         for start in range(0, len(waiting), batch):
             here = waiting[start : start + batch]
-            for members, prediction in _predict(model, requests, here):
-                at[members] = _note(cascade, i, [answers[m] for m in members], prediction)
+            outputs, sure = judge(cascade, i, model, _pick(requests, here))
+            at[here] = note(cascade, i, [answers[m] for m in here], outputs, sure)
     return answers
-
-
-def _predict(model: Model, requests: Sequence, here: np.ndarray) -> Iterator[tuple[np.ndarray, Prediction | None]]:
-    """(which requests, what the model says of them, or None where it raised)."""
-    try:
-        yield here, _checked(model.predict(_pick(requests, here)), len(here))
-    except Exception:  # whatever a black box raises
-        if len(here) == 1:
-            yield here, None
-            return
-        for one in here:
-            yield from _predict(model, requests, np.array([one]))
 
 
 def _pick(requests: Sequence, places: np.ndarray) -> Sequence:
     return requests[places] if isinstance(requests, np.ndarray) else [requests[i] for i in places]
 
 
-def _checked(prediction: Prediction, num: int) -> Prediction:
-    if len(prediction.outputs) != num or len(prediction.logits) != num:
-        raise ValueError(f"{len(prediction.outputs)} outputs for {num} requests")
-    return prediction
+def judge(cascade: Cascade, i: int, model: Model, requests: Sequence) -> tuple[list, np.ndarray]:
+    """What model i answers to each of N requests, and how sure it is [N]: NaN where it raised, or gave logits that are
+    no numbers."""
+    try:
+        found = model.predict(requests)
+        if len(found.outputs) != len(requests) or len(found.logits) != len(requests):
+            raise ValueError(f"{len(found.outputs)} outputs for {len(requests)} requests")
+    except Exception:  # whatever a black box raises
+        if len(requests) == 1:
+            return [None], np.array([np.nan])
+        alone = [judge(cascade, i, model, requests[j : j + 1]) for j in range(len(requests))]
+        return [outputs[0] for outputs, _ in alone], np.concatenate([sure for _, sure in alone])
+    logits = top_k_logits(found.logits, cascade.top_k)
+    return found.outputs, confidence(logits, found.counted, cascade.models[i].temperature)
 
 
-def _note(cascade: Cascade, i: int, answers: list[Answer], prediction: Prediction | None) -> np.ndarray:
+def note(cascade: Cascade, i: int, answers: list[Answer], outputs: list, sure: np.ndarray) -> np.ndarray:
     """Put down what model i said; returns where each request waits next (len(models): nowhere)."""
     name, over = cascade.names[i], len(cascade.models)
-    for answer in answers:
-        answer.visited.append(name)
-    if prediction is None:
-        sure = np.full(len(answers), np.nan)
-    else:
-        logits = top_k_logits(prediction.logits, cascade.top_k)
-        sure = confidence(logits, prediction.counted, cascade.models[i].temperature)
     to = cascade.next_model(i, sure)
     for place, answer in enumerate(answers):
+        answer.visited.append(name)
         if np.isnan(sure[place]):
             answer.failed.append(name)
             to[place] = i + 1
         elif to[place] == ANSWERED:
-            answer.output, answer.model = prediction.outputs[place], name
+            answer.output, answer.model = outputs[place], name
             answer.confidence = float(sure[place])
     return np.where(to == ANSWERED, over, to)
 
@@ -103,19 +98,24 @@ class RunOptions:
     """What the command was asked."""
 
     cascade: Path
-    input: Path
-    output: Path
+    input: Path | None  #: None with Ray: requests come to the endpoint alone, until Ctrl-C
+    output: Path | None
     models: Sequence[str] = ()  #: NAME=PATH, in place of where the cascade says they are
     max_tokens: int = 1
     policies: Sequence[str] = ()  #: NAME=POLICY, of language models
+    engine: str = "local"  #: or "ray"
+    plan: Path | None = None  #: Ray: what `flexhybrid cascade plan` wrote; None: a replica of each model
+    port: int = 8000  #: Ray: of the endpoint
     on_progress: Callable[[int], None] | None = None
 
 
-def run(options: RunOptions) -> dict:
+def run(options: RunOptions, say: Callable[[str], None] = print) -> dict:
     """The command: a line of JSON a request, in the input's order, and a record of who answered what.
 
     Raises InputError, before any request is served, for models that are not to be found.
     """
+    if (options.input is None) != (options.output is None) or (options.input is None and options.engine != "ray"):
+        raise InputError("-i and -o name the requests and the answers; only --engine ray serves without a file")
     cascade = Cascade.load(options.cascade)
     sources = {model.name: model.source for model in cascade.models}
     for text in options.models:
@@ -125,28 +125,59 @@ def run(options: RunOptions) -> dict:
         sources[name] = source
     if missing := [name for name, source in sources.items() if source is None]:
         raise InputError(f"where is model {missing[0]}? Say it with --models {missing[0]}=PATH")
-    requests, labels = read_requests(options.input, cascade.task)
     policies = named_policies(options.policies, cascade.names, cascade.task)
-    models = [
-        load_model(name, source, cascade.task, options.max_tokens, cascade.top_k, **policies.get(name, {}))
+    loads = [
+        functools.partial(
+            load_model, name, source, cascade.task, options.max_tokens, cascade.top_k, **policies.get(name, {})
+        )
         for name, source in sources.items()
     ]
+    opened = _on_ray(cascade, loads, options, say) if options.engine == "ray" else _here(cascade, loads)
+    if options.input is None:
+        return _until_stopped(opened, options)
+    requests, labels = read_requests(options.input, cascade.task)
     counts = _Counts(cascade)
     try:
-        with options.output.open("w", encoding="utf-8") as out:
+        with opened as answer, options.output.open("w", encoding="utf-8") as out:
             for start in range(0, len(requests), CHUNK):
-                answers = serve(cascade, models, requests[start : start + CHUNK], start)
-                out.writelines(answer.line() + "\n" for answer in answers)
+                answers = answer(requests[start : start + CHUNK], start)
+                out.writelines(one.line() + "\n" for one in answers)
                 counts.add(answers, None if labels is None else labels[start : start + CHUNK])
                 if options.on_progress:
                     options.on_progress(len(answers))
     except OSError as error:
         raise InputError(f"cannot write {options.output}: {error.strerror or error}") from None
+    return {"path": str(options.output), **counts.record()}
+
+
+#: Takes requests and the index of the first, gives their answers.
+AnswerAll = Callable[[Sequence, int], list[Answer]]
+
+
+@contextlib.contextmanager
+def _here(cascade: Cascade, loads: Sequence[Callable[[], Model]]) -> Iterator[AnswerAll]:
+    """The models in this process."""
+    models = [load() for load in loads]
+    try:
+        yield functools.partial(serve, cascade, models)
     finally:
         for model in models:
             if hasattr(model, "close"):
                 model.close()
-    return {"path": str(options.output), **counts.record()}
+
+
+def _on_ray(cascade: Cascade, loads: Sequence[Callable[[], Model]], options: RunOptions, say):
+    """The models as deployments of Ray Serve."""
+    from flexhybrid.cascade.serve import deployed, sizes_of
+
+    return deployed(cascade, loads, sizes_of(cascade, options.plan), options.port, say)
+
+
+def _until_stopped(opened, options: RunOptions) -> dict:
+    with opened, contextlib.suppress(KeyboardInterrupt):
+        while True:
+            time.sleep(3600)
+    return {"port": options.port}
 
 
 class _Counts:
