@@ -20,7 +20,7 @@ from models import save_opt
 from test_cascade_serve import Toy
 from test_docs import COMMAND, MACHINE, ROOT
 
-from flexhybrid import InputError, cli
+from flexhybrid import LLM, InputError, cli
 from flexhybrid.cascade.routes import Cascade, CascadeModel
 from flexhybrid.cascade.run import serve
 from flexhybrid.cascade.serve import Size, deployed
@@ -198,10 +198,13 @@ def test_the_page_about_clusters_works_as_written(two_cpus, tmp_path, monkeypatc
 def setting(tiny, **changes):
     from flexhybrid.jobs.run_ray import Setting
 
+    policy = Policy(name="p", cache={"kv@host": 1.0}, max_batch=2)
+    with LLM(tiny, policy, "cpu", dtype="float32") as llm:
+        layer_bytes = llm.load()
     values = dict(
-        model=tiny, policy=Policy(name="p", cache={"kv@host": 1.0}, max_batch=2), device="cpu", dtype="float32",
-        hardware=None, link_gb_per_s=None, budgets=dict.fromkeys(("device", "host", "disk")), disk_dir=None,
-        disk_gb_per_s=None, form="jsonl", url="/v1/completions", sampling={}, seed=0, created=0, heartbeat=4,
+        model=tiny, policy=policy, device="cpu", dtype="float32", hardware=None, link_gb_per_s=None,
+        budgets=dict.fromkeys(("device", "host", "disk")), disk_dir=None, disk_gb_per_s=None,
+        layer_bytes=layer_bytes, form="jsonl", url="/v1/completions", sampling={}, seed=0, created=0, heartbeat=4,
     )  # fmt: skip
     return Setting(**{**values, **changes})
 
@@ -218,8 +221,9 @@ def test_an_actor_gives_the_same_pieces_when_a_batch_is_done_again(tiny, tmp_pat
     assert sorted(number for piece in pieces for number in piece["numbers"]) == [1, 2, 3]
     assert sum(piece["generated"] for piece in pieces) == sum(sum(piece["tokens"]) for piece in pieces) == 20 + 21 + 22
     assert len(pieces) > 40 // 4
-    (trouble,) = Actor(setting(tiny / "none"))(batch)
-    assert "none" in trouble.to_pylist()[0]["error"]
+    for wrong, words in (({"model": tiny / "none"}, "none"), ({"layer_bytes": {"device": 5}}, "that were planned")):
+        (trouble,) = Actor(setting(tiny, **wrong))(batch)
+        assert words in trouble.to_pylist()[0]["error"]
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.workload import Workload
-from flexhybrid.jobs.answering import answer_pending
+from flexhybrid.jobs.answering import answer_pending, load_weights
 from flexhybrid.jobs.forecast import WINDOW, Forecast
 from flexhybrid.jobs.progress import Progress, StopAsked
 from flexhybrid.jobs.ray_cluster import ENVIRONMENT, MAX_RETRIES, Crew
@@ -70,6 +70,7 @@ class Setting:
     budgets: dict[str, int | None]
     disk_dir: Path | None
     disk_gb_per_s: float | None
+    layer_bytes: dict[str, int]  #: tier -> bytes that the layers' weights were planned to take
     form: str
     url: str
     sampling: dict
@@ -127,7 +128,7 @@ def _setting(job: Job, found: Forecast) -> Setting:
         budgets["device"] = options.budgets.get("device")  # what is free on a GPU its own actor sees
     return Setting(
         options.model.resolve(), llm.policy, llm.device.type, llm.dtype, llm.hardware, llm.link_gb_per_s, budgets,
-        options.disk_dir and options.disk_dir.resolve(), options.disk_gb_per_s,
+        options.disk_dir and options.disk_dir.resolve(), options.disk_gb_per_s, found.layer_bytes,
         format_of(options.input, options.format), job.url, options.sampling, options.seed, job.created, heartbeat,
     )  # fmt: skip
 
@@ -196,7 +197,7 @@ class Actor:
                 setting.budgets["host"], setting.dtype, setting.hardware, setting.disk_dir, setting.disk_gb_per_s,
                 setting.budgets["disk"],
             )  # fmt: skip
-            self.llm.load()
+            load_weights(self.llm, setting.layer_bytes)
             self.read = reader(setting.form, setting.url, self.llm, setting.sampling, setting.seed)
         except InputError as error:  # told with the first batch: Ray starts an actor that raises again and again
             self.trouble = _told(error)
