@@ -128,7 +128,7 @@ class Phases:
                 for last in (False, True):
                     table[verb, False, last] = np.where(many, value, table.get((verb, False, last), 0.0))
         streamed = loads.layout.total_bytes > loads.resident
-        for verb in set(seconds) - seen:
+        for verb in [verb for verb in seconds if verb not in seen]:
             beside = np.where(many, seconds[verb], 0.0)
             on_link = streamed & (RESOURCE_OF.get(verb) == "h2d")
             for other, extra in (("load_weights", on_link * beside), ("attend_prefill", ~on_link * beside)):
@@ -206,8 +206,9 @@ class Phases:
             total = total + (L - choosing) * (of_whole - of_layer)
         return total
 
-    def verbs(self, phase: int) -> set[str]:
-        return {verb for verb, _, _ in self.seconds[phase]}
+    def verbs(self, phase: int) -> list[str]:
+        """Each once, always in the same order: sums then end in the same last digit in every process."""
+        return list(dict.fromkeys(verb for verb, _, _ in self.seconds[phase]))
 
     def busy(self, phase: int) -> dict[str, np.ndarray]:
         """Seconds of one iteration on each resource."""
@@ -233,7 +234,7 @@ class Phases:
     def traffic(self, phase: int) -> dict[tuple[str, str], np.ndarray]:
         """(link, kind) -> bytes of one iteration."""
         moved: dict[tuple[str, str], np.ndarray] = {}
-        for verb in {verb for verb, _, _ in self.link_bytes[phase]}:
+        for verb in dict.fromkeys(verb for verb, _, _ in self.link_bytes[phase]):
             resource = RESOURCE_OF[verb]
             if resource == "host_compute":
                 continue

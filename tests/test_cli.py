@@ -1,6 +1,9 @@
 """The commands that run no model: what they print for people, for programs, and for wrong input."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -138,3 +141,25 @@ def test_the_saved_policy_is_the_one_found(tmp_path, capsys):
     path = tmp_path / "policy.json"
     assert cli.main([*SEARCH, "--save-policy", str(path), "--json"]) == 0
     assert Policy.load(path).to_dict() == strict_json(capsys.readouterr().out)["policy"]
+
+
+def test_a_prediction_is_the_same_text_in_every_process():
+    """Nothing is summed, or named, in the order of a set, which changes from process to process."""
+    code = (
+        "from flexhybrid.cli import main; main(['simulate', '--system', 'capture', '--model', 'opt-6.7b', "
+        "'--hardware', 't4', '--batch', '32', '--prompt-len', '300', '--gen-len', '40', '--json'])"
+    )
+    texts = {
+        subprocess.run(
+            [sys.executable, "-c", code], env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, check=True
+        ).stdout
+        for seed in "123"
+    }
+    assert len(texts) == 1 and texts.pop()
+
+
+def test_a_batch_beyond_all_reason_is_refused(capsys):
+    """It would fill the memory with lengths before anything else could fail."""
+    args = ["--model", "opt-6.7b", "--hardware", "t4", "--batch", str(1 << 31), "--prompt-len", "9", "--gen-len", "9"]
+    assert cli.main(["simulate", "--system", "capture", *args]) == 2
+    assert "2,147,483,648 requests is more than" in capsys.readouterr().err

@@ -8,6 +8,8 @@ import numpy as np
 
 from flexhybrid.core.errors import InputError
 
+MOST_REQUESTS = 1 << 24  #: of one length; more is a slip, and would fill the memory before anything else fails
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -30,6 +32,9 @@ class Workload:
 
     @staticmethod
     def uniform(num_requests: int, prompt_tokens: int, max_tokens: int) -> Workload:
+        """Requests of one length. Raises InputError for more than MOST_REQUESTS."""
+        if num_requests > MOST_REQUESTS:
+            raise InputError(f"a batch of {num_requests:,} requests is more than {MOST_REQUESTS:,}")
         return Workload(np.full(num_requests, prompt_tokens), np.full(num_requests, max_tokens))
 
     @property
