@@ -3,6 +3,7 @@ PYTHON ?= python3
 ARGS ?=
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+TESTING := .venv/.testing
 
 # Idle OpenMP threads sleep instead of spinning on the core that a link worker needs. Set before torch loads.
 export OMP_WAIT_POLICY := PASSIVE
@@ -16,17 +17,17 @@ run: $(INSTALLED)  ## the main job: tables, figures, trace
 
 setup: $(INSTALLED)  ## .venv with all that is needed
 
-test: $(INSTALLED)
+test: $(TESTING)
 	$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
 
 soak: $(INSTALLED)  ## a job killed at hundreds of points and resumed
 	$(BIN)/python tests/soak.py $(ARGS)
 
-lint: $(INSTALLED)
+lint: $(TESTING)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-bench: $(INSTALLED)  ## every figure that has a bar, in one table and results/bench.json
+bench: $(TESTING)  ## every figure that has a bar, in one table and results/bench.json
 	$(BIN)/python -m experiments.bench $(ARGS)
 
 CHECKPOINTS := experiments/checkpoints
@@ -50,7 +51,7 @@ $(CHECKPOINTS)/opt-stdlib-300k/config.json: | $(INSTALLED)
 $(CHECKPOINTS)/opt-stdlib-1m/config.json: | $(INSTALLED)
 	$(BIN)/python $(SMALL) --out $(@D) --hidden 128 --layers 3
 
-$(CHECKPOINTS)/digits/held_out.npz: | $(INSTALLED)
+$(CHECKPOINTS)/digits/held_out.npz: | $(TESTING)
 	$(BIN)/python -m experiments.digits --out $(@D)
 
 gpu:  ## with the machine's own python3 and torch, no .venv
@@ -59,11 +60,17 @@ gpu:  ## with the machine's own python3 and torch, no .venv
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 
-# torch comes first and alone: whichever build pip finds for this machine then settles what the rest needs.
+# torch comes first and alone: whichever build pip finds for this machine then settles what the rest needs. The files of
+# requirements are complete: there is nothing for pip to work out.
 $(INSTALLED): requirements.txt setup.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "flexhybrid needs Python 3.11 or later: make PYTHON=...")'
 	$(PYTHON) -m venv .venv || { echo "On Debian: apt install python3-venv" >&2; exit 1; }
 	$(BIN)/python -m pip install --quiet $$(grep '^torch==' requirements.txt)
-	$(BIN)/python -m pip install --quiet -r requirements.txt
+	$(BIN)/python -m pip install --quiet --no-deps -r requirements.txt
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	touch $@
+
+# Kept apart: whoever only runs jobs waits half as long.
+$(TESTING): $(INSTALLED) requirements-test.txt
+	$(BIN)/python -m pip install --quiet --no-deps -r requirements-test.txt
 	touch $@
