@@ -102,6 +102,11 @@ def write(path, **arrays) -> str:
     return str(path)
 
 
+def touched(path, content: bytes = b"") -> str:
+    path.write_bytes(content)
+    return str(path)
+
+
 ONE, LOCAL = {"--energy-j": None}, {"--energy-j": None, "--logits": None, "--labels": None}
 
 
@@ -119,7 +124,8 @@ def labelled(folder) -> list[str]:
         ({"--labels": lambda f: [write(f / "x.npz", labels=labels_of()[1:])]}, "labels for 299"),
         ({"--labels": lambda f: [write(f / "x.npz", labels=labels_of() / 2)]}, "must be whole numbers"),
         ({"--labels": ["nowhere.npz"]}, "cannot read nowhere.npz"),
-        ({"--labels": lambda f: [str(f / "a.txt")]}, "ends in .npz or .parquet"),
+        ({"--labels": lambda f: [touched(f / "x.npz")]}, "x.npz is an empty file"),
+        ({"--labels": lambda f: [touched(f / "a.txt", b"0")]}, "ends in .npz or .parquet"),
         ({**ONE, "--logits": lambda f: ["a=" + write(f / "n.npz", logits=np.full((NUM, 5), np.nan))]},
          "logits of a are not numbers at request 0"),
         ({**ONE, "--logits": lambda f: ["a=" + write(f / "n.npz", x=np.zeros(3))]}, "it needs 'logits' and has x"),
@@ -146,7 +152,7 @@ def test_fit_says_what_is_wrong(files, change, words, capsys):
     ("more", "words"),
     [
         (["--cost", "seconds"], "seconds of a request on a is not known"),
-        (["--accuracy", "1"], "no thresholds reach an accuracy of 100.00%"),
+        (["--accuracy", "0.999"], "no thresholds answer 300 of 300 requests right"),
         (["--accuracy", "1.5"], "accuracy is 1.5"),
         (["--caution", "0.5"], "caution is 0.5"),
     ],

@@ -132,7 +132,7 @@ def curve_of(points: list[tuple[int, float]]) -> Curve:
 def test_ap_is_the_cheapest_that_is_as_accurate():
     curve = curve_of([(50, 1.0), (80, 2.0), (90, 4.0), (95, 9.0)])
     assert [accuracy_preserving(curve, right) for right in (10, 80, 81, 95)] == [0, 1, 2, 3]
-    with pytest.raises(InputError, match="96.00%; the best reach 95.00%"):
+    with pytest.raises(InputError, match="answer 96 of 100 requests right; the best answer 95, an accuracy of 95.00%"):
         accuracy_preserving(curve, 96)
 
 

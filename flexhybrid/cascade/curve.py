@@ -88,8 +88,8 @@ def accuracy_preserving(curve: Curve, num_correct: int) -> int:
     places = np.flatnonzero(curve.num_correct >= num_correct)
     if not len(places):
         raise InputError(
-            f"no thresholds reach an accuracy of {num_correct / curve.num_requests:.2%}; the best reach "
-            f"{curve.accuracy[-1]:.2%}"
+            f"no thresholds answer {num_correct} of {curve.num_requests} requests right; the best answer "
+            f"{curve.num_correct[-1]}, an accuracy of {curve.accuracy[-1]:.2%}"
         )
     return int(places[0])
 

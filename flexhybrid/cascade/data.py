@@ -17,6 +17,8 @@ NO_LABEL = -1  #: in the place of a token: the answer is shorter
 def read_arrays(path: Path) -> dict[str, np.ndarray]:
     """The arrays of an .npz, or the columns of a .parquet with lists as further axes."""
     try:
+        if not path.stat().st_size:
+            raise InputError(f"{path} is an empty file")
         if path.suffix == ".parquet":
             import pandas as pd
 
