@@ -256,22 +256,31 @@ def test_what_the_cluster_lacks_is_said(run, tmp_path, monkeypatch, capsys):
     assert run(source, tmp_path / "out", *RAY) == 2 and "pip install 'ray[data,serve]" in capsys.readouterr().err
 
 
-def test_a_local_cluster_is_started_only_where_no_address_is_given(monkeypatch):
+def test_a_local_cluster_is_started_only_where_no_address_is_given(tmp_path, monkeypatch):
     import ray
+    from ray._private import services
 
     started, said, failures = [], [], [RuntimeError("timed out")]
 
     def init(address, **options):
-        if address == "auto":
-            raise ConnectionError("nobody there")
         if failures:
             raise failures.pop()
         started.append(address)
 
+    with socket.socket() as gone:
+        gone.bind(("127.0.0.1", 0))
+        nobody = f"127.0.0.1:{gone.getsockname()[1]}"
+    monkeypatch.setattr(services, "find_gcs_addresses", lambda: [])  # processes of this machine
+    monkeypatch.setattr(services, "find_bootstrap_address", lambda folder: remembered)
+    remembered = None
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr(ray, "shutdown", lambda: started.append("ended"))
-    for address, words in (("10.0.0.1:6379", "no Ray cluster at RAY_ADDRESS=10"), ("ray://x:1", "remote client")):
+    for address, words in (
+        (nobody, f"no Ray cluster at RAY_ADDRESS={nobody}: nothing listens at"),
+        ("nowhere", "no Ray cluster at RAY_ADDRESS=nowhere"),
+        ("ray://x:1", "remote client"),
+    ):
         monkeypatch.setenv("RAY_ADDRESS", address)
         with pytest.raises(InputError, match=words), ray_cluster.cluster(said.append):
             pass
@@ -279,7 +288,17 @@ def test_a_local_cluster_is_started_only_where_no_address_is_given(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS")
     with ray_cluster.cluster(said.append):
         assert started[-1] == "local"
-    assert started[-1] == "ended" and "a local one is started" in said[0]
+    assert started[-1] == "ended" and "none is known; a local one is started" in said[0]
+    remembered = nobody  # of a cluster that has ended
+    with ray_cluster.cluster(said.append):
+        assert started[-1] == "local"
+    assert "nothing listens at " in said[1] and nobody.rpartition(":")[2] in said[1]
+    with socket.create_server(("", 0)) as somebody:  # Ray takes this machine's own address for 127.0.0.1
+        remembered = f"127.0.0.1:{somebody.getsockname()[1]}"
+        with ray_cluster.cluster(said.append):
+            assert started[-1].endswith(remembered.rpartition(":")[2])
+    assert len(said) == 2
+    remembered = nobody
     failures.extend([RuntimeError("timed out"), RuntimeError("timed out")])
     with pytest.raises(InputError, match="did not start: timed out"), ray_cluster.cluster(said.append):
         pass

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 import os
+import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from flexhybrid.core.errors import InputError
 
 #: Of a cluster started here: what a job passes on is small.
 OBJECT_STORE_BYTES = 256 << 20
+LISTENS_WITHIN_S = 2.0  #: Ray itself asks a cluster that is gone for minutes
 MAX_RETRIES = 8  #: of work whose process died: what kills every one of them must not do so for ever
 #: Of every process that computes: idle OpenMP threads sleep instead of spinning. Ray itself gives a process as many
 #: threads as CPUs (OMP_NUM_THREADS).
@@ -56,15 +58,39 @@ def cluster(say: Callable[[str], None]) -> Iterator:
     options = {"log_to_driver": False, "logging_level": logging.ERROR}
     try:
         try:
-            ray.init("auto", **options)
+            ray.init(_listening(), **options)
         except ConnectionError as error:
             if address:
                 raise InputError(f"no Ray cluster at RAY_ADDRESS={address}: {error}") from None
-            say("ray        no cluster found (RAY_ADDRESS, or `ray start` on this machine): a local one is started")
+            say(f"ray        no cluster (RAY_ADDRESS, or `ray start` on this machine): {error}; a local one is started")
             start_local(ray, **options)
         yield ray
     finally:
         ray.shutdown()
+
+
+def _listening() -> str:
+    """The address that Ray would take for "auto". Raises ConnectionError where there is none, or nobody listens.
+
+    Ray remembers the address of its last cluster beyond the cluster's end, and only its own insides tell which it
+    would take.
+    """
+    from ray._private.services import canonicalize_bootstrap_address
+
+    try:
+        address = canonicalize_bootstrap_address("auto")
+    except ConnectionError:
+        address = None
+    except Exception as error:  # RAY_ADDRESS is none, or a name of no machine
+        raise ConnectionError(str(error)) from None
+    if address is None:
+        raise ConnectionError("none is known")
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), LISTENS_WITHIN_S).close()
+    except (OSError, ValueError) as error:
+        raise ConnectionError(f"nothing listens at {address} ({error})") from None
+    return address
 
 
 def start_local(ray, **options) -> None:
