@@ -19,7 +19,16 @@ from flexhybrid.jobs.run_cli import DISK_DIR_HELP, add_doctor, add_run
 class Parser(argparse.ArgumentParser):
     """argparse, but a wrong argument is one line, as any other error."""
 
+    def parse_known_args(self, args=None, namespace=None):
+        """What a command does not know is its own error, not that of the parser above it."""
+        found, rest = super().parse_known_args(args, namespace)
+        if rest:
+            self.error(f"unrecognized arguments: {' '.join(rest)}")
+        return found, rest
+
     def error(self, message: str):
+        if message.endswith("expected one argument"):
+            message += ", which does not begin with -"
         self.exit(2, f"flexhybrid: {message} (see {self.prog} --help)\n")
 
 
@@ -110,7 +119,7 @@ def _add_simulate(commands) -> None:
         "name lists all.",
         allow_abbrev=False,
     )
-    parser.add_argument("--system", default="capture", help="a system by name, with options as in a call (capture)")
+    parser.add_argument("--system", default="capture", help="by name, options as in a call, or a JSON file (capture)")
     _model_and_machine(parser)
     parser.add_argument("--batch", type=int, required=True, help="requests")
     parser.add_argument("--policy", type=Path, help="a policy JSON file in place of --system")
@@ -189,7 +198,7 @@ def _add_accuracy(commands) -> None:
         "infinigen)",
     )  # fmt: skip
     parser.add_argument("--length", type=int, help="tokens of a text (all the model's positions, at most 2048)")
-    parser.add_argument("--prompt-tokens", type=int, help="of those, in the prompt (an eighth)")
+    parser.add_argument("--prompt-tokens", type=int, help="of those, in the prompt: what h2o(0.5) takes half of (1/8)")
     parser.add_argument("--num-texts", type=int, help="texts of that length, evenly over the file (4)")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="(float32)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
@@ -266,9 +275,18 @@ def _budgets(args) -> dict[str, str | None]:
     return {tier: getattr(args, f"{tier}_memory") for tier in ("device", "host", "disk")}
 
 
+def _remark(args) -> None:
+    """Say on stderr which budgets the machine does not have."""
+    from flexhybrid.jobs.simulate import remarks
+
+    for line in remarks(args.hardware, _budgets(args)):
+        print(f"flexhybrid: {line}", file=sys.stderr)
+
+
 def _simulate(args) -> dict:
     from flexhybrid.jobs.simulate import describe, run_simulate
 
+    _remark(args)
     keys = ("system", "model", "hardware", "batch", "prompt_len", "gen_len", "dtype", "clock")
     outcome = run_simulate({key: getattr(args, key) for key in keys}, args.policy, _budgets(args))
     if not args.json:
@@ -286,6 +304,7 @@ def _search(args) -> dict:
         **{name: getattr(args, name) for name in names}, time_limit=args.time_limit, budgets=_budgets(args),
         confirm=not args.no_confirm, lp=args.lp,
     )  # fmt: skip
+    _remark(args)
     for path in (args.save_policy, args.lp):
         if path:
             check_new_file(path)  # before the work

@@ -91,7 +91,7 @@ class SamplingParams:
         if self.n != 1:
             raise InputError(f"n is {self.n}; one answer a prompt is supported: give the prompt n times")
         if self.max_tokens is not None:
-            _whole("max_tokens", self.max_tokens, 1, other=", or None for all that the model has positions for")
+            _whole("max_tokens", self.max_tokens, 1, other=", or None (JSON: null) for all that the model has room for")
         _whole("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InputError(f"min_tokens is {self.min_tokens}, more than max_tokens, which is {self.max_tokens}")

@@ -31,7 +31,7 @@ BY_DEFINITION = (
 #: What lies in double buffers.
 _SLOTTED = frozenset((
     "weight slots", "weight staging", "ACT buffers", "KV buffers", "ACT staging", "KV staging", "staging",
-    "landing strips", "gathered rows", "places", "partial key buffers", "query strips", "attended rows",
+    "copies from the device", "gathered rows", "places", "partial key buffers", "query strips", "attended rows",
 ))  # fmt: skip
 
 
@@ -114,7 +114,7 @@ class _Replay:
                 rows = len(store.rows) * self.row[store.representation]
                 self._hold("device", "staging", part, rows)
                 if store.tier != "device":
-                    self._hold("host", "landing strips", part, rows)
+                    self._hold("host", "copies from the device", part, rows)
             blocks = (int(store.blocks.max()) + 1) * BLOCK_TOKENS * self.row[store.representation]
             self._hold(store.tier, f"{store.representation} pool", (part, task.layer), blocks)
 

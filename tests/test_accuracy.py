@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ from models import save_llama, save_opt
 from flexhybrid.cli import main
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.policy import Bits, Placement, Policy, Selection
-from flexhybrid.jobs.accuracy import AccuracyOptions, accuracy, read_texts
+from flexhybrid.jobs.accuracy import AccuracyOptions, _show, accuracy, read_texts
+from flexhybrid.jobs.report import Report
 from flexhybrid.llm import LLM
 
 LENGTH, PROMPT = 80, 40
@@ -155,8 +157,11 @@ def test_a_selection_s_cosine_is_that_of_the_tokens_it_keeps(checkpoint, text_fi
     assert found == pytest.approx(float(cosine.mean()), rel=1e-4)
 
 
-def test_tables_figure_and_json_say_the_same(measured):
+def test_tables_figure_and_json_say_the_same(measured, capsys):
     result, out = measured
+    _show(Report(quiet=False), result)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "a share of the prompt, which is 50% of a text" in said and "as 25.0% of a text has" in said
     assert json.loads((out / "accuracy.json").read_text()) == result
     lines = (out / "accuracy.csv").read_text().splitlines()
     assert lines[0] == "policy,perplexity,over_full,agreement,cosine,looked_at,moved"
@@ -199,6 +204,7 @@ def test_the_command_line_prints_one_json_object(checkpoint, text_file, tmp_path
         (["--policies", "kv_only", "kv_only"], "called 'kv_only'"),
         (["--policies", "uvm"], "cannot be run"),
         (["--text", "/nowhere"], "cannot read text file /nowhere"),
+        (["--text", os.devnull], f"{os.devnull} is empty"),
         (["--policies", "nothing"], "unknown system"),
         (["--policies", "kvpr_row"], "flexhybrid profile"),
     ],

@@ -62,6 +62,11 @@ def test_json_is_one_object_on_stdout(arguments, key, tmp_path, capsys):
         ((*SIMULATE, "--hardware", "rtx4080"), "did you mean rtx4090"),
         ((*SIMULATE, "--batch", "x"), "invalid int value: 'x'"),
         ((*SIMULATE, "--policy", "EMPTY"), "the policy is empty"),
+        ((*SIMULATE, "--system", "EMPTY"), "the policy is empty"),
+        ((*SIMULATE, "--system", "/nowhere.json"), "cannot read policy file /nowhere.json"),
+        ((*SIMULATE, "--device-memory", "-4GiB"), "expected one argument, which does not begin with -"),
+        ((*SIMULATE, "--bach", "3"), "unrecognized arguments: --bach 3 (see flexhybrid simulate --help)"),
+        (("cascade", "plan", "--bach"), "flexhybrid cascade plan --help"),
         ((*SIMULATE, "--device-memory", "1MiB", "--system", "kv_only"), "does not fit"),
         ((*SEARCH, "--prompt-len", "4096"), "positions for 2048"),
         ((*SEARCH, "--device-memory", "0"), "must be positive"),
@@ -115,6 +120,14 @@ def test_a_resident_system_that_streams_says_so(capsys):
     assert "not resident: not all weights fit" in capsys.readouterr().out
 
 
+def test_a_budget_beyond_the_machine_is_remarked(capsys):
+    for command in (SIMULATE, SEARCH):
+        assert cli.main([*command, "--device-memory", "100GiB", "--json"]) == 0
+        said = capsys.readouterr()
+        assert "--device-memory 100GiB is more than the 16.00 GiB that t4 has" in said.err and strict_json(said.out)
+    assert cli.main([*SIMULATE, "--device-memory", "15GiB"]) == 0 and not capsys.readouterr().err
+
+
 def test_rivals_are_told_whole(capsys):
     """Each rival's error is there to its end, and each share of weights."""
     assert cli.main([*SEARCH, "--host-memory", "3GiB", "--max-batch", "4"]) == 0
@@ -140,7 +153,13 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_search(option, pla
 def test_the_saved_policy_is_the_one_found(tmp_path, capsys):
     path = tmp_path / "policy.json"
     assert cli.main([*SEARCH, "--save-policy", str(path), "--json"]) == 0
-    assert Policy.load(path).to_dict() == strict_json(capsys.readouterr().out)["policy"]
+    found = strict_json(capsys.readouterr().out)
+    assert Policy.load(path).to_dict() == found["policy"]
+    runs = []
+    for option in ("--policy", "--system"):
+        assert cli.main([*SIMULATE, option, str(path), "--json"]) == 0
+        runs.append(strict_json(capsys.readouterr().out))
+    assert runs[0] == runs[1] and runs[0]["policy"] == found["policy"]
 
 
 def test_a_prediction_is_the_same_text_in_every_process():

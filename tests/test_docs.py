@@ -60,7 +60,9 @@ def test_every_block_of_a_page_works_as_written(name, clone, capsys):
         if language == "json":
             (clone / file).write_text(text)
         elif language == "python":
-            exec(compile(text, f"docs/{name}.md", "exec"), {"__name__": "page"})
+            left = {"__name__": "page"}
+            exec(compile(text, f"docs/{name}.md", "exec"), left)
+            assert all(0 <= share <= 1 for share in left.get("busy", {}).values())
         else:
             commands = COMMAND.findall(text)
             assert len(commands) == len(text.splitlines())

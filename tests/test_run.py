@@ -89,7 +89,10 @@ def by_id(path: Path) -> dict[str, dict]:
 def test_answers_are_those_of_generate_in_openais_form(tiny, tiny_llm, tmp_path, capsys):
     source, out = requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
     assert run(source, out, tiny) == 0
-    assert "12 answered, 0 refused, 0 left of 12 lines" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "12 answered, 0 refused, 0 left of 12 lines" in told and "tokens of answers in all; " in told
+    assert "no speed: this machine is not profiled" in told and "limited by" not in told
+    assert "tokens/s; the whole command " in told
     asked = read(source)
     params = [
         SamplingParams(

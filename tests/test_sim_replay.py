@@ -100,7 +100,8 @@ def test_a_small_run_worked_out_by_hand():
     assert parts["host"]["kv pool"] == 3 * 2 * 3 * 16 * token  # layers, requests, blocks
     assert parts["device"]["KV buffers"] == 2 * 2 * 2 * 16 * token  # slots, requests, blocks
     assert parts["device"]["attention buffer"] == 2 * (32 + 1) * token
-    assert parts["device"]["staging"] == parts["host"]["landing strips"] == 2 * 2 * 20 * token  # the prompt's rows
+    # the prompt's rows
+    assert parts["device"]["staging"] == parts["host"]["copies from the device"] == 2 * 2 * 20 * token
     assert parts["device"]["hidden states"] == 2 * 20 * 64 * 4
     assert parts["device"]["weight slots"] == 2 * wave.layout.total_bytes
     assert parts["host"]["weights"] == 3 * wave.layout.total_bytes

@@ -347,7 +347,7 @@ def memory_parts(
     on_host = policy.attention == "host"
     tiers["host"] |= {
         "weights": layers * (streamed - on_disk),
-        "landing strips": NUM_SLOTS * staged["host"],
+        "copies from the device": NUM_SLOTS * staged["host"],
         "weight staging": NUM_SLOTS * on_disk,
         "ACT staging": NUM_SLOTS * sizes.act_staging_blocks * BLOCK_TOKENS * row["act"],
         "KV staging": NUM_SLOTS * sizes.kv_staging_blocks * BLOCK_TOKENS * row["kv"],
@@ -412,7 +412,7 @@ def check_budget(plan: dict[str, dict[str, int]], budgets: dict[str, int | None]
             if size > left:
                 raise InputError(
                     f"{tier} memory: {what} needs at least {gib(sum(parts.values()))}, the budget is {gib(budget)}; "
-                    f"{part} asks {gib(size)} where {gib(left)} is left"
+                    f"the part for {part} is {gib(size)} where {gib(left)} is left"
                 )
             left -= size
 

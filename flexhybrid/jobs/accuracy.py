@@ -156,6 +156,8 @@ def read_texts(llm: LLM, path: Path, length: int, most: int) -> list[list[int]]:
         ids = llm.tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
         longest = max(longest, len(ids))
         texts += [start + ids[i : i + size] for i in range(0, len(ids) - size + 1, size)]
+    if not longest:
+        raise InputError(f"{path} is empty")
     if not texts:
         raise InputError(f"{path}: its longest document has {longest} tokens; a text takes {size}: give --length")
     return [texts[i * len(texts) // most] for i in range(most)] if len(texts) > most else texts
@@ -246,11 +248,13 @@ def _show(report: Report, result: dict) -> None:
     grid.columns = [f"{first}-" for first in grid.columns]
     report.say("\nPerplexity by position\n")
     report.say(_rounded(grid.reset_index()).to_string(index=False))
+    share = result["prompt_tokens"] / result["length"]
     report.say(
         f"\nover_full: perplexity over {FULL_CACHE}'s; agreement: greedy tokens that are {FULL_CACHE}'s; cosine:\n"
         "of the attention weights with the full cache's, mean over steps, layers and heads; looked_at: share of the\n"
         "tokens so far that a head attends to; moved: bytes loaded for the context over those of all its keys and\n"
-        "values."
+        f"values. The budget of h2o is a share of the prompt, which is {share:.0%} of a text here: h2o(0.5) looks at\n"
+        f"about as many tokens as {share / 2:.1%} of a text has (--prompt-tokens)."
     )
 
 

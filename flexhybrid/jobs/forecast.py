@@ -131,7 +131,7 @@ def _later_steps(wave: Wave, pieces: int) -> list[int]:
 
 
 def plan_lines(llm: LLM, found: Forecast, counts: str) -> list[str]:
-    """The plan for people: five lines."""
+    """The plan for people: five lines; without a profile nothing is said of speed and limit but why."""
     memory = []
     for tier, size in found.memory.items():
         if size:
@@ -141,17 +141,17 @@ def plan_lines(llm: LLM, found: Forecast, counts: str) -> list[str]:
         unknown = "is not profiled (--policy auto does that)"
         if llm.hardware is not None:
             unknown = "was profiled without some of the policy's tasks (a disk's: flexhybrid profile --disk DIR)"
-        predicted, limit = f"nothing: this machine {unknown}", "not known"
+        predicted, limit = f"no speed: this machine {unknown}", []
     else:
         end = time.strftime("%a %H:%M", time.localtime(time.time() + found.seconds))
         predicted = f"{found.tokens / found.seconds:.1f} tokens/s, {duration(found.seconds)}: done by {end}"
-        limit = f"{found.first_wave.binding}, busy {found.first_wave.busy:.0%} of its longest phase"
+        limit = [f"limited by {found.first_wave.binding}, busy {found.first_wave.busy:.0%} of its longest phase"]
     return [
         f"policy     {describe(llm.policy)}",
-        f"requests   {counts}, up to {found.tokens:,} tokens; {found.wave_requests} at a time",
+        f"requests   {counts}, at most {found.tokens:,} tokens of answers in all; {found.wave_requests} at a time",
         f"predicted  {predicted}",
         f"memory     {', '.join(memory)}",
-        f"limited by {limit}",
+        *limit,
     ]
 
 

@@ -365,9 +365,9 @@ class Job:
         say(f"{counts['answered']:,} answered, {counts['refused']:,} refused, {counts['left']:,} left of "
             f"{counts['lines']:,} lines" + (f" ({earlier:,} before this run)" if earlier else ""))  # fmt: skip
         if seconds:
-            against = f"; predicted {duration(predicted)}" if predicted else ""
+            against = f" (predicted {duration(predicted)})" if predicted else ""
             speed = f"{self.tokens:,} tokens in {duration(seconds)}: {rate:.1f} tokens/s"
-            say(f"{speed}{against} ({duration(total_s)} in all)")
+            say(f"{speed}{against}; the whole command {duration(total_s)}")
         say(f"answers    {options.output}")
         if counts["refused"]:
             say(f"refused    {options.errors or f'{options.output}, lines of status_code 400'}")

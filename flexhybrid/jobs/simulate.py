@@ -54,9 +54,23 @@ def setting_of(point: dict, budgets: dict[str, str | None] | None = None) -> Set
     )  # fmt: skip
 
 
+def remarks(hardware: str, budgets: dict[str, str | None]) -> list[str]:
+    """A line for each budget beyond what the machine has: it is taken, to ask what more memory would bring."""
+    machine = catalogue.load(hardware)
+    lines = []
+    for tier, text in budgets.items():
+        there, given = getattr(machine, f"{tier}_memory"), parse_bytes(text)
+        if there is not None and given is not None and given > there:
+            lines.append(f"--{tier}-memory {text} is more than the {gib(there)} that {machine.name} has")
+    return lines
+
+
 def run_simulate(point: dict, policy: Path | None = None, budgets: dict[str, str | None] | None = None) -> Outcome:
-    """One run. ``policy``: a policy file in place of the system. ``budgets``: memories as text; None: the machine's."""
+    """One run. ``policy``: a policy file in place of the system, which may itself be named as one: mine.json.
+    ``budgets``: memories as text; None: the machine's."""
     setting = setting_of(point, budgets)
+    if policy is None and point["system"].endswith(".json"):
+        policy = Path(point["system"])
     made = system(point["system"], setting) if policy is None else System("", Policy.load(policy), setting.hardware)
     return simulate(
         setting.shape, made.hardware, made.policy, setting.batch, setting.prompt_tokens, setting.max_tokens,
