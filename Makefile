@@ -65,12 +65,16 @@ clean:
 $(INSTALLED): requirements.txt setup.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "flexhybrid needs Python 3.11 or later: make PYTHON=...")'
 	$(PYTHON) -m venv .venv || { echo "On Debian: apt install python3-venv" >&2; exit 1; }
+	@echo "setup 1 of 3: torch, the largest by far: 0.2 GB to fetch where it is for a CPU, some 3 GB with CUDA; some minutes"
 	$(BIN)/python -m pip install --quiet $$(grep '^torch==' requirements.txt)
+	@echo "setup 2 of 3: what else jobs need, 0.2 GB: a minute or two"
 	$(BIN)/python -m pip install --quiet --no-deps -r requirements.txt
+	@echo "setup 3 of 3: flexhybrid itself: seconds"
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
 	touch $@
 
 # Kept apart: whoever only runs jobs waits half as long.
 $(TESTING): $(INSTALLED) requirements-test.txt
+	@echo "setup for tests, lint and bench: a minute or two"
 	$(BIN)/python -m pip install --quiet --no-deps -r requirements-test.txt
 	touch $@

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,14 @@ def test_the_doctor_says_what_fits_and_what_to_change(clone, capsys):
     assert large["tokens_per_s"] is None and "budget" in large["how"]
     assert found["gb_per_s"] == {"h2d": 10.0, "d2h": 10.0} and found["profile"]["measured"]
     assert cli.main(["doctor", "--models", "gpt-5"]) == 2
+
+
+def test_no_step_of_setup_is_silent():
+    """pip says nothing for minutes: a line before each of its runs says what it fetches."""
+    said = subprocess.run(["make", "-nB", ".venv/.testing"], cwd=ROOT, capture_output=True, text=True, check=True)
+    lines = said.stdout.splitlines()
+    steps = [number for number, line in enumerate(lines) if "pip install" in line and "||" not in line]
+    assert len(steps) == 4 and all(lines[number - 1].startswith('echo "setup') for number in steps)
 
 
 def test_the_page_about_cascades_works_as_written(clone, capsys):
