@@ -100,7 +100,11 @@ def test_the_readme_leads_to_the_command(clone, capsys):
 def test_the_doctor_says_what_fits_and_what_to_change(clone, capsys):
     assert cli.main(["doctor", "--device", "cpu", "--models", "opt-125m"]) == 0
     out = capsys.readouterr().out
-    assert "not measured, nothing can be predicted: run flexhybrid profile" in out
+    assert "not measured, so no speed is predicted: run flexhybrid profile" in out
+    assert re.search(r"opt-125m +238.88 MiB +-  fits the device", out)
+    assert cli.main(["doctor", "--device", "cpu", "--models", "opt-175b"]) == 0
+    assert re.search(r"opt-175b .* does not fit: one request at a time needs 32\d\.\d\d GiB", capsys.readouterr().out)
+    assert cli.main(["doctor", "--device", "cpu", "--models", "gpt-5"]) == 2 and "gpt-5" in capsys.readouterr().err
     MACHINE.save(clone / "cache/hardware-cpu.json")
     assert cli.main(["doctor", "--device", "cpu", "--json", "--models", "opt-125m", "opt-175b"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -33,11 +33,11 @@ PATHS = {
 
 @dataclass(frozen=True)
 class Fit:
-    """A model on this machine, by prediction."""
+    """A model on this machine, by prediction; without a profile by its size alone."""
 
     model: str
     weights_bytes: int
-    tokens_per_s: float | None  #: None: it does not fit
+    tokens_per_s: float | None  #: None: it does not fit, or nothing is measured
     how: str  #: the policy in words, or what is lacking
     binding: str = ""
 
@@ -54,16 +54,14 @@ def doctor(
         budgets["device"] = free_device_memory(device)
     elif free is not None:  # both tiers are host memory
         budgets = {"device": int(free * 0.45), "host": int(free * 0.45)}
-    fits = []
-    if hardware is not None:
-        if hardware.name == "local" and "attend_host" not in hardware.lines:
-            space = replace(LOSSLESS, attention=("device",))
-        else:
-            space = LOSSLESS
-        lengths = Workload.uniform(1, prompt_tokens, max_tokens)
-        for name in models or KNOWN_SHAPES:
-            on_model(name)
-            fits.append(_fit(shape_of(name), hardware, lengths, budgets, space))
+    if hardware is not None and hardware.name == "local" and "attend_host" not in hardware.lines:
+        space = replace(LOSSLESS, attention=("device",))
+    else:
+        space = LOSSLESS
+    lengths, fits = Workload.uniform(1, prompt_tokens, max_tokens), []
+    for name in models or KNOWN_SHAPES:
+        on_model(name)
+        fits.append(_fit(shape_of(name), hardware, lengths, budgets, space))
     return {
         "versions": {"flexhybrid": __version__, "python": platform.python_version(), **_versions()},
         "device": {"type": device.type, "name": device_name(device), "free_bytes": budgets.get("device")},
@@ -77,17 +75,33 @@ def doctor(
     }
 
 
-def _fit(shape: ModelShape, hardware: Hardware, lengths: Workload, budgets: dict, space) -> Fit:
-    p = DTYPE_BYTES[hardware.dtype]
+def _fit(shape: ModelShape, hardware: Hardware | None, lengths: Workload, budgets: dict, space) -> Fit:
+    p = DTYPE_BYTES[hardware.dtype if hardware else shape.dtype]
     size = shape.num_layers * shape.layer_bytes(p) + shape.embedding_bytes(p)
-    if int(lengths.prompt_tokens[0] + lengths.max_tokens[0]) > shape.max_context:
+    tokens = int(lengths.prompt_tokens[0] + lengths.max_tokens[0])
+    if tokens > shape.max_context:
         return Fit(shape.name, size, None, f"the model has {shape.max_context} positions")
+    if hardware is None:
+        need = size + shape.num_layers * tokens * shape.kv_token_bytes(p)
+        return Fit(shape.name, size, None, _by_size(need, budgets))
     try:
         found = search(shape, hardware, p, lengths, budgets=budgets, space=space, time_limit=SEARCH_S)
     except InputError as error:
         return Fit(shape.name, size, None, str(error))
     how = f"{found.batch} at a time, {describe(found.policy).split(': ', 1)[1]}"
     return Fit(shape.name, size, found.prediction["tokens_per_s"], how, found.binding)
+
+
+def _by_size(need: float, budgets: dict[str, int | None]) -> str:
+    """Where the weights and the KV of one request find room; what a step needs besides is not counted."""
+    device, host = (budgets.get(tier) for tier in ("device", "host"))
+    if device is None or host is None:
+        return f"one request at a time needs {gib(need)}; how much memory is free is not known"
+    if need <= device:
+        return "fits the device"
+    if need <= device + host:
+        return "fits device and host together"
+    return f"does not fit: one request at a time needs {gib(need)}, device and host have {gib(device + host)} to use"
 
 
 def _versions() -> dict[str, str]:
@@ -121,7 +135,7 @@ def _advice(device: torch.device, hardware: Hardware | None, measured: bool) -> 
         if shutil.which("nvidia-smi"):
             yield "there is an NVIDIA driver: install a torch that is built for CUDA"
     if not measured:
-        known = "predictions rest on a datasheet" if hardware else "nothing can be predicted"
+        known = "predictions rest on a datasheet" if hardware else "so no speed is predicted"
         yield f"this machine is not measured, {known}: run flexhybrid profile"
     elif not hardware.has_disk:
         yield "no disk is measured: flexhybrid profile --disk DIR lets models use one"
@@ -142,7 +156,8 @@ def describe_doctor(found: dict) -> str:
         lines.append(f"profile {found['profile']['source']}, {found['profile']['dtype']}")
     lines += [f"  {PATHS[key]:<15} {rate:7.2f} GB/s" for key, rate in found["gb_per_s"].items()]
     if found["models"]:
-        lines += ["", f"Predicted, {lengths['prompt_tokens']} prompt and {lengths['max_tokens']} generated tokens, "
+        head = "Predicted" if found["profile"] else "By size alone"
+        lines += ["", f"{head}, {lengths['prompt_tokens']} prompt and {lengths['max_tokens']} generated tokens, "
                   "nothing compressed:", "", f"{'model':<14} {'weights':>10} {'tokens/s':>9}  how"]  # fmt: skip
     for one in found["models"]:
         rate = "-" if one["tokens_per_s"] is None else f"{one['tokens_per_s']:.1f}"
