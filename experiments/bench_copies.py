@@ -70,7 +70,9 @@ def copies_of(wave: Wave) -> dict[str, list[int]]:
     """Bytes of each copy call of a turn's loads and stores, every layer alike: those of one."""
     with patch.object(buffers, "HostMemory", lambda pinned: MetaMemory()):
         held = buffers.Buffers(wave.shape, wave.policy, buffer_sizes(wave), torch.float16, torch.device("meta"))
-    executor = SimpleNamespace(buffers=held, copies=CudaCopies(), speculation=None, chooses_places=False)
+    executor = SimpleNamespace(
+        buffers=held, copies=CudaCopies(), speculation=None, chooses_places=False, looks_at_choice=lambda task: False
+    )  # fmt: skip
     found = {"loads": [], "stores": []}
     for task in stream(wave, first_iteration=GENERATED):
         if task.layer != 1:
