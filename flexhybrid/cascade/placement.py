@@ -268,4 +268,6 @@ def describe(found: Plan) -> str:
         f"  transfers {found.transfer_s:.4g} s a request, {proof}; by {found.how}, {found.num_choices} choices of "
         f"replicas and partitions, {found.seconds:.2f} s"
     )
+    if len(set(used.tolist())) < len(found.load):
+        lines.append("  latency is not weighed: models on a GPU wait for each other; a lower --most-load spreads them")
     return "\n".join(lines)
