@@ -48,3 +48,20 @@ def one_torch_thread():
     """Tiny shapes are fastest on one thread. Does nothing for tests that never load torch."""
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    """The folder of a tiny random OPT."""
+    from models import save_opt
+
+    folder = tmp_path_factory.mktemp("tiny")
+    save_opt(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tiny_llm(tiny):
+    from flexhybrid import LLM
+
+    return LLM(tiny, "kv_only", device="cpu", dtype="float32")

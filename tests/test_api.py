@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from models import save_opt
 from safetensors.torch import load_file, save_file
 
 from flexhybrid import LLM, InputError, Policy, SamplingParams, cli
@@ -18,13 +17,6 @@ from flexhybrid.jobs import shipped
 from flexhybrid.runtime.loader import Checkpoint
 
 ROOT = Path(__file__).parent.parent
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    save_opt(folder)
-    return folder
 
 
 def tokens(llm, prompts, **params):

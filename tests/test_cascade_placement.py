@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from experiments.bench_cluster import ten_models
 from flexhybrid.cascade import assign
 from flexhybrid.cascade.instances import layouts
 from flexhybrid.cascade.placement import MOST_LOAD, describe, most_rate, plan
@@ -94,20 +95,6 @@ def test_program_equals_brute_force_and_bound_and_search_enclose_it(case):
         assert lower_bound(layout, machines, 1.0) <= best * (1 + 1e-9) + 1e-15
         found = assign.search(layout, machines, 1.0, best, float("inf"))
         assert found is None or found[0] >= best * (1 - 1e-9) - 1e-15
-
-
-def ten_models(seed: int):
-    rng = np.random.default_rng(seed)
-    parameters = np.geomspace(0.06, 20, 10) * 1e9 * rng.uniform(0.8, 1.25, 10)
-    models = tuple(
-        ServedModel(
-            f"m{i}", BatchLine(2e-3 + p * 1e-12, p * 2.2e-12), BatchLine(2 * p + 3e8, p * 2e-3),
-            output_bytes=float(rng.uniform(1e3, 1e5)), hidden_bytes=float(rng.uniform(1e5, 2e6)), max_batch=32,
-            max_partitions=8,
-        )
-        for i, p in enumerate(parameters)
-    )  # fmt: skip
-    return models, chain(rng.dirichlet(np.ones(10)))
 
 
 def test_a_large_plan_keeps_every_promise():

@@ -16,7 +16,6 @@ from types import SimpleNamespace
 import numpy as np
 import pandas as pd
 import pytest
-from models import save_opt
 from test_cascade_serve import Toy
 from test_docs import COMMAND, MACHINE, ROOT
 
@@ -42,13 +41,6 @@ def two_cpus():
     ray_cluster.start_local(ray, num_cpus=2, log_to_driver=False, logging_level="ERROR")
     yield
     ray.shutdown()
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    save_opt(folder)
-    return folder
 
 
 @pytest.fixture

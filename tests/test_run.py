@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from models import save_opt
 
 from flexhybrid import LLM, InputError, SamplingParams, cli
 from flexhybrid.batch import answers as answers_module
@@ -32,18 +31,6 @@ from flexhybrid.runtime.engine import Engine
 
 ROOT = Path(__file__).parent.parent
 SHIPPED = shipped("checkpoints/opt-stdlib-4m")
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    save_opt(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def tiny_llm(tiny):
-    return LLM(tiny, "kv_only", device="cpu", dtype="float32")
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,6 @@ import json
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from models import save_opt
 
 from flexhybrid import LLM, InputError, cli
 from flexhybrid.batch.openai import Refused, error_line, parse_answer
@@ -15,18 +14,6 @@ from flexhybrid.jobs import shipped
 from flexhybrid.sampling_params import SamplingParams
 
 MANY = settings(max_examples=260, suppress_health_check=list(HealthCheck), database=None)
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    save_opt(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def tiny_llm(tiny):
-    return LLM(tiny, "kv_only", device="cpu", dtype="float32")
 
 
 @pytest.fixture(scope="module")
