@@ -17,8 +17,9 @@ from flexhybrid.core.blocks import BLOCK_TOKENS, ceil_blocks
 from flexhybrid.core.kinds import Part
 from flexhybrid.core.memory import NUM_SLOTS, buffer_sizes, memory_plan
 from flexhybrid.core.plan import Wave
+from flexhybrid.core.positions import StepPayload
 from flexhybrid.core.selection import first_choosing
-from flexhybrid.core.stream import StepPayload, WeightSlice
+from flexhybrid.core.stream import WeightSlice
 from flexhybrid.core.task import Task
 from flexhybrid.core.trace import TraceEvent
 

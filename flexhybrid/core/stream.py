@@ -1,24 +1,21 @@
-"""The stream of tasks of a wave, in FlexGen's zig-zag (column) order or row by row.
+"""The stream of tasks of a wave, in FlexGen's zig-zag (column) order or row by row (core/positions.py).
 
-The column schedule takes all mini-batches of a layer, then the next layer; the row schedule all layers of a mini-batch,
-then the next mini-batch. Either way the stream is a row of groups that share streamed weights, and of positions (a
-mini-batch in a layer) within them; while a position computes, the link loads a slice of the next group's weights and
-the next position's cache. There is no edge between iterations: the last group of iteration i carries the first loads of
-iteration i + 1. A request leaves when it has its tokens, or, after a stop token, one iteration late: what iteration
-i + 1 does is settled while iteration i runs.
+While a position computes, the link loads a slice of the next group's weights and the next position's cache. There is no
+edge between iterations: the last group of iteration i carries the first loads of iteration i + 1. A request leaves when
+it has its tokens, or, after a stop token, one iteration late: what iteration i + 1 does is settled while iteration i
+runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import cache
-from itertools import groupby, product
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from flexhybrid.core.packing import num_chunks
+from flexhybrid.core import places
+from flexhybrid.core.places import Places, cell, host_hidden
 from flexhybrid.core.plan import Wave
+from flexhybrid.core.positions import Position, StopsUntil, no_stops, positions
 from flexhybrid.core.selection import first_choosing
-from flexhybrid.core.steps import MiniBatchStep, counts_of, make_step, step_work
 from flexhybrid.core.task import RESOURCES, Access, Task, Work
 
 PAGE_BYTES = 4096  #: slices of a streamed layer end on whole pages
@@ -35,22 +32,6 @@ class WeightSlice(NamedTuple):
     end: int
     disk_start: int = 0
     disk_end: int = 0
-
-
-class StepPayload(NamedTuple):
-    """A mini-batch's step and the buffer slots it uses in this layer."""
-
-    step: MiniBatchStep
-    slot: int  #: of the KV, ACT, staging and strip buffers
-    weight_slot: int
-
-
-StopsUntil = Callable[[int], "set[int] | frozenset[int]"]
-
-
-def no_stops(iteration: int) -> frozenset[int]:
-    """Nobody stops early: the lengths alone decide (ignore_eos, and every prediction)."""
-    return frozenset()
 
 
 def stream(wave: Wave, stops_until: StopsUntil = no_stops, first_iteration: int = 0) -> Iterator[Task]:
@@ -89,22 +70,6 @@ def _met(task: Task, number: int) -> Task:
     )
 
 
-class _Position(NamedTuple):
-    """A mini-batch in a layer."""
-
-    step: MiniBatchStep
-    layer: int
-    works: dict[str, Work]
-    slot: int  #: of the cache buffers
-    weight_slot: int
-    payload: StepPayload  #: of its tasks
-    leads: bool  #: it is the first of its group
-
-    def follows(self, other: _Position) -> bool:
-        """Whether it continues the very requests of the other, so that it needs what the other computes."""
-        return self.step.mini_batch == other.step.mini_batch
-
-
 class _Stream:
     """The state of the stream. Emits tasks verb by verb."""
 
@@ -112,17 +77,13 @@ class _Stream:
         self.wave, self.stops_until = wave, stops_until
         self.num_layers = wave.shape.num_layers
         self.number = 1  # of the position at hand
-        self.on_host = wave.policy.attention == "host"
         self.first_choosing = first_choosing(wave.policy.selection)
-        # What every iteration names anew: the blocks of (kind, mini-batch), the pools that a mini-batch's context in a
-        # layer is read from, and the tasks of a slice of weights.
-        self.extents: dict[tuple[str, int], tuple[int, int]] = {}
-        self.pools: dict[tuple[int, int, str, str], tuple[Access, ...]] = {}
-        self.slices: dict[tuple[int, int, int], tuple[tuple, ...]] = {}
+        self.at = Places(wave)
+        self.slices: dict[tuple[int, int, int], tuple[tuple, ...]] = {}  # the tasks that bring a slice of weights
         self.held: Iterator[Task] = iter(())  # stores that wait for the next position (barriers only)
 
     def tasks(self, first_iteration: int) -> Iterator[Task]:
-        groups = self._groups(first_iteration)
+        groups = positions(self.wave, self.stops_until, first_iteration)
         current, opened = next(groups, None), None
         if current:
             yield from self._load_weights(current, 0, 1)
@@ -151,8 +112,8 @@ class _Stream:
                 if late == "selected":
                     yield from self._load_cache(ahead)
                 if on_host:
-                    out = _cell("out_strip", position.slot)
-                    yield self._task(position, "load_attended", "h2d", (out,), (self._attended(position),))
+                    out = cell("out_strip", position.slot)
+                    yield self._task(position, "load_attended", "h2d", (out,), (self.at.attended(position),))
                 if following and weights_last:
                     yield from self._load_weights(following, index, len(current))
                 yield from self._close(position)
@@ -163,59 +124,19 @@ class _Stream:
             current = following
         yield from self.held
 
-    def _groups(self, first_iteration: int) -> Iterator[list[_Position]]:
-        """Runs of positions that share a layer's weights. Iteration i + 1 is settled when i's last group is taken."""
-        iteration, number, slot = first_iteration, 0, 0
-        laid_out = self._lay_out(iteration, frozenset())
-        while laid_out:
-            layers, column = range(self.num_layers), self.wave.policy.schedule == "column"
-            in_turn = sorted(laid_out, key=lambda s: s[0].chunk)  # so that a chunk need not wait for the one before
-            sharing = [in_turn] if column else [list(one) for _, one in groupby(laid_out, lambda s: s[0].mini_batch)]
-            for members, layer in product(sharing, layers):
-                group = []
-                for step, first, rest in members:
-                    slots = number % 2, slot % 2
-                    payload = StepPayload(step, *slots)
-                    works = rest if layer >= self.first_choosing else first
-                    group.append(_Position(step, layer, works, *slots, payload, not group))
-                    number += 1
-                slot += 1
-                yield group
-            iteration += 1
-            laid_out = self._lay_out(iteration, self.stops_until(iteration - 2))
-
-    def _lay_out(self, iteration: int, stopped) -> list[tuple[MiniBatchStep, dict[str, Work], dict[str, Work]]]:
-        """Steps, and their works in layers that look at all tokens and in those that look at a choice, of the
-        mini-batches that still have a request."""
-        wave, steps = self.wave, []
-        for k, group in enumerate(wave.mini_batches):
-            running = group[wave.workload.max_tokens[group] > iteration]
-            if stopped:
-                running = running[[int(r) not in stopped for r in running]]
-            chunks = num_chunks(wave.policy, wave.workload.prompt_tokens[running]) if iteration == 0 else 1
-            for chunk in range(chunks if len(running) else 0):
-                step = make_step(wave, iteration, k, running, chunk)
-                counts = counts_of(step, wave)
-                works = step_work(wave.shape, wave.policy, wave.stored, counts, False)
-                first = works if counts.selected is None else step_work(
-                    wave.shape, wave.policy, wave.stored, counts, True
-                )  # fmt: skip
-                steps.append((step, first, works))
-        return steps
-
-    def _loads_late(self, position: _Position, ahead: _Position) -> str | None:
+    def _loads_late(self, position: Position, ahead: Position) -> str | None:
         """ "stored": the next position loads what this one stores; "selected": what it selects; None: neither."""
         if ahead.follows(position) and (ahead.layer == position.layer or "load_hidden" in ahead.works and ahead.layer):
             return "stored"
         return "selected" if "gather" in ahead.works else None
 
-    def _opens_early(self, position: _Position, ahead: _Position) -> bool:
+    def _opens_early(self, position: Position, ahead: Position) -> bool:
         """With attention on the host, the next mini-batch projects while the host attends to this one."""
         return "attend_host" in position.works and "attend_host" in ahead.works and not ahead.follows(position)
 
     # ---- loads
 
-    def _load_weights(self, group: list[_Position], index: int, num_slices: int) -> Iterator[Task]:
+    def _load_weights(self, group: list[Position], index: int, num_slices: int) -> Iterator[Task]:
         """Slice of a group's streamed bytes: one slice a position of the group before keeps the link evenly busy.
 
         What lies on the host and what lies on the disk are sliced alike, so that the disk is evenly busy too.
@@ -246,72 +167,76 @@ class _Stream:
         moved = Work(link_bytes=end - start + on_disk, num_copies=len(writes))
         yield "load_weights", "h2d", moved, reads, writes, payload
 
-    def _load_cache(self, ahead: _Position) -> Iterator[Task]:
+    def _load_cache(self, ahead: Position) -> Iterator[Task]:
         """ACT before KV: recomputing comes before assembling. Disk blocks go through staging."""
         step, slot, works = ahead.step, ahead.slot, ahead.works
         if "load_hidden" in works and ahead.layer:
-            yield self._task(ahead, "load_hidden", "h2d", (_host_hidden(step),), (self._hidden(ahead),))
+            yield self._task(ahead, "load_hidden", "h2d", (host_hidden(step),), (self.at.hidden(ahead),))
         if "load_keys" in works and self._guesses(ahead.layer):
-            keys = _cell("partial_keys", step.mini_batch, ahead.layer + 1)
-            yield self._task(ahead, "load_keys", "h2d", (keys,), (_cell("partial_buffer", slot),))
+            keys = cell("partial_keys", step.mini_batch, ahead.layer + 1)
+            yield self._task(ahead, "load_keys", "h2d", (keys,), (cell("partial_buffer", slot),))
         if "gather" in works:
-            gathered = _cell("gathered", slot)
-            index = _cell("host_index", step.mini_batch)
-            pools = (*self._pools(ahead, "act", "host"), *self._pools(ahead, "kv", "host"))
+            gathered = cell("gathered", slot)
+            index = cell("host_index", step.mini_batch)
+            pools = (*self.at.pools(ahead, "act", "host"), *self.at.pools(ahead, "kv", "host"))
             yield self._task(ahead, "gather", "host_compute", (index, *pools), (gathered,))
             for representation in ("act", "kv"):
                 if f"load_{representation}" in works:
-                    buffer = _cell(f"{representation}_buffer", slot)
+                    buffer = cell(f"{representation}_buffer", slot)
                     yield self._task(ahead, f"load_{representation}", "h2d", (gathered,), (buffer,))
             return
         for representation in ("act", "kv"):
             if f"load_{representation}" not in works:
                 continue
-            reads = self._pools(ahead, representation, "host")
+            reads = self.at.pools(ahead, representation, "host")
             if f"read_{representation}" in works:
-                staged = _cell(f"{representation}_staging", slot)
-                pools = self._pools(ahead, representation, "disk")
+                staged = cell(f"{representation}_staging", slot)
+                pools = self.at.pools(ahead, representation, "disk")
                 yield self._task(ahead, f"read_{representation}", "disk_read", pools, (staged,))
                 reads = (*reads, staged)
-            buffer = _cell(f"{representation}_buffer", slot)
+            buffer = cell(f"{representation}_buffer", slot)
             yield self._task(ahead, f"load_{representation}", "h2d", reads, (buffer,))
 
     # ---- computing
 
-    def _open(self, position: _Position) -> Iterator[Task]:
+    def _open(self, position: Position) -> Iterator[Task]:
         """One mini-batch in one layer up to its queries: embedding, recomputing, projecting, speculating."""
         step, layer, works = position.step, position.layer, position.works
         layout, policy, slot = self.wave.layout, self.wave.policy, position.slot
         k = step.mini_batch
-        hidden, qkv = self._hidden(position), self._qkv(position)
+        hidden, qkv = self.at.hidden(position), self.at.qkv(position)
         if layer == 0:
-            yield self._task(position, "embed", "compute", (_cell("tokens", k),), (hidden,))
+            yield self._task(position, "embed", "compute", (cell("tokens", k),), (hidden,))
         if "dequantize_weights" in works and position.leads:
             yield self._task(
-                position, "dequantize_weights", "compute", self._weights(position, 0, layout.total_bytes), _PLAIN
+                position,
+                "dequantize_weights",
+                "compute",
+                self.at.weights(position, 0, layout.total_bytes),
+                places.PLAIN,
             )
         # In natural order W_K and W_V come no sooner than the rest.
         natural = policy.weight_order == "natural"
         kv_end, qkv_end = (layout.total_bytes,) * 2 if natural else (layout.kv_end, layout.qkv_end)
         if "kv_gen" in works:
-            buffer = _cell("act_buffer", slot)
-            pools = self._pools(position, "act", "device")
-            reads, writes = (buffer, *self._matrices(position, 0, kv_end)), (_GENERATED,)
+            buffer = cell("act_buffer", slot)
+            pools = self.at.pools(position, "act", "device")
+            reads, writes = (buffer, *self.at.matrices(position, 0, kv_end)), (places.GENERATED,)
             if "dequantize_act" in works:
-                yield self._task(position, "dequantize_act", "compute", (buffer, *pools), (_PLAIN_ACT,))
-                reads = (*reads, _PLAIN_ACT)
+                yield self._task(position, "dequantize_act", "compute", (buffer, *pools), (places.PLAIN_ACT,))
+                reads = (*reads, places.PLAIN_ACT)
             elif pools:  # gathered into the buffer, beside what the link brought
                 reads, writes = (*reads, *pools), (*writes, buffer)
             yield self._task(position, "kv_gen", "compute", reads, writes)
-        staging, matrices = _cell("staging", slot), self._matrices(position, 0, qkv_end)
+        staging, matrices = cell("staging", slot), self.at.matrices(position, 0, qkv_end)
         writes = (qkv, staging)
         if layer >= self.first_choosing and not step.prefill:  # the new tokens' partial keys
-            writes += (_cell("partial_keys", k, layer),)
+            writes += (cell("partial_keys", k, layer),)
         yield self._task(position, "project", "compute", (hidden, *matrices), writes)
         if "quantize" in works:
             yield self._task(position, "quantize", "compute", (qkv,), (staging,))
         if "speculate" in works and step.prefill and layer >= self.first_choosing:
-            yield self._task(position, "speculate", "compute", (qkv, *matrices), (_cell("partial_keys", k, layer),))
+            yield self._task(position, "speculate", "compute", (qkv, *matrices), (cell("partial_keys", k, layer),))
         elif "speculate" in works and not step.prefill and self._guesses(layer):
             yield from self._speculate(position, qkv)
         if "attend_host" in works:
@@ -321,79 +246,79 @@ class _Stream:
         """Whether a layer's input guesses what the next one looks at."""
         return self.first_choosing <= layer + 1 < self.num_layers
 
-    def _speculate(self, position: _Position, qkv: Access) -> Iterator[Task]:
+    def _speculate(self, position: Position, qkv: Access) -> Iterator[Task]:
         """The next layer's choice, from this layer's input; its index goes to the host, which gathers the rows."""
         k, slot = position.step.mini_batch, position.slot
-        keys = _cell("partial_keys", k, position.layer + 1)
-        source = _cell("partial_buffer", slot) if "load_keys" in position.works else keys
-        index = _cell("index", k)
+        keys = cell("partial_keys", k, position.layer + 1)
+        source = cell("partial_buffer", slot) if "load_keys" in position.works else keys
+        index = cell("index", k)
         yield self._task(position, "speculate", "compute", (qkv, source), (index,))
-        yield self._task(position, "store_index", "d2h", (index,), (_cell("host_index", k),))
+        yield self._task(position, "store_index", "d2h", (index,), (cell("host_index", k),))
 
-    def _attend_on_host(self, position: _Position, qkv: Access) -> Iterator[Task]:
+    def _attend_on_host(self, position: Position, qkv: Access) -> Iterator[Task]:
         slot = position.slot
-        query, out = _cell("query_strip", slot), _cell("out_strip", slot)
+        query, out = cell("query_strip", slot), cell("out_strip", slot)
         yield self._task(position, "store_query", "d2h", (qkv,), (query,))
-        pools = self._pools(position, "kv", "host")
+        pools = self.at.pools(position, "kv", "host")
         yield self._task(position, "attend_host", "host_compute", (query, *pools), (out, *pools))
 
-    def _close(self, position: _Position) -> Iterator[Task]:
+    def _close(self, position: Position) -> Iterator[Task]:
         """The rest of it: attention, feed-forward, stores, and after the last layer the next token."""
         step, works, slot = position.step, position.works, position.slot
         k, layout = step.mini_batch, self.wave.layout
-        hidden, qkv = self._hidden(position), self._qkv(position)
+        hidden, qkv = self.at.hidden(position), self.at.qkv(position)
         if step.prefill:
-            yield self._task(position, "attend_prefill", "compute", (qkv,), (self._attended(position),))
+            yield self._task(position, "attend_prefill", "compute", (qkv,), (self.at.attended(position),))
         elif "attend_host" not in works:
             yield from self._attend(position, qkv)
         if "rank" in works:
-            ranked = (self._ranks(position),)
+            ranked = (self.at.ranks(position),)
             if step.prefill:  # only now it is known which rows stay
-                ranked += (_cell("staging", slot),)
-            yield self._task(position, "rank", "compute", (self._attended(position), qkv), ranked)
-        reads = (self._attended(position), hidden, *self._matrices(position, 0, layout.vectors_end))
-        reads += self._matrices(position, layout.qkv_end, layout.total_bytes)
+                ranked += (cell("staging", slot),)
+            yield self._task(position, "rank", "compute", (self.at.attended(position), qkv), ranked)
+        reads = (self.at.attended(position), hidden, *self.at.matrices(position, 0, layout.vectors_end))
+        reads += self.at.matrices(position, layout.qkv_end, layout.total_bytes)
         yield self._task(position, "finish", "compute", reads, (hidden,))
         if self.wave.policy.overlap == "step":
             self.held = self._store(position)
         else:
             yield from self._store(position)
         if position.layer == self.num_layers - 1 and step.last:
-            tokens = _cell("tokens", k)
-            yield self._task(position, "head", "compute", (hidden,), (_LOGITS,))
-            yield self._task(position, "sample", "compute", (_LOGITS,), (tokens,))
+            tokens = cell("tokens", k)
+            yield self._task(position, "head", "compute", (hidden,), (places.LOGITS,))
+            yield self._task(position, "sample", "compute", (places.LOGITS,), (tokens,))
             log = Access(("token_log", step.iteration), k, k + 1)
             yield self._task(position, "store_out", "d2h", (tokens,), (log,))
 
-    def _attend(self, position: _Position, qkv: Access) -> Iterator[Task]:
+    def _attend(self, position: Position, qkv: Access) -> Iterator[Task]:
         works, slot = position.works, position.slot
-        buffer = _cell("kv_buffer", slot)
-        pools = self._pools(position, "kv", "device")
+        buffer = cell("kv_buffer", slot)
+        pools = self.at.pools(position, "kv", "device")
         reads = (qkv,)
         if "kv_gen" in works:
-            reads += (_GENERATED,)
+            reads += (places.GENERATED,)
         if "dequantize_kv" in works:
-            yield self._task(position, "dequantize_kv", "compute", (buffer, *pools), (_PLAIN_KV,))
-            reads += (_PLAIN_KV,)
+            yield self._task(position, "dequantize_kv", "compute", (buffer, *pools), (places.PLAIN_KV,))
+            reads += (places.PLAIN_KV,)
         else:
             reads += ((buffer,) if "load_kv" in works else ()) + pools
-        yield self._task(position, "assemble", "compute", reads, (_ATTENTION,))
-        yield self._task(position, "attend", "compute", (qkv, _ATTENTION), (_ATTENDED,))
+        yield self._task(position, "assemble", "compute", reads, (places.ATTENTION,))
+        yield self._task(position, "attend", "compute", (qkv, places.ATTENTION), (places.ATTENDED,))
         if "attend_recomputed" in works:
-            yield self._task(position, "attend_recomputed", "compute", (qkv, _ATTENTION), (_ATTENDED,))
+            yield self._task(position, "attend_recomputed", "compute", (qkv, places.ATTENTION), (places.ATTENDED,))
 
-    def _store(self, position: _Position) -> Iterator[Task]:
+    def _store(self, position: Position) -> Iterator[Task]:
         """New tokens: staging -> landing strip over the link, strip -> blocks by a host core or the disk; or on the
         device. Hidden states that live on the host follow."""
         works, slot, step = position.works, position.slot, position.step
-        staging, ranks = _cell("staging", slot), (self._ranks(position),) if "rank" in works else ()
-        strips = {r: _cell(f"{r}_strip", slot) for r in ("act", "kv") if f"store_{r}" in works}
+        staging, ranks = cell("staging", slot), (self.at.ranks(position),) if "rank" in works else ()
+        strips = {r: cell(f"{r}_strip", slot) for r in ("act", "kv") if f"store_{r}" in works}
         for representation, strip in strips.items():
             yield self._task(position, f"store_{representation}", "d2h", (staging, *ranks), (strip,))
 
         def pools(tier: str, *representations: str) -> tuple[Access, ...]:
             return tuple(
-                self._pool(position, store.kind, store.representation, tier)
+                self.at.pool(position, store.kind, store.representation, tier)
                 for store in step.stores
                 if store.tier == tier and store.representation in representations
             )
@@ -408,66 +333,14 @@ class _Stream:
                 pool = pools("disk", representation)
                 yield self._task(position, f"write_{representation}", "disk_write", (strip,), pool)
         if "store_hidden" in works and position.layer < self.num_layers - 1:
-            yield self._task(position, "store_hidden", "d2h", (self._hidden(position),), (_host_hidden(step),))
+            yield self._task(position, "store_hidden", "d2h", (self.at.hidden(position),), (host_hidden(step),))
 
-    # ---- what is read and written
-
-    def _task(self, position: _Position, verb: str, resource: str, reads, writes) -> Task:
+    def _task(self, position: Position, verb: str, resource: str, reads, writes) -> Task:
         step = position.step
         return Task(
             step.iteration, position.layer, step.mini_batch, verb, resource, position.works[verb],
             reads, writes, position.payload,
         )  # fmt: skip
-
-    def _ranks(self, position: _Position) -> Access:
-        k = position.step.mini_batch
-        return _cell("ranks", k, position.layer)
-
-    def _weights(self, position: _Position, start: int, end: int) -> tuple[Access, ...]:
-        """Streamed bytes of the position's layer within [start, end)."""
-        return _bytes_of_slot(position.weight_slot, max(start, self.wave.streamed_from), end)
-
-    def _matrices(self, position: _Position, start: int, end: int) -> tuple[Access, ...]:
-        """What a product reads of the layer: the streamed bytes themselves, or what was made of them."""
-        return _PLAIN if "dequantize_weights" in position.works else self._weights(position, start, end)
-
-    def _hidden(self, position: _Position) -> Access:
-        k = position.step.mini_batch
-        if self.wave.policy.hidden == "device":
-            return _cell("hidden", k, position.step.chunk)
-        return _cell("hidden", position.slot)
-
-    def _qkv(self, position: _Position) -> Access:
-        """One buffer does for one compute resource; two where the next mini-batch projects early."""
-        return _cell("qkv", position.slot) if self.on_host else _QKV
-
-    def _attended(self, position: _Position) -> Access:
-        """The same of what attention gives: the host's output for a mini-batch comes while the one before it is
-        finished. One place for both would let the link, and the weights behind it in its queue, wait for that."""
-        return _cell("attended", position.slot) if self.on_host else _ATTENDED
-
-    def _pools(self, position: _Position, representation: str, tier: str) -> tuple[Access, ...]:
-        """The pools of a tier that the position's context is read from."""
-        which = position.step.mini_batch, position.layer, representation, tier
-        if which not in self.pools:
-            self.pools[which] = tuple(
-                self._pool(position, segment.kind, representation, tier)
-                for segment in position.step.segments
-                if segment.representation == representation and segment.tier == tier
-            )
-        return self.pools[which]
-
-    def _pool(self, position: _Position, kind: str, representation: str, tier: str) -> Access:
-        """The blocks of a mini-batch in one layer of a pool: its requests lie side by side."""
-        space = kind if "(" not in kind else f"{kind}.{representation}"
-        k = position.step.mini_batch
-        extent = self.extents.get((kind, k))
-        if extent is None:
-            group = self.wave.mini_batches[k]
-            first, count = self.wave.first_block[kind][group], self.wave.num_blocks[kind][group]
-            first, count = first[count > 0], count[count > 0]  # an empty extent stands nowhere
-            extent = self.extents[kind, k] = (int(first.min()), int((first + count).max())) if len(first) else (0, 0)
-        return Access((space, position.layer), *extent)
 
 
 def _slice(first: int, last: int, index: int, num_slices: int) -> tuple[int, int]:
@@ -476,31 +349,3 @@ def _slice(first: int, last: int, index: int, num_slices: int) -> tuple[int, int
     pages = -(-(last - first) // PAGE_BYTES)
     start, end = (first + -(-pages * i // num_slices) * PAGE_BYTES for i in (index, index + 1))
     return min(last, start), min(last, end)
-
-
-@cache
-def _cell(name: str, number: int, part: int | None = None) -> Access:
-    """One slot of a buffer, or what belongs to one mini-batch; ``part``: in one layer, or one chunk of a prompt."""
-    return Access((name,) if part is None else (name, part), number, number + 1)
-
-
-@cache
-def _bytes_of_slot(slot: int, start: int, end: int) -> tuple[Access, ...]:
-    """Bytes [start, end) of a weight slot; nothing where there are none."""
-    return (Access(("weights", slot), start, end),) if start < end else ()
-
-
-def _host_hidden(step: MiniBatchStep) -> Access:
-    return _cell("host_hidden", step.mini_batch, step.chunk)
-
-
-#: Buffers of which there is one, used by the compute resource alone: its first-in-first-out order guards them. The
-#: attention buffer is one of them; CAPTURE doubles it, but with one compute stream a second one would never be used.
-_GENERATED = _cell("generated", 0)
-_QKV = _cell("qkv", 0)
-_ATTENTION = _cell("attention", 0)
-_ATTENDED = _cell("attended", 0)
-_LOGITS = _cell("logits", 0)
-_PLAIN = (_cell("plain_weights", 0),)
-_PLAIN_ACT = _cell("plain_act", 0)
-_PLAIN_KV = _cell("plain_kv", 0)
