@@ -22,6 +22,7 @@ import math
 import os
 import platform
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 # Idle OpenMP threads sleep rather than spin, which leaves the cores to other programs. It must be
@@ -299,123 +300,175 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def main() -> None:
-    """Build the corpus and the tokenizer, train, and save."""
-    arguments = parse_arguments()
-    torch.set_num_threads(arguments.threads)
-    torch.manual_seed(arguments.seed)
-    generator = torch.Generator().manual_seed(arguments.seed)
-    out: Path = arguments.out
-    positions: int = arguments.positions
-    partial = out.with_name(out.name + ".partial")  # its folder, until the training is over
-    partial.mkdir(parents=True, exist_ok=True)
+@dataclass(frozen=True)
+class Material:
+    """What a model learns from, and the held-out rows [rows, row + 1] that judge it: all, and those looked at often."""
 
+    stream: Stream
+    start_share: float
+    held_out: torch.Tensor
+    picked: torch.Tensor
+
+    @property
+    def row(self) -> int:
+        return self.held_out.shape[1] - 1
+
+
+def read_material(arguments: argparse.Namespace, folder: Path) -> Material:
+    """The corpus in tokens; its tokenizer is saved in the folder."""
     cut = read_corpus(arguments.seed)
     if arguments.start:  # its tokens mean what they mean, whatever library this interpreter has
         tokenizer = Tokenizer.from_file(str(arguments.start / "tokenizer.json"))
     else:
         tokenizer = train_tokenizer(cut.training)
-    save_tokenizer(tokenizer, positions, partial)
+    save_tokenizer(tokenizer, arguments.positions, folder)
     whole = arguments.documents == "whole"
     corpus = read_corpus(arguments.seed, whole=True) if whole else cut
     stream = Stream.encode(tokenizer, corpus.training)
-    row = positions if whole else min(512, positions)
+    row = arguments.positions if whole else min(512, arguments.positions)
     held_out = Stream.encode(tokenizer, corpus.held_out).all_rows(row)
     picked = torch.linspace(0, len(held_out) - 1, min(EVALUATION_TOKENS // row, len(held_out))).long()
-    print(
+    say(
         f"{len(corpus.training):,} documents, {sum(map(len, corpus.training)):,} characters, "
-        f"{len(stream.tokens):,} tokens; held out {held_out.numel():,} tokens",
-        flush=True,
+        f"{len(stream.tokens):,} tokens; held out {held_out.numel():,} tokens"
     )
+    return Material(stream, DOCUMENT_START_SHARE[arguments.documents], held_out, held_out[picked])
 
+
+def make_model(arguments: argparse.Namespace) -> PreTrainedModel:
     if arguments.start:
-        model = longer(OPTForCausalLM.from_pretrained(arguments.start).float(), positions)
-    else:
-        model = ARCHITECTURES[arguments.architecture](positions, arguments.hidden, arguments.layers)
-    model.train()
+        return longer(OPTForCausalLM.from_pretrained(arguments.start).float(), arguments.positions)
+    return ARCHITECTURES[arguments.architecture](arguments.positions, arguments.hidden, arguments.layers)
+
+
+@dataclass
+class Progress:
+    """Where the training stands."""
+
+    steps: int
+    began: float = field(default_factory=time.perf_counter)
+    done: int = 0
+    tokens: int = 0
+    recent: list[float] = field(default_factory=list)  #: losses of the last LOG_EVERY steps
+
+    @property
+    def loss(self) -> float:
+        return sum(self.recent) / len(self.recent)
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self.began
+
+    def add(self, loss: float, tokens: int) -> None:
+        self.done += 1
+        self.tokens += tokens
+        self.recent = [*self.recent[-LOG_EVERY + 1 :], loss]
+
+    def speed(self) -> str:
+        return f"{self.tokens / self.seconds:.0f} tokens/s, {self.seconds / 60:.1f} min"
+
+
+def save(
+    model: PreTrainedModel, material: Material, rows: torch.Tensor, progress: Progress,
+    arguments: argparse.Namespace, folder: Path,
+) -> float:  # fmt: skip
+    """Save the model, with a README that gives its loss on the held-out ``rows``; returns that loss."""
+    losses = evaluate(model, rows)
+    save_model(model, folder)
+    facts = shape_words(model) | {
+        "name": arguments.out.name,
+        "python": ".".join(platform.python_version_tuple()[:2]),
+        "others": f"went into it; it went on\nfrom {arguments.start.name}"
+        if arguments.start
+        else "and\nno other model went into it",
+        "command": command_words(arguments, progress.steps),
+        "documents": arguments.documents,
+        "seed": arguments.seed,
+        "step": progress.done,
+        "steps": progress.steps,
+        "tokens": progress.tokens,
+        "corpus": len(material.stream.tokens),
+        "training_loss": progress.loss,
+        "log_every": LOG_EVERY,
+        "loss": float(losses.mean()),
+        "first": float(losses[:CHUNK].mean()),
+        "last": float(losses[-CHUNK:].mean()),
+        "chunk": CHUNK,
+        "row": material.row,
+        "held_out": rows[:, 1:].numel(),
+        "minutes": progress.seconds / 60,
+        "dtype": "bfloat16 and float32" if bfloat16_is_faster() else "float32",
+        "threads": arguments.threads,
+    }
+    (folder / "README.md").write_text(README.format(**facts))
+    return float(losses.mean())
+
+
+def command_words(arguments: argparse.Namespace, steps: int) -> str:
+    """The command that repeats this training."""
+    words = [f"python -m experiments.train_checkpoint --out {arguments.out.as_posix()}"]
+    words.append(f"--architecture {arguments.architecture}")
+    if arguments.start:
+        words.append(f"--start {arguments.start.as_posix()}")
+    elif (arguments.hidden, arguments.layers) != (HIDDEN, LAYERS):
+        words.append(f"--hidden {arguments.hidden} --layers {arguments.layers}")
+    words.append(f"--documents {arguments.documents} --positions {arguments.positions}")
+    words.append(f"--seed {arguments.seed} --steps {steps}")
+    return " ".join(words)
+
+
+def train(
+    model: PreTrainedModel, material: Material, progress: Progress, arguments: argparse.Namespace, folder: Path
+) -> None:
+    """All steps, with a line now and then, and a copy in the folder every few minutes."""
+    generator = torch.Generator().manual_seed(arguments.seed)
     optimizer = build_optimizer(model)
-    start_share = DOCUMENT_START_SHARE[arguments.documents]
-    steps = arguments.steps
-    if steps is None:
-        seconds = measure_seconds_per_step(model, stream, positions, start_share)
-        steps = max(1, int(arguments.minutes * 60 * SPEED_MARGIN / seconds))
-        print(f"{seconds:.3f} s for each step", flush=True)
-    print(f"--steps {steps}", flush=True)
-
-    began = saved_at = time.perf_counter()
-    tokens = 0
-    recent: list[float] = []
-    start = f" --start {arguments.start.as_posix()}" if arguments.start else ""
-    size = "" if model.config.hidden_size == HIDDEN and model.config.num_hidden_layers == LAYERS else (
-        f" --hidden {arguments.hidden} --layers {arguments.layers}"
-    )  # fmt: skip
-
-    def save(step: int, rows: torch.Tensor) -> torch.Tensor:
-        """Save the model with its loss on the held-out `rows`, and return that loss by position."""
-        losses = evaluate(model, rows)
-        save_model(model, partial)
-        facts = shape_words(model) | {
-            "name": out.name,
-            "python": ".".join(platform.python_version_tuple()[:2]),
-            "others": f"went into it; it went on\nfrom {arguments.start.name}"
-            if start
-            else "and\nno other model went into it",
-            "command": f"python -m experiments.train_checkpoint --out {out.as_posix()} "
-            f"--architecture {arguments.architecture}{start}{size} --documents {arguments.documents} "
-            f"--positions {positions} --seed {arguments.seed} --steps {steps}",
-            "documents": arguments.documents,
-            "seed": arguments.seed,
-            "step": step,
-            "steps": steps,
-            "tokens": tokens,
-            "corpus": len(stream.tokens),
-            "training_loss": sum(recent) / len(recent),
-            "log_every": LOG_EVERY,
-            "loss": float(losses.mean()),
-            "first": float(losses[:CHUNK].mean()),
-            "last": float(losses[-CHUNK:].mean()),
-            "chunk": CHUNK,
-            "row": row,
-            "held_out": rows[:, 1:].numel(),
-            "minutes": (time.perf_counter() - began) / 60,
-            "dtype": "bfloat16 and float32" if bfloat16_is_faster() else "float32",
-            "threads": arguments.threads,
-        }
-        (partial / "README.md").write_text(README.format(**facts))
-        return losses
-
-    for step in range(steps):
+    saved_at = progress.began
+    for step in range(progress.steps):
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, steps)
-        loss, count = train_step(model, optimizer, stream, positions, start_share, generator)
-        tokens += count
-        recent = [*recent[-LOG_EVERY + 1 :], loss]
-        done = step + 1
-        if done % LOG_EVERY == 0:
-            elapsed = time.perf_counter() - began
-            print(
-                f"step {done}/{steps} loss {sum(recent) / len(recent):.3f} "
-                f"{tokens / elapsed:.0f} tokens/s {elapsed / 60:.1f} min",
-                flush=True,
-            )
-        if done % EVALUATE_EVERY == 0:
-            losses = evaluate(model, held_out[picked])
-            print(
-                f"step {done} held-out loss {losses.mean():.3f}, of the first {CHUNK} positions "
-                f"{losses[:CHUNK].mean():.3f}, of the last {losses[-CHUNK:].mean():.3f}",
-                flush=True,
+            group["lr"] = learning_rate(step, progress.steps)
+        progress.add(
+            *train_step(model, optimizer, material.stream, arguments.positions, material.start_share, generator)
+        )
+        if progress.done % LOG_EVERY == 0:
+            say(f"step {progress.done}/{progress.steps} loss {progress.loss:.3f}, {progress.speed()}")
+        if progress.done % EVALUATE_EVERY == 0:
+            losses = evaluate(model, material.picked)
+            say(
+                f"step {progress.done} held-out loss {losses.mean():.3f}, of the first {CHUNK} positions "
+                f"{losses[:CHUNK].mean():.3f}, of the last {losses[-CHUNK:].mean():.3f}"
             )
         if time.perf_counter() - saved_at > SAVE_EVERY_SECONDS:
-            save(done, held_out[picked])
+            save(model, material, material.picked, progress, arguments, folder)
             saved_at = time.perf_counter()
 
-    final = save(steps, held_out).mean()
-    partial.rename(out)
-    elapsed = time.perf_counter() - began
-    print(
-        f"final held-out loss {final:.3f}, {tokens:,} tokens, {tokens / elapsed:.0f} tokens/s, {elapsed / 60:.1f} min",
-        flush=True,
-    )
+
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
+def main() -> None:
+    """Build the corpus and the tokenizer, train, and save."""
+    arguments = parse_arguments()
+    torch.set_num_threads(arguments.threads)
+    torch.manual_seed(arguments.seed)
+    partial = arguments.out.with_name(arguments.out.name + ".partial")  # its folder, until the training is over
+    partial.mkdir(parents=True, exist_ok=True)
+
+    material = read_material(arguments, partial)
+    model = make_model(arguments).train()
+    steps = arguments.steps
+    if steps is None:
+        seconds = measure_seconds_per_step(model, material.stream, arguments.positions, material.start_share)
+        steps = max(1, int(arguments.minutes * 60 * SPEED_MARGIN / seconds))
+        say(f"{seconds:.3f} s for each step")
+    say(f"--steps {steps}")
+
+    progress = Progress(steps)
+    train(model, material, progress, arguments, partial)
+    loss = save(model, material, material.held_out, progress, arguments, partial)
+    partial.rename(arguments.out)
+    say(f"final held-out loss {loss:.3f}, {progress.tokens:,} tokens, {progress.speed()}")
 
 
 if __name__ == "__main__":
