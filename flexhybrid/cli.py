@@ -13,6 +13,7 @@ from pathlib import Path
 from flexhybrid import __version__
 from flexhybrid.cascade.cli import add_cascade
 from flexhybrid.core.errors import InputError
+from flexhybrid.core.kinds import TIERS
 from flexhybrid.jobs.run_cli import DISK_DIR_HELP, add_doctor, add_run
 
 
@@ -214,7 +215,7 @@ def _model_and_machine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-len", type=int, required=True, help="tokens of each prompt")
     parser.add_argument("--gen-len", type=int, required=True, help="tokens each request generates")
     parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), default="float16")
-    for tier in ("device", "host", "disk"):
+    for tier in TIERS:
         parser.add_argument(f"--{tier}-memory", help=f"budget of the {tier}, like 12GiB (the machine's)")
 
 
@@ -272,7 +273,7 @@ def _skew(args) -> dict:
 
 
 def _budgets(args) -> dict[str, str | None]:
-    return {tier: getattr(args, f"{tier}_memory") for tier in ("device", "host", "disk")}
+    return {tier: getattr(args, f"{tier}_memory") for tier in TIERS}
 
 
 def _remark(args) -> None:

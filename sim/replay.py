@@ -14,7 +14,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from flexhybrid.core.blocks import BLOCK_TOKENS, ceil_blocks
-from flexhybrid.core.kinds import Part
+from flexhybrid.core.kinds import TIERS, Part
 from flexhybrid.core.memory import NUM_SLOTS, buffer_sizes, memory_plan
 from flexhybrid.core.plan import Wave
 from flexhybrid.core.positions import StepPayload
@@ -154,20 +154,18 @@ class _Replay:
     def _kv_gen(self, task: Task) -> None:
         self._hold("device", "recomputed keys and values", 0, task.work.tokens * self.native_kv)
         if any(access.space[0] == "act_buffer" for access in task.writes):  # device blocks are gathered there
-            self._load(task, "act", ("device", "host", "disk"))
+            self._load(task, "act", TIERS)
 
     def _dequantize_weights(self, task: Task) -> None:
         self._hold("device", "plain weights", 0, self.wave.shape.layer_bytes(self.wave.bytes_per_element))
 
     def _dequantize_act(self, task: Task) -> None:
-        every = ("device", "host", "disk")
-        self._hold("device", "plain ACT", 0, self._columns(task, "act", every) * BLOCK_TOKENS * self.native_act)
+        self._hold("device", "plain ACT", 0, self._columns(task, "act", TIERS) * BLOCK_TOKENS * self.native_act)
 
     def _dequantize_kv(self, task: Task) -> None:
         if any(access.space[0] == "gathered" for access in task.reads):
             return  # no more than a layer that looks at all tokens
-        every = ("device", "host", "disk")
-        self._hold("device", "plain KV", 0, self._columns(task, "kv", every) * BLOCK_TOKENS * self.native_kv)
+        self._hold("device", "plain KV", 0, self._columns(task, "kv", TIERS) * BLOCK_TOKENS * self.native_kv)
 
     def _assemble(self, task: Task) -> None:
         step = task.payload.step

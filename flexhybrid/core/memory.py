@@ -283,41 +283,19 @@ def memory_parts(
     row = {"kv": shape.kv_token_bytes(stored.kv), "act": shape.act_token_bytes(stored.act)}
     native_kv, native_act = shape.kv_token_bytes(p), shape.act_token_bytes(p)
     streamed = layer_bytes - resident
-    tiers: dict[str, dict] = {"device": {}, "host": {}, "disk": {}}
-    staged = {"device": 0, "host": 0}
-    for kind, blocks in sizes.pool_blocks.items():
-        for part in parts_of(kind):
-            size = layers * blocks * BLOCK_TOKENS * row[part.representation]
-            name = f"{part.representation} pool"
-            tiers[part.tier][name] = tiers[part.tier].get(name, 0) + size
-            strip = "device" if part.tier == "device" else "host"
-            staged[strip] = staged[strip] + sizes.staged_rows.get(kind, 0) * row[part.representation]
     recomputed = sizes.act_blocks * BLOCK_TOKENS
     generated = _larger(recomputed, MIN_KV_GEN_ROWS) * (recomputed > 0)
     cut = (resident > 0) & (resident < layer_bytes)
     hidden = shape.hidden * p
     plain_kv = sizes.plain_kv_blocks * BLOCK_TOKENS * native_kv
-    speculative = policy.selection.method == "speculative"
-    columns = partial_columns(shape, policy.selection) if speculative else 0
-    partial_row = shape.num_kv_heads * columns * p  # of a token
-    choosing = num_choosing(policy.selection, layers)
-    partial_keys = choosing * sizes.partial_rows * partial_row
-    indices = 4 * index_cells(shape, policy, sizes.index_rows) if choosing else 0
-    gathered = sum(rows * row[representation] for representation, rows in sizes.selected_rows.items())
-    ranked = policy.selection.method == "heavy_hitter"
-    scores = 8 * layers * shape.num_kv_heads * sizes.kept_tokens if ranked else 0  # and ages
-    limited = speculative and limits_cache(policy.selection)
-    counted = limited and policy.selection.victim != "fifo"
-    uses = 8 * choosing * shape.num_kv_heads * sizes.partial_rows if counted else 0  # and ages
     rotation = 2 * shape.head_dim * p if shape.rotary else 0  # a cosine and a sine for each element of a head
     act = any("act@" in kind for kind in sizes.pool_blocks)
     # Set aside whatever the bits, so that a program over bits can add up; a small model's pieces are small.
     packing = PACKING_BYTES * min(PACKING_ELEMENTS[device], shape.ffn * shape.hidden)
-    partial_buffer = sizes.context_tokens * partial_row if choosing else 0
-    query_weights = 0
-    if speculative:
-        query_weights = choosing * partial_query_bytes(shape, policy, p, columns, sizes.num_mini_batches, resident)
-    tiers["device"] |= {
+    on_host = policy.attention == "host"
+    pools, staged = _pool_parts(layers, sizes, row)
+    chosen = _selection_parts(shape, policy, p, sizes, resident, row)
+    on_device = {
         "resident weights": layers * resident,
         "weight slots": NUM_SLOTS * streamed,
         "plain weights": shape.layer_bytes(p) if policy.bits.weights != "native" else 0,
@@ -330,37 +308,79 @@ def memory_parts(
         "attention buffer": sizes.attention_tokens * native_kv,
         "staging": NUM_SLOTS * (staged["device"] + staged["host"]),
         "hidden states": (sizes.hidden_rows if policy.hidden == "device" else NUM_SLOTS * sizes.step_rows) * hidden,
-        "partial query weights": query_weights,
-        "partial keys": partial_keys if policy.selection.partial_keys == "device" else 0,
-        "partial key buffers": NUM_SLOTS * partial_buffer if policy.selection.partial_keys == "host" else 0,
-        "indices": indices,
-        "scores": scores,
-        "uses": uses,
         "token ids": 8 * sizes.cached_tokens,
         "positions": 16 * sizes.hidden_rows
         + rotation * (sizes.longest + sizes.hidden_rows + act * sizes.cached_tokens),
         "packing": packing,
-        "attended rows": NUM_SLOTS * sizes.decode_batch * shape.query_width * p if policy.attention == "host" else 0,
+        "attended rows": NUM_SLOTS * sizes.decode_batch * shape.query_width * p if on_host else 0,
         "workspace": workspace_bytes(shape, p, sizes.step_rows, sizes.batch, cut),
         "slack": SLACK_BYTES[device],
     }
-    on_host = policy.attention == "host"
-    tiers["host"] |= {
+    in_host = {
         "weights": layers * (streamed - on_disk),
         "copies from the device": NUM_SLOTS * staged["host"],
         "weight staging": NUM_SLOTS * on_disk,
         "ACT staging": NUM_SLOTS * sizes.act_staging_blocks * BLOCK_TOKENS * row["act"],
         "KV staging": NUM_SLOTS * sizes.kv_staging_blocks * BLOCK_TOKENS * row["kv"],
-        "places": NUM_SLOTS * 8 * sizes.decode_batch * shape.num_kv_heads if ranked or limited else 0,
-        "gathered rows": NUM_SLOTS * gathered if choosing else 0,
-        "indices": indices,
-        "partial keys": partial_keys if policy.selection.partial_keys == "host" else 0,
         "hidden states": sizes.hidden_rows * hidden if policy.hidden == "host" and layers > 1 else 0,
         "token log": 8 * sizes.log_cells,
         "query strips": NUM_SLOTS * sizes.decode_batch * (2 * shape.query_width + shape.kv_width) * p if on_host else 0,
     }
-    tiers["disk"]["weights"] = layers * on_disk
-    return tiers
+    return {
+        "device": pools["device"] | on_device | chosen["device"],
+        "host": pools["host"] | in_host | chosen["host"],
+        "disk": pools["disk"] | {"weights": layers * on_disk},
+    }
+
+
+def _pool_parts(layers: int, sizes: BufferSizes, row: dict[str, int]) -> tuple[dict[str, dict], dict[str, int]]:
+    """The pools of each tier, and the bytes of new rows on their way to pools of the device and to others."""
+    tiers: dict[str, dict] = {"device": {}, "host": {}, "disk": {}}
+    staged = {"device": 0, "host": 0}
+    for kind, blocks in sizes.pool_blocks.items():
+        for part in parts_of(kind):
+            size = layers * blocks * BLOCK_TOKENS * row[part.representation]
+            name = f"{part.representation} pool"
+            tiers[part.tier][name] = tiers[part.tier].get(name, 0) + size
+            strip = "device" if part.tier == "device" else "host"
+            staged[strip] = staged[strip] + sizes.staged_rows.get(kind, 0) * row[part.representation]
+    return tiers, staged
+
+
+def _selection_parts(
+    shape: ModelShape, policy: Policy, p: int, sizes: BufferSizes, resident, row: dict[str, int]
+) -> dict[str, dict]:
+    """What a selection keeps on device and host beside the cache; zeros without one."""
+    selection, layers, groups = policy.selection, shape.num_layers, shape.num_kv_heads
+    speculative, ranked = selection.method == "speculative", selection.method == "heavy_hitter"
+    choosing = num_choosing(selection, layers)
+    columns = partial_columns(shape, selection) if speculative else 0
+    partial_row = groups * columns * p  # of a token
+    partial_keys = choosing * sizes.partial_rows * partial_row
+    partial_buffer = sizes.context_tokens * partial_row if choosing else 0
+    query_weights = 0
+    if speculative:
+        query_weights = choosing * partial_query_bytes(shape, policy, p, columns, sizes.num_mini_batches, resident)
+    limited = speculative and limits_cache(selection)
+    counted = limited and selection.victim != "fifo"
+    indices = 4 * index_cells(shape, policy, sizes.index_rows) if choosing else 0
+    gathered = sum(rows * row[representation] for representation, rows in sizes.selected_rows.items())
+    return {
+        "device": {
+            "partial query weights": query_weights,
+            "partial keys": partial_keys if selection.partial_keys == "device" else 0,
+            "partial key buffers": NUM_SLOTS * partial_buffer if selection.partial_keys == "host" else 0,
+            "indices": indices,
+            "scores": 8 * layers * groups * sizes.kept_tokens if ranked else 0,  # and ages
+            "uses": 8 * choosing * groups * sizes.partial_rows if counted else 0,  # and ages
+        },
+        "host": {
+            "places": NUM_SLOTS * 8 * sizes.decode_batch * groups if ranked or limited else 0,
+            "gathered rows": NUM_SLOTS * gathered if choosing else 0,
+            "indices": indices,
+            "partial keys": partial_keys if selection.partial_keys == "host" else 0,
+        },
+    }
 
 
 def partial_query_bytes(shape: ModelShape, policy: Policy, p: int, columns: int, num_mini_batches, resident):

@@ -10,6 +10,7 @@ import numpy as np
 
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware
+from flexhybrid.core.kinds import TIERS
 from flexhybrid.core.memory import gib, total_bytes
 from flexhybrid.core.plan import Wave, admit
 from flexhybrid.core.policy import Policy
@@ -161,7 +162,7 @@ def describe(policy: Policy) -> str:
     def shares(places: dict[str, float]) -> str:
         return " + ".join(f"{share:.0%} {place}" for place, share in places.items() if share > 0)
 
-    weights = shares({tier: getattr(policy.weights, tier) for tier in ("device", "host", "disk")})
+    weights = shares({tier: getattr(policy.weights, tier) for tier in TIERS})
     bits = "" if policy.bits.native else f", bits {policy.bits.weights}/{policy.bits.kv}/{policy.bits.act}"
     return (
         f"{policy.name}: weights {weights}; context {shares(dict(policy.cache))}; {policy.schedule}, mini-batches of "

@@ -10,6 +10,7 @@ import pandas as pd
 from tqdm import tqdm
 
 from flexhybrid.core.hardware import LINKS, Hardware
+from flexhybrid.core.kinds import TIERS
 from flexhybrid.core.memory import gib
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.shape import ModelShape
@@ -193,7 +194,7 @@ def policy_line(policy: Policy) -> dict:
     packed = {"weights": bits.weights, "kv": bits.kv, "act": bits.act}
     return {
         "policy": policy.name,
-        "weights": _shares({tier: getattr(policy.weights, tier) for tier in ("device", "host", "disk")}),
+        "weights": _shares({tier: getattr(policy.weights, tier) for tier in TIERS}),
         "context": _shares(policy.cache),
         "bits": " ".join(f"{name} {size}" for name, size in packed.items() if size != "native") or "native",
         "schedule": policy.schedule + ("" if policy.overlap is True else ", in turn"),

@@ -11,6 +11,7 @@ import numpy as np
 from flexhybrid.core.blocks import BLOCK_TOKENS
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware
+from flexhybrid.core.kinds import TIERS
 from flexhybrid.core.memory import check_budget, parse_bytes
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.shape import DTYPE_BYTES, ModelShape
@@ -77,7 +78,7 @@ class Setting:
         self.options = options
         self.device = pick_device(options.device, options.link_gb_per_s)
         self.budgets = {
-            tier: parse_bytes(getattr(options, f"{tier}_memory")) for tier in ("device", "host", "disk")
+            tier: parse_bytes(getattr(options, f"{tier}_memory")) for tier in TIERS
         }  # fmt: skip
         if options.disk_gb_per_s is not None and options.disk_dir is None:
             raise InputError("--disk-gb-per-s is the pace of a disk: name its folder with --disk-dir")
