@@ -124,6 +124,14 @@ def settle_policy(
     return policy_here(name, shape, hardware, bytes_per_element, workload, budgets)
 
 
+def lossless_space(hardware: Hardware):
+    """What a search may choose where nothing may be lost: attention on the host only where it was measured."""
+    from policy_search.search import LOSSLESS
+
+    measured = hardware.name != "local" or "attend_host" in hardware.lines
+    return LOSSLESS if measured else replace(LOSSLESS, attention=("device",))
+
+
 def best_policy(
     shape: ModelShape,
     hardware: Hardware | None,
@@ -150,11 +158,9 @@ def best_policy(
             "policy auto needs to know this machine: run `flexhybrid profile` once (or `flexhybrid compare`, which "
             "does), or name a policy such as kv_only or hybrid(0.5)"
         )
-    from policy_search.search import LOSSLESS, search
+    from policy_search.search import search
 
-    space = LOSSLESS
-    if hardware.name == "local" and "attend_host" not in hardware.lines:  # not measured: nothing to judge it by
-        space = replace(space, attention=("device",))
+    space = lossless_space(hardware)
     # The search knows requests of one length: the mean ones. Where the longest do not fit beside the weights that it
     # kept, keep fewer; where they do not fit at all, let the longest decide.
     longest = Workload.uniform(1, int(workload.prompt_tokens.max()), int(workload.max_tokens.max()))

@@ -4,13 +4,17 @@ import json
 import re
 import shlex
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from flexhybrid import cli
 from flexhybrid.core.hardware import Hardware, Line
+from flexhybrid.core.shape import shape_by_name
 from flexhybrid.jobs import run as run_module
+from flexhybrid.jobs.measure import model_profile_path
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs/running-a-job.md").read_text(encoding="utf-8")
@@ -113,6 +117,13 @@ def test_the_doctor_says_what_fits_and_what_to_change(clone, capsys):
     assert small["model"] == "opt-125m" and small["tokens_per_s"] > 0 and "weights" in small["how"]
     assert large["tokens_per_s"] is None and "budget" in large["how"]
     assert found["gb_per_s"] == {"h2d": 10.0, "d2h": 10.0} and found["profile"]["measured"]
+    # What a run has measured at a model's own layer sizes goes before: here every path and product is ten times slower.
+    slower = dict.fromkeys(MACHINE.lines, Line(1e-4, 1e-10, 1e-9))
+    kept = model_profile_path(shape_by_name("opt-125m"), "auto", torch.device("cpu"), None)
+    replace(MACHINE, lines=slower).save(kept)
+    assert cli.main(["doctor", "--device", "cpu", "--json", "--models", "opt-125m"]) == 0
+    (own,) = json.loads(capsys.readouterr().out)["models"]
+    assert own["own_profile"] and not small["own_profile"] and own["tokens_per_s"] < small["tokens_per_s"]
     assert cli.main(["doctor", "--models", "gpt-5"]) == 2
 
 

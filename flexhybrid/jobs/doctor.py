@@ -14,14 +14,14 @@ import torch
 
 from flexhybrid import __version__
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.hardware import Hardware, cache_folder
+from flexhybrid.core.hardware import Hardware, cache_folder, load_hardware
 from flexhybrid.core.memory import gib
 from flexhybrid.core.shape import DTYPE_BYTES, KNOWN_SHAPES, ModelShape, shape_of
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.forecast import describe
-from flexhybrid.jobs.measure import device_name, free_host_bytes, host_memory_bytes
-from flexhybrid.machine import free_device_memory, profile_path, saved_hardware
-from policy_search.search import LOSSLESS, search
+from flexhybrid.jobs.measure import device_name, free_host_bytes, host_memory_bytes, model_profile_path
+from flexhybrid.machine import free_device_memory, lossless_space, profile_path, saved_hardware
+from policy_search.search import search
 
 PACKAGES = ("torch", "transformers", "safetensors", "numpy", "scipy")
 SEARCH_S = 1.0  #: a model's policy is searched for this long at most
@@ -40,6 +40,7 @@ class Fit:
     tokens_per_s: float | None  #: None: it does not fit, or nothing is measured
     how: str  #: the policy in words, or what is lacking
     binding: str = ""
+    own_profile: bool = False  #: measured at its own layer sizes, by a run
 
 
 def doctor(
@@ -54,14 +55,13 @@ def doctor(
         budgets["device"] = free_device_memory(device)
     elif free is not None:  # both tiers are host memory
         budgets = {"device": int(free * 0.45), "host": int(free * 0.45)}
-    if hardware is not None and hardware.name == "local" and "attend_host" not in hardware.lines:
-        space = replace(LOSSLESS, attention=("device",))
-    else:
-        space = LOSSLESS
     lengths, fits = Workload.uniform(1, prompt_tokens, max_tokens), []
     for name in models or KNOWN_SHAPES:
         on_model(name)
-        fits.append(_fit(shape_of(name), hardware, lengths, budgets, space))
+        shape = shape_of(name)
+        kept = model_profile_path(shape, "auto", device, None)
+        own = load_hardware(kept) if kept.is_file() else None
+        fits.append(replace(_fit(shape, own or hardware, lengths, budgets), own_profile=own is not None))
     return {
         "versions": {"flexhybrid": __version__, "python": platform.python_version(), **_versions()},
         "device": {"type": device.type, "name": device_name(device), "free_bytes": budgets.get("device")},
@@ -75,7 +75,7 @@ def doctor(
     }
 
 
-def _fit(shape: ModelShape, hardware: Hardware | None, lengths: Workload, budgets: dict, space) -> Fit:
+def _fit(shape: ModelShape, hardware: Hardware | None, lengths: Workload, budgets: dict) -> Fit:
     p = DTYPE_BYTES[hardware.dtype if hardware else shape.dtype]
     size = shape.num_layers * shape.layer_bytes(p) + shape.embedding_bytes(p)
     tokens = int(lengths.prompt_tokens[0] + lengths.max_tokens[0])
@@ -85,6 +85,7 @@ def _fit(shape: ModelShape, hardware: Hardware | None, lengths: Workload, budget
         need = size + shape.num_layers * tokens * shape.kv_token_bytes(p)
         return Fit(shape.name, size, None, _by_size(need, budgets))
     try:
+        space = lossless_space(hardware)
         found = search(shape, hardware, p, lengths, budgets=budgets, space=space, time_limit=SEARCH_S)
     except InputError as error:
         return Fit(shape.name, size, None, str(error))
@@ -156,12 +157,14 @@ def describe_doctor(found: dict) -> str:
         lines.append(f"profile {found['profile']['source']}, {found['profile']['dtype']}")
     lines += [f"  {PATHS[key]:<15} {rate:7.2f} GB/s" for key, rate in found["gb_per_s"].items()]
     if found["models"]:
-        head = "Predicted" if found["profile"] else "By size alone"
+        predicted = found["profile"] or any(one["own_profile"] for one in found["models"])
+        head = "Predicted" if predicted else "By size alone"
         lines += ["", f"{head}, {lengths['prompt_tokens']} prompt and {lengths['max_tokens']} generated tokens, "
                   "nothing compressed:", "", f"{'model':<14} {'weights':>10} {'tokens/s':>9}  how"]  # fmt: skip
     for one in found["models"]:
         rate = "-" if one["tokens_per_s"] is None else f"{one['tokens_per_s']:.1f}"
         limit = f" (limited by {one['binding']})" if one["binding"] else ""
+        limit += " (measured for this model)" if one["own_profile"] else ""
         lines.append(f"{one['model']:<14} {gib(one['weights_bytes']):>10} {rate:>9}  {one['how']}{limit}")
     if found["advice"]:
         lines += ["", *(f"- {text}" for text in found["advice"])]
