@@ -25,9 +25,11 @@ from experiments.reproduce.accuracy_policies import (
     ALPHAS,
     BIN,
     KEPT,
+    LOUD,
     PARTIAL,
     POOL,
     PROMPT_SHARE,
+    QUIET,
     RATIOS,
     RESULTS,
     SHARES,
@@ -199,11 +201,28 @@ def attention_needs(checkpoint: Checkpoint, text: list[int]) -> dict:
             "below_a_percent_by_chunk": [float(few[chunk == c].mean()) for c in np.unique(chunk)],
             "best_cosine_by_chunk": [float(best[chunk == c].mean()) for c in np.unique(chunk)],
             "relative_entropy_by_head": (entropy / even).mean(-1).tolist(),
+            "revival": revival(weights),
         })  # fmt: skip
         return q, k
 
     forward(checkpoint, text, look)
     return {"kept": KEPT, "weight": WEIGHT, "bin": BIN, "chunk": 256, "layers": layers}
+
+
+def revival(weights: torch.Tensor) -> dict:
+    """Keys that matter again, from a layer's causal weights [H, N, N] (Fig. 20b): queries of the last quarter look at
+    the keys before it. Of the keys and heads that are LOUD to one of its second half, the share that was QUIET to all
+    of its first half; and the loudest of these, query by query."""
+    window = weights.shape[-1] // 4
+    seen = weights[:, -window:, : weights.shape[-1] - window]
+    quiet = seen[:, : window // 2].amax(1) < QUIET
+    later = seen[:, window // 2 :].amax(1)
+    loud = later >= LOUD
+    head, key = divmod(int((later * quiet).argmax()), later.shape[-1])
+    return {
+        "of_loud": float((loud & quiet).sum() / loud.sum().clamp_min(1)),
+        "head": head, "key": key, "weights": [round(float(weight), 6) for weight in seen[head, :, key]],
+    }  # fmt: skip
 
 
 def columns_held(checkpoint: Checkpoint, text: list[int], matrices: list[torch.Tensor]) -> list[dict[str, float]]:

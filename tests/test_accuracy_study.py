@@ -90,3 +90,16 @@ def test_skewing_gathers_squares_in_few_columns(study):
         assert layer["skewed query"] > layer["plain query"] - 0.02 and layer["skewed query"] <= 1 + 1e-6
     assert all(-1 <= value <= 1 for values in study["inputs"].values() for value in values)
     assert math.isfinite(study["by_length"][LENGTH]["h2o"][1]["perplexity"])
+
+
+def test_revival_finds_the_key_that_was_planted():
+    """Even weights but for one key of head 1: nothing, then at one query nearly all; and one that is always loud."""
+    heads, length = 2, 4096
+    weights = torch.ones(heads, length, length).tril()
+    weights[1, :, 77] = 0
+    weights[1, 3900, 77] = 4 * length
+    weights[0, 3000:, 5] = length
+    found = accuracy_study.revival(weights / weights.sum(-1, keepdim=True))
+    assert (found["head"], found["key"]) == (1, 77) and found["of_loud"] == 0.5
+    assert len(found["weights"]) == length // 4 and np.argmax(found["weights"]) == 3900 - 3 * length // 4
+    assert max(found["weights"]) > 0.7 and sorted(found["weights"])[-2] == 0

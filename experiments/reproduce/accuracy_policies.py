@@ -12,12 +12,13 @@ from pathlib import Path
 RESULTS = Path(__file__).parent.parent / "results" / "accuracy"
 PROMPT_SHARE = 0.75  #: of a text
 SHARES = (0.05, 0.1, 0.2)  #: of the context, in layers that choose
-ALPHAS = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0)
+ALPHAS = (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0)
 RATIOS = (0.1, 0.3, 0.6, 1.0)
 POOL = 0.8
 KEPT = 64  #: tokens that Fig. 19(b) retains at every length
 WEIGHT = 0.9  #: of a query's attention (Fig. 5)
 BIN = 16  #: key tokens (Fig. 5)
+QUIET, LOUD = 0.001, 0.01  #: attention weights of a key that hardly matters, and of one that does (Fig. 20b)
 H2O_GROWTH = (1 + PROMPT_SHARE) / 2 / PROMPT_SHARE  #: mean context of the decode over the prompt
 PARTIAL = 0.3  #: the share of columns that the paper keeps
 

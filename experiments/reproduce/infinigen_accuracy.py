@@ -18,9 +18,11 @@ from experiments import reference
 from experiments.reproduce.accuracy_policies import (
     ALPHAS,
     KEPT,
+    LOUD,
     PARTIAL,
     POOL,
     PROMPT_SHARE,
+    QUIET,
     RATIOS,
     RESULTS,
     SHARES,
@@ -154,21 +156,35 @@ def figure_5() -> Experiment:
 
 
 def figure_20() -> Experiment:
-    """Share of queries that look at less than a percent of the tokens, by position."""
-    rows, frame = [], []
+    """Share of queries that look at less than a percent of the tokens, by position; keys that matter again."""
+    rows, frame, figures = [], [], []
     for model, study in studies().items():
-        for i, _ in enumerate(study["attention"]["layers"][0]["needed_by_chunk"]):
-            share = np.mean([layer["below_a_percent_by_chunk"][i] for layer in study["attention"]["layers"]])
+        layers, spikes = study["attention"]["layers"], []
+        for i, _ in enumerate(layers[0]["needed_by_chunk"]):
+            share = np.mean([layer["below_a_percent_by_chunk"][i] for layer in layers])
             end = min(study["length"], 256 * (i + 1))
             frame.append({"series": model, "position": end, "share": 100 * float(share)})
             rows.append(context(f"{model}: positions up to {end}", 100 * share, "%"))
+        for number, layer in enumerate(layers):
+            again = layer["revival"]
+            first = study["length"] - len(again["weights"])
+            series = f"layer {number}, head {again['head']}, key {again['key']}"
+            spikes += [{"series": series, "position": first + i, "weight": max(weight, 1e-6)}
+                       for i, weight in enumerate(again["weights"])]  # fmt: skip
+            rows.append(context(f"{model}: weights of {LOUD:g} on keys below {QUIET:g} before, layer {number}",
+                                100 * again["of_loud"], "%", largest=max(again["weights"])))  # fmt: skip
+        figures.append(_figure(f"{_slug(model)}-again", spikes, "position", "weight", model, "position of the query",
+                               "attention weight of one key", log_y=True))  # fmt: skip
+    share = _figure("share", frame, "position", "share", "0.9 of the weight on less than 1 % of the tokens",
+                    "position in the text", "% of queries and heads")  # fmt: skip
     return _experiment(
-        "fig20", "Fig. 20(a): queries that attend to less than 1 % of the key tokens",
-        "Llama-3-8B-1048K, up to a million tokens: share of query tokens for which less than 1 % of the key tokens "
-        "matter, against the length.", rows,
-        [_figure("share", frame, "position", "share", "0.9 of the weight on less than 1 % of the tokens",
-                 "position in the text", "% of queries and heads")],
-        "Here to a model's 2,048 tokens at most. (b), single keys' weights over 16,000 iterations, is not done.",
+        "fig20", "Fig. 20: queries that attend to few keys, and keys that matter again",
+        "Llama-3-8B-1048K, up to a million tokens: (a) share of query tokens for which less than 1 % of the key tokens "
+        "matter, against the length; (b) weights of sampled keys over the last 16,000 iterations: sudden spikes.",
+        rows, [share, *figures],
+        f"Here to a model's 2,048 tokens at most. (b): queries of a text's last quarter; of the keys with a weight of "
+        f"{LOUD:g} in its second half, the share that all queries of its first half gave less than {QUIET:g}. What "
+        f"drops keys for good (H2O) may have lost these.",
     )  # fmt: skip
 
 
