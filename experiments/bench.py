@@ -11,6 +11,7 @@ import json
 import os
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -55,10 +56,6 @@ BOUND = MINI_BATCH * (34 * 16 + 1)
 RATES = (0.3, 0.4, 0.6)
 RESIDENT_RATE = 0.3
 ROUNDS = 3
-PARTS = (
-    *("simulator", "model", "exactness", "compression", "kernels"),
-    *("executor", "selection", "run", "speed", "cascade"),
-)
 JUDGED_BALANCE = 0.7  #: design section 11: the smaller ideal over the larger
 BUDGETS = {"device": None, "host": 8 * 2**30}
 SEARCHED = (("opt-30b", "t4"), ("opt-30b", "rtx4090"), ("opt-175b", "t4"))
@@ -69,11 +66,17 @@ class Table:
 
     def __init__(self):
         self.rows: dict[str, dict] = {}
+        self.part = ""  #: of the bench that is at work
+
+    def renew(self, part: str) -> None:
+        """Forget a part's rows: what it adds now takes their place."""
+        self.part = part
+        self.rows = {name: row for name, row in self.rows.items() if row.get("part") != part}
 
     def add(self, name: str, value: float, bar: float, unit: str, at_least: bool = True, **more) -> None:
         """``more``: conditions of the figure, kept beside it."""
         ok = bool(value >= bar if at_least else value <= bar)
-        self.rows[name] = {"value": float(value), "bar": bar, "unit": unit, "ok": ok, **more}
+        self.rows[name] = {"value": float(value), "bar": bar, "unit": unit, "ok": ok, "part": self.part, **more}
         tqdm.write(f"{'ok  ' if ok else 'MISS'} {name:58s} {value:14.4g} {'>=' if at_least else '<='} {bar:g} {unit}")
 
 
@@ -312,45 +315,59 @@ class _one_thread:
         torch.set_num_threads(self.before)
 
 
+def bench_simulator(table: Table, dtype: str) -> None:
+    bench_classes(table)
+    bench_papers(table)
+    bench_peer(table)
+    bench_search_time(table)
+
+
+def bench_model(table: Table, dtype: str) -> None:
+    bench_closed_form(table)
+    bench_launch(table)
+    bench_copies(table)
+
+
+def bench_speeds(table: Table, dtype: str) -> None:
+    with tqdm(total=9 + 9 + 6 * PROFILE_STEPS + 5 * (ROUNDS * 10 + 2), unit="step", leave=False) as bar:
+        bench_speed(table, bar, dtype)
+
+
+def bench_cascades(table: Table, dtype: str) -> None:
+    bench_cascade(table)
+    bench_cluster(table)
+
+
+#: What ``--only`` names, in the order of a whole run; ``dtype`` is the timing runs' compute dtype.
+PARTS: dict[str, Callable[[Table, str], None]] = {
+    "simulator": bench_simulator,
+    "model": bench_model,
+    "exactness": lambda table, dtype: bench_exactness(table),
+    "compression": lambda table, dtype: bench_compression(table),
+    "kernels": lambda table, dtype: bench_kernels(table, Contender(make_bench(dtype), hybrid(0.75, BOUND))),
+    "executor": bench_overlap,
+    "selection": bench_selection,
+    "run": lambda table, dtype: bench_run(table),
+    "speed": bench_speeds,
+    "cascade": bench_cascades,
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("results"))
-    parser.add_argument("--only", choices=PARTS, help="renew these rows of bench.json alone")
+    parser.add_argument("--only", choices=PARTS, nargs="+", help="renew the rows of these parts in bench.json alone")
     args = parser.parse_args()
     out = args.out / "bench.json"
     table = Table()
-    if args.only and out.is_file():
-        table.rows = json.loads(out.read_text(encoding="utf-8"))
+    if out.is_file():
+        earlier = json.loads(out.read_text(encoding="utf-8"))
+        table.rows = {name: row for name, row in earlier.items() if row.get("part") in PARTS}
     dtype = fastest_dtype(TIMING_SHAPE, torch.device("cpu"))
-    parts = [args.only] if args.only else PARTS
-    if "simulator" in parts:
-        bench_classes(table)
-        bench_papers(table)
-        bench_peer(table)
-        bench_search_time(table)
-    if "model" in parts:
-        bench_closed_form(table)
-        bench_launch(table)
-        bench_copies(table)
-    if "exactness" in parts:
-        bench_exactness(table)
-    if "cascade" in parts:
-        bench_cascade(table)
-        bench_cluster(table)
-    if "compression" in parts:
-        bench_compression(table)
-    if "kernels" in parts:
-        bench_kernels(table, Contender(make_bench(dtype), hybrid(0.75, BOUND)))
-    if "executor" in parts:
-        bench_overlap(table, dtype)
-    if "selection" in parts:
-        bench_selection(table, dtype)
-    if "run" in parts:
-        bench_run(table)
-    if "speed" in parts:
-        with tqdm(total=9 + 9 + 6 * PROFILE_STEPS + 5 * (ROUNDS * 10 + 2), unit="step", leave=False) as bar:
-            bench_speed(table, bar, dtype)
-    write_by_rename(out, json.dumps(table.rows, indent=1))
+    for part in args.only or PARTS:
+        table.renew(part)
+        PARTS[part](table, dtype)
+        write_by_rename(out, json.dumps(table.rows, indent=1))  # what a run that is cut has measured stays
     missed = [name for name, row in table.rows.items() if not row["ok"]]
     print(f"\n{device_name(torch.device('cpu'))}: {len(table.rows) - len(missed)} of {len(table.rows)} figures hold.")
     for name in missed:
