@@ -121,8 +121,11 @@ def answers(path: Path) -> dict[str, str]:
     return found
 
 
-def soak(folder: Path, num_requests: int, num_points: int, num_timed: int, seed: int, batch: int) -> dict:
-    """Kill and resume; raises AssertionError for anything lost, doubled or changed. Returns counts."""
+def soak(
+    folder: Path, num_requests: int, num_points: int, num_timed: int, seed: int, batch: int, show: bool = False
+) -> dict:
+    """Kill and resume; raises AssertionError for anything lost, doubled or changed. Returns counts. ``show``: say now
+    and then on stderr how far it is."""
     generator = random.Random(seed)
     os.environ["FLEXHYBRID_CACHE"] = str(folder / "cache")  # nothing is known of the machine, nothing predicted
     save_opt(folder / "model")
@@ -157,6 +160,8 @@ def soak(folder: Path, num_requests: int, num_points: int, num_timed: int, seed:
         assert answers(out) == expected, f"other answers after {point}"
         for path in folder.glob(f"{number}.jsonl*"):
             path.unlink()
+        if show and (number + 1) % 20 == 0:
+            print(f"{number + 1} of {num_points + num_timed} points", file=sys.stderr, flush=True)
     assert most_lost <= batch, f"a kill lost {most_lost} complete answers; {batch} were in flight"
     return {
         "points": len(chosen), "timed": num_timed, "killed": killed, "most_answers_lost": most_lost,
@@ -175,7 +180,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere:
         shown, sys.stdout = sys.stdout, nowhere
-        result = soak(Path(folder), args.requests, args.points, args.timed, args.seed, args.batch)
+        result = soak(Path(folder), args.requests, args.points, args.timed, args.seed, args.batch, show=True)
         print(json.dumps(result), file=shown)
 
 
