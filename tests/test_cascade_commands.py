@@ -136,6 +136,8 @@ def labelled(folder) -> list[str]:
         ({"--watts": ["30"]}, "watts needs seconds"),
         ({**LOCAL, "--models": ["a=nothing"], "--data": labelled}, "neither a .pt2 file"),
         ({**LOCAL, "--models": ["a=json:loads"], "--data": labelled}, "gave no module"),
+        ({**LOCAL, "--models": [f"a={__name__}:broken"], "--data": labelled},
+         "model a failed at requests 0 to 63: RuntimeError: this device is gone"),
         ({**LOCAL, "--models": ["a=json:loads"], "--data": lambda f: [write(f / "d.npz", x=np.zeros((NUM, 2)))]},
          "labels are missing"),
     ],
@@ -200,23 +202,35 @@ def test_each_request_goes_its_own_way():
     requests = [
         {"a": 0.95}, {"a": 0.7, "b": 0.85}, {"a": 0.7, "b": 0.7, "c": 0.5}, {"a": 0.55, "c": 0.6},
         {"a": "nan", "b": 0.9}, {"a": "raise", "b": 0.9}, {"a": 0.7, "b": "raise", "c": 0.9},
-        {"a": 0.7, "b": 0.7, "c": "raise"}, {"a": 0.7, "b": 0.7, "c": "nan"},
+        {"a": 0.7, "b": 0.75, "c": "raise"}, {"a": 0.7, "b": 0.65, "c": "nan"}, {"a": 0.55, "c": "raise"},
+        {"a": "raise", "b": "nan", "c": "raise"},
     ]  # fmt: skip
     models = [Scripted(name) for name in "abc"]
     answers = serve(of_three(), models, requests, first_index=10)
-    assert [answer.index for answer in answers] == list(range(10, 19))
-    assert [answer.output for answer in answers] == ["a!", "b!", "c!", "c!", "b!", "b!", "c!", None, None]
-    assert ["".join(answer.visited) for answer in answers] == [
-        *("a", "ab", "abc", "ac", "ab", "ab", "abc", "abc", "abc"),
+    assert [answer.index for answer in answers] == list(range(10, 21))
+    assert [answer.output for answer in answers] == [
+        *("a!", "b!", "c!", "c!", "b!", "b!", "c!", "b!", "a!", "a!", None),
     ]  # fmt: skip
-    assert ["".join(answer.failed) for answer in answers] == ["", "", "", "", "a", "a", "b", "c", "c"]
-    assert answers[1].confidence == pytest.approx(0.85) and answers[7].model is None
-    assert models[0].batches == [9, *[1] * 9]  # a batch that raised is tried one by one
+    assert [answer.is_fallback for answer in answers] == [False] * 7 + [True] * 3 + [False]
+    assert ["".join(answer.visited) for answer in answers] == [
+        *("a", "ab", "abc", "ac", "ab", "ab", "abc", "abc", "abc", "ac", "abc"),
+    ]  # fmt: skip
+    assert ["".join(answer.failed) for answer in answers] == ["", "", "", "", "a", "a", "b", "c", "c", "c", "abc"]
+    assert answers[10].failed == {
+        "a": "RuntimeError: out of memory", "b": "logits that are no numbers", "c": "RuntimeError: out of memory",
+    }  # fmt: skip
+    assert answers[1].confidence == pytest.approx(0.85) and answers[10].model is None
+    assert [(answer.model, answer.confidence) for answer in answers[7:10]] == [
+        ("b", pytest.approx(0.75)), ("a", pytest.approx(0.7)), ("a", pytest.approx(0.55)),
+    ]  # fmt: skip
+    assert models[0].batches == [11, *[1] * 11]  # a batch that raised is tried one by one
 
 
 def test_a_model_that_gives_too_few_answers_has_failed():
     answers = serve(of_three(), [Scripted(name) for name in "abc"], [{"a": "short", "b": 0.9}, {"a": 0.95}])
-    assert [(answer.model, answer.failed) for answer in answers] == [("b", ["a"]), ("a", [])]
+    assert [(answer.model, answer.failed) for answer in answers] == [
+        ("b", {"a": "ValueError: 0 outputs for 1 requests"}), ("a", {}),
+    ]  # fmt: skip
 
 
 def test_confidence_is_read_at_the_model_s_own_temperature():
@@ -292,6 +306,21 @@ def test_torch_modules_from_fit_to_run(pixels, capsys):
     assert cli.main(["cascade", "run", "--cascade", cascade, "-i", data, *more]) == 0
     result = json.loads(capsys.readouterr().out)
     assert [row["failed"] for row in result["models"]] == [CHUNK + 200, 0] and result["unanswered"] == 0
+    # the largest breaks: what went on to it is answered by the small one, unsure, and counted; costs are not needed
+    Cascade(tuple(CascadeModel(name, source=f"{here}:small") for name in ("small", "large")), (0.7,)).save(cascade)
+    more = ["-o", f"{pixels}/out3.jsonl", "--models", f"large={here}:broken"]
+    assert cli.main(["cascade", "run", "--cascade", cascade, "-i", data, *more, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    lines = [json.loads(line) for line in (pixels / "out3.jsonl").read_text().splitlines()]
+    assert len(lines) == CHUNK + 200 and result["cost_per_request"] is None
+    failed = [line for line in lines if line["is_fallback"]]
+    assert result["unanswered"] == 0 < len(failed) == result["fallbacks"] == result["models"][1]["failed"] < len(lines)
+    for line in failed:
+        assert line["model"] == "small" and line["output"] is not None and line["confidence"] < 0.7
+        assert line["failed"] == {"large": "RuntimeError: this device is gone"}
+    assert cli.main(["cascade", "run", "--cascade", cascade, "-i", data, *more]) == 0
+    told = capsys.readouterr().out
+    assert "first: RuntimeError: this device is gone" in told and "by a model that was not sure" in told
 
 
 class Spans(torch.nn.Module):

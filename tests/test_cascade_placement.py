@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 import numpy as np
 import pytest
@@ -95,6 +96,20 @@ def test_program_equals_brute_force_and_bound_and_search_enclose_it(case):
         assert lower_bound(layout, machines, 1.0) <= best * (1 + 1e-9) + 1e-15
         found = assign.search(layout, machines, 1.0, best, float("inf"))
         assert found is None or found[0] >= best * (1 - 1e-9) - 1e-15
+
+
+def test_a_program_that_runs_out_of_time_claims_no_more_than_it_proved():
+    models, flow = ten_models(0)
+    machines = cluster(2, 4)
+    for rate in (60.0, 100.0):
+        layout = next(layouts(models, flow, machines, rate, 64, MOST_LOAD))
+        least = assign.search(layout, machines, MOST_LOAD, 0.0, time.perf_counter() + 2)[0]  # at least the best
+        hasty = solve_exactly(layout, machines, MOST_LOAD, 0.1)
+        if hasty is None:
+            continue
+        assert hasty.bound <= least * (1 + 1e-9) and hasty.bound <= hasty.cost
+        for size, most in ((layout.item_memory, machines.memory), (layout.item_load, MOST_LOAD)):
+            assert (np.bincount(hasty.gpu_of, size, 8) <= most * (1 + 1e-6)).all()
 
 
 def test_a_large_plan_keeps_every_promise():

@@ -14,7 +14,7 @@ from flexhybrid import InputError
 from flexhybrid.cascade.models import Prediction
 from flexhybrid.cascade.routes import Cascade, CascadeModel, Skip
 from flexhybrid.cascade.run import judge, serve
-from flexhybrid.cascade.serve import ASK_AGAIN, Router, Size, sizes_of
+from flexhybrid.cascade.serve import ASK_AGAIN, Router, Size, _cause, shared_out, sizes_of
 
 CASCADE = Cascade(tuple(map(CascadeModel, ("small", "middle", "large"))), (0.9, 0.8), ((Skip(0.6, 2),), ()))
 
@@ -50,8 +50,8 @@ class Handle:
         self.calls += 1
         if self.calls % (self.deaths + 1):
             raise RayActorError
-        outputs, sure = judge(CASCADE, self.place, TOYS[self.place], request[None])
-        return outputs[0], float(sure[0])
+        judged = judge(CASCADE, self.place, TOYS[self.place], request[None])
+        return judged.outputs[0], float(judged.sure[0]), judged.why[0]
 
 
 def routed(*deaths: int) -> list[dict]:
@@ -75,10 +75,18 @@ def test_a_request_is_asked_again_where_its_replica_dies_and_goes_on_where_all_d
     pytest.importorskip("ray")
     router = Router(CASCADE, Handle(0, ASK_AGAIN - 1), Handle(1), Handle(2))
     answer = asyncio.run(router.answer(REQUESTS[-1], 0))
-    assert (answer.model, answer.failed) == ("small", []) and router.asks[0].__self__.calls == ASK_AGAIN
+    assert (answer.model, answer.failed) == ("small", {}) and router.asks[0].__self__.calls == ASK_AGAIN
     router = Router(CASCADE, Handle(0, ASK_AGAIN), Handle(1), Handle(2))
     answer = asyncio.run(router.answer(REQUESTS[-1], 0))
-    assert (answer.model, answer.failed) == ("middle", ["small"]) and not math.isnan(answer.confidence)
+    assert (answer.model, list(answer.failed)) == ("middle", ["small"]) and not math.isnan(answer.confidence)
+
+
+def test_a_request_whose_largest_model_dies_has_the_surest_smaller_answer():
+    pytest.importorskip("ray")
+    router = Router(CASCADE, Handle(0), Handle(1), Handle(2, ASK_AGAIN))
+    answer = asyncio.run(router.answer(np.array([3.0], dtype=np.float32), 5))
+    assert (answer.index, answer.model, answer.is_fallback) == (5, "small", True) and answer.confidence < 0.9
+    assert answer.failed == {"large": f"{ASK_AGAIN} of its replicas died of it"}
 
 
 def plan(**changes) -> dict:
@@ -102,3 +110,21 @@ def test_a_plan_says_how_models_are_deployed(tmp_path):
         path.write_text(json.dumps(record))
         with pytest.raises(InputError, match=words):
             sizes_of(CASCADE, path)
+
+
+def test_replicas_share_what_the_cluster_has_free():
+    assert shared_out([Size(), Size(2)], {"CPU": 2.0}) == (0.5, [0.0, 0.0])
+    assert shared_out([Size()] * 4, {"CPU": 16.0, "GPU": 1.0}) == (1.0, [0.25] * 4)  # whole ones would wait for ever
+    assert shared_out([Size(2, 4, 0.5), Size(1, 4, 1.0)], {"CPU": 8.0, "GPU": 2.0}) == (1.0, [0.5, 1.0])
+    with pytest.raises(InputError, match="need 2 GPUs, and the Ray cluster has 1 free"):
+        shared_out([Size(2, 4, 0.5), Size(1, 4, 1.0)], {"CPU": 8.0, "GPU": 1.0})
+
+
+def test_a_failed_deployment_says_why():
+    told = (
+        "Deploying application cascade failed: Failed to update the deployments ['a'].\n"
+        'Traceback (most recent call last):\n  File "x.py", line 1, in __init__\n'
+        "flexhybrid.core.errors.InputError: cannot read a.pt2 of model a: no such file\n\n"
+    )
+    assert _cause(RuntimeError(told)).endswith("cannot read a.pt2 of model a: no such file")
+    assert _cause(RuntimeError("it would not")) == "it would not"

@@ -13,7 +13,7 @@ import numpy as np
 from flexhybrid.cascade.confidence import calibrate
 from flexhybrid.cascade.curve import Answers
 from flexhybrid.cascade.data import NO_LABEL, check_labels, read_labels, read_logits, read_requests, scored
-from flexhybrid.cascade.models import TOP_K, Prediction, load_model, named_path, named_policies
+from flexhybrid.cascade.models import TOP_K, Model, Prediction, first_line, load_model, named_path, named_policies
 from flexhybrid.cascade.routes import COSTS, TASKS, VERSION, CascadeModel, costs_of, read_json
 from flexhybrid.core.errors import InputError, unknown
 from flexhybrid.core.hardware import write_by_rename
@@ -138,18 +138,35 @@ def _predict_all(named, requests, labels, options: FitOptions, top_k: int | None
     policies = named_policies(options.policies, [name for name, _ in named], options.task)
     for name, source in named:
         model = load_model(name, source, options.task, options.max_tokens, top_k, **policies.get(name, {}))
-        if options.task == "generation" and not predictions:
-            labels = _answer_tokens(model, labels, options.max_tokens)
-        parts, seconds = [], []
-        for start in range(0, len(requests), BATCH):
-            began = time.perf_counter()
-            parts.append(model.predict(requests[start : start + BATCH]))
-            seconds.append((time.perf_counter() - began) / len(parts[-1].logits))
-        predictions.append(joined(parts))
-        models.append(CascadeModel(name, seconds=float(np.median(seconds)), source=source))
-        if hasattr(model, "close"):
-            model.close()
+        try:
+            if options.task == "generation" and not predictions:
+                labels = _answer_tokens(model, labels, options.max_tokens)
+            prediction, seconds = _timed(model, requests)
+        finally:
+            if hasattr(model, "close"):
+                model.close()
+        predictions.append(prediction)
+        models.append(CascadeModel(name, seconds=seconds, source=source))
     return models, predictions, labels
+
+
+def _timed(model: Model, requests: Sequence) -> tuple[Prediction, float]:
+    """(predictions of all requests, seconds of one: the median batch's). InputError where the model raises."""
+    parts, seconds = [], []
+    for start in range(0, len(requests), BATCH):
+        batch = requests[start : start + BATCH]
+        began = time.perf_counter()
+        try:
+            parts.append(model.predict(batch))
+        except InputError:
+            raise
+        except Exception as error:  # whatever a black box raises
+            raise InputError(
+                f"model {model.name} failed at requests {start} to {start + len(batch) - 1}: {type(error).__name__}: "
+                f"{first_line(error)}"
+            ) from error
+        seconds.append((time.perf_counter() - began) / len(batch))
+    return joined(parts), float(np.median(seconds))
 
 
 def joined(parts: Sequence[Prediction]) -> Prediction:
@@ -160,7 +177,7 @@ def joined(parts: Sequence[Prediction]) -> Prediction:
     return Prediction(outputs, logits, counted, classes)
 
 
-def _answer_tokens(model, answers: list, max_tokens: int) -> np.ndarray:
+def _answer_tokens(model: Model, answers: list, max_tokens: int) -> np.ndarray:
     """Answers, texts or token ids, as token ids [N, max_tokens]; all models of a cascade share a tokenizer."""
     labels = np.full((len(answers), max_tokens), NO_LABEL)
     for row, answer in zip(labels, answers):

@@ -92,14 +92,14 @@ def _torch_module(name: str, source: str):
         try:
             return torch.export.load(source).module()
         except Exception as error:  # torch raises many kinds for a damaged file
-            raise InputError(f"cannot read {source} of model {name}: {_first_line(error)}") from None
+            raise InputError(f"cannot read {source} of model {name}: {first_line(error)}") from None
     place, colon, function = source.partition(":")
     if not colon:
         raise InputError(f"model {name}: {source!r} is neither a .pt2 file of torch.export nor module:function")
     try:
         module = getattr(importlib.import_module(place), function)()
     except Exception as error:
-        raise InputError(f"model {name}: {source} gave no module: {_first_line(error)}") from None
+        raise InputError(f"model {name}: {source} gave no module: {first_line(error)}") from None
     if not isinstance(module, torch.nn.Module):
         raise InputError(f"model {name}: {source} returned {type(module).__name__}, not a torch module")
     return module.eval()
@@ -172,5 +172,6 @@ def _keep_logits(executor, members: np.ndarray, logits: np.ndarray, classes: np.
     executor.verbs["sample"] = kept
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What an error says, for one line."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -59,18 +59,29 @@ def binary_program(layout: Layout, cluster: Cluster, most_load: float):
 
 def solve_exactly(layout: Layout, cluster: Cluster, most_load: float, time_limit: float) -> Solved | None:
     """The placement of least transfer; None where the program is infeasible, or nothing was found in time."""
-    import pulp
-
     problem, x, scale = binary_program(layout, cluster, most_load)
-    problem.solve(pulp.HiGHS(msg=False, timeLimit=max(0.1, time_limit), gapRel=1e-9, threads=1))
-    if problem.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
+    proved = _solve(problem, time_limit, gapRel=1e-9)
+    if proved is None:
         return None
     gpu_of = np.array([np.argmax([variable.value() or 0.0 for variable in row]) for row in x])
     cost = transfer_s(layout, cluster, gpu_of)
+    if proved:
+        return Solved(cost, cost, gpu_of)
     whole = cluster.network_s_per_byte * float(layout.traffic.sum())
-    proved = problem.sol_status == pulp.LpSolutionOptimal
-    most_saved = problem.solverModel.getInfo().mip_dual_bound * scale
-    return Solved(cost, cost if proved else max(0.0, min(cost, whole - most_saved)), gpu_of)
+    most_saved = -problem.solverModel.getInfo().mip_dual_bound * scale  # PuLP has HiGHS minimise the negative
+    return Solved(cost, max(0.0, min(cost, whole - most_saved)), gpu_of)
+
+
+def _solve(problem, time_limit: float, **options) -> bool | None:
+    """Run HiGHS: whether the values found are proved best; None where none were found."""
+    import pulp
+
+    problem.solve(pulp.HiGHS(msg=False, timeLimit=max(0.1, time_limit), threads=1, **options))
+    if problem.sol_status == pulp.LpSolutionOptimal:
+        return True
+    # PuLP calls it feasible whenever time ran out, with or without values
+    found = problem.sol_status == pulp.LpSolutionIntegerFeasible and problem.solverModel.getSolution().value_valid
+    return False if found else None
 
 
 def transfer_s(layout: Layout, cluster: Cluster, gpu_of: np.ndarray) -> float:
@@ -99,8 +110,8 @@ def what_is_lacking(layout: Layout, cluster: Cluster, most_load: float, time_lim
         used = pulp.lpSum(layout.item_load[i] * count[k][g] for k, i in enumerate(first))
         problem += used - lack[1][g] <= most_load, f"eq4_load_{g}"
     problem += pulp.lpSum(lack), "lacking"
-    problem.solve(pulp.HiGHS(msg=False, timeLimit=max(0.1, time_limit), threads=1))
-    if problem.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
+    proved = _solve(problem, time_limit)
+    if proved is None:
         return None, None
     texts = []
     for g in gpus:
@@ -109,7 +120,7 @@ def what_is_lacking(layout: Layout, cluster: Cluster, most_load: float, time_lim
             texts.append(f"{cluster.gpus[g].name} lacks {gib(memory * unit)} of memory")
         if load > 1e-6:
             texts.append(f"{cluster.gpus[g].name} lacks {load:.3g} of a GPU's time")
-    if texts and problem.sol_status != pulp.LpSolutionOptimal:
+    if texts and not proved:
         return None, None
     return texts, None if texts else _spread(layout, kinds, count)
 

@@ -2,7 +2,8 @@
 
 A chunk of requests goes through the models from small to large; each model gets those that are on their way to it. Of
 a model that raises, or whose logits are no numbers, no answer is taken: its requests go on to the next larger model,
-and are counted. Requests of a batch that raised are tried one by one first, so that one does not carry all along.
+and are counted. Requests of a batch that raised are tried one by one first, so that one does not carry all along. Where
+there is no larger model, the surest answer of the smaller ones stands, marked as a fallback.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from flexhybrid.cascade.confidence import confidence, top_k_logits
 from flexhybrid.cascade.data import read_requests
-from flexhybrid.cascade.models import Model, load_model, named_path, named_policies
+from flexhybrid.cascade.models import Model, first_line, load_model, named_path, named_policies
 from flexhybrid.cascade.routes import ANSWERED, Cascade
 from flexhybrid.core.errors import InputError
 
@@ -36,11 +38,20 @@ class Answer:
     output: object = None
     model: str | None = None  #: who answered; None: nobody could
     confidence: float | None = None
+    is_fallback: bool = False  #: below that model's threshold, but all that came after it failed
     visited: list[str] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)  #: models that raised, or gave logits that are no numbers
+    failed: dict[str, str] = field(default_factory=dict)  #: model -> why
 
     def line(self) -> str:
         return json.dumps(self.__dict__, ensure_ascii=False)
+
+
+class Judgement(NamedTuple):
+    """What a model says of N requests."""
+
+    outputs: list  #: [N]
+    sure: np.ndarray  #: [N] NaN where it failed
+    why: list[str | None]  #: [N] of those
 
 
 def serve(
@@ -53,8 +64,8 @@ def serve(
         waiting = np.flatnonzero(at == i)
         for start in range(0, len(waiting), batch):
             here = waiting[start : start + batch]
-            outputs, sure = judge(cascade, i, model, _pick(requests, here))
-            at[here] = note(cascade, i, [answers[m] for m in here], outputs, sure)
+            judged = judge(cascade, i, model, _pick(requests, here))
+            at[here] = note(cascade, i, [answers[m] for m in here], judged)
     return answers
 
 
@@ -62,34 +73,34 @@ def _pick(requests: Sequence, places: np.ndarray) -> Sequence:
     return requests[places] if isinstance(requests, np.ndarray) else [requests[i] for i in places]
 
 
-def judge(cascade: Cascade, i: int, model: Model, requests: Sequence) -> tuple[list, np.ndarray]:
-    """What model i answers to each of N requests, and how sure it is [N]: NaN where it raised, or gave logits that are
-    no numbers."""
+def judge(cascade: Cascade, i: int, model: Model, requests: Sequence) -> Judgement:
+    """What model i answers to requests, and how sure it is. Raises nothing that the model does."""
     try:
         found = model.predict(requests)
         if len(found.outputs) != len(requests) or len(found.logits) != len(requests):
             raise ValueError(f"{len(found.outputs)} outputs for {len(requests)} requests")
-    except Exception:  # whatever a black box raises
+        sure = confidence(top_k_logits(found.logits, cascade.top_k), found.counted, cascade.models[i].temperature)
+    except Exception as error:  # whatever a black box raises, or gives for logits
         if len(requests) == 1:
-            return [None], np.array([np.nan])
+            return Judgement([None], np.array([np.nan]), [f"{type(error).__name__}: {first_line(error)}"])
         alone = [judge(cascade, i, model, requests[j : j + 1]) for j in range(len(requests))]
-        return [outputs[0] for outputs, _ in alone], np.concatenate([sure for _, sure in alone])
-    logits = top_k_logits(found.logits, cascade.top_k)
-    return found.outputs, confidence(logits, found.counted, cascade.models[i].temperature)
+        outputs, sure, why = zip(*alone)
+        return Judgement(sum(outputs, []), np.concatenate(sure), sum(why, []))
+    return Judgement(found.outputs, sure, ["logits that are no numbers" if bad else None for bad in np.isnan(sure)])
 
 
-def note(cascade: Cascade, i: int, answers: list[Answer], outputs: list, sure: np.ndarray) -> np.ndarray:
+def note(cascade: Cascade, i: int, answers: list[Answer], judged: Judgement) -> np.ndarray:
     """Put down what model i said; returns where each request waits next (len(models): nowhere)."""
     name, over = cascade.names[i], len(cascade.models)
-    to = cascade.next_model(i, sure)
-    for place, answer in enumerate(answers):
+    to = cascade.next_model(i, judged.sure)
+    for place, (answer, output, sure, why) in enumerate(zip(answers, *judged, strict=True)):
         answer.visited.append(name)
-        if np.isnan(sure[place]):
-            answer.failed.append(name)
+        if np.isnan(sure):
+            answer.failed[name] = why
             to[place] = i + 1
-        elif to[place] == ANSWERED:
-            answer.output, answer.model = outputs[place], name
-            answer.confidence = float(sure[place])
+        elif to[place] == ANSWERED or answer.confidence is None or sure > answer.confidence:
+            answer.output, answer.model, answer.confidence = output, name, float(sure)
+            answer.is_fallback = bool(to[place] != ANSWERED)  # until a larger model answers
     return np.where(to == ANSWERED, over, to)
 
 
@@ -186,7 +197,8 @@ class _Counts:
     def __init__(self, cascade: Cascade):
         self.cascade = cascade
         self.answered, self.visited, self.failed = Counter(), Counter(), Counter()
-        self.num_requests, self.num_right = 0, 0
+        self.first_failure: dict[str, str] = {}  # why, by model
+        self.num_requests, self.num_right, self.num_fallbacks = 0, 0, 0
         self.has_labels = True
 
     def add(self, answers: list[Answer], labels) -> None:
@@ -195,24 +207,28 @@ class _Counts:
         for place, answer in enumerate(answers):
             self.answered[answer.model] += 1
             self.visited.update(answer.visited)
-            self.failed.update(answer.failed)
+            self.failed.update(answer.failed.keys())
+            self.first_failure = answer.failed | self.first_failure
+            self.num_fallbacks += answer.is_fallback
             if labels is not None:
                 self.num_right += _is_right(answer.output, labels[place])
 
     def record(self) -> dict:
         cascade = self.cascade
         rows = [
-            {"name": name, "answered": self.answered[name], "visited": self.visited[name], "failed": self.failed[name]}
+            {"name": name, "answered": self.answered[name], "visited": self.visited[name], "failed": self.failed[name],
+             "first_failure": self.first_failure.get(name)}
             for name in cascade.names
         ]  # fmt: skip
-        expected = cascade.expected
+        expected, cost, share = cascade.expected, None, None
+        if all(getattr(model, cascade.cost) is not None for model in cascade.models):  # a run needs no costs
+            cost = sum(row["visited"] * c for row, c in zip(rows, cascade.costs.tolist())) / self.num_requests
+            share = cost / float(cascade.costs[-1])
         return {
-            "num_requests": self.num_requests, "unanswered": self.answered[None], "models": rows,
-            "accuracy": self.num_right / self.num_requests if self.has_labels else None,
+            "num_requests": self.num_requests, "unanswered": self.answered[None], "fallbacks": self.num_fallbacks,
+            "models": rows, "accuracy": self.num_right / self.num_requests if self.has_labels else None,
             "expected_accuracy": expected.accuracy if expected else None, "cost": cascade.cost,
-            "cost_per_request": sum(row["visited"] * c for row, c in zip(rows, cascade.costs)) / self.num_requests,
-            "share_of_largest": sum(row["visited"] * c for row, c in zip(rows, cascade.costs))
-            / (self.num_requests * float(cascade.costs[-1])),
+            "cost_per_request": cost, "share_of_largest": share,
         }  # fmt: skip
 
 
@@ -228,10 +244,18 @@ def describe_run(result: dict) -> str:
     num = result["num_requests"]
     lines = [f"{'model':16s} {'computes':>9s} {'answers':>8s} {'failed':>7s}"]
     for row in result["models"]:
-        lines.append(f"{row['name']:16s} {row['visited'] / num:9.1%} {row['answered'] / num:8.1%} {row['failed']:7d}")
-    right = "" if result["accuracy"] is None else f"accuracy {result['accuracy']:.2%}, "
-    lines.append(
-        f"\n{num} requests, {result['unanswered']} unanswered: {right}{result['cost']} of a request "
-        f"{result['cost_per_request']:.4g}, {result['share_of_largest']:.1%} of the largest's: {result['path']}"
-    )
-    return "\n".join(lines)
+        why = f"  first: {row['first_failure']}" if row["failed"] else ""
+        lines.append(
+            f"{row['name']:16s} {row['visited'] / num:9.1%} {row['answered'] / num:8.1%} {row['failed']:7d}{why}"
+        )
+    said = [f"{num} requests, {result['unanswered']} unanswered"]
+    if result["fallbacks"]:
+        said.append(f"{result['fallbacks']} by a model that was not sure, since all larger ones failed")
+    if result["accuracy"] is not None:
+        said.append(f"accuracy {result['accuracy']:.2%}")
+    if result["cost_per_request"] is not None:
+        said.append(
+            f"{result['cost']} of a request {result['cost_per_request']:.4g}, {result['share_of_largest']:.1%} of the "
+            "largest's"
+        )
+    return "\n".join([*lines, f"\n{', '.join(said)}: {result['path']}"])

@@ -3,7 +3,8 @@
     HTTP, or a file ──▶ router ──▶ replica of model i ──▶ router ──▶ answer, or a replica of a larger model
 
 A replica holds a model, takes requests together up to its batch, and says of each what it would answer and how sure it
-is; logits stay where they are. A replica that dies takes no request along: the router asks another one.
+is; logits stay where they are. A replica that dies takes no request along: the router asks another one. Where the
+router itself dies, a file's requests are asked again; of HTTP's, those under way get Ray Serve's status 500.
 """
 
 from __future__ import annotations
@@ -11,17 +12,19 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import re
+import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from flexhybrid.cascade.models import Model
+from flexhybrid.cascade.models import Model, first_line
 from flexhybrid.cascade.routes import Cascade, read_json
-from flexhybrid.cascade.run import BATCH, Answer, judge, note
+from flexhybrid.cascade.run import BATCH, Answer, Judgement, judge, note
 from flexhybrid.core.errors import InputError
 
 APPLICATION, ROUTER = "cascade", "router"
@@ -32,6 +35,8 @@ HEALTH_S = 2.0  #: between two looks at a replica, and for which one that ends m
 
 #: Gives a model, in the process that will hold it.
 Load = Callable[[], Model]
+#: What a model answers, how sure it is (NaN where it failed), and why it failed.
+Said = tuple[object, float, str | None]
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,7 @@ class Size:
 
     replicas: int = 1
     batch: int = BATCH
-    gpu_share: float = 1.0  #: of a GPU, a replica, where the cluster has any
+    gpu_share: float | None = None  #: of a GPU, a replica, where the cluster has any; None: shared out evenly
 
 
 def sizes_of(cascade: Cascade, plan: Path | None) -> list[Size]:
@@ -80,15 +85,14 @@ class Replica:
         self.cascade, self.place, self.model = cascade, place, load()
 
         @serve.batch(max_batch_size=batch, batch_wait_timeout_s=BATCH_WAIT_S)
-        async def together(requests: list) -> list[tuple[object, float]]:
+        async def together(requests: list) -> list[Said]:
             # on a thread, so that the replica still hears its controller
-            outputs, sure = await asyncio.to_thread(judge, self.cascade, self.place, self.model, _stacked(requests))
-            return list(zip(outputs, sure.tolist(), strict=True))
+            judged = await asyncio.to_thread(judge, self.cascade, self.place, self.model, _stacked(requests))
+            return list(zip(judged.outputs, judged.sure.tolist(), judged.why, strict=True))
 
         self._together = together
 
-    async def ask(self, request) -> tuple[object, float]:
-        """(what the model answers, how sure it is: NaN where it failed)."""
+    async def ask(self, request) -> Said:
         return await self._together(request)
 
 
@@ -109,11 +113,11 @@ class Router:
         """What becomes of a request; ``index`` is its place in the file."""
         answer, i = Answer(index), 0
         while i < len(self.asks):
-            output, sure = await self._ask(i, request)
-            i = int(note(self.cascade, i, [answer], [output], np.array([sure]))[0])
+            output, sure, why = await self._ask(i, request)
+            i = int(note(self.cascade, i, [answer], Judgement([output], np.array([sure]), [why]))[0])
         return answer
 
-    async def _ask(self, i: int, request) -> tuple[object, float]:
+    async def _ask(self, i: int, request) -> Said:
         from ray.exceptions import RayActorError, RayError
 
         for _ in range(ASK_AGAIN):
@@ -121,9 +125,9 @@ class Router:
                 return await self.asks[i](request)
             except RayActorError:  # its replica died: another one, or the one that takes its place, has no part in it
                 await asyncio.sleep(BATCH_WAIT_S)
-            except RayError:
-                break
-        return None, math.nan
+            except RayError as error:
+                return None, math.nan, f"{type(error).__name__}: {first_line(error)}"
+        return None, math.nan, f"{ASK_AGAIN} of its replicas died of it"
 
     async def __call__(self, http):
         """POST {"x": numbers of a request} or {"prompt": text}; gives the Answer as JSON, with status 503 where no
@@ -147,37 +151,81 @@ def deployed(
     """The cascade at http://HOST:port/ and, for requests at hand, as a function: (requests, index of the first) to
     their answers.
 
-    Raises InputError where Ray cannot be had, or the cluster cannot hold the plan's replicas.
+    Raises InputError where Ray cannot be had or serves something else, the port is taken, the cluster cannot hold the
+    replicas, or a model cannot be loaded.
     """
-    from flexhybrid.jobs.ray_cluster import ENVIRONMENT, cluster
+    from flexhybrid.jobs.ray_cluster import cluster
 
+    _check_port(port)
     with cluster(say) as ray:
         from ray import serve
 
-        resources, num = ray.cluster_resources(), sum(size.replicas for size in sizes)
-        cpus = min(1.0, math.floor(100 * resources.get("CPU", 1) / (num + 1)) / 100)
-        environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(_own_folders())}
-        serve.start(http_options={"host": HOST, "port": port})
-        handles = []
-        for place, (name, load, size) in enumerate(zip(cascade.names, loads, sizes, strict=True)):
-            gpus = size.gpu_share if resources.get("GPU") else 0
-            options = {"num_cpus": cpus, "num_gpus": gpus, "runtime_env": {"env_vars": environment}}
-            replica = serve.deployment(Replica).options(
-                name=name, num_replicas=size.replicas, ray_actor_options=options, health_check_period_s=HEALTH_S,
-                max_ongoing_requests=2 * size.batch, graceful_shutdown_timeout_s=HEALTH_S,
-            )  # fmt: skip
-            handles.append(replica.bind(cascade, place, load, size.batch))
-        router = serve.deployment(Router).options(
-            name=ROUTER, ray_actor_options={"num_cpus": 0}, max_ongoing_requests=10_000
-        )  # fmt: skip
+        if serve.status().proxies:  # whoever ends Serve ends all that it serves
+            raise InputError("Ray Serve is at work on this cluster already: end it first, with `serve shutdown`")
+        router = _application(cascade, loads, sizes, ray)
         try:
-            handle = serve.run(router.bind(cascade, *handles), name=APPLICATION, route_prefix="/")
+            serve.start(http_options={"host": HOST, "port": port})
+            try:
+                handle = serve.run(router, name=APPLICATION, route_prefix="/")
+            except RuntimeError as error:
+                raise InputError(f"Ray Serve could not deploy the cascade: {_cause(error)}") from error
+            num = sum(size.replicas for size in sizes)
             say(f"cascade    http://{HOST}:{port}/, {num} replicas of {len(sizes)} models")
             yield lambda requests, first: _answer_all(handle, requests, first)
-        except RuntimeError as error:
-            raise InputError(f"Ray Serve could not deploy the cascade: {str(error).splitlines()[0]}") from error
         finally:
             serve.shutdown()
+
+
+def _check_port(port: int) -> None:
+    try:
+        socket.create_server((HOST, port)).close()
+    except (OSError, OverflowError) as error:
+        raise InputError(f"--port {port}: {error}") from None
+
+
+def _application(cascade: Cascade, loads: Sequence[Load], sizes: Sequence[Size], ray):
+    """The router with a deployment of each model behind it, ready for ``serve.run``."""
+    from ray import serve
+
+    from flexhybrid.jobs.ray_cluster import ENVIRONMENT
+
+    environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(_own_folders())}
+    cpus, shares = shared_out(sizes, ray.available_resources())
+    handles = []
+    for place, (name, load, size) in enumerate(zip(cascade.names, loads, sizes, strict=True)):
+        options = {"num_cpus": cpus, "num_gpus": shares[place], "runtime_env": {"env_vars": environment}}
+        replica = serve.deployment(Replica).options(
+            name=name, num_replicas=size.replicas, ray_actor_options=options, health_check_period_s=HEALTH_S,
+            max_ongoing_requests=2 * size.batch, graceful_shutdown_timeout_s=HEALTH_S,
+        )  # fmt: skip
+        handles.append(replica.bind(cascade, place, load, size.batch))
+    router = serve.deployment(Router).options(
+        name=ROUTER, ray_actor_options={"num_cpus": 0}, max_ongoing_requests=10_000, health_check_period_s=HEALTH_S
+    )
+    return router.bind(cascade, *handles)
+
+
+def shared_out(sizes: Sequence[Size], free: dict[str, float]) -> tuple[float, list[float]]:
+    """(CPUs of each replica, GPU share of a replica of each model) of what a cluster has ``free``.
+
+    Raises InputError where shares that a plan asks for are more than there is: Serve would wait for ever.
+    """
+    num, gpus = sum(size.replicas for size in sizes), free.get("GPU", 0.0)
+    cpus = min(1.0, math.floor(100 * free.get("CPU", 1.0) / (num + 1)) / 100)
+    if not gpus:
+        return cpus, [0.0] * len(sizes)
+    even = 1 / math.ceil(num / gpus)
+    shares = [even if size.gpu_share is None else size.gpu_share for size in sizes]
+    needed = sum(share * size.replicas for share, size in zip(shares, sizes, strict=True))
+    if needed > gpus + 1e-6:
+        raise InputError(f"the replicas need {needed:.4g} GPUs, and the Ray cluster has {gpus:g} free: plan for those")
+    return cpus, shares
+
+
+def _cause(error: Exception) -> str:
+    """The line of a failed deployment that says why: the last one of the traceback that Serve passes on."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return next((line for line in reversed(lines) if re.match(r"[\w.]+(Error|Exception): ", line)), lines[0])
 
 
 def _own_folders() -> list[str]:
@@ -187,5 +235,14 @@ def _own_folders() -> list[str]:
 
 
 def _answer_all(handle, requests: Sequence, first: int) -> list[Answer]:
-    waiting = [handle.answer.remote(request, first + i) for i, request in enumerate(requests)]
-    return [one.result() for one in waiting]
+    from ray.exceptions import RayActorError
+
+    answers: list[Answer | None] = [None] * len(requests)
+    for _ in range(ASK_AGAIN):
+        waiting = {i: handle.answer.remote(requests[i], first + i) for i, one in enumerate(answers) if one is None}
+        for i, one in waiting.items():
+            with suppress(RayActorError):  # the router died: the one that takes its place is asked
+                answers[i] = one.result()
+        if None not in answers:
+            return answers
+    raise InputError(f"the router of the cascade died {ASK_AGAIN} times")
