@@ -1,7 +1,8 @@
 """A lower bound on the transfer time of any placement, in a second where the binary program needs hours.
 
-Replicas of a model are alike, so what counts is how many pairs of two kinds lie together. For kinds A and B let
-Y_AB = Σ_p n_A(p)·n_B(p) over places p (GPUs, or hosts), n_A(p) being how many of A lie at p. Every placement has
+Where all that a host can hold can be listed, that gives it (host_patterns.py). Elsewhere: replicas of a model are
+alike, so what counts is how many pairs of two kinds lie together. For kinds A and B let Y_AB = Σ_p n_A(p)·n_B(p) over
+places p (GPUs, or hosts), n_A(p) being how many of A lie at p. Every placement has
 
 1. Σ_B size_B·Y_AB ≤ R_A·capacity, for memory and for time: whatever lies with an A fits its place;
 2. the same with sizes rounded by a dual feasible function (three items above a half of a GPU need three GPUs);
@@ -23,7 +24,9 @@ import time
 
 import numpy as np
 
+from flexhybrid.cascade import host_patterns
 from flexhybrid.cascade.instances import Layout
+from flexhybrid.cascade.kinds import Kinds
 from flexhybrid.cascade.served import Cluster
 
 ROUNDS = 80
@@ -33,43 +36,23 @@ DUAL_FEASIBLE = (1, 2, 3, 4, 5)  #: k of u^(k): sizes of which k + 1 fill the pl
 MOST_CUTS = 60  #: of 6, a round and level
 
 
-class Kinds:
-    """Items that are alike, model and partition, and how many of them a GPU holds."""
-
-    def __init__(self, layout: Layout, cluster: Cluster, most_load: float):
-        self.of = [(m, s) for m in range(len(layout.models)) if layout.replicas[m] for s in range(layout.partitions[m])]
-        model = np.array([m for m, _ in self.of])
-        self.count = layout.replicas[model].astype(float)
-        self.memory = layout.memory[model] / cluster.memory.max()  # shares of the largest GPU
-        self.load = layout.load[model] / most_load
-        self.alone = self._most(1.0, 1.0)  # [kinds] on a GPU that has nothing else
-        self.beside = np.array([self._most(1 - m, 1 - u) for m, u in zip(self.memory, self.load, strict=True)])
-        self.pairs: list[tuple[int, int, float, float]] = []  #: kind, kind, bytes of one pair, pairs that talk
-        number = {kind: index for index, kind in enumerate(self.of)}
-        kind_of = np.array([number[int(m), int(s)] for m, _, s in layout.items], dtype=int)
-        traffic = layout.traffic + layout.traffic.T
-        for a, b in itertools.combinations(range(len(self.of)), 2):
-            block = traffic[np.ix_(kind_of == a, kind_of == b)]
-            if block.any():
-                self.pairs.append((a, b, float(block.max()), float((block > 0).sum())))
-
-    def _most(self, memory: float, load: float) -> np.ndarray:
-        """How many of each kind fit into what is left of a GPU, at most as many as there are [kinds]."""
-        with np.errstate(divide="ignore"):
-            fit = np.minimum(max(memory, 0.0) / self.memory, max(load, 0.0) / self.load)
-        return np.minimum(self.count, np.floor(fit + 1e-9))
-
-
 def lower_bound(
     layout: Layout, cluster: Cluster, most_load: float, until: float = math.inf, good_enough: float = math.inf
 ) -> float:
     """Seconds of transfer a request that no placement undercuts. Ends early once it reaches ``good_enough``."""
-    from scipy.optimize import linprog
-
     kinds = Kinds(layout, cluster, most_load)
     whole = cluster.network_s_per_byte * sum(weight * count for _, _, weight, count in kinds.pairs)
     if whole <= 0:
         return 0.0
+    saved = host_patterns.most_saved(kinds, cluster)  # at most what any relaxation of what hosts hold allows
+    bound = _relaxed(kinds, cluster, whole, until, good_enough) if saved is None else whole - saved
+    return max(0.0, bound - TOLERANCE * whole)
+
+
+def _relaxed(kinds: Kinds, cluster: Cluster, whole: float, until: float, good_enough: float) -> float:
+    """The linear program with cuts 5 and 6, round by round; ``whole``: the cost of all items on hosts of their own."""
+    from scipy.optimize import linprog
+
     relaxation = Relaxation(kinds, cluster)
     best, idle = 0.0, 0
     for _ in range(ROUNDS):
@@ -84,7 +67,7 @@ def lower_bound(
         best = max(best, bound)
         if idle == 3 or time.perf_counter() > until or best >= good_enough or not relaxation.cut(found.x):
             break
-    return max(0.0, best - TOLERANCE * whole)
+    return best
 
 
 class Relaxation:
