@@ -198,8 +198,9 @@ class _Replay:
         limited = self.wave.policy.selection.pool < 1
         for layer in range(first_choosing(self.wave.policy.selection), shape.num_layers):
             self._hold(tier, "partial keys", (layer, task.mini_batch), size)
-            if limited and self.wave.policy.selection.victim != "fifo":  # a count and an age
-                self._hold("device", "uses", (layer, task.mini_batch), 8 * rows * shape.num_kv_heads)
+        if limited and self.wave.policy.selection.victim != "fifo":  # a count and an age, in every layer
+            uses = shape.num_layers * 8 * rows * shape.num_kv_heads
+            self._hold("device", "uses", task.mini_batch, uses)
 
     def _places(self, request: int, tokens: int) -> int:
         """Of a request's first so many tokens, those that the pool has room for."""

@@ -88,6 +88,7 @@ class PlainInfiniGen:
         self.columns = {}  # (layer, kv head) -> columns
         self.fetched = []  # (tokens fetched, context) of each choice
         self.caches = {}  # (request, layer, kv head) -> [Entry, …]
+        self.looks = []  # of the heads so far of a layer that looks at every token
 
     def heads_of(self, group: int):
         per_group = self.shape.num_heads // self.shape.num_kv_heads
@@ -190,10 +191,37 @@ class PlainInfiniGen:
                 for head in self.heads_of(g):
                     scores = keys @ q[0, head] / self.shape.head_dim**0.5
                     out[0, head] = torch.softmax(scores, -1) @ values
+                if chosen is None and kept:
+                    self.note(kept, cache, [q[0, head] for head in self.heads_of(g)], position)
             guesses = self.whole <= layer + 1 < self.shape.num_layers
             chosen = self.choose(request, layer + 1, act, position) if guesses else None
             hidden = self.model.finish(self.shape, self.weights.views(layer, None), hidden, out.flatten(1))
         return self.next_token(hidden)
+
+    def note(self, seen, cache, queries, position):
+        """A layer that looks at every token uses those it would have fetched; how many hangs on all of its heads."""
+        self.looks.append((seen, cache, queries))
+        if len(self.looks) < self.shape.num_kv_heads:
+            return
+        behind = []
+        for entries, _, of_group in self.looks:
+            keys = torch.stack([one.stored_key for one in entries])
+            scores = torch.stack([keys @ query / self.shape.head_dim**0.5 for query in of_group])
+            behind.append((scores - scores.max(dim=-1, keepdim=True).values).max(dim=0).values.tolist())
+        most = math.ceil(round(self.selection.max_fraction * len(seen), 9))
+        within = sum(worth > -self.selection.alpha for of_head in behind for worth in of_head)
+        count = min(max(1, math.ceil(within / len(behind))), most)
+        for (entries, kept, _), of_head in zip(self.looks, behind, strict=True):
+            best = sorted(range(len(entries)), key=lambda t: -of_head[t])[:count]
+            self.use([entries[t] for t in best], kept, position)
+        self.looks.clear()
+
+    def use(self, fetched, cache, position):
+        for one in fetched:
+            one.uses, one.used_at = one.uses + 1, position
+        if any(one.uses >= COUNTER_FULL for one in cache):
+            for one in cache:
+                one.uses //= 2
 
     def choose(self, request, layer, act, context):
         """What each kv head of a layer fetches."""
@@ -224,11 +252,7 @@ class PlainInfiniGen:
         self.fetched.append((counts, context))
         for g, of_head in enumerate(chosen):
             cache = self.caches[request, layer, g]
-            for one in of_head:
-                one.uses, one.used_at = one.uses + 1, context
-            if any(one.uses >= COUNTER_FULL for one in cache):
-                for one in cache:
-                    one.uses //= 2
+            self.use(of_head, cache, context)
         return chosen
 
     @torch.inference_mode()

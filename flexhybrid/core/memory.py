@@ -372,7 +372,7 @@ def _selection_parts(
             "partial key buffers": NUM_SLOTS * partial_buffer if selection.partial_keys == "host" else 0,
             "indices": indices,
             "scores": 8 * layers * groups * sizes.kept_tokens if ranked else 0,  # and ages
-            "uses": 8 * choosing * groups * sizes.partial_rows if counted else 0,  # and ages
+            "uses": 8 * layers * groups * sizes.partial_rows if counted else 0,  # and ages
         },
         "host": {
             "places": NUM_SLOTS * 8 * sizes.decode_batch * groups if ranked or limited else 0,

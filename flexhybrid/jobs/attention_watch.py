@@ -121,10 +121,19 @@ def attention_weights(executor: Executor, task: Task) -> torch.Tensor:
 def watch_positions(executor: Executor) -> Callable[[Task], torch.Tensor]:
     """A function of an ``attend`` task of the decode, to be called in its place on the compute lane: which token each
     column of the attention buffer holds, [B, G or 1, T]; -1 for padding."""
-    speculate, assemble = executor.verbs["speculate"], executor.verbs["assemble"]
+    project, speculate, assemble = (executor.verbs[verb] for verb in ("project", "speculate", "assemble"))
     tables = position_tables(executor.wave.kinds, int(executor.wave.workload.cached_tokens.max()) + 1)
     chosen: dict[tuple[int, int], dict[str, torch.Tensor]] = {}  # by mini-batch and layer
+    whole: dict[int, torch.Tensor] = {}  # by mini-batch, of a layer that looks at every token
     columns: dict[str, int] = {}  # by representation, of the context at hand; what is fetched next may be there already
+
+    def projected(executor: Executor, task: Task) -> None:
+        if task.iteration and executor.speculation and not executor.looks_at_choice(task):
+            step = task.payload.step  # before the new tokens take their places
+            places = executor.to_device(column_positions(step, tables))[:, None, :-1]
+            guess = executor.tensors(task).guess
+            whole[task.mini_batch] = executor.speculation.positions_of(task.layer, step, guess, places)
+        project(executor, task)
 
     def speculated(executor: Executor, task: Task) -> None:
         speculate(executor, task)
@@ -152,12 +161,11 @@ def watch_positions(executor: Executor) -> Callable[[Task], torch.Tensor]:
             ]
             cached = torch.cat([one.expand(-1, executor.shape.num_kv_heads, -1) for one in pieces], dim=-1)
         else:
-            places = executor.to_device(column_positions(step, tables))[:, None, :-1]
-            cached = executor.speculation.positions_of(step, places)
+            cached = whole[task.mini_batch]
         new = executor.to_device(step.context)[:, None, None].expand(-1, cached.shape[1], 1)
         return torch.cat([cached, new], dim=-1)
 
-    executor.verbs["speculate"], executor.verbs["assemble"] = speculated, assembled
+    executor.verbs |= {"project": projected, "speculate": speculated, "assemble": assembled}
     return positions_of
 
 

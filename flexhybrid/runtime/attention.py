@@ -44,14 +44,14 @@ def _by_products(q, k, v, mask) -> torch.Tensor:
 def attend_and_weigh(
     q_BHd: torch.Tensor, k_BGTd: torch.Tensor, v_BGTd: torch.Tensor, mask_B11T: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``attend_decode``, and how much the query heads of each group together look at each token: float32 [B, G, T]."""
+    """``attend_decode``, and how much each of the r query heads of a group looks at each token: [B, G, r, T]."""
     batch, heads, d = q_BHd.shape
     folded = q_BHd.view(batch, k_BGTd.shape[1], -1, d)
     scores = torch.matmul(folded * d**-0.5, k_BGTd.transpose(-1, -2))
     if mask_B11T is not None:
         scores += mask_B11T
     weights = torch.softmax(scores, dim=-1)
-    return torch.matmul(weights, v_BGTd).reshape(batch, heads * d), weights.float().sum(2)
+    return torch.matmul(weights, v_BGTd).reshape(batch, heads * d), weights
 
 
 def looked_at(q_BNHd: torch.Tensor, k_BNGd: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:

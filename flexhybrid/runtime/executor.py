@@ -83,7 +83,7 @@ class Executor:
         self.resolved: dict[tuple, Work] | None = None
         self.context: Context | None = None  #: what attention reads
         self.chooses_places = limits_cache(wave.policy.selection)  #: whose place a new token takes, each head by itself
-        self.weights_BGT: torch.Tensor | None = None  #: attention weights of new tokens, heavy hitters only
+        self.weights_BGT: torch.Tensor | None = None  #: attention weights of new tokens by group, heavy hitters only
         self.places: dict[int, torch.Tensor] = {}  #: [B, G], where each head puts the new token, by slot
         self.step_tensors: dict[tuple[int, int], StepTensors] = {}  #: by mini-batch and chunk
         count = wave.workload.num_requests

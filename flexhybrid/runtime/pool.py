@@ -2,34 +2,48 @@
 
 When a request holds as many tokens as its pool has places, each key/value head gives one up: the oldest (fifo), the one
 that was fetched longest ago (lru), or the one that was fetched least (counter); among equals the oldest. To be new
-counts as being fetched once. A counter that is full halves all of its head's. Layers that look at every token give
-up their oldest.
+counts as being fetched once. A counter that is full halves all of its head's. Layers that look at every token count
+those as fetched that their attention would have chosen.
 
 Shapes: T places, B requests, G key/value heads; tables of a mini-batch in a layer are [T, B, G].
 """
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 COUNTER_FULL = 255
 
 
 class Uses:
-    """How often or how lately the tokens of every place were fetched, and their ages, in ``layers``."""
+    """How often or how lately the tokens of every place were fetched, and their ages, in all layers.
 
-    def __init__(self, victim: str, layers: range, tokens: list[int], requests: list[int], groups: int, device):
-        sizes = [most * count for most, count in zip(tokens, requests, strict=True)]
-        self.lately, self.first = victim == "lru", layers.start
-        self.table = torch.zeros(2, len(layers), sum(sizes), groups, dtype=torch.int32, device=device)
+    ``prompts`` and ``places``: of each mini-batch, the prompt tokens of its requests and the places they have. It
+    begins as a prefill leaves it: each of the newest tokens in the place that its position names, fetched once.
+    """
+
+    def __init__(
+        self, victim: str, num_layers: int, prompts: list[np.ndarray], places: list[np.ndarray], groups: int, device
+    ):
+        most = [int(one.max()) for one in places]
+        sizes = [tokens * len(one) for tokens, one in zip(most, places, strict=True)]
+        self.lately = victim == "lru"
+        self.table = torch.zeros(2, num_layers, sum(sizes), groups, dtype=torch.int32, device=device)
         self.sections = [
-            part.unflatten(2, (most, -1)) for part, most in zip(self.table.split(sizes, dim=2), tokens, strict=True)
+            part.unflatten(2, (tokens, -1)) for part, tokens in zip(self.table.split(sizes, dim=2), most, strict=True)
         ]
+        for section, lengths, kept in zip(self.sections, prompts, places, strict=True):
+            place = np.arange(len(section[0, 0]))[:, None]
+            born = place + kept * ((lengths - 1 - place) // kept)  # [T, B]
+            there = (place < np.minimum(lengths, kept)).astype(np.int32)
+            start = np.stack([born if self.lately else np.ones_like(born), born]) * there
+            section.copy_(torch.from_numpy(start.astype(np.int32))[:, None, :, :, None])
 
     def _of(self, layer: int, mini_batch: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(uses, positions) [T, B, G] of a layer's tokens."""
         uses, born = self.sections[mini_batch]
-        return uses[layer - self.first], born[layer - self.first]
+        return uses[layer], born[layer]
 
     def positions(self, layer: int, mini_batch: int) -> torch.Tensor:
         """Of the tokens in every place: [T, B, G]."""

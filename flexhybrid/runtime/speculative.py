@@ -172,9 +172,10 @@ class Speculation:
         ]
         self.uses: Uses | None = None
         if limits_cache(selection) and selection.victim != "fifo":
-            requests = [len(group) for group in wave.mini_batches]
-            layers = range(self.first, self.first + self.layers)
-            self.uses = Uses(selection.victim, layers, tokens, requests, self.groups, self.device)
+            prompts, places = (
+                [of_all[group] for group in wave.mini_batches] for of_all in (wave.workload.prompt_tokens, self.kept)
+            )
+            self.uses = Uses(selection.victim, shape.num_layers, prompts, places, self.groups, self.device)
         cells = [index_cells(shape, wave.policy, rows) for rows in index_rows(wave)]
         self.index_start = np.cumsum([0, *cells]).astype(np.int64)
         self.index = torch.zeros(int(self.index_start[-1]) * (self.layers > 0), dtype=torch.int32, device=self.device)
@@ -197,11 +198,6 @@ class Speculation:
         else:  # the newest, each in the place that its position names
             requests, tokens = self._newest(step)
             section[tokens % self._kept_of(step)[requests], requests] = keys[requests, tokens]
-        if self.uses:
-            requests, tokens = self._newest(step)
-            places = tokens % self._kept_of(step)[requests]
-            heads = torch.arange(self.groups, device=self.device)
-            self.uses.put(layer, step.mini_batch, places[:, None], requests[:, None], heads, tokens[:, None].int())
         if not self.resident:
             self._keep_query_weights(layer, step.mini_batch, columns, w)
 
@@ -287,15 +283,27 @@ class Speculation:
         """Places [B, G] of the new tokens; in layers that choose their partial keys go there."""
         mini_batch, rows, heads = step.mini_batch, guess.rows_B[:, None], torch.arange(self.groups, device=self.device)
         places = guess.places_B[:, None].repeat(1, self.groups)
-        if layer < self.first:
-            return places
         if self.uses and guess.full_B is not None:
             victims = self.uses.victims(layer, mini_batch, guess.rows_B, guess.held_B)
             places = torch.where(guess.full_B[:, None], victims, places)
         if self.uses:
             self.uses.put(layer, mini_batch, places, rows, heads, guess.positions_B[:, None].int().expand_as(places))
-        self.sections[mini_batch][layer - self.first][places, rows, heads] = self.partial_keys(layer, mini_batch, k_BGd)
+        if layer >= self.first:
+            partial = self.partial_keys(layer, mini_batch, k_BGd)
+            self.sections[mini_batch][layer - self.first][places, rows, heads] = partial
         return places
+
+    def looked_at(
+        self, layer: int, step: MiniBatchStep, guess: Guess, weights_BGrT: torch.Tensor, places_BG: torch.Tensor
+    ) -> None:
+        """In a layer that looks at every token: count those as fetched that it would have chosen by these weights of
+        its attention, but for the one whose place the new token has taken."""
+        choice = guess.choices["kv"]  # a limited pool holds nothing else
+        weights = weights_BGrT[..., : guess.held_BT.shape[1]].float()
+        relative = (weights / weights.amax(-1, keepdim=True)).log_().amax(2)
+        index = choose_tokens(relative, self.alpha, choice.most_B, choice.size[-1], True)
+        index.masked_fill_(index == places_BG[..., None], -1)
+        self.uses.fetched(layer, step.mini_batch, guess.rows_B, index, guess.positions_B)
 
     def choose(
         self, layer: int, step: MiniBatchStep, guess: Guess, act_Bh: torch.Tensor, rotation: Rotation | None, w
@@ -333,8 +341,13 @@ class Speculation:
         query = rotate_(query.view(len(act_Bh), self.shape.num_heads, -1), *rotation)
         return torch.matmul(query.unflatten(1, (self.groups, -1)), self._skew_columns(layer, mini_batch))
 
-    def positions_of(self, step: MiniBatchStep, places: torch.Tensor) -> torch.Tensor:
-        """Positions of the tokens in these places [B, ., .] where the oldest make room for new ones; -1 stays -1."""
+    def positions_of(self, layer: int, step: MiniBatchStep, guess: Guess, places: torch.Tensor) -> torch.Tensor:
+        """Positions of the tokens in these places [B, ., .] of a layer, [B, G, .] where heads give up others each; -1
+        stays -1."""
+        if self.uses:
+            born = self.uses.positions(layer, step.mini_batch)[:, guess.rows_B].permute(1, 2, 0).long()
+            index = places.clamp(min=0).expand(len(born), self.groups, -1)
+            return torch.where(places < 0, places, born.gather(-1, index))
         context, kept = to_device(step.context, self.device)[:, None, None], self._kept_of(step)[:, None, None]
         return torch.where(places < 0, places, places + kept * ((context - 1 - places) // kept))
 
@@ -344,14 +357,9 @@ class Speculation:
         found = {}
         for representation, choice in guess.choices.items():
             places = choice.of(self.index).long()
-            if self.uses:
-                born = self.uses.positions(layer, step.mini_batch)[:, guess.rows_B]
-                born = born.permute(1, 2, 0).long().gather(-1, places.clamp(min=0))
-                found[representation] = torch.where(places < 0, places, born)
-                continue
             if choice.positions is not None:
                 places = torch.where(places < 0, places, choice.positions[places])
-            found[representation] = self.positions_of(step, places)
+            found[representation] = self.positions_of(layer, step, guess, places)
         return found
 
 

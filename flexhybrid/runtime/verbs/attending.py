@@ -121,14 +121,25 @@ def attend(ex: Executor, task: Task) -> None:
     keys, values, mask = ex.context
     query = ex.kvq[task.payload.slot][:, shape.kv_width :].view(batch, -1, shape.num_heads, shape.head_dim)
     new = query[:, step.recomputed_width :]
-    if ex.heavy_hitters:
+    if ex.heavy_hitters or _counts_looks(ex, task):
         query = new.reshape(batch, shape.num_heads, shape.head_dim)
-        attended, ex.weights_BGT = attention.attend_and_weigh(query, keys, values, mask)
+        attended, weights = attention.attend_and_weigh(query, keys, values, mask)
+        if ex.heavy_hitters:
+            ex.weights_BGT = weights.float().sum(2)
+        else:
+            guess, places = ex.tensors(task).guess, ex.places[task.payload.slot]
+            ex.speculation.looked_at(task.layer, step, guess, weights, places)
     elif step.width == 1:
         attended = attention.attend_decode(new.reshape(batch, shape.num_heads, shape.head_dim), keys, values, mask)
     else:
         attended = attention.attend_chunk(new, keys, values, mask).view(batch * step.width, -1)
     ex.attended = attended
+
+
+def _counts_looks(ex: Executor, task: Task) -> bool:
+    """Whether a layer looks at every token, and must remember at which it needed to: its victims hang on that."""
+    counts = ex.speculation is not None and ex.speculation.uses is not None
+    return counts and not ex.looks_at_choice(task) and not task.payload.step.prefill
 
 
 @torch.inference_mode()
