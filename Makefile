@@ -18,7 +18,7 @@ run: $(INSTALLED)  ## the main job: tables, figures, trace
 setup: $(INSTALLED)  ## .venv with all that is needed
 
 test: $(TESTING)
-	$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
 soak: $(INSTALLED)  ## a job killed at hundreds of points and resumed
 	$(BIN)/python tests/soak.py $(ARGS)

@@ -28,6 +28,16 @@ def checkpoint(request, tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def recorded(checkpoint):
+    """Texts, and what the full cache held of them."""
+    texts = np.random.default_rng(0).integers(3, 61, (3, LENGTH)).tolist()
+    full = FullCache.empty(Checkpoint(checkpoint).shape, len(texts), LENGTH, FORCED, torch.device("cpu"))
+    with LLM(checkpoint, resident(), device="cpu", dtype="float32") as llm:
+        score(llm, texts, FORCED, full.record)
+    return texts, full
+
+
 def speculative(pool: float, victim: str, **more) -> Policy:
     selection = Selection("speculative", None, 2.0, 0.5, 0.4, pool, victim, "device")
     return Policy(weights=Placement(device=1.0), selection=selection, **more)
@@ -51,12 +61,8 @@ POLICIES = {
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_columns_hold_the_keys_of_the_tokens_they_are_said_to_hold(checkpoint, name):
-    texts = np.random.default_rng(0).integers(3, 61, (3, LENGTH)).tolist()
-    shape, seen = Checkpoint(checkpoint).shape, []
-    full = FullCache.empty(shape, len(texts), LENGTH, FORCED, torch.device("cpu"))
-    with LLM(checkpoint, resident(), device="cpu", dtype="float32") as llm:
-        score(llm, texts, FORCED, full.record)
+def test_columns_hold_the_keys_of_the_tokens_they_are_said_to_hold(checkpoint, recorded, name):
+    (texts, full), seen = recorded, []
 
     def watch(executor, members):
         attend, positions_of = executor.verbs["attend"], watch_positions(executor)
@@ -79,22 +85,19 @@ def test_columns_hold_the_keys_of_the_tokens_they_are_said_to_hold(checkpoint, n
 
     with LLM(checkpoint, POLICIES[name], device="cpu", dtype="float32") as llm:
         score(llm, texts, FORCED, watch)
-    assert len(seen) >= (FORCED - 1) * shape.num_layers
+    assert len(seen) >= (FORCED - 1) * full.keys.shape[1]
     assert max(seen) <= 1 and (min(seen) == 1) == (name in ("mixed", "tok"))
 
 
-def test_the_full_cache_s_weights_are_transformers_own(checkpoint):
+def test_the_full_cache_s_weights_are_transformers_own(checkpoint, recorded):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="eager").eval()
-    texts = np.random.default_rng(1).integers(3, 61, (2, LENGTH)).tolist()
-    full = FullCache.empty(Checkpoint(checkpoint).shape, 2, LENGTH, FORCED, torch.device("cpu"))
-    with LLM(checkpoint, resident(), device="cpu", dtype="float32") as llm:
-        score(llm, texts, FORCED, full.record)
+    texts, full = recorded
     with torch.inference_mode():
         attentions = model(torch.tensor(texts), output_attentions=True).attentions
     for layer, weights in enumerate(attentions):
         for step in (0, 17, FORCED - 2):
             place = LENGTH - FORCED + step
-            ours = full.weights(torch.arange(2), layer, step).flatten(1, 2)
+            ours = full.weights(torch.arange(len(texts)), layer, step).flatten(1, 2)
             torch.testing.assert_close(ours, weights[:, :, place, : place + 1], atol=1e-5, rtol=1e-4)

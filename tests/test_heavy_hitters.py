@@ -1,5 +1,6 @@
 """H2O's cache: against a plain account of it that keeps every weight of every head in a dictionary."""
 
+import functools
 import math
 
 import numpy as np
@@ -53,13 +54,13 @@ def plain_h2o(checkpoint, prompt: list[int], max_tokens: int, budget: float, cac
             held = sorted(cache)
             keys = torch.stack([cache[p][0] for p in held])
             values = torch.stack([cache[p][1] for p in held])
+            later = torch.tensor(held)[None] > positions[:, None]
             for head in range(g * heads // groups, (g + 1) * heads // groups):
                 scores = q[:, head] @ keys.T / d**0.5
-                scores.masked_fill_(torch.tensor(held)[None] > positions[:, None], -torch.inf)
-                probabilities = torch.softmax(scores, dim=-1)
+                probabilities = torch.softmax(scores.masked_fill_(later, -torch.inf), dim=-1)
                 out[:, head] = probabilities @ values
-                for column, p in enumerate(held):
-                    cache[p][2] += float(probabilities[:, column].sum())
+                for p, looked_at in zip(held, probabilities.sum(0).tolist(), strict=True):
+                    cache[p][2] += looked_at
             now = int(positions[-1])
             if len(positions) > 1:
                 rest = sorted((p for p in held if p <= now - recent), key=lambda p: -cache[p][2])
@@ -84,20 +85,35 @@ def plain_h2o(checkpoint, prompt: list[int], max_tokens: int, budget: float, cac
     return answer
 
 
-@pytest.mark.parametrize("cache", [{"kv@host": 1.0}, {"kv@device": 1.0}, {"kv@host": 0.4, "kv@device": 0.6}])
-@pytest.mark.parametrize("family", ["opt", "llama"])
-@pytest.mark.parametrize("budget", [0.2, 0.5])
-def test_tokens_are_those_of_a_plain_account(tmp_path, family, cache, budget):
-    if family == "opt":
-        save_opt(tmp_path, layers=3, heads=4, positions=160, scale=0.15)
+MAX_TOKENS = 30
+
+
+@pytest.fixture(scope="module", params=["opt", "llama"])
+def accounts(request, tmp_path_factory):
+    """(checkpoint, prompts, function: budget, shares of the pools -> tokens of the plain account, computed once)"""
+    folder = tmp_path_factory.mktemp(request.param)
+    if request.param == "opt":
+        save_opt(folder, layers=3, heads=4, positions=160, scale=0.15)
     else:
-        save_llama(tmp_path, layers=3, heads=4, kv_heads=2, positions=160, scale=0.15)
-    checkpoint, generator = Checkpoint(tmp_path), np.random.default_rng(6)
+        save_llama(folder, layers=3, heads=4, kv_heads=2, positions=160, scale=0.15)
+    checkpoint, generator = Checkpoint(folder), np.random.default_rng(6)
     prompts = [generator.integers(3, 61, n).tolist() for n in (90, 33, 90, 20, 64)]
-    result = run_wave(checkpoint, policy(budget, cache, max_mini_batch_tokens=300), prompts, 30)
+
+    @functools.cache
+    def tokens(budget: float, *shares: float) -> list[list[int]]:
+        pools = dict(zip(("kv@host", "kv@device"), shares, strict=False))  # where they lie changes no token
+        return [plain_h2o(checkpoint, prompt, MAX_TOKENS, budget, pools) for prompt in prompts]
+
+    return checkpoint, prompts, tokens
+
+
+@pytest.mark.parametrize("cache", [{"kv@host": 1.0}, {"kv@device": 1.0}, {"kv@host": 0.4, "kv@device": 0.6}])
+@pytest.mark.parametrize("budget", [0.2, 0.5])
+def test_tokens_are_those_of_a_plain_account(accounts, cache, budget):
+    checkpoint, prompts, tokens = accounts
+    result = run_wave(checkpoint, policy(budget, cache, max_mini_batch_tokens=300), prompts, MAX_TOKENS)
     assert check_trace(result.trace) == []
-    for prompt, ours in zip(prompts, result.tokens, strict=True):
-        assert ours == plain_h2o(checkpoint, prompt, 30, budget, cache)
+    assert result.tokens == tokens(budget, *cache.values())
 
 
 @pytest.mark.parametrize("schedule", ["column", "row"])

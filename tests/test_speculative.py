@@ -121,12 +121,11 @@ class PlainInfiniGen:
                 act = self.act(layer, hidden[i])
                 k, v, q = self.project(layer, act, positions)
                 out = torch.zeros_like(q)
+                stored = [self.stored(*rows, layer, position) for position, rows in enumerate(zip(k, v, act))]
                 for g in range(self.shape.num_kv_heads):
                     cache = self.caches[i, layer, g] = []
-                    for position in range(len(prompt)):
-                        stored = self.stored(k[position], v[position], act[position], layer, position)
-                        back = [part[g] for part in stored]
-                        self.keep(cache, i, Entry(k[position, g], *back, position, 1, position))
+                    for position, back in enumerate(stored):
+                        self.keep(cache, i, Entry(k[position, g], *(part[g] for part in back), position, 1, position))
                     sums[g] += self.turned(layer, g, k[:, g]).abs().sum(0)
                     for head in self.heads_of(g):
                         sums[g] += self.turned(layer, g, q[:, head]).abs().sum(0) / len(self.heads_of(g))
@@ -181,11 +180,11 @@ class PlainInfiniGen:
             act = self.act(layer, hidden)
             k, v, q = self.project(layer, act, where)
             out = torch.zeros_like(q)
+            stored = self.stored(k[0], v[0], act[0], layer, position)
             for g in range(self.shape.num_kv_heads):
                 cache = self.caches[request, layer, g]
                 kept = chosen[g] if chosen else list(cache)
-                back = [part[g] for part in self.stored(k[0], v[0], act[0], layer, position)]
-                self.keep(cache, request, Entry(k[0, g], *back, position, 1, position))
+                self.keep(cache, request, Entry(k[0, g], *(part[g] for part in stored), position, 1, position))
                 keys = torch.stack([*(one.stored_key for one in kept), k[0, g]])
                 values = torch.stack([*(one.value for one in kept), v[0, g]])
                 for head in self.heads_of(g):
