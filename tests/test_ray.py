@@ -218,6 +218,25 @@ def test_an_actor_gives_the_same_pieces_when_a_batch_is_done_again(tiny, tmp_pat
         assert words in trouble.to_pylist()[0]["error"]
 
 
+def test_a_piece_is_sent_on_while_its_batch_is_at_work(tiny, two_cpus, tmp_path, monkeypatch):
+    """Ray gathers 128 MiB of what an actor gives before it sends them on: a job of hours would show no progress."""
+    from flexhybrid.jobs.run_ray import BATCH, _pieces, pa, ray
+
+    tables = []
+
+    def iter_batches(self, iter_batches=ray.data.Dataset.iter_batches, **options):
+        for table in iter_batches(self, **options):
+            tables.append(table.num_rows)
+            yield table
+
+    monkeypatch.setattr(ray.data.Dataset, "iter_batches", iter_batches)
+    source = requests(tmp_path / "in.jsonl", 6)
+    ends = np.cumsum([len(line) for line in source.read_bytes().splitlines(keepends=True)])[:2].tolist()
+    batch = pa.table([[[1, 2]], [[0, ends[0]]], [ends]], BATCH)
+    pieces = list(_pieces(ray_cluster.Crew(1, 1, 1, 0), setting(tiny), source, iter([batch])))
+    assert tables == [1] * len(pieces) and len(pieces) > 4
+
+
 @pytest.mark.parametrize(
     "nodes, device, asked, expected",
     [

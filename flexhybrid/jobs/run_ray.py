@@ -147,6 +147,7 @@ def _batches(job: Job, pending: np.ndarray, actors: int) -> Iterator[pa.Table]:
 
 def _pieces(crew: Crew, setting: Setting, path: Path, batches: Iterator[pa.Table]) -> Iterator[dict]:
     """What the actors give, as it comes."""
+    ray.data.DataContext.get_current().target_max_block_size = 1  # each piece at once, not 128 MiB of them together
     dataset = ray.data.from_arrow(list(batches))
     common = {"batch_size": 1, "batch_format": "pyarrow"}
     dataset = dataset.map_batches(
