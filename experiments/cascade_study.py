@@ -18,7 +18,7 @@ import numpy as np
 from tqdm import tqdm
 
 from experiments import next_tokens
-from experiments.bench_cascade import NUM_SEEDS, OPTIONS, Trial, trial
+from experiments.bench_cascade import OPTIONS, SEEDS, Trial, trial
 from flexhybrid.cascade.confidence import confidence
 from flexhybrid.cascade.exact import exact_curve
 from flexhybrid.cascade.routes import Cascade, CascadeModel
@@ -101,11 +101,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", choices=("digits", "next_tokens"), help="(both)")
     parser.add_argument("--out", type=Path, default=FOLDER, help="(experiments/results/cascade)")
-    parser.add_argument("--seeds", type=int, default=NUM_SEEDS, help=f"splits and trainings of digits ({NUM_SEEDS})")
+    parser.add_argument("--seeds", type=int, default=len(SEEDS), help=f"splits and trainings of digits ({len(SEEDS)})")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     if arguments.only != "next_tokens":
-        record = study([trial(seed) for seed in tqdm(range(arguments.seeds), unit="seed")])
+        record = study([trial(seed) for seed in tqdm(range(SEEDS[0], SEEDS[0] + arguments.seeds), unit="seed")])
         write_by_rename(arguments.out / "digits.json", json.dumps(record, indent=1))
     if arguments.only != "digits":
         record = study([next_tokens.trial()])

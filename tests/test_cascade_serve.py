@@ -6,6 +6,7 @@ tests/test_ray.py deploys it.
 import asyncio
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,8 +14,8 @@ import pytest
 from flexhybrid import InputError
 from flexhybrid.cascade.models import Prediction
 from flexhybrid.cascade.routes import Cascade, CascadeModel, Skip
-from flexhybrid.cascade.run import judge, serve
-from flexhybrid.cascade.serve import ASK_AGAIN, Router, Size, _cause, shared_out, sizes_of
+from flexhybrid.cascade.run import Answer, judge, serve
+from flexhybrid.cascade.serve import ASK_AGAIN, Router, Size, _answer_all, _cause, shared_out, sizes_of
 
 CASCADE = Cascade(tuple(map(CascadeModel, ("small", "middle", "large"))), (0.9, 0.8), ((Skip(0.6, 2),), ()))
 
@@ -87,6 +88,33 @@ def test_a_request_whose_largest_model_dies_has_the_surest_smaller_answer():
     answer = asyncio.run(router.answer(np.array([3.0], dtype=np.float32), 5))
     assert (answer.index, answer.model, answer.is_fallback) == (5, "small", True) and answer.confidence < 0.9
     assert answer.failed == {"large": f"{ASK_AGAIN} of its replicas died of it"}
+
+
+class DyingRouter:
+    """In the place of the router's handle: request i is answered at the i-th time that it is asked."""
+
+    def __init__(self, times: list[int]):
+        self.times, self.answer, self.asked = times, self, []
+
+    def remote(self, request, index: int):
+        from ray.exceptions import RayActorError
+
+        def result():
+            if self.asked.count(index) < self.times[request]:
+                raise RayActorError
+            return Answer(index, request)
+
+        self.asked.append(index)
+        return SimpleNamespace(result=result)
+
+
+def test_a_router_that_dies_takes_no_request_of_a_file_along():
+    pytest.importorskip("ray")
+    router = DyingRouter([1, 3, 1, 2])
+    assert [(one.index, one.output) for one in _answer_all(router, range(4), 10)] == [(10 + i, i) for i in range(4)]
+    assert sorted(router.asked) == [10, 11, 11, 11, 12, 13, 13]  # none more often than it must
+    with pytest.raises(InputError, match="router of the cascade died"):
+        _answer_all(DyingRouter([1, ASK_AGAIN + 1]), range(2), 0)
 
 
 def plan(**changes) -> dict:

@@ -16,6 +16,8 @@ from types import SimpleNamespace
 import numpy as np
 import pandas as pd
 import pytest
+import torch
+from test_cascade_commands import Pixels
 from test_cascade_serve import Toy
 from test_docs import COMMAND, MACHINE, ROOT
 
@@ -327,14 +329,18 @@ def post(port: int, body: dict) -> tuple[int, dict]:
         return error.code, json.load(error)
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 def test_a_served_cascade_loses_no_request_when_a_replica_dies(two_cpus):
     cascade = Cascade((CascadeModel("small"), CascadeModel("large")), (0.9,))
     toys = [Toy("small", 5.0), Toy("large", 0.0)]
     requests = np.arange(240, dtype=np.float32)[:, None] % 10 - 1  # a tenth of them break whatever they meet
     expected = [answer.__dict__ for answer in serve(cascade, toys, requests)]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     loads = [functools.partial(Toy, toy.name, toy.sure_from) for toy in toys]
     killed = []
 
@@ -348,8 +354,39 @@ def test_a_served_cascade_loses_no_request_when_a_replica_dies(two_cpus):
         with ThreadPoolExecutor(16) as load:
             found = list(load.map(ask, range(len(requests))))
         assert post(port, {"y": 1})[0] == 400
+        routers = workers("ServeReplica:cascade:router")
+        for router in routers:
+            os.kill(router, signal.SIGKILL)
         in_bulk = answer(requests, 0)
-    assert killed
+    assert killed and routers
     assert [status for status, _ in found] == [503 if one["model"] is None else 200 for one in expected]
     assert [{**body, "index": i} for i, (_, body) in enumerate(found)] == expected
     assert [one.__dict__ for one in in_bulk] == expected
+
+
+def test_cascade_run_answers_a_file_on_ray_as_it_does_here(two_cpus, tmp_path, capsys):
+    """The whole command, its largest model broken: what the small one is not sure of falls back on it."""
+    x = np.random.default_rng(3).normal(size=(150, 3)).astype(np.float32)
+    np.savez(tmp_path / "data.npz", x=x, labels=x.argmax(axis=1))
+    torch.export.save(
+        torch.export.export(
+            Pixels(2.0), (torch.zeros(2, 3),), dynamic_shapes=({0: torch.export.Dim("batch")},)
+        ),
+        tmp_path / "small.pt2",
+    )  # fmt: skip
+    models = (
+        CascadeModel("small", source=f"{tmp_path}/small.pt2"),
+        CascadeModel("large", source="test_cascade_commands:broken"),
+    )
+    Cascade(models, (0.7,)).save(tmp_path / "cascade.json")
+    command = ["cascade", "run", "--cascade", f"{tmp_path}/cascade.json", "-i", f"{tmp_path}/data.npz", "--json", "-o"]
+    records, answers = [], []
+    for name, more in (("here", []), ("ray", ["--engine", "ray", "--port", str(free_port())])):
+        assert cli.main([*command, f"{tmp_path}/{name}.jsonl", *more]) == 0
+        told = capsys.readouterr().out.splitlines()[-1]  # Ray outlives the command here, and may say something late
+        records.append(json.loads(told) | {"path": None})
+        answers.append([json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()])
+    assert records[0] == records[1] and 0 < records[0]["fallbacks"] < 150 and records[0]["unanswered"] == 0
+    for here, there in zip(*answers, strict=True):  # a batch of another size rounds otherwise
+        assert here | {"confidence": None} == there | {"confidence": None}
+        assert here["confidence"] == pytest.approx(there["confidence"], rel=1e-5)

@@ -78,7 +78,7 @@ def _add_search(parts) -> None:
     parser.add_argument("--method", choices=("exact", "sampling"), default="exact", help="sampling is the paper's")
     parser.add_argument("--drop", choices=("best", "paper", "none"), default="best", help="which models go")
     parser.add_argument("--skips", choices=("fitted", "paper", "none"), default="fitted", help="which ones are jumped")
-    parser.add_argument("--caution", type=float, help="divides the doubt that thresholds allow (ap 10, else 1)")
+    parser.add_argument("--caution", type=float, help="divides the doubt that thresholds allow (ap 30, else 1)")
     parser.add_argument("--seed", type=int, default=0, help="of sampling (0)")
     parser.add_argument("--curve", type=Path, help="write the curve to this CSV file")
     parser.add_argument("-o", "--out", type=Path, required=True, help="JSON file of the cascade to write")

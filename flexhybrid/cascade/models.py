@@ -55,6 +55,14 @@ def named_policies(texts: Sequence[str], names: Sequence[str], task: str) -> dic
     return {name: {"policy": policy} for name, policy in found.items()}
 
 
+def check_source(name: str, source: str, task: str) -> None:
+    """InputError where there is no file, or folder, to load a model from: found out before anything is loaded."""
+    if task == "generation" and not Path(source).is_dir():
+        raise InputError(f"model {name}: {source} is no folder of a checkpoint")
+    if task != "generation" and source.endswith(".pt2") and not Path(source).is_file():
+        raise InputError(f"cannot read {source} of model {name}: there is no such file")
+
+
 def load_model(name: str, source: str, task: str, max_tokens: int = 1, top_k: int | None = TOP_K, **llm_options):
     """A local model. Generation: a checkpoint folder, with the options of ``flexhybrid.LLM``. Else a torch module: a
     file of torch.export (.pt2), or "package.module:function" that returns one. InputError where it cannot be had."""
@@ -115,8 +123,7 @@ class Generator:
     def __init__(self, name: str, source: str, max_tokens: int = 1, top_k: int | None = TOP_K, **options):
         from flexhybrid.llm import LLM
 
-        if not Path(source).is_dir():
-            raise InputError(f"model {name}: {source} is no folder of a checkpoint")
+        check_source(name, source, "generation")
         self.name, self.max_tokens = name, max_tokens
         self.llm = LLM(source, **options)
         self.top_k = self.llm.shape.vocab if top_k is None else min(top_k, self.llm.shape.vocab)

@@ -22,7 +22,7 @@ import numpy as np
 
 from flexhybrid.cascade.confidence import confidence, top_k_logits
 from flexhybrid.cascade.data import read_requests
-from flexhybrid.cascade.models import Model, first_line, load_model, named_path, named_policies
+from flexhybrid.cascade.models import Model, check_source, first_line, load_model, named_path, named_policies
 from flexhybrid.cascade.routes import ANSWERED, Cascade
 from flexhybrid.core.errors import InputError
 
@@ -136,6 +136,8 @@ def run(options: RunOptions, say: Callable[[str], None] = print) -> dict:
         sources[name] = source
     if missing := [name for name, source in sources.items() if source is None]:
         raise InputError(f"where is model {missing[0]}? Say it with --models {missing[0]}=PATH")
+    for name, source in sources.items():
+        check_source(name, source, cascade.task)
     policies = named_policies(options.policies, cascade.names, cascade.task)
     loads = [
         functools.partial(

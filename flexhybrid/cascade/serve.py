@@ -15,8 +15,9 @@ import os
 import re
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +32,8 @@ APPLICATION, ROUTER = "cascade", "router"
 HOST = "127.0.0.1"  #: the endpoint is this machine's own: whoever opens it to others puts a guard before it
 BATCH_WAIT_S = 0.002  #: for which a replica waits for a batch to fill
 ASK_AGAIN = 8  #: times a request is given to replicas that die of it, before it goes on to the next larger model
+LOADS = 2  #: times that a model which cannot be loaded is loaded before the deployment fails
+START_S = 120  #: that Ray Serve's HTTP endpoint may take to come up
 HEALTH_S = 2.0  #: between two looks at a replica, and for which one that ends may finish
 
 #: Gives a model, in the process that will hold it.
@@ -157,14 +160,15 @@ def deployed(
     from flexhybrid.jobs.ray_cluster import cluster
 
     _check_port(port)
-    with cluster(say) as ray:
+    os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", str(START_S))  # 5 s: too short on a busy machine
+    with redirect_stdout(sys.stderr), cluster(say) as ray:  # Ray prints what its processes say; stdout is the result's
         from ray import serve
 
         if serve.status().proxies:  # whoever ends Serve ends all that it serves
             raise InputError("Ray Serve is at work on this cluster already: end it first, with `serve shutdown`")
         router = _application(cascade, loads, sizes, ray)
         try:
-            serve.start(http_options={"host": HOST, "port": port})
+            _start(serve, port)
             try:
                 handle = serve.run(router, name=APPLICATION, route_prefix="/")
             except RuntimeError as error:
@@ -183,6 +187,19 @@ def _check_port(port: int) -> None:
         raise InputError(f"--port {port}: {error}") from None
 
 
+def _start(serve, port: int) -> None:
+    """Ray Serve with its HTTP endpoint. It gives up an endpoint that is slow to come and begins another by itself."""
+    from ray.exceptions import RayError
+
+    until = time.monotonic() + START_S
+    with suppress(RayError, TimeoutError):
+        serve.start(http_options={"host": HOST, "port": port})
+    while {"HEALTHY"} != {status.value for status in serve.status().proxies.values()}:
+        if time.monotonic() > until:
+            raise InputError(f"Ray Serve's HTTP endpoint did not come up within {START_S} s")
+        time.sleep(0.2)
+
+
 def _application(cascade: Cascade, loads: Sequence[Load], sizes: Sequence[Size], ray):
     """The router with a deployment of each model behind it, ready for ``serve.run``."""
     from ray import serve
@@ -197,6 +214,7 @@ def _application(cascade: Cascade, loads: Sequence[Load], sizes: Sequence[Size],
         replica = serve.deployment(Replica).options(
             name=name, num_replicas=size.replicas, ray_actor_options=options, health_check_period_s=HEALTH_S,
             max_ongoing_requests=2 * size.batch, graceful_shutdown_timeout_s=HEALTH_S,
+            max_constructor_retry_count=LOADS,
         )  # fmt: skip
         handles.append(replica.bind(cascade, place, load, size.batch))
     router = serve.deployment(Router).options(
