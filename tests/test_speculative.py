@@ -159,14 +159,17 @@ class PlainInfiniGen:
         return k[0], v[0]
 
     def keep(self, cache, request, entry):
-        """The new entry, in place of another where there is no room; nothing was fetched yet after the prompt alone."""
+        """The new entry, in place of another where there is no room, which is returned; nothing was fetched yet after
+        the prompt alone."""
         rank = {
             "fifo": lambda one: one.position, "lru": lambda one: (one.used_at, one.position),
             "counter": lambda one: (one.uses, one.position),
         }[self.selection.victim]  # fmt: skip
-        if len(cache) == self.room[request]:
-            cache.remove(min(cache, key=rank))
+        gone = min(cache, key=rank) if len(cache) == self.room[request] else None
+        if gone:
+            cache.remove(gone)
         cache.append(entry)
+        return gone
 
     def next_token(self, hidden):
         return int(self.model.head(self.shape, self.weights.outer, hidden[-1:]).argmax())
@@ -184,7 +187,9 @@ class PlainInfiniGen:
             for g in range(self.shape.num_kv_heads):
                 cache = self.caches[request, layer, g]
                 kept = chosen[g] if chosen else list(cache)
-                self.keep(cache, request, Entry(k[0, g], *(part[g] for part in stored), position, 1, position))
+                entry = Entry(k[0, g], *(part[g] for part in stored), position, 1, position)
+                if gone := self.keep(cache, request, entry):
+                    entry.uses = gone.uses + 1
                 keys = torch.stack([*(one.stored_key for one in kept), k[0, g]])
                 values = torch.stack([*(one.value for one in kept), v[0, g]])
                 for head in self.heads_of(g):

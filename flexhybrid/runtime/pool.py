@@ -1,9 +1,11 @@
 """A cache of limited size under a speculative selection (InfiniGen, Sec. 4.4): whose place a new token takes.
 
 When a request holds as many tokens as its pool has places, each key/value head gives one up: the oldest (fifo), the one
-that was fetched longest ago (lru), or the one that was fetched least (counter); among equals the oldest. To be new
-counts as being fetched once. A counter that is full halves all of its head's. Layers that look at every token count
-those as fetched that their attention would have chosen.
+that was fetched longest ago (lru), or the one that was fetched least (counter); among equals the oldest. A counter that
+is full halves all of its head's. To be new counts as being fetched: by lru just now, by counter once more than the
+token that made room. The paper does not say where a counter begins; from one, the newest tokens would be the next to go
+as soon as all others were fetched twice. Layers that look at every token count those as fetched that their attention
+would have chosen.
 
 Shapes: T places, B requests, G key/value heads; tables of a mini-batch in a layer are [T, B, G].
 """
@@ -53,7 +55,7 @@ class Uses:
         """New tokens: indices of places, requests and heads, and their positions, that broadcast with each other."""
         uses, born = self._of(layer, mini_batch)
         born[places, rows, heads] = positions
-        uses[places, rows, heads] = positions if self.lately else torch.ones_like(positions)
+        uses[places, rows, heads] = positions if self.lately else uses[places, rows, heads] + 1
 
     def fetched(self, layer: int, mini_batch: int, rows_B, index_BGS, positions_B) -> None:
         """Tokens that were just chosen: places [B, G, S], -1 for none, by requests at these positions."""
