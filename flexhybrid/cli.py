@@ -60,7 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
     compare.add_argument(
         "--systems", nargs="+", metavar="NAME",
         help="run these instead of the KV:ACT mixes, and show where a decode step of each goes: systems by name, with "
-        "options as in a call, and policy JSON files, like kv_only,hybrid(0.5),kvpr_column,int4,mine.json",
+        "options as in a call, and policy JSON files, like \"kv_only,hybrid(0.5),kvpr_column,int4,mine.json\" (quoted)",
     )  # fmt: skip
     compare.add_argument("--policy", type=Path, help="policy JSON file to run beside the others")
     compare.add_argument("--out", type=Path, default=Path("results"), help="folder for tables and figures (results)")

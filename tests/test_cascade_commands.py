@@ -318,7 +318,10 @@ def test_torch_modules_from_fit_to_run(pixels, capsys):
     for line in failed:
         assert line["model"] == "small" and line["output"] is not None and line["confidence"] < 0.7
         assert line["failed"] == {"large": "RuntimeError: this device is gone"}
-    assert cli.main(["cascade", "run", "--cascade", cascade, "-i", data, *more]) == 0
+    kept = (pixels / "out3.jsonl").read_bytes()
+    assert cli.main(["cascade", "run", "--cascade", cascade, "-i", data, *more]) == 2
+    assert "is there already" in capsys.readouterr().err and (pixels / "out3.jsonl").read_bytes() == kept
+    assert cli.main(["cascade", "run", "--cascade", cascade, "-i", data, *more, "--restart"]) == 0
     told = capsys.readouterr().out
     assert "first: RuntimeError: this device is gone" in told and "by a model that was not sure" in told
 

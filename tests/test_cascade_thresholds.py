@@ -171,3 +171,10 @@ def test_answers_that_cannot_be_are_refused(change, words):
     with pytest.raises(InputError, match=words):
         Answers(**{"correct": np.ones((2, 2), dtype=bool), "confidence": np.full((2, 2), 0.5),
                    "cost": np.array([1.0, 2.0]), **change})  # fmt: skip
+
+
+def test_sampling_is_as_accurate_as_the_largest_whatever_is_drawn():
+    answers = some_answers(4, 200)
+    for seed in range(5):
+        sampled = sampled_curve(answers, seed, num_samples=1, max_rounds=1)
+        accuracy_preserving(sampled, int(answers.correct[-1].sum()))

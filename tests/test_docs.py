@@ -123,6 +123,9 @@ def test_the_doctor_says_what_fits_and_what_to_change(clone, capsys):
     replace(MACHINE, lines=slower).save(kept)
     assert cli.main(["doctor", "--device", "cpu", "--json", "--models", "opt-125m"]) == 0
     (own,) = json.loads(capsys.readouterr().out)["models"]
+    (clone / "cache/hardware-cpu.json").unlink()
+    assert cli.main(["doctor", "--device", "cpu", "--models", "opt-125m"]) == 0
+    assert "which serve these alone: 1" in (told := capsys.readouterr().out) and "(measured for" in told
     assert own["own_profile"] and not small["own_profile"] and own["tokens_per_s"] < small["tokens_per_s"]
     assert cli.main(["doctor", "--models", "gpt-5"]) == 2
 

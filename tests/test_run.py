@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -362,10 +363,29 @@ def test_an_interrupt_ends_the_iteration_and_the_next_run_goes_on(tiny, tmp_path
     monkeypatch.setattr(run_module.Progress, "advance", interrupted)
     assert run(source, out, tiny) == 130
     assert len(heard) == 5 if times == 2 else 5 < len(heard) < 10
-    assert ("give the same command again" in capsys.readouterr().out) == (times == 1)
+    told = capsys.readouterr().out
+    assert ("give the same command again" in told) == ("tokens of unfinished answers are lost" in told) == (times == 1)
     assert len(by_id(out)) == 4  # the short ones
     assert run(source, out, tiny) == 0
     assert by_id(out) == by_id(tmp_path / "whole.jsonl")
+
+
+def test_so_many_requests_at_a_time_and_no_more(tiny, tmp_path, capsys):
+    source, out = requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
+    assert run(source, tmp_path / "whole.jsonl", tiny) == 0
+    assert run(source, out, tiny, "--max-batch", "0") == 2 and "--max-batch is 0" in capsys.readouterr().err
+    assert run(source, out, tiny, "--max-batch", "3") == 0
+    assert "3 at a time" in capsys.readouterr().out and by_id(out) == by_id(tmp_path / "whole.jsonl")
+
+
+def test_a_copy_of_the_weights_is_told_how_to_go_on(tiny, tmp_path, capsys):
+    copy = tmp_path / "copy"
+    shutil.copytree(tiny, copy)
+    source, out = requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
+    assert run(source, out, copy) == 0
+    os.utime(copy / "model.safetensors", (5, 5))
+    assert run(source, out, copy) == 2
+    assert "mtime_ns was" in (error := capsys.readouterr().err) and "touch -d @SECONDS" in error
 
 
 def test_a_device_out_of_memory_halves_the_mini_batch_and_loses_nothing(tiny, tmp_path, capsys, monkeypatch):

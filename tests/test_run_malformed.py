@@ -3,13 +3,14 @@
 import io
 import json
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flexhybrid import LLM, InputError, cli
 from flexhybrid.batch.openai import Refused, error_line, parse_answer
-from flexhybrid.batch.requests import open_lines, reader, take_census
+from flexhybrid.batch.requests import _repeated, open_lines, reader, take_census
 from flexhybrid.jobs import shipped
 from flexhybrid.sampling_params import SamplingParams
 
@@ -181,3 +182,10 @@ def test_a_text_of_many_megabytes_is_refused_by_its_beginning(text_llm, monkeypa
     with pytest.raises(InputError, match="has 16777216 characters, more than 1280 tokens; .* has 640 positions"):
         text_llm.check_request("a" * (1 << 24), SamplingParams())
     assert max(lengths) < 1 << 16
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), max_size=20))
+def test_names_that_stand_twice_are_those_of_a_plain_search(pairs):
+    halves = np.array(pairs, dtype=np.uint64).reshape(-1, 2)
+    expected = [pair in pairs[:i] and pair != (0, 0) for i, pair in enumerate(pairs)]
+    assert _repeated(*np.ascontiguousarray(halves.T)).tolist() == expected

@@ -72,6 +72,9 @@ def check_same(output: Path, earlier: dict, now: dict) -> None:
     differences = list(_differences(earlier, now, ""))
     if differences:
         more = f" (and {len(differences) - 3} more)" if len(differences) > 3 else ""
+        if any(".mtime_ns was" in one for one in differences):
+            more += " (nanoseconds: a copy of the same weights is taken for others until it has the earlier time, by "
+            more += "`touch -d @SECONDS`; runs that all have --verify compare hashes instead)"
         raise InputError(
             f"{output} holds results of another run: {'; '.join(differences[:3])}{more}. Give the earlier settings, "
             "another output, or begin anew with --restart"

@@ -96,6 +96,7 @@ def _add_run(parts) -> None:
     parser.add_argument("--cascade", type=Path, required=True, help="the file that search wrote")
     parser.add_argument("-i", "--input", type=Path, help="requests: .npz with x, .jsonl or .txt")
     parser.add_argument("-o", "--output", type=Path, help="answers, .jsonl")
+    parser.add_argument("--restart", action="store_true", help="write over the answers of an earlier run")
     parser.add_argument("--models", nargs="+", default=[], metavar="NAME=PATH", help="where models are now")
     parser.add_argument("--max-tokens", type=int, default=1, help="generation: tokens of an answer (1)")
     _policies(parser)
@@ -135,7 +136,7 @@ def _run(args) -> dict:
 
     from flexhybrid.cascade.run import RunOptions, describe_run, run
 
-    names = ("cascade", "input", "output", "models", "max_tokens", "policies", "engine", "plan", "port")
+    names = ("cascade", "input", "output", "models", "max_tokens", "policies", "engine", "plan", "port", "restart")
     with tqdm(desc="cascade", unit="request", file=sys.stderr, disable=args.json or None, leave=False) as bar:
         options = RunOptions(**{name: getattr(args, name) for name in names}, on_progress=bar.update)
         result = run(options, say=functools.partial(print, file=sys.stderr))

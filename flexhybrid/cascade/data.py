@@ -116,14 +116,13 @@ def _read_prompts(path: Path) -> tuple[list, list | None]:
     return prompts, None if missing else answers
 
 
-def check_labels(labels: np.ndarray, where: str) -> None:
+def check_labels(labels: np.ndarray, where: str, task: str) -> None:
     """InputError for labels that nothing can be fitted on."""
     found = np.unique(labels[labels != NO_LABEL])
     if len(found) < 2:
-        raise InputError(
-            f"{where}: the labels are of one class only ({', '.join(map(str, found)) or 'none'}): confidence cannot be "
-            "fitted on them"
-        )
+        one = ", ".join(map(str, found)) or "none"
+        what = f"all answers are token {one}" if task == "generation" else f"the labels are of one class only ({one})"
+        raise InputError(f"{where}: {what}: confidence cannot be fitted on them")
 
 
 def scored(name: str, prediction: Prediction, labels: np.ndarray, task: str, top_k: int | None) -> Scored:

@@ -77,7 +77,7 @@ def fit(
     InputError for labels of one class, logits that are no numbers, and shapes that do not match."""
     if task not in TASKS:
         raise unknown("task", task, TASKS)
-    check_labels(labels, where)
+    check_labels(labels, where, task)
     found, done = [], []
     for model, prediction in zip(models, predictions, strict=True):
         one = scored(model.name, prediction, labels, task, top_k)
@@ -115,7 +115,7 @@ def run_fit(options: FitOptions) -> dict:
     top_k = (options.top_k or TOP_K) if options.task == "generation" else None
     if options.logits:
         if options.labels is None:
-            raise InputError("labels are missing: name their file with --labels")
+            raise InputError("labels are missing: name their file with --labels (it may be one of those with logits)")
         predictions, labels = [read_logits(Path(file)) for _, file in named], read_labels(options.labels)
         models, where = [CascadeModel(name) for name, _ in named], str(options.labels)
     else:

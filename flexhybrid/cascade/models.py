@@ -66,6 +66,7 @@ def check_source(name: str, source: str, task: str) -> None:
 def load_model(name: str, source: str, task: str, max_tokens: int = 1, top_k: int | None = TOP_K, **llm_options):
     """A local model. Generation: a checkpoint folder, with the options of ``flexhybrid.LLM``. Else a torch module: a
     file of torch.export (.pt2), or "package.module:function" that returns one. InputError where it cannot be had."""
+    check_source(name, source, task)
     if task == "generation":
         return Generator(name, source, max_tokens, top_k, **llm_options)
     return TorchModel(name, source, task)
@@ -123,7 +124,6 @@ class Generator:
     def __init__(self, name: str, source: str, max_tokens: int = 1, top_k: int | None = TOP_K, **options):
         from flexhybrid.llm import LLM
 
-        check_source(name, source, "generation")
         self.name, self.max_tokens = name, max_tokens
         self.llm = LLM(source, **options)
         self.top_k = self.llm.shape.vocab if top_k is None else min(top_k, self.llm.shape.vocab)

@@ -117,6 +117,7 @@ class RunOptions:
     engine: str = "local"  #: or "ray"
     plan: Path | None = None  #: Ray: what `flexhybrid cascade plan` wrote; None: a replica of each model
     port: int = 8000  #: Ray: of the endpoint
+    restart: bool = False  #: over the answers of an earlier run
     on_progress: Callable[[int], None] | None = None
 
 
@@ -127,6 +128,8 @@ def run(options: RunOptions, say: Callable[[str], None] = print) -> dict:
     """
     if (options.input is None) != (options.output is None) or (options.input is None and options.engine != "ray"):
         raise InputError("-i and -o name the requests and the answers; only --engine ray serves without a file")
+    if options.output is not None and options.output.exists() and not options.restart:
+        raise InputError(f"{options.output} is there already: name another file, or write over it with --restart")
     cascade = Cascade.load(options.cascade)
     sources = {model.name: model.source for model in cascade.models}
     for text in options.models:

@@ -29,6 +29,7 @@ def sampled_curve(
     low, high = sorted(right[-2:]) if answers.num_models > 1 else (right[0], right[0])
     size = (num_samples, answers.num_models - 1)
     found = _Found(answers)
+    found.add(np.ones((1, size[1])))  # all go on to the largest: as accurate as it is, whatever is drawn
     for _ in range(max_rounds):
         thresholds = generator.random(size)
         num_correct = found.add(thresholds)

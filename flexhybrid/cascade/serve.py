@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -207,7 +207,11 @@ def _application(cascade: Cascade, loads: Sequence[Load], sizes: Sequence[Size],
     from flexhybrid.jobs.ray_cluster import ENVIRONMENT
 
     environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(_own_folders())}
-    cpus, shares = shared_out(sizes, ray.available_resources())
+    free = ray.available_resources()
+    if cascade.task != "generation":
+        free.pop("GPU", None)  # torch modules compute on the CPU
+        sizes = [replace(size, gpu_share=None) for size in sizes]
+    cpus, shares = shared_out(sizes, free)
     handles = []
     for place, (name, load, size) in enumerate(zip(cascade.names, loads, sizes, strict=True)):
         options = {"num_cpus": cpus, "num_gpus": shares[place], "runtime_env": {"env_vars": environment}}

@@ -23,10 +23,14 @@ def unknown(what: str, name: object, known: Iterable[str], *, other: str = "") -
     shown = repr(name)
     shown = shown if len(shown) <= SHOWN else shown[:SHOWN] + "…"
     near = _nearest(name, known) if isinstance(name, str) else []
-    guess = f"; did you mean {' or '.join(near)}?" if near else ";"
-    return InputError(
-        f"unknown {what} {shown}{guess} known: {', '.join(known) or 'none'}{f', or {other}' if other else ''}"
-    )
+    guess = f"; did you mean {' or '.join(map(_one_line, near))}?" if near else ";"
+    names = ", ".join(map(_one_line, known)) or "none"
+    return InputError(f"unknown {what} {shown}{guess} known: {names}{f', or {other}' if other else ''}")
+
+
+def _one_line(name: str) -> str:
+    """A name as it is, unless it would break the line: what a file calls its columns may hold anything."""
+    return name if name.isprintable() else repr(name)
 
 
 def _nearest(name: str, known: list[str]) -> list[str]:

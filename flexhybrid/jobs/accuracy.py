@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -18,15 +17,17 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import torch
-from tqdm import tqdm
 
+from flexhybrid.core.blocks import BLOCK_TOKENS
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import write_by_rename
-from flexhybrid.core.policy import Policy
+from flexhybrid.core.policy import Policy, Selection
+from flexhybrid.core.selection import kept_tokens
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs import shipped
 from flexhybrid.jobs.attention_watch import FullCache, Seen
 from flexhybrid.jobs.compare import check_writable
+from flexhybrid.jobs.progress import Progress
 from flexhybrid.jobs.report import Report
 from flexhybrid.jobs.setting import split_names
 from flexhybrid.llm import LLM
@@ -106,10 +107,10 @@ def accuracy(options: AccuracyOptions, quiet: bool = False) -> dict:
         full = FullCache.empty(full_llm.shape, len(texts), length, length - prompt, full_llm.device)
         tokens = len(llms) * len(texts) * (length - prompt)
         with (
-            tqdm(total=tokens, disable=quiet or None, file=sys.stderr, unit="token", leave=False) as bar,
+            Progress(tokens, FULL_CACHE, "token", quiet) as progress,
             _fitting_threads(full_llm),
         ):
-            outcomes = [_run(name, llm, texts, prompt, full, bar) for name, llm in llms.items()]
+            outcomes = [_run(name, llm, texts, prompt, full, progress) for name, llm in llms.items()]
     chunks = [row for one in outcomes for row in _chunk_rows(one, outcomes[0], prompt)]
     result = {
         "model": full_llm.shape.name,
@@ -175,9 +176,9 @@ def _fitting_threads(llm: LLM) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _run(name: str, llm: LLM, texts: list[list[int]], prompt: int, full: FullCache, bar: tqdm) -> Outcome:
+def _run(name: str, llm: LLM, texts: list[list[int]], prompt: int, full: FullCache, progress: Progress) -> Outcome:
     """Score the texts under one policy; the full cache's run, which is the first, leaves its keys and queries."""
-    bar.set_description(name)
+    progress.turn_to(name)
     seen = Seen.empty(full)
 
     def watch(executor, members) -> None:
@@ -186,7 +187,7 @@ def _run(name: str, llm: LLM, texts: list[list[int]], prompt: int, full: FullCac
         else:
             seen.watch(executor, members, full)
 
-    scores: list[Score] = score(llm, texts, len(texts[0]) - prompt, watch, bar.update)
+    scores: list[Score] = score(llm, texts, len(texts[0]) - prompt, watch, progress.advance)
     llm.close()
     num_steps = len(texts[0]) - prompt - 1
     contexts = prompt + np.arange(num_steps)
@@ -248,13 +249,14 @@ def _show(report: Report, result: dict) -> None:
     grid.columns = [f"{first}-" for first in grid.columns]
     report.say("\nPerplexity by position\n")
     report.say(_rounded(grid.reset_index()).to_string(index=False))
-    share = result["prompt_tokens"] / result["length"]
+    prompt = result["prompt_tokens"]
+    half = int(kept_tokens(Selection("heavy_hitter", budget=0.5), prompt, prompt, prompt))
     report.say(
         f"\nover_full: perplexity over {FULL_CACHE}'s; agreement: greedy tokens that are {FULL_CACHE}'s; cosine:\n"
         "of the attention weights with the full cache's, mean over steps, layers and heads; looked_at: share of the\n"
         "tokens so far that a head attends to; moved: bytes loaded for the context over those of all its keys and\n"
-        f"values. The budget of h2o is a share of the prompt, which is {share:.0%} of a text here: h2o(0.5) looks at\n"
-        f"about as many tokens as {share / 2:.1%} of a text has (--prompt-tokens)."
+        f"values. The budget of h2o is a share of the prompt in whole blocks of {BLOCK_TOKENS} tokens: h2o(0.5) keeps\n"
+        f"{half} of {prompt} tokens here, {half / result['length']:.1%} of a text (--prompt-tokens)."
     )
 
 

@@ -138,6 +138,8 @@ def _advice(device: torch.device, hardware: Hardware | None, measured: bool) -> 
     if not measured:
         known = "predictions rest on a datasheet" if hardware else "so no speed is predicted"
         yield f"this machine is not measured, {known}: run flexhybrid profile"
+        if count := len(list((cache_folder() / "models").glob(f"{device.type}-*.json"))):
+            yield f"profiles of single models, from flexhybrid run, which serve these alone: {count}"
     elif not hardware.has_disk:
         yield "no disk is measured: flexhybrid profile --disk DIR lets models use one"
     if importlib.util.find_spec("pyarrow") is None:

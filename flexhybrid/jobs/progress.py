@@ -36,6 +36,11 @@ class Progress:
     def __exit__(self, *error) -> None:
         self.bar.close()
 
+    def turn_to(self, what: str) -> None:
+        """Name the part of the job that comes now."""
+        self.what = what
+        self.bar.set_description(what)
+
     def advance(self, count: int) -> None:
         self.count += count
         self.bar.update(count)

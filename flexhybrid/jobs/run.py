@@ -72,6 +72,7 @@ class RunOptions:
     budgets: dict[str, str | int | None] = field(default_factory=dict)  #: tier -> memory
     disk_dir: Path | None = None
     disk_gb_per_s: float | None = None
+    max_batch: int | None = None  #: requests at a time, at most; None: as many as memory holds
     engine: str = "local"  #: or "ray"
     actors: int | None = None  #: of a Ray cluster
     ordered: bool = False
@@ -112,6 +113,8 @@ def run(options: RunOptions, say=print) -> dict:
 def _check_paths(options: RunOptions) -> None:
     """Raise InputError for files in each other's way, before the work."""
     SamplingParams(**options.sampling)
+    if options.max_batch is not None and options.max_batch < 1:
+        raise InputError(f"--max-batch is {options.max_batch}; at least one request must run at a time")
     if options.engine == "local" and options.actors is not None:
         raise InputError("--actors is of --engine ray; the local engine is one executor")
     if options.engine == "ray" and options.trace:
@@ -193,6 +196,7 @@ class Job:
         self._order = np.empty(0, dtype=np.int64)
         self.created = 0
         self.tokens = 0  #: that this run has generated, of answers that it has written
+        self.dropped = 0  #: that it has generated of answers that were not complete when it was stopped
         self.manifest: dict = {}
         self.trace: list[TraceEvent] = []  #: of the first wave, where it was asked for
 
@@ -235,6 +239,7 @@ class Job:
 
                     answer_pending_on(self.crew, self, found, progress, stop)
             seconds, stopped = time.perf_counter() - started, bool(len(self.pending()))
+            self.dropped = progress.count - self.tokens if stopped else 0
         for file in self.files.values():
             file.sync()
             if options.ordered and not stopped:
@@ -252,7 +257,10 @@ class Job:
         options, llm = self.options, self.llm
         pending = self.census.valid
         if pending.any():
-            llm.settle(_thin(self.workload(self._sorted(np.flatnonzero(pending)))))
+            most = min(WINDOW, options.max_batch or WINDOW)
+            policy = llm.settle(_thin(self.workload(self._sorted(np.flatnonzero(pending))), most))
+            if options.max_batch:
+                llm.use(replace(policy, max_batch=min(most, policy.max_batch or most)))
         now = {
             "created": int(time.time()),
             "input": {"sha256": self.census.sha256, "lines": self.census.num_lines},
@@ -376,16 +384,18 @@ class Job:
         if options.report:
             say(f"report     {options.report}")
         if stopped:
-            say("stopped: give the same command again to go on")
+            lost = f"; {self.dropped:,} tokens of unfinished answers are lost (see --max-batch)" if self.dropped else ""
+            say(f"stopped: give the same command again to go on{lost}")
         return {
-            **counts, "tokens": self.tokens, "seconds": seconds, "tokens_per_s": rate, "predicted_s": predicted,
+            **counts, "tokens": self.tokens, "tokens_dropped": self.dropped,
+            "seconds": seconds, "tokens_per_s": rate, "predicted_s": predicted,
             "policy": self.llm.policy.to_dict(), "output": str(options.output),
             "errors": str(options.errors) if options.errors else None, "exit_status": STOPPED if stopped else 0,
         }  # fmt: skip
 
 
-def _thin(workload: Workload) -> Workload:
-    """A workload of about WINDOW requests whose lengths stand for all, the longest among them."""
-    places = np.linspace(0, workload.num_requests - 1, WINDOW).round().astype(int)
+def _thin(workload: Workload, count: int) -> Workload:
+    """A workload of about ``count`` requests whose lengths stand for all, the longest among them."""
+    places = np.linspace(0, workload.num_requests - 1, count).round().astype(int)
     places = np.unique([*places, workload.prompt_tokens.argmax(), workload.cached_tokens.argmax()])
     return Workload(workload.prompt_tokens[places], workload.max_tokens[places])

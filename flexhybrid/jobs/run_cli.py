@@ -46,6 +46,10 @@ def add_run(commands, common: Callable) -> None:
         parser.add_argument(f"--{tier}-memory", help=f"budget of the {tier}, like 12GiB (what is free)")
     parser.add_argument("--disk-dir", type=Path, metavar="DIR", help=DISK_DIR_HELP)
     parser.add_argument("--disk-gb-per-s", type=float, help="pace of that disk")
+    parser.add_argument(
+        "--max-batch", type=int, metavar="N",
+        help="requests at a time, at most: a stop loses what is not complete of so many (as many as memory holds)",
+    )  # fmt: skip
     parser.add_argument("--engine", choices=("local", "ray"), default="local", help="ray: on a Ray cluster (local)")
     parser.add_argument("--actors", type=int, metavar="N", help="executors on the Ray cluster (one a GPU, or a node)")
     parser.add_argument("--ordered", action="store_true", help="put the output in the input's order at the end")
@@ -66,7 +70,7 @@ def _run(args) -> dict:
 
     names = (
         *("input", "output", "model", "errors", "format", "column", "seed", "policy", "device", "dtype"),
-        *("link_gb_per_s", "hardware", "disk_dir", "disk_gb_per_s", "ordered", "restart", "verify"),
+        *("link_gb_per_s", "hardware", "disk_dir", "disk_gb_per_s", "max_batch", "ordered", "restart", "verify"),
         *("trace", "report", "reprofile", "engine", "actors"),
     )
     sampling = {name: getattr(args, name) for name, _, _ in SAMPLING if getattr(args, name) is not None}
