@@ -5,12 +5,17 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import signal
 import sys
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before anything loads torch: else small kernels spin
 
 import pytest
+
+# A shell's background job ignores SIGINT, and so would every process that a test starts and interrupts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # `make gpu` runs the tests marked cuda with the machine's own Python, which may lack hypothesis.
 if importlib.util.find_spec("hypothesis") is None:

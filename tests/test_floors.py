@@ -72,7 +72,8 @@ FLOORS = {
             "experiments figures flexhybrid flexhybrid.cascade flexhybrid.core flexhybrid.runtime sim policy_search "
             "numpy scipy pandas torch transformers tokenizers safetensors tqdm pytest"
         ),
-        lazily=names("accelerate flexgen sklearn"),  # peers, where they are installed; the handwritten digits
+        # peers, where they are installed; the handwritten digits; the cascade's hop on Ray Serve
+        lazily=names("accelerate flexgen sklearn ray"),
     ),
     "figures": Floor(
         names("figures numpy pandas matplotlib"),
