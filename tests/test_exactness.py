@@ -36,9 +36,9 @@ def check(folder, prompts, max_tokens, policies, ignore_eos=False, reference=Non
 def test_shipped_checkpoint_every_share_and_mini_batch_size():
     folder = shipped("checkpoints/opt-stdlib-4m")
     tokenizer = load_tokenizer(folder)
-    prompts = [tokenizer(text)["input_ids"] for text in shipped_prompts()][:12]
+    prompts = [tokenizer(text)["input_ids"] for text in shipped_prompts()][:16]
     bounds = {0.0: (256, 8192), 0.25: (1024,), 0.5: (256, 1024, 8192), 0.75: (1024,), 1.0: (256, 8192)}
-    check(folder, prompts, 12, [hybrid(share, bound) for share in SHARES for bound in bounds[share]])
+    check(folder, prompts, 20, [hybrid(share, bound) for share in SHARES for bound in bounds[share]])
 
 
 def opt_shapes(draw) -> dict:
@@ -133,7 +133,7 @@ def test_llama_every_share_over_several_blocks(tmp_path, kind, kv_heads, hidden)
     both = {"act@device": 0.25, "act@host": 0.25, "kv@device": 0.25, "kv@host": 0.25}
     policies = [hybrid(share, bound) for share, bound in ((0, 200), (0.25, 8192), (0.5, 200), (0.75, 200), (1, 8192))]
     policies.append(Policy("four", Placement(device=0.4, host=0.6), cache=both, max_mini_batch_tokens=512))
-    check(tmp_path, prompts, 20, policies, ignore_eos=True)
+    check(tmp_path, prompts, 40, policies, ignore_eos=True)
 
 
 def test_early_end_of_sequence_leaves_the_others_alone(tmp_path):

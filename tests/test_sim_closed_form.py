@@ -23,7 +23,7 @@ from flexhybrid.core.split import split_point
 from flexhybrid.core.stream import stream
 from flexhybrid.core.trace import check_trace
 from flexhybrid.core.workload import Workload
-from sim import catalogue, validation
+from sim import catalogue
 from sim.closed_form import TRAFFIC_OF, Candidates, candidates_of, predict
 from sim.loads import num_mini_batches
 from sim.phases import _num_slices
@@ -33,12 +33,6 @@ from sim.validation import KINDS, Case, compare, random_case
 from sim.virtual_clock import RunSummary, run, summarize
 
 SHAPE, HARDWARE = shape_by_name("opt-30b"), catalogue.load("rtx4090")
-
-
-@pytest.fixture(autouse=True)
-def fewer_mini_batches(monkeypatch):
-    """The longest of the random cases have fewer mini-batches; 38 of 80 have more than three, of 43 without this."""
-    monkeypatch.setattr(validation, "MOST_STEPS", 600)
 
 
 class WholeRun(NamedTuple):

@@ -72,16 +72,18 @@ def check_same(output: Path, earlier: dict, now: dict) -> None:
     differences = list(_differences(earlier, now, ""))
     if differences:
         more = f" (and {len(differences) - 3} more)" if len(differences) > 3 else ""
-        if any(".mtime_ns was" in one for one in differences):
+        shown = "; ".join(f"{where} was {_short(was)}, is {_short(is_now)}" for where, was, is_now in differences[:3])
+        if any(where.endswith(".mtime_ns") for where, _, _ in differences):
             more += " (nanoseconds: a copy of the same weights is taken for others until it has the earlier time, by "
             more += "`touch -d @SECONDS`; runs that all have --verify compare hashes instead)"
         raise InputError(
-            f"{output} holds results of another run: {'; '.join(differences[:3])}{more}. Give the earlier settings, "
+            f"{output} holds results of another run: {shown}{more}. Give the earlier settings, "
             "another output, or begin anew with --restart"
         )
 
 
-def _differences(earlier, now, where: str) -> Iterator[str]:
+def _differences(earlier, now, where: str) -> Iterator[tuple[str, object, object]]:
+    """(place in the manifest, what it was, what it is)"""
     if where == "created":
         return
     if isinstance(earlier, dict) and isinstance(now, dict):
@@ -93,7 +95,7 @@ def _differences(earlier, now, where: str) -> Iterator[str]:
             if key not in skipped:
                 yield from _differences(earlier.get(key), now.get(key), f"{where}.{key}" if where else key)
     elif earlier != now:
-        yield f"{where} was {_short(earlier)}, is {_short(now)}"
+        yield where, earlier, now
 
 
 def _short(value) -> str:

@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -210,7 +210,6 @@ def _application(cascade: Cascade, loads: Sequence[Load], sizes: Sequence[Size],
     free = ray.available_resources()
     if cascade.task != "generation":
         free.pop("GPU", None)  # torch modules compute on the CPU
-        sizes = [replace(size, gpu_share=None) for size in sizes]
     cpus, shares = shared_out(sizes, free)
     handles = []
     for place, (name, load, size) in enumerate(zip(cascade.names, loads, sizes, strict=True)):

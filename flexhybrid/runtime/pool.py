@@ -38,9 +38,9 @@ class Uses:
         for section, lengths, kept in zip(self.sections, prompts, places, strict=True):
             place = np.arange(len(section[0, 0]))[:, None]
             born = place + kept * ((lengths - 1 - place) // kept)  # [T, B]
-            there = (place < np.minimum(lengths, kept)).astype(np.int32)
-            start = np.stack([born if self.lately else np.ones_like(born), born]) * there
-            section.copy_(torch.from_numpy(start.astype(np.int32))[:, None, :, :, None])
+            start = np.stack([born if self.lately else np.ones_like(born), born])
+            start *= place < np.minimum(lengths, kept)
+            section.copy_(torch.from_numpy(start)[:, None, :, :, None])
 
     def _of(self, layer: int, mini_batch: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(uses, positions) [T, B, G] of a layer's tokens."""
