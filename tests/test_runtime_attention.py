@@ -7,6 +7,7 @@ import torch
 from flexhybrid.core.blocks import BLOCK_TOKENS
 from flexhybrid.core.steps import block_runs
 from flexhybrid.runtime import attention
+from flexhybrid.runtime.verbs.attending import _gather_blocks
 
 
 def plain(query_Hd, keys_GTd, values_GTd):
@@ -55,3 +56,20 @@ def test_what_lies_behind_the_last_token_does_not_count():
     finally:
         torch.set_num_threads(before)
     assert torch.equal(out[0], out[1]) and out.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [1, 6, 12, 64])
+@pytest.mark.parametrize("width", [7, 32, 41])
+def test_gathered_blocks_are_those_of_the_table(dtype, head_dim, width):
+    """Less than a block, whole blocks, and some of both; heads whose bytes are even, or divide by 4, 8 or 16."""
+    generator, column = torch.Generator().manual_seed(0), 3
+    pool = torch.randn(9, 2, 2, BLOCK_TOKENS, head_dim, generator=generator).to(dtype)
+    table = torch.tensor([[4, 5, 6], [0, 0, 0], [8, 2, 3]])
+    targets = torch.zeros(2, 3, 2, column + width + 2, head_dim, dtype=dtype)
+    _gather_blocks(pool, table, targets, column, width)
+    for part in range(2):
+        expected = torch.zeros_like(targets[part])
+        for row, blocks in enumerate(table):
+            expected[row, :, column : column + width] = pool[blocks, part].transpose(0, 1).flatten(1, 2)[:, :width]
+        assert torch.equal(targets[part], expected)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexhybrid.core.steps import block_runs
+from flexhybrid.core.steps import Segment, block_runs
 from flexhybrid.runtime.links import BACK_TO_BACK_S, CpuCopies, Pacer, copy_runs
 
 
@@ -26,6 +26,24 @@ def test_block_copies_equal_a_plain_loop(extents, first_column):
             expected[row, first_column + block] = source[first[row] + block]
     copy_runs(target, source, block_runs(first, count, np.full_like(count, first_column)))
     assert (target == expected).all()
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 60), st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=8), st.booleans()
+)
+def test_a_block_table_names_the_blocks_that_its_runs_copy(extents, moves_all):
+    """Rings that have turned by any number of blocks; padding is some block that is there."""
+    tokens, spare, turned = (np.array(column) for column in zip(*extents, strict=True))
+    reserved = -(-tokens // 16) + spare
+    first = np.cumsum(np.r_[0, reserved[:-1] + 1])
+    segment = Segment("kv@device", "kv", "device", first, tokens, turned, reserved, moves_all)
+    table, pool = segment.block_table, np.arange(first[-1] + reserved[-1] + 1)[:, None]
+    assert table.shape == (len(tokens), segment.buffer_blocks) and (table >= 0).all() and (table < len(pool)).all()
+    copied = np.full((*table.shape, 1), -1)
+    copy_runs(copied, pool, segment.runs)
+    held = reserved if moves_all else segment.num_blocks
+    there = np.arange(segment.buffer_blocks) < held[:, None]
+    assert (table[there] == copied[..., 0][there]).all() and (copied[~there] == -1).all()
 
 
 def test_evenly_spaced_extents_are_one_run():

@@ -89,6 +89,16 @@ class Segment:
         rest = self.num_blocks - before_end
         return runs + block_runs(self.first_block, rest, before_end) if rest.any() else runs
 
+    @cached_property
+    def block_table(self) -> np.ndarray:
+        """[B, buffer_blocks]: the physical block of each of its buffer's columns. Padding repeats a request's last
+        block; of a request that has none it is block 0."""
+        start, held = (0, self.reserved) if self.moves_all else (self.start_block[:, None], self.num_blocks)
+        held = held[:, None]
+        column = np.minimum(np.arange(self.buffer_blocks), np.maximum(held - 1, 0))
+        blocks = self.first_block[:, None] + (start + column) % np.maximum(self.reserved, 1)[:, None]
+        return np.where(held > 0, blocks, 0)
+
 
 def block_runs(first, count, column) -> tuple[BlockRun, ...]:
     """Runs of requests with ``count`` blocks each from ``first`` on that go to ``column``: all [B]."""

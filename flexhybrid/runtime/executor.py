@@ -181,6 +181,7 @@ class Executor:
             rows, on_device = store_rows(step, store.rows), store.tier == "device"
             places = (self.to_device(store.blocks), self.to_device(store.offsets)) if on_device else ()
             stores[store.space] = StorePlace(None if rows is None else self.to_device(rows), *places)
+        tables = {s.space: self.to_device(s.block_table) for s in step.segments if s.tier == "device" and s.max_tokens}
         mask = None if step.prefill or self.policy.attention == "host" else mask_of(step)
         last_rows = None
         if width > 1:
@@ -201,6 +202,7 @@ class Executor:
             sampled_cells_B=self.to_device(self.tokens.cells(step.requests, total)),
             sampling=step_sampling(self.sampling, step.requests, total, self.to_device),
             stores=stores,
+            block_tables=tables,
             guess=self.speculation.prepare(step) if self.speculation else None,
         )
 

@@ -40,6 +40,7 @@ class StepTensors:
     sampled_cells_B: torch.Tensor  #: of the token table
     sampling: StepSampling | None
     stores: dict[str, StorePlace]
+    block_tables: dict[str, torch.Tensor]  #: [B, blocks] of each segment that lies on the device, by its pool
     guess: Guess | None = None  #: of a decode step under a speculative selection
 
 

@@ -10,8 +10,7 @@ from flexhybrid.core.blocks import BLOCK_TOKENS
 from flexhybrid.core.task import Task
 from flexhybrid.core.work import MIN_KV_GEN_ROWS
 from flexhybrid.runtime import sampling
-from flexhybrid.runtime.buffers import run_view
-from flexhybrid.runtime.quantize import dequantize, quantize
+from flexhybrid.runtime.quantize import WORK_ELEMENTS, dequantize, quantize
 from flexhybrid.runtime.rotary import rotate_
 from flexhybrid.runtime.weights import linear
 
@@ -67,10 +66,11 @@ def _unpack(ex: Executor, task: Task, segment, target: torch.Tensor, bits: int) 
         packed = ex.buffers.loaded_region(task.payload.step, segment, task.payload.slot)
         dequantize(packed.view(*target.shape[:3], -1), bits, target.dtype, out=target)
         return
-    pool = ex.buffers.pools[segment.space][task.layer]
-    for run in segment.runs:
-        part = target[run.row : run.row + run.rows, run.column : run.column + run.blocks]
-        dequantize(run_view(pool, run), bits, target.dtype, out=part)
+    pool, rows = ex.buffers.pools[segment.space][task.layer], target.flatten(0, 1)
+    table = ex.tensors(task).block_tables[segment.space].flatten()
+    some = max(1, WORK_ELEMENTS[rows.device.type] // rows[0].numel())
+    for part, blocks in zip(rows.split(some), table.split(some), strict=True):
+        dequantize(pool.index_select(0, blocks), bits, target.dtype, out=part)
 
 
 @torch.inference_mode()
@@ -111,9 +111,8 @@ def _gather_act(ex: Executor, task: Task) -> None:
         if segment.tier == "device":
             pool = ex.buffers.pools[segment.space][task.layer].flatten(1)
             target = ex.buffers.loaded_region(task.payload.step, segment, task.payload.slot)
-            for run in segment.runs:
-                part = target[run.row : run.row + run.rows, run.column : run.column + run.blocks]
-                part.copy_(run_view(pool, run))
+            table = ex.tensors(task).block_tables[segment.space]
+            torch.index_select(pool, 0, table.flatten(), out=target.flatten(0, 1))
 
 
 @torch.inference_mode()
