@@ -16,6 +16,7 @@ from flexhybrid.jobs.speed import Contender
 from flexhybrid.runtime import attention
 from flexhybrid.runtime.quantize import dequantize, packed_bytes, quantize
 from flexhybrid.runtime.rotary import rotate_
+from flexhybrid.runtime.verbs.attending import gather_blocks
 
 REPEATS = 7
 LARGE_BYTES = 2**28  #: far more than the caches hold
@@ -55,6 +56,7 @@ def bench_kernels(table, contender: Contender) -> None:
     dtype = contender.executor.weights.dtype
     bench_kv_gen(table, contender, dtype)
     bench_attention(table, dtype)
+    bench_gather(table, dtype)
     bench_rotation(table, dtype)
     bench_quantize(table)
 
@@ -102,6 +104,34 @@ def bench_attention(table, dtype: torch.dtype) -> None:
 
     ratio = times_as_fast(products, lambda: attention.attend_chunk(new, keys, values, None))
     table.add("attend, chunk of a prompt: speed of its two products", ratio, 0.5, "x")
+    bench_prompt(table, new)
+
+
+def bench_prompt(table, new: torch.Tensor) -> None:
+    """A whole prompt over itself against the two products of all with all, of which it needs half."""
+    heads = new.transpose(1, 2).contiguous()
+    scores = torch.randn(*heads.shape[:3], heads.shape[2]).to(new.dtype)
+
+    def products() -> None:
+        torch.matmul(heads, heads.transpose(-1, -2))
+        torch.matmul(scores, heads)
+
+    ratio = times_as_fast(products, lambda: attention.attend_prefill(new, new, new))
+    table.add("attend, whole prompt: speed of the two products of all with all", ratio, 1.0, "x")
+
+
+def bench_gather(table, dtype: torch.dtype) -> None:
+    """Blocks of requests of mixed lengths laid side by side, against a plain copy of as many bytes."""
+    generator = np.random.default_rng(0)
+    held = generator.integers(ceil_blocks(CONTEXT) // 2, ceil_blocks(CONTEXT) + 1, 4 * BATCH)
+    first, widest = np.cumsum(held) - held, int(held.max())
+    pool = torch.randn(int(held.sum()), 2, HEADS, BLOCK_TOKENS, HEAD_DIM).to(dtype)
+    targets = torch.empty(2, len(held), HEADS, widest * BLOCK_TOKENS, HEAD_DIM, dtype=dtype)
+    blocks = torch.from_numpy(first[:, None] + np.minimum(np.arange(widest), held[:, None] - 1))
+    copied = torch.empty_like(targets)
+    width = widest * BLOCK_TOKENS - 1  # the last block in part
+    ratio = times_as_fast(lambda: copied.copy_(targets), lambda: gather_blocks(pool, blocks, targets, 0, width))
+    table.add("assemble, requests of mixed lengths: speed of a plain copy", ratio, 0.5, "x")
 
 
 def bench_rotation(table, dtype: torch.dtype) -> None:

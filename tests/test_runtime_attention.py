@@ -7,7 +7,7 @@ import torch
 from flexhybrid.core.blocks import BLOCK_TOKENS
 from flexhybrid.core.steps import block_runs
 from flexhybrid.runtime import attention
-from flexhybrid.runtime.verbs.attending import _gather_blocks
+from flexhybrid.runtime.verbs.attending import gather_blocks
 
 
 def plain(query_Hd, keys_GTd, values_GTd):
@@ -67,7 +67,7 @@ def test_gathered_blocks_are_those_of_the_table(dtype, head_dim, width):
     pool = torch.randn(9, 2, 2, BLOCK_TOKENS, head_dim, generator=generator).to(dtype)
     table = torch.tensor([[4, 5, 6], [0, 0, 0], [8, 2, 3]])
     targets = torch.zeros(2, 3, 2, column + width + 2, head_dim, dtype=dtype)
-    _gather_blocks(pool, table, targets, column, width)
+    gather_blocks(pool, table, targets, column, width)
     for part in range(2):
         expected = torch.zeros_like(targets[part])
         for row, blocks in enumerate(table):

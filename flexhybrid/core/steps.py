@@ -102,19 +102,22 @@ class Segment:
 
 def block_runs(first, count, column) -> tuple[BlockRun, ...]:
     """Runs of requests with ``count`` blocks each from ``first`` on that go to ``column``: all [B]."""
-    runs: list[BlockRun] = []
+    runs: list[list[int]] = []  # numbers of a BlockRun
+    latest = -1  # block at which the last request's begin
     for row, (start, blocks, place) in enumerate(zip(first.tolist(), count.tolist(), column.tolist(), strict=True)):
         if blocks == 0:
             continue
-        if runs:
-            last = runs[-1]
-            step = start - (last.first + (last.rows - 1) * last.stride)
-            alike = last.row + last.rows == row and last.blocks == blocks and last.column == place
-            if alike and step > 0 and (last.rows == 1 or step == last.stride):
-                runs[-1] = last._replace(rows=last.rows + 1, stride=step)
+        step = start - latest
+        if runs and step > 0:
+            last = first_row, rows, last_place, _, stride, last_blocks = runs[-1]
+            alike = first_row + rows == row and last_blocks == blocks and last_place == place
+            if alike and (rows == 1 or step == stride):
+                last[1], last[4] = rows + 1, step
+                latest = start
                 continue
-        runs.append(BlockRun(row, 1, place, start, 0, blocks))
-    return tuple(runs)
+        runs.append([row, 1, place, start, 0, blocks])
+        latest = start
+    return tuple(BlockRun(*run) for run in runs)
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,9 @@
 
 Kernels beside a busy link are slower than alone (on two CPU cores by 15 %), so nothing is timed alone: whole runs of a
 small model are made at several sizes and every task's time is taken from their traces. Each size is measured in two
-passes at different times, the better pass stands for it, and sizes whose passes disagree are named. Within a pass it is
-the mean that counts: on a CPU the link's copies interrupt one kernel in a few, and a quantile would not see them.
+passes at different times, their mean stands for it, and sizes whose passes disagree are named. The mean counts within a
+pass, too: on a CPU the link's copies interrupt one kernel in a few, and a quantile would not see them. The better pass
+alone made seventeen predictions of eighteen come early: a run is long enough to see a machine's bad moments.
 Lines through the samples are fitted elsewhere (policy_search.fit).
 """
 
@@ -26,7 +27,8 @@ from flexhybrid.core.memory import buffer_sizes
 from flexhybrid.core.plan import admit
 from flexhybrid.core.policy import Bits, Placement, Policy
 from flexhybrid.core.shape import ModelShape
-from flexhybrid.core.trace import TraceEvent
+from flexhybrid.core.stream import stream
+from flexhybrid.core.trace import TraceEvent, iteration_ends
 from flexhybrid.core.workload import Workload
 from flexhybrid.runtime.engine import Engine
 from flexhybrid.runtime.loader import RandomWeights
@@ -77,6 +79,7 @@ OTHERS = (
 RUNS = MIXES + OTHERS
 OUTLIER = 3.0  #: times the median: a stranger's doing, left out of the mean
 DISAGREE = 1.15  #: passes further apart than this are reported
+DECODE_SECONDS, DECODES = 0.4, 5  #: of each run and pass: a small model's few steps could all fall in a good moment
 LINK_SIZES = tuple(1 << n for n in range(16, 25, 2))  #: bytes, 64 KiB to 16 MiB
 LINK_SECONDS = 0.06  #: copies of one size go back to back for about this long
 
@@ -163,7 +166,7 @@ def profile(
 
 
 def typical_of_passes(first: dict[tuple, float], second: dict[tuple, float]) -> ProfileSamples:
-    """Samples of what both passes measured, {(line key, flops, bytes): seconds}: the better's, and disagreements."""
+    """Samples of what both passes measured, {(line key, flops, bytes): seconds}: their mean, and disagreements."""
     result = ProfileSamples()
     for key in sorted(first.keys() & second.keys()):
         name, flops, num_bytes = key
@@ -173,7 +176,7 @@ def typical_of_passes(first: dict[tuple, float], second: dict[tuple, float]) -> 
                 f"{name} at {flops / 1e9:.2f} GFLOP, {num_bytes / 1e6:.1f} MB: {first[key] * 1e3:.2f} and "
                 f"{second[key] * 1e3:.2f} ms"
             )
-        result.samples.setdefault(name, []).append((float(flops), float(num_bytes), better))
+        result.samples.setdefault(name, []).append((float(flops), float(num_bytes), (better + worse) / 2))
     return result
 
 
@@ -194,7 +197,8 @@ def _run(
     shape: ModelShape, weights_of: Callable[[Policy], tuple[Weights, WeightSlots]], run: Run,
     link_gb_per_s: float | None,
 ) -> list[TraceEvent]:  # fmt: skip
-    """Prefill and three decode iterations of one to four mini-batches; nothing where the model cannot run so."""
+    """Prefill and three decode iterations of one to four mini-batches, and these again, up to ``DECODES`` times, until
+    they took ``DECODE_SECONDS``; nothing where the model cannot run so."""
     context = min(run.context, shape.max_positions - 4)
     policy = Policy(
         weights=Placement(host=1.0), cache=run.cache, max_mini_batch_tokens=run.per_mini_batch * (context + 48),
@@ -209,7 +213,14 @@ def _run(
     engine = Engine(weights, policy, buffer_sizes(wave), link_gb_per_s, slots=slots)
     generator = np.random.default_rng(0)
     prompts = [generator.integers(0, shape.vocab, context).tolist() for _ in range(run.requests)]
-    return engine.run(wave, prompts, greedy_plan(run.requests), keep_trace=True).trace
+    arguments = wave, prompts, greedy_plan(run.requests)
+    executor = engine.executor(*arguments)
+    trace = engine.run(*arguments, keep_trace=True, executor=executor).trace
+    decoded = iteration_ends(trace)[-1] - iteration_ends(trace)[0]
+    for _ in range(min(int(DECODE_SECONDS / decoded), DECODES - 1)):
+        again = stream(wave, first_iteration=1)
+        trace += engine.run(*arguments, keep_trace=True, executor=executor, tasks=again).trace
+    return trace
 
 
 def _link_samples(device: torch.device, link_gb_per_s: float | None):

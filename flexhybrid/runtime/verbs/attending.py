@@ -51,7 +51,7 @@ def assemble(ex: Executor, task: Task) -> None:
             _lay_blocks(blocks, targets, column, width)
         else:
             pool, table = ex.buffers.pools[segment.space][task.layer], ex.tensors(task).block_tables[segment.space]
-            _gather_blocks(pool, table, targets, column, width)
+            gather_blocks(pool, table, targets, column, width)
         column += width
     _lay_own(ex, task, targets, column)
 
@@ -111,7 +111,7 @@ def _lay_blocks(blocks: torch.Tensor, targets, column: int, width: int) -> None:
             partial.copy_(blocks[:, full, part, :, :rest])
 
 
-def _gather_blocks(pool: torch.Tensor, table: torch.Tensor, targets, column: int, width: int) -> None:
+def gather_blocks(pool: torch.Tensor, table: torch.Tensor, targets, column: int, width: int) -> None:
     """Blocks of a pool [·, 2, G, 16, d], as a table [B, n] names them -> columns [column, column + width) of keys and
     values. One operation for all requests, however their blocks lie: a call a request took five times as long."""
     full, rest = divmod(width, BLOCK_TOKENS)
