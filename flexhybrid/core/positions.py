@@ -44,6 +44,7 @@ class Position(NamedTuple):
     weight_slot: int
     payload: StepPayload  #: of its tasks
     leads: bool  #: it is the first of its group
+    form: int  #: alike in two positions of a layer and mini-batch: their tasks read and write the same
 
     def follows(self, other: Position) -> bool:
         """Whether it continues the very requests of the other, so that it needs what the other computes."""
@@ -54,30 +55,31 @@ def positions(wave: Wave, stops_until: StopsUntil, first_iteration: int) -> Iter
     """Runs of positions that share a layer's weights. Iteration i + 1 is settled when i's last group is taken."""
     first = first_choosing(wave.policy.selection)
     iteration, number, slot = first_iteration, 0, 0
-    laid_out = _lay_out(wave, iteration, frozenset())
+    forms: dict[tuple, int] = {}
+    laid_out = _lay_out(wave, iteration, frozenset(), forms)
     while laid_out:
         layers, column = range(wave.shape.num_layers), wave.policy.schedule == "column"
         in_turn = sorted(laid_out, key=lambda s: s[0].chunk)  # so that a chunk need not wait for the one before
         sharing = [in_turn] if column else [list(one) for _, one in groupby(laid_out, lambda s: s[0].mini_batch)]
         for members, layer in product(sharing, layers):
             group = []
-            for step, whole, chosen in members:
+            for step, whole, chosen, form in members:
                 slots = number % 2, slot % 2
                 payload = StepPayload(step, *slots)
                 works = chosen if layer >= first else whole
-                group.append(Position(step, layer, works, *slots, payload, not group))
+                group.append(Position(step, layer, works, *slots, payload, not group, form))
                 number += 1
             slot += 1
             yield group
         iteration += 1
-        laid_out = _lay_out(wave, iteration, stops_until(iteration - 2))
+        laid_out = _lay_out(wave, iteration, stops_until(iteration - 2), forms)
 
 
 def _lay_out(
-    wave: Wave, iteration: int, stopped: set[int] | frozenset[int]
-) -> list[tuple[MiniBatchStep, dict[str, Work], dict[str, Work]]]:
-    """Steps, and their works in layers that look at all tokens and in those that look at a choice, of the
-    mini-batches that still have a request."""
+    wave: Wave, iteration: int, stopped: set[int] | frozenset[int], forms: dict[tuple, int]
+) -> list[tuple[MiniBatchStep, dict[str, Work], dict[str, Work], int]]:
+    """Of the mini-batches that still have a request: steps, their works in layers that look at all tokens and in those
+    that look at a choice, and their form, known ones by ``forms``."""
     steps = []
     for k, group in enumerate(wave.mini_batches):
         running = group[wave.workload.max_tokens[group] > iteration]
@@ -91,5 +93,7 @@ def _lay_out(
             whole = works
             if counts.selected is not None:
                 whole = step_work(wave.shape, wave.policy, wave.stored, counts, True)
-            steps.append((step, whole, works))
+            stored = tuple((store.kind, store.representation) for store in step.stores)
+            form = k, chunk, step.prefill, step.last, tuple(whole), tuple(works), stored
+            steps.append((step, whole, works, forms.setdefault(form, len(forms))))
     return steps

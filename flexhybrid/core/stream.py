@@ -21,6 +21,9 @@ from flexhybrid.core.task import RESOURCES, Access, Task, Work
 PAGE_BYTES = 4096  #: slices of a streamed layer end on whole pages
 
 
+Outline = tuple[str, str, tuple[Access, ...], tuple[Access, ...]]  #: a task's verb, resource, reads and writes
+
+
 class WeightSlice(NamedTuple):
     """Bytes [start, end) of a layer on their way from the host to a device slot; the payload of load_weights.
 
@@ -80,6 +83,10 @@ class _Stream:
         self.first_choosing = first_choosing(wave.policy.selection)
         self.at = Places(wave)
         self.slices: dict[tuple[int, int, int], tuple[tuple, ...]] = {}  # the tasks that bring a slice of weights
+        self.parts = {
+            "load_cache": self._load_cache, "open": self._open, "close": self._close, "store": self._store,
+        }  # fmt: skip
+        self.outlines: dict[tuple, tuple[Outline, ...]] = {}  # of the parts of positions
         self.held: Iterator[Task] = iter(())  # stores that wait for the next position (barriers only)
 
     def tasks(self, first_iteration: int) -> Iterator[Task]:
@@ -87,7 +94,7 @@ class _Stream:
         current, opened = next(groups, None), None
         if current:
             yield from self._load_weights(current, 0, 1)
-            yield from self._load_cache(current[0])
+            yield from self._part("load_cache", current[0])
         while current:
             following = next(groups, None)
             for index, position in enumerate(current):
@@ -102,24 +109,30 @@ class _Stream:
                 # What the position stores or selects now may be what the next one loads.
                 late = ahead and self._loads_late(position, ahead)
                 if ahead and not late:
-                    yield from self._load_cache(ahead)
+                    yield from self._part("load_cache", ahead)
                 if opened is not position:
-                    yield from self._open(position)
+                    yield from self._part("open", position)
                 opened = None
                 if ahead and self._opens_early(position, ahead):
-                    yield from self._open(ahead)
+                    yield from self._part("open", ahead)
                     opened = ahead
                 if late == "selected":
-                    yield from self._load_cache(ahead)
+                    yield from self._part("load_cache", ahead)
                 if on_host:
                     out = cell("out_strip", position.slot)
-                    yield self._task(position, "load_attended", "h2d", (out,), (self.at.attended(position),))
+                    yield _task(position, "load_attended", "h2d", (out,), (self.at.attended(position),))
                 if following and weights_last:
                     yield from self._load_weights(following, index, len(current))
-                yield from self._close(position)
+                yield from self._part("close", position)
+                if self.wave.policy.overlap == "step":
+                    self.held = self._part("store", position)
+                else:
+                    yield from self._part("store", position)
+                if position.layer == self.num_layers - 1 and position.step.last:
+                    yield from self._sample(position)
                 if late == "stored":
                     yield from self.held
-                    yield from self._load_cache(ahead)
+                    yield from self._part("load_cache", ahead)
                 self.number += 1
             current = following
         yield from self.held
@@ -133,6 +146,22 @@ class _Stream:
     def _opens_early(self, position: Position, ahead: Position) -> bool:
         """With attention on the host, the next mini-batch projects while the host attends to this one."""
         return "attend_host" in position.works and "attend_host" in ahead.works and not ahead.follows(position)
+
+    # ---- the tasks of a position
+
+    def _part(self, part: str, position: Position) -> Iterator[Task]:
+        """The tasks of a part of a position: "load_cache", "open", "close" or "store".
+
+        What they read and write is the same in all iterations of the same form, and worked out in the first.
+        """
+        which = part, position.layer, position.form, position.slot, position.weight_slot, position.leads
+        outline = self.outlines.get(which)
+        if outline is None:
+            outline = self.outlines[which] = tuple(self.parts[part](position))
+        works, payload = position.works, position.payload
+        iteration, layer, k = position.step.iteration, position.layer, position.step.mini_batch
+        for verb, resource, reads, writes in outline:
+            yield Task(iteration, layer, k, verb, resource, works[verb], reads, writes, payload)
 
     # ---- loads
 
@@ -167,23 +196,23 @@ class _Stream:
         moved = Work(link_bytes=end - start + on_disk, num_copies=len(writes))
         yield "load_weights", "h2d", moved, reads, writes, payload
 
-    def _load_cache(self, ahead: Position) -> Iterator[Task]:
+    def _load_cache(self, ahead: Position) -> Iterator[Outline]:
         """ACT before KV: recomputing comes before assembling. Disk blocks go through staging."""
         step, slot, works = ahead.step, ahead.slot, ahead.works
         if "load_hidden" in works and ahead.layer:
-            yield self._task(ahead, "load_hidden", "h2d", (host_hidden(step),), (self.at.hidden(ahead),))
+            yield "load_hidden", "h2d", (host_hidden(step),), (self.at.hidden(ahead),)
         if "load_keys" in works and self._guesses(ahead.layer):
             keys = cell("partial_keys", step.mini_batch, ahead.layer + 1)
-            yield self._task(ahead, "load_keys", "h2d", (keys,), (cell("partial_buffer", slot),))
+            yield "load_keys", "h2d", (keys,), (cell("partial_buffer", slot),)
         if "gather" in works:
             gathered = cell("gathered", slot)
             index = cell("host_index", step.mini_batch)
             pools = (*self.at.pools(ahead, "act", "host"), *self.at.pools(ahead, "kv", "host"))
-            yield self._task(ahead, "gather", "host_compute", (index, *pools), (gathered,))
+            yield "gather", "host_compute", (index, *pools), (gathered,)
             for representation in ("act", "kv"):
                 if f"load_{representation}" in works:
                     buffer = cell(f"{representation}_buffer", slot)
-                    yield self._task(ahead, f"load_{representation}", "h2d", (gathered,), (buffer,))
+                    yield f"load_{representation}", "h2d", (gathered,), (buffer,)
             return
         for representation in ("act", "kv"):
             if f"load_{representation}" not in works:
@@ -192,29 +221,24 @@ class _Stream:
             if f"read_{representation}" in works:
                 staged = cell(f"{representation}_staging", slot)
                 pools = self.at.pools(ahead, representation, "disk")
-                yield self._task(ahead, f"read_{representation}", "disk_read", pools, (staged,))
+                yield f"read_{representation}", "disk_read", pools, (staged,)
                 reads = (*reads, staged)
             buffer = cell(f"{representation}_buffer", slot)
-            yield self._task(ahead, f"load_{representation}", "h2d", reads, (buffer,))
+            yield f"load_{representation}", "h2d", reads, (buffer,)
 
     # ---- computing
 
-    def _open(self, position: Position) -> Iterator[Task]:
+    def _open(self, position: Position) -> Iterator[Outline]:
         """One mini-batch in one layer up to its queries: embedding, recomputing, projecting, speculating."""
         step, layer, works = position.step, position.layer, position.works
         layout, policy, slot = self.wave.layout, self.wave.policy, position.slot
         k = step.mini_batch
         hidden, qkv = self.at.hidden(position), self.at.qkv(position)
         if layer == 0:
-            yield self._task(position, "embed", "compute", (cell("tokens", k),), (hidden,))
+            yield "embed", "compute", (cell("tokens", k),), (hidden,)
         if "dequantize_weights" in works and position.leads:
-            yield self._task(
-                position,
-                "dequantize_weights",
-                "compute",
-                self.at.weights(position, 0, layout.total_bytes),
-                places.PLAIN,
-            )
+            weights = self.at.weights(position, 0, layout.total_bytes)
+            yield "dequantize_weights", "compute", weights, places.PLAIN
         # In natural order W_K and W_V come no sooner than the rest.
         natural = policy.weight_order == "natural"
         kv_end, qkv_end = (layout.total_bytes,) * 2 if natural else (layout.kv_end, layout.qkv_end)
@@ -223,20 +247,20 @@ class _Stream:
             pools = self.at.pools(position, "act", "device")
             reads, writes = (buffer, *self.at.matrices(position, 0, kv_end)), (places.GENERATED,)
             if "dequantize_act" in works:
-                yield self._task(position, "dequantize_act", "compute", (buffer, *pools), (places.PLAIN_ACT,))
+                yield "dequantize_act", "compute", (buffer, *pools), (places.PLAIN_ACT,)
                 reads = (*reads, places.PLAIN_ACT)
             elif pools:  # gathered into the buffer, beside what the link brought
                 reads, writes = (*reads, *pools), (*writes, buffer)
-            yield self._task(position, "kv_gen", "compute", reads, writes)
+            yield "kv_gen", "compute", reads, writes
         staging, matrices = cell("staging", slot), self.at.matrices(position, 0, qkv_end)
         writes = (qkv, staging)
         if layer >= self.first_choosing and not step.prefill:  # the new tokens' partial keys
             writes += (cell("partial_keys", k, layer),)
-        yield self._task(position, "project", "compute", (hidden, *matrices), writes)
+        yield "project", "compute", (hidden, *matrices), writes
         if "quantize" in works:
-            yield self._task(position, "quantize", "compute", (qkv,), (staging,))
+            yield "quantize", "compute", (qkv,), (staging,)
         if "speculate" in works and step.prefill and layer >= self.first_choosing:
-            yield self._task(position, "speculate", "compute", (qkv, *matrices), (cell("partial_keys", k, layer),))
+            yield "speculate", "compute", (qkv, *matrices), (cell("partial_keys", k, layer),)
         elif "speculate" in works and not step.prefill and self._guesses(layer):
             yield from self._speculate(position, qkv)
         if "attend_host" in works:
@@ -246,51 +270,41 @@ class _Stream:
         """Whether a layer's input guesses what the next one looks at."""
         return self.first_choosing <= layer + 1 < self.num_layers
 
-    def _speculate(self, position: Position, qkv: Access) -> Iterator[Task]:
+    def _speculate(self, position: Position, qkv: Access) -> Iterator[Outline]:
         """The next layer's choice, from this layer's input; its index goes to the host, which gathers the rows."""
         k, slot = position.step.mini_batch, position.slot
         keys = cell("partial_keys", k, position.layer + 1)
         source = cell("partial_buffer", slot) if "load_keys" in position.works else keys
         index = cell("index", k)
-        yield self._task(position, "speculate", "compute", (qkv, source), (index,))
-        yield self._task(position, "store_index", "d2h", (index,), (cell("host_index", k),))
+        yield "speculate", "compute", (qkv, source), (index,)
+        yield "store_index", "d2h", (index,), (cell("host_index", k),)
 
-    def _attend_on_host(self, position: Position, qkv: Access) -> Iterator[Task]:
+    def _attend_on_host(self, position: Position, qkv: Access) -> Iterator[Outline]:
         slot = position.slot
         query, out = cell("query_strip", slot), cell("out_strip", slot)
-        yield self._task(position, "store_query", "d2h", (qkv,), (query,))
+        yield "store_query", "d2h", (qkv,), (query,)
         pools = self.at.pools(position, "kv", "host")
-        yield self._task(position, "attend_host", "host_compute", (query, *pools), (out, *pools))
+        yield "attend_host", "host_compute", (query, *pools), (out, *pools)
 
-    def _close(self, position: Position) -> Iterator[Task]:
-        """The rest of it: attention, feed-forward, stores, and after the last layer the next token."""
+    def _close(self, position: Position) -> Iterator[Outline]:
+        """The rest of what it computes: attention and feed-forward."""
         step, works, slot = position.step, position.works, position.slot
-        k, layout = step.mini_batch, self.wave.layout
+        layout = self.wave.layout
         hidden, qkv = self.at.hidden(position), self.at.qkv(position)
         if step.prefill:
-            yield self._task(position, "attend_prefill", "compute", (qkv,), (self.at.attended(position),))
+            yield "attend_prefill", "compute", (qkv,), (self.at.attended(position),)
         elif "attend_host" not in works:
             yield from self._attend(position, qkv)
         if "rank" in works:
             ranked = (self.at.ranks(position),)
             if step.prefill:  # only now it is known which rows stay
                 ranked += (cell("staging", slot),)
-            yield self._task(position, "rank", "compute", (self.at.attended(position), qkv), ranked)
+            yield "rank", "compute", (self.at.attended(position), qkv), ranked
         reads = (self.at.attended(position), hidden, *self.at.matrices(position, 0, layout.vectors_end))
         reads += self.at.matrices(position, layout.qkv_end, layout.total_bytes)
-        yield self._task(position, "finish", "compute", reads, (hidden,))
-        if self.wave.policy.overlap == "step":
-            self.held = self._store(position)
-        else:
-            yield from self._store(position)
-        if position.layer == self.num_layers - 1 and step.last:
-            tokens = cell("tokens", k)
-            yield self._task(position, "head", "compute", (hidden,), (places.LOGITS,))
-            yield self._task(position, "sample", "compute", (places.LOGITS,), (tokens,))
-            log = Access(("token_log", step.iteration), k, k + 1)
-            yield self._task(position, "store_out", "d2h", (tokens,), (log,))
+        yield "finish", "compute", reads, (hidden,)
 
-    def _attend(self, position: Position, qkv: Access) -> Iterator[Task]:
+    def _attend(self, position: Position, qkv: Access) -> Iterator[Outline]:
         works, slot = position.works, position.slot
         buffer = cell("kv_buffer", slot)
         pools = self.at.pools(position, "kv", "device")
@@ -298,23 +312,23 @@ class _Stream:
         if "kv_gen" in works:
             reads += (places.GENERATED,)
         if "dequantize_kv" in works:
-            yield self._task(position, "dequantize_kv", "compute", (buffer, *pools), (places.PLAIN_KV,))
+            yield "dequantize_kv", "compute", (buffer, *pools), (places.PLAIN_KV,)
             reads += (places.PLAIN_KV,)
         else:
             reads += ((buffer,) if "load_kv" in works else ()) + pools
-        yield self._task(position, "assemble", "compute", reads, (places.ATTENTION,))
-        yield self._task(position, "attend", "compute", (qkv, places.ATTENTION), (places.ATTENDED,))
+        yield "assemble", "compute", reads, (places.ATTENTION,)
+        yield "attend", "compute", (qkv, places.ATTENTION), (places.ATTENDED,)
         if "attend_recomputed" in works:
-            yield self._task(position, "attend_recomputed", "compute", (qkv, places.ATTENTION), (places.ATTENDED,))
+            yield "attend_recomputed", "compute", (qkv, places.ATTENTION), (places.ATTENDED,)
 
-    def _store(self, position: Position) -> Iterator[Task]:
+    def _store(self, position: Position) -> Iterator[Outline]:
         """New tokens: staging -> landing strip over the link, strip -> blocks by a host core or the disk; or on the
         device. Hidden states that live on the host follow."""
         works, slot, step = position.works, position.slot, position.step
         staging, ranks = cell("staging", slot), (self.at.ranks(position),) if "rank" in works else ()
         strips = {r: cell(f"{r}_strip", slot) for r in ("act", "kv") if f"store_{r}" in works}
         for representation, strip in strips.items():
-            yield self._task(position, f"store_{representation}", "d2h", (staging, *ranks), (strip,))
+            yield f"store_{representation}", "d2h", (staging, *ranks), (strip,)
 
         def pools(tier: str, *representations: str) -> tuple[Access, ...]:
             return tuple(
@@ -325,22 +339,31 @@ class _Stream:
 
         if "scatter" in works:
             to_host = tuple(strip for r, strip in strips.items() if pools("host", r))
-            yield self._task(position, "scatter", "host_compute", to_host, pools("host", "act", "kv"))
+            yield "scatter", "host_compute", to_host, pools("host", "act", "kv")
         if "scatter_device" in works:
-            yield self._task(position, "scatter_device", "compute", (staging, *ranks), pools("device", "act", "kv"))
+            yield "scatter_device", "compute", (staging, *ranks), pools("device", "act", "kv")
         for representation, strip in strips.items():
             if f"write_{representation}" in works:
                 pool = pools("disk", representation)
-                yield self._task(position, f"write_{representation}", "disk_write", (strip,), pool)
+                yield f"write_{representation}", "disk_write", (strip,), pool
         if "store_hidden" in works and position.layer < self.num_layers - 1:
-            yield self._task(position, "store_hidden", "d2h", (self.at.hidden(position),), (host_hidden(step),))
+            yield "store_hidden", "d2h", (self.at.hidden(position),), (host_hidden(step),)
 
-    def _task(self, position: Position, verb: str, resource: str, reads, writes) -> Task:
-        step = position.step
-        return Task(
-            step.iteration, position.layer, step.mini_batch, verb, resource, position.works[verb],
-            reads, writes, position.payload,
-        )  # fmt: skip
+    def _sample(self, position: Position) -> Iterator[Task]:
+        """The next token, from the last layer's hidden states."""
+        k, hidden = position.step.mini_batch, self.at.hidden(position)
+        tokens, log = cell("tokens", k), Access(("token_log", position.step.iteration), k, k + 1)
+        yield _task(position, "head", "compute", (hidden,), (places.LOGITS,))
+        yield _task(position, "sample", "compute", (places.LOGITS,), (tokens,))
+        yield _task(position, "store_out", "d2h", (tokens,), (log,))
+
+
+def _task(position: Position, verb: str, resource: str, reads, writes) -> Task:
+    step = position.step
+    return Task(
+        step.iteration, position.layer, step.mini_batch, verb, resource, position.works[verb],
+        reads, writes, position.payload,
+    )  # fmt: skip
 
 
 def _slice(first: int, last: int, index: int, num_slices: int) -> tuple[int, int]:
