@@ -232,6 +232,7 @@ def test_bad_lines_become_errors_with_their_number_and_the_rest_runs(tiny, tmp_p
         line("stream", prompt=[5], stream=True): "unsupported_parameter",
         line("tools", prompt=[5], tools=[{}]): "unsupported_parameter",
         line("typo", prompt=[5], max_token=3): "unknown_parameter",
+        line("misspelt", prompt=[5], temperature=0, top_P=3): "unknown_parameter",
         line("n", prompt=[5], n=2): "invalid_value",
         line("hot", prompt=[5], temperature="hot"): "invalid_value",
         line("long", prompt=[5] * 96): "invalid_value",
@@ -246,6 +247,9 @@ def test_bad_lines_become_errors_with_their_number_and_the_rest_runs(tiny, tmp_p
     source.write_bytes("\n".join(lines).encode() + b"\n\xff\xfe")
     assert run(source, out, tiny, "--errors", str(errors)) == 0
     assert [row["custom_id"] for row in read(out)] in (["r1", "r2"], ["r2", "r1"])
+    params = {row["custom_id"]: row["response"]["body"]["error"]["param"] for row in read(errors)}
+    wrong = {"typo": "max_token", "misspelt": "top_P", "hot": "temperature", "n": "n", "tools": "tools"}
+    assert {name: params[name] for name in wrong} == wrong
     found = {row["id"]: row["response"] for row in read(errors)}
     for number, code in enumerate([*bad.values(), None, "invalid_utf8"], 2):
         if code:
@@ -255,7 +259,7 @@ def test_bad_lines_become_errors_with_their_number_and_the_rest_runs(tiny, tmp_p
             assert error["message"].startswith(f"line {number}: ") and error["type"] == "invalid_request_error"
     assert not found
     assert run(source, out, tiny, "--errors", str(errors)) == 0  # and both files are read again
-    assert "25 before this run" in capsys.readouterr().out
+    assert "26 before this run" in capsys.readouterr().out
     source.write_text("\n\n")
     assert run(source, tmp_path / "none.jsonl", tiny) == 2 and len(read(tmp_path / "none.jsonl")) == 2
     source.write_text("")

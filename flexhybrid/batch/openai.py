@@ -172,7 +172,9 @@ def _params(body: dict, url: str, defaults: dict, seed: int) -> SamplingParams:
     try:
         return SamplingParams(**{"max_tokens": None if url == CHAT else 16, "seed": seed, **defaults, **given})
     except InputError as error:
-        param = next((name for name in given if re.search(rf"\b{re.escape(name)}\b", str(error))), None)
+        # The message begins with what is wrong; those that it tells as known come later.
+        named = {name: re.search(rf"\b{re.escape(name)}\b", str(error)) for name in given}
+        param = min((name for name, at in named.items() if at), key=lambda name: named[name].start(), default=None)
         code = "unknown_parameter" if str(error).startswith("unknown") else "invalid_value"
         raise Refused(code, str(error), param) from None
 

@@ -8,7 +8,7 @@ runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from flexhybrid.core import places
@@ -83,9 +83,6 @@ class _Stream:
         self.first_choosing = first_choosing(wave.policy.selection)
         self.at = Places(wave)
         self.slices: dict[tuple[int, int, int], tuple[tuple, ...]] = {}  # the tasks that bring a slice of weights
-        self.parts = {
-            "load_cache": self._load_cache, "open": self._open, "close": self._close, "store": self._store,
-        }  # fmt: skip
         self.outlines: dict[tuple, tuple[Outline, ...]] = {}  # of the parts of positions
         self.held: Iterator[Task] = iter(())  # stores that wait for the next position (barriers only)
 
@@ -94,7 +91,7 @@ class _Stream:
         current, opened = next(groups, None), None
         if current:
             yield from self._load_weights(current, 0, 1)
-            yield from self._part("load_cache", current[0])
+            yield from self._part(self._load_cache, current[0])
         while current:
             following = next(groups, None)
             for index, position in enumerate(current):
@@ -109,30 +106,30 @@ class _Stream:
                 # What the position stores or selects now may be what the next one loads.
                 late = ahead and self._loads_late(position, ahead)
                 if ahead and not late:
-                    yield from self._part("load_cache", ahead)
+                    yield from self._part(self._load_cache, ahead)
                 if opened is not position:
-                    yield from self._part("open", position)
+                    yield from self._part(self._open, position)
                 opened = None
                 if ahead and self._opens_early(position, ahead):
-                    yield from self._part("open", ahead)
+                    yield from self._part(self._open, ahead)
                     opened = ahead
                 if late == "selected":
-                    yield from self._part("load_cache", ahead)
+                    yield from self._part(self._load_cache, ahead)
                 if on_host:
                     out = cell("out_strip", position.slot)
                     yield _task(position, "load_attended", "h2d", (out,), (self.at.attended(position),))
                 if following and weights_last:
                     yield from self._load_weights(following, index, len(current))
-                yield from self._part("close", position)
+                yield from self._part(self._close, position)
                 if self.wave.policy.overlap == "step":
-                    self.held = self._part("store", position)
+                    self.held = self._part(self._store, position)
                 else:
-                    yield from self._part("store", position)
+                    yield from self._part(self._store, position)
                 if position.layer == self.num_layers - 1 and position.step.last:
                     yield from self._sample(position)
                 if late == "stored":
                     yield from self.held
-                    yield from self._part("load_cache", ahead)
+                    yield from self._part(self._load_cache, ahead)
                 self.number += 1
             current = following
         yield from self.held
@@ -149,15 +146,13 @@ class _Stream:
 
     # ---- the tasks of a position
 
-    def _part(self, part: str, position: Position) -> Iterator[Task]:
-        """The tasks of a part of a position: "load_cache", "open", "close" or "store".
-
-        What they read and write is the same in all iterations of the same form, and worked out in the first.
-        """
-        which = part, position.layer, position.form, position.slot, position.weight_slot, position.leads
+    def _part(self, part: Callable[[Position], Iterator[Outline]], position: Position) -> Iterator[Task]:
+        """The tasks of a part of a position. What they read and write is the same in all iterations of the same form,
+        and worked out in the first."""
+        which = part.__name__, position.layer, position.form, position.slot, position.weight_slot, position.leads
         outline = self.outlines.get(which)
         if outline is None:
-            outline = self.outlines[which] = tuple(self.parts[part](position))
+            outline = self.outlines[which] = tuple(part(position))
         works, payload = position.works, position.payload
         iteration, layer, k = position.step.iteration, position.layer, position.step.mini_batch
         for verb, resource, reads, writes in outline:

@@ -103,14 +103,15 @@ def measure_hardware(
     link_gb_per_s: float | None,
     save_to: Path | None = None,
     on_progress: Callable[[], None] | None = None,
+    budgets: dict[str, int | None] | None = None,
 ) -> tuple[Hardware, list[str]]:
-    """Profile and fit; returns the record and the sizes whose two passes disagreed.
+    """Profile and fit, within ``budgets`` (bytes a tier); returns the record and the sizes whose two passes disagreed.
 
     Saves to ``save_to``, by default where ``policy="auto"`` looks. ``on_progress`` is called ``PROFILE_STEPS`` times.
     """
     from policy_search.fit import fit_hardware
 
-    result = profile(shape, dtype, device, link_gb_per_s, on_progress)
+    result = profile(shape, dtype, device, link_gb_per_s, on_progress, budgets=budgets)
     saved_at = Path(save_to or profile_path(device))
     memories = machine_memories(device)
     hardware = fit_hardware(
@@ -149,13 +150,14 @@ def measure_for_model(
     device: torch.device,
     link_gb_per_s: float | None,
     on_progress: Callable[[], None] | None = None,
+    budgets: dict[str, int | None] | None = None,
 ) -> Hardware:
-    """Measure this machine at the layer sizes of a model, and keep the record for it. Of ``dtype`` "auto" the record's
-    own is what a run should compute in."""
+    """Measure this machine at the layer sizes of a model, within ``budgets`` (bytes a tier), and keep the record for
+    it. Of ``dtype`` "auto" the record's own is what a run should compute in."""
     path = model_profile_path(shape, dtype, device, link_gb_per_s)
     if dtype == "auto":
         dtype = shape.dtype if device.type == "cuda" or shape.dtype == "float32" else fastest_dtype(shape, device)
-    return measure_hardware(shape, dtype, device, link_gb_per_s, path, on_progress)[0]
+    return measure_hardware(shape, dtype, device, link_gb_per_s, path, on_progress, budgets)[0]
 
 
 def _paced(key: str, line: Line, link_gb_per_s: float) -> Line:

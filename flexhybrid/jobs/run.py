@@ -34,6 +34,7 @@ from flexhybrid.batch.requests import (
 )
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware, check_new_file, load_hardware
+from flexhybrid.core.memory import parse_bytes
 from flexhybrid.core.trace import TraceEvent
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.answering import answer_pending, load_weights
@@ -153,13 +154,21 @@ def _load(options: RunOptions, earlier_dtype: str | None, sharers: int) -> LLM:
     """The model, with a profile of this machine where the policy hangs on one, and with memory that is free: the part
     of one of ``sharers`` executors on a machine like this one."""
     device = pick_device(options.device, options.link_gb_per_s)
+    budgets, free = {tier: parse_bytes(size) for tier, size in options.budgets.items()}, free_host_bytes()
+    # On a CPU both tiers are host memory.
+    shares = {"host": 0.9} if device.type == "cuda" else {"device": 0.45, "host": 0.45}
+    for tier, share in shares.items():
+        if budgets.get(tier) is None and free is not None:
+            budgets[tier] = int(free * share / sharers)
     hardware, dtype = options.hardware, options.dtype
     if hardware is None:
         shape = Checkpoint(options.model).shape
         kept = model_profile_path(shape, dtype, device, options.link_gb_per_s)
         if options.reprofile or (options.policy == "auto" and not kept.is_file()):
-            with Progress(PROFILE_STEPS, "profile", "", options.quiet) as progress:
-                hardware = measure_for_model(shape, dtype, device, options.link_gb_per_s, lambda: progress.advance(1))
+            rate = options.link_gb_per_s
+            with Progress(PROFILE_STEPS, "profile", " runs", options.quiet) as progress:
+                progress.note("measuring this machine at the model's layer sizes; later runs take the record")
+                hardware = measure_for_model(shape, dtype, device, rate, lambda: progress.advance(1), budgets)
         elif kept.is_file():
             hardware = load_hardware(kept)
         if hardware is not None:
@@ -169,12 +178,6 @@ def _load(options: RunOptions, earlier_dtype: str | None, sharers: int) -> LLM:
     if hardware is not None and options.policy == "auto" and options.disk_dir:
         hardware = with_disk(hardware, measure_disk(options.disk_dir, options.disk_gb_per_s)[0])
     hardware = named_hardware(hardware, device, options.link_gb_per_s)
-    budgets, free = dict(options.budgets), free_host_bytes()
-    # On a CPU both tiers are host memory.
-    shares = {"host": 0.9} if device.type == "cuda" else {"device": 0.45, "host": 0.45}
-    for tier, share in shares.items():
-        if budgets.get(tier) is None and free is not None:
-            budgets[tier] = int(free * share / sharers)
     return LLM(
         options.model, options.policy, options.device, options.link_gb_per_s, budgets.get("device"),
         budgets.get("host"), dtype, hardware, options.disk_dir, options.disk_gb_per_s, budgets.get("disk"),

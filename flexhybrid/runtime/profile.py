@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,8 +24,8 @@ import torch
 
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import LINKS
-from flexhybrid.core.memory import buffer_sizes
-from flexhybrid.core.plan import admit
+from flexhybrid.core.memory import BufferSizes, buffer_sizes, fits, memory_plan
+from flexhybrid.core.plan import Wave, admit
 from flexhybrid.core.policy import Bits, Placement, Policy
 from flexhybrid.core.shape import ModelShape
 from flexhybrid.core.stream import stream
@@ -67,16 +68,18 @@ _PACKED = Bits(weights=4, kv=4, act=4)
 _HALF = {"kv@host": 0.5, "act@host": 0.5}
 
 #: What other systems do besides: four bits, attention and hidden states on the host, a cache on the device, a prefix
-#: computed anew. A line holds for one number of bits, and eight cost less a byte: the systems that pack take four.
+#: computed anew. A line holds for one number of bits, and eight cost less a byte: the systems that pack take four. Runs
+#: with the same bits follow one another: each change makes the weights anew.
 OTHERS = (
-    Run(4, 128, 2, _HALF, {"bits": _PACKED}),
-    Run(8, 256, 4, _HALF, {"bits": _PACKED}),
     Run(4, 256, 2, {"kv@host": 1.0}, {"attention": "host"}),
     Run(8, 512, 4, {"kv@host": 1.0}, {"attention": "host"}),
     Run(4, 128, 2, {"tok": 0.25, "kv@device": 0.75}, {"hidden": "host"}),
     Run(8, 256, 4, {"tok": 0.25, "kv@device": 0.75}, {"hidden": "host"}),
+    Run(4, 128, 2, _HALF, {"bits": _PACKED}),
+    Run(8, 256, 4, _HALF, {"bits": _PACKED}),
 )
 RUNS = MIXES + OTHERS
+SHORTEST = 32  #: tokens, to which a context is cut at most
 OUTLIER = 3.0  #: times the median: a stranger's doing, left out of the mean
 DISAGREE = 1.15  #: passes further apart than this are reported
 DECODE_SECONDS, DECODES = 0.4, 5  #: of each run and pass: a small model's few steps could all fall in a good moment
@@ -122,18 +125,21 @@ def profile(
     link_gb_per_s: float | None = None,
     on_progress: Callable[[], None] | None = None,
     runs: Sequence[Run] = RUNS,
+    budgets: dict[str, int | None] | None = None,
 ) -> ProfileSamples:
     """Measure this machine for models of this shape (two of its layers are run, with random weights).
 
-    ``on_progress`` is called 2 · len(runs) times. Contexts are cut to the model's positions. Runs that the executor
-    refuses for this model (rows that do not pack) are left out, and their verbs have no line.
+    ``on_progress`` is called 2 · len(runs) times. Contexts are cut to the model's positions, and runs to what
+    ``budgets`` hold (bytes a tier). Runs that the executor refuses for this model (rows that do not pack) are left out,
+    and their verbs have no line.
     """
     small = replace(shape, num_layers=2)
-    placed: dict[object, tuple[Weights, WeightSlots]] = {}  # by bits
+    placed: dict[object, tuple[Weights, WeightSlots]] = {}  # of the bits at hand
 
     def weights_of(policy: Policy) -> tuple[Weights, WeightSlots]:
         bits = policy.bits.weights
         if bits not in placed:
+            placed.clear()  # one set at a time: both may be more than the budgets hold
             weights = Weights(small, RandomWeights(small, device=device.type), dtype, device, policy)
             placed[bits] = weights, weights.make_slots()
         return placed[bits]
@@ -142,12 +148,13 @@ def profile(
     for _ in range(2):
         found: dict[tuple, list[float]] = {}
         for run in runs:
-            for event in _run(small, weights_of, run, link_gb_per_s):
+            for event in _run(small, weights_of, run, link_gb_per_s, budgets or {}):
                 key = _line_key(event)
                 if key is None:
                     continue
                 bytes_ = event.task.work.link_bytes if event.task.resource in LINKS else event.task.work.memory_bytes
                 found.setdefault((key, event.task.work.flops, bytes_), []).append(event.end_s - event.start_s)
+            gc.collect()  # of a run that is over, circles keep the buffers
             if on_progress:
                 on_progress()
         for key, seconds in _link_samples(device, link_gb_per_s):
@@ -195,24 +202,25 @@ def _line_key(event: TraceEvent) -> str | None:
 
 def _run(
     shape: ModelShape, weights_of: Callable[[Policy], tuple[Weights, WeightSlots]], run: Run,
-    link_gb_per_s: float | None,
+    link_gb_per_s: float | None, budgets: dict[str, int | None],
 ) -> list[TraceEvent]:  # fmt: skip
     """Prefill and three decode iterations of one to four mini-batches, and these again, up to ``DECODES`` times, until
     they took ``DECODE_SECONDS``; nothing where the model cannot run so."""
-    context = min(run.context, shape.max_positions - 4)
-    policy = Policy(
-        weights=Placement(host=1.0), cache=run.cache, max_mini_batch_tokens=run.per_mini_batch * (context + 48),
-        **run.other,
-    )  # fmt: skip
+    run = run._replace(context=min(run.context, shape.max_positions - 4))
+    policy = _policy(run)
     try:
         check_runnable(shape, policy)
     except InputError:
         return []
     weights, slots = weights_of(policy)
-    wave = admit(shape, policy, Workload.uniform(run.requests, context, 4), weights.bytes_per_element)
-    engine = Engine(weights, policy, buffer_sizes(wave), link_gb_per_s, slots=slots)
+    p, device = weights.bytes_per_element, weights.device.type
+    wave, sizes = _planned(shape, run, p)
+    while not fits(memory_plan(shape, wave.policy, p, sizes, device), budgets) and (fewer := _halved(run)) != run:
+        run = fewer
+        wave, sizes = _planned(shape, run, p)
+    engine = Engine(weights, wave.policy, sizes, link_gb_per_s, slots=slots)
     generator = np.random.default_rng(0)
-    prompts = [generator.integers(0, shape.vocab, context).tolist() for _ in range(run.requests)]
+    prompts = [generator.integers(0, shape.vocab, run.context).tolist() for _ in range(run.requests)]
     arguments = wave, prompts, greedy_plan(run.requests)
     executor = engine.executor(*arguments)
     trace = engine.run(*arguments, keep_trace=True, executor=executor).trace
@@ -221,6 +229,23 @@ def _run(
         again = stream(wave, first_iteration=1)
         trace += engine.run(*arguments, keep_trace=True, executor=executor, tasks=again).trace
     return trace
+
+
+def _policy(run: Run) -> Policy:
+    bound = run.per_mini_batch * (run.context + 48)
+    return Policy(weights=Placement(host=1.0), cache=run.cache, max_mini_batch_tokens=bound, **run.other)
+
+
+def _planned(shape: ModelShape, run: Run, bytes_per_element: int) -> tuple[Wave, BufferSizes]:
+    wave = admit(shape, _policy(run), Workload.uniform(run.requests, run.context, 4), bytes_per_element)
+    return wave, buffer_sizes(wave)
+
+
+def _halved(run: Run) -> Run:
+    """Half of the requests, or of the context where one is left; the same run where that is short."""
+    if run.requests > 1:
+        return run._replace(requests=run.requests // 2, per_mini_batch=max(1, run.per_mini_batch // 2))
+    return run._replace(context=max(run.context // 2, min(run.context, SHORTEST)))
 
 
 def _link_samples(device: torch.device, link_gb_per_s: float | None):
