@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from flexhybrid.core.blocks import BLOCK_TOKENS, ceil_blocks
-from flexhybrid.core.steps import block_runs
+from flexhybrid.core.steps import Segment, block_runs
 from flexhybrid.core.stream import stream
 from flexhybrid.jobs.speed import Contender
 from flexhybrid.runtime import attention
@@ -124,12 +124,12 @@ def bench_gather(table, dtype: torch.dtype) -> None:
     """Blocks of requests of mixed lengths laid side by side, against a plain copy of as many bytes."""
     generator = np.random.default_rng(0)
     held = generator.integers(ceil_blocks(CONTEXT) // 2, ceil_blocks(CONTEXT) + 1, 4 * BATCH)
-    first, widest = np.cumsum(held) - held, int(held.max())
+    nothing, tokens = np.zeros_like(held), held * BLOCK_TOKENS
+    segment = Segment("kv@device", "kv", "device", np.cumsum(held) - held, tokens, nothing, held)
     pool = torch.randn(int(held.sum()), 2, HEADS, BLOCK_TOKENS, HEAD_DIM).to(dtype)
-    targets = torch.empty(2, len(held), HEADS, widest * BLOCK_TOKENS, HEAD_DIM, dtype=dtype)
-    blocks = torch.from_numpy(first[:, None] + np.minimum(np.arange(widest), held[:, None] - 1))
-    copied = torch.empty_like(targets)
-    width = widest * BLOCK_TOKENS - 1  # the last block in part
+    targets = torch.empty(2, len(held), HEADS, segment.max_tokens, HEAD_DIM, dtype=dtype)
+    copied, blocks = torch.empty_like(targets), torch.from_numpy(segment.block_table)
+    width = segment.max_tokens - 1  # the last block in part
     ratio = times_as_fast(lambda: copied.copy_(targets), lambda: gather_blocks(pool, blocks, targets, 0, width))
     table.add("assemble, requests of mixed lengths: speed of a plain copy", ratio, 0.5, "x")
 

@@ -32,6 +32,7 @@ from flexhybrid.core.trace import TraceEvent, check_trace, iteration_ends
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.measure import TIMING_SHAPE, measure_hardware
 from flexhybrid.jobs.measure_disk import measure_disk, with_disk
+from flexhybrid.jobs.report import MOST_OTHERS
 from flexhybrid.jobs.speed import CpuUse
 from flexhybrid.runtime.engine import Engine
 from flexhybrid.runtime.loader import RandomWeights
@@ -253,7 +254,7 @@ def bench_overlap(table, dtype: str, only: str = "") -> None:
     table.add(f"{where}, median error", statistics.median(errors), 8, "%", False)
     table.add(f"{where}, worst error", max(errors), 15, "%", False)
     table.add(f"real traces of {len(errors)} kinds in which a read saw a wrong version", bad, 0, "traces", False)
-    crowded = sum(share > 0.05 for share in disturbed)
+    crowded = sum(share > MOST_OTHERS for share in disturbed)
     table.add("overlap rounds with others on more than 5 % of the cores", crowded, 0, "rounds", False)
 
 

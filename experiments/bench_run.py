@@ -24,6 +24,7 @@ from experiments.run_memory import peak_bytes, write_requests
 from flexhybrid.core.shape import ModelShape
 from flexhybrid.jobs import shipped, shipped_prompts
 from flexhybrid.jobs.forecast import sorted_by_length
+from flexhybrid.jobs.report import MOST_OTHERS
 from flexhybrid.jobs.run import RunOptions, run
 from flexhybrid.jobs.speed import CpuUse
 from flexhybrid.llm import LLM, SamplingParams
@@ -31,7 +32,6 @@ from flexhybrid.machine import pick_device
 from flexhybrid.runtime.loader import Checkpoint
 
 ROUNDS, MORE = 3, 3  #: rounds of each row, and how many more where others disturb them
-PEACE = 0.05  #: of the cores, taken by others
 NUM_REQUESTS = 240
 OVERHEAD, ERROR, BEYOND_BUDGET, BYTES_A_LINE = 1.02, 15, 1.05, 64  #: bars
 LINK_GB_PER_S = 0.4  #: of the run whose context crosses a paced link
@@ -132,21 +132,21 @@ def bench_prediction(table, model: Path, folder: Path) -> None:
         },
     }.items():  # fmt: skip
         asked = options(folder, model, **more)
-        (profile_share, _) = undisturbed(lambda asked=asked: profiled(asked), 1)[-1]
+        while_profiling, _ = undisturbed(lambda asked=asked: profiled(asked), 1)[-1]
         done = undisturbed(lambda asked=asked: run(asked, silent), ROUNDS)
         predicted, seconds = done[0][1]["predicted_s"], [one["seconds"] for _, one in done]
         quietest = [one["seconds"] for _, one in sorted(done, key=lambda one: one[0])[:ROUNDS]]
         error = 100 * abs(predicted / statistics.median(quietest) - 1)
-        more = {"predicted_s": predicted, "seconds": seconds, "others": [share for share, _ in done]}
-        more["others_while_profiling"] = profile_share
-        table.add(f"run: predicted finish, {where}, error", error, ERROR, "%", False, **more)
+        others = {"others": [share for share, _ in done], "others_while_profiling": while_profiling}
+        name = f"run: predicted finish, {where}, error"
+        table.add(name, error, ERROR, "%", False, predicted_s=predicted, seconds=seconds, **others)
 
 
 def undisturbed(action: Callable[[], object], count: int) -> list[tuple[float, object]]:
     """(share of the cores that others took, result) of each time that ``action`` was done: until it was left in peace
     ``count`` times, at most ``count + MORE`` times. What a stranger takes, no prediction knows of."""
     done: list[tuple[float, object]] = []
-    while len(done) < count + MORE and sum(share <= PEACE for share, _ in done) < count:
+    while len(done) < count + MORE and sum(share <= MOST_OTHERS for share, _ in done) < count:
         before = CpuUse.now()
         result = action()
         done.append((CpuUse.now().others_since(before) or 0.0, result))

@@ -26,6 +26,7 @@ from flexhybrid.core.stream import stream
 from flexhybrid.core.trace import TraceEvent, check_trace
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.measure import TIMING_SHAPE
+from flexhybrid.jobs.report import MOST_OTHERS
 from flexhybrid.jobs.speed import CpuUse
 from flexhybrid.runtime.engine import Engine
 from flexhybrid.runtime.executor import Executor
@@ -152,7 +153,7 @@ def bench_selection(table, dtype: str) -> None:
     table.add("real traces of a selection in which a read saw a wrong version", full.bad_traces + own.bad_traces, 0,
               "traces", False)  # fmt: skip
     disturbed = [share for one in found.values() for share in one.others_cpu_share]
-    table.add("selection rounds with others on more than 5 % of the cores", sum(x > 0.05 for x in disturbed), 0,
+    table.add("selection rounds with others on more than 5 % of the cores", sum(x > MOST_OTHERS for x in disturbed), 0,
               "rounds", False)  # fmt: skip
     parts = ", ".join(f"{verb} {1e3 * seconds:.1f}" for verb, seconds in own.own_s.items())
     tqdm.write(f"     an iteration takes {1e3 * own.step_s:.0f} ms, the full cache's {1e3 * full.step_s:.0f}; of it "

@@ -153,10 +153,8 @@ class _Stream:
         outline = self.outlines.get(which)
         if outline is None:
             outline = self.outlines[which] = tuple(part(position))
-        works, payload = position.works, position.payload
-        iteration, layer, k = position.step.iteration, position.layer, position.step.mini_batch
-        for verb, resource, reads, writes in outline:
-            yield Task(iteration, layer, k, verb, resource, works[verb], reads, writes, payload)
+        for row in outline:
+            yield _task(position, *row)
 
     # ---- loads
 

@@ -55,6 +55,9 @@ def attend_and_weigh(
     return torch.matmul(weights, v_BGTd).reshape(batch, heads * d), weights
 
 
+PREFILL_QUERIES = 128  #: whose scores a CPU's caches hold
+
+
 def looked_at(q_BNHd: torch.Tensor, k_BNGd: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
     """How much the tokens of a prompt, all query heads of a group together, look at each: float32 [B, G, N].
 
@@ -122,9 +125,6 @@ def _attend_side_by_side(q_GRd: torch.Tensor, blocks: torch.Tensor, tokens: int,
         keys, values = own.flatten(2, 3)[:, :, :tokens]
         scores = torch.matmul(q_GRd[part], keys.transpose(-1, -2))
         out_GRd[part].copy_(torch.matmul(torch.softmax(scores, dim=-1), values))
-
-
-PREFILL_QUERIES = 128  #: whose scores a CPU's caches hold
 
 
 def attend_prefill(q_BNHd: torch.Tensor, k_BNGd: torch.Tensor, v_BNGd: torch.Tensor) -> torch.Tensor:

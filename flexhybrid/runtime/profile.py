@@ -224,8 +224,8 @@ def _run(
     arguments = wave, prompts, greedy_plan(run.requests)
     executor = engine.executor(*arguments)
     trace = engine.run(*arguments, keep_trace=True, executor=executor).trace
-    decoded = iteration_ends(trace)[-1] - iteration_ends(trace)[0]
-    for _ in range(min(int(DECODE_SECONDS / decoded), DECODES - 1)):
+    ends = iteration_ends(trace)
+    for _ in range(min(int(DECODE_SECONDS / (ends[-1] - ends[0])), DECODES - 1)):
         again = stream(wave, first_iteration=1)
         trace += engine.run(*arguments, keep_trace=True, executor=executor, tasks=again).trace
     return trace
@@ -269,15 +269,15 @@ def _time_links(copies, device: torch.device, suffix: str) -> list:
 
     def time_copies(direction: str, key: str, out: list) -> None:
         """Seconds a copy, of copies back to back: the first one's credit or wake-up is left out."""
-        stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        own = torch.cuda.Stream(device) if device.type == "cuda" else None
 
         def several(count: int, size: int) -> float:
             start = time.perf_counter()
-            with torch.cuda.stream(stream) if stream else contextlib.nullcontext():
+            with torch.cuda.stream(own) if own else contextlib.nullcontext():
                 for _ in range(count):
                     _copy_once(copies, direction, host[size], target[size])
-            if stream:
-                stream.synchronize()
+            if own:
+                own.synchronize()
             return time.perf_counter() - start
 
         for size in LINK_SIZES:
