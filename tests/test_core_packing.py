@@ -124,3 +124,33 @@ def test_balancing_never_pads_more(tokens, act_share, bound, gen_s):
     assert padding(pack(np.array(tokens), kinds, bound, "balanced", (gen_s, 1.0))) <= padding(
         packing._even_cut(order, kv, act, bound)
     )
+
+
+@given(
+    st.lists(st.integers(1, 300), min_size=2, max_size=14),
+    st.integers(1, 13),
+    st.sampled_from([0.2, 0.5, 0.8]),
+    st.integers(200, 3000),
+    st.floats(0.1, 10),
+)
+def test_an_exchange_is_the_first_that_helps(tokens, cut, act_share, bound, gen_s):
+    """All exchanges are weighed at once: against trying one after another."""
+    kinds = BlockKinds({"act@host": act_share, "kv@host": 1 - act_share})
+    kv, act = split_representations(kinds, np.array(tokens))
+    cut = min(cut, len(tokens) - 1)
+    a, b = np.arange(cut), np.arange(cut, len(tokens))
+
+    def worse(*groups) -> float:
+        return max(imbalance(gen_s * act[group].sum(), kv[group].sum()) for group in groups)
+
+    def helps(new_a, new_b) -> bool:
+        padded = [padded_tokens(kv[group], act[group]) for group in (new_a, new_b)]
+        pads_no_more = sum(padded) <= padded_tokens(kv[a], act[a]) + padded_tokens(kv[b], act[b])
+        return max(padded) <= bound and pads_no_more and worse(new_a, new_b) < 0.99 * worse(a, b)
+
+    exchanges = ((np.sort(np.r_[a[a != i], j]), np.sort(np.r_[b[b != j], i])) for i in a for j in b)
+    first = next((pair for pair in exchanges if helps(*pair)), None)
+    found = packing._better_swap(a, b, np.stack([gen_s * act, kv * 1.0]), kv, act, bound)
+    assert (found is None) == (first is None)
+    if first is not None:
+        assert [group.tolist() for group in found] == [group.tolist() for group in first]

@@ -11,18 +11,15 @@ from flexhybrid.core.kinds import representation_of
 from flexhybrid.core.policy import Policy
 
 
-def imbalance(kv_gen_s: float, load_kv_s: float) -> float:
+def imbalance(kv_gen_s, load_kv_s):
     """F_b = max(balance, 1/balance) with balance = T_kv_gen / T_load_kv (CAPTURE eq. 6 and 7); 1 is perfect.
 
     A mini-batch with nothing to recompute or nothing to load has no balance to speak of: infinity, unless it has
-    neither.
+    neither. Works on arrays.
     """
-    if kv_gen_s <= 0 and load_kv_s <= 0:
-        return 1.0
-    if kv_gen_s <= 0 or load_kv_s <= 0:
-        return math.inf
-    balance = kv_gen_s / load_kv_s
-    return max(balance, 1 / balance)
+    longer, shorter = np.maximum(kv_gen_s, load_kv_s), np.minimum(kv_gen_s, load_kv_s)
+    balance = np.divide(longer, shorter, out=np.full(np.shape(longer), np.inf), where=np.asarray(shorter) > 0)
+    return np.where(longer > 0, balance, 1.0)[()]
 
 
 def padded_tokens(kv_tokens: np.ndarray, act_tokens: np.ndarray) -> int:
@@ -108,42 +105,48 @@ def _even_cut(order, kv, act, bound: int) -> list[np.ndarray]:
 def _exchange(bins, kv, act, bound: int, seconds_per_token) -> list[np.ndarray]:
     """Swap requests between mini-batches while that lowers the worst F_b (a pass or two; often nothing to do)."""
     gen_s, load_s = seconds_per_token
-
-    def cost(group) -> float:
-        return imbalance(gen_s * act[group].sum(), load_s * kv[group].sum())
-
-    costs = [cost(group) for group in bins]
+    seconds = np.stack([gen_s * act, load_s * kv])  # [T_kv_gen and T_load_kv, requests]
+    costs = [imbalance(*seconds[:, group].sum(axis=1)) for group in bins]
     for _ in range(len(bins)):
         worst = int(np.argmax(costs))
         if not math.isfinite(costs[worst]) or costs[worst] < 1.05:
             break
         for other in range(len(bins)):
-            if other == worst:
-                continue
-            swap = _better_swap(bins[worst], bins[other], cost, (kv, act, bound))
+            swap = None if other == worst else _better_swap(bins[worst], bins[other], seconds, kv, act, bound)
             if swap:
-                bins[worst], bins[other] = swap
-                costs[worst], costs[other] = cost(swap[0]), cost(swap[1])
+                for place, group in zip((worst, other), swap, strict=True):
+                    bins[place], costs[place] = group, imbalance(*seconds[:, group].sum(axis=1))
                 break
         else:
             break
     return bins
 
 
-def _better_swap(a, b, cost, limits):
-    kv, act, bound = limits
-    before = max(cost(a), cost(b))
+def _better_swap(a, b, seconds, kv, act, bound: int) -> tuple[np.ndarray, np.ndarray] | None:
+    """The two mini-batches after the first exchange of one request each, in the order of ``a`` and then of ``b``, that
+    lowers the worse F_b by 1 % and pads no more; None without one. All exchanges are weighed at once: [a, b]."""
+    change = seconds[:, None, b] - seconds[:, a, None]  # of what a holds
+    sums_a, sums_b = seconds[:, a].sum(axis=1), seconds[:, b].sum(axis=1)
+    worse = np.maximum(imbalance(*(sums_a[:, None, None] + change)), imbalance(*(sums_b[:, None, None] - change)))
+    padded_a, padded_b = _padded_after(a, b, kv, act), _padded_after(b, a, kv, act).T
     padding = padded_tokens(kv[a], act[a]) + padded_tokens(kv[b], act[b])
-    for i in range(len(a)):
-        for j in range(len(b)):
-            if kv[a[i]] == kv[b[j]] and act[a[i]] == act[b[j]]:
-                continue
-            new_a, new_b = a.copy(), b.copy()
-            new_a[i], new_b[j] = b[j], a[i]
-            padded = [padded_tokens(kv[g], act[g]) for g in (new_a, new_b)]
-            if max(padded) <= bound and sum(padded) <= padding and max(cost(new_a), cost(new_b)) < before * 0.99:
-                return np.sort(new_a), np.sort(new_b)
-    return None
+    better = (worse < 0.99 * max(imbalance(*sums_a), imbalance(*sums_b))) & (padded_a + padded_b <= padding)
+    better &= np.maximum(padded_a, padded_b) <= bound
+    if not better.any():
+        return None
+    i, j = np.unravel_index(better.argmax(), better.shape)
+    return np.sort(np.r_[np.delete(a, i), b[j]]), np.sort(np.r_[np.delete(b, j), a[i]])
+
+
+def _padded_after(group, others, kv, act) -> np.ndarray:
+    """``padded_tokens`` of ``group`` with each of its requests replaced by each of ``others``: [group, others]."""
+    blocks = 0
+    for tokens in (kv, act):
+        longest = np.sort(tokens[group])[-2:]
+        # Without its longest request the next one is the longest; alone, none is.
+        rest = np.where(tokens[group] == longest[-1], longest[0] if len(longest) > 1 else 0, longest[-1])
+        blocks = blocks + ceil_blocks(np.maximum(rest[:, None], tokens[others]))
+    return len(group) * (blocks * BLOCK_TOKENS + 1)
 
 
 def num_chunks(policy: Policy, prompts: np.ndarray) -> int:
