@@ -44,7 +44,7 @@ class Position(NamedTuple):
     weight_slot: int
     payload: StepPayload  #: of its tasks
     leads: bool  #: it is the first of its group
-    form: int  #: alike in two positions of a layer and mini-batch: their tasks read and write the same
+    form: int  #: of two positions with the same one the tasks read and write the same
 
     def follows(self, other: Position) -> bool:
         """Whether it continues the very requests of the other, so that it needs what the other computes."""
@@ -63,11 +63,11 @@ def positions(wave: Wave, stops_until: StopsUntil, first_iteration: int) -> Iter
         sharing = [in_turn] if column else [list(one) for _, one in groupby(laid_out, lambda s: s[0].mini_batch)]
         for members, layer in product(sharing, layers):
             group = []
-            for step, whole, chosen, form in members:
+            for step, whole, chosen, step_form in members:
                 slots = number % 2, slot % 2
-                payload = StepPayload(step, *slots)
-                works = chosen if layer >= first else whole
-                group.append(Position(step, layer, works, *slots, payload, not group, form))
+                works, leads = chosen if layer >= first else whole, not group
+                form = forms.setdefault((layer, slots, leads, step_form), len(forms))
+                group.append(Position(step, layer, works, *slots, StepPayload(step, *slots), leads, form))
                 number += 1
             slot += 1
             yield group
@@ -79,7 +79,7 @@ def _lay_out(
     wave: Wave, iteration: int, stopped: set[int] | frozenset[int], forms: dict[tuple, int]
 ) -> list[tuple[MiniBatchStep, dict[str, Work], dict[str, Work], int]]:
     """Of the mini-batches that still have a request: steps, their works in layers that look at all tokens and in those
-    that look at a choice, and their form, known ones by ``forms``."""
+    that look at a choice, and their form: what else than the layer and its slots the forms of its positions hang on."""
     steps = []
     for k, group in enumerate(wave.mini_batches):
         running = group[wave.workload.max_tokens[group] > iteration]

@@ -46,7 +46,7 @@ def stream(wave: Wave, stops_until: StopsUntil = no_stops, first_iteration: int 
     i + 1 is laid out, at the start of iteration i's last group (the stop lags one iteration), and may block until the
     answer is known.
     """
-    return (task for _, task in numbered_stream(wave, stops_until, first_iteration))
+    return _Stream(wave, stops_until).ordered(first_iteration)
 
 
 def numbered_stream(
@@ -54,14 +54,7 @@ def numbered_stream(
 ) -> Iterator[tuple[int, Task]]:
     """``stream`` with the number, from 1, of the position during which each task is handed out."""
     state = _Stream(wave, stops_until)
-    tasks = state.tasks(first_iteration)
-    overlap = wave.policy.overlap
-    for task in tasks:
-        if overlap is False:  # every task passes through one cell, so that it waits for the one before
-            task = task._replace(writes=(*task.writes, Access(("turn",), 0, 1)))
-        elif overlap == "step":
-            task = _met(task, state.number)
-        yield state.number, task
+    return ((state.number, task) for task in state.ordered(first_iteration))
 
 
 def _met(task: Task, number: int) -> Task:
@@ -84,7 +77,15 @@ class _Stream:
         self.at = Places(wave)
         self.slices: dict[tuple[int, int, int], tuple[tuple, ...]] = {}  # the tasks that bring a slice of weights
         self.outlines: dict[tuple, tuple[Outline, ...]] = {}  # of the parts of positions
-        self.held: Iterator[Task] = iter(())  # stores that wait for the next position (barriers only)
+        self.held: list[Task] = []  # stores that wait for the next position (barriers only)
+
+    def ordered(self, first_iteration: int) -> Iterator[Task]:
+        """The tasks, with what keeps them in order where the policy lets them overlap less."""
+        tasks, overlap = self.tasks(first_iteration), self.wave.policy.overlap
+        if overlap is False:  # every task passes through one cell, so that it waits for the one before
+            turn = Access(("turn",), 0, 1)
+            return (task._replace(writes=(*task.writes, turn)) for task in tasks)
+        return (_met(task, self.number) for task in tasks) if overlap == "step" else tasks
 
     def tasks(self, first_iteration: int) -> Iterator[Task]:
         groups = positions(self.wave, self.stops_until, first_iteration)
@@ -116,8 +117,7 @@ class _Stream:
                 if late == "selected":
                     yield from self._part(self._load_cache, ahead)
                 if on_host:
-                    out = cell("out_strip", position.slot)
-                    yield _task(position, "load_attended", "h2d", (out,), (self.at.attended(position),))
+                    yield from self._part(self._load_attended, position)
                 if following and weights_last:
                     yield from self._load_weights(following, index, len(current))
                 yield from self._part(self._close, position)
@@ -126,7 +126,7 @@ class _Stream:
                 else:
                     yield from self._part(self._store, position)
                 if position.layer == self.num_layers - 1 and position.step.last:
-                    yield from self._sample(position)
+                    yield from self._part(self._sample, position)
                 if late == "stored":
                     yield from self.held
                     yield from self._part(self._load_cache, ahead)
@@ -146,15 +146,19 @@ class _Stream:
 
     # ---- the tasks of a position
 
-    def _part(self, part: Callable[[Position], Iterator[Outline]], position: Position) -> Iterator[Task]:
-        """The tasks of a part of a position. What they read and write is the same in all iterations of the same form,
-        and worked out in the first."""
-        which = part.__name__, position.layer, position.form, position.slot, position.weight_slot, position.leads
+    def _part(self, part: Callable[[Position], Iterator[Outline]], position: Position) -> list[Task]:
+        """The tasks of a part of a position. What they read and write is the same in all positions of its form, and
+        worked out in the first."""
+        which = part.__name__, position.form
         outline = self.outlines.get(which)
         if outline is None:
             outline = self.outlines[which] = tuple(part(position))
-        for row in outline:
-            yield _task(position, *row)
+        step, layer, works, _, _, payload, _, _ = position
+        iteration, k = step.iteration, step.mini_batch
+        return [
+            Task(iteration, layer, k, verb, resource, works[verb], reads, writes, payload)
+            for verb, resource, reads, writes in outline
+        ]
 
     # ---- loads
 
@@ -279,6 +283,9 @@ class _Stream:
         pools = self.at.pools(position, "kv", "host")
         yield "attend_host", "host_compute", (query, *pools), (out, *pools)
 
+    def _load_attended(self, position: Position) -> Iterator[Outline]:
+        yield "load_attended", "h2d", (cell("out_strip", position.slot),), (self.at.attended(position),)
+
     def _close(self, position: Position) -> Iterator[Outline]:
         """The rest of what it computes: attention and feed-forward."""
         step, works, slot = position.step, position.works, position.slot
@@ -342,21 +349,13 @@ class _Stream:
         if "store_hidden" in works and position.layer < self.num_layers - 1:
             yield "store_hidden", "d2h", (self.at.hidden(position),), (host_hidden(step),)
 
-    def _sample(self, position: Position) -> Iterator[Task]:
+    def _sample(self, position: Position) -> Iterator[Outline]:
         """The next token, from the last layer's hidden states."""
         k, hidden = position.step.mini_batch, self.at.hidden(position)
-        tokens, log = cell("tokens", k), Access(("token_log", position.step.iteration), k, k + 1)
-        yield _task(position, "head", "compute", (hidden,), (places.LOGITS,))
-        yield _task(position, "sample", "compute", (places.LOGITS,), (tokens,))
-        yield _task(position, "store_out", "d2h", (tokens,), (log,))
-
-
-def _task(position: Position, verb: str, resource: str, reads, writes) -> Task:
-    step = position.step
-    return Task(
-        step.iteration, position.layer, step.mini_batch, verb, resource, position.works[verb],
-        reads, writes, position.payload,
-    )  # fmt: skip
+        tokens = cell("tokens", k)
+        yield "head", "compute", (hidden,), (places.LOGITS,)
+        yield "sample", "compute", (places.LOGITS,), (tokens,)
+        yield "store_out", "d2h", (tokens,), (cell("token_log", k),)
 
 
 def _slice(first: int, last: int, index: int, num_slices: int) -> tuple[int, int]:
