@@ -7,6 +7,7 @@ import json
 import math
 import os
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,6 +15,9 @@ from flexhybrid import __version__
 from flexhybrid.cascade.cli import add_cascade
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.kinds import TIERS
+from flexhybrid.core.policy import Policy
+from flexhybrid.core.shape import shape_from_config
+from flexhybrid.jobs.paths import check_checkpoint, check_file
 from flexhybrid.jobs.run_cli import DISK_DIR_HELP, add_doctor, add_run
 
 
@@ -227,15 +231,20 @@ def _common(parser: argparse.ArgumentParser) -> None:
 
 
 def _compare(args) -> dict:
+    check_checkpoint(args.model)
+    if args.policy:
+        Policy.load(args.policy)
+
     from flexhybrid.jobs.compare import compare, options_from
 
     return compare(options_from(args), quiet=args.json)
 
 
 def _profile(args) -> dict:
+    named = shape_from_config(args.model) if args.model else None
+
     from tqdm import tqdm
 
-    from flexhybrid.core.shape import shape_from_config
     from flexhybrid.jobs.compare import check_writable
     from flexhybrid.jobs.measure import PROFILE_STEPS, TIMING_SHAPE, fastest_dtype, measure_hardware
     from flexhybrid.jobs.measure_disk import measure_disk, with_disk
@@ -248,7 +257,7 @@ def _profile(args) -> dict:
         raise InputError("--disk-gb-per-s is the pace of a disk: name its folder with --disk")
     check_writable(profile_path(device).parent)
     disk = measure_disk(args.disk, args.disk_gb_per_s) if args.disk else None
-    shape = shape_from_config(args.model) if args.model else TIMING_SHAPE
+    shape = named or TIMING_SHAPE
     dtype = fastest_dtype(shape, device)
     with tqdm(total=PROFILE_STEPS, desc="profile", file=sys.stderr, disable=args.json or None, leave=False) as bar:
         hardware, disagreements = measure_hardware(shape, dtype, device, args.link_gb_per_s, None, bar.update)
@@ -264,6 +273,9 @@ def _profile(args) -> dict:
 
 
 def _skew(args) -> dict:
+    check_checkpoint(args.model)
+    check_file(args.text, "text file ")
+
     from flexhybrid.jobs.skew import skew
 
     done = skew(args.model, args.text, args.out, args.tokens)
@@ -347,6 +359,9 @@ def _reproduce(args) -> dict:
 
 
 def _accuracy(args) -> dict:
+    check_checkpoint(args.model)
+    check_file(args.text, "text file ")
+
     from flexhybrid.jobs.accuracy import accuracy, options_from
 
     return accuracy(options_from(args), quiet=args.json)
@@ -367,14 +382,16 @@ def _plain(value):
 def main(argv: list[str] | None = None) -> int:
     """Parse, run, return the exit status: 0 done, 1 done but something is not as it must be, 2 wrong input,
     130 stopped by the user."""
+    began = time.time()
     args = build_parser().parse_args(argv)
+    args.began = began  # what a command says of its own seconds has its imports in them
     try:
         result = args.run(args)
     except InputError as error:
         print(f"flexhybrid: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("flexhybrid: stopped", file=sys.stderr)
+    except KeyboardInterrupt as stop:
+        print(": ".join(("flexhybrid: stopped", *stop.args)), file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of stdout has left, as head does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -10,7 +10,10 @@ import pytest
 from flexhybrid import cli
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.policy import Policy
+from flexhybrid.jobs import shipped
 from flexhybrid.jobs import simulate as jobs
+from flexhybrid.jobs.paths import check_checkpoint
+from flexhybrid.runtime.loader import Checkpoint
 
 LENGTHS = ("--prompt-len", "512", "--gen-len", "8")
 SIMULATE = ("simulate", "--model", "opt-6.7b", "--hardware", "t4", "--batch", "4", *LENGTHS)
@@ -89,6 +92,49 @@ def test_wrong_input_is_one_line_on_stderr(arguments, words, tmp_path, capsys):
     said = capsys.readouterr()
     assert status == 2 and said.out == ""
     assert words in said.err and len(said.err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ("run -i NONE -o OUT --model HERE", "cannot read NONE: No such file or directory"),
+        ("run -i HERE/config.json -o OUT --model NONE", "no checkpoint at NONE: give a local folder"),
+        ("run -i HERE/config.json -o NONE/out --model HERE", "cannot write NONE/out: there is no folder NONE"),
+        ("run -i HERE/config.json -o OUT --model HERE --policy NONE.json", "cannot read policy file NONE.json"),
+        ("run -i HERE/config.json -o OUT --model HERE --hardware NONE/t4", "cannot read hardware file NONE/t4"),
+        ("skew --model NONE --text HERE/config.json --out OUT", "no checkpoint at NONE: give a local folder"),
+        ("skew --model HERE --text NONE --out OUT", "cannot read text file NONE: No such file or directory"),
+        ("compare --policy NONE", "cannot read policy file NONE"),
+        ("profile --model NONE", "no model configuration at NONE"),
+        ("accuracy --text NONE", "cannot read text file NONE: No such file or directory"),
+        ("accuracy --model NONE", "no checkpoint at NONE: give a local folder"),
+    ],
+)
+def test_a_path_that_leads_nowhere_is_told_before_anything_heavy_is_loaded(
+    arguments, words, tmp_path, monkeypatch, capsys
+):
+    """In the words of what would read it later."""
+    for job in ("accuracy", "compare", "measure", "run", "skew"):
+        monkeypatch.setitem(sys.modules, f"flexhybrid.jobs.{job}", None)  # an import fails
+    there = {
+        "NONE": str(tmp_path / "none"),
+        "OUT": str(tmp_path / "out"),
+        "HERE": str(shipped("checkpoints/opt-stdlib-4m")),
+    }
+    for name, path in there.items():
+        arguments, words = arguments.replace(name, path), words.replace(name, path)
+    assert cli.main(arguments.split()) == 2
+    said = capsys.readouterr()
+    assert words in said.err and not said.out and not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_that_is_none_is_told_in_the_loaders_words(tmp_path):
+    for path in (tmp_path / "none", tmp_path):
+        with pytest.raises(InputError) as early:
+            check_checkpoint(path)
+        with pytest.raises(InputError) as late:
+            Checkpoint(path)
+        assert str(early.value) == str(late.value)
 
 
 def test_prompts_up_to_the_last_position_are_taken():

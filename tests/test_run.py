@@ -7,7 +7,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -59,6 +61,12 @@ def run(source: Path, out: Path, model: Path, *more: str, policy="kv_only") -> i
         ["run", "-i", str(source), "-o", str(out), "--model", str(model), "--policy", policy, "--device", "cpu",
          "--dtype", "float32", "--quiet", *more]
     )  # fmt: skip
+
+
+def known_machine() -> Hardware:
+    """One of which speeds are predicted, however badly."""
+    lines = {key: Line(1e-4, 1e-12, 1e-10) for key in ("compute", "h2d", "d2h", "host_compute")}
+    return Hardware("local", "cpu", lines, dtype="float32")
 
 
 def read(path: Path) -> list[dict]:
@@ -226,6 +234,9 @@ def test_bad_lines_become_errors_with_their_number_and_the_rest_runs(tiny, tmp_p
         json.dumps({"method": "POST", "url": "/v1/completions", "body": {"prompt": [5]}}): "missing_custom_id",
         json.dumps({"custom_id": 7, "method": "POST", "url": "/v1/completions", "body": {}}): "invalid_custom_id",
         json.dumps({"custom_id": "g", "method": "GET", "url": "/v1/completions"}): "invalid_method",
+        json.dumps({"custom_id": "bare", "method": "POST", "url": "/v1/completions"}): "invalid_body",
+        json.dumps({"custom_id": "null", "method": "POST", "url": "/v1/completions", "body": None}): "invalid_body",
+        json.dumps({"custom_id": "nowhere", "method": "POST"}): "invalid_url",
         line("emb", "/v1/embeddings", input="x"): "invalid_url",
         line("chat", "/v1/chat/completions", messages=[]): "mismatched_url",
         line("none"): "missing_required_parameter",
@@ -250,6 +261,8 @@ def test_bad_lines_become_errors_with_their_number_and_the_rest_runs(tiny, tmp_p
     params = {row["custom_id"]: row["response"]["body"]["error"]["param"] for row in read(errors)}
     wrong = {"typo": "max_token", "misspelt": "top_P", "hot": "temperature", "n": "n", "tools": "tools"}
     assert {name: params[name] for name in wrong} == wrong
+    told = {row["custom_id"]: row["response"]["body"]["error"]["message"] for row in read(errors)}
+    assert "body is missing" in told["bare"] and "body is null" in told["null"] and "url is missing" in told["nowhere"]
     found = {row["id"]: row["response"] for row in read(errors)}
     for number, code in enumerate([*bad.values(), None, "invalid_utf8"], 2):
         if code:
@@ -259,7 +272,12 @@ def test_bad_lines_become_errors_with_their_number_and_the_rest_runs(tiny, tmp_p
             assert error["message"].startswith(f"line {number}: ") and error["type"] == "invalid_request_error"
     assert not found
     assert run(source, out, tiny, "--errors", str(errors)) == 0  # and both files are read again
-    assert "26 before this run" in capsys.readouterr().out
+    assert "29 before this run" in capsys.readouterr().out
+    before = errors.read_bytes()
+    assert run(source, out, tiny, "--restart") == 0 and len(read(out)) == 29
+    assert "kept its refused lines in errors.jsonl, which is left as it is" in capsys.readouterr().out
+    assert errors.read_bytes() == before
+    assert run(source, out, tiny, "--restart") == 0 and "left as it is" not in capsys.readouterr().out
     source.write_text("\n\n")
     assert run(source, tmp_path / "none.jsonl", tiny) == 2 and len(read(tmp_path / "none.jsonl")) == 2
     source.write_text("")
@@ -353,7 +371,9 @@ def test_an_interrupt_ends_the_iteration_and_the_next_run_goes_on(tiny, tmp_path
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     lines = [line(f"r{i}", prompt=[5 + i], max_tokens=[2, 40][i % 2], temperature=0, ignore_eos=True) for i in range(8)]
     source.write_text("\n".join(lines))
+    known_machine().save(tmp_path / "cache/hardware-cpu.json")
     assert run(source, tmp_path / "whole.jsonl", tiny) == 0
+    assert "(predicted " in capsys.readouterr().out
     heard = []
 
     def interrupted(self, count, advance=run_module.Progress.advance):
@@ -365,13 +385,33 @@ def test_an_interrupt_ends_the_iteration_and_the_next_run_goes_on(tiny, tmp_path
                     os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(run_module.Progress, "advance", interrupted)
-    assert run(source, out, tiny) == 130
+    assert run(source, out, tiny, "--restart") == 130
     assert len(heard) == 5 if times == 2 else 5 < len(heard) < 10
-    told = capsys.readouterr().out
-    assert ("give the same command again" in told) == ("tokens of unfinished answers are lost" in told) == (times == 1)
+    told, warned = capsys.readouterr()
+    again = "give the same command again, without --restart, to go on"
+    assert (again in told) == ("tokens of unfinished answers are lost" in told) == (times == 1)
+    assert "(predicted " not in told  # that was for all of it
+    assert (f"what was answered is kept; {again}" in warned) == (times == 2)
     assert len(by_id(out)) == 4  # the short ones
     assert run(source, out, tiny) == 0
     assert by_id(out) == by_id(tmp_path / "whole.jsonl")
+
+
+def test_an_interrupt_before_the_first_answer_says_what_it_leaves(tiny, tmp_path, capsys, monkeypatch):
+    def stopped(*setting):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_module, "measure_for_model", stopped)
+    assert run(requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl", tiny, policy="auto") == 130
+    assert "stopped: nothing was written; give the same command again" in capsys.readouterr().err
+    assert (tmp_path / "out.jsonl").read_bytes() == b"" and not (tmp_path / "out.jsonl.manifest.json").exists()
+
+
+def test_the_whole_command_is_timed_from_its_beginning(tiny, tmp_path, capsys, monkeypatch):
+    """With the imports, which are done before a run begins."""
+    monkeypatch.setattr(cli, "time", SimpleNamespace(time=lambda: time.time() - 3600))
+    assert run(requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl", tiny) == 0
+    assert "the whole command 60 min" in capsys.readouterr().out
 
 
 def test_so_many_requests_at_a_time_and_no_more(tiny, tmp_path, capsys):
@@ -545,8 +585,7 @@ def test_a_trace_and_a_report_on_request(tiny, tmp_path, capsys):
     source, out = requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
     source.write_text(source.read_text() + "{broken\n" + line("r0", prompt=[5]) + "\n")
     asked = ["--trace", str(tmp_path / "trace.json"), "--report", str(tmp_path / "report.md")]
-    lines = {key: Line(1e-4, 1e-12, 1e-10) for key in ("compute", "h2d", "d2h", "host_compute")}
-    Hardware("local", "cpu", lines, dtype="float32").save(tmp_path / "cache/hardware-cpu.json")
+    known_machine().save(tmp_path / "cache/hardware-cpu.json")
     assert run(source, out, tiny, *asked) == 0
     told = capsys.readouterr().out
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]

@@ -105,18 +105,23 @@ def read_request(data: dict, url: str | None, llm: LLM, defaults: dict, seed: in
         raise Refused("invalid_custom_id", f"custom_id is {shown(custom_id)}; it must be a text", "custom_id")
     try:
         if data.get("method") != "POST":
-            raise Refused("invalid_method", f'method is {shown(data.get("method"))}; it must be "POST"', "method")
+            raise Refused("invalid_method", f'method is {_given(data, "method")}; it must be "POST"', "method")
         if data.get("url") not in URLS:
-            raise Refused("invalid_url", f"url is {shown(data.get('url'))}; it must be {' or '.join(URLS)}", "url")
+            raise Refused("invalid_url", f"url is {_given(data, 'url')}; it must be {' or '.join(URLS)}", "url")
         if data["url"] != url:
             raise Refused("mismatched_url", f"url is {data['url']}, the file's is {url}: one url a file", "url")
         body = data.get("body")
         if not isinstance(body, dict):
-            raise Refused("invalid_body", f"body is {shown(body)}; it must be an object", "body")
+            raise Refused("invalid_body", f"body is {_given(data, 'body')}; it must be an object", "body")
         return _from_body(custom_id, body, url, llm, defaults, seed)
     except Refused as refused:
         refused.custom_id = custom_id
         raise
+
+
+def _given(data: dict, name: str) -> str:
+    """A field as the line has it, or that it has none."""
+    return shown(data[name]) if name in data else "missing"
 
 
 def _from_body(custom_id: str, body: dict, url: str, llm: LLM, defaults: dict, seed: int) -> Request:

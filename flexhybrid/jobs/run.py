@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -33,7 +33,7 @@ from flexhybrid.batch.requests import (
     take_census,
 )
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.hardware import Hardware, check_new_file, load_hardware
+from flexhybrid.core.hardware import load_hardware
 from flexhybrid.core.memory import parse_bytes
 from flexhybrid.core.trace import TraceEvent
 from flexhybrid.core.workload import Workload
@@ -43,58 +43,26 @@ from flexhybrid.jobs.measure import PROFILE_STEPS, free_host_bytes, measure_for_
 from flexhybrid.jobs.measure_disk import measure_disk, with_disk
 from flexhybrid.jobs.progress import Progress, stop_on_signal
 from flexhybrid.jobs.ray_cluster import Crew, cluster, crew_of
+from flexhybrid.jobs.run_options import RunOptions, check_options
 from flexhybrid.jobs.run_report import clocks, refusal_codes, write_report, write_trace
 from flexhybrid.llm import LLM, RequestOutput
 from flexhybrid.machine import named_hardware, pick_device
 from flexhybrid.runtime.loader import Checkpoint
-from flexhybrid.sampling_params import SamplingParams
 
 ERRORS_AT_ONCE = 256  #: lines of refused requests that are written together
 STOPPED = 130  #: exit status of a run that was asked to stop
 
 
-@dataclass(frozen=True)
-class RunOptions:
-    """What the command was asked. None: decided here."""
-
-    input: Path
-    output: Path
-    model: Path
-    errors: Path | None = None  #: where lines of requests that were refused go; None: to ``output``
-    format: str = "auto"
-    column: str | None = None
-    sampling: dict = field(default_factory=dict)  #: where a request says nothing
-    seed: int = 0
-    policy: str = "auto"
-    device: str = "auto"
-    dtype: str = "auto"
-    link_gb_per_s: float | None = None
-    hardware: str | Path | Hardware | None = None
-    budgets: dict[str, str | int | None] = field(default_factory=dict)  #: tier -> memory
-    disk_dir: Path | None = None
-    disk_gb_per_s: float | None = None
-    max_batch: int | None = None  #: requests at a time, at most; None: as many as memory holds
-    engine: str = "local"  #: or "ray"
-    actors: int | None = None  #: of a Ray cluster
-    ordered: bool = False
-    restart: bool = False
-    verify: bool = False
-    trace: Path | None = None  #: what ran when in the first wave
-    report: Path | None = None  #: a page about the run
-    reprofile: bool = False
-    quiet: bool = False
-
-
-def run(options: RunOptions, say=print) -> dict:
+def run(options: RunOptions, say=print, began: float | None = None) -> dict:
     """Answer every request that is not answered yet; returns what is to be told of it, exit_status among it.
 
-    ``say`` hears the plan and the summary. Raises InputError for what stands in the way; what was answered before is
-    on the disk.
+    ``say`` hears the plan and the summary; ``began`` is ``time.time()`` when the command did (now). Raises InputError
+    for what stands in the way, and KeyboardInterrupt with what to do next; what was answered before is on the disk.
     """
-    began = time.time()
-    _check_paths(options)
+    began = time.time() if began is None else began
+    check_options(options)
     form = format_of(options.input, options.format)
-    with contextlib.ExitStack() as stack:
+    with _hint("nothing was written; give the same command again"), contextlib.ExitStack() as stack:
         before = file_state(options.input)
         lines = stack.enter_context(contextlib.closing(open_lines(options.input, form, options.column)))
         files = {path: _open(stack, path) for path in (options.output, options.errors) if path}
@@ -108,29 +76,22 @@ def run(options: RunOptions, say=print) -> dict:
         with Progress(before[0], "reading", "B", options.quiet) as progress:
             census = take_census(lines, read, llm.shape.max_context, progress.advance)
         job = Job(options, llm, lines, census, read, url or "", files, before, crew)
-        return job.run(say, began)
+        with _hint(f"what was answered is kept; give {_again(options)} to go on"):
+            return job.run(say, began)
 
 
-def _check_paths(options: RunOptions) -> None:
-    """Raise InputError for files in each other's way, before the work."""
-    SamplingParams(**options.sampling)
-    if options.max_batch is not None and options.max_batch < 1:
-        raise InputError(f"--max-batch is {options.max_batch}; at least one request must run at a time")
-    if options.engine == "local" and options.actors is not None:
-        raise InputError("--actors is of --engine ray; the local engine is one executor")
-    if options.engine == "ray" and options.trace:
-        raise InputError("--trace shows the local engine's work; --engine ray has none to show")
-    asked = {"--errors": options.errors, "--trace": options.trace, "--report": options.report}
-    paths = {"the input": options.input, "the output": options.output, **asked}
-    resolved: dict[Path, str] = {}
-    for name, path in paths.items():
-        if path is not None and (other := resolved.setdefault(path.resolve(), name)) != name:
-            raise InputError(f"{name} and {other} are the same file, {path}")
-    for path in (options.output, *asked.values()):
-        if path is not None:
-            check_new_file(path)
-            if path.exists() and not path.is_file():
-                raise InputError(f"cannot write {path}: it is not a regular file")
+@contextlib.contextmanager
+def _hint(text: str) -> Iterator[None]:
+    """What a user who stops the work at once is told, where nothing inside has said it."""
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        raise KeyboardInterrupt(*stop.args or (text,)) from None
+
+
+def _again(options: RunOptions) -> str:
+    """What goes on with this run."""
+    return "the same command again" + (", without --restart," if options.restart else "")
 
 
 def _open(stack: contextlib.ExitStack, path: Path) -> AnswerFile:
@@ -213,7 +174,7 @@ class Job:
         options = self.options
         if not self.census.num_lines:
             raise InputError(f"{options.input} is empty")
-        self._resume()
+        self._resume(say)
         earlier = int((self.states != PENDING).sum())
         self._write_refusals()
         if not self.census.valid.any():
@@ -255,7 +216,7 @@ class Job:
             write_report(options.report, said, self.manifest, refusal_codes(self.errors.path), traces)
         return result
 
-    def _resume(self) -> None:
+    def _resume(self, say) -> None:
         """Take over what an earlier run left, if it was the same run; else begin anew where that loses nothing."""
         options, llm = self.options, self.llm
         pending = self.census.valid
@@ -282,6 +243,9 @@ class Job:
         earlier = load_manifest(options.output)
         used = [file.path for file in self.files.values() if not file.is_empty]
         if options.restart or not used:
+            if (left := (earlier or {}).get("errors")) and left != now["errors"]:
+                # Its folder is not known: a file of that name may be another's.
+                say(f"restarted  the run before kept its refused lines in {left}, which is left as it is")
             for file in self.files.values():
                 file.clear()
             save_manifest(options.output, now)
@@ -376,7 +340,8 @@ class Job:
         say(f"{counts['answered']:,} answered, {counts['refused']:,} refused, {counts['left']:,} left of "
             f"{counts['lines']:,} lines" + (f" ({earlier:,} before this run)" if earlier else ""))  # fmt: skip
         if seconds:
-            against = f" (predicted {duration(predicted)})" if predicted else ""
+            # Of a part nothing was predicted: the longest requests come first.
+            against = f" (predicted {duration(predicted)})" if predicted and not stopped else ""
             speed = f"{self.tokens:,} tokens in {duration(seconds)}: {rate:.1f} tokens/s"
             say(f"{speed}{against}; the whole command {duration(total_s)}")
         say(f"answers    {options.output}")
@@ -388,7 +353,7 @@ class Job:
             say(f"report     {options.report}")
         if stopped:
             lost = f"; {self.dropped:,} tokens of unfinished answers are lost (see --max-batch)" if self.dropped else ""
-            say(f"stopped: give the same command again to go on{lost}")
+            say(f"stopped: give {_again(options)} to go on{lost}")
         return {
             **counts, "tokens": self.tokens, "tokens_dropped": self.dropped,
             "seconds": seconds, "tokens_per_s": rate, "predicted_s": predicted,

@@ -63,10 +63,7 @@ def add_run(commands, common: Callable) -> None:
 
 
 def _run(args) -> dict:
-    from flexhybrid.jobs.malloc import return_freed_memory
-    from flexhybrid.jobs.run import RunOptions, run
-
-    return_freed_memory()
+    from flexhybrid.jobs.run_options import RunOptions, check_options
 
     names = (
         *("input", "output", "model", "errors", "format", "column", "seed", "policy", "device", "dtype"),
@@ -79,7 +76,13 @@ def _run(args) -> dict:
         **{name: getattr(args, name) for name in names}, sampling=sampling, budgets=budgets,
         quiet=args.quiet or args.json,
     )  # fmt: skip
-    return run(options, say=(lambda text: None) if args.json else print)
+    check_options(options)  # before the imports that take seconds
+
+    from flexhybrid.jobs.malloc import return_freed_memory
+    from flexhybrid.jobs.run import run
+
+    return_freed_memory()
+    return run(options, (lambda text: None) if args.json else print, args.began)
 
 
 def add_doctor(commands) -> None:
