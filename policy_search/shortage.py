@@ -1,4 +1,5 @@
-"""What a search that found nothing says: which tier lacks how much, and the smallest change that would do."""
+"""What a search that found nothing says: which tier lacks how much, and the smallest change that would do; where the
+machine has not so much, what else may help."""
 
 from __future__ import annotations
 
@@ -6,11 +7,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.kinds import TIERS
 from flexhybrid.core.memory import gib
 from flexhybrid.core.policy import Policy
 from policy_search.bound import CHUNK, OPTIMAL, solve_side_by_side
-from policy_search.grid import Grid, Question, batch_grid, pairs_of
+from policy_search.grid import NATIVE, Grid, Question, batch_grid, pairs_of
 from policy_search.lp import least_memory
 from policy_search.rounding import WEIGHT_STEPS, candidates_of, drafts_of, place_weights
 from sim.sums import peak_bytes
@@ -62,18 +64,35 @@ def _peaks(grid: Grid, choice: int, shares: np.ndarray, weights: np.ndarray):
 def shortage(question: Question, batch: int, bounds, found: Tightest | None) -> str:
     """Why nothing fits ``batch`` requests, in one line for people. ``found``: their tightest policy."""
     q = question
-    requests = "1 request" if batch == 1 else f"{batch} requests"
+    requests = f"{batch} request{'s' * (batch > 1)} computed in {8 * q.bytes_per_element} bits"
     if found is None:
         return f"no policy fits {requests}: what may be said leaves no place for the weights or the cache"
+    bits = found.policy.bits
+    kept = "" if bits.native else f" with bits {bits.weights}/{bits.kv}/{bits.act}"
     parts = [
-        f"{tier} memory: the least that would do is {gib(found.peaks[tier])}, the budget is {gib(q.budgets[tier])} "
-        f"({gib(found.peaks[tier] - q.budgets[tier])} short)"
+        f"{tier} memory: the least that would do{kept} is {gib(found.peaks[tier])}, the budget is "
+        f"{gib(q.budgets[tier])} ({gib(found.peaks[tier] - q.budgets[tier])} short)"
         for tier in found.lacking
     ]
+    lack = f"no policy fits {requests}: {'; '.join(parts)}"
     change = " and ".join(f"{tier} memory to {-(-int(found.peaks[tier]) // MIB)}MiB" for tier in found.lacking)
     fewer = _most_that_fit(q, batch, bounds)
-    other = f", or lower the batch to {fewer}" if fewer else ""
-    return f"no policy fits {requests}: {'; '.join(parts)}. Raise {change}{other}"
+    if _machine_has(q.hardware, found):
+        return f"{lack}. Raise {change}{f', or lower the batch to {fewer}' if fewer else ''}"
+    ways = [f"lower the batch to {fewer}"] if fewer else ["a smaller model"]
+    ways += ["fewer bits"] * (q.space.weights_bits == (NATIVE,)) + ["a disk"] * ("disk" not in q.tiers)
+    return f"{lack}, more than the machine has. What may help: {', '.join(ways)}"
+
+
+def _machine_has(hardware: Hardware, found: Tightest) -> bool:
+    """Whether the policy would fit with budgets as large as the machine's memory, as far as that is known."""
+    sizes = {tier: size for tier in found.peaks if (size := hardware.usable_memory(tier)) is not None}
+    if hardware.device == "cpu":  # one memory, of which each of the two tiers has a part
+        both = [tier for tier in ("device", "host") if tier in sizes]
+        has = sum(sizes.pop(tier) for tier in both)
+        if both and found.peaks["device"] + found.peaks["host"] > has:
+            return False
+    return all(found.peaks[tier] <= size for tier, size in sizes.items())
 
 
 def _most_that_fit(q: Question, batch: int, bounds) -> int:

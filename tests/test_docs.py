@@ -106,16 +106,20 @@ def test_the_doctor_says_what_fits_and_what_to_change(clone, capsys):
     assert cli.main(["doctor", "--device", "cpu", "--models", "opt-125m"]) == 0
     out = capsys.readouterr().out
     assert "not measured, so no speed is predicted: run flexhybrid profile" in out
-    assert re.search(r"opt-125m +238.88 MiB +-  fits the device", out)
+    assert re.search(r"opt-125m +238.88 MiB float16 +-  fits the device", out)
     assert cli.main(["doctor", "--device", "cpu", "--models", "opt-175b"]) == 0
-    assert re.search(r"opt-175b .* does not fit: one request at a time needs 32\d\.\d\d GiB", capsys.readouterr().out)
+    assert re.search(
+        r"opt-175b .* float16 .* does not fit: one request at a time needs 32\d\.\d\d GiB", capsys.readouterr().out
+    )
     assert cli.main(["doctor", "--device", "cpu", "--models", "gpt-5"]) == 2 and "gpt-5" in capsys.readouterr().err
     MACHINE.save(clone / "cache/hardware-cpu.json")
     assert cli.main(["doctor", "--device", "cpu", "--json", "--models", "opt-125m", "opt-175b"]) == 0
     found = json.loads(capsys.readouterr().out)
     small, large = found["models"]
     assert small["model"] == "opt-125m" and small["tokens_per_s"] > 0 and "weights" in small["how"]
-    assert large["tokens_per_s"] is None and "budget" in large["how"]
+    assert large["tokens_per_s"] is None and "budget" in large["how"] and small["dtype"] == large["dtype"] == "float32"
+    assert "computed in 32 bits" in large["how"] and "Raise" not in large["how"]  # no such machine
+    assert large["how"].endswith("more than the machine has. What may help: a smaller model, fewer bits, a disk")
     assert found["gb_per_s"] == {"h2d": 10.0, "d2h": 10.0} and found["profile"]["measured"]
     # What a run has measured at a model's own layer sizes goes before: here every path and product is ten times slower.
     slower = dict.fromkeys(MACHINE.lines, Line(1e-4, 1e-10, 1e-9))

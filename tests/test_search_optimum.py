@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -333,7 +334,7 @@ def test_the_change_named_is_enough_and_no_smaller_one_is(tier):
                       budgets=mib(**{**other, tier: size}, beside_packing=False))  # fmt: skip
 
     with pytest.raises(
-        InputError, match=f"no policy fits 32 requests: {tier} memory: the least that would do"
+        InputError, match=f"no policy fits 32 requests computed in 16 bits: {tier} memory: the least that would do"
     ) as error:
         run(4)
     needed = int(str(error.value).split(f"{tier} memory to ")[1].split("MiB")[0])
@@ -354,6 +355,28 @@ def test_what_no_single_tier_can_mend_names_all():
     with pytest.raises(InputError, match="Raise device memory to .*MiB and host memory to .*MiB"):
         search(SHAPE, machine(), 2, Workload.uniform(1, 300, 12), batch=4, budgets=mib(3, 1), weights_device=0.0,
                space=replace(PLAIN, entries=("kv@host",)))  # fmt: skip
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_is_advised_the_machine_has(device):
+    """A CPU's tiers share one memory; a GPU has its own, which the host's cannot stand in for."""
+    options = {"batch": 4, "budgets": mib(3, 1), "weights_device": 0.0, "space": replace(PLAIN, entries=("kv@host",))}
+
+    def told(device_mib: int, host_mib: int, **more) -> str:
+        has = replace(
+            machine(), device=device, device_memory=device_mib * MIB, host_memory=host_mib * MIB, device_reserve=0
+        )
+        with pytest.raises(InputError) as error:
+            search(SHAPE, has, 2, Workload.uniform(1, 300, 12), **options | more)
+        return str(error.value)
+
+    need = [int(size) for size in re.findall(r"memory to (\d+)MiB", told(10_000, 10_000))]
+    assert len(need) == 2 and "Raise" in told(*need)
+    assert ("Raise" in told(sum(need), 1)) == ("Raise" in told(1, sum(need))) == (device == "cpu")
+    for less in ((need[0] - 1, need[1]), (need[0], need[1] - 1)):
+        assert told(*less).endswith("more than the machine has. What may help: a smaller model, fewer bits, a disk")
+    fewer_bits = told(1, 1, space=replace(options["space"], weights_bits=(4,)), budgets=mib(3, 1, 1))
+    assert "do with bits 4/native/native is" in fewer_bits and fewer_bits.endswith("What may help: a smaller model")
 
 
 def test_what_fits_only_just_is_found():

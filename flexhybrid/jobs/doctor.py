@@ -19,7 +19,13 @@ from flexhybrid.core.memory import gib
 from flexhybrid.core.shape import DTYPE_BYTES, KNOWN_SHAPES, ModelShape, shape_of
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.forecast import describe
-from flexhybrid.jobs.measure import device_name, free_host_bytes, host_memory_bytes, model_profile_path
+from flexhybrid.jobs.measure import (
+    device_name,
+    free_host_bytes,
+    host_memory_bytes,
+    machine_memories,
+    model_profile_path,
+)
 from flexhybrid.machine import free_device_memory, lossless_space, profile_path, saved_hardware
 from policy_search.search import search
 
@@ -36,7 +42,8 @@ class Fit:
     """A model on this machine, by prediction; without a profile by its size alone."""
 
     model: str
-    weights_bytes: int
+    weights_bytes: int  #: in the dtype
+    dtype: str  #: that it would be computed in, and of which all sizes are
     tokens_per_s: float | None  #: None: it does not fit, or nothing is measured
     how: str  #: the policy in words, or what is lacking
     binding: str = ""
@@ -55,13 +62,16 @@ def doctor(
         budgets["device"] = free_device_memory(device)
     elif free is not None:  # both tiers are host memory
         budgets = {"device": int(free * 0.45), "host": int(free * 0.45)}
+    memories = machine_memories(device)  # now; a record's may be older than a container's limit, or missing
     lengths, fits = Workload.uniform(1, prompt_tokens, max_tokens), []
     for name in models or KNOWN_SHAPES:
         on_model(name)
         shape = shape_of(name)
         kept = model_profile_path(shape, "auto", device, None)
         own = load_hardware(kept) if kept.is_file() else None
-        fits.append(replace(_fit(shape, own or hardware, lengths, budgets), own_profile=own is not None))
+        known = own or hardware
+        known = replace(known, **memories) if known else None
+        fits.append(replace(_fit(shape, known, lengths, budgets), own_profile=own is not None))
     return {
         "versions": {"flexhybrid": __version__, "python": platform.python_version(), **_versions()},
         "device": {"type": device.type, "name": device_name(device), "free_bytes": budgets.get("device")},
@@ -76,21 +86,22 @@ def doctor(
 
 
 def _fit(shape: ModelShape, hardware: Hardware | None, lengths: Workload, budgets: dict) -> Fit:
-    p = DTYPE_BYTES[hardware.dtype if hardware else shape.dtype]
+    dtype = hardware.dtype if hardware else shape.dtype
+    p = DTYPE_BYTES[dtype]
     size = shape.num_layers * shape.layer_bytes(p) + shape.embedding_bytes(p)
     tokens = int(lengths.prompt_tokens[0] + lengths.max_tokens[0])
     if tokens > shape.max_context:
-        return Fit(shape.name, size, None, f"the model has {shape.max_context} positions")
+        return Fit(shape.name, size, dtype, None, f"the model has {shape.max_context} positions")
     if hardware is None:
         need = size + shape.num_layers * tokens * shape.kv_token_bytes(p)
-        return Fit(shape.name, size, None, _by_size(need, budgets))
+        return Fit(shape.name, size, dtype, None, _by_size(need, budgets))
     try:
         space = lossless_space(hardware)
         found = search(shape, hardware, p, lengths, budgets=budgets, space=space, time_limit=SEARCH_S)
     except InputError as error:
-        return Fit(shape.name, size, None, str(error))
+        return Fit(shape.name, size, dtype, None, str(error))
     how = f"{found.batch} at a time, {describe(found.policy).split(': ', 1)[1]}"
-    return Fit(shape.name, size, found.prediction["tokens_per_s"], how, found.binding)
+    return Fit(shape.name, size, dtype, found.prediction["tokens_per_s"], how, found.binding)
 
 
 def _by_size(need: float, budgets: dict[str, int | None]) -> str:
@@ -162,12 +173,15 @@ def describe_doctor(found: dict) -> str:
         predicted = found["profile"] or any(one["own_profile"] for one in found["models"])
         head = "Predicted" if predicted else "By size alone"
         lines += ["", f"{head}, {lengths['prompt_tokens']} prompt and {lengths['max_tokens']} generated tokens, "
-                  "nothing compressed:", "", f"{'model':<14} {'weights':>10} {'tokens/s':>9}  how"]  # fmt: skip
+                  "nothing compressed:"]  # fmt: skip
+        lines += ["", f"{'model':<14} {'weights':>10} {'dtype':<8} {'tokens/s':>9}  how"]
     for one in found["models"]:
         rate = "-" if one["tokens_per_s"] is None else f"{one['tokens_per_s']:.1f}"
         limit = f" (limited by {one['binding']})" if one["binding"] else ""
         limit += " (measured for this model)" if one["own_profile"] else ""
-        lines.append(f"{one['model']:<14} {gib(one['weights_bytes']):>10} {rate:>9}  {one['how']}{limit}")
+        lines.append(
+            f"{one['model']:<14} {gib(one['weights_bytes']):>10} {one['dtype']:<8} {rate:>9}  {one['how']}{limit}"
+        )
     if found["advice"]:
         lines += ["", *(f"- {text}" for text in found["advice"])]
     return "\n".join(lines)
