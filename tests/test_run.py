@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from flexhybrid import LLM, InputError, SamplingParams, cli
+from flexhybrid import LLM, InputError, SamplingParams, cli, machine
 from flexhybrid.batch import answers as answers_module
 from flexhybrid.batch.answers import ANSWERED, FAILED, AnswerFile
 from flexhybrid.batch.openai import Refused, error_line
@@ -599,6 +599,24 @@ def test_a_trace_and_a_report_on_request(tiny, tmp_path, capsys):
     assert run(source, out, tiny, *asked) == 0 and "trace      of nothing" in capsys.readouterr().out
     assert not (tmp_path / "trace.json").exists() and "| step" not in (tmp_path / "report.md").read_text()
     assert run(source, out, tiny, "--trace", str(source)) == 2 and "the same file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "policy, cache, said",
+    [
+        ("auto", {"kv@host": 0.5, "kv@device": 0.5}, True),
+        ("auto", {"kv@host": 0.5, "act@host": 0.5}, False),
+        ("auto", {"kv@host": 0.5, "tok": 0.5}, False),
+        ("kv_only", {}, False),
+    ],
+)
+def test_the_plan_says_where_the_search_found_no_mix(tiny, tmp_path, capsys, monkeypatch, policy, cache, said):
+    monkeypatch.setattr(machine, "best_policy", lambda *setting: Policy("searched", Placement(host=1.0), cache=cache))
+    known_machine().save(tmp_path / "machine.json")
+    asked = ["--hardware", str(tmp_path / "machine.json")]
+    assert run(requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl", tiny, *asked, policy=policy) == 0
+    plan = capsys.readouterr().out.splitlines()[0]
+    assert plan.endswith("; a mix with recomputed context would not be faster") == said
 
 
 def test_answers_so_far_count(tmp_path):

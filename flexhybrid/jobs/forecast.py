@@ -13,7 +13,7 @@ from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.kinds import TIERS
 from flexhybrid.core.memory import gib, total_bytes
 from flexhybrid.core.plan import Wave, admit
-from flexhybrid.core.policy import Policy
+from flexhybrid.core.policy import Policy, representation_of
 from flexhybrid.core.stream import stream
 from flexhybrid.core.task import Task
 from flexhybrid.core.trace import TraceEvent, iteration_ends
@@ -131,8 +131,10 @@ def _later_steps(wave: Wave, pieces: int) -> list[int]:
     return sorted({min(int(step), int(last.max()) - 1) for step in (*answers, *batches, *behind)} - {-1, 0, 1})
 
 
-def plan_lines(llm: LLM, found: Forecast, counts: str) -> list[str]:
-    """The plan for people: five lines; without a profile nothing is said of speed and limit but why."""
+def plan_lines(llm: LLM, found: Forecast, counts: str, searched: bool) -> list[str]:
+    """The plan for people: five lines; without a profile nothing is said of speed and limit but why. ``searched``:
+    whether the policy is the best that a search found here, which weighs mixes as well."""
+    plain = searched and set(map(representation_of, llm.policy.cache_kinds)) == {"kv"}
     memory = []
     for tier, size in found.memory.items():
         if size:
@@ -148,7 +150,7 @@ def plan_lines(llm: LLM, found: Forecast, counts: str) -> list[str]:
         predicted = f"{found.tokens / found.seconds:.1f} tokens/s, {duration(found.seconds)}: done by {end}"
         limit = [f"limited by {found.first_wave.binding}, busy {found.first_wave.busy:.0%} of its longest phase"]
     return [
-        f"policy     {describe(llm.policy)}",
+        f"policy     {describe(llm.policy)}" + ("; a mix with recomputed context would not be faster" if plain else ""),
         f"requests   {counts}, at most {found.tokens:,} tokens of answers in all; {found.wave_requests} at a time",
         f"predicted  {predicted}",
         f"memory     {', '.join(memory)}",

@@ -302,7 +302,8 @@ class Job:
         refused = int((self.states == FAILED).sum())
         counts = f"{len(pending):,}" + (f" ({refused:,} refused)" if refused else "")
         counts += f", {earlier:,} lines done before" if earlier else ""
-        for line in plan_lines(self.llm, found, counts):
+        searched = self.options.policy == "auto" and self.llm.policy.name == "searched"
+        for line in plan_lines(self.llm, found, counts, searched):
             say(line)
         if self.crew:
             say(f"ray        {self.crew}")
