@@ -283,9 +283,9 @@ def test_a_local_cluster_is_started_only_where_no_address_is_given(tmp_path, mon
     with socket.socket() as gone:
         gone.bind(("127.0.0.1", 0))
         nobody = f"127.0.0.1:{gone.getsockname()[1]}"
-    monkeypatch.setattr(services, "find_gcs_addresses", lambda: [])  # processes of this machine
+    monkeypatch.setattr(ray_cluster, "_own_clusters", lambda: own)
     monkeypatch.setattr(services, "find_bootstrap_address", lambda folder: remembered)
-    remembered = None
+    remembered, own = None, set()
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr(ray, "shutdown", lambda: started.append("ended"))
@@ -309,12 +309,32 @@ def test_a_local_cluster_is_started_only_where_no_address_is_given(tmp_path, mon
     with socket.create_server(("", 0)) as somebody:  # Ray takes this machine's own address for 127.0.0.1
         remembered = f"127.0.0.1:{somebody.getsockname()[1]}"
         with ray_cluster.cluster(said.append):
+            assert started[-1] == "local"
+        assert "is this user's; a local one is started" in said[2]
+        own = {remembered}
+        with ray_cluster.cluster(said.append):
             assert started[-1].endswith(remembered.rpartition(":")[2])
-    assert len(said) == 2
+        assert f"the cluster at {started[-2]} (your own `ray start`)" in said[3]
+        own = set()
+        monkeypatch.setenv("RAY_ADDRESS", remembered)  # whosever it is
+        with ray_cluster.cluster(said.append):
+            assert started[-1].endswith(remembered.rpartition(":")[2])
+        assert said[4].endswith("(RAY_ADDRESS)") and len(said) == 5
+        monkeypatch.delenv("RAY_ADDRESS")
     remembered = nobody
     failures.extend([RuntimeError("timed out"), RuntimeError("timed out")])
     with pytest.raises(InputError, match="did not start: timed out"), ray_cluster.cluster(said.append):
         pass
+
+
+def test_the_clusters_of_this_user_are_told_from_those_of_others(two_cpus, monkeypatch):
+    import ray
+
+    here = ray.get_runtime_context().gcs_address
+    assert here in ray_cluster._own_clusters()
+    another = os.getuid() + 1
+    monkeypatch.setattr(os, "getuid", lambda: another)
+    assert here not in ray_cluster._own_clusters()
 
 
 # ---- a cascade -------------------------------------------------------------------------------------------------------

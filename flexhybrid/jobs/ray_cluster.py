@@ -9,6 +9,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from flexhybrid.core.errors import InputError
 
@@ -37,8 +38,9 @@ class Crew:
 
 @contextlib.contextmanager
 def cluster(say: Callable[[str], None]) -> Iterator:
-    """The module ``ray``, connected: as this process already is, to the cluster at RAY_ADDRESS or on this machine, or
-    to a local one that is started, said and ended again. Raises InputError without Ray, or for an address of none."""
+    """The module ``ray``, connected: as this process already is, to the cluster at RAY_ADDRESS or this user's on this
+    machine, or to a local one that is started and ended again; which one is said. Raises InputError without Ray, or for
+    an address of none."""
     try:
         import ray
         import ray.data
@@ -58,7 +60,9 @@ def cluster(say: Callable[[str], None]) -> Iterator:
     options = {"log_to_driver": False, "logging_level": logging.ERROR}
     try:
         try:
-            ray.init(_listening(), **options)
+            found = _listening(address)
+            ray.init(found, **options)
+            say(f"ray        the cluster at {found} ({'RAY_ADDRESS' if address else 'your own `ray start`'})")
         except ConnectionError as error:
             if address:
                 raise InputError(f"no Ray cluster at RAY_ADDRESS={address}: {error}") from None
@@ -69,19 +73,19 @@ def cluster(say: Callable[[str], None]) -> Iterator:
         ray.shutdown()
 
 
-def _listening() -> str:
-    """The address that Ray would take for "auto". Raises ConnectionError where there is none, or nobody listens.
+def _listening(asked: str | None) -> str:
+    """The address of the cluster that is ``asked`` for (RAY_ADDRESS), else of the last `ray start` on this machine, if
+    it was this user's. Raises ConnectionError where there is none, or nobody listens.
 
-    Ray remembers the address of its last cluster beyond the cluster's end, and only its own insides tell which it
-    would take.
+    Ray remembers the address beyond the cluster's end and whoever started it, and only its own insides tell which it
+    is. Asked for "auto", it would also take the cluster of another user, or one that lives as long as another job.
     """
-    from ray._private.services import canonicalize_bootstrap_address
+    from ray._private.services import canonicalize_bootstrap_address, find_bootstrap_address
 
     try:
-        address = canonicalize_bootstrap_address("auto")
-    except ConnectionError:
-        address = None
-    except Exception as error:  # RAY_ADDRESS is none, or a name of no machine
+        known = asked or find_bootstrap_address(None)
+        address = canonicalize_bootstrap_address(known) if known else None
+    except Exception as error:  # RAY_ADDRESS is none, or a name of no machine; or what is remembered cannot be read
         raise ConnectionError(str(error)) from None
     if address is None:
         raise ConnectionError("none is known")
@@ -90,7 +94,22 @@ def _listening() -> str:
         socket.create_connection((host.strip("[]"), int(port)), LISTENS_WITHIN_S).close()
     except (OSError, ValueError) as error:
         raise ConnectionError(f"nothing listens at {address} ({error})") from None
+    if not asked and known not in _own_clusters():
+        raise ConnectionError(f"no process here of the one at {address} is this user's")
     return address
+
+
+def _own_clusters(processes: Path = Path("/proc")) -> set[str]:
+    """Addresses of the clusters that this machine is a node of by this user's processes."""
+    found = set()
+    for folder in processes.glob("[0-9]*"):
+        try:
+            command, *options = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            if Path(command).name == "raylet" and folder.stat().st_uid == os.getuid():
+                found |= {one.partition("=")[2] for one in options if one.startswith("--gcs-address=")}
+        except OSError:  # gone, or not to be looked at
+            continue
+    return found
 
 
 def start_local(ray, **options) -> None:
