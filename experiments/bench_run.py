@@ -124,7 +124,8 @@ def bench_overhead(table, model: Path, folder: Path, bodies: list[dict]) -> None
 
 
 def bench_prediction(table, model: Path, folder: Path) -> None:
-    """Seconds that the plan named against those that the answers took: the median of the least disturbed rounds."""
+    """Seconds that the plan named against those that the answers took, of a machine measured just before each run: the
+    median of the least disturbed rounds."""
     for where, more in {
         "policy auto": {"policy": "auto"},
         f"half of the context recomputed, link at {LINK_GB_PER_S} GB/s": {
@@ -132,14 +133,17 @@ def bench_prediction(table, model: Path, folder: Path) -> None:
         },
     }.items():  # fmt: skip
         asked = options(folder, model, **more)
-        while_profiling, _ = undisturbed(lambda asked=asked: profiled(asked), 1)[-1]
-        done = undisturbed(lambda asked=asked: run(asked, silent), ROUNDS)
-        predicted, seconds = done[0][1]["predicted_s"], [one["seconds"] for _, one in done]
-        quietest = [one["seconds"] for _, one in sorted(done, key=lambda one: one[0])[:ROUNDS]]
-        error = 100 * abs(predicted / statistics.median(quietest) - 1)
-        others = {"others": [share for share, _ in done], "others_while_profiling": while_profiling}
+
+        def measure_and_run(asked=asked) -> dict:
+            profiled(asked)
+            return run(asked, silent)
+
+        done = undisturbed(measure_and_run, ROUNDS)
+        errors = [100 * abs(one["predicted_s"] / one["seconds"] - 1) for _, one in sorted(done, key=lambda one: one[0])]
+        rounds = {name: [one[name] for _, one in done] for name in ("predicted_s", "seconds")}
         name = f"run: predicted finish, {where}, error"
-        table.add(name, error, ERROR, "%", False, predicted_s=predicted, seconds=seconds, **others)
+        others = [share for share, _ in done]
+        table.add(name, statistics.median(errors[:ROUNDS]), ERROR, "%", False, **rounds, others=others)
 
 
 def undisturbed(action: Callable[[], object], count: int) -> list[tuple[float, object]]:

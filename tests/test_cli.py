@@ -12,8 +12,6 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.policy import Policy
 from flexhybrid.jobs import shipped
 from flexhybrid.jobs import simulate as jobs
-from flexhybrid.jobs.paths import check_checkpoint
-from flexhybrid.runtime.loader import Checkpoint
 
 LENGTHS = ("--prompt-len", "512", "--gen-len", "8")
 SIMULATE = ("simulate", "--model", "opt-6.7b", "--hardware", "t4", "--batch", "4", *LENGTHS)
@@ -126,15 +124,6 @@ def test_a_path_that_leads_nowhere_is_told_before_anything_heavy_is_loaded(
     assert cli.main(arguments.split()) == 2
     said = capsys.readouterr()
     assert words in said.err and not said.out and not (tmp_path / "out").exists()
-
-
-def test_a_checkpoint_that_is_none_is_told_in_the_loaders_words(tmp_path):
-    for path in (tmp_path / "none", tmp_path):
-        with pytest.raises(InputError) as early:
-            check_checkpoint(path)
-        with pytest.raises(InputError) as late:
-            Checkpoint(path)
-        assert str(early.value) == str(late.value)
 
 
 def test_prompts_up_to_the_last_position_are_taken():

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from strategies import runnable_policies
 
 from flexhybrid.core.blocks import BLOCK_TOKENS, BlockManager
 from flexhybrid.core.dependencies import KINDS, Dependencies
@@ -28,6 +29,7 @@ from flexhybrid.core.task import RESOURCES, Access, Task, Work
 from flexhybrid.core.trace import TraceEvent, busy_seconds, check_trace, iteration_ends, save_chrome_trace
 from flexhybrid.core.workload import Workload
 from flexhybrid.runtime.runnable import check_runnable
+from sim import catalogue
 
 P = 4  # bytes an element
 MEMORY_KINDS = ("act@device", "act@host", "kv@device", "kv@host")
@@ -242,6 +244,31 @@ def test_run_in_order_every_verb_finds_the_weights_and_all_cached_tokens(wave_an
             for position in range(int(wave.workload.prompt_tokens[request]) + iterations - 1):
                 assert stored.pop((layer, (request, position))) == 1
     assert not stored
+
+
+@given(runnable_policies(), st.lists(st.tuples(st.integers(1, 40), st.integers(1, 4)), min_size=1, max_size=5))
+@settings(max_examples=150)
+def test_run_in_order_every_verb_finds_its_own_layers_weights(policy, lengths):
+    """Whatever the policy: in the slot that streams, and in the one place of those that are unpacked."""
+    shape = ModelShape("small", "opt", 3, 64, 2, 2, 32, 64, 32, 64)
+    prompts, max_tokens = map(np.array, zip(*lengths, strict=True))
+    wave = admit(shape, policy, Workload(prompts, max_tokens), P, hardware=catalogue.load("t4"))
+    streamed = {slot: np.full(wave.layout.total_bytes, -1) for slot in range(2)}  # whose a byte is
+    unpacked = None
+    for task in stream(wave):
+        own = task.iteration * shape.num_layers + task.layer
+        if task.verb == "load_weights":
+            for access in task.writes:
+                if access.space[0] == "weights":
+                    streamed[access.space[1]][access.lo : access.hi] = own
+        for access in task.reads:
+            if access.space[0] == "weights":
+                found = streamed[access.space[1]][access.lo : access.hi]
+                assert (found == own).all(), f"{policy}: {task.label()} finds weights of another layer"
+            elif access.space[0] == "plain_weights":
+                assert unpacked == own, f"{policy}: {task.label()} finds unpacked weights of another layer"
+        if task.verb == "dequantize_weights":
+            unpacked = own
 
 
 @given(waves(max_layers=1))

@@ -45,7 +45,7 @@ def test_terms_without_variation_are_dropped():
     assert line.s_per_flop == 0 and line.s_per_byte == pytest.approx(1e-9)
     constant = fit_line([(5.0, 7.0, 1e-3), (5.0, 7.0, 3e-3)])
     assert (constant.s_per_flop, constant.s_per_byte) == (0, 0)
-    assert 1e-3 < constant.overhead_s < 3e-3
+    assert constant.overhead_s == pytest.approx(2e-3)  # the mean: nearer to what came early, all would be early
     assert fit_line([(5.0, 7.0, 2e-3)]).r2 is None
 
 

@@ -252,6 +252,13 @@ def shape_from_config(path: str | Path) -> ModelShape:
     return _shape_from_dict(config, path)
 
 
+def shape_of_checkpoint(folder: Path) -> ModelShape:
+    """``shape_from_config`` of a checkpoint. Raises InputError for what is no folder, too."""
+    if not os.path.isdir(folder):
+        raise InputError(f"no checkpoint at {folder}: give a local folder (nothing is ever downloaded)")
+    return shape_from_config(folder)
+
+
 def _shape_from_dict(config: dict, path: Path) -> ModelShape:
     model_type = config.get("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None

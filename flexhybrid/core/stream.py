@@ -74,6 +74,9 @@ class _Stream:
         self.num_layers = wave.shape.num_layers
         self.number = 1  # of the position at hand
         self.first_choosing = first_choosing(wave.policy.selection)
+        # Bytes of a layer that recomputing and projecting wait for; in natural order W_K and W_V come no sooner.
+        natural, layout = wave.policy.weight_order == "natural", wave.layout
+        self.kv_end, self.qkv_end = (layout.total_bytes,) * 2 if natural else (layout.kv_end, layout.qkv_end)
         self.at = Places(wave)
         self.slices: dict[tuple[int, int, int], tuple[tuple, ...]] = {}  # the tasks that bring a slice of weights
         self.outlines: dict[tuple, tuple[Outline, ...]] = {}  # of the parts of positions
@@ -111,7 +114,7 @@ class _Stream:
                 if opened is not position:
                     yield from self._part(self._open, position)
                 opened = None
-                if ahead and self._opens_early(position, ahead):
+                if ahead and self._opens_early(position, ahead, len(current)):
                     yield from self._part(self._open, ahead)
                     opened = ahead
                 if late == "selected":
@@ -140,9 +143,23 @@ class _Stream:
             return "stored"
         return "selected" if "gather" in ahead.works else None
 
-    def _opens_early(self, position: Position, ahead: Position) -> bool:
-        """With attention on the host, the next mini-batch projects while the host attends to this one."""
-        return "attend_host" in position.works and "attend_host" in ahead.works and not ahead.follows(position)
+    def _opens_early(self, position: Position, ahead: Position, num_slices: int) -> bool:
+        """With attention on the host, the next mini-batch projects while the host attends to this one; the first of the
+        next layer only where what it reads came with the slices before the last of ``num_slices``, which comes later,
+        and does not take the place of unpacked weights that this one still needs."""
+        if "attend_host" not in position.works or "attend_host" not in ahead.works or ahead.follows(position):
+            return False
+        if not ahead.leads:
+            return True
+        if "dequantize_weights" in ahead.works:
+            return False
+        last = [_slice(*part, num_slices - 1, num_slices) for part in self._streamed()]
+        return all(start == end or start >= self.qkv_end for start, end in last)
+
+    def _streamed(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """A layer's streamed bytes [start, end): those from the host, and those from the disk."""
+        wave = self.wave
+        return (wave.streamed_from, wave.disk_from), (wave.disk_from, wave.layout.total_bytes)
 
     # ---- the tasks of a position
 
@@ -177,9 +194,7 @@ class _Stream:
 
     def _slice_tasks(self, slot: int, index: int, num_slices: int) -> Iterator[tuple]:
         """The tasks that bring a slice, whatever the layer, without their keys."""
-        wave = self.wave
-        start, end = _slice(wave.streamed_from, wave.disk_from, index, num_slices)
-        disk_start, disk_end = _slice(wave.disk_from, wave.layout.total_bytes, index, num_slices)
+        (start, end), (disk_start, disk_end) = (_slice(*part, index, num_slices) for part in self._streamed())
         on_disk = disk_end - disk_start
         if end - start + on_disk == 0:
             return
@@ -228,7 +243,7 @@ class _Stream:
     def _open(self, position: Position) -> Iterator[Outline]:
         """One mini-batch in one layer up to its queries: embedding, recomputing, projecting, speculating."""
         step, layer, works = position.step, position.layer, position.works
-        layout, policy, slot = self.wave.layout, self.wave.policy, position.slot
+        layout, slot = self.wave.layout, position.slot
         k = step.mini_batch
         hidden, qkv = self.at.hidden(position), self.at.qkv(position)
         if layer == 0:
@@ -236,20 +251,17 @@ class _Stream:
         if "dequantize_weights" in works and position.leads:
             weights = self.at.weights(position, 0, layout.total_bytes)
             yield "dequantize_weights", "compute", weights, places.PLAIN
-        # In natural order W_K and W_V come no sooner than the rest.
-        natural = policy.weight_order == "natural"
-        kv_end, qkv_end = (layout.total_bytes,) * 2 if natural else (layout.kv_end, layout.qkv_end)
         if "kv_gen" in works:
             buffer = cell("act_buffer", slot)
             pools = self.at.pools(position, "act", "device")
-            reads, writes = (buffer, *self.at.matrices(position, 0, kv_end)), (places.GENERATED,)
+            reads, writes = (buffer, *self.at.matrices(position, 0, self.kv_end)), (places.GENERATED,)
             if "dequantize_act" in works:
                 yield "dequantize_act", "compute", (buffer, *pools), (places.PLAIN_ACT,)
                 reads = (*reads, places.PLAIN_ACT)
             elif pools:  # gathered into the buffer, beside what the link brought
                 reads, writes = (*reads, *pools), (*writes, buffer)
             yield "kv_gen", "compute", reads, writes
-        staging, matrices = cell("staging", slot), self.at.matrices(position, 0, qkv_end)
+        staging, matrices = cell("staging", slot), self.at.matrices(position, 0, self.qkv_end)
         writes = (qkv, staging)
         if layer >= self.first_choosing and not step.prefill:  # the new tokens' partial keys
             writes += (cell("partial_keys", k, layer),)

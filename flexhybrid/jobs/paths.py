@@ -7,16 +7,13 @@ import stat
 from pathlib import Path
 
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.shape import shape_from_config
+from flexhybrid.core.shape import shape_of_checkpoint
 
 
 def check_checkpoint(path: Path | None) -> None:
     """Raise InputError for a folder that is none, or holds no configuration of a known model. None: not named."""
-    if path is None:
-        return
-    if not path.is_dir():
-        raise InputError(f"no checkpoint at {path}: give a local folder (nothing is ever downloaded)")
-    shape_from_config(path)
+    if path is not None:
+        shape_of_checkpoint(path)
 
 
 def check_file(path: Path | None, what: str = "") -> None:

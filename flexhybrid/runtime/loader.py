@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.layout import layer_layout
-from flexhybrid.core.shape import ModelShape, shape_from_config
+from flexhybrid.core.shape import ModelShape, shape_of_checkpoint
 from flexhybrid.runtime.models import architecture
 
 #: What weights may be stored as, in the words of safetensors.
@@ -34,9 +34,7 @@ class Checkpoint:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        if not self.path.is_dir():
-            raise InputError(f"no checkpoint at {self.path}: give a local folder (nothing is ever downloaded)")
-        self.shape: ModelShape = shape_from_config(self.path)
+        self.shape: ModelShape = shape_of_checkpoint(self.path)
         self._model = architecture(self.shape)
         self._files = _tensor_files(self.path)
         self._open: dict[Path, object] = {}
