@@ -9,12 +9,16 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 from flexhybrid.core.errors import InputError
+from flexhybrid.core.policy import Policy
 
 #: A verb without a line takes another verb's before its resource's: the same kernel, or the same core's copy loop.
 OTHERWISE = {"attend_recomputed": "attend_prefill", "attend_prefill": "attend", "gather": "scatter"}
 
 #: Resources whose tasks cross a link; the others compute.
 LINKS = ("h2d", "d2h", "disk_read", "disk_write")
+
+#: Of a verb's line while nothing crosses the link.
+ALONE_SUFFIX = "_alone"
 
 FORMAT = "flexhybrid-hardware-1"
 
@@ -126,6 +130,14 @@ class Hardware:
         if found := self.lines.get(resource):
             return found
         raise InputError(f"hardware {self.name!r} has no line for {verb!r} nor for {resource!r}")
+
+    def at_work(self, policy: Policy) -> Hardware:
+        """The same machine as this policy leaves it: while nothing crosses the link, kernels that share their memory
+        with it are faster (lines "project_alone", …, where they were measured)."""
+        if not policy.stays_on_device:
+            return self
+        alone = {key.removesuffix(ALONE_SUFFIX): line for key, line in self.lines.items() if key.endswith(ALONE_SUFFIX)}
+        return replace(self, lines={**self.lines, **alone})
 
     def with_link_rate(self, gb_per_s: float | None) -> Hardware:
         """The same machine with both link directions paced at another rate (CPU: a paced link is exact by design).

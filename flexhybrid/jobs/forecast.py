@@ -90,12 +90,13 @@ def price(llm: LLM, lengths: Workload) -> Price | None:
         return None
     wave = admit(llm.shape, llm.policy, lengths, llm.bytes_per_element, hardware=llm.hardware)
     last = int(lengths.max_tokens.max()) - 1  # the prefill gives the first token
+    hardware = llm.hardware.at_work(llm.policy)
     try:
-        trace = _walk(wave, llm.hardware, 0)
+        trace = _walk(wave, hardware, 0)
         prefill_s, *step_s = np.diff(iteration_ends(trace), prepend=0.0)
         walks = {1: trace}
         for step in _later_steps(wave, max(2, min(PIECES, PRICED_TASKS // (2 * len(trace))))):
-            walks[step] = _walk(wave, llm.hardware, step - 1)
+            walks[step] = _walk(wave, hardware, step - 1)
             step_s.append(np.diff(iteration_ends(walks[step]))[0])
     except InputError:  # a machine without a line for one of the policy's verbs
         return None

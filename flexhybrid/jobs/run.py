@@ -209,7 +209,8 @@ class Job:
             if options.ordered and not stopped:
                 file.sort(self.census.num_lines)
         result = self._summary(say, found, earlier, seconds, stopped, time.time() - began)
-        traces = clocks(self.trace, self.llm.hardware)
+        machine = self.llm.hardware
+        traces = clocks(self.trace, machine.at_work(self.llm.policy) if machine else None)
         if options.trace and traces:
             write_trace(options.trace, traces)
         if options.report:

@@ -1,7 +1,8 @@
 """Samples of this machine under load: the executor's own tasks, timed while the link copies.
 
-Kernels beside a busy link are slower than alone (on two CPU cores by 15 %), so nothing is timed alone: whole runs of a
-small model are made at several sizes and every task's time is taken from their traces. Each size is measured in two
+Kernels beside a busy link are slower than alone (on two CPU cores by a third), so nothing is timed by itself: whole
+runs of a small model are made at several sizes and every task's time is taken from their traces; a few more, in which
+all lies on the device, give lines of their own for policies that move nothing. Each size is measured in two
 passes at different times, their mean stands for it, and sizes whose passes disagree are named. The mean counts within a
 pass, too: on a CPU the link's copies interrupt one kernel in a few, and a quantile would not see them. The better pass
 alone made seventeen predictions of eighteen come early: a run is long enough to see a machine's bad moments.
@@ -23,7 +24,7 @@ import numpy as np
 import torch
 
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.hardware import LINKS
+from flexhybrid.core.hardware import ALONE_SUFFIX, LINKS
 from flexhybrid.core.memory import BufferSizes, buffer_sizes, fits, memory_plan
 from flexhybrid.core.plan import Wave, admit
 from flexhybrid.core.policy import Bits, Placement, Policy
@@ -78,7 +79,16 @@ OTHERS = (
     Run(4, 128, 2, _HALF, {"bits": _PACKED}),
     Run(8, 256, 4, _HALF, {"bits": _PACKED}),
 )
-RUNS = MIXES + OTHERS
+
+#: All of it on the device: what verbs take while nothing crosses the link.
+_RESIDENT = {"kv@device": 1.0}, {"weights": Placement(device=1.0)}
+ALONE = (
+    Run(4, 128, 2, *_RESIDENT),
+    Run(16, 256, 8, *_RESIDENT),
+    Run(64, 128, 32, *_RESIDENT),
+    Run(48, 256, 16, *_RESIDENT),
+)
+RUNS = MIXES + OTHERS + ALONE
 SHORTEST = 32  #: tokens, to which a context is cut at most
 #: Times the median: a stranger's doing, left out of the mean. Not three: in a job one short task in ten waits that long
 #: for a thread or for Python's lock, which made predictions early.
@@ -136,15 +146,15 @@ def profile(
     and their verbs have no line.
     """
     small = replace(shape, num_layers=2)
-    placed: dict[object, tuple[Weights, WeightSlots]] = {}  # of the bits at hand
+    placed: dict[object, tuple[Weights, WeightSlots]] = {}  # of the bits and places at hand
 
     def weights_of(policy: Policy) -> tuple[Weights, WeightSlots]:
-        bits = policy.bits.weights
-        if bits not in placed:
+        which = policy.bits.weights, policy.weights
+        if which not in placed:
             placed.clear()  # one set at a time: both may be more than the budgets hold
             weights = Weights(small, RandomWeights(small, device=device.type), dtype, device, policy)
-            placed[bits] = weights, weights.make_slots()
-        return placed[bits]
+            placed[which] = weights, weights.make_slots()
+        return placed[which]
 
     passes: list[dict] = []
     for _ in range(2):
@@ -154,6 +164,7 @@ def profile(
                 key = _line_key(event)
                 if key is None:
                     continue
+                key += ALONE_SUFFIX * (run in ALONE)
                 bytes_ = event.task.work.link_bytes if event.task.resource in LINKS else event.task.work.memory_bytes
                 found.setdefault((key, event.task.work.flops, bytes_), []).append(event.end_s - event.start_s)
             gc.collect()  # of a run that is over, circles keep the buffers
@@ -207,7 +218,7 @@ def _run(
     link_gb_per_s: float | None, budgets: dict[str, int | None],
 ) -> list[TraceEvent]:  # fmt: skip
     """Prefill and three decode iterations of one to four mini-batches, and these again, up to ``DECODES`` times, until
-    they took ``DECODE_SECONDS``; nothing where the model cannot run so."""
+    they took ``DECODE_SECONDS``; nothing where the model cannot run so, or the device cannot hold all of it."""
     run = run._replace(context=min(run.context, shape.max_positions - 4))
     policy = _policy(run)
     try:
@@ -220,6 +231,8 @@ def _run(
     while not fits(memory_plan(shape, wave.policy, p, sizes, device), budgets) and (fewer := _halved(run)) != run:
         run = fewer
         wave, sizes = _planned(shape, run, p)
+    if wave.policy.stays_on_device and not fits(memory_plan(shape, wave.policy, p, sizes, device), budgets):
+        return []  # nor will a job
     engine = Engine(weights, wave.policy, sizes, link_gb_per_s, slots=slots)
     generator = np.random.default_rng(0)
     prompts = [generator.integers(0, shape.vocab, run.context).tolist() for _ in range(run.requests)]
@@ -235,7 +248,8 @@ def _run(
 
 def _policy(run: Run) -> Policy:
     bound = run.per_mini_batch * (run.context + 48)
-    return Policy(weights=Placement(host=1.0), cache=run.cache, max_mini_batch_tokens=bound, **run.other)
+    rest = {"weights": Placement(host=1.0)} | run.other
+    return Policy(cache=run.cache, max_mini_batch_tokens=bound, **rest)
 
 
 def _planned(shape: ModelShape, run: Run, bytes_per_element: int) -> tuple[Wave, BufferSizes]:
