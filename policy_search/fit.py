@@ -39,8 +39,9 @@ def fit_line(samples: Iterable[Sample]) -> Line:
     scales = {name: column.max() for name, column in columns.items()}  # nnls needs columns of like size
     matrix, fitted = np.stack([columns[name] / scales[name] for name in columns], axis=1), seconds
     for _ in range(REWEIGHTINGS):
-        solution, _ = nnls(matrix / fitted[:, None], seconds / fitted)
-        fitted = np.maximum(matrix @ solution, seconds / 10)  # a line through the origin is 0 where there is no work
+        expected = np.maximum(fitted, seconds / 10)  # a line through the origin is 0 where there is no work
+        solution, _ = nnls(matrix / expected[:, None], seconds / expected)
+        fitted = matrix @ solution
     terms = {name: float(value / scales[name]) for name, value in zip(columns, solution, strict=True)}
     spread = float(((seconds - seconds.mean()) ** 2).sum())
     # Without spread (one size only) there is nothing to explain.

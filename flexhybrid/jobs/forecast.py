@@ -10,10 +10,10 @@ import numpy as np
 
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware
-from flexhybrid.core.kinds import TIERS
+from flexhybrid.core.kinds import TIERS, representation_of
 from flexhybrid.core.memory import gib, total_bytes
 from flexhybrid.core.plan import Wave, admit
-from flexhybrid.core.policy import Policy, representation_of
+from flexhybrid.core.policy import Policy
 from flexhybrid.core.stream import stream
 from flexhybrid.core.task import Task
 from flexhybrid.core.trace import TraceEvent, iteration_ends
