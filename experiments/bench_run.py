@@ -26,9 +26,9 @@ from flexhybrid.jobs import shipped, shipped_prompts
 from flexhybrid.jobs.forecast import sorted_by_length
 from flexhybrid.jobs.report import MOST_OTHERS
 from flexhybrid.jobs.run import RunOptions, run
-from flexhybrid.jobs.speed import CpuUse
 from flexhybrid.llm import LLM, SamplingParams
 from flexhybrid.machine import pick_device
+from flexhybrid.runtime.cpu_use import CpuUse
 from flexhybrid.runtime.loader import Checkpoint
 
 ROUNDS, MORE = 3, 3  #: rounds of each row, and how many more where others disturb them

@@ -27,7 +27,7 @@ from flexhybrid.core.trace import TraceEvent, check_trace
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.measure import TIMING_SHAPE
 from flexhybrid.jobs.report import MOST_OTHERS
-from flexhybrid.jobs.speed import CpuUse
+from flexhybrid.runtime.cpu_use import CpuUse
 from flexhybrid.runtime.engine import Engine
 from flexhybrid.runtime.executor import Executor
 from flexhybrid.runtime.loader import RandomWeights

@@ -21,7 +21,8 @@ from flexhybrid.jobs.breakdown import CARGO, KINDS, bytes_per_step, kind_of, sec
 from flexhybrid.jobs.compare import CompareOptions, compare
 from flexhybrid.jobs.measure_disk import DiskPart
 from flexhybrid.jobs.setting import SIZES, TABLE_SECONDS, Setting, split_names
-from flexhybrid.jobs.speed import Bench, Contender, CpuUse, moved_in_window
+from flexhybrid.jobs.speed import Bench, Contender, moved_in_window
+from flexhybrid.runtime.cpu_use import CpuUse
 from flexhybrid.runtime.links import CpuCopies
 from flexhybrid.runtime.loader import RandomWeights
 from flexhybrid.runtime.weights import DiskPlace, Weights

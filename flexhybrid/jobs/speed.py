@@ -7,9 +7,7 @@ down, every policy slows down.
 
 from __future__ import annotations
 
-import os
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,6 +20,7 @@ from flexhybrid.core.policy import Policy
 from flexhybrid.core.stream import stream
 from flexhybrid.core.trace import TraceEvent, iteration_ends
 from flexhybrid.core.workload import Workload
+from flexhybrid.runtime.cpu_use import CpuUse
 from flexhybrid.runtime.engine import Engine
 from flexhybrid.runtime.executor import Executor
 from flexhybrid.runtime.sampling import greedy_plan
@@ -255,29 +254,3 @@ def _grouped(policies: list[Policy]) -> list[list[Policy]]:
     for policy in policies:
         groups.setdefault((policy.weights, policy.bits, policy.attention, policy.hidden), []).append(policy)
     return list(groups.values())
-
-
-@dataclass(frozen=True)
-class CpuUse:
-    """Processor time used since boot, by everyone and by this process, in seconds; None where /proc is not there."""
-
-    everyone_s: float | None
-    own_s: float
-    at_s: float
-
-    @staticmethod
-    def now() -> CpuUse:
-        try:
-            with open("/proc/stat", encoding="ascii") as stat:
-                jiffies = [int(field) for field in stat.readline().split()[1:9]]
-            everyone = (sum(jiffies) - jiffies[3] - jiffies[4]) / os.sysconf("SC_CLK_TCK")  # without idle and iowait
-        except (OSError, ValueError, IndexError):
-            everyone = None
-        return CpuUse(everyone, time.process_time(), time.perf_counter())
-
-    def others_since(self, before: CpuUse) -> float | None:
-        """Share of all cores that other processes used between the two readings."""
-        if self.everyone_s is None or before.everyone_s is None:
-            return None
-        others = (self.everyone_s - before.everyone_s) - (self.own_s - before.own_s)
-        return max(0.0, others) / max(1e-9, (self.at_s - before.at_s) * (os.cpu_count() or 1))

@@ -16,7 +16,7 @@ import functools
 import gc
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -30,8 +30,10 @@ from flexhybrid.core.plan import Wave, admit
 from flexhybrid.core.policy import Bits, Placement, Policy
 from flexhybrid.core.shape import ModelShape
 from flexhybrid.core.stream import stream
+from flexhybrid.core.task import Task
 from flexhybrid.core.trace import TraceEvent, iteration_ends
 from flexhybrid.core.workload import Workload
+from flexhybrid.runtime.cpu_use import CpuUse
 from flexhybrid.runtime.engine import Engine
 from flexhybrid.runtime.loader import RandomWeights
 from flexhybrid.runtime.runnable import check_runnable
@@ -160,13 +162,13 @@ def profile(
     for _ in range(2):
         found: dict[tuple, list[float]] = {}
         for run in runs:
-            for event in _run(small, weights_of, run, link_gb_per_s, budgets or {}):
-                key = _line_key(event)
+            for task, seconds in _run(small, weights_of, run, link_gb_per_s, budgets or {}):
+                key = _line_key(task)
                 if key is None:
                     continue
                 key += ALONE_SUFFIX * (run in ALONE)
-                bytes_ = event.task.work.link_bytes if event.task.resource in LINKS else event.task.work.memory_bytes
-                found.setdefault((key, event.task.work.flops, bytes_), []).append(event.end_s - event.start_s)
+                bytes_ = task.work.link_bytes if task.resource in LINKS else task.work.memory_bytes
+                found.setdefault((key, task.work.flops, bytes_), []).append(seconds)
             gc.collect()  # of a run that is over, circles keep the buffers
             if on_progress:
                 on_progress()
@@ -206,19 +208,20 @@ def _typical(times: list[float]) -> float:
     return float(times[times <= OUTLIER * np.median(times)].mean())
 
 
-def _line_key(event: TraceEvent) -> str | None:
+def _line_key(task: Task) -> str | None:
     """One line a verb; stores take d2h's: a decode step's few rows say nothing about a link. A selection's work after
     the prompt goes by the line of its guesses."""
-    after_prompt = event.task.verb == "speculate" and not event.task.iteration
-    return None if event.task.verb.startswith("store_") or after_prompt else event.task.verb
+    after_prompt = task.verb == "speculate" and not task.iteration
+    return None if task.verb.startswith("store_") or after_prompt else task.verb
 
 
 def _run(
     shape: ModelShape, weights_of: Callable[[Policy], tuple[Weights, WeightSlots]], run: Run,
     link_gb_per_s: float | None, budgets: dict[str, int | None],
-) -> list[TraceEvent]:  # fmt: skip
-    """Prefill and three decode iterations of one to four mini-batches, and these again, up to ``DECODES`` times, until
-    they took ``DECODE_SECONDS``; nothing where the model cannot run so, or the device cannot hold all of it."""
+) -> list[tuple[Task, float]]:  # fmt: skip
+    """Tasks and their seconds, of a prefill and three decode iterations of one to four mini-batches, and these again,
+    up to ``DECODES`` times, until they took ``DECODE_SECONDS``; nothing where the model cannot run so, or the device
+    cannot hold all of it."""
     run = run._replace(context=min(run.context, shape.max_positions - 4))
     policy = _policy(run)
     try:
@@ -238,12 +241,20 @@ def _run(
     prompts = [generator.integers(0, shape.vocab, run.context).tolist() for _ in range(run.requests)]
     arguments = wave, prompts, greedy_plan(run.requests)
     executor = engine.executor(*arguments)
-    trace = engine.run(*arguments, keep_trace=True, executor=executor).trace
-    ends = iteration_ends(trace)
+
+    def timed(tasks: Iterable[Task] | None = None) -> list[TraceEvent]:
+        before = CpuUse.now()
+        trace = engine.run(*arguments, keep_trace=True, executor=executor, tasks=tasks).trace
+        left = CpuUse.now().left_since(before)
+        own = {"host_compute", "compute"} if device == "cpu" else {"host_compute"}
+        seconds.extend((e.task, (e.end_s - e.start_s) * (left if e.task.resource in own else 1)) for e in trace)
+        return trace
+
+    seconds: list[tuple[Task, float]] = []
+    ends = iteration_ends(timed())
     for _ in range(min(int(DECODE_SECONDS / (ends[-1] - ends[0])), DECODES - 1)):
-        again = stream(wave, first_iteration=1)
-        trace += engine.run(*arguments, keep_trace=True, executor=executor, tasks=again).trace
-    return trace
+        timed(stream(wave, first_iteration=1))
+    return seconds
 
 
 def _policy(run: Run) -> Policy:
