@@ -32,7 +32,9 @@ class CpuUse:
         """Share of all cores that other processes, and the host, used between the two readings."""
         if self.everyone_s is None or before.everyone_s is None:
             return None
-        others = (self.everyone_s - before.everyone_s) - (self.own_s - before.own_s)
+        stolen = self.stolen_s - before.stolen_s
+        # Some kernels count what was stolen from a process as used by it.
+        others = max(stolen, self.everyone_s - before.everyone_s - (self.own_s - before.own_s))
         return max(0.0, others) / max(1e-9, (self.at_s - before.at_s) * (os.cpu_count() or 1))
 
     def left_since(self, before: CpuUse) -> float:
