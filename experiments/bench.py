@@ -41,9 +41,9 @@ from flexhybrid.jobs import shipped, shipped_prompts
 from flexhybrid.jobs.compare import INSIDE, LINK_LADDER, MIXES, virtual_decode
 from flexhybrid.jobs.exactness import Reference, compare_tokens
 from flexhybrid.jobs.measure import PROFILE_STEPS, TIMING_SHAPE, device_name, fastest_dtype, measure_hardware
-from flexhybrid.jobs.report import MOST_OTHERS
 from flexhybrid.jobs.speed import Bench, Contender, Measured
 from flexhybrid.llm import LLM, SamplingParams, load_tokenizer
+from flexhybrid.runtime.cpu_use import MOST_OTHERS
 from flexhybrid.runtime.loader import RandomWeights
 from flexhybrid.runtime.weights import Weights
 from policy_search.search import search

@@ -32,8 +32,7 @@ from flexhybrid.core.trace import TraceEvent, check_trace, iteration_ends
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.measure import TIMING_SHAPE, measure_hardware
 from flexhybrid.jobs.measure_disk import measure_disk, with_disk
-from flexhybrid.jobs.report import MOST_OTHERS
-from flexhybrid.runtime.cpu_use import CpuUse
+from flexhybrid.runtime.cpu_use import MOST_OTHERS, CpuUse
 from flexhybrid.runtime.engine import Engine
 from flexhybrid.runtime.loader import RandomWeights
 from flexhybrid.runtime.profile import MIXES, OTHERS, profile

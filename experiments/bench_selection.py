@@ -26,8 +26,7 @@ from flexhybrid.core.stream import stream
 from flexhybrid.core.trace import TraceEvent, check_trace
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.measure import TIMING_SHAPE
-from flexhybrid.jobs.report import MOST_OTHERS
-from flexhybrid.runtime.cpu_use import CpuUse
+from flexhybrid.runtime.cpu_use import MOST_OTHERS, CpuUse
 from flexhybrid.runtime.engine import Engine
 from flexhybrid.runtime.executor import Executor
 from flexhybrid.runtime.loader import RandomWeights

@@ -372,8 +372,10 @@ def test_an_interrupt_ends_the_iteration_and_the_next_run_goes_on(tiny, tmp_path
     lines = [line(f"r{i}", prompt=[5 + i], max_tokens=[2, 40][i % 2], temperature=0, ignore_eos=True) for i in range(8)]
     source.write_text("\n".join(lines))
     known_machine().save(tmp_path / "cache/hardware-cpu.json")
+    monkeypatch.setattr(run_module.CpuUse, "others_since", lambda after, before: 0.2)
     assert run(source, tmp_path / "whole.jsonl", tiny) == 0
-    assert "(predicted " in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "(predicted " in told and "others took 20% of the cores meanwhile" in told
     heard = []
 
     def interrupted(self, count, advance=run_module.Progress.advance):

@@ -17,6 +17,7 @@ from flexhybrid.core.shape import ModelShape
 from flexhybrid.core.task import RESOURCES
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.breakdown import KINDS
+from flexhybrid.runtime.cpu_use import MOST_OTHERS
 from policy_search.fit import PAPERS_R2, fit_report
 from policy_search.search import SearchResult
 
@@ -29,7 +30,6 @@ SHOWN_LINES = (
 
 
 BUSY = "*"  #: marks a figure that was measured on a busy machine
-MOST_OTHERS = 0.05  #: share of the cores that other processes may use in a clean round (the house bar)
 MOST_SPREAD = (
     0.15  #: (fastest - slowest) / median of a policy's rounds; interleaved rounds of an idle machine lie closer
 )

@@ -47,6 +47,7 @@ from flexhybrid.jobs.run_options import RunOptions, check_options
 from flexhybrid.jobs.run_report import clocks, refusal_codes, write_report, write_trace
 from flexhybrid.llm import LLM, RequestOutput
 from flexhybrid.machine import named_hardware, pick_device
+from flexhybrid.runtime.cpu_use import MOST_OTHERS, CpuUse
 from flexhybrid.runtime.loader import Checkpoint
 
 ERRORS_AT_ONCE = 256  #: lines of refused requests that are written together
@@ -185,12 +186,12 @@ class Job:
             )
         self._order = self._sorted(np.flatnonzero(self.census.valid & (self.states == PENDING)))
         pending, failed = self.pending(), int((self.states == FAILED).sum())
-        found, seconds, stopped = None, 0.0, False
+        found, seconds, others, stopped = None, 0.0, None, False
         if len(pending):
             found = self._plan(pending, earlier, say)
             if self.crew is None:
                 load_weights(self.llm, found.layer_bytes)
-            started = time.perf_counter()
+            started = CpuUse.now()
             with (
                 stop_on_signal() as stop,
                 Progress(found.tokens, "tokens", "tok", options.quiet, found.seconds, failed) as progress,
@@ -202,13 +203,14 @@ class Job:
                     from flexhybrid.jobs.run_ray import answer_pending_on
 
                     answer_pending_on(self.crew, self, found, progress, stop)
-            seconds, stopped = time.perf_counter() - started, bool(len(self.pending()))
+            ended, stopped = CpuUse.now(), bool(len(self.pending()))
+            seconds, others = ended.at_s - started.at_s, None if self.crew else ended.others_since(started)
             self.dropped = progress.count - self.tokens if stopped else 0
         for file in self.files.values():
             file.sync()
             if options.ordered and not stopped:
                 file.sort(self.census.num_lines)
-        result = self._summary(say, found, earlier, seconds, stopped, time.time() - began)
+        result = self._summary(say, found, earlier, seconds, others, stopped, time.time() - began)
         machine = self.llm.hardware
         traces = clocks(self.trace, machine.at_work(self.llm.policy) if machine else None)
         if options.trace and traces:
@@ -331,7 +333,9 @@ class Job:
             progress.finished(int(self.census.max_tokens[number - 1]) - tokens)
         self.answers.sync_if_due()
 
-    def _summary(self, say, found, earlier: int, seconds: float, stopped: bool, total_s: float) -> dict:
+    def _summary(
+        self, say, found, earlier: int, seconds: float, others: float | None, stopped: bool, total_s: float
+    ) -> dict:
         options, states = self.options, self.states
         counts = {"lines": self.census.num_lines, "answered": int((states == ANSWERED).sum()),
                   "refused": int((states == FAILED).sum()), "left": int((states == PENDING).sum()),
@@ -346,6 +350,8 @@ class Job:
             against = f" (predicted {duration(predicted)})" if predicted and not stopped else ""
             speed = f"{self.tokens:,} tokens in {duration(seconds)}: {rate:.1f} tokens/s"
             say(f"{speed}{against}; the whole command {duration(total_s)}")
+            if others and others > MOST_OTHERS:
+                say(f"busy       others took {others:.0%} of the cores meanwhile, which no prediction knows of")
         say(f"answers    {options.output}")
         if counts["refused"]:
             say(f"refused    {options.errors or f'{options.output}, lines of status_code 400'}")
@@ -359,6 +365,7 @@ class Job:
         return {
             **counts, "tokens": self.tokens, "tokens_dropped": self.dropped,
             "seconds": seconds, "tokens_per_s": rate, "predicted_s": predicted,
+            "others_cpu_share": others,
             "policy": self.llm.policy.to_dict(), "output": str(options.output),
             "errors": str(options.errors) if options.errors else None, "exit_status": STOPPED if stopped else 0,
         }  # fmt: skip

@@ -7,6 +7,8 @@ import time
 from dataclasses import dataclass
 
 STEAL = 7  #: of the first line of /proc/stat, its name not counted
+MOST_STOLEN = 0.75  #: beyond it cores stand still at the same time, and the sum of what they lose says nothing
+MOST_OTHERS = 0.05  #: share of the cores that others may use in a clean round (the house bar)
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,3 @@ class CpuUse:
         if self.stolen_s is None or before.stolen_s is None:
             return 1.0
         return 1 - min(MOST_STOLEN, (self.stolen_s - before.stolen_s) / max(1e-9, self.at_s - before.at_s))
-
-
-MOST_STOLEN = 0.75  #: beyond it cores stand still at the same time, and the sum of what they lose says nothing
