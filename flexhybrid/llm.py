@@ -347,8 +347,8 @@ class LLM:
             if len(text) > (enough := CHARS_OF_A_TOKEN * limit) and len(encode(text[:enough])["input_ids"]) > 2 * limit:
                 raise self._too_long(f"{name} has {len(text)} characters, more than {2 * limit} tokens")
             return encode(text)["input_ids"]
-        except (UnicodeError, TypeError) as error:
-            raise InputError(f"{name} cannot be encoded: {error}") from None
+        except (UnicodeError, TypeError):
+            raise InputError(f"{name} cannot be encoded: it holds half of a surrogate pair, which is no text") from None
 
     def _too_long(self, what: str) -> InputError:
         limit = self.shape.max_context

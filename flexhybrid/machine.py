@@ -13,6 +13,7 @@ from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.shape import ModelShape
 from flexhybrid.core.waves import Budgets, split_waves
 from flexhybrid.core.workload import Workload
+from flexhybrid.runtime.profile import faster_cpu_dtype
 from flexhybrid.runtime.runnable import check_runnable
 
 SLOWEST_LINK = 0.01  #: GB/s; slower, nothing would ever end
@@ -40,7 +41,8 @@ def free_device_memory(device: torch.device) -> int:
 
 
 def pick_dtype(name: str, shape: ModelShape, device: torch.device, hardware: Hardware | None) -> str:
-    """The compute dtype. "auto": the checkpoint's on CUDA; on a CPU what profile measured faster for 16-bit ones."""
+    """The compute dtype. "auto": the checkpoint's on CUDA; on a CPU, for 16-bit ones, what multiplies faster, as the
+    profile found it or, before there is one, by a look now: the answers must not hang on whether one is kept."""
     if name not in ("auto", "float32", "bfloat16", "float16"):
         raise InputError(f"dtype {name!r} is not one of auto, float32, bfloat16, float16")
     if name == "float16" and device.type == "cpu":
@@ -49,7 +51,7 @@ def pick_dtype(name: str, shape: ModelShape, device: torch.device, hardware: Har
         return name
     if device.type == "cuda" or shape.dtype == "float32":
         return shape.dtype
-    return (hardware.faster_dtype if hardware else None) or "bfloat16"
+    return (hardware.faster_dtype if hardware else None) or faster_cpu_dtype(shape)
 
 
 def profile_path(device: torch.device) -> Path:

@@ -2,9 +2,11 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 
-from flexhybrid.core.hardware import Hardware
+from flexhybrid import machine
+from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.memory import memory_plan, total_bytes
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.shape import ModelShape
@@ -88,3 +90,13 @@ def test_what_is_left_of_the_time_is_less_what_was_stolen(monkeypatch):
     assert replace(after, stolen_s=29.0).left_since(before) == 0.25
     unknown = replace(after, everyone_s=None, stolen_s=None)
     assert unknown.left_since(before) == before.left_since(unknown) == 1.0 and unknown.others_since(before) is None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_dtype_does_not_hang_on_whether_a_profile_is_kept(monkeypatch, dtype):
+    """Answers would: before the first profile, it is what that would find."""
+    monkeypatch.setattr(machine, "faster_cpu_dtype", lambda shape: dtype)
+    shape, cpu = ModelShape("small", "opt", 2, 64, 2, 2, 32, 128, 100, 96, dtype="bfloat16"), torch.device("cpu")
+    kept = Hardware("local", "cpu", {"compute": Line(1e-5)})
+    for hardware in (None, kept, replace(kept, faster_dtype=dtype)):
+        assert machine.pick_dtype("auto", shape, cpu, hardware) == dtype

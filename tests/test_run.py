@@ -406,7 +406,7 @@ def test_an_interrupt_before_the_first_answer_says_what_it_leaves(tiny, tmp_path
     monkeypatch.setattr(run_module, "measure_for_model", stopped)
     assert run(requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl", tiny, policy="auto") == 130
     assert "stopped: nothing was written; give the same command again" in capsys.readouterr().err
-    assert (tmp_path / "out.jsonl").read_bytes() == b"" and not (tmp_path / "out.jsonl.manifest.json").exists()
+    assert [path.name for path in tmp_path.glob("out*")] == []
 
 
 def test_the_whole_command_is_timed_from_its_beginning(tiny, tmp_path, capsys, monkeypatch):
@@ -475,6 +475,22 @@ def test_a_request_that_fits_no_budget_is_named_before_the_start(tiny, tmp_path,
         need = llm.first_wave(Workload(np.array([1]), np.array([30])))[1]["host"]
     assert run(source, tmp_path / "out.jsonl", tiny, "--host-memory", str(sum(need.values()) + 1)) == 2
     assert "line 2: host memory: one request of 90 prompt tokens" in capsys.readouterr().err
+    assert run(source, tmp_path / "other.jsonl", tiny, policy="no_such") == 2
+    assert not (tmp_path / "other.jsonl").exists(), "it never began"
+
+
+def test_a_cache_that_cannot_be_written_is_told_before_the_measurement(tiny, tmp_path, capsys, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr("flexhybrid.jobs.measure.profile", None)
+    assert run(requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl", tiny, policy="auto") == 2
+    assert f"cannot keep profiles in {tmp_path}/file/cache: " in capsys.readouterr().err
+
+
+def test_a_quote_that_is_never_closed_swallows_no_rows(tiny, tmp_path, capsys):
+    (tmp_path / "in.csv").write_text('n,q\n1,one\n2,"two\n3,three\n')
+    assert run(tmp_path / "in.csv", tmp_path / "out.jsonl", SHIPPED, "--column", "q") == 2
+    assert "in.csv, line 4: unexpected end of data (a quote not closed" in capsys.readouterr().err
 
 
 def test_a_resumed_run_computes_in_the_dtype_it_began_with(tmp_path, monkeypatch, capsys):
@@ -598,8 +614,8 @@ def test_a_trace_and_a_report_on_request(tiny, tmp_path, capsys):
     assert all(text in page for text in told.splitlines()) and "| invalid_json | 1 |" in page
     assert "| duplicate_custom_id | 1 |" in page and "| step | s |" in page and '"transformers"' in page
     (tmp_path / "trace.json").unlink()
-    assert run(source, out, tiny, *asked) == 0 and "trace      of nothing" in capsys.readouterr().out
-    assert not (tmp_path / "trace.json").exists() and "| step" not in (tmp_path / "report.md").read_text()
+    assert run(source, out, tiny, *asked) == 0 and "trace      nothing ran" in capsys.readouterr().out
+    assert not (tmp_path / "trace.json").exists() and (tmp_path / "report.md").read_text() == page, "nothing ran"
     assert run(source, out, tiny, "--trace", str(source)) == 2 and "the same file" in capsys.readouterr().err
 
 

@@ -61,9 +61,9 @@ def load_manifest(output: Path) -> dict | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"cannot read {path}: {error}") from None
+        raise InputError(f"cannot read {path}: {error}; move it and {output} away") from None
     if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
-        raise InputError(f"{path} is not the manifest of a run; move it away")
+        raise InputError(f"{path} is not the manifest of a run; move it and {output} away")
     return found
 
 
@@ -72,7 +72,10 @@ def check_same(output: Path, earlier: dict, now: dict) -> None:
     differences = list(_differences(earlier, now, ""))
     if differences:
         more = f" (and {len(differences) - 3} more)" if len(differences) > 3 else ""
-        shown = "; ".join(f"{where} was {_short(was)}, is {_short(is_now)}" for where, was, is_now in differences[:3])
+        shown = "; ".join(
+            f"{where} was {_short(was)}, is {_short(is_now)}" + " (the file was changed)" * (where == "input.sha256")
+            for where, was, is_now in differences[:3]
+        )
         if any(where.endswith(".mtime_ns") for where, _, _ in differences):
             more += " (nanoseconds: a copy of the same weights is taken for others until it has the earlier time, by "
             more += "`touch -d @SECONDS`; runs that all have --verify compare hashes instead)"

@@ -75,7 +75,9 @@ def json_object(raw: bytes) -> dict:
     except RecursionError:
         raise Refused("invalid_json", "the line is not JSON: it is nested too deeply") from None
     except ValueError as error:
-        raise Refused("invalid_json", f"the line is not JSON: {error}") from None
+        # The decoder counts a line's own end as another line.
+        where = f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else str(error)
+        raise Refused("invalid_json", f"the line is not JSON: {where}") from None
     if not isinstance(data, dict):
         raise Refused("invalid_json", f"the line must be a JSON object, not {shown(data)}")
     return data
@@ -102,7 +104,8 @@ def read_request(data: dict, url: str | None, llm: LLM, defaults: dict, seed: in
     if "custom_id" not in data:
         raise Refused("missing_custom_id", "custom_id is missing", "custom_id")
     if not isinstance(custom_id, str) or not custom_id:
-        raise Refused("invalid_custom_id", f"custom_id is {shown(custom_id)}; it must be a text", "custom_id")
+        raise Refused("invalid_custom_id", f"custom_id is {shown(custom_id)}; it must be a text that is not empty",
+                      "custom_id")  # fmt: skip
     try:
         if data.get("method") != "POST":
             raise Refused("invalid_method", f'method is {_given(data, "method")}; it must be "POST"', "method")
@@ -131,7 +134,8 @@ def _from_body(custom_id: str, body: dict, url: str, llm: LLM, defaults: dict, s
         raise Refused("invalid_value", f"model is {shown(model)}; it must be a text", "model")
     return_token_ids = body.pop("return_token_ids", False)
     if not isinstance(return_token_ids, bool):
-        raise Refused("invalid_value", f"return_token_ids is {shown(return_token_ids)}; it must be true or false")
+        told = f"return_token_ids is {shown(return_token_ids)}; it must be true or false"
+        raise Refused("invalid_value", told, "return_token_ids")
     field = "messages" if url == CHAT else "prompt"
     if field not in body:
         raise Refused("missing_required_parameter", f"{field} is missing", field)
@@ -152,10 +156,12 @@ def make_request(
         prompt = prompt[0]
     if isinstance(prompt, list) and any(not is_whole(token) for token in prompt):
         raise Refused("invalid_value", "prompt must be a text or a list of token ids: one prompt a line", "prompt")
+    if not isinstance(prompt, (str, list)):
+        raise Refused("invalid_value", f"prompt is {shown(prompt)}; it must be a text or a list of token ids", "prompt")
     try:
         ids = llm.check_request(prompt, params, "the prompt", special_tokens)
     except InputError as error:
-        raise Refused("invalid_value", str(error)) from None
+        raise Refused("invalid_value", str(error), "prompt" if str(error).startswith("the prompt") else None) from None
     return Request(custom_id, ids, params, model, return_token_ids or llm.tokenizer is None)
 
 

@@ -84,7 +84,7 @@ def open_lines(path: Path, form: str, column: str | None) -> BinaryIO:
 def _csv_values(path: Path, column: str) -> Iterator[str | None]:
     csv.field_size_limit(MAX_LINE_BYTES)
     with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-        rows = csv.reader(file)
+        rows = csv.reader(file, strict=True)  # else a quote that is never closed swallows the rows after it
         try:
             header = next(rows, [])
             place = _place(path, column, header)
@@ -92,7 +92,8 @@ def _csv_values(path: Path, column: str) -> Iterator[str | None]:
                 if row:  # the module's own readers skip blank lines too
                     yield row[place] if place < len(row) else None
         except csv.Error as error:
-            raise InputError(f"{path}, line {rows.line_num}: {error}") from None
+            told = f"{path}, line {rows.line_num}: {error} (a quote not closed, or not doubled?)"
+            raise InputError(told) from None
 
 
 def _parquet_values(path: Path, column: str) -> Iterator[str | None]:

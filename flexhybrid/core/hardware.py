@@ -225,6 +225,19 @@ def cache_folder() -> Path:
         raise InputError("no home folder is known here: set FLEXHYBRID_CACHE to a folder for profiles") from None
 
 
+def check_cache_folder() -> None:
+    """Raise InputError where profiles cannot be kept: before they are measured."""
+    folder = cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot keep profiles in {folder}: {error.strerror}; set FLEXHYBRID_CACHE to a folder "
+                         "that can be written") from None  # fmt: skip
+    if not os.access(folder, os.W_OK):
+        raise InputError(f"cannot keep profiles in {folder}: it is not writable; set FLEXHYBRID_CACHE to a folder "
+                         "that is")  # fmt: skip
+
+
 def profile_file(device: str) -> Path:
     """The file of this machine's profile for a device, "cpu" or "cuda"."""
     return cache_folder() / f"hardware-{device}.json"

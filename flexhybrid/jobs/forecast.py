@@ -142,7 +142,8 @@ def plan_lines(llm: LLM, found: Forecast, counts: str, searched: bool) -> list[s
             budget = llm.budgets.get(tier)
             memory.append(f"{tier} {gib(size)}" + (f" of {gib(budget)}" if budget else ""))
     if found.seconds is None:
-        unknown = "is not profiled (--policy auto does that)"
+        pace = f" at {llm.link_gb_per_s:g} GB/s" if llm.link_gb_per_s else ""
+        unknown = f"is not profiled for this model{pace} (--policy auto does that)"
         if llm.hardware is not None:
             unknown = "was profiled without some of the policy's tasks (a disk's: flexhybrid profile --disk DIR)"
         predicted, limit = f"no speed: this machine {unknown}", []
@@ -150,8 +151,9 @@ def plan_lines(llm: LLM, found: Forecast, counts: str, searched: bool) -> list[s
         end = time.strftime("%a %H:%M", time.localtime(time.time() + found.seconds))
         predicted = f"{found.tokens / found.seconds:.1f} tokens/s, {duration(found.seconds)}: done by {end}"
         limit = [f"limited by {found.first_wave.binding}, busy {found.first_wave.busy:.0%} of its longest phase"]
+    told = "; a mix with recomputed context would not be faster" if plain else ""
     return [
-        f"policy     {describe(llm.policy)}" + ("; a mix with recomputed context would not be faster" if plain else ""),
+        f"policy     {describe(llm.policy)}; in {llm.dtype}{told}",
         f"requests   {counts}, at most {found.tokens:,} tokens of answers in all; {found.wave_requests} at a time",
         f"predicted  {predicted}",
         f"memory     {', '.join(memory)}",

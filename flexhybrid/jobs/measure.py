@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from flexhybrid.core.hardware import Hardware, Line, cache_folder, crosses_link
+from flexhybrid.core.hardware import Hardware, Line, cache_folder, check_cache_folder, crosses_link
 from flexhybrid.core.shape import ModelShape
 from flexhybrid.jobs.measure_disk import with_earlier_disk
 from flexhybrid.machine import profile_path
@@ -111,6 +111,8 @@ def measure_hardware(
     """
     from policy_search.fit import fit_hardware
 
+    if save_to is None or cache_folder() in Path(save_to).parents:
+        check_cache_folder()
     result = profile(shape, dtype, device, link_gb_per_s, on_progress, budgets=budgets)
     saved_at = Path(save_to or profile_path(device))
     memories = machine_memories(device)

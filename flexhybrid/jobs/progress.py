@@ -65,7 +65,7 @@ class Progress:
         self.bar.set_postfix_str(f"{self._counts()}{predicted}", refresh=False)
 
     def _counts(self) -> str:
-        return f"{self.done:,} done" + (f", {self.failed:,} failed" if self.failed else "")
+        return f"{self.done:,} done" + (f", {self.failed:,} refused" if self.failed else "")
 
     def note(self, text: str) -> None:
         """Something to know, above the bar."""

@@ -19,7 +19,7 @@ import transformers
 
 from flexhybrid import __version__
 from flexhybrid.batch.answers import ANSWERED, FAILED, PENDING, AnswerFile
-from flexhybrid.batch.manifest import check_same, load_manifest, model_record, save_manifest
+from flexhybrid.batch.manifest import check_same, load_manifest, manifest_path, model_record, save_manifest
 from flexhybrid.batch.openai import ReadLine, Request, answer_line, error_line
 from flexhybrid.batch.requests import (
     Census,
@@ -66,7 +66,7 @@ def run(options: RunOptions, say=print, began: float | None = None) -> dict:
     with _hint("nothing was written; give the same command again"), contextlib.ExitStack() as stack:
         before = file_state(options.input)
         lines = stack.enter_context(contextlib.closing(open_lines(options.input, form, options.column)))
-        files = {path: _open(stack, path) for path in (options.output, options.errors) if path}
+        files = {path: _open(stack, path, options.output) for path in (options.output, options.errors) if path}
         crew = stack.enter_context(_crew(options, say)) if options.engine == "ray" else None
         earlier_dtype = None if options.restart else _earlier_dtype(options.output)
         llm = stack.enter_context(_load(options, earlier_dtype, crew.a_node if crew else 1))
@@ -95,8 +95,18 @@ def _again(options: RunOptions) -> str:
     return "the same command again" + (", without --restart," if options.restart else "")
 
 
-def _open(stack: contextlib.ExitStack, path: Path) -> AnswerFile:
-    return stack.enter_context(contextlib.closing(AnswerFile(path)))
+def _open(stack: contextlib.ExitStack, path: Path, output: Path) -> AnswerFile:
+    """The file, locked; one that was not there goes again where the run is refused before it began."""
+    existed = path.exists()
+
+    def leave(error_type, *error) -> None:
+        if error_type and not existed and not manifest_path(output).exists():
+            path.unlink(missing_ok=True)
+
+    file = AnswerFile(path)
+    stack.callback(file.close)
+    stack.push(leave)  # runs first, under the lock
+    return file
 
 
 @contextlib.contextmanager
@@ -215,7 +225,7 @@ class Job:
         traces = clocks(self.trace, machine.at_work(self.llm.policy) if machine else None)
         if options.trace and traces:
             write_trace(options.trace, traces)
-        if options.report:
+        if options.report and (found or not options.report.exists()):
             write_report(options.report, said, self.manifest, refusal_codes(self.errors.path), traces)
         return result
 
@@ -356,9 +366,10 @@ class Job:
         if counts["refused"]:
             say(f"refused    {options.errors or f'{options.output}, lines of status_code 400'}")
         if options.trace:
-            say(f"trace      {options.trace} (open it at ui.perfetto.dev)" if self.trace else "trace      of nothing")
+            say(f"trace      {options.trace} (open it at ui.perfetto.dev)" if self.trace else "trace      nothing ran")
         if options.report:
-            say(f"report     {options.report}")
+            kept = "" if found or not options.report.exists() else " (of an earlier run: nothing ran)"
+            say(f"report     {options.report}{kept}")
         if stopped:
             lost = f"; {self.dropped:,} tokens of unfinished answers are lost (see --max-batch)" if self.dropped else ""
             say(f"stopped: give {_again(options)} to go on{lost}")

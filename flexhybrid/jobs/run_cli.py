@@ -12,10 +12,10 @@ DISK_DIR_HELP = (
 )
 #: Sampling parameters that ``run`` takes for all requests: name, type, help.
 SAMPLING = (
-    ("max_tokens", int, "most tokens of an answer"),
-    ("temperature", float, "0 takes the most probable token"),
-    ("top_p", float, "share of probability drawn from"),
-    ("top_k", int, "tokens drawn from"),
+    ("max_tokens", int, "most tokens of an answer", "16; of a chat, what the model has room for"),
+    ("temperature", float, "0 takes the most probable token", "1"),
+    ("top_p", float, "share of probability drawn from", "1"),
+    ("top_k", int, "tokens drawn from", "all"),
 )
 
 
@@ -36,8 +36,9 @@ def add_run(commands, common: Callable) -> None:
     parser.add_argument("--errors", type=Path, help="file of the lines that were refused (the output)")
     parser.add_argument("--format", choices=("auto", "jsonl", "text", "csv", "parquet"), default="auto")
     parser.add_argument("--column", help="column of the prompts, of CSV and parquet")
-    for name, kind, what in SAMPLING:
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=f"{what}, where a request names none")
+    for name, kind, what, default in SAMPLING:
+        told = f"{what}, where a request names none ({default})"
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=told)
     parser.add_argument("--seed", type=int, default=0, help="of requests without one, together with their line (0)")
     parser.add_argument("--policy", default="auto", help="auto, a system by name, or a policy JSON file (auto)")
     parser.add_argument("--hardware", help="what auto reckons with: a machine by name or a file (a profile, kept)")
@@ -70,7 +71,7 @@ def _run(args) -> dict:
         *("link_gb_per_s", "hardware", "disk_dir", "disk_gb_per_s", "max_batch", "ordered", "restart", "verify"),
         *("trace", "report", "reprofile", "engine", "actors"),
     )
-    sampling = {name: getattr(args, name) for name, _, _ in SAMPLING if getattr(args, name) is not None}
+    sampling = {name: getattr(args, name) for name, *_ in SAMPLING if getattr(args, name) is not None}
     budgets = {tier: getattr(args, f"{tier}_memory") for tier in TIERS}
     options = RunOptions(
         **{name: getattr(args, name) for name in names}, sampling=sampling, budgets=budgets,

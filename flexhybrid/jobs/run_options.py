@@ -50,6 +50,8 @@ def check_options(options: RunOptions) -> None:
     SamplingParams(**options.sampling)
     if options.max_batch is not None and options.max_batch < 1:
         raise InputError(f"--max-batch is {options.max_batch}; at least one request must run at a time")
+    if options.seed < 0:
+        raise InputError(f"--seed is {options.seed}; it must be at least 0")
     if options.engine == "local" and options.actors is not None:
         raise InputError("--actors is of --engine ray; the local engine is one executor")
     if options.engine == "ray" and options.trace:
