@@ -168,9 +168,14 @@ def best_policy(
     longest = Workload.uniform(1, int(workload.prompt_tokens.max()), int(workload.max_tokens.max()))
     for lengths in (workload, longest):
         most = workload.num_requests
-        policy = search(
-            shape, hardware, bytes_per_element, lengths, budgets=budgets, max_batch=most, space=space
-        ).policy
+        try:
+            policy = search(
+                shape, hardware, bytes_per_element, lengths, budgets=budgets, max_batch=most, space=space
+            ).policy
+        except InputError:
+            if lengths is longest:
+                raise
+            continue  # what would do must do for the longest, too
         for keep in (1.0, 0.75, 0.5, 0.25, 0.0):
             share, disk = policy.weights.device * keep, policy.weights.disk
             smaller = replace(policy, weights=Placement(device=share, host=max(0.0, 1.0 - share - disk), disk=disk))

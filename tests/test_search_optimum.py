@@ -21,6 +21,7 @@ from flexhybrid.core.plan import admit
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.shape import ModelShape, shape_by_name
 from flexhybrid.core.workload import Workload
+from flexhybrid.machine import best_policy
 from flexhybrid.runtime.runnable import check_runnable
 from policy_search import search as search_module
 from policy_search.grid import FULL, LOSSLESS, PLAIN, Option, Question, batch_grid, pairs_of
@@ -402,3 +403,16 @@ def test_batches_are_dense_then_a_sixteenth_apart():
     grid = batch_grid(300)
     assert grid[:64].tolist() == list(range(1, 65)) and grid[-1] == 300
     assert (np.diff(grid)[64:] <= grid[64:-1] // 16).all()
+
+
+def test_the_memory_that_a_refusal_asks_for_is_enough_for_the_longest_request():
+    """Not for the mean lengths alone, which are what is searched for first."""
+    lengths = Workload(np.array([10] * 9 + [1500]), np.full(10, 32))
+
+    def ask(mib: int) -> Policy:
+        budgets = {"device": mib << 20, "host": 64 << 30}
+        return best_policy(shape_by_name("opt-1.3b"), catalogue.load("rtx4090"), 2, lengths, budgets, "cuda", None)
+
+    with pytest.raises(InputError, match="Raise device memory to") as refused:
+        ask(64)
+    assert ask(int(re.search(r"to (\d+)MiB", str(refused.value))[1])).cache
