@@ -227,15 +227,14 @@ def cache_folder() -> Path:
 
 def check_cache_folder() -> None:
     """Raise InputError where profiles cannot be kept: before they are measured."""
-    folder = cache_folder()
+    folder, why = cache_folder(), "it is not writable"
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return
     except OSError as error:
-        raise InputError(f"cannot keep profiles in {folder}: {error.strerror}; set FLEXHYBRID_CACHE to a folder "
-                         "that can be written") from None  # fmt: skip
-    if not os.access(folder, os.W_OK):
-        raise InputError(f"cannot keep profiles in {folder}: it is not writable; set FLEXHYBRID_CACHE to a folder "
-                         "that is")  # fmt: skip
+        why = error.strerror
+    raise InputError(f"cannot keep profiles in {folder}: {why}; set FLEXHYBRID_CACHE to a folder that can be written")
 
 
 def profile_file(device: str) -> Path:
