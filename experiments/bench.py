@@ -30,7 +30,7 @@ from experiments.bench_overlap import bench_overlap
 from experiments.bench_run import bench_run
 from experiments.bench_selection import bench_selection
 from experiments.bench_simulator import bench_classes, bench_papers, bench_peer, bench_search_time
-from flexhybrid.core.hardware import write_by_rename
+from experiments.bench_table import Table
 from flexhybrid.core.memory import buffer_sizes, memory_plan, total_bytes
 from flexhybrid.core.plan import admit
 from flexhybrid.core.policy import Placement, Policy
@@ -60,25 +60,6 @@ ROUNDS = 3
 JUDGED_BALANCE = 0.7  #: design section 11: the smaller ideal over the larger
 BUDGETS = {"device": None, "host": 8 * 2**30}
 SEARCHED = (("opt-30b", "t4"), ("opt-30b", "rtx4090"), ("opt-175b", "t4"))
-
-
-class Table:
-    """Collects rows and prints them as they come."""
-
-    def __init__(self):
-        self.rows: dict[str, dict] = {}
-        self.part = ""  #: of the bench that is at work
-
-    def renew(self, part: str) -> None:
-        """Forget a part's rows: what it adds now takes their place."""
-        self.part = part
-        self.rows = {name: row for name, row in self.rows.items() if row.get("part") != part}
-
-    def add(self, name: str, value: float, bar: float, unit: str, at_least: bool = True, **more) -> None:
-        """``more``: conditions of the figure, kept beside it."""
-        ok = bool(value >= bar if at_least else value <= bar)
-        self.rows[name] = {"value": float(value), "bar": bar, "unit": unit, "ok": ok, "part": self.part, **more}
-        tqdm.write(f"{'ok  ' if ok else 'MISS'} {name:58s} {value:14.4g} {'>=' if at_least else '<='} {bar:g} {unit}")
 
 
 # ---- cheap figures ---------------------------------------------------------------------------------------------------
@@ -370,7 +351,7 @@ def main() -> None:
     for part in args.only or PARTS:
         table.renew(part)
         PARTS[part](table, dtype)
-        write_by_rename(out, json.dumps(table.rows, indent=1))  # what a run that is cut has measured stays
+        table.save(out)  # what a run that is cut has measured stays
     missed = [name for name, row in table.rows.items() if not row["ok"]]
     print(f"\n{device_name(torch.device('cpu'))}: {len(table.rows) - len(missed)} of {len(table.rows)} figures hold.")
     for name in missed:

@@ -29,7 +29,7 @@ from flexhybrid.core.plan import admit
 from flexhybrid.core.policy import Bits, Placement, Policy
 from flexhybrid.core.shape import ModelShape
 from flexhybrid.core.stream import stream
-from flexhybrid.core.trace import TraceEvent, check_trace, iteration_ends
+from flexhybrid.core.trace import TraceEvent, check_trace, idle_though_ready, iteration_ends
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.measure import TIMING_SHAPE, measure_hardware
 from flexhybrid.jobs.measure_disk import measure_disk, with_disk
@@ -107,6 +107,12 @@ class Window:
                 inside = (min(stop, self.end_s) - max(start, self.begin_s)) / max(stop - start, 1e-9)
                 moved += task.work.link_bytes * min(inside, 1.0)
         return moved
+
+    def idle_share(self) -> float:
+        """Of the window, that compute waited though all that its next task needs was there."""
+        computing = (event for event in self.trace if event.task.resource == "compute")
+        idle = zip(computing, idle_though_ready(self.trace), strict=True)
+        return sum(idle_s for event, idle_s in idle if self.begin_s < event.end_s <= self.end_s) / self.seconds
 
     def busy_s(self, resource: str) -> float:
         spans = (
@@ -240,7 +246,7 @@ def with_its_disk(case: Case, hardware: Hardware, folder: Path) -> Hardware:
 
 def bench_overlap(table, dtype: str, only: str = "") -> None:
     """Overlap of every case, and how near the virtual clock comes to it."""
-    errors, bad, disturbed = [], 0, []
+    errors, idle, bad, disturbed = [], {}, 0, []
     hardware: dict[int | None, Hardware] = {}
     for case in tqdm([case for case in cases() if only in case.name], unit="policy", leave=False):
         with torch_threads(case.num_threads), TemporaryDirectory() as folder:
@@ -255,11 +261,14 @@ def bench_overlap(table, dtype: str, only: str = "") -> None:
             finally:
                 weights.close()
         errors.append(100 * abs(error))
+        idle[case.name] = 100 * statistics.median(Window(trace).idle_share() for trace in traces)
         bad += sum(bool(check_trace(trace)) for trace in traces)
         disturbed += [share for share in others if share is not None]
     where = f"virtual clock vs measured, {len(errors)} kinds of policy"
     table.add(f"{where}, median error", statistics.median(errors), 8, "%", False)
     table.add(f"{where}, worst error", max(errors), 15, "%", False)
+    where = f"launch: compute idle though all was there, of the decode's time, worst of {len(idle)} kinds"
+    table.add(where, max(idle.values()), 2, "%", False, by_kind=idle)
     table.add(f"real traces of {len(errors)} kinds in which a read saw a wrong version", bad, 0, "traces", False)
     crowded = sum(share > MOST_OTHERS for share in disturbed)
     table.add("overlap rounds with others on more than 5 % of the cores", crowded, 0, "rounds", False)

@@ -8,15 +8,20 @@ import numpy as np
 import pytest
 import torch
 
-from experiments import bench_compression, bench_selection
+from experiments import bench_compression, bench_gpu, bench_selection
 from experiments.bench_copies import GENERATED, LOADS, STORES, TURN, copies_of
+from experiments.bench_kernels import Sizes, bench_kernels
+from experiments.bench_table import Table
 from flexhybrid.core.blocks import BLOCK_TOKENS
 from flexhybrid.core.plan import admit
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.shape import ModelShape
 from flexhybrid.core.stream import stream
+from flexhybrid.core.task import Task, Work
+from flexhybrid.core.trace import TraceEvent
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs import shipped
+from flexhybrid.jobs.speed import Contender
 from flexhybrid.runtime.loader import Checkpoint, RandomWeights
 from flexhybrid.runtime.weights import Weights
 from sim.presets import act_only, hybrid, kv_only
@@ -79,3 +84,46 @@ def test_the_selection_s_moved_share_is_that_of_its_layers(monkeypatch):
     assert found["full cache"].own_s == dict.fromkeys(bench_selection.OWN_COST, 0.0)
     assert min(found["InfiniGen"].own_s.values()) > 0
     assert all(one.bad_traces == 0 for one in found.values())
+
+
+def timed(resource: str, verb: str, iteration: int, start_s: float, end_s: float) -> TraceEvent:
+    return TraceEvent(Task(iteration, 0, 0, verb, resource, Work(), (), ()), start_s, end_s)
+
+
+def test_a_task_starves_that_ends_as_soon_as_it_is_enqueued():
+    """Two iterations of the window, a task of each kind before it, and one on another resource."""
+    trace = [
+        timed("compute", "attend", 1, 0.0, 1.0), timed("compute", "sample", 1, 1.0, 2.0),
+        timed("h2d", "load_kv", 2, 0.0, 0.5),
+        timed("compute", "attend", 2, 2.0, 3.0), timed("compute", "finish", 2, 3.5, 4.0),
+        timed("compute", "sample", 2, 4.0, 5.0),
+    ]  # fmt: skip
+    # Enqueued long before; while the device is at it, and ended with it; long before.
+    issued = [(0, 0.1), (0.1, 0.2), (0.2, 0.4), (3.2, 3.99999), (4.1, 4.2)]
+    found = bench_gpu.launch_of(trace, issued)
+    assert (found.seconds, found.num_tasks) == (3.0, 3)
+    assert found.starved == {"attend": 0, "finish": 1, "sample": 0}
+    assert found.starved_percent == pytest.approx(100 / 3)
+    assert found.idle_s == pytest.approx({"attend": 0.0, "finish": 0.5, "sample": 0.0})
+    assert found.idle_percent == pytest.approx(100 / 6)
+    assert found.issuing_s == pytest.approx(0.2 + 0.79999 + 0.1)
+
+
+def test_the_gpu_bench_fills_its_rows(monkeypatch):
+    """On a CPU, whose lane is done with a task when it has issued it: each ends at the launcher's heels there."""
+    monkeypatch.setattr("experiments.bench_kernels.LARGE_BYTES", 2**20)
+    monkeypatch.setattr("experiments.bench_kernels.REPEATS", 1)
+    monkeypatch.setattr(bench_gpu, "BATCH", 4)
+    monkeypatch.setattr(bench_gpu, "CONTEXT", 40)
+    shape = replace(SHAPE, hidden=128, num_heads=2, num_kv_heads=2)
+    for number, policy in enumerate(bench_gpu.policies()):
+        table = Table()
+        with bench_gpu.make_bench(shape, torch.device("cpu"), "float32") as bench:
+            contender = Contender(bench, policy)
+            if not number:
+                bench_kernels(table, contender, Sizes(2, 2, 64, 40, 32))
+                assert all(row["value"] > 0 for row in table.rows.values()) and "KV-Gen" in " ".join(table.rows)
+            bench_gpu.bench_launcher(table, contender)
+        starved = table.rows[f"launch, {policy.name}: tasks that starved"]
+        assert starved["value"] == 100 and set(starved["idle_s_by_verb"]) >= {"embed", "project", "attend", "sample"}
+        assert 0 < starved["issuing_share"] <= 1

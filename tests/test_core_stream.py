@@ -26,7 +26,14 @@ from flexhybrid.core.policy import Bits, Placement, Policy, Selection
 from flexhybrid.core.shape import ModelShape
 from flexhybrid.core.stream import stream
 from flexhybrid.core.task import RESOURCES, Access, Task, Work
-from flexhybrid.core.trace import TraceEvent, busy_seconds, check_trace, iteration_ends, save_chrome_trace
+from flexhybrid.core.trace import (
+    TraceEvent,
+    busy_seconds,
+    check_trace,
+    idle_though_ready,
+    iteration_ends,
+    save_chrome_trace,
+)
 from flexhybrid.core.workload import Workload
 from flexhybrid.runtime.runnable import check_runnable
 from sim import catalogue
@@ -454,6 +461,17 @@ def test_any_parallel_run_that_keeps_the_dependencies_is_right(wave_and_stops, s
     assert check_trace(schedule(tasks, waits, durations)) == []  # no gaps: ends and starts coincide
     busy = busy_seconds(trace)
     assert all(seconds <= max(event.end_s for event in trace) + 1e-6 for seconds in busy.values())
+
+
+@given(waves_with_stops(), st.integers(0, 2**32))
+@settings(max_examples=20)
+def test_what_a_resource_idles_though_it_could_begin_is_the_gap_before_its_task(wave_and_stops, seed):
+    tasks, rng = stream_with_stops(*wave_and_stops), random.Random(seed)
+    durations, gaps = [rng.random() for _ in tasks], [rng.choice([0.0, rng.random()]) for _ in tasks]
+    trace = schedule(tasks, derive(tasks), durations, gaps)
+    for resource in ("compute", "h2d"):
+        mine = [gap for task, gap in zip(tasks, gaps, strict=True) if task.resource == resource]
+        assert idle_though_ready(trace, resource) == pytest.approx(mine, abs=1e-6)
 
 
 def touch(resource: str, verb: str, reads=(), writes=()) -> Task:

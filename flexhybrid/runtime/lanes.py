@@ -227,6 +227,7 @@ class Clock:
         on_fail: Callable[[], None] = lambda: None,
     ):
         self.lanes = {lane.name: lane for lane in lanes}
+        self.began_s = math.nan  #: the trace's zero, on the clock of ``time.perf_counter``
         self._on_fail = on_fail
         self._dependencies = Dependencies(dependency_kinds)
         self._error: BaseException | None = None
@@ -266,7 +267,7 @@ class Clock:
         num_traced = math.inf if keep_trace is True else int(keep_trace)
         interval = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        begin = time.perf_counter()
+        self.began_s = time.perf_counter()
         try:
             for lane in self.lanes.values():
                 lane.num_spans = math.inf if num_traced else 0
@@ -309,5 +310,5 @@ class Clock:
         trace = []
         for task, lane, ordinal in submitted:
             start, end = lane.span(ordinal)
-            trace.append(TraceEvent(task, start - begin, end - begin))
+            trace.append(TraceEvent(task, start - self.began_s, end - self.began_s))
         return trace
