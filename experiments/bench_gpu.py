@@ -52,7 +52,9 @@ class Launch:
     seconds: float
     num_tasks: int
     starved: dict[str, int]  #: verb -> tasks that the device ended as soon as they were enqueued
-    idle_s: dict[str, float]  #: verb -> seconds that the device waited though all that the task needs was there
+    #: verb -> seconds that the device waited though all that the task needs was there: before it, and of a task that
+    #: starved, all the time until it was enqueued (its kernels trickled in: what they took is less, but not known)
+    idle_s: dict[str, float]
     issuing_s: float  #: that the lane's thread spent enqueueing
 
     @property
@@ -76,8 +78,9 @@ def launch_of(trace: list[TraceEvent], issued: list[tuple[float, float]]) -> Lau
             continue
         num_tasks += 1
         issuing_s += until - since
-        idle_s[task.verb] += idle
-        starved[task.verb] += stop - until < AT_THE_HEELS_S
+        starves = stop - until < AT_THE_HEELS_S
+        starved[task.verb] += starves
+        idle_s[task.verb] += idle + (max(0.0, min(stop, until) - start) if starves else 0.0)
     return Launch(end - begin, num_tasks, dict(starved), dict(idle_s), issuing_s)
 
 
@@ -85,6 +88,8 @@ def watched_decode(contender: Contender) -> Launch:
     """The contender's decode once more, with the host's times of enqueueing beside the device's of running."""
     executor, engine = contender.executor, contender.engine
     perform, issued = executor.perform, []
+    if engine.device.type == "cuda":
+        torch.cuda.current_stream(engine.device).synchronize()  # lanes read what was made on it
 
     def watched(task: Task) -> None:
         start = time.perf_counter()

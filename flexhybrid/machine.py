@@ -18,6 +18,10 @@ from flexhybrid.runtime.runnable import check_runnable
 
 SLOWEST_LINK = 0.01  #: GB/s; slower, nothing would ever end
 
+#: Of a CUDA device's free memory: libraries load their kernels as they are first used, outside torch's allocator. From
+#: what others report, not measured here.
+LOADED_LATER_BYTES = 2**29
+
 
 def pick_device(name: str, link_gb_per_s: float | None) -> torch.device:
     """ "auto", "cpu" or "cuda". Raises InputError for anything else, for CUDA that is not there, and for a bad pace."""
@@ -36,8 +40,10 @@ def pick_device(name: str, link_gb_per_s: float | None) -> torch.device:
 
 
 def free_device_memory(device: torch.device) -> int:
-    """Bytes that a CUDA device has free now: the budget where none is named."""
-    return torch.cuda.mem_get_info(device)[0]
+    """Bytes that a CUDA device has free now, less what libraries take for themselves as they load: the budget where
+    none is named."""
+    free = torch.cuda.mem_get_info(device)[0]
+    return free - min(LOADED_LATER_BYTES, free // 32)
 
 
 def pick_dtype(name: str, shape: ModelShape, device: torch.device, hardware: Hardware | None) -> str:

@@ -123,6 +123,9 @@ class FakeStream:
         self._queue.put(reached)
         return event
 
+    def enter(self):
+        """What is issued goes through ``run``."""
+
     def run(self, function):
         delay = self._random.random() ** 3 * self._max_delay_s
 

@@ -1,5 +1,7 @@
 """Attention over blocks where they lie, against plain attention in float64."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
@@ -21,8 +23,10 @@ def plain(query_Hd, keys_GTd, values_GTd):
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("groups", [2, 8])
-def test_attention_over_blocks_is_plain_attention(threads, dtype, groups):
+@torch.inference_mode()  # as on its lane: the pool's threads are in no such mode of their own
+def test_attention_over_blocks_is_plain_attention(monkeypatch, threads, dtype, groups):
     """Lengths that fill their blocks and ones that do not, requests apart in the pool, several pieces of heads."""
+    monkeypatch.setattr(attention, "WIDENED_ELEMENTS", 2000)
     generator, heads, d = torch.Generator().manual_seed(0), 8, 48
     tokens, first = np.array([33, 48, 1, 1000]), np.array([2, 7, 11, 13])
     held = -(-tokens // BLOCK_TOKENS)
@@ -33,12 +37,12 @@ def test_attention_over_blocks_is_plain_attention(threads, dtype, groups):
         keys, values = blocks[start : start + count].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :n]
         expected.append(plain(own, keys, values))
     out = torch.full_like(query, torch.nan)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        attention.attend_blocks(query, blocks, block_runs(first, held, np.zeros_like(held)), tokens, out)
-    finally:
-        torch.set_num_threads(before)
+    runs = block_runs(first, held, np.zeros_like(held))
+    if threads == 1:
+        attention.attend_blocks(query, blocks, runs, tokens, out)
+    else:
+        with ThreadPoolExecutor(threads) as pool:
+            attention.attend_blocks(query, blocks, runs, tokens, out, pool.map)
     accuracy = 1e-5 if dtype == torch.float32 else 1e-2
     np.testing.assert_allclose(out.double(), torch.stack(expected), rtol=accuracy, atol=accuracy)
 
@@ -47,14 +51,9 @@ def test_what_lies_behind_the_last_token_does_not_count():
     """A block is used again and again: what an earlier request left there is masked, not multiplied."""
     blocks, query, out = torch.randn(2, 2, 1, BLOCK_TOKENS, 16), torch.randn(1, 1, 16), torch.empty(2, 1, 16)
     runs = block_runs(np.array([0]), np.array([2]), np.array([0]))
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        for one in out:
-            attention.attend_blocks(query, blocks, runs, np.array([20]), one[None])
-            blocks[1, :, :, 4:] = 1e30
-    finally:
-        torch.set_num_threads(before)
+    for one in out:
+        attention.attend_blocks(query, blocks, runs, np.array([20]), one[None])
+        blocks[1, :, :, 4:] = 1e30
     assert torch.equal(out[0], out[1]) and out.isfinite().all()
 
 

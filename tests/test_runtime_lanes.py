@@ -1,6 +1,7 @@
 """The launcher: the same tokens and clean traces whatever the delays, with threads and with CUDA-like streams."""
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -50,6 +51,7 @@ class FakeCudaEngine(Engine):
     def __init__(self, *args, seed: int, kinds=KINDS, **options):
         super().__init__(*args, **options)
         self.seed, self.kinds, self.streams = seed, kinds, []
+        self.host_threads, self.host_workers = 2, ThreadPoolExecutor(2)  # as beside a GPU
 
     def lanes(self, executor):
         torch.set_num_threads(1)

@@ -29,6 +29,11 @@ NUM_SLOTS = 2  #: double buffers
 #: The device's figure is not measured.
 PACKING_ELEMENTS, PACKING_BYTES = {"cpu": 2**20, "cuda": 2**23}, 6
 
+#: With attention on the host: the most threads that share its requests (on a CPU that is the device, the other cores
+#: are at work on that), and elements of 16-bit keys that each has in float32 at a time, with as many of values: 4 MB,
+#: which a shared cache holds.
+HOST_THREADS, WIDENED_ELEMENTS = {"cpu": 1, "cuda": 16}, 1 << 19
+
 #: Device bytes set aside beyond all named parts: masks, places of stored rows, the libraries' own workspaces.
 SLACK_BYTES = {"cpu": 1 << 20, "cuda": 256 << 20}
 
@@ -293,6 +298,7 @@ def memory_parts(
     # Set aside whatever the bits, so that a program over bits can add up; a small model's pieces are small.
     packing = PACKING_BYTES * min(PACKING_ELEMENTS[device], shape.ffn * shape.hidden)
     on_host = policy.attention == "host"
+    widened = np.minimum(WIDENED_ELEMENTS, (sizes.longest + BLOCK_TOKENS) * shape.kv_width // 2)
     pools, staged = _pool_parts(layers, sizes, row)
     chosen = _selection_parts(shape, policy, p, sizes, resident, row)
     on_device = {
@@ -325,6 +331,7 @@ def memory_parts(
         "hidden states": sizes.hidden_rows * hidden if policy.hidden == "host" and layers > 1 else 0,
         "token log": 8 * sizes.log_cells,
         "query strips": NUM_SLOTS * sizes.decode_batch * (2 * shape.query_width + shape.kv_width) * p if on_host else 0,
+        "workspace": HOST_THREADS[device] * 8 * widened if on_host and p < 4 else 0,
     }
     return {
         "device": pools["device"] | on_device | chosen["device"],

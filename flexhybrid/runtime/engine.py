@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.memory import BufferSizes
+from flexhybrid.core.memory import HOST_THREADS, BufferSizes
 from flexhybrid.core.plan import Wave
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.stream import stream
@@ -60,6 +61,9 @@ class Engine:
             raise InputError("link_gb_per_s paces the copies of a CPU; a CUDA device runs at the rate of its own link")
         self.sizes = sizes
         self.closed = False
+        self.num_threads = num_threads or torch.get_num_threads()
+        self.host_threads = min(HOST_THREADS[self.device.type], max(1, self.num_threads // 2))
+        self.host_workers = ThreadPoolExecutor(self.host_threads, "flexhybrid-host", _compute_with, (1,))
         self.disk = disk.space(cache_disk_bytes(weights.shape, policy, sizes, weights.dtype))
         try:
             self.buffers = Buffers(weights.shape, policy, sizes, weights.dtype, self.device, self.disk)
@@ -67,19 +71,21 @@ class Engine:
         except BaseException:
             self.close()
             raise
-        self.num_threads = num_threads or torch.get_num_threads()
         if self.device.type == "cuda":
             from flexhybrid.runtime.cuda import CudaCopies
 
             # cuDNN's attention builds a graph for every new context length, on the host, in the middle of a decode.
             torch.backends.cuda.enable_cudnn_sdp(False)
+            if weights.dtype == torch.float32:  # exact tokens; an image's environment may have asked for ten bits
+                torch.backends.cuda.matmul.allow_tf32 = False
             self.copies = CudaCopies()
         else:
             self.copies = CpuCopies(link_gb_per_s)
 
     def close(self) -> None:
-        """Give the cache's disk space back; there are no further runs."""
+        """Give the cache's disk space back and end the host's workers; there are no further runs."""
         self.closed = True
+        self.host_workers.shutdown()
         if self.disk:
             self.disk.close()
 
@@ -92,16 +98,16 @@ class Engine:
 
     def executor(self, wave: Wave, prompts: list[list[int]], plan: SamplingPlan) -> Executor:
         """The verb functions over one wave."""
-        return Executor(self.weights, self.slots, self.buffers, wave, prompts, plan, self.copies)
+        share = self.host_workers.map if self.host_threads > 1 else map
+        return Executor(self.weights, self.slots, self.buffers, wave, prompts, plan, self.copies, share)
 
     def lanes(self, executor: Executor) -> list[Lane]:
         """One lane a resource: threads on a CPU, streams on CUDA; the host's own and the disk's are threads on both.
 
         OpenMP keeps its number of threads for each thread that uses it, so each lane sets its own.
         """
-        host_threads = 1 if self.device.type == "cpu" else max(1, self.num_threads // 2)
         on_host = [
-            Lane("host_compute", executor.perform, on_start=partial(_compute_with, host_threads)),
+            Lane("host_compute", executor.perform, on_start=partial(_compute_with, self.host_threads)),
             Lane("disk_read", executor.perform),
             Lane("disk_write", executor.perform),
         ]

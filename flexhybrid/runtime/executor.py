@@ -31,6 +31,7 @@ from flexhybrid.runtime.step_tensors import (
     TokenTable,
     act_positions,
     computed_positions,
+    hidden_columns,
     mask_of,
     position_tables,
     store_rows,
@@ -41,16 +42,18 @@ from flexhybrid.runtime.weights import Parts, Weights, WeightSlots
 
 
 class Executor:
-    """One wave in the making. ``copies`` are the link implementation's (CPU copies or CUDA streams)."""
+    """One wave in the making. ``copies`` are the link implementation's (CPU copies or CUDA streams); ``host_share``
+    shares requests that the host attends to among its threads (``attention.attend_blocks``)."""
 
     def __init__(
         self, weights: Weights, slots: WeightSlots, buffers: Buffers, wave: Wave, prompts: list[list[int]],
-        plan: SamplingPlan, copies,
+        plan: SamplingPlan, copies, host_share: Callable = map,
     ):  # fmt: skip
         check_runnable(wave.shape, wave.policy)
         if (wave.streamed_from, wave.disk_from) != (weights.streamed_from, weights.disk_from):
             raise ValueError("the wave's policy places the weights otherwise than they were loaded")
         self.weights, self.slots, self.buffers, self.wave, self.copies = weights, slots, buffers, wave, copies
+        self.host_share = host_share
         self.shape, self.device, self.policy = wave.shape, weights.device, wave.policy
         self.model = architecture(wave.shape)
         self.sampling = plan
@@ -182,7 +185,7 @@ class Executor:
             places = (self.to_device(store.blocks), self.to_device(store.offsets)) if on_device else ()
             stores[store.space] = StorePlace(None if rows is None else self.to_device(rows), *places)
         tables = {s.space: self.to_device(s.block_table) for s in step.segments if s.tier == "device" and s.max_tokens}
-        mask = None if step.prefill or self.policy.attention == "host" else mask_of(step)
+        hidden = None if step.prefill or self.policy.attention == "host" else hidden_columns(step)
         last_rows = None
         if width > 1:
             last_rows = self.to_device(np.arange(batch) * width + step.recomputed_width + step.new_tokens - 1)
@@ -197,7 +200,7 @@ class Executor:
             positions_R=positions_R,
             rotation_R=rotation,
             act_rotation=act_rotation,
-            mask_B11T=None if mask is None else self.to_device(mask).to(self.weights.dtype),
+            mask_B11T=None if hidden is None else self.mask_of(hidden),
             last_rows_B=last_rows,
             sampled_cells_B=self.to_device(self.tokens.cells(step.requests, total)),
             sampling=step_sampling(self.sampling, step.requests, total, self.to_device),
@@ -205,6 +208,9 @@ class Executor:
             block_tables=tables,
             guess=self.speculation.prepare(step) if self.speculation else None,
         )
+
+    def mask_of(self, hidden_BT: np.ndarray) -> torch.Tensor:
+        return mask_of(hidden_BT, self.weights.dtype, self.device)
 
     def rotation_at(self, positions: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines of tokens at these positions, flat."""

@@ -55,6 +55,9 @@ class StreamFace(Protocol):
 
     def record(self, timed: bool = True) -> Event: ...
 
+    def enter(self) -> None:
+        """Called once, on the lane's thread, which issues to this stream from then on."""
+
     def run(self, function: Callable[[], None]) -> None:
         """Enqueue the work that ``function`` issues; returns at once."""
 
@@ -165,8 +168,8 @@ class StreamLane(Lane):
 
     asynchronous = True
 
-    def __init__(self, name: str, perform: Perform, stream: StreamFace, on_start=None):
-        super().__init__(name, perform, on_start)
+    def __init__(self, name: str, perform: Perform, stream: StreamFace):
+        super().__init__(name, perform, on_start=stream.enter)
         self.stream = stream
         self.enqueued = 0
         self._begins: list[Event] = []

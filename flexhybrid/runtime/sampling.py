@@ -128,7 +128,8 @@ def warp(logits_BV: torch.Tensor, step: StepSampling) -> torch.Tensor:
         _, temperature_B, min_p_B, top_k_B, top_p_B = step.values_5B
         logits = logits_BV.float() / temperature_B.float()[:, None]
     if step.held_2M is not None:
-        logits[step.held_2M[0], step.held_2M[1]] = -torch.inf
+        # Not by assignment: a number assigned at indices crosses from pageable memory, and the host waits for that.
+        logits.index_put_((step.held_2M[0], step.held_2M[1]), logits.new_full((), -torch.inf))
     if step.rows_min_p is not None:
         rows = step.rows_min_p
         keep_from(logits, rows, logits[rows].amax(dim=-1) + min_p_B[rows].log())

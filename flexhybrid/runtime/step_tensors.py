@@ -111,19 +111,31 @@ def column_positions(step: MiniBatchStep, tables: dict[str, np.ndarray]) -> np.n
     return np.concatenate(pieces, axis=1)
 
 
-def mask_of(step: MiniBatchStep) -> np.ndarray | None:
-    """[B, 1, 1, T] of 0 and -inf, which hides padding among the cached columns; None when there is none.
+#: A mask's rows begin at multiples of so many elements: where they do not, CUDA's attention copies the mask each time.
+MASK_ALIGNMENT = 8
+
+
+def hidden_columns(step: MiniBatchStep) -> np.ndarray | None:
+    """bool [B, T]: padding among the cached columns; None when there is none.
 
     The columns of the new tokens, the last ones, are open: which of them hide from each other hangs on nothing but
     their order.
     """
-    pieces = [np.arange(s.max_tokens) < s.num_tokens[:, None] for s in step.segments if s.max_tokens]
+    pieces = [np.arange(s.max_tokens) >= s.num_tokens[:, None] for s in step.segments if s.max_tokens]
     if step.recomputed_width:
-        pieces.append(np.arange(step.recomputed_width) < step.recomputed[:, None])
-    if all(piece.all() for piece in pieces):
+        pieces.append(np.arange(step.recomputed_width) >= step.recomputed[:, None])
+    if not any(piece.any() for piece in pieces):
         return None
-    pieces.append(np.ones((len(step.requests), step.width), dtype=bool))
-    return np.where(np.concatenate(pieces, axis=1), 0.0, -np.inf).astype(np.float32)[:, None, None]
+    pieces.append(np.zeros((len(step.requests), step.width), dtype=bool))
+    return np.concatenate(pieces, axis=1)
+
+
+def mask_of(hidden_BT: np.ndarray, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """[B, 1, 1, T] of 0 and -inf where a column is hidden."""
+    columns = hidden_BT.shape[1]
+    added = np.zeros((len(hidden_BT), 1, 1, -(-columns // MASK_ALIGNMENT) * MASK_ALIGNMENT), dtype=np.float32)
+    added[:, 0, 0, :columns][hidden_BT] = -np.inf
+    return to_device(added, device).to(dtype)[..., :columns]
 
 
 def store_rows(step: MiniBatchStep, rows: np.ndarray) -> np.ndarray | None:

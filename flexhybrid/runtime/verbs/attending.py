@@ -86,25 +86,23 @@ def _assemble_chosen(ex: Executor, task: Task) -> None:
         hidden.append(np.arange(part.most) >= part.counts_B[:, None])
         column += part.most
     _lay_own(ex, task, targets, column)
-    mask, hidden = None, np.concatenate(hidden, axis=1)
-    if hidden.any():
-        mask = np.where(np.pad(hidden, ((0, 0), (0, 1))), -np.inf, 0.0)[:, None, None]
-        mask = ex.to_device(mask).to(ex.weights.dtype)
-    ex.context = Context(*targets, mask)
+    hidden = np.pad(np.concatenate(hidden, axis=1), ((0, 0), (0, 1)))  # the new token sees itself
+    ex.context = Context(*targets, ex.mask_of(hidden) if hidden.any() else None)
 
 
 def _lay_rows(rows: torch.Tensor, targets, column: int, width: int, shape) -> None:
     """Rows [B · columns, 2·G·d], token by token -> columns [column, column + width) of keys and values."""
-    grid = rows.view(len(targets[0]), -1, 2, shape.num_kv_heads, shape.head_dim)[:, :width]
+    grid = _widened(rows.view(len(targets[0]), -1, 2, shape.num_kv_heads, shape.head_dim))[:, :width]
     for part, target in enumerate(targets):
-        target[:, :, column : column + width].copy_(grid[:, :, part].transpose(1, 2))
+        _widened(target)[:, :, column : column + width].copy_(grid[:, :, part].transpose(1, 2))
 
 
 def _lay_blocks(blocks: torch.Tensor, targets, column: int, width: int) -> None:
     """blocks [B, n, 2, G, 16, d] -> columns [column, column + width) of keys and values."""
     full, rest = divmod(width, BLOCK_TOKENS)
+    blocks = _widened(blocks)
     for part, target in enumerate(targets):
-        whole, partial = _windows(target, column, full, rest)
+        whole, partial = _windows(_widened(target), column, full, rest)
         if full:
             whole.copy_(blocks[:, :full, part])
         if rest:
@@ -133,7 +131,8 @@ def _windows(target: torch.Tensor, column: int, full: int, rest: int) -> tuple[t
 
 
 def _widened(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory in the largest elements that its rows divide into: a gather moves one at a time."""
+    """The same memory in the largest elements that its rows divide into: a gather, and a GPU's copy between strides,
+    moves one at a time."""
     row_bytes = tensor.shape[-1] * tensor.element_size()
     return tensor.view(next(dtype for dtype in WIDE if row_bytes % dtype.itemsize == 0))
 
@@ -223,7 +222,7 @@ def attend_host(ex: Executor, task: Task) -> None:
     out = ex.buffers.out_strip[slot, :batch].view(batch, shape.num_heads, shape.head_dim)
     tokens = step.context + 1
     runs = block_runs(ex.wave.first_block[store.kind][step.requests], ceil_blocks(tokens), np.zeros_like(tokens))
-    attention.attend_blocks(query, ex.buffers.pools[store.space][task.layer], runs, tokens, out)
+    attention.attend_blocks(query, ex.buffers.pools[store.space][task.layer], runs, tokens, out, ex.host_share)
 
 
 VERBS = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -146,17 +147,32 @@ def put_rows(ex: Executor, task: Task, store: Store, rows: torch.Tensor) -> None
         blocks, heads, offsets = ex.places_of(task, store, ex.buffers.place_strip[task.payload.slot])
         pool[blocks, :, heads, offsets] = rows.transpose(0, 2, 1, 3)
     elif task.payload.step.width > 1:
-        _put_runs(pool, rows, store.blocks, store.offsets)
+        _put_runs(pool, rows, store.blocks, store.offsets, ex.host_share)
     else:
         pool[store.blocks, :, :, store.offsets] = rows
 
 
-def _put_runs(pool: np.ndarray, rows: np.ndarray, blocks: np.ndarray, offsets: np.ndarray) -> None:
-    """pool[block, :, :, offset] = rows, by runs of neighbouring tokens: a prompt fills its blocks in order."""
+#: Runs of tokens, a block each at most, that one of the host's threads puts away at a time.
+RUNS_AT_A_TIME = 32
+
+
+def _put_runs(
+    pool: np.ndarray, rows: np.ndarray, blocks: np.ndarray, offsets: np.ndarray, share: Callable = map
+) -> None:
+    """pool[block, :, :, offset] = rows, by runs of neighbouring tokens: a prompt fills its blocks in order.
+
+    ``share`` as in ``attention.attend_blocks``: a GPU's link brings a prompt's rows faster than one thread lays them.
+    """
     starts = np.flatnonzero(np.r_[True, (blocks[1:] != blocks[:-1]) | (np.diff(offsets) != 1)])
-    for start, end in zip(starts, np.r_[starts[1:], len(blocks)], strict=True):
-        offset = offsets[start]
-        pool[blocks[start], :, :, offset : offset + end - start] = rows[start:end].transpose(1, 2, 0, 3)
+    ends = np.r_[starts[1:], len(blocks)]
+
+    def put(some: slice) -> None:
+        for start, end in zip(starts[some], ends[some], strict=True):
+            offset = offsets[start]
+            pool[blocks[start], :, :, offset : offset + end - start] = rows[start:end].transpose(1, 2, 0, 3)
+
+    for _ in share(put, (slice(at, at + RUNS_AT_A_TIME) for at in range(0, len(starts), RUNS_AT_A_TIME))):
+        pass
 
 
 def as_numpy(tensor: torch.Tensor) -> np.ndarray:
