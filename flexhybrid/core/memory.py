@@ -295,7 +295,8 @@ def memory_parts(
     plain_kv = sizes.plain_kv_blocks * BLOCK_TOKENS * native_kv
     rotation = 2 * shape.head_dim * p if shape.rotary else 0  # a cosine and a sine for each element of a head
     act = any("act@" in kind for kind in sizes.pool_blocks)
-    # Set aside whatever the bits, so that a program over bits can add up; a small model's pieces are small.
+    # Set aside whatever the bits, so that a program over bits can add up; a small model's pieces are small. Triton's
+    # kernels need none of it, but whether they run on a GPU is known there alone.
     packing = PACKING_BYTES * min(PACKING_ELEMENTS[device], shape.ffn * shape.hidden)
     on_host = policy.attention == "host"
     widened = np.minimum(WIDENED_ELEMENTS, (sizes.longest + BLOCK_TOKENS) * shape.kv_width // 2)

@@ -28,13 +28,19 @@ thread, the best of many runs on [4096, 2048] bfloat16, in GB/s read and written
 from 8 bits and 3.7 from 4, quantize 1.8; in processor time, times a plain copy of the rows: quantize 4 to 6 in float32
 and 7 to 10 in bfloat16, dequantize 2 and 3 to 5. Left out because slower, side by side: scaling in bfloat16 (1.2 to 2
 times), addcmul (1.2 to 2.5 times: no vector path where two operands are broadcast), aminmax (6 times amin and amax),
-batch_norm as a fused scale and add, embedding_bag_4bit_unpack (FBGEMM) and torch.compile (3 times and more each). A
-Triton kernel waits for a GPU to be measured on.
+batch_norm as a fused scale and add, embedding_bag_4bit_unpack (FBGEMM) and torch.compile (3 times and more each).
+
+On CUDA those passes become one kernel each way (``runtime.quantize_triton``), which gives the same bytes. It was chosen
+by counting, and is not yet measured on a GPU: to unpack 4 bits to bfloat16, the passes of plain torch read and write 29
+bytes an element, the kernel 2.6. Plain torch stays where Triton does not run or, tried at first use, gives other bits.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
+from functools import lru_cache
+from types import ModuleType
 
 import torch
 
@@ -46,6 +52,9 @@ from flexhybrid.core.policy import GROUP_ELEMENTS
 LIMIT = 65440.0
 
 WORK_ELEMENTS = PACKING_ELEMENTS
+
+#: Devices whose rows the Triton kernels may pack and unpack.
+KERNEL_DEVICES = ("cuda",)
 
 
 def packed_bytes(elements: int, bits: int) -> int:
@@ -67,10 +76,10 @@ def quantize(rows: torch.Tensor, bits: int, out: torch.Tensor | None = None) -> 
     """
     shape = (*rows.shape[:-1], packed_bytes(rows.shape[-1], bits))
     out = torch.empty(shape, dtype=torch.uint8, device=rows.device) if out is None else _checked(out, shape, "out")
-    work = _workspace(rows, torch.float32)
-    codes = _workspace(rows, torch.uint8) if bits == 4 else None
-    for piece, packed in _pieces(rows, out):
-        _quantize_piece(piece, bits, packed, _like(piece, work), _like(piece, codes))
+    if kernels := _kernels_for(rows, bits):
+        kernels.quantize(rows, bits, out, LIMIT)
+    else:
+        _quantize(rows, bits, out)
     return out
 
 
@@ -83,11 +92,81 @@ def dequantize(packed: torch.Tensor, bits: int, dtype: torch.dtype, out: torch.T
     shape = (*packed.shape[:-1], elements)
     _checked(packed, packed.shape, "packed")
     out = torch.empty(shape, dtype=dtype, device=packed.device) if out is None else _checked(out, shape, "out", dtype)
+    if kernels := _kernels_for(out, bits):
+        kernels.dequantize(packed, bits, out)
+    else:
+        _dequantize(packed, bits, out)
+    return out
+
+
+def _quantize(rows: torch.Tensor, bits: int, out: torch.Tensor) -> None:
+    """In plain torch."""
+    work = _workspace(rows, torch.float32)
+    codes = _workspace(rows, torch.uint8) if bits == 4 else None
+    for piece, packed in _pieces(rows, out):
+        _quantize_piece(piece, bits, packed, _like(piece, work), _like(piece, codes))
+
+
+def _dequantize(packed: torch.Tensor, bits: int, out: torch.Tensor) -> None:
+    """In plain torch."""
     codes = _workspace(out, torch.uint8) if bits == 4 else None
-    values = _workspace(out, torch.float32) if dtype != torch.float32 else None
+    values = _workspace(out, torch.float32) if out.dtype != torch.float32 else None
     for piece, source in _pieces(out, packed):
         _dequantize_piece(source, bits, piece, piece if values is None else _like(piece, values), _like(piece, codes))
-    return out
+
+
+def _kernels_for(values: torch.Tensor, bits: int) -> ModuleType | None:
+    """The Triton kernels if they are to pack or unpack these values: they ask for rows contiguous in themselves."""
+    if values.device.type not in KERNEL_DEVICES or not values.numel() or values.stride(-1) != 1:
+        return None
+    return _proven_kernels(values.device, values.dtype, bits)
+
+
+@lru_cache
+def _proven_kernels(device: torch.device, dtype: torch.dtype, bits: int) -> ModuleType | None:
+    """The Triton kernels if they give what plain torch gives on this device, else None and a warning.
+
+    Waits for the device, and for the compiler where Triton's cache on the disk has not yet what it makes.
+    """
+    try:
+        from flexhybrid.runtime import quantize_triton
+
+        _prove(quantize_triton, _trial_rows(dtype).to(device), bits)
+    except Exception as error:  # whatever Triton raises: no compiler, no driver, an unknown GPU
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        warnings.warn(f"packing and unpacking in plain torch, slower than Triton's kernels: {reason}", stacklevel=2)
+        return None
+    return quantize_triton
+
+
+def _prove(kernels: ModuleType, rows: torch.Tensor, bits: int) -> None:
+    """Pack and unpack trial rows. Raises ArithmeticError where a bit differs from plain torch's."""
+    size = packed_bytes(rows.shape[1], bits)
+    packed, restored = rows.new_empty(len(rows), size, dtype=torch.uint8), torch.empty_like(rows)
+    _quantize(rows, bits, packed)
+    _dequantize(packed, bits, restored)
+    for gap in (-size % 16, 2):  # rows that begin at multiples of 16 bytes, and others: two variants of each kernel
+        slots, ours = packed.new_zeros(len(rows), size + gap)[:, :size], torch.zeros_like(rows)
+        kernels.quantize(rows, bits, slots, LIMIT)
+        kernels.dequantize(slots, bits, ours)
+        # Of the last row, which holds a NaN, the bytes are the processor's choice.
+        same_bits = torch.equal(slots[:-1], packed[:-1]) and torch.equal(
+            ours[:-1].view(torch.uint8), restored[:-1].view(torch.uint8)
+        )
+        if not same_bits or not torch.equal(ours.isnan(), restored.isnan()):
+            raise ArithmeticError("on trial rows its results differ from plain torch's")
+
+
+def _trial_rows(dtype: torch.dtype) -> torch.Tensor:
+    """Rows [28, 33 groups] of all magnitudes, with edge values among others and alone in their groups, and last a NaN.
+    A program of the kernels holds fewer groups; their number is odd, which is another case at 4 bits."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(28, 33 * GROUP_ELEMENTS, generator=generator) * 2.0 ** torch.arange(-32, 24, 2).unsqueeze(1)
+    edges = torch.tensor([0.0, -0.0, 1e-40, -1e-40, 1 / 3, LIMIT, -1e5, 3e38, torch.inf, -torch.inf])
+    rows[:, :: GROUP_ELEMENTS + 5][:, : len(edges)] = edges
+    _groups(rows[20])[: len(edges)] = edges.unsqueeze(1)
+    rows[-1, 70] = torch.nan
+    return rows.to(dtype)
 
 
 def _quantize_piece(rows: torch.Tensor, bits: int, packed: torch.Tensor, work: torch.Tensor, unpacked) -> None:
@@ -98,10 +177,11 @@ def _quantize_piece(rows: torch.Tensor, bits: int, packed: torch.Tensor, work: t
     lowest = groups.amin(-1, keepdim=True).clamp_(-LIMIT, LIMIT).add_(0.0)
     highest = groups.amax(-1, keepdim=True).clamp_(-LIMIT, LIMIT).add_(0.0)
     minimum = _round_down(lowest)
-    scale = ((highest - minimum) / levels).half()
+    # A number that is a tensor, lest CUDA multiply by its reciprocal: the bytes are the same on every device.
+    scale = ((highest - minimum) / lowest.new_full((), levels)).half()
     parameters[..., :1], parameters[..., 1:] = scale, minimum
-    # A scale of zero belongs to a group of equal values: code 0 (0 · infinity would be none).
-    inverse = torch.where(scale == 0, 0.0, 1 / scale.float())
+    # A scale of zero belongs to a group of equal values: any code will do, but no NaN (infinity · 0) is one.
+    inverse = torch.where(scale == 0, torch.finfo(torch.float32).tiny, 1 / scale.float())
     groups.sub_(minimum).mul_(inverse)
     values = work.clamp_(0, levels).round_()
     # Through int8: torch converts float32 to uint8 one element at a time, twelve times slower.

@@ -1,0 +1,211 @@
+"""The Triton kernels' arithmetic against plain torch, bit for bit, in Triton's interpreter: numpy, no GPU.
+
+Run by test_quantize_triton in a process of its own: TRITON_INTERPRET must be set before triton is first imported, and a
+process that interprets cannot compile.
+"""
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+from flexhybrid.runtime import quantize as plain
+from flexhybrid.runtime import quantize_triton
+from flexhybrid.runtime.quantize import LIMIT, packed_bytes
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+BITS = (8, 4)
+EDGES = (
+    *(0.0, -0.0, 1e-45, -1e-40, 2.0**-24, 2.0**-25, -(2.0**-25), 1 / 3),
+    *(LIMIT, -LIMIT, 65472.0, -1e5, 3e38, np.inf, -np.inf),
+)
+
+PROOF = 4  #: calls of kernels: two variants, each both ways
+
+interpreters_cast = InterpreterBuilder.cast_impl
+
+
+def cast_impl(self, src, dst_type):
+    """The interpreter cuts float32 to bfloat16 where compiled kernels round, and loses bfloat16's subnormals."""
+    kinds = src.dtype.scalar, dst_type.scalar
+    if kinds == (tl.float32, tl.bfloat16):
+        rounded = torch.from_numpy(np.array(src.data)).bfloat16()
+        return TensorHandle(rounded.view(torch.int16).numpy().view(np.uint16), tl.bfloat16)
+    if kinds == (tl.bfloat16, tl.float32):
+        return TensorHandle((src.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+    return interpreters_cast(self, src, dst_type)
+
+
+InterpreterBuilder.cast_impl = cast_impl
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of infinities and of branches not taken
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def check(rows: torch.Tensor, bits: int, into: torch.dtype) -> None:
+    """Rows [R, n] without NaN; kernels and plain torch both write between guards that must survive."""
+    size = packed_bytes(rows.shape[1], bits)
+    slots = [torch.full((len(rows), size + 4), 77, dtype=torch.uint8) for _ in range(2)]
+    plain._quantize(rows, bits, slots[0][:, 2:-2])
+    quantize_triton.quantize(rows, bits, slots[1][:, 2:-2], LIMIT)
+    assert torch.equal(*slots)
+    values = [torch.full((len(rows), rows.shape[1] + 16), -5.0, dtype=into) for _ in range(2)]
+    plain._dequantize(slots[0][:, 2:-2], bits, values[0][:, 8:-8])
+    quantize_triton.dequantize(slots[0][:, 2:-2], bits, values[1][:, 8:-8])
+    assert same_bits(*values)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    values=hnp.arrays(
+        np.float32, st.tuples(st.integers(1, 2), st.sampled_from((64, 128, 192))),
+        elements=st.sampled_from(EDGES) | st.floats(width=32, allow_nan=False), fill=st.sampled_from(EDGES),
+    ),
+    dtype=st.sampled_from(DTYPES), into=st.sampled_from(DTYPES), bits=st.sampled_from(BITS),
+)  # fmt: skip
+def test_any_finite_or_infinite_values(values, dtype, into, bits):
+    check(torch.from_numpy(values).to(dtype), bits, into)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1), spread=st.floats(-150, 20), offset=st.floats(-150, 17),
+    sign=st.sampled_from((-1, 0, 1)), dtype=st.sampled_from(DTYPES), into=st.sampled_from(DTYPES),
+    bits=st.sampled_from(BITS), groups=st.integers(1, 40),
+)  # fmt: skip
+@example(seed=0, spread=0.0, offset=0.0, sign=0, dtype=torch.bfloat16, into=torch.bfloat16, bits=4, groups=33)
+def test_magnitudes_and_row_sizes(seed, spread, offset, sign, dtype, into, bits, groups):
+    noise = np.random.default_rng(seed).standard_normal((1, 64 * groups))
+    rows = torch.from_numpy((noise * 2.0**spread + sign * 2.0**offset).astype(np.float32))
+    check(rows.to(dtype), bits, into)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_codes_and_parameters(bits, dtype):
+    """Bytes that no row packs to come back alike too: negative and subnormal scales, infinite and NaN ones."""
+    generator = torch.Generator().manual_seed(bits)
+    packed = torch.randint(0, 256, (32, packed_bytes(64 * 3, bits)), dtype=torch.uint8, generator=generator)
+    wanted, ours = torch.empty(2, 32, 192, dtype=dtype)
+    plain._dequantize(packed, bits, wanted)
+    quantize_triton.dequantize(packed, bits, ours)
+    assert wanted.isnan().any() and torch.equal(ours.isnan(), wanted.isnan())
+    assert same_bits(ours[~ours.isnan()], wanted[~wanted.isnan()])
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("place", [0, 31, 32, 70, 100, 191])
+def test_a_nan_spoils_its_own_group_alone(bits, place):
+    rows = torch.randn(2, 192, generator=torch.Generator().manual_seed(place))
+    clean, packed = torch.empty(2, 2, packed_bytes(192, bits), dtype=torch.uint8)
+    plain._quantize(rows, bits, clean)
+    expected, restored = torch.empty(2, 2, 192)
+    plain._dequantize(clean, bits, expected)
+    rows[1, place] = torch.nan
+    quantize_triton.quantize(rows, bits, packed, LIMIT)
+    quantize_triton.dequantize(packed, bits, restored)
+    group = slice(place // 64 * 64, place // 64 * 64 + 64)
+    assert restored[1, group].isnan().all()
+    restored[1, group] = expected[1, group]
+    assert torch.equal(restored, expected)
+
+
+@pytest.fixture
+def chosen(monkeypatch):
+    """quantize and dequantize as on a GPU: by way of the proof at first use; the calls that the kernels served."""
+    served = []
+    for name in ("quantize", "dequantize"):
+        kernel = getattr(quantize_triton, name)
+        monkeypatch.setattr(quantize_triton, name, lambda *args, kernel=kernel: (served.append(kernel), kernel(*args)))
+    monkeypatch.setattr(plain, "KERNEL_DEVICES", ("cpu",))
+    trial_rows = plain._trial_rows
+    monkeypatch.setattr(plain, "_trial_rows", lambda dtype: trial_rows(dtype)[[0, 20, -1]])  # the interpreter is slow
+    plain._proven_kernels.cache_clear()
+    yield served
+    plain._proven_kernels.cache_clear()
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_strided_pools(bits, chosen, recwarn):
+    """Axes that merge into one and axes that do not, rows with gaps between them; nothing outside is touched."""
+    generator = torch.Generator().manual_seed(bits)
+    whole = torch.randn(3, 2, 3, 2, 192, generator=generator).bfloat16()
+    for rows in (
+        whole.transpose(1, 3)[::2, :, 1:, 1:, :128],  # [2, 2, 2, 1, 128], no axis adjacent to the next
+        whole[:1, :, :, :, :128],  # [1, 2, 3, 2, 128], all axes one
+        whole[1, 1, 0, 1],
+        whole[0, 0, 0, :1].expand(3, 192),
+    ):
+        size = packed_bytes(rows.shape[-1], bits)
+        wanted = torch.empty(*rows.shape[:-1], size, dtype=torch.uint8)
+        plain._quantize(rows, bits, wanted)
+        pool = torch.full((*rows.shape[:-1], size + 8), 77, dtype=torch.uint8)
+        slots = pool[..., 4:-4]
+        assert plain.quantize(rows, bits, slots) is slots and torch.equal(slots, wanted)
+        restored = torch.empty(rows.shape)
+        plain._dequantize(wanted, bits, restored)
+        target = torch.full((*rows.shape[:-1], rows.shape[-1] + 16), -5.0)
+        view = target[..., 8:-8]
+        assert plain.dequantize(slots, bits, torch.float32, view) is view and torch.equal(view, restored)
+        view.fill_(-5.0)
+        slots.fill_(77)
+        assert (target == -5.0).all() and (pool == 77).all()
+    assert len(chosen) == 2 * PROOF + 4 * 2  # one of each dtype, then all four views
+    assert not [w for w in recwarn if "plain torch" in str(w.message)]
+
+
+def test_one_launch_for_all_rows_that_are_evenly_spaced(monkeypatch):
+    launches = []
+    monkeypatch.setattr(quantize_triton, "_launch", lambda *args, **constants: launches.append(args))
+    pool = torch.zeros(6, 16, 512)
+    packed = torch.zeros(6, 16, packed_bytes(512, 8), dtype=torch.uint8)
+    quantize_triton.quantize(pool, 8, packed, LIMIT)
+    quantize_triton.quantize(torch.zeros(96, 1024)[:, :512], 8, packed.flatten(0, 1), LIMIT)
+    assert len(launches) == 2
+
+
+def test_values_with_gaps_inside_a_row_and_no_values_go_to_plain_torch(chosen):
+    rows = torch.randn(128, 3).t()
+    assert torch.equal(plain.quantize(rows, 8), plain.quantize(rows.contiguous(), 8))
+    assert plain.dequantize(plain.quantize(torch.zeros(0, 3, 64), 4), 4, torch.float32).shape == (0, 3, 64)
+    assert len(chosen) == PROOF + 1  # the rows without gaps
+
+
+def other_bytes(rows, bits, out, limit):
+    plain._quantize(rows, bits, out)
+    out[0, 0] ^= 1
+
+
+def raises(*args):
+    raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.\nMore lines")
+
+
+@pytest.mark.parametrize(
+    "name, wrong, told",
+    [
+        ("quantize", raises, "Failed to find C compiler"),
+        ("dequantize", raises, "Failed to find C compiler"),
+        ("quantize", other_bytes, "on trial rows its results differ"),
+        ("dequantize", lambda packed, bits, out: out.zero_(), "on trial rows its results differ"),
+    ],
+)
+def test_kernels_that_fail_or_differ_are_not_used(chosen, monkeypatch, name, wrong, told):
+    monkeypatch.setattr(quantize_triton, name, wrong)
+    rows = torch.randn(4, 128)
+    wanted = torch.empty(4, packed_bytes(128, 4), dtype=torch.uint8)
+    plain._quantize(rows, 4, wanted)
+    with pytest.warns(UserWarning, match=f"plain torch, slower than Triton's kernels: [^\n]*{told}[^\n]*$") as warned:
+        assert torch.equal(plain.quantize(rows, 4), wanted)
+        plain.dequantize(wanted, 4, torch.float32)
+        plain.quantize(rows, 4)
+    assert len([w for w in warned if w.category is UserWarning]) == 1  # the interpreter's numpy warns too
