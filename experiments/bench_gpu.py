@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from experiments.bench_kernels import Sizes, bench_kernels
+from flexhybrid.core.memory import buffer_sizes, memory_plan, total_bytes
 from flexhybrid.core.policy import Bits, Placement, Policy
 from flexhybrid.core.shape import ModelShape, shape_by_name
 from flexhybrid.core.stream import stream
@@ -132,8 +133,16 @@ def bench_gpu(table, on_progress: Callable[[str], None] = print) -> None:
     shape, device = shape_by_name(MODEL), torch.device("cuda")
     for number, policy in enumerate(policies()):
         on_progress(policy.name)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
         with make_bench(shape, device, DTYPE) as bench:
             contender = Contender(bench, policy)
+            sizes = buffer_sizes(contender.wave)
+            planned = total_bytes(memory_plan(shape, policy, contender.wave.bytes_per_element, sizes))["device"]
+            peak = torch.cuda.max_memory_allocated() - before
+            table.add(f"memory, {policy.name}: the allocator's peak over the plan", peak / planned, 1.0, "x", False)
             if number == 0:
                 bench_kernels(table, contender, KERNELS)
             bench_launcher(table, contender)
+        contender = None  # its buffers go before the next one's come

@@ -17,6 +17,7 @@ from flexhybrid.jobs.speed import Contender
 from flexhybrid.runtime import attention
 from flexhybrid.runtime.quantize import dequantize, packed_bytes, quantize
 from flexhybrid.runtime.rotary import rotate_
+from flexhybrid.runtime.step_tensors import mask_of
 from flexhybrid.runtime.verbs.attending import gather_blocks
 
 REPEATS = 7
@@ -109,6 +110,13 @@ def bench_attention(table, sizes: Sizes, like: dict) -> None:
     query = torch.randn(batch, heads, head_dim, **like)
     share = memory_share(side_by_side, lambda one: attention.attend_decode(query, *one, None))
     table.add("attend: share of the measured memory bandwidth", share, 0.6, "x")
+    hidden = np.arange(context) < np.arange(batch)[:, None]
+    mask = mask_of(hidden, **like)
+    share = memory_share(side_by_side, lambda one: attention.attend_decode(query, *one, mask))
+    table.add("attend, requests of mixed lengths: share of the measured memory bandwidth", share, 0.6, "x")
+    some = side_by_side[:, :, : heads // 4].contiguous()
+    share = memory_share(some, lambda one: attention.attend_decode(query, *one, mask))
+    table.add("attend, mixed lengths, 4 query heads a key head: share of the bandwidth", share, 0.6, "x")
 
     new = torch.randn(batch, chunk, heads, head_dim, **like)
     folded, scores = new.transpose(1, 2).contiguous(), torch.randn(batch, heads, chunk, context, **like)

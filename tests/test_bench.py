@@ -121,7 +121,7 @@ def test_the_gpu_bench_fills_its_rows(monkeypatch):
         with bench_gpu.make_bench(shape, torch.device("cpu"), "float32") as bench:
             contender = Contender(bench, policy)
             if not number:
-                bench_kernels(table, contender, Sizes(2, 2, 64, 40, 32))
+                bench_kernels(table, contender, Sizes(2, 4, 64, 40, 32))
                 assert all(row["value"] > 0 for row in table.rows.values()) and "KV-Gen" in " ".join(table.rows)
             bench_gpu.bench_launcher(table, contender)
         starved = table.rows[f"launch, {policy.name}: tasks that starved"]

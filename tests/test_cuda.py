@@ -18,7 +18,7 @@ from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.exactness import Reference, compare_tokens
 from flexhybrid.runtime.engine import Engine
 from flexhybrid.runtime.loader import Checkpoint, RandomWeights
-from flexhybrid.runtime.sampling import greedy_plan
+from flexhybrid.runtime.sampling import SamplingPlan, greedy_plan
 from flexhybrid.runtime.weights import DiskPlace, Weights
 from sim import catalogue
 from sim.presets import hybrid
@@ -110,12 +110,22 @@ def test_traces_of_streams_are_clean(case, tmp_path, name):
         assert check_trace(result.trace, tolerance_s=5e-5) == []
 
 
+def sampled_every_way(num_requests: int) -> SamplingPlan:
+    """Everything that a request may ask of sampling, at once."""
+    ones = np.ones(num_requests)
+    return replace(
+        greedy_plan(num_requests), temperature=ones, top_k=np.full(num_requests, 20), top_p=0.9 * ones,
+        min_p=0.05 * ones, min_positions=np.full(num_requests, 1000), held_ids=((2, 7),) * num_requests,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("plan_of", [greedy_plan, sampled_every_way])
 @pytest.mark.parametrize("name", ALL)
-def test_no_verb_makes_the_host_wait_for_the_device(case, tmp_path, name):
+def test_no_verb_makes_the_host_wait_for_the_device(case, tmp_path, name, plan_of):
     """From the first decode step on; the lanes' own waits for events are not what this finds."""
     prompts = case[1]
     wave, engine = engine_of(case, ALL[name], tmp_path)
-    plan = greedy_plan(len(prompts))
+    plan = plan_of(len(prompts))
     executor = engine.executor(wave, prompts, plan)
     engine.run(wave, prompts, plan, executor=executor)  # libraries wait when they are loaded
     embed = executor.verbs["embed"]

@@ -58,9 +58,8 @@ def greedy_plan(num_requests: int) -> SamplingPlan:
 class StepSampling:
     """What choosing the next token of B requests needs, on the device."""
 
-    values_5B: (
-        torch.Tensor | None
-    )  #: float64: uniforms, temperature (1 if greedy), min_p, top_k, top_p; None: all greedy
+    #: float64: uniforms, temperature (1 if greedy), min_p, top_k, top_p; None: all greedy
+    values_5B: torch.Tensor | None
     greedy_B: torch.Tensor | None  #: which rows are greedy; None when none is
     rows_min_p: torch.Tensor | slice | None  #: rows that ask for it; None: nobody does
     rows_top_k: torch.Tensor | slice | None
