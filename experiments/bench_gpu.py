@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from experiments.bench_kernels import Sizes, bench_kernels
+from experiments.bench_quantize import bench_quantize_cuda
 from flexhybrid.core.memory import buffer_sizes, memory_plan, total_bytes
 from flexhybrid.core.policy import Bits, Placement, Policy
 from flexhybrid.core.shape import ModelShape, shape_by_name
@@ -131,6 +132,7 @@ def make_bench(shape: ModelShape, device: torch.device, dtype: str) -> Bench:
 def bench_gpu(table, on_progress: Callable[[str], None] = print) -> None:
     """Every row; one policy's weights and pools at a time."""
     shape, device = shape_by_name(MODEL), torch.device("cuda")
+    bench_quantize_cuda(table)
     for number, policy in enumerate(policies()):
         on_progress(policy.name)
         torch.cuda.empty_cache()
