@@ -31,13 +31,13 @@ KIND_COLORS = {
     "host_compute": "#e7298a",
     "store": "#7570b3",
     "disk_read": "#8c564b",
-    "disk_write": "#c49c94",
+    "disk_write": "#e6ab02",
 }
 CARGO_COLORS = {"weights": "#7f7f7f", "kv": "#1f77b4", "act": "#ff9f40", "other": "#9edae5"}
 LINK_HATCHES = {"h2d": "", "d2h": "//", "disk_read": "..", "disk_write": "xx"}
 RESOURCE_COLORS = {
     "compute": "#66a61e", "h2d": "#1f77b4", "d2h": "#7570b3", "host_compute": "#e7298a", "disk_read": "#8c564b",
-    "disk_write": "#c49c94",
+    "disk_write": "#e6ab02",
 }  # fmt: skip
 SHOWN_ROWS = (("h2d", "link"), ("compute", "compute"))
 
@@ -131,19 +131,19 @@ def breakdown(path: Path, systems: list[dict]) -> None:
     figure, axes = plt.subplots(figsize=(1.6 + 1.3 * len(systems), 4.4), constrained_layout=True)
     used = []
     for x, system in enumerate(systems):
-        for offset, clock, alpha in ((-0.2, "predicted", 0.55), (0.2, "measured", 1.0)):
+        for offset, clock, look in ((-0.2, "predicted", {"alpha": 0.55, "hatch": "//"}), (0.2, "measured", {})):
             bottom = 0.0
             for kind, color in KIND_COLORS.items():
                 height = system[clock]["seconds"].get(kind, 0.0) * 1e3
                 if height:
-                    axes.bar(x + offset, height, 0.36, bottom=bottom, color=color, alpha=alpha, lw=0)
+                    axes.bar(x + offset, height, 0.36, bottom=bottom, color=color, edgecolor="white", lw=0, **look)
                     bottom += height
                     used.append(kind)
             step = system[clock]["step_s"] * 1e3
             axes.plot([x + offset - 0.18, x + offset + 0.18], [step, step], color="black", lw=1.6)
     _name_systems(axes, systems)
     axes.set_ylabel("ms a decode step")
-    axes.set_title("left, paler: predicted; right: measured; black: the step", fontsize=9, loc="left")
+    axes.set_title("left, hatched: predicted; right: measured; black: the step", fontsize=9, loc="left")
     shown = [Patch(color=color, label=kind.replace("_", " ")) for kind, color in KIND_COLORS.items() if kind in used]
     figure.legend(handles=shown, ncol=3, loc="outside lower center", fontsize=8, frameon=False)
     figure.savefig(path, dpi=130)
@@ -174,7 +174,7 @@ def traffic(path: Path, systems: list[dict]) -> None:
     shown = [Patch(color=color, label=cargo) for cargo, color in CARGO_COLORS.items() if cargo in cargoes]
     shown += [Patch(facecolor="#dddddd", hatch=hatch, edgecolor="black", lw=0, label=link)
               for link, hatch in LINK_HATCHES.items() if link in links]  # fmt: skip
-    left.legend(handles=shown, fontsize=7, ncol=2)
+    figure.legend(handles=shown, fontsize=7, ncol=4, loc="outside lower left", frameon=False)
     busy = [r for r in RESOURCE_COLORS if any(r in system["measured"]["busy"] for system in systems)]
     width = 0.8 / max(1, len(busy))
     for x, system in enumerate(systems):
@@ -187,7 +187,9 @@ def traffic(path: Path, systems: list[dict]) -> None:
     right.set_ylim(0, 1.05)
     right.set_title("bars: measured; ticks: predicted", fontsize=9, loc="left")
     _name_systems(right, systems)
-    right.legend(fontsize=7, ncol=2)
+    figure.legend(
+        *right.get_legend_handles_labels(), fontsize=7, ncol=len(busy), loc="outside lower right", frameon=False
+    )
     figure.savefig(path, dpi=130)
     plt.close(figure)
 

@@ -59,7 +59,13 @@ def build_parser() -> argparse.ArgumentParser:
     compare.add_argument("--device-memory", help="budget of the device, like 12GiB (no limit)")
     compare.add_argument("--host-memory", default="8GiB", help="budget of the host (8GiB)")
     compare.add_argument("--disk-memory", help="budget of the disk (what is free)")
-    compare.add_argument("--disk-dir", type=Path, metavar="DIR", help=DISK_DIR_HELP)
+    compare.add_argument("--batch", type=int, default=32, help="requests of the speed runs (32)")
+    compare.add_argument("--prompt-len", type=int, help="tokens of each (512, or fewer where this machine is slow)")
+    compare.add_argument("--gen-len", type=int, default=6, help="tokens that each generates; few tell much (6)")
+    compare.add_argument("--mini-batch", type=int, default=8, help="requests a mini-batch; systems have their own (8)")
+    compare.add_argument(
+        "--disk-dir", type=Path, metavar="DIR", help="scratch folder of policies that use a disk; they need one here"
+    )
     compare.add_argument("--disk-gb-per-s", type=float, help="pace of that disk")
     compare.add_argument(
         "--systems", nargs="+", metavar="NAME",

@@ -148,7 +148,8 @@ class LLM:
 
         ``sampling_params``: one for all prompts, or a list of one a prompt. Random numbers hang on the seed, the
         position in the text and, when one SamplingParams serves all, the prompt's place in the list; a seed of a list
-        gives its request the same tokens alone. Raises InputError, before any work, for a prompt that is empty, too
+        gives its request the same tokens alone, but for near ties and under InfiniGen's selection, whose columns are
+        chosen over all requests of a mini-batch. Raises InputError, before any work, for a prompt that is empty, too
         long or holds an unknown token id, and for budgets too small for a single one of the requests.
 
         Whatever else is raised under way (a disk that fails, Ctrl-C, an error of ``on_tokens``) first gives all memory

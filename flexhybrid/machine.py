@@ -163,8 +163,8 @@ def best_policy(
             pass  # not even one request fits: something has to move
     if hardware is None:
         raise InputError(
-            "policy auto needs to know this machine: run `flexhybrid profile` once (or `flexhybrid compare`, which "
-            "does), or name a policy such as kv_only or hybrid(0.5)"
+            "policy auto needs to know this machine: run `flexhybrid profile` once, or name a policy such as kv_only "
+            "or hybrid(0.5)"
         )
     from policy_search.search import search
 

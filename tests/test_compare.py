@@ -251,6 +251,22 @@ def test_what_cannot_be_compared_is_refused_before_the_profile(systems, words, t
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("numbers", "words"),
+    [
+        (dict(batch=0), "--batch is 0"),
+        (dict(mini_batch=-1), "--mini-batch is -1"),
+        (dict(max_tokens=2), "--gen-len is 2; it must be at least 3"),
+        (dict(context=0), "--prompt-len is 0"),
+        (dict(context=300, max_tokens=400), "--prompt-len 300 and --gen-len 400 are 700 .* room for 600"),
+        (dict(max_tokens=5000), "--gen-len 5000"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused_by_their_flags(numbers, words):
+    with pytest.raises(InputError, match=words):
+        Setting(CompareOptions(device="cpu", shape=SMALL, **numbers))
+
+
 def test_a_slow_machine_gets_less_to_do():
     """The job sizes itself by its own prediction: a slower one never takes on more; a stated context stays."""
     lines = {"h2d": Line(1e-4, 0.0, 5e-10), "d2h": Line(1e-4, 0.0, 5e-10), "host_compute": Line(1e-4, 0.0, 1e-9)}

@@ -121,6 +121,7 @@ def compare(options: CompareOptions, quiet: bool = False) -> dict:
     ends = [row for row in rows[: len(named)] if row["policy"] in ("kv_only", "act_only")]
     result = {
         "machine": device_name(setting.device),
+        "device": setting.device.type,
         "model": setting.shape.name,
         "dtype": setting.dtype,
         "link_gb_per_s": link,
@@ -420,4 +421,5 @@ def options_from(args) -> CompareOptions:
         model=args.model, device=args.device, link_gb_per_s=args.link_gb_per_s, device_memory=args.device_memory,
         host_memory=args.host_memory, disk_memory=args.disk_memory, disk_dir=args.disk_dir,
         disk_gb_per_s=args.disk_gb_per_s, systems=split_names(args.systems or []), policy=args.policy, out=args.out,
+        batch=args.batch, context=args.prompt_len, max_tokens=args.gen_len, mini_batch=args.mini_batch,
     )  # fmt: skip

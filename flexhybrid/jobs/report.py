@@ -18,6 +18,7 @@ from flexhybrid.core.task import RESOURCES
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.breakdown import KINDS
 from flexhybrid.runtime.cpu_use import MOST_OTHERS
+from flexhybrid.runtime.links import MOST_LATE_S
 from policy_search.fit import PAPERS_R2, fit_report
 from policy_search.search import SearchResult
 
@@ -115,7 +116,8 @@ class Report:
         self.table([speed_line(row) for row in result["speed"]])
         self.say(
             "\nclosed form, virtual: predictions; error: virtual over measured; MB/iter: 10^6 bytes to the device an\n"
-            "iteration; overlap: the larger of ideal link and compute time over wall time; compute, link: busy share;\n"
+            "iteration; overlap: the larger of ideal link and compute time over wall time, where link and device\n"
+            "alone work, at once (beyond 1 is noise: the ideal is measured by itself); compute, link: busy share;\n"
             f"= {reference}: tokens equal to {reference}'s in {result['dtype']}, where rounding may part texts."
         )
         if any(is_disturbed(row) for row in result["speed"] + result["sweep"]):
@@ -140,7 +142,10 @@ class Report:
     def breakdown(self, breakdowns: list[dict]) -> None:
         self.say("\n5. A decode step: ms by kind of task, predicted / measured\n")
         self.table(_without_empty_columns([step_line(one) for one in breakdowns]))
-        self.say("\nKinds of one resource add up to its busy time; link, device, host and disk work side by side.\n")
+        self.say(
+            "\nKinds of one resource add up to its busy time; link, device, host and disk work side by side. A paced\n"
+            f"link that was late makes up for up to {MOST_LATE_S * 1e3:.0f} ms: single copies may be faster than it.\n"
+        )
         self.say("Traffic of a decode step, MB by what it is: the same tasks on both clocks\n")
         self.table(_without_empty_columns([traffic_line(one) for one in breakdowns]))
         self.say("\nBusy share of the decode, predicted / measured\n")
@@ -150,7 +155,8 @@ class Report:
         tables = "exactness.csv, speed.csv" + (", sweep.csv, throughput.png" if result["sweep"] else "")
         self.say(
             f"\nWritten to {out}: compare.json, {tables}, breakdown.csv, timeline.png, breakdown.png, "
-            f"traffic.png, trace.json (open it at ui.perfetto.dev). {result['seconds']:.0f} s."
+            "traffic.png, trace.json (open it at ui.perfetto.dev), and this machine as it was measured for the model's "
+            f"sizes, hardware-{result['device']}.json (for --hardware). {result['seconds']:.0f} s."
         )
 
 
@@ -197,7 +203,7 @@ def policy_line(policy: Policy) -> dict:
         "weights": _shares({tier: getattr(policy.weights, tier) for tier in TIERS}),
         "context": _shares(policy.cache),
         "bits": " ".join(f"{name} {size}" for name, size in packed.items() if size != "native") or "native",
-        "schedule": policy.schedule + ("" if policy.overlap is True else ", in turn"),
+        "schedule": policy.schedule + ("" if policy.overlap is True else ", nothing at once"),
         "attention": policy.attention,
         "mini-batch": "all" if policy.max_mini_batch_tokens >= 1 << 30 else str(policy.max_mini_batch_tokens),
     }

@@ -37,6 +37,7 @@ SIZES = ((512, 4), (512, 2), (256, 2), (128, 2))
 TABLE_SECONDS = 240.0  #: predicted, for all policies of the speed table
 
 SWEEP = tuple(i / 8 for i in range(1, 8))  #: its ends are kv_only and act_only
+LEAST_TOKENS = 3  #: of an answer: a step is measured from the end of a decode iteration to that of a later one
 OWN_NAMES = ("kv_only", "act_only", "hybrid_static", "hybrid")
 
 
@@ -92,6 +93,7 @@ class Setting:
                 raise InputError(
                     f"{options.policy}: the name {policy.name!r} is one of the comparison's own; rename it"
                 )
+        self._check_numbers()
         context = min(options.context or SIZES[0][0], self.shape.max_context - options.max_tokens)
         self.workload = Workload.uniform(options.batch, context, options.max_tokens)
         self.dtype = fastest_dtype(self.shape, self.device)
@@ -100,6 +102,21 @@ class Setting:
         blocks = -(-(context + options.max_tokens) // BLOCK_TOKENS) + 1
         self.bound = options.mini_batch * (blocks * BLOCK_TOKENS + 1)
         self._check(self._known_before())
+
+    def _check_numbers(self) -> None:
+        options = self.options
+        least = {"batch": 1, "mini_batch": 1, "max_tokens": LEAST_TOKENS}
+        names = {"batch": "--batch", "mini_batch": "--mini-batch", "max_tokens": "--gen-len", "context": "--prompt-len"}
+        for field, name in names.items():
+            value, lowest = getattr(options, field), least.get(field, 1)
+            if value is not None and value < lowest:
+                raise InputError(f"{name} is {value}; it must be at least {lowest}")
+        length = (options.context or 1) + options.max_tokens
+        if length > self.shape.max_context:
+            raise InputError(
+                f"--prompt-len {options.context or 1} and --gen-len {options.max_tokens} are {length} tokens; "
+                f"{self.shape.name} has room for {self.shape.max_context}"
+            )
 
     def _known_before(self) -> list[Policy]:
         """The policies that do not wait for the profile."""
