@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from experiments.rounds import least_disturbed, undisturbed
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.memory import buffer_sizes
 from flexhybrid.core.plan import admit
@@ -33,7 +34,7 @@ from flexhybrid.core.trace import TraceEvent, check_trace, idle_though_ready, it
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.measure import TIMING_SHAPE, measure_hardware
 from flexhybrid.jobs.measure_disk import measure_disk, with_disk
-from flexhybrid.runtime.cpu_use import MOST_OTHERS, CpuUse
+from flexhybrid.runtime.cpu_use import MOST_OTHERS
 from flexhybrid.runtime.engine import Engine
 from flexhybrid.runtime.loader import RandomWeights
 from flexhybrid.runtime.profile import MIXES, OTHERS, profile
@@ -263,7 +264,7 @@ def bench_overlap(table, dtype: str, only: str = "") -> None:
         errors.append(100 * abs(error))
         idle[case.name] = 100 * statistics.median(Window(trace).idle_share() for trace in traces)
         bad += sum(bool(check_trace(trace)) for trace in traces)
-        disturbed += [share for share in others if share is not None]
+        disturbed += others
     where = f"virtual clock vs measured, {len(errors)} kinds of policy"
     table.add(f"{where}, median error", statistics.median(errors), 8, "%", False)
     table.add(f"{where}, worst error", max(errors), 15, "%", False)
@@ -281,14 +282,19 @@ def measure(table, case: Case, weights: Weights, hardware: Hardware) -> tuple[fl
     # The guess settles KVPR's split; the pace itself follows from what computing takes here and now.
     rates = rates_of(case, run.planned_bytes(case.paced) / max(run.computing_s().values()) / 1e9)
     run.set_rates(rates)
-    rounds, traces, others = [], [], []
-    for _ in range(ROUNDS):
-        before = CpuUse.now()
-        traces.append(run.decode())
-        others.append(CpuUse.now().others_since(before))
-        window = Window(traces[-1])
+
+    def one_round() -> tuple[float, dict[str, float], list[TraceEvent]]:
+        trace = run.decode()
+        window = Window(trace)
         needed = {name: window.moved_bytes(name) / (rate * 1e9) for name, rate in rates.items()} | run.computing_s()
-        rounds.append((window.seconds, needed))
+        return window.seconds, needed, trace
+
+    done = least_disturbed(undisturbed(one_round, ROUNDS), ROUNDS)
+    others, rounds, traces = [], [], []
+    for share, (wall, needed, trace) in done:
+        others.append(share)
+        rounds.append((wall, needed))
+        traces.append(trace)
     ideals = {name: statistics.median(needed[name] for _, needed in rounds) for name in rounds[0][1]}
     binding, second = sorted(ideals, key=ideals.get)[:-3:-1]
     overlap = statistics.median(max(needed.values()) / wall for wall, needed in rounds)

@@ -11,7 +11,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,6 +20,7 @@ import numpy as np
 from tqdm import tqdm
 
 from experiments.peers.accelerate_disk import make_checkpoint
+from experiments.rounds import least_disturbed, undisturbed
 from experiments.run_memory import peak_bytes, write_requests
 from flexhybrid.core.shape import ModelShape
 from flexhybrid.jobs import shipped, shipped_prompts
@@ -27,12 +28,11 @@ from flexhybrid.jobs.forecast import sorted_by_length
 from flexhybrid.jobs.run import RunOptions, run
 from flexhybrid.llm import LLM, SamplingParams
 from flexhybrid.machine import pick_device
-from flexhybrid.runtime.cpu_use import MOST_OTHERS, CpuUse
 from flexhybrid.runtime.engine import Engine
 from flexhybrid.runtime.loader import Checkpoint
 
 PAIRS = 5  #: rounds of both sides, of what costs a hundredth
-ROUNDS, MORE = 3, 5  #: rounds of each row, and how many more where others disturb them
+ROUNDS = 3  #: of each row
 NUM_REQUESTS = 240
 OVERHEAD, ERROR, BEYOND_BUDGET, BYTES_A_LINE = 1.02, 15, 1.05, 64  #: bars
 CALLBACKS = ("on_tokens", "on_finish", "should_stop")  #: of an engine's run
@@ -181,22 +181,11 @@ def bench_prediction(table, model: Path, folder: Path) -> None:
             return run(asked, silent)
 
         done = undisturbed(measure_and_run, ROUNDS)
-        errors = [100 * abs(one["predicted_s"] / one["seconds"] - 1) for _, one in sorted(done, key=lambda one: one[0])]
+        errors = [100 * abs(one["predicted_s"] / one["seconds"] - 1) for _, one in least_disturbed(done, ROUNDS)]
         rounds = {name: [one[name] for _, one in done] for name in ("predicted_s", "seconds")}
         name = f"run: predicted finish, {where}, error"
         others = [share for share, _ in done]
-        table.add(name, statistics.median(errors[:ROUNDS]), ERROR, "%", False, **rounds, others=others)
-
-
-def undisturbed(action: Callable[[], object], count: int) -> list[tuple[float, object]]:
-    """(share of the cores that others took, result) of each time that ``action`` was done: until it was left in peace
-    ``count`` times, at most ``count + MORE`` times. What a stranger takes, no prediction knows of."""
-    done: list[tuple[float, object]] = []
-    while len(done) < count + MORE and sum(share <= MOST_OTHERS for share, _ in done) < count:
-        before = CpuUse.now()
-        result = action()
-        done.append((CpuUse.now().others_since(before) or 0.0, result))
-    return done
+        table.add(name, statistics.median(errors), ERROR, "%", False, **rounds, others=others)
 
 
 def profiled(asked: RunOptions) -> None:

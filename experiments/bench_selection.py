@@ -17,6 +17,7 @@ import torch
 from tqdm import tqdm
 
 from experiments.bench_overlap import Window
+from experiments.rounds import least_disturbed, undisturbed
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.memory import buffer_sizes
 from flexhybrid.core.plan import Wave, admit
@@ -26,7 +27,7 @@ from flexhybrid.core.stream import stream
 from flexhybrid.core.trace import TraceEvent, check_trace
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.measure import TIMING_SHAPE
-from flexhybrid.runtime.cpu_use import MOST_OTHERS, CpuUse
+from flexhybrid.runtime.cpu_use import MOST_OTHERS
 from flexhybrid.runtime.engine import Engine
 from flexhybrid.runtime.executor import Executor
 from flexhybrid.runtime.loader import RandomWeights
@@ -93,22 +94,21 @@ def measure(policy: Policy, weights: Weights) -> Measured:
     plan = greedy_plan(BATCH)
     executor = engine.executor(wave, prompts, plan)
     fill(executor)
-    windows, bad, others = [], 0, []
+
+    def decode() -> list[TraceEvent]:
+        return engine.run(
+            wave, prompts, plan, keep_trace=True, executor=executor, tasks=stream(wave, first_iteration=1)
+        ).trace
+
     try:
-        for _ in range(ROUNDS):
-            before = CpuUse.now()
-            trace = engine.run(
-                wave, prompts, plan, keep_trace=True, executor=executor, tasks=stream(wave, first_iteration=1)
-            ).trace
-            others.append(CpuUse.now().others_since(before))
-            bad += bool(check_trace(trace))
-            windows.append(Window(trace))
+        done = least_disturbed(undisturbed(decode, ROUNDS), ROUNDS)
     finally:
         engine.close()
+    windows = [Window(trace) for _, trace in done]
+    bad = sum(bool(check_trace(trace)) for _, trace in done)
     step_s = statistics.median(window.seconds / window.num_iterations for window in windows)
     own_s = {verb: statistics.median(seconds_of(window, verb) for window in windows) for verb in OWN_COST}
-    shares = [share for share in others if share is not None]
-    return Measured(BATCH / step_s, moved_share(windows[0], wave), own_s, step_s, bad, shares)
+    return Measured(BATCH / step_s, moved_share(windows[0], wave), own_s, step_s, bad, [share for share, _ in done])
 
 
 def seconds_of(window: Window, verb: str) -> float:
