@@ -29,6 +29,7 @@ def test_a_profile_takes_as_many_requests_as_the_budgets_hold(monkeypatch):
         return engine(weights, policy, sizes, *rest, **more)
 
     monkeypatch.setattr(profiling, "Engine", watched)
+    monkeypatch.setattr(profiling, "LINK_SECONDS", 0.0)  # the link is not what this is about
     runs = (Run(8, 48, 4, {"kv@host": 0.5, "act@host": 0.5}),)
 
     def measured(budgets) -> tuple[set[str], int]:
@@ -44,8 +45,9 @@ def test_a_profile_takes_as_many_requests_as_the_budgets_hold(monkeypatch):
     assert fewest == verbs and least < half
 
 
-def test_kernels_alone_have_lines_of_their_own_where_the_device_holds_all():
+def test_kernels_alone_have_lines_of_their_own_where_the_device_holds_all(monkeypatch):
     """And only a policy that moves nothing is priced by them."""
+    monkeypatch.setattr(profiling, "LINK_SECONDS", 0.0)  # the link is not what this is about
     shape = ModelShape("small", "opt", 2, 64, 2, 2, 32, 128, 100, 96)
     runs = (Run(2, 32, 2, {"kv@host": 0.5, "act@host": 0.5}), profiling.ALONE[0])
 

@@ -52,7 +52,7 @@ def registers_and_stack(binary: bytes, path: Path) -> tuple[int, int]:
     return int(re.search(r"REG:(\d+)", usage)[1]), int(re.search(r"STACK:(\d+)", usage)[1])
 
 
-@pytest.mark.parametrize("architecture, wide", [(80, True), (80, False), (90, True)])
+@pytest.mark.parametrize("architecture, wide", [(80, False), (90, True)])
 @pytest.mark.parametrize("dtype", POINTERS, ids=str)
 def test_every_variant_compiles_as_it_was_meant(dtype, architecture, wide, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
