@@ -36,12 +36,6 @@ else:
     settings.load_profile("flexhybrid-ci" if os.environ.get("CI") else "flexhybrid")
 
 
-@pytest.hookimpl(optionalhook=True)  # of pytest-xdist, which not everybody has
-def pytest_xdist_auto_num_workers(config) -> int:
-    """-n auto: one more than cores, for tests that start clusters and processes wait for them half of their time."""
-    return (os.cpu_count() or 1) + 1
-
-
 def pytest_collection_modifyitems(items):
     """Skip what needs a GPU where there is none; torch is loaded for the question only if a test asks it."""
     gpu_items = [item for item in items if item.get_closest_marker("cuda")]
