@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pandas as pd
 import pytest
@@ -280,6 +281,8 @@ def test_a_slow_machine_gets_less_to_do():
     assert sizes == sorted(sizes) and sizes[0] == 0 and sizes[-1] == len(SIZES) - 1
     stated = Setting(CompareOptions(device="cpu", context=512))
     assert stated.sized(hardware) is stated
+    short = Setting(CompareOptions(device="cpu", shape=replace(SMALL, max_positions=100)))
+    assert short.workload.prompt_tokens[0] == short.sized(hardware).workload.prompt_tokens[0] == 100 - 6
 
 
 def test_names_may_hold_commas_in_parentheses():

@@ -94,7 +94,7 @@ class Setting:
                     f"{options.policy}: the name {policy.name!r} is one of the comparison's own; rename it"
                 )
         self._check_numbers()
-        context = min(options.context or SIZES[0][0], self.shape.max_context - options.max_tokens)
+        context = options.context or self._fitting(SIZES[0][0])
         self.workload = Workload.uniform(options.batch, context, options.max_tokens)
         self.dtype = fastest_dtype(self.shape, self.device)
         self.bytes_per_element = DTYPE_BYTES[self.dtype]
@@ -105,18 +105,22 @@ class Setting:
 
     def _check_numbers(self) -> None:
         options = self.options
-        least = {"batch": 1, "mini_batch": 1, "max_tokens": LEAST_TOKENS}
-        names = {"batch": "--batch", "mini_batch": "--mini-batch", "max_tokens": "--gen-len", "context": "--prompt-len"}
-        for field, name in names.items():
-            value, lowest = getattr(options, field), least.get(field, 1)
-            if value is not None and value < lowest:
-                raise InputError(f"{name} is {value}; it must be at least {lowest}")
+        for flag, value, least in (
+            ("--batch", options.batch, 1), ("--mini-batch", options.mini_batch, 1),
+            ("--gen-len", options.max_tokens, LEAST_TOKENS), ("--prompt-len", options.context, 1),
+        ):  # fmt: skip
+            if value is not None and value < least:
+                raise InputError(f"{flag} is {value}; it must be at least {least}")
         length = (options.context or 1) + options.max_tokens
         if length > self.shape.max_context:
             raise InputError(
                 f"--prompt-len {options.context or 1} and --gen-len {options.max_tokens} are {length} tokens; "
                 f"{self.shape.name} has room for {self.shape.max_context}"
             )
+
+    def _fitting(self, context: int) -> int:
+        """A context of our own choice, cut to what the model has room for beside the answers."""
+        return min(context, self.shape.max_context - self.options.max_tokens)
 
     def _known_before(self) -> list[Policy]:
         """The policies that do not wait for the profile."""
@@ -191,7 +195,7 @@ class Setting:
         setting = self
         for context, num_layers in SIZES:
             shape = self.shape if self.options.model else replace(self.shape, num_layers=num_layers)
-            setting = Setting(replace(self.options, context=context, shape=shape))
+            setting = Setting(replace(self.options, context=self._fitting(context), shape=shape))
             if setting.table_seconds(hardware) <= TABLE_SECONDS:
                 break
         return setting
