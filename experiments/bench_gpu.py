@@ -74,8 +74,7 @@ def launch_of(trace: list[TraceEvent], issued: list[tuple[float, float]]) -> Lau
     ends = iteration_ends(trace)
     begin, end = ends[0], ends[-1]
     starved, idle_s, issuing_s, num_tasks = defaultdict(int), defaultdict(float), 0.0, 0
-    computing = [event for event in trace if event.task.resource == "compute"]
-    for (task, start, stop), idle, (since, until) in zip(computing, idle_though_ready(trace), issued, strict=True):
+    for ((task, start, stop), idle), (since, until) in zip(idle_though_ready(trace), issued, strict=True):
         if start < begin or stop > end:
             continue
         num_tasks += 1

@@ -111,8 +111,7 @@ class Window:
 
     def idle_share(self) -> float:
         """Of the window, that compute waited though all that its next task needs was there."""
-        computing = (event for event in self.trace if event.task.resource == "compute")
-        idle = zip(computing, idle_though_ready(self.trace), strict=True)
+        idle = idle_though_ready(self.trace)
         return sum(idle_s for event, idle_s in idle if self.begin_s < event.end_s <= self.end_s) / self.seconds
 
     def busy_s(self, resource: str) -> float:
@@ -292,11 +291,9 @@ def measure(table, case: Case, weights: Weights, hardware: Hardware) -> tuple[fl
         return window.seconds, needed, trace
 
     done = least_disturbed(undisturbed(one_round, ROUNDS), ROUNDS)
-    others, rounds, traces = [], [], []
-    for share, (wall, needed, trace) in done:
-        others.append(share)
-        rounds.append((wall, needed))
-        traces.append(trace)
+    others = [share for share, _ in done]
+    rounds = [(wall, needed) for _, (wall, needed, _) in done]
+    traces = [trace for _, (_, _, trace) in done]
     ideals = {name: statistics.median(needed[name] for _, needed in rounds) for name in rounds[0][1]}
     binding, second = sorted(ideals, key=ideals.get)[:-3:-1]
     overlap = statistics.median(max(needed.values()) / wall for wall, needed in rounds)

@@ -471,7 +471,9 @@ def test_what_a_resource_idles_though_it_could_begin_is_the_gap_before_its_task(
     trace = schedule(tasks, derive(tasks), durations, gaps)
     for resource in ("compute", "h2d"):
         mine = [gap for task, gap in zip(tasks, gaps, strict=True) if task.resource == resource]
-        assert idle_though_ready(trace, resource) == pytest.approx(mine, abs=1e-6)
+        found = idle_though_ready(trace, resource)
+        assert [event for event, _ in found] == [event for event in trace if event.task.resource == resource]
+        assert [idle for _, idle in found] == pytest.approx(mine, abs=1e-6)
 
 
 def touch(resource: str, verb: str, reads=(), writes=()) -> Task:

@@ -104,20 +104,22 @@ def busy_seconds(trace: Iterable[TraceEvent]) -> dict[str, float]:
     return busy
 
 
-def idle_though_ready(trace: Iterable[TraceEvent], resource: str = "compute") -> list[float]:
-    """Of each task of a resource, in stream order: seconds between the moment when it could have begun and its start.
+def idle_though_ready(trace: Iterable[TraceEvent], resource: str = "compute") -> list[tuple[TraceEvent, float]]:
+    """A resource's events in stream order, each with the seconds between the moment when it could have begun and its
+    start.
 
     It could begin when the resource's task before it, and all that it must wait for, had ended (at 0 where there is
     nothing before it): what is left is what planning, launching and handing over cost. The trace is of a stream from
     its beginning.
     """
     dependencies, ends, idle = Dependencies(), defaultdict(list), []
-    for task, start, end in trace:
+    for event in trace:
+        task, start, end = event
         marks = dependencies.add(task)
         own = ends[task.resource]
         if task.resource == resource:
             ready = max((*own[-1:], *(ends[other][ordinal] for other, ordinal in marks)), default=0.0)
-            idle.append(max(0.0, start - ready))
+            idle.append((event, max(0.0, start - ready)))
         own.append(end)
     return idle
 
