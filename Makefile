@@ -31,11 +31,11 @@ bench: $(TESTING)  ## every figure that has a bar, in one table and results/benc
 	$(BIN)/python -m experiments.bench $(ARGS)
 
 CHECKPOINTS := experiments/checkpoints
-TRAIN := -m experiments.train_checkpoint --documents whole --positions 2048 --seed 0
+TRAIN := -m experiments.training.train_checkpoint --documents whole --positions 2048 --seed 0
 
 MODELS := opt-stdlib-2k/config.json llama-stdlib-2k/config.json opt-stdlib-300k/config.json opt-stdlib-1m/config.json \
 	digits/held_out.npz
-SMALL := -m experiments.train_checkpoint --positions 640 --seed 0 --steps 700
+SMALL := -m experiments.training.train_checkpoint --positions 640 --seed 0 --steps 700
 
 models: $(addprefix $(CHECKPOINTS)/,$(MODELS))  ## those that are not there
 
@@ -52,7 +52,7 @@ $(CHECKPOINTS)/opt-stdlib-1m/config.json: | $(INSTALLED)
 	$(BIN)/python $(SMALL) --out $(@D) --hidden 128 --layers 3
 
 $(CHECKPOINTS)/digits/held_out.npz: | $(TESTING)
-	$(BIN)/python -m experiments.digits --out $(@D)
+	$(BIN)/python -m experiments.training.digits --out $(@D)
 
 gpu:  ## with the machine's own python3 and torch, no .venv
 	$(PYTHON) -m experiments.gpu $(ARGS)

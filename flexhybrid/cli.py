@@ -13,12 +13,12 @@ from pathlib import Path
 
 from flexhybrid import __version__
 from flexhybrid.cascade.cli import add_cascade
+from flexhybrid.core.context.cache_entries import TIERS
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.kinds import TIERS
+from flexhybrid.core.model.shape import shape_from_config
 from flexhybrid.core.policy import Policy
-from flexhybrid.core.shape import shape_from_config
 from flexhybrid.jobs.paths import check_checkpoint, check_file
-from flexhybrid.jobs.run_cli import DISK_DIR_HELP, add_doctor, add_run
+from flexhybrid.jobs.run.cli import DISK_DIR_HELP, add_doctor, add_run
 
 
 class Parser(argparse.ArgumentParser):
@@ -241,7 +241,7 @@ def _compare(args) -> dict:
     if args.policy:
         Policy.load(args.policy)
 
-    from flexhybrid.jobs.compare import compare, options_from
+    from flexhybrid.jobs.compare.job import compare, options_from
 
     return compare(options_from(args), quiet=args.json)
 
@@ -251,11 +251,11 @@ def _profile(args) -> dict:
 
     from tqdm import tqdm
 
-    from flexhybrid.jobs.compare import check_writable
-    from flexhybrid.jobs.measure import PROFILE_STEPS, TIMING_SHAPE, fastest_dtype, measure_hardware
-    from flexhybrid.jobs.measure_disk import measure_disk, with_disk
-    from flexhybrid.jobs.report import Report
-    from flexhybrid.machine import pick_device, profile_path
+    from flexhybrid.jobs.compare.job import check_writable
+    from flexhybrid.jobs.compare.report import Report
+    from flexhybrid.jobs.profile.disk import measure_disk, with_disk
+    from flexhybrid.jobs.profile.job import PROFILE_STEPS, TIMING_SHAPE, fastest_dtype, measure_hardware
+    from flexhybrid.resolve import pick_device, profile_path
     from policy_search.fit import fit_report
 
     device = pick_device(args.device, args.link_gb_per_s)
@@ -368,7 +368,7 @@ def _accuracy(args) -> dict:
     check_checkpoint(args.model)
     check_file(args.text, "text file ")
 
-    from flexhybrid.jobs.accuracy import accuracy, options_from
+    from flexhybrid.jobs.accuracy.job import accuracy, options_from
 
     return accuracy(options_from(args), quiet=args.json)
 

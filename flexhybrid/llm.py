@@ -16,13 +16,13 @@ import numpy as np
 from flexhybrid.core.errors import InputError, unknown
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.memory import BufferSizes, buffer_sizes, fits, memory_plan, parse_bytes
-from flexhybrid.core.plan import Wave, admit
+from flexhybrid.core.model.shape import DTYPE_BYTES
 from flexhybrid.core.policy import Policy
-from flexhybrid.core.shape import DTYPE_BYTES
 from flexhybrid.core.trace import TraceEvent
+from flexhybrid.core.wave import Wave, admit
 from flexhybrid.core.waves import check_least, first_wave, split_waves, wave_plan
 from flexhybrid.core.workload import Workload
-from flexhybrid.machine import (
+from flexhybrid.resolve import (
     free_device_memory,
     named_hardware,
     pick_device,
@@ -30,12 +30,12 @@ from flexhybrid.machine import (
     resolve_policy,
     settle_policy,
 )
-from flexhybrid.runtime.disk import checked_rate
 from flexhybrid.runtime.engine import Engine
-from flexhybrid.runtime.loader import Checkpoint
+from flexhybrid.runtime.kernels.sampling import SamplingPlan
 from flexhybrid.runtime.runnable import check_runnable
-from flexhybrid.runtime.sampling import SamplingPlan
-from flexhybrid.runtime.weights import DiskPlace, Weights
+from flexhybrid.runtime.storage.disk import checked_rate
+from flexhybrid.runtime.storage.loader import Checkpoint
+from flexhybrid.runtime.storage.weights import DiskPlace, Weights
 from flexhybrid.sampling_params import SamplingParams, is_whole, one_a_prompt
 from flexhybrid.text import Decode, StopWatch, answer_text
 

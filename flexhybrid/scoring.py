@@ -13,13 +13,13 @@ import numpy as np
 import torch
 
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.plan import Wave
-from flexhybrid.core.steps import MiniBatchStep
+from flexhybrid.core.schedule.steps import MiniBatchStep
 from flexhybrid.core.task import Task
+from flexhybrid.core.wave import Wave
 from flexhybrid.core.workload import Workload
 from flexhybrid.llm import LLM
 from flexhybrid.runtime.executor import Executor
-from flexhybrid.runtime.sampling import greedy_plan
+from flexhybrid.runtime.kernels.sampling import greedy_plan
 from flexhybrid.runtime.step_tensors import TokenTable
 from flexhybrid.sampling_params import SamplingParams
 

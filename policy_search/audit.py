@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from flexhybrid.core.context.cache_entries import TIERS
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.kinds import TIERS
 from policy_search.grid import NUM_TIME_ROWS, PHASES, ROWS, Program
 
 if TYPE_CHECKING:

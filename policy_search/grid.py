@@ -5,7 +5,7 @@ the bytes of every tier are sums over where the weights and the cache lie, each 
 a sum are read off the closed form at the vertices: everything in one place. Bits, placement and schedule add up
 independently, so a few dozen evaluations over all batches at once make the terms of all choices.
 
-What the terms leave out, and the walk of ``sim.closed_form`` has: waiting; whole blocks; and what only mixtures pay (a
+What the terms leave out, and the walk of ``sim.array_clock`` has: waiting; whole blocks; and what only mixtures pay (a
 second copy's overhead, a layer cut between two tiers). What a both(…) entry can do, a mixture of its two parts can do
 in less memory, so it is no vertex of its own.
 """
@@ -19,14 +19,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from flexhybrid.core.context.cache_entries import TIERS, parts_of, representation_of
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware
-from flexhybrid.core.kinds import TIERS, parts_of, representation_of
+from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Bits, Placement, Policy
-from flexhybrid.core.shape import ModelShape
 from flexhybrid.core.task import RESOURCES
-from sim.closed_form import Candidates
-from sim.loads import num_mini_batches
+from sim.array_clock import Candidates
+from sim.candidate_steps import num_mini_batches
 from sim.sums import Sums, peak_bytes, resource_sums
 
 NATIVE = "native"

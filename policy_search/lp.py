@@ -14,7 +14,7 @@ import numpy as np
 from scipy.optimize import linprog
 from scipy.sparse import block_diag
 
-from flexhybrid.core.kinds import TIERS
+from flexhybrid.core.context.cache_entries import TIERS
 from policy_search.grid import NUM_TIME_ROWS, ROWS, Grid, Program
 
 LACK_PRICE = 1e4  #: of a whole budget's worth of bytes, in units of the program's own seconds

@@ -12,13 +12,13 @@ from itertools import combinations, compress
 
 import numpy as np
 
-from flexhybrid.core.blocks import BLOCK_TOKENS, ceil_blocks
-from flexhybrid.core.kinds import representation_of
-from flexhybrid.core.layout import layer_layout
+from flexhybrid.core.context.blocks import BLOCK_TOKENS, ceil_blocks
+from flexhybrid.core.context.cache_entries import representation_of
+from flexhybrid.core.model.layout import layer_layout
 from flexhybrid.core.policy import Placement, Policy
-from policy_search.bound import solve_side_by_side
 from policy_search.grid import NATIVE, Grid, Option, Programs, Question
-from sim.closed_form import Candidates, Prediction, predict
+from policy_search.lower_bound import solve_side_by_side
+from sim.array_clock import Candidates, Prediction, predict
 from sim.sums import peak_bytes
 
 WEIGHT_STEPS = 10_000  #: weight shares are multiples of one of so many

@@ -16,15 +16,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from flexhybrid.core.context.cache_entries import TIERS
 from flexhybrid.core.errors import InputError, unknown
 from flexhybrid.core.hardware import Hardware
-from flexhybrid.core.kinds import TIERS
-from flexhybrid.core.plan import admit
+from flexhybrid.core.model.shape import ModelShape
+from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Policy, Selection
-from flexhybrid.core.shape import ModelShape
-from flexhybrid.core.stream import stream
+from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
 from policy_search.audit import write_lp as write_program
+from policy_search.branch_and_bound import Hunt
 from policy_search.grid import (
     FULL,
     LOSSLESS,
@@ -39,10 +40,9 @@ from policy_search.grid import (
     batch_grid,
     pairs_of,
 )
-from policy_search.hunt import Hunt
 from policy_search.selection import UnderSelection, best_under_selection, value_of
 from policy_search.shortage import shortage, tightest
-from sim.closed_form import Candidates, Prediction, mean_lengths, predict
+from sim.array_clock import Candidates, Prediction, mean_lengths, predict
 from sim.virtual_clock import RunSummary, run, summarize
 
 __all__ = ["FULL", "LOSSLESS", "OBJECTIVES", "PLAIN", "SearchResult", "Space", "search"]
@@ -59,7 +59,7 @@ class SearchResult:
 
     policy: Policy
     batch: int
-    prediction: dict  #: the closed form's row (``sim.closed_form.Prediction.row``)
+    prediction: dict  #: the closed form's row (``sim.array_clock.Prediction.row``)
     act_share: float  #: of tokens
     kv_act_bytes_ratio: float  #: KV bytes / ACT bytes of a request's context; inf without ACT
     num_choices: int  #: discrete choices

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from flexhybrid.core.context.cache_entries import TIERS
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.kinds import TIERS
 from flexhybrid.core.policy import Placement, Policy, Selection
 from policy_search.grid import Question, pairs_of
-from sim.closed_form import Candidates, Prediction, predict
+from sim.array_clock import Candidates, Prediction, predict
 
 ACT_SHARES = np.arange(5) / 4
 WEIGHT_SHARES = np.arange(13) / 12

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from flexhybrid.core.context.cache_entries import TIERS
 from flexhybrid.core.hardware import Hardware
-from flexhybrid.core.kinds import TIERS
 from flexhybrid.core.memory import gib
 from flexhybrid.core.policy import Policy
-from policy_search.bound import CHUNK, OPTIMAL, solve_side_by_side
 from policy_search.grid import NATIVE, Grid, Question, batch_grid, pairs_of
+from policy_search.lower_bound import CHUNK, OPTIMAL, solve_side_by_side
 from policy_search.lp import least_memory
 from policy_search.rounding import WEIGHT_STEPS, candidates_of, drafts_of, place_weights
 from sim.sums import peak_bytes

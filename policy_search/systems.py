@@ -17,12 +17,12 @@ import numpy as np
 
 from flexhybrid.core.errors import InputError, unknown
 from flexhybrid.core.hardware import Hardware, Line
+from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Placement, Policy
-from flexhybrid.core.shape import ModelShape
 from flexhybrid.core.task import RESOURCES
 from flexhybrid.core.workload import Workload
 from sim import presets
-from sim.closed_form import Candidates, predict
+from sim.array_clock import Candidates, predict
 from sim.implementation import Implementation, on
 from sim.simulate import Outcome, budgets_of, simulate
 
@@ -53,7 +53,7 @@ class System:
 
 
 def _flexgen(setting: Setting, host_attention: bool = False, compress: bool = False) -> Policy:
-    from policy_search.flexgen import flexgen_policy
+    from policy_search.papers.flexgen import flexgen_policy
 
     return flexgen_policy(
         setting.shape, setting.hardware, setting.workload, setting.bytes_per_element, batch=setting.batch,
@@ -64,7 +64,7 @@ def _flexgen(setting: Setting, host_attention: bool = False, compress: bool = Fa
 def _capture(
     setting: Setting, ratio: bool = True, packing: bool = True, device_act: bool = True, balance: str = "paper"
 ) -> Policy:
-    from policy_search.algorithm1 import capture_policy
+    from policy_search.papers.algorithm1 import capture_policy
 
     return capture_policy(
         setting.shape, setting.hardware, setting.workload, setting.bytes_per_element, batch=setting.batch,

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from flexhybrid.core.context.selection import WHOLE_LAYERS
 from flexhybrid.core.errors import InputError
+from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Bits, Placement, Policy, Selection
-from flexhybrid.core.selection import WHOLE_LAYERS
-from flexhybrid.core.shape import ModelShape
 
 _STREAMED = Placement(host=1.0)
 _RESIDENT = Placement(device=1.0)

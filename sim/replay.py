@@ -13,15 +13,15 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from flexhybrid.core.blocks import BLOCK_TOKENS, ceil_blocks
-from flexhybrid.core.kinds import TIERS, Part
+from flexhybrid.core.context.blocks import BLOCK_TOKENS, ceil_blocks
+from flexhybrid.core.context.cache_entries import TIERS, Part
+from flexhybrid.core.context.selection import first_choosing
 from flexhybrid.core.memory import NUM_SLOTS, buffer_sizes, memory_plan
-from flexhybrid.core.plan import Wave
-from flexhybrid.core.positions import StepPayload
-from flexhybrid.core.selection import first_choosing
-from flexhybrid.core.stream import WeightSlice
+from flexhybrid.core.plan import WeightSlice
+from flexhybrid.core.schedule.positions import StepPayload
 from flexhybrid.core.task import Task
 from flexhybrid.core.trace import TraceEvent
+from flexhybrid.core.wave import Wave
 
 #: Parts that no task moves.
 BY_DEFINITION = (

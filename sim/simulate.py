@@ -10,16 +10,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from flexhybrid.core.context.cache_entries import TIERS
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware
-from flexhybrid.core.kinds import TIERS
 from flexhybrid.core.memory import buffer_sizes, gib, memory_plan, total_bytes
-from flexhybrid.core.plan import admit
+from flexhybrid.core.model.shape import ModelShape
+from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Policy
-from flexhybrid.core.shape import ModelShape
-from flexhybrid.core.stream import stream
+from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
-from sim.closed_form import TRAFFIC_OF, Candidates, predict
+from sim.array_clock import TRAFFIC_OF, Candidates, predict
 from sim.virtual_clock import run, summarize
 
 CLOCKS = ("closed", "virtual")

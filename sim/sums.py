@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from flexhybrid.core.context.cache_entries import TIERS
 from flexhybrid.core.hardware import Hardware
-from flexhybrid.core.kinds import TIERS
-from flexhybrid.core.plan import check_planned
-from flexhybrid.core.shape import ModelShape
+from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.task import RESOURCES
-from sim.closed_form import Candidates, Phases, pieces_of
-from sim.loads import Loads, lines_of
+from flexhybrid.core.wave import check_planned
+from sim.array_clock import Candidates, Phases, pieces_of
+from sim.candidate_steps import Loads, lines_of
 
 
 @dataclass(frozen=True)

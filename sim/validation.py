@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from flexhybrid.core.hardware import Hardware, Line
-from flexhybrid.core.plan import Wave, admit
+from flexhybrid.core.model.shape import ModelShape
+from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Bits, Placement, Policy, Selection
-from flexhybrid.core.shape import ModelShape
-from flexhybrid.core.stream import stream
+from flexhybrid.core.wave import Wave, admit
 from flexhybrid.core.workload import Workload
-from sim.closed_form import Candidates, predict
+from sim.array_clock import Candidates, predict
 from sim.virtual_clock import run, summarize
 
 MOST_STEPS = 1500  #: layer x mini-batch x iteration of a random case, so that 600 cases take less than a minute

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from flexhybrid.core.dependencies import KINDS, Dependencies
 from flexhybrid.core.hardware import LINKS, Hardware
+from flexhybrid.core.schedule.dependencies import KINDS, Dependencies
 from flexhybrid.core.task import RESOURCES, Task
 from flexhybrid.core.trace import TraceEvent
 
 
 def run(tasks: Iterable[Task], hardware: Hardware, kinds: Iterable[str] = KINDS) -> list[TraceEvent]:
-    """Run tasks (``flexhybrid.core.plan.stream(wave)``) in virtual time; events in stream order, seconds from 0.
+    """Run tasks (``flexhybrid.core.wave.stream(wave)``) in virtual time; events in stream order, seconds from 0.
 
     ``kinds`` leaves out a kind of dependency on purpose, as in ``Dependencies``. Raises InputError when the hardware
     has no line for a task.

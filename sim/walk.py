@@ -1,4 +1,4 @@
-"""The walk: the tasks of a tiny run (``sim.topology``), each when its resource is free and what it waits for has ended,
+"""The walk: the tasks of a tiny run (``sim.tiny_run``), each when its resource is free and what it waits for has ended,
 with the durations of the real run, many policies at a time. What the tiny run leaves out is skipped: every resource
 goes on at the pace that it has reached, and what is walked next waits for the slowest."""
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flexhybrid.core.task import RESOURCES
-from sim.topology import Topology
+from sim.tiny_run import Topology
 
 #: Seconds of a task, or None where it has no work; and which policies have it at all (None: all of them).
 TimeOf = Callable[[int, tuple], "tuple[np.ndarray | None, np.ndarray | None]"]

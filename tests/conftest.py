@@ -21,8 +21,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if importlib.util.find_spec("hypothesis") is None:
     _imports_hypothesis = re.compile(r"^\s*(?:from|import) hypothesis\b", re.MULTILINE)
     collect_ignore = [
-        path.name
-        for path in Path(__file__).parent.glob("test_*.py")
+        str(path.relative_to(Path(__file__).parent))
+        for path in Path(__file__).parent.rglob("test_*.py")
         if _imports_hypothesis.search(path.read_text(encoding="utf-8"))
     ]
 else:

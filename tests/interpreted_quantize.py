@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from flexhybrid.runtime import quantize as plain
-from flexhybrid.runtime import quantize_triton
-from flexhybrid.runtime.quantize import LIMIT, packed_bytes
+from flexhybrid.runtime.kernels import quantize as plain
+from flexhybrid.runtime.kernels import quantize_triton
+from flexhybrid.runtime.kernels.quantize import LIMIT, packed_bytes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BITS = (8, 4)

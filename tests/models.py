@@ -9,7 +9,7 @@ import time
 
 import torch
 
-from flexhybrid.jobs.exactness import Reference
+from flexhybrid.jobs.compare.exactness import Reference
 
 
 def save_opt(folder, *, layers=2, heads=3, head_dim=16, ffn=40, vocab=61, positions=96, eos=2, seed=0, scale=0.25,

@@ -6,12 +6,12 @@ import numpy as np
 import torch
 
 from flexhybrid.core.memory import buffer_sizes
-from flexhybrid.core.plan import admit
-from flexhybrid.core.shape import DTYPE_BYTES
+from flexhybrid.core.model.shape import DTYPE_BYTES
+from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
 from flexhybrid.runtime.engine import Engine, WaveResult
-from flexhybrid.runtime.sampling import greedy_plan
-from flexhybrid.runtime.weights import DiskPlace, Weights
+from flexhybrid.runtime.kernels.sampling import greedy_plan
+from flexhybrid.runtime.storage.weights import DiskPlace, Weights
 from flexhybrid.scoring import force_tokens
 
 

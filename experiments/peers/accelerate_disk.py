@@ -26,8 +26,8 @@ from experiments.peers import children
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import cache_folder, write_by_rename
 from flexhybrid.core.memory import gib, parse_bytes
+from flexhybrid.core.model.shape import ModelShape, shape_by_name, shape_from_config
 from flexhybrid.core.policy import Placement, Policy
-from flexhybrid.core.shape import ModelShape, shape_by_name, shape_from_config
 
 VERSION = "1.15.0"
 FOLDER = Path(f"build/accelerate-{VERSION}")

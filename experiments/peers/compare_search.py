@@ -17,7 +17,7 @@ from pathlib import Path
 from experiments.peers import flexgen_search
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import write_by_rename
-from flexhybrid.core.shape import shape_by_name
+from flexhybrid.core.model.shape import shape_by_name
 from flexhybrid.core.workload import Workload
 from policy_search.search import search
 from sim import catalogue

@@ -162,16 +162,16 @@ def run_ours(request: dict) -> dict:
 
     start_threads(request["threads"])
     from flexhybrid.core.memory import buffer_sizes, check_budget, memory_plan
-    from flexhybrid.core.plan import admit
+    from flexhybrid.core.model.shape import DTYPE_BYTES
+    from flexhybrid.core.plan import stream
     from flexhybrid.core.policy import Policy
-    from flexhybrid.core.shape import DTYPE_BYTES
-    from flexhybrid.core.stream import stream
     from flexhybrid.core.trace import busy_seconds, check_trace, iteration_ends
+    from flexhybrid.core.wave import admit
     from flexhybrid.core.workload import Workload
     from flexhybrid.runtime.engine import Engine
-    from flexhybrid.runtime.loader import Checkpoint
-    from flexhybrid.runtime.sampling import greedy_plan
-    from flexhybrid.runtime.weights import DiskPlace, Weights
+    from flexhybrid.runtime.kernels.sampling import greedy_plan
+    from flexhybrid.runtime.storage.loader import Checkpoint
+    from flexhybrid.runtime.storage.weights import DiskPlace, Weights
 
     bound = Bound()
     policy, prompts = Policy.from_dict(request["policy"]), request["prompts"]

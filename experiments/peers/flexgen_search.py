@@ -27,12 +27,12 @@ from pathlib import Path
 import numpy as np
 
 from flexhybrid.core import work
+from flexhybrid.core.context.packing import padded_tokens
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware, write_by_rename
 from flexhybrid.core.memory import gib, parse_bytes
-from flexhybrid.core.packing import padded_tokens
+from flexhybrid.core.model.shape import ModelShape, shape_by_name
 from flexhybrid.core.policy import Bits, Placement, Policy
-from flexhybrid.core.shape import ModelShape, shape_by_name
 from sim import catalogue
 
 FOLDER = Path("build/flexgen-0.1.8")

@@ -32,7 +32,7 @@ def build_model(request: dict, device: str):
     import torch
     from transformers import OPTConfig, OPTForCausalLM
 
-    from flexhybrid.core.shape import shape_of
+    from flexhybrid.core.model.shape import shape_of
 
     shape = shape_of(request["shape"])
     config = OPTConfig(
@@ -129,15 +129,15 @@ def run_ours(request: dict) -> dict:
     import torch
 
     from flexhybrid.core.memory import buffer_sizes
-    from flexhybrid.core.plan import admit
-    from flexhybrid.core.shape import DTYPE_BYTES, shape_of
+    from flexhybrid.core.model.shape import DTYPE_BYTES, shape_of
+    from flexhybrid.core.wave import admit
     from flexhybrid.core.waves import split_waves
     from flexhybrid.core.workload import Workload
-    from flexhybrid.machine import best_policy, named_hardware
+    from flexhybrid.resolve import best_policy, named_hardware
     from flexhybrid.runtime.engine import Engine
-    from flexhybrid.runtime.loader import RandomWeights
-    from flexhybrid.runtime.sampling import greedy_plan
-    from flexhybrid.runtime.weights import Weights
+    from flexhybrid.runtime.kernels.sampling import greedy_plan
+    from flexhybrid.runtime.storage.loader import RandomWeights
+    from flexhybrid.runtime.storage.weights import Weights
 
     shape, prompts = shape_of(request["shape"]), request["prompts"]
     device, width = torch.device(request["device"]), DTYPE_BYTES[request["dtype"]]

@@ -30,7 +30,7 @@ from experiments.peers import children
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import write_by_rename
 from flexhybrid.core.memory import parse_bytes
-from flexhybrid.core.shape import DTYPE_BYTES, ModelShape, shape_of
+from flexhybrid.core.model.shape import DTYPE_BYTES, ModelShape, shape_of
 
 CHILD = Path(__file__).with_name("gpu_child.py")
 HOW_TO_GET = {

@@ -14,16 +14,16 @@ import numpy as np
 import pandas as pd
 
 from experiments.reproduce.experiment import Constant, Experiment, Figure, table
-from flexhybrid.core.blocks import BLOCK_TOKENS
+from flexhybrid.core.context.blocks import BLOCK_TOKENS
+from flexhybrid.core.context.cache_entries import TIERS
 from flexhybrid.core.hardware import Hardware, Line
-from flexhybrid.core.kinds import TIERS
+from flexhybrid.core.model.shape import shape_by_name
 from flexhybrid.core.policy import Bits, Placement, Policy
-from flexhybrid.core.shape import shape_by_name
 from flexhybrid.core.workload import Workload
-from policy_search.flexgen import flexgen_policy
+from policy_search.papers.flexgen import flexgen_policy
 from policy_search.search import search
 from sim import catalogue
-from sim.closed_form import Candidates, predict
+from sim.array_clock import Candidates, predict
 from sim.implementation import Implementation, on
 
 PAPER = "FlexGen: High-Throughput Generative Inference of LLMs with a Single GPU, ICML 2023"
@@ -32,7 +32,7 @@ PROMPT, GENERATED, BYTES = 512, 32, 2
 GIB = 2**30
 
 #: Share of the memory's rate at which FlexGen's 4-bit code runs: as fitted on InfiniGen's INT4 row of batch 4, another
-#: GPU and the same code (experiments.reproduce.infinigen_setup).
+#: GPU and the same code (experiments.reproduce.infinigen.setup).
 CONVERSION = 0.129
 
 
@@ -195,7 +195,7 @@ NOTES = (
     "The placements are those of the authors' benchmark scripts, in whole matrices as FlexGen places them. They are "
     "priced without our account of memory, which has larger buffers: it finds more than 16 GiB for OPT-175B.",
     "Both searches plan with the datasheet's rates, and are shown at them: FlexGen's method as in "
-    "policy_search.flexgen, free to choose its batch, and our own.",
+    "policy_search.papers.flexgen, free to choose its batch, and our own.",
 )
 
 

@@ -16,7 +16,15 @@ from experiments.reproduce.experiment import Experiment, is_judged, num_aside, s
 from flexhybrid.core.errors import InputError, unknown
 
 #: Modules in the order of the report; each has ``EXPERIMENTS``: name -> function() -> Experiment.
-MODULES = ("capture", "kvpr", "infinigen", "infinigen_accuracy", "cascade", "cascade_confidence", "flexgen")
+MODULES = (
+    "capture.chapter",
+    "kvpr.chapter",
+    "infinigen.performance",
+    "infinigen.accuracy",
+    "cascade.chapter",
+    "cascade.confidence",
+    "flexgen",
+)
 
 
 def experiments() -> dict[str, Callable[[], Experiment]]:

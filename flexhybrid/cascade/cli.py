@@ -110,7 +110,7 @@ def _add_run(parts) -> None:
 
 
 def _fit(args) -> dict:
-    from flexhybrid.cascade.fit import FitOptions, describe_fit, run_fit
+    from flexhybrid.cascade.thresholds.fit import FitOptions, describe_fit, run_fit
 
     names = ("out", "task", "logits", "models", "labels", "data", "watts", "top_k", "max_tokens", "policies")
     costs = {cost: getattr(args, cost) for cost in COSTS}
@@ -121,7 +121,7 @@ def _fit(args) -> dict:
 
 
 def _search(args) -> dict:
-    from flexhybrid.cascade.search import SearchOptions, describe_search, run_search
+    from flexhybrid.cascade.thresholds.search import SearchOptions, describe_search, run_search
 
     names = ("cost", "mode", "accuracy", "method", "drop", "skips", "caution", "seed")
     options = SearchOptions(**{name: getattr(args, name) for name in names})
@@ -134,7 +134,7 @@ def _search(args) -> dict:
 def _run(args) -> dict:
     from tqdm import tqdm
 
-    from flexhybrid.cascade.run import RunOptions, describe_run, run
+    from flexhybrid.cascade.serving.run import RunOptions, describe_run, run
 
     names = ("cascade", "input", "output", "models", "max_tokens", "policies", "engine", "plan", "port", "restart")
     with tqdm(desc="cascade", unit="request", file=sys.stderr, disable=args.json or None, leave=False) as bar:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from flexhybrid.cascade.confidence import OUTSIDE, Scored, top_k_logits
 from flexhybrid.cascade.models import Prediction
+from flexhybrid.cascade.thresholds.confidence import OUTSIDE, Scored, top_k_logits
 from flexhybrid.core.errors import InputError
 
 NO_LABEL = -1  #: in the place of a token: the answer is shorter

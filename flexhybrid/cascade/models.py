@@ -130,7 +130,7 @@ class Generator:
 
     def predict(self, batch: Sequence) -> Prediction:
         from flexhybrid.core.workload import Workload
-        from flexhybrid.runtime.sampling import greedy_plan
+        from flexhybrid.runtime.kernels.sampling import greedy_plan
         from flexhybrid.sampling_params import SamplingParams
 
         params = SamplingParams(max_tokens=self.max_tokens, temperature=0.0)

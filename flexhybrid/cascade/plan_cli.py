@@ -56,9 +56,9 @@ def _placed(parser: argparse.ArgumentParser) -> None:
 
 def _made(args):
     """(models, flow, cluster) of the arguments."""
-    from flexhybrid.cascade.profiles import flow_of, read_profiles
+    from flexhybrid.cascade.cluster.profiles import flow_of, read_profiles
+    from flexhybrid.cascade.cluster.served import even_cluster
     from flexhybrid.cascade.routes import Cascade
-    from flexhybrid.cascade.served import even_cluster
     from sim import catalogue
 
     cascade = Cascade.load(args.cascade)
@@ -70,7 +70,7 @@ def _made(args):
 
 
 def _placement(args, rate: float | None):
-    from flexhybrid.cascade.placement import most_rate, plan
+    from flexhybrid.cascade.placement.search import most_rate, plan
 
     models, flow, cluster = _made(args)
     limits = args.batch, args.most_load, args.time_limit
@@ -81,7 +81,7 @@ def _placement(args, rate: float | None):
 def _plan(args) -> dict:
     import json
 
-    from flexhybrid.cascade.placement import describe
+    from flexhybrid.cascade.placement.search import describe
     from flexhybrid.core.errors import InputError
     from flexhybrid.core.hardware import check_new_file, write_by_rename
 
@@ -100,9 +100,10 @@ def _plan(args) -> dict:
 
 
 def _simulate(args) -> dict:
-    from flexhybrid.cascade import arrivals, cluster
-    from flexhybrid.cascade.deployment import deploy
-    from flexhybrid.cascade.placement import describe
+    from flexhybrid.cascade.cluster import arrivals
+    from flexhybrid.cascade.cluster import simulation as cluster
+    from flexhybrid.cascade.cluster.deployment import deploy
+    from flexhybrid.cascade.placement.search import describe
 
     power = _power(args)
     times = arrivals.read_trace(args.trace) if args.trace else None
@@ -121,7 +122,7 @@ def _simulate(args) -> dict:
 
 def _power(args):
     """The GPUs' power; InputError where it is not known."""
-    from flexhybrid.cascade.energy import POWER, PowerModel
+    from flexhybrid.cascade.cluster.energy import POWER, PowerModel
     from flexhybrid.core.errors import InputError
     from sim import catalogue
 

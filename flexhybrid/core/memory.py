@@ -10,16 +10,16 @@ from dataclasses import dataclass, field, fields
 
 import numpy as np
 
-from flexhybrid.core.blocks import BLOCK_TOKENS, BlockKinds, ceil_blocks
+from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockKinds, ceil_blocks
+from flexhybrid.core.context.cache_entries import parts_of, representation_of
+from flexhybrid.core.context.packing import chunk_tokens, longest_piece, num_chunks
+from flexhybrid.core.context.selection import kept_tokens, limits_cache, most_selected, num_choosing, partial_columns
+from flexhybrid.core.context.split import SplitLines, split_point
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.kinds import parts_of, representation_of
-from flexhybrid.core.layout import layer_layout
-from flexhybrid.core.packing import chunk_tokens, longest_piece, num_chunks
-from flexhybrid.core.plan import Wave, disk_from
+from flexhybrid.core.model.layout import layer_layout
+from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Policy, Selection
-from flexhybrid.core.selection import kept_tokens, limits_cache, most_selected, num_choosing, partial_columns
-from flexhybrid.core.shape import ModelShape
-from flexhybrid.core.split import SplitLines, split_point
+from flexhybrid.core.wave import Wave, disk_from
 from flexhybrid.core.work import MIN_KV_GEN_ROWS
 
 NUM_SLOTS = 2  #: double buffers

@@ -1,136 +1,378 @@
-"""From a policy and a workload to a wave: requests packed into mini-batches, each with its blocks.
+"""The stream of tasks of a wave, in FlexGen's zig-zag (column) order or row by row (core/positions.py).
 
-``flexhybrid.core.steps`` says what a mini-batch of the wave does in an iteration, ``flexhybrid.core.stream`` in which
-order all of it is done.
+While a position computes, the link loads a slice of the next group's weights and the next position's cache. There is no
+edge between iterations: the last group of iteration i carries the first loads of iteration i + 1. A request leaves when
+it has its tokens, or, after a stop token, one iteration late: what iteration i + 1 does is settled while iteration i
+runs.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
-import numpy as np
+from flexhybrid.core.context.selection import first_choosing
+from flexhybrid.core.schedule import places
+from flexhybrid.core.schedule.places import Places, cell, host_hidden
+from flexhybrid.core.schedule.positions import Position, StopsUntil, no_stops, positions
+from flexhybrid.core.task import RESOURCES, Access, Task, Work
+from flexhybrid.core.wave import Wave
 
-from flexhybrid.core.blocks import BlockKinds, BlockManager
-from flexhybrid.core.errors import InputError
-from flexhybrid.core.hardware import Hardware
-from flexhybrid.core.kinds import representation_of
-from flexhybrid.core.layout import LayerLayout, layer_layout
-from flexhybrid.core.packing import chunk_tokens, num_chunks, pack
-from flexhybrid.core.policy import ElementBytes, Policy
-from flexhybrid.core.selection import kept_tokens
-from flexhybrid.core.shape import ModelShape
-from flexhybrid.core.split import SplitLines, split_lines
-from flexhybrid.core.workload import Workload
+PAGE_BYTES = 4096  #: slices of a streamed layer end on whole pages
 
 
-@dataclass(frozen=True)
-class Wave:
-    """Requests admitted together: their lengths, mini-batches and blocks."""
-
-    shape: ModelShape
-    policy: Policy
-    bytes_per_element: int
-    workload: Workload
-    kinds: BlockKinds
-    mini_batches: tuple[np.ndarray, ...]
-    first_block: dict[str, np.ndarray]  #: kind -> [requests], physical
-    num_blocks: dict[str, np.ndarray]  #: kind -> [requests], reserved
-    layout: LayerLayout
-    split: dict[str, SplitLines] = field(default_factory=dict)  #: of the entries both(…)
-
-    @property
-    def pool_blocks(self) -> dict[str, int]:
-        return {kind: int(blocks.sum()) for kind, blocks in self.num_blocks.items()}
-
-    @cached_property
-    def stored(self) -> ElementBytes:
-        """Bytes an element of weights, KV and ACT as they are stored."""
-        return self.policy.bits.element_bytes(self.bytes_per_element)
-
-    @cached_property
-    def streamed_from(self) -> int:
-        """First byte of a layer that is streamed; those before it stay on the device."""
-        return self.layout.resident_prefix(self.policy.weights.device)
-
-    @cached_property
-    def disk_from(self) -> int:
-        """First byte of a layer that lies on the disk."""
-        return disk_from(self.layout, self.policy)
+Outline = tuple[str, str, tuple[Access, ...], tuple[Access, ...]]  #: a task's verb, resource, reads and writes
 
 
-def disk_from(layout: LayerLayout, policy: Policy) -> int:
-    """First byte of a layer that lies on the disk; those before it are on the device, then on the host."""
-    if not policy.weights.disk:
-        return layout.total_bytes
-    return max(layout.resident_prefix(policy.weights.device), layout.resident_prefix(1.0 - policy.weights.disk))
+class WeightSlice(NamedTuple):
+    """Bytes [start, end) of a layer on their way from the host to a device slot; the payload of load_weights.
 
-
-def check_planned(policy: Policy) -> None:
-    """Refuse what this plan maker does not lay out, by name."""
-    representations = {representation_of(kind) for kind in policy.cache_kinds}
-    speculative = policy.selection.method == "speculative"
-    refusals = (
-        (policy.embedding.device < 1, "embedding and head off the device"),
-        (policy.hidden == "disk", "hidden states on the disk"),
-        (representations == {"tok"}, "a cache of token ids alone: the newest tokens need a share of kv or act, and it"),
-        (policy.selection.method == "heavy_hitter" and representations != {"kv"}, "selection heavy_hitter over a cache "
-         "other than kv"),
-        (speculative and not set(policy.cache_kinds) <= {"kv@host", "act@host"}, "speculative selection over a cache "
-         "other than kv@host and act@host"),
-        (speculative and policy.selection.pool < 1 and "act" in representations, "a limited pool of a speculative "
-         "selection over ACT, whose rows serve all heads,"),
-        (speculative and policy.selection.partial_keys == "disk", "partial keys on the disk"),
-        (policy.static_cache and "both" in representations, "a static cache of both copies"),
-    )  # fmt: skip
-    for refused, what in refusals:
-        if refused:
-            raise InputError(f"policy {policy.name}: {what} cannot be planned by this version")
-
-
-def admit(
-    shape: ModelShape,
-    policy: Policy,
-    workload: Workload,
-    bytes_per_element: int,
-    manager: BlockManager | None = None,
-    seconds_per_token: tuple[float, float] = (1.0, 1.0),
-    hardware: Hardware | None = None,
-) -> Wave:
-    """Pack requests and reserve their blocks, those of a mini-batch side by side.
-
-    Without a manager, pools of exactly the needed size are assumed. ``hardware`` decides the split point of both(…)
-    entries. Raises InputError when a policy cannot be planned or a pool has no room.
+    Of a layer that lies partly on the disk, bytes [disk_start, disk_end) come along by way of staging.
     """
-    check_planned(policy)
-    kinds = BlockKinds(policy.cache)
-    split = {}
-    for kind in kinds.kinds:
-        if representation_of(kind) == "both":
-            if hardware is None:
-                raise InputError(
-                    f"policy {policy.name}: {kind} needs a hardware record to decide its split point: run `flexhybrid "
-                    "profile` once"
-                )
-            split[kind] = split_lines(shape, policy, hardware, bytes_per_element, kind)
-    cached = workload.cached_tokens
-    mini_batches = pack(cached, kinds, policy.max_mini_batch_tokens, policy.packing, seconds_per_token)
-    kept = kept_tokens(policy.selection, workload.prompt_tokens, cached, cached)
-    first = workload.prompt_tokens.copy()  # the first length of each request that is held as a whole
-    for group in mini_batches:
-        if num_chunks(policy, first[group]) > 1:
-            first[group] = chunk_tokens(policy.max_mini_batch_tokens)
-    counts = kinds.most_blocks(first, kept)  # [requests, kind]
-    num_blocks = {kind: counts[:, i] for i, kind in enumerate(kinds.kinds)}
-    if manager is None:
-        manager = BlockManager({kind: int(blocks.sum()) for kind, blocks in num_blocks.items()})
-    first_block = {kind: np.zeros(workload.num_requests, dtype=np.int64) for kind in kinds.kinds}
-    for group in mini_batches:
-        for request in group:
-            extents = manager.admit(int(request), {kind: int(num_blocks[kind][request]) for kind in kinds.kinds})
-            for kind, extent in extents.items():
-                first_block[kind][request] = extent.first
-    return Wave(
-        shape, policy, bytes_per_element, workload, kinds, tuple(mini_batches), first_block, num_blocks,
-        layer_layout(shape, policy.bits.element_bytes(bytes_per_element).weights, bytes_per_element), split,
-    )  # fmt: skip
+
+    slot: int
+    start: int
+    end: int
+    disk_start: int = 0
+    disk_end: int = 0
+
+
+def stream(wave: Wave, stops_until: StopsUntil = no_stops, first_iteration: int = 0) -> Iterator[Task]:
+    """The tasks of a wave in stream order, from the first prompt token to the last sampled one.
+
+    ``first_iteration`` 1 starts at the first decode iteration, over a cache that is already filled.
+
+    ``stops_until(i)``: requests that sampled a stop token in iterations up to i. It is asked with i - 1 when iteration
+    i + 1 is laid out, at the start of iteration i's last group (the stop lags one iteration), and may block until the
+    answer is known.
+    """
+    return _Stream(wave, stops_until).ordered(first_iteration)
+
+
+def numbered_stream(
+    wave: Wave, stops_until: StopsUntil = no_stops, first_iteration: int = 0
+) -> Iterator[tuple[int, Task]]:
+    """``stream`` with the number, from 1, of the position during which each task is handed out."""
+    state = _Stream(wave, stops_until)
+    return ((state.number, task) for task in state.ordered(first_iteration))
+
+
+def _met(task: Task, number: int) -> Task:
+    """A barrier after each position, as FlexGen has one: its tasks wait for all tasks of the position before."""
+    lane = RESOURCES.index(task.resource)
+    before = Access(("barrier", (number - 1) % 2), 0, len(RESOURCES))
+    return task._replace(
+        reads=(*task.reads, before), writes=(*task.writes, Access(("barrier", number % 2), lane, lane + 1))
+    )
+
+
+class _Stream:
+    """The state of the stream. Emits tasks verb by verb."""
+
+    def __init__(self, wave: Wave, stops_until: StopsUntil):
+        self.wave, self.stops_until = wave, stops_until
+        self.num_layers = wave.shape.num_layers
+        self.number = 1  # of the position at hand
+        self.first_choosing = first_choosing(wave.policy.selection)
+        # Bytes of a layer that recomputing and projecting wait for; in natural order W_K and W_V come no sooner.
+        natural, layout = wave.policy.weight_order == "natural", wave.layout
+        self.kv_end, self.qkv_end = (layout.total_bytes,) * 2 if natural else (layout.kv_end, layout.qkv_end)
+        self.at = Places(wave)
+        self.slices: dict[tuple[int, int, int], tuple[tuple, ...]] = {}  # the tasks that bring a slice of weights
+        self.outlines: dict[tuple, tuple[Outline, ...]] = {}  # of the parts of positions
+        self.held: list[Task] = []  # stores that wait for the next position (barriers only)
+
+    def ordered(self, first_iteration: int) -> Iterator[Task]:
+        """The tasks, with what keeps them in order where the policy lets them overlap less."""
+        tasks, overlap = self.tasks(first_iteration), self.wave.policy.overlap
+        if overlap is False:  # every task passes through one cell, so that it waits for the one before
+            turn = Access(("turn",), 0, 1)
+            return (task._replace(writes=(*task.writes, turn)) for task in tasks)
+        return (_met(task, self.number) for task in tasks) if overlap == "step" else tasks
+
+    def tasks(self, first_iteration: int) -> Iterator[Task]:
+        groups = positions(self.wave, self.stops_until, first_iteration)
+        current, opened = next(groups, None), None
+        if current:
+            yield from self._load_weights(current, 0, 1)
+            yield from self._part(self._load_cache, current[0])
+        while current:
+            following = next(groups, None)
+            for index, position in enumerate(current):
+                yield from self.held
+                on_host = "attend_host" in position.works
+                # What attention on the host gave comes before the weights: the device waits for it, and not yet for
+                # them. Peers that meet after each step (FlexGen) load their weights first.
+                weights_last = on_host and self.wave.policy.overlap is True
+                if following and not weights_last:
+                    yield from self._load_weights(following, index, len(current))
+                ahead = current[index + 1] if index + 1 < len(current) else following and following[0]
+                # What the position stores or selects now may be what the next one loads.
+                late = ahead and self._loads_late(position, ahead)
+                if ahead and not late:
+                    yield from self._part(self._load_cache, ahead)
+                if opened is not position:
+                    yield from self._part(self._open, position)
+                opened = None
+                if ahead and self._opens_early(position, ahead, len(current)):
+                    yield from self._part(self._open, ahead)
+                    opened = ahead
+                if late == "selected":
+                    yield from self._part(self._load_cache, ahead)
+                if on_host:
+                    yield from self._part(self._load_attended, position)
+                if following and weights_last:
+                    yield from self._load_weights(following, index, len(current))
+                yield from self._part(self._close, position)
+                if self.wave.policy.overlap == "step":
+                    self.held = self._part(self._store, position)
+                else:
+                    yield from self._part(self._store, position)
+                if position.layer == self.num_layers - 1 and position.step.last:
+                    yield from self._part(self._sample, position)
+                if late == "stored":
+                    yield from self.held
+                    yield from self._part(self._load_cache, ahead)
+                self.number += 1
+            current = following
+        yield from self.held
+
+    def _loads_late(self, position: Position, ahead: Position) -> str | None:
+        """ "stored": the next position loads what this one stores; "selected": what it selects; None: neither."""
+        if ahead.follows(position) and (ahead.layer == position.layer or "load_hidden" in ahead.works and ahead.layer):
+            return "stored"
+        return "selected" if "gather" in ahead.works else None
+
+    def _opens_early(self, position: Position, ahead: Position, num_slices: int) -> bool:
+        """With attention on the host, the next mini-batch projects while the host attends to this one; the first of the
+        next layer only where what it reads came with the slices before the last of ``num_slices``, which comes later,
+        and does not take the place of unpacked weights that this one still needs."""
+        if "attend_host" not in position.works or "attend_host" not in ahead.works or ahead.follows(position):
+            return False
+        if not ahead.leads:
+            return True
+        if "dequantize_weights" in ahead.works:
+            return False
+        last = [_slice(*part, num_slices - 1, num_slices) for part in self._streamed()]
+        return all(start == end or start >= self.qkv_end for start, end in last)
+
+    def _streamed(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """A layer's streamed bytes [start, end): those from the host, and those from the disk."""
+        wave = self.wave
+        return (wave.streamed_from, wave.disk_from), (wave.disk_from, wave.layout.total_bytes)
+
+    # ---- the tasks of a position
+
+    def _part(self, part: Callable[[Position], Iterator[Outline]], position: Position) -> list[Task]:
+        """The tasks of a part of a position. What they read and write is the same in all positions of its form, and
+        worked out in the first."""
+        which = part.__name__, position.form
+        outline = self.outlines.get(which)
+        if outline is None:
+            outline = self.outlines[which] = tuple(part(position))
+        step, layer, works, _, _, payload, _, _ = position
+        iteration, k = step.iteration, step.mini_batch
+        return [
+            Task(iteration, layer, k, verb, resource, works[verb], reads, writes, payload)
+            for verb, resource, reads, writes in outline
+        ]
+
+    # ---- loads
+
+    def _load_weights(self, group: list[Position], index: int, num_slices: int) -> Iterator[Task]:
+        """Slice of a group's streamed bytes: one slice a position of the group before keeps the link evenly busy.
+
+        What lies on the host and what lies on the disk are sliced alike, so that the disk is evenly busy too.
+        """
+        position = group[min(index, len(group) - 1)]
+        which = position.weight_slot, index, num_slices
+        if which not in self.slices:
+            self.slices[which] = tuple(self._slice_tasks(*which))
+        key = (position.step.iteration, position.layer, position.step.mini_batch)
+        for rest in self.slices[which]:
+            yield Task(*key, *rest)
+
+    def _slice_tasks(self, slot: int, index: int, num_slices: int) -> Iterator[tuple]:
+        """The tasks that bring a slice, whatever the layer, without their keys."""
+        (start, end), (disk_start, disk_end) = (_slice(*part, index, num_slices) for part in self._streamed())
+        on_disk = disk_end - disk_start
+        if end - start + on_disk == 0:
+            return
+        payload = WeightSlice(slot, start, end, disk_start, disk_end)
+        reads: tuple[Access, ...] = ()
+        writes = (Access(("weights", slot), start, end),) if end > start else ()
+        if on_disk:
+            reads = (Access(("weights_staging", slot), disk_start, disk_end),)
+            writes += (Access(("weights", slot), disk_start, disk_end),)
+            yield "read_weights", "disk_read", Work(link_bytes=on_disk, num_copies=1), (), reads, payload
+        moved = Work(link_bytes=end - start + on_disk, num_copies=len(writes))
+        yield "load_weights", "h2d", moved, reads, writes, payload
+
+    def _load_cache(self, ahead: Position) -> Iterator[Outline]:
+        """ACT before KV: recomputing comes before assembling. Disk blocks go through staging."""
+        step, slot, works = ahead.step, ahead.slot, ahead.works
+        if "load_hidden" in works and ahead.layer:
+            yield "load_hidden", "h2d", (host_hidden(step),), (self.at.hidden(ahead),)
+        if "load_keys" in works and self._guesses(ahead.layer):
+            keys = cell("partial_keys", step.mini_batch, ahead.layer + 1)
+            yield "load_keys", "h2d", (keys,), (cell("partial_buffer", slot),)
+        if "gather" in works:
+            gathered = cell("gathered", slot)
+            index = cell("host_index", step.mini_batch)
+            pools = (*self.at.pools(ahead, "act", "host"), *self.at.pools(ahead, "kv", "host"))
+            yield "gather", "host_compute", (index, *pools), (gathered,)
+            for representation in ("act", "kv"):
+                if f"load_{representation}" in works:
+                    buffer = cell(f"{representation}_buffer", slot)
+                    yield f"load_{representation}", "h2d", (gathered,), (buffer,)
+            return
+        for representation in ("act", "kv"):
+            if f"load_{representation}" not in works:
+                continue
+            reads = self.at.pools(ahead, representation, "host")
+            if f"read_{representation}" in works:
+                staged = cell(f"{representation}_staging", slot)
+                pools = self.at.pools(ahead, representation, "disk")
+                yield f"read_{representation}", "disk_read", pools, (staged,)
+                reads = (*reads, staged)
+            buffer = cell(f"{representation}_buffer", slot)
+            yield f"load_{representation}", "h2d", reads, (buffer,)
+
+    # ---- computing
+
+    def _open(self, position: Position) -> Iterator[Outline]:
+        """One mini-batch in one layer up to its queries: embedding, recomputing, projecting, speculating."""
+        step, layer, works = position.step, position.layer, position.works
+        layout, slot = self.wave.layout, position.slot
+        k = step.mini_batch
+        hidden, qkv = self.at.hidden(position), self.at.qkv(position)
+        if layer == 0:
+            yield "embed", "compute", (cell("tokens", k),), (hidden,)
+        if "dequantize_weights" in works and position.leads:
+            weights = self.at.weights(position, 0, layout.total_bytes)
+            yield "dequantize_weights", "compute", weights, places.PLAIN
+        if "kv_gen" in works:
+            buffer = cell("act_buffer", slot)
+            pools = self.at.pools(position, "act", "device")
+            reads, writes = (buffer, *self.at.matrices(position, 0, self.kv_end)), (places.GENERATED,)
+            if "dequantize_act" in works:
+                yield "dequantize_act", "compute", (buffer, *pools), (places.PLAIN_ACT,)
+                reads = (*reads, places.PLAIN_ACT)
+            elif pools:  # gathered into the buffer, beside what the link brought
+                reads, writes = (*reads, *pools), (*writes, buffer)
+            yield "kv_gen", "compute", reads, writes
+        staging, matrices = cell("staging", slot), self.at.matrices(position, 0, self.qkv_end)
+        writes = (qkv, staging)
+        if layer >= self.first_choosing and not step.prefill:  # the new tokens' partial keys
+            writes += (cell("partial_keys", k, layer),)
+        yield "project", "compute", (hidden, *matrices), writes
+        if "quantize" in works:
+            yield "quantize", "compute", (qkv,), (staging,)
+        if "speculate" in works and step.prefill and layer >= self.first_choosing:
+            yield "speculate", "compute", (qkv, *matrices), (cell("partial_keys", k, layer),)
+        elif "speculate" in works and not step.prefill and self._guesses(layer):
+            yield from self._speculate(position, qkv)
+        if "attend_host" in works:
+            yield from self._attend_on_host(position, qkv)
+
+    def _guesses(self, layer: int) -> bool:
+        """Whether a layer's input guesses what the next one looks at."""
+        return self.first_choosing <= layer + 1 < self.num_layers
+
+    def _speculate(self, position: Position, qkv: Access) -> Iterator[Outline]:
+        """The next layer's choice, from this layer's input; its index goes to the host, which gathers the rows."""
+        k, slot = position.step.mini_batch, position.slot
+        keys = cell("partial_keys", k, position.layer + 1)
+        source = cell("partial_buffer", slot) if "load_keys" in position.works else keys
+        index = cell("index", k)
+        yield "speculate", "compute", (qkv, source), (index,)
+        yield "store_index", "d2h", (index,), (cell("host_index", k),)
+
+    def _attend_on_host(self, position: Position, qkv: Access) -> Iterator[Outline]:
+        slot = position.slot
+        query, out = cell("query_strip", slot), cell("out_strip", slot)
+        yield "store_query", "d2h", (qkv,), (query,)
+        pools = self.at.pools(position, "kv", "host")
+        yield "attend_host", "host_compute", (query, *pools), (out, *pools)
+
+    def _load_attended(self, position: Position) -> Iterator[Outline]:
+        yield "load_attended", "h2d", (cell("out_strip", position.slot),), (self.at.attended(position),)
+
+    def _close(self, position: Position) -> Iterator[Outline]:
+        """The rest of what it computes: attention and feed-forward."""
+        step, works, slot = position.step, position.works, position.slot
+        layout = self.wave.layout
+        hidden, qkv = self.at.hidden(position), self.at.qkv(position)
+        if step.prefill:
+            yield "attend_prefill", "compute", (qkv,), (self.at.attended(position),)
+        elif "attend_host" not in works:
+            yield from self._attend(position, qkv)
+        if "rank" in works:
+            ranked = (self.at.ranks(position),)
+            if step.prefill:  # only now it is known which rows stay
+                ranked += (cell("staging", slot),)
+            yield "rank", "compute", (self.at.attended(position), qkv), ranked
+        reads = (self.at.attended(position), hidden, *self.at.matrices(position, 0, layout.vectors_end))
+        reads += self.at.matrices(position, layout.qkv_end, layout.total_bytes)
+        yield "finish", "compute", reads, (hidden,)
+
+    def _attend(self, position: Position, qkv: Access) -> Iterator[Outline]:
+        works, slot = position.works, position.slot
+        buffer = cell("kv_buffer", slot)
+        pools = self.at.pools(position, "kv", "device")
+        reads = (qkv,)
+        if "kv_gen" in works:
+            reads += (places.GENERATED,)
+        if "dequantize_kv" in works:
+            yield "dequantize_kv", "compute", (buffer, *pools), (places.PLAIN_KV,)
+            reads += (places.PLAIN_KV,)
+        else:
+            reads += ((buffer,) if "load_kv" in works else ()) + pools
+        yield "assemble", "compute", reads, (places.ATTENTION,)
+        yield "attend", "compute", (qkv, places.ATTENTION), (places.ATTENDED,)
+        if "attend_recomputed" in works:
+            yield "attend_recomputed", "compute", (qkv, places.ATTENTION), (places.ATTENDED,)
+
+    def _store(self, position: Position) -> Iterator[Outline]:
+        """New tokens: staging -> landing strip over the link, strip -> blocks by a host core or the disk; or on the
+        device. Hidden states that live on the host follow."""
+        works, slot, step = position.works, position.slot, position.step
+        staging, ranks = cell("staging", slot), (self.at.ranks(position),) if "rank" in works else ()
+        strips = {r: cell(f"{r}_strip", slot) for r in ("act", "kv") if f"store_{r}" in works}
+        for representation, strip in strips.items():
+            yield f"store_{representation}", "d2h", (staging, *ranks), (strip,)
+
+        def pools(tier: str, *representations: str) -> tuple[Access, ...]:
+            return tuple(
+                self.at.pool(position, store.kind, store.representation, tier)
+                for store in step.stores
+                if store.tier == tier and store.representation in representations
+            )
+
+        if "scatter" in works:
+            to_host = tuple(strip for r, strip in strips.items() if pools("host", r))
+            yield "scatter", "host_compute", to_host, pools("host", "act", "kv")
+        if "scatter_device" in works:
+            yield "scatter_device", "compute", (staging, *ranks), pools("device", "act", "kv")
+        for representation, strip in strips.items():
+            if f"write_{representation}" in works:
+                pool = pools("disk", representation)
+                yield f"write_{representation}", "disk_write", (strip,), pool
+        if "store_hidden" in works and position.layer < self.num_layers - 1:
+            yield "store_hidden", "d2h", (self.at.hidden(position),), (host_hidden(step),)
+
+    def _sample(self, position: Position) -> Iterator[Outline]:
+        """The next token, from the last layer's hidden states."""
+        k, hidden = position.step.mini_batch, self.at.hidden(position)
+        tokens = cell("tokens", k)
+        yield "head", "compute", (hidden,), (places.LOGITS,)
+        yield "sample", "compute", (places.LOGITS,), (tokens,)
+        yield "store_out", "d2h", (tokens,), (cell("token_log", k),)
+
+
+def _slice(first: int, last: int, index: int, num_slices: int) -> tuple[int, int]:
+    """[start, end) of one of so many slices of bytes [first, last): whole pages, as even as they allow. Where pages are
+    fewer than slices, the empty ones lie between the others, so that the link is evenly busy all the same."""
+    pages = -(-(last - first) // PAGE_BYTES)
+    start, end = (first + -(-pages * i // num_slices) * PAGE_BYTES for i in (index, index + 1))
+    return min(last, start), min(last, end)

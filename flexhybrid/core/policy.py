@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import NamedTuple
 
+from flexhybrid.core.context.cache_entries import CACHE_KEY, TIERS, representation_of
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.kinds import CACHE_KEY, TIERS, representation_of
 
 FORMAT_VERSION = 1
 _NATIVE_BITS = "native"

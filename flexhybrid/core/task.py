@@ -29,7 +29,7 @@ class Task(NamedTuple):
     """Key (iteration, layer, mini_batch, verb), the resource that runs it, its work, and what it reads and writes.
 
     The stream's order is the meaning: run one by one in this order, the tasks are right. Whatever runs them at the
-    same time must keep every dependency that ``flexhybrid.core.dependencies`` derives from reads and writes.
+    same time must keep every dependency that ``flexhybrid.core.schedule.dependencies`` derives from reads and writes.
     ``payload`` is what the executor needs beyond the key (a MiniBatchStep, a byte range); clocks do not look at it.
     """
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from flexhybrid.core.dependencies import Dependencies
+from flexhybrid.core.schedule.dependencies import Dependencies
 from flexhybrid.core.task import Task
 
 

@@ -6,9 +6,9 @@ import numpy as np
 
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.memory import buffer_sizes, check_budget, fits, memory_plan
-from flexhybrid.core.plan import admit
+from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Policy
-from flexhybrid.core.shape import ModelShape
+from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
 
 Budgets = dict[str, int | None]

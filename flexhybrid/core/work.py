@@ -7,8 +7,8 @@ many policies at once. What is left out: index tensors, masks, kernel launches (
 
 from __future__ import annotations
 
-from flexhybrid.core.blocks import BLOCK_TOKENS
-from flexhybrid.core.shape import ModelShape
+from flexhybrid.core.context.blocks import BLOCK_TOKENS
+from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.task import Work
 
 MIN_KV_GEN_ROWS = 16  #: fewer rows than this take other float32 kernels, whose sums differ from the prefill's

@@ -16,17 +16,17 @@ from flexhybrid import __version__
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware, cache_folder, load_hardware
 from flexhybrid.core.memory import gib
-from flexhybrid.core.shape import DTYPE_BYTES, KNOWN_SHAPES, ModelShape, shape_of
+from flexhybrid.core.model.shape import DTYPE_BYTES, KNOWN_SHAPES, ModelShape, shape_of
 from flexhybrid.core.workload import Workload
-from flexhybrid.jobs.forecast import describe
-from flexhybrid.jobs.measure import (
+from flexhybrid.jobs.profile.job import (
     device_name,
     free_host_bytes,
     host_memory_bytes,
     machine_memories,
     model_profile_path,
 )
-from flexhybrid.machine import free_device_memory, lossless_space, profile_path, saved_hardware
+from flexhybrid.jobs.run.forecast import describe
+from flexhybrid.resolve import free_device_memory, lossless_space, profile_path, saved_hardware
 from policy_search.search import search
 
 PACKAGES = ("torch", "transformers", "safetensors", "numpy", "scipy")

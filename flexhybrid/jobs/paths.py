@@ -7,7 +7,7 @@ import stat
 from pathlib import Path
 
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.shape import shape_of_checkpoint
+from flexhybrid.core.model.shape import shape_of_checkpoint
 
 
 def check_checkpoint(path: Path | None) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.memory import gib, parse_bytes
+from flexhybrid.core.model.shape import DTYPE_BYTES, shape_of
 from flexhybrid.core.policy import Bits, Policy, Selection
-from flexhybrid.core.shape import DTYPE_BYTES, shape_of
-from flexhybrid.jobs.grid import one_of, positive_integer
+from flexhybrid.jobs.sweep.grid import one_of, positive_integer
 from policy_search.systems import Setting, System, check, system
 from sim import catalogue
 from sim.simulate import CLOCKS, Outcome, budgets_of, simulate, simulate_many
@@ -336,7 +336,7 @@ def _flat(o: Outcome) -> dict:
 
 def run_sweep(grid: Path, out: Path, workers: int | None, fresh: bool, quiet: bool, engine: str = "local"):
     """The sweep command."""
-    from flexhybrid.jobs import sweep
+    from flexhybrid.jobs.sweep import job as sweep
 
     return sweep.run(
         grid, out, evaluate, SWEEP_KEYS, group_key=sweep_group, workers=workers, fresh=fresh,

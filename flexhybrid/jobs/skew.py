@@ -6,8 +6,8 @@ from pathlib import Path
 
 from flexhybrid.core.errors import InputError
 from flexhybrid.llm import load_tokenizer
-from flexhybrid.runtime.loader import Checkpoint
-from flexhybrid.runtime.skew import save_skewed
+from flexhybrid.runtime.selections.skew import save_skewed
+from flexhybrid.runtime.storage.loader import Checkpoint
 
 
 def skew(model: Path, text: Path, out: Path, most_tokens: int = 2048) -> dict:

@@ -6,17 +6,17 @@ from typing import NamedTuple
 
 import torch
 
-from flexhybrid.core.blocks import BLOCK_TOKENS
-from flexhybrid.core.kinds import Part, parts
+from flexhybrid.core.context.blocks import BLOCK_TOKENS
+from flexhybrid.core.context.cache_entries import Part, parts
+from flexhybrid.core.context.selection import limits_cache, num_choosing
 from flexhybrid.core.memory import NUM_SLOTS, BufferSizes, index_cells
+from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Policy
-from flexhybrid.core.selection import limits_cache, num_choosing
-from flexhybrid.core.shape import ModelShape
-from flexhybrid.core.steps import BlockRun, MiniBatchStep, Segment
+from flexhybrid.core.schedule.steps import BlockRun, MiniBatchStep, Segment
 from flexhybrid.core.work import MIN_KV_GEN_ROWS
-from flexhybrid.runtime.disk import DiskSpace
-from flexhybrid.runtime.host_memory import HostMemory
-from flexhybrid.runtime.quantize import packed_bytes
+from flexhybrid.runtime.kernels.quantize import packed_bytes
+from flexhybrid.runtime.storage.disk import DiskSpace
+from flexhybrid.runtime.storage.host_memory import HostMemory
 
 
 class RowFormat(NamedTuple):

@@ -8,8 +8,8 @@ from functools import lru_cache
 
 import torch
 
-from flexhybrid.core.steps import BlockRun
-from flexhybrid.runtime.host_memory import HostMemory
+from flexhybrid.core.schedule.steps import BlockRun
+from flexhybrid.runtime.storage.host_memory import HostMemory
 
 
 @lru_cache

@@ -12,17 +12,17 @@ import torch
 
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.memory import HOST_THREADS, BufferSizes
-from flexhybrid.core.plan import Wave
+from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Policy
-from flexhybrid.core.stream import stream
 from flexhybrid.core.task import Task
 from flexhybrid.core.trace import TraceEvent
+from flexhybrid.core.wave import Wave
 from flexhybrid.runtime.buffers import Buffers, cache_disk_bytes
+from flexhybrid.runtime.clock import Clock, Lane, StreamLane
 from flexhybrid.runtime.executor import Executor
-from flexhybrid.runtime.lanes import Clock, Lane, StreamLane
+from flexhybrid.runtime.kernels.sampling import NO_TOKEN, SamplingPlan
 from flexhybrid.runtime.links import CpuCopies
-from flexhybrid.runtime.sampling import NO_TOKEN, SamplingPlan
-from flexhybrid.runtime.weights import ANYWHERE, DiskPlace, Weights, WeightSlots
+from flexhybrid.runtime.storage.weights import ANYWHERE, DiskPlace, Weights, WeightSlots
 
 #: Of a request (by its place in the wave): hears of its tokens, in order; returns the text that ends it, or None.
 StopTexts = Mapping[int, Callable[[int], str | None]]

@@ -12,19 +12,19 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from flexhybrid.core.blocks import BLOCK_TOKENS
+from flexhybrid.core.context.blocks import BLOCK_TOKENS
+from flexhybrid.core.context.selection import limits_cache
 from flexhybrid.core.memory import chunk_rows
-from flexhybrid.core.plan import Wave
-from flexhybrid.core.selection import limits_cache
-from flexhybrid.core.steps import MiniBatchStep, Store
+from flexhybrid.core.schedule.steps import MiniBatchStep, Store
 from flexhybrid.core.task import Task, Work
+from flexhybrid.core.wave import Wave
 from flexhybrid.runtime.buffers import Buffers, Context
-from flexhybrid.runtime.heavy_hitters import HeavyHitters
+from flexhybrid.runtime.kernels.rotary import rotary_tables
+from flexhybrid.runtime.kernels.sampling import SamplingPlan, step_sampling
 from flexhybrid.runtime.models import architecture
-from flexhybrid.runtime.rotary import rotary_tables
 from flexhybrid.runtime.runnable import check_runnable
-from flexhybrid.runtime.sampling import SamplingPlan, step_sampling
-from flexhybrid.runtime.speculative import Fetched, Speculation
+from flexhybrid.runtime.selections.heavy_hitters import HeavyHitters
+from flexhybrid.runtime.selections.speculative import Fetched, Speculation
 from flexhybrid.runtime.step_tensors import (
     StepTensors,
     StorePlace,
@@ -37,8 +37,8 @@ from flexhybrid.runtime.step_tensors import (
     store_rows,
     to_device,
 )
+from flexhybrid.runtime.storage.weights import Parts, Weights, WeightSlots
 from flexhybrid.runtime.verbs import VERBS
-from flexhybrid.runtime.weights import Parts, Weights, WeightSlots
 
 
 class Executor:

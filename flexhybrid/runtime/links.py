@@ -7,8 +7,8 @@ import time
 import numpy as np
 import torch
 
-from flexhybrid.core.steps import BlockRun
-from flexhybrid.runtime.host_memory import HostMemory
+from flexhybrid.core.schedule.steps import BlockRun
+from flexhybrid.runtime.storage.host_memory import HostMemory
 
 #: A copy that begins within this time of the last one's end was waiting for it: the link was never idle.
 BACK_TO_BACK_S = 5e-4

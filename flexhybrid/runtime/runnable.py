@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from flexhybrid.core.errors import InputError
+from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import GROUP_ELEMENTS, Policy
-from flexhybrid.core.shape import ModelShape
 
 
 def check_runnable(shape: ModelShape, policy: Policy) -> None:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from flexhybrid.core.blocks import BLOCK_TOKENS, BlockKinds
-from flexhybrid.core.steps import MiniBatchStep
-from flexhybrid.runtime.sampling import StepSampling
+from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockKinds
+from flexhybrid.core.schedule.steps import MiniBatchStep
+from flexhybrid.runtime.kernels.sampling import StepSampling
 
 if TYPE_CHECKING:
-    from flexhybrid.runtime.speculative import Guess
+    from flexhybrid.runtime.selections.speculative import Guess
 
 Rotation = tuple[torch.Tensor, torch.Tensor]  #: cosines and sines, [R, d] each
 

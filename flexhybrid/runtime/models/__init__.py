@@ -3,7 +3,7 @@
 from types import ModuleType
 
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.shape import ModelShape
+from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.runtime.models import llama, opt
 
 ARCHITECTURES: dict[str, ModuleType] = {"opt": opt, "llama": llama}

@@ -1,8 +1,8 @@
 """Llama and those built like it (Mistral, Qwen2) as functions on tensors, and what a checkpoint calls their weights.
 
-Shapes: R rows (new tokens), h hidden. ``w`` maps a layout name (flexhybrid.core.layout) to its row parts, because a
-matrix may lie partly in resident and partly in streamed memory. All functions follow transformers' LlamaForCausalLM.
-Queries and keys are rotated between projection and attention, by the executor (flexhybrid.runtime.rotary).
+Shapes: R rows (new tokens), h hidden. ``w`` maps a layout name (flexhybrid.core.model.layout) to its row parts, because
+a matrix may lie partly in resident and partly in streamed memory. All functions follow transformers' LlamaForCausalLM.
+Queries and keys are rotated between projection and attention, by the executor (flexhybrid.runtime.kernels.rotary).
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from flexhybrid.core.shape import ModelShape
-from flexhybrid.runtime.weights import Parts, linear
+from flexhybrid.core.model.shape import ModelShape
+from flexhybrid.runtime.storage.weights import Parts, linear
 
 #: Names that may stand before "layers." and "embed_tokens" in a checkpoint.
 PREFIXES = ("model.", "")

@@ -1,7 +1,7 @@
 """OPT as functions on tensors, and where its weights are called what in a checkpoint.
 
-Shapes: R rows (new tokens), h hidden. ``w`` maps a layout name (flexhybrid.core.layout) to its row parts, because a
-matrix may lie partly in resident and partly in streamed memory. All functions follow transformers' OPTForCausalLM.
+Shapes: R rows (new tokens), h hidden. ``w`` maps a layout name (flexhybrid.core.model.layout) to its row parts, because
+a matrix may lie partly in resident and partly in streamed memory. All functions follow transformers' OPTForCausalLM.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from flexhybrid.core.shape import OPT_POSITION_OFFSET, ModelShape
-from flexhybrid.runtime.weights import Parts, linear
+from flexhybrid.core.model.shape import OPT_POSITION_OFFSET, ModelShape
+from flexhybrid.runtime.storage.weights import Parts, linear
 
 #: Names that may stand before "layers." and "embed_tokens" in a checkpoint.
 PREFIXES = ("model.decoder.", "decoder.", "")

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from flexhybrid.core.blocks import BLOCK_TOKENS, ceil_blocks
-from flexhybrid.core.steps import block_runs
+from flexhybrid.core.context.blocks import BLOCK_TOKENS, ceil_blocks
+from flexhybrid.core.schedule.steps import block_runs
 from flexhybrid.core.task import Task
-from flexhybrid.runtime import attention
 from flexhybrid.runtime.buffers import Context
+from flexhybrid.runtime.kernels import attention
 from flexhybrid.runtime.verbs.moving import put_rows
 
 if TYPE_CHECKING:

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flexhybrid.core.blocks import BLOCK_TOKENS
+from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.task import Task
 from flexhybrid.core.work import MIN_KV_GEN_ROWS
-from flexhybrid.runtime import sampling
-from flexhybrid.runtime.quantize import WORK_ELEMENTS, dequantize, quantize
-from flexhybrid.runtime.rotary import rotate_
-from flexhybrid.runtime.weights import linear
+from flexhybrid.runtime.kernels import sampling
+from flexhybrid.runtime.kernels.quantize import WORK_ELEMENTS, dequantize, quantize
+from flexhybrid.runtime.kernels.rotary import rotate_
+from flexhybrid.runtime.storage.weights import linear
 
 if TYPE_CHECKING:
     from flexhybrid.runtime.executor import Executor

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from flexhybrid.core import work
-from flexhybrid.core.blocks import BLOCK_TOKENS
-from flexhybrid.core.steps import Store
+from flexhybrid.core.context.blocks import BLOCK_TOKENS
+from flexhybrid.core.schedule.steps import Store
 from flexhybrid.core.task import Task
 
 if TYPE_CHECKING:

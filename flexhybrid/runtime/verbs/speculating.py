@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from flexhybrid.core import work
-from flexhybrid.core.blocks import BLOCK_TOKENS
+from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.task import Task
-from flexhybrid.runtime.speculative import Fetched
+from flexhybrid.runtime.selections.speculative import Fetched
 from flexhybrid.runtime.verbs.moving import as_numpy
 
 if TYPE_CHECKING:

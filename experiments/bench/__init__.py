@@ -1,0 +1,1 @@
+"""Benchmarks: every figure that has a bar."""

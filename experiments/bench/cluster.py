@@ -1,0 +1,126 @@
+"""Bench rows of the cascade on a cluster: placement, simulated queues, and the cascade paper's energy ratios."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+from tqdm import tqdm
+
+from experiments.reproduce import registry
+from experiments.reproduce.cascade import setup as cascade_setup
+from experiments.reproduce.experiment import is_judged
+from flexhybrid.cascade.cluster.arrivals import poisson
+from flexhybrid.cascade.cluster.deployment import deploy, place
+from flexhybrid.cascade.cluster.energy import POWER
+from flexhybrid.cascade.cluster.queueing import md1_latency_s, mmc_latency_s
+from flexhybrid.cascade.cluster.served import BatchLine, ServedModel, chain, even_cluster
+from flexhybrid.cascade.cluster.simulation import simulate
+from flexhybrid.cascade.placement.search import MOST_LOAD, most_rate, plan
+
+SHAPES = ((64, 1), (16, 4), (8, 8))  #: hosts, GPUs of each
+SEEDS = range(4)
+PLANNED = 0.9  #: of the most rate, at which is placed
+QUEUES = ((1, 0.7, "exponential"), (8, 0.85, "exponential"), (1, 0.7, "fixed"))  #: servers, rho, service
+QUEUED = 500_000
+
+
+def bench_cluster(table) -> None:
+    """All rows."""
+    bench_placement(table)
+    bench_queues(table)
+    bench_million(table)
+    bench_energy(table)
+
+
+def ten_models(seed: int):
+    """Ten sizes from 60 million to 20 billion parameters, seconds and bytes by size, and a flow through all of them."""
+    rng = np.random.default_rng(seed)
+    sizes = np.geomspace(0.06, 20, 10) * 1e9 * rng.uniform(0.8, 1.25, 10)
+    models = tuple(
+        ServedModel(
+            f"m{i}", BatchLine(2e-3 + size * 1e-12, size * 2.2e-12), BatchLine(2 * size + 3e8, size * 2e-3),
+            output_bytes=float(rng.uniform(1e3, 1e5)), hidden_bytes=float(rng.uniform(1e5, 2e6)), max_batch=32,
+            max_partitions=8,
+        )
+        for i, size in enumerate(sizes)
+    )  # fmt: skip
+    return models, chain(rng.dirichlet(np.ones(10)))
+
+
+def bench_placement(table) -> None:
+    """Ten models on 64 GPUs, near the most that these carry; 512 GPUs; the cascade paper's own."""
+    cases = [(shape, seed) for shape in SHAPES for seed in SEEDS]
+    found = {}
+    for shape, seed in tqdm(cases, desc="placement", leave=False):
+        found[shape, seed] = _placed(*shape, seed)
+    for hosts, gpus in SHAPES:
+        plans = [found[(hosts, gpus), seed] for seed in SEEDS]
+        name = f"placement, 10 models on {hosts} x {gpus} GPUs, worst of {len(plans)}"
+        gaps, seconds = [100 * one.gap for one in plans], [one.seconds for one in plans]
+        table.add(f"{name}: gap to the bound", max(gaps), 5, "%", False, each=gaps, items=len(plans[0].gpu_of))
+        table.add(f"{name}: seconds", max(seconds), 10, "s", False, each=seconds)
+    large = _placed(64, 8, 0)
+    table.add("placement, 10 models on 64 x 8 GPUs: seconds", large.seconds, 20, "s", False, gap=large.gap,
+              items=len(large.gpu_of))  # fmt: skip
+    seconds = []
+    for name in cascade_setup.FAMILIES:
+        system = cascade_setup.System(name, "EO")
+        begun = time.perf_counter()
+        plan(*system.models(), cascade_setup.cluster(), 0.8 * cascade_setup.most(system), cascade_setup.BATCH)
+        seconds.append(time.perf_counter() - begun)
+    table.add("placement, the cascade paper's three on 12 T4s (45 s there, with construction): seconds", max(seconds),
+              45, "s", False, each=seconds)  # fmt: skip
+
+
+def _placed(hosts: int, gpus: int, seed: int):
+    models, flow = ten_models(seed)
+    cluster = even_cluster(hosts, gpus, 16 * 2**30, 12.0, 1.25)
+    rate = most_rate(models, flow, cluster, 64)
+    return plan(models, flow, cluster, PLANNED * rate, 64, MOST_LOAD)
+
+
+def station(servers: int, seconds: float):
+    """One model, a replica on each of some GPUs."""
+    model = ServedModel("m", BatchLine(0.0, seconds), BatchLine(1.0, 0.0))
+    gpus = tuple((gpu,) for gpu in range(servers))
+    return place((model,), chain((1.0,)), even_cluster(servers, 1, 2**30, 10.0, 1.0), (gpus,))
+
+
+def bench_queues(table) -> None:
+    """Mean latency against queueing theory."""
+    for servers, rho, service in QUEUES:
+        rate = rho * servers / 0.01
+        found = simulate(station(servers, 0.01), poisson(rate, QUEUED), POWER["t4"], service=service)
+        kind = "M" if service == "exponential" else "D"
+        theory = md1_latency_s(rate, 0.01) if service == "fixed" else mmc_latency_s(rate, 0.01, servers)
+        error = 100 * abs(found.mean_latency_s / theory - 1)
+        table.add(f"cluster simulation against M/{kind}/{servers}, rho {rho:g}, mean latency", error, 2, "%", False)
+
+
+def bench_million(table) -> None:
+    """A cascade of four sizes under load, batches and hops included."""
+    models = tuple(
+        ServedModel(name, BatchLine(2e-3, 1e-3 * times), BatchLine(1e9, 0.0), 1e4, 1e5, max_batch=8)
+        for name, times in (("a", 1), ("b", 2), ("c", 5), ("d", 20))
+    )
+    cluster = even_cluster(3, 4, 2**31, 12.0, 1.25)
+    deployment = deploy(plan(models, chain((0.5, 0.3, 0.15, 0.05)), cluster, 1200.0, 64), 1e-4)
+    arrivals = poisson(1200.0, 1_000_000)
+    begun, cpu_begun = time.perf_counter(), time.process_time()
+    found = simulate(deployment, arrivals, POWER["t4"])
+    seconds, cpu_s = time.perf_counter() - begun, time.process_time() - cpu_begun
+    table.add("cluster simulation, a million requests: seconds", seconds, 60, "s", False, cpu_s=cpu_s,
+              mean_latency_ms=1e3 * found.mean_latency_s, rho=found.rho)  # fmt: skip
+
+
+def bench_energy(table) -> None:
+    """Table V's EO ratios where Table III's shares can give them at all."""
+    rows = registry.run("cascade-table5").rows
+    printed = rows[rows["what"].str.contains(", EO: giant over cascade")]
+    judged = printed[is_judged(printed)]
+    table.add(
+        f"cascade paper, Table V: EO's energy ratios, worst error of the {len(judged)} of {len(printed)} possible",
+        100 * float(judged["error"].abs().max()), 20, "%", False,
+        each=dict(zip(printed["what"].str[:3].str.strip(", "), printed["ours"], strict=True)),
+    )  # fmt: skip

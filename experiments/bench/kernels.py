@@ -1,0 +1,222 @@
+"""Bench rows of single kernels: each against a plain operation that moves or multiplies as much, timed in turn."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from itertools import cycle
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from flexhybrid.core.context.blocks import BLOCK_TOKENS, ceil_blocks
+from flexhybrid.core.plan import stream
+from flexhybrid.core.schedule.steps import Segment, block_runs
+from flexhybrid.jobs.compare.speed import Contender
+from flexhybrid.runtime.kernels import attention
+from flexhybrid.runtime.kernels.quantize import dequantize, packed_bytes, quantize
+from flexhybrid.runtime.kernels.rotary import rotate_
+from flexhybrid.runtime.step_tensors import mask_of
+from flexhybrid.runtime.verbs.attending import gather_blocks
+
+REPEATS = 7
+LARGE_BYTES = 2**28  #: far more than the caches hold
+GPU_CALLS = 20  #: that follow one another without waiting, so that launches hide behind work
+
+
+class Sizes(NamedTuple):
+    """A mini-batch: requests, heads, head size, context; new tokens of a chunk."""
+
+    batch: int
+    heads: int
+    head_dim: int
+    context: int
+    chunk: int
+
+
+TIMING = Sizes(8, 16, 64, 520, 256)  #: of the timing model
+CPU = torch.device("cpu")
+
+
+def median_seconds(function, repeats: int = 15, device: torch.device = CPU) -> float:
+    num_calls = GPU_CALLS if device.type == "cuda" else 1
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    function()
+    times = []
+    for _ in range(repeats):
+        wait()
+        start = time.perf_counter()
+        for _ in range(num_calls):
+            function()
+        wait()
+        times.append((time.perf_counter() - start) / num_calls)
+    return statistics.median(times)
+
+
+def times_as_fast(plain, ours, device: torch.device = CPU) -> float:
+    """Seconds of the one over seconds of the other: the median of several turns."""
+    turns = ((median_seconds(plain, device=device), median_seconds(ours, device=device)) for _ in range(REPEATS))
+    return statistics.median(theirs / own for theirs, own in turns)
+
+
+def memory_share(operands: torch.Tensor, ours) -> float:
+    """Bytes a second that ``ours(operands)`` reads of them, over what reading costs at best here: a sum over a large
+    buffer. Copies of the operands take turns, as layers do, so that none is still in a cache when it comes again."""
+    device = operands.device
+    large = torch.ones(LARGE_BYTES // 8, dtype=torch.int64, device=device)
+    turns = cycle([operands.clone() for _ in range(-(-LARGE_BYTES // operands.nbytes))])
+    shares = []
+    for _ in range(REPEATS):
+        bandwidth = LARGE_BYTES / median_seconds(lambda: large.sum(), 5, device)
+        seconds = median_seconds(lambda: ours(next(turns)), device=device)
+        shares.append(operands.nbytes / seconds / bandwidth)
+    return statistics.median(shares)
+
+
+def bench_kernels(table, contender: Contender, sizes: Sizes = TIMING) -> None:
+    """``contender``: a mix whose KV-Gen is timed as the executor runs it, on its device."""
+    weights = contender.executor.weights
+    like = {"dtype": weights.dtype, "device": weights.device}
+    bench_kv_gen(table, contender, like)
+    bench_attention(table, sizes, like)
+    bench_gather(table, sizes, like)
+    bench_rotation(table, sizes, like)
+    if weights.device.type == "cpu":
+        bench_attention_on_host(table, sizes, weights.dtype)
+        bench_quantize(table)
+
+
+def bench_kv_gen(table, contender: Contender, like: dict) -> None:
+    tasks = {t.verb: t for t in stream(contender.wave, first_iteration=1) if t.layer == 1 and t.iteration == 2}
+    task, executor = tasks["kv_gen"], contender.executor
+    executor.begin_step(task)
+    rows, shape = task.work.tokens, executor.shape
+    a, w = torch.randn(rows, shape.hidden, **like), torch.randn(shape.kv_width, shape.hidden, **like)
+    out = torch.empty(rows, shape.kv_width, **like)
+    plain, ours = lambda: torch.mm(a, w.t(), out=out), lambda: executor.perform(task)
+    ratio = times_as_fast(plain, ours, like["device"])
+    table.add("KV-Gen against a plain matrix product of its shape", ratio, 0.85, "x")
+
+
+def bench_attention(table, sizes: Sizes, like: dict) -> None:
+    """One new token over keys and values side by side; a chunk of a prompt; a whole one.
+
+    A chunk is measured against its two products alone: softmax, mask and scale pass over scores that have as many
+    bytes as the products read, which for heads of 64 takes up to as long again.
+    """
+    batch, heads, head_dim, context, chunk = sizes
+    keys, values = side_by_side = torch.randn(2, batch, heads, context, head_dim, **like)
+    query = torch.randn(batch, heads, head_dim, **like)
+    share = memory_share(side_by_side, lambda one: attention.attend_decode(query, *one, None))
+    table.add("attend: share of the measured memory bandwidth", share, 0.6, "x")
+    hidden = np.arange(context) < np.arange(batch)[:, None]
+    mask = mask_of(hidden, **like)
+    share = memory_share(side_by_side, lambda one: attention.attend_decode(query, *one, mask))
+    table.add("attend, requests of mixed lengths: share of the measured memory bandwidth", share, 0.6, "x")
+    some = side_by_side[:, :, : heads // 4].contiguous()
+    share = memory_share(some, lambda one: attention.attend_decode(query, *one, mask))
+    table.add("attend, mixed lengths, 4 query heads a key head: share of the bandwidth", share, 0.6, "x")
+
+    new = torch.randn(batch, chunk, heads, head_dim, **like)
+    folded, scores = new.transpose(1, 2).contiguous(), torch.randn(batch, heads, chunk, context, **like)
+
+    def products() -> None:
+        torch.matmul(folded, keys.transpose(-1, -2))
+        torch.matmul(scores, values)
+
+    ratio = times_as_fast(products, lambda: attention.attend_chunk(new, keys, values, None), like["device"])
+    table.add("attend, chunk of a prompt: speed of its two products", ratio, 0.5, "x")
+    bench_prompt(table, new)
+
+
+def bench_attention_on_host(table, sizes: Sizes, dtype: torch.dtype) -> None:
+    """One new token over blocks as they lie, on one thread."""
+    batch, heads, head_dim, context, _ = sizes
+    num_blocks = ceil_blocks(context)
+    blocks = torch.randn(batch * num_blocks, 2, heads, BLOCK_TOKENS, head_dim, dtype=dtype)
+    query = torch.randn(batch, heads, head_dim, dtype=dtype)
+    tokens, out = np.full(batch, context), torch.empty_like(query)
+    runs = block_runs(np.arange(batch) * num_blocks, np.full(batch, num_blocks), np.zeros(batch, dtype=int))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        share = memory_share(blocks, lambda one: attention.attend_blocks(query, one, runs, tokens, out))
+    finally:
+        torch.set_num_threads(threads)
+    table.add("attend_host: share of one core's memory bandwidth", share, 0.6, "x")
+
+
+def bench_prompt(table, new: torch.Tensor) -> None:
+    """A whole prompt over itself against the two products of all with all, of which it needs half."""
+    heads = new.transpose(1, 2).contiguous()
+    scores = torch.randn(*heads.shape[:3], heads.shape[2], dtype=new.dtype, device=new.device)
+
+    def products() -> None:
+        torch.matmul(heads, heads.transpose(-1, -2))
+        torch.matmul(scores, heads)
+
+    ratio = times_as_fast(products, lambda: attention.attend_prefill(new, new, new), new.device)
+    table.add("attend, whole prompt: speed of the two products of all with all", ratio, 1.0, "x")
+
+
+def bench_gather(table, sizes: Sizes, like: dict) -> None:
+    """Blocks of requests of mixed lengths laid side by side, against a plain copy of as many bytes."""
+    generator, most = np.random.default_rng(0), ceil_blocks(sizes.context)
+    held = generator.integers(most // 2, most + 1, 4 * sizes.batch)
+    nothing, tokens = np.zeros_like(held), held * BLOCK_TOKENS
+    segment = Segment("kv@device", "kv", "device", np.cumsum(held) - held, tokens, nothing, held)
+    pool = torch.randn(int(held.sum()), 2, sizes.heads, BLOCK_TOKENS, sizes.head_dim, **like)
+    targets = torch.empty(2, len(held), sizes.heads, segment.max_tokens, sizes.head_dim, **like)
+    copied, blocks = torch.empty_like(targets), torch.from_numpy(segment.block_table).to(like["device"])
+    width = segment.max_tokens - 1  # the last block in part
+    plain, ours = lambda: copied.copy_(targets), lambda: gather_blocks(pool, blocks, targets, 0, width)
+    table.add("assemble, requests of mixed lengths: speed of a plain copy", times_as_fast(plain, ours, like["device"]),
+              0.5, "x")  # fmt: skip
+
+
+def bench_rotation(table, sizes: Sizes, like: dict) -> None:
+    """Keys turned in place against a plain copy of them. torch takes seven passes over halves, each a copy's time at
+    most, and half as much again for the angles that it reads."""
+    rows = sizes.batch * sizes.context
+    keys, angles = torch.randn(rows, sizes.heads, sizes.head_dim, **like), torch.randn(rows, sizes.head_dim, **like)
+    cos, sin, copied = angles.cos(), angles.sin(), torch.empty_like(keys)
+    ratio = times_as_fast(lambda: copied.copy_(keys), lambda: rotate_(keys, cos, sin), like["device"])
+    table.add("rotation of keys: speed of a plain copy", ratio, 1 / 6, "x")
+
+
+def bench_quantize(table) -> None:
+    """Packing and unpacking [4096, 2048] of bfloat16 against a plain copy that reads and writes as many bytes.
+
+    The bars: torch takes eight passes to pack (convert, min, max, subtract, scale, clamp, round, narrow) and four to
+    unpack (convert, scale, add, round), each about a copy's time; a third is left for the passes over 4-bit codes.
+    """
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randn(4096, 2048, generator=generator).bfloat16() for _ in range(4)]  # more than the caches hold
+    for bits in (8, 4):
+        num_bytes = rows[0].nbytes + 4096 * packed_bytes(2048, bits)
+        seconds = quantize_seconds(rows, bits, num_bytes)
+        copied = np.array(seconds.pop("copy"))
+        for name, bar in (("quantize", 1 / 12), ("dequantize", 1 / 6)):
+            gb_per_s = num_bytes / statistics.median(seconds[name]) / 1e9
+            ratio = float(np.median(copied / np.array(seconds[name])))
+            table.add(f"{name}, {bits} bits: speed of a plain copy", ratio, bar, "x", gb_per_s=gb_per_s)
+
+
+def quantize_seconds(rows: list[torch.Tensor], bits: int, num_bytes: int) -> dict[str, list[float]]:
+    """Seconds of "quantize", "dequantize" and "copy" (``num_bytes`` read and written), one after another in turn."""
+    sets = len(rows)
+    packed, restored = [quantize(one, bits) for one in rows], [torch.empty_like(one) for one in rows]
+    plain = torch.ones(2, sets, num_bytes // 2, dtype=torch.uint8)
+    calls = {
+        "copy": lambda i: plain[1, i].copy_(plain[0, i]),
+        "quantize": lambda i: quantize(rows[i], bits, packed[i]),
+        "dequantize": lambda i: dequantize(packed[i], bits, rows[i].dtype, restored[i]),
+    }
+    seconds = {name: [] for name in calls}
+    for turn in range(REPEATS * sets):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call(turn % sets)
+            seconds[name].append(time.perf_counter() - start)
+    return seconds

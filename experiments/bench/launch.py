@@ -1,0 +1,137 @@
+"""Bench rows of what a task costs beside its work: planning, handing over, and the Python of the verbs.
+
+The verbs are timed on a model so small that their products take no time: what is left is what a launcher spends on a
+GPU too, where each call of torch costs about as much as here. Processor time counts, so that a busy machine does not
+show.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from flexhybrid.core.hardware import Hardware, Line
+from flexhybrid.core.memory import buffer_sizes
+from flexhybrid.core.model.shape import ModelShape, shape_by_name
+from flexhybrid.core.plan import stream
+from flexhybrid.core.policy import Bits, Placement, Policy
+from flexhybrid.core.schedule.dependencies import Dependencies
+from flexhybrid.core.task import Access, Task, Work
+from flexhybrid.core.wave import Wave, admit
+from flexhybrid.core.workload import Workload
+from flexhybrid.runtime.clock import Clock, Lane
+from flexhybrid.runtime.engine import Engine
+from flexhybrid.runtime.kernels.sampling import greedy_plan
+from flexhybrid.runtime.storage.loader import RandomWeights
+from flexhybrid.runtime.storage.weights import Weights
+from sim.presets import hybrid, kv_only, kvpr_column, token_recompute
+
+BATCH, CONTEXT = 32, 512
+BOUND = 8 * (34 * 16 + 1)
+PLANNING_BAR_US, HAND_OFF_BAR_US, POSITION_BAR_US = 10, 50, 1000
+REPEATS = 5
+
+TINY = ModelShape("opt-launch", "opt", num_layers=2, hidden=64, num_heads=1, num_kv_heads=1, head_dim=64, ffn=64,
+                  vocab=64, max_positions=2048)  # fmt: skip
+_MACHINE = Hardware(
+    "launch", "cpu", {"compute": Line(s_per_flop=1e-11, s_per_byte=1e-11), "h2d": Line(s_per_byte=1e-9)}
+)
+
+
+def policies() -> list[Policy]:
+    """One of each kind of stream."""
+    half = Placement(device=0.5, host=0.5)
+    return [
+        hybrid(0.5, BOUND), replace(hybrid(0.5, BOUND, half), name="device and host", cache={
+            "act@device": 0.25, "act@host": 0.25, "kv@device": 0.25, "kv@host": 0.25
+        }),
+        kvpr_column("pipeline", max_mini_batch_tokens=BOUND),
+        replace(hybrid(0.5, BOUND), name="4 bits", bits=Bits(weights=4, kv=4, act=4)),
+        replace(kv_only(BOUND), name="attention on the host", attention="host"),
+        token_recompute(0.25, BOUND),
+    ]  # fmt: skip
+
+
+def bench_launch(table) -> None:
+    bench_planning(table)
+    bench_hand_off(table)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        bench_verbs(table)
+    finally:
+        torch.set_num_threads(before)
+
+
+def wave_of(shape: ModelShape, policy: Policy, max_tokens: int) -> Wave:
+    return admit(shape, policy, Workload.uniform(BATCH, CONTEXT, max_tokens), 2, hardware=_MACHINE)
+
+
+def bench_planning(table) -> None:
+    """The stream and its dependencies, microseconds a task: the slowest kind of policy. A step is laid out once for all
+    layers, so that their number counts: OPT-6.7B's."""
+    shape, found = shape_by_name("opt-6.7b"), {}
+    for policy in policies():
+        times = []
+        for _ in range(REPEATS):
+            wave, dependencies, count = wave_of(shape, policy, 8), Dependencies(), 0
+            start = time.thread_time()
+            for task in stream(wave):
+                dependencies.add(task)
+                count += 1
+            times.append((time.thread_time() - start) / count * 1e6)
+        found[policy.name] = min(times)
+    name = f"planning and dependencies, a task of {shape.num_layers} layers: slowest of {len(found)} kinds of policy"
+    table.add(name, max(found.values()), PLANNING_BAR_US, "µs", False, by_policy=found)
+
+
+def bench_hand_off(table) -> None:
+    """A chain that changes lanes at every task: each hand-off wakes another thread."""
+    lanes, cell = ("h2d", "compute", "d2h"), Access(("cell",), 0, 1)
+    chain = [Task(i, 0, 0, "work", lanes[i % 3], Work(), (cell,), (cell,)) for i in range(3000)]
+    trace = Clock([Lane(name, lambda task: None) for name in lanes]).run(chain)
+    gaps = [later.start_s - earlier.end_s for earlier, later in zip(trace, trace[1:], strict=False)]
+    table.add("hand-off to another CPU worker, median", statistics.median(gaps) * 1e6, HAND_OFF_BAR_US, "µs", False)
+
+
+def bench_verbs(table) -> None:
+    """Of a mini-batch in one layer of a decode, microseconds that its verbs spend on the lane that computes."""
+    found: dict[str, dict[str, float]] = {}
+    steps = {}
+    for policy in policies():
+        wave = small_wave(policy)
+        source, device = RandomWeights(TINY), torch.device("cpu")
+        engine = Engine(Weights(TINY, source, "float32", device, policy), policy, buffer_sizes(wave))
+        plan = greedy_plan(wave.workload.num_requests)
+        prompts = [[3] * int(n) for n in wave.workload.prompt_tokens]
+        executor = engine.executor(wave, prompts, plan)
+        times = defaultdict(list)
+        for task in stream(wave, first_iteration=1):
+            start = time.thread_time()
+            executor.perform(task)
+            times[task.resource, task.verb].append(1e6 * (time.thread_time() - start))
+        once = ("embed", "head", "sample")
+        found[policy.name] = {
+            verb: statistics.median(of) for (resource, verb), of in times.items()
+            if resource == "compute" and verb not in once
+        }  # fmt: skip
+        steps[policy.name] = sum(statistics.median(times["compute", verb]) for verb in once)
+    sums = {name: sum(verbs.values()) for name, verbs in found.items()}
+    slowest = max(sums, key=sums.get)
+    name = f"launch: verbs of a mini-batch in a layer, slowest of {len(sums)} kinds of policy ({slowest})"
+    table.add(name, sums[slowest], POSITION_BAR_US, "µs", False, by_verb=found)
+    slowest = max(steps, key=steps.get)
+    table.add(f"launch: embed, head and sample of a mini-batch ({slowest})", steps[slowest], POSITION_BAR_US, "µs",
+              False, by_policy=steps)  # fmt: skip
+
+
+def small_wave(policy: Policy) -> Wave:
+    """A wave whose contexts are short, so that nothing takes long but calling; lengths differ, so that masks count."""
+    lengths = 48 + np.arange(8)
+    policy = replace(policy, max_mini_batch_tokens=4 * 200)
+    return admit(TINY, policy, Workload(lengths, np.full(8, 24)), 4, hardware=_MACHINE)

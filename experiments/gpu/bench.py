@@ -1,0 +1,149 @@
+"""``make gpu``'s bench: what only a GPU can tell. Kernels against plain ones of their size, and whether the launcher
+stays ahead of the device, at OPT-6.7B's shapes with random weights.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from experiments.bench.kernels import Sizes, bench_kernels
+from experiments.gpu.quantize import bench_quantize_cuda
+from flexhybrid.core.memory import buffer_sizes, memory_plan, total_bytes
+from flexhybrid.core.model.shape import ModelShape, shape_by_name
+from flexhybrid.core.plan import stream
+from flexhybrid.core.policy import Bits, Placement, Policy
+from flexhybrid.core.task import Task
+from flexhybrid.core.trace import TraceEvent, idle_though_ready, iteration_ends
+from flexhybrid.jobs.compare.speed import Bench, Contender
+from flexhybrid.runtime.clock import Clock
+from flexhybrid.runtime.storage.loader import RandomWeights
+from flexhybrid.runtime.storage.weights import Weights
+from sim.presets import hybrid
+
+MODEL, DTYPE = "opt-6.7b", "float16"
+BATCH, CONTEXT, MAX_TOKENS, MINI_BATCH = 64, 512, 8, 16
+BOUND = MINI_BATCH * (34 * 16 + 1)
+KERNELS = Sizes(MINI_BATCH, 32, 128, 520, 256)
+
+#: Seconds between the host's having enqueued a task and its end on the device, under which the device was at the
+#: launcher's heels: twice what placing an event on the host's clock may be wrong.
+AT_THE_HEELS_S = 1e-4
+STARVED_BAR, OVERHEAD_BAR = 1.0, 2.0  #: percent of the compute lane's tasks, and of the decode's time
+
+
+def policies() -> list[Policy]:
+    """What streams weights over the link; what keeps them on the device and launches the fastest; and of fewer bits."""
+    on_device = Placement(device=1.0)
+    return [
+        hybrid(0.5, BOUND),
+        Policy("device", on_device, cache={"kv@device": 1.0}, max_mini_batch_tokens=BOUND),
+        Policy("4 bits", bits=Bits(4, 4, 4), cache={"act@host": 0.5, "kv@host": 0.5}, max_mini_batch_tokens=BOUND),
+    ]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a decode's compute lane was fed, between the end of the trace's first iteration and that of its last."""
+
+    seconds: float
+    num_tasks: int
+    starved: dict[str, int]  #: verb -> tasks that the device ended as soon as they were enqueued
+    #: verb -> seconds that the device waited though all that the task needs was there: before it, and of a task that
+    #: starved, all the time until it was enqueued (its kernels trickled in: what they took is less, but not known)
+    idle_s: dict[str, float]
+    issuing_s: float  #: that the lane's thread spent enqueueing
+
+    @property
+    def starved_percent(self) -> float:
+        return 100 * sum(self.starved.values()) / self.num_tasks
+
+    @property
+    def idle_percent(self) -> float:
+        return 100 * sum(self.idle_s.values()) / self.seconds
+
+
+def launch_of(trace: list[TraceEvent], issued: list[tuple[float, float]]) -> Launch:
+    """``issued``: of each task of the compute lane, when the lane began and ended to enqueue it, on the trace's
+    clock."""
+    ends = iteration_ends(trace)
+    begin, end = ends[0], ends[-1]
+    starved, idle_s, issuing_s, num_tasks = defaultdict(int), defaultdict(float), 0.0, 0
+    for ((task, start, stop), idle), (since, until) in zip(idle_though_ready(trace), issued, strict=True):
+        if start < begin or stop > end:
+            continue
+        num_tasks += 1
+        issuing_s += until - since
+        starves = stop - until < AT_THE_HEELS_S
+        starved[task.verb] += starves
+        idle_s[task.verb] += idle + (max(0.0, min(stop, until) - start) if starves else 0.0)
+    return Launch(end - begin, num_tasks, dict(starved), dict(idle_s), issuing_s)
+
+
+def watched_decode(contender: Contender) -> Launch:
+    """The contender's decode once more, with the host's times of enqueueing beside the device's of running."""
+    executor, engine = contender.executor, contender.engine
+    perform, issued = executor.perform, []
+    if engine.device.type == "cuda":
+        torch.cuda.current_stream(engine.device).synchronize()  # lanes read what was made on it
+
+    def watched(task: Task) -> None:
+        start = time.perf_counter()
+        perform(task)
+        if task.resource == "compute":
+            issued.append((start, time.perf_counter()))
+
+    executor.perform = watched
+    try:
+        clock = Clock(engine.lanes(executor))
+        trace = clock.run(stream(contender.wave, first_iteration=1))
+    finally:
+        executor.perform = perform
+    return launch_of(trace, [(start - clock.began_s, end - clock.began_s) for start, end in issued])
+
+
+def bench_launcher(table, contender: Contender) -> None:
+    """Whether the compute lane is kept fed. Where it is not, the rows say at which verbs."""
+    contender.decode()  # libraries load, and caches of plans and kernels fill
+    found, name = watched_decode(contender), contender.policy.name
+    more = {
+        "starved_by_verb": found.starved,
+        "idle_s_by_verb": found.idle_s,
+        "issuing_share": found.issuing_s / found.seconds,
+    }
+    table.add(f"launch, {name}: tasks that starved", found.starved_percent, STARVED_BAR, "%", False, **more)
+    table.add(f"launch, {name}: compute idle though all was there, of the decode's time", found.idle_percent,
+              OVERHEAD_BAR, "%", False)  # fmt: skip
+
+
+def make_bench(shape: ModelShape, device: torch.device, dtype: str) -> Bench:
+    generator = np.random.default_rng(0)
+    prompts = [generator.integers(3, shape.vocab, CONTEXT).tolist() for _ in range(BATCH)]
+    source = RandomWeights(shape, device=device.type)
+    return Bench(lambda policy: Weights(shape, source, dtype, device, policy), prompts, MAX_TOKENS, None, {})
+
+
+def bench_gpu(table, on_progress: Callable[[str], None] = print) -> None:
+    """Every row; one policy's weights and pools at a time."""
+    shape, device = shape_by_name(MODEL), torch.device("cuda")
+    bench_quantize_cuda(table)
+    for number, policy in enumerate(policies()):
+        on_progress(policy.name)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with make_bench(shape, device, DTYPE) as bench:
+            contender = Contender(bench, policy)
+            sizes = buffer_sizes(contender.wave)
+            planned = total_bytes(memory_plan(shape, policy, contender.wave.bytes_per_element, sizes))["device"]
+            peak = torch.cuda.max_memory_allocated() - before
+            table.add(f"memory, {policy.name}: the allocator's peak over the plan", peak / planned, 1.0, "x", False)
+            if number == 0:
+                bench_kernels(table, contender, KERNELS)
+            bench_launcher(table, contender)
+        contender = None  # its buffers go before the next one's come

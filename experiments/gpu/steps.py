@@ -1,0 +1,158 @@
+"""``make gpu``: the project's GPU target, in steps of at most eight minutes that each write their result.
+
+Runs with the machine's own python3: torch, numpy, scipy, pandas, matplotlib, safetensors, transformers, tqdm, pytest.
+First the tests marked cuda and the GPU's bench (experiments.gpu.bench), then the comparison on random-weight OPT-6.7B
+and OPT-13B shapes made on the GPU, with the device budget enforced by the allocator so that offloading is real; last
+the peers that this python3 has beside ours (experiments.peers.gpu_peers). Results go to experiments/results/<GPU>/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+STEP_SECONDS = 480
+COMPARISONS = {
+    # name: batch, context, tokens, requests a mini-batch, host budget
+    "opt-6.7b": (64, 512, 6, 16, "64GiB"),
+    "opt-13b": (48, 512, 6, 12, "96GiB"),
+}
+STEPS = ("tests", "bench", "opt-6.7b", "peers", "opt-13b")  #: what is worth most first: a lent machine may not last
+DEVICE_MEMORY = "12GiB"
+
+
+def results_folder() -> Path:
+    """experiments/results/<GPU's name>, made on the way."""
+    import torch
+
+    name = re.sub(r"[^A-Za-z0-9]+", "-", torch.cuda.get_device_name()).strip("-").lower()
+    folder = ROOT / "experiments" / "results" / name
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def run_tests() -> int:
+    import pytest
+
+    # Whole files only where they need no hypothesis, which this python3 may lack.
+    files = (ROOT / "tests/runtime" / name for name in ("test_cuda.py", "test_quantize_triton.py"))
+    return int(pytest.main(["-m", "cuda", "-q", "-p", "no:cacheprovider", *map(str, files)]))
+
+
+def run_bench() -> int:
+    """Rows that miss their bar stay in, as misses; they are no failure."""
+    from experiments.bench.table import Table
+    from experiments.gpu.bench import bench_gpu
+
+    table = Table()
+    try:
+        bench_gpu(table)
+    finally:
+        table.save(results_folder() / "bench.json")
+    return 0
+
+
+def run_comparison(name: str) -> int:
+    import torch
+
+    from flexhybrid.core.hardware import write_by_rename
+    from flexhybrid.core.memory import parse_bytes
+    from flexhybrid.core.model.shape import shape_by_name
+    from flexhybrid.jobs.compare.job import CompareOptions, compare
+
+    budget = parse_bytes(DEVICE_MEMORY)
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total))
+    batch, context, tokens, mini_batch, host_memory = COMPARISONS[name]
+    out = results_folder() / name
+    result = compare(
+        CompareOptions(
+            device="cuda",
+            shape=shape_by_name(name),
+            batch=batch,
+            context=context,
+            max_tokens=tokens,
+            mini_batch=mini_batch,
+            device_memory=DEVICE_MEMORY,
+            host_memory=host_memory,
+            out=out,
+        )  # fmt: skip
+    )
+    result |= {
+        "device_peak_bytes": torch.cuda.max_memory_allocated(),
+        "device_reserved_bytes": torch.cuda.max_memory_reserved(),
+        "device_budget_bytes": budget,
+    }
+    write_by_rename(out / "compare.json", json.dumps(result, indent=1, default=float))
+    inexact = any(not row["exact"] for row in result["exactness"])
+    return 1 if result["trace_violations"] or inexact or result["device_peak_bytes"] > budget else 0
+
+
+def run_peers() -> int:
+    from experiments.peers import gpu_peers
+
+    out = results_folder() / "peers" / "compare.json"
+    return gpu_peers.main(["--seconds", str(STEP_SECONDS - 20), "--out", str(out)])  # its runs all end within these
+
+
+def perform(step: str) -> int:
+    if step == "tests":
+        return run_tests()
+    if step == "bench":
+        return run_bench()
+    return run_peers() if step == "peers" else run_comparison(step)
+
+
+def run_step(step: str) -> int:
+    """A step in a process group of its own; what came of it is written whatever happens."""
+    log = results_folder() / f"{step}.log"
+    began = time.perf_counter()
+    with open(log, "w", encoding="utf-8") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "experiments.gpu", "--inside", step],
+            cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        try:
+            code = process.wait(timeout=STEP_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            code = 124
+    print(log.read_text(encoding="utf-8", errors="replace")[-6000:])
+    outcome = {"step": step, "exit_code": code, "timed_out": code == 124, "seconds": time.perf_counter() - began}
+    (results_folder() / f"{step}.json").write_text(json.dumps(outcome), encoding="utf-8")
+    return code
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--step", choices=STEPS, nargs="+", default=STEPS, help="these steps alone (default: all)")
+    parser.add_argument("--inside", choices=STEPS, help=argparse.SUPPRESS)  # a step's own process
+    args = parser.parse_args()
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    try:
+        import torch
+    except ImportError:
+        print("experiments.gpu.steps needs torch in this python3", file=sys.stderr)
+        return 2
+    if not torch.cuda.is_available():
+        print("experiments.gpu.steps: torch finds no CUDA device here", file=sys.stderr)
+        return 2
+    if args.inside:
+        return perform(args.inside)
+    worst = 0
+    for step in args.step:
+        print(f"== {step}", flush=True)
+        worst = max(worst, run_step(step))
+    return worst
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""CAPTURE and HybridServe (KAIST)."""

@@ -1,0 +1,362 @@
+"""CAPTURE's testbed: the machine with its fitted constants, the systems that are compared, and rows of the prose.
+
+CAPTURE (IEEE CAL) and HybridServe (arXiv) are one system by the same authors. Constants are fitted on Table III's rows
+of the two smaller models; FlexGen's is fitted on another paper's testbed, where it has rows for that (KVPR, Table 5).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+
+from experiments import reference
+from experiments.reproduce.calibrate import fit
+from experiments.reproduce.experiment import ASIDE, Constant
+from flexhybrid.core.context.blocks import BLOCK_TOKENS
+from flexhybrid.core.hardware import Hardware, Line
+from flexhybrid.core.model.shape import ModelShape, shape_by_name
+from flexhybrid.core.policy import Placement, Policy
+from flexhybrid.core.workload import Workload
+from policy_search.papers.algorithm1 import capture_policy, host_blocks, layer_times, share_for_batch
+from policy_search.papers.flexgen import flexgen_policy
+from sim import candidate_steps as loads
+from sim import catalogue, presets
+from sim.array_clock import Candidates, Prediction, predict
+from sim.implementation import Implementation, on
+
+PAPER = (
+    "CAPTURE: Throughput-Oriented LLM Inference via KV-Activation Hybrid Caching with a Single GPU, IEEE CAL 2025; "
+    "HybridServe, arXiv 2501.01792"
+)
+BYTES = 2  #: float16 everywhere
+MODELS = ("OPT-6.7B", "OPT-13B", "OPT-30B", "OPT-66B")
+BATCH, GENERATED, PROMPT = 128, 128, 1920
+#: Prompt lengths of the throughput figure. Neither paper states them: totals of 512 to 2048 tokens are assumed.
+PROMPTS = (384, 896, 1408, 1920)
+#: The papers' 8,192 count cached tokens: four requests of 2,048. Ours also count each request's new token.
+MINI_BATCH_TOKENS = 8192 + 16
+GPU_BATCHES = (1, 2, 3, 4, 8, 16, 32, 64, 128)  #: those that FlexGen's own search tries
+#: Where the ratios of KV to ACT bytes are printed.
+PRINTED_RATIO = {"OPT-30B": "ch089", "OPT-66B": "ch090"}
+
+
+def shape_of(model: str) -> ModelShape:
+    return shape_by_name(model.lower())
+
+
+def bytes_ratio(act_share):
+    """KV : ACT bytes where ``act_share`` of the tokens are ACT (one of them takes half the bytes)."""
+    return 2 * (1 - act_share) / act_share
+
+
+def share_of_ratio(ratio: float) -> float:
+    """The inverse of ``bytes_ratio``."""
+    return 1 / (1 + ratio / 2)
+
+
+def bytes_reduction(act_share: float) -> float:
+    """Bytes of a cache of KV alone over those with ``act_share`` of the tokens as ACT."""
+    return 1 / (1 - act_share / 2)
+
+
+# ---- the machine and its constants
+
+
+def _priors() -> tuple[Constant, ...]:
+    return (
+        Constant(
+            "memory_gb_per_s", 921.0, "GB/s", 806.0, 1008.0,
+            "weights and hidden states through GPU memory; streaming reads of an RTX 4090 are reported at 918 to 924 "
+            "of 1008 (github.com/krrishnarraj/clpeak issue 106, github.com/tinygrad/open-gpu-kernel-modules issue 6)",
+        ),
+        Constant("overhead_us", 10.0, "us", 2.0, 100.0, "of each task: the catalogue's launch or copy"),
+    )  # fmt: skip
+
+
+def _free() -> tuple[Constant, ...]:
+    return (
+        Constant(
+            "link_gb_per_s", 26.0, "GB/s", 15.75, 26.5,
+            "long copies from page-locked memory over PCIe 4.0 x16: 31.5 by the standard, of which packet headers and "
+            "flow control leave some 26.5",
+        ),
+        Constant(
+            "gemm_tflops", 150.0, "TFLOP/s", 80.0, 165.2,
+            "KV-Gen, prefill and all other matrix products; at most the datasheet's dense FP16 rate with FP32 sums. "
+            "158.6 and 167.1 are reported (github.com/mli/transformers-benchmarks issue 4)",
+        ),
+        Constant(
+            "kv_memory_gb_per_s", 600.0, "GB/s", 200.0, 921.0,
+            "merging loaded and recomputed keys and values and attending to them, block by block; at most what "
+            "streaming reads reach",
+        ),
+    )  # fmt: skip
+
+
+def machine(values: dict[str, float]) -> Hardware:
+    """The catalogue's RTX 4090 and its host with these constants, by name.
+
+    KV-Gen is priced by its operations alone: it multiplies thousands of rows, and reads and writes them meanwhile.
+    """
+    overhead, gemm = values["overhead_us"] * 1e-6, 1e-12 / values["gemm_tflops"]
+    memory, kv = (1e-9 / values[name] for name in ("memory_gb_per_s", "kv_memory_gb_per_s"))
+    copy = Line(overhead, s_per_byte=1e-9 / values["link_gb_per_s"])
+    lines = {
+        "compute": Line(overhead, gemm, memory), "attend_prefill": Line(overhead, gemm, memory),
+        "kv_gen": Line(overhead, gemm), "assemble": Line(overhead, gemm, kv), "attend": Line(overhead, gemm, kv),
+        "h2d": copy, "d2h": copy,
+    }  # fmt: skip
+    base = catalogue.load("rtx4090")
+    return replace(base, name="rtx4090 (CAPTURE)", lines={**base.lines, **lines})
+
+
+def values_of(constants: Iterable[Constant]) -> dict[str, float]:
+    return {constant.name: constant.value for constant in constants}
+
+
+def fit_fast(free: tuple[Constant, ...], seconds: Callable, paper_s: np.ndarray, rows: str) -> tuple[Constant, ...]:
+    """``calibrate.fit`` of seconds(values, walk): on the closed form's bound, which is quick, corrected to the walk.
+
+    The walk's share beyond the bound is taken at the start and once more at the first answer.
+    """
+    for _ in range(2):
+        values = values_of(free)
+        beyond = seconds(values, True) / seconds(values, False)
+        fitted = fit(free, lambda values, beyond=beyond: seconds(values, False) * beyond, paper_s, rows)
+        free = tuple(replace(constant, value=one.value) for constant, one in zip(free, fitted, strict=True))
+    return fitted
+
+
+@cache
+def constants() -> tuple[Constant, ...]:
+    """Five of the machine: three fitted, two set beforehand. FlexGen's is ``flexgen_constant``'s."""
+    rows = reference.check_role(reference.rows("capture_table3", role="calibrate"), "calibrate")
+    priors = values_of(_priors())
+
+    def seconds(values: dict[str, float], walk: bool) -> np.ndarray:
+        seen = machine({**priors, **values})
+        return np.concatenate([
+            run_shares(model, seen, [share_of(one, model, seen) for one in of_model["variant"]], walk=walk).total_s
+            for model, of_model in rows.groupby("model", sort=False)
+        ])  # fmt: skip
+
+    paper_s = BATCH * GENERATED / rows["tokens_per_s"].to_numpy()
+    fitted = fit_fast(_free(), seconds, paper_s, "Table III, the six rows of OPT-6.7B and OPT-13B")
+    return (*fitted, *_priors())
+
+
+@cache
+def hardware() -> Hardware:
+    """The testbed."""
+    return machine(values_of(constants()))
+
+
+# ---- HybridServe's own systems
+
+
+def full_policy(
+    model: str, hardware: Hardware, batch: int = BATCH, prompt: int = PROMPT, balance: str = "paper", device_act=False
+) -> Policy:
+    """hybrid_full: the whole system, with Algorithm 1's share for this batch."""
+    workload = Workload.uniform(batch, prompt, GENERATED)
+    return capture_policy(
+        shape_of(model), hardware, workload, BYTES, balance=balance, device_act=device_act,
+        max_mini_batch_tokens=MINI_BATCH_TOKENS,
+    )  # fmt: skip
+
+
+def share_of(variant: str, model: str, hardware: Hardware, batch: int = BATCH, prompt: int = PROMPT) -> float:
+    """The ACT share of a row of Table III, all of it on the host.
+
+    hybrid_full's is that of ``full_policy`` while memory allows it, which it does here; to fit constants it has to be
+    quick.
+    """
+    shape, context = shape_of(model), prompt + GENERATED // 2
+    if variant == "act_only":
+        return 1.0
+    if variant == "hybrid_static":
+        return presets.static_share(shape)
+    num_mini_batches, _ = loads.num_mini_batches(batch, prompt, GENERATED, MINI_BATCH_TOKENS)
+    times = layer_times(shape, hardware, BYTES, batch, context, int(num_mini_batches))
+    return share_for_batch(times, host_blocks(batch, context), "paper").act_share
+
+
+def run_shares(
+    model: str, hardware: Hardware, shares, batch=BATCH, prompt=PROMPT, generated=GENERATED, walk: bool = True
+) -> Prediction:
+    """ACT and KV on the host; arrays over shares, batches and prompts. A share of 1 is act_only, 0 is kv_only."""
+    shares = np.asarray(shares, dtype=np.float64)
+    return predict(
+        shape_of(model), hardware, BYTES,
+        Candidates(
+            presets.hybrid(0.5, MINI_BATCH_TOKENS), batch, prompt, generated,
+            cache={"act@host": shares, "kv@host": 1.0 - shares},
+        ), walk,
+    )  # fmt: skip
+
+
+# ---- FlexGen
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why FlexGen's cache crosses a link more slowly than the link allows, with one constant."""
+
+    name: str
+    why: str
+    constant: Constant  #: before it is fitted
+    rates: Callable[
+        [float, float, float], tuple[float, float]
+    ]  #: (constant, GB/s reached, GB/s of the standard) -> GB/s
+    overlap: bool | str = "step"
+
+    def hardware(self, base: Hardware, constant: float) -> Hardware:
+        """The machine as this FlexGen sees it; ``rates`` gives those of the cache and of the weights."""
+        reached = 1e-9 / base.line("load_weights", "h2d").s_per_byte
+        cache_rate, weights_rate = self.rates(constant, reached, base.notes["link_bytes_per_s"] / 1e9)
+        return on(
+            Implementation(
+                "flexgen", cache_link=min(1.0, cache_rate / reached), weights_link=min(1.0, weights_rate / reached)
+            ),
+            base,
+        )  # fmt: skip
+
+
+def _one(name: str, value: float, unit: str, low: float, high: float, why: str) -> Constant:
+    return Constant(f"flexgen_{name}", value, unit, low, high, why)
+
+
+RELAY = Explanation(
+    "relay",
+    "keys and values lie in pageable memory, and each copy goes through a fresh page-locked one first: first the "
+    "host's copy, then the link's (FlexGen's code, github.com/FMInference/FlexLLMGen, pytorch_backend.py)",
+    _one("relay_gb_per_s", 20.0, "GB/s", 5.0, 200.0, "copying within the host's memory, before the link's copy starts"),
+    lambda x, reached, standard: (1 / (1 / x + 1 / reached), reached),
+)
+EXPLANATIONS = (
+    RELAY,
+    Explanation(
+        "share of the rate reached",
+        "keys and values take so many times as long as a page-locked copy would",
+        _one("share_of_reached", 0.7, "of GB/s reached", 0.1, 1.0, "strided or pageable copies"),
+        lambda x, reached, standard: (x * reached, reached),
+    ),
+    Explanation(
+        "share of the standard",
+        "all copies, weights too, reach so much of the link's standard",
+        _one("share_of_standard", 0.6, "of the standard", 0.1, 1.0, "whatever slows all copies alike"),
+        lambda x, reached, standard: (x * standard, x * standard),
+    ),
+    Explanation(
+        "the host's rate",
+        "keys and values are held up by the host, whatever the link",
+        _one("host_gb_per_s", 9.0, "GB/s", 2.0, 100.0, "a core's copy out of pageable memory, behind the link's copy"),
+        lambda x, reached, standard: (x, reached),
+    ),
+    Explanation(
+        "nothing overlaps",
+        "a pageable copy holds the program up, so that computing waits for it; so much of the rate reached",
+        _one("share_in_turn", 0.9, "of GB/s reached", 0.1, 1.0, "as above, one task after the other"),
+        lambda x, reached, standard: (x * reached, reached),
+        overlap=False,
+    ),
+)
+
+LOW_END_LINK_GB_PER_S = 1e-9 / catalogue.load("rtx5000").line("load_kv", "h2d").s_per_byte  #: of KVPR's Table 5
+
+
+@cache
+def flexgen_constant(explanation: Explanation = RELAY) -> Constant:
+    """Fitted on FlexGen's rows of KVPR's Table 5 (RTX 5000, 32 x 8 requests, OPT-6.7B): this testbed has none."""
+    rows = reference.check_role(reference.rows("kvpr_table5", method="FlexGen"), "calibrate")
+    prompts, generated = rows["prompt_len"].to_numpy(), rows["gen_len"].to_numpy()
+    requests, gpu_batch = 256, 32
+    bound = gpu_batch * (np.ceil((prompts + generated - 1) / BLOCK_TOKENS) * BLOCK_TOKENS + 1)
+    policy = presets.offloaded(weights=Placement(host=1.0), overlap=explanation.overlap)
+    candidates = Candidates(policy, requests, prompts, generated, max_mini_batch_tokens=bound)
+    name, base = explanation.constant.name, catalogue.load("rtx5000")
+
+    def seconds(values: dict[str, float], walk: bool) -> np.ndarray:
+        seen = explanation.hardware(base, values[name])
+        return predict(shape_of("OPT-6.7B"), seen, BYTES, candidates, walk).decode_s
+
+    decode_s = requests * (generated - 1) / rows["value"].to_numpy()
+    return fit_fast((explanation.constant,), seconds, decode_s, "KVPR Table 5, the six FlexGen rows")[0]
+
+
+@cache
+def flexgen_hardware(explanation: Explanation = RELAY) -> Hardware:
+    """This testbed as FlexGen sees it."""
+    return explanation.hardware(hardware(), flexgen_constant(explanation).value)
+
+
+@cache
+def flexgen_placement(model: str, prompt: int, batch: int = BATCH, generated: int = GENERATED) -> Policy:
+    """Weights, hidden states and GPU batch by FlexGen's own search, which knows one rate of a link; the cache is on the
+    host, where the papers have it (as many weights as fit in GPU memory, the rest and the cache in the host's)."""
+    workload = Workload.uniform(batch, prompt, generated)
+    found = flexgen_policy(shape_of(model), hardware(), workload, BYTES, batch=batch, gpu_batches=GPU_BATCHES).policy
+    return replace(found, cache={"kv@host": 1.0})
+
+
+def run_flexgen(
+    model: str, prompts, batch=BATCH, explanation: Explanation | None = RELAY, generated: int = GENERATED,
+    overlap: bool | str | None = None,
+) -> Prediction:  # fmt: skip
+    """FlexGen over prompt lengths (or batches: both broadcast); None: with the copies of HybridServe's own code.
+
+    Each has its own placement, and hidden states lie on the device where the search wants that for all of them.
+    """
+    prompts, batches = np.broadcast_arrays(np.atleast_1d(prompts), np.atleast_1d(batch))
+    placed = [flexgen_placement(model, int(p), int(b), generated) for p, b in zip(prompts, batches, strict=True)]
+    hidden = "device" if all(policy.hidden == "device" for policy in placed) else "host"
+    how = explanation.overlap if explanation else "step"
+    policy = replace(placed[0], hidden=hidden, overlap=how if overlap is None else overlap, max_batch=None)
+    candidates = Candidates(
+        policy, batches, prompts, generated, weights_disk=0.0,
+        max_mini_batch_tokens=np.array([one.max_mini_batch_tokens for one in placed]),
+        weights_device=np.array([one.weights.device for one in placed]),
+    )  # fmt: skip
+    seen = flexgen_hardware(explanation) if explanation else hardware()
+    return predict(shape_of(model), seen, BYTES, candidates)
+
+
+def all_constants() -> tuple[Constant, ...]:
+    """The testbed's six."""
+    return (*constants(), flexgen_constant())
+
+
+# ---- rows
+
+
+def headline(row_id: str, ours: float, what: str, **more) -> dict:
+    """A number of the prose beside ours."""
+    found = reference.rows("capture_headlines", id=row_id).iloc[0]
+    return {
+        "what": what, "paper": found["value"], "ours": ours, "unit": found["unit"], "role": found["role"],
+        "source": f"{row_id} ({found['source']})", **more,
+    }  # fmt: skip
+
+
+def headlines(row_ids: str, ours: float, what: str, **more) -> list[dict]:
+    """A number wherever the papers print it, ``row_ids`` separated by blanks: the same value is judged once."""
+    rows: list[dict] = []
+    for row_id in row_ids.split():
+        row = headline(row_id, ours, what, **more)
+        if first := next((one for one in rows if one["paper"] == row["paper"]), None):
+            row.setdefault(ASIDE, f"the number of {first['source'].split()[0]} again")
+        rows.append(row)
+    return rows
+
+
+def context(what: str, ours: float, unit: str = "", paper: float = math.nan, source: str = "", **more) -> dict:
+    """A row that is shown and not judged."""
+    return {"what": what, "paper": paper, "ours": ours, "unit": unit, "role": "context", "source": source, **more}
+
+
+def geomean(values) -> float:
+    return float(np.exp(np.mean(np.log(np.asarray(values)))))

@@ -1,0 +1,1 @@
+"""HybridServe (Edinburgh), the cascade."""

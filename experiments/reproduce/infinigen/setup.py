@@ -1,0 +1,369 @@
+"""InfiniGen's testbed: the machine as its programs see it, the constants with where each comes from, the systems.
+
+The published scripts (github.com/snu-comparch/InfiniGen, commit 3754f52, ``speedup``) settle what the paper leaves
+open: every FlexGen-based system runs with ``--overlap false`` and one GPU batch, and H2O and InfiniGen load the whole
+cache of the first two layers. ``Reading`` names these choices, so that the paper's own words can be computed beside
+them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+import pandas as pd
+
+from experiments import reference
+from experiments.reproduce.calibrate import fit
+from experiments.reproduce.experiment import Constant
+from flexhybrid.core.context.selection import kept_tokens
+from flexhybrid.core.hardware import Hardware, Line
+from flexhybrid.core.memory import buffer_sizes, memory_plan
+from flexhybrid.core.model.shape import ModelShape, shape_by_name
+from flexhybrid.core.plan import stream
+from flexhybrid.core.policy import Placement, Policy, Selection
+from flexhybrid.core.wave import admit
+from flexhybrid.core.workload import Workload
+from policy_search.systems import Setting, system
+from sim import catalogue, presets
+from sim.array_clock import Candidates, predict
+from sim.implementation import Implementation, on
+from sim.simulate import simulate
+from sim.virtual_clock import run
+
+PAPER = "InfiniGen: Efficient Generative Inference of LLMs with Dynamic KV Cache Management, OSDI 2024"
+CODE = "github.com/snu-comparch/InfiniGen, commit 3754f52"
+BYTES = 2  #: float16 everywhere
+PROMPT, GENERATED = 1920, 128
+BATCHES = (4, 8, 12, 16, 20)
+ALPHA, PARTIAL_RATIO, CAP = 4.0, 0.3, 0.2  #: the paper's setting for OPT (Sec. 5.1)
+H2O_BUDGET = 0.2
+OPT_13B = shape_by_name("opt-13b")
+
+#: The FlexGen-based systems.
+POLICIES: dict[str, Policy] = {
+    "FlexGen": presets.offloaded(),
+    "INT4": presets.int4(),
+    "H2O": presets.h2o(H2O_BUDGET),
+    "InfiniGen": presets.infinigen(ALPHA, PARTIAL_RATIO, CAP),
+}
+
+#: Rows that constants may be fitted on: the throughput of three systems at batch 4.
+CALIBRATE = {"InfiniGen": "ih043", "INT4": "ih045", "H2O": "ih047"}
+VALIDATE = {"InfiniGen": "ih044", "INT4": "ih046", "H2O": "ih048"}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the systems ran, where the paper and the published scripts differ."""
+
+    overlap: bool = False  #: copies behind computing; the scripts have --overlap false
+    first_two_full: bool = True  #: H2O and InfiniGen load all of layers 0 and 1, as the code does
+
+    @property
+    def words(self) -> str:
+        order = "copies overlap computing" if self.overlap else "one task after the other"
+        layers = "layers 0 and 1 loaded whole" if self.first_two_full else "no more layers whole than the method needs"
+        return f"{order}; {layers}"
+
+
+AS_RUN = Reading()
+READINGS = tuple(Reading(overlap, full) for overlap in (False, True) for full in (True, False))
+
+
+@dataclass(frozen=True, eq=False)
+class Times:
+    """Seconds of a run; arrays over whatever was asked for."""
+
+    prefill_s: np.ndarray
+    decode_s: np.ndarray
+
+    @property
+    def total_s(self) -> np.ndarray:
+        return self.prefill_s + self.decode_s
+
+    def __add__(self, other: Times) -> Times:
+        return Times(self.prefill_s + other.prefill_s, self.decode_s + other.decode_s)
+
+    def __sub__(self, other: Times) -> Times:
+        return Times(self.prefill_s - other.prefill_s, self.decode_s - other.decode_s)
+
+
+# ---- machine and constants
+
+
+def machine(link_gb_per_s: float, conversion: float, gather_s: float) -> Hardware:
+    """The catalogue's A6000 and its host as FlexGen's code uses them.
+
+    ``conversion``: share of the memory's rate at which 4-bit keys and values are made and undone. ``gather_s``: the
+    host's seconds a layer to bring a selection together, besides the copying itself, which torch's embedding lookup
+    does on all cores: the catalogue's line for those. Attention reads the loaded cache where it lies (FlexGen's
+    ``mha_gen`` makes views of it), so assembling it costs nothing.
+    """
+    hardware = catalogue.load("rtx-a6000").with_link_rate(link_gb_per_s)
+    hardware = on(Implementation("flexgen", conversion=conversion), hardware)
+    cores = hardware.lines["host_compute"]
+    lines = {**hardware.lines, "assemble": Line(), "gather": replace(cores, overhead_s=gather_s)}
+    return replace(hardware, lines=lines)
+
+
+def _free() -> tuple[Constant, ...]:
+    standard = catalogue.load("rtx-a6000").notes["link_bytes_per_s"] / 1e9
+    return (
+        Constant(
+            "link_gb_per_s", 0.8 * standard, "GB/s", standard / 3, standard,
+            "what copies of the cache reach of PCIe 3.0 x16; at most the standard",
+        ),
+        Constant(
+            "conversion", 0.2, "of memory rate", 0.02, 1.0,
+            "FlexGen's group-wise 4-bit code is a chain of some ten elementwise kernels where one would do",
+        ),
+        Constant(
+            "gather_s", 5e-4, "s", 2e-5, 2e-3,
+            "InfiniGen's host work a layer: at least a launch; the count and the indices come to the host (two waits "
+            "for the GPU), two lookups, two writes to pinned memory, all from Python",
+        ),
+    )  # fmt: skip
+
+
+@cache
+def fitted(reading: Reading = AS_RUN) -> tuple[Constant, ...]:
+    """Link, conversion and gathering, on the three rows of batch 4."""
+    rows = pd.concat([reference.rows("infinigen_headlines", id=row_id) for row_id in CALIBRATE.values()])
+    paper = reference.check_role(rows, "calibrate")["value"].to_numpy()
+
+    def ours(values: dict[str, float]) -> np.ndarray:
+        hardware = machine(**values)
+        return np.array([float(throughput(name, 4, reading, hardware)) for name in CALIBRATE])
+
+    return fit(_free(), ours, paper, f"batch 4 of InfiniGen, INT4 and H2O ({', '.join(CALIBRATE.values())})")
+
+
+def constants(reading: Reading = AS_RUN) -> tuple[Constant, ...]:
+    """All six of the testbed: three fitted, three set beforehand. Every other line is the catalogue's."""
+    efficiency = catalogue.load("rtx-a6000").notes["efficiency"]
+    return (
+        *fitted(reading),
+        Constant(
+            "gemm", efficiency["gemm"], "of 154.8 TFLOP/s", 0.3, 1.0,
+            "share of the datasheet's peak that large products reach; the catalogue's assumption",
+        ),
+        Constant(
+            "memory", efficiency["memory"], "of 768 GB/s", 0.5, 1.0,
+            "share of the GPU's memory bandwidth that streaming kernels reach; the catalogue's assumption",
+        ),
+        Constant(
+            "fault_gb_per_s", 4.1, "GB/s", 2.0, 8.2,
+            "unified memory, once it overflows: a page that comes sends one back. A public measurement of demand "
+            "paging alone over PCIe 3.0 x16 has 8.2 GB/s (github.com/parallelArchitect/pascal-um-benchmark), "
+            "half of which is left",
+        ),
+    )  # fmt: skip
+
+
+def value(name: str, reading: Reading = AS_RUN) -> float:
+    return next(constant.value for constant in constants(reading) if constant.name == name)
+
+
+@cache
+def testbed(reading: Reading = AS_RUN) -> Hardware:
+    """The machine with the fitted constants."""
+    return machine(**{constant.name: constant.value for constant in fitted(reading)})
+
+
+# ---- systems
+
+
+def times(
+    name: str,
+    batch,
+    prompt=PROMPT,
+    shape: ModelShape = OPT_13B,
+    reading: Reading = AS_RUN,
+    hardware: Hardware | None = None,
+    weights_device: float = 1.0,
+    policy: Policy | None = None,
+) -> Times:
+    """Seconds of one of POLICIES (``policy`` in its place, if given); ``batch`` and ``prompt`` may be arrays.
+
+    InfiniGen's first layers are whole by its policy: two, or the one that nothing can speculate for. H2O's layers are
+    all alike; with layers 0 and 1 loaded whole, they are taken from FlexGen instead: what it takes with them less what
+    it takes without.
+    """
+    hardware = testbed(reading) if hardware is None else hardware
+    whole = 2 if name == "H2O" and reading.first_two_full else 0
+    policy = policy or POLICIES[name]
+    if name == "InfiniGen":
+        layers = 2 if reading.first_two_full else 1
+        policy = replace(policy, selection=replace(policy.selection, whole_layers=layers))
+
+    def seconds(policy: Policy, num_layers: int) -> Times:
+        weights = Placement(device=weights_device, host=1.0 - weights_device)
+        policy = replace(policy, overlap=reading.overlap, weights=weights)
+        found = predict(
+            replace(shape, num_layers=num_layers), hardware, BYTES, Candidates(policy, batch, prompt, GENERATED)
+        )
+        return Times(found.prefill_s, found.decode_s)
+
+    L = shape.num_layers
+    found = seconds(policy, L - whole)
+    if not whole:
+        return found
+    return found + seconds(POLICIES["FlexGen"], L) - seconds(POLICIES["FlexGen"], L - whole)
+
+
+def throughput(name: str, batch, reading: Reading = AS_RUN, hardware: Hardware | None = None) -> np.ndarray:
+    """Generated tokens a second, prefill included, OPT-13B with 1920 + 128 tokens."""
+    found = times(name, batch, reading=reading, hardware=hardware).total_s
+    return np.squeeze(np.asarray(batch) * GENERATED / found)
+
+
+#: Bytes of device memory that a score of the UVM program's prefill attention reads and writes: its product 2, the mask
+#: brought 4, cut to a triangle 8, scaled 8 and added 10, softmax 8, its cast 6, the second product 2.
+EAGER_BYTES = 48
+
+
+def uvm_hardware(hardware: Hardware) -> Hardware:
+    """A machine on which prefill attention works as in the UVM program: in every layer a mask in float32, one number
+    for each score, is filled by a host core and sent over the link, and each step of the softmax is a kernel of its
+    own (``speedup/uvm/selfattention.py``).
+
+    The scores of causal attention are its operations over twice the head's width.
+    """
+    line, score_flops = hardware.line("attend_prefill", "compute"), 2 * OPT_13B.head_dim
+    fill, link = hardware.line("scatter", "host_compute"), hardware.line("load_kv", "h2d")
+    score_s = 4 * (fill.s_per_byte + link.s_per_byte) + EAGER_BYTES * line.s_per_byte
+    eager = replace(line, s_per_flop=line.s_per_flop + score_s / score_flops)
+    return replace(hardware, lines={**hardware.lines, "attend_prefill": eager})
+
+
+@cache
+def uvm(batch: int, h2o: bool = False, eager: bool = True) -> tuple[float, float]:
+    """(prefill, decode) seconds of unified memory with OPT-13B; ``h2o``: only H2O's share is kept after the prefill,
+    which fits the device then. ``eager`` False: prefill attention in one kernel, as everywhere else."""
+    hardware = uvm_hardware(testbed()) if eager else testbed()
+    setting = Setting(OPT_13B, hardware, batch, PROMPT, GENERATED)
+    made = system(f"uvm(fault_gb_per_s={value('fault_gb_per_s')})", setting)
+    outcome = simulate(OPT_13B, made.hardware, made.policy, batch, PROMPT, GENERATED, BYTES)
+    if not h2o:
+        return outcome.prefill_s, outcome.decode_s
+    kept = replace(presets.ideal(), name="uvm+h2o", selection=Selection("heavy_hitter", budget=H2O_BUDGET))
+    unlimited = replace(hardware, device_memory=None)
+    after = simulate(OPT_13B, unlimited, kept, batch, PROMPT, GENERATED, BYTES)
+    return outcome.prefill_s, after.decode_s
+
+
+def speedups(batch, prompt=PROMPT, shape: ModelShape = OPT_13B, **more) -> dict[str, np.ndarray]:
+    """FlexGen's seconds over each other system's."""
+    flexgen = times("FlexGen", batch, prompt, shape, **more).total_s
+    return {name: flexgen / times(name, batch, prompt, shape, **more).total_s for name in POLICIES if name != "FlexGen"}
+
+
+def latency(batch: int) -> dict[str, tuple[float, float]]:
+    """System -> (prefill, decode) seconds, the order of Fig. 14."""
+    found = {"UVM": uvm(batch), "UVM + H2O": uvm(batch, h2o=True)}
+    for name in POLICIES:
+        one = times(name, batch)
+        found[name] = float(one.prefill_s[0]), float(one.decode_s[0])
+    return found
+
+
+def h2o_tokens(length: int) -> int:
+    """Tokens that H2O loads of a prompt of this length."""
+    return int(kept_tokens(Selection("heavy_hitter", budget=H2O_BUDGET), length, length, length))
+
+
+def growth_needs(small: ModelShape, larger_gain: float) -> tuple[float, float]:
+    """(seconds more for a layer and step of InfiniGen on the small model, so many tokens more to fetch) at which its
+    speedup is the larger model's over the paper's ratio."""
+    flexgen, own = (float(times(name, 4, shape=small).total_s[0]) for name in ("FlexGen", "InfiniGen"))
+    lacking = flexgen * paper_value("ih061") / larger_gain - own
+    seconds = lacking / ((GENERATED - 1) * (small.num_layers - 2))
+    link, cores = testbed().line("load_kv", "h2d"), testbed().line("gather", "host_compute")
+    token_s = 4 * small.kv_token_bytes(BYTES) * (link.s_per_byte + 2 * cores.s_per_byte)
+    return seconds, seconds / token_s
+
+
+# ---- memory, one block
+
+
+def uvm_working_set_bytes(batch: int) -> float:
+    """Weights, and keys and values of all 2048 tokens, of OPT-13B."""
+    tokens = PROMPT + GENERATED
+    return model_bytes(OPT_13B) + OPT_13B.num_layers * batch * tokens * OPT_13B.kv_token_bytes(BYTES)
+
+
+def model_bytes(shape: ModelShape) -> int:
+    """All weights in float16."""
+    return shape.num_layers * shape.layer_bytes(BYTES) + shape.embedding_bytes(BYTES)
+
+
+def kv_bytes(shape: ModelShape, batch, tokens):
+    """Keys and values of ``batch`` requests in float16."""
+    return shape.num_layers * batch * tokens * shape.kv_token_bytes(BYTES)
+
+
+def overhead_bytes(shape: ModelShape, batch: int, ratio: float) -> tuple[float, float, float]:
+    """(partial query weights, partial keys, the whole cache) in bytes, from the account every run is checked "
+    "against."""
+    policy = presets.infinigen(ALPHA, ratio, CAP)
+    wave = admit(shape, policy, Workload.uniform(batch, PROMPT, GENERATED), BYTES, hardware=testbed())
+    plan = memory_plan(shape, policy, BYTES, buffer_sizes(wave), "cuda")
+    cache = kv_bytes(shape, batch, PROMPT + GENERATED - 1)
+    return plan["device"]["partial query weights"], plan["device"]["partial keys"], cache
+
+
+#: The parts of Fig. 18 -> the verbs they are made of.
+PARTS = {
+    "attention": ("project", "assemble", "attend", "rank", "quantize", "dequantize_kv", "scatter_device"),
+    "FFN": ("finish",),
+    "transfer": ("load_kv", "gather", "store_kv", "scatter"),
+    "prediction": ("speculate", "store_index"),
+}
+
+
+def block_ms(policy: Policy, length: int = 2048, batch: int = 8) -> dict[str, float]:
+    """Milliseconds of each task in a middle layer of OPT-13B in a decode step at ``length`` tokens, one task after the
+    other, from a trace of the virtual clock."""
+    policy = replace(policy, overlap=False)
+    wave = admit(OPT_13B, policy, Workload.uniform(batch, length - 1, 2), BYTES, hardware=testbed())
+    middle = OPT_13B.num_layers // 2
+    trace = run(stream(wave), testbed())
+    return {
+        event.task.verb: 1e3 * (event.end_s - event.start_s)
+        for event in trace
+        if event.task.iteration == 1 and event.task.layer == middle
+    }
+
+
+def breakdown(tasks: dict[str, float]) -> dict[str, float]:
+    """Milliseconds of each of PARTS. Raises KeyError for a task that belongs to none."""
+    part_of = {verb: part for part, verbs in PARTS.items() for verb in verbs}
+    parts = dict.fromkeys(PARTS, 0.0)
+    for verb, ms in tasks.items():
+        parts[part_of[verb]] += ms
+    return parts
+
+
+# ---- rows
+
+
+def paper_value(row_id: str) -> float:
+    return reference.value("infinigen_headlines", id=row_id)
+
+
+def headline(row_id: str, ours: float, what: str, **more) -> dict:
+    """A number of the prose beside ours."""
+    found = reference.rows("infinigen_headlines", id=row_id).iloc[0]
+    return {
+        "what": what, "paper": found["value"], "ours": float(ours), "unit": found["unit"], "role": found["role"],
+        "source": f"{row_id} ({found['source'].removeprefix('infinigen ')})", **more,
+    }  # fmt: skip
+
+
+def context(what: str, ours: float, unit: str = "", paper: float = math.nan, source: str = "", **more) -> dict:
+    """A row that is shown and not judged."""
+    row = {"what": what, "paper": paper, "ours": float(ours), "unit": unit, "role": "context", "source": source}
+    return row | more

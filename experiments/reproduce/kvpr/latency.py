@@ -1,0 +1,354 @@
+"""KVPR's latency figures: one batch of 64, weights on the GPU, cache on the host, layer after layer."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import cache
+from itertools import product
+
+import numpy as np
+
+from experiments import reference
+from experiments.reproduce.experiment import ARITHMETIC, Constant, Experiment, table
+from experiments.reproduce.kvpr import setup
+from experiments.reproduce.kvpr.setup import LATENCY_BATCH, context, headline
+from flexhybrid.core.memory import buffer_sizes, memory_plan
+from flexhybrid.core.policy import Policy
+from flexhybrid.core.wave import admit
+from flexhybrid.core.workload import Workload
+from sim import catalogue, presets
+
+TABLES = {3: "OPT-6.7B", 4: "OPT-13B"}
+
+
+# ---- times
+
+
+def accelerate_s(model: str, pairs, constants: tuple[Constant, ...] | None = None, overlap: bool | str = "step"):
+    """Decode seconds of transformers' offloaded static cache."""
+    return _run(model, setup.accelerate(overlap), pairs, constants)
+
+
+def kvpr_s(
+    model: str, pairs, rule: str = "paper", act: str = "host", reserved: bool = True, share: float | None = None,
+    constants: tuple[Constant, ...] | None = None,
+):  # fmt: skip
+    """Decode seconds of KVPR. ``reserved``: every step handles the whole reserved length, as Accelerate's does; else
+    what is cached by then. ``share``: a set share of tokens is recomputed."""
+    policy = setup.kvpr_latency(rule, act)
+    if share is not None:
+        policy = setup.at_share(policy, share)
+    if not reserved:
+        return _run(model, policy, pairs, constants)
+    return setup.reserved_decode_s(setup.shape_of(model), _hardware(constants), policy, *setup.lengths(pairs))
+
+
+def _run(model: str, policy: Policy, pairs, constants):
+    prompts, generated = setup.lengths(pairs)
+    return setup.run_one(
+        setup.shape_of(model), _hardware(constants), policy, LATENCY_BATCH, prompts, generated
+    ).decode_s  # fmt: skip
+
+
+def _hardware(constants: tuple[Constant, ...] | None):
+    if constants is None:
+        return setup.a100("latency")
+    link, host_s = (setup.value(constants, name) for name in ("link_gb_per_s", "host_s"))
+    return setup.machine("a100-40g", link, host_s, "load_kv")
+
+
+def printed(model: str, method: str, metric: str = "decode_latency") -> np.ndarray:
+    """A column of Table 3 or 4 over setup.SHORT."""
+    return np.array([
+        reference.value("kvpr_table3_4", model=model, method=method, metric=metric, prompt_len=p, gen_len=g)
+        for p, g in setup.SHORT
+    ])  # fmt: skip
+
+
+# ---- memory
+
+
+def memory_gib(model: str, policy: Policy, prompt: int, generated: int) -> dict[str, float]:
+    """Our account: the cache that the tables count, and all device memory with every named part."""
+    shape, workload = setup.shape_of(model), Workload.uniform(LATENCY_BATCH, prompt, generated)
+    hardware = setup.a100("latency")
+    wave = admit(shape, policy, workload, setup.BYTES, hardware=hardware)
+    plan = memory_plan(shape, policy, setup.BYTES, buffer_sizes(wave), hardware.device)
+    return {"cache_size": plan["host"]["kv pool"] / 2**30, "gpu_peak_mem": sum(plan["device"].values()) / 2**30}
+
+
+def arithmetic_gib(model: str, prompt: int, generated: int) -> float:
+    """Weights, embedding, three layers of keys and values, and the prefill's logits of every token in float32."""
+    shape = setup.shape_of(model)
+    kv = 3 * LATENCY_BATCH * (prompt + generated) * shape.kv_token_bytes(setup.BYTES)
+    logits = LATENCY_BATCH * prompt * shape.vocab * 4
+    weights = shape.num_layers * shape.layer_bytes(setup.BYTES) + shape.embedding_bytes(setup.BYTES)
+    return (weights + kv + logits) / 2**30
+
+
+# ---- Tables 3 and 4
+
+
+def _table(number: int) -> Experiment:
+    model = TABLES[number]
+    seconds = {"Accelerate": accelerate_s(model, setup.SHORT), "KVPR": kvpr_s(model, setup.SHORT)}
+    policies = {"Accelerate": setup.accelerate(), "KVPR": setup.kvpr_latency()}
+    rows = []
+    for method, index in product(seconds, range(len(setup.SHORT))):
+        p, g = setup.SHORT[index]
+        latency = float(seconds[method][index])
+        ours = memory_gib(model, policies[method], p, g) | {
+            "decode_latency": latency, "decode_throughput": LATENCY_BATCH * (g - 1) / latency,
+        }  # fmt: skip
+        for found in reference.rows(
+            "kvpr_table3_4", model=model, method=method, prompt_len=p, gen_len=g
+        ).itertuples():  # fmt: skip
+            rows.append({
+                "what": f"{method}, {setup.label(p, g)}: {found.metric.replace('_', ' ')}", "flag": _flag(model, p, g),
+                "paper": found.value, "ours": ours[found.metric], "unit": found.unit,
+                # what is not fitted on is held out, whatever it might have served for
+                "role": found.role if found.metric == "decode_latency" and not _flag(model, p, g) else "validate",
+                "source": f"Table {number}", "aside": _ASIDE.get(found.metric, ""),
+            })  # fmt: skip
+    paper = printed(model, "Accelerate") / printed(model, "KVPR")
+    for (p, g), ours, theirs in zip(setup.SHORT, seconds["Accelerate"] / seconds["KVPR"], paper, strict=True):
+        rows.append({
+            "what": f"speedup of KVPR over Accelerate, {setup.label(p, g)}", "flag": _flag(model, p, g),
+            "paper": theirs, "ours": ours, "unit": "x", "role": "validate", "source": f"Table {number}, quotient",
+        })  # fmt: skip
+    peaks = {method: printed(model, method, "gpu_peak_mem") for method in seconds}
+    for index, (p, g) in enumerate(setup.SHORT):
+        what, gib = f"by arithmetic, {setup.label(p, g)}: gpu peak mem", arithmetic_gib(model, p, g)
+        rows.append(context(f"Accelerate {what}", gib, "GB", peaks["Accelerate"][index]))
+        device = memory_gib(model, setup.kvpr_latency(act="device"), p, g)["gpu_peak_mem"]
+        what = f"KVPR with ACT on the GPU, {setup.label(p, g)}: gpu peak mem"
+        rows.append(context(what, device, "GB", peaks["KVPR"][index]))
+    of_kvpr = printed(model, "KVPR")
+    figure = setup.bars(
+        "latency", f"Table {number}: {model}, batch 64", "decode seconds", seconds, setup.SHORT,
+        {"Accelerate": printed(model, "Accelerate"), "KVPR": of_kvpr},
+    )  # fmt: skip
+    return Experiment(
+        f"kvpr-table{number}", setup.PAPER, f"KVPR Table {number}: latency, {model}",
+        f"{model} on an A100, one batch of 64, weights on the GPU, cache on the host: transformers with its offloaded "
+        "static cache (Accelerate) and KVPR; memory, decode seconds, decode tokens/s.",
+        table(rows), (figure,), setup.a100_constants(), _NOTES, _MISMATCHES[number],
+    )  # fmt: skip
+
+
+def _flag(model: str, prompt: int, generated: int) -> str:
+    return "anomalous, not fitted on" if (model, prompt, generated) in setup.ANOMALOUS else ""
+
+
+#: batch·(gen − 1) over the latency, in all 24 pairs of the tables; and tokens times bytes.
+_ASIDE = {"decode_throughput": "the decode latency again", "cache_size": ARITHMETIC}
+
+
+_NOTES = (
+    "Two constants, the link's rate and the host's time a layer, are fitted on Accelerate's latencies of both tables "
+    "without the three anomalous rows. KVPR has the same link and the same host's time; its split is eq. 10's with "
+    "the catalogue's GEMM rate (0.6 of 312 TFLOP/s), ACT on the host.",
+    "Every step copies the whole reserved length, prompt + generated: transformers' static cache is not cut, and "
+    "KVPR's peak memory grows by three layers of that length just as Accelerate's does (0.281 GB from 32 to 128 "
+    "generated tokens, in both). KVPR so read is run at its full length, because the policy's static_cache does not "
+    "know tokens kept in both forms.",
+    "Accelerate here copies the next layer while this one computes, as transformers' code does. The preset "
+    "accelerate (one task at a time) fits the rows as well, but with a link of 29.3 GB/s: more than packets of 256 "
+    "bytes leave of 31.5 (some 28.8). Both are compared in kvpr-fig7.",
+    "gpu peak mem: ours is the executor's own account of named parts. It makes logits for the last token alone; "
+    "transformers 4.46 made them for the whole prompt in float32, which the arithmetic rows add: they meet the table "
+    "within 0.2 %, but for the last rows.",
+)
+_MISMATCHES = {
+    3: (
+        "Rows 128+128, 256+32 and 256+128 are anomalous: a step of 256+32 takes 0.865 s, one of 512+32, which copies "
+        "nearly twice as much, 0.787 s; KVPR has the same kink (notes 28 and 29). Ours are 14 to 51 % below them in "
+        "seconds, and the speedups 9 to 18 % below: if the machine's copies were slower in those runs, recomputing "
+        "was worth more.",
+        "On the two clean long rows the rule promises 11 and 14 % more speedup than was measured: eq. 10 recomputes "
+        "0.61 of the tokens, the rows mean 0.30 to 0.33.",
+        "Activations on the GPU (one reading of the text) would take up to 10 GB more than the table has; on the host "
+        "the account is within 10 % (note 27).",
+    ),
+    4: (
+        "The rule promises more speedup than was measured: up to 13 % (128+128). The rows mean 0.21 to 0.40 of the "
+        "tokens recomputed, eq. 10 gives 0.56.",
+        "128+32, the shortest run, is 8 % slower here than printed for Accelerate: the host's time a layer that the "
+        "6.7B rows ask for (their 128+32 is 6 % faster here) is more than this row has.",
+        "gpu peak mem at 512 tokens: 0.8 and 1.7 GB more than weights, buffers and logits add up to, in both methods. "
+        "Nothing in the paper explains it.",
+    ),
+}  # fmt: skip
+
+
+def table3() -> Experiment:
+    return _table(3)
+
+
+def table4() -> Experiment:
+    return _table(4)
+
+
+# ---- Fig. 7
+
+
+#: name -> Accelerate's overlap; the rest are arguments of kvpr_s.
+READINGS: dict[str, dict] = {
+    "eq. 10, ACT on host": {},
+    "pipeline rule, ACT on host": {"rule": "pipeline"},
+    "eq. 10, ACT on GPU": {"act": "device"},
+    "pipeline rule, ACT on GPU": {"rule": "pipeline", "act": "device"},
+    "eq. 10, only cached tokens copied": {"reserved": False},
+    "0.30 of the tokens (Fig. 10)": {"share": math.nan},
+    "eq. 10, Accelerate one task at a time": {"overlap": False},
+}
+
+
+@cache
+def speedups(reading: str) -> dict[str, np.ndarray]:
+    """Model -> Accelerate's seconds / KVPR's over setup.SHORT, by a reading of what was run."""
+    options = dict(READINGS[reading])
+    overlap = options.pop("overlap", "step")
+    if "share" in options:
+        options["share"] = setup.share_of_figure_10()
+    constants = setup.fit_a100(overlap=overlap)
+    return {
+        model: accelerate_s(model, setup.SHORT, constants, overlap)
+        / kvpr_s(model, setup.SHORT, constants=constants, **options)
+        for model in TABLES.values()
+    }
+
+
+def speedup_errors(reading: str) -> dict[tuple[str, int, int], float]:
+    """(model, prompt, generated) -> ours / paper - 1."""
+    found = {}
+    for model, ours in speedups(reading).items():
+        paper = printed(model, "Accelerate") / printed(model, "KVPR")
+        for (p, g), mine, theirs in zip(setup.SHORT, ours, paper, strict=True):
+            found[model, p, g] = float(mine / theirs - 1)
+    return found
+
+
+def figure7() -> Experiment:
+    """Decode latency of both models, DeepSpeed beside; what each reading of the runs gives."""
+    rows, figures = [], []
+    reductions = {model: 100 * (1 - 1 / ours) for model, ours in speedups("eq. 10, ACT on host").items()}
+    at = setup.SHORT.index((128, 128))
+    most = max(float(r.max()) for r in reductions.values())
+    rows.append(headline("kh014", reductions["OPT-6.7B"][at], "OPT-6.7B, 128+128: less latency than Accelerate"))
+    rows.append(headline("kh001", most, "most latency saved against the state of the art"))
+    for reading in READINGS:
+        errors = speedup_errors(reading)
+        clean = [abs(e) for key, e in errors.items() if key not in setup.ANOMALOUS]
+        sizes = 100 * np.abs(list(errors.values()))
+        rows.append(context(f"median |error| of the 12 speedups: {reading}", float(np.median(sizes)), "%"))
+        rows.append(context(f"median |error| of the 9 clean speedups: {reading}", 100 * float(np.median(clean)), "%"))
+    for words, options in {
+        "9 clean rows": {}, "all 12 rows": {"anomalous": True}, "9 clean rows, one task at a time": {"overlap": False},
+    }.items():  # fmt: skip
+        constants = setup.fit_a100(**options)
+        rows.append(context(f"link fitted on {words}", setup.value(constants, "link_gb_per_s"), "GB/s"))
+        rows.append(context(f"host's time a layer fitted on {words}", 1e3 * setup.value(constants, "host_s"), "ms"))
+        overlap = options.get("overlap", "step")
+        ours = np.concatenate([accelerate_s(m, setup.SHORT, constants, overlap) for m in TABLES.values()])
+        theirs = np.concatenate([printed(m, "Accelerate") for m in TABLES.values()])
+        what = f"median |error| of Accelerate's 12 latencies, fitted on {words}"
+        rows.append(context(what, 100 * setup.median_error(ours, theirs), "%"))
+    for model in TABLES.values():
+        seconds = {
+            "DeepSpeed": deepspeed_s(model, setup.SHORT), "Accelerate": accelerate_s(model, setup.SHORT),
+            "KVPR": kvpr_s(model, setup.SHORT),
+        }  # fmt: skip
+        paper = {method: printed(model, method) for method in ("Accelerate", "KVPR")}
+        figures.append(setup.bars(
+            model.lower().replace(".", ""), f"{model}, batch 64", "decode seconds", seconds, setup.SHORT, paper
+        ))  # fmt: skip
+        rows += [
+            context(f"{model}, {setup.label(*pair)}: DeepSpeed", mine, "s")
+            for pair, mine in zip(setup.SHORT, seconds["DeepSpeed"], strict=True)
+        ]
+    return Experiment(
+        "kvpr-fig7", setup.PAPER, "KVPR Fig. 7: latency against DeepSpeed and Accelerate",
+        "Decode seconds of one batch of 64 on an A100, OPT-6.7B and 13B, six lengths; the numbers behind it are "
+        "Tables 3 and 4, but for DeepSpeed's, which are drawn only.",
+        table(rows), tuple(figures), setup.a100_constants(), _FIGURE7_NOTES, _FIGURE7_MISMATCHES,
+    )  # fmt: skip
+
+
+def deepspeed_s(model: str, pairs) -> np.ndarray:
+    """DeepSpeed Inference with its cache on the host: weights resident, one task at a time (assumed: the paper does
+    not say how it was set up)."""
+    policy = replace(presets.offloaded(), schedule="row", name="deepspeed")
+    return _run(model, policy, pairs, None)
+
+
+_FIGURE7_NOTES = (
+    "Where a reading changes what Accelerate does, its constants are fitted anew on Accelerate's rows.",
+    "The main reading, that of Tables 3 and 4, stands on transformers' code (it prefetches), on the link's standard "
+    "and on the memory columns (reserved lengths, ACT on the host). It was chosen with the errors of all readings in "
+    "view, so they are all here.",
+    "With all 12 rows the fit doubles the host's time a layer to meet the three anomalous rows half-way, and the "
+    "shortest clean run then comes out 29 % slow: the three are left out.",
+    "DeepSpeed: weights on the GPU, cache copied to the GPU layer by layer without prefetching, an assumption. The "
+    "axis' last tick is 175 s; ours ends at 169 s.",
+)
+_FIGURE7_MISMATCHES = (
+    "The largest reduction printed, 35.8 %, is that of an anomalous row (OPT-6.7B, 128+128, where Accelerate took "
+    "half as much again as its bytes need); eq. 10 on the fitted machine saves 22 % there, and 25 % at most (512+128). "
+    "Of the clean rows the paper's own most is 25.3 % (128+32).",
+    "ACT on the GPU, which drops the first term of eq. 10 as the text has it for the row schedule, predicts speedups "
+    "60 % above the measured ones: not what was run.",
+    "KVPR that copies only what is cached would gain from Accelerate's copying of the reserved length too: 42 % more "
+    "than measured at 128+128 of OPT-13B, where the two lengths differ most.",
+    "The gains of the clean rows are those of 0.30 of the tokens recomputed (the share that Fig. 10's loads mean), "
+    "half of what eq. 10 chooses.",
+)
+
+
+# ---- Fig. 13
+
+
+LLAMAS = ("Llama-2-7B", "Llama-2-13B")
+
+
+def figure13() -> Experiment:
+    """Llama-2 in the same setting: no number is printed."""
+    rows, figures = [], []
+    prompts, generated = setup.lengths(setup.LONG)
+    tokens = LATENCY_BATCH * (generated - 1)
+    for model in LLAMAS:
+        rates = {
+            "DeepSpeed": tokens / deepspeed_s(model, setup.LONG),
+            "Accelerate": tokens / accelerate_s(model, setup.LONG),
+            "KVPR": tokens / kvpr_s(model, setup.LONG),
+        }
+        figures.append(
+            setup.bars(model.lower(), f"{model}, batch 64", "decode tokens/s", rates, setup.LONG)
+        )  # fmt: skip
+        for name, numbers in rates.items():
+            rows += [
+                context(f"{model}, {name}, {setup.label(*pair)}", rate, "tokens/s")
+                for pair, rate in zip(setup.LONG, numbers, strict=True)
+            ]
+        gains = 100 * (rates["KVPR"] / rates["Accelerate"] - 1)
+        rows.append(context(f"{model}: least gain over Accelerate", gains.min(), "%"))
+        rows.append(context(f"{model}: most gain over Accelerate", gains.max(), "%"))
+        run = setup.run_one(
+            setup.shape_of(model), setup.a100("latency"), setup.kvpr_latency(), LATENCY_BATCH, prompts, generated
+        )
+        rows.append(context(f"{model}: device memory of KVPR, most", run.peak_bytes["device"].max() / 2**30, "GiB"))
+    capacity = catalogue.load("a100-40g").device_memory / 2**30
+    return Experiment(
+        "kvpr-fig13", setup.PAPER, "KVPR Fig. 13: Llama-2",
+        "Llama-2-7B and 13B on an A100, one batch of 64, six lengths: DeepSpeed, Accelerate, KVPR, decode tokens/s. "
+        "The text says only that KVPR is consistently fastest; the axes' last ticks are 200 and 150.",
+        table(rows), tuple(figures), setup.a100_constants(),
+        (
+            "The same machine, constants and readings as for Tables 3 and 4. Llama-2's attention is as wide as OPT's, "
+            "so that cache and KV-Gen cost the same; recomputed keys are rotated with their own positions.",
+            "KVPR is fastest of the three at every length of both models here too, and the largest bars, 192 and 126 "
+            "tokens/s, fit the axes' last ticks. The longest run of the 13B model takes a little more in our account "
+            f"than the GPU's {capacity:.0f} GiB.",
+        ),
+    )  # fmt: skip

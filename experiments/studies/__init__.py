@@ -1,0 +1,1 @@
+"""Studies on small models whose numbers the reproduction shows."""

@@ -1,0 +1,267 @@
+"""InfiniGen's accuracy experiments (OSDI 2024, Tables 1 and 2, Fig. 4, 5, 11 to 13, 17, 19, 20) on a small model.
+
+Runs the model under every policy that they compare, through the executor, and looks into it: how alike its layers'
+inputs are, how many tokens its attention needs. Writes experiments/results/accuracy/MODEL.json, from which
+``experiments.reproduce.infinigen.accuracy`` makes tables and figures. Some minutes on a core.
+
+Usage::
+
+    python -m experiments.studies.accuracy_study [--models experiments/checkpoints/opt-stdlib-2k …] [--num-texts 4]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from experiments.reproduce.infinigen.accuracy_policies import (
+    ALPHAS,
+    BIN,
+    KEPT,
+    LOUD,
+    PARTIAL,
+    POOL,
+    PROMPT_SHARE,
+    QUIET,
+    RATIOS,
+    RESULTS,
+    SHARES,
+    WEIGHT,
+    h2o,
+    infinigen,
+    whole_share,
+)
+from flexhybrid.core.hardware import write_by_rename
+from flexhybrid.core.policy import Bits
+from flexhybrid.jobs import shipped
+from flexhybrid.jobs.accuracy.job import AccuracyOptions, accuracy, read_texts
+from flexhybrid.jobs.skew import skew
+from flexhybrid.llm import LLM
+from flexhybrid.runtime.selections.skew import forward, skewing_matrices
+from flexhybrid.runtime.storage.loader import Checkpoint
+from sim.presets import kv_only, resident
+
+MODELS = tuple(f"checkpoints/{name}" for name in ("opt-stdlib-4m", "opt-stdlib-2k", "llama-stdlib-2k"))
+MOST_POSITIONS = 2048
+
+
+def plain_policies(num_layers: int, alpha: float) -> list[str]:
+    """What is measured on the checkpoint as it is: H2O at InfiniGen's share in its choosing layers, and at its share of
+    all layers."""
+    budgets = [h2o(share) for share in SHARES] + [h2o(whole_share(num_layers, share)) for share in (0.1, 0.2)]
+    return [*dict.fromkeys(budgets), *(infinigen(cap=share) for share in SHARES), infinigen(alpha, 0.2)]
+
+
+def skewed_policies(alpha: float) -> list[str]:
+    """What is measured on the skewed checkpoint: fixed shares, thresholds, ratios, limited pools, one whole layer."""
+    return [
+        infinigen(),
+        *(infinigen(cap=share) for share in SHARES),
+        infinigen(alpha, 0.2),
+        *(infinigen(one) for one in ALPHAS),
+        *(infinigen(alpha, 0.2, partial_ratio=ratio) for ratio in RATIOS if ratio != PARTIAL),
+        *(infinigen(alpha, 0.2, pool=POOL, victim=victim) for victim in ("fifo", "lru", "counter")),
+        infinigen(alpha, 0.2, whole_layers=1),
+        infinigen(cap=0.2, whole_layers=1),
+    ]
+
+
+def study(model: Path, num_texts: int, folder: Path) -> dict:
+    """All figures of one model. ``folder`` takes the skewed checkpoint, the policies that no name stands for, and the
+    tables of each run."""
+    shape = Checkpoint(model).shape
+    alpha = 5.0 if shape.rotary else 4.0  # the paper's
+    length = min(shape.max_context, MOST_POSITIONS)
+    skewed = folder / "skewed"
+    skew(model, shipped("prompts.txt"), skewed)
+    bits = []
+    for number in (8, 4):
+        policy = replace(kv_only(), name=f"INT{number}", bits=Bits(kv=number))
+        bits.append(str(folder / f"{policy.name}.json"))
+        Path(bits[-1]).write_text(policy.to_json())
+
+    def measure(path: Path, policies: list[str], length: int = length) -> dict:
+        found = accuracy(
+            AccuracyOptions(
+                path, None, tuple(policies), length, int(PROMPT_SHARE * length), num_texts, device="cpu",
+                hardware="rtx4090", out=folder / "run",
+            ),
+            quiet=True,
+        )  # fmt: skip
+        return {"policies": found["policies"], "chunks": found["chunks"], "num_texts": found["num_texts"]}
+
+    lengths = [one for one in (256, 512, 1024, 2048) if one < length] + [length]
+    by_length = {}
+    for one in lengths:
+        share = min(1.0, KEPT / ((1 + PROMPT_SHARE) / 2 * one))
+        by_length[one] = {
+            "h2o": measure(model, [h2o(share)], one)["policies"],
+            "infinigen": measure(skewed, [infinigen(cap=round(share, 4))], one)["policies"],
+        }
+    with LLM(model, resident(), device="cpu", dtype="float32") as llm:
+        (text,) = read_texts(llm, shipped("held_out.txt"), length, 1)
+    return {
+        "model": shape.name, "family": shape.family, "num_layers": shape.num_layers, "num_heads": shape.num_heads,
+        "num_kv_heads": shape.num_kv_heads, "head_dim": shape.head_dim, "length": length,
+        "prompt_tokens": int(PROMPT_SHARE * length),
+        "alpha": alpha,
+        "plain": measure(model, [*bits, *plain_policies(shape.num_layers, alpha)]),
+        "skewed": measure(skewed, skewed_policies(alpha)),
+        "by_length": by_length,
+        "skewing_alone": logits_change(model, skewed, text),
+        "inputs": block_inputs(model, text),
+        "attention": attention_needs(Checkpoint(model), text),
+        "columns": columns_held(Checkpoint(model), text, skewing_matrices(Checkpoint(model), sample(model))),
+    }  # fmt: skip
+
+
+def sample(model: Path) -> list[int]:
+    """Tokens of the text that skews."""
+    with LLM(model, resident(), device="cpu", dtype="float32") as llm:
+        text = shipped("prompts.txt").read_text(encoding="utf-8")
+        return llm.tokenizer(text, verbose=False)["input_ids"][: llm.shape.max_context]
+
+
+def logits_change(model: Path, skewed: Path, text: list[int]) -> float:
+    """Largest change of a logit by skewing alone, over the largest logit."""
+    before, after = (forward(Checkpoint(path), text) for path in (model, skewed))
+    return float((after - before).abs().max() / before.abs().max())
+
+
+@torch.inference_mode()
+def block_inputs(model: Path, text: list[int]) -> dict[str, list[float]]:
+    """Mean cosine over tokens of each block's input (from layer 1 on) with the input, the attention's output and the
+    FFN's output of the block before (Table 1); and of the normed inputs of attention, from which queries are guessed.
+    """
+    from transformers import AutoModelForCausalLM
+
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    is_opt = network.config.model_type == "opt"
+    layers = network.model.decoder.layers if is_opt else network.model.layers
+    kept: dict[str, list[torch.Tensor]] = {"input": [], "attention": [], "ffn": [], "normed": []}
+
+    def keep(name: str):
+        def hook(module, arguments, output):
+            kept[name].append((output[0] if isinstance(output, tuple) else output).flatten(end_dim=-2))
+
+        return hook
+
+    for layer in layers:
+        layer.register_forward_pre_hook(lambda module, arguments: kept["input"].append(arguments[0][0]))
+        layer.self_attn.register_forward_hook(keep("attention"))
+        (layer.fc2 if is_opt else layer.mlp).register_forward_hook(keep("ffn"))
+        (layer.self_attn_layer_norm if is_opt else layer.input_layernorm).register_forward_hook(keep("normed"))
+    network(torch.tensor([text]))
+
+    def cosines(of: str, other: str) -> list[float]:
+        pairs = zip(kept[of][1:], kept[other][:-1], strict=True)
+        return [float(torch.cosine_similarity(a, b, dim=-1).mean()) for a, b in pairs]
+
+    return {
+        "block input": cosines("input", "input"),
+        "attention output": cosines("input", "attention"),
+        "FFN output": cosines("input", "ffn"),
+        "normed input": cosines("normed", "normed"),
+    }
+
+
+def attention_needs(checkpoint: Checkpoint, text: list[int]) -> dict:
+    """Of one text's whole attention, by layer: how many key tokens make up WEIGHT of a query's weight, their histogram
+    over queries and heads, means by position; the entropy of weights over that of even ones; and how near the best KEPT
+    tokens of each query come to all (cosine), by chunk of 256 positions.
+    """
+    shape, layers = checkpoint.shape, []
+    positions = np.arange(len(text))
+    chunk = positions // 256
+
+    def look(layer: int, q: torch.Tensor, k: torch.Tensor):
+        repeated = k.repeat_interleave(shape.num_heads // shape.num_kv_heads, dim=1)
+        scores = torch.einsum("nhd,mhd->hnm", q, repeated) * shape.head_dim**-0.5
+        causal = torch.ones(scores.shape[1:], dtype=torch.bool).tril()
+        weights = torch.softmax(scores.masked_fill_(~causal, -torch.inf), dim=-1)
+        ordered = weights.sort(dim=-1, descending=True).values
+        needed = ((ordered.cumsum(-1) < WEIGHT).sum(-1) + 1).float()  # [H, N]
+        best = (ordered[..., :KEPT].square().sum(-1) / ordered.square().sum(-1)).sqrt().mean(0).numpy()
+        entropy = -(weights * weights.clamp_min(1e-30).log()).sum(-1)[:, 1:]
+        even = torch.arange(2, len(text) + 1).log()
+        mean = needed.mean(0).numpy()
+        few = (needed < 0.01 * torch.arange(1, len(text) + 1)).float().mean(0).numpy()
+        layers.append({
+            "histogram": np.bincount((needed.numpy().astype(int) // BIN).ravel()).tolist(),
+            "needed_at": {int(n): float(mean[n - 1]) for n in (500, 998, 999, 1000, 1001, 1002, 1500, 2000)
+                          if n <= len(text)},
+            "needed_by_chunk": [float(mean[chunk == c].mean()) for c in np.unique(chunk)],
+            "below_a_percent_by_chunk": [float(few[chunk == c].mean()) for c in np.unique(chunk)],
+            "best_cosine_by_chunk": [float(best[chunk == c].mean()) for c in np.unique(chunk)],
+            "relative_entropy_by_head": (entropy / even).mean(-1).tolist(),
+            "revival": revival(weights),
+        })  # fmt: skip
+        return q, k
+
+    forward(checkpoint, text, look)
+    return {"kept": KEPT, "weight": WEIGHT, "bin": BIN, "chunk": 256, "layers": layers}
+
+
+def revival(weights: torch.Tensor) -> dict:
+    """Keys that matter again, from a layer's causal weights [H, N, N] (Fig. 20b): queries of the last quarter look at
+    the keys before it. Of the keys and heads that are LOUD to one of its second half, the share that was QUIET to all
+    of its first half; and the loudest of these, query by query."""
+    window = weights.shape[-1] // 4
+    seen = weights[:, -window:, : weights.shape[-1] - window]
+    quiet = seen[:, : window // 2].amax(1) < QUIET
+    later = seen[:, window // 2 :].amax(1)
+    loud = later >= LOUD
+    head, key = divmod(int((later * quiet).argmax()), later.shape[-1])
+    return {
+        "of_loud": float((loud & quiet).sum() / loud.sum().clamp_min(1)),
+        "head": head, "key": key, "weights": [round(float(weight), 6) for weight in seen[head, :, key]],
+    }  # fmt: skip
+
+
+def columns_held(checkpoint: Checkpoint, text: list[int], matrices: list[torch.Tensor]) -> list[dict[str, float]]:
+    """By layer, the share of the squares of queries and keys that lies in the PARTIAL columns with the largest sums of
+    |Q| + |K|, before and after skewing; and a column's largest share of a head's (what is an outlier)."""
+    shape, found = checkpoint.shape, []
+
+    def look(layer: int, q: torch.Tensor, k: torch.Tensor):
+        row = {}
+        same = torch.eye(shape.head_dim).expand_as(matrices[layer])
+        for name, turn in (("plain", same), ("skewed", matrices[layer].float())):
+            keys = torch.einsum("ngd,gde->nge", k, turn)
+            queries = torch.einsum("ngrd,gde->ngre", q.unflatten(1, (shape.num_kv_heads, -1)), turn)
+            sums = queries.abs().mean(2).sum(0) + keys.abs().sum(0)
+            columns = sums.topk(math.ceil(PARTIAL * shape.head_dim - 1e-9), dim=-1).indices
+            for part, squares in (("query", queries.square().mean(2).sum(0)), ("key", keys.square().sum(0))):
+                share = squares / squares.sum(-1, keepdim=True)
+                row[f"{name} {part}"] = float(share.gather(-1, columns).sum(-1).mean())
+                row[f"{name} {part}, largest column"] = float(share.amax(-1).mean())
+        found.append(row)
+        return q, k
+
+    forward(checkpoint, text, look)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", type=Path, nargs="+", help="folders; default: the small ones that are there")
+    parser.add_argument("--num-texts", type=int, default=4)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    for model in args.models or [shipped(name) for name in MODELS if (shipped(name) / "config.json").is_file()]:
+        torch.set_num_threads(1)
+        with tempfile.TemporaryDirectory() as folder:
+            found = study(model, args.num_texts, Path(folder))
+        write_by_rename(args.out / f"{model.name}.json", json.dumps(found, indent=1))
+        print(f"{args.out / model.name}.json")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""What the cascade does on real data, as one file of numbers that the reproduction shows beside the paper's.
+
+    python -m experiments.studies.cascade_study            # experiments/results/cascade/{digits,next_tokens}.json
+
+Ten splits and trainings of four CNNs on handwritten digits, and three language models on the next token of held-out
+text; accuracies are of data that nothing was fitted on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from experiments.bench.cascade import OPTIONS, SEEDS, Trial, trial
+from experiments.training import next_tokens
+from flexhybrid.cascade.routes import Cascade, CascadeModel
+from flexhybrid.cascade.thresholds.confidence import confidence
+from flexhybrid.cascade.thresholds.exact import exact_curve
+from flexhybrid.cascade.thresholds.sampling import sampled_curve
+from flexhybrid.cascade.thresholds.search import search
+from flexhybrid.cascade.thresholds.skips import Route
+from flexhybrid.core.hardware import write_by_rename
+
+FOLDER = Path(__file__).parents[1] / "results" / "cascade"
+ROUTED_BYTES = (1_000, 50_000, 1_000_000)  #: the paper's Fig. 8
+ROUTED_MODELS = 5
+REPEATS = 50
+
+
+def study(trials: Sequence[Trial]) -> dict:
+    """Everything in plain numbers; shares and accuracies are 0 .. 1."""
+    first = trials[0].fitted
+    names = [model.name for model in first.models]
+    cost = first.answers("energy_j").cost
+    began = time.process_time()
+    search(first)
+    return {
+        "models": names, "cost_j": cost.tolist(), "num_seeds": len(trials),
+        "num_validation": first.correct.shape[1], "num_held_out": trials[0].held_out.num_requests,
+        "search_s": time.process_time() - began,
+        "alone": [one.accuracy.tolist() for one in trials],
+        "contribution": [contributions(one.held_out.correct).tolist() for one in trials],
+        "ece_held_out": [one.ece.tolist() for one in trials],
+        "modes": {name: [mode_of(one, options) for one in trials] for name, options in OPTIONS.items()},
+        "curves": curves(first), "routing_s": routing(),
+    }  # fmt: skip
+
+
+def contributions(correct: np.ndarray) -> np.ndarray:
+    """Table I: share of requests that each model is the first to answer right [models], from [models, N]."""
+    before = np.pad(np.logical_or.accumulate(correct, axis=0), ((1, 0), (0, 0)))[:-1]
+    return (correct & ~before).mean(axis=1)
+
+
+def mode_of(one: Trial, options) -> dict:
+    """A searched cascade on held-out requests."""
+    found = search(one.fitted, options)
+    route = Route(one.held_out.only(found.kept), found.cascade)
+    return {
+        "models": found.cascade.names, "thresholds": list(found.cascade.thresholds),
+        "answered": route.shares.tolist(), "visited": route.visited.tolist(), "accuracy": float(route.correct.mean()),
+        "cost_of_largest": route.cost / float(one.held_out.cost[-1]),
+    }  # fmt: skip
+
+
+def curves(fitted) -> dict:
+    """Validation accuracy and cost, as a share of the largest model's, of every point: the exact search's and
+    sampling's."""
+    answers = fitted.answers("energy_j")
+    found = {"exact": exact_curve(answers), "sampling": sampled_curve(answers)}
+    return {
+        name: {"accuracy": curve.accuracy.tolist(), "cost": (curve.cost / answers.cost[-1]).tolist()}
+        for name, curve in found.items()
+    }  # fmt: skip
+
+
+def routing() -> dict[str, float]:
+    """Median seconds of routing one prediction vector through the routers of five models, by its bytes."""
+    names = [f"m{i}" for i in range(ROUTED_MODELS)]
+    cascade = Cascade(tuple(CascadeModel(name, energy_j=1.0) for name in names), (1.0,) * (ROUTED_MODELS - 1))
+    found = {}
+    for num_bytes in ROUTED_BYTES:
+        logits = np.random.default_rng(0).normal(size=(1, 1, num_bytes // 4)).astype(np.float32)
+        seconds = []
+        for _ in range(REPEATS):
+            began = time.perf_counter()
+            for place in range(ROUTED_MODELS):
+                cascade.next_model(place, confidence(logits))
+            seconds.append(time.perf_counter() - began)
+        found[str(num_bytes)] = float(np.median(seconds))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", choices=("digits", "next_tokens"), help="(both)")
+    parser.add_argument("--out", type=Path, default=FOLDER, help="(experiments/results/cascade)")
+    parser.add_argument("--seeds", type=int, default=len(SEEDS), help=f"splits and trainings of digits ({len(SEEDS)})")
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    if arguments.only != "next_tokens":
+        record = study([trial(seed) for seed in tqdm(range(SEEDS[0], SEEDS[0] + arguments.seeds), unit="seed")])
+        write_by_rename(arguments.out / "digits.json", json.dumps(record, indent=1))
+    if arguments.only != "digits":
+        record = study([next_tokens.trial()])
+        write_by_rename(arguments.out / "next_tokens.json", json.dumps(record, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Training of the small checkpoints and the data they learn from."""

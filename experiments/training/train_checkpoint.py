@@ -1,0 +1,475 @@
+"""Train one of the small checkpoints that the experiments serve.
+
+Each is an OPT or a Llama of about four million parameters, or fewer (``--hidden``, ``--layers``). It learns from the
+Python standard library of the interpreter that runs this script (`experiments.training.corpus`). Nothing is downloaded.
+All share one tokenizer, so that their losses compare.
+
+Usage::
+
+    python -m experiments.training.train_checkpoint --out experiments/checkpoints/opt-stdlib-4m \\
+        --minutes 38 --positions 640 --seed 0
+
+``--minutes`` measures the machine's speed first and derives a number of steps from it, which is
+logged; ``--steps`` sets that number directly, which repeats an earlier run. ``make models`` makes what is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import functools
+import math
+import os
+import platform
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+# Idle OpenMP threads sleep rather than spin, which leaves the cores to other programs. It must be
+# in the environment before torch loads OpenMP.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM, PreTrainedModel
+
+from experiments.training.corpus import (
+    EOS_ID,
+    PAD_ID,
+    VOCAB_SIZE,
+    Stream,
+    read_corpus,
+    save_tokenizer,
+    train_tokenizer,
+)
+
+# Each step trains either on short rows or on rows as long as the model's positions allow, which
+# train the later positions. Both hold nearly the same number of tokens.
+TOKENS_PER_STEP = 4096
+SHORT_ROW = 256
+SHORT_ROW_SHARE = 0.5  # Of the steps.
+# Rows that begin at a document's start, as a prompt does. Whole documents are few and long: more rows at their starts
+# would show the model little else.
+DOCUMENT_START_SHARE = {"cut": 0.6, "whole": 0.15}
+PEAK_LEARNING_RATE = 2e-3
+FINAL_LEARNING_RATE = 2e-5
+WARM_UP_STEPS = 150
+WEIGHT_DECAY = 0.1  # For matrices only; biases, norms and embeddings have none.
+ADAM_BETAS = (0.9, 0.95)
+GRADIENT_NORM = 1.0
+SPEED_STEPS = 24  # Steps, on a copy of the model, from which the speed is measured.
+SPEED_MARGIN = 0.92  # Part of the budget that the steps may fill; the rest covers evaluation.
+EVALUATE_EVERY = 250
+EVALUATION_TOKENS = 16_384  # Held-out tokens at each interval; the final figure uses all of them.
+LOG_EVERY = 50
+SAVE_EVERY_SECONDS = 300
+CHUNK = 256  # Positions; the final held-out loss is also given for the first and the last so many of a row.
+
+
+HIDDEN, LAYERS = 256, 4  # of the shipped shape
+HEAD_SIZE = 32
+
+
+def build_opt(positions: int, hidden: int = HIDDEN, layers: int = LAYERS) -> OPTForCausalLM:
+    """A fresh OPT."""
+    config = OPTConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=hidden,
+        word_embed_proj_dim=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // HEAD_SIZE,
+        ffn_dim=4 * hidden,
+        max_position_embeddings=positions,
+        do_layer_norm_before=True,
+        activation_function="relu",
+        dropout=0.0,
+        attention_dropout=0.0,
+        layerdrop=0.0,
+        tie_word_embeddings=True,
+        pad_token_id=PAD_ID,
+        bos_token_id=EOS_ID,
+        eos_token_id=EOS_ID,
+    )
+    return OPTForCausalLM(config)
+
+
+def build_llama(positions: int, hidden: int = HIDDEN, layers: int = LAYERS) -> LlamaForCausalLM:
+    """A fresh Llama of about the same size, in which four query heads share a key and value head."""
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=hidden,
+        intermediate_size=hidden * 11 // 4,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // HEAD_SIZE,
+        num_key_value_heads=max(1, hidden // HEAD_SIZE // 4),
+        max_position_embeddings=positions,
+        tie_word_embeddings=True,
+        pad_token_id=PAD_ID,
+        bos_token_id=EOS_ID,
+        eos_token_id=EOS_ID,
+    )
+    return LlamaForCausalLM(config)
+
+
+ARCHITECTURES = {"opt": build_opt, "llama": build_llama}
+
+
+def longer(model: OPTForCausalLM, positions: int) -> OPTForCausalLM:
+    """The same OPT with more positions: its later half is repeated, so that neighbours still look like neighbours.
+
+    Positions drawn at random instead would have to learn from nothing what "the token before" means.
+    """
+    old = model.model.decoder.embed_positions.weight.detach()
+    offset = old.shape[0] - model.config.max_position_embeddings  # OPT's table has two rows that no position uses
+    half = model.config.max_position_embeddings // 2
+    new = build_opt(positions)
+    state = {name: value for name, value in model.state_dict().items() if "embed_positions" not in name}
+    new.load_state_dict(state, strict=False)
+    rows = torch.arange(positions)
+    rows = torch.where(rows < 2 * half, rows, half + rows % half)
+    with torch.no_grad():
+        table = new.model.decoder.embed_positions.weight
+        table[:offset] = old[:offset]
+        table[offset:] = old[offset + rows]
+    return new
+
+
+def build_optimizer(model: PreTrainedModel) -> torch.optim.AdamW:
+    """AdamW with weight decay on the layers' matrices alone."""
+    decayed, plain = [], []
+    for name, parameter in model.named_parameters():
+        (decayed if parameter.dim() == 2 and "embed" not in name else plain).append(parameter)
+    return torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": plain, "weight_decay": 0.0}],
+        lr=PEAK_LEARNING_RATE,
+        betas=ADAM_BETAS,
+    )
+
+
+def learning_rate(step: int, steps: int) -> float:
+    """A linear warm-up, then a cosine down to the final rate."""
+    warm_up = min(WARM_UP_STEPS, max(1, steps // 10))
+    if step < warm_up:
+        return PEAK_LEARNING_RATE * (step + 1) / warm_up
+    progress = (step - warm_up) / max(1, steps - warm_up)
+    cosine = 0.5 * (1 + math.cos(math.pi * progress))
+    return FINAL_LEARNING_RATE + (PEAK_LEARNING_RATE - FINAL_LEARNING_RATE) * cosine
+
+
+@functools.cache
+def bfloat16_is_faster() -> bool:
+    """Whether this machine multiplies bfloat16 faster than float32; without instructions for it, 70 times slower."""
+    seconds = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        a = torch.ones(512, 512, dtype=dtype)
+        a @ a  # the first also sets up kernels
+        began = time.perf_counter()
+        for _ in range(4):
+            a @ a
+        seconds[dtype] = time.perf_counter() - began
+    return seconds[torch.bfloat16] < seconds[torch.float32]
+
+
+def losses_of(model: PreTrainedModel, rows: torch.Tensor) -> torch.Tensor:
+    """The cross-entropy [rows, positions], in nats, of rows that carry their last target."""
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bfloat16_is_faster()):
+        logits = model(input_ids=rows[:, :-1], use_cache=False).logits
+    return F.cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten(), reduction="none").view(len(rows), -1)
+
+
+@torch.no_grad()
+def evaluate(model: PreTrainedModel, rows: torch.Tensor) -> torch.Tensor:
+    """The mean held-out loss at each position of a row."""
+    model.eval()
+    total = torch.stack([losses_of(model, part).sum(0) for part in rows.split(4)]).sum(0)
+    model.train()
+    return total / len(rows)
+
+
+def train_step(
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    stream: Stream,
+    positions: int,
+    start_share: float,
+    generator: torch.Generator,
+) -> tuple[float, int]:
+    """One optimizer step; returns its loss and the number of tokens."""
+    short = float(torch.rand((), generator=generator)) < SHORT_ROW_SHARE
+    length = min(SHORT_ROW, positions) if short else positions
+    rows = stream.batch(max(1, TOKENS_PER_STEP // length), length, start_share, generator)
+    loss = losses_of(model, rows).mean()
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_NORM)
+    optimizer.step()
+    return float(loss.detach()), rows[:, 1:].numel()
+
+
+def measure_seconds_per_step(model: PreTrainedModel, stream: Stream, positions: int, start_share: float) -> float:
+    """The mean time of a step, from a few steps on a copy that is thrown away."""
+    trial = copy.deepcopy(model)
+    optimizer = build_optimizer(trial)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(4):  # The first steps also set up memory and kernels.
+        train_step(trial, optimizer, stream, positions, start_share, generator)
+    began = time.perf_counter()
+    for _ in range(SPEED_STEPS):
+        train_step(trial, optimizer, stream, positions, start_share, generator)
+    return (time.perf_counter() - began) / SPEED_STEPS
+
+
+def save_model(model: PreTrainedModel, out: Path) -> None:
+    """Write a bfloat16 copy of the model and its configuration."""
+    saved = copy.deepcopy(model).to(torch.bfloat16).eval()
+    saved.config.architectures = [type(model).__name__]
+    saved.save_pretrained(out)
+    (out / "model.safetensors").chmod(0o644)  # It is written readable by its owner alone.
+
+
+README = """\
+# {name}
+
+A small `{model}` of {parameters:,} parameters for tests and experiments: {layers} layers, hidden
+size {hidden}, {heads}, feed-forward size {ffn:,}, {positions:,} positions, a byte-level BPE of
+{vocabulary:,} tokens, weights in bfloat16. Its completions look like Python source and
+documentation; they are not correct code.
+
+It learned from the Python {python} standard library alone (sources and docstrings, without tests,
+data tables, import lines and licence headers), which is under the PSF licence. No other text {others}.
+
+| | |
+| --- | --- |
+| Command | `{command}` |
+| Documents | {documents} |
+| Seed | {seed} |
+| Steps | {step:,} of {steps:,} |
+| Tokens seen | {tokens:,} (the training text is {corpus:,} tokens) |
+| Training loss | {training_loss:.3f} nats for each token, mean of the last {log_every} steps |
+| Held-out loss | {loss:.3f} nats for each token, on {held_out:,} tokens of held-out files in rows of {row:,} |
+| Its first and last {chunk} positions | {first:.3f} and {last:.3f} |
+| Time | {minutes:.0f} minutes |
+| Computed in | {dtype}, on {threads} CPU threads |
+"""
+
+
+def shape_words(model: PreTrainedModel) -> dict[str, object]:
+    """What the README says of a model's shape."""
+    config = model.config
+    kv_heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
+    shared = "" if kv_heads == config.num_attention_heads else f" over {kv_heads} of keys and values"
+    return {
+        "model": type(model).__name__,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "layers": config.num_hidden_layers,
+        "hidden": config.hidden_size,
+        "heads": f"{config.num_attention_heads} heads{shared}",
+        "ffn": config.ffn_dim if isinstance(model, OPTForCausalLM) else config.intermediate_size,
+        "positions": config.max_position_embeddings,
+        "vocabulary": VOCAB_SIZE,
+    }
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint")
+    parser.add_argument("--architecture", choices=sorted(ARCHITECTURES), default="opt")
+    parser.add_argument("--start", type=Path, help="OPT checkpoint to go on from, with as many positions or fewer")
+    parser.add_argument(
+        "--documents", choices=sorted(DOCUMENT_START_SHARE), default="cut",
+        help="each function and docstring by itself (cut), or whole files (whole)",
+    )  # fmt: skip
+    parser.add_argument("--minutes", type=float, default=38, help="time to train for, about")
+    parser.add_argument("--steps", type=int, help="number of steps, in place of --minutes")
+    parser.add_argument("--positions", type=int, default=640, help="longest text, in tokens")
+    parser.add_argument("--hidden", type=int, default=HIDDEN, help=f"hidden size, a multiple of {HEAD_SIZE} ({HIDDEN})")
+    parser.add_argument("--layers", type=int, default=LAYERS, help=f"({LAYERS})")
+    parser.add_argument("--seed", type=int, default=0, help="of the shuffle, weights and rows")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
+    arguments = parser.parse_args()
+    if arguments.out.exists():
+        parser.error(f"{arguments.out} is there already")
+    if arguments.start and arguments.architecture != "opt":
+        parser.error("--start goes with --architecture opt: a Llama has no table of positions to lengthen")
+    if arguments.start and (arguments.hidden, arguments.layers) != (HIDDEN, LAYERS):
+        parser.error("--start has a size of its own: leave --hidden and --layers out")
+    if arguments.hidden < HEAD_SIZE or arguments.hidden % HEAD_SIZE or arguments.layers < 1:
+        parser.error(f"--hidden {arguments.hidden} --layers {arguments.layers}: a multiple of {HEAD_SIZE}, and >= 1")
+    return arguments
+
+
+@dataclass(frozen=True)
+class Material:
+    """What a model learns from, and the held-out rows [rows, row + 1] that judge it: all, and those looked at often."""
+
+    stream: Stream
+    start_share: float
+    held_out: torch.Tensor
+    picked: torch.Tensor
+
+    @property
+    def row(self) -> int:
+        return self.held_out.shape[1] - 1
+
+
+def read_material(arguments: argparse.Namespace, folder: Path) -> Material:
+    """The corpus in tokens; its tokenizer is saved in the folder."""
+    cut = read_corpus(arguments.seed)
+    if arguments.start:  # its tokens mean what they mean, whatever library this interpreter has
+        tokenizer = Tokenizer.from_file(str(arguments.start / "tokenizer.json"))
+    else:
+        tokenizer = train_tokenizer(cut.training)
+    save_tokenizer(tokenizer, arguments.positions, folder)
+    whole = arguments.documents == "whole"
+    corpus = read_corpus(arguments.seed, whole=True) if whole else cut
+    stream = Stream.encode(tokenizer, corpus.training)
+    row = arguments.positions if whole else min(512, arguments.positions)
+    held_out = Stream.encode(tokenizer, corpus.held_out).all_rows(row)
+    picked = torch.linspace(0, len(held_out) - 1, min(EVALUATION_TOKENS // row, len(held_out))).long()
+    say(
+        f"{len(corpus.training):,} documents, {sum(map(len, corpus.training)):,} characters, "
+        f"{len(stream.tokens):,} tokens; held out {held_out.numel():,} tokens"
+    )
+    return Material(stream, DOCUMENT_START_SHARE[arguments.documents], held_out, held_out[picked])
+
+
+def make_model(arguments: argparse.Namespace) -> PreTrainedModel:
+    if arguments.start:
+        return longer(OPTForCausalLM.from_pretrained(arguments.start).float(), arguments.positions)
+    return ARCHITECTURES[arguments.architecture](arguments.positions, arguments.hidden, arguments.layers)
+
+
+@dataclass
+class Progress:
+    """Where the training stands."""
+
+    steps: int
+    began: float = field(default_factory=time.perf_counter)
+    done: int = 0
+    tokens: int = 0
+    recent: list[float] = field(default_factory=list)  #: losses of the last LOG_EVERY steps
+
+    @property
+    def loss(self) -> float:
+        return sum(self.recent) / len(self.recent)
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self.began
+
+    def add(self, loss: float, tokens: int) -> None:
+        self.done += 1
+        self.tokens += tokens
+        self.recent = [*self.recent[-LOG_EVERY + 1 :], loss]
+
+    def speed(self) -> str:
+        return f"{self.tokens / self.seconds:.0f} tokens/s, {self.seconds / 60:.1f} min"
+
+
+def save(
+    model: PreTrainedModel, material: Material, rows: torch.Tensor, progress: Progress,
+    arguments: argparse.Namespace, folder: Path,
+) -> float:  # fmt: skip
+    """Save the model, with a README that gives its loss on the held-out ``rows``; returns that loss."""
+    losses = evaluate(model, rows)
+    save_model(model, folder)
+    facts = shape_words(model) | {
+        "name": arguments.out.name,
+        "python": ".".join(platform.python_version_tuple()[:2]),
+        "others": f"went into it; it went on\nfrom {arguments.start.name}"
+        if arguments.start
+        else "and\nno other model went into it",
+        "command": command_words(arguments, progress.steps),
+        "documents": arguments.documents,
+        "seed": arguments.seed,
+        "step": progress.done,
+        "steps": progress.steps,
+        "tokens": progress.tokens,
+        "corpus": len(material.stream.tokens),
+        "training_loss": progress.loss,
+        "log_every": LOG_EVERY,
+        "loss": float(losses.mean()),
+        "first": float(losses[:CHUNK].mean()),
+        "last": float(losses[-CHUNK:].mean()),
+        "chunk": CHUNK,
+        "row": material.row,
+        "held_out": rows[:, 1:].numel(),
+        "minutes": progress.seconds / 60,
+        "dtype": "bfloat16 and float32" if bfloat16_is_faster() else "float32",
+        "threads": arguments.threads,
+    }
+    (folder / "README.md").write_text(README.format(**facts))
+    return float(losses.mean())
+
+
+def command_words(arguments: argparse.Namespace, steps: int) -> str:
+    """The command that repeats this training."""
+    words = [f"python -m experiments.training.train_checkpoint --out {arguments.out.as_posix()}"]
+    words.append(f"--architecture {arguments.architecture}")
+    if arguments.start:
+        words.append(f"--start {arguments.start.as_posix()}")
+    elif (arguments.hidden, arguments.layers) != (HIDDEN, LAYERS):
+        words.append(f"--hidden {arguments.hidden} --layers {arguments.layers}")
+    words.append(f"--documents {arguments.documents} --positions {arguments.positions}")
+    words.append(f"--seed {arguments.seed} --steps {steps}")
+    return " ".join(words)
+
+
+def train(
+    model: PreTrainedModel, material: Material, progress: Progress, arguments: argparse.Namespace, folder: Path
+) -> None:
+    """All steps, with a line now and then, and a copy in the folder every few minutes."""
+    generator = torch.Generator().manual_seed(arguments.seed)
+    optimizer = build_optimizer(model)
+    saved_at = progress.began
+    for step in range(progress.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, progress.steps)
+        progress.add(
+            *train_step(model, optimizer, material.stream, arguments.positions, material.start_share, generator)
+        )
+        if progress.done % LOG_EVERY == 0:
+            say(f"step {progress.done}/{progress.steps} loss {progress.loss:.3f}, {progress.speed()}")
+        if progress.done % EVALUATE_EVERY == 0:
+            losses = evaluate(model, material.picked)
+            say(
+                f"step {progress.done} held-out loss {losses.mean():.3f}, of the first {CHUNK} positions "
+                f"{losses[:CHUNK].mean():.3f}, of the last {losses[-CHUNK:].mean():.3f}"
+            )
+        if time.perf_counter() - saved_at > SAVE_EVERY_SECONDS:
+            save(model, material, material.picked, progress, arguments, folder)
+            saved_at = time.perf_counter()
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
+def main() -> None:
+    """Build the corpus and the tokenizer, train, and save."""
+    arguments = parse_arguments()
+    torch.set_num_threads(arguments.threads)
+    torch.manual_seed(arguments.seed)
+    partial = arguments.out.with_name(arguments.out.name + ".partial")  # its folder, until the training is over
+    partial.mkdir(parents=True, exist_ok=True)
+
+    material = read_material(arguments, partial)
+    model = make_model(arguments).train()
+    steps = arguments.steps
+    if steps is None:
+        seconds = measure_seconds_per_step(model, material.stream, arguments.positions, material.start_share)
+        steps = max(1, int(arguments.minutes * 60 * SPEED_MARGIN / seconds))
+        say(f"{seconds:.3f} s for each step")
+    say(f"--steps {steps}")
+
+    progress = Progress(steps)
+    train(model, material, progress, arguments, partial)
+    loss = save(model, material, material.held_out, progress, arguments, partial)
+    partial.rename(arguments.out)
+    say(f"final held-out loss {loss:.3f}, {progress.tokens:,} tokens, {progress.speed()}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""A cascade on a cluster in virtual time."""

@@ -1,0 +1,56 @@
+"""When requests arrive: Poisson, or a trace file."""
+
+from __future__ import annotations
+
+import csv
+import math
+from pathlib import Path
+
+import numpy as np
+
+from flexhybrid.cascade.placement.instances import check_rate
+from flexhybrid.core.errors import InputError
+
+COLUMN = "arrival_s"
+
+
+def poisson(rate: float, count: int, seed: int = 0) -> np.ndarray:
+    """Seconds at which ``count`` requests arrive, ``rate`` a second on average [count]."""
+    check_rate(rate)
+    if isinstance(count, bool) or not isinstance(count, (int, np.integer)) or count < 1:
+        raise InputError(f"the number of requests is {count!r}; it must be a whole number >= 1")
+    return np.cumsum(np.random.default_rng([seed, 1]).exponential(1 / rate, count))
+
+
+def read_trace(path: str | Path) -> np.ndarray:
+    """Seconds of arrival out of a CSV file's column ``arrival_s`` [requests], from 0 on.
+
+    Raises InputError with the row of a cell that is no number, negative, or before the one above it.
+    """
+    found: list[float] = []
+    try:
+        with Path(path).open(encoding="utf-8", newline="") as file:
+            reader = csv.DictReader(file)
+            if COLUMN not in (reader.fieldnames or ()):
+                raise InputError(
+                    f"{path}: the header lacks the column {COLUMN!r}; it has {reader.fieldnames or 'none'}"
+                )
+            for row in reader:
+                found.append(_seconds(row[COLUMN], found[-1] if found else 0.0, f"{path}, row {reader.line_num}"))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise InputError(f"cannot read {path}: {error}") from None
+    if not found:
+        raise InputError(f"{path}: there is no request in it")
+    return np.array(found)
+
+
+def _seconds(cell: str | None, last: float, where: str) -> float:
+    try:
+        value = float(cell)
+    except (TypeError, ValueError):
+        raise InputError(f"{where}: {cell!r} is no time in seconds") from None
+    if not math.isfinite(value) or value < 0:
+        raise InputError(f"{where}: {cell!r} is no time in seconds from 0 on")
+    if value < last:
+        raise InputError(f"{where}: {value:g} s comes after {last:g} s; arrivals must not go back in time")
+    return value

@@ -1,0 +1,105 @@
+"""A plan as the cluster runs it: servers, hops and what they can carry."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from flexhybrid.cascade.cluster.served import Cluster, Flow, ServedModel
+from flexhybrid.cascade.placement.search import Plan
+from flexhybrid.core.errors import InputError
+
+
+@dataclass(frozen=True, eq=False)
+class Deployment:
+    """``gpus[m][r][s]``: GPU of partition s of replica r of model m. Models that no request visits have no replica.
+
+    ``hop_s[i][j]``: from model i to j, for a batch's requests that go on; ``hidden_s[m][r][s]``: seconds a request from
+    partition s to s + 1.
+    """
+
+    models: tuple[ServedModel, ...]
+    flow: Flow
+    num_gpus: int
+    gpus: tuple[tuple[tuple[int, ...], ...], ...]
+    hop_s: np.ndarray
+    hidden_s: tuple[tuple[tuple[float, ...], ...], ...]
+
+    @property
+    def powered(self) -> np.ndarray:
+        """GPUs that hold a model."""
+        return np.unique([g for model in self.gpus for replica in model for g in replica])
+
+    def rho(self, rate: float) -> float:
+        """Utilisation of the busiest GPU when full batches are spread over the replicas as well as can be.
+
+        At 1 or above queues grow without end. A small linear program: the shares of each model's replicas are free.
+        """
+        from scipy.optimize import linprog
+
+        visits = self.flow.visits
+        replicas = [(m, r) for m, model in enumerate(self.gpus) for r in range(len(model))]
+        columns = len(replicas) + 1
+        busy, shares = np.zeros((self.num_gpus, columns)), np.zeros((len(self.models), columns))
+        for column, (m, r) in enumerate(replicas):
+            one = self.models[m]
+            work = rate * visits[m] * one.seconds(one.max_batch) / one.max_batch / len(self.gpus[m][r])
+            for g in self.gpus[m][r]:
+                busy[g, column] += work
+            shares[m, column] = 1.0
+        used = [m for m, model in enumerate(self.gpus) if model]
+        if lost := [self.models[m].name for m in range(len(self.models)) if visits[m] > 0 and m not in used]:
+            raise InputError(f"requests go to {lost[0]}, which lies on no GPU")
+        busy[:, -1] = -1.0
+        scale = max(float(busy[:, :-1].max()), 1e-300)
+        busy[:, :-1] /= scale
+        least = np.append(np.zeros(columns - 1), 1.0)
+        found = linprog(least, busy, np.zeros(self.num_gpus), shares[used], np.ones(len(used)), method="highs")
+        return float(found.fun) * scale
+
+    def capacity(self) -> float:
+        """Requests/s at which the busiest GPU has no time left."""
+        return 1.0 / self.rho(1.0)
+
+
+def deploy(found: Plan, router_s: float = 0.0) -> Deployment:
+    """A plan with its transfer times, and batches for which it keeps memory; ``router_s``: the router's, a hop."""
+    layout = found.layout
+    gpus = tuple(
+        tuple(tuple(map(int, replica)) for replica in found.gpus_of(m)) if layout.replicas[m] else ()
+        for m in range(len(layout.models))
+    )
+    models = [
+        replace(model, max_batch=int(size)) for model, size in zip(layout.models, layout.batch, strict=True)
+    ]  # fmt: skip
+    return place(models, layout.flow, found.cluster, gpus, router_s)
+
+
+def place(
+    models: Sequence[ServedModel],
+    flow: Flow,
+    cluster: Cluster,
+    gpus: Sequence[Sequence[Sequence[int]]],
+    router_s: float = 0.0,
+) -> Deployment:
+    """Models on GPUs named by hand: ``gpus[m][r][s]``."""
+    if not 0 <= router_s < float("inf"):
+        raise InputError(f"router_s is {router_s!r}; it must be a number of seconds >= 0")
+    table = cluster.s_per_byte()
+    gpus = tuple(tuple(tuple(replica) for replica in model) for model in gpus)
+    hop_s = np.zeros((len(models), len(models)))
+    for i, one in enumerate(models):
+        for j in range(i + 1, len(models)):
+            if gpus[i] and gpus[j]:  # the mean over replicas: the queue in front of a model is one
+                last, first = [r[-1] for r in gpus[i]], [r[0] for r in gpus[j]]
+                hop_s[i, j] = router_s + one.output_bytes * float(table[np.ix_(last, first)].mean())
+    hidden_s = tuple(
+        tuple(
+            tuple(one.hidden_bytes * float(table[g, h]) for g, h in zip(replica, replica[1:], strict=False))
+            for replica in model
+        )
+        for one, model in zip(models, gpus, strict=True)
+    )
+    return Deployment(tuple(models), flow, len(cluster.gpus), gpus, hop_s, hidden_s)

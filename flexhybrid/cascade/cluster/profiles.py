@@ -1,0 +1,157 @@
+"""How fast and how large the models of a cascade are: a JSON file of profiles, or the simulator for an offloaded giant.
+
+    {"version": 1, "models": {
+      "small": {"seconds": [[1, 0.004], [8, 0.011]], "memory_bytes": [[1, 3e8], [8, 4e8]], "output_bytes": 5e4},
+      "giant": {"offloaded": {"model": "opt-30b", "hardware": "t4", "prompt_len": 512, "gen_len": 32}}}}
+
+A model is profiled ([batch, seconds] and [batch, bytes] pairs, through which lines are fitted), or ``offloaded``: its
+weights and cache live on the host, and the virtual clock says how long its batches take, its link to itself. That each
+replica also needs the host's memory is not in the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from flexhybrid.cascade.cluster.served import SHARE_SLACK, BatchLine, Flow, ServedModel, chain, fit_batch_line
+from flexhybrid.cascade.routes import Cascade, read_json
+from flexhybrid.core.errors import InputError, unknown
+from flexhybrid.core.model.shape import DTYPE_BYTES, shape_of
+from policy_search.systems import Setting, system
+from sim import catalogue
+from sim.simulate import budgets_of, simulate
+
+VERSION = 1
+NUMBERS = ("output_bytes", "hidden_bytes")
+COUNTS = ("max_batch", "max_partitions")
+OFFLOADED = {"model": str, "hardware": str, "prompt_len": int, "gen_len": int}
+OFFLOADED_DEFAULTS = {"system": "capture", "clock": "virtual", "dtype": "float16", "batches": [1, 2, 4, 8]}
+
+
+def offloaded_lines(
+    model: str, hardware: str, prompt_len: int, gen_len: int, system_name: str = "capture",
+    batches: Sequence[int] = (1, 2, 4, 8), clock: str = "virtual", dtype: str = "float16",
+) -> tuple[BatchLine, BatchLine]:  # fmt: skip
+    """(seconds, bytes of the GPU) over the batch of a model whose weights are streamed from the host.
+
+    Each batch is walked on the virtual clock (or the closed form, ``clock`` "closed"): prefill and all its tokens. A
+    batch that does not fit at once runs in waves, as ``sim.simulate`` has it.
+    """
+    shape, machine, p = shape_of(model), catalogue.load(hardware), DTYPE_BYTES[dtype]
+    seconds, memory = [], []
+    for batch in batches:
+        made = system(system_name, Setting(shape, machine, batch, prompt_len, gen_len, p))
+        found = simulate(
+            shape, made.hardware, made.policy, batch, prompt_len, gen_len, p, clock, budgets_of(made.hardware)
+        )
+        seconds.append((batch, found.total_s))
+        memory.append((batch, float(found.peak_bytes["device"])))
+    return fit_batch_line(seconds), fit_batch_line(memory)
+
+
+def read_profiles(path: str | Path, names: Sequence[str]) -> tuple[ServedModel, ...]:
+    """The models of these names out of a profiles file; InputError with file, model and field."""
+    record = read_json(path)
+    if not isinstance(record, dict) or record.get("version") != VERSION or not isinstance(record.get("models"), dict):
+        raise InputError(f"{path}: a file of profiles is {{'version': {VERSION}, 'models': {{name: …}}}}")
+    models = []
+    for name in names:
+        if name not in record["models"]:
+            raise InputError(f"{path}: {unknown('model', name, record['models'])}")
+        try:
+            models.append(_model(name, record["models"][name]))
+        except InputError as error:
+            raise InputError(f"{path}, model {name}: {error}") from None
+    return tuple(models)
+
+
+def _model(name: str, record: object) -> ServedModel:
+    if not isinstance(record, dict):
+        raise InputError(f"it must be a JSON object, not {record!r}")
+    known = ("seconds", "memory_bytes", "offloaded", *NUMBERS, *COUNTS)
+    if strange := [key for key in record if key not in known]:
+        raise unknown("field", strange[0], known)
+    if "offloaded" in record:
+        if "seconds" in record or "memory_bytes" in record:
+            raise InputError("it is either offloaded, or has seconds and memory_bytes of a profile")
+        if record.get("max_partitions", 1) != 1:
+            raise InputError("it is offloaded to one GPU's host: max_partitions must be 1")
+        seconds, memory = _offloaded(record["offloaded"])
+    else:
+        seconds, memory = (_line(record, key) for key in ("seconds", "memory_bytes"))
+    more = {key: record[key] for key in (*NUMBERS, *COUNTS) if key in record}
+    for key in NUMBERS:
+        if isinstance(more.get(key), bool) or not isinstance(more.get(key, 0), (int, float)):
+            raise InputError(f"{key} is {more[key]!r}; it must be a number")
+    return ServedModel(name, seconds, memory, **more)
+
+
+def _line(record: dict, key: str) -> BatchLine:
+    if not isinstance(record.get(key), list):
+        raise InputError(f"{key} must be a list of pairs [batch, value], or the model be offloaded")
+    try:
+        line = fit_batch_line(record[key])
+    except InputError as error:
+        raise InputError(f"{key}: {error}") from None
+    if line.worst_error is None and record.get("max_batch", 1) != 1:
+        raise InputError(f"{key} has one batch size; with max_batch {record['max_batch']!r} it needs two or more")
+    return line
+
+
+def _offloaded(record: object) -> tuple[BatchLine, BatchLine]:
+    if not isinstance(record, dict):
+        raise InputError(f"offloaded must be a JSON object, not {record!r}")
+    if strange := [key for key in record if key not in OFFLOADED and key not in OFFLOADED_DEFAULTS]:
+        raise unknown("field of offloaded", strange[0], (*OFFLOADED, *OFFLOADED_DEFAULTS))
+    for key, kind in OFFLOADED.items():
+        if not isinstance(record.get(key), kind) or isinstance(record.get(key), bool):
+            raise InputError(f"offloaded: {key} must be {'a name' if kind is str else 'a whole number'}")
+    found = {**OFFLOADED_DEFAULTS, **record}
+    if not isinstance(found["batches"], list) or not found["batches"]:
+        raise InputError(f"offloaded: batches is {found['batches']!r}; it must be a list of whole numbers")
+    if found["dtype"] not in DTYPE_BYTES:
+        raise unknown("dtype", found["dtype"], DTYPE_BYTES)
+    return offloaded_lines(
+        found["model"], found["hardware"], found["prompt_len"], found["gen_len"], found["system"],
+        found["batches"], found["clock"], found["dtype"],
+    )  # fmt: skip
+
+
+def flow_of(cascade: Cascade) -> Flow:
+    """The flow that a cascade's expected shares and skips allow.
+
+    Without skips they say all of it. With them, what each model passes on must add up to what each next one gets; of
+    the ways to do so the one with most steps to the very next model is taken. Every model's load is the same in all.
+    """
+    if cascade.expected is None:
+        raise InputError("the cascade does not say which shares of the requests its models get: search it first")
+    answered, visited = (np.array(getattr(cascade.expected, name), dtype=float) for name in ("answered", "visited"))
+    if not any(cascade.skips):
+        return chain(answered)
+    from scipy.optimize import linprog
+
+    n = len(visited)
+    edges = [
+        (i, j) for i in range(n - 1) for j in sorted({i + 1, *(skip.to for skip in cascade.skips[i])})
+    ]  # fmt: skip
+    leaves, enters = np.zeros((n - 1, len(edges))), np.zeros((n - 1, len(edges)))
+    for column, (i, j) in enumerate(edges):
+        leaves[i, column] = enters[j - 1, column] = 1.0
+    far = np.array([j - i for i, j in edges], dtype=float)
+    rows, sums = np.concatenate([leaves, enters]), np.concatenate([(visited - answered)[:-1], visited[1:]])
+    slack = np.ones((len(rows), 1))  # shares are printed to a few digits: as little is bent as can be
+    found = linprog(
+        np.append(far, 1e3 * n), np.block([[rows, -slack], [-rows, -slack]]), np.concatenate([sums, -sums]),
+        method="highs",
+    )  # fmt: skip
+    if found.status != 0 or found.x[-1] > 100 * SHARE_SLACK:
+        raise InputError("the cascade's expected shares do not fit its skips: no requests could go that way")
+    onward = np.zeros((n, n))
+    for (i, j), share in zip(edges, found.x, strict=False):
+        if visited[i] > SHARE_SLACK:
+            onward[i, j] = share / visited[i]
+    onward /= np.maximum(1.0, onward.sum(axis=1))[:, None]
+    return Flow((1.0, *[0.0] * (n - 1)), tuple(map(tuple, onward.tolist())))

@@ -1,0 +1,195 @@
+"""Items onto GPUs when there are too many for the binary program: greedy starts, then moves and swaps that pay.
+
+Everything is kept as two tables, traffic of an item with each GPU and with each host, and renewed by a row at a time.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from flexhybrid.cascade.cluster.served import Cluster
+from flexhybrid.cascade.placement.instances import Layout
+
+SLACK = 1e-9  #: of a GPU's memory or time: sums of many shares may miss a bound by rounding
+
+
+class Board:
+    """Where every item lies; ``gpu_of`` [items], -1 while it lies nowhere.
+
+    ``near`` [items, GPUs]: bytes a request between an item and what lies on a GPU, both ways; ``near_host`` the same
+    for a whole host. ``free`` [2, GPUs]: memory and time that are left, as shares of the largest GPU's and of 1.
+    """
+
+    def __init__(self, layout: Layout, cluster: Cluster, most_load: float):
+        unit = cluster.memory.max()
+        self.traffic = layout.traffic + layout.traffic.T
+        self.sizes = np.stack([layout.item_memory / unit, layout.item_load])  # [2, items]
+        self.host_of = cluster.hosts
+        self.host, self.network = cluster.host_s_per_byte, cluster.network_s_per_byte
+        self.full = np.stack([cluster.memory / unit, np.full(len(cluster.gpus), most_load)])
+        self.clear()
+
+    def clear(self) -> None:
+        items, gpus = len(self.traffic), self.full.shape[1]
+        self.gpu_of = np.full(items, -1)
+        self.near = np.zeros((items, gpus))
+        self.near_host = np.zeros((items, self.host_of.max() + 1))
+        self.free = self.full.copy()
+
+    def put(self, item: int, gpu: int, sign: int = 1) -> None:
+        """Lay an item down (sign 1), or take it up (-1)."""
+        self.near[:, gpu] += sign * self.traffic[item]
+        self.near_host[:, self.host_of[gpu]] += sign * self.traffic[item]
+        self.free[:, gpu] -= sign * self.sizes[:, item]
+        self.gpu_of[item] = gpu if sign > 0 else -1
+
+    def restore(self, gpu_of: np.ndarray) -> None:
+        self.clear()
+        for item, gpu in enumerate(gpu_of):
+            self.put(item, int(gpu))
+
+    def saved(self) -> np.ndarray:
+        """Seconds of transfer a request that an item on a GPU saves over lying alone on a host [items, GPUs]."""
+        return (self.network - self.host) * self.near_host[:, self.host_of] + self.host * self.near
+
+    def cost(self) -> float:
+        """Seconds of transfer a request (Eq. 2)."""
+        items = np.arange(len(self.gpu_of))
+        return float(self.network * self.traffic.sum() - self.saved()[items, self.gpu_of].sum()) / 2
+
+    def greedy(self, order: np.ndarray) -> bool:
+        """Lay every item, in this order, where it saves most, and of those where least is left; False where one fits
+        nowhere (``gpu_of`` then says which lie)."""
+        self.clear()
+        return self._lay(order)
+
+    def _lay(self, order: np.ndarray) -> bool:
+        for item in order:
+            left = self.free - self.sizes[:, item, None]
+            fits = (left >= -SLACK).all(axis=0)
+            if not fits.any():
+                return False
+            saved = (self.network - self.host) * self.near_host[item][self.host_of] + self.host * self.near[item]
+            tightness = left.max(axis=0)
+            score = np.where(fits, saved - 1e-6 * self.network * self.traffic.max() * tightness, -np.inf)
+            self.put(item, int(score.argmax()))
+        return True
+
+    def improve(self, until: float) -> None:
+        """Moves and swaps of two items, the best one each time, until none pays or the clock says ``until``."""
+        while time.perf_counter() < until and (self._move() or self._swap()):
+            pass
+
+    def _move(self) -> bool:
+        saved = self.saved()
+        gain = saved - saved[np.arange(len(self.gpu_of)), self.gpu_of][:, None]
+        fits = (self.free[:, None, :] >= self.sizes[:, :, None] - SLACK).all(axis=0)
+        gain = np.where(fits, gain, -np.inf)
+        item, gpu = np.unravel_index(gain.argmax(), gain.shape)
+        if gain[item, gpu] <= self._tolerance:
+            return False
+        self.put(int(item), int(self.gpu_of[item]), -1)
+        self.put(int(item), int(gpu))
+        return True
+
+    def _swap(self) -> bool:
+        at, saved = self.gpu_of, self.saved()
+        there = saved[:, at]  # item i where item j lies
+        stays = there.diagonal()
+        # a pair that changes places counts each other as near where neither is any longer
+        hosts = self.host_of[at]
+        closeness = np.where(
+            at[:, None] == at[None, :],
+            self.network,
+            np.where(hosts[:, None] == hosts[None, :], self.network - self.host, 0.0),
+        )
+        itself = self.traffic * (self.network - closeness)
+        gain = there + there.T - stays[:, None] - stays[None, :] - 2 * itself
+        for free, size in zip(self.free, self.sizes, strict=True):
+            more = size[:, None] - size[None, :]  # what j's GPU gets when i comes for j
+            gain = np.where((more <= free[at][None, :] + SLACK) & (-more <= free[at][:, None] + SLACK), gain, -np.inf)
+        gain = np.where(at[:, None] == at[None, :], -np.inf, gain)
+        one, other = (int(i) for i in np.unravel_index(gain.argmax(), gain.shape))
+        if gain[one, other] <= self._tolerance:
+            return False
+        self._exchange(one, other)
+        return True
+
+    def _exchange(self, one: int, other: int) -> None:
+        here, there = int(self.gpu_of[one]), int(self.gpu_of[other])
+        self.put(one, here, -1)
+        self.put(other, there, -1)
+        self.put(one, there)
+        self.put(other, here)
+
+    @property
+    def _tolerance(self) -> float:
+        return 1e-9 * self.network * self.traffic.max() if self.traffic.size else 0.0
+
+    def swap_some(self, rng: np.random.Generator, times: int) -> None:
+        """Swap items that fit into each other's place, whatever it costs."""
+        for _ in range(20 * times):
+            one, other = rng.integers(len(self.gpu_of), size=2)
+            here, there = self.gpu_of[one], self.gpu_of[other]
+            more = self.sizes[:, one] - self.sizes[:, other]
+            fits = (more <= self.free[:, there] + SLACK).all() and (-more <= self.free[:, here] + SLACK).all()
+            if here != there and fits:
+                self._exchange(int(one), int(other))
+                times -= 1
+                if not times:
+                    return
+
+    def relay(self, rng: np.random.Generator, hosts: int) -> None:
+        """Take up everything on some hosts and lay it down again, in an order near to largest first; where it then does
+        not fit, all is as it was."""
+        before, some = self.gpu_of.copy(), rng.permutation(self.near_host.shape[1])[:hosts]
+        up = np.flatnonzero(np.isin(self.host_of[self.gpu_of], some))
+        for item in up:
+            self.put(int(item), int(self.gpu_of[item]), -1)
+        order = np.argsort(-self.sizes[:, up].max(axis=0) * rng.uniform(0.6, 1.0, len(up)))
+        if not self._lay(up[order]):
+            self.restore(before)
+
+
+def orders(layout: Layout, cluster: Cluster) -> list[np.ndarray]:
+    """Orders for a greedy start: largest first; replicas of neighbouring models together; giants first."""
+    model, replica, partition = layout.items.T
+    size = np.maximum(layout.item_memory / cluster.memory.max(), layout.item_load)
+    turn = replica / np.maximum(layout.replicas, 1)[model]
+    return [np.argsort(-size, kind="stable"), np.lexsort((partition, -model, turn)), np.lexsort((partition, -model))]
+
+
+def search(
+    layout: Layout, cluster: Cluster, most_load: float, good_enough: float, until: float, seed: int = 0
+) -> tuple[float, np.ndarray] | None:
+    """The best assignment found: (seconds of transfer a request, GPU of each item); None where no start fits.
+
+    Ends at a cost of ``good_enough`` or below, or when ``time.perf_counter()`` reaches ``until``; the starts are always
+    made. Seeded: where time does not end it, the same call gives the same answer.
+    """
+    board, best = Board(layout, cluster, most_load), None
+    for order in orders(layout, cluster):
+        if board.greedy(order):
+            board.improve(until)
+            if best is None or board.cost() < best[0]:
+                best = board.cost(), board.gpu_of.copy()
+    if best is None or len(layout.items) < 2:
+        return best
+    rng, since = np.random.default_rng(seed), 0
+    most_gpus = int(np.bincount(cluster.hosts).max())
+    while best[0] > good_enough and since < PATIENCE * len(layout.items) and time.perf_counter() < until:
+        board.restore(best[1])
+        if rng.random() < 0.5:
+            board.swap_some(rng, int(rng.integers(2, 2 + max(2, len(layout.items) // 8))))
+        else:
+            board.relay(rng, int(rng.integers(2, 5)) * (1 + 7 // most_gpus))
+        board.improve(until)
+        since += 1
+        if board.cost() < best[0] * (1 - 1e-9):
+            best, since = (board.cost(), board.gpu_of.copy()), 0
+    return best
+
+
+PATIENCE = 20  #: kicks an item, in a row without a better assignment

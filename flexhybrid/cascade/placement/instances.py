@@ -1,0 +1,160 @@
+"""From models, flow and rate to what is placed: replicas, partitions, their sizes, and the traffic between them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from flexhybrid.cascade.cluster.served import Cluster, Flow, ServedModel
+from flexhybrid.core.errors import InputError
+from flexhybrid.core.memory import gib
+
+MOST_CHOICES = 16  #: of (R, S) that are looked at, those with the fewest partitions first
+MOST_SORTED = 1 << 16  #: of (R, S) that are put in that order: all of them up to sixteen models
+MORE_PARTITIONS = 1  #: beyond the fewest that fit a GPU
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One (R, S) of §V-C for a rate: replicas, partitions and requests a batch of each model, all [models].
+
+    ``memory`` and ``load`` are of one partition of one replica: bytes, and kernel utilisation u (share of the time that
+    its kernels run, Eq. 4). A model that no request visits has no replica.
+    """
+
+    models: tuple[ServedModel, ...]
+    flow: Flow
+    rate: float  #: requests/s of the whole cascade
+    replicas: np.ndarray
+    partitions: np.ndarray
+    batch: np.ndarray
+    memory: np.ndarray
+    load: np.ndarray
+
+    @cached_property
+    def items(self) -> np.ndarray:
+        """(model, replica, partition) of everything that is placed [items, 3]."""
+        rows = [
+            (m, r, s)
+            for m in range(len(self.models))
+            for r in range(self.replicas[m])
+            for s in range(self.partitions[m])
+        ]
+        return np.array(rows, dtype=np.int64).reshape(-1, 3)
+
+    @cached_property
+    def traffic(self) -> np.ndarray:
+        """Bytes that a request of the cascade sends, on average, from item to item [items, items].
+
+        From the last partition of each replica of a model to the first of each of the next, spread evenly; within a
+        replica from each partition to the next. All other pairs are muted (§V-A).
+        """
+        model, replica, partition = self.items.T
+        first, last = partition == 0, partition == self.partitions[model] - 1
+        visits, onward = self.flow.visits, np.asarray(self.flow.onward)
+        output = np.array([one.output_bytes for one in self.models])
+        hidden = np.array([one.hidden_bytes for one in self.models])
+        replicas = np.maximum(self.replicas, 1)
+        between = (visits * output / replicas)[:, None] * onward / replicas[None, :]  # [models, models], a pair
+        table = np.where(last[:, None] & first[None, :], between[np.ix_(model, model)], 0.0)
+        same = (model[:, None] == model[None, :]) & (replica[:, None] == replica[None, :])
+        step = same & (partition[:, None] + 1 == partition[None, :])
+        return np.where(step, (visits * hidden / replicas)[model][:, None], table)
+
+    @cached_property
+    def item_memory(self) -> np.ndarray:
+        return self.memory[self.items[:, 0]]
+
+    @cached_property
+    def item_load(self) -> np.ndarray:
+        return self.load[self.items[:, 0]]
+
+    def name(self, item: int) -> str:
+        """ "GPT-XXL, replica 2 of 3, partition 1 of 2" """
+        model, replica, partition = self.items[item]
+        words = [self.models[model].name]
+        if self.replicas[model] > 1:
+            words.append(f"replica {replica + 1} of {self.replicas[model]}")
+        if self.partitions[model] > 1:
+            words.append(f"partition {partition + 1} of {self.partitions[model]}")
+        return ", ".join(words)
+
+
+def layouts(
+    models: Sequence[ServedModel], flow: Flow, cluster: Cluster, rate: float, batch: int, most_load: float
+) -> Iterator[Layout]:
+    """Every (R, S) worth a look, those with the fewest partitions first.
+
+    S goes from the fewest partitions that fit the largest GPU upwards; R is the fewest replicas that keep a GPU that
+    has nothing else at ``most_load`` or below. R·S is then in proportion to ρ·l (§V-C), rounded up so that nothing is
+    overloaded; more replicas would only add transfers. Raises InputError where a model cannot be made to fit.
+    """
+    check_rate(rate)
+    if len(models) != len(flow.entry):
+        raise InputError(f"there are {len(models)} models, and a flow for {len(flow.entry)}")
+    visits = flow.visits
+    most = float(cluster.memory.max())
+    options = []
+    for model, share in zip(models, visits, strict=True):
+        choices = list(_fitting(model, share, rate, batch, most_load, most)) if share > 0 else [(0, 1, 1, 0.0, 0.0)]
+        if not choices:
+            raise InputError(_never_fits(model, share * batch, cluster))
+        options.append(choices[: 1 + MORE_PARTITIONS])
+    every = itertools.islice(itertools.product(*options), MOST_SORTED)
+    chosen = sorted(every, key=lambda some: sum(one[0] * one[1] for one in some))
+    for some in chosen[:MOST_CHOICES]:
+        replicas, partitions, size, memory, load = (np.array(column) for column in zip(*some, strict=True))
+        yield Layout(tuple(models), flow, rate, replicas, partitions, size, memory, load)
+
+
+def _fitting(
+    model: ServedModel, share: float, rate: float, batch: int, most_load: float, most: float
+) -> Iterator[tuple[int, int, int, float, float]]:
+    """(replicas, partitions, batch, bytes, load) of each number of partitions that fits."""
+    for partitions in range(1, model.max_partitions + 1):
+        replicas, size, load = _replicas(model, share, rate, batch, most_load, partitions)
+        memory = model.memory(size) / partitions
+        if memory <= most:
+            yield replicas, partitions, size, memory, load
+
+
+def _replicas(
+    model: ServedModel, share: float, rate: float, batch: int, most_load: float, partitions: int
+) -> tuple[int, int, float]:
+    """The fewest replicas at most_load or below, the requests in a batch of one of them, and its load u.
+
+    A batch of ``batch`` requests enters the cascade every batch/rate seconds; ρ·batch of it reach the model (§V-C).
+    """
+
+    def of(replicas: int) -> tuple[int, float]:
+        size = min(model.max_batch, max(1, math.ceil(share * batch / replicas)))
+        return size, rate * share / replicas * model.seconds(size) / size / partitions
+
+    least = rate * share * model.seconds(model.max_batch) / model.max_batch / partitions / most_load
+    most = rate * share * model.seconds(1) / partitions / most_load  # batches of one: this many are always enough
+    for replicas in range(max(1, math.ceil(least - 1e-9)), max(1, math.ceil(most)) + 1):
+        size, load = of(replicas)
+        if load <= most_load * (1 + 1e-9):
+            return replicas, size, load
+    size, load = of(replicas + 1)
+    return replicas + 1, size, load
+
+
+def _never_fits(model: ServedModel, batch: float, cluster: Cluster) -> str:
+    memory = model.memory(min(model.max_batch, max(1, math.ceil(batch)))) / model.max_partitions
+    largest = max(cluster.gpus, key=lambda gpu: gpu.memory)
+    cut = f"cut into {model.max_partitions}" if model.max_partitions > 1 else "which cannot be cut"
+    return (
+        f"no placement: {model.name}, {cut}, needs {gib(memory)} on a GPU; {largest.name}, the largest of "
+        f"{len(cluster.gpus)}, lacks {gib(memory - largest.memory)} of its {gib(largest.memory)}"
+    )
+
+
+def check_rate(rate: float) -> None:
+    if isinstance(rate, bool) or not isinstance(rate, (int, float, np.number)) or not 0 < rate < math.inf:
+        raise InputError(f"rate is {rate!r} requests/s; it must be a number > 0")

@@ -1,0 +1,135 @@
+"""The binary program of §V with PuLP and HiGHS, for cases small enough to be proved, and for what a cluster lacks.
+
+Eq. 2's products are linearised. T has three values only (same GPU, same host, network), so a pair needs no product for
+every two GPUs: it needs to know whether both lie on one GPU, and whether on one host.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from flexhybrid.cascade.cluster.served import Cluster
+from flexhybrid.cascade.placement.instances import Layout
+from flexhybrid.core.memory import gib
+
+
+class Solved(NamedTuple):
+    cost: float  #: seconds of transfer a request
+    bound: float  #: that no placement undercuts; equals cost where the solver finished
+    gpu_of: np.ndarray  #: [items]
+
+
+def binary_program(layout: Layout, cluster: Cluster, most_load: float):
+    """(problem, x) of Eqs. 2 to 4; x[item][GPU]. Every row is named after its equation."""
+    import pulp
+
+    gpus, hosts = range(len(cluster.gpus)), cluster.hosts
+    items, num_hosts = range(len(layout.items)), int(cluster.hosts.max()) + 1
+    problem = pulp.LpProblem("placement", pulp.LpMaximize)
+    x = [[problem.add_variable(f"x_{i}_{g}", cat=pulp.LpBinary) for g in gpus] for i in items]
+    for i in items:
+        problem += pulp.lpSum(x[i]) == 1, f"eq3_once_{i}"
+    unit = float(cluster.memory.max())
+    for g in gpus:
+        problem += (
+            pulp.lpSum(layout.item_memory[i] / unit * x[i][g] for i in items) <= cluster.memory[g] / unit,
+            f"eq3_memory_{g}",
+        )
+        problem += pulp.lpSum(layout.item_load[i] * x[i][g] for i in items) <= most_load, f"eq4_load_{g}"
+    saved = []
+    scale = max(float(cluster.network_s_per_byte * layout.traffic.max()), 1e-300)  # a pair's cost near 1
+    for i, j in zip(*np.nonzero(layout.traffic), strict=True):
+        weight = float(layout.traffic[i, j]) / scale
+        for g in gpus:
+            same = problem.add_variable(f"same_gpu_{i}_{j}_{g}", 0, 1)
+            problem += same <= x[i][g], f"product_{i}_{j}_gpu_{g}_first"
+            problem += same <= x[j][g], f"product_{i}_{j}_gpu_{g}_second"
+            saved.append(weight * cluster.host_s_per_byte * same)
+        for h in range(num_hosts):
+            same = problem.add_variable(f"same_host_{i}_{j}_{h}", 0, 1)
+            of_host = np.flatnonzero(hosts == h)
+            problem += same <= pulp.lpSum(x[i][g] for g in of_host), f"product_{i}_{j}_host_{h}_first"
+            problem += same <= pulp.lpSum(x[j][g] for g in of_host), f"product_{i}_{j}_host_{h}_second"
+            saved.append(weight * (cluster.network_s_per_byte - cluster.host_s_per_byte) * same)
+    problem += pulp.lpSum(saved), "eq2_transfer_saved"
+    return problem, x, scale
+
+
+def solve_exactly(layout: Layout, cluster: Cluster, most_load: float, time_limit: float) -> Solved | None:
+    """The placement of least transfer; None where the program is infeasible, or nothing was found in time."""
+    problem, x, scale = binary_program(layout, cluster, most_load)
+    proved = _solve(problem, time_limit, gapRel=1e-9)
+    if proved is None:
+        return None
+    gpu_of = np.array([np.argmax([variable.value() or 0.0 for variable in row]) for row in x])
+    cost = transfer_s(layout, cluster, gpu_of)
+    if proved:
+        return Solved(cost, cost, gpu_of)
+    whole = cluster.network_s_per_byte * float(layout.traffic.sum())
+    most_saved = -problem.solverModel.getInfo().mip_dual_bound * scale  # PuLP has HiGHS minimise the negative
+    return Solved(cost, max(0.0, min(cost, whole - most_saved)), gpu_of)
+
+
+def _solve(problem, time_limit: float, **options) -> bool | None:
+    """Run HiGHS: whether the values found are proved best; None where none were found."""
+    import pulp
+
+    problem.solve(pulp.HiGHS(msg=False, timeLimit=max(0.1, time_limit), threads=1, **options))
+    if problem.sol_status == pulp.LpSolutionOptimal:
+        return True
+    # PuLP calls it feasible whenever time ran out, with or without values
+    found = problem.sol_status == pulp.LpSolutionIntegerFeasible and problem.solverModel.getSolution().value_valid
+    return False if found else None
+
+
+def transfer_s(layout: Layout, cluster: Cluster, gpu_of: np.ndarray) -> float:
+    """Eq. 2 as it stands: Σ traffic · T(g, g'), seconds of transfer a request."""
+    return float((layout.traffic * cluster.s_per_byte()[np.ix_(gpu_of, gpu_of)]).sum())
+
+
+def what_is_lacking(layout: Layout, cluster: Cluster, most_load: float, time_limit: float) -> tuple[list[str], object]:
+    """(which GPU lacks what, an assignment) where everything is placed and the sum of what is lacking is least.
+
+    The list is empty where all of it fits; it is None where the solver did not finish. Items that are alike are counted
+    (n[kind][GPU]), so that it stays small for hundreds of GPUs.
+    """
+    import pulp
+
+    kinds, first = np.unique(layout.items[:, [0, 2]], axis=0, return_index=True)
+    gpus, unit = range(len(cluster.gpus)), float(cluster.memory.max())
+    problem = pulp.LpProblem("what_is_lacking", pulp.LpMinimize)
+    count = [[problem.add_variable(f"n_{k}_{g}", 0, cat=pulp.LpInteger) for g in gpus] for k in range(len(kinds))]
+    lack = [[problem.add_variable(f"lack_{what}_{g}", 0) for g in gpus] for what in ("memory", "load")]
+    for k, (model, _) in enumerate(kinds):
+        problem += pulp.lpSum(count[k]) == int(layout.replicas[model]), f"eq3_all_{k}"
+    for g in gpus:
+        used = pulp.lpSum(layout.item_memory[i] / unit * count[k][g] for k, i in enumerate(first))
+        problem += used - lack[0][g] <= float(cluster.memory[g]) / unit, f"eq3_memory_{g}"
+        used = pulp.lpSum(layout.item_load[i] * count[k][g] for k, i in enumerate(first))
+        problem += used - lack[1][g] <= most_load, f"eq4_load_{g}"
+    problem += pulp.lpSum(lack), "lacking"
+    proved = _solve(problem, time_limit)
+    if proved is None:
+        return None, None
+    texts = []
+    for g in gpus:
+        memory, load = (float(one[g].value() or 0.0) for one in lack)
+        if memory > 1e-6:
+            texts.append(f"{cluster.gpus[g].name} lacks {gib(memory * unit)} of memory")
+        if load > 1e-6:
+            texts.append(f"{cluster.gpus[g].name} lacks {load:.3g} of a GPU's time")
+    if texts and not proved:
+        return None, None
+    return texts, None if texts else _spread(layout, kinds, count)
+
+
+def _spread(layout: Layout, kinds: np.ndarray, count) -> np.ndarray:
+    """Counts by kind -> GPU of each item."""
+    gpu_of = np.zeros(len(layout.items), dtype=int)
+    for k, (model, partition) in enumerate(kinds):
+        alike = np.flatnonzero((layout.items[:, 0] == model) & (layout.items[:, 2] == partition))
+        where = [g for g, variable in enumerate(count[k]) for _ in range(round(variable.value() or 0.0))]
+        gpu_of[alike] = where
+    return gpu_of

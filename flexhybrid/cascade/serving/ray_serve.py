@@ -1,0 +1,269 @@
+"""``flexhybrid cascade run --engine ray``: a deployment of Ray Serve for each model, and a router before them.
+
+    HTTP, or a file ──▶ router ──▶ replica of model i ──▶ router ──▶ answer, or a replica of a larger model
+
+A replica holds a model, takes requests together up to its batch, and says of each what it would answer and how sure it
+is; logits stay where they are. A replica that dies takes no request along: the router asks another one. Where the
+router itself dies, a file's requests are asked again; of HTTP's, those under way get Ray Serve's status 500.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import re
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from flexhybrid.cascade.models import Model, first_line
+from flexhybrid.cascade.routes import Cascade, read_json
+from flexhybrid.cascade.serving.run import BATCH, Answer, Judgement, judge, note
+from flexhybrid.core.errors import InputError
+
+APPLICATION, ROUTER = "cascade", "router"
+HOST = "127.0.0.1"  #: the endpoint is this machine's own: whoever opens it to others puts a guard before it
+BATCH_WAIT_S = 0.002  #: for which a replica waits for a batch to fill
+ASK_AGAIN = 8  #: times a request is given to replicas that die of it, before it goes on to the next larger model
+LOADS = 2  #: times that a model which cannot be loaded is loaded before the deployment fails
+START_S = 120  #: that Ray Serve's HTTP endpoint may take to come up
+HEALTH_S = 2.0  #: between two looks at a replica, and for which one that ends may finish
+
+#: Gives a model, in the process that will hold it.
+Load = Callable[[], Model]
+#: What a model answers, how sure it is (NaN where it failed), and why it failed.
+Said = tuple[object, float, str | None]
+
+
+@dataclass(frozen=True)
+class Size:
+    """How a model is deployed."""
+
+    replicas: int = 1
+    batch: int = BATCH
+    gpu_share: float | None = None  #: of a GPU, a replica, where the cluster has any; None: shared out evenly
+
+
+def sizes_of(cascade: Cascade, plan: Path | None) -> list[Size]:
+    """Replicas, batches and shares of GPUs from the file that ``flexhybrid cascade plan`` wrote, one a model; without
+    one, a replica each.
+
+    A model that the plan leaves out, since no request should visit it, has one replica: requests of models that fail
+    go there. Raises InputError for a plan of other models, or one with partitions, which no executor here runs.
+    """
+    if plan is None:
+        return [Size() for _ in cascade.models]
+    record = read_json(plan)
+    try:
+        planned = {model["name"]: model for model in record["models"]}
+        sharers = {gpu["name"]: len(gpu["holds"]) for gpu in record["gpus"]}
+        return [_size(planned[name], sharers) for name in cascade.names]
+    except (KeyError, TypeError) as error:
+        raise InputError(f"{plan} is no plan of the cascade {', '.join(cascade.names)}: {error} is missing") from None
+
+
+def _size(planned: dict, sharers: dict[str, int]) -> Size:
+    if planned["partitions"] > 1:
+        raise InputError(
+            f"model {planned['name']} is planned in {planned['partitions']} partitions, and a replica here is one "
+            "executor: plan it whole, with its weights offloaded"
+        )
+    crowd = max((sharers[gpu] for replica in planned["gpus"] for gpu in replica), default=1)
+    return Size(max(1, planned["replicas"]), max(1, planned["batch"]), 1 / crowd)
+
+
+class Replica:
+    """A model and its judgement; requests that come at about the same time are computed together."""
+
+    def __init__(self, cascade: Cascade, place: int, load: Load, batch: int):
+        from ray import serve
+
+        self.cascade, self.place, self.model = cascade, place, load()
+
+        @serve.batch(max_batch_size=batch, batch_wait_timeout_s=BATCH_WAIT_S)
+        async def together(requests: list) -> list[Said]:
+            # on a thread, so that the replica still hears its controller
+            judged = await asyncio.to_thread(judge, self.cascade, self.place, self.model, _stacked(requests))
+            return list(zip(judged.outputs, judged.sure.tolist(), judged.why, strict=True))
+
+        self._together = together
+
+    async def ask(self, request) -> Said:
+        return await self._together(request)
+
+
+def _stacked(requests: list) -> Sequence:
+    """Arrays of one shape as one; a request of another shape is the model's to refuse, alone."""
+    alike = len({one.shape if isinstance(one, np.ndarray) else None for one in requests}) == 1
+    return np.stack(requests) if alike and isinstance(requests[0], np.ndarray) else requests
+
+
+class Router:
+    """Sends each request from model to model until one is sure. ``asks`` [models]: asks a replica of a model."""
+
+    def __init__(self, cascade: Cascade, *handles):
+        self.cascade = cascade
+        self.asks = [handle.ask.remote for handle in handles]
+
+    async def answer(self, request, index: int) -> Answer:
+        """What becomes of a request; ``index`` is its place in the file."""
+        answer, i = Answer(index), 0
+        while i < len(self.asks):
+            output, sure, why = await self._ask(i, request)
+            i = int(note(self.cascade, i, [answer], Judgement([output], np.array([sure]), [why]))[0])
+        return answer
+
+    async def _ask(self, i: int, request) -> Said:
+        from ray.exceptions import RayActorError, RayError
+
+        for _ in range(ASK_AGAIN):
+            try:
+                return await self.asks[i](request)
+            except RayActorError:  # its replica died: another one, or the one that takes its place, has no part in it
+                await asyncio.sleep(BATCH_WAIT_S)
+            except RayError as error:
+                return None, math.nan, f"{type(error).__name__}: {first_line(error)}"
+        return None, math.nan, f"{ASK_AGAIN} of its replicas died of it"
+
+    async def __call__(self, http):
+        """POST {"x": numbers of a request} or {"prompt": text}; gives the Answer as JSON, with status 503 where no
+        model could answer, and 400 for what is no request."""
+        from starlette.responses import JSONResponse
+
+        try:
+            body = await http.json()
+            request = body["prompt"] if "prompt" in body else np.array(body["x"], dtype=np.float32)
+        except (ValueError, KeyError, TypeError) as error:
+            wrong = f'a request is {{"x": numbers}} or {{"prompt": text}}: {error!r}'
+            return JSONResponse({"error": wrong}, status_code=400)
+        answer = await self.answer(request, 0)
+        return JSONResponse(answer.__dict__, status_code=503 if answer.model is None else 200)
+
+
+@contextmanager
+def deployed(
+    cascade: Cascade, loads: Sequence[Load], sizes: Sequence[Size], port: int, say: Callable[[str], None]
+) -> Iterator[Callable[[Sequence, int], list[Answer]]]:
+    """The cascade at http://HOST:port/ and, for requests at hand, as a function: (requests, index of the first) to
+    their answers.
+
+    Raises InputError where Ray cannot be had or serves something else, the port is taken, the cluster cannot hold the
+    replicas, or a model cannot be loaded.
+    """
+    from flexhybrid.jobs.ray_cluster import cluster
+
+    _check_port(port)
+    os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", str(START_S))  # 5 s: too short on a busy machine
+    with redirect_stdout(sys.stderr), cluster(say) as ray:  # Ray prints what its processes say; stdout is the result's
+        from ray import serve
+
+        if serve.status().proxies:  # whoever ends Serve ends all that it serves
+            raise InputError("Ray Serve is at work on this cluster already: end it first, with `serve shutdown`")
+        router = _application(cascade, loads, sizes, ray)
+        try:
+            _start(serve, port)
+            try:
+                handle = serve.run(router, name=APPLICATION, route_prefix="/")
+            except RuntimeError as error:
+                raise InputError(f"Ray Serve could not deploy the cascade: {_cause(error)}") from error
+            num = sum(size.replicas for size in sizes)
+            say(f"cascade    http://{HOST}:{port}/, {num} replicas of {len(sizes)} models")
+            yield lambda requests, first: _answer_all(handle, requests, first)
+        finally:
+            serve.shutdown()
+
+
+def _check_port(port: int) -> None:
+    try:
+        socket.create_server((HOST, port)).close()
+    except (OSError, OverflowError) as error:
+        raise InputError(f"--port {port}: {error}") from None
+
+
+def _start(serve, port: int) -> None:
+    """Ray Serve with its HTTP endpoint. It gives up an endpoint that is slow to come and begins another by itself."""
+    from ray.exceptions import RayError
+
+    until = time.monotonic() + START_S
+    with suppress(RayError, TimeoutError):
+        serve.start(http_options={"host": HOST, "port": port})
+    while {"HEALTHY"} != {status.value for status in serve.status().proxies.values()}:
+        if time.monotonic() > until:
+            raise InputError(f"Ray Serve's HTTP endpoint did not come up within {START_S} s")
+        time.sleep(0.2)
+
+
+def _application(cascade: Cascade, loads: Sequence[Load], sizes: Sequence[Size], ray):
+    """The router with a deployment of each model behind it, ready for ``serve.run``."""
+    from ray import serve
+
+    from flexhybrid.jobs.ray_cluster import ENVIRONMENT
+
+    environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(_own_folders())}
+    free = ray.available_resources()
+    if cascade.task != "generation":
+        free.pop("GPU", None)  # torch modules compute on the CPU
+    cpus, shares = shared_out(sizes, free)
+    handles = []
+    for place, (name, load, size) in enumerate(zip(cascade.names, loads, sizes, strict=True)):
+        options = {"num_cpus": cpus, "num_gpus": shares[place], "runtime_env": {"env_vars": environment}}
+        replica = serve.deployment(Replica).options(
+            name=name, num_replicas=size.replicas, ray_actor_options=options, health_check_period_s=HEALTH_S,
+            max_ongoing_requests=2 * size.batch, graceful_shutdown_timeout_s=HEALTH_S,
+            max_constructor_retry_count=LOADS,
+        )  # fmt: skip
+        handles.append(replica.bind(cascade, place, load, size.batch))
+    router = serve.deployment(Router).options(
+        name=ROUTER, ray_actor_options={"num_cpus": 0}, max_ongoing_requests=10_000, health_check_period_s=HEALTH_S
+    )
+    return router.bind(cascade, *handles)
+
+
+def shared_out(sizes: Sequence[Size], free: dict[str, float]) -> tuple[float, list[float]]:
+    """(CPUs of each replica, GPU share of a replica of each model) of what a cluster has ``free``.
+
+    Raises InputError where shares that a plan asks for are more than there is: Serve would wait for ever.
+    """
+    num, gpus = sum(size.replicas for size in sizes), free.get("GPU", 0.0)
+    cpus = min(1.0, math.floor(100 * free.get("CPU", 1.0) / (num + 1)) / 100)
+    if not gpus:
+        return cpus, [0.0] * len(sizes)
+    even = 1 / math.ceil(num / gpus)
+    shares = [even if size.gpu_share is None else size.gpu_share for size in sizes]
+    needed = sum(share * size.replicas for share, size in zip(shares, sizes, strict=True))
+    if needed > gpus + 1e-6:
+        raise InputError(f"the replicas need {needed:.4g} GPUs, and the Ray cluster has {gpus:g} free: plan for those")
+    return cpus, shares
+
+
+def _cause(error: Exception) -> str:
+    """The line of a failed deployment that says why: the last one of the traceback that Serve passes on."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return next((line for line in reversed(lines) if re.match(r"[\w.]+(Error|Exception): ", line)), lines[0])
+
+
+def _own_folders() -> list[str]:
+    """Where this process finds modules that are not installed: a model may be one of them."""
+    installed = (sys.prefix, sys.base_prefix)
+    return [folder or os.getcwd() for folder in sys.path if not folder.startswith(installed)]
+
+
+def _answer_all(handle, requests: Sequence, first: int) -> list[Answer]:
+    from ray.exceptions import RayActorError
+
+    answers: list[Answer | None] = [None] * len(requests)
+    for _ in range(ASK_AGAIN):
+        waiting = {i: handle.answer.remote(requests[i], first + i) for i, one in enumerate(answers) if one is None}
+        for i, one in waiting.items():
+            with suppress(RayActorError):  # the router died: the one that takes its place is asked
+                answers[i] = one.result()
+        if None not in answers:
+            return answers
+    raise InputError(f"the router of the cascade died {ASK_AGAIN} times")

@@ -1,0 +1,140 @@
+"""The best thresholds there are: every set of them that routes the validation set differently is looked at.
+
+A threshold between two neighbouring confidences routes like any other between them, so a model has as many thresholds
+as distinct confidences, and one more. Few of them matter. Lowering a threshold past requests that the model answers
+right adds right answers and saves what larger models cost, whatever the other thresholds: only thresholds just above a
+wrong answer remain, and 0. A model with 20 errors has 21.
+
+The thresholds of all models but the last two are enumerated; those two are a table of cumulative sums each time: how
+many requests pass both, and how many of these the next model has right.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from flexhybrid.cascade.thresholds.curve import Answers, Curve
+
+#: Sets of thresholds looked at before candidates are thinned out; some 10 ns each.
+MAX_SETS = 500_000_000
+
+
+def candidates(confidence: np.ndarray, correct: np.ndarray) -> np.ndarray:
+    """Thresholds of a model [K], growing from 0, that may be best: confidence [N] in 0 .. 1, correct [N].
+
+    In the middle between neighbouring confidences; the last is 1 (nobody answers) if the surest request is wrong.
+    """
+    distinct, group = np.unique(confidence, return_inverse=True)
+    has_error = np.bincount(group, ~correct, len(distinct)) > 0
+    upper = np.append(distinct[1:], 1.0)
+    middle = distinct + (upper - distinct) / 2
+    middle[-1] = 1.0
+    middle = np.where(middle > distinct, middle, upper)  # neighbouring floats have no middle
+    return np.concatenate([[0.0], middle[has_error]])
+
+
+def exact_curve(answers: Answers, max_sets: int = MAX_SETS) -> Curve:
+    """The whole curve: for every reachable number of right answers the least cost.
+
+    Where more than ``max_sets`` sets of thresholds remain, every model keeps as many candidates, evenly among its own,
+    and the curve says that it is not exact. A surest request of confidence 1 answers whatever the threshold.
+    """
+    every = [candidates(answers.confidence[i], answers.correct[i]) for i in range(answers.num_models - 1)]
+    every, exact = _thinned(every, max_sets)
+    levels = [np.searchsorted(every[i], answers.confidence[i], side="right") for i in range(len(every))]
+    search = _Search(answers, levels, [len(one) for one in every])
+    search.walk(0, np.ones(answers.num_requests, dtype=bool), 0, 0.0, ())
+    right, chosen = search.front()
+    thresholds = np.array([[every[i][k] for i, k in enumerate(row)] for row in chosen]).reshape(len(right), -1)
+    return Curve(thresholds, right, search.cost[right] / answers.num_requests, answers.num_requests, exact)
+
+
+def _thinned(every: list[np.ndarray], max_sets: int) -> tuple[list[np.ndarray], bool]:
+    """At most ``max_sets`` combinations: the longest lists are cut to one length."""
+    longest = max(map(len, every), default=0)
+    keep = longest
+    while keep > 2 and np.prod([float(min(len(one), keep)) for one in every]) > max_sets:
+        keep -= 1
+    if keep == longest:
+        return every, True
+    return [one[np.unique(np.linspace(0, len(one) - 1, min(len(one), keep)).astype(int))] for one in every], False
+
+
+@dataclass
+class _Search:
+    """Enumerates candidates; ``levels[i][n]``: model i answers request n at candidates below this place."""
+
+    answers: Answers
+    levels: list[np.ndarray]
+    sizes: list[int]
+
+    def __post_init__(self):
+        num = self.answers.num_requests
+        self.cost = np.full(num + 1, np.inf)  #: least sum over requests, by how many are right
+        self.chosen = np.zeros((num + 1, len(self.levels)), dtype=int)
+
+    def walk(self, i: int, alive: np.ndarray, right: int, cost: float, chosen: tuple[int, ...]) -> None:
+        """Thresholds of model i and later, for the requests ``alive`` [N] that came so far."""
+        answers, left = self.answers, len(self.levels) - i
+        if left == 0:
+            right += int(answers.correct[i, alive].sum())
+            self._note(np.array([[right]]), np.array([[cost + answers.cost[i] * alive.sum()]]), chosen, 0)
+        elif left <= 2:
+            self._tables(i, left, alive, right, cost, chosen)
+        else:
+            for place in range(self.sizes[i]):
+                going_on = alive & (self.levels[i] <= place)
+                more = int(answers.correct[i, alive & ~going_on].sum())
+                self.walk(i + 1, going_on, right + more, cost + answers.cost[i] * alive.sum(), (*chosen, place))
+
+    def _tables(self, i: int, left: int, alive: np.ndarray, right: int, cost: float, chosen: tuple[int, ...]) -> None:
+        """All candidates of the last two models that have any (a, b) at once; of the last one (b), with an a that is
+        free and lets everyone pass."""
+        answers = self.answers
+        b = i + left - 1
+        level_b, size_b = self.levels[b][alive], self.sizes[b]
+        of_b, of_c = (answers.correct[model, alive].astype(np.int64) for model in (b, b + 1))
+        if left == 2:
+            level_a, size_a, of_a = self.levels[i][alive], self.sizes[i], answers.correct[i, alive].astype(np.int64)
+            cost += answers.cost[i] * len(level_a)
+        else:
+            level_a, size_a, of_a = np.zeros_like(level_b), 1, np.zeros_like(of_b)
+
+        def passing(weights: np.ndarray) -> np.ndarray:
+            """Sums over the requests that pass both, [candidates of a, of b]."""
+            cells = np.bincount(level_a * (size_b + 1) + level_b, weights, (size_a + 1) * (size_b + 1))
+            table = cells.astype(np.int64).reshape(size_a + 1, size_b + 1)
+            return table.cumsum(axis=0).cumsum(axis=1)[:size_a, :size_b]
+
+        def passing_a(weights: np.ndarray) -> np.ndarray:
+            return np.bincount(level_a, weights, size_a + 1).astype(np.int64).cumsum()[:size_a, None]
+
+        all_right = right + of_a.sum() + passing_a(of_b - of_a) + passing(of_c - of_b)
+        ones = np.ones_like(of_b)
+        all_cost = cost + answers.cost[b] * passing_a(ones) + answers.cost[b + 1] * passing(ones)
+        self._note(all_right, all_cost, chosen, left)
+
+    def _note(self, right: np.ndarray, cost: np.ndarray, chosen: tuple[int, ...], left: int) -> None:
+        """Keep what is cheaper than everything at least as accurate so far."""
+        at_least = np.minimum.accumulate(self.cost[::-1])[::-1]
+        rows, columns = np.nonzero(cost < at_least[right])
+        if not len(rows):
+            return
+        order = np.argsort(cost[rows, columns], kind="stable")
+        rows, columns = rows[order], columns[order]
+        values, first = np.unique(right[rows, columns], return_index=True)
+        rows, columns = rows[first], columns[first]
+        self.cost[values] = cost[rows, columns]
+        self.chosen[values, : len(chosen)] = chosen
+        if left:
+            self.chosen[values, -1] = columns
+        if left == 2:
+            self.chosen[values, -2] = rows
+
+    def front(self) -> tuple[np.ndarray, np.ndarray]:
+        """(numbers of right answers of the curve's points, growing; the candidates chosen for each)."""
+        later = np.minimum.accumulate(np.append(self.cost[1:], np.inf)[::-1])[::-1]
+        right = np.flatnonzero(self.cost < later)
+        return right, self.chosen[right]

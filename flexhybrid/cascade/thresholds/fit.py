@@ -1,0 +1,244 @@
+"""``flexhybrid cascade fit``: validation data in, each model's temperature and what it says of every request out."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from flexhybrid.cascade.data import NO_LABEL, check_labels, read_labels, read_logits, read_requests, scored
+from flexhybrid.cascade.models import TOP_K, Model, Prediction, first_line, load_model, named_path, named_policies
+from flexhybrid.cascade.routes import COSTS, TASKS, VERSION, CascadeModel, costs_of, read_json
+from flexhybrid.cascade.thresholds.confidence import calibrate
+from flexhybrid.cascade.thresholds.curve import Answers
+from flexhybrid.core.errors import InputError, unknown
+from flexhybrid.core.hardware import write_by_rename
+
+BATCH = 64  #: requests a local model gets at once while it is fitted
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """Models from small to large with their temperatures, and what each says of the validation set's N requests."""
+
+    models: tuple[CascadeModel, ...]
+    task: str
+    top_k: int | None
+    correct: np.ndarray  #: [models, N] bool
+    confidence: np.ndarray  #: [models, N]
+    ece: np.ndarray  #: [models, 2] expected calibration error before and after scaling
+
+    def answers(self, cost: str) -> Answers:
+        """For the searches, with one kind of cost."""
+        return Answers(self.correct, self.confidence, costs_of(self.models, cost))
+
+    def save(self, path: Path) -> None:
+        """One JSON file, whole or not at all."""
+        record = {
+            "version": VERSION, "task": self.task, "top_k": self.top_k, "models": [asdict(one) for one in self.models],
+            "ece": self.ece.tolist(), "confidence": self.confidence.tolist(),
+            "correct": self.correct.astype(int).tolist(),
+        }  # fmt: skip
+        try:
+            write_by_rename(path, json.dumps(record))
+        except OSError as error:
+            raise InputError(f"cannot write {path}: {error.strerror or error}") from None
+
+    @classmethod
+    def load(cls, path: Path) -> Fitted:
+        record = read_json(path)
+        try:
+            if record["version"] != VERSION:
+                raise InputError(f"{path}: version must be {VERSION}")
+            return cls(
+                tuple(CascadeModel(**one) for one in record["models"]), record["task"], record["top_k"],
+                np.array(record["correct"], dtype=bool), np.array(record["confidence"], dtype=float),
+                np.array(record["ece"], dtype=float),
+            )  # fmt: skip
+        except (KeyError, TypeError, ValueError) as error:
+            if isinstance(error, InputError):
+                raise
+            raise InputError(f"{path} is no file of `flexhybrid cascade fit`: {error!r}") from None
+
+
+def fit(
+    models: Sequence[CascadeModel],
+    predictions: Sequence[Prediction],
+    labels: np.ndarray,
+    task: str = "classification",
+    top_k: int | None = None,
+    where: str = "labels",
+) -> Fitted:
+    """Calibrate each model. ``labels`` [N, S]: classes, token ids (NO_LABEL past an answer's end) or positions.
+    InputError for labels of one class, logits that are no numbers, and shapes that do not match."""
+    if task not in TASKS:
+        raise unknown("task", task, TASKS)
+    check_labels(labels, where, task)
+    found, done = [], []
+    for model, prediction in zip(models, predictions, strict=True):
+        one = scored(model.name, prediction, labels, task, top_k)
+        calibration = calibrate(one, generated=task == "generation")
+        found.append(replace(model, temperature=calibration.temperature))
+        done.append((one.correct, calibration))
+    return Fitted(
+        tuple(found), task, top_k, np.array([correct for correct, _ in done]),
+        np.array([one.confidence for _, one in done]), np.array([(one.ece_before, one.ece_after) for _, one in done]),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """What the command was asked. Costs are a list a kind, in the models' order."""
+
+    out: Path
+    task: str = "classification"
+    logits: Sequence[str] = ()  #: NAME=FILE
+    models: Sequence[str] = ()  #: NAME=PATH
+    labels: Path | None = None
+    data: Path | None = None
+    costs: dict[str, list[float] | None] | None = None
+    watts: float | None = None  #: a stated power: energy of a local model is this times its measured seconds
+    top_k: int | None = None
+    max_tokens: int = 1
+    policies: Sequence[str] = ()  #: NAME=POLICY, of language models
+
+
+def run_fit(options: FitOptions) -> dict:
+    """The command: writes what was fitted, returns a record of it."""
+    if bool(options.logits) == bool(options.models):
+        raise InputError("give either --logits NAME=FILE … with --labels, or --models NAME=PATH … with --data")
+    named = [named_path(text) for text in options.logits or options.models]
+    top_k = (options.top_k or TOP_K) if options.task == "generation" else None
+    if options.logits:
+        if options.labels is None:
+            raise InputError("labels are missing: name their file with --labels (it may be one of those with logits)")
+        predictions, labels = [read_logits(Path(file)) for _, file in named], read_labels(options.labels)
+        models, where = [CascadeModel(name) for name, _ in named], str(options.labels)
+    else:
+        if options.data is None:
+            raise InputError("requests and labels are missing: name their file with --data")
+        requests, labels = read_requests(options.data, options.task)
+        if labels is None:
+            raise InputError(f"{options.data}: labels are missing")
+        models, predictions, labels = _predict_all(named, requests, labels, options, top_k)
+        where = str(options.data)
+    models = _priced(models, options)
+    fitted = fit(models, predictions, labels, options.task, top_k, where)
+    fitted.save(options.out)
+    return record_of(fitted, str(options.out))
+
+
+def _predict_all(named, requests, labels, options: FitOptions, top_k: int | None):
+    """Run local models, one after another: (models with measured seconds, predictions, labels [N, S])."""
+    models, predictions = [], []
+    policies = named_policies(options.policies, [name for name, _ in named], options.task)
+    for name, source in named:
+        model = load_model(name, source, options.task, options.max_tokens, top_k, **policies.get(name, {}))
+        try:
+            if options.task == "generation" and not predictions:
+                labels = _answer_tokens(model, labels, options.max_tokens)
+            prediction, seconds = _timed(model, requests)
+        finally:
+            if hasattr(model, "close"):
+                model.close()
+        predictions.append(prediction)
+        models.append(CascadeModel(name, seconds=seconds, source=source))
+    return models, predictions, labels
+
+
+def _timed(model: Model, requests: Sequence) -> tuple[Prediction, float]:
+    """(predictions of all requests, seconds of one: the median batch's). InputError where the model raises."""
+    parts, seconds = [], []
+    for start in range(0, len(requests), BATCH):
+        batch = requests[start : start + BATCH]
+        began = time.perf_counter()
+        try:
+            parts.append(model.predict(batch))
+        except InputError:
+            raise
+        except Exception as error:  # whatever a black box raises
+            raise InputError(
+                f"model {model.name} failed at requests {start} to {start + len(batch) - 1}: {type(error).__name__}: "
+                f"{first_line(error)}"
+            ) from error
+        seconds.append((time.perf_counter() - began) / len(batch))
+    return joined(parts), float(np.median(seconds))
+
+
+def joined(parts: Sequence[Prediction]) -> Prediction:
+    """Predictions of parts of the requests as one."""
+    outputs = [output for part in parts for output in part.outputs]
+    logits, counted = (np.concatenate([getattr(part, name) for part in parts]) for name in ("logits", "counted"))
+    classes = None if parts[0].classes is None else np.concatenate([part.classes for part in parts])
+    return Prediction(outputs, logits, counted, classes)
+
+
+def _answer_tokens(model: Model, answers: list, max_tokens: int) -> np.ndarray:
+    """Answers, texts or token ids, as token ids [N, max_tokens]; all models of a cascade share a tokenizer."""
+    labels = np.full((len(answers), max_tokens), NO_LABEL)
+    for row, answer in zip(labels, answers):
+        if isinstance(answer, str):
+            if model.llm.tokenizer is None:
+                raise InputError(f"{model.name} has no tokenizer: give answers as token ids")
+            answer = model.llm.tokenizer(answer, add_special_tokens=False)["input_ids"]
+        if not answer:
+            raise InputError("an answer is empty")
+        row[: len(answer)] = answer[:max_tokens]
+    return labels
+
+
+def _priced(models: list[CascadeModel], options: FitOptions) -> list[CascadeModel]:
+    """With the costs that were given; energy from a stated power where it was not."""
+    for cost, values in (options.costs or {}).items():
+        if values is None:
+            continue
+        if cost not in COSTS:
+            raise unknown("cost", cost, COSTS)
+        if len(values) != len(models):
+            raise InputError(f"{cost} has {len(values)} values for {len(models)} models")
+        models = [replace(model, **{cost: value}) for model, value in zip(models, values)]
+    if options.watts is not None:
+        if not options.watts > 0:
+            raise InputError(f"watts is {options.watts:g}; it must be above 0")
+        if any(model.seconds is None for model in models):
+            raise InputError("watts needs seconds: run local models, or give --seconds")
+        models = [
+            model if model.energy_j is not None else replace(model, energy_j=options.watts * model.seconds)
+            for model in models
+        ]  # fmt: skip
+    return models
+
+
+def record_of(fitted: Fitted, path: str) -> dict:
+    """What is known of each model, for programs."""
+    rows = [
+        {
+            **asdict(model), "accuracy": float(fitted.correct[i].mean()), "ece_before": float(fitted.ece[i, 0]),
+            "ece_after": float(fitted.ece[i, 1]),
+        }
+        for i, model in enumerate(fitted.models)
+    ]  # fmt: skip
+    joint = float(fitted.correct.any(axis=0).mean())
+    return {"path": path, "num_requests": fitted.correct.shape[1], "joint_accuracy": joint, "models": rows}
+
+
+def describe_fit(result: dict) -> str:
+    """For people."""
+    costs = [cost for cost in COSTS if any(row[cost] is not None for row in result["models"])]
+    lines = [f"{'model':16s} {'accuracy':>8s} {'temperature':>11s} {'ECE before':>10s} {'after':>7s}"
+             + "".join(f" {cost:>10s}" for cost in costs)]  # fmt: skip
+    for row in result["models"]:
+        priced = "".join(f" {row[cost]:10.3g}" if row[cost] is not None else f" {'–':>10s}" for cost in costs)
+        lines.append(
+            f"{row['name']:16s} {row['accuracy']:8.2%} {row['temperature']:11.3f} {row['ece_before']:10.2%} "
+            f"{row['ece_after']:7.2%}{priced}"
+        )
+    lines.append(
+        f"\n{result['num_requests']} requests; at least one model has {result['joint_accuracy']:.2%} right: "
+        f"{result['path']}"
+    )
+    return "\n".join(lines)

@@ -1,0 +1,70 @@
+"""Algorithm 1 of HybridServe (Edinburgh): thresholds by random sampling, more of it where accuracy is high."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flexhybrid.cascade.thresholds.curve import Answers, Curve, evaluate, pareto
+
+NUM_SAMPLES = 256  #: of a round; the paper gives no number
+EPSILON = 0.05  #: half the side of the box around a good sample; the paper: "small, empirically chosen"
+MAX_ROUNDS = 64
+
+
+def sampled_curve(
+    answers: Answers,
+    seed: int = 0,
+    num_samples: int = NUM_SAMPLES,
+    epsilon: float = EPSILON,
+    max_rounds: int = MAX_ROUNDS,
+) -> Curve:
+    """The curve that sampling finds.
+
+    Lines 3 and 4: ``num_samples`` sets of thresholds a round, uniform in [0, 1]. Lines 5 and 6: as many again in boxes
+    of ± epsilon around those whose accuracy lies between the second-largest and the largest model's. Line 8, "until no
+    new (a, e)": until a round adds no point to the curve, or ``max_rounds``.
+    """
+    generator = np.random.default_rng(seed)
+    right = answers.correct.sum(axis=1)
+    low, high = sorted(right[-2:]) if answers.num_models > 1 else (right[0], right[0])
+    size = (num_samples, answers.num_models - 1)
+    found = _Found(answers)
+    found.add(np.ones((1, size[1])))  # all go on to the largest: as accurate as it is, whatever is drawn
+    for _ in range(max_rounds):
+        thresholds = generator.random(size)
+        num_correct = found.add(thresholds)
+        good = thresholds[(low <= num_correct) & (num_correct <= high)]
+        if len(good):
+            near = good[generator.integers(len(good), size=num_samples)] + generator.uniform(-epsilon, epsilon, size)
+            found.add(np.clip(near, 0.0, 1.0))
+        if not found.is_new():
+            break
+    return found.curve()
+
+
+class _Found:
+    """The points that no other beats, so far."""
+
+    def __init__(self, answers: Answers):
+        self.answers = answers
+        self.thresholds = np.empty((0, answers.num_models - 1))
+        self.num_correct, self.cost = np.empty(0, dtype=int), np.empty(0)
+        self.before: set[tuple[int, float]] = set()
+
+    def add(self, thresholds: np.ndarray) -> np.ndarray:
+        """Take these in; returns how many requests each set answers right."""
+        num_correct, cost = evaluate(self.answers, thresholds)
+        every = np.concatenate([self.num_correct, num_correct]), np.concatenate([self.cost, cost])
+        kept = pareto(*every)
+        self.thresholds = np.concatenate([self.thresholds, thresholds])[kept]
+        self.num_correct, self.cost = every[0][kept], every[1][kept]
+        return num_correct
+
+    def is_new(self) -> bool:
+        """Whether there is a point that was not there when last asked."""
+        now = set(zip(self.num_correct.tolist(), self.cost.tolist()))
+        new, self.before = bool(now - self.before), now
+        return new
+
+    def curve(self) -> Curve:
+        return Curve(self.thresholds, self.num_correct, self.cost, self.answers.num_requests, exact=False)

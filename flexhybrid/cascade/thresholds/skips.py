@@ -1,0 +1,177 @@
+"""Which models a cascade keeps, and which ones a request jumps over (HybridServe, Edinburgh, Sec. IV-C, Algorithm 2).
+
+Beside each of the paper's two rules stands one that is fitted: instead of dropping models whose own balance is
+negative, every set of models is searched; instead of cutting the confidences below a threshold into equal parts, the
+cuts are put where they save most on the validation set.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from flexhybrid.cascade.routes import Cascade, CascadeModel, Skip
+from flexhybrid.cascade.thresholds.curve import Answers, Curve
+from flexhybrid.core.errors import InputError
+
+Skips = tuple[tuple[Skip, ...], ...]
+
+
+def energy_benefit(visited: np.ndarray, cost: np.ndarray) -> np.ndarray:
+    """Algorithm 2, line 1, of every model but the last [M − 1]: what its answers save at the next model, less what all
+    that reach it cost: (rho_i − rho_i+1) e_i+1 − rho_i e_i. ``visited`` [M]: shares that reach each model."""
+    return (visited[:-1] - visited[1:]) * cost[1:] - visited[:-1] * cost[:-1]
+
+
+def drop_by_benefit(answers: Answers, choose: Callable[[Answers], np.ndarray]) -> list[int]:
+    """Algorithm 2, lines 2 to 4 and 7: the models that stay, after dropping, one at a time and the smallest first,
+    those without benefit. ``choose`` runs Algorithm 1: the thresholds [M − 1] of some models."""
+    kept = list(range(answers.num_models))
+    while len(kept) > 1:
+        part = answers.only(kept)
+        visited = route(part, choose(part)).visited
+        useless = np.flatnonzero(energy_benefit(visited, part.cost) <= 0)
+        if not len(useless):
+            break
+        kept.pop(int(useless[0]))
+    return kept
+
+
+def best_subset(
+    answers: Answers, search: Callable[[Answers], Curve], pick: Callable[[Curve], int]
+) -> tuple[list[int], Curve, int]:
+    """Of all sets of models with the largest in them, the one whose picked point costs least: the models' places, their
+    curve and the point. Of equal ones the most accurate. Sets from which nothing can be picked are left out."""
+    last, best = answers.num_models - 1, None
+    for size in range(last + 1):
+        for smaller in itertools.combinations(range(last), size):
+            kept = [*smaller, last]
+            curve = search(answers.only(kept))
+            try:
+                point = pick(curve)
+            except InputError as error:
+                reason = error
+                continue
+            rank = (curve.cost[point], -curve.num_correct[point])
+            if best is None or rank < best[0]:
+                best = (rank, kept, curve, point)
+    if best is None:
+        raise reason
+    return best[1:]
+
+
+class Route:
+    """Where every request of a validation set goes, and what that costs."""
+
+    def __init__(self, answers: Answers, cascade: Cascade):
+        self.answered, visited = cascade.walk(answers.confidence)
+        self.correct = answers.correct[self.answered, np.arange(answers.num_requests)]  #: [N]
+        self.visited = visited.mean(axis=1)  #: share of the requests that reach each model [M]
+        self.shares = np.bincount(self.answered, minlength=answers.num_models) / answers.num_requests
+        self.cost = float(self.visited @ answers.cost)  #: mean of a request
+
+    @property
+    def num_correct(self) -> int:
+        return int(self.correct.sum())
+
+
+def route(answers: Answers, thresholds: Sequence[float], skips: Skips = ()) -> Route:
+    """Send a validation set through thresholds and skips."""
+    models = tuple(CascadeModel(str(i)) for i in range(answers.num_models))
+    return Route(answers, Cascade(models, tuple(map(float, thresholds)), skips))
+
+
+def even_skips(thresholds: Sequence[float]) -> Skips:
+    """The paper's: the confidences below a threshold in equal parts, one a successor, the least sure to the largest.
+
+    Algorithm 2 has LogUniform(0, t), which no distribution is (the logarithm of 0 is no bound); its explanation says
+    "uniformly partitioned into the number of successor models", which this is.
+    """
+    last = len(thresholds)
+    skips = []
+    for i, threshold in enumerate(thresholds):
+        parts = last - i
+        bounds = [float(threshold) * part / parts for part in range(1, parts)]
+        skips.append(tuple(Skip(b, last - place) for place, b in enumerate(bounds) if b > 0))
+    return tuple(skips)
+
+
+def fitted_skips(answers: Answers, thresholds: Sequence[float], least: int | None = None) -> Skips:
+    """Cuts that save most while at least ``least`` requests stay right (as many as without skips).
+
+    From the second-largest model down: every request that reaches model i unsure could enter each successor and go on
+    from there, at a known cost and with a known answer. The best cuts of the confidences of model i, the least sure to
+    the largest, are found by dynamic programming for a price of a wrong answer. The price starts at 0 and grows until
+    enough requests stay right.
+    """
+    plain = route(answers, thresholds)
+    least = plain.num_correct if least is None else least
+    none: Skips = ((),) * len(thresholds)
+    best, best_cost = none, plain.cost
+    whole = float(answers.cost.sum()) * answers.num_requests
+    for price in (0.0, *np.geomspace(whole * 1e-6, whole, 25)):
+        skips = _fit_at(answers, thresholds, price)
+        found = route(answers, thresholds, skips)
+        if found.num_correct >= least and found.cost < best_cost:
+            best, best_cost = skips, found.cost
+    return best
+
+
+def _fit_at(answers: Answers, thresholds: Sequence[float], price: float) -> Skips:
+    """Cuts of the least cost, a wrong answer costing ``price`` more."""
+    last, num = answers.num_models - 1, answers.num_requests
+    loss = np.empty((last + 1, num))  # of entering at each model
+    loss[last] = answers.cost[last] + price * ~answers.correct[last]
+    skips: list[tuple[Skip, ...]] = [()] * last
+    reached = np.ones((last + 1, num), dtype=bool)  # by those that nobody before was sure of
+    for i in range(last):
+        reached[i + 1] = reached[i] & (answers.confidence[i] < thresholds[i])
+    for i in reversed(range(last)):
+        here = np.flatnonzero(reached[i + 1])
+        here = here[np.argsort(answers.confidence[i, here], kind="stable")]
+        skips[i] = _cuts(answers.confidence[i, here], loss[i + 1 :, here], i + 1, float(thresholds[i]))
+        stays = answers.confidence[i] >= thresholds[i]
+        to = np.full(num, i + 1)
+        for skip in reversed(skips[i]):
+            to[answers.confidence[i] < skip.below] = skip.to
+        onward = loss[to, np.arange(num)]
+        loss[i] = answers.cost[i] + np.where(stays, price * ~answers.correct[i], onward)
+    return tuple(skips)
+
+
+def _cuts(confidence: np.ndarray, loss: np.ndarray, first: int, threshold: float) -> tuple[Skip, ...]:
+    """Cut growing confidences [n] into one part a successor, the lowest to the last: least sum of ``loss``
+    [successors, n]; successor 0 is the model ``first``."""
+    num_parts, num = loss.shape
+    if num_parts == 1 or num == 0:
+        return ()
+    sums = np.pad(loss.cumsum(axis=1), ((0, 0), (1, 0)))  # [successors, n + 1] over the n lowest
+    may_cut = np.concatenate([[True], np.diff(confidence) > 0, [True]])  # equal confidences go one way
+    # best[k]: least loss of the k lowest, dealt among this successor and the larger ones
+    best, cut_of = sums[-1], []
+    for part in reversed(range(num_parts - 1)):
+        gain = np.where(may_cut, best - sums[part], np.inf)
+        place = _running_argmin(gain)
+        cut_of.append(place)
+        best = sums[part] + gain[place]
+    bounds, end = [], num
+    for place in reversed(cut_of):  # from the nearest successor down to the largest
+        end = int(place[end])
+        bounds.append(end)
+    skips, before = [], 0
+    for part, end in enumerate(reversed(bounds)):
+        if end > before:
+            below = threshold if end == num else (confidence[end - 1] + confidence[end]) / 2
+            below = below if below > confidence[end - 1] else float(confidence[end])  # neighbouring floats
+            skips.append(Skip(float(below), first + num_parts - 1 - part))
+            before = end
+    return tuple(skips)
+
+
+def _running_argmin(values: np.ndarray) -> np.ndarray:
+    """Place of the least value so far, the first of equal ones."""
+    least = np.minimum.accumulate(values)
+    is_new = np.concatenate([[True], least[1:] < least[:-1]])
+    return np.maximum.accumulate(np.where(is_new, np.arange(len(values)), 0))

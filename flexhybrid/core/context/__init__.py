@@ -1,0 +1,1 @@
+"""How a request's context is kept: cache entries, blocks, packing, split points, selections."""

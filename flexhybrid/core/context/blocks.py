@@ -1,0 +1,253 @@
+"""Blocks of 16 tokens: which representation each logical block of a request has, and who owns the physical ones.
+
+A request's tokens are cut into logical blocks. ``BlockKinds`` fixes the representation of each, the same for every
+request under one policy; within a representation the request's tokens lie densely, in order. At admission a request
+reserves one extent of physical blocks per representation, so that a load is a handful of long copies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from flexhybrid.core.context.cache_entries import representation_of
+from flexhybrid.core.errors import InputError
+
+BLOCK_TOKENS = 16
+
+
+def ceil_blocks(tokens):
+    """Blocks that hold this many tokens; works on arrays."""
+    return -(-tokens // BLOCK_TOKENS)
+
+
+#: Rounding up from one half, with room for the rounding error of a share times a count.
+HALF = 0.5 + 5e-10
+
+
+def deal_blocks(kinds: tuple[str, ...], shares, num_blocks) -> list:
+    """Blocks of each kind among a request's first ``num_blocks``; shares and counts may be arrays of any one shape.
+
+    CAPTURE eq. 5 keeps #ACT : #KV of each request at the pools' ratio: the next block is of the kind that is behind, so
+    of two kinds the first has floor(share·n + ½) of n blocks. More kinds are dealt in turn: ACT against the rest first,
+    then each representation's blocks over its tiers. Counts never fall as n grows, and a representation never strays
+    more than half a block from its share, a tier within it not more than one.
+    """
+    counts: list = [0] * len(kinds)
+
+    def deal(members: list[int], count) -> None:
+        if len(members) == 1:
+            counts[members[0]] = count
+            return
+        representation = representation_of(kinds[members[0]])
+        first = [i for i in members if representation_of(kinds[i]) == representation]
+        if len(first) == len(members):
+            first = members[:1]
+        rest = [i for i in members if i not in first]
+        part, whole = sum(shares[i] for i in first), sum(shares[i] for i in members)
+        ratio = np.divide(part, whole, out=np.zeros(np.broadcast(part, whole).shape), where=np.asarray(whole) > 0)
+        dealt = np.floor(ratio * count + HALF)
+        deal(first, dealt)
+        deal(rest, count - dealt)
+
+    deal(list(range(len(kinds))), num_blocks)
+    return counts
+
+
+def lengths_between(first, last) -> np.ndarray:
+    """The lengths from ``first`` to ``last`` tokens at which a request may hold or load the most: [samples, ...].
+
+    Blocks are begun, filled and dropped only around a whole number of them; in between, what is loaded of a both(…)
+    entry moves one way. Arguments may be arrays; a request that has fewer such lengths has some of them twice.
+    """
+    first, last = np.broadcast_arrays(first, np.maximum(first, last))
+    block = first // BLOCK_TOKENS
+    number = int(np.max(last // BLOCK_TOKENS - block, initial=0)) + 1
+    around = np.add.outer(np.arange(number) * BLOCK_TOKENS, [0, 1, BLOCK_TOKENS - 1]).reshape(-1, *[1] * first.ndim)
+    return np.clip(block * BLOCK_TOKENS + around, first, last)
+
+
+class BlockKinds:
+    """The representation of logical block 0, 1, 2, … under given token shares: ``deal_blocks`` as a sequence.
+
+    Kinds are sorted by name, so ACT comes before KV and the device before the host. Tokens of the entry ``tok`` are
+    a prefix of the request and in none of the kinds: its first blocks were dealt a kind when they were new and have
+    been dropped since.
+    """
+
+    def __init__(self, shares: dict[str, float]):
+        self.kinds = tuple(sorted(kind for kind, share in shares.items() if share > 0 and kind != "tok"))
+        self.tok_share = float(shares.get("tok", 0.0))
+        self._shares = [float(shares[kind]) for kind in self.kinds]
+        self._tables = self._deal(64)
+
+    def tok_tokens(self, num_tokens):
+        """Tokens kept as ids alone among the first ``num_tokens``: whole blocks, never the newest."""
+        num_tokens = np.asarray(num_tokens)
+        if not self.tok_share:
+            return np.zeros_like(num_tokens)
+        full = np.floor(self.tok_share * (num_tokens // BLOCK_TOKENS) + HALF).astype(np.int64)
+        return np.minimum(full, np.maximum(ceil_blocks(num_tokens) - 1, 0)) * BLOCK_TOKENS
+
+    def _deal(self, num_blocks: int) -> tuple[np.ndarray, np.ndarray]:
+        """Blocks of each kind among the first 0, 1, … blocks, [num_blocks + 1, kind], and the kind of block 0, 1, …"""
+        dealt = deal_blocks(self.kinds, self._shares, np.arange(num_blocks + 1))
+        counts = np.stack(dealt, axis=-1).astype(np.int64)
+        return counts, np.argmax(np.diff(counts, axis=0), axis=-1)
+
+    def _reaching(self, num_blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Tables of so many blocks at least. Every step of a wave looks its few requests up: dealing anew is slower."""
+        tables, most = self._tables, int(num_blocks.max(initial=0))
+        if most >= len(tables[0]):
+            tables = self._tables = self._deal(2 * most)
+        return tables
+
+    def _dealt(self, num_blocks: np.ndarray) -> np.ndarray:
+        """Blocks of each kind among the first ``num_blocks``: [..., kind]."""
+        return self._reaching(num_blocks)[0][num_blocks]
+
+    def held(self, num_tokens) -> np.ndarray:
+        """Blocks of each kind that hold something of the first ``num_tokens``: [..., kind]."""
+        dealt = self._dealt(ceil_blocks(np.asarray(num_tokens)))
+        return dealt - self._dealt(self.tok_tokens(num_tokens) // BLOCK_TOKENS) if self.tok_share else dealt
+
+    def most_blocks(self, first, last) -> np.ndarray:
+        """Blocks of each kind that a request ever holds at once as it grows from ``first`` to ``last`` tokens:
+        [..., kind]."""
+        return self.held(lengths_between(first, last)).max(axis=0) if self.tok_share else self.held(last)
+
+    def tokens(self, num_tokens) -> np.ndarray:
+        """Tokens of each kind among the first ``num_tokens``: [..., kind]. Only the last block can be partial."""
+        return self.stored(num_tokens) - self.dropped_blocks(num_tokens) * BLOCK_TOKENS
+
+    def dropped_blocks(self, num_tokens) -> np.ndarray:
+        """Blocks of each kind that gave way to token ids among the first ``num_tokens``: [..., kind]."""
+        if not self.tok_share:
+            return np.zeros((*np.shape(num_tokens), len(self.kinds)), dtype=np.int64)
+        return self._dealt(self.tok_tokens(num_tokens) // BLOCK_TOKENS)
+
+    def stored(self, num_tokens) -> np.ndarray:
+        """The same with those that are kept as ids alone by now: what ever went to a block of each kind."""
+        full, rest = np.divmod(np.asarray(num_tokens), BLOCK_TOKENS)
+        dealt = self._dealt(full)
+        return dealt * BLOCK_TOKENS + rest[..., None] * (self._dealt(full + 1) - dealt)
+
+    def positions(self, kind: int, num_tokens: int) -> np.ndarray:
+        """Position in its request of token 0, 1, … that ever went to a block of ``kinds[kind]``: [num_tokens].
+
+        The inverse of ``stored`` and ``kind_of``: the same for every request, since all deal their blocks alike.
+        """
+        wanted = ceil_blocks(num_tokens)
+        searched = max(wanted, 1)
+        while (dealt := self._dealt(np.arange(searched + 1))[:, kind])[-1] < wanted:
+            searched *= 2
+        blocks = np.searchsorted(dealt, np.arange(1, wanted + 1)) - 1
+        return (blocks[:, None] * BLOCK_TOKENS + np.arange(BLOCK_TOKENS)).reshape(-1)[:num_tokens]
+
+    def kind_of(self, positions) -> np.ndarray:
+        """Index into ``kinds`` of the token at each position, when it is new."""
+        block = np.asarray(positions) // BLOCK_TOKENS
+        return self._reaching(block + 1)[1][block]
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Physical blocks [first, first + count) of one pool; the same ids serve every layer."""
+
+    first: int
+    count: int
+
+
+class BlockPool:
+    """The free and used extents of one pool. First fit, neighbours merge when freed."""
+
+    def __init__(self, num_blocks: int):
+        self.num_blocks = num_blocks
+        self._free: list[tuple[int, int]] = [(0, num_blocks)] if num_blocks else []  # (first, count), sorted
+        self._used: dict[int, Extent] = {}  # request id -> extent
+
+    @property
+    def num_free(self) -> int:
+        return sum(count for _, count in self._free)
+
+    def largest_free(self) -> int:
+        return max((count for _, count in self._free), default=0)
+
+    def reserve(self, request: int, count: int) -> Extent:
+        """Reserve ``count`` neighbouring blocks. Raises InputError when no gap is wide enough."""
+        if request in self._used:
+            raise ValueError(f"request {request} already holds {self._used[request]}")
+        if count == 0:
+            self._used[request] = Extent(0, 0)
+            return self._used[request]
+        for i, (first, size) in enumerate(self._free):
+            if size >= count:
+                self._free[i : i + 1] = [(first + count, size - count)] if size > count else []
+                extent = Extent(first, count)
+                self._used[request] = extent
+                return extent
+        raise InputError(f"{count} neighbouring blocks asked for, the largest gap has {self.largest_free()}")
+
+    def shrink(self, request: int, count: int) -> Extent:
+        """Give back all but the first ``count`` blocks of a request."""
+        extent = self._used[request]
+        if count > extent.count:
+            raise ValueError(f"request {request} holds {extent.count} blocks, cannot keep {count}")
+        self._give_back(extent.first + count, extent.count - count)
+        self._used[request] = Extent(extent.first, count)
+        return self._used[request]
+
+    def release(self, request: int) -> None:
+        """Give back all blocks of a request; one that holds none is left alone."""
+        if extent := self._used.pop(request, None):
+            self._give_back(extent.first, extent.count)
+
+    def _give_back(self, first: int, count: int) -> None:
+        if count == 0:
+            return
+        merged: list[tuple[int, int]] = []
+        for start, size in sorted([*self._free, (first, count)]):
+            if merged and merged[-1][0] + merged[-1][1] == start:
+                merged[-1] = (merged[-1][0], merged[-1][1] + size)
+            else:
+                merged.append((start, size))
+        self._free = merged
+
+    def check(self) -> None:
+        """Integrity: free and used extents are disjoint and cover the pool exactly. Raises AssertionError."""
+        spans = [(first, count) for first, count in self._free]
+        spans += [(extent.first, extent.count) for extent in self._used.values() if extent.count]
+        position = 0
+        for first, count in sorted(spans):
+            assert first == position, f"blocks from {position} to {first} are lost or owned twice"
+            position = first + count
+        assert position == self.num_blocks, f"the pool ends at {self.num_blocks}, its extents at {position}"
+
+
+class BlockManager:
+    """All pools of an engine, keyed by representation@tier ("kv@host"). The only one that moves a block."""
+
+    def __init__(self, num_blocks: dict[str, int]):
+        self.pools = {kind: BlockPool(count) for kind, count in num_blocks.items()}
+
+    def admit(self, request: int, blocks: dict[str, int]) -> dict[str, Extent]:
+        """Reserve one extent per representation; all or nothing."""
+        taken: dict[str, Extent] = {}
+        try:
+            for kind, count in blocks.items():
+                taken[kind] = self.pools[kind].reserve(request, count)
+        except InputError as error:
+            for kind in taken:
+                self.pools[kind].release(request)
+            raise InputError(f"request {request}: no room in pool {kind}: {error}") from None
+        return taken
+
+    def release(self, request: int) -> None:
+        """Give back all blocks of a request, in every pool."""
+        for pool in self.pools.values():
+            pool.release(request)
+
+    def check(self) -> None:
+        for pool in self.pools.values():
+            pool.check()

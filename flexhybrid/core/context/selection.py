@@ -1,0 +1,89 @@
+"""How many cached tokens a selection looks at, and how many it keeps.
+
+The numbers of a speculative selection depend on the model and its text. Until a policy names the share that was
+measured on the model (``flexhybrid accuracy`` has it layer by layer), they are those that InfiniGen reports for OPT-13B
+at alpha 4 (Sec. 5.3): 37, 60, 66 and 73 tokens of 512, 1,024, 1,536 and 2,048.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from flexhybrid.core.context.blocks import BLOCK_TOKENS
+from flexhybrid.core.model.shape import ModelShape
+from flexhybrid.core.policy import Selection
+
+#: First layers that look at all their tokens, unless a policy names their number. A layer is guessed from the one
+#: before, so one would do; InfiniGen's own code has two, and a small model needs them: the inputs of its layers 0 and 1
+#: have nothing in common (``experiments.studies.accuracy_study``).
+WHOLE_LAYERS = 2
+
+_ROUNDING = 1e-9  #: of a share times a count: 0.2 of 35 tokens are 7
+
+#: (context tokens, tokens scored above max − 4), averages over layers and heads.
+INFINIGEN_TOKENS = ((0, 512, 1024, 1536, 2048), (0, 37, 60, 66, 73))
+
+
+def selected_tokens(selection: Selection, context):
+    """Tokens of a context that a speculative selection fetches in a layer, on average; arrays allowed.
+
+    Beyond the last measured context the share of the last stays. ``max_fraction`` caps the number.
+    """
+    lengths, counts = INFINIGEN_TOKENS
+    context = np.asarray(context, dtype=np.float64)
+    if selection.expected_fraction is not None:
+        expected = np.ceil(selection.expected_fraction * context - _ROUNDING)
+        return np.clip(expected, 1.0, most_selected(selection, context))
+    if selection.alpha == math.inf:
+        return most_selected(selection, context)
+    inside = np.interp(context, lengths, counts)
+    measured = np.where(context > lengths[-1], context * counts[-1] / lengths[-1], inside)
+    return np.minimum(np.ceil(measured), most_selected(selection, context))
+
+
+def most_selected(selection: Selection, context):
+    """The most tokens of a context that a speculative selection ever fetches in a layer: at least one; arrays too."""
+    return np.maximum(1.0, np.ceil(selection.max_fraction * np.asarray(context, dtype=np.float64) - _ROUNDING))
+
+
+def first_choosing(selection: Selection) -> float:
+    """The first layer that a speculative selection chooses tokens for; the layer before it is the first that guesses.
+    Infinite where no layer does."""
+    if selection.method != "speculative":
+        return math.inf
+    return WHOLE_LAYERS if selection.whole_layers is None else selection.whole_layers
+
+
+def num_choosing(selection: Selection, num_layers: int) -> int:
+    """Layers that a speculative selection chooses tokens for."""
+    return num_layers - int(min(num_layers, first_choosing(selection)))
+
+
+def partial_columns(shape: ModelShape, selection: Selection) -> int:
+    """Columns of each head's queries and keys that a speculative selection keeps to guess with."""
+    return max(1, math.ceil(selection.partial_ratio * shape.head_dim - _ROUNDING))
+
+
+def partial_share(shape: ModelShape, selection: Selection) -> float:
+    """The same as a share of a head's columns."""
+    return partial_columns(shape, selection) / shape.head_dim
+
+
+def limits_cache(selection: Selection) -> bool:
+    """Whether new tokens take the places of cached ones from some length on."""
+    return selection.method == "heavy_hitter" or selection.method == "speculative" and selection.pool < 1
+
+
+def kept_tokens(selection: Selection, prompt, context, cached):
+    """Tokens of a context that stay cached, of requests that would cache ``cached`` in the end; arrays allowed.
+
+    A heavy-hitter selection keeps a fixed share of the prompt (H2O), a limited pool one of all tokens (InfiniGen, Sec.
+    4.4), both in whole blocks and at least one; every other keeps all.
+    """
+    if not limits_cache(selection):
+        return context
+    most = selection.budget * np.asarray(prompt) if selection.pool is None else selection.pool * np.asarray(cached)
+    budget = np.ceil(most / BLOCK_TOKENS) * BLOCK_TOKENS
+    return np.minimum(context, np.maximum(budget, BLOCK_TOKENS).astype(np.asarray(context).dtype))

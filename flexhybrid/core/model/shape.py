@@ -1,0 +1,340 @@
+"""Model shapes: what the schedule and the cost model need to know of a model, read without torch or transformers."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from flexhybrid.core.errors import InputError, unknown
+from flexhybrid.core.model.rope import Rope, rope_from_config
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+#: model_type in config.json -> family. All families share the decoder-layer shape below; which ones the executor can
+#: run is the runtime's affair (flexhybrid.runtime.models).
+FAMILIES = {"opt": "opt", "llama": "llama", "mistral": "llama", "qwen2": "llama"}
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder-only transformer. Sizes are counts of elements, never bytes."""
+
+    name: str
+    family: str
+    num_layers: int
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    max_positions: int
+    gated_mlp: bool = False
+    rotary: bool = False
+    tied_head: bool = True
+    pre_norm: bool = True
+    bias: bool = True  #: of every projection and norm
+    embed_dim: int = 0  #: width of the embedding table; 0 means hidden (OPT-350m projects 512 -> 1024)
+    dtype: str = "float16"  #: of the stored checkpoint
+    eos_token_ids: tuple[int, ...] = (2,)
+    qkv_bias: bool = False  #: without ``bias``: of the query, key and value projections alone (Qwen2)
+    norm_eps: float = 1e-5
+    rope: Rope = Rope()  #: where ``rotary``
+    sliding_window: int | None = None  #: a token sees no more than this many, itself among them
+
+    def __post_init__(self):
+        sizes = ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "ffn", "vocab", "max_positions")
+        for field in sizes:
+            value = getattr(self, field)
+            if not _is_count(value) or value < 1:
+                raise InputError(f"model {self.name}: {field} must be a positive whole number, not {value!r}")
+        if not _is_count(self.embed_dim) or self.embed_dim < 0:
+            raise InputError(f"model {self.name}: embed_dim must be a whole number, not {self.embed_dim!r}")
+        for field in ("gated_mlp", "rotary", "tied_head", "pre_norm", "bias", "qkv_bias"):
+            if not isinstance(getattr(self, field), bool):
+                raise InputError(f"model {self.name}: {field} must be true or false, not {getattr(self, field)!r}")
+        if not all(map(_is_count, self.eos_token_ids)):
+            raise InputError(f"model {self.name}: eos_token_ids must be whole numbers, not {self.eos_token_ids!r}")
+        if self.sliding_window is not None and not (_is_count(self.sliding_window) and self.sliding_window >= 1):
+            raise InputError(f"model {self.name}: sliding_window must be a whole number, not {self.sliding_window!r}")
+        if isinstance(self.norm_eps, bool) or not isinstance(self.norm_eps, (int, float)) or not 0 < self.norm_eps < 1:
+            raise InputError(f"model {self.name}: norm_eps must be a small positive number, not {self.norm_eps!r}")
+        if self.num_heads % self.num_kv_heads:
+            raise InputError(
+                f"model {self.name}: {self.num_heads} heads cannot be shared by {self.num_kv_heads} key/value heads"
+            )
+
+    @property
+    def max_context(self) -> int:
+        """Longest sequence that the executor runs: up to a sliding window, every token still sees all before it."""
+        return min(self.max_positions, self.sliding_window or self.max_positions)
+
+    @property
+    def query_width(self) -> int:
+        """H·d: columns of the query projection."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """2·G·d: elements of one token's keys and values in one layer."""
+        return 2 * self.num_kv_heads * self.head_dim
+
+    @property
+    def layer_matrix_elements(self) -> int:
+        """Elements of a layer's matrices: OPT 2hHd + 2hGd + 2h·ffn, Llama 3h·ffn in the last term."""
+        mlp_matrices = 3 if self.gated_mlp else 2
+        return self.hidden * (2 * self.query_width + self.kv_width + mlp_matrices * self.ffn)
+
+    @property
+    def layer_vector_elements(self) -> int:
+        """Elements of a layer's norms and biases."""
+        if not self.bias:  # RMSNorm scales
+            return 2 * self.hidden + (self.query_width + self.kv_width if self.qkv_bias else 0)
+        return 4 * self.hidden + (self.query_width + self.kv_width + self.hidden) + (self.ffn + self.hidden)
+
+    def layer_bytes(self, matrix_bytes: float, vector_bytes: int | None = None) -> float:
+        """Bytes of one decoder layer's weights; ``vector_bytes`` an element of norms and biases, None: as matrices."""
+        vector_bytes = matrix_bytes if vector_bytes is None else vector_bytes
+        return self.layer_matrix_elements * matrix_bytes + self.layer_vector_elements * vector_bytes
+
+    def embedding_bytes(self, bytes_per_element: int) -> int:
+        """Bytes of all that stands outside the layers.
+
+        Token embedding; learned positions, where there are any; the final norm, where norms come first (a scale, with a
+        bias too in OPT); the output head, unless it is the embedding (tied); and where the embedding is narrower than
+        the hidden state, the projections in and out.
+        """
+        width = self.embed_dim or self.hidden
+        elements = self.vocab * width * (1 if self.tied_head else 2)
+        if self.pre_norm:
+            elements += self.hidden * (2 if self.bias else 1)
+        if not self.rotary:
+            elements += (self.max_positions + OPT_POSITION_OFFSET) * self.hidden
+        if width != self.hidden:
+            elements += 2 * width * self.hidden
+        return elements * bytes_per_element
+
+    def kv_token_bytes(self, bytes_per_element: int) -> int:
+        """Bytes of one token's keys and values in one layer: 2·G·d·p."""
+        return self.kv_width * bytes_per_element
+
+    def act_token_bytes(self, bytes_per_element: int) -> int:
+        """Bytes of one token's layer input (after its norm) in one layer: h·p."""
+        return self.hidden * bytes_per_element
+
+
+def _is_count(value) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+#: OPT's learned positions start at row 2 of the table (a padding row that fairseq left behind).
+OPT_POSITION_OFFSET = 2
+
+
+def _opt(name: str, layers: int, hidden: int, heads: int, **more) -> ModelShape:
+    return ModelShape(
+        f"opt-{name}", "opt", layers, hidden, heads, heads, hidden // heads, 4 * hidden, 50272, 2048, **more
+    )
+
+
+def _gated(
+    name: str, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, positions: int,
+    eos: int, dtype: str = "bfloat16", tied_head: bool = False, theta: float = 1e4, **more,
+) -> ModelShape:  # fmt: skip
+    """Llama and those built like it: gated feed-forward, rotary positions, RMSNorm."""
+    return ModelShape(
+        name, "llama", layers, hidden, heads, kv_heads, hidden // heads, ffn, vocab, positions,
+        gated_mlp=True, rotary=True, bias=False, tied_head=tied_head, dtype=dtype, eos_token_ids=(eos,),
+        rope=Rope(theta), **more,
+    )  # fmt: skip
+
+
+def _qwen(name: str, *sizes: int, positions: int, tied_head: bool = False, norm_eps: float = 1e-6) -> ModelShape:
+    return _gated(
+        f"qwen2.5-{name}", *sizes, positions, 151643, tied_head=tied_head, theta=1e6, qkv_bias=True, norm_eps=norm_eps
+    )
+
+
+#: Public shapes, from the config.json of the published base models (OPT also: Zhang et al. 2022, table 1).
+KNOWN_SHAPES = {
+    shape.name: shape
+    for shape in (
+        _opt("125m", 12, 768, 12),
+        _opt("350m", 24, 1024, 16, pre_norm=False, embed_dim=512),
+        _opt("1.3b", 24, 2048, 32),
+        _opt("2.7b", 32, 2560, 32),
+        _opt("6.7b", 32, 4096, 32),
+        _opt("13b", 40, 5120, 40),
+        _opt("30b", 48, 7168, 56),
+        _opt("66b", 64, 9216, 72),
+        _opt("175b", 96, 12288, 96),
+        _gated("llama-2-7b", 32, 4096, 32, 32, 11008, 32000, 4096, 2, "float16"),
+        _gated("llama-2-13b", 40, 5120, 40, 40, 13824, 32000, 4096, 2, "float16"),
+        _gated("llama-2-70b", 80, 8192, 64, 8, 28672, 32000, 4096, 2, "float16"),
+        _gated("llama-3-8b", 32, 4096, 32, 8, 14336, 128256, 8192, 128001, theta=5e5),
+        _gated("llama-3-70b", 80, 8192, 64, 8, 28672, 128256, 8192, 128001, theta=5e5),
+        _gated("mistral-7b", 32, 4096, 32, 8, 14336, 32000, 32768, 2, sliding_window=4096),
+        _qwen("0.5b", 24, 896, 14, 2, 4864, 151936, positions=32768, tied_head=True),
+        _qwen("1.5b", 28, 1536, 12, 2, 8960, 151936, positions=131072, tied_head=True),
+        _qwen("3b", 36, 2048, 16, 2, 11008, 151936, positions=32768, tied_head=True),
+        _qwen("7b", 28, 3584, 28, 4, 18944, 152064, positions=131072),
+        _qwen("14b", 48, 5120, 40, 8, 13824, 152064, positions=131072, norm_eps=1e-5),
+        _qwen("32b", 64, 5120, 40, 8, 27648, 152064, positions=131072, norm_eps=1e-5),
+        _qwen("72b", 80, 8192, 64, 8, 29568, 152064, positions=131072, norm_eps=1e-5),
+    )
+}
+
+
+def _plain_name(name: str) -> str:
+    """How KNOWN_SHAPES spells a name: small letters, without what Hugging Face writes around it.
+
+    "meta-llama/Llama-2-7b-hf" is llama-2-7b, "Meta-Llama-3-8B" llama-3-8b, "mistralai/Mistral-7B-v0.1" mistral-7b
+    (v0.3 is not: its vocabulary is larger).
+    """
+    last = name.strip().rstrip("/").split("/")[-1].lower().removeprefix("meta-")
+    return last.removesuffix("-v0.1" if last.startswith("mistral") else "-hf")
+
+
+def shape_by_name(name: str) -> ModelShape:
+    """A known shape: "opt-6.7b", any case, also as Hugging Face spells it ("facebook/opt-6.7b", "Llama-2-7b-hf").
+
+    Raises InputError that lists the nearest known names, then all.
+    """
+    shape = KNOWN_SHAPES.get(_plain_name(name)) if isinstance(name, str) else None
+    if shape is None:
+        raise unknown("model", name, KNOWN_SHAPES)
+    return shape
+
+
+def shape_of(name_or_path: str | Path) -> ModelShape:
+    """The shape of a model given by a known name, or by the path of its config.json or of the folder that holds one.
+
+    A Path, and a text with a folder in it that exists, is a path; any other text is a name if it is a known one, so
+    that a local folder "opt-30b" is "./opt-30b". Raises InputError for what is neither.
+    """
+    if isinstance(name_or_path, Path):
+        return shape_from_config(name_or_path)
+    if not isinstance(name_or_path, str):
+        raise unknown("model", name_or_path, KNOWN_SHAPES, other=_OR_A_PATH)
+    exists = os.path.exists(name_or_path)
+    if os.path.dirname(name_or_path) and exists:
+        return shape_from_config(name_or_path)
+    if shape := KNOWN_SHAPES.get(_plain_name(name_or_path)):
+        return shape
+    if exists or name_or_path.endswith(".json"):
+        return shape_from_config(name_or_path)
+    raise unknown("model", name_or_path, KNOWN_SHAPES, other=_OR_A_PATH)
+
+
+_OR_A_PATH = "the path of a config.json or of the folder that holds one"
+
+
+def shape_from_config(path: str | Path) -> ModelShape:
+    """Read a Hugging Face ``config.json`` (or the folder that holds one).
+
+    Raises InputError for a missing or broken file, an unknown architecture or a missing size.
+    """
+    path = Path(path)
+    if os.path.isdir(path):  # no OSError for a name that is too long, as Path.is_dir has
+        path = path / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"no model configuration at {path}: give a local folder that holds config.json") from None
+    except json.JSONDecodeError as error:
+        raise InputError(f"cannot read {path}: line {error.lineno}, column {error.colno}: {error.msg}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"cannot read {path}: {error}") from None
+    if not isinstance(config, dict):
+        raise InputError(f"{path} does not hold a JSON object")
+    return _shape_from_dict(config, path)
+
+
+def shape_of_checkpoint(folder: Path) -> ModelShape:
+    """``shape_from_config`` of a checkpoint. Raises InputError for what is no folder, too."""
+    if not os.path.isdir(folder):
+        raise InputError(f"no checkpoint at {folder}: give a local folder (nothing is ever downloaded)")
+    return shape_from_config(folder)
+
+
+def _shape_from_dict(config: dict, path: Path) -> ModelShape:
+    model_type = config.get("model_type")
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if family is None:
+        raise InputError(f"{path}: {unknown('architecture', model_type, sorted(FAMILIES))}")
+
+    def size(*keys: str, default: int | None = None) -> int:
+        for key in keys:
+            if config.get(key) is not None:
+                return config[key]
+        if default is None:
+            raise InputError(f"{path}: {' or '.join(keys)} is missing")
+        return default
+
+    hidden, heads = size("hidden_size"), size("num_attention_heads")
+    if not isinstance(hidden, int) or not isinstance(heads, int) or heads < 1:
+        raise InputError(f"{path}: hidden_size and num_attention_heads must be positive whole numbers")
+    if config.get("head_dim") is None and hidden % heads:
+        raise InputError(f"{path}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+    if dtype not in DTYPE_BYTES:
+        raise InputError(f"{path}: dtype {dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
+    eos = config.get("eos_token_id", None if model_type == "qwen2" else 2)
+    eos_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
+    common = dict(
+        name=path.parent.name or model_type,
+        family=family,
+        num_layers=size("num_hidden_layers"),
+        hidden=hidden,
+        num_heads=heads,
+        num_kv_heads=size("num_key_value_heads", default=heads),
+        head_dim=size("head_dim", default=hidden // heads),
+        ffn=size("ffn_dim", "intermediate_size"),
+        vocab=size("vocab_size"),
+        max_positions=size("max_position_embeddings"),
+        dtype=dtype,
+        eos_token_ids=eos_ids,
+    )
+    if family == "opt":
+        activation = config.get("activation_function", "relu")
+        if activation != "relu":
+            raise InputError(f"{path}: activation_function {activation!r} is not supported; OPT uses relu")
+        for key, wanted in (("enable_bias", True), ("layer_norm_elementwise_affine", True)):
+            if config.get(key, wanted) is not wanted:
+                raise InputError(f"{path}: {key} = {config[key]!r} is not supported")
+        return ModelShape(
+            **common,
+            pre_norm=config.get("do_layer_norm_before", True),
+            tied_head=config.get("tie_word_embeddings", True),
+            embed_dim=size("word_embed_proj_dim", default=hidden),
+        )
+    activation = config.get("hidden_act", "silu")
+    if activation != "silu":
+        raise InputError(f"{path}: hidden_act {activation!r} is not supported; the gated feed-forward uses silu")
+    for key in ("attention_bias", "mlp_bias"):  # Qwen2 has its biases without saying so
+        if model_type != "qwen2" and config.get(key, False) is not False:
+            raise InputError(f"{path}: {key} = {config[key]!r} is not supported")
+    if not _is_count(common["head_dim"]) or common["head_dim"] % 2:
+        raise InputError(f"{path}: head_dim {common['head_dim']!r} is not even; rotary positions turn pairs")
+    shape = ModelShape(
+        **common, gated_mlp=True, rotary=True, bias=False, tied_head=config.get("tie_word_embeddings", False),
+        qkv_bias=model_type == "qwen2", norm_eps=config.get("rms_norm_eps", 1e-6),
+        sliding_window=_sliding_window(config, model_type, common["num_layers"]),
+    )  # fmt: skip
+    return replace(shape, rope=rope_from_config(config, path, shape.max_positions))
+
+
+def _sliding_window(config: dict, model_type: str, num_layers: int) -> int | None:
+    """The window of those layers that have one, as transformers decides it; a field that is absent has its default."""
+    if model_type == "mistral":
+        return config.get("sliding_window", 4096)
+    if model_type != "qwen2" or not config.get("use_sliding_window", False):
+        return None
+    layers = config.get("layer_types")
+    if isinstance(layers, list):
+        windowed = "sliding_attention" in layers
+    else:
+        windowed = config.get("max_window_layers", 28) < num_layers
+    return config.get("sliding_window", 4096) if windowed else None

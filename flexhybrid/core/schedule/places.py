@@ -1,0 +1,104 @@
+"""What the tasks of a position read and write: slots of buffers, bytes of weight slots, blocks of pools.
+
+Two tasks depend on each other where these overlap (core/dependencies.py), so that each fact about which buffer is
+double and which is single stands here.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from flexhybrid.core.schedule.positions import Position
+from flexhybrid.core.schedule.steps import MiniBatchStep
+from flexhybrid.core.task import Access
+from flexhybrid.core.wave import Wave
+
+
+@cache
+def cell(name: str, number: int, part: int | None = None) -> Access:
+    """One slot of a buffer, or what belongs to one mini-batch; ``part``: in one layer, or one chunk of a prompt."""
+    return Access((name,) if part is None else (name, part), number, number + 1)
+
+
+@cache
+def _bytes_of_slot(slot: int, start: int, end: int) -> tuple[Access, ...]:
+    """Bytes [start, end) of a weight slot; nothing where there are none."""
+    return (Access(("weights", slot), start, end),) if start < end else ()
+
+
+def host_hidden(step: MiniBatchStep) -> Access:
+    return cell("host_hidden", step.mini_batch, step.chunk)
+
+
+#: Buffers of which there is one, used by the compute resource alone: its first-in-first-out order guards them. The
+#: attention buffer is one of them; CAPTURE doubles it, but with one compute stream a second one would never be used.
+GENERATED = cell("generated", 0)
+QKV = cell("qkv", 0)
+ATTENTION = cell("attention", 0)
+ATTENDED = cell("attended", 0)
+LOGITS = cell("logits", 0)
+PLAIN = (cell("plain_weights", 0),)
+PLAIN_ACT = cell("plain_act", 0)
+PLAIN_KV = cell("plain_kv", 0)
+
+
+class Places:
+    """What a wave's positions read and write, by name."""
+
+    def __init__(self, wave: Wave):
+        self.wave = wave
+        self.on_host = wave.policy.attention == "host"
+        # What every iteration names anew: the blocks of (kind, mini-batch), and the pools that a mini-batch's context
+        # in a layer is read from.
+        self._extents: dict[tuple[str, int], tuple[int, int]] = {}
+        self._pools: dict[tuple[int, int, str, str], tuple[Access, ...]] = {}
+
+    def ranks(self, position: Position) -> Access:
+        k = position.step.mini_batch
+        return cell("ranks", k, position.layer)
+
+    def weights(self, position: Position, start: int, end: int) -> tuple[Access, ...]:
+        """Streamed bytes of the position's layer within [start, end)."""
+        return _bytes_of_slot(position.weight_slot, max(start, self.wave.streamed_from), end)
+
+    def matrices(self, position: Position, start: int, end: int) -> tuple[Access, ...]:
+        """What a product reads of the layer: the streamed bytes themselves, or what was made of them."""
+        return PLAIN if "dequantize_weights" in position.works else self.weights(position, start, end)
+
+    def hidden(self, position: Position) -> Access:
+        k = position.step.mini_batch
+        if self.wave.policy.hidden == "device":
+            return cell("hidden", k, position.step.chunk)
+        return cell("hidden", position.slot)
+
+    def qkv(self, position: Position) -> Access:
+        """One buffer does for one compute resource; two where the next mini-batch projects early."""
+        return cell("qkv", position.slot) if self.on_host else QKV
+
+    def attended(self, position: Position) -> Access:
+        """The same of what attention gives: the host's output for a mini-batch comes while the one before it is
+        finished. One place for both would let the link, and the weights behind it in its queue, wait for that."""
+        return cell("attended", position.slot) if self.on_host else ATTENDED
+
+    def pools(self, position: Position, representation: str, tier: str) -> tuple[Access, ...]:
+        """The pools of a tier that the position's context is read from."""
+        which = position.step.mini_batch, position.layer, representation, tier
+        if which not in self._pools:
+            self._pools[which] = tuple(
+                self.pool(position, segment.kind, representation, tier)
+                for segment in position.step.segments
+                if segment.representation == representation and segment.tier == tier
+            )
+        return self._pools[which]
+
+    def pool(self, position: Position, kind: str, representation: str, tier: str) -> Access:
+        """The blocks of a mini-batch in one layer of a pool: its requests lie side by side."""
+        space = kind if "(" not in kind else f"{kind}.{representation}"
+        k = position.step.mini_batch
+        extent = self._extents.get((kind, k))
+        if extent is None:
+            group = self.wave.mini_batches[k]
+            first, count = self.wave.first_block[kind][group], self.wave.num_blocks[kind][group]
+            first, count = first[count > 0], count[count > 0]  # an empty extent stands nowhere
+            extent = self._extents[kind, k] = (int(first.min()), int((first + count).max())) if len(first) else (0, 0)
+        return Access((space, position.layer), *extent)

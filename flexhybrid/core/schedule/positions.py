@@ -1,0 +1,99 @@
+"""The zig-zag order of a wave: which mini-batch passes which layer when, before any task of it is named.
+
+The column schedule takes all mini-batches of a layer, then the next layer; the row schedule all layers of a mini-batch,
+then the next mini-batch. Either way it is a row of groups that share streamed weights, and of positions (a mini-batch
+in a layer) within them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import groupby, product
+from typing import NamedTuple
+
+from flexhybrid.core.context.packing import num_chunks
+from flexhybrid.core.context.selection import first_choosing
+from flexhybrid.core.schedule.steps import MiniBatchStep, counts_of, make_step, step_work
+from flexhybrid.core.task import Work
+from flexhybrid.core.wave import Wave
+
+
+class StepPayload(NamedTuple):
+    """A mini-batch's step and the buffer slots it uses in this layer."""
+
+    step: MiniBatchStep
+    slot: int  #: of the KV, ACT, staging and strip buffers
+    weight_slot: int
+
+
+StopsUntil = Callable[[int], "set[int] | frozenset[int]"]
+
+
+def no_stops(iteration: int) -> frozenset[int]:
+    """Nobody stops early: the lengths alone decide (ignore_eos, and every prediction)."""
+    return frozenset()
+
+
+class Position(NamedTuple):
+    """A mini-batch in a layer."""
+
+    step: MiniBatchStep
+    layer: int
+    works: dict[str, Work]
+    slot: int  #: of the cache buffers
+    weight_slot: int
+    payload: StepPayload  #: of its tasks
+    leads: bool  #: it is the first of its group
+    form: int  #: of two positions with the same one the tasks read and write the same
+
+    def follows(self, other: Position) -> bool:
+        """Whether it continues the very requests of the other, so that it needs what the other computes."""
+        return self.step.mini_batch == other.step.mini_batch
+
+
+def positions(wave: Wave, stops_until: StopsUntil, first_iteration: int) -> Iterator[list[Position]]:
+    """Runs of positions that share a layer's weights. Iteration i + 1 is settled when i's last group is taken."""
+    first = first_choosing(wave.policy.selection)
+    iteration, number, slot = first_iteration, 0, 0
+    forms: dict[tuple, int] = {}
+    laid_out = _lay_out(wave, iteration, frozenset(), forms)
+    while laid_out:
+        layers, column = range(wave.shape.num_layers), wave.policy.schedule == "column"
+        in_turn = sorted(laid_out, key=lambda s: s[0].chunk)  # so that a chunk need not wait for the one before
+        sharing = [in_turn] if column else [list(one) for _, one in groupby(laid_out, lambda s: s[0].mini_batch)]
+        for members, layer in product(sharing, layers):
+            group = []
+            for step, whole, chosen, step_form in members:
+                slots = number % 2, slot % 2
+                works, leads = chosen if layer >= first else whole, not group
+                form = forms.setdefault((layer, slots, leads, step_form), len(forms))
+                group.append(Position(step, layer, works, *slots, StepPayload(step, *slots), leads, form))
+                number += 1
+            slot += 1
+            yield group
+        iteration += 1
+        laid_out = _lay_out(wave, iteration, stops_until(iteration - 2), forms)
+
+
+def _lay_out(
+    wave: Wave, iteration: int, stopped: set[int] | frozenset[int], forms: dict[tuple, int]
+) -> list[tuple[MiniBatchStep, dict[str, Work], dict[str, Work], int]]:
+    """Of the mini-batches that still have a request: steps, their works in layers that look at all tokens and in those
+    that look at a choice, and their form: what else than the layer and its slots the forms of its positions hang on."""
+    steps = []
+    for k, group in enumerate(wave.mini_batches):
+        running = group[wave.workload.max_tokens[group] > iteration]
+        if stopped:
+            running = running[[int(r) not in stopped for r in running]]
+        chunks = num_chunks(wave.policy, wave.workload.prompt_tokens[running]) if iteration == 0 else 1
+        for chunk in range(chunks if len(running) else 0):
+            step = make_step(wave, iteration, k, running, chunk)
+            counts = counts_of(step, wave)
+            works = step_work(wave.shape, wave.policy, wave.stored, counts, False)
+            whole = works
+            if counts.selected is not None:
+                whole = step_work(wave.shape, wave.policy, wave.stored, counts, True)
+            stored = tuple((store.kind, store.representation) for store in step.stores)
+            form = k, chunk, step.prefill, step.last, tuple(whole), tuple(works), stored
+            steps.append((step, whole, works, forms.setdefault(form, len(forms))))
+    return steps

@@ -1,0 +1,448 @@
+"""What one mini-batch does in one iteration: its tokens, where they lie, and the work of each verb.
+
+``MiniBatchStep`` is what an executor needs, request by request; ``StepCounts`` are its sums, all that work depends on.
+The closed form makes StepCounts of arrays, a policy each, so that both take their work from ``step_work``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from flexhybrid.core import work
+from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockKinds, ceil_blocks
+from flexhybrid.core.context.cache_entries import Part, parts_of
+from flexhybrid.core.context.packing import chunk_tokens, num_chunks
+from flexhybrid.core.context.selection import kept_tokens, limits_cache, most_selected, partial_share, selected_tokens
+from flexhybrid.core.context.split import split_point
+from flexhybrid.core.model.shape import ModelShape
+from flexhybrid.core.policy import ElementBytes, Policy
+from flexhybrid.core.task import Work
+
+
+class BlockRun(NamedTuple):
+    """Requests [row, row + rows) whose blocks are evenly spaced: request row + i has ``blocks`` of them from physical
+    block ``first + i * stride``, and they go to its buffer columns from ``column`` on."""
+
+    row: int
+    rows: int
+    column: int
+    first: int
+    stride: int
+    blocks: int
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One representation of one mini-batch's context at one iteration: per-request arrays over B.
+
+    A request's blocks are a ring over its reserved extent: block i of the segment lies in physical block
+    ``first_block + (start_block + i) % reserved``. The ring turns only where the oldest blocks are dropped (tok).
+    """
+
+    kind: str
+    representation: str  #: kv or act
+    tier: str
+    first_block: np.ndarray  #: physical, of the reserved extent
+    num_tokens: np.ndarray
+    start_block: np.ndarray  #: blocks of the kind that come before the segment's first one, dropped ones included
+    reserved: np.ndarray  #: blocks
+    moves_all: bool = False  #: a load brings all reserved blocks (a static cache)
+
+    @cached_property
+    def part(self) -> Part:
+        return Part(self.kind, self.representation, self.tier)
+
+    @property
+    def space(self) -> str:
+        """Name of the pool that holds it."""
+        return self.part.space
+
+    @cached_property
+    def num_blocks(self) -> np.ndarray:
+        return ceil_blocks(self.num_tokens)
+
+    @cached_property
+    def max_tokens(self) -> int:
+        return int(self.num_tokens.max())
+
+    @cached_property
+    def max_blocks(self) -> int:
+        return int(self.num_blocks.max())
+
+    @cached_property
+    def buffer_blocks(self) -> int:
+        """Columns of its buffer, in blocks."""
+        return int(self.reserved.max()) if self.moves_all else self.max_blocks
+
+    @cached_property
+    def runs(self) -> tuple[BlockRun, ...]:
+        """Where the blocks lie that a step reads, merged over neighbouring requests that are alike."""
+        if self.moves_all:
+            return block_runs(self.first_block, self.reserved, np.zeros_like(self.reserved))
+        start = self.start_block % np.maximum(self.reserved, 1)
+        before_end = np.minimum(self.num_blocks, self.reserved - start)
+        runs = block_runs(self.first_block + start, before_end, np.zeros_like(before_end))
+        rest = self.num_blocks - before_end
+        return runs + block_runs(self.first_block, rest, before_end) if rest.any() else runs
+
+    @cached_property
+    def block_table(self) -> np.ndarray:
+        """[B, buffer_blocks]: the physical block of each of its buffer's columns. Padding repeats a request's last
+        block; of a request that has none it is block 0."""
+        start, held = (0, self.reserved) if self.moves_all else (self.start_block[:, None], self.num_blocks)
+        held = held[:, None]
+        column = np.minimum(np.arange(self.buffer_blocks), np.maximum(held - 1, 0))
+        blocks = self.first_block[:, None] + (start + column) % np.maximum(self.reserved, 1)[:, None]
+        return np.where(held > 0, blocks, 0)
+
+
+def block_runs(first, count, column) -> tuple[BlockRun, ...]:
+    """Runs of requests with ``count`` blocks each from ``first`` on that go to ``column``: all [B]."""
+    runs: list[list[int]] = []  # numbers of a BlockRun
+    latest = -1  # block at which the last request's begin
+    for row, (start, blocks, place) in enumerate(zip(first.tolist(), count.tolist(), column.tolist(), strict=True)):
+        if blocks == 0:
+            continue
+        step = start - latest
+        if runs and step > 0:
+            last = first_row, rows, last_place, _, stride, last_blocks = runs[-1]
+            alike = first_row + rows == row and last_blocks == blocks and last_place == place
+            if alike and (rows == 1 or step == stride):
+                last[1], last[4] = rows + 1, step
+                latest = start
+                continue
+        runs.append([row, 1, place, start, 0, blocks])
+        latest = start
+    return tuple(BlockRun(*run) for run in runs)
+
+
+@dataclass(frozen=True)
+class Store:
+    """Where the new tokens of one part go: row of the padded new-token grid -> (block, offset)."""
+
+    kind: str
+    representation: str
+    tier: str
+    rows: np.ndarray
+    blocks: np.ndarray
+    offsets: np.ndarray
+
+    @property
+    def space(self) -> str:
+        """Name of the pool that takes it."""
+        return Part(self.kind, self.representation, self.tier).space
+
+
+@dataclass(frozen=True)
+class MiniBatchStep:
+    """What one mini-batch does in one iteration; the same for every layer.
+
+    New tokens form a grid [B, width], right-padded; row b·width + t. The attention buffer of a decode step is
+    [segment | segment | … | recomputed prefix | new], each as wide as its longest request.
+    """
+
+    iteration: int
+    mini_batch: int
+    requests: np.ndarray  #: [B] indices into the wave
+    context: np.ndarray  #: [B] tokens cached before this iteration
+    new_tokens: np.ndarray  #: [B]
+    segments: tuple[Segment, ...]
+    stores: tuple[Store, ...]
+    recomputed: np.ndarray | None = None  #: [B] leading tokens kept as ids alone; None where there are none
+    chunk: int = 0  #: which piece of a long prompt
+    last: bool = True  #: the prompt's last piece, or a decode step: a token is sampled
+
+    @cached_property
+    def prefill(self) -> bool:
+        """Nothing is cached yet: the new tokens are a prompt and attend to themselves alone."""
+        return not self.context.any()
+
+    @cached_property
+    def width(self) -> int:
+        return int(self.new_tokens.max())
+
+    @property
+    def rows(self) -> int:
+        return len(self.requests) * self.width
+
+    @cached_property
+    def recomputed_width(self) -> int:
+        return 0 if self.recomputed is None else int(self.recomputed.max())
+
+    @property
+    def computed_width(self) -> int:
+        """Tokens of a request that pass through the layers, padded: a recomputed prefix, then the new ones."""
+        return self.recomputed_width + self.width
+
+    @cached_property
+    def attention_tokens(self) -> int:
+        """T: columns of the attention buffer, the new tokens included."""
+        return sum(segment.max_tokens for segment in self.segments) + self.computed_width
+
+    def of(self, representation: str) -> tuple[Segment, ...]:
+        return tuple(s for s in self.segments if s.representation == representation and s.max_tokens)
+
+    @cached_property
+    def act_blocks(self) -> int:
+        """Columns of the ACT buffer in blocks, over its segments, each padded to its longest request."""
+        return sum(segment.buffer_blocks for segment in self.of("act"))
+
+
+def make_step(wave, iteration: int, mini_batch: int, requests: np.ndarray, chunk: int = 0) -> MiniBatchStep:
+    """The step of the given (still running) requests of a ``plan.Wave``'s mini-batch. O(B) numpy work.
+
+    ``chunk``: in iteration 0, which of the ``num_chunks`` pieces of its prompts.
+    """
+    prompts, last = wave.workload.prompt_tokens[requests], True
+    if iteration == 0 and num_chunks(wave.policy, prompts) > 1:
+        size = chunk_tokens(wave.policy.max_mini_batch_tokens)
+        context = np.full_like(prompts, chunk * size)
+        new_tokens = np.minimum(prompts - context, size)
+        last = bool(context[0] + new_tokens[0] == prompts[0])
+    elif iteration == 0:
+        context, new_tokens = np.zeros_like(prompts), prompts
+    else:
+        context, new_tokens = prompts + iteration - 1, np.ones_like(prompts)
+    kinds: BlockKinds = wave.kinds
+    kept = kept_tokens(wave.policy.selection, prompts, context, wave.workload.cached_tokens[requests])
+    dropped = kinds.dropped_blocks(kept)
+    per_kind = kinds.stored(kept) - dropped * BLOCK_TOKENS
+    segments: list[Segment] = []
+    for i, kind in enumerate(kinds.kinds):
+        extent = (wave.first_block[kind][requests], dropped[:, i], wave.num_blocks[kind][requests])
+        segments += _segments(wave, mini_batch, kind, extent, per_kind[:, i])
+    recomputed = kinds.tok_tokens(context) if kinds.tok_share else None
+    stores = _stores(wave, requests, context, new_tokens)
+    return MiniBatchStep(
+        iteration, mini_batch, requests, context, new_tokens, tuple(segments), stores, recomputed, chunk, last
+    )  # fmt: skip
+
+
+def _segments(wave, mini_batch: int, kind: str, extent, tokens) -> list[Segment]:
+    """One segment for a plain entry; for both(…) the leading tokens as ACT, the rest as KV. ``extent``: of each request
+    the first block, the blocks dropped and the blocks reserved.
+
+    The split is that of the whole mini-batch, whoever has left: fewer requests could want more ACT than its buffer has.
+    """
+    first, dropped, reserved = extent
+    leading = {"act": (tokens, dropped), "kv": (tokens, dropped)}
+    if kind in wave.split:
+        groups = wave.mini_batches
+        split = split_point(wave.split[kind], len(groups[mini_batch]), int(tokens.max(initial=0)), len(groups))
+        recomputed = np.minimum(int(split), tokens)
+        leading = {"act": (recomputed, dropped), "kv": (tokens - recomputed, dropped + recomputed // BLOCK_TOKENS)}
+    moves_all = wave.policy.static_cache
+    return [
+        Segment(kind, part.representation, part.tier, first, *leading[part.representation], reserved, moves_all)
+        for part in parts_of(kind)
+    ]
+
+
+def _stores(wave, requests, context, new_tokens) -> tuple[Store, ...]:
+    width = int(new_tokens.max())
+    batch_row = np.repeat(np.arange(len(requests)), new_tokens)
+    within = np.arange(len(batch_row)) - np.repeat(np.cumsum(new_tokens) - new_tokens, new_tokens)
+    positions = context[batch_row] + within
+    if limits_cache(wave.policy.selection):  # the newest take the places of those that are dropped
+        lengths = wave.workload.prompt_tokens[requests], context + new_tokens, wave.workload.cached_tokens[requests]
+        kept = kept_tokens(wave.policy.selection, *lengths)
+        positions = positions % kept[batch_row]
+        fresh = within >= (new_tokens - kept)[batch_row]
+        batch_row, within, positions = batch_row[fresh], within[fresh], positions[fresh]
+    if wave.kinds.tok_share:  # the leading tokens will be recomputed: nothing of them is kept
+        fresh = positions >= wave.kinds.tok_tokens(context + new_tokens)[batch_row]
+        batch_row, within, positions = batch_row[fresh], within[fresh], positions[fresh]
+    kind_index = wave.kinds.kind_of(positions)
+    token_index = wave.kinds.stored(positions)  # how many tokens of each kind came before, dropped ones included
+    stores = []
+    for i, kind in enumerate(wave.kinds.kinds):
+        chosen = kind_index == i
+        if not chosen.any():
+            continue
+        reserved = wave.num_blocks[kind][requests][batch_row[chosen]]
+        index = token_index[chosen, i]
+        first = wave.first_block[kind][requests][batch_row[chosen]]
+        rows = batch_row[chosen] * width + within[chosen]
+        blocks = first + (index // BLOCK_TOKENS) % np.maximum(reserved, 1)
+        for part in parts_of(kind):
+            stores.append(Store(kind, part.representation, part.tier, rows, blocks, index % BLOCK_TOKENS))
+    return tuple(stores)
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """The sums of a step that its work depends on; numbers, or arrays of one shape. Absent keys mean none."""
+
+    prefill: bool
+    batch: object
+    width: object  #: new tokens of the longest request
+    context: object  #: columns of cached keys and values in the attention buffer
+    blocks: dict[Part, object]  #: blocks of each part that the step reads, over all requests
+    copies: dict[Part, object]  #: runs of blocks that lie apart
+    act_columns: object  #: blocks of the ACT buffer, a request
+    stored: dict[Part, object]  #: new rows of each part, over all requests
+    recomputed: object = 0  #: tokens of the recomputed prefix, of the longest request
+    selected: object = None  #: tokens of a request that a speculative selection fetches; None: all
+
+
+def counts_of(step: MiniBatchStep, wave) -> StepCounts:
+    """The sums of one step of a ``plan.Wave``."""
+    policy, blocks, copies = wave.policy, {}, {}
+    for segment in step.segments:
+        if segment.max_tokens:
+            part = Part(segment.kind, segment.representation, segment.tier)
+            moved = wave.num_blocks[segment.kind][step.requests] if policy.static_cache else segment.num_blocks
+            blocks[part] = int(moved.sum())
+            copies[part] = int(np.count_nonzero(segment.num_blocks))
+    stored = {Part(s.kind, s.representation, s.tier): len(s.rows) for s in step.stores}
+    context = step.attention_tokens - step.computed_width
+    selected = None
+    if policy.selection.method == "speculative" and not step.prefill:
+        selected = int(selected_tokens(policy.selection, context))
+    return StepCounts(
+        step.prefill, len(step.requests), step.width, context, blocks, copies, step.act_blocks, stored,
+        step.recomputed_width, selected,
+    )  # fmt: skip
+
+
+def step_work(shape: ModelShape, policy: Policy, stored: ElementBytes, c: StepCounts, whole: bool) -> dict[str, Work]:
+    """The work of each verb of a step in one layer; a verb without work is absent.
+
+    ``whole``: in one of the layers in which a speculative selection looks at all tokens.
+    """
+    p = stored.compute
+    rows = c.batch * c.width + (0 if c.prefill else c.batch * c.recomputed)
+    works = {
+        "embed": work.embed(shape, p, rows),
+        "project": work.project(shape, p, rows),
+        "finish": work.finish(shape, p, rows),
+        "head": work.head(shape, p, c.batch),
+        "sample": work.sample(shape, p, c.batch),
+        "store_out": work.store_out(c.batch),
+    }
+    if policy.bits.weights != "native":
+        works["dequantize_weights"] = work.convert(shape.layer_matrix_elements, p, stored.weights)
+    if policy.hidden != "device":
+        works["load_hidden"] = works["store_hidden"] = work.move_hidden(shape, p, rows)
+    works |= _store_works(shape, policy, stored, c)
+    if c.prefill:
+        works["attend_prefill"] = work.attend_prefill(shape, p, c.batch, c.width)
+        if policy.selection.method == "heavy_hitter":
+            works["rank"] = work.rank(shape, c.batch, c.width, c.width / 2)
+        if policy.selection.method == "speculative":
+            share = partial_share(shape, policy.selection)
+            works["speculate"] = work.choose_columns(shape, p, c.batch * c.width, share)
+        return works
+    if policy.attention == "host":
+        works["store_query"] = work.store_query(shape, p, c.batch)
+        works["attend_host"] = work.attend_decode(shape, p, c.batch, c.context + 1)
+        works["load_attended"] = work.load_attended(shape, p, c.batch)
+        return works
+    attended = c.context + c.recomputed + c.width
+    if c.selected is None or whole:
+        works |= _load_works(shape, policy, stored, c)
+    else:
+        attended = c.selected + 1
+        works |= _gather_works(shape, policy, stored, c)
+    if c.selected is not None:
+        ratio = partial_share(shape, policy.selection)
+        works["speculate"] = work.speculate(shape, p, c.batch, c.context, ratio)
+        works["store_index"] = work.store_index(shape, c.batch, most_selected(policy.selection, c.context))
+        if policy.selection.partial_keys == "host":
+            works["load_keys"] = work.load_partial_keys(shape, p, c.batch, c.context, ratio)
+    if any(part.representation == "act" for part in c.blocks):
+        everything = c.selected is None or whole
+        generated = c.batch * (c.act_columns * BLOCK_TOKENS if everything else _selected_of(c)["act"])
+        works["kv_gen"] = work.kv_gen(shape, p, _at_least(generated, work.MIN_KV_GEN_ROWS))
+    works["assemble"] = work.assemble(shape, p, c.batch * attended)
+    works["attend"] = work.attend(shape, p, c.batch, c.width, attended)
+    if _any(c.recomputed):
+        works["attend_recomputed"] = work.attend_recomputed(shape, p, c.batch, _at_least(c.recomputed, 1))
+    if policy.selection.method == "heavy_hitter":
+        works["rank"] = work.rank(shape, c.batch, 1, attended)
+    return works
+
+
+def _selected_of(c: StepCounts) -> dict[str, object]:
+    """Of the tokens of a request that a selection is expected to fetch, those of each representation: as they share the
+    context."""
+    blocks = {r: sum(n for part, n in c.blocks.items() if part.representation == r) for r in ("act", "kv")}
+    act = np.floor(c.selected * blocks["act"] / np.maximum(blocks["act"] + blocks["kv"], 1) + 0.5)
+    act = act if np.ndim(act) else int(act)
+    selected = {"act": act, "kv": c.selected - act}
+    return {r: selected[r] for r in blocks if any(part.representation == r for part in c.blocks)}
+
+
+def _gather_works(shape: ModelShape, policy: Policy, stored: ElementBytes, c: StepCounts) -> dict[str, Work]:
+    """The selected tokens' rows, gathered on the host and loaded."""
+    rows = {representation: c.batch * tokens for representation, tokens in _selected_of(c).items()}
+    works = {"gather": work.gather_rows(shape, stored.kv, stored.act, rows.get("kv", 0), rows.get("act", 0))}
+    widths = {"kv": (shape.kv_width, stored.kv), "act": (shape.hidden, stored.act)}
+    for representation, number in rows.items():
+        width, element_bytes = widths[representation]
+        works[f"load_{representation}"] = work.load_rows(shape, element_bytes, representation, number)
+        if element_bytes != stored.compute:
+            works[f"dequantize_{representation}"] = work.convert(number * width, stored.compute, element_bytes)
+    return works
+
+
+def _at_least(value, least):
+    """The larger, for a number or an array; a number stays a plain one."""
+    return np.maximum(value, least) if isinstance(value, np.ndarray) else max(value, least)
+
+
+def _any(count) -> bool:
+    """np.any, which takes a number as long as all else that is done with it."""
+    return bool(count.any()) if isinstance(count, np.ndarray) else bool(count)
+
+
+def _load_works(shape: ModelShape, policy: Policy, stored: ElementBytes, c: StepCounts) -> dict[str, Work]:
+    works = {}
+    for representation, element_bytes in (("act", stored.act), ("kv", stored.kv)):
+        every = [part for part in c.blocks if part.representation == representation]
+        moved = [part for part in every if part.tier != "device"]
+        on_disk = [part for part in every if part.tier == "disk"]
+        if moved:
+            blocks, copies = (sum(of[part] for part in moved) for of in (c.blocks, c.copies))
+            works[f"load_{representation}"] = work.load_blocks(shape, element_bytes, representation, blocks, copies)
+        if on_disk:
+            blocks = sum(c.blocks[part] for part in on_disk)
+            works[f"read_{representation}"] = work.disk_blocks(shape, element_bytes, representation, blocks)
+        if every and element_bytes != stored.compute:
+            width = shape.kv_width if representation == "kv" else shape.hidden
+            elements = sum(c.blocks[part] for part in every) * BLOCK_TOKENS * width
+            works[f"dequantize_{representation}"] = work.convert(elements, stored.compute, element_bytes)
+    return works
+
+
+def _store_works(shape: ModelShape, policy: Policy, stored: ElementBytes, c: StepCounts) -> dict[str, Work]:
+    """New rows: quantised, to the host's strip, from there to host blocks or the disk; or to device blocks."""
+    if policy.attention == "host" and not c.prefill:
+        return {}  # the query task brings the new rows along, and attention writes them to their blocks
+    works = {}
+    of_element, width = {"act": stored.act, "kv": stored.kv}, {"act": shape.hidden, "kv": shape.kv_width}
+
+    def rows(representation: str, *tiers: str):
+        return sum(n for part, n in c.stored.items() if part.representation == representation and part.tier in tiers)
+
+    quantized = 0
+    for representation in ("kv", "act"):
+        if _any(sent := rows(representation, "host", "disk")):
+            works[f"store_{representation}"] = work.store_rows(shape, of_element[representation], representation, sent)
+        if _any(written := rows(representation, "disk")):
+            works[f"write_{representation}"] = work.store_rows(
+                shape, of_element[representation], representation, written
+            )
+        if of_element[representation] != stored.compute:
+            quantized = quantized + rows(representation, "device", "host", "disk") * width[representation]
+    if _any(quantized):
+        works["quantize"] = work.convert(quantized, stored.compute, min(stored.kv, stored.act))
+    for tier, verb in (("host", "scatter"), ("device", "scatter_device")):
+        kv_rows, act_rows = rows("kv", tier), rows("act", tier)
+        if _any(kv_rows) or _any(act_rows):
+            works[verb] = work.scatter_rows(shape, stored.kv, stored.act, kv_rows, act_rows)
+    return works

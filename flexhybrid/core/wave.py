@@ -1,0 +1,136 @@
+"""From a policy and a workload to a wave: requests packed into mini-batches, each with its blocks.
+
+``flexhybrid.core.schedule.steps`` says what a mini-batch of the wave does in an iteration, ``flexhybrid.core.plan`` in
+which order all of it is done.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from flexhybrid.core.context.blocks import BlockKinds, BlockManager
+from flexhybrid.core.context.cache_entries import representation_of
+from flexhybrid.core.context.packing import chunk_tokens, num_chunks, pack
+from flexhybrid.core.context.selection import kept_tokens
+from flexhybrid.core.context.split import SplitLines, split_lines
+from flexhybrid.core.errors import InputError
+from flexhybrid.core.hardware import Hardware
+from flexhybrid.core.model.layout import LayerLayout, layer_layout
+from flexhybrid.core.model.shape import ModelShape
+from flexhybrid.core.policy import ElementBytes, Policy
+from flexhybrid.core.workload import Workload
+
+
+@dataclass(frozen=True)
+class Wave:
+    """Requests admitted together: their lengths, mini-batches and blocks."""
+
+    shape: ModelShape
+    policy: Policy
+    bytes_per_element: int
+    workload: Workload
+    kinds: BlockKinds
+    mini_batches: tuple[np.ndarray, ...]
+    first_block: dict[str, np.ndarray]  #: kind -> [requests], physical
+    num_blocks: dict[str, np.ndarray]  #: kind -> [requests], reserved
+    layout: LayerLayout
+    split: dict[str, SplitLines] = field(default_factory=dict)  #: of the entries both(…)
+
+    @property
+    def pool_blocks(self) -> dict[str, int]:
+        return {kind: int(blocks.sum()) for kind, blocks in self.num_blocks.items()}
+
+    @cached_property
+    def stored(self) -> ElementBytes:
+        """Bytes an element of weights, KV and ACT as they are stored."""
+        return self.policy.bits.element_bytes(self.bytes_per_element)
+
+    @cached_property
+    def streamed_from(self) -> int:
+        """First byte of a layer that is streamed; those before it stay on the device."""
+        return self.layout.resident_prefix(self.policy.weights.device)
+
+    @cached_property
+    def disk_from(self) -> int:
+        """First byte of a layer that lies on the disk."""
+        return disk_from(self.layout, self.policy)
+
+
+def disk_from(layout: LayerLayout, policy: Policy) -> int:
+    """First byte of a layer that lies on the disk; those before it are on the device, then on the host."""
+    if not policy.weights.disk:
+        return layout.total_bytes
+    return max(layout.resident_prefix(policy.weights.device), layout.resident_prefix(1.0 - policy.weights.disk))
+
+
+def check_planned(policy: Policy) -> None:
+    """Refuse what this plan maker does not lay out, by name."""
+    representations = {representation_of(kind) for kind in policy.cache_kinds}
+    speculative = policy.selection.method == "speculative"
+    refusals = (
+        (policy.embedding.device < 1, "embedding and head off the device"),
+        (policy.hidden == "disk", "hidden states on the disk"),
+        (representations == {"tok"}, "a cache of token ids alone: the newest tokens need a share of kv or act, and it"),
+        (policy.selection.method == "heavy_hitter" and representations != {"kv"}, "selection heavy_hitter over a cache "
+         "other than kv"),
+        (speculative and not set(policy.cache_kinds) <= {"kv@host", "act@host"}, "speculative selection over a cache "
+         "other than kv@host and act@host"),
+        (speculative and policy.selection.pool < 1 and "act" in representations, "a limited pool of a speculative "
+         "selection over ACT, whose rows serve all heads,"),
+        (speculative and policy.selection.partial_keys == "disk", "partial keys on the disk"),
+        (policy.static_cache and "both" in representations, "a static cache of both copies"),
+    )  # fmt: skip
+    for refused, what in refusals:
+        if refused:
+            raise InputError(f"policy {policy.name}: {what} cannot be planned by this version")
+
+
+def admit(
+    shape: ModelShape,
+    policy: Policy,
+    workload: Workload,
+    bytes_per_element: int,
+    manager: BlockManager | None = None,
+    seconds_per_token: tuple[float, float] = (1.0, 1.0),
+    hardware: Hardware | None = None,
+) -> Wave:
+    """Pack requests and reserve their blocks, those of a mini-batch side by side.
+
+    Without a manager, pools of exactly the needed size are assumed. ``hardware`` decides the split point of both(…)
+    entries. Raises InputError when a policy cannot be planned or a pool has no room.
+    """
+    check_planned(policy)
+    kinds = BlockKinds(policy.cache)
+    split = {}
+    for kind in kinds.kinds:
+        if representation_of(kind) == "both":
+            if hardware is None:
+                raise InputError(
+                    f"policy {policy.name}: {kind} needs a hardware record to decide its split point: run `flexhybrid "
+                    "profile` once"
+                )
+            split[kind] = split_lines(shape, policy, hardware, bytes_per_element, kind)
+    cached = workload.cached_tokens
+    mini_batches = pack(cached, kinds, policy.max_mini_batch_tokens, policy.packing, seconds_per_token)
+    kept = kept_tokens(policy.selection, workload.prompt_tokens, cached, cached)
+    first = workload.prompt_tokens.copy()  # the first length of each request that is held as a whole
+    for group in mini_batches:
+        if num_chunks(policy, first[group]) > 1:
+            first[group] = chunk_tokens(policy.max_mini_batch_tokens)
+    counts = kinds.most_blocks(first, kept)  # [requests, kind]
+    num_blocks = {kind: counts[:, i] for i, kind in enumerate(kinds.kinds)}
+    if manager is None:
+        manager = BlockManager({kind: int(blocks.sum()) for kind, blocks in num_blocks.items()})
+    first_block = {kind: np.zeros(workload.num_requests, dtype=np.int64) for kind in kinds.kinds}
+    for group in mini_batches:
+        for request in group:
+            extents = manager.admit(int(request), {kind: int(num_blocks[kind][request]) for kind in kinds.kinds})
+            for kind, extent in extents.items():
+                first_block[kind][request] = extent.first
+    return Wave(
+        shape, policy, bytes_per_element, workload, kinds, tuple(mini_batches), first_block, num_blocks,
+        layer_layout(shape, policy.bits.element_bytes(bytes_per_element).weights, bytes_per_element), split,
+    )  # fmt: skip

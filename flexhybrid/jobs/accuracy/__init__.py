@@ -1,0 +1,1 @@
+"""``flexhybrid accuracy``: what policies cost in accuracy on a text."""

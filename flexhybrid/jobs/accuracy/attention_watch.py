@@ -1,0 +1,179 @@
+"""What the attention of a run looks at, beside the full cache's: verbs of an executor, wrapped.
+
+The full cache's run leaves its keys and queries here; from them its attention weights at any step follow, so that none
+need be kept. Texts are of one length and cut into prompt and answer at one place.
+
+Shapes: N texts, L layers, S decode steps, B requests of a mini-batch, H query heads, G key/value heads, r = H/G, d head
+size, T attention columns, P positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from flexhybrid.core.model.shape import ModelShape
+from flexhybrid.core.task import Task
+from flexhybrid.runtime.executor import Executor
+from flexhybrid.runtime.step_tensors import column_positions, position_tables
+
+#: Verbs that bring a context to the device.
+LOADS = ("load_kv", "load_act")
+
+
+@dataclass(frozen=True)
+class FullCache:
+    """Keys [N, L, G, P, d] and queries [N, L, S, G, r, d] of the full cache's run."""
+
+    keys: torch.Tensor
+    queries: torch.Tensor
+
+    @staticmethod
+    def empty(shape: ModelShape, num_texts: int, length: int, num_forced: int, device: torch.device) -> FullCache:
+        """Room for texts of ``length`` tokens, the last of which is never fed."""
+        grid, groups, d = (num_texts, shape.num_layers), shape.num_kv_heads, shape.head_dim
+        return FullCache(
+            torch.zeros(*grid, groups, length - 1, d, device=device),
+            torch.zeros(*grid, num_forced - 1, groups, shape.num_heads // groups, d, device=device),
+        )
+
+    def record(self, executor: Executor, members: np.ndarray) -> None:
+        """Keep what the executor projects; ``members`` are the texts of its wave."""
+        project, shape = executor.verbs["project"], executor.shape
+
+        def projected(executor: Executor, task: Task) -> None:
+            project(executor, task)
+            step = task.payload.step
+            texts = executor.to_device(members[step.requests])
+            rows = executor.kvq[task.payload.slot].view(len(texts), step.width, -1).float()
+            start = int(step.context[0])
+            keys = rows[..., : shape.kv_width // 2].unflatten(-1, (shape.num_kv_heads, -1))
+            self.keys[texts, task.layer, :, start : start + step.width] = keys.transpose(1, 2)
+            if task.iteration:
+                queries = rows[:, 0, shape.kv_width :].view(len(texts), *self.queries.shape[3:])
+                self.queries[texts, task.layer, task.iteration - 1] = queries
+
+        executor.verbs["project"] = projected
+
+    def weights(self, texts: torch.Tensor, layer: int, step: int) -> torch.Tensor:
+        """Attention weights [B, G, r, P] of these texts' query at a decode step, over all tokens so far."""
+        query = self.queries[texts, layer, step]
+        num_tokens = self.keys.shape[3] - self.queries.shape[2] + step + 1
+        keys = self.keys[texts, layer, :, :num_tokens]
+        return torch.softmax(torch.matmul(query * query.shape[-1] ** -0.5, keys.transpose(-1, -2)), dim=-1)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Of a run, by decode step and layer, means over texts and heads: [S, L] on the device."""
+
+    cosine: torch.Tensor  #: of the attention weights with the full cache's; a token not looked at has weight 0
+    looked_at: torch.Tensor  #: share of the tokens so far
+    moved_bytes: np.ndarray  #: [1], to the device for the context, in all decode steps
+
+    @staticmethod
+    def empty(full: FullCache) -> Seen:
+        _, num_layers, num_steps = full.queries.shape[:3]
+        size = (num_steps, num_layers)
+        return Seen(torch.zeros(size, device=full.keys.device), torch.zeros(size, device=full.keys.device), np.zeros(1))
+
+    def watch(self, executor: Executor, members: np.ndarray, full: FullCache) -> None:
+        """Add up what the executor's attention looks at, and what is loaded for it."""
+        attend, num_texts, positions_of = executor.verbs["attend"], len(full.keys), watch_positions(executor)
+
+        def attended(executor: Executor, task: Task) -> None:
+            if task.iteration:
+                step, at = task.payload.step, (task.iteration - 1, task.layer)
+                weights, positions = attention_weights(executor, task), positions_of(task)
+                texts = executor.to_device(members[step.requests])
+                other = full.weights(texts, task.layer, task.iteration - 1)
+                share = len(texts) / num_texts
+                self.cosine[at] += _cosine(weights, positions, other).mean() * share
+                self.looked_at[at] += (positions >= 0).sum(-1).float().mean() / other.shape[-1] * share
+            attend(executor, task)
+
+        def counted(load):
+            def loaded(executor: Executor, task: Task) -> None:
+                load(executor, task)
+                if task.iteration:
+                    self.moved_bytes[0] += executor.resolved.get(task.key, task.work).link_bytes
+
+            return loaded
+
+        executor.verbs["attend"] = attended
+        for verb in LOADS:
+            executor.verbs[verb] = counted(executor.verbs[verb])
+
+
+def attention_weights(executor: Executor, task: Task) -> torch.Tensor:
+    """Weights [B, G, r, T] in float32 that a decode step's new token gives to the columns of the attention buffer."""
+    step, shape = task.payload.step, executor.shape
+    keys, _, mask = executor.context
+    rows = executor.kvq[task.payload.slot][:, shape.kv_width :].view(len(step.requests), -1, shape.query_width)
+    query = rows[:, -1].view(len(rows), shape.num_kv_heads, -1, shape.head_dim).float()
+    scores = torch.matmul(query * shape.head_dim**-0.5, keys.float().transpose(-1, -2))
+    return torch.softmax(scores if mask is None else scores + mask, dim=-1)
+
+
+def watch_positions(executor: Executor) -> Callable[[Task], torch.Tensor]:
+    """A function of an ``attend`` task of the decode, to be called in its place on the compute lane: which token each
+    column of the attention buffer holds, [B, G or 1, T]; -1 for padding."""
+    project, speculate, assemble = (executor.verbs[verb] for verb in ("project", "speculate", "assemble"))
+    tables = position_tables(executor.wave.kinds, int(executor.wave.workload.cached_tokens.max()) + 1)
+    chosen: dict[tuple[int, int], dict[str, torch.Tensor]] = {}  # by mini-batch and layer
+    whole: dict[int, torch.Tensor] = {}  # by mini-batch, of a layer that looks at every token
+    columns: dict[str, int] = {}  # by representation, of the context at hand; what is fetched next may be there already
+
+    def projected(executor: Executor, task: Task) -> None:
+        if task.iteration and executor.speculation and not executor.looks_at_choice(task):
+            step = task.payload.step  # before the new tokens take their places
+            places = executor.to_device(column_positions(step, tables))[:, None, :-1]
+            guess = executor.tensors(task).guess
+            whole[task.mini_batch] = executor.speculation.positions_of(task.layer, step, guess, places)
+        project(executor, task)
+
+    def speculated(executor: Executor, task: Task) -> None:
+        speculate(executor, task)
+        if task.iteration:
+            layer = task.layer + 1
+            guess = executor.tensors(task).guess
+            chosen[task.mini_batch, layer] = executor.speculation.chosen_positions(layer, task.payload.step, guess)
+
+    def assembled(executor: Executor, task: Task) -> None:
+        if task.iteration and executor.looks_at_choice(task):
+            slot = task.payload.slot
+            columns.update({r: executor.fetched[r, slot].most for r in chosen[task.mini_batch, task.layer]})
+        assemble(executor, task)
+
+    def positions_of(task: Task) -> torch.Tensor:
+        step = task.payload.step
+        if executor.heavy_hitters:
+            return executor.heavy_hitters.column_positions(task.layer, step)
+        if not executor.speculation:
+            return executor.to_device(column_positions(step, tables))[:, None]
+        if executor.looks_at_choice(task):  # representation by representation, each as wide as its longest request
+            pieces = [
+                positions[..., : columns[representation]]
+                for representation, positions in chosen[task.mini_batch, task.layer].items()
+            ]
+            cached = torch.cat([one.expand(-1, executor.shape.num_kv_heads, -1) for one in pieces], dim=-1)
+        else:
+            cached = whole[task.mini_batch]
+        new = executor.to_device(step.context)[:, None, None].expand(-1, cached.shape[1], 1)
+        return torch.cat([cached, new], dim=-1)
+
+    executor.verbs |= {"project": projected, "speculate": speculated, "assemble": assembled}
+    return positions_of
+
+
+def _cosine(weights_BGrT: torch.Tensor, positions_BGT: torch.Tensor, other_BGrP: torch.Tensor) -> torch.Tensor:
+    """Cosine similarity [B, G, r] of weights at the positions of their columns with weights at all positions."""
+    shape = (*weights_BGrT.shape[:3], -1)
+    index = positions_BGT.clamp(min=0)[:, :, None].expand(*shape)
+    there = (positions_BGT >= 0)[:, :, None]
+    weights = weights_BGrT * there
+    products = (weights * other_BGrP.gather(-1, index.expand(weights.shape))).sum(-1)
+    return products / (weights.norm(dim=-1) * other_BGrP.norm(dim=-1))

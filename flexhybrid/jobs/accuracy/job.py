@@ -1,0 +1,286 @@
+"""What policies cost in accuracy on a text: perplexity, attention, greedy tokens, and how much of the cache they touch.
+
+Each text is cut into a prompt and an answer, and the answer's own tokens are fed to the executor one by one, so that
+every policy's own cache is what is read (``flexhybrid.scoring``). The full cache, all of it on the device in the
+compute dtype, is the measure of the others.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+
+from flexhybrid.core.context.blocks import BLOCK_TOKENS
+from flexhybrid.core.context.selection import kept_tokens
+from flexhybrid.core.errors import InputError
+from flexhybrid.core.hardware import write_by_rename
+from flexhybrid.core.policy import Policy, Selection
+from flexhybrid.core.workload import Workload
+from flexhybrid.jobs import shipped
+from flexhybrid.jobs.accuracy.attention_watch import FullCache, Seen
+from flexhybrid.jobs.compare.job import check_writable
+from flexhybrid.jobs.compare.report import Report
+from flexhybrid.jobs.compare.setting import split_names
+from flexhybrid.jobs.progress import Progress
+from flexhybrid.llm import LLM
+from flexhybrid.scoring import Score, score
+from sim.presets import resident
+
+FULL_CACHE = "full_cache"
+CHUNK_TOKENS = 256
+DOCUMENT_END = "\f"  #: between the documents of a text file
+SMALL_HIDDEN = 512  #: below, a CPU's second thread only waits for the first
+
+
+@dataclass(frozen=True)
+class AccuracyOptions:
+    """What the command line can change."""
+
+    model: Path | None = None  #: None: the shipped OPT
+    text: Path | None = None  #: None: the shipped text, which the shipped models have not learned from
+    policies: tuple[str, ...] = ("kv_only", "act_only", "int4", "h2o(0.5)", "infinigen")
+    length: int | None = None  #: tokens of a text; None: what the model has positions for, at most 2,048
+    prompt_tokens: int | None = None  #: of those; None: an eighth
+    num_texts: int = 4
+    dtype: str = "float32"
+    device: str = "auto"
+    hardware: str | None = None  #: what policies that the machine decides reckon with; None: what was measured here
+    disk_dir: Path | None = None
+    out: Path = Path("results/accuracy")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One policy's run. Arrays are [texts, answer tokens], those of ``seen`` [decode steps, layers]."""
+
+    policy: str
+    logprobs: np.ndarray
+    greedy: np.ndarray
+    cosine: np.ndarray | None  #: None for the full cache, and where attention is not on the device
+    looked_at: np.ndarray | None
+    moved: float  #: bytes loaded for the context over those of all its keys and values in the compute dtype
+
+
+def accuracy(options: AccuracyOptions, quiet: bool = False) -> dict:
+    """Measure every policy; returns what is also written to ``options.out``: a row a policy, a row a policy and chunk.
+
+    Raises InputError for whatever cannot work, before the first run.
+    """
+    report = Report(quiet)
+    path = options.model or shipped("checkpoints/opt-stdlib-4m")
+    with ExitStack() as stack:
+        llms = {
+            name: stack.enter_context(
+                LLM(
+                    path,
+                    policy,
+                    device=options.device,
+                    dtype=options.dtype,
+                    hardware=options.hardware,
+                    disk_dir=options.disk_dir,
+                )  # fmt: skip
+            )
+            for name, policy in _named(options.policies).items()
+        }
+        full_llm = llms[FULL_CACHE]
+        length = options.length or min(full_llm.shape.max_context, 2048)
+        prompt = options.prompt_tokens or length // 8
+        if not 0 < prompt < length <= full_llm.shape.max_context:
+            raise InputError(
+                f"texts of {length} tokens with a prompt of {prompt}: model {full_llm.shape.name} takes "
+                f"{full_llm.shape.max_context}, and the prompt must leave some to foretell"
+            )
+        texts = read_texts(full_llm, options.text or shipped("held_out.txt"), length, options.num_texts)
+        workload = Workload.uniform(len(texts), prompt, length - prompt)
+        for llm in llms.values():
+            with llm.waves(workload):
+                pass  # settled and split without complaint; nothing is run yet
+        check_writable(options.out)
+        full = FullCache.empty(full_llm.shape, len(texts), length, length - prompt, full_llm.device)
+        tokens = len(llms) * len(texts) * (length - prompt)
+        with (
+            Progress(tokens, FULL_CACHE, "token", quiet) as progress,
+            _fitting_threads(full_llm),
+        ):
+            outcomes = [_run(name, llm, texts, prompt, full, progress) for name, llm in llms.items()]
+    chunks = [row for one in outcomes for row in _chunk_rows(one, outcomes[0], prompt)]
+    result = {
+        "model": full_llm.shape.name,
+        "dtype": full_llm.dtype,
+        "text": str(options.text or "shipped"),
+        "num_texts": len(texts),
+        "length": length,
+        "prompt_tokens": prompt,
+        "policies": [_policy_row(one, outcomes[0]) for one in outcomes],
+        "chunks": chunks,
+    }
+    _show(report, result)
+    _write(result, options.out)
+    return result
+
+
+def _named(texts: tuple[str, ...]) -> dict[str, Policy | str]:
+    """The full cache, then the policies by the name they go under: systems by name, or files."""
+    named: dict[str, Policy | str] = {FULL_CACHE: resident()}
+    for text in texts:
+        policy = Policy.load(text) if text.endswith(".json") else text
+        name = policy.name if isinstance(policy, Policy) else text
+        if name in named:
+            raise InputError(f"two of the policies to measure are called {name!r}")
+        named[name] = policy
+    return named
+
+
+def read_texts(llm: LLM, path: Path, length: int, most: int) -> list[list[int]]:
+    """Up to ``most`` texts of ``length`` tokens from a file, each beginning as the model's texts do.
+
+    Documents, which form feeds part, are cut into consecutive texts; the texts are taken evenly over the file. Raises
+    InputError for a file that cannot be read, or is too short for a single text.
+    """
+    if llm.tokenizer is None:
+        raise InputError(f"{llm.checkpoint.path} has no tokenizer files: a text cannot be cut into its tokens")
+    try:
+        documents = path.read_text(encoding="utf-8").split(DOCUMENT_END)
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read text file {path}: {getattr(error, 'strerror', None) or error}") from None
+    start = [] if (bos := llm.tokenizer.bos_token_id) is None else [bos]
+    size, longest, texts = length - len(start), 0, []
+    for document in documents:
+        ids = llm.tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
+        longest = max(longest, len(ids))
+        texts += [start + ids[i : i + size] for i in range(0, len(ids) - size + 1, size)]
+    if not longest:
+        raise InputError(f"{path} is empty")
+    if not texts:
+        raise InputError(f"{path}: its longest document has {longest} tokens; a text takes {size}: give --length")
+    return [texts[i * len(texts) // most] for i in range(most)] if len(texts) > most else texts
+
+
+@contextmanager
+def _fitting_threads(llm: LLM) -> Iterator[None]:
+    """One torch thread for tiny products on a CPU."""
+    threads = torch.get_num_threads()
+    if llm.device.type == "cpu" and llm.shape.hidden < SMALL_HIDDEN:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _run(name: str, llm: LLM, texts: list[list[int]], prompt: int, full: FullCache, progress: Progress) -> Outcome:
+    """Score the texts under one policy; the full cache's run, which is the first, leaves its keys and queries."""
+    progress.turn_to(name)
+    seen = Seen.empty(full)
+
+    def watch(executor, members) -> None:
+        if name == FULL_CACHE:
+            full.record(executor, members)
+        else:
+            seen.watch(executor, members, full)
+
+    scores: list[Score] = score(llm, texts, len(texts[0]) - prompt, watch, progress.advance)
+    llm.close()
+    num_steps = len(texts[0]) - prompt - 1
+    contexts = prompt + np.arange(num_steps)
+    whole = len(texts) * contexts.sum() * llm.shape.num_layers * llm.shape.kv_token_bytes(llm.bytes_per_element)
+    watched = name != FULL_CACHE and llm.policy.attention == "device"
+    return Outcome(
+        name,
+        np.stack([one.logprobs for one in scores]),
+        np.stack([one.greedy for one in scores]),
+        seen.cosine.cpu().numpy() if watched else None,
+        seen.looked_at.cpu().numpy() if watched else None,
+        float(seen.moved_bytes[0] / whole),
+    )
+
+
+def _row(one: Outcome, full: Outcome, tokens: slice) -> dict:
+    """Means over a range of the answer's tokens. The first of the answer is the prompt's own: no cache stands behind
+    it."""
+    steps = slice(max(tokens.start or 0, 1) - 1, None if tokens.stop is None else tokens.stop - 1)
+    logprobs, reference = one.logprobs[:, tokens], full.logprobs[:, tokens]
+    return {
+        "policy": one.policy,
+        "perplexity": math.exp(-logprobs.mean()),
+        "over_full": math.exp(reference.mean() - logprobs.mean()),
+        "agreement": float((one.greedy[:, tokens] == full.greedy[:, tokens]).mean()),
+        "cosine": None if one.cosine is None else float(one.cosine[steps].mean()),
+        "looked_at": None if one.looked_at is None else float(one.looked_at[steps].mean()),
+    }
+
+
+def _policy_row(one: Outcome, full: Outcome) -> dict:
+    def by_layer(values: np.ndarray | None) -> list[float] | None:
+        return None if values is None else values.mean(0).tolist()
+
+    layers = {"cosine_by_layer": by_layer(one.cosine), "looked_at_by_layer": by_layer(one.looked_at)}
+    return {**_row(one, full, slice(None)), "moved": one.moved, **layers}
+
+
+def _chunk_rows(one: Outcome, full: Outcome, prompt: int) -> Iterator[dict]:
+    """A row for each ``CHUNK_TOKENS`` positions that hold some of the answer."""
+    length = prompt + one.logprobs.shape[1]
+    for start in range(prompt // CHUNK_TOKENS * CHUNK_TOKENS, length, CHUNK_TOKENS):
+        first, end = max(start, prompt), min(start + CHUNK_TOKENS, length)
+        row = _row(one, full, slice(first - prompt, end - prompt))
+        yield {"policy": row.pop("policy"), "first": first, "end": end, **row}
+
+
+def _show(report: Report, result: dict) -> None:
+    num_tokens = result["num_texts"] * (result["length"] - result["prompt_tokens"])
+    report.say(
+        f"{result['model']}, {result['dtype']}: {result['num_texts']} texts of {result['length']} tokens, of which the "
+        f"last {result['length'] - result['prompt_tokens']} are foretold one by one ({num_tokens} in all)\n"
+    )
+    columns = ("perplexity", "over_full", "agreement", "cosine", "looked_at", "moved")
+    rows = pd.DataFrame(result["policies"])[["policy", *columns]]
+    report.say(_rounded(rows).to_string(index=False))
+    chunks = pd.DataFrame(result["chunks"])
+    grid = chunks.pivot(index="policy", columns="first", values="perplexity").loc[rows["policy"]]
+    grid.columns = [f"{first}-" for first in grid.columns]
+    report.say("\nPerplexity by position\n")
+    report.say(_rounded(grid.reset_index()).to_string(index=False))
+    prompt = result["prompt_tokens"]
+    half = int(kept_tokens(Selection("heavy_hitter", budget=0.5), prompt, prompt, prompt))
+    report.say(
+        f"\nover_full: perplexity over {FULL_CACHE}'s; agreement: greedy tokens that are {FULL_CACHE}'s; cosine:\n"
+        "of the attention weights with the full cache's, mean over steps, layers and heads; looked_at: share of the\n"
+        "tokens so far that a head attends to; moved: bytes loaded for the context over those of all its keys and\n"
+        f"values. The budget of h2o is a share of the prompt in whole blocks of {BLOCK_TOKENS} tokens: h2o(0.5) keeps\n"
+        f"{half} of {prompt} tokens here, {half / result['length']:.1%} of a text (--prompt-tokens)."
+    )
+
+
+def _rounded(table: pd.DataFrame) -> pd.DataFrame:
+    """Numbers as texts of four digits behind the point, empty where there are none."""
+    return table.map(lambda value: value if isinstance(value, str) else "" if pd.isna(value) else f"{value:.4f}")
+
+
+def _write(result: dict, out: Path) -> None:
+    write_by_rename(out / "accuracy.json", json.dumps(result, indent=1))
+    layers = ["cosine_by_layer", "looked_at_by_layer"]
+    policies = pd.DataFrame(result["policies"]).drop(columns=layers)
+    write_by_rename(out / "accuracy.csv", policies.to_csv(index=False))
+    write_by_rename(out / "accuracy-chunks.csv", pd.DataFrame(result["chunks"]).to_csv(index=False))
+    from figures import accuracy as draw  # last: a run is not lost where there is nothing to draw with
+
+    draw.by_chunk(out / "accuracy.png", result["chunks"], FULL_CACHE)
+
+
+def options_from(args) -> AccuracyOptions:
+    """Command-line arguments to options; what is not given keeps its default."""
+    given = {
+        "model": args.model, "text": args.text, "policies": split_names(args.policies or []) or None,
+        "length": args.length, "prompt_tokens": args.prompt_tokens, "num_texts": args.num_texts, "dtype": args.dtype,
+        "device": args.device, "hardware": args.hardware, "disk_dir": args.disk_dir, "out": args.out,
+    }  # fmt: skip
+    return AccuracyOptions(**{name: value for name, value in given.items() if value is not None})

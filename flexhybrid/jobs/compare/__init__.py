@@ -1,0 +1,1 @@
+"""``flexhybrid compare``: policies side by side, predicted against measured."""

@@ -1,0 +1,268 @@
+"""What the main job prints: findings as they come, above the progress bar."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from tqdm import tqdm
+
+from flexhybrid.core.context.cache_entries import TIERS
+from flexhybrid.core.hardware import LINKS, Hardware
+from flexhybrid.core.memory import gib
+from flexhybrid.core.model.shape import ModelShape
+from flexhybrid.core.policy import Policy
+from flexhybrid.core.task import RESOURCES
+from flexhybrid.core.workload import Workload
+from flexhybrid.jobs.compare.breakdown import KINDS
+from flexhybrid.runtime.links import MOST_LATE_S
+from flexhybrid.runtime.profiling.cpu_use import MOST_OTHERS
+from policy_search.fit import PAPERS_R2, fit_report
+from policy_search.search import SearchResult
+
+#: In the order of a step's work. Left out: a paced link without its pace, and stand-ins for verbs without a line.
+SHOWN_LINES = (
+    *("h2d", "d2h", "h2d_both", "d2h_both", "disk_read", "disk_write", "load_weights", "load_kv", "load_act"),
+    *("embed", "kv_gen", "project", "assemble", "attend", "attend_prefill", "finish", "head", "sample", "scatter"),
+    *("dequantize_weights", "dequantize_kv", "dequantize_act", "quantize", "attend_host"),
+)
+
+
+BUSY = "*"  #: marks a figure that was measured on a busy machine
+MOST_SPREAD = (
+    0.15  #: (fastest - slowest) / median of a policy's rounds; interleaved rounds of an idle machine lie closer
+)
+
+
+def is_disturbed(row: dict) -> bool:
+    """Whether a row's median rests on rounds that others disturbed, as the idle check or their spread shows."""
+    rounds = row["measured_rounds"]
+    spread = (max(rounds) - min(rounds)) / row["measured_tokens_per_s"]
+    return spread > MOST_SPREAD or any(share > MOST_OTHERS for share in row["others_cpu_share"])
+
+
+class Report:
+    """Prints to stdout; ``quiet`` prints nothing."""
+
+    def __init__(self, quiet: bool):
+        self.quiet = quiet
+
+    def say(self, text: str = "") -> None:
+        if not self.quiet:
+            tqdm.write(text, file=sys.stdout)
+
+    def table(self, rows: list[dict]) -> None:
+        self.say(pd.DataFrame(rows).to_string(index=False))
+
+    def profile(self, hardware: Hardware, disagreements: list[str], heading: str = "Profile") -> None:
+        self.say(f"1. {heading}: {hardware.source}, {hardware.dtype}\n")
+        rows = {row["key"]: row for row in fit_report(hardware)}
+        self.table([profile_line(rows[key]) for key in SHOWN_LINES if key in rows])
+        self.say(f"\nThe papers report R² ≥ {PAPERS_R2} for T_kv_gen and T_load_kv; a worse fit is marked.")
+        if disagreements:
+            self.say(f"Two passes disagreed by more than 15 % on {len(disagreements)} sizes: others used the cores.")
+
+    def faster_link(self, slow: float, link: float) -> None:
+        self.say(
+            f"\nAt {slow} GB/s this machine recomputes faster than the link brings KV, and the best mix is all of one "
+            f"kind: the link is set to {link} GB/s and profiled anew. --link-gb-per-s {slow} keeps it.\n"
+        )
+
+    def search(self, found: SearchResult, algorithm1: dict[str, float]) -> None:
+        p = found.prediction
+        candidates = "1 candidate" if found.num_candidates == 1 else f"{found.num_candidates} candidates"
+        self.say(
+            f"\n2. Search: {candidates} in {found.search_s * 1e3:.1f} ms\n\n"
+            f"ACT share by tokens {found.act_share:.3f}, KV:ACT by bytes {_ratio(found.kv_act_bytes_ratio)}. "
+            f"Algorithm 1: {algorithm1['paper']:.3f} by the papers' balance, "
+            f"{algorithm1['full']:.3f} by the full one.\n"
+            f"Predicted {p['decode_tokens_per_s']:.1f} tokens/s; {gib(p['h2d_bytes'])} to the device in the whole run; "
+            f"busy: compute {p['busy_compute']:.0%}, h2d {p['busy_h2d']:.0%}, d2h {p['busy_d2h']:.0%}, "
+            f"host_compute {p['busy_host_compute']:.0%}; {found.binding} binds."
+        )
+
+    def systems(self, policies: list[Policy]) -> None:
+        self.say("\n2. Systems: the policy that each name stands for here\n")
+        self.table([policy_line(policy) for policy in policies])
+
+    def exactness(self, exact: dict) -> None:
+        self.say(f"\n3. Exactness: float32, {exact['num_prompts']} prompts, against transformers\n")
+        self.table(
+            [
+                {
+                    "policy": row["policy"],
+                    "tokens equal": f"{row['equal']} of {row['tokens']}",
+                    "excused": row["excused"],
+                    "exact": _verdict(row),
+                }
+                for row in exact["rows"]
+            ]
+        )
+        for prompt, text in exact["completions"]:
+            self.say(f"\n  {prompt!r}\n    → {text!r}")
+
+    def about_to_measure(self, workload: Workload, shape: ModelShape, num_policies: int, seconds: float) -> None:
+        self.say(
+            f"\nRunning {num_policies} policies side by side: {workload.num_requests} requests of "
+            f"{int(workload.prompt_tokens[0])} tokens, {shape.num_layers} layers of {shape.name}; "
+            f"about {max(1, round(seconds / 60))} min by the prediction."
+        )
+
+    def speed(self, result: dict) -> None:
+        self.say("\n4. Speed: decode tokens/s, median of interleaved rounds\n")
+        reference = result["speed"][0]["reference"]
+        self.table([speed_line(row) for row in result["speed"]])
+        self.say(
+            "\nclosed form, virtual: predictions; error: virtual over measured; MB/iter: 10^6 bytes to the device an\n"
+            "iteration; overlap: the larger of ideal link and compute time over wall time, where link and device\n"
+            "alone work, at once (beyond 1 is noise: the ideal is measured by itself); compute, link: busy share;\n"
+            f"= {reference}: tokens equal to {reference}'s in {result['dtype']}, where rounding may part texts."
+        )
+        if any(is_disturbed(row) for row in result["speed"] + result["sweep"]):
+            self.say(
+                f"{BUSY} The machine was busy: other processes used more than {MOST_OTHERS:.0%} of the cores in a "
+                f"round, or rounds of\none policy lie more than {MOST_SPREAD:.0%} apart. Such a median is not "
+                "clean: run again on an idle machine."
+            )
+        if result["sweep"]:
+            self.say("\nSweep over ACT shares\n")
+            self.table([speed_line(row) for row in result["sweep"]])
+        violations = result["trace_violations"]
+        self.say(f"\nTRACE VIOLATIONS: {violations[:3]}" if violations else "\nTraces: every read saw its version.")
+        shares = [share for row in result["speed"] + result["sweep"] for share in row["others_cpu_share"]]
+        disturbed = sum(share > MOST_OTHERS for share in shares)
+        if disturbed:
+            self.say(
+                f"In {disturbed} of {len(shares)} rounds other processes used more than {MOST_OTHERS:.0%} of the cores "
+                f"(at most {max(shares):.0%}): those are not clean."
+            )
+
+    def breakdown(self, breakdowns: list[dict]) -> None:
+        self.say("\n5. A decode step: ms by kind of task, predicted / measured\n")
+        self.table(_without_empty_columns([step_line(one) for one in breakdowns]))
+        self.say(
+            "\nKinds of one resource add up to its busy time; link, device, host and disk work side by side. A paced\n"
+            f"link that was late makes up for up to {MOST_LATE_S * 1e3:.0f} ms: single copies may be faster than it.\n"
+        )
+        self.say("Traffic of a decode step, MB by what it is: the same tasks on both clocks\n")
+        self.table(_without_empty_columns([traffic_line(one) for one in breakdowns]))
+        self.say("\nBusy share of the decode, predicted / measured\n")
+        self.table(_without_empty_columns([busy_line(one) for one in breakdowns]))
+
+    def end(self, result: dict, out: Path) -> None:
+        tables = "exactness.csv, speed.csv" + (", sweep.csv, throughput.png" if result["sweep"] else "")
+        self.say(
+            f"\nWritten to {out}: compare.json, {tables}, breakdown.csv, timeline.png, breakdown.png, "
+            "traffic.png, trace.json (open it at ui.perfetto.dev), and this machine as it was measured for the model's "
+            f"sizes, hardware-{result['device']}.json (for --hardware). {result['seconds']:.0f} s."
+        )
+
+
+def profile_line(row: dict) -> dict:
+    """A fitted line for people."""
+    return {
+        "line": row["key"],
+        "GFLOP/s": _number(row["gflop_per_s"]),
+        "GB/s": _number(row["gb_per_s"]),
+        "intercept µs": f"{row['overhead_us']:.0f}",
+        "R²": "" if row["r2"] is None else f"{row['r2']:.4f}" + (" worse" if row["worse_than_papers"] else ""),
+        "points": row["num_samples"],
+    }
+
+
+def speed_line(row: dict) -> dict:
+    """A row of the speed table for people."""
+
+    def share(value: float | None) -> str:
+        return "" if value is None else f"{value:.2f}"
+
+    return {
+        "policy": row["policy"],
+        "ACT": f"{row['act_share']:.3f}",
+        "closed form": f"{row['closed_form_tokens_per_s']:.1f}",
+        "virtual": f"{row['virtual_clock_tokens_per_s']:.1f}",
+        "measured": f"{row['measured_tokens_per_s']:.1f}{BUSY if is_disturbed(row) else ''}",
+        "error": f"{row['error_virtual']:+.1%}",
+        "MB/iter": f"{row['h2d_bytes_per_iteration'] / 1e6:.0f}",
+        "overlap": share(row["overlap"]),
+        "compute": share(row["busy_compute"]),
+        "link": share(row["busy_h2d"]),
+        f"= {row['reference']}": f"{row['tokens_equal']} of {row['tokens_compared']}"
+        + ("" if row["lossless"] else " (lossy)"),
+    }
+
+
+def policy_line(policy: Policy) -> dict:
+    """What a policy says, for people."""
+    bits = policy.bits
+    packed = {"weights": bits.weights, "kv": bits.kv, "act": bits.act}
+    return {
+        "policy": policy.name,
+        "weights": _shares({tier: getattr(policy.weights, tier) for tier in TIERS}),
+        "context": _shares(policy.cache),
+        "bits": " ".join(f"{name} {size}" for name, size in packed.items() if size != "native") or "native",
+        "schedule": policy.schedule + ("" if policy.overlap is True else ", nothing at once"),
+        "attention": policy.attention,
+        "mini-batch": "all" if policy.max_mini_batch_tokens >= 1 << 30 else str(policy.max_mini_batch_tokens),
+    }
+
+
+def step_line(one: dict) -> dict:
+    """A row of the table of a decode step."""
+    clocks = one["predicted"], one["measured"]
+    used = {kind for clock in clocks for kind in clock["seconds"]}
+    return {"policy": one["policy"], "step": _pair([clock["step_s"] * 1e3 for clock in clocks])} | {
+        kind.replace("_", " "): _pair([clock["seconds"].get(kind, 0.0) * 1e3 for clock in clocks])
+        if kind in used
+        else ""
+        for kind in KINDS
+    }
+
+
+def traffic_line(one: dict) -> dict:
+    """A row of the table of traffic."""
+    moved = one["measured"]["bytes"]
+    return {"policy": one["policy"]} | {
+        link: " ".join(f"{cargo} {size / 1e6:.2f}" for cargo, size in moved.get(link, {}).items() if size >= 5e3)
+        for link in LINKS
+    }
+
+
+def busy_line(one: dict) -> dict:
+    """A row of the table of busy shares."""
+    clocks = one["predicted"]["busy"], one["measured"]["busy"]
+    return {"policy": one["policy"]} | {
+        resource: " / ".join(f"{clock.get(resource, 0.0):.2f}" for clock in clocks)
+        if any(resource in clock for clock in clocks)
+        else ""
+        for resource in RESOURCES
+    }
+
+
+def _without_empty_columns(rows: list[dict]) -> list[dict]:
+    kept = [column for column in rows[0] if any(row[column] for row in rows)]
+    return [{column: row[column] for column in kept} for row in rows]
+
+
+def _pair(values: list[float]) -> str:
+    return " / ".join(f"{value:.1f}" for value in values)
+
+
+def _shares(shares: dict[str, float]) -> str:
+    return " ".join(name if share == 1 else f"{name} {share:.2f}" for name, share in shares.items() if share > 0)
+
+
+def _verdict(row: dict) -> str:
+    if row["lossless"]:
+        return "yes" if row["exact"] else f"NO: {row['first_wrong']}"
+    return f"lossy: {row['equal'] / max(1, row['tokens']):.0%} agree"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def _ratio(value: float | None) -> str:
+    return "no ACT" if value is None or np.isinf(value) else f"{value:.2f}:1"

@@ -1,0 +1,1 @@
+"""``flexhybrid profile``: samples of this machine as a hardware file."""

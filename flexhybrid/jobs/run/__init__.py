@@ -1,0 +1,1 @@
+"""``flexhybrid run``: a file of requests in, a file of answers out."""

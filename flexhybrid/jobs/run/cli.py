@@ -1,0 +1,112 @@
+"""The commands for people with a file of requests: ``run`` and ``doctor``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from flexhybrid.core.context.cache_entries import TIERS
+
+DISK_DIR_HELP = (
+    "scratch folder of policies that use a disk (scratch in $FLEXHYBRID_CACHE, or in ~/.cache/flexhybrid without it)"
+)
+#: Sampling parameters that ``run`` takes for all requests: name, type, help.
+SAMPLING = (
+    ("max_tokens", int, "most tokens of an answer", "16; of a chat, what the model has room for"),
+    ("temperature", float, "0 takes the most probable token", "1"),
+    ("top_p", float, "share of probability drawn from", "1"),
+    ("top_k", int, "tokens drawn from", "all"),
+)
+
+
+def add_run(commands, common: Callable) -> None:
+    """The command; ``common`` adds the arguments that all commands on a model share."""
+    parser = commands.add_parser(
+        "run",
+        help="answer a file of requests; the same command goes on after any stop",
+        description="Answer every request of a file: lines of OpenAI's Batch format (/v1/completions or "
+        "/v1/chat/completions), plain text with a prompt a line, or a column of CSV or parquet. Answers are appended "
+        "as they come, in OpenAI's format. Stopped or killed, the same command goes on.",
+        allow_abbrev=False,
+    )
+    common(parser)
+    parser.add_argument("-i", "--input", type=Path, required=True, help="file of requests")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="file of answers")
+    parser.add_argument("--model", type=Path, required=True, help="local checkpoint folder (Hugging Face layout)")
+    parser.add_argument("--errors", type=Path, help="file of the lines that were refused (the output)")
+    parser.add_argument("--format", choices=("auto", "jsonl", "text", "csv", "parquet"), default="auto")
+    parser.add_argument("--column", help="column of the prompts, of CSV and parquet")
+    for name, kind, what, default in SAMPLING:
+        told = f"{what}, where a request names none ({default})"
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=told)
+    parser.add_argument("--seed", type=int, default=0, help="of requests without one, together with their line (0)")
+    parser.add_argument("--policy", default="auto", help="auto, a system by name, or a policy JSON file (auto)")
+    parser.add_argument("--hardware", help="what auto reckons with: a machine by name or a file (a profile, kept)")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
+    for tier in TIERS:
+        parser.add_argument(f"--{tier}-memory", help=f"budget of the {tier}, like 12GiB (what is free)")
+    parser.add_argument("--disk-dir", type=Path, metavar="DIR", help=DISK_DIR_HELP)
+    parser.add_argument("--disk-gb-per-s", type=float, help="pace of that disk")
+    parser.add_argument(
+        "--max-batch", type=int, metavar="N",
+        help="requests at a time, at most: a stop loses what is not complete of so many (as many as memory holds)",
+    )  # fmt: skip
+    parser.add_argument("--engine", choices=("local", "ray"), default="local", help="ray: on a Ray cluster (local)")
+    parser.add_argument("--actors", type=int, metavar="N", help="executors on the Ray cluster (one a GPU, or a node)")
+    parser.add_argument("--ordered", action="store_true", help="put the output in the input's order at the end")
+    parser.add_argument("--restart", action="store_true", help="begin anew, over the output of an earlier run")
+    parser.add_argument("--verify", action="store_true", help="hash the model's files, to compare when going on")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write what ran when in a wave, for Perfetto")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="write a page about the run, in Markdown")
+    parser.add_argument("--reprofile", action="store_true", help="measure this machine again for policy auto")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    parser.set_defaults(run=_run)
+
+
+def _run(args) -> dict:
+    from flexhybrid.jobs.run.options import RunOptions, check_options
+
+    names = (
+        *("input", "output", "model", "errors", "format", "column", "seed", "policy", "device", "dtype"),
+        *("link_gb_per_s", "hardware", "disk_dir", "disk_gb_per_s", "max_batch", "ordered", "restart", "verify"),
+        *("trace", "report", "reprofile", "engine", "actors"),
+    )
+    sampling = {name: getattr(args, name) for name, *_ in SAMPLING if getattr(args, name) is not None}
+    budgets = {tier: getattr(args, f"{tier}_memory") for tier in TIERS}
+    options = RunOptions(
+        **{name: getattr(args, name) for name in names}, sampling=sampling, budgets=budgets,
+        quiet=args.quiet or args.json,
+    )  # fmt: skip
+    check_options(options)  # before the imports that take seconds
+
+    from flexhybrid.jobs.malloc import return_freed_memory
+    from flexhybrid.jobs.run.job import run
+
+    return_freed_memory()
+    return run(options, (lambda text: None) if args.json else print, args.began)
+
+
+def add_doctor(commands) -> None:
+    """The command."""
+    parser = commands.add_parser(
+        "doctor",
+        help="what this machine offers, and which models fit it how fast",
+        description="Show versions, memory, the measured links and disk, and what the search predicts of each model "
+        "that is known by name. Nothing is run.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--models", nargs="+", metavar="NAME", default=[], help="models by name or config.json (all)")
+    parser.add_argument("--prompt-len", type=int, default=512, help="tokens of each prompt (512)")
+    parser.add_argument("--gen-len", type=int, default=128, help="tokens each request generates (128)")
+    parser.set_defaults(run=_doctor)
+
+
+def _doctor(args) -> dict:
+    from flexhybrid.jobs.doctor import describe_doctor, doctor
+    from flexhybrid.resolve import pick_device
+
+    found = doctor(pick_device(args.device, None), args.models, args.prompt_len, args.gen_len)
+    if not args.json:
+        print(describe_doctor(found))
+    return found

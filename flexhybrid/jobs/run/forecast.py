@@ -1,0 +1,189 @@
+"""What a file of requests will take under a policy, before it is run."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from itertools import takewhile
+
+import numpy as np
+
+from flexhybrid.core.context.cache_entries import TIERS, representation_of
+from flexhybrid.core.errors import InputError
+from flexhybrid.core.hardware import Hardware
+from flexhybrid.core.memory import gib, total_bytes
+from flexhybrid.core.plan import stream
+from flexhybrid.core.policy import Policy
+from flexhybrid.core.task import Task
+from flexhybrid.core.trace import TraceEvent, iteration_ends
+from flexhybrid.core.wave import Wave, admit
+from flexhybrid.core.workload import Workload
+from flexhybrid.llm import LLM
+from sim import virtual_clock
+
+WINDOW = 1024  #: requests that are looked at for one wave, and so the most that one holds
+PIECES = 6  #: of a decode whose answers end at different lengths
+LEAST_WAVES, MOST_WAVES = 4, 16  #: of a longer file, waves at even steps stand for those between them
+PRICED_TASKS = 50_000  #: that are walked for a forecast, where LEAST_WAVES need no more: a few seconds
+
+
+@dataclass(frozen=True)
+class Price:
+    """A wave's predicted seconds, and the busiest resource of its longest phase with the share that it is busy."""
+
+    seconds: float
+    binding: str
+    busy: float
+    num_tasks: int  #: that were walked for it
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Predictions for requests that all use up their max_tokens; a run whose answers end earlier is faster."""
+
+    seconds: float | None  #: None: nothing is known of the machine
+    tokens: int  #: at most
+    wave_requests: int  #: of the first wave
+    memory: dict[str, int]  #: tier -> bytes of the first wave, whose requests are the longest
+    layer_bytes: dict[str, int]  #: tier -> bytes of the layers' weights
+    first_wave: Price | None  #: None: nothing is known of the machine
+
+
+def forecast(llm: LLM, workload: Workload) -> Forecast:
+    """Of requests in the order in which they will run, under the policy in use."""
+    stride, start, seconds, first = 0, 0, 0.0, None
+    while start < workload.num_requests:
+        window = _slice(workload, start, start + WINDOW)
+        count, plan = llm.first_wave(window)
+        wave = _slice(window, 0, count)
+        priced = price(llm, wave)
+        if first is None:
+            first = count, plan, priced
+        if priced is None:
+            seconds = None
+            break
+        if not stride:
+            num_waves = max(LEAST_WAVES, min(MOST_WAVES, PRICED_TASKS // priced.num_tasks))
+            stride = -(-workload.num_requests // num_waves)
+        span = _slice(workload, start, start + max(count, stride))
+        seconds += priced.seconds * int(span.cached_tokens.sum()) / int(wave.cached_tokens.sum())
+        start += span.num_requests
+    count, plan, first_price = first
+    layers = {
+        "device": plan["device"].get("resident weights", 0), "host": plan["host"].get("weights", 0),
+        "disk": plan["disk"].get("weights", 0),
+    }  # fmt: skip
+    return Forecast(seconds, int(workload.max_tokens.sum()), count, total_bytes(plan), layers, first_price)
+
+
+def _slice(workload: Workload, start: int, end: int) -> Workload:
+    return Workload(workload.prompt_tokens[start:end], workload.max_tokens[start:end])
+
+
+def price(llm: LLM, lengths: Workload) -> Price | None:
+    """A wave on the virtual clock, under the policy in use; None where nothing is known of the machine.
+
+    Its own tasks are walked, in the prefill, the first decode step and a few later ones, which stand for those between
+    them: mini-batches are padded to their longest requests, and empty themselves one answer after another.
+    """
+    if llm.hardware is None:
+        return None
+    wave = admit(llm.shape, llm.policy, lengths, llm.bytes_per_element, hardware=llm.hardware)
+    last = int(lengths.max_tokens.max()) - 1  # the prefill gives the first token
+    hardware = llm.hardware.at_work(llm.policy)
+    try:
+        trace = _walk(wave, hardware, 0)
+        prefill_s, *step_s = np.diff(iteration_ends(trace), prepend=0.0)
+        walks = {1: trace}
+        for step in _later_steps(wave, max(2, min(PIECES, PRICED_TASKS // (2 * len(trace))))):
+            walks[step] = _walk(wave, hardware, step - 1)
+            step_s.append(np.diff(iteration_ends(walks[step]))[0])
+    except InputError:  # a machine without a line for one of the policy's verbs
+        return None
+    decode_s = np.interp(np.arange(1, last + 1), list(walks), step_s).sum() if last else 0.0
+    slowest = list(walks)[int(np.argmax(step_s))] if decode_s > prefill_s else 1
+    summary = virtual_clock.summarize(walks[slowest] if decode_s > prefill_s else _prefill(trace))
+    num_tasks = sum(map(len, walks.values()))
+    return Price(float(prefill_s + decode_s), summary.binding, summary.busy[summary.binding], num_tasks)
+
+
+def _walk(wave: Wave, hardware: Hardware, iteration: int) -> list[TraceEvent]:
+    """The virtual clock's trace of an iteration and the one after it, whose end does not hang on how it began."""
+
+    def both(task: Task) -> bool:
+        return task.iteration <= iteration + 1 or task.verb != "finish"  # the next one's loads begin before their end
+
+    return virtual_clock.run(takewhile(both, stream(wave, first_iteration=iteration)), hardware)
+
+
+def _prefill(trace: list[TraceEvent]) -> list[TraceEvent]:
+    return [event for event in trace if event.task.iteration == 0]
+
+
+def _later_steps(wave: Wave, pieces: int) -> list[int]:
+    """Decode steps after the first that stand for the others: where ends of answers, and ends of mini-batches, part the
+    wave into pieces, and behind those where many mini-batches end. Not the very last, beside which nothing is loaded
+    for a next one."""
+    max_tokens = wave.workload.max_tokens
+    last = np.array([max_tokens[members].max() for members in wave.mini_batches]) - 1  # steps of the mini-batches
+    shares = np.linspace(0, 1, pieces + 1)
+    answers, batches = (np.unique(np.quantile(of, shares, method="higher")) for of in (max_tokens - 1, last))
+    behind = [step + 1 for step in batches if 2 * pieces * (last == step).sum() >= len(last)]
+    return sorted({min(int(step), int(last.max()) - 1) for step in (*answers, *batches, *behind)} - {-1, 0, 1})
+
+
+def plan_lines(llm: LLM, found: Forecast, counts: str, searched: bool) -> list[str]:
+    """The plan for people: five lines; without a profile nothing is said of speed and limit but why. ``searched``:
+    whether the policy is the best that a search found here, which weighs mixes as well."""
+    plain = searched and set(map(representation_of, llm.policy.cache_kinds)) == {"kv"}
+    memory = []
+    for tier, size in found.memory.items():
+        if size:
+            budget = llm.budgets.get(tier)
+            memory.append(f"{tier} {gib(size)}" + (f" of {gib(budget)}" if budget else ""))
+    if found.seconds is None:
+        pace = f" at {llm.link_gb_per_s:g} GB/s" if llm.link_gb_per_s else ""
+        unknown = f"is not profiled for this model{pace} (--policy auto does that)"
+        if llm.hardware is not None:
+            unknown = "was profiled without some of the policy's tasks (a disk's: flexhybrid profile --disk DIR)"
+        predicted, limit = f"no speed: this machine {unknown}", []
+    else:
+        end = time.strftime("%a %H:%M", time.localtime(time.time() + found.seconds))
+        predicted = f"{found.tokens / found.seconds:.1f} tokens/s, {duration(found.seconds)}: done by {end}"
+        limit = [f"limited by {found.first_wave.binding}, busy {found.first_wave.busy:.0%} of its longest phase"]
+    told = "; a mix with recomputed context would not be faster" if plain else ""
+    return [
+        f"policy     {describe(llm.policy)}; in {llm.dtype}{told}",
+        f"requests   {counts}, at most {found.tokens:,} tokens of answers in all; {found.wave_requests} at a time",
+        f"predicted  {predicted}",
+        f"memory     {', '.join(memory)}",
+        *limit,
+    ]
+
+
+def describe(policy: Policy) -> str:
+    """A policy in a line: where weights and context lie, and how it runs."""
+
+    def shares(places: dict[str, float]) -> str:
+        return " + ".join(f"{share:.0%} {place}" for place, share in places.items() if share > 0)
+
+    weights = shares({tier: getattr(policy.weights, tier) for tier in TIERS})
+    bits = "" if policy.bits.native else f", bits {policy.bits.weights}/{policy.bits.kv}/{policy.bits.act}"
+    return (
+        f"{policy.name}: weights {weights}; context {shares(dict(policy.cache))}; {policy.schedule}, mini-batches of "
+        f"{policy.max_mini_batch_tokens} tokens{bits}"
+    )
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people."""
+    if seconds < 90:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def sorted_by_length(prompt_tokens: np.ndarray, max_tokens: np.ndarray) -> np.ndarray:
+    """Places of the requests, those of alike lengths together so that batches stay full; the longest first, so that
+    memory that is too small shows at once."""
+    return np.lexsort((prompt_tokens, max_tokens))[::-1]

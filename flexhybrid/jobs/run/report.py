@@ -1,0 +1,72 @@
+"""What a run leaves on request: a trace of its first wave, and a page about all of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import Counter
+from pathlib import Path
+
+from flexhybrid.core.errors import InputError
+from flexhybrid.core.hardware import Hardware, write_by_rename
+from flexhybrid.core.trace import TraceEvent, iteration_ends, save_chrome_trace
+from flexhybrid.jobs.compare.breakdown import breakdown, flat_rows
+from sim import virtual_clock
+
+
+def clocks(trace: list[TraceEvent], hardware: Hardware | None) -> dict[str, list[TraceEvent]]:
+    """A measured trace, and before it the virtual clock's of the same tasks where the machine is known; empty without
+    a trace."""
+    if not trace:
+        return {}
+    traces = {"measured": trace}
+    if hardware is not None:
+        with contextlib.suppress(InputError):  # a machine without a line for one of the policy's verbs
+            traces = {"predicted": virtual_clock.run((event.task for event in trace), hardware)} | traces
+    return traces
+
+
+def write_trace(path: Path, traces: dict[str, list[TraceEvent]]) -> None:
+    """For ui.perfetto.dev. Raises InputError where it cannot be written."""
+    try:
+        save_chrome_trace(path, traces)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror or error}") from None
+
+
+def refusal_codes(errors: Path) -> Counter:
+    """Error code -> how many lines of a file of answers tell it."""
+    codes: Counter = Counter()
+    with open(errors, "rb") as file:
+        for raw in file:
+            response = json.loads(raw)["response"]
+            if response["status_code"] != 200:
+                codes[response["body"]["error"]["code"]] += 1
+    return codes
+
+
+def write_report(
+    path: Path, said: list[str], manifest: dict, refusals: Counter, traces: dict[str, list[TraceEvent]]
+) -> None:
+    """A page in Markdown: what was ``said`` on the terminal, what the results hang on, why lines were refused, where a
+    decode step of the first wave went. Raises InputError where it cannot be written."""
+    lines = ["# A run of flexhybrid", "", *(f"    {text}" for text in said), "", "## What the results hang on", ""]
+    lines += ["```json", json.dumps(manifest, indent=1), "```"]
+    if refusals:
+        lines += ["", "## Lines refused", "", "| why | lines |", "| --- | ---: |"]
+        lines += [f"| {code} | {count:,} |" for code, count in refusals.most_common()]
+    if traces and len(iteration_ends(traces["measured"])) > 1:
+        lines += ["", "## A decode step of the first wave", "", *_step_table(traces)]
+    try:
+        write_by_rename(path, "\n".join(lines) + "\n")
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror or error}") from None
+
+
+def _step_table(traces: dict[str, list[TraceEvent]]) -> list[str]:
+    """Where it goes, measured beside predicted where that is known."""
+    steps = {clock: breakdown(trace) for clock, trace in traces.items()}
+    lines = [f"| quantity | unit | {' | '.join(steps)} |", "| --- | --- |" + " ---: |" * len(steps)]
+    for row in flat_rows([{"policy": "", "predicted": steps["measured"], **steps}]):
+        lines.append(f"| {row['quantity']} | {row['unit']} | {' | '.join(f'{row[clock]:.4g}' for clock in steps)} |")
+    return lines

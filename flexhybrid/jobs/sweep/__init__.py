@@ -1,0 +1,1 @@
+"""``flexhybrid sweep``: a grid of settings, evaluated into one table."""

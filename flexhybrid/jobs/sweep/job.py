@@ -1,0 +1,387 @@
+"""The sweep job: a grid of settings, evaluated on all cores into one tidy table.
+
+    GRID.json|toml ──read_grid──▶ Grid ──points──▶ [point, …] ──run_sweep──▶ OUT.csv|parquet
+
+It knows no simulator: which keys a grid may hold, and what a point gives, are the caller's. While it runs, every result
+is in a journal beside the output (OUT.partial, JSON lines), so that a killed sweep continues where it stopped.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import importlib.util
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from multiprocessing import connection as pipes
+from multiprocessing import resource_tracker
+from pathlib import Path
+
+from tqdm import tqdm
+
+from flexhybrid.core.errors import InputError
+from flexhybrid.jobs.ray_cluster import cluster
+from flexhybrid.jobs.sweep.grid import Checker, point_id, points, read_grid, short
+from flexhybrid.jobs.sweep.journal import Journal, Outcome, grid_hash, open_journal, version_hash
+
+#: Takes points of one group, gives one row of plain numbers and text for each. Importable by name (workers load it).
+Evaluate = Callable[[list[dict]], list[dict]]
+
+#: Most points between two writes of the journal: what a kill costs at most, a worker.
+MAX_CHUNK = 4096
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a sweep did. ``num_errors``: points that could not be served, rows with a text in column ``error``."""
+
+    num_points: int
+    num_resumed: int
+    num_errors: int
+    seconds: float
+    path: Path
+
+
+def run(
+    grid_path: str | Path,
+    out: str | Path,
+    evaluate: Evaluate,
+    keys: dict[str, Checker],
+    group_key: Callable[[dict], Hashable] | None = None,
+    workers: int | None = None,
+    fresh: bool = False,
+    progress: bool = True,
+    required: Sequence[str] = (),
+    engine: str = "local",
+) -> Summary:
+    """Read the grid, evaluate what the journal does not hold yet, write the table.
+
+    Raises InputError before any work for a wrong grid, output or number of workers; KeyboardInterrupt after saying
+    how to go on.
+    """
+    all_points = points(read_grid(grid_path, keys, required))
+    return run_sweep(
+        all_points, evaluate, out, group_key=group_key, workers=workers, fresh=fresh, progress=progress, engine=engine
+    )  # fmt: skip
+
+
+def run_sweep(
+    points: list[dict],
+    evaluate: Evaluate,
+    out: str | Path,
+    *,
+    group_key: Callable[[dict], Hashable] | None = None,
+    workers: int | None = None,
+    fresh: bool = False,
+    progress: bool = True,
+    chunk: int | None = None,
+    engine: str = "local",
+) -> Summary:
+    """Evaluate every point once, on ``workers`` processes (all cores; 1: in this one), and write the table. ``engine``
+    "ray": the processes are those of a Ray cluster.
+
+    ``evaluate`` sees points of one group (``group_key``) at a time, at most ``chunk`` of them (by default a 16th of a
+    worker's part, up to MAX_CHUNK); where it raises InputError its points are tried in ever smaller parts, and those
+    that raise alone become rows with ``error``. Any other exception stops the sweep (InputError naming it). Rows are
+    in the points' order, columns: the points' keys, the results', ``error``.
+    """
+    began = time.perf_counter()
+    out = Path(out)
+    for name, value in (("workers", workers), ("chunk", chunk)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise InputError(f"{name} must be a whole number >= 1, not {value!r}")
+    _check_output(out)
+    ids = [point_id(point) for point in points]
+    identity = {"grid": grid_hash(points, ids), "version": version_hash(evaluate), "points": len(points)}
+    with closing(open_journal(out, identity, ids, fresh)) as journal, _workers(engine, workers) as num_workers:
+        num_resumed = journal.num_done
+        todo = [index for index, offset in enumerate(journal.offsets) if offset < 0]
+        size = chunk or min(MAX_CHUNK, max(1, math.ceil(len(todo) / (16 * num_workers))))
+        jobs = _jobs(points, todo, group_key, size)
+        bar = tqdm(
+            total=len(points), initial=num_resumed, desc="sweep", unit="point", file=sys.stderr,
+            disable=None if progress else True, leave=False,
+        )  # fmt: skip
+        try:
+            num_workers = min(num_workers, max(1, len(jobs)))
+            with bar, closing(_outcomes(points, jobs, evaluate, num_workers, engine)) as outcomes:
+                for job, outcome in outcomes:
+                    journal.append([index for group in job for index in group], outcome)
+                    bar.update(sum(map(len, job)))
+            _write_table(out, points, journal)
+        except KeyboardInterrupt:
+            print(f"flexhybrid: sweep stopped: {_kept(journal)}", file=sys.stderr)
+            raise
+        except _Stopped as stop:
+            error = InputError(f"sweep stopped: {stop.reason}\n{_kept(journal)}")
+            error.add_note(stop.details)
+            raise error from None
+        except OSError as error:
+            raise InputError(f"sweep stopped: {error}\n{_kept(journal)}") from None
+        journal.path.unlink()
+    return Summary(len(points), num_resumed, journal.num_errors, time.perf_counter() - began, out)
+
+
+class _Stopped(Exception):
+    """A sweep cannot go on: why, and what a developer needs to see."""
+
+    def __init__(self, reason: str, details: str = ""):
+        super().__init__(reason)
+        self.reason, self.details = reason, details
+
+
+def _kept(journal: Journal) -> str:
+    total = len(journal.offsets)
+    return f"{journal.num_done} of {total} points are kept in {journal.path}; the same command goes on from there"
+
+
+@contextmanager
+def _workers(engine: str, workers: int | None) -> Iterator[int]:
+    """How many processes to use: all there are, where it is not said. A Ray cluster is connected meanwhile."""
+    if engine == "ray":
+        with cluster(functools.partial(print, file=sys.stderr)) as ray:
+            yield workers or max(1, int(ray.cluster_resources().get("CPU", 1)))
+    elif workers is None and hasattr(os, "sched_getaffinity"):
+        yield len(os.sched_getaffinity(0))
+    else:
+        yield workers or os.cpu_count() or 1
+
+
+def _check_output(out: Path) -> None:
+    """Raises InputError where the table could not be written; makes the folder."""
+    if out.suffix.lower() not in (".csv", ".parquet"):
+        raise InputError(f"--out {out}: a table is a .csv or .parquet file, not {out.suffix or 'one without a suffix'}")
+    if out.is_dir():
+        raise InputError(f"--out {out} is a folder; name a file")
+    if out.suffix.lower() == ".parquet" and importlib.util.find_spec("pyarrow") is None:
+        raise InputError(f"--out {out}: parquet needs pyarrow (pip install pyarrow); or write a .csv")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)  # whether a file can be made there the journal will tell
+    except OSError as error:
+        raise InputError(f"cannot write {out}: {error.strerror}; choose another --out") from None
+
+
+def _jobs(points: list[dict], todo: list[int], group_key, size: int) -> list[list[list[int]]]:
+    """Indices of the points to do: jobs of at most ``size`` points, each a list of parts of one group."""
+    groups: dict[Hashable, list[int]] = {}
+    for index in todo:
+        groups.setdefault(group_key(points[index]) if group_key else None, []).append(index)
+    jobs, room = [], 0
+    for group in groups.values():
+        for start in range(0, len(group), size):
+            part = group[start : start + size]
+            if len(part) > room:
+                jobs.append([])
+                room = size
+            jobs[-1].append(part)
+            room -= len(part)
+    return jobs
+
+
+def outcome_of(evaluate: Evaluate, groups: list[list[dict]]) -> Outcome:
+    """Evaluate a job's groups; an exception other than InputError becomes a failure that any process can read."""
+    lines, columns, num_errors = [], {}, 0
+    for group in groups:
+        try:
+            rows = _rows(evaluate, group)
+        except Exception as error:  # whatever the caller's function raises ends the sweep, with its words
+            reason = f"{type(error).__name__}: {error} (at {short(group[0])}{' …' if len(group) > 1 else ''})"
+            return Outcome(failure=reason, details=traceback.format_exc())
+        for point, row in zip(group, rows, strict=True):
+            columns.setdefault(tuple(row), len(lines))
+            num_errors += bool(row.get("error"))
+            lines.append(json.dumps({"point": point_id(point), "row": row}).encode() + b"\n")
+    return Outcome(lines, columns, num_errors)
+
+
+def _rows(evaluate: Evaluate, points: list[dict]) -> list[dict]:
+    """One plain row a point. Where the points cannot be served together, halves are tried: few bad ones cost little."""
+    try:
+        rows = evaluate([dict(point) for point in points])
+    except InputError as error:
+        if len(points) == 1:
+            return [{"error": str(error)}]
+        middle = len(points) // 2
+        return _rows(evaluate, points[:middle]) + _rows(evaluate, points[middle:])
+    if len(rows) != len(points):
+        raise ValueError(f"evaluate gave {len(rows)} rows for {len(points)} points")
+    return [_plain(point, row) for point, row in zip(points, rows, strict=True)]
+
+
+def _plain(point: dict, row: dict) -> dict:
+    """A row of JSON scalars without the point's own keys."""
+    plain = {}
+    for key, value in row.items():
+        if hasattr(value, "item"):  # a numpy scalar
+            value = value.item()
+        if not isinstance(key, str) or not isinstance(value, (str, int, float, bool, type(None))):
+            raise TypeError(f"evaluate gave {key!r} = {short(value)}; a table holds numbers and text")
+        if key not in point:
+            plain[key] = value
+        elif point[key] != value:
+            raise ValueError(f"evaluate gave {key} = {short(value)} for a point with {key} = {short(point[key])}")
+    return plain
+
+
+# --- the table -------------------------------------------------------------------------------------------------------
+
+
+def _table_part(out: Path) -> Path:
+    return out.with_name(out.name + ".table")
+
+
+def _write_table(out: Path, points: list[dict], journal: Journal) -> None:
+    """The journal's rows in the points' order, by rename."""
+    point_columns = list(dict.fromkeys(key for keys in dict.fromkeys(map(tuple, points)) for key in keys))
+    seen = sorted(journal.columns, key=journal.columns.get)
+    result_columns = [key for key in dict.fromkeys(itertools.chain(*seen)) if key != "error"]
+    columns = [*point_columns, *(key for key in result_columns if key not in point_columns), "error"]
+    rows = ({**journal.row(index), **point} for index, point in enumerate(points))
+    part = _table_part(out)
+    try:
+        if out.suffix.lower() == ".parquet":
+            _write_parquet(part, columns, rows)
+        else:
+            with open(part, "w", encoding="utf-8", newline="") as file:
+                writer = csv.writer(file, lineterminator="\n")
+                writer.writerow(columns)
+                writer.writerows([_cell(row.get(key)) for key in columns] for row in rows)
+                file.flush()
+                os.fsync(file.fileno())
+        part.replace(out)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _cell(value):
+    """None and NaN are empty cells."""
+    return "" if value is None or value != value else value
+
+
+def _write_parquet(path: Path, columns: list[str], rows: Iterator[dict]) -> None:
+    import pandas as pd
+
+    values: dict[str, list] = {key: [] for key in columns}
+    for row in rows:
+        for key in columns:
+            values[key].append(row.get(key))
+    pd.DataFrame({key: _column(pd, column) for key, column in values.items()}).to_parquet(path, index=False)
+
+
+def _column(pd, values: list):
+    """One type a column: whole numbers and flags may have gaps; numbers beside text become text."""
+    kinds = {type(value) for value in values if value is not None}
+    if len(kinds) > 1 and kinds != {int, float}:
+        return pd.Series([None if value is None else str(value) for value in values], dtype="object")
+    dtype = {frozenset({int}): "Int64", frozenset({bool}): "boolean", frozenset({str}): "object"}
+    return pd.Series(values, dtype=dtype.get(frozenset(kinds), "float64" if kinds else "object"))
+
+
+# --- processes ------------------------------------------------------------------------------------------------------
+
+
+def _outcomes(
+    points: list[dict], jobs: list, evaluate: Evaluate, num_workers: int, engine: str
+) -> Iterator[tuple[list, Outcome]]:
+    """Every job with its outcome, as they end. Raises _Stopped where one fails; closing it ends the workers.
+
+    Workers are spawned, not forked, and read jobs from a pipe of their own: one that dies, or whose parent died, is
+    seen at once by the other side.
+    """
+
+    def payload(job: list[list[int]]) -> list[list[dict]]:
+        return [[points[index] for index in group] for group in job]
+
+    def checked(outcome: Outcome) -> Outcome:
+        if outcome.failure:
+            raise _Stopped(outcome.failure, outcome.details)
+        return outcome
+
+    if engine == "ray":
+        from flexhybrid.jobs.sweep.remote import outcomes_on
+
+        with closing(outcomes_on(((job, payload(job)) for job in jobs), outcome_of, evaluate, num_workers)) as found:
+            for job, outcome in found:
+                yield job, checked(outcome)
+        return
+    if num_workers == 1:
+        for job in jobs:
+            yield job, checked(outcome_of(evaluate, payload(job)))
+        return
+    waiting, busy = iter(jobs), {}
+    crew: dict[pipes.Connection, multiprocessing.Process] = {}
+    try:
+        _start(crew, num_workers)
+        for pipe in crew:
+            pipe.send(evaluate)
+            if (job := next(waiting, None)) is not None:
+                pipe.send(payload(job))
+                busy[pipe] = job
+        while busy:
+            for pipe in pipes.wait(list(busy)):
+                outcome = checked(pipe.recv())
+                done = busy.pop(pipe)
+                if (job := next(waiting, None)) is not None:
+                    pipe.send(payload(job))
+                    busy[pipe] = job
+                yield done, outcome
+    except (EOFError, ConnectionError):
+        crew[pipe].join(5)
+        raise _Stopped(f"a worker process died (exit code {crew[pipe].exitcode}); was memory short?") from None
+    finally:
+        for pipe, process in crew.items():
+            pipe.close()
+            process.terminate()
+            process.join()
+
+
+def _start(crew: dict, num_workers: int) -> None:
+    context = multiprocessing.get_context("spawn")
+    with _sigint_held_back():
+        for _ in range(num_workers):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()  # so that a worker's death closes its pipe
+            crew[ours] = process
+
+
+def _work(pipe: pipes.Connection) -> None:
+    """A worker's life: the function first, then jobs until the pipe closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent decides
+    os.environ["OMP_NUM_THREADS"] = "1"  # before the function's modules are loaded: there is a process a core
+    trouble = None
+    try:
+        try:
+            evaluate = pipe.recv()
+        except (ImportError, AttributeError) as error:
+            trouble = Outcome(failure=f"a worker cannot load the function: {error}", details=traceback.format_exc())
+        while True:
+            job = pipe.recv()
+            pipe.send(trouble or outcome_of(evaluate, job))
+    except (EOFError, ConnectionError):
+        return  # the parent is done, or gone
+
+
+@contextmanager
+def _sigint_held_back():
+    """Processes started inside are deaf to SIGINT from birth; ours is delivered afterwards."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    resource_tracker.ensure_running()  # its start, left to the first process's, would let SIGINT through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,0 +1,40 @@
+"""``flexhybrid sweep --engine ray``: a sweep's jobs as tasks of a Ray cluster."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+
+import ray
+
+from flexhybrid.jobs.ray_cluster import ENVIRONMENT, MAX_RETRIES
+from flexhybrid.jobs.sweep.journal import Outcome
+
+AHEAD = 2  #: tasks a worker, so that none waits for its next one
+
+
+def outcomes_on(
+    jobs: Iterable[tuple[list, list]], outcome: Callable[..., Outcome], evaluate: Callable, num_workers: int
+) -> Iterator[tuple[list, Outcome]]:
+    """Every (job, what ``outcome`` takes of it) with its outcome, as they end; a task whose worker dies is done again.
+
+    Closing it cancels what runs.
+    """
+    task = ray.remote(num_cpus=1, max_retries=MAX_RETRIES, runtime_env={"env_vars": ENVIRONMENT})(outcome)
+    function = ray.put(evaluate)
+    waiting, running = iter(jobs), {}
+    try:
+        while True:
+            for job, payload in itertools.islice(waiting, AHEAD * num_workers - len(running)):
+                running[task.remote(function, payload)] = job
+            if not running:
+                return
+            (done,), _ = ray.wait(list(running))
+            try:
+                found = ray.get(done)
+            except ray.exceptions.RayError as error:
+                found = Outcome(failure=f"the Ray cluster failed: {str(error).strip().splitlines()[-1]}")
+            yield running.pop(done), found
+    finally:
+        for reference in running:
+            ray.cancel(reference)

@@ -1,0 +1,1 @@
+"""Kernels: attention, rotation, quantisation, sampling."""

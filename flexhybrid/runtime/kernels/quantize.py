@@ -1,0 +1,264 @@
+"""Group-wise asymmetric quantisation of rows to 8 or 4 bits (FlexGen, section 4.3; ``Bits`` of ``core.policy``).
+
+``GROUP_ELEMENTS`` consecutive elements of a row share a scale and a minimum, both float16; an element is then
+``minimum + scale * code`` with a code of 0 … 2**bits - 1. A packed row of n elements (G = n / 64 groups) is one run of
+bytes, so that a block of rows moves in one copy:
+
+    8 bits: n codes            | G pairs (scale, minimum)
+    4 bits: n/2 bytes of codes | G pairs     byte j: element j below, element j + n/2 above
+
+**Error.** The minimum is rounded down and the scale to the nearest float16, and codes are taken against those rounded
+values, so that no code falls outside its range. With s the stored scale, x within ±``LIMIT``, u the unit roundoff of
+the dtype asked for (2**-24 float32, 2**-8 bfloat16, 2**-11 float16) and x' the dequantised value,
+
+    |x' - x| <= max(s * (1/2 + 2**-14), (2**bits - 1) * 2**-25) + u' * |x'|,   u' = u + 2**-24
+
+where 2**-14 of a code is what float32 arithmetic adds, the second entry speaks only where s is subnormal in float16
+(< 2**-16), and float16 itself adds 2**-25 to results that are subnormal. s is at most
+((max - min) + |min| * 2**-10 + 2**-24) / (2**bits - 1) * (1 + 2**-11) + 2**-25.
+
+**Edges.** A constant group that float16 can express comes back exactly. Values beyond ±``LIMIT`` (infinite ones too)
+saturate near it; the limit is so chosen that dequantising to float16 cannot overflow. A NaN makes its group NaN.
+
+**Again.** In float32, quantising a dequantised row gives the same bytes for each group that has elements of both signs
+(or a zero) and a scale >= 2**-16; any other comes back within the bound above. A 16-bit dtype rounds between the two.
+
+**Speed.** Plain torch, passes in float32 over pieces that a CPU's caches hold. Measured on a busy AMD EPYC (Zen 3), one
+thread, the best of many runs on [4096, 2048] bfloat16, in GB/s read and written (a plain copy: 20): dequantize 4.2
+from 8 bits and 3.7 from 4, quantize 1.8; in processor time, times a plain copy of the rows: quantize 4 to 6 in float32
+and 7 to 10 in bfloat16, dequantize 2 and 3 to 5. Left out because slower, side by side: scaling in bfloat16 (1.2 to 2
+times), addcmul (1.2 to 2.5 times: no vector path where two operands are broadcast), aminmax (6 times amin and amax),
+batch_norm as a fused scale and add, embedding_bag_4bit_unpack (FBGEMM) and torch.compile (3 times and more each).
+
+On CUDA those passes become one kernel each way (``runtime.quantize_triton``), which gives the same bytes. It was chosen
+by counting, and is not yet measured on a GPU: to unpack 4 bits to bfloat16, the passes of plain torch read and write 29
+bytes an element, the kernel 2.6. Plain torch stays where Triton does not run or, tried at first use, gives other bits.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from functools import lru_cache
+from types import ModuleType
+
+import torch
+
+from flexhybrid.core.errors import InputError
+from flexhybrid.core.memory import PACKING_ELEMENTS
+from flexhybrid.core.policy import GROUP_ELEMENTS
+
+#: Largest magnitude that is kept: LIMIT * (1 + 2**-10) <= 65504, the largest float16, leaves the scale room to round.
+LIMIT = 65440.0
+
+WORK_ELEMENTS = PACKING_ELEMENTS
+
+#: Devices whose rows the Triton kernels may pack and unpack.
+KERNEL_DEVICES = ("cuda",)
+
+
+def packed_bytes(elements: int, bits: int) -> int:
+    """Bytes of a packed row. Raises InputError where the groups do not fill the row, or bits is neither 8 nor 4."""
+    if bits not in (8, 4):
+        raise InputError(f"quantisation to {bits!r} bits is not known; it must be 8 or 4")
+    if elements < 1 or elements % GROUP_ELEMENTS:
+        raise InputError(
+            f"a row of {elements} elements cannot be quantised: groups hold {GROUP_ELEMENTS} elements, so its size "
+            f'must be a multiple of {GROUP_ELEMENTS}; use bits "native" for this model'
+        )
+    return elements * bits // 8 + 4 * (elements // GROUP_ELEMENTS)
+
+
+def quantize(rows: torch.Tensor, bits: int, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Rows [..., n] of float32, bfloat16 or float16 -> uint8 [..., packed_bytes(n, bits)], into ``out`` where given.
+
+    Leading axes of both may be strided views; packed rows are contiguous in themselves and begin at even addresses.
+    """
+    shape = (*rows.shape[:-1], packed_bytes(rows.shape[-1], bits))
+    out = torch.empty(shape, dtype=torch.uint8, device=rows.device) if out is None else _checked(out, shape, "out")
+    if kernels := _kernels_for(rows, bits):
+        kernels.quantize(rows, bits, out, LIMIT)
+    else:
+        _quantize(rows, bits, out)
+    return out
+
+
+def dequantize(packed: torch.Tensor, bits: int, dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:
+    """uint8 [..., packed_bytes(n, bits)] -> [..., n] of ``dtype``, into ``out`` where given.
+
+    The inverse of quantize, with its terms on strides.
+    """
+    elements = _elements(packed.shape[-1], bits)
+    shape = (*packed.shape[:-1], elements)
+    _checked(packed, packed.shape, "packed")
+    out = torch.empty(shape, dtype=dtype, device=packed.device) if out is None else _checked(out, shape, "out", dtype)
+    if kernels := _kernels_for(out, bits):
+        kernels.dequantize(packed, bits, out)
+    else:
+        _dequantize(packed, bits, out)
+    return out
+
+
+def _quantize(rows: torch.Tensor, bits: int, out: torch.Tensor) -> None:
+    """In plain torch."""
+    work = _workspace(rows, torch.float32)
+    codes = _workspace(rows, torch.uint8) if bits == 4 else None
+    for piece, packed in _pieces(rows, out):
+        _quantize_piece(piece, bits, packed, _like(piece, work), _like(piece, codes))
+
+
+def _dequantize(packed: torch.Tensor, bits: int, out: torch.Tensor) -> None:
+    """In plain torch."""
+    codes = _workspace(out, torch.uint8) if bits == 4 else None
+    values = _workspace(out, torch.float32) if out.dtype != torch.float32 else None
+    for piece, source in _pieces(out, packed):
+        _dequantize_piece(source, bits, piece, piece if values is None else _like(piece, values), _like(piece, codes))
+
+
+def _kernels_for(values: torch.Tensor, bits: int) -> ModuleType | None:
+    """The Triton kernels if they are to pack or unpack these values: they ask for rows contiguous in themselves."""
+    if values.device.type not in KERNEL_DEVICES or not values.numel() or values.stride(-1) != 1:
+        return None
+    return _proven_kernels(values.device, values.dtype, bits)
+
+
+@lru_cache
+def _proven_kernels(device: torch.device, dtype: torch.dtype, bits: int) -> ModuleType | None:
+    """The Triton kernels if they give what plain torch gives on this device, else None and a warning.
+
+    Waits for the device, and for the compiler where Triton's cache on the disk has not yet what it makes.
+    """
+    try:
+        from flexhybrid.runtime.kernels import quantize_triton
+
+        _prove(quantize_triton, _trial_rows(dtype).to(device), bits)
+    except Exception as error:  # whatever Triton raises: no compiler, no driver, an unknown GPU
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        warnings.warn(f"packing and unpacking in plain torch, slower than Triton's kernels: {reason}", stacklevel=2)
+        return None
+    return quantize_triton
+
+
+def _prove(kernels: ModuleType, rows: torch.Tensor, bits: int) -> None:
+    """Pack and unpack trial rows. Raises ArithmeticError where a bit differs from plain torch's."""
+    size = packed_bytes(rows.shape[1], bits)
+    packed, restored = rows.new_empty(len(rows), size, dtype=torch.uint8), torch.empty_like(rows)
+    _quantize(rows, bits, packed)
+    _dequantize(packed, bits, restored)
+    for gap in (-size % 16, 2):  # rows that begin at multiples of 16 bytes, and others: two variants of each kernel
+        slots, ours = packed.new_zeros(len(rows), size + gap)[:, :size], torch.zeros_like(rows)
+        kernels.quantize(rows, bits, slots, LIMIT)
+        kernels.dequantize(slots, bits, ours)
+        # Of the last row, which holds a NaN, the bytes are the processor's choice.
+        same_bits = torch.equal(slots[:-1], packed[:-1]) and torch.equal(
+            ours[:-1].view(torch.uint8), restored[:-1].view(torch.uint8)
+        )
+        if not same_bits or not torch.equal(ours.isnan(), restored.isnan()):
+            raise ArithmeticError("on trial rows its results differ from plain torch's")
+
+
+def _trial_rows(dtype: torch.dtype) -> torch.Tensor:
+    """Rows [28, 33 groups] of all magnitudes, with edge values among others and alone in their groups, and last a NaN.
+    A program of the kernels holds fewer groups; their number is odd, which is another case at 4 bits."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(28, 33 * GROUP_ELEMENTS, generator=generator) * 2.0 ** torch.arange(-32, 24, 2).unsqueeze(1)
+    edges = torch.tensor([0.0, -0.0, 1e-40, -1e-40, 1 / 3, LIMIT, -1e5, 3e38, torch.inf, -torch.inf])
+    rows[:, :: GROUP_ELEMENTS + 5][:, : len(edges)] = edges
+    _groups(rows[20])[: len(edges)] = edges.unsqueeze(1)
+    rows[-1, 70] = torch.nan
+    return rows.to(dtype)
+
+
+def _quantize_piece(rows: torch.Tensor, bits: int, packed: torch.Tensor, work: torch.Tensor, unpacked) -> None:
+    """One piece; ``work`` is float32, ``unpacked`` uint8 (4 bits only), of the shape of ``rows``."""
+    levels, (codes, parameters) = 2**bits - 1, _parts(packed, rows.shape[-1], bits)
+    groups = _groups(work.copy_(rows))
+    # Adding 0.0 makes 0.0 of -0.0: equal values give equal bytes.
+    lowest = groups.amin(-1, keepdim=True).clamp_(-LIMIT, LIMIT).add_(0.0)
+    highest = groups.amax(-1, keepdim=True).clamp_(-LIMIT, LIMIT).add_(0.0)
+    minimum = _round_down(lowest)
+    # A number that is a tensor, lest CUDA multiply by its reciprocal: the bytes are the same on every device.
+    scale = ((highest - minimum) / lowest.new_full((), levels)).half()
+    parameters[..., :1], parameters[..., 1:] = scale, minimum
+    # A scale of zero belongs to a group of equal values: any code will do, but no NaN (infinity · 0) is one.
+    inverse = torch.where(scale == 0, torch.finfo(torch.float32).tiny, 1 / scale.float())
+    groups.sub_(minimum).mul_(inverse)
+    values = work.clamp_(0, levels).round_()
+    # Through int8: torch converts float32 to uint8 one element at a time, twelve times slower.
+    if bits == 8:
+        codes.view(torch.int8).copy_(values.sub_(128))
+        codes.bitwise_xor_(128)
+    else:
+        unpacked.view(torch.int8).copy_(values)
+        below, above = unpacked.tensor_split(2, dim=-1)
+        torch.bitwise_left_shift(above, 4, out=codes)
+        codes.bitwise_or_(below.bitwise_and_(15))  # masked: what a NaN becomes is the processor's choice
+
+
+def _dequantize_piece(packed: torch.Tensor, bits: int, out: torch.Tensor, values: torch.Tensor, unpacked) -> None:
+    """One piece; ``values`` is float32 (out itself in float32), ``unpacked`` uint8 (4 bits only), of out's shape."""
+    codes, parameters = _parts(packed, out.shape[-1], bits)
+    parameters = parameters.float()
+    if bits == 4:
+        below, above = unpacked.tensor_split(2, dim=-1)
+        torch.bitwise_and(codes, 15, out=below)
+        torch.bitwise_right_shift(codes, 4, out=above)
+        codes = unpacked
+    _groups(values.copy_(codes)).mul_(parameters[..., :1]).add_(parameters[..., 1:])
+    if values is not out:
+        out.copy_(values)
+
+
+def _round_down(lowest: torch.Tensor) -> torch.Tensor:
+    """The largest float16 that is not above."""
+    minimum = lowest.half()
+    bits = minimum.view(torch.int16)
+    # float16 is sign and magnitude: one step down adds one to the bits of a negative number, else takes one off.
+    bits.sub_((minimum > lowest) * (bits >> 15 | 1))
+    return minimum
+
+
+def _groups(rows: torch.Tensor) -> torch.Tensor:
+    return rows.unflatten(-1, (-1, GROUP_ELEMENTS))
+
+
+def _parts(packed: torch.Tensor, elements: int, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of packed rows: codes uint8 [..., n * bits / 8], and float16 [..., G, 2] of (scale, minimum)."""
+    code_bytes = elements * bits // 8
+    return packed[..., :code_bytes], packed[..., code_bytes:].view(torch.float16).unflatten(-1, (-1, 2))
+
+
+def _elements(num_bytes: int, bits: int) -> int:
+    """The inverse of packed_bytes. Raises InputError where no row packs into so many bytes."""
+    group_bytes = packed_bytes(GROUP_ELEMENTS, bits)
+    if num_bytes < 1 or num_bytes % group_bytes:
+        raise InputError(f"{num_bytes} bytes are no packed row of {bits} bits: a group takes {group_bytes} bytes")
+    return num_bytes // group_bytes * GROUP_ELEMENTS
+
+
+def _workspace(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    elements = min(rows.numel(), max(WORK_ELEMENTS[rows.device.type], rows.shape[-1]))
+    return torch.empty(elements, dtype=dtype, device=rows.device)
+
+
+def _like(piece: torch.Tensor, workspace: torch.Tensor | None) -> torch.Tensor | None:
+    return None if workspace is None else workspace[: piece.numel()].view(piece.shape)
+
+
+def _pieces(rows: torch.Tensor, packed: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The same rows of both, at most WORK_ELEMENTS elements (or one row) at a time; views, whatever the strides."""
+    limit = WORK_ELEMENTS[rows.device.type]
+    if rows.dim() == 1 or rows.numel() <= limit:
+        yield rows, packed
+    elif (fitting := limit * rows.shape[0] // rows.numel()) >= 1:
+        yield from zip(rows.split(fitting), packed.split(fitting))
+    else:
+        for one, its_packed in zip(rows, packed):
+            yield from _pieces(one, its_packed)
+
+
+def _checked(tensor: torch.Tensor, shape, what: str, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    """Returns the tensor. Raises InputError where it is not of the shape and dtype."""
+    if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype:
+        raise InputError(f"{what} is {tensor.dtype} {list(tensor.shape)}; it must be {dtype} {list(shape)}")
+    return tensor

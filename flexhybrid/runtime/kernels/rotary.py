@@ -1,0 +1,92 @@
+"""Rotary positions: tables of cosines and sines, and the rotation itself, number for number as transformers has them.
+
+Shapes: P positions, R rows (tokens), d head size. Frequencies, cosines and sines are float32 and made on the CPU, so
+that every device has the same ones; only then are they rounded to the compute dtype.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from flexhybrid.core.model.rope import Rope
+from flexhybrid.core.model.shape import ModelShape
+
+
+def rotary_tables(
+    shape: ModelShape, num_positions: int, dtype: torch.dtype, device: torch.device | str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(cos, sin) of positions 0 … P-1, each [P, d]; the second half of a row repeats the first."""
+    frequencies, factor = inverse_frequencies(shape.rope, shape.head_dim)
+    angles = torch.arange(num_positions).float()[:, None] * frequencies
+    angles = torch.cat((angles, angles), dim=-1)
+    cos, sin = angles.cos() * factor, angles.sin() * factor
+    return cos.to(dtype).to(device), sin.to(dtype).to(device)
+
+
+def rotate_(x: torch.Tensor, cos_Rd: torch.Tensor, sin_Rd: torch.Tensor) -> torch.Tensor:
+    """Turn queries or keys x [..., R, heads, d] in place, each row by its own position's angles; returns x.
+
+    Element i of a head is paired with element i + d/2. The products and sums are those of transformers'
+    apply_rotary_pos_emb, each rounded to the dtype of x.
+    """
+    half = x.shape[-1] // 2
+    cos, sin = cos_Rd[:, None, :half], sin_Rd[:, None, :half]
+    first, second = x[..., :half], x[..., half:]
+    turned = first * cos - second * sin
+    second.mul_(cos).add_(first * sin)
+    first.copy_(turned)
+    return x
+
+
+def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[torch.Tensor, float]:
+    """(angle a position of each pair [d/2], factor on cosines and sines).
+
+    dynamic equals default: its frequencies change only behind the model's last position, where the executor refuses to
+    go.
+    """
+    turns = rope.theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
+    if rope.type == "linear":
+        return 1.0 / turns / rope.factor, 1.0
+    if rope.type == "yarn":
+        return _yarn(rope, head_dim, turns)
+    if rope.type == "llama3":
+        return _llama3(rope, 1.0 / turns), 1.0
+    return 1.0 / turns, 1.0
+
+
+def _yarn(rope: Rope, head_dim: int, turns: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """Peng et al. 2023 (arXiv 2309.00071): fast pairs as they are, slow ones stretched by the factor, a ramp between;
+    and an attention temperature."""
+
+    def dimension(rotations: float) -> float:
+        """Which element turns this often within the original context."""
+        wavelength = rope.original_max_positions / (rotations * 2 * math.pi)
+        return head_dim * math.log(wavelength) / (2 * math.log(rope.theta))
+
+    def magnitude(scale: float) -> float:
+        return 1.0 if rope.factor <= 1 else 0.1 * scale * math.log(rope.factor) + 1.0
+
+    factor = rope.attention_factor
+    if factor is None and rope.mscale and rope.mscale_all_dim:
+        factor = magnitude(rope.mscale) / magnitude(rope.mscale_all_dim)
+    elif factor is None:
+        factor = magnitude(1.0)
+    low, high = dimension(rope.beta_fast or 32), dimension(rope.beta_slow or 1)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    high += 0.001 if low == high else 0  # no division by zero
+    kept = 1 - ((torch.arange(head_dim // 2).float() - low) / (high - low)).clamp(0, 1)
+    return 1.0 / (rope.factor * turns) * (1 - kept) + 1.0 / turns * kept, factor
+
+
+def _llama3(rope: Rope, frequencies: torch.Tensor) -> torch.Tensor:
+    """Llama 3.1: wavelengths beyond the original context stretched by the factor, short ones kept, a mix between."""
+    rotations = rope.original_max_positions * frequencies / (2 * math.pi)
+    slow, fast = rope.low_freq_factor, rope.high_freq_factor
+    smooth = (rotations - slow) / (fast - slow)
+    between = (1 - smooth) * frequencies / rope.factor + smooth * frequencies
+    scaled = torch.where(rotations < slow, frequencies / rope.factor, between)
+    return torch.where(rotations > fast, frequencies, scaled)

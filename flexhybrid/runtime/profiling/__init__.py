@@ -1,0 +1,1 @@
+"""Measured times of this machine: kernels, links, disks."""

@@ -1,0 +1,1 @@
+"""Selections of cached tokens: H2O's heavy hitters, InfiniGen's speculation."""

@@ -1,0 +1,148 @@
+"""H2O's cache (Zhang et al. 2023): of each head the tokens that were looked at most, and the newest.
+
+A request keeps a fixed number K of places, dealt to pools as a context of K tokens is. Half of them are for the newest
+tokens, the rest for those with the largest sums of attention weights so far. Every key/value head chooses for itself;
+the query heads of a group add their weights. After the prompt the best K tokens are kept; then each new token takes the
+place of the worst one that is not among the newest, in the pool that the plan names.
+
+Shapes: B requests of a mini-batch, N of the wave, G key/value heads, P prompt tokens, K places, T attention columns.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from flexhybrid.core.context.blocks import BLOCK_TOKENS
+from flexhybrid.core.context.selection import kept_tokens
+from flexhybrid.core.schedule.steps import MiniBatchStep
+from flexhybrid.core.wave import Wave
+from flexhybrid.runtime.step_tensors import to_device
+
+
+class StepPlaces(NamedTuple):
+    """What a decode step asks of the places, the same in every layer."""
+
+    requests: torch.Tensor  #: [B]
+    columns: torch.Tensor  #: [K] of the attention weights
+    held: torch.Tensor  #: [B, 1, K]: there is a token in the place
+    own_kind: torch.Tensor  #: [B, 1, K]: a token, in the pool that the plan names for the new one
+    planned: torch.Tensor  #: [B, 1]: the new token's place while there are empty ones
+    full: torch.Tensor  #: [B, 1]
+    old: torch.Tensor  #: [B, 1, 1]: the last position that is not among the newest
+    position: torch.Tensor  #: [B, 1, 1] of the new token
+
+
+class HeavyHitters:
+    """Scores and ages of every place, in all layers: [layer, N, G, K], and where places lie."""
+
+    def __init__(self, wave: Wave, device: torch.device):
+        selection, workload = wave.policy.selection, wave.workload
+        self.wave, self.device = wave, device
+        self.kept = kept_tokens(selection, workload.prompt_tokens, workload.cached_tokens, workload.cached_tokens)
+        self.recent = self.kept - self.kept // 2
+        most = int(self.kept.max())
+        size = (wave.shape.num_layers, workload.num_requests, wave.shape.num_kv_heads, most)
+        self.scores = torch.zeros(size, dtype=torch.float32, device=device)
+        self.born = torch.zeros(size, dtype=torch.int32, device=device)  # positions of the tokens that the places hold
+        places = np.arange(most)
+        self.kind_of = wave.kinds.kind_of(places)
+        self.slot_of = wave.kinds.stored(places)[places, self.kind_of]  # in the request's extent of its kind
+        self.slots = to_device(self.slot_of, device)
+        self.step_places: dict[int, tuple[MiniBatchStep, StepPlaces]] = {}  # by mini-batch
+
+    def after_prompt(self, layer: int, step: MiniBatchStep, sums_BGP: torch.Tensor) -> torch.Tensor:
+        """Positions [B, G, K] of the tokens to keep, in ascending order; padding repeats the last one.
+
+        ``sums_BGP``: what all tokens of the prompt together looked at each.
+        """
+        lengths = self._column(step.new_tokens)
+        kept, recent = (
+            self._column(np.minimum(most[step.requests], step.new_tokens)) for most in (self.kept, self.recent)
+        )
+        positions = torch.arange(sums_BGP.shape[-1], device=self.device)
+        wanted = sums_BGP.masked_fill(positions >= lengths - recent, torch.inf)
+        wanted = wanted.masked_fill(positions >= lengths, -torch.inf)
+        most = min(self.scores.shape[-1], sums_BGP.shape[-1])
+        order = wanted.topk(most, dim=-1).indices
+        order = order.masked_fill(torch.arange(most, device=self.device) >= kept, sums_BGP.shape[-1])
+        chosen = torch.minimum(order.sort(dim=-1).values, lengths - 1)
+        requests = to_device(step.requests, self.device)
+        self.scores[layer, requests, :, :most] = sums_BGP.gather(-1, chosen)
+        self.born[layer, requests, :, :most] = chosen.int()
+        return chosen
+
+    def after_token(self, layer: int, step: MiniBatchStep, weights_BGT: torch.Tensor) -> torch.Tensor:
+        """Slots [B, G] for the new tokens in the extents of the kinds that the plan names; adds up what they looked at.
+
+        ``weights_BGT``: columns are the segments' tokens, one segment after the other, then the new token itself.
+        """
+        at = self._step_places(step)
+        scores, born = self.scores[layer, at.requests], self.born[layer, at.requests]
+        scores += weights_BGT[..., at.columns].masked_fill_(~at.held, 0.0)
+        worst = scores.masked_fill(~(at.own_kind & (born <= at.old)), torch.inf).argmin(dim=-1)
+        place = torch.where(at.full, worst, at.planned)[..., None]
+        scores.scatter_(-1, place, weights_BGT[..., -1:])
+        born.scatter_(-1, place, at.position.expand_as(place))
+        self.scores[layer, at.requests], self.born[layer, at.requests] = scores, born
+        return self.slots[place[..., 0]]
+
+    def _step_places(self, step: MiniBatchStep) -> StepPlaces:
+        """Made at a step's first layer, used by all."""
+        known = self.step_places.get(step.mini_batch)
+        if known is None or known[0] is not step:
+            known = self.step_places[step.mini_batch] = step, self._look_up(step)
+        return known[1]
+
+    def _look_up(self, step: MiniBatchStep) -> StepPlaces:
+        kept, recent = self.kept[step.requests], self.recent[step.requests]
+        planned = step.context % kept
+        columns, held = self._columns(step)
+        own_kind = to_device(self.kind_of == self.kind_of[planned][:, None], self.device)[:, None]
+        return StepPlaces(
+            requests=to_device(step.requests, self.device),
+            columns=columns,
+            held=held,
+            own_kind=own_kind & held,
+            planned=self._column(planned)[..., 0],
+            full=self._column(step.context >= kept)[..., 0],
+            old=self._column(step.context - recent),
+            position=self._column(step.context).int(),
+        )
+
+    def column_positions(self, layer: int, step: MiniBatchStep) -> torch.Tensor:
+        """[B, G, T]: the position of the token that each column of a decode step's attention buffer holds, before the
+        step's own place is found; -1 for padding."""
+        columns, held = self._columns(step)
+        born = self.born[layer, to_device(step.requests, self.device)].long()
+        positions = born.new_full((*born.shape[:2], step.attention_tokens), -1)
+        # Places that a request does not hold share a column with those that another does: they must not be written.
+        positions.scatter_(-1, columns.where(held, positions.shape[-1] - 1).expand(born.shape), born)
+        positions[..., -1] = self._column(step.context)[..., 0]
+        return positions
+
+    def _columns(self, step: MiniBatchStep) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where each place's token stands among the attention columns [K], and which requests hold it [B, 1, K]."""
+        start, starts, counts = 0, {}, {}
+        for segment in step.segments:
+            index = self.wave.kinds.kinds.index(segment.kind)
+            starts[index], counts[index] = start, segment.num_tokens
+            start += segment.max_tokens
+        columns = np.array([starts[kind] for kind in self.kind_of]) + self.slot_of
+        held = self.slot_of < np.stack([counts[kind] for kind in self.kind_of], axis=1)
+        columns = np.minimum(columns, start)
+        return to_device(columns, self.device), to_device(held, self.device)[:, None]
+
+    def _column(self, values: np.ndarray) -> torch.Tensor:
+        """[B] -> [B, 1, 1] on the device."""
+        return to_device(values, self.device)[:, None, None]
+
+    def prompt_places(self, step: MiniBatchStep, store) -> torch.Tensor:
+        """Which of its request's K places each row of a store of the prompt is for: [rows]."""
+        first = self.wave.first_block[store.kind][step.requests][store.rows // step.width]
+        slots = (store.blocks - first) * BLOCK_TOKENS + store.offsets
+        kind = self.wave.kinds.kinds.index(store.kind)
+        place_of = np.flatnonzero(self.kind_of == kind)
+        return to_device(place_of[slots], self.device)

@@ -1,0 +1,146 @@
+"""Skewing (InfiniGen, Sec. 4.2): an orthogonal matrix per layer and key/value head that gathers what a head's queries
+are made of in few columns, so that few columns suffice to guess attention scores.
+
+From one forward of a sample text: with Q = U S Vᵀ the queries of a head (GQA: of all query heads of a group, stacked),
+A = V. Queries and keys times A have the same scores. Where nothing stands between projection and score (OPT), A goes
+into W_Q and W_K and their biases. Rotary positions stand between: there A is kept beside the weights, and only what a
+selection guesses with is multiplied with it, after rotation.
+
+Shapes: N sample tokens, H query heads, G key/value heads, d head size, h hidden.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from flexhybrid.core.errors import InputError
+from flexhybrid.core.model.shape import ModelShape
+from flexhybrid.runtime.kernels.attention import attend_prefill
+from flexhybrid.runtime.kernels.rotary import rotary_tables, rotate_
+from flexhybrid.runtime.models import architecture
+from flexhybrid.runtime.storage.loader import SKEW_FILE, Checkpoint
+from flexhybrid.runtime.storage.weights import Parts, linear
+
+#: Changes a layer's queries [N, H, d] and keys [N, G, d] on their way to attention.
+Change = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+def unchanged(layer: int, q_NHd: torch.Tensor, k_NGd: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return q_NHd, k_NGd
+
+
+@torch.inference_mode()
+def forward(checkpoint: Checkpoint, tokens: list[int], change: Change = unchanged) -> torch.Tensor:
+    """Logits [N, vocab] of one text in float32; ``change`` sees every layer's queries and keys, rotated where they are.
+
+    One layer's weights are in memory at a time.
+    """
+    shape = checkpoint.shape
+    model = architecture(shape)
+    outer = {name: tensor.float() for name, tensor in checkpoint.outer_tensors()}
+    positions = torch.arange(len(tokens))
+    hidden = model.embed(shape, outer, torch.tensor(tokens), positions)
+    rotation = rotary_tables(shape, len(tokens), torch.float32, "cpu") if shape.rotary else None
+    for layer in range(shape.num_layers):
+        w = _layer_weights(checkpoint, layer)
+        act = model.attention_input(shape, w, hidden)
+        kvq = linear(act, w["kvq.weight"], w["kvq.bias"][0] if "kvq.bias" in w else None)
+        keys, values, queries = kvq.split([shape.kv_width // 2, shape.kv_width // 2, shape.query_width], dim=-1)
+        k, v, q = (part.unflatten(-1, (-1, shape.head_dim)).contiguous() for part in (keys, values, queries))
+        if rotation:
+            k, q = rotate_(k, *rotation), rotate_(q, *rotation)
+        q, k = change(layer, q, k)
+        hidden = model.finish(shape, w, hidden, attend_prefill(q[None], k[None], v[None])[0])
+    return model.head(shape, outer, hidden)
+
+
+def _layer_weights(checkpoint: Checkpoint, layer: int) -> dict[str, Parts]:
+    """Layout name -> one whole tensor in float32."""
+    pieces: dict[str, list[torch.Tensor]] = {}
+    for name, _, tensor in checkpoint.layer_tensors(layer):
+        pieces.setdefault(name, []).append(tensor.float())
+    return {name: (torch.cat(parts),) for name, parts in pieces.items()}
+
+
+def skewing_matrices(checkpoint: Checkpoint, tokens: list[int]) -> list[torch.Tensor]:
+    """A of every layer: float64 [G, d, d], from one forward of these tokens."""
+    matrices = []
+
+    def look(layer: int, q: torch.Tensor, k: torch.Tensor):
+        stacked = q.double().unflatten(1, (k.shape[1], -1)).transpose(0, 1).flatten(1, 2)  # [G, N · H/G, d]
+        d = stacked.shape[-1]
+        padded = torch.nn.functional.pad(stacked, (0, 0, 0, max(0, d - stacked.shape[1])))  # V is whole all the same
+        triangular = torch.linalg.qr(padded).R
+        matrices.append(torch.linalg.svd(triangular).Vh.transpose(-1, -2).contiguous())
+        return q, k
+
+    forward(checkpoint, tokens, look)
+    return matrices
+
+
+def folded(shape: ModelShape, tensor: torch.Tensor, matrices_Gdd: torch.Tensor) -> torch.Tensor:
+    """A layer's W_Q or W_K, [heads · d, h], or its bias, times A: rows of each head are mixed among themselves.
+
+    In float32, whatever the checkpoint's: rounded to 16 bits, the shipped model's logits change by 7e-4 of the largest.
+    """
+    heads = tensor.double().view(shape.num_kv_heads, -1, shape.head_dim, *tensor.shape[1:])
+    mixed = torch.einsum("grd...,gde->gre...", heads, matrices_Gdd)
+    return mixed.reshape(tensor.shape).float()
+
+
+def save_skewed(checkpoint: Checkpoint, tokens: list[int], folder: str | Path) -> None:
+    """Write the checkpoint, skewed by these sample tokens, to a new folder; transformers reads that as it read the old.
+
+    Raises InputError where the folder is there already or cannot be written.
+    """
+    folder = Path(folder)
+    if folder.exists():
+        raise InputError(f"{folder} is there already: name a new folder for the skewed checkpoint")
+    matrices = skewing_matrices(checkpoint, tokens)
+    try:
+        folder.mkdir(parents=True)
+        for file in sorted(checkpoint.path.iterdir()):
+            if file.is_file() and (checkpoint.shape.rotary or not _WEIGHTS.fullmatch(file.name)):
+                shutil.copy2(file, folder)
+        if checkpoint.shape.rotary:
+            save_file({f"layers.{layer}": a.float() for layer, a in enumerate(matrices)}, folder / SKEW_FILE)
+        else:
+            _save_folded(checkpoint, matrices, folder)
+    except OSError as error:
+        raise InputError(f"cannot write {folder}: {error.strerror or error}") from None
+
+
+#: Files that hold weights, or say which does.
+_WEIGHTS = re.compile(r"(model|pytorch_model).*\.(safetensors|bin)(\.index\.json)?")
+
+
+def _save_folded(checkpoint: Checkpoint, matrices: list[torch.Tensor], folder: Path) -> None:
+    """All tensors, a file a layer, and the index of the files."""
+    files: dict[str, str] = {}
+
+    def save(tensors: dict[str, torch.Tensor], file: str) -> None:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / file, {"format": "pt"})
+        files.update(dict.fromkeys(tensors, file))
+
+    save(dict(checkpoint.named_outer()), "model-outer.safetensors")
+    for layer, matrices_Gdd in enumerate(matrices):
+        tensors, seen = {}, Counter()
+        for name, own_name, tensor in checkpoint.named_layer(layer):
+            place = _KEYS_VALUES_QUERIES[seen[name]] if name.startswith("kvq") else None
+            seen[name] += 1
+            mixes = place in ("keys", "queries")
+            tensors[own_name] = folded(checkpoint.shape, tensor, matrices_Gdd) if mixes else tensor
+        save(tensors, f"model-{layer:05d}.safetensors")
+    index = json.dumps({"metadata": {}, "weight_map": files}, indent=1)
+    (folder / "model.safetensors.index.json").write_text(index, encoding="utf-8")
+
+
+_KEYS_VALUES_QUERIES = ("keys", "values", "queries")

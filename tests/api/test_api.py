@@ -1,0 +1,510 @@
+"""The offline API: order, lengths, sampling, waves, and errors that people can act on."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from flexhybrid import LLM, InputError, Policy, SamplingParams, cli
+from flexhybrid.core.policy import Bits, Placement
+from flexhybrid.jobs import shipped
+from flexhybrid.runtime.storage.loader import Checkpoint
+
+ROOT = Path(__file__).parents[2]
+
+
+def tokens(llm, prompts, **params):
+    return [answer.outputs[0].token_ids for answer in llm.generate(prompts, SamplingParams(**params))]
+
+
+def test_results_come_in_input_order_with_text():
+    llm = LLM(shipped("checkpoints/opt-stdlib-4m"), policy="hybrid(0.5)", device="cpu")
+    prompts = ["def close(self):", "Return", "class Reader:\n    "]
+    answers = llm.generate(prompts, SamplingParams(max_tokens=5, temperature=0))
+    assert [answer.prompt for answer in answers] == prompts
+    for answer in answers:
+        out = answer.outputs[0]
+        assert len(out.token_ids) <= 5 and out.finish_reason in ("stop", "length")
+        assert out.text == llm.tokenizer.decode(out.token_ids, skip_special_tokens=True)
+        assert answer.prompt_token_ids == llm.tokenizer(answer.prompt)["input_ids"]
+
+
+def test_prompts_may_be_vllm_s_dictionaries(tiny):
+    llm = LLM(tiny, "kv_only", device="cpu", dtype="float32")
+    params = SamplingParams(temperature=0, max_tokens=4)
+    plain, wrapped = llm.generate([[5, 9], {"prompt_token_ids": [5, 9]}], params)
+    assert wrapped == plain
+    with pytest.raises(InputError, match="prompt 0 is text, but .* has no tokenizer"):
+        llm.generate([{"prompt": "one"}], params)
+    with pytest.raises(InputError, match="prompt 0 must be a text or a list of token ids"):
+        llm.generate([{"prompt": "one", "prompt_token_ids": [5]}], params)
+
+
+def test_same_seed_same_tokens_alone_or_in_a_batch(tiny):
+    """Random numbers hang on (seed, request, position): company changes nothing."""
+    prompts = [[5, 6, 7], [9] * 20, [11, 12]]
+    llm = LLM(tiny, "hybrid(0.5)", device="cpu")
+    together = tokens(llm, prompts, max_tokens=10, temperature=0.8, seed=7, ignore_eos=True)
+    assert together == tokens(llm, prompts, max_tokens=10, temperature=0.8, seed=7, ignore_eos=True)
+    small = LLM(tiny, Policy(max_batch=1), device="cpu")
+    assert together == tokens(small, prompts, max_tokens=10, temperature=0.8, seed=7, ignore_eos=True)
+    assert together != tokens(llm, prompts, max_tokens=10, temperature=0.8, seed=8, ignore_eos=True)
+
+
+def test_a_list_of_parameters_gives_each_prompt_its_own(tiny):
+    """Every request of a mixed batch gets the tokens that it gets alone, in any order, mini-batch and wave."""
+    generator = np.random.default_rng(3)
+    prompts = [generator.integers(3, 61, n).tolist() for n in (5, 20, 1, 9, 13, 2)]
+    params = [
+        SamplingParams(temperature=0, max_tokens=9),
+        SamplingParams(temperature=0.9, seed=5, top_k=7, max_tokens=12, ignore_eos=True),
+        SamplingParams(temperature=1.2, seed=5, top_p=0.8, max_tokens=3),
+        SamplingParams(temperature=0.7, seed=2**64 - 1, min_p=0.05, max_tokens=10, min_tokens=6),
+        SamplingParams(temperature=0, max_tokens=8, min_tokens=8, stop_token_ids=list(range(3, 40))),
+        SamplingParams(temperature=2.0, seed=6, top_k=20, top_p=0.9, min_p=0.01, max_tokens=None),
+    ]
+    llm = LLM(tiny, "hybrid(0.5)", device="cpu")
+    together = [answer.outputs[0] for answer in llm.generate(prompts, params)]
+    assert len(together[3].token_ids) >= 6 and len(together[4].token_ids) == 8
+    assert together[5].finish_reason == "stop" or len(together[5].token_ids) == 96 - 2
+    backwards = llm.generate(prompts[::-1], params[::-1])
+    assert [answer.outputs[0] for answer in backwards[::-1]] == together
+    small = LLM(tiny, Policy(max_batch=1), device="cpu")
+    assert [answer.outputs[0] for answer in small.generate(prompts, params)] == together
+    for prompt, one, expected in zip(prompts, params, together, strict=True):
+        assert llm.generate([prompt], [one])[0].outputs[0] == expected
+        assert llm.generate([prompt], one)[0].outputs[0] == expected
+
+
+def test_without_a_seed_every_call_and_prompt_draws_anew(tiny):
+    llm = LLM(tiny, "kv_only", device="cpu")
+    prompts = [[5, 6, 7]] * 4
+    seen = tokens(llm, prompts, max_tokens=12, ignore_eos=True, temperature=3.0)
+    seen += tokens(llm, prompts, max_tokens=12, ignore_eos=True, temperature=3.0, seed=1)
+    answers = llm.generate(prompts, [SamplingParams(max_tokens=12, ignore_eos=True, temperature=3.0)] * 4)
+    seen += [answer.outputs[0].token_ids for answer in answers]
+    assert len({tuple(one) for one in seen}) == 12
+    seeded = [SamplingParams(max_tokens=12, ignore_eos=True, temperature=3.0, seed=1)] * 4
+    assert {tuple(a.outputs[0].token_ids) for a in llm.generate(prompts, seeded)} == {tuple(seen[4])}
+
+
+def test_top_k_of_one_is_greedy(tiny):
+    llm = LLM(tiny, "hybrid(0.5)", device="cpu")
+    expected = tokens(llm, [[5, 6, 7], [9]], max_tokens=10, temperature=0)
+    for one in ({"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}, {"temperature": 1e-4}, {"temperature": 1e-7}):
+        assert tokens(llm, [[5, 6, 7], [9]], max_tokens=10, **one) == expected
+
+
+def test_stop_token_ids_and_min_tokens(tiny):
+    llm = LLM(tiny, "hybrid(0.5)", device="cpu")
+    prompt = [5, 6, 7]
+    free = tokens(llm, [prompt], max_tokens=12, temperature=0, ignore_eos=True)[0]
+    place = next(i for i in range(3, 12) if free[i] not in free[:i])
+    greedy = {"temperature": 0, "max_tokens": 12, "ignore_eos": True, "stop_token_ids": [free[place]]}
+    out = llm.generate([prompt], SamplingParams(**greedy))[0].outputs[0]
+    assert (out.token_ids, out.finish_reason, out.stop_reason) == (free[: place + 1], "stop", free[place])
+    held = llm.generate([prompt], SamplingParams(**greedy, min_tokens=place + 1))[0].outputs[0]
+    assert held.token_ids[:place] == free[:place] and free[place] != held.token_ids[place]
+    assert free[place] not in held.token_ids[: place + 1]
+    exactly = llm.generate([prompt], SamplingParams(**greedy, min_tokens=place))[0].outputs[0]
+    assert exactly == out
+    # The model's own end: no reason is given, unless it is asked for while ignored.
+    shape = llm.shape
+    llm.shape = dataclasses.replace(shape, eos_token_ids=(free[place],))
+    out = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=12))[0].outputs[0]
+    assert (out.token_ids, out.finish_reason, out.stop_reason) == (free[: place + 1], "stop", None)
+    out = llm.generate([prompt], SamplingParams(**greedy))[0].outputs[0]
+    assert (out.finish_reason, out.stop_reason) == ("stop", free[place])
+    out = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=place + 1, ignore_eos=True))[0].outputs[0]
+    assert (out.token_ids, out.finish_reason, out.stop_reason) == (free[: place + 1], "length", None)
+
+
+def test_stop_texts_cut_the_text_and_end_the_request():
+    llm = LLM(shipped("checkpoints/opt-stdlib-4m"), policy="hybrid(0.5)", device="cpu")
+    prompts = ["def close(self):", "class Reader:", "import os"]
+    whole = [a.outputs[0] for a in llm.generate(prompts, SamplingParams(temperature=0, max_tokens=40))]
+    text = whole[0].text
+    stop = text[12:17]
+    at = text.index(stop)
+    params = [
+        SamplingParams(temperature=0, max_tokens=40, stop=["never in there", stop]),
+        SamplingParams(temperature=0, max_tokens=40),
+        SamplingParams(temperature=0, max_tokens=40, stop="never in there"),
+    ]
+    answers = [answer.outputs[0] for answer in llm.generate(prompts, params)]
+    assert (answers[0].text, answers[0].finish_reason, answers[0].stop_reason) == (text[:at], "stop", stop)
+    used = len(answers[0].token_ids)
+    assert answers[0].token_ids == whole[0].token_ids[:used] and used < 40
+    assert stop in llm.tokenizer.decode(whole[0].token_ids[:used])
+    assert stop not in llm.tokenizer.decode(whole[0].token_ids[: used - 1])
+    assert answers[1:] == whole[1:]
+    included = dataclasses.replace(params[0], include_stop_str_in_output=True)
+    out = llm.generate(prompts[:1], included)[0].outputs[0]
+    assert (out.text, out.token_ids) == (text[: at + len(stop)], answers[0].token_ids)
+    # A stop token's text is left out, or kept, in the same way.
+    token = whole[0].token_ids[10]
+    first = whole[0].token_ids.index(token)
+    for included in (False, True):
+        params = SamplingParams(
+            temperature=0, max_tokens=40, stop_token_ids=[token], include_stop_str_in_output=included
+        )
+        out = llm.generate(prompts[:1], params)[0].outputs[0]
+        assert out.text == llm.tokenizer.decode(whole[0].token_ids[: first + included])
+        assert out.token_ids == whole[0].token_ids[: first + 1] and out.stop_reason == token
+
+
+def test_special_tokens_are_shown_on_request():
+    llm = LLM(shipped("checkpoints/opt-stdlib-4m"), policy="kv_only", device="cpu")
+    eos = llm.shape.eos_token_ids[0]
+    special = llm.tokenizer.decode([eos])
+    llm.shape = dataclasses.replace(llm.shape, eos_token_ids=())
+    shown = {}
+    for skip in (True, False):
+        params = SamplingParams(temperature=0, max_tokens=3, stop_token_ids=[eos], skip_special_tokens=skip,
+                                include_stop_str_in_output=True)  # fmt: skip
+        out = llm.generate(["class Reader:\n    "], params)[0].outputs[0]
+        assert out.token_ids == [eos]
+        shown[skip] = out.text
+    assert special and shown == {True: "", False: special}
+
+
+def test_budget_splits_requests_into_waves_with_the_same_tokens(tiny):
+    generator = np.random.default_rng(0)
+    prompts = [generator.integers(3, 61, n).tolist() for n in (10, 40, 3, 33, 21, 8)]
+    expected = tokens(LLM(tiny, "kv_only", device="cpu"), prompts, max_tokens=8, temperature=0)
+    from flexhybrid.core.memory import total_bytes
+    from flexhybrid.core.wave import admit
+    from flexhybrid.core.waves import split_waves, wave_plan
+    from flexhybrid.core.workload import Workload
+
+    llm = LLM(tiny, "kv_only", device="cpu")
+    workload = Workload(np.array([len(p) for p in prompts]), np.full(6, 8))
+    two = Workload(workload.prompt_tokens[:2], workload.max_tokens[:2])
+    host = total_bytes(wave_plan(llm.shape, llm.policy, two, 4, "cpu"))["host"]
+    waves = split_waves(llm.shape, llm.policy, workload, 4, {"host": host}, "cpu")
+    assert len(waves) > 1 and [int(i) for wave in waves for i in wave] == list(range(6))
+    for wave in waves:
+        part = Workload(workload.prompt_tokens[wave], workload.max_tokens[wave])
+        assert total_bytes(wave_plan(llm.shape, llm.policy, part, 4, "cpu"))["host"] <= host
+        admit(llm.shape, llm.policy, part, 4)
+    limited = LLM(tiny, "kv_only", device="cpu", host_memory=host)
+    assert tokens(limited, prompts, max_tokens=8, temperature=0) == expected
+
+
+def test_one_llm_serves_calls_of_different_sizes(tiny):
+    llm = LLM(tiny, "hybrid(0.5)", device="cpu")
+    small = [[5, 6]]
+    large = [[7] * 50, [8] * 9, [9, 10]]
+    first = tokens(llm, small, max_tokens=4, temperature=0)
+    assert (
+        tokens(llm, large, max_tokens=6, temperature=0)[0] and tokens(llm, small, max_tokens=4, temperature=0) == first
+    )
+    assert llm.generate([]) == []
+
+
+def test_prompts_may_be_any_iterable_of_lists_or_arrays(tiny):
+    llm = LLM(tiny, "kv_only", device="cpu")
+    expected = tokens(llm, [[5, 6, 7], [8, 9]], max_tokens=4, temperature=0)
+    assert tokens(llm, (p for p in [[5, 6, 7], [8, 9]]), max_tokens=4, temperature=0) == expected
+    assert tokens(llm, [np.array([5, 6, 7]), (8, 9)], max_tokens=4, temperature=0) == expected
+
+
+def test_a_prompt_that_leaves_one_position_gets_one_token(tiny):
+    llm = LLM(tiny, "hybrid(0.5)", device="cpu")
+    assert len(tokens(llm, [[5] * 95], max_tokens=10, temperature=0, ignore_eos=True)[0]) == 1
+
+
+def test_waves_whose_union_is_over_the_budget_still_run(tiny):
+    """Each wave fits alone; buffers that serve all of them would not."""
+    generator = np.random.default_rng(1)
+    prompts = [generator.integers(3, 61, n).tolist() for n in (80, 4, 4, 4, 4, 4, 80)]
+    expected = tokens(LLM(tiny, "hybrid(0.5)", device="cpu"), prompts, max_tokens=4, temperature=0)
+    from flexhybrid.core.memory import total_bytes
+    from flexhybrid.core.waves import split_waves, wave_plan
+    from flexhybrid.core.workload import Workload
+
+    llm = LLM(tiny, "hybrid(0.5)", device="cpu")
+    one = Workload(np.array([80]), np.array([4]))
+    device = total_bytes(wave_plan(llm.shape, llm.policy, one, 4, "cpu"))["device"] + 2000
+    lengths = Workload(np.array([len(p) for p in prompts]), np.full(7, 4))
+    assert len(split_waves(llm.shape, llm.policy, lengths, 4, {"device": device}, "cpu")) > 1
+    limited = LLM(tiny, "hybrid(0.5)", device="cpu", device_memory=device)
+    assert tokens(limited, prompts, max_tokens=4, temperature=0) == expected
+
+
+def test_a_wave_planned_for_other_weights_is_refused(tiny):
+    """Running it would read weights that were never loaded: silently wrong tokens."""
+    from flexhybrid.core.memory import buffer_sizes
+    from flexhybrid.core.wave import admit
+    from flexhybrid.core.workload import Workload
+    from flexhybrid.runtime.engine import Engine
+    from flexhybrid.runtime.kernels.sampling import greedy_plan
+    from flexhybrid.runtime.storage.weights import Weights
+
+    checkpoint = Checkpoint(tiny)
+    policy = Policy(weights=Placement(device=0.5, host=0.5))
+    wave = admit(checkpoint.shape, policy, Workload.uniform(1, 4, 2), 4)
+    engine = Engine(
+        Weights(checkpoint.shape, checkpoint, "float32", torch.device("cpu"), Policy()), policy, buffer_sizes(wave)
+    )
+    with pytest.raises(ValueError, match="places the weights otherwise"):
+        engine.run(wave, [[3, 4, 5, 6]], greedy_plan(1))
+
+
+def test_auto_keeps_everything_resident_when_nothing_is_paced(tiny):
+    llm = LLM(tiny, device="cpu")
+    answer = tokens(llm, [[5, 6, 7]], max_tokens=4, temperature=0)
+    assert llm.policy.cache == {"kv@device": 1.0} and llm.policy.weights.device == 1.0
+    assert answer == tokens(LLM(tiny, "kv_only", device="cpu"), [[5, 6, 7]], max_tokens=4, temperature=0)
+
+
+# ---- wrong input -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "prompts, words",
+    [
+        ([[]], "prompt 0 is empty"),
+        ([[3, 4], [5] * 96], "prompt 1 has 96 tokens"),
+        ([[3, 61]], "token id 61"),
+        ([[-1]], "token id -1"),
+        (["text"], "no tokenizer files"),
+        ("text", "must be a list"),
+        (None, "must be a list"),
+        ({"prompt": [3]}, "must be a list"),
+        ([None], "prompt 0 must be a text or a list of token ids"),
+        ([3, 4], "prompt 0 must be"),
+        ([[1.5, 2.0]], "prompt 0 must be"),
+        ([[True]], "prompt 0 must be"),
+        ([b"ab"], "prompt 0 must be"),
+        ([[3], [[4]]], "prompt 1 must be"),
+    ],
+)
+def test_wrong_prompts(tiny, prompts, words):
+    with pytest.raises(InputError, match=words):
+        LLM(tiny, "kv_only", device="cpu").generate(prompts)
+
+
+@pytest.mark.parametrize(
+    "params, words",
+    [
+        ({"temperature": 0.5}, "must be a SamplingParams"),
+        ([SamplingParams()], "2 prompts and 1 sampling_params"),
+        ([SamplingParams(), None], "sampling_params 1"),
+        (SamplingParams(stop="a"), "prompt 0 has stop texts, but .* no tokenizer"),
+        ([SamplingParams(), SamplingParams(stop_token_ids=[3, 61])], "prompt 1 holds token id 61"),
+        (SamplingParams(stop_token_ids=list(range(61)), min_tokens=1), "leaves no token"),
+    ],
+)
+def test_wrong_sampling_params_are_errors_before_loading(tiny, params, words):
+    llm = LLM(tiny, "kv_only", device="cpu")
+    with pytest.raises(InputError, match=words):
+        llm.generate([[3, 4], [5]], params)
+    assert llm.engine is None
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ({"dtype": "float16"}, "float16"),
+        ({"dtype": "int3"}, "int3"),
+        ({"device": "tpu"}, "tpu"),
+        ({"policy": "magic"}, "known: kv_only"),
+        ({"policy": "nowhere.json"}, "cannot read policy file"),
+        ({"link_gb_per_s": 0}, "must be a number of at least"),
+        ({"host_memory": "1KiB"}, "host memory: .*needs at least"),
+        ({"device_memory": "4KiB"}, "device memory: .*needs at least"),
+        ({"host_memory": "lots"}, "lots"),
+        ({"host_memory": "-3GiB"}, "must be positive"),
+        ({"policy": Policy(embedding=Placement(host=1))}, "embedding"),
+        ({"policy": Policy(bits=Bits(kv=4))}, "needs rows of whole groups of 64"),
+        ({"policy": Policy(cache={"tok": 1.0})}, "tok"),
+    ],
+)
+def test_wrong_settings_are_errors_before_loading(tiny, settings, words):
+    with pytest.raises(InputError, match=words):
+        LLM(tiny, **{"policy": "kv_only", "device": "cpu", **settings})
+
+
+def test_the_least_named_by_a_budget_error_is_enough(tiny):
+    """The error names a size; with that size it runs."""
+    import re
+
+    with pytest.raises(InputError) as caught:
+        LLM(tiny, "kv_only", device="cpu", host_memory=1000)
+    least = re.search(r"at least ([\d.]+ [KMG]iB)", str(caught.value))[1]
+    roomy = str(float(least.split()[0]) + 0.1) + least.split()[1]
+    llm = LLM(tiny, "kv_only", device="cpu", host_memory=roomy)
+    assert len(tokens(llm, [[5, 6]], max_tokens=3, temperature=0, ignore_eos=True)[0]) == 3
+
+
+def copy_checkpoint(source, target):
+    target.mkdir(exist_ok=True)
+    for file in source.iterdir():
+        if file.is_file():
+            (target / file.name).write_bytes(file.read_bytes())
+    return target
+
+
+def edit_config(folder, **changes):
+    config = json.loads((folder / "config.json").read_text())
+    config.update(changes)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def broken(folder, how):
+    weights = folder / "model.safetensors"
+    if how == "missing":
+        weights.unlink()
+    elif how == "truncated":
+        weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+    elif how == "garbage":
+        weights.write_bytes(b"\x10" * 100)
+    elif how == "shape":
+        edit_config(folder, ffn_dim=44)
+    elif how == "tensor":
+        tensors = load_file(weights)
+        del tensors["model.decoder.layers.1.fc1.weight"]
+        save_file(tensors, weights)
+    elif how == "architecture":
+        edit_config(folder, model_type="bloom")
+    elif how == "llama":
+        edit_config(folder, model_type="llama", intermediate_size=40)
+    elif how == "json":
+        (folder / "config.json").write_text("{")
+    elif how == "heads":
+        edit_config(folder, num_attention_heads=5)
+    elif how == "pickle":
+        weights.unlink()
+        import pickle
+
+        (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"x": subprocess.Popen}))
+
+
+BROKEN = {
+    "missing": "model.safetensors",
+    "truncated": "cannot open",
+    "garbage": "cannot open",
+    "shape": r"asks for \[44",
+    "tensor": "layers.1.fc1.weight is missing",
+    "architecture": "unknown architecture 'bloom'",
+    "llama": "none of model.embed_tokens.weight, embed_tokens.weight; is it a llama model",
+    "json": "cannot read",
+    "heads": "not a multiple",
+    "pickle": "cannot open",
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_broken_checkpoints(tiny, tmp_path, how):
+    folder = copy_checkpoint(tiny, tmp_path / "copy")
+    broken(folder, how)
+    with pytest.raises(InputError, match=BROKEN[how]):
+        Checkpoint(folder)
+
+
+def test_tensors_outside_the_layers_outlive_the_file(tiny, tmp_path):
+    """Views of the mapped file would change with it, and end the process when it is shortened."""
+    folder = copy_checkpoint(tiny, tmp_path / "copy")
+    kept = dict(Checkpoint(folder).outer_tensors())
+    before = {name: tensor.clone() for name, tensor in kept.items()}
+    with open(folder / "model.safetensors", "r+b") as file:
+        file.write(bytes((folder / "model.safetensors").stat().st_size))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in kept.items())
+
+
+def test_a_missing_folder_is_an_error_at_once(tmp_path):
+    with pytest.raises(InputError, match="nothing is ever downloaded"):
+        LLM(tmp_path / "facebook" / "opt-125m")
+
+
+def test_pickled_and_sharded_checkpoints_load_the_same(tiny, tmp_path):
+    expected = tokens(LLM(tiny, "kv_only", device="cpu"), [[5, 6, 7]], max_tokens=6, temperature=0)
+    tensors = load_file(tiny / "model.safetensors")
+    pickled = copy_checkpoint(tiny, tmp_path / "pickled")
+    (pickled / "model.safetensors").unlink()
+    torch.save(tensors, pickled / "pytorch_model.bin")
+    assert tokens(LLM(pickled, "kv_only", device="cpu"), [[5, 6, 7]], max_tokens=6, temperature=0) == expected
+    sharded = copy_checkpoint(tiny, tmp_path / "sharded")
+    (sharded / "model.safetensors").unlink()
+    names = sorted(tensors)
+    index = {"weight_map": {}}
+    for i, part in enumerate((names[: len(names) // 2], names[len(names) // 2 :])):
+        save_file({name: tensors[name].clone() for name in part}, sharded / f"model-{i}.safetensors")
+        index["weight_map"].update({name: f"model-{i}.safetensors" for name in part})
+    (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert tokens(LLM(sharded, "kv_only", device="cpu"), [[5, 6, 7]], max_tokens=6, temperature=0) == expected
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--model", "/nowhere"], "no checkpoint at"),
+        (["--host-memory", "3KiB"], "needs at least"),
+        (["--policy", "/nowhere.json"], "cannot read policy file"),
+        (["--device", "cuda"], "no CUDA device"),
+        (["--link-gb-per-s", "-1"], "must be a number of at least"),
+        (["--out", "README.md"], "cannot write results to README.md"),
+    ],
+)
+def test_the_command_answers_in_one_line_with_status_2(arguments, words, tmp_path, monkeypatch, capsys):
+    if "cuda" in arguments and torch.cuda.is_available():
+        pytest.skip("there is a CUDA device here")
+    out = tmp_path / "out"
+    arguments = ["compare", *(["--out", str(out)] if "--out" not in arguments else []), *arguments]
+    if words == "needs at least":  # one of them as a user would, in a process of its own
+        run = subprocess.run(
+            [sys.executable, "-m", "flexhybrid", *arguments], capture_output=True, text=True, cwd=ROOT, timeout=120
+        )
+        status, stdout, stderr = run.returncode, run.stdout, run.stderr
+    else:
+        monkeypatch.chdir(ROOT)
+        status = cli.main(arguments)
+        stdout, stderr = capsys.readouterr()
+    assert status == 2, stderr
+    lines = [line for line in stderr.splitlines() if line.strip()]
+    assert len(lines) == 1 and words in lines[0] and "Traceback" not in stderr
+    assert stdout == "" and not out.exists()
+
+
+def test_a_packed_checkpoint_is_refused(tiny, tmp_path):
+    """Its numbers would be read as if they were weights."""
+    import shutil
+
+    for name in tiny.iterdir():
+        shutil.copy(name, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = next(key for key in tensors if key.endswith("fc1.weight"))
+    save_file(tensors | {name: tensors[name].to(torch.int8)}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(InputError, match=r"fc1.weight holds I8; weights must be one of F64"):
+        Checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
+    with pytest.raises(InputError, match="quantization_config"):
+        Checkpoint(tmp_path)
+
+
+def test_hardware_by_name_and_folders_that_are_not_there(tiny):
+    llm = LLM(tiny, Policy(cache={"both(kv@host,act@host)": 1.0}), device="cpu", dtype="float32", hardware="rtx4090")
+    assert tokens(llm, [[5, 6, 7]], max_tokens=4, temperature=0) == tokens(
+        LLM(tiny, "kv_only", device="cpu", dtype="float32"), [[5, 6, 7]], max_tokens=4, temperature=0
+    )
+    with pytest.raises(InputError, match="rtx4090"):
+        LLM(tiny, "kv_only", device="cpu", hardware="rtx4091")
+    with pytest.raises(InputError, match="there is no folder /nowhere"):
+        LLM(tiny, Policy(weights=Placement(disk=1)), device="cpu", disk_dir="/nowhere/at all").generate([[5]])
+    with pytest.raises(InputError, match=r"write weights=Placement\("):
+        Policy(weights={"host": 1.0})
+
+
+def test_an_unknown_argument_is_named_with_the_nearest(tmp_path):
+    with pytest.raises(
+        InputError, match=r"unknown argument of LLM 'dvice'; did you mean device\b.* known: model, policy"
+    ):
+        LLM(tmp_path, dvice="cpu")

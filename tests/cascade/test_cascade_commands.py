@@ -1,0 +1,446 @@
+"""The commands fit, search and run: from files of logits and local models to answers, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from flexhybrid import cli
+from flexhybrid.cascade.models import Generator, Prediction
+from flexhybrid.cascade.routes import Cascade, CascadeModel, Skip
+from flexhybrid.cascade.serving.run import CHUNK, serve
+from flexhybrid.cascade.thresholds.confidence import confidence
+from flexhybrid.cascade.thresholds.fit import Fitted
+from flexhybrid.cascade.thresholds.search import SearchOptions, search
+from flexhybrid.core.errors import InputError
+from flexhybrid.jobs import shipped
+
+NUM, CLASSES = 300, 5
+
+
+def made_logits(skill: float, seed: int) -> np.ndarray:
+    """[NUM, CLASSES] of a model that knows the label as well as its skill says."""
+    generator = np.random.default_rng(seed)
+    return generator.normal(size=(NUM, CLASSES)) + skill * 4 * np.eye(CLASSES)[labels_of()] * generator.random((NUM, 1))
+
+
+def labels_of() -> np.ndarray:
+    return np.random.default_rng(99).integers(0, CLASSES, NUM)
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Three models' logits, two as .npz and one as .parquet, and labels."""
+    for place, name in enumerate("abc"):
+        logits = made_logits((0.5, 0.8, 1.6)[place], place)
+        if name == "b":
+            pd.DataFrame({"logits": list(logits)}).to_parquet(tmp_path / "b.parquet")
+        else:
+            np.savez(tmp_path / f"{name}.npz", logits=logits)
+    np.savez(tmp_path / "labels.npz", labels=labels_of())
+    return tmp_path
+
+
+def fit_arguments(folder, **changes) -> list[str]:
+    given = {
+        "--logits": [f"a={folder}/a.npz", f"b={folder}/b.parquet", f"c={folder}/c.npz"],
+        "--labels": [f"{folder}/labels.npz"], "--energy-j": ["1", "5", "20"], "-o": [f"{folder}/fitted.json"],
+    }  # fmt: skip
+    given.update(changes)
+    return ["cascade", "fit", *(word for flag, words in given.items() if words for word in (flag, *words))]
+
+
+def test_fit_and_search_from_files_of_logits(files, capsys):
+    assert cli.main([*fit_arguments(files), "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    fitted = Fitted.load(files / "fitted.json")
+    for i, (row, skill) in enumerate(zip(record["models"], (0.5, 0.8, 1.6))):
+        logits = made_logits(skill, i)
+        assert row["accuracy"] == (logits.argmax(axis=1) == labels_of()).mean()
+        assert fitted.confidence[i] == pytest.approx(confidence(logits[:, None], None, row["temperature"]))
+        assert row["ece_after"] <= row["ece_before"]
+    base = ["cascade", "search", f"{files}/fitted.json", "-o", f"{files}/cascade.json", "--caution", "1", "--json"]
+    costs = {}
+    for name, more in {
+        "ap": [], "eo": ["--mode", "eo"], "sampling": ["--method", "sampling"], "paper": ["--drop", "paper"],
+        "all": ["--drop", "none", "--skips", "none", "--curve", f"{files}/curve.csv"],
+    }.items():  # fmt: skip
+        assert cli.main([*base, *more]) == 0
+        found = json.loads(capsys.readouterr().out)
+        costs[name] = found["cost_per_request"]
+        assert name == "eo" or found["accuracy"] >= found["largest_accuracy"] - 1e-12
+        cascade = Cascade.load(files / "cascade.json")
+        assert cascade.expected_cost() == pytest.approx(costs[name])
+        assert cascade.expected.accuracy == pytest.approx(found["accuracy"])
+    assert costs["ap"] <= min(costs["sampling"], costs["paper"], costs["all"]) and costs["eo"] <= costs["ap"]
+    curve = pd.read_csv(files / "curve.csv")
+    assert list(curve.columns) == ["threshold_a", "threshold_b", "accuracy", "cost", "chosen"]
+    assert (
+        curve["chosen"].sum() == 1
+        and curve["accuracy"].is_monotonic_increasing
+        and curve["cost"].is_monotonic_increasing
+    )
+
+
+def test_caution_divides_the_doubt(files):
+    cli.main([*fit_arguments(files), "--json"])
+    fitted = Fitted.load(files / "fitted.json")
+    bold = search(fitted, SearchOptions(caution=1.0, skips="none"))
+    careful = search(fitted, SearchOptions(caution=4.0, skips="none"))
+    assert bold.kept == careful.kept
+    for t, stricter in zip(bold.cascade.thresholds, careful.cascade.thresholds):
+        assert 1 - stricter == pytest.approx((1 - t) / 4)
+    assert careful.route.cost >= bold.route.cost
+
+
+def write(path, **arrays) -> str:
+    np.savez(path, **arrays)
+    return str(path)
+
+
+def touched(path, content: bytes = b"") -> str:
+    path.write_bytes(content)
+    return str(path)
+
+
+ONE, LOCAL = {"--energy-j": None}, {"--energy-j": None, "--logits": None, "--labels": None}
+
+
+def labelled(folder) -> list[str]:
+    return [write(folder / "d.npz", x=np.zeros((NUM, 2)), labels=labels_of())]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"--labels": None}, "labels are missing: name their file with --labels"),
+        ({"--labels": lambda f: [write(f / "x.npz", y=labels_of())]}, "has no labels: it needs 'labels'"),
+        ({"--labels": lambda f: [write(f / "x.npz", labels=np.full(NUM, 3))]}, "one class only (3)"),
+        ({"--labels": lambda f: [write(f / "x.npz", labels=labels_of() + 1)]}, "has 5 classes"),
+        ({"--labels": lambda f: [write(f / "x.npz", labels=labels_of()[1:])]}, "labels for 299"),
+        ({"--labels": lambda f: [write(f / "x.npz", labels=labels_of() / 2)]}, "must be whole numbers"),
+        ({"--labels": ["nowhere.npz"]}, "cannot read nowhere.npz"),
+        ({"--labels": lambda f: [touched(f / "x.npz")]}, "x.npz is an empty file"),
+        ({"--labels": lambda f: [touched(f / "a.txt", b"0")]}, "ends in .npz or .parquet"),
+        ({**ONE, "--logits": lambda f: ["a=" + write(f / "n.npz", logits=np.full((NUM, 5), np.nan))]},
+         "logits of a are not numbers at request 0"),
+        ({**ONE, "--logits": lambda f: ["a=" + write(f / "n.npz", x=np.zeros(3))]}, "it needs 'logits' and has x"),
+        ({"--logits": ["a.npz"]}, "'a.npz' is not NAME=PATH"),
+        ({"--logits": None}, "give either --logits"),
+        ({"--energy-j": ["1", "2"]}, "energy_j has 2 values for 3 models"),
+        ({"--energy-j": ["1", "2", "0"]}, "energy_j of c is 0; it must be above 0"),
+        ({"--watts": ["30"]}, "watts needs seconds"),
+        ({**LOCAL, "--models": ["a=nothing"], "--data": labelled}, "neither a .pt2 file"),
+        ({**LOCAL, "--models": ["a=json:loads"], "--data": labelled}, "gave no module"),
+        ({**LOCAL, "--models": [f"a={__name__}:broken"], "--data": labelled},
+         "model a failed at requests 0 to 63: RuntimeError: this device is gone"),
+        ({**LOCAL, "--models": ["a=json:loads"], "--data": lambda f: [write(f / "d.npz", x=np.zeros((NUM, 2)))]},
+         "labels are missing"),
+    ],
+)  # fmt: skip
+def test_fit_says_what_is_wrong(files, change, words, capsys):
+    change = {flag: given(files) if callable(given) else given for flag, given in change.items()}
+    assert cli.main(fit_arguments(files, **change)) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("flexhybrid: ") and words in error and error.count("\n") == 1
+    assert not (files / "fitted.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--cost", "seconds"], "seconds of a request on a is not known"),
+        (["--accuracy", "0.999"], "no thresholds answer 300 of 300 requests right"),
+        (["--accuracy", "1.5"], "accuracy is 1.5"),
+        (["--caution", "0.5"], "caution is 0.5"),
+    ],
+)
+def test_search_says_what_is_wrong(files, more, words, capsys):
+    assert cli.main([*fit_arguments(files), "--json"]) == 0
+    capsys.readouterr()
+    assert cli.main(["cascade", "search", f"{files}/fitted.json", "-o", f"{files}/cascade.json", *more]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_search_refuses_a_file_that_is_not_fit_s(files, capsys):
+    (files / "x.json").write_text('{"version": 1}')
+    assert cli.main(["cascade", "search", f"{files}/x.json", "-o", f"{files}/y.json"]) == 2
+    assert "no file of `flexhybrid cascade fit`" in capsys.readouterr().err
+
+
+# ---- serving ---------------------------------------------------------------------------------------------------------
+
+
+class Scripted:
+    """Answers with its name and the confidence that a request names for it; raises where it says so."""
+
+    def __init__(self, name: str):
+        self.name, self.batches = name, []
+
+    def predict(self, batch) -> Prediction:
+        self.batches.append(len(batch))
+        said = [request[self.name] for request in batch]
+        if "raise" in said:
+            raise RuntimeError("out of memory")
+        if "short" in said:
+            said = said[1:]
+        sure = np.array([np.nan if one == "nan" else one for one in said], dtype=float)
+        logits = np.log(np.stack([sure, 1 - sure], axis=-1))[:, None]
+        return Prediction([f"{self.name}!" for _ in said], logits, np.ones(logits.shape[:2], dtype=bool))
+
+
+def of_three(**changes) -> Cascade:
+    models = tuple(CascadeModel(name, energy_j=1.0) for name in "abc")
+    return Cascade(**{"models": models, "thresholds": (0.9, 0.8), "skips": ((Skip(0.6, 2),), ()), **changes})
+
+
+def test_each_request_goes_its_own_way():
+    requests = [
+        {"a": 0.95}, {"a": 0.7, "b": 0.85}, {"a": 0.7, "b": 0.7, "c": 0.5}, {"a": 0.55, "c": 0.6},
+        {"a": "nan", "b": 0.9}, {"a": "raise", "b": 0.9}, {"a": 0.7, "b": "raise", "c": 0.9},
+        {"a": 0.7, "b": 0.75, "c": "raise"}, {"a": 0.7, "b": 0.65, "c": "nan"}, {"a": 0.55, "c": "raise"},
+        {"a": "raise", "b": "nan", "c": "raise"},
+    ]  # fmt: skip
+    models = [Scripted(name) for name in "abc"]
+    answers = serve(of_three(), models, requests, first_index=10)
+    assert [answer.index for answer in answers] == list(range(10, 21))
+    assert [answer.output for answer in answers] == [
+        *("a!", "b!", "c!", "c!", "b!", "b!", "c!", "b!", "a!", "a!", None),
+    ]  # fmt: skip
+    assert [answer.is_fallback for answer in answers] == [False] * 7 + [True] * 3 + [False]
+    assert ["".join(answer.visited) for answer in answers] == [
+        *("a", "ab", "abc", "ac", "ab", "ab", "abc", "abc", "abc", "ac", "abc"),
+    ]  # fmt: skip
+    assert ["".join(answer.failed) for answer in answers] == ["", "", "", "", "a", "a", "b", "c", "c", "c", "abc"]
+    assert answers[10].failed == {
+        "a": "RuntimeError: out of memory", "b": "logits that are no numbers", "c": "RuntimeError: out of memory",
+    }  # fmt: skip
+    assert answers[1].confidence == pytest.approx(0.85) and answers[10].model is None
+    assert [(answer.model, answer.confidence) for answer in answers[7:10]] == [
+        ("b", pytest.approx(0.75)), ("a", pytest.approx(0.7)), ("a", pytest.approx(0.55)),
+    ]  # fmt: skip
+    assert models[0].batches == [11, *[1] * 11]  # a batch that raised is tried one by one
+
+
+def test_a_model_that_gives_too_few_answers_has_failed():
+    answers = serve(of_three(), [Scripted(name) for name in "abc"], [{"a": "short", "b": 0.9}, {"a": 0.95}])
+    assert [(answer.model, answer.failed) for answer in answers] == [
+        ("b", {"a": "ValueError: 0 outputs for 1 requests"}), ("a", {}),
+    ]  # fmt: skip
+
+
+def test_confidence_is_read_at_the_model_s_own_temperature():
+    hot = tuple(CascadeModel(name, temperature=5.0, energy_j=1.0) for name in "abc")
+    answers = serve(of_three(models=hot), [Scripted(name) for name in "abc"], [{"a": 0.95, "b": 0.5, "c": 0.9}])
+    assert answers[0].visited == ["a", "b", "c"]  # 0.95 at temperature 5 is 0.64, below 0.9 and above the skip of 0.6
+    assert answers[0].confidence == pytest.approx(9**0.2 / (9**0.2 + 1))
+
+
+class Pixels(torch.nn.Module):
+    """Looks at some of three numbers: the label is where the largest of all is."""
+
+    def __init__(self, sharpness: float):
+        super().__init__()
+        self.sharpness = sharpness
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.sharpness * x + torch.sin(37 * x.sum(dim=1, keepdim=True) * torch.tensor([1.0, 2.0, 3.0]))
+
+
+def small() -> Pixels:
+    return Pixels(2.0)
+
+
+def large() -> Pixels:
+    return Pixels(8.0)
+
+
+class Broken(Pixels):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("this device is gone")
+
+
+def broken() -> Broken:
+    return Broken(1.0)
+
+
+@pytest.fixture
+def pixels(tmp_path):
+    x = np.random.default_rng(3).normal(size=(CHUNK + 200, 3)).astype(np.float32)
+    np.savez(tmp_path / "data.npz", x=x, labels=x.argmax(axis=1))
+    return tmp_path
+
+
+def test_torch_modules_from_fit_to_run(pixels, capsys):
+    """Of any size, over more than one chunk; the file of answers says what the routes say."""
+    here = __name__
+    batch = torch.export.Dim("batch")
+    program = torch.export.export(large(), (torch.zeros(2, 3),), dynamic_shapes=({0: batch},))
+    torch.export.save(program, pixels / "large.pt2")
+    models = [f"small={here}:small", f"large={pixels}/large.pt2"]
+    data, fitted, cascade = (f"{pixels}/{name}" for name in ("data.npz", "fitted.json", "cascade.json"))
+    assert cli.main(["cascade", "fit", "--models", *models, "--data", data, "--watts", "10", "-o", fitted]) == 0
+    assert cli.main(["cascade", "search", fitted, "--cost", "seconds", "--mode", "eo", "-o", cascade]) == 0
+    assert "small" in capsys.readouterr().out
+    record = Fitted.load(fitted)
+    assert all(model.energy_j == pytest.approx(10 * model.seconds) for model in record.models)
+    Cascade.load(cascade).save(cascade)
+    routes = Cascade(record.models, (0.7,), cost="seconds")  # whatever this machine's seconds made of the search
+    routes.save(cascade)
+    assert cli.main(["cascade", "run", "--cascade", cascade, "-i", data, "-o", f"{pixels}/out.jsonl", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    answered, visited = routes.walk(record.confidence)
+    assert [row["answered"] for row in result["models"]] == np.bincount(answered, minlength=2).tolist()
+    assert [row["visited"] for row in result["models"]] == visited.sum(axis=1).tolist()
+    right = record.correct[answered, np.arange(len(answered))]
+    assert result["accuracy"] == pytest.approx(right.mean())
+    lines = [json.loads(line) for line in (pixels / "out.jsonl").read_text().splitlines()]
+    assert [line["index"] for line in lines] == list(range(CHUNK + 200))
+    assert [line["model"] for line in lines] == [routes.names[place] for place in answered]
+    # a model that breaks at run: everything goes on to the next, and is counted
+    more = ["-o", f"{pixels}/out2.jsonl", "--models", f"small={here}:broken", "--json"]
+    assert cli.main(["cascade", "run", "--cascade", cascade, "-i", data, *more]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert [row["failed"] for row in result["models"]] == [CHUNK + 200, 0] and result["unanswered"] == 0
+    # the largest breaks: what went on to it is answered by the small one, unsure, and counted; costs are not needed
+    Cascade(tuple(CascadeModel(name, source=f"{here}:small") for name in ("small", "large")), (0.7,)).save(cascade)
+    more = ["-o", f"{pixels}/out3.jsonl", "--models", f"large={here}:broken"]
+    assert cli.main(["cascade", "run", "--cascade", cascade, "-i", data, *more, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    lines = [json.loads(line) for line in (pixels / "out3.jsonl").read_text().splitlines()]
+    assert len(lines) == CHUNK + 200 and result["cost_per_request"] is None
+    failed = [line for line in lines if line["is_fallback"]]
+    assert result["unanswered"] == 0 < len(failed) == result["fallbacks"] == result["models"][1]["failed"] < len(lines)
+    for line in failed:
+        assert line["model"] == "small" and line["output"] is not None and line["confidence"] < 0.7
+        assert line["failed"] == {"large": "RuntimeError: this device is gone"}
+    kept = (pixels / "out3.jsonl").read_bytes()
+    assert cli.main(["cascade", "run", "--cascade", cascade, "-i", data, *more]) == 2
+    assert "is there already" in capsys.readouterr().err and (pixels / "out3.jsonl").read_bytes() == kept
+    assert cli.main(["cascade", "run", "--cascade", cascade, "-i", data, *more, "--restart"]) == 0
+    told = capsys.readouterr().out
+    assert "first: RuntimeError: this device is gone" in told and "by a model that was not sure" in told
+
+
+class Spans(torch.nn.Module):
+    """Numbers [B, positions]: an answer begins at the largest and ends at the smallest."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return 3 * x, -x
+
+
+def spans() -> Spans:
+    return Spans()
+
+
+def test_extractive_answers_are_as_sure_as_their_less_sure_end(tmp_path, capsys):
+    x = np.random.default_rng(4).normal(size=(80, 6)).astype(np.float32)
+    labels = np.stack([x.argmax(axis=1), x.argmin(axis=1)], axis=1)
+    labels[::4, 1] = (labels[::4, 1] + 1) % 6  # a quarter ends elsewhere
+    np.savez(tmp_path / "data.npz", x=x, labels=labels)
+    data, fitted, cascade = (f"{tmp_path}/{name}" for name in ("data.npz", "fitted.json", "cascade.json"))
+    models = [f"a={__name__}:spans", f"b={__name__}:spans"]
+    fit = ["cascade", "fit", "--task", "extraction", "--models", *models, "--data", data, "--money", "1", "2"]
+    assert cli.main([*fit, "-o", fitted, "--json"]) == 0
+    record = Fitted.load(fitted)
+    assert record.correct[0].tolist() == [i % 4 > 0 for i in range(80)]
+    heat = record.models[0].temperature
+    ends = [np.exp(z / heat) / np.exp(z / heat).sum(axis=1, keepdims=True) for z in (3.0 * x, -1.0 * x)]
+    assert record.confidence[0] == pytest.approx(np.minimum(ends[0].max(axis=1), ends[1].max(axis=1)), rel=1e-5)
+    assert cli.main(["cascade", "search", fitted, "--cost", "money", "--drop", "none", "-o", cascade, "--json"]) == 0
+    assert cli.main(["cascade", "run", "--cascade", cascade, "-i", data, "-o", f"{tmp_path}/out.jsonl"]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [line["output"] for line in lines] == np.stack([x.argmax(axis=1), x.argmin(axis=1)], axis=1).tolist()
+    assert cli.main([*fit, "-o", fitted, "--policies", "a=kv_only"]) == 2
+    assert "policies are of language models" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ([], "where is model a? Say it with --models a=PATH"),
+        (["--models", "z=x.pt2"], "has no model 'z'; it has a, b, c"),
+        (["--models", "a=x.pt2", "b=x.pt2", "c=x.pt2"], "cannot read x.pt2 of model a"),
+    ],
+)
+def test_run_says_what_is_wrong_before_it_begins(pixels, more, words, capsys):
+    of_three().save(pixels / "cascade.json")
+    out = pixels / "out.jsonl"
+    given = ["--cascade", f"{pixels}/cascade.json", "-i", f"{pixels}/data.npz", "-o", str(out)]
+    assert cli.main(["cascade", "run", *given, *more]) == 2
+    assert words in capsys.readouterr().err and not out.exists()
+
+
+# ---- generation ------------------------------------------------------------------------------------------------------
+
+MODEL = "checkpoints/opt-stdlib-4m"
+PROMPTS = ["import os\n\ndef", "class", "for i in range("]
+
+
+def test_a_generator_gives_transformers_tokens_and_logits():
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = shipped(MODEL)
+    generator = Generator("g", str(folder), max_tokens=3, top_k=4, dtype="float32", policy="hybrid(0.5)")
+    found = generator.predict(PROMPTS)
+    generator.close()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for i, prompt in enumerate(PROMPTS):
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+        done = model.generate(ids, max_new_tokens=3, do_sample=False)[0]
+        with torch.inference_mode():
+            logits = model(done[None]).logits[0, ids.shape[1] - 1 : -1]
+        values, classes = logits.topk(4)
+        count = len(values)
+        assert found.counted[i].tolist() == [True] * count + [False] * (3 - count)
+        np.testing.assert_allclose(found.logits[i, :count], values.numpy(), rtol=1e-4, atol=1e-4)
+        assert found.classes[i, :count].tolist() == classes.tolist()
+        assert found.outputs[i] == tokenizer.decode(done[ids.shape[1] :], skip_special_tokens=True)
+
+
+def test_language_models_from_fit_to_run(tmp_path, capsys):
+    """Two cascades of the same checkpoint: prompts of its own kind, one token each."""
+    from transformers import AutoTokenizer
+
+    folder = shipped(MODEL)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = shipped("held_out.txt").read_text(encoding="utf-8")[:20_000]
+    ids = tokenizer(text)["input_ids"]
+    rows = [(ids[at : at + 24], ids[at + 24 : at + 25]) for at in range(0, 1000, 25)]
+    data = tmp_path / "data.jsonl"
+    data.write_text("\n".join(json.dumps({"prompt": prompt, "answer": answer}) for prompt, answer in rows))
+    fitted, cascade, out = (str(tmp_path / name) for name in ("fitted.json", "cascade.json", "out.jsonl"))
+    fit = ["cascade", "fit", "--task", "generation", "--models", f"a={folder}", f"b={folder}", "--data", str(data)]
+    assert cli.main([*fit, "--energy-j", "1", "2", "-o", fitted, "--json"]) == 0
+    record = Fitted.load(fitted)
+    assert 0.1 < record.correct[0].mean() < 0.9 and (record.correct[0] == record.correct[1]).all()
+    assert cli.main(["cascade", "search", fitted, "-o", cascade, "--drop", "none", "--caution", "1"]) == 0
+    capsys.readouterr()
+    run = ["cascade", "run", "--cascade", cascade, "-i", str(data), "-o", out, "--json", "--policies"]
+    assert cli.main([*run, "c=kv_only"]) == 2 and "unknown model in --policies 'c'" in capsys.readouterr().err
+    assert cli.main([*run, "a=hybrid(0.5)", "b=kv_only"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["models"][0]["answered"] == result["num_requests"] == 40  # the same model: the first answers all
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"prompt": "a", "answer": "b"}\n{"prompt": "c"}', '"answer" is missing in 1 of 2'),
+        ('{"answer": "b"}', 'request 1: needs a "prompt"'),
+        ("{", "request 1: not JSON"),
+        ("", "has no requests"),
+    ],
+)
+def test_files_of_prompts_are_read_strictly(tmp_path, text, words):
+    from flexhybrid.cascade.data import read_requests
+
+    path = tmp_path / "x.jsonl"
+    path.write_text(text)
+    with pytest.raises(InputError, match=words):
+        read_requests(path, "generation")

@@ -1,0 +1,158 @@
+"""The served cascade's parts, without a cluster: the router goes the ways of ``run.serve``, replicas' deaths included.
+
+tests/jobs/test_ray.py deploys it.
+"""
+
+import asyncio
+import json
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from flexhybrid import InputError
+from flexhybrid.cascade.models import Prediction
+from flexhybrid.cascade.routes import Cascade, CascadeModel, Skip
+from flexhybrid.cascade.serving.ray_serve import ASK_AGAIN, Router, Size, _answer_all, _cause, shared_out, sizes_of
+from flexhybrid.cascade.serving.run import Answer, judge, serve
+
+CASCADE = Cascade(tuple(map(CascadeModel, ("small", "middle", "large"))), (0.9, 0.8), ((Skip(0.6, 2),), ()))
+
+
+class Toy:
+    """A model of two classes, sure where a request's first number is large; it breaks at one below zero."""
+
+    def __init__(self, name: str, sure_from: float):
+        self.name, self.sure_from = name, sure_from
+
+    def predict(self, batch) -> Prediction:
+        x = np.asarray(batch)[:, 0]
+        if (x < 0).any():
+            raise RuntimeError("a model that breaks")
+        logits = np.stack([np.where(x >= self.sure_from, 9.0, x / 5), np.zeros(len(x))], axis=1)[:, None]
+        return Prediction([f"{self.name} {value:g}" for value in x], logits, np.ones((len(x), 1), dtype=bool))
+
+
+TOYS = [Toy("small", 7.0), Toy("middle", 4.0), Toy("large", 0.0)]
+REQUESTS = np.arange(-1, 10, dtype=np.float32)[:, None]
+
+
+class Handle:
+    """In the place of a deployment's handle; the first ``deaths`` calls of every request meet a dying replica."""
+
+    def __init__(self, place: int, deaths: int = 0):
+        self.place, self.deaths, self.ask = place, deaths, self
+        self.calls = 0
+
+    async def remote(self, request):
+        from ray.exceptions import RayActorError
+
+        self.calls += 1
+        if self.calls % (self.deaths + 1):
+            raise RayActorError
+        judged = judge(CASCADE, self.place, TOYS[self.place], request[None])
+        return judged.outputs[0], float(judged.sure[0]), judged.why[0]
+
+
+def routed(*deaths: int) -> list[dict]:
+    router = Router(CASCADE, *(Handle(place, count) for place, count in enumerate(deaths)))
+
+    async def all_answers():
+        return await asyncio.gather(*(router.answer(request, i) for i, request in enumerate(REQUESTS)))
+
+    return [answer.__dict__ for answer in asyncio.run(all_answers())]
+
+
+def test_the_router_goes_the_ways_of_the_cascade():
+    pytest.importorskip("ray")
+    expected = [answer.__dict__ for answer in serve(CASCADE, TOYS, REQUESTS)]
+    assert routed(0, 0, 0) == expected
+    assert {answer["model"] for answer in expected} == {"small", "middle", "large", None}
+    assert ["small", "large"] in [answer["visited"] for answer in expected]
+
+
+def test_a_request_is_asked_again_where_its_replica_dies_and_goes_on_where_all_do():
+    pytest.importorskip("ray")
+    router = Router(CASCADE, Handle(0, ASK_AGAIN - 1), Handle(1), Handle(2))
+    answer = asyncio.run(router.answer(REQUESTS[-1], 0))
+    assert (answer.model, answer.failed) == ("small", {}) and router.asks[0].__self__.calls == ASK_AGAIN
+    router = Router(CASCADE, Handle(0, ASK_AGAIN), Handle(1), Handle(2))
+    answer = asyncio.run(router.answer(REQUESTS[-1], 0))
+    assert (answer.model, list(answer.failed)) == ("middle", ["small"]) and not math.isnan(answer.confidence)
+
+
+def test_a_request_whose_largest_model_dies_has_the_surest_smaller_answer():
+    pytest.importorskip("ray")
+    router = Router(CASCADE, Handle(0), Handle(1), Handle(2, ASK_AGAIN))
+    answer = asyncio.run(router.answer(np.array([3.0], dtype=np.float32), 5))
+    assert (answer.index, answer.model, answer.is_fallback) == (5, "small", True) and answer.confidence < 0.9
+    assert answer.failed == {"large": f"{ASK_AGAIN} of its replicas died of it"}
+
+
+class DyingRouter:
+    """In the place of the router's handle: request i is answered at the i-th time that it is asked."""
+
+    def __init__(self, times: list[int]):
+        self.times, self.answer, self.asked = times, self, []
+
+    def remote(self, request, index: int):
+        from ray.exceptions import RayActorError
+
+        def result():
+            if self.asked.count(index) < self.times[request]:
+                raise RayActorError
+            return Answer(index, request)
+
+        self.asked.append(index)
+        return SimpleNamespace(result=result)
+
+
+def test_a_router_that_dies_takes_no_request_of_a_file_along():
+    pytest.importorskip("ray")
+    router = DyingRouter([1, 3, 1, 2])
+    assert [(one.index, one.output) for one in _answer_all(router, range(4), 10)] == [(10 + i, i) for i in range(4)]
+    assert sorted(router.asked) == [10, 11, 11, 11, 12, 13, 13]  # none more often than it must
+    with pytest.raises(InputError, match="router of the cascade died"):
+        _answer_all(DyingRouter([1, ASK_AGAIN + 1]), range(2), 0)
+
+
+def plan(**changes) -> dict:
+    """As ``flexhybrid cascade plan`` writes it; small and large share GPU a."""
+    model = {"replicas": 1, "partitions": 1, "batch": 4, "gpus": [["a"]]}
+    models = [
+        {**model, "name": "small", "replicas": 2, "gpus": [["a"], ["b"]]},
+        {**model, "name": "middle", "replicas": 0, "gpus": []},
+        {**model, "name": "large"} | changes,
+    ]
+    gpus = [{"name": "a", "holds": ["small replica 0", "large"]}, {"name": "b", "holds": ["small replica 1"]}]
+    return {"models": models, "gpus": gpus}
+
+
+def test_a_plan_says_how_models_are_deployed(tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(plan()))
+    assert sizes_of(CASCADE, path) == [Size(2, 4, 0.5), Size(1, 4, 1.0), Size(1, 4, 0.5)]
+    assert sizes_of(CASCADE, None) == [Size()] * 3
+    for record, words in ((plan(partitions=2), "2 partitions"), (plan(name="huge"), "'large' is missing")):
+        path.write_text(json.dumps(record))
+        with pytest.raises(InputError, match=words):
+            sizes_of(CASCADE, path)
+
+
+def test_replicas_share_what_the_cluster_has_free():
+    assert shared_out([Size(), Size(2)], {"CPU": 2.0}) == (0.5, [0.0, 0.0])
+    assert shared_out([Size()] * 4, {"CPU": 16.0, "GPU": 1.0}) == (1.0, [0.25] * 4)  # whole ones would wait for ever
+    assert shared_out([Size(2, 4, 0.5), Size(1, 4, 1.0)], {"CPU": 8.0, "GPU": 2.0}) == (1.0, [0.5, 1.0])
+    with pytest.raises(InputError, match="need 2 GPUs, and the Ray cluster has 1 free"):
+        shared_out([Size(2, 4, 0.5), Size(1, 4, 1.0)], {"CPU": 8.0, "GPU": 1.0})
+
+
+def test_a_failed_deployment_says_why():
+    told = (
+        "Deploying application cascade failed: Failed to update the deployments ['a'].\n"
+        'Traceback (most recent call last):\n  File "x.py", line 1, in __init__\n'
+        "flexhybrid.core.errors.InputError: cannot read a.pt2 of model a: no such file\n\n"
+    )
+    assert _cause(RuntimeError(told)).endswith("cannot read a.pt2 of model a: no such file")
+    assert _cause(RuntimeError("it would not")) == "it would not"

@@ -1,0 +1,117 @@
+"""Skips and dropped models: the paper's rules by hand, the fitted ones against brute force."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_cascade_thresholds import small_answers, some_answers
+
+from flexhybrid.cascade.routes import Skip
+from flexhybrid.cascade.thresholds.curve import Answers, accuracy_preserving
+from flexhybrid.cascade.thresholds.exact import exact_curve
+from flexhybrid.cascade.thresholds.skips import (
+    _cuts,
+    best_subset,
+    drop_by_benefit,
+    energy_benefit,
+    even_skips,
+    fitted_skips,
+    route,
+)
+
+
+def as_right_as_the_largest(answers: Answers):
+    """Picks AP: as many right as the largest model alone."""
+    return lambda curve: accuracy_preserving(curve, int(answers.correct[-1].sum()))
+
+
+def test_the_paper_s_skips_cut_in_equal_parts():
+    assert even_skips((0.9, 0.8, 0.7)) == (
+        (Skip(pytest.approx(0.3), 3), Skip(pytest.approx(0.6), 2)), (Skip(0.4, 3),), (),
+    )  # fmt: skip
+    assert even_skips((0.0, 0.5)) == ((), ())  # who answers everything skips nothing
+
+
+def test_benefit_is_what_the_paper_s_formula_says():
+    # 100 % reach the first, 40 % the second: 0.6 x 4 - 1 = 1.4; 30 % the third: 0.1 x 16 - 0.4 x 4 = 0
+    assert energy_benefit(np.array([1.0, 0.4, 0.3]), np.array([1.0, 4.0, 16.0])) == pytest.approx([1.4, 0.0])
+
+
+def test_a_model_without_benefit_is_dropped_and_the_search_begins_anew():
+    answers = some_answers(3, 60)
+    seen = []
+
+    def choose(part: Answers) -> np.ndarray:
+        seen.append(part.num_models)
+        return np.ones(part.num_models - 1)  # nobody answers but the largest: the others are a loss
+
+    assert drop_by_benefit(answers, choose) == [2]
+    assert seen == [3, 2]
+    assert drop_by_benefit(answers, lambda part: np.zeros(part.num_models - 1)) == [0, 2]  # the first answers all
+
+
+@settings(max_examples=30, deadline=None)
+@given(small_answers())
+def test_the_best_subset_beats_every_subset(answers):
+    pick = as_right_as_the_largest(answers)
+    kept, curve, point = best_subset(answers, exact_curve, pick)
+    last = answers.num_models - 1
+    for size in range(last + 1):
+        for smaller in itertools.combinations(range(last), size):
+            other = exact_curve(answers.only([*smaller, last]))
+            enough = other.num_correct >= answers.correct[-1].sum()  # one that is never unsure may stand in the way
+            assert not enough.any() or curve.cost[point] <= other.cost[enough].min() + 1e-9
+    found = route(answers.only(kept), curve.thresholds[point])
+    assert found.num_correct == curve.num_correct[point] and found.cost == pytest.approx(curve.cost[point])
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_cuts_are_the_best_there_are(data):
+    num, parts = data.draw(st.integers(0, 6)), data.draw(st.integers(1, 4))
+    confidence = np.sort(data.draw(st.lists(st.sampled_from([0.0, 0.1, 0.2, 0.3, 0.4]), min_size=num, max_size=num)))
+    loss = np.array(data.draw(st.lists(st.lists(st.integers(0, 5), min_size=num, max_size=num), min_size=parts,
+                                       max_size=parts)), dtype=float).reshape(parts, num)  # fmt: skip
+
+    def sum_of(place_of) -> float:
+        return sum(loss[place_of(c), i] for i, c in enumerate(confidence))
+
+    values = [0.0, *sorted(set(confidence)), 0.5]
+    best = min(
+        sum_of(lambda c, bounds=bounds: parts - 1 - sum(c >= b for b in bounds))
+        for bounds in itertools.combinations_with_replacement(values, parts - 1)
+    )
+    skips = _cuts(np.asarray(confidence), loss, 1, 0.5)
+    assert [skip.below for skip in skips] == sorted({skip.below for skip in skips})
+
+    def by_skips(c: float) -> int:
+        return next((skip.to - 1 for skip in skips if c < skip.below), 0)
+
+    assert sum_of(by_skips) == best
+
+
+@settings(max_examples=40, deadline=None)
+@given(small_answers(), st.data())
+def test_fitted_skips_cost_no_more_and_lose_no_answer(answers, data):
+    size = answers.num_models - 1
+    thresholds = data.draw(st.lists(st.floats(0, 1), min_size=size, max_size=size))
+    plain, fitted = route(answers, thresholds), route(answers, thresholds, fitted_skips(answers, thresholds))
+    assert fitted.cost <= plain.cost + 1e-9
+    assert fitted.num_correct >= plain.num_correct
+
+
+def test_fitted_skips_find_the_model_that_is_of_no_use_to_the_unsure():
+    """Below 0.3 only the largest answers; between, the second does: one cut, where they change."""
+    confidence = np.linspace(0.01, 0.59, 60)
+    answers = Answers(
+        np.array([np.zeros(60, bool), confidence >= 0.3, np.ones(60, bool)]),
+        np.array([confidence, np.where(confidence >= 0.3, 0.9, 0.1), np.ones(60)]),
+        np.array([1.0, 5.0, 20.0]),
+    )
+    ((skip,), none) = fitted_skips(answers, (0.95, 0.5))
+    assert skip.to == 2 and confidence[confidence < 0.3][-1] < skip.below <= confidence[confidence >= 0.3][0]
+    assert none == ()

@@ -1,0 +1,355 @@
+"""Bytes and flops worked by hand, and shapes read from config.json against what transformers reads from it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flexhybrid.core import work
+from flexhybrid.core.errors import InputError
+from flexhybrid.core.model.layout import layer_layout
+from flexhybrid.core.model.shape import KNOWN_SHAPES, shape_by_name, shape_from_config, shape_of
+
+
+def test_opt_30b_cache_of_one_token():
+    shape = shape_by_name("OPT-30B")
+    # 2 (K and V) · 7,168 · 2 bytes = 28,672 a layer, 48 layers
+    assert shape.kv_token_bytes(2) == 28_672
+    assert shape.num_layers * shape.kv_token_bytes(2) == 1_376_256
+    assert shape.num_layers * shape.act_token_bytes(2) == 688_128  # half: plain multi-head attention
+
+
+def test_opt_6_7b_layer():
+    shape = shape_by_name("opt-6.7b")
+    h = 4096
+    # Q, K, V, O: 4h²; the two feed-forward matrices: 2·h·4h
+    assert shape.layer_matrix_elements == 12 * h * h == 201_326_592
+    # norms 4h, attention biases 4h, feed-forward biases 4h + h
+    assert shape.layer_vector_elements == 13 * h == 53_248
+    assert shape.layer_bytes(2) == 402_759_680
+    # tokens 50,272·h (head shared), positions (2,048 + 2)·h, final norm 2h
+    assert shape.embedding_bytes(2) == (50_272 + 2_050 + 2) * h * 2 == 428_638_208
+
+
+#: Parameters of the published checkpoints (OPT's head is its embedding; Qwen2.5's query, key and value biases are not
+#: in the shape).
+PARAMETERS = {
+    "opt-125m": 125_239_296,
+    "opt-350m": 331_196_416,
+    "opt-1.3b": 1_315_758_080,
+    "opt-2.7b": 2_651_596_800,
+    "opt-6.7b": 6_658_473_984,
+    "opt-13b": 12_853_473_280,
+    "opt-30b": 29_974_540_288,
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-2-70b": 68_976_648_192,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
+    "mistral-7b": 7_241_732_096,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
+}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_known_shapes_have_exactly_the_published_parameters(name):
+    shape = KNOWN_SHAPES[name]
+    parameters = shape.num_layers * shape.layer_bytes(1) + shape.embedding_bytes(1)
+    assert parameters == PARAMETERS[name]
+
+
+def test_the_two_largest_opts_have_the_parameters_of_their_names():
+    for name, billions in (("opt-66b", 65.7), ("opt-175b", 174.6)):
+        shape = KNOWN_SHAPES[name]
+        parameters = shape.num_layers * shape.layer_bytes(1) + shape.embedding_bytes(1)
+        assert parameters / 1e9 == pytest.approx(billions, rel=0.002)
+    assert KNOWN_SHAPES.keys() == PARAMETERS.keys() | {"opt-66b", "opt-175b"}
+
+
+def test_what_stands_outside_the_layers_worked_by_hand():
+    untied = shape_by_name("llama-2-7b")
+    # Embedding and head of their own, 32,000·4,096 each; RMSNorm has a scale and no bias; no learned positions.
+    assert untied.embedding_bytes(2) == (2 * 32_000 * 4096 + 4096) * 2 == 524_296_192
+    tied = shape_by_name("qwen2.5-0.5b")
+    assert tied.embedding_bytes(2) == (151_936 * 896 + 896) * 2
+    # OPT-350m has no final norm and a narrower embedding, with a projection on either side.
+    narrow = shape_by_name("opt-350m")
+    assert narrow.embedding_bytes(1) == 50_272 * 512 + 2050 * 1024 + 2 * 512 * 1024
+
+
+def test_llama_2_7b_and_llama_3_8b_layers():
+    multi_head, grouped = shape_by_name("llama-2-7b"), shape_by_name("llama-3-8b")
+    assert multi_head.layer_matrix_elements == 4 * 4096**2 + 3 * 4096 * 11_008
+    # Eight key/value heads of 128: K and V are a quarter of Q in width.
+    assert grouped.layer_matrix_elements == 2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14_336
+    assert multi_head.layer_vector_elements == grouped.layer_vector_elements == 2 * 4096
+    assert multi_head.kv_token_bytes(2) == 4 * grouped.kv_token_bytes(2) == 16_384
+    assert grouped.act_token_bytes(2) / grouped.kv_token_bytes(2) == 2  # ACT costs more than KV
+
+
+def test_grouped_query_attention_makes_act_dear():
+    multi_head = shape_by_name("opt-6.7b")  # ACT/KV = h/(2·G·d)
+    for groups, ratio in ((32, 0.5), (16, 1.0), (8, 2.0)):
+        shape = replace(multi_head, num_kv_heads=groups)
+        assert shape.act_token_bytes(2) / shape.kv_token_bytes(2) == ratio
+
+
+def test_flops_of_the_verbs_worked_by_hand():
+    shape = shape_by_name("opt-6.7b")
+    h = 4096
+    assert work.kv_gen(shape, 2, 1).flops == 4 * h * h  # 4·h·G·d a token
+    assert work.project(shape, 2, 1).flops == 6 * h * h
+    assert work.finish(shape, 2, 1).flops == 2 * h * h + 16 * h * h
+    # A new token: 2·weights + 4·H·d·context
+    one_token = [work.project(shape, 2, 1), work.attend_decode(shape, 2, 1, 100), work.finish(shape, 2, 1)]
+    assert sum(w.flops for w in one_token) == 2 * shape.layer_matrix_elements + 4 * h * 100
+    assert work.attend_decode(shape, 2, 1, 100).memory_bytes == 100 * shape.kv_token_bytes(2)
+    # Causal attention: query t looks at t keys, so 4·h·(1 + 2 + … + n)
+    assert work.attend_prefill(shape, 2, 3, 10).flops == 3 * 4 * h * sum(range(1, 11))
+    assert work.load_blocks(shape, 2, "kv", 3, 1).link_bytes == 3 * 16 * 4 * h
+    assert work.load_blocks(shape, 2, "act", 3, 1).link_bytes == 3 * 16 * 2 * h
+    assert work.head(shape, 2, 4).flops == 2 * 50_272 * h * 4
+
+
+@pytest.mark.parametrize("name", ["opt-125m", "opt-30b"])
+def test_layout_holds_exactly_the_elements_of_the_shape(name):
+    shape = shape_by_name(name)
+    spots = layer_layout(shape, 2).spots
+    elements = sum(spot.rows * max(spot.cols, 1) for spot in spots)
+    assert elements == shape.layer_matrix_elements + shape.layer_vector_elements
+
+
+# --- config.json ------------------------------------------------------------------------------------------------------
+
+
+def write_config(folder, **fields):
+    (folder / "config.json").write_text(json.dumps(fields))
+    return folder
+
+
+OPT_FIELDS = dict(
+    model_type="opt", hidden_size=48, num_attention_heads=3, num_hidden_layers=2, ffn_dim=100, vocab_size=77,
+    max_position_embeddings=64, word_embed_proj_dim=48, dtype="bfloat16",
+)  # fmt: skip
+LLAMA_FIELDS = dict(
+    model_type="llama", hidden_size=48, num_attention_heads=6, num_key_value_heads=2, num_hidden_layers=2,
+    intermediate_size=100, vocab_size=77, max_position_embeddings=64, dtype="float32",
+)  # fmt: skip
+
+CONFIGS = [
+    ("OPTConfig", dict(OPT_FIELDS)),
+    ("OPTConfig", dict(OPT_FIELDS, word_embed_proj_dim=24, do_layer_norm_before=False, dtype="float16")),
+    ("OPTConfig", dict(OPT_FIELDS, tie_word_embeddings=False, eos_token_id=5)),
+    ("LlamaConfig", dict(LLAMA_FIELDS)),
+    ("LlamaConfig", dict(LLAMA_FIELDS, head_dim=16, tie_word_embeddings=True, eos_token_id=[3, 4])),
+    ("LlamaConfig", dict(LLAMA_FIELDS, rms_norm_eps=1e-5, rope_parameters=dict(
+        rope_type="llama3", rope_theta=5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+        original_max_position_embeddings=32))),
+    ("MistralConfig", dict(LLAMA_FIELDS, model_type="mistral", head_dim=8)),
+    ("MistralConfig", dict(LLAMA_FIELDS, model_type="mistral", sliding_window=None)),
+    ("Qwen2Config", dict(LLAMA_FIELDS, model_type="qwen2", dtype="bfloat16", tie_word_embeddings=True)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("config_class, fields", CONFIGS)
+def test_shape_agrees_with_autoconfig(tmp_path, config_class, fields):
+    import transformers
+
+    fields = {key: value for key, value in fields.items() if key != "model_type"}
+    getattr(transformers, config_class)(**fields).save_pretrained(tmp_path)
+    config = transformers.AutoConfig.from_pretrained(tmp_path, local_files_only=True)
+    shape = shape_from_config(tmp_path)
+    opt = config.model_type == "opt"
+    heads = config.num_attention_heads
+    assert shape.num_layers == config.num_hidden_layers
+    assert shape.hidden == config.hidden_size
+    assert shape.num_heads == heads
+    assert shape.num_kv_heads == (heads if opt else config.num_key_value_heads)
+    assert shape.head_dim == (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    assert shape.ffn == (config.ffn_dim if opt else config.intermediate_size)
+    assert shape.vocab == config.vocab_size
+    assert shape.max_positions == config.max_position_embeddings
+    assert shape.tied_head == config.tie_word_embeddings
+    assert shape.dtype == str(config.dtype).removeprefix("torch.")
+    eos = config.eos_token_id
+    assert shape.eos_token_ids == (tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,))
+    if opt:
+        assert shape.pre_norm == config.do_layer_norm_before
+        assert (shape.embed_dim or shape.hidden) == config.word_embed_proj_dim
+    assert (shape.gated_mlp, shape.rotary, shape.bias) == (not opt, not opt, opt)
+    assert shape.qkv_bias == (config.model_type == "qwen2")
+    if not opt:
+        assert shape.norm_eps == config.rms_norm_eps
+        assert shape.rope.theta == config.rope_parameters["rope_theta"]
+        assert shape.rope.type == config.rope_parameters["rope_type"]
+        assert shape.sliding_window == getattr(config, "sliding_window", None)
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_dtype_under_its_old_and_its_new_name(tmp_path, key):
+    fields = {name: value for name, value in OPT_FIELDS.items() if name != "dtype"}
+    assert shape_from_config(write_config(tmp_path, **fields, **{key: "bfloat16"})).dtype == "bfloat16"
+    assert shape_from_config(write_config(tmp_path, **fields)).dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (dict(model_type="gpt2"), ["gpt2", "opt"]),
+        (dict(model_type=None), ["architecture"]),
+        (dict(model_type=["opt"]), ["architecture"]),
+        (dict(hidden_size=None), ["hidden_size"]),
+        (dict(hidden_size=50), ["50", "num_attention_heads 3"]),
+        (dict(num_attention_heads=0), ["num_attention_heads"]),
+        (dict(num_hidden_layers=None), ["num_hidden_layers"]),
+        (dict(num_hidden_layers=-1), ["num_layers", "-1"]),
+        (dict(vocab_size="many"), ["vocab", "many"]),
+        (dict(ffn_dim=None), ["ffn_dim"]),
+        (dict(dtype="int8"), ["int8", "dtype"]),
+        (dict(activation_function="gelu"), ["activation_function", "gelu"]),
+        (dict(enable_bias=False), ["enable_bias", "False"]),
+    ],
+)
+def test_errors_name_the_file_and_the_value(tmp_path, changes, words):
+    folder = write_config(tmp_path, **{**OPT_FIELDS, **changes})
+    with pytest.raises(InputError) as error:
+        shape_from_config(folder)
+    for word in [tmp_path.name, *words]:
+        assert word in str(error.value)
+
+
+def test_key_value_heads_must_divide_the_heads(tmp_path):
+    with pytest.raises(InputError, match="6 heads .* 4 key/value heads"):
+        shape_from_config(write_config(tmp_path, **{**LLAMA_FIELDS, "num_key_value_heads": 4}))
+
+
+def test_missing_and_broken_files(tmp_path):
+    with pytest.raises(InputError, match="config.json"):
+        shape_from_config(tmp_path)
+    with pytest.raises(InputError, match="nowhere"):
+        shape_from_config(tmp_path / "nowhere")
+    for text in ("{", "[1]", "\x00"):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(InputError, match="config.json"):
+            shape_from_config(tmp_path)
+    (tmp_path / "config.json").write_bytes(b"\xff\xfe\xff")
+    with pytest.raises(InputError, match="config.json"):
+        shape_from_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (dict(eos_token_id="</s>"), ["eos_token_ids", "</s>"]),
+        (dict(eos_token_id=[1, None]), ["eos_token_ids", "None"]),
+        (dict(tie_word_embeddings="yes"), ["tied_head", "yes"]),
+        (dict(word_embed_proj_dim="wide"), ["embed_dim", "wide"]),
+        (dict(do_layer_norm_before=1), ["pre_norm", "1"]),
+        (dict(model_type="opts"), ["unknown architecture 'opts'", "did you mean opt"]),
+    ],
+)
+def test_a_field_of_the_wrong_kind_is_named(tmp_path, changes, words):
+    with pytest.raises(InputError) as error:
+        shape_from_config(write_config(tmp_path, **{**OPT_FIELDS, **changes}))
+    for word in [tmp_path.name, *words]:
+        assert word in str(error.value)
+
+
+def test_broken_json_is_named_by_line_and_column(tmp_path):
+    (tmp_path / "config.json").write_text('{\n "model_type": "opt",\n "hidden_size": }')
+    with pytest.raises(InputError, match=r"config\.json: line 3, column 17: "):
+        shape_from_config(tmp_path)
+
+
+@pytest.mark.parametrize("path", ["a\0b", "x" * 5000])
+def test_a_path_that_no_system_has_is_an_input_error(path):
+    with pytest.raises(InputError):
+        shape_from_config(path)
+    with pytest.raises(InputError, match="unknown model"):
+        shape_of(path)
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "given, name",
+    [
+        ("OPT-30B", "opt-30b"),
+        ("facebook/opt-30b", "opt-30b"),
+        (" opt-125m ", "opt-125m"),
+        ("Llama-2-7b-hf", "llama-2-7b"),
+        ("meta-llama/Llama-2-70b-hf", "llama-2-70b"),
+        ("Meta-Llama-3-8B", "llama-3-8b"),
+        ("meta-llama/Meta-Llama-3-70B", "llama-3-70b"),
+        ("Qwen/Qwen2.5-7B", "qwen2.5-7b"),
+        ("mistralai/Mistral-7B-v0.1", "mistral-7b"),
+    ],
+)
+def test_names_as_they_are_written(given, name):
+    assert shape_by_name(given) is shape_of(given) is KNOWN_SHAPES[name]
+
+
+@pytest.mark.parametrize(
+    "given, nearest",
+    [
+        ("opt-31b", "opt-30b"),
+        ("opt-7b", "opt-6.7b"),
+        ("facebook/opt-31b", "opt-30b"),
+        ("Llama-2-8b-hf", "llama-2-7b"),
+        ("mistralai/Mistral-7B-v0.3", "mistral-7b"),  # a larger vocabulary: another model
+        ("Qwen2.5-7B-Instruct", "qwen2.5-7b"),  # other positions: another model
+    ],
+)
+def test_an_unknown_name_is_answered_with_the_nearest(given, nearest):
+    for ask in (shape_by_name, shape_of):
+        with pytest.raises(InputError) as error:
+            ask(given)
+        guess, known = str(error.value).split("? known: ")
+        assert guess.startswith(f"unknown model {given!r}; did you mean ") and nearest in guess
+        assert known.startswith(", ".join(KNOWN_SHAPES))
+
+
+@pytest.mark.parametrize("given", ["", "gpt2", None, 30, 6.7, ["opt-30b"], b"opt-30b"])
+def test_what_is_no_name_lists_the_known_ones(given):
+    for ask in (shape_by_name, shape_of):
+        with pytest.raises(InputError, match="unknown model .*known: opt-125m, .*qwen2.5-72b") as error:
+            ask(given)
+        assert "\n" not in str(error.value)
+
+
+def test_a_model_is_given_by_name_or_by_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("facebook/opt-30b", "opt-30b", "mine"):
+        Path(folder).mkdir(parents=True)
+        write_config(Path(folder), **OPT_FIELDS)
+    known = KNOWN_SHAPES["opt-30b"]
+    assert shape_of("opt-30b") is known  # a bare name is the known model, whatever lies about
+    for path in (
+        "./opt-30b",
+        "facebook/opt-30b",
+        "opt-30b/",
+        "mine",
+        "mine/config.json",
+        Path("opt-30b"),
+        tmp_path / "mine",
+    ):
+        assert shape_of(path).hidden == 48, path
+    Path("tiny.json").write_text(Path("mine/config.json").read_text())
+    assert shape_of("tiny.json").hidden == 48
+    for path in ("none.json", Path("none"), "mine/none.json"):
+        with pytest.raises(InputError, match="no model configuration at .*none"):
+            shape_of(path)
+    with pytest.raises(InputError, match="no model configuration at .*config.json"):
+        shape_of(tmp_path)
+    with pytest.raises(InputError, match="or the path of a config.json or of the folder that holds one"):
+        shape_of("their/opt-31b")

@@ -1,0 +1,707 @@
+"""The stream of tasks, the dependencies derived from it, and the checker that proves a trace right.
+
+Three oracles that share no code with what they judge: ``Memory`` runs a stream one task at a time on dictionaries
+instead of tensors and looks at what every verb finds; ``ordered_pairs`` derives dependencies by comparing all pairs
+of tasks; ``schedule`` runs a stream on all resources at once with durations of our choosing.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter, defaultdict
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from strategies import runnable_policies
+
+from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockManager
+from flexhybrid.core.context.packing import num_chunks
+from flexhybrid.core.errors import InputError
+from flexhybrid.core.model.shape import ModelShape
+from flexhybrid.core.plan import stream
+from flexhybrid.core.policy import Bits, Placement, Policy, Selection
+from flexhybrid.core.schedule.dependencies import KINDS, Dependencies
+from flexhybrid.core.task import RESOURCES, Access, Task, Work
+from flexhybrid.core.trace import (
+    TraceEvent,
+    busy_seconds,
+    check_trace,
+    idle_though_ready,
+    iteration_ends,
+    save_chrome_trace,
+)
+from flexhybrid.core.wave import Wave, admit
+from flexhybrid.core.workload import Workload
+from flexhybrid.runtime.runnable import check_runnable
+from sim import catalogue
+
+P = 4  # bytes an element
+MEMORY_KINDS = ("act@device", "act@host", "kv@device", "kv@host")
+
+
+def tiny_shape(num_layers: int, num_kv_heads: int = 2) -> ModelShape:
+    return ModelShape("tiny", "opt", num_layers, 8, 2, num_kv_heads, 4, 16, 32, 64)
+
+
+def make_wave(prompts=(20, 33, 5), max_tokens=(3, 5, 4), cache=None, bound=150) -> Wave:
+    policy = Policy(
+        weights=Placement(device=0.3, host=0.7),
+        cache=cache or {"kv@host": 0.4, "act@host": 0.3, "kv@device": 0.1, "act@device": 0.2},
+        max_mini_batch_tokens=bound,
+    )
+    return admit(tiny_shape(2), policy, Workload(np.array(prompts), np.array(max_tokens)), P)
+
+
+@st.composite
+def waves(draw, max_layers: int = 3, max_requests: int = 5) -> Wave:
+    num_requests = draw(st.integers(1, max_requests))
+    lengths = st.lists(st.integers(1, 50), min_size=num_requests, max_size=num_requests)
+    counts = st.lists(st.integers(1, 5), min_size=num_requests, max_size=num_requests)
+    weights = draw(st.lists(st.integers(0, 3), min_size=4, max_size=4).filter(any))
+    device_weights = draw(st.sampled_from([0.0, 0.01, 0.3, 1.0]))
+    policy = Policy(
+        weights=Placement(device=device_weights, host=1 - device_weights),
+        cache={kind: weight / sum(weights) for kind, weight in zip(MEMORY_KINDS, weights)},
+        max_mini_batch_tokens=draw(st.sampled_from([1, 40, 120, 8192])),
+        packing=draw(st.sampled_from(["balanced", "fifo"])),
+    )
+    shape = tiny_shape(draw(st.integers(1, max_layers)), draw(st.integers(1, 2)))
+    return admit(shape, policy, Workload(np.array(draw(lengths)), np.array(draw(counts))), P)
+
+
+@st.composite
+def waves_with_stops(draw) -> tuple[Wave, dict[int, int]]:
+    """A wave, and for some requests the iteration in which they sample a stop token."""
+    wave = draw(waves())
+    stops = draw(st.dictionaries(st.integers(0, wave.workload.num_requests - 1), st.integers(0, 4)))
+    return wave, stops
+
+
+def stream_with_stops(wave: Wave, stops: dict[int, int]) -> list[Task]:
+    return list(stream(wave, lambda until: {request for request, at in stops.items() if at <= until}))
+
+
+def runs_in(wave: Wave, stops: dict[int, int], request: int, iteration: int) -> bool:
+    """A stop token sampled in iteration s still lets the request take part in s + 1: its surplus token is dropped."""
+    return iteration < wave.workload.max_tokens[request] and iteration <= stops.get(request, 10**9) + 1
+
+
+# --- what a stream does -----------------------------------------------------------------------------------------------
+
+
+@given(waves_with_stops())
+def test_every_running_request_takes_part_exactly_once_an_iteration(wave_and_stops):
+    wave, stops = wave_and_stops
+    took_part = Counter()
+    for task in stream_with_stops(wave, stops):
+        if task.verb in ("embed", "project", "attend", "attend_prefill", "finish", "head", "sample", "store_out"):
+            for request in task.payload.step.requests.tolist():
+                took_part[task.verb, task.iteration, task.layer, request] += 1
+    last = wave.shape.num_layers - 1
+    expected = Counter()
+    for group in wave.mini_batches:
+        chunks = num_chunks(wave.policy, wave.workload.prompt_tokens[group])
+        for request in group.tolist():
+            for iteration in range(int(wave.workload.max_tokens[request])):
+                if runs_in(wave, stops, request, iteration):
+                    steps = 1 if iteration else chunks
+                    expected["embed", iteration, 0, request] += steps
+                    for verb in ("head", "sample", "store_out"):
+                        expected[verb, iteration, last, request] += 1
+                    for layer in range(last + 1):
+                        for verb in ("project", "finish"):
+                            expected[verb, iteration, layer, request] += steps
+                        expected["attend_prefill", iteration, layer, request] += iteration == 0
+                        expected["attend", iteration, layer, request] += steps - (iteration == 0)
+    assert took_part == +expected
+
+
+def key_of(task: Task) -> tuple:
+    return task.iteration, task.layer, task.mini_batch, task.payload.step.chunk
+
+
+class Memory:
+    """Runs a stream task by task on sets of (request, position): who finds what, where."""
+
+    def __init__(self, wave: Wave):
+        self.wave = wave
+        self.pools: dict[tuple, tuple[int, int]] = {}  # (kind, layer, block, offset) -> (request, position)
+        self.buffers: dict[tuple, tuple] = {}  # (representation, slot) -> (layer, mini-batch, tokens)
+        self.weights = defaultdict(dict)  # slot -> byte -> layer
+        self.found = defaultdict(list)  # key of a step in a layer -> tokens that reached the attention buffer
+        self.staged: dict[str, tuple] = {}
+
+    def read_pool(self, task: Task, kind: str) -> list[tuple[int, int]]:
+        step, tokens = task.payload.step, []
+        access = next((a for a in task.reads if a.space == (kind, task.layer)), None)
+        for segment in step.segments:
+            if segment.kind != kind:
+                continue
+            for request, first, count in zip(step.requests.tolist(), segment.first_block, segment.num_tokens):
+                for index in range(int(count)):
+                    block = int(first) + index // BLOCK_TOKENS
+                    assert access.lo <= block < access.hi, f"{task.label()} does not declare block {block}"
+                    owner, position = self.pools[kind, task.layer, block, index % BLOCK_TOKENS]
+                    assert owner == request, f"{task.label()} reads a token of request {owner} for {request}"
+                    tokens.append((request, position))
+        return tokens
+
+    def run(self, task: Task) -> None:
+        getattr(self, task.verb, lambda task: None)(task)
+
+    def load_weights(self, task: Task) -> None:
+        piece = task.payload
+        assert task.work.link_bytes == piece.end - piece.start
+        assert task.writes == (Access(("weights", piece.slot), piece.start, piece.end),)
+        for byte in range(piece.start, piece.end):
+            self.weights[piece.slot][byte] = task.layer
+
+    def load(self, task: Task, representation: str) -> None:
+        step, kind = task.payload.step, f"{representation}@host"
+        tokens = self.read_pool(task, kind)
+        blocks = {
+            (request, index // BLOCK_TOKENS)
+            for segment in step.segments if segment.kind == kind
+            for request, count in zip(step.requests.tolist(), segment.num_tokens) for index in range(int(count))
+        }  # fmt: skip
+        shape = self.wave.shape
+        elements = 2 * shape.num_kv_heads * shape.head_dim if representation == "kv" else shape.hidden
+        assert task.work.link_bytes == len(blocks) * BLOCK_TOKENS * elements * P  # exactly the cached blocks
+        assert 1 <= task.work.num_copies <= len(step.requests)
+        slot = task.payload.slot
+        assert task.writes == (Access((f"{representation}_buffer",), slot, slot + 1),)
+        self.buffers[representation, slot] = (*key_of(task), tokens)
+
+    def load_kv(self, task: Task) -> None:
+        self.load(task, "kv")
+
+    def load_act(self, task: Task) -> None:
+        self.load(task, "act")
+
+    def gather(self, task: Task, representation: str) -> None:
+        """What a computing verb finds: its slot of the buffer, if something was loaded, and the device's pool."""
+        step, key = task.payload.step, key_of(task)
+        if any(segment.kind == f"{representation}@host" for segment in step.of(representation)):
+            *owner, tokens = self.buffers[representation, task.payload.slot]
+            assert tuple(owner) == key
+            assert Access((f"{representation}_buffer",), task.payload.slot, task.payload.slot + 1) in task.reads
+            self.found[key] += tokens
+        self.found[key] += self.read_pool(task, f"{representation}@device")
+
+    def kv_gen(self, task: Task) -> None:
+        self.needs_weights(task, 0, self.wave.layout.kv_end)
+        self.gather(task, "act")
+
+    def assemble(self, task: Task) -> None:
+        self.gather(task, "kv")
+
+    def project(self, task: Task) -> None:
+        self.needs_weights(task, 0, self.wave.layout.qkv_end)
+
+    def finish(self, task: Task) -> None:
+        self.needs_weights(task, self.wave.layout.qkv_end, self.wave.layout.total_bytes)
+        self.needs_weights(task, 0, self.wave.layout.vectors_end)
+
+    def attend(self, task: Task) -> None:
+        step, key = task.payload.step, key_of(task)
+        context = zip(step.requests.tolist(), step.context.tolist())
+        wanted = [(request, position) for request, count in context for position in range(count)]
+        assert sorted(self.found[key]) == wanted if wanted else not self.found[key]
+
+    def needs_weights(self, task: Task, start: int, end: int) -> None:
+        slot = task.payload.weight_slot
+        declared = [access for access in task.reads if access.space == ("weights", slot)]
+        for byte in range(max(start, self.wave.streamed_from), end):
+            assert self.weights[slot].get(byte) == task.layer, f"{task.label()} finds byte {byte} of another layer"
+            assert any(access.lo <= byte < access.hi for access in declared)
+
+    def scatter(self, task: Task, tier: str = "host") -> None:
+        step = task.payload.step
+        for store in step.stores:
+            if not store.kind.endswith(f"@{tier}"):
+                continue
+            access = next(a for a in task.writes if a.space == (store.kind, task.layer))
+            for row, block, offset in zip(store.rows.tolist(), store.blocks.tolist(), store.offsets.tolist()):
+                b, t = divmod(row, step.width)
+                assert t < step.new_tokens[b], "a padding row is stored"
+                assert access.lo <= block < access.hi
+                cell = (store.kind, task.layer, block, offset)
+                assert cell not in self.pools, f"{task.label()} stores over another token"
+                self.pools[cell] = (int(step.requests[b]), int(step.context[b]) + t)
+
+    def scatter_device(self, task: Task) -> None:
+        self.scatter(task, "device")
+
+
+@given(waves_with_stops())
+def test_run_in_order_every_verb_finds_the_weights_and_all_cached_tokens(wave_and_stops):
+    wave, stops = wave_and_stops
+    memory = Memory(wave)
+    for task in stream_with_stops(wave, stops):
+        assert task.resource in RESOURCES
+        memory.run(task)
+    # Every token but the last sampled one is stored once, in every layer.
+    stored = Counter((layer, token) for (_, layer, _, _), token in memory.pools.items())
+    for request in range(wave.workload.num_requests):
+        iterations = sum(runs_in(wave, stops, request, i) for i in range(int(wave.workload.max_tokens[request])))
+        for layer in range(wave.shape.num_layers):
+            for position in range(int(wave.workload.prompt_tokens[request]) + iterations - 1):
+                assert stored.pop((layer, (request, position))) == 1
+    assert not stored
+
+
+@given(runnable_policies(), st.lists(st.tuples(st.integers(1, 40), st.integers(1, 4)), min_size=1, max_size=5))
+@settings(max_examples=150)
+def test_run_in_order_every_verb_finds_its_own_layers_weights(policy, lengths):
+    """Whatever the policy: in the slot that streams, and in the one place of those that are unpacked."""
+    shape = ModelShape("small", "opt", 3, 64, 2, 2, 32, 64, 32, 64)
+    prompts, max_tokens = map(np.array, zip(*lengths, strict=True))
+    wave = admit(shape, policy, Workload(prompts, max_tokens), P, hardware=catalogue.load("t4"))
+    streamed = {slot: np.full(wave.layout.total_bytes, -1) for slot in range(2)}  # whose a byte is
+    unpacked = None
+    for task in stream(wave):
+        own = task.iteration * shape.num_layers + task.layer
+        if task.verb == "load_weights":
+            for access in task.writes:
+                if access.space[0] == "weights":
+                    streamed[access.space[1]][access.lo : access.hi] = own
+        for access in task.reads:
+            if access.space[0] == "weights":
+                found = streamed[access.space[1]][access.lo : access.hi]
+                assert (found == own).all(), f"{policy}: {task.label()} finds weights of another layer"
+            elif access.space[0] == "plain_weights":
+                assert unpacked == own, f"{policy}: {task.label()} finds unpacked weights of another layer"
+        if task.verb == "dequantize_weights":
+            unpacked = own
+
+
+@given(waves(max_layers=1))
+def test_a_model_of_one_layer_loads_what_it_just_stored(wave):
+    memory = Memory(wave)
+    for task in stream(wave):
+        memory.run(task)
+
+
+@given(waves())
+def test_streamed_weights_cross_the_link_once_a_layer_and_iteration(wave):
+    loaded, iterations = Counter(), set()
+    for task in stream(wave):
+        iterations.add(task.iteration)
+        if task.verb == "load_weights":
+            loaded[task.iteration, task.layer] += task.work.link_bytes
+    per_layer = wave.layout.total_bytes - wave.streamed_from
+    layers = range(wave.shape.num_layers) if per_layer else ()
+    assert loaded == {(iteration, layer): per_layer for iteration in iterations for layer in layers}
+
+
+@given(waves())
+def test_stores_move_each_new_token_once(wave):
+    stored = Counter()
+    for task in stream(wave):
+        if task.verb in ("store_kv", "store_act"):
+            stored[task.verb, task.layer] += task.work.link_bytes
+    kind_tokens = dict(zip(wave.kinds.kinds, wave.kinds.tokens(wave.workload.cached_tokens).sum(0).tolist()))
+    shape = wave.shape
+    elements = {"kv": 2 * shape.num_kv_heads * shape.head_dim, "act": shape.hidden}
+    for representation, width in elements.items():
+        for layer in range(shape.num_layers):
+            wanted = kind_tokens.get(f"{representation}@host", 0) * width * P
+            assert stored[f"store_{representation}", layer] == wanted
+
+
+@given(waves_with_stops())
+def test_no_edge_between_iterations(wave_and_stops):
+    """The first loads of iteration i + 1 stand in the stream before the last layer of iteration i is finished."""
+    wave, stops = wave_and_stops
+    assume(wave.shape.num_layers > 1 or wave.streamed_from < wave.layout.total_bytes)
+    opening_loads, first_embed, last_finish = {}, {}, {}
+    for number, task in enumerate(stream_with_stops(wave, stops)):
+        if task.resource == "h2d" and task.layer == 0:
+            opening_loads.setdefault((task.iteration, task.mini_batch), []).append(number)
+        if task.verb == "embed":
+            first_embed.setdefault(task.iteration, task.mini_batch)
+        if task.verb == "finish":
+            last_finish[task.iteration] = number
+    for iteration, mini_batch in first_embed.items():
+        if iteration > 0 and (iteration, mini_batch) in opening_loads:
+            assert min(opening_loads[iteration, mini_batch]) < last_finish[iteration - 1]
+
+
+@given(waves_with_stops())
+def test_stops_are_asked_for_only_when_they_are_known(wave_and_stops):
+    """When iteration i + 1 is laid out every token of iteration i - 1 has been sampled: asking cannot deadlock."""
+    wave, stops = wave_and_stops
+    asked, sampled = [], Counter()
+
+    def stops_until(until: int) -> set[int]:
+        wanted = sum(runs_in(wave, stops, request, until) for request in range(wave.workload.num_requests))
+        assert sampled[until] == (wanted if until >= 0 else 0)
+        asked.append(until)
+        return {request for request, at in stops.items() if at <= until}
+
+    num_iterations = 0
+    for task in stream(wave, stops_until):
+        num_iterations = task.iteration + 1
+        if task.verb == "sample":
+            sampled[task.iteration] += len(task.payload.step.requests)
+    assert asked == list(range(-1, num_iterations - 1))
+
+
+@given(waves())
+def test_mini_batches_own_different_blocks(wave):
+    """No false sharing: what two mini-batches declare of one pool never overlaps."""
+    declared = defaultdict(set)
+    for task in stream(wave):
+        for access in (*task.reads, *task.writes):
+            if access.space[0] in MEMORY_KINDS:
+                declared[access.space, task.mini_batch] |= set(range(access.lo, access.hi))
+    for (space, k), blocks in declared.items():
+        for (other_space, other_k), other_blocks in declared.items():
+            if space == other_space and k < other_k:
+                assert not blocks & other_blocks
+
+
+def test_starting_at_the_first_decode_iteration():
+    wave = make_wave()
+    whole = [task.label() for task in stream(wave) if task.iteration > 0 and task.resource != "h2d"]
+    decode_only = [task.label() for task in stream(wave, first_iteration=1) if task.resource != "h2d"]
+    assert decode_only == whole
+    loads = [t.label() for t in stream(wave, first_iteration=1) if t.verb in ("load_kv", "load_act")]
+    assert loads == [t.label() for t in stream(wave) if t.verb in ("load_kv", "load_act")]
+
+
+def test_admission_takes_its_blocks_from_the_manager():
+    wave = make_wave()
+    manager = BlockManager({kind: count + 3 for kind, count in wave.pool_blocks.items()})
+    admitted = admit(wave.shape, wave.policy, wave.workload, P, manager)
+    manager.check()
+    assert {kind: pool.num_free for kind, pool in manager.pools.items()} == dict.fromkeys(wave.pool_blocks, 3)
+    assert admitted.pool_blocks == wave.pool_blocks
+    with pytest.raises(InputError, match="no room in pool"):
+        admit(wave.shape, wave.policy, wave.workload, P, BlockManager(dict.fromkeys(wave.pool_blocks, 1)))
+
+
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        (dict(embedding=Placement(host=1)), "embedding"),
+        (dict(hidden="disk"), "hidden states on the disk"),
+        (dict(cache={"kv@disk": 1}, selection=Selection("heavy_hitter", budget=0.2)), "heavy hitters on the disk"),
+        (
+            dict(selection=Selection("speculative", None, 4.0, 0.3, 0.2, 1.0, "lru", "device"), attention="host"),
+            "a speculative selection with attention on the host",
+        ),
+        (dict(bits=Bits(act=8)), "bits.act 8 needs rows of whole groups of 64 elements; model tiny has rows of 8"),
+        (
+            dict(bits=Bits(weights=4)),
+            "bits.weights 4 needs rows of whole groups of 64 elements; model tiny has rows of 8",
+        ),
+    ],
+)
+def test_what_the_executor_does_not_run_it_refuses_by_name(fields, words):
+    with pytest.raises(InputError, match=words):
+        check_runnable(tiny_shape(2), Policy(**fields))
+
+
+# --- clocks of our own ------------------------------------------------------------------------------------------------
+
+
+def sequential_trace(tasks) -> list[TraceEvent]:
+    """Task n runs in [n, n + 0.5]: each after the other, with gaps."""
+    return [TraceEvent(task, number, number + 0.5) for number, task in enumerate(tasks)]
+
+
+def derive(tasks, kinds=KINDS) -> list[tuple]:
+    dependencies = Dependencies(kinds)
+    return [dependencies.add(task) for task in tasks]
+
+
+def numbers_of(tasks) -> dict[tuple[str, int], int]:
+    """Mark (resource, ordinal) -> number of the task in the stream."""
+    numbers, issued = {}, Counter()
+    for number, task in enumerate(tasks):
+        numbers[task.resource, issued[task.resource]] = number
+        issued[task.resource] += 1
+    return numbers
+
+
+def schedule(tasks, waits, durations, gaps=None) -> list[TraceEvent]:
+    """Every resource first in, first out; a task starts once its resource is free and its marks are complete."""
+    ends = defaultdict(list)  # resource -> end of each of its tasks
+    trace = []
+    for number, task in enumerate(tasks):
+        start = ends[task.resource][-1] if ends[task.resource] else 0.0
+        for resource, ordinal in waits[number]:
+            start = max(start, ends[resource][ordinal])
+        start += gaps[number] if gaps else 0.0
+        ends[task.resource].append(start + durations[number])
+        trace.append(TraceEvent(task, start, ends[task.resource][-1]))
+    return trace
+
+
+@given(waves_with_stops())
+@settings(max_examples=20)
+def test_one_by_one_in_stream_order_is_right(wave_and_stops):
+    assert check_trace(sequential_trace(stream_with_stops(*wave_and_stops))) == []
+
+
+@given(waves_with_stops(), st.integers(0, 2**32))
+@settings(max_examples=30)
+def test_any_parallel_run_that_keeps_the_dependencies_is_right(wave_and_stops, seed):
+    tasks, rng = stream_with_stops(*wave_and_stops), random.Random(seed)
+    slow = {resource: rng.choice([0.1, 1.0, 10.0]) for resource in RESOURCES}  # so that each resource lags sometimes
+    durations = [slow[task.resource] * rng.choice([0.0, 1.0, rng.random()]) for task in tasks]
+    gaps = [rng.choice([0.0, rng.random()]) for _ in tasks]
+    waits = derive(tasks)
+    trace = schedule(tasks, waits, durations, gaps)
+    assert check_trace(trace) == []
+    assert check_trace(schedule(tasks, waits, durations)) == []  # no gaps: ends and starts coincide
+    busy = busy_seconds(trace)
+    assert all(seconds <= max(event.end_s for event in trace) + 1e-6 for seconds in busy.values())
+
+
+@given(waves_with_stops(), st.integers(0, 2**32))
+@settings(max_examples=20)
+def test_what_a_resource_idles_though_it_could_begin_is_the_gap_before_its_task(wave_and_stops, seed):
+    tasks, rng = stream_with_stops(*wave_and_stops), random.Random(seed)
+    durations, gaps = [rng.random() for _ in tasks], [rng.choice([0.0, rng.random()]) for _ in tasks]
+    trace = schedule(tasks, derive(tasks), durations, gaps)
+    for resource in ("compute", "h2d"):
+        mine = [gap for task, gap in zip(tasks, gaps, strict=True) if task.resource == resource]
+        found = idle_though_ready(trace, resource)
+        assert [event for event, _ in found] == [event for event in trace if event.task.resource == resource]
+        assert [idle for _, idle in found] == pytest.approx(mine, abs=1e-6)
+
+
+def touch(resource: str, verb: str, reads=(), writes=()) -> Task:
+    """A task on cells of one space "x"."""
+
+    def cells(spans) -> tuple[Access, ...]:
+        return tuple(Access(("x",), lo, hi) for lo, hi in spans)
+
+    return Task(0, 0, 0, verb, resource, Work(), cells(reads), cells(writes))
+
+
+#: Disk to device by way of one staging slot: written, copied on, and written again by another resource before anyone
+#: has read what the first write left. In the stream of a policy no two resources write the same buffer one after the
+#: other without a read between, so this is where write-after-write is alone responsible.
+DOUBLE_WRITE = [
+    touch("disk_read", "read_first", writes=[(0, 4)]),
+    touch("host_compute", "overwrite", writes=[(2, 4)]),
+    touch("h2d", "copy", reads=[(0, 4)]),
+]
+
+
+def runs_of(tasks, kinds, seeds):
+    """Runs with one resource after the other made slow, the dependencies of ``kinds`` kept."""
+    waits = derive(tasks, kinds)
+    for seed in seeds:
+        rng = random.Random(seed)
+        slow = {resource: rng.choice([0.1, 1.0, 10.0]) for resource in RESOURCES}
+        yield schedule(tasks, waits, [slow[task.resource] * (0.5 + rng.random()) for task in tasks])
+
+
+@pytest.mark.parametrize("dropped", KINDS)
+def test_without_one_kind_of_dependency_the_checker_fails(dropped):
+    tasks = DOUBLE_WRITE if dropped == "write_after_write" else list(stream(make_wave()))
+    kept = [kind for kind in KINDS if kind != dropped]
+    assert all(check_trace(run) == [] for run in runs_of(tasks, KINDS, range(20)))
+    assert any(check_trace(run) for run in runs_of(tasks, kept, range(20)))
+
+
+#: (task that is waited for, task that waits) by verb: the waits that the executor's buffers depend on.
+WEIGHT_WAITS = {("load_weights", "project"), ("finish", "load_weights")}
+KV_WAITS = {
+    ("project", "store_kv"), ("store_kv", "project"), ("store_kv", "scatter"),  # staging, and staging free again
+    ("scatter", "load_kv"), ("load_kv", "scatter"),  # blocks stored in one iteration and loaded in the next
+    ("load_kv", "assemble"), ("assemble", "load_kv"),  # the buffer, and the buffer free again
+}  # fmt: skip
+ACT_WAITS = {
+    ("project", "store_act"), ("store_act", "project"), ("store_act", "scatter"), ("scatter", "store_act"),
+    ("scatter", "load_act"), ("load_act", "kv_gen"), ("kv_gen", "load_act"), ("sample", "store_out"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "cache, needed",
+    [
+        ({"kv@host": 1.0}, WEIGHT_WAITS | KV_WAITS | {("scatter", "store_kv")}),
+        ({"act@host": 1.0}, WEIGHT_WAITS | ACT_WAITS),
+        (
+            {"act@host": 0.5, "kv@host": 0.5},
+            WEIGHT_WAITS | ACT_WAITS | {("load_kv", "assemble"), ("assemble", "load_kv"), ("store_kv", "scatter")},
+        ),
+        ({"act@device": 0.4, "kv@device": 0.2, "act@host": 0.4}, ACT_WAITS | {("store_out", "sample")}),
+    ],
+)
+def test_every_single_wait_is_needed_and_the_checker_knows(cache, needed):
+    """Take one wait away and make the task it waited for very slow: if the follower overtakes, the trace is bad."""
+    tasks = list(stream(make_wave(prompts=(40, 38), max_tokens=(4, 4), cache=cache, bound=70)))
+    waits, number_of = derive(tasks), numbers_of(tasks)
+    overtaken = set()
+    for follower, marks in enumerate(waits):
+        for mark in marks:
+            awaited = number_of[mark]
+            durations = [1.0] * len(tasks)
+            durations[awaited] = 1000.0
+            fewer = [*waits]
+            fewer[follower] = tuple(other for other in marks if other != mark)
+            trace = schedule(tasks, fewer, durations)
+            if trace[follower].start_s < trace[awaited].end_s:
+                assert check_trace(trace), f"{tasks[follower].label()} overtakes {tasks[awaited].label()} unseen"
+                overtaken.add((tasks[awaited].verb, tasks[follower].verb))
+            else:
+                assert check_trace(trace) == []  # another wait implies this one
+    assert overtaken >= needed
+
+
+# --- dependencies against all pairs -----------------------------------------------------------------------------------
+
+
+def predecessors(tasks, edges) -> list[int]:
+    """Bit sets of all that must run before each task: FIFO on its resource, and the edges, transitively."""
+    before, last = [], {}
+    for number, task in enumerate(tasks):
+        bits = 0
+        for earlier in (*edges[number], *([last[task.resource]] if task.resource in last else [])):
+            bits |= before[earlier] | 1 << earlier
+        before.append(bits)
+        last[task.resource] = number
+    return before
+
+
+def conflict(a: Task, b: Task) -> bool:
+    def overlap(these, those) -> bool:
+        return any(x.space == y.space and max(x.lo, y.lo) < min(x.hi, y.hi) for x in these for y in those)
+
+    return overlap(a.writes, b.writes) or overlap(a.writes, b.reads) or overlap(a.reads, b.writes)
+
+
+def check_against_all_pairs(tasks) -> None:
+    number_of = numbers_of(tasks)
+    derived = [[number_of[mark] for mark in marks] for marks in derive(tasks)]
+    assert all(tasks[n].resource != task.resource for task, marks in zip(tasks, derived) for n in marks)
+    all_pairs = [[a for a in range(b) if conflict(tasks[a], task)] for b, task in enumerate(tasks)]
+    assert predecessors(tasks, derived) == predecessors(tasks, all_pairs)
+
+
+SPANS = st.lists(st.tuples(st.integers(0, 7), st.integers(0, 4)).map(lambda s: (s[0], s[0] + s[1])), max_size=2)
+
+
+@given(st.lists(st.builds(touch, st.sampled_from(["compute", "h2d", "d2h"]), st.just("t"), SPANS, SPANS), max_size=25))
+@settings(max_examples=150)
+def test_dependencies_of_random_tasks_equal_those_of_all_pairs(tasks):
+    check_against_all_pairs(tasks)
+
+
+@given(waves(max_layers=2, max_requests=3))
+@settings(max_examples=15)
+def test_dependencies_of_a_stream_equal_those_of_all_pairs(wave):
+    check_against_all_pairs(list(stream(wave))[:300])
+
+
+# --- the checker against spoiled traces -------------------------------------------------------------------------------
+
+STREAM = list(stream(make_wave(prompts=(20, 9), max_tokens=(2, 3), bound=70)))
+
+
+def pairs(earlier: str, later: str) -> list[tuple[int, int]]:
+    """(a, b) of STREAM with a before b, where what a does to a cell ("reads" or "writes") comes right before b does."""
+    last: dict[tuple, int] = {}
+    found = set()
+    for number, task in enumerate(STREAM):
+        for access in getattr(task, later):
+            for cell in range(access.lo, access.hi):
+                if (access.space, cell) in last:
+                    found.add((last[access.space, cell], number))
+        for access in task.writes:
+            for cell in range(access.lo, access.hi):
+                last.pop((access.space, cell), None)
+        for access in getattr(task, earlier):
+            for cell in range(access.lo, access.hi):
+                last[access.space, cell] = number
+    return sorted((a, b) for a, b in found if a != b)
+
+
+def replaced(number: int, start: float, end: float) -> list[TraceEvent]:
+    trace = sequential_trace(STREAM)
+    trace[number] = TraceEvent(trace[number].task, start, end)
+    return trace
+
+
+def test_the_unspoiled_trace_is_right():
+    assert check_trace(sequential_trace(STREAM)) == []
+
+
+@given(st.sampled_from(pairs("writes", "reads")))
+def test_a_read_moved_before_its_write_is_caught(pair):
+    write, read = pair
+    violations = check_trace(replaced(read, write - 0.3, write - 0.1))
+    assert any(text.startswith(STREAM[read].label()) and "reads" in text for text in violations)
+
+
+@given(st.sampled_from(pairs("writes", "reads")))
+def test_a_read_that_starts_before_its_write_ends_is_caught(pair):
+    write, read = pair
+    violations = check_trace(replaced(read, write + 0.4, read + 0.5))
+    assert any(text.startswith(STREAM[read].label()) and "reads" in text for text in violations)
+
+
+@given(st.sampled_from(pairs("reads", "writes")), st.sampled_from([(0.1, 0.2), (0.1, 0.7), (-0.2, 0.2), (-0.2, 0.7)]))
+def test_a_write_moved_into_a_read_is_caught(pair, shift):
+    read, write = pair
+    violations = check_trace(replaced(write, read + shift[0], read + shift[1]))
+    assert any(text.startswith(STREAM[read].label()) and "reads" in text for text in violations)
+
+
+@pytest.mark.parametrize("times", [((0, 2), (1, 3)), ((0, 3), (1, 2)), ((2, 3), (0, 1))])
+def test_two_writes_that_overlap_or_swap_are_caught(times):
+    first, second = (touch("disk_read", "a", writes=[(0, 4)]), touch("host_compute", "b", writes=[(2, 6)]))
+    assert check_trace([TraceEvent(first, *times[0]), TraceEvent(second, *times[1])])
+    assert check_trace([TraceEvent(first, 0, 1), TraceEvent(second, 1, 2)]) == []
+
+
+def test_accesses_that_only_touch_do_not_conflict():
+    tasks = [touch("h2d", "a", writes=[(0, 4)]), touch("compute", "b", reads=[(4, 8)], writes=[(8, 9)])]
+    assert derive(tasks) == [(), ()]
+    assert check_trace([TraceEvent(task, 0, 1) for task in tasks]) == []
+
+
+def test_tolerance_forgives_what_a_devices_clock_cannot_resolve():
+    tasks = [touch("h2d", "load", writes=[(0, 1)]), touch("compute", "use", reads=[(0, 1)])]
+    trace = [TraceEvent(tasks[0], 0.0, 1.0), TraceEvent(tasks[1], 0.9999, 2.0)]
+    assert check_trace(trace)
+    assert check_trace(trace, tolerance_s=0.001) == []
+
+
+# --- the file for Perfetto --------------------------------------------------------------------------------------------
+
+
+def test_chrome_trace_has_a_row_for_each_resource(tmp_path):
+    trace = sequential_trace(STREAM)
+    path = tmp_path / "new" / "trace.json"
+    save_chrome_trace(path, {"predicted": trace, "measured": trace[:40]})
+    events = json.loads(path.read_text())["traceEvents"]
+    for pid, (name, part) in enumerate([("predicted", trace), ("measured", trace[:40])], start=1):
+        of_part = [event for event in events if event["pid"] == pid]
+        assert [e["args"]["name"] for e in of_part if e["name"] == "process_name"] == [name]
+        rows = {e["tid"]: e["args"]["name"] for e in of_part if e["name"] == "thread_name"}
+        assert sorted(rows.values()) == sorted({event.task.resource for event in part})
+        spans = [event for event in of_part if event["ph"] == "X"]
+        assert len(spans) == len(part)
+        for span, (task, start, end) in zip(spans, part):
+            assert (span["name"], rows[span["tid"]]) == (task.verb, task.resource)
+            assert (span["ts"], span["dur"]) == pytest.approx((start * 1e6, (end - start) * 1e6))
+            assert span["args"]["iteration"] == task.iteration
+            assert span["args"]["link_bytes"] == task.work.link_bytes
+
+
+def test_busy_seconds_and_iteration_ends():
+    trace = sequential_trace(STREAM)
+    counts = Counter(task.resource for task in STREAM)
+    assert busy_seconds(trace) == {resource: 0.5 * count for resource, count in counts.items()}
+    last_sample = {task.iteration: number + 0.5 for number, task in enumerate(STREAM) if task.verb == "sample"}
+    assert iteration_ends(trace) == [last_sample[i] for i in range(3)]

@@ -1,0 +1,195 @@
+"""The exactness contract: every policy gives transformers' own greedy tokens, by design section 9."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import InMemory, save_llama, save_opt
+from runs import forced_logits
+
+from flexhybrid import LLM, Policy, SamplingParams
+from flexhybrid.core.policy import Placement
+from flexhybrid.jobs import shipped, shipped_prompts
+from flexhybrid.jobs.compare.exactness import Reference, compare_tokens
+from flexhybrid.llm import load_tokenizer
+from flexhybrid.runtime.storage.loader import Checkpoint
+from sim.presets import hybrid, kv_only
+
+SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+def check(folder, prompts, max_tokens, policies, ignore_eos=False, reference=None):
+    """Every policy's tokens against transformers', and every excuse counted."""
+    reference = reference or Reference(folder)
+    expected = reference.generate(prompts, max_tokens, ignore_eos)
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=ignore_eos)
+    for policy in policies:
+        answers = LLM(folder, policy, device="cpu", dtype="float32").generate(prompts, params)
+        ours = [answer.outputs[0].token_ids for answer in answers]
+        outcome = compare_tokens(reference, prompts, expected, ours)
+        assert outcome.exact, f"{policy.name} {policy.cache} {policy.max_mini_batch_tokens}: {outcome.first_wrong}"
+        for answer, wanted in zip(answers, expected, strict=True):
+            assert answer.outputs[0].finish_reason == ("stop" if wanted[-1] == 2 and not ignore_eos else "length")
+
+
+def test_shipped_checkpoint_every_share_and_mini_batch_size():
+    folder = shipped("checkpoints/opt-stdlib-4m")
+    tokenizer = load_tokenizer(folder)
+    prompts = [tokenizer(text)["input_ids"] for text in shipped_prompts()][:16]
+    bounds = {0.0: (256, 8192), 0.25: (1024,), 0.5: (256, 1024, 8192), 0.75: (1024,), 1.0: (256, 8192)}
+    check(folder, prompts, 20, [hybrid(share, bound) for share in SHARES for bound in bounds[share]])
+
+
+def opt_shapes(draw) -> dict:
+    shape = dict(
+        layers=draw(st.integers(1, 4)),
+        heads=draw(st.sampled_from((1, 2, 3, 5, 7))),
+        head_dim=draw(st.sampled_from((8, 16, 24))),
+        ffn=draw(st.sampled_from((24, 40, 96))),
+        vocab=draw(st.integers(11, 90)),
+        positions=draw(st.integers(24, 80)),
+        post_norm=draw(st.booleans()),
+        seed=draw(st.integers(0, 1000)),
+    )
+    if draw(st.booleans()):
+        shape["embed_dim"] = draw(st.sampled_from((12, 20)))
+    return shape
+
+
+def llama_shapes(draw) -> dict:
+    """Multi-head, grouped-query, Qwen2's biases, heads that are not as wide as the model, every kind of rotation."""
+    groups, queries_a_group = draw(st.sampled_from(((1, 1), (3, 1), (1, 4), (2, 2), (2, 3), (4, 1))))
+    heads, head_dim = groups * queries_a_group, draw(st.sampled_from((6, 8, 16, 24)))
+    ropes = (
+        {},
+        dict(rope_type="linear", factor=2.0),
+        dict(rope_type="dynamic", factor=2.0),
+        dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16),
+        dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+             original_max_position_embeddings=32),
+    )  # fmt: skip
+    return dict(
+        kind=draw(st.sampled_from(("llama", "qwen2", "mistral"))),
+        layers=draw(st.integers(1, 3)),
+        heads=heads,
+        kv_heads=groups,
+        head_dim=head_dim,
+        hidden=heads * draw(st.sampled_from((head_dim, 10, 16))),
+        ffn=draw(st.sampled_from((24, 40, 96))),
+        vocab=draw(st.integers(11, 90)),
+        positions=draw(st.integers(24, 80)),
+        tied=draw(st.booleans()),
+        rope=draw(st.sampled_from(ropes)),
+        theta=draw(st.sampled_from((100.0, 10_000.0, 1e6))),
+        seed=draw(st.integers(0, 1000)),
+    )
+
+
+@st.composite
+def cases(draw, shapes):
+    shape = shapes(draw)
+    max_tokens = draw(st.integers(1, 20))
+    longest = shape["positions"] - max_tokens
+    lengths = draw(st.lists(st.integers(1, longest), min_size=1, max_size=6))
+    generator = np.random.default_rng(shape["seed"])
+    prompts = [generator.integers(3, shape["vocab"], length).tolist() for length in lengths]
+    share = draw(st.sampled_from(SHARES))
+    on_device = draw(st.sampled_from((0.0, 0.5, 1.0)))
+    cache = {
+        "act@host": share * (1 - on_device), "act@device": share * on_device,
+        "kv@host": (1 - share) * (1 - on_device), "kv@device": (1 - share) * on_device,
+    }  # fmt: skip
+    weights = draw(st.sampled_from((0.0, 0.3, 0.77, 1.0)))
+    policy = Policy(
+        "case", Placement(device=weights, host=1 - weights), cache=cache,
+        max_mini_batch_tokens=draw(st.sampled_from((20, 100, 300, 4096))),
+        max_batch=draw(st.sampled_from((None, 2))), packing=draw(st.sampled_from(("balanced", "fifo"))),
+    )  # fmt: skip
+    return shape, prompts, max_tokens, policy, draw(st.booleans())
+
+
+@settings(max_examples=30)
+@given(cases(opt_shapes))
+def test_random_shapes_prompts_and_policies(tmp_path_factory, case):
+    shape, prompts, max_tokens, policy, ignore_eos = case
+    folder = tmp_path_factory.mktemp("opt")
+    check(folder, prompts, max_tokens, [policy], ignore_eos, InMemory(save_opt(folder, **shape)))
+
+
+@settings(max_examples=30)
+@given(cases(llama_shapes))
+def test_random_llama_shapes_prompts_and_policies(tmp_path_factory, case):
+    shape, prompts, max_tokens, policy, ignore_eos = case
+    folder = tmp_path_factory.mktemp("llama")
+    check(folder, prompts, max_tokens, [policy], ignore_eos, InMemory(save_llama(folder, **shape)))
+
+
+@pytest.mark.parametrize("kind, kv_heads, hidden", [("llama", 4, 64), ("llama", 2, 40), ("qwen2", 1, 64)])
+def test_llama_every_share_over_several_blocks(tmp_path, kind, kv_heads, hidden):
+    save_llama(tmp_path, kind=kind, kv_heads=kv_heads, hidden=hidden, positions=192, theta=300.0, seed=8)
+    generator = np.random.default_rng(8)
+    prompts = [generator.integers(3, 61, n).tolist() for n in (1, 15, 16, 33, 70, 120)]
+    both = {"act@device": 0.25, "act@host": 0.25, "kv@device": 0.25, "kv@host": 0.25}
+    policies = [hybrid(share, bound) for share, bound in ((0, 200), (0.25, 8192), (0.5, 200), (0.75, 200), (1, 8192))]
+    policies.append(Policy("four", Placement(device=0.4, host=0.6), cache=both, max_mini_batch_tokens=512))
+    check(tmp_path, prompts, 40, policies, ignore_eos=True)
+
+
+def test_early_end_of_sequence_leaves_the_others_alone(tmp_path):
+    """With 11 tokens in the vocabulary somebody stops early; the rest must not notice."""
+    save_opt(tmp_path, vocab=11, seed=5)
+    prompts = [[3 + i % 8, 4, 5 + i % 6] for i in range(12)]
+    stops = Reference(tmp_path).generate(prompts, 30)
+    assert any(len(answer) < 30 for answer in stops), "this seed stops nobody: the test would prove nothing"
+    check(tmp_path, prompts, 30, [hybrid(share, 128) for share in SHARES])
+
+
+def test_bfloat16_matches_our_kv_only_within_a_bound(tmp_path):
+    """16 bits: the reference is our own all-KV run; where tokens part, its best two logits were nearly equal."""
+    save_opt(tmp_path, layers=3, heads=4, vocab=97, positions=128, dtype=torch.bfloat16)
+    generator = np.random.default_rng(3)
+    prompts = [generator.integers(3, 97, n).tolist() for n in (4, 30, 61, 17)]
+    params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+
+    def run(policy):
+        answers = LLM(tmp_path, policy, device="cpu", dtype="bfloat16").generate(prompts, params)
+        return [answer.outputs[0].token_ids for answer in answers]
+
+    expected = run(kv_only(512))
+    reference = Reference(tmp_path)
+    for share in SHARES[1:]:
+        for prompt, ours, wanted in zip(prompts, run(hybrid(share, 200)), expected, strict=True):
+            place = next((t for t, (a, b) in enumerate(zip(ours, wanted, strict=True)) if a != b), None)
+            if place is not None:
+                assert reference.top_two_gap(prompt + wanted[:place]) < 0.05
+
+
+def test_bfloat16_logits_stay_near_transformers_float32(tmp_path):
+    """Teacher-forced on one text, so that texts cannot part: every policy's logits within 0.25 standard deviations of
+    the float32 reference, and no policy further away than 1.5 times our own all-KV run."""
+    reference = save_opt(tmp_path, layers=3, heads=4, vocab=97, positions=128, dtype=torch.bfloat16)
+    generator = np.random.default_rng(4)
+    texts = [generator.integers(3, 97, n).tolist() for n in (50, 90, 33)]
+    steps = 16
+    with torch.inference_mode():
+        wanted = [reference(torch.tensor([text])).logits[0, -steps - 1 : -1] for text in texts]
+    worst = {}
+    for share in SHARES:
+        got = forced_logits(Checkpoint(tmp_path), hybrid(share, 400), texts, steps, dtype="bfloat16")
+        worst[share] = max(float((ours - logits).abs().max() / logits.std()) for ours, logits in zip(got, wanted))
+    assert max(worst.values()) < 0.25, worst
+    assert max(worst.values()) < 1.5 * worst[0.0] + 0.01, worst
+
+
+def test_the_comparison_can_fail(tmp_path):
+    """A check that cannot fail is a defect: one wrong token is found, and not excused."""
+    save_opt(tmp_path)
+    reference = Reference(tmp_path)
+    prompts = [[5, 6, 7], [8, 9]]
+    expected = reference.generate(prompts, 6, ignore_eos=True)
+    wrong = [list(answer) for answer in expected]
+    wrong[1][3] = (wrong[1][3] + 1) % 61
+    outcome = compare_tokens(reference, prompts, expected, wrong)
+    assert not outcome.exact and "prompt 1 differs at token 3" in outcome.first_wrong
+    assert outcome.num_equal == 9

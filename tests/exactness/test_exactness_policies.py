@@ -1,0 +1,106 @@
+"""Whatever a policy says, the tokens are transformers' own: every tier, representation, schedule and way to attend."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import InMemory, save_llama, save_opt
+from runs import forced_logits, run_wave
+from strategies import lossless_policies
+
+from flexhybrid.core.policy import Bits, Placement, Policy
+from flexhybrid.core.trace import check_trace
+from flexhybrid.jobs.compare.exactness import Reference, compare_tokens
+from flexhybrid.runtime.storage.loader import Checkpoint
+from sim import catalogue
+
+MACHINE = catalogue.load("t4")  # it has a disk
+
+
+def check(folder, prompts, max_tokens, policy, reference=None):
+    """A policy's tokens against transformers', and its trace against the meaning of the stream."""
+    reference = reference or Reference(folder)
+    result = run_wave(Checkpoint(folder), policy, prompts, max_tokens, hardware=MACHINE)
+    assert check_trace(result.trace) == []
+    outcome = compare_tokens(reference, prompts, reference.generate(prompts, max_tokens, True), result.tokens)
+    assert outcome.exact, f"{policy}: {outcome.first_wrong}"
+    return result
+
+
+@settings(max_examples=60)
+@given(st.data(), lossless_policies())
+def test_every_lossless_policy_gives_the_references_tokens(tmp_path_factory, data, policy):
+    layers, seed = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 99))
+    folder = tmp_path_factory.mktemp("model")
+    if data.draw(st.booleans()):
+        model = save_opt(folder, layers=layers, heads=3, head_dim=8, ffn=40, positions=96, seed=seed)
+    else:  # grouped queries, heads wider than the model, sometimes Qwen2's biases
+        kind = data.draw(st.sampled_from(("llama", "qwen2")))
+        model = save_llama(folder, kind=kind, layers=layers, heads=4, kv_heads=2, head_dim=12, hidden=32, seed=seed)
+    max_tokens = data.draw(st.integers(1, 18))
+    lengths = data.draw(st.lists(st.integers(1, 96 - max_tokens), min_size=1, max_size=5))
+    generator = np.random.default_rng(seed)
+    prompts = [generator.integers(3, 61, length).tolist() for length in lengths]
+    check(folder, prompts, max_tokens, policy, InMemory(model))
+
+
+@pytest.mark.parametrize(
+    "cache", [{"kv@host": 1.0}, {"act@host": 0.5, "kv@disk": 0.5}, {"tok": 0.5, "act@device": 0.5}]
+)
+@pytest.mark.parametrize("schedule", ["column", "row"])
+def test_a_prompt_longer_than_a_mini_batch_is_taken_in_chunks(tmp_path, cache, schedule):
+    save_opt(tmp_path, layers=3)
+    prompts = [list(np.random.default_rng(1).integers(3, 61, n)) for n in (70, 9, 45, 33)]
+    prompts = [[int(token) for token in prompt] for prompt in prompts]
+    policy = Policy(cache=cache, schedule=schedule, max_mini_batch_tokens=32)
+    result = check(tmp_path, prompts, 8, policy)
+    chunks = {task.payload.step.chunk for task, _, _ in result.trace if task.verb == "project"}
+    assert chunks == {0, 1, 2}
+    widest = max(task.payload.step.width for task, _, _ in result.trace if task.verb == "project")
+    assert widest == 32
+
+
+def test_a_split_that_moves_is_followed(tmp_path):
+    """KVPR decides anew as the context grows: both parts are used, and not the same number of blocks throughout."""
+    save_opt(tmp_path, layers=2, heads=4, head_dim=16, positions=256)
+    prompts = [np.random.default_rng(2).integers(3, 61, 100).tolist() for _ in range(4)]
+    policy = Policy(cache={"both(kv@host,act@host)": 1.0}, max_mini_batch_tokens=300, split="paper")
+    result = check(tmp_path, prompts, 90, policy)
+    splits = {task.payload.step.segments[0].max_blocks for task, _, _ in result.trace if task.verb == "kv_gen"}
+    assert len(splits) > 1
+
+
+# ---- bits ------------------------------------------------------------------------------------------------------------
+
+
+def relative_errors(folder, bits: Bits, cache, **options) -> np.ndarray:
+    """Largest error of each step's logits, relative to the largest logit, with the text given."""
+    generator = np.random.default_rng(4)
+    texts = [generator.integers(3, 61, n).tolist() for n in (50, 90, 33)]
+    policy = Policy(cache=cache, bits=bits, max_mini_batch_tokens=400, **options)
+    checkpoint = Checkpoint(folder)
+    exact = forced_logits(checkpoint, Policy(), texts, 16)
+    packed = forced_logits(checkpoint, policy, texts, 16, hardware=MACHINE)
+    return np.array([float((a - b).abs().max() / b.abs().max()) for a, b in zip(packed, exact, strict=True)])
+
+
+CACHES = [
+    {"kv@host": 1.0}, {"kv@device": 0.5, "kv@disk": 0.5}, {"act@host": 1.0}, {"act@device": 0.4, "act@disk": 0.6},
+    {"both(kv@host,act@device)": 0.5, "tok": 0.5},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_fewer_bits_err_less_the_more_there_are(tmp_path, cache):
+    save_opt(tmp_path, layers=3, heads=4, head_dim=16, ffn=128, positions=128, scale=0.08)
+    eight, four = (relative_errors(tmp_path, Bits("native", bits, bits), cache).max() for bits in (8, 4))
+    print(f"8 bits {eight:.1e}, 4 bits {four:.1e}")
+    assert 0 < eight < 0.02 and 3 * eight < four < 0.4
+
+
+@pytest.mark.parametrize("weights", [Placement(host=1), Placement(device=0.4, host=0.3, disk=0.3), Placement(device=1)])
+def test_packed_weights_are_the_same_wherever_they_lie(tmp_path, weights):
+    save_opt(tmp_path, layers=2, heads=4, head_dim=16, ffn=128, positions=128, scale=0.08)
+    errors = relative_errors(tmp_path, Bits(weights=8), {"kv@host": 1.0}, weights=weights)
+    assert 0 < errors.max() < 0.05
+    assert errors == pytest.approx(relative_errors(tmp_path, Bits(weights=8), {"kv@host": 1.0}), rel=1e-3)

@@ -1,0 +1,158 @@
+"""Every command that the pages for users show is run, as shown."""
+
+import json
+import re
+import shlex
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from flexhybrid import cli
+from flexhybrid.core.hardware import Hardware, Line
+from flexhybrid.core.model.shape import shape_by_name
+from flexhybrid.jobs.profile.job import model_profile_path
+from flexhybrid.jobs.run import job as run_module
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/running-a-job.md").read_text(encoding="utf-8")
+OTHER_PAGES = ("choosing-a-policy", "reading-a-trace", "reproducing-a-paper", "adding-a-model")
+#: What a page tells to do, in its order: a named file to write, commands, Python.
+STEP = re.compile(r"(?:^`([\w.-]+)`:\n\n)?^```(json|sh|python)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+COMMAND = re.compile(r"^(?:    )?\.venv/bin/flexhybrid (.*)$", re.MULTILINE)
+#: A machine that a profile might have found; "auto" keeps everything resident on it.
+MACHINE = Hardware(
+    "local", "cpu", {key: Line(1e-5, 1e-11, 1e-10) for key in ("compute", "h2d", "d2h", "host_compute")},
+    source="made for tests", dtype="float32",
+)  # fmt: skip
+
+
+@pytest.fixture
+def clone(tmp_path, monkeypatch):
+    """A folder like a clone of the project, with the page's example files, on a machine that is quickly measured."""
+    (tmp_path / "experiments").symlink_to(ROOT / "experiments")
+    (tmp_path / "requests.jsonl").write_text(re.search(r"```json\n(.*?)```", PAGE, re.DOTALL)[1])
+    (tmp_path / "table.csv").write_text('question\nimport os\n"def f():\n    "\n')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(run_module, "measure_for_model", lambda *setting: MACHINE)
+    return tmp_path
+
+
+def test_the_page_about_jobs_works_as_written(clone, capsys):
+    commands = COMMAND.findall(PAGE)
+    assert len(commands) == len(re.findall(r"```sh", PAGE)) == 6
+    for command in commands:
+        assert cli.main(shlex.split(command)) == 0, command
+        assert capsys.readouterr().out, command
+    first = [json.loads(raw) for raw in (clone / "results.jsonl").read_bytes().splitlines()]
+    assert len(first) == len((ROOT / "experiments/prompts.txt").read_text().splitlines())
+    assert all(row["response"]["status_code"] == 200 for row in first)
+    answers = [json.loads(raw) for raw in (clone / "answers.jsonl").read_bytes().splitlines()]
+    assert sorted(row["custom_id"] for row in answers) == ["a", "b"]
+    assert (clone / "split-errors.jsonl").read_bytes() == b""
+
+
+@pytest.mark.parametrize("name", OTHER_PAGES)
+def test_every_block_of_a_page_works_as_written(name, clone, capsys):
+    page = (ROOT / f"docs/{name}.md").read_text(encoding="utf-8")
+    MACHINE.save(clone / "cache/hardware-cpu.json")
+    steps = STEP.findall(page)
+    assert len(steps) == page.count("```") // 2 >= 2
+    for file, language, text in steps:
+        if language == "json":
+            (clone / file).write_text(text)
+        elif language == "python":
+            left = {"__name__": "page"}
+            exec(compile(text, f"docs/{name}.md", "exec"), left)
+            assert all(0 <= share <= 1 for share in left.get("busy", {}).values())
+        else:
+            commands = COMMAND.findall(text)
+            assert len(commands) == len(text.splitlines())
+            for command in commands:
+                assert cli.main(shlex.split(command)) == 0, command
+                out = capsys.readouterr().out
+                assert out and ("--only" not in command or "held-out rows: median" in out), command
+
+
+def test_pages_and_files_that_are_named_exist():
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+        for path in re.findall(r"`((?:flexhybrid|sim|experiments|tests|policy_search)/[\w/.-]+)`", page.read_text()):
+            assert (ROOT / path).exists(), f"{page.name}: {path}"
+
+
+def test_the_commands_of_the_readme_are_commands(clone, capsys):
+    """All are understood; those that take no more than a few seconds are run."""
+    commands = [one.split("#")[0].split("[")[0] for one in COMMAND.findall((ROOT / "README.md").read_text())]
+    assert len(commands) >= 6
+    for words in map(shlex.split, commands):
+        assert cli.build_parser().parse_args(words).command == words[0]
+        if words[0] in ("simulate", "search"):
+            assert cli.main(words) == 0 and capsys.readouterr().out
+
+
+def test_the_readme_leads_to_the_command(clone, capsys):
+    (command,) = [one for one in COMMAND.findall((ROOT / "README.md").read_text()) if one.startswith("run ")]
+    assert cli.main(shlex.split(command)) == 0
+    out = capsys.readouterr().out
+    assert "predicted" in out and "48 answered, 0 refused, 0 left" in out
+
+
+def test_the_doctor_says_what_fits_and_what_to_change(clone, capsys):
+    assert cli.main(["doctor", "--device", "cpu", "--models", "opt-125m"]) == 0
+    out = capsys.readouterr().out
+    assert "not measured, so no speed is predicted: run flexhybrid profile" in out
+    assert re.search(r"opt-125m +238.88 MiB float16 +-  fits the device", out)
+    assert cli.main(["doctor", "--device", "cpu", "--models", "opt-175b"]) == 0
+    assert re.search(
+        r"opt-175b .* float16 .* does not fit: one request at a time needs 32\d\.\d\d GiB", capsys.readouterr().out
+    )
+    assert cli.main(["doctor", "--device", "cpu", "--models", "gpt-5"]) == 2 and "gpt-5" in capsys.readouterr().err
+    MACHINE.save(clone / "cache/hardware-cpu.json")
+    assert cli.main(["doctor", "--device", "cpu", "--json", "--models", "opt-125m", "opt-175b"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    small, large = found["models"]
+    assert small["model"] == "opt-125m" and small["tokens_per_s"] > 0 and "weights" in small["how"]
+    assert large["tokens_per_s"] is None and "budget" in large["how"] and small["dtype"] == large["dtype"] == "float32"
+    assert "computed in 32 bits" in large["how"] and "Raise" not in large["how"]  # no such machine
+    assert large["how"].endswith("more than the machine has. What may help: a smaller model, fewer bits, a disk")
+    assert found["gb_per_s"] == {"h2d": 10.0, "d2h": 10.0} and found["profile"]["measured"]
+    # What a run has measured at a model's own layer sizes goes before: here every path and product is ten times slower.
+    slower = dict.fromkeys(MACHINE.lines, Line(1e-4, 1e-10, 1e-9))
+    kept = model_profile_path(shape_by_name("opt-125m"), "auto", torch.device("cpu"), None)
+    replace(MACHINE, lines=slower).save(kept)
+    assert cli.main(["doctor", "--device", "cpu", "--json", "--models", "opt-125m"]) == 0
+    (own,) = json.loads(capsys.readouterr().out)["models"]
+    (clone / "cache/hardware-cpu.json").unlink()
+    assert cli.main(["doctor", "--device", "cpu", "--models", "opt-125m"]) == 0
+    assert "which serve these alone: 1" in (told := capsys.readouterr().out) and "(measured for" in told
+    assert own["own_profile"] and not small["own_profile"] and own["tokens_per_s"] < small["tokens_per_s"]
+    assert cli.main(["doctor", "--models", "gpt-5"]) == 2
+
+
+def test_no_step_of_setup_is_silent():
+    """pip says nothing for minutes: a line before each of its runs says what it fetches."""
+    said = subprocess.run(["make", "-nB", ".venv/.testing"], cwd=ROOT, capture_output=True, text=True, check=True)
+    lines = said.stdout.splitlines()
+    steps = [number for number, line in enumerate(lines) if "pip install" in line and "||" not in line]
+    assert len(steps) == 4 and all(lines[number - 1].startswith('echo "setup') for number in steps)
+
+
+def test_the_page_about_cascades_works_as_written(clone, capsys):
+    pytest.importorskip("sklearn")
+    from experiments.training.digits import write
+
+    page = (ROOT / "docs/cascade.md").read_text(encoding="utf-8")
+    assert ".venv/bin/python -m experiments.training.digits --out digits" in page
+    write(clone / "digits", seed=0, epochs=1)  # what that command does, in less time
+    commands = COMMAND.findall(page)
+    assert len(commands) == sum(part.count(".venv/bin/flexhybrid") for part in re.findall(r"```sh(.*?)```", page, re.S))
+    for command in commands:
+        assert cli.main(shlex.split(command)) == 0, command
+        assert capsys.readouterr().out, command
+    answers = [json.loads(line) for line in (clone / "answers.jsonl").read_text().splitlines()]
+    assert len(answers) == 1797 - 800 - 500 and not any(answer["failed"] for answer in answers)

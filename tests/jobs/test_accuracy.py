@@ -1,0 +1,221 @@
+"""flexhybrid accuracy: exact policies cost nothing, and the others' figures against a plain account of them."""
+
+import json
+import math
+import os
+
+import numpy as np
+import pytest
+import torch
+from models import save_llama, save_opt
+
+from flexhybrid.cli import main
+from flexhybrid.core.errors import InputError
+from flexhybrid.core.policy import Bits, Placement, Policy, Selection
+from flexhybrid.jobs.accuracy.job import AccuracyOptions, _show, accuracy, read_texts
+from flexhybrid.jobs.compare.report import Report
+from flexhybrid.llm import LLM
+
+LENGTH, PROMPT = 80, 40
+
+
+@pytest.fixture(scope="module", params=["opt", "llama"])
+def checkpoint(request, tmp_path_factory):
+    """(folder with a tokenizer of one token a character, transformers' model)."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp(request.param)
+    save = save_opt if request.param == "opt" else save_llama
+    model = save(folder, heads=4, head_dim=32, vocab=64, layers=3)
+    characters = {"<s>": 0, "<pad>": 1, "</s>": 2} | {chr(ord("0") + i): 3 + i for i in range(61)}
+    tokenizer = Tokenizer(models.BPE(characters, [], unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.post_processor = processors.TemplateProcessing(single="</s> $A", special_tokens=[("</s>", 2)])
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="</s>", eos_token="</s>").save_pretrained(folder)
+    return folder, model
+
+
+@pytest.fixture(scope="module")
+def text_file(tmp_path_factory):
+    """Documents of 200, 30 and 90 tokens."""
+    generator = np.random.default_rng(0)
+    documents = ["".join(chr(ord("0") + i) for i in generator.integers(0, 61, n)) for n in (200, 30, 90)]
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("\f".join(documents))
+    return path
+
+
+POLICIES = {
+    "eight.json": Policy("eight", Placement(device=1.0), bits=Bits(kv=8)),
+    "act4.json": Policy("act4", cache={"act@host": 0.5, "kv@device": 0.5}, bits=Bits(act=4)),
+    "h2o_mix.json": Policy(
+        "h2o_mix", cache={"kv@host": 0.5, "kv@device": 0.5}, selection=Selection("heavy_hitter", budget=0.5)
+    ),
+}  # fmt: skip
+
+
+ALL_CHOSEN = "infinigen(alpha=inf,cap=1.0)"
+EXACT = ["kv_only", "hybrid(0.5)", "kvpr_row", "token_recompute(0.3)", ALL_CHOSEN]
+
+
+@pytest.fixture(scope="module")
+def measured(checkpoint, text_file, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("accuracy")
+    names = [*EXACT, "fastdecode", "h2o(0.8)"]
+    for name, policy in POLICIES.items():
+        (folder / name).write_text(policy.to_json())
+        names.append(str(folder / name))
+    options = AccuracyOptions(
+        checkpoint[0], text_file, tuple(names), LENGTH, PROMPT, num_texts=3, device="cpu",
+        hardware="rtx4090", out=folder / "out",
+    )  # fmt: skip
+    return accuracy(options, quiet=True), folder / "out"
+
+
+def by_name(result):
+    return {row["policy"]: row for row in result["policies"]}
+
+
+def test_full_cache_s_perplexity_is_transformers_own_loss(checkpoint, text_file, measured):
+    result, _ = measured
+    with LLM(checkpoint[0], "resident", device="cpu") as llm:
+        ids = torch.tensor(read_texts(llm, text_file, LENGTH, 3))
+    assert ids.shape == (3, LENGTH) and (ids[:, 0] == 2).all()
+    labels = ids.clone()
+    labels[:, :PROMPT] = -100  # the prompt's tokens are given
+    with torch.inference_mode():
+        loss = float(checkpoint[1](ids, labels=labels).loss)
+    assert by_name(result)["full_cache"]["perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_an_exact_policy_costs_nothing_and_looks_at_everything(measured, name):
+    row = by_name(measured[0])[name]
+    assert row["over_full"] == pytest.approx(1, abs=1e-5) and row["agreement"] == 1
+    assert row["cosine"] == pytest.approx(1, abs=1e-5)
+    assert row["looked_at"] == pytest.approx(1, abs=1e-6)
+    assert row["looked_at_by_layer"] == pytest.approx([1, 1, 1], abs=1e-6)
+
+
+def test_bytes_moved_are_whole_blocks_of_what_is_stored(checkpoint, measured):
+    rows = by_name(measured[0])
+    contexts = np.arange(PROMPT, LENGTH - 1)
+    padded = (-(-contexts // 16) * 16).sum() / contexts.sum()
+    assert rows["kv_only"]["moved"] == pytest.approx(padded)
+    assert rows["full_cache"]["moved"] == 0
+    # A selection loads its first two layers' blocks whole, of the third the chosen tokens alone.
+    assert rows[ALL_CHOSEN]["moved"] == pytest.approx((2 * padded + 1) / 3)
+    if checkpoint[1].config.model_type == "llama":  # two query heads a group: ACT takes as many bytes as KV
+        assert rows["hybrid(0.5)"]["moved"] == pytest.approx(padded)
+    else:
+        assert 0.7 * padded < rows["hybrid(0.5)"]["moved"] < 0.8 * padded
+
+
+def test_host_attention_is_scored_but_its_weights_are_not_seen(measured):
+    row = by_name(measured[0])["fastdecode"]
+    assert row["over_full"] == pytest.approx(1, abs=1e-4)
+    assert row["cosine"] is None and row["looked_at"] is None
+
+
+def test_fewer_bits_cost_little_and_the_fewer_the_more(measured):
+    rows = by_name(measured[0])
+    assert rows["act4"]["cosine"] < 0.99 < rows["eight"]["cosine"] < 1 - 1e-5
+    assert rows["eight"]["looked_at"] == rows["act4"]["looked_at"] == pytest.approx(1)
+    assert abs(math.log(rows["eight"]["over_full"])) < 0.02
+
+
+@pytest.mark.parametrize(("name", "kept"), [("h2o(0.8)", 32), ("h2o_mix", 32)])
+def test_heavy_hitters_look_at_their_budget_and_the_new_token(measured, name, kept):
+    """A budget of 0.8 or 0.5 of 40 prompt tokens is 32 in whole blocks."""
+    row = by_name(measured[0])[name]
+    contexts = np.arange(PROMPT, LENGTH - 1)
+    assert row["looked_at"] == pytest.approx(np.mean((kept + 1) / (contexts + 1)), rel=1e-5)
+    assert 0.3 < row["cosine"] < 0.999
+
+
+def test_a_selection_s_cosine_is_that_of_the_tokens_it_keeps(checkpoint, text_file, tmp_path):
+    """In layer 0 queries and keys are those of the full cache: the cosine of H2O's first decode step is known from the
+    kept tokens alone, the best of what transformers' attention looked at and the newest."""
+    folder, model = checkpoint
+    options = AccuracyOptions(folder, text_file, ("h2o(0.8)",), PROMPT + 2, PROMPT, 1, device="cpu", out=tmp_path)
+    found = by_name(accuracy(options, quiet=True))["h2o(0.8)"]["cosine_by_layer"][0]
+    with LLM(folder, "resident", device="cpu") as llm:
+        ids = torch.tensor(read_texts(llm, text_file, PROMPT + 2, 1))[:, :-1]
+    model.set_attn_implementation("eager")
+    with torch.inference_mode():
+        (weights,) = model(ids, output_attentions=True).attentions[0]  # [H, T, T]
+    heads = len(weights)
+    groups = heads if model.config.model_type == "opt" else model.config.num_key_value_heads
+    sums = weights[:, :PROMPT, :PROMPT].sum(1).view(groups, -1, PROMPT).sum(1)
+    sums[:, PROMPT - 16 :] = math.inf  # the newest half of the budget
+    kept = torch.zeros(groups, PROMPT + 1, dtype=torch.bool).scatter_(1, sums.topk(32).indices, True)
+    kept[:, -1] = True
+    full = weights[:, PROMPT].view(groups, heads // groups, -1)
+    seen = full * kept[:, None]
+    cosine = (full * seen).sum(-1) / (full.norm(dim=-1) * seen.norm(dim=-1))
+    assert found == pytest.approx(float(cosine.mean()), rel=1e-4)
+
+
+def test_tables_figure_and_json_say_the_same(measured, capsys):
+    result, out = measured
+    _show(Report(quiet=False), result)
+    said = " ".join(capsys.readouterr().out.split())
+    prompt = result["prompt_tokens"]
+    kept = 16 * math.ceil(prompt / 2 / 16)  # whole blocks
+    assert f"h2o(0.5) keeps {kept} of {prompt} tokens here, {kept / result['length']:.1%} of a text" in said
+    assert json.loads((out / "accuracy.json").read_text()) == result
+    lines = (out / "accuracy.csv").read_text().splitlines()
+    assert lines[0] == "policy,perplexity,over_full,agreement,cosine,looked_at,moved"
+    assert len(lines) == 1 + len(result["policies"])
+    assert (out / "accuracy.png").stat().st_size > 1000
+
+
+def test_chunks_are_256_positions_and_average_to_the_whole(checkpoint, text_file, tmp_path, monkeypatch):
+    monkeypatch.setattr("flexhybrid.jobs.accuracy.job.CHUNK_TOKENS", 16)
+    options = AccuracyOptions(checkpoint[0], text_file, ("kv_only",), LENGTH, PROMPT, 2, device="cpu", out=tmp_path)
+    result = accuracy(options, quiet=True)
+    rows = [row for row in result["chunks"] if row["policy"] == "kv_only"]
+    assert [(row["first"], row["end"]) for row in rows] == [(40, 48), (48, 64), (64, 80)]
+    whole = sum(math.log(row["perplexity"]) * (row["end"] - row["first"]) for row in rows) / (LENGTH - PROMPT)
+    assert by_name(result)["kv_only"]["perplexity"] == pytest.approx(math.exp(whole), rel=1e-6)
+
+
+def test_texts_are_cut_within_documents_and_taken_evenly(checkpoint, text_file):
+    with LLM(checkpoint[0], "resident", device="cpu") as llm:
+        every = read_texts(llm, text_file, 50, 99)
+        assert len(every) == 4 + 1  # 200 // 49 and 90 // 49; the middle one is too short
+        assert read_texts(llm, text_file, 50, 2) == [every[0], every[2]]
+        with pytest.raises(InputError, match="longest document has 200 tokens; a text takes 299"):
+            read_texts(llm, text_file, 300, 1)
+
+
+def test_the_command_line_prints_one_json_object(checkpoint, text_file, tmp_path, capsys):
+    arguments = ["accuracy", "--model", checkpoint[0], "--text", text_file, "--length", 60, "--policies", "kv_only",
+                 "--num-texts", 1, "--out", tmp_path, "--json"]  # fmt: skip
+    assert main([str(argument) for argument in arguments]) == 0
+    out, errors = capsys.readouterr()
+    assert [row["policy"] for row in json.loads(out)["policies"]] == ["full_cache", "kv_only"] and not errors
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (["--length", "97"], "takes 96"),
+        (["--length", "50", "--prompt-tokens", "50"], "prompt of 50"),
+        (["--policies", "kv_only", "kv_only"], "called 'kv_only'"),
+        (["--policies", "uvm"], "cannot be run"),
+        (["--text", "/nowhere"], "cannot read text file /nowhere"),
+        (["--text", os.devnull], f"{os.devnull} is empty"),
+        (["--policies", "nothing"], "unknown system"),
+        (["--policies", "kvpr_row"], "flexhybrid profile"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_the_first_run(
+    checkpoint, text_file, tmp_path, capsys, monkeypatch, changes, words
+):
+    monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path))  # where no profile is
+    arguments = ["accuracy", "--model", str(checkpoint[0]), "--text", str(text_file), "--out", str(tmp_path / "out")]
+    assert main([*arguments, *changes]) == 2
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,348 @@
+"""The main job at a small size: every step, every file, every column."""
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pandas as pd
+import pytest
+import torch
+
+from flexhybrid.core.errors import InputError
+from flexhybrid.core.hardware import Hardware, Line, load_hardware
+from flexhybrid.core.model.shape import ModelShape
+from flexhybrid.core.plan import stream
+from flexhybrid.core.policy import Placement, Policy
+from flexhybrid.core.trace import busy_seconds, iteration_ends
+from flexhybrid.core.wave import admit
+from flexhybrid.jobs.compare import job
+from flexhybrid.jobs.compare.breakdown import CARGO, KINDS, bytes_per_step, kind_of, seconds_per_step
+from flexhybrid.jobs.compare.job import CompareOptions, compare
+from flexhybrid.jobs.compare.setting import SIZES, TABLE_SECONDS, Setting, split_names
+from flexhybrid.jobs.compare.speed import Bench, Contender, moved_in_window
+from flexhybrid.jobs.profile.disk import DiskPart
+from flexhybrid.runtime.links import CpuCopies
+from flexhybrid.runtime.profiling.cpu_use import CpuUse
+from flexhybrid.runtime.storage.loader import RandomWeights
+from flexhybrid.runtime.storage.weights import DiskPlace, Weights
+from sim.presets import hybrid
+
+SMALL = ModelShape("small", "opt", 2, 64, 2, 2, 32, 128, 200, 600)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("compare")
+    policy = folder / "mine.json"
+    placement = Placement(device=0.4, host=0.6)
+    policy.write_text(Policy("mine", placement, cache={"act@host": 0.3, "kv@host": 0.7}).to_json())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FLEXHYBRID_CACHE", str(folder / "cache"))
+        torch.set_num_threads(1)
+        result = compare(
+            CompareOptions(
+                device="cpu", link_gb_per_s=0.5, shape=SMALL, batch=4, context=48, max_tokens=4, mini_batch=2, rounds=3,
+                exact_tokens=3, exact_prompts=12, policy=policy, out=folder / "out",
+            ),
+        )  # fmt: skip
+    return folder, result
+
+
+def test_every_policy_is_exact_and_measured(run):
+    _, result = run
+    assert all(row["exact"] for row in result["exactness"])
+    assert [row["policy"] for row in result["speed"]] == ["kv_only", "act_only", "hybrid_static", "hybrid", "mine"]
+    assert [row["act_share"] for row in result["sweep"]] == [i / 8 for i in range(9)]
+    for row in result["speed"]:
+        assert row["measured_tokens_per_s"] > 0 and len(row["measured_rounds"]) == 3
+        assert row["closed_form_tokens_per_s"] > 0 and row["virtual_clock_tokens_per_s"] > 0
+        assert row["overlap"] > 0 and 0 < row["busy_h2d"] <= 1.01 and 0 < row["busy_compute"] <= 1.01
+    assert result["trace_violations"] == []
+    assert result["completions"], "the text of a few completions is part of the job"
+
+
+def test_act_moves_fewer_bytes_than_kv(run):
+    """Multi-head attention: a token's ACT is half its KV; weights cross in both."""
+    _, result = run
+    by_name = {row["policy"]: row["h2d_bytes_per_iteration"] for row in result["speed"]}
+    assert by_name["act_only"] < by_name["hybrid_static"] < by_name["kv_only"]
+
+
+def test_files_are_written_and_agree(run):
+    folder, result = run
+    out = folder / "out"
+    written = json.loads((out / "compare.json").read_text())
+    assert written["speed"] == result["speed"]
+    assert len(pd.read_csv(out / "sweep.csv")) == 9 and len(pd.read_csv(out / "exactness.csv")) == 7
+    for picture in ("throughput.png", "timeline.png"):
+        assert (out / picture).read_bytes().startswith(b"\x89PNG")
+    trace = json.loads((out / "trace.json").read_text())["traceEvents"]
+    assert {e["args"]["name"] for e in trace if e["name"] == "process_name"} == {"predicted", "measured"}
+    assert not (folder / "cache").exists(), "lines of a tiny model must not become the machine's"
+    kept = load_hardware(out / "hardware-cpu.json")
+    assert kept.host_memory and kept.device_memory
+    for key in ("h2d", "d2h", "h2d_both", "d2h_both", "load_weights", "load_kv", "load_act", "kv_gen", "project",
+                "assemble", "attend", "attend_prefill", "finish", "head", "attend_host", "attend_recomputed",
+                "quantize", "dequantize_weights", "dequantize_kv", "dequantize_act", "scatter_device",
+                "load_hidden"):  # fmt: skip
+        assert len(kept.lines[key].samples) >= 2, key
+
+
+def test_auto_uses_the_saved_profile(run, monkeypatch, tmp_path):
+    from models import save_opt
+
+    from flexhybrid import LLM, InputError, SamplingParams
+
+    save_opt(tmp_path)
+    params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+    cache = run[0] / "kept"
+    load_hardware(run[0] / "out" / "hardware-cpu.json").save(cache / "hardware-cpu.json")
+    monkeypatch.setenv("FLEXHYBRID_CACHE", str(cache))
+    llm = LLM(tmp_path, device="cpu", link_gb_per_s=0.5)
+    answer = llm.generate([[5, 6, 7]], params)
+    assert llm.policy.name == "searched"
+    expected = LLM(tmp_path, hybrid(0.5), device="cpu").generate([[5, 6, 7]], params)
+    assert answer[0].outputs[0].token_ids == expected[0].outputs[0].token_ids
+    monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "empty"))
+    with pytest.raises(InputError, match="flexhybrid profile"):
+        LLM(tmp_path, device="cpu", link_gb_per_s=0.5).generate([[5, 6, 7]], params)
+
+
+def test_bytes_of_a_window_count_what_moved_in_it():
+    from flexhybrid.core.task import Task, Work
+    from flexhybrid.core.trace import TraceEvent
+
+    def event(verb, resource, iteration, start, end, size=0):
+        return TraceEvent(Task(iteration, 0, 0, verb, resource, Work(link_bytes=size), (), ()), start, end)
+
+    trace = [
+        event("sample", "compute", 1, 0.0, 1.0),
+        event("load_kv", "h2d", 2, 0.5, 1.5, 100),  # half of it before the window
+        event("load_kv", "h2d", 2, 1.5, 2.0, 40),
+        event("load_kv", "h2d", 3, 2.5, 4.5, 80),  # a quarter of it inside
+        event("sample", "compute", 2, 2.0, 3.0),
+    ]
+    assert moved_in_window(trace, "h2d") == pytest.approx(50 + 40 + 20)
+
+
+def test_idle_check_is_a_share():
+    before = CpuUse.now()
+    other = subprocess.Popen([sys.executable, "-c", "import time; t = time.time()\nwhile time.time() - t < 2: pass"])
+    time.sleep(0.6)
+    share = CpuUse.now().others_since(before)
+    other.kill()
+    other.wait()
+    assert share is None or share > 0.1, "a busy stranger must be seen"
+
+
+def test_a_profile_records_what_the_machine_has(tmp_path):
+    from flexhybrid.jobs.profile.job import host_memory_bytes, machine_memories
+
+    sizes = machine_memories(torch.device("cpu"))
+    assert sizes["host_memory"] == sizes["device_memory"] > 2**28
+    (tmp_path / "limit").write_text("1048576\n")
+    (tmp_path / "none").write_text("max\n")
+    assert host_memory_bytes((tmp_path / "limit", tmp_path / "none", tmp_path / "absent")) == 2**20
+    assert host_memory_bytes((tmp_path / "none",)) > 2**28
+
+
+@pytest.mark.parametrize(
+    "rounds, others, disturbed",
+    [([100, 104, 101], [0.01, 0.0, 0.02], False), ([100, 130, 101], [0.0] * 3, True), ([100] * 3, [0, 0.2, 0], True)],
+)
+def test_a_busy_machine_is_marked(rounds, others, disturbed):
+    from flexhybrid.jobs.compare.report import is_disturbed
+
+    row = {"measured_rounds": rounds, "others_cpu_share": others, "measured_tokens_per_s": sorted(rounds)[1]}
+    assert is_disturbed(row) == disturbed
+
+
+SYSTEMS = ("kv_only", "kvpr_column", "token_recompute(0.25)", "int4", "fastdecode", "accelerate", "h2o(0.5)")
+
+
+@pytest.fixture(scope="module")
+def systems_run(tmp_path_factory):
+    """Eight systems side by side, one with a disk, on lines that stand in for a profile."""
+    folder = tmp_path_factory.mktemp("systems")
+    disk = Policy("on_disk", Placement(host=0.5, disk=0.5), cache={"kv@disk": 0.5, "act@host": 0.5})
+    (folder / "disk.json").write_text(disk.to_json())
+    hardware = Hardware(
+        "any", "cpu", {key: Line(1e-4, 1e-10, 2e-9) for key in ("compute", "host_compute", "h2d", "d2h")}
+    )
+    lines = {key: Line(1e-4, 0.0, 1e-9) for key in ("disk_read", "disk_write")}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(job, "measure_hardware", lambda *rest: (hardware, []))
+        patch.setattr(job, "measure_disk", lambda *rest: (DiskPart(lines, 1 << 30, {}), []))
+        result = compare(
+            CompareOptions(
+                device="cpu", link_gb_per_s=0.5, shape=SMALL, batch=4, context=48, max_tokens=4, rounds=3,
+                exact_tokens=3, exact_prompts=8, systems=(*SYSTEMS, str(folder / "disk.json")),
+                disk_dir=folder, out=folder / "out",
+            ),
+        )  # fmt: skip
+    return folder, result
+
+
+def test_systems_by_name_are_exact_or_say_how_far(systems_run):
+    _, result = systems_run
+    names = [*SYSTEMS, "on_disk"]
+    assert [row["policy"] for row in result["exactness"]] == [row["policy"] for row in result["speed"]] == names
+    for row in result["exactness"] + result["speed"]:
+        assert row["lossless"] == (row["policy"] not in ("int4", "h2o(0.5)"))
+    assert all(row["exact"] for row in result["exactness"] if row["lossless"])
+    for row in result["speed"]:
+        assert row["reference"] == "kv_only" and row["virtual_clock_tokens_per_s"] > 0
+        if row["lossless"]:
+            assert row["tokens_equal"] == row["tokens_compared"] == 16, row["policy"]
+    assert result["trace_violations"] == [] and result["sweep"] == [] and result["search"] is None
+
+
+def test_a_steps_kinds_are_those_of_its_policy(systems_run):
+    _, result = systems_run
+    of = {one["policy"]: one for one in result["breakdown"]}
+    for clock in ("predicted", "measured"):
+        assert set(of["kv_only"][clock]["seconds"]) == {
+            "load_weights",
+            "load_cache",
+            "compute",
+            "store",
+            "host_compute",
+        }
+        assert {"disk_read", "disk_write"} <= set(of["on_disk"][clock]["seconds"])
+        assert "load_cache" not in of["fastdecode"][clock]["seconds"]
+        assert "load_weights" not in of["accelerate"][clock]["seconds"]
+        for one in of.values():
+            assert set(one[clock]["seconds"]) <= set(KINDS) and one[clock]["step_s"] > 0
+            assert 0 < max(one[clock]["busy"].values()) <= 1.01
+    assert {n: one["predicted"]["bytes"] for n, one in of.items()} == {
+        n: one["measured"]["bytes"] for n, one in of.items()
+    }
+    packed, plain = (of[name]["measured"]["bytes"]["h2d"]["kv"] for name in ("int4", "kv_only"))
+    assert packed == pytest.approx(plain * (4 / 8 + 4 / 64) / 4)  # float32: half a byte and two float16 a group of 64
+
+
+def test_systems_are_written_as_tables_and_figures(systems_run):
+    out = systems_run[0] / "out"
+    table = pd.read_csv(out / "breakdown.csv")
+    assert set(table["policy"]) == {*SYSTEMS, "on_disk"} and set(table["unit"]) == {"s", "bytes", "share"}
+    for picture in ("breakdown.png", "traffic.png", "timeline.png"):
+        assert (out / picture).read_bytes().startswith(b"\x89PNG")
+    assert not (out / "throughput.png").exists() and not (out / "sweep.csv").exists()
+
+
+@pytest.mark.parametrize(
+    "systems, words",
+    [
+        (("uvm",), "uvm.*cannot be run.*faults"),
+        (("kv_only", "kv_onyl"), "did you mean kv_only"),
+        (("kv_only", "kv_only"), "two of the policies.*kv_only"),
+        (("DISK",), "--disk-dir"),
+        (("absent.json",), "absent.json"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_before_the_profile(systems, words, tmp_path, monkeypatch):
+    disk = tmp_path / "disk.json"
+    disk.write_text(Policy("on_disk", cache={"kv@disk": 1.0}).to_json())
+    monkeypatch.setattr(job, "measure_hardware", lambda *rest: pytest.fail("measured before it was checked"))
+    systems = tuple(str(disk) if name == "DISK" else name for name in systems)
+    with pytest.raises(InputError, match=words):
+        compare(CompareOptions(device="cpu", shape=SMALL, systems=systems, out=tmp_path / "out"), quiet=True)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("numbers", "words"),
+    [
+        (dict(batch=0), "--batch is 0"),
+        (dict(mini_batch=-1), "--mini-batch is -1"),
+        (dict(max_tokens=2), "--gen-len is 2; it must be at least 3"),
+        (dict(context=0), "--prompt-len is 0"),
+        (dict(context=300, max_tokens=400), "--prompt-len 300 and --gen-len 400 are 700 .* room for 600"),
+        (dict(max_tokens=5000), "--gen-len 5000"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused_by_their_flags(numbers, words):
+    with pytest.raises(InputError, match=words):
+        Setting(CompareOptions(device="cpu", shape=SMALL, **numbers))
+
+
+def test_a_slow_machine_gets_less_to_do():
+    """The job sizes itself by its own prediction: a slower one never takes on more; a stated context stays."""
+    lines = {"h2d": Line(1e-4, 0.0, 5e-10), "d2h": Line(1e-4, 0.0, 5e-10), "host_compute": Line(1e-4, 0.0, 1e-9)}
+    free = Setting(CompareOptions(device="cpu"))
+    sizes = []
+    for flops_per_s in (1e12, 1e11, 1e10, 1e9):
+        hardware = Hardware("any", "cpu", {**lines, "compute": Line(1e-5, 1 / flops_per_s, 1e-11)})
+        setting = free.sized(hardware)
+        sizes.append(SIZES.index((int(setting.workload.prompt_tokens[0]), setting.shape.num_layers)))
+        assert setting.table_seconds(hardware) <= TABLE_SECONDS or sizes[-1] == len(SIZES) - 1
+    assert sizes == sorted(sizes) and sizes[0] == 0 and sizes[-1] == len(SIZES) - 1
+    stated = Setting(CompareOptions(device="cpu", context=512))
+    assert stated.sized(hardware) is stated
+    short = Setting(CompareOptions(device="cpu", shape=replace(SMALL, max_positions=100)))
+    assert short.workload.prompt_tokens[0] == short.sized(hardware).workload.prompt_tokens[0] == 100 - 6
+
+
+def test_names_may_hold_commas_in_parentheses():
+    given = ["kv_only,kvpr_column(split=paper, hiding=false), int4", "mine.json"]
+    assert split_names(given) == ("kv_only", "kvpr_column(split=paper, hiding=false)", "int4", "mine.json")
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Policy("mixed", cache={"kv@host": 0.5, "act@host": 0.25, "kv@device": 0.25}),
+        Policy("row", Placement(device=0.5, host=0.5), cache={"tok": 0.3, "kv@host": 0.7}, schedule="row"),
+        Policy("host", cache={"kv@host": 1.0}, attention="host", hidden="host"),
+        Policy("disk", Placement(host=0.5, disk=0.5), cache={"kv@disk": 0.6, "act@host": 0.4}),
+    ],
+    ids=lambda policy: policy.name,
+)
+def test_a_breakdown_adds_up_to_busy_time_and_to_the_bytes_that_really_moved(policy, tmp_path, monkeypatch):
+    """Seconds of kinds against the trace's busy time; bytes against the plan's tasks and against the copies' own."""
+    hardware = Hardware("any", "cpu", {"compute": Line(1e-5)})
+    prompts = [[5 + i] * (20 + 9 * i) for i in range(4)]
+    moved = {"h2d": 0, "d2h": 0}
+    for direction in moved:
+
+        def counted(copies, target, source, _direction=direction):
+            moved[_direction] += target.nbytes
+            target.copy_(source)
+
+        monkeypatch.setattr(CpuCopies, f"copy_{direction}", counted)
+    whole = CpuCopies.copy_blocks_h2d
+
+    def blocks(copies, target, pool, runs):
+        moved["h2d"] += sum(run.rows * run.blocks for run in runs) * pool[0].nbytes
+        whole(copies, target, pool, runs)
+
+    monkeypatch.setattr(CpuCopies, "copy_blocks_h2d", blocks)
+
+    def make(policy):
+        return Weights(SMALL, RandomWeights(SMALL), "float32", torch.device("cpu"), policy, DiskPlace(tmp_path))
+
+    with Bench(make, prompts, 5, None, {}, hardware, DiskPlace(tmp_path)) as bench:
+        contender = Contender(bench, policy)
+        moved.update(h2d=0, d2h=0)
+        trace, _ = contender.decode()
+        tasks = list(stream(admit(SMALL, policy, bench.workload, 4, hardware=hardware), first_iteration=1))
+    ends = iteration_ends(trace)
+    inside = [
+        event._replace(
+            start_s=min(max(event.start_s, ends[0]), ends[-1]), end_s=max(min(event.end_s, ends[-1]), ends[0])
+        )
+        for event in trace
+    ]
+    busy, seconds = busy_seconds(inside), seconds_per_step(trace)
+    for resource, of_resource in busy.items():
+        kinds = {kind_of(event.task) for event in trace if event.task.resource == resource}
+        total = sum(seconds.get(kind, 0.0) for kind in kinds) * (len(ends) - 1)
+        assert total == pytest.approx(of_resource, abs=1e-9), resource
+    per_step, steps = bytes_per_step(trace), 4
+    for link, of_link in per_step.items():
+        assert set(of_link) <= set(CARGO)
+        assert sum(of_link.values()) * steps == sum(t.work.link_bytes for t in tasks if t.resource == link), link
+    for link, count in moved.items():
+        assert sum(per_step[link].values()) * steps == count, link

@@ -1,0 +1,409 @@
+"""--engine ray: the same files as the local engine's, on two actors of which one is killed under way."""
+
+import functools
+import json
+import os
+import shlex
+import signal
+import socket
+import sys
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from test_cascade_commands import Pixels
+from test_cascade_serve import Toy
+from test_docs import COMMAND, MACHINE, ROOT
+
+from flexhybrid import LLM, InputError, cli
+from flexhybrid.cascade.routes import Cascade, CascadeModel
+from flexhybrid.cascade.serving.ray_serve import Size, deployed
+from flexhybrid.cascade.serving.run import serve
+from flexhybrid.core.policy import Policy
+from flexhybrid.jobs import ray_cluster
+from flexhybrid.jobs.ray_cluster import crew_of
+from flexhybrid.jobs.run import job as run_module
+from flexhybrid.jobs.sweep.journal import Journal
+
+pytest.importorskip("ray")
+pytestmark = pytest.mark.timeout(600)  # seconds, on a machine with much else to do
+
+
+@pytest.fixture(scope="module")
+def two_cpus():
+    """A small cluster of this process's own, which commands find connected."""
+    import ray
+
+    ray_cluster.start_local(ray, num_cpus=2, log_to_driver=False, logging_level="ERROR")
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def run(tiny, tmp_path, monkeypatch):
+    """The command on a tiny model, four requests at a time, so that there is much to be killed in."""
+    monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))
+    policy = tmp_path / "policy.json"
+    policy.write_text(json.dumps({"name": "p", "cache": {"kv@host": 1.0}, "max_batch": 4}))
+
+    def command(source: Path, out: Path, *more: str) -> int:
+        return cli.main(
+            ["run", "-i", str(source), "-o", str(out), "--model", str(tiny), "--policy", str(policy), "--device", "cpu",
+             "--dtype", "float32", "--quiet", *more]
+        )  # fmt: skip
+
+    return command
+
+
+RAY = ("--engine", "ray", "--actors", "2")
+
+
+def requests(path: Path, count: int) -> Path:
+    """Prompts and answers of many lengths, half of them drawn at random, and two lines that are refused."""
+    generator = np.random.default_rng(1)
+    bodies = [
+        {
+            "prompt": generator.integers(3, 61, 1 + i % 7).tolist(),
+            "max_tokens": 20 + i % 17,
+            "temperature": i % 2,
+            "ignore_eos": True,
+        }
+        for i in range(count)
+    ]
+    lines = [
+        json.dumps({"custom_id": f"r{i}", "method": "POST", "url": "/v1/completions", "body": body})
+        for i, body in enumerate(bodies)
+    ]
+    path.write_text("\n".join([*lines[: count // 2], "{}", *lines[count // 2 :], lines[0]]) + "\n")
+    return path
+
+
+def answers(path: Path) -> dict[str, dict]:
+    """id -> response without the time of the job; each id once."""
+    rows = [json.loads(raw) for raw in path.read_bytes().splitlines()]
+    found = {row["id"]: row["response"]["body"] | {"created": 0} for row in rows}
+    assert len(found) == len(rows)
+    return found
+
+
+def workers(name: str) -> set[int]:
+    """Process ids of this process's cluster's workers that bear ``name`` in their title."""
+    found = set()
+    for folder in Path("/proc").iterdir():
+        try:
+            title = (folder / "cmdline").read_bytes()
+            if title.startswith(b"ray::") and name.encode() in title:
+                raylet = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+                parent = Path(f"/proc/{raylet}/stat").read_text().rpartition(")")[2].split()[1]
+                found |= {int(folder.name)} if int(parent) == os.getpid() else set()
+        except (OSError, ValueError):  # no process, or gone
+            continue
+    return found
+
+
+def test_an_actor_killed_under_way_loses_no_line_and_doubles_none(run, two_cpus, tmp_path, monkeypatch, capsys):
+    source = requests(tmp_path / "in.jsonl", 60)
+    assert run(source, tmp_path / "local.jsonl") == 0
+    killed, writes = [], []
+
+    def write(job, answered, progress, write=run_module.Job.write):
+        write(job, answered, progress)
+        writes.append(len(answered))
+        if not killed and job.crew:
+            killed.extend(sorted(workers("MapWorker"))[:1])
+            os.kill(killed[0], signal.SIGKILL)
+
+    monkeypatch.setattr(run_module.Job, "write", write)
+    capsys.readouterr()
+    assert run(source, tmp_path / "ray.jsonl", *RAY) == 0
+    told = capsys.readouterr().out
+    assert "2 actors with 1 CPU each" in told and "60 answered, 2 refused, 0 left of 62 lines" in told
+    assert killed and writes[0] < 60 and sum(writes) == 60
+    assert answers(tmp_path / "ray.jsonl") == answers(tmp_path / "local.jsonl")
+
+
+def test_either_engine_goes_on_with_what_the_other_left(run, two_cpus, tmp_path, monkeypatch, capsys):
+    source = requests(tmp_path / "in.jsonl", 24)
+    assert run(source, tmp_path / "local.jsonl") == 0
+
+    def interrupted(self, count, advance=run_module.Progress.advance):
+        advance(self, count)
+        if self.what == "tokens" and self.done:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    out = tmp_path / "out.jsonl"
+    with monkeypatch.context() as patched:
+        patched.setattr(run_module.Progress, "advance", interrupted)
+        assert run(source, out) == 130
+        before = len(answers(out))
+        assert run(source, out, "--engine", "ray") == 130
+    assert before < len(answers(out)) < 26
+    told = capsys.readouterr().out
+    assert "1 actor with 2 CPU each" in told and "give the same command again" in told
+    assert run(source, out, "--seed", "1", *RAY) == 2 and "sampling.seed was 0, is 1" in capsys.readouterr().err
+    assert run(source, out) == 0
+    assert answers(out) == answers(tmp_path / "local.jsonl")
+
+
+def test_a_sweep_whose_worker_is_killed_gives_the_same_table(two_cpus, tmp_path, monkeypatch):
+    grid = tmp_path / "grid.toml"
+    grid.write_text(
+        'system = ["kv_only", "capture"]\nmodel = "opt-30b"\nhardware = "rtx4090"\nbatch = [1, 8, 32]\n'
+        "prompt_len = [128, 512]\ngen_len = 32\n"
+    )
+    command = ["sweep", str(grid), "--quiet", "--workers", "2"]
+    assert cli.main([*command, "--workers", "1", "--out", str(tmp_path / "local.csv")]) == 0
+    killed = []
+
+    def append(journal, indices, outcome, append=Journal.append):
+        append(journal, indices, outcome)
+        if not killed:
+            killed.extend(sorted(workers("outcome_of"))[:1])
+            if killed:
+                os.kill(killed[0], signal.SIGKILL)
+
+    monkeypatch.setattr(Journal, "append", append)
+    assert cli.main([*command, "--engine", "ray", "--out", str(tmp_path / "ray.csv")]) == 0
+    found, expected = (pd.read_csv(tmp_path / name) for name in ("ray.csv", "local.csv"))
+    assert killed
+    # sums over sets of names take another order in another process: the last digit, and the order of columns
+    pd.testing.assert_frame_equal(found, expected, rtol=1e-12, check_like=True)
+
+
+def test_the_page_about_clusters_works_as_written(two_cpus, tmp_path, monkeypatch, capsys):
+    (tmp_path / "experiments").symlink_to(ROOT / "experiments")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(run_module, "measure_for_model", lambda *setting: MACHINE)
+    commands = COMMAND.findall((ROOT / "docs/on-a-cluster.md").read_text(encoding="utf-8"))
+    assert [command.split()[0] for command in commands] == ["run", "sweep"]
+    for command in commands:
+        assert cli.main(shlex.split(command)) == 0, command
+    assert len(answers(tmp_path / "cluster.jsonl")) == len((ROOT / "experiments/prompts.txt").read_text().splitlines())
+    assert "points in" in capsys.readouterr().out
+
+
+def setting(tiny, **changes):
+    from flexhybrid.jobs.run.remote import Setting
+
+    policy = Policy(name="p", cache={"kv@host": 1.0}, max_batch=2)
+    with LLM(tiny, policy, "cpu", dtype="float32") as llm:
+        layer_bytes = llm.load()
+    values = dict(
+        model=tiny, policy=policy, device="cpu", dtype="float32", hardware=None, link_gb_per_s=None,
+        budgets=dict.fromkeys(("device", "host", "disk")), disk_dir=None, disk_gb_per_s=None,
+        layer_bytes=layer_bytes, form="jsonl", url="/v1/completions", sampling={}, seed=0, created=0, heartbeat=4,
+    )  # fmt: skip
+    return Setting(**{**values, **changes})
+
+
+def test_an_actor_gives_the_same_pieces_when_a_batch_is_done_again(tiny, tmp_path):
+    """Ray counts the pieces of retried work: what came before is not sent again."""
+    from flexhybrid.jobs.run.remote import LINES, Actor, pa
+
+    lines = requests(tmp_path / "in.jsonl", 6).read_bytes().splitlines()[:3]
+    batch = pa.table([[[1, 2, 3]], [lines]], LINES)
+    actor = Actor(setting(tiny))
+    pieces = [table.to_pylist()[0] for table in actor(batch)]
+    assert pieces == [table.to_pylist()[0] for table in Actor(setting(tiny))(batch)]
+    assert sorted(number for piece in pieces for number in piece["numbers"]) == [1, 2, 3]
+    assert sum(piece["generated"] for piece in pieces) == sum(sum(piece["tokens"]) for piece in pieces) == 20 + 21 + 22
+    assert len(pieces) > 40 // 4
+    for wrong, words in (({"model": tiny / "none"}, "none"), ({"layer_bytes": {"device": 5}}, "that were planned")):
+        (trouble,) = Actor(setting(tiny, **wrong))(batch)
+        assert words in trouble.to_pylist()[0]["error"]
+
+
+def test_a_piece_is_sent_on_while_its_batch_is_at_work(tiny, two_cpus, tmp_path, monkeypatch):
+    """Ray gathers 128 MiB of what an actor gives before it sends them on: a job of hours would show no progress."""
+    from flexhybrid.jobs.run.remote import BATCH, _pieces, pa, ray
+
+    tables = []
+
+    def iter_batches(self, iter_batches=ray.data.Dataset.iter_batches, **options):
+        for table in iter_batches(self, **options):
+            tables.append(table.num_rows)
+            yield table
+
+    monkeypatch.setattr(ray.data.Dataset, "iter_batches", iter_batches)
+    source = requests(tmp_path / "in.jsonl", 6)
+    ends = np.cumsum([len(line) for line in source.read_bytes().splitlines(keepends=True)])[:2].tolist()
+    batch = pa.table([[[1, 2]], [[0, ends[0]]], [ends]], BATCH)
+    pieces = list(_pieces(ray_cluster.Crew(1, 1, 1, 0), setting(tiny), source, iter([batch])))
+    assert tables == [1] * len(pieces) and len(pieces) > 4
+
+
+@pytest.mark.parametrize(
+    "nodes, device, asked, expected",
+    [
+        ([(16, 2), (16, 2)], "cuda", None, (4, 2, 8, 1)),
+        ([(16, 2), (16, 2)], "cuda", 1, (1, 1, 16, 1)),
+        ([(16, 2), (8, 0)], "cuda", None, (2, 2, 8, 1)),
+        ([(16, 2), (8, 0)], "cpu", None, (2, 1, 8, 0)),
+        ([(2, 0)], "cpu", 2, (2, 2, 1, 0)),
+        ([(4, 0), (4, 0)], "cpu", 3, (3, 2, 2, 0)),
+    ],
+)
+def test_one_executor_a_gpu_or_a_node(nodes, device, asked, expected):
+    resources = [{"Alive": True, "Resources": {"CPU": cpus, "GPU": gpus}} for cpus, gpus in nodes]
+    ray = SimpleNamespace(nodes=lambda: [*resources, {"Alive": False, "Resources": {"CPU": 64, "GPU": 64}}])
+    found = crew_of(ray, device, asked)
+    assert (found.size, found.a_node, found.cpus, found.gpus) == expected
+
+
+def test_what_the_cluster_lacks_is_said(run, tmp_path, monkeypatch, capsys):
+    source = requests(tmp_path / "in.jsonl", 2)
+    ray = SimpleNamespace(nodes=lambda: [{"Alive": True, "Resources": {"CPU": 2}}])
+    for device, actors, words in (("cuda", None, "no GPU"), ("cpu", 3, "has 2 CPUs"), ("cpu", 0, "--actors 0")):
+        with pytest.raises(InputError, match=words):
+            crew_of(ray, device, actors)
+    assert run(source, tmp_path / "out", "--actors", "2") == 2 and "of --engine ray" in capsys.readouterr().err
+    assert run(source, tmp_path / "out", *RAY, "--trace", "x") == 2 and "--trace" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert run(source, tmp_path / "out", *RAY) == 2 and "pip install 'ray[data,serve]" in capsys.readouterr().err
+
+
+def test_a_local_cluster_is_started_only_where_no_address_is_given(tmp_path, monkeypatch):
+    import ray
+    from ray._private import services
+
+    started, said, failures = [], [], [RuntimeError("timed out")]
+
+    def init(address, **options):
+        if failures:
+            raise failures.pop()
+        started.append(address)
+
+    with socket.socket() as gone:
+        gone.bind(("127.0.0.1", 0))
+        nobody = f"127.0.0.1:{gone.getsockname()[1]}"
+    monkeypatch.setattr(ray_cluster, "_own_clusters", lambda: own)
+    monkeypatch.setattr(services, "find_bootstrap_address", lambda folder: remembered)
+    remembered, own = None, set()
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: started.append("ended"))
+    for address, words in (
+        (nobody, f"no Ray cluster at RAY_ADDRESS={nobody}: nothing listens at"),
+        ("nowhere", "no Ray cluster at RAY_ADDRESS=nowhere"),
+        ("ray://x:1", "remote client"),
+    ):
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        with pytest.raises(InputError, match=words), ray_cluster.cluster(said.append):
+            pass
+    assert "local" not in started and not said
+    monkeypatch.delenv("RAY_ADDRESS")
+    with ray_cluster.cluster(said.append):
+        assert started[-1] == "local"
+    assert started[-1] == "ended" and "none is known; a local one is started" in said[0]
+    remembered = nobody  # of a cluster that has ended
+    with ray_cluster.cluster(said.append):
+        assert started[-1] == "local"
+    assert "nothing listens at " in said[1] and nobody.rpartition(":")[2] in said[1]
+    with socket.create_server(("", 0)) as somebody:  # Ray takes this machine's own address for 127.0.0.1
+        remembered = f"127.0.0.1:{somebody.getsockname()[1]}"
+        with ray_cluster.cluster(said.append):
+            assert started[-1] == "local"
+        assert "is this user's; a local one is started" in said[2]
+        own = {remembered}
+        with ray_cluster.cluster(said.append):
+            assert started[-1].endswith(remembered.rpartition(":")[2])
+        assert f"the cluster at {started[-2]} (your own `ray start`)" in said[3]
+        own = set()
+        monkeypatch.setenv("RAY_ADDRESS", remembered)  # whosever it is
+        with ray_cluster.cluster(said.append):
+            assert started[-1].endswith(remembered.rpartition(":")[2])
+        assert said[4].endswith("(RAY_ADDRESS)") and len(said) == 5
+        monkeypatch.delenv("RAY_ADDRESS")
+    remembered = nobody
+    failures.extend([RuntimeError("timed out"), RuntimeError("timed out")])
+    with pytest.raises(InputError, match="did not start: timed out"), ray_cluster.cluster(said.append):
+        pass
+
+
+def test_the_clusters_of_this_user_are_told_from_those_of_others(two_cpus, monkeypatch):
+    import ray
+
+    here = ray.get_runtime_context().gcs_address
+    assert here in ray_cluster._own_clusters()
+    another = os.getuid() + 1
+    monkeypatch.setattr(os, "getuid", lambda: another)
+    assert here not in ray_cluster._own_clusters()
+
+
+# ---- a cascade -------------------------------------------------------------------------------------------------------
+
+
+def post(port: int, body: dict) -> tuple[int, dict]:
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/", json.dumps(body).encode())
+    try:
+        with urllib.request.urlopen(request, timeout=120) as response:
+            return response.status, json.load(response)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def test_a_served_cascade_loses_no_request_when_a_replica_dies(two_cpus):
+    cascade = Cascade((CascadeModel("small"), CascadeModel("large")), (0.9,))
+    toys = [Toy("small", 5.0), Toy("large", 0.0)]
+    requests = np.arange(240, dtype=np.float32)[:, None] % 10 - 1  # a tenth of them break whatever they meet
+    expected = [answer.__dict__ for answer in serve(cascade, toys, requests)]
+    port = free_port()
+    loads = [functools.partial(Toy, toy.name, toy.sure_from) for toy in toys]
+    killed = []
+
+    def ask(i: int) -> tuple[int, dict]:
+        if i == 60:
+            killed.extend(sorted(workers("ServeReplica:cascade:small"))[:1])
+            os.kill(killed[0], signal.SIGKILL)
+        return post(port, {"x": requests[i].tolist()})
+
+    with deployed(cascade, loads, [Size(2, 8), Size(1, 8)], port, print) as answer:
+        with ThreadPoolExecutor(16) as load:
+            found = list(load.map(ask, range(len(requests))))
+        assert post(port, {"y": 1})[0] == 400
+        in_bulk = answer(requests, 0)
+    assert killed
+    assert [status for status, _ in found] == [503 if one["model"] is None else 200 for one in expected]
+    assert [{**body, "index": i} for i, (_, body) in enumerate(found)] == expected
+    assert [one.__dict__ for one in in_bulk] == expected
+
+
+def test_cascade_run_answers_a_file_on_ray_as_it_does_here(two_cpus, tmp_path, capsys):
+    """The whole command, its largest model broken: what the small one is not sure of falls back on it."""
+    x = np.random.default_rng(3).normal(size=(150, 3)).astype(np.float32)
+    np.savez(tmp_path / "data.npz", x=x, labels=x.argmax(axis=1))
+    torch.export.save(
+        torch.export.export(
+            Pixels(2.0), (torch.zeros(2, 3),), dynamic_shapes=({0: torch.export.Dim("batch")},)
+        ),
+        tmp_path / "small.pt2",
+    )  # fmt: skip
+    models = (
+        CascadeModel("small", source=f"{tmp_path}/small.pt2"),
+        CascadeModel("large", source="test_cascade_commands:broken"),
+    )
+    Cascade(models, (0.7,)).save(tmp_path / "cascade.json")
+    command = ["cascade", "run", "--cascade", f"{tmp_path}/cascade.json", "-i", f"{tmp_path}/data.npz", "--json", "-o"]
+    records, answers = [], []
+    for name, more in (("here", []), ("ray", ["--engine", "ray", "--port", str(free_port())])):
+        assert cli.main([*command, f"{tmp_path}/{name}.jsonl", *more]) == 0
+        told = capsys.readouterr().out.splitlines()[-1]  # Ray outlives the command here, and may say something late
+        records.append(json.loads(told) | {"path": None})
+        answers.append([json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()])
+    assert records[0] == records[1] and 0 < records[0]["fallbacks"] < 150 and records[0]["unanswered"] == 0
+    for here, there in zip(*answers, strict=True):  # a batch of another size rounds otherwise
+        assert here | {"confidence": None} == there | {"confidence": None}
+        assert here["confidence"] == pytest.approx(there["confidence"], rel=1e-5)

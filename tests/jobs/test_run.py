@@ -1,0 +1,652 @@
+"""The run command: every line of the input answered once, whatever happens; formats, errors, order."""
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from flexhybrid import LLM, InputError, SamplingParams, cli
+from flexhybrid import resolve as machine
+from flexhybrid.batch import answers as answers_module
+from flexhybrid.batch.answers import ANSWERED, FAILED, AnswerFile
+from flexhybrid.batch.openai import Refused, error_line
+from flexhybrid.batch.requests import line_seed
+from flexhybrid.core.hardware import Hardware, Line
+from flexhybrid.core.plan import stream
+from flexhybrid.core.policy import Placement, Policy
+from flexhybrid.core.trace import iteration_ends
+from flexhybrid.core.wave import admit
+from flexhybrid.core.workload import Workload
+from flexhybrid.jobs import shipped
+from flexhybrid.jobs.run import job as run_module
+from flexhybrid.jobs.run.forecast import forecast, sorted_by_length
+from flexhybrid.llm import CompletionOutput, RequestOutput
+from flexhybrid.runtime.engine import Engine
+
+ROOT = Path(__file__).parents[2]
+SHIPPED = shipped("checkpoints/opt-stdlib-4m")
+
+
+@pytest.fixture(autouse=True)
+def no_profile(tmp_path, monkeypatch):
+    """What is known of this machine decides nothing here."""
+    monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))
+
+
+def line(custom_id, url="/v1/completions", **body) -> str:
+    return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": body})
+
+
+def requests(path: Path, count=12) -> Path:
+    generator = np.random.default_rng(1)
+    lines = [
+        line(f"r{i}", prompt=generator.integers(3, 61, 1 + i % 7).tolist(), max_tokens=1 + i % 5, temperature=i % 2)
+        for i in range(count)
+    ]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def run(source: Path, out: Path, model: Path, *more: str, policy="kv_only") -> int:
+    return cli.main(
+        ["run", "-i", str(source), "-o", str(out), "--model", str(model), "--policy", policy, "--device", "cpu",
+         "--dtype", "float32", "--quiet", *more]
+    )  # fmt: skip
+
+
+def known_machine() -> Hardware:
+    """One of which speeds are predicted, however badly."""
+    lines = {key: Line(1e-4, 1e-12, 1e-10) for key in ("compute", "h2d", "d2h", "host_compute")}
+    return Hardware("local", "cpu", lines, dtype="float32")
+
+
+def read(path: Path) -> list[dict]:
+    return [json.loads(raw) for raw in path.read_bytes().splitlines()]
+
+
+def by_id(path: Path) -> dict[str, dict]:
+    rows = read(path)
+    found = {row["id"]: row["response"] for row in rows}
+    assert len(found) == len(rows), "a line is answered twice"
+    for response in found.values():
+        response["body"].pop("created", None)
+    return found
+
+
+def test_answers_are_those_of_generate_in_openais_form(tiny, tiny_llm, tmp_path, capsys):
+    source, out = requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
+    assert run(source, out, tiny) == 0
+    told = capsys.readouterr().out
+    assert "12 answered, 0 refused, 0 left of 12 lines" in told and "tokens of answers in all; " in told
+    assert "no speed: this machine is not profiled" in told and "limited by" not in told
+    assert "tokens/s; the whole command " in told
+    asked = read(source)
+    params = [
+        SamplingParams(
+            max_tokens=one["body"]["max_tokens"], temperature=one["body"]["temperature"], seed=line_seed(0, number)
+        )
+        for number, one in enumerate(asked, 1)
+    ]
+    expected = tiny_llm.generate([one["body"]["prompt"] for one in asked], params)
+    rows = {row["id"]: row for row in read(out)}
+    for number, (one, answer) in enumerate(zip(asked, expected, strict=True), 1):
+        row, completion = rows[f"batch_req_{number:08d}"], answer.outputs[0]
+        assert (row["custom_id"], row["error"], row["response"]["status_code"]) == (one["custom_id"], None, 200)
+        body = row["response"]["body"]
+        assert body["object"] == "text_completion" and body["model"] == tiny_llm.shape.name
+        (choice,) = body["choices"]
+        assert choice["token_ids"] == completion.token_ids and choice["finish_reason"] == completion.finish_reason
+        prompt = len(one["body"]["prompt"])
+        tokens = len(completion.token_ids)
+        assert body["usage"] == {
+            "prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens,
+        }  # fmt: skip
+
+
+def test_a_second_run_of_the_same_command_has_nothing_to_do(tiny, tmp_path, capsys, monkeypatch):
+    source, out = requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
+    assert run(source, out, tiny) == 0
+    before = out.read_bytes()
+    monkeypatch.setattr(LLM, "generate", None)
+    assert run(source, out, tiny) == 0
+    assert out.read_bytes() == before and "12 before this run" in capsys.readouterr().out
+
+
+def test_killed_anywhere_and_resumed_nothing_is_lost_or_changed():
+    """SIGKILL at writes, within writes, at fsyncs and at sampled steps; ``make soak`` does more of it."""
+    amounts = {"--requests": 24, "--points": 20, "--timed": 1, "--batch": 8}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests/soak.py"), *(str(one) for pair in amounts.items() for one in pair)],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["killed"] >= 20
+
+
+def test_a_tail_torn_at_any_byte_is_repaired(tiny, tmp_path):
+    """Every truncation within the last two lines keeps what was whole, and loses nothing else."""
+    lines = [error_line(n, Refused("c", f"text {n} “é”")) for n in range(1, 5)]
+    path = tmp_path / "out.jsonl"
+    for cut in range(len(b"".join(lines[:2])), len(b"".join(lines)) + 1):
+        data = b"".join(lines)[:cut]
+        path.write_bytes(data)
+        states = np.zeros(4, dtype=np.uint8)
+        file = AnswerFile(path)
+        file.check(states)
+        assert path.read_bytes() == data  # not yet
+        file.repair()
+        kept = [one for n, one in enumerate(lines) if len(b"".join(lines[: n + 1])) - 1 <= cut]
+        assert path.read_bytes() == b"".join(kept)
+        assert (states == FAILED).sum() == len(kept)
+        rest = lines[len(kept) :]
+        file.append(rest)
+        file.close()
+        assert path.read_bytes() == b"".join(lines)
+
+
+@pytest.mark.parametrize("damage", ["cut", "zeros", "twice", "beyond", "foreign"])
+def test_damage_before_the_tail_is_refused_and_nothing_touched(tiny, tmp_path, capsys, damage):
+    source, out = requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
+    assert run(source, out, tiny) == 0
+    rows = out.read_bytes().splitlines(keepends=True)
+    rows[4] = {
+        "cut": rows[4][:50] + b"\n", "zeros": bytes(len(rows[4]) - 1) + b"\n", "twice": rows[2],
+        "beyond": rows[4].replace(b"batch_req_000000", b"batch_req_000009"), "foreign": b'{"id": 3}\n',
+    }[damage]  # fmt: skip
+    rows[-1] = rows[-1][:-30]
+    out.write_bytes(b"".join(rows))
+    before = out.read_bytes()
+    assert run(source, out, tiny) == 2
+    assert "line 5" in (error := capsys.readouterr().err) and "nothing was changed" in error
+    assert out.read_bytes() == before
+    assert run(source, out, tiny, "--restart") == 0 and len(by_id(out)) == 12
+
+
+@pytest.mark.parametrize("short", [False, True])
+def test_a_full_disk_at_any_write_leaves_whole_lines_and_resumes(tiny, tmp_path, capsys, monkeypatch, short):
+    source, out = requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
+    assert run(source, tmp_path / "whole.jsonl", tiny) == 0
+    expected, number = by_id(tmp_path / "whole.jsonl"), 0
+    write, full = os.write, []
+
+    def failing(fd, data):
+        if full and full[0] == 0:
+            if short and len(data) > 10:
+                return write(fd, data[:10])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        full[0] -= 1
+        return write(fd, data)
+
+    while True:
+        out.unlink(missing_ok=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(answers_module.os, "write", failing)
+            full[:] = [number]
+            status = run(source, out, tiny)
+        if status == 0:
+            break
+        assert status == 2 and "No space left" in capsys.readouterr().err
+        kept = out.read_bytes()
+        assert kept.endswith(b"\n") or not kept
+        assert all(expected[row] == answer for row, answer in by_id(out).items())
+        assert run(source, out, tiny) == 0 and by_id(out) == expected
+        number += 1
+    assert number >= 3
+
+
+def test_one_writer_a_file(tiny, tmp_path, capsys):
+    source, out = requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
+    file = AnswerFile(out)
+    assert run(source, out, tiny) == 2 and "another run is writing" in capsys.readouterr().err
+    file.close()
+    assert run(source, out, tiny) == 0
+
+
+def test_a_resume_that_differs_is_refused_and_says_in_what(tiny, tmp_path, capsys):
+    source, out = requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
+    assert run(source, out, tiny, "--verify") == 0
+    before = out.read_bytes()
+    assert run(source, out, tiny, "--seed", "5") == 2
+    assert "sampling.seed was 0, is 5" in capsys.readouterr().err
+    source.write_text(source.read_text() + line("more", prompt=[5]) + "\n")
+    assert run(source, out, tiny) == 2
+    assert "input.lines was 12, is 13" in capsys.readouterr().err
+    assert out.read_bytes() == before
+    assert run(source, out, tiny, "--restart") == 0 and len(by_id(out)) == 13
+    (tmp_path / "out.jsonl.manifest.json").unlink()
+    assert run(source, out, tiny) == 2 and "no manifest" in capsys.readouterr().err
+
+
+def test_bad_lines_become_errors_with_their_number_and_the_rest_runs(tiny, tmp_path, capsys):
+    bad = {
+        "{broken": "invalid_json", "": "empty_line", '["a"]': "invalid_json", '{"x": NaN}': "invalid_json",
+        "[" * 100_000: "invalid_json",
+        json.dumps({"method": "POST", "url": "/v1/completions", "body": {"prompt": [5]}}): "missing_custom_id",
+        json.dumps({"custom_id": 7, "method": "POST", "url": "/v1/completions", "body": {}}): "invalid_custom_id",
+        json.dumps({"custom_id": "g", "method": "GET", "url": "/v1/completions"}): "invalid_method",
+        json.dumps({"custom_id": "bare", "method": "POST", "url": "/v1/completions"}): "invalid_body",
+        json.dumps({"custom_id": "null", "method": "POST", "url": "/v1/completions", "body": None}): "invalid_body",
+        json.dumps({"custom_id": "nowhere", "method": "POST"}): "invalid_url",
+        line("emb", "/v1/embeddings", input="x"): "invalid_url",
+        line("chat", "/v1/chat/completions", messages=[]): "mismatched_url",
+        line("none"): "missing_required_parameter",
+        line("stream", prompt=[5], stream=True): "unsupported_parameter",
+        line("tools", prompt=[5], tools=[{}]): "unsupported_parameter",
+        line("typo", prompt=[5], max_token=3): "unknown_parameter",
+        line("misspelt", prompt=[5], temperature=0, top_P=3): "unknown_parameter",
+        line("n", prompt=[5], n=2): "invalid_value",
+        line("hot", prompt=[5], temperature="hot"): "invalid_value",
+        line("long", prompt=[5] * 96): "invalid_value",
+        line("word", prompt=[61]): "invalid_value",
+        line("many", prompt=[[5], [6]]): "invalid_value",
+        line("text", prompt="no tokenizer"): "invalid_value",
+        line("\ud800", prompt=[5], stop="x"): "invalid_value",
+        line("r1", prompt=[5]): "duplicate_custom_id",
+    }  # fmt: skip
+    source, out, errors = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "errors.jsonl"
+    lines = [line("r1", prompt=[5, 6], max_tokens=2), *bad, line("r2", prompt=[7], user="u", metadata={"a": "b"})]
+    source.write_bytes("\n".join(lines).encode() + b"\n\xff\xfe")
+    assert run(source, out, tiny, "--errors", str(errors)) == 0
+    assert [row["custom_id"] for row in read(out)] in (["r1", "r2"], ["r2", "r1"])
+    params = {row["custom_id"]: row["response"]["body"]["error"]["param"] for row in read(errors)}
+    wrong = {"typo": "max_token", "misspelt": "top_P", "hot": "temperature", "n": "n", "tools": "tools"}
+    assert {name: params[name] for name in wrong} == wrong
+    told = {row["custom_id"]: row["response"]["body"]["error"]["message"] for row in read(errors)}
+    assert "body is missing" in told["bare"] and "body is null" in told["null"] and "url is missing" in told["nowhere"]
+    found = {row["id"]: row["response"] for row in read(errors)}
+    for number, code in enumerate([*bad.values(), None, "invalid_utf8"], 2):
+        if code:
+            response = found.pop(f"batch_req_{number:08d}")
+            error = response["body"]["error"]
+            assert (response["status_code"], error["code"]) == (400, code), error
+            assert error["message"].startswith(f"line {number}: ") and error["type"] == "invalid_request_error"
+    assert not found
+    assert run(source, out, tiny, "--errors", str(errors)) == 0  # and both files are read again
+    assert "29 before this run" in capsys.readouterr().out
+    before = errors.read_bytes()
+    assert run(source, out, tiny, "--restart") == 0 and len(read(out)) == 29
+    assert "kept its refused lines in errors.jsonl, which is left as it is" in capsys.readouterr().out
+    assert errors.read_bytes() == before
+    assert run(source, out, tiny, "--restart") == 0 and "left as it is" not in capsys.readouterr().out
+    source.write_text("\n\n")
+    assert run(source, tmp_path / "none.jsonl", tiny) == 2 and len(read(tmp_path / "none.jsonl")) == 2
+    source.write_text("")
+    assert run(source, tmp_path / "empty.jsonl", tiny) == 2
+
+
+def test_text_csv_and_parquet_give_the_same_answers(tmp_path):
+    import pandas as pd
+
+    prompts = ["def close(self):", 'a "quoted", text\nof two lines', "import os"]
+    pd.DataFrame({"n": [1, 2, 3], "prompt": prompts}).to_csv(tmp_path / "in.csv", index=False)
+    pd.DataFrame({"prompt": prompts}).to_parquet(tmp_path / "in.parquet")
+    (tmp_path / "in.txt").write_text("\n".join([prompts[0], "", prompts[2]]))
+    (tmp_path / "in.jsonl").write_text("\n".join(line(f"line-{i}", prompt=p) for i, p in enumerate(prompts, 1)))
+    found = {}
+    for ending, more in {
+        "csv": ["--column", "prompt"],
+        "parquet": ["--column", "prompt"],
+        "txt": [],
+        "jsonl": [],
+    }.items():
+        out = tmp_path / f"{ending}.out"
+        common = ["--max-tokens", "5", "--temperature", "0", *more]
+        assert run(tmp_path / f"in.{ending}", out, SHIPPED, *common, "--ordered") == 0
+        found[ending] = read(out)
+        assert [row["id"] for row in found[ending]] == [f"batch_req_{i:08d}" for i in (1, 2, 3)]
+    texts = {
+        ending: [row["response"]["body"].get("choices", [{}])[0].get("text") for row in rows]
+        for ending, rows in found.items()
+    }
+    assert texts["csv"] == texts["parquet"] == texts["jsonl"] and all(texts["csv"])
+    assert texts["txt"] == [texts["csv"][0], None, texts["csv"][2]]
+    assert found["csv"][0]["custom_id"] == "line-1"
+    with pytest.raises(InputError, match="unknown column"):
+        run_module.run(run_module.RunOptions(tmp_path / "in.csv", tmp_path / "x", SHIPPED, column="promt"))
+
+
+def test_chat_lines_go_through_the_tokenizers_template(tmp_path, capsys):
+    from transformers import AutoTokenizer
+
+    model = tmp_path / "chat"
+    model.mkdir()
+    for path in SHIPPED.iterdir():
+        (model / path.name).write_bytes(path.read_bytes())
+    tokenizer = AutoTokenizer.from_pretrained(SHIPPED)
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    messages = [{"role": "system", "content": "be"}, {"role": "user", "content": [{"type": "text", "text": "import"}]}]
+    url = "/v1/chat/completions"
+    lines = [
+        line("a", url, messages=messages, max_completion_tokens=4, temperature=0),
+        line("b", url, messages=[{"role": "user", "content": 5}]),
+        line("c", url, messages=[{"role": "odd", "content": "x"}]),
+    ]
+    source.write_text("\n".join(lines))
+    assert run(source, out, model) == 2 and "no chat template" in capsys.readouterr().err
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'odd' %}{{ raise_exception('odd role') }}{% endif %}"
+        "{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    tokenizer.save_pretrained(model)
+    assert run(source, out, model) == 0
+    rows = {row["custom_id"]: row["response"] for row in read(out)}
+    text = "system: be\nuser: import\nassistant:"
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    with LLM(SHIPPED, "kv_only", device="cpu", dtype="float32") as llm:
+        expected = llm.generate([ids], SamplingParams(max_tokens=4, temperature=0))[0].outputs[0]
+    body = rows["a"]["body"]
+    assert body["choices"][0]["message"] == {"role": "assistant", "content": expected.text}
+    assert body["object"] == "chat.completion" and body["usage"]["prompt_tokens"] == len(ids)
+    assert rows["b"]["status_code"] == rows["c"]["status_code"] == 400
+    assert "odd role" in rows["c"]["body"]["error"]["message"]
+
+
+def test_random_tokens_hang_on_seed_and_line_not_on_company(tiny, tmp_path):
+    source = tmp_path / "in.jsonl"
+    lines = [line(f"r{i}", prompt=[5, 6], max_tokens=8, temperature=2.0, ignore_eos=True) for i in range(6)]
+    source.write_text("\n".join(lines))
+    outs = {}
+    for name, more in {"a": [], "b": ["--seed", "1"], "c": []}.items():
+        policy = tmp_path / f"{name}.json"
+        policy.write_text(json.dumps({"name": name, "cache": {"kv@host": 1.0}, "max_batch": 6 if name == "a" else 2}))
+        assert run(source, tmp_path / f"{name}.out", tiny, *more, policy=str(policy)) == 0
+        outs[name] = by_id(tmp_path / f"{name}.out")
+    tokens = {name: [r["body"]["choices"][0]["token_ids"] for r in rows.values()] for name, rows in outs.items()}
+    assert outs["a"] == outs["c"] and outs["a"] != outs["b"]
+    assert len({tuple(one) for one in tokens["a"]}) == 6
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_interrupt_ends_the_iteration_and_the_next_run_goes_on(tiny, tmp_path, capsys, monkeypatch, times):
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [line(f"r{i}", prompt=[5 + i], max_tokens=[2, 40][i % 2], temperature=0, ignore_eos=True) for i in range(8)]
+    source.write_text("\n".join(lines))
+    known_machine().save(tmp_path / "cache/hardware-cpu.json")
+    monkeypatch.setattr(run_module.CpuUse, "others_since", lambda after, before: 0.2)
+    assert run(source, tmp_path / "whole.jsonl", tiny) == 0
+    told = capsys.readouterr().out
+    assert "(predicted " in told and "others took 20% of the cores meanwhile" in told
+    heard = []
+
+    def interrupted(self, count, advance=run_module.Progress.advance):
+        advance(self, count)
+        if self.what == "tokens":
+            heard.append(count)
+            if len(heard) == 5:
+                for _ in range(times):
+                    os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(run_module.Progress, "advance", interrupted)
+    assert run(source, out, tiny, "--restart") == 130
+    assert len(heard) == 5 if times == 2 else 5 < len(heard) < 10
+    told, warned = capsys.readouterr()
+    again = "give the same command again, without --restart, to go on"
+    assert (again in told) == ("tokens of unfinished answers are lost" in told) == (times == 1)
+    assert "(predicted " not in told  # that was for all of it
+    assert (f"what was answered is kept; {again}" in warned) == (times == 2)
+    assert len(by_id(out)) == 4  # the short ones
+    assert run(source, out, tiny) == 0
+    assert by_id(out) == by_id(tmp_path / "whole.jsonl")
+
+
+def test_an_interrupt_before_the_first_answer_says_what_it_leaves(tiny, tmp_path, capsys, monkeypatch):
+    def stopped(*setting):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_module, "measure_for_model", stopped)
+    assert run(requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl", tiny, policy="auto") == 130
+    assert "stopped: nothing was written; give the same command again" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.glob("out*")] == []
+
+
+def test_the_whole_command_is_timed_from_its_beginning(tiny, tmp_path, capsys, monkeypatch):
+    """With the imports, which are done before a run begins."""
+    monkeypatch.setattr(cli, "time", SimpleNamespace(time=lambda: time.time() - 3600))
+    assert run(requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl", tiny) == 0
+    assert "the whole command 60 min" in capsys.readouterr().out
+
+
+def test_so_many_requests_at_a_time_and_no_more(tiny, tmp_path, capsys):
+    source, out = requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
+    assert run(source, tmp_path / "whole.jsonl", tiny) == 0
+    assert run(source, out, tiny, "--max-batch", "0") == 2 and "--max-batch is 0" in capsys.readouterr().err
+    assert run(source, out, tiny, "--max-batch", "3") == 0
+    assert "3 at a time" in capsys.readouterr().out and by_id(out) == by_id(tmp_path / "whole.jsonl")
+
+
+def test_a_copy_of_the_weights_is_told_how_to_go_on(tiny, tmp_path, capsys):
+    copy = tmp_path / "copy"
+    shutil.copytree(tiny, copy)
+    source, out = requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
+    assert run(source, out, copy) == 0
+    os.utime(copy / "model.safetensors", (5, 5))
+    assert run(source, out, copy) == 2
+    assert "mtime_ns was" in (error := capsys.readouterr().err) and "touch -d @SECONDS" in error
+
+
+def test_a_device_out_of_memory_halves_the_mini_batch_and_loses_nothing(tiny, tmp_path, capsys, monkeypatch):
+    source, out = requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
+    assert run(source, tmp_path / "whole.jsonl", tiny) == 0
+    seen = []
+
+    def limited(self, wave, *rest, engine_run=Engine.run, **options):
+        seen.append((wave.workload.num_requests, wave.policy.max_mini_batch_tokens))
+        if wave.workload.num_requests > 3:
+            raise torch.OutOfMemoryError("not on this device")
+        return engine_run(self, wave, *rest, **options)
+
+    monkeypatch.setattr(Engine, "run", limited)
+    assert run(source, out, tiny) == 0
+    assert seen == [(12, 8192), (6, 4096), *[(3, 2048)] * 4]
+    assert by_id(out) == by_id(tmp_path / "whole.jsonl")
+    monkeypatch.setattr(Engine, "run", lambda *a, **b: (_ for _ in ()).throw(torch.OutOfMemoryError("never")))
+    assert run(source, tmp_path / "x.jsonl", tiny) == 2 and "too little memory" in capsys.readouterr().err
+
+
+def test_paths_in_each_others_way_are_refused(tiny, tmp_path, capsys):
+    source = requests(tmp_path / "in.jsonl")
+    before = source.read_bytes()
+    assert run(source, source, tiny) == 2 and "the same file" in capsys.readouterr().err
+    assert run(source, tmp_path / "no" / "out.jsonl", tiny) == 2
+    assert run(source, tmp_path / "out.jsonl", tiny, "--host-memory", "1KiB") == 2
+    assert run(tmp_path / "none.jsonl", tmp_path / "out.jsonl", tiny) == 2
+    assert run(source, Path("/dev/null"), tiny) == 2 and "not a regular file" in capsys.readouterr().err
+    assert (
+        cli.main(["run", "-i", "/dev/null", "--format", "jsonl", "-o", str(tmp_path / "o"), "--model", str(tiny)]) == 2
+    )
+    assert source.read_bytes() == before
+
+
+def test_a_request_that_fits_no_budget_is_named_before_the_start(tiny, tmp_path, capsys, monkeypatch):
+    source = tmp_path / "in.jsonl"
+    source.write_text("\n".join([line("a", prompt=[5], max_tokens=30), line("b", prompt=[5] * 90, max_tokens=2)]))
+    monkeypatch.setattr(LLM, "generate", None)
+    with LLM(tiny, "kv_only", device="cpu", dtype="float32") as llm:
+        need = llm.first_wave(Workload(np.array([1]), np.array([30])))[1]["host"]
+    assert run(source, tmp_path / "out.jsonl", tiny, "--host-memory", str(sum(need.values()) + 1)) == 2
+    assert "line 2: host memory: one request of 90 prompt tokens" in capsys.readouterr().err
+    assert run(source, tmp_path / "other.jsonl", tiny, policy="no_such") == 2
+    assert not (tmp_path / "other.jsonl").exists(), "it never began"
+
+
+def test_a_cache_that_cannot_be_written_is_told_before_the_measurement(tiny, tmp_path, capsys, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr("flexhybrid.jobs.profile.job.profile", None)
+    assert run(requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl", tiny, policy="auto") == 2
+    assert f"cannot keep profiles in {tmp_path}/file/cache: " in capsys.readouterr().err
+
+
+def test_a_quote_that_is_never_closed_swallows_no_rows(tiny, tmp_path, capsys):
+    (tmp_path / "in.csv").write_text('n,q\n1,one\n2,"two\n3,three\n')
+    assert run(tmp_path / "in.csv", tmp_path / "out.jsonl", SHIPPED, "--column", "q") == 2
+    assert "in.csv, line 4: unexpected end of data (a quote not closed" in capsys.readouterr().err
+
+
+def test_a_resumed_run_computes_in_the_dtype_it_began_with(tmp_path, monkeypatch, capsys):
+    source, out = tmp_path / "in.txt", tmp_path / "out.jsonl"
+    source.write_text("import os\n")
+    command = [
+        "run",
+        "-i",
+        str(source),
+        "-o",
+        str(out),
+        "--model",
+        str(SHIPPED),
+        "--policy",
+        "kv_only",
+        "--device",
+        "cpu",
+    ]
+    assert cli.main([*command, "--quiet"]) == 0
+    dtype = json.loads((tmp_path / "out.jsonl.manifest.json").read_text())["numbers"]["dtype"]
+    other = {"float32": "bfloat16", "bfloat16": "float32"}[dtype]
+    measured = Hardware("local", "cpu", {"compute": Line(1e-5)}, dtype=other, faster_dtype=other)
+    measured.save(tmp_path / "cache/hardware-cpu.json")
+    assert cli.main([*command, "--quiet"]) == 0
+    assert cli.main([*command, "--quiet", "--dtype", other]) == 2
+    assert f"numbers.dtype was {json.dumps(dtype)}, is {json.dumps(other)}" in capsys.readouterr().err
+    assert cli.main([*command, "--quiet", "--errors", str(tmp_path / "e")]) == 2
+    assert 'errors was null, is "e"' in capsys.readouterr().err
+
+
+def test_a_long_file_takes_no_more_memory_than_its_census(tiny, tmp_path, monkeypatch):
+    """Answers at once in the model's place: what grows with the file is at most 64 bytes a line."""
+    source, lines = tmp_path / "in.jsonl", 4000
+    source.write_text(
+        "".join(line(f"r{i}", prompt=[5] * (1 + i % 40), max_tokens=1 + i % 9) + "\n" for i in range(lines))
+    )
+    windows = []
+
+    def generate(self, prompts, params, on_tokens, on_answer, *rest):
+        windows.append(len(prompts))
+        for place, ids in enumerate(prompts):
+            on_answer(place, RequestOutput(None, ids, [CompletionOutput(0, "", [5], "length")]))
+            on_tokens(1)
+
+    monkeypatch.setattr(LLM, "generate", generate)
+    assert run(source, tmp_path / "out.jsonl", tiny) == 0
+    assert len(by_id(tmp_path / "out.jsonl")) == lines == sum(windows) and max(windows) == 1024
+    kept = {}
+    monkeypatch.setattr(run_module.Job, "run", lambda job, *told: kept.update(vars(job)) or {"exit_status": 0})
+    assert run(source, tmp_path / "out.jsonl", tiny) == 0
+    arrays = [*vars(kept["census"]).values(), kept["states"]]
+    assert sum(array.nbytes for array in arrays if isinstance(array, np.ndarray)) <= 64 * lines
+
+
+LENGTHS = {
+    "uniform": (np.full(24, 20), np.full(24, 30)), "one token": (np.full(6, 30), np.full(6, 1)),
+    "two ends": (np.full(24, 20), np.repeat([2, 40], 12)), "two tokens": (np.full(6, 30), np.full(6, 2)),
+    "mixed": (np.arange(24) * 7 % 40 + 2, np.arange(24) * 11 % 50 + 1),
+    "a long tail": (np.arange(24) + 3, np.minimum(60, 2 + 80 // (1 + np.arange(24)))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", ["kv_only", "resident", "hybrid(0.5)", "disk"])
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_a_forecast_is_what_the_virtual_clock_takes_for_all_of_it(tiny, policy, lengths):
+    """A few steps stand for the others, whatever the mix of lengths and wherever mini-batches end."""
+    from sim import catalogue, virtual_clock
+
+    if policy == "disk":
+        cache = {"kv@host": 0.5, "act@host": 0.5}
+        policy = Policy("disk", Placement(host=0.5, disk=0.5), cache=cache, schedule="row", max_mini_batch_tokens=400)
+    with LLM(tiny, policy, device="cpu", dtype="float32", hardware=catalogue.load("t4")) as llm:
+        prompt_tokens, max_tokens = LENGTHS[lengths]
+        order = sorted_by_length(prompt_tokens, max_tokens)
+        workload = Workload(prompt_tokens[order], max_tokens[order])
+        llm.settle(workload)
+        wave = admit(llm.shape, llm.policy, workload, 4, hardware=llm.hardware)
+        trace = virtual_clock.run(stream(wave), llm.hardware)
+        assert forecast(llm, workload).seconds == pytest.approx(iteration_ends(trace)[-1], rel=0.04)
+
+
+def test_some_waves_of_a_long_file_stand_for_all(tiny):
+    from sim import catalogue, virtual_clock
+
+    policy = Policy("small waves", Placement(host=1.0), cache={"kv@host": 1.0}, max_batch=2)
+    generator = np.random.default_rng(0)
+    prompt_tokens, max_tokens = generator.integers(1, 40, 80), generator.integers(1, 50, 80)
+    order = sorted_by_length(prompt_tokens, max_tokens)
+    prompt_tokens, max_tokens = prompt_tokens[order], max_tokens[order]
+    with LLM(tiny, policy, device="cpu", dtype="float32", hardware=catalogue.load("t4")) as llm:
+        seconds = 0.0
+        for start in range(0, 80, 2):
+            lengths = Workload(prompt_tokens[start : start + 2], max_tokens[start : start + 2])
+            wave = admit(llm.shape, llm.policy, lengths, 4, hardware=llm.hardware)
+            seconds += iteration_ends(virtual_clock.run(stream(wave), llm.hardware))[-1]
+        assert forecast(llm, Workload(prompt_tokens, max_tokens)).seconds == pytest.approx(seconds, rel=0.1)
+
+
+def test_weights_that_lie_elsewhere_than_planned_are_an_error(tiny, tmp_path, capsys, monkeypatch):
+    def load(self, load=LLM.load):
+        placed = load(self)
+        return placed | {"device": placed["host"], "host": 0}
+
+    monkeypatch.setattr(LLM, "load", load)
+    assert run(requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl", tiny) == 2
+    assert "that were planned" in capsys.readouterr().err and (tmp_path / "out.jsonl").read_bytes() == b""
+
+
+def test_a_trace_and_a_report_on_request(tiny, tmp_path, capsys):
+    source, out = requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
+    source.write_text(source.read_text() + "{broken\n" + line("r0", prompt=[5]) + "\n")
+    asked = ["--trace", str(tmp_path / "trace.json"), "--report", str(tmp_path / "report.md")]
+    known_machine().save(tmp_path / "cache/hardware-cpu.json")
+    assert run(source, out, tiny, *asked) == 0
+    told = capsys.readouterr().out
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    verbs = [[e["name"] for e in events if e["ph"] == "X" and e["pid"] == pid] for pid in (1, 2)]
+    assert names == ["predicted", "measured"] and verbs[0] == verbs[1] and verbs[0].count("store_out") == 5
+    page = (tmp_path / "report.md").read_text()
+    assert all(text in page for text in told.splitlines()) and "| invalid_json | 1 |" in page
+    assert "| duplicate_custom_id | 1 |" in page and "| step | s |" in page and '"transformers"' in page
+    (tmp_path / "trace.json").unlink()
+    assert run(source, out, tiny, *asked) == 0 and "trace      nothing ran" in capsys.readouterr().out
+    assert not (tmp_path / "trace.json").exists() and (tmp_path / "report.md").read_text() == page, "nothing ran"
+    assert run(source, out, tiny, "--trace", str(source)) == 2 and "the same file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "policy, cache, said",
+    [
+        ("auto", {"kv@host": 0.5, "kv@device": 0.5}, True),
+        ("auto", {"kv@host": 0.5, "act@host": 0.5}, False),
+        ("auto", {"kv@host": 0.5, "tok": 0.5}, False),
+        ("kv_only", {}, False),
+    ],
+)
+def test_the_plan_says_where_the_search_found_no_mix(tiny, tmp_path, capsys, monkeypatch, policy, cache, said):
+    monkeypatch.setattr(machine, "best_policy", lambda *setting: Policy("searched", Placement(host=1.0), cache=cache))
+    known_machine().save(tmp_path / "machine.json")
+    asked = ["--hardware", str(tmp_path / "machine.json")]
+    assert run(requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl", tiny, *asked, policy=policy) == 0
+    plan = capsys.readouterr().out.splitlines()[0]
+    assert plan.endswith("; a mix with recomputed context would not be faster") == said
+
+
+def test_answers_so_far_count(tmp_path):
+    states = np.zeros(3, dtype=np.uint8)
+    file = AnswerFile(tmp_path / "out")
+    file.clear()
+    file.append([error_line(2, Refused("c", "m")), error_line(1, Refused("c", "m"))])
+    file.close()
+    file = AnswerFile(tmp_path / "out")
+    file.check(states)
+    file.sort(3)
+    file.close()
+    assert states.tolist() == [FAILED, FAILED, 0] and ANSWERED not in states
+    assert [row["id"][-1] for row in read(tmp_path / "out")] == ["1", "2"]

@@ -1,0 +1,82 @@
+"""What a job takes of memory: no more than its budgets with a model beyond them, and no more for a longer file."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from experiments.bench.run_memory import held_bytes, peak_bytes, write_requests
+from experiments.peers.accelerate_disk import make_checkpoint
+from flexhybrid.core.model.shape import ModelShape
+
+ROOT = Path(__file__).parents[2]
+MIB = 2**20
+pytestmark = pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="the kernel tells nothing here")
+
+
+def command(folder: Path, model: Path, policy: str) -> list[str]:
+    names = {"-i": folder / "in.jsonl", "-o": folder / "out.jsonl", "--model": model, "--policy": policy}
+    return [*(str(part) for pair in names.items() for part in pair), "--device", "cpu", "--dtype", "float32"]
+
+
+#: Frees 16 MiB, whereupon glibc keeps blocks of that size; then keeps something small above 12 MiB that it frees.
+FREED = """
+import os, sys
+from experiments.bench.run_memory import held_bytes
+from flexhybrid.jobs.malloc import return_freed_memory
+if sys.argv[1] == "returned":
+    return_freed_memory()
+before = held_bytes(os.getpid())
+bytearray(b"x" * (16 << 20))
+freed = [bytearray(b"x" * (12 << 20)), bytearray(b"x" * 5000)]
+del freed[0]
+print(held_bytes(os.getpid()) - before)
+"""
+
+
+def test_what_is_freed_goes_back_to_the_system():
+    held = {}
+    for how in ("kept", "returned"):
+        done = subprocess.run([sys.executable, "-c", FREED, how], cwd=ROOT, capture_output=True, text=True, check=True)
+        held[how] = int(done.stdout)
+    assert held["returned"] < 2 * MIB
+    if platform.libc_ver()[0] == "glibc":
+        assert held["kept"] > 8 * MIB
+
+
+def test_a_model_beyond_the_budget_is_run_within_it(tmp_path, monkeypatch):
+    """Weights on the disk; two waves. ``make bench`` does it with a larger one."""
+    monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))
+    shape = ModelShape("large", "opt", 8, 512, 8, 8, 64, 2048, 2000, 128)
+    model = make_checkpoint(tmp_path / "large", shape, "float32")
+    policy = {"name": "disk", "weights": {"host": 0.2, "disk": 0.8}, "cache": {"kv@host": 1.0}, "max_batch": 3}
+    (tmp_path / "policy.json").write_text(json.dumps(policy))
+    write_requests(tmp_path / "in.jsonl", 6, 30, 2, shape.vocab)
+    budgets = {"--device-memory": 40 * MIB, "--host-memory": 50 * MIB}
+    more = ["--disk-dir", str(tmp_path / "scratch"), *(str(part) for pair in budgets.items() for part in pair)]
+    assert (model / "model.safetensors").stat().st_size > sum(budgets.values())
+    peak = peak_bytes([*command(tmp_path, model, str(tmp_path / "policy.json")), *more])
+    assert 20 * MIB < peak <= 1.05 * sum(budgets.values())
+
+
+def test_a_longer_file_takes_no_more_than_its_census(tmp_path, monkeypatch):
+    """Answers at once in the model's place; ``make bench`` does it with 100,000 lines."""
+    monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))
+    model = make_checkpoint(tmp_path / "tiny", ModelShape("tiny", "opt", 1, 64, 1, 1, 64, 64, 100, 64), "float32")
+    peaks = []
+    for count in (1500, 6500):  # both hold a whole window of lines
+        write_requests(tmp_path / "in.jsonl", count, 8, 4, 100)
+        peaks.append(peak_bytes([*command(tmp_path, model, "kv_only"), "--restart"], fake=True))
+        assert len((tmp_path / "out.jsonl").read_bytes().splitlines()) == count
+    assert peaks[1] - peaks[0] < 5000 * 64 + 2 * MIB
+
+
+def test_what_a_process_holds_is_read_from_the_kernel():
+    before = held_bytes(os.getpid())
+    block = bytearray(os.urandom(64 * MIB))
+    assert 60 * MIB < held_bytes(os.getpid()) - before < 160 * MIB and len(block) == 64 * MIB
+    assert held_bytes(2**30) == 0

@@ -1,0 +1,209 @@
+"""Speed beside peers: children that run one side each, what is made of their answers, peers that are not there."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from experiments.peers import accelerate_disk, children, gpu_peers
+from experiments.peers.accelerate_disk import OURS, PeerUnavailable, fastest_first, long_run, rates, same_tokens, sweep
+from experiments.peers.gpu_peers import Run
+from flexhybrid.core.errors import InputError
+from flexhybrid.core.model.shape import shape_by_name, shape_from_config
+from tests.models import save_opt
+
+DISK_CHILD = accelerate_disk.CHILD
+CHILD_LIMIT_S = 120
+PROMPTS = [[5, 6, 7, 8], [9, 10, 11, 12], [13, 14, 15, 16]]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> tuple[Path, torch.nn.Module]:
+    """(folder, transformers' model of it)"""
+    folder = tmp_path_factory.mktemp("peers") / "tiny"
+    return folder, save_opt(folder)
+
+
+def request(folder: Path, scratch: Path, **changes) -> dict:
+    return {
+        "side": "ours", "checkpoint": str(folder), "folder": str(scratch), "prompts": PROMPTS, "gen_tokens": 4,
+        "memory_bytes": 512 << 20, "dtype": "float32", "threads": 1, "policy": OURS.to_dict(), "ideals": True,
+    } | changes  # fmt: skip
+
+
+# ---- a child's answer ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the bound and its witness are Linux's")
+def test_our_side_from_the_disk_gives_transformers_tokens(tiny, tmp_path):
+    folder, model = tiny
+    answer = children.ask(DISK_CHILD, request(folder, tmp_path), CHILD_LIMIT_S)
+    if "no like comparison" in answer.get("error", ""):
+        pytest.skip(answer["error"])
+    ids = torch.tensor(PROMPTS)
+    expected = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, min_new_tokens=4, do_sample=False
+    )  # fmt: skip
+    assert answer["tokens"] == expected[:, 4:].tolist()
+    assert answer["violations"] == 0 and len(answer["iteration_end_s"]) == 4
+    assert answer["iteration_end_s"] == sorted(answer["iteration_end_s"])
+    assert answer["ideal_disk_s"] > 0 and answer["ideal_compute_s"] > 0
+    assert "disk_read" in answer["busy_s"]
+
+
+def test_a_batch_beyond_the_memory_is_an_error_that_names_both(tiny, tmp_path):
+    answer = children.ask(DISK_CHILD, request(tiny[0], tmp_path, memory_bytes=1 << 16), CHILD_LIMIT_S)
+    assert list(answer) == ["error"] and "batch 3" in answer["error"] and "64.0 KiB" in answer["error"]
+
+
+def test_a_peer_that_cannot_be_imported_is_missing_by_name(tiny, tmp_path):
+    (tmp_path / "accelerate").mkdir()
+    (tmp_path / "accelerate" / "__init__.py").write_text("import psutil_that_is_not_there\n", encoding="utf-8")
+    answer = children.ask(DISK_CHILD, request(tiny[0], tmp_path, side="accelerate"), CHILD_LIMIT_S, [tmp_path])
+    assert list(answer) == ["missing"] and "psutil_that_is_not_there" in answer["missing"]
+
+
+@pytest.mark.parametrize(
+    "code, words",
+    [
+        ("import sys; sys.exit('the end')", "status 1: the end"),
+        ("import os; os.kill(os.getpid(), 9)", "status -9: no message"),
+        ("import time; time.sleep(60)", "did not end within"),
+    ],
+)
+def test_a_child_that_dies_or_hangs_is_an_outcome(tmp_path, code, words):
+    (tmp_path / "child.py").write_text(code, encoding="utf-8")
+    assert words in children.ask(tmp_path / "child.py", {}, 1)["error"]
+
+
+def test_a_child_sees_its_folders_and_variables(tmp_path):
+    (tmp_path / "beside.py").write_text("HERE = 1", encoding="utf-8")
+    child = tmp_path / "child" / "child.py"
+    child.parent.mkdir()
+    child.write_text("import beside, json, os; print(json.dumps({'seen': os.environ['SEEN']}))", encoding="utf-8")
+    assert children.ask(child, {}, 60, [tmp_path], {"SEEN": "yes"}) == {"seen": "yes"}
+
+
+# ---- what is made of it ----------------------------------------------------------------------------------------------
+
+
+def test_rates_count_all_tokens_and_the_decodes_apart():
+    row = rates({"iteration_end_s": [2.0, 3.0, 4.0], "read_bytes": 30, "tokens": []}, batch=8)
+    assert row["tokens_per_s"] == 8 * 3 / 4 and row["decode_tokens_per_s"] == 8 * 2 / 2
+    assert row["read_bytes_per_iteration"] == 10
+    assert rates({"error": "out of memory"}, batch=8) == {"error": "out of memory"}
+
+
+def machine(most: dict[int, int], speeds: dict[int, float]):
+    """A stand-in for a side: a batch runs up to so many tokens, at that speed. And the calls it got."""
+    calls = []
+
+    def run(batch: int, tokens: int, last: bool) -> dict:
+        calls.append((batch, tokens, last))
+        if tokens > most.get(batch, 100):
+            return {"error": "out of memory"}
+        return {"batch": batch, "tokens_per_s": speeds[batch], "peak_bytes": 1}
+
+    return run, calls
+
+
+def test_a_sweep_ends_with_the_first_batch_that_fails():
+    run, calls = machine({32: 0}, {4: 1.0, 8: 3.0, 16: 2.0})
+    rows = sweep(run, [16, 64, 8, 32, 4], 2)
+    assert [row["batch"] for row in rows] == [4, 8, 16, 32] and rows[-1]["error"] == "out of memory"
+    assert calls == [(4, 2, False), (8, 2, False), (16, 2, False), (32, 2, False)]
+    assert fastest_first(rows) == [8, 16, 4]
+
+
+def test_a_batch_that_fits_short_and_not_long_gives_way_to_the_next():
+    run, calls = machine({8: 2}, {4: 1.0, 8: 3.0})
+    assert long_run(run, [8, 4], 10)["batch"] == 4 and calls == [(8, 10, True), (4, 10, True)]
+
+
+def test_a_side_that_runs_no_batch_says_why():
+    run, _ = machine({4: 0}, {})
+    with pytest.raises(InputError, match="out of memory"):
+        fastest_first(sweep(run, [4, 8], 2))
+    with pytest.raises(InputError, match="out of memory"):
+        long_run(run, [4], 10)
+
+
+def test_tokens_count_up_to_a_requests_first_difference():
+    """Sides of different batches share their first requests; what follows a difference is another text."""
+    assert same_tokens([[1, 2, 3], [4, 5, 6]], [[1, 2, 3], [4, 0, 6], [7, 8, 9]]) == {"equal": 4, "of": 6}
+
+
+def test_the_made_checkpoint_has_the_shape_and_is_made_once(tiny, tmp_path):
+    shape = shape_from_config(tiny[0])
+    made = accelerate_disk.make_checkpoint(tmp_path / "made", shape, "bfloat16")
+    found = shape_from_config(made)
+    for field in ("num_layers", "hidden", "num_heads", "ffn", "vocab", "max_positions"):
+        assert getattr(found, field) == getattr(shape, field)
+    assert found.dtype == "bfloat16"
+    before = (made / "model.safetensors").stat().st_mtime_ns
+    accelerate_disk.make_checkpoint(made, shape, "bfloat16")
+    assert (made / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_without_accelerate_the_command_ends_with_status_1_and_says_how_to_get_it(tmp_path, capsys):
+    assert accelerate_disk.main(["--peer", str(tmp_path / "nowhere")]) == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "nowhere" in said and "accelerate==" in said
+    with pytest.raises(PeerUnavailable):
+        accelerate_disk.find_peer(tmp_path)
+
+
+# ---- on a GPU --------------------------------------------------------------------------------------------------------
+
+
+def gpu_options(tiny, tmp_path) -> list[str]:
+    return [
+        "--shape", str(tiny[0]), "--device", "cpu", "--dtype", "float32", "--device-memory", "1GiB", "--host-memory",
+        "1GiB", "--prompt-len", "4", "--gen-len", "3", "--out", str(tmp_path / "out" / "compare.json"),
+    ]  # fmt: skip
+
+
+def test_our_side_runs_and_an_absent_peer_is_named_once(tiny, tmp_path, capsys):
+    """FlexGen is never installed beside the project, and its second batch is not tried."""
+    runs = (Run("ours", 3), Run("flexgen", 4, 2), Run("flexgen", 8, 2))
+    assert gpu_peers.main(gpu_options(tiny, tmp_path), runs) == 0
+    said = capsys.readouterr().out
+    assert said.count("pip install --no-deps flexgen==0.1.8") == 1 and "ours / flexgen: no ratio" in said
+    result = json.loads((tmp_path / "out" / "compare.json").read_text(encoding="utf-8"))
+    ours, flexgen = result["runs"]
+    assert ours["tokens_per_s"] == pytest.approx(3 * 3 / ours["seconds"]) and ours["policy"]["name"]
+    assert "flexgen" in flexgen["missing"] and result["ratios"] == {}
+
+
+def test_ratios_are_of_each_sides_best_batch(tiny, tmp_path, monkeypatch):
+    seconds = {("ours", 4): 3.0, ("ours", 8): 4.0, ("accelerate", 2): 6.0}
+
+    def ask(child, request, limit_s, folders):
+        return {"seconds": seconds[request["side"], len(request["prompts"])]}
+
+    monkeypatch.setattr(children, "ask", ask)
+    runs = (Run("ours", 4), Run("accelerate", 2), Run("ours", 8))
+    assert gpu_peers.main(gpu_options(tiny, tmp_path), runs) == 0
+    result = json.loads((tmp_path / "out" / "compare.json").read_text(encoding="utf-8"))
+    assert result["best"] == {"ours": 8, "accelerate": 2}
+    assert result["ratios"] == {"accelerate": pytest.approx((8 / 4) / (2 / 6))}
+
+
+def test_batches_beyond_the_time_are_named_and_our_absence_is_a_failure(tiny, tmp_path, capsys):
+    assert gpu_peers.main([*gpu_options(tiny, tmp_path), "--seconds", "0"], (Run("ours", 4),)) == 1
+    assert "not tried" in capsys.readouterr().out
+
+
+def test_flexgen_keeps_what_fits_of_its_weights():
+    shape = shape_by_name("opt-6.7b")
+    assert gpu_peers.weight_percent(shape, 18 * 2**30, 2) == 100
+    assert 45 <= gpu_peers.weight_percent(shape, 9 * 2**30, 2) <= 55
+
+
+def test_every_peer_of_the_gpu_runs_has_a_way_to_be_had():
+    assert {run.side for run in gpu_peers.RUNS} == set(gpu_peers.SIDES) == {"ours", *gpu_peers.HOW_TO_GET}
+    assert all(run.batch % run.mini_batch == 0 for run in gpu_peers.RUNS if run.side == "flexgen")

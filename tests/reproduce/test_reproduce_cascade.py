@@ -1,0 +1,69 @@
+"""The cascade paper done again: its inputs as printed, its bounds by hand, its energy ratios where they can be."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from experiments.reproduce import registry
+from experiments.reproduce.cascade import accuracy as cascade_accuracy
+from experiments.reproduce.cascade import serving as cascade_serving
+from experiments.reproduce.cascade import setup as cascade_setup
+from experiments.reproduce.cascade.setup import FAMILIES, System, family, kept, perfect_ratio, routing_ratio
+from experiments.reproduce.experiment import is_judged
+
+
+def test_sizes_and_shares_are_the_papers():
+    gpt = family("GPT")
+    assert gpt.models == ("GPT-XS", "GPT-S", "GPT-M", "GPT-L", "GPT-XL", "GPT-XXL")
+    assert gpt.parameters[-1] == 6.7e9 and gpt.accuracy[-1] == pytest.approx(0.423)
+    for name in FAMILIES:
+        for mode in cascade_setup.MODES:
+            assert family(name).shares(mode).sum() == pytest.approx(1.0)
+
+
+def test_models_that_hardly_answer_hand_their_requests_on():
+    places, shares = kept(family("GPT"), "EO")
+    assert places == [1, 2, 3, 5] and shares == pytest.approx([0.195, 0.509, 0.129, 0.167])
+    places, shares = kept(family("T5"), "AP")
+    assert places == [1, 2, 3] and shares == pytest.approx([0.248, 0.282, 0.47])
+
+
+def test_routing_by_hand():
+    """ViT, EO: every request at XS, 40.4 % at S, 9.4 % at M, 4.9 % at L."""
+    by_hand = 1 / (12 / 307 + 0.404 * 45 / 307 + 0.094 * 86 / 307 + 0.049)
+    assert routing_ratio(family("ViT"), "EO") == pytest.approx(by_hand)
+    by_hand = 1 / (0.596 * 12 / 307 + 0.31 * 45 / 307 + 0.045 * 86 / 307 + 0.049)
+    assert perfect_ratio(family("ViT"), "EO") == pytest.approx(by_hand) and by_hand < 19.2 / 2
+
+
+def test_what_is_possible_is_what_the_arithmetic_says():
+    possible = [(n, m) for n in FAMILIES for m in cascade_setup.MODES if not cascade_serving.is_impossible(n, m)]
+    assert possible == [("GPT", "EO")]
+
+
+def test_simulated_energy_has_the_printed_ratio_where_that_is_possible():
+    joules = {}
+    rate = cascade_serving.LOAD * cascade_setup.most(System("GPT", "giant"))
+    for system in (System("GPT", "giant"), System("GPT", "EO")):
+        joules[system.mode] = cascade_setup.run(system, rate, 5000).joules_per_request
+    assert joules["giant"] / joules["EO"] == pytest.approx(130 / 31, rel=0.2)
+
+
+def test_accuracy_of_perfect_and_of_no_insight(monkeypatch):
+    monkeypatch.setattr(cascade_accuracy, "REQUESTS", 20_000)
+    cascade_accuracy.scores.cache_clear()
+    one = family("ViT")
+    shares = np.array([0.5, 0.2, 0.2, 0.1])
+    blind = cascade_accuracy.accuracy(one, shares, 0.0)
+    assert blind == pytest.approx(float(shares @ one.accuracy), abs=0.01)  # each size is as right as on any request
+    assert cascade_accuracy.accuracy(one, shares, 0.9) > blind + 0.02
+    assert cascade_accuracy.accuracy(one, np.eye(4)[3], 0.5) == pytest.approx(one.accuracy[-1], abs=0.01)
+    cascade_accuracy.scores.cache_clear()
+
+
+def test_throughput_is_an_experiment_like_the_others():
+    found = registry.run("cascade-fig5")
+    assert {"cascade-table4", "cascade-table5", "cascade-fig4", "cascade-fig6"} < set(registry.names())
+    judged = found.rows[is_judged(found.rows)]
+    assert list(judged["paper"]) == [8.9, 2.9, 1.7] and (judged["ours"] > 1).all()

@@ -1,0 +1,257 @@
+"""InfiniGen's figures and FlexGen's table done again: the bars, what was fitted on what, that nothing is left out."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from experiments import reference
+from experiments.reproduce import flexgen
+from experiments.reproduce.calibrate import MOST_CONSTANTS
+from experiments.reproduce.infinigen import performance as infinigen
+from experiments.reproduce.infinigen import setup
+from flexhybrid.core.errors import InputError
+from sim import catalogue, presets
+from sim.simulate import simulate
+
+#: Results about accuracy and attention weights, not about speed or memory.
+ACCURACY = {"ih002", "ih009", *(f"ih{i:03d}" for i in range(12, 22)), "ih030", "ih068", "ih070", "ih084"}
+
+
+@pytest.fixture(scope="module")
+def done() -> dict:
+    """Every InfiniGen experiment, run once."""
+    return {name: make() for name, make in infinigen.EXPERIMENTS.items()}
+
+
+def row(experiment, row_id: str):
+    """The row of an experiment that compares with this id (not one that shows it as context beside another reading)."""
+    rows = experiment.rows
+    found = rows[rows["source"].str.startswith(row_id) & (rows["role"] != "context")]
+    assert len(found) == 1, row_id
+    return found.iloc[0]
+
+
+def test_throughput_at_batch_20_is_within_the_bar_with_constants_of_batch_4(done):
+    for row_id in ("ih044", "ih046", "ih048"):
+        found = row(done["infinigen-fig15"], row_id)
+        assert found["role"] == "validate"
+        assert abs(found["error"]) < 0.08, row_id  # the bar is 0.20
+    for row_id in ("ih043", "ih045", "ih047"):
+        found = row(done["infinigen-fig15"], row_id)
+        assert found["role"] == "calibrate"
+        assert abs(found["error"]) < 1e-3, row_id
+
+
+def test_constants_are_few_inside_their_ranges_and_physical():
+    constants = {constant.name: constant for constant in setup.constants()}
+    assert len(constants) == len(setup.constants()) <= MOST_CONSTANTS
+    assert all(c.low < c.high and c.low <= c.value <= c.high for c in constants.values())
+    assert constants["link_gb_per_s"].high <= 15.75  # PCIe 3.0 x16
+    assert all(constants[name].high <= 1.0 for name in ("gemm", "memory", "conversion"))  # of the datasheet
+    on_rows = [c for c in constants.values() if c.fitted_on]
+    assert len(on_rows) <= len(setup.CALIBRATE)
+    # A fit that ends at the edge of its range would mean that the model is wrong elsewhere.
+    assert all(1.02 * c.low < c.value < 0.98 * c.high for c in on_rows)
+
+
+def test_no_validate_row_can_be_fitted_on(monkeypatch):
+    assert set(setup.CALIBRATE.values()) == {"ih043", "ih045", "ih047"}
+    monkeypatch.setattr(setup, "CALIBRATE", {**setup.CALIBRATE, "InfiniGen": "ih044"})
+    with pytest.raises(InputError, match="not calibrate rows"):
+        setup.fitted.__wrapped__()
+
+
+def test_the_fit_looks_at_nothing_but_its_rows(monkeypatch):
+    """Other numbers of the paper may be anything: the constants stay."""
+    before = setup.fitted()
+    original = reference.rows
+
+    def disturbed(name, /, **equals):
+        found = original(name, **equals)
+        if "value" in found.columns and "role" in found.columns:
+            found.loc[found["role"] != "calibrate", "value"] *= 3.0
+        return found
+
+    monkeypatch.setattr(reference, "rows", disturbed)
+    assert setup.fitted.__wrapped__() == before
+
+
+def test_every_result_about_performance_stands_in_some_experiment(done):
+    table = reference.load("infinigen_headlines")
+    results = set(table[table["kind"] == "result"]["id"])
+    assert results >= ACCURACY
+    shown = {found for one in done.values() for text in one.rows["source"] for found in re.findall(r"ih\d{3}", text)}
+    assert sorted(results - ACCURACY - shown) == []
+
+
+def test_rows_say_what_the_reference_says(done):
+    table = reference.load("infinigen_headlines").set_index("id")
+    for one in done.values():
+        for found in one.rows.itertuples():
+            match = re.match(r"ih\d{3}", found.source)
+            if match and found.role != "context":
+                expected = table.loc[match[0]]
+                assert (found.paper, found.role, found.unit) == (expected["value"], expected["role"], expected["unit"])
+
+
+def test_the_scripts_reading_is_the_nearest(done):
+    rows = done["infinigen-readings"].rows
+    means = rows[rows["what"].str.startswith("mean")].set_index("reading")["ours"]
+    assert len(means) == 4
+    assert means.idxmin() == setup.AS_RUN.words
+    assert means.min() < 6 < sorted(means)[1]
+    assert set(rows["role"]) == {"context"}  # of readings only one may be judged
+
+
+def test_latency_ranges(done):
+    assert abs(row(done["infinigen-fig14"], "ih038")["error"]) < 0.10
+    assert abs(row(done["infinigen-fig14"], "ih039")["error"]) < 0.15
+    assert abs(row(done["infinigen-fig15"], "ih041")["error"]) < 0.15
+    assert abs(row(done["infinigen-fig15"], "ih001")["error"]) < 0.15
+    # a miss, on record: unified memory that fits is barely slower here
+    assert row(done["infinigen-fig15"], "ih040")["ours"] > 1.0
+
+
+def test_unified_memory_falls_where_the_working_set_passes_the_device(done):
+    assert row(done["infinigen-fig15"], "ih042")["ours"] == 16
+    assert setup.uvm_working_set_bytes(16) / 2**30 == pytest.approx(48.9, abs=0.1)
+    fits, does_not = (sum(setup.uvm(batch)) for batch in (12, 16))
+    assert does_not > 20 * fits
+    assert sum(setup.uvm(16, h2o=True)) < 0.1 * does_not
+    eager, fused = setup.uvm(4)[0], setup.uvm(4, eager=False)[0]
+    scores = 40 * 4 * 40 * 1920**2
+    link, fill = setup.testbed().line("h2d", "h2d").s_per_byte, 1 / 20e9
+    assert eager - fused > 4 * scores * (link + fill) * 0.99
+
+
+def test_sequence_lengths_and_model_sizes(done):
+    for row_id in ("ih053", "ih054", "ih055"):
+        assert abs(row(done["infinigen-fig16a"], row_id)["error"]) < 0.10, row_id
+    for row_id in ("ih063", "ih064", "ih065", "ih066"):
+        assert abs(row(done["infinigen-fig16b"], row_id)["error"]) < 0.05, row_id
+    rows = done["infinigen-fig16b"].rows
+    nominal = rows[rows["what"].str.contains("30 % of the weights cross")]
+    assert len(nominal) == 3
+    for found in nominal.itertuples():  # whole matrices fit the paper better than 30 %
+        assert abs(found.error) > abs(row(done["infinigen-fig16b"], found.source)["error"])
+    assert row(done["infinigen-fig16b"], "ih061")["ours"] < 1.1  # a miss, explained in its mismatches
+    assert any("1.17" in text for text in done["infinigen-fig16b"].mismatches)
+
+
+def test_block_breakdown(done):
+    assert abs(row(done["infinigen-fig18"], "ih072")["ours"] - 96.9) < 3
+    assert abs(row(done["infinigen-fig18"], "ih073")["ours"] - 91.8) < 3
+    for row_id in ("ih074", "ih075", "ih076"):
+        assert abs(row(done["infinigen-fig18"], row_id)["error"]) < 0.25, row_id
+
+
+@pytest.mark.parametrize("name", list(setup.POLICIES))
+def test_parts_of_a_block_make_up_the_decode_step(name):
+    tasks = setup.block_ms(setup.POLICIES[name])
+    assert sum(setup.breakdown(tasks).values()) == pytest.approx(sum(tasks.values()))
+    policy = replace(setup.POLICIES[name], overlap=False)
+    step = simulate(setup.OPT_13B, setup.testbed(), policy, 8, 2047, 2, clock="virtual").decode_s
+    # the first layers of InfiniGen load all, and the head stands outside the layers
+    assert 40 * 1e-3 * sum(tasks.values()) == pytest.approx(step, rel=0.25 if name == "InfiniGen" else 0.05)
+
+
+def test_a_task_of_no_part_is_refused():
+    with pytest.raises(KeyError):
+        setup.breakdown({"load_act": 1.0})
+
+
+@pytest.mark.parametrize("name", list(setup.POLICIES))
+def test_both_clocks_agree_on_the_testbed(name):
+    policy = replace(setup.POLICIES[name], overlap=False)
+    closed, virtual = (
+        simulate(setup.OPT_13B, setup.testbed(), policy, 4, 1920, 6, clock=clock) for clock in ("closed", "virtual")
+    )
+    assert closed.total_s == pytest.approx(virtual.total_s, rel=0.02)
+
+
+def test_two_whole_layers_cost_what_they_move():
+    """H2O with layers 0 and 1 loaded whole: more by their bytes over the link, nearly."""
+    hardware, few = setup.testbed(), setup.Reading(first_two_full=False)
+    for name, layers, kept in (("H2O", 2, 384), ("InfiniGen", 1, 72)):
+        more = float((setup.times(name, 8).decode_s - setup.times(name, 8, reading=few, hardware=hardware).decode_s)[0])
+        moved = layers * 127 * 8 * (1983 - kept) * setup.OPT_13B.kv_token_bytes(2)
+        assert more == pytest.approx(moved * hardware.line("h2d", "h2d").s_per_byte, rel=0.12), name
+
+
+def test_gathering_costs_the_host_and_4_bits_the_device():
+    machine = setup.machine(12.0, 0.1, 1e-3)
+    assert machine.line("gather", "host_compute").overhead_s == 1e-3
+    assert machine.line("scatter", "host_compute") == catalogue.load("rtx-a6000").line("scatter", "host_compute")
+    plain = catalogue.load("rtx-a6000").lines["compute"].s_per_byte
+    assert machine.line("dequantize_kv", "compute").s_per_byte == pytest.approx(10 * plain)
+    assert machine.line("h2d", "h2d").s_per_byte == pytest.approx(1 / 12e9)
+
+
+def test_every_run_fits_the_machine():
+    """The batches of the figures run at once on 48 GiB and 96 GiB."""
+    for name, policy in setup.POLICIES.items():
+        outcome = simulate(setup.OPT_13B, setup.testbed(), policy, 20, 1920, 128)
+        assert outcome.wave == 20, name
+
+
+def test_partial_keys_and_weights(done):
+    """The first two layers need none: two of 40 less than the paper counts. Columns are whole: 39 of a head's 128."""
+    for row_id, most in (("ih071", 0.02), ("ih077", 0.06), ("ih078", 0.05)):
+        assert abs(row(done["infinigen-fig17"], row_id)["error"]) <= most, row_id
+
+
+def test_figures_have_data_and_context_rows_no_verdict(done):
+    assert all(np.isfinite(figure.frame[figure.y]).all() for one in done.values() for figure in one.figures)
+    assert all(np.isfinite(one.rows["ours"]).all() for one in done.values())
+    assert [name for name, one in done.items() if not one.figures] == ["infinigen-readings"]
+
+
+# ---- FlexGen's own table
+
+
+@pytest.fixture(scope="module")
+def t4_rows():
+    """Table 2 without the searches, which have tests of their own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flexgen, "searched", lambda run, hardware: {})
+        return flexgen.t4().rows.set_index("what")
+
+
+def test_flexgen_rows_are_context_and_complete(t4_rows):
+    assert set(t4_rows["role"]) == {"context"}
+    published = {(run.model, run.compressed): run.tokens_per_s for run in flexgen.RUNS}
+    assert published == {
+        ("opt-6.7b", False): 25.26, ("opt-30b", False): 7.32, ("opt-175b", False): 0.69,
+        ("opt-6.7b", True): 29.12, ("opt-30b", True): 8.38, ("opt-175b", True): 1.12,
+    }  # fmt: skip
+    assert [run.batch for run in flexgen.RUNS] == [2, 144, 256, 72, 512, 144]
+
+
+def test_flexgen_on_a_t4(t4_rows):
+    assert abs(t4_rows.loc["OPT-6.7B: as run, datasheet rates", "error"]) < 0.10
+    assert abs(t4_rows.loc["OPT-30B: as run, engine rates", "error"]) < 0.15
+    assert abs(t4_rows.loc["OPT-175B: as run, datasheet rates", "error"]) < 0.35
+    for model in ("OPT-6.7B", "OPT-30B", "OPT-175B"):  # 4-bit code at the rate found on InfiniGen's testbed
+        datasheet, engine = (
+            abs(t4_rows.loc[f"{model}, 4 bits: as run, {rates} rates", "error"]) for rates in ("datasheet", "engine")
+        )
+        assert engine < 0.30 < datasheet
+
+
+def test_flexgen_takes_over_the_fitted_share_of_4_bit_code():
+    assert setup.value("conversion") == pytest.approx(flexgen.CONVERSION, rel=0.05)
+
+
+def test_flexgen_mini_batches_are_its_gpu_batches():
+    for run in flexgen.RUNS:
+        found = flexgen.rate(run.model, catalogue.load("t4"), run.policy, run.batch)
+        assert found["num_mini_batches"] == run.num_gpu_batches, run.name
+
+
+def test_searched_policies_are_described():
+    policy = presets.int4()
+    assert flexgen.describe(policy) == "weights 100/0/0, 100 % kv@host, attention on device, bits native/4/native"

@@ -1,0 +1,104 @@
+"""What the profile of a machine runs."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flexhybrid import resolve as machine
+from flexhybrid.core.hardware import Hardware, Line
+from flexhybrid.core.memory import memory_plan, total_bytes
+from flexhybrid.core.model.shape import ModelShape
+from flexhybrid.core.policy import Placement, Policy
+from flexhybrid.core.task import Task, Work
+from flexhybrid.core.trace import TraceEvent
+from flexhybrid.runtime.profiling import cpu_use
+from flexhybrid.runtime.profiling import profile as profiling
+from flexhybrid.runtime.profiling.cpu_use import CpuUse
+from flexhybrid.runtime.profiling.profile import Run, Stretch, kernel_times, usually_left
+from policy_search.fit import fit_hardware
+
+
+def test_a_profile_takes_as_many_requests_as_the_budgets_hold(monkeypatch):
+    """Smaller runs, of the same verbs; one short request where nothing fits."""
+    shape = ModelShape("small", "opt", 2, 64, 2, 2, 32, 128, 100, 96)
+    planned, engine = [], profiling.Engine
+
+    def watched(weights, policy, sizes, *rest, **more):
+        planned.append(total_bytes(memory_plan(shape, policy, weights.bytes_per_element, sizes, "cpu")))
+        return engine(weights, policy, sizes, *rest, **more)
+
+    monkeypatch.setattr(profiling, "Engine", watched)
+    monkeypatch.setattr(profiling, "LINK_SECONDS", 0.0)  # the link is not what this is about
+    runs = (Run(8, 48, 4, {"kv@host": 0.5, "act@host": 0.5}),)
+
+    def measured(budgets) -> tuple[set[str], int]:
+        planned.clear()
+        samples = profiling.profile(shape, "float32", torch.device("cpu"), runs=runs, budgets=budgets).samples
+        return set(samples), max(plan["host"] for plan in planned)
+
+    verbs, whole = measured(None)
+    assert measured({"host": whole}) == (verbs, whole)
+    fewer, half = measured({"host": whole // 2})
+    assert fewer == verbs and half <= whole // 2
+    fewest, least = measured({"host": 1})
+    assert fewest == verbs and least < half
+
+
+def test_kernels_alone_have_lines_of_their_own_where_the_device_holds_all(monkeypatch):
+    """And only a policy that moves nothing is priced by them."""
+    monkeypatch.setattr(profiling, "LINK_SECONDS", 0.0)  # the link is not what this is about
+    shape = ModelShape("small", "opt", 2, 64, 2, 2, 32, 128, 100, 96)
+    runs = (Run(2, 32, 2, {"kv@host": 0.5, "act@host": 0.5}), profiling.ALONE[0])
+
+    def measured(budgets) -> Hardware:
+        samples = profiling.profile(shape, "float32", torch.device("cpu"), runs=runs, budgets=budgets).samples
+        return fit_hardware(samples, name="here", device="cpu")
+
+    machine = measured(None)
+    alone, resident = machine.lines["project_alone"], Policy(cache={"kv@device": 1.0}, weights=Placement(device=1.0))
+    assert machine.at_work(resident).line("project", "compute") == alone != machine.lines["project"]
+    for elsewhere in ({"weights": Placement(device=0.9, host=0.1)}, {"cache": {"kv@host": 1.0}}, {"hidden": "host"}):
+        assert machine.at_work(replace(resident, **elsewhere)) == machine
+    assert not [key for key in measured({"device": 1}).lines if key.endswith("_alone")]
+
+
+def test_what_a_host_steals_is_spread_evenly_over_a_profile():
+    """Kernels of the CPU alone: a link is paced, and a GPU has a clock of its own."""
+
+    def stretch(seconds: float, left: float) -> Stretch:
+        kernels = ("finish", "compute"), ("attend_host", "host_compute"), ("load_kv", "h2d")
+        work = Work(flops=7, memory_bytes=5, link_bytes=3)
+        trace = [TraceEvent(Task(0, 0, 0, *kernel, work, (), ()), 1.0, 1.0 + seconds) for kernel in kernels]
+        return Stretch(trace, 10 * seconds, left, alone=False)
+
+    robbed, spared = stretch(2.0, 0.5), stretch(1.0, 1.0)
+    usual = usually_left([robbed, spared])
+    assert usual == (20 * 0.5 + 10) / 30
+    found = kernel_times([robbed, spared], usual, "cpu")
+    assert found == {("finish", 7, 5): [1.5, 1.5], ("attend_host", 7, 5): [1.5, 1.5], ("load_kv", 7, 3): [2.0, 1.0]}
+    found = kernel_times([robbed, spared], usual, "cuda")
+    assert found["finish", 7, 5] == [2.0, 1.0] and found["attend_host", 7, 5] == [1.5, 1.5]
+
+
+def test_what_is_left_of_the_time_is_less_what_was_stolen(monkeypatch):
+    """Seconds stolen from whichever core; at most three quarters; nothing where /proc does not tell."""
+    monkeypatch.setattr(cpu_use.os, "cpu_count", lambda: 2)
+    before = CpuUse(everyone_s=100.0, stolen_s=10.0, own_s=5.0, at_s=1000.0)
+    after = replace(before, everyone_s=112.0, stolen_s=13.0, own_s=14.0, at_s=1010.0)
+    assert after.left_since(before) == 0.7 and after.others_since(before) == 3 / 20
+    counted_as_own = replace(after, own_s=17.0)
+    assert counted_as_own.others_since(before) == 3 / 20
+    assert replace(after, stolen_s=29.0).left_since(before) == 0.25
+    unknown = replace(after, everyone_s=None, stolen_s=None)
+    assert unknown.left_since(before) == before.left_since(unknown) == 1.0 and unknown.others_since(before) is None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_dtype_does_not_hang_on_whether_a_profile_is_kept(monkeypatch, dtype):
+    """Answers would: before the first profile, it is what that would find."""
+    monkeypatch.setattr(machine, "faster_cpu_dtype", lambda shape: dtype)
+    shape, cpu = ModelShape("small", "opt", 2, 64, 2, 2, 32, 128, 100, 96, dtype="bfloat16"), torch.device("cpu")
+    kept = Hardware("local", "cpu", {"compute": Line(1e-5)})
+    for hardware in (None, kept, replace(kept, faster_dtype=dtype)):
+        assert machine.pick_dtype("auto", shape, cpu, hardware) == dtype

@@ -1,0 +1,74 @@
+"""Attention over blocks where they lie, against plain attention in float64."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from flexhybrid.core.context.blocks import BLOCK_TOKENS
+from flexhybrid.core.schedule.steps import block_runs
+from flexhybrid.runtime.kernels import attention
+from flexhybrid.runtime.verbs.attending import gather_blocks
+
+
+def plain(query_Hd, keys_GTd, values_GTd):
+    """One query over its context: [H, d] in float64."""
+    heads, groups = len(query_Hd), len(keys_GTd)
+    keys, values = (x.double().repeat_interleave(heads // groups, dim=0) for x in (keys_GTd, values_GTd))
+    scores = (keys @ query_Hd.double()[:, :, None]).squeeze(-1) / query_Hd.shape[-1] ** 0.5
+    return (torch.softmax(scores, dim=-1)[:, None] @ values).squeeze(1)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("groups", [2, 8])
+@torch.inference_mode()  # as on its lane: the pool's threads are in no such mode of their own
+def test_attention_over_blocks_is_plain_attention(monkeypatch, threads, dtype, groups):
+    """Lengths that fill their blocks and ones that do not, requests apart in the pool, several pieces of heads."""
+    monkeypatch.setattr(attention, "WIDENED_ELEMENTS", 2000)
+    generator, heads, d = torch.Generator().manual_seed(0), 8, 48
+    tokens, first = np.array([33, 48, 1, 1000]), np.array([2, 7, 11, 13])
+    held = -(-tokens // BLOCK_TOKENS)
+    blocks = torch.randn(80, 2, groups, BLOCK_TOKENS, d, generator=generator).to(dtype)
+    query = torch.randn(len(tokens), heads, d, generator=generator).to(dtype)
+    expected = []
+    for own, n, start, count in zip(query, tokens, first, held, strict=True):
+        keys, values = blocks[start : start + count].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :n]
+        expected.append(plain(own, keys, values))
+    out = torch.full_like(query, torch.nan)
+    runs = block_runs(first, held, np.zeros_like(held))
+    if threads == 1:
+        attention.attend_blocks(query, blocks, runs, tokens, out)
+    else:
+        with ThreadPoolExecutor(threads) as pool:
+            attention.attend_blocks(query, blocks, runs, tokens, out, pool.map)
+    accuracy = 1e-5 if dtype == torch.float32 else 1e-2
+    np.testing.assert_allclose(out.double(), torch.stack(expected), rtol=accuracy, atol=accuracy)
+
+
+def test_what_lies_behind_the_last_token_does_not_count():
+    """A block is used again and again: what an earlier request left there is masked, not multiplied."""
+    blocks, query, out = torch.randn(2, 2, 1, BLOCK_TOKENS, 16), torch.randn(1, 1, 16), torch.empty(2, 1, 16)
+    runs = block_runs(np.array([0]), np.array([2]), np.array([0]))
+    for one in out:
+        attention.attend_blocks(query, blocks, runs, np.array([20]), one[None])
+        blocks[1, :, :, 4:] = 1e30
+    assert torch.equal(out[0], out[1]) and out.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [1, 6, 12, 64])
+@pytest.mark.parametrize("width", [7, 32, 41])
+def test_gathered_blocks_are_those_of_the_table(dtype, head_dim, width):
+    """Less than a block, whole blocks, and some of both; heads whose bytes are even, or divide by 4, 8 or 16."""
+    generator, column = torch.Generator().manual_seed(0), 3
+    pool = torch.randn(9, 2, 2, BLOCK_TOKENS, head_dim, generator=generator).to(dtype)
+    table = torch.tensor([[4, 5, 6], [0, 0, 0], [8, 2, 3]])
+    targets = torch.zeros(2, 3, 2, column + width + 2, head_dim, dtype=dtype)
+    gather_blocks(pool, table, targets, column, width)
+    for part in range(2):
+        expected = torch.zeros_like(targets[part])
+        for row, blocks in enumerate(table):
+            expected[row, :, column : column + width] = pool[blocks, part].transpose(0, 1).flatten(1, 2)[:, :width]
+        assert torch.equal(targets[part], expected)

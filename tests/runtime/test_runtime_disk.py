@@ -1,0 +1,545 @@
+"""Scratch space on a disk: the bytes that were written, errors that tell what happened, and nothing left behind."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import stat
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flexhybrid.core.errors import InputError
+from flexhybrid.runtime.storage import disk, scratch_file
+from flexhybrid.runtime.storage.disk import ALIGN, DiskError, DiskSpace, aligned_host_bytes
+from flexhybrid.runtime.storage.host_memory import HostMemory
+
+MIB = 1 << 20
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def refuse(*_):
+    raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+
+def keep_names(monkeypatch) -> None:
+    """A system without unnamed files whose filesystem keeps the names of open ones."""
+    monkeypatch.setattr(scratch_file, "open_unnamed", refuse)
+    monkeypatch.setattr(scratch_file, "unlink_open", refuse)
+
+
+def noise(num_bytes: int, seed: int = 0) -> torch.Tensor:
+    """Page-aligned random bytes."""
+    memory = aligned_host_bytes(num_bytes)
+    memory.numpy()[:] = np.random.default_rng(seed).integers(0, 256, num_bytes, dtype=np.uint8)
+    return memory
+
+
+def open_files() -> list[str]:
+    return sorted(os.listdir("/proc/self/fd"))
+
+
+def disk_threads() -> list[threading.Thread]:
+    return [one for one in threading.enumerate() if one.name.startswith("flexhybrid-disk")]
+
+
+# --- the bytes ---------------------------------------------------------------------------------------------------
+
+SPACE_BYTES = 40 * ALIGN + 123
+
+
+@st.composite
+def piece_lists(draw):
+    """(offset, bytes, remainder of the memory's address) of pieces that do not overlap, in any order."""
+    near_a_page = st.builds(
+        lambda page, by: min(max(page * ALIGN + by, 0), SPACE_BYTES), st.integers(0, 40), st.integers(-2, 2)
+    )
+    on_a_page = st.integers(0, 40).map(lambda page: page * ALIGN)
+    cuts = sorted(draw(st.sets(near_a_page | on_a_page | st.integers(0, SPACE_BYTES), min_size=2, max_size=12)))
+    spans = [(a, b - a) for a, b in zip(cuts, cuts[1:], strict=False)]
+    chosen = draw(st.permutations(draw(st.lists(st.sampled_from(spans), unique=True))))
+    return [(offset, size, draw(st.sampled_from([offset % ALIGN, 0, 1]))) for offset, size in chosen]
+
+
+def memory_at(remainder: int, num_bytes: int) -> torch.Tensor:
+    return aligned_host_bytes(num_bytes + ALIGN)[remainder : remainder + num_bytes]
+
+
+@pytest.mark.parametrize("how", ["as the system can", "page cache only", "named file"])
+def test_pieces_come_back_as_a_bytearray_would_give_them(tmp_path, monkeypatch, how):
+    """Writes and reads of any cut and alignment, against a plain bytearray that takes the same writes.
+
+    Requests are so small here that every piece is cut and joined.
+    """
+    monkeypatch.setattr(disk, "SMALLEST_REQUEST", ALIGN)
+    monkeypatch.setattr(disk, "LARGEST_REQUEST", 3 * ALIGN)
+    monkeypatch.setattr(disk, "MOST_BUFFERS", 3)
+    if how == "named file":
+        keep_names(monkeypatch)
+    model = bytearray(SPACE_BYTES)
+    with DiskSpace(tmp_path, SPACE_BYTES) as space:
+        if how == "page cache only":
+            space.direct = False
+
+        @given(st.lists(st.tuples(st.booleans(), piece_lists()), max_size=6), st.integers(0, 2**32))
+        def check(steps, seed):
+            generator = np.random.default_rng(seed)
+            for writes, pieces in steps:
+                memories = [(offset, memory_at(remainder, size)) for offset, size, remainder in pieces]
+                if not writes:
+                    space.read(memories)
+                    for offset, memory in memories:
+                        assert memory.numpy().tobytes() == model[offset : offset + len(memory)]
+                    continue
+                for offset, memory in memories:
+                    memory.numpy()[:] = generator.integers(0, 256, len(memory), dtype=np.uint8)
+                    model[offset : offset + len(memory)] = memory.numpy().tobytes()
+                space.write(memories)
+
+        check()
+
+
+def test_memoryviews_and_tensors_of_any_type(tmp_path):
+    with DiskSpace(tmp_path, 4 * ALIGN) as space:
+        numbers = torch.arange(1000, dtype=torch.bfloat16).reshape(10, 100)
+        space.write([(8, numbers), (ALIGN, memoryview(b"as it came"))])
+        back, text = torch.zeros_like(numbers), bytearray(10)
+        space.read([(ALIGN, memoryview(text)), (8, back)])
+        assert torch.equal(back, numbers) and text == b"as it came"
+        part = torch.zeros(4, 4)[:, 1]
+        with pytest.raises(ValueError, match="contiguous"):
+            space.read([(0, part)])
+        with pytest.raises(ValueError, match="read-only"):
+            space.read([(0, memoryview(b"constant"))])
+        for offset in (-1, 4 * ALIGN - 5):
+            with pytest.raises(ValueError, match="outside"):
+                space.write([(offset, memoryview(b"123456"))])
+        with pytest.raises(ValueError, match="overlap at byte 3"):
+            space.write([(3, memoryview(b"1")), (0, memoryview(b"1234"))])
+        space.write([])
+        space.read([(5, memoryview(bytearray()))])
+
+
+def test_requests_are_large_aligned_and_past_the_page_cache(tmp_path, monkeypatch):
+    """A whole call's pieces, neighbours joined, make requests of 1 to 8 MiB on the direct descriptor."""
+    calls: list[tuple[int, int]] = []
+    preadv = os.preadv
+
+    def watched(fd, buffers, offset):
+        calls.append((fd, sum(len(buffer) for buffer in buffers)))
+        return preadv(fd, buffers, offset)
+
+    with DiskSpace(tmp_path, 40 * MIB) as space:
+        if not space.direct:
+            pytest.skip(space.describe())
+        data, back = noise(40 * MIB), aligned_host_bytes(40 * MIB)
+        space.write([(0, data)])
+        monkeypatch.setattr(os, "preadv", watched)
+        pieces = [(start, back[start : start + 64 * 1024]) for start in range(0, 16 * MIB, 64 * 1024)]
+        space.read(pieces + [(16 * MIB, back[16 * MIB :])])
+        assert torch.equal(data, back)
+        assert {fd for fd, _ in calls} == {space._file.direct_fd}
+        assert all(MIB <= size <= 8 * MIB for _, size in calls) and len(calls) >= space.num_workers
+        calls.clear()
+        space.read([(100, back[100 : 100 + 2 * MIB])])  # ragged at both ends: only those go by the cache
+        assert {size for fd, size in calls if fd == space._file.fd} == {ALIGN - 100, 100}
+        calls.clear()
+        space.read([(0, back[1 : 1 + MIB])])  # no address to go direct to
+        assert {fd for fd, _ in calls} == {space._file.fd}
+
+
+def test_threads_read_and_write_side_by_side(tmp_path, monkeypatch):
+    """Four threads, each on its own ragged quarter, neighbours sharing pages: nobody's bytes get lost."""
+    monkeypatch.setattr(disk, "SMALLEST_REQUEST", ALIGN)
+    quarter = 10 * ALIGN + 77
+    failures: list = []
+
+    def work(space: DiskSpace, index: int) -> None:
+        try:
+            generator = np.random.default_rng(index)
+            base, model = index * quarter, np.zeros(quarter, dtype=np.uint8)
+            for _ in range(60):
+                start = int(generator.integers(0, quarter))
+                size = int(generator.integers(0, quarter - start + 1))
+                memory = memory_at((base + start) % ALIGN, size)
+                memory.numpy()[:] = generator.integers(0, 256, size, dtype=np.uint8)
+                space.write([(base + start, memory)])
+                model[start : start + size] = memory.numpy()
+                back = memory_at(base % ALIGN, quarter)
+                space.read([(base, back)])
+                assert (back.numpy() == model).all()
+        except BaseException as error:
+            failures.append(error)
+
+    with DiskSpace(tmp_path, 4 * quarter) as space:
+        threads = [threading.Thread(target=work, args=(space, index)) for index in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert failures == []
+
+
+def test_host_memory_begins_on_a_page_and_is_zero():
+    memory = HostMemory(pinned=False)
+    for size in (0, 1, 4095, 3 * MIB + 5):
+        tensor = memory.bytes(size)
+        assert tensor.shape == (size,) and tensor.dtype == torch.uint8 and not tensor.any()
+        assert size == 0 or tensor.data_ptr() % ALIGN == 0
+    assert memory.allocated_bytes == 1 + 4095 + 3 * MIB + 5
+    assert memory.zeros((3, 5), torch.float32).shape == (3, 5)
+    assert aligned_host_bytes(10, memory).data_ptr() % ALIGN == 0
+    kept = memory.bytes(1000)[10:20]  # a view keeps its memory
+    assert kept.sum() == 0
+
+
+# --- errors ------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_shortened_under_way_is_an_error_that_tells_where(tmp_path):
+    with DiskSpace(tmp_path, 8 * MIB) as space:
+        space.write([(0, noise(8 * MIB))])
+        os.ftruncate(space._file.fd, 3 * MIB + 10)
+        with pytest.raises(DiskError, match=rf"short read of the scratch file in {tmp_path}: .* shortened"):
+            space.read([(0, aligned_host_bytes(8 * MIB))])
+        with pytest.raises(DiskError, match=r"short read .* 10 of 100 bytes at offset 3,145,728"):
+            space.read([(3 * MIB, aligned_host_bytes(100))])
+        with pytest.raises(DiskError, match="was shortened: 3,145,738 of 8,388,608 bytes are left"):
+            space.write([(0, noise(10))])
+        back = aligned_host_bytes(MIB)
+        space.read([(0, back)])  # what is still there can be read
+        assert torch.equal(back, noise(8 * MIB)[:MIB])
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+@pytest.mark.parametrize("direction", ["read", "write"])
+def test_what_the_system_refuses_is_told_in_one_line_and_ends_only_that_call(tmp_path, monkeypatch, direction, code):
+    name = {"read": "preadv", "write": "pwritev"}[direction]
+    real = getattr(os, name)
+
+    def failing(fd, buffers, offset):
+        if offset >= 4 * MIB:  # a request that a worker may have taken
+            raise OSError(code, os.strerror(code))
+        return real(fd, buffers, offset)
+
+    with DiskSpace(tmp_path, 8 * MIB) as space:
+        memory = noise(8 * MIB)
+        monkeypatch.setattr(os, name, failing)
+        with pytest.raises(DiskError) as caught:
+            getattr(space, direction)([(0, memory)])
+        message = str(caught.value)
+        assert f"cannot {direction} " in message and str(tmp_path) in message and os.strerror(code) in message
+        assert "\n" not in message and ("free some space" in message) == (code == errno.ENOSPC)
+        monkeypatch.undo()
+        space.write([(0, memory)])
+        back = aligned_host_bytes(8 * MIB)
+        space.read([(0, back)])
+        assert torch.equal(back, memory)
+
+
+def test_no_room_names_the_folder_and_the_bytes_and_leaves_nothing(tmp_path, monkeypatch):
+    before = open_files()
+    with pytest.raises(InputError, match=rf"{tmp_path}: No space left .* bytes are free there. Free some") as caught:
+        DiskSpace(tmp_path, 1 << 60)
+    assert f"{1 << 60:,}" in str(caught.value)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(InputError, match="No space left"):
+        DiskSpace(tmp_path, MIB)
+    assert open_files() == before and list(tmp_path.iterdir()) == [] and disk_threads() == []
+
+
+def test_a_limit_on_file_sizes_is_told(tmp_path):
+    program = f"""
+        import resource
+        from flexhybrid.runtime.storage.disk import DiskSpace
+        resource.setrlimit(resource.RLIMIT_FSIZE, ({MIB}, {MIB}))
+        try:
+            DiskSpace({str(tmp_path)!r}, {4 * MIB})
+        except ValueError as error:
+            print(error)
+    """
+    assert "larger than a file may be here (see ulimit -f)" in run_program(program).stdout
+
+
+def test_a_system_without_preallocation_writes_zeros(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    monkeypatch.setattr(scratch_file, "ZEROS", 1000)
+    with DiskSpace(tmp_path, 3 * ALIGN) as space:
+        state = os.fstat(space._file.fd)
+        assert state.st_size == 3 * ALIGN
+        back = memory_at(0, 3 * ALIGN)
+        space.read([(0, back)])
+        assert not back.any()
+
+
+def test_a_folder_that_cannot_be_used_is_told(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="cannot make a scratch file in .*file.*name another folder"):
+        DiskSpace(tmp_path / "file", MIB)
+
+
+@pytest.mark.parametrize("pace", [0, -1, 0.001, float("inf"), float("nan"), "fast", True])
+def test_a_pace_that_is_no_rate_is_refused(tmp_path, pace):
+    with pytest.raises(InputError, match="disk_gb_per_s is"):
+        DiskSpace(tmp_path, MIB, pace)
+    assert disk_threads() == []
+
+
+# --- nothing left behind -----------------------------------------------------------------------------------------
+
+
+def test_blocks_are_reserved_the_folder_is_private_and_the_file_has_no_name(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))
+    old = os.umask(0)
+    try:
+        with DiskSpace(None, 4 * MIB) as space:
+            folder = tmp_path / "cache" / "scratch"
+            assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+            state = os.fstat(space._file.fd)
+            assert state.st_blocks * 512 >= 4 * MIB and stat.S_IMODE(state.st_mode) == 0o600
+            assert state.st_nlink == 0 and list(folder.iterdir()) == []
+            assert str(folder) in space.describe() and "0.00 GiB" in space.describe()
+    finally:
+        os.umask(old)
+
+
+def test_closing_gives_back_threads_and_files_and_may_be_repeated(tmp_path):
+    before = open_files()
+    for named in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            if named:
+                keep_names(patch)
+            space = DiskSpace(tmp_path, 16 * MIB)
+            assert len(list(tmp_path.iterdir())) == named
+            space.write([(0, noise(16 * MIB))])
+            assert disk_threads() != []
+            space.close()
+            space.close()
+            assert disk_threads() == [] and open_files() == before and list(tmp_path.iterdir()) == []
+            for call in (space.read, space.write):
+                with pytest.raises(DiskError, match="closed"):
+                    call([(0, memoryview(bytearray(10)))])
+
+
+def test_a_forgotten_space_is_released_too(tmp_path, monkeypatch):
+    keep_names(monkeypatch)
+    before = open_files()
+    space = DiskSpace(tmp_path, 8 * MIB)
+    space.write([(0, noise(8 * MIB))])
+    threads = disk_threads()
+    del space
+    for thread in threads:
+        thread.join(60)
+    assert disk_threads() == [] and open_files() == before and list(tmp_path.iterdir()) == []
+
+
+def test_closing_ends_a_paced_read(tmp_path):
+    """At 0.01 GB/s this read lasts half a minute: only closing can end it with an error."""
+    space = DiskSpace(tmp_path, 256 * MIB, gb_per_s=0.01)
+    outcome: list = []
+
+    def read() -> None:
+        try:
+            space.read([(0, aligned_host_bytes(256 * MIB))])
+            outcome.append("read all")
+        except DiskError as error:
+            outcome.append(str(error))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    while not space._callers:
+        time.sleep(0.001)
+    space.close()
+    reader.join(60)
+    assert len(outcome) == 1 and "was closed during a read" in outcome[0]
+
+
+def test_closing_between_requests_waits_for_those_under_way(tmp_path, monkeypatch):
+    """Close comes while requests are in the system: they end, no further one begins, and only then is the file shut."""
+    space = DiskSpace(tmp_path, 64 * MIB)
+    entered, go_on, begun, outcome = threading.Semaphore(0), threading.Event(), [], []
+    preadv = os.preadv
+
+    def held(fd, buffers, offset):
+        begun.append(offset)
+        entered.release()
+        assert go_on.wait(60)
+        return preadv(fd, buffers, offset)
+
+    def read() -> None:
+        try:
+            space.read([(0, aligned_host_bytes(64 * MIB))])
+        except DiskError as error:
+            outcome.append(str(error))
+
+    monkeypatch.setattr(os, "preadv", held)
+    reader, closer = threading.Thread(target=read), threading.Thread(target=space.close)
+    reader.start()
+    for _ in range(space.num_workers):
+        assert entered.acquire(timeout=60)
+    closer.start()
+    while not space._closing:
+        time.sleep(0.001)
+    assert space._file.fd is not None
+    go_on.set()
+    reader.join(60)
+    closer.join(60)
+    assert len(begun) == space.num_workers and "closed" in outcome[0] and space._file.fd is None
+
+
+def run_program(program: str, **options) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        **options,
+    )
+
+
+#: keep_names for another process
+NAMED = """
+    import errno, os, sys
+    from flexhybrid.runtime.storage import scratch_file
+    from flexhybrid.runtime.storage.disk import DiskSpace, aligned_host_bytes
+    def refuse(*_):
+        raise OSError(errno.EOPNOTSUPP, "not supported")
+    scratch_file.open_unnamed = scratch_file.unlink_open = refuse
+"""
+
+
+def test_a_process_that_ends_without_closing_leaves_nothing(tmp_path):
+    """Neither by its end nor by an error; its threads do not keep it from ending."""
+    for end in ("", "    raise SystemExit(3)"):
+        program = f"""{NAMED}
+    space = DiskSpace({str(tmp_path)!r}, {16 * MIB})
+    space.write([(0, aligned_host_bytes({16 * MIB}))])
+    print(len(os.listdir({str(tmp_path)!r})))
+{end}"""
+        done = run_program(program)
+        assert (done.returncode, done.stdout, done.stderr) == (3 if end else 0, "1\n", "")
+        assert list(tmp_path.iterdir()) == []
+
+
+def start_holder(tmp_path: Path, last_line: str) -> subprocess.Popen:
+    """A process with a named scratch file, started as far as its first line of output."""
+    program = textwrap.dedent(f"""{NAMED}
+    space = DiskSpace({str(tmp_path)!r}, {64 * MIB}, 0.01)
+    print("ready", flush=True)
+    {last_line}""")
+    pipes = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr")}
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, text=True, **pipes)
+    assert process.stdout.readline() == "ready\n", process.stderr.read()
+    return process
+
+
+def test_the_next_start_removes_what_a_killed_process_left_and_nothing_of_the_living(tmp_path):
+    with start_holder(tmp_path, "sys.stdin.read()") as killed, start_holder(tmp_path, "sys.stdin.read()") as living:
+        try:
+            assert len(list(tmp_path.glob("*.scratch"))) == 2
+            killed.kill()
+            killed.wait()
+            (tmp_path / "somebody's.scratch").write_text("not ours")
+            DiskSpace(tmp_path, MIB).close()
+            left = sorted(path.name for path in tmp_path.iterdir())
+            assert len(left) == 2 and f"-{living.pid}-" in left[0] and left[1] == "somebody's.scratch"
+        finally:
+            living.kill()
+
+
+def test_ctrl_c_ends_a_read_and_leaves_nothing(tmp_path):
+    """The read would last for minutes; the process ends by KeyboardInterrupt and takes its file with it."""
+    read = "[space.read([(0, aligned_host_bytes(64 << 20))]) for _ in range(100)]"
+    with start_holder(tmp_path, read) as process:
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=120)
+    assert process.returncode == -signal.SIGINT and errors.strip().endswith("KeyboardInterrupt")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_pid_that_is_used_again_is_not_the_owner(tmp_path, monkeypatch):
+    """Files of this very pid: one of an earlier process, one of ours; and one of a dead pid that somebody locks."""
+    keep_names(monkeypatch)
+    machine = os.uname().nodename
+    pid, started = os.getpid(), scratch_file.start_time(os.getpid())
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    name = f"flexhybrid-{scratch_file._machine()}-{{}}-{{}}-00.scratch"
+    earlier = tmp_path / name.format(pid, started - 1)
+    elsewhere = tmp_path / f"flexhybrid-not{machine}-{ended.pid}-1-00.scratch"
+    with DiskSpace(tmp_path, MIB) as space:
+        ours = space._file.path
+        locked = ours.rename(tmp_path / name.format(ended.pid, 1))  # as seen from another container
+        earlier.write_text("")
+        elsewhere.write_text("")
+        assert scratch_file.remove_leftovers(tmp_path) == [earlier]
+        locked.rename(ours)
+    assert [path.name for path in tmp_path.iterdir()] == [elsewhere.name]
+
+
+# --- pace --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [64 * 1024, 5 * MIB])
+@pytest.mark.parametrize("direction", ["read", "write"])
+def test_nothing_outruns_the_pace(tmp_path, size, direction):
+    """Back to back, of one thread and of two at once, at small and large requests; a ratio, never seconds."""
+    for num_threads in (1, 2):
+        with DiskSpace(tmp_path, 8 * MIB, gb_per_s=0.1) as space:
+            count = max(2, 5_000_000 // size)
+
+            def move(space=space, count=count) -> None:
+                memory = aligned_host_bytes(size)
+                for _ in range(count):
+                    getattr(space, direction)([(0, memory)])
+
+            threads = [threading.Thread(target=move) for _ in range(num_threads)]
+            start = time.perf_counter()
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            rate = num_threads * count * size / (time.perf_counter() - start)
+            assert rate <= 1.02 * 0.1e9
+            assert "paced at 0.1 GB/s" in space.describe()
+
+
+def test_reads_and_writes_have_a_pace_each_and_it_can_be_lifted(tmp_path):
+    with DiskSpace(tmp_path, MIB, gb_per_s=0.5) as space:
+        assert space._pacers["read"][0] is not space._pacers["write"][0]
+        space.set_rate(None)
+        assert space.gb_per_s is None and "paced" not in space.describe()
+
+
+def test_reads_are_left_out_when_not_enabled_and_writes_are_not(tmp_path):
+    with DiskSpace(tmp_path, MIB) as space:
+        space.enabled = False
+        space.write([(0, memoryview(b"written"))])
+        back = bytearray(7)
+        space.read([(0, memoryview(back))])
+        assert back == bytes(7)
+        space.enabled = True
+        space.read([(0, memoryview(back))])
+        assert back == b"written"
+
+
+def test_memory_is_not_called_a_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk, "filesystem_of", lambda folder: "tmpfs")
+    monkeypatch.setattr(scratch_file, "filesystem_of", lambda folder: "tmpfs")
+    with DiskSpace(tmp_path, MIB) as space:
+        assert not space.direct and "memory, not a disk" in space.describe()

@@ -1,0 +1,289 @@
+"""The launcher: the same tokens and clean traces whatever the delays, with threads and with CUDA-like streams."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from models import FakeStream, save_llama, save_opt
+from policies import wider_policies
+
+from flexhybrid.core.memory import buffer_sizes
+from flexhybrid.core.plan import stream
+from flexhybrid.core.policy import Bits, Placement, Policy, Selection
+from flexhybrid.core.schedule.dependencies import KINDS
+from flexhybrid.core.task import Access, Task, Work
+from flexhybrid.core.trace import check_trace
+from flexhybrid.core.wave import admit
+from flexhybrid.core.workload import Workload
+from flexhybrid.runtime.clock import Clock, Lane, StreamLane
+from flexhybrid.runtime.engine import Engine
+from flexhybrid.runtime.kernels.sampling import greedy_plan
+from flexhybrid.runtime.storage.loader import Checkpoint
+from flexhybrid.runtime.storage.weights import Weights
+from sim import catalogue
+
+PROMPTS = [[5, 9, 11], list(range(3, 40)), [7] * 17, list(range(10, 26))]
+MAX_TOKENS = 12
+
+POLICIES = [
+    Policy(cache={"kv@host": 1.0}, max_mini_batch_tokens=100),
+    Policy(cache={"act@host": 0.5, "kv@host": 0.5}, max_mini_batch_tokens=100),
+    Policy(
+        weights=Placement(device=0.4, host=0.6),
+        cache={"act@host": 0.25, "act@device": 0.25, "kv@host": 0.25, "kv@device": 0.25},
+        max_mini_batch_tokens=160,
+    ),
+    Policy(
+        weights=Placement(device=1.0),
+        cache={"act@host": 0.25, "act@device": 0.25, "kv@host": 0.25, "kv@device": 0.25},
+        max_mini_batch_tokens=160,
+    ),
+]
+
+WIDER = wider_policies(wide=100, narrow=60, chunk=16)
+
+
+class FakeCudaEngine(Engine):
+    """An engine on streams with CUDA's meaning and random delays."""
+
+    def __init__(self, *args, seed: int, kinds=KINDS, **options):
+        super().__init__(*args, **options)
+        self.seed, self.kinds, self.streams = seed, kinds, []
+        self.host_threads, self.host_workers = 2, ThreadPoolExecutor(2)  # as beside a GPU
+
+    def lanes(self, executor):
+        torch.set_num_threads(1)
+        self.streams = [FakeStream(self.seed * 10 + i) for i in range(3)]
+        names = ("compute", "h2d", "d2h")
+        lanes = [StreamLane(n, executor.perform, s) for n, s in zip(names, self.streams, strict=True)]
+        return [*lanes, *(Lane(name, executor.perform) for name in ("host_compute", "disk_read", "disk_write"))]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("opt")
+    model = save_opt(folder)
+    expected = []
+    for prompt in PROMPTS:
+        out = model.generate(
+            torch.tensor([prompt]), max_new_tokens=MAX_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=1
+        )
+        expected.append(out[0, len(prompt) :].tolist())
+    return Checkpoint(folder), expected
+
+
+def run(checkpoint, policy, make_engine, keep_trace=True, **options):
+    workload = Workload(np.array([len(p) for p in PROMPTS]), np.full(len(PROMPTS), MAX_TOKENS))
+    wave = admit(checkpoint.shape, policy, workload, 4, **options)
+    weights = Weights(checkpoint.shape, checkpoint, "float32", torch.device("cpu"), policy)
+    engine = make_engine(weights, policy, buffer_sizes(wave))
+    plan = greedy_plan(len(PROMPTS))
+    try:
+        return engine.run(wave, PROMPTS, plan, keep_trace=keep_trace), engine
+    finally:
+        engine.close()
+        weights.close()
+
+
+def tokens_under_delays(source, policy, seed, **options) -> list[list[int]]:
+    """What streams with random delays give, by a clean trace."""
+    result, engine = run(source, policy, lambda *of: FakeCudaEngine(*of, seed=seed), **options)
+    for fake in engine.streams:
+        fake.close()
+    assert check_trace(result.trace) == []
+    return result.tokens
+
+
+def check_delays_change_nothing(source, policy) -> None:
+    """For what has no reference but our own threads."""
+    expected, _ = run(source, policy, lambda *of: Engine(*of, num_threads=1))
+    for seed in range(2):
+        assert tokens_under_delays(source, policy, seed) == expected.tokens
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=["kv", "hybrid", "mixed tiers", "mixed tiers, weights resident"])
+@pytest.mark.parametrize("seed", range(3))
+def test_streams_with_random_delays_give_the_reference_tokens(checkpoint, policy, seed):
+    source, expected = checkpoint
+    assert tokens_under_delays(source, policy, seed) == expected
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_trace_may_end_before_its_wave(checkpoint, streams):
+    """The first tasks are those of a whole trace; what runs afterwards is the same."""
+    source, expected = checkpoint
+    make = (lambda *of: FakeCudaEngine(*of, seed=1)) if streams else (lambda *of: Engine(*of, num_threads=1))
+    whole, _ = run(source, POLICIES[1], make)
+    for count in (1, 100, len(whole.trace), len(whole.trace) + 1):
+        part, _ = run(source, POLICIES[1], make, keep_trace=count)
+        assert part.tokens == whole.tokens == expected
+        assert [e.task.key for e in part.trace] == [e.task.key for e in whole.trace[:count]]
+        assert check_trace(part.trace) == []
+
+
+@pytest.mark.parametrize("name", WIDER)
+@pytest.mark.parametrize("seed", range(2))
+def test_streams_with_random_delays_run_every_verb(checkpoint, name, seed):
+    source, expected = checkpoint
+    assert tokens_under_delays(source, WIDER[name], seed, hardware=catalogue.load("t4")) == expected
+
+
+@pytest.mark.parametrize("kind", ["opt", "qwen2"])
+def test_streams_with_random_delays_run_packed_rows_and_rotations(tmp_path, kind):
+    """Fewer bits have no reference but our own threads, and every seed's delays must change nothing."""
+    if kind == "opt":
+        save_opt(tmp_path, heads=4, ffn=64)
+    else:
+        save_llama(tmp_path, kind=kind, heads=4, kv_heads=4, ffn=64)
+    policy = Policy(
+        weights=Placement(device=0.3, host=0.3, disk=0.4), bits=Bits(8, 4, 8), max_mini_batch_tokens=100,
+        cache={"act@disk": 0.2, "act@device": 0.2, "kv@disk": 0.2, "kv@device": 0.2, "kv@host": 0.2},
+    )  # fmt: skip
+    check_delays_change_nothing(Checkpoint(tmp_path), policy)
+
+
+@pytest.mark.parametrize("kind", ["opt", "qwen2"])
+@pytest.mark.parametrize("victim", [None, "lru"])
+def test_streams_with_random_delays_fetch_the_same_tokens(tmp_path, kind, victim):
+    """A speculative selection has no reference but our own threads: head by head, by token, and in a limited pool."""
+    if kind == "opt":
+        save_opt(tmp_path, layers=3, heads=4, ffn=64)
+    else:
+        save_llama(tmp_path, kind=kind, layers=3, heads=4, kv_heads=2, ffn=64)
+    pool, cache = (0.6, {"kv@host": 1.0}) if victim else (1.0, {"act@host": 0.4, "kv@host": 0.6})
+    policy = Policy(
+        weights=Placement(device=0.3, host=0.7), cache=cache, max_mini_batch_tokens=100,
+        selection=Selection("speculative", None, 0.5, 0.3, 0.5, pool, victim or "fifo", "device"),
+    )  # fmt: skip
+    check_delays_change_nothing(Checkpoint(tmp_path), policy)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=["kv", "hybrid", "mixed tiers", "mixed tiers, weights resident"])
+def test_threads_give_the_reference_tokens(checkpoint, policy):
+    source, expected = checkpoint
+    result, _ = run(source, policy, lambda *of: Engine(*of, num_threads=1))
+    assert result.tokens == expected
+    assert check_trace(result.trace) == []
+
+
+@pytest.mark.parametrize("dropped", KINDS)
+def test_dropping_a_kind_of_dependency_is_seen_on_the_real_clock(dropped):
+    """A two-lane ping-pong that needs each kind of dependency in turn; random delays bring the hazard out."""
+    kinds = [kind for kind in KINDS if kind != dropped]
+    cell = Access(("cell",), 0, 1)
+    tasks = []
+    for i in range(60):
+        # h2d writes, compute reads, d2h writes over it: read-after-write, write-after-read, write-after-write.
+        tasks.append(Task(i, 0, 0, "load", "h2d", Work(), (), (cell,)))
+        if dropped != "write_after_write":
+            tasks.append(Task(i, 0, 0, "use", "compute", Work(), (cell,), ()))
+        tasks.append(Task(i, 0, 0, "store", "d2h", Work(), (), (cell,)))
+    generator = np.random.default_rng(1)
+
+    def perform(task):
+        time.sleep(generator.random() * 1e-3)
+
+    def violations(kinds):
+        clock = Clock([Lane(name, perform) for name in ("h2d", "compute", "d2h")], kinds)
+        return check_trace(clock.run(tasks))
+
+    assert violations(KINDS) == []
+    assert violations(kinds) != []
+
+
+def test_an_error_in_a_lane_reaches_the_caller_and_ends_every_thread():
+    import threading
+
+    before = threading.active_count()
+
+    def perform(task):
+        if task.iteration == 20:
+            raise RuntimeError("the copy failed")
+
+    cell = Access(("cell",), 0, 1)
+    tasks = [
+        Task(i, 0, 0, "load", resource, Work(), (cell,), (cell,))
+        for i in range(50)
+        for resource in ("h2d", "compute", "d2h")
+    ]
+    clock = Clock([Lane(name, perform) for name in ("h2d", "compute", "d2h")])
+    start = time.perf_counter()
+    with pytest.raises(RuntimeError, match="the copy failed"):
+        clock.run(tasks)
+    assert time.perf_counter() - start < 2
+    assert threading.active_count() == before
+
+
+def test_an_error_in_the_stream_of_tasks_ends_every_thread(checkpoint):
+    import threading
+
+    before = threading.active_count()
+
+    def broken():
+        yield Task(0, 0, 0, "load", "h2d", Work(), (), ())
+        raise ValueError("planning failed")
+
+    clock = Clock([Lane(name, lambda task: None) for name in ("h2d", "compute")])
+    with pytest.raises(ValueError, match="planning failed"):
+        clock.run(broken())
+    assert threading.active_count() == before
+
+
+def test_planning_never_outruns_the_lookahead(checkpoint):
+    """A slow lane holds the planner back: memory stays bounded however long the run."""
+    from flexhybrid.runtime import clock as lanes
+
+    issued = []
+
+    def perform(task):
+        time.sleep(1e-4)
+
+    def tasks():
+        for i in range(3 * lanes.LOOKAHEAD_TASKS):
+            issued.append((i, lane.complete))
+            yield Task(i, 0, 0, "work", "compute", Work(), (), ())
+
+    lane = Lane("compute", perform)
+    Clock([lane]).run(tasks())
+    assert max(i - complete for i, complete in issued) <= lanes.LOOKAHEAD_TASKS + 1
+
+
+def test_decode_can_be_repeated_from_a_filled_cache(checkpoint):
+    source, expected = checkpoint
+    policy = POLICIES[1]
+    workload = Workload(np.array([len(p) for p in PROMPTS]), np.full(len(PROMPTS), MAX_TOKENS))
+    wave = admit(source.shape, policy, workload, 4)
+    weights = Weights(source.shape, source, "float32", torch.device("cpu"), policy)
+    engine = Engine(weights, policy, buffer_sizes(wave), num_threads=1)
+    plan = greedy_plan(len(PROMPTS))
+    executor = engine.executor(wave, PROMPTS, plan)
+    engine.run(wave, PROMPTS, plan, executor=executor)
+    for _ in range(2):
+        again = engine.run(
+            wave, PROMPTS, plan, executor=executor, tasks=stream(wave, first_iteration=1), keep_trace=True
+        )
+        assert again.tokens == [answer[1:] for answer in expected]
+        assert check_trace(again.trace) == []
+
+
+def test_each_lane_computes_with_its_own_number_of_threads(checkpoint):
+    source, _ = checkpoint
+    policy = POLICIES[1]
+    workload = Workload(np.array([len(p) for p in PROMPTS]), np.full(len(PROMPTS), MAX_TOKENS))
+    wave = admit(source.shape, policy, workload, 4)
+    weights = Weights(source.shape, source, "float32", torch.device("cpu"), policy)
+    engine = Engine(weights, policy, buffer_sizes(wave), num_threads=3)
+    plan = greedy_plan(len(PROMPTS))
+    executor = engine.executor(wave, PROMPTS, plan)
+    perform, seen = executor.perform, {"compute": set(), "host_compute": set()}
+
+    def watched(task):
+        perform(task)
+        if task.resource in seen:
+            seen[task.resource].add(torch.get_num_threads())
+
+    executor.perform = watched
+    engine.run(wave, PROMPTS, plan, executor=executor)
+    assert seen == {"compute": {3}, "host_compute": {1}}

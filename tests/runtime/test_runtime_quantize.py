@@ -1,0 +1,259 @@
+"""The quantiser against a naive numpy reference, and its error against the bound its module derives."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from flexhybrid.core.errors import InputError
+from flexhybrid.core.policy import GROUP_ELEMENTS, Bits
+from flexhybrid.runtime.kernels import quantize as module
+from flexhybrid.runtime.kernels.quantize import LIMIT, dequantize, packed_bytes, quantize
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+BITS = (8, 4)
+
+
+def test_packed_bytes_are_those_the_policy_counts():
+    for bits in BITS:
+        stored = Bits(weights=bits, kv=bits, act=bits).element_bytes(2)
+        for elements in (64, 128, 192, 2048, 4096 * 3):
+            assert packed_bytes(elements, bits) == stored.kv * elements == stored.weights * elements
+            row = quantize(torch.zeros(elements), bits)
+            assert row.dtype == torch.uint8 and row.shape == (packed_bytes(elements, bits),)
+
+
+@pytest.mark.parametrize("elements", [0, 1, 63, 65, 96, 2000])
+def test_rows_that_groups_do_not_fill_are_refused(elements):
+    for call in (lambda: packed_bytes(elements, 8), lambda: quantize(torch.zeros(2, elements), 4)):
+        with pytest.raises(InputError, match=rf"row of {elements} elements .*multiple of {GROUP_ELEMENTS}"):
+            call()
+
+
+def test_wrong_arguments_are_refused_by_name():
+    rows = torch.zeros(3, 128)
+    packed = quantize(rows, 4)
+    with pytest.raises(InputError, match="16 bits"):
+        packed_bytes(64, 16)
+    with pytest.raises(InputError, match=r"71 bytes .* of 4 bits: a group takes 36"):
+        dequantize(packed[:, :71], 4, torch.float32)
+    with pytest.raises(InputError, match=r"out is torch.uint8 \[3, 72\]; it must be torch.uint8 \[3, 136\]"):
+        quantize(rows, 8, packed)
+    with pytest.raises(InputError, match="out is torch.float32"):
+        dequantize(packed, 4, torch.bfloat16, torch.zeros(3, 128))
+    with pytest.raises(InputError, match="packed is torch.int8"):
+        dequantize(packed.view(torch.int8), 4, torch.float32)
+
+
+# ---- a reference that shares nothing with the module: one row, one group, one element at a time ----------------------
+
+
+def decode_by_hand(row: bytes, bits: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(codes [G, 64], scale [G], minimum [G]) of one packed row, as the module's docstring lays it out; float64."""
+    groups = len(row) // (64 * bits // 8 + 4)
+    elements = groups * 64
+    if bits == 8:
+        codes = [row[i] for i in range(elements)]
+    else:
+        codes = [row[i] % 16 for i in range(elements // 2)] + [row[i] // 16 for i in range(elements // 2)]
+    pairs = np.frombuffer(row[elements * bits // 8 :], dtype="<f2").astype(np.float64)
+    return np.array(codes, dtype=np.float64).reshape(groups, 64), pairs[0::2], pairs[1::2]
+
+
+def rounded(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+    """float64 -> float32 -> dtype, to nearest even, as float64."""
+    values = values.astype(np.float32)
+    if dtype == torch.bfloat16:
+        upper = values.view(np.uint32).astype(np.uint64)
+        upper = (upper + 0x7FFF + (upper >> 16 & 1)) >> 16 << 16
+        values = upper.astype(np.uint32).view(np.float32)
+    elif dtype == torch.float16:
+        values = values.astype(np.float16)
+    return values.astype(np.float64)
+
+
+def check_rows(rows: torch.Tensor, bits: int, dtype: torch.dtype) -> None:
+    """Codes, parameters and values of finite rows [N, n] are what the module's docstring promises."""
+    levels = 2**bits - 1
+    packed = quantize(rows, bits)
+    restored = dequantize(packed, bits, dtype)
+    assert restored.dtype == dtype and restored.shape == rows.shape
+    assert torch.isfinite(restored).all()
+    for x, row, y in zip(rows.double().numpy(), packed.numpy(), restored.double().numpy()):
+        codes, scale, minimum = decode_by_hand(row.tobytes(), bits)
+        x, y = x.reshape(codes.shape), y.reshape(codes.shape)
+        # The bytes mean what the docstring says: bit for bit, since code · scale + minimum is exact in float64.
+        s, m = scale[:, None], minimum[:, None]
+        np.testing.assert_array_equal(y, rounded(codes * s + m, dtype))
+        x = np.clip(x, -LIMIT, LIMIT)
+        lowest, highest = x.min(1), x.max(1)
+        below = np.array([largest_half_not_above(v) for v in lowest])
+        np.testing.assert_array_equal(minimum, below)
+        # Scale: the nearest float16 (one float32 rounding away at most from a tie between two).
+        exact = (highest - minimum) / levels
+        spacing = np.maximum(2.0**-24, 2.0 ** (np.floor(np.log2(np.maximum(exact, 2.0**-30))) - 10))
+        assert (abs(scale - exact) <= spacing / 2 * (1 + 2.0**-10)).all()
+        bound = ((highest - lowest) + abs(lowest) * 2.0**-10 + 2.0**-24) / levels * (1 + 2.0**-10) + 2.0**-25
+        assert (scale <= bound).all()
+        # Codes are nearest, and no code had to be cut off by more than the subnormal scale's own rounding.
+        cut = levels * 2.0**-25
+        assert (abs(codes * s + m - x) <= np.maximum(s * (0.5 + 2.0**-14), cut)).all()
+        u = ROUNDOFF[dtype] + 2.0**-24
+        tiny = 2.0**-25 if dtype == torch.float16 else 0.0
+        assert (abs(y - x) <= np.maximum(s * (0.5 + 2.0**-14), cut) + u * abs(y) * (1 + 2.0**-7) + tiny).all()
+
+
+def largest_half_not_above(value: float) -> float:
+    half = np.float16(value)
+    if float(half) > value:
+        half = np.nextafter(half, np.float16(-np.inf))
+    return float(half)
+
+
+def to(dtype: torch.dtype, values: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.asarray(values, dtype=np.float32)).to(dtype)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    values=hnp.arrays(np.float32, (2, 128), elements=st.floats(width=32, allow_nan=False), fill=st.just(np.float32(1))),
+    bits=st.sampled_from(BITS), into=st.sampled_from(DTYPES),
+)  # fmt: skip
+def test_any_finite_or_infinite_values(values, bits, into):
+    check_rows(torch.from_numpy(values), bits, into)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1), spread=st.floats(-30, 20), offset=st.floats(-30, 17),
+    sign=st.sampled_from((-1, 0, 1)), dtype=st.sampled_from(DTYPES), into=st.sampled_from(DTYPES),
+    bits=st.sampled_from(BITS), groups=st.integers(1, 5),
+)  # fmt: skip
+def test_error_bound_over_magnitudes(seed, spread, offset, sign, dtype, into, bits, groups):
+    """Groups whose spread and distance from zero differ by any power of two, float16's subnormals included."""
+    noise = np.random.default_rng(seed).standard_normal((3, 64 * groups))
+    rows = to(dtype, noise * 2.0**spread + sign * 2.0**offset)
+    check_rows(rows, bits, into)
+
+
+@settings(max_examples=200, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), spread=st.floats(-12, 17), shift=st.floats(-1, 1), bits=st.sampled_from(BITS))
+@example(seed=0, spread=0.0, shift=0.0, bits=8)
+def test_quantising_again_gives_the_same_bytes(seed, spread, shift, bits):
+    """Where the module promises it: float32, elements of both signs, a scale of 2**-16 or more."""
+    noise = np.random.default_rng(seed).standard_normal((4, 192)) + shift
+    packed = quantize(to(torch.float32, noise * 2.0**spread), bits)
+    restored = dequantize(packed, bits, torch.float32)
+    again = quantize(restored, bits)
+    for row, row_again in zip(packed.numpy(), again.numpy()):
+        first, second = decode_by_hand(row.tobytes(), bits), decode_by_hand(row_again.tobytes(), bits)
+        for codes, scale, minimum, *theirs in zip(*first, *second):
+            if scale >= 2.0**-16 and minimum <= 0 <= minimum + scale * codes.max():
+                assert (theirs[0] == codes).all() and theirs[1:] == [scale, minimum]
+
+
+def test_constant_groups_come_back_exactly():
+    for value in (0.0, -0.0, 1.0, -0.5, 2.0**-24, -(2.0**-14), 1234.0, LIMIT, -LIMIT):
+        for dtype in DTYPES:
+            rows = torch.full((2, 128), value, dtype=dtype)
+            rows[1, 64:] = 3.0
+            for bits in BITS:
+                packed = quantize(rows, bits)
+                if value != LIMIT or dtype != torch.bfloat16:  # there LIMIT is not a bfloat16
+                    assert torch.equal(dequantize(packed, bits, dtype), rows.clamp(-LIMIT, LIMIT)), (value, dtype, bits)
+                assert torch.equal(quantize(dequantize(packed, bits, torch.float32), bits), packed)
+
+
+def test_constants_that_float16_lacks_are_nearer_than_its_steps():
+    """1/3 lies between two float16, 2**-12 apart; the scale spans the gap, as well as a subnormal scale can."""
+    for bits in BITS:
+        restored = dequantize(quantize(torch.full((64,), 1 / 3), bits), bits, torch.float32)
+        assert (restored - 1 / 3).abs().max() <= (2**bits - 1) * 2.0**-25 + 2.0**-24
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_values_beyond_float16_saturate(bits):
+    rows = torch.zeros(4, 64)
+    rows[0, :2] = torch.tensor([1e5, -1e5])
+    rows[1, :2] = torch.tensor([torch.inf, -torch.inf])
+    rows[2] = torch.inf
+    rows[3] = -3e38
+    for source in (rows, rows.bfloat16()):
+        for into in DTYPES:
+            restored = dequantize(quantize(source, bits), bits, into).float()
+            assert torch.isfinite(restored).all()
+            limit = torch.tensor(LIMIT).expand(3)
+            got = torch.stack((restored[0, 0], restored[1, 0], restored[2, 5]))
+            torch.testing.assert_close(got, limit, rtol=2.0**-7, atol=0)
+            got = torch.stack((restored[0, 1], restored[1, 1], restored[3, 5]))
+            torch.testing.assert_close(got, -limit, rtol=2.0**-7, atol=0)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, 3e38])
+def test_a_constant_group_beyond_float16_leaves_its_neighbours_alone(bits, value):
+    rows = torch.randn(2, 192)
+    clean = dequantize(quantize(rows, bits), bits, torch.float32)
+    rows[1, 64:128] = value
+    restored = dequantize(quantize(rows, bits), bits, torch.float32)
+    assert (restored[1, 64:128] == np.clip(value, -LIMIT, LIMIT)).all()
+    restored[1, 64:128] = clean[1, 64:128]
+    assert torch.equal(restored, clean)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_a_nan_spoils_its_own_group_alone(bits):
+    rows = torch.randn(2, 192)
+    clean = dequantize(quantize(rows, bits), bits, torch.float32)
+    rows[1, 70] = torch.nan
+    restored = dequantize(quantize(rows, bits), bits, torch.float32)
+    assert restored[1, 64:128].isnan().all()
+    restored[1, 64:128] = clean[1, 64:128]
+    assert torch.equal(restored, clean)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("limit", [64, 300, 2000, 2**20])
+def test_strided_pools_and_pieces_of_any_size(bits, limit, monkeypatch):
+    """Rows inside a block pool, source and target views with gaps; nothing outside them is touched."""
+    monkeypatch.setitem(module.WORK_ELEMENTS, "cpu", limit)
+    generator = torch.Generator().manual_seed(bits)
+    whole = torch.randn(5, 4, 3, 2, 192, generator=generator).bfloat16()
+    rows = whole.transpose(1, 3)[::2, 1:, :, 1:, :128]  # [3, 1, 3, 3, 128], no axis adjacent to the next
+    size = packed_bytes(128, bits)
+    plain = quantize(rows.contiguous(), bits)
+    for one, its_packed in zip(rows.reshape(-1, 128), plain.reshape(-1, size)):
+        assert torch.equal(quantize(one, bits), its_packed)
+    pool = torch.full((3, 2, 3, 4, size + 8), 77, dtype=torch.uint8)
+    slots = pool[:, 1:, :, :3, 4 : 4 + size]
+    assert quantize(rows, bits, slots) is slots
+    assert torch.equal(slots, plain)
+    restored = dequantize(plain, bits, torch.float32)
+    for dtype in DTYPES:
+        target = torch.full((3, 1, 4, 3, 200), -5.0, dtype=dtype)
+        view = target[:, :, 1:, :, 8:136]
+        assert dequantize(slots, bits, dtype, view) is view
+        assert torch.equal(view, restored.to(dtype))
+        view.fill_(-5.0)
+        assert (target == -5.0).all()
+    slots.fill_(77)
+    assert (pool == 77).all()
+
+
+def test_no_rows_is_no_work():
+    packed = quantize(torch.zeros(0, 3, 64), 4)
+    assert packed.shape == (0, 3, 36) and dequantize(packed, 4, torch.bfloat16).shape == (0, 3, 64)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("bits", BITS)
+def test_the_device_gives_the_bytes_of_the_cpu(bits):
+    rows = torch.randn(70, 2048, generator=torch.Generator().manual_seed(3)) * 2 + 0.3
+    for dtype in DTYPES:
+        source = rows.to(dtype)
+        packed = quantize(source, bits)
+        assert torch.equal(quantize(source.cuda(), bits).cpu(), packed)
+        assert torch.equal(dequantize(packed.cuda(), bits, dtype).cpu(), dequantize(packed, bits, dtype))

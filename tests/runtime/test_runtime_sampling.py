@@ -1,0 +1,263 @@
+"""Choosing tokens: against transformers' own logits processors, published vectors of the generator, and chi-square."""
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from flexhybrid.runtime.kernels import sampling
+from flexhybrid.runtime.kernels.sampling import (
+    SamplingPlan,
+    choose,
+    greedy_plan,
+    philox4x32,
+    step_sampling,
+    uniforms,
+    warp,
+)
+
+
+def plan_of(rows, seed=0, request_ids=None, min_positions=None, held_ids=None) -> SamplingPlan:
+    """rows: dicts of temperature, top_k, top_p, min_p; what a row leaves out is off."""
+    count = len(rows)
+
+    def column(name, off):
+        return np.array([row.get(name, off) for row in rows])
+
+    return SamplingPlan(
+        column("temperature", 1.0), column("top_k", 0), column("top_p", 1.0), column("min_p", 0.0),
+        np.full(count, seed, dtype=np.uint64), np.arange(count) if request_ids is None else np.asarray(request_ids),
+        np.zeros(count, dtype=np.int64) if min_positions is None else np.asarray(min_positions),
+        held_ids or ((),) * count,
+    )  # fmt: skip
+
+
+def step_of(plan, positions=None, requests=None):
+    requests = np.arange(len(plan.top_k)) if requests is None else np.asarray(requests)
+    positions = np.full(len(requests), 7) if positions is None else np.asarray(positions)
+    return step_sampling(plan, requests, positions, torch.from_numpy)
+
+
+# ---- the generator ---------------------------------------------------------------------------------------------------
+
+#: Random123's tests/kat_vectors, "philox4x32 10": counter, key, expected.
+KNOWN_ANSWERS = """
+00000000 00000000 00000000 00000000 00000000 00000000 6627e8d5 e169c58d bc57ac4c 9b00dbd8
+ffffffff ffffffff ffffffff ffffffff ffffffff ffffffff 408f276d 41c83b0e a20bc7c6 6d5451fd
+243f6a88 85a308d3 13198a2e 03707344 a4093822 299f31d0 d16cfe09 94fdcceb 5001e420 24126ea1
+"""
+
+
+def test_philox_gives_the_published_answers():
+    words = np.array([[int(w, 16) for w in line.split()] for line in KNOWN_ANSWERS.split("\n") if line], np.uint64).T
+    assert (philox4x32(words[:4], words[4:6]) == words[6:]).all()
+
+
+def test_uniforms_hang_on_seed_request_and_position_alone():
+    generator = np.random.default_rng(0)
+    seeds = generator.integers(0, 2**64, 50, dtype=np.uint64)
+    requests, positions = generator.integers(0, 2**40, 50), generator.integers(0, 2**20, 50)
+    together = uniforms(seeds, requests, positions)
+    alone = [uniforms(*one)[0] for one in zip(seeds[:, None], requests[:, None], positions[:, None], strict=True)]
+    assert together.tolist() == alone
+    order = generator.permutation(50)
+    assert (uniforms(seeds[order], requests[order], positions[order]) == together[order]).all()
+    base = (np.uint64(5), 6, 7)
+    near = [base, (np.uint64(6), 6, 7), (np.uint64(5), 7, 7), (np.uint64(5), 6, 8), (np.uint64(5) + 2**32, 6, 7)]
+    assert len({uniforms(*map(np.atleast_1d, one))[0] for one in [*near, (np.uint64(5), 6 + 2**32, 7)]}) == 6
+
+
+def test_uniforms_are_uniform_along_positions_requests_and_seeds():
+    count = 50_000
+    line, one = np.arange(count), np.ones(count, dtype=np.int64)
+    for numbers in (uniforms(one, one, line), uniforms(one, line, one), uniforms(line, one, one)):
+        assert numbers.min() >= 0 and numbers.max() < 1
+        assert stats.kstest(numbers, "uniform").pvalue > 1e-4
+        assert abs(np.corrcoef(numbers[1:], numbers[:-1])[0, 1]) < 5 / count**0.5
+        fine = (numbers * 2**53).astype(np.int64)
+        assert (numbers * 2**53 == fine).all() and (fine & 1).mean() == pytest.approx(0.5, abs=0.02)
+
+
+# ---- the draw --------------------------------------------------------------------------------------------------------
+
+
+def test_all_greedy_needs_nothing():
+    assert step_of(greedy_plan(3)) is None
+    assert step_of(plan_of([{"temperature": 1e-6, "top_k": 3, "top_p": 0.2}] * 2)) is None
+    logits = torch.tensor([[0.0, 3.0, 3.0], [-1.0, -2.0, -0.5]])
+    assert choose(logits, None).tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("vocab", [5, 256, 300, 1024])
+def test_draws_follow_the_softmax(vocab):
+    """40,000 positions of one request against the probabilities themselves; the seed is fixed, so the outcome is."""
+    count = 40_000
+    logits = torch.from_numpy(np.random.default_rng(vocab).normal(0, 2, vocab)).float()
+    plan = plan_of([{"temperature": 0.7}], seed=3)
+    step = step_of(plan, np.arange(count), np.zeros(count, dtype=np.int64))
+    drawn = choose(logits.expand(count, -1), step).numpy()
+    expected = torch.softmax(logits.double() / 0.7, 0).numpy() * count
+    often = expected >= 5
+    observed = np.bincount(drawn, minlength=vocab)
+    observed = np.r_[observed[often], observed[~often].sum()]
+    expected = np.r_[expected[often], expected[~often].sum()]
+    used = expected > 0
+    assert stats.chisquare(observed[used], expected[used]).pvalue > 1e-3
+
+
+def test_a_draw_at_either_end_never_takes_a_token_of_no_probability():
+    logits = torch.full((2, 600), -torch.inf)
+    logits[:, 3], logits[:, 500] = 0.0, 0.1
+    assert sampling.draw(logits, torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64)).tolist() == [3, 500]
+
+
+# ---- what may be drawn, against transformers -------------------------------------------------------------------------
+
+
+def oracle(logits_V: torch.Tensor, temperature=1.0, min_p=0.0, top_k=0, top_p=1.0) -> torch.Tensor:
+    """transformers' processors, one row at a time, in vLLM's order."""
+    scores = logits_V[None].float()
+    warpers = [
+        TemperatureLogitsWarper(float(temperature)),
+        *([MinPLogitsWarper(float(min_p))] if min_p > 0 else []),
+        *([TopKLogitsWarper(int(top_k))] if top_k > 0 else []),
+        *([TopPLogitsWarper(float(top_p))] if top_p < 1 else []),
+    ]
+    for warper in warpers:
+        scores = warper(None, scores)
+    return scores[0]
+
+
+def random_row(generator) -> dict:
+    """Each parameter off, ordinary, or at an extreme."""
+    return {
+        "temperature": generator.choice([0.0, 1e-4, 0.3, 1.0, 5.0, 100.0]),
+        "min_p": generator.choice([0.0, 0.0, 1e-6, 0.07, 0.5, 1.0]),
+        "top_k": generator.choice([0, 0, 1, 2, 50, 599, 10_000]),
+        "top_p": generator.choice([1.0, 1.0, 1e-9, 0.31, 0.9, 0.95, 0.999]),
+    }
+
+
+@pytest.mark.parametrize("vocab", [2, 61, 600, 3000])
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_kept_is_what_transformers_keeps(vocab, seed):
+    """Rows with different parameters in one batch, against each row alone by transformers' processors."""
+    generator = np.random.default_rng(seed)
+    rows = [random_row(generator) for _ in range(16)]
+    logits = torch.from_numpy(generator.normal(0, generator.choice([0.01, 1, 6]), (16, vocab))).float()
+    step = step_of(plan_of(rows))
+    warped = warp(logits, step)
+    for row, one in enumerate(rows):
+        if one["temperature"] == 0:
+            assert warped[row].argmax() == logits[row].argmax()
+            continue
+        expected = oracle(logits[row], **one)
+        kept = expected > -torch.inf
+        differ = (warped[row] > -torch.inf) != kept
+        if differ.any():  # float32 sums may see the edge of top_p one token apart
+            before_p = oracle(logits[row], **{**one, "top_p": 1.0})
+            ranked, order = torch.softmax(before_p.double(), 0).sort(descending=True)
+            mass_before = torch.empty_like(ranked)
+            mass_before[order] = ranked.cumsum(0) - ranked
+            assert (mass_before[differ] - one["top_p"]).abs().max() < 1e-6, one
+        both = kept & ~differ
+        torch.testing.assert_close(warped[row][both], expected[both], rtol=1e-6, atol=0)
+
+
+def test_a_temperature_alone_keeps_everything_and_sorts_nothing(monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("sorted for nobody")
+
+    for name in ("sort", "topk"):
+        monkeypatch.setattr(torch.Tensor, name, refuse)
+    rows = [{"temperature": 0.5}, {"temperature": 0.0, "top_k": 3, "top_p": 0.5, "min_p": 0.1}, {"top_k": 0}]
+    assert len(choose(torch.randn(3, 1000), step_of(plan_of(rows)))) == 3
+
+
+def test_equal_logits_at_the_edge_are_all_kept():
+    """top_k as transformers; top_p keeps besides what transformers does the tokens as likely as the last of it."""
+    logits = torch.log(torch.tensor([0.25, 0.125, 0.125, 0.125, 0.25, 0.0625, 0.0625]))
+    rows = [{"top_k": 3}, {"top_p": 0.4}, {"top_p": 0.6}, {"top_k": 3, "top_p": 0.8}, {"min_p": 0.4, "top_p": 0.9}]
+    warped = warp(logits.expand(5, -1), step_of(plan_of(rows)))
+    for row, one in enumerate(rows):
+        kept = oracle(logits, **one) > -torch.inf
+        kept |= logits >= logits[kept].min()
+        assert torch.equal(warped[row] > -torch.inf, kept), one
+    same = warp(torch.zeros(2, 9), step_of(plan_of([{"top_k": 2}, {"top_p": 0.5}])))
+    assert (same == 0).all()
+
+
+@pytest.mark.parametrize("prefix", [1, 7, 599])
+def test_a_nucleus_wider_than_the_first_look_is_found_too(monkeypatch, prefix):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(12, 600, generator=generator) * torch.linspace(0.1, 8, 12)[:, None]
+    top_p = torch.linspace(0.05, 0.999, 12, dtype=torch.float64)
+    whole = sampling.top_p_edge(logits, top_p)  # 512 at first
+    monkeypatch.setattr(sampling, "NUCLEUS_PREFIX", 600)
+    assert torch.equal(whole, sampling.top_p_edge(logits, top_p))
+    monkeypatch.setattr(sampling, "NUCLEUS_PREFIX", prefix)
+    assert torch.equal(whole, sampling.top_p_edge(logits, top_p))
+
+
+# ---- company changes nothing -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_row_gets_the_same_token_in_any_batch_and_order(seed):
+    generator = np.random.default_rng(seed)
+    rows = [random_row(generator) for _ in range(24)]
+    logits = torch.from_numpy(generator.normal(0, 2, (24, 700))).float()
+    positions = generator.integers(0, 9, 24)
+    plan = plan_of(rows, seed=seed, min_positions=generator.integers(0, 9, 24), held_ids=((1, 2),) * 24)
+    together = choose(logits, step_of(plan, positions))
+    assert logits.isfinite().all()  # left as they are
+    for size in (1, 5):
+        order = generator.permutation(24)
+        for part in np.split(order, range(size, 24, size)):
+            tokens = choose(logits[part], step_of(plan, positions[part], part))
+            assert torch.equal(tokens, together[part])
+            selected = choose(logits[part], step_of(plan.select(part), positions[part]))
+            assert torch.equal(selected, together[part])
+
+
+def test_sixteen_bit_logits_are_sampled_in_float32():
+    logits = torch.randn(4, 500, generator=torch.Generator().manual_seed(1)).bfloat16()
+    plan = plan_of([{"top_p": 0.9, "top_k": 100, "temperature": 0.8}] * 4)
+    assert torch.equal(choose(logits, step_of(plan)), choose(logits.float(), step_of(plan)))
+
+
+def test_draws_within_top_k_top_p_follow_the_renormalised_softmax():
+    count = 20_000
+    logits = torch.from_numpy(np.random.default_rng(1).normal(0, 1.5, 400)).float()
+    one = {"temperature": 0.9, "min_p": 0.02, "top_k": 30, "top_p": 0.85}
+    step = step_of(plan_of([one], seed=11), np.arange(count), np.zeros(count, dtype=np.int64))
+    drawn = choose(logits.expand(count, -1), step).numpy()
+    probabilities = torch.softmax(oracle(logits, **one).double(), 0).numpy()
+    possible = probabilities > 0
+    observed = np.bincount(drawn, minlength=400)
+    assert observed[~possible].sum() == 0
+    assert stats.chisquare(observed[possible], probabilities[possible] * count).pvalue > 1e-3
+
+
+def test_held_tokens_do_not_come_before_their_position():
+    logits = torch.zeros(4, 6)
+    logits[:, 2], logits[:, 5] = 9.0, 5.0
+    rows = [{"temperature": 0.0}, {"temperature": 0.0}, {"temperature": 0.01}, {"temperature": 0.01}]
+    plan = plan_of(rows, min_positions=[4, 4, 4, 4], held_ids=((2,), (2,), (2,), (2, 5)))
+    assert choose(logits, step_of(plan, [3, 4, 3, 4])).tolist() == [5, 2, 5, 2]
+    greedy = plan_of(rows[:2], min_positions=[4, 4], held_ids=((2,), (2, 5)))
+    assert choose(logits[:2], step_of(greedy, [3, 3])).tolist() == [5, 0]
+    assert step_of(greedy, [4, 4]) is None
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("seed", range(3))
+def test_a_gpu_keeps_and_draws_the_same(seed):
+    generator = np.random.default_rng(seed)
+    rows = [random_row(generator) for _ in range(32)]
+    logits = torch.from_numpy(generator.normal(0, 2, (32, 5000))).float()
+    plan = plan_of(rows, seed=seed, min_positions=generator.integers(0, 9, 32), held_ids=((1, 2),) * 32)
+    requests, positions = np.arange(32), generator.integers(0, 9, 32)
+    on_gpu = step_sampling(plan, requests, positions, lambda array: torch.from_numpy(array).cuda())
+    assert torch.equal(choose(logits.cuda(), on_gpu).cpu(), choose(logits, step_of(plan, positions)))

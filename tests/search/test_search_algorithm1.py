@@ -1,0 +1,305 @@
+"""CAPTURE's Algorithm 1 against brute force over integer blocks, and the properties that the paper states."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexhybrid.core import work
+from flexhybrid.core.errors import InputError
+from flexhybrid.core.hardware import Hardware, Line
+from flexhybrid.core.model.shape import shape_by_name
+from flexhybrid.core.plan import stream
+from flexhybrid.core.policy import Policy
+from flexhybrid.core.wave import admit
+from flexhybrid.core.workload import Workload
+from policy_search.papers.algorithm1 import (
+    BALANCES,
+    LayerTimes,
+    Linear,
+    allocate,
+    capture_policy,
+    compare_balances,
+    host_allocation,
+    host_blocks,
+    layer_times,
+    share_for_batch,
+)
+from sim import catalogue, presets
+from sim.array_clock import candidates_of, predict
+from sim.cost import price
+from sim.virtual_clock import run, summarize
+
+rates = st.floats(-7, -4).map(lambda exponent: 10.0**exponent)
+fixed = st.sampled_from([0.0, 1e-5, 1e-4])
+
+
+@st.composite
+def times(draw) -> LayerTimes:
+    load_kv = draw(rates)
+    return LayerTimes(
+        load_w_s=draw(st.floats(0, 0.02)),
+        kv_gen=Linear(draw(rates), draw(fixed)),
+        load_kv=Linear(load_kv, draw(fixed)),
+        load_act=Linear(load_kv / 2, draw(fixed)),
+        forward_s=draw(st.floats(0, 0.01)),
+    )
+
+
+def gap(t: LayerTimes, balance: str, act: int, kv: int, act_gpu: int = 0) -> float:
+    """|T_PCIe − T_Computation| (eq. 4), written out."""
+    link = t.load_w_s + (t.load_kv.fixed_s + kv * t.load_kv.per_block_s if kv else 0)
+    compute = t.kv_gen.fixed_s + (act + act_gpu) * t.kv_gen.per_block_s if act + act_gpu else 0
+    if balance == "full":
+        link += t.load_act.fixed_s + act * t.load_act.per_block_s if act else 0
+        compute += t.forward_s
+    return abs(link - compute)
+
+
+@settings(max_examples=150)
+@given(times(), st.integers(0, 400), st.sampled_from(BALANCES), st.integers(0, 50))
+def test_batch_share_is_brute_forces(t, total, balance, act_gpu):
+    found = share_for_batch(t, total, balance, act_gpu)
+    assert found.act_blocks + found.kv_blocks == total
+    assert 0 <= found.act_share <= 1
+    pairs = [(act, total - act) for act in range(total + 1)]
+    if balance == "paper":
+        assert gap(t, balance, found.act_blocks, found.kv_blocks, act_gpu) == pytest.approx(
+            min(gap(t, balance, *pair, act_gpu) for pair in pairs), abs=1e-12
+        )
+    else:  # the shortest layer; an overhead that only some counts pay may be missed by one block
+        layers = [max(t.link_s(balance, a, k), t.compute_s(balance, a, act_gpu)) for a, k in pairs]
+        assert max(found.link_s, found.compute_s) <= min(layers) + t.load_kv.per_block_s + 3e-4
+
+
+@settings(max_examples=100)
+@given(times(), st.integers(0, 60_000), st.sampled_from(BALANCES), st.integers(0, 50))
+def test_allocation_is_brute_forces(t, room, balance, act_gpu):
+    act_bytes, kv_bytes, weight_bytes = 100, 200, 5_000
+    found = allocate(t, weight_bytes + room, weight_bytes, act_bytes, kv_bytes, act_gpu, balance)
+    assert act_bytes * found.act_blocks + kv_bytes * found.kv_blocks <= room
+    assert found.act_init <= found.act_blocks and found.kv_init <= found.kv_blocks
+    best = min(
+        gap(t, balance, act, (room - act * act_bytes) // kv_bytes, act_gpu) for act in range(room // act_bytes + 1)
+    )
+    assert gap(t, balance, found.act_blocks, found.kv_blocks, act_gpu) == pytest.approx(best, abs=1e-12)
+
+
+def test_the_papers_two_steps_by_hand():
+    """No overheads. Weights 100 s, KV-Gen 1 s and KV load 2 s a block, S_ACT = 1, S_KV = 2, 400 bytes for blocks.
+
+    Step 1: ACT_init = 100. Remaining: a + 2k = 300 and a = 2k, so a = 150, k = 75. Together 250 and 75; then
+    T_PCIe = 100 + 150 = T_Computation = 250.
+    """
+    t = LayerTimes(100.0, Linear(1.0), Linear(2.0), Linear(1.0))
+    found = allocate(t, 1400, 1000, 1, 2)
+    assert (found.act_init, found.kv_init, found.act_blocks, found.kv_blocks) == (100, 0, 250, 75)
+    assert found.link_s == found.compute_s == 250
+
+
+def test_the_papers_other_branch_by_hand():
+    """ACT on the GPU takes longer than the weights: 150 blocks, 50 s over. KV_init = 25. Remaining 350 bytes: a = 175,
+    2k = 175: 87.5; rounded."""
+    t = LayerTimes(100.0, Linear(1.0), Linear(2.0), Linear(1.0))
+    found = allocate(t, 1400, 1000, 1, 2, act_gpu_blocks=150)
+    assert (found.act_init, found.kv_init) == (0, 25)
+    assert (found.act_blocks, found.kv_blocks) in {(175, 112), (174, 113), (176, 112)}
+    assert found.link_s == pytest.approx(found.compute_s, abs=2)
+
+
+def test_what_the_full_balance_adds_moves_the_share():
+    """Loading ACT lengthens the link (more ACT balances it), the forward pass lengthens compute (less does)."""
+    shape, hardware = shape_by_name("opt-30b"), catalogue.load("rtx4090")
+    t = layer_times(shape, hardware, 2, batch=64, context_tokens=1024, num_mini_batches=8)
+    blocks = host_blocks(64, 1024)
+    paper, full = share_for_batch(t, blocks, "paper"), share_for_batch(t, blocks, "full")
+    assert paper.link_s == pytest.approx(paper.compute_s, rel=0.01)
+    assert full.link_s == pytest.approx(full.compute_s, rel=0.01)
+    loads_only = share_for_batch(replace(t, forward_s=0.0), blocks, "full")
+    slow_forward = share_for_batch(replace(t, forward_s=3 * t.forward_s), blocks, "full")
+    assert slow_forward.act_share < full.act_share < loads_only.act_share
+    assert paper.act_share < loads_only.act_share
+
+
+def test_layer_times_are_the_cost_functions():
+    shape, hardware = shape_by_name("opt-6.7b"), catalogue.load("a100-40g")
+    t = layer_times(shape, hardware, 2)
+    assert t.kv_gen.seconds(10) == pytest.approx(price(hardware, "kv_gen", "compute", work.kv_gen(shape, 2, 160)))
+    kv = work.load_blocks(shape, 2, "kv", 10, 1)
+    assert t.load_kv.seconds(10) == pytest.approx(price(hardware, "load_kv", "h2d", kv))
+    assert t.forward_s == 0 and t.kv_gen.seconds(0) == 0
+    assert layer_times(shape, hardware, 2, weights_device=1.0).load_w_s == 0
+
+
+def test_grouped_heads_turn_act_off_in_the_full_balance():
+    """Four query heads a group: an ACT block is twice a KV block, so every ACT block lengthens the link."""
+    t = LayerTimes(0.01, Linear(1e-5), Linear(1e-4), Linear(2e-4), forward_s=0.001)
+    assert share_for_batch(t, 100, "full").act_share == 0
+    assert share_for_batch(t, 100, "paper").act_share > 0.5
+
+
+def test_bad_input_is_one_line():
+    t = LayerTimes(1.0, Linear(1.0), Linear(1.0), Linear(0.5))
+    with pytest.raises(InputError, match="balance"):
+        allocate(t, 10, 0, 1, 2, balance="half")
+    with pytest.raises(InputError, match="balance"):
+        share_for_batch(t, 10, "half")
+    with pytest.raises(InputError, match="host memory"):
+        allocate(t, 10, 20, 1, 2)
+    with pytest.raises(InputError):
+        layer_times(shape_by_name("opt-125m"), Hardware("x", "cpu", {"h2d": Line()}), 2)
+
+
+GIB = 2**30
+OPT_30B = shape_by_name("opt-30b")
+RTX4090 = catalogue.load("rtx4090")
+USABLE = RTX4090.usable_memory("device")
+PAPERS = Workload.uniform(128, 1920, 128)
+
+
+def peak(policy: Policy, workload: Workload = PAPERS, shape=OPT_30B, machine: Hardware = RTX4090) -> dict[str, float]:
+    return predict(shape, machine, 2, candidates_of(policy, workload), walk=False).row()["peak_bytes"]
+
+
+def on_host(policy: Policy) -> float:
+    """ACT share of the tokens on the host."""
+    act, kv = policy.cache.get("act@host", 0.0), policy.cache.get("kv@host", 0.0)
+    return act / (act + kv)
+
+
+def one_block_each(workload: Workload = PAPERS, shape=OPT_30B) -> int:
+    """Bytes of one ACT block of every request, all layers: the steps in which a pool grows."""
+    return workload.num_requests * 16 * shape.act_token_bytes(2) * shape.num_layers
+
+
+@pytest.mark.parametrize("balance", BALANCES)
+def test_capture_fills_the_device_and_keeps_algorithm_1s_ratio(balance):
+    policy = capture_policy(OPT_30B, RTX4090, PAPERS, 2, balance=balance)
+    bytes_of = peak(policy)
+    assert USABLE - one_block_each() < bytes_of["device"] <= USABLE
+    assert bytes_of["host"] <= RTX4090.host_memory and bytes_of["disk"] == 0
+    times = layer_times(OPT_30B, RTX4090, 2, batch=128, context_tokens=1984, num_mini_batches=43)
+    blocks = host_blocks(128, 1984)
+    on_device = round(policy.cache["act@device"] * blocks)
+    expected = share_for_batch(times, blocks - on_device, balance, on_device)
+    assert on_host(policy) == pytest.approx(expected.act_share, rel=1e-9)
+    assert expected.link_s == pytest.approx(expected.compute_s, rel=1e-3)
+    assert (policy.packing, policy.max_mini_batch_tokens, policy.max_batch) == ("balanced", 8192, 128)
+    assert policy.weights.host == 1 and policy.schedule == "column"
+
+
+def test_each_part_of_capture_can_be_left_out():
+    plain = capture_policy(OPT_30B, RTX4090, PAPERS, 2, ratio=False, packing=False, device_act=False)
+    assert plain.cache == pytest.approx(presets.hybrid_static(OPT_30B).cache)
+    assert plain.packing == "fifo"
+    assert plain.name == "capture(ratio=false,packing=false,device_act=false)"
+    no_ratio = capture_policy(OPT_30B, RTX4090, PAPERS, 2, ratio=False)
+    assert no_ratio.cache["act@device"] > 0.05 and on_host(no_ratio) == pytest.approx(2 / 3)
+    no_device = capture_policy(OPT_30B, RTX4090, PAPERS, 2, device_act=False)
+    assert "act@device" not in no_device.cache
+    whole = capture_policy(OPT_30B, RTX4090, PAPERS, 2)
+    # the papers' balance counts ACT blocks wherever they lie
+    in_all = whole.cache["act@device"] + whole.cache["act@host"]
+    assert in_all == pytest.approx(no_device.cache["act@host"], abs=1e-4)
+    in_order = capture_policy(OPT_30B, RTX4090, PAPERS, 2, packing=False)
+    assert in_order == replace(whole, name="capture(packing=false)", packing="fifo")
+    half = capture_policy(OPT_30B, RTX4090, PAPERS, 2, weights_device=0.1)
+    assert half.weights.device == 0.1 and half.cache["act@device"] < whole.cache["act@device"]
+
+
+def test_a_full_host_takes_act_for_kv():
+    whole = capture_policy(OPT_30B, RTX4090, PAPERS, 2)
+    assert peak(whole)["host"] > 240 * GIB
+    policy = capture_policy(OPT_30B, RTX4090, PAPERS, 2, host_memory=240 * GIB)
+    assert 0.9 * 240 * GIB < peak(policy)["host"] <= 240 * GIB
+    assert on_host(policy) > on_host(whole)
+    assert policy.cache["act@device"] >= whole.cache["act@device"] - 1 / 128
+    with pytest.raises(InputError, match="host memory: 128 requests need at least 20.*budget is 200.00 GiB"):
+        capture_policy(OPT_30B, RTX4090, PAPERS, 2, host_memory=200 * GIB)
+    with pytest.raises(InputError, match="host memory"):  # the static split has no second choice
+        capture_policy(OPT_30B, RTX4090, PAPERS, 2, host_memory=240 * GIB, ratio=False)
+
+
+def test_a_small_device_moves_hidden_states_to_the_host():
+    policy = capture_policy(OPT_30B, RTX4090, PAPERS, 2, device_memory=6 * GIB)
+    assert policy.hidden == "host" and peak(policy)["device"] <= 6 * GIB
+    assert capture_policy(OPT_30B, RTX4090, PAPERS, 2).hidden == "device"
+    with pytest.raises(InputError, match="device memory: 128 requests need at least .* budget is 4.00 GiB"):
+        capture_policy(OPT_30B, RTX4090, PAPERS, 2, device_memory=4 * GIB)
+
+
+def test_a_small_batch_keeps_no_more_act_than_algorithm_1_wants():
+    """All of its ACT would fit the device, but recomputing it takes longer than loading the few weights that stream."""
+    shape, few = shape_by_name("opt-6.7b"), Workload.uniform(16, 1920, 128)
+    policy = capture_policy(shape, RTX4090, few, 2, weights_device=0.5)
+    assert peak(policy, few, shape)["device"] < USABLE - 2 * one_block_each(few, shape)
+    assert policy.cache["kv@host"] > 0.1 and policy.cache.get("act@host", 0.0) < 1 / 64
+    times = layer_times(shape, RTX4090, 2, 16, 1984, 6, 0.5)
+    blocks = host_blocks(16, 1984)
+    on_device, kv = policy.cache["act@device"] * blocks, policy.cache["kv@host"] * blocks
+    assert times.compute_s("paper", 0, on_device) == pytest.approx(times.link_s("paper", 0, kv), rel=0.02)
+    assert capture_policy(shape, RTX4090, few, 2, weights_device=0.5, ratio=False).cache["act@device"] == 1
+
+
+def test_compared_balances():
+    workload = Workload.uniform(128, 1994, 6)
+    rows = compare_balances(OPT_30B, RTX4090, workload, 2, device_act=False)
+    assert list(rows) == ["paper", "full", "static", "optimum"]
+    assert rows["full"]["link_s"] == pytest.approx(rows["full"]["compute_s"], rel=1e-3)
+    assert rows["paper"]["compute_s"] > 1.05 * rows["paper"]["link_s"]  # what it does not charge is mostly compute
+    rates = {name: row["decode_tokens_per_s"] for name, row in rows.items()}
+    assert rates["static"] < rates["paper"] < rates["full"] <= rates["optimum"] * 1.005
+    assert rows["static"]["kv_act_bytes_ratio"] == pytest.approx(1)
+    for row in rows.values():
+        share = row["act_share"]
+        assert row["kv_act_bytes_ratio"] == pytest.approx(2 * (1 - share) / share)
+        assert row["act_device"] == 0
+    with_device = compare_balances(OPT_30B, RTX4090, workload, 2)
+    assert with_device["full"]["act_device"] == with_device["optimum"]["act_device"] > 0.05
+    assert with_device["full"]["decode_tokens_per_s"] > rates["full"]
+
+
+def test_the_parts_of_capture_help_on_the_virtual_clock():
+    """The order of the papers' ablation: one representation, the static split, the ratio; and the device's memory."""
+    workload = Workload.uniform(32, 1000, 3)
+    machine = replace(RTX4090, device_memory=7 * GIB, device_reserve=0)
+
+    def rate(policy: Policy) -> float:
+        wave = admit(OPT_30B, policy, workload, 2, hardware=machine)
+        return summarize(run(stream(wave), machine)).decode_tokens_per_s
+
+    def capture(**options) -> float:
+        return rate(capture_policy(OPT_30B, machine, workload, 2, balance="full", **options))
+
+    static = capture(ratio=False, device_act=False)
+    assert static > rate(presets.act_only())
+    assert capture(device_act=False) > max(static, rate(presets.kv_only()))
+    assert capture() > capture(device_act=False)
+
+
+def test_algorithm_1_over_the_whole_host_memory():
+    found = host_allocation(OPT_30B, RTX4090, 2, act_gpu_blocks=500)
+    layer_bytes, act = OPT_30B.layer_bytes(2), 48 * 16 * OPT_30B.act_token_bytes(2)
+    used = 48 * layer_bytes + act * (found.act_blocks + 2 * found.kv_blocks)
+    assert RTX4090.host_memory - 3 * act < used <= RTX4090.host_memory
+    assert found.link_s == pytest.approx(found.compute_s, rel=1e-3)
+    assert found.act_init > 0 and found.kv_init == 0
+    more = host_allocation(OPT_30B, RTX4090, 2, act_gpu_blocks=2500)
+    assert more.kv_init > 0 and more.act_blocks < found.act_blocks
+    assert host_allocation(OPT_30B, RTX4090, 2, host_memory=100 * GIB).act_share > found.act_share
+    with pytest.raises(InputError, match="host memory"):
+        host_allocation(OPT_30B, replace(RTX4090, host_memory=None), 2)
+    with pytest.raises(InputError, match="host memory"):
+        host_allocation(OPT_30B, RTX4090, 2, host_memory=10 * GIB)
+
+
+def test_bad_input_of_capture_is_one_line():
+    for options, match in (
+        ({"batch": 0}, "batch is 0"), ({"balance": "half"}, "balance"), ({"weights_device": 1.5}, "weights"),
+        ({"max_mini_batch_tokens": 0}, "max_mini_batch_tokens"),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=match):
+            capture_policy(OPT_30B, RTX4090, PAPERS, 2, **options)

@@ -1,0 +1,418 @@
+"""The search against brute force, against itself without pruning, and against every system that it contains."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from experiments.peers import flexgen_search
+from flexhybrid.core.errors import InputError
+from flexhybrid.core.hardware import Hardware, Line
+from flexhybrid.core.memory import PACKING_BYTES, PACKING_ELEMENTS, buffer_sizes, fits, memory_plan, total_bytes
+from flexhybrid.core.model.shape import ModelShape, shape_by_name
+from flexhybrid.core.policy import Placement, Policy
+from flexhybrid.core.wave import admit
+from flexhybrid.core.workload import Workload
+from flexhybrid.resolve import best_policy
+from flexhybrid.runtime.runnable import check_runnable
+from policy_search import search as search_module
+from policy_search.grid import FULL, LOSSLESS, PLAIN, Option, Question, batch_grid, pairs_of
+from policy_search.rounding import Draft, Evaluator, final_blocks
+from policy_search.search import search
+from policy_search.systems import Setting, system
+from sim import catalogue
+from sim.array_clock import Candidates, candidates_of, predict
+from sim.candidate_steps import padded_width
+from sim.presets import hybrid
+from sim.presets import resident as preset_resident
+from sim.simulate import simulate
+
+SHAPE = ModelShape("small", "opt", 4, 256, 4, 4, 64, 1024, 2048, 1024)
+MIB = 2**20
+PEER = Path(flexgen_search.__file__).parent.parent / "results" / "peers" / "flexgen-0.1.8.json"
+
+
+def machine(link=0.3, gflops=60.0, memory=8.0, disk=0.1) -> Hardware:
+    """Rates in GB/s and GFLOP/s."""
+    link_line, disk_line = Line(2e-5, 0.0, 1e-9 / link), Line(1e-4, 0.0, 1e-9 / disk)
+    lines = {
+        "compute": Line(2e-5, 1e-9 / gflops, 1e-9 / memory), "h2d": link_line, "d2h": link_line,
+        "host_compute": Line(2e-5, 1e-9 / 20, 1e-10), "disk_read": disk_line, "disk_write": disk_line,
+    }  # fmt: skip
+    return Hardware("toy", "cpu", lines)
+
+
+def mib(device=None, host=None, disk=None, beside_packing=True) -> dict[str, int | None]:
+    """Budgets; the device's beside the workspace of packing, which every policy is charged."""
+    packing = PACKING_BYTES * min(PACKING_ELEMENTS["cpu"], SHAPE.ffn * SHAPE.hidden) * beside_packing
+    return {"device": device and device * MIB + packing, "host": host and host * MIB, "disk": disk and disk * MIB}
+
+
+def seconds_per_token(found) -> float:
+    return found.prediction["total_s"] / (found.batch * found.question.max_tokens)
+
+
+# ---- brute force
+
+
+def every_cut(entries, blocks):
+    """Every way to deal the blocks of a request to entries, as shares."""
+    for cuts in combinations(range(blocks + len(entries) - 1), len(entries) - 1):
+        edges = (-1, *cuts, blocks + len(entries) - 1)
+        counts = [b - a - 1 for a, b in zip(edges, edges[1:], strict=False)]
+        yield {entry: count / blocks for entry, count in zip(entries, counts, strict=True)}
+
+
+def brute_force(q: Question, batches, bounds) -> float:
+    """Least seconds per token over every option, cut into mini-batches and deal of blocks, all of them walked."""
+    drafts = []
+    for option in q.options:
+        cuts = [{"kv@host": 1.0}] if option.attention == "host" else list(every_cut(q.entries, final_blocks(q)))
+        cuts = [cut for cut in cuts if cut.get("tok", 0) < 1]
+        for batch, bound in zip(*pairs_of(q, batches, bounds), strict=True):
+            drafts += [Draft.of(option, batch, bound, cut) for cut in cuts]
+    return min(one.seconds for one in Evaluator(q).price(drafts))
+
+
+BRUTE = {
+    "runnable": (PLAIN, {"device": 14, "host": 24}),
+    "host attention": (replace(LOSSLESS, entries=("kv@device", "kv@host", "act@host")), {"device": 16}),
+    "bits and disk": (replace(FULL, entries=("kv@host", "act@host", "kv@disk"), weights_bits=("native", 4),
+                              kv_bits=("native", 4), act_bits=("native",), schedules=("column",), hidden=("device",)),
+                      {"device": 12, "host": 16, "disk": 64}),
+    "token ids": (replace(LOSSLESS, schedules=("column",), hidden=("device",), attention=("device",),
+                          entries=("kv@host", "act@host", "tok")), {"device": 14, "host": 20}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("link", [0.1, 1.0])
+@pytest.mark.parametrize("name", BRUTE)
+def test_the_search_is_as_good_as_brute_force(name, link, monkeypatch):
+    """A tenth of a per cent is what it does not look for; shares finer than blocks can make it better."""
+    monkeypatch.setattr(search_module, "MINI_BATCH_BOUNDS", (256, 1024))
+    space, budgets = BRUTE[name]
+    hardware, workload = machine(link), Workload.uniform(1, 60, 6)
+    found = search(SHAPE, hardware, 2, workload, max_batch=6, space=space, budgets=mib(**budgets))
+    assert space.allows(found.policy)
+    assert seconds_per_token(found) <= 1.003 * brute_force(found.question, batch_grid(6), (256, 1024))
+
+
+def test_where_the_bounds_favourite_waits_the_others_are_tried(monkeypatch):
+    """Attention on the host with one mini-batch: each resource is idle while the next one works, which no sum sees."""
+    monkeypatch.setattr(search_module, "MINI_BATCH_BOUNDS", (256, 1024))
+    space = replace(LOSSLESS, entries=("kv@host", "act@host", "kv@disk"))
+    hardware, workload = machine(0.33, 280.0, 43.0, 0.2), Workload.uniform(1, 95, 10)
+    found = search(SHAPE, hardware, 2, workload, max_batch=4, space=space, budgets=mib(46, 61, 1024))
+    assert found.gap > 0.1 and found.policy.attention == "host"
+    assert seconds_per_token(found) <= 1.003 * brute_force(found.question, batch_grid(4), (256, 1024))
+
+
+@pytest.mark.parametrize("link, batch", [(0.1, None), (0.5, None), (0.1, 40)])
+def test_no_mini_batch_between_the_bounds_is_better(link, batch):
+    """Mini-batches of every size, not only what the grid's powers of two leave room for."""
+    options = {"batch": batch} if batch else {"max_batch": 64}
+    hardware, budgets, space = machine(link), mib(24, 48), replace(PLAIN, entries=("kv@host", "act@host"))
+    found = search(SHAPE, hardware, 2, Workload.uniform(1, 200, 8), budgets=budgets, space=space, **options)
+    evaluator, shares = Evaluator(found.question), found.policy.cache
+    padded = padded_width(200, 8)
+    drafts = [
+        Draft.of(Option.of(found.policy), requests * count, requests * padded, shares)
+        for requests in range(1, 65)
+        for count in range(1, 64 // requests + 1)
+        if batch is None or requests * count == batch
+    ]
+    best = min(one.seconds for one in evaluator.price(drafts))
+    assert seconds_per_token(found) <= best * 1.001
+
+
+@pytest.mark.parametrize("objective", ["throughput", "decode_throughput"])
+@pytest.mark.parametrize("rates", [(0.1, 30.0), (1.0, 200.0), (4.0, 20.0)])
+def test_pruning_loses_nothing(rates, objective):
+    space = replace(FULL, weights_bits=("native", 4), kv_bits=("native", 4), act_bits=("native",), hidden=("device",))
+    options = {"max_batch": 3, "max_mini_batch_tokens": 256, "budgets": mib(10, 16, 64), "space": space}
+    hardware, workload = machine(*rates), Workload.uniform(1, 150, 6)
+    pruned = search(SHAPE, hardware, 2, workload, objective=objective, **options)
+    every = search(SHAPE, hardware, 2, workload, objective=objective, prune=False, **options)
+    key = "tokens_per_s" if objective == "throughput" else "decode_tokens_per_s"
+    assert pruned.prediction[key] >= every.prediction[key] * 0.997
+    assert pruned.num_walked < every.num_walked / 4
+    assert every.num_bounded_out < pruned.num_bounded_out < pruned.num_choices
+    assert pruned.proved and pruned.gap >= 0
+
+
+@pytest.mark.parametrize("weights_device", [0.0, 1.0])
+def test_no_share_between_the_blocks_is_better(weights_device):
+    """What the main job asks: one batch, KV and ACT on the host, decode alone."""
+    hardware, workload = machine(), Workload.uniform(32, 300, 12)
+    space = replace(PLAIN, entries=("act@host", "kv@host"))
+    found = search(SHAPE, hardware, 2, workload, batch=32, weights_device=weights_device, space=space,
+                   objective="decode_throughput", max_mini_batch_tokens=8192)  # fmt: skip
+    shares = np.linspace(0, 1, 3001)
+    policy = hybrid(0.5, 8192, Placement(device=weights_device, host=1 - weights_device))
+    fine = predict(
+        SHAPE, hardware, 2, Candidates(policy, 32, 300, 12, cache={"act@host": shares, "kv@host": 1 - shares})
+    )
+    assert found.prediction["decode_tokens_per_s"] >= fine.decode_tokens_per_s.max() * (1 - 2e-3)
+    assert 0 < found.act_share < 1 and found.policy.weights.device == weights_device
+    assert found.kv_act_bytes_ratio == pytest.approx(2 * (1 - found.act_share) / found.act_share)
+    assert found.binding == max(found.prediction["busy"], key=found.prediction["busy"].get)
+
+
+# ---- what others find
+
+
+@pytest.mark.parametrize("machine_name, batch", [("t4", 64), ("rtx4090", 200)])
+def test_no_system_of_the_papers_is_better(machine_name, batch):
+    """Presets, FlexGen's program, Algorithm 1 in both balances, KVPR by both rules; the same batch and cost model."""
+    shape, hardware = shape_by_name("opt-13b"), catalogue.load(machine_name)
+    setting = Setting(shape, hardware, batch, 512, 32)
+    found = search(shape, hardware, 2, setting.workload, batch=batch, lossless=True)
+    names = ("kv_only", "act_only", "hybrid_static", "hybrid(0.5)", "deepspeed", "accelerate", "offloaded",
+             "fastdecode", "token_recompute(0.3)", "kvpr_row(paper)", "kvpr_row(pipeline)", "kvpr_column(paper)",
+             "kvpr_column(pipeline)", "flexgen", "flexgen(host_attention=true)", "capture(balance=paper)",
+             "capture(balance=full)", "resident")  # fmt: skip
+    compared = 0
+    for name in names:
+        try:
+            policy = system(name, setting).policy
+        except InputError:
+            continue  # its own placement finds nothing that fits
+        row = predict(shape, hardware, 2, candidates_of(policy, setting.workload)).row()
+        limits = {tier: getattr(hardware, f"{tier}_memory") for tier in row["peak_bytes"]}
+        if all(limits[tier] is None or size <= limits[tier] for tier, size in row["peak_bytes"].items()):
+            compared += 1
+            assert found.prediction["tokens_per_s"] >= row["tokens_per_s"] * (1 - 1e-9), name
+    assert compared >= 6
+
+
+def peer_runs():
+    return json.loads(PEER.read_text(encoding="utf-8"))["runs"]
+
+
+@pytest.mark.parametrize("model, machine_name", [("opt-30b", "t4"), ("opt-30b", "rtx4090"), ("opt-175b", "t4")])
+def test_flexgens_own_policies_are_not_better(model, machine_name):
+    shape, hardware = shape_by_name(model), catalogue.load(machine_name)
+    found = search(shape, hardware, 2, Workload.uniform(1, 512, 32), lossless=True)
+    compared = 0
+    for run in peer_runs():
+        if (run["model"], run["hardware"]) == (model, machine_name):
+            compared += 1
+            batch = run["gpu_batch_size"] * run["num_gpu_batches"]
+            theirs = simulate(shape, hardware, flexgen_search.to_policy(run, shape), batch, 512, 32)
+            assert found.prediction["tokens_per_s"] >= theirs.tokens_per_s * (1 - 1e-9)
+    assert compared == 2
+
+
+def test_a_seed_is_never_worse_and_strangers_are_left_out():
+    hardware, workload = machine(), Workload.uniform(1, 200, 8)
+    best = search(SHAPE, hardware, 2, workload, max_batch=64, budgets=mib(24, 48), space=PLAIN)
+    narrow = replace(PLAIN, entries=("kv@host",))
+    own = {"max_batch": 64, "budgets": mib(24, 48)}
+    seeded = search(SHAPE, hardware, 2, workload, seeds=[best.policy], space=replace(narrow, entries=PLAIN.entries),
+                    time_limit=0.0, **own)  # fmt: skip
+    assert seeded.prediction["tokens_per_s"] >= best.prediction["tokens_per_s"] * (1 - 1e-9)
+    assert not seeded.proved
+    left_out = search(SHAPE, hardware, 2, workload, seeds=[hybrid(1.0), replace(best.policy, schedule="row")],
+                      space=narrow, **own)  # fmt: skip
+    assert left_out.policy.cache == {"kv@host": 1.0} and left_out.policy.schedule == "column"
+
+
+# ---- what a winner is
+
+
+@pytest.mark.parametrize("space", [FULL, LOSSLESS, PLAIN], ids=["full", "lossless", "runnable"])
+def test_the_winner_fits_by_the_memory_plan_and_is_confirmed(space, tmp_path):
+    budgets = mib(16, 24, 64)
+    found = search(SHAPE, machine(), 2, Workload.uniform(1, 300, 12), budgets=budgets, space=space, max_batch=64,
+                   max_mini_batch_tokens=1024, confirm=True, write_lp=tmp_path / "winner.lp")  # fmt: skip
+    assert space.allows(found.policy)
+    wave = admit(SHAPE, found.policy, Workload.uniform(found.batch, 300, 12), 2, hardware=machine())
+    plan = memory_plan(SHAPE, found.policy, 2, buffer_sizes(wave), "cpu")
+    assert fits(plan, budgets) and total_bytes(plan) == found.memory
+    assert found.virtual.tokens_per_s == pytest.approx(found.prediction["tokens_per_s"], rel=0.05)
+    assert found.policy.max_batch == found.batch <= 64 and found.policy.max_mini_batch_tokens == 1024
+    assert "device_memory_fits" in (tmp_path / "winner.lp").read_text()
+    assert Policy.from_json(found.policy.to_json()) == found.policy
+    assert found.counts == {"choices": found.num_choices, "bounded_out": found.num_bounded_out, "lps": found.num_lps,
+                            "walked": found.num_walked}  # fmt: skip
+    if space is PLAIN:
+        check_runnable(SHAPE, found.policy)
+
+
+def test_weights_and_nearly_all_keys_are_resident_where_they_fit():
+    """A share of the keys on the host still takes work off the device, which binds."""
+    found = search(SHAPE, machine(), 2, Workload.uniform(32, 300, 12), batch=32, space=PLAIN)
+    resident = predict(SHAPE, machine(), 2, candidates_of(preset_resident(), Workload.uniform(32, 300, 12))).row()
+    assert found.policy.weights.device == 1 and found.policy.cache["kv@device"] > 0.7 and found.binding == "compute"
+    assert 1 <= found.prediction["tokens_per_s"] / resident["tokens_per_s"] < 1.05
+
+
+def test_bits_are_used_where_they_pay_and_native_ones_where_asked():
+    slow, workload, budgets = machine(0.05, 500.0, 50.0), Workload.uniform(1, 300, 12), mib(14, 48)
+    lossy = search(SHAPE, slow, 2, workload, batch=8, budgets=budgets)
+    exact = search(SHAPE, slow, 2, workload, batch=8, budgets=budgets, lossless=True)
+    assert 4 in (lossy.policy.bits.weights, lossy.policy.bits.kv, lossy.policy.bits.act)
+    assert exact.policy.bits.native
+    assert lossy.prediction["tokens_per_s"] > exact.prediction["tokens_per_s"]
+    no_compute = search(SHAPE, machine(50.0, 1.0, 0.2), 2, workload, batch=8, budgets=budgets)
+    assert no_compute.policy.bits.native, "unpacking costs more than it saves"
+
+
+@pytest.mark.parametrize("kv_heads, act_pays", [(8, True), (4, False), (2, False)])
+def test_grouped_queries_turn_act_off(kv_heads, act_pays):
+    """ACT / KV = h / (2·G·d): a half for multi-head attention, 1 with two query heads a group, 2 with four."""
+    shape = ModelShape("grouped", "llama", 4, 512, 8, kv_heads, 64, 1408, 2048, 1024)
+    space = replace(PLAIN, entries=("act@host", "kv@host"))
+    found = search(shape, machine(0.1, 500.0, 50.0), 2, Workload.uniform(1, 500, 16), batch=16, space=space)
+    assert (found.act_share > 0.2) == act_pays
+    assert act_pays or found.act_share == 0
+
+
+def test_latency_is_the_least_seconds_of_its_batch():
+    hardware, workload, budgets = machine(), Workload.uniform(1, 200, 8), mib(12, 48)
+    fast = search(SHAPE, hardware, 2, workload, objective="latency", budgets=budgets)
+    many = search(SHAPE, hardware, 2, workload, budgets=budgets, max_batch=64)
+    assert fast.batch == 1 < many.batch
+    assert fast.prediction["total_s"] < many.prediction["total_s"]
+    assert many.prediction["tokens_per_s"] > fast.prediction["tokens_per_s"]
+    four = search(SHAPE, hardware, 2, workload, objective="latency", batch=4, budgets=budgets)
+    same = search(SHAPE, hardware, 2, workload, batch=4, budgets=budgets)
+    assert four.batch == 4 and four.prediction["total_s"] == pytest.approx(same.prediction["total_s"], rel=2e-3)
+
+
+def test_a_prompt_longer_than_the_bound_is_a_mini_batch_of_its_own():
+    found = search(SHAPE, machine(), 2, Workload.uniform(3, 700, 4), batch=3, max_mini_batch_tokens=256, space=PLAIN)
+    assert found.prediction["num_mini_batches"] == 3 and found.policy.max_mini_batch_tokens == 256
+
+
+def test_one_generated_token_is_all_prefill():
+    for objective in ("throughput", "decode_throughput"):
+        found = search(SHAPE, machine(), 2, Workload.uniform(1, 100, 1), max_batch=4, objective=objective)
+        assert found.prediction["decode_s"] == 0 and found.prediction["tokens_per_s"] > 0
+
+
+# ---- how the optimum moves
+
+
+@settings(max_examples=8)
+@given(
+    st.sampled_from(["link", "gflops", "memory", "disk", "device", "host"]), st.floats(1.02, 3), st.floats(0.05, 3),
+    st.integers(14, 60), st.integers(20, 100), st.sampled_from([PLAIN, LOSSLESS]),
+)  # fmt: skip
+def test_more_of_anything_never_lowers_the_optimum(what, factor, link, device, host, space):
+    def best(more: dict) -> float:
+        rates = {"link": link, "gflops": 60.0, "memory": 8.0, "disk": 0.1}
+        rates = {name: rate * more.get(name, 1.0) for name, rate in rates.items()}
+        budgets = {
+            "device": device * MIB * more.get("device", 1),
+            "host": host * MIB * more.get("host", 1),
+            "disk": 2**30,
+        }
+        return search(SHAPE, machine(**rates), 2, Workload.uniform(1, 200, 8), max_batch=24, space=space,
+                      max_mini_batch_tokens=2048, budgets=budgets).prediction["tokens_per_s"]  # fmt: skip
+
+    assert best({what: factor}) >= best({}) * (1 - 1e-3)  # what the search does not look for
+
+
+# ---- what cannot be
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_the_change_named_is_enough_and_no_smaller_one_is(tier):
+    options = {"weights_device": 0.0, "batch": 32, "max_mini_batch_tokens": 1024, "space": PLAIN}
+    other = {"device": 64, "host": 64}
+
+    def run(size: int, **more):
+        return search(SHAPE, machine(), 2, Workload.uniform(1, 300, 12), **{**options, **more},
+                      budgets=mib(**{**other, tier: size}, beside_packing=False))  # fmt: skip
+
+    with pytest.raises(
+        InputError, match=f"no policy fits 32 requests computed in 16 bits: {tier} memory: the least that would do"
+    ) as error:
+        run(4)
+    needed = int(str(error.value).split(f"{tier} memory to ")[1].split("MiB")[0])
+    run(needed)
+    with pytest.raises(InputError, match=r"\(.* short\)\. Raise ") as error:
+        run(needed - 1)
+    assert "\n" not in str(error.value)
+    if "lower the batch to " in str(error.value):
+        fewer = int(str(error.value).split("lower the batch to ")[1])
+        assert run(needed - 1, batch=fewer).batch == fewer
+        with pytest.raises(InputError):
+            run(needed - 1, batch=fewer + 1)
+    else:
+        assert tier == "host", "fewer requests need less of the device"
+
+
+def test_what_no_single_tier_can_mend_names_all():
+    with pytest.raises(InputError, match="Raise device memory to .*MiB and host memory to .*MiB"):
+        search(SHAPE, machine(), 2, Workload.uniform(1, 300, 12), batch=4, budgets=mib(3, 1), weights_device=0.0,
+               space=replace(PLAIN, entries=("kv@host",)))  # fmt: skip
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_is_advised_the_machine_has(device):
+    """A CPU's tiers share one memory; a GPU has its own, which the host's cannot stand in for."""
+    options = {"batch": 4, "budgets": mib(3, 1), "weights_device": 0.0, "space": replace(PLAIN, entries=("kv@host",))}
+
+    def told(device_mib: int, host_mib: int, **more) -> str:
+        has = replace(
+            machine(), device=device, device_memory=device_mib * MIB, host_memory=host_mib * MIB, device_reserve=0
+        )
+        with pytest.raises(InputError) as error:
+            search(SHAPE, has, 2, Workload.uniform(1, 300, 12), **options | more)
+        return str(error.value)
+
+    need = [int(size) for size in re.findall(r"memory to (\d+)MiB", told(10_000, 10_000))]
+    assert len(need) == 2 and "Raise" in told(*need)
+    assert ("Raise" in told(sum(need), 1)) == ("Raise" in told(1, sum(need))) == (device == "cpu")
+    for less in ((need[0] - 1, need[1]), (need[0], need[1] - 1)):
+        assert told(*less).endswith("more than the machine has. What may help: a smaller model, fewer bits, a disk")
+    fewer_bits = told(1, 1, space=replace(options["space"], weights_bits=(4,)), budgets=mib(3, 1, 1))
+    assert "do with bits 4/native/native is" in fewer_bits and fewer_bits.endswith("What may help: a smaller model")
+
+
+def test_what_fits_only_just_is_found():
+    """The least that would do, to the MiB, with everything allowed."""
+    with pytest.raises(InputError) as error:
+        search(SHAPE, machine(), 2, Workload.uniform(1, 300, 12), batch=8, budgets=mib(4, 24, None, False))
+    needed = int(str(error.value).split("device memory to ")[1].split("MiB")[0])
+    found = search(SHAPE, machine(), 2, Workload.uniform(1, 300, 12), batch=8, budgets=mib(needed, 24, None, False))
+    assert found.memory["device"] <= needed * MIB
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"objective": "speed"}, {"weights_device": 1.5}, {"batch": 0}, {"max_batch": 0}, {"time_limit": -1},
+     {"max_mini_batch_tokens": 0}],
+)  # fmt: skip
+def test_bad_options_are_refused(options):
+    with pytest.raises(InputError, match="objective|share|at least one request|whole number|seconds"):
+        search(SHAPE, machine(), 2, Workload.uniform(1, 100, 4), **options)
+
+
+def test_batches_are_dense_then_a_sixteenth_apart():
+    grid = batch_grid(300)
+    assert grid[:64].tolist() == list(range(1, 65)) and grid[-1] == 300
+    assert (np.diff(grid)[64:] <= grid[64:-1] // 16).all()
+
+
+def test_the_memory_that_a_refusal_asks_for_is_enough_for_the_longest_request():
+    """Not for the mean lengths alone, which are what is searched for first."""
+    lengths = Workload(np.array([10] * 9 + [1500]), np.full(10, 32))
+
+    def ask(mib: int) -> Policy:
+        budgets = {"device": mib << 20, "host": 64 << 30}
+        return best_policy(shape_by_name("opt-1.3b"), catalogue.load("rtx4090"), 2, lengths, budgets, "cuda", None)
+
+    with pytest.raises(InputError, match="Raise device memory to") as refused:
+        ask(64)
+    assert ask(int(re.search(r"to (\d+)MiB", str(refused.value))[1])).cache

@@ -1,0 +1,80 @@
+"""A selection in the search: never unasked, priced by its expected share, and whether ACT pays under it."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from flexhybrid.core.context.selection import most_selected, selected_tokens
+from flexhybrid.core.errors import InputError
+from flexhybrid.core.model.shape import ModelShape
+from flexhybrid.core.policy import Placement, Policy, Selection
+from flexhybrid.core.workload import Workload
+from policy_search.search import search
+from sim import catalogue
+from sim.presets import infinigen
+from sim.simulate import simulate
+
+SHAPE = ModelShape("opt-mid", "opt", 12, 2048, 32, 32, 64, 8192, 5000, 2048)
+MACHINE = catalogue.load("t4")
+WORKLOAD = Workload.uniform(1, 1536, 32)
+
+
+def found_with(expected: float | None, **more):
+    selection = None if expected is None else infinigen(4.0, expected=expected).selection
+    return search(SHAPE, MACHINE, 2, WORKLOAD, batch=32, selection=selection, **more)
+
+
+@pytest.fixture(scope="module")
+def results():
+    return {expected: found_with(expected) for expected in (None, 0.02, 0.2)}
+
+
+def test_no_selection_unasked(results):
+    assert results[None].policy.selection == Selection() and results[None].selected is None
+
+
+def test_the_fewer_tokens_are_expected_the_faster(results):
+    few, many = (results[expected].selected.value for expected in (0.02, 0.2))
+    assert few > many
+
+
+def test_the_winner_is_the_better_of_both(results):
+    plain = results[None].prediction["tokens_per_s"]
+    for expected in (0.02, 0.2):
+        result = results[expected]
+        used = result.policy.selection.method == "speculative"
+        assert used == (result.selected.value > plain)
+        assert result.prediction["tokens_per_s"] == pytest.approx(max(plain, result.selected.value))
+        assert result.selected.value == pytest.approx(
+            max(v for v in (result.selected.with_act, result.selected.without_act) if v is not None)
+        )
+
+
+def test_nothing_of_its_space_is_faster_by_hand(results):
+    """A few policies of the selection's, priced one by one."""
+    selected = results[0.02].selected
+    for act in (0.0, 0.5):
+        for device in (0.0, 1.0):
+            cache = {kind: share for kind, share in {"act@host": act, "kv@host": 1 - act}.items() if share}
+            policy = Policy("by hand", Placement(device=device, host=1 - device), cache=cache,
+                            selection=selected.policy.selection, max_mini_batch_tokens=8192)  # fmt: skip
+            outcome = simulate(SHAPE, MACHINE, policy, 32, 1536, 32, 2)
+            if outcome.wave == 32:  # it fits
+                assert outcome.tokens_per_s <= selected.value * (1 + 1e-9)
+
+
+def test_lossless_and_a_selection_contradict_each_other():
+    with pytest.raises(InputError, match="lossy"):
+        found_with(0.1, lossless=True)
+    with pytest.raises(InputError, match="speculative"):
+        search(SHAPE, MACHINE, 2, WORKLOAD, batch=32, selection=Selection("heavy_hitter", budget=0.2))
+
+
+@pytest.mark.parametrize("alpha, expected, wanted", [(4.0, 0.1, 100), (4.0, 0.9, 200), (math.inf, None, 200)])
+def test_a_measured_share_and_an_endless_threshold_say_what_is_fetched(alpha, expected, wanted):
+    selection = infinigen(alpha, expected=expected).selection
+    assert selected_tokens(selection, 1000) == wanted <= most_selected(selection, 1000)
+    assert (np.diff(selected_tokens(selection, np.arange(1, 3000))) >= 0).all()

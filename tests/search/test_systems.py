@@ -1,0 +1,215 @@
+"""Systems by name: parsing, what each does that sets it apart, simulated runs with closed-form answers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from flexhybrid.core.errors import InputError
+from flexhybrid.core.hardware import Hardware, Line
+from flexhybrid.core.memory import fits
+from flexhybrid.core.model.shape import shape_by_name
+from flexhybrid.core.waves import wave_plan
+from flexhybrid.core.workload import Workload
+from flexhybrid.runtime.runnable import check_runnable
+from policy_search import systems
+from policy_search.systems import Setting, run_system, system
+from sim import catalogue
+from sim.implementation import Implementation, on
+from sim.simulate import simulate, simulate_many
+
+SMALL = replace(shape_by_name("opt-1.3b"), num_layers=3)
+SETTING = Setting(SMALL, catalogue.load("t4"), 6, 100, 5)
+PLAIN = [name for name in systems.names() if name != "searched"]
+REQUIRED = {"token_recompute": "(0.3)", "hybrid": "(0.4)"}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_every_system_runs_on_both_clocks_alike(name):
+    closed, virtual = (run_system(name + REQUIRED.get(name, ""), SETTING, clock) for clock in ("closed", "virtual"))
+    assert closed.prefill_s + closed.decode_s == pytest.approx(virtual.prefill_s + virtual.decode_s, rel=0.03)
+    assert closed.peak_bytes == pytest.approx(virtual.peak_bytes, rel=1e-6, abs=4096)
+    assert closed.tokens_per_s == pytest.approx(6 * 5 / closed.total_s)
+    assert closed.decode_tokens_per_s == pytest.approx(6 * 4 / closed.decode_s)
+    assert max(closed.busy.values()) <= 1 + 1e-9
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_every_system_survives_its_json(name):
+    policy = system(name + REQUIRED.get(name, ""), SETTING).policy
+    assert type(policy).from_json(policy.to_json()) == policy
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("flexgn", "did you mean flexgen"),
+        ("h2o(bugdet=0.1)", "did you mean budget"),
+        ("h2o(2)", "from 0 to 1"),
+        ("h2o(0.1, budget=0.2)", "given twice"),
+        ("kv_only(1, 2, 3, 4)", "takes"),
+        ("token_recompute", "ratio"),
+        ("hybrid", "needs share; write hybrid"),
+        ("fastdecode(gpus=2.5)", "gpus is '2.5'; it must be a whole number"),
+        ("fastdecode(gpus=true)", "whole number"),
+        ("fastdecode(gpus=0)", "whole number"),
+        ("flexgen(host_attention=3)", "true or false"),
+        ("int4(overlap=3)", "true or false"),
+        ("capture(balance=1)", "a word"),
+        ("kv_only(weights_device=x)", "weights_device is 'x'; it must be a number"),
+        ("uvm(fault_gb_per_s=0)", "must be a number > 0"),
+        ("kv_only(cache_link=fast)", "must be a number"),
+        ("kv_only(cache_link=1.5)", r"\(0, 1\]"),
+        ("kvpr_column(split=best)", "split"),
+        ("infinigen(alpha=x)", "alpha"),
+        ("", "unknown system"),
+        ("a b(", "unknown system"),
+    ],
+)
+def test_wrong_systems_are_one_clear_line(text, words):
+    with pytest.raises(InputError, match=words) as error:
+        system(text, SETTING)
+    assert "\n" not in str(error.value)
+
+
+def test_options_reach_the_policy_and_the_machine():
+    made = system("infinigen(alpha=5, cap=0.1, weights_device=0.5)", SETTING)
+    assert (made.policy.selection.alpha, made.policy.selection.max_fraction) == (5, 0.1)
+    assert made.policy.weights.device == 0.5
+    slow = system("kv_only(cache_link=0.5)", SETTING).hardware
+    assert slow.line("load_kv", "h2d").s_per_byte == 2 * SETTING.hardware.line("load_kv", "h2d").s_per_byte
+    assert slow.line("load_weights", "h2d") == SETTING.hardware.line("load_weights", "h2d")
+
+
+def test_implementation_changes_only_what_it_names():
+    base = SETTING.hardware
+    assert on(Implementation(), base) == base
+    shared = on(Implementation(sharers=4), base)
+    assert (
+        shared.line("attend_host", "host_compute").s_per_byte == 4 * base.line("attend_host", "host_compute").s_per_byte
+    )
+    assert shared.line("finish", "compute") == base.line("finish", "compute")
+    barrier = on(Implementation(step_s=1e-3), base)
+    assert barrier.line("finish", "compute").overhead_s == base.line("finish", "compute").overhead_s + 1e-3
+    gemm = on(Implementation(gemm=0.5), base)
+    assert gemm.line("kv_gen", "compute").s_per_flop == 2 * base.line("kv_gen", "compute").s_per_flop
+    assert gemm.line("attend", "compute") == base.line("attend", "compute")
+
+
+def link_machine() -> Hardware:
+    """A machine of which only the link costs time: 1 GB/s."""
+    lines = {"compute": Line(), "h2d": Line(s_per_byte=1e-9), "d2h": Line(), "host_compute": Line()}
+    return Hardware("link", "cuda", lines, device_memory=10**12, host_memory=10**12)
+
+
+def test_a_link_bound_run_takes_its_bytes():
+    """Without any other cost the decode is the weights and the cache over the link, to the byte."""
+    setting = Setting(SMALL, link_machine(), 4, 64, 17)
+    outcome = run_system("kv_only(weights_device=0)", setting)
+    weights = SMALL.num_layers * SMALL.layer_bytes(2)
+    blocks = sum(-(-(64 + i) // 16) for i in range(16))
+    cache = SMALL.num_layers * 4 * blocks * 16 * SMALL.kv_token_bytes(2)
+    assert outcome.traffic_bytes["h2d"]["kv"] == pytest.approx(cache, rel=1e-6)
+    assert outcome.traffic_bytes["h2d"]["weights"] == pytest.approx(17 * weights, rel=1e-3)
+    assert outcome.total_s == pytest.approx((17 * weights + cache) * 1e-9, rel=2e-3)
+
+
+def test_row_schedule_streams_the_weights_for_every_mini_batch():
+    setting = Setting(SMALL, link_machine(), 4, 60, 3)
+    row = replace(system("deepspeed", setting).policy, max_mini_batch_tokens=1)
+    column = replace(row, schedule="column")
+    times = [simulate(SMALL, link_machine(), policy, 4, 60, 3) for policy in (row, column)]
+    assert times[0].num_mini_batches == 4
+    assert times[0].traffic_bytes["h2d"]["weights"] == pytest.approx(4 * times[1].traffic_bytes["h2d"]["weights"])
+
+
+def test_a_batch_that_does_not_fit_runs_in_waves():
+    hardware = link_machine()
+    whole = run_system("deepspeed", Setting(SMALL, hardware, 32, 512, 8))
+    assert whole.num_waves == 1
+    less = replace(hardware, device_memory=int(whole.peak_bytes["device"] * 0.4), device_reserve=0)
+    waves = run_system("deepspeed", Setting(SMALL, less, 32, 512, 8))
+    assert waves.num_waves == -(-32 // waves.wave) > 1
+    assert waves.peak_bytes["device"] <= less.device_memory
+    one_more = simulate(SMALL, hardware, waves.policy, waves.wave + 1, 512, 8)
+    assert one_more.peak_bytes["device"] > less.device_memory
+    assert waves.total_s == pytest.approx(
+        (32 // waves.wave) * run_system("deepspeed", Setting(SMALL, hardware, waves.wave, 512, 8)).total_s
+        + (run_system("deepspeed", Setting(SMALL, hardware, 32 % waves.wave, 512, 8)).total_s if 32 % waves.wave else 0)
+    )
+
+
+def test_what_does_not_fit_says_which_tier_lacks_how_much():
+    tight = replace(link_machine(), device_memory=2**20)
+    with pytest.raises(InputError, match="device memory: one request needs .* short; the largest part is"):
+        run_system("kv_only", Setting(SMALL, tight, 2, 64, 2))
+
+
+def test_many_at_once_are_the_same_as_one_by_one():
+    policy = system("kv_only", SETTING).policy
+    lengths = [(3, 40, 2), (64, 700, 9), (1, 5, 1), (500, 1000, 30)]
+    tight = replace(SETTING.hardware, device_memory=2**31, host_memory=2 * 2**30)
+    together = simulate_many(SMALL, tight, policy, lengths)
+    for lengths_of_one, outcome in zip(lengths, together, strict=True):
+        assert outcome == simulate(SMALL, tight, policy, *lengths_of_one)
+    assert {outcome.num_waves > 1 for outcome in together} == {True, False}
+
+
+def test_weights_that_do_not_fit_are_kept_in_twelfths():
+    big = Setting(shape_by_name("opt-30b"), catalogue.load("rtx-a6000"), 4, 1920, 128)
+    kept = system("infinigen", big).policy.weights.device
+    assert 0 < kept < 1 and kept * 12 == pytest.approx(round(kept * 12))
+    outcome = run_system("infinigen", big)
+    assert outcome.peak_bytes["device"] <= big.hardware.device_memory
+    more = replace(
+        outcome.policy, weights=replace(outcome.policy.weights, device=kept + 1 / 12, host=1 - kept - 1 / 12)
+    )
+    peak = simulate(big.shape, replace(big.hardware, device_memory=None), more, 4, 1920, 128).peak_bytes["device"]
+    assert peak > big.hardware.device_memory
+
+
+def test_uvm_migrates_all_or_nothing():
+    """InfiniGen's Fig. 15: the working set of OPT-13B passes 48 GB at a batch of 16."""
+    shape, hardware = shape_by_name("opt-13b"), catalogue.load("rtx-a6000")
+    small, large = (run_system("uvm", Setting(shape, hardware, batch, 1920, 128)) for batch in (4, 24))
+    assert small.traffic_bytes["h2d"].get("kv", 0) == 0
+    assert large.total_s / large.batch > 3 * small.total_s / small.batch
+
+
+@pytest.mark.parametrize("name", systems.names())
+def test_every_system_is_run_or_refused_by_name_with_the_reason(name):
+    text = name + REQUIRED.get(name, "")
+    workload = Workload(np.array([40, 100]), np.array([5, 3]))
+    if name in systems.SIMULATED_ONLY:
+        with pytest.raises(InputError, match=f"system '{name}' cannot be run: .*simulate"):
+            systems.policy_here(text, SMALL, SETTING.hardware, 2, workload, {})
+        return
+    policy = systems.policy_here(text, SMALL, SETTING.hardware, 2, workload, {})
+    assert policy.name == text
+    if name != "searched":  # may choose attention over packed keys, which is refused by its own name
+        check_runnable(SMALL, policy)
+    anywhere = systems.policy_anywhere(text, SMALL)
+    assert anywhere is None or anywhere == policy
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [("kv_only(cache_link=0.5)", "cache_link"), ("fastdecode(gpus=2)", "one device"), ("flexgn", "did you mean")],
+)
+def test_what_only_the_simulator_knows_is_refused(text, words):
+    with pytest.raises(InputError, match=words):
+        systems.policy_anywhere(text, SMALL)
+
+
+def test_resident_weights_follow_the_budget():
+    """By name without a machine all is resident; where a budget binds, a system keeps what fits, and at least less."""
+    workload = Workload.uniform(2, 40, 4)
+    assert systems.policy_here("accelerate", SMALL, None, 2, workload, {}).weights.device == 1
+    least = SMALL.embedding_bytes(2) + 3 * SMALL.layer_bytes(2)
+    tight = systems.policy_here("accelerate", SMALL, None, 2, workload, {"device": least})
+    assert 0 <= tight.weights.device < 1
+    assert fits(wave_plan(SMALL, tight, workload, 2, "cpu"), {"device": least})
+    with pytest.raises(InputError, match="flexhybrid profile"):
+        systems.policy_here("flexgen", SMALL, None, 2, workload, {})

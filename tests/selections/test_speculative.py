@@ -1,0 +1,389 @@
+"""InfiniGen's selection: against a plain account of it that keeps every key of every head in a dictionary."""
+
+import math
+import time
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import save_llama, save_opt
+from runs import run_wave
+
+from flexhybrid.core.context.blocks import BlockKinds
+from flexhybrid.core.policy import Bits, Placement, Policy, Selection
+from flexhybrid.core.trace import check_trace
+from flexhybrid.core.wave import admit
+from flexhybrid.core.workload import Workload
+from flexhybrid.runtime.kernels.quantize import dequantize, quantize
+from flexhybrid.runtime.kernels.rotary import rotary_tables, rotate_
+from flexhybrid.runtime.models import architecture
+from flexhybrid.runtime.selections.pool import COUNTER_FULL
+from flexhybrid.runtime.selections.skew import save_skewed
+from flexhybrid.runtime.storage.loader import Checkpoint
+from flexhybrid.runtime.storage.weights import Weights, linear
+
+EVERYTHING = math.inf  #: an alpha that no score falls behind
+LENGTHS = (60, 33, 60, 20, 47)
+
+
+def policy(alpha, cap=1.0, ratio=0.3, pool=1.0, victim="counter", whole_layers=None, **more) -> Policy:
+    selection = Selection(
+        "speculative", alpha=alpha, partial_ratio=ratio, max_fraction=cap, pool=pool, victim=victim,
+        partial_keys="device", whole_layers=whole_layers,
+    )  # fmt: skip
+    return Policy(selection=selection, **({"max_mini_batch_tokens": 250} | more))
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """Random models, plain and skewed by a sample, and prompts for them."""
+    made, generator = {}, np.random.default_rng(6)
+    sample = generator.integers(3, 61, 120).tolist()
+    for family in ("opt", "llama"):
+        folder = tmp_path_factory.mktemp(family)
+        if family == "opt":
+            save_opt(folder, layers=4, heads=4, positions=128, scale=0.15)
+        else:
+            save_llama(folder, layers=4, heads=4, kv_heads=2, positions=128, scale=0.15)
+        made[family] = Checkpoint(folder)
+        save_skewed(made[family], sample, folder / "skewed")
+        made[family, "skewed"] = Checkpoint(folder / "skewed")
+    return made
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    generator = np.random.default_rng(7)
+    return [generator.integers(3, 61, length).tolist() for length in LENGTHS]
+
+
+@dataclass(eq=False)
+class Entry:
+    key: torch.Tensor
+    stored_key: torch.Tensor
+    value: torch.Tensor
+    position: int
+    uses: int
+    used_at: int
+
+
+class PlainInfiniGen:
+    """The requests of one mini-batch, token by token and head by head."""
+
+    def __init__(self, checkpoint, policy: Policy, last: int, cached: list[int]):
+        self.shape, self.selection = checkpoint.shape, (selection := policy.selection)
+        self.whole = selection.whole_layers or 2  # layers that look at all tokens
+        self.kinds, self.bits = BlockKinds(policy.cache), policy.bits
+        room = [math.ceil(round(selection.pool * tokens / 16, 9)) * 16 for tokens in cached]
+        self.room = room if selection.pool < 1 else cached  # places of each request
+        self.model = architecture(self.shape)
+        self.weights = Weights(
+            self.shape, checkpoint, "float32", torch.device("cpu"), Policy(weights=Placement(device=1.0))
+        )
+        self.rotary = rotary_tables(self.shape, last, torch.float32, "cpu") if self.shape.rotary else None
+        self.skew = [checkpoint.skew(layer) for layer in range(self.shape.num_layers)]
+        self.columns = {}  # (layer, kv head) -> columns
+        self.fetched = []  # (tokens fetched, context) of each choice
+        self.caches = {}  # (request, layer, kv head) -> [Entry, …]
+        self.looks = []  # of the heads so far of a layer that looks at every token
+
+    def heads_of(self, group: int):
+        per_group = self.shape.num_heads // self.shape.num_kv_heads
+        return range(group * per_group, (group + 1) * per_group)
+
+    def project(self, layer, act, positions):
+        """Keys, values and queries [n, heads, d]."""
+        w, d = self.weights.views(layer, None), self.shape.head_dim
+        kvq = linear(act, w["kvq.weight"], w["kvq.bias"][0] if "kvq.bias" in w else None)
+        half = self.shape.kv_width // 2
+        k, v, q = (x.unflatten(-1, (-1, d)) for x in kvq.split([half, half, self.shape.query_width], dim=-1))
+        if self.rotary:
+            k, q = (rotate_(x.contiguous(), self.rotary[0][positions], self.rotary[1][positions]) for x in (k, q))
+        return k, v, q
+
+    def act(self, layer, hidden):
+        return self.model.attention_input(self.shape, self.weights.views(layer, None), hidden)
+
+    def turned(self, layer, group, x):
+        return x if self.skew[layer] is None else x @ self.skew[layer][group]
+
+    def prefill(self, prompts):
+        """First tokens. All requests pass a layer before its columns are chosen."""
+        hidden = [self.model.embed(self.shape, self.weights.outer, torch.tensor(p), torch.arange(len(p)))
+                  for p in prompts]  # fmt: skip
+        for layer in range(self.shape.num_layers):
+            sums = torch.zeros(self.shape.num_kv_heads, self.shape.head_dim)
+            for i, prompt in enumerate(prompts):
+                positions = torch.arange(len(prompt))
+                act = self.act(layer, hidden[i])
+                k, v, q = self.project(layer, act, positions)
+                out = torch.zeros_like(q)
+                stored = [self.stored(*rows, layer, position) for position, rows in enumerate(zip(k, v, act))]
+                for g in range(self.shape.num_kv_heads):
+                    cache = self.caches[i, layer, g] = []
+                    for position, back in enumerate(stored):
+                        self.keep(cache, i, Entry(k[position, g], *(part[g] for part in back), position, 1, position))
+                    sums[g] += self.turned(layer, g, k[:, g]).abs().sum(0)
+                    for head in self.heads_of(g):
+                        sums[g] += self.turned(layer, g, q[:, head]).abs().sum(0) / len(self.heads_of(g))
+                        scores = q[:, head] @ k[:, g].T / self.shape.head_dim**0.5
+                        scores.masked_fill_(positions > positions[:, None], -torch.inf)
+                        out[:, head] = torch.softmax(scores, -1) @ v[:, g]
+                hidden[i] = self.model.finish(self.shape, self.weights.views(layer, None), hidden[i], out.flatten(1))
+            for g in range(self.shape.num_kv_heads):
+                count = max(1, math.ceil(round(self.selection.partial_ratio * self.shape.head_dim, 9)))
+                self.columns[layer, g] = sums[g].argsort(descending=True)[:count]
+        return [self.next_token(one) for one in hidden]
+
+    def members(self, cache) -> dict[str, list[int]]:
+        """Cache entry of the policy -> places in the cache of the tokens it holds."""
+        kinds = self.kinds.kind_of(np.array([one.position for one in cache]))
+        return {name: np.flatnonzero(kinds == i).tolist() for i, name in enumerate(self.kinds.kinds) if i in kinds}
+
+    def stored(self, k, v, act, layer, position):
+        """A token's keys and values as they come back from the cache: [G, d] each."""
+        representation = self.kinds.kinds[int(self.kinds.kind_of(position))].partition("@")[0]
+        bits = {"kv": self.bits.kv, "act": self.bits.act}.get(representation, "native")
+        if bits == "native":
+            return k, v
+
+        def rounded(row):
+            return dequantize(quantize(row, bits), bits, torch.float32)
+
+        if representation == "kv":
+            return rounded(torch.cat([k.flatten(), v.flatten()])).view(2, *k.shape)
+        k, v, _ = self.project(layer, rounded(act)[None], torch.tensor([position]))
+        return k[0], v[0]
+
+    def keep(self, cache, request, entry):
+        """The new entry, in place of another where there is no room, which is returned; nothing was fetched yet after
+        the prompt alone."""
+        rank = {
+            "fifo": lambda one: one.position, "lru": lambda one: (one.used_at, one.position),
+            "counter": lambda one: (one.uses, one.position),
+        }[self.selection.victim]  # fmt: skip
+        gone = min(cache, key=rank) if len(cache) == self.room[request] else None
+        if gone:
+            cache.remove(gone)
+        cache.append(entry)
+        return gone
+
+    def next_token(self, hidden):
+        return int(self.model.head(self.shape, self.weights.outer, hidden[-1:]).argmax())
+
+    def decode(self, request, token, position):
+        """The next token of one request."""
+        where = torch.tensor([position])
+        hidden = self.model.embed(self.shape, self.weights.outer, torch.tensor([token]), where)
+        chosen = None  # of all kv heads; None: every token
+        for layer in range(self.shape.num_layers):
+            act = self.act(layer, hidden)
+            k, v, q = self.project(layer, act, where)
+            out = torch.zeros_like(q)
+            stored = self.stored(k[0], v[0], act[0], layer, position)
+            for g in range(self.shape.num_kv_heads):
+                cache = self.caches[request, layer, g]
+                kept = chosen[g] if chosen else list(cache)
+                entry = Entry(k[0, g], *(part[g] for part in stored), position, 1, position)
+                if gone := self.keep(cache, request, entry):
+                    entry.uses = gone.uses + 1
+                keys = torch.stack([*(one.stored_key for one in kept), k[0, g]])
+                values = torch.stack([*(one.value for one in kept), v[0, g]])
+                for head in self.heads_of(g):
+                    scores = keys @ q[0, head] / self.shape.head_dim**0.5
+                    out[0, head] = torch.softmax(scores, -1) @ values
+                if chosen is None and kept:
+                    self.note(kept, cache, [q[0, head] for head in self.heads_of(g)], position)
+            guesses = self.whole <= layer + 1 < self.shape.num_layers
+            chosen = self.choose(request, layer + 1, act, position) if guesses else None
+            hidden = self.model.finish(self.shape, self.weights.views(layer, None), hidden, out.flatten(1))
+        return self.next_token(hidden)
+
+    def note(self, seen, cache, queries, position):
+        """A layer that looks at every token uses those it would have fetched; how many hangs on all of its heads."""
+        self.looks.append((seen, cache, queries))
+        if len(self.looks) < self.shape.num_kv_heads:
+            return
+        behind = []
+        for entries, _, of_group in self.looks:
+            keys = torch.stack([one.stored_key for one in entries])
+            scores = torch.stack([keys @ query / self.shape.head_dim**0.5 for query in of_group])
+            behind.append((scores - scores.max(dim=-1, keepdim=True).values).max(dim=0).values.tolist())
+        most = math.ceil(round(self.selection.max_fraction * len(seen), 9))
+        within = sum(worth > -self.selection.alpha for of_head in behind for worth in of_head)
+        count = min(max(1, math.ceil(within / len(behind))), most)
+        for (entries, kept, _), of_head in zip(self.looks, behind, strict=True):
+            best = sorted(range(len(entries)), key=lambda t: -of_head[t])[:count]
+            self.use([entries[t] for t in best], kept, position)
+        self.looks.clear()
+
+    def use(self, fetched, cache, position):
+        for one in fetched:
+            one.uses, one.used_at = one.uses + 1, position
+        if any(one.uses >= COUNTER_FULL for one in cache):
+            for one in cache:
+                one.uses //= 2
+
+    def choose(self, request, layer, act, context):
+        """What each kv head of a layer fetches."""
+        _, _, q = self.project(layer, act, torch.tensor([context]))
+        behind = []
+        for g in range(self.shape.num_kv_heads):
+            columns = self.columns[layer, g]
+            keys = torch.stack([one.key for one in self.caches[request, layer, g]])
+            keys = self.turned(layer, g, keys)[:, columns]
+            scores = torch.stack([
+                keys @ self.turned(layer, g, q[0, head])[columns] / self.shape.head_dim**0.5
+                for head in self.heads_of(g)
+            ])  # fmt: skip
+            behind.append((scores - scores.max(dim=-1, keepdim=True).values).max(dim=0).values.tolist())
+        chosen, counts = [[] for _ in behind], 0
+        for kind, members in self.members(self.caches[request, layer, 0]).items():
+            within = [sum(of_head[t] > -self.selection.alpha for t in members) for of_head in behind]
+            count = max(1, math.ceil(sum(within) / len(within)))
+            count = min(count, math.ceil(round(self.selection.max_fraction * len(members), 9)))
+            counts += count
+            for g, of_head in enumerate(behind):
+                if kind == "kv@host" and self.bits.kv == "native":
+                    worth = of_head
+                else:  # a row serves all heads
+                    worth = [sum(math.exp(other[t]) for other in behind) for t in range(len(of_head))]
+                best = sorted(members, key=lambda t: -worth[t])[:count]
+                chosen[g] += [self.caches[request, layer, g][t] for t in best]
+        self.fetched.append((counts, context))
+        for g, of_head in enumerate(chosen):
+            cache = self.caches[request, layer, g]
+            self.use(of_head, cache, context)
+        return chosen
+
+    @torch.inference_mode()
+    def answers(self, prompts, max_tokens: list[int]) -> list[list[int]]:
+        answers = []
+        for request, (prompt, first) in enumerate(zip(prompts, self.prefill(prompts), strict=True)):
+            answers.append([first])
+            for position in range(len(prompt), len(prompt) + max_tokens[request] - 1):
+                answers[-1].append(self.decode(request, answers[-1][-1], position))
+        return answers
+
+
+def plain_tokens(checkpoint, policy, prompts, max_tokens):
+    """(tokens of each request, share of the context fetched in layers that choose)."""
+    workload = Workload(np.array([len(p) for p in prompts]), np.broadcast_to(max_tokens, len(prompts)))
+    answers, fetched = [None] * len(prompts), []
+    for group in admit(checkpoint.shape, policy, workload, 4).mini_batches:
+        cached = workload.cached_tokens[group].tolist()
+        plain = PlainInfiniGen(checkpoint, policy, max(cached) + 1, cached)
+        of_group = plain.answers([prompts[i] for i in group], workload.max_tokens[group].tolist())
+        for i, answer in zip(group, of_group, strict=True):
+            answers[i] = answer
+        fetched += plain.fetched
+    return answers, sum(count for count, _ in fetched) / sum(context for _, context in fetched)
+
+
+def moved_share(trace) -> float | None:
+    """Tokens that gathers of a trace moved, of the tokens that were cached; None where there were none."""
+    gathers = [event.task for event in trace if event.task.verb == "gather"]
+    if not gathers:
+        return None
+    return sum(t.work.tokens for t in gathers) / sum(int(t.payload.step.context.sum()) for t in gathers)
+
+
+@pytest.mark.parametrize("skewed", [False, True])
+@pytest.mark.parametrize("family", ["opt", "llama"])
+@pytest.mark.parametrize("alpha, cap, whole", [(0.3, 1.0, 3), (1.0, 0.4, None), (4.0, 0.15, 1), (math.inf, 0.2, 2)])
+def test_tokens_are_those_of_a_plain_account(checkpoints, prompts, family, skewed, alpha, cap, whole):
+    checkpoint = checkpoints[family, "skewed"] if skewed else checkpoints[family]
+    chosen = policy(alpha, cap, whole_layers=whole, weights=Placement(device=0.3, host=0.7))
+    result = run_wave(checkpoint, chosen, prompts, 12)
+    wanted, share = plain_tokens(checkpoint, chosen, prompts, 12)
+    assert result.tokens == wanted
+    assert check_trace(result.trace) == []
+    assert 0 < share < 1 and moved_share(result.trace) == pytest.approx(share)
+
+
+@pytest.mark.parametrize("family", ["opt", "llama"])
+@pytest.mark.parametrize(
+    "kv, bits", [(0.6, Bits()), (0.0, Bits()), (1.0, Bits(kv=8)), (1.0, Bits(kv=4)), (0.5, Bits(kv=8))]
+)
+def test_rows_that_serve_all_heads_are_chosen_by_token(checkpoints, prompts, family, kv, bits):
+    mix = {kind: share for kind, share in {"kv@host": kv, "act@host": 1 - kv}.items() if share}
+    chosen, prompts = policy(1.0, 0.4, cache=mix, bits=bits), prompts[:3]
+    result = run_wave(checkpoints[family], chosen, prompts, 12)
+    wanted, share = plain_tokens(checkpoints[family], chosen, prompts, 12)
+    assert result.tokens == wanted
+    assert check_trace(result.trace) == [] and moved_share(result.trace) == pytest.approx(share)
+
+
+@pytest.mark.parametrize("bits", [Bits(), Bits(kv=8, act=8)])
+def test_loads_that_run_ahead_leave_a_slow_attention_alone(checkpoints, prompts, bits):
+    """A slot is free for the next load once its rows are recomputed or unpacked, long before they are assembled."""
+    chosen = policy(1.0, 0.4, cache={"kv@host": 0.5, "act@host": 0.5}, bits=bits, max_mini_batch_tokens=80)
+
+    def slow(executor):
+        assemble = executor.verbs["assemble"]
+
+        def late(executor, task):
+            time.sleep(0.005)
+            assemble(executor, task)
+
+        executor.verbs["assemble"] = late
+
+    wanted = run_wave(checkpoints["llama"], replace(chosen, overlap=False), prompts, 8).tokens
+    assert run_wave(checkpoints["llama"], chosen, prompts, 8, edit=slow).tokens == wanted
+
+
+@pytest.mark.parametrize("family", ["opt", "llama"])
+@pytest.mark.parametrize(
+    "victim, share, full", [("fifo", 0.5, 255), ("lru", 0.8, 255), ("counter", 0.5, 255), ("counter", 0.8, 4)]
+)
+def test_a_pool_gives_up_what_a_plain_account_does(checkpoints, prompts, family, victim, share, full, monkeypatch):
+    """Prompts beyond the pool, pools that fill up in the decode, and counters that are soon full."""
+    monkeypatch.setattr("flexhybrid.runtime.selections.pool.COUNTER_FULL", full)
+    monkeypatch.setattr("test_speculative.COUNTER_FULL", full)
+    chosen, prompts = policy(1.0, 0.3, pool=share, victim=victim), prompts[:3]
+    result = run_wave(checkpoints[family], chosen, prompts, 24)
+    wanted, _ = plain_tokens(checkpoints[family], chosen, prompts, 24)
+    assert result.tokens == wanted
+    assert check_trace(result.trace) == []
+
+
+@pytest.mark.parametrize("family", ["opt", "llama"])
+@pytest.mark.parametrize("pool", [0.5, 1.0])
+def test_requests_leave_one_by_one(checkpoints, prompts, family, pool):
+    """A short prompt with a long answer beside a longer one whose pool is smaller; those who stay keep their places."""
+    lengths, prompts = (70, 4, 15), [prompts[3], prompts[4], prompts[1]]
+    chosen = policy(1.0, 0.4, pool=pool, victim="lru", max_mini_batch_tokens=8192)
+    result = run_wave(checkpoints[family], chosen, prompts, lengths)
+    wanted, _ = plain_tokens(checkpoints[family], chosen, prompts, lengths)
+    assert result.tokens == wanted
+    assert check_trace(result.trace) == []
+
+
+@pytest.fixture(scope="module")
+def full_cache(checkpoints, prompts):
+    return {family: run_wave(checkpoints[family], Policy(), prompts, 12).tokens for family in ("opt", "llama")}
+
+
+@settings(max_examples=16)
+@given(
+    st.sampled_from(("opt", "llama")), st.booleans(), st.sampled_from((0.05, 0.3, 1.0)),
+    st.sampled_from((16, 130, 250, 8192)), st.sampled_from(("column", "row")), st.sampled_from((0.0, 0.4, 1.0)),
+    st.sampled_from((True, False, "step")), st.sampled_from(("device", "host")),
+    st.sampled_from((1.0, 0.7, 0.4, 0.15, 0.0)), st.sampled_from((1, None, 4, 9)),
+)  # fmt: skip
+def test_an_alpha_that_leaves_nothing_out_is_exact(
+    checkpoints, prompts, full_cache, family, skewed, ratio, bound, schedule, resident, overlap, hidden, kv, whole
+):
+    checkpoint = checkpoints[family, "skewed"] if skewed else checkpoints[family]
+    weights = Placement(device=resident, host=1 - resident)
+    every = policy(
+        EVERYTHING, 1.0, ratio, whole_layers=whole, max_mini_batch_tokens=bound, schedule=schedule, weights=weights,
+        overlap=overlap, hidden=hidden, cache={"kv@host": kv, "act@host": 1 - kv},
+    )  # fmt: skip
+    result = run_wave(checkpoint, every, prompts, 12)
+    assert result.tokens == full_cache[family]
+    assert check_trace(result.trace) == []
+    assert moved_share(result.trace) == (1.0 if (whole or 2) < 4 else None)

@@ -1,0 +1,186 @@
+"""The virtual clock against runs worked out by hand, the trace checker, and the reduction of a trace to its figures."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from flexhybrid.core.errors import InputError
+from flexhybrid.core.hardware import LINKS, Hardware, Line
+from flexhybrid.core.model.shape import ModelShape
+from flexhybrid.core.plan import stream
+from flexhybrid.core.policy import Placement, Policy
+from flexhybrid.core.schedule.dependencies import KINDS
+from flexhybrid.core.task import Access, Task, Work
+from flexhybrid.core.trace import TraceEvent, check_trace
+from flexhybrid.core.wave import admit
+from flexhybrid.core.workload import Workload
+from sim import presets
+from sim.cost import price, task_seconds
+from sim.validation import random_case
+from sim.virtual_clock import run, summarize
+
+SHAPE = ModelShape("tiny", "opt", 3, 64, 4, 4, 16, 256, 128, 512)
+
+
+def machine(compute_s: float = 0.0, link_s_per_byte: float = 0.0, link_s: float = 0.0) -> Hardware:
+    """A machine on which every compute task takes the same time; its d2h link and host core cost nothing."""
+    return Hardware(
+        "toy", "cpu",
+        {"compute": Line(compute_s), "h2d": Line(link_s, 0.0, link_s_per_byte), "d2h": Line(), "host_compute": Line()},
+    )  # fmt: skip
+
+
+def task(number: int, verb: str, resource: str, reads=(), writes=(), link_bytes: int = 0, tokens: int = 0) -> Task:
+    return Task(number, 0, 0, verb, resource, Work(link_bytes=link_bytes, tokens=tokens), tuple(reads), tuple(writes))
+
+
+def virtual(policy, hardware, batch=4, prompt=20, generated=3):
+    wave = admit(SHAPE, policy, Workload.uniform(batch, prompt, generated), 2)
+    return run(stream(wave), hardware)
+
+
+def test_two_tasks_wait_for_what_they_read_and_for_their_resource():
+    cell = Access(("cell",), 0, 1)
+    tasks = [task(0, "load_kv", "h2d", writes=[cell]), task(0, "attend", "compute", reads=[cell]),
+             task(0, "load_kv", "h2d", writes=[cell]), task(0, "finish", "compute")]  # fmt: skip
+    trace = run(tasks, machine(compute_s=2.0, link_s=3.0))
+    # load 0..3, attend after it 3..5, the second load after the reader 5..8, finish when compute is free 5..7
+    assert [(e.start_s, e.end_s) for e in trace] == [(0, 3), (3, 5), (5, 8), (5, 7)]
+
+
+def test_what_the_host_attended_to_comes_while_the_device_still_finishes_the_mini_batch_before():
+    """Weights wait behind it in the link's queue: were it held back until then, they would be late too."""
+    policy = Policy(weights=Placement(host=1.0), attention="host", max_mini_batch_tokens=40)
+    trace = virtual(policy, machine(compute_s=1.0, link_s=0.01))
+    ends = {e.task.key: e.end_s for e in trace}
+    early = [
+        e.start_s < ends[e.task._replace(verb="finish", mini_batch=e.task.mini_batch - 1).key]
+        for e in trace if e.task.verb == "load_attended" and e.task.mini_batch
+    ]  # fmt: skip
+    assert early and all(early) and not check_trace(trace, 1e-12)
+
+
+def test_a_link_bound_run_is_the_link_and_what_is_computed_after_it():
+    """Compute is free: the run is as long as all bytes over the link."""
+    policy = presets.kv_only(max_mini_batch_tokens=100)
+    trace = virtual(policy, machine(link_s_per_byte=1e-6))
+    loaded = sum(e.task.work.link_bytes for e in trace if e.task.resource == "h2d")
+    assert summarize(trace).total_s == pytest.approx(loaded * 1e-6)
+    assert summarize(trace).busy["h2d"] == pytest.approx(1.0)
+
+
+def test_a_compute_bound_run_is_the_sum_of_its_compute():
+    trace = virtual(presets.hybrid(0.5), machine(compute_s=1e-3))
+    compute = [e for e in trace if e.task.resource == "compute"]
+    assert summarize(trace).total_s == pytest.approx(1e-3 * len(compute))
+    assert summarize(trace).binding == "compute"
+
+
+@pytest.mark.parametrize(
+    ("load_s", "total_s"),
+    [
+        # 0..1 embed beside the first load; three layers of project, attend, finish; head, sample
+        (1.0, 1 + 3 * 3 + 2),
+        # loads 0..5, 5..10, 10..15 (its slot is free at 8); the last layer 15..18; head, sample
+        (5.0, 3 * 5 + 3 + 2),
+    ],
+)
+def test_a_run_worked_out_by_hand(load_s, total_s):
+    """Three layers, one mini-batch, weights streamed, one token; every compute task takes 1 s."""
+    summary = summarize(virtual(presets.kv_only(), machine(compute_s=1.0, link_s=load_s), generated=1))
+    assert summary.total_s == pytest.approx(total_s)
+    assert summary.decode_s == 0 and summary.decode_tokens_per_s == 0 and summary.generated_tokens == 4
+
+
+def test_summary_splits_prefill_and_decode_and_counts_bytes_by_cause():
+    trace = virtual(presets.hybrid(0.5), machine(compute_s=1e-3, link_s_per_byte=1e-8), generated=3)
+    summary = summarize(trace)
+    assert summary.num_iterations == 3
+    assert summary.generated_tokens == 12
+    assert summary.prefill_s + summary.decode_s == pytest.approx(summary.total_s)
+    assert summary.tokens_per_s == pytest.approx(12 / summary.total_s)
+    assert summary.decode_tokens_per_s == pytest.approx(8 / summary.decode_s)
+    p = 2
+    # 20 prompt tokens are 2 blocks, one ACT (first in a tie), one KV; contexts 20 and 21 in the decode
+    assert summary.link_bytes["h2d"]["load_act"] == 2 * 3 * 4 * 16 * 64 * p
+    assert summary.link_bytes["h2d"]["load_kv"] == 2 * 3 * 4 * 16 * 128 * p
+    assert summary.link_bytes["d2h"]["store_act"] == 3 * 4 * 16 * 64 * p
+    assert summary.decode_link_bytes["d2h"]["store_out"] == 2 * 4 * 8
+    assert "store_act" not in summary.decode_link_bytes["d2h"]
+
+
+def test_summary_counts_what_the_disk_reads_and_writes():
+    policy = Policy(cache={"kv@disk": 1.0}, weights=Placement(host=0.5, disk=0.5))
+    line = Line(0.0, 0.0, 1e-9)
+    hardware = Hardware("toy", "cpu", dict.fromkeys(("compute", "host_compute", *LINKS), line))
+    trace = virtual(policy, hardware, generated=3)
+    summary = summarize(trace)
+    token = 2 * 64 * 2  # key and value of 64 two-byte numbers
+    assert summary.link_bytes["disk_write"] == {"write_kv": 3 * 4 * (20 + 2) * token}
+    assert summary.link_bytes["disk_read"]["read_kv"] == summary.link_bytes["h2d"]["load_kv"] == 2 * 3 * 4 * 32 * token
+    read = sum(event.task.work.link_bytes for event in trace if event.task.verb == "read_weights")
+    assert summary.link_bytes["disk_read"]["read_weights"] == read > 0
+    assert summary.decode_link_bytes["disk_write"] == {"write_kv": 3 * 4 * 2 * token}
+
+
+def test_a_measured_trace_is_summarized_alike():
+    """Times shifted as a real clock's are, and samples out of step with stream order."""
+    trace = virtual(presets.hybrid(0.5), machine(compute_s=1e-3, link_s_per_byte=1e-8))
+    shifted = [TraceEvent(t, start + 7.0, end + 7.0) for t, start, end in trace]
+    assert summarize(shifted).total_s == pytest.approx(summarize(trace).total_s)
+    assert summarize(shifted).busy == pytest.approx(summarize(trace).busy)
+    with pytest.raises(ValueError):
+        summarize([])
+
+
+def test_verbs_without_a_line_take_their_resources_and_prefill_attention_its_own():
+    hardware = Hardware("x", "cpu", {"compute": Line(1.0), "attend": Line(2.0), "attend_prefill": Line(3.0)})
+    assert task_seconds(task(1, "embed", "compute"), hardware) == 1.0
+    assert task_seconds(task(1, "attend", "compute"), hardware) == 2.0
+    assert task_seconds(task(0, "attend_prefill", "compute"), hardware) == 3.0
+    without = Hardware("x", "cpu", {"compute": Line(1.0), "attend": Line(2.0)})
+    assert task_seconds(task(0, "attend_prefill", "compute"), without) == 2.0
+    with pytest.raises(InputError, match="load_kv"):
+        task_seconds(task(1, "load_kv", "h2d"), hardware)
+
+
+def test_links_are_priced_by_link_bytes_and_the_rest_by_memory_bytes():
+    hardware = Hardware("x", "cpu", {"compute": Line(0, 2.0, 3.0), "h2d": Line(0, 0, 5.0)})
+    work = Work(link_bytes=7, memory_bytes=11, flops=13)
+    assert price(hardware, "finish", "compute", work) == 2 * 13 + 3 * 11
+    assert price(hardware, "load_kv", "h2d", work) == 5 * 7
+    many = Work(link_bytes=np.array([1, 2]))
+    assert price(hardware, "load_kv", "h2d", many).tolist() == [5, 10]
+
+
+def small_cases(count: int, seed: int):
+    rng = np.random.default_rng(seed)
+    found = 0
+    while found < count:
+        case = random_case(rng)
+        c = case.candidate
+        if c.batch * c.max_tokens * case.shape.num_layers < 300:
+            found += 1
+            yield case
+
+
+def test_virtual_traces_pass_the_checker():
+    for case in small_cases(25, seed=1):
+        assert check_trace(run(stream(case.wave()), case.hardware), tolerance_s=1e-12) == []
+
+
+@pytest.mark.parametrize("removed", ["read_after_write", "write_after_read"])
+def test_the_checker_sees_a_removed_kind_of_dependency(removed):
+    kinds = [kind for kind in KINDS if kind != removed]
+    assert any(check_trace(run(stream(c.wave()), c.hardware, kinds), 1e-12) for c in small_cases(25, seed=2))
+
+
+def test_the_checker_sees_writes_that_overtake():
+    """The plan has one writing resource a buffer, so its stream has no write-after-write across resources: two tasks
+    stand for those that later plans have."""
+    cell = Access(("cell",), 0, 1)
+    tasks = [task(0, "load_kv", "h2d", writes=[cell]), task(0, "scatter", "host_compute", writes=[cell])]
+    hardware = machine(link_s=1.0)
+    assert check_trace(run(tasks, hardware)) == []
+    assert check_trace(run(tasks, hardware, [k for k in KINDS if k != "write_after_write"]))

@@ -1,0 +1,325 @@
+"""The closed form against the virtual clock, the packer and the memory plan that it stands for."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexhybrid.core.context.blocks import BlockKinds
+from flexhybrid.core.context.packing import pack
+from flexhybrid.core.context.split import split_point
+from flexhybrid.core.errors import InputError
+from flexhybrid.core.hardware import Hardware, Line
+from flexhybrid.core.memory import buffer_sizes, memory_plan, total_bytes
+from flexhybrid.core.model.shape import ModelShape, shape_by_name
+from flexhybrid.core.plan import stream
+from flexhybrid.core.policy import Bits, Placement, Policy, Selection
+from flexhybrid.core.trace import check_trace
+from flexhybrid.core.workload import Workload
+from sim import catalogue
+from sim.array_clock import TRAFFIC_OF, Candidates, candidates_of, predict
+from sim.candidate_steps import num_mini_batches
+from sim.presets import hybrid, kv_only
+from sim.tiny_run import Rounds, _tiny_run, _topology, _with_moved, kinds_key
+from sim.validation import KINDS, Case, compare, random_case
+from sim.verb_seconds import _num_slices
+from sim.virtual_clock import RunSummary, run, summarize
+
+SHAPE, HARDWARE = shape_by_name("opt-30b"), catalogue.load("rtx4090")
+
+
+class WholeRun(NamedTuple):
+    """A random case by the closed form and by the virtual clock."""
+
+    case: Case
+    closed: dict
+    virtual: RunSummary
+    violations: list[str] | None  #: of its trace; None where nobody asks
+
+
+@cache
+def whole_runs(kind: str) -> list[WholeRun]:
+    """Runs that several tests look at; of some of them the traces are checked."""
+    rng, found = np.random.default_rng(5), []
+    for number in range(36 if kind == "column" else 22):
+        case = random_case(rng, kind)
+        trace = run(stream(case.wave()), case.hardware)
+        violations = check_trace(trace, 1e-15) if number < 8 else None
+        found.append(WholeRun(case, closed_form(case), summarize(trace), violations))
+    return found
+
+
+@pytest.mark.parametrize("kind, median, worst", [("column", 0.01, 0.05), ("row", 0.01, 0.08), ("serial", 0.05, 0.15)])
+def test_whole_runs_agree_with_the_virtual_clock(kind, median, worst):
+    gaps = np.array([abs(one.closed["total_s"] / one.virtual.total_s - 1) for one in whole_runs(kind)])
+    print(f"{kind}: median {np.median(gaps):.2e}, worst {gaps.max():.2%}")
+    assert np.median(gaps) <= median and gaps.max() <= worst
+
+
+MACHINE = {  # 0.4 TFLOP/s and 1.1 GB/s: about in balance where a layer's weights cross the link
+    "compute": Line(1e-5, 5.5e-12, 5e-11), "h2d": Line(3e-5, 0.0, 9.4e-10), "d2h": Line(3e-5, 0.0, 1.7e-9),
+    "host_compute": Line(2e-5, 1.5e-10, 8e-12),
+}  # fmt: skip
+
+
+def gap(policy: Policy, batch: int, prompt: int, generated: int, num_layers: int = 8, hidden: int = 4096) -> float:
+    """|closed form / virtual clock − 1| of a run on MACHINE."""
+    shape = ModelShape("m", "opt", num_layers, hidden, 32, 32, hidden // 32, 4 * hidden, 8192, 4096)
+    closed, virtual = compare(Case(shape, Hardware("m", "cpu", MACHINE), 2, policy, batch, prompt, generated))
+    return abs(closed / virtual - 1)
+
+
+def test_mini_batches_that_split_differently():
+    """One of three requests recomputes a block, two of four requests none: each as it does, not as the last does."""
+    policy = Policy(cache={"both(kv@host,act@device)": 1.0}, bits=Bits(weights=4), max_mini_batch_tokens=183)
+    shape = ModelShape("m", "opt", 8, 4096, 32, 32, 128, 16384, 8192, 4096)
+    wave = Case(shape, Hardware("m", "cpu", MACHINE), 2, policy, 11, 11, 16).wave()
+    (lines,) = wave.split.values()
+    assert [len(group) for group in wave.mini_batches] == [4, 4, 3]
+    assert [float(split_point(lines, size, 20, 3)) for size in (4, 3)] == [0.0, 16.0]
+    assert gap(policy, 11, 11, 16) < 0.005
+
+
+def test_the_first_block_kept_as_ids_alone_changes_what_binds():
+    """Until 32 tokens are there a link brings them; then one block is recomputed through the whole model."""
+    policy = Policy(cache={"kv@host": 0.54, "tok": 0.46}, weights=Placement(device=0.8, host=0.2))
+    for generated in (13, 14, 15, 16, 21):
+        assert gap(policy, 2, 18, generated) < 0.005, generated
+
+
+def test_a_static_cache_recomputes_all_that_is_reserved():
+    """Keys and values are made of every reserved ACT block, filled or not, as long as a request runs."""
+    cache = {"act@host": 0.25, "kv@device": 0.75}
+    policy = Policy(weights=Placement(device=1), cache=cache, bits=Bits(act=8), static_cache=True)
+    for bound in (113, 8192):
+        assert gap(replace(policy, max_mini_batch_tokens=bound), 6, 45, 55, 3, 512) < 0.005
+
+
+@pytest.mark.parametrize("share, disk", [(0.02, 0.0), (0.3, 0.0), (0.05, 0.05)])
+def test_few_pages_of_weights_are_spread_over_a_layers_positions(share, disk):
+    """As many loads as the closed form counts, evenly apart."""
+    policy = Policy(weights=Placement(device=1 - share - disk, host=share, disk=disk), max_mini_batch_tokens=33)
+    case = Case(ModelShape("m", "opt", 3, 128, 2, 2, 64, 512, 512, 512), Hardware("m", "cpu", MACHINE), 2, policy, 23,
+                20, 2)  # fmt: skip
+    loads = [task for task in stream(case.wave()) if task.verb == "load_weights" and task.iteration == 1]
+    in_layer = [task for task in loads if task.layer == 1]
+    streamed = case.wave().layout.total_bytes - case.wave().streamed_from
+    assert sum(task.work.link_bytes for task in in_layer) == streamed
+    K, on_host = 23, case.wave().disk_from - case.wave().streamed_from
+    assert len(in_layer) == float(_num_slices(np.array([K]), np.array([on_host]), np.array([streamed - on_host]))[0])
+    if not disk:
+        at = np.diff([task.mini_batch for task in in_layer])
+        assert at.max(initial=1) - at.min(initial=K) <= 1
+
+
+def test_traffic_and_tokens_are_the_clocks():
+    for case in small_cases(27, 13):
+        row, moved, trace = closed_form(case), defaultdict(float), run(stream(case.wave()), case.hardware)
+        for link, by_verb in summarize(trace).link_bytes.items():
+            for verb, size in by_verb.items():
+                moved[link, TRAFFIC_OF[verb.split("_")[1]]] += size
+        closed = {(link, kind): size for link, of in row["traffic_bytes"].items() for kind, size in of.items() if size}
+        # The mean of a number that is rounded, of selected tokens or of a split, is not the rounded mean.
+        rounded = case.policy.selection.method == "speculative" or case.policy.share("both")
+        assert closed == pytest.approx(dict(moved), rel=0.03 if rounded else 1e-9), case
+        assert row["tokens_per_s"] * row["total_s"] == pytest.approx(summarize(trace).generated_tokens)
+        assert row["num_mini_batches"] == len(case.wave().mini_batches)
+
+
+def test_no_run_is_faster_than_its_least_seconds():
+    for case in small_cases(24, 14):
+        bound, virtual = closed_form(case, walk=False), summarize(run(stream(case.wave()), case.hardware))
+        rounded = case.policy.selection.method == "speculative" or case.policy.share("both") + case.policy.share("tok")
+        slack = 1.005 if rounded else 1 + 1e-9
+        assert bound["least_s"] <= virtual.total_s * slack, case
+        assert bound["least_s"] <= bound["bound_s"] * (1 + 1e-9) and bound["bound_s"] == bound["total_s"]
+        assert bound["least_s"] <= closed_form(case)["total_s"] * (1 + 1e-12)
+
+
+def test_seconds_scale_with_the_machine():
+    """A machine with every line halved takes half the time: no constant hides in the closed form."""
+    for case in small_cases(9, 17):
+        lines = {
+            key: Line(line.overhead_s / 2, line.s_per_flop / 2, line.s_per_byte / 2)
+            for key, line in case.hardware.lines.items()
+        }
+        halved = closed_form(replace(case, hardware=replace(case.hardware, lines=lines)))
+        assert halved["total_s"] == pytest.approx(closed_form(case)["total_s"] / 2)
+
+
+@pytest.mark.parametrize("changes", [
+    dict(cache={"kv@host": 0.5, "act@host": 0.5}), dict(cache={"kv@disk": 0.6, "tok": 0.4}, hidden="host"),
+    dict(schedule="row", cache={"both(kv@host,act@host)": 1.0}), dict(attention="host"), dict(overlap="step"),
+    dict(overlap=False), dict(selection=Selection("speculative", None, 4.0, 0.3, 0.2, 0.5, "lru", "host")),
+])  # fmt: skip
+@pytest.mark.parametrize("layers, mini_batches", [(1, 1), (1, 3), (3, 2)])
+def test_a_repeated_iteration_is_the_one_laid_out(changes, layers, mini_batches):
+    """A long tiny run is laid out for a few iterations only; the others are copies, or left out again."""
+    policy = Policy(**changes)
+    key, column = kinds_key(policy, tuple(sorted(policy.cache))).to_json(), policy.schedule == "column"
+    inner, outer = (mini_batches, layers) if column else (layers, mini_batches)
+    for num_decode, on_disk in ((2, 1), (3, 0), (5, 0), (10, 0), (11, 2)):
+        found = _topology(key, Rounds(inner, None), Rounds(outer, None), num_decode, 0, on_disk)
+        entries, ends = _tiny_run(key, layers, mini_batches, num_decode, 0, on_disk)
+        assert (found.entries, found.ends) == (entries, ends)
+        assert _with_moved(entries, ends, found.inner, found.outer)[0] == entries  # nothing is skipped here
+
+
+@pytest.mark.parametrize("schedule", ["column", "row"])
+def test_packed_weights_wait_alike_whatever_part_is_resident(schedule):
+    """They are unpacked as a whole: three of the classes of resident layers are one, native ones are not."""
+
+    def runs(bits) -> list:
+        policy = Policy(cache={"kv@host": 0.5, "act@host": 0.5}, schedule=schedule, bits=Bits(weights=bits))
+        key = kinds_key(policy, tuple(sorted(policy.cache))).to_json()
+        return [_tiny_run(key, 3, 2, 2, resident, 1) for resident in (0, 1, 2)]
+
+    packed, native = runs(4), runs("native")
+    assert packed[0] == packed[1] == packed[2]
+    assert native[0] != native[1] or native[1] != native[2]
+
+
+def closed_form(case: Case, walk: bool = True) -> dict:
+    return predict(case.shape, case.hardware, case.bytes_per_element, case.candidate, walk).row()
+
+
+def small_cases(count: int, seed: int, most_steps: int = 150) -> list[Case]:
+    """Cases of every kind that the virtual clock runs in no time."""
+    rng, found = np.random.default_rng(seed), []
+    while len(found) < count:
+        case = random_case(rng, KINDS[len(found) % len(KINDS)])
+        if case.shape.num_layers * num_mini_batches_of(case) * case.max_tokens <= most_steps:
+            found.append(case)
+    return found
+
+
+def num_mini_batches_of(case: Case) -> int:
+    bound, packing = case.policy.max_mini_batch_tokens, case.policy.packing
+    return int(num_mini_batches(case.batch, case.prompt_tokens, case.max_tokens, bound, packing)[0])
+
+
+def cases(count: int, seed: int, *kinds: str):
+    rng = np.random.default_rng(seed)
+    return [random_case(rng, kinds[number % len(kinds)]) for number in range(count)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_streams_of_all_kinds_mean_what_they_say(kind):
+    checked = [one for one in whole_runs(kind) if one.violations is not None]
+    assert len(checked) == 8
+    for one in checked:
+        assert one.violations == [], one.case
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_the_bound_is_a_bound_and_tokens_add_up(kind):
+    for case, closed, virtual, _ in whole_runs(kind)[:10]:
+        bound = closed_form(case, walk=False)
+        assert bound["total_s"] == bound["bound_s"] <= virtual.total_s * 1.005  # but for the stairs of whole blocks
+        assert closed["tokens_per_s"] * closed["total_s"] == pytest.approx(virtual.generated_tokens)
+        assert closed["prefill_s"] + closed["decode_s"] == pytest.approx(closed["total_s"])
+        assert closed["num_mini_batches"] == len(case.wave().mini_batches)
+
+
+def test_memory_is_the_memory_plans():
+    for case in cases(40, 10, "column", "row", "serial"):
+        wave, device = case.wave(), case.hardware.device
+        plan = total_bytes(memory_plan(case.shape, case.policy, case.bytes_per_element, buffer_sizes(wave), device))
+        closed = closed_form(case, walk=False)["peak_bytes"]
+        assert {tier: round(size) for tier, size in closed.items()} == pytest.approx(
+            {"disk": 0, **plan}, rel=1e-6, abs=2
+        ), case
+
+
+@given(st.integers(1, 40), st.integers(1, 300), st.integers(1, 40), st.integers(1, 6000))
+def test_mini_batches_are_those_of_the_packer(batch, prompt, generated, bound):
+    tokens = np.full(batch, prompt + generated - 1)
+    groups = pack(tokens, BlockKinds({"kv@host": 0.6, "act@host": 0.4}), bound)
+    count, size = num_mini_batches(np.array([batch]), prompt, generated, bound)
+    assert count[0] == len(groups)
+    assert size[0] == max(map(len, groups))
+
+
+def test_many_at_once_are_the_same_as_one_by_one():
+    rng = np.random.default_rng(2)
+    share = np.array([0.0, 0.3, 1.0, 0.5, 0.5, 0.7])
+    numbers = dict(
+        batch=rng.integers(1, 200, 6), prompt_tokens=rng.integers(20, 1500, 6),
+        max_tokens=np.array([1, 2, 7, 8, 40, 90]),
+        max_mini_batch_tokens=np.array([100, 8192, 4096, 1024, 8192, 8192]),
+        weights_device=np.array([0.0, 0.1, 0.2, 0.0, 1.0, 0.0]), weights_disk=np.zeros(6),
+    )  # fmt: skip
+    cache = {"act@host": share, "kv@host": 1 - share}
+    together = predict(SHAPE, HARDWARE, 2, Candidates(hybrid(0.5), **numbers, cache=cache))
+    for i in range(6):
+        alone = Candidates(
+            hybrid(0.5), **{k: v[i] for k, v in numbers.items()}, cache={k: v[i] for k, v in cache.items()}
+        )
+        one = predict(SHAPE, HARDWARE, 2, alone).row()
+        assert _same(together.row(i), one)
+
+
+def _same(a, b) -> bool:
+    if isinstance(a, dict):
+        return all(_same(a.get(k, 0.0), b.get(k, 0.0)) for k in {**a, **b})
+    return a == b if isinstance(a, str) else a == pytest.approx(b, rel=1e-9, abs=1e-9)
+
+
+@settings(max_examples=15)
+@given(st.floats(0, 1), st.integers(1, 300), st.integers(1, 1500), st.integers(1, 60), st.floats(1.05, 4))
+def test_a_better_machine_is_never_slower(share, batch, prompt, generated, factor):
+    candidate = Candidates(hybrid(share), batch, prompt, generated)
+    base = predict(SHAPE, HARDWARE, 2, candidate).row()["total_s"]
+    for term in ("s_per_flop", "s_per_byte", "overhead_s"):
+        lines = {key: replace(line, **{term: getattr(line, term) / factor}) for key, line in HARDWARE.lines.items()}
+        better = predict(SHAPE, replace(HARDWARE, lines=lines), 2, candidate).row()["total_s"]
+        assert better <= base * (1 + 1e-6)
+
+
+def test_a_policy_becomes_its_candidate():
+    policy = kv_only(weights=Placement(device=0.25, host=0.75))
+    candidate = candidates_of(policy, Workload(np.array([100, 200]), np.array([10, 30])))
+    assert (candidate.batch, candidate.prompt_tokens, candidate.max_tokens) == (2, 150, 20)
+    row = predict(SHAPE, HARDWARE, 2, candidate).row()
+    explicit = Candidates(policy, 2, 150, 20, 8192, {"kv@host": 1.0}, 0.25, 0.0)
+    assert row == predict(SHAPE, HARDWARE, 2, explicit).row()
+
+
+@pytest.mark.parametrize("cache", [{"tok": 1.0}, {"act@host": 1.0}])
+def test_what_cannot_be_planned_is_refused(cache):
+    selection = Selection("heavy_hitter", budget=0.2) if "act@host" in cache else Selection()
+    with pytest.raises(InputError, match="cannot be planned"):
+        predict(SHAPE, HARDWARE, 2, Candidates(Policy(cache=cache, selection=selection), 1, 100, 10))
+
+
+# --- prompts in pieces ------------------------------------------------------------------------------------------------
+
+
+def test_prompts_longer_than_a_mini_batch_are_priced_and_placed_in_pieces():
+    """First-order: what later pieces read is added to tasks of a prompt taken whole. Memory is never too little."""
+    rng, gaps, count = np.random.default_rng(18), [], 0
+    while count < 18:
+        case = random_case(rng, KINDS[count % len(KINDS)])
+        steps = case.batch * case.shape.num_layers * case.max_tokens
+        if case.policy.attention == "host" or case.policy.selection.method != "none" or steps > 600:
+            continue
+        bound = int(case.prompt_tokens * rng.uniform(0.15, 0.9))
+        case = replace(case, policy=replace(case.policy, max_mini_batch_tokens=max(16, bound)))
+        closed, virtual = compare(case)
+        gaps.append(abs(closed / virtual - 1))
+        plan = memory_plan(
+            case.shape, case.policy, case.bytes_per_element, buffer_sizes(case.wave()), case.hardware.device
+        )
+        peak = closed_form(case, walk=False)["peak_bytes"]
+        for tier, size in total_bytes(plan).items():
+            assert size * 0.999 - 64 <= peak[tier] <= size * 1.25 + 64, (tier, case)
+        count += 1
+    print(f"median {np.median(gaps):.2%}, worst {max(gaps):.2%}")
+    assert np.median(gaps) <= 0.02 and np.quantile(gaps, 0.8) <= 0.1
