@@ -31,6 +31,7 @@ bench: $(TESTING)  ## every figure that has a bar, in one table and results/benc
 	$(BIN)/python -m experiments.bench $(ARGS)
 
 CHECKPOINTS := experiments/checkpoints
+SHIPPED := flexhybrid/shipped/opt-stdlib-4m
 TRAIN := -m experiments.training.train_checkpoint --documents whole --positions 2048 --seed 0
 
 MODELS := opt-stdlib-2k/config.json llama-stdlib-2k/config.json opt-stdlib-300k/config.json opt-stdlib-1m/config.json \
@@ -40,7 +41,7 @@ SMALL := -m experiments.training.train_checkpoint --positions 640 --seed 0 --ste
 models: $(addprefix $(CHECKPOINTS)/,$(MODELS))  ## those that are not there
 
 $(CHECKPOINTS)/opt-stdlib-2k/config.json: | $(INSTALLED)
-	$(BIN)/python $(TRAIN) --out $(@D) --start $(CHECKPOINTS)/opt-stdlib-4m --steps 1000
+	$(BIN)/python $(TRAIN) --out $(@D) --start $(SHIPPED) --steps 1000
 
 $(CHECKPOINTS)/llama-stdlib-2k/config.json: | $(INSTALLED)
 	$(BIN)/python $(TRAIN) --out $(@D) --architecture llama --steps 800

@@ -10,12 +10,14 @@ setup(
     python_requires=">=3.11",
     packages=find_namespace_packages(
         include=[pattern for name in FLOORS for pattern in (name, f"{name}.*")],
-        exclude=["experiments.checkpoints*", "experiments.results*"],  # data, named in package_data
+        # data, named in package_data
+        exclude=["flexhybrid.shipped.*", "experiments.checkpoints*", "experiments.results*"],
     ),
     package_data={
         "sim": ["catalogue/*.json"],
+        "flexhybrid": ["shipped/*.txt", "shipped/opt-stdlib-4m/*"],
         "experiments": [
-            *("checkpoints/**/*", "prompts.txt", "held_out.txt", "grid.toml", "reference/*.csv", "reference/README.md"),
+            *("checkpoints/**/*", "grid.toml", "reference/*.csv", "reference/README.md"),
             "results/cascade/*.json",  # what our own cascades did, for reproduce
         ],
     },

@@ -1,1 +1,5 @@
-"""Experiments: the shipped checkpoint and its training, benchmarks, GPU runs, results."""
+"""Experiments: training of small checkpoints, benchmarks, GPU runs, peers, studies, reproduced papers, results."""
+
+from pathlib import Path
+
+CHECKPOINTS = Path(__file__).parent / "checkpoints"  #: models that only experiments use

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
+from flexhybrid import shipped
 from flexhybrid.core.memory import buffer_sizes
 from flexhybrid.core.policy import Bits, Policy
 from flexhybrid.core.schedule.steps import MiniBatchStep
 from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
-from flexhybrid.jobs import shipped
 from flexhybrid.llm import load_tokenizer
 from flexhybrid.runtime.engine import Engine
 from flexhybrid.runtime.kernels.sampling import greedy_plan
@@ -23,7 +23,6 @@ from flexhybrid.runtime.storage.loader import Checkpoint
 from flexhybrid.runtime.storage.weights import Weights
 from flexhybrid.scoring import force_tokens
 
-CHECKPOINT = "checkpoints/opt-stdlib-4m"
 SEED = 0  #: of the checkpoint's training: names its held-out files
 NUM_TEXTS, PROMPT, STEPS = 16, 96, 64
 CACHE = {"kv@host": 0.5, "act@host": 0.5}
@@ -39,7 +38,7 @@ PERPLEXITY_BARS = {8: 1.01, 4: 1.06}  #: times the native one's
 
 def bench_compression(table) -> None:
     """The 8-bit cache's logits against exact ones, and the perplexity of each number of bits."""
-    checkpoint = Checkpoint(shipped(CHECKPOINT))
+    checkpoint = Checkpoint(shipped.CHECKPOINT)
     texts = held_out_texts()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -71,7 +70,7 @@ def held_out_texts() -> list[list[int]]:
     """Token ids of files that the shipped model was not trained on, all of one length."""
     from experiments.training.corpus import read_corpus
 
-    tokenizer, texts = load_tokenizer(shipped(CHECKPOINT)), []
+    tokenizer, texts = load_tokenizer(shipped.CHECKPOINT), []
     for document in read_corpus(SEED).held_out:
         ids = tokenizer(document)["input_ids"]
         if len(ids) >= PROMPT + STEPS:

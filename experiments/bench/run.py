@@ -22,8 +22,8 @@ from tqdm import tqdm
 from experiments.bench.rounds import least_disturbed, undisturbed
 from experiments.bench.run_memory import peak_bytes, write_requests
 from experiments.peers.accelerate_disk import make_checkpoint
+from flexhybrid import shipped
 from flexhybrid.core.model.shape import ModelShape
-from flexhybrid.jobs import shipped, shipped_prompts
 from flexhybrid.jobs.run.forecast import sorted_by_length
 from flexhybrid.jobs.run.job import RunOptions, run
 from flexhybrid.llm import LLM, SamplingParams
@@ -45,7 +45,7 @@ BUDGETS = {"--device-memory": 300 * MIB, "--host-memory": 240 * MIB}
 
 def requests() -> list[dict]:
     """Bodies of mixed lengths: the shipped texts cut anywhere, 8 to 96 tokens to generate, all of them used up."""
-    generator, texts = np.random.default_rng(0), shipped_prompts()
+    generator, texts = np.random.default_rng(0), shipped.prompts()
     bodies = []
     for number in range(NUM_REQUESTS):
         text = texts[number % len(texts)]
@@ -58,7 +58,7 @@ def requests() -> list[dict]:
 
 def bench_run(table) -> None:
     """All rows."""
-    model = shipped("checkpoints/opt-stdlib-4m")
+    model = shipped.CHECKPOINT
     with TemporaryDirectory() as name, _cache(Path(name) / "cache"):
         folder = Path(name)
         bodies = requests()

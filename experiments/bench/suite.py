@@ -31,13 +31,13 @@ from experiments.bench.run import bench_run
 from experiments.bench.selection import bench_selection
 from experiments.bench.simulator import bench_classes, bench_papers, bench_peer, bench_search_time
 from experiments.bench.table import Table
+from flexhybrid import shipped
 from flexhybrid.core.memory import buffer_sizes, memory_plan, total_bytes
 from flexhybrid.core.model.shape import DTYPE_BYTES, shape_by_name
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.trace import TraceEvent, check_trace
 from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
-from flexhybrid.jobs import shipped, shipped_prompts
 from flexhybrid.jobs.compare.exactness import Reference, compare_tokens
 from flexhybrid.jobs.compare.job import INSIDE, LINK_LADDER, MIXES, virtual_decode
 from flexhybrid.jobs.compare.speed import Bench, Contender, Measured
@@ -105,13 +105,13 @@ def bench_search(table: Table, model: str, machine: str) -> None:
 
 def bench_exactness(table: Table) -> None:
     """Tokens of every policy on the shipped checkpoint against transformers', float32."""
-    folder = shipped("checkpoints/opt-stdlib-4m")
+    folder = shipped.CHECKPOINT
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         reference = Reference(folder)
         tokenizer = load_tokenizer(folder)
-        prompts = [tokenizer(text)["input_ids"] for text in shipped_prompts()]
+        prompts = [tokenizer(text)["input_ids"] for text in shipped.prompts()]
         expected = reference.generate(prompts, 24)
         total = equal = excused = wrong = 0
         for share in (0.0, 0.25, 0.5, 0.75, 1.0):

@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from experiments import CHECKPOINTS
 from experiments.reproduce.infinigen.accuracy_policies import (
     ALPHAS,
     BIN,
@@ -38,9 +39,9 @@ from experiments.reproduce.infinigen.accuracy_policies import (
     infinigen,
     whole_share,
 )
+from flexhybrid import shipped
 from flexhybrid.core.hardware import write_by_rename
 from flexhybrid.core.policy import Bits
-from flexhybrid.jobs import shipped
 from flexhybrid.jobs.accuracy.job import AccuracyOptions, accuracy, read_texts
 from flexhybrid.jobs.skew import skew
 from flexhybrid.llm import LLM
@@ -48,7 +49,7 @@ from flexhybrid.runtime.selections.skew import forward, skewing_matrices
 from flexhybrid.runtime.storage.loader import Checkpoint
 from sim.presets import kv_only, resident
 
-MODELS = tuple(f"checkpoints/{name}" for name in ("opt-stdlib-4m", "opt-stdlib-2k", "llama-stdlib-2k"))
+MODELS = (shipped.CHECKPOINT, CHECKPOINTS / "opt-stdlib-2k", CHECKPOINTS / "llama-stdlib-2k")
 MOST_POSITIONS = 2048
 
 
@@ -80,7 +81,7 @@ def study(model: Path, num_texts: int, folder: Path) -> dict:
     alpha = 5.0 if shape.rotary else 4.0  # the paper's
     length = min(shape.max_context, MOST_POSITIONS)
     skewed = folder / "skewed"
-    skew(model, shipped("prompts.txt"), skewed)
+    skew(model, shipped.PROMPTS, skewed)
     bits = []
     for number in (8, 4):
         policy = replace(kv_only(), name=f"INT{number}", bits=Bits(kv=number))
@@ -106,7 +107,7 @@ def study(model: Path, num_texts: int, folder: Path) -> dict:
             "infinigen": measure(skewed, [infinigen(cap=round(share, 4))], one)["policies"],
         }
     with LLM(model, resident(), device="cpu", dtype="float32") as llm:
-        (text,) = read_texts(llm, shipped("held_out.txt"), length, 1)
+        (text,) = read_texts(llm, shipped.HELD_OUT, length, 1)
     return {
         "model": shape.name, "family": shape.family, "num_layers": shape.num_layers, "num_heads": shape.num_heads,
         "num_kv_heads": shape.num_kv_heads, "head_dim": shape.head_dim, "length": length,
@@ -125,7 +126,7 @@ def study(model: Path, num_texts: int, folder: Path) -> dict:
 def sample(model: Path) -> list[int]:
     """Tokens of the text that skews."""
     with LLM(model, resident(), device="cpu", dtype="float32") as llm:
-        text = shipped("prompts.txt").read_text(encoding="utf-8")
+        text = shipped.PROMPTS.read_text(encoding="utf-8")
         return llm.tokenizer(text, verbose=False)["input_ids"][: llm.shape.max_context]
 
 
@@ -255,7 +256,7 @@ def main() -> None:
     parser.add_argument("--num-texts", type=int, default=4)
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
-    for model in args.models or [shipped(name) for name in MODELS if (shipped(name) / "config.json").is_file()]:
+    for model in args.models or [path for path in MODELS if (path / "config.json").is_file()]:
         torch.set_num_threads(1)
         with tempfile.TemporaryDirectory() as folder:
             found = study(model, args.num_texts, Path(folder))

@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import numpy as np
 
+from experiments import CHECKPOINTS
 from experiments.bench.cascade import Trial, looked_at
 from experiments.training.digits import PICOJOULES
+from flexhybrid import shipped
 from flexhybrid.cascade.data import scored
 from flexhybrid.cascade.models import TOP_K, Generator, Prediction
 from flexhybrid.cascade.routes import CascadeModel
 from flexhybrid.cascade.thresholds.fit import BATCH, fit, joined
 from flexhybrid.core.model.shape import ModelShape
-from flexhybrid.jobs import shipped
 from flexhybrid.llm import load_tokenizer
 
-MODELS = {"opt-300k": "opt-stdlib-300k", "opt-1m": "opt-stdlib-1m", "opt-4m": "opt-stdlib-4m"}
+MODELS = {
+    "opt-300k": CHECKPOINTS / "opt-stdlib-300k",
+    "opt-1m": CHECKPOINTS / "opt-stdlib-1m",
+    "opt-4m": shipped.CHECKPOINT,
+}
 PROMPT_TOKENS, STRIDE = 48, 24
 NUM_VALIDATION, NUM_HELD_OUT = 700, 700
 
@@ -31,9 +36,9 @@ def multiply_adds(shape: ModelShape) -> int:
 
 def rows(seed: int = 0) -> tuple[list[list[int]], np.ndarray]:
     """(prompts, the token after each [N, 1]) from all documents, shuffled."""
-    tokenizer = load_tokenizer(shipped(f"checkpoints/{MODELS['opt-4m']}"))
+    tokenizer = load_tokenizer(shipped.CHECKPOINT)
     found = []
-    for document in shipped("held_out.txt").read_text(encoding="utf-8").split("\f"):
+    for document in shipped.HELD_OUT.read_text(encoding="utf-8").split("\f"):
         ids = tokenizer(document)["input_ids"]
         found += [ids[at : at + PROMPT_TOKENS + 1] for at in range(0, len(ids) - PROMPT_TOKENS, STRIDE)]
     order = np.random.default_rng(seed).permutation(len(found))[: NUM_VALIDATION + NUM_HELD_OUT]
@@ -45,7 +50,7 @@ def trial() -> Trial:
     prompts, labels = rows()
     models, predictions = [], []
     for name, folder in MODELS.items():
-        generator = Generator(name, str(shipped(f"checkpoints/{folder}")), policy="kv_only")
+        generator = Generator(name, str(folder), policy="kv_only")
         energy = multiply_adds(generator.llm.shape) * PICOJOULES * 1e-12
         models.append(CascadeModel(name, energy_j=energy))
         parts = [generator.predict(prompts[at : at + BATCH]) for at in range(0, len(prompts), BATCH)]

@@ -6,7 +6,7 @@ All share one tokenizer, so that their losses compare.
 
 Usage::
 
-    python -m experiments.training.train_checkpoint --out experiments/checkpoints/opt-stdlib-4m \\
+    python -m experiments.training.train_checkpoint --out flexhybrid/shipped/opt-stdlib-4m \\
         --minutes 38 --positions 640 --seed 0
 
 ``--minutes`` measures the machine's speed first and derives a number of steps from it, which is

@@ -11,9 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from flexhybrid import LLM, InputError, Policy, SamplingParams, cli
+from flexhybrid import LLM, InputError, Policy, SamplingParams, cli, shipped
 from flexhybrid.core.policy import Bits, Placement
-from flexhybrid.jobs import shipped
 from flexhybrid.runtime.storage.loader import Checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +23,7 @@ def tokens(llm, prompts, **params):
 
 
 def test_results_come_in_input_order_with_text():
-    llm = LLM(shipped("checkpoints/opt-stdlib-4m"), policy="hybrid(0.5)", device="cpu")
+    llm = LLM(shipped.CHECKPOINT, policy="hybrid(0.5)", device="cpu")
     prompts = ["def close(self):", "Return", "class Reader:\n    "]
     answers = llm.generate(prompts, SamplingParams(max_tokens=5, temperature=0))
     assert [answer.prompt for answer in answers] == prompts
@@ -126,7 +125,7 @@ def test_stop_token_ids_and_min_tokens(tiny):
 
 
 def test_stop_texts_cut_the_text_and_end_the_request():
-    llm = LLM(shipped("checkpoints/opt-stdlib-4m"), policy="hybrid(0.5)", device="cpu")
+    llm = LLM(shipped.CHECKPOINT, policy="hybrid(0.5)", device="cpu")
     prompts = ["def close(self):", "class Reader:", "import os"]
     whole = [a.outputs[0] for a in llm.generate(prompts, SamplingParams(temperature=0, max_tokens=40))]
     text = whole[0].text
@@ -160,7 +159,7 @@ def test_stop_texts_cut_the_text_and_end_the_request():
 
 
 def test_special_tokens_are_shown_on_request():
-    llm = LLM(shipped("checkpoints/opt-stdlib-4m"), policy="kv_only", device="cpu")
+    llm = LLM(shipped.CHECKPOINT, policy="kv_only", device="cpu")
     eos = llm.shape.eos_token_ids[0]
     special = llm.tokenizer.decode([eos])
     llm.shape = dataclasses.replace(llm.shape, eos_token_ids=())

@@ -12,13 +12,13 @@ from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
 
+from flexhybrid import shipped
 from flexhybrid.core.errors import InputError
-from flexhybrid.jobs import shipped
 from flexhybrid.jobs.compare.exactness import Reference
 from flexhybrid.lm_eval_adapter import FlexHybridLM
 from flexhybrid.sampling_params import SamplingParams
 
-CHECKPOINT = shipped("checkpoints/opt-stdlib-4m")
+CHECKPOINT = shipped.CHECKPOINT
 
 
 @pytest.fixture(scope="module")

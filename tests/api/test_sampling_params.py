@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from flexhybrid import InputError, SamplingParams
-from flexhybrid.jobs import shipped
+from flexhybrid import InputError, SamplingParams, shipped
 from flexhybrid.sampling_params import NEUTRAL, one_a_prompt
 from flexhybrid.text import StopWatch, answer_text
 
@@ -81,7 +80,7 @@ def test_one_for_all_or_one_a_prompt():
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return AutoTokenizer.from_pretrained(shipped("checkpoints/opt-stdlib-4m"))
+    return AutoTokenizer.from_pretrained(shipped.CHECKPOINT)
 
 
 def words_of(table):

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 import torch
 
-from flexhybrid import cli
+from flexhybrid import cli, shipped
 from flexhybrid.cascade.models import Generator, Prediction
 from flexhybrid.cascade.routes import Cascade, CascadeModel, Skip
 from flexhybrid.cascade.serving.run import CHUNK, serve
@@ -17,7 +17,6 @@ from flexhybrid.cascade.thresholds.confidence import confidence
 from flexhybrid.cascade.thresholds.fit import Fitted
 from flexhybrid.cascade.thresholds.search import SearchOptions, search
 from flexhybrid.core.errors import InputError
-from flexhybrid.jobs import shipped
 
 NUM, CLASSES = 300, 5
 
@@ -377,14 +376,13 @@ def test_run_says_what_is_wrong_before_it_begins(pixels, more, words, capsys):
 
 # ---- generation ------------------------------------------------------------------------------------------------------
 
-MODEL = "checkpoints/opt-stdlib-4m"
 PROMPTS = ["import os\n\ndef", "class", "for i in range("]
 
 
 def test_a_generator_gives_transformers_tokens_and_logits():
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder = shipped(MODEL)
+    folder = shipped.CHECKPOINT
     generator = Generator("g", str(folder), max_tokens=3, top_k=4, dtype="float32", policy="hybrid(0.5)")
     found = generator.predict(PROMPTS)
     generator.close()
@@ -407,9 +405,9 @@ def test_language_models_from_fit_to_run(tmp_path, capsys):
     """Two cascades of the same checkpoint: prompts of its own kind, one token each."""
     from transformers import AutoTokenizer
 
-    folder = shipped(MODEL)
+    folder = shipped.CHECKPOINT
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    text = shipped("held_out.txt").read_text(encoding="utf-8")[:20_000]
+    text = shipped.HELD_OUT.read_text(encoding="utf-8")[:20_000]
     ids = tokenizer(text)["input_ids"]
     rows = [(ids[at : at + 24], ids[at + 24 : at + 25]) for at in range(0, 1000, 25)]
     data = tmp_path / "data.jsonl"

@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 from models import InMemory, save_llama, save_opt
 from runs import forced_logits
 
-from flexhybrid import LLM, Policy, SamplingParams
+from flexhybrid import LLM, Policy, SamplingParams, shipped
 from flexhybrid.core.policy import Placement
-from flexhybrid.jobs import shipped, shipped_prompts
 from flexhybrid.jobs.compare.exactness import Reference, compare_tokens
 from flexhybrid.llm import load_tokenizer
 from flexhybrid.runtime.storage.loader import Checkpoint
@@ -34,9 +33,9 @@ def check(folder, prompts, max_tokens, policies, ignore_eos=False, reference=Non
 
 
 def test_shipped_checkpoint_every_share_and_mini_batch_size():
-    folder = shipped("checkpoints/opt-stdlib-4m")
+    folder = shipped.CHECKPOINT
     tokenizer = load_tokenizer(folder)
-    prompts = [tokenizer(text)["input_ids"] for text in shipped_prompts()][:16]
+    prompts = [tokenizer(text)["input_ids"] for text in shipped.prompts()][:16]
     bounds = {0.0: (256, 8192), 0.25: (1024,), 0.5: (256, 1024, 8192), 0.75: (1024,), 1.0: (256, 8192)}
     check(folder, prompts, 20, [hybrid(share, bound) for share in SHARES for bound in bounds[share]])
 

@@ -48,7 +48,7 @@ def test_the_page_about_jobs_works_as_written(clone, capsys):
         assert cli.main(shlex.split(command)) == 0, command
         assert capsys.readouterr().out, command
     first = [json.loads(raw) for raw in (clone / "results.jsonl").read_bytes().splitlines()]
-    assert len(first) == len((ROOT / "experiments/prompts.txt").read_text().splitlines())
+    assert len(first) == len((ROOT / "flexhybrid/shipped/prompts.txt").read_text().splitlines())
     assert all(row["response"]["status_code"] == 200 for row in first)
     answers = [json.loads(raw) for raw in (clone / "answers.jsonl").read_bytes().splitlines()]
     assert sorted(row["custom_id"] for row in answers) == ["a", "b"]

@@ -64,8 +64,7 @@ FLOORS = {
             "flexhybrid flexhybrid.cascade flexhybrid.core flexhybrid.runtime sim policy_search "
             "numpy pandas torch transformers tokenizers safetensors tqdm pyarrow ray lm_eval"
         ),
-        # the main job reads the shipped material and has its figures drawn
-        lazily=names("experiments figures"),
+        lazily=names("experiments figures"),  # experiments: flexhybrid.cli alone (the reproduce command)
         must_not_load=("torch", "transformers", "scipy", "pandas", "matplotlib", "ray"),
     ),
     "experiments": Floor(
@@ -160,6 +159,16 @@ def test_every_import_stays_on_its_floor_or_goes_down():
         for line in forbidden_imports(module, path.name == "__init__.py", path.read_text(encoding="utf-8"))
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_of_the_product_only_the_reproduce_command_imports_experiments():
+    importers = {
+        module
+        for module, path in source_files().items()
+        for name, _ in imported_names(module, path.name == "__init__.py", path.read_text(encoding="utf-8"))
+        if is_within(name, "experiments") and not is_within(module, "experiments")
+    }
+    assert importers == {"flexhybrid.cli"}
 
 
 @pytest.mark.parametrize(

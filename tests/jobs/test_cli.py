@@ -7,10 +7,9 @@ import sys
 
 import pytest
 
-from flexhybrid import cli
+from flexhybrid import cli, shipped
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.policy import Policy
-from flexhybrid.jobs import shipped
 from flexhybrid.jobs import simulate as jobs
 
 LENGTHS = ("--prompt-len", "512", "--gen-len", "8")
@@ -117,7 +116,7 @@ def test_a_path_that_leads_nowhere_is_told_before_anything_heavy_is_loaded(
     there = {
         "NONE": str(tmp_path / "none"),
         "OUT": str(tmp_path / "out"),
-        "HERE": str(shipped("checkpoints/opt-stdlib-4m")),
+        "HERE": str(shipped.CHECKPOINT),
     }
     for name, path in there.items():
         arguments, words = arguments.replace(name, path), words.replace(name, path)

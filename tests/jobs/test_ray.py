@@ -185,7 +185,9 @@ def test_the_page_about_clusters_works_as_written(two_cpus, tmp_path, monkeypatc
     assert [command.split()[0] for command in commands] == ["run", "sweep"]
     for command in commands:
         assert cli.main(shlex.split(command)) == 0, command
-    assert len(answers(tmp_path / "cluster.jsonl")) == len((ROOT / "experiments/prompts.txt").read_text().splitlines())
+    assert len(answers(tmp_path / "cluster.jsonl")) == len(
+        (ROOT / "flexhybrid/shipped/prompts.txt").read_text().splitlines()
+    )
     assert "points in" in capsys.readouterr().out
 
 

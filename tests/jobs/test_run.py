@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from flexhybrid import LLM, InputError, SamplingParams, cli
+from flexhybrid import LLM, InputError, SamplingParams, cli, shipped
 from flexhybrid import resolve as machine
 from flexhybrid.batch import answers as answers_module
 from flexhybrid.batch.answers import ANSWERED, FAILED, AnswerFile
@@ -27,14 +27,13 @@ from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.trace import iteration_ends
 from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
-from flexhybrid.jobs import shipped
 from flexhybrid.jobs.run import job as run_module
 from flexhybrid.jobs.run.forecast import forecast, sorted_by_length
 from flexhybrid.llm import CompletionOutput, RequestOutput
 from flexhybrid.runtime.engine import Engine
 
 ROOT = Path(__file__).parents[2]
-SHIPPED = shipped("checkpoints/opt-stdlib-4m")
+SHIPPED = shipped.CHECKPOINT
 
 
 @pytest.fixture(autouse=True)

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flexhybrid import LLM, InputError, cli
+from flexhybrid import LLM, InputError, cli, shipped
 from flexhybrid.batch.openai import Refused, error_line, parse_answer
 from flexhybrid.batch.requests import _repeated, open_lines, reader, take_census
-from flexhybrid.jobs import shipped
 from flexhybrid.sampling_params import SamplingParams
 
 MANY = settings(max_examples=260, suppress_health_check=list(HealthCheck), database=None)
@@ -19,7 +18,7 @@ MANY = settings(max_examples=260, suppress_health_check=list(HealthCheck), datab
 
 @pytest.fixture(scope="module")
 def text_llm():
-    return LLM(shipped("checkpoints/opt-stdlib-4m"), "kv_only", device="cpu", dtype="float32")
+    return LLM(shipped.CHECKPOINT, "kv_only", device="cpu", dtype="float32")
 
 
 def valid(name: str) -> bytes:

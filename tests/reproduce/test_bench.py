@@ -14,6 +14,7 @@ from experiments.bench.copies import GENERATED, LOADS, STORES, TURN, copies_of
 from experiments.bench.kernels import Sizes, bench_kernels
 from experiments.bench.table import Table
 from experiments.gpu import bench as bench_gpu
+from flexhybrid import shipped
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.plan import stream
@@ -22,7 +23,6 @@ from flexhybrid.core.task import Task, Work
 from flexhybrid.core.trace import TraceEvent
 from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
-from flexhybrid.jobs import shipped
 from flexhybrid.jobs.compare.speed import Contender
 from flexhybrid.runtime.storage.loader import Checkpoint, RandomWeights
 from flexhybrid.runtime.storage.weights import Weights
@@ -58,7 +58,7 @@ def test_forced_logits_are_those_of_the_text_whatever_is_sampled(monkeypatch):
 
     monkeypatch.setattr(bench_compression, "PROMPT", 20)
     monkeypatch.setattr(bench_compression, "STEPS", 5)
-    folder = shipped(bench_compression.CHECKPOINT)
+    folder = shipped.CHECKPOINT
     checkpoint = Checkpoint(folder)
     texts = np.random.default_rng(0).integers(3, checkpoint.shape.vocab, (2, 25)).tolist()
     logits = bench_compression.forced_logits(checkpoint, Policy("exact", cache=bench_compression.CACHE), texts)

@@ -97,7 +97,7 @@ def test_matrices_of_another_model_are_refused(tmp_path):
 
 
 def test_the_command_writes_a_checkpoint_and_says_what_is_wrong(tmp_path, capsys):
-    shipped, text = "experiments/checkpoints/opt-stdlib-4m", tmp_path / "sample.py"
+    shipped, text = "flexhybrid/shipped/opt-stdlib-4m", tmp_path / "sample.py"
     text.write_text("def close(self):\n    self.file.close()\n" * 20, encoding="utf-8")
     command = ["skew", "--model", shipped, "--out", str(tmp_path / "skewed"), "--text"]
     assert cli.main([*command, str(text), "--tokens", "64", "--json"]) == 0

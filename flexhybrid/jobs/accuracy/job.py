@@ -18,13 +18,13 @@ import numpy as np
 import pandas as pd
 import torch
 
+from flexhybrid import shipped
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.context.selection import kept_tokens
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import write_by_rename
 from flexhybrid.core.policy import Policy, Selection
 from flexhybrid.core.workload import Workload
-from flexhybrid.jobs import shipped
 from flexhybrid.jobs.accuracy.attention_watch import FullCache, Seen
 from flexhybrid.jobs.compare.job import check_writable
 from flexhybrid.jobs.compare.report import Report
@@ -75,7 +75,7 @@ def accuracy(options: AccuracyOptions, quiet: bool = False) -> dict:
     Raises InputError for whatever cannot work, before the first run.
     """
     report = Report(quiet)
-    path = options.model or shipped("checkpoints/opt-stdlib-4m")
+    path = options.model or shipped.CHECKPOINT
     with ExitStack() as stack:
         llms = {
             name: stack.enter_context(
@@ -98,7 +98,7 @@ def accuracy(options: AccuracyOptions, quiet: bool = False) -> dict:
                 f"texts of {length} tokens with a prompt of {prompt}: model {full_llm.shape.name} takes "
                 f"{full_llm.shape.max_context}, and the prompt must leave some to foretell"
             )
-        texts = read_texts(full_llm, options.text or shipped("held_out.txt"), length, options.num_texts)
+        texts = read_texts(full_llm, options.text or shipped.HELD_OUT, length, options.num_texts)
         workload = Workload.uniform(len(texts), prompt, length - prompt)
         for llm in llms.values():
             with llm.waves(workload):

@@ -17,6 +17,7 @@ import pandas as pd
 import torch
 from tqdm import tqdm
 
+from flexhybrid import shipped
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware, write_by_rename
 from flexhybrid.core.memory import total_bytes
@@ -25,7 +26,6 @@ from flexhybrid.core.policy import Policy
 from flexhybrid.core.trace import TraceEvent, check_trace, save_chrome_trace
 from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
-from flexhybrid.jobs import shipped_prompts
 from flexhybrid.jobs.compare.breakdown import breakdown, flat_rows
 from flexhybrid.jobs.compare.exactness import Reference, compare_tokens
 from flexhybrid.jobs.compare.report import Report, is_disturbed
@@ -271,7 +271,7 @@ def _exactness_prompts(checkpoint: Checkpoint, num_tokens: int, most: int) -> tu
         generator = np.random.default_rng(0)
         lengths = [n for n in (1, 5, 17, 40, 100) if n <= limit]
         return [generator.integers(3, checkpoint.shape.vocab, n).tolist() for n in lengths], []
-    pairs = [(ids, text) for text in shipped_prompts() if len(ids := tokenizer(text)["input_ids"]) <= limit]
+    pairs = [(ids, text) for text in shipped.prompts() if len(ids := tokenizer(text)["input_ids"]) <= limit]
     pairs = pairs[:: -(-len(pairs) // most)]
     return [ids for ids, _ in pairs], [text for _, text in pairs]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from flexhybrid import shipped
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.context.cache_entries import TIERS
 from flexhybrid.core.errors import InputError
@@ -17,7 +18,6 @@ from flexhybrid.core.model.shape import DTYPE_BYTES, ModelShape
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.waves import wave_plan
 from flexhybrid.core.workload import Workload
-from flexhybrid.jobs import shipped
 from flexhybrid.jobs.compare.speed import ALONE_ROUNDS
 from flexhybrid.jobs.profile.job import TIMING_SHAPE, fastest_dtype
 from flexhybrid.resolve import pick_device
@@ -86,7 +86,7 @@ class Setting:
         self.disk = DiskPlace(options.disk_dir, options.disk_gb_per_s)
         self.files = {text: Policy.load(text) for text in options.systems if text.endswith(".json")}
         self.extra = [Policy.load(options.policy)] if options.policy else []
-        self.checkpoint = Checkpoint(options.model or shipped("checkpoints/opt-stdlib-4m"))
+        self.checkpoint = Checkpoint(options.model or shipped.CHECKPOINT)
         self.shape = self.checkpoint.shape if options.model else options.shape
         for policy in self.extra:
             if not options.systems and policy.name in OWN_NAMES:
