@@ -10,8 +10,8 @@ import pytest
 
 from experiments import reference
 from experiments.reproduce.calibrate import MOST_CONSTANTS
-from experiments.reproduce.capture import figures as capture_figures
 from experiments.reproduce.capture import chapter as capture
+from experiments.reproduce.capture import figures as capture_figures
 from experiments.reproduce.capture import setup as capture_setup
 from experiments.reproduce.capture import systems as capture_systems
 from experiments.reproduce.capture import table3 as capture_table3
