@@ -7,11 +7,18 @@ import os
 import re
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before anything loads torch: else small kernels spin
 
+import forced_machine
 import pytest
+
+# No test may hang on the machine it meets: not here, and not in the processes that tests start.
+forced_machine.install()
+forced = str(Path(forced_machine.__file__).parent)
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [forced, os.environ.get("PYTHONPATH")]))
 
 # A shell's background job ignores SIGINT, and so would every process that a test starts and interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -53,6 +60,21 @@ def one_torch_thread():
     """Tiny shapes are fastest on one thread. Does nothing for tests that never load torch."""
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)
+
+
+@pytest.fixture(params=forced_machine.DTYPES)
+def cpu_dtype(request, monkeypatch) -> str:
+    """What "auto" takes for a 16-bit checkpoint on a CPU: each in turn, whichever is faster on this one."""
+    monkeypatch.setenv(forced_machine.FASTER_DTYPE, request.param)
+    return request.param
+
+
+@pytest.fixture(scope="module", params=forced_machine.DTYPES)
+def module_cpu_dtype(request) -> Iterator[str]:
+    """``cpu_dtype`` for what the tests of a module share."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(forced_machine.FASTER_DTYPE, request.param)
+        yield request.param
 
 
 @pytest.fixture(scope="module")

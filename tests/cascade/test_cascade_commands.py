@@ -401,7 +401,7 @@ def test_a_generator_gives_transformers_tokens_and_logits():
         assert found.outputs[i] == tokenizer.decode(done[ids.shape[1] :], skip_special_tokens=True)
 
 
-def test_language_models_from_fit_to_run(tmp_path, capsys):
+def test_language_models_from_fit_to_run(cpu_dtype, tmp_path, capsys):
     """Two cascades of the same checkpoint: prompts of its own kind, one token each."""
     from transformers import AutoTokenizer
 

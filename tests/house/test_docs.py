@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forced_machine import DTYPES, FASTER_DTYPE
 
 from flexhybrid import cli
 from flexhybrid.core.hardware import Hardware, Line
@@ -25,7 +26,7 @@ COMMAND = re.compile(r"^(?:    )?\.venv/bin/flexhybrid (.*)$", re.MULTILINE)
 #: A machine that a profile might have found; "auto" keeps everything resident on it.
 MACHINE = Hardware(
     "local", "cpu", {key: Line(1e-5, 1e-11, 1e-10) for key in ("compute", "h2d", "d2h", "host_compute")},
-    source="made for tests", dtype="float32",
+    source="made for tests", dtype="float32", faster_dtype="float32",
 )  # fmt: skip
 
 
@@ -56,7 +57,7 @@ def test_the_page_about_jobs_works_as_written(clone, capsys):
 
 
 @pytest.mark.parametrize("name", OTHER_PAGES)
-def test_every_block_of_a_page_works_as_written(name, clone, capsys):
+def test_every_block_of_a_page_works_as_written(name, clone, capsys, monkeypatch):
     page = (ROOT / f"docs/{name}.md").read_text(encoding="utf-8")
     MACHINE.save(clone / "cache/hardware-cpu.json")
     steps = STEP.findall(page)
@@ -65,9 +66,11 @@ def test_every_block_of_a_page_works_as_written(name, clone, capsys):
         if language == "json":
             (clone / file).write_text(text)
         elif language == "python":
-            left = {"__name__": "page"}
-            exec(compile(text, f"docs/{name}.md", "exec"), left)
-            assert all(0 <= share <= 1 for share in left.get("busy", {}).values())
+            for dtype in DTYPES:
+                monkeypatch.setenv(FASTER_DTYPE, dtype)
+                names = {"__name__": "page"}
+                exec(compile(text, f"docs/{name}.md", "exec"), names)
+                assert all(0 <= share <= 1 for share in names.get("busy", {}).values())
         else:
             commands = COMMAND.findall(text)
             assert len(commands) == len(text.splitlines())

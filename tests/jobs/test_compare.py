@@ -24,6 +24,7 @@ from flexhybrid.jobs.compare.setting import SIZES, TABLE_SECONDS, Setting, split
 from flexhybrid.jobs.compare.speed import Bench, Contender, moved_in_window
 from flexhybrid.jobs.profile.disk import DiskPart
 from flexhybrid.runtime.links import CpuCopies
+from flexhybrid.runtime.profiling import profile
 from flexhybrid.runtime.profiling.cpu_use import CpuUse
 from flexhybrid.runtime.storage.loader import RandomWeights
 from flexhybrid.runtime.storage.weights import DiskPlace, Weights
@@ -33,13 +34,15 @@ SMALL = ModelShape("small", "opt", 2, 64, 2, 2, 32, 128, 200, 600)
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def run(tmp_path_factory, module_cpu_dtype):
     folder = tmp_path_factory.mktemp("compare")
     policy = folder / "mine.json"
     placement = Placement(device=0.4, host=0.6)
     policy.write_text(Policy("mine", placement, cache={"act@host": 0.3, "kv@host": 0.7}).to_json())
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FLEXHYBRID_CACHE", str(folder / "cache"))
+        patch.setattr(profile, "DECODE_SECONDS", 0.0)  # what the lines say is not what this is about
+        patch.setattr(profile, "LINK_SECONDS", 0.0)
         torch.set_num_threads(1)
         result = compare(
             CompareOptions(
@@ -163,7 +166,7 @@ SYSTEMS = ("kv_only", "kvpr_column", "token_recompute(0.25)", "int4", "fastdecod
 
 
 @pytest.fixture(scope="module")
-def systems_run(tmp_path_factory):
+def systems_run(tmp_path_factory, module_cpu_dtype):
     """Eight systems side by side, one with a disk, on lines that stand in for a profile."""
     folder = tmp_path_factory.mktemp("systems")
     disk = Policy("on_disk", Placement(host=0.5, disk=0.5), cache={"kv@disk": 0.5, "act@host": 0.5})
@@ -199,7 +202,7 @@ def test_systems_by_name_are_exact_or_say_how_far(systems_run):
     assert result["trace_violations"] == [] and result["sweep"] == [] and result["search"] is None
 
 
-def test_a_steps_kinds_are_those_of_its_policy(systems_run):
+def test_a_steps_kinds_are_those_of_its_policy(systems_run, module_cpu_dtype):
     _, result = systems_run
     of = {one["policy"]: one for one in result["breakdown"]}
     for clock in ("predicted", "measured"):
@@ -220,7 +223,8 @@ def test_a_steps_kinds_are_those_of_its_policy(systems_run):
         n: one["measured"]["bytes"] for n, one in of.items()
     }
     packed, plain = (of[name]["measured"]["bytes"]["h2d"]["kv"] for name in ("int4", "kv_only"))
-    assert packed == pytest.approx(plain * (4 / 8 + 4 / 64) / 4)  # float32: half a byte and two float16 a group of 64
+    element = {"float32": 4, "bfloat16": 2}[module_cpu_dtype]
+    assert packed == pytest.approx(plain * (4 / 8 + 4 / 64) / element)  # half a byte and two float16 a group of 64
 
 
 def test_systems_are_written_as_tables_and_figures(systems_run):
@@ -242,7 +246,7 @@ def test_systems_are_written_as_tables_and_figures(systems_run):
         (("absent.json",), "absent.json"),
     ],
 )
-def test_what_cannot_be_compared_is_refused_before_the_profile(systems, words, tmp_path, monkeypatch):
+def test_what_cannot_be_compared_is_refused_before_the_profile(systems, words, cpu_dtype, tmp_path, monkeypatch):
     disk = tmp_path / "disk.json"
     disk.write_text(Policy("on_disk", cache={"kv@disk": 1.0}).to_json())
     monkeypatch.setattr(job, "measure_hardware", lambda *rest: pytest.fail("measured before it was checked"))
@@ -263,12 +267,12 @@ def test_what_cannot_be_compared_is_refused_before_the_profile(systems, words, t
         (dict(max_tokens=5000), "--gen-len 5000"),
     ],
 )
-def test_sizes_that_cannot_be_are_refused_by_their_flags(numbers, words):
+def test_sizes_that_cannot_be_are_refused_by_their_flags(numbers, words, cpu_dtype):
     with pytest.raises(InputError, match=words):
         Setting(CompareOptions(device="cpu", shape=SMALL, **numbers))
 
 
-def test_a_slow_machine_gets_less_to_do():
+def test_a_slow_machine_gets_less_to_do(cpu_dtype):
     """The job sizes itself by its own prediction: a slower one never takes on more; a stated context stays."""
     lines = {"h2d": Line(1e-4, 0.0, 5e-10), "d2h": Line(1e-4, 0.0, 5e-10), "host_compute": Line(1e-4, 0.0, 1e-9)}
     free = Setting(CompareOptions(device="cpu"))

@@ -493,7 +493,7 @@ def test_a_quote_that_is_never_closed_swallows_no_rows(tiny, tmp_path, capsys):
     assert "in.csv, line 4: unexpected end of data (a quote not closed" in capsys.readouterr().err
 
 
-def test_a_resumed_run_computes_in_the_dtype_it_began_with(tmp_path, monkeypatch, capsys):
+def test_a_resumed_run_computes_in_the_dtype_it_began_with(cpu_dtype, tmp_path, monkeypatch, capsys):
     source, out = tmp_path / "in.txt", tmp_path / "out.jsonl"
     source.write_text("import os\n")
     command = [
@@ -510,13 +510,13 @@ def test_a_resumed_run_computes_in_the_dtype_it_began_with(tmp_path, monkeypatch
         "cpu",
     ]
     assert cli.main([*command, "--quiet"]) == 0
-    dtype = json.loads((tmp_path / "out.jsonl.manifest.json").read_text())["numbers"]["dtype"]
-    other = {"float32": "bfloat16", "bfloat16": "float32"}[dtype]
+    assert json.loads((tmp_path / "out.jsonl.manifest.json").read_text())["numbers"]["dtype"] == cpu_dtype
+    other = {"float32": "bfloat16", "bfloat16": "float32"}[cpu_dtype]
     measured = Hardware("local", "cpu", {"compute": Line(1e-5)}, dtype=other, faster_dtype=other)
     measured.save(tmp_path / "cache/hardware-cpu.json")
     assert cli.main([*command, "--quiet"]) == 0
     assert cli.main([*command, "--quiet", "--dtype", other]) == 2
-    assert f"numbers.dtype was {json.dumps(dtype)}, is {json.dumps(other)}" in capsys.readouterr().err
+    assert f"numbers.dtype was {json.dumps(cpu_dtype)}, is {json.dumps(other)}" in capsys.readouterr().err
     assert cli.main([*command, "--quiet", "--errors", str(tmp_path / "e")]) == 2
     assert 'errors was null, is "e"' in capsys.readouterr().err
 

@@ -1,6 +1,8 @@
 """What the profile of a machine runs."""
 
+import inspect
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from flexhybrid.runtime.profiling.profile import Run, Stretch, kernel_times, usu
 from policy_search.fit import fit_hardware
 
 
-def test_a_profile_takes_as_many_requests_as_the_budgets_hold(monkeypatch):
+def test_a_profile_takes_as_many_requests_as_the_budgets_hold(cpu_dtype, monkeypatch):
     """Smaller runs, of the same verbs; one short request where nothing fits."""
     shape = ModelShape("small", "opt", 2, 64, 2, 2, 32, 128, 100, 96)
     planned, engine = [], profiling.Engine
@@ -29,13 +31,15 @@ def test_a_profile_takes_as_many_requests_as_the_budgets_hold(monkeypatch):
         return engine(weights, policy, sizes, *rest, **more)
 
     monkeypatch.setattr(profiling, "Engine", watched)
-    monkeypatch.setattr(profiling, "LINK_SECONDS", 0.0)  # the link is not what this is about
+    monkeypatch.setattr(profiling, "LINK_SECONDS", 0.0)  # how long anything takes is not what this is about
+    monkeypatch.setattr(profiling, "DECODE_SECONDS", 0.0)
     runs = (Run(8, 48, 4, {"kv@host": 0.5, "act@host": 0.5}),)
 
     def measured(budgets) -> tuple[set[str], int]:
         planned.clear()
-        samples = profiling.profile(shape, "float32", torch.device("cpu"), runs=runs, budgets=budgets).samples
-        return set(samples), max(plan["host"] for plan in planned)
+        profiled = profiling.profile(shape, "float32", torch.device("cpu"), runs=runs, budgets=budgets)
+        assert profiled.faster_dtype == cpu_dtype
+        return set(profiled.samples), max(plan["host"] for plan in planned)
 
     verbs, whole = measured(None)
     assert measured({"host": whole}) == (verbs, whole)
@@ -45,9 +49,10 @@ def test_a_profile_takes_as_many_requests_as_the_budgets_hold(monkeypatch):
     assert fewest == verbs and least < half
 
 
-def test_kernels_alone_have_lines_of_their_own_where_the_device_holds_all(monkeypatch):
+def test_kernels_alone_have_lines_of_their_own_where_the_device_holds_all(cpu_dtype, monkeypatch):
     """And only a policy that moves nothing is priced by them."""
-    monkeypatch.setattr(profiling, "LINK_SECONDS", 0.0)  # the link is not what this is about
+    monkeypatch.setattr(profiling, "LINK_SECONDS", 0.0)  # how long anything takes is not what this is about
+    monkeypatch.setattr(profiling, "DECODE_SECONDS", 0.0)
     shape = ModelShape("small", "opt", 2, 64, 2, 2, 32, 128, 100, 96)
     runs = (Run(2, 32, 2, {"kv@host": 0.5, "act@host": 0.5}), profiling.ALONE[0])
 
@@ -94,11 +99,24 @@ def test_what_is_left_of_the_time_is_less_what_was_stolen(monkeypatch):
     assert unknown.left_since(before) == before.left_since(unknown) == 1.0 and unknown.others_since(before) is None
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_dtype_does_not_hang_on_whether_a_profile_is_kept(monkeypatch, dtype):
+def test_the_dtype_does_not_hang_on_whether_a_profile_is_kept(cpu_dtype):
     """Answers would: before the first profile, it is what that would find."""
-    monkeypatch.setattr(machine, "faster_cpu_dtype", lambda shape: dtype)
     shape, cpu = ModelShape("small", "opt", 2, 64, 2, 2, 32, 128, 100, 96, dtype="bfloat16"), torch.device("cpu")
     kept = Hardware("local", "cpu", {"compute": Line(1e-5)})
-    for hardware in (None, kept, replace(kept, faster_dtype=dtype)):
-        assert machine.pick_dtype("auto", shape, cpu, hardware) == dtype
+    for hardware in (None, kept, replace(kept, faster_dtype=cpu_dtype)):
+        assert machine.pick_dtype("auto", shape, cpu, hardware) == cpu_dtype
+
+
+@pytest.mark.parametrize("faster", [torch.float32, torch.bfloat16])
+def test_the_faster_dtype_is_the_one_whose_products_took_less(faster, monkeypatch):
+    """By a clock that the products themselves move on."""
+    now = [0.0]
+
+    def product(a, b):
+        assert (a.shape, b.shape) == ((512, 64), (32, 64)) and a.dtype == b.dtype
+        now[0] += 1.0 if a.dtype == faster else 2.0
+
+    monkeypatch.setattr(torch.nn.functional, "linear", product)
+    monkeypatch.setattr(profiling, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    timed = inspect.unwrap(profiling._faster_product)
+    assert f"torch.{timed(64, 32)}" == str(faster)
