@@ -7,7 +7,7 @@ skips what repeats: after a few mini-batches of a layer, after a few layers, aft
 on at the pace it has reached.
 
 What is left out: requests of different lengths (all requests of a candidate are alike), and within a piece of a long
-decode that what binds may change from block to block. ``sim.validation`` measures the gap to the virtual clock.
+decode that what binds may change from block to block. Tests and the bench measure the gap to the virtual clock.
 """
 
 from __future__ import annotations

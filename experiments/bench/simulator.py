@@ -12,36 +12,19 @@ import numpy as np
 
 from experiments.peers import compare_search
 from experiments.reproduce import registry
-from flexhybrid.core.memory import buffer_sizes, memory_plan, total_bytes
-from flexhybrid.core.plan import stream
-from sim.array_clock import predict
-from sim.replay import peak_bytes
-from sim.validation import errors, random_case
+from experiments.studies.random_cases import errors
 
 CASES = {"column": (300, 0.01, 0.05), "row": (150, None, 0.08), "serial": (100, None, 0.15)}  #: number, median, worst
-MEMORY_CASES = 60
 
 
 def bench_classes(table) -> None:
-    """Closed form against virtual clock by kind of policy, and memory against the clock's replayed allocations."""
+    """Closed form against virtual clock by kind of policy."""
     for kind, (count, median, worst) in CASES.items():
         found = np.abs(errors(count, 7, kind))
         name = f"closed form vs virtual clock, {count} {kind} policies"
         if median is not None:
             table.add(f"{name}, median error", 100 * float(np.median(found)), 100 * median, "%", False)
         table.add(f"{name}, worst error", 100 * float(found.max()), 100 * worst, "%", False)
-    rng, differ = np.random.default_rng(3), 0
-    for number in range(MEMORY_CASES):
-        case = random_case(rng, ("column", "row")[number % 2])
-        wave = case.wave()
-        device = case.hardware.device
-        replayed = peak_bytes(stream(wave), wave, device)
-        closed = predict(case.shape, case.hardware, case.bytes_per_element, case.candidate).peak_bytes
-        plan = total_bytes(memory_plan(case.shape, case.policy, case.bytes_per_element, buffer_sizes(wave), device))
-        differ += any(
-            abs(float(closed[tier][0]) - replayed[tier]) > 1 or abs(plan[tier] - replayed[tier]) > 1 for tier in plan
-        )
-    table.add(f"memory: replayed allocations other than the closed form's, of {MEMORY_CASES}", differ, 0, "runs", False)
 
 
 def bench_papers(table) -> None:

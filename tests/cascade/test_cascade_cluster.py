@@ -11,7 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from oracles.queueing import md1_latency_s, mmc_latency_s
 
+from experiments.bench.cluster import QUEUES
 from flexhybrid import cli
 from flexhybrid.cascade.cluster import energy
 from flexhybrid.cascade.cluster import simulation as cluster
@@ -19,7 +21,6 @@ from flexhybrid.cascade.cluster.arrivals import poisson, read_trace
 from flexhybrid.cascade.cluster.deployment import deploy, place
 from flexhybrid.cascade.cluster.energy import Meter, PowerModel
 from flexhybrid.cascade.cluster.profiles import flow_of, offloaded_lines, read_profiles
-from flexhybrid.cascade.cluster.queueing import md1_latency_s, mmc_latency_s
 from flexhybrid.cascade.cluster.served import BatchLine, Flow, ServedModel, chain, direct, even_cluster
 from flexhybrid.cascade.placement.search import plan
 from flexhybrid.cascade.routes import Cascade, CascadeModel, Expected, Skip
@@ -51,6 +52,12 @@ def test_queues_are_as_theory_has_them(servers, rho, service):
     theory = mmc_latency_s(rate, 0.01, servers) if service == "exponential" else md1_latency_s(rate, 0.01)
     assert found.mean_latency_s == pytest.approx(theory, rel=0.02)
     assert found.busy.mean() == pytest.approx(rho, rel=0.01)
+
+
+@pytest.mark.parametrize("servers, rho, service, services", QUEUES)
+def test_the_benchs_latencies_are_those_of_theory(servers, rho, service, services):
+    theory = mmc_latency_s(rho * servers, 1.0, servers) if service == "exponential" else md1_latency_s(rho, 1.0)
+    assert services == pytest.approx(theory)
 
 
 def test_closed_forms_by_hand():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from experiments.studies.random_cases import random_case
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import LINKS, Hardware, Line
 from flexhybrid.core.model.shape import ModelShape
@@ -17,7 +18,6 @@ from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
 from sim import presets
 from sim.cost import price, task_seconds
-from sim.validation import random_case
 from sim.virtual_clock import run, summarize
 
 SHAPE = ModelShape("tiny", "opt", 3, 64, 4, 4, 16, 256, 128, 512)

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from experiments.studies.random_cases import KINDS, UniformCase, compare, random_case
 from flexhybrid.core.context.blocks import BlockKinds
 from flexhybrid.core.context.packing import pack
 from flexhybrid.core.context.split import split_point
@@ -28,7 +29,6 @@ from sim.array_clock import TRAFFIC_OF, Candidates, candidates_of, predict
 from sim.candidate_steps import num_mini_batches
 from sim.presets import hybrid, kv_only
 from sim.tiny_run import Rounds, _tiny_run, _topology, _with_moved, kinds_key
-from sim.validation import KINDS, Case, compare, random_case
 from sim.verb_seconds import _num_slices
 from sim.virtual_clock import RunSummary, run, summarize
 
@@ -38,7 +38,7 @@ SHAPE, HARDWARE = shape_by_name("opt-30b"), catalogue.load("rtx4090")
 class WholeRun(NamedTuple):
     """A random case by the closed form and by the virtual clock."""
 
-    case: Case
+    case: UniformCase
     closed: dict
     virtual: RunSummary
     violations: list[str] | None  #: of its trace; None where nobody asks
@@ -72,7 +72,7 @@ MACHINE = {  # 0.4 TFLOP/s and 1.1 GB/s: about in balance where a layer's weight
 def gap(policy: Policy, batch: int, prompt: int, generated: int, num_layers: int = 8, hidden: int = 4096) -> float:
     """|closed form / virtual clock − 1| of a run on MACHINE."""
     shape = ModelShape("m", "opt", num_layers, hidden, 32, 32, hidden // 32, 4 * hidden, 8192, 4096)
-    closed, virtual = compare(Case(shape, Hardware("m", "cpu", MACHINE), 2, policy, batch, prompt, generated))
+    closed, virtual = compare(UniformCase(shape, Hardware("m", "cpu", MACHINE), 2, policy, batch, prompt, generated))
     return abs(closed / virtual - 1)
 
 
@@ -80,7 +80,7 @@ def test_mini_batches_that_split_differently():
     """One of three requests recomputes a block, two of four requests none: each as it does, not as the last does."""
     policy = Policy(cache={"both(kv@host,act@device)": 1.0}, bits=Bits(weights=4), max_mini_batch_tokens=183)
     shape = ModelShape("m", "opt", 8, 4096, 32, 32, 128, 16384, 8192, 4096)
-    wave = Case(shape, Hardware("m", "cpu", MACHINE), 2, policy, 11, 11, 16).wave()
+    wave = UniformCase(shape, Hardware("m", "cpu", MACHINE), 2, policy, 11, 11, 16).wave()
     (lines,) = wave.split.values()
     assert [len(group) for group in wave.mini_batches] == [4, 4, 3]
     assert [float(split_point(lines, size, 20, 3)) for size in (4, 3)] == [0.0, 16.0]
@@ -106,8 +106,8 @@ def test_a_static_cache_recomputes_all_that_is_reserved():
 def test_few_pages_of_weights_are_spread_over_a_layers_positions(share, disk):
     """As many loads as the closed form counts, evenly apart."""
     policy = Policy(weights=Placement(device=1 - share - disk, host=share, disk=disk), max_mini_batch_tokens=33)
-    case = Case(ModelShape("m", "opt", 3, 128, 2, 2, 64, 512, 512, 512), Hardware("m", "cpu", MACHINE), 2, policy, 23,
-                20, 2)  # fmt: skip
+    shape = ModelShape("m", "opt", 3, 128, 2, 2, 64, 512, 512, 512)
+    case = UniformCase(shape, Hardware("m", "cpu", MACHINE), 2, policy, 23, 20, 2)
     loads = [task for task in stream(case.wave()) if task.verb == "load_weights" and task.iteration == 1]
     in_layer = [task for task in loads if task.layer == 1]
     streamed = case.wave().layout.total_bytes - case.wave().streamed_from
@@ -186,11 +186,11 @@ def test_packed_weights_wait_alike_whatever_part_is_resident(schedule):
     assert native[0] != native[1] or native[1] != native[2]
 
 
-def closed_form(case: Case, walk: bool = True) -> dict:
+def closed_form(case: UniformCase, walk: bool = True) -> dict:
     return predict(case.shape, case.hardware, case.bytes_per_element, case.candidate, walk).row()
 
 
-def small_cases(count: int, seed: int, most_steps: int = 150) -> list[Case]:
+def small_cases(count: int, seed: int, most_steps: int = 150) -> list[UniformCase]:
     """Cases of every kind that the virtual clock runs in no time."""
     rng, found = np.random.default_rng(seed), []
     while len(found) < count:
@@ -200,7 +200,7 @@ def small_cases(count: int, seed: int, most_steps: int = 150) -> list[Case]:
     return found
 
 
-def num_mini_batches_of(case: Case) -> int:
+def num_mini_batches_of(case: UniformCase) -> int:
     bound, packing = case.policy.max_mini_batch_tokens, case.policy.packing
     return int(num_mini_batches(case.batch, case.prompt_tokens, case.max_tokens, bound, packing)[0])
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from oracles.replay import BY_DEFINITION, peak_parts
 
+from experiments.studies.random_cases import KINDS, UniformCase, random_case
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockKinds, ceil_blocks
 from flexhybrid.core.memory import buffer_sizes, memory_plan, total_bytes
 from flexhybrid.core.model.shape import ModelShape
@@ -14,14 +16,12 @@ from flexhybrid.core.schedule.steps import make_step
 from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
 from sim.array_clock import predict
-from sim.replay import BY_DEFINITION, peak_parts
-from sim.validation import KINDS, Case, random_case
 from sim.virtual_clock import run
 
 SHAPE = ModelShape("tiny", "opt", 3, 64, 4, 4, 16, 256, 128, 512)
 
 
-def cases(count: int, seed: int, most_steps: int = 120) -> list[Case]:
+def cases(count: int, seed: int, most_steps: int = 120) -> list[UniformCase]:
     """Random cases of every kind, small ones: the tasks of each are laid out and looked at one by one."""
     rng, found = np.random.default_rng(seed), []
     while len(found) < count:
@@ -32,13 +32,18 @@ def cases(count: int, seed: int, most_steps: int = 120) -> list[Case]:
     return found
 
 
-def plan_of(case: Case, wave) -> dict[str, dict[str, int]]:
+def plan_of(case: UniformCase, wave) -> dict[str, dict[str, int]]:
     return memory_plan(case.shape, case.policy, case.bytes_per_element, buffer_sizes(wave), "cpu")
 
 
 def differences(replayed: dict, planned: dict) -> dict[tuple[str, str], int]:
-    """(tier, part) -> bytes that the plan has beyond the replay, where there are any but for rounding."""
+    """(tier, part) -> bytes that the plan has beyond the replay, where there are any but for rounding.
+
+    Asserts that tasks moved a few parts at least, so that there is something to compare.
+    """
     found = {}
+    moved = {(tier, part) for tier, parts in replayed.items() for part in parts if part not in BY_DEFINITION}
+    assert len(moved) >= 4, moved
     for tier in planned:
         for part in {**planned[tier], **replayed[tier]}:
             beyond = planned[tier].get(part, 0) - replayed[tier].get(part, 0)

@@ -9,7 +9,7 @@ resident weights, the embedding and the head, the query weights of a speculative
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -29,6 +29,12 @@ BY_DEFINITION = (
     "token log",
 )  # fmt: skip
 
+#: Verbs that hold nothing which a task before them in the same position does not hold already.
+_HOLDS_NOTHING = frozenset((
+    "load_hidden", "quantize", "store_kv", "store_act", "write_kv", "write_act", "scatter", "scatter_device", "attend",
+    "attend_prefill", "attend_recomputed", "attend_host", "finish", "head", "sample", "store_out",
+))  # fmt: skip
+
 #: What lies in double buffers.
 _SLOTTED = frozenset((
     "weight slots", "weight staging", "ACT buffers", "KV buffers", "ACT staging", "KV staging", "staging",
@@ -42,7 +48,7 @@ def peak_bytes(tasks: Iterable[Task | TraceEvent], wave: Wave, device: str = "cu
 
 
 def peak_parts(tasks: Iterable[Task | TraceEvent], wave: Wave, device: str = "cuda") -> dict[str, dict[str, int]]:
-    """The same by the names of ``core.memory.memory_plan``."""
+    """Tier -> part -> bytes, with the names of ``core.memory.memory_plan``. Raises ValueError at an unknown verb."""
     replay = _Replay(wave)
     for task in tasks:
         replay.see(task.task if isinstance(task, TraceEvent) else task)
@@ -58,7 +64,7 @@ def peak_parts(tasks: Iterable[Task | TraceEvent], wave: Wave, device: str = "cu
 
 
 class _Replay:
-    """The largest bytes seen of everything that has an extent of its own: (tier, part, which of them) -> bytes."""
+    """The largest bytes seen of everything that has an extent of its own: (tier, part, its key) -> bytes."""
 
     def __init__(self, wave: Wave):
         self.wave = wave
@@ -72,11 +78,40 @@ class _Replay:
         if isinstance(task.payload, WeightSlice):
             self._weights(task)
             return
-        getattr(self, f"_{task.verb}", lambda task: None)(task)
+        if task.verb not in _HOLDS_NOTHING:
+            self._holder(task.verb)(task)
 
-    def _hold(self, tier: str, part: str, which: object, num_bytes: float) -> None:
-        key = tier, part, which
-        self.largest[key] = max(self.largest.get(key, 0.0), float(num_bytes))
+    def _holder(self, verb: str) -> Callable[[Task], None]:
+        """The method that notes what a task of this verb holds."""
+        holders = {
+            "embed": self._embed,
+            "store_hidden": self._store_hidden,
+            "project": self._project,
+            "load_kv": self._load_kv,
+            "load_act": self._load_act,
+            "read_kv": self._read_kv,
+            "read_act": self._read_act,
+            "kv_gen": self._kv_gen,
+            "dequantize_weights": self._dequantize_weights,
+            "dequantize_act": self._dequantize_act,
+            "dequantize_kv": self._dequantize_kv,
+            "assemble": self._assemble,
+            "rank": self._rank,
+            "speculate": self._speculate,
+            "load_keys": self._load_keys,
+            "store_index": self._store_index,
+            "gather": self._gather,
+            "store_query": self._store_query,
+            "load_attended": self._load_attended,
+        }
+        if verb not in holders:
+            raise ValueError(f"the replay does not know what {verb} holds")
+        return holders[verb]
+
+    def _hold(self, tier: str, part: str, key: object, num_bytes: float) -> None:
+        """Note the bytes of one extent: ``key`` tells it from the others of its part."""
+        size = self.largest.get((tier, part, key), 0.0)
+        self.largest[tier, part, key] = max(size, float(num_bytes))
 
     def _weights(self, task: Task) -> None:
         piece, streamed_from = task.payload, self.wave.streamed_from
@@ -100,8 +135,7 @@ class _Replay:
             self._hold("device", "token ids", request, 8 * tokens)
 
     def _store_hidden(self, task: Task) -> None:
-        which = task.mini_batch, task.payload.step.chunk
-        self._hold("host", "hidden states", which, task.work.link_bytes)
+        self._hold("host", "hidden states", (task.mini_batch, task.payload.step.chunk), task.work.link_bytes)
 
     def _project(self, task: Task) -> None:
         """The new rows wait in staging, each part's in a place of its own, and from there go to their blocks."""
@@ -124,8 +158,8 @@ class _Replay:
         step, policy, blocks = task.payload.step, self.wave.policy, 0
         for segment in step.of(representation):
             if segment.tier in tiers:
-                whole = self.wave.num_blocks[segment.kind][step.requests]
-                blocks += int(whole.max()) if policy.static_cache else segment.max_blocks
+                reserved = self.wave.num_blocks[segment.kind][step.requests]
+                blocks += int(reserved.max()) if policy.static_cache else segment.max_blocks
         return len(step.requests) * blocks
 
     def _load_kv(self, task: Task) -> None:
@@ -193,7 +227,9 @@ class _Replay:
         shape, share = self.wave.shape, self.wave.policy.selection.partial_ratio
         columns = max(1, math.ceil(round(share * shape.head_dim, 9)))
         tokens = zip(step.requests.tolist(), (step.context + step.new_tokens).tolist())
-        rows = len(self.wave.mini_batches[task.mini_batch]) * max(self._places(*one) for one in tokens)
+        rows = len(self.wave.mini_batches[task.mini_batch]) * max(
+            self._places(request, cached) for request, cached in tokens
+        )
         size = rows * columns * shape.num_kv_heads * self.wave.bytes_per_element
         limited = self.wave.policy.selection.pool < 1
         for layer in range(first_choosing(self.wave.policy.selection), shape.num_layers):
@@ -203,7 +239,7 @@ class _Replay:
             self._hold("device", "uses", task.mini_batch, uses)
 
     def _places(self, request: int, tokens: int) -> int:
-        """Of a request's first so many tokens, those that the pool has room for."""
+        """How many of a request's first ``tokens`` tokens the pool has room for."""
         pool = float(self.wave.policy.selection.pool)
         if pool == 1:
             return tokens

@@ -31,7 +31,7 @@ _ENTRY_ODDS = np.array([5, 4, 2, 2, 1.5, 1, 0.7, 0.7, 0.4, 0.3, 0.4])
 
 
 @dataclass(frozen=True)
-class Case:
+class UniformCase:
     """One run: a model, a machine, a policy, and requests of one length."""
 
     shape: ModelShape
@@ -53,7 +53,7 @@ class Case:
         return admit(self.shape, self.policy, workload, self.bytes_per_element, hardware=self.hardware)
 
 
-def random_case(rng: np.random.Generator, kind: str = "column") -> Case:
+def random_case(rng: np.random.Generator, kind: str = "column") -> UniformCase:
     """A random model (1-24 layers, hidden 128-4096), batch, policy of one of KINDS, and machine.
 
     The machine's rates are drawn two to three decades wide, so that every resource binds somewhere, and for a third of
@@ -72,7 +72,7 @@ def random_case(rng: np.random.Generator, kind: str = "column") -> Case:
     padded = math.ceil((prompt + generated - 1) / 16) * 16 + 1
     policy = replace(policy, max_mini_batch_tokens=int(padded * (size + 0.9 * rng.random())))
     p = int(rng.choice([2, 4]))
-    case = Case(shape, _machine(rng, batch / num_mini_batches), p, policy, batch, prompt, generated)
+    case = UniformCase(shape, _machine(rng, batch / num_mini_batches), p, policy, batch, prompt, generated)
     return _balance(case, rng) if rng.random() < 1 / 3 else case
 
 
@@ -175,7 +175,7 @@ def _machine(rng, batch: float) -> Hardware:
     return Hardware("random", "cpu", lines)
 
 
-def _balance(case: Case, rng) -> Case:
+def _balance(case: UniformCase, rng) -> UniformCase:
     """The same case with one resource as fast as makes it about as busy as compute."""
     busy = predict(case.shape, case.hardware, case.bytes_per_element, case.candidate, walk=False).row()["busy"]
     others = [r for r in ("h2d", "h2d", "disk_read", "disk_write", "d2h", "host_compute") if busy[r] > 0]
@@ -188,7 +188,7 @@ def _balance(case: Case, rng) -> Case:
     return replace(case, hardware=replace(case.hardware, lines={**case.hardware.lines, chosen: scaled}))
 
 
-def compare(case: Case) -> tuple[float, float]:
+def compare(case: UniformCase) -> tuple[float, float]:
     """(closed form, virtual clock): total seconds of the whole run."""
     closed = predict(case.shape, case.hardware, case.bytes_per_element, case.candidate)
     virtual = summarize(run(stream(case.wave()), case.hardware))
