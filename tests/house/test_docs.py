@@ -19,7 +19,7 @@ from flexhybrid.jobs.run import job as run_module
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/running-a-job.md").read_text(encoding="utf-8")
-OTHER_PAGES = ("choosing-a-policy", "reading-a-trace", "reproducing-a-paper", "adding-a-model")
+OTHER_PAGES = ("choosing-a-policy", "reading-a-trace", "reproducing-a-paper", "adding-a-model", "python", "simulating")
 #: What a page tells to do, in its order: a named file to write, commands, Python.
 STEP = re.compile(r"(?:^`([\w.-]+)`:\n\n)?^```(json|sh|python)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"^(?:    )?\.venv/bin/flexhybrid (.*)$", re.MULTILINE)
@@ -33,7 +33,8 @@ MACHINE = Hardware(
 @pytest.fixture
 def clone(tmp_path, monkeypatch):
     """A folder like a clone of the project, with the page's example files, on a machine that is quickly measured."""
-    (tmp_path / "experiments").symlink_to(ROOT / "experiments")
+    for folder in ("experiments", "flexhybrid"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
     (tmp_path / "requests.jsonl").write_text(re.search(r"```json\n(.*?)```", PAGE, re.DOTALL)[1])
     (tmp_path / "table.csv").write_text('question\nimport os\n"def f():\n    "\n')
     monkeypatch.chdir(tmp_path)
@@ -89,9 +90,10 @@ def test_pages_and_files_that_are_named_exist():
 
 
 def test_the_commands_of_the_readme_are_commands(clone, capsys):
-    """All are understood; those that take no more than a few seconds are run."""
-    commands = [one.split("#")[0].split("[")[0] for one in COMMAND.findall((ROOT / "README.md").read_text())]
-    assert len(commands) >= 6
+    """The parser takes all commands; those that take no more than a few seconds are run."""
+    pages = [ROOT / "README.md", ROOT / "docs/accuracy.md"]
+    commands = [command for page in pages for command in COMMAND.findall(page.read_text(encoding="utf-8"))]
+    assert len(commands) == 6
     for words in map(shlex.split, commands):
         assert cli.build_parser().parse_args(words).command == words[0]
         if words[0] in ("simulate", "search"):
