@@ -19,7 +19,7 @@ from flexhybrid.core.wave import Wave
 from flexhybrid.core.workload import Workload
 from flexhybrid.llm import LLM
 from flexhybrid.runtime.executor import Executor
-from flexhybrid.runtime.kernels.sampling import greedy_plan
+from flexhybrid.runtime.session import Session
 from flexhybrid.runtime.step_tensors import TokenTable
 from flexhybrid.sampling_params import SamplingParams
 
@@ -90,8 +90,8 @@ def score(
 def _score_wave(llm: LLM, wave: Wave, texts, members: np.ndarray, watch, on_tokens) -> list[Score]:
     counts = wave.workload.max_tokens
     prompts = [list(text[:-count]) for text, count in zip(texts, counts, strict=True)]
-    plan = greedy_plan(len(texts))
-    executor = llm.engine.executor(wave, prompts, plan)
+    session = Session(llm.engine, wave, prompts)
+    executor = session.executor
     size = (len(texts), int(counts.max()))
     logprobs = torch.zeros(size, dtype=torch.float32, device=llm.device)
     greedy = torch.zeros(size, dtype=torch.int64, device=llm.device)
@@ -105,5 +105,5 @@ def _score_wave(llm: LLM, wave: Wave, texts, members: np.ndarray, watch, on_toke
     force_tokens(executor, texts, hear)
     if watch:
         watch(executor, members)
-    llm.engine.run(wave, prompts, plan, executor=executor, on_tokens=on_tokens, keep_trace=watch is not None)
+    session.generate(keep_trace=watch is not None, on_tokens=on_tokens)
     return [Score(logprobs[i, :count].cpu().numpy(), greedy[i, :count].cpu().numpy()) for i, count in enumerate(counts)]

@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import torch
 
-from flexhybrid.core.memory import buffer_sizes
-from flexhybrid.core.model.shape import DTYPE_BYTES
-from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
 from flexhybrid.runtime.engine import Engine, WaveResult
-from flexhybrid.runtime.kernels.sampling import greedy_plan
+from flexhybrid.runtime.session import Session
 from flexhybrid.runtime.storage.weights import DiskPlace, Weights
 from flexhybrid.scoring import force_tokens
 
 
 def run_wave(
-    checkpoint, policy, prompts, max_tokens, *, dtype="float32", hardware=None, make_engine=Engine, disk_dir=None,
-    edit=lambda executor: None, **run,
+    checkpoint, policy, prompts, max_tokens, *, dtype="float32", hardware=None, disk_dir=None,
+    edit=lambda executor: None,
 ) -> WaveResult:  # fmt: skip
     """One wave of a checkpoint, greedily. ``edit(executor)`` may change its verbs before it runs."""
-    p, disk = DTYPE_BYTES[dtype], DiskPlace(disk_dir)
+    disk = DiskPlace(disk_dir)
     workload = Workload(np.array([len(prompt) for prompt in prompts]), np.full(len(prompts), max_tokens))
-    wave = admit(checkpoint.shape, policy, workload, p, hardware=hardware)
     weights = Weights(checkpoint.shape, checkpoint, dtype, torch.device("cpu"), policy, disk)
-    engine = make_engine(weights, policy, buffer_sizes(wave), num_threads=1, disk=disk)
+    make_engine = partial(Engine, num_threads=1, disk=disk)
     try:
-        plan = greedy_plan(len(prompts))
-        executor = engine.executor(wave, prompts, plan)
-        edit(executor)
-        return engine.run(wave, prompts, plan, executor=executor, keep_trace=True, **run)
+        with Session.of(weights, policy, workload, prompts, hardware, make_engine) as session:
+            edit(session.executor)
+            return session.generate()
     finally:
-        engine.close()
         weights.close()
 
 

@@ -6,21 +6,22 @@ read again at every step.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
 from flexhybrid import shipped
-from flexhybrid.core.memory import buffer_sizes
 from flexhybrid.core.policy import Bits, Policy
 from flexhybrid.core.schedule.steps import MiniBatchStep
-from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
 from flexhybrid.llm import load_tokenizer
 from flexhybrid.runtime.engine import Engine
-from flexhybrid.runtime.kernels.sampling import greedy_plan
+from flexhybrid.runtime.session import Session
 from flexhybrid.runtime.storage.loader import Checkpoint
 from flexhybrid.runtime.storage.weights import Weights
+from flexhybrid.runtime.threads import torch_threads
 from flexhybrid.scoring import force_tokens
 
 SEED = 0  #: of the checkpoint's training: names its held-out files
@@ -40,15 +41,11 @@ def bench_compression(table) -> None:
     """The 8-bit cache's logits against exact ones, and the perplexity of each number of bits."""
     checkpoint = Checkpoint(shipped.CHECKPOINT)
     texts = held_out_texts()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with torch_threads(1):
         logits = {
             name: forced_logits(checkpoint, Policy(name, cache=CACHE, bits=bits), texts)
             for name, bits in tqdm(BITS.items(), unit="policy", leave=False)
         }
-    finally:
-        torch.set_num_threads(threads)
     exact, difference = logits[EXACT], logits["cache in 8"] - logits[EXACT]
     name = "compression: logits of an 8-bit cache from exact ones"
     table.add(f"{name}, all positions", difference.norm() / exact.norm(), LOGITS_BAR, "relative", False)
@@ -87,16 +84,14 @@ def perplexity(logits: torch.Tensor, targets: torch.Tensor) -> float:
 def forced_logits(checkpoint: Checkpoint, policy: Policy, texts: list[list[int]]) -> torch.Tensor:
     """Logits [texts, STEPS, vocab] that foretell each text's last tokens, with the text fed whatever is sampled."""
     workload = Workload.uniform(len(texts), PROMPT, STEPS)
-    wave = admit(checkpoint.shape, policy, workload, 4)
     weights = Weights(checkpoint.shape, checkpoint, "float32", torch.device("cpu"), policy)
-    engine, plan = Engine(weights, policy, buffer_sizes(wave), num_threads=1), greedy_plan(len(texts))
-    prompts = [text[:PROMPT] for text in texts]
-    executor = engine.executor(wave, prompts, plan)
     logits = torch.zeros(len(texts), STEPS, checkpoint.shape.vocab)
 
     def hear(step: MiniBatchStep, step_logits: torch.Tensor, targets: torch.Tensor) -> None:
         logits[step.requests, step.iteration] = step_logits.float()
 
-    force_tokens(executor, texts, hear)
-    engine.run(wave, prompts, plan, executor=executor)
+    prompts = [text[:PROMPT] for text in texts]
+    with Session.of(weights, policy, workload, prompts, make_engine=partial(Engine, num_threads=1)) as session:
+        force_tokens(session.executor, texts, hear)
+        session.generate(keep_trace=False)
     return logits

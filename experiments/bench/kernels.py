@@ -18,6 +18,7 @@ from flexhybrid.runtime.kernels import attention
 from flexhybrid.runtime.kernels.quantize import dequantize, packed_bytes, quantize
 from flexhybrid.runtime.kernels.rotary import rotate_
 from flexhybrid.runtime.step_tensors import mask_of
+from flexhybrid.runtime.threads import torch_threads
 from flexhybrid.runtime.verbs.attending import gather_blocks
 
 REPEATS = 7
@@ -76,7 +77,7 @@ def memory_share(operands: torch.Tensor, ours) -> float:
 
 def bench_kernels(table, contender: Contender, sizes: Sizes = TIMING) -> None:
     """``contender``: a mix whose KV-Gen is timed as the executor runs it, on its device."""
-    weights = contender.executor.weights
+    weights = contender.session.executor.weights
     like = {"dtype": weights.dtype, "device": weights.device}
     bench_kv_gen(table, contender, like)
     bench_attention(table, sizes, like)
@@ -89,7 +90,7 @@ def bench_kernels(table, contender: Contender, sizes: Sizes = TIMING) -> None:
 
 def bench_kv_gen(table, contender: Contender, like: dict) -> None:
     tasks = {t.verb: t for t in stream(contender.wave, first_iteration=1) if t.layer == 1 and t.iteration == 2}
-    task, executor = tasks["kv_gen"], contender.executor
+    task, executor = tasks["kv_gen"], contender.session.executor
     executor.begin_step(task)
     rows, shape = task.work.tokens, executor.shape
     a, w = torch.randn(rows, shape.hidden, **like), torch.randn(shape.kv_width, shape.hidden, **like)
@@ -138,12 +139,8 @@ def bench_attention_on_host(table, sizes: Sizes, dtype: torch.dtype) -> None:
     query = torch.randn(batch, heads, head_dim, dtype=dtype)
     tokens, out = np.full(batch, context), torch.empty_like(query)
     runs = block_runs(np.arange(batch) * num_blocks, np.full(batch, num_blocks), np.zeros(batch, dtype=int))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with torch_threads(1):
         share = memory_share(blocks, lambda one: attention.attend_blocks(query, one, runs, tokens, out))
-    finally:
-        torch.set_num_threads(threads)
     table.add("attend_host: share of one core's memory bandwidth", share, 0.6, "x")
 
 

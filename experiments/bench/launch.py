@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from flexhybrid.core.hardware import Hardware, Line
-from flexhybrid.core.memory import buffer_sizes
 from flexhybrid.core.model.shape import ModelShape, shape_by_name
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Bits, Placement, Policy
@@ -25,16 +24,18 @@ from flexhybrid.core.task import Access, Task, Work
 from flexhybrid.core.wave import Wave, admit
 from flexhybrid.core.workload import Workload
 from flexhybrid.runtime.clock import Clock, Lane
-from flexhybrid.runtime.engine import Engine
-from flexhybrid.runtime.kernels.sampling import greedy_plan
+from flexhybrid.runtime.session import Session
 from flexhybrid.runtime.storage.loader import RandomWeights
 from flexhybrid.runtime.storage.weights import Weights
+from flexhybrid.runtime.threads import torch_threads
 from sim.presets import hybrid, kv_only, kvpr_column, token_recompute
 
 BATCH, CONTEXT = 32, 512
 BOUND = 8 * (34 * 16 + 1)
 PLANNING_BAR_US, HAND_OFF_BAR_US, POSITION_BAR_US = 10, 50, 1000
 REPEATS = 5
+#: Contexts are short, so that nothing takes long but calling; lengths differ, so that masks count.
+SHORT = Workload(48 + np.arange(8), np.full(8, 24))
 
 TINY = ModelShape("opt-launch", "opt", num_layers=2, hidden=64, num_heads=1, num_kv_heads=1, head_dim=64, ffn=64,
                   vocab=64, max_positions=2048)  # fmt: skip
@@ -60,12 +61,8 @@ def policies() -> list[Policy]:
 def bench_launch(table) -> None:
     bench_planning(table)
     bench_hand_off(table)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with torch_threads(1):
         bench_verbs(table)
-    finally:
-        torch.set_num_threads(before)
 
 
 def wave_of(shape: ModelShape, policy: Policy, max_tokens: int) -> Wave:
@@ -104,17 +101,14 @@ def bench_verbs(table) -> None:
     found: dict[str, dict[str, float]] = {}
     steps = {}
     for policy in policies():
-        wave = small_wave(policy)
-        source, device = RandomWeights(TINY), torch.device("cpu")
-        engine = Engine(Weights(TINY, source, "float32", device, policy), policy, buffer_sizes(wave))
-        plan = greedy_plan(wave.workload.num_requests)
-        prompts = [[3] * int(n) for n in wave.workload.prompt_tokens]
-        executor = engine.executor(wave, prompts, plan)
         times = defaultdict(list)
-        for task in stream(wave, first_iteration=1):
-            start = time.thread_time()
-            executor.perform(task)
-            times[task.resource, task.verb].append(1e6 * (time.thread_time() - start))
+        policy = replace(policy, max_mini_batch_tokens=4 * 200)
+        weights = Weights(TINY, RandomWeights(TINY), "float32", torch.device("cpu"), policy)
+        with Session.of(weights, policy, SHORT, hardware=_MACHINE) as session:
+            for task in stream(session.wave, first_iteration=1):
+                start = time.thread_time()
+                session.executor.perform(task)
+                times[task.resource, task.verb].append(1e6 * (time.thread_time() - start))
         once = ("embed", "head", "sample")
         found[policy.name] = {
             verb: statistics.median(of) for (resource, verb), of in times.items()
@@ -128,10 +122,3 @@ def bench_verbs(table) -> None:
     slowest = max(steps, key=steps.get)
     table.add(f"launch: embed, head and sample of a mini-batch ({slowest})", steps[slowest], POSITION_BAR_US, "µs",
               False, by_policy=steps)  # fmt: skip
-
-
-def small_wave(policy: Policy) -> Wave:
-    """A wave whose contexts are short, so that nothing takes long but calling; lengths differ, so that masks count."""
-    lengths = 48 + np.arange(8)
-    policy = replace(policy, max_mini_batch_tokens=4 * 200)
-    return admit(TINY, policy, Workload(lengths, np.full(8, 24)), 4, hardware=_MACHINE)

@@ -11,41 +11,40 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
 from experiments.bench.rounds import least_disturbed, undisturbed
 from flexhybrid.core.hardware import Hardware
-from flexhybrid.core.memory import buffer_sizes
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Bits, Placement, Policy
-from flexhybrid.core.trace import TraceEvent, check_trace, idle_though_ready, iteration_ends
+from flexhybrid.core.trace import TraceEvent, Window, check_trace
 from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.profile.disk import measure_disk, with_disk
 from flexhybrid.jobs.profile.job import TIMING_SHAPE, measure_hardware
 from flexhybrid.runtime.engine import Engine
-from flexhybrid.runtime.kernels.sampling import greedy_plan
 from flexhybrid.runtime.profiling.cpu_use import MOST_OTHERS
 from flexhybrid.runtime.profiling.profile import MIXES, OTHERS, profile
+from flexhybrid.runtime.session import Session
 from flexhybrid.runtime.storage.loader import RandomWeights
 from flexhybrid.runtime.storage.weights import DiskPlace, Weights
+from flexhybrid.runtime.threads import torch_threads
 from policy_search.fit import fit_hardware
 from sim import virtual_clock
 from sim.presets import hybrid, kv_only, kvpr_column
 
 BATCH, CONTEXT, MAX_TOKENS, MINI_BATCH = 16, 512, 6, 4
+WORKLOAD = Workload.uniform(BATCH, CONTEXT, MAX_TOKENS)
 ROUNDS = 3
+LAST = -2  #: iteration of a trace that ends its window (``flexhybrid.core.trace.Window``)
 BAR, JUDGED_BALANCE = 0.92, 0.7  #: design section 11: judged where the second ideal is at least so much of the first
 SLOWEST, FASTEST = 0.02, 20.0  #: GB/s, between which the virtual clock's balanced rate is looked for
 FAST_LINK = 4.0  #: GB/s of the link where the disk is what is balanced
@@ -88,73 +87,29 @@ def cases() -> list[Case]:
     ]  # fmt: skip
 
 
-class Window:
-    """Of a trace: its second decode iteration and those after, but the last."""
-
-    def __init__(self, trace: list[TraceEvent]):
-        self.trace = trace
-        ends = iteration_ends(trace)
-        self.begin_s, self.end_s, self.num_iterations = ends[0], ends[-2], len(ends) - 2
-
-    @property
-    def seconds(self) -> float:
-        return self.end_s - self.begin_s
-
-    def moved_bytes(self, resource: str) -> float:
-        """What crossed within the window; a transfer at its edge counts in part."""
-        moved = 0.0
-        for task, start, stop in self.trace:
-            if task.resource == resource and stop > self.begin_s and start < self.end_s:
-                inside = (min(stop, self.end_s) - max(start, self.begin_s)) / max(stop - start, 1e-9)
-                moved += task.work.link_bytes * min(inside, 1.0)
-        return moved
-
-    def idle_share(self) -> float:
-        """Of the window, that compute waited though all that its next task needs was there."""
-        idle = idle_though_ready(self.trace)
-        return sum(idle_s for event, idle_s in idle if self.begin_s < event.end_s <= self.end_s) / self.seconds
-
-    def busy_s(self, resource: str) -> float:
-        spans = (
-            min(stop, self.end_s) - max(start, self.begin_s)
-            for task, start, stop in self.trace
-            if task.resource == resource
-        )
-        return sum(max(0.0, span) for span in spans)
-
-
 def in_window(task) -> bool:
     return 1 < task.iteration < MAX_TOKENS - 1
 
 
-class Run:
-    """A case's engine, its cache filled by a prefill; decoding is then repeated over it."""
+class OverlapRun:
+    """A case's session, its cache filled by a whole run; decoding is then repeated over it."""
 
     def __init__(self, case: Case, weights: Weights, hardware: Hardware):
-        self.case, self.weights, self.wave = case, weights, wave_of(case, weights.bytes_per_element, hardware)
-        shape, threads = weights.shape, case.num_threads or torch.get_num_threads()
-        generator = np.random.default_rng(0)
-        self.prompts = [generator.integers(3, shape.vocab, CONTEXT).tolist() for _ in range(BATCH)]
-        self.engine = Engine(weights, case.policy, buffer_sizes(self.wave), num_threads=threads)
-        self.plan = greedy_plan(BATCH)
-        self.executor = self.engine.executor(self.wave, self.prompts, self.plan)
+        threads = case.num_threads or torch.get_num_threads()
+        make_engine = partial(Engine, num_threads=threads)
+        self.weights = weights
+        self.session = Session.of(weights, case.policy, WORKLOAD, hardware=hardware, make_engine=make_engine)
         self.computing = {"compute": threads}
         if case.policy.attention == "host":
             self.computing["host_compute"] = 1
-        self.decode(first_iteration=0)
-
-    def decode(self, first_iteration: int = 1) -> list[TraceEvent]:
-        return self.engine.run(
-            self.wave, self.prompts, self.plan, keep_trace=True, executor=self.executor,
-            tasks=stream(self.wave, first_iteration=first_iteration),
-        ).trace  # fmt: skip
+        self.session.generate()
 
     def planned_bytes(self, resource: str) -> int:
-        tasks = stream(self.wave, first_iteration=1)
+        tasks = stream(self.session.wave, first_iteration=1)
         return sum(task.work.link_bytes for task in tasks if task.resource == resource and in_window(task))
 
     def set_rates(self, rates: dict[str, float]) -> None:
-        self.engine.copies.set_rate(rates["h2d"])
+        self.session.engine.copies.set_rate(rates["h2d"])
         if self.weights.disk:
             self.weights.disk.set_rate(rates["disk_read"])
 
@@ -164,7 +119,7 @@ class Run:
         Where the host attends, it computes at the same time: two cores share a memory that a device and its host do
         not, and what that costs is no fault of the order of the work.
         """
-        self.engine.copies.enabled = False
+        self.session.engine.copies.enabled = False
         try:
             threads = [
                 (resource, ThreadPoolExecutor(1, initializer=partial(torch.set_num_threads, count)))
@@ -175,22 +130,21 @@ class Run:
         finally:
             for _, thread in threads:
                 thread.shutdown()
-            self.engine.copies.enabled = True
+            self.session.engine.copies.enabled = True
 
     def _back_to_back(self, resource: str) -> float:
         seconds = 0.0
-        for task in stream(self.wave, first_iteration=1):
+        for task in stream(self.session.wave, first_iteration=1):
             if task.resource == resource or (resource == "compute" and task.verb in ERRAND):
                 start = time.perf_counter()
-                self.executor.perform(task)
+                self.session.executor.perform(task)
                 if in_window(task) and task.resource == resource:
                     seconds += time.perf_counter() - start
         return seconds
 
 
 def wave_of(case: Case, bytes_per_element: int, hardware: Hardware):
-    workload = Workload.uniform(BATCH, CONTEXT, MAX_TOKENS)
-    return admit(case.shape, case.policy, workload, bytes_per_element, hardware=hardware)
+    return admit(case.shape, case.policy, WORKLOAD, bytes_per_element, hardware=hardware)
 
 
 def rates_of(case: Case, rate: float) -> dict[str, float]:
@@ -204,7 +158,7 @@ def at_rates(hardware: Hardware, rates: dict[str, float]) -> Hardware:
 
 
 def predicted(wave, hardware: Hardware) -> Window:
-    return Window(virtual_clock.run(stream(wave, first_iteration=1), hardware))
+    return Window(virtual_clock.run(stream(wave, first_iteration=1), hardware), LAST)
 
 
 def balanced_rate(case: Case, bytes_per_element: int, hardware: Hardware) -> float:
@@ -217,16 +171,6 @@ def balanced_rate(case: Case, bytes_per_element: int, hardware: Hardware) -> flo
         moving = window.busy_s(case.paced) > max(window.busy_s("compute"), window.busy_s("host_compute"))
         low, high = (rate, high) if moving else (low, rate)
     return (low * high) ** 0.5
-
-
-@contextmanager
-def torch_threads(count: int | None) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def profiled(dtype: str, case: Case) -> Hardware:
@@ -261,7 +205,7 @@ def bench_overlap(table, dtype: str, only: str = "") -> None:
             finally:
                 weights.close()
         errors.append(100 * abs(error))
-        idle[case.name] = 100 * statistics.median(Window(trace).idle_share() for trace in traces)
+        idle[case.name] = 100 * statistics.median(Window(trace, LAST).idle_share() for trace in traces)
         bad += sum(bool(check_trace(trace)) for trace in traces)
         disturbed += others
     where = f"virtual clock vs measured, {len(errors)} kinds of policy"
@@ -277,7 +221,7 @@ def bench_overlap(table, dtype: str, only: str = "") -> None:
 def measure(table, case: Case, weights: Weights, hardware: Hardware) -> tuple[float, list, list]:
     """Add the row of one case; returns (signed error of the virtual clock, traces, others' shares of the cores)."""
     first_guess = balanced_rate(case, weights.bytes_per_element, hardware)
-    run = Run(case, weights, at_rates(hardware, rates_of(case, first_guess)))
+    run = OverlapRun(case, weights, at_rates(hardware, rates_of(case, first_guess)))
     # The guess settles KVPR's split; the pace itself follows from what computing takes here and now, left in peace:
     # measured in company it would be longer, the link slower, and the balance an easier one.
     ((_, alone),) = least_disturbed(undisturbed(run.computing_s, 1), 1)
@@ -285,8 +229,8 @@ def measure(table, case: Case, weights: Weights, hardware: Hardware) -> tuple[fl
     run.set_rates(rates)
 
     def one_round() -> tuple[float, dict[str, float], list[TraceEvent]]:
-        trace = run.decode()
-        window = Window(trace)
+        trace = run.session.decode()
+        window = Window(trace, LAST)
         needed = {name: window.moved_bytes(name) / (rate * 1e9) for name, rate in rates.items()} | run.computing_s()
         return window.seconds, needed, trace
 
@@ -298,7 +242,7 @@ def measure(table, case: Case, weights: Weights, hardware: Hardware) -> tuple[fl
     binding, second = sorted(ideals, key=ideals.get)[:-3:-1]
     overlap = statistics.median(max(needed.values()) / wall for wall, needed in rounds)
     wall = statistics.median(wall for wall, _ in rounds)
-    error = wall / predicted(run.wave, at_rates(hardware, rates)).seconds - 1
+    error = wall / predicted(run.session.wave, at_rates(hardware, rates)).seconds - 1
     balance = ideals[second] / ideals[binding]
     if balance >= JUDGED_BALANCE:
         more = {"balance": balance, "binding": binding, "second": second, "rates": rates, "virtual_clock_error": error}

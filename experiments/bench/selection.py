@@ -11,28 +11,27 @@ from __future__ import annotations
 import math
 import statistics
 from dataclasses import dataclass, replace
+from functools import partial
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
-from experiments.bench.overlap import Window
+from experiments.bench.overlap import LAST
 from experiments.bench.rounds import least_disturbed, undisturbed
 from flexhybrid.core.context.selection import INFINIGEN_TOKENS
 from flexhybrid.core.hardware import Hardware
-from flexhybrid.core.memory import buffer_sizes
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Placement, Policy
-from flexhybrid.core.trace import TraceEvent, check_trace
+from flexhybrid.core.trace import TraceEvent, Window, check_trace
 from flexhybrid.core.wave import Wave, admit
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.profile.job import TIMING_SHAPE
 from flexhybrid.runtime.engine import Engine
 from flexhybrid.runtime.executor import Executor
-from flexhybrid.runtime.kernels.sampling import greedy_plan
 from flexhybrid.runtime.profiling.cpu_use import MOST_OTHERS
 from flexhybrid.runtime.profiling.profile import Run as ProfileRun
 from flexhybrid.runtime.profiling.profile import profile
+from flexhybrid.runtime.session import Session
 from flexhybrid.runtime.storage.loader import RandomWeights
 from flexhybrid.runtime.storage.weights import Weights
 from policy_search.fit import fit_hardware
@@ -41,6 +40,7 @@ from sim.presets import infinigen, offloaded
 
 SHAPE = replace(TIMING_SHAPE, num_layers=32)
 BATCH, PROMPT, MAX_TOKENS = 8, 2040, 6
+WORKLOAD = Workload.uniform(BATCH, PROMPT, MAX_TOKENS)
 RATE = 1.0  #: GB/s of the link
 ROUNDS = 3
 MOST_MOVED = 0.10  #: of the context's keys and values, over all layers
@@ -71,10 +71,6 @@ def policies() -> dict[str, Policy]:
     return {"full cache": offloaded(overlap=True), "InfiniGen": infinigen(math.inf, cap=CAP)}
 
 
-def wave_of(policy: Policy, bytes_per_element: int) -> Wave:
-    return admit(SHAPE, policy, Workload.uniform(BATCH, PROMPT, MAX_TOKENS), bytes_per_element)
-
-
 def fill(executor: Executor) -> None:
     """What a prefill would leave, as far as time depends on it: pages that are there, and choices that differ."""
     for pool in executor.buffers.pools.values():
@@ -82,33 +78,25 @@ def fill(executor: Executor) -> None:
     if speculation := executor.speculation:
         for table in (speculation.keys, speculation.query_weights):
             table.normal_()
-        columns = torch.rand(*speculation.columns.shape[:-1], SHAPE.head_dim).argsort(-1)
+        columns = torch.rand(*speculation.columns.shape[:-1], executor.shape.head_dim).argsort(-1)
         speculation.columns.copy_(columns[..., : speculation.count].sort(-1).values)
 
 
-def measure(policy: Policy, weights: Weights) -> Measured:
-    wave = wave_of(policy, weights.bytes_per_element)
-    engine = Engine(weights, policy, buffer_sizes(wave), RATE)
-    generator = np.random.default_rng(0)
-    prompts = [generator.integers(3, SHAPE.vocab, PROMPT).tolist() for _ in range(BATCH)]
-    plan = greedy_plan(BATCH)
-    executor = engine.executor(wave, prompts, plan)
-    fill(executor)
-
-    def decode() -> list[TraceEvent]:
-        return engine.run(
-            wave, prompts, plan, keep_trace=True, executor=executor, tasks=stream(wave, first_iteration=1)
-        ).trace
-
-    try:
-        done = least_disturbed(undisturbed(decode, ROUNDS), ROUNDS)
-    finally:
-        engine.close()
-    windows = [Window(trace) for _, trace in done]
+def measure(
+    policy: Policy, weights: Weights, workload: Workload = WORKLOAD, rounds: int = ROUNDS, rate: float = RATE
+) -> Measured:
+    """``rate``: GB/s of the link."""
+    with Session.of(weights, policy, workload, make_engine=partial(Engine, link_gb_per_s=rate)) as session:
+        fill(session.executor)
+        done = least_disturbed(undisturbed(session.decode, rounds), rounds)
+        wave = session.wave
+    windows = [Window(trace, LAST) for _, trace in done]
     bad = sum(bool(check_trace(trace)) for _, trace in done)
     step_s = statistics.median(window.seconds / window.num_iterations for window in windows)
     own_s = {verb: statistics.median(seconds_of(window, verb) for window in windows) for verb in OWN_COST}
-    return Measured(BATCH / step_s, moved_share(windows[0], wave), own_s, step_s, bad, [share for share, _ in done])
+    return Measured(
+        workload.num_requests / step_s, moved_share(windows[0], wave), own_s, step_s, bad, [share for share, _ in done]
+    )
 
 
 def seconds_of(window: Window, verb: str) -> float:
@@ -123,7 +111,8 @@ def moved_share(window: Window, wave: Wave) -> float:
     """Bytes of keys and values loaded, over those of the whole context in all layers."""
     loads: list[TraceEvent] = [event for event in window.trace if event.task.verb == "load_kv"]
     whole = sum(
-        int(event.task.payload.step.context.sum()) * SHAPE.kv_token_bytes(wave.bytes_per_element) for event in loads
+        int(event.task.payload.step.context.sum()) * wave.shape.kv_token_bytes(wave.bytes_per_element)
+        for event in loads
     )
     return sum(event.task.work.link_bytes for event in loads) / whole
 
@@ -161,6 +150,6 @@ def bench_selection(table, dtype: str) -> None:
 
 def predicted_step(policy: Policy, weights: Weights, hardware: Hardware) -> float:
     """Seconds of an iteration on the virtual clock."""
-    wave = wave_of(policy, weights.bytes_per_element)
-    window = Window(virtual_clock.run(stream(wave, first_iteration=1), hardware))
+    wave = admit(weights.shape, policy, WORKLOAD, weights.bytes_per_element)
+    window = Window(virtual_clock.run(stream(wave, first_iteration=1), hardware), LAST)
     return window.seconds / window.num_iterations

@@ -46,6 +46,7 @@ from flexhybrid.llm import LLM, SamplingParams, load_tokenizer
 from flexhybrid.runtime.profiling.cpu_use import MOST_OTHERS
 from flexhybrid.runtime.storage.loader import RandomWeights
 from flexhybrid.runtime.storage.weights import Weights
+from flexhybrid.runtime.threads import torch_threads
 from policy_search.search import search
 from sim.array_clock import Candidates, predict
 from sim.catalogue import load
@@ -67,7 +68,7 @@ SEARCHED = (("opt-30b", "t4"), ("opt-30b", "rtx4090"), ("opt-175b", "t4"))
 
 def bench_closed_form(table: Table) -> None:
     """The speed of the closed form and of the search."""
-    with _one_thread():
+    with torch_threads(1):
         bench_predictions(table, np.random.default_rng(11))
         for model, machine in SEARCHED:
             bench_search(table, model, machine)
@@ -106,9 +107,7 @@ def bench_search(table: Table, model: str, machine: str) -> None:
 def bench_exactness(table: Table) -> None:
     """Tokens of every policy on the shipped checkpoint against transformers', float32."""
     folder = shipped.CHECKPOINT
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with torch_threads(1):
         reference = Reference(folder)
         tokenizer = load_tokenizer(folder)
         prompts = [tokenizer(text)["input_ids"] for text in shipped.prompts()]
@@ -124,8 +123,6 @@ def bench_exactness(table: Table) -> None:
         table.add("exactness: unexcused differences over 10 policies", wrong, 0, "policies", False)
         table.add("exactness: tokens equal to transformers'", 100 * equal / total, 99.9, "%")
         table.add("exactness: excused tokens of 10,000", 1e4 * excused / total, 1, "tokens", False)
-    finally:
-        torch.set_num_threads(threads)
 
 
 # ---- speed -----------------------------------------------------------------------------------------------------------
@@ -288,15 +285,6 @@ def _add_errors(table: Table, errors: list[float], where: str) -> None:
     absolute = [abs(error) for error in errors]
     table.add(f"virtual clock vs measured, {where}, median error", 100 * statistics.median(absolute), 8, "%", False)
     table.add(f"virtual clock vs measured, {where}, worst error", 100 * max(absolute), 15, "%", False)
-
-
-class _one_thread:
-    def __enter__(self):
-        self.before = torch.get_num_threads()
-        torch.set_num_threads(1)
-
-    def __exit__(self, *_):
-        torch.set_num_threads(self.before)
 
 
 def bench_simulator(table: Table, dtype: str) -> None:

@@ -19,7 +19,7 @@ from flexhybrid.core.model.shape import ModelShape, shape_by_name
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Bits, Placement, Policy
 from flexhybrid.core.task import Task
-from flexhybrid.core.trace import TraceEvent, idle_though_ready, iteration_ends
+from flexhybrid.core.trace import TraceEvent, Window, idle_though_ready
 from flexhybrid.jobs.compare.speed import Bench, Contender
 from flexhybrid.runtime.clock import Clock
 from flexhybrid.runtime.storage.loader import RandomWeights
@@ -71,23 +71,22 @@ class Launch:
 def launch_of(trace: list[TraceEvent], issued: list[tuple[float, float]]) -> Launch:
     """``issued``: of each task of the compute lane, when the lane began and ended to enqueue it, on the trace's
     clock."""
-    ends = iteration_ends(trace)
-    begin, end = ends[0], ends[-1]
+    window = Window(trace)
     starved, idle_s, issuing_s, num_tasks = defaultdict(int), defaultdict(float), 0.0, 0
     for ((task, start, stop), idle), (since, until) in zip(idle_though_ready(trace), issued, strict=True):
-        if start < begin or stop > end:
+        if start < window.begin_s or stop > window.end_s:
             continue
         num_tasks += 1
         issuing_s += until - since
         starves = stop - until < AT_THE_HEELS_S
         starved[task.verb] += starves
         idle_s[task.verb] += idle + (max(0.0, min(stop, until) - start) if starves else 0.0)
-    return Launch(end - begin, num_tasks, dict(starved), dict(idle_s), issuing_s)
+    return Launch(window.seconds, num_tasks, dict(starved), dict(idle_s), issuing_s)
 
 
 def watched_decode(contender: Contender) -> Launch:
     """The contender's decode once more, with the host's times of enqueueing beside the device's of running."""
-    executor, engine = contender.executor, contender.engine
+    executor, engine = contender.session.executor, contender.engine
     perform, issued = executor.perform, []
     if engine.device.type == "cuda":
         torch.cuda.current_stream(engine.device).synchronize()  # lanes read what was made on it

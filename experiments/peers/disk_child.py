@@ -163,13 +163,12 @@ def run_ours(request: dict) -> dict:
     start_threads(request["threads"])
     from flexhybrid.core.memory import buffer_sizes, check_budget, memory_plan
     from flexhybrid.core.model.shape import DTYPE_BYTES
-    from flexhybrid.core.plan import stream
     from flexhybrid.core.policy import Policy
-    from flexhybrid.core.trace import busy_seconds, check_trace, iteration_ends
+    from flexhybrid.core.trace import Window, busy_seconds, check_trace, iteration_ends
     from flexhybrid.core.wave import admit
     from flexhybrid.core.workload import Workload
     from flexhybrid.runtime.engine import Engine
-    from flexhybrid.runtime.kernels.sampling import greedy_plan
+    from flexhybrid.runtime.session import Session
     from flexhybrid.runtime.storage.loader import Checkpoint
     from flexhybrid.runtime.storage.weights import DiskPlace, Weights
 
@@ -192,10 +191,9 @@ def run_ours(request: dict) -> dict:
     if weights.disk and not weights.disk.direct:
         return {"error": f"reads of {weights.disk.describe()}: no like comparison"}
     engine = Engine(weights, policy, sizes)
-    sampling = greedy_plan(len(prompts))
-    executor = engine.executor(wave, prompts, sampling)
+    session = Session(engine, wave, prompts)
     read_before = proc_bytes("io", "read_bytes")
-    result = engine.run(wave, prompts, sampling, keep_trace=True, executor=executor)
+    result = session.generate()
     read_bytes, peak = proc_bytes("io", "read_bytes") - read_before, bound.peak_bytes
 
     answer = {
@@ -211,10 +209,8 @@ def run_ours(request: dict) -> dict:
         decode = request["gen_tokens"] - 1
         answer["ideal_disk_s"] = decode * _disk_alone_s(weights, engine)
         weights.disk.enabled = engine.copies.enabled = False
-        few = (task for task in stream(wave, first_iteration=1) if task.iteration <= IDEAL_ITERATIONS + 1)
-        again = engine.run(wave, prompts, sampling, keep_trace=True, tasks=few, executor=executor)
-        ends = iteration_ends(again.trace)
-        answer["ideal_compute_s"] = (ends[-1] - ends[0]) * decode / (len(ends) - 1)
+        window = Window(session.decode(IDEAL_ITERATIONS + 1))
+        answer["ideal_compute_s"] = window.seconds * decode / window.num_iterations
     engine.close()
     weights.close()
     return answer

@@ -135,7 +135,7 @@ def run_ours(request: dict) -> dict:
     from flexhybrid.core.workload import Workload
     from flexhybrid.resolve import best_policy, named_hardware
     from flexhybrid.runtime.engine import Engine
-    from flexhybrid.runtime.kernels.sampling import greedy_plan
+    from flexhybrid.runtime.session import Session
     from flexhybrid.runtime.storage.loader import RandomWeights
     from flexhybrid.runtime.storage.weights import Weights
 
@@ -158,8 +158,8 @@ def run_ours(request: dict) -> dict:
     def run(tokens: int) -> None:
         for members in waves:
             ids = [prompts[i] for i in members]
-            result = engine.run(wave_of(len(ids), tokens), ids, greedy_plan(len(ids)))
-            assert all(len(one) == tokens for one in result.tokens)
+            result = Session(engine, wave_of(len(ids), tokens), ids).generate(keep_trace=False)
+            assert all(len(answer) == tokens for answer in result.tokens)
 
     return timed(run, request) | {"policy": policy.to_dict(), "num_waves": len(waves)}
 

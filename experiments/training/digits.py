@@ -26,6 +26,7 @@ from flexhybrid.cascade.models import Prediction
 from flexhybrid.cascade.routes import CascadeModel
 from flexhybrid.cascade.thresholds.confidence import Scored
 from flexhybrid.cascade.thresholds.fit import Fitted, fit
+from flexhybrid.runtime.threads import torch_threads
 
 #: Channels of the two convolutions of each model.
 SIZES = {"cnn-xs": (2, 4), "cnn-s": (6, 12), "cnn-m": (16, 32), "cnn-l": (32, 64)}
@@ -100,13 +101,9 @@ def train(name: str, data: Split, seed: int, epochs: int = EPOCHS) -> nn.Module:
 
 def train_all(seed: int, epochs: int = EPOCHS, names: tuple[str, ...] = tuple(SIZES)) -> dict[str, nn.Module]:
     """Models from small to large, on one thread: they are too small for two."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with torch_threads(1):
         data = splits(seed)["training"]
         return {name: train(name, data, seed, epochs) for name in names}
-    finally:
-        torch.set_num_threads(threads)
 
 
 @torch.inference_mode()

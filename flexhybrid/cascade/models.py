@@ -130,7 +130,7 @@ class Generator:
 
     def predict(self, batch: Sequence) -> Prediction:
         from flexhybrid.core.workload import Workload
-        from flexhybrid.runtime.kernels.sampling import greedy_plan
+        from flexhybrid.runtime.session import Session
         from flexhybrid.sampling_params import SamplingParams
 
         params = SamplingParams(max_tokens=self.max_tokens, temperature=0.0)
@@ -141,11 +141,10 @@ class Generator:
         tokens: list[list[int]] = [[]] * len(ids)
         with self.llm.waves(Workload(np.array([len(prompt) for prompt in ids]), np.array(room))) as waves:
             for members, wave in waves:
-                prompts, plan = [ids[i] for i in members], greedy_plan(len(members))
-                executor = self.llm.engine.executor(wave, prompts, plan)
-                _keep_logits(executor, members, logits, classes)
+                session = Session(self.llm.engine, wave, [ids[i] for i in members])
+                _keep_logits(session.executor, members, logits, classes)
                 stop_ids = [frozenset(self.llm.shape.eos_token_ids)] * len(members)
-                result = self.llm.engine.run(wave, prompts, plan, stop_ids=stop_ids, executor=executor)
+                result = session.generate(keep_trace=False, stop_ids=stop_ids)
                 for i, found in zip(members, result.tokens):
                     tokens[i] = found
         counted = np.arange(self.max_tokens) < np.array([len(found) for found in tokens])[:, None]

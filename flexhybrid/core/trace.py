@@ -133,6 +133,49 @@ def iteration_ends(trace: Iterable[TraceEvent]) -> list[float]:
     return [ends[i] for i in sorted(ends)]
 
 
+class Window:
+    """A stretch of a trace: from the end of its first iteration to the end of a later one, ``last`` (as a list index).
+
+    The first iteration is left out because nothing runs before it that it could overlap with. ``last=-2`` leaves the
+    last iteration out as well, whose loads end early because no iteration follows. An event at an edge counts with the
+    share of its time that lies inside: loads run ahead of the iteration they are for. Raises ValueError for a trace
+    that has no iteration between these ends.
+    """
+
+    def __init__(self, trace: list[TraceEvent], last: int = -1):
+        ends = iteration_ends(trace)
+        self.num_iterations = len(ends) + last
+        if self.num_iterations < 1:
+            raise ValueError(f"a trace of {len(ends)} iterations has no window that ends at iteration {last}")
+        self.trace, self.begin_s, self.end_s = trace, ends[0], ends[last]
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.begin_s
+
+    def inside_s(self, event: TraceEvent) -> float:
+        """Seconds of an event that lie inside the window."""
+        return max(0.0, min(event.end_s, self.end_s) - max(event.start_s, self.begin_s))
+
+    def busy_s(self, resource: str) -> float:
+        """Seconds that a resource worked inside the window."""
+        return sum(self.inside_s(event) for event in self.trace if event.task.resource == resource)
+
+    def moved_bytes(self, resource: str) -> float:
+        """Bytes that a link or a disk moved inside the window."""
+        moved = 0.0
+        for event in self.trace:
+            task, start, end = event
+            if task.resource == resource and end > self.begin_s and start < self.end_s:
+                moved += task.work.link_bytes * (self.inside_s(event) / (end - start) if end > start else 1.0)
+        return moved
+
+    def idle_share(self) -> float:
+        """Share of the window in which compute waited although all that its next task needs was there."""
+        idle = idle_though_ready(self.trace)
+        return sum(idle_s for event, idle_s in idle if self.begin_s < event.end_s <= self.end_s) / self.seconds
+
+
 def save_chrome_trace(path: str | Path, traces: dict[str, list[TraceEvent]]) -> None:
     """Write traces as Chrome trace events (ui.perfetto.dev opens them), one process a trace, one row a resource."""
     events = []

@@ -21,7 +21,7 @@ from flexhybrid.jobs.compare import job
 from flexhybrid.jobs.compare.breakdown import CARGO, KINDS, bytes_per_step, kind_of, seconds_per_step
 from flexhybrid.jobs.compare.job import CompareOptions, compare
 from flexhybrid.jobs.compare.setting import SIZES, TABLE_SECONDS, Setting, split_names
-from flexhybrid.jobs.compare.speed import Bench, Contender, moved_in_window
+from flexhybrid.jobs.compare.speed import Bench, Contender
 from flexhybrid.jobs.profile.disk import DiskPart
 from flexhybrid.runtime.links import CpuCopies
 from flexhybrid.runtime.profiling import profile
@@ -115,7 +115,7 @@ def test_auto_uses_the_saved_profile(run, monkeypatch, tmp_path):
 
 def test_bytes_of_a_window_count_what_moved_in_it():
     from flexhybrid.core.task import Task, Work
-    from flexhybrid.core.trace import TraceEvent
+    from flexhybrid.core.trace import TraceEvent, Window
 
     def event(verb, resource, iteration, start, end, size=0):
         return TraceEvent(Task(iteration, 0, 0, verb, resource, Work(link_bytes=size), (), ()), start, end)
@@ -127,7 +127,7 @@ def test_bytes_of_a_window_count_what_moved_in_it():
         event("load_kv", "h2d", 3, 2.5, 4.5, 80),  # a quarter of it inside
         event("sample", "compute", 2, 2.0, 3.0),
     ]
-    assert moved_in_window(trace, "h2d") == pytest.approx(50 + 40 + 20)
+    assert Window(trace).moved_bytes("h2d") == pytest.approx(50 + 40 + 20)
 
 
 def test_idle_check_is_a_share():

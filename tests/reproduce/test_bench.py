@@ -67,15 +67,17 @@ def test_forced_logits_are_those_of_the_text_whatever_is_sampled(monkeypatch):
     torch.testing.assert_close(logits, expected[:, 19:24], rtol=1e-4, atol=1e-4)
 
 
-def test_the_selection_s_moved_share_is_that_of_its_layers(monkeypatch):
+def test_the_selection_s_moved_share_is_that_of_its_layers():
     """Two of five layers load whole blocks, the others the cap's share of each head's tokens."""
     shape, prompt, batch = replace(SHAPE, num_layers=5, num_heads=2, num_kv_heads=2, head_dim=32), 100, 2
-    for name, value in (("SHAPE", shape), ("PROMPT", prompt), ("BATCH", batch), ("ROUNDS", 1), ("RATE", 50.0)):
-        monkeypatch.setattr(bench_selection, name, value)
+    workload = Workload.uniform(batch, prompt, bench_selection.MAX_TOKENS)
     device = Placement(device=1.0)
     weights = Weights(shape, RandomWeights(shape), "float32", torch.device("cpu"), Policy(weights=device))
     try:
-        found = {name: bench_selection.measure(policy, weights) for name, policy in bench_selection.policies().items()}
+        found = {
+            name: bench_selection.measure(policy, weights, workload, rounds=1, rate=50.0)
+            for name, policy in bench_selection.policies().items()
+        }
     finally:
         weights.close()
     contexts = [prompt + i for i in (1, 2, 3)]  # the window's iterations: all but the first and the last

@@ -10,13 +10,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
-import torch
 
 from flexhybrid import shipped
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
@@ -31,13 +30,13 @@ from flexhybrid.jobs.compare.report import Report
 from flexhybrid.jobs.compare.setting import split_names
 from flexhybrid.jobs.progress import Progress
 from flexhybrid.llm import LLM
+from flexhybrid.runtime.threads import threads_for, torch_threads
 from flexhybrid.scoring import Score, score
 from sim.presets import resident
 
 FULL_CACHE = "full_cache"
 CHUNK_TOKENS = 256
 DOCUMENT_END = "\f"  #: between the documents of a text file
-SMALL_HIDDEN = 512  #: below, a CPU's second thread only waits for the first
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,7 @@ def accuracy(options: AccuracyOptions, quiet: bool = False) -> dict:
         tokens = len(llms) * len(texts) * (length - prompt)
         with (
             Progress(tokens, FULL_CACHE, "token", quiet) as progress,
-            _fitting_threads(full_llm),
+            torch_threads(threads_for(full_llm.device.type, full_llm.shape.hidden)),
         ):
             outcomes = [_run(name, llm, texts, prompt, full, progress) for name, llm in llms.items()]
     chunks = [row for one in outcomes for row in _chunk_rows(one, outcomes[0], prompt)]
@@ -162,18 +161,6 @@ def read_texts(llm: LLM, path: Path, length: int, most: int) -> list[list[int]]:
     if not texts:
         raise InputError(f"{path}: its longest document has {longest} tokens; a text takes {size}: give --length")
     return [texts[i * len(texts) // most] for i in range(most)] if len(texts) > most else texts
-
-
-@contextmanager
-def _fitting_threads(llm: LLM) -> Iterator[None]:
-    """One torch thread for tiny products on a CPU."""
-    threads = torch.get_num_threads()
-    if llm.device.type == "cpu" and llm.shape.hidden < SMALL_HIDDEN:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _run(name: str, llm: LLM, texts: list[list[int]], prompt: int, full: FullCache, progress: Progress) -> Outcome:

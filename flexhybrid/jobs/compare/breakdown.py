@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from flexhybrid.core.hardware import LINKS
 from flexhybrid.core.task import RESOURCES, Task
-from flexhybrid.core.trace import TraceEvent, iteration_ends
+from flexhybrid.core.trace import TraceEvent, Window
 from sim.virtual_clock import RunSummary, summarize
 
 #: Kinds of work in a step's order. Those of one resource follow one another in time; kinds of different ones overlap.
@@ -41,17 +41,13 @@ def seconds_per_step(trace: list[TraceEvent]) -> dict[str, float]:
     A task at the edge counts in part, so that the kinds of a resource add up to its busy time in the window that
     ``summarize`` uses. Raises ValueError for a trace of fewer than two iterations.
     """
-    ends = iteration_ends(trace)
-    if len(ends) < 2:
-        raise ValueError("a step's seconds need two iterations: before the first there is no edge to count from")
-    begin, end = ends[0], ends[-1]
+    window = Window(trace)
     seconds: dict[str, float] = {}
-    for task, start, stop in trace:
-        inside = min(stop, end) - max(start, begin)
-        if inside > 0:
-            kind = kind_of(task)
-            seconds[kind] = seconds.get(kind, 0.0) + inside
-    return {kind: seconds[kind] / (len(ends) - 1) for kind in KINDS if kind in seconds}
+    for event in trace:
+        if (inside_s := window.inside_s(event)) > 0:
+            kind = kind_of(event.task)
+            seconds[kind] = seconds.get(kind, 0.0) + inside_s
+    return {kind: seconds[kind] / window.num_iterations for kind in KINDS if kind in seconds}
 
 
 def bytes_per_step(trace: list[TraceEvent]) -> dict[str, dict[str, float]]:

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-import torch
 from tqdm import tqdm
 
 from flexhybrid import shipped
@@ -37,6 +36,7 @@ from flexhybrid.llm import LLM, SamplingParams, load_tokenizer
 from flexhybrid.resolve import profile_path
 from flexhybrid.runtime.storage.loader import Checkpoint, RandomWeights
 from flexhybrid.runtime.storage.weights import Weights
+from flexhybrid.runtime.threads import threads_for, torch_threads
 from policy_search.fit import fit_report
 from policy_search.papers.algorithm1 import BALANCES, host_blocks, layer_times, share_for_batch
 from policy_search.search import SearchResult
@@ -233,10 +233,7 @@ def _exactness(
     """Tokens of every policy (name, as ``LLM`` takes it, lossless) on the checkpoint in float32 against transformers';
     and the text of a few completions, ``shown``'s or the first policy's."""
     checkpoint, device, num_tokens = setting.checkpoint, setting.device.type, setting.options.exact_tokens
-    threads = torch.get_num_threads()
-    if checkpoint.shape.hidden < 512 and device == "cpu":
-        torch.set_num_threads(1)  # tiny products: a second thread only waits for the first
-    try:
+    with torch_threads(threads_for(device, checkpoint.shape.hidden)):
         prompts, texts = _exactness_prompts(checkpoint, num_tokens, setting.options.exact_prompts)
         advance("exactness: transformers")
         reference = Reference(checkpoint.path)
@@ -259,8 +256,6 @@ def _exactness(
                 completions = [(text, a.outputs[0].text) for text, a in zip(texts, answers, strict=True)]
         short = sorted(completions, key=lambda pair: len(pair[0]))
         return {"rows": rows, "completions": short[len(short) // 4 :][:4], "num_prompts": len(prompts)}
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _exactness_prompts(checkpoint: Checkpoint, num_tokens: int, most: int) -> tuple[list[list[int]], list[str]]:

@@ -15,15 +15,13 @@ import numpy as np
 
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.memory import buffer_sizes, check_budget, memory_plan
-from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Policy
-from flexhybrid.core.trace import TraceEvent, iteration_ends
+from flexhybrid.core.trace import TraceEvent, Window
 from flexhybrid.core.wave import Wave, admit
 from flexhybrid.core.workload import Workload
 from flexhybrid.runtime.engine import Engine
-from flexhybrid.runtime.executor import Executor
-from flexhybrid.runtime.kernels.sampling import greedy_plan
 from flexhybrid.runtime.profiling.cpu_use import CpuUse
+from flexhybrid.runtime.session import Session
 from flexhybrid.runtime.storage.weights import ANYWHERE, DiskPlace, Weights, WeightSlots
 from sim.virtual_clock import RunSummary, summarize
 
@@ -58,7 +56,7 @@ class Measured:
 
     def ideal_link_s(self, bytes_per_s: float) -> float:
         """What the window moved from the host, at the link's full rate."""
-        return statistics.median(moved_in_window(trace, "h2d") for trace in self.traces) / bytes_per_s
+        return statistics.median(Window(trace).moved_bytes("h2d") for trace in self.traces) / bytes_per_s
 
     def overlap(self, bytes_per_s: float) -> float | None:
         """max(ideal link, ideal compute) / wall, median over rounds (design section 11)."""
@@ -75,22 +73,6 @@ class Measured:
         return low / high if high else None
 
 
-def moved_in_window(trace: list[TraceEvent], resource: str) -> float:
-    """Bytes that crossed a link between the end of the trace's first iteration and the end of its last.
-
-    A transfer under way at the edge counts in part: loads run ahead of the iteration they are for, and counting a
-    plan's bytes by iteration would credit the window with what moved before it began.
-    """
-    ends = iteration_ends(trace)
-    begin, end = ends[0], ends[-1]
-    moved = 0.0
-    for task, start, stop in trace:
-        if task.resource == resource and stop > begin and start < end:
-            inside = (min(stop, end) - max(start, begin)) / (stop - start) if stop > start else 1.0
-            moved += task.work.link_bytes * inside
-    return moved
-
-
 class Contender:
     """A policy with its wave, an engine, and its cache filled by a prefill."""
 
@@ -99,19 +81,15 @@ class Contender:
         self.engine = engine or bench.make_engine([policy])
         weights = self.engine.weights
         self.wave: Wave = bench.admit(policy, weights)
-        self.sampling = greedy_plan(bench.workload.num_requests)
-        self.executor: Executor = self.engine.executor(self.wave, bench.prompts, self.sampling)
-        result = self.engine.run(self.wave, bench.prompts, self.sampling, keep_trace=True, executor=self.executor)
+        self.session = Session(self.engine, self.wave, bench.prompts)
+        result = self.session.generate()
         self.tokens = result.tokens
         self.prefill_trace = result.trace
 
     def decode(self) -> tuple[list[TraceEvent], float | None]:
         """All decode iterations again, over the cache as the prefill left it; (trace, others' share of the cores)."""
         before = CpuUse.now()
-        trace = self.engine.run(
-            self.wave, self.bench.prompts, self.sampling, keep_trace=True,
-            tasks=stream(self.wave, first_iteration=1), executor=self.executor,
-        ).trace  # fmt: skip
+        trace = self.session.decode()
         return trace, CpuUse.now().others_since(before)
 
     def compute_alone_s(self) -> float:

@@ -16,7 +16,7 @@ import functools
 import gc
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -27,16 +27,15 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import ALONE_SUFFIX, LINKS
 from flexhybrid.core.memory import BufferSizes, buffer_sizes, fits, memory_plan
 from flexhybrid.core.model.shape import ModelShape
-from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Bits, Placement, Policy
 from flexhybrid.core.task import Task
-from flexhybrid.core.trace import TraceEvent, iteration_ends
+from flexhybrid.core.trace import TraceEvent, Window
 from flexhybrid.core.wave import Wave, admit
 from flexhybrid.core.workload import Workload
 from flexhybrid.runtime.engine import Engine
-from flexhybrid.runtime.kernels.sampling import greedy_plan
 from flexhybrid.runtime.profiling.cpu_use import CpuUse
 from flexhybrid.runtime.runnable import check_runnable
+from flexhybrid.runtime.session import Session
 from flexhybrid.runtime.storage.loader import RandomWeights
 from flexhybrid.runtime.storage.weights import Weights, WeightSlots
 
@@ -269,22 +268,18 @@ def _run(
         wave, sizes = _planned(shape, run, p)
     if wave.policy.stays_on_device and not fits(memory_plan(shape, wave.policy, p, sizes, device), budgets):
         return []  # nor will a job
-    engine = Engine(weights, wave.policy, sizes, link_gb_per_s, slots=slots)
-    generator = np.random.default_rng(0)
-    prompts = [generator.integers(0, shape.vocab, run.context).tolist() for _ in range(run.requests)]
-    arguments = wave, prompts, greedy_plan(run.requests)
-    executor = engine.executor(*arguments)
+    session = Session(Engine(weights, wave.policy, sizes, link_gb_per_s, slots=slots), wave)
 
-    def timed(tasks: Iterable[Task] | None = None) -> Stretch:
+    def timed(action: Callable[[], list[TraceEvent]]) -> Stretch:
         before = CpuUse.now()
-        trace = engine.run(*arguments, keep_trace=True, executor=executor, tasks=tasks).trace
+        trace = action()
         after = CpuUse.now()
         return Stretch(trace, after.at_s - before.at_s, after.left_since(before), alone)
 
-    stretches = [timed()]
-    ends = iteration_ends(stretches[0].trace)
-    for _ in range(min(int(DECODE_SECONDS / (ends[-1] - ends[0])), DECODES - 1)):
-        stretches.append(timed(stream(wave, first_iteration=1)))
+    stretches = [timed(lambda: session.generate().trace)]
+    num_repeats = min(int(DECODE_SECONDS / Window(stretches[0].trace).seconds), DECODES - 1)
+    stretches += [timed(session.decode) for _ in range(num_repeats)]
+    session.engine.close()
     return stretches
 
 

@@ -1,0 +1,97 @@
+"""A session: one wave of requests on an engine, run once and then decoded again as often as a measurement asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+import numpy as np
+
+from flexhybrid.core.hardware import Hardware
+from flexhybrid.core.memory import BufferSizes, buffer_sizes
+from flexhybrid.core.plan import stream
+from flexhybrid.core.policy import Policy
+from flexhybrid.core.trace import TraceEvent
+from flexhybrid.core.wave import Wave, admit
+from flexhybrid.core.workload import Workload
+from flexhybrid.runtime.engine import Engine, WaveResult
+from flexhybrid.runtime.kernels.sampling import greedy_plan
+from flexhybrid.runtime.storage.weights import Weights
+
+#: Makes the engine of a session; ``functools.partial(Engine, num_threads=1)`` sets the options of one.
+MakeEngine = Callable[[Weights, Policy, BufferSizes], Engine]
+
+
+def random_prompts(workload: Workload, vocab: int, seed: int = 0) -> list[list[int]]:
+    """Return random token ids with the workload's prompt lengths."""
+    generator = np.random.default_rng(seed)
+    return [generator.integers(0, vocab, length).tolist() for length in workload.prompt_tokens]
+
+
+class Session:
+    """A wave, its greedily decoded prompts, and the executor whose cache the runs write and read.
+
+    ``prompts`` are token ids in the wave's order; None stands for random ones. The engine stays the caller's:
+    ``close()``, and the end of a ``with`` block, close only an engine that ``Session.of`` has made.
+    """
+
+    def __init__(self, engine: Engine, wave: Wave, prompts: list[list[int]] | None = None):
+        self.engine, self.wave = engine, wave
+        self.prompts = random_prompts(wave.workload, wave.shape.vocab) if prompts is None else prompts
+        self._sampling = greedy_plan(len(self.prompts))
+        self.executor = engine.executor(wave, self.prompts, self._sampling)
+        self._owns_engine = False
+
+    @classmethod
+    def of(
+        cls,
+        weights: Weights,
+        policy: Policy,
+        workload: Workload,
+        prompts: list[list[int]] | None = None,
+        hardware: Hardware | None = None,
+        make_engine: MakeEngine = Engine,
+    ) -> Session:
+        """Admit the workload as one wave, and make an engine whose buffers hold exactly this wave.
+
+        ``hardware`` decides the split points of both(…) entries (``admit``).
+        """
+        wave = admit(weights.shape, policy, workload, weights.bytes_per_element, hardware=hardware)
+        engine = make_engine(weights, policy, buffer_sizes(wave))
+        session = cls(engine, wave, prompts)
+        session._owns_engine = True
+        return session
+
+    def generate(
+        self,
+        keep_trace: bool | int = True,
+        stop_ids: Sequence[Collection[int]] | None = None,
+        on_tokens: Callable[[int], None] | None = None,
+    ) -> WaveResult:
+        """Run the wave from its prompts to its last tokens (options: ``Engine.run``)."""
+        return self.engine.run(
+            self.wave,
+            self.prompts,
+            self._sampling,
+            stop_ids=stop_ids,
+            keep_trace=keep_trace,
+            on_tokens=on_tokens,
+            executor=self.executor,
+        )
+
+    def decode(self, num_iterations: int | None = None) -> list[TraceEvent]:
+        """Run the decode iterations (the first ``num_iterations`` of them; None: all) over the cache as it stands."""
+        last = self.wave.workload.max_tokens.max() if num_iterations is None else num_iterations
+        tasks = (task for task in stream(self.wave, first_iteration=1) if task.iteration <= last)
+        return self.engine.run(
+            self.wave, self.prompts, self._sampling, keep_trace=True, tasks=tasks, executor=self.executor
+        ).trace
+
+    def close(self) -> None:
+        if self._owns_engine:
+            self.engine.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.close()
