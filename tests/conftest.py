@@ -10,7 +10,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before anything loads torch: else small kernels spin
+# Before anything loads torch: else small kernels spin, and every process has as many threads as this machine has cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import forced_machine
 import pytest
@@ -75,6 +77,14 @@ def module_cpu_dtype(request) -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(forced_machine.FASTER_DTYPE, request.param)
         yield request.param
+
+
+@pytest.fixture(params=[1, 2, 16])
+def num_cores(request, monkeypatch) -> int:
+    """Cores that this process believes it may use."""
+    monkeypatch.setattr(os, "cpu_count", lambda: request.param)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(request.param)), raising=False)
+    return request.param
 
 
 @pytest.fixture(scope="module")

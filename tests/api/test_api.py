@@ -4,11 +4,14 @@ import dataclasses
 import json
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from models import save_llama, save_opt
 from safetensors.torch import load_file, save_file
 
 from flexhybrid import LLM, InputError, Policy, SamplingParams, cli, shipped
@@ -507,3 +510,29 @@ def test_an_unknown_argument_is_named_with_the_nearest(tmp_path):
         InputError, match=r"unknown argument of LLM 'dvice'; did you mean device\b.* known: model, policy"
     ):
         LLM(tmp_path, dvice="cpu")
+
+
+def test_two_models_at_once_give_the_tokens_of_each_alone(tmp_path):
+    """Two engines of different policies, one of them with a disk, on a thread each; each also closes its own."""
+    folders = (tmp_path / "opt", tmp_path / "llama")
+    save_opt(folders[0], seed=1)
+    save_llama(folders[1], seed=2)
+    disk = Policy("disk", Placement(host=0.5, disk=0.5), cache={"kv@disk": 0.5, "act@host": 0.5})
+    settings = [(folders[0], disk), (folders[1], "hybrid(0.5)"), (folders[1], Policy(attention="host"))]
+    generator = np.random.default_rng(0)
+    prompts = [generator.integers(3, 61, n).tolist() for n in (7, 20, 1, 33)]
+    params = SamplingParams(temperature=0.7, seed=3, max_tokens=24, ignore_eos=True)
+
+    def answers(number: int, calls: int, together=None) -> list[list[list[int]]]:
+        folder, policy = settings[number]
+        with LLM(folder, policy, device="cpu", dtype="float32", disk_dir=tmp_path) as llm:
+            if together:
+                together.wait(60)
+            return [[a.outputs[0].token_ids for a in llm.generate(prompts, params)] for _ in range(calls)]
+
+    alone = [answers(number, 1) for number in range(len(settings))]
+    for pair in ((0, 1), (1, 2), (2, 2)):
+        together = threading.Barrier(2)
+        with ThreadPoolExecutor(2) as threads:
+            both = list(threads.map(lambda number, together=together: answers(number, 6, together), pair))
+        assert both == [6 * alone[number] for number in pair], pair

@@ -13,7 +13,10 @@ from forced_machine import DTYPES, FASTER_DTYPE
 
 from flexhybrid import cli
 from flexhybrid.core.hardware import Hardware, Line
+from flexhybrid.core.memory import gib
 from flexhybrid.core.model.shape import shape_by_name
+from flexhybrid.jobs import doctor
+from flexhybrid.jobs.profile import job as profile_job
 from flexhybrid.jobs.profile.job import model_profile_path
 from flexhybrid.jobs.run import job as run_module
 
@@ -107,7 +110,37 @@ def test_the_readme_leads_to_the_command(clone, capsys):
     assert "predicted" in out and "48 answered, 0 refused, 0 left" in out
 
 
-def test_the_doctor_says_what_fits_and_what_to_change(clone, capsys):
+@pytest.fixture
+def host_bytes(monkeypatch):
+    """Sets the memory that this machine has, half of which is free."""
+
+    def has(size: int) -> None:
+        monkeypatch.setattr(profile_job, "host_memory_bytes", lambda: size)
+        monkeypatch.setattr(doctor, "host_memory_bytes", lambda: size)
+        monkeypatch.setattr(doctor, "free_host_bytes", lambda: size // 2)
+
+    return has
+
+
+@pytest.mark.parametrize(
+    ("size", "small", "large"),
+    [
+        (256 << 20, "does not fit", "does not fit"),
+        (640 << 20, "fits device and host together", "does not fit"),
+        (16 << 30, "fits the device", "does not fit"),
+        (4 << 40, "fits the device", "fits the device"),
+    ],
+)
+def test_what_fits_hangs_on_the_memory_there_is(host_bytes, size, small, large, num_cores, clone, capsys):
+    host_bytes(size)
+    assert cli.main(["doctor", "--device", "cpu", "--models", "opt-125m", "opt-175b"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(rf"opt-125m .* {small}", out) and re.search(rf"opt-175b .* {large}", out)
+    assert f"host    {gib(size)}, {gib(size // 2)} free, {num_cores} cores" in out
+
+
+def test_the_doctor_says_what_fits_and_what_to_change(host_bytes, clone, capsys):
+    host_bytes(32 << 30)
     assert cli.main(["doctor", "--device", "cpu", "--models", "opt-125m"]) == 0
     out = capsys.readouterr().out
     assert "not measured, so no speed is predicted: run flexhybrid profile" in out

@@ -41,7 +41,7 @@ def strict_json(text: str) -> dict:
     [
         (SIMULATE, "tokens_per_s"),
         (SEARCH, "rivals"),
-        (("sweep", "GRID"), "num_points"),
+        (("sweep", "GRID", "--workers", "1"), "num_points"),
         (("reproduce", "--list"), "experiments"),
         (("reproduce", "--only", "infinigen-fig2", "--out", "OUT"), "experiments"),  # none judged: median null
     ],
@@ -111,7 +111,7 @@ def test_a_path_that_leads_nowhere_is_told_before_anything_heavy_is_loaded(
     arguments, words, tmp_path, monkeypatch, capsys
 ):
     """In the words of what would read it later."""
-    for job in ("accuracy", "compare", "measure", "run", "skew"):
+    for job in ("accuracy", "compare", "profile", "run", "skew"):
         monkeypatch.setitem(sys.modules, f"flexhybrid.jobs.{job}", None)  # an import fails
     there = {
         "NONE": str(tmp_path / "none"),

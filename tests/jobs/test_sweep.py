@@ -255,6 +255,27 @@ def test_points_that_cannot_be_served_become_rows(tmp_path):
         assert (row["tokens_per_s"] == "") == bad
 
 
+def test_there_are_as_many_workers_as_cores_and_no_more_than_jobs(tmp_path, monkeypatch, num_cores):
+    """And those of this process's share of the cores, where the system tells."""
+    asked = []
+
+    def outcomes(points, jobs, evaluate, num_workers, engine):
+        asked.append((num_workers, len(jobs)))
+        return (outcome for outcome in ())
+
+    monkeypatch.setattr(sweep, "_outcomes", outcomes)
+    monkeypatch.setattr(sweep, "_write_table", lambda *table: None)
+    points = all_points(tmp_path)
+    for chunk in (len(points), 1):
+        swept(points, tmp_path / "out.csv", workers=None, chunk=chunk, fresh=True)
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    swept(points, tmp_path / "out.csv", workers=None, chunk=1, fresh=True)
+    monkeypatch.delattr(os, "sched_getaffinity")
+    swept(points, tmp_path / "out.csv", workers=None, chunk=1, fresh=True)
+    assert [used for used, _ in asked] == [min(used, jobs) for used, (_, jobs) in zip([num_cores] * 3 + [3], asked)]
+    assert asked[0][1] < 16 < asked[1][1]
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_another_exception_stops_with_its_words_and_its_point(tmp_path, workers):
     with pytest.raises(InputError, match="ZeroDivisionError: no luck.*'model': 'b'") as stopped:

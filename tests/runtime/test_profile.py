@@ -99,6 +99,22 @@ def test_what_is_left_of_the_time_is_less_what_was_stolen(monkeypatch):
     assert unknown.left_since(before) == before.left_since(unknown) == 1.0 and unknown.others_since(before) is None
 
 
+def test_a_busy_stranger_is_seen_in_what_the_kernel_counts(num_cores, tmp_path, monkeypatch):
+    """Half a core of another process for a second; idle time and waiting for disks are nobody's."""
+    at, own, stat = [50.0], [7.0], tmp_path / "stat"
+    monkeypatch.setattr(cpu_use, "open", lambda path, encoding: stat.open(encoding=encoding), raising=False)
+    monkeypatch.setattr(cpu_use, "time", SimpleNamespace(perf_counter=lambda: at[0], process_time=lambda: own[0]))
+    monkeypatch.setattr(cpu_use.os, "sysconf", {"SC_CLK_TCK": 100}.get)
+    stat.write_text("cpu  100 20 30 400 50 6 7 80 0 0\ncpu0 1 2 3 4 5 6 7 8 0 0\n")
+    before = CpuUse.now()
+    assert (before.everyone_s, before.stolen_s) == pytest.approx((2.43, 0.8))
+    at[0], own[0] = 51.0, 7.25
+    stat.write_text("cpu  150 20 55 600 90 6 7 80 0 0\n")
+    assert CpuUse.now().others_since(before) == pytest.approx(0.5 / num_cores)
+    stat.write_text("nothing of the kind\n")
+    assert CpuUse.now().others_since(before) is None
+
+
 def test_the_dtype_does_not_hang_on_whether_a_profile_is_kept(cpu_dtype):
     """Answers would: before the first profile, it is what that would find."""
     shape, cpu = ModelShape("small", "opt", 2, 64, 2, 2, 32, 128, 100, 96, dtype="bfloat16"), torch.device("cpu")
