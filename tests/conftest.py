@@ -46,7 +46,9 @@ else:
 
 
 def pytest_collection_modifyitems(items):
-    """Skip what needs a GPU where there is none; torch is loaded for the question only if a test asks it."""
+    """What starts a cluster comes first: of two workers one then has all of it, while the other computes. Skip what
+    needs a GPU where there is none; torch is loaded for the question only if a test asks it."""
+    items.sort(key=lambda item: item.path.name != "test_ray.py")
     gpu_items = [item for item in items if item.get_closest_marker("cuda")]
     if not gpu_items:
         return
