@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
-import secrets
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from flexhybrid.arguments import LLMArguments
+from flexhybrid.core.context.cache_entries import TIERS
 from flexhybrid.core.errors import InputError, unknown
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.memory import BufferSizes, buffer_sizes, fits, memory_plan, parse_bytes
@@ -22,6 +21,7 @@ from flexhybrid.core.trace import TraceEvent
 from flexhybrid.core.wave import Wave, admit
 from flexhybrid.core.waves import check_least, first_wave, split_waves, wave_plan
 from flexhybrid.core.workload import Workload
+from flexhybrid.requests import CompletionOutput, RequestCodec, RequestOutput, Requests, load_tokenizer
 from flexhybrid.resolve import (
     free_device_memory,
     named_hardware,
@@ -30,38 +30,15 @@ from flexhybrid.resolve import (
     resolve_policy,
     settle_policy,
 )
-from flexhybrid.runtime.engine import Engine
-from flexhybrid.runtime.kernels.sampling import SamplingPlan
+from flexhybrid.runtime.engine import Engine, WaveResult
 from flexhybrid.runtime.runnable import check_runnable
 from flexhybrid.runtime.storage.disk import checked_rate
 from flexhybrid.runtime.storage.loader import Checkpoint
 from flexhybrid.runtime.storage.weights import DiskPlace, Weights
-from flexhybrid.sampling_params import SamplingParams, is_whole, one_a_prompt
-from flexhybrid.text import Decode, StopWatch, answer_text
+from flexhybrid.sampling_params import SamplingParams
 
 OnTrace = Callable[[list[TraceEvent]], object]
 TRACED_TASKS = 50_000  #: of a wave: a file that a browser still opens
-CHARS_OF_A_TOKEN = 32  #: far more than a text's tokens have on average
-
-
-@dataclass(frozen=True)
-class CompletionOutput:
-    """One completion. ``text`` is empty when the checkpoint has no tokenizer."""
-
-    index: int
-    text: str  #: without what ended it, unless include_stop_str_in_output asks for it
-    token_ids: list[int]  #: with the token that ended it
-    finish_reason: str  #: "stop" or "length"
-    stop_reason: int | str | None = None  #: the stop token id or stop text; None: end-of-sequence, or the length
-
-
-@dataclass(frozen=True)
-class RequestOutput:
-    """A prompt and its completions (always one)."""
-
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
 
 
 class LLM:
@@ -101,32 +78,65 @@ class LLM:
         if others:
             known = list(inspect.signature(LLM).parameters)[:-1]
             raise unknown("argument of LLM", next(iter(others)), known)
-        if not isinstance(model, (str, Path)) or not str(model):
-            raise InputError(f"model must be the path of a local checkpoint folder, not {model!r}")
-        self.checkpoint = Checkpoint(model)
+        self._resolve(
+            LLMArguments(
+                model,
+                policy,
+                device,
+                dtype,
+                hardware,
+                budgets={"device": device_memory, "host": host_memory, "disk": disk_memory},
+                link_gb_per_s=link_gb_per_s,
+                disk_dir=disk_dir,
+                disk_gb_per_s=disk_gb_per_s,
+            )
+        )
+
+    @classmethod
+    def from_arguments(cls, arguments: LLMArguments) -> LLM:
+        """Return ``LLM(…)`` of arguments that are kept as one value."""
+        llm = cls.__new__(cls)
+        llm._resolve(arguments)
+        return llm
+
+    def _resolve(self, arguments: LLMArguments) -> None:
+        self.arguments = arguments
+        if not isinstance(arguments.model, (str, Path)) or not str(arguments.model):
+            raise InputError(f"model must be the path of a local checkpoint folder, not {arguments.model!r}")
+        self.checkpoint = Checkpoint(arguments.model)
         self.shape = self.checkpoint.shape
-        self.device = pick_device(device, link_gb_per_s)
-        self.link_gb_per_s = link_gb_per_s
-        self.hardware = named_hardware(hardware, self.device, link_gb_per_s)
-        self.dtype = pick_dtype(dtype, self.shape, self.device, self.hardware)
+        self.device = pick_device(arguments.device, arguments.link_gb_per_s)
+        self.link_gb_per_s = arguments.link_gb_per_s
+        self.hardware = named_hardware(arguments.hardware, self.device, arguments.link_gb_per_s)
+        self.dtype = pick_dtype(arguments.dtype, self.shape, self.device, self.hardware)
         self.bytes_per_element = DTYPE_BYTES[self.dtype]
-        self.disk = DiskPlace(disk_dir, checked_rate(disk_gb_per_s))
-        if self.hardware and disk_gb_per_s is not None:
-            self.hardware = self.hardware.with_disk_rate(disk_gb_per_s)
-        self.budgets = {
-            "device": parse_bytes(device_memory), "host": parse_bytes(host_memory), "disk": parse_bytes(disk_memory),
-        }  # fmt: skip
+        self.disk = DiskPlace(arguments.disk_dir, checked_rate(arguments.disk_gb_per_s))
+        if self.hardware and self.disk.gb_per_s is not None:
+            self.hardware = self.hardware.with_disk_rate(self.disk.gb_per_s)
+        self.budgets = {tier: parse_bytes(arguments.budgets.get(tier)) for tier in TIERS}
         if self.device.type == "cuda" and self.budgets["device"] is None:
             self.budgets["device"] = free_device_memory(self.device)
-        self.requested_policy = resolve_policy(policy, self.shape)
-        #: in use; where the machine and the requests decide, known after the first generate
+        self.requested_policy = resolve_policy(arguments.policy, self.shape)
+        #: the policy in use; None until the first generate where the machine and the requests decide it
         self.policy: Policy | None = self.requested_policy if isinstance(self.requested_policy, Policy) else None
         if self.policy is not None:
             check_runnable(self.shape, self.policy)
             check_least(self.shape, self.policy, self.bytes_per_element, self.budgets, self.device.type, self.hardware)
-        self.tokenizer = load_tokenizer(self.checkpoint.path)
+        self.codec = RequestCodec(self.shape, self.checkpoint.path, load_tokenizer(self.checkpoint.path))
         self._weights: Weights | None = None
-        self.engine: Engine | None = None  #: of the wave at hand (``waves``)
+        self.engine: Engine | None = None  #: of the current wave (``waves``)
+
+    @property
+    def settled_policy(self) -> Policy:
+        """The policy in use. Raises ValueError before the requests have decided it."""
+        if self.policy is None:
+            raise ValueError("no policy is settled yet: call settle or generate")
+        return self.policy
+
+    @property
+    def tokenizer(self):
+        """transformers' tokenizer of the checkpoint; None where it has none."""
+        return self.codec.tokenizer
 
     def generate(
         self,
@@ -155,36 +165,34 @@ class LLM:
         Whatever else is raised under way (a disk that fails, Ctrl-C, an error of ``on_tokens``) first gives all memory
         and disk space back; the next call loads the weights anew.
         """
-        if isinstance(prompts, (str, bytes, dict)) or not isinstance(prompts, Iterable):
-            raise InputError(
-                f"prompts must be a list of texts or of token-id lists, not {type(prompts).__name__}: write "
-                "generate([prompt])"
-            )
-        prompts = [_unwrapped(prompt) for prompt in prompts]
-        for_all = sampling_params is None or isinstance(sampling_params, SamplingParams)
-        params = one_a_prompt(sampling_params, len(prompts))
-        ids = [
-            self.check_request(prompt, one, f"prompt {i}")
-            for i, (prompt, one) in enumerate(zip(prompts, params, strict=True))
-        ]
-        if not ids:
+        requests = self.codec.encode(prompts, sampling_params)
+        answers: list[RequestOutput | None] = [None] * len(requests.ids)
+        if not answers:
             return []
-        plan = self._sampling_plan(ids, params, for_all)
-        room = [self.shape.max_context - len(prompt) for prompt in ids]
-        workload = Workload(
-            np.array([len(prompt) for prompt in ids]),
-            np.array([min(one.max_tokens or left, left) for one, left in zip(params, room, strict=True)]),
-        )
-        answers: list[RequestOutput | None] = [None] * len(ids)
+        with self.waves(requests.workload) as waves:
+            for members, wave in waves:
+                if should_stop and should_stop():
+                    break
 
-        def answered(index: int, completion: CompletionOutput) -> None:
-            prompt = prompts[index]
-            answers[index] = RequestOutput(prompt if isinstance(prompt, str) else None, ids[index], [completion])
-            if on_answer:
-                on_answer(index, answers[index])
+                def completed(index: int, completion: CompletionOutput) -> None:
+                    prompt = requests.prompts[index]
+                    text = prompt if isinstance(prompt, str) else None
+                    answers[index] = answer = RequestOutput(text, requests.ids[index], [completion])
+                    if on_answer:
+                        on_answer(index, answer)
 
-        with self.waves(workload) as waves:
-            self._run_waves(waves, ids, params, plan, answered, on_tokens, should_stop, on_trace)
+                result = self._run_wave(
+                    wave,
+                    requests,
+                    members,
+                    completed,
+                    on_tokens=on_tokens,
+                    should_stop=should_stop,
+                    keep_trace=TRACED_TASKS if on_trace else False,
+                )
+                if on_trace:
+                    on_trace(result.trace)
+                    on_trace = None
         return answers
 
     @contextmanager
@@ -212,151 +220,36 @@ class LLM:
         self._make_engine(buffer_sizes(wave))
         return members, wave
 
-    def _run_waves(
+    def _run_wave(
         self,
-        waves: Iterator[tuple[np.ndarray, Wave]],
-        ids: list[list[int]],
-        params: list[SamplingParams],
-        plan: SamplingPlan,
-        answered: Callable[[int, CompletionOutput], None],
-        on_tokens: Callable[[int], None] | None,
-        should_stop: Callable[[], bool] | None,
-        on_trace: OnTrace | None,
-    ) -> None:
-        """Run wave after wave; ``answered`` hears of each answer."""
-        for members, wave in waves:
-            if should_stop and should_stop():
-                return
-            watches = {
-                place: StopWatch(self._decoder(params[i]), ids[i], params[i].stop, params[i].min_tokens)
-                for place, i in enumerate(members)
-                if params[i].stop
-            }
+        wave: Wave,
+        requests: Requests,
+        members: np.ndarray,
+        completed: Callable[[int, CompletionOutput], None],
+        **options,
+    ) -> WaveResult:
+        """Answer the requests ``members`` (indices) in one wave. ``completed(index, completion)`` is called as soon as
+        an answer is complete; ``options`` are those of ``Engine.run``."""
+        ids, params = [requests.ids[i] for i in members], [requests.params[i] for i in members]
+        watches = {
+            place: self.codec.stop_watch(prompt, wanted)
+            for place, (prompt, wanted) in enumerate(zip(ids, params))
+            if wanted.stop
+        }
 
-            def finished(place: int, tokens: list[int], stop, members=members, watches=watches) -> None:
-                i = int(members[place])
-                answered(i, self._completion(params[i], ids[i], tokens, stop, watches.get(place)))
+        def finished(place: int, tokens: list[int], stop: int | str | None) -> None:
+            completion = self.codec.completion(ids[place], params[place], tokens, stop, watches.get(place))
+            completed(int(members[place]), completion)
 
-            result = self.engine.run(
-                wave,
-                [ids[i] for i in members],
-                plan.select(members),
-                stop_ids=[self._stop_ids(params[i]) for i in members],
-                stop_texts={place: watch.push for place, watch in watches.items()},
-                on_tokens=on_tokens,
-                on_finish=finished,
-                should_stop=should_stop,
-                keep_trace=TRACED_TASKS if on_trace else False,
-            )
-            if on_trace:
-                on_trace(result.trace)
-                on_trace = None
-
-    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
-        """What ends an answer."""
-        return frozenset(params.stop_token_ids).union(() if params.ignore_eos else self.shape.eos_token_ids)
-
-    def _held_ids(self, params: SamplingParams, name: str) -> tuple[int, ...]:
-        """Tokens that the first min_tokens tokens may not be; InputError for what this checkpoint cannot do."""
-        vocab = self.shape.vocab
-        if wrong := [token for token in params.stop_token_ids if token >= vocab]:
-            raise InputError(f"stop_token_ids of {name} holds token id {wrong[0]}; the vocabulary is 0 … {vocab - 1}")
-        if params.stop and self.tokenizer is None:
-            raise InputError(
-                f"{name} has stop texts, but {self.checkpoint.path} has no tokenizer files; give stop_token_ids"
-            )
-        if not params.min_tokens:
-            return ()
-        # vLLM holds the end-of-sequence back even when ignore_eos lets it pass later.
-        held = tuple(sorted(t for t in {*params.stop_token_ids, *self.shape.eos_token_ids} if t < vocab))
-        if len(held) == vocab:
-            raise InputError(f"stop_token_ids of {name} leaves no token for its first min_tokens")
-        return held
-
-    def _sampling_plan(self, ids: list[list[int]], params: list[SamplingParams], for_all: bool) -> SamplingPlan:
-        """The requests' parameters as arrays."""
-        own_seed = secrets.randbits(63)
-        return SamplingPlan(
-            temperature=np.array([one.temperature for one in params], dtype=np.float64),
-            top_k=np.array([one.top_k for one in params], dtype=np.int64),
-            top_p=np.array([one.top_p for one in params], dtype=np.float64),
-            min_p=np.array([one.min_p for one in params], dtype=np.float64),
-            seeds=np.array([own_seed if one.seed is None else one.seed for one in params], dtype=np.uint64),
-            request_ids=np.array([i if for_all or one.seed is None else 0 for i, one in enumerate(params)]),
-            min_positions=np.array([len(prompt) + one.min_tokens for prompt, one in zip(ids, params, strict=True)]),
-            held_ids=tuple(self._held_ids(one, f"prompt {i}") for i, one in enumerate(params)),
+        return self.engine.run(
+            wave,
+            ids,
+            requests.plan.select(members),
+            stop_ids=[self.codec.stop_ids(wanted) for wanted in params],
+            stop_texts={place: watch.push for place, watch in watches.items()},
+            on_finish=finished,
+            **options,
         )
-
-    def _completion(
-        self,
-        params: SamplingParams,
-        prompt_ids: list[int],
-        token_ids: list[int],
-        stop: int | str | None,
-        watch: StopWatch | None,
-    ) -> CompletionOutput:
-        """What vLLM would report: the text without what ended it, and no reason for an end-of-sequence."""
-        included = params.include_stop_str_in_output
-        if self.tokenizer is None:
-            text = ""
-        elif isinstance(stop, str):
-            text = watch.text[: watch.found_at + len(stop) * included]
-        else:
-            shown = token_ids if stop is None or included else token_ids[:-1]
-            text = answer_text(self._decoder(params), prompt_ids, shown)
-        ended = not params.ignore_eos and stop in self.shape.eos_token_ids
-        return CompletionOutput(0, text, token_ids, "length" if stop is None else "stop", None if ended else stop)
-
-    def _decoder(self, params: SamplingParams) -> Decode:
-        return functools.partial(self.tokenizer.decode, skip_special_tokens=params.skip_special_tokens)
-
-    def check_request(
-        self, prompt: str | list[int], params: SamplingParams, name: str = "the prompt", special_tokens: bool = True
-    ) -> list[int]:
-        """The prompt's token ids. Raises InputError for what ``generate`` cannot do, calling the prompt ``name``.
-
-        ``special_tokens`` False: a text that holds them already, as a chat template's does.
-        """
-        if isinstance(prompt, np.ndarray):
-            prompt = prompt.tolist()
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise InputError(f"{name} is text, but {self.checkpoint.path} has no tokenizer files; give token ids")
-            if not prompt:
-                raise InputError(f"{name} is empty")
-            ids = self._encoded(prompt, name, special_tokens)
-        elif isinstance(prompt, (list, tuple)) and all(is_whole(token) for token in prompt):
-            ids = [int(token) for token in prompt]
-        else:
-            raise InputError(f"{name} must be a text or a list of token ids, not {str(prompt)[:60]!r}")
-        if not ids:
-            raise InputError(f"{name} is empty")
-        if len(ids) >= self.shape.max_context:
-            raise self._too_long(f"{name} has {len(ids)} tokens")
-        if min(ids) < 0 or max(ids) >= self.shape.vocab:
-            bad = next(token for token in ids if not 0 <= token < self.shape.vocab)
-            raise InputError(f"{name} holds token id {bad}; the vocabulary is 0 … {self.shape.vocab - 1}")
-        self._held_ids(params, name)
-        return ids
-
-    def _encoded(self, text: str, name: str, special_tokens: bool) -> list[int]:
-        """The text's token ids. Raises InputError."""
-        encode = functools.partial(self.tokenizer, verbose=False, add_special_tokens=special_tokens)
-        limit = self.shape.max_context
-        try:
-            # A tokenizer takes minutes and gigabytes for a text of many megabytes: its beginning says enough.
-            if len(text) > (enough := CHARS_OF_A_TOKEN * limit) and len(encode(text[:enough])["input_ids"]) > 2 * limit:
-                raise self._too_long(f"{name} has {len(text)} characters, more than {2 * limit} tokens")
-            return encode(text)["input_ids"]
-        except (UnicodeError, TypeError):
-            raise InputError(f"{name} cannot be encoded: it holds half of a surrogate pair, which is no text") from None
-
-    def _too_long(self, what: str) -> InputError:
-        limit = self.shape.max_context
-        bound = f"{limit} positions"
-        if limit < self.shape.max_positions:
-            bound = f"a sliding window of {limit} tokens, beyond which it cannot be run"
-        return InputError(f"{what}; model {self.shape.name} has {bound}, and at least one must be left for the answer")
 
     def load(self) -> dict[str, int]:
         """Read the weights, under the policy in use, unless they are there; returns the layers' bytes in each tier."""
@@ -437,28 +330,9 @@ class LLM:
         self.close()
 
 
-def _unwrapped(prompt):
-    """The text or the token ids of a prompt that is written as vLLM's dictionary; others as they are."""
-    if isinstance(prompt, dict) and prompt.keys() in ({"prompt"}, {"prompt_token_ids"}):
-        return next(iter(prompt.values()))
-    return prompt
-
-
 def _release_frames(error: BaseException | None) -> None:
     """Forget the local variables of an error's finished frames: an interactive session keeps the last error, and with
     it pools of gigabytes."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
-
-
-def load_tokenizer(path: Path):
-    """The checkpoint's tokenizer, from local files only; None when there are none."""
-    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-        return None
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except Exception as error:  # transformers raises many kinds for a broken tokenizer file
-        raise InputError(f"cannot load the tokenizer of {path}: {str(error).splitlines()[0]}") from None

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from flexhybrid.core.errors import SHOWN, InputError, unknown
+from flexhybrid.core.errors import SHOWN, InputError, is_integer, is_number, unknown
 
 #: vLLM's other fields (vllm/sampling_params.py, versions 0.4 to 0.20), with the values that ask for nothing.
 NEUTRAL: dict[str, tuple] = {
@@ -87,22 +87,24 @@ class SamplingParams:
 
     def _check(self) -> None:
         """Raise InputError for the first field that is wrong; settle the spellings of the same thing."""
-        _whole("n", self.n, 1)
+        _check_integer("n", self.n, 1)
         if self.n != 1:
             raise InputError(f"n is {self.n}; one answer a prompt is supported: give the prompt n times")
         if self.max_tokens is not None:
-            _whole("max_tokens", self.max_tokens, 1, other=", or None (JSON: null) for all that the model has room for")
-        _whole("min_tokens", self.min_tokens, 0)
+            _check_integer(
+                "max_tokens", self.max_tokens, 1, ", or None (JSON: null) for all that the model has room for"
+            )
+        _check_integer("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InputError(f"min_tokens is {self.min_tokens}, more than max_tokens, which is {self.max_tokens}")
-        if not _is_number(self.temperature) or not 0 <= self.temperature < math.inf:
+        if not is_number(self.temperature) or not 0 <= self.temperature < math.inf:
             raise InputError(f"temperature is {_shown(self.temperature)}; it must be a finite number >= 0")
-        _whole("top_k", self.top_k, -1, other="; 0 or -1 turns it off")
-        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
+        _check_integer("top_k", self.top_k, -1, other="; 0 or -1 turns it off")
+        if not is_number(self.top_p) or not 0 < self.top_p <= 1:
             raise InputError(f"top_p is {_shown(self.top_p)}; it must be above 0 and at most 1, which turns it off")
-        if not _is_number(self.min_p) or not 0 <= self.min_p <= 1:
+        if not is_number(self.min_p) or not 0 <= self.min_p <= 1:
             raise InputError(f"min_p is {_shown(self.min_p)}; it must be from 0, which turns it off, to 1")
-        if self.seed is not None and not (is_whole(self.seed) and 0 <= self.seed < 2**64):
+        if self.seed is not None and not (is_integer(self.seed) and 0 <= self.seed < 2**64):
             raise InputError(f"seed is {_shown(self.seed)}; it must be a whole number from 0 to 2**64 - 1, or None")
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
@@ -111,7 +113,7 @@ class SamplingParams:
         if not all(isinstance(text, str) and text for text in stop):
             raise InputError(f"stop is {_shown(self.stop)}; it must be a text or a list of texts, none of them empty")
         ids = _items("stop_token_ids", self.stop_token_ids, "a list of token ids")
-        if not all(is_whole(token) and token >= 0 for token in ids):
+        if not all(is_integer(token) and token >= 0 for token in ids):
             raise InputError(f"stop_token_ids is {_shown(self.stop_token_ids)}; it must be a list of token ids >= 0")
         settled = {"top_k": max(self.top_k, 0), "stop": tuple(dict.fromkeys(stop)),
                    "stop_token_ids": tuple(dict.fromkeys(int(token) for token in ids))}  # fmt: skip
@@ -119,7 +121,7 @@ class SamplingParams:
             object.__setattr__(self, name, value)
 
 
-def one_a_prompt(given, num_prompts: int) -> list[SamplingParams]:
+def params_per_prompt(given, num_prompts: int) -> list[SamplingParams]:
     """What ``generate`` was given (None, one SamplingParams, or a list of them) as one for each prompt."""
     if given is None:
         given = SamplingParams()
@@ -144,22 +146,14 @@ def _items(name: str, value, expected: str) -> tuple:
     return tuple(value)
 
 
-def _whole(name: str, value, least: int, other: str = "") -> None:
-    if not is_whole(value) or value < least:
+def _check_integer(name: str, value, least: int, other: str = "") -> None:
+    if not is_integer(value) or value < least:
         raise InputError(f"{name} is {_shown(value)}; it must be a whole number >= {least}{other}")
-
-
-def is_whole(value) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-
-
-def _is_number(value) -> bool:
-    return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
 
 
 def _same(value, neutral) -> bool:
     """Equal, and no bool where a number is meant."""
-    alike = _is_number(value) if _is_number(neutral) else isinstance(value, type(neutral))
+    alike = is_number(value) if is_number(neutral) else isinstance(value, type(neutral))
     return alike and value == neutral
 
 

@@ -74,7 +74,7 @@ def score(
         if not 1 <= count < len(text):
             raise InputError(f"text {i} has {len(text)} tokens: {count} of them cannot be scored after a first one")
         for part in (text[:-1], text[-1:]):  # the last token is never fed: it needs no position
-            llm.check_request(part, SamplingParams(), f"text {i}")
+            llm.codec.check(part, SamplingParams(), f"text {i}")
     if not texts:
         return []
     workload = Workload(np.array([len(text) for text in texts]) - counts, counts)

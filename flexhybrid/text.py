@@ -32,7 +32,7 @@ class StopWatch:
     def __init__(self, decode: Decode, prompt_ids: list[int], stop: tuple[str, ...], min_tokens: int = 0):
         self.decode, self.stop, self.min_tokens = decode, stop, min_tokens
         self.text, self.num_tokens = "", 0  #: the answer so far
-        self.found_at: int | None = None  #: where in ``text`` the stop text begins
+        self.stop_start = 0  #: once a stop text is complete: where in ``text`` the stop text begins
         self._window = prompt_ids[-CONTEXT_TOKENS:]
         self._seen = decode(self._window)  # the window's text without what is incomplete
         self._waiting = 0  # tokens at the window's end that are not in _seen
@@ -63,5 +63,5 @@ class StopWatch:
                 ends.append((start + len(stop), start, stop))
         if not ends:
             return None
-        _, self.found_at, found = min(ends, key=lambda one: one[0])
-        return found
+        _, self.stop_start, stop = min(ends, key=lambda end: end[0])
+        return stop

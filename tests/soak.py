@@ -24,8 +24,9 @@ import torch
 from models import save_opt
 from tqdm import tqdm
 
-from flexhybrid import LLM, cli
+from flexhybrid import cli
 from flexhybrid.batch import answers as answers_module
+from flexhybrid.requests import RequestCodec
 from flexhybrid.runtime.executor import Executor
 
 #: Shared with the attempts: how many answers the one at hand has completed.
@@ -74,7 +75,8 @@ def attempt(argv: list[str], point: tuple[str, int] | None, report: Path | None 
 
 def lay_traps(point: tuple[str, int] | None) -> Counter:
     """Let this process die at its n-th event of a kind; returns the counts of events so far."""
-    counts, write, fsync, tokens_of, complete = Counter(), os.write, os.fsync, Executor.tokens_of, LLM._completion
+    counts, write, fsync, tokens_of = Counter(), os.write, os.fsync, Executor.tokens_of
+    complete = RequestCodec.completion
 
     def reached(kind: str) -> bool:
         counts[kind] += 1
@@ -105,7 +107,7 @@ def lay_traps(point: tuple[str, int] | None) -> Counter:
         COMPLETED[:] = (int.from_bytes(COMPLETED[:], "little") + 1).to_bytes(8, "little")
         return complete(self, *request)
 
-    LLM._completion = counted
+    RequestCodec.completion = counted
     os.write, os.fsync, Executor.tokens_of = trapped_write, trapped_fsync, trapped_step
     return counts
 

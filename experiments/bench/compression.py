@@ -16,7 +16,7 @@ from flexhybrid import shipped
 from flexhybrid.core.policy import Bits, Policy
 from flexhybrid.core.schedule.steps import MiniBatchStep
 from flexhybrid.core.workload import Workload
-from flexhybrid.llm import load_tokenizer
+from flexhybrid.requests import load_tokenizer
 from flexhybrid.runtime.engine import Engine
 from flexhybrid.runtime.session import Session
 from flexhybrid.runtime.storage.loader import Checkpoint

@@ -23,6 +23,7 @@ from experiments.bench.rounds import least_disturbed, undisturbed
 from experiments.bench.run_memory import peak_bytes, write_requests
 from experiments.peers.accelerate_disk import make_checkpoint
 from flexhybrid import shipped
+from flexhybrid.arguments import LLMArguments
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.jobs.run.forecast import sorted_by_length
 from flexhybrid.jobs.run.job import RunOptions, run
@@ -88,9 +89,9 @@ def _cache(folder: Path) -> Iterator[None]:
             os.environ["FLEXHYBRID_CACHE"] = before
 
 
-def options(folder: Path, model: Path, **more) -> RunOptions:
-    files = folder / "in.jsonl", folder / "out.jsonl", model
-    return RunOptions(*files, device="cpu", dtype="float32", restart=True, quiet=True, **more)
+def options(folder: Path, model: Path, **arguments) -> RunOptions:
+    llm = LLMArguments(model, device="cpu", dtype="float32", **arguments)
+    return RunOptions(folder / "in.jsonl", folder / "out.jsonl", llm, restart=True, quiet=True)
 
 
 def silent(text: str) -> None:
@@ -188,12 +189,13 @@ def bench_prediction(table, model: Path, folder: Path) -> None:
         table.add(name, statistics.median(errors), ERROR, "%", False, **rounds, others=others)
 
 
-def profiled(asked: RunOptions) -> None:
+def profiled(options: RunOptions) -> None:
     """Measure this machine at the model's sizes, as policy auto does by itself at its first run."""
     from flexhybrid.jobs.profile.job import measure_for_model
 
-    device = pick_device(asked.device, asked.link_gb_per_s)
-    measure_for_model(Checkpoint(asked.model).shape, asked.dtype, device, asked.link_gb_per_s)
+    llm = options.llm
+    device = pick_device(llm.device, llm.link_gb_per_s)
+    measure_for_model(Checkpoint(llm.model).shape, llm.dtype, device, llm.link_gb_per_s)
 
 
 def bench_memory(table, folder: Path) -> None:

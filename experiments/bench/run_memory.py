@@ -23,7 +23,7 @@ import flexhybrid.jobs.run.job, flexhybrid.jobs.run.cli, policy_search.search, p
 from transformers import AutoTokenizer
 from flexhybrid import cli, llm
 
-def generate(self, prompts, params, on_tokens, on_answer, *rest):
+def generate(self, prompts, params, on_tokens, on_answer, **options):
     for place, ids in enumerate(prompts):
         on_answer(place, llm.RequestOutput(None, ids, [llm.CompletionOutput(0, "", [5], "length")]))
         on_tokens(1)

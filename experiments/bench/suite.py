@@ -41,12 +41,15 @@ from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.compare.exactness import Reference, compare_tokens
 from flexhybrid.jobs.compare.job import INSIDE, LINK_LADDER, MIXES, virtual_decode
 from flexhybrid.jobs.compare.speed import Bench, Contender, Measured
-from flexhybrid.jobs.profile.job import PROFILE_STEPS, TIMING_SHAPE, device_name, fastest_dtype, measure_hardware
-from flexhybrid.llm import LLM, SamplingParams, load_tokenizer
+from flexhybrid.jobs.machine import device_name
+from flexhybrid.jobs.profile.job import PROFILE_STEPS, TIMING_SHAPE, fastest_dtype, measure_hardware
+from flexhybrid.llm import LLM
+from flexhybrid.requests import load_tokenizer
 from flexhybrid.runtime.profiling.cpu_use import MOST_OTHERS
 from flexhybrid.runtime.storage.loader import RandomWeights
 from flexhybrid.runtime.storage.weights import Weights
 from flexhybrid.runtime.threads import torch_threads
+from flexhybrid.sampling_params import SamplingParams
 from policy_search.search import search
 from sim.array_clock import Candidates, predict
 from sim.catalogue import load

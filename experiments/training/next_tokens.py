@@ -17,7 +17,7 @@ from flexhybrid.cascade.models import TOP_K, Generator, Prediction
 from flexhybrid.cascade.routes import CascadeModel
 from flexhybrid.cascade.thresholds.fit import BATCH, fit, joined
 from flexhybrid.core.model.shape import ModelShape
-from flexhybrid.llm import load_tokenizer
+from flexhybrid.requests import load_tokenizer
 
 MODELS = {
     "opt-300k": CHECKPOINTS / "opt-stdlib-300k",

@@ -11,18 +11,26 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from flexhybrid.core.errors import SHOWN, InputError
-from flexhybrid.llm import LLM, RequestOutput
-from flexhybrid.sampling_params import SamplingParams, is_whole
+from flexhybrid.core.errors import SHOWN, InputError, is_integer
+from flexhybrid.requests import RequestCodec, RequestOutput
+from flexhybrid.sampling_params import SamplingParams
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 URLS = (COMPLETIONS, CHAT)
 
 #: Fields that ask nothing of the answer: names, bookkeeping, caching.
-IGNORED = frozenset((
-    "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-    "prompt_cache_retention",
-))  # fmt: skip
+IGNORED = frozenset(
+    [
+        "model",
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+    ]
+)
 #: Fields that must be left at a value that asks for nothing, besides null.
 NEUTRAL: dict[str, tuple] = {
     "stream": (False,),
@@ -95,17 +103,17 @@ def _not_json(name: str):
     raise ValueError(f"{name} is no JSON number")
 
 
-def read_request(data: dict, url: str | None, llm: LLM, defaults: dict, seed: int) -> Request:
-    """A Batch line's object as a request of a file of ``url``. Raises Refused.
+def read_request(data: dict, url: str | None, codec: RequestCodec, defaults: dict) -> Request:
+    """Return the request of a Batch line's object, in a file of ``url``. Raise Refused when it cannot be served.
 
-    ``defaults``: sampling parameters of a body that does not name them; ``seed``: of one without a seed.
+    ``defaults``: sampling parameters of a body that does not name them.
     """
     custom_id = data.get("custom_id")
     if "custom_id" not in data:
         raise Refused("missing_custom_id", "custom_id is missing", "custom_id")
     if not isinstance(custom_id, str) or not custom_id:
-        raise Refused("invalid_custom_id", f"custom_id is {shown(custom_id)}; it must be a text that is not empty",
-                      "custom_id")  # fmt: skip
+        message = f"custom_id is {shown(custom_id)}; it must be a text that is not empty"
+        raise Refused("invalid_custom_id", message, "custom_id")
     try:
         if data.get("method") != "POST":
             raise Refused("invalid_method", f'method is {_given(data, "method")}; it must be "POST"', "method")
@@ -116,7 +124,7 @@ def read_request(data: dict, url: str | None, llm: LLM, defaults: dict, seed: in
         body = data.get("body")
         if not isinstance(body, dict):
             raise Refused("invalid_body", f"body is {_given(data, 'body')}; it must be an object", "body")
-        return _from_body(custom_id, body, url, llm, defaults, seed)
+        return _from_body(custom_id, body, url, codec, defaults)
     except Refused as refused:
         refused.custom_id = custom_id
         raise
@@ -127,64 +135,60 @@ def _given(data: dict, name: str) -> str:
     return shown(data[name]) if name in data else "missing"
 
 
-def _from_body(custom_id: str, body: dict, url: str, llm: LLM, defaults: dict, seed: int) -> Request:
+def _from_body(custom_id: str, body: dict, url: str, codec: RequestCodec, defaults: dict) -> Request:
     body = {name: value for name, value in body.items() if value is not None}
-    model = body.get("model", llm.shape.name)
+    model = body.get("model", codec.shape.name)
     if not isinstance(model, str):
         raise Refused("invalid_value", f"model is {shown(model)}; it must be a text", "model")
     return_token_ids = body.pop("return_token_ids", False)
     if not isinstance(return_token_ids, bool):
-        told = f"return_token_ids is {shown(return_token_ids)}; it must be true or false"
-        raise Refused("invalid_value", told, "return_token_ids")
+        message = f"return_token_ids is {shown(return_token_ids)}; it must be true or false"
+        raise Refused("invalid_value", message, "return_token_ids")
     field = "messages" if url == CHAT else "prompt"
     if field not in body:
         raise Refused("missing_required_parameter", f"{field} is missing", field)
     prompt = body.pop(field)
-    params = _params(body, url, defaults, seed)
-    return make_request(
-        custom_id, prompt if url != CHAT else chat_text(prompt, llm.tokenizer), params, llm, model, return_token_ids,
-        special_tokens=url != CHAT,
-    )  # fmt: skip
+    params = _params(body, url, defaults)
+    if url == CHAT:
+        prompt = chat_text(prompt, codec.tokenizer)
+    ids = prompt_ids(prompt, params, codec, special_tokens=url != CHAT)
+    return Request(custom_id, ids, params, model, return_token_ids or codec.tokenizer is None)
 
 
-def make_request(
-    custom_id: str, prompt, params: SamplingParams, llm: LLM, model: str, return_token_ids: bool = False,
-    special_tokens: bool = True,
-) -> Request:  # fmt: skip
-    """The request, when the checkpoint can serve it. Raises Refused."""
+def prompt_ids(prompt, params: SamplingParams, codec: RequestCodec, special_tokens: bool = True) -> list[int]:
+    """Return the token ids of a line's prompt. Raise Refused when the checkpoint cannot serve it."""
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
         prompt = prompt[0]
-    if isinstance(prompt, list) and any(not is_whole(token) for token in prompt):
+    if isinstance(prompt, list) and any(not is_integer(token) for token in prompt):
         raise Refused("invalid_value", "prompt must be a text or a list of token ids: one prompt a line", "prompt")
     if not isinstance(prompt, (str, list)):
         raise Refused("invalid_value", f"prompt is {shown(prompt)}; it must be a text or a list of token ids", "prompt")
     try:
-        ids = llm.check_request(prompt, params, "the prompt", special_tokens)
+        return codec.check(prompt, params, "the prompt", special_tokens)
     except InputError as error:
         raise Refused("invalid_value", str(error), "prompt" if str(error).startswith("the prompt") else None) from None
-    return Request(custom_id, ids, params, model, return_token_ids or llm.tokenizer is None)
 
 
-def _params(body: dict, url: str, defaults: dict, seed: int) -> SamplingParams:
-    given = {}
+def _params(body: dict, url: str, defaults: dict) -> SamplingParams:
+    wanted = {}
     for name, value in body.items():
         if name in IGNORED or (name == "logprobs" and value is False):
             continue
         if name not in NEUTRAL:
-            given[name] = value
+            wanted[name] = value
         elif not any(type(value) is type(neutral) and value == neutral for neutral in NEUTRAL[name]):
             raise Refused("unsupported_parameter", f"{name} is {shown(value)}; it is not supported", name)
-    if url == CHAT and "max_completion_tokens" in given:
-        limit = given.pop("max_completion_tokens")
-        if given.setdefault("max_tokens", limit) != limit:
+    if url == CHAT and "max_completion_tokens" in wanted:
+        limit = wanted.pop("max_completion_tokens")
+        if wanted.setdefault("max_tokens", limit) != limit:
             raise Refused("invalid_value", "max_tokens and max_completion_tokens differ; give one", "max_tokens")
-    if is_whole(given.get("seed")):
-        given["seed"] %= 2**64  # OpenAI's is signed
+    if is_integer(wanted.get("seed")):
+        wanted["seed"] %= 2**64  # OpenAI's is signed
     try:
-        return SamplingParams(**{"max_tokens": None if url == CHAT else 16, "seed": seed, **defaults, **given})
+        return SamplingParams(**{"max_tokens": None if url == CHAT else 16, **defaults, **wanted})
     except InputError as error:
-        # The message begins with what is wrong; those that it tells as known come later.
-        named = {name: re.search(rf"\b{re.escape(name)}\b", str(error)) for name in given}
+        # The message begins with the wrong field; the known fields that it lists come later.
+        named = {name: re.search(rf"\b{re.escape(name)}\b", str(error)) for name in wanted}
         param = min((name for name, at in named.items() if at), key=lambda name: named[name].start(), default=None)
         code = "unknown_parameter" if str(error).startswith("unknown") else "invalid_value"
         raise Refused(code, str(error), param) from None
@@ -222,34 +226,29 @@ def _content(content, where: str) -> str:
 
 
 def answer_line(number: int, request: Request, output: RequestOutput, url: str, created: int) -> bytes:
-    """The line of an answer to line ``number``. ``created``: unix time of the job."""
-    out, chat = output.outputs[0], url == CHAT
-    choice = {"index": 0, "message": {"role": "assistant", "content": out.text}} if chat else {
-        "index": 0, "text": out.text,
-    }  # fmt: skip
-    choice |= {"logprobs": None, "finish_reason": out.finish_reason}
+    """Return the output line that answers input line ``number``. ``created``: unix time of the job."""
+    completion, chat = output.outputs[0], url == CHAT
+    text = {"message": {"role": "assistant", "content": completion.text}} if chat else {"text": completion.text}
+    choice = {"index": 0, **text, "logprobs": None, "finish_reason": completion.finish_reason}
     if request.return_token_ids:
-        choice["token_ids"] = out.token_ids
-    prompt_tokens, tokens = len(output.prompt_token_ids), len(out.token_ids)
+        choice["token_ids"] = completion.token_ids
+    prompt_tokens, tokens = len(output.prompt_token_ids), len(completion.token_ids)
+    usage = {"prompt_tokens": prompt_tokens, "completion_tokens": tokens, "total_tokens": prompt_tokens + tokens}
     body = {
         "id": f"{'chatcmpl' if chat else 'cmpl'}-{number:08d}",
         "object": "chat.completion" if chat else "text_completion",
         "created": created,
         "model": request.model,
         "choices": [choice],
-        "usage": {
-            "prompt_tokens": prompt_tokens, "completion_tokens": tokens, "total_tokens": prompt_tokens + tokens,
-        },
-    }  # fmt: skip
+        "usage": usage,
+    }
     return _line(number, request.custom_id, 200, body)
 
 
 def error_line(number: int, refused: Refused) -> bytes:
-    """The line that tells why line ``number`` was not served."""
-    error = {
-        "message": f"line {number}: {refused.message}", "type": "invalid_request_error", "param": refused.param,
-        "code": refused.code,
-    }  # fmt: skip
+    """Return the output line that says why input line ``number`` was not served."""
+    message = f"line {number}: {refused.message}"
+    error = {"message": message, "type": "invalid_request_error", "param": refused.param, "code": refused.code}
     return _line(number, refused.custom_id, 400, {"error": error})
 
 

@@ -18,10 +18,11 @@ from typing import BinaryIO
 
 import numpy as np
 
-from flexhybrid.batch.openai import COMPLETIONS, URLS, ReadLine, Refused, Request, json_object, make_request, utf8
+from flexhybrid.batch.openai import COMPLETIONS, URLS, ReadLine, Refused, Request, json_object, prompt_ids, utf8
 from flexhybrid.batch.openai import read_request as read_batch_request
 from flexhybrid.core.errors import InputError, unknown
-from flexhybrid.llm import LLM
+from flexhybrid.core.workload import Workload
+from flexhybrid.requests import RequestCodec
 from flexhybrid.sampling_params import SamplingParams
 
 #: Format -> the endings of its files.
@@ -44,6 +45,10 @@ class Census:
     @property
     def num_lines(self) -> int:
         return len(self.prompt_tokens)
+
+    def workload(self, places: np.ndarray) -> Workload:
+        """Return the lengths of the requests at ``places`` (line numbers less one)."""
+        return Workload(self.prompt_tokens[places], self.max_tokens[places])
 
     @property
     def valid(self) -> np.ndarray:
@@ -142,40 +147,48 @@ def file_url(lines: BinaryIO, form: str) -> str | None:
     return None
 
 
-def reader(form: str, url: str | None, llm: LLM, defaults: dict, seed: int) -> ReadLine:
-    """What makes a request of a line's bytes and number (from 1); it raises Refused.
+@dataclass(frozen=True)
+class LineRules:
+    """How the lines of an input become requests."""
 
-    ``defaults``: sampling parameters where a line names none. A line without a seed gets one of (``seed``, number), so
-    that its random numbers do not hang on its company.
-    """
+    file_format: str  #: a key of FORMATS
+    url: str | None  #: endpoint of the file (``file_url``)
+    sampling: dict  #: sampling parameters of lines that do not name them
+    seed: int
 
-    def read_batch(raw: bytes, number: int) -> Request:
-        return read_batch_request(json_object(raw), url, llm, defaults, line_seed(seed, number))
+    def reader(self, codec: RequestCodec) -> ReadLine:
+        """Return the function that makes a request of a line's bytes and number (from 1); it raises Refused."""
+        read = self._read_batch if self.file_format == "jsonl" else self._read_prompt
 
-    def read_prompt(raw: bytes, number: int) -> Request:
+        def read_line(raw: bytes, number: int) -> Request:
+            if len(raw) > MAX_LINE_BYTES:
+                raise Refused("line_too_long", f"the line is longer than {MAX_LINE_BYTES} bytes")
+            return read(raw, {"seed": line_seed(self.seed, number), **self.sampling}, number, codec)
+
+        return read_line
+
+    def _read_batch(self, raw: bytes, sampling: dict, number: int, codec: RequestCodec) -> Request:
+        return read_batch_request(json_object(raw), self.url, codec, sampling)
+
+    def _read_prompt(self, raw: bytes, sampling: dict, number: int, codec: RequestCodec) -> Request:
         custom_id = f"line-{number}"
         try:
-            text = utf8(raw).rstrip("\r\n") if form == "text" else json.loads(raw)
+            text = utf8(raw).rstrip("\r\n") if self.file_format == "text" else json.loads(raw)
             if text is None:
                 raise Refused("missing_required_parameter", "the column holds no text here", "prompt")
             if not text.strip():
                 raise Refused("empty_line", "the prompt is empty", "prompt")
-            params = SamplingParams(**{"seed": line_seed(seed, number), **defaults})
-            return make_request(custom_id, text, params, llm, llm.shape.name)
+            params = SamplingParams(**sampling)
+            token_ids = prompt_ids(text, params, codec)
+            return Request(custom_id, token_ids, params, codec.shape.name, codec.tokenizer is None)
         except Refused as refused:
             refused.custom_id = custom_id
             raise
 
-    def read(raw: bytes, number: int) -> Request:
-        if len(raw) > MAX_LINE_BYTES:
-            raise Refused("line_too_long", f"the line is longer than {MAX_LINE_BYTES} bytes")
-        return read_batch(raw, number) if form == "jsonl" else read_prompt(raw, number)
-
-    return read
-
 
 def line_seed(seed: int, number: int) -> int:
-    """A line's own seed: of the run's and the line's number, alike on every machine."""
+    """Return the seed of a line without one, so that its random numbers do not depend on the lines around it; it is the
+    same on every machine."""
     return int.from_bytes(blake2b(f"{seed} {number}".encode(), digest_size=8).digest(), "little")
 
 
@@ -246,32 +259,45 @@ def _repeated(low: np.ndarray, high: np.ndarray) -> np.ndarray:
     return alike
 
 
-def read_line(lines: BinaryIO, census: Census, read: ReadLine, number: int) -> Request:
-    """The request of a line, from 1. Raises Refused as in the census."""
-    start, end = census.offsets[number - 1 : number + 1].tolist()
-    lines.seek(start)
-    request = read(lines.read(min(end - start, MAX_LINE_BYTES + 1)), number)
-    if census.duplicates[number - 1]:
-        raise Refused(
-            "duplicate_custom_id", f"custom_id {request.custom_id!r} stands on an earlier line", "custom_id",
-            request.custom_id,
-        )  # fmt: skip
-    return request
+@dataclass(frozen=True)
+class RequestFile:
+    """An open file of requests, counted, whose lines are read again when their turn comes."""
 
+    path: Path
+    state: tuple[int, int]  #: ``file_state`` before the census
+    lines: BinaryIO
+    census: Census
+    rules: LineRules
+    read: ReadLine  #: of ``rules``
 
-def refusals(lines: BinaryIO, census: Census, read: ReadLine, numbers: Iterable[int]) -> Iterator[tuple[int, Refused]]:
-    """Why each of these lines is refused."""
-    for number in numbers:
-        try:
-            read_line(lines, census, read, number)
-        except Refused as refused:
-            yield number, refused
-        else:
-            raise InputError(f"the input has changed: line {number} can be read now, and could not before")
+    def request(self, number: int) -> Request:
+        """Return the request of a line, counted from 1. Raise Refused as the census did."""
+        start, end = self.census.offsets[number - 1 : number + 1].tolist()
+        self.lines.seek(start)
+        request = self.read(self.lines.read(min(end - start, MAX_LINE_BYTES + 1)), number)
+        if self.census.duplicates[number - 1]:
+            custom_id, message = request.custom_id, f"custom_id {request.custom_id!r} stands on an earlier line"
+            raise Refused("duplicate_custom_id", message, "custom_id", custom_id)
+        return request
+
+    def refusals(self, numbers: Iterable[int]) -> Iterator[tuple[int, Refused]]:
+        """Yield (line number, reason) for lines that are refused."""
+        for number in numbers:
+            try:
+                self.request(number)
+            except Refused as refused:
+                yield number, refused
+            else:
+                raise InputError(f"the input has changed: line {number} can be read now, and could not before")
+
+    def check_unchanged(self) -> None:
+        """Raise InputError when the file was written to after it was opened."""
+        if file_state(self.path) != self.state:
+            raise InputError(f"{self.path} was changed while the job ran; answers written so far are kept")
 
 
 def file_state(path: Path) -> tuple[int, int]:
-    """(bytes, time of change): another one means that the file was written to."""
+    """Return (bytes, time of change); it differs once the file was written to."""
     try:
         stat = path.stat()
     except OSError as error:

@@ -134,7 +134,7 @@ class Generator:
         from flexhybrid.sampling_params import SamplingParams
 
         params = SamplingParams(max_tokens=self.max_tokens, temperature=0.0)
-        ids = [self.llm.check_request(prompt, params, f"prompt {i}") for i, prompt in enumerate(batch)]
+        ids = [self.llm.codec.check(prompt, params, f"prompt {i}") for i, prompt in enumerate(batch)]
         room = [min(self.max_tokens, self.llm.shape.max_context - len(prompt)) for prompt in ids]
         size = (len(ids), self.max_tokens, self.top_k)
         logits, classes = np.zeros(size), np.zeros(size, dtype=np.int64)

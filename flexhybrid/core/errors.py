@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from numbers import Integral, Real
 
 #: A value is shown whole up to this many characters: an error stays one readable line whatever was pasted in.
 SHOWN = 80
@@ -26,6 +27,16 @@ def unknown(what: str, name: object, known: Iterable[str], *, other: str = "") -
     guess = f"; did you mean {' or '.join(map(_one_line, near))}?" if near else ";"
     names = ", ".join(map(_one_line, known)) or "none"
     return InputError(f"unknown {what} {shown}{guess} known: {names}{f', or {other}' if other else ''}")
+
+
+def is_number(value: object) -> bool:
+    """Return whether a value given by a user is a number; True and False are none."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def is_integer(value: object) -> bool:
+    """Return whether a value given by a user is an integer; True and False are none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _one_line(name: str) -> str:

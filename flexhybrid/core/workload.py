@@ -37,6 +37,10 @@ class Workload:
             raise InputError(f"a batch of {num_requests:,} requests is more than {MOST_REQUESTS:,}")
         return Workload(np.full(num_requests, prompt_tokens), np.full(num_requests, max_tokens))
 
+    def select(self, indices: np.ndarray | slice) -> Workload:
+        """Return the lengths of the requests at ``indices``."""
+        return Workload(self.prompt_tokens[indices], self.max_tokens[indices])
+
     @property
     def num_requests(self) -> int:
         return len(self.prompt_tokens)

@@ -18,13 +18,14 @@ from flexhybrid.core.hardware import Hardware, cache_folder, load_hardware
 from flexhybrid.core.memory import gib
 from flexhybrid.core.model.shape import DTYPE_BYTES, KNOWN_SHAPES, ModelShape, shape_of
 from flexhybrid.core.workload import Workload
-from flexhybrid.jobs.profile.job import (
+from flexhybrid.jobs.machine import (
     device_name,
+    free_budgets,
     free_host_bytes,
     host_memory_bytes,
     machine_memories,
-    model_profile_path,
 )
+from flexhybrid.jobs.profile.job import model_profile_path
 from flexhybrid.jobs.run.forecast import describe
 from flexhybrid.resolve import free_device_memory, lossless_space, profile_path, saved_hardware
 from policy_search.search import search
@@ -57,11 +58,9 @@ def doctor(
     """Everything as plain data; ``models`` empty: all known ones. Runs no model."""
     hardware, free = saved_hardware(device), free_host_bytes()
     measured = profile_path(device).is_file()
-    budgets: dict[str, int | None] = {"host": None if free is None else int(free * 0.9)}
+    budgets = free_budgets(device)
     if device.type == "cuda":
         budgets["device"] = free_device_memory(device)
-    elif free is not None:  # both tiers are host memory
-        budgets = {"device": int(free * 0.45), "host": int(free * 0.45)}
     memories = machine_memories(device)  # now; a record's may be older than a container's limit, or missing
     lengths, fits = Workload.uniform(1, prompt_tokens, max_tokens), []
     for name in models or KNOWN_SHAPES:

@@ -27,7 +27,7 @@ class Crew:
     """Actors that hold an executor each, over a cluster of nodes that are alike."""
 
     size: int
-    a_node: int  #: actors, at most, that share a node's memory and cores
+    actors_per_node: int  #: actors, at most, that share a node's memory and cores
     cpus: float  #: of an actor
     gpus: int  #: of an actor
 
@@ -138,6 +138,8 @@ def crew_of(ray, device: str, actors: int | None) -> Crew:
     size = actors if actors is not None else most if device == "cuda" else len(nodes)
     if not 1 <= size <= most:
         raise InputError(f"--actors {size}: the Ray cluster has {most} {key}s; an actor needs one")
-    a_node = min(size, int(max(node["GPU"] for node in nodes)) if device == "cuda" else math.ceil(size / len(nodes)))
-    cpus = min(node.get("CPU", 1) for node in nodes) / a_node
-    return Crew(size, a_node, math.floor(cpus) if cpus >= 1 else cpus, int(device == "cuda"))
+    actors_per_node = min(
+        size, int(max(node["GPU"] for node in nodes)) if device == "cuda" else math.ceil(size / len(nodes))
+    )
+    cpus = min(node.get("CPU", 1) for node in nodes) / actors_per_node
+    return Crew(size, actors_per_node, math.floor(cpus) if cpus >= 1 else cpus, int(device == "cuda"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from flexhybrid.core.errors import InputError
-from flexhybrid.llm import load_tokenizer
+from flexhybrid.requests import load_tokenizer
 from flexhybrid.runtime.selections.skew import save_skewed
 from flexhybrid.runtime.storage.loader import Checkpoint
 

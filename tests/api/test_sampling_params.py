@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from flexhybrid import InputError, SamplingParams, shipped
-from flexhybrid.sampling_params import NEUTRAL, one_a_prompt
+from flexhybrid.sampling_params import NEUTRAL, params_per_prompt
 from flexhybrid.text import StopWatch, answer_text
 
 # ---- fields ----------------------------------------------------------------------------------------------------------
@@ -63,16 +63,16 @@ def test_spellings_of_the_same_thing_are_equal():
         params.seed = 3
 
 
-def test_one_for_all_or_one_a_prompt():
+def test_one_for_all_or_params_per_prompt():
     one, other = SamplingParams(), SamplingParams(seed=3)
-    assert one_a_prompt(None, 2) == [one, one] and one_a_prompt(other, 2) == [other, other]
-    assert one_a_prompt([one, other], 2) == [one, other] and one_a_prompt(iter([other]), 1) == [other]
+    assert params_per_prompt(None, 2) == [one, one] and params_per_prompt(other, 2) == [other, other]
+    assert params_per_prompt([one, other], 2) == [one, other] and params_per_prompt(iter([other]), 1) == [other]
     with pytest.raises(InputError, match="3 prompts and 2 sampling_params"):
-        one_a_prompt([one, other], 3)
+        params_per_prompt([one, other], 3)
     with pytest.raises(InputError, match="sampling_params 1 must be"):
-        one_a_prompt([one, {"seed": 3}], 2)
+        params_per_prompt([one, {"seed": 3}], 2)
     with pytest.raises(InputError, match="not dict"):
-        one_a_prompt({"seed": 3}, 1)
+        params_per_prompt({"seed": 3}, 1)
 
 
 # ---- texts -----------------------------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ def watched(decode, prompt, tokens, stop, min_tokens=0):
     watch = StopWatch(decode, prompt, stop, min_tokens)
     for count, token in enumerate(tokens, 1):
         if found := watch.push(token):
-            return count, found, watch.found_at
+            return count, found, watch.stop_start
     return None
 
 

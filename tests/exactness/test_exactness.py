@@ -11,7 +11,7 @@ from runs import forced_logits
 from flexhybrid import LLM, Policy, SamplingParams, shipped
 from flexhybrid.core.policy import Placement
 from flexhybrid.jobs.compare.exactness import Reference, compare_tokens
-from flexhybrid.llm import load_tokenizer
+from flexhybrid.requests import load_tokenizer
 from flexhybrid.runtime.storage.loader import Checkpoint
 from sim.presets import hybrid, kv_only
 

@@ -127,7 +127,7 @@ def test_bytes_of_a_window_count_what_moved_in_it():
 
 
 def test_a_profile_records_what_the_machine_has(tmp_path):
-    from flexhybrid.jobs.profile.job import host_memory_bytes, machine_memories
+    from flexhybrid.jobs.machine import host_memory_bytes, machine_memories
 
     sizes = machine_memories(torch.device("cpu"))
     assert sizes["host_memory"] == sizes["device_memory"] > 2**28

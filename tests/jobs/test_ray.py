@@ -112,8 +112,8 @@ def test_an_actor_killed_under_way_loses_no_line_and_doubles_none(run, two_cpus,
     assert run(source, tmp_path / "local.jsonl") == 0
     killed, writes = [], []
 
-    def write(job, answered, progress, write=run_module.Job.write):
-        write(job, answered, progress)
+    def write(job, answered, write=run_module.Job.write):
+        write(job, answered)
         writes.append(len(answered))
         if not killed and job.crew:
             killed.extend(sorted(workers("MapWorker"))[:1])
@@ -191,40 +191,39 @@ def test_the_page_about_clusters_works_as_written(two_cpus, tmp_path, monkeypatc
     assert "points in" in capsys.readouterr().out
 
 
-def setting(tiny, **changes):
-    from flexhybrid.jobs.run.remote import Setting
+def config(tiny, model=None, layer_bytes=None):
+    from flexhybrid.arguments import LLMArguments
+    from flexhybrid.batch.requests import LineRules
+    from flexhybrid.jobs.run.remote import ActorConfig
 
     policy = Policy(name="p", cache={"kv@host": 1.0}, max_batch=2)
     with LLM(tiny, policy, "cpu", dtype="float32") as llm:
-        layer_bytes = llm.load()
-    values = dict(
-        model=tiny, policy=policy, device="cpu", dtype="float32", hardware=None, link_gb_per_s=None,
-        budgets=dict.fromkeys(("device", "host", "disk")), disk_dir=None, disk_gb_per_s=None,
-        layer_bytes=layer_bytes, form="jsonl", url="/v1/completions", sampling={}, seed=0, created=0, heartbeat=4,
-    )  # fmt: skip
-    return Setting(**{**values, **changes})
+        planned = llm.load()
+    rules = LineRules("jsonl", "/v1/completions", {}, seed=0)
+    arguments = LLMArguments(model or tiny, policy, "cpu", "float32")
+    return ActorConfig(arguments, layer_bytes or planned, rules, created=0, heartbeat=4)
 
 
-def test_an_actor_gives_the_same_pieces_when_a_batch_is_done_again(tiny, tmp_path):
+def test_an_actor_gives_the_same_messages_when_a_batch_is_done_again(tiny, tmp_path):
     """Ray counts the pieces of retried work: what came before is not sent again."""
     from flexhybrid.jobs.run.remote import LINES, Actor, pa
 
     lines = requests(tmp_path / "in.jsonl", 6).read_bytes().splitlines()[:3]
     batch = pa.table([[[1, 2, 3]], [lines]], LINES)
-    actor = Actor(setting(tiny))
+    actor = Actor(config(tiny))
     pieces = [table.to_pylist()[0] for table in actor(batch)]
-    assert pieces == [table.to_pylist()[0] for table in Actor(setting(tiny))(batch)]
+    assert pieces == [table.to_pylist()[0] for table in Actor(config(tiny))(batch)]
     assert sorted(number for piece in pieces for number in piece["numbers"]) == [1, 2, 3]
     assert sum(piece["generated"] for piece in pieces) == sum(sum(piece["tokens"]) for piece in pieces) == 20 + 21 + 22
     assert len(pieces) > 40 // 4
     for wrong, words in (({"model": tiny / "none"}, "none"), ({"layer_bytes": {"device": 5}}, "that were planned")):
-        (trouble,) = Actor(setting(tiny, **wrong))(batch)
+        (trouble,) = Actor(config(tiny, **wrong))(batch)
         assert words in trouble.to_pylist()[0]["error"]
 
 
 def test_a_piece_is_sent_on_while_its_batch_is_at_work(tiny, two_cpus, tmp_path, monkeypatch):
     """Ray gathers 128 MiB of what an actor gives before it sends them on: a job of hours would show no progress."""
-    from flexhybrid.jobs.run.remote import BATCH, _pieces, pa, ray
+    from flexhybrid.jobs.run.remote import BATCH, _messages, pa, ray
 
     tables = []
 
@@ -237,7 +236,7 @@ def test_a_piece_is_sent_on_while_its_batch_is_at_work(tiny, two_cpus, tmp_path,
     source = requests(tmp_path / "in.jsonl", 6)
     ends = np.cumsum([len(line) for line in source.read_bytes().splitlines(keepends=True)])[:2].tolist()
     batch = pa.table([[[1, 2]], [[0, ends[0]]], [ends]], BATCH)
-    pieces = list(_pieces(ray_cluster.Crew(1, 1, 1, 0), setting(tiny), source, iter([batch])))
+    pieces = list(_messages(ray_cluster.Crew(1, 1, 1, 0), config(tiny), source, iter([batch])))
     assert tables == [1] * len(pieces) and len(pieces) > 4
 
 
@@ -252,11 +251,11 @@ def test_a_piece_is_sent_on_while_its_batch_is_at_work(tiny, two_cpus, tmp_path,
         ([(4, 0), (4, 0)], "cpu", 3, (3, 2, 2, 0)),
     ],
 )
-def test_one_executor_a_gpu_or_a_node(nodes, device, asked, expected):
+def test_one_executor_a_gpu_or_actors_per_node(nodes, device, asked, expected):
     resources = [{"Alive": True, "Resources": {"CPU": cpus, "GPU": gpus}} for cpus, gpus in nodes]
     ray = SimpleNamespace(nodes=lambda: [*resources, {"Alive": False, "Resources": {"CPU": 64, "GPU": 64}}])
     found = crew_of(ray, device, asked)
-    assert (found.size, found.a_node, found.cpus, found.gpus) == expected
+    assert (found.size, found.actors_per_node, found.cpus, found.gpus) == expected
 
 
 def test_what_the_cluster_lacks_is_said(run, tmp_path, monkeypatch, capsys):

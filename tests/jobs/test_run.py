@@ -17,6 +17,7 @@ import torch
 
 from flexhybrid import LLM, InputError, SamplingParams, cli, shipped
 from flexhybrid import resolve as machine
+from flexhybrid.arguments import LLMArguments
 from flexhybrid.batch import answers as answers_module
 from flexhybrid.batch.answers import ANSWERED, FAILED, AnswerFile
 from flexhybrid.batch.openai import Refused, error_line
@@ -29,7 +30,8 @@ from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.run import job as run_module
 from flexhybrid.jobs.run.forecast import forecast, sorted_by_length
-from flexhybrid.llm import CompletionOutput, RequestOutput
+from flexhybrid.jobs.run.options import RunOptions
+from flexhybrid.requests import CompletionOutput, RequestOutput
 from flexhybrid.runtime.engine import Engine
 
 ROOT = Path(__file__).parents[2]
@@ -312,7 +314,7 @@ def test_text_csv_and_parquet_give_the_same_answers(tmp_path):
     assert texts["txt"] == [texts["csv"][0], None, texts["csv"][2]]
     assert found["csv"][0]["custom_id"] == "line-1"
     with pytest.raises(InputError, match="unknown column"):
-        run_module.run(run_module.RunOptions(tmp_path / "in.csv", tmp_path / "x", SHIPPED, column="promt"))
+        run_module.run(RunOptions(tmp_path / "in.csv", tmp_path / "x", LLMArguments(SHIPPED), column="promt"))
 
 
 def test_chat_lines_go_through_the_tokenizers_template(tmp_path, capsys):
@@ -375,7 +377,7 @@ def test_an_interrupt_ends_the_iteration_and_the_next_run_goes_on(tiny, tmp_path
     monkeypatch.setattr(run_module.CpuUse, "others_since", lambda after, before: 0.2)
     assert run(source, tmp_path / "whole.jsonl", tiny) == 0
     told = capsys.readouterr().out
-    assert "(predicted " in told and "others took 20% of the cores meanwhile" in told
+    assert "(predicted " in told and "others used 20% of the cores" in told
     heard = []
 
     def interrupted(self, count, advance=run_module.Progress.advance):
@@ -393,7 +395,7 @@ def test_an_interrupt_ends_the_iteration_and_the_next_run_goes_on(tiny, tmp_path
     again = "give the same command again, without --restart, to go on"
     assert (again in told) == ("tokens of unfinished answers are lost" in told) == (times == 1)
     assert "(predicted " not in told  # that was for all of it
-    assert (f"what was answered is kept; {again}" in warned) == (times == 2)
+    assert (f"answers written so far are kept; {again}" in warned) == (times == 2)
     assert len(by_id(out)) == 4  # the short ones
     assert run(source, out, tiny) == 0
     assert by_id(out) == by_id(tmp_path / "whole.jsonl")
@@ -549,7 +551,7 @@ def test_a_long_file_takes_no_more_memory_than_its_census(tiny, tmp_path, monkey
     )
     windows = []
 
-    def generate(self, prompts, params, on_tokens, on_answer, *rest):
+    def generate(self, prompts, params, on_tokens, on_answer, **options):
         windows.append(len(prompts))
         for place, ids in enumerate(prompts):
             on_answer(place, RequestOutput(None, ids, [CompletionOutput(0, "", [5], "length")]))
@@ -559,7 +561,7 @@ def test_a_long_file_takes_no_more_memory_than_its_census(tiny, tmp_path, monkey
     assert run(source, tmp_path / "out.jsonl", tiny) == 0
     assert len(by_id(tmp_path / "out.jsonl")) == lines == sum(windows) and max(windows) == 1024
     kept = {}
-    monkeypatch.setattr(run_module.Job, "run", lambda job, *told: kept.update(vars(job)) or {"exit_status": 0})
+    monkeypatch.setattr(run_module.Job, "run", lambda job, *texts: kept.update(vars(job)) or {"exit_status": 0})
     assert run(source, tmp_path / "out.jsonl", tiny) == 0
     arrays = [*vars(kept["census"]).values(), kept["states"]]
     assert sum(array.nbytes for array in arrays if isinstance(array, np.ndarray)) <= 64 * lines

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from flexhybrid import LLM, InputError, cli, shipped
 from flexhybrid.batch.openai import Refused, error_line, parse_answer
-from flexhybrid.batch.requests import _repeated, open_lines, reader, take_census
+from flexhybrid.batch.requests import LineRules, _repeated, open_lines, take_census
 from flexhybrid.sampling_params import SamplingParams
 
 MANY = settings(max_examples=260, suppress_health_check=list(HealthCheck), database=None)
@@ -97,7 +97,7 @@ def test_thousands_of_lines_are_requests_or_refused_and_each_valid_one_answered(
         assert number not in found
         found[number] = answered
     assert sorted(found) == list(range(1, len(lines) + 1)) and list(found.values()).count(False) >= 2000
-    read = reader("jsonl", "/v1/completions", tiny_llm, {}, 0)
+    read = LineRules("jsonl", "/v1/completions", {}, 0).reader(tiny_llm.codec)
     ids: set[str] = set()
     for number, raw in enumerate(lines, 1):
         try:
@@ -107,7 +107,7 @@ def test_thousands_of_lines_are_requests_or_refused_and_each_valid_one_answered(
             ids.add(refused.custom_id)
         else:
             assert found[number] == (request.custom_id not in ids), raw
-            assert tiny_llm.check_request(request.token_ids, request.params) == request.token_ids
+            assert tiny_llm.codec.check(request.token_ids, request.params) == request.token_ids
             ids.add(request.custom_id)
     known = [number for number, raw in enumerate(lines, 1) if raw.startswith(b'{"custom_id": "v')]
     assert len(known) >= 125 and all(found[number] for number in known)
@@ -142,7 +142,7 @@ def files(draw, form: str) -> bytes:
 @pytest.mark.parametrize("form", WHOLE)
 def test_any_file_is_read_or_refused_with_a_sentence(form, text_llm, tmp_path_factory):
     path = tmp_path_factory.mktemp("files") / "in"
-    read_one = reader(form, "/v1/completions", text_llm, {"max_tokens": 4}, 0)
+    read_one = LineRules(form, "/v1/completions", {"max_tokens": 4}, 0).reader(text_llm.codec)
     seen = {"read": 0, "refused": 0}
 
     @MANY
@@ -177,9 +177,9 @@ def test_a_text_of_many_megabytes_is_refused_by_its_beginning(text_llm, monkeypa
             lengths.append(len(text))
             return {"input_ids": [5] * len(text)}
 
-    monkeypatch.setattr(text_llm, "tokenizer", Counting())
+    monkeypatch.setattr(text_llm.codec, "tokenizer", Counting())
     with pytest.raises(InputError, match="has 16777216 characters, more than 1280 tokens; .* has 640 positions"):
-        text_llm.check_request("a" * (1 << 24), SamplingParams())
+        text_llm.codec.check("a" * (1 << 24), SamplingParams())
     assert max(lengths) < 1 << 16
 
 

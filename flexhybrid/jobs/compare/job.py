@@ -30,13 +30,16 @@ from flexhybrid.jobs.compare.exactness import Reference, compare_tokens
 from flexhybrid.jobs.compare.report import Report, is_disturbed
 from flexhybrid.jobs.compare.setting import MIXES, SWEEP, CompareOptions, Setting, is_lossless, split_names, uses_disk
 from flexhybrid.jobs.compare.speed import Bench, Contender, Measured
+from flexhybrid.jobs.machine import device_name
 from flexhybrid.jobs.profile.disk import measure_disk, with_disk, with_earlier_disk
-from flexhybrid.jobs.profile.job import PROFILE_STEPS, device_name, measure_hardware
-from flexhybrid.llm import LLM, SamplingParams, load_tokenizer
+from flexhybrid.jobs.profile.job import PROFILE_STEPS, measure_hardware
+from flexhybrid.llm import LLM
+from flexhybrid.requests import load_tokenizer
 from flexhybrid.resolve import profile_path
 from flexhybrid.runtime.storage.loader import Checkpoint, RandomWeights
 from flexhybrid.runtime.storage.weights import Weights
 from flexhybrid.runtime.threads import threads_for, torch_threads
+from flexhybrid.sampling_params import SamplingParams
 from policy_search.fit import fit_report
 from policy_search.papers.algorithm1 import BALANCES, host_blocks, layer_times, share_for_batch
 from policy_search.search import SearchResult

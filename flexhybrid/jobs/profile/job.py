@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +13,7 @@ import torch
 
 from flexhybrid.core.hardware import Hardware, Line, cache_folder, check_cache_folder, crosses_link
 from flexhybrid.core.model.shape import ModelShape
+from flexhybrid.jobs.machine import device_name, machine_memories
 from flexhybrid.jobs.profile.disk import with_earlier_disk
 from flexhybrid.resolve import profile_path
 from flexhybrid.runtime.profiling.profile import RUNS, faster_cpu_dtype, profile
@@ -27,68 +26,6 @@ TIMING_SHAPE = ModelShape(
 
 #: What of a shape its layers' tasks hang on.
 LAYER_SIZES = ("family", "hidden", "num_heads", "num_kv_heads", "head_dim", "ffn", "vocab", "max_positions")
-
-#: Where a container's memory limit stands, in control groups of version 2 and 1.
-CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-
-
-def device_name(device: torch.device) -> str:
-    """What the device calls itself."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    model = ""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as info:
-            model = next((line.split(":")[1].strip() for line in info if line.startswith("model name")), "")
-    except OSError:
-        pass
-    # Virtual machines hide the model; what the products can use decides their speed.
-    capability = torch.backends.cpu.get_cpu_capability()
-    return f"{model or platform.processor() or 'CPU'} ({capability}), {torch.get_num_threads()} threads"
-
-
-def machine_memories(device: torch.device) -> dict[str, int | None]:
-    """Bytes that this machine has: device_memory and host_memory (a disk's are recorded with its rates).
-
-    A container's limit counts as the host's memory. A CPU's device tier is host memory too: each tier is given half of
-    it (budgets say otherwise).
-    """
-    host = host_memory_bytes()
-    if device.type == "cuda":
-        return {"device_memory": torch.cuda.get_device_properties(device).total_memory, "host_memory": host}
-    half = None if host is None else host // 2
-    return {"device_memory": half, "host_memory": half}
-
-
-def host_memory_bytes(limits: tuple[Path, ...] = CGROUP_LIMITS) -> int | None:
-    """Physical memory, or less where ``limits``, files of a control group, say so; None where nothing tells."""
-    try:
-        sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    except (ValueError, OSError, AttributeError):
-        return None
-    for path in limits:
-        try:
-            sizes.append(int(path.read_text(encoding="ascii")))
-        except (OSError, ValueError):  # another version of control groups, or "max"
-            continue
-    return min(sizes)
-
-
-def free_host_bytes() -> int | None:
-    """Host memory that is free now, within a container's limit; None where nothing tells."""
-    size = host_memory_bytes()
-    try:
-        with open("/proc/meminfo", encoding="ascii") as info:
-            free = next(int(line.split()[1]) * 1024 for line in info if line.startswith("MemAvailable"))
-    except (OSError, StopIteration, ValueError):
-        return size
-    for limit in CGROUP_LIMITS:
-        used = limit.with_name("memory.current" if limit.name == "memory.max" else "memory.usage_in_bytes")
-        try:
-            free = min(free, int(limit.read_text(encoding="ascii")) - int(used.read_text(encoding="ascii")))
-        except (OSError, ValueError):
-            continue
-    return max(free, 1)
 
 
 def fastest_dtype(shape: ModelShape, device: torch.device) -> str:

@@ -1,27 +1,74 @@
-"""The executor of this process at work on a job: wave after wave, with as much memory as there is."""
+"""Answering pending requests with the executor of this process: wave after wave, within the memory that is free."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
+from flexhybrid.batch.openai import Request
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.errors import InputError
-from flexhybrid.jobs.progress import Progress, StopAsked
+from flexhybrid.core.workload import Workload
+from flexhybrid.jobs.progress import StopAsked
 from flexhybrid.jobs.run.forecast import WINDOW
-from flexhybrid.llm import LLM, OnTrace, RequestOutput
+from flexhybrid.llm import LLM, OnTrace
+from flexhybrid.requests import RequestOutput
 
-if TYPE_CHECKING:
-    from flexhybrid.jobs.run.job import Job
+
+class Answered(NamedTuple):
+    """A complete answer."""
+
+    number: int  #: of the input line, from 1
+    line: bytes  #: of the output
+    num_tokens: int
+
+
+class PendingRequests(Protocol):
+    """Lines of an input that are to be answered: those of a job (``job.Job``) or of a batch on a Ray cluster
+    (``remote.RemoteBatch``)."""
+
+    llm: LLM
+
+    def pending(self) -> np.ndarray:
+        """Return the line numbers less one of unanswered requests, in the order in which they are to run."""
+        ...
+
+    def workload(self, places: np.ndarray) -> Workload:
+        """Return the lengths of the requests at ``places`` (line numbers less one)."""
+        ...
+
+    def request(self, number: int) -> Request:
+        """Return the request of a line, counted from 1."""
+        ...
+
+    def line(self, number: int, request: Request, output: RequestOutput) -> bytes:
+        """Return the output line that answers a request."""
+        ...
+
+    def check_input_unchanged(self) -> None:
+        """Raise InputError when the input was written to."""
+        ...
+
+    def write(self, answered: list[Answered]) -> None:
+        """Take complete answers; they are pending no longer."""
+        ...
+
+    def advance(self, num_tokens: int) -> None:
+        """Take the number of tokens that an iteration has generated."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Tell the user something."""
+        ...
 
 
 def load_weights(llm: LLM, planned: dict[str, int]) -> None:
-    """Raises InputError where the device cannot hold them, or where they come to lie elsewhere than planned: tier ->
-    bytes of the layers."""
+    """Load the weights. Raise InputError when the device cannot hold them, or when the layers take other sizes than
+    ``planned`` (tier -> bytes)."""
     try:
         placed = llm.load()
     except torch.OutOfMemoryError as error:
@@ -30,57 +77,60 @@ def load_weights(llm: LLM, planned: dict[str, int]) -> None:
         raise InputError(f"the layers' weights take {placed} bytes, not the {planned} that were planned")
 
 
-def answer_pending(job: Job, progress: Progress, stop: StopAsked, on_trace: OnTrace | None = None) -> None:
-    """Answer until nothing is pending or a stop is asked for. ``on_trace`` hears of the first wave."""
-    most = WINDOW  # requests of a wave
-    while len(pending := job.pending()) and not stop.asked:
-        job.check_input_unchanged()
-        window = pending[:most]
-        count, _ = job.llm.first_wave(job.workload(window))
+def answer_pending(requests: PendingRequests, stop: StopAsked, on_trace: OnTrace | None = None) -> None:
+    """Answer until nothing is pending or a stop is asked for. ``on_trace`` takes the trace of the first wave."""
+    max_requests = WINDOW
+    while len(pending := requests.pending()) and not stop.asked:
+        requests.check_input_unchanged()
+        window = pending[:max_requests]
+        count, _ = requests.llm.first_wave(requests.workload(window))
         try:
-            _answer_wave(job, window[:count] + 1, progress, stop, on_trace)
+            _answer_wave(requests, (window[:count] + 1).tolist(), stop, on_trace)
             on_trace = None
         except torch.OutOfMemoryError as error:
-            most = _take_smaller(job.llm, count, error, progress.note)
+            max_requests = _shrink(requests.llm, count, error, requests.note)
 
 
-def _answer_wave(
-    job: Job, numbers: np.ndarray, progress: Progress, stop: StopAsked, on_trace: OnTrace | None
-) -> None:  # fmt: skip
-    requests = [job.request(number) for number in numbers.tolist()]
-    answered: list[tuple[int, bytes, int]] = []
+def _answer_wave(requests: PendingRequests, numbers: list[int], stop: StopAsked, on_trace: OnTrace | None) -> None:
+    wave = [requests.request(number) for number in numbers]
+    answered: list[Answered] = []
 
     def on_answer(place: int, output: RequestOutput) -> None:
-        number = int(numbers[place])
-        answered.append((number, job.line(number, requests[place], output), len(output.outputs[0].token_ids)))
+        line = requests.line(numbers[place], wave[place], output)
+        answered.append(Answered(numbers[place], line, len(output.outputs[0].token_ids)))
 
     def write() -> None:
-        """All answers of an iteration at once."""
-        done, answered[:] = list(answered), []
-        job.write(done, progress)
+        """Write all answers of an iteration at once."""
+        complete, answered[:] = list(answered), []
+        requests.write(complete)
 
     def on_tokens(count: int) -> None:
         write()
-        progress.advance(count)
+        requests.advance(count)
 
     try:
-        job.llm.generate(
-            [one.token_ids for one in requests], [one.params for one in requests], on_tokens, on_answer,
-            lambda: stop.asked, on_trace,
-        )  # fmt: skip
+        requests.llm.generate(
+            [request.token_ids for request in wave],
+            [request.params for request in wave],
+            on_tokens=on_tokens,
+            on_answer=on_answer,
+            should_stop=lambda: stop.asked,
+            on_trace=on_trace,
+        )
     finally:
         write()
 
 
-def _take_smaller(llm: LLM, count: int, error: torch.OutOfMemoryError, note: Callable[[str], None]) -> int:
-    """Go on with half the mini-batch after the device had too little memory for ``count`` requests; returns how many to
-    run at a time from now on, half as many."""
-    tokens = llm.policy.max_mini_batch_tokens // 2
+def _shrink(llm: LLM, count: int, error: torch.OutOfMemoryError, note: Callable[[str], None]) -> int:
+    """Halve the mini-batches after the device had too little memory for ``count`` requests; return half of ``count``,
+    the most requests to run at a time."""
+    policy = llm.settled_policy
+    tokens = policy.max_mini_batch_tokens // 2
     if count == 1 and tokens < BLOCK_TOKENS:
         raise InputError(f"the device has too little memory for one request: {error}") from None
-    tokens, most = max(tokens, BLOCK_TOKENS), max(1, count // 2)
-    note(f"the device is out of memory: on with mini-batches of {tokens} tokens, {most} requests at a time")
-    llm.use(replace(llm.policy, max_mini_batch_tokens=tokens))
+    tokens, max_requests = max(tokens, BLOCK_TOKENS), max(1, count // 2)
+    note(f"the device is out of memory: on with mini-batches of {tokens} tokens, {max_requests} requests at a time")
+    llm.use(replace(policy, max_mini_batch_tokens=tokens))
     if llm.device.type == "cuda":
         torch.cuda.empty_cache()
-    return most
+    return max_requests

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from flexhybrid.arguments import LLMArguments
 from flexhybrid.core.context.cache_entries import TIERS
+from flexhybrid.jobs.options import budgets_from, options_from
 
 DISK_DIR_HELP = (
     "scratch folder of policies that use a disk (scratch in $FLEXHYBRID_CACHE, or in ~/.cache/flexhybrid without it)"
@@ -36,9 +38,9 @@ def add_run(commands, common: Callable) -> None:
     parser.add_argument("--errors", type=Path, help="file of the lines that were refused (the output)")
     parser.add_argument("--format", choices=("auto", "jsonl", "text", "csv", "parquet"), default="auto")
     parser.add_argument("--column", help="column of the prompts, of CSV and parquet")
-    for name, kind, what, default in SAMPLING:
-        told = f"{what}, where a request names none ({default})"
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=told)
+    for name, kind, meaning, default in SAMPLING:
+        text = f"{meaning}, where a request names none ({default})"
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=text)
     parser.add_argument("--seed", type=int, default=0, help="of requests without one, together with their line (0)")
     parser.add_argument("--policy", default="auto", help="auto, a system by name, or a policy JSON file (auto)")
     parser.add_argument("--hardware", help="what auto reckons with: a machine by name or a file (a profile, kept)")
@@ -66,17 +68,9 @@ def add_run(commands, common: Callable) -> None:
 def _run(args) -> dict:
     from flexhybrid.jobs.run.options import RunOptions, check_options
 
-    names = (
-        *("input", "output", "model", "errors", "format", "column", "seed", "policy", "device", "dtype"),
-        *("link_gb_per_s", "hardware", "disk_dir", "disk_gb_per_s", "max_batch", "ordered", "restart", "verify"),
-        *("trace", "report", "reprofile", "engine", "actors"),
-    )
     sampling = {name: getattr(args, name) for name, *_ in SAMPLING if getattr(args, name) is not None}
-    budgets = {tier: getattr(args, f"{tier}_memory") for tier in TIERS}
-    options = RunOptions(
-        **{name: getattr(args, name) for name in names}, sampling=sampling, budgets=budgets,
-        quiet=args.quiet or args.json,
-    )  # fmt: skip
+    llm = options_from(LLMArguments, args, budgets=budgets_from(args))
+    options = options_from(RunOptions, args, llm=llm, sampling=sampling, quiet=args.quiet or args.json)
     check_options(options)  # before the imports that take seconds
 
     from flexhybrid.jobs.malloc import return_freed_memory
@@ -106,7 +100,7 @@ def _doctor(args) -> dict:
     from flexhybrid.jobs.doctor import describe_doctor, doctor
     from flexhybrid.resolve import pick_device
 
-    found = doctor(pick_device(args.device, None), args.models, args.prompt_len, args.gen_len)
+    record = doctor(pick_device(args.device, None), args.models, args.prompt_len, args.gen_len)
     if not args.json:
-        print(describe_doctor(found))
-    return found
+        print(describe_doctor(record))
+    return record

@@ -43,6 +43,7 @@ class Forecast:
 
     seconds: float | None  #: None: nothing is known of the machine
     tokens: int  #: at most
+    iterations: int  #: of the first request, whose answer is the longest
     wave_requests: int  #: of the first wave
     memory: dict[str, int]  #: tier -> bytes of the first wave, whose requests are the longest
     layer_bytes: dict[str, int]  #: tier -> bytes of the layers' weights
@@ -53,9 +54,9 @@ def forecast(llm: LLM, workload: Workload) -> Forecast:
     """Of requests in the order in which they will run, under the policy in use."""
     stride, start, seconds, first = 0, 0, 0.0, None
     while start < workload.num_requests:
-        window = _slice(workload, start, start + WINDOW)
+        window = workload.select(slice(start, start + WINDOW))
         count, plan = llm.first_wave(window)
-        wave = _slice(window, 0, count)
+        wave = window.select(slice(count))
         priced = price(llm, wave)
         if first is None:
             first = count, plan, priced
@@ -65,7 +66,7 @@ def forecast(llm: LLM, workload: Workload) -> Forecast:
         if not stride:
             num_waves = max(LEAST_WAVES, min(MOST_WAVES, PRICED_TASKS // priced.num_tasks))
             stride = -(-workload.num_requests // num_waves)
-        span = _slice(workload, start, start + max(count, stride))
+        span = workload.select(slice(start, start + max(count, stride)))
         seconds += priced.seconds * int(span.cached_tokens.sum()) / int(wave.cached_tokens.sum())
         start += span.num_requests
     count, plan, first_price = first
@@ -73,11 +74,15 @@ def forecast(llm: LLM, workload: Workload) -> Forecast:
         "device": plan["device"].get("resident weights", 0), "host": plan["host"].get("weights", 0),
         "disk": plan["disk"].get("weights", 0),
     }  # fmt: skip
-    return Forecast(seconds, int(workload.max_tokens.sum()), count, total_bytes(plan), layers, first_price)
-
-
-def _slice(workload: Workload, start: int, end: int) -> Workload:
-    return Workload(workload.prompt_tokens[start:end], workload.max_tokens[start:end])
+    return Forecast(
+        seconds,
+        tokens=int(workload.max_tokens.sum()),
+        iterations=int(workload.max_tokens[0]),
+        wave_requests=count,
+        memory=total_bytes(plan),
+        layer_bytes=layers,
+        first_wave=first_price,
+    )
 
 
 def price(llm: LLM, lengths: Workload) -> Price | None:

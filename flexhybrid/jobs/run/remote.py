@@ -1,10 +1,10 @@
 """``flexhybrid run --engine ray``: Ray Data reads the input and holds a pool of actors with an executor each.
 
-    the job's lines, longest first ──batches──▶ read (where the input is) ──▶ actors ──pieces──▶ the job's one writer
+    pending lines, longest first ──batches──▶ read (where the input is) ──▶ actors ──messages──▶ the job, which writes
 
-A batch is what one executor runs in one wave; its answers come back in pieces while it runs. A batch whose actor dies
-is done again by the next actor in its place. Nothing hangs on that for correctness: what has an answer takes no second
-one, and what is left when all batches are through is sent out again.
+An actor runs one batch as one wave and sends its answers in messages while it runs. A batch whose actor dies is done
+again by the actor that replaces it. The output does not depend on that: the job drops a second answer to a line, and
+sends out again the lines that are pending when all batches are done.
 """
 
 from __future__ import annotations
@@ -17,96 +17,104 @@ import socket
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 import pyarrow as pa
 import ray
 
-from flexhybrid.batch.answers import PENDING
-from flexhybrid.batch.openai import Request, answer_line
-from flexhybrid.batch.requests import format_of, reader
+from flexhybrid.arguments import LLMArguments
+from flexhybrid.batch.openai import ReadLine, Request, answer_line
+from flexhybrid.batch.requests import LineRules, RequestFile
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.hardware import Hardware
-from flexhybrid.core.policy import Policy
 from flexhybrid.core.workload import Workload
-from flexhybrid.jobs.progress import Progress, StopAsked
+from flexhybrid.jobs.progress import StopAsked
 from flexhybrid.jobs.ray_cluster import ENVIRONMENT, MAX_RETRIES, Crew
-from flexhybrid.jobs.run.answering import answer_pending, load_weights
+from flexhybrid.jobs.run.answering import Answered, PendingRequests, answer_pending, load_weights
 from flexhybrid.jobs.run.forecast import WINDOW, Forecast
-from flexhybrid.llm import LLM, RequestOutput
+from flexhybrid.llm import LLM
+from flexhybrid.requests import RequestOutput
 
-if TYPE_CHECKING:
-    from flexhybrid.jobs.run.job import Job
+HEARTBEAT_S = 1.0  #: predicted time between messages of an actor while no answer is complete
+HEARTBEAT_ITERATIONS = 32  #: iterations between them without a prediction, and at most
 
-HEARTBEAT_S = 1.0  #: between pieces, by prediction, where no answer is complete
-HEARTBEAT_ITERATIONS = 32  #: where nothing is predicted, and at most
-
-#: A batch on its way to be read: line numbers, and where in the input each line starts and ends.
+#: A batch before it is read: line numbers, and the byte of the input at which each line starts and ends.
 BATCH = pa.schema([(name, pa.list_(pa.int64())) for name in ("numbers", "starts", "ends")])
-#: What has been read.
+#: A batch after it is read.
 LINES = pa.schema([("numbers", pa.list_(pa.int64())), ("lines", pa.list_(pa.large_binary()))])
-#: What an actor gives, several times a batch: complete answers with their tokens, and the tokens of all its requests
-#: since the piece before; what people should know; why it cannot go on.
-PIECE = pa.schema([
-    ("numbers", pa.list_(pa.int64())), ("lines", pa.list_(pa.large_binary())), ("tokens", pa.list_(pa.int64())),
-    ("generated", pa.int64()), ("note", pa.string()), ("error", pa.string()),
+#: A message of an actor: complete answers with their tokens, the tokens generated for all requests of the batch since
+#: the message before, a note for the user, and the error that keeps the actor from going on.
+MESSAGE = pa.schema([
+    *LINES, ("tokens", pa.list_(pa.int64())), ("generated", pa.int64()), ("note", pa.string()), ("error", pa.string()),
 ])  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What every actor must know to answer as this process would."""
+class ActorConfig:
+    """What an actor needs to answer as this process would."""
 
-    model: Path
-    policy: Policy
-    device: str
-    dtype: str
-    hardware: Hardware | None
-    link_gb_per_s: float | None
-    budgets: dict[str, int | None]
-    disk_dir: Path | None
-    disk_gb_per_s: float | None
+    llm: LLMArguments
     layer_bytes: dict[str, int]  #: tier -> bytes that the layers' weights were planned to take
-    form: str
-    url: str
-    sampling: dict
-    seed: int
-    created: int
-    heartbeat: int  #: iterations
+    rules: LineRules
+    created: int  #: unix time of the job
+    heartbeat: int  #: iterations between messages while no answer is complete
 
 
-def answer_pending_on(crew: Crew, job: Job, found: Forecast, progress: Progress, stop: StopAsked) -> None:
-    """Answer until nothing is pending or a stop is asked for, on the actors of a cluster.
+def actor_config(llm: LLM, source: RequestFile, forecast: Forecast, created: int) -> ActorConfig:
+    """Return what actors need to answer ``source`` as ``llm`` would. ``created``: unix time of the job."""
+    arguments = llm.arguments
+    heartbeat = HEARTBEAT_ITERATIONS
+    if forecast.first_wave:
+        heartbeat = max(1, min(heartbeat, round(HEARTBEAT_S * forecast.iterations / forecast.first_wave.seconds)))
+    budgets = dict(llm.budgets)
+    if llm.device.type == "cuda":
+        budgets["device"] = arguments.budgets.get("device")  # an actor itself sees what is free on its GPU
+    resolved = replace(
+        arguments,
+        model=Path(arguments.model).resolve(),
+        policy=llm.settled_policy,
+        device=llm.device.type,
+        dtype=llm.dtype,
+        hardware=llm.hardware,
+        budgets=budgets,
+        disk_dir=arguments.disk_dir and Path(arguments.disk_dir).resolve(),
+    )
+    return ActorConfig(resolved, forecast.layer_bytes, source.rules, created, heartbeat)
 
-    Raises InputError for what an actor cannot do, and for a cluster that fails; what is written is kept.
+
+def answer_on_cluster(
+    requests: PendingRequests, source: RequestFile, crew: Crew, config: ActorConfig, stop: StopAsked
+) -> None:
+    """Answer on the actors of a cluster until nothing is pending or a stop is asked for.
+
+    Raise InputError for what an actor cannot do, and when the cluster fails; answers written so far are kept.
     """
-    setting = _setting(job, found)
-    with _named(job.lines) as path:
-        while len(pending := job.pending()) and not stop.asked:
-            job.check_input_unchanged()
+    with _named(source.lines) as path:
+        while len(pending := requests.pending()) and not stop.asked:
+            requests.check_input_unchanged()
+            batches = _batches(requests, pending, source.census.offsets, crew.size)
             try:
-                with contextlib.closing(_pieces(crew, setting, path, _batches(job, pending, crew.size))) as pieces:
-                    for piece in pieces:
-                        _take(job, piece, progress)
-                        job.check_input_unchanged()
+                with contextlib.closing(_messages(crew, config, path, batches)) as messages:
+                    for message in messages:
+                        _take(requests, message)
+                        requests.check_input_unchanged()
                         if stop.asked:
                             break
             except ray.exceptions.RayError as error:
                 reason = str(error).strip().splitlines()[-1]
                 raise InputError(
-                    f"the Ray cluster failed: {reason}; what is answered is kept, the same command goes on"
+                    f"the Ray cluster failed: {reason}; answers written so far are kept, the same command goes on"
                 ) from error
-            if not stop.asked and len(job.pending()) == len(pending):
+            if not stop.asked and len(requests.pending()) == len(pending):
                 raise InputError("the Ray cluster took all requests and answered none of them")
 
 
 @contextlib.contextmanager
 def _named(lines: BinaryIO) -> Iterator[Path]:
-    """The lines as a file with a name, which another process can open: a column's values have none."""
+    """Yield a path under which another process can open the lines: a column's values have no file with a name."""
     if isinstance(lines.name, str):
         yield Path(lines.name).resolve()
         return
@@ -117,56 +125,48 @@ def _named(lines: BinaryIO) -> Iterator[Path]:
         yield Path(copy.name)
 
 
-def _setting(job: Job, found: Forecast) -> Setting:
-    llm, options = job.llm, job.options
-    heartbeat = HEARTBEAT_ITERATIONS
-    if found.first_wave:
-        iterations = int(job.census.max_tokens[job.pending()[0]])  # the longest come first
-        heartbeat = max(1, min(heartbeat, round(HEARTBEAT_S * iterations / found.first_wave.seconds)))
-    budgets = dict(llm.budgets)
-    if llm.device.type == "cuda":
-        budgets["device"] = options.budgets.get("device")  # what is free on a GPU its own actor sees
-    return Setting(
-        options.model.resolve(), llm.policy, llm.device.type, llm.dtype, llm.hardware, llm.link_gb_per_s, budgets,
-        options.disk_dir and options.disk_dir.resolve(), options.disk_gb_per_s, found.layer_bytes,
-        format_of(options.input, options.format), job.url, options.sampling, options.seed, job.created, heartbeat,
-    )  # fmt: skip
-
-
-def _batches(job: Job, pending: np.ndarray, actors: int) -> Iterator[pa.Table]:
-    """The pending lines in the order of the work: waves, but small enough that every actor has its part."""
-    most = min(WINDOW, math.ceil(len(pending) / actors))
-    offsets, start = job.census.offsets, 0
+def _batches(requests: PendingRequests, pending: np.ndarray, offsets: np.ndarray, actors: int) -> Iterator[pa.Table]:
+    """Yield the pending lines in the order of the work, a wave at a time, in enough batches for all actors."""
+    max_requests = min(WINDOW, math.ceil(len(pending) / actors))
+    start = 0
     while start < len(pending):
-        window = pending[start : start + most]
-        count, _ = job.llm.first_wave(job.workload(window))
+        window = pending[start : start + max_requests]
+        count, _ = requests.llm.first_wave(requests.workload(window))
         places = window[:count]
         yield pa.table([[(places + 1).tolist()], [offsets[places].tolist()], [offsets[places + 1].tolist()]], BATCH)
         start += count
 
 
-def _pieces(crew: Crew, setting: Setting, path: Path, batches: Iterator[pa.Table]) -> Iterator[dict]:
-    """What the actors give, as it comes."""
-    ray.data.DataContext.get_current().target_max_block_size = 1  # each piece at once, not 128 MiB of them together
-    dataset = ray.data.from_arrow(list(batches))
+def _messages(crew: Crew, config: ActorConfig, path: Path, batches: Iterator[pa.Table]) -> Iterator[dict]:
+    """Yield the actors' messages as they come."""
+    ray.data.DataContext.get_current().target_max_block_size = 1  # each message at once, not 128 MiB of them together
     common = {"batch_size": 1, "batch_format": "pyarrow"}
-    dataset = dataset.map_batches(
-        _read, fn_args=(path,), num_cpus=0,  # the actors hold all CPUs
-        label_selector={"ray.io/node-id": ray.get_runtime_context().get_node_id()}, concurrency=1, **common,
-    )  # fmt: skip
+    dataset = ray.data.from_arrow(list(batches)).map_batches(
+        _read,
+        fn_args=(path,),
+        num_cpus=0,  # the actors hold all CPUs
+        label_selector={"ray.io/node-id": ray.get_runtime_context().get_node_id()},
+        concurrency=1,
+        **common,
+    )
     with warnings.catch_warnings():  # for max_task_retries Ray has no other name yet; setup.py says which Ray that is
         warnings.simplefilter("ignore", DeprecationWarning)
         dataset = dataset.map_batches(
-            Actor, fn_constructor_args=(setting,), num_cpus=crew.cpus, num_gpus=crew.gpus or None,
+            Actor,
+            fn_constructor_args=(config,),
+            num_cpus=crew.cpus,
+            num_gpus=crew.gpus or None,
             compute=ray.data.ActorPoolStrategy(size=crew.size, max_tasks_in_flight_per_actor=1),
-            runtime_env={"env_vars": ENVIRONMENT}, max_task_retries=MAX_RETRIES, **common,
-        )  # fmt: skip
+            runtime_env={"env_vars": ENVIRONMENT},
+            max_task_retries=MAX_RETRIES,
+            **common,
+        )
     for table in dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
         yield from table.to_pylist()
 
 
 def _read(batch: pa.Table, path: Path) -> pa.Table:
-    """The lines of a batch, on the machine that holds the input."""
+    """Read the lines of a batch, on the machine that holds the input."""
     (row,) = batch.to_pylist()
     with open(path, "rb") as file:
         lines = []
@@ -176,116 +176,111 @@ def _read(batch: pa.Table, path: Path) -> pa.Table:
     return pa.table([[row["numbers"]], [lines]], LINES)
 
 
-def _take(job: Job, piece: dict, progress: Progress) -> None:
-    """Write what is new in a piece: a batch that was done twice has answered some lines before."""
-    if piece["error"]:
-        raise InputError(piece["error"])
-    if piece["note"]:
-        progress.note(piece["note"])
-    answered = zip(piece["numbers"], piece["lines"], piece["tokens"], strict=True)
-    job.write([one for one in answered if job.states[one[0] - 1] == PENDING], progress)
-    progress.advance(piece["generated"])
+def _take(requests: PendingRequests, message: dict) -> None:
+    if message["error"]:
+        raise InputError(message["error"])
+    if message["note"]:
+        requests.note(message["note"])
+    answered = zip(message["numbers"], message["lines"], message["tokens"], strict=True)
+    requests.write([Answered(*fields) for fields in answered])
+    requests.advance(message["generated"])
 
 
 class Actor:
     """An executor with a model of its own, for batch after batch."""
 
-    def __init__(self, setting: Setting):
-        self.setting, self.trouble = setting, ""
+    def __init__(self, config: ActorConfig):
+        self.config, self.error = config, ""
         try:
-            self.llm = LLM(
-                setting.model, setting.policy, setting.device, setting.link_gb_per_s, setting.budgets["device"],
-                setting.budgets["host"], setting.dtype, setting.hardware, setting.disk_dir, setting.disk_gb_per_s,
-                setting.budgets["disk"],
-            )  # fmt: skip
-            load_weights(self.llm, setting.layer_bytes)
-            self.read = reader(setting.form, setting.url, self.llm, setting.sampling, setting.seed)
-        except InputError as error:  # told with the first batch: Ray starts an actor that raises again and again
-            self.trouble = _told(error)
+            self.llm = LLM.from_arguments(config.llm)
+            load_weights(self.llm, config.layer_bytes)
+            self.read = config.rules.reader(self.llm.codec)
+        except InputError as error:  # sent with the first batch: Ray starts an actor that raises again and again
+            self.error = _located(error)
 
     def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
-        """The pieces of a batch [1 row, LINES]; the same ones when it is done again, as Ray asks of retried work."""
-        if self.trouble:
-            yield _piece(error=self.trouble)
+        """Yield the messages of a batch [1 row, LINES]; the same ones when it is done again, as Ray asks of retries."""
+        if self.error:
+            yield _message(error=self.error)
             return
         (row,) = batch.to_pylist()
-        pieces: queue.SimpleQueue[pa.Table | BaseException | None] = queue.SimpleQueue()
-        part = Part(self.llm, self.read, self.setting, row, pieces.put)
+        messages: queue.SimpleQueue[pa.Table | BaseException | None] = queue.SimpleQueue()
+        requests = RemoteBatch(self.llm, self.read, self.config, row, messages.put)
 
         def answer() -> None:
             try:
-                answer_pending(part, part, StopAsked())
-                part.flush()
-                pieces.put(None)
+                answer_pending(requests, StopAsked())
+                requests.flush()
+                messages.put(None)
             except InputError as error:
-                part.flush()
-                pieces.put(_piece(error=_told(error)))
-                pieces.put(None)
-            except BaseException as error:  # handed on to the thread that Ray hears
-                pieces.put(error)
+                requests.flush()
+                messages.put(_message(error=_located(error)))
+                messages.put(None)
+            except BaseException as error:  # raised again in Ray's thread
+                messages.put(error)
 
         worker = threading.Thread(target=answer, name="answering")
         worker.start()
-        while (piece := pieces.get()) is not None:
-            if isinstance(piece, BaseException):
-                raise piece
-            yield piece
+        while (message := messages.get()) is not None:
+            if isinstance(message, BaseException):
+                raise message
+            yield message
         worker.join()
 
 
-class Part:
-    """A batch's lines as ``answering`` takes a job's, with its progress: what is answered is sent on in pieces."""
+class RemoteBatch:
+    """The lines of a batch as ``PendingRequests``; answers and progress are sent on in messages."""
 
-    def __init__(self, llm: LLM, read, setting: Setting, row: dict, send: Callable[[pa.Table], None]):
-        self.llm, self.setting, self.send = llm, setting, send
+    def __init__(self, llm: LLM, read: ReadLine, config: ActorConfig, row: dict, send: Callable[[pa.Table], None]):
+        self.llm, self.config, self.send = llm, config, send
         self._requests = {n: read(raw, n) for n, raw in zip(row["numbers"], row["lines"], strict=True)}
-        self._answered: list[tuple[int, bytes, int]] = []
+        self._answered: list[Answered] = []
         self._iterations, self._generated = 0, 0
 
     def pending(self) -> np.ndarray:
         return np.array(list(self._requests), dtype=np.int64) - 1
 
     def workload(self, places: np.ndarray) -> Workload:
-        most = self.llm.shape.max_context
-        requests = [self._requests[n] for n in (places + 1).tolist()]
-        prompts = np.array([len(one.token_ids) for one in requests])
-        limits = np.array([one.params.max_tokens or most for one in requests])
-        return Workload(prompts, np.minimum(limits, most - prompts))
+        max_context = self.llm.shape.max_context
+        requests = [self._requests[number] for number in (places + 1).tolist()]
+        prompts = np.array([len(request.token_ids) for request in requests])
+        limits = np.array([request.params.max_tokens or max_context for request in requests])
+        return Workload(prompts, np.minimum(limits, max_context - prompts))
 
     def request(self, number: int) -> Request:
         return self._requests[number]
 
     def line(self, number: int, request: Request, output: RequestOutput) -> bytes:
-        return answer_line(number, request, output, self.setting.url, self.setting.created)
+        return answer_line(number, request, output, self.config.rules.url or "", self.config.created)
 
     def check_input_unchanged(self) -> None:
-        """The job does."""
+        """Do nothing: the job checks."""
 
-    def write(self, answered: list[tuple[int, bytes, int]], progress: Part) -> None:
-        for number, _, _ in answered:
-            del self._requests[number]
+    def write(self, answered: list[Answered]) -> None:
+        for answer in answered:
+            del self._requests[answer.number]
         self._answered += answered
 
-    def advance(self, count: int) -> None:
-        """An iteration is over."""
+    def advance(self, num_tokens: int) -> None:
         self._iterations += 1
-        self._generated += count
-        if self._answered or self._iterations % self.setting.heartbeat == 0:
+        self._generated += num_tokens
+        if self._answered or self._iterations % self.config.heartbeat == 0:
             self.flush()
 
     def note(self, text: str) -> None:
-        self.send(_piece(note=text))
+        self.send(_message(note=text))
 
     def flush(self) -> None:
-        self.send(_piece(self._answered, self._generated))
+        """Send what has come since the last message."""
+        self.send(_message(self._answered, self._generated))
         self._answered, self._generated = [], 0
 
 
-def _told(error: InputError) -> str:
+def _located(error: InputError) -> str:
     return f"on {socket.gethostname()}: {error}"
 
 
-def _piece(answered: list = (), generated: int = 0, note: str = "", error: str = "") -> pa.Table:
-    """A table [1 row, PIECE]."""
+def _message(answered: Sequence[Answered] = (), generated: int = 0, note: str = "", error: str = "") -> pa.Table:
+    """Return a table [1 row, MESSAGE]."""
     numbers, lines, tokens = zip(*answered, strict=True) if answered else ((), (), ())
-    return pa.table([[numbers], [lines], [tokens], [generated], [note], [error]], PIECE)
+    return pa.table([[numbers], [lines], [tokens], [generated], [note], [error]], MESSAGE)

@@ -1,0 +1,24 @@
+"""The arguments of ``LLM`` as one value. Importing this loads neither torch nor transformers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from flexhybrid.core.hardware import Hardware
+from flexhybrid.core.policy import Policy
+
+
+@dataclass(frozen=True)
+class LLMArguments:
+    """What ``LLM(…)`` takes, to keep, to change with ``replace``, or to send to another process."""
+
+    model: str | Path
+    policy: str | Path | Policy = "auto"
+    device: str = "auto"
+    dtype: str = "auto"
+    hardware: Hardware | str | Path | None = None
+    budgets: dict[str, str | int | None] = field(default_factory=dict)  #: tier -> memory; absent or None: no limit
+    link_gb_per_s: float | None = None
+    disk_dir: str | Path | None = None
+    disk_gb_per_s: float | None = None

@@ -1,0 +1,84 @@
+"""What this machine is and has: names and memories, as its operating system tells them."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+import torch
+
+#: Files of a container's memory limit, in control groups of version 2 and 1.
+CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+
+
+#: Shares of the free host memory that budgets take where none is named. A CPU's device tier is host memory too.
+FREE_SHARES = {"cuda": {"host": 0.9}, "cpu": {"device": 0.45, "host": 0.45}}
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name that the device gives itself."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    model = ""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as info:
+            model = next((line.split(":")[1].strip() for line in info if line.startswith("model name")), "")
+    except OSError:
+        pass
+    # Virtual machines hide the model; what the products can use decides their speed.
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"{model or platform.processor() or 'CPU'} ({capability}), {torch.get_num_threads()} threads"
+
+
+def machine_memories(device: torch.device) -> dict[str, int | None]:
+    """Return the bytes of this machine's device_memory and host_memory (a disk's are recorded with its rates).
+
+    A container's limit counts as the host's memory. A CPU's device tier is host memory too: each tier gets half of it,
+    unless budgets say otherwise.
+    """
+    host = host_memory_bytes()
+    if device.type == "cuda":
+        return {"device_memory": torch.cuda.get_device_properties(device).total_memory, "host_memory": host}
+    half = None if host is None else host // 2
+    return {"device_memory": half, "host_memory": half}
+
+
+def host_memory_bytes(limits: tuple[Path, ...] = CGROUP_LIMITS) -> int | None:
+    """Return the physical memory, or less where ``limits``, files of a control group, say so; None when unknown."""
+    try:
+        sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    except (ValueError, OSError, AttributeError):
+        return None
+    for path in limits:
+        try:
+            sizes.append(int(path.read_text(encoding="ascii")))
+        except (OSError, ValueError):  # another version of control groups, or "max"
+            continue
+    return min(sizes)
+
+
+def free_host_bytes() -> int | None:
+    """Return the host memory that is free now, within a container's limit; None when unknown."""
+    size = host_memory_bytes()
+    try:
+        with open("/proc/meminfo", encoding="ascii") as info:
+            free = next(int(line.split()[1]) * 1024 for line in info if line.startswith("MemAvailable"))
+    except (OSError, StopIteration, ValueError):
+        return size
+    for limit in CGROUP_LIMITS:
+        used = limit.with_name("memory.current" if limit.name == "memory.max" else "memory.usage_in_bytes")
+        try:
+            free = min(free, int(limit.read_text(encoding="ascii")) - int(used.read_text(encoding="ascii")))
+        except (OSError, ValueError):
+            continue
+    return max(free, 1)
+
+
+def free_budgets(device: torch.device, sharers: int = 1) -> dict[str, int | None]:
+    """Return tier -> bytes of free host memory that one of ``sharers`` executors may use; empty where no memory is
+    known to be free."""
+    free = free_host_bytes()
+    return (
+        {} if free is None else {tier: int(free * share / sharers) for tier, share in FREE_SHARES[device.type].items()}
+    )

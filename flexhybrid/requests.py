@@ -1,0 +1,209 @@
+"""From prompts to token ids, and from generated tokens to completions: what one checkpoint makes of a request."""
+
+from __future__ import annotations
+
+import functools
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flexhybrid.core.errors import InputError, is_integer
+from flexhybrid.core.model.shape import ModelShape
+from flexhybrid.core.workload import Workload
+from flexhybrid.runtime.kernels.sampling import SamplingPlan
+from flexhybrid.sampling_params import SamplingParams, params_per_prompt
+from flexhybrid.text import Decode, StopWatch, answer_text
+
+CHARS_PER_TOKEN = 32  #: far more than a text's tokens have on average
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One completion. ``text`` is empty when the checkpoint has no tokenizer."""
+
+    index: int
+    text: str  #: without the token or text that ended it, unless include_stop_str_in_output asks for it
+    token_ids: list[int]  #: with the token that ended it
+    finish_reason: str  #: "stop" or "length"
+    stop_reason: int | str | None = None  #: the stop token id or stop text; None: end-of-sequence, or the length
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """A prompt and its completions (always one)."""
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+
+
+@dataclass(frozen=True)
+class Requests:
+    """Checked requests, in the order of ``prompts``."""
+
+    prompts: list  #: as they were given: texts or token ids
+    ids: list[list[int]]
+    params: list[SamplingParams]
+    workload: Workload
+    plan: SamplingPlan
+
+
+@dataclass
+class RequestCodec:
+    """Check and encode requests to a checkpoint; decode its answers. Without a ``tokenizer`` prompts are token ids."""
+
+    shape: ModelShape
+    folder: Path  #: of the checkpoint, for error messages
+    tokenizer: Any  #: transformers' tokenizer of the checkpoint, or None
+
+    def check(
+        self, prompt: str | list[int], params: SamplingParams, name: str = "the prompt", special_tokens: bool = True
+    ) -> list[int]:
+        """Return the prompt's token ids. Raise InputError, calling the prompt ``name``, for what cannot be run.
+
+        ``special_tokens`` False: the text already holds them, as a chat template's does.
+        """
+        if isinstance(prompt, np.ndarray):
+            prompt = prompt.tolist()
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise InputError(f"{name} is text, but {self.folder} has no tokenizer files; give token ids")
+            ids = self._encode(prompt, name, special_tokens) if prompt else []
+        elif isinstance(prompt, (list, tuple)) and all(is_integer(token) for token in prompt):
+            ids = [int(token) for token in prompt]
+        else:
+            raise InputError(f"{name} must be a text or a list of token ids, not {str(prompt)[:60]!r}")
+        if not ids:
+            raise InputError(f"{name} is empty")
+        if len(ids) >= self.shape.max_context:
+            raise self._too_long(f"{name} has {len(ids)} tokens")
+        if min(ids) < 0 or max(ids) >= self.shape.vocab:
+            bad = next(token for token in ids if not 0 <= token < self.shape.vocab)
+            raise InputError(f"{name} holds token id {bad}; the vocabulary is 0 … {self.shape.vocab - 1}")
+        self._held_ids(params, name)
+        return ids
+
+    def _encode(self, text: str, name: str, special_tokens: bool) -> list[int]:
+        encode = functools.partial(self.tokenizer, verbose=False, add_special_tokens=special_tokens)
+        limit = self.shape.max_context
+        try:
+            # A tokenizer takes minutes and gigabytes for a text of many megabytes: its beginning shows the length.
+            head = text[: CHARS_PER_TOKEN * limit]
+            if len(text) > len(head) and len(encode(head)["input_ids"]) > 2 * limit:
+                raise self._too_long(f"{name} has {len(text)} characters, more than {2 * limit} tokens")
+            return encode(text)["input_ids"]
+        except (UnicodeError, TypeError):
+            raise InputError(f"{name} cannot be encoded: it holds half of a surrogate pair, which is no text") from None
+
+    def _too_long(self, size: str) -> InputError:
+        limit = self.shape.max_context
+        room = f"{limit} positions"
+        if limit < self.shape.max_positions:
+            room = f"a sliding window of {limit} tokens, beyond which it cannot be run"
+        return InputError(f"{size}; model {self.shape.name} has {room}, and at least one must be left for the answer")
+
+    def _held_ids(self, params: SamplingParams, name: str) -> tuple[int, ...]:
+        """Return the token ids that the first min_tokens tokens may not be. Raise InputError for stop conditions that
+        this checkpoint cannot check."""
+        vocab = self.shape.vocab
+        if wrong := [token for token in params.stop_token_ids if token >= vocab]:
+            raise InputError(f"stop_token_ids of {name} holds token id {wrong[0]}; the vocabulary is 0 … {vocab - 1}")
+        if params.stop and self.tokenizer is None:
+            raise InputError(f"{name} has stop texts, but {self.folder} has no tokenizer files; give stop_token_ids")
+        if not params.min_tokens:
+            return ()
+        # vLLM holds the end-of-sequence back even when ignore_eos lets it pass later.
+        held = tuple(sorted(t for t in {*params.stop_token_ids, *self.shape.eos_token_ids} if t < vocab))
+        if len(held) == vocab:
+            raise InputError(f"stop_token_ids of {name} leaves no token for its first min_tokens")
+        return held
+
+    def encode(self, prompts: Iterable, sampling_params: SamplingParams | Iterable[SamplingParams] | None) -> Requests:
+        """Return checked requests of ``LLM.generate``'s arguments. Raise InputError for what cannot be run."""
+        if isinstance(prompts, (str, bytes, dict)) or not isinstance(prompts, Iterable):
+            raise InputError(
+                f"prompts must be a list of texts or of token-id lists, not {type(prompts).__name__}: write "
+                "generate([prompt])"
+            )
+        plain = [plain_prompt(prompt) for prompt in prompts]
+        shared = sampling_params is None or isinstance(sampling_params, SamplingParams)
+        params = params_per_prompt(sampling_params, len(plain))
+        ids = [self.check(prompt, wanted, f"prompt {i}") for i, (prompt, wanted) in enumerate(zip(plain, params))]
+        room = [self.shape.max_context - len(prompt_ids) for prompt_ids in ids]
+        limits = [min(wanted.max_tokens or left, left) for wanted, left in zip(params, room)]
+        workload = Workload(np.array([len(prompt_ids) for prompt_ids in ids]), np.array(limits))
+        return Requests(plain, ids, params, workload, self._sampling_plan(ids, params, shared))
+
+    def _sampling_plan(self, prompts: list[list[int]], params: list[SamplingParams], shared: bool) -> SamplingPlan:
+        """Return the sampling parameters as arrays.
+
+        ``shared``: one SamplingParams serves all requests. Its seed then gives each request random numbers of its own.
+        """
+        call_seed = secrets.randbits(63)
+        starts = [len(ids) + wanted.min_tokens for ids, wanted in zip(prompts, params)]
+        return SamplingPlan(
+            temperature=np.array([wanted.temperature for wanted in params], dtype=np.float64),
+            top_k=np.array([wanted.top_k for wanted in params], dtype=np.int64),
+            top_p=np.array([wanted.top_p for wanted in params], dtype=np.float64),
+            min_p=np.array([wanted.min_p for wanted in params], dtype=np.float64),
+            seeds=np.array([call_seed if wanted.seed is None else wanted.seed for wanted in params], dtype=np.uint64),
+            request_ids=np.array([i if shared or wanted.seed is None else 0 for i, wanted in enumerate(params)]),
+            min_positions=np.array(starts),
+            held_ids=tuple(self._held_ids(wanted, f"prompt {i}") for i, wanted in enumerate(params)),
+        )
+
+    def stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        """Return the token ids that end an answer."""
+        return frozenset(params.stop_token_ids).union(() if params.ignore_eos else self.shape.eos_token_ids)
+
+    def stop_watch(self, prompt_ids: list[int], params: SamplingParams) -> StopWatch:
+        """Return the search for the stop texts of ``params`` in one answer."""
+        return StopWatch(self._decoder(params), prompt_ids, params.stop, params.min_tokens)
+
+    def completion(
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        token_ids: list[int],
+        stop: int | str | None,
+        watch: StopWatch | None,
+    ) -> CompletionOutput:
+        """Return what vLLM reports: the text without what ended it, and no stop_reason for an end-of-sequence.
+
+        ``stop``: the token id or text that ended the answer; None: its length did.
+        """
+        included = params.include_stop_str_in_output
+        if self.tokenizer is None:
+            text = ""
+        elif watch is not None and isinstance(stop, str):
+            text = watch.text[: watch.stop_start + len(stop) * included]
+        else:
+            shown = token_ids if stop is None or included else token_ids[:-1]
+            text = answer_text(self._decoder(params), prompt_ids, shown)
+        ended = not params.ignore_eos and stop in self.shape.eos_token_ids
+        return CompletionOutput(0, text, token_ids, "length" if stop is None else "stop", None if ended else stop)
+
+    def _decoder(self, params: SamplingParams) -> Decode:
+        return functools.partial(self.tokenizer.decode, skip_special_tokens=params.skip_special_tokens)
+
+
+def plain_prompt(prompt):
+    """Return the text or the token ids in vLLM's {"prompt": …} and {"prompt_token_ids": …}; other prompts unchanged."""
+    packed = isinstance(prompt, dict) and prompt.keys() in ({"prompt"}, {"prompt_token_ids"})
+    return next(iter(prompt.values())) if packed else prompt
+
+
+def load_tokenizer(path: Path):
+    """Return the checkpoint's tokenizer, from local files only; None when there are none."""
+    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # transformers raises many kinds for a broken tokenizer file
+        raise InputError(f"cannot load the tokenizer of {path}: {str(error).splitlines()[0]}") from None
