@@ -48,8 +48,13 @@ class Requests:
     prompts: list  #: as they were given: texts or token ids
     ids: list[list[int]]
     params: list[SamplingParams]
-    workload: Workload
+    max_tokens: list[int]  #: of each answer, within the positions behind its prompt
     plan: SamplingPlan
+
+    @property
+    def workload(self) -> Workload:
+        """The lengths of the requests. Raises InputError when there are none."""
+        return Workload(np.array([len(prompt_ids) for prompt_ids in self.ids]), np.array(self.max_tokens))
 
 
 @dataclass
@@ -135,8 +140,7 @@ class RequestCodec:
         ids = [self.check(prompt, wanted, f"prompt {i}") for i, (prompt, wanted) in enumerate(zip(plain, params))]
         room = [self.shape.max_context - len(prompt_ids) for prompt_ids in ids]
         limits = [min(wanted.max_tokens or left, left) for wanted, left in zip(params, room)]
-        workload = Workload(np.array([len(prompt_ids) for prompt_ids in ids]), np.array(limits))
-        return Requests(plain, ids, params, workload, self._sampling_plan(ids, params, shared))
+        return Requests(plain, ids, params, limits, self._sampling_plan(ids, params, shared))
 
     def _sampling_plan(self, prompts: list[list[int]], params: list[SamplingParams], shared: bool) -> SamplingPlan:
         """Return the sampling parameters as arrays.

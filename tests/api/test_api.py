@@ -118,7 +118,7 @@ def test_stop_token_ids_and_min_tokens(tiny):
     assert exactly == out
     # The model's own end: no reason is given, unless it is asked for while ignored.
     shape = llm.shape
-    llm.shape = dataclasses.replace(shape, eos_token_ids=(free[place],))
+    llm.codec.shape = dataclasses.replace(shape, eos_token_ids=(free[place],))
     out = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=12))[0].outputs[0]
     assert (out.token_ids, out.finish_reason, out.stop_reason) == (free[: place + 1], "stop", None)
     out = llm.generate([prompt], SamplingParams(**greedy))[0].outputs[0]
@@ -165,7 +165,7 @@ def test_special_tokens_are_shown_on_request(cpu_dtype):
     llm = LLM(shipped.CHECKPOINT, policy="kv_only", device="cpu")
     eos = llm.shape.eos_token_ids[0]
     special = llm.tokenizer.decode([eos])
-    llm.shape = dataclasses.replace(llm.shape, eos_token_ids=())
+    llm.codec.shape = dataclasses.replace(llm.shape, eos_token_ids=())
     shown = {}
     for skip in (True, False):
         params = SamplingParams(temperature=0, max_tokens=3, stop_token_ids=[eos], skip_special_tokens=skip,
