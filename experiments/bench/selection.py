@@ -29,8 +29,7 @@ from flexhybrid.jobs.profile.job import TIMING_SHAPE
 from flexhybrid.runtime.engine import Engine
 from flexhybrid.runtime.executor import Executor
 from flexhybrid.runtime.profiling.cpu_use import MOST_OTHERS
-from flexhybrid.runtime.profiling.profile import Run as ProfileRun
-from flexhybrid.runtime.profiling.profile import profile
+from flexhybrid.runtime.profiling.profile import ProfileRun, profile
 from flexhybrid.runtime.session import Session
 from flexhybrid.runtime.storage.loader import RandomWeights
 from flexhybrid.runtime.storage.weights import Weights

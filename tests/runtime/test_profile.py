@@ -17,7 +17,7 @@ from flexhybrid.core.trace import TraceEvent
 from flexhybrid.runtime.profiling import cpu_use
 from flexhybrid.runtime.profiling import profile as profiling
 from flexhybrid.runtime.profiling.cpu_use import CpuUse
-from flexhybrid.runtime.profiling.profile import Run, Stretch, kernel_times, usually_left
+from flexhybrid.runtime.profiling.profile import ProfileRun, Stretch, kernel_times, mean_left
 from policy_search.fit import fit_hardware
 
 
@@ -33,7 +33,7 @@ def test_a_profile_takes_as_many_requests_as_the_budgets_hold(cpu_dtype, monkeyp
     monkeypatch.setattr(profiling, "Engine", watched)
     monkeypatch.setattr(profiling, "LINK_SECONDS", 0.0)  # how long anything takes is not what this is about
     monkeypatch.setattr(profiling, "DECODE_SECONDS", 0.0)
-    runs = (Run(8, 48, 4, {"kv@host": 0.5, "act@host": 0.5}),)
+    runs = (ProfileRun(8, 48, 4, {"kv@host": 0.5, "act@host": 0.5}),)
 
     def measured(budgets) -> tuple[set[str], int]:
         planned.clear()
@@ -54,7 +54,7 @@ def test_kernels_alone_have_lines_of_their_own_where_the_device_holds_all(cpu_dt
     monkeypatch.setattr(profiling, "LINK_SECONDS", 0.0)  # how long anything takes is not what this is about
     monkeypatch.setattr(profiling, "DECODE_SECONDS", 0.0)
     shape = ModelShape("small", "opt", 2, 64, 2, 2, 32, 128, 100, 96)
-    runs = (Run(2, 32, 2, {"kv@host": 0.5, "act@host": 0.5}), profiling.ALONE[0])
+    runs = (ProfileRun(2, 32, 2, {"kv@host": 0.5, "act@host": 0.5}), profiling.ALONE[0])
 
     def measured(budgets) -> Hardware:
         samples = profiling.profile(shape, "float32", torch.device("cpu"), runs=runs, budgets=budgets).samples
@@ -78,11 +78,11 @@ def test_what_a_host_steals_is_spread_evenly_over_a_profile():
         return Stretch(trace, 10 * seconds, left, alone=False)
 
     robbed, spared = stretch(2.0, 0.5), stretch(1.0, 1.0)
-    usual = usually_left([robbed, spared])
-    assert usual == (20 * 0.5 + 10) / 30
-    found = kernel_times([robbed, spared], usual, "cpu")
+    mean_share = mean_left([robbed, spared])
+    assert mean_share == (20 * 0.5 + 10) / 30
+    found = kernel_times([robbed, spared], mean_share, "cpu")
     assert found == {("finish", 7, 5): [1.5, 1.5], ("attend_host", 7, 5): [1.5, 1.5], ("load_kv", 7, 3): [2.0, 1.0]}
-    found = kernel_times([robbed, spared], usual, "cuda")
+    found = kernel_times([robbed, spared], mean_share, "cuda")
     assert found["finish", 7, 5] == [2.0, 1.0] and found["attend_host", 7, 5] == [1.5, 1.5]
 
 

@@ -1,4 +1,4 @@
-"""What of the processor's time this process did not get."""
+"""The processor time that other processes, and the host of a virtual machine, took from this process."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import os
 import time
 from dataclasses import dataclass
 
-STEAL = 7  #: of the first line of /proc/stat, its name not counted
-MOST_STOLEN = 0.75  #: beyond it cores stand still at the same time, and the sum of what they lose says nothing
-MOST_OTHERS = 0.05  #: share of the cores that others may use in a clean round (the house bar)
+STEAL = 7  #: index of the stolen time in the first line of /proc/stat, without its name
+MOST_STOLEN = 0.75  #: above this, cores stand still at the same time, and the sum of their stolen time means nothing
+MOST_OTHERS = 0.05  #: share of the cores that other processes may use in an undisturbed round
 
 
 @dataclass(frozen=True)
 class CpuUse:
-    """Processor time since boot, in seconds; None where /proc does not tell."""
+    """Processor time since boot, in seconds; None where /proc/stat is missing."""
 
     everyone_s: float | None  #: used by all processes here, or taken by the host
     stolen_s: float | None  #: taken by the host while a process here was ready to run
@@ -31,20 +31,20 @@ class CpuUse:
         return CpuUse(everyone, stolen, time.process_time(), time.perf_counter())
 
     def others_since(self, before: CpuUse) -> float | None:
-        """Share of all cores that other processes, and the host, used between the two readings."""
-        if self.everyone_s is None or before.everyone_s is None:
+        """Return the share of all cores that other processes and the host used between two readings."""
+        if self.everyone_s is None or before.everyone_s is None or self.stolen_s is None or before.stolen_s is None:
             return None
         stolen = self.stolen_s - before.stolen_s
-        # Some kernels count what was stolen from a process as used by it.
+        # Some kernels count the time stolen from a process as used by it.
         others = max(stolen, self.everyone_s - before.everyone_s - (self.own_s - before.own_s))
         return max(0.0, others) / max(1e-9, (self.at_s - before.at_s) * (os.cpu_count() or 1))
 
     def left_since(self, before: CpuUse) -> float:
-        """Share of the time between two readings that a task would have taken had the host stolen nothing, in (0, 1].
+        """Return the share (0, 1] of the time between two readings that a task would have taken without stolen time.
 
-        A virtual machine's core stands still while its host runs somebody else on it, and threads that work on one task
-        wait for the one that does: the seconds stolen from any of them are lost to it one after the other. Products of
-        48 rows on two stolen cores took 1,240 to 1,970 µs at 9 to 27 % of them stolen, this share of it 860 to 1,010.
+        A core of a virtual machine stands still while the host runs another machine on it, and the threads of a task
+        wait for each other, so the seconds stolen from every core add up. Matrix products of 48 rows on two cores took
+        1,240 to 1,970 µs while 9 to 27 % of the cores were stolen; multiplied by this share, 860 to 1,010 µs.
         """
         if self.stolen_s is None or before.stolen_s is None:
             return 1.0

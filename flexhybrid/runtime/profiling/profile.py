@@ -1,12 +1,12 @@
-"""Samples of this machine under load: the executor's own tasks, timed while the link copies.
+"""Samples of this machine under load: the executor's tasks, timed while the link copies.
 
-Kernels beside a busy link are slower than alone (on two CPU cores by a third), so nothing is timed by itself: whole
-runs of a small model are made at several sizes and every task's time is taken from their traces; a few more, in which
-all lies on the device, give lines of their own for policies that move nothing. Each size is measured in two
-passes at different times, their mean stands for it, and sizes whose passes disagree are named. The mean counts within a
-pass, too: on a CPU the link's copies interrupt one kernel in a few, and a quantile would not see them. The better pass
-alone made seventeen predictions of eighteen come early: a run is long enough to see a machine's bad moments.
-Lines through the samples are fitted elsewhere (policy_search.fit).
+Kernels beside a busy link are slower than alone (on two CPU cores by a third), so no kernel is timed alone. A small
+model runs at several sizes, and the seconds of every task come from the traces. A few further runs keep all data on the
+device; they give separate lines for policies that move nothing. Each size is measured in two passes at different times,
+the mean of both is its sample, and sizes whose passes disagree are reported. Within a pass the mean counts as well: on
+a CPU the link's copies interrupt every few kernels, which a quantile would miss. With the better pass alone, seventeen
+of eighteen predictions were too early, because a run is long enough to meet a machine's slow moments.
+``policy_search.fit`` fits lines through the samples.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ from flexhybrid.runtime.storage.loader import RandomWeights
 from flexhybrid.runtime.storage.weights import Weights, WeightSlots
 
 
-class Run(NamedTuple):
-    """One profiling run: a policy's fields beside its mini-batch bound, and the batch it is run with."""
+class ProfileRun(NamedTuple):
+    """One profiling run: its requests, and the policy's fields except the mini-batch bound."""
 
     requests: int
     context: int
     per_mini_batch: int  #: requests
     cache: dict[str, float]
-    other: dict = {}  #: the policy's other fields
+    other: dict = {}  #: the policy's fields other than cache; weights lie on the host unless named here
 
 
-def _mix(requests: int, context: int, act: float, per_mini_batch: int) -> Run:
-    return Run(requests, context, per_mini_batch, {"kv@host": 1 - act, "act@host": act})
+def _mix(requests: int, context: int, act: float, per_mini_batch: int) -> ProfileRun:
+    return ProfileRun(requests, context, per_mini_batch, {"kv@host": 1 - act, "act@host": act})
 
 
-#: Mini-batches from 250 to 8,000 tokens, all mixes, and one to four mini-batches, so that slices of weights differ too.
+#: One to four mini-batches of 250 to 8,000 tokens and all mixes; slices of weights differ in size with their number.
 MIXES = (
     _mix(4, 128, 0.50, 2),
     _mix(16, 256, 1.00, 4),
@@ -69,42 +69,42 @@ MIXES = (
 _PACKED = Bits(weights=4, kv=4, act=4)
 _HALF = {"kv@host": 0.5, "act@host": 0.5}
 
-#: What other systems do besides: four bits, attention and hidden states on the host, a cache on the device, a prefix
-#: computed anew. A line holds for one number of bits, and eight cost less a byte: the systems that pack take four. Runs
-#: with the same bits follow one another: each change makes the weights anew.
+#: Fields of other systems: four bits, attention and hidden states on the host, a cache on the device, a recomputed
+#: prefix. A line holds for one number of bits (eight cost less per byte); systems that quantize use four. Runs with
+#: equal bits are consecutive, because each change loads the weights again.
 OTHERS = (
-    Run(4, 256, 2, {"kv@host": 1.0}, {"attention": "host"}),
-    Run(8, 512, 4, {"kv@host": 1.0}, {"attention": "host"}),
-    Run(4, 128, 2, {"tok": 0.25, "kv@device": 0.75}, {"hidden": "host"}),
-    Run(8, 256, 4, {"tok": 0.25, "kv@device": 0.75}, {"hidden": "host"}),
-    Run(4, 128, 2, _HALF, {"bits": _PACKED}),
-    Run(8, 256, 4, _HALF, {"bits": _PACKED}),
+    ProfileRun(4, 256, 2, {"kv@host": 1.0}, {"attention": "host"}),
+    ProfileRun(8, 512, 4, {"kv@host": 1.0}, {"attention": "host"}),
+    ProfileRun(4, 128, 2, {"tok": 0.25, "kv@device": 0.75}, {"hidden": "host"}),
+    ProfileRun(8, 256, 4, {"tok": 0.25, "kv@device": 0.75}, {"hidden": "host"}),
+    ProfileRun(4, 128, 2, _HALF, {"bits": _PACKED}),
+    ProfileRun(8, 256, 4, _HALF, {"bits": _PACKED}),
 )
 
-#: All of it on the device: what verbs take while nothing crosses the link.
+#: Everything on the device: verbs run while nothing crosses the link.
 _RESIDENT = {"kv@device": 1.0}, {"weights": Placement(device=1.0)}
 ALONE = (
-    Run(4, 128, 2, *_RESIDENT),
-    Run(16, 256, 8, *_RESIDENT),
-    Run(96, 64, 96, *_RESIDENT),  # a file's requests are many in a mini-batch
-    Run(48, 256, 16, *_RESIDENT),
+    ProfileRun(4, 128, 2, *_RESIDENT),
+    ProfileRun(16, 256, 8, *_RESIDENT),
+    ProfileRun(96, 64, 96, *_RESIDENT),  # jobs over files have large mini-batches
+    ProfileRun(48, 256, 16, *_RESIDENT),
 )
 RUNS = MIXES + OTHERS + ALONE
-SHORTEST = 32  #: tokens, to which a context is cut at most
-#: Times the median: a stranger's doing, left out of the mean. Not three: in a job one short task in ten waits that long
-#: for a thread or for Python's lock, which made predictions early.
+SHORTEST = 32  #: tokens of a context, below which no context is cut
+#: Times the median: longer samples are left out of the mean, as disturbed by other processes. Not three times: in a job
+#: one short task in ten waits that long for a thread or for Python's lock, and predictions were too early.
 OUTLIER = 10.0
-DISAGREE = 1.15  #: passes further apart than this are reported
-DECODE_SECONDS, DECODES = 0.4, 5  #: of each run and pass: a small model's few steps could all fall in a good moment
+DISAGREE = 1.15  #: ratio of two passes above which they are reported
+DECODE_SECONDS, DECODES = 0.4, 5  #: of each run and pass: the few steps of a small model could miss slow moments
 LINK_SIZES = tuple(1 << n for n in range(16, 25, 2))  #: bytes, 64 KiB to 16 MiB
-LINK_SECONDS = 0.06  #: copies of one size go back to back for about this long
+LINK_SECONDS = 0.06  #: approximate time of the copies of one size, back to back
 
 Sample = tuple[float, float, float]  #: (flops, bytes, seconds)
 
 
 @dataclass
 class ProfileSamples:
-    """Samples per line key, what the two passes disagreed on, and the faster compute dtype (CPU; else None)."""
+    """Samples by line key, disagreements of the two passes, and the faster compute dtype (on a CPU; else None)."""
 
     samples: dict[str, list[Sample]] = field(default_factory=dict)
     disagreements: list[str] = field(default_factory=list)
@@ -112,7 +112,7 @@ class ProfileSamples:
 
 
 def faster_cpu_dtype(shape: ModelShape) -> str:
-    """float32 or bfloat16: whichever multiplies KV-Gen's matrices faster here."""
+    """Return "float32" or "bfloat16", whichever multiplies KV-Gen's matrices faster on this CPU."""
     return _faster_product(shape.hidden, shape.kv_width)
 
 
@@ -136,49 +136,49 @@ def profile(
     dtype: str,
     device: torch.device,
     link_gb_per_s: float | None = None,
-    on_progress: Callable[[], None] | None = None,
-    runs: Sequence[Run] = RUNS,
+    on_progress: Callable[[], object] | None = None,
+    runs: Sequence[ProfileRun] = RUNS,
     budgets: dict[str, int | None] | None = None,
 ) -> ProfileSamples:
-    """Measure this machine for models of this shape (two of its layers are run, with random weights).
+    """Measure this machine for models of this shape, by runs of two of its layers with random weights.
 
-    ``on_progress`` is called 2 · len(runs) times. Contexts are cut to the model's positions, and runs to what
-    ``budgets`` hold (bytes a tier). Runs that the executor refuses for this model (rows that do not pack) are left out,
-    and their verbs have no line.
+    ``on_progress`` is called 2 · len(runs) times. Contexts are cut to the model's positions, and runs to ``budgets``
+    (bytes by tier). Runs that the executor refuses for this model (rows that do not pack) are left out, and their verbs
+    have no line.
     """
     small = replace(shape, num_layers=2)
-    placed: dict[object, tuple[Weights, WeightSlots]] = {}  # of the bits and places at hand
+    placed: dict[object, tuple[Weights, WeightSlots]] = {}  # of the latest bits and placement
 
     def weights_of(policy: Policy) -> tuple[Weights, WeightSlots]:
-        which = policy.bits.weights, policy.weights
-        if which not in placed:
-            placed.clear()  # one set at a time: both may be more than the budgets hold
+        key = policy.bits.weights, policy.weights
+        if key not in placed:
+            placed.clear()  # one set at a time: two may exceed the budgets
             weights = Weights(small, RandomWeights(small, device=device.type), dtype, device, policy)
-            placed[which] = weights, weights.make_slots()
-        return placed[which]
+            placed[key] = weights, weights.make_slots()
+        return placed[key]
 
     passes: tuple[list[Stretch], list[Stretch]] = [], []
     links: list[list] = []
     for stretches in passes:
         for run in runs:
             stretches += _run(small, weights_of, run, link_gb_per_s, budgets or {})
-            gc.collect()  # of a run that is over, circles keep the buffers
+            gc.collect()  # reference cycles of a finished run keep its buffers
             if on_progress:
                 on_progress()
         links.append(_link_samples(device, link_gb_per_s))
-    usual = usually_left(sum(passes, []))
+    mean_share = mean_left([*passes[0], *passes[1]])
     typical = []
-    for stretches, of_links in zip(passes, links, strict=True):
-        found = kernel_times(stretches, usual, device.type)
-        for key, seconds in of_links:
-            found.setdefault(key, []).append(seconds)
-        typical.append({key: _typical(times) for key, times in found.items()})
+    for stretches, link_samples in zip(passes, links, strict=True):
+        times = kernel_times(stretches, mean_share, device.type)
+        for key, seconds in link_samples:
+            times.setdefault(key, []).append(seconds)
+        typical.append({key: _typical(samples) for key, samples in times.items()})
     result = typical_of_passes(*typical)
-    # Verbs without samples of their own only move memory: as assemble does on the device, as scatter does on the host.
+    # Verbs without samples only move memory, like assemble on the device and scatter on the host.
     result.samples["compute"] = result.samples["assemble"]
     result.samples["host_compute"] = result.samples["scatter"]
     if "dequantize_weights" in result.samples:
-        # All layers are of one size, which gives no slope: that is the one of keys and values, unpacked alike.
+        # All layers have one size, which gives no slope. Keys and values are dequantized at the same rate.
         result.samples["dequantize_weights"] += result.samples["dequantize_kv"]
     if device.type == "cpu":
         result.faster_dtype = faster_cpu_dtype(shape)
@@ -186,42 +186,42 @@ def profile(
 
 
 class Stretch(NamedTuple):
-    """What ran in one go."""
+    """The trace of one call of the executor."""
 
     trace: list[TraceEvent]
     seconds: float
-    left: float  #: share of them in which the host stole nothing (``CpuUse.left_since``)
-    alone: bool  #: nothing crossed the link
+    left: float  #: share of the seconds that the host did not steal (``CpuUse.left_since``)
+    alone: bool  #: whether nothing crossed the link
 
 
-def usually_left(stretches: Sequence[Stretch]) -> float:
-    """Share of all their seconds in which the host stole nothing."""
-    whole = sum(one.seconds for one in stretches)
-    return sum(one.seconds * one.left for one in stretches) / whole if whole else 1.0
+def mean_left(stretches: Sequence[Stretch]) -> float:
+    """Return the share of the seconds of all stretches that the host did not steal."""
+    total_s = sum(stretch.seconds for stretch in stretches)
+    return sum(stretch.seconds * stretch.left for stretch in stretches) / total_s if total_s else 1.0
 
 
-def kernel_times(stretches: Sequence[Stretch], usual: float, device: str) -> dict[tuple, list[float]]:
-    """{(line key, flops, bytes): seconds of each such task}, those of the CPU's own kernels as if in each stretch so
-    much had been left to them as usual.
+def kernel_times(stretches: Sequence[Stretch], mean_share: float, device: str) -> dict[tuple, list[float]]:
+    """Return {(line key, flops, bytes): seconds of each such task}.
 
-    A host steals nothing in one second and half of a core in the next. Without this two profiles of one virtual machine
-    were 11.5 and 17.8 s apart on one job; with it, they are as far apart as what they say of the host's usual greed.
+    The seconds of kernels on the CPU are scaled to ``mean_share``, the mean share of time that the host left (a host
+    steals nothing in one second and half of a core in the next). Without the scaling, two profiles of one virtual
+    machine predicted 11.5 and 17.8 s for one job; with it, they differ only by their mean shares.
     """
     on_cpu = {"host_compute", "compute"} if device == "cpu" else {"host_compute"}
-    found: dict[tuple, list[float]] = {}
+    times: dict[tuple, list[float]] = {}
     for stretch in stretches:
         for task, start, end in stretch.trace:
             if (key := _line_key(task)) is None:
                 continue
             key += ALONE_SUFFIX * stretch.alone
             bytes_ = task.work.link_bytes if task.resource in LINKS else task.work.memory_bytes
-            share = stretch.left / usual if task.resource in on_cpu else 1.0
-            found.setdefault((key, task.work.flops, bytes_), []).append((end - start) * share)
-    return found
+            share = stretch.left / mean_share if task.resource in on_cpu else 1.0
+            times.setdefault((key, task.work.flops, bytes_), []).append((end - start) * share)
+    return times
 
 
 def typical_of_passes(first: dict[tuple, float], second: dict[tuple, float]) -> ProfileSamples:
-    """Samples of what both passes measured, {(line key, flops, bytes): seconds}: their mean, and disagreements."""
+    """Return the mean of both passes, {(line key, flops, bytes): seconds}, and their disagreements."""
     result = ProfileSamples()
     for key in sorted(first.keys() & second.keys()):
         name, flops, num_bytes = key
@@ -235,25 +235,31 @@ def typical_of_passes(first: dict[tuple, float], second: dict[tuple, float]) -> 
     return result
 
 
-def _typical(times: list[float]) -> float:
-    """Mean without outliers."""
-    times = np.array(times)
+def _typical(samples: list[float]) -> float:
+    """Return the mean without outliers."""
+    times = np.array(samples)
     return float(times[times <= OUTLIER * np.median(times)].mean())
 
 
 def _line_key(task: Task) -> str | None:
-    """One line a verb; stores take d2h's: a decode step's few rows say nothing about a link. A selection's work after
-    the prompt goes by the line of its guesses."""
+    """Return the key of a task's line: its verb.
+
+    None for stores, whose few rows per decode step say nothing about a link (they use d2h's line), and for a
+    selection's work after the prompt (it uses the line of the guesses).
+    """
     after_prompt = task.verb == "speculate" and not task.iteration
     return None if task.verb.startswith("store_") or after_prompt else task.verb
 
 
 def _run(
-    shape: ModelShape, weights_of: Callable[[Policy], tuple[Weights, WeightSlots]], run: Run,
-    link_gb_per_s: float | None, budgets: dict[str, int | None],
-) -> list[Stretch]:  # fmt: skip
-    """Prefill and three decode iterations of one to four mini-batches, and these again, up to ``DECODES`` times, until
-    they took ``DECODE_SECONDS``; nothing where the model cannot run so, or the device cannot hold all of it."""
+    shape: ModelShape,
+    weights_of: Callable[[Policy], tuple[Weights, WeightSlots]],
+    run: ProfileRun,
+    link_gb_per_s: float | None,
+    budgets: dict[str, int | None],
+) -> list[Stretch]:
+    """Run the prefill and three decode iterations, then repeat the decode, up to ``DECODES`` times, for
+    ``DECODE_SECONDS``. Return no stretch where the executor refuses the model or the device cannot hold all of it."""
     alone, run = run in ALONE, run._replace(context=min(run.context, shape.max_positions - 4))
     policy = _policy(run)
     try:
@@ -261,13 +267,13 @@ def _run(
     except InputError:
         return []
     weights, slots = weights_of(policy)
-    p, device = weights.bytes_per_element, weights.device.type
-    wave, sizes = _planned(shape, run, p)
-    while not fits(memory_plan(shape, wave.policy, p, sizes, device), budgets) and (fewer := _halved(run)) != run:
+    width, device = weights.bytes_per_element, weights.device.type
+    wave, sizes = _planned(shape, run, width)
+    while not fits(memory_plan(shape, wave.policy, width, sizes, device), budgets) and (fewer := _halved(run)) != run:
         run = fewer
-        wave, sizes = _planned(shape, run, p)
-    if wave.policy.stays_on_device and not fits(memory_plan(shape, wave.policy, p, sizes, device), budgets):
-        return []  # nor will a job
+        wave, sizes = _planned(shape, run, width)
+    if wave.policy.stays_on_device and not fits(memory_plan(shape, wave.policy, width, sizes, device), budgets):
+        return []  # no job will fit either
     session = Session(Engine(weights, wave.policy, sizes, link_gb_per_s, slots=slots), wave)
 
     def timed(action: Callable[[], list[TraceEvent]]) -> Stretch:
@@ -283,28 +289,28 @@ def _run(
     return stretches
 
 
-def _policy(run: Run) -> Policy:
+def _policy(run: ProfileRun) -> Policy:
     bound = run.per_mini_batch * (run.context + 48)
-    rest = {"weights": Placement(host=1.0)} | run.other
-    return Policy(cache=run.cache, max_mini_batch_tokens=bound, **rest)
+    on_host = Policy(cache=run.cache, max_mini_batch_tokens=bound, weights=Placement(host=1.0))
+    return replace(on_host, **run.other)
 
 
-def _planned(shape: ModelShape, run: Run, bytes_per_element: int) -> tuple[Wave, BufferSizes]:
+def _planned(shape: ModelShape, run: ProfileRun, bytes_per_element: int) -> tuple[Wave, BufferSizes]:
     wave = admit(shape, _policy(run), Workload.uniform(run.requests, run.context, 4), bytes_per_element)
     return wave, buffer_sizes(wave)
 
 
-def _halved(run: Run) -> Run:
-    """Half of the requests, or of the context where one is left; the same run where that is short."""
+def _halved(run: ProfileRun) -> ProfileRun:
+    """Return the run with half of the requests, or half of the context of a single request, down to SHORTEST."""
     if run.requests > 1:
         return run._replace(requests=run.requests // 2, per_mini_batch=max(1, run.per_mini_batch // 2))
     return run._replace(context=max(run.context // 2, min(run.context, SHORTEST)))
 
 
 def _link_samples(device: torch.device, link_gb_per_s: float | None):
-    """((key, 0, bytes), seconds) of both directions, alone and at once, through the links' own copies.
+    """Return ((key, 0, bytes), seconds) of both link directions, alone and at once, by the links' own copies.
 
-    A paced CPU link is also measured without its pace, so that one profile serves both ways of running.
+    A paced CPU link is also measured without its pace, so that one profile serves paced and unpaced runs.
     """
     if device.type == "cuda":
         from flexhybrid.runtime.cuda import CudaCopies
@@ -321,10 +327,10 @@ def _time_links(copies, device: torch.device, suffix: str) -> list:
     target = {size: torch.zeros(size, dtype=torch.uint8, device=device) for size in LINK_SIZES}
 
     def time_copies(direction: str, key: str, out: list) -> None:
-        """Seconds a copy, of copies back to back: the first one's credit or wake-up is left out."""
+        """Time copies back to back, without the credit or wake-up of the first."""
         own = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-        def several(count: int, size: int) -> float:
+        def seconds_of(count: int, size: int) -> float:
             start = time.perf_counter()
             with torch.cuda.stream(own) if own else contextlib.nullcontext():
                 for _ in range(count):
@@ -334,9 +340,9 @@ def _time_links(copies, device: torch.device, suffix: str) -> list:
             return time.perf_counter() - start
 
         for size in LINK_SIZES:
-            once = several(2, size) / 2
+            once = seconds_of(2, size) / 2
             count = max(2, min(200, round(LINK_SECONDS / max(once, 1e-6))))
-            out.append(((key, 0, size), several(count, size) / count))
+            out.append(((key, 0, size), seconds_of(count, size) / count))
 
     samples: list = []
     for direction in ("h2d", "d2h"):

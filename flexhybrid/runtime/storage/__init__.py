@@ -1,1 +1,1 @@
-"""Where weights and caches lie: checkpoints, host memory, the disk."""
+"""Storage of weights and caches: checkpoints, host memory, scratch files."""

@@ -1,12 +1,12 @@
-"""Scratch space on a disk for weights and caches: preallocated, moved by large parallel requests, gone at the end.
+"""Scratch space on a disk for weights and caches: preallocated, accessed by large parallel requests.
 
-Never mapped: whoever shortens a mapped file kills the process, whereas a short pread is an error that can be told. The
-file is unnamed where the system has that (O_TMPFILE), so that nothing is left whatever ends the process.
+The file is never mapped: shortening a mapped file kills the process, whereas a short pread is an error with a message.
+It has no name where the system allows that (O_TMPFILE), so that nothing is left however the process ends.
 
-Reads bypass the page cache (O_DIRECT) where the filesystem can and offset, length and memory address lie on multiples
-of ``ALIGN``; so do writes. The ragged ends of a piece, and pieces whose memory lies at another remainder than their
-offset, go through the page cache. A page is moved past the cache only as a whole, so the two ways never meet in one
-page, and Linux writes a dirty page back before it reads it directly.
+Reads and writes bypass the page cache (O_DIRECT) where the filesystem supports it and offset, length and memory address
+are multiples of ``ALIGN``. Unaligned ends of a piece, and pieces whose memory address and offset differ modulo ALIGN,
+use the page cache. Only full pages bypass it, so both paths never touch one page, and Linux writes a dirty page back
+before it reads it directly.
 """
 
 from __future__ import annotations
@@ -32,51 +32,51 @@ from flexhybrid.runtime.links import Pacer
 from flexhybrid.runtime.storage.host_memory import HostMemory
 from flexhybrid.runtime.storage.scratch_file import MEMORY_FILESYSTEMS, ScratchFile, filesystem_of
 
-#: What O_DIRECT wants offsets, lengths and addresses to be multiples of; never less than a page, see above.
+#: O_DIRECT requires multiples of this for offsets, lengths and addresses; at least a page, see above.
 ALIGN = max(4096, mmap.PAGESIZE)
 
-#: Bytes of one request: enough to reach a disk's rate, small enough to spread over the workers.
+#: Bytes of one request: large enough for a disk's full rate, small enough to spread over the workers.
 SMALLEST_REQUEST, LARGEST_REQUEST = 1 << 20, 8 << 20
 
 #: Buffers that one preadv or pwritev may name.
 MOST_BUFFERS = 1024
 
-#: A paced call sleeps in steps of this many seconds, so that closing ends it soon.
+#: A paced call sleeps in steps of this length, so that closing ends it soon.
 PACE_STEP_S = 0.1
 
-SLOWEST_DISK = 0.01  #: GB/s; slower, nothing would ever end
+SLOWEST_DISK = 0.01  #: GB/s, the lowest pace accepted
 
 #: (offset in bytes, contiguous CPU memory: a tensor, or anything with a buffer)
 Piece = tuple[int, torch.Tensor | memoryview]
 
 
 class DiskError(InputError):
-    """The disk did not do what was asked: full, shortened under way, failing, or closed."""
+    """A transfer failed: the disk is full or broken, or the file was shortened or closed."""
 
 
-_Part = tuple[int, bool, np.ndarray]  #: (offset, direct, bytes)
+_Part = tuple[int, bool, memoryview]  #: (offset, direct, bytes)
 
 
 @dataclass(slots=True)
 class _Request:
-    """One system call: buffers that follow each other in the file from ``offset`` on."""
+    """One system call: buffers that are consecutive in the file, from ``offset`` on."""
 
     offset: int
     direct: bool
-    buffers: list[np.ndarray]
+    buffers: list[memoryview]
     num_bytes: int
 
 
 class DiskSpace:
     """``num_bytes`` of scratch space in a folder of the user's choice.
 
-    directory: made with mode 0700 if it is not there; None takes "scratch" in the user's cache folder. gb_per_s paces
-    reads and writes, each direction by itself; None leaves the disk its own speed. num_workers: requests of one call
-    that are under way at once, the calling thread's among them.
+    directory: created with mode 0700 if it is missing; None stands for "scratch" in the user's cache folder. gb_per_s
+    paces reads and writes, each direction separately; None leaves the disk its own speed. num_workers: requests of one
+    call that run at once, including the calling thread's.
 
-    Any number of threads may read and write at the same time. Calls that touch the same bytes at once, one of them
-    writing, are the caller's to keep apart. An error ends only the call that meets it. ``enabled`` False leaves the
-    reads and the pace out and keeps everything else, which is how the ideal compute time is measured.
+    Any number of threads may read and write at the same time. The caller keeps apart calls that touch the same bytes
+    where one of them writes. An error ends only the call that meets it. ``enabled`` False skips the reads and the pace,
+    for measurements of the compute time alone.
 
     Raises InputError when the folder cannot be used, has no room for ``num_bytes``, or the pace is no rate.
     """
@@ -99,40 +99,40 @@ class DiskSpace:
         self._closing = False
         self._callers: set[threading.Thread] = set()
         self._changed = threading.Condition()
-        # Runs at close, when the space is forgotten, and at the interpreter's exit; it never waits.
+        # Runs at close, at garbage collection, and at the interpreter's exit; it never waits.
         self._release = weakref.finalize(self, _release, self._file, self._workers)
-        self.direct = self._file.direct_fd is not None and self._direct_reads_work()
+        self.direct = self._direct_reads_work()
 
     def set_rate(self, gb_per_s: float | None) -> None:
-        """Pace both directions; None lifts the pace."""
+        """Set the pace of both directions; None removes it."""
         self.gb_per_s = checked_rate(gb_per_s)
         rate = None if gb_per_s is None else gb_per_s * 1e9
         self._pacers = {"read": (Pacer(rate), threading.Lock()), "write": (Pacer(rate), threading.Lock())}
 
     def read(self, pieces: Sequence[Piece]) -> None:
-        """Fill every piece's memory from its offset on; all done on return. Raises DiskError."""
+        """Fill every piece's memory with the bytes from its offset on. Raise DiskError when a read fails."""
         if self.enabled:
             self._transfer("read", pieces)
 
     def write(self, pieces: Sequence[Piece]) -> None:
-        """Write every piece's memory at its offset; all done on return. Pieces may not overlap. Raises DiskError."""
+        """Write every piece's memory at its offset; pieces may not overlap. Raise DiskError when a write fails."""
         self._transfer("write", pieces)
 
     def flush(self) -> None:
-        """Wait until what went through the page cache is on the disk. Raises DiskError where that failed."""
+        """Write the page cache's dirty pages of the file to the disk. Raise DiskError when that fails."""
         try:
             os.fsync(self._file.fd)
         except OSError as error:
             raise DiskError(f"cannot write back {self._file}: {error.strerror or error}") from None
 
     def drop_page_cache(self) -> None:
-        """Make the next reads come from the disk itself, where the system offers that: for measurements."""
+        """Drop the file from the page cache where the system can, so that measurements read the disk itself."""
         self.flush()
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def describe(self) -> str:
-        """One line for people: size, folder, filesystem, and what serves the reads."""
+        """Return a line for people: size, folder, filesystem, and where reads are served from."""
         kind = filesystem_of(self._file.directory)
         if self.direct:
             how = "reads bypass the page cache"
@@ -145,15 +145,15 @@ class DiskSpace:
         return f"{self.num_bytes / 2**30:.2f} GiB in {where}, {how}{pace}"
 
     def abort(self) -> None:
-        """Make calls under way end soon, with a DiskError, and further ones at once. Returns at once; close follows."""
+        """Make running calls raise DiskError soon, and further calls at once. Does not wait; ``close`` must follow."""
         self._closing = True
 
     def close(self) -> None:
-        """Give the space back. Calls under way end soon, with a DiskError; threads are joined. May be called again."""
+        """Release the space and join its threads. Running calls raise DiskError soon. May be called again."""
         with self._changed:
             self._closing = True
-            # Ctrl-C may have left this thread's own name behind: whoever is here is in no other call.
-            while any(one.is_alive() for one in self._callers - {threading.current_thread()}):
+            # Ctrl-C may have left this thread among the callers, but it runs no other call now.
+            while any(caller.is_alive() for caller in self._callers - {threading.current_thread()}):
                 self._changed.wait(timeout=0.1)
         self._workers.shutdown(wait=True)
         self._release()
@@ -165,8 +165,10 @@ class DiskSpace:
         self.close()
 
     def _direct_reads_work(self) -> bool:
-        """Some filesystems open a file with O_DIRECT and refuse, or want larger alignment, only when it is read."""
-        page = aligned_host_bytes(ALIGN).numpy()
+        """Try a direct read: some filesystems open with O_DIRECT, but refuse to read, or need larger blocks."""
+        if self._file.direct_fd is None:
+            return False
+        page = aligned_host_bytes(ALIGN).numpy().data
         try:
             return self._file.num_bytes == 0 or os.preadv(self._file.direct_fd, [page], 0) == ALIGN
         except OSError:
@@ -185,23 +187,20 @@ class DiskSpace:
                 self._check_length()
             self._spread(direction, requests)
             if self.enabled and pacer.bytes_per_s is not None:
-                self._pace(direction, pacer, turn, began, sum(request.num_bytes for request in requests))
+                total = sum(request.num_bytes for request in requests)
+                step = max(1, round(pacer.bytes_per_s * PACE_STEP_S))
+                for done in range(0, total, step):  # sleep as long as the pace asks, counted from the call's beginning
+                    if self._closing:
+                        raise DiskError(f"{self._file} was closed during a {direction}")
+                    with turn:
+                        pacer.end(began, min(step, total - done))
         finally:
             with self._changed:
                 self._callers.discard(threading.current_thread())
                 self._changed.notify_all()
 
-    def _pace(self, direction: str, pacer: Pacer, turn: threading.Lock, began: float, num_bytes: int) -> None:
-        """Sleep what the set rate asks, step by step, all steps counted from the call's beginning."""
-        step = max(1, round(pacer.bytes_per_s * PACE_STEP_S))
-        for done in range(0, num_bytes, step):
-            if self._closing:
-                raise DiskError(f"{self._file} was closed during a {direction}")
-            with turn:
-                pacer.end(began, min(step, num_bytes - done))
-
     def _requests(self, pieces: Sequence[Piece], writing: bool) -> list[_Request]:
-        """Cut and join pieces into requests: direct where aligned, neighbours in the file together, of even sizes."""
+        """Cut and join pieces into requests of even sizes: direct where aligned, neighbours in the file joined."""
         parts: list[_Part] = []
         total = 0
         for offset, memory in pieces:
@@ -212,32 +211,32 @@ class DiskSpace:
                     f"bytes {offset} to {offset + size} lie outside of the {self.num_bytes} of {self._file}"
                 )
             total += size
-            first = last = 0  # [0, first) and [last, size) of the array are ragged ends
+            first = last = 0  # [0, first) and [last, size) of the array are unaligned ends
             if self.direct and (address - offset) % ALIGN == 0:
                 first = min(-offset % ALIGN, size)
                 last = first + (size - first) // ALIGN * ALIGN
             if first:
-                parts.append((offset, False, array[:first]))
+                parts.append((offset, False, array[:first].data))
             if last > first:
-                parts.append((offset + first, True, array[first:last]))
+                parts.append((offset + first, True, array[first:last].data))
             if size > last:
-                parts.append((offset + last, False, array[last:]))
+                parts.append((offset + last, False, array[last:].data))
         parts.sort(key=itemgetter(0))
         if writing:
-            for (before, _, array), (after, _, _) in zip(parts, parts[1:], strict=False):
-                if before + array.size > after:
-                    raise ValueError(f"two pieces of one write overlap at byte {after} of {self._file}")
+            for (offset, _, memory), (following, _, _) in zip(parts, parts[1:], strict=False):
+                if offset + len(memory) > following:
+                    raise ValueError(f"two pieces of one write overlap at byte {following} of {self._file}")
         even = -(-total // self.num_workers)
         return _joined(parts, min(max(even + -even % ALIGN, SMALLEST_REQUEST), LARGEST_REQUEST))
 
     def _check_length(self) -> None:
-        """A write past the end of a shortened file would make it long again, with zeros where data was."""
+        """Raise DiskError for a shortened file: a write past its end would fill the lost data with zeros."""
         length = os.fstat(self._file.fd).st_size
         if length < self._file.num_bytes:
             raise DiskError(f"{self._file} was shortened: {length:,} of {self._file.num_bytes:,} bytes are left")
 
     def _spread(self, direction: str, requests: list[_Request]) -> None:
-        """Move all requests, this thread and the workers taking them in turn; raises the first error of any."""
+        """Perform all requests on this thread and the workers; raise the first error."""
         waiting = deque(requests)
         errors: list[Exception] = []
 
@@ -260,7 +259,7 @@ class DiskSpace:
             waiting.clear()
             for helper in helpers:
                 if not helper.cancel():
-                    helper.result()  # its buffers must not be touched once this call has returned
+                    helper.result()  # no buffer may be touched after this call has returned
         if errors:
             raise errors[0]
         if closed:
@@ -270,9 +269,9 @@ class DiskSpace:
         call = os.preadv if direction == "read" else os.pwritev
         done = 0
         try:
-            if request.direct:
+            if request.direct and self._file.direct_fd is not None:
                 done = call(self._file.direct_fd, request.buffers, request.offset)
-            while done < request.num_bytes:  # the rest of a short direct request is no longer aligned
+            while done < request.num_bytes:  # what a short direct request left is no longer aligned
                 moved = call(self._file.fd, _after(request.buffers, done), request.offset + done)
                 if moved == 0:
                     break
@@ -296,36 +295,35 @@ def _release(file: ScratchFile, workers: ThreadPoolExecutor) -> None:
 
 
 def _joined(parts: list[_Part], most_bytes: int) -> list[_Request]:
-    """Parts, in the file's order, as requests of up to this size."""
+    """Join parts, which are in the file's order, to requests of at most ``most_bytes``."""
     requests: list[_Request] = []
-    last, end = None, -1  # the latest request, and where the file goes on after it
-    for offset, direct, array in parts:
-        position, size = 0, array.size
+    last = _Request(-1, False, [], 0)  # no part follows it in the file
+    for offset, direct, memory in parts:
+        position, size = 0, len(memory)
         while position < size:
-            follows = last is not None and offset + position == end and direct == last.direct
+            follows = offset + position == last.offset + last.num_bytes and direct == last.direct
             if not follows or last.num_bytes == most_bytes or len(last.buffers) == MOST_BUFFERS:
                 last = _Request(offset + position, direct, [], 0)
                 requests.append(last)
             taken = min(size - position, most_bytes - last.num_bytes)
-            last.buffers.append(array[position : position + taken])
+            last.buffers.append(memory[position : position + taken])
             last.num_bytes += taken
             position += taken
-            end = offset + position
     return requests
 
 
-def _after(buffers: list[np.ndarray], done: int) -> list[np.ndarray]:
-    """The buffers without their first ``done`` bytes."""
-    rest = []
+def _after(buffers: list[memoryview], done: int) -> list[memoryview]:
+    """Return the buffers without their first ``done`` bytes."""
+    remaining = []
     for buffer in buffers:
-        if done < buffer.size:
-            rest.append(buffer[done:])
-        done = max(0, done - buffer.size)
-    return rest
+        if done < len(buffer):
+            remaining.append(buffer[done:])
+        done = max(0, done - len(buffer))
+    return remaining
 
 
 def flat_bytes(memory: torch.Tensor | memoryview, writable: bool) -> tuple[np.ndarray, int]:
-    """The bytes of contiguous CPU memory, as they lie, and their address. Raises ValueError for any other memory."""
+    """Return the bytes of contiguous CPU memory and their address. Raise ValueError for other memory."""
     if isinstance(memory, torch.Tensor):
         if memory.device.type != "cpu" or not memory.is_contiguous():
             raise ValueError(f"a disk reads and writes contiguous CPU tensors, not {memory.device} {memory.stride()}")
@@ -339,14 +337,14 @@ def flat_bytes(memory: torch.Tensor | memoryview, writable: bool) -> tuple[np.nd
 
 
 def aligned_host_bytes(num_bytes: int, host_memory: HostMemory | None = None) -> torch.Tensor:
-    """A zeroed uint8 tensor that direct reads can fill, page-locked and counted by ``host_memory`` if that is given."""
+    """Return a zeroed uint8 tensor that direct reads can fill, allocated by ``host_memory`` where it is given."""
     return (host_memory or HostMemory(pinned=False)).bytes(num_bytes)
 
 
 def checked_rate(gb_per_s: float | None) -> float | None:
-    """A disk's pace as it came. Raises InputError when it is neither None nor a rate."""
+    """Return a disk's pace unchanged. Raise InputError unless it is None or a rate of at least SLOWEST_DISK."""
     if gb_per_s is not None:
-        number = isinstance(gb_per_s, (int, float)) and not isinstance(gb_per_s, bool)
-        if not number or not SLOWEST_DISK <= gb_per_s < float("inf"):
+        is_number = isinstance(gb_per_s, (int, float)) and not isinstance(gb_per_s, bool)
+        if not is_number or not SLOWEST_DISK <= gb_per_s < float("inf"):
             raise InputError(f"disk_gb_per_s is {gb_per_s!r}; it must be a number of at least {SLOWEST_DISK} GB/s")
     return gb_per_s

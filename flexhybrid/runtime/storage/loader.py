@@ -1,7 +1,7 @@
 """Checkpoints in Hugging Face layout, read one tensor at a time from local files; and random weights of any shape.
 
-Headers are checked against the model's shape before a byte of weights is read, so that a truncated or foreign file is
-an error at once. Nothing here ever opens a network connection.
+Headers are checked against the model's shape before any weights are read, so that a truncated or foreign file is
+refused at once. This module never opens a network connection.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from flexhybrid.core.model.layout import layer_layout
 from flexhybrid.core.model.shape import ModelShape, shape_of_checkpoint
 from flexhybrid.runtime.models import architecture
 
-#: What weights may be stored as, in the words of safetensors.
+#: Dtypes of stored weights, by safetensors' names.
 FLOATS = ("F64", "F32", "F16", "BF16")
 
-#: Skewing matrices of a rotary model, beside its weights.
+#: File of a rotary model's skewing matrices, in the checkpoint's folder.
 SKEW_FILE = "skew.safetensors"
 
 
 class Checkpoint:
-    """A local checkpoint folder. Raises InputError when anything the model needs is missing or has a wrong shape.
+    """A local checkpoint folder. Raises InputError when a tensor of the model is missing or has a wrong shape.
 
-    Tensors that the model does not need (rotary inv_freq of old checkpoints, the head of a tied model) are left unread.
+    Tensors that the model does not use (rotary inv_freq of old checkpoints, the head of a tied model) are not read.
     """
 
     def __init__(self, path: str | Path):
@@ -104,25 +104,25 @@ class Checkpoint:
             rows[name] = row + data.shape[0]
 
     def named_layer(self, layer: int) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """(layout name, the checkpoint's name, tensor) of one layer, those of one layout name in the order of their
-        rows: keys, values, queries."""
+        """Yield (layout name, checkpoint name, tensor) of one layer; tensors that share a layout name come in the order
+        of their rows: keys, values, queries."""
         for name, tensors in self._model.layer_tensors(self.shape).items():
             for tensor in tensors:
                 own_name = self._layer_name(layer, tensor)
                 yield name, own_name, self.read(own_name)
 
     def named_outer(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(the checkpoint's name, tensor) outside the layers."""
+        """Yield (checkpoint name, tensor) of the tensors outside the layers."""
         for tensor in self._model.outer_tensors(self.shape):
             yield self._outer_name(tensor), self.read(self._outer_name(tensor))
 
     def outer_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """In memory of their own: what is read is a view of the mapped file, and these are kept for good."""
+        """Yield (layout name, tensor) outside the layers, copied: a tensor as read is a view of the mapped file."""
         for tensor in self._model.outer_tensors(self.shape):
             yield tensor, self.read(self._outer_name(tensor)).clone()
 
     def skew(self, layer: int) -> torch.Tensor | None:
-        """[G, d, d] of a skewed rotary model, else None. Raises InputError where the file has another shape."""
+        """Return a layer's skewing matrices [G, d, d], None for a model without. Raise InputError for another shape."""
         if not (file := self.path / SKEW_FILE).is_file():
             return None
         matrices, name = _SafetensorsFile(file), f"layers.{layer}"
@@ -152,13 +152,13 @@ class _SafetensorsFile:
 
 
 class _PickleFile:
-    """A pytorch_model.bin, through weights_only alone: a pickle that wants to run code is refused."""
+    """A pytorch_model.bin, loaded with weights_only: a pickle that would run code is refused."""
 
     def __init__(self, path: Path):
         self.path = path
         try:
             self._tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except Exception as error:  # torch raises many kinds for a broken or unsafe pickle; all mean the same here
+        except Exception as error:  # torch raises many types for a broken or unsafe pickle
             raise InputError(f"cannot open {path}: {str(error).splitlines()[0]}") from None
         self.names = tuple(self._tensors)
 
@@ -176,7 +176,7 @@ class _PickleFile:
 
 
 def _tensor_files(path: Path) -> dict[str, _SafetensorsFile | _PickleFile]:
-    """Tensor name -> the file that holds it; safetensors first, shards through their index."""
+    """Return {tensor name: the open file that holds it}: safetensors first, shards by their index."""
     for stem, suffix, opener in (("model", ".safetensors", _SafetensorsFile), ("pytorch_model", ".bin", _PickleFile)):
         index = path / f"{stem}{suffix}.index.json"
         if index.is_file():
@@ -201,7 +201,7 @@ def _existing(file: Path) -> Path:
 
 
 class RandomWeights:
-    """Random weights of any shape, the same for the same seed: for timing, where only sizes matter."""
+    """Random weights of any shape, fixed by their seed: for timing, where only sizes matter."""
 
     def __init__(self, shape: ModelShape, seed: int = 0, scale: float = 0.02, device: str = "cpu"):
         self.shape, self.seed, self.scale, self.device = shape, seed, scale, device
@@ -221,7 +221,7 @@ class RandomWeights:
             yield spot.name, 0, self._random(f"layer {layer} {spot.name}", size)
 
     def skew(self, layer: int) -> None:
-        """None: random heads have no directions of their own."""
+        """Return None: random weights are not skewed."""
 
     def outer_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, size in self._model.outer_tensors(self.shape).items():

@@ -1,4 +1,4 @@
-"""Weights in memory and on the disk: a flat run of bytes a layer and tier, and the tensors that are views into them."""
+"""Weights in memory and on the disk: one byte range per layer and tier, and tensors that are views of it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from flexhybrid.runtime.kernels.quantize import dequantize, quantize
 from flexhybrid.runtime.storage.disk import DiskSpace
 from flexhybrid.runtime.storage.host_memory import HostMemory
 
-#: A tensor cut by rows: a streamed and a resident part, or one whole.
+#: The row ranges of a tensor, in order: a resident and a streamed part, or a single part.
 Parts = tuple[torch.Tensor, ...]
 
 
 def linear(rows: torch.Tensor, parts: Parts, bias: torch.Tensor | None) -> torch.Tensor:
-    """rows · Wᵀ + bias with W given in row parts; [R, in] -> [R, out]."""
+    """Return rows · Wᵀ + bias, [R, in] -> [R, out], with W [out, in] given in row parts."""
     if len(parts) == 1:
         return F.linear(rows, parts[0], bias)
     product = torch.cat([F.linear(rows, part) for part in parts], dim=-1)
@@ -32,27 +32,30 @@ def linear(rows: torch.Tensor, parts: Parts, bias: torch.Tensor | None) -> torch
 
 
 class WeightSource(Protocol):
-    """Where weights come from: a checkpoint on disk, or random numbers."""
+    """The weights of a model, one tensor at a time: those of a checkpoint on disk, or random numbers."""
 
     def layer_tensors(self, layer: int) -> Iterator[tuple[str, int, torch.Tensor]]:
-        """(layout name, first row, tensor) of one layer, one at a time."""
+        """Yield (layout name, first row, tensor) of one layer."""
+        ...
 
     def outer_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Tensors outside the layers, one at a time."""
+        """Yield (layout name, tensor) of the tensors outside the layers."""
+        ...
 
     def skew(self, layer: int) -> torch.Tensor | None:
-        """[G, d, d]: what a rotary model's turned queries and keys are multiplied with before a selection guesses
-        (``runtime.skew``); None: nothing."""
+        """Return the matrices [G, d, d] that multiply a rotary model's rotated queries and keys before a selection
+        guesses (``runtime.selections.skew``); None for a model that is not skewed."""
+        ...
 
 
 class DiskPlace(NamedTuple):
-    """Where scratch space may lie, and how fast it is meant to be (None: as fast as it is)."""
+    """The folder of scratch space (None: the user's cache folder) and its pace (None: the disk's own speed)."""
 
     directory: Path | str | None = None
     gb_per_s: float | None = None
 
     def space(self, num_bytes: int) -> DiskSpace | None:
-        """Space of that size; None for nothing."""
+        """Return scratch space of this size; None for 0 bytes."""
         return DiskSpace(self.directory, num_bytes, self.gb_per_s) if num_bytes else None
 
 
@@ -60,15 +63,15 @@ ANYWHERE = DiskPlace()
 
 
 class WeightSlots(NamedTuple):
-    """Where streamed layers land on the device, two in turn, and where their disk bytes wait in host memory."""
+    """The buffers of streamed layers: two in turn on the device, two in host memory for bytes from the disk."""
 
     device: list[torch.Tensor]
     staging: list[torch.Tensor]
-    plain: torch.Tensor  #: a layer in the compute dtype, made of packed bytes; empty where bits are native
+    plain: torch.Tensor  #: one dequantized layer in the compute dtype; empty where bits are native
 
 
 class Weights:
-    """All weights of a model, placed: of each layer a prefix on the device, then a run on the host, the rest on disk.
+    """All weights of a model in their places: a prefix of each layer on the device, then host memory, then the disk.
 
     Engines that differ in their caches only can share one Weights.
     """
@@ -90,8 +93,7 @@ class Weights:
         self.on_host = [self.host_memory.bytes(self.disk_from - self.streamed_from) for _ in range(shape.num_layers)]
         self.disk = disk.space(self.disk_stride * shape.num_layers)
         self.outer: dict[str, torch.Tensor] = {}
-        #: of a rotary model, a layer's skewing matrices [G, d, d] or None
-        self.skewing: list[torch.Tensor | None] = []
+        self.skewing: list[torch.Tensor | None] = []  #: of each rotary layer: its skewing matrices [G, d, d]
         try:
             self._fill(source)
         except BaseException:
@@ -108,12 +110,12 @@ class Weights:
             for name, first_row, tensor in source.layer_tensors(layer):
                 spot = spots[name]
                 tensor = tensor.to(self.dtype).contiguous()
-                if self.bits != "native" and spot.cols:
+                if isinstance(self.bits, int) and spot.cols:
                     tensor = quantize(tensor, self.bits).cpu()
                 self._place(layer, spot.start + first_row * spot.row_bytes, tensor.view(-1).view(torch.uint8), to_disk)
             if self.disk:
                 self.disk.write([(layer * self.disk_stride, to_disk)])
-        # Copies, all of them: a tensor of the source's would keep its whole file mapped.
+        # Always a copy: a view of the source's tensor would keep its file mapped.
         for name, tensor in source.outer_tensors():
             self.outer[name] = tensor.to(device=self.device, dtype=self.dtype, copy=True)
         for layer in range(self.shape.num_layers if self.shape.rotary else 0):
@@ -121,7 +123,7 @@ class Weights:
             self.skewing.append(None if matrices is None else matrices.clone())
 
     def _place(self, layer: int, start: int, flat: torch.Tensor, to_disk: torch.Tensor) -> None:
-        """Bytes of a layer from ``start`` on, each to its tier."""
+        """Copy the bytes ``flat`` of a layer, which begin at byte ``start`` of it, to their tiers."""
         ends = (self.streamed_from, self.disk_from, self.layout.total_bytes)
         first = 0
         for end, memory in zip(ends, (self.resident[layer], self.on_host[layer], to_disk), strict=True):
@@ -132,17 +134,17 @@ class Weights:
 
     @property
     def layer_bytes(self) -> dict[str, int]:
-        """Bytes of the layers that lie in each tier."""
+        """Return the bytes of all layers in each tier."""
         on_disk = (self.layout.total_bytes - self.disk_from) * self.shape.num_layers if self.disk else 0
         return {"device": sum(map(len, self.resident)), "host": sum(map(len, self.on_host)), "disk": on_disk}
 
     def close(self) -> None:
-        """Give the disk space back."""
+        """Release the disk space."""
         if self.disk:
             self.disk.close()
 
     def make_slots(self) -> WeightSlots:
-        """Buffers of an engine for streamed layers."""
+        """Allocate the buffers of streamed layers for one engine."""
         streamed, on_disk = self.layout.total_bytes - self.streamed_from, self.layout.total_bytes - self.disk_from
         return WeightSlots(
             [self._on_device(streamed) for _ in range(NUM_SLOTS if streamed else 0)],
@@ -151,14 +153,16 @@ class Weights:
         )
 
     def views(self, layer: int, slot: torch.Tensor | None) -> dict[str, Parts]:
-        """Layout name -> parts as stored, over the resident bytes of a layer and the given slot. Packed matrices are
-        [rows, bytes of a row] of uint8."""
+        """Return {layout name: parts as stored}: views of a layer's resident bytes and of the slot that it streams to.
+
+        Packed matrices are uint8 [rows, bytes of a row].
+        """
         views = {spot.name: self._parts(spot, spot.rows, layer, slot) for spot in self.layout.spots}
         spot = next(spot for spot in self.layout.spots if spot.name == "kvq.weight")
         return views | {"kv.weight": self._parts(spot, self.shape.kv_width, layer, slot)}
 
     def _parts(self, spot: TensorSpot, rows: int, layer: int, slot: torch.Tensor | None) -> Parts:
-        """The first ``rows`` rows of a tensor."""
+        """Return the first ``rows`` rows of a tensor."""
         end = spot.start + rows * spot.row_bytes
         cut = min(max(self.streamed_from, spot.start), end)
         ranges = [(self.resident[layer], spot.start, cut)]
@@ -173,7 +177,7 @@ class Weights:
         return tuple(parts)
 
     def plain_views(self, plain: torch.Tensor) -> dict[str, Parts]:
-        """Layout name -> the tensor in the compute dtype, over a slot's plain layer."""
+        """Return {layout name: tensor in the compute dtype}: views of a dequantized layer (``WeightSlots.plain``)."""
         views = {}
         for spot in self.plain_layout.spots:
             flat = plain[spot.start : spot.end].view(self.dtype)
@@ -181,12 +185,12 @@ class Weights:
         return views | {"kv.weight": (views["kvq.weight"][0][: self.shape.kv_width],)}
 
     def dequantize(self, stored: dict[str, Parts], plain: dict[str, Parts]) -> None:
-        """Make a layer's tensors in the compute dtype of its stored ones."""
+        """Write a layer's stored tensors to ``plain`` in the compute dtype."""
         for spot in self.plain_layout.spots:
             row = 0
             for part in stored[spot.name]:
                 target = plain[spot.name][0][row : row + len(part)]
-                if spot.cols:
+                if isinstance(self.bits, int) and spot.cols:
                     dequantize(part, self.bits, self.dtype, out=target)
                 else:
                     target.copy_(part)
