@@ -17,6 +17,7 @@ from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.memory import BufferSizes, buffer_sizes, fits, memory_plan, parse_bytes
 from flexhybrid.core.model.shape import DTYPE_BYTES
 from flexhybrid.core.policy import Policy
+from flexhybrid.core.problem import Budgets, Problem
 from flexhybrid.core.trace import TraceEvent
 from flexhybrid.core.wave import Wave, admit
 from flexhybrid.core.waves import check_least, first_wave, split_waves, wave_plan
@@ -113,15 +114,16 @@ class LLM:
         self.disk = DiskPlace(arguments.disk_dir, checked_rate(arguments.disk_gb_per_s))
         if self.hardware and self.disk.gb_per_s is not None:
             self.hardware = self.hardware.with_disk_rate(self.disk.gb_per_s)
-        self.budgets = {tier: parse_bytes(arguments.budgets.get(tier)) for tier in TIERS}
-        if self.device.type == "cuda" and self.budgets["device"] is None:
-            self.budgets["device"] = free_device_memory(self.device)
+        sizes = {tier: parse_bytes(arguments.budgets.get(tier)) for tier in TIERS}
+        if self.device.type == "cuda" and sizes["device"] is None:
+            sizes["device"] = free_device_memory(self.device)
+        self.budgets = Budgets(**sizes)
         self.requested_policy = resolve_policy(arguments.policy, self.shape)
         #: the policy in use; None until the first generate where the machine and the requests decide it
         self.policy: Policy | None = self.requested_policy if isinstance(self.requested_policy, Policy) else None
         if self.policy is not None:
             check_runnable(self.shape, self.policy)
-            check_least(self.shape, self.policy, self.bytes_per_element, self.budgets, self.device.type, self.hardware)
+            check_least(self.problem, self.policy)
         self.codec = RequestCodec(self.shape, self.checkpoint.path, load_tokenizer(self.checkpoint.path))
         self._weights: Weights | None = None
         self.engine: Engine | None = None  #: of the current wave (``waves``)
@@ -137,6 +139,16 @@ class LLM:
     def tokenizer(self):
         """transformers' tokenizer of the checkpoint; None where it has none."""
         return self.codec.tokenizer
+
+    @property
+    def problem(self) -> Problem:
+        return Problem(
+            shape=self.shape,
+            dtype=self.dtype,
+            hardware=self.hardware,
+            budgets=self.budgets,
+            device=self.device.type,
+        )
 
     def generate(
         self,
@@ -204,9 +216,7 @@ class LLM:
         requests. Whatever is raised inside the ``with`` block first gives all memory and disk space back.
         """
         self._prepare(workload)
-        groups = split_waves(
-            self.shape, self.policy, workload, self.bytes_per_element, self.budgets, self.device.type, self.hardware
-        )
+        groups = split_waves(self.problem, self.policy, workload)
         try:
             yield (self._admit(workload, members) for members in groups)
         except BaseException as error:
@@ -216,7 +226,7 @@ class LLM:
 
     def _admit(self, workload: Workload, members: np.ndarray) -> tuple[np.ndarray, Wave]:
         part = Workload(workload.prompt_tokens[members], workload.max_tokens[members])
-        wave = admit(self.shape, self.policy, part, self.bytes_per_element, hardware=self.hardware)
+        wave = admit(self.problem, self.policy, part)
         self._make_engine(buffer_sizes(wave))
         return members, wave
 
@@ -266,10 +276,8 @@ class LLM:
     def first_wave(self, workload: Workload) -> tuple[int, dict[str, dict[str, int]]]:
         """How many of the first requests run together under the policy in use, and the bytes that they need: tier ->
         part -> bytes. Raises InputError when not even one fits the budgets."""
-        shape, policy, p, device = self.shape, self.policy, self.bytes_per_element, self.device.type
-        count = first_wave(shape, policy, workload, p, self.budgets, device, self.hardware)
-        part = Workload(workload.prompt_tokens[:count], workload.max_tokens[:count])
-        return count, wave_plan(shape, policy, part, p, device, self.hardware)
+        count = first_wave(self.problem, self.policy, workload)
+        return count, wave_plan(self.problem, self.policy, workload.select(slice(count)))
 
     def use(self, policy: Policy) -> None:
         """Serve all later calls under this policy; what it places otherwise is given back."""
@@ -281,10 +289,7 @@ class LLM:
         """Settle the policy for these lengths."""
         if isinstance(self.requested_policy, Policy):
             return
-        policy = settle_policy(
-            self.requested_policy, self.shape, self.hardware, self.bytes_per_element, workload, self.budgets,
-            self.device.type, self.link_gb_per_s,
-        )  # fmt: skip
+        policy = settle_policy(self.requested_policy, self.problem, workload, self.link_gb_per_s)
         check_runnable(self.shape, policy)
         self._adopt(policy)
 
@@ -306,8 +311,7 @@ class LLM:
             sizes = self.engine.sizes.merge(needed)
             if sizes == self.engine.sizes:
                 return
-            plan = memory_plan(self.shape, self.policy, self.bytes_per_element, sizes, self.device.type)
-            sizes = sizes if fits(plan, self.budgets) else needed
+            sizes = sizes if fits(memory_plan(self.problem, self.policy, sizes), self.budgets) else needed
         self._close_engine()  # the old buffers go before the new ones come
         self.engine = Engine(self._weights, self.policy, sizes, self.link_gb_per_s, disk=self.disk)
 

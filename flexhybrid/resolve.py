@@ -11,7 +11,8 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware, load_hardware, profile_file
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Placement, Policy
-from flexhybrid.core.waves import Budgets, split_waves
+from flexhybrid.core.problem import Problem
+from flexhybrid.core.waves import split_waves
 from flexhybrid.core.workload import Workload
 from flexhybrid.runtime.profiling.profile import faster_cpu_dtype
 from flexhybrid.runtime.runnable import check_runnable
@@ -111,25 +112,17 @@ def resolve_policy(policy: str | Path | Policy, shape: ModelShape) -> Policy | s
     return name
 
 
-def settle_policy(
-    name: str,
-    shape: ModelShape,
-    hardware: Hardware | None,
-    bytes_per_element: int,
-    workload: Workload,
-    budgets: Budgets,
-    device: str,
-    link_gb_per_s: float | None,
-) -> Policy:
+def settle_policy(name: str, problem: Problem, workload: Workload, link_gb_per_s: float | None) -> Policy:
     """The policy that a name of ``resolve_policy`` stands for on this machine, with these requests.
 
-    ``hardware`` has this run's link rate already (``named_hardware``).
+    The hardware record has this run's link rate already (``named_hardware``).
     """
     if name == "auto":
-        return best_policy(shape, hardware, bytes_per_element, workload, budgets, device, link_gb_per_s)
+        return best_policy(problem, workload, link_gb_per_s)
     from policy_search.systems import policy_here
 
-    return policy_here(name, shape, hardware, bytes_per_element, workload, budgets)
+    budgets = dict(problem.budgets.items())
+    return policy_here(name, problem.shape, problem.hardware, problem.bytes_per_element, workload, budgets)
 
 
 def lossless_space(hardware: Hardware):
@@ -140,15 +133,7 @@ def lossless_space(hardware: Hardware):
     return LOSSLESS if measured else replace(LOSSLESS, attention=("device",))
 
 
-def best_policy(
-    shape: ModelShape,
-    hardware: Hardware | None,
-    bytes_per_element: int,
-    workload: Workload,
-    budgets: Budgets,
-    device: str,
-    link_gb_per_s: float | None,
-) -> Policy:
+def best_policy(problem: Problem, workload: Workload, link_gb_per_s: float | None) -> Policy:
     """The policy "auto" stands for: all resident where that fits and nothing is paced, else the searched one.
 
     Raises InputError when a search is needed and no hardware record is known.
@@ -157,10 +142,11 @@ def best_policy(
 
     if link_gb_per_s is None:
         try:
-            if len(split_waves(shape, resident(), workload, bytes_per_element, budgets, device)) == 1:
+            if len(split_waves(problem, resident(), workload)) == 1:
                 return resident()
         except InputError:
             pass  # not even one request fits: something has to move
+    hardware = problem.hardware
     if hardware is None:
         raise InputError(
             "policy auto needs to know this machine: run `flexhybrid profile` once, or name a policy such as kv_only "
@@ -176,7 +162,13 @@ def best_policy(
         most = workload.num_requests
         try:
             policy = search(
-                shape, hardware, bytes_per_element, lengths, budgets=budgets, max_batch=most, space=space
+                problem.shape,
+                hardware,
+                problem.bytes_per_element,
+                lengths,
+                budgets=dict(problem.budgets.items()),
+                max_batch=most,
+                space=space,
             ).policy
         except InputError:
             if lengths is longest:
@@ -186,7 +178,7 @@ def best_policy(
             share, disk = policy.weights.device * keep, policy.weights.disk
             smaller = replace(policy, weights=Placement(device=share, host=max(0.0, 1.0 - share - disk), disk=disk))
             try:
-                split_waves(shape, smaller, workload, bytes_per_element, budgets, device, hardware)
+                split_waves(problem, smaller, workload)
                 return smaller
             except InputError:
                 if share == 0.0 and lengths is longest:

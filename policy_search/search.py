@@ -22,6 +22,7 @@ from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Policy, Selection
+from flexhybrid.core.problem import problem_of
 from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
 from policy_search.audit import write_lp as write_program
@@ -247,6 +248,6 @@ def _with_selection(result: SearchResult, selection: Selection, batches, bounds,
 def _confirm(q: Question, policy: Policy, batch: int) -> RunSummary | None:
     """The policy on the virtual clock; None for a run too long to walk."""
     lengths = Workload.uniform(batch, q.prompt_tokens, q.max_tokens)
-    wave = admit(q.shape, policy, lengths, q.bytes_per_element, hardware=q.hardware)
+    wave = admit(problem_of(q.shape, q.bytes_per_element, q.hardware), policy, lengths)
     tasks = len(wave.mini_batches) * q.shape.num_layers * q.max_tokens * TASKS_OF_A_LAYER
     return summarize(run(stream(wave), q.hardware)) if tasks <= MOST_CONFIRMED else None

@@ -20,6 +20,7 @@ from flexhybrid.core.memory import BufferSizes, Reads, group_sizes, memory_parts
 from flexhybrid.core.model.layout import LayerLayout, layer_layout
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import ElementBytes, Policy
+from flexhybrid.core.problem import problem_of
 from flexhybrid.core.schedule.steps import StepCounts
 from sim.tiny_run import most_mini_batches
 
@@ -390,15 +391,17 @@ class Loads:
             "log_cells": self.batch * self.generated,
         })  # fmt: skip
         return memory_parts(
-            self.shape, self.policy, self.bytes_per_element, sizes, self.resident, self.on_disk,
-            self.layout.total_bytes, device,
-        )  # fmt: skip
+            problem_of(self.shape, self.bytes_per_element, device=device),
+            self.policy,
+            sizes,
+            self.resident,
+            self.on_disk,
+        )
 
 
 def lines_of(shape: ModelShape, policy: Policy, hardware, bytes_per_element: int) -> dict[str, SplitLines]:
     """The split lines of a policy's both(…) entries."""
+    problem = problem_of(shape, bytes_per_element, hardware)
     return {
-        kind: split_lines(shape, policy, hardware, bytes_per_element, kind)
-        for kind in policy.cache_kinds
-        if representation_of(kind) == "both"
+        kind: split_lines(problem, policy, kind) for kind in policy.cache_kinds if representation_of(kind) == "both"
     }

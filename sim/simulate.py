@@ -17,7 +17,9 @@ from flexhybrid.core.memory import buffer_sizes, gib, memory_plan, total_bytes
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Policy
+from flexhybrid.core.problem import problem_of
 from flexhybrid.core.wave import admit
+from flexhybrid.core.waves import wave_plan
 from flexhybrid.core.workload import Workload
 from sim.array_clock import TRAFFIC_OF, Candidates, predict
 from sim.virtual_clock import run, summarize
@@ -202,8 +204,7 @@ def _largest_waves(batch, policy: Policy, budgets: dict[str, float | None], run_
 
 
 def _does_not_fit(shape, hardware, policy: Policy, prompt_tokens: int, max_tokens: int, p: int, budgets) -> InputError:
-    wave = admit(shape, policy, Workload.uniform(1, prompt_tokens, max_tokens), p, hardware=hardware)
-    plan = memory_plan(shape, policy, p, buffer_sizes(wave), hardware.device)
+    plan = wave_plan(problem_of(shape, p, hardware), policy, Workload.uniform(1, prompt_tokens, max_tokens))
     lacking = []
     for tier, needed in total_bytes(plan).items():
         budget = budgets.get(tier)
@@ -221,7 +222,8 @@ def _does_not_fit(shape, hardware, policy: Policy, prompt_tokens: int, max_token
 
 def _walk(shape, hardware, policy: Policy, batch: int, prompt_tokens: int, max_tokens: int, p: int) -> dict:
     """One wave on the virtual clock."""
-    wave = admit(shape, policy, Workload.uniform(batch, prompt_tokens, max_tokens), p, hardware=hardware)
+    problem = problem_of(shape, p, hardware)
+    wave = admit(problem, policy, Workload.uniform(batch, prompt_tokens, max_tokens))
     tasks = 14 * shape.num_layers * len(wave.mini_batches) * max_tokens
     if tasks > MOST_TASKS:
         raise InputError(
@@ -231,7 +233,7 @@ def _walk(shape, hardware, policy: Policy, batch: int, prompt_tokens: int, max_t
     summary = summarize(run(stream(wave), hardware))
     return {
         "prefill_s": summary.prefill_s, "decode_s": summary.decode_s, "busy": summary.busy,
-        "peak_bytes": total_bytes(memory_plan(shape, policy, p, buffer_sizes(wave), hardware.device)),
+        "peak_bytes": total_bytes(memory_plan(problem, policy, buffer_sizes(wave))),
         "traffic_bytes": {link: _by_kind(by_verb) for link, by_verb in summary.link_bytes.items()},
         "num_mini_batches": len(wave.mini_batches),
     }  # fmt: skip

@@ -21,6 +21,7 @@ from flexhybrid.core.model.layout import layer_layout
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.plan import numbered_stream
 from flexhybrid.core.policy import Bits, Placement, Policy
+from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.dependencies import Dependencies
 from flexhybrid.core.task import RESOURCES, Access, Task
 from flexhybrid.core.wave import admit
@@ -214,9 +215,9 @@ def _tiny_run(key: str, num_layers: int, num_mini_batches: int, num_decode: int,
     wide = together * (int(prompts.max()) + 16 * (len(policy.cache) + 2))
     policy = replace(policy, max_mini_batch_tokens=wide)
     workload = Workload(np.tile(prompts, num_mini_batches), np.full(together * num_mini_batches, num_decode + 1))
-    wave = admit(shape, policy, workload, 2, hardware=Hardware("tiny", "cpu", {
-        "compute": Line(s_per_flop=1.0), "h2d": Line(s_per_byte=1.0), "disk_read": Line(s_per_byte=1.0),
-    }))  # fmt: skip
+    lines = {"compute": Line(s_per_flop=1.0), "h2d": Line(s_per_byte=1.0), "disk_read": Line(s_per_byte=1.0)}
+    problem = Problem(shape=shape, dtype="float16", hardware=Hardware("tiny", "cpu", lines))
+    wave = admit(problem, policy, workload)
     groups = np.split(np.arange(workload.num_requests), num_mini_batches)
     half = SplitLines("paper", 1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0)
     split = {kind: half for kind in policy.cache if representation_of(kind) == "both"}

@@ -25,6 +25,7 @@ from flexhybrid.core.memory import buffer_sizes
 from flexhybrid.core.model.shape import shape_by_name
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Bits, Policy
+from flexhybrid.core.problem import Problem
 from flexhybrid.core.wave import Wave, admit
 from flexhybrid.core.workload import Workload
 from flexhybrid.runtime import buffers
@@ -88,11 +89,12 @@ def copies_of(wave: Wave) -> dict[str, list[int]]:
 def bench_copies(table) -> None:
     """Mean bytes of a copy for requests of one length and of mixed lengths: the smallest mean over the policies."""
     shape, hardware = replace(shape_by_name("opt-6.7b"), num_layers=2), load("a100-40g")
+    problem = Problem(shape=shape, dtype="float16", hardware=hardware)
     mixed = np.random.default_rng(0).integers(PROMPTS[0], PROMPTS[1] + 1, BATCH)
     for where, prompts in (("prompts of 512", np.full(BATCH, PROMPTS[1])), ("prompts of 256 to 512", mixed)):
         workload = Workload(prompts, np.full(BATCH, GENERATED + TURN))
         for bits, alike in policies().items():
-            found = {p.name: copies_of(admit(shape, p, workload, 2, hardware=hardware)) for p in alike}
+            found = {p.name: copies_of(admit(problem, p, workload)) for p in alike}
             for what, bar in BARS.items():
                 means = {name: statistics.mean(sizes[what]) for name, sizes in found.items()}
                 name = f"copies: mean bytes of {what}, {where}, {bits}"

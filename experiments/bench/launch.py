@@ -19,6 +19,7 @@ from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.model.shape import ModelShape, shape_by_name
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Bits, Placement, Policy
+from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.dependencies import Dependencies
 from flexhybrid.core.task import Access, Task, Work
 from flexhybrid.core.wave import Wave, admit
@@ -66,7 +67,8 @@ def bench_launch(table) -> None:
 
 
 def wave_of(shape: ModelShape, policy: Policy, max_tokens: int) -> Wave:
-    return admit(shape, policy, Workload.uniform(BATCH, CONTEXT, max_tokens), 2, hardware=_MACHINE)
+    problem = Problem(shape=shape, dtype="float16", hardware=_MACHINE)
+    return admit(problem, policy, Workload.uniform(BATCH, CONTEXT, max_tokens))
 
 
 def bench_planning(table) -> None:

@@ -25,6 +25,7 @@ from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Bits, Placement, Policy
+from flexhybrid.core.problem import problem_of
 from flexhybrid.core.trace import TraceEvent, Window, check_trace
 from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
@@ -144,7 +145,7 @@ class OverlapRun:
 
 
 def wave_of(case: Case, bytes_per_element: int, hardware: Hardware):
-    return admit(case.shape, case.policy, WORKLOAD, bytes_per_element, hardware=hardware)
+    return admit(problem_of(case.shape, bytes_per_element, hardware), case.policy, WORKLOAD)
 
 
 def rates_of(case: Case, rate: float) -> dict[str, float]:

@@ -35,6 +35,7 @@ from flexhybrid import shipped
 from flexhybrid.core.memory import buffer_sizes, memory_plan, total_bytes
 from flexhybrid.core.model.shape import DTYPE_BYTES, shape_by_name
 from flexhybrid.core.policy import Placement, Policy
+from flexhybrid.core.problem import Budgets, Problem
 from flexhybrid.core.trace import TraceEvent, check_trace
 from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
@@ -62,7 +63,7 @@ RATES = (0.3, 0.4, 0.6)
 RESIDENT_RATE = 0.3
 ROUNDS = 3
 JUDGED_BALANCE = 0.7  #: design section 11: the smaller ideal over the larger
-BUDGETS = {"device": None, "host": 8 * 2**30}
+BUDGETS = Budgets(host=8 * 2**30)
 SEARCHED = (("opt-30b", "t4"), ("opt-30b", "rtx4090"), ("opt-175b", "t4"))
 
 
@@ -154,8 +155,9 @@ class SpeedBench:
         self.workload = Workload.uniform(BATCH, CONTEXT, MAX_TOKENS)
         self.bench = make_bench(dtype)
         # The device has room for what the sweep needs, but not for all keys and values: that would end the question.
-        sizes = buffer_sizes(admit(self.shape, hybrid(0.5, BOUND), self.workload, DTYPE_BYTES[dtype]))
-        placed = memory_plan(self.shape, self._policy(0.5), DTYPE_BYTES[dtype], sizes, "cpu")
+        problem = Problem(shape=self.shape, dtype=dtype, device="cpu")
+        sizes = buffer_sizes(admit(problem, hybrid(0.5, BOUND), self.workload))
+        placed = memory_plan(problem, self._policy(0.5), sizes)
         self.device_memory = total_bytes(placed)["device"] + 64 * 2**20
         self.bad_traces, self.disturbed = 0, []
         self.last_trace: list[TraceEvent] = []
@@ -182,7 +184,7 @@ class SpeedBench:
         return search(
             self.shape, hardware, DTYPE_BYTES[self.dtype], self.workload, max_mini_batch_tokens=BOUND,
             weights_device=self.weights_share, batch=BATCH, objective="decode_throughput", space=MIXES,
-            budgets={**BUDGETS, "device": self.device_memory},
+            budgets={"device": self.device_memory, "host": BUDGETS.host},
         )  # fmt: skip
 
     def run(self, rate: float, where: str) -> tuple[list[float], float]:

@@ -18,6 +18,7 @@ from flexhybrid.core.memory import buffer_sizes, memory_plan, total_bytes
 from flexhybrid.core.model.shape import ModelShape, shape_by_name
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Bits, Placement, Policy
+from flexhybrid.core.problem import NO_BUDGETS
 from flexhybrid.core.task import Task
 from flexhybrid.core.trace import TraceEvent, Window, idle_though_ready
 from flexhybrid.jobs.compare.speed import Bench, Contender
@@ -124,7 +125,7 @@ def make_bench(shape: ModelShape, device: torch.device, dtype: str) -> Bench:
     generator = np.random.default_rng(0)
     prompts = [generator.integers(3, shape.vocab, CONTEXT).tolist() for _ in range(BATCH)]
     source = RandomWeights(shape, device=device.type)
-    return Bench(lambda policy: Weights(shape, source, dtype, device, policy), prompts, MAX_TOKENS, None, {})
+    return Bench(lambda policy: Weights(shape, source, dtype, device, policy), prompts, MAX_TOKENS, None, NO_BUDGETS)
 
 
 def bench_gpu(table, on_progress: Callable[[str], None] = print) -> None:
@@ -139,7 +140,7 @@ def bench_gpu(table, on_progress: Callable[[str], None] = print) -> None:
         with make_bench(shape, device, DTYPE) as bench:
             contender = Contender(bench, policy)
             sizes = buffer_sizes(contender.wave)
-            planned = total_bytes(memory_plan(shape, policy, contender.wave.bytes_per_element, sizes))["device"]
+            planned = total_bytes(memory_plan(contender.wave.problem, policy, sizes))["device"]
             peak = torch.cuda.max_memory_allocated() - before
             table.add(f"memory, {policy.name}: the allocator's peak over the plan", peak / planned, 1.0, "x", False)
             if number == 0:

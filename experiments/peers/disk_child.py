@@ -162,8 +162,8 @@ def run_ours(request: dict) -> dict:
 
     start_threads(request["threads"])
     from flexhybrid.core.memory import buffer_sizes, check_budget, memory_plan
-    from flexhybrid.core.model.shape import DTYPE_BYTES
     from flexhybrid.core.policy import Policy
+    from flexhybrid.core.problem import Budgets, Problem
     from flexhybrid.core.trace import Window, busy_seconds, check_trace, iteration_ends
     from flexhybrid.core.wave import admit
     from flexhybrid.core.workload import Workload
@@ -175,13 +175,14 @@ def run_ours(request: dict) -> dict:
     bound = Bound()
     policy, prompts = Policy.from_dict(request["policy"]), request["prompts"]
     checkpoint = Checkpoint(request["checkpoint"])
-    shape, width = checkpoint.shape, DTYPE_BYTES[request["dtype"]]
+    shape = checkpoint.shape
+    problem = Problem(shape=shape, dtype=request["dtype"], device="cpu")
     workload = Workload.uniform(len(prompts), len(prompts[0]), request["gen_tokens"])
-    wave = admit(shape, policy, workload, width)
+    wave = admit(problem, policy, workload)
     sizes = buffer_sizes(wave)
-    plan = memory_plan(shape, policy, width, sizes, "cpu")
+    plan = memory_plan(problem, policy, sizes)
     in_memory = {part: size for tier in ("device", "host") for part, size in plan[tier].items()}
-    check_budget({"process": in_memory}, {"process": request["memory_bytes"]}, f"batch {len(prompts)}")
+    check_budget({"host": in_memory}, Budgets(host=request["memory_bytes"]), f"batch {len(prompts)}")
     weights = Weights(
         shape, checkpoint, request["dtype"], torch.device("cpu"), policy, DiskPlace(request["folder"])
     )  # fmt: skip

@@ -129,7 +129,8 @@ def run_ours(request: dict) -> dict:
     import torch
 
     from flexhybrid.core.memory import buffer_sizes
-    from flexhybrid.core.model.shape import DTYPE_BYTES, shape_of
+    from flexhybrid.core.model.shape import shape_of
+    from flexhybrid.core.problem import Budgets, Problem
     from flexhybrid.core.wave import admit
     from flexhybrid.core.waves import split_waves
     from flexhybrid.core.workload import Workload
@@ -140,16 +141,21 @@ def run_ours(request: dict) -> dict:
     from flexhybrid.runtime.storage.weights import Weights
 
     shape, prompts = shape_of(request["shape"]), request["prompts"]
-    device, width = torch.device(request["device"]), DTYPE_BYTES[request["dtype"]]
-    budgets = {"device": request["device_memory"], "host": request["host_memory"]}
-    hardware = named_hardware(None, device, None)
+    device = torch.device(request["device"])
+    problem = Problem(
+        shape=shape,
+        dtype=request["dtype"],
+        hardware=named_hardware(None, device, None),
+        budgets=Budgets(request["device_memory"], request["host_memory"]),
+        device=device.type,
+    )
     workload = Workload.uniform(len(prompts), len(prompts[0]), request["gen_tokens"])
-    policy = best_policy(shape, hardware, width, workload, budgets, device.type, None)
-    waves = split_waves(shape, policy, workload, width, budgets, device.type, hardware)
+    policy = best_policy(problem, workload, None)
+    waves = split_waves(problem, policy, workload)
 
     def wave_of(requests: int, tokens: int):
         lengths = Workload.uniform(requests, len(prompts[0]), tokens)
-        return admit(shape, policy, lengths, width, hardware=hardware)
+        return admit(problem, policy, lengths)
 
     sizes = buffer_sizes(wave_of(len(waves[0]), request["gen_tokens"]))  # the largest wave is the first
     weights = Weights(shape, RandomWeights(shape, device=device.type), request["dtype"], device, policy)

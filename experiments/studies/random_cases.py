@@ -11,6 +11,7 @@ from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Bits, Placement, Policy, Selection
+from flexhybrid.core.problem import Problem, problem_of
 from flexhybrid.core.wave import Wave, admit
 from flexhybrid.core.workload import Workload
 from sim.array_clock import Candidates, predict
@@ -43,6 +44,10 @@ class UniformCase:
     max_tokens: int
 
     @property
+    def problem(self) -> Problem:
+        return problem_of(self.shape, self.bytes_per_element, self.hardware)
+
+    @property
     def candidate(self) -> Candidates:
         """The run as the closed form sees it."""
         return Candidates(self.policy, self.batch, self.prompt_tokens, self.max_tokens)
@@ -50,7 +55,7 @@ class UniformCase:
     def wave(self) -> Wave:
         """The run as the plan maker sees it."""
         workload = Workload.uniform(self.batch, self.prompt_tokens, self.max_tokens)
-        return admit(self.shape, self.policy, workload, self.bytes_per_element, hardware=self.hardware)
+        return admit(self.problem, self.policy, workload)
 
 
 def random_case(rng: np.random.Generator, kind: str = "column") -> UniformCase:

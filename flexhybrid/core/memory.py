@@ -16,10 +16,10 @@ from flexhybrid.core.context.packing import chunk_tokens, longest_piece, num_chu
 from flexhybrid.core.context.selection import kept_tokens, limits_cache, most_selected, num_choosing, partial_columns
 from flexhybrid.core.context.split import SplitLines, split_point
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.model.layout import layer_layout
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Policy, Selection
-from flexhybrid.core.wave import Wave, disk_from
+from flexhybrid.core.problem import Budgets, Problem
+from flexhybrid.core.wave import Wave, disk_from, stored_layout
 from flexhybrid.core.work import MIN_KV_GEN_ROWS
 
 NUM_SLOTS = 2  #: double buffers
@@ -269,21 +269,22 @@ def split_blocks(lines: SplitLines, batch, tokens, num_mini_batches) -> dict:
     return {"act": act, "kv": ceil_blocks(tokens) - act}
 
 
-def memory_plan(
-    shape: ModelShape, policy: Policy, bytes_per_element: int, sizes: BufferSizes, device: str = "cuda"
-) -> dict[str, dict[str, int]]:
+MemoryPlan = dict[str, dict[str, int]]  #: tier -> part -> bytes
+
+
+def memory_plan(problem: Problem, policy: Policy, sizes: BufferSizes) -> MemoryPlan:
     """Bytes per tier and part: {"device": {"weight slots": …}, "host": {…}, "disk": {…}}."""
-    layout = layer_layout(shape, policy.bits.element_bytes(bytes_per_element).weights, bytes_per_element)
+    layout = stored_layout(problem, policy)
     resident = layout.resident_prefix(policy.weights.device)
     on_disk = layout.total_bytes - disk_from(layout, policy)
-    tiers = memory_parts(shape, policy, bytes_per_element, sizes, resident, on_disk, layout.total_bytes, device)
+    tiers = memory_parts(problem, policy, sizes, resident, on_disk)
     return {tier: {part: int(size) for part, size in parts.items() if size} for tier, parts in tiers.items()}
 
 
-def memory_parts(
-    shape: ModelShape, policy: Policy, p: int, sizes: BufferSizes, resident, on_disk, layer_bytes: int, device: str
-) -> dict[str, dict]:
+def memory_parts(problem: Problem, policy: Policy, sizes: BufferSizes, resident, on_disk) -> dict[str, dict]:
     """``memory_plan`` before rounding; ``sizes`` and each layer's ``resident`` and ``on_disk`` bytes may be arrays."""
+    shape, p, device = problem.shape, problem.bytes_per_element, problem.device
+    layer_bytes = stored_layout(problem, policy).total_bytes
     layers, stored = shape.num_layers, policy.bits.element_bytes(p)
     row = {"kv": shape.kv_token_bytes(stored.kv), "act": shape.act_token_bytes(stored.act)}
     native_kv, native_act = shape.kv_token_bytes(p), shape.act_token_bytes(p)
@@ -301,7 +302,7 @@ def memory_parts(
     on_host = policy.attention == "host"
     widened = np.minimum(WIDENED_ELEMENTS, (sizes.longest + BLOCK_TOKENS) * shape.kv_width // 2)
     pools, staged = _pool_parts(layers, sizes, row)
-    chosen = _selection_parts(shape, policy, p, sizes, resident, row)
+    chosen = _selection_parts(problem, policy, sizes, resident, row)
     on_device = {
         "resident weights": layers * resident,
         "weight slots": NUM_SLOTS * streamed,
@@ -356,9 +357,10 @@ def _pool_parts(layers: int, sizes: BufferSizes, row: dict[str, int]) -> tuple[d
 
 
 def _selection_parts(
-    shape: ModelShape, policy: Policy, p: int, sizes: BufferSizes, resident, row: dict[str, int]
+    problem: Problem, policy: Policy, sizes: BufferSizes, resident, row: dict[str, int]
 ) -> dict[str, dict]:
     """What a selection keeps on device and host beside the cache; zeros without one."""
+    shape, p = problem.shape, problem.bytes_per_element
     selection, layers, groups = policy.selection, shape.num_layers, shape.num_kv_heads
     speculative, ranked = selection.method == "speculative", selection.method == "heavy_hitter"
     choosing = num_choosing(selection, layers)
@@ -368,7 +370,7 @@ def _selection_parts(
     partial_buffer = sizes.context_tokens * partial_row if choosing else 0
     query_weights = 0
     if speculative:
-        query_weights = choosing * partial_query_bytes(shape, policy, p, columns, sizes.num_mini_batches, resident)
+        query_weights = choosing * partial_query_bytes(problem, policy, columns, sizes.num_mini_batches, resident)
     limited = speculative and limits_cache(selection)
     counted = limited and selection.victim != "fifo"
     indices = 4 * index_cells(shape, policy, sizes.index_rows) if choosing else 0
@@ -391,16 +393,17 @@ def _selection_parts(
     }
 
 
-def partial_query_bytes(shape: ModelShape, policy: Policy, p: int, columns: int, num_mini_batches, resident):
+def partial_query_bytes(problem: Problem, policy: Policy, columns: int, num_mini_batches, resident):
     """Bytes of a layer with which a selection guesses queries: which columns each mini-batch chose, and their rows of
     the query weights and biases; of a rotary model the skewing matrices, and all query weights unless they are
     ``resident`` in the compute dtype. Numbers or arrays.
     """
+    shape, p = problem.shape, problem.bytes_per_element
     chosen = 8 * num_mini_batches * shape.num_kv_heads * columns
     row = (shape.hidden + 1) * p
     if not shape.rotary:
         return chosen + num_mini_batches * shape.num_heads * columns * row
-    whole = layer_layout(shape, policy.bits.element_bytes(p).weights, p).qkv_end
+    whole = stored_layout(problem, policy).qkv_end
     there = (resident >= whole) & (policy.bits.weights == "native")
     return chosen + shape.num_kv_heads * shape.head_dim**2 * p + (1 - there) * shape.query_width * row
 
@@ -417,7 +420,7 @@ def workspace_bytes(shape: ModelShape, p: int, step_rows, batch, cut):
     return np.maximum(step_rows * widths * p, batch * shape.vocab * (p + 24))
 
 
-def total_bytes(plan: dict[str, dict[str, int]]) -> dict[str, int]:
+def total_bytes(plan: MemoryPlan) -> dict[str, int]:
     return {tier: sum(parts.values()) for tier, parts in plan.items()}
 
 
@@ -429,10 +432,10 @@ def gib(num_bytes: float) -> str:
     return f"{num_bytes / 2**10:.1f} KiB"
 
 
-def check_budget(plan: dict[str, dict[str, int]], budgets: dict[str, int | None], what: str = "this run") -> None:
+def check_budget(plan: MemoryPlan, budgets: Budgets, what: str = "this run") -> None:
     """Raise InputError when a tier is over its budget: the tier, the part that no longer fits, bytes asked and left."""
     for tier, parts in plan.items():
-        budget = budgets.get(tier)
+        budget = budgets.of(tier)
         if budget is None or sum(parts.values()) <= budget:
             continue
         left = budget
@@ -445,8 +448,10 @@ def check_budget(plan: dict[str, dict[str, int]], budgets: dict[str, int | None]
             left -= size
 
 
-def fits(plan: dict[str, dict[str, int]], budgets: dict[str, int | None]) -> bool:
-    return all(budgets.get(tier) is None or size <= budgets[tier] for tier, size in total_bytes(plan).items())
+def fits(plan: MemoryPlan, budgets: Budgets) -> bool:
+    """Whether no tier is over its budget."""
+    limits = ((budgets.of(tier), size) for tier, size in total_bytes(plan).items())
+    return all(limit is None or size <= limit for limit, size in limits)
 
 
 def parse_bytes(text: str | int | None) -> int | None:

@@ -6,7 +6,7 @@ which order all of it is done.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -17,10 +17,10 @@ from flexhybrid.core.context.packing import chunk_tokens, num_chunks, pack
 from flexhybrid.core.context.selection import kept_tokens
 from flexhybrid.core.context.split import SplitLines, split_lines
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.model.layout import LayerLayout, layer_layout
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import ElementBytes, Policy
+from flexhybrid.core.problem import Problem
 from flexhybrid.core.workload import Workload
 
 
@@ -28,16 +28,24 @@ from flexhybrid.core.workload import Workload
 class Wave:
     """Requests admitted together: their lengths, mini-batches and blocks."""
 
-    shape: ModelShape
+    problem: Problem
     policy: Policy
-    bytes_per_element: int
     workload: Workload
     kinds: BlockKinds
     mini_batches: tuple[np.ndarray, ...]
     first_block: dict[str, np.ndarray]  #: kind -> [requests], physical
     num_blocks: dict[str, np.ndarray]  #: kind -> [requests], reserved
     layout: LayerLayout
-    split: dict[str, SplitLines] = field(default_factory=dict)  #: of the entries both(…)
+    split: dict[str, SplitLines]  #: of the entries both(…)
+
+    @property
+    def shape(self) -> ModelShape:
+        return self.problem.shape
+
+    @property
+    def bytes_per_element(self) -> int:
+        """Bytes of an element in the compute dtype."""
+        return self.problem.bytes_per_element
 
     @property
     def pool_blocks(self) -> dict[str, int]:
@@ -57,6 +65,12 @@ class Wave:
     def disk_from(self) -> int:
         """First byte of a layer that lies on the disk."""
         return disk_from(self.layout, self.policy)
+
+
+def stored_layout(problem: Problem, policy: Policy) -> LayerLayout:
+    """Layout of a layer whose matrices are stored in the policy's bits."""
+    stored = policy.bits.element_bytes(problem.bytes_per_element)
+    return layer_layout(problem.shape, stored.weights, stored.compute)
 
 
 def disk_from(layout: LayerLayout, policy: Policy) -> int:
@@ -89,30 +103,20 @@ def check_planned(policy: Policy) -> None:
 
 
 def admit(
-    shape: ModelShape,
+    problem: Problem,
     policy: Policy,
     workload: Workload,
-    bytes_per_element: int,
     manager: BlockManager | None = None,
     seconds_per_token: tuple[float, float] = (1.0, 1.0),
-    hardware: Hardware | None = None,
 ) -> Wave:
     """Pack requests and reserve their blocks, those of a mini-batch side by side.
 
-    Without a manager, pools of exactly the needed size are assumed. ``hardware`` decides the split point of both(…)
-    entries. Raises InputError when a policy cannot be planned or a pool has no room.
+    Without a manager, pools of exactly the needed size are assumed. The hardware record decides the split point
+    of both(…) entries. Raises InputError when a policy cannot be planned or a pool has no room.
     """
     check_planned(policy)
     kinds = BlockKinds(policy.cache)
-    split = {}
-    for kind in kinds.kinds:
-        if representation_of(kind) == "both":
-            if hardware is None:
-                raise InputError(
-                    f"policy {policy.name}: {kind} needs a hardware record to decide its split point: run `flexhybrid "
-                    "profile` once"
-                )
-            split[kind] = split_lines(shape, policy, hardware, bytes_per_element, kind)
+    split = {kind: split_lines(problem, policy, kind) for kind in kinds.kinds if representation_of(kind) == "both"}
     cached = workload.cached_tokens
     mini_batches = pack(cached, kinds, policy.max_mini_batch_tokens, policy.packing, seconds_per_token)
     kept = kept_tokens(policy.selection, workload.prompt_tokens, cached, cached)
@@ -131,6 +135,13 @@ def admit(
             for kind, extent in extents.items():
                 first_block[kind][request] = extent.first
     return Wave(
-        shape, policy, bytes_per_element, workload, kinds, tuple(mini_batches), first_block, num_blocks,
-        layer_layout(shape, policy.bits.element_bytes(bytes_per_element).weights, bytes_per_element), split,
-    )  # fmt: skip
+        problem=problem,
+        policy=policy,
+        workload=workload,
+        kinds=kinds,
+        mini_batches=tuple(mini_batches),
+        first_block=first_block,
+        num_blocks=num_blocks,
+        layout=stored_layout(problem, policy),
+        split=split,
+    )

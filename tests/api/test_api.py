@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from flexhybrid import LLM, InputError, Policy, SamplingParams, cli, shipped
 from flexhybrid.core.policy import Bits, Placement
+from flexhybrid.core.problem import Budgets, Problem
 from flexhybrid.runtime.storage.loader import Checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -188,13 +189,13 @@ def test_budget_splits_requests_into_waves_with_the_same_tokens(tiny):
     llm = LLM(tiny, "kv_only", device="cpu")
     workload = Workload(np.array([len(p) for p in prompts]), np.full(6, 8))
     two = Workload(workload.prompt_tokens[:2], workload.max_tokens[:2])
-    host = total_bytes(wave_plan(llm.shape, llm.policy, two, 4, "cpu"))["host"]
-    waves = split_waves(llm.shape, llm.policy, workload, 4, {"host": host}, "cpu")
+    host = total_bytes(wave_plan(llm.problem, llm.policy, two))["host"]
+    waves = split_waves(dataclasses.replace(llm.problem, budgets=Budgets(host=host)), llm.policy, workload)
     assert len(waves) > 1 and [int(i) for wave in waves for i in wave] == list(range(6))
     for wave in waves:
         part = Workload(workload.prompt_tokens[wave], workload.max_tokens[wave])
-        assert total_bytes(wave_plan(llm.shape, llm.policy, part, 4, "cpu"))["host"] <= host
-        admit(llm.shape, llm.policy, part, 4)
+        assert total_bytes(wave_plan(llm.problem, llm.policy, part))["host"] <= host
+        admit(Problem(shape=llm.shape, dtype="float32"), llm.policy, part)
     limited = LLM(tiny, "kv_only", device="cpu", host_memory=host)
     assert tokens(limited, prompts, max_tokens=8, temperature=0) == expected
 
@@ -233,9 +234,9 @@ def test_waves_whose_union_is_over_the_budget_still_run(tiny):
 
     llm = LLM(tiny, "hybrid(0.5)", device="cpu")
     one = Workload(np.array([80]), np.array([4]))
-    device = total_bytes(wave_plan(llm.shape, llm.policy, one, 4, "cpu"))["device"] + 2000
+    device = total_bytes(wave_plan(llm.problem, llm.policy, one))["device"] + 2000
     lengths = Workload(np.array([len(p) for p in prompts]), np.full(7, 4))
-    assert len(split_waves(llm.shape, llm.policy, lengths, 4, {"device": device}, "cpu")) > 1
+    assert len(split_waves(dataclasses.replace(llm.problem, budgets=Budgets(device=device)), llm.policy, lengths)) > 1
     limited = LLM(tiny, "hybrid(0.5)", device="cpu", device_memory=device)
     assert tokens(limited, prompts, max_tokens=4, temperature=0) == expected
 
@@ -251,7 +252,7 @@ def test_a_wave_planned_for_other_weights_is_refused(tiny):
 
     checkpoint = Checkpoint(tiny)
     policy = Policy(weights=Placement(device=0.5, host=0.5))
-    wave = admit(checkpoint.shape, policy, Workload.uniform(1, 4, 2), 4)
+    wave = admit(Problem(shape=checkpoint.shape, dtype="float32"), policy, Workload.uniform(1, 4, 2))
     engine = Engine(
         Weights(checkpoint.shape, checkpoint, "float32", torch.device("cpu"), Policy()), policy, buffer_sizes(wave)
     )

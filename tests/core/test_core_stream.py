@@ -23,6 +23,7 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Bits, Placement, Policy, Selection
+from flexhybrid.core.problem import problem_of
 from flexhybrid.core.schedule.dependencies import KINDS, Dependencies
 from flexhybrid.core.task import RESOURCES, Access, Task, Work
 from flexhybrid.core.trace import (
@@ -52,7 +53,7 @@ def make_wave(prompts=(20, 33, 5), max_tokens=(3, 5, 4), cache=None, bound=150) 
         cache=cache or {"kv@host": 0.4, "act@host": 0.3, "kv@device": 0.1, "act@device": 0.2},
         max_mini_batch_tokens=bound,
     )
-    return admit(tiny_shape(2), policy, Workload(np.array(prompts), np.array(max_tokens)), P)
+    return admit(problem_of(tiny_shape(2), P), policy, Workload(np.array(prompts), np.array(max_tokens)))
 
 
 @st.composite
@@ -69,7 +70,7 @@ def waves(draw, max_layers: int = 3, max_requests: int = 5) -> Wave:
         packing=draw(st.sampled_from(["balanced", "fifo"])),
     )
     shape = tiny_shape(draw(st.integers(1, max_layers)), draw(st.integers(1, 2)))
-    return admit(shape, policy, Workload(np.array(draw(lengths)), np.array(draw(counts))), P)
+    return admit(problem_of(shape, P), policy, Workload(np.array(draw(lengths)), np.array(draw(counts))))
 
 
 @st.composite
@@ -259,7 +260,7 @@ def test_run_in_order_every_verb_finds_its_own_layers_weights(policy, lengths):
     """Whatever the policy: in the slot that streams, and in the one place of those that are unpacked."""
     shape = ModelShape("small", "opt", 3, 64, 2, 2, 32, 64, 32, 64)
     prompts, max_tokens = map(np.array, zip(*lengths, strict=True))
-    wave = admit(shape, policy, Workload(prompts, max_tokens), P, hardware=catalogue.load("t4"))
+    wave = admit(problem_of(shape, P, catalogue.load("t4")), policy, Workload(prompts, max_tokens))
     streamed = {slot: np.full(wave.layout.total_bytes, -1) for slot in range(2)}  # whose a byte is
     unpacked = None
     for task in stream(wave):
@@ -376,12 +377,12 @@ def test_starting_at_the_first_decode_iteration():
 def test_admission_takes_its_blocks_from_the_manager():
     wave = make_wave()
     manager = BlockManager({kind: count + 3 for kind, count in wave.pool_blocks.items()})
-    admitted = admit(wave.shape, wave.policy, wave.workload, P, manager)
+    admitted = admit(problem_of(wave.shape, P), wave.policy, wave.workload, manager)
     manager.check()
     assert {kind: pool.num_free for kind, pool in manager.pools.items()} == dict.fromkeys(wave.pool_blocks, 3)
     assert admitted.pool_blocks == wave.pool_blocks
     with pytest.raises(InputError, match="no room in pool"):
-        admit(wave.shape, wave.policy, wave.workload, P, BlockManager(dict.fromkeys(wave.pool_blocks, 1)))
+        admit(problem_of(wave.shape, P), wave.policy, wave.workload, BlockManager(dict.fromkeys(wave.pool_blocks, 1)))
 
 
 @pytest.mark.parametrize(

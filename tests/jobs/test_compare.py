@@ -12,6 +12,7 @@ from flexhybrid.core.hardware import Hardware, Line, load_hardware
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Placement, Policy
+from flexhybrid.core.problem import Budgets, Problem
 from flexhybrid.core.trace import busy_seconds, iteration_ends
 from flexhybrid.core.wave import admit
 from flexhybrid.jobs.compare import job
@@ -313,11 +314,12 @@ def test_a_breakdown_adds_up_to_busy_time_and_to_the_bytes_that_really_moved(pol
     def make(policy):
         return Weights(SMALL, RandomWeights(SMALL), "float32", torch.device("cpu"), policy, DiskPlace(tmp_path))
 
-    with Bench(make, prompts, 5, None, {}, hardware, DiskPlace(tmp_path)) as bench:
+    with Bench(make, prompts, 5, None, Budgets(), hardware, DiskPlace(tmp_path)) as bench:
         contender = Contender(bench, policy)
         moved.update(h2d=0, d2h=0)
         trace, _ = contender.decode()
-        tasks = list(stream(admit(SMALL, policy, bench.workload, 4, hardware=hardware), first_iteration=1))
+        problem = Problem(shape=SMALL, dtype="float32", hardware=hardware)
+        tasks = list(stream(admit(problem, policy, bench.workload), first_iteration=1))
     ends = iteration_ends(trace)
     inside = [
         event._replace(

@@ -25,6 +25,7 @@ from flexhybrid.batch.requests import line_seed
 from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Placement, Policy
+from flexhybrid.core.problem import Problem
 from flexhybrid.core.trace import iteration_ends
 from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
@@ -589,7 +590,7 @@ def test_a_forecast_is_what_the_virtual_clock_takes_for_all_of_it(tiny, policy, 
         order = sorted_by_length(prompt_tokens, max_tokens)
         workload = Workload(prompt_tokens[order], max_tokens[order])
         llm.settle(workload)
-        wave = admit(llm.shape, llm.policy, workload, 4, hardware=llm.hardware)
+        wave = admit(Problem(shape=llm.shape, dtype="float32", hardware=llm.hardware), llm.policy, workload)
         trace = virtual_clock.run(stream(wave), llm.hardware)
         assert forecast(llm, workload).seconds == pytest.approx(iteration_ends(trace)[-1], rel=0.04)
 
@@ -606,7 +607,7 @@ def test_some_waves_of_a_long_file_stand_for_all(tiny):
         seconds = 0.0
         for start in range(0, 80, 2):
             lengths = Workload(prompt_tokens[start : start + 2], max_tokens[start : start + 2])
-            wave = admit(llm.shape, llm.policy, lengths, 4, hardware=llm.hardware)
+            wave = admit(Problem(shape=llm.shape, dtype="float32", hardware=llm.hardware), llm.policy, lengths)
             seconds += iteration_ends(virtual_clock.run(stream(wave), llm.hardware))[-1]
         assert forecast(llm, Workload(prompt_tokens, max_tokens)).seconds == pytest.approx(seconds, rel=0.1)
 

@@ -42,12 +42,12 @@ _SLOTTED = frozenset((
 ))  # fmt: skip
 
 
-def peak_bytes(tasks: Iterable[Task | TraceEvent], wave: Wave, device: str = "cuda") -> dict[str, int]:
+def peak_bytes(tasks: Iterable[Task | TraceEvent], wave: Wave) -> dict[str, int]:
     """Tier -> bytes that a run of these tasks (``stream(wave)``, or a trace of it) needs."""
-    return {tier: sum(parts.values()) for tier, parts in peak_parts(tasks, wave, device).items()}
+    return {tier: sum(parts.values()) for tier, parts in peak_parts(tasks, wave).items()}
 
 
-def peak_parts(tasks: Iterable[Task | TraceEvent], wave: Wave, device: str = "cuda") -> dict[str, dict[str, int]]:
+def peak_parts(tasks: Iterable[Task | TraceEvent], wave: Wave) -> dict[str, dict[str, int]]:
     """Tier -> part -> bytes, with the names of ``core.memory.memory_plan``. Raises ValueError at an unknown verb."""
     replay = _Replay(wave)
     for task in tasks:
@@ -56,8 +56,7 @@ def peak_parts(tasks: Iterable[Task | TraceEvent], wave: Wave, device: str = "cu
     for (tier, part, _), size in replay.largest.items():
         times = NUM_SLOTS if part in _SLOTTED else 1
         parts[tier][part] = parts[tier].get(part, 0.0) + times * size
-    shape, policy = wave.shape, wave.policy
-    named = memory_plan(shape, policy, wave.bytes_per_element, buffer_sizes(wave), device)
+    named = memory_plan(wave.problem, wave.policy, buffer_sizes(wave))
     for tier, of in named.items():
         parts[tier] |= {part: of[part] for part in BY_DEFINITION if part in of}
     return {tier: {part: round(size) for part, size in of.items() if size} for tier, of in parts.items()}

@@ -19,6 +19,7 @@ from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Placement, Policy
+from flexhybrid.core.problem import Problem
 from flexhybrid.core.task import Task, Work
 from flexhybrid.core.trace import TraceEvent
 from flexhybrid.core.wave import admit
@@ -44,7 +45,7 @@ KV_BYTES, ACT_BYTES = 2 * 64 * 2, 64 * 2  #: of a token in a layer, at two bytes
 )
 def test_the_copies_of_a_turn_are_its_stores_and_loads(policy, stored):
     workload = Workload(np.array([20, 33, 50]), np.full(3, GENERATED + TURN))
-    wave = admit(SHAPE, policy, workload, 2)
+    wave = admit(Problem(shape=SHAPE, dtype="float16"), policy, workload)
     found = copies_of(wave)
     assert sum(found["stores"]) == 3 * stored
     tasks = [task for task in stream(wave, first_iteration=GENERATED) if task.layer == 1]

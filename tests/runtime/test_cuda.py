@@ -12,6 +12,7 @@ from flexhybrid import LLM, InputError, Policy, SamplingParams
 from flexhybrid.core.memory import SLACK_BYTES, buffer_sizes, memory_plan, total_bytes
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Bits, Placement
+from flexhybrid.core.problem import Problem
 from flexhybrid.core.trace import check_trace
 from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
@@ -93,7 +94,7 @@ def engine_of(case, policy, scratch):
     folder, prompts, _, _ = case
     checkpoint, place = Checkpoint(folder), DiskPlace(scratch)
     workload = Workload(np.array([len(p) for p in prompts]), np.full(len(prompts), 24))
-    wave = admit(checkpoint.shape, policy, workload, 4, hardware=catalogue.load("t4"))
+    wave = admit(Problem(shape=checkpoint.shape, dtype="float32", hardware=catalogue.load("t4")), policy, workload)
     weights = Weights(checkpoint.shape, checkpoint, "float32", torch.device("cuda"), policy, place)
     return wave, Engine(weights, policy, buffer_sizes(wave), disk=place)
 
@@ -184,8 +185,9 @@ def test_the_allocator_stays_within_the_plan(tmp_path, name, kind, batch, prompt
     if name.startswith("chunks"):
         policy = replace(policy, max_mini_batch_tokens=128)
     device, place = torch.device("cuda"), DiskPlace(tmp_path)
-    wave = admit(shape, policy, Workload.uniform(batch, prompt, 6), 2, hardware=catalogue.load("t4"))
-    plan = memory_plan(shape, policy, 2, buffer_sizes(wave), "cuda")
+    problem = Problem(shape=shape, dtype="bfloat16", hardware=catalogue.load("t4"))
+    wave = admit(problem, policy, Workload.uniform(batch, prompt, 6))
+    plan = memory_plan(problem, policy, buffer_sizes(wave))
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()

@@ -12,6 +12,7 @@ from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.memory import memory_plan, total_bytes
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Placement, Policy
+from flexhybrid.core.problem import Budgets, Problem
 from flexhybrid.core.task import Task, Work
 from flexhybrid.core.trace import TraceEvent
 from flexhybrid.runtime.profiling import cpu_use
@@ -27,7 +28,8 @@ def test_a_profile_takes_as_many_requests_as_the_budgets_hold(cpu_dtype, monkeyp
     planned, engine = [], profiling.Engine
 
     def watched(weights, policy, sizes, *rest, **more):
-        planned.append(total_bytes(memory_plan(shape, policy, weights.bytes_per_element, sizes, "cpu")))
+        problem = Problem(shape=shape, dtype="float32", device="cpu")
+        planned.append(total_bytes(memory_plan(problem, policy, sizes)))
         return engine(weights, policy, sizes, *rest, **more)
 
     monkeypatch.setattr(profiling, "Engine", watched)
@@ -41,11 +43,11 @@ def test_a_profile_takes_as_many_requests_as_the_budgets_hold(cpu_dtype, monkeyp
         assert profiled.faster_dtype == cpu_dtype
         return set(profiled.samples), max(plan["host"] for plan in planned)
 
-    verbs, whole = measured(None)
-    assert measured({"host": whole}) == (verbs, whole)
-    fewer, half = measured({"host": whole // 2})
+    verbs, whole = measured(Budgets())
+    assert measured(Budgets(host=whole)) == (verbs, whole)
+    fewer, half = measured(Budgets(host=whole // 2))
     assert fewer == verbs and half <= whole // 2
-    fewest, least = measured({"host": 1})
+    fewest, least = measured(Budgets(host=1))
     assert fewest == verbs and least < half
 
 
@@ -60,12 +62,12 @@ def test_kernels_alone_have_lines_of_their_own_where_the_device_holds_all(cpu_dt
         samples = profiling.profile(shape, "float32", torch.device("cpu"), runs=runs, budgets=budgets).samples
         return fit_hardware(samples, name="here", device="cpu")
 
-    machine = measured(None)
+    machine = measured(Budgets())
     alone, resident = machine.lines["project_alone"], Policy(cache={"kv@device": 1.0}, weights=Placement(device=1.0))
     assert machine.at_work(resident).line("project", "compute") == alone != machine.lines["project"]
     for elsewhere in ({"weights": Placement(device=0.9, host=0.1)}, {"cache": {"kv@host": 1.0}}, {"hidden": "host"}):
         assert machine.at_work(replace(resident, **elsewhere)) == machine
-    assert not [key for key in measured({"device": 1}).lines if key.endswith("_alone")]
+    assert not [key for key in measured(Budgets(device=1)).lines if key.endswith("_alone")]
 
 
 def test_what_a_host_steals_is_spread_evenly_over_a_profile():

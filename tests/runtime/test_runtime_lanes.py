@@ -12,6 +12,7 @@ from policies import wider_policies
 from flexhybrid.core.memory import buffer_sizes
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Bits, Placement, Policy, Selection
+from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.dependencies import KINDS
 from flexhybrid.core.task import Access, Task, Work
 from flexhybrid.core.trace import check_trace
@@ -76,7 +77,7 @@ def checkpoint(tmp_path_factory):
 
 def run(checkpoint, policy, make_engine, keep_trace=True, **options):
     workload = Workload(np.array([len(p) for p in PROMPTS]), np.full(len(PROMPTS), MAX_TOKENS))
-    wave = admit(checkpoint.shape, policy, workload, 4, **options)
+    wave = admit(Problem(shape=checkpoint.shape, dtype="float32", **options), policy, workload)
     weights = Weights(checkpoint.shape, checkpoint, "float32", torch.device("cpu"), policy)
     engine = make_engine(weights, policy, buffer_sizes(wave))
     plan = greedy_plan(len(PROMPTS))
@@ -256,7 +257,7 @@ def test_decode_can_be_repeated_from_a_filled_cache(checkpoint):
     source, expected = checkpoint
     policy = POLICIES[1]
     workload = Workload(np.array([len(p) for p in PROMPTS]), np.full(len(PROMPTS), MAX_TOKENS))
-    wave = admit(source.shape, policy, workload, 4)
+    wave = admit(Problem(shape=source.shape, dtype="float32"), policy, workload)
     weights = Weights(source.shape, source, "float32", torch.device("cpu"), policy)
     engine = Engine(weights, policy, buffer_sizes(wave), num_threads=1)
     plan = greedy_plan(len(PROMPTS))
@@ -274,7 +275,7 @@ def test_each_lane_computes_with_its_own_number_of_threads(checkpoint):
     source, _ = checkpoint
     policy = POLICIES[1]
     workload = Workload(np.array([len(p) for p in PROMPTS]), np.full(len(PROMPTS), MAX_TOKENS))
-    wave = admit(source.shape, policy, workload, 4)
+    wave = admit(Problem(shape=source.shape, dtype="float32"), policy, workload)
     weights = Weights(source.shape, source, "float32", torch.device("cpu"), policy)
     engine = Engine(weights, policy, buffer_sizes(wave), num_threads=3)
     plan = greedy_plan(len(PROMPTS))

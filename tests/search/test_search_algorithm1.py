@@ -14,6 +14,7 @@ from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.model.shape import shape_by_name
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Policy
+from flexhybrid.core.problem import Problem
 from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
 from policy_search.papers.algorithm1 import (
@@ -268,7 +269,7 @@ def test_the_parts_of_capture_help_on_the_virtual_clock():
     machine = replace(RTX4090, device_memory=7 * GIB, device_reserve=0)
 
     def rate(policy: Policy) -> float:
-        wave = admit(OPT_30B, policy, workload, 2, hardware=machine)
+        wave = admit(Problem(shape=OPT_30B, dtype="float16", hardware=machine), policy, workload)
         return summarize(run(stream(wave), machine)).decode_tokens_per_s
 
     def capture(**options) -> float:

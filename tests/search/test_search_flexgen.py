@@ -13,6 +13,7 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.model.shape import ModelShape, shape_by_name
 from flexhybrid.core.policy import Placement
+from flexhybrid.core.problem import Problem
 from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
 from policy_search.papers.flexgen import (
@@ -205,7 +206,7 @@ def test_the_plan_cuts_the_gpu_batches_that_were_chosen():
     workload = Workload.uniform(30, 100, 20)
     result = flexgen_policy(TOY, MACHINE, workload, 2, batch=30, gpu_batches=[7])
     assert (result.gpu_batch, result.num_gpu_batches) == (6, 5)  # the even cut that no GPU batch exceeds
-    wave = admit(TOY, result.policy, workload, 2)
+    wave = admit(Problem(shape=TOY, dtype="float16"), result.policy, workload)
     assert [len(group) for group in wave.mini_batches] == [6] * 5
 
 

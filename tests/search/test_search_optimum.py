@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from experiments.peers import flexgen_search
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware, Line
-from flexhybrid.core.memory import PACKING_BYTES, PACKING_ELEMENTS, buffer_sizes, fits, memory_plan, total_bytes
+from flexhybrid.core.memory import PACKING_BYTES, PACKING_ELEMENTS, fits, total_bytes
 from flexhybrid.core.model.shape import ModelShape, shape_by_name
 from flexhybrid.core.policy import Placement, Policy
-from flexhybrid.core.wave import admit
+from flexhybrid.core.problem import Budgets, Problem
+from flexhybrid.core.waves import wave_plan
 from flexhybrid.core.workload import Workload
 from flexhybrid.resolve import best_policy
 from flexhybrid.runtime.runnable import check_runnable
@@ -234,9 +235,9 @@ def test_the_winner_fits_by_the_memory_plan_and_is_confirmed(space, tmp_path):
     found = search(SHAPE, machine(), 2, Workload.uniform(1, 300, 12), budgets=budgets, space=space, max_batch=64,
                    max_mini_batch_tokens=1024, confirm=True, write_lp=tmp_path / "winner.lp")  # fmt: skip
     assert space.allows(found.policy)
-    wave = admit(SHAPE, found.policy, Workload.uniform(found.batch, 300, 12), 2, hardware=machine())
-    plan = memory_plan(SHAPE, found.policy, 2, buffer_sizes(wave), "cpu")
-    assert fits(plan, budgets) and total_bytes(plan) == found.memory
+    problem = Problem(shape=SHAPE, dtype="float16", hardware=machine())
+    plan = wave_plan(problem, found.policy, Workload.uniform(found.batch, 300, 12))
+    assert fits(plan, Budgets(**budgets)) and total_bytes(plan) == found.memory
     assert found.virtual.tokens_per_s == pytest.approx(found.prediction["tokens_per_s"], rel=0.05)
     assert found.policy.max_batch == found.batch <= 64 and found.policy.max_mini_batch_tokens == 1024
     assert "device_memory_fits" in (tmp_path / "winner.lp").read_text()
@@ -410,8 +411,12 @@ def test_the_memory_that_a_refusal_asks_for_is_enough_for_the_longest_request():
     lengths = Workload(np.array([10] * 9 + [1500]), np.full(10, 32))
 
     def ask(mib: int) -> Policy:
-        budgets = {"device": mib << 20, "host": 64 << 30}
-        return best_policy(shape_by_name("opt-1.3b"), catalogue.load("rtx4090"), 2, lengths, budgets, "cuda", None)
+        problem = Problem(
+            shape=shape_by_name("opt-1.3b"),
+            hardware=catalogue.load("rtx4090"),
+            budgets=Budgets(device=mib << 20, host=64 << 30),
+        )
+        return best_policy(problem, lengths, None)
 
     with pytest.raises(InputError, match="Raise device memory to") as refused:
         ask(64)

@@ -11,6 +11,7 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.memory import fits
 from flexhybrid.core.model.shape import shape_by_name
+from flexhybrid.core.problem import Budgets, Problem
 from flexhybrid.core.waves import wave_plan
 from flexhybrid.core.workload import Workload
 from flexhybrid.runtime.runnable import check_runnable
@@ -210,6 +211,6 @@ def test_resident_weights_follow_the_budget():
     least = SMALL.embedding_bytes(2) + 3 * SMALL.layer_bytes(2)
     tight = systems.policy_here("accelerate", SMALL, None, 2, workload, {"device": least})
     assert 0 <= tight.weights.device < 1
-    assert fits(wave_plan(SMALL, tight, workload, 2, "cpu"), {"device": least})
+    assert fits(wave_plan(Problem(shape=SMALL, dtype="float16", device="cpu"), tight, workload), Budgets(device=least))
     with pytest.raises(InputError, match="flexhybrid profile"):
         systems.policy_here("flexgen", SMALL, None, 2, workload, {})

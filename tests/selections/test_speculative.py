@@ -14,6 +14,7 @@ from runs import run_wave
 
 from flexhybrid.core.context.blocks import BlockKinds
 from flexhybrid.core.policy import Bits, Placement, Policy, Selection
+from flexhybrid.core.problem import Problem
 from flexhybrid.core.trace import check_trace
 from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
@@ -273,7 +274,7 @@ def plain_tokens(checkpoint, policy, prompts, max_tokens):
     """(tokens of each request, share of the context fetched in layers that choose)."""
     workload = Workload(np.array([len(p) for p in prompts]), np.broadcast_to(max_tokens, len(prompts)))
     answers, fetched = [None] * len(prompts), []
-    for group in admit(checkpoint.shape, policy, workload, 4).mini_batches:
+    for group in admit(Problem(shape=checkpoint.shape, dtype="float32"), policy, workload).mini_batches:
         cached = workload.cached_tokens[group].tolist()
         plain = PlainInfiniGen(checkpoint, policy, max(cached) + 1, cached)
         of_group = plain.answers([prompts[i] for i in group], workload.max_tokens[group].tolist())

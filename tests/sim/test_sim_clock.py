@@ -11,6 +11,7 @@ from flexhybrid.core.hardware import LINKS, Hardware, Line
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Placement, Policy
+from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.dependencies import KINDS
 from flexhybrid.core.task import Access, Task, Work
 from flexhybrid.core.trace import TraceEvent, check_trace
@@ -36,7 +37,7 @@ def task(number: int, verb: str, resource: str, reads=(), writes=(), link_bytes:
 
 
 def virtual(policy, hardware, batch=4, prompt=20, generated=3):
-    wave = admit(SHAPE, policy, Workload.uniform(batch, prompt, generated), 2)
+    wave = admit(Problem(shape=SHAPE, dtype="float16"), policy, Workload.uniform(batch, prompt, generated))
     return run(stream(wave), hardware)
 
 

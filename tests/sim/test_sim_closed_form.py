@@ -230,8 +230,7 @@ def test_the_bound_is_a_bound_and_tokens_add_up(kind):
 
 def test_memory_is_the_memory_plans():
     for case in cases(40, 10, "column", "row", "serial"):
-        wave, device = case.wave(), case.hardware.device
-        plan = total_bytes(memory_plan(case.shape, case.policy, case.bytes_per_element, buffer_sizes(wave), device))
+        plan = total_bytes(memory_plan(case.problem, case.policy, buffer_sizes(case.wave())))
         closed = closed_form(case, walk=False)["peak_bytes"]
         assert {tier: round(size) for tier, size in closed.items()} == pytest.approx(
             {"disk": 0, **plan}, rel=1e-6, abs=2
@@ -315,7 +314,9 @@ def test_prompts_longer_than_a_mini_batch_are_priced_and_placed_in_pieces():
         closed, virtual = compare(case)
         gaps.append(abs(closed / virtual - 1))
         plan = memory_plan(
-            case.shape, case.policy, case.bytes_per_element, buffer_sizes(case.wave()), case.hardware.device
+            case.problem,
+            case.policy,
+            buffer_sizes(case.wave()),
         )
         peak = closed_form(case, walk=False)["peak_bytes"]
         for tier, size in total_bytes(plan).items():

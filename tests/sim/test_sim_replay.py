@@ -12,6 +12,7 @@ from flexhybrid.core.memory import buffer_sizes, memory_plan, total_bytes
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Policy
+from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.steps import make_step
 from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
@@ -33,7 +34,7 @@ def cases(count: int, seed: int, most_steps: int = 120) -> list[UniformCase]:
 
 
 def plan_of(case: UniformCase, wave) -> dict[str, dict[str, int]]:
-    return memory_plan(case.shape, case.policy, case.bytes_per_element, buffer_sizes(wave), "cpu")
+    return memory_plan(case.problem, case.policy, buffer_sizes(wave))
 
 
 def differences(replayed: dict, planned: dict) -> dict[tuple[str, str], int]:
@@ -56,7 +57,7 @@ def test_replayed_peaks_are_the_plans_and_the_closed_forms_for_like_requests():
     seen = set()
     for case in cases(54, 21):
         wave = case.wave()
-        parts = peak_parts(stream(wave), wave, "cpu")
+        parts = peak_parts(stream(wave), wave)
         assert differences(parts, plan_of(case, wave)) == {}, case
         closed = predict(case.shape, case.hardware, case.bytes_per_element, case.candidate, walk=False).row()
         assert closed["peak_bytes"] == pytest.approx(total_bytes(parts), rel=1e-6, abs=40), case
@@ -70,11 +71,11 @@ def test_requests_of_many_lengths_have_room_and_at_most_a_block_each_too_much():
     for case in cases(27, 22):
         lengths = (rng.integers(1, most + 1, case.batch) for most in (case.prompt_tokens, case.max_tokens))
         workload = Workload(*lengths)
-        wave = admit(case.shape, case.policy, workload, case.bytes_per_element, hardware=case.hardware)
+        wave = admit(case.problem, case.policy, workload)
         block = BLOCK_TOKENS * max(
             case.shape.kv_token_bytes(case.bytes_per_element), case.shape.act_token_bytes(case.bytes_per_element)
         )
-        for where, beyond in differences(peak_parts(stream(wave), wave, "cpu"), plan_of(case, wave)).items():
+        for where, beyond in differences(peak_parts(stream(wave), wave), plan_of(case, wave)).items():
             assert 0 < beyond <= block * case.batch, (case, where)
 
 
@@ -84,10 +85,10 @@ def test_those_who_stop_early_need_nothing_more():
     for case in cases(21, 23):
         lengths = (rng.integers(1, most + 1, case.batch) for most in (case.prompt_tokens, case.max_tokens))
         workload = Workload(*lengths)
-        wave = admit(case.shape, case.policy, workload, case.bytes_per_element, hardware=case.hardware)
+        wave = admit(case.problem, case.policy, workload)
         stop_after = rng.integers(0, case.max_tokens + 1, case.batch)
         tasks = stream(wave, lambda i, stop_after=stop_after: set(np.flatnonzero(stop_after <= i).tolist()))
-        beyond = differences(peak_parts(tasks, wave, "cpu"), plan_of(case, wave))
+        beyond = differences(peak_parts(tasks, wave), plan_of(case, wave))
         assert all(size > 0 for size in beyond.values()), case
 
 
@@ -99,7 +100,7 @@ def test_a_trace_is_replayed_like_its_tasks():
 
 def test_a_small_run_worked_out_by_hand():
     """Two requests of 20 tokens that generate 14 each: 33 tokens are stored in 3 blocks, 32 are read in 2."""
-    wave = admit(SHAPE, Policy(cache={"kv@host": 1.0}), Workload.uniform(2, 20, 14), 4)
+    wave = admit(Problem(shape=SHAPE, dtype="float32"), Policy(cache={"kv@host": 1.0}), Workload.uniform(2, 20, 14))
     parts = peak_parts(stream(wave), wave)
     token = 2 * 64 * 4  # a key and a value of 64 float32 each
     assert parts["host"]["kv pool"] == 3 * 2 * 3 * 16 * token  # layers, requests, blocks
@@ -120,7 +121,7 @@ def test_pools_hold_each_block_until_it_is_dropped(tok):
     policy = Policy(cache={"tok": tok, "kv@host": 0.4 * rest, "act@host": 0.35 * rest, "kv@device": 0.25 * rest})
     kinds = BlockKinds(policy.cache)
     for prompt, generated in ((1, 40), (16, 33), (17, 200), (250, 90), (300, 1)):
-        wave = admit(SHAPE, policy, Workload.uniform(1, prompt, generated), 2)
+        wave = admit(Problem(shape=SHAPE, dtype="float16"), policy, Workload.uniform(1, prompt, generated))
         kind_of = kinds.kind_of(np.arange(prompt + generated))
         owner: dict[tuple[str, int], int] = {}  # physical block -> its logical block
         for iteration in range(generated):

@@ -17,6 +17,7 @@ from flexhybrid.core.context.cache_entries import Part
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Policy
+from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.steps import StepCounts, step_work
 from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
@@ -431,10 +432,11 @@ def task_samples(representation: str) -> dict[str, list[tuple[float, float, floa
     """verb -> (flops, bytes, seconds) of one layer's tasks over growing batches, from the virtual clock."""
     hardware = setup.hardware()
     shape = replace(setup.shape_of(MODEL), num_layers=2)
+    problem = Problem(shape=shape, dtype=setup.DTYPE, hardware=hardware)
     policy = Policy("fig11", cache={f"{representation}@host": 1.0}, max_mini_batch_tokens=setup.MINI_BATCH_TOKENS * 2)
     found: dict[str, list] = {}
     for requests in FIT_REQUESTS:
-        wave = admit(shape, policy, Workload.uniform(requests, 256, 2), setup.BYTES, hardware=hardware)
+        wave = admit(problem, policy, Workload.uniform(requests, 256, 2))
         for event in run(stream(wave), hardware):
             task = event.task
             if task.iteration == 1 and task.layer == 1 and task.verb in ("kv_gen", "load_kv"):

@@ -18,7 +18,7 @@ from experiments.reproduce.calibrate import fit
 from experiments.reproduce.experiment import ASIDE, Constant
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.hardware import Hardware, Line
-from flexhybrid.core.model.shape import ModelShape, shape_by_name
+from flexhybrid.core.model.shape import DTYPE_BYTES, ModelShape, shape_by_name
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.workload import Workload
 from policy_search.papers.algorithm1 import capture_policy, host_blocks, layer_times, share_for_batch
@@ -32,7 +32,8 @@ PAPER = (
     "CAPTURE: Throughput-Oriented LLM Inference via KV-Activation Hybrid Caching with a Single GPU, IEEE CAL 2025; "
     "HybridServe, arXiv 2501.01792"
 )
-BYTES = 2  #: float16 everywhere
+DTYPE = "float16"  #: everywhere
+BYTES = DTYPE_BYTES[DTYPE]
 MODELS = ("OPT-6.7B", "OPT-13B", "OPT-30B", "OPT-66B")
 BATCH, GENERATED, PROMPT = 128, 128, 1920
 #: Prompt lengths of the throughput figure. Neither paper states them: totals of 512 to 2048 tokens are assumed.

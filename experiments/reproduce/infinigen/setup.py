@@ -20,11 +20,12 @@ from experiments.reproduce.calibrate import fit
 from experiments.reproduce.experiment import Constant
 from flexhybrid.core.context.selection import kept_tokens
 from flexhybrid.core.hardware import Hardware, Line
-from flexhybrid.core.memory import buffer_sizes, memory_plan
-from flexhybrid.core.model.shape import ModelShape, shape_by_name
+from flexhybrid.core.model.shape import DTYPE_BYTES, ModelShape, shape_by_name
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Placement, Policy, Selection
+from flexhybrid.core.problem import Problem
 from flexhybrid.core.wave import admit
+from flexhybrid.core.waves import wave_plan
 from flexhybrid.core.workload import Workload
 from policy_search.systems import Setting, system
 from sim import catalogue, presets
@@ -35,7 +36,8 @@ from sim.virtual_clock import run
 
 PAPER = "InfiniGen: Efficient Generative Inference of LLMs with Dynamic KV Cache Management, OSDI 2024"
 CODE = "github.com/snu-comparch/InfiniGen, commit 3754f52"
-BYTES = 2  #: float16 everywhere
+DTYPE = "float16"  #: everywhere
+BYTES = DTYPE_BYTES[DTYPE]
 PROMPT, GENERATED = 1920, 128
 BATCHES = (4, 8, 12, 16, 20)
 ALPHA, PARTIAL_RATIO, CAP = 4.0, 0.3, 0.2  #: the paper's setting for OPT (Sec. 5.1)
@@ -309,8 +311,8 @@ def overhead_bytes(shape: ModelShape, batch: int, ratio: float) -> tuple[float, 
     """(partial query weights, partial keys, the whole cache) in bytes, from the account every run is checked "
     "against."""
     policy = presets.infinigen(ALPHA, ratio, CAP)
-    wave = admit(shape, policy, Workload.uniform(batch, PROMPT, GENERATED), BYTES, hardware=testbed())
-    plan = memory_plan(shape, policy, BYTES, buffer_sizes(wave), "cuda")
+    problem = Problem(shape=shape, dtype=DTYPE, hardware=testbed(), device="cuda")
+    plan = wave_plan(problem, policy, Workload.uniform(batch, PROMPT, GENERATED))
     cache = kv_bytes(shape, batch, PROMPT + GENERATED - 1)
     return plan["device"]["partial query weights"], plan["device"]["partial keys"], cache
 
@@ -328,7 +330,8 @@ def block_ms(policy: Policy, length: int = 2048, batch: int = 8) -> dict[str, fl
     """Milliseconds of each task in a middle layer of OPT-13B in a decode step at ``length`` tokens, one task after the
     other, from a trace of the virtual clock."""
     policy = replace(policy, overlap=False)
-    wave = admit(OPT_13B, policy, Workload.uniform(batch, length - 1, 2), BYTES, hardware=testbed())
+    problem = Problem(shape=OPT_13B, dtype=DTYPE, hardware=testbed())
+    wave = admit(problem, policy, Workload.uniform(batch, length - 1, 2))
     middle = OPT_13B.num_layers // 2
     trace = run(stream(wave), testbed())
     return {

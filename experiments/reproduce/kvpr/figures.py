@@ -16,6 +16,7 @@ from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Policy
+from flexhybrid.core.problem import Problem
 from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
 from policy_search.systems import Setting, run_system
@@ -191,7 +192,8 @@ def breakdown(shape: ModelShape, hardware: Hardware, policy: Policy, batch: int,
     """Seconds of each part of the MHA blocks, summed over the tasks of some decode iterations on the virtual clock."""
     bound = int(setup.column_bound(prompt, 32))
     workload = Workload.uniform(batch, prompt, FIGURE10_STEPS + 1)
-    wave = admit(shape, replace(policy, max_mini_batch_tokens=bound), workload, setup.BYTES, hardware=hardware)
+    problem = Problem(shape=shape, dtype=setup.DTYPE, hardware=hardware)
+    wave = admit(problem, replace(policy, max_mini_batch_tokens=bound), workload)
     seconds = dict.fromkeys((verb for verbs in PARTS.values() for verb in verbs), 0.0)
     for task, start, end in run(stream(wave, first_iteration=1), hardware):
         if task.verb in seconds:
@@ -283,7 +285,7 @@ def nominal() -> Hardware:
 def split_points(hardware: Hardware, model: str, prompt: int, generated: int = 32) -> np.ndarray:
     """l that minimises eq. 10 after 1, 2, … generated tokens (context prompt + that many), in single tokens."""
     shape = setup.shape_of(model)
-    lines = split_lines(shape, setup.kvpr(), hardware, setup.BYTES, BOTH)
+    lines = split_lines(Problem(shape=shape, dtype=setup.DTYPE, hardware=hardware), setup.kvpr(), BOTH)
     contexts = prompt + np.arange(1, generated + 1)
     return np.array([
         np.argmin(split_seconds(lines, setup.LATENCY_BATCH, context, np.arange(context + 1))) for context in contexts
@@ -324,7 +326,8 @@ def figure12() -> Experiment:
                 f"l after {count} generated tokens, {model}, P=256", found[count - 1], "tokens",
                 setup.headline_value(row_id),
             ))  # fmt: skip
-    lines = split_lines(setup.shape_of("OPT-6.7B"), setup.kvpr(), nominal(), setup.BYTES, BOTH)
+    problem = Problem(shape=setup.shape_of("OPT-6.7B"), dtype=setup.DTYPE, hardware=nominal())
+    lines = split_lines(problem, setup.kvpr(), BOTH)
     in_blocks = split_point(lines, setup.LATENCY_BATCH, np.array([257, 288]))
     for count, blocks, row_id in ((1, in_blocks[0], "kh030"), (32, in_blocks[1], "kh031")):
         what = f"l after {count} generated tokens, P=256, in the executor's whole blocks"

@@ -13,9 +13,9 @@ from experiments import reference
 from experiments.reproduce.experiment import ARITHMETIC, Constant, Experiment, table
 from experiments.reproduce.kvpr import setup
 from experiments.reproduce.kvpr.setup import LATENCY_BATCH, context, headline
-from flexhybrid.core.memory import buffer_sizes, memory_plan
 from flexhybrid.core.policy import Policy
-from flexhybrid.core.wave import admit
+from flexhybrid.core.problem import Problem
+from flexhybrid.core.waves import wave_plan
 from flexhybrid.core.workload import Workload
 from sim import catalogue, presets
 
@@ -73,8 +73,7 @@ def memory_gib(model: str, policy: Policy, prompt: int, generated: int) -> dict[
     """Our account: the cache that the tables count, and all device memory with every named part."""
     shape, workload = setup.shape_of(model), Workload.uniform(LATENCY_BATCH, prompt, generated)
     hardware = setup.a100("latency")
-    wave = admit(shape, policy, workload, setup.BYTES, hardware=hardware)
-    plan = memory_plan(shape, policy, setup.BYTES, buffer_sizes(wave), hardware.device)
+    plan = wave_plan(Problem(shape=shape, dtype=setup.DTYPE, hardware=hardware), policy, workload)
     return {"cache_size": plan["host"]["kv pool"] / 2**30, "gpu_peak_mem": sum(plan["device"].values()) / 2**30}
 
 

@@ -15,14 +15,15 @@ from experiments.reproduce.calibrate import fit
 from experiments.reproduce.experiment import Constant, Figure
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.hardware import Hardware
-from flexhybrid.core.model.shape import ModelShape, shape_by_name
+from flexhybrid.core.model.shape import DTYPE_BYTES, ModelShape, shape_by_name
 from flexhybrid.core.policy import Placement, Policy
 from sim import catalogue, presets
 from sim.array_clock import Candidates, Prediction, predict
 from sim.implementation import Implementation, on
 
 PAPER = "KVPR: Efficient LLM Inference with I/O-Aware KV Cache Partial Recomputation, Findings of ACL 2025"
-BYTES = 2  #: float16 everywhere
+DTYPE = "float16"  #: everywhere
+BYTES = DTYPE_BYTES[DTYPE]
 
 #: (prompt, generated) tokens of Fig. 6, 9, 13 and Table 5; of Fig. 7 and Tables 3 and 4.
 LONG = ((256, 32), (256, 128), (512, 32), (512, 128), (1024, 32), (1024, 128))

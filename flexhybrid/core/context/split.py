@@ -20,9 +20,9 @@ import numpy as np
 from flexhybrid.core import work
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.context.cache_entries import parts_of
-from flexhybrid.core.hardware import Hardware
-from flexhybrid.core.model.shape import ModelShape
+from flexhybrid.core.errors import InputError
 from flexhybrid.core.policy import Policy
+from flexhybrid.core.problem import Problem
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,17 @@ class SplitLines:
     attend_s: float  #: more for each token of context of each request
 
 
-def split_lines(shape: ModelShape, policy: Policy, hardware: Hardware, p: int, kind: str) -> SplitLines:
-    """The lines of a both(…) entry on a machine. Verbs cost what ``core.work`` and the machine's lines say."""
+def split_lines(problem: Problem, policy: Policy, kind: str) -> SplitLines:
+    """The lines of a both(…) entry on a machine. Verbs cost what ``core.work`` and the machine's lines say.
+
+    Raises InputError where the problem has no hardware record.
+    """
+    shape, hardware, p = problem.shape, problem.hardware, problem.bytes_per_element
+    if hardware is None:
+        raise InputError(
+            f"policy {policy.name}: {kind} needs a hardware record to decide its split point: run `flexhybrid profile` "
+            "once"
+        )
     stored = policy.bits.element_bytes(p)
     tier = {part.representation: part.tier for part in parts_of(kind)}
 

@@ -9,6 +9,7 @@ Vectors keep the compute width when the matrices are quantised; every matrix row
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import GROUP_ELEMENTS
@@ -66,6 +67,7 @@ def matrix_row_bytes(cols: int, bytes_per_element: float) -> int:
     return round(-(-cols // GROUP_ELEMENTS) * GROUP_ELEMENTS * bytes_per_element)
 
 
+@cache
 def layer_layout(shape: ModelShape, matrix_bytes: float, vector_bytes: int | None = None) -> LayerLayout:
     """The flat layout of one layer of this shape.
 

@@ -22,6 +22,7 @@ from flexhybrid.core.hardware import Hardware, write_by_rename
 from flexhybrid.core.memory import total_bytes
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Policy
+from flexhybrid.core.problem import problem_of
 from flexhybrid.core.trace import TraceEvent, check_trace, save_chrome_trace
 from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
@@ -294,7 +295,8 @@ def _measure(
         needed = total_bytes(setting.memory_plan(policy, hardware))
         for tier in together:
             together[tier] += needed[tier]
-    within = all(setting.budgets[tier] is None or size <= setting.budgets[tier] for tier, size in together.items())
+    limits = {tier: setting.budgets.of(tier) for tier in together}
+    within = all(limits[tier] is None or size <= limits[tier] for tier, size in together.items())
     with Bench(
         lambda policy: Weights(shape, source, setting.dtype, device, policy, setting.disk),
         prompts, setting.options.max_tokens, link, setting.budgets, hardware, setting.disk,
@@ -353,7 +355,7 @@ def _breakdown(m: Measured, virtual: list[TraceEvent]) -> dict:
 
 def virtual_decode(shape, hardware: Hardware, p: int, policy: Policy, workload: Workload) -> list[TraceEvent]:
     """The virtual clock's trace of the decode iterations: the very tasks that are measured."""
-    wave = admit(shape, policy, workload, p, hardware=hardware)
+    wave = admit(problem_of(shape, p, hardware), policy, workload)
     return virtual_clock.run(stream(wave, first_iteration=1), hardware)
 
 

@@ -16,6 +16,7 @@ from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.memory import check_budget, parse_bytes
 from flexhybrid.core.model.shape import DTYPE_BYTES, ModelShape
 from flexhybrid.core.policy import Policy
+from flexhybrid.core.problem import Budgets, Problem
 from flexhybrid.core.waves import wave_plan
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.compare.speed import ALONE_ROUNDS
@@ -78,9 +79,7 @@ class Setting:
     def __init__(self, options: CompareOptions):
         self.options = options
         self.device = pick_device(options.device, options.link_gb_per_s)
-        self.budgets = {
-            tier: parse_bytes(getattr(options, f"{tier}_memory")) for tier in TIERS
-        }  # fmt: skip
+        self.budgets = Budgets(**{tier: parse_bytes(getattr(options, f"{tier}_memory")) for tier in TIERS})
         if options.disk_gb_per_s is not None and options.disk_dir is None:
             raise InputError("--disk-gb-per-s is the pace of a disk: name its folder with --disk-dir")
         self.disk = DiskPlace(options.disk_dir, options.disk_gb_per_s)
@@ -135,9 +134,10 @@ class Setting:
         return self._resolved(free, self.shape, None) + self.extra
 
     def _resolved(self, texts, shape: ModelShape, hardware: Hardware | None) -> list[Policy]:
+        budgets = dict(self.budgets.items())
         return [
             self.files.get(text)
-            or systems.policy_here(text, shape, hardware, self.bytes_per_element, self.workload, self.budgets)
+            or systems.policy_here(text, shape, hardware, self.bytes_per_element, self.workload, budgets)
             for text in texts
         ]
 
@@ -159,7 +159,8 @@ class Setting:
                 check_budget(plan, self.budgets, f"policy {policy.name} with {self.options.batch} requests")
 
     def memory_plan(self, policy: Policy, hardware: Hardware | None = None) -> dict[str, dict[str, int]]:
-        return wave_plan(self.shape, policy, self.workload, self.bytes_per_element, self.device.type, hardware)
+        problem = Problem(shape=self.shape, dtype=self.dtype, hardware=hardware, device=self.device.type)
+        return wave_plan(problem, policy, self.workload)
 
     def mixes(self, searched: Policy) -> tuple[list[Policy], list[Policy]]:
         """(policies of the table, those of the sweep) where no systems are named."""
@@ -207,7 +208,7 @@ class Setting:
     def search(self, hardware: Hardware) -> SearchResult:
         return search(
             self.shape, hardware, self.bytes_per_element, self.workload, max_mini_batch_tokens=self.bound,
-            weights_device=0.0, budgets=self.budgets, batch=self.workload.num_requests,
+            weights_device=0.0, budgets=dict(self.budgets.items()), batch=self.workload.num_requests,
             objective="decode_throughput", space=MIXES,
         )  # fmt: skip
 

@@ -16,6 +16,7 @@ import numpy as np
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.memory import buffer_sizes, check_budget, memory_plan
 from flexhybrid.core.policy import Policy
+from flexhybrid.core.problem import Budgets, Problem, problem_of
 from flexhybrid.core.trace import TraceEvent, Window
 from flexhybrid.core.wave import Wave, admit
 from flexhybrid.core.workload import Workload
@@ -124,7 +125,7 @@ class Bench:
         prompts: list[list[int]],
         max_tokens: int,
         link_gb_per_s: float | None,
-        budgets: dict[str, int | None],
+        budgets: Budgets,
         hardware: Hardware | None = None,
         disk: DiskPlace = ANYWHERE,
     ):
@@ -136,9 +137,12 @@ class Bench:
         self._weights: dict[tuple, tuple[Weights, WeightSlots]] = {}
         self._engines: list[Engine] = []
 
+    def _problem(self, weights: Weights) -> Problem:
+        return problem_of(weights.shape, weights.bytes_per_element, self.hardware, weights.device.type)
+
     def admit(self, policy: Policy, weights: Weights) -> Wave:
         """All requests as one wave."""
-        return admit(weights.shape, policy, self.workload, weights.bytes_per_element, hardware=self.hardware)
+        return admit(self._problem(weights), policy, self.workload)
 
     def close(self) -> None:
         """Give back what was made: weights and engines cannot be used any more."""
@@ -167,7 +171,7 @@ class Bench:
         for policy in policies:
             needed = buffer_sizes(self.admit(policy, weights))
             sizes = needed if sizes is None else sizes.merge(needed)
-        plan = memory_plan(weights.shape, policies[0], weights.bytes_per_element, sizes, weights.device.type)
+        plan = memory_plan(self._problem(weights), policies[0], sizes)
         check_budget(plan, self.budgets, "policy " + ", ".join(policy.name for policy in policies))
         engine = Engine(weights, policies[0], sizes, self.link_gb_per_s, slots=slots, disk=self.disk)
         self._engines.append(engine)

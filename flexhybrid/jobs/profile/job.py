@@ -13,6 +13,7 @@ import torch
 
 from flexhybrid.core.hardware import Hardware, Line, cache_folder, check_cache_folder, crosses_link
 from flexhybrid.core.model.shape import ModelShape
+from flexhybrid.core.problem import NO_BUDGETS, Budgets
 from flexhybrid.jobs.machine import device_name, machine_memories
 from flexhybrid.jobs.profile.disk import with_earlier_disk
 from flexhybrid.resolve import profile_path
@@ -40,7 +41,7 @@ def measure_hardware(
     link_gb_per_s: float | None,
     save_to: Path | None = None,
     on_progress: Callable[[], None] | None = None,
-    budgets: dict[str, int | None] | None = None,
+    budgets: Budgets = NO_BUDGETS,
 ) -> tuple[Hardware, list[str]]:
     """Profile and fit, within ``budgets`` (bytes a tier); returns the record and the sizes whose two passes disagreed.
 
@@ -89,7 +90,7 @@ def measure_for_model(
     device: torch.device,
     link_gb_per_s: float | None,
     on_progress: Callable[[], None] | None = None,
-    budgets: dict[str, int | None] | None = None,
+    budgets: Budgets = NO_BUDGETS,
 ) -> Hardware:
     """Measure this machine at the layer sizes of a model, within ``budgets`` (bytes a tier), and keep the record for
     it. Of ``dtype`` "auto" the record's own is what a run should compute in."""

@@ -93,7 +93,7 @@ def price(llm: LLM, lengths: Workload) -> Price | None:
     """
     if llm.hardware is None:
         return None
-    wave = admit(llm.shape, llm.policy, lengths, llm.bytes_per_element, hardware=llm.hardware)
+    wave = admit(llm.problem, llm.policy, lengths)
     last = int(lengths.max_tokens.max()) - 1  # the prefill gives the first token
     hardware = llm.hardware.at_work(llm.policy)
     try:
@@ -144,7 +144,7 @@ def plan_lines(llm: LLM, found: Forecast, counts: str, searched: bool) -> list[s
     memory = []
     for tier, size in found.memory.items():
         if size:
-            budget = llm.budgets.get(tier)
+            budget = llm.budgets.of(tier)
             memory.append(f"{tier} {gib(size)}" + (f" of {gib(budget)}" if budget else ""))
     if found.seconds is None:
         pace = f" at {llm.link_gb_per_s:g} GB/s" if llm.link_gb_per_s else ""

@@ -35,6 +35,7 @@ from flexhybrid.batch.requests import (
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware, load_hardware
 from flexhybrid.core.memory import parse_bytes
+from flexhybrid.core.problem import Budgets
 from flexhybrid.core.trace import TraceEvent
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.machine import free_budgets
@@ -142,7 +143,8 @@ def _arguments(options: RunOptions, earlier_dtype: str | None, sharers: int) -> 
             rate = asked.link_gb_per_s
             with Progress(PROFILE_STEPS, "profile", " runs", options.quiet) as progress:
                 progress.note("measuring this machine at the model's layer sizes; later runs take the record")
-                hardware = measure_for_model(shape, dtype, device, rate, lambda: progress.advance(1), budgets)
+                within = Budgets(**budgets)
+                hardware = measure_for_model(shape, dtype, device, rate, lambda: progress.advance(1), within)
         elif kept.is_file():
             hardware = load_hardware(kept)
         if hardware is not None:

@@ -69,7 +69,7 @@ def actor_config(llm: LLM, source: RequestFile, forecast: Forecast, created: int
     heartbeat = HEARTBEAT_ITERATIONS
     if forecast.first_wave:
         heartbeat = max(1, min(heartbeat, round(HEARTBEAT_S * forecast.iterations / forecast.first_wave.seconds)))
-    budgets = dict(llm.budgets)
+    budgets = dict(llm.budgets.items())
     if llm.device.type == "cuda":
         budgets["device"] = arguments.budgets.get("device")  # an actor itself sees what is free on its GPU
     resolved = replace(

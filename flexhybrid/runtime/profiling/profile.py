@@ -28,6 +28,7 @@ from flexhybrid.core.hardware import ALONE_SUFFIX, LINKS
 from flexhybrid.core.memory import BufferSizes, buffer_sizes, fits, memory_plan
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Bits, Placement, Policy
+from flexhybrid.core.problem import NO_BUDGETS, Budgets, Problem, problem_of
 from flexhybrid.core.task import Task
 from flexhybrid.core.trace import TraceEvent, Window
 from flexhybrid.core.wave import Wave, admit
@@ -138,7 +139,7 @@ def profile(
     link_gb_per_s: float | None = None,
     on_progress: Callable[[], object] | None = None,
     runs: Sequence[ProfileRun] = RUNS,
-    budgets: dict[str, int | None] | None = None,
+    budgets: Budgets = NO_BUDGETS,
 ) -> ProfileSamples:
     """Measure this machine for models of this shape, by runs of two of its layers with random weights.
 
@@ -161,7 +162,7 @@ def profile(
     links: list[list] = []
     for stretches in passes:
         for run in runs:
-            stretches += _run(small, weights_of, run, link_gb_per_s, budgets or {})
+            stretches += _run(small, weights_of, run, link_gb_per_s, budgets)
             gc.collect()  # reference cycles of a finished run keep its buffers
             if on_progress:
                 on_progress()
@@ -256,7 +257,7 @@ def _run(
     weights_of: Callable[[Policy], tuple[Weights, WeightSlots]],
     run: ProfileRun,
     link_gb_per_s: float | None,
-    budgets: dict[str, int | None],
+    budgets: Budgets,
 ) -> list[Stretch]:
     """Run the prefill and three decode iterations, then repeat the decode, up to ``DECODES`` times, for
     ``DECODE_SECONDS``. Return no stretch where the executor refuses the model or the device cannot hold all of it."""
@@ -267,12 +268,12 @@ def _run(
     except InputError:
         return []
     weights, slots = weights_of(policy)
-    width, device = weights.bytes_per_element, weights.device.type
-    wave, sizes = _planned(shape, run, width)
-    while not fits(memory_plan(shape, wave.policy, width, sizes, device), budgets) and (fewer := _halved(run)) != run:
+    problem = problem_of(shape, weights.bytes_per_element, device=weights.device.type)
+    wave, sizes = _planned(problem, run)
+    while not fits(memory_plan(problem, wave.policy, sizes), budgets) and (fewer := _halved(run)) != run:
         run = fewer
-        wave, sizes = _planned(shape, run, width)
-    if wave.policy.stays_on_device and not fits(memory_plan(shape, wave.policy, width, sizes, device), budgets):
+        wave, sizes = _planned(problem, run)
+    if wave.policy.stays_on_device and not fits(memory_plan(problem, wave.policy, sizes), budgets):
         return []  # no job will fit either
     session = Session(Engine(weights, wave.policy, sizes, link_gb_per_s, slots=slots), wave)
 
@@ -295,8 +296,8 @@ def _policy(run: ProfileRun) -> Policy:
     return replace(on_host, **run.other)
 
 
-def _planned(shape: ModelShape, run: ProfileRun, bytes_per_element: int) -> tuple[Wave, BufferSizes]:
-    wave = admit(shape, _policy(run), Workload.uniform(run.requests, run.context, 4), bytes_per_element)
+def _planned(problem: Problem, run: ProfileRun) -> tuple[Wave, BufferSizes]:
+    wave = admit(problem, _policy(run), Workload.uniform(run.requests, run.context, 4))
     return wave, buffer_sizes(wave)
 
 

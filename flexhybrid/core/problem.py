@@ -1,0 +1,78 @@
+"""What is run and on what: a model, a compute dtype, a machine and the memory that a run may fill, as one value.
+
+The executor and the simulator share it. The executor names its device and the budgets of the run, and has a hardware
+record where the machine was profiled; the simulator takes device and memory sizes from the hardware record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from flexhybrid.core.context.cache_entries import TIERS
+from flexhybrid.core.hardware import Hardware
+from flexhybrid.core.model.shape import DTYPE_BYTES, ModelShape
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """Bytes of each tier that a run may fill; None: no budget was given."""
+
+    device: float | None = None
+    host: float | None = None
+    disk: float | None = None
+
+    def of(self, tier: str) -> float | None:
+        """Budget of "device", "host" or "disk"."""
+        return getattr(self, tier)
+
+    def items(self) -> Iterator[tuple[str, float | None]]:
+        """(tier, budget) of every tier."""
+        return ((tier, self.of(tier)) for tier in TIERS)
+
+
+NO_BUDGETS = Budgets()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Everything that a plan depends on besides the policy and the requests.
+
+    ``budgets`` are those that were given for the run: the executor keeps to them alone, because its hardware record may
+    describe another machine. Searches and the simulator keep to ``effective_budgets``.
+    """
+
+    shape: ModelShape
+    dtype: str = "float16"  #: compute dtype, a key of DTYPE_BYTES
+    hardware: Hardware | None = None  #: None: this machine was not profiled
+    budgets: Budgets = NO_BUDGETS
+    device: str = ""  #: "cpu" or "cuda"; by default the hardware record's, "cpu" without a record
+
+    def __post_init__(self):
+        if not self.device:
+            object.__setattr__(self, "device", self.hardware.device if self.hardware else "cpu")
+
+    @property
+    def bytes_per_element(self) -> int:
+        """Bytes of an element in the compute dtype."""
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def effective_budgets(self) -> Budgets:
+        """The given budgets, completed by the usable memory of the hardware record; None: no limit.
+
+        A machine whose record has no disk, or no disk rates, gets a disk budget of 0 whatever was given.
+        """
+        if self.hardware is None:
+            return self.budgets
+        usable = {tier: self.hardware.usable_memory(tier) for tier in TIERS}
+        sizes = {tier: usable[tier] if given is None else given for tier, given in self.budgets.items()}
+        return Budgets(**sizes | {"disk": (sizes["disk"] or 0) if self.hardware.has_disk else 0})
+
+
+def problem_of(
+    shape: ModelShape, bytes_per_element: int, hardware: Hardware | None = None, device: str = ""
+) -> Problem:
+    """Make the problem of a caller that knows the width of an element but not the name of its dtype."""
+    dtype = next(name for name, size in reversed(DTYPE_BYTES.items()) if size == bytes_per_element)
+    return Problem(shape=shape, dtype=dtype, hardware=hardware, device=device)
