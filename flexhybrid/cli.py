@@ -17,6 +17,7 @@ from flexhybrid.core.context.cache_entries import TIERS
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.shape import shape_from_config
 from flexhybrid.core.policy import Policy
+from flexhybrid.jobs.options import budgets_from, options_from
 from flexhybrid.jobs.paths import check_checkpoint, check_file
 from flexhybrid.jobs.run.cli import DISK_DIR_HELP, add_doctor, add_run
 
@@ -155,7 +156,9 @@ def _add_search(commands) -> None:
     parser.add_argument("--lossless", action="store_true", help="only what gives the very same tokens: native bits")
     parser.add_argument("--selection", help="infinigen(…), to be used where it is faster; expected=SHARE as measured")
     parser.add_argument("--time-limit", type=float, help="seconds after which the best so far is taken")
-    parser.add_argument("--no-confirm", action="store_true", help="do not walk the winner on the virtual clock")
+    parser.add_argument(
+        "--no-confirm", dest="confirm", action="store_false", help="do not walk the winner on the virtual clock"
+    )
     parser.add_argument("--save-policy", type=Path, help="write the policy to this JSON file, in a folder that exists")
     parser.add_argument("--lp", type=Path, help="write the winner's linear program, rows named, to this .lp file")
     parser.set_defaults(run=_search)
@@ -290,24 +293,21 @@ def _skew(args) -> dict:
     return done
 
 
-def _budgets(args) -> dict[str, str | None]:
-    return {tier: getattr(args, f"{tier}_memory") for tier in TIERS}
+def _note_budgets(args) -> dict[str, str | None]:
+    """Return the budgets; say on stderr which of them the machine does not have."""
+    from flexhybrid.jobs.simulate import budget_notes
 
-
-def _remark(args) -> None:
-    """Say on stderr which budgets the machine does not have."""
-    from flexhybrid.jobs.simulate import remarks
-
-    for line in remarks(args.hardware, _budgets(args)):
+    budgets = budgets_from(args)
+    for line in budget_notes(args.hardware, budgets):
         print(f"flexhybrid: {line}", file=sys.stderr)
+    return budgets
 
 
 def _simulate(args) -> dict:
     from flexhybrid.jobs.simulate import describe, run_simulate
 
-    _remark(args)
     keys = ("system", "model", "hardware", "batch", "prompt_len", "gen_len", "dtype", "clock")
-    outcome = run_simulate({key: getattr(args, key) for key in keys}, args.policy, _budgets(args))
+    outcome = run_simulate({key: getattr(args, key) for key in keys}, args.policy, _note_budgets(args))
     if not args.json:
         print(describe(outcome))
     return outcome.to_dict()
@@ -315,39 +315,34 @@ def _simulate(args) -> dict:
 
 def _search(args) -> dict:
     from flexhybrid.core.hardware import check_new_file, write_by_rename
-    from flexhybrid.jobs.simulate import SearchOptions, describe_search, run_search, search_record
+    from flexhybrid.jobs.search import PolicySearchOptions, describe_search, run_search, search_record
 
-    names = ("model", "hardware", "prompt_len", "gen_len", "batch", "max_batch", "dtype", "objective", "lossless",
-             "selection")  # fmt: skip
-    options = SearchOptions(
-        **{name: getattr(args, name) for name in names}, time_limit=args.time_limit, budgets=_budgets(args),
-        confirm=not args.no_confirm, lp=args.lp,
-    )  # fmt: skip
-    _remark(args)
+    options = options_from(PolicySearchOptions, args, budgets=_note_budgets(args))
     for path in (args.save_policy, args.lp):
         if path:
             check_new_file(path)  # before the work
-    result = run_search(options)
+    report = run_search(options)
     if args.save_policy:
         try:
-            write_by_rename(args.save_policy, result["found"].policy.to_json())
+            write_by_rename(args.save_policy, report.found.policy.to_json())
         except OSError as error:
             raise InputError(f"cannot write {args.save_policy}: {error.strerror or error}") from None
     if not args.json:
-        print(describe_search(result))
-    return search_record(result)
+        print(describe_search(report))
+    return search_record(report)
 
 
 def _sweep(args) -> dict:
-    from flexhybrid.jobs.simulate import run_sweep
+    from flexhybrid.jobs.sweep.job import SweepOptions
+    from flexhybrid.jobs.sweep.simulated import sweep_grid
 
-    out = args.out or args.grid.with_suffix(".csv")
-    done = run_sweep(args.grid, out, args.workers, args.fresh, args.quiet or args.json, args.engine)
+    options = options_from(SweepOptions, args, quiet=args.quiet or args.json)
+    summary = sweep_grid(args.grid, args.out or args.grid.with_suffix(".csv"), options)
     if not args.json:
-        resumed = f", {done.num_resumed} kept from before" if done.num_resumed else ""
-        failed = f", {done.num_errors} cannot run (column error)" if done.num_errors else ""
-        print(f"{done.num_points} points in {done.seconds:.1f} s{resumed}{failed}: {done.path}")
-    return {key: str(value) if isinstance(value, Path) else value for key, value in asdict(done).items()}
+        resumed = f", {summary.num_resumed} kept from before" if summary.num_resumed else ""
+        failed = f", {summary.num_errors} cannot run (column error)" if summary.num_errors else ""
+        print(f"{summary.num_points} points in {summary.seconds:.1f} s{resumed}{failed}: {summary.path}")
+    return {key: str(value) if isinstance(value, Path) else value for key, value in asdict(summary).items()}
 
 
 def _reproduce(args) -> dict:

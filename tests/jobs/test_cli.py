@@ -178,7 +178,7 @@ def test_rivals_are_told_whole(capsys):
 @pytest.mark.parametrize("option", ["--save-policy", "--lp"])
 @pytest.mark.parametrize("place", ["missing/policy.json", "."])
 def test_a_place_that_cannot_be_written_is_refused_before_the_search(option, place, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(jobs, "run_search", lambda options: pytest.fail("searched first"))
+    monkeypatch.setattr("flexhybrid.jobs.search.run_search", lambda options: pytest.fail("searched first"))
     assert cli.main([*SEARCH, option, str(tmp_path / place)]) == 2
     assert "cannot write" in capsys.readouterr().err
     assert not (tmp_path / "missing").exists()

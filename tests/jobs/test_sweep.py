@@ -24,13 +24,36 @@ from flexhybrid.jobs.sweep import job as sweep
 from flexhybrid.jobs.sweep import journal as journals
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def positive_number(value) -> float:
+    """A number > 0."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise InputError("must be a number > 0")
+    return float(value)
+
+
+def share(value) -> float:
+    """A number in 0..1."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise InputError("must be a share, 0 to 1")
+    return float(value) + 0.0  # -0.0 is no other point
+
+
+def text(value) -> str:
+    """A text that is not empty."""
+    if not isinstance(value, str) or not value.strip():
+        raise InputError("must be a text")
+    return value
+
+
 KEYS = {
     "system": grids.one_of("system", ("flexgen", "kvpr", "hybrid")),
-    "model": grids.text,
+    "model": text,
     "batch": grids.positive_integer,
     "prompt_len": grids.positive_integer,
-    "act_share": grids.share,
-    "budget": grids.positive_number,
+    "act_share": share,
+    "budget": positive_number,
 }
 GRID = {"model": ["a", "b"], "batch": [1, 2, 3, 4], "prompt_len": [8, 16, 32]}
 
@@ -99,8 +122,8 @@ def all_points(tmp_path: Path, **more) -> list[dict]:
 
 
 def swept(points: list[dict], out: Path, function=evaluate, **options):
-    options = {"workers": 1, "progress": False, "group_key": model_of, **options}
-    return sweep.run_sweep(points, function, out, **options)
+    options = {"workers": 1, "quiet": True, **options}
+    return sweep.run_sweep(points, out, function, model_of, sweep.SweepOptions(**options))
 
 
 # --- grids
@@ -197,9 +220,7 @@ def test_required_keys(tmp_path):
 
 def test_table_has_the_points_keys_first_and_every_point_in_order(tmp_path):
     out = tmp_path / "deep" / "out.csv"
-    summary = sweep.run(
-        written(tmp_path / "g.json", GRID), out, evaluate, KEYS, group_key=model_of, workers=2, progress=False
-    )
+    summary = swept(all_points(tmp_path), out, workers=2)
     assert (summary.num_points, summary.num_resumed, summary.num_errors, summary.path) == (24, 0, 0, out)
     expected = [
         f"{model},{batch},{prompt},{batch * 10.0 / prompt},{batch},"
@@ -380,7 +401,7 @@ def test_a_killed_process_continues(tmp_path, monkeypatch, workers, how):
     out, log = tmp_path / "out.csv", tmp_path / "log"
     script = written(
         tmp_path / "killed.py",
-        KILLED.format(paths=[str(ROOT), str(ROOT / "tests")], folder=str(tmp_path), workers=workers),
+        KILLED.format(paths=[str(ROOT), str(Path(__file__).parent)], folder=str(tmp_path), workers=workers),
     )
     process = subprocess.Popen(
         [sys.executable, str(script)],

@@ -11,7 +11,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from flexhybrid.core.errors import InputError, unknown
+from flexhybrid.core.errors import InputError, is_integer, unknown
 
 #: Takes a value of a grid file, gives the value to use; raises InputError with the reason where it cannot be served.
 Checker = Callable[[Any], Any]
@@ -67,29 +67,8 @@ def positive_integer(value) -> int:
     """A whole number >= 1; 8.0 is taken for 8."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if not is_integer(value) or value < 1:
         raise InputError("must be a whole number >= 1")
-    return value
-
-
-def positive_number(value) -> float:
-    """A number > 0."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-        raise InputError("must be a number > 0")
-    return float(value)
-
-
-def share(value) -> float:
-    """A number in 0..1."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
-        raise InputError("must be a share, 0 to 1")
-    return float(value) + 0.0  # -0.0 is no other point
-
-
-def text(value) -> str:
-    """A text that is not empty."""
-    if not isinstance(value, str) or not value.strip():
-        raise InputError("must be a text")
     return value
 
 

@@ -2,8 +2,8 @@
 
     GRID.json|toml ──read_grid──▶ Grid ──points──▶ [point, …] ──run_sweep──▶ OUT.csv|parquet
 
-It knows no simulator: which keys a grid may hold, and what a point gives, are the caller's. While it runs, every result
-is in a journal beside the output (OUT.partial, JSON lines), so that a killed sweep continues where it stopped.
+It knows no simulator: the caller gives the function that evaluates points (``simulated.evaluate``). While it runs,
+every result is in a journal beside the output (OUT.partial, JSON lines), so that a killed sweep continues from it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from multiprocessing import connection as pipes
@@ -29,10 +29,10 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from flexhybrid.core.errors import InputError
+from flexhybrid.core.errors import InputError, is_integer
 from flexhybrid.jobs.ray_cluster import cluster
-from flexhybrid.jobs.sweep.grid import Checker, point_id, points, read_grid, short
-from flexhybrid.jobs.sweep.journal import Journal, Outcome, grid_hash, open_journal, version_hash
+from flexhybrid.jobs.sweep.grid import point_id, short
+from flexhybrid.jobs.sweep.journal import JobResult, Journal, grid_hash, open_journal, version_hash
 
 #: Takes points of one group, gives one row of plain numbers and text for each. Importable by name (workers load it).
 Evaluate = Callable[[list[dict]], list[dict]]
@@ -42,7 +42,18 @@ MAX_CHUNK = 4096
 
 
 @dataclass(frozen=True)
-class Summary:
+class SweepOptions:
+    """How a sweep runs. Its table depends on none of this."""
+
+    workers: int | None = None  #: processes; None: all cores; 1: this process
+    engine: str = "local"  #: "ray": the processes are those of a Ray cluster
+    fresh: bool = False  #: drop the journal of a sweep that was stopped
+    quiet: bool = False  #: no progress bar
+    chunk: int | None = None  #: most points of a job; None: a 16th of a worker's part, up to MAX_CHUNK
+
+
+@dataclass(frozen=True)
+class SweepSummary:
     """What a sweep did. ``num_errors``: points that could not be served, rows with a text in column ``error``."""
 
     num_points: int
@@ -52,69 +63,41 @@ class Summary:
     path: Path
 
 
-def run(
-    grid_path: str | Path,
-    out: str | Path,
-    evaluate: Evaluate,
-    keys: dict[str, Checker],
-    group_key: Callable[[dict], Hashable] | None = None,
-    workers: int | None = None,
-    fresh: bool = False,
-    progress: bool = True,
-    required: Sequence[str] = (),
-    engine: str = "local",
-) -> Summary:
-    """Read the grid, evaluate what the journal does not hold yet, write the table.
-
-    Raises InputError before any work for a wrong grid, output or number of workers; KeyboardInterrupt after saying
-    how to go on.
-    """
-    all_points = points(read_grid(grid_path, keys, required))
-    return run_sweep(
-        all_points, evaluate, out, group_key=group_key, workers=workers, fresh=fresh, progress=progress, engine=engine
-    )  # fmt: skip
-
-
 def run_sweep(
     points: list[dict],
-    evaluate: Evaluate,
     out: str | Path,
-    *,
-    group_key: Callable[[dict], Hashable] | None = None,
-    workers: int | None = None,
-    fresh: bool = False,
-    progress: bool = True,
-    chunk: int | None = None,
-    engine: str = "local",
-) -> Summary:
-    """Evaluate every point once, on ``workers`` processes (all cores; 1: in this one), and write the table. ``engine``
-    "ray": the processes are those of a Ray cluster.
+    evaluate: Evaluate,
+    group_of: Callable[[dict], Hashable],
+    options: SweepOptions = SweepOptions(),  # noqa: B008  frozen
+) -> SweepSummary:
+    """Evaluate every point that the journal does not hold yet, once; write the table.
 
-    ``evaluate`` sees points of one group (``group_key``) at a time, at most ``chunk`` of them (by default a 16th of a
-    worker's part, up to MAX_CHUNK); where it raises InputError its points are tried in ever smaller parts, and those
-    that raise alone become rows with ``error``. Any other exception stops the sweep (InputError naming it). Rows are
-    in the points' order, columns: the points' keys, the results', ``error``.
+    ``evaluate`` takes points of one group (``group_of``) at a time. Where it raises InputError its points are tried in
+    ever smaller parts, and those that raise alone become rows with ``error``. Any other exception stops the sweep
+    (InputError naming it). Rows are in the points' order, columns: the points' keys, the results', ``error``. Raises
+    InputError before any work for a wrong output or number of workers.
     """
     began = time.perf_counter()
     out = Path(out)
-    for name, value in (("workers", workers), ("chunk", chunk)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+    for name, value in (("workers", options.workers), ("chunk", options.chunk)):
+        if value is not None and (not is_integer(value) or value < 1):
             raise InputError(f"{name} must be a whole number >= 1, not {value!r}")
     _check_output(out)
     ids = [point_id(point) for point in points]
     identity = {"grid": grid_hash(points, ids), "version": version_hash(evaluate), "points": len(points)}
-    with closing(open_journal(out, identity, ids, fresh)) as journal, _workers(engine, workers) as num_workers:
+    with (
+        closing(open_journal(out, identity, ids, options.fresh)) as journal,
+        _workers(options.engine, options.workers) as num_workers,
+    ):
         num_resumed = journal.num_done
         todo = [index for index, offset in enumerate(journal.offsets) if offset < 0]
-        size = chunk or min(MAX_CHUNK, max(1, math.ceil(len(todo) / (16 * num_workers))))
-        jobs = _jobs(points, todo, group_key, size)
-        bar = tqdm(
-            total=len(points), initial=num_resumed, desc="sweep", unit="point", file=sys.stderr,
-            disable=None if progress else True, leave=False,
-        )  # fmt: skip
+        size = options.chunk or min(MAX_CHUNK, max(1, math.ceil(len(todo) / (16 * num_workers))))
+        jobs = _jobs(points, todo, group_of, size)
+        hidden = options.quiet or not sys.stderr.isatty()
+        bar = tqdm(total=len(points), initial=num_resumed, desc="sweep", unit="point", disable=hidden, leave=False)
         try:
             num_workers = min(num_workers, max(1, len(jobs)))
-            with bar, closing(_outcomes(points, jobs, evaluate, num_workers, engine)) as outcomes:
+            with bar, closing(_outcomes(points, jobs, evaluate, num_workers, options.engine)) as outcomes:
                 for job, outcome in outcomes:
                     journal.append([index for group in job for index in group], outcome)
                     bar.update(sum(map(len, job)))
@@ -129,7 +112,7 @@ def run_sweep(
         except OSError as error:
             raise InputError(f"sweep stopped: {error}\n{_kept(journal)}") from None
         journal.path.unlink()
-    return Summary(len(points), num_resumed, journal.num_errors, time.perf_counter() - began, out)
+    return SweepSummary(len(points), num_resumed, journal.num_errors, time.perf_counter() - began, out)
 
 
 class _Stopped(Exception):
@@ -171,11 +154,13 @@ def _check_output(out: Path) -> None:
         raise InputError(f"cannot write {out}: {error.strerror}; choose another --out") from None
 
 
-def _jobs(points: list[dict], todo: list[int], group_key, size: int) -> list[list[list[int]]]:
+def _jobs(
+    points: list[dict], todo: list[int], group_of: Callable[[dict], Hashable], size: int
+) -> list[list[list[int]]]:
     """Indices of the points to do: jobs of at most ``size`` points, each a list of parts of one group."""
     groups: dict[Hashable, list[int]] = {}
     for index in todo:
-        groups.setdefault(group_key(points[index]) if group_key else None, []).append(index)
+        groups.setdefault(group_of(points[index]), []).append(index)
     jobs, room = [], 0
     for group in groups.values():
         for start in range(0, len(group), size):
@@ -188,7 +173,7 @@ def _jobs(points: list[dict], todo: list[int], group_key, size: int) -> list[lis
     return jobs
 
 
-def outcome_of(evaluate: Evaluate, groups: list[list[dict]]) -> Outcome:
+def outcome_of(evaluate: Evaluate, groups: list[list[dict]]) -> JobResult:
     """Evaluate a job's groups; an exception other than InputError becomes a failure that any process can read."""
     lines, columns, num_errors = [], {}, 0
     for group in groups:
@@ -196,12 +181,12 @@ def outcome_of(evaluate: Evaluate, groups: list[list[dict]]) -> Outcome:
             rows = _rows(evaluate, group)
         except Exception as error:  # whatever the caller's function raises ends the sweep, with its words
             reason = f"{type(error).__name__}: {error} (at {short(group[0])}{' …' if len(group) > 1 else ''})"
-            return Outcome(failure=reason, details=traceback.format_exc())
+            return JobResult(failure=reason, details=traceback.format_exc())
         for point, row in zip(group, rows, strict=True):
             columns.setdefault(tuple(row), len(lines))
             num_errors += bool(row.get("error"))
             lines.append(json.dumps({"point": point_id(point), "row": row}).encode() + b"\n")
-    return Outcome(lines, columns, num_errors)
+    return JobResult(lines, columns, num_errors)
 
 
 def _rows(evaluate: Evaluate, points: list[dict]) -> list[dict]:
@@ -292,7 +277,7 @@ def _column(pd, values: list):
 
 def _outcomes(
     points: list[dict], jobs: list, evaluate: Evaluate, num_workers: int, engine: str
-) -> Iterator[tuple[list, Outcome]]:
+) -> Iterator[tuple[list, JobResult]]:
     """Every job with its outcome, as they end. Raises _Stopped where one fails; closing it ends the workers.
 
     Workers are spawned, not forked, and read jobs from a pipe of their own: one that dies, or whose parent died, is
@@ -302,7 +287,7 @@ def _outcomes(
     def payload(job: list[list[int]]) -> list[list[dict]]:
         return [[points[index] for index in group] for group in job]
 
-    def checked(outcome: Outcome) -> Outcome:
+    def checked(outcome: JobResult) -> JobResult:
         if outcome.failure:
             raise _Stopped(outcome.failure, outcome.details)
         return outcome
@@ -365,7 +350,7 @@ def _work(pipe: pipes.Connection) -> None:
         try:
             evaluate = pipe.recv()
         except (ImportError, AttributeError) as error:
-            trouble = Outcome(failure=f"a worker cannot load the function: {error}", details=traceback.format_exc())
+            trouble = JobResult(failure=f"a worker cannot load the function: {error}", details=traceback.format_exc())
         while True:
             job = pipe.recv()
             pipe.send(trouble or outcome_of(evaluate, job))

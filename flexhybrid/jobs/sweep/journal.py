@@ -24,7 +24,7 @@ MAX_SETTING_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
-class Outcome:
+class JobResult:
     """What a job gave: journal lines in the order of its points, or why it failed."""
 
     lines: list[bytes] = field(default_factory=list)
@@ -45,7 +45,7 @@ class Journal:
     num_done: int = 0
     num_errors: int = 0
 
-    def append(self, indices: list[int], outcome: Outcome) -> None:
+    def append(self, indices: list[int], outcome: JobResult) -> None:
         """Write a job's lines and wait until they are on the disk."""
         offset = self.file.seek(0, os.SEEK_END)
         self.file.write(b"".join(outcome.lines))

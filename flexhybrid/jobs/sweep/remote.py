@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterable, Iterator
 import ray
 
 from flexhybrid.jobs.ray_cluster import ENVIRONMENT, MAX_RETRIES
-from flexhybrid.jobs.sweep.journal import Outcome
+from flexhybrid.jobs.sweep.journal import JobResult
 
 AHEAD = 2  #: tasks a worker, so that none waits for its next one
 
 
 def outcomes_on(
-    jobs: Iterable[tuple[list, list]], outcome: Callable[..., Outcome], evaluate: Callable, num_workers: int
-) -> Iterator[tuple[list, Outcome]]:
+    jobs: Iterable[tuple[list, list]], outcome: Callable[..., JobResult], evaluate: Callable, num_workers: int
+) -> Iterator[tuple[list, JobResult]]:
     """Every (job, what ``outcome`` takes of it) with its outcome, as they end; a task whose worker dies is done again.
 
     Closing it cancels what runs.
@@ -33,7 +33,7 @@ def outcomes_on(
             try:
                 found = ray.get(done)
             except ray.exceptions.RayError as error:
-                found = Outcome(failure=f"the Ray cluster failed: {str(error).strip().splitlines()[-1]}")
+                found = JobResult(failure=f"the Ray cluster failed: {str(error).strip().splitlines()[-1]}")
             yield running.pop(done), found
     finally:
         for reference in running:
