@@ -30,6 +30,7 @@ from flexhybrid.core.wave import Wave, admit
 from flexhybrid.core.workload import Workload
 from flexhybrid.runtime import buffers
 from flexhybrid.runtime.cuda import CudaCopies
+from flexhybrid.runtime.selections.hooks import SelectionHooks
 from flexhybrid.runtime.verbs import VERBS
 from sim.catalogue import load
 from sim.presets import act_only, hybrid, kv_only, kvpr_column
@@ -71,9 +72,7 @@ def copies_of(wave: Wave) -> dict[str, list[int]]:
     """Bytes of each copy call of a turn's loads and stores, every layer alike: those of one."""
     with patch.object(buffers, "HostMemory", lambda pinned: MetaMemory()):
         held = buffers.Buffers(wave.shape, wave.policy, buffer_sizes(wave), torch.float16, torch.device("meta"))
-    executor = SimpleNamespace(
-        buffers=held, copies=CudaCopies(), speculation=None, chooses_places=False, looks_at_choice=lambda task: False
-    )  # fmt: skip
+    executor = SimpleNamespace(buffers=held, copies=CudaCopies(), selection=SelectionHooks())
     found = {"loads": [], "stores": []}
     for task in stream(wave, first_iteration=GENERATED):
         if task.layer != 1:

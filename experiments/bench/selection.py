@@ -31,6 +31,7 @@ from flexhybrid.runtime.engine import Engine
 from flexhybrid.runtime.executor import Executor
 from flexhybrid.runtime.profiling.cpu_use import MOST_OTHERS
 from flexhybrid.runtime.profiling.profile import ProfileRun, profile
+from flexhybrid.runtime.selections.speculative import Speculation
 from flexhybrid.runtime.session import Session
 from flexhybrid.runtime.storage.loader import RandomWeights
 from flexhybrid.runtime.storage.weights import Weights
@@ -75,7 +76,8 @@ def fill(executor: Executor) -> None:
     """What a prefill would leave, as far as time depends on it: pages that are there, and choices that differ."""
     for pool in executor.buffers.pools.values():
         pool.fill_(0.01)
-    if speculation := executor.speculation:
+    speculation = executor.selection
+    if isinstance(speculation, Speculation):
         for table in (speculation.keys, speculation.query_weights):
             table.normal_()
         columns = torch.rand(*speculation.columns.shape[:-1], executor.shape.head_dim).argsort(-1)

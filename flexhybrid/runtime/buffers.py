@@ -131,8 +131,7 @@ class Buffers:
         }
         plain_act = sizes.act_blocks if policy.bits.act != "native" else 0
         plain_kv = sizes.plain_kv_blocks if policy.bits.kv != "native" else 0
-        self.plain_act = on_device(plain_act * BLOCK_TOKENS, hidden)
-        self.plain_kv = on_device(plain_kv * BLOCK_TOKENS, kv)
+        self.plain = {"act": on_device(plain_act * BLOCK_TOKENS, hidden), "kv": on_device(plain_kv * BLOCK_TOKENS, kv)}
         generated = max(sizes.act_blocks * BLOCK_TOKENS, MIN_KV_GEN_ROWS) if sizes.act_blocks else 0
         self.generated = on_device(generated, kv)
         self.attention = on_device(2, sizes.attention_tokens * groups * d)
@@ -166,6 +165,10 @@ class Buffers:
         used = batch * groups * tokens * d
         keys, values = self.attention[0, :used], self.attention[1, :used]
         return keys.view(batch, groups, tokens, d), values.view(batch, groups, tokens, d)
+
+    def act_rows(self, slot: int, count: int) -> torch.Tensor:
+        """ACT rows [count, h] in the compute dtype: as they were loaded, or unpacked."""
+        return self.plain["act"][:count] if self.packed("act") else self.loaded_rows("act", slot, count)
 
     def each_head(self, representation: str) -> bool:
         """Whether a selection chooses its tokens for each head by itself: where blocks are head-major. Otherwise a row

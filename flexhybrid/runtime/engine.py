@@ -23,6 +23,7 @@ from flexhybrid.runtime.executor import Executor
 from flexhybrid.runtime.kernels.sampling import NO_TOKEN, SamplingPlan
 from flexhybrid.runtime.links import CpuCopies
 from flexhybrid.runtime.storage.weights import ANYWHERE, DiskPlace, Weights, WeightSlots
+from flexhybrid.runtime.wave_state import EngineParts
 
 #: Of a request (by its place in the wave): hears of its tokens, in order; returns the text that ends it, or None.
 StopTexts = Mapping[int, Callable[[int], str | None]]
@@ -99,7 +100,8 @@ class Engine:
     def executor(self, wave: Wave, prompts: list[list[int]], plan: SamplingPlan) -> Executor:
         """The verb functions over one wave."""
         share = self.host_workers.map if self.host_threads > 1 else map
-        return Executor(self.weights, self.slots, self.buffers, wave, prompts, plan, self.copies, share)
+        parts = EngineParts(self.weights, self.slots, self.buffers, self.copies, share)
+        return Executor(parts, wave, prompts, plan)
 
     def lanes(self, executor: Executor) -> list[Lane]:
         """One lane a resource: threads on a CPU, streams on CUDA; the host's own and the disk's are threads on both.
@@ -237,7 +239,8 @@ class _Collector:
             task, ordinal = self._pending.pop(0)
             self.clock.wait(task.resource, ordinal)
             step = task.payload.step
-            for request, token in zip(step.requests.tolist(), self.executor.tokens_of(step).tolist(), strict=True):
+            sampled = self.executor.sampled.on_host(step)
+            for request, token in zip(step.requests.tolist(), sampled.tolist(), strict=True):
                 if request in self._stopped_requests:
                     continue  # the surplus token of a stop that was seen one iteration late
                 if token == NO_TOKEN:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -73,6 +74,23 @@ def copy_runs(target: np.ndarray, source: np.ndarray, runs: tuple[BlockRun, ...]
 def num_blocks(runs: tuple[BlockRun, ...]) -> int:
     """Blocks of all runs together."""
     return sum(run.rows * run.blocks for run in runs)
+
+
+class Copies(Protocol):
+    """Both link directions, each used by the thread of one lane alone."""
+
+    host_memory: HostMemory
+    enabled: bool
+
+    def abort(self) -> None:
+        """Let copies under way end at once: their run has failed."""
+
+    def copy_h2d(self, target: torch.Tensor, source: torch.Tensor) -> None: ...
+
+    def copy_d2h(self, target: torch.Tensor, source: torch.Tensor) -> None: ...
+
+    def copy_blocks_h2d(self, target: torch.Tensor, pool: torch.Tensor, runs: tuple[BlockRun, ...]) -> None:
+        """target [B, columns, block], pool [blocks, …]: copy the blocks of all runs."""
 
 
 class CpuCopies:

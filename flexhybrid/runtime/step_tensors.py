@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockKinds
-from flexhybrid.core.schedule.steps import MiniBatchStep
-from flexhybrid.runtime.kernels.sampling import StepSampling
-
-if TYPE_CHECKING:
-    from flexhybrid.runtime.selections.speculative import Guess
+from flexhybrid.core.schedule.steps import MiniBatchStep, Store
+from flexhybrid.core.wave import Wave
+from flexhybrid.runtime.kernels.rotary import rotary_tables
+from flexhybrid.runtime.kernels.sampling import SamplingPlan, StepSampling, step_sampling
 
 Rotation = tuple[torch.Tensor, torch.Tensor]  #: cosines and sines, [R, d] each
 
@@ -41,7 +39,6 @@ class StepTensors:
     sampling: StepSampling | None
     stores: dict[str, StorePlace]
     block_tables: dict[str, torch.Tensor]  #: [B, blocks] of each segment that lies on the device, by its pool
-    guess: Guess | None = None  #: of a decode step under a speculative selection
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -144,3 +141,66 @@ def store_rows(step: MiniBatchStep, rows: np.ndarray) -> np.ndarray | None:
         return None
     request, token = np.divmod(rows, step.width)
     return request * step.computed_width + step.recomputed_width + token
+
+
+class StepMaker:
+    """Makes the tensors of a wave's steps; holds the tables that they look positions and tokens up in."""
+
+    def __init__(
+        self, wave: Wave, prompts: list[list[int]], plan: SamplingPlan, dtype: torch.dtype, device: torch.device
+    ):
+        self.plan, self.dtype, self.device = plan, dtype, device
+        self.attends_on_host = wave.policy.attention == "host"
+        lengths = wave.workload.prompt_tokens + wave.workload.max_tokens
+        self.tokens = TokenTable(prompts, lengths, device)
+        self.rotary: Rotation | None = None  #: of all positions
+        self.act_positions: dict[str, np.ndarray] = {}  #: where the model has rotary positions
+        if wave.shape.rotary:
+            longest = int(lengths.max())
+            self.rotary = rotary_tables(wave.shape, longest, dtype, device)
+            self.act_positions = position_tables(wave.kinds, longest)
+
+    def make(self, step: MiniBatchStep) -> StepTensors:
+        batch, width = len(step.requests), step.computed_width
+        positions = computed_positions(step)
+        hidden = None if step.prefill or self.attends_on_host else hidden_columns(step)
+        last_rows = np.arange(batch) * width + step.recomputed_width + step.new_tokens - 1
+        total = step.context + step.new_tokens
+        tables = {s.space: s.block_table for s in step.segments if s.tier == "device" and s.max_tokens}
+        positions_R = self._copy(positions.reshape(-1))
+        act_rotation = None
+        if step.act_blocks and self.rotary:
+            act_rotation = self.rotation_at(act_positions(step, self.act_positions))
+        return StepTensors(
+            cells_R=self._copy(self.tokens.cells(step.requests, positions).reshape(-1)),
+            positions_R=positions_R,
+            rotation_R=self._rotation(positions_R),
+            act_rotation=act_rotation,
+            mask_B11T=None if hidden is None else self.mask_of(hidden),
+            last_rows_B=self._copy(last_rows) if width > 1 else None,
+            sampled_cells_B=self._copy(self.tokens.cells(step.requests, total)),
+            sampling=step_sampling(self.plan, step.requests, total, self._copy),
+            stores={store.space: self._store_place(step, store) for store in step.stores},
+            block_tables={space: self._copy(table) for space, table in tables.items()},
+        )
+
+    def rotation_at(self, positions: np.ndarray) -> Rotation | None:
+        """Cosines and sines of tokens at these positions, flat; None where the model has no rotary positions."""
+        return self._rotation(self._copy(positions.reshape(-1)))
+
+    def _rotation(self, positions: torch.Tensor) -> Rotation | None:
+        if self.rotary is None:
+            return None
+        cos, sin = self.rotary
+        return cos[positions], sin[positions]
+
+    def mask_of(self, hidden_BT: np.ndarray) -> torch.Tensor:
+        return mask_of(hidden_BT, self.dtype, self.device)
+
+    def _store_place(self, step: MiniBatchStep, store: Store) -> StorePlace:
+        rows = store_rows(step, store.rows)
+        places = (self._copy(store.blocks), self._copy(store.offsets)) if store.tier == "device" else ()
+        return StorePlace(None if rows is None else self._copy(rows), *places)
+
+    def _copy(self, array: np.ndarray) -> torch.Tensor:
+        return to_device(array, self.device)

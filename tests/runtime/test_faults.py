@@ -23,7 +23,7 @@ from models import save_opt
 
 from flexhybrid import LLM, InputError, Policy, SamplingParams
 from flexhybrid.core.policy import Placement
-from flexhybrid.runtime import executor as executor_module
+from flexhybrid.runtime import verbs as verbs_module
 from flexhybrid.runtime.storage.disk import DiskError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,13 +94,13 @@ def no_collector():
 
 def patch_verb(monkeypatch, name: str, before) -> None:
     """Call ``before(executor, task)`` first whenever this verb is performed."""
-    real = executor_module.VERBS[name]
+    real = verbs_module.VERBS[name]
 
     def patched(ex, task):
         before(ex, task)
         real(ex, task)
 
-    monkeypatch.setitem(executor_module.VERBS, name, patched)
+    monkeypatch.setitem(verbs_module.VERBS, name, patched)
 
 
 def check_fails_and_recovers(llm, expected, error, words, monkeypatch) -> None:
@@ -303,18 +303,18 @@ def test_an_engine_whose_run_failed_says_so(llm, monkeypatch):
 SLOW = """
     import errno, os, signal, sys, threading, time
     from flexhybrid import LLM, Policy, SamplingParams, cli
-    from flexhybrid.runtime import executor
+    from flexhybrid.runtime import verbs
     from flexhybrid.runtime.storage import scratch_file
     def refuse(*_):
         raise OSError(errno.EOPNOTSUPP, "not supported")
     scratch_file.open_unnamed = scratch_file.unlink_open = refuse
-    real, slow = executor.VERBS["attend"], [True]
+    real, slow = verbs.VERBS["attend"], [True]
     def attend(ex, task):
         if slow and not ex.weights.disk._pacers["read"][0].bytes_per_s:
             ex.weights.disk._pacers["read"][0].bytes_per_s = 10
             threading.Thread(target=signal_when_reading, args=(ex.weights.disk,)).start()
         real(ex, task)
-    executor.VERBS["attend"] = attend
+    verbs.VERBS["attend"] = attend
     def signal_when_reading(disk):
         while not disk._callers:
             time.sleep(0.001)

@@ -21,6 +21,7 @@ from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
 from flexhybrid.runtime.engine import Engine
 from flexhybrid.runtime.kernels.sampling import greedy_plan
+from flexhybrid.runtime.selections.speculative import Speculation
 from flexhybrid.runtime.storage.host_memory import HostMemory
 from flexhybrid.runtime.storage.loader import Checkpoint, RandomWeights
 from flexhybrid.runtime.storage.weights import DiskPlace, Weights
@@ -41,7 +42,7 @@ def held_device(engine, executor) -> dict[str, int]:
     """Bytes of the device's tensors by the plan's names."""
     buffers, weights, pools = engine.buffers, engine.weights, engine.buffers.pools
     on_device = [(space, pool) for space, pool in pools.items() if pool_tier(space, buffers) == "device"]
-    tables = executor.rotary or ()
+    tables = executor.steps.rotary or ()
     return {
         "resident weights": sum(one.nbytes for one in weights.resident),
         "weight slots": sum(one.nbytes for one in engine.slots.device),
@@ -49,8 +50,8 @@ def held_device(engine, executor) -> dict[str, int]:
         "embedding and head": sum(one.nbytes for one in weights.outer.values()),
         "ACT buffers": buffers.loaded["act"].nbytes,
         "KV buffers": buffers.loaded["kv"].nbytes,
-        "plain ACT": buffers.plain_act.nbytes,
-        "plain KV": buffers.plain_kv.nbytes,
+        "plain ACT": buffers.plain["act"].nbytes,
+        "plain KV": buffers.plain["kv"].nbytes,
         "recomputed keys and values": buffers.generated.nbytes,
         "attention buffer": buffers.attention.nbytes,
         "staging": sum(one.nbytes for one in buffers.staging.values()),
@@ -60,11 +61,11 @@ def held_device(engine, executor) -> dict[str, int]:
         "act pool": sum(pool.nbytes for space, pool in on_device if "act" in space.split(".")[-1].split("@")[0]),
         "token ids": executor.tokens.ids.nbytes,
         "positions": sum(one.nbytes for one in tables),
-    } | held_by_speculation(executor.speculation)
+    } | held_by_speculation(executor.selection)
 
 
 def held_by_speculation(speculation) -> dict[str, int]:
-    if speculation is None:
+    if not isinstance(speculation, Speculation):
         return {"partial query weights": 0, "partial keys": 0, "indices": 0, "uses": 0}
     weights = (speculation.columns, speculation.query_weights, speculation.query_bias, speculation.skew)
     return {

@@ -18,6 +18,8 @@ import torch
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.task import Task
 from flexhybrid.runtime.executor import Executor
+from flexhybrid.runtime.selections.heavy_hitters import HeavyHitters
+from flexhybrid.runtime.selections.speculative import Speculation
 from flexhybrid.runtime.step_tensors import column_positions, position_tables
 
 #: Verbs that bring a context to the device.
@@ -123,38 +125,37 @@ def watch_positions(executor: Executor) -> Callable[[Task], torch.Tensor]:
     column of the attention buffer holds, [B, G or 1, T]; -1 for padding."""
     project, speculate, assemble = (executor.verbs[verb] for verb in ("project", "speculate", "assemble"))
     tables = position_tables(executor.wave.kinds, int(executor.wave.workload.cached_tokens.max()) + 1)
+    selection = executor.selection
     chosen: dict[tuple[int, int], dict[str, torch.Tensor]] = {}  # by mini-batch and layer
     whole: dict[int, torch.Tensor] = {}  # by mini-batch, of a layer that looks at every token
     columns: dict[str, int] = {}  # by representation, of the context at hand; what is fetched next may be there already
 
     def projected(executor: Executor, task: Task) -> None:
-        if task.iteration and executor.speculation and not executor.looks_at_choice(task):
+        if task.iteration and isinstance(selection, Speculation) and not selection.chooses(task):
             step = task.payload.step  # before the new tokens take their places
             places = executor.to_device(column_positions(step, tables))[:, None, :-1]
-            guess = executor.tensors(task).guess
-            whole[task.mini_batch] = executor.speculation.positions_of(task.layer, step, guess, places)
+            whole[task.mini_batch] = selection.positions_of(task.layer, step, places)
         project(executor, task)
 
     def speculated(executor: Executor, task: Task) -> None:
         speculate(executor, task)
-        if task.iteration:
+        if task.iteration and isinstance(selection, Speculation):
             layer = task.layer + 1
-            guess = executor.tensors(task).guess
-            chosen[task.mini_batch, layer] = executor.speculation.chosen_positions(layer, task.payload.step, guess)
+            chosen[task.mini_batch, layer] = selection.chosen_positions(layer, task.payload.step)
 
     def assembled(executor: Executor, task: Task) -> None:
-        if task.iteration and executor.looks_at_choice(task):
+        if task.iteration and isinstance(selection, Speculation) and selection.chooses(task):
             slot = task.payload.slot
-            columns.update({r: executor.fetched[r, slot].most for r in chosen[task.mini_batch, task.layer]})
+            columns.update({r: selection.fetched[r, slot].most for r in chosen[task.mini_batch, task.layer]})
         assemble(executor, task)
 
     def positions_of(task: Task) -> torch.Tensor:
         step = task.payload.step
-        if executor.heavy_hitters:
-            return executor.heavy_hitters.column_positions(task.layer, step)
-        if not executor.speculation:
+        if isinstance(selection, HeavyHitters):
+            return selection.column_positions(task.layer, step)
+        if not isinstance(selection, Speculation):
             return executor.to_device(column_positions(step, tables))[:, None]
-        if executor.looks_at_choice(task):  # representation by representation, each as wide as its longest request
+        if selection.chooses(task):  # representation by representation, each as wide as its longest request
             pieces = [
                 positions[..., : columns[representation]]
                 for representation, positions in chosen[task.mini_batch, task.layer].items()

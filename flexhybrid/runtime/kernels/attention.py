@@ -14,8 +14,16 @@ import torch.nn.functional as F
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.memory import WIDENED_ELEMENTS
+from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.schedule.steps import BlockRun
 from flexhybrid.runtime.buffers import run_view
+
+
+def split_heads(shape: ModelShape, kvq: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Views of projected rows [..., 2·G·d + H·d]: keys and values [..., G, d], queries [..., H, d]."""
+    half = shape.kv_width // 2
+    keys, values, queries = kvq.split((half, half, shape.query_width), dim=-1)
+    return tuple(part.unflatten(-1, (-1, shape.head_dim)) for part in (keys, values, queries))
 
 
 def attend_decode(

@@ -18,7 +18,9 @@ import torch
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.context.selection import kept_tokens
 from flexhybrid.core.schedule.steps import MiniBatchStep
+from flexhybrid.core.task import Task
 from flexhybrid.core.wave import Wave
+from flexhybrid.runtime.selections.hooks import SelectionHooks
 from flexhybrid.runtime.step_tensors import to_device
 
 
@@ -35,10 +37,11 @@ class StepPlaces(NamedTuple):
     position: torch.Tensor  #: [B, 1, 1] of the new token
 
 
-class HeavyHitters:
+class HeavyHitters(SelectionHooks):
     """Scores and ages of every place, in all layers: [layer, N, G, K], and where places lie."""
 
     def __init__(self, wave: Wave, device: torch.device):
+        super().__init__()
         selection, workload = wave.policy.selection, wave.workload
         self.wave, self.device = wave, device
         self.kept = kept_tokens(selection, workload.prompt_tokens, workload.cached_tokens, workload.cached_tokens)
@@ -51,7 +54,29 @@ class HeavyHitters:
         self.kind_of = wave.kinds.kind_of(places)
         self.slot_of = wave.kinds.stored(places)[places, self.kind_of]  # in the request's extent of its kind
         self.slots = to_device(self.slot_of, device)
-        self.step_places: dict[int, tuple[MiniBatchStep, StepPlaces]] = {}  # by mini-batch
+        self.weights_BGT = torch.empty(0)  #: attention weights of the new tokens by group
+        self.step_places: dict[int, StepPlaces] = {}  #: of the decode step of each mini-batch
+
+    # ---- hooks
+
+    def begin_step(self, step: MiniBatchStep) -> None:
+        if not step.prefill:
+            self.step_places[step.mini_batch] = self._look_up(step)
+
+    def stages_rows(self, step: MiniBatchStep) -> bool:
+        """After a prompt, ``rank`` stages the rows that stay."""
+        return not step.prefill
+
+    def weighs(self, task: Task) -> bool:
+        return True
+
+    def after_attend(self, task: Task, weights_BGrT: torch.Tensor) -> None:
+        self.weights_BGT = weights_BGrT.float().sum(2)
+
+    def chooses_places(self, step: MiniBatchStep) -> bool:
+        return not step.prefill
+
+    # ---- for ``rank``
 
     def after_prompt(self, layer: int, step: MiniBatchStep, sums_BGP: torch.Tensor) -> torch.Tensor:
         """Positions [B, G, K] of the tokens to keep, in ascending order; padding repeats the last one.
@@ -74,12 +99,12 @@ class HeavyHitters:
         self.born[layer, requests, :, :most] = chosen.int()
         return chosen
 
-    def after_token(self, layer: int, step: MiniBatchStep, weights_BGT: torch.Tensor) -> torch.Tensor:
-        """Slots [B, G] for the new tokens in the extents of the kinds that the plan names; adds up what they looked at.
+    def after_token(self, layer: int, step: MiniBatchStep, slot: int) -> None:
+        """Find ``places`` for the new tokens, in the extents of the kinds that the plan names; add up their attention.
 
-        ``weights_BGT``: columns are the segments' tokens, one segment after the other, then the new token itself.
+        Columns of ``weights_BGT`` are the segments' tokens, one segment after the other, then the new token itself.
         """
-        at = self._step_places(step)
+        at, weights_BGT = self.step_places[step.mini_batch], self.weights_BGT
         scores, born = self.scores[layer, at.requests], self.born[layer, at.requests]
         scores += weights_BGT[..., at.columns].masked_fill_(~at.held, 0.0)
         worst = scores.masked_fill(~(at.own_kind & (born <= at.old)), torch.inf).argmin(dim=-1)
@@ -87,14 +112,7 @@ class HeavyHitters:
         scores.scatter_(-1, place, weights_BGT[..., -1:])
         born.scatter_(-1, place, at.position.expand_as(place))
         self.scores[layer, at.requests], self.born[layer, at.requests] = scores, born
-        return self.slots[place[..., 0]]
-
-    def _step_places(self, step: MiniBatchStep) -> StepPlaces:
-        """Made at a step's first layer, used by all."""
-        known = self.step_places.get(step.mini_batch)
-        if known is None or known[0] is not step:
-            known = self.step_places[step.mini_batch] = step, self._look_up(step)
-        return known[1]
+        self.places[slot] = self.slots[place[..., 0]]
 
     def _look_up(self, step: MiniBatchStep) -> StepPlaces:
         kept, recent = self.kept[step.requests], self.recent[step.requests]

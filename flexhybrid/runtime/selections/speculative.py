@@ -33,8 +33,11 @@ from flexhybrid.core.context.selection import (
 )
 from flexhybrid.core.memory import index_cells, index_rows
 from flexhybrid.core.schedule.steps import MiniBatchStep, Segment
+from flexhybrid.core.task import Task
 from flexhybrid.core.wave import Wave
+from flexhybrid.runtime.kernels.attention import split_heads
 from flexhybrid.runtime.kernels.rotary import rotate_
+from flexhybrid.runtime.selections.hooks import SelectionHooks
 from flexhybrid.runtime.selections.pool import Uses
 from flexhybrid.runtime.step_tensors import Rotation, position_tables, to_device
 from flexhybrid.runtime.storage.weights import Parts, Weights, linear
@@ -85,6 +88,7 @@ class Fetched(NamedTuple):
     where each has chosen for itself."""
 
     representation: str
+    heads: int  #: G where each key/value head has chosen for itself; 1: all heads together
     counts_B: np.ndarray  #: tokens of each request
     positions: np.ndarray | None  #: of all rows, where the model has rotary positions
 
@@ -96,9 +100,9 @@ class Fetched(NamedTuple):
     def most(self) -> int:
         return int(self.counts_B.max())
 
-    def padded_rows(self, heads: int) -> np.ndarray:
+    def padded_rows(self) -> np.ndarray:
         """[B, heads, most]: the row of each token of each head. Padding repeats the last, or is any row."""
-        counts = self.counts_B[:, None, None]
+        counts, heads = self.counts_B[:, None, None], self.heads
         starts = heads * (np.cumsum(self.counts_B) - self.counts_B)[:, None, None]
         within = np.minimum(np.arange(self.most), np.maximum(counts - 1, 0))
         rows = starts + np.arange(heads)[:, None] * counts + within
@@ -133,13 +137,14 @@ class Guess(NamedTuple):
     choices: dict[str, Choice]  #: by representation
 
 
-class Speculation:
+class Speculation(SelectionHooks):
     """Partial query weights and partial keys of a wave, in all layers that choose, and the tokens chosen last.
 
     Partial keys of a mini-batch are [T, B, G, C]: what it holds so far is one run of memory.
     """
 
     def __init__(self, wave: Wave, weights: Weights):
+        super().__init__()
         shape, selection, cached = wave.shape, wave.policy.selection, wave.workload.cached_tokens
         self.wave, self.shape, self.device, self.alpha = wave, shape, weights.device, selection.alpha
         self.count = partial_columns(shape, selection)
@@ -181,6 +186,48 @@ class Speculation:
         self.index = torch.zeros(int(self.index_start[-1]) * (self.layers > 0), dtype=torch.int32, device=self.device)
         self.positions = position_tables(wave.kinds, int(cached.max()) + 1)
         self.each_head = {"kv": wave.policy.bits.kv == "native", "act": False}
+        self.limits_cache = limits_cache(selection)
+        self._guesses: dict[int, Guess] = {}  # of the decode step of each mini-batch
+        # The tokens that were fetched, by representation and slot: gathered on the host, then on the device; and by
+        # representation those that the compute lane took from there: a slot is free before attention is over.
+        self.gathered: dict[tuple[str, int], Fetched] = {}
+        self.fetched: dict[tuple[str, int], Fetched] = {}
+        self.taken: dict[str, Fetched] = {}
+
+    # ---- hooks
+
+    def begin_step(self, step: MiniBatchStep) -> None:
+        if not step.prefill:
+            self._guesses[step.mini_batch] = self._make_guess(step)
+
+    def chooses(self, task: Task) -> bool:
+        return task.layer >= self.first
+
+    def after_project(self, task: Task, kvq: torch.Tensor) -> None:
+        if not task.payload.step.prefill:
+            keys, _, _ = split_heads(self.shape, kvq)
+            self.places[task.payload.slot] = self.take_places(task.layer, task.payload.step, keys)
+
+    def weighs(self, task: Task) -> bool:
+        """In layers that look at every token, the victims of ``Uses`` depend on how much attention each one gets."""
+        return self.uses is not None and not self.chooses(task) and not task.payload.step.prefill
+
+    def after_attend(self, task: Task, weights_BGrT: torch.Tensor) -> None:
+        self.looked_at(task.layer, task.payload.step, weights_BGrT, self.places[task.payload.slot])
+
+    def chooses_places(self, step: MiniBatchStep) -> bool:
+        return self.limits_cache and not step.prefill
+
+    # ---- for its verbs
+
+    def guess(self, step: MiniBatchStep) -> Guess:
+        """What the guesses of a decode step need."""
+        return self._guesses[step.mini_batch]
+
+    def take(self, representation: str, slot: int) -> Fetched:
+        """Return the tokens that were fetched to a slot; from now on they are ``taken``."""
+        fetched = self.taken[representation] = self.fetched[representation, slot]
+        return fetched
 
     # ---- the prompt
 
@@ -237,9 +284,7 @@ class Speculation:
 
     # ---- the decode
 
-    def prepare(self, step: MiniBatchStep) -> Guess | None:
-        if step.prefill:
-            return None
+    def _make_guess(self, step: MiniBatchStep) -> Guess:
         rows = np.flatnonzero(np.isin(self.wave.mini_batches[step.mini_batch], step.requests))
         kept = self.kept[step.requests]
         held = np.minimum(step.context, kept)
@@ -279,8 +324,9 @@ class Speculation:
         index = self.columns[layer - self.first, mini_batch][:, None].expand(-1, self.shape.head_dim, -1)
         return self.skew[layer - self.first].gather(2, index)  # [G, d, C]
 
-    def take_places(self, layer: int, step: MiniBatchStep, guess: Guess, k_BGd: torch.Tensor) -> torch.Tensor:
+    def take_places(self, layer: int, step: MiniBatchStep, k_BGd: torch.Tensor) -> torch.Tensor:
         """Places [B, G] of the new tokens; in layers that choose their partial keys go there."""
+        guess = self.guess(step)
         mini_batch, rows, heads = step.mini_batch, guess.rows_B[:, None], torch.arange(self.groups, device=self.device)
         places = guess.places_B[:, None].repeat(1, self.groups)
         if self.uses and guess.full_B is not None:
@@ -293,11 +339,10 @@ class Speculation:
             self.sections[mini_batch][layer - self.first][places, rows, heads] = partial
         return places
 
-    def looked_at(
-        self, layer: int, step: MiniBatchStep, guess: Guess, weights_BGrT: torch.Tensor, places_BG: torch.Tensor
-    ) -> None:
+    def looked_at(self, layer: int, step: MiniBatchStep, weights_BGrT: torch.Tensor, places_BG: torch.Tensor) -> None:
         """In a layer that looks at every token: count those as fetched that it would have chosen by these weights of
         its attention, but for the one whose place the new token has taken."""
+        guess = self.guess(step)
         choice = guess.choices["kv"]  # a limited pool holds nothing else
         weights = weights_BGrT[..., : guess.held_BT.shape[1]].float()
         relative = (weights / weights.amax(-1, keepdim=True)).log_().amax(2)
@@ -305,14 +350,12 @@ class Speculation:
         index.masked_fill_(index == places_BG[..., None], -1)
         self.uses.fetched(layer, step.mini_batch, guess.rows_B, index, guess.positions_B)
 
-    def choose(
-        self, layer: int, step: MiniBatchStep, guess: Guess, act_Bh: torch.Tensor, rotation: Rotation | None, w
-    ) -> None:
+    def choose(self, layer: int, step: MiniBatchStep, act_Bh: torch.Tensor, rotation: Rotation | None, w) -> None:
         """Guess a layer's scores from the attention input of the layer before, and write down whom to fetch.
 
         ``w``: the layer's weights, as far as they are resident.
         """
-        query = self._guessed_queries(layer, step.mini_batch, act_Bh, rotation, w)
+        guess, query = self.guess(step), self._guessed_queries(layer, step.mini_batch, act_Bh, rotation, w)
         section = self.sections[step.mini_batch][layer - self.first]
         keys = section[: guess.held_BT.shape[1]]
         if len(step.requests) < section.shape[1]:
@@ -341,26 +384,26 @@ class Speculation:
         query = rotate_(query.view(len(act_Bh), self.shape.num_heads, -1), *rotation)
         return torch.matmul(query.unflatten(1, (self.groups, -1)), self._skew_columns(layer, mini_batch))
 
-    def positions_of(self, layer: int, step: MiniBatchStep, guess: Guess, places: torch.Tensor) -> torch.Tensor:
+    def positions_of(self, layer: int, step: MiniBatchStep, places: torch.Tensor) -> torch.Tensor:
         """Positions of the tokens in these places [B, ., .] of a layer, [B, G, .] where heads give up others each; -1
         stays -1."""
         if self.uses:
-            born = self.uses.positions(layer, step.mini_batch)[:, guess.rows_B].permute(1, 2, 0).long()
+            born = self.uses.positions(layer, step.mini_batch)[:, self.guess(step).rows_B].permute(1, 2, 0).long()
             index = places.clamp(min=0).expand(len(born), self.groups, -1)
             return torch.where(places < 0, places, born.gather(-1, index))
         context, kept = to_device(step.context, self.device)[:, None, None], self._kept_of(step)[:, None, None]
         return torch.where(places < 0, places, places + kept * ((context - 1 - places) // kept))
 
-    def chosen_positions(self, layer: int, step: MiniBatchStep, guess: Guess) -> dict[str, torch.Tensor]:
+    def chosen_positions(self, layer: int, step: MiniBatchStep) -> dict[str, torch.Tensor]:
         """Representation -> positions [B, heads, S] of the tokens that ``choose`` has just chosen for a layer; behind
         the last one -1."""
-        found = {}
-        for representation, choice in guess.choices.items():
+        positions = {}
+        for representation, choice in self.guess(step).choices.items():
             places = choice.of(self.index).long()
             if choice.positions is not None:
                 places = torch.where(places < 0, places, choice.positions[places])
-            found[representation] = self.positions_of(layer, step, guess, places)
-        return found
+            positions[representation] = self.positions_of(layer, step, places)
+        return positions
 
 
 def take_rows(parts: Parts, rows: torch.Tensor, out: torch.Tensor) -> None:

@@ -1,8 +1,9 @@
-"""Verbs of a speculative selection: columns after the prompt, the next layer's tokens in the decode, and their rows."""
+"""Verbs of a speculative selection: columns after the prompt, the next layer's tokens in the decode, and their rows;
+and what loads, conversions and attention do in layers that read chosen tokens."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
 
 import numpy as np
 import torch
@@ -10,56 +11,60 @@ import torch
 from flexhybrid.core import work
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.task import Task
-from flexhybrid.runtime.selections.speculative import Fetched
+from flexhybrid.runtime.buffers import Context
+from flexhybrid.runtime.kernels.attention import split_heads
+from flexhybrid.runtime.kernels.quantize import dequantize
+from flexhybrid.runtime.selections.speculative import Fetched, Speculation
+from flexhybrid.runtime.verbs.attending import lay_own, lay_rows
+from flexhybrid.runtime.verbs.computing import generate
 from flexhybrid.runtime.verbs.moving import as_numpy
+from flexhybrid.runtime.wave_state import WaveState
 
-if TYPE_CHECKING:
-    from flexhybrid.runtime.executor import Executor
+State = WaveState[Speculation]
 
 
 @torch.inference_mode()
-def speculate(ex: Executor, task: Task) -> None:
-    """After the prompt: this layer's partial query weights and keys. In the decode: whom the next layer fetches."""
-    step, shape, tensors = task.payload.step, ex.shape, ex.tensors(task)
-    if not step.prefill:
-        layer = task.layer + 1
-        weights = ex.stored_weights[layer][0]
-        ex.speculation.choose(layer, step, tensors.guess, ex.act, tensors.rotation_R, weights)
+def speculate(state: State, task: Task) -> None:
+    """After the prompt: keep this layer's partial query weights and keys. In the decode: choose the tokens that the
+    next layer fetches."""
+    step = task.payload.step
+    if step.prefill:
+        keys, _, queries = split_heads(state.shape, state.kvq[task.payload.slot])
+        state.selection.after_prompt(task.layer, step, state.layer_weights.of(task), queries, keys)
         return
-    kvq = ex.kvq[task.payload.slot]
-    keys = kvq[:, : shape.kv_width // 2].unflatten(-1, (shape.num_kv_heads, shape.head_dim))
-    queries = kvq[:, shape.kv_width :].unflatten(-1, (shape.num_heads, shape.head_dim))
-    ex.speculation.after_prompt(task.layer, step, ex.layer_weights(task), queries, keys)
+    layer = task.layer + 1
+    resident = state.layer_weights.by_slot[layer][0]
+    state.selection.choose(layer, step, state.act, state.tensors(task).rotation_R, resident)
 
 
-def store_index(ex: Executor, task: Task) -> None:
+def store_index(state: State, task: Task) -> None:
     """device -> host: which tokens the next layer fetches."""
-    for choice in ex.tensors(task).guess.choices.values():
-        ex.copies.copy_d2h(choice.of(ex.buffers.host_index), choice.of(ex.speculation.index))
+    for choice in state.selection.guess(task.payload.step).choices.values():
+        state.copies.copy_d2h(choice.of(state.buffers.host_index), choice.of(state.selection.index))
 
 
-def gather(ex: Executor, task: Task) -> None:
-    """Rows of the chosen tokens, side by side. numpy only; what the link then moves is known only now."""
-    slot, tokens = task.payload.slot, {}
-    for representation, choice in ex.tensors(task).guess.choices.items():
-        segment, index_BXS = choice.segment, choice.of(ex.buffers.host_index).numpy()
-        there = index_BXS >= 0
+def gather(state: State, task: Task) -> None:
+    """Rows of the chosen tokens, side by side in host memory; numpy only. What the link moves is known from here on."""
+    slot, num_tokens = task.payload.slot, {}
+    for representation, choice in state.selection.guess(task.payload.step).choices.items():
+        segment, index_BXS = choice.segment, choice.of(state.buffers.host_index).numpy()
+        chosen = index_BXS >= 0
         positions = None
-        if representation == "act" and ex.act_positions:
-            positions = ex.act_positions[segment.kind][index_BXS[there]]
-        fetched = ex.gathered[representation, slot] = Fetched(representation, there[:, 0].sum(-1), positions)
-        tokens[representation] = fetched.tokens
-        pool = as_numpy(ex.buffers.pools[segment.space][task.layer])
-        target = as_numpy(ex.buffers.gathered_rows(representation, slot, fetched.tokens))
-        block = (segment.first_block[:, None, None] + index_BXS // BLOCK_TOKENS)[there]
-        offset = (index_BXS % BLOCK_TOKENS)[there]
+        if representation == "act" and state.steps.act_positions:
+            positions = state.steps.act_positions[segment.kind][index_BXS[chosen]]
+        fetched = Fetched(representation, index_BXS.shape[1], chosen[:, 0].sum(-1), positions)
+        state.selection.gathered[representation, slot] = fetched
+        num_tokens[representation] = fetched.tokens
+        pool = as_numpy(state.buffers.pools[segment.space][task.layer])
+        target = as_numpy(state.buffers.gathered_rows(representation, slot, fetched.tokens))
+        block = (segment.first_block[:, None, None] + index_BXS // BLOCK_TOKENS)[chosen]
+        offset = (index_BXS % BLOCK_TOKENS)[chosen]
         if choice.each_head:
-            _take_heads(pool, block, np.nonzero(there)[1], offset, target)
+            _take_heads(pool, block, np.nonzero(chosen)[1], offset, target)
         else:
             _take(pool.reshape(-1, target.shape[-1]), block * BLOCK_TOKENS + offset, target)
-    stored = ex.wave.stored
-    rows = tokens.get("kv", 0), tokens.get("act", 0)
-    ex.resolve(task, work.gather_rows(ex.shape, stored.kv, stored.act, *rows))
+    stored, rows = state.wave.stored, (num_tokens.get("kv", 0), num_tokens.get("act", 0))
+    state.resolve(task, work.gather_rows(state.shape, stored.kv, stored.act, *rows))
 
 
 def _take_heads(pool: np.ndarray, block: np.ndarray, head: np.ndarray, offset: np.ndarray, target: np.ndarray) -> None:
@@ -75,4 +80,69 @@ def _take(source: np.ndarray, rows: np.ndarray, target: np.ndarray) -> None:
     np.take(source, rows, axis=0, out=target, mode="clip")
 
 
-VERBS = {verb.__name__: verb for verb in (speculate, store_index, gather)}
+# ---- layers that read chosen tokens
+
+
+def load_chosen(state: State, task: Task, representation: str) -> None:
+    """host -> device: the gathered rows, in one copy of as many bytes as there are."""
+    key, buffers = (representation, task.payload.slot), state.buffers
+    fetched = state.selection.fetched[key] = state.selection.gathered[key]
+    state.copies.copy_h2d(buffers.loaded_rows(*key, fetched.tokens), buffers.gathered_rows(*key, fetched.tokens))
+    element_bytes = getattr(state.wave.stored, representation)
+    state.resolve(task, work.load_rows(state.shape, element_bytes, representation, fetched.tokens))
+
+
+@torch.inference_mode()
+def dequantize_chosen(state: State, task: Task, representation: str) -> None:
+    """The fetched rows in the compute dtype."""
+    slot, bits = task.payload.slot, getattr(state.policy.bits, representation)
+    tokens, plain = state.selection.take(representation, slot).tokens, state.buffers.plain[representation]
+    dequantize(state.buffers.loaded_rows(representation, slot, tokens), bits, plain.dtype, out=plain[:tokens])
+
+
+@torch.inference_mode()
+def kv_gen_chosen(state: State, task: Task) -> None:
+    """Keys and values from the fetched ACT."""
+    slot, selection = task.payload.slot, state.selection
+    fetched = selection.taken["act"] if state.buffers.packed("act") else selection.take("act", slot)
+    rotation = None if fetched.positions is None else state.steps.rotation_at(fetched.positions)
+    generate(state, task, state.buffers.act_rows(slot, fetched.tokens), rotation)
+
+
+@torch.inference_mode()
+def assemble_chosen(state: State, task: Task) -> None:
+    """Lay the fetched tokens side by side, representation by representation, each request's padded to the longest;
+    then the new tokens."""
+    step, slot, buffers = task.payload.step, task.payload.slot, state.buffers
+    if step.of("kv") and not buffers.packed("kv"):  # those that are unpacked or recomputed were taken then
+        state.selection.take("kv", slot)
+    fetched = [state.selection.taken[segment.representation] for segment in step.segments if segment.max_tokens]
+    targets = buffers.attention_views(len(step.requests), sum(tokens.most for tokens in fetched) + 1)
+    column, hidden = 0, []
+    for tokens in fetched:
+        columns = slice(column, column + tokens.most)
+        rows = state.to_device(tokens.padded_rows().reshape(-1))
+        if buffers.each_head(tokens.representation):
+            for loaded, target in zip(buffers.loaded_rows("kv", slot, tokens.tokens), targets, strict=True):
+                target[:, :, columns].copy_(loaded.index_select(0, rows).view(target[:, :, columns].shape))
+        else:
+            computed = buffers.generated if tokens.representation == "act" else buffers.plain["kv"]
+            lay_rows(computed.index_select(0, rows), targets, column, tokens.most, state.shape)
+        hidden.append(np.arange(tokens.most) >= tokens.counts_B[:, None])
+        column += tokens.most
+    lay_own(state, task, targets, column)
+    hidden_BT = np.pad(np.concatenate(hidden, axis=1), ((0, 0), (0, 1)))  # the new token sees itself
+    state.context = Context(*targets, state.steps.mask_of(hidden_BT) if hidden_BT.any() else None)
+
+
+VERBS = {"speculate": speculate, "store_index": store_index, "gather": gather}
+
+#: Verbs that do otherwise in layers whose tokens are chosen (``SelectionHooks.chooses``).
+CHOSEN = {
+    "load_act": partial(load_chosen, representation="act"),
+    "load_kv": partial(load_chosen, representation="kv"),
+    "dequantize_act": partial(dequantize_chosen, representation="act"),
+    "dequantize_kv": partial(dequantize_chosen, representation="kv"),
+    "kv_gen": kv_gen_chosen,
+    "assemble": assemble_chosen,
+}
