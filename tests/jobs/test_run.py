@@ -29,6 +29,7 @@ from flexhybrid.core.problem import Problem
 from flexhybrid.core.trace import iteration_ends
 from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
+from flexhybrid.jobs import machine as memory_here
 from flexhybrid.jobs.run import job as run_module
 from flexhybrid.jobs.run.forecast import forecast, sorted_by_length
 from flexhybrid.jobs.run.options import RunOptions
@@ -498,20 +499,20 @@ def test_a_quote_that_is_never_closed_swallows_no_rows(tiny, tmp_path, capsys):
 
 @pytest.mark.parametrize("free_bytes", [None, 1 << 24, 1 << 45])
 def test_memory_that_is_free_is_the_budget_and_changes_no_answer(tiny, tmp_path, monkeypatch, free_bytes):
-    loaded = []
-    monkeypatch.setattr(run_module, "LLM", lambda *given, **more: loaded.append(LLM(*given, **more)) or loaded[-1])
-    monkeypatch.setattr(run_module, "free_host_bytes", lambda: free_bytes)
+    loaded, from_arguments = [], LLM.from_arguments
+    monkeypatch.setattr(LLM, "from_arguments", lambda given: loaded.append(from_arguments(given)) or loaded[-1])
+    monkeypatch.setattr(memory_here, "free_host_bytes", lambda: free_bytes)
     source = requests(tmp_path / "in.jsonl")
     assert run(source, tmp_path / "out.jsonl", tiny) == 0
     budget = None if free_bytes is None else int(0.45 * free_bytes)
     assert (loaded[0].budgets.get("device"), loaded[0].budgets.get("host")) == (budget, budget)
-    monkeypatch.setattr(run_module, "free_host_bytes", lambda: 1 << 33)
+    monkeypatch.setattr(memory_here, "free_host_bytes", lambda: 1 << 33)
     assert run(source, tmp_path / "as_ever.jsonl", tiny) == 0
     assert by_id(tmp_path / "out.jsonl") == by_id(tmp_path / "as_ever.jsonl")
 
 
 def test_where_too_little_memory_is_free_what_is_needed_is_said(tiny, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(run_module, "free_host_bytes", lambda: 1 << 12)
+    monkeypatch.setattr(memory_here, "free_host_bytes", lambda: 1 << 12)
     assert run(requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl", tiny) == 2
     assert "needs at least" in capsys.readouterr().err
 
