@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from experiments.bench.rounds import least_disturbed, undisturbed
 from experiments.bench.run_memory import peak_bytes, write_requests
-from experiments.peers.accelerate_disk import make_checkpoint
+from experiments.peers.random_opt import make_checkpoint
 from flexhybrid import shipped
 from flexhybrid.arguments import LLMArguments
 from flexhybrid.core.model.shape import ModelShape

@@ -1,22 +1,21 @@
-"""Our policy search beside FlexGen's, in one run: seconds, and both policies priced by our cost model.
+"""Our policy search beside FlexGen's: the seconds of both searches, and both policies priced by our cost model.
 
     python -m experiments.peers.compare_search                # needs the peer, see experiments.peers.flexgen_search
-    python -m experiments.peers.compare_search --recorded     # takes its policies from the committed run instead
+    python -m experiments.peers.compare_search --recorded     # takes its policies from the committed run
 
 A ratio above 1 means that our policy is predicted to be faster than the peer's on the same machine. The peer's policy
-is priced as it stands (cut into waves where our stricter account of memory wants so).
+is priced unchanged (cut into waves where our stricter account of memory requires it).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 from pathlib import Path
 
-from experiments.peers import flexgen_search
-from flexhybrid.core.errors import InputError
-from flexhybrid.core.hardware import write_by_rename
+from experiments.peers import children, flexgen_search
 from flexhybrid.core.model.shape import shape_by_name
 from flexhybrid.core.workload import Workload
 from policy_search.search import search
@@ -29,47 +28,42 @@ CASES = (("opt-30b", "t4"), ("opt-30b", "rtx4090"), ("opt-175b", "t4"))
 
 
 def compare(model: str, hardware_name: str, peer_result: dict, repeats: int = 3) -> dict:
-    """One case: the peer's result (``flexgen_search.search``, or a recorded run) beside our search."""
+    """Compare the peer's result (``flexgen_search.search``, or a recorded run) with our search."""
     shape, hardware = shape_by_name(model), catalogue.load(hardware_name)
     theirs = flexgen_search.to_policy(peer_result, shape)
     batch = peer_result["gpu_batch_size"] * peer_result["num_gpu_batches"]
     priced = simulate(shape, hardware, theirs, batch, PROMPT, GENERATED)
     workload = Workload.uniform(1, PROMPT, GENERATED)
-    found = [search(shape, hardware, 2, workload, lossless=True) for _ in range(repeats)]
-    found.append(search(shape, hardware, 2, workload))
-    lossless, full = found[0], found[-1]
-    search_s = sorted(one.search_s for one in found[:-1])[repeats // 2]
-    return {
-        "model": model, "hardware": hardware_name, "constants": peer_result["constants"],
-        "peer_tokens_per_s": priced.tokens_per_s, "peer_own_prediction": peer_result["predicted_tokens_per_s"],
-        "peer_search_s": peer_result["search_s"], "peer_waves": priced.num_waves,
-        "lossless_tokens_per_s": lossless.prediction["tokens_per_s"], "lossless_search_s": search_s,
-        "lossless_counts": lossless.counts, "lossless_batch": lossless.batch,
-        "full_tokens_per_s": full.prediction["tokens_per_s"], "full_search_s": full.search_s,
-        "full_counts": full.counts, "full_batch": full.batch,
-        "ratio": lossless.prediction["tokens_per_s"] / priced.tokens_per_s,
-    }  # fmt: skip
+    searches = [search(shape, hardware, 2, workload, lossless=True) for _ in range(repeats)]
+    lossless, full = searches[0], search(shape, hardware, 2, workload)
+    search_s = statistics.median(result.search_s for result in searches)
+    row = {"model": model, "hardware": hardware_name, "constants": peer_result["constants"]}
+    for name, result, seconds in (("lossless", lossless, search_s), ("full", full, full.search_s)):
+        row |= {f"{name}_tokens_per_s": result.prediction["tokens_per_s"], f"{name}_search_s": seconds}
+        row |= {f"{name}_counts": result.counts, f"{name}_batch": result.batch}
+    return row | {
+        "peer_tokens_per_s": priced.tokens_per_s,
+        "peer_own_prediction": peer_result["predicted_tokens_per_s"],
+        "peer_search_s": peer_result["search_s"],
+        "peer_waves": priced.num_waves,
+        "ratio": row["lossless_tokens_per_s"] / priced.tokens_per_s,
+    }
+
+
+def compare_cases(options: argparse.Namespace) -> dict:
+    rows = []
+    for model, hardware in CASES:
+        for result in _peer_results(model, hardware, options):
+            rows.append(compare(model, hardware, result))
+            print(_line(rows[-1]))
+    return {"rows": rows}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recorded", action="store_true", help="the peer's policies of the committed run")
+    parser = children.command_parser("experiments.peers.compare_search", __doc__)
+    parser.add_argument("--recorded", action="store_true", help="take the peer's policies from the committed run")
     parser.add_argument("--peer", help="folder or file of the peer")
-    parser.add_argument("--out", type=Path, help="write the rows to this JSON file")
-    options = parser.parse_args(arguments)
-    try:
-        rows = []
-        for model, hardware in CASES:
-            for result in _peer_results(model, hardware, options):
-                row = compare(model, hardware, result)
-                rows.append(row)
-                print(_line(row))
-        if options.out:
-            write_by_rename(options.out, json.dumps(rows, indent=1))
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 1 if isinstance(error, flexgen_search.PeerUnavailable) else 2
-    return 0
+    return children.run_command(parser, arguments, compare_cases)
 
 
 def _line(row: dict) -> str:
@@ -77,7 +71,7 @@ def _line(row: dict) -> str:
         f"{row['model']} on {row['hardware']}, peer's rates from {row['constants']}: "
         f"lossless {row['lossless_tokens_per_s']:.3g} tokens/s in {row['lossless_search_s']:.2f} s, "
         f"with bits {row['full_tokens_per_s']:.3g} in {row['full_search_s']:.2f} s; "
-        f"peer's policy {row['peer_tokens_per_s']:.3g} (its own word {row['peer_own_prediction']:.3g}) "
+        f"peer's policy {row['peer_tokens_per_s']:.3g} (its own prediction {row['peer_own_prediction']:.3g}) "
         f"in {row['peer_search_s']:.1f} s: ratio {row['ratio']:.2f}"
     )
 
@@ -87,7 +81,9 @@ def _peer_results(model: str, hardware: str, options) -> list[dict]:
         runs = json.loads(RECORDED.read_text(encoding="utf-8"))["runs"]
         return [run for run in runs if (run["model"], run["hardware"]) == (model, hardware)]
     return [
-        flexgen_search.search(model, hardware, PROMPT, GENERATED, peer=options.peer, constants=constants)
+        flexgen_search.search(
+            model, hardware, PROMPT, GENERATED, flexgen_search.PeerOptions(options.peer, constants=constants)
+        )
         for constants in flexgen_search.CONSTANTS
     ]
 

@@ -1,6 +1,6 @@
 """The process in which one side of ``accelerate_disk`` runs: a batch, weights on disk, memory bounded by the system.
 
-Started by file name. A request comes as JSON on standard input:
+Started by file name. The request (``experiments.peers.child``):
 
     side          "prepare" (write accelerate's offload folder), "accelerate" or "ours"
     checkpoint    folder in Hugging Face layout
@@ -11,35 +11,37 @@ Started by file name. A request comes as JSON on standard input:
     dtype         "float32" or "bfloat16"
     threads       of torch
     policy        of ours, as a dictionary
-    ideals        of ours: time the disk alone and the computation alone as well, which wants at least 3 tokens
-    embeddings    of accelerate: "disk" as disk_offload has it, or "memory"
+    ideals        of ours: also time the disk alone and the computation alone, which takes at least 3 tokens
+    embeddings    of accelerate: "disk", as disk_offload keeps them, or "memory"
 
-One JSON object goes to standard output: "error" alone where the run was not possible, else seconds, bytes and tokens.
+The answer: "error" alone where the run was not possible, else seconds, bytes and tokens.
 
-The bound is RLIMIT_DATA: an allocation beyond it fails, on both sides alike. It counts private memory and leaves the
-page cache out, so neither side may use that: ours reads past it (O_DIRECT; the run is refused where that does not
-work), and accelerate's files are dropped from it before every forward pass. ``read_bytes``, the kernel's count of what
-this process fetched from the disk, shows that both held to it.
+RLIMIT_DATA bounds both sides: an allocation beyond it fails. It counts private memory without the page cache, so
+neither side may use the cache: ours reads with O_DIRECT (the run is refused where that does not work), and accelerate's
+files are dropped from the cache before every forward pass. ``read_bytes``, the kernel's count of bytes that the process
+read from the disk, is the evidence.
 """
 
-import contextlib
-import json
+# pyright: reportMissingImports=false
+# Peers are installed in folders of their own, which the type checker does not see.
+
 import os
 import resource
-import sys
 import threading
 import time
 from pathlib import Path
 
-#: Decode iterations over which the computation alone is timed; the others take the same.
+from experiments.peers.child import Side, serve
+
+#: Decode iterations over which the computation alone is timed; the others take as long.
 IDEAL_ITERATIONS = 3
 
-#: Of a thread. The system's own default counts eight times this against the bound and is never touched.
+#: Of a thread. The system's default counts eight times this against the bound and is never used.
 STACK_BYTES = 1 << 20
 
 
 def proc_bytes(file: str, field: str) -> int:
-    """A field of /proc/self/status (there in kB) or /proc/self/io."""
+    """Return a field of /proc/self/status (in kB there) or /proc/self/io, in bytes."""
     for line in Path(f"/proc/self/{file}").read_text(encoding="ascii").splitlines():
         name, _, value = line.partition(":")
         if name == field:
@@ -48,7 +50,7 @@ def proc_bytes(file: str, field: str) -> int:
 
 
 class Bound:
-    """Private memory of this process, from here on: a limit, and the most that was resident at any time."""
+    """Private memory of this process beyond what it holds now: its limit and its resident peak."""
 
     def __init__(self):
         self._held = proc_bytes("status", "VmData")
@@ -66,7 +68,7 @@ class Bound:
 
 
 def start_threads(threads: int) -> None:
-    """torch's own threads now, so that their stacks count with the libraries."""
+    """Start torch's threads, so that their stacks count with the libraries."""
     import torch
 
     torch.set_num_threads(threads)
@@ -77,7 +79,7 @@ def start_threads(threads: int) -> None:
 
 
 def prepare(request: dict) -> dict:
-    """Offload the checkpoint as accelerate itself writes it, once. The tied head is a file of its own there."""
+    """Write accelerate's offload folder of the checkpoint, in which the tied head is a separate file."""
     from accelerate.utils import offload_state_dict
     from safetensors.torch import load_file
 
@@ -102,8 +104,8 @@ def drop_page_cache(folder: str) -> None:
 
 
 def accelerate_model(request: dict):
-    """The model with every weight offloaded to the disk, by disk_offload; with embeddings in "memory" by the same hooks
-    over a map that keeps these two."""
+    """Return the model with every weight offloaded to the disk by disk_offload; with embeddings in "memory" by its
+    hooks over a map that holds these two tables."""
     import torch
     from accelerate import disk_offload, init_empty_weights
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module, attach_align_device_hook
@@ -156,7 +158,7 @@ def run_accelerate(request: dict) -> dict:
 
 
 def run_ours(request: dict) -> dict:
-    """The engine over one wave, all layers' weights on the disk, keys and values in memory."""
+    """Run one wave with all layers' weights on the disk, keys and values in memory."""
     import numpy as np
     import torch
 
@@ -183,14 +185,14 @@ def run_ours(request: dict) -> dict:
     plan = memory_plan(problem, policy, sizes)
     in_memory = {part: size for tier in ("device", "host") for part, size in plan[tier].items()}
     check_budget({"host": in_memory}, Budgets(host=request["memory_bytes"]), f"batch {len(prompts)}")
-    weights = Weights(
-        shape, checkpoint, request["dtype"], torch.device("cpu"), policy, DiskPlace(request["folder"])
-    )  # fmt: skip
-    del checkpoint  # and its mapped files
+    place = DiskPlace(request["folder"])
+    weights = Weights(shape, checkpoint, request["dtype"], torch.device("cpu"), policy, place)
+    del checkpoint  # unmaps its files
     bound.peak_bytes = 0
     bound.limit(request["memory_bytes"])
-    if weights.disk and not weights.disk.direct:
-        return {"error": f"reads of {weights.disk.describe()}: no like comparison"}
+    disk = weights.disk
+    if disk is None or not disk.direct:
+        return {"error": f"reads of {disk.describe() if disk else 'no disk'}: no fair comparison"}
     engine = Engine(weights, policy, sizes)
     session = Session(engine, wave, prompts)
     read_before = proc_bytes("io", "read_bytes")
@@ -209,7 +211,7 @@ def run_ours(request: dict) -> dict:
     if request["ideals"]:
         decode = request["gen_tokens"] - 1
         answer["ideal_disk_s"] = decode * _disk_alone_s(weights, engine)
-        weights.disk.enabled = engine.copies.enabled = False
+        disk.enabled = session.engine.copies.enabled = False
         window = Window(session.decode(IDEAL_ITERATIONS + 1))
         answer["ideal_compute_s"] = window.seconds * decode / window.num_iterations
     engine.close()
@@ -218,30 +220,25 @@ def run_ours(request: dict) -> dict:
 
 
 def _disk_alone_s(weights, engine) -> float:
-    """Seconds to read all layers, one after another, with nothing else under way."""
+    """Return the seconds to read all layers one after another while nothing else runs."""
     began = time.perf_counter()
     for layer in range(weights.shape.num_layers):
         weights.disk.read([(layer * weights.disk_stride, engine.slots.staging[layer % 2])])
     return time.perf_counter() - began
 
 
-SIDES = {"prepare": prepare, "accelerate": run_accelerate, "ours": run_ours}
+def bounded(run: Side) -> Side:
+    """Lift the memory bound after ``run``: the answer, and the end of the process, need memory as well."""
 
-
-def main() -> None:
-    request = json.load(sys.stdin)
-    threading.stack_size(STACK_BYTES)
-    with contextlib.redirect_stdout(sys.stderr):
+    def side(request: dict) -> dict:
         try:
-            answer = SIDES[request["side"]](request)
-        except ImportError as error:
-            answer = {"missing": str(error)}
-        except (MemoryError, RuntimeError, OSError, ValueError) as error:  # torch says RuntimeError when memory is out
-            answer = {"error": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
-        # What is left to do, the end of the process too, needs memory that its limit may not have left.
-        resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    json.dump(answer, sys.stdout, default=float)
+            return run(request)
+        finally:
+            resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+    return side
 
 
 if __name__ == "__main__":
-    main()
+    threading.stack_size(STACK_BYTES)
+    serve({"prepare": prepare, "accelerate": bounded(run_accelerate), "ours": bounded(run_ours)})

@@ -1,44 +1,45 @@
-"""The process that loads FlexGen's cost model and times its search; started by ``flexgen_search``, file by file name.
+"""The process that loads FlexGen's cost model and times its search; ``flexgen_search`` starts this file by name.
 
-It knows nothing of this project (standard library only), so that the peer meets only its own folder. A request comes
-as JSON on standard input:
+It imports only the standard library, so that the peer meets no library of this project. The request
+(``experiments.peers.child``):
 
     peer             path of cost_model.py
     config           fields of its CostModelConfig that replace the defaults
     alpha            null, or the share of every memory that its LP may fill, instead of its own 0.8
     compress_weights whether its LP takes weights of four bits
-    repeats          how often the whole search is run
+    repeats          number of searches
 
-One JSON object goes to standard output: "error" alone where the peer cannot be loaded, else the peer's policy as it
-stands ("policy", null when it found none), what it predicts, and the seconds of every repeat.
+The answer: "missing" alone where the peer cannot be loaded, else the peer's unchanged policy ("policy", null when it
+found none), its predictions, and the seconds of every search.
 """
 
-import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
 import importlib.util
-import io
-import json
 import sys
 import time
 from pathlib import Path
 
-#: Choices that the peer's command line leaves open; ``solve`` reads every one of them.
+from experiments.peers.child import serve
+
+#: Options without a default on the peer's command line; ``solve`` reads all of them.
 OPEN = ("wg", "wc", "cg", "cc", "hg", "hc", "percent", "gbs", "num_gb")
 
 
 def load_peer(path: Path):
-    """The cost model as a module. What its imports raise is raised here."""
+    """Return the cost model as a module. Raise what its imports raise."""
     spec = importlib.util.spec_from_file_location("flexgen_cost_model", path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
+    sys.modules[spec.name] = module  # dataclasses look up their module
     spec.loader.exec_module(module)
     return module
 
 
 def pick_solver(peer) -> str:
-    """The peer asks PuLP for CBC by name. Where PuLP brings no CBC that runs, HiGHS answers to that name."""
+    """Return the LP solver. The peer names PuLP's CBC; where that does not run, HiGHS takes its name."""
     pulp = peer.pulp
     bundled = getattr(pulp, "PULP_CBC_CMD", None)
     if bundled is not None and bundled(msg=False).available():
@@ -48,7 +49,7 @@ def pick_solver(peer) -> str:
 
 
 def run(peer, request: dict) -> dict:
-    """Search as often as asked, then solve the winner's LP once more for the parts of its time."""
+    """Search ``repeats`` times, then solve the best policy's LP once more for the parts of its time."""
     solver = pick_solver(peer)
     config = dataclasses.replace(peer.CostModelConfig(), **request["config"])
     if request["alpha"] is not None:
@@ -91,25 +92,23 @@ def run(peer, request: dict) -> dict:
 
 
 def version_beside(path: Path) -> str | None:
-    """The version of the package installed in the peer's folder; None for a plain checkout."""
-    found = importlib.metadata.distributions(name="flexgen", path=[str(path.parent.parent)])
-    return next((distribution.version for distribution in found), None)
+    """Return the version of the package installed in the peer's folder; None for a plain checkout."""
+    distributions = importlib.metadata.distributions(name="flexgen", path=[str(path.parent.parent)])
+    return next((distribution.version for distribution in distributions), None)
 
 
-def main() -> None:
-    request = json.load(sys.stdin)
+def search(request: dict) -> dict:
+    """Load the peer and search."""
     path = Path(request["peer"])
-    with contextlib.redirect_stdout(io.StringIO()):  # the peer prints as it goes
-        try:
-            peer = load_peer(path)
-        except (ImportError, OSError, SyntaxError) as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        else:
-            answer = run(peer, request)
-            answer["peer_version"] = version_beside(path)
-            answer["peer_sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
-    json.dump(answer, sys.stdout, default=float)
+    try:
+        peer = load_peer(path)
+    except (OSError, SyntaxError) as error:
+        raise ImportError(f"{type(error).__name__}: {error}") from None
+    return run(peer, request) | {
+        "peer_version": version_beside(path),
+        "peer_sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+    }
 
 
 if __name__ == "__main__":
-    main()
+    serve({"search": search})

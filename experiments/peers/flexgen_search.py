@@ -1,10 +1,10 @@
 """FlexGen's own policy search (PyPI ``flexgen==0.1.8``), timed, and its policy as one of ours.
 
 The package holds the cost model as ``experimental/cost_model.py``; that file is run as published. Its command line
-takes the model, the lengths and three memory sizes in whole GiB; rates and efficiencies can only be set in its
-``CostModelConfig``. Both are given that way: memories always, and, unless its own fit of a T4 is asked for, the rates
-that ``constants_of`` reads off our hardware record. What it lacks: quantised caches, the embedding and
-the head, and a choice of where attention runs (its runtime attends on the host to all of the cache that is not on the
+takes the model, the lengths and three memory sizes in full GiB; rates and efficiencies can only be set in its
+``CostModelConfig``. Memories and rates are set there: memories always, and the rates that ``constants_of`` derives from
+our hardware record unless its own fit of a T4 is requested. The cost model has no quantised caches, no embedding and
+head, and no choice of where attention runs (its runtime attends on the host to all of the cache that is not on the
 device).
 
     python -m experiments.peers.flexgen_search --model opt-30b --hardware t4
@@ -16,20 +16,19 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
-import platform
-import shlex
 import statistics
-import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from experiments.peers import children
+from experiments.peers.children import PeerUnavailable
 from flexhybrid.core import work
 from flexhybrid.core.context.packing import padded_tokens
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.hardware import Hardware, write_by_rename
+from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.memory import gib, parse_bytes
 from flexhybrid.core.model.shape import ModelShape, shape_by_name
 from flexhybrid.core.policy import Bits, Placement, Policy
@@ -43,8 +42,8 @@ SEARCH_LIMIT_S = 900
 #: Where the peer's rates come from: our hardware record, or its own fit of a T4.
 CONSTANTS = ("catalogue", "peer")
 
-#: Requests of the GPU batch at which our lines are turned into the peer's flat rates: from 64 on, its own correction
-#: for small GPU batches is off.
+#: Requests of the GPU batch at which our lines become the peer's flat rates: from 64 on, the peer does not correct for
+#: small GPU batches.
 REFERENCE_BATCH = 64
 
 CASES = tuple(
@@ -54,19 +53,32 @@ CASES = tuple(
 )
 
 
-class PeerUnavailable(InputError):
-    """The peer's files, or what they import, are not there."""
+@dataclass(frozen=True)
+class PeerOptions:
+    """The options of the peer's search.
+
+    ``memories``: device, host and disk as texts (``memories_of``). ``constants``: one of CONSTANTS. ``alpha``: share of
+    each memory that its LP may fill; None keeps its 0.8. ``repeats``: ``search_s`` is the median of so many searches.
+    """
+
+    peer: str | Path | None = None
+    memories: tuple[str | None, str | None, str | None] = (None, None, None)
+    constants: str = "catalogue"
+    alpha: float | None = None
+    compress_weights: bool = False
+    repeats: int = 1
+
+
+DEFAULTS = PeerOptions()
 
 
 def find_peer(path: str | Path | None = None) -> Path:
-    """The peer's cost_model.py: a file, a folder that holds experimental/cost_model.py, or (None) FOLDER or the
-    installed package. Raises PeerUnavailable that says how to get it."""
+    """Return the peer's cost_model.py: a file, a folder that holds experimental/cost_model.py, or (None) FOLDER or the
+    installed package. Raise PeerUnavailable, which says how to get it."""
     if path is None:
         installed = importlib.util.find_spec("flexgen")
-        places = [
-            FOLDER,
-            *(Path(place).parent for place in (installed.submodule_search_locations if installed else ())),
-        ]
+        locations = (installed.submodule_search_locations if installed else None) or ()
+        places = [FOLDER, *(Path(place).parent for place in locations)]
     else:
         places = [Path(path)]
     for place in places:
@@ -74,28 +86,28 @@ def find_peer(path: str | Path | None = None) -> Path:
         if file.is_file():
             return file.resolve()
     named = "" if path is None else f" at {path}"
-    raise PeerUnavailable(f"flexgen is not there{named}; {HOW_TO_GET}")
+    raise PeerUnavailable(f"flexgen was not found{named}; {HOW_TO_GET}")
 
 
 def constants_of(hardware: Hardware, shape: ModelShape, prompt_tokens: int, gen_tokens: int) -> dict[str, float]:
-    """The peer's rates (bytes/s, flops/s) with which its terms give the seconds of our lines, at REFERENCE_BATCH.
+    """Return the peer's rates (bytes/s, flops/s) that give the seconds of our lines at REFERENCE_BATCH.
 
     Replaced: the link in both directions; matrix products and attention of prefill and decode; attention on the host;
-    the disk, where the record has lines for it. The peer's own stay: its correction of the host's rate (c1, c2, c3) and
-    a disk that the record does not know. Left out, on purpose: what our executor does besides (assemble, scatter),
-    since the peer has no such term. Raises InputError for a record without a line that is needed.
+    the disk, where the record has lines for it. Unchanged: the peer's correction of the host's rate (c1, c2, c3), and
+    its disk where the record has none. Left out: further verbs of our executor (assemble, scatter), for which the peer
+    has no term. Raise InputError for a record without a line that is needed.
     """
-    p, batch, context = 2, REFERENCE_BATCH, prompt_tokens + gen_tokens // 2
+    width, batch, context = 2, REFERENCE_BATCH, prompt_tokens + gen_tokens // 2
 
     def seconds(verb: str, done, resource: str = "compute") -> float:
         return hardware.line(verb, resource).seconds(done.flops, done.memory_bytes)
 
     def matmul_rate(rows: int) -> float:
-        project, finish = work.project(shape, p, rows), work.finish(shape, p, rows)
+        project, finish = work.project(shape, width, rows), work.finish(shape, width, rows)
         return (project.flops + finish.flops) / (seconds("project", project) + seconds("finish", finish))
 
-    decode = work.attend_decode(shape, p, batch, context)
-    prefill = work.attend_prefill(shape, p, batch, prompt_tokens)
+    decode = work.attend_decode(shape, width, batch, context)
+    prefill = work.attend_prefill(shape, width, batch, prompt_tokens)
     full_square = 4 * batch * prompt_tokens**2 * shape.hidden  # the peer's count, blind to the causal mask
     h2d, d2h = (1 / hardware.line(link, link).s_per_byte for link in ("h2d", "d2h"))
     constants = {
@@ -115,11 +127,11 @@ def constants_of(hardware: Hardware, shape: ModelShape, prompt_tokens: int, gen_
     return constants
 
 
-def memories_of(hardware: Hardware, given: tuple[str | None, str | None, str | None]) -> dict[str, int]:
-    """{"device", "host", "disk"} in bytes: what is given ("16GiB"; "0" for no disk), else the record's; no disk where
-    neither names one. Raises InputError for a size that is nowhere."""
+def memories_of(hardware: Hardware, texts: tuple[str | None, str | None, str | None]) -> dict[str, int]:
+    """Return {"device", "host", "disk"} in bytes: the given texts ("16GiB"; "0" for no disk), else the record's sizes;
+    no disk where neither has one. Raise InputError for a device or host without a size."""
     sizes = {}
-    for tier, text in zip(("device", "host", "disk"), given, strict=True):
+    for tier, text in zip(("device", "host", "disk"), texts, strict=True):
         size = getattr(hardware, f"{tier}_memory")
         if text is not None:
             size = 0 if tier == "disk" and text == "0" else parse_bytes(text)
@@ -132,7 +144,7 @@ def memories_of(hardware: Hardware, given: tuple[str | None, str | None, str | N
 def peer_config(
     shape: ModelShape, hardware: Hardware, prompt_tokens: int, gen_tokens: int, memories: dict[str, int], constants: str
 ) -> dict:
-    """Fields of the peer's CostModelConfig. Raises InputError for a model that its formulas do not describe."""
+    """Return fields of the peer's CostModelConfig. Raise InputError for a model that its formulas do not describe."""
     if shape.num_kv_heads != shape.num_heads or shape.query_width != shape.hidden or shape.gated_mlp:
         raise InputError(f"the peer's formulas are OPT's: multi-head attention and an ungated MLP, unlike {shape.name}")
     if prompt_tokens < 1 or gen_tokens < 2:
@@ -148,47 +160,37 @@ def peer_config(
 
 
 def ask_peer(peer: Path, request: dict) -> dict:
-    """Run the peer in a process of its own. Raises PeerUnavailable when it cannot be loaded, InputError when it
-    fails or does not end."""
-    root = str(peer.parent.parent)
-    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    environment = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}  # it imports transformers, and needs no hub
-    try:
-        done = subprocess.run(
-            [sys.executable, str(CHILD)], input=json.dumps(request | {"peer": str(peer)}), env=environment,
-            capture_output=True, text=True, timeout=SEARCH_LIMIT_S, check=False,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        raise InputError(f"the peer's search did not end within {SEARCH_LIMIT_S} s") from None
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise InputError(f"the peer at {peer} failed: {last}")
-    answer = json.loads(done.stdout)
+    """Run the peer in a process of its own. Raise PeerUnavailable when it cannot be loaded, InputError when it fails
+    or takes longer than SEARCH_LIMIT_S."""
+    request = request | {"side": "search", "peer": str(peer)}
+    answer = children.ask(CHILD, request, SEARCH_LIMIT_S, [peer.parent.parent])
+    if "missing" in answer:
+        raise PeerUnavailable(f"the peer at {peer} cannot be loaded ({answer['missing']}); {HOW_TO_GET}")
     if "error" in answer:
-        raise PeerUnavailable(f"the peer at {peer} cannot be loaded ({answer['error']}); {HOW_TO_GET}")
+        raise InputError(f"the peer at {peer} failed: {answer['error']}")
     return answer
 
 
 def percents(raw: dict) -> dict[str, list[float]]:
-    """{"weight_percent", "cache_percent", "hidden_percent"}: device, host, disk in 0..100, from the peer's policy.
+    """Return {"weight_percent", "cache_percent", "hidden_percent"} of the peer's policy: device, host, disk in 0..100.
 
-    The fields are named percent and its runtime reads them so, but its search fills in shares: what it calls the
-    disk's share is then off by 99. Hidden states never lie on its disk, so their two parts tell which was given.
-    Raises InputError when they add up to neither 1 nor 100.
+    The fields are named percent and its runtime reads them as percent, but its search writes shares, so that the disk's
+    remainder is off by 99. Hidden states never lie on its disk, so the sum of their two parts reveals the unit.
+    Raise InputError when the sum is neither 1 nor 100.
     """
     hidden = raw["act_gpu_percent"] + raw["act_cpu_percent"]
-    whole = next((whole for whole in (1.0, 100.0) if abs(hidden - whole) <= 1e-4 * whole), None)
-    if whole is None:
+    unit = next((unit for unit in (1.0, 100.0) if abs(hidden - unit) <= 1e-4 * unit), None)
+    if unit is None:
         raise InputError(f"the peer's policy: act_gpu_percent and act_cpu_percent add up to {hidden:g}, not 1 or 100")
-    found = {}
+    percent = {}
     for ours, theirs in (("weight", "w"), ("cache", "cache"), ("hidden", "act")):
-        device, host = (raw[f"{theirs}_{place}_percent"] / whole for place in ("gpu", "cpu"))
-        found[f"{ours}_percent"] = [round(100 * share, 6) for share in _clean([device, host, 1 - device - host])]
-    return found
+        device, host = (raw[f"{theirs}_{place}_percent"] / unit for place in ("gpu", "cpu"))
+        percent[f"{ours}_percent"] = [round(100 * share, 6) for share in _clean([device, host, 1 - device - host])]
+    return percent
 
 
 def _clean(shares: list[float]) -> list[float]:
-    """Shares without a solver's dust: what is below 1e-6 is none, and the rest adds up to 1."""
+    """Return the shares without those below 1e-6 (a solver's inexactness), scaled to a sum of 1."""
     kept = [share if share > 1e-6 else 0.0 for share in shares]
     return [round(share / sum(kept), 8) for share in kept]
 
@@ -198,30 +200,22 @@ def search(
     hardware: str,
     prompt_tokens: int = 512,
     gen_tokens: int = 32,
-    *,
-    peer: str | Path | None = None,
-    memories: tuple[str | None, str | None, str | None] = (None, None, None),
-    constants: str = "catalogue",
-    alpha: float | None = None,
-    compress_weights: bool = False,
-    repeats: int = 1,
+    options: PeerOptions = DEFAULTS,
 ) -> dict:
-    """The peer's best policy for requests of one length, as plain numbers; ``to_policy`` makes it one of ours.
+    """Return the peer's best policy for requests of one length as plain numbers; ``to_policy`` converts it.
 
-    ``hardware``: a name of the catalogue or a file. ``memories``: device, host and disk as texts; see ``memories_of``.
-    ``constants``: one of CONSTANTS. ``alpha``: share of each memory that its LP may fill; None keeps its 0.8.
-    ``search_s`` is the median of the repeats. Raises PeerUnavailable and InputError.
+    ``hardware``: a name of the catalogue or a file. Raise PeerUnavailable or InputError.
     """
-    file = find_peer(peer)
+    file = find_peer(options.peer)
     shape, machine = shape_by_name(model), catalogue.load(hardware)
-    if alpha is not None and not 0 < alpha <= 1:
-        raise InputError(f"alpha is {alpha!r}; it is the share of each memory to fill, above 0 and at most 1")
-    if repeats < 1:
-        raise InputError(f"repeats is {repeats!r}; the search runs at least once")
-    sizes = memories_of(machine, memories)
-    config = peer_config(shape, machine, prompt_tokens, gen_tokens, sizes, constants)
-    request = {"config": config, "alpha": alpha, "compress_weights": compress_weights, "repeats": repeats}
-    answer = ask_peer(file, request)
+    if options.alpha is not None and not 0 < options.alpha <= 1:
+        raise InputError(f"alpha is {options.alpha!r}; it is the share of each memory to fill, above 0 and at most 1")
+    if options.repeats < 1:
+        raise InputError(f"repeats is {options.repeats!r}; the search runs at least once")
+    sizes = memories_of(machine, options.memories)
+    config = peer_config(shape, machine, prompt_tokens, gen_tokens, sizes, options.constants)
+    request = {name: getattr(options, name) for name in ("alpha", "compress_weights", "repeats")}
+    answer = ask_peer(file, request | {"config": config})
     raw = answer.pop("policy")
     if raw is None:
         parts = ", ".join(f"{tier} {gib(size)}" for tier, size in sizes.items())
@@ -232,11 +226,11 @@ def search(
         "prompt_tokens": prompt_tokens,
         "gen_tokens": gen_tokens,
         "memory_bytes": sizes,
-        "constants": constants,
+        "constants": options.constants,
         "gpu_batch_size": raw["gpu_batch_size"],
         "num_gpu_batches": raw["num_gpu_batches"],
         **percents(raw),
-        "compress_weight": compress_weights,  # its LP knows, the policy it returns says False whatever was asked
+        "compress_weight": options.compress_weights,  # the peer's policy says False whatever was requested
         "compress_cache": raw["compress_cache"],
         "host_attention": raw["cpu_cache_compute"],
         **answer,
@@ -246,13 +240,13 @@ def search(
 
 
 def to_policy(result: dict, shape: ModelShape) -> Policy:
-    """The peer's policy in our terms.
+    """Return the peer's policy as one of ours.
 
-    Its blocks of GPU batches are the column schedule; a GPU batch is a mini-batch, so the bound is the padded context
-    of so many requests. Hidden states go to the tier that holds more of them (its runtime knows only all or nothing).
-    Attention is on the host where the whole cache is: a policy of ours cannot divide it, and with a part of the cache
-    elsewhere it runs on the device. Embedding and head, which its LP leaves out, stay on the device. Raises InputError
-    for a result of another model, or of lengths that the model cannot hold.
+    Its blocks of GPU batches are the column schedule. A GPU batch is a mini-batch, whose bound is the padded context of
+    its requests. Hidden states go to the tier that holds more of them (its runtime moves all or none). Attention runs
+    on the host where all of the cache is there, else on the device, since our policies cannot divide attention.
+    Embedding and head, which its LP leaves out, stay on the device. Raise InputError for a result of another model, or
+    of lengths that exceed the model's positions.
     """
     if result["model"] != shape.name:
         raise InputError(f"the peer's result is for {result['model']}, not for {shape.name}")
@@ -261,24 +255,24 @@ def to_policy(result: dict, shape: ModelShape) -> Policy:
     weights = _clean([percent / 100 for percent in result["weight_percent"]])
     cache = _clean([percent / 100 for percent in result["cache_percent"]])
     on_device, on_host, _ = result["hidden_percent"]
-    kinds = {f"kv@{tier}": share for tier, share in zip(("device", "host", "disk"), cache, strict=True) if share}
+    entries = {f"kv@{tier}": share for tier, share in zip(("device", "host", "disk"), cache, strict=True) if share}
     gpu_batch = result["gpu_batch_size"]
     cached = np.full(gpu_batch, result["prompt_tokens"] + result["gen_tokens"] - 1)
     return Policy(
         "flexgen-0.1.8",
         Placement(*weights),
-        cache=kinds,
+        cache=entries,
         hidden="device" if on_device >= on_host else "host",
         bits=Bits(weights=4 if result["compress_weight"] else "native", kv=4 if result["compress_cache"] else "native"),
         schedule="column",
         max_mini_batch_tokens=padded_tokens(cached, np.zeros(gpu_batch, dtype=int)),
         max_batch=gpu_batch * result["num_gpu_batches"],
-        attention="host" if result["host_attention"] and list(kinds) == ["kv@host"] else "device",
+        attention="host" if result["host_attention"] and list(entries) == ["kv@host"] else "device",
     )
 
 
 def describe(result: dict) -> str:
-    """One line for people."""
+    """Return a line for people."""
     shares = "  ".join(
         f"{name} {'/'.join(f'{part:.4g}' for part in result[f'{name}_percent'])}"
         for name in ("weight", "cache", "hidden")
@@ -290,12 +284,29 @@ def describe(result: dict) -> str:
     )
 
 
+def search_cases(options: argparse.Namespace) -> dict:
+    """Search the case of the options, or all cases on record."""
+    cases = CASES if options.all else ((options.model, options.hardware, options.constants),)
+    runs = []
+    for model, hardware, constants in cases:
+        asked = PeerOptions(
+            peer=options.peer,
+            memories=(options.device_memory, options.host_memory, options.disk_memory),
+            constants=constants,
+            alpha=options.alpha,
+            compress_weights=options.compress_weights,
+            repeats=options.repeats,
+        )
+        result = search(model, hardware, options.prompt_len, options.gen_len, asked)
+        runs.append(result | {"policy": to_policy(result, shape_by_name(model)).to_dict()})
+        print(describe(result), file=sys.stderr)
+    if not options.out:
+        print(json.dumps(runs, indent=1))
+    return {"runs": runs}
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """0; 1 when the peer is not there; 2 for other input that cannot be served."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.peers.flexgen_search", description=__doc__.split("\n")[0]
-    )
+    parser = children.command_parser("experiments.peers.flexgen_search", __doc__)
     parser.add_argument("--model", default="opt-30b")
     parser.add_argument("--hardware", default="t4", help="a name of the catalogue, or a hardware file")
     parser.add_argument("--prompt-len", type=int, default=512)
@@ -303,37 +314,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--peer", help="the folder the package was installed to, or its cost_model.py")
     for tier in ("device", "host", "disk"):
         parser.add_argument(f"--{tier}-memory", help="like 16GiB; for the disk 0 means none")
-    parser.add_argument(
-        "--constants", choices=CONSTANTS, default=CONSTANTS[0], help="our rates, or its own fit of a T4"
-    )
+    parser.add_argument("--constants", choices=CONSTANTS, default=CONSTANTS[0], help="our rates, or its fit of a T4")
     parser.add_argument("--alpha", type=float, help="share of each memory its LP may fill (its own: 0.8)")
     parser.add_argument("--compress-weights", action="store_true", help="weights of four bits")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--all", action="store_true", help="the cases on record, instead of --model and --hardware")
-    parser.add_argument("--machine", default=f"{os.cpu_count()} cores, {platform.machine()}", help="named in the file")
-    parser.add_argument("--out", type=Path, help="a JSON file: results and our policies")
-    options = parser.parse_args(arguments)
-    cases = CASES if options.all else ((options.model, options.hardware, options.constants),)
-    try:
-        runs = []
-        for model, hardware, constants in cases:
-            result = search(
-                model, hardware, options.prompt_len, options.gen_len, peer=options.peer, constants=constants,
-                memories=(options.device_memory, options.host_memory, options.disk_memory), alpha=options.alpha,
-                compress_weights=options.compress_weights, repeats=options.repeats,
-            )  # fmt: skip
-            runs.append(result | {"policy": to_policy(result, shape_by_name(model)).to_dict()})
-            print(describe(result), file=sys.stderr)
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 1 if isinstance(error, PeerUnavailable) else 2
-    command = shlex.join(["python", "-m", "experiments.peers.flexgen_search", *arguments])
-    text = json.dumps({"command": command, "machine": options.machine, "runs": runs}, indent=1)
-    if options.out:
-        write_by_rename(options.out, text + "\n")
-    else:
-        print(text)
-    return 0
+    return children.run_command(parser, arguments, search_cases)
 
 
 if __name__ == "__main__":

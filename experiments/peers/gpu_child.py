@@ -1,6 +1,6 @@
 """The process in which one side of ``gpu_peers`` runs one batch; started by file name.
 
-A request comes as JSON on standard input:
+The request (``experiments.peers.child``):
 
     side           "ours", "accelerate", "offloaded_cache" or "flexgen"
     shape          an OPT's name, or the path of its config.json
@@ -14,32 +14,30 @@ A request comes as JSON on standard input:
     mini_batch     of ours and of FlexGen: requests that are computed together
     weight_percent of FlexGen: weights on the GPU
 
-One JSON object goes to standard output: {"seconds", "device_peak_bytes", "host_peak_bytes"} (and ours: "policy",
-"num_waves"), or "missing" or "error" alone. Weights are random (FlexGen's are all ones, its own dummy), since only
-sizes matter; loading is not timed, and a short run comes before the timed one.
+The answer: {"seconds", "device_peak_bytes", "host_peak_bytes"} (and ours: "policy", "num_waves"), or "missing" or
+"error" alone. Weights are random (FlexGen's dummy weights are ones), since only sizes matter; loading is not timed, and
+a short run precedes the timed one.
 """
 
-import contextlib
-import json
+# pyright: reportMissingImports=false
+# Peers are installed in folders of their own, which the type checker does not see.
+
 import resource
-import sys
 import time
+
+from experiments.peers.child import Side, serve
 
 
 def build_model(request: dict, device: str):
-    """transformers' model of the shape, on ``device``. Its values repeat one random block: drawing billions of random
-    numbers would take longer than the run."""
+    """Return transformers' model of the shape on ``device``. Its values repeat one random block: drawing billions of
+    random numbers would take longer than the run."""
     import torch
-    from transformers import OPTConfig, OPTForCausalLM
+    from transformers import OPTForCausalLM
 
+    from experiments.peers.random_opt import opt_config
     from flexhybrid.core.model.shape import shape_of
 
-    shape = shape_of(request["shape"])
-    config = OPTConfig(
-        vocab_size=shape.vocab, hidden_size=shape.hidden, num_hidden_layers=shape.num_layers, ffn_dim=shape.ffn,
-        num_attention_heads=shape.num_heads, max_position_embeddings=shape.max_positions,
-        word_embed_proj_dim=shape.hidden, dropout=0.0, eos_token_id=None,
-    )  # fmt: skip
+    config = opt_config(shape_of(request["shape"]), eos_token_id=None)
     with torch.device("meta"):
         model = OPTForCausalLM(config).to(getattr(torch, request["dtype"])).eval()
     model.to_empty(device=device)
@@ -48,14 +46,14 @@ def build_model(request: dict, device: str):
     with torch.no_grad():
         for parameter in model.parameters():
             flat = parameter.view(-1)
-            whole = len(flat) // len(block) * len(block)
-            flat[:whole].view(-1, len(block)).copy_(block)
-            flat[whole:].copy_(block[: len(flat) - whole])
+            full = len(flat) // len(block) * len(block)
+            flat[:full].view(-1, len(block)).copy_(block)
+            flat[full:].copy_(block[: len(flat) - full])
     return model
 
 
 def timed(run, request: dict) -> dict:
-    """Seconds of ``run(gen_tokens)``, after a warm run of two tokens."""
+    """Time ``run(gen_tokens)`` after a warm-up run of two tokens."""
     import torch
 
     run(2)
@@ -69,24 +67,24 @@ def timed(run, request: dict) -> dict:
 
 
 def generate_with(model, request: dict, **options) -> dict:
-    """transformers' own greedy generate, the whole batch at once."""
+    """Time transformers' greedy generate over the batch."""
     import torch
 
     ids = torch.tensor(request["prompts"], device=request["device"])
+    mask = torch.ones_like(ids)
 
     @torch.inference_mode()
     def run(tokens: int) -> None:
         out = model.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), min_new_tokens=tokens, max_new_tokens=tokens,
-            do_sample=False, **options,
-        )  # fmt: skip
+            input_ids=ids, attention_mask=mask, min_new_tokens=tokens, max_new_tokens=tokens, do_sample=False, **options
+        )
         assert out.shape == (len(ids), ids.shape[1] + tokens)
 
     return timed(run, request)
 
 
 def run_accelerate(request: dict) -> dict:
-    """accelerate's cpu_offload: all weights on the host, keys and values on the device."""
+    """Time accelerate's cpu_offload: all weights on the host, keys and values on the device."""
     from accelerate import cpu_offload
 
     model = build_model(request, "cpu")
@@ -94,12 +92,12 @@ def run_accelerate(request: dict) -> dict:
 
 
 def run_offloaded_cache(request: dict) -> dict:
-    """transformers' offloaded cache: all weights on the device, keys and values on the host but for two layers."""
+    """Time transformers' offloaded cache: weights on the device, keys and values on the host except two layers'."""
     return generate_with(build_model(request, request["device"]), request, cache_implementation="offloaded")
 
 
 def run_flexgen(request: dict) -> dict:
-    """FlexGen's engine over dummy weights: cache on the host, activations on the GPU, as its published runs have it."""
+    """Time FlexGen's engine over dummy weights: cache on the host, activations on the GPU, as in its published runs."""
     from flexgen.compression import CompressionConfig
     from flexgen.flex_opt import OptLM, Policy
     from flexgen.pytorch_backend import TorchDevice, TorchDisk, TorchMixedDevice
@@ -121,11 +119,11 @@ def run_flexgen(request: dict) -> dict:
         model = OptLM(f"facebook/{request['shape']}", env, "_DUMMY_", policy)
         return timed(lambda tokens: model.generate(request["prompts"], max_new_tokens=tokens), request)
     finally:
-        env.close_copy_threads()  # no daemons: whatever went wrong, the process would not end
+        env.close_copy_threads()  # they are no daemons: the process would not end
 
 
 def run_ours(request: dict) -> dict:
-    """Our engine under the policy that "auto" stands for at this batch, in as many waves as the budgets ask for."""
+    """Time our engine under the policy of "auto" for this batch, in as many waves as the budgets require."""
     import torch
 
     from flexhybrid.core.memory import buffer_sizes
@@ -170,30 +168,25 @@ def run_ours(request: dict) -> dict:
     return timed(run, request) | {"policy": policy.to_dict(), "num_waves": len(waves)}
 
 
-SIDES = {
-    "ours": run_ours, "accelerate": run_accelerate, "offloaded_cache": run_offloaded_cache, "flexgen": run_flexgen,
-}  # fmt: skip
+def within_budget(run: Side) -> Side:
+    """Bound the device memory of ``run`` on CUDA, and add the peaks of device and host memory to its answer."""
 
+    def side(request: dict) -> dict:
+        import torch
 
-def main() -> None:
-    request = json.load(sys.stdin)
-    with contextlib.redirect_stdout(sys.stderr):  # peers print as they go
-        try:
-            import torch
+        on_cuda = request["device"] == "cuda"
+        if on_cuda:
+            total = torch.cuda.get_device_properties(0).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, request["device_memory"] / total))
+        answer = run(request)
+        peak = torch.cuda.max_memory_allocated() if on_cuda else None
+        host_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return answer | {"device_peak_bytes": peak, "host_peak_bytes": host_peak}
 
-            if request["device"] == "cuda":
-                total = torch.cuda.get_device_properties(0).total_memory
-                torch.cuda.set_per_process_memory_fraction(min(1.0, request["device_memory"] / total))
-            answer = SIDES[request["side"]](request)
-            peak = torch.cuda.max_memory_allocated() if request["device"] == "cuda" else None
-            held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-            answer |= {"device_peak_bytes": peak, "host_peak_bytes": held}
-        except ImportError as error:
-            answer = {"missing": str(error)}
-        except Exception as error:  # a peer may fail in any way; whichever it was, it is that side's outcome
-            answer = {"error": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
-    json.dump(answer, sys.stdout)
+    return side
 
 
 if __name__ == "__main__":
-    main()
+    sides = {"ours": run_ours, "accelerate": run_accelerate, "offloaded_cache": run_offloaded_cache}
+    sides["flexgen"] = run_flexgen
+    serve({name: within_budget(run) for name, run in sides.items()})

@@ -1,25 +1,22 @@
-"""Three peers beside ours on one GPU: the same OPT shape with dummy weights, the same prompts, the same device budget.
+"""Three peers beside ours on one GPU: one OPT shape with dummy weights, equal prompts, equal device budgets.
 
     python -m experiments.peers.gpu_peers --out experiments/results/<GPU>/peers.json     # make gpu does
 
 - accelerate's cpu_offload: weights on the host, keys and values on the device.
 - transformers' offloaded cache: weights on the device, keys and values on the host.
 - FlexGen (PyPI flexgen==0.1.8): weights as far as they fit on the device, keys and values on the host.
-- ours: the policy that "auto" stands for within the budgets, on the saved profile or the catalogue's record of the GPU.
+- ours: the policy of "auto" within the budgets, by the saved profile or the catalogue's record of the GPU.
 
-Every side runs each of its batches in a process of its own (``gpu_child``) whose torch cannot allocate more than the
-device budget, and its best batch counts. Batches are tried in RUNS' order until --seconds are over, every side's first
-before any side's second; what was not tried is named. A peer that is not installed, or fails, is named too, and its
-ratio left out. tokens/s are generated tokens over all seconds of a call, prefill included.
+Every batch of every side runs in a process of its own (``gpu_child``) whose torch cannot allocate more than the device
+budget; each side's best batch counts. Batches are tried in the order of RUNS until --seconds are over: the first batch
+of every side precedes all second batches. Batches that were not tried, and peers that are not installed or fail, are
+reported, and have no ratio. tokens/s are generated tokens over all seconds of a call, prefill included.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import random
-import shlex
 import sys
 import tempfile
 import time
@@ -27,8 +24,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from experiments.peers import children
-from flexhybrid.core.errors import InputError
-from flexhybrid.core.hardware import write_by_rename
 from flexhybrid.core.memory import parse_bytes
 from flexhybrid.core.model.shape import DTYPE_BYTES, ModelShape, shape_of
 
@@ -40,45 +35,48 @@ HOW_TO_GET = {
 }
 SIDES = ("ours", *HOW_TO_GET)
 
-#: Seconds that one run may take, its loading included.
+#: Time limit of one run, its loading included.
 RUN_LIMIT_S = 150
 
 
-class Run(NamedTuple):
-    """One side's try: a batch, and for FlexGen the requests of a GPU batch."""
+class PeerRun(NamedTuple):
+    """A batch of one side; for FlexGen also the requests of a GPU batch."""
 
     side: str
     batch: int
     mini_batch: int = 0
 
 
-#: For OPT-6.7B in 18 GiB, 512 + 32 tokens: 285 MB of keys and values a request.
+#: For OPT-6.7B in 18 GiB and 512 + 32 tokens, which take 285 MB of keys and values per request.
 RUNS = (
-    Run("ours", 128), Run("accelerate", 32), Run("offloaded_cache", 32), Run("flexgen", 64, 16),
-    Run("ours", 256), Run("flexgen", 128, 32), Run("offloaded_cache", 64), Run("accelerate", 48), Run("ours", 64),
-)  # fmt: skip
+    *(PeerRun("ours", 128), PeerRun("accelerate", 32), PeerRun("offloaded_cache", 32), PeerRun("flexgen", 64, 16)),
+    *(PeerRun("ours", 256), PeerRun("flexgen", 128, 32), PeerRun("offloaded_cache", 64), PeerRun("accelerate", 48)),
+    PeerRun("ours", 64),
+)
 
 
 def weight_percent(shape: ModelShape, device_bytes: int, bytes_per_element: int) -> int:
-    """Percent of its weights that FlexGen may keep on a device, a quarter of which is left for everything else."""
+    """Return the percent of FlexGen's weights that fit in three quarters of the device."""
     weights = shape.num_layers * shape.layer_bytes(bytes_per_element) + shape.embedding_bytes(bytes_per_element)
     return min(100, int(100 * 0.75 * device_bytes / weights))
 
 
-def measure(run: Run, shape: ModelShape, options: argparse.Namespace, limit_s: float) -> dict:
-    """The run's row: what was asked, and tokens/s, "missing" or "error"."""
-    words = random.Random(0)
-    prompts = [[words.randrange(4, shape.vocab) for _ in range(options.prompt_len)] for _ in range(run.batch)]
-    row = {"side": run.side, "batch": run.batch}
-    request = {
-        "side": run.side, "shape": options.shape, "prompts": prompts, "gen_tokens": options.gen_len,
-        "device": options.device, "dtype": options.dtype, "device_memory": parse_bytes(options.device_memory),
-        "host_memory": parse_bytes(options.host_memory),
-    }  # fmt: skip
+def measure(run: PeerRun, shape: ModelShape, options: argparse.Namespace, limit_s: float) -> dict:
+    """Return the run's row: its side and batch, and tokens/s, "missing" or "error"."""
+    generator, device_memory = random.Random(0), int(parse_bytes(options.device_memory) or 0)
+    row: dict = {"side": run.side, "batch": run.batch}
     if run.side == "flexgen":
-        percent = weight_percent(shape, request["device_memory"], DTYPE_BYTES[options.dtype])
+        percent = weight_percent(shape, device_memory, DTYPE_BYTES[options.dtype])
         row |= {"mini_batch": run.mini_batch, "weight_percent": percent}
-        request |= {"mini_batch": run.mini_batch, "weight_percent": percent}
+    request = row | {
+        "shape": options.shape,
+        "prompts": [[generator.randrange(4, shape.vocab) for _ in range(options.prompt_len)] for _ in range(run.batch)],
+        "gen_tokens": options.gen_len,
+        "device": options.device,
+        "dtype": options.dtype,
+        "device_memory": device_memory,
+        "host_memory": parse_bytes(options.host_memory),
+    }
     with tempfile.TemporaryDirectory() as folder:
         answer = children.ask(CHILD, request | {"folder": folder}, limit_s, options.peers)
     if "missing" in answer:
@@ -89,32 +87,32 @@ def measure(run: Run, shape: ModelShape, options: argparse.Namespace, limit_s: f
 
 
 def outcome(row: dict) -> str:
-    """A row in words."""
+    """Describe a row's result."""
     if "tokens_per_s" in row:
         return f"{row['tokens_per_s']:.3g} tokens/s"
-    return f"not there: {row['missing']}" if "missing" in row else row["error"]
+    return f"not installed: {row['missing']}" if "missing" in row else row["error"]
 
 
 def best_rows(rows: list[dict]) -> dict[str, dict]:
-    """Of each side that ran, the fastest."""
+    """Return the fastest row of each side that ran."""
     ran = sorted((row for row in rows if "tokens_per_s" in row), key=lambda row: row["tokens_per_s"])
     return {row["side"]: row for row in ran}
 
 
 def ratios_to(best: dict[str, dict]) -> dict[str, float]:
-    """Our best over each peer's best; empty where we did not run."""
+    """Return our best tokens/s over each peer's best; empty when our side did not run."""
     if "ours" not in best:
         return {}
     ours = best["ours"]["tokens_per_s"]
     return {side: ours / row["tokens_per_s"] for side, row in best.items() if side != "ours"}
 
 
-def compare(runs: tuple[Run, ...], options: argparse.Namespace) -> dict:
-    """All runs that the time allows, in order."""
+def compare(runs: tuple[PeerRun, ...], options: argparse.Namespace) -> dict:
+    """Perform the runs in order, as far as the time allows."""
     shape = shape_of(options.shape)
-    ends, rows, absent = time.monotonic() + options.seconds, [], set()
+    end_s, rows, absent = time.monotonic() + options.seconds, [], set()
     for run in runs:
-        left = ends - time.monotonic()
+        left = end_s - time.monotonic()
         if run.side in absent:
             continue
         if left < options.seconds / 20:
@@ -126,42 +124,36 @@ def compare(runs: tuple[Run, ...], options: argparse.Namespace) -> dict:
         rows.append(row)
         print(f"{run.side}, batch {run.batch}: {outcome(row)}", flush=True)
     best = best_rows(rows)
-    return {
-        "shape": options.shape, "dtype": options.dtype, "device": options.device, "prompt_tokens": options.prompt_len,
-        "gen_tokens": options.gen_len, "device_memory": options.device_memory, "host_memory": options.host_memory,
-        "ratios": ratios_to(best), "best": {side: row["batch"] for side, row in best.items()}, "runs": rows,
-    }  # fmt: skip
+    names = ("shape", "dtype", "device", "device_memory", "host_memory")
+    asked = {name: getattr(options, name) for name in names}
+    asked |= {"prompt_tokens": options.prompt_len, "gen_tokens": options.gen_len}
+    best_batches = {side: row["batch"] for side, row in best.items()}
+    return asked | {"ratios": ratios_to(best), "best": best_batches, "runs": rows}
 
 
-def main(arguments: list[str] | None = None, runs: tuple[Run, ...] = RUNS) -> int:
-    """0 when our side ran, whatever came of the peers; 1 when it did not; 2 for input that cannot be served."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    parser = argparse.ArgumentParser(prog="python -m experiments.peers.gpu_peers", description=__doc__.split("\n")[0])
+def main(arguments: list[str] | None = None, runs: tuple[PeerRun, ...] = RUNS) -> int:
+    """Return 0 when our side ran, whatever the peers did; 1 when it did not; 2 for input that is refused."""
+    parser = children.command_parser("experiments.peers.gpu_peers", __doc__)
     parser.add_argument("--shape", default="opt-6.7b", help="an OPT by name, or the path of its config.json")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--dtype", default="float16", choices=tuple(DTYPE_BYTES))
     parser.add_argument("--device-memory", default="18GiB")
-    parser.add_argument("--host-memory", default="96GiB", help="of ours; the peers know no such bound")
+    parser.add_argument("--host-memory", default="96GiB", help="of ours; the peers have no such bound")
     parser.add_argument("--prompt-len", type=int, default=512)
     parser.add_argument("--gen-len", type=int, default=32)
-    parser.add_argument("--seconds", type=float, default=450, help="all runs end within these")
+    parser.add_argument("--seconds", type=float, default=450, help="time limit of all runs together")
     parser.add_argument("--peers", type=Path, nargs="*", default=[], help="folders that peers were installed to")
-    parser.add_argument("--machine", default=platform.node(), help="named in the file")
-    parser.add_argument("--out", type=Path, help="a JSON file")
-    options = parser.parse_args(arguments)
-    try:
+    ran: set[str] = set()
+
+    def compare_and_print(options: argparse.Namespace) -> dict:
         result = compare(runs, options)
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
-    for side in HOW_TO_GET:
-        ratio = result["ratios"].get(side)
-        print(f"ours / {side}: {'no ratio, see above' if ratio is None else format(ratio, '.2f')}")
-    if options.out:
-        command = shlex.join(["python", "-m", "experiments.peers.gpu_peers", *arguments])
-        text = json.dumps({"command": command, "machine": options.machine} | result, indent=1)
-        write_by_rename(options.out, text + "\n")
-    return 0 if "ours" in result["best"] else 1
+        for side in HOW_TO_GET:
+            ratio = result["ratios"].get(side)
+            print(f"ours / {side}: {'no ratio, see above' if ratio is None else format(ratio, '.2f')}")
+        ran.update(result["best"])
+        return result
+
+    return children.run_command(parser, arguments, compare_and_print) or int("ours" not in ran)
 
 
 if __name__ == "__main__":

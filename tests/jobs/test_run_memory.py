@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from experiments.bench.run_memory import held_bytes, peak_bytes, write_requests
-from experiments.peers.accelerate_disk import make_checkpoint
+from experiments.peers.random_opt import make_checkpoint
 from flexhybrid.core.model.shape import ModelShape
 
 ROOT = Path(__file__).parents[2]

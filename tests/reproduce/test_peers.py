@@ -13,6 +13,7 @@ import pytest
 from experiments.peers import flexgen_search
 from experiments.peers.flexgen_search import (
     CASES,
+    PeerOptions,
     PeerUnavailable,
     constants_of,
     memories_of,
@@ -252,7 +253,7 @@ def machine(tmp_path) -> str:
 
 
 def test_the_peer_gets_this_machine_and_its_answer_comes_back(tmp_path, machine):
-    found = search("opt-30b", machine, peer=stand_in(tmp_path), repeats=2)
+    found = search("opt-30b", machine, options=PeerOptions(stand_in(tmp_path), repeats=2))
     config = found["config"]
     assert (config["s"], config["n"], config["l"], config["h1"], config["h2"], config["nh"]) == (
         512, 32, 48, 7168, 28672, 56,
@@ -270,9 +271,10 @@ def test_the_peer_gets_this_machine_and_its_answer_comes_back(tmp_path, machine)
 
 def test_memories_alpha_and_the_peers_own_rates_can_be_asked_for(tmp_path, machine):
     found = search(
-        "opt-30b", machine, peer=stand_in(tmp_path, cbc=False), memories=("20GiB", None, "1TB"), alpha=1.0,
-        constants="peer",
-    )  # fmt: skip
+        "opt-30b",
+        machine,
+        options=PeerOptions(stand_in(tmp_path, cbc=False), ("20GiB", None, "1TB"), constants="peer", alpha=1.0),
+    )
     assert found["memory_bytes"] == {"device": 20 * 2**30, "host": 2**38, "disk": 10**12}
     assert found["config"]["ctog_bdw"] == 7.0 and found["alpha"] == [1.0] * 3
     assert found["solver"].startswith("HiGHS in place of CBC")
@@ -286,7 +288,7 @@ def test_zero_takes_a_disk_away():
 
 def test_a_search_without_a_policy_names_the_memories(tmp_path, machine):
     with pytest.raises(InputError, match="no policy for opt-30b with 512.32 tokens in device 16.00 GiB"):
-        search("opt-30b", machine, peer=stand_in(tmp_path, found="None"))
+        search("opt-30b", machine, options=PeerOptions(stand_in(tmp_path, found="None")))
 
 
 def test_a_machine_without_a_size_on_record_asks_for_it():
@@ -300,15 +302,16 @@ def test_a_machine_without_a_size_on_record_asks_for_it():
         ({"model": "opt-31b"}, "opt-31b"),
         ({"hardware": "t5"}, "unknown hardware 't5'"),
         ({"model": "llama-2-7b"}, "OPT.s: multi-head"),
-        ({"constants": "guessed"}, "guessed"),
-        ({"alpha": 0.0}, "alpha"),
+        ({"options": {"constants": "guessed"}}, "guessed"),
+        ({"options": {"alpha": 0.0}}, "alpha"),
         ({"gen_tokens": 1}, "generation 1"),
-        ({"memories": ("lots", None, None)}, "lots"),
+        ({"options": {"memories": ("lots", None, None)}}, "lots"),
     ],
 )
 def test_bad_input_is_one_clear_line(tmp_path, machine, wrong, words):
     with pytest.raises(InputError, match=words) as error:
-        search(**{"model": "opt-30b", "hardware": machine, "peer": stand_in(tmp_path)} | wrong)
+        options = PeerOptions(stand_in(tmp_path), **wrong.pop("options", {}))
+        search(**{"model": "opt-30b", "hardware": machine} | wrong, options=options)
     assert "\n" not in str(error.value) and not isinstance(error.value, PeerUnavailable)
 
 
