@@ -31,7 +31,7 @@ from flexhybrid.resolve import (
     resolve_policy,
     settle_policy,
 )
-from flexhybrid.runtime.engine import Engine, WaveResult
+from flexhybrid.runtime.engine import Engine, RunControl, WaveResult
 from flexhybrid.runtime.runnable import check_runnable
 from flexhybrid.runtime.storage.disk import checked_rate
 from flexhybrid.runtime.storage.loader import Checkpoint
@@ -239,7 +239,7 @@ class LLM:
         **options,
     ) -> WaveResult:
         """Answer the requests ``members`` (indices) in one wave. ``completed(index, completion)`` is called as soon as
-        an answer is complete; ``options`` are those of ``Engine.run``."""
+        an answer is complete; ``options`` are further fields of ``RunControl``."""
         ids, params = [requests.ids[i] for i in members], [requests.params[i] for i in members]
         watches = {
             place: self.codec.stop_watch(prompt, wanted)
@@ -251,15 +251,13 @@ class LLM:
             completion = self.codec.completion(ids[place], params[place], tokens, stop, watches.get(place))
             completed(int(members[place]), completion)
 
-        return self.engine.run(
-            wave,
-            ids,
-            requests.plan.select(members),
+        control = RunControl(
             stop_ids=[self.codec.stop_ids(wanted) for wanted in params],
             stop_texts={place: watch.push for place, watch in watches.items()},
             on_finish=finished,
             **options,
         )
+        return self.engine.run(self.engine.executor(wave, ids, requests.plan.select(members)), control)
 
     def load(self) -> dict[str, int]:
         """Read the weights, under the policy in use, unless they are there; returns the layers' bytes in each tier."""

@@ -1,16 +1,15 @@
 """The real clock: one thread a resource, first in, first out, held back only by what each task must wait for.
 
-A *lane* runs one resource's tasks in stream order. There are two kinds, and the rules between them are all of the
-launcher:
+A *lane* is the thread of one resource: it runs the resource's tasks in the order of the plan. There are two kinds:
 
-- A **host lane** (CPU compute, paced links, host_compute) is done with a task when its function returns.
+- A **host lane** (CPU compute, paced links, host_compute, disk) has completed a task when its function returns.
 - A **stream lane** (CUDA compute and copies) only enqueues. Waiting on an event that has not been recorded does nothing
   on CUDA, so a stream lane may enqueue a task only after its predecessors on other stream lanes are *enqueued* (it then
   makes its stream wait for their events) and its predecessors on host lanes are *complete*. A host lane waits for the
   event itself, on its own thread. Every task gets a fresh event. Nothing ever synchronises the whole device.
 
-Each lane waits on its own thread, so waiting for a host task never keeps another resource from being fed. Streams come
-in through ``StreamFace``: the CUDA one is in flexhybrid.runtime.cuda; tests bring one with the same meaning and random
+Each lane waits on its own thread, so waiting for a host task never keeps another resource from being fed.
+``StreamFace`` is what a lane needs of a stream: flexhybrid.runtime.cuda implements it with CUDA, and tests with random
 delays.
 """
 
@@ -18,26 +17,22 @@ from __future__ import annotations
 
 import math
 import queue
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from flexhybrid.core.schedule.dependencies import KINDS, Dependencies
 from flexhybrid.core.task import Task
 from flexhybrid.core.trace import TraceEvent
+from flexhybrid.runtime.process_settings import SHORT_SWITCH_INTERVAL
 
 #: Tasks of one lane that may wait in its queue: far enough ahead to never starve, small enough to bound memory.
 LOOKAHEAD_TASKS = 256
 
-#: Seconds between two forced switches of Python threads while lanes run: the default 5 ms would let a busy planner
-#: hold back a copy that is due.
-SWITCH_INTERVAL_S = 5e-4
-
 
 class Aborted(Exception):
-    """Raised inside a lane when another one has failed: it only ends the thread."""
+    """Raised inside a lane when another lane has failed; it ends the thread and is not reported."""
 
 
 class Event(Protocol):
@@ -48,33 +43,35 @@ class Event(Protocol):
     def query(self) -> bool: ...
 
 
-class StreamFace(Protocol):
+EventT = TypeVar("EventT", bound=Event)
+
+
+class StreamFace(Protocol[EventT]):
     """What a stream lane needs of a stream. ``wait`` on an event that was never recorded does nothing."""
 
-    def wait(self, event: Event) -> None: ...
+    def wait(self, event: EventT) -> None: ...
 
-    def record(self, timed: bool = True) -> Event: ...
+    def record(self, timed: bool = True) -> EventT: ...
 
     def enter(self) -> None:
-        """Called once, on the lane's thread, which issues to this stream from then on."""
+        """Make the calling thread issue to this stream from now on; called once, by the lane's thread."""
 
     def run(self, function: Callable[[], None]) -> None:
-        """Enqueue the work that ``function`` issues; returns at once."""
+        """Enqueue the work that ``function`` issues; return at once."""
 
     def synchronize(self) -> None:
-        """Wait for all that was enqueued: for the end of a failed run, before its memory goes."""
+        """Wait for all that was enqueued: at the end of a failed run, before its memory is freed."""
 
-    def seconds(self, event: Event) -> float:
-        """When a recorded, finished event happened, on the clock of ``time.perf_counter``."""
+    def seconds(self, event: EventT) -> float:
+        """Return when a recorded, finished event happened, on the clock of ``time.perf_counter``."""
+        ...
 
 
 Perform = Callable[[Task], None]
 
 
 class Lane:
-    """A resource's thread. ``complete`` counts finished tasks, ``enqueued`` those that others may build on."""
-
-    asynchronous = False
+    """The thread of a resource. ``complete`` counts its finished tasks. A task is named by its ordinal in the lane."""
 
     def __init__(self, name: str, perform: Perform, on_start: Callable[[], None] | None = None):
         self.name = name
@@ -84,7 +81,7 @@ class Lane:
         self.failed = False
         self.complete = 0
         self.submitted = 0
-        self.num_spans = math.inf  #: spans are kept of so many tasks, the first ones
+        self.num_spans = math.inf  #: the number of first tasks whose start and end are kept
         self._spans: list[tuple[float, float]] = []
         self._on_start = on_start
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
@@ -133,7 +130,7 @@ class Lane:
                 self._run(*item)
         except Aborted:
             pass
-        except BaseException as error:  # handed to whoever called run(); a thread must not die silently
+        except BaseException as error:  # raised again by Clock.run(); a thread must not die silently
             self.fail(error)
 
     def _run(self, task: Task, waits) -> None:
@@ -148,35 +145,33 @@ class Lane:
             self._changed.notify_all()
 
     def span(self, ordinal: int) -> tuple[float, float]:
-        """(start, end) of a finished task whose span is kept."""
+        """Return (start, end) of a finished task whose span is kept, on the clock of ``time.perf_counter``."""
         return self._spans[ordinal]
 
     def drain(self) -> None:
-        """Wait for what a failed run left behind: nothing, on a host lane."""
+        """Wait for the work that a failed run left enqueued: nothing, on a host lane."""
 
     def release(self) -> None:
-        """Forget the other lanes once all have ended: in a circle they would keep the run's buffers alive."""
+        """Drop the references to the other lanes once all have ended: a circle would keep the run's buffers alive."""
         self.lanes, self.fail = {}, lambda error: None
 
 
-class StreamLane(Lane):
-    """A lane that enqueues on a stream.
+class StreamLane(Lane, Generic[EventT]):
+    """A lane that enqueues on a stream. ``enqueued`` counts the tasks that other stream lanes may build on.
 
     Events of tasks whose spans are not kept are dropped when older than the lookahead: the planner has waited for them
-    before it went on, so whoever asks for one gets None, nothing to wait for.
+    before it went on, so there is nothing left to wait for.
     """
 
-    asynchronous = True
-
-    def __init__(self, name: str, perform: Perform, stream: StreamFace):
+    def __init__(self, name: str, perform: Perform, stream: StreamFace[EventT]):
         super().__init__(name, perform, on_start=stream.enter)
         self.stream = stream
         self.enqueued = 0
-        self._begins: list[Event] = []
-        self._ends: dict[int, Event] = {}
+        self._begins: list[EventT] = []
+        self._ends: dict[int, EventT] = {}
 
-    def wait_enqueued(self, ordinal: int) -> Event | None:
-        """Block until that task is enqueued; its event, None when it is long complete."""
+    def wait_enqueued(self, ordinal: int) -> EventT | None:
+        """Block until that task is enqueued; return its event, or None when it was dropped as long complete."""
         if self.enqueued <= ordinal:
             with self._changed:
                 while self.enqueued <= ordinal:
@@ -194,7 +189,7 @@ class StreamLane(Lane):
     def _run(self, task: Task, waits) -> None:
         for resource, ordinal in waits:
             lane = self.lanes[resource]
-            if not lane.asynchronous:
+            if not isinstance(lane, StreamLane):
                 lane.wait_complete(ordinal)
             elif event := lane.wait_enqueued(ordinal):
                 self.stream.wait(event)
@@ -217,10 +212,10 @@ class StreamLane(Lane):
 
 
 class Clock:
-    """Runs a stream of tasks on lanes. One use: lanes are joined when ``run`` returns or raises.
+    """Runs the tasks of a plan on lanes. One use: lanes are joined when ``run`` returns or raises.
 
-    ``on_fail`` is called at the first error, on the thread that met it, before lanes are joined: it makes what a lane
-    may be waiting for (a paced link, a disk) end soon.
+    ``on_fail`` is called at the first error, on the thread that raised it, before lanes are joined: it makes waits
+    inside a verb (for a paced link, for a disk) end soon.
     """
 
     def __init__(
@@ -230,7 +225,7 @@ class Clock:
         on_fail: Callable[[], None] = lambda: None,
     ):
         self.lanes = {lane.name: lane for lane in lanes}
-        self.began_s = math.nan  #: the trace's zero, on the clock of ``time.perf_counter``
+        self.began_s = math.nan  #: the zero of the trace, on the clock of ``time.perf_counter``
         self._on_fail = on_fail
         self._dependencies = Dependencies(dependency_kinds)
         self._error: BaseException | None = None
@@ -248,7 +243,7 @@ class Clock:
         self._on_fail()
 
     def wait(self, resource: str, ordinal: int) -> None:
-        """Block the calling (planning) thread until that task is complete; raises the error that stopped a lane."""
+        """Block the calling (planning) thread until that task is complete; raise the error that stopped a lane."""
         try:
             self.lanes[resource].wait_complete(ordinal)
         except Aborted:
@@ -260,50 +255,36 @@ class Clock:
         on_submit: Callable[[Task, int], None] | None = None,
         keep_trace: bool | int = True,
     ) -> list[TraceEvent]:
-        """Submit every task in stream order, wait for the end, return the trace (seconds from the start): of all tasks,
-        of none, or of the first ``keep_trace``.
+        """Submit every task in the plan's order, wait for the end, and return the trace, in seconds from the start.
 
-        ``on_submit(task, ordinal)`` is called on this thread as each task goes out. The first error of any lane, or of
-        the stream itself, is raised here after all threads have ended.
+        ``keep_trace``: True keeps the events of all tasks, False of none, a number of the first so many.
+        ``on_submit(task, ordinal)`` is called on this thread as each task is submitted. The first error of a lane, or
+        of the plan itself, is raised here after all threads have ended.
         """
         submitted: list[tuple[Task, Lane, int]] = []
         num_traced = math.inf if keep_trace is True else int(keep_trace)
-        interval = sys.getswitchinterval()
-        sys.setswitchinterval(SWITCH_INTERVAL_S)
-        self.began_s = time.perf_counter()
-        try:
-            for lane in self.lanes.values():
-                lane.num_spans = math.inf if num_traced else 0
-                lane.start()
-            for task in tasks:
-                lane = self.lanes[task.resource]
-                if lane.submitted >= LOOKAHEAD_TASKS:
-                    self.wait(task.resource, lane.submitted - LOOKAHEAD_TASKS)
-                if self._error:
-                    break
-                ordinal = lane.submit(task, self._dependencies.add(task))
-                if len(submitted) < num_traced:
-                    submitted.append((task, lane, ordinal))
-                    if len(submitted) == num_traced:
-                        for one in self.lanes.values():
-                            one.num_spans = one.submitted
-                if on_submit:
-                    on_submit(task, ordinal)
-            for lane in self.lanes.values():
-                if lane.submitted:
-                    self.wait(lane.name, lane.submitted - 1)
-        except BaseException as error:
-            self._fail(error)
-        finally:
-            for lane in self.lanes.values():
-                lane.finish()
-            for lane in self.lanes.values():
-                lane.join()
-                if self._error:
-                    lane.drain()
-            sys.setswitchinterval(interval)
-            for lane in self.lanes.values():
-                lane.release()
+        with SHORT_SWITCH_INTERVAL.held():
+            self.began_s = time.perf_counter()
+            try:
+                for lane in self.lanes.values():
+                    lane.num_spans = math.inf if num_traced else 0
+                    lane.start()
+                for task in tasks:
+                    lane, ordinal = self._submit(task)
+                    if len(submitted) < num_traced:
+                        submitted.append((task, lane, ordinal))
+                        if len(submitted) == num_traced:
+                            for other in self.lanes.values():
+                                other.num_spans = other.submitted
+                    if on_submit:
+                        on_submit(task, ordinal)
+                for lane in self.lanes.values():
+                    if lane.submitted:
+                        self.wait(lane.name, lane.submitted - 1)
+            except BaseException as error:
+                self._fail(error)
+            finally:
+                self._end_lanes()
         if self._error:
             error, self._error = self._error, None
             try:
@@ -315,3 +296,22 @@ class Clock:
             start, end = lane.span(ordinal)
             trace.append(TraceEvent(task, start - self.began_s, end - self.began_s))
         return trace
+
+    def _submit(self, task: Task) -> tuple[Lane, int]:
+        """Give a task to its lane, once the lane's queue has room; raise Aborted when a lane has failed."""
+        lane = self.lanes[task.resource]
+        if lane.submitted >= LOOKAHEAD_TASKS:
+            self.wait(task.resource, lane.submitted - LOOKAHEAD_TASKS)
+        if self._error:
+            raise Aborted
+        return lane, lane.submit(task, self._dependencies.add(task))
+
+    def _end_lanes(self) -> None:
+        for lane in self.lanes.values():
+            lane.finish()
+        for lane in self.lanes.values():
+            lane.join()
+            if self._error:
+                lane.drain()
+        for lane in self.lanes.values():
+            lane.release()

@@ -1,11 +1,12 @@
-"""An engine: weights, buffers and lanes that run waves of requests."""
+"""The engine: weights, buffers and lanes that run waves of requests."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -14,26 +15,43 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.memory import HOST_THREADS, BufferSizes
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Policy
-from flexhybrid.core.task import Task
+from flexhybrid.core.task import Task, Work
 from flexhybrid.core.trace import TraceEvent
 from flexhybrid.core.wave import Wave
 from flexhybrid.runtime.buffers import Buffers, cache_disk_bytes
 from flexhybrid.runtime.clock import Clock, Lane, StreamLane
 from flexhybrid.runtime.executor import Executor
 from flexhybrid.runtime.kernels.sampling import NO_TOKEN, SamplingPlan
-from flexhybrid.runtime.links import CpuCopies
+from flexhybrid.runtime.links import Copies, CpuCopies
+from flexhybrid.runtime.process_settings import NO_CUDNN_ATTENTION, NO_TF32
 from flexhybrid.runtime.storage.weights import ANYWHERE, DiskPlace, Weights, WeightSlots
 from flexhybrid.runtime.wave_state import EngineParts
 
-#: Of a request (by its place in the wave): hears of its tokens, in order; returns the text that ends it, or None.
+#: Request (its index in the wave) -> function that takes its next token and returns the text that ends it, or None.
 StopTexts = Mapping[int, Callable[[int], str | None]]
-#: Hears of a request (its place in the wave) when it is done: its tokens, and what ended it (``WaveResult.stops``).
+#: Takes a finished request: its index in the wave, its tokens, and what ended it (``WaveResult.stops``).
 OnFinish = Callable[[int, list[int], int | str | None], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunControl:
+    """When the requests of a run end, what its caller hears of them, and how much of the trace is kept.
+
+    ``on_tokens(n)`` takes the number of newly finished tokens, after ``on_finish`` has taken the requests that they
+    finished. Once ``should_stop()`` is true, no further iteration begins: requests may be left unfinished.
+    """
+
+    stop_ids: Sequence[Collection[int]] | None = None  #: of each request of the wave: token ids that end it
+    stop_texts: StopTexts = field(default_factory=dict)  #: of the requests that a text may end
+    on_tokens: Callable[[int], None] | None = None
+    on_finish: OnFinish | None = None
+    should_stop: Callable[[], bool] | None = None
+    keep_trace: bool | int = False  #: True: of all tasks; a number: of the first so many
 
 
 @dataclass
 class WaveResult:
-    """Tokens of each request, up to the one that stopped it, in the wave's order, and what ran when."""
+    """The tokens of each request, in the wave's order, up to the one that stopped it; and the trace."""
 
     tokens: list[list[int]]
     stops: list[int | str | None]  #: the token id or the text that ended the request; None: its length did
@@ -43,8 +61,8 @@ class WaveResult:
 class Engine:
     """Runs waves that fit ``sizes`` under one placement of weights. Buffers are allocated here, once.
 
-    ``link_gb_per_s`` paces both link directions of a CPU; None leaves them unpaced. On CUDA it is refused: the real
-    link has the rate it has.
+    ``link_gb_per_s`` paces both link directions of a CPU; None leaves them unpaced. Raises InputError where it is given
+    for CUDA: the real link has its own rate.
     """
 
     def __init__(
@@ -58,7 +76,8 @@ class Engine:
         disk: DiskPlace = ANYWHERE,
     ):
         self.weights, self.device = weights, weights.device
-        if self.device.type == "cuda" and link_gb_per_s is not None:
+        on_cuda = self.device.type == "cuda"
+        if on_cuda and link_gb_per_s is not None:
             raise InputError("link_gb_per_s paces the copies of a CPU; a CUDA device runs at the rate of its own link")
         self.sizes = sizes
         self.closed = False
@@ -66,47 +85,47 @@ class Engine:
         self.host_threads = min(HOST_THREADS[self.device.type], max(1, self.num_threads // 2))
         self.host_workers = ThreadPoolExecutor(self.host_threads, "flexhybrid-host", _compute_with, (1,))
         self.disk = disk.space(cache_disk_bytes(weights.shape, policy, sizes, weights.dtype))
+        self._settings = ExitStack()
         try:
             self.buffers = Buffers(weights.shape, policy, sizes, weights.dtype, self.device, self.disk)
             self.slots = weights.make_slots() if slots is None else slots
         except BaseException:
             self.close()
             raise
-        if self.device.type == "cuda":
+        if on_cuda:
             from flexhybrid.runtime.cuda import CudaCopies
 
-            # cuDNN's attention builds a graph for every new context length, on the host, in the middle of a decode.
-            torch.backends.cuda.enable_cudnn_sdp(False)
-            if weights.dtype == torch.float32:  # exact tokens; an image's environment may have asked for ten bits
-                torch.backends.cuda.matmul.allow_tf32 = False
-            self.copies = CudaCopies()
-        else:
-            self.copies = CpuCopies(link_gb_per_s)
+            self._settings.enter_context(NO_CUDNN_ATTENTION.held())
+            if weights.dtype == torch.float32:
+                self._settings.enter_context(NO_TF32.held())
+        self.copies: Copies = CudaCopies() if on_cuda else CpuCopies(link_gb_per_s)
 
     def close(self) -> None:
-        """Give the cache's disk space back and end the host's workers; there are no further runs."""
+        """Free the cache's disk space, end the host's workers, and restore the settings of the process."""
         self.closed = True
+        self._settings.close()
         self.host_workers.shutdown()
         if self.disk:
             self.disk.close()
 
     def _abort(self) -> None:
-        """End soon whatever a lane waits for. The weights' disk space goes with it: that, too, may hold a lane."""
+        """End soon what a lane may wait for: copies, and the disk space of the cache and of the weights."""
         self.copies.abort()
         for space in (self.disk, self.weights.disk):
             if space:
                 space.abort()
 
     def executor(self, wave: Wave, prompts: list[list[int]], plan: SamplingPlan) -> Executor:
-        """The verb functions over one wave."""
+        """Make a wave ready to run: token ids of its prompts, and how its tokens are chosen, in the wave's order."""
         share = self.host_workers.map if self.host_threads > 1 else map
         parts = EngineParts(self.weights, self.slots, self.buffers, self.copies, share)
         return Executor(parts, wave, prompts, plan)
 
     def lanes(self, executor: Executor) -> list[Lane]:
-        """One lane a resource: threads on a CPU, streams on CUDA; the host's own and the disk's are threads on both.
+        """Make one lane a resource: stream lanes on CUDA, host lanes on a CPU and for what the host and its disk do.
 
-        OpenMP keeps its number of threads for each thread that uses it, so each lane sets its own.
+        OpenMP keeps its number of threads for each thread that uses it, so each lane sets its own, and engines of one
+        process do not disturb each other.
         """
         on_host = [
             Lane("host_compute", executor.perform, on_start=partial(_compute_with, self.host_threads)),
@@ -131,89 +150,59 @@ class Engine:
         ]
 
     def run(
-        self,
-        wave: Wave,
-        prompts: list[list[int]],
-        plan: SamplingPlan,
-        stop_ids: Sequence[Collection[int]] | None = None,
-        stop_texts: StopTexts | None = None,
-        keep_trace: bool | int = False,
-        on_tokens: Callable[[int], None] | None = None,
-        tasks: Iterable[Task] | None = None,
-        executor: Executor | None = None,
-        on_finish: OnFinish | None = None,
-        should_stop: Callable[[], bool] | None = None,
+        self, executor: Executor, control: RunControl = RunControl(), tasks: Iterable[Task] | None = None
     ) -> WaveResult:
-        """Run a wave to its end. ``on_tokens(n)`` is told about newly finished tokens, for a progress bar, after
-        ``on_finish(request, tokens, stop)`` about each request that one of them finished. Once ``should_stop()`` is
-        true no further iteration is begun: requests may be left unfinished.
-
-        ``stop_ids``: token ids that end a request, a collection for each request of the wave. ``stop_texts``: for
-        requests that a text may end, what hears of their other tokens.
-        ``keep_trace``: of all tasks, or of the first so many.
-        ``tasks`` and ``executor`` replace the wave's own stream, for measurements that start in the middle.
+        """Run the executor's wave to its end. ``tasks`` replace its plan, for measurements that start in the middle.
 
         An error of any lane is raised here when all threads have ended. It closes the engine, and weights that lie
-        partly on the disk can be run no more.
+        partly on the disk can be run no more. Raises ValueError where the engine is closed.
         """
         if self.closed:
             raise ValueError("this engine is closed, or a run of it failed: make a new one")
-        executor = executor or self.executor(wave, prompts, plan)
-        executor.resolved = {} if keep_trace else None
+        resolved = executor.resolved = {} if control.keep_trace else None
         clock = Clock(self.lanes(executor), on_fail=self._abort)
-        collector = _Collector(wave, executor, clock, stop_ids, stop_texts, on_tokens, on_finish, should_stop)
-        tasks = stream(wave, collector.stops_until) if tasks is None else tasks
+        collector = _Collector(executor, clock, control)
+        tasks = stream(executor.wave, collector.stops_until) if tasks is None else tasks
         if self.device.type == "cuda":
             # Buffers and index tensors were made on the default stream; lanes read them from others.
             torch.cuda.current_stream(self.device).synchronize()
         try:
-            trace = clock.run(tasks, on_submit=collector.submitted, keep_trace=keep_trace)
-            trace = [_resolved(event, executor) for event in trace]
+            trace = clock.run(tasks, on_submit=collector.submitted, keep_trace=control.keep_trace)
             collector.collect_all()
         except BaseException:
             self.close()
             raise
-        return WaveResult(collector.tokens, collector.stops, trace)
+        return WaveResult(collector.tokens, collector.stops, [_resolved(event, resolved or {}) for event in trace])
 
 
 _SETTING_THREADS = threading.Lock()
 
 
 def _compute_with(num_threads: int) -> None:
-    """Let the calling thread compute with so many.
+    """Let the calling thread compute with so many threads.
 
-    The first parallel operation of a thread resets its number to the one that any thread has set last, unless it was
-    asked for before: another lane that starts at the same time would hand its own number on.
+    The first parallel operation of a thread resets its number to the one that any thread has set last, unless the
+    number was read before: without the lock, a lane that starts at the same time would pass its own number on.
     """
     with _SETTING_THREADS:
         torch.set_num_threads(num_threads)
         torch.get_num_threads()
 
 
-def _resolved(event: TraceEvent, executor: Executor) -> TraceEvent:
-    """The event with what its task really moved, where that was known only as it ran."""
-    work = executor.resolved.get(event.task.key)
+def _resolved(event: TraceEvent, resolved: dict[tuple, Work]) -> TraceEvent:
+    """Return the event with what its task really moved, where that was known only when it ran."""
+    work = resolved.get(event.task.key)
     return event if work is None else event._replace(task=event.task._replace(work=work))
 
 
 class _Collector:
-    """Gathers sampled tokens as their copies to the host complete, and says who has stopped."""
+    """Gathers sampled tokens as their copies to the host complete, and knows which requests have stopped."""
 
-    def __init__(
-        self,
-        wave: Wave,
-        executor: Executor,
-        clock: Clock,
-        stop_ids: Sequence[Collection[int]] | None,
-        stop_texts: StopTexts | None,
-        on_tokens: Callable[[int], None] | None,
-        on_finish: OnFinish | None,
-        should_stop: Callable[[], bool] | None,
-    ):
-        count = wave.workload.num_requests
-        self.executor, self.clock, self.on_tokens = executor, clock, on_tokens
-        self.on_finish, self.should_stop, self.max_tokens = on_finish, should_stop, wave.workload.max_tokens
-        self.stop_ids, self.stop_texts = stop_ids or [()] * count, stop_texts or {}
+    def __init__(self, executor: Executor, clock: Clock, control: RunControl):
+        workload = executor.wave.workload
+        count = workload.num_requests
+        self.executor, self.clock, self.control, self.max_tokens = executor, clock, control, workload.max_tokens
+        self.stop_ids = control.stop_ids or [()] * count
         self.tokens: list[list[int]] = [[] for _ in range(count)]
         self.stops: list[int | str | None] = [None] * count
         self._pending: list[tuple[Task, int]] = []  # store_out tasks not yet collected, in stream order
@@ -224,9 +213,10 @@ class _Collector:
             self._pending.append((task, ordinal))
 
     def stops_until(self, iteration: int) -> set[int]:
-        """Requests that stopped in iterations up to this one; waits until that is known. All, when the run is to."""
+        """Return the requests that stopped in iterations up to this one, once that is known; all when the run shall
+        stop."""
         self._collect(iteration)
-        if self.should_stop and self.should_stop():
+        if self.control.should_stop and self.control.should_stop():
             return set(range(len(self.tokens)))
         return self._stopped_requests
 
@@ -239,7 +229,7 @@ class _Collector:
             task, ordinal = self._pending.pop(0)
             self.clock.wait(task.resource, ordinal)
             step = task.payload.step
-            sampled = self.executor.sampled.on_host(step)
+            sampled = self.executor.tokens_of(step)
             for request, token in zip(step.requests.tolist(), sampled.tolist(), strict=True):
                 if request in self._stopped_requests:
                     continue  # the surplus token of a stop that was seen one iteration late
@@ -255,13 +245,14 @@ class _Collector:
                 if self.stops[request] is not None:
                     self._stopped_requests.add(request)
                 finished = self.stops[request] is not None or len(self.tokens[request]) == self.max_tokens[request]
-                if finished and self.on_finish:
-                    self.on_finish(request, self.tokens[request], self.stops[request])
-        if fresh and self.on_tokens:
-            self.on_tokens(fresh)
+                if finished and self.control.on_finish:
+                    self.control.on_finish(request, self.tokens[request], self.stops[request])
+        if fresh and self.control.on_tokens:
+            self.control.on_tokens(fresh)
 
     def _stop_with(self, request: int, token: int) -> int | str | None:
-        """What ends the request with this token of it: the token itself, a text that it completes, or nothing."""
+        """Return what ends the request with this token: the token itself, a text that it completes, or None."""
         if token in self.stop_ids[request]:
             return token
-        return self.stop_texts[request](token) if request in self.stop_texts else None
+        stop_texts = self.control.stop_texts
+        return stop_texts[request](token) if request in stop_texts else None

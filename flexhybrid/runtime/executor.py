@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
+
+from flexhybrid.core.schedule.steps import MiniBatchStep
 from flexhybrid.core.task import Task
 from flexhybrid.core.wave import Wave
 from flexhybrid.runtime.kernels.sampling import SamplingPlan
@@ -27,6 +30,10 @@ class Executor(WaveState[SelectionHooks]):
     def perform(self, task: Task) -> None:
         """Run one task; what a device computes asynchronously is enqueued."""
         self.verbs[task.verb](self, task)
+
+    def tokens_of(self, step: MiniBatchStep) -> np.ndarray:
+        """Return the sampled token ids [B] of a step whose store_out is complete, in the order of ``step.requests``."""
+        return self.sampled.on_host(step).numpy()
 
 
 def selection_of(wave: Wave, weights: Weights) -> SelectionHooks:

@@ -14,7 +14,7 @@ from flexhybrid.core.problem import problem_of
 from flexhybrid.core.trace import TraceEvent
 from flexhybrid.core.wave import Wave, admit
 from flexhybrid.core.workload import Workload
-from flexhybrid.runtime.engine import Engine, WaveResult
+from flexhybrid.runtime.engine import Engine, RunControl, WaveResult
 from flexhybrid.runtime.kernels.sampling import greedy_plan
 from flexhybrid.runtime.storage.weights import Weights
 
@@ -38,8 +38,7 @@ class Session:
     def __init__(self, engine: Engine, wave: Wave, prompts: list[list[int]] | None = None):
         self.engine, self.wave = engine, wave
         self.prompts = random_prompts(wave.workload, wave.shape.vocab) if prompts is None else prompts
-        self._sampling = greedy_plan(len(self.prompts))
-        self.executor = engine.executor(wave, self.prompts, self._sampling)
+        self.executor = engine.executor(wave, self.prompts, greedy_plan(len(self.prompts)))
         self._owns_engine = False
 
     @classmethod
@@ -70,24 +69,15 @@ class Session:
         stop_ids: Sequence[Collection[int]] | None = None,
         on_tokens: Callable[[int], None] | None = None,
     ) -> WaveResult:
-        """Run the wave from its prompts to its last tokens (options: ``Engine.run``)."""
-        return self.engine.run(
-            self.wave,
-            self.prompts,
-            self._sampling,
-            stop_ids=stop_ids,
-            keep_trace=keep_trace,
-            on_tokens=on_tokens,
-            executor=self.executor,
-        )
+        """Run the wave from its prompts to its last tokens (options: ``RunControl``)."""
+        control = RunControl(keep_trace=keep_trace, stop_ids=stop_ids, on_tokens=on_tokens)
+        return self.engine.run(self.executor, control)
 
     def decode(self, num_iterations: int | None = None) -> list[TraceEvent]:
         """Run the decode iterations (the first ``num_iterations`` of them; None: all) over the cache as it stands."""
         last = self.wave.workload.max_tokens.max() if num_iterations is None else num_iterations
         tasks = (task for task in stream(self.wave, first_iteration=1) if task.iteration <= last)
-        return self.engine.run(
-            self.wave, self.prompts, self._sampling, keep_trace=True, tasks=tasks, executor=self.executor
-        ).trace
+        return self.engine.run(self.executor, RunControl(keep_trace=True), tasks).trace
 
     def close(self) -> None:
         if self._owns_engine:

@@ -257,7 +257,7 @@ def test_a_wave_planned_for_other_weights_is_refused(tiny):
         Weights(checkpoint.shape, checkpoint, "float32", torch.device("cpu"), Policy()), policy, buffer_sizes(wave)
     )
     with pytest.raises(ValueError, match="places the weights otherwise"):
-        engine.run(wave, [[3, 4, 5, 6]], greedy_plan(1))
+        engine.executor(wave, [[3, 4, 5, 6]], greedy_plan(1))
 
 
 def test_auto_keeps_everything_resident_when_nothing_is_paced(tiny):

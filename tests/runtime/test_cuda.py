@@ -17,7 +17,7 @@ from flexhybrid.core.trace import check_trace
 from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.compare.exactness import Reference, compare_tokens
-from flexhybrid.runtime.engine import Engine
+from flexhybrid.runtime.engine import Engine, RunControl
 from flexhybrid.runtime.kernels.sampling import SamplingPlan, greedy_plan
 from flexhybrid.runtime.storage.loader import Checkpoint, RandomWeights
 from flexhybrid.runtime.storage.weights import DiskPlace, Weights
@@ -107,7 +107,7 @@ def test_traces_of_streams_are_clean(case, tmp_path, name):
     prompts = case[1]
     wave, engine = engine_of(case, ALL[name], tmp_path)
     for _ in range(3):
-        result = engine.run(wave, prompts, greedy_plan(len(prompts)), keep_trace=True)
+        result = engine.run(engine.executor(wave, prompts, greedy_plan(len(prompts))), RunControl(keep_trace=True))
         assert check_trace(result.trace, tolerance_s=5e-5) == []
 
 
@@ -128,7 +128,7 @@ def test_no_verb_makes_the_host_wait_for_the_device(case, tmp_path, name, plan_o
     wave, engine = engine_of(case, ALL[name], tmp_path)
     plan = plan_of(len(prompts))
     executor = engine.executor(wave, prompts, plan)
-    engine.run(wave, prompts, plan, executor=executor)  # libraries wait when they are loaded
+    engine.run(executor)  # libraries wait when they are loaded
     embed = executor.verbs["embed"]
 
     def strict(ex, task):
@@ -137,7 +137,7 @@ def test_no_verb_makes_the_host_wait_for_the_device(case, tmp_path, name, plan_o
 
     executor.verbs["embed"] = strict
     try:
-        engine.run(wave, prompts, plan, executor=executor)
+        engine.run(executor)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -195,7 +195,7 @@ def test_the_allocator_stays_within_the_plan(tmp_path, name, kind, batch, prompt
     weights = Weights(shape, RandomWeights(shape), "bfloat16", device, policy, place)
     engine = Engine(weights, policy, buffer_sizes(wave), disk=place)
     prompts = np.random.default_rng(0).integers(3, 4096, (batch, prompt)).tolist()
-    engine.run(wave, prompts, greedy_plan(batch))
+    engine.run(engine.executor(wave, prompts, greedy_plan(batch)))
     held = (weights.host_memory, engine.buffers.host_memory, engine.copies.host_memory)
     tensors = 3 * shape.num_layers + 40  # each pinned to whole pages
     peak, planned = torch.cuda.max_memory_allocated() - before, total_bytes(plan)

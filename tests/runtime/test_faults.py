@@ -294,7 +294,7 @@ def test_an_engine_whose_run_failed_says_so(llm, monkeypatch):
         llm.generate(PROMPTS, PARAMS)
     monkeypatch.undo()
     with pytest.raises(ValueError, match="this engine is closed, or a run of it failed"):
-        engine.run(None, [], None)
+        engine.run(None)
 
 
 # ---- signals: a process of its own -----------------------------------------------------------------------------------

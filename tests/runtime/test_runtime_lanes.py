@@ -19,7 +19,7 @@ from flexhybrid.core.trace import check_trace
 from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
 from flexhybrid.runtime.clock import Clock, Lane, StreamLane
-from flexhybrid.runtime.engine import Engine
+from flexhybrid.runtime.engine import Engine, RunControl
 from flexhybrid.runtime.kernels.sampling import greedy_plan
 from flexhybrid.runtime.storage.loader import Checkpoint
 from flexhybrid.runtime.storage.weights import Weights
@@ -82,7 +82,7 @@ def run(checkpoint, policy, make_engine, keep_trace=True, **options):
     engine = make_engine(weights, policy, buffer_sizes(wave))
     plan = greedy_plan(len(PROMPTS))
     try:
-        return engine.run(wave, PROMPTS, plan, keep_trace=keep_trace), engine
+        return engine.run(engine.executor(wave, PROMPTS, plan), RunControl(keep_trace=keep_trace)), engine
     finally:
         engine.close()
         weights.close()
@@ -262,11 +262,9 @@ def test_decode_can_be_repeated_from_a_filled_cache(checkpoint):
     engine = Engine(weights, policy, buffer_sizes(wave), num_threads=1)
     plan = greedy_plan(len(PROMPTS))
     executor = engine.executor(wave, PROMPTS, plan)
-    engine.run(wave, PROMPTS, plan, executor=executor)
+    engine.run(executor)
     for _ in range(2):
-        again = engine.run(
-            wave, PROMPTS, plan, executor=executor, tasks=stream(wave, first_iteration=1), keep_trace=True
-        )
+        again = engine.run(executor, RunControl(keep_trace=True), stream(wave, first_iteration=1))
         assert again.tokens == [answer[1:] for answer in expected]
         assert check_trace(again.trace) == []
 
@@ -288,5 +286,5 @@ def test_each_lane_computes_with_its_own_number_of_threads(checkpoint):
             seen[task.resource].add(torch.get_num_threads())
 
     executor.perform = watched
-    engine.run(wave, PROMPTS, plan, executor=executor)
+    engine.run(executor)
     assert seen == {"compute": {3}, "host_compute": {1}}

@@ -1,0 +1,55 @@
+"""Settings of the whole process that a run needs, held for as long as any engine uses them."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Generic, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class HeldSetting(Generic[T]):
+    """Sets a value while it has users. The last user to end, on whichever thread, restores the value before the first.
+
+    All users want the same value, so that two engines of one process cannot disturb each other.
+    """
+
+    def __init__(self, read: Callable[[], T], write: Callable[[T], object], value: T):
+        self._read, self._write, self._value = read, write, value
+        self._users, self._before = 0, value
+        self._lock = threading.RLock()  # reentrant: collecting a forgotten user, which ends it, may happen inside
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                self._before = self._read()
+                self._write(self._value)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if not self._users:
+                    self._write(self._before)
+
+
+def _set_tf32(allowed: bool) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+
+
+#: Seconds between two forced switches of Python threads while lanes run: the default of 5 ms would let a busy planner
+#: hold back a copy that is due.
+SHORT_SWITCH_INTERVAL = HeldSetting(sys.getswitchinterval, sys.setswitchinterval, 5e-4)
+
+#: cuDNN's attention builds a graph for every new context length, on the host, in the middle of a decode.
+NO_CUDNN_ATTENTION = HeldSetting(torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp, False)
+
+#: Exact tokens in float32: the environment of an image may have asked for products with ten bits.
+NO_TF32 = HeldSetting(lambda: torch.backends.cuda.matmul.allow_tf32, _set_tf32, False)
