@@ -23,7 +23,7 @@ from policy_search.rounding import (
     final_blocks,
     with_cache_fixed,
 )  # fmt: skip
-from sim.candidate_steps import num_mini_batches, padded_width
+from sim.candidates import num_mini_batches, padded_width
 
 NEAR = 0.03  #: programs are solved where the bound is within this share of the incumbent
 GAIN = 1e-3  #: a policy that could be better by no more than this share is not walked

@@ -25,9 +25,8 @@ from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Bits, Placement, Policy
 from flexhybrid.core.task import RESOURCES
-from sim.array_clock import Candidates
-from sim.candidate_steps import num_mini_batches
-from sim.sums import Sums, peak_bytes, resource_sums
+from sim.candidates import Candidates, num_mini_batches, peak_bytes
+from sim.verb_seconds import ResourceSums, resource_sums
 
 NATIVE = "native"
 PHASES = ("prefill", "decode")
@@ -256,7 +255,7 @@ class Grid:
         device, _, disk = np.repeat(np.array(placements).T, len(self.batch), axis=1)
         pairs = np.tile(self.batch, count), q.prompt_tokens, q.max_tokens, np.tile(self.bound, count)
         candidates = Candidates(policy, *pairs, weights_device=device, weights_disk=disk)
-        sums: Sums = resource_sums(q.shape, q.hardware, q.bytes_per_element, candidates)
+        sums: ResourceSums = resource_sums(q.shape, q.hardware, q.bytes_per_element, candidates)
         columns = [*sums.prefill_s.values(), *sums.decode_s.values(), *(sums.peak_bytes[tier] for tier in TIERS)]
         return np.stack(columns, axis=-1).reshape(count, len(self.batch), len(ROWS))
 

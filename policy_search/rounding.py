@@ -18,8 +18,8 @@ from flexhybrid.core.model.layout import layer_layout
 from flexhybrid.core.policy import Placement, Policy
 from policy_search.grid import NATIVE, Grid, Option, Programs, Question
 from policy_search.lower_bound import solve_side_by_side
-from sim.array_clock import Candidates, Prediction, predict
-from sim.sums import peak_bytes
+from sim.array_clock import Prediction, predict
+from sim.candidates import Candidates, peak_bytes
 
 WEIGHT_STEPS = 10_000  #: weight shares are multiples of one of so many
 MOST_DEALS = 96  #: ways of dealing blocks that are tried around the best mix

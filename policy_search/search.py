@@ -43,7 +43,8 @@ from policy_search.grid import (
 )
 from policy_search.selection import UnderSelection, best_under_selection, value_of
 from policy_search.shortage import shortage, tightest
-from sim.array_clock import Candidates, Prediction, mean_lengths, predict
+from sim.array_clock import Prediction, predict
+from sim.candidates import Candidates, mean_lengths
 from sim.virtual_clock import RunSummary, run, summarize
 
 __all__ = ["FULL", "LOSSLESS", "OBJECTIVES", "PLAIN", "SearchResult", "Space", "search"]

@@ -15,7 +15,8 @@ from flexhybrid.core.context.cache_entries import TIERS
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.policy import Placement, Policy, Selection
 from policy_search.grid import Question, pairs_of
-from sim.array_clock import Candidates, Prediction, predict
+from sim.array_clock import Prediction, predict
+from sim.candidates import Candidates
 
 ACT_SHARES = np.arange(5) / 4
 WEIGHT_SHARES = np.arange(13) / 12

@@ -15,7 +15,7 @@ from policy_search.grid import NATIVE, Grid, Question, batch_grid, pairs_of
 from policy_search.lower_bound import CHUNK, OPTIMAL, solve_side_by_side
 from policy_search.lp import least_memory
 from policy_search.rounding import WEIGHT_STEPS, candidates_of, drafts_of, place_weights
-from sim.sums import peak_bytes
+from sim.candidates import peak_bytes
 
 MOST_TRIED = 12  #: choices whose programs are rounded to policies, of those that lack least
 MIB = 2**20

@@ -22,7 +22,8 @@ from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.task import RESOURCES
 from flexhybrid.core.workload import Workload
 from sim import presets
-from sim.array_clock import Candidates, predict
+from sim.array_clock import predict
+from sim.candidates import Candidates
 from sim.implementation import Implementation, on
 from sim.simulate import Outcome, budgets_of, simulate
 

@@ -21,7 +21,9 @@ from flexhybrid.core.problem import problem_of
 from flexhybrid.core.wave import admit
 from flexhybrid.core.waves import wave_plan
 from flexhybrid.core.workload import Workload
-from sim.array_clock import TRAFFIC_OF, Candidates, predict
+from sim.array_clock import predict
+from sim.candidates import Candidates
+from sim.verb_seconds import TRAFFIC_OF
 from sim.virtual_clock import run, summarize
 
 CLOCKS = ("closed", "virtual")

@@ -1,8 +1,8 @@
 """A run's stream in small: the very tasks and dependencies of the plan maker, for a handful of layers and mini-batches.
 
 Layers are alike, mini-batches but the last are alike, iterations change slowly. So the order of tasks and what waits
-for what can be read off the stream of a tiny run. ``sim.walk`` takes it task by task with the durations of the real
-run, many policies at a time, and skips over what repeats.
+for what can be read off the stream of a tiny run. ``sim.array_clock`` takes it task by task with the durations of the
+real run, many policies at a time, and skips over what repeats.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flexhybrid.core.policy import Bits, Placement, Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.dependencies import Dependencies
 from flexhybrid.core.task import RESOURCES, Access, Task
-from flexhybrid.core.wave import admit
+from flexhybrid.core.wave import Wave, admit
 from flexhybrid.core.workload import Workload
 
 #: Positions walked before and after a skip. What a slow resource holds up shows after two positions at the next one
@@ -42,155 +42,170 @@ OPTIONAL = frozenset((
 ))  # fmt: skip
 
 
-class Entry(NamedTuple):
+class TaskKey(NamedTuple):
+    """All that the price of a tiny run's task depends on, besides its iteration."""
+
+    verb: str
+    first_load: bool  #: it belongs to the stream's first load of weights
+    all_tokens: bool  #: in a layer that attends to all tokens although others select
+    mini_batch: int
+
+
+class TinyTask(NamedTuple):
     """A task of the tiny run."""
 
-    resource: int
+    resource: int  #: index into RESOURCES
     iteration: int
-    #: verb; whether the stream's first load of weights, and in a layer that looks at all tokens; mini-batch
-    what: tuple[str, bool, bool, int]
-    waits: tuple[int, ...]  #: indices of the entries on other resources that it waits for
+    key: TaskKey
+    waits: tuple[int, ...]  #: indices of the tasks on other resources that it waits for
 
 
 @dataclass(frozen=True)
-class Rounds:
-    """One of the two nested loops of an iteration: rounds of the tiny run, and how many are walked before a skip."""
+class Loop:
+    """One of the two nested loops of an iteration."""
 
-    number: int
-    before: int | None  #: None: the real run has no more of them than the tiny one
+    num_rounds: int  #: of the tiny run
+    before_skip: int | None  #: rounds walked before the skip; None: the real run has no more rounds than the tiny one
 
 
 @dataclass(frozen=True)
-class Topology:
-    """The entries in stream order, and how positions are nested: outer (column: layers) over inner (mini-batches)."""
+class TinyRun:
+    """The tasks in stream order, and how positions are nested: outer (column: layers) over inner (mini-batches)."""
 
-    entries: tuple[Entry, ...]
-    inner: Rounds
-    outer: Rounds
-    ends: tuple[int, ...]  #: one past the last entry of each position
-    #: of a position after which rounds are skipped: (entry, its other name). Who comes later in the same loop waits for
-    #: it under that name, a number beyond the entries: there it stands for what the skipped rounds did in its place
+    tasks: tuple[TinyTask, ...]
+    inner: Loop
+    outer: Loop
+    ends: tuple[int, ...]  #: one past the last task of each position
+    #: position after which rounds are skipped -> (task, alias) pairs. Later tasks of the same loop wait for the alias,
+    #: a number beyond the tasks: it stands for what the skipped rounds did in the place of the task
     moved_after: dict[int, tuple[tuple[int, int], ...]]
     num_moved: int
-    unused_after: tuple[tuple[int, ...], ...]  #: of each position, entries that nobody waits for from there on
-    barriers: bool  #: everything meets after each position
+    unused_after: tuple[tuple[int, ...], ...]  #: position -> tasks and aliases that no task waits for from there on
+    barriers: bool  #: all resources meet after each position
 
 
-def kinds_key(policy: Policy, cache_kinds: tuple[str, ...]) -> Policy:
-    """The policy with its numbers taken out: two policies with one key have one topology."""
+def structure_of(policy: Policy, entries: tuple[str, ...]) -> Policy:
+    """Take the numbers out of a policy: policies with equal results have one tiny run."""
     selection = policy.selection
     if selection.method == "speculative":
-        selection = replace(selection, alpha=4.0, partial_ratio=0.5, pool=1.0, max_fraction=0.5, victim="fifo",
-                            expected_fraction=None)  # fmt: skip
+        selection = replace(
+            selection, alpha=4.0, partial_ratio=0.5, pool=1.0, max_fraction=0.5, victim="fifo", expected_fraction=None
+        )
     elif selection.method == "heavy_hitter":
         selection = replace(selection, budget=0.5)
-    bits = (getattr(policy.bits, kind) for kind in ("weights", "kv", "act"))
+    widths = (policy.bits.weights, policy.bits.kv, policy.bits.act)
     return replace(
-        policy, name="", weights=Placement(host=1.0), cache={kind: 1.0 / len(cache_kinds) for kind in cache_kinds},
-        bits=Bits(*(one if one == "native" else 8 for one in bits)), max_mini_batch_tokens=1, max_batch=None,
-        packing="fifo", selection=selection, split="paper", static_cache=False,
-    )  # fmt: skip
+        policy,
+        name="",
+        weights=Placement(host=1.0),
+        cache={entry: 1.0 / len(entries) for entry in entries},
+        bits=Bits(*("native" if bits == "native" else 8 for bits in widths)),
+        max_mini_batch_tokens=1,
+        max_batch=None,
+        packing="fifo",
+        selection=selection,
+        split="paper",
+        static_cache=False,
+    )
 
 
-def walked_rounds(num_inner: int, num_outer: int) -> tuple[Rounds, Rounds]:
-    """How many of an iteration's inner and outer rounds the tiny run has."""
+def loops_of(schedule: str, num_layers: int, num_mini_batches: int) -> tuple[Loop, Loop]:
+    """The inner and the outer loop of an iteration of the tiny run."""
 
-    def rounds(wanted: int, positions: int) -> Rounds:
+    def loop(num_rounds: int, positions: int) -> Loop:
         before = max(LEAST_BEFORE, -(-BEFORE // positions))
         after = max(LEAST_AFTER, -(-AFTER // positions))
-        return Rounds(before + after, before) if wanted > before + after else Rounds(wanted, None)
+        return Loop(before + after, before) if num_rounds > before + after else Loop(num_rounds, None)
 
-    inner = rounds(num_inner, 1)
-    return inner, rounds(num_outer, inner.number)
+    num_inner, num_outer = (num_mini_batches, num_layers) if schedule == "column" else (num_layers, num_mini_batches)
+    inner = loop(num_inner, 1)
+    return inner, loop(num_outer, inner.num_rounds)
 
 
 def most_mini_batches(schedule: str, num_layers: int) -> int:
     """How many mini-batches the tiny run has at most."""
-    endless = 1 << 30
-    inner, outer = walked_rounds(*((endless, num_layers) if schedule == "column" else (num_layers, endless)))
-    return (inner if schedule == "column" else outer).number
-
-
-def topology(
-    key: Policy, num_layers: int, num_mini_batches: int, num_decode: int, resident: int, on_disk: int
-) -> Topology:
-    """The tiny run of policies with this ``kinds_key``, of ``num_decode`` decode iterations.
-
-    ``resident``: one of RESIDENT_CLASSES. ``on_disk``: of the streamed weights, 0 none, 1 some, 2 all lie on the disk.
-    """
-    column = key.schedule == "column"
-    inner, outer = walked_rounds(*((num_mini_batches, num_layers) if column else (num_layers, num_mini_batches)))
-    return _topology(key.to_json(), inner, outer, num_decode, resident, on_disk)
+    inner, outer = loops_of(schedule, num_layers, num_mini_batches=1 << 30)
+    return (inner if schedule == "column" else outer).num_rounds
 
 
 @lru_cache(maxsize=128)
-def _topology(key: str, inner: Rounds, outer: Rounds, num_decode: int, resident: int, on_disk: int) -> Topology:
-    policy = Policy.from_json(key)
+def tiny_run(structure: str, inner: Loop, outer: Loop, num_decode: int, resident: int, on_disk: int) -> TinyRun:
+    """The tiny run of the policies with this ``structure_of`` (as JSON), of ``num_decode`` decode iterations.
+
+    ``resident``: one of RESIDENT_CLASSES. ``on_disk``: of the streamed weights, 0 none, 1 some, 2 all lie on the disk.
+    """
+    policy = Policy.from_json(structure)
     layers, mini_batches = (outer, inner) if policy.schedule == "column" else (inner, outer)
-    positions = inner.number * outer.number
-    like = 2 if positions >= 4 else 5  # this iteration and the next stand for more; two, because slots go by turns
-    # Those two are laid out even where they are left out again: one tiny run then serves every number of iterations.
-    base = num_decode if num_decode < like else like + 2 + (num_decode - like) % 2
-    entries, ends = _tiny_run(key, layers.number, mini_batches.number, base, resident, on_disk)
-    if num_decode != base:
-        entries, ends = _repeated(entries, ends, like * positions, (like + 2) * positions, (num_decode - base) // 2)
-    entries, moved_after, num_moved = _with_moved(entries, ends, inner, outer)
-    unused = _unused(entries, ends)
-    return Topology(entries, inner, outer, ends, moved_after, num_moved, unused, policy.overlap == "step")
+    positions = inner.num_rounds * outer.num_rounds
+    first = 2 if positions >= 4 else 5  # this iteration and the next are repeated; two, because slots go by turns
+    # Those two are laid out even where they are left out again: one layout then serves every number of iterations.
+    laid_out = num_decode if num_decode < first else first + 2 + (num_decode - first) % 2
+    tasks, ends = lay_out(structure, layers.num_rounds, mini_batches.num_rounds, laid_out, resident, on_disk)
+    if num_decode != laid_out:
+        bounds = first * positions, (first + 2) * positions
+        tasks, ends = _repeated(tasks, ends, bounds, (num_decode - laid_out) // 2)
+    tasks, moved_after, num_moved = with_aliases(tasks, ends, inner, outer)
+    barriers = policy.overlap == "step"
+    return TinyRun(tasks, inner, outer, ends, moved_after, num_moved, _unused(tasks, ends), barriers)
 
 
-def _with_moved(entries: tuple[Entry, ...], ends: tuple[int, ...], inner: Rounds, outer: Rounds):
-    """The entries with waits across skipped rounds renamed, and who is renamed after which position to what."""
+def with_aliases(tasks: tuple[TinyTask, ...], ends: tuple[int, ...], inner: Loop, outer: Loop):
+    """The tasks, waiting across skipped rounds for aliases; the (task, alias) pairs of each position; their number."""
     at = np.repeat(np.arange(len(ends)), np.diff((0, *ends))).tolist()
-    loops = [(rounds.before, stride, rounds.number * stride)
-             for rounds, stride in ((inner, 1), (outer, inner.number)) if rounds.before]  # fmt: skip
+    loops = [
+        (loop.before_skip, stride, loop.num_rounds * stride)
+        for loop, stride in ((inner, 1), (outer, inner.num_rounds))
+        if loop.before_skip
+    ]
     moved: dict[int, dict[int, int]] = {}
-    names = len(entries)
+    num_names = len(tasks)
 
-    def renamed(awaited: int, position: int) -> int:
+    def name_of(awaited: int, position: int) -> int:
         """Buffers have two slots: only what happened in the last two rounds before a skip is repeated by it."""
-        nonlocal names
+        nonlocal num_names
         for before, stride, length in loops:
             skip = position // length * length + before * stride
             if skip - 2 * stride <= at[awaited] < skip <= position:
-                of_skip = moved.setdefault(skip - 1, {})
-                if awaited not in of_skip:
-                    of_skip[awaited], names = names, names + 1
-                return of_skip[awaited]
+                aliases = moved.setdefault(skip - 1, {})
+                if awaited not in aliases:
+                    aliases[awaited], num_names = num_names, num_names + 1
+                return aliases[awaited]
         return awaited
 
-    out = tuple(
-        entry._replace(waits=tuple(renamed(n, at[number]) for n in entry.waits)) if entry.waits else entry
-        for number, entry in enumerate(entries)
+    renamed = tuple(
+        task._replace(waits=tuple(name_of(awaited, at[index]) for awaited in task.waits)) if task.waits else task
+        for index, task in enumerate(tasks)
     )
-    return out, {skip: tuple(of.items()) for skip, of in moved.items()}, names - len(entries)
+    return renamed, {position: tuple(aliases.items()) for position, aliases in moved.items()}, num_names - len(tasks)
 
 
-def _unused(entries: tuple[Entry, ...], ends: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Of each position, the entries (or their other names) that nobody waits for from there on."""
+def _unused(tasks: tuple[TinyTask, ...], ends: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Position -> tasks (or their aliases) that no task waits for from there on."""
     last_use: dict[int, int] = {}
-    for number, entry in enumerate(entries):
-        last_use[number] = number
-        last_use.update(dict.fromkeys(entry.waits, number))
+    for index, task in enumerate(tasks):
+        last_use[index] = index
+        last_use.update(dict.fromkeys(task.waits, index))
     at = np.repeat(np.arange(len(ends)), np.diff((0, *ends)))
     unused: list[list[int]] = [[] for _ in ends]
-    for name, number in last_use.items():
-        unused[at[number]].append(name)
+    for name, index in last_use.items():
+        unused[at[index]].append(name)
     return tuple(map(tuple, unused))
 
 
-def _repeated(entries: tuple[Entry, ...], ends: tuple[int, ...], first: int, last: int, times: int):
-    """The entries with those of positions [first, last), two iterations, there ``times`` times more; -1 leaves them
-    out."""
+def _repeated(tasks: tuple[TinyTask, ...], ends: tuple[int, ...], bounds: tuple[int, int], times: int):
+    """The tasks with those of the positions [first, last), two iterations, ``times`` times more in their place; -1
+    leaves them out."""
+    first, last = bounds
     start, end = ends[first - 1], ends[last - 1]
-    out, out_ends = list(entries[:start]), list(ends[:first])
+    out, out_ends = list(tasks[:start]), list(ends[:first])
 
     def append(begin: int, stop: int, copies: int) -> None:
-        """Entries and ends of the positions [begin, stop), later by so many copies."""
+        """Add the tasks and ends of the positions [begin, stop), later by this many copies."""
         shift = copies * (end - start)
-        for e in entries[ends[begin - 1] : ends[stop - 1]]:
-            out.append(Entry(e.resource, e.iteration + 2 * copies, e.what, tuple([w + shift for w in e.waits])))
-        out_ends.extend([one + shift for one in ends[begin:stop]])
+        for task in tasks[ends[begin - 1] : ends[stop - 1]]:
+            waits = tuple([awaited + shift for awaited in task.waits])
+            out.append(TinyTask(task.resource, task.iteration + 2 * copies, task.key, waits))
+        out_ends.extend([index + shift for index in ends[begin:stop]])
 
     for copies in range(times + 1):
         append(first, last, copies)
@@ -199,114 +214,157 @@ def _repeated(entries: tuple[Entry, ...], ends: tuple[int, ...], first: int, las
 
 
 @lru_cache(maxsize=128)
-def _tiny_run(key: str, num_layers: int, num_mini_batches: int, num_decode: int, resident: int, on_disk: int):
-    """(entries, one past the last of each position) of a run laid out in full."""
-    shape = ModelShape("tiny", "opt", num_layers, 256, 4, 4, 64, 1024, 512, 1 << 20)
-    policy = Policy.from_json(key)
+def lay_out(structure: str, num_layers: int, num_mini_batches: int, num_decode: int, resident: int, on_disk: int):
+    """(tasks, one past the last task of each position) of a run laid out in full."""
+    wave = _wave(structure, num_layers, num_mini_batches, num_decode, resident, on_disk)
+    policy = wave.policy
+    waits_of, tasks, ends, loaded = _Waits(), [], [], False
+    one_by_one = policy.overlap is False  # as if there were one resource
+    for position, task in numbered_stream(wave):
+        while len(ends) < position - 1:
+            ends.append(len(tasks))
+        first_load = not loaded and task.verb in ("load_weights", "read_weights")
+        loaded = loaded or task.verb == "load_weights"
+        key = TaskKey(task.verb, first_load, task.layer < first_choosing(policy.selection), task.mini_batch)
+        resource, waits = (0, ()) if one_by_one else (RESOURCES.index(task.resource), waits_of.add(task))
+        tasks.append(TinyTask(resource, task.iteration, key, waits))
+    last = (num_decode + 1) * num_layers * num_mini_batches - 1  # what comes after it belongs to it
+    return tuple(tasks), (*ends[:last], *[len(tasks)] * (last + 1 - min(len(ends), last)))
+
+
+def _wave(structure: str, num_layers: int, num_mini_batches: int, num_decode: int, resident: int, on_disk: int) -> Wave:
+    """A wave with the structure of the policies, of a small model on a machine whose lines do not matter."""
+    shape = ModelShape(
+        name="tiny",
+        family="opt",
+        num_layers=num_layers,
+        hidden=256,
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=64,
+        ffn=1024,
+        vocab=512,
+        max_positions=1 << 20,
+    )
+    policy = Policy.from_json(structure)
     layout = layer_layout(shape, policy.bits.element_bytes(2).weights, 2)
     total = layout.total_bytes
-    kept = (0.0, (layout.kv_end + layout.qkv_end) / 2 / total, (layout.qkv_end + total) / 2 / total, 1.0)[resident]
-    rest = 1.0 - kept
-    disk = (0.0, rest / 2, rest)[on_disk]
-    policy = replace(policy, weights=Placement(device=kept, host=rest - disk, disk=disk))
-    # Requests that end at different blocks: whenever a token is new, some request's goes to each kind.
+    device = (0.0, (layout.kv_end + layout.qkv_end) / 2 / total, (layout.qkv_end + total) / 2 / total, 1.0)[resident]
+    streamed = 1.0 - device
+    disk = (0.0, streamed / 2, streamed)[on_disk]
+    # Requests that end at different blocks: whenever a token is new, some request's goes to each entry.
     together = 4 * len(policy.cache)
     prompts = 16 * (2 * together + np.arange(together))
-    wide = together * (int(prompts.max()) + 16 * (len(policy.cache) + 2))
-    policy = replace(policy, max_mini_batch_tokens=wide)
+    widest = together * (int(prompts.max()) + 16 * (len(policy.cache) + 2))
+    weights = Placement(device=device, host=streamed - disk, disk=disk)
+    policy = replace(policy, weights=weights, max_mini_batch_tokens=widest)
     workload = Workload(np.tile(prompts, num_mini_batches), np.full(together * num_mini_batches, num_decode + 1))
     lines = {"compute": Line(s_per_flop=1.0), "h2d": Line(s_per_byte=1.0), "disk_read": Line(s_per_byte=1.0)}
     problem = Problem(shape=shape, dtype="float16", hardware=Hardware("tiny", "cpu", lines))
     wave = admit(problem, policy, workload)
     groups = np.split(np.arange(workload.num_requests), num_mini_batches)
     half = SplitLines("paper", 1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0)
-    split = {kind: half for kind in policy.cache if representation_of(kind) == "both"}
-    wave = replace(wave, mini_batches=tuple(groups), split=split)
+    split = {entry: half for entry in policy.cache if representation_of(entry) == "both"}
+    return replace(wave, mini_batches=tuple(groups), split=split)
 
-    waits_of, entries, ends, loaded = _Waits(), [], [], False
-    one_by_one = policy.overlap is False  # one task at a time: as if there were one resource
-    for number, task in numbered_stream(wave):
-        while len(ends) < number - 1:
-            ends.append(len(entries))
-        whole = not loaded and task.verb in ("load_weights", "read_weights")
-        loaded = loaded or task.verb == "load_weights"
-        what = task.verb, whole, task.layer < first_choosing(policy.selection), task.mini_batch
-        if one_by_one:
-            entries.append(Entry(0, task.iteration, what, ()))
-        else:
-            entries.append(Entry(RESOURCES.index(task.resource), task.iteration, what, waits_of.add(task)))
-    last = (num_decode + 1) * num_layers * num_mini_batches - 1  # what comes after it belongs to it
-    return tuple(entries), (*ends[:last], *[len(entries)] * (last + 1 - min(len(ends), last)))
+
+class _Queued(NamedTuple):
+    """A task in the queue of its resource."""
+
+    index: int  #: in stream order
+    resource: str
+    optional_verb: str | None  #: None: every run has the task
+
+    def covers(self, earlier: _Queued) -> bool:
+        """Whether an earlier task is over once this one is, in every run that has the earlier one.
+
+        A resource works first in, first out. A run has all or none of an optional verb's tasks.
+        """
+        if self.resource != earlier.resource:
+            return False
+        return self.optional_verb is None or self.optional_verb == earlier.optional_verb
+
+
+class _Users(NamedTuple):
+    """The tasks that used a piece of memory last; several where runs may be without the later ones."""
+
+    writers: list[_Queued]  #: latest, in stream order
+    readers: list[_Queued]  #: since the last writer that every run has, in stream order
 
 
 class _Waits:
-    """What each task waits for, as numbers of earlier tasks: those that ``Dependencies`` says, and those that would
-    count in their place were they absent; without what an earlier task of the same resource has waited for."""
+    """What each task of the tiny run waits for: indices of earlier tasks on other resources.
+
+    ``Dependencies`` names the latest task of each resource, but a real run may be without it (OPTIONAL): a task then
+    also waits for those that count in its place. Two tasks on the link write a buffer that a third reads:
+
+        h2d       | 0 load_hidden | 1 load_kv |
+        compute                               | 2 attend |      waits for (0, 1): a run without load_kv waits for 0
+
+    If every run had task 1, task 2 would wait for (1,): task 1 covers task 0, because the link takes them in turn.
+    Then, where task 2 is in every run, later tasks on compute wait for neither of them again.
+    """
 
     def __init__(self):
         self.dependencies = Dependencies()
-        self.on_resource: dict[str, list[int]] = {resource: [] for resource in RESOURCES}
-        self.resources: list[str] = []  # of each task
-        self.stands_for: list[str | tuple[str, str]] = []  # all before it on its resource; if OPTIONAL, of its verb
-        #: of an access: its latest writers, and who has read it since, both in ascending order
-        self.touched: dict[Access, tuple[list[int], list[int]]] = {}
-        self.waited: dict[str, set[int]] = {resource: set() for resource in RESOURCES}
-        self.surely: dict[tuple[str, str], int] = {}  # (who waits, for whom) -> latest task that is always there
+        self.num_tasks = 0
+        self.queues: dict[str, list[_Queued]] = {resource: [] for resource in RESOURCES}
+        self.users: dict[Access, _Users] = {}
+        self.awaited: dict[str, set[int]] = {resource: set() for resource in RESOURCES}  # by tasks every run has
+        self.covered: dict[tuple[str, str], int] = {}  # (waiting, awaited resource) -> latest awaited of every run
 
     def add(self, task: Task) -> tuple[int, ...]:
-        resource, number, sure = task.resource, len(self.resources), task.verb not in OPTIONAL
-        found = {self.on_resource[other][ordinal] for other, ordinal in self.dependencies.add(task)}
-        self.resources.append(resource)
-        self.stands_for.append(resource if sure else (resource, task.verb))
-        self.on_resource[resource].append(number)
-        touched = self.touched
+        """Queue a task; what it waits for."""
+        resource, verb = task.resource, task.verb
+        queued = _Queued(self.num_tasks, resource, verb if verb in OPTIONAL else None)
+        awaited = {self.queues[other][ordinal] for other, ordinal in self.dependencies.add(task)}
+        self.queues[resource].append(queued)
+        self.num_tasks += 1
         for access in task.reads:
-            writers, readers = touched.get(access) or touched.setdefault(access, ([], []))
-            found.update(writers)
-            self._note(readers, number)
+            users = self._users(access)
+            awaited.update(users.writers)
+            _append(users.readers, queued)
         for access in task.writes:
-            writers, readers = touched.get(access) or touched.setdefault(access, ([], []))
-            found.update(writers, readers)
-            if sure:
-                writers[:] = (number,)
-                readers.clear()
-            else:
-                self._note(writers, number)
-        resources = self.resources
-        others = [other for other in found if resources[other] != resource]
-        if not others:
-            return ()
-        return tuple(sorted(other for other in self._latest(others) if self._counts(other, resource, sure)))
+            users = self._users(access)
+            awaited.update(users.writers, users.readers)
+            if queued.optional_verb is None:
+                users.writers.clear()
+                users.readers.clear()
+            _append(users.writers, queued)
+        others = [earlier for earlier in awaited if earlier.resource != resource]
+        return tuple(sorted(earlier.index for earlier in _uncovered(others) if self._is_new(earlier, queued)))
 
-    def _counts(self, number: int, waiter: str, sure: bool) -> bool:
-        """Whether a task on the resource ``waiter`` must wait for the one of this number; notes it if so. ``sure``:
-        the one that waits is always there."""
-        pair = waiter, self.resources[number]
-        if number in self.waited[waiter] or number < self.surely.get(pair, 0):
+    def _users(self, access: Access) -> _Users:
+        users = self.users.get(access)
+        if users is None:
+            users = self.users[access] = _Users([], [])
+        return users
+
+    def _is_new(self, earlier: _Queued, waiting: _Queued) -> bool:
+        """Whether ``waiting`` has to wait for ``earlier`` although tasks before it in its queue may have; notes it."""
+        queues = waiting.resource, earlier.resource
+        if earlier.index in self.awaited[waiting.resource] or earlier.index < self.covered.get(queues, 0):
             return False
-        if sure:
-            self.waited[waiter].add(number)
-            if self.stands_for[number] == self.resources[number]:
-                self.surely[pair] = number
+        if waiting.optional_verb is None:
+            self.awaited[waiting.resource].add(earlier.index)
+            if earlier.optional_verb is None:
+                self.covered[queues] = earlier.index
         return True
 
-    def _note(self, numbers: list[int], number: int) -> None:
-        """Add the latest task of all; those that it stands for are forgotten."""
-        if numbers:
-            name, which = self.stands_for[number], self.stands_for
-            if name == self.resources[number]:
-                which = self.resources
-            numbers[:] = [other for other in numbers if which[other] != name]
-        numbers.append(number)
 
-    def _latest(self, numbers: list[int]) -> list[int]:
-        """Of each resource, the last task that is always there, and of those after it the last of each verb."""
-        if len(numbers) < 2:
-            return numbers
-        kept, done = [], set()
-        for number in sorted(numbers, reverse=True):
-            name = self.stands_for[number]
-            if name not in done and self.resources[number] not in done:
-                kept.append(number)
-                done.add(name)
-        return kept
+def _append(queued: list[_Queued], latest: _Queued) -> None:
+    """Add the latest task and drop those that it covers."""
+    if queued:
+        queued[:] = [earlier for earlier in queued if not latest.covers(earlier)]
+    queued.append(latest)
+
+
+def _uncovered(queued: list[_Queued]) -> list[_Queued]:
+    """The tasks that no later one of them covers, latest first."""
+    if len(queued) < 2:
+        return queued
+    kept: list[_Queued] = []
+    for task in sorted(queued, key=lambda task: task.index, reverse=True):
+        if not any(later.covers(task) for later in kept):
+            kept.append(task)
+    return kept

@@ -1,10 +1,13 @@
-"""Seconds and bytes of every verb in the prefill and in the pieces of the decode, in arrays of candidates.
+"""Seconds and bytes of every verb in the prefill and in the stretches of the decode, in arrays of candidates.
 
-Work comes from ``core.steps.step_work``, seconds from ``sim.cost.price``: nothing is counted here a second time.
+Work comes from ``core.schedule.steps.step_work``, seconds from ``sim.cost.price``. Their sums over a phase need no
+walk: no phase is faster than the seconds of its busiest resource.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
@@ -13,13 +16,14 @@ from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.context.cache_entries import TIERS
 from flexhybrid.core.context.selection import num_choosing
 from flexhybrid.core.hardware import Hardware
+from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.plan import PAGE_BYTES
 from flexhybrid.core.schedule.steps import StepCounts, step_work
 from flexhybrid.core.task import RESOURCES, Work
+from flexhybrid.core.wave import check_planned
 from flexhybrid.core.work import kv_gen
-from sim.candidate_steps import Loads, Piece
+from sim.candidates import Candidates, CandidateSteps, DecodeStretch, candidate_steps
 from sim.cost import price
-from sim.walk import longest
 
 #: Where each verb runs; one home, so that a phase's sums need no stream.
 RESOURCE_OF = {
@@ -50,235 +54,315 @@ _OF_BLOCKS = {
 _BETWEEN_LAYERS = frozenset({"load_hidden", "store_hidden"})
 _OF_A_CHOICE = frozenset({"speculate", "store_index", "load_keys", "gather"})
 
+#: (verb, in a layer that attends to all tokens although others select, of one of the last mini-batches)
+VerbKey = tuple[str, bool, bool]
 
-class Phases:
-    """Seconds and link bytes of every verb: of a usual mini-batch and of the last, in the prefill (phase 0) and
-    in the pieces of the decode (phases 1, 2, …). Arrays [candidates]."""
 
-    def __init__(self, loads: Loads, hardware: Hardware, pieces: list[Piece]):
-        self.loads, self.hardware = loads, hardware
-        self.seconds: list[dict] = []  # phase -> {(verb, layer looks at all?, last mini-batch?): seconds}
-        self.link_bytes: list[dict] = []
-        self.there: list[dict] = []  # phase -> {(verb, last mini-batch?): which candidates have it}, where not all do
-        self.beside: dict[str, np.ndarray] = {}  # verb of the prefill -> seconds of what the tiny run's has no task for
-        self._add_phase(loads.prefill)
-        if np.any(loads.chunks > 1):
+@dataclass
+class _Phase:
+    """The prefill, or a stretch of the decode: what one task of each verb takes; arrays [candidates]."""
+
+    seconds: dict[VerbKey, np.ndarray] = field(default_factory=dict)
+    link_bytes: dict[VerbKey, np.ndarray] = field(default_factory=dict)
+    #: (verb, of one of the last mini-batches) -> candidates that have the task; absent where all have it
+    present: dict[tuple[str, bool], np.ndarray] = field(default_factory=dict)
+    first_load_s: dict[str, np.ndarray] = field(default_factory=dict)  #: of the run's first layer, which is not sliced
+
+    @property
+    def verbs(self) -> list[str]:
+        """Each verb once, always in the same order: sums then end in the same last digit in every process."""
+        return list(dict.fromkeys(verb for verb, _, _ in self.seconds))
+
+
+class VerbSeconds:
+    """Seconds and link bytes of every verb, of a full mini-batch and of the last: in the prefill (phase 0) and in the
+    stretches of the decode (phases 1, 2, …). Arrays [candidates]."""
+
+    def __init__(self, steps: CandidateSteps, stretches: list[DecodeStretch]):
+        self.steps, self.hardware, self.stretches = steps, steps.problem.hardware, stretches
+        self.phases = [self._phase(steps.prefill)]
+        #: verb of the prefill -> seconds of work for which the tiny run has no task
+        self.extra_prefill_s: dict[str, np.ndarray] = {}
+        if np.any(steps.num_chunks > 1):
             self._add_chunks()
-        for piece in pieces:
-            self._add_phase(lambda batch, piece=piece: loads.decode(batch, piece.first, piece.final, piece.kind))
+        for stretch in stretches:
+            self.phases.append(self._phase(steps.decode(stretch)))
+        self._busy: dict[int, dict[str, np.ndarray]] = {}
+        self._rounds: dict[tuple[int, str], np.ndarray] = {}
 
-    def _add_phase(self, counts_of) -> None:
-        loads, seconds, moved, there = self.loads, {}, {}, {}
-        for last, batch in ((False, loads.usual), (True, loads.last)):
+    # ---- one task
+
+    def _phase(self, counts_of: Callable[[np.ndarray], StepCounts]) -> _Phase:
+        """Price every verb of a step. ``counts_of``: the step of a mini-batch of so many requests."""
+        steps, phase = self.steps, _Phase()
+        for last, batch in ((False, steps.full_size), (True, steps.last_size)):
             counts = counts_of(batch)
             for all_tokens in (False, True) if counts.selected is not None else (False,):
-                works = step_work(loads.shape, loads.policy, loads.stored, counts, all_tokens)
-                for verb, one in works.items():
-                    resource = RESOURCE_OF.get(verb, "compute")
-                    present, empty = _present(verb, counts, one), Work()
-                    if verb == "kv_gen" and counts.selected is None:
-                        rows = counts.batch * counts.act_columns * BLOCK_TOKENS
-                        one, empty = (kv_gen(loads.shape, loads.bytes_per_element, n) for n in (rows, 0))
-                    cost = price(self.hardware, verb, resource, one)
+                works = step_work(steps.shape, steps.policy, steps.stored, counts, all_tokens)
+                for verb, work in works.items():
+                    key = verb, all_tokens, last
+                    phase.seconds[key], present = self._task_seconds(verb, work, counts)
                     if present is not None:
-                        without = price(self.hardware, verb, resource, empty)
-                        cost = np.where(present > 0, cost - (1.0 - present) * without, 0.0)
-                        there[verb, last] = present > 0
-                    seconds[verb, all_tokens, last] = cost
+                        phase.present[verb, last] = present
                     if verb in RESOURCE_OF:
-                        moved[verb, all_tokens, last] = one.link_bytes
-        streamed, on_disk = loads.layout.total_bytes - loads.resident, loads.on_disk
-        slices = _num_slices(loads.K, streamed - on_disk, on_disk) / loads.K
-        for verb, resource, num_bytes in (("load_weights", "h2d", streamed), ("read_weights", "disk_read", on_disk)):
+                        phase.link_bytes[key] = work.link_bytes
+        self._add_weights(phase)
+        return phase
+
+    def _task_seconds(self, verb: str, work: Work, counts: StepCounts) -> tuple[np.ndarray, np.ndarray | None]:
+        """(mean seconds of a task over the steps of a phase, candidates that have the task; None: all have it)."""
+        resource, share, empty = RESOURCE_OF.get(verb, "compute"), _present_share(verb, counts, work), Work()
+        if verb == "kv_gen" and counts.selected is None:
+            rows = counts.batch * counts.act_columns * BLOCK_TOKENS
+            work, empty = (kv_gen(self.steps.shape, self.steps.bytes_per_element, n) for n in (rows, 0))
+        seconds = price(self.hardware, verb, resource, work)
+        if share is None:
+            return seconds, None
+        without = price(self.hardware, verb, resource, empty)
+        return np.where(share > 0, seconds - (1.0 - share) * without, 0.0), share > 0
+
+    def _add_weights(self, phase: _Phase) -> None:
+        """Add the streamed weights: in the row schedule a layer at once, in the column schedule a slice at a time."""
+        steps = self.steps
+        count, by_row = steps.num_mini_batches, steps.policy.schedule == "row"
+        streamed, on_disk = steps.layout.total_bytes - steps.resident, steps.on_disk
+        for verb, resource, num_bytes, on_host in (
+            ("load_weights", "h2d", streamed, streamed - on_disk),
+            ("read_weights", "disk_read", on_disk, 0.0 * on_disk),
+        ):
             if not np.any(num_bytes):
                 continue
-            fixed = price(self.hardware, verb, resource, Work())
-            whole = np.where(num_bytes > 0, price(self.hardware, verb, resource, Work(link_bytes=num_bytes)), 0.0)
-            evenly = np.where(num_bytes > 0, (whole - fixed) / loads.K, 0.0)  # over the mini-batches
-            row = loads.policy.schedule == "row"
-            if verb == "read_weights":
-                slices = _num_slices(loads.K, 0.0 * on_disk, on_disk) / loads.K
+            overhead_s = price(self.hardware, verb, resource, Work())
+            layer_s = np.where(num_bytes > 0, price(self.hardware, verb, resource, Work(link_bytes=num_bytes)), 0.0)
+            evenly_s = np.where(num_bytes > 0, (layer_s - overhead_s) / count, 0.0)  # over the mini-batches
+            slices = num_slices(count, on_host, on_disk) / count
             for last in (False, True):
-                seconds[verb, False, last] = whole if row else evenly + fixed * slices
-                moved[verb, False, last] = num_bytes if row else num_bytes / loads.K
-            seconds[verb, "whole", False] = whole
-        self.seconds.append(seconds)
-        self.link_bytes.append(moved)
-        self.there.append(there)
+                phase.seconds[verb, False, last] = layer_s if by_row else evenly_s + overhead_s * slices
+                phase.link_bytes[verb, False, last] = num_bytes if by_row else num_bytes / count
+            phase.first_load_s[verb] = layer_s
 
     def _add_chunks(self) -> None:
-        """Prompts in pieces: a position of the prefill stands for all of them, one after the other.
+        """Let a position of the prefill stand for all chunks of a long prompt, one after the other.
 
-        The tiny run computes its prompts whole, so what the later pieces read of the earlier ones is added to tasks
-        that it has: loads to those of the weights, where these are streamed, all else to the prompt's attention.
+        The tiny run computes its prompts whole, so what later chunks read of earlier ones is added to tasks that it
+        has: loads to those of the weights where these are streamed, all else to the prompt's attention.
         """
-        loads, many = self.loads, self.loads.chunks > 1
-        pieces = [(1.0, loads.first_chunk()), (loads.chunks - 1, loads.later_chunk())]
-        seconds, moved, seen = {}, {}, set(self.verbs(0))
-        for count, counts in pieces:
-            for verb, one in step_work(loads.shape, loads.policy, loads.stored, counts, False).items():
+        steps, prefill = self.steps, self.phases[0]
+        chunked = steps.num_chunks > 1
+        seconds, moved, known = {}, {}, set(prefill.verbs)
+        for count, counts in ((1.0, steps.first_chunk()), (steps.num_chunks - 1, steps.later_chunk())):
+            for verb, work in step_work(steps.shape, steps.policy, steps.stored, counts, False).items():
                 if verb in ("head", "sample", "store_out"):
                     continue
-                cost = price(self.hardware, verb, RESOURCE_OF.get(verb, "compute"), one)
-                seconds[verb] = seconds.get(verb, 0.0) + count * cost
+                task_s = price(self.hardware, verb, RESOURCE_OF.get(verb, "compute"), work)
+                seconds[verb] = seconds.get(verb, 0.0) + count * task_s
                 if verb in RESOURCE_OF:
-                    moved[verb] = moved.get(verb, 0.0) + count * one.link_bytes
-        for table, values in ((self.seconds[0], seconds), (self.link_bytes[0], moved)):
+                    moved[verb] = moved.get(verb, 0.0) + count * work.link_bytes
+        for table, values in ((prefill.seconds, seconds), (prefill.link_bytes, moved)):
             for verb, value in values.items():
                 for last in (False, True):
-                    table[verb, False, last] = np.where(many, value, table.get((verb, False, last), 0.0))
-        streamed = loads.layout.total_bytes > loads.resident
-        for verb in [verb for verb in seconds if verb not in seen]:
-            beside = np.where(many, seconds[verb], 0.0)
+                    table[verb, False, last] = np.where(chunked, value, table.get((verb, False, last), 0.0))
+        streamed = steps.layout.total_bytes > steps.resident
+        for verb in [verb for verb in seconds if verb not in known]:
+            extra_s = np.where(chunked, seconds[verb], 0.0)
             on_link = streamed & (RESOURCE_OF.get(verb) == "h2d")
-            for other, extra in (("load_weights", on_link * beside), ("attend_prefill", ~on_link * beside)):
-                self.beside[other] = self.beside.get(other, 0.0) + extra
+            for carrier, share_s in (("load_weights", on_link * extra_s), ("attend_prefill", ~on_link * extra_s)):
+                self.extra_prefill_s[carrier] = self.extra_prefill_s.get(carrier, 0.0) + share_s
 
-    def of(self, phase: int, verb: str, whole: bool, all_tokens: bool, usual):
-        """(seconds of a task or None where it has no work, which candidates have it or None for all). ``usual``: for
-        which candidates its mini-batch is not one of the last; True or False where for all."""
-        seconds, present = self._of(phase, verb, whole, all_tokens, usual)
-        if not phase and not whole and seconds is not None and verb in self.beside:
-            seconds = seconds + self.beside[verb]
+    def task(self, phase: int, verb: str, all_tokens: bool, full: bool | np.ndarray):
+        """(seconds of a task or None where it has no work, candidates that have the task or None where all have it).
+
+        ``full``: candidates whose mini-batch is not one of the last; True or False where it holds for all.
+        """
+        table, presence = self.phases[phase].seconds, self.phases[phase].present
+        if (verb, all_tokens, False) not in table:
+            all_tokens = False
+        if (verb, all_tokens, False) not in table:
+            return None, None
+        if isinstance(full, bool):
+            seconds, present = table[verb, all_tokens, not full], presence.get((verb, not full))
+        else:
+            seconds = np.where(full, table[verb, all_tokens, False], table[verb, all_tokens, True])
+            present = None
+            if (verb, False) in presence or (verb, True) in presence:
+                present = np.where(full, presence.get((verb, False), True), presence.get((verb, True), True))
+        if not phase and verb in self.extra_prefill_s:
+            seconds = seconds + self.extra_prefill_s[verb]
         return seconds, present
 
-    def _of(self, phase: int, verb: str, whole: bool, all_tokens: bool, usual):
-        found = self.seconds[phase]
-        if whole:
-            return found.get((verb, "whole", False)), None
-        if (verb, all_tokens, False) not in found:
-            all_tokens = False
-        if (verb, all_tokens, False) not in found:
-            return None, None
-        there = self.there[phase]
-        if isinstance(usual, bool):
-            return found[verb, all_tokens, not usual], there.get((verb, not usual))
-        value = np.where(usual, found[verb, all_tokens, False], found[verb, all_tokens, True])
-        if (verb, False) not in there and (verb, True) not in there:
-            return value, None
-        return value, np.where(usual, there.get((verb, False), True), there.get((verb, True), True))
+    def first_load(self, verb: str):
+        """(seconds of the run's first load of weights, None: all candidates have it)."""
+        return self.phases[0].first_load_s.get(verb), None
 
-    def round_seconds(self, phase: int, round_: str):
-        """Seconds of one more round on its busiest resource: of a position ("inner"; "last inner": in the last layer),
-        of a layer or mini-batch ("outer"), of an iteration ("iteration")."""
-        if round_ == "iteration":
-            return longest(*self.busy(phase).values())
-        loads, column = self.loads, self.loads.policy.schedule == "column"
-        once = round_ == "last inner" if column else round_ == "outer"
+    # ---- sums
+
+    def round_seconds(self, phase: int, loop: str):
+        """Seconds of one more round of a loop on its busiest resource: of a position ("inner"; "last inner": in the
+        last layer), of a layer or mini-batch ("outer"), of an iteration ("iteration")."""
+        if (phase, loop) not in self._rounds:
+            busy = self.busy(phase) if loop == "iteration" else self._busy_round(phase, loop)
+            self._rounds[phase, loop] = longest(*busy.values())
+        return self._rounds[phase, loop]
+
+    def _busy_round(self, phase: int, loop: str) -> dict[str, np.ndarray]:
+        """Seconds of one more round of the inner or the outer loop on each resource."""
+        steps, column = self.steps, self.steps.policy.schedule == "column"
+        once = loop == "last inner" if column else loop == "outer"
         busy = dict.fromkeys(RESOURCES, 0.0)
-        for verb in self.verbs(phase):
-            one = self.seconds[phase].get((verb, False, False))
-            if one is None or verb in _ONCE_A_MINI_BATCH and not once:
+        for verb in self.phases[phase].verbs:
+            seconds = self.phases[phase].seconds.get((verb, False, False))
+            if seconds is None or verb in _ONCE_A_MINI_BATCH and not once:
                 continue
             if column and verb == "dequantize_weights":
-                one = one if round_ == "outer" else 0.0
-            elif column and round_ == "outer":
-                one = self._of_all(one, self.seconds[phase][verb, False, True])
-            elif round_ == "outer" and verb not in _ONCE_A_MINI_BATCH:
-                one = one * loads.shape.num_layers
+                seconds = seconds if loop == "outer" else 0.0
+            elif column and loop == "outer":
+                seconds = self._of_all(seconds, self.phases[phase].seconds[verb, False, True])
+            elif loop == "outer" and verb not in _ONCE_A_MINI_BATCH:
+                seconds = seconds * steps.shape.num_layers
             resource = RESOURCE_OF.get(verb, "compute")
-            busy[resource] = busy[resource] + one
-        return longest(*busy.values())
+            busy[resource] = busy[resource] + seconds
+        return busy
 
-    def _of_all(self, one, last):
-        """The sum over mini-batches."""
-        return (self.loads.K - self.loads.num_last) * one + self.loads.num_last * last
+    def _of_all(self, full, last):
+        """Sum over mini-batches of a value of the full ones and of the last ones."""
+        return (self.steps.num_mini_batches - self.steps.num_last) * full + self.steps.num_last * last
 
-    def total(self, table: list[dict], phase: int, verb: str):
-        """One iteration's sum of a verb, over all layers and mini-batches."""
-        loads, values = self.loads, table[phase]
-        L = loads.shape.num_layers
-        choosing = num_choosing(loads.policy.selection, L)
-        layers = 1 if verb in _ONCE_A_MINI_BATCH else L - 1 if verb in _BETWEEN_LAYERS else L
+    def _total(self, values: dict[VerbKey, np.ndarray], verb: str, first_load: np.ndarray | None = None):
+        """One iteration's sum of a verb over all layers and mini-batches. ``first_load``: of one layer instead."""
+        steps = self.steps
+        num_layers, column = steps.shape.num_layers, steps.policy.schedule == "column"
+        choosing = num_choosing(steps.policy.selection, num_layers)
+        layers = 1 if verb in _ONCE_A_MINI_BATCH else num_layers - 1 if verb in _BETWEEN_LAYERS else num_layers
         layers = choosing if verb in _OF_A_CHOICE else layers
-        one = values.get((verb, False, False))
-        if one is None:  # in layers that look at all tokens alone
-            return (L - choosing) * self._of_all(values[verb, True, False], values[verb, True, True])
-        if verb == "dequantize_weights" and loads.policy.schedule == "column":
-            return layers * one
-        of_layer = self._of_all(one, values[verb, False, True])
-        if not phase and loads.policy.schedule == "column" and (verb, "whole", False) in values:
-            # the run's first load comes in one piece
-            return (layers - 1) * of_layer + values[verb, "whole", False]
+        full = values.get((verb, False, False))
+        if full is None:  # in layers that attend to all tokens alone
+            return (num_layers - choosing) * self._of_all(values[verb, True, False], values[verb, True, True])
+        if verb == "dequantize_weights" and column:
+            return layers * full
+        of_layer = self._of_all(full, values[verb, False, True])
+        if column and first_load is not None:
+            return (layers - 1) * of_layer + first_load
         total = layers * of_layer
         if (verb, True, False) in values and verb not in _ONCE_A_MINI_BATCH | _BETWEEN_LAYERS | _OF_A_CHOICE:
-            of_whole = self._of_all(values[verb, True, False], values[verb, True, True])
-            total = total + (L - choosing) * (of_whole - of_layer)
+            of_all_tokens = self._of_all(values[verb, True, False], values[verb, True, True])
+            total = total + (num_layers - choosing) * (of_all_tokens - of_layer)
         return total
-
-    def verbs(self, phase: int) -> list[str]:
-        """Each once, always in the same order: sums then end in the same last digit in every process."""
-        return list(dict.fromkeys(verb for verb, _, _ in self.seconds[phase]))
 
     def busy(self, phase: int) -> dict[str, np.ndarray]:
         """Seconds of one iteration on each resource."""
+        if phase not in self._busy:
+            busy, table = dict.fromkeys(RESOURCES, 0.0), self.phases[phase]
+            for verb in table.verbs:
+                resource, first_load_s = RESOURCE_OF.get(verb, "compute"), table.first_load_s.get(verb)
+                total = self._total(table.seconds, verb, None if phase else first_load_s)
+                busy[resource] = busy[resource] + total
+            self._busy[phase] = busy
+        return self._busy[phase]
+
+    def decode_busy(self) -> dict[str, np.ndarray]:
+        """Seconds of the decode on each resource."""
         busy = dict.fromkeys(RESOURCES, 0.0)
-        for verb in self.verbs(phase):
-            resource = RESOURCE_OF.get(verb, "compute")
-            busy[resource] = busy[resource] + self.total(self.seconds, phase, verb)
+        for phase, stretch in enumerate(self.stretches, start=1):
+            for resource, seconds in self.busy(phase).items():
+                busy[resource] = busy[resource] + stretch.count * seconds
         return busy
 
-    def after_the_last_token(self, phase: int) -> dict[str, np.ndarray]:
-        """Seconds of each resource's work, at most, that the run's last token does not wait for. ``phase``: the last.
+    def decode_bound_s(self):
+        """Seconds of the decode when each stretch takes as long as its busiest resource."""
+        pairs = enumerate(self.stretches, start=1)
+        return sum((stretch.count * longest(*self.busy(phase).values()) for phase, stretch in pairs), start=0.0)
+
+    def after_the_last_token(self) -> dict[str, np.ndarray]:
+        """Seconds of each resource's work, at most, that the run's last token does not wait for.
 
         A position waits for what was stored two positions before it, and that for its way to the blocks two before.
         """
-        late = dict.fromkeys(RESOURCES, 0.0)
-        for verb in self.verbs(phase):
+        late, phase = dict.fromkeys(RESOURCES, 0.0), self.phases[-1]
+        for verb in phase.verbs:
             if verb.startswith(("store_", "write_", "scatter")):
                 resource = RESOURCE_OF.get(verb, "compute")
-                one = longest(*(s for (name, _, _), s in self.seconds[phase].items() if name == verb))
-                late[resource] = late[resource] + one * (self.loads.K if verb == "store_out" else 5)
+                seconds = longest(*(value for (name, _, _), value in phase.seconds.items() if name == verb))
+                late[resource] = late[resource] + seconds * (self.steps.num_mini_batches if verb == "store_out" else 5)
         return late
 
-    def traffic(self, phase: int) -> dict[tuple[str, str], np.ndarray]:
-        """(link, kind) -> bytes of one iteration."""
+    def traffic(self) -> dict[tuple[str, str], np.ndarray]:
+        """(link, cargo) -> bytes of the run."""
         moved: dict[tuple[str, str], np.ndarray] = {}
-        for verb in dict.fromkeys(verb for verb, _, _ in self.link_bytes[phase]):
-            resource = RESOURCE_OF[verb]
-            if resource == "host_compute":
-                continue
-            key = resource, TRAFFIC_OF[verb.split("_")[1]]
-            moved[key] = moved.get(key, 0.0) + self.total(self.link_bytes, phase, verb)
+        for phase, times in zip(self.phases, (1.0, *(stretch.count for stretch in self.stretches)), strict=True):
+            of_phase: dict[tuple[str, str], np.ndarray] = {}
+            for verb in dict.fromkeys(verb for verb, _, _ in phase.link_bytes):
+                if RESOURCE_OF[verb] != "host_compute":
+                    key = RESOURCE_OF[verb], TRAFFIC_OF[verb.split("_")[1]]
+                    of_phase[key] = of_phase.get(key, 0.0) + self._total(phase.link_bytes, verb)
+            for key, num_bytes in of_phase.items():
+                moved[key] = moved.get(key, 0.0) + times * num_bytes
         return moved
 
 
-def _num_slices(most, on_host, on_disk):
-    """How many of ``most`` slices of a layer have something of its bytes on the host or on the disk: both are cut into
-    whole pages as even as may be, so that few pages lie apart."""
-    pages = [np.minimum(most, np.ceil(num_bytes / PAGE_BYTES)) for num_bytes in (on_host, on_disk)]
-    number = np.maximum(*pages)
-    apart = (number < most) & (np.minimum(*pages) > 1)
+def num_slices(num_mini_batches, on_host, on_disk):
+    """How many of a layer's slices, one a mini-batch, have bytes on the host or on the disk: both are cut into whole
+    pages as evenly as possible, so that few pages lie apart. Arrays [candidates]."""
+    pages = [np.minimum(num_mini_batches, np.ceil(num_bytes / PAGE_BYTES)) for num_bytes in (on_host, on_disk)]
+    slices = np.maximum(*pages)
+    apart = (slices < num_mini_batches) & (np.minimum(*pages) > 1)
     if np.any(apart):
-        number = np.array(number)
-        triples = np.stack([np.broadcast_to(n, number.shape)[apart] for n in (most, *pages)], axis=-1)
-        number[apart] = [_num_places(*map(int, triple)) for triple in triples]
-    return number
+        slices = np.array(slices)
+        triples = [np.broadcast_to(n, slices.shape)[apart] for n in (num_mini_batches, *pages)]
+        slices[apart] = [_num_places(*map(int, triple)) for triple in np.stack(triples, axis=-1)]
+    return slices
 
 
 @lru_cache(maxsize=4096)
 def _num_places(slices: int, *pages: int) -> int:
-    """Slices that hold one of so many pages of either kind."""
+    """Slices that hold a page of either kind, when each kind has so many pages."""
     return len({slices * page // count for count in pages for page in range(count)})
 
 
-def _present(verb: str, counts: StepCounts, one: Work):
-    """The share of a phase's steps in which a verb has work at all, [candidates]; None where all of them have.
+def _present_share(verb: str, counts: StepCounts, work: Work):
+    """The share of a phase's steps in which a verb has work, [candidates]; None where all steps of all candidates have.
 
-    Whole blocks come one at a time, and each new token goes to one kind of them.
+    Whole blocks come one at a time, and each new token goes to one cache entry.
     """
     share = None
     if verb == "attend_recomputed":
         share = counts.recomputed / BLOCK_TOKENS
     elif verb in _OF_BLOCKS and counts.selected is None:
-        of, tiers = _OF_BLOCKS[verb]
-        share = longest(*(
-            copies for part, copies in counts.copies.items() if part.representation == of and part.tier in tiers
-        )) / counts.batch  # fmt: skip
+        representation, tiers = _OF_BLOCKS[verb]
+        copies = (n for c, n in counts.copies.items() if c.representation == representation and c.tier in tiers)
+        share = longest(*copies) / counts.batch
     elif verb in ("store_act", "store_kv", "write_act", "write_kv"):
-        share = one.link_bytes
+        share = work.link_bytes
     elif verb in ("scatter", "scatter_device", "quantize"):
-        share = one.memory_bytes
+        share = work.memory_bytes
     if share is None or np.all(share >= 1):
         return None
     return np.minimum(1.0, share)
+
+
+def longest(*values):
+    """The elementwise maximum of several arrays or numbers."""
+    result = values[0]
+    for value in values[1:]:
+        result = np.maximum(result, value)
+    return result
+
+
+@dataclass(frozen=True)
+class ResourceSums:
+    """Each resource's work and each tier's bytes: the terms of a linear program over shares. Arrays [candidates]."""
+
+    prefill_s: dict[str, np.ndarray]  #: resource -> seconds of work
+    decode_s: dict[str, np.ndarray]  #: of all iterations of the decode
+    peak_bytes: dict[str, np.ndarray]  #: tier -> bytes
+
+
+def resource_sums(
+    shape: ModelShape, hardware: Hardware, bytes_per_element: int, candidates: Candidates
+) -> ResourceSums:
+    """Sum up candidates that use all their cache entries. Raises InputError as ``predict`` does."""
+    check_planned(candidates.policy)
+    steps, size = candidate_steps(shape, hardware, bytes_per_element, candidates)
+    verbs = VerbSeconds(steps, [stretch for stretch in steps.stretches() if np.any(stretch.count)])
+    tables = verbs.busy(0), verbs.decode_busy(), steps.peak_bytes
+    zero = np.zeros(len(steps.batch))
+    return ResourceSums(*({key: (zero + value).reshape(size) for key, value in table.items()} for table in tables))

@@ -52,7 +52,8 @@ from flexhybrid.runtime.storage.weights import Weights
 from flexhybrid.runtime.threads import torch_threads
 from flexhybrid.sampling_params import SamplingParams
 from policy_search.search import search
-from sim.array_clock import Candidates, predict
+from sim.array_clock import predict
+from sim.candidates import Candidates
 from sim.catalogue import load
 from sim.presets import hybrid
 from sim.virtual_clock import RunSummary, summarize

@@ -23,7 +23,8 @@ from flexhybrid.core.workload import Workload
 from policy_search.papers.flexgen import flexgen_policy
 from policy_search.search import search
 from sim import catalogue
-from sim.array_clock import Candidates, predict
+from sim.array_clock import predict
+from sim.candidates import Candidates
 from sim.implementation import Implementation, on
 
 PAPER = "FlexGen: High-Throughput Generative Inference of LLMs with a Single GPU, ICML 2023"

@@ -14,7 +14,8 @@ from flexhybrid.core.policy import Bits, Placement, Policy, Selection
 from flexhybrid.core.problem import Problem, problem_of
 from flexhybrid.core.wave import Wave, admit
 from flexhybrid.core.workload import Workload
-from sim.array_clock import Candidates, predict
+from sim.array_clock import predict
+from sim.candidates import Candidates
 from sim.virtual_clock import run, summarize
 
 MOST_STEPS = 1500  #: layer x mini-batch x iteration of a random case, so that 600 cases take less than a minute

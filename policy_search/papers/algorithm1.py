@@ -23,8 +23,8 @@ from flexhybrid.core.model.layout import layer_layout
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.workload import Workload
-from sim.array_clock import Candidates, mean_lengths, predict
-from sim.candidate_steps import num_mini_batches
+from sim.array_clock import predict
+from sim.candidates import Candidates, mean_lengths, num_mini_batches
 from sim.cost import price
 from sim.presets import static_share
 

@@ -31,7 +31,8 @@ from flexhybrid.core.memory import gib
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Bits, Placement, Policy
 from flexhybrid.core.workload import Workload
-from sim.array_clock import Candidates, predict
+from sim.array_clock import predict
+from sim.candidates import Candidates
 from sim.cost import price
 
 DISK_EFFICIENCY = 0.95  #: FlexGen's: of the disk's rate, when it reads weights in the decode

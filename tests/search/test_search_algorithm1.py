@@ -30,7 +30,8 @@ from policy_search.papers.algorithm1 import (
     share_for_batch,
 )
 from sim import catalogue, presets
-from sim.array_clock import candidates_of, predict
+from sim.array_clock import predict
+from sim.candidates import candidates_of
 from sim.cost import price
 from sim.virtual_clock import run, summarize
 

@@ -28,7 +28,8 @@ from policy_search.papers.flexgen import (
     tokens_per_s,
 )
 from sim import catalogue
-from sim.array_clock import Candidates, candidates_of, predict
+from sim.array_clock import predict
+from sim.candidates import Candidates, candidates_of
 
 GIB = 2**30
 TOY = ModelShape("toy", "opt", 6, 512, 8, 8, 64, 2048, 1000, 2048)

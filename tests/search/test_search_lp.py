@@ -26,7 +26,8 @@ from policy_search.rounding import (
     with_cache_fixed,
 )
 from sim.array_clock import predict
-from sim.sums import peak_bytes, resource_sums
+from sim.candidates import peak_bytes
+from sim.verb_seconds import resource_sums
 
 SHAPE = ModelShape("small", "opt", 4, 256, 4, 4, 64, 1024, 2048, 1024)
 MIB = 2**20

@@ -30,8 +30,8 @@ from policy_search.rounding import Draft, Evaluator, final_blocks
 from policy_search.search import search
 from policy_search.systems import Setting, system
 from sim import catalogue
-from sim.array_clock import Candidates, candidates_of, predict
-from sim.candidate_steps import padded_width
+from sim.array_clock import predict
+from sim.candidates import Candidates, candidates_of, padded_width
 from sim.presets import hybrid
 from sim.presets import resident as preset_resident
 from sim.simulate import simulate

@@ -25,11 +25,11 @@ from flexhybrid.core.policy import Bits, Placement, Policy, Selection
 from flexhybrid.core.trace import check_trace
 from flexhybrid.core.workload import Workload
 from sim import catalogue
-from sim.array_clock import TRAFFIC_OF, Candidates, candidates_of, predict
-from sim.candidate_steps import num_mini_batches
+from sim.array_clock import predict
+from sim.candidates import Candidates, candidates_of, num_mini_batches
 from sim.presets import hybrid, kv_only
-from sim.tiny_run import Rounds, _tiny_run, _topology, _with_moved, kinds_key
-from sim.verb_seconds import _num_slices
+from sim.tiny_run import Loop, lay_out, structure_of, tiny_run, with_aliases
+from sim.verb_seconds import TRAFFIC_OF, num_slices
 from sim.virtual_clock import RunSummary, run, summarize
 
 SHAPE, HARDWARE = shape_by_name("opt-30b"), catalogue.load("rtx4090")
@@ -113,7 +113,7 @@ def test_few_pages_of_weights_are_spread_over_a_layers_positions(share, disk):
     streamed = case.wave().layout.total_bytes - case.wave().streamed_from
     assert sum(task.work.link_bytes for task in in_layer) == streamed
     K, on_host = 23, case.wave().disk_from - case.wave().streamed_from
-    assert len(in_layer) == float(_num_slices(np.array([K]), np.array([on_host]), np.array([streamed - on_host]))[0])
+    assert len(in_layer) == float(num_slices(np.array([K]), np.array([on_host]), np.array([streamed - on_host]))[0])
     if not disk:
         at = np.diff([task.mini_batch for task in in_layer])
         assert at.max(initial=1) - at.min(initial=K) <= 1
@@ -163,13 +163,13 @@ def test_seconds_scale_with_the_machine():
 def test_a_repeated_iteration_is_the_one_laid_out(changes, layers, mini_batches):
     """A long tiny run is laid out for a few iterations only; the others are copies, or left out again."""
     policy = Policy(**changes)
-    key, column = kinds_key(policy, tuple(sorted(policy.cache))).to_json(), policy.schedule == "column"
+    key, column = structure_of(policy, tuple(sorted(policy.cache))).to_json(), policy.schedule == "column"
     inner, outer = (mini_batches, layers) if column else (layers, mini_batches)
     for num_decode, on_disk in ((2, 1), (3, 0), (5, 0), (10, 0), (11, 2)):
-        found = _topology(key, Rounds(inner, None), Rounds(outer, None), num_decode, 0, on_disk)
-        entries, ends = _tiny_run(key, layers, mini_batches, num_decode, 0, on_disk)
-        assert (found.entries, found.ends) == (entries, ends)
-        assert _with_moved(entries, ends, found.inner, found.outer)[0] == entries  # nothing is skipped here
+        tiny = tiny_run(key, Loop(inner, None), Loop(outer, None), num_decode, 0, on_disk)
+        tasks, ends = lay_out(key, layers, mini_batches, num_decode, 0, on_disk)
+        assert (tiny.tasks, tiny.ends) == (tasks, ends)
+        assert with_aliases(tasks, ends, tiny.inner, tiny.outer)[0] == tasks  # nothing is skipped here
 
 
 @pytest.mark.parametrize("schedule", ["column", "row"])
@@ -178,8 +178,8 @@ def test_packed_weights_wait_alike_whatever_part_is_resident(schedule):
 
     def runs(bits) -> list:
         policy = Policy(cache={"kv@host": 0.5, "act@host": 0.5}, schedule=schedule, bits=Bits(weights=bits))
-        key = kinds_key(policy, tuple(sorted(policy.cache))).to_json()
-        return [_tiny_run(key, 3, 2, 2, resident, 1) for resident in (0, 1, 2)]
+        key = structure_of(policy, tuple(sorted(policy.cache))).to_json()
+        return [lay_out(key, 3, 2, 2, resident, 1) for resident in (0, 1, 2)]
 
     packed, native = runs(4), runs("native")
     assert packed[0] == packed[1] == packed[2]

@@ -23,9 +23,11 @@ from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
 from policy_search.fit import fit_line
 from sim import presets
-from sim.array_clock import RESOURCE_OF, Candidates, Prediction, predict
+from sim.array_clock import Prediction, predict
+from sim.candidates import Candidates
 from sim.cost import price
 from sim.simulate import simulate_many
+from sim.verb_seconds import RESOURCE_OF
 from sim.virtual_clock import run
 
 MODEL = "OPT-30B"

@@ -23,9 +23,10 @@ from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.workload import Workload
 from policy_search.papers.algorithm1 import capture_policy, host_blocks, layer_times, share_for_batch
 from policy_search.papers.flexgen import flexgen_policy
-from sim import candidate_steps as loads
+from sim import candidates as candidate_steps
 from sim import catalogue, presets
-from sim.array_clock import Candidates, Prediction, predict
+from sim.array_clock import Prediction, predict
+from sim.candidates import Candidates
 from sim.implementation import Implementation, on
 
 PAPER = (
@@ -181,7 +182,7 @@ def share_of(variant: str, model: str, hardware: Hardware, batch: int = BATCH, p
         return 1.0
     if variant == "hybrid_static":
         return presets.static_share(shape)
-    num_mini_batches, _ = loads.num_mini_batches(batch, prompt, GENERATED, MINI_BATCH_TOKENS)
+    num_mini_batches, _ = candidate_steps.num_mini_batches(batch, prompt, GENERATED, MINI_BATCH_TOKENS)
     times = layer_times(shape, hardware, BYTES, batch, context, int(num_mini_batches))
     return share_for_batch(times, host_blocks(batch, context), "paper").act_share
 

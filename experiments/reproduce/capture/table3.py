@@ -14,7 +14,8 @@ from experiments.reproduce.capture.setup import MODELS, context, headlines
 from experiments.reproduce.experiment import Experiment, Figure, errors, table
 from flexhybrid.core.workload import Workload
 from policy_search.papers.algorithm1 import BALANCES, capture_policy, host_allocation
-from sim.array_clock import candidates_of, predict
+from sim.array_clock import predict
+from sim.candidates import candidates_of
 from sim.simulate import simulate
 
 VARIANTS = ("act_only", "hybrid_static", "hybrid_full")

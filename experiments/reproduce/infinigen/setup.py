@@ -29,7 +29,8 @@ from flexhybrid.core.waves import wave_plan
 from flexhybrid.core.workload import Workload
 from policy_search.systems import Setting, system
 from sim import catalogue, presets
-from sim.array_clock import Candidates, predict
+from sim.array_clock import predict
+from sim.candidates import Candidates
 from sim.implementation import Implementation, on
 from sim.simulate import simulate
 from sim.virtual_clock import run

@@ -18,7 +18,8 @@ from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.model.shape import DTYPE_BYTES, ModelShape, shape_by_name
 from flexhybrid.core.policy import Placement, Policy
 from sim import catalogue, presets
-from sim.array_clock import Candidates, Prediction, predict
+from sim.array_clock import Prediction, predict
+from sim.candidates import Candidates
 from sim.implementation import Implementation, on
 
 PAPER = "KVPR: Efficient LLM Inference with I/O-Aware KV Cache Partial Recomputation, Findings of ACL 2025"

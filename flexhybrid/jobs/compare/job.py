@@ -45,7 +45,8 @@ from policy_search.fit import fit_report
 from policy_search.papers.algorithm1 import BALANCES, host_blocks, layer_times, share_for_batch
 from policy_search.search import SearchResult
 from sim import virtual_clock
-from sim.array_clock import Candidates, candidates_of, predict
+from sim.array_clock import predict
+from sim.candidates import Candidates, candidates_of
 from sim.presets import act_only, hybrid, hybrid_static, kv_only
 
 __all__ = ["INSIDE", "LINK_LADDER", "MIXES", "CompareOptions", "compare", "virtual_decode"]

@@ -27,7 +27,8 @@ from flexhybrid.runtime.storage.loader import Checkpoint
 from flexhybrid.runtime.storage.weights import DiskPlace
 from policy_search import systems
 from policy_search.search import PLAIN, SearchResult, search
-from sim.array_clock import candidates_of, predict
+from sim.array_clock import predict
+from sim.candidates import candidates_of
 from sim.presets import act_only, hybrid, hybrid_static, kv_only
 
 #: What the comparison without ``systems`` is about: KV and ACT on the host, weights streamed.
