@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import re
@@ -57,6 +58,12 @@ def pytest_collection_modifyitems(items):
     if not torch.cuda.is_available():
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason="no GPU here"))
+
+
+def pytest_collection_finish():
+    """What imports have made stays: no collection of garbage need look at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

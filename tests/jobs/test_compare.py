@@ -44,7 +44,7 @@ def run(tmp_path_factory, module_cpu_dtype):
         result = compare(
             CompareOptions(
                 device="cpu", link_gb_per_s=0.5, shape=SMALL, batch=4, context=48, max_tokens=4, mini_batch=2, rounds=3,
-                exact_tokens=3, exact_prompts=12, policy=policy, out=folder / "out",
+                exact_tokens=3, exact_prompts=4, policy=policy, out=folder / "out",
             ),
         )  # fmt: skip
     return folder, result
