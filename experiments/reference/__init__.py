@@ -11,6 +11,7 @@ import csv
 import re
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -26,7 +27,7 @@ _HEADLINES = (
     "gen_len:count? condition:text? statistic:text? value:number unit kind role:role source quote note:text?"
 )
 
-#: table -> its columns in the file's order, "name:kind". Kinds: text (the default), key (text, no two alike), count (a
+#: table -> its columns in the file's order, "name:kind". Kinds: text (the default), key (text, unique), count (a
 #: whole number > 0), number, flag, role; with "?" a cell may be blank.
 TABLES = {
     "capture_headlines": _HEADLINES,
@@ -78,63 +79,68 @@ def _load_once(name: str) -> pd.DataFrame:
 
 
 def rows(name: str, /, **equals) -> pd.DataFrame:
-    """The rows of a table whose columns equal what is asked for; None asks for a blank cell.
+    """Return the rows of a table whose columns equal the given cells; None is a blank cell.
 
-    ``rows("kvpr_table3_4", model="OPT-13B", method="KVPR")``. There is at least one: where none matches, InputError
-    names the column that left none and the values it has in the rows that matched until there.
+    ``rows("kvpr_table3_4", model="OPT-13B", method="KVPR")``. Raises InputError where no row matches; it names the
+    column that left none and that column's values in the rows that matched until then.
     """
     frame = load(name)
     for column, wanted in equals.items():
         if column not in frame.columns:
             raise unknown(f"column of {name}", column, frame.columns)
-        cells = frame[column]
-        if wanted is None:
-            found = _blank(cells)
-        elif isinstance(wanted, (str, bool, int, float, np.generic)):
-            found = np.array(
-                [_sort_of(cell) == _sort_of(wanted) and bool(cell == wanted) for cell in cells], dtype=bool
-            )
-        else:
+        if not (wanted is None or isinstance(wanted, (str, bool, int, float, np.generic))):
             raise InputError(f"{name}: {column} is compared with one value, not with {wanted!r}")
-        if not found.any():
-            raise InputError(
-                f"{name}: no row has {column} = {wanted!r}{_until(equals, column)}; {_values(column, cells)}"
-            )
-        frame = frame[found]
+        cells = frame[column].tolist()
+        matches = np.array([_equals(cell, wanted) for cell in cells], dtype=bool)
+        if not matches.any():
+            condition = f"{column} = {wanted!r}{_until(equals, column)}"
+            raise InputError(f"{name}: no row has {condition}; {_values(column, cells)}")
+        frame = frame.loc[matches]
     return frame.reset_index(drop=True)
 
 
 @cache
 def notes() -> dict[int, str]:
-    """The numbered notes of README.md, one line each: where the papers contradict themselves or each other."""
-    found: dict[int, str] = {}
+    """Return the numbered notes of README.md, one line each: where the papers contradict themselves or each other."""
+    texts: dict[int, str] = {}
     last = None
     for line in (FOLDER / "README.md").read_text(encoding="utf-8").splitlines():
         if begins := re.match(r"(\d+)\. +(.*)", line):
             last = int(begins[1])
-            found[last] = begins[2]
+            texts[last] = begins[2]
         elif last is not None and line.startswith("   "):
-            found[last] += " " + line.strip()
+            texts[last] += " " + line.strip()
         else:
             last = None
-    return found
+    return texts
+
+
+def row(name: str, /, **equals) -> dict[str, Any]:
+    """Return the one row that ``equals`` picks, by column; InputError unless exactly one row matches."""
+    return _only_row(name, rows(name, **equals), equals)
+
+
+def _only_row(name: str, frame: pd.DataFrame, equals: dict) -> dict[str, Any]:
+    records = frame.to_dict("records")
+    if len(records) > 1:
+        ignored = VALUE_COLUMN.get(name, "value")
+        differing = [c for c in records[0] if c != ignored and len({str(record[c]) for record in records}) > 1]
+        reason = f"they differ in {', '.join(map(str, differing))}" if differing else "they are alike"
+        raise InputError(f"{name}: {len(records)} rows match{_until(equals, None)}, not one; {reason}")
+    return {str(column): cell for column, cell in records[0].items()}
 
 
 def value(name: str, /, **equals) -> float:
-    """The one number that ``equals`` picks, in the unit of its row; InputError unless exactly one row matches."""
+    """Return the number that ``equals`` picks, in the unit of its row; InputError unless exactly one row matches."""
     column = VALUE_COLUMN.get(name, "value")
-    found = rows(name, **equals)
-    if column not in found.columns:
+    frame = rows(name, **equals)
+    if column not in frame.columns:
         raise InputError(f"{name} has no column of values: take rows({name!r}, …) and the column")
-    if len(found) > 1:
-        apart = [each for each in found.columns if each != column and found[each].nunique(dropna=False) > 1]
-        how = f"they differ in {', '.join(apart)}" if apart else "they are alike"
-        raise InputError(f"{name}: {len(found)} rows match{_until(equals, None)}, not one; {how}")
-    return float(found[column].iloc[0])
+    return float(_only_row(name, frame, equals)[column])
 
 
 def check_role(frame: pd.DataFrame, role: str) -> pd.DataFrame:
-    """The frame itself, if every row has this role; else InputError with the first row that has another.
+    """Return the frame itself if every row has this role; else raise InputError with the first row that has another.
 
     ``fit(check_role(rows(…), "calibrate"))`` can never be fitted on what it is later compared with.
     """
@@ -142,9 +148,9 @@ def check_role(frame: pd.DataFrame, role: str) -> pd.DataFrame:
         raise unknown("role", role, ROLES)
     if frame.empty:
         raise InputError(f"no rows are given where {role} rows are needed")
-    wrong = frame[frame["role"] != role]
-    if len(wrong):
-        first = wrong.iloc[0]
+    wrong = [record for record in frame.to_dict("records") if record["role"] != role]
+    if wrong:
+        first = wrong[0]
         raise InputError(
             f"{len(wrong)} of {len(frame)} rows are not {role} rows: the first is {first['role']}, of {first['source']}"
         )
@@ -153,7 +159,7 @@ def check_role(frame: pd.DataFrame, role: str) -> pd.DataFrame:
 
 def read_table(path: Path, columns: str) -> pd.DataFrame:
     """Read a CSV that has just these columns (noted as in TABLES), in any order; InputError names file, row, column."""
-    kinds = dict(_split(each) for each in columns.split())
+    kinds = dict(_split(column) for column in columns.split())
     try:
         with path.open(encoding="utf-8", newline="") as file:
             reader = csv.reader(file, strict=True)
@@ -161,13 +167,13 @@ def read_table(path: Path, columns: str) -> pd.DataFrame:
             lines = [(reader.line_num, cells) for cells in reader]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise InputError(f"cannot read {path}: {error}") from None
-    if missing := [each for each in kinds if each not in header]:
+    if missing := [column for column in kinds if column not in header]:
         raise InputError(f"{path}: the column {missing[0]!r} is missing")
-    if strange := [each for each in header if each not in kinds]:
+    if strange := [column for column in header if column not in kinds]:
         raise InputError(f"{path}: {unknown('column', strange[0], kinds)}")
     if len(header) != len(kinds):
         raise InputError(f"{path}: a column is there twice: {', '.join(header)}")
-    table: dict[str, list] = {each: [] for each in header}
+    table: dict[str, list] = {column: [] for column in header}
     for line, cells in lines:
         if len(cells) != len(header):
             raise InputError(f"{path}, row {line}: {len(cells)} cells where the header has {len(header)}")
@@ -211,8 +217,14 @@ def _parse(cell: str, kind: str):
     return cell
 
 
+def _equals(cell, wanted) -> bool:
+    if wanted is None:
+        return _is_blank(cell)
+    return _sort_of(cell) == _sort_of(wanted) and bool(cell == wanted)
+
+
 def _sort_of(cell) -> str:
-    """What equals what: "1" is not 1, nor is true."""
+    """Return the sort within which cells are compared: "1" is not 1, nor is true."""
     if isinstance(cell, (bool, np.bool_)):
         return "flag"
     if isinstance(cell, (int, float, np.number)):
@@ -220,12 +232,12 @@ def _sort_of(cell) -> str:
     return "text" if isinstance(cell, str) else "blank"
 
 
-def _blank(cells: pd.Series) -> np.ndarray:
-    return np.array([cell is pd.NA or cell in ("", None) or cell != cell for cell in cells], dtype=bool)
+def _is_blank(cell) -> bool:
+    return cell is pd.NA or cell in ("", None) or cell != cell
 
 
 def _until(equals: dict, last: str | None) -> str:
-    """The conditions before ``last`` in words."""
+    """Describe the conditions before ``last``."""
     before = []
     for column, wanted in equals.items():
         if column == last:
@@ -234,11 +246,11 @@ def _until(equals: dict, last: str | None) -> str:
     return f" where {', '.join(before)}" if before else ""
 
 
-def _values(column: str, cells: pd.Series) -> str:
-    """What a column has, in words."""
-    blank = _blank(cells)
-    known = [str(each) for each in cells[~blank].unique()]
+def _values(column: str, cells: list) -> str:
+    """Describe the values of a column."""
+    known = list(dict.fromkeys(str(cell) for cell in cells if not _is_blank(cell)))
     if not known:
         return f"{column} is blank there"
+    blank = " or blank" if any(map(_is_blank, cells)) else ""
     more = f", … ({len(known)} values)" if len(known) > _SHOWN_VALUES else ""
-    return f"{column} is one of {', '.join(known[:_SHOWN_VALUES])}{more}{' or blank' if blank.any() else ''}"
+    return f"{column} is one of {', '.join(known[:_SHOWN_VALUES])}{more}{blank}"

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -26,8 +26,11 @@ KINDS = ("line", "bar")
 ASIDE = "aside"
 ARITHMETIC = "arithmetic"
 
+Row = dict[str, Any]  #: a row before its error is computed: its cells by column
+Data = pd.DataFrame | Sequence[dict]  #: a figure's frame, or its points
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, kw_only=True)
 class Constant:
     """A number that no paper states: its value, the range that physics or datasheets leave, and why.
 
@@ -45,9 +48,9 @@ class Constant:
 
     def __post_init__(self):
         for name in ("value", "low", "high"):
-            number = getattr(self, name)
-            if isinstance(number, bool) or not isinstance(number, (int, float, np.number)) or not math.isfinite(number):
-                raise InputError(f"constant {self.name}: {name} must be a finite number, not {number!r}")
+            field = getattr(self, name)
+            if isinstance(field, bool) or not isinstance(field, (int, float, np.number)) or not math.isfinite(field):
+                raise InputError(f"constant {self.name}: {name} must be a finite number, not {field!r}")
         if not self.low <= self.value <= self.high:
             raise InputError(
                 f"constant {self.name} = {self.value:.6g} {self.unit} is outside its physical range "
@@ -55,7 +58,7 @@ class Constant:
             )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Figure:
     """A picture as data: columns ``x`` and ``y`` of ``frame``, one line or set of bars for each value of ``series``.
 
@@ -80,30 +83,56 @@ class Figure:
         _check_name("figure", self.name)
         if self.kind not in KINDS:
             raise InputError(f"figure {self.name}: kind {self.kind!r} is not one of {', '.join(KINDS)}")
-        for what, frame in (("frame", self.frame), ("paper", self.paper)):
+        for field, frame in (("frame", self.frame), ("paper", self.paper)):
             if frame is None:
                 continue
             needed = [self.x, self.y, *([self.series] if self.series else [])]
             if missing := [column for column in needed if column not in frame.columns]:
-                raise InputError(f"figure {self.name}: {what} lacks column {missing[0]!r}")
+                raise InputError(f"figure {self.name}: {field} has no column {missing[0]!r}")
             if not pd.api.types.is_numeric_dtype(frame[self.y]):
-                raise InputError(f"figure {self.name}: column {self.y!r} of {what} must be numbers")
+                raise InputError(f"figure {self.name}: column {self.y!r} of {field} must be numbers")
         if self.frame.empty:
             raise InputError(f"figure {self.name}: frame has no rows")
 
 
-@dataclass(frozen=True, eq=False)
-class Experiment:
-    """One table or figure of a paper, done again.
+def bars(name: str, data: Data, title: str, x_label: str, y_label: str, paper: Data | None = None) -> Figure:
+    """Return a figure of bars. The columns of ``data`` are x, y and, where there are several sets of bars, series."""
+    frame = pd.DataFrame(data)
+    x, y, *series = frame.columns
+    return Figure(
+        name=name,
+        kind="bar",
+        frame=frame,
+        x=x,
+        y=y,
+        series=series[0] if series else None,
+        title=title,
+        x_label=x_label,
+        y_label=y_label,
+        paper=None if paper is None else pd.DataFrame(paper),
+    )
 
-    ``rows``: COLUMNS (make it with ``table``) and any further columns; ``what``: what the paper did; ``notes``: how it
-    was done here; ``mismatches``: what does not match, and why.
+
+def lines(
+    name: str, data: Data, title: str, x_label: str, y_label: str, paper: Data | None = None, log: str = ""
+) -> Figure:
+    """Return a figure of lines over the columns of ``data`` (x, y, series); ``log``: axes over decades, "x" or "xy"."""
+    figure = bars(name, data, title, x_label, y_label, paper)
+    return replace(figure, kind="line", log_x="x" in log, log_y="y" in log)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Experiment:
+    """One table or figure of a paper, reproduced.
+
+    ``paper`` is the paper's title, ``description`` what the paper did. ``rows`` has COLUMNS (``table`` makes it) and
+    any further columns. ``notes`` say how it was done here, ``mismatches`` what does not match, and why.
     """
 
     name: str
     paper: str
     title: str
-    what: str
+    description: str
     rows: pd.DataFrame
     figures: tuple[Figure, ...] = ()
     constants: tuple[Constant, ...] = ()
@@ -116,7 +145,7 @@ class Experiment:
             if isinstance(getattr(self, name), str):
                 raise InputError(f"experiment {self.name}: {name} must be a tuple of texts, not one text")
         if missing := [column for column in COLUMNS if column not in self.rows.columns]:
-            raise InputError(f"experiment {self.name}: rows lack column {missing[0]!r}")
+            raise InputError(f"experiment {self.name}: rows have no column {missing[0]!r}")
         for column in ("paper", "ours", "error"):
             if not pd.api.types.is_numeric_dtype(self.rows[column]):
                 raise InputError(f"experiment {self.name}: column {column!r} must be numbers")
@@ -130,25 +159,25 @@ class Experiment:
             raise InputError(f"experiment {self.name}: two figures are called {twice!r}")
 
 
-class Summary(NamedTuple):
+class ErrorSummary(NamedTuple):
     """Errors over the judged rows that have the paper's number and ours; NaN where there is none."""
 
     num_rows: int
     median: float  #: of |error|
     worst: float  #: the largest |error|
-    worst_error: float  #: the same with its sign
+    worst_error: float  #: that error with its sign
     worst_what: str
 
 
 def errors(paper, ours) -> np.ndarray:
-    """ours / paper - 1, element by element; NaN where either is missing or the paper says 0."""
+    """Return ours / paper - 1, element by element; NaN where either is missing or the paper says 0."""
     paper, ours = np.asarray(paper, dtype=float), np.asarray(ours, dtype=float)
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(paper == 0, np.nan, ours / paper - 1)
 
 
-def table(rows: Sequence[dict]) -> pd.DataFrame:
-    """Rows for an Experiment from dicts with what, ours and what else there is; error is computed here.
+def table(rows: Sequence[Row]) -> pd.DataFrame:
+    """Return an Experiment's rows from dicts with what, ours and any further columns; error is computed here.
 
     Columns: what, the further ones in order of appearance, then paper, ours, unit, error, role, source.
     """
@@ -170,38 +199,37 @@ def table(rows: Sequence[dict]) -> pd.DataFrame:
         frame[ASIDE] = frame[ASIDE].fillna("")
     frame["error"] = errors(frame["paper"], frame["ours"])
     further = [column for column in frame.columns if column not in COLUMNS]
-    return frame[[COLUMNS[0], *further, *COLUMNS[1:]]]
+    return frame.loc[:, [COLUMNS[0], *further, *COLUMNS[1:]]]
 
 
-def is_judged(rows: pd.DataFrame) -> pd.Series:
-    """Which rows have a number of the paper that is judged: neither context nor put aside."""
-    put_aside = rows[ASIDE] != "" if ASIDE in rows.columns else False
-    return rows["paper"].notna() & (rows["role"] != "context") & ~(put_aside | pd.Series(False, rows.index))
+def is_judged(rows: pd.DataFrame) -> np.ndarray:
+    """Return which rows have a number of the paper that is judged: neither context nor put aside [rows]."""
+    return rows["paper"].notna().to_numpy() & (rows["role"] != "context").to_numpy() & ~_is_aside(rows)
 
 
 def num_aside(rows: pd.DataFrame) -> int:
-    """How many rows are put aside with a reason."""
-    return int((rows[ASIDE] != "").sum()) if ASIDE in rows.columns else 0
+    """Return how many rows are put aside with a reason."""
+    return int(_is_aside(rows).sum())
 
 
-def summary(rows: pd.DataFrame, role: str | None = None) -> Summary:
-    """Of all judged rows, or of one role's."""
-    chosen = rows[is_judged(rows) & rows["error"].notna()]
-    chosen = chosen if role is None else chosen[chosen["role"] == role]
-    if chosen.empty:
-        return Summary(0, math.nan, math.nan, math.nan, "")
-    sizes = chosen["error"].abs().to_numpy()
-    worst = int(sizes.argmax())
-    return Summary(
-        len(chosen),
-        float(np.median(sizes)),
-        float(sizes[worst]),
-        float(chosen["error"].iloc[worst]),
-        str(chosen["what"].iloc[worst]),
-    )
+def _is_aside(rows: pd.DataFrame) -> np.ndarray:
+    return (rows[ASIDE] != "").to_numpy() if ASIDE in rows.columns else np.zeros(len(rows), dtype=bool)
 
 
-def _check_name(what: str, name: str) -> None:
-    """Names become file names and anchors."""
+def summary(rows: pd.DataFrame, role: str | None = None) -> ErrorSummary:
+    """Summarize the errors of all judged rows, or of those of one role."""
+    has_role = np.ones(len(rows), dtype=bool) if role is None else (rows["role"] == role).to_numpy()
+    signed = rows["error"].to_numpy(float)
+    chosen = np.flatnonzero(is_judged(rows) & ~np.isnan(signed) & has_role)
+    if not len(chosen):
+        return ErrorSummary(0, math.nan, math.nan, math.nan, "")
+    sizes = np.abs(signed[chosen])
+    worst = int(chosen[sizes.argmax()])
+    name = str(rows["what"].tolist()[worst])
+    return ErrorSummary(len(chosen), float(np.median(sizes)), float(sizes.max()), float(signed[worst]), name)
+
+
+def _check_name(record: str, name: str) -> None:
+    """Raise InputError unless the name can be a file's name and an anchor."""
     if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", name):
-        raise InputError(f"{what} name {name!r}: use lower-case letters, digits, - and _")
+        raise InputError(f"{record} name {name!r}: use lower-case letters, digits, - and _")

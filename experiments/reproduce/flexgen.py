@@ -7,13 +7,12 @@ Table 2. The throughputs and batches are also in ``benchmark/batch_size_table.md
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
-import pandas as pd
 
-from experiments.reproduce.experiment import Constant, Experiment, Figure, table
+from experiments.reproduce.experiment import Experiment, Row, bars
+from experiments.reproduce.paper import FLEXGEN, context
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.context.cache_entries import TIERS
 from flexhybrid.core.hardware import Hardware, Line
@@ -27,7 +26,6 @@ from sim.array_clock import predict
 from sim.candidates import Candidates
 from sim.implementation import Implementation, on
 
-PAPER = "FlexGen: High-Throughput Generative Inference of LLMs with a Single GPU, ICML 2023"
 SOURCE = "FlexGen Table 2 (also batch_size_table.md)"
 PROMPT, GENERATED, BYTES = 512, 32, 2
 GIB = 2**30
@@ -38,7 +36,7 @@ CONVERSION = 0.129
 
 
 @dataclass(frozen=True)
-class Run:
+class PublishedRun:
     """A published run: its throughput, and its placement as FlexGen's whole matrices make it."""
 
     model: str
@@ -65,32 +63,40 @@ class Run:
     def policy(self) -> Policy:
         padded = -(-(PROMPT + GENERATED - 1) // BLOCK_TOKENS) * BLOCK_TOKENS + 1
         return Policy(
-            "flexgen", self.weights, cache={f"kv@{self.cache}": 1.0}, hidden=self.hidden, bits=self.bits,
-            max_mini_batch_tokens=self.gpu_batch * padded, packing="fifo", attention=self.attention,
-            weight_order="natural", overlap=self.overlap,
-        )  # fmt: skip
+            "flexgen",
+            self.weights,
+            cache={f"kv@{self.cache}": 1.0},
+            hidden=self.hidden,
+            bits=self.bits,
+            max_mini_batch_tokens=self.gpu_batch * padded,
+            packing="fifo",
+            attention=self.attention,
+            weight_order="natural",
+            overlap=self.overlap,
+        )
 
 
 _RESIDENT, _HOST = Placement(device=1.0), Placement(host=1.0)
+_TWELFTH = Placement(device=1 / 12, host=11 / 12)
 _BOTH = Bits(weights=4, kv=4)
 #: --percent 20 80 keeps one matrix of attention on the device, a twelfth; 0 50 sends half of the matrices to the disk.
 #: Attention of the run on the disk is FlexGen's on the host, over keys and values read into its memory.
 RUNS = (
-    Run("opt-6.7b", False, 25.26, 2, 1, _RESIDENT, "device", "device", overlap=False),
-    Run("opt-30b", False, 7.32, 48, 3, Placement(device=1 / 12, host=11 / 12), "host", "host", attention="host"),
-    Run("opt-175b", False, 0.69, 32, 8, Placement(host=0.5, disk=0.5), "disk", "host"),
-    Run("opt-6.7b", True, 29.12, 72, 1, _RESIDENT, "device", "device", _BOTH, overlap=False),
-    Run("opt-30b", True, 8.38, 64, 8, _HOST, "host", "host", Bits(kv=4)),
-    Run("opt-175b", True, 1.12, 48, 3, _HOST, "host", "host", _BOTH),
+    PublishedRun("opt-6.7b", False, 25.26, 2, 1, _RESIDENT, "device", "device", overlap=False),
+    PublishedRun("opt-30b", False, 7.32, 48, 3, _TWELFTH, "host", "host", attention="host"),
+    PublishedRun("opt-175b", False, 0.69, 32, 8, Placement(host=0.5, disk=0.5), "disk", "host"),
+    PublishedRun("opt-6.7b", True, 29.12, 72, 1, _RESIDENT, "device", "device", _BOTH, overlap=False),
+    PublishedRun("opt-30b", True, 8.38, 64, 8, _HOST, "host", "host", Bits(kv=4)),
+    PublishedRun("opt-175b", True, 1.12, 48, 3, _HOST, "host", "host", _BOTH),
 )
 
 
 def engine_rates(hardware: Hardware, num_gpu_batches: int = 1, disk: bool = False) -> Hardware:
-    """The machine at the rates that FlexGen's authors fitted to their engine (``experimental/cost_model.py``, in the
-    catalogue's notes): what its copies and kernels reach, not what the parts can do.
+    """Return the machine at the rates that FlexGen's authors fitted to their engine, below those of its parts.
 
-    Its 4-bit code runs at CONVERSION, and undoes a layer's weights for each GPU batch again (``mha_gen``). ``disk``:
-    its rates of the disk too, which are a quarter of what the paper states.
+    They are those of ``experimental/cost_model.py``, in the catalogue's notes. FlexGen's 4-bit code runs at
+    CONVERSION, and undoes a layer's weights for each GPU batch again (``mha_gen``). ``disk``: its rates of the disk
+    too, which are a quarter of the rate that the paper states.
     """
     fit, lines = hardware.notes["published_fit"], dict(hardware.lines)
 
@@ -118,17 +124,16 @@ def engine_rates(hardware: Hardware, num_gpu_batches: int = 1, disk: bool = Fals
 
 
 def rate(model: str, hardware: Hardware, policy: Policy, batch: int) -> dict:
-    """The closed form's row for requests of 512 + 32 tokens."""
+    """Return the array clock's row for requests of 512 + 32 tokens."""
     return predict(shape_by_name(model), hardware, BYTES, Candidates(policy, batch, PROMPT, GENERATED)).row()
 
 
-def searched(run: Run, hardware: Hardware) -> dict[str, tuple[Policy, int]]:
-    """Whose search -> (policy, batch) for the same model; native bits unless the run is compressed."""
+def searched(run: PublishedRun, hardware: Hardware) -> dict[str, tuple[Policy, int]]:
+    """Return whose search -> (policy, batch) for a run's model; native bits unless the run is compressed."""
     shape, workload = shape_by_name(run.model), Workload.uniform(1, PROMPT, GENERATED)
-    theirs = flexgen_policy(
-        shape, hardware, workload, BYTES, host_attention=not run.compressed, compress=run.compressed
-    )  # fmt: skip
-    ours = search(shape, hardware, BYTES, workload, lossless=not run.compressed)
+    lossless = not run.compressed
+    theirs = flexgen_policy(shape, hardware, workload, BYTES, host_attention=lossless, compress=run.compressed)
+    ours = search(shape, hardware, BYTES, workload, lossless=lossless)
     return {
         "FlexGen's search": (theirs.policy, theirs.gpu_batch * theirs.num_gpu_batches),
         "our search": (ours.policy, ours.batch),
@@ -136,7 +141,7 @@ def searched(run: Run, hardware: Hardware) -> dict[str, tuple[Policy, int]]:
 
 
 def describe(policy: Policy) -> str:
-    """A policy in a line."""
+    """Return a policy in a line."""
     weights = "/".join(f"{100 * getattr(policy.weights, tier):.0f}" for tier in TIERS)
     cache = " + ".join(f"{100 * share:.0f} % {kind}" for kind, share in policy.cache.items())
     bits = "" if policy.bits.native else f", bits {policy.bits.weights}/{policy.bits.kv}/{policy.bits.act}"
@@ -145,46 +150,39 @@ def describe(policy: Policy) -> str:
 
 def t4() -> Experiment:
     """The six runs of Table 2 at sequence length 512."""
-    hardware = catalogue.load("t4")
-    rows, points = [], []
-
-    def add(run: Run, how: str, machine: Hardware, policy: Policy, batch: int, paper: float = np.nan) -> None:
-        found = rate(run.model, machine, policy, batch)
-        rows.append({
-            "what": f"{run.name}: {how}", "batch": batch, "policy": describe(policy), "binding": found["binding"],
-            "device_gib": found["peak_bytes"]["device"] / GIB, "paper": paper, "ours": found["tokens_per_s"],
-            "unit": "tokens/s", "role": "context", "source": "" if np.isnan(paper) else SOURCE,
-        })  # fmt: skip
-        points.append({"run": run.name, "how": how, "ratio": found["tokens_per_s"] / run.tokens_per_s})
-
+    hardware, large = catalogue.load("t4"), RUNS[2]
+    rows, ratios = [], []
     for run in RUNS:
-        add(run, "as run, datasheet rates", hardware, run.policy, run.batch, run.tokens_per_s)
         engine = engine_rates(hardware, run.num_gpu_batches)
-        add(run, "as run, engine rates", engine, run.policy, run.batch, run.tokens_per_s)
-        for whose, (policy, batch) in searched(run, hardware).items():
-            add(run, whose, hardware, policy, batch)
-    slow_disk = rate("opt-175b", engine_rates(hardware, RUNS[2].num_gpu_batches, True), RUNS[2].policy, RUNS[2].batch)
-    rows.append({
-        "what": "OPT-175B: as run, engine rates, disk too", "batch": RUNS[2].batch,
-        "policy": describe(RUNS[2].policy), "binding": slow_disk["binding"], "paper": RUNS[2].tokens_per_s,
-        "ours": slow_disk["tokens_per_s"], "unit": "tokens/s", "role": "context", "source": SOURCE,
-    })  # fmt: skip
-    return Experiment(
-        "flexgen-t4", PAPER, "FlexGen Table 2: OPT on a T4",
-        "OPT-6.7B, 30B and 175B on one T4 (16 GB) with 208 GB of host memory and a 1.5 TB disk; prompt 512, 32 tokens "
-        "generated; generated tokens over the seconds of prefill and decode. Each run at the largest batch that its "
-        "placement allows; 4 bits: weights and cache (OPT-30B: the cache alone).",
-        table(rows),
-        (Figure(
-            "throughput", "bar", pd.DataFrame(points), "run", "ratio", "how", "T4, 512 + 32 tokens", "",
-            "tokens/s over the published",
-        ),),
-        (Constant(
-            "conversion", CONVERSION, "of memory rate", 0.02, 1.0,
-            "FlexGen's 4-bit code: fitted on InfiniGen's INT4 at batch 4, on an A6000; taken over as it is",
-        ),),
-        NOTES, _mismatches(rows),
-    )  # fmt: skip
+        planned = {
+            "as run, datasheet rates": (hardware, run.policy, run.batch),
+            "as run, engine rates": (engine, run.policy, run.batch),
+            **{whose: (hardware, *plan) for whose, plan in searched(run, hardware).items()},
+        }
+        for how, (machine, policy, batch) in planned.items():
+            result = rate(run.model, machine, policy, batch)
+            gib = result["peak_bytes"]["device"] / GIB
+            paper = run.tokens_per_s if how.startswith("as run") else np.nan
+            rows.append(_row(f"{run.name}: {how}", result, policy, batch, paper) | {"device_gib": gib})
+            ratios.append({"run": run.name, "ratio": result["tokens_per_s"] / run.tokens_per_s, "how": how})
+    engine = engine_rates(hardware, large.num_gpu_batches, disk=True)
+    slow = rate("opt-175b", engine, large.policy, large.batch)
+    rows.append(_row("OPT-175B: as run, engine rates, disk too", slow, large.policy, large.batch, large.tokens_per_s))
+    figure = bars("throughput", ratios, "T4, 512 + 32 tokens", "", "tokens/s over the published")
+    return FLEXGEN.experiment(
+        "flexgen-t4",
+        rows,
+        figures=(figure,),
+        constants=(FLEXGEN.constant("conversion", CONVERSION),),
+        notes=NOTES,
+        mismatches=_mismatches(rows),
+    )
+
+
+def _row(quantity: str, result: dict, policy: Policy, batch: int, paper: float) -> Row:
+    source = "" if np.isnan(paper) else SOURCE
+    more = {"batch": batch, "policy": describe(policy), "binding": result["binding"]}
+    return context(quantity, result["tokens_per_s"], "tokens/s", paper, source, **more)
 
 
 NOTES = (
@@ -200,12 +198,11 @@ NOTES = (
 )
 
 
-def _mismatches(rows: list[dict]) -> tuple[str, ...]:
+def _mismatches(rows: list[Row]) -> tuple[str, ...]:
     error = {row["what"]: row["ours"] / row["paper"] - 1 for row in rows}
     large = RUNS[2]
-    steps_s = large.batch * GENERATED / large.tokens_per_s - rate(
-        large.model, catalogue.load("t4"), large.policy, large.batch
-    )["prefill_s"]  # fmt: skip
+    prefill_s = rate(large.model, catalogue.load("t4"), large.policy, large.batch)["prefill_s"]
+    steps_s = large.batch * GENERATED / large.tokens_per_s - prefill_s
     shape = shape_by_name(large.model)
     kv = shape.num_layers * large.batch * (PROMPT + GENERATED / 2) * shape.kv_token_bytes(BYTES)
     weights = large.weights.disk * shape.num_layers * shape.layer_bytes(BYTES)
@@ -225,6 +222,3 @@ def _mismatches(rows: list[dict]) -> tuple[str, ...]:
         "stands for a chain of small kernels whose launches and waits weigh more with many GPU batches. OPT-6.7B, "
         f"with one GPU batch, is {error['OPT-6.7B, 4 bits: as run, engine rates']:+.0%}.",
     )
-
-
-EXPERIMENTS: dict[str, Callable[[], Experiment]] = {"flexgen-t4": t4}

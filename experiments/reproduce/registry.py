@@ -13,35 +13,39 @@ from pathlib import Path
 import numpy as np
 
 from experiments.reproduce.experiment import Experiment, is_judged, num_aside, summary
+from experiments.reproduce.infinigen.accuracy_policies import RESULTS
+from experiments.reproduce.paper import listing
 from flexhybrid.core.errors import InputError, unknown
 
-#: Modules in the order of the report; each has ``EXPERIMENTS``: name -> function() -> Experiment.
-MODULES = (
-    "capture.chapter",
-    "kvpr.chapter",
-    "infinigen.performance",
-    "infinigen.accuracy",
-    "cascade.chapter",
-    "cascade.confidence",
-    "flexgen",
-)
+
+def names(module: str = "") -> list[str]:
+    """Return the experiments' names in the report's order: all, or those of a module ("kvpr", "kvpr.latency").
+
+    InfiniGen's accuracy experiments are left out where no model has been measured.
+    """
+    measured = any(RESULTS.glob("*.json"))
+    functions = {name: row["function"] for name, row in listing().items()}
+    return [
+        name
+        for name, function in functions.items()
+        if f"{function}.".startswith(f"{module}." if module else "")
+        and (measured or not function.startswith("infinigen.accuracy."))
+    ]
 
 
-def experiments() -> dict[str, Callable[[], Experiment]]:
-    """Every experiment's function by its name."""
-    found: dict[str, Callable[[], Experiment]] = {}
-    for module in MODULES:
-        found.update(import_module(f"experiments.reproduce.{module}").EXPERIMENTS)
-    return found
-
-
-def names() -> list[str]:
-    return list(experiments())
+def experiments(module: str = "") -> dict[str, Callable[[], Experiment]]:
+    """Return the functions of the experiments of ``names`` by their names."""
+    return {name: _function(name) for name in names(module)}
 
 
 def run(name: str) -> Experiment:
-    """One experiment."""
-    return experiments()[name]()
+    """Run one experiment."""
+    return _function(name)()
+
+
+def _function(name: str) -> Callable[[], Experiment]:
+    module, _, function = listing()[name]["function"].rpartition(".")
+    return getattr(import_module(f"experiments.reproduce.{module}"), function)
 
 
 def reproduce(only: Sequence[str] | None, out: Path, workers: int | None = None, quiet: bool = False) -> dict:
@@ -73,16 +77,14 @@ def reproduce(only: Sequence[str] | None, out: Path, workers: int | None = None,
         except KeyboardInterrupt:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    path = report.write([done[name] for name in chosen], out)
-    found = [done[name] for name in chosen]
-    return {
-        "report": str(path), "summary": str(path.with_name(report.SUMMARY)), "held_out": _held_out(found),
-        "experiments": [_row(one) for one in found],
-    }  # fmt: skip
+    results = [done[name] for name in chosen]
+    path = report.write(results, out)
+    paths = {"report": str(path), "summary": str(path.with_name(report.SUMMARY))}
+    return {**paths, "held_out": _held_out(results), "experiments": [_row(experiment) for experiment in results]}
 
 
 def _submit(pool: ProcessPoolExecutor, chosen: Sequence[str]) -> dict:
-    """Start the workers deaf to Ctrl-C: it is for the parent, which cancels what they have not begun."""
+    """Start the workers with SIGINT ignored: Ctrl-C is for the parent, which cancels what they have not begun."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         return {pool.submit(run, name): name for name in chosen}
@@ -91,7 +93,7 @@ def _submit(pool: ProcessPoolExecutor, chosen: Sequence[str]) -> dict:
 
 
 def _check_folder(out: Path) -> None:
-    """Refuse a folder that cannot be written before any work."""
+    """Raise InputError for a folder that cannot be written, before any work."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         probe = out / ".writable"
@@ -102,17 +104,15 @@ def _check_folder(out: Path) -> None:
 
 
 def _row(experiment: Experiment) -> dict:
-    """Errors are over the held-out rows: what was fitted on proves nothing."""
+    """Return an experiment's row of the command's table; errors are over the held-out rows alone."""
     held_out, fitted = summary(experiment.rows, "validate"), summary(experiment.rows, "calibrate")
-    return {
-        "name": experiment.name, "title": experiment.title, "num_held_out": held_out.num_rows,
-        "num_fitted": fitted.num_rows, "num_aside": num_aside(experiment.rows), "median_error": held_out.median,
-        "worst_error": held_out.worst_error, "worst": held_out.worst_what,
-    }  # fmt: skip
+    counts = {"num_held_out": held_out.num_rows, "num_fitted": fitted.num_rows, "num_aside": num_aside(experiment.rows)}
+    errors = {"median_error": held_out.median, "worst_error": held_out.worst_error, "worst": held_out.worst_what}
+    return {"name": experiment.name, "title": experiment.title, **counts, **errors}
 
 
 def describe(result: dict) -> str:
-    """A table for people."""
+    """Return the result of ``reproduce`` as a table for people."""
     heads = f"{'held out':>8s} {'fitted':>6s} {'aside':>5s} {'median':>8s} {'worst':>8s}"
     lines = [f"{'experiment':20s} {heads}  worst row"]
     for row in result["experiments"]:
@@ -122,11 +122,11 @@ def describe(result: dict) -> str:
         else:
             figures = f"{'–':>8s} {'–':>8s}"
         lines.append(f"{row['name']:20s} {counts} {figures}")
-    every = result["held_out"]
-    if every["num_rows"]:
+    held_out = result["held_out"]
+    if held_out["num_rows"]:
         lines.append(
-            f"\nAll {every['num_rows']} held-out rows: median |error| {every['median_error']:.1%}; "
-            f"{every['within_10_percent']} within 10 %, {every['beyond_30_percent']} beyond 30 %."
+            f"\nAll {held_out['num_rows']} held-out rows: median |error| {held_out['median_error']:.1%}; "
+            f"{held_out['within_10_percent']} within 10 %, {held_out['beyond_30_percent']} beyond 30 %."
         )
     return "\n".join([*lines, LEGEND, "", f"Report: {result['report']}", f"All rows: {result['summary']}"])
 
@@ -138,11 +138,10 @@ again, arithmetic that tests no model, or a number that the paper itself contrad
 
 
 def _held_out(experiments: Sequence[Experiment]) -> dict:
-    """Over the held-out rows of all experiments together."""
-    judged = [one.rows[is_judged(one.rows) & (one.rows["role"] == "validate")] for one in experiments]
-    rows = [rows["error"].dropna() for rows in judged]
-    sizes = np.abs(np.concatenate(rows)) if rows else np.array([])
-    return {
-        "num_rows": len(sizes), "median_error": float(np.median(sizes)) if len(sizes) else None,
-        "within_10_percent": int((sizes <= 0.1).sum()), "beyond_30_percent": int((sizes > 0.3).sum()),
-    }  # fmt: skip
+    """Summarize the held-out rows of all experiments together."""
+    tables = [experiment.rows for experiment in experiments]
+    signed = [rows["error"].to_numpy(float)[is_judged(rows) & (rows["role"] == "validate")] for rows in tables]
+    sizes = np.abs(np.concatenate(signed)) if signed else np.array([])
+    sizes = sizes[~np.isnan(sizes)]
+    counts = {"within_10_percent": int((sizes <= 0.1).sum()), "beyond_30_percent": int((sizes > 0.3).sum())}
+    return {"num_rows": len(sizes), "median_error": float(np.median(sizes)) if len(sizes) else None, **counts}

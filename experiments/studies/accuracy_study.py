@@ -37,7 +37,7 @@ from experiments.reproduce.infinigen.accuracy_policies import (
     WEIGHT,
     h2o,
     infinigen,
-    whole_share,
+    share_of_all_layers,
 )
 from flexhybrid import shipped
 from flexhybrid.core.hardware import write_by_rename
@@ -56,7 +56,7 @@ MOST_POSITIONS = 2048
 def plain_policies(num_layers: int, alpha: float) -> list[str]:
     """What is measured on the checkpoint as it is: H2O at InfiniGen's share in its choosing layers, and at its share of
     all layers."""
-    budgets = [h2o(share) for share in SHARES] + [h2o(whole_share(num_layers, share)) for share in (0.1, 0.2)]
+    budgets = [h2o(share) for share in SHARES] + [h2o(share_of_all_layers(num_layers, share)) for share in (0.1, 0.2)]
     return [*dict.fromkeys(budgets), *(infinigen(cap=share) for share in SHARES), infinigen(alpha, 0.2)]
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from experiments import reference
+from experiments.reproduce import registry
 from experiments.reproduce.calibrate import MOST_CONSTANTS
-from experiments.reproduce.capture import chapter as capture
 from experiments.reproduce.capture import figures as capture_figures
 from experiments.reproduce.capture import setup as capture_setup
 from experiments.reproduce.capture import systems as capture_systems
@@ -23,7 +23,7 @@ from sim.simulate import simulate
 
 @cache
 def experiment(name: str) -> Experiment:
-    return capture.EXPERIMENTS[name]()
+    return registry.run(name)
 
 
 def row(name: str, start: str):
@@ -163,8 +163,8 @@ def test_why_66b_is_slower_than_it_could_be():
 
 def test_headline_ratios():
     rows = experiment("capture-headlines").rows
-    assert list(rows["source"].str.split().str[0]) == list(capture.HEADLINES)
-    assert capture.error_factor(rows) <= 0.15
+    assert list(rows["source"].str.split().str[0]) == list(capture_systems.HEADLINES)
+    assert capture_systems.error_factor(rows) <= 0.15
     assert capture_setup.geomean(rows["error"].abs()) <= 0.15
     assert rows["error"].abs().max() <= 0.35
 
@@ -252,7 +252,7 @@ LEFT_OUT: set[str] = set()
 def test_every_result_of_the_papers_is_somewhere():
     shown = {
         source.split()[0]
-        for name in capture.EXPERIMENTS
+        for name in registry.names("capture")
         for source, paper in zip(experiment(name).rows["source"], experiment(name).rows["paper"], strict=True)
         if source and paper == paper
     }
@@ -265,7 +265,7 @@ def test_every_result_of_the_papers_is_somewhere():
 
 
 def test_judged_rows_have_the_reference_tables_role_and_number():
-    for name in capture.EXPERIMENTS:
+    for name in registry.names("capture"):
         for found in experiment(name).rows.itertuples():
             if found.source.startswith("ch") and found.role != "context":
                 line = reference.rows("capture_headlines", id=found.source.split()[0]).iloc[0]

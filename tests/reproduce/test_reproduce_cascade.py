@@ -9,7 +9,7 @@ from experiments.reproduce import registry
 from experiments.reproduce.cascade import accuracy as cascade_accuracy
 from experiments.reproduce.cascade import serving as cascade_serving
 from experiments.reproduce.cascade import setup as cascade_setup
-from experiments.reproduce.cascade.setup import FAMILIES, System, family, kept, perfect_ratio, routing_ratio
+from experiments.reproduce.cascade.setup import FAMILIES, CascadeSystem, family, kept, perfect_ratio, routing_ratio
 from experiments.reproduce.experiment import is_judged
 
 
@@ -44,8 +44,8 @@ def test_what_is_possible_is_what_the_arithmetic_says():
 
 def test_simulated_energy_has_the_printed_ratio_where_that_is_possible():
     joules = {}
-    rate = cascade_serving.LOAD * cascade_setup.most(System("GPT", "giant"))
-    for system in (System("GPT", "giant"), System("GPT", "EO")):
+    rate = cascade_serving.LOAD * cascade_setup.highest_rate(CascadeSystem("GPT", "giant"))
+    for system in (CascadeSystem("GPT", "giant"), CascadeSystem("GPT", "EO")):
         joules[system.mode] = cascade_setup.run(system, rate, 5000).joules_per_request
     assert joules["giant"] / joules["EO"] == pytest.approx(130 / 31, rel=0.2)
 

@@ -10,6 +10,7 @@ import pytest
 
 from experiments import reference
 from experiments.bench import cascade as bench_cascade
+from experiments.reproduce import registry
 from experiments.reproduce.cascade import confidence as cascade
 from experiments.reproduce.experiment import Experiment
 from experiments.studies import cascade_study
@@ -19,7 +20,7 @@ from flexhybrid.cascade.thresholds.fit import Fitted
 
 @pytest.fixture(scope="module")
 def done() -> dict[str, Experiment]:
-    return {name: make() for name, make in cascade.EXPERIMENTS.items()}
+    return {name: make() for name, make in registry.experiments("cascade.confidence").items()}
 
 
 def test_rows_say_what_the_reference_says(done):

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from experiments import reference
-from experiments.reproduce import flexgen
+from experiments.reproduce import flexgen, registry
 from experiments.reproduce.calibrate import MOST_CONSTANTS
-from experiments.reproduce.infinigen import performance as infinigen
 from experiments.reproduce.infinigen import setup
 from flexhybrid.core.errors import InputError
 from sim import catalogue, presets
@@ -24,7 +23,7 @@ ACCURACY = {"ih002", "ih009", *(f"ih{i:03d}" for i in range(12, 22)), "ih030", "
 @pytest.fixture(scope="module")
 def done() -> dict:
     """Every InfiniGen experiment, run once."""
-    return {name: make() for name, make in infinigen.EXPERIMENTS.items()}
+    return {name: make() for name, make in registry.experiments("infinigen.performance").items()}
 
 
 def row(experiment, row_id: str):

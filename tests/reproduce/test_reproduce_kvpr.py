@@ -12,13 +12,14 @@ import pandas as pd
 import pytest
 
 from experiments import reference
+from experiments.reproduce import registry
 from experiments.reproduce.calibrate import MOST_CONSTANTS
 from experiments.reproduce.experiment import Experiment
 from experiments.reproduce.kvpr import figures as kvpr_figures
 from experiments.reproduce.kvpr import latency as kvpr_latency
 from experiments.reproduce.kvpr import setup
 from experiments.reproduce.kvpr import throughput as kvpr_throughput
-from experiments.reproduce.kvpr.chapter import EXPERIMENTS
+from experiments.reproduce.paper import KVPR
 from flexhybrid.core.plan import stream
 from flexhybrid.core.problem import problem_of
 from flexhybrid.core.wave import admit
@@ -32,9 +33,12 @@ TABLES = {"kvpr_table1": ("Table 1",), "kvpr_table2": ("Table 2",), "kvpr_table3
 LEFT_OUT: set[str] = set()
 
 
+EXPERIMENTS = registry.names("kvpr")
+
+
 @cache
 def experiment(name: str) -> Experiment:
-    return EXPERIMENTS[name]()
+    return registry.run(name)
 
 
 @cache
@@ -66,7 +70,7 @@ def judged() -> pd.DataFrame:
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_an_experiment_has_its_name_and_says_where_it_misses(name):
     one = experiment(name)
-    assert one.name == name and one.paper == setup.PAPER and one.figures
+    assert one.name == name and one.paper == KVPR.title and one.figures
     judged_here = one.rows[one.rows["role"] != "context"]
     if (judged_here["error"].abs() > 0.15).any():
         assert one.mismatches
@@ -321,7 +325,7 @@ def test_figure14_one_host_for_all():
 def test_closed_form_is_the_virtual_clock_for_a_column(policy):
     shape, hardware, generated = setup.shape_of("OPT-6.7B"), setup.rtx5000(), 3
     closed = setup.run_column(shape, hardware, policy, 256, generated).row()
-    bounded = replace(policy, max_mini_batch_tokens=int(setup.column_bound(256, generated)))
+    bounded = replace(policy, max_mini_batch_tokens=int(setup.mini_batch_tokens(256, generated)))
     wave = admit(problem_of(shape, setup.BYTES, hardware), bounded, Workload.uniform(256, 256, generated))
     clock = summarize(run(stream(wave), hardware))
     assert closed["num_mini_batches"] == len(wave.mini_batches)

@@ -53,12 +53,16 @@ def bars(**changes) -> Figure:
     )
 
 
+def constant(name, value, unit, low, high, why, fitted_on=None) -> Constant:
+    return Constant(name=name, value=value, unit=unit, low=low, high=high, why=why, fitted_on=fitted_on)
+
+
 def experiment(**changes) -> Experiment:
     fields = dict(
-        name="fig-3", paper="A paper, 2024", title="Figure 3", what="They ran <b>OPT</b> & more.\nTwice.",
+        name="fig-3", paper="A paper, 2024", title="Figure 3", description="They ran <b>OPT</b> & more.\nTwice.",
         rows=table(ROWS), figures=(curve(), bars()),
-        constants=(Constant("launch_s", 5e-6, "s", 1e-6, 1e-4, "a kernel launch", fitted_on="calibrate rows"),
-                   Constant("gemm_share", 0.71, "of peak", 0.5, 0.95, "datasheet")),
+        constants=(constant("launch_s", 5e-6, "s", 1e-6, 1e-4, "a kernel launch", fitted_on="calibrate rows"),
+                   constant("gemm_share", 0.71, "of peak", 0.5, 0.95, "datasheet")),
         notes=("decode only",), mismatches=("batch 64 is <25 %> too slow",),
     )  # fmt: skip
     return Experiment(**{**fields, **changes})
@@ -174,9 +178,9 @@ def test_text_is_escaped(written):
     assert "OPT-30B & <friends>" in page.text and "batch 64 is <25 %> too slow" in page.text
     hostile = '"><script>alert(1)</script>'
     made = experiment(
-        paper=hostile, title=hostile, what=hostile, notes=(hostile,), mismatches=(hostile,),
+        paper=hostile, title=hostile, description=hostile, notes=(hostile,), mismatches=(hostile,),
         rows=table([{"what": hostile, hostile: hostile, "ours": 1, "unit": hostile, "source": hostile}]),
-        constants=(Constant(hostile, 1, hostile, 0, 2, hostile, fitted_on=hostile),),
+        constants=(constant(hostile, 1, hostile, 0, 2, hostile, fitted_on=hostile),),
         figures=(curve(title=hostile, x_label=hostile, y_label=hostile),),
     )  # fmt: skip
     page = Page(report.page([made], [report.section(made, [b""])]))
@@ -204,7 +208,7 @@ def test_csv_holds_the_rows_exactly(written):
 @pytest.mark.parametrize("value, low, high", [(0.4, 0.5, 1), (1.1, 0.5, 1), (math.nan, 0, 1), (1, 2, 0), ("1", 0, 2)])
 def test_a_constant_outside_its_range_is_refused(value, low, high):
     with pytest.raises(InputError, match="gemm_share"):
-        Constant("gemm_share", value, "of peak", low, high, "datasheet")
+        constant("gemm_share", value, "of peak", low, high, "datasheet")
 
 
 @pytest.mark.parametrize(
@@ -221,7 +225,7 @@ def test_a_constant_outside_its_range_is_refused(value, low, high):
         (lambda: table([{"what": "x"}]), "'ours'"),
         (lambda: curve(kind="pie"), "'pie'"),
         (lambda: curve(y="speed"), "'speed'"),
-        (lambda: curve(paper=pd.DataFrame({"batch": [1]})), "paper lacks column 'rate'"),
+        (lambda: curve(paper=pd.DataFrame({"batch": [1]})), "paper has no column 'rate'"),
         (lambda: curve(y="system"), "must be numbers"),
     ],
 )

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import cache
 
 import numpy as np
-import pandas as pd
 
-from experiments import reference
 from experiments.reproduce.capture import setup
-from experiments.reproduce.capture.setup import PROMPTS, context, geomean, headlines
-from experiments.reproduce.experiment import ARITHMETIC, Experiment, Figure, table
+from experiments.reproduce.capture.setup import PROMPTS, geomean
+from experiments.reproduce.experiment import ARITHMETIC, Experiment, bars, lines
+from experiments.reproduce.paper import CAPTURE, context, contexts, points
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.context.cache_entries import Part
 from flexhybrid.core.hardware import Hardware
@@ -40,7 +40,7 @@ GIB = 2**30
 
 @cache
 def loads_of(batch: int) -> dict[str, Prediction]:
-    """FlexGen and hybrid_full over PROMPTS; the latter with the share of the ablation's batch."""
+    """Predict FlexGen and hybrid_full over PROMPTS; the latter with the share of the ablation's batch."""
     hardware, prompts = setup.hardware(), np.array(PROMPTS)
     return {
         "FlexGen": setup.run_flexgen(MODEL, prompts, batch),
@@ -52,60 +52,53 @@ def _share() -> float:
     return setup.share_of("hybrid_full", MODEL, setup.hardware())
 
 
-def step_gb(prediction: Prediction, kinds: tuple[str, ...]) -> np.ndarray:
-    """GB from host to GPU a decode step; the prefill streams the weights once as well."""
-    found = prediction.traffic_bytes["h2d"]
-    rounds = {"weights": setup.GENERATED}
-    return sum(found[kind] / rounds.get(kind, STEPS) for kind in kinds if kind in found) / 1e9
+def step_gb(prediction: Prediction, cargo: tuple[str, ...]) -> np.ndarray:
+    """Return the GB from host to GPU a decode step; the prefill streams the weights once as well."""
+    moved, rounds = prediction.traffic_bytes["h2d"], {"weights": setup.GENERATED}
+    steps = [moved[kind] / rounds.get(kind, STEPS) for kind in cargo if kind in moved]
+    return np.asarray(sum(steps) / 1e9)
 
 
 CACHE_ALONE, WITH_WEIGHTS = ("kv", "act"), ("weights", "kv", "act", "hidden")
 
 
-def traffic_reduction(batch: int, kinds: tuple[str, ...] = CACHE_ALONE) -> float:
-    """The largest over PROMPTS."""
-    found = loads_of(batch)
-    return float((step_gb(found["FlexGen"], kinds) / step_gb(found["hybrid_full"], kinds)).max())
+def traffic_reduction(batch: int, cargo: tuple[str, ...] = CACHE_ALONE) -> float:
+    """Return FlexGen's traffic over hybrid_full's, the largest over PROMPTS."""
+    flexgen, full = (step_gb(prediction, cargo) for prediction in loads_of(batch).values())
+    return float((flexgen / full).max())
 
 
 def figure13() -> Experiment:
     rows = [
-        *headlines("ch027 ch075", traffic_reduction(32), "cache traffic of FlexGen over hybrid_full, batch 32"),
-        *headlines("ch028 ch076", traffic_reduction(64), "cache traffic of FlexGen over hybrid_full, batch 64"),
+        *CAPTURE.headlines("ch027 ch075", traffic_reduction(32), "cache traffic of FlexGen over hybrid_full, batch 32"),
+        *CAPTURE.headlines("ch028 ch076", traffic_reduction(64), "cache traffic of FlexGen over hybrid_full, batch 64"),
     ]
     with_weights = {batch: traffic_reduction(batch, WITH_WEIGHTS) for batch in (32, 64)}
     for batch, row_id in ((32, "ch027"), (64, "ch028")):
-        printed = reference.value("capture_headlines", id=row_id)
         own = setup.bytes_reduction(setup.share_of("hybrid_full", MODEL, setup.hardware(), batch))
-        rows.append(context(f"the same with weights, batch {batch}", with_weights[batch], "x", printed, row_id))
-        rows.append(context(
-            f"the same without, at Algorithm 1's share for batch {batch}", own, "x", printed, row_id
-        ))  # fmt: skip
-    whole = setup.run_shares(MODEL, setup.hardware(), [0.0, 1.0], walk=False)
-    halved = 100 * float(1 - step_gb(whole, CACHE_ALONE)[1] / step_gb(whole, CACHE_ALONE)[0])
-    rows += headlines("ch011 ch057", halved, "traffic and memory saved by ACT instead of KV", aside=ARITHMETIC)
-    frames = []
+        quantity = f"traffic of FlexGen over hybrid_full with weights, batch {batch}"
+        rows.append(CAPTURE.beside(row_id, with_weights[batch], quantity))
+        quantity = f"cache traffic of KV alone over that at Algorithm 1's share for batch {batch}"
+        rows.append(CAPTURE.beside(row_id, own, quantity))
+    kv_alone, act_alone = step_gb(setup.run_shares(MODEL, setup.hardware(), [0.0, 1.0], walk=False), CACHE_ALONE)
+    halved = 100 * float(1 - act_alone / kv_alone)
+    rows += CAPTURE.headlines("ch011 ch057", halved, "traffic and memory saved by ACT instead of KV", aside=ARITHMETIC)
+    shown, prompts = {}, list(map(str, PROMPTS))
     for batch in (32, 64):
         for system, prediction in loads_of(batch).items():
+            shown[f"{system}, {batch}"] = step_gb(prediction, CACHE_ALONE)
             for kind in WITH_WEIGHTS[:3]:
                 moved = step_gb(prediction, (kind,)) * np.ones(len(PROMPTS))
-                rows += [
-                    context(f"{system}, batch {batch}, prompt {prompt}, {kind} a step", gb, "GB")
-                    for prompt, gb in zip(PROMPTS, moved, strict=True)
-                    if gb
-                ]  # fmt: skip
-            total = step_gb(prediction, CACHE_ALONE)
-            frames.append(
-                pd.DataFrame({"prompt": list(map(str, PROMPTS)), "gb": total, "system": f"{system}, {batch}"})
-            )
-    figure = Figure(
-        "traffic", "bar", pd.concat(frames), "prompt", "gb", "system", f"{MODEL}, host to GPU, KV and ACT",
-        "prompt tokens", "GB a decode step",
-    )  # fmt: skip
-    return Experiment(
-        "capture-fig13", setup.PAPER, "CAPTURE Fig. 9 / HybridServe Fig. 13: host-to-GPU traffic",
-        "Bytes that cross the link in the decode of OPT-30B, batches of 32 and 64, FlexGen and the whole system.",
-        table(rows), (figure,), setup.all_constants(),
+                if moved.any():
+                    quantity = f"{{series}}, batch {batch}, prompt {{x}}, {kind} a step"
+                    rows += contexts({system: moved}, prompts, quantity, "GB")
+    frame, title = points(shown, prompts, "prompt", "gb", "system"), f"{MODEL}, host to GPU, KV and ACT"
+    figure = bars("traffic", frame, title, "prompt tokens", "GB a decode step")
+    return CAPTURE.experiment(
+        "capture-fig13",
+        rows,
+        figures=(figure,),
+        constants=setup.all_constants(),
         notes=(
             f"Prompt lengths assumed: {', '.join(map(str, PROMPTS))}. The figure's bars are of KV and of KV and ACT, "
             "so weights are left out of the rows judged; with them in the rows below.",
@@ -116,7 +109,7 @@ def figure13() -> Experiment:
             f"alone, not on the batch; with the weights it grows ({with_weights[32]:.2f}, {with_weights[64]:.2f}), "
             "but is smaller than printed at both.",
         ),
-    )  # fmt: skip
+    )
 
 
 # ---- CAPTURE Fig. 10, HybridServe Fig. 14
@@ -126,11 +119,13 @@ SHORTER_PROMPTS = (256, 512, 1024, 1920)  #: the other likely set
 
 
 def _busy(batch: int, prompts: tuple[int, ...], own_share: bool = False) -> float:
-    """GPU at work in hybrid_full, %, mean over prompts. ``own_share``: Algorithm 1 knows batch and prompt length."""
+    """Return the GPU's time at work in hybrid_full (%), the mean over prompts.
+
+    ``own_share``: Algorithm 1 knows batch and prompt length.
+    """
     hardware = setup.hardware()
-    share = (
-        [setup.share_of("hybrid_full", MODEL, hardware, batch, prompt) for prompt in prompts] if own_share else _share()
-    )
+    own = [setup.share_of("hybrid_full", MODEL, hardware, batch, prompt) for prompt in prompts] if own_share else None
+    share = own or _share()
     return 100 * float(setup.run_shares(MODEL, hardware, share, batch, np.array(prompts)).busy["compute"].mean())
 
 
@@ -141,46 +136,36 @@ def figure14() -> Experiment:
         for system, prediction in loads_of(batch).items()
     }
     gains = np.stack([busy["hybrid_full", batch] / busy["FlexGen", batch] for batch in BATCHES])
-    rows = []
-    for system, small, large in (
-        ("FlexGen", "ch031 ch079", "ch032 ch080"),
-        ("hybrid_full", "ch033 ch081", "ch034 ch082"),
-    ):
-        for ids, batch in ((small, 32), (large, 128)):
-            rows += headlines(
-                ids, busy[system, batch].mean(), f"GPU at work, {system}, batch {batch}, mean over prompts"
-            )
-    rows += headlines("ch029 ch077", gains.mean(), "hybrid_full over FlexGen, mean of all")
-    rows += headlines("ch030 ch078", gains[-1].max(), "hybrid_full over FlexGen, at most, batch 128")
-    rows += headlines("ch007 ch052", busy["FlexGen", 128].min(), "GPU at work, FlexGen, batch 128, least over prompts")
+    printed = {
+        ("FlexGen", 32): "ch031 ch079",
+        ("FlexGen", 128): "ch032 ch080",
+        ("hybrid_full", 32): "ch033 ch081",
+        ("hybrid_full", 128): "ch034 ch082",
+    }
+    rows, paper = [], []
+    for (system, batch), ids in printed.items():
+        quantity = f"GPU at work, {system}, batch {batch}, mean over prompts"
+        rows += CAPTURE.headlines(ids, busy[system, batch].mean(), quantity)
+        paper.append({"batch": str(batch), "percent": CAPTURE.value(ids.split()[0]), "system": system})
+    least = busy["FlexGen", 128].min()
+    rows += CAPTURE.headlines("ch029 ch077", gains.mean(), "hybrid_full over FlexGen, mean of all")
+    rows += CAPTURE.headlines("ch030 ch078", gains[-1].max(), "hybrid_full over FlexGen, at most, batch 128")
+    rows += CAPTURE.headlines("ch007 ch052", least, "GPU at work, FlexGen, batch 128, least over prompts")
     for batch, row_id in ((32, "ch033"), (128, "ch034")):
-        rows.append(context(
-            f"GPU at work, hybrid_full, batch {batch}, mean over prompts of 256 to 1920",
-            _busy(batch, SHORTER_PROMPTS), "%",
-            reference.value("capture_headlines", id=row_id), row_id,
-        ))  # fmt: skip
-    for (system, batch), percents in busy.items():
-        rows += [context(f"{system}, batch {batch}, prompt {prompt}", percent, "%")
-                 for prompt, percent in zip(PROMPTS, percents, strict=True)]  # fmt: skip
-    frame = pd.DataFrame([
+        quantity = f"GPU at work, hybrid_full, batch {batch}, mean over prompts of 256 to 1920"
+        rows.append(CAPTURE.beside(row_id, _busy(batch, SHORTER_PROMPTS), quantity))
+    by_run = {f"{system}, batch {batch}": percents for (system, batch), percents in busy.items()}
+    rows += contexts(by_run, PROMPTS, "{series}, prompt {x}", "%")
+    means = [
         {"batch": str(batch), "percent": percents.mean(), "system": system}
         for (system, batch), percents in busy.items()
-    ])  # fmt: skip
-    paper = pd.DataFrame([
-        {"batch": batch, "percent": reference.value("capture_headlines", id=row_id), "system": system}
-        for system, batch, row_id in (
-            ("FlexGen", "32", "ch031"), ("FlexGen", "128", "ch032"), ("hybrid_full", "32", "ch033"),
-            ("hybrid_full", "128", "ch034"),
-        )
-    ])  # fmt: skip
-    figure = Figure(
-        "utilisation", "bar", frame, "batch", "percent", "system", f"{MODEL}, mean over prompts", "batch",
-        "% of the decode's time", paper,
-    )  # fmt: skip
-    return Experiment(
-        "capture-fig14", setup.PAPER, "CAPTURE Fig. 10 / HybridServe Fig. 14: GPU utilisation",
-        "Share of the time in which a kernel runs on the GPU; OPT-30B, batches from 32 to 128.",
-        table(rows), (figure,), setup.all_constants(),
+    ]
+    figure = bars("utilisation", means, f"{MODEL}, mean over prompts", "batch", "% of the decode's time", paper=paper)
+    return CAPTURE.experiment(
+        "capture-fig14",
+        rows,
+        figures=(figure,),
+        constants=setup.all_constants(),
         notes=(
             f"Of the decode; prompt lengths assumed: {', '.join(map(str, PROMPTS))}. hybrid_full has {_share():.0%} "
             "of its tokens as ACT, as in the ablation. With a share for each batch the GPU would be at work "
@@ -197,7 +182,7 @@ def figure14() -> Experiment:
             "printed 35.6 %. The prompt lengths are not printed: with 256 to 1920 tokens it is "
             f"{_busy(32, SHORTER_PROMPTS):.0f} %, and shorter prompts bring it further down.",
         ),
-    )  # fmt: skip
+    )
 
 
 # ---- CAPTURE Fig. 2, HybridServe Fig. 3
@@ -207,13 +192,13 @@ SATURATION_PROMPTS = (128, 256, 512, 1024)
 
 
 def knee(prompt: int, plain: bool = False) -> float:
-    """Requests at which keys and values take as long on the link as the weights: throughput is half its limit.
+    """Return the requests at which keys and values take as long on the link as the weights.
 
-    ``plain``: all weights cross, and all copies at one rate; else as FlexGen runs here.
+    Throughput is then half its limit. ``plain``: all weights cross, all copies at one rate; else as FlexGen runs here.
     """
     hardware = setup.hardware() if plain else setup.flexgen_hardware()
-    found = setup.run_shares(MODEL, hardware, [0.0], prompt=prompt) if plain else setup.run_flexgen(MODEL, prompt)
-    moved = found.traffic_bytes["h2d"]
+    run = setup.run_shares(MODEL, hardware, [0.0], prompt=prompt) if plain else setup.run_flexgen(MODEL, prompt)
+    moved = run.traffic_bytes["h2d"]
     weights, kv = (
         float(moved[kind][0]) / rounds * hardware.line(verb, "h2d").s_per_byte
         for kind, rounds, verb in (("weights", setup.GENERATED, "load_weights"), ("kv", STEPS, "load_kv"))
@@ -222,43 +207,41 @@ def knee(prompt: int, plain: bool = False) -> float:
 
 
 def kv_gib_a_step(batch: int, context_tokens: int) -> float:
-    found = setup.run_shares(MODEL, setup.hardware(), [0.0], batch, context_tokens, 2, walk=False)
-    return float(found.traffic_bytes["h2d"]["kv"][0]) / GIB
+    run = setup.run_shares(MODEL, setup.hardware(), [0.0], batch, context_tokens, 2, walk=False)
+    return float(run.traffic_bytes["h2d"]["kv"][0]) / GIB
 
 
 def figure3() -> Experiment:
-    frames, growth = [], {}
+    rates = {}
     for prompt in SATURATION_PROMPTS:
         policy = replace(setup.flexgen_placement(MODEL, prompt), max_batch=None)
         lengths = [(batch, prompt, setup.GENERATED) for batch in SATURATION_BATCHES]
         outcomes = simulate_many(setup.shape_of(MODEL), setup.flexgen_hardware(), policy, lengths, setup.BYTES)
-        rates = [outcome.tokens_per_s for outcome in outcomes]
-        frames.append(pd.DataFrame({"batch": SATURATION_BATCHES, "rate": rates, "prompt": f"prompt {prompt}"}))
-        growth[prompt] = rates[SATURATION_BATCHES.index(128)] / rates[0]
+        rates[f"prompt {prompt}"] = setup.tokens_per_s(outcomes)
     knees = {prompt: knee(prompt) for prompt in SATURATION_PROMPTS}
     plain = {prompt: knee(prompt, plain=True) for prompt in SATURATION_PROMPTS}
+    at_128 = SATURATION_BATCHES.index(128)
+    growth = {prompt: rates[f"prompt {prompt}"][at_128] / rates[f"prompt {prompt}"][0] for prompt in SATURATION_PROMPTS}
+    outweighs, kv = "batch at which the cache outweighs the weights", "KV a decode step at 1024 tokens"
+    linear = "throughput at batch 128 over batch 16 (linear: 8)"
     rows = [
-        *headlines("ch004", knees[128], "batch at which the cache outweighs the weights, prompt 128"),
-        *headlines("ch050", knees[256], "batch at which the cache outweighs the weights, prompt 256"),
-        *headlines("ch005", kv_gib_a_step(16, 1024), "KV a decode step at 1024 tokens, batch 16 (GiB)",
-                   aside=ARITHMETIC),
-        *headlines("ch006 ch051", kv_gib_a_step(128, 1024), "KV a decode step at 1024 tokens, batch 128 (GiB)",
-                   aside=ARITHMETIC),
-        *(context(f"batch at which the cache outweighs the weights, prompt {prompt}", knees[prompt], "requests")
-          for prompt in (512, 1024)),
-        *(context(f"the same, all weights on the host and all copies alike, prompt {prompt}", plain[prompt], "requests")
-          for prompt in SATURATION_PROMPTS),
-        *(context(f"throughput at batch 128 over batch 16 (linear: 8), prompt {prompt}", growth[prompt], "x")
-          for prompt in SATURATION_PROMPTS),
-    ]  # fmt: skip
-    figure = Figure(
-        "saturation", "line", pd.concat(frames), "batch", "rate", "prompt", f"FlexGen, {MODEL}", "batch", "tokens/s",
-        log_x=True,
-    )  # fmt: skip
-    return Experiment(
-        "capture-fig3", setup.PAPER, "CAPTURE Fig. 2 / HybridServe Fig. 3: FlexGen saturates",
-        "FlexGen's throughput over the batch, OPT-30B, for several prompt lengths; keys and values loaded a step.",
-        table(rows), (figure,), setup.all_constants(),
+        *CAPTURE.headlines("ch004", knees[128], f"{outweighs}, prompt 128"),
+        *CAPTURE.headlines("ch050", knees[256], f"{outweighs}, prompt 256"),
+        *CAPTURE.headlines("ch005", kv_gib_a_step(16, 1024), f"{kv}, batch 16 (GiB)", aside=ARITHMETIC),
+        *CAPTURE.headlines("ch006 ch051", kv_gib_a_step(128, 1024), f"{kv}, batch 128 (GiB)", aside=ARITHMETIC),
+        *(context(f"{outweighs}, prompt {prompt}", knees[prompt], "requests") for prompt in (512, 1024)),
+    ]
+    for prompt in SATURATION_PROMPTS:
+        quantity = f"{outweighs}, all weights on the host and all copies at one rate, prompt {prompt}"
+        rows.append(context(quantity, plain[prompt], "requests"))
+        rows.append(context(f"{linear}, prompt {prompt}", growth[prompt], "x"))
+    frame = points(rates, SATURATION_BATCHES, "batch", "rate", "prompt")
+    figure = lines("saturation", frame, f"FlexGen, {MODEL}", "batch", "tokens/s", log="x")
+    return CAPTURE.experiment(
+        "capture-fig3",
+        rows,
+        figures=(figure,),
+        constants=setup.all_constants(),
         notes=(
             "The papers' throughput grows linearly up to batch 256 (HybridServe) or 128 (CAPTURE). Ours bends where "
             "loading the cache takes as long as loading the weights.",
@@ -273,7 +256,7 @@ def figure3() -> Experiment:
             "times, not 8.",
             "HybridServe's throughput even falls beyond the knee. Nothing here makes it fall.",
         ),
-    )  # fmt: skip
+    )
 
 
 # ---- CAPTURE Fig. 3, HybridServe Fig. 4
@@ -285,20 +268,17 @@ RECOMPUTE_BATCH = 64
 
 @cache
 def recompute_factors(model: str, way: str) -> np.ndarray:
-    """A decode step's latency over that without recomputing, for RECOMPUTED; ``way``: of ``_copies``."""
+    """Return a decode step's latency over that without recomputing, for RECOMPUTED; ``way``: of ``_copies``."""
     policy = presets.token_recompute(0.5, setup.MINI_BATCH_TOKENS)
-    found = predict(
-        setup.shape_of(model), _copies()[way], setup.BYTES,
-        Candidates(
-            policy, RECOMPUTE_BATCH, RECOMPUTE_SETTINGS[model], 2, cache={"tok": RECOMPUTED, "kv@host": 1 - RECOMPUTED}
-        ),
-    )  # fmt: skip
-    return found.decode_s / found.decode_s[0]
+    cache_entries = {"tok": RECOMPUTED, "kv@host": 1 - RECOMPUTED}
+    candidates = Candidates(policy, RECOMPUTE_BATCH, RECOMPUTE_SETTINGS[model], 2, cache=cache_entries)
+    decode_s = predict(setup.shape_of(model), _copies()[way], setup.BYTES, candidates).decode_s
+    return decode_s / decode_s[0]
 
 
 @cache
 def _copies() -> dict[str, Hardware]:
-    """How keys, values and weights may cross the link."""
+    """Return the machines of the ways in which keys, values and weights may cross the link."""
     relayed = setup.flexgen_hardware()
     line = relayed.line("load_kv", "h2d")
     return {
@@ -309,40 +289,33 @@ def _copies() -> dict[str, Hardware]:
 
 
 def figure4() -> Experiment:
-    rows, frames = [], []
+    rows, factors = [], {}
     for model, half_id, fifth_id in (("OPT-30B", "ch008", "ch053"), ("OPT-66B", "ch009", "ch054")):
         for way in _copies():
-            factors = recompute_factors(model, way)
+            of_way = factors[f"{model}, {way}"] = recompute_factors(model, way)
             for row_id, ratio in ((half_id, 0.5), (fifth_id, 0.2)):
-                row = headlines(
-                    row_id, float(np.interp(ratio, RECOMPUTED, factors)),
-                    f"step latency, {model}, {ratio:.0%} of tokens recomputed, {way}",
-                )[0]  # fmt: skip
+                quantity = f"step latency, {model}, {ratio:.0%} of tokens recomputed, {way}"
+                row = CAPTURE.headline(row_id, float(np.interp(ratio, RECOMPUTED, of_way)), quantity)
                 rows.append(row if way == "cache relayed" else row | {"role": "context"})
-            frames.append(pd.DataFrame({
-                "percent": 100 * RECOMPUTED, "factor": factors, "setting": f"{model}, {way}"
-            }))  # fmt: skip
-    asked = Candidates(
-        presets.token_recompute(0.2), RECOMPUTE_BATCH, 1280, 2,
-        cache={"tok": np.array([0.0, 0.2]), "kv@host": np.array([1.0, 0.8])},
-    )  # fmt: skip
-    moved = predict(setup.shape_of(MODEL), setup.hardware(), setup.BYTES, asked, walk=False).traffic_bytes["h2d"]["kv"]
-    rows += headlines(
-        "ch056", 100 * float(1 - moved[1] / moved[0]), "KV not loaded at 20 % recomputed", aside=ARITHMETIC
-    )
-    figure = Figure(
-        "recompute", "line", pd.concat(frames), "percent", "factor", "setting", f"Batch {RECOMPUTE_BATCH}",
-        "% of tokens recomputed from their ids", "latency over no recomputing",
-    )  # fmt: skip
+    policy, cache_entries = presets.token_recompute(0.2), {"tok": np.array([0.0, 0.2]), "kv@host": np.array([1.0, 0.8])}
+    candidates = Candidates(policy, RECOMPUTE_BATCH, 1280, 2, cache=cache_entries)
+    run = predict(setup.shape_of(MODEL), setup.hardware(), setup.BYTES, candidates, walk=False)
+    without, moved = run.traffic_bytes["h2d"]["kv"]
+    saved = 100 * float(1 - moved / without)
+    rows += CAPTURE.headlines("ch056", saved, "KV not loaded at 20 % recomputed", aside=ARITHMETIC)
+    frame = points(factors, 100 * RECOMPUTED, "percent", "factor", "setting")
+    x_label = "% of tokens recomputed from their ids"
+    figure = lines("recompute", frame, f"Batch {RECOMPUTE_BATCH}", x_label, "latency over no recomputing")
     at = {
         (way, ratio): float(np.interp(ratio, RECOMPUTED, recompute_factors("OPT-30B", way)))
         for way in _copies()
         for ratio in (0.2, 0.5)
     }
-    return Experiment(
-        "capture-fig4", setup.PAPER, "CAPTURE Fig. 3 / HybridServe Fig. 4: token recomputation",
-        "Latency of a decode step when a share of the tokens is recomputed from its ids through all layers, over none.",
-        table(rows), (figure,), setup.all_constants(),
+    return CAPTURE.experiment(
+        "capture-fig4",
+        rows,
+        figures=(figure,),
+        constants=setup.all_constants(),
         notes=(
             "1.45x (30B, context 1024) and 1.31x (66B, 512) are quoted at 50 % by HybridServe and at 20 % by CAPTURE; "
             "which system ran it is not said. Both, with FlexGen's copies as elsewhere (judged), with weights copied "
@@ -356,27 +329,38 @@ def figure4() -> Experiment:
             "the nearer the 50 % reading; the 20 % reading is met in none, as a fifth hides behind the loads or "
             "nearly so. CAPTURE's 20 % looks like the slip.",
         ),
-    )  # fmt: skip
+    )
 
 
 # ---- CAPTURE Fig. 5, HybridServe Fig. 6
 
 LAYER_BATCHES, LAYER_CONTEXTS = (16, 32, 64), (512, 1024, 2048)
 PARTS = {
-    "kv_gen": "KV-Gen", "project": "QKV", "attend_recomputed": "attention", "assemble": "attention",
-    "attend": "attention", "finish": "projection and FFN",
-}  # fmt: skip
+    "kv_gen": "KV-Gen",
+    "project": "QKV",
+    "attend_recomputed": "attention",
+    "assemble": "attention",
+    "attend": "attention",
+    "finish": "projection and FFN",
+}
 
 
 def layer_seconds(way: str, batch: int, context_tokens: int) -> dict[str, float]:
-    """Part -> seconds of one layer in one decode step, all of whose context is recomputed: "act" or "tok"."""
-    policy = presets.act_only() if way == "act" else presets.token_recompute(0.5)
-    blocks = context_tokens // BLOCK_TOKENS
-    part = Part("act@device", "act", "device")
+    """Return part -> seconds of one layer in one decode step that recomputes all its context from "act" or "tok"."""
+    from_act = way == "act"
+    policy = presets.act_only() if from_act else presets.token_recompute(0.5)
+    blocks, part = context_tokens // BLOCK_TOKENS, Part("act@device", "act", "device")
     counts = StepCounts(
-        False, batch, 1, context_tokens if way == "act" else 0, {part: batch * blocks} if way == "act" else {},
-        {part: batch} if way == "act" else {}, blocks if way == "act" else 0, {}, 0 if way == "act" else context_tokens,
-    )  # fmt: skip
+        prefill=False,
+        batch=batch,
+        width=1,
+        context=context_tokens if from_act else 0,
+        blocks={part: batch * blocks} if from_act else {},
+        copies={part: batch} if from_act else {},
+        act_columns=blocks if from_act else 0,
+        stored={},
+        recomputed=0 if from_act else context_tokens,
+    )
     stored = policy.bits.element_bytes(setup.BYTES)
     works = step_work(setup.shape_of(MODEL), policy, stored, counts, False)
     seconds = dict.fromkeys(dict.fromkeys(PARTS.values()), 0.0)
@@ -389,28 +373,24 @@ def layer_seconds(way: str, batch: int, context_tokens: int) -> dict[str, float]
 def figure6() -> Experiment:
     cells = [(batch, tokens) for batch in LAYER_BATCHES for tokens in LAYER_CONTEXTS]
     totals = {way: np.array([sum(layer_seconds(way, *cell).values()) for cell in cells]) for way in ("tok", "act")}
-    kept = totals["act"] / totals["tok"]
+    kept, saved = totals["act"] / totals["tok"], "a layer's latency saved by ACT over token ids"
     rows = [
-        *headlines("ch012", 100 * (1 - geomean(kept)), "a layer's latency saved by ACT over token ids, geometric mean"),
-        *headlines("ch058", 100 * (1 - kept.mean()), "a layer's latency saved by ACT over token ids, mean"),
+        *CAPTURE.headlines("ch012", 100 * (1 - geomean(kept)), f"{saved}, geometric mean"),
+        *CAPTURE.headlines("ch058", 100 * (1 - kept.mean()), f"{saved}, mean"),
     ]
-    frames = []
-    for (batch, tokens), tok, act in zip(cells, totals["tok"], totals["act"], strict=True):
-        rows.append(context(f"token ids, batch {batch}, context {tokens}", 1e3 * tok, "ms"))
-        rows.append(context(f"ACT, batch {batch}, context {tokens}", 1e3 * act, "ms"))
-    for way in ("tok", "act"):
+    names, milliseconds = {"tok": "token ids", "act": "ACT"}, []
+    for way, name in names.items():
+        for (batch, tokens), seconds in zip(cells, totals[way], strict=True):
+            rows.append(context(f"{name}, batch {batch}, context {tokens}", 1e3 * seconds, "ms"))
         for part, seconds in layer_seconds(way, 64, 1024).items():
-            frames.append({"way": {"tok": "token ids", "act": "ACT"}[way], "part": part, "ms": 1e3 * seconds})
-            rows.append(context(f"{frames[-1]['way']}, batch 64, context 1024, {part}", 1e3 * seconds, "ms"))
-    figure = Figure(
-        "layer", "bar", pd.DataFrame(frames), "part", "ms", "way", f"{MODEL}, one layer, batch 64, context 1024", "",
-        "ms",
-    )  # fmt: skip
-    return Experiment(
-        "capture-fig6", setup.PAPER, "CAPTURE Fig. 5 / HybridServe Fig. 6: a layer with all context recomputed",
-        "One layer of OPT-30B in one decode step, keys and values of the whole context recomputed from token ids or "
-        "ACT.",
-        table(rows), (figure,), setup.constants(),
+            milliseconds.append({"part": part, "ms": 1e3 * seconds, "way": name})
+            rows.append(context(f"{name}, batch 64, context 1024, {part}", 1e3 * seconds, "ms"))
+    figure = bars("layer", milliseconds, f"{MODEL}, one layer, batch 64, context 1024", "", "ms")
+    return CAPTURE.experiment(
+        "capture-fig6",
+        rows,
+        figures=(figure,),
+        constants=setup.constants(),
         notes=(
             "Batches 16, 32, 64 and contexts 512, 1024, 2048 are assumed. The work of each verb is the executor's, its "
             "price the fitted machine's; nothing is loaded.",
@@ -421,7 +401,7 @@ def figure6() -> Experiment:
             "off that; the papers' 78 % needs more: launches of their merging kernel, or a KV-Gen below its "
             "large-batch rate.",
         ),
-    )  # fmt: skip
+    )
 
 
 # ---- HybridServe Fig. 11
@@ -454,37 +434,29 @@ STRAIGHT = "our lines are straight by construction"
 def figure11() -> Experiment:
     shape = setup.shape_of(MODEL)
     samples = {"T_kv_gen": task_samples("act")["kv_gen"], "T_load_kv": task_samples("kv")["load_kv"]}
-    lines = {name: fit_line(of) for name, of in samples.items()}
-    kv_gen, load_kv = (
-        1e6 * lines["T_kv_gen"].s_per_flop * 2 * shape.hidden * shape.kv_width,
-        1e6 * lines["T_load_kv"].s_per_byte * shape.kv_token_bytes(setup.BYTES),
-    )
+    gen_line, load_line = (fit_line(of_verb) for of_verb in samples.values())
+    kv_gen = 1e6 * gen_line.s_per_flop * 2 * shape.hidden * shape.kv_width
+    load_kv = 1e6 * load_line.s_per_byte * shape.kv_token_bytes(setup.BYTES)
+    ratio = "a token's KV-Gen over its KV load: where it is above 1, ACT costs more than it saves in time"
     rows = [
-        *headlines("ch013", lines["T_kv_gen"].r2, "R² of T_kv_gen over tokens", aside=STRAIGHT),
-        *headlines("ch014", lines["T_load_kv"].r2, "R² of T_load_kv over tokens", aside=STRAIGHT),
+        *CAPTURE.headlines("ch013", gen_line.r2 or math.nan, "R² of T_kv_gen over tokens", aside=STRAIGHT),
+        *CAPTURE.headlines("ch014", load_line.r2 or math.nan, "R² of T_load_kv over tokens", aside=STRAIGHT),
         context("T_kv_gen's slope, one layer", kv_gen, "us/token"),
         context("T_load_kv's slope, one layer", load_kv, "us/token"),
-        context("a token's KV-Gen over its KV load: where it is above 1, ACT costs more than it saves in time",
-                kv_gen / load_kv, "x"),
-    ]  # fmt: skip
-    frame = pd.concat([
-        pd.DataFrame({
-            "tokens": [256 * requests for requests in FIT_REQUESTS], "ms": [1e3 * seconds for _, _, seconds in of],
-            "function": name,
-        })
-        for name, of in samples.items()
-    ])  # fmt: skip
-    figure = Figure(
-        "regression", "line", frame, "tokens", "ms", "function", f"{MODEL}, one layer", "tokens", "ms"
-    )  # fmt: skip
-    return Experiment(
-        "capture-fig11", setup.PAPER, "HybridServe Fig. 11: sampled times and their regression",
-        "T_kv_gen(n) and T_load_kv(n) sampled over token counts and fitted by lines.",
-        table(rows), (figure,), setup.constants(),
+        context(ratio, kv_gen / load_kv, "x"),
+    ]
+    milliseconds = {name: [1e3 * seconds for _, _, seconds in of_verb] for name, of_verb in samples.items()}
+    frame = points(milliseconds, [256 * requests for requests in FIT_REQUESTS], "tokens", "ms", "function")
+    figure = lines("regression", frame, f"{MODEL}, one layer", "tokens", "ms")
+    return CAPTURE.experiment(
+        "capture-fig11",
+        rows,
+        figures=(figure,),
+        constants=setup.constants(),
         notes=(
             "Samples are tasks of the virtual clock, fitted by the regression that profiling uses. Its prices are "
             "lines, so R² is 1 by construction and the row proves nothing of the machine; it shows that the "
             "regression finds the line again. The papers' 0.99 is of measured times.",
             "HybridServe calls R² the correlation coefficient.",
         ),
-    )  # fmt: skip
+    )

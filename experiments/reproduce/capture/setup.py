@@ -6,17 +6,19 @@ of the two smaller models; FlexGen's is fitted on another paper's testbed, where
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from experiments import reference
 from experiments.reproduce.calibrate import fit
-from experiments.reproduce.experiment import ASIDE, Constant
+from experiments.reproduce.experiment import Constant
+from experiments.reproduce.paper import CAPTURE
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
+from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.model.shape import DTYPE_BYTES, ModelShape, shape_by_name
 from flexhybrid.core.policy import Placement, Policy
@@ -29,10 +31,6 @@ from sim.array_clock import Prediction, predict
 from sim.candidates import Candidates
 from sim.implementation import Implementation, on
 
-PAPER = (
-    "CAPTURE: Throughput-Oriented LLM Inference via KV-Activation Hybrid Caching with a Single GPU, IEEE CAL 2025; "
-    "HybridServe, arXiv 2501.01792"
-)
 DTYPE = "float16"  #: everywhere
 BYTES = DTYPE_BYTES[DTYPE]
 MODELS = ("OPT-6.7B", "OPT-13B", "OPT-30B", "OPT-66B")
@@ -51,56 +49,29 @@ def shape_of(model: str) -> ModelShape:
 
 
 def bytes_ratio(act_share):
-    """KV : ACT bytes where ``act_share`` of the tokens are ACT (one of them takes half the bytes)."""
+    """Return KV : ACT bytes where ``act_share`` of the tokens are ACT (one of them takes half the bytes)."""
     return 2 * (1 - act_share) / act_share
 
 
 def share_of_ratio(ratio: float) -> float:
-    """The inverse of ``bytes_ratio``."""
+    """Invert ``bytes_ratio``."""
     return 1 / (1 + ratio / 2)
 
 
 def bytes_reduction(act_share: float) -> float:
-    """Bytes of a cache of KV alone over those with ``act_share`` of the tokens as ACT."""
+    """Return the bytes of a cache of KV alone over those with ``act_share`` of the tokens as ACT."""
     return 1 / (1 - act_share / 2)
 
 
 # ---- the machine and its constants
 
 
-def _priors() -> tuple[Constant, ...]:
-    return (
-        Constant(
-            "memory_gb_per_s", 921.0, "GB/s", 806.0, 1008.0,
-            "weights and hidden states through GPU memory; streaming reads of an RTX 4090 are reported at 918 to 924 "
-            "of 1008 (github.com/krrishnarraj/clpeak issue 106, github.com/tinygrad/open-gpu-kernel-modules issue 6)",
-        ),
-        Constant("overhead_us", 10.0, "us", 2.0, 100.0, "of each task: the catalogue's launch or copy"),
-    )  # fmt: skip
-
-
-def _free() -> tuple[Constant, ...]:
-    return (
-        Constant(
-            "link_gb_per_s", 26.0, "GB/s", 15.75, 26.5,
-            "long copies from page-locked memory over PCIe 4.0 x16: 31.5 by the standard, of which packet headers and "
-            "flow control leave some 26.5",
-        ),
-        Constant(
-            "gemm_tflops", 150.0, "TFLOP/s", 80.0, 165.2,
-            "KV-Gen, prefill and all other matrix products; at most the datasheet's dense FP16 rate with FP32 sums. "
-            "158.6 and 167.1 are reported (github.com/mli/transformers-benchmarks issue 4)",
-        ),
-        Constant(
-            "kv_memory_gb_per_s", 600.0, "GB/s", 200.0, 921.0,
-            "merging loaded and recomputed keys and values and attending to them, block by block; at most what "
-            "streaming reads reach",
-        ),
-    )  # fmt: skip
+_START = {"link_gb_per_s": 26.0, "gemm_tflops": 150.0, "kv_memory_gb_per_s": 600.0}  #: of the fit
+_PRIORS = {"memory_gb_per_s": 921.0, "overhead_us": 10.0}
 
 
 def machine(values: dict[str, float]) -> Hardware:
-    """The catalogue's RTX 4090 and its host with these constants, by name.
+    """Return the catalogue's RTX 4090 and its host with these constants, by name.
 
     KV-Gen is priced by its operations alone: it multiplies thousands of rows, and reads and writes them meanwhile.
     """
@@ -108,10 +79,14 @@ def machine(values: dict[str, float]) -> Hardware:
     memory, kv = (1e-9 / values[name] for name in ("memory_gb_per_s", "kv_memory_gb_per_s"))
     copy = Line(overhead, s_per_byte=1e-9 / values["link_gb_per_s"])
     lines = {
-        "compute": Line(overhead, gemm, memory), "attend_prefill": Line(overhead, gemm, memory),
-        "kv_gen": Line(overhead, gemm), "assemble": Line(overhead, gemm, kv), "attend": Line(overhead, gemm, kv),
-        "h2d": copy, "d2h": copy,
-    }  # fmt: skip
+        "compute": Line(overhead, gemm, memory),
+        "attend_prefill": Line(overhead, gemm, memory),
+        "kv_gen": Line(overhead, gemm),
+        "assemble": Line(overhead, gemm, kv),
+        "attend": Line(overhead, gemm, kv),
+        "h2d": copy,
+        "d2h": copy,
+    }
     base = catalogue.load("rtx4090")
     return replace(base, name="rtx4090 (CAPTURE)", lines={**base.lines, **lines})
 
@@ -129,26 +104,27 @@ def fit_fast(free: tuple[Constant, ...], seconds: Callable, paper_s: np.ndarray,
         values = values_of(free)
         beyond = seconds(values, True) / seconds(values, False)
         fitted = fit(free, lambda values, beyond=beyond: seconds(values, False) * beyond, paper_s, rows)
-        free = tuple(replace(constant, value=one.value) for constant, one in zip(free, fitted, strict=True))
+        free = tuple(replace(start, value=constant.value) for start, constant in zip(free, fitted, strict=True))
     return fitted
 
 
 @cache
 def constants() -> tuple[Constant, ...]:
-    """Five of the machine: three fitted, two set beforehand. FlexGen's is ``flexgen_constant``'s."""
+    """Return five of the machine: three fitted, two set beforehand. FlexGen's is ``flexgen_constant``'s."""
     rows = reference.check_role(reference.rows("capture_table3", role="calibrate"), "calibrate")
-    priors = values_of(_priors())
+    variants = {str(model): list(of_model["variant"]) for model, of_model in rows.groupby("model", sort=False)}
 
     def seconds(values: dict[str, float], walk: bool) -> np.ndarray:
-        seen = machine({**priors, **values})
-        return np.concatenate([
-            run_shares(model, seen, [share_of(one, model, seen) for one in of_model["variant"]], walk=walk).total_s
-            for model, of_model in rows.groupby("model", sort=False)
-        ])  # fmt: skip
+        hardware, by_model = machine(_PRIORS | values), []
+        for model in variants:
+            shares = [share_of(variant, model, hardware) for variant in variants[model]]
+            by_model.append(run_shares(model, hardware, shares, walk=walk).total_s)
+        return np.concatenate(by_model)
 
+    free, priors = ([CAPTURE.constant(*item) for item in values.items()] for values in (_START, _PRIORS))
     paper_s = BATCH * GENERATED / rows["tokens_per_s"].to_numpy()
-    fitted = fit_fast(_free(), seconds, paper_s, "Table III, the six rows of OPT-6.7B and OPT-13B")
-    return (*fitted, *_priors())
+    fitted = fit_fast(tuple(free), seconds, paper_s, "Table III, the six rows of OPT-6.7B and OPT-13B")
+    return (*fitted, *priors)
 
 
 @cache
@@ -163,19 +139,17 @@ def hardware() -> Hardware:
 def full_policy(
     model: str, hardware: Hardware, batch: int = BATCH, prompt: int = PROMPT, balance: str = "paper", device_act=False
 ) -> Policy:
-    """hybrid_full: the whole system, with Algorithm 1's share for this batch."""
+    """Return hybrid_full, the full system, with Algorithm 1's share for this batch."""
     workload = Workload.uniform(batch, prompt, GENERATED)
-    return capture_policy(
-        shape_of(model), hardware, workload, BYTES, balance=balance, device_act=device_act,
-        max_mini_batch_tokens=MINI_BATCH_TOKENS,
-    )  # fmt: skip
+    options = {"balance": balance, "device_act": device_act, "max_mini_batch_tokens": MINI_BATCH_TOKENS}
+    return capture_policy(shape_of(model), hardware, workload, BYTES, **options)
 
 
 def share_of(variant: str, model: str, hardware: Hardware, batch: int = BATCH, prompt: int = PROMPT) -> float:
-    """The ACT share of a row of Table III, all of it on the host.
+    """Return the ACT share of a row of Table III, all of it on the host.
 
-    hybrid_full's is that of ``full_policy`` while memory allows it, which it does here; to fit constants it has to be
-    quick.
+    hybrid_full's is that of ``full_policy`` while memory allows it, which it does here. It is computed without the
+    policy because fits call it often.
     """
     shape, context = shape_of(model), prompt + GENERATED // 2
     if variant == "act_only":
@@ -188,17 +162,18 @@ def share_of(variant: str, model: str, hardware: Hardware, batch: int = BATCH, p
 
 
 def run_shares(
-    model: str, hardware: Hardware, shares, batch=BATCH, prompt=PROMPT, generated=GENERATED, walk: bool = True
+    model: str,
+    hardware: Hardware,
+    shares,
+    batch: ArrayLike = BATCH,
+    prompt: ArrayLike = PROMPT,
+    generated: int = GENERATED,
+    walk: bool = True,
 ) -> Prediction:
-    """ACT and KV on the host; arrays over shares, batches and prompts. A share of 1 is act_only, 0 is kv_only."""
+    """Predict ACT and KV on the host; arrays over shares, batches and prompts. 1 is act_only, 0 is kv_only."""
     shares = np.asarray(shares, dtype=np.float64)
-    return predict(
-        shape_of(model), hardware, BYTES,
-        Candidates(
-            presets.hybrid(0.5, MINI_BATCH_TOKENS), batch, prompt, generated,
-            cache={"act@host": shares, "kv@host": 1.0 - shares},
-        ), walk,
-    )  # fmt: skip
+    policy, cache = presets.hybrid(0.5, MINI_BATCH_TOKENS), {"act@host": shares, "kv@host": 1.0 - shares}
+    return predict(shape_of(model), hardware, BYTES, Candidates(policy, batch, prompt, generated, cache=cache), walk)
 
 
 # ---- FlexGen
@@ -211,32 +186,23 @@ class Explanation:
     name: str
     why: str
     constant: Constant  #: before it is fitted
-    rates: Callable[
-        [float, float, float], tuple[float, float]
-    ]  #: (constant, GB/s reached, GB/s of the standard) -> GB/s
+    #: (constant, GB/s reached, GB/s of the standard) -> GB/s of the cache's copies and of the weights'
+    rates: Callable[[float, float, float], tuple[float, float]]
     overlap: bool | str = "step"
 
     def hardware(self, base: Hardware, constant: float) -> Hardware:
-        """The machine as this FlexGen sees it; ``rates`` gives those of the cache and of the weights."""
+        """Return the machine as this FlexGen sees it."""
         reached = 1e-9 / base.line("load_weights", "h2d").s_per_byte
         cache_rate, weights_rate = self.rates(constant, reached, base.notes["link_bytes_per_s"] / 1e9)
-        return on(
-            Implementation(
-                "flexgen", cache_link=min(1.0, cache_rate / reached), weights_link=min(1.0, weights_rate / reached)
-            ),
-            base,
-        )  # fmt: skip
-
-
-def _one(name: str, value: float, unit: str, low: float, high: float, why: str) -> Constant:
-    return Constant(f"flexgen_{name}", value, unit, low, high, why)
+        cache_link, weights_link = (min(1.0, rate / reached) for rate in (cache_rate, weights_rate))
+        return on(Implementation("flexgen", cache_link=cache_link, weights_link=weights_link), base)
 
 
 RELAY = Explanation(
     "relay",
     "keys and values lie in pageable memory, and each copy goes through a fresh page-locked one first: first the "
     "host's copy, then the link's (FlexGen's code, github.com/FMInference/FlexLLMGen, pytorch_backend.py)",
-    _one("relay_gb_per_s", 20.0, "GB/s", 5.0, 200.0, "copying within the host's memory, before the link's copy starts"),
+    CAPTURE.constant("flexgen_relay_gb_per_s", 20.0),
     lambda x, reached, standard: (1 / (1 / x + 1 / reached), reached),
 )
 EXPLANATIONS = (
@@ -244,25 +210,25 @@ EXPLANATIONS = (
     Explanation(
         "share of the rate reached",
         "keys and values take so many times as long as a page-locked copy would",
-        _one("share_of_reached", 0.7, "of GB/s reached", 0.1, 1.0, "strided or pageable copies"),
+        CAPTURE.constant("flexgen_share_of_reached", 0.7),
         lambda x, reached, standard: (x * reached, reached),
     ),
     Explanation(
         "share of the standard",
         "all copies, weights too, reach so much of the link's standard",
-        _one("share_of_standard", 0.6, "of the standard", 0.1, 1.0, "whatever slows all copies alike"),
+        CAPTURE.constant("flexgen_share_of_standard", 0.6),
         lambda x, reached, standard: (x * standard, x * standard),
     ),
     Explanation(
         "the host's rate",
         "keys and values are held up by the host, whatever the link",
-        _one("host_gb_per_s", 9.0, "GB/s", 2.0, 100.0, "a core's copy out of pageable memory, behind the link's copy"),
+        CAPTURE.constant("flexgen_host_gb_per_s", 9.0),
         lambda x, reached, standard: (x, reached),
     ),
     Explanation(
         "nothing overlaps",
         "a pageable copy holds the program up, so that computing waits for it; so much of the rate reached",
-        _one("share_in_turn", 0.9, "of GB/s reached", 0.1, 1.0, "as above, one task after the other"),
+        CAPTURE.constant("flexgen_share_in_turn", 0.9),
         lambda x, reached, standard: (x * reached, reached),
         overlap=False,
     ),
@@ -273,18 +239,21 @@ LOW_END_LINK_GB_PER_S = 1e-9 / catalogue.load("rtx5000").line("load_kv", "h2d").
 
 @cache
 def flexgen_constant(explanation: Explanation = RELAY) -> Constant:
-    """Fitted on FlexGen's rows of KVPR's Table 5 (RTX 5000, 32 x 8 requests, OPT-6.7B): this testbed has none."""
+    """Fit an explanation's constant on FlexGen's rows of KVPR's Table 5: this testbed has none.
+
+    Those are of OPT-6.7B on an RTX 5000, 32 x 8 requests.
+    """
     rows = reference.check_role(reference.rows("kvpr_table5", method="FlexGen"), "calibrate")
     prompts, generated = rows["prompt_len"].to_numpy(), rows["gen_len"].to_numpy()
     requests, gpu_batch = 256, 32
-    bound = gpu_batch * (np.ceil((prompts + generated - 1) / BLOCK_TOKENS) * BLOCK_TOKENS + 1)
+    tokens = gpu_batch * (np.ceil((prompts + generated - 1) / BLOCK_TOKENS) * BLOCK_TOKENS + 1)
     policy = presets.offloaded(weights=Placement(host=1.0), overlap=explanation.overlap)
-    candidates = Candidates(policy, requests, prompts, generated, max_mini_batch_tokens=bound)
+    candidates = Candidates(policy, requests, prompts, generated, max_mini_batch_tokens=tokens)
     name, base = explanation.constant.name, catalogue.load("rtx5000")
 
     def seconds(values: dict[str, float], walk: bool) -> np.ndarray:
-        seen = explanation.hardware(base, values[name])
-        return predict(shape_of("OPT-6.7B"), seen, BYTES, candidates, walk).decode_s
+        hardware = explanation.hardware(base, values[name])
+        return predict(shape_of("OPT-6.7B"), hardware, BYTES, candidates, walk).decode_s
 
     decode_s = requests * (generated - 1) / rows["value"].to_numpy()
     return fit_fast((explanation.constant,), seconds, decode_s, "KVPR Table 5, the six FlexGen rows")[0]
@@ -292,39 +261,47 @@ def flexgen_constant(explanation: Explanation = RELAY) -> Constant:
 
 @cache
 def flexgen_hardware(explanation: Explanation = RELAY) -> Hardware:
-    """This testbed as FlexGen sees it."""
+    """Return this testbed as FlexGen sees it."""
     return explanation.hardware(hardware(), flexgen_constant(explanation).value)
 
 
 @cache
 def flexgen_placement(model: str, prompt: int, batch: int = BATCH, generated: int = GENERATED) -> Policy:
-    """Weights, hidden states and GPU batch by FlexGen's own search, which knows one rate of a link; the cache is on the
-    host, where the papers have it (as many weights as fit in GPU memory, the rest and the cache in the host's)."""
+    """Return FlexGen's policy: weights, hidden states and GPU batch by its own search, the cache on the host.
+
+    The search knows one rate of a link. The papers have the cache on the host: as many weights as fit in GPU memory,
+    the others and the cache in the host's.
+    """
     workload = Workload.uniform(batch, prompt, generated)
-    found = flexgen_policy(shape_of(model), hardware(), workload, BYTES, batch=batch, gpu_batches=GPU_BATCHES).policy
-    return replace(found, cache={"kv@host": 1.0})
+    result = flexgen_policy(shape_of(model), hardware(), workload, BYTES, batch=batch, gpu_batches=GPU_BATCHES)
+    return replace(result.policy, cache={"kv@host": 1.0})
 
 
 def run_flexgen(
-    model: str, prompts, batch=BATCH, explanation: Explanation | None = RELAY, generated: int = GENERATED,
+    model: str,
+    prompts,
+    batch=BATCH,
+    explanation: Explanation | None = RELAY,
+    generated: int = GENERATED,
     overlap: bool | str | None = None,
-) -> Prediction:  # fmt: skip
-    """FlexGen over prompt lengths (or batches: both broadcast); None: with the copies of HybridServe's own code.
+) -> Prediction:
+    """Predict FlexGen over prompt lengths (or batches: both broadcast); None: with the copies of HybridServe's code.
 
-    Each has its own placement, and hidden states lie on the device where the search wants that for all of them.
+    Each length has its own placement, and hidden states lie on the device where the search wants that for all of them.
     """
     prompts, batches = np.broadcast_arrays(np.atleast_1d(prompts), np.atleast_1d(batch))
     placed = [flexgen_placement(model, int(p), int(b), generated) for p, b in zip(prompts, batches, strict=True)]
     hidden = "device" if all(policy.hidden == "device" for policy in placed) else "host"
-    how = explanation.overlap if explanation else "step"
-    policy = replace(placed[0], hidden=hidden, overlap=how if overlap is None else overlap, max_batch=None)
-    candidates = Candidates(
-        policy, batches, prompts, generated, weights_disk=0.0,
-        max_mini_batch_tokens=np.array([one.max_mini_batch_tokens for one in placed]),
-        weights_device=np.array([one.weights.device for one in placed]),
-    )  # fmt: skip
-    seen = flexgen_hardware(explanation) if explanation else hardware()
-    return predict(shape_of(model), seen, BYTES, candidates)
+    if overlap is None:
+        overlap = explanation.overlap if explanation else "step"
+    policy = replace(placed[0], hidden=hidden, overlap=overlap, max_batch=None)
+    varied = {
+        "max_mini_batch_tokens": np.array([policy.max_mini_batch_tokens for policy in placed]),
+        "weights_device": np.array([policy.weights.device for policy in placed]),
+        "weights_disk": 0.0,
+    }
+    seen_as = flexgen_hardware(explanation) if explanation else hardware()
+    return predict(shape_of(model), seen_as, BYTES, Candidates(policy, batches, prompts, generated, **varied))
 
 
 def all_constants() -> tuple[Constant, ...]:
@@ -332,32 +309,12 @@ def all_constants() -> tuple[Constant, ...]:
     return (*constants(), flexgen_constant())
 
 
-# ---- rows
-
-
-def headline(row_id: str, ours: float, what: str, **more) -> dict:
-    """A number of the prose beside ours."""
-    found = reference.rows("capture_headlines", id=row_id).iloc[0]
-    return {
-        "what": what, "paper": found["value"], "ours": ours, "unit": found["unit"], "role": found["role"],
-        "source": f"{row_id} ({found['source']})", **more,
-    }  # fmt: skip
-
-
-def headlines(row_ids: str, ours: float, what: str, **more) -> list[dict]:
-    """A number wherever the papers print it, ``row_ids`` separated by blanks: the same value is judged once."""
-    rows: list[dict] = []
-    for row_id in row_ids.split():
-        row = headline(row_id, ours, what, **more)
-        if first := next((one for one in rows if one["paper"] == row["paper"]), None):
-            row.setdefault(ASIDE, f"the number of {first['source'].split()[0]} again")
-        rows.append(row)
-    return rows
-
-
-def context(what: str, ours: float, unit: str = "", paper: float = math.nan, source: str = "", **more) -> dict:
-    """A row that is shown and not judged."""
-    return {"what": what, "paper": paper, "ours": ours, "unit": unit, "role": "context", "source": source, **more}
+def tokens_per_s(outcomes) -> list[float]:
+    """Return the rates of runs; raises the InputError of one that is impossible."""
+    for outcome in outcomes:
+        if isinstance(outcome, InputError):
+            raise outcome
+    return [outcome.tokens_per_s for outcome in outcomes]
 
 
 def geomean(values) -> float:

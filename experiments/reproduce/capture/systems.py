@@ -7,20 +7,21 @@ from functools import cache
 import numpy as np
 import pandas as pd
 
-from experiments import reference
 from experiments.reproduce.capture import setup
-from experiments.reproduce.capture.setup import MODELS, PROMPTS, context, geomean, headlines
-from experiments.reproduce.experiment import Experiment, Figure, table
+from experiments.reproduce.capture.figures import traffic_reduction
+from experiments.reproduce.capture.setup import MODELS, PROMPTS, geomean
+from experiments.reproduce.experiment import Experiment, Figure, Row, bars, table
+from experiments.reproduce.paper import CAPTURE, context
 from policy_search.systems import Setting, system
 from sim.simulate import simulate_many
 
 SYSTEMS = ("DeepSpeed-Inference", "FlexGen", "act_only", "hybrid_full")
-HOST = next(one for one in setup.EXPLANATIONS if one.name == "the host's rate")
+HOST = next(explanation for explanation in setup.EXPLANATIONS if explanation.name == "the host's rate")
 Rates = dict[tuple[str, int], float]  #: (model, prompt tokens) -> tokens/s
 
 
 def _over(rates_of) -> Rates:
-    """rates_of(model, prompts) for every model."""
+    """Return rates_of(model, prompts) for every model."""
     prompts = np.array(PROMPTS)
     return {
         (model, int(prompt)): float(rate)
@@ -33,9 +34,12 @@ def _over(rates_of) -> Rates:
 def hybrid_full() -> Rates:
     """One share a model, Algorithm 1's for the ablation's batch: the papers run it once for a machine."""
     hardware = setup.hardware()
-    return _over(lambda model, prompts: setup.run_shares(
-        model, hardware, setup.share_of("hybrid_full", model, hardware), prompt=prompts
-    ).tokens_per_s)  # fmt: skip
+
+    def rates(model: str, prompts) -> np.ndarray:
+        share = setup.share_of("hybrid_full", model, hardware)
+        return setup.run_shares(model, hardware, share, prompt=prompts).tokens_per_s
+
+    return _over(rates)
 
 
 @cache
@@ -54,9 +58,11 @@ def at_share_of_batch() -> Rates:
 def at_fastest_share() -> Rates:
     """The fastest of 41 shares for each prompt length."""
     shares, hardware = np.linspace(0.2, 1.0, 41)[:, None], setup.hardware()
-    return _over(lambda model, prompts: setup.run_shares(
-        model, hardware, shares, prompt=prompts[None, :]
-    ).tokens_per_s.max(axis=0))  # fmt: skip
+
+    def rates(model: str, prompts) -> np.ndarray:
+        return setup.run_shares(model, hardware, shares, prompt=prompts[None, :]).tokens_per_s.max(axis=0)
+
+    return _over(rates)
 
 
 @cache
@@ -73,21 +79,24 @@ def flexgen(explanation: setup.Explanation | None = setup.RELAY) -> Rates:
 
 @cache
 def deepspeed(explanation: setup.Explanation | None = setup.RELAY) -> Rates:
-    """As many requests at a time as fit. Its weights lie in pageable memory by default (``pin_memory`` of
-    ``offload_param``), and so cross the link as FlexGen's cache does; None: as page-locked copies do."""
+    """Return DeepSpeed's rates with as many requests at a time as fit.
+
+    Its weights lie in pageable memory by default (``pin_memory`` of ``offload_param``), and so cross the link as
+    FlexGen's cache does; None: as page-locked copies do.
+    """
     text = f"deepspeed(weights_link={cache_rate(explanation) / cache_rate(None)})"
 
     def rates(model: str, prompts) -> list[float]:
         shape = setup.shape_of(model)
         made = system(text, Setting(shape, setup.hardware(), setup.BATCH, PROMPTS[0], setup.GENERATED, setup.BYTES))
         lengths = [(setup.BATCH, int(prompt), setup.GENERATED) for prompt in prompts]
-        return [run.tokens_per_s for run in simulate_many(shape, made.hardware, made.policy, lengths, setup.BYTES)]
+        return setup.tokens_per_s(simulate_many(shape, made.hardware, made.policy, lengths, setup.BYTES))
 
     return _over(rates)
 
 
 def cache_rate(explanation: setup.Explanation | None) -> float:
-    """GB/s of FlexGen's cache copies on this testbed."""
+    """Return the GB/s of FlexGen's cache copies on this testbed."""
     reached = setup.values_of(setup.constants())["link_gb_per_s"]
     if explanation is None:
         return reached
@@ -96,118 +105,105 @@ def cache_rate(explanation: setup.Explanation | None) -> float:
 
 
 def ratios(over: Rates, under: Rates, model: str | None = None, least_prompt: int = 0) -> np.ndarray:
-    """over / under at every model (or one) and prompt length (of so many tokens at least)."""
-    return np.array([
-        over[key] / under[key] for key in over if model in (None, key[0]) and key[1] >= least_prompt
-    ])  # fmt: skip
+    """Return over / under at every model (or one) and prompt length (of so many tokens at least)."""
+    return np.array([over[key] / under[key] for key in over if model in (None, key[0]) and key[1] >= least_prompt])
 
 
 def mean_ratio(over: Rates, under: Rates, model: str | None = None, least_prompt: int = 0) -> float:
     return float(ratios(over, under, model, least_prompt).mean())
 
 
-def headline_rows() -> list[dict]:
-    """The ratios that both papers quote."""
+def headline_rows() -> list[Row]:
+    """Return the ratios that both papers quote."""
     full, act, flex, deep = hybrid_full(), act_only(), flexgen(), deepspeed()
     over_flex, over_act = mean_ratio(full, flex), mean_ratio(full, act)
     small, large = MODELS[0], MODELS[-1]
-    return [
-        *headlines("ch001 ch020 ch044 ch066", over_flex, "hybrid_full over FlexGen, mean"),
-        *headlines(
+    slip = "a slip: the paper says 1.35 two paragraphs on (note 1)"
+    misprinted = "hybrid_full over act_only, as misprinted (it is act_only over FlexGen)"
+    again = {
+        row_id: f"the number of {row_id} again, called a geometric mean (note 15)" for row_id in ("ch001", "ch026")
+    }
+    quotes = (
+        ("ch001 ch020 ch044 ch066", over_flex, "hybrid_full over FlexGen, mean", {}),
+        (
             "ch002 ch045",
             geomean(ratios(full, flex)),
             "hybrid_full over FlexGen, geometric mean",
-            aside="the number of ch001 again, called a geometric mean (note 15)",
+            {"aside": again["ch001"]},
         ),
-        *headlines("ch022 ch068", mean_ratio(full, flex, small), f"hybrid_full over FlexGen, {small}"),
-        *headlines("ch023 ch069", mean_ratio(full, flex, large), f"hybrid_full over FlexGen, {large}"),
-        *headlines("ch021", mean_ratio(act, flex), "act_only over FlexGen, mean"),
-        *headlines(
+        ("ch022 ch068", mean_ratio(full, flex, small), f"hybrid_full over FlexGen, {small}", {}),
+        ("ch023 ch069", mean_ratio(full, flex, large), f"hybrid_full over FlexGen, {large}", {}),
+        ("ch021", mean_ratio(act, flex), "act_only over FlexGen, mean", {}),
+        (
             "ch003 ch046",
             geomean(ratios(full, act)),
             "hybrid_full over act_only, geometric mean",
-            aside="the number of ch026 again, called a geometric mean (note 15)",
+            {"aside": again["ch026"]},
         ),
-        *headlines("ch026 ch072", over_act, "hybrid_full over act_only, mean"),
-        *headlines(
-            "ch067",
-            over_act,
-            "hybrid_full over act_only, as misprinted (it is act_only over FlexGen)",
-            aside="a slip: the paper says 1.35 two paragraphs on (note 1)",
-        ),
-        *headlines("ch073", mean_ratio(full, act, small), f"hybrid_full over act_only, {small}"),
-        *headlines("ch074", mean_ratio(full, act, large), f"hybrid_full over act_only, {large}"),
-        *headlines("ch024 ch070", 100 * mean_ratio(deep, flex), "DeepSpeed-Inference of FlexGen, mean"),
-        *headlines("ch025 ch071", 100 * mean_ratio(deep, full), "DeepSpeed-Inference of hybrid_full, mean"),
+        ("ch026 ch072", over_act, "hybrid_full over act_only, mean", {}),
+        ("ch067", over_act, misprinted, {"aside": slip}),
+        ("ch073", mean_ratio(full, act, small), f"hybrid_full over act_only, {small}", {}),
+        ("ch074", mean_ratio(full, act, large), f"hybrid_full over act_only, {large}", {}),
+        ("ch024 ch070", 100 * mean_ratio(deep, flex), "DeepSpeed-Inference of FlexGen, mean", {}),
+        ("ch025 ch071", 100 * mean_ratio(deep, full), "DeepSpeed-Inference of hybrid_full, mean", {}),
+    )
+    return [
+        row for row_ids, ours, quantity, more in quotes for row in CAPTURE.headlines(row_ids, ours, quantity, **more)
     ]
 
 
-def _reading_rows() -> list[dict]:
-    """The main ratios under other readings of what the figure shows."""
+def _reading_rows() -> list[Row]:
+    """Return the main ratios under other readings of what the figure shows."""
     readings = {
         "Algorithm 1's share for each prompt length": (at_share_of_batch(), 0),
         "the fastest share for each prompt length": (at_fastest_share(), 0),
-        "prompts of 896 and more": (hybrid_full(), 896), "prompts of 1920 alone": (hybrid_full(), 1920),
-    }  # fmt: skip
+        "prompts of 896 and more": (hybrid_full(), 896),
+        "prompts of 1920 alone": (hybrid_full(), 1920),
+    }
     rows = []
-    for words, (full, least) in readings.items():
+    for reading, (full, least) in readings.items():
         for name, other, row_id in (("FlexGen", flexgen(), "ch020"), ("act_only", act_only(), "ch026")):
-            rows.append(_beside(
-                f"hybrid_full over {name}, mean; {words}", mean_ratio(full, other, least_prompt=least), row_id
-            ))  # fmt: skip
+            ratio = mean_ratio(full, other, least_prompt=least)
+            rows.append(CAPTURE.beside(row_id, ratio, f"hybrid_full over {name}, mean; {reading}"))
+    flex, deep = "hybrid_full over FlexGen, mean", "DeepSpeed-Inference of FlexGen, mean"
+    locked, host = (100 * mean_ratio(deepspeed(explanation), flexgen()) for explanation in (None, HOST))
+    gain = mean_ratio(hybrid_full(), flexgen(None))
     return [
         *rows,
-        _beside(
-            "hybrid_full over FlexGen, mean; FlexGen's copies as fast as page-locked ones",
-            mean_ratio(hybrid_full(), flexgen(None)), "ch020",
-        ),
-        _beside(
-            "DeepSpeed-Inference of FlexGen, mean; weights as fast as page-locked ones",
-            100 * mean_ratio(deepspeed(None), flexgen()), "ch024",
-        ),
-        _beside(
-            f"DeepSpeed-Inference of FlexGen, mean; weights at {cache_rate(HOST):.1f} GB/s",
-            100 * mean_ratio(deepspeed(HOST), flexgen()), "ch024",
-        ),
-    ]  # fmt: skip
+        CAPTURE.beside("ch020", gain, f"{flex}; FlexGen's copies as fast as page-locked ones"),
+        CAPTURE.beside("ch024", locked, f"{deep}; weights as fast as page-locked ones"),
+        CAPTURE.beside("ch024", host, f"{deep}; weights at {cache_rate(HOST):.1f} GB/s"),
+    ]
 
 
-def _beside(what: str, ours: float, row_id: str, **more) -> dict:
-    """A row for context, beside a number of the prose."""
-    found = reference.rows("capture_headlines", id=row_id).iloc[0]
-    return context(what, ours, found["unit"], found["value"], row_id, **more)
+def _all_systems() -> dict[str, Rates]:
+    return dict(zip(SYSTEMS, (deepspeed(), flexgen(), act_only(), hybrid_full()), strict=True))
 
 
-def _panels() -> tuple[Figure, ...]:
-    series = dict(zip(SYSTEMS, (deepspeed(), flexgen(), act_only(), hybrid_full()), strict=True))
-    return tuple(
-        Figure(
-            model.lower().replace(".", "-"), "bar",
-            pd.DataFrame([
-                {"prompt": str(prompt), "rate": rates[model, prompt], "system": system}
-                for system, rates in series.items()
-                for prompt in PROMPTS
-            ]),
-            "prompt", "rate", "system", f"{model}, batch 128, 128 generated tokens", "prompt tokens", "tokens/s",
-        )
-        for model in MODELS
-    )  # fmt: skip
+def _panel(model: str) -> Figure:
+    points = [
+        {"prompt": str(prompt), "rate": rates[model, prompt], "system": system}
+        for system, rates in _all_systems().items()
+        for prompt in PROMPTS
+    ]
+    title = f"{model}, batch 128, 128 generated tokens"
+    return bars(model.lower().replace(".", "-"), points, title, "prompt tokens", "tokens/s")
 
 
 def figure12() -> Experiment:
     rows = headline_rows()
-    for name, rates in zip(SYSTEMS, (deepspeed(), flexgen(), act_only(), hybrid_full()), strict=True):
-        rows += [context(f"{name}, {model}, prompt {prompt}", rates[model, prompt], "tokens/s")
-                 for model in MODELS for prompt in PROMPTS]  # fmt: skip
+    for name, rates in _all_systems().items():
+        for (model, prompt), rate in rates.items():
+            rows.append(context(f"{name}, {model}, prompt {prompt}", rate, "tokens/s"))
     rows += _reading_rows()
     full, act, flex, deep = hybrid_full(), act_only(), flexgen(), deepspeed()
     by_model = ", ".join(f"{mean_ratio(full, flex, model):.2f}" for model in MODELS)
     of_flexgen = ", ".join(f"{mean_ratio(deep, flex, model):.0%}" for model in MODELS)
-    return Experiment(
-        "capture-fig12", setup.PAPER, "CAPTURE Fig. 8 / HybridServe Fig. 12: throughput of four systems",
-        "Tokens/s over input prompt lengths; 128 requests, 128 generated tokens; DeepSpeed-Inference, FlexGen, all "
-        "context as ACT, and the whole system; four OPT models.",
-        table(rows), _panels(), setup.all_constants(),
+    return CAPTURE.experiment(
+        "capture-fig12",
+        rows,
+        figures=[_panel(model) for model in MODELS],
+        constants=setup.all_constants(),
         notes=(
             f"The papers do not say which prompt lengths: {', '.join(map(str, PROMPTS))} (totals of 512 to 2048) are "
             "assumed, and no bar has a printed value. Ratios are means over models and prompt lengths.",
@@ -232,31 +228,37 @@ def figure12() -> Experiment:
             f"{mean_ratio(deepspeed(HOST), flex):.0%} (last row); the rest may be its batch, which attention that "
             "keeps all scores of a prompt would make smaller than ours.",
         ),
-    )  # fmt: skip
+    )
 
 
 # ---- what slows FlexGen's link down
 
 
 def needed_rate(target: float, model: str | None = None) -> float:
-    """GB/s of the cache's copies at which hybrid_full's mean gain over FlexGen would be ``target``.
+    """Return the GB/s of the cache's copies at which hybrid_full's mean gain over FlexGen would be ``target``.
 
     FlexGen's time is linear in its copies' seconds a byte while the link binds, so that the gain is too.
     """
-    slow, fast = ((mean_ratio(hybrid_full(), flexgen(one), model), 1 / cache_rate(one)) for one in (setup.RELAY, None))
+    slow, fast = (
+        (mean_ratio(hybrid_full(), flexgen(explanation), model), 1 / cache_rate(explanation))
+        for explanation in (setup.RELAY, None)
+    )
     slope = (slow[0] - fast[0]) / (slow[1] - fast[1])
     return 1 / (fast[1] + (target - fast[0]) / slope)
 
 
 def _relayed_if(link_gb_per_s: float) -> float:
-    """GB/s of cache copies here, had the RTX 5000's link that rate: its cache's rate is known, so the relay differs."""
+    """Return the GB/s of cache copies here, had the RTX 5000's link this rate.
+
+    The rate of its cache copies is known, so the relay differs.
+    """
     there, assumed = setup.flexgen_constant().value, setup.LOW_END_LINK_GB_PER_S
     relay_s = 1 / there + 1 / assumed - 1 / link_gb_per_s
     return 1 / (relay_s + 1 / cache_rate(None))
 
 
-def explanation_rows() -> list[dict]:
-    """Each explanation with its constant from KVPR's testbed: cache rate here, and the gains that follow."""
+def explanation_rows() -> list[Row]:
+    """Return rows of each explanation with its constant from KVPR's testbed: cache rate here, and the gains."""
     claims = (
         ("hybrid_full over FlexGen, mean", "ch020", hybrid_full(), None),
         ("hybrid_full over FlexGen, OPT-6.7B", "ch022", hybrid_full(), "OPT-6.7B"),
@@ -266,16 +268,14 @@ def explanation_rows() -> list[dict]:
     rows = []
     for explanation in (None, *setup.EXPLANATIONS):
         name = explanation.name if explanation else "full rate, barriers alone"
-        for what, row_id, over, model in claims:
-            rows.append(_beside(
-                what, mean_ratio(over, flexgen(explanation), model), row_id, explanation=name,
-                cache_gb_per_s=cache_rate(explanation),
-            ))  # fmt: skip
+        more = {"explanation": name, "cache_gb_per_s": cache_rate(explanation)}
+        for quantity, row_id, over, model in claims:
+            rows.append(CAPTURE.beside(row_id, mean_ratio(over, flexgen(explanation), model), quantity, **more))
     return rows
 
 
-def distance(rows: list[dict], name: str) -> float:
-    """Mean |log(ours / paper)| of an explanation's rows."""
+def distance(rows: list[Row], name: str) -> float:
+    """Return the mean |log(ours / paper)| of an explanation's rows."""
     return float(np.mean([abs(np.log(row["ours"] / row["paper"])) for row in rows if row["explanation"] == name]))
 
 
@@ -283,24 +283,22 @@ def flexgen_link() -> Experiment:
     rows = explanation_rows()
     names = list(dict.fromkeys(row["explanation"] for row in rows))
     distances = {name: distance(rows, name) for name in names}
-    nearest = min(distances, key=distances.get)
+    nearest = min(distances, key=lambda name: distances[name])
     for row_id, model in (("ch020", None), ("ch022", "OPT-6.7B"), ("ch023", "OPT-66B")):
-        target = reference.value("capture_headlines", id=row_id)
-        rows.append(context(
-            f"GB/s of cache copies that {target:g}x needs ({model or 'all models'})", needed_rate(target, model),
-            "GB/s", source=row_id, explanation="none",
-        ))  # fmt: skip
+        target = CAPTURE.value(row_id)
+        quantity = f"GB/s of cache copies that {target:g}x needs ({model or 'all models'})"
+        rate = needed_rate(target, model)
+        rows.append(context(quantity, rate, "GB/s", source=row_id, explanation="none"))
     fitted = tuple(setup.flexgen_constant(explanation) for explanation in setup.EXPLANATIONS)
     listed = "; ".join(f"{name} {value:.0%}" for name, value in distances.items())
     free, met = (
         setup.run_flexgen(MODELS[0], setup.PROMPT, explanation=None, overlap=overlap) for overlap in (True, "step")
-    )  # fmt: skip
+    )
     host_gb = float(setup.run_flexgen(MODELS[-1], setup.PROMPT).peak_bytes["host"][0]) / 1e9
-    return Experiment(
-        "capture-flexgen", setup.PAPER, "Why FlexGen is slower than its link",
-        "The papers print 2.19x over FlexGen but 1.38x less traffic at most. FlexGen has no row of its own on this "
-        "testbed.",
-        table(rows), (), fitted,
+    return CAPTURE.experiment(
+        "capture-flexgen",
+        rows,
+        constants=fitted,
         notes=(
             "Each explanation has one constant, fitted on FlexGen's rows of KVPR's Table 5 (RTX 5000, link 12.6 "
             "GB/s), and is then applied to this testbed (26.5 GB/s); the constants are alternatives, and only the "
@@ -320,4 +318,40 @@ def flexgen_link() -> Experiment:
             f"{needed_rate(2.33, 'OPT-66B'):.1f} for 66B: no one rate serves both ends. 66B is where FlexGen's cache "
             f"and weights fill {host_gb:.0f} of 882 GB of host memory, beyond what one socket has.",
         ),
-    )  # fmt: skip
+    )
+
+
+# ---- the headline ratios
+
+#: The ratios that the papers' abstracts, introductions and section leads quote, once each.
+HEADLINES = ("ch020", "ch022", "ch023", "ch021", "ch026", "ch073", "ch074", "ch075", "ch076")
+
+
+def headline_table() -> pd.DataFrame:
+    """Return HEADLINES beside ours as context: each is judged in its own experiment."""
+    rows = headline_rows()
+    for batch, row_id in ((32, "ch075"), (64, "ch076")):
+        quantity = f"cache traffic of FlexGen over hybrid_full, batch {batch}"
+        rows += CAPTURE.headlines(row_id, traffic_reduction(batch), quantity)
+    chosen = {row["source"].split()[0]: row for row in rows}
+    return table([chosen[row_id] | {"role": "context", "aside": ""} for row_id in HEADLINES])
+
+
+def error_factor(rows: pd.DataFrame) -> float:
+    """Return the geometric mean of the larger over the smaller of ours and the paper's, less 1."""
+    return float(np.exp(np.abs(np.log(rows["ours"] / rows["paper"])).mean()) - 1)
+
+
+def headlines() -> Experiment:
+    rows = headline_table()
+    worst = rows.loc[rows["error"].abs().idxmax()]
+    return CAPTURE.experiment(
+        "capture-headlines",
+        rows,
+        constants=setup.all_constants(),
+        notes=(
+            f"Nine ratios: they are off by a factor of {1 + error_factor(rows):.3f} on average (geometric mean of the "
+            f"larger over the smaller); geometric mean of the errors {geomean(rows['error'].abs()):.1%}; "
+            f"furthest off {worst['error']:+.1%} ({worst['what']}).",
+        ),
+    )

@@ -10,10 +10,11 @@ import pandas as pd
 
 from experiments import reference
 from experiments.reproduce.capture import setup
-from experiments.reproduce.capture.setup import MODELS, context, headlines
-from experiments.reproduce.experiment import Experiment, Figure, errors, table
+from experiments.reproduce.capture.setup import MODELS
+from experiments.reproduce.experiment import Experiment, Figure, Row, bars, errors, lines
+from experiments.reproduce.paper import CAPTURE, context, printed
 from flexhybrid.core.workload import Workload
-from policy_search.papers.algorithm1 import BALANCES, capture_policy, host_allocation
+from policy_search.papers.algorithm1 import BALANCES, host_allocation
 from sim.array_clock import predict
 from sim.candidates import candidates_of
 from sim.simulate import simulate
@@ -30,37 +31,36 @@ def shares(model: str) -> np.ndarray:
 
 @cache
 def optimum(model: str, link_gb_per_s: float | None = None) -> tuple[float, float]:
-    """(ACT share, tokens/s) of the fastest of SCAN by the closed form: our search over the share. None: the testbed's
-    link."""
+    """Return (ACT share, tokens/s) of the fastest of SCAN by the array clock. None: the testbed's link."""
     hardware = setup.hardware() if link_gb_per_s is None else setup.hardware().with_link_rate(link_gb_per_s)
     rates = setup.run_shares(model, hardware, SCAN).tokens_per_s
     return float(SCAN[rates.argmax()]), float(rates.max())
 
 
 def at_printed_ratio(model: str, hardware=None) -> tuple[float, float]:
-    """(ACT share of the ratio that the paper prints, tokens/s there)."""
-    share = setup.share_of_ratio(reference.value("capture_headlines", id=setup.PRINTED_RATIO[model]))
+    """Return (ACT share of the ratio that the paper prints, tokens/s at it)."""
+    share = setup.share_of_ratio(CAPTURE.value(setup.PRINTED_RATIO[model]))
     return share, float(setup.run_shares(model, hardware or setup.hardware(), [share]).tokens_per_s[0])
 
 
 def link_for_printed_ratio(model: str) -> float:
-    """GB/s of a link on which the printed ratio would be the fastest, by halving; more ACT pays on a slower link."""
-    printed, _ = at_printed_ratio(model)
+    """Return the GB/s of a link on which the printed ratio is the fastest, by halving; a slower one favours ACT."""
+    share, _ = at_printed_ratio(model)
     low, high = 10.0, setup.values_of(setup.constants())["link_gb_per_s"]
     for _ in range(8):
         middle = (low + high) / 2
         best, _ = optimum(model, middle)
-        low, high = (middle, high) if best > printed else (low, middle)
+        low, high = (middle, high) if best > share else (low, middle)
     return (low + high) / 2
 
 
 def host_bytes(model: str, share: float) -> float:
-    """Host memory of the batch at an ACT share."""
+    """Return the bytes of host memory that the batch takes at an ACT share."""
     return float(setup.run_shares(model, setup.hardware(), [share], walk=False).peak_bytes["host"][0])
 
 
 def clock_gap(model: str, num_layers: int, max_tokens: int) -> float:
-    """closed form / virtual clock - 1 of hybrid_full's run time, with fewer layers and generated tokens."""
+    """Return array clock / virtual clock - 1 of hybrid_full's run time, with fewer layers and generated tokens."""
     hardware = setup.hardware()
     shape, policy = replace(setup.shape_of(model), num_layers=num_layers), setup.full_policy(model, hardware)
     closed, virtual = (
@@ -71,7 +71,7 @@ def clock_gap(model: str, num_layers: int, max_tokens: int) -> float:
 
 
 def rates() -> pd.DataFrame:
-    """Table III, row by row: the paper's columns with share and ours (tokens/s)."""
+    """Return Table III, row by row: the paper's columns with share and ours (tokens/s)."""
     frames = []
     for model in MODELS:
         rows = reference.rows("capture_table3", model=model).set_index("variant").loc[list(VARIANTS)].reset_index()
@@ -84,11 +84,18 @@ _FITTED = "the ratio of two rows that constants were fitted on"
 _HALF_FITTED = "constants were fitted on two of the four models"
 
 
-def _speedups(found: pd.DataFrame) -> list[dict]:
-    ours = found.pivot(index="model", columns="variant", values="ours").loc[list(MODELS)]
-    static, full = (ours[variant] / ours["act_only"] for variant in VARIANTS[1:])
+def _full_row(measured: pd.DataFrame, model: str) -> Row:
+    """Return the row of a model's hybrid_full."""
+    return next(row for row in measured.to_dict("records") if (row["model"], row["variant"]) == (model, "hybrid_full"))
+
+
+def _speedups(measured: pd.DataFrame) -> list[Row]:
+    rows = measured.to_dict("records")
+    ours = {variant: np.array([row["ours"] for row in rows if row["variant"] == variant]) for variant in VARIANTS}
+    static, full = (dict(zip(MODELS, ours[variant] / ours["act_only"], strict=True)) for variant in VARIANTS[1:])
+    mean, headlines = np.mean(list(static.values())), CAPTURE.headlines
     return [
-        *headlines("ch084 ch035", static.mean(), "static over act_only, mean of four models", aside=_HALF_FITTED),
+        *headlines("ch084 ch035", float(mean), "static over act_only, mean of four models", aside=_HALF_FITTED),
         *headlines("ch085 ch036", static["OPT-6.7B"], "static over act_only, OPT-6.7B", aside=_FITTED),
         *headlines("ch086 ch037", static["OPT-66B"], "static over act_only, OPT-66B"),
         *headlines("ch087 ch038", full["OPT-30B"], "full over act_only, OPT-30B"),
@@ -96,119 +103,94 @@ def _speedups(found: pd.DataFrame) -> list[dict]:
     ]
 
 
-def ratio_rows(found: pd.DataFrame) -> list[dict]:
-    """KV : ACT bytes. Like for like, the printed ratios are what the papers' own Algorithm 1 chose."""
+def ratio_rows(measured: pd.DataFrame) -> list[Row]:
+    """Return rows of KV : ACT bytes. By bytes, the printed ratios are those that the papers' own Algorithm 1 chose."""
     rows = []
     for model, own, scan in (("OPT-30B", "ch089", "ch041"), ("OPT-66B", "ch090", "ch042")):
-        share = float(found[(found["model"] == model) & (found["variant"] == "hybrid_full")]["share"].iloc[0])
-        best, _ = optimum(model)
-        rows += headlines(
-            own, setup.bytes_ratio(share), f"KV:ACT bytes, {model}, Algorithm 1 for this batch, its own balance",
-            share=share,
-        )  # fmt: skip
-        rows += headlines(scan, setup.bytes_ratio(best), f"KV:ACT bytes, {model}, fastest of a dense scan", share=best)
+        share, (best, _) = float(_full_row(measured, model)["share"]), optimum(model)
+        quantity = f"KV:ACT bytes, {model}, Algorithm 1 for this batch, its own balance"
+        rows += CAPTURE.headlines(own, setup.bytes_ratio(share), quantity, share=share)
+        quantity = f"KV:ACT bytes, {model}, fastest of a dense scan"
+        rows += CAPTURE.headlines(scan, setup.bytes_ratio(best), quantity, share=best)
     for model in RATIO_MODELS:
-        printed = reference.value("capture_headlines", id=setup.PRINTED_RATIO[model])
-        best, _ = optimum(model)
+        paper = CAPTURE.value(setup.PRINTED_RATIO[model])
         full = setup.full_policy(model, setup.hardware(), balance="full").cache["act@host"]
-        rows.append(context(
-            f"KV:ACT bytes, {model}, Algorithm 1 with ACT loads and forward pass charged", setup.bytes_ratio(full),
-            "KV:ACT", printed, share=full,
-        ))  # fmt: skip
+        shares = {"Algorithm 1 with ACT loads and forward pass charged": full}
         for balance in BALANCES:
-            memory = host_allocation(setup.shape_of(model), setup.hardware(), setup.BYTES, balance=balance).act_share
-            rows.append(context(
-                f"KV:ACT bytes, {model}, Algorithm 1 over all 882 GB of host memory, {balance} balance",
-                setup.bytes_ratio(memory), "KV:ACT", printed, share=memory,
-            ))  # fmt: skip
-        rows.append(context(
-            f"KV:ACT blocks, {model}, fastest of a dense scan (the other reading)", setup.bytes_ratio(best) / 2,
-            "KV:ACT", printed, share=best,
-        ))  # fmt: skip
+            memory = host_allocation(setup.shape_of(model), setup.hardware(), setup.BYTES, balance=balance)
+            shares[f"Algorithm 1 over all 882 GB of host memory, {balance} balance"] = memory.act_share
+        for reading, share in shares.items():
+            ratio = setup.bytes_ratio(share)
+            rows.append(context(f"KV:ACT bytes, {model}, {reading}", ratio, "KV:ACT", paper, share=share))
+        best, _ = optimum(model)
+        quantity = f"KV:ACT blocks, {model}, fastest of a dense scan (the other reading)"
+        rows.append(context(quantity, setup.bytes_ratio(best) / 2, "KV:ACT", paper, share=best))
     return rows
 
 
-def _what_if_rows(found: pd.DataFrame) -> list[dict]:
-    """The full system at other shares, beside Table III's number."""
-    rows = []
+def _what_if_rows(measured: pd.DataFrame) -> list[Row]:
+    """Return rows of the full system at other shares, beside Table III's number."""
+    workload, rows = Workload.uniform(setup.BATCH, setup.PROMPT, setup.GENERATED), []
     for model in MODELS:
-        one = found[(found["model"] == model) & (found["variant"] == "hybrid_full")].iloc[0]
-        more = {"paper": one["tokens_per_s"], "unit": one["unit"], "source": "Table III", "model": model}
-        if model in RATIO_MODELS:
-            share, rate = at_printed_ratio(model)
-            rows.append(context(f"{model} hybrid_full at the printed ratio", rate, share=share, **more))
-        share, rate = optimum(model)
-        rows.append(context(f"{model} hybrid_full at the fastest share", rate, share=share, **more))
-        policy = capture_policy(
-            setup.shape_of(model), setup.hardware(), Workload.uniform(setup.BATCH, setup.PROMPT, setup.GENERATED),
-            setup.BYTES, device_act=True, max_mini_batch_tokens=setup.MINI_BATCH_TOKENS,
-        )  # fmt: skip
-        workload = Workload.uniform(setup.BATCH, setup.PROMPT, setup.GENERATED)
-        rate = float(
-            predict(setup.shape_of(model), setup.hardware(), setup.BYTES, candidates_of(policy, workload)).tokens_per_s[
-                0
-            ]
-        )
-        rows.append(context(
-            f"{model} hybrid_full with ACT in all spare GPU memory", rate, share=1 - policy.cache["kv@host"], **more
-        ))  # fmt: skip
+        policy = setup.full_policy(model, setup.hardware(), device_act=True)
+        shape, candidates = setup.shape_of(model), candidates_of(policy, workload)
+        in_spare = float(predict(shape, setup.hardware(), setup.BYTES, candidates).tokens_per_s[0])
+        readings = {"at the printed ratio": at_printed_ratio(model)} if model in RATIO_MODELS else {}
+        readings["at the fastest share"] = optimum(model)
+        readings["with ACT in all spare GPU memory"] = (1 - policy.cache["kv@host"], in_spare)
+        record = _full_row(measured, model)
+        paper = {"unit": record["unit"], "paper": record["tokens_per_s"], "source": "Table III"}
+        for reading, (share, rate) in readings.items():
+            rows.append(context(f"{model} hybrid_full {reading}", rate, **paper, share=share, model=model))
     return rows
 
 
-def _bars(found: pd.DataFrame) -> Figure:
-    def frame(column: str) -> pd.DataFrame:
-        return found[["model", "variant"]].assign(value=found[column])
-
-    return Figure(
-        "throughput", "bar", frame("ours"), "model", "value", "variant", "Table III: batch 128, 1920 + 128 tokens",
-        "", "tokens/s", frame("tokens_per_s"),
-    )  # fmt: skip
+def _bars(measured: pd.DataFrame) -> Figure:
+    ours, paper = (
+        measured.rename(columns={column: "value"}).loc[:, ["model", "value", "variant"]]
+        for column in ("ours", "tokens_per_s")
+    )
+    return bars("throughput", ours, "Table III: batch 128, 1920 + 128 tokens", "", "tokens/s", paper=paper)
 
 
-def _scan_figure() -> Figure:
-    frames = []
+def _scan_figure(measured: pd.DataFrame) -> Figure:
+    frames, paper = [], []
     for model in RATIO_MODELS:
         rates = setup.run_shares(model, setup.hardware(), SCAN).tokens_per_s
         frames.append(pd.DataFrame({"share": SCAN, "rate": rates, "model": model}))
-    paper = pd.DataFrame([
-        {"share": at_printed_ratio(model)[0], "model": model,
-         "rate": reference.value("capture_table3", model=model, variant="hybrid_full")}
-        for model in RATIO_MODELS
-    ])  # fmt: skip
-    return Figure(
-        "share", "line", pd.concat(frames), "share", "rate", "model", "Throughput against the ACT share of tokens",
-        "ACT share of tokens", "tokens/s", paper,
-    )  # fmt: skip
+        rate = _full_row(measured, model)["tokens_per_s"]
+        paper.append({"share": at_printed_ratio(model)[0], "rate": rate, "model": model})
+    title = "Throughput against the ACT share of tokens"
+    return lines("share", pd.concat(frames), title, "ACT share of tokens", "tokens/s", paper=paper)
 
 
-def held_out_errors(found: pd.DataFrame) -> np.ndarray:
-    """ours / paper - 1 of Table III's rows that nothing was fitted on."""
-    rows = found[found["role"] == "validate"]
-    return errors(rows["tokens_per_s"], rows["ours"])
+def held_out_errors(measured: pd.DataFrame) -> np.ndarray:
+    """Return ours / paper - 1 of Table III's rows that nothing was fitted on."""
+    return errors(measured["tokens_per_s"], measured["ours"])[(measured["role"] == "validate").to_numpy()]
 
 
 def table3() -> Experiment:
-    found = rates()
-    wrong = held_out_errors(found)
-    rows = [
-        {"what": f"{row.model} {row.variant}", "model": row.model, "share": row.share, "paper": row.tokens_per_s,
-         "ours": row.ours, "unit": row.unit, "role": row.role, "source": "Table III"}
-        for row in found.itertuples()
-    ]  # fmt: skip
-    rows += _speedups(found) + ratio_rows(found) + _what_if_rows(found)
-    printed, at_printed = at_printed_ratio("OPT-66B")
+    measured = rates()
+    wrong = held_out_errors(measured)
+    rows = []
+    for record in measured.to_dict("records"):
+        model, quantity = record["model"], f"{record['model']} {record['variant']}"
+        record["value"] = record["tokens_per_s"]
+        rows.append(printed(record, record["ours"], quantity, "Table III", model=model, share=record["share"]))
+    rows += _speedups(measured) + ratio_rows(measured) + _what_if_rows(measured)
+    share, at_printed = at_printed_ratio("OPT-66B")
     best, at_best = optimum("OPT-66B")
-    own = float(found["share"].iloc[-1])
-    paper_66b = reference.value("capture_table3", model="OPT-66B", variant="hybrid_full")
+    last = _full_row(measured, "OPT-66B")
+    own, paper_66b = float(last["share"]), last["tokens_per_s"]
     link = link_for_printed_ratio("OPT-66B")
     on_slow_link = at_printed_ratio("OPT-66B", setup.hardware().with_link_rate(link))[1]
-    busy = setup.run_shares("OPT-66B", setup.hardware(), [printed]).busy
+    busy = setup.run_shares("OPT-66B", setup.hardware(), [share]).busy
     footprint = {model: host_bytes(model, at_printed_ratio(model)[0]) / 1e9 for model in RATIO_MODELS}
-    return Experiment(
-        "capture-table3", setup.PAPER, "Table III / HybridServe Fig. 15: what each part of the policy brings",
-        "Tokens/s (128·128 generated tokens over prefill and decode) of 128 requests of 1920 + 128 tokens with all "
-        "context as ACT, with equal bytes of ACT and KV, and with Algorithm 1's ratio; four OPT models, RTX 4090.",
-        table(rows), (_bars(found), _scan_figure()), setup.all_constants(),
+    return CAPTURE.experiment(
+        "capture-table3",
+        rows,
+        figures=(_bars(measured), _scan_figure(measured)),
+        constants=setup.all_constants(),
         notes=(
             f"Rows of 30B and 66B, which nothing was fitted on: mean |error| {np.abs(wrong).mean():.1%}, worst "
             f"{wrong[np.abs(wrong).argmax()]:+.1%}.",
@@ -237,4 +219,4 @@ def table3() -> Experiment:
             "The two readings of the ratio: by bytes the dense scan meets 2:1 and misses 1.78:1, by blocks the "
             "reverse. CAPTURE says memory.",
         ),
-    )  # fmt: skip
+    )

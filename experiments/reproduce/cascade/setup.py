@@ -14,6 +14,7 @@ import numpy as np
 
 from experiments import reference
 from experiments.reproduce.experiment import Constant
+from experiments.reproduce.paper import CASCADE
 from flexhybrid.cascade.cluster.arrivals import poisson
 from flexhybrid.cascade.cluster.deployment import deploy
 from flexhybrid.cascade.cluster.energy import POWER
@@ -25,7 +26,6 @@ from flexhybrid.cascade.placement.search import Plan, most_rate
 from flexhybrid.core.errors import InputError
 from sim import catalogue
 
-PAPER = "HybridServe: Efficient Serving of Large AI Models with Confidence-Based Cascade Routing, Edinburgh, ICDCS 2025"
 FAMILIES = ("ViT", "T5", "GPT")
 MODES = ("AP", "EO")
 COMPRESSED = ("GPT-Q", "ViT-Q")  #: in Table II beside the sizes; no part of the dataflow
@@ -44,14 +44,9 @@ OUTPUT_BYTES = {"ViT": 224 * 224 * 3 + 4000, "T5": 2048, "GPT": 50_000}
 
 
 def constants() -> tuple[Constant, ...]:
-    """What no passage of the paper states."""
-    t4 = POWER["t4"]
-    return (
-        Constant("idle_w", t4.idle_w, "W", 8.0, 17.0, "an idle T4 with its context loaded, as commonly reported"),
-        Constant("busy_w", t4.busy_w, "W", 60.0, 70.0, "the T4's board limit"),
-        Constant("batch", BATCH, "requests", 1, 256, "that enter the dataflow together; the paper names none"),
-        Constant("network", 1.25, "GB/s", 0.1, 3.2, "cloud servers' 10 Gbit/s; the paper names none"),
-    )
+    """Return the constants that no passage of the paper states."""
+    values = {"idle_w": POWER["t4"].idle_w, "busy_w": POWER["t4"].busy_w, "batch": BATCH, "network": 1.25}
+    return tuple(CASCADE.constant(name, number) for name, number in values.items())
 
 
 @dataclass(frozen=True)
@@ -64,31 +59,37 @@ class Family:
     accuracy: np.ndarray
 
     def shares(self, mode: str) -> np.ndarray:
-        """Of all requests, what each model answers (Table III) [models]."""
+        """Return each model's share of all requests (Table III) [models]."""
         rows = reference.rows("cascade_tables", table="III", family=self.name, mode=mode, metric="request_share")
         by_model = dict(zip(rows["model"], rows["value"], strict=True))
         return np.array([by_model[model] for model in self.models]) / 100
 
     @property
     def relative(self) -> np.ndarray:
-        """Each model's parameters over the giant's."""
+        """Return each model's parameters over the giant's."""
         return self.parameters / self.parameters[-1]
 
 
 @cache
 def family(name: str) -> Family:
-    """Out of Table II, in order of size."""
-    size = reference.rows("cascade_tables", table="II", family=name, metric="parameters")
-    size = size[~size["model"].isin(COMPRESSED)].sort_values("value")
-    accuracy = reference.rows("cascade_tables", table="II", family=name, metric="accuracy").set_index("model")["value"]
-    models = tuple(size["model"])
-    return Family(name, models, size["value"].to_numpy(float) * 1e6, accuracy[list(models)].to_numpy(float) / 100)
+    """Return a family of Table II, in order of size."""
+    records = {
+        metric: reference.rows("cascade_tables", table="II", family=name, metric=metric).to_dict("records")
+        for metric in ("parameters", "accuracy")
+    }
+    size, accuracy = ({row["model"]: row["value"] for row in rows} for rows in records.values())
+    models = tuple(sorted((model for model in size if model not in COMPRESSED), key=lambda model: size[model]))
+    parameters, percents = (np.array([values[model] for model in models]) for values in (size, accuracy))
+    return Family(name, models, parameters * 1e6, percents / 100)
 
 
-def kept(one: Family, mode: str) -> tuple[list[int], np.ndarray]:
-    """(models that are deployed, what each of them answers): one that hardly answers is left out, its requests go to
-    the next larger one (IV-C). Algorithm 2 taken at its word would also drop GPT-M, GPT-L and ViT-S under AP."""
-    places, shares = list(range(len(one.models))), one.shares(mode)
+def kept(family: Family, mode: str) -> tuple[list[int], np.ndarray]:
+    """Return (the models that are deployed, the share that each of them answers).
+
+    A model that hardly answers is left out, and its requests go to the next larger one (IV-C). Algorithm 2 as printed
+    would also drop GPT-M, GPT-L and ViT-S under AP.
+    """
+    places, shares = list(range(len(family.models))), family.shares(mode)
     while shares[idle := int(shares[:-1].argmin())] < LEAST_SHARE:
         shares[idle + 1] += shares[idle]
         shares = np.delete(shares, idle)
@@ -96,35 +97,41 @@ def kept(one: Family, mode: str) -> tuple[list[int], np.ndarray]:
     return places, shares
 
 
-def routing_ratio(one: Family, mode: str, routing: str = "chain") -> float:
-    """Energy of the giant alone over the cascade's, a request's energy being in proportion to the model's size."""
-    places, shares = kept(one, mode)
-    return 1 / float(ROUTINGS[routing](shares).visits @ one.relative[places])
+def routing_ratio(family: Family, mode: str, routing: str = "chain") -> float:
+    """Return the giant's energy over the cascade's, a request's energy being in proportion to the model's size."""
+    places, shares = kept(family, mode)
+    return 1 / float(ROUTINGS[routing](shares).visits @ family.relative[places])
 
 
-def perfect_ratio(one: Family, mode: str) -> float:
-    """The same if every request went to the model that answers it and to no other: no routing does better."""
-    return 1 / float(one.shares(mode) @ one.relative)
+def perfect_ratio(family: Family, mode: str) -> float:
+    """Return ``routing_ratio`` with every request at the model that answers it alone: no routing does better."""
+    return 1 / float(family.shares(mode) @ family.relative)
 
 
-def served_model(one: Family, place: int) -> ServedModel:
-    """A size on a T4 in float16: weights read once a batch, two flops a parameter and token."""
-    line, p = catalogue.load("t4").lines["compute"], 2
-    parameters, tokens = float(one.parameters[place]), TOKENS[one.name]
+def served_model(family: Family, place: int) -> ServedModel:
+    """Return a size on a T4 in float16: weights read once a batch, two flops a parameter and token."""
+    line, parameters, tokens = (
+        catalogue.load("t4").lines["compute"],
+        float(family.parameters[place]),
+        TOKENS[family.name],
+    )
+    weights_bytes = 2 * parameters
     return ServedModel(
-        one.models[place],
-        BatchLine(parameters * p * line.s_per_byte, 2 * parameters * tokens * line.s_per_flop),
-        BatchLine(parameters * p + 2**29, 16e6),
-        output_bytes=OUTPUT_BYTES[one.name], hidden_bytes=TOKENS[one.name] * 2048 * p, max_batch=BATCH,
-    )  # fmt: skip
+        family.models[place],
+        BatchLine(weights_bytes * line.s_per_byte, 2 * parameters * tokens * line.s_per_flop),
+        BatchLine(weights_bytes + 2**29, 16e6),
+        output_bytes=OUTPUT_BYTES[family.name],
+        hidden_bytes=tokens * 2048 * 2,
+        max_batch=BATCH,
+    )
 
 
 def cluster():
-    return even_cluster(NUM_GPUS, 1, int(catalogue.load("t4").usable_memory("device")), 12.0, 1.25)
+    return even_cluster(NUM_GPUS, 1, int(catalogue.load("t4").usable_memory("device") or 0), 12.0, 1.25)
 
 
 @dataclass(frozen=True)
-class System:
+class CascadeSystem:
     """A family's cascade in a mode, or its giant alone (mode "giant"), and how requests are routed."""
 
     family: str
@@ -136,22 +143,25 @@ class System:
         return "giant alone" if self.mode == "giant" else f"{self.mode}, {self.routing}"
 
     def models(self) -> tuple[tuple[ServedModel, ...], Flow]:
-        one = family(self.family)
+        sizes = family(self.family)
         if self.mode == "giant":
-            return (served_model(one, len(one.models) - 1),), chain((1.0,))
-        places, shares = kept(one, self.mode)
-        return tuple(served_model(one, place) for place in places), ROUTINGS[self.routing](shares)
+            return (served_model(sizes, len(sizes.models) - 1),), chain((1.0,))
+        places, shares = kept(sizes, self.mode)
+        return tuple(served_model(sizes, place) for place in places), ROUTINGS[self.routing](shares)
 
 
 @cache
-def most(system: System) -> float:
-    """The highest rate that the 12 GPUs carry, each at most all the time busy."""
+def highest_rate(system: CascadeSystem) -> float:
+    """Return the highest rate that the 12 GPUs carry, each at most all the time busy."""
     return most_rate(*system.models(), cluster(), BATCH, most_load=1.0, time_limit=60)
 
 
-def placed(system: System, rate: float) -> Plan:
-    """As few replicas as carry the rate with GPUs busy to MOST_LOAD, laid by the planner's search without its clock, so
-    that every machine finds the same; transfers are microseconds here."""
+def placed(system: CascadeSystem, rate: float) -> Plan:
+    """Return a plan with as few replicas as carry the rate with GPUs busy to MOST_LOAD.
+
+    The planner's search lays them without its time limit, so that every machine finds one answer; transfers take
+    microseconds here.
+    """
     for layout in layouts(*system.models(), cluster(), rate, BATCH, MOST_LOAD):
         if found := assign.search(layout, cluster(), MOST_LOAD, math.inf, math.inf):
             return Plan(layout, cluster(), MOST_LOAD, found[1], found[0], 0.0, "search", 1, 0.0)
@@ -159,6 +169,6 @@ def placed(system: System, rate: float) -> Plan:
 
 
 @cache
-def run(system: System, rate: float, requests: int = 20_000) -> Served:
-    """Poisson arrivals at the rate for which it is placed. Energy counts the GPUs that hold a model."""
+def run(system: CascadeSystem, rate: float, requests: int = 20_000) -> Served:
+    """Simulate Poisson arrivals at the rate for which it is placed. Energy counts the GPUs that hold a model."""
     return simulate(deploy(placed(system, rate)), poisson(rate, requests), POWER["t4"])

@@ -24,7 +24,7 @@ PARTIAL = 0.3  #: the share of columns that the paper keeps
 
 
 def h2o(share: float) -> str:
-    """H2O with a mean share of the context."""
+    """Return H2O with a mean share of the context."""
     return f"h2o({min(1.0, round(H2O_GROWTH * share, 4))})"
 
 
@@ -32,6 +32,6 @@ def infinigen(alpha=math.inf, cap: float = 1.0, **more) -> str:
     return "infinigen(" + ",".join(f"{k}={v}" for k, v in {"alpha": alpha, "cap": cap, **more}.items()) + ")"
 
 
-def whole_share(num_layers: int, share: float) -> float:
-    """Share of all layers' cache, where layers 0 and 1 look at all of it and the others at ``share``."""
+def share_of_all_layers(num_layers: int, share: float) -> float:
+    """Return the share of all layers' cache, where layers 0 and 1 look at all of it and the others at ``share``."""
     return (2 + (num_layers - 2) * share) / num_layers

@@ -8,16 +8,17 @@ them.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
 import pandas as pd
+from numpy.typing import ArrayLike
 
 from experiments import reference
 from experiments.reproduce.calibrate import fit
 from experiments.reproduce.experiment import Constant
+from experiments.reproduce.paper import INFINIGEN, value_of
 from flexhybrid.core.context.selection import kept_tokens
 from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.model.shape import DTYPE_BYTES, ModelShape, shape_by_name
@@ -35,7 +36,6 @@ from sim.implementation import Implementation, on
 from sim.simulate import simulate
 from sim.virtual_clock import run
 
-PAPER = "InfiniGen: Efficient Generative Inference of LLMs with Dynamic KV Cache Management, OSDI 2024"
 CODE = "github.com/snu-comparch/InfiniGen, commit 3754f52"
 DTYPE = "float16"  #: everywhere
 BYTES = DTYPE_BYTES[DTYPE]
@@ -98,7 +98,7 @@ class Times:
 
 
 def machine(link_gb_per_s: float, conversion: float, gather_s: float) -> Hardware:
-    """The catalogue's A6000 and its host as FlexGen's code uses them.
+    """Return the catalogue's A6000 and its host as FlexGen's code uses them.
 
     ``conversion``: share of the memory's rate at which 4-bit keys and values are made and undone. ``gather_s``: the
     host's seconds a layer to bring a selection together, besides the copying itself, which torch's embedding lookup
@@ -112,28 +112,9 @@ def machine(link_gb_per_s: float, conversion: float, gather_s: float) -> Hardwar
     return replace(hardware, lines=lines)
 
 
-def _free() -> tuple[Constant, ...]:
-    standard = catalogue.load("rtx-a6000").notes["link_bytes_per_s"] / 1e9
-    return (
-        Constant(
-            "link_gb_per_s", 0.8 * standard, "GB/s", standard / 3, standard,
-            "what copies of the cache reach of PCIe 3.0 x16; at most the standard",
-        ),
-        Constant(
-            "conversion", 0.2, "of memory rate", 0.02, 1.0,
-            "FlexGen's group-wise 4-bit code is a chain of some ten elementwise kernels where one would do",
-        ),
-        Constant(
-            "gather_s", 5e-4, "s", 2e-5, 2e-3,
-            "InfiniGen's host work a layer: at least a launch; the count and the indices come to the host (two waits "
-            "for the GPU), two lookups, two writes to pinned memory, all from Python",
-        ),
-    )  # fmt: skip
-
-
 @cache
 def fitted(reading: Reading = AS_RUN) -> tuple[Constant, ...]:
-    """Link, conversion and gathering, on the three rows of batch 4."""
+    """Fit link, conversion and gathering on the three rows of batch 4."""
     rows = pd.concat([reference.rows("infinigen_headlines", id=row_id) for row_id in CALIBRATE.values()])
     paper = reference.check_role(rows, "calibrate")["value"].to_numpy()
 
@@ -141,38 +122,26 @@ def fitted(reading: Reading = AS_RUN) -> tuple[Constant, ...]:
         hardware = machine(**values)
         return np.array([float(throughput(name, 4, reading, hardware)) for name in CALIBRATE])
 
-    return fit(_free(), ours, paper, f"batch 4 of InfiniGen, INT4 and H2O ({', '.join(CALIBRATE.values())})")
+    standard = catalogue.load("rtx-a6000").notes["link_bytes_per_s"] / 1e9
+    start = {"link_gb_per_s": 0.8 * standard, "conversion": 0.2, "gather_s": 5e-4}
+    free = tuple(INFINIGEN.constant(name, number) for name, number in start.items())
+    return fit(free, ours, paper, f"batch 4 of InfiniGen, INT4 and H2O ({', '.join(CALIBRATE.values())})")
 
 
 def constants(reading: Reading = AS_RUN) -> tuple[Constant, ...]:
-    """All six of the testbed: three fitted, three set beforehand. Every other line is the catalogue's."""
+    """Return all six of the testbed: three fitted, three set beforehand. Every other line is the catalogue's."""
     efficiency = catalogue.load("rtx-a6000").notes["efficiency"]
-    return (
-        *fitted(reading),
-        Constant(
-            "gemm", efficiency["gemm"], "of 154.8 TFLOP/s", 0.3, 1.0,
-            "share of the datasheet's peak that large products reach; the catalogue's assumption",
-        ),
-        Constant(
-            "memory", efficiency["memory"], "of 768 GB/s", 0.5, 1.0,
-            "share of the GPU's memory bandwidth that streaming kernels reach; the catalogue's assumption",
-        ),
-        Constant(
-            "fault_gb_per_s", 4.1, "GB/s", 2.0, 8.2,
-            "unified memory, once it overflows: a page that comes sends one back. A public measurement of demand "
-            "paging alone over PCIe 3.0 x16 has 8.2 GB/s (github.com/parallelArchitect/pascal-um-benchmark), "
-            "half of which is left",
-        ),
-    )  # fmt: skip
+    priors = {"gemm": efficiency["gemm"], "memory": efficiency["memory"], "fault_gb_per_s": 4.1}
+    return (*fitted(reading), *(INFINIGEN.constant(name, number) for name, number in priors.items()))
 
 
 def value(name: str, reading: Reading = AS_RUN) -> float:
-    return next(constant.value for constant in constants(reading) if constant.name == name)
+    return value_of(constants(reading), name)
 
 
 @cache
 def testbed(reading: Reading = AS_RUN) -> Hardware:
-    """The machine with the fitted constants."""
+    """Return the machine with the fitted constants."""
     return machine(**{constant.name: constant.value for constant in fitted(reading)})
 
 
@@ -181,22 +150,22 @@ def testbed(reading: Reading = AS_RUN) -> Hardware:
 
 def times(
     name: str,
-    batch,
-    prompt=PROMPT,
+    batch: ArrayLike,
+    prompt: ArrayLike = PROMPT,
     shape: ModelShape = OPT_13B,
     reading: Reading = AS_RUN,
     hardware: Hardware | None = None,
     weights_device: float = 1.0,
     policy: Policy | None = None,
 ) -> Times:
-    """Seconds of one of POLICIES (``policy`` in its place, if given); ``batch`` and ``prompt`` may be arrays.
+    """Return the seconds of one of POLICIES, or of ``policy``; ``batch`` and ``prompt`` may be arrays.
 
-    InfiniGen's first layers are whole by its policy: two, or the one that nothing can speculate for. H2O's layers are
-    all alike; with layers 0 and 1 loaded whole, they are taken from FlexGen instead: what it takes with them less what
-    it takes without.
+    InfiniGen's policy loads all of its first layers: two, or the one that nothing can speculate for. A policy of H2O
+    treats all layers in one way; with all of layers 0 and 1 loaded, these two are FlexGen's instead: FlexGen's time
+    with them less its time without.
     """
     hardware = testbed(reading) if hardware is None else hardware
-    whole = 2 if name == "H2O" and reading.first_two_full else 0
+    full_layers = 2 if name == "H2O" and reading.first_two_full else 0
     policy = policy or POLICIES[name]
     if name == "InfiniGen":
         layers = 2 if reading.first_two_full else 1
@@ -205,22 +174,21 @@ def times(
     def seconds(policy: Policy, num_layers: int) -> Times:
         weights = Placement(device=weights_device, host=1.0 - weights_device)
         policy = replace(policy, overlap=reading.overlap, weights=weights)
-        found = predict(
-            replace(shape, num_layers=num_layers), hardware, BYTES, Candidates(policy, batch, prompt, GENERATED)
-        )
-        return Times(found.prefill_s, found.decode_s)
+        run_shape, candidates = replace(shape, num_layers=num_layers), Candidates(policy, batch, prompt, GENERATED)
+        prediction = predict(run_shape, hardware, BYTES, candidates)
+        return Times(prediction.prefill_s, prediction.decode_s)
 
-    L = shape.num_layers
-    found = seconds(policy, L - whole)
-    if not whole:
-        return found
-    return found + seconds(POLICIES["FlexGen"], L) - seconds(POLICIES["FlexGen"], L - whole)
+    own_layers = shape.num_layers - full_layers
+    own = seconds(policy, own_layers)
+    if not full_layers:
+        return own
+    return own + seconds(POLICIES["FlexGen"], shape.num_layers) - seconds(POLICIES["FlexGen"], own_layers)
 
 
 def throughput(name: str, batch, reading: Reading = AS_RUN, hardware: Hardware | None = None) -> np.ndarray:
-    """Generated tokens a second, prefill included, OPT-13B with 1920 + 128 tokens."""
-    found = times(name, batch, reading=reading, hardware=hardware).total_s
-    return np.squeeze(np.asarray(batch) * GENERATED / found)
+    """Return generated tokens a second, prefill included, OPT-13B with 1920 + 128 tokens."""
+    total_s = times(name, batch, reading=reading, hardware=hardware).total_s
+    return np.squeeze(np.asarray(batch) * GENERATED / total_s)
 
 
 #: Bytes of device memory that a score of the UVM program's prefill attention reads and writes: its product 2, the mask
@@ -229,10 +197,10 @@ EAGER_BYTES = 48
 
 
 def uvm_hardware(hardware: Hardware) -> Hardware:
-    """A machine on which prefill attention works as in the UVM program: in every layer a mask in float32, one number
-    for each score, is filled by a host core and sent over the link, and each step of the softmax is a kernel of its
-    own (``speedup/uvm/selfattention.py``).
+    """Return a machine on which prefill attention works as in the UVM program (``speedup/uvm/selfattention.py``).
 
+    In every layer a host core fills a mask in float32, one number for each score, and sends it over the link; each
+    step of the softmax is a kernel of its own.
     The scores of causal attention are its operations over twice the head's width.
     """
     line, score_flops = hardware.line("attend_prefill", "compute"), 2 * OPT_13B.head_dim
@@ -244,8 +212,11 @@ def uvm_hardware(hardware: Hardware) -> Hardware:
 
 @cache
 def uvm(batch: int, h2o: bool = False, eager: bool = True) -> tuple[float, float]:
-    """(prefill, decode) seconds of unified memory with OPT-13B; ``h2o``: only H2O's share is kept after the prefill,
-    which fits the device then. ``eager`` False: prefill attention in one kernel, as everywhere else."""
+    """Return (prefill, decode) seconds of unified memory with OPT-13B.
+
+    ``h2o``: only H2O's share is kept after the prefill, and then fits the device. ``eager`` False: prefill attention
+    in one kernel, as for the other systems.
+    """
     hardware = uvm_hardware(testbed()) if eager else testbed()
     setting = Setting(OPT_13B, hardware, batch, PROMPT, GENERATED)
     made = system(f"uvm(fault_gb_per_s={value('fault_gb_per_s')})", setting)
@@ -258,31 +229,35 @@ def uvm(batch: int, h2o: bool = False, eager: bool = True) -> tuple[float, float
     return outcome.prefill_s, after.decode_s
 
 
-def speedups(batch, prompt=PROMPT, shape: ModelShape = OPT_13B, **more) -> dict[str, np.ndarray]:
-    """FlexGen's seconds over each other system's."""
+def speedups(
+    batch: ArrayLike, prompt: ArrayLike = PROMPT, shape: ModelShape = OPT_13B, **more
+) -> dict[str, np.ndarray]:
+    """Return FlexGen's seconds over each other system's."""
     flexgen = times("FlexGen", batch, prompt, shape, **more).total_s
     return {name: flexgen / times(name, batch, prompt, shape, **more).total_s for name in POLICIES if name != "FlexGen"}
 
 
 def latency(batch: int) -> dict[str, tuple[float, float]]:
-    """System -> (prefill, decode) seconds, the order of Fig. 14."""
-    found = {"UVM": uvm(batch), "UVM + H2O": uvm(batch, h2o=True)}
+    """Return system -> (prefill, decode) seconds, in the order of Fig. 14."""
+    seconds = {"UVM": uvm(batch), "UVM + H2O": uvm(batch, h2o=True)}
     for name in POLICIES:
-        one = times(name, batch)
-        found[name] = float(one.prefill_s[0]), float(one.decode_s[0])
-    return found
+        run_times = times(name, batch)
+        seconds[name] = float(run_times.prefill_s[0]), float(run_times.decode_s[0])
+    return seconds
 
 
 def h2o_tokens(length: int) -> int:
-    """Tokens that H2O loads of a prompt of this length."""
+    """Return the tokens that H2O loads of a prompt of this length."""
     return int(kept_tokens(Selection("heavy_hitter", budget=H2O_BUDGET), length, length, length))
 
 
 def growth_needs(small: ModelShape, larger_gain: float) -> tuple[float, float]:
-    """(seconds more for a layer and step of InfiniGen on the small model, so many tokens more to fetch) at which its
-    speedup is the larger model's over the paper's ratio."""
+    """Return (seconds, tokens) more for InfiniGen on the small model, a layer and step.
+
+    With either its speedup is the larger model's over the paper's ratio; ``tokens`` are more tokens to fetch.
+    """
     flexgen, own = (float(times(name, 4, shape=small).total_s[0]) for name in ("FlexGen", "InfiniGen"))
-    lacking = flexgen * paper_value("ih061") / larger_gain - own
+    lacking = flexgen * INFINIGEN.value("ih061") / larger_gain - own
     seconds = lacking / ((GENERATED - 1) * (small.num_layers - 2))
     link, cores = testbed().line("load_kv", "h2d"), testbed().line("gather", "host_compute")
     token_s = 4 * small.kv_token_bytes(BYTES) * (link.s_per_byte + 2 * cores.s_per_byte)
@@ -293,24 +268,23 @@ def growth_needs(small: ModelShape, larger_gain: float) -> tuple[float, float]:
 
 
 def uvm_working_set_bytes(batch: int) -> float:
-    """Weights, and keys and values of all 2048 tokens, of OPT-13B."""
+    """Return the bytes of OPT-13B's weights and of the keys and values of all 2048 tokens."""
     tokens = PROMPT + GENERATED
     return model_bytes(OPT_13B) + OPT_13B.num_layers * batch * tokens * OPT_13B.kv_token_bytes(BYTES)
 
 
-def model_bytes(shape: ModelShape) -> int:
-    """All weights in float16."""
+def model_bytes(shape: ModelShape) -> float:
+    """Return the bytes of all weights in float16."""
     return shape.num_layers * shape.layer_bytes(BYTES) + shape.embedding_bytes(BYTES)
 
 
 def kv_bytes(shape: ModelShape, batch, tokens):
-    """Keys and values of ``batch`` requests in float16."""
+    """Return the bytes of keys and values of ``batch`` requests in float16."""
     return shape.num_layers * batch * tokens * shape.kv_token_bytes(BYTES)
 
 
 def overhead_bytes(shape: ModelShape, batch: int, ratio: float) -> tuple[float, float, float]:
-    """(partial query weights, partial keys, the whole cache) in bytes, from the account every run is checked "
-    "against."""
+    """Return the bytes of (partial query weights, partial keys, the cache), by the account that checks every run."""
     policy = presets.infinigen(ALPHA, ratio, CAP)
     problem = Problem(shape=shape, dtype=DTYPE, hardware=testbed(), device="cuda")
     plan = wave_plan(problem, policy, Workload.uniform(batch, PROMPT, GENERATED))
@@ -328,8 +302,10 @@ PARTS = {
 
 
 def block_ms(policy: Policy, length: int = 2048, batch: int = 8) -> dict[str, float]:
-    """Milliseconds of each task in a middle layer of OPT-13B in a decode step at ``length`` tokens, one task after the
-    other, from a trace of the virtual clock."""
+    """Return the milliseconds of each task in a middle layer of OPT-13B in a decode step at ``length`` tokens.
+
+    One task runs after the other, on the virtual clock.
+    """
     policy = replace(policy, overlap=False)
     problem = Problem(shape=OPT_13B, dtype=DTYPE, hardware=testbed())
     wave = admit(problem, policy, Workload.uniform(batch, length - 1, 2))
@@ -343,31 +319,9 @@ def block_ms(policy: Policy, length: int = 2048, batch: int = 8) -> dict[str, fl
 
 
 def breakdown(tasks: dict[str, float]) -> dict[str, float]:
-    """Milliseconds of each of PARTS. Raises KeyError for a task that belongs to none."""
+    """Return the milliseconds of each of PARTS. Raises KeyError for a task that belongs to none."""
     part_of = {verb: part for part, verbs in PARTS.items() for verb in verbs}
     parts = dict.fromkeys(PARTS, 0.0)
     for verb, ms in tasks.items():
         parts[part_of[verb]] += ms
     return parts
-
-
-# ---- rows
-
-
-def paper_value(row_id: str) -> float:
-    return reference.value("infinigen_headlines", id=row_id)
-
-
-def headline(row_id: str, ours: float, what: str, **more) -> dict:
-    """A number of the prose beside ours."""
-    found = reference.rows("infinigen_headlines", id=row_id).iloc[0]
-    return {
-        "what": what, "paper": found["value"], "ours": float(ours), "unit": found["unit"], "role": found["role"],
-        "source": f"{row_id} ({found['source'].removeprefix('infinigen ')})", **more,
-    }  # fmt: skip
-
-
-def context(what: str, ours: float, unit: str = "", paper: float = math.nan, source: str = "", **more) -> dict:
-    """A row that is shown and not judged."""
-    row = {"what": what, "paper": paper, "ours": float(ours), "unit": unit, "role": "context", "source": source}
-    return row | more

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import cache
-from itertools import product
 
 import numpy as np
 
 from experiments import reference
-from experiments.reproduce.experiment import ARITHMETIC, Constant, Experiment, table
+from experiments.reproduce.experiment import ARITHMETIC, Constant, Experiment
 from experiments.reproduce.kvpr import setup
-from experiments.reproduce.kvpr.setup import LATENCY_BATCH, context, headline
+from experiments.reproduce.kvpr.setup import LATENCY_BATCH, label, labels
+from experiments.reproduce.paper import KVPR, context, contexts, judged, printed, value_of
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.waves import wave_plan
@@ -26,16 +26,24 @@ TABLES = {3: "OPT-6.7B", 4: "OPT-13B"}
 
 
 def accelerate_s(model: str, pairs, constants: tuple[Constant, ...] | None = None, overlap: bool | str = "step"):
-    """Decode seconds of transformers' offloaded static cache."""
+    """Return the decode seconds of transformers' offloaded static cache."""
     return _run(model, setup.accelerate(overlap), pairs, constants)
 
 
 def kvpr_s(
-    model: str, pairs, rule: str = "paper", act: str = "host", reserved: bool = True, share: float | None = None,
+    model: str,
+    pairs,
+    rule: str = "paper",
+    act: str = "host",
+    reserved: bool = True,
+    share: float | None = None,
     constants: tuple[Constant, ...] | None = None,
-):  # fmt: skip
-    """Decode seconds of KVPR. ``reserved``: every step handles the whole reserved length, as Accelerate's does; else
-    what is cached by then. ``share``: a set share of tokens is recomputed."""
+):
+    """Return the decode seconds of KVPR.
+
+    ``reserved``: every step handles the full reserved length, as Accelerate's does; else the tokens cached by then.
+    ``share``: this share of the tokens is recomputed, instead of the rule's.
+    """
     policy = setup.kvpr_latency(rule, act)
     if share is not None:
         policy = setup.at_share(policy, share)
@@ -46,34 +54,36 @@ def kvpr_s(
 
 def _run(model: str, policy: Policy, pairs, constants):
     prompts, generated = setup.lengths(pairs)
-    return setup.run_one(
-        setup.shape_of(model), _hardware(constants), policy, LATENCY_BATCH, prompts, generated
-    ).decode_s  # fmt: skip
+    hardware = _hardware(constants)
+    return setup.run_one(setup.shape_of(model), hardware, policy, LATENCY_BATCH, prompts, generated).decode_s
 
 
 def _hardware(constants: tuple[Constant, ...] | None):
     if constants is None:
         return setup.a100("latency")
-    link, host_s = (setup.value(constants, name) for name in ("link_gb_per_s", "host_s"))
+    link, host_s = (value_of(constants, name) for name in ("link_gb_per_s", "host_s"))
     return setup.machine("a100-40g", link, host_s, "load_kv")
 
 
-def printed(model: str, method: str, metric: str = "decode_latency") -> np.ndarray:
-    """A column of Table 3 or 4 over setup.SHORT."""
-    return np.array([
-        reference.value("kvpr_table3_4", model=model, method=method, metric=metric, prompt_len=p, gen_len=g)
-        for p, g in setup.SHORT
-    ])  # fmt: skip
+def paper_column(model: str, method: str, metric: str = "decode_latency") -> np.ndarray:
+    """Return a column of Table 3 or 4 over setup.SHORT."""
+    find = {"model": model, "method": method, "metric": metric}
+    values = [reference.value("kvpr_table3_4", prompt_len=p, gen_len=g, **find) for p, g in setup.SHORT]
+    return np.array(values)
+
+
+def paper_speedups(model: str) -> np.ndarray:
+    """Return Accelerate's printed seconds over KVPR's over setup.SHORT."""
+    return paper_column(model, "Accelerate") / paper_column(model, "KVPR")
 
 
 # ---- memory
 
 
 def memory_gib(model: str, policy: Policy, prompt: int, generated: int) -> dict[str, float]:
-    """Our account: the cache that the tables count, and all device memory with every named part."""
+    """Return our account: the cache that the tables count, and all device memory with every named part."""
     shape, workload = setup.shape_of(model), Workload.uniform(LATENCY_BATCH, prompt, generated)
-    hardware = setup.a100("latency")
-    plan = wave_plan(Problem(shape=shape, dtype=setup.DTYPE, hardware=hardware), policy, workload)
+    plan = wave_plan(Problem(shape=shape, dtype=setup.DTYPE, hardware=setup.a100("latency")), policy, workload)
     return {"cache_size": plan["host"]["kv pool"] / 2**30, "gpu_peak_mem": sum(plan["device"].values()) / 2**30}
 
 
@@ -90,50 +100,54 @@ def arithmetic_gib(model: str, prompt: int, generated: int) -> float:
 
 
 def _table(number: int) -> Experiment:
-    model = TABLES[number]
+    model, source = TABLES[number], f"Table {number}"
     seconds = {"Accelerate": accelerate_s(model, setup.SHORT), "KVPR": kvpr_s(model, setup.SHORT)}
     policies = {"Accelerate": setup.accelerate(), "KVPR": setup.kvpr_latency()}
+    paper = {method: paper_column(model, method) for method in seconds}
+    peaks = {method: paper_column(model, method, "gpu_peak_mem") for method in seconds}
     rows = []
-    for method, index in product(seconds, range(len(setup.SHORT))):
-        p, g = setup.SHORT[index]
-        latency = float(seconds[method][index])
-        ours = memory_gib(model, policies[method], p, g) | {
-            "decode_latency": latency, "decode_throughput": LATENCY_BATCH * (g - 1) / latency,
-        }  # fmt: skip
-        for found in reference.rows(
-            "kvpr_table3_4", model=model, method=method, prompt_len=p, gen_len=g
-        ).itertuples():  # fmt: skip
-            rows.append({
-                "what": f"{method}, {setup.label(p, g)}: {found.metric.replace('_', ' ')}", "flag": _flag(model, p, g),
-                "paper": found.value, "ours": ours[found.metric], "unit": found.unit,
-                # what is not fitted on is held out, whatever it might have served for
-                "role": found.role if found.metric == "decode_latency" and not _flag(model, p, g) else "validate",
-                "source": f"Table {number}", "aside": _ASIDE.get(found.metric, ""),
-            })  # fmt: skip
-    paper = printed(model, "Accelerate") / printed(model, "KVPR")
-    for (p, g), ours, theirs in zip(setup.SHORT, seconds["Accelerate"] / seconds["KVPR"], paper, strict=True):
-        rows.append({
-            "what": f"speedup of KVPR over Accelerate, {setup.label(p, g)}", "flag": _flag(model, p, g),
-            "paper": theirs, "ours": ours, "unit": "x", "role": "validate", "source": f"Table {number}, quotient",
-        })  # fmt: skip
-    peaks = {method: printed(model, method, "gpu_peak_mem") for method in seconds}
+    for method, policy in policies.items():
+        for pair, latency in zip(setup.SHORT, seconds[method], strict=True):
+            rows += _pair_rows(source, model, method, pair, policy, float(latency))
+    speedups = zip(setup.SHORT, seconds["Accelerate"] / seconds["KVPR"], paper_speedups(model), strict=True)
+    for pair, ours, theirs in speedups:
+        quantity = f"speedup of KVPR over Accelerate, {label(*pair)}"
+        rows.append(judged(quantity, ours, theirs, "x", f"{source}, quotient", flag=_flag(model, *pair)))
     for index, (p, g) in enumerate(setup.SHORT):
-        what, gib = f"by arithmetic, {setup.label(p, g)}: gpu peak mem", arithmetic_gib(model, p, g)
-        rows.append(context(f"Accelerate {what}", gib, "GB", peaks["Accelerate"][index]))
+        quantity = f"Accelerate by arithmetic, {label(p, g)}: gpu peak mem"
+        rows.append(context(quantity, arithmetic_gib(model, p, g), "GB", peaks["Accelerate"][index]))
         device = memory_gib(model, setup.kvpr_latency(act="device"), p, g)["gpu_peak_mem"]
-        what = f"KVPR with ACT on the GPU, {setup.label(p, g)}: gpu peak mem"
-        rows.append(context(what, device, "GB", peaks["KVPR"][index]))
-    of_kvpr = printed(model, "KVPR")
-    figure = setup.bars(
-        "latency", f"Table {number}: {model}, batch 64", "decode seconds", seconds, setup.SHORT,
-        {"Accelerate": printed(model, "Accelerate"), "KVPR": of_kvpr},
-    )  # fmt: skip
-    return Experiment(
-        f"kvpr-table{number}", setup.PAPER, f"KVPR Table {number}: latency, {model}",
-        f"{model} on an A100, one batch of 64, weights on the GPU, cache on the host: transformers with its offloaded "
-        "static cache (Accelerate) and KVPR; memory, decode seconds, decode tokens/s.",
-        table(rows), (figure,), setup.a100_constants(), _NOTES, _MISMATCHES[number],
-    )  # fmt: skip
+        quantity = f"KVPR with ACT on the GPU, {label(p, g)}: gpu peak mem"
+        rows.append(context(quantity, device, "GB", peaks["KVPR"][index]))
+    title = f"{source}: {model}, batch 64"
+    figure = setup.length_bars("latency", title, "decode seconds", seconds, setup.SHORT, paper)
+    return KVPR.experiment(
+        f"kvpr-table{number}",
+        rows,
+        figures=(figure,),
+        constants=setup.a100_constants(),
+        notes=_NOTES,
+        mismatches=_MISMATCHES[number],
+    )
+
+
+def _pair_rows(source: str, model: str, method: str, pair: tuple[int, int], policy: Policy, latency: float):
+    """Return the rows of one method at one (prompt, generated) pair. A row not fitted on is held out."""
+    p, g = pair
+    ours = memory_gib(model, policy, p, g)
+    ours |= {"decode_latency": latency, "decode_throughput": LATENCY_BATCH * (g - 1) / latency}
+    rows = []
+    for record in reference.rows("kvpr_table3_4", model=model, method=method, prompt_len=p, gen_len=g).to_dict(
+        "records"
+    ):
+        metric, flag = record["metric"], _flag(model, p, g)
+        more = {"flag": flag, "aside": _ASIDE.get(metric, "")}
+        if metric != "decode_latency" or flag:
+            more["role"] = "validate"
+        rows.append(
+            printed(record, ours[metric], f"{method}, {label(p, g)}: {metric.replace('_', ' ')}", source, **more)
+        )
+    return rows
 
 
 def _flag(model: str, prompt: int, generated: int) -> str:
@@ -178,7 +192,7 @@ _MISMATCHES = {
         "gpu peak mem at 512 tokens: 0.8 and 1.7 GB more than weights, buffers and logits add up to, in both methods. "
         "Nothing in the paper explains it.",
     ),
-}  # fmt: skip
+}
 
 
 def table3() -> Experiment:
@@ -192,7 +206,7 @@ def table4() -> Experiment:
 # ---- Fig. 7
 
 
-#: name -> Accelerate's overlap; the rest are arguments of kvpr_s.
+#: name -> Accelerate's overlap, and arguments of kvpr_s.
 READINGS: dict[str, dict] = {
     "eq. 10, ACT on host": {},
     "pipeline rule, ACT on host": {"rule": "pipeline"},
@@ -206,73 +220,78 @@ READINGS: dict[str, dict] = {
 
 @cache
 def speedups(reading: str) -> dict[str, np.ndarray]:
-    """Model -> Accelerate's seconds / KVPR's over setup.SHORT, by a reading of what was run."""
+    """Return model -> Accelerate's seconds / KVPR's over setup.SHORT, by a reading of what was run."""
     options = dict(READINGS[reading])
     overlap = options.pop("overlap", "step")
     if "share" in options:
         options["share"] = setup.share_of_figure_10()
     constants = setup.fit_a100(overlap=overlap)
-    return {
-        model: accelerate_s(model, setup.SHORT, constants, overlap)
-        / kvpr_s(model, setup.SHORT, constants=constants, **options)
-        for model in TABLES.values()
-    }
+    ratios = {}
+    for model in TABLES.values():
+        accelerate = accelerate_s(model, setup.SHORT, constants, overlap)
+        ratios[model] = accelerate / kvpr_s(model, setup.SHORT, constants=constants, **options)
+    return ratios
 
 
 def speedup_errors(reading: str) -> dict[tuple[str, int, int], float]:
-    """(model, prompt, generated) -> ours / paper - 1."""
-    found = {}
-    for model, ours in speedups(reading).items():
-        paper = printed(model, "Accelerate") / printed(model, "KVPR")
-        for (p, g), mine, theirs in zip(setup.SHORT, ours, paper, strict=True):
-            found[model, p, g] = float(mine / theirs - 1)
-    return found
+    """Return (model, prompt, generated) -> ours / paper - 1."""
+    return {
+        (model, *pair): float(error)
+        for model, ours in speedups(reading).items()
+        for pair, error in zip(setup.SHORT, ours / paper_speedups(model) - 1, strict=True)
+    }
+
+
+#: Rows that Accelerate's constants are fitted on -> options of setup.fit_a100.
+FITS: dict[str, dict] = {
+    "9 clean rows": {},
+    "all 12 rows": {"anomalous": True},
+    "9 clean rows, one task at a time": {"overlap": False},
+}
 
 
 def figure7() -> Experiment:
     """Decode latency of both models, DeepSpeed beside; what each reading of the runs gives."""
-    rows, figures = [], []
     reductions = {model: 100 * (1 - 1 / ours) for model, ours in speedups("eq. 10, ACT on host").items()}
-    at = setup.SHORT.index((128, 128))
-    most = max(float(r.max()) for r in reductions.values())
-    rows.append(headline("kh014", reductions["OPT-6.7B"][at], "OPT-6.7B, 128+128: less latency than Accelerate"))
-    rows.append(headline("kh001", most, "most latency saved against the state of the art"))
+    at_anomaly = reductions["OPT-6.7B"][setup.SHORT.index((128, 128))]
+    largest = max(float(percents.max()) for percents in reductions.values())
+    rows = [
+        KVPR.headline("kh014", at_anomaly, "OPT-6.7B, 128+128: less latency than Accelerate"),
+        KVPR.headline("kh001", largest, "most latency saved against the state of the art"),
+    ]
     for reading in READINGS:
         errors = speedup_errors(reading)
         clean = [abs(e) for key, e in errors.items() if key not in setup.ANOMALOUS]
         sizes = 100 * np.abs(list(errors.values()))
         rows.append(context(f"median |error| of the 12 speedups: {reading}", float(np.median(sizes)), "%"))
         rows.append(context(f"median |error| of the 9 clean speedups: {reading}", 100 * float(np.median(clean)), "%"))
-    for words, options in {
-        "9 clean rows": {}, "all 12 rows": {"anomalous": True}, "9 clean rows, one task at a time": {"overlap": False},
-    }.items():  # fmt: skip
-        constants = setup.fit_a100(**options)
-        rows.append(context(f"link fitted on {words}", setup.value(constants, "link_gb_per_s"), "GB/s"))
-        rows.append(context(f"host's time a layer fitted on {words}", 1e3 * setup.value(constants, "host_s"), "ms"))
-        overlap = options.get("overlap", "step")
+    for fitted_on, options in FITS.items():
+        constants, overlap = setup.fit_a100(**options), options.get("overlap", "step")
         ours = np.concatenate([accelerate_s(m, setup.SHORT, constants, overlap) for m in TABLES.values()])
-        theirs = np.concatenate([printed(m, "Accelerate") for m in TABLES.values()])
-        what = f"median |error| of Accelerate's 12 latencies, fitted on {words}"
-        rows.append(context(what, 100 * setup.median_error(ours, theirs), "%"))
-    for model in TABLES.values():
-        seconds = {
-            "DeepSpeed": deepspeed_s(model, setup.SHORT), "Accelerate": accelerate_s(model, setup.SHORT),
-            "KVPR": kvpr_s(model, setup.SHORT),
-        }  # fmt: skip
-        paper = {method: printed(model, method) for method in ("Accelerate", "KVPR")}
-        figures.append(setup.bars(
-            model.lower().replace(".", ""), f"{model}, batch 64", "decode seconds", seconds, setup.SHORT, paper
-        ))  # fmt: skip
+        theirs = np.concatenate([paper_column(m, "Accelerate") for m in TABLES.values()])
+        link, host_s = value_of(constants, "link_gb_per_s"), value_of(constants, "host_s")
+        latencies = f"median |error| of Accelerate's 12 latencies, fitted on {fitted_on}"
         rows += [
-            context(f"{model}, {setup.label(*pair)}: DeepSpeed", mine, "s")
-            for pair, mine in zip(setup.SHORT, seconds["DeepSpeed"], strict=True)
+            context(f"link fitted on {fitted_on}", link, "GB/s"),
+            context(f"host's time a layer fitted on {fitted_on}", 1e3 * host_s, "ms"),
+            context(latencies, 100 * setup.median_error(ours, theirs), "%"),
         ]
-    return Experiment(
-        "kvpr-fig7", setup.PAPER, "KVPR Fig. 7: latency against DeepSpeed and Accelerate",
-        "Decode seconds of one batch of 64 on an A100, OPT-6.7B and 13B, six lengths; the numbers behind it are "
-        "Tables 3 and 4, but for DeepSpeed's, which are drawn only.",
-        table(rows), tuple(figures), setup.a100_constants(), _FIGURE7_NOTES, _FIGURE7_MISMATCHES,
-    )  # fmt: skip
+    figures = []
+    for model in TABLES.values():
+        deepspeed = {"DeepSpeed": deepspeed_s(model, setup.SHORT)}
+        seconds = deepspeed | {"Accelerate": accelerate_s(model, setup.SHORT), "KVPR": kvpr_s(model, setup.SHORT)}
+        paper = {method: paper_column(model, method) for method in ("Accelerate", "KVPR")}
+        name, title = model.lower().replace(".", ""), f"{model}, batch 64"
+        figures.append(setup.length_bars(name, title, "decode seconds", seconds, setup.SHORT, paper))
+        rows += contexts(deepspeed, labels(setup.SHORT), f"{model}, {{x}}: {{series}}", "s")
+    return KVPR.experiment(
+        "kvpr-fig7",
+        rows,
+        figures=figures,
+        constants=setup.a100_constants(),
+        notes=_FIGURE7_NOTES,
+        mismatches=_FIGURE7_MISMATCHES,
+    )
 
 
 def deepspeed_s(model: str, pairs) -> np.ndarray:
@@ -322,32 +341,26 @@ def figure13() -> Experiment:
             "Accelerate": tokens / accelerate_s(model, setup.LONG),
             "KVPR": tokens / kvpr_s(model, setup.LONG),
         }
-        figures.append(
-            setup.bars(model.lower(), f"{model}, batch 64", "decode tokens/s", rates, setup.LONG)
-        )  # fmt: skip
-        for name, numbers in rates.items():
-            rows += [
-                context(f"{model}, {name}, {setup.label(*pair)}", rate, "tokens/s")
-                for pair, rate in zip(setup.LONG, numbers, strict=True)
-            ]
+        title = f"{model}, batch 64"
+        figures.append(setup.length_bars(model.lower(), title, "decode tokens/s", rates, setup.LONG))
+        rows += contexts(rates, labels(setup.LONG), f"{model}, {{series}}, {{x}}", "tokens/s")
         gains = 100 * (rates["KVPR"] / rates["Accelerate"] - 1)
         rows.append(context(f"{model}: least gain over Accelerate", gains.min(), "%"))
         rows.append(context(f"{model}: most gain over Accelerate", gains.max(), "%"))
-        run = setup.run_one(
-            setup.shape_of(model), setup.a100("latency"), setup.kvpr_latency(), LATENCY_BATCH, prompts, generated
-        )
+        shape, hardware = setup.shape_of(model), setup.a100("latency")
+        run = setup.run_one(shape, hardware, setup.kvpr_latency(), LATENCY_BATCH, prompts, generated)
         rows.append(context(f"{model}: device memory of KVPR, most", run.peak_bytes["device"].max() / 2**30, "GiB"))
     capacity = catalogue.load("a100-40g").device_memory / 2**30
-    return Experiment(
-        "kvpr-fig13", setup.PAPER, "KVPR Fig. 13: Llama-2",
-        "Llama-2-7B and 13B on an A100, one batch of 64, six lengths: DeepSpeed, Accelerate, KVPR, decode tokens/s. "
-        "The text says only that KVPR is consistently fastest; the axes' last ticks are 200 and 150.",
-        table(rows), tuple(figures), setup.a100_constants(),
-        (
+    return KVPR.experiment(
+        "kvpr-fig13",
+        rows,
+        figures=figures,
+        constants=setup.a100_constants(),
+        notes=(
             "The same machine, constants and readings as for Tables 3 and 4. Llama-2's attention is as wide as OPT's, "
             "so that cache and KV-Gen cost the same; recomputed keys are rotated with their own positions.",
             "KVPR is fastest of the three at every length of both models here too, and the largest bars, 192 and 126 "
             "tokens/s, fit the axes' last ticks. The longest run of the 13B model takes a little more in our account "
             f"than the GPU's {capacity:.0f} GiB.",
         ),
-    )  # fmt: skip
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
@@ -12,7 +11,8 @@ import pandas as pd
 
 from experiments import reference
 from experiments.reproduce.calibrate import fit
-from experiments.reproduce.experiment import Constant, Figure
+from experiments.reproduce.experiment import Constant, Figure, bars
+from experiments.reproduce.paper import KVPR, Series, points, value_of
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.model.shape import DTYPE_BYTES, ModelShape, shape_by_name
@@ -22,7 +22,6 @@ from sim.array_clock import Prediction, predict
 from sim.candidates import Candidates
 from sim.implementation import Implementation, on
 
-PAPER = "KVPR: Efficient LLM Inference with I/O-Aware KV Cache Partial Recomputation, Findings of ACL 2025"
 DTYPE = "float16"  #: everywhere
 BYTES = DTYPE_BYTES[DTYPE]
 
@@ -80,7 +79,7 @@ def link_standard(name: str) -> float:
 
 def rtx5000(gemm: float = TURING_GEMM) -> Hardware:
     """The low-end testbed at the rate that FlexGen's rows of Table 5 show."""
-    return machine("rtx5000", value(rtx5000_constants(), "link_share") * link_standard("rtx5000"), gemm=gemm)
+    return machine("rtx5000", value_of(rtx5000_constants(), "link_share") * link_standard("rtx5000"), gemm=gemm)
 
 
 def a100(mode: str = "many") -> Hardware:
@@ -88,10 +87,15 @@ def a100(mode: str = "many") -> Hardware:
     cache), "one" (FlexGen with one GPU batch: the same, before each layer's weights), "many" (FlexGen's 32 x 8: the
     share of the link's standard that the same program reaches in Table 5)."""
     constants = a100_constants()
-    link, host_s = value(constants, "link_gb_per_s"), value(constants, "host_s")
+    link, host_s = value_of(constants, "link_gb_per_s"), value_of(constants, "host_s")
     if mode == "many":
-        return machine("a100-40g", value(constants, "link_share") * link_standard("a100-40g"))
+        return machine("a100-40g", value_of(constants, "link_share") * link_standard("a100-40g"))
     return machine("a100-40g", link, host_s, "load_kv" if mode == "latency" else "load_weights")
+
+
+def a100_link() -> float:
+    """Return the main testbed's fitted rate of page-locked copies (GB/s)."""
+    return value_of(a100_constants(), "link_gb_per_s")
 
 
 # ---- policies
@@ -126,24 +130,24 @@ def at_share(policy: Policy, share: float) -> Policy:
 
 
 def share_of_figure_10() -> float:
-    """Share of tokens recomputed that Fig. 10's loads mean: f/2 to 1 - f as the activations' 8 % to the KV's 38 %."""
-    ratio = headline_value("kh027") / headline_value("kh026")
+    """Return the share f of tokens recomputed that Fig. 10's loads mean: f/2 to 1 - f as ACT's 8 % to KV's 38 %."""
+    ratio = KVPR.value("kh027") / KVPR.value("kh026")
     return 2 * ratio / (1 + 2 * ratio)
 
 
 # ---- runs
 
 
-def column_bound(prompts, generated, gpu_batch: int = GPU_BATCH):
-    """max_mini_batch_tokens that makes mini-batches of so many requests."""
+def mini_batch_tokens(prompts, generated):
+    """Return the max_mini_batch_tokens that makes mini-batches of GPU_BATCH requests."""
     cached = np.asarray(prompts) + np.asarray(generated) - 1
-    return gpu_batch * (np.ceil(cached / BLOCK_TOKENS) * BLOCK_TOKENS + 1)
+    return GPU_BATCH * (np.ceil(cached / BLOCK_TOKENS) * BLOCK_TOKENS + 1)
 
 
 def run_column(shape: ModelShape, hardware: Hardware, policy: Policy, prompts, generated) -> Prediction:
     """32 x 8 requests; arrays over lengths."""
-    bound = column_bound(prompts, generated)
-    candidates = Candidates(policy, GPU_BATCH * NUM_GPU_BATCHES, prompts, generated, max_mini_batch_tokens=bound)
+    tokens = mini_batch_tokens(prompts, generated)
+    candidates = Candidates(policy, GPU_BATCH * NUM_GPU_BATCHES, prompts, generated, max_mini_batch_tokens=tokens)
     return predict(shape, hardware, BYTES, candidates)
 
 
@@ -166,94 +170,72 @@ def reserved_decode_s(shape: ModelShape, hardware: Hardware, policy: Policy, pro
 # ---- constants
 
 
-def value(constants: Iterable[Constant], name: str) -> float:
-    return next(constant.value for constant in constants if constant.name == name)
+_EFFICIENCIES = {
+    "gemm": "share of the GPU's peak that large GEMMs reach",
+    "memory": "share of the GPU's memory bandwidth that streaming kernels reach",
+    "attention_memory": "share of the GPU's memory bandwidth that decode attention reaches",
+    "host_memory": "share of the host's memory bandwidth that attention on its cores reaches",
+    "host_flops": "share of the host's vector peak that attention on its cores reaches",
+}
 
 
-def _from_catalogue(name: str, *which: str) -> tuple[Constant, ...]:
-    """Efficiencies that the catalogue assumes: a share of the datasheet's number each."""
-    whys = {
-        "gemm": "share of the GPU's peak that large GEMMs reach",
-        "memory": "share of the GPU's memory bandwidth that streaming kernels reach",
-        "attention_memory": "share of the GPU's memory bandwidth that decode attention reaches",
-        "host_memory": "share of the host's memory bandwidth that attention on its cores reaches",
-        "host_flops": "share of the host's vector peak that attention on its cores reaches",
-    }
-    efficiency = catalogue.load(name).notes["efficiency"]
-    why = "{}; the catalogue's assumption"
-    return tuple(Constant(one, efficiency[one], "of peak", 0.1, 1.0, why.format(whys[one])) for one in which)
+def _from_catalogue(machine_name: str, *names: str) -> tuple[Constant, ...]:
+    """Return efficiencies that the catalogue assumes, each a share of the datasheet's number."""
+    efficiency = catalogue.load(machine_name).notes["efficiency"]
+    whys = {name: f"{_EFFICIENCIES[name]}; the catalogue's assumption" for name in names}
+    limits = {"unit": "of peak", "low": 0.1, "high": 1.0}
+    return tuple(Constant(name=name, value=efficiency[name], why=why, **limits) for name, why in whys.items())
 
 
 @cache
 def rtx5000_constants() -> tuple[Constant, ...]:
-    """Low-end testbed: one fitted, three set beforehand."""
+    """Return the low-end testbed's: one fitted, three set beforehand."""
     rows = reference.check_role(reference.rows("kvpr_table5", method="FlexGen"), "calibrate")
     prompts, generated = rows["prompt_len"].to_numpy(), rows["gen_len"].to_numpy()
     standard = link_standard("rtx5000")
-    free = Constant(
-        "link_share", STARTS_AT["link_share"], f"of {standard:g} GB/s", 0.3, 1.0,
-        "share of the link's standard that FlexGen's copies reach: keys and values lie in pageable memory",
-    )  # fmt: skip
+    free = KVPR.constant("link_share", STARTS_AT["link_share"])
 
     def ours(values: dict[str, float]) -> np.ndarray:
         hardware = machine("rtx5000", values["link_share"] * standard, gemm=TURING_GEMM)
         return run_column(shape_of("OPT-6.7B"), hardware, flexgen(), prompts, generated).decode_tokens_per_s
 
     fitted = fit((free,), ours, rows["value"].to_numpy(), "Table 5, the six FlexGen rows")
-    gemm = Constant(
-        "gemm", TURING_GEMM, "of 89.2 TFLOP/s", 0.1, 1.0,
-        "FlexGen's published fit of a T4, the same Turing generation in the same engine: 21.24 of 65 TFLOP/s",
-    )  # fmt: skip
+    gemm = KVPR.constant("gemm", TURING_GEMM)
     return (*fitted, gemm, *_from_catalogue("rtx5000", "memory", "attention_memory"))
 
 
 def accelerate_rows(anomalous: bool = False) -> pd.DataFrame:
-    """Latencies of Tables 3 and 4 that constants may be fitted on."""
+    """Return the latencies of Tables 3 and 4 that constants may be fitted on."""
     rows = reference.rows("kvpr_table3_4", method="Accelerate", metric="decode_latency")
     strange = [key in ANOMALOUS for key in zip(rows["model"], rows["prompt_len"], rows["gen_len"], strict=True)]
-    return reference.check_role(rows if anomalous else rows[~np.array(strange)], "calibrate")
+    return reference.check_role(rows if anomalous else rows.loc[~np.array(strange)], "calibrate")
 
 
 @cache
 def fit_a100(anomalous: bool = False, overlap: bool | str = "step") -> tuple[Constant, ...]:
     """The link's rate and the host's time a layer, from Accelerate's latencies."""
     rows = accelerate_rows(anomalous)
-    standard = link_standard("a100-40g")
-    free = (
-        Constant(
-            "link_gb_per_s", STARTS_AT["link_gb_per_s"], "GB/s", standard / 2, standard,
-            "copies from page-locked memory; at most the standard (31.5, which the paper rounds to 32)",
-        ),
-        Constant(
-            "host_s", STARTS_AT["host_s"], "s", 1e-4, 1e-2,
-            "a layer's time on the host while the link waits: some thirty launches (0.2 ms) and, in transformers, the "
-            "new keys and values copied and written to the host's cache before the next copy starts",
-        ),
-    )  # fmt: skip
+    free = tuple(KVPR.constant(name, STARTS_AT[name]) for name in ("link_gb_per_s", "host_s"))
 
     def ours(values: dict[str, float]) -> np.ndarray:
         hardware = machine("a100-40g", values["link_gb_per_s"], values["host_s"], "load_kv")
-        return np.concatenate([
-            run_one(shape_of(model), hardware, accelerate(overlap), LATENCY_BATCH, *_columns(of_model)).decode_s
-            for model, of_model in rows.groupby("model", sort=False)
-        ])  # fmt: skip
+        policy, seconds = accelerate(overlap), []
+        for model, of_model in rows.groupby("model", sort=False):
+            prompts, generated = of_model["prompt_len"].to_numpy(), of_model["gen_len"].to_numpy()
+            run = run_one(shape_of(str(model)), hardware, policy, LATENCY_BATCH, prompts, generated)
+            seconds.append(run.decode_s)
+        return np.concatenate(seconds)
 
-    which = "all 12" if anomalous else "9 of 12, without the anomalous"
-    return fit(free, ours, rows["value"].to_numpy(), f"Tables 3 and 4, Accelerate's latencies ({which})")
-
-
-def _columns(rows: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
-    return rows["prompt_len"].to_numpy(), rows["gen_len"].to_numpy()
+    fitted_on = "all 12" if anomalous else "9 of 12, without the anomalous"
+    return fit(free, ours, rows["value"].to_numpy(), f"Tables 3 and 4, Accelerate's latencies ({fitted_on})")
 
 
 @cache
 def a100_constants() -> tuple[Constant, ...]:
-    """Main testbed: two fitted here, FlexGen's share of the link taken from Table 5's fit, three set beforehand."""
-    share = next(constant for constant in rtx5000_constants() if constant.name == "link_share")
-    share = replace(
-        share, unit="of 31.5 GB/s", why=f"{share.why}; no FlexGen row of this testbed may be fitted on, so it is the "
-        "same program's share on the low-end testbed"
-    )  # fmt: skip
+    """Return the main testbed's: two fitted here, FlexGen's link share from Table 5's fit, three set beforehand."""
+    share = rtx5000_constants()[0]
+    why = "no FlexGen row of this testbed may be fitted on, so it is the same program's share on the low-end testbed"
+    share = replace(share, unit="of 31.5 GB/s", why=f"{share.why}; {why}")
     return (*fit_a100(), share, *_from_catalogue("a100-40g", "gemm", "memory", "attention_memory"))
 
 
@@ -267,50 +249,30 @@ def node_constants() -> tuple[Constant, ...]:
 # ---- rows
 
 
-def headline_value(row_id: str) -> float:
-    return reference.value("kvpr_headlines", id=row_id)
-
-
-def headline(row_id: str, ours: float, what: str, **more) -> dict:
-    """A number of the prose beside ours."""
-    found = reference.rows("kvpr_headlines", id=row_id).iloc[0]
-    return {
-        "what": what, "paper": found["value"], "ours": ours, "unit": found["unit"], "role": found["role"],
-        "source": f"{row_id} ({found['source'].removeprefix('kvpr ')})", **more,
-    }  # fmt: skip
-
-
-def context(what: str, ours: float, unit: str = "", paper: float = math.nan, source: str = "", **more) -> dict:
-    """A row that is shown and not judged."""
-    return {"what": what, "paper": paper, "ours": ours, "unit": unit, "role": "context", "source": source, **more}
-
-
 def median_error(ours, paper) -> float:
-    """Median of |ours / paper - 1|."""
+    """Return the median of |ours / paper - 1|."""
     return float(np.median(np.abs(np.asarray(ours) / np.asarray(paper) - 1)))
 
 
 def worst_error(ours, paper) -> float:
-    """The error furthest from 0, with its sign."""
-    found = np.asarray(ours) / np.asarray(paper) - 1
-    return float(found[np.argmax(np.abs(found))])
+    """Return the error furthest from 0, with its sign."""
+    errors = np.asarray(ours) / np.asarray(paper) - 1
+    return float(errors[np.argmax(np.abs(errors))])
 
 
 def label(prompt: int, generated: int) -> str:
     return f"{prompt}+{generated}"
 
 
-def bars(name: str, title: str, y_label: str, series: dict[str, np.ndarray], pairs, paper=None) -> Figure:
-    """Bars over (prompt, generated) lengths: series -> values; ``paper`` likewise."""
+def labels(pairs) -> list[str]:
+    return [label(*pair) for pair in pairs]
 
-    def frame(values: dict[str, np.ndarray]) -> pd.DataFrame:
-        return pd.DataFrame([
-            {"lengths": label(*pair), "system": system, "value": float(number)}
-            for system, numbers in values.items()
-            for pair, number in zip(pairs, numbers, strict=True)
-        ])  # fmt: skip
 
-    return Figure(
-        name, "bar", frame(series), "lengths", "value", "system", title, "prompt + generated tokens", y_label,
-        frame(paper) if paper else None,
-    )  # fmt: skip
+def length_bars(name: str, title: str, y_label: str, series: Series, pairs, paper: Series | None = None) -> Figure:
+    """Return bars over (prompt, generated) lengths: series -> values; ``paper`` likewise."""
+
+    def frame(values: Series) -> pd.DataFrame:
+        return points(values, labels(pairs), "lengths", "value", "system")
+
+    printed = frame(paper) if paper else None
+    return bars(name, frame(series), title, "prompt + generated tokens", y_label, paper=printed)

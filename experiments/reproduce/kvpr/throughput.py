@@ -5,77 +5,87 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import pandas as pd
 
 from experiments import reference
 from experiments.reproduce.calibrate import fit
-from experiments.reproduce.experiment import ARITHMETIC, Experiment, Figure, table
+from experiments.reproduce.experiment import ARITHMETIC, Experiment, Row, lines
 from experiments.reproduce.kvpr import setup
-from experiments.reproduce.kvpr.setup import context, headline, median_error, worst_error
-from flexhybrid.core.policy import Bits
+from experiments.reproduce.kvpr.setup import label, labels, median_error, worst_error
+from experiments.reproduce.paper import KVPR, context, contexts, points, printed
+from flexhybrid.core.hardware import Hardware
+from flexhybrid.core.model.shape import ModelShape
+from flexhybrid.core.policy import Bits, Policy
 
 RULES = ("paper", "pipeline")
 MODELS = ("OPT-6.7B", "OPT-13B", "OPT-30B")
 GEMMS = (0.2, 0.25, 0.33, 0.4, 0.5, 0.6)  #: shares of peak, to see what the prior does
 
 
-def _gain(kvpr, flexgen):
+Rates = dict[str, np.ndarray]  #: decode tokens/s by system
+
+
+def _gain(kvpr, flexgen) -> np.ndarray:
     return 100 * (np.asarray(kvpr) / np.asarray(flexgen) - 1)
 
 
-# ---- Table 5
-
-
-def table5_rates(gemm: float = setup.TURING_GEMM, kvpr_alone: bool = False) -> dict[str, np.ndarray]:
-    """Decode tokens/s over setup.LONG: KVPR by each rule; unless ``kvpr_alone``, FlexGen, and KVPR with Fig. 10's
-    share of tokens."""
+def _column_rates(shape: ModelShape, hardware: Hardware, policies: dict[str, Policy]) -> Rates:
+    """Return decode tokens/s of 32 x 8 requests over setup.LONG."""
     prompts, generated = setup.lengths(setup.LONG)
-    hardware, shape = setup.rtx5000(gemm), setup.shape_of("OPT-6.7B")
-    policies = {f"KVPR, {rule} rule": setup.kvpr(rule) for rule in RULES}
-    if not kvpr_alone:
-        policies = {"FlexGen": setup.flexgen(), **policies}
-        policies["KVPR at 0.30"] = setup.at_share(setup.kvpr(), setup.share_of_figure_10())
     return {
         name: setup.run_column(shape, hardware, policy, prompts, generated).decode_tokens_per_s
         for name, policy in policies.items()
     }
 
 
-def table5_paper() -> dict[str, np.ndarray]:
-    return {
-        method: np.array([
-            reference.value("kvpr_table5", method=method, prompt_len=p, gen_len=g) for p, g in setup.LONG
-        ])
-        for method in ("FlexGen", "KVPR")
-    }  # fmt: skip
+# ---- Table 5
+
+
+def table5_rates(gemm: float = setup.TURING_GEMM, kvpr_alone: bool = False) -> Rates:
+    """Return the rates of KVPR by each rule; unless ``kvpr_alone``, also FlexGen's and those at Fig. 10's share."""
+    policies = {f"KVPR, {rule} rule": setup.kvpr(rule) for rule in RULES}
+    if not kvpr_alone:
+        policies = {"FlexGen": setup.flexgen(), **policies}
+        policies["KVPR at 0.30"] = setup.at_share(setup.kvpr(), setup.share_of_figure_10())
+    return _column_rates(setup.shape_of("OPT-6.7B"), setup.rtx5000(gemm), policies)
+
+
+def _table5_record(method: str, prompt: int, generated: int) -> Row:
+    return reference.row("kvpr_table5", method=method, prompt_len=prompt, gen_len=generated)
+
+
+def table5_paper() -> Rates:
+    values = {method: [_table5_record(method, *pair)["value"] for pair in setup.LONG] for method in ("FlexGen", "KVPR")}
+    return {method: np.array(numbers) for method, numbers in values.items()}
 
 
 def resident_rates(share: float) -> np.ndarray:
-    """FlexGen's rates where so much of the weights stays on the GPU, with the link that then fits its rows best."""
-    prompts, generated = setup.lengths(setup.LONG)
+    """Return FlexGen's rates with a share of the weights on the GPU and the link that then fits its rows best."""
     standard = setup.link_standard("rtx5000")
     rows = reference.check_role(reference.rows("kvpr_table5", method="FlexGen"), "calibrate")
 
     def ours(values: dict[str, float]) -> np.ndarray:
         hardware = setup.machine("rtx5000", values["link_share"] * standard)
-        policy, shape = setup.flexgen(share), setup.shape_of("OPT-6.7B")
-        return setup.run_column(shape, hardware, policy, prompts, generated).decode_tokens_per_s
+        return _column_rates(setup.shape_of("OPT-6.7B"), hardware, {"FlexGen": setup.flexgen(share)})["FlexGen"]
 
-    found = fit((setup.rtx5000_constants()[0],), ours, rows["value"].to_numpy(), "Table 5, FlexGen")
-    return ours({"link_share": found[0].value})
+    link_share = fit((setup.rtx5000_constants()[0],), ours, rows["value"].to_numpy(), "Table 5, FlexGen")[0]
+    return ours({"link_share": link_share.value})
 
 
-def _table5_rows(ours: dict[str, np.ndarray]) -> list[dict]:
+def _table5_rows(ours: Rates) -> list[Row]:
     rows = []
     for name in ("FlexGen", *(f"KVPR, {rule} rule" for rule in RULES)):
-        for (p, g), mine in zip(setup.LONG, ours[name], strict=True):
-            found = reference.rows("kvpr_table5", method=name.split(",")[0], prompt_len=p, gen_len=g).iloc[0]
-            rows.append({
-                "what": f"{name}, {setup.label(p, g)}", "paper": found["value"], "ours": mine, "unit": found["unit"],
-                "role": found["role"], "source": "Table 5",
-                "aside": "" if "pipeline" not in name else "the same numbers against a rule that is not the paper's",
-            })  # fmt: skip
+        aside = "the same numbers against a rule that is not the paper's" if "pipeline" in name else ""
+        for pair, rate in zip(setup.LONG, ours[name], strict=True):
+            record = _table5_record(name.split(",")[0], *pair)
+            rows.append(printed(record, rate, f"{name}, {label(*pair)}", "Table 5", aside=aside))
     return rows
+
+
+def _error_rows(quantity: str, ours, paper) -> list[Row]:
+    return [
+        context(f"median |error| of {quantity}", 100 * median_error(ours, paper), "%"),
+        context(f"worst error of {quantity}", 100 * worst_error(ours, paper), "%"),
+    ]
 
 
 def table5() -> Experiment:
@@ -83,40 +93,34 @@ def table5() -> Experiment:
     ours, paper = table5_rates(), table5_paper()
     rows = _table5_rows(ours)
     gains = {name: _gain(numbers, ours["FlexGen"]) for name, numbers in ours.items() if name != "FlexGen"}
-    rows.append(headline("kh032", gains["KVPR, paper rule"].max(), "most gain over FlexGen, paper rule"))
+    rows.append(KVPR.headline("kh032", gains["KVPR, paper rule"].max(), "most gain over FlexGen, paper rule"))
     for name in ("KVPR, pipeline rule", "KVPR at 0.30"):
-        rows.append(context(f"most gain over FlexGen, {name}", gains[name].max(), "%", setup.headline_value("kh032")))
-    for (p, g), mine, theirs in zip(setup.LONG, ours["KVPR at 0.30"], paper["KVPR"], strict=True):
-        rows.append(context(f"KVPR with 0.30 of the tokens recomputed, {setup.label(p, g)}", mine, "tokens/s", theirs))
+        rows.append(KVPR.beside("kh032", gains[name].max(), f"most gain over FlexGen, {name}"))
+    for name, rate, theirs in zip(labels(setup.LONG), ours["KVPR at 0.30"], paper["KVPR"], strict=True):
+        rows.append(context(f"KVPR with 0.30 of the tokens recomputed, {name}", rate, "tokens/s", theirs))
     sensitivity = []
     for gemm in GEMMS:
-        for name, mine in table5_rates(gemm, kvpr_alone=True).items():
-            median, worst = 100 * median_error(mine, paper["KVPR"]), 100 * worst_error(mine, paper["KVPR"])
-            sensitivity.append({"gemm": gemm, "rule": name, "error": median})
-            what = f"{name}, GEMMs at {gemm:g} of peak"
-            rows.append(context(f"median |error| of {what}", median, "%"))
-            rows.append(context(f"worst error of {what}", worst, "%"))
+        for name, rates in table5_rates(gemm, kvpr_alone=True).items():
+            sensitivity.append({"gemm": gemm, "error": 100 * median_error(rates, paper["KVPR"]), "rule": name})
+            rows += _error_rows(f"{name}, GEMMs at {gemm:g} of peak", rates, paper["KVPR"])
     for share in (0.5, 1.0):
-        mine, what = resident_rates(share), f"FlexGen, best link, {share:g} of the weights on the GPU"
-        rows.append(context(f"median |error| of {what}", 100 * median_error(mine, paper["FlexGen"]), "%"))
-        rows.append(context(f"worst error of {what}", 100 * worst_error(mine, paper["FlexGen"]), "%"))
+        quantity = f"FlexGen, best link, {share:g} of the weights on the GPU"
+        rows += _error_rows(quantity, resident_rates(share), paper["FlexGen"])
+    shown = {"FlexGen": paper["FlexGen"], **{f"KVPR, {rule} rule": paper["KVPR"] for rule in RULES}}
+    title, x_label = "What the GEMM rate does to KVPR's rows", "GEMM share of the datasheet's 89.2 TFLOP/s"
+    lengths = "Table 5: OPT-6.7B on a Quadro RTX 5000"
     figures = (
-        setup.bars(
-            "rates", "Table 5: OPT-6.7B on a Quadro RTX 5000", "decode tokens/s", ours, setup.LONG,
-            {"FlexGen": paper["FlexGen"], "KVPR, paper rule": paper["KVPR"], "KVPR, pipeline rule": paper["KVPR"]},
-        ),
-        Figure(
-            "gemm", "line", pd.DataFrame(sensitivity), "gemm", "error", "rule",
-            "What the GEMM rate does to KVPR's rows", "GEMM share of the datasheet's 89.2 TFLOP/s",
-            "median |error|, %",
-        ),
-    )  # fmt: skip
-    return Experiment(
-        "kvpr-table5", setup.PAPER, "KVPR Table 5: throughput on a low-end GPU",
-        "OPT-6.7B on a Quadro RTX 5000 (16 GB, PCIe of 16 GB/s): FlexGen and KVPR, 32 x 8 requests, weights and cache "
-        "on the host. Decode tokens/s.",
-        table(rows), figures, setup.rtx5000_constants(), _TABLE5_NOTES, _table5_mismatches(ours, paper),
-    )  # fmt: skip
+        setup.length_bars("rates", lengths, "decode tokens/s", ours, setup.LONG, shown),
+        lines("gemm", sensitivity, title, x_label, "median |error|, %"),
+    )
+    return KVPR.experiment(
+        "kvpr-table5",
+        rows,
+        figures=figures,
+        constants=setup.rtx5000_constants(),
+        notes=_TABLE5_NOTES,
+        mismatches=_table5_mismatches(ours, paper),
+    )
 
 
 _TABLE5_NOTES = (
@@ -151,14 +155,11 @@ def _table5_mismatches(ours, paper) -> tuple[str, ...]:
 # ---- Table 2
 
 
-def table2_rates(hardware, rule: str = "paper") -> dict[str, np.ndarray]:
-    """Decode tokens/s at batch 1 to 32 of Table 2's three methods."""
+def table2_rates(hardware: Hardware, rule: str = "paper") -> Rates:
+    """Return decode tokens/s at batch 1 to 32 of Table 2's three methods."""
     shape, batches = setup.shape_of("OPT-6.7B"), np.array(TABLE2_BATCHES)
-    policies = {
-        "FlexGen": setup.flexgen(),
-        "KVPR without hiding": setup.kvpr(rule, hiding=False),
-        "KVPR with hiding": setup.kvpr(rule, hiding=True),
-    }
+    policies = {"FlexGen": setup.flexgen()}
+    policies |= dict(zip(HIDING, (setup.kvpr(rule, hiding=False), setup.kvpr(rule)), strict=True))
     return {
         name: setup.run_one(shape, hardware, policy, batches, 256, 64).decode_tokens_per_s
         for name, policy in policies.items()
@@ -166,6 +167,7 @@ def table2_rates(hardware, rule: str = "paper") -> dict[str, np.ndarray]:
 
 
 TABLE2_BATCHES = (1, 2, 4, 8, 16, 32)
+HIDING = ("KVPR without hiding", "KVPR with hiding")
 
 
 def table2() -> Experiment:
@@ -173,68 +175,46 @@ def table2() -> Experiment:
     ours = table2_rates(setup.a100("one"))
     rows, paper = [], {}
     for name, numbers in ours.items():
-        for batch, mine in zip(TABLE2_BATCHES, numbers, strict=True):
-            found = reference.rows("kvpr_table2", method=name, batch=batch).iloc[0]
-            paper.setdefault(name, []).append(found["value"])
-            rows.append({
-                "what": f"{name}, batch {batch}", "paper": found["value"], "ours": mine, "unit": found["unit"],
-                "role": found["role"], "source": "Table 2",
-            })  # fmt: skip
-    kv = setup.shape_of("OPT-6.7B").kv_token_bytes(setup.BYTES)
+        records = [reference.row("kvpr_table2", method=name, batch=batch) for batch in TABLE2_BATCHES]
+        paper[name] = [record["value"] for record in records]
+        for record, rate in zip(records, numbers, strict=True):
+            rows.append(printed(record, rate, f"{name}, batch {record['batch']}", "Table 2"))
+    shape, broken = setup.shape_of("OPT-6.7B"), "arithmetic, and the paper's series breaks off (note 20)"
     for batch in TABLE2_BATCHES:
-        found = reference.rows("kvpr_table2", metric="kv_cache_size", batch=batch).iloc[0]
-        rows.append({
-            "what": f"KV of a layer at the prompt's end, batch {batch}", "paper": found["value"],
-            "ours": batch * 256 * kv / 2**20, "unit": "MiB", "role": found["role"], "source": "Table 2",
-            "aside": "arithmetic, and the paper's series breaks off (note 20)",
-        })  # fmt: skip
-    shape = setup.shape_of("OPT-6.7B")
-    rows.append(
-        headline("kh024", 4 * shape.hidden**2 * setup.BYTES / 2**20, "weights of an MHA block, MiB", aside=ARITHMETIC)
-    )
-    for name in ("KVPR without hiding", "KVPR with hiding"):
-        for batch, mine, theirs in zip(
-            TABLE2_BATCHES, _gain(ours[name], ours["FlexGen"]), _gain(paper[name], paper["FlexGen"]), strict=True
-        ):
-            rows.append(context(f"gain of {name} over FlexGen, batch {batch}", mine, "%", theirs, "Table 2"))
+        record = reference.row("kvpr_table2", metric="kv_cache_size", batch=batch)
+        mib, quantity = batch * 256 * shape.kv_token_bytes(setup.BYTES) / 2**20, "KV of a layer at the prompt's end"
+        rows.append(printed(record, mib, f"{quantity}, batch {batch}", "Table 2", unit="MiB", aside=broken))
+    mib = 4 * shape.hidden**2 * setup.BYTES / 2**20
+    rows.append(KVPR.headline("kh024", mib, "weights of an MHA block, MiB", aside=ARITHMETIC))
+    gains, printed_gains = _table2_gains(ours), _table2_gains(paper)
+    for name in HIDING:
+        for batch, gain, theirs in zip(TABLE2_BATCHES, gains[name], printed_gains[name], strict=True):
+            rows.append(context(f"gain of {name} over FlexGen, batch {batch}", gain, "%", theirs, "Table 2"))
     others = {
-        "page-locked rate, no host time": setup.machine("a100-40g", _link()),
+        "page-locked rate, no host time": setup.machine("a100-40g", setup.a100_link()),
         "share of the link from Table 5": setup.a100("many"),
     }
     for reading, hardware in others.items():
-        rates = table2_rates(hardware)
-        for name, numbers in rates.items():
-            what = f"median |error|, {name}, {reading}"
-            rows.append(context(what, 100 * median_error(numbers, paper[name]), "%"))
-    pipeline = table2_rates(setup.a100("one"), "pipeline")["KVPR with hiding"]
-    rows.append(context(
-        "median |error|, KVPR with hiding, pipeline rule", 100 * median_error(pipeline, paper["KVPR with hiding"]), "%"
-    ))  # fmt: skip
-    return Experiment(
-        "kvpr-table2", setup.PAPER, "KVPR Table 2: with and without hiding recomputation",
-        "OPT-6.7B on an A100, prompt 256, 64 generated, one GPU batch of 1 to 32 requests, weights and cache on the "
-        "host; FlexGen, KVPR with the layer's weights in natural order, KVPR with W_K and W_V first. The text calls "
-        "the numbers latencies; they are tokens/s.",
-        table(rows), (_table2_figure(ours, paper),), setup.a100_constants(), _TABLE2_NOTES, _TABLE2_MISMATCHES,
-    )  # fmt: skip
+        for name, numbers in table2_rates(hardware).items():
+            rows.append(context(f"median |error|, {name}, {reading}", 100 * median_error(numbers, paper[name]), "%"))
+    hiding = HIDING[1]
+    error = 100 * median_error(table2_rates(setup.a100("one"), "pipeline")[hiding], paper[hiding])
+    rows.append(context(f"median |error|, {hiding}, pipeline rule", error, "%"))
+    frame, theirs = (points(series, TABLE2_BATCHES, "batch", "gain", "system") for series in (gains, printed_gains))
+    title = "Table 2: one GPU batch, OPT-6.7B on an A100"
+    figure = lines("gains", frame, title, "requests", "gain over FlexGen, %", paper=theirs, log="x")
+    return KVPR.experiment(
+        "kvpr-table2",
+        rows,
+        figures=(figure,),
+        constants=setup.a100_constants(),
+        notes=_TABLE2_NOTES,
+        mismatches=_TABLE2_MISMATCHES,
+    )
 
 
-def _link() -> float:
-    return setup.value(setup.a100_constants(), "link_gb_per_s")
-
-
-def _table2_figure(ours, paper) -> Figure:
-    def frame(rates) -> pd.DataFrame:
-        return pd.DataFrame([
-            {"batch": batch, "system": name, "gain": gain}
-            for name in ("KVPR without hiding", "KVPR with hiding")
-            for batch, gain in zip(TABLE2_BATCHES, _gain(rates[name], rates["FlexGen"]), strict=True)
-        ])  # fmt: skip
-
-    return Figure(
-        "gains", "line", frame(ours), "batch", "gain", "system", "Table 2: one GPU batch, OPT-6.7B on an A100",
-        "requests", "gain over FlexGen, %", frame(paper), log_x=True,
-    )  # fmt: skip
+def _table2_gains(rates) -> dict[str, np.ndarray]:
+    return {name: _gain(rates[name], rates["FlexGen"]) for name in HIDING}
 
 
 _TABLE2_NOTES = (
@@ -258,16 +238,11 @@ _TABLE2_MISMATCHES = (
 # ---- Fig. 6
 
 
-def figure6_rates(model: str, hardware) -> dict[str, np.ndarray]:
-    """Decode tokens/s of 32 x 8 requests over setup.LONG."""
-    prompts, generated = setup.lengths(setup.LONG)
+def figure6_rates(model: str, hardware: Hardware) -> Rates:
+    """Return decode tokens/s of 32 x 8 requests over setup.LONG."""
     policies = {"FlexGen": setup.flexgen(), "KVPR": setup.kvpr(), "KVPR, pipeline rule": setup.kvpr("pipeline")}
     policies["KVPR at 0.30"] = setup.at_share(setup.kvpr(), setup.share_of_figure_10())
-    shape = setup.shape_of(model)
-    return {
-        name: setup.run_column(shape, hardware, policy, prompts, generated).decode_tokens_per_s
-        for name, policy in policies.items()
-    }
+    return _column_rates(setup.shape_of(model), hardware, policies)
 
 
 FIGURE6_BATCHES = (1, 2, 4, 8, 16, 32, 48)
@@ -276,50 +251,42 @@ FIGURE6_BATCHES = (1, 2, 4, 8, 16, 32, 48)
 def figure6() -> Experiment:
     """Throughput of three models: 32 x 8 requests over lengths, one GPU batch over its size."""
     rows, figures, gains = [], [], {}
-    prompts, generated = setup.lengths(setup.LONG)
     nominal = setup.machine("a100-40g", 32.0)
     for model in MODELS:
         rates = figure6_rates(model, setup.a100("many"))
         gains[model] = {name: _gain(numbers, rates["FlexGen"]) for name, numbers in rates.items() if name != "FlexGen"}
-        figures.append(setup.bars(
-            f"lengths-{model.lower().replace('.', '')}", f"{model}, 32 x 8 requests", "decode tokens/s",
-            {name: rates[name] for name in ("FlexGen", "KVPR", "KVPR at 0.30")}, setup.LONG,
-        ))  # fmt: skip
-        for pair, slow, fast in zip(setup.LONG, rates["FlexGen"], rates["KVPR"], strict=True):
-            rows.append(context(f"{model}, {setup.label(*pair)}: FlexGen", slow, "tokens/s"))
-            rows.append(context(f"{model}, {setup.label(*pair)}: KVPR", fast, "tokens/s"))
+        shown = {name: rates[name] for name in ("FlexGen", "KVPR", "KVPR at 0.30")}
+        name = f"lengths-{model.lower().replace('.', '')}"
+        figures.append(setup.length_bars(name, f"{model}, 32 x 8 requests", "decode tokens/s", shown, setup.LONG))
+        compared = {name: rates[name] for name in ("FlexGen", "KVPR")}
+        rows += contexts(compared, labels(setup.LONG), f"{model}, {{x}}: {{series}}", "tokens/s")
         at_nominal = figure6_rates(model, nominal)
-        gains[model]["at 32 GB/s"] = _gain(at_nominal["KVPR"], at_nominal["FlexGen"])
+        gains[model]["paper rule at 32 GB/s"] = _gain(at_nominal["KVPR"], at_nominal["FlexGen"])
     for model, row_id in zip(MODELS, ("kh016", "kh017", "kh018"), strict=True):
-        rows.append(headline(row_id, gains[model]["KVPR"].max(), f"{model}: most gain over FlexGen, paper rule"))
-        for name in ("KVPR, pipeline rule", "KVPR at 0.30", "at 32 GB/s"):
-            what = f"{model}: most gain over FlexGen, {'paper rule ' if name[0] == 'a' else ''}{name}"
-            rows.append(context(what, gains[model][name].max(), "%", setup.headline_value(row_id)))
-    best = max(g["KVPR"].max() for g in gains.values())
-    rows.append(headline("kh002", best, "most gain over FlexGen of any model, paper rule"))
-    batches = np.array(FIGURE6_BATCHES)
-    sweep = []
+        rows.append(KVPR.headline(row_id, gains[model]["KVPR"].max(), f"{model}: most gain over FlexGen, paper rule"))
+        for name in ("KVPR, pipeline rule", "KVPR at 0.30", "paper rule at 32 GB/s"):
+            rows.append(KVPR.beside(row_id, gains[model][name].max(), f"{model}: most gain over FlexGen, {name}"))
+    best = max(by_system["KVPR"].max() for by_system in gains.values())
+    rows.append(KVPR.headline("kh002", best, "most gain over FlexGen of any model, paper rule"))
+    batches, sweep = np.array(FIGURE6_BATCHES), {}
     for model in MODELS:
-        shape, hardware = setup.shape_of(model), setup.a100("one")
         for name, policy in (("FlexGen", setup.flexgen()), ("KVPR", setup.kvpr())):
-            found = setup.run_one(shape, hardware, policy, batches, 1024, 32).decode_tokens_per_s
-            sweep += [
-                {"batch": int(b), "system": f"{model} {name}", "rate": float(r)}
-                for b, r in zip(batches, found, strict=True)
-            ]
-            rows.append(context(f"{model}, 1024+32, one GPU batch of 48: {name}", found[-1], "tokens/s"))
-    figures.append(Figure(
-        "batches", "line", pd.DataFrame(sweep), "batch", "rate", "system", "Prompt 1024, 32 generated, one GPU batch",
-        "requests", "decode tokens/s", log_x=True,
-    ))  # fmt: skip
+            run = setup.run_one(setup.shape_of(model), setup.a100("one"), policy, batches, 1024, 32)
+            sweep[f"{model} {name}"] = run.decode_tokens_per_s
+            rate = run.decode_tokens_per_s[-1]
+            rows.append(context(f"{model}, 1024+32, one GPU batch of 48: {name}", rate, "tokens/s"))
+    frame, title = points(sweep, FIGURE6_BATCHES, "batch", "rate", "system"), "Prompt 1024, 32 generated, one GPU batch"
+    figures.append(lines("batches", frame, title, "requests", "decode tokens/s", log="x"))
+    prompts, generated = setup.lengths(setup.LONG)
     peak = setup.run_column(setup.shape_of("OPT-30B"), nominal, setup.kvpr(), prompts, generated).peak_bytes
-    return Experiment(
-        "kvpr-fig6", setup.PAPER, "KVPR Fig. 6: throughput against FlexGen",
-        "OPT-6.7B, 13B and 30B on an A100, weights and cache on the host. First row: 32 x 8 requests, prompts of 256, "
-        "512 and 1024 tokens, 32 or 128 generated. Second row: one GPU batch of 1 to 48 requests, 1024+32. Decode "
-        "tokens/s; the prose gives the largest gain of each model.",
-        table(rows), tuple(figures), setup.a100_constants(), _figure6_notes(peak), _FIGURE6_MISMATCHES,
-    )  # fmt: skip
+    return KVPR.experiment(
+        "kvpr-fig6",
+        rows,
+        figures=tuple(figures),
+        constants=setup.a100_constants(),
+        notes=_figure6_notes(peak),
+        mismatches=_FIGURE6_MISMATCHES,
+    )
 
 
 def _figure6_notes(peak) -> tuple[str, ...]:
@@ -355,40 +322,32 @@ def figure9() -> Experiment:
     """4-bit KV under KVPR: with ACT as it is, and with ACT in 4 bits too."""
     shape, hardware = setup.shape_of("OPT-13B"), setup.a100("many")
     prompts, generated = setup.lengths(setup.LONG)
-    variants = {
-        "KVPR": Bits(), "KVPR, KV in 4 bits": Bits(kv=4), "KVPR, KV and ACT in 4 bits": Bits(kv=4, act=4),
-    }  # fmt: skip
-    found = {
-        name: setup.run_column(shape, hardware, replace(setup.kvpr(), bits=bits), prompts, generated)
-        for name, bits in variants.items()
-    }
-    rates = {name: one.decode_tokens_per_s for name, one in found.items()}
-    rates["FlexGen, KV in 4 bits"] = setup.run_column(
-        shape, hardware, replace(setup.flexgen(), bits=Bits(kv=4)), prompts, generated
-    ).decode_tokens_per_s  # fmt: skip
-    rows = [
-        context(f"{name}, {setup.label(*pair)}", rate, "tokens/s")
-        for name, numbers in rates.items()
-        for pair, rate in zip(setup.LONG, numbers, strict=True)
-    ]
-    for name in list(variants)[1:]:
-        gains = _gain(rates[name], rates["KVPR"])
-        rows.append(context(f"gain of compression, least: {name}", gains.min(), "%"))
-        rows.append(context(f"gain of compression, most: {name}", gains.max(), "%"))
-        loaded = found[name].traffic_bytes["h2d"]
-        act = float(np.max(loaded.get("act", 0.0) / (loaded.get("act", 0.0) + loaded["kv"])))
-        rows.append(context(f"activations' share of the cache traffic, most: {name}", 100 * act, "%"))
-    return Experiment(
-        "kvpr-fig9", setup.PAPER, "KVPR Fig. 9: KV in 4 bits",
-        "KVPR on OPT-13B with and without group-wise 4-bit quantisation of the KV cache (group size not stated, 64 "
-        "taken), 32 x 8 requests, six lengths. The text says only that throughput rises; the axis ends at 60 tokens/s.",
-        table(rows), (setup.bars("rates", "OPT-13B, 32 x 8 requests", "decode tokens/s", rates, setup.LONG),),
-        setup.a100_constants(),
-        (
+    bits = {"KVPR": Bits(), "KVPR, KV in 4 bits": Bits(kv=4), "KVPR, KV and ACT in 4 bits": Bits(kv=4, act=4)}
+    policies = {name: replace(setup.kvpr(), bits=of_variant) for name, of_variant in bits.items()}
+    policies["FlexGen, KV in 4 bits"] = replace(setup.flexgen(), bits=Bits(kv=4))
+    runs = {name: setup.run_column(shape, hardware, policy, prompts, generated) for name, policy in policies.items()}
+    rates = {name: run.decode_tokens_per_s for name, run in runs.items()}
+    rows = contexts(rates, labels(setup.LONG), "{series}, {x}", "tokens/s")
+    for name in list(bits)[1:]:
+        gains, loaded = _gain(rates[name], rates["KVPR"]), runs[name].traffic_bytes["h2d"]
+        act = loaded.get("act", 0.0)
+        share = 100 * float(np.max(act / (act + loaded["kv"])))
+        rows += [
+            context(f"gain of compression, least: {name}", gains.min(), "%"),
+            context(f"gain of compression, most: {name}", gains.max(), "%"),
+            context(f"activations' share of the cache traffic, most: {name}", share, "%"),
+        ]
+    figure = setup.length_bars("rates", "OPT-13B, 32 x 8 requests", "decode tokens/s", rates, setup.LONG)
+    return KVPR.experiment(
+        "kvpr-fig9",
+        rows,
+        figures=(figure,),
+        constants=setup.a100_constants(),
+        notes=(
             "4 bits with a scale and a zero of 16 bits for each 64 elements are 0.281 of float16. (De)quantising reads "
             "and writes device memory at the catalogue's streaming rate.",
         ),
-        (
+        mismatches=(
             "Once KV takes 4.5 bits, a token's float16 activations (2h bytes) are larger than its keys and values "
             "(1.125h): recomputing adds traffic, eq. 10 chooses no recomputation at all, and KVPR is FlexGen with a "
             "quantised cache. Recomputing is worthwhile again only if the activations are quantised too, of which the "
@@ -396,4 +355,4 @@ def figure9() -> Experiment:
             "The axis (60) leaves room for a gain of a third at 256+32; bytes alone give more than that here. The "
             "paper's program must lose the rest in converting, whose rate nothing in the paper tells.",
         ),
-    )  # fmt: skip
+    )
