@@ -18,7 +18,7 @@ setup(
         "flexhybrid": ["shipped/*.txt", "shipped/opt-stdlib-4m/*"],
         "experiments": [
             *("checkpoints/**/*", "grid.toml", "reference/*.csv", "reference/README.md"),
-            *("reproduce/*.csv", "reproduce/*.css"),
+            *("reproduce/*.csv", "reproduce/report.*"),
             "results/cascade/*.json",  # what our own cascades did, for reproduce
         ],
     },

@@ -7,6 +7,7 @@ Table 2. The throughputs and batches are also in ``benchmark/batch_size_table.md
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -40,10 +41,8 @@ class PublishedRun:
     """A published run: its throughput, and its placement as FlexGen's whole matrices make it."""
 
     model: str
-    compressed: bool
     tokens_per_s: float
-    gpu_batch: int
-    num_gpu_batches: int
+    batches: tuple[int, int]  #: requests of a GPU batch, GPU batches
     weights: Placement
     cache: str  #: tier of keys and values
     hidden: str
@@ -57,7 +56,11 @@ class PublishedRun:
 
     @property
     def batch(self) -> int:
-        return self.gpu_batch * self.num_gpu_batches
+        return math.prod(self.batches)
+
+    @property
+    def compressed(self) -> bool:
+        return not self.bits.native
 
     @property
     def policy(self) -> Policy:
@@ -68,7 +71,7 @@ class PublishedRun:
             cache={f"kv@{self.cache}": 1.0},
             hidden=self.hidden,
             bits=self.bits,
-            max_mini_batch_tokens=self.gpu_batch * padded,
+            max_mini_batch_tokens=self.batches[0] * padded,
             packing="fifo",
             attention=self.attention,
             weight_order="natural",
@@ -82,12 +85,12 @@ _BOTH = Bits(weights=4, kv=4)
 #: --percent 20 80 keeps one matrix of attention on the device, a twelfth; 0 50 sends half of the matrices to the disk.
 #: Attention of the run on the disk is FlexGen's on the host, over keys and values read into its memory.
 RUNS = (
-    PublishedRun("opt-6.7b", False, 25.26, 2, 1, _RESIDENT, "device", "device", overlap=False),
-    PublishedRun("opt-30b", False, 7.32, 48, 3, _TWELFTH, "host", "host", attention="host"),
-    PublishedRun("opt-175b", False, 0.69, 32, 8, Placement(host=0.5, disk=0.5), "disk", "host"),
-    PublishedRun("opt-6.7b", True, 29.12, 72, 1, _RESIDENT, "device", "device", _BOTH, overlap=False),
-    PublishedRun("opt-30b", True, 8.38, 64, 8, _HOST, "host", "host", Bits(kv=4)),
-    PublishedRun("opt-175b", True, 1.12, 48, 3, _HOST, "host", "host", _BOTH),
+    PublishedRun("opt-6.7b", 25.26, (2, 1), _RESIDENT, "device", "device", overlap=False),
+    PublishedRun("opt-30b", 7.32, (48, 3), _TWELFTH, "host", "host", attention="host"),
+    PublishedRun("opt-175b", 0.69, (32, 8), Placement(host=0.5, disk=0.5), "disk", "host"),
+    PublishedRun("opt-6.7b", 29.12, (72, 1), _RESIDENT, "device", "device", bits=_BOTH, overlap=False),
+    PublishedRun("opt-30b", 8.38, (64, 8), _HOST, "host", "host", bits=Bits(kv=4)),
+    PublishedRun("opt-175b", 1.12, (48, 3), _HOST, "host", "host", bits=_BOTH),
 )
 
 
@@ -153,7 +156,7 @@ def t4() -> Experiment:
     hardware, large = catalogue.load("t4"), RUNS[2]
     rows, ratios = [], []
     for run in RUNS:
-        engine = engine_rates(hardware, run.num_gpu_batches)
+        engine = engine_rates(hardware, run.batches[1])
         planned = {
             "as run, datasheet rates": (hardware, run.policy, run.batch),
             "as run, engine rates": (engine, run.policy, run.batch),
@@ -165,7 +168,7 @@ def t4() -> Experiment:
             paper = run.tokens_per_s if how.startswith("as run") else np.nan
             rows.append(_row(f"{run.name}: {how}", result, policy, batch, paper) | {"device_gib": gib})
             ratios.append({"run": run.name, "ratio": result["tokens_per_s"] / run.tokens_per_s, "how": how})
-    engine = engine_rates(hardware, large.num_gpu_batches, disk=True)
+    engine = engine_rates(hardware, large.batches[1], disk=True)
     slow = rate("opt-175b", engine, large.policy, large.batch)
     rows.append(_row("OPT-175B: as run, engine rates, disk too", slow, large.policy, large.batch, large.tokens_per_s))
     figure = bars("throughput", ratios, "T4, 512 + 32 tokens", "", "tokens/s over the published")

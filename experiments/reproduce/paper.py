@@ -77,10 +77,9 @@ class Paper:
         record = reference.row(f"{self.key}_headlines", id=row_id)
         return context(quantity, ours, record["unit"], record["value"], row_id, **more)
 
-    def constant(self, name: str, value: float, unit: str | None = None) -> Constant:
-        """Return a constant of the paper's testbed. ``unit`` replaces that of constants.csv."""
-        limits = _ranges()[self.key, name]
-        return Constant(value=value, **(limits if unit is None else {**limits, "unit": unit}))
+    def constant(self, name: str, value: float, testbed: str | None = None) -> Constant:
+        """Return a constant with its unit, range and reason from constants.csv; by default of the paper's testbed."""
+        return Constant(value=value, **_ranges()[testbed or self.key, name])
 
     def experiment(
         self,

@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
+from string import Template
 
 import numpy as np
 import pandas as pd
@@ -41,7 +42,8 @@ HEADLINES = ("capture_headlines", "kvpr_headlines", "infinigen_headlines", "casc
 #: A table of more rows can be folded away.
 FOLDED = 20
 
-STYLE = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
+STYLE, _PAGE = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("report.css", "report.html"))
+TEMPLATE = Template(_PAGE)
 
 
 def write(experiments: Sequence[Experiment], out_dir: str | Path) -> Path:
@@ -87,32 +89,9 @@ def page(experiments: Sequence[Experiment], sections: Sequence[str]) -> str:
     bounds = [f"{bound:.0%}" for bound in BOUNDS]
     labels = [f"up to {bound}" for bound in bounds] + [f"beyond {bounds[-1]}"]
     key = " ".join(f'<span class="e{i}">{label}</span>' for i, label in enumerate(labels))
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>Reproduced results</title>
-<style>
-{STYLE}</style>
-</head>
-<body>
-<h1>Reproduced results</h1>
-<p>Numbers that papers report, computed again with flexhybrid's cost model. Error is ours / paper − 1.
-Rows marked <span class="mark">calibrate</span> were used to fit constants and prove nothing by themselves;
-<span class="mark">validate</span> rows were not; <span class="mark">context</span> rows are shown without being judged
-and are left out of medians and worst cases, as are rows put aside for the reason in their column "aside": the same
-number printed again, arithmetic that tests no model, or a number that the paper itself contradicts. Ids such as ch020
-name <a href="#quoted">numbers quoted from the papers' prose</a>; <a href="#notes">notes</a> say where a paper
-contradicts itself or another.</p>
-<p class="key quiet">|error|: {key}</p>
-{contents(experiments)}
-{"".join(sections)}
-{quoted("".join(sections))}
-{notes("".join(sections))}
-</body>
-</html>
-"""
+    text = "".join(sections)
+    parts = {"contents": contents(experiments), "sections": text, "quoted": quoted(text), "notes": notes(text)}
+    return TEMPLATE.substitute(style=STYLE, key=key, **parts)
 
 
 def notes(text: str) -> str:

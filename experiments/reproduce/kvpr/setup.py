@@ -170,21 +170,10 @@ def reserved_decode_s(shape: ModelShape, hardware: Hardware, policy: Policy, pro
 # ---- constants
 
 
-_EFFICIENCIES = {
-    "gemm": "share of the GPU's peak that large GEMMs reach",
-    "memory": "share of the GPU's memory bandwidth that streaming kernels reach",
-    "attention_memory": "share of the GPU's memory bandwidth that decode attention reaches",
-    "host_memory": "share of the host's memory bandwidth that attention on its cores reaches",
-    "host_flops": "share of the host's vector peak that attention on its cores reaches",
-}
-
-
 def _from_catalogue(machine_name: str, *names: str) -> tuple[Constant, ...]:
     """Return efficiencies that the catalogue assumes, each a share of the datasheet's number."""
     efficiency = catalogue.load(machine_name).notes["efficiency"]
-    whys = {name: f"{_EFFICIENCIES[name]}; the catalogue's assumption" for name in names}
-    limits = {"unit": "of peak", "low": 0.1, "high": 1.0}
-    return tuple(Constant(name=name, value=efficiency[name], why=why, **limits) for name, why in whys.items())
+    return tuple(KVPR.constant(name, efficiency[name], testbed="kvpr-catalogue") for name in names)
 
 
 @cache
