@@ -1,7 +1,7 @@
 """Candidates, and what each mini-batch of theirs does in the prefill and in stretches of the decode.
 
 A candidate is a policy on requests of one length; many are worked out at once, in arrays [candidates]. The sums of a
-step (``core.schedule.steps.StepCounts``) and the sizes of buffers (``core.memory.BufferSizes``) are made here, what
+step (``core.schedule.step_work.StepCounts``) and the sizes of buffers (``core.memory.BufferSizes``) are made here, what
 they cost in work and bytes comes from ``step_work`` and ``memory_parts``, as it does for the executor.
 
 ``make_step`` and ``buffer_sizes`` of core are not used: they look at requests one by one, with the blocks of each, to
@@ -28,7 +28,7 @@ from flexhybrid.core.model.layout import LayerLayout, layer_layout
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import ElementBytes, Policy
 from flexhybrid.core.problem import Problem, problem_of
-from flexhybrid.core.schedule.steps import StepCounts
+from flexhybrid.core.schedule.step_work import StepCounts
 from flexhybrid.core.workload import Workload
 from sim.tiny_run import most_mini_batches
 

@@ -7,10 +7,12 @@ nothing.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware, Line
+from flexhybrid.core.verbs import VERBS, Verb
 
 
 @dataclass(frozen=True)
@@ -34,38 +36,35 @@ class Implementation:
             raise InputError(f"implementation {self.name}: step_s must be >= 0 and sharers at least 1")
 
 
-_CACHE_VERBS = ("load_kv", "load_act", "load_keys", "store_kv", "store_act")
-_CONVERSIONS = ("dequantize_kv", "dequantize_act", "dequantize_weights", "quantize")
-_GEMMS = ("kv_gen", "project", "finish", "head", "attend_prefill", "attend_recomputed")
-_ON_HOST = ("attend_host", "scatter", "gather")
-
-
 def on(implementation: Implementation, hardware: Hardware) -> Hardware:
     """The machine as this implementation sees it."""
     i, lines = implementation, dict(hardware.lines)
 
-    def change(verbs, resource: str, make) -> None:
+    def change(verbs: Iterable[Verb], make: Callable[[Line], Line]) -> None:
         for verb in verbs:
             try:
-                line = hardware.line(verb, resource)
+                line = hardware.line(verb.name, verb.resource)
             except InputError:  # a machine without this resource
                 continue
-            lines[verb] = make(line)
+            lines[verb.name] = make(line)
+
+    def of_group(group: str) -> list[Verb]:
+        return [verb for verb in VERBS.values() if verb.group == group]
 
     def at(share: float):
         return lambda line: replace(line, s_per_byte=line.s_per_byte / share, samples=(), r2=None)
 
     if i.cache_link != 1:
-        change(_CACHE_VERBS[:3], "h2d", at(i.cache_link))
-        change(_CACHE_VERBS[3:], "d2h", at(i.cache_link))
+        change(of_group("cache copy"), at(i.cache_link))
     if i.weights_link != 1:
-        change(("load_weights",), "h2d", at(i.weights_link))
+        change([VERBS["load_weights"]], at(i.weights_link))
     if i.conversion != 1:
-        change(_CONVERSIONS, "compute", at(i.conversion))
+        change(of_group("conversion"), at(i.conversion))
     if i.gemm != 1:
-        change(_GEMMS, "compute", lambda line: replace(line, s_per_flop=line.s_per_flop / i.gemm, samples=(), r2=None))
+        change(of_group("gemm"), lambda line: replace(line, s_per_flop=line.s_per_flop / i.gemm, samples=(), r2=None))
     if i.sharers > 1:
-        change(_ON_HOST, "host_compute", lambda line: _slower(line, i.sharers))
+        on_host = [verb for verb in VERBS.values() if verb.resource == "host_compute"]
+        change(on_host, lambda line: _slower(line, i.sharers))
     if i.step_s:
         finish = lines.get("finish") or hardware.line("finish", "compute")
         lines["finish"] = replace(finish, overhead_s=finish.overhead_s + i.step_s, samples=(), r2=None)

@@ -12,22 +12,21 @@ import numpy as np
 
 from flexhybrid.core.context.cache_entries import TIERS
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.hardware import Hardware
+from flexhybrid.core.hardware import LINKS, Hardware
 from flexhybrid.core.memory import buffer_sizes, gib, memory_plan, total_bytes
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import problem_of
+from flexhybrid.core.verbs import VERBS
 from flexhybrid.core.wave import admit
 from flexhybrid.core.waves import wave_plan
 from flexhybrid.core.workload import Workload
 from sim.array_clock import predict
 from sim.candidates import Candidates
-from sim.verb_seconds import TRAFFIC_OF
 from sim.virtual_clock import run, summarize
 
 CLOCKS = ("closed", "virtual")
-LINKS = ("h2d", "d2h", "disk_read", "disk_write")
 MOST_TASKS = 20_000_000  #: of a run on the virtual clock: a few minutes
 
 
@@ -244,6 +243,6 @@ def _walk(shape, hardware, policy: Policy, batch: int, prompt_tokens: int, max_t
 def _by_kind(by_verb: dict[str, float]) -> dict[str, float]:
     kinds: dict[str, float] = {}
     for verb, moved in by_verb.items():
-        kind = TRAFFIC_OF[verb.split("_")[1]]
-        kinds[kind] = kinds.get(kind, 0.0) + moved
+        cargo = VERBS[verb].cargo
+        kinds[cargo] = kinds.get(cargo, 0.0) + moved
     return kinds

@@ -24,6 +24,7 @@ from flexhybrid.core.policy import Bits, Placement, Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.dependencies import Dependencies
 from flexhybrid.core.task import RESOURCES, Access, Task
+from flexhybrid.core.verbs import VERBS
 from flexhybrid.core.wave import Wave, admit
 from flexhybrid.core.workload import Workload
 
@@ -36,10 +37,7 @@ LEAST_BEFORE, LEAST_AFTER = 4, 1  #: rounds of several positions each
 RESIDENT_CLASSES = (0, 1, 2, 3)
 
 #: Verbs that a step may lack in the real run though the tiny one has them.
-OPTIONAL = frozenset((
-    "kv_gen", "attend_recomputed", "load_act", "load_kv", "read_act", "read_kv", "dequantize_act", "dequantize_kv",
-    "store_act", "store_kv", "write_act", "write_kv", "scatter", "scatter_device", "quantize",
-))  # fmt: skip
+OPTIONAL = frozenset(verb.name for verb in VERBS.values() if verb.needs)
 
 
 class TaskKey(NamedTuple):

@@ -1,6 +1,6 @@
 """Seconds and bytes of every verb in the prefill and in the stretches of the decode, in arrays of candidates.
 
-Work comes from ``core.schedule.steps.step_work``, seconds from ``sim.cost.price``. Their sums over a phase need no
+Work comes from ``core.schedule.step_work.step_work``, seconds from ``sim.cost.price``. Their sums over a phase need no
 walk: no phase is faster than the seconds of its busiest resource.
 """
 
@@ -13,46 +13,21 @@ from functools import lru_cache
 import numpy as np
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
-from flexhybrid.core.context.cache_entries import TIERS
 from flexhybrid.core.context.selection import num_choosing
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.plan import PAGE_BYTES
-from flexhybrid.core.schedule.steps import StepCounts, step_work
+from flexhybrid.core.schedule.step_work import StepCounts, step_work
 from flexhybrid.core.task import RESOURCES, Work
+from flexhybrid.core.verbs import RESOURCE_OF, VERBS
 from flexhybrid.core.wave import check_planned
 from flexhybrid.core.work import kv_gen
 from sim.candidates import Candidates, CandidateSteps, DecodeStretch, candidate_steps
 from sim.cost import price
 
-#: Where each verb runs; one home, so that a phase's sums need no stream.
-RESOURCE_OF = {
-    "read_weights": "disk_read", "read_act": "disk_read", "read_kv": "disk_read",
-    "write_act": "disk_write", "write_kv": "disk_write",
-    "load_weights": "h2d", "load_act": "h2d", "load_kv": "h2d", "load_hidden": "h2d", "load_keys": "h2d",
-    "load_attended": "h2d",
-    "store_act": "d2h", "store_kv": "d2h", "store_hidden": "d2h", "store_query": "d2h", "store_index": "d2h",
-    "store_out": "d2h",
-    "scatter": "host_compute", "gather": "host_compute", "attend_host": "host_compute",
-}  # fmt: skip
-
-#: What crosses a link, by the verb that moves it.
-TRAFFIC_OF = {
-    "weights": "weights", "kv": "kv", "act": "act", "hidden": "hidden", "keys": "kv", "index": "kv", "query": "hidden",
-    "attended": "hidden", "out": "hidden",
-}  # fmt: skip
-
-_ONCE_A_MINI_BATCH = frozenset({"head", "sample", "store_out", "embed"})
-
-#: Verbs that move or convert a context's blocks: their representation, and the tiers these lie on.
-_OF_BLOCKS = {
-    "load_act": ("act", ("host", "disk")), "load_kv": ("kv", ("host", "disk")), "read_act": ("act", ("disk",)),
-    "read_kv": ("kv", ("disk",)), "dequantize_act": ("act", TIERS), "dequantize_kv": ("kv", TIERS),
-    "kv_gen": ("act", TIERS),
-}  # fmt: skip
-
-_BETWEEN_LAYERS = frozenset({"load_hidden", "store_hidden"})
-_OF_A_CHOICE = frozenset({"speculate", "store_index", "load_keys", "gather"})
+_OF_ITERATION = frozenset(verb.name for verb in VERBS.values() if verb.per == "iteration")
+_OF_GAP = frozenset(verb.name for verb in VERBS.values() if verb.per == "gap")
+_OF_CHOICE = frozenset(verb.name for verb in VERBS.values() if verb.per == "choosing layer")
 
 #: (verb, in a layer that attends to all tokens although others select, of one of the last mini-batches)
 VerbKey = tuple[str, bool, bool]
@@ -104,14 +79,14 @@ class VerbSeconds:
                     phase.seconds[key], present = self._task_seconds(verb, work, counts)
                     if present is not None:
                         phase.present[verb, last] = present
-                    if verb in RESOURCE_OF:
+                    if VERBS[verb].cargo:
                         phase.link_bytes[key] = work.link_bytes
         self._add_weights(phase)
         return phase
 
     def _task_seconds(self, verb: str, work: Work, counts: StepCounts) -> tuple[np.ndarray, np.ndarray | None]:
         """(mean seconds of a task over the steps of a phase, candidates that have the task; None: all have it)."""
-        resource, share, empty = RESOURCE_OF.get(verb, "compute"), _present_share(verb, counts, work), Work()
+        resource, share, empty = RESOURCE_OF[verb], _present_share(verb, counts, work), Work()
         if verb == "kv_gen" and counts.selected is None:
             rows = counts.batch * counts.act_columns * BLOCK_TOKENS
             work, empty = (kv_gen(self.steps.shape, self.steps.bytes_per_element, n) for n in (rows, 0))
@@ -152,11 +127,11 @@ class VerbSeconds:
         seconds, moved, known = {}, {}, set(prefill.verbs)
         for count, counts in ((1.0, steps.first_chunk()), (steps.num_chunks - 1, steps.later_chunk())):
             for verb, work in step_work(steps.shape, steps.policy, steps.stored, counts, False).items():
-                if verb in ("head", "sample", "store_out"):
+                if verb in _OF_ITERATION - {"embed"}:
                     continue
-                task_s = price(self.hardware, verb, RESOURCE_OF.get(verb, "compute"), work)
+                task_s = price(self.hardware, verb, RESOURCE_OF[verb], work)
                 seconds[verb] = seconds.get(verb, 0.0) + count * task_s
-                if verb in RESOURCE_OF:
+                if VERBS[verb].cargo:
                     moved[verb] = moved.get(verb, 0.0) + count * work.link_bytes
         for table, values in ((prefill.seconds, seconds), (prefill.link_bytes, moved)):
             for verb, value in values.items():
@@ -165,7 +140,7 @@ class VerbSeconds:
         streamed = steps.layout.total_bytes > steps.resident
         for verb in [verb for verb in seconds if verb not in known]:
             extra_s = np.where(chunked, seconds[verb], 0.0)
-            on_link = streamed & (RESOURCE_OF.get(verb) == "h2d")
+            on_link = streamed & (RESOURCE_OF[verb] == "h2d")
             for carrier, share_s in (("load_weights", on_link * extra_s), ("attend_prefill", ~on_link * extra_s)):
                 self.extra_prefill_s[carrier] = self.extra_prefill_s.get(carrier, 0.0) + share_s
 
@@ -211,15 +186,15 @@ class VerbSeconds:
         busy = dict.fromkeys(RESOURCES, 0.0)
         for verb in self.phases[phase].verbs:
             seconds = self.phases[phase].seconds.get((verb, False, False))
-            if seconds is None or verb in _ONCE_A_MINI_BATCH and not once:
+            if seconds is None or verb in _OF_ITERATION and not once:
                 continue
             if column and verb == "dequantize_weights":
                 seconds = seconds if loop == "outer" else 0.0
             elif column and loop == "outer":
                 seconds = self._of_all(seconds, self.phases[phase].seconds[verb, False, True])
-            elif loop == "outer" and verb not in _ONCE_A_MINI_BATCH:
+            elif loop == "outer" and verb not in _OF_ITERATION:
                 seconds = seconds * steps.shape.num_layers
-            resource = RESOURCE_OF.get(verb, "compute")
+            resource = RESOURCE_OF[verb]
             busy[resource] = busy[resource] + seconds
         return busy
 
@@ -232,8 +207,8 @@ class VerbSeconds:
         steps = self.steps
         num_layers, column = steps.shape.num_layers, steps.policy.schedule == "column"
         choosing = num_choosing(steps.policy.selection, num_layers)
-        layers = 1 if verb in _ONCE_A_MINI_BATCH else num_layers - 1 if verb in _BETWEEN_LAYERS else num_layers
-        layers = choosing if verb in _OF_A_CHOICE else layers
+        layers = 1 if verb in _OF_ITERATION else num_layers - 1 if verb in _OF_GAP else num_layers
+        layers = choosing if verb in _OF_CHOICE else layers
         full = values.get((verb, False, False))
         if full is None:  # in layers that attend to all tokens alone
             return (num_layers - choosing) * self._of_all(values[verb, True, False], values[verb, True, True])
@@ -243,7 +218,7 @@ class VerbSeconds:
         if column and first_load is not None:
             return (layers - 1) * of_layer + first_load
         total = layers * of_layer
-        if (verb, True, False) in values and verb not in _ONCE_A_MINI_BATCH | _BETWEEN_LAYERS | _OF_A_CHOICE:
+        if (verb, True, False) in values and verb not in _OF_ITERATION | _OF_GAP | _OF_CHOICE:
             of_all_tokens = self._of_all(values[verb, True, False], values[verb, True, True])
             total = total + (num_layers - choosing) * (of_all_tokens - of_layer)
         return total
@@ -253,7 +228,7 @@ class VerbSeconds:
         if phase not in self._busy:
             busy, table = dict.fromkeys(RESOURCES, 0.0), self.phases[phase]
             for verb in table.verbs:
-                resource, first_load_s = RESOURCE_OF.get(verb, "compute"), table.first_load_s.get(verb)
+                resource, first_load_s = RESOURCE_OF[verb], table.first_load_s.get(verb)
                 total = self._total(table.seconds, verb, None if phase else first_load_s)
                 busy[resource] = busy[resource] + total
             self._busy[phase] = busy
@@ -279,8 +254,8 @@ class VerbSeconds:
         """
         late, phase = dict.fromkeys(RESOURCES, 0.0), self.phases[-1]
         for verb in phase.verbs:
-            if verb.startswith(("store_", "write_", "scatter")):
-                resource = RESOURCE_OF.get(verb, "compute")
+            if VERBS[verb].stores:
+                resource = RESOURCE_OF[verb]
                 seconds = longest(*(value for (name, _, _), value in phase.seconds.items() if name == verb))
                 late[resource] = late[resource] + seconds * (self.steps.num_mini_batches if verb == "store_out" else 5)
         return late
@@ -291,9 +266,8 @@ class VerbSeconds:
         for phase, times in zip(self.phases, (1.0, *(stretch.count for stretch in self.stretches)), strict=True):
             of_phase: dict[tuple[str, str], np.ndarray] = {}
             for verb in dict.fromkeys(verb for verb, _, _ in phase.link_bytes):
-                if RESOURCE_OF[verb] != "host_compute":
-                    key = RESOURCE_OF[verb], TRAFFIC_OF[verb.split("_")[1]]
-                    of_phase[key] = of_phase.get(key, 0.0) + self._total(phase.link_bytes, verb)
+                key = RESOURCE_OF[verb], VERBS[verb].cargo
+                of_phase[key] = of_phase.get(key, 0.0) + self._total(phase.link_bytes, verb)
             for key, num_bytes in of_phase.items():
                 moved[key] = moved.get(key, 0.0) + times * num_bytes
         return moved
@@ -323,17 +297,15 @@ def _present_share(verb: str, counts: StepCounts, work: Work):
 
     Whole blocks come one at a time, and each new token goes to one cache entry.
     """
-    share = None
-    if verb == "attend_recomputed":
+    share, needs = None, VERBS[verb].needs
+    if needs == "recomputed":
         share = counts.recomputed / BLOCK_TOKENS
-    elif verb in _OF_BLOCKS and counts.selected is None:
-        representation, tiers = _OF_BLOCKS[verb]
+    elif (blocks := VERBS[verb].blocks) and counts.selected is None:
+        representation, tiers = blocks
         copies = (n for c, n in counts.copies.items() if c.representation == representation and c.tier in tiers)
         share = longest(*copies) / counts.batch
-    elif verb in ("store_act", "store_kv", "write_act", "write_kv"):
-        share = work.link_bytes
-    elif verb in ("scatter", "scatter_device", "quantize"):
-        share = work.memory_bytes
+    elif needs == "rows":
+        share = work.link_bytes if VERBS[verb].cargo else work.memory_bytes
     if share is None or np.all(share >= 1):
         return None
     return np.minimum(1.0, share)

@@ -10,9 +10,8 @@ from pathlib import Path
 
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.policy import Policy
-
-#: A verb without a line takes another verb's before its resource's: the same kernel, or the same core's copy loop.
-OTHERWISE = {"attend_recomputed": "attend_prefill", "attend_prefill": "attend", "gather": "scatter"}
+from flexhybrid.core.task import RESOURCES
+from flexhybrid.core.verbs import RESOURCE_OF, VERBS
 
 #: Resources whose tasks cross a link; the others compute.
 LINKS = ("h2d", "d2h", "disk_read", "disk_write")
@@ -122,13 +121,13 @@ class Hardware:
 
     def line(self, verb: str, resource: str) -> Line:
         """The line that prices a task of this verb on this resource."""
-        key = verb
+        key: str | None = verb
         while key is not None:
-            if found := self.lines.get(key):
-                return found
-            key = OTHERWISE.get(key)
-        if found := self.lines.get(resource):
-            return found
+            if line := self.lines.get(key):
+                return line
+            key = VERBS[key].otherwise if key in VERBS else None
+        if line := self.lines.get(resource):
+            return line
         raise InputError(f"hardware {self.name!r} has no line for {verb!r} nor for {resource!r}")
 
     def at_work(self, policy: Policy) -> Hardware:
@@ -153,7 +152,7 @@ class Hardware:
             if key.endswith("_unpaced") or not crosses_link(key):
                 return line
             if gb_per_s is None:
-                return self.lines["d2h_unpaced" if key.startswith(("d2h", "store_")) else "h2d_unpaced"]
+                return self.lines["d2h_unpaced" if resource_of_line(key) == "d2h" else "h2d_unpaced"]
             return replace(line, s_per_byte=1e-9 / gb_per_s, samples=())
 
         lines = {key: at_rate(key, line) for key, line in self.lines.items()}
@@ -170,7 +169,7 @@ class Hardware:
         for key in self.lines:
             if not is_of_disk(key) or key.endswith("_unpaced"):
                 continue
-            resource = "disk_write" if key.startswith(("disk_write", "write_")) else "disk_read"
+            resource = resource_of_line(key)
             own = self.lines.get(f"{resource}_unpaced", self.lines[key])
             pace = 0.0 if gb_per_s is None else 1e-9 / gb_per_s
             lines[key] = replace(own, s_per_byte=pace, samples=()) if pace > own.s_per_byte else own
@@ -202,14 +201,21 @@ def check_new_file(path: Path) -> None:
         raise InputError(f"cannot write {path}: the folder {path.parent} is not writable")
 
 
+def resource_of_line(key: str) -> str | None:
+    """Resource of the tasks that a line prices; None for a key that names neither a resource nor a verb."""
+    for suffix in (ALONE_SUFFIX, "_unpaced", "_both"):
+        key = key.removesuffix(suffix)
+    return key if key in RESOURCES else RESOURCE_OF.get(key)
+
+
 def crosses_link(key: str) -> bool:
-    """Whether a line is of the host link: one of its directions, or a verb that loads or stores."""
-    return key.startswith(("h2d", "d2h", "load_", "store_"))
+    """Whether a line prices tasks of the host link."""
+    return resource_of_line(key) in ("h2d", "d2h")
 
 
 def is_of_disk(key: str) -> bool:
-    """Whether a line is of the disk: one of its directions, or a verb that reads or writes it."""
-    return key.startswith(("disk_", "read_", "write_"))
+    """Whether a line prices tasks of the disk."""
+    return resource_of_line(key) in ("disk_read", "disk_write")
 
 
 def cache_folder() -> Path:

@@ -16,12 +16,13 @@ from flexhybrid.core.schedule import places
 from flexhybrid.core.schedule.places import Places, cell, host_hidden
 from flexhybrid.core.schedule.positions import Position, StopsUntil, no_stops, positions
 from flexhybrid.core.task import RESOURCES, Access, Task, Work
+from flexhybrid.core.verbs import RESOURCE_OF
 from flexhybrid.core.wave import Wave
 
 PAGE_BYTES = 4096  #: slices of a streamed layer end on whole pages
 
 
-Outline = tuple[str, str, tuple[Access, ...], tuple[Access, ...]]  #: a task's verb, resource, reads and writes
+Outline = tuple[str, tuple[Access, ...], tuple[Access, ...]]  #: a task's verb, reads and writes
 
 
 class WeightSlice(NamedTuple):
@@ -173,8 +174,8 @@ class _Stream:
         step, layer, works, _, _, payload, _, _ = position
         iteration, k = step.iteration, step.mini_batch
         return [
-            Task(iteration, layer, k, verb, resource, works[verb], reads, writes, payload)
-            for verb, resource, reads, writes in outline
+            Task(iteration, layer, k, verb, RESOURCE_OF[verb], works[verb], reads, writes, payload)
+            for verb, reads, writes in outline
         ]
 
     # ---- loads
@@ -189,8 +190,8 @@ class _Stream:
         if which not in self.slices:
             self.slices[which] = tuple(self._slice_tasks(*which))
         key = (position.step.iteration, position.layer, position.step.mini_batch)
-        for rest in self.slices[which]:
-            yield Task(*key, *rest)
+        for verb, *parts in self.slices[which]:
+            yield Task(*key, verb, RESOURCE_OF[verb], *parts)
 
     def _slice_tasks(self, slot: int, index: int, num_slices: int) -> Iterator[tuple]:
         """The tasks that bring a slice, whatever the layer, without their keys."""
@@ -204,27 +205,27 @@ class _Stream:
         if on_disk:
             reads = (Access(("weights_staging", slot), disk_start, disk_end),)
             writes += (Access(("weights", slot), disk_start, disk_end),)
-            yield "read_weights", "disk_read", Work(link_bytes=on_disk, num_copies=1), (), reads, payload
+            yield "read_weights", Work(link_bytes=on_disk, num_copies=1), (), reads, payload
         moved = Work(link_bytes=end - start + on_disk, num_copies=len(writes))
-        yield "load_weights", "h2d", moved, reads, writes, payload
+        yield "load_weights", moved, reads, writes, payload
 
     def _load_cache(self, ahead: Position) -> Iterator[Outline]:
         """ACT before KV: recomputing comes before assembling. Disk blocks go through staging."""
         step, slot, works = ahead.step, ahead.slot, ahead.works
         if "load_hidden" in works and ahead.layer:
-            yield "load_hidden", "h2d", (host_hidden(step),), (self.at.hidden(ahead),)
+            yield "load_hidden", (host_hidden(step),), (self.at.hidden(ahead),)
         if "load_keys" in works and self._guesses(ahead.layer):
             keys = cell("partial_keys", step.mini_batch, ahead.layer + 1)
-            yield "load_keys", "h2d", (keys,), (cell("partial_buffer", slot),)
+            yield "load_keys", (keys,), (cell("partial_buffer", slot),)
         if "gather" in works:
             gathered = cell("gathered", slot)
             index = cell("host_index", step.mini_batch)
             pools = (*self.at.pools(ahead, "act", "host"), *self.at.pools(ahead, "kv", "host"))
-            yield "gather", "host_compute", (index, *pools), (gathered,)
+            yield "gather", (index, *pools), (gathered,)
             for representation in ("act", "kv"):
                 if f"load_{representation}" in works:
                     buffer = cell(f"{representation}_buffer", slot)
-                    yield f"load_{representation}", "h2d", (gathered,), (buffer,)
+                    yield f"load_{representation}", (gathered,), (buffer,)
             return
         for representation in ("act", "kv"):
             if f"load_{representation}" not in works:
@@ -233,10 +234,10 @@ class _Stream:
             if f"read_{representation}" in works:
                 staged = cell(f"{representation}_staging", slot)
                 pools = self.at.pools(ahead, representation, "disk")
-                yield f"read_{representation}", "disk_read", pools, (staged,)
+                yield f"read_{representation}", pools, (staged,)
                 reads = (*reads, staged)
             buffer = cell(f"{representation}_buffer", slot)
-            yield f"load_{representation}", "h2d", reads, (buffer,)
+            yield f"load_{representation}", reads, (buffer,)
 
     # ---- computing
 
@@ -247,29 +248,29 @@ class _Stream:
         k = step.mini_batch
         hidden, qkv = self.at.hidden(position), self.at.qkv(position)
         if layer == 0:
-            yield "embed", "compute", (cell("tokens", k),), (hidden,)
+            yield "embed", (cell("tokens", k),), (hidden,)
         if "dequantize_weights" in works and position.leads:
             weights = self.at.weights(position, 0, layout.total_bytes)
-            yield "dequantize_weights", "compute", weights, places.PLAIN
+            yield "dequantize_weights", weights, places.PLAIN
         if "kv_gen" in works:
             buffer = cell("act_buffer", slot)
             pools = self.at.pools(position, "act", "device")
             reads, writes = (buffer, *self.at.matrices(position, 0, self.kv_end)), (places.GENERATED,)
             if "dequantize_act" in works:
-                yield "dequantize_act", "compute", (buffer, *pools), (places.PLAIN_ACT,)
+                yield "dequantize_act", (buffer, *pools), (places.PLAIN_ACT,)
                 reads = (*reads, places.PLAIN_ACT)
             elif pools:  # gathered into the buffer, beside what the link brought
                 reads, writes = (*reads, *pools), (*writes, buffer)
-            yield "kv_gen", "compute", reads, writes
+            yield "kv_gen", reads, writes
         staging, matrices = cell("staging", slot), self.at.matrices(position, 0, self.qkv_end)
         writes = (qkv, staging)
         if layer >= self.first_choosing and not step.prefill:  # the new tokens' partial keys
             writes += (cell("partial_keys", k, layer),)
-        yield "project", "compute", (hidden, *matrices), writes
+        yield "project", (hidden, *matrices), writes
         if "quantize" in works:
-            yield "quantize", "compute", (qkv,), (staging,)
+            yield "quantize", (qkv,), (staging,)
         if "speculate" in works and step.prefill and layer >= self.first_choosing:
-            yield "speculate", "compute", (qkv, *matrices), (cell("partial_keys", k, layer),)
+            yield "speculate", (qkv, *matrices), (cell("partial_keys", k, layer),)
         elif "speculate" in works and not step.prefill and self._guesses(layer):
             yield from self._speculate(position, qkv)
         if "attend_host" in works:
@@ -285,18 +286,18 @@ class _Stream:
         keys = cell("partial_keys", k, position.layer + 1)
         source = cell("partial_buffer", slot) if "load_keys" in position.works else keys
         index = cell("index", k)
-        yield "speculate", "compute", (qkv, source), (index,)
-        yield "store_index", "d2h", (index,), (cell("host_index", k),)
+        yield "speculate", (qkv, source), (index,)
+        yield "store_index", (index,), (cell("host_index", k),)
 
     def _attend_on_host(self, position: Position, qkv: Access) -> Iterator[Outline]:
         slot = position.slot
         query, out = cell("query_strip", slot), cell("out_strip", slot)
-        yield "store_query", "d2h", (qkv,), (query,)
+        yield "store_query", (qkv,), (query,)
         pools = self.at.pools(position, "kv", "host")
-        yield "attend_host", "host_compute", (query, *pools), (out, *pools)
+        yield "attend_host", (query, *pools), (out, *pools)
 
     def _load_attended(self, position: Position) -> Iterator[Outline]:
-        yield "load_attended", "h2d", (cell("out_strip", position.slot),), (self.at.attended(position),)
+        yield "load_attended", (cell("out_strip", position.slot),), (self.at.attended(position),)
 
     def _close(self, position: Position) -> Iterator[Outline]:
         """The rest of what it computes: attention and feed-forward."""
@@ -304,17 +305,17 @@ class _Stream:
         layout = self.wave.layout
         hidden, qkv = self.at.hidden(position), self.at.qkv(position)
         if step.prefill:
-            yield "attend_prefill", "compute", (qkv,), (self.at.attended(position),)
+            yield "attend_prefill", (qkv,), (self.at.attended(position),)
         elif "attend_host" not in works:
             yield from self._attend(position, qkv)
         if "rank" in works:
             ranked = (self.at.ranks(position),)
             if step.prefill:  # only now it is known which rows stay
                 ranked += (cell("staging", slot),)
-            yield "rank", "compute", (self.at.attended(position), qkv), ranked
+            yield "rank", (self.at.attended(position), qkv), ranked
         reads = (self.at.attended(position), hidden, *self.at.matrices(position, 0, layout.vectors_end))
         reads += self.at.matrices(position, layout.qkv_end, layout.total_bytes)
-        yield "finish", "compute", reads, (hidden,)
+        yield "finish", reads, (hidden,)
 
     def _attend(self, position: Position, qkv: Access) -> Iterator[Outline]:
         works, slot = position.works, position.slot
@@ -324,14 +325,14 @@ class _Stream:
         if "kv_gen" in works:
             reads += (places.GENERATED,)
         if "dequantize_kv" in works:
-            yield "dequantize_kv", "compute", (buffer, *pools), (places.PLAIN_KV,)
+            yield "dequantize_kv", (buffer, *pools), (places.PLAIN_KV,)
             reads += (places.PLAIN_KV,)
         else:
             reads += ((buffer,) if "load_kv" in works else ()) + pools
-        yield "assemble", "compute", reads, (places.ATTENTION,)
-        yield "attend", "compute", (qkv, places.ATTENTION), (places.ATTENDED,)
+        yield "assemble", reads, (places.ATTENTION,)
+        yield "attend", (qkv, places.ATTENTION), (places.ATTENDED,)
         if "attend_recomputed" in works:
-            yield "attend_recomputed", "compute", (qkv, places.ATTENTION), (places.ATTENDED,)
+            yield "attend_recomputed", (qkv, places.ATTENTION), (places.ATTENDED,)
 
     def _store(self, position: Position) -> Iterator[Outline]:
         """New tokens: staging -> landing strip over the link, strip -> blocks by a host core or the disk; or on the
@@ -340,7 +341,7 @@ class _Stream:
         staging, ranks = cell("staging", slot), (self.at.ranks(position),) if "rank" in works else ()
         strips = {r: cell(f"{r}_strip", slot) for r in ("act", "kv") if f"store_{r}" in works}
         for representation, strip in strips.items():
-            yield f"store_{representation}", "d2h", (staging, *ranks), (strip,)
+            yield f"store_{representation}", (staging, *ranks), (strip,)
 
         def pools(tier: str, *representations: str) -> tuple[Access, ...]:
             return tuple(
@@ -351,23 +352,23 @@ class _Stream:
 
         if "scatter" in works:
             to_host = tuple(strip for r, strip in strips.items() if pools("host", r))
-            yield "scatter", "host_compute", to_host, pools("host", "act", "kv")
+            yield "scatter", to_host, pools("host", "act", "kv")
         if "scatter_device" in works:
-            yield "scatter_device", "compute", (staging, *ranks), pools("device", "act", "kv")
+            yield "scatter_device", (staging, *ranks), pools("device", "act", "kv")
         for representation, strip in strips.items():
             if f"write_{representation}" in works:
                 pool = pools("disk", representation)
-                yield f"write_{representation}", "disk_write", (strip,), pool
+                yield f"write_{representation}", (strip,), pool
         if "store_hidden" in works and position.layer < self.num_layers - 1:
-            yield "store_hidden", "d2h", (self.at.hidden(position),), (host_hidden(step),)
+            yield "store_hidden", (self.at.hidden(position),), (host_hidden(step),)
 
     def _sample(self, position: Position) -> Iterator[Outline]:
         """The next token, from the last layer's hidden states."""
         k, hidden = position.step.mini_batch, self.at.hidden(position)
         tokens = cell("tokens", k)
-        yield "head", "compute", (hidden,), (places.LOGITS,)
-        yield "sample", "compute", (places.LOGITS,), (tokens,)
-        yield "store_out", "d2h", (tokens,), (cell("token_log", k),)
+        yield "head", (hidden,), (places.LOGITS,)
+        yield "sample", (places.LOGITS,), (tokens,)
+        yield "store_out", (tokens,), (cell("token_log", k),)
 
 
 def _slice(first: int, last: int, index: int, num_slices: int) -> tuple[int, int]:

@@ -30,6 +30,7 @@ from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.memory import gib
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Bits, Placement, Policy
+from flexhybrid.core.verbs import RESOURCE_OF
 from flexhybrid.core.workload import Workload
 from sim.array_clock import predict
 from sim.candidates import Candidates
@@ -249,11 +250,9 @@ def make_block(
     def attend(g: int) -> work.Work:
         return work.attend_decode(shape, p, g, prompt_tokens + gen_tokens / 2)
 
-    links = {"load": "h2d", "store": "d2h"} | ({"read": "disk_read", "write": "disk_write"} if disk else {})
-
     def s_per_byte(verb: str) -> float:
-        link = links.get(verb.split("_")[0])
-        return hardware.line(verb, link).s_per_byte if link else 0.0
+        link = RESOURCE_OF[verb]
+        return hardware.line(verb, link).s_per_byte if disk or not link.startswith("disk") else 0.0
 
     rates = Rates(
         **{verb: s_per_byte(verb) for verb in TRANSFERS},

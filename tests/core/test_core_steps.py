@@ -18,7 +18,8 @@ from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.plan import PAGE_BYTES, stream
 from flexhybrid.core.policy import Bits, Placement, Policy, Selection
 from flexhybrid.core.problem import problem_of
-from flexhybrid.core.schedule.steps import counts_of, make_step, step_work
+from flexhybrid.core.schedule.step_work import counts_of, step_work
+from flexhybrid.core.schedule.steps import make_step
 from flexhybrid.core.wave import Wave, admit
 from flexhybrid.core.workload import Workload
 

@@ -23,13 +23,14 @@ from flexhybrid.core.model.shape import ModelShape, shape_by_name
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Bits, Placement, Policy, Selection
 from flexhybrid.core.trace import check_trace
+from flexhybrid.core.verbs import VERBS
 from flexhybrid.core.workload import Workload
 from sim import catalogue
 from sim.array_clock import predict
 from sim.candidates import Candidates, candidates_of, num_mini_batches
 from sim.presets import hybrid, kv_only
 from sim.tiny_run import Loop, lay_out, structure_of, tiny_run, with_aliases
-from sim.verb_seconds import TRAFFIC_OF, num_slices
+from sim.verb_seconds import num_slices
 from sim.virtual_clock import RunSummary, run, summarize
 
 SHAPE, HARDWARE = shape_by_name("opt-30b"), catalogue.load("rtx4090")
@@ -124,7 +125,7 @@ def test_traffic_and_tokens_are_the_clocks():
         row, moved, trace = closed_form(case), defaultdict(float), run(stream(case.wave()), case.hardware)
         for link, by_verb in summarize(trace).link_bytes.items():
             for verb, size in by_verb.items():
-                moved[link, TRAFFIC_OF[verb.split("_")[1]]] += size
+                moved[link, VERBS[verb].cargo] += size
         closed = {(link, kind): size for link, of in row["traffic_bytes"].items() for kind, size in of.items() if size}
         # The mean of a number that is rounded, of selected tokens or of a split, is not the rounded mean.
         rounded = case.policy.selection.method == "speculative" or case.policy.share("both")

@@ -18,7 +18,8 @@ from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem
-from flexhybrid.core.schedule.steps import StepCounts, step_work
+from flexhybrid.core.schedule.step_work import StepCounts, step_work
+from flexhybrid.core.verbs import VERBS
 from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
 from policy_search.fit import fit_line
@@ -27,7 +28,6 @@ from sim.array_clock import Prediction, predict
 from sim.candidates import Candidates
 from sim.cost import price
 from sim.simulate import simulate_many
-from sim.verb_seconds import RESOURCE_OF
 from sim.virtual_clock import run
 
 MODEL = "OPT-30B"
@@ -422,7 +422,7 @@ def task_samples(representation: str) -> dict[str, list[tuple[float, float, floa
         for event in run(stream(wave), hardware):
             task = event.task
             if task.iteration == 1 and task.layer == 1 and task.verb in ("kv_gen", "load_kv"):
-                num_bytes = task.work.link_bytes if task.verb in RESOURCE_OF else 0.0
+                num_bytes = task.work.link_bytes if VERBS[task.verb].cargo else 0.0
                 found.setdefault(task.verb, []).append((task.work.flops, num_bytes, event.end_s - event.start_s))
     return found
 

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from flexhybrid.core.context.packing import num_chunks
 from flexhybrid.core.context.selection import first_choosing
-from flexhybrid.core.schedule.steps import MiniBatchStep, counts_of, make_step, step_work
+from flexhybrid.core.schedule.step_work import counts_of, step_work
+from flexhybrid.core.schedule.steps import MiniBatchStep, make_step
 from flexhybrid.core.task import Work
 from flexhybrid.core.wave import Wave
 

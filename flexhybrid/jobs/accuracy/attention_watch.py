@@ -17,13 +17,14 @@ import torch
 
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.task import Task
+from flexhybrid.core.verbs import VERBS
 from flexhybrid.runtime.executor import Executor
 from flexhybrid.runtime.selections.heavy_hitters import HeavyHitters
 from flexhybrid.runtime.selections.speculative import Speculation
 from flexhybrid.runtime.step_tensors import column_positions, position_tables
 
 #: Verbs that bring a context to the device.
-LOADS = ("load_kv", "load_act")
+LOADS = tuple(verb.name for verb in VERBS.values() if verb.resource == "h2d" and verb.blocks)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from flexhybrid.core.hardware import LINKS
 from flexhybrid.core.task import RESOURCES, Task
 from flexhybrid.core.trace import TraceEvent, Window
+from flexhybrid.core.verbs import CARGO, VERBS
 from sim.virtual_clock import RunSummary, summarize
 
 #: Kinds of work in a step's order. Those of one resource follow one another in time; kinds of different ones overlap.
@@ -16,23 +17,14 @@ KINDS = (
     *("disk_read", "load_weights", "load_cache", "load_activation", "load_other"),
     *("compute", "host_compute", "store", "disk_write"),
 )
-_LOADS = {"load_weights": "load_weights", "load_kv": "load_cache", "load_act": "load_activation"}
-
-#: What a link moves, by the end of its verbs' names; hidden states, queries and token ids are "other".
-CARGO = ("weights", "kv", "act", "other")
+_LOADS = {"weights": "load_weights", "kv": "load_cache", "act": "load_activation", "hidden": "load_other"}
 
 
 def kind_of(task: Task) -> str:
     """One of KINDS."""
     if task.resource == "h2d":
-        return _LOADS.get(task.verb, "load_other")
+        return _LOADS[VERBS[task.verb].cargo]
     return "store" if task.resource == "d2h" else task.resource
-
-
-def cargo_of(task: Task) -> str:
-    """One of CARGO."""
-    last = task.verb.rsplit("_", 1)[-1]
-    return last if last in CARGO else "other"
 
 
 def seconds_per_step(trace: list[TraceEvent]) -> dict[str, float]:
@@ -56,7 +48,8 @@ def bytes_per_step(trace: list[TraceEvent]) -> dict[str, dict[str, float]]:
     for task, _, _ in trace:
         if task.resource in LINKS and task.iteration:
             of_link = moved.setdefault(task.resource, {})
-            of_link[cargo_of(task)] = of_link.get(cargo_of(task), 0) + task.work.link_bytes
+            cargo = VERBS[task.verb].cargo
+            of_link[cargo] = of_link.get(cargo, 0) + task.work.link_bytes
     steps = len({event.task.iteration for event in trace if event.task.iteration})
     return {
         link: {cargo: moved[link][cargo] / steps for cargo in CARGO if cargo in moved[link]}

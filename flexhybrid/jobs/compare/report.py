@@ -15,6 +15,7 @@ from flexhybrid.core.memory import gib
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.task import RESOURCES
+from flexhybrid.core.verbs import VERBS
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.compare.breakdown import KINDS
 from flexhybrid.runtime.links import MOST_LATE_S
@@ -22,12 +23,8 @@ from flexhybrid.runtime.profiling.cpu_use import MOST_OTHERS
 from policy_search.fit import PAPERS_R2, fit_report
 from policy_search.search import SearchResult
 
-#: In the order of a step's work. Left out: a paced link without its pace, and stand-ins for verbs without a line.
-SHOWN_LINES = (
-    *("h2d", "d2h", "h2d_both", "d2h_both", "disk_read", "disk_write", "load_weights", "load_kv", "load_act"),
-    *("embed", "kv_gen", "project", "assemble", "attend", "attend_prefill", "finish", "head", "sample", "scatter"),
-    *("dequantize_weights", "dequantize_kv", "dequantize_act", "quantize", "attend_host"),
-)
+#: Lines of a profile that the report shows. Left out: an unpaced link, and the lines that price verbs without one.
+SHOWN_LINES = ("h2d", "d2h", "h2d_both", "d2h_both", "disk_read", "disk_write", *VERBS)
 
 
 BUSY = "*"  #: marks a figure that was measured on a busy machine

@@ -249,7 +249,7 @@ def _line_key(task: Task) -> str | None:
     selection's work after the prompt (it uses the line of the guesses).
     """
     after_prompt = task.verb == "speculate" and not task.iteration
-    return None if task.verb.startswith("store_") or after_prompt else task.verb
+    return None if task.resource == "d2h" or after_prompt else task.verb
 
 
 def _run(

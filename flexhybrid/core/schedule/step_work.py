@@ -1,0 +1,195 @@
+"""The work of each verb in a step, from the sums of what the step reads, computes and stores.
+
+``StepCounts`` are those sums: numbers for one ``MiniBatchStep``, or arrays with one element a policy.
+Both clocks take their work from ``step_work``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from flexhybrid.core import work
+from flexhybrid.core.context.blocks import BLOCK_TOKENS
+from flexhybrid.core.context.cache_entries import Part
+from flexhybrid.core.context.selection import most_selected, partial_share, selected_tokens
+from flexhybrid.core.model.shape import ModelShape
+from flexhybrid.core.policy import ElementBytes, Policy
+from flexhybrid.core.schedule.steps import MiniBatchStep
+from flexhybrid.core.task import Work
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """The sums of a step that its work depends on; numbers, or arrays of one shape. Absent keys mean none."""
+
+    prefill: bool
+    batch: object
+    width: object  #: new tokens of the longest request
+    context: object  #: columns of cached keys and values in the attention buffer
+    blocks: dict[Part, object]  #: blocks of each part that the step reads, over all requests
+    copies: dict[Part, object]  #: runs of blocks that lie apart
+    act_columns: object  #: blocks of the ACT buffer, a request
+    stored: dict[Part, object]  #: new rows of each part, over all requests
+    recomputed: object = 0  #: tokens of the recomputed prefix, of the longest request
+    selected: object = None  #: tokens of a request that a speculative selection fetches; None: all
+
+
+def counts_of(step: MiniBatchStep, wave) -> StepCounts:
+    """The sums of one step of a ``plan.Wave``."""
+    policy, blocks, copies = wave.policy, {}, {}
+    for segment in step.segments:
+        if segment.max_tokens:
+            part = Part(segment.kind, segment.representation, segment.tier)
+            moved = wave.num_blocks[segment.kind][step.requests] if policy.static_cache else segment.num_blocks
+            blocks[part] = int(moved.sum())
+            copies[part] = int(np.count_nonzero(segment.num_blocks))
+    stored = {Part(s.kind, s.representation, s.tier): len(s.rows) for s in step.stores}
+    context = step.attention_tokens - step.computed_width
+    selected = None
+    if policy.selection.method == "speculative" and not step.prefill:
+        selected = int(selected_tokens(policy.selection, context))
+    return StepCounts(
+        step.prefill, len(step.requests), step.width, context, blocks, copies, step.act_blocks, stored,
+        step.recomputed_width, selected,
+    )  # fmt: skip
+
+
+def step_work(shape: ModelShape, policy: Policy, stored: ElementBytes, c: StepCounts, whole: bool) -> dict[str, Work]:
+    """The work of each verb of a step in one layer; a verb without work is absent.
+
+    ``whole``: in one of the layers in which a speculative selection looks at all tokens.
+    """
+    p = stored.compute
+    rows = c.batch * c.width + (0 if c.prefill else c.batch * c.recomputed)
+    works = {
+        "embed": work.embed(shape, p, rows),
+        "project": work.project(shape, p, rows),
+        "finish": work.finish(shape, p, rows),
+        "head": work.head(shape, p, c.batch),
+        "sample": work.sample(shape, p, c.batch),
+        "store_out": work.store_out(c.batch),
+    }
+    if policy.bits.weights != "native":
+        works["dequantize_weights"] = work.convert(shape.layer_matrix_elements, p, stored.weights)
+    if policy.hidden != "device":
+        works["load_hidden"] = works["store_hidden"] = work.move_hidden(shape, p, rows)
+    works |= _store_works(shape, policy, stored, c)
+    if c.prefill:
+        works["attend_prefill"] = work.attend_prefill(shape, p, c.batch, c.width)
+        if policy.selection.method == "heavy_hitter":
+            works["rank"] = work.rank(shape, c.batch, c.width, c.width / 2)
+        if policy.selection.method == "speculative":
+            share = partial_share(shape, policy.selection)
+            works["speculate"] = work.choose_columns(shape, p, c.batch * c.width, share)
+        return works
+    if policy.attention == "host":
+        works["store_query"] = work.store_query(shape, p, c.batch)
+        works["attend_host"] = work.attend_decode(shape, p, c.batch, c.context + 1)
+        works["load_attended"] = work.load_attended(shape, p, c.batch)
+        return works
+    attended = c.context + c.recomputed + c.width
+    if c.selected is None or whole:
+        works |= _load_works(shape, policy, stored, c)
+    else:
+        attended = c.selected + 1
+        works |= _gather_works(shape, policy, stored, c)
+    if c.selected is not None:
+        ratio = partial_share(shape, policy.selection)
+        works["speculate"] = work.speculate(shape, p, c.batch, c.context, ratio)
+        works["store_index"] = work.store_index(shape, c.batch, most_selected(policy.selection, c.context))
+        if policy.selection.partial_keys == "host":
+            works["load_keys"] = work.load_partial_keys(shape, p, c.batch, c.context, ratio)
+    if any(part.representation == "act" for part in c.blocks):
+        everything = c.selected is None or whole
+        generated = c.batch * (c.act_columns * BLOCK_TOKENS if everything else _selected_of(c)["act"])
+        works["kv_gen"] = work.kv_gen(shape, p, _at_least(generated, work.MIN_KV_GEN_ROWS))
+    works["assemble"] = work.assemble(shape, p, c.batch * attended)
+    works["attend"] = work.attend(shape, p, c.batch, c.width, attended)
+    if _any(c.recomputed):
+        works["attend_recomputed"] = work.attend_recomputed(shape, p, c.batch, _at_least(c.recomputed, 1))
+    if policy.selection.method == "heavy_hitter":
+        works["rank"] = work.rank(shape, c.batch, 1, attended)
+    return works
+
+
+def _selected_of(c: StepCounts) -> dict[str, object]:
+    """Of the tokens of a request that a selection is expected to fetch, those of each representation: as they share the
+    context."""
+    blocks = {r: sum(n for part, n in c.blocks.items() if part.representation == r) for r in ("act", "kv")}
+    act = np.floor(c.selected * blocks["act"] / np.maximum(blocks["act"] + blocks["kv"], 1) + 0.5)
+    act = act if np.ndim(act) else int(act)
+    selected = {"act": act, "kv": c.selected - act}
+    return {r: selected[r] for r in blocks if any(part.representation == r for part in c.blocks)}
+
+
+def _gather_works(shape: ModelShape, policy: Policy, stored: ElementBytes, c: StepCounts) -> dict[str, Work]:
+    """The selected tokens' rows, gathered on the host and loaded."""
+    rows = {representation: c.batch * tokens for representation, tokens in _selected_of(c).items()}
+    works = {"gather": work.gather_rows(shape, stored.kv, stored.act, rows.get("kv", 0), rows.get("act", 0))}
+    widths = {"kv": (shape.kv_width, stored.kv), "act": (shape.hidden, stored.act)}
+    for representation, number in rows.items():
+        width, element_bytes = widths[representation]
+        works[f"load_{representation}"] = work.load_rows(shape, element_bytes, representation, number)
+        if element_bytes != stored.compute:
+            works[f"dequantize_{representation}"] = work.convert(number * width, stored.compute, element_bytes)
+    return works
+
+
+def _at_least(value, least):
+    """The larger, for a number or an array; a number stays a plain one."""
+    return np.maximum(value, least) if isinstance(value, np.ndarray) else max(value, least)
+
+
+def _any(count) -> bool:
+    """np.any, which takes a number as long as all else that is done with it."""
+    return bool(count.any()) if isinstance(count, np.ndarray) else bool(count)
+
+
+def _load_works(shape: ModelShape, policy: Policy, stored: ElementBytes, c: StepCounts) -> dict[str, Work]:
+    works = {}
+    for representation, element_bytes in (("act", stored.act), ("kv", stored.kv)):
+        every = [part for part in c.blocks if part.representation == representation]
+        moved = [part for part in every if part.tier != "device"]
+        on_disk = [part for part in every if part.tier == "disk"]
+        if moved:
+            blocks, copies = (sum(of[part] for part in moved) for of in (c.blocks, c.copies))
+            works[f"load_{representation}"] = work.load_blocks(shape, element_bytes, representation, blocks, copies)
+        if on_disk:
+            blocks = sum(c.blocks[part] for part in on_disk)
+            works[f"read_{representation}"] = work.disk_blocks(shape, element_bytes, representation, blocks)
+        if every and element_bytes != stored.compute:
+            width = shape.kv_width if representation == "kv" else shape.hidden
+            elements = sum(c.blocks[part] for part in every) * BLOCK_TOKENS * width
+            works[f"dequantize_{representation}"] = work.convert(elements, stored.compute, element_bytes)
+    return works
+
+
+def _store_works(shape: ModelShape, policy: Policy, stored: ElementBytes, c: StepCounts) -> dict[str, Work]:
+    """New rows: quantised, to the host's strip, from there to host blocks or the disk; or to device blocks."""
+    if policy.attention == "host" and not c.prefill:
+        return {}  # the query task brings the new rows along, and attention writes them to their blocks
+    works = {}
+    of_element, width = {"act": stored.act, "kv": stored.kv}, {"act": shape.hidden, "kv": shape.kv_width}
+
+    def rows(representation: str, *tiers: str):
+        return sum(n for part, n in c.stored.items() if part.representation == representation and part.tier in tiers)
+
+    quantized = 0
+    for representation in ("kv", "act"):
+        if _any(sent := rows(representation, "host", "disk")):
+            works[f"store_{representation}"] = work.store_rows(shape, of_element[representation], representation, sent)
+        if _any(written := rows(representation, "disk")):
+            works[f"write_{representation}"] = work.store_rows(
+                shape, of_element[representation], representation, written
+            )
+        if of_element[representation] != stored.compute:
+            quantized = quantized + rows(representation, "device", "host", "disk") * width[representation]
+    if _any(quantized):
+        works["quantize"] = work.convert(quantized, stored.compute, min(stored.kv, stored.act))
+    for tier, verb in (("host", "scatter"), ("device", "scatter_device")):
+        kv_rows, act_rows = rows("kv", tier), rows("act", tier)
+        if _any(kv_rows) or _any(act_rows):
+            works[verb] = work.scatter_rows(shape, stored.kv, stored.act, kv_rows, act_rows)
+    return works

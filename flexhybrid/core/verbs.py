@@ -1,0 +1,77 @@
+"""The verbs: one record each, from which every table over verbs derives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flexhybrid.core.context.cache_entries import TIERS
+
+#: What crosses a link. Queries, attended rows and token ids count as hidden states.
+CARGO = ("weights", "kv", "act", "hidden")
+
+
+@dataclass(frozen=True)
+class Verb:
+    """A kind of task: where it runs, what it moves, how often it runs and when a step has none of it."""
+
+    name: str
+    resource: str  #: one of RESOURCES
+    cargo: str = ""  #: one of CARGO; empty for a verb that crosses no link
+    #: A mini-batch has it once in each "layer", each "gap" between layers, each "choosing layer" of a speculative
+    #: selection, or each "iteration".
+    per: str = "layer"
+    #: A step has none of it without "blocks" of ``blocks``, without new "rows", or without a "recomputed" prefix; None:
+    #: every step of the policy has it.
+    needs: str | None = None
+    blocks: tuple[str, tuple[str, ...]] | None = None  #: representation and tiers of the context's blocks it reads
+    stores: bool = False  #: puts away what a step made: the last token of a run does not wait for it
+    otherwise: str | None = None  #: the verb whose hardware line prices it where it has none of its own
+    group: str | None = None  #: of like code in a peer's implementation: "cache copy", "conversion" or "gemm"
+
+
+#: In the order of a layer's work.
+VERBS: dict[str, Verb] = {
+    verb.name: verb
+    for verb in (
+        Verb("read_weights", "disk_read", "weights"),
+        Verb("load_weights", "h2d", "weights"),
+        Verb("load_hidden", "h2d", "hidden", per="gap"),
+        Verb("load_keys", "h2d", "kv", per="choosing layer", group="cache copy"),
+        Verb("gather", "host_compute", per="choosing layer", otherwise="scatter"),
+        Verb("read_act", "disk_read", "act", needs="blocks", blocks=("act", ("disk",))),
+        Verb("load_act", "h2d", "act", needs="blocks", blocks=("act", ("host", "disk")), group="cache copy"),
+        Verb("read_kv", "disk_read", "kv", needs="blocks", blocks=("kv", ("disk",))),
+        Verb("load_kv", "h2d", "kv", needs="blocks", blocks=("kv", ("host", "disk")), group="cache copy"),
+        Verb("embed", "compute", per="iteration"),
+        Verb("dequantize_weights", "compute", group="conversion"),
+        Verb("dequantize_act", "compute", needs="blocks", blocks=("act", TIERS), group="conversion"),
+        Verb("kv_gen", "compute", needs="blocks", blocks=("act", TIERS), group="gemm"),
+        Verb("project", "compute", group="gemm"),
+        Verb("quantize", "compute", needs="rows", group="conversion"),
+        Verb("speculate", "compute", per="choosing layer"),
+        Verb("store_index", "d2h", "kv", per="choosing layer", stores=True),
+        Verb("store_query", "d2h", "hidden", stores=True),
+        Verb("attend_host", "host_compute"),
+        Verb("load_attended", "h2d", "hidden"),
+        Verb("dequantize_kv", "compute", needs="blocks", blocks=("kv", TIERS), group="conversion"),
+        Verb("assemble", "compute"),
+        Verb("attend", "compute"),
+        Verb("attend_prefill", "compute", otherwise="attend", group="gemm"),
+        Verb("attend_recomputed", "compute", needs="recomputed", otherwise="attend_prefill", group="gemm"),
+        Verb("rank", "compute"),
+        Verb("finish", "compute", group="gemm"),
+        Verb("store_act", "d2h", "act", needs="rows", stores=True, group="cache copy"),
+        Verb("store_kv", "d2h", "kv", needs="rows", stores=True, group="cache copy"),
+        Verb("scatter", "host_compute", needs="rows", stores=True),
+        Verb("scatter_device", "compute", needs="rows", stores=True),
+        Verb("write_act", "disk_write", "act", needs="rows", stores=True),
+        Verb("write_kv", "disk_write", "kv", needs="rows", stores=True),
+        Verb("store_hidden", "d2h", "hidden", per="gap", stores=True),
+        Verb("head", "compute", per="iteration", group="gemm"),
+        Verb("sample", "compute", per="iteration"),
+        Verb("store_out", "d2h", "hidden", per="iteration", stores=True),
+    )
+}
+
+#: verb -> the resource that runs it
+RESOURCE_OF = {name: verb.resource for name, verb in VERBS.items()}

@@ -1,0 +1,73 @@
+"""One table of verbs: the executor's functions, the streams and the table know the same ones."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from flexhybrid.core.hardware import Hardware, Line, resource_of_line
+from flexhybrid.core.model.shape import ModelShape
+from flexhybrid.core.plan import stream
+from flexhybrid.core.policy import Bits, Placement, Policy, Selection
+from flexhybrid.core.problem import Problem
+from flexhybrid.core.task import RESOURCES
+from flexhybrid.core.verbs import CARGO, VERBS
+from flexhybrid.core.wave import admit
+from flexhybrid.core.workload import Workload
+from flexhybrid.runtime.verbs import VERBS as FUNCTIONS
+from sim.array_clock import Candidates, predict
+
+SHAPE = ModelShape("small", "opt", 4, 64, 2, 2, 32, 64, 32, 128)
+SPECULATIVE = Selection(
+    "speculative", alpha=1.0, partial_ratio=0.3, max_fraction=0.3, pool=1.0, victim="fifo", partial_keys="host"
+)
+ON_DISK = Placement(device=0.3, host=0.3, disk=0.4)
+BOTH = "both(kv@host,act@host)"
+POLICIES = (
+    Policy("every tier", ON_DISK, cache={f"{r}@{t}": 1 / 6 for r in ("kv", "act") for t in ("device", "host", "disk")}),
+    Policy("prefix of token ids", cache={"tok": 0.5, "kv@host": 0.5}, hidden="host"),
+    Policy("both", cache={BOTH: 1.0}),
+    Policy("few bits", cache={"kv@host": 0.5, "act@host": 0.5}, bits=Bits(8, 8, 4)),
+    Policy("attention on the host", attention="host", schedule="row"),
+    Policy("heavy hitters", selection=Selection("heavy_hitter", budget=0.5)),
+    Policy("speculative", cache={"kv@host": 0.5, "act@host": 0.5}, selection=SPECULATIVE),
+    Policy("one task at a time", overlap=False),
+    Policy("barriers", cache={"act@host": 1.0}, overlap="step"),
+)
+
+
+@pytest.fixture(scope="module")
+def problem() -> Problem:
+    lines = {resource: Line(1e-5, 1e-12, 1e-10) for resource in RESOURCES}
+    return Problem(shape=SHAPE, dtype="float32", hardware=Hardware("toy", "cpu", lines))
+
+
+def test_the_executor_the_streams_and_the_table_know_the_same_verbs(problem):
+    workload = Workload(np.array([20, 40, 33]), np.array([5, 3, 20]))
+    emitted = {}
+    for policy in POLICIES:
+        wave = admit(problem, replace(policy, max_mini_batch_tokens=150), workload)
+        emitted |= {task.verb: task.resource for task in stream(wave)}
+    assert set(VERBS) == set(emitted)
+    assert set(VERBS) - set(FUNCTIONS) == {"load_keys"}  # partial keys on the host are simulated alone
+    assert set(FUNCTIONS) <= set(VERBS)
+    assert emitted == {name: verb.resource for name, verb in VERBS.items()}
+
+
+def test_records_name_what_there_is():
+    for name, verb in VERBS.items():
+        assert verb.name == name and verb.resource in RESOURCES
+        assert verb.per in ("layer", "gap", "choosing layer", "iteration")
+        assert verb.needs in (None, "blocks", "rows", "recomputed") and (verb.needs == "blocks") == bool(verb.blocks)
+        assert (verb.cargo in CARGO) == (verb.resource not in ("compute", "host_compute")), name
+        assert verb.otherwise is None or VERBS[verb.otherwise].resource == verb.resource
+        for suffix in ("", "_alone", "_unpaced", "_both"):
+            assert resource_of_line(name + suffix) == verb.resource
+    assert resource_of_line("lode_kv") is None
+
+
+def test_a_verb_without_a_record_is_refused(problem, monkeypatch):
+    policy = Policy(cache={"kv@host": 1.0})
+    monkeypatch.delitem(VERBS, "assemble")
+    with pytest.raises(KeyError, match="assemble"):
+        predict(SHAPE, problem.hardware, 4, Candidates(policy, 2, 40, 4))
