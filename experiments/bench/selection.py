@@ -76,12 +76,12 @@ def fill(executor: Executor) -> None:
     """What a prefill would leave, as far as time depends on it: pages that are there, and choices that differ."""
     for pool in executor.buffers.pools.values():
         pool.fill_(0.01)
-    speculation = executor.selection
-    if isinstance(speculation, Speculation):
-        for table in (speculation.keys, speculation.query_weights):
+    if isinstance(executor.selection, Speculation):
+        copies = executor.selection.partial
+        for table in (copies.keys, copies.query_weights):
             table.normal_()
-        columns = torch.rand(*speculation.columns.shape[:-1], executor.shape.head_dim).argsort(-1)
-        speculation.columns.copy_(columns[..., : speculation.count].sort(-1).values)
+        columns = torch.rand(*copies.columns.shape[:-1], executor.shape.head_dim).argsort(-1)
+        copies.columns.copy_(columns[..., : copies.num_columns].sort(-1).values)
 
 
 def measure(

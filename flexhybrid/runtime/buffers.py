@@ -12,7 +12,7 @@ from flexhybrid.core.context.selection import limits_cache, num_choosing
 from flexhybrid.core.memory import NUM_SLOTS, BufferSizes, index_cells
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Policy
-from flexhybrid.core.schedule.steps import BlockRun, MiniBatchStep, Segment
+from flexhybrid.core.schedule.steps import BlockRun, MiniBatchStep, Segment, Store
 from flexhybrid.core.work import MIN_KV_GEN_ROWS
 from flexhybrid.runtime.kernels.quantize import packed_bytes
 from flexhybrid.runtime.storage.disk import DiskSpace
@@ -151,7 +151,7 @@ class Buffers:
         }
         self.host_index = on_host(index_cells(shape, policy, sizes.index_rows) * choosing, of=torch.int32)
 
-    def head_major(self, part: Part | Segment) -> bool:
+    def head_major(self, part: Part | Segment | Store) -> bool:
         """Whether blocks of this part are [2, G, 16, d] instead of [16, row]."""
         return part.representation == "kv" and part.tier != "disk" and self.formats["kv"].dtype != torch.uint8
 

@@ -7,9 +7,8 @@ touch needs no guard; all else is guarded by the dependencies that the plan's re
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +19,7 @@ from flexhybrid.core.schedule.steps import MiniBatchStep, Store
 from flexhybrid.core.task import Task, Work
 from flexhybrid.core.wave import Wave
 from flexhybrid.runtime.buffers import Buffers, Context
+from flexhybrid.runtime.kernels.attention import Share
 from flexhybrid.runtime.kernels.sampling import SamplingPlan
 from flexhybrid.runtime.links import Copies
 from flexhybrid.runtime.models import architecture
@@ -39,7 +39,7 @@ class EngineParts:
     slots: WeightSlots
     buffers: Buffers
     copies: Copies
-    host_share: Callable = map  #: shares requests that the host attends to among its threads (``attend_blocks``)
+    host_share: Share = map  #: shares the host's work of a verb among its threads (``attend_blocks``)
 
 
 class LayerWeights:
@@ -184,7 +184,7 @@ def step_key(task: Task) -> tuple[int, int]:
     return task.mini_batch, task.payload.step.chunk
 
 
-def drop_chunks(values: dict[tuple[int, int], object], mini_batch: int) -> None:
+def drop_chunks(values: dict[tuple[int, int], Any], mini_batch: int) -> None:
     """Delete what belongs to the later chunks of a mini-batch's prompts."""
     for key in [key for key in values if key[0] == mini_batch and key[1]]:
         del values[key]

@@ -21,6 +21,7 @@ from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
 from flexhybrid.runtime.engine import Engine
 from flexhybrid.runtime.kernels.sampling import greedy_plan
+from flexhybrid.runtime.selections.hooks import SelectionHooks
 from flexhybrid.runtime.selections.speculative import Speculation
 from flexhybrid.runtime.storage.host_memory import HostMemory
 from flexhybrid.runtime.storage.loader import Checkpoint, RandomWeights
@@ -61,18 +62,19 @@ def held_device(engine, executor) -> dict[str, int]:
         "act pool": sum(pool.nbytes for space, pool in on_device if "act" in space.split(".")[-1].split("@")[0]),
         "token ids": executor.tokens.ids.nbytes,
         "positions": sum(one.nbytes for one in tables),
-    } | held_by_speculation(executor.selection)
+    } | held_by_selection(executor.selection)
 
 
-def held_by_speculation(speculation) -> dict[str, int]:
-    if not isinstance(speculation, Speculation):
+def held_by_selection(selection: SelectionHooks) -> dict[str, int]:
+    if not isinstance(selection, Speculation):
         return {"partial query weights": 0, "partial keys": 0, "indices": 0, "uses": 0}
-    weights = (speculation.columns, speculation.query_weights, speculation.query_bias, speculation.skew)
+    copies = selection.partial
+    weights = (copies.columns, copies.query_weights, copies.query_bias, copies.skew)
     return {
-        "partial query weights": sum(one.nbytes for one in weights if one is not None),
-        "partial keys": speculation.keys.nbytes,
-        "indices": speculation.index.nbytes,
-        "uses": speculation.uses.table.nbytes if speculation.uses else 0,
+        "partial query weights": sum(tensor.nbytes for tensor in weights if tensor is not None),
+        "partial keys": copies.keys.nbytes,
+        "indices": selection.index.nbytes,
+        "uses": selection.uses.table.nbytes if selection.uses else 0,
     }
 
 

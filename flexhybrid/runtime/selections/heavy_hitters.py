@@ -1,9 +1,9 @@
-"""H2O's cache (Zhang et al. 2023): of each head the tokens that were looked at most, and the newest.
+"""H2O's cache (Zhang et al. 2023): each head keeps the newest tokens and those that got the most attention so far.
 
-A request keeps a fixed number K of places, dealt to pools as a context of K tokens is. Half of them are for the newest
-tokens, the rest for those with the largest sums of attention weights so far. Every key/value head chooses for itself;
+A request keeps a fixed number K of places, dealt to the pools as a context of K tokens is. Half of them are for the
+newest tokens, the others for those with the largest sums of attention weights. Every key/value head chooses for itself;
 the query heads of a group add their weights. After the prompt the best K tokens are kept; then each new token takes the
-place of the worst one that is not among the newest, in the pool that the plan names.
+place of the worst token that is not among the newest, in the pool that the plan names.
 
 Shapes: B requests of a mini-batch, N of the wave, G key/value heads, P prompt tokens, K places, T attention columns.
 """
@@ -17,7 +17,7 @@ import torch
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.context.selection import kept_tokens
-from flexhybrid.core.schedule.steps import MiniBatchStep
+from flexhybrid.core.schedule.steps import MiniBatchStep, Store
 from flexhybrid.core.task import Task
 from flexhybrid.core.wave import Wave
 from flexhybrid.runtime.selections.hooks import SelectionHooks
@@ -25,13 +25,13 @@ from flexhybrid.runtime.step_tensors import to_device
 
 
 class StepPlaces(NamedTuple):
-    """What a decode step asks of the places, the same in every layer."""
+    """What the layers of a decode step need to know of the places."""
 
     requests: torch.Tensor  #: [B]
     columns: torch.Tensor  #: [K] of the attention weights
-    held: torch.Tensor  #: [B, 1, K]: there is a token in the place
-    own_kind: torch.Tensor  #: [B, 1, K]: a token, in the pool that the plan names for the new one
-    planned: torch.Tensor  #: [B, 1]: the new token's place while there are empty ones
+    held: torch.Tensor  #: [B, 1, K]: whether the place holds a token
+    own_kind: torch.Tensor  #: [B, 1, K]: whether it does, in the pool that the plan names for the new token
+    planned: torch.Tensor  #: [B, 1]: the new token's place while some are empty
     full: torch.Tensor  #: [B, 1]
     old: torch.Tensor  #: [B, 1, 1]: the last position that is not among the newest
     position: torch.Tensor  #: [B, 1, 1] of the new token
@@ -46,22 +46,22 @@ class HeavyHitters(SelectionHooks):
         self.wave, self.device = wave, device
         self.kept = kept_tokens(selection, workload.prompt_tokens, workload.cached_tokens, workload.cached_tokens)
         self.recent = self.kept - self.kept // 2
-        most = int(self.kept.max())
-        size = (wave.shape.num_layers, workload.num_requests, wave.shape.num_kv_heads, most)
+        num_places = int(self.kept.max())
+        size = (wave.shape.num_layers, workload.num_requests, wave.shape.num_kv_heads, num_places)
         self.scores = torch.zeros(size, dtype=torch.float32, device=device)
         self.born = torch.zeros(size, dtype=torch.int32, device=device)  # positions of the tokens that the places hold
-        places = np.arange(most)
+        places = np.arange(num_places)
         self.kind_of = wave.kinds.kind_of(places)
         self.slot_of = wave.kinds.stored(places)[places, self.kind_of]  # in the request's extent of its kind
         self.slots = to_device(self.slot_of, device)
         self.weights_BGT = torch.empty(0)  #: attention weights of the new tokens by group
-        self.step_places: dict[int, StepPlaces] = {}  #: of the decode step of each mini-batch
+        self._step_places: dict[int, StepPlaces] = {}  #: of the decode step of each mini-batch
 
     # ---- hooks
 
     def begin_step(self, step: MiniBatchStep) -> None:
         if not step.prefill:
-            self.step_places[step.mini_batch] = self._look_up(step)
+            self._step_places[step.mini_batch] = self._look_up(step)
 
     def stages_rows(self, step: MiniBatchStep) -> bool:
         """After a prompt, ``rank`` stages the rows that stay."""
@@ -79,32 +79,33 @@ class HeavyHitters(SelectionHooks):
     # ---- for ``rank``
 
     def after_prompt(self, layer: int, step: MiniBatchStep, sums_BGP: torch.Tensor) -> torch.Tensor:
-        """Positions [B, G, K] of the tokens to keep, in ascending order; padding repeats the last one.
+        """Return positions [B, G, K] of the tokens to keep, in ascending order; padding repeats the last one.
 
-        ``sums_BGP``: what all tokens of the prompt together looked at each.
+        ``sums_BGP``: the attention that each token of the prompt got from all of them.
         """
         lengths = self._column(step.new_tokens)
         kept, recent = (
-            self._column(np.minimum(most[step.requests], step.new_tokens)) for most in (self.kept, self.recent)
+            self._column(np.minimum(counts[step.requests], step.new_tokens)) for counts in (self.kept, self.recent)
         )
         positions = torch.arange(sums_BGP.shape[-1], device=self.device)
         wanted = sums_BGP.masked_fill(positions >= lengths - recent, torch.inf)
         wanted = wanted.masked_fill(positions >= lengths, -torch.inf)
-        most = min(self.scores.shape[-1], sums_BGP.shape[-1])
-        order = wanted.topk(most, dim=-1).indices
-        order = order.masked_fill(torch.arange(most, device=self.device) >= kept, sums_BGP.shape[-1])
+        num_kept = min(self.scores.shape[-1], sums_BGP.shape[-1])
+        order = wanted.topk(num_kept, dim=-1).indices
+        order = order.masked_fill(torch.arange(num_kept, device=self.device) >= kept, sums_BGP.shape[-1])
         chosen = torch.minimum(order.sort(dim=-1).values, lengths - 1)
         requests = to_device(step.requests, self.device)
-        self.scores[layer, requests, :, :most] = sums_BGP.gather(-1, chosen)
-        self.born[layer, requests, :, :most] = chosen.int()
+        self.scores[layer, requests, :, :num_kept] = sums_BGP.gather(-1, chosen)
+        self.born[layer, requests, :, :num_kept] = chosen.int()
         return chosen
 
     def after_token(self, layer: int, step: MiniBatchStep, slot: int) -> None:
-        """Find ``places`` for the new tokens, in the extents of the kinds that the plan names; add up their attention.
+        """Add up the attention that every token got, and set ``places`` [B, G] for the new tokens, in the extents of
+        the kinds that the plan names.
 
         Columns of ``weights_BGT`` are the segments' tokens, one segment after the other, then the new token itself.
         """
-        at, weights_BGT = self.step_places[step.mini_batch], self.weights_BGT
+        at, weights_BGT = self._step_places[step.mini_batch], self.weights_BGT
         scores, born = self.scores[layer, at.requests], self.born[layer, at.requests]
         scores += weights_BGT[..., at.columns].masked_fill_(~at.held, 0.0)
         worst = scores.masked_fill(~(at.own_kind & (born <= at.old)), torch.inf).argmin(dim=-1)
@@ -131,18 +132,18 @@ class HeavyHitters(SelectionHooks):
         )
 
     def column_positions(self, layer: int, step: MiniBatchStep) -> torch.Tensor:
-        """[B, G, T]: the position of the token that each column of a decode step's attention buffer holds, before the
-        step's own place is found; -1 for padding."""
+        """Return the position of the token in each column of a decode step's attention buffer, [B, G, T], as it is
+        before ``after_token``; -1 for padding."""
         columns, held = self._columns(step)
         born = self.born[layer, to_device(step.requests, self.device)].long()
         positions = born.new_full((*born.shape[:2], step.attention_tokens), -1)
-        # Places that a request does not hold share a column with those that another does: they must not be written.
+        # A place that a request does not hold shares a column with one that another request holds: do not write it.
         positions.scatter_(-1, columns.where(held, positions.shape[-1] - 1).expand(born.shape), born)
         positions[..., -1] = self._column(step.context)[..., 0]
         return positions
 
     def _columns(self, step: MiniBatchStep) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where each place's token stands among the attention columns [K], and which requests hold it [B, 1, K]."""
+        """Return the attention column of each place's token [K], and which requests hold it [B, 1, K]."""
         start, starts, counts = 0, {}, {}
         for segment in step.segments:
             index = self.wave.kinds.kinds.index(segment.kind)
@@ -157,8 +158,8 @@ class HeavyHitters(SelectionHooks):
         """[B] -> [B, 1, 1] on the device."""
         return to_device(values, self.device)[:, None, None]
 
-    def prompt_places(self, step: MiniBatchStep, store) -> torch.Tensor:
-        """Which of its request's K places each row of a store of the prompt is for: [rows]."""
+    def prompt_places(self, step: MiniBatchStep, store: Store) -> torch.Tensor:
+        """Return for each row of a store of the prompt which of its request's K places it takes: [rows]."""
         first = self.wave.first_block[store.kind][step.requests][store.rows // step.width]
         slots = (store.blocks - first) * BLOCK_TOKENS + store.offsets
         kind = self.wave.kinds.kinds.index(store.kind)

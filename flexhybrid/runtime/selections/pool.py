@@ -1,11 +1,11 @@
 """A cache of limited size under a speculative selection (InfiniGen, Sec. 4.4): whose place a new token takes.
 
-When a request holds as many tokens as its pool has places, each key/value head gives one up: the oldest (fifo), the one
-that was fetched longest ago (lru), or the one that was fetched least (counter); among equals the oldest. A counter that
-is full halves all of its head's. To be new counts as being fetched: by lru just now, by counter once more than the
-token that made room. The paper does not say where a counter begins; from one, the newest tokens would be the next to go
-as soon as all others were fetched twice. Layers that look at every token count those as fetched that their attention
-would have chosen.
+When a request holds as many tokens as its pool has places, each key/value head drops one: the oldest (fifo), the one
+that was fetched longest ago (lru), or the one that was fetched least often (counter); among equals the oldest. A
+counter that is full halves all counters of its head. A new token counts as fetched: under lru just now, under counter
+once more than the token whose place it takes. The paper does not say where a counter begins; from one, the newest
+tokens would be dropped first as soon as all others were fetched twice. Layers that read every token count as fetched
+those that they would have chosen by the weights of their attention.
 
 Shapes: T places, B requests, G key/value heads; tables of a mini-batch in a layer are [T, B, G].
 """
@@ -19,21 +19,23 @@ COUNTER_FULL = 255
 
 
 class Uses:
-    """How often or how lately the tokens of every place were fetched, and their ages, in all layers.
+    """How often or how lately the token in every place was fetched, and its position, in all layers.
 
-    ``prompts`` and ``places``: of each mini-batch, the prompt tokens of its requests and the places they have. It
-    begins as a prefill leaves it: each of the newest tokens in the place that its position names, fetched once.
+    ``prompts`` and ``places`` give for each mini-batch the prompt tokens of its requests and the places they have. The
+    tables begin as a prefill leaves them: each of the newest tokens is in the place that its position names, fetched
+    once.
     """
 
     def __init__(
         self, victim: str, num_layers: int, prompts: list[np.ndarray], places: list[np.ndarray], groups: int, device
     ):
-        most = [int(one.max()) for one in places]
-        sizes = [tokens * len(one) for tokens, one in zip(most, places, strict=True)]
+        longest = [int(counts.max()) for counts in places]
+        sizes = [tokens * len(counts) for tokens, counts in zip(longest, places, strict=True)]
         self.lately = victim == "lru"
         self.table = torch.zeros(2, num_layers, sum(sizes), groups, dtype=torch.int32, device=device)
         self.sections = [
-            part.unflatten(2, (tokens, -1)) for part, tokens in zip(self.table.split(sizes, dim=2), most, strict=True)
+            rows.unflatten(2, (tokens, -1))
+            for rows, tokens in zip(self.table.split(sizes, dim=2), longest, strict=True)
         ]
         for section, lengths, kept in zip(self.sections, prompts, places, strict=True):
             place = np.arange(len(section[0, 0]))[:, None]
@@ -43,27 +45,27 @@ class Uses:
             section.copy_(torch.from_numpy(start)[:, None, :, :, None])
 
     def _of(self, layer: int, mini_batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(uses, positions) [T, B, G] of a layer's tokens."""
+        """Return (uses, positions) of a layer's tokens, [T, B, G] each."""
         uses, born = self.sections[mini_batch]
         return uses[layer], born[layer]
 
     def positions(self, layer: int, mini_batch: int) -> torch.Tensor:
-        """Of the tokens in every place: [T, B, G]."""
+        """Return the position of the token in every place: [T, B, G]."""
         return self._of(layer, mini_batch)[1]
 
     def put(self, layer: int, mini_batch: int, places, rows, heads, positions) -> None:
-        """New tokens: indices of places, requests and heads, and their positions, that broadcast with each other."""
+        """Enter new tokens. Indices of places, requests and heads, and the tokens' positions, broadcast together."""
         uses, born = self._of(layer, mini_batch)
         born[places, rows, heads] = positions
         uses[places, rows, heads] = positions if self.lately else uses[places, rows, heads] + 1
 
     def fetched(self, layer: int, mini_batch: int, rows_B, index_BGS, positions_B) -> None:
-        """Tokens that were just chosen: places [B, G, S], -1 for none, by requests at these positions."""
+        """Count tokens that were just chosen: places [B, G, S], -1 for none, by requests at these positions."""
         uses, _ = self._of(layer, mini_batch)
         now = uses[:, rows_B]
         chosen = torch.zeros(len(now) + 1, *now.shape[1:], dtype=torch.bool, device=now.device)
         place = index_BGS.long().permute(2, 0, 1)
-        chosen.scatter_(0, place.masked_fill(place < 0, len(now)), True)  # the last row is for those that are none
+        chosen.scatter_(0, place.masked_fill(place < 0, len(now)), True)  # the last row takes those of -1
         if self.lately:
             now = torch.where(chosen[:-1], positions_B[:, None].int(), now)
         else:
@@ -72,7 +74,7 @@ class Uses:
         uses[:, rows_B] = now
 
     def victims(self, layer: int, mini_batch: int, rows_B, held_B) -> torch.Tensor:
-        """Places [B, G] of the tokens to give up, among the first ``held_B`` of each request."""
+        """Return the places [B, G] of the tokens to drop, among the first ``held_B`` of each request."""
         uses, born = (table[:, rows_B].long() for table in self._of(layer, mini_batch))
-        there = torch.arange(len(uses), device=uses.device)[:, None] < held_B
-        return ((uses << 32) + born).masked_fill(~there[:, :, None], torch.iinfo(torch.int64).max).argmin(0)
+        held = torch.arange(len(uses), device=uses.device)[:, None] < held_B
+        return ((uses << 32) + born).masked_fill(~held[:, :, None], torch.iinfo(torch.int64).max).argmin(0)

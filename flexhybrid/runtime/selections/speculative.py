@@ -1,15 +1,12 @@
-"""InfiniGen's choice of tokens (Lee et al. 2024, Sec. 4.3): a layer's attention guessed one layer ahead.
+"""InfiniGen's choice of tokens (Lee et al. 2024, Sec. 4.3): a layer's attention scores guessed one layer ahead.
 
-After the prompt each layer that chooses (``core.selection.first_choosing`` and those behind it) picks, of every
-key/value head, the C columns in which its queries and keys are largest, over all requests of the mini-batch, and keeps
-those columns of the query weights and of the keys. In the decode the attention input of layer i - 1 times the partial
-query weights of layer i guesses the queries, and these times the partial keys the scores. Per head, scores above the
-largest one less alpha count; every head of a request then fetches as many tokens as its heads have on average, at most
-a share of the context, at least one.
+In the decode the attention input of layer i - 1 times the partial query weights of layer i guesses the queries, and
+these times the partial keys (``selections.partial``) the scores. For each head, tokens with scores above the largest
+one less alpha count; every head of a request then fetches as many tokens as its heads count on average: at most a share
+of the context, at least one. The first layers read every token (``core.selection.first_choosing``).
 
-Where we differ from the paper: requests are counted each by itself; the query heads of a group (GQA) share their key
-head's columns, and a token is as wanted as by the query head that wants it most. Models with rotary positions turn
-whole queries before they are skewed (``runtime.skew``), so their query weights are used as a whole.
+Differences from the paper: each request is counted by itself, and of the query heads of a group (GQA) the one with the
+highest score decides on a token.
 
 Shapes: B requests of a mini-batch, R rows, H query heads, G key/value heads, r = H/G, d head size, C columns, T cached
 tokens, S most tokens chosen, h hidden.
@@ -21,42 +18,23 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
-from flexhybrid.core.context.selection import (
-    first_choosing,
-    kept_tokens,
-    limits_cache,
-    most_selected,
-    num_choosing,
-    partial_columns,
-)
+from flexhybrid.core.context.selection import first_choosing, kept_tokens, limits_cache, most_selected
 from flexhybrid.core.memory import index_cells, index_rows
 from flexhybrid.core.schedule.steps import MiniBatchStep, Segment
 from flexhybrid.core.task import Task
 from flexhybrid.core.wave import Wave
 from flexhybrid.runtime.kernels.attention import split_heads
-from flexhybrid.runtime.kernels.rotary import rotate_
 from flexhybrid.runtime.selections.hooks import SelectionHooks
+from flexhybrid.runtime.selections.partial import PartialCopies
 from flexhybrid.runtime.selections.pool import Uses
 from flexhybrid.runtime.step_tensors import Rotation, position_tables, to_device
-from flexhybrid.runtime.storage.weights import Parts, Weights, linear
-
-
-def choose_columns(q_RHd: torch.Tensor, k_RGd: torch.Tensor, real_R: torch.Tensor, count: int) -> torch.Tensor:
-    """The ``count`` columns of each key/value head with the largest sums of |Q| + |K|: [G, C], ascending.
-
-    Of the query heads of a group it is the mean that counts beside their keys. Rows that are not ``real`` are padding.
-    """
-    rows, groups, d = k_RGd.shape
-    sums = q_RHd.float().abs().view(rows, groups, -1, d).mean(2) + k_RGd.float().abs()
-    return (sums * real_R[:, None, None]).sum(0).topk(count, dim=-1).indices.sort(dim=-1).values
+from flexhybrid.runtime.storage.weights import Parts, Weights
 
 
 def relative_scores(q_BGrC: torch.Tensor, keys_TBGC: torch.Tensor, scale: float, held_BT: torch.Tensor) -> torch.Tensor:
-    """How far each token's guessed score is below its query head's largest, of r heads the least: float32 [B, G, T].
-
-    Tokens that a request does not hold are at minus infinity.
+    """Return guessed scores relative to the largest of their query head, and of these the largest of the r heads of a
+    group: float32 [B, G, T], at most 0; minus infinity for tokens that a request does not hold.
     """
     scores = torch.matmul(q_BGrC * scale, keys_TBGC.permute(1, 2, 3, 0)).float()
     scores = scores.masked_fill(~held_BT[:, None, None], -torch.inf)
@@ -66,12 +44,12 @@ def relative_scores(q_BGrC: torch.Tensor, keys_TBGC: torch.Tensor, scale: float,
 def choose_tokens(
     relative_BGT: torch.Tensor, alpha: float, most_B: torch.Tensor, width: int, each_head: bool
 ) -> torch.Tensor:
-    """Tokens to fetch: int32 [B, G, width] for ``each_head`` by itself, else [B, 1, width] for all heads together;
-    ascending, -1 behind the last one.
+    """Return the tokens to fetch, ascending, -1 behind the last: int32 [B, G, width] where each head chooses for
+    itself, else [B, 1, width].
 
-    As many of a request as its heads have within ``alpha`` of the largest on average, rounded up, at least one and at
-    most ``most_B``. For all heads together those with the largest sums of exp(score - the head's largest) are the best:
-    what they would weigh in attention.
+    A request gets as many as its heads have within ``alpha`` of the largest on average, rounded up, at least one and at
+    most ``most_B``. For all heads together the best tokens are those with the largest sums of exp(relative score),
+    which is proportional to their attention weight.
     """
     groups, tokens = relative_BGT.shape[1:]
     within = (relative_BGT > -alpha).sum((1, 2))
@@ -84,13 +62,13 @@ def choose_tokens(
 
 
 class Fetched(NamedTuple):
-    """Chosen tokens of a mini-batch, of one representation, whose rows lie side by side: by request, and head by head
-    where each has chosen for itself."""
+    """Chosen tokens of a mini-batch and one representation. Their rows lie side by side, request by request, and within
+    a request head by head where each has chosen for itself."""
 
     representation: str
-    heads: int  #: G where each key/value head has chosen for itself; 1: all heads together
+    heads: int  #: G where each key/value head has chosen for itself; 1 where all have chosen together
     counts_B: np.ndarray  #: tokens of each request
-    positions: np.ndarray | None  #: of all rows, where the model has rotary positions
+    positions: np.ndarray | None  #: of all rows, where keys are recomputed and rotated
 
     @property
     def tokens(self) -> int:
@@ -101,7 +79,7 @@ class Fetched(NamedTuple):
         return int(self.counts_B.max())
 
     def padded_rows(self) -> np.ndarray:
-        """[B, heads, most]: the row of each token of each head. Padding repeats the last, or is any row."""
+        """Return the row of each token of each head: [B, heads, most]. Padding repeats the last, or is any row."""
         counts, heads = self.counts_B[:, None, None], self.heads
         starts = heads * (np.cumsum(self.counts_B) - self.counts_B)[:, None, None]
         within = np.minimum(np.arange(self.most), np.maximum(counts - 1, 0))
@@ -109,87 +87,68 @@ class Fetched(NamedTuple):
         return np.minimum(rows, heads * self.tokens - 1)
 
 
+class Among(NamedTuple):
+    """The cached tokens of one representation, among all cached tokens. Tensors are on the device."""
+
+    positions: torch.Tensor  #: [T] in their requests
+    held_BT: torch.Tensor  #: which of them each request holds
+
+
 class Choice(NamedTuple):
-    """Which tokens of a representation a decode step may choose from, and where the choice is written down."""
+    """Which tokens of a representation a decode step may choose, and which cells of the index take the chosen ones."""
 
     segment: Segment
-    each_head: bool  #: each key/value head chooses for itself
+    each_head: bool  #: whether each key/value head chooses for itself
     cells: slice  #: of the index
     size: tuple[int, int, int]  #: of those cells: [B, heads, S]
-    most_B: torch.Tensor  #: tokens that each may fetch; this and what follows on the device
-    positions: torch.Tensor | None  #: in their requests; None: all there are
-    held_BT: torch.Tensor | None  #: whom each request holds of them; None: as the guess says
+    most_B: torch.Tensor  #: tokens that each request may fetch, on the device
+    among: Among | None  #: None where all cached tokens have this representation
 
     def of(self, index: torch.Tensor) -> torch.Tensor:
-        """Its part of an index, on the device or the host."""
+        """Return its cells of an index, on the device or the host: [B, heads, S]."""
         return index[self.cells].view(self.size)
 
 
 class Guess(NamedTuple):
-    """What a decode step's guesses need: made once an iteration, used by every layer. Tensors are on the device."""
+    """What the guesses of a decode step need: made once a step, used by every layer. Tensors are on the device."""
 
-    rows_B: torch.Tensor  #: which requests of the mini-batch
-    positions_B: torch.Tensor  #: of their new tokens
+    rows_B: torch.Tensor  #: rows of the requests in their mini-batch
+    positions_B: torch.Tensor  #: of the new tokens
     held_B: torch.Tensor  #: tokens that each request holds
-    held_BT: torch.Tensor  #: the same as a mask of places
-    places_B: torch.Tensor  #: of their new tokens, where the oldest make room
-    full_B: torch.Tensor | None  #: who has no place left; None: nobody
+    held_BT: torch.Tensor  #: bool: the places that hold a token
+    places_B: torch.Tensor  #: of the new tokens, where the oldest token makes room
+    full_B: torch.Tensor | None  #: bool: requests without an empty place; None where there are none
     choices: dict[str, Choice]  #: by representation
 
 
 class Speculation(SelectionHooks):
-    """Partial query weights and partial keys of a wave, in all layers that choose, and the tokens chosen last.
-
-    Partial keys of a mini-batch are [T, B, G, C]: what it holds so far is one run of memory.
-    """
+    """The tokens that every layer of a wave chooses, and whose places new tokens take."""
 
     def __init__(self, wave: Wave, weights: Weights):
         super().__init__()
-        shape, selection, cached = wave.shape, wave.policy.selection, wave.workload.cached_tokens
-        self.wave, self.shape, self.device, self.alpha = wave, shape, weights.device, selection.alpha
-        self.count = partial_columns(shape, selection)
-        self.first, self.groups = int(first_choosing(selection)), shape.num_kv_heads
-        self.layers = num_choosing(selection, shape.num_layers)
-        self.scale = shape.head_dim**-0.5
-        number = len(wave.mini_batches)
-        #: all of W_Q lies on the device already
-        self.resident = shape.rotary and weights.bits == "native" and weights.streamed_from >= weights.layout.qkv_end
-
-        def zeros(*size: int, of: torch.dtype = weights.dtype) -> torch.Tensor:
-            return torch.zeros(self.layers, *size, dtype=of, device=self.device)
-
-        self.columns = zeros(number, self.groups, self.count, of=torch.int64)
-        rows = shape.query_width if shape.rotary else shape.num_heads * self.count
-        copies = 1 if shape.rotary else number
-        self.query_weights = zeros(0 if self.resident else copies, rows, shape.hidden)
-        self.query_bias = zeros(0 if self.resident else copies, rows)
-        self.skew: torch.Tensor | None = None
-        if shape.rotary:
-            self.skew = zeros(self.groups, shape.head_dim, shape.head_dim)
-            for layer, matrices in enumerate(weights.skewing[self.first :]):
-                self.skew[layer] = torch.eye(shape.head_dim) if matrices is None else matrices
-        self.kept = kept_tokens(selection, wave.workload.prompt_tokens, cached, cached)
-        tokens = [int(self.kept[group].max()) for group in wave.mini_batches]
-        sizes = [most * len(group) for most, group in zip(tokens, wave.mini_batches, strict=True)]
-        self.keys = zeros(sum(sizes), self.groups, self.count)
-        self.sections = [
-            part.unflatten(1, (most, -1)) for part, most in zip(self.keys.split(sizes, dim=1), tokens, strict=True)
-        ]
-        self.uses: Uses | None = None
-        if limits_cache(selection) and selection.victim != "fifo":
-            prompts, places = (
-                [of_all[group] for group in wave.mini_batches] for of_all in (wave.workload.prompt_tokens, self.kept)
-            )
-            self.uses = Uses(selection.victim, shape.num_layers, prompts, places, self.groups, self.device)
-        cells = [index_cells(shape, wave.policy, rows) for rows in index_rows(wave)]
-        self.index_start = np.cumsum([0, *cells]).astype(np.int64)
-        self.index = torch.zeros(int(self.index_start[-1]) * (self.layers > 0), dtype=torch.int32, device=self.device)
-        self.positions = position_tables(wave.kinds, int(cached.max()) + 1)
-        self.each_head = {"kv": wave.policy.bits.kv == "native", "act": False}
+        selection, workload = wave.policy.selection, wave.workload
+        self.wave, self.shape, self.device = wave, wave.shape, weights.device
+        self.groups, self.scale = wave.shape.num_kv_heads, wave.shape.head_dim**-0.5
+        self.alpha = 0.0 if selection.alpha is None else selection.alpha  # ``Selection.check`` demands it
+        self.first_layer = int(first_choosing(selection))
+        self.kept = kept_tokens(selection, workload.prompt_tokens, workload.cached_tokens, workload.cached_tokens)
+        self.partial = PartialCopies(wave, weights, self.kept)
         self.limits_cache = limits_cache(selection)
+        self.uses: Uses | None = None
+        if self.limits_cache and selection.victim in ("lru", "counter"):
+            prompts, places = (
+                [counts[group] for group in wave.mini_batches] for counts in (workload.prompt_tokens, self.kept)
+            )
+            self.uses = Uses(selection.victim, wave.shape.num_layers, prompts, places, self.groups, self.device)
+        cells = [index_cells(wave.shape, wave.policy, rows) for rows in index_rows(wave)]
+        self.index_start = np.cumsum([0, *cells]).astype(np.int64)
+        num_cells = int(self.index_start[-1]) if self.first_layer < wave.shape.num_layers else 0
+        self.index = torch.zeros(num_cells, dtype=torch.int32, device=self.device)
+        self.positions = position_tables(wave.kinds, int(workload.cached_tokens.max()) + 1)
+        self.each_head = {"kv": wave.policy.bits.kv == "native", "act": False}
         self._guesses: dict[int, Guess] = {}  # of the decode step of each mini-batch
-        # The tokens that were fetched, by representation and slot: gathered on the host, then on the device; and by
-        # representation those that the compute lane took from there: a slot is free before attention is over.
+        # Tokens by representation and slot, first where they are gathered on the host, then where the device has them;
+        # and by representation those that the compute lane has taken from there: a slot is free before attention ends.
         self.gathered: dict[tuple[str, int], Fetched] = {}
         self.fetched: dict[tuple[str, int], Fetched] = {}
         self.taken: dict[str, Fetched] = {}
@@ -201,97 +160,146 @@ class Speculation(SelectionHooks):
             self._guesses[step.mini_batch] = self._make_guess(step)
 
     def chooses(self, task: Task) -> bool:
-        return task.layer >= self.first
+        return task.layer >= self.first_layer
 
     def after_project(self, task: Task, kvq: torch.Tensor) -> None:
-        if not task.payload.step.prefill:
+        """Give the new tokens of a decode step places; in layers that choose, their partial keys go there."""
+        layer, step = task.layer, task.payload.step
+        if step.prefill:
+            return
+        guess, heads = self.guess(step), torch.arange(self.groups, device=self.device)
+        rows, places = guess.rows_B[:, None], guess.places_B[:, None].repeat(1, self.groups)
+        if self.uses and guess.full_B is not None:
+            victims = self.uses.victims(layer, step.mini_batch, guess.rows_B, guess.held_B)
+            places = torch.where(guess.full_B[:, None], victims, places)
+        if self.uses:
+            positions = guess.positions_B[:, None].int().expand_as(places)
+            self.uses.put(layer, step.mini_batch, places, rows, heads, positions)
+        if self.chooses(task):
             keys, _, _ = split_heads(self.shape, kvq)
-            self.places[task.payload.slot] = self.take_places(task.layer, task.payload.step, keys)
+            partial = self.partial.of_keys(layer, step.mini_batch, keys)
+            self.partial.section(layer, step.mini_batch)[places, rows, heads] = partial
+        self.places[task.payload.slot] = places
 
     def weighs(self, task: Task) -> bool:
-        """In layers that look at every token, the victims of ``Uses`` depend on how much attention each one gets."""
+        """In layers that read every token, the victims of ``Uses`` depend on the attention that each token gets."""
         return self.uses is not None and not self.chooses(task) and not task.payload.step.prefill
 
     def after_attend(self, task: Task, weights_BGrT: torch.Tensor) -> None:
-        self.looked_at(task.layer, task.payload.step, weights_BGrT, self.places[task.payload.slot])
+        """Count those tokens as fetched that the layer would have chosen by these weights, without the one whose place
+        the new token has taken."""
+        guess = self.guess(task.payload.step)
+        choice = guess.choices["kv"]  # a limited pool holds nothing else
+        weights = weights_BGrT[..., : guess.held_BT.shape[1]].float()
+        relative = (weights / weights.amax(-1, keepdim=True)).log_().amax(2)
+        index = choose_tokens(relative, self.alpha, choice.most_B, choice.size[-1], True)
+        index.masked_fill_(index == self.places[task.payload.slot][..., None], -1)
+        self._count_uses(task.layer, task.payload.step, index)
 
     def chooses_places(self, step: MiniBatchStep) -> bool:
         return self.limits_cache and not step.prefill
 
     # ---- for its verbs
 
+    def after_prompt(
+        self, layer: int, step: MiniBatchStep, w: dict[str, Parts], queries_RHd: torch.Tensor, keys_RGd: torch.Tensor
+    ) -> None:
+        """Choose a layer's columns, and keep them of its keys and query weights. ``w``: the layer's weights."""
+        mini_batch = step.mini_batch
+        real = to_device((np.arange(step.width) < step.new_tokens[:, None]).reshape(-1), self.device)
+        self.partial.keep_columns(layer, mini_batch, queries_RHd, keys_RGd, real)
+        keys = self.partial.of_keys(layer, mini_batch, keys_RGd).unflatten(0, (-1, step.width))
+        section = self.partial.section(layer, mini_batch)
+        if (step.new_tokens <= self.kept[step.requests]).all():
+            section[: step.width].copy_(keys.transpose(0, 1))
+        else:  # the newest, each in the place that its position names
+            requests, tokens = self._newest(step)
+            section[tokens % self._kept_of(step)[requests], requests] = keys[requests, tokens]
+        self.partial.keep_query_weights(layer, mini_batch, w)
+
     def guess(self, step: MiniBatchStep) -> Guess:
-        """What the guesses of a decode step need."""
+        """Return what the guesses of a decode step need."""
         return self._guesses[step.mini_batch]
+
+    def choose(
+        self, layer: int, step: MiniBatchStep, act_Bh: torch.Tensor, rotation: Rotation | None, w: dict[str, Parts]
+    ) -> None:
+        """Guess a layer's scores from the attention input of the layer before; write the chosen tokens to ``index``.
+
+        ``w``: the layer's weights, as far as they are resident.
+        """
+        guess, section = self.guess(step), self.partial.section(layer, step.mini_batch)
+        query = self.partial.guess_queries(layer, step.mini_batch, act_Bh, rotation, w)
+        keys = section[: guess.held_BT.shape[1]]
+        if len(step.requests) < section.shape[1]:
+            keys = keys[:, guess.rows_B]
+        relative = relative_scores(query, keys, self.scale, guess.held_BT)
+        for choice in guess.choices.values():
+            scores, index = relative, choice.of(self.index)
+            if choice.among is not None:
+                scores = relative[..., choice.among.positions].masked_fill(~choice.among.held_BT[:, None], -torch.inf)
+            index.copy_(choose_tokens(scores, self.alpha, choice.most_B, choice.size[-1], choice.each_head))
+            self._count_uses(layer, step, index)
 
     def take(self, representation: str, slot: int) -> Fetched:
         """Return the tokens that were fetched to a slot; from now on they are ``taken``."""
         fetched = self.taken[representation] = self.fetched[representation, slot]
         return fetched
 
-    # ---- the prompt
+    # ---- for a watcher of attention
 
-    def after_prompt(
-        self, layer: int, step: MiniBatchStep, w: dict[str, Parts], q_RHd: torch.Tensor, k_RGd: torch.Tensor
-    ) -> None:
-        """Choose a layer's columns; keep them of its keys and query weights. ``w``: the layer's weights."""
-        real = to_device((np.arange(step.width) < step.new_tokens[:, None]).reshape(-1), self.device)
-        columns = choose_columns(self._skewed_queries(layer, q_RHd), self._skewed(layer, k_RGd), real, self.count)
-        self.columns[layer - self.first, step.mini_batch] = columns
-        keys = self.partial_keys(layer, step.mini_batch, k_RGd)
-        section, keys = self.sections[step.mini_batch][layer - self.first], keys.view(-1, step.width, *keys.shape[1:])
-        if (step.new_tokens <= self.kept[step.requests]).all():
-            section[: step.width].copy_(keys.transpose(0, 1))
-        else:  # the newest, each in the place that its position names
-            requests, tokens = self._newest(step)
-            section[tokens % self._kept_of(step)[requests], requests] = keys[requests, tokens]
-        if not self.resident:
-            self._keep_query_weights(layer, step.mini_batch, columns, w)
+    def positions_of(self, layer: int, step: MiniBatchStep, places: torch.Tensor) -> torch.Tensor:
+        """Return the positions of the tokens in these places [B, ·, ·] of a layer; [B, G, ·] where each head drops
+        tokens of its own; -1 stays -1."""
+        if self.uses:
+            born = self.uses.positions(layer, step.mini_batch)[:, self.guess(step).rows_B].permute(1, 2, 0).long()
+            index = places.clamp(min=0).expand(len(born), self.groups, -1)
+            return torch.where(places < 0, places, born.gather(-1, index))
+        context, kept = to_device(step.context, self.device)[:, None, None], self._kept_of(step)[:, None, None]
+        return torch.where(places < 0, places, places + kept * ((context - 1 - places) // kept))
+
+    def chosen_positions(self, layer: int, step: MiniBatchStep) -> dict[str, torch.Tensor]:
+        """Return {representation: positions [B, heads, S] of the tokens that ``choose`` has just chosen for a layer};
+        -1 behind the last."""
+        positions = {}
+        for representation, choice in self.guess(step).choices.items():
+            places = choice.of(self.index).long()
+            if choice.among is not None:
+                places = torch.where(places < 0, places, choice.among.positions[places])
+            positions[representation] = self.positions_of(layer, step, places)
+        return positions
+
+    # ----
+
+    def _count_uses(self, layer: int, step: MiniBatchStep, index: torch.Tensor) -> None:
+        """Note that a layer has fetched these tokens, where victims are chosen by use."""
+        if self.uses:
+            guess = self.guess(step)
+            self.uses.fetched(layer, step.mini_batch, guess.rows_B, index, guess.positions_B)
 
     def _kept_of(self, step: MiniBatchStep) -> torch.Tensor:
         return to_device(self.kept[step.requests], self.device)
 
     def _newest(self, step: MiniBatchStep) -> tuple[torch.Tensor, torch.Tensor]:
-        """(request, token) of those tokens of the prompts that there are places for."""
+        """Return (request, token) of the prompts' newest tokens, as many as there are places."""
         tokens, lengths = np.arange(step.width), step.new_tokens[:, None]
         newest = (tokens < lengths) & (tokens >= lengths - self.kept[step.requests][:, None])
         requests, tokens = np.nonzero(newest)
         return to_device(requests, self.device), to_device(tokens, self.device)
 
-    def _skewed(self, layer: int, heads_RGd: torch.Tensor) -> torch.Tensor:
-        """Rows of each key/value head times its skewing matrix; where that is folded into the weights, as they are."""
-        if self.skew is None:
-            return heads_RGd
-        return torch.einsum("rgd,gde->rge", heads_RGd, self.skew[layer - self.first])
-
-    def _skewed_queries(self, layer: int, q_RHd: torch.Tensor) -> torch.Tensor:
-        if self.skew is None:
-            return q_RHd
-        grouped = q_RHd.unflatten(1, (self.groups, -1))
-        return torch.einsum("rgmd,gde->rgme", grouped, self.skew[layer - self.first]).flatten(1, 2)
-
-    def _keep_query_weights(self, layer: int, mini_batch: int, columns_GC: torch.Tensor, w: dict[str, Parts]) -> None:
-        shape, first = self.shape, self.shape.kv_width
-        rows = torch.arange(shape.query_width, device=self.device)
-        if not shape.rotary:
-            heads = rows.view(self.groups, -1, shape.head_dim)  # [G, r, d]
-            index = columns_GC[:, None].expand(-1, heads.shape[1], -1)
-            rows = heads.gather(2, index).reshape(-1)
-        copy = 0 if shape.rotary else mini_batch
-        take_rows(w["kvq.weight"], first + rows, self.query_weights[layer - self.first, copy])
-        if "kvq.bias" in w:
-            self.query_bias[layer - self.first, copy] = w["kvq.bias"][0][first + rows]
-
-    # ---- the decode
-
     def _make_guess(self, step: MiniBatchStep) -> Guess:
         rows = np.flatnonzero(np.isin(self.wave.mini_batches[step.mini_batch], step.requests))
         kept = self.kept[step.requests]
-        held = np.minimum(step.context, kept)
-        held_BT, full = np.arange(held.max()) < held[:, None], step.context >= kept
-        arrays = (rows, step.context, held, held_BT, step.context % kept, full if full.any() else None)
-        on_device = (None if array is None else to_device(array, self.device) for array in arrays)
-        return Guess(*on_device, self._choices(step))
+        held, full = np.minimum(step.context, kept), step.context >= kept
+        return Guess(
+            rows_B=to_device(rows, self.device),
+            positions_B=to_device(step.context, self.device),
+            held_B=to_device(held, self.device),
+            held_BT=to_device(np.arange(held.max()) < held[:, None], self.device),
+            places_B=to_device(step.context % kept, self.device),
+            full_B=to_device(full, self.device) if full.any() else None,
+            choices=self._choices(step),
+        )
 
     def _choices(self, step: MiniBatchStep) -> dict[str, Choice]:
         choices, start, batch = {}, int(self.index_start[step.mini_batch]), len(step.requests)
@@ -302,118 +310,13 @@ class Speculation(SelectionHooks):
             most = np.where(segment.num_tokens > 0, most, 0).astype(np.int64)
             each_head = self.each_head[segment.representation]
             size = batch, self.groups if each_head else 1, int(most.max())
-            end = start + batch * size[1] * size[2]
-            positions = held = None
+            cells = slice(start, start + batch * size[1] * size[2])
+            among = None
             if len(self.wave.kinds.kinds) > 1:
-                positions = to_device(self.positions[segment.kind][: segment.max_tokens], self.device)
-                held = to_device(np.arange(segment.max_tokens) < segment.num_tokens[:, None], self.device)
-            choices[segment.representation] = Choice(
-                segment, each_head, slice(start, end), size, to_device(most, self.device), positions, held
-            )
-            start = end
+                held = np.arange(segment.max_tokens) < segment.num_tokens[:, None]
+                positions = self.positions[segment.kind][: segment.max_tokens]
+                among = Among(to_device(positions, self.device), to_device(held, self.device))
+            most_B = to_device(most, self.device)
+            choices[segment.representation] = Choice(segment, each_head, cells, size, most_B, among)
+            start = cells.stop
         return choices
-
-    def partial_keys(self, layer: int, mini_batch: int, k_RGd: torch.Tensor) -> torch.Tensor:
-        """The chosen columns of keys: [R, G, C]."""
-        columns = self.columns[layer - self.first, mini_batch]
-        if self.skew is not None:
-            return torch.einsum("rgd,gdc->rgc", k_RGd, self._skew_columns(layer, mini_batch))
-        return k_RGd.gather(2, columns.expand(len(k_RGd), -1, -1))
-
-    def _skew_columns(self, layer: int, mini_batch: int) -> torch.Tensor:
-        index = self.columns[layer - self.first, mini_batch][:, None].expand(-1, self.shape.head_dim, -1)
-        return self.skew[layer - self.first].gather(2, index)  # [G, d, C]
-
-    def take_places(self, layer: int, step: MiniBatchStep, k_BGd: torch.Tensor) -> torch.Tensor:
-        """Places [B, G] of the new tokens; in layers that choose their partial keys go there."""
-        guess = self.guess(step)
-        mini_batch, rows, heads = step.mini_batch, guess.rows_B[:, None], torch.arange(self.groups, device=self.device)
-        places = guess.places_B[:, None].repeat(1, self.groups)
-        if self.uses and guess.full_B is not None:
-            victims = self.uses.victims(layer, mini_batch, guess.rows_B, guess.held_B)
-            places = torch.where(guess.full_B[:, None], victims, places)
-        if self.uses:
-            self.uses.put(layer, mini_batch, places, rows, heads, guess.positions_B[:, None].int().expand_as(places))
-        if layer >= self.first:
-            partial = self.partial_keys(layer, mini_batch, k_BGd)
-            self.sections[mini_batch][layer - self.first][places, rows, heads] = partial
-        return places
-
-    def looked_at(self, layer: int, step: MiniBatchStep, weights_BGrT: torch.Tensor, places_BG: torch.Tensor) -> None:
-        """In a layer that looks at every token: count those as fetched that it would have chosen by these weights of
-        its attention, but for the one whose place the new token has taken."""
-        guess = self.guess(step)
-        choice = guess.choices["kv"]  # a limited pool holds nothing else
-        weights = weights_BGrT[..., : guess.held_BT.shape[1]].float()
-        relative = (weights / weights.amax(-1, keepdim=True)).log_().amax(2)
-        index = choose_tokens(relative, self.alpha, choice.most_B, choice.size[-1], True)
-        index.masked_fill_(index == places_BG[..., None], -1)
-        self.uses.fetched(layer, step.mini_batch, guess.rows_B, index, guess.positions_B)
-
-    def choose(self, layer: int, step: MiniBatchStep, act_Bh: torch.Tensor, rotation: Rotation | None, w) -> None:
-        """Guess a layer's scores from the attention input of the layer before, and write down whom to fetch.
-
-        ``w``: the layer's weights, as far as they are resident.
-        """
-        guess, query = self.guess(step), self._guessed_queries(layer, step.mini_batch, act_Bh, rotation, w)
-        section = self.sections[step.mini_batch][layer - self.first]
-        keys = section[: guess.held_BT.shape[1]]
-        if len(step.requests) < section.shape[1]:
-            keys = keys[:, guess.rows_B]
-        relative = relative_scores(query, keys, self.scale, guess.held_BT)
-        for choice in guess.choices.values():
-            scores, index = relative, choice.of(self.index)
-            if choice.positions is not None:
-                scores = relative[..., choice.positions].masked_fill(~choice.held_BT[:, None], -torch.inf)
-            index.copy_(choose_tokens(scores, self.alpha, choice.most_B, choice.size[-1], choice.each_head))
-            if self.uses:
-                self.uses.fetched(layer, step.mini_batch, guess.rows_B, index, guess.positions_B)
-
-    def _guessed_queries(self, layer: int, mini_batch: int, act_Bh: torch.Tensor, rotation, w) -> torch.Tensor:
-        """[B, G, r, C]."""
-        if not self.shape.rotary:
-            which = layer - self.first, mini_batch
-            query = F.linear(act_Bh, self.query_weights[which], self.query_bias[which])
-            return query.view(len(act_Bh), self.groups, -1, self.count)
-        if self.resident:
-            (rows,), first = w["kvq.weight"], self.shape.kv_width
-            bias = w["kvq.bias"][0][first:] if "kvq.bias" in w else None
-            query = linear(act_Bh, (rows[first:],), bias)
-        else:
-            query = F.linear(act_Bh, self.query_weights[layer - self.first, 0], self.query_bias[layer - self.first, 0])
-        query = rotate_(query.view(len(act_Bh), self.shape.num_heads, -1), *rotation)
-        return torch.matmul(query.unflatten(1, (self.groups, -1)), self._skew_columns(layer, mini_batch))
-
-    def positions_of(self, layer: int, step: MiniBatchStep, places: torch.Tensor) -> torch.Tensor:
-        """Positions of the tokens in these places [B, ., .] of a layer, [B, G, .] where heads give up others each; -1
-        stays -1."""
-        if self.uses:
-            born = self.uses.positions(layer, step.mini_batch)[:, self.guess(step).rows_B].permute(1, 2, 0).long()
-            index = places.clamp(min=0).expand(len(born), self.groups, -1)
-            return torch.where(places < 0, places, born.gather(-1, index))
-        context, kept = to_device(step.context, self.device)[:, None, None], self._kept_of(step)[:, None, None]
-        return torch.where(places < 0, places, places + kept * ((context - 1 - places) // kept))
-
-    def chosen_positions(self, layer: int, step: MiniBatchStep) -> dict[str, torch.Tensor]:
-        """Representation -> positions [B, heads, S] of the tokens that ``choose`` has just chosen for a layer; behind
-        the last one -1."""
-        positions = {}
-        for representation, choice in self.guess(step).choices.items():
-            places = choice.of(self.index).long()
-            if choice.positions is not None:
-                places = torch.where(places < 0, places, choice.positions[places])
-            positions[representation] = self.positions_of(layer, step, places)
-        return positions
-
-
-def take_rows(parts: Parts, rows: torch.Tensor, out: torch.Tensor) -> None:
-    """out[i] = the ``rows[i]``-th row of a matrix given in row parts; nobody waits for the device."""
-    if len(parts) == 1:
-        torch.index_select(parts[0], 0, rows, out=out)
-        return
-    first = 0
-    for part in parts:
-        inside = (rows >= first) & (rows < first + len(part))
-        found = part[(rows - first).clamp(0, len(part) - 1)]
-        torch.where(inside[:, None], found, out, out=out)
-        first += len(part)

@@ -1,4 +1,4 @@
-"""Verbs that bring a context together and attend to it, on the device or on the host."""
+"""Verbs that lay the context of a layer side by side and attend to it, on the device or on the host."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, ceil_blocks
+from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.schedule.steps import block_runs
 from flexhybrid.core.task import Task
 from flexhybrid.runtime.buffers import Context
@@ -14,7 +15,7 @@ from flexhybrid.runtime.kernels.attention import split_heads
 from flexhybrid.runtime.verbs.moving import put_rows
 from flexhybrid.runtime.wave_state import State
 
-#: tensor, [index], out: ``tensor[index]``, written where ``out`` lies, whatever its strides
+#: gather(tensor, [index], out=out) writes ``tensor[index]`` to ``out``, whatever its strides.
 gather = torch.ops.aten.index.Tensor_out
 Targets = tuple[torch.Tensor, torch.Tensor]  #: keys and values [B, G, T, d] of the attention buffer
 WIDE = (torch.complex128, torch.int64, torch.int32, torch.int16)  #: of 16, 8, 4 and 2 bytes
@@ -22,7 +23,7 @@ WIDE = (torch.complex128, torch.int64, torch.int32, torch.int16)  #: of 16, 8, 4
 
 @torch.inference_mode()
 def assemble(state: State, task: Task) -> None:
-    """Lay keys and values of all segments side by side, head-major; then the recomputed prefix; then the new tokens."""
+    """Lay keys and values side by side, head-major: all segments, the recomputed prefix, the new tokens."""
     step, shape, slot = task.payload.step, state.shape, task.payload.slot
     groups, d, batch = shape.num_kv_heads, shape.head_dim, len(step.requests)
     targets = state.buffers.attention_views(batch, step.attention_tokens)
@@ -52,61 +53,63 @@ def assemble(state: State, task: Task) -> None:
 
 
 def lay_own(state: State, task: Task, targets: Targets, column: int) -> None:
-    """The computed tokens' own keys and values -> the columns from ``column`` on."""
+    """Lay the computed tokens' own keys and values into the columns from ``column`` on."""
     for own, target in zip(split_heads(state.shape, state.kvq[task.payload.slot]), targets, strict=False):
         target[:, :, column:].copy_(own.view(len(target), -1, *own.shape[1:]).transpose(1, 2))
 
 
-def lay_rows(rows: torch.Tensor, targets: Targets, column: int, width: int, shape) -> None:
-    """Rows [B · columns, 2·G·d], token by token -> columns [column, column + width) of keys and values."""
+def lay_rows(rows: torch.Tensor, targets: Targets, column: int, width: int, shape: ModelShape) -> None:
+    """Lay rows [B · columns, 2·G·d], token by token, into the columns [column, column + width) of keys and values."""
     grid = _widened(rows.view(len(targets[0]), -1, 2, shape.num_kv_heads, shape.head_dim))[:, :width]
-    for part, target in enumerate(targets):
-        _widened(target)[:, :, column : column + width].copy_(grid[:, :, part].transpose(1, 2))
+    for half, target in enumerate(targets):
+        _widened(target)[:, :, column : column + width].copy_(grid[:, :, half].transpose(1, 2))
 
 
 def _lay_blocks(blocks: torch.Tensor, targets: Targets, column: int, width: int) -> None:
-    """blocks [B, n, 2, G, 16, d] -> columns [column, column + width) of keys and values."""
-    full, rest = divmod(width, BLOCK_TOKENS)
+    """Lay blocks [B, n, 2, G, 16, d] into the columns [column, column + width) of keys and values."""
+    full, tail = divmod(width, BLOCK_TOKENS)
     blocks = _widened(blocks)
-    for part, target in enumerate(targets):
-        whole, partial = _windows(_widened(target), column, full, rest)
+    for half, target in enumerate(targets):
+        full_columns, tail_columns = _windows(_widened(target), column, full, tail)
         if full:
-            whole.copy_(blocks[:, :full, part])
-        if rest:
-            partial.copy_(blocks[:, full, part, :, :rest])
+            full_columns.copy_(blocks[:, :full, half])
+        if tail:
+            tail_columns.copy_(blocks[:, full, half, :, :tail])
 
 
 def gather_blocks(pool: torch.Tensor, table: torch.Tensor, targets: Targets, column: int, width: int) -> None:
-    """Blocks of a pool [·, 2, G, 16, d], as a table [B, n] names them -> columns [column, column + width) of keys and
-    values. One operation for all requests, however their blocks lie: a call a request took five times as long."""
-    full, rest = divmod(width, BLOCK_TOKENS)
+    """Lay the blocks of a pool [·, 2, G, 16, d] that a table [B, n] names into the columns [column, column + width).
+
+    One operation for all requests, however their blocks lie: a call a request took five times as long.
+    """
+    full, tail = divmod(width, BLOCK_TOKENS)
     pool = _widened(pool)
-    for part, target in enumerate(targets):
-        whole, partial = _windows(_widened(target), column, full, rest)
+    for half, target in enumerate(targets):
+        full_columns, tail_columns = _windows(_widened(target), column, full, tail)
         if full:
-            gather(pool[:, part], [table[:, :full]], out=whole)
-        if rest:
-            gather(pool[:, part, :, :rest], [table[:, full]], out=partial)
+            gather(pool[:, half], [table[:, :full]], out=full_columns)
+        if tail:
+            gather(pool[:, half, :, :tail], [table[:, full]], out=tail_columns)
 
 
-def _windows(target: torch.Tensor, column: int, full: int, rest: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of a target [B, G, T, d] from a column on: its next ``full`` blocks [B, full, G, 16, d] and the ``rest`` tokens
-    after them [B, G, rest, d]."""
+def _windows(target: torch.Tensor, column: int, full: int, tail: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return views of a target [B, G, T, d] from a column on: its next ``full`` blocks [B, full, G, 16, d], and the
+    ``tail`` tokens after them [B, G, tail, d]."""
     end = column + full * BLOCK_TOKENS
-    whole = target[:, :, column:end].unflatten(2, (full, BLOCK_TOKENS)).transpose(1, 2)
-    return whole, target[:, :, end : end + rest]
+    blocks = target[:, :, column:end].unflatten(2, (full, BLOCK_TOKENS)).transpose(1, 2)
+    return blocks, target[:, :, end : end + tail]
 
 
 def _widened(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory in the largest elements that its rows divide into: a gather, and a GPU's copy between strides,
-    moves one at a time."""
+    """Return a view with the largest elements that a row divides into: a gather, and a GPU's copy between strides,
+    moves one element at a time."""
     row_bytes = tensor.shape[-1] * tensor.element_size()
     return tensor.view(next(dtype for dtype in WIDE if row_bytes % dtype.itemsize == 0))
 
 
 @torch.inference_mode()
 def attend(state: State, task: Task) -> None:
-    """The new tokens over their whole context: [B, N, H·d]."""
+    """Attend with the new tokens over their whole context: [B, N, H·d]."""
     step, shape = task.payload.step, state.shape
     batch, (keys, values, mask) = len(step.requests), state.context
     query = state.kvq[task.payload.slot][:, shape.kv_width :].view(batch, -1, shape.num_heads, shape.head_dim)
@@ -122,7 +125,7 @@ def attend(state: State, task: Task) -> None:
 
 @torch.inference_mode()
 def attend_recomputed(state: State, task: Task) -> None:
-    """The tokens of the recomputed prefix over themselves; its rows come before the new tokens'."""
+    """Attend with the recomputed prefix over itself; its rows go before those of the new tokens."""
     step, batch = task.payload.step, len(task.payload.step.requests)
     prefix = _over_themselves(state, task, slice(0, step.recomputed_width))
     state.attended = torch.cat([prefix, state.attended.view(batch, step.width, -1)], dim=1).flatten(0, 1)
@@ -130,12 +133,12 @@ def attend_recomputed(state: State, task: Task) -> None:
 
 @torch.inference_mode()
 def attend_prefill(state: State, task: Task) -> None:
-    """The tokens of a prompt over themselves."""
+    """Attend with the tokens of a prompt over themselves."""
     state.attended = _over_themselves(state, task, slice(None)).flatten(0, 1)
 
 
 def _over_themselves(state: State, task: Task, tokens: slice) -> torch.Tensor:
-    """Causal attention of these columns of the computed grid: [B, columns, H·d]."""
+    """Return the causal attention of these columns of the computed grid: [B, columns, H·d]."""
     grid = state.kvq[task.payload.slot].unflatten(0, (len(task.payload.step.requests), -1))[:, tokens]
     keys, values, queries = split_heads(state.shape, grid)
     return attention.attend_prefill(queries, keys, values)
@@ -143,7 +146,7 @@ def _over_themselves(state: State, task: Task, tokens: slice) -> torch.Tensor:
 
 @torch.inference_mode()
 def attend_host(state: State, task: Task) -> None:
-    """Attention beside the host's KV blocks: new rows into their blocks, then each request over its own."""
+    """Put the new rows into the host's KV blocks, then attend with each request over its own blocks."""
     step, shape, slot = task.payload.step, state.shape, task.payload.slot
     batch = len(step.requests)
     strip = state.buffers.query_strip[slot, :batch]

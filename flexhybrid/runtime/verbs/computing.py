@@ -1,4 +1,4 @@
-"""Verbs of the compute lane that look at each token by itself: projections, KV-Gen, feed-forward, head, conversions."""
+"""Verbs of the compute lane that treat each token by itself: projections, KV-Gen, feed-forward, head, conversions."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from functools import partial
 import torch
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
+from flexhybrid.core.schedule.steps import Segment
 from flexhybrid.core.task import Task
 from flexhybrid.core.work import MIN_KV_GEN_ROWS
 from flexhybrid.runtime.kernels import sampling
@@ -20,7 +21,7 @@ from flexhybrid.runtime.wave_state import State
 
 @torch.inference_mode()
 def embed(state: State, task: Task) -> None:
-    """Token ids -> hidden states [R, h]; here a step begins."""
+    """Token ids -> hidden states [R, h]; the first verb of a step."""
     tensors = state.begin_step(task)
     tokens = state.tokens.ids[tensors.cells_R]
     state.hidden.keep(task, state.model.embed(state.shape, state.weights.outer, tokens, tensors.positions_R))
@@ -28,13 +29,13 @@ def embed(state: State, task: Task) -> None:
 
 @torch.inference_mode()
 def dequantize_weights(state: State, task: Task) -> None:
-    """The layer's packed matrices in the compute dtype."""
-    state.weights.dequantize(state.layer_weights.stored(task), state.layer_weights.plain)
+    """Unpack the layer's matrices to the compute dtype."""
+    state.weights.dequantize(state.layer_weights.stored(task), state.layer_weights.of(task))
 
 
 @torch.inference_mode()
 def dequantize_cache(state: State, task: Task, representation: str) -> None:
-    """Packed blocks of all tiers -> rows [·, width] of the compute dtype, one segment after the other."""
+    """Unpack the blocks of all tiers to rows [·, width] of the compute dtype, one segment after the other."""
     batch, first, bits = len(task.payload.step.requests), 0, getattr(state.policy.bits, representation)
     plain = state.buffers.plain[representation]
     for segment in task.payload.step.of(representation):
@@ -44,22 +45,22 @@ def dequantize_cache(state: State, task: Task, representation: str) -> None:
         first += size
 
 
-def _unpack(state: State, task: Task, segment, target: torch.Tensor, bits: int) -> None:
-    """A segment's packed blocks -> target [B, blocks, 16, width]."""
+def _unpack(state: State, task: Task, segment: Segment, target: torch.Tensor, bits: int) -> None:
+    """Unpack a segment's blocks to ``target`` [B, blocks, 16, width]."""
     if segment.tier != "device":
         packed = state.buffers.loaded_region(task.payload.step, segment, task.payload.slot)
         dequantize(packed.view(*target.shape[:3], -1), bits, target.dtype, out=target)
         return
     pool, rows = state.buffers.pools[segment.space][task.layer], target.flatten(0, 1)
     table = state.tensors(task).block_tables[segment.space].flatten()
-    some = max(1, WORK_ELEMENTS[rows.device.type] // rows[0].numel())
-    for part, blocks in zip(rows.split(some), table.split(some), strict=True):
-        dequantize(pool.index_select(0, blocks), bits, target.dtype, out=part)
+    at_a_time = max(1, WORK_ELEMENTS[rows.device.type] // rows[0].numel())
+    for unpacked, blocks in zip(rows.split(at_a_time), table.split(at_a_time), strict=True):
+        dequantize(pool.index_select(0, blocks), bits, target.dtype, out=unpacked)
 
 
 @torch.inference_mode()
 def kv_gen(state: State, task: Task) -> None:
-    """Keys and values from the ACT of all segments."""
+    """Recompute keys and values from the ACT of all segments."""
     step = task.payload.step
     if not state.buffers.packed("act"):
         _gather_act(state, task)
@@ -68,7 +69,7 @@ def kv_gen(state: State, task: Task) -> None:
 
 
 def generate(state: State, task: Task, act_rows: torch.Tensor, rotation: Rotation | None) -> None:
-    """Keys and values from ACT, one product: [·, h] -> [·, 2·G·d]; keys rotated with their own positions."""
+    """Recompute keys and values from ACT rows in one product, [·, h] -> [·, 2·G·d]; rotate keys to their positions."""
     shape, w, rows, count = state.shape, state.layer_weights.of(task), act_rows, len(act_rows)
     if count < MIN_KV_GEN_ROWS:
         rows = torch.cat([rows, rows.new_zeros(MIN_KV_GEN_ROWS - count, rows.shape[1])])
@@ -86,7 +87,7 @@ def generate(state: State, task: Task, act_rows: torch.Tensor, rotation: Rotatio
 
 
 def _gather_act(state: State, task: Task) -> None:
-    """ACT blocks of the device, beside those that the link brought."""
+    """Copy ACT blocks of the device beside those that the link brought."""
     for segment in task.payload.step.of("act"):
         if segment.tier == "device":
             pool = state.buffers.pools[segment.space][task.layer].flatten(1)
@@ -97,7 +98,7 @@ def _gather_act(state: State, task: Task) -> None:
 
 @torch.inference_mode()
 def project(state: State, task: Task) -> None:
-    """Keys, values and queries of the computed tokens, and the native ones' rows to staging."""
+    """Project keys, values and queries of the computed tokens; stage the new rows that are stored in native bits."""
     w, slot, step, tensors = state.layer_weights.of(task), task.payload.slot, task.payload.step, state.tensors(task)
     state.act = state.model.attention_input(state.shape, w, state.hidden.of(task))
     kvq = state.kvq[slot] = linear(state.act, w["kvq.weight"], w["kvq.bias"][0] if "kvq.bias" in w else None)
@@ -114,12 +115,12 @@ def project(state: State, task: Task) -> None:
 
 @torch.inference_mode()
 def quantize_rows(state: State, task: Task) -> None:
-    """New rows of what is stored packed, to staging."""
+    """Pack the new rows that are stored with fewer bits, into staging."""
     _stage_stores(state, task, packed=True)
 
 
 def _stage_stores(state: State, task: Task, packed: bool) -> None:
-    """New rows, as they are or packed, to the staging buffers of the stores that take them so."""
+    """Copy or pack new rows to staging, for those stores whose rows are packed or not."""
     slot, tensors = task.payload.slot, state.tensors(task)
     for store in task.payload.step.stores:
         if state.buffers.packed(store.representation) != packed:
@@ -157,19 +158,19 @@ def scatter_device(state: State, task: Task) -> None:
 
 @torch.inference_mode()
 def finish(state: State, task: Task) -> None:
-    """Output projection and feed-forward network: the next layer's hidden states."""
+    """Apply output projection and feed-forward network: the next layer's hidden states."""
     hidden, attended = state.hidden.of(task), state.attended
     state.act = state.attended = torch.empty(0)  # their memory is for the feed-forward rows
     if state.policy.attention == "host" and not task.payload.step.prefill:
         attended = state.buffers.attended[task.payload.slot, : len(hidden)]
-    else:  # with attention on the host the other slot's may be under way
+    else:  # with attention on the host, the other slot's rows may still be in use
         state.kvq.clear()
     state.hidden.keep(task, state.model.finish(state.shape, state.layer_weights.of(task), hidden, attended))
 
 
 @torch.inference_mode()
 def head(state: State, task: Task) -> None:
-    """Logits of each request's last token."""
+    """Compute the logits of each request's last token."""
     last = state.tensors(task).last_rows_B
     hidden = state.hidden.of(task)
     state.logits = state.model.head(state.shape, state.weights.outer, hidden if last is None else hidden[last])
@@ -177,8 +178,8 @@ def head(state: State, task: Task) -> None:
 
 @torch.inference_mode()
 def sample(state: State, task: Task) -> None:
-    """The next token of each request, into the token table and on its way to the host: NO_TOKEN where the logits are
-    no numbers."""
+    """Choose the next token of each request: for the token table, and for the host, NO_TOKEN where the logits are not
+    finite."""
     tensors = state.tensors(task)
     finite = state.logits.amax(dim=-1).isfinite()
     chosen = sampling.choose(state.logits, tensors.sampling)

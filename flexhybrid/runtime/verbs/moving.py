@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -11,29 +10,31 @@ import torch
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.schedule.steps import Store
 from flexhybrid.core.task import Task
+from flexhybrid.runtime.kernels.attention import Share
+from flexhybrid.runtime.storage.disk import DiskSpace
 from flexhybrid.runtime.wave_state import State
 
 # ---- weights
 
 
 def read_weights(state: State, task: Task) -> None:
-    """disk -> staging: a slice of a layer's disk bytes."""
-    piece, weights = task.payload, state.weights
-    low, high = piece.disk_start - weights.disk_from, piece.disk_end - weights.disk_from
-    weights.disk.read([(task.layer * weights.disk_stride + low, state.slots.staging[piece.slot][low:high])])
+    """disk -> host staging: a slice of a layer's disk bytes."""
+    part, weights = task.payload, state.weights
+    low, high = part.disk_start - weights.disk_from, part.disk_end - weights.disk_from
+    disk_space(weights.disk).read([(task.layer * weights.disk_stride + low, state.slots.staging[part.slot][low:high])])
 
 
 def load_weights(state: State, task: Task) -> None:
-    """host and staging -> device slot: a slice of a layer's streamed bytes."""
-    piece, weights = task.payload, state.weights
-    slot, first = state.slots.device[piece.slot], weights.streamed_from
-    if piece.end > piece.start:
-        source = weights.on_host[task.layer][piece.start - first : piece.end - first]
-        state.copies.copy_h2d(slot[piece.start - first : piece.end - first], source)
-    if piece.disk_end > piece.disk_start:
-        low, high = piece.disk_start - weights.disk_from, piece.disk_end - weights.disk_from
-        source = state.slots.staging[piece.slot][low:high]
-        state.copies.copy_h2d(slot[piece.disk_start - first : piece.disk_end - first], source)
+    """host and host staging -> device slot: a slice of a layer's streamed bytes."""
+    part, weights = task.payload, state.weights
+    slot, first = state.slots.device[part.slot], weights.streamed_from
+    if part.end > part.start:
+        source = weights.on_host[task.layer][part.start - first : part.end - first]
+        state.copies.copy_h2d(slot[part.start - first : part.end - first], source)
+    if part.disk_end > part.disk_start:
+        low, high = part.disk_start - weights.disk_from, part.disk_end - weights.disk_from
+        source = state.slots.staging[part.slot][low:high]
+        state.copies.copy_h2d(slot[part.disk_start - first : part.disk_end - first], source)
 
 
 # ---- cached context
@@ -41,7 +42,7 @@ def load_weights(state: State, task: Task) -> None:
 
 def read_cache(state: State, task: Task, representation: str) -> None:
     """disk -> host staging: the blocks of a mini-batch."""
-    step, pieces = task.payload.step, []
+    step, reads = task.payload.step, []
     for segment in step.of(representation):
         if segment.tier != "disk":
             continue
@@ -50,8 +51,8 @@ def read_cache(state: State, task: Task, representation: str) -> None:
         for row, rows, column, first, stride, blocks in segment.runs:
             for i in range(rows):
                 place = target[row + i, column : column + blocks].view(-1).view(torch.uint8)
-                pieces.append((pool.offset(task.layer, first + i * stride), place))
-    state.buffers.disk.read(pieces)
+                reads.append((pool.offset(task.layer, first + i * stride), place))
+    disk_space(state.buffers.disk).read(reads)
 
 
 def load_cache(state: State, task: Task, representation: str) -> None:
@@ -66,7 +67,7 @@ def load_cache(state: State, task: Task, representation: str) -> None:
         else:
             staged, width = state.buffers.read_region(step, segment, slot), segment.buffer_blocks
             runs = tuple(r._replace(first=r.row * width + r.column, stride=width) for r in segment.runs)
-            state.copies.copy_blocks_h2d(target, staged.flatten(0, 1), runs)  # what was read: padding stays behind
+            state.copies.copy_blocks_h2d(target, staged.flatten(0, 1), runs)  # without the padding
 
 
 # ---- new rows
@@ -85,7 +86,7 @@ def store_cache(state: State, task: Task, representation: str) -> None:
 
 
 def scatter(state: State, task: Task) -> None:
-    """landing strips -> host blocks. numpy only: it holds no torch threads."""
+    """landing strips -> host blocks. Uses numpy alone, which holds no torch threads."""
     slot = task.payload.slot
     for store in task.payload.step.stores:
         if store.tier == "host":
@@ -93,37 +94,37 @@ def scatter(state: State, task: Task) -> None:
 
 
 def put_rows(state: State, task: Task, store: Store, rows: torch.Tensor) -> None:
-    """New rows [n, row] into their places in a layer of a host pool."""
-    pool, rows = as_numpy(state.buffers.pools[store.space][task.layer]), as_numpy(rows)
+    """Put new rows [n, row] into their places in a layer of a host pool."""
+    pool, new = as_numpy(state.buffers.pools[store.space][task.layer]), as_numpy(rows)
     if not state.buffers.head_major(store):
-        pool[store.blocks, store.offsets] = rows
+        pool[store.blocks, store.offsets] = new
         return
-    rows = rows.reshape(-1, 2, state.shape.num_kv_heads, state.shape.head_dim)
+    new = new.reshape(-1, 2, state.shape.num_kv_heads, state.shape.head_dim)
     if state.selection.chooses_places(task.payload.step):
         blocks, heads, offsets = state.cells(task, store, state.buffers.place_strip[task.payload.slot])
-        pool[blocks, :, heads, offsets] = rows.transpose(0, 2, 1, 3)
+        pool[blocks, :, heads, offsets] = new.transpose(0, 2, 1, 3)
     elif task.payload.step.width > 1:
-        _put_runs(pool, rows, store.blocks, store.offsets, state.host_share)
+        _put_runs(pool, new, store, state.host_share)
     else:
-        pool[store.blocks, :, :, store.offsets] = rows
+        pool[store.blocks, :, :, store.offsets] = new
 
 
-#: Runs of tokens, a block each at most, that one of the host's threads puts away at a time.
+#: Runs of tokens, at most a block each, that one thread of the host puts into the pool at a time.
 RUNS_AT_A_TIME = 32
 
 
-def _put_runs(
-    pool: np.ndarray, rows: np.ndarray, blocks: np.ndarray, offsets: np.ndarray, share: Callable = map
-) -> None:
+def _put_runs(pool: np.ndarray, rows: np.ndarray, store: Store, share: Share) -> None:
     """pool[block, :, :, offset] = rows, by runs of neighbouring tokens: a prompt fills its blocks in order.
 
-    ``share`` as in ``attention.attend_blocks``: a GPU's link brings a prompt's rows faster than one thread lays them.
+    ``share`` as in ``attention.attend_blocks``: the link of a GPU brings a prompt's rows faster than one thread can put
+    them into the pool.
     """
+    blocks, offsets = store.blocks, store.offsets
     starts = np.flatnonzero(np.r_[True, (blocks[1:] != blocks[:-1]) | (np.diff(offsets) != 1)])
     ends = np.r_[starts[1:], len(blocks)]
 
-    def put(some: slice) -> None:
-        for start, end in zip(starts[some], ends[some], strict=True):
+    def put(runs: slice) -> None:
+        for start, end in zip(starts[runs], ends[runs], strict=True):
             offset = offsets[start]
             pool[blocks[start], :, :, offset : offset + end - start] = rows[start:end].transpose(1, 2, 0, 3)
 
@@ -132,23 +133,30 @@ def _put_runs(
 
 
 def as_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """A numpy view of a CPU tensor; 16-bit floats as integers, since only bytes are moved."""
+    """Return a numpy view of a CPU tensor, with 16-bit floats as integers: numpy has no bfloat16."""
     return (tensor.view(torch.int16) if tensor.element_size() == 2 else tensor).numpy()
 
 
 def write_cache(state: State, task: Task, representation: str) -> None:
     """landing strip -> disk blocks: the new tokens' rows."""
-    slot, pieces = task.payload.slot, []
+    slot, writes = task.payload.slot, []
     for store in task.payload.step.stores:
         if store.representation != representation or store.tier != "disk":
             continue
         pool, strip = state.buffers.disk_pools[store.space], state.buffers.strips[store.space][slot]
         place = store.blocks * BLOCK_TOKENS + store.offsets
-        starts = np.flatnonzero(np.r_[True, np.diff(place) != 1])  # tokens that follow one another go as one piece
+        starts = np.flatnonzero(np.r_[True, np.diff(place) != 1])  # neighbouring tokens make one write
         for start, end in zip(starts, np.r_[starts[1:], len(place)], strict=True):
             offset = pool.offset(task.layer, int(store.blocks[start]), int(store.offsets[start]))
-            pieces.append((offset, strip[start:end].view(-1).view(torch.uint8)))
-    state.buffers.disk.write(pieces)
+            writes.append((offset, strip[start:end].view(-1).view(torch.uint8)))
+    disk_space(state.buffers.disk).write(writes)
+
+
+def disk_space(space: DiskSpace | None) -> DiskSpace:
+    """Return the space; raise ValueError where the policy has put nothing there."""
+    if space is None:
+        raise ValueError("a task reads or writes disk space that was never made")
+    return space
 
 
 # ---- hidden states, queries, tokens
@@ -172,7 +180,7 @@ def store_query(state: State, task: Task) -> None:
 
 
 def load_attended(state: State, task: Task) -> None:
-    """host -> device: what attention there gave."""
+    """host -> device: the output of attention on the host."""
     slot, rows = task.payload.slot, len(task.payload.step.requests)
     state.copies.copy_h2d(state.buffers.attended[slot, :rows], state.buffers.out_strip[slot, :rows])
 

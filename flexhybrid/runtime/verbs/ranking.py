@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flexhybrid.core.task import Task
-from flexhybrid.runtime.kernels.attention import looked_at, split_heads
+from flexhybrid.runtime.kernels.attention import attention_sums, split_heads
 from flexhybrid.runtime.selections.heavy_hitters import HeavyHitters
 from flexhybrid.runtime.wave_state import WaveState
 
@@ -20,7 +20,7 @@ def rank(state: WaveState[HeavyHitters], task: Task) -> None:
         return
     kvq = state.kvq[slot].unflatten(0, (len(step.requests), step.width))
     keys, values, queries = split_heads(state.shape, kvq)
-    sums = looked_at(queries, keys, state.to_device(step.new_tokens))
+    sums = attention_sums(queries, keys, state.to_device(step.new_tokens))
     chosen = heavy_hitters.after_prompt(task.layer, step, sums)
     heads = torch.arange(state.shape.num_kv_heads, device=state.device)
     for store in step.stores:

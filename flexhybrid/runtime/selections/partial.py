@@ -1,0 +1,149 @@
+"""What a speculative selection guesses attention scores with: a few columns of the keys and of the query weights.
+
+After the prompt each layer that chooses picks, for every key/value head, the C columns in which its queries and keys
+are largest, over all requests of the mini-batch, and keeps those columns of the query weights and of the keys
+(InfiniGen, Lee et al. 2024, Sec. 4.3). The query heads of a group (GQA) share the columns of their key head. Models
+with rotary positions rotate whole queries before they are skewed (``selections.skew``), so all columns of their query
+weights are used, and only the products are cut to C columns.
+
+Shapes: B requests of a mini-batch, R rows, H query heads, G key/value heads, r = H/G, d head size, C columns, T cached
+tokens, h hidden.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from flexhybrid.core.context.selection import first_choosing, num_choosing, partial_columns
+from flexhybrid.core.wave import Wave
+from flexhybrid.runtime.kernels.rotary import rotate_
+from flexhybrid.runtime.step_tensors import Rotation
+from flexhybrid.runtime.storage.weights import Parts, Weights, linear
+
+
+class PartialCopies:
+    """Partial query weights and partial keys, in all layers that choose.
+
+    ``sections[mini_batch][i]`` are the partial keys of the i-th of those layers, [T, B, G, C] by place: the tokens
+    cached so far are one run of memory. ``kept`` is the number of places of each request.
+    """
+
+    def __init__(self, wave: Wave, weights: Weights, kept: np.ndarray):
+        shape, selection, num_mini_batches = wave.shape, wave.policy.selection, len(wave.mini_batches)
+        self.shape, self.device, self.groups = shape, weights.device, shape.num_kv_heads
+        self.num_columns = partial_columns(shape, selection)
+        self.first_layer = int(first_choosing(selection))
+        num_layers = num_choosing(selection, shape.num_layers)
+        #: whether all of W_Q lies on the device already
+        self.resident = shape.rotary and weights.bits == "native" and weights.streamed_from >= weights.layout.qkv_end
+
+        def zeros(*size: int, dtype: torch.dtype = weights.dtype) -> torch.Tensor:
+            return torch.zeros(num_layers, *size, dtype=dtype, device=self.device)
+
+        self.columns = zeros(num_mini_batches, self.groups, self.num_columns, dtype=torch.int64)
+        rows = shape.query_width if shape.rotary else shape.num_heads * self.num_columns
+        copies = 1 if shape.rotary else num_mini_batches
+        self.query_weights = zeros(0 if self.resident else copies, rows, shape.hidden)
+        self.query_bias = zeros(0 if self.resident else copies, rows)
+        self.skew: torch.Tensor | None = None  #: [layers, G, d, d]; None where it is folded into the weights
+        if shape.rotary:
+            self.skew = zeros(self.groups, shape.head_dim, shape.head_dim)
+            for layer, matrices in enumerate(weights.skewing[self.first_layer :]):
+                self.skew[layer] = torch.eye(shape.head_dim) if matrices is None else matrices
+        places = [int(kept[group].max()) for group in wave.mini_batches]
+        sizes = [count * len(group) for count, group in zip(places, wave.mini_batches, strict=True)]
+        self.keys = zeros(sum(sizes), self.groups, self.num_columns)
+        self.sections = [
+            keys.unflatten(1, (count, -1)) for keys, count in zip(self.keys.split(sizes, dim=1), places, strict=True)
+        ]
+
+    # ---- the prompt
+
+    def keep_columns(
+        self, layer: int, mini_batch: int, queries_RHd: torch.Tensor, keys_RGd: torch.Tensor, real_R: torch.Tensor
+    ) -> None:
+        """Choose the columns of a layer by the rows of a prompt. Rows that are not ``real_R`` are padding."""
+        queries, keys = queries_RHd, keys_RGd
+        if self.skew is not None:
+            skew = self.skew[layer - self.first_layer]
+            queries = torch.einsum("rgmd,gde->rgme", queries.unflatten(1, (self.groups, -1)), skew).flatten(1, 2)
+            keys = torch.einsum("rgd,gde->rge", keys, skew)
+        self.columns[layer - self.first_layer, mini_batch] = choose_columns(queries, keys, real_R, self.num_columns)
+
+    def keep_query_weights(self, layer: int, mini_batch: int, w: dict[str, Parts]) -> None:
+        """Keep the chosen columns of a layer's query weights, where they do not lie on the device anyway."""
+        if self.resident:
+            return
+        shape, first = self.shape, self.shape.kv_width
+        rows = torch.arange(shape.query_width, device=self.device)
+        if not shape.rotary:
+            heads = rows.view(self.groups, -1, shape.head_dim)  # [G, r, d]
+            columns_GC = self.columns[layer - self.first_layer, mini_batch]
+            rows = heads.gather(2, columns_GC[:, None].expand(-1, heads.shape[1], -1)).reshape(-1)
+        copy = 0 if shape.rotary else mini_batch
+        take_rows(w["kvq.weight"], first + rows, self.query_weights[layer - self.first_layer, copy])
+        if "kvq.bias" in w:
+            self.query_bias[layer - self.first_layer, copy] = w["kvq.bias"][0][first + rows]
+
+    # ---- the decode
+
+    def section(self, layer: int, mini_batch: int) -> torch.Tensor:
+        """Return the partial keys of a layer: [T, B, G, C]."""
+        return self.sections[mini_batch][layer - self.first_layer]
+
+    def of_keys(self, layer: int, mini_batch: int, keys_RGd: torch.Tensor) -> torch.Tensor:
+        """Return the chosen columns of keys: [R, G, C]."""
+        if self.skew is not None:
+            return torch.einsum("rgd,gdc->rgc", keys_RGd, self._skew_columns(self.skew, layer, mini_batch))
+        columns = self.columns[layer - self.first_layer, mini_batch]
+        return keys_RGd.gather(2, columns.expand(len(keys_RGd), -1, -1))
+
+    def guess_queries(
+        self, layer: int, mini_batch: int, act_Bh: torch.Tensor, rotation: Rotation | None, w: dict[str, Parts]
+    ) -> torch.Tensor:
+        """Return the chosen columns of a layer's queries, guessed from an attention input: [B, G, r, C].
+
+        ``w``: the layer's weights, as far as they are resident.
+        """
+        index = layer - self.first_layer
+        if self.skew is None or rotation is None:
+            query = F.linear(act_Bh, self.query_weights[index, mini_batch], self.query_bias[index, mini_batch])
+            return query.view(len(act_Bh), self.groups, -1, self.num_columns)
+        if self.resident:
+            (rows,), first = w["kvq.weight"], self.shape.kv_width
+            bias = w["kvq.bias"][0][first:] if "kvq.bias" in w else None
+            query = linear(act_Bh, (rows[first:],), bias)
+        else:
+            query = F.linear(act_Bh, self.query_weights[index, 0], self.query_bias[index, 0])
+        query = rotate_(query.view(len(act_Bh), self.shape.num_heads, -1), *rotation)
+        return torch.matmul(query.unflatten(1, (self.groups, -1)), self._skew_columns(self.skew, layer, mini_batch))
+
+    def _skew_columns(self, skew: torch.Tensor, layer: int, mini_batch: int) -> torch.Tensor:
+        """[G, d, C]"""
+        index = self.columns[layer - self.first_layer, mini_batch][:, None].expand(-1, self.shape.head_dim, -1)
+        return skew[layer - self.first_layer].gather(2, index)
+
+
+def choose_columns(q_RHd: torch.Tensor, k_RGd: torch.Tensor, real_R: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the ``count`` columns of each key/value head with the largest sums of |Q| + |K|: [G, C], ascending.
+
+    |Q| is the mean over the query heads of a group. Rows that are not ``real_R`` are padding.
+    """
+    rows, groups, d = k_RGd.shape
+    sums = q_RHd.float().abs().view(rows, groups, -1, d).mean(2) + k_RGd.float().abs()
+    return (sums * real_R[:, None, None]).sum(0).topk(count, dim=-1).indices.sort(dim=-1).values
+
+
+def take_rows(parts: Parts, rows: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the rows of a matrix that is given in row parts to ``out``, without waiting for the device."""
+    if len(parts) == 1:
+        torch.index_select(parts[0], 0, rows, out=out)
+        return
+    first = 0
+    for part in parts:
+        inside = (rows >= first) & (rows < first + len(part))
+        candidates = part[(rows - first).clamp(0, len(part) - 1)]
+        torch.where(inside[:, None], candidates, out, out=out)
+        first += len(part)
