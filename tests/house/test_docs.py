@@ -21,7 +21,15 @@ from flexhybrid.jobs.run import job as run_module
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/running-a-job.md").read_text(encoding="utf-8")
-OTHER_PAGES = ("choosing-a-policy", "reading-a-trace", "reproducing-a-paper", "adding-a-model", "python", "simulating")
+OTHER_PAGES = (
+    "choosing-a-policy",
+    "reading-a-trace",
+    "reproducing-a-paper",
+    "adding-a-model",
+    "python",
+    "simulating",
+    "a-token",
+)
 #: What a page tells to do, in its order: a named file to write, commands, Python.
 STEP = re.compile(r"(?:^`([\w.-]+)`:\n\n)?^```(json|sh|python)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"^(?:    )?\.venv/bin/flexhybrid (.*)$", re.MULTILINE)
@@ -64,7 +72,7 @@ def test_every_block_of_a_page_works_as_written(name, clone, capsys, monkeypatch
     page = (ROOT / f"docs/{name}.md").read_text(encoding="utf-8")
     MACHINE.save(clone / "cache/hardware-cpu.json")
     steps = STEP.findall(page)
-    assert len(steps) == page.count("```") // 2 >= 2
+    assert len(steps) == page.count("```") // 2 >= 1
     for file, language, text in steps:
         if language == "json":
             (clone / file).write_text(text)
