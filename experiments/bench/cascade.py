@@ -16,7 +16,7 @@ from scipy.stats import t as student
 from tqdm import tqdm
 
 from experiments.training.digits import fit_on, scored_on, splits, train_all
-from flexhybrid.cascade.models import Prediction
+from flexhybrid.cascade.models import ModelOutputs
 from flexhybrid.cascade.routes import Cascade, CascadeModel
 from flexhybrid.cascade.serving.ray_serve import APPLICATION, HOST, Size, deployed
 from flexhybrid.cascade.thresholds.confidence import Scored, calibration_error, confidence
@@ -156,10 +156,10 @@ class Instant:
 
     name = "instant"
 
-    def predict(self, batch: Sequence) -> Prediction:
+    def predict(self, batch: Sequence) -> ModelOutputs:
         logits = np.zeros((len(batch), 1, 2))
         logits[..., 0] = 9.0
-        return Prediction([0] * len(batch), logits, np.ones((len(batch), 1), dtype=bool))
+        return ModelOutputs([0] * len(batch), logits, np.ones((len(batch), 1), dtype=bool))
 
 
 def bench_serve(table) -> None:

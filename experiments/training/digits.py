@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from flexhybrid.cascade.models import Prediction
+from flexhybrid.cascade.models import ModelOutputs
 from flexhybrid.cascade.routes import CascadeModel
 from flexhybrid.cascade.thresholds.confidence import Scored
 from flexhybrid.cascade.thresholds.fit import Fitted, fit
@@ -116,7 +116,7 @@ def fit_on(models: dict[str, nn.Module], data: Split) -> Fitted:
     """The models' confidence, fitted on a validation set."""
     named = [CascadeModel(name, energy_j=energy_j(name)) for name in models]
     found = [logits_of(model, data.x) for model in models.values()]
-    predictions = [Prediction([], logits, np.ones(logits.shape[:2], dtype=bool)) for logits in found]
+    predictions = [ModelOutputs([], logits, np.ones(logits.shape[:2], dtype=bool)) for logits in found]
     return fit(named, predictions, data.labels.numpy()[:, None])
 
 

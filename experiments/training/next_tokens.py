@@ -13,7 +13,7 @@ from experiments.bench.cascade import Trial, looked_at
 from experiments.training.digits import PICOJOULES
 from flexhybrid import shipped
 from flexhybrid.cascade.data import scored
-from flexhybrid.cascade.models import TOP_K, Generator, Prediction
+from flexhybrid.cascade.models import TOP_K, Generator, ModelOutputs
 from flexhybrid.cascade.routes import CascadeModel
 from flexhybrid.cascade.thresholds.fit import BATCH, fit, joined
 from flexhybrid.core.model.shape import ModelShape
@@ -65,5 +65,5 @@ def trial() -> Trial:
     return looked_at(fitted, seen)
 
 
-def _part(one: Prediction, rows: slice) -> Prediction:
-    return Prediction(one.outputs[rows], one.logits[rows], one.counted[rows], one.classes[rows])
+def _part(one: ModelOutputs, rows: slice) -> ModelOutputs:
+    return ModelOutputs(one.outputs[rows], one.logits[rows], one.counted[rows], one.classes[rows])

@@ -134,11 +134,11 @@ def _search(args) -> dict:
 def _run(args) -> dict:
     from tqdm import tqdm
 
-    from flexhybrid.cascade.serving.run import RunOptions, describe_run, run
+    from flexhybrid.cascade.serving.run import CascadeRunOptions, describe_run, run
 
     names = ("cascade", "input", "output", "models", "max_tokens", "policies", "engine", "plan", "port", "restart")
     with tqdm(desc="cascade", unit="request", file=sys.stderr, disable=args.json or None, leave=False) as bar:
-        options = RunOptions(**{name: getattr(args, name) for name in names}, on_progress=bar.update)
+        options = CascadeRunOptions(**{name: getattr(args, name) for name in names}, on_progress=bar.update)
         result = run(options, say=functools.partial(print, file=sys.stderr))
     if not args.json and options.input:
         print(describe_run(result))

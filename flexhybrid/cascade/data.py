@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from flexhybrid.cascade.models import Prediction
+from flexhybrid.cascade.models import ModelOutputs
 from flexhybrid.cascade.thresholds.confidence import OUTSIDE, Scored, top_k_logits
 from flexhybrid.core.errors import InputError
 
@@ -58,7 +58,7 @@ def read_labels(path: Path) -> np.ndarray:
     return labels.reshape(len(labels), -1).astype(np.int64)
 
 
-def read_logits(path: Path) -> Prediction:
+def read_logits(path: Path) -> ModelOutputs:
     """Logits [N, C] or [N, S, C] from the field "logits", their meaning [N, S, C] from "classes", where it is there."""
     arrays = read_arrays(path)
     logits = _field(path, arrays, "logits", "logits")
@@ -69,7 +69,7 @@ def read_logits(path: Path) -> Prediction:
     if classes is not None and classes.size != logits.size:
         raise InputError(f"{path}: classes {classes.shape} must have the shape of logits {logits.shape}")
     classes = None if classes is None else classes.reshape(logits.shape)
-    return Prediction([], logits, np.ones(logits.shape[:2], dtype=bool), classes)
+    return ModelOutputs([], logits, np.ones(logits.shape[:2], dtype=bool), classes)
 
 
 def read_requests(path: Path, task: str) -> tuple[list | np.ndarray, list | np.ndarray | None]:
@@ -125,7 +125,7 @@ def check_labels(labels: np.ndarray, where: str, task: str) -> None:
         raise InputError(f"{where}: {what}: confidence cannot be fitted on them")
 
 
-def scored(name: str, prediction: Prediction, labels: np.ndarray, task: str, top_k: int | None) -> Scored:
+def scored(name: str, prediction: ModelOutputs, labels: np.ndarray, task: str, top_k: int | None) -> Scored:
     """A model's logits beside labels [N, S]. InputError for logits that are no numbers, or that do not match."""
     logits, (num, slots, num_classes) = prediction.logits, prediction.logits.shape
     if labels.shape != (num, slots):

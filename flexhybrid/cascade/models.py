@@ -1,7 +1,7 @@
-"""Models as black boxes: a batch of requests in, outputs and logits out. Nothing else of them is known or changed.
+"""Models as black boxes: a batch of requests in, outputs and logits out. The cascade knows and changes nothing else.
 
-Two kinds run here: any torch module, and a language model of this project with its weights and caches wherever its
-policy puts them. Whatever has ``name`` and ``predict`` is a third.
+Two kinds run here: any torch module, and a language model of this project with its weights and caches where its policy
+puts them. An object with ``name``, ``predict`` and ``close`` is a model too.
 """
 
 from __future__ import annotations
@@ -20,52 +20,56 @@ TOP_K = 10  #: likeliest tokens kept of each generated one; the paper gives no n
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """Of N requests: what a model answers, and the logits it chose by, slot by slot."""
+class ModelOutputs:
+    """A model's answers to N requests, and the logits it chose by, slot by slot."""
 
     outputs: list  #: [N] as they go to the user
     logits: np.ndarray  #: [N, S, C] float
     counted: np.ndarray  #: [N, S] bool: slots that the answer has
-    classes: np.ndarray | None = None  #: [N, S, C] what each place among C means (token ids); None: itself
+    classes: np.ndarray | None = None  #: [N, S, C] the class of each of the C logits (token ids); None: its index
 
 
 class Model(Protocol):
-    """What the cascade needs of a model. ``predict`` may raise whatever it likes: the requests then go on."""
+    """A model of a cascade. ``predict`` may raise any exception: the requests then go on to a larger model."""
 
     name: str
 
-    def predict(self, batch: Sequence) -> Prediction: ...
+    def predict(self, batch: Sequence | np.ndarray) -> ModelOutputs: ...
+
+    def close(self) -> None: ...
 
 
 def named_path(text: str) -> tuple[str, str]:
-    """ "NAME=WHAT" in two; InputError where it is not that."""
-    name, equals, what = text.partition("=")
-    if not (name and equals and what):
+    """Split "NAME=PATH"; raises InputError for other texts."""
+    name, equals, path = text.partition("=")
+    if not (name and equals and path):
         raise InputError(f"{text!r} is not NAME=PATH")
-    return name, what
+    return name, path
 
 
 def named_policies(texts: Sequence[str], names: Sequence[str], task: str) -> dict[str, dict[str, str]]:
-    """ "NAME=POLICY" as further options of ``load_model``, by model. InputError for another name or task."""
+    """Return texts "NAME=POLICY" as options of ``load_model``, by model. InputError for another name or task."""
     if texts and task != "generation":
         raise InputError(f"policies are of language models: the task is {task}")
-    found = dict(map(named_path, texts))
-    if strange := [name for name in found if name not in names]:
+    policies = dict(map(named_path, texts))
+    if strange := [name for name in policies if name not in names]:
         raise unknown("model in --policies", strange[0], names)
-    return {name: {"policy": policy} for name, policy in found.items()}
+    return {name: {"policy": policy} for name, policy in policies.items()}
 
 
 def check_source(name: str, source: str, task: str) -> None:
-    """InputError where there is no file, or folder, to load a model from: found out before anything is loaded."""
+    """Raise InputError where a model's file or folder is missing, before anything is loaded."""
     if task == "generation" and not Path(source).is_dir():
         raise InputError(f"model {name}: {source} is no folder of a checkpoint")
     if task != "generation" and source.endswith(".pt2") and not Path(source).is_file():
         raise InputError(f"cannot read {source} of model {name}: there is no such file")
 
 
-def load_model(name: str, source: str, task: str, max_tokens: int = 1, top_k: int | None = TOP_K, **llm_options):
-    """A local model. Generation: a checkpoint folder, with the options of ``flexhybrid.LLM``. Else a torch module: a
-    file of torch.export (.pt2), or "package.module:function" that returns one. InputError where it cannot be had."""
+def load_model(
+    name: str, source: str, task: str, max_tokens: int = 1, top_k: int | None = TOP_K, **llm_options
+) -> Model:
+    """Load a local model. Generation: a checkpoint folder, with the options of ``flexhybrid.LLM``. Else a torch module:
+    a file of torch.export (.pt2), or "package.module:function" that returns one. InputError where it cannot be had."""
     check_source(name, source, task)
     if task == "generation":
         return Generator(name, source, max_tokens, top_k, **llm_options)
@@ -79,19 +83,22 @@ class TorchModel:
         self.name, self.task = name, task
         self.module = _torch_module(name, source)
 
-    def predict(self, batch: Sequence) -> Prediction:
+    def predict(self, batch: Sequence | np.ndarray) -> ModelOutputs:
         import torch
 
         with torch.inference_mode():
-            found = self.module(torch.as_tensor(np.asarray(batch)))
-        parts = found if isinstance(found, (tuple, list)) else (found,)
+            result = self.module(torch.as_tensor(np.asarray(batch)))
+        parts = result if isinstance(result, (tuple, list)) else (result,)
         logits = np.stack([part.double().cpu().numpy() for part in parts], axis=1)
         num_slots = 2 if self.task == "extraction" else 1
         if logits.ndim != 3 or logits.shape[:2] != (len(batch), num_slots):
             raise ValueError(f"{self.name} gave logits of shape {logits.shape} for {len(batch)} requests")
         chosen = logits.argmax(axis=-1)
         outputs = chosen.tolist() if self.task == "extraction" else chosen[:, 0].tolist()
-        return Prediction(outputs, logits, np.ones(logits.shape[:2], dtype=bool))
+        return ModelOutputs(outputs, logits, np.ones(logits.shape[:2], dtype=bool))
+
+    def close(self) -> None:
+        """Nothing to give back."""
 
 
 def _torch_module(name: str, source: str):
@@ -128,7 +135,7 @@ class Generator:
         self.llm = LLM(source, **options)
         self.top_k = self.llm.shape.vocab if top_k is None else min(top_k, self.llm.shape.vocab)
 
-    def predict(self, batch: Sequence) -> Prediction:
+    def predict(self, batch: Sequence | np.ndarray) -> ModelOutputs:
         from flexhybrid.core.workload import Workload
         from flexhybrid.runtime.session import Session
         from flexhybrid.sampling_params import SamplingParams
@@ -145,13 +152,13 @@ class Generator:
                 _keep_logits(session.executor, members, logits, classes)
                 stop_ids = [frozenset(self.llm.shape.eos_token_ids)] * len(members)
                 result = session.generate(keep_trace=False, stop_ids=stop_ids)
-                for i, found in zip(members, result.tokens):
-                    tokens[i] = found
-        counted = np.arange(self.max_tokens) < np.array([len(found) for found in tokens])[:, None]
-        return Prediction([self._text(*pair) for pair in zip(ids, tokens)], logits, counted, classes)
+                for i, answer in zip(members, result.tokens):
+                    tokens[i] = answer
+        counted = np.arange(self.max_tokens) < np.array([len(answer) for answer in tokens])[:, None]
+        return ModelOutputs([self._text(*pair) for pair in zip(ids, tokens)], logits, counted, classes)
 
     def _text(self, prompt: list[int], tokens: list[int]):
-        """The answer as text; its token ids where the checkpoint has no tokenizer."""
+        """Return the answer as text, or its token ids where the checkpoint has no tokenizer."""
         from flexhybrid.text import answer_text
 
         if self.llm.tokenizer is None:
@@ -164,8 +171,8 @@ class Generator:
 
 
 def _keep_logits(executor, members: np.ndarray, logits: np.ndarray, classes: np.ndarray) -> None:
-    """From now on the largest logits of every sampled token go to [request, iteration] of ``logits``, and their token
-    ids to ``classes``."""
+    """Make the executor keep each sampled token's largest logits in ``logits`` [request, iteration, C], and their token
+    ids in ``classes``."""
     sample = executor.verbs["sample"]
 
     def kept(executor, task) -> None:
@@ -179,5 +186,5 @@ def _keep_logits(executor, members: np.ndarray, logits: np.ndarray, classes: np.
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, for one line."""
+    """Return the first line of an error's text."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from flexhybrid import cli, shipped
-from flexhybrid.cascade.models import Generator, Prediction
+from flexhybrid.cascade.models import Generator, ModelOutputs
 from flexhybrid.cascade.routes import Cascade, CascadeModel, Skip
-from flexhybrid.cascade.serving.run import CHUNK, serve
+from flexhybrid.cascade.serving.answers import serve
+from flexhybrid.cascade.serving.run import CHUNK
 from flexhybrid.cascade.thresholds.confidence import confidence
 from flexhybrid.cascade.thresholds.fit import Fitted
 from flexhybrid.cascade.thresholds.search import SearchOptions, search
@@ -180,7 +181,7 @@ class Scripted:
     def __init__(self, name: str):
         self.name, self.batches = name, []
 
-    def predict(self, batch) -> Prediction:
+    def predict(self, batch) -> ModelOutputs:
         self.batches.append(len(batch))
         said = [request[self.name] for request in batch]
         if "raise" in said:
@@ -189,7 +190,7 @@ class Scripted:
             said = said[1:]
         sure = np.array([np.nan if one == "nan" else one for one in said], dtype=float)
         logits = np.log(np.stack([sure, 1 - sure], axis=-1))[:, None]
-        return Prediction([f"{self.name}!" for _ in said], logits, np.ones(logits.shape[:2], dtype=bool))
+        return ModelOutputs([f"{self.name}!" for _ in said], logits, np.ones(logits.shape[:2], dtype=bool))
 
 
 def of_three(**changes) -> Cascade:

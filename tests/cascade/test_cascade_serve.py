@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from flexhybrid import InputError
-from flexhybrid.cascade.models import Prediction
+from flexhybrid.cascade.models import ModelOutputs
 from flexhybrid.cascade.routes import Cascade, CascadeModel, Skip
+from flexhybrid.cascade.serving.answers import Answer, judge, serve
 from flexhybrid.cascade.serving.ray_serve import ASK_AGAIN, Router, Size, _answer_all, _cause, shared_out, sizes_of
-from flexhybrid.cascade.serving.run import Answer, judge, serve
 
 CASCADE = Cascade(tuple(map(CascadeModel, ("small", "middle", "large"))), (0.9, 0.8), ((Skip(0.6, 2),), ()))
 
@@ -26,12 +26,12 @@ class Toy:
     def __init__(self, name: str, sure_from: float):
         self.name, self.sure_from = name, sure_from
 
-    def predict(self, batch) -> Prediction:
+    def predict(self, batch) -> ModelOutputs:
         x = np.asarray(batch)[:, 0]
         if (x < 0).any():
             raise RuntimeError("a model that breaks")
         logits = np.stack([np.where(x >= self.sure_from, 9.0, x / 5), np.zeros(len(x))], axis=1)[:, None]
-        return Prediction([f"{self.name} {value:g}" for value in x], logits, np.ones((len(x), 1), dtype=bool))
+        return ModelOutputs([f"{self.name} {value:g}" for value in x], logits, np.ones((len(x), 1), dtype=bool))
 
 
 TOYS = [Toy("small", 7.0), Toy("middle", 4.0), Toy("large", 0.0)]
@@ -52,7 +52,7 @@ class Handle:
         if self.calls % (self.deaths + 1):
             raise RayActorError
         judged = judge(CASCADE, self.place, TOYS[self.place], request[None])
-        return judged.outputs[0], float(judged.sure[0]), judged.why[0]
+        return judged.outputs[0], float(judged.sure[0]), judged.reasons[0]
 
 
 def routed(*deaths: int) -> list[dict]:

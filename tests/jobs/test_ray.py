@@ -23,8 +23,8 @@ from test_docs import COMMAND, MACHINE, ROOT
 
 from flexhybrid import LLM, InputError, cli
 from flexhybrid.cascade.routes import Cascade, CascadeModel
+from flexhybrid.cascade.serving.answers import serve
 from flexhybrid.cascade.serving.ray_serve import Size, deployed
-from flexhybrid.cascade.serving.run import serve
 from flexhybrid.core.policy import Policy
 from flexhybrid.jobs import ray_cluster
 from flexhybrid.jobs.ray_cluster import crew_of

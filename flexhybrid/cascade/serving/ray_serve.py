@@ -2,9 +2,9 @@
 
     HTTP, or a file ──▶ router ──▶ replica of model i ──▶ router ──▶ answer, or a replica of a larger model
 
-A replica holds a model, takes requests together up to its batch, and says of each what it would answer and how sure it
-is; logits stay where they are. A replica that dies takes no request along: the router asks another one. Where the
-router itself dies, a file's requests are asked again; of HTTP's, those under way get Ray Serve's status 500.
+A replica holds a model, computes requests in batches, and returns each request's output and confidence; logits stay in
+the replica. No request is lost with a replica that dies: the router asks another one. If the router itself dies, a
+file's requests are sent again; HTTP requests under way get Ray Serve's status 500.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ import numpy as np
 
 from flexhybrid.cascade.models import Model, first_line
 from flexhybrid.cascade.routes import Cascade, read_json
-from flexhybrid.cascade.serving.run import BATCH, Answer, Judgement, judge, note
+from flexhybrid.cascade.serving.answers import BATCH, Answer, Judgement, judge, note
 from flexhybrid.core.errors import InputError
 
 APPLICATION, ROUTER = "cascade", "router"
-HOST = "127.0.0.1"  #: the endpoint is this machine's own: whoever opens it to others puts a guard before it
+HOST = "127.0.0.1"  #: the endpoint serves this machine alone: it has no access control
 BATCH_WAIT_S = 0.002  #: for which a replica waits for a batch to fill
-ASK_AGAIN = 8  #: times a request is given to replicas that die of it, before it goes on to the next larger model
-LOADS = 2  #: times that a model which cannot be loaded is loaded before the deployment fails
-START_S = 120  #: that Ray Serve's HTTP endpoint may take to come up
-HEALTH_S = 2.0  #: between two looks at a replica, and for which one that ends may finish
+ASK_AGAIN = 8  #: replicas that may die during a request before it goes on to the next larger model
+LOADS = 2  #: attempts to load a model before the deployment fails
+START_S = 120  #: until which Ray Serve's HTTP endpoint must be up
+HEALTH_S = 2.0  #: between two health checks of a replica, and for which one that ends may finish
 
-#: Gives a model, in the process that will hold it.
+#: Returns a model, in the process that will hold it.
 Load = Callable[[], Model]
-#: What a model answers, how sure it is (NaN where it failed), and why it failed.
-Said = tuple[object, float, str | None]
+#: A model's output, its confidence (NaN where it failed), and the reason of a failure.
+ModelAnswer = tuple[object, float, str | None]
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,10 @@ class Size:
 
 
 def sizes_of(cascade: Cascade, plan: Path | None) -> list[Size]:
-    """Replicas, batches and shares of GPUs from the file that ``flexhybrid cascade plan`` wrote, one a model; without
-    one, a replica each.
+    """Return each model's replicas, batch and GPU share by a file of ``flexhybrid cascade plan``; else a replica each.
 
     A model that the plan leaves out, since no request should visit it, has one replica: requests of models that fail
-    go there. Raises InputError for a plan of other models, or one with partitions, which no executor here runs.
+    go to it. Raises InputError for a plan of other models, or one with partitions, which no executor here runs.
     """
     if plan is None:
         return [Size() for _ in cascade.models]
@@ -73,7 +72,7 @@ def _size(planned: dict, sharers: dict[str, int]) -> Size:
     if planned["partitions"] > 1:
         raise InputError(
             f"model {planned['name']} is planned in {planned['partitions']} partitions, and a replica here is one "
-            "executor: plan it whole, with its weights offloaded"
+            "executor: plan it in one partition, with its weights offloaded"
         )
     crowd = max((sharers[gpu] for replica in planned["gpus"] for gpu in replica), default=1)
     return Size(max(1, planned["replicas"]), max(1, planned["batch"]), 1 / crowd)
@@ -88,21 +87,21 @@ class Replica:
         self.cascade, self.place, self.model = cascade, place, load()
 
         @serve.batch(max_batch_size=batch, batch_wait_timeout_s=BATCH_WAIT_S)
-        async def together(requests: list) -> list[Said]:
-            # on a thread, so that the replica still hears its controller
-            judged = await asyncio.to_thread(judge, self.cascade, self.place, self.model, _stacked(requests))
-            return list(zip(judged.outputs, judged.sure.tolist(), judged.why, strict=True))
+        async def together(requests: list) -> list[ModelAnswer]:
+            # on a thread, so that the replica still answers its controller
+            judgement = await asyncio.to_thread(judge, self.cascade, self.place, self.model, _stacked(requests))
+            return list(zip(judgement.outputs, judgement.sure.tolist(), judgement.reasons, strict=True))
 
         self._together = together
 
-    async def ask(self, request) -> Said:
+    async def ask(self, request) -> ModelAnswer:
         return await self._together(request)
 
 
-def _stacked(requests: list) -> Sequence:
-    """Arrays of one shape as one; a request of another shape is the model's to refuse, alone."""
-    alike = len({one.shape if isinstance(one, np.ndarray) else None for one in requests}) == 1
-    return np.stack(requests) if alike and isinstance(requests[0], np.ndarray) else requests
+def _stacked(requests: list) -> list | np.ndarray:
+    """Stack arrays of one shape; of several shapes, each request is judged alone, and the model may refuse it."""
+    shapes = {request.shape if isinstance(request, np.ndarray) else None for request in requests}
+    return requests if len(shapes) > 1 or None in shapes else np.stack(requests)
 
 
 class Router:
@@ -113,28 +112,30 @@ class Router:
         self.asks = [handle.ask.remote for handle in handles]
 
     async def answer(self, request, index: int) -> Answer:
-        """What becomes of a request; ``index`` is its place in the file."""
+        """Answer a request; ``index`` is its place in the file."""
         answer, i = Answer(index), 0
         while i < len(self.asks):
-            output, sure, why = await self._ask(i, request)
-            i = int(note(self.cascade, i, [answer], Judgement([output], np.array([sure]), [why]))[0])
+            output, sure, reason = await self._ask(i, request)
+            i = int(note(self.cascade, i, [answer], Judgement([output], np.array([sure]), [reason]))[0])
         return answer
 
-    async def _ask(self, i: int, request) -> Said:
+    async def _ask(self, i: int, request) -> ModelAnswer:
         from ray.exceptions import RayActorError, RayError
 
         for _ in range(ASK_AGAIN):
             try:
                 return await self.asks[i](request)
-            except RayActorError:  # its replica died: another one, or the one that takes its place, has no part in it
+            except RayActorError:  # its replica died: another one is asked
                 await asyncio.sleep(BATCH_WAIT_S)
             except RayError as error:
                 return None, math.nan, f"{type(error).__name__}: {first_line(error)}"
         return None, math.nan, f"{ASK_AGAIN} of its replicas died of it"
 
     async def __call__(self, http):
-        """POST {"x": numbers of a request} or {"prompt": text}; gives the Answer as JSON, with status 503 where no
-        model could answer, and 400 for what is no request."""
+        """Answer a POST of {"x": numbers of a request} or {"prompt": text} with the Answer as JSON.
+
+        The status is 503 where no model could answer, and 400 for a body that is no request.
+        """
         from starlette.responses import JSONResponse
 
         try:
@@ -151,20 +152,19 @@ class Router:
 def deployed(
     cascade: Cascade, loads: Sequence[Load], sizes: Sequence[Size], port: int, say: Callable[[str], None]
 ) -> Iterator[Callable[[Sequence, int], list[Answer]]]:
-    """The cascade at http://HOST:port/ and, for requests at hand, as a function: (requests, index of the first) to
-    their answers.
+    """Serve the cascade at http://HOST:port/; yield a function from (requests, index of the first) to their answers.
 
-    Raises InputError where Ray cannot be had or serves something else, the port is taken, the cluster cannot hold the
-    replicas, or a model cannot be loaded.
+    Raises InputError where Ray is not installed or serves another application, the port is taken, the cluster cannot
+    hold the replicas, or a model cannot be loaded.
     """
     from flexhybrid.jobs.ray_cluster import cluster
 
     _check_port(port)
     os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", str(START_S))  # 5 s: too short on a busy machine
-    with redirect_stdout(sys.stderr), cluster(say) as ray:  # Ray prints what its processes say; stdout is the result's
+    with redirect_stdout(sys.stderr), cluster(say) as ray:  # Ray prints its processes' output; stdout is for the result
         from ray import serve
 
-        if serve.status().proxies:  # whoever ends Serve ends all that it serves
+        if serve.status().proxies:  # to shut Serve down ends all of its applications
             raise InputError("Ray Serve is at work on this cluster already: end it first, with `serve shutdown`")
         router = _application(cascade, loads, sizes, ray)
         try:
@@ -188,7 +188,7 @@ def _check_port(port: int) -> None:
 
 
 def _start(serve, port: int) -> None:
-    """Ray Serve with its HTTP endpoint. It gives up an endpoint that is slow to come and begins another by itself."""
+    """Start Ray Serve with its HTTP endpoint. Serve itself replaces an endpoint that is slow to come up."""
     from ray.exceptions import RayError
 
     until = time.monotonic() + START_S
@@ -201,7 +201,7 @@ def _start(serve, port: int) -> None:
 
 
 def _application(cascade: Cascade, loads: Sequence[Load], sizes: Sequence[Size], ray):
-    """The router with a deployment of each model behind it, ready for ``serve.run``."""
+    """Return the router with a deployment of each model behind it, ready for ``serve.run``."""
     from ray import serve
 
     from flexhybrid.jobs.ray_cluster import ENVIRONMENT
@@ -215,10 +215,14 @@ def _application(cascade: Cascade, loads: Sequence[Load], sizes: Sequence[Size],
     for place, (name, load, size) in enumerate(zip(cascade.names, loads, sizes, strict=True)):
         options = {"num_cpus": cpus, "num_gpus": shares[place], "runtime_env": {"env_vars": environment}}
         replica = serve.deployment(Replica).options(
-            name=name, num_replicas=size.replicas, ray_actor_options=options, health_check_period_s=HEALTH_S,
-            max_ongoing_requests=2 * size.batch, graceful_shutdown_timeout_s=HEALTH_S,
+            name=name,
+            num_replicas=size.replicas,
+            ray_actor_options=options,
+            health_check_period_s=HEALTH_S,
+            max_ongoing_requests=2 * size.batch,
+            graceful_shutdown_timeout_s=HEALTH_S,
             max_constructor_retry_count=LOADS,
-        )  # fmt: skip
+        )
         handles.append(replica.bind(cascade, place, load, size.batch))
     router = serve.deployment(Router).options(
         name=ROUTER, ray_actor_options={"num_cpus": 0}, max_ongoing_requests=10_000, health_check_period_s=HEALTH_S
@@ -227,9 +231,9 @@ def _application(cascade: Cascade, loads: Sequence[Load], sizes: Sequence[Size],
 
 
 def shared_out(sizes: Sequence[Size], free: dict[str, float]) -> tuple[float, list[float]]:
-    """(CPUs of each replica, GPU share of a replica of each model) of what a cluster has ``free``.
+    """Return (CPUs of each replica, GPU share of a replica of each model), out of the cluster's ``free`` resources.
 
-    Raises InputError where shares that a plan asks for are more than there is: Serve would wait for ever.
+    Raises InputError where a plan asks for more GPUs than are free: Serve would wait for ever.
     """
     num, gpus = sum(size.replicas for size in sizes), free.get("GPU", 0.0)
     cpus = min(1.0, math.floor(100 * free.get("CPU", 1.0) / (num + 1)) / 100)
@@ -244,13 +248,13 @@ def shared_out(sizes: Sequence[Size], free: dict[str, float]) -> tuple[float, li
 
 
 def _cause(error: Exception) -> str:
-    """The line of a failed deployment that says why: the last one of the traceback that Serve passes on."""
+    """Return the line with a failed deployment's reason: the last one of the traceback that Serve passes on."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return next((line for line in reversed(lines) if re.match(r"[\w.]+(Error|Exception): ", line)), lines[0])
 
 
 def _own_folders() -> list[str]:
-    """Where this process finds modules that are not installed: a model may be one of them."""
+    """Return the folders in which this process finds modules that are not installed: a model may be one of them."""
     installed = (sys.prefix, sys.base_prefix)
     return [folder or os.getcwd() for folder in sys.path if not folder.startswith(installed)]
 
@@ -258,12 +262,13 @@ def _own_folders() -> list[str]:
 def _answer_all(handle, requests: Sequence, first: int) -> list[Answer]:
     from ray.exceptions import RayActorError
 
-    answers: list[Answer | None] = [None] * len(requests)
+    answers: dict[int, Answer] = {}
     for _ in range(ASK_AGAIN):
-        waiting = {i: handle.answer.remote(requests[i], first + i) for i, one in enumerate(answers) if one is None}
-        for i, one in waiting.items():
-            with suppress(RayActorError):  # the router died: the one that takes its place is asked
-                answers[i] = one.result()
-        if None not in answers:
-            return answers
+        missing = (i for i in range(len(requests)) if i not in answers)
+        waiting = {i: handle.answer.remote(requests[i], first + i) for i in missing}
+        for i, response in waiting.items():
+            with suppress(RayActorError):  # the router died: its successor is asked
+                answers[i] = response.result()
+        if len(answers) == len(requests):
+            return [answers[i] for i in range(len(requests))]
     raise InputError(f"the router of the cascade died {ASK_AGAIN} times")

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from flexhybrid.cascade.data import NO_LABEL, check_labels, read_labels, read_logits, read_requests, scored
-from flexhybrid.cascade.models import TOP_K, Model, Prediction, first_line, load_model, named_path, named_policies
+from flexhybrid.cascade.models import TOP_K, Model, ModelOutputs, first_line, load_model, named_path, named_policies
 from flexhybrid.cascade.routes import COSTS, TASKS, VERSION, CascadeModel, costs_of, read_json
 from flexhybrid.cascade.thresholds.confidence import calibrate
 from flexhybrid.cascade.thresholds.curve import Answers
@@ -67,7 +67,7 @@ class Fitted:
 
 def fit(
     models: Sequence[CascadeModel],
-    predictions: Sequence[Prediction],
+    predictions: Sequence[ModelOutputs],
     labels: np.ndarray,
     task: str = "classification",
     top_k: int | None = None,
@@ -150,7 +150,7 @@ def _predict_all(named, requests, labels, options: FitOptions, top_k: int | None
     return models, predictions, labels
 
 
-def _timed(model: Model, requests: Sequence) -> tuple[Prediction, float]:
+def _timed(model: Model, requests: Sequence) -> tuple[ModelOutputs, float]:
     """(predictions of all requests, seconds of one: the median batch's). InputError where the model raises."""
     parts, seconds = [], []
     for start in range(0, len(requests), BATCH):
@@ -169,12 +169,12 @@ def _timed(model: Model, requests: Sequence) -> tuple[Prediction, float]:
     return joined(parts), float(np.median(seconds))
 
 
-def joined(parts: Sequence[Prediction]) -> Prediction:
+def joined(parts: Sequence[ModelOutputs]) -> ModelOutputs:
     """Predictions of parts of the requests as one."""
     outputs = [output for part in parts for output in part.outputs]
     logits, counted = (np.concatenate([getattr(part, name) for part in parts]) for name in ("logits", "counted"))
     classes = None if parts[0].classes is None else np.concatenate([part.classes for part in parts])
-    return Prediction(outputs, logits, counted, classes)
+    return ModelOutputs(outputs, logits, counted, classes)
 
 
 def _answer_tokens(model: Model, answers: list, max_tokens: int) -> np.ndarray:
