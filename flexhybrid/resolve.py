@@ -108,7 +108,7 @@ def resolve_policy(policy: str | Path | Policy, shape: ModelShape) -> Policy | s
     if (found := policy_anywhere(name, shape)) is not None:
         return found
     if not needs_lines(name):  # only its shares are open: whether it can be run is known now
-        check_runnable(shape, policy_here(name, shape, None, 2, Workload.uniform(1, 1, 1), {}))
+        check_runnable(shape, policy_here(name, Problem(shape=shape), Workload.uniform(1, 1, 1)))
     return name
 
 
@@ -121,8 +121,7 @@ def settle_policy(name: str, problem: Problem, workload: Workload, link_gb_per_s
         return best_policy(problem, workload, link_gb_per_s)
     from policy_search.systems import policy_here
 
-    budgets = dict(problem.budgets.items())
-    return policy_here(name, problem.shape, problem.hardware, problem.bytes_per_element, workload, budgets)
+    return policy_here(name, problem, workload)
 
 
 def lossless_space(hardware: Hardware):
@@ -152,24 +151,15 @@ def best_policy(problem: Problem, workload: Workload, link_gb_per_s: float | Non
             "policy auto needs to know this machine: run `flexhybrid profile` once, or name a policy such as kv_only "
             "or hybrid(0.5)"
         )
-    from policy_search.search import search
+    from policy_search.search import SearchSettings, search
 
-    space = lossless_space(hardware)
+    settings = SearchSettings(max_batch=workload.num_requests, space=lossless_space(hardware))
     # The search knows requests of one length: the mean ones. Where the longest do not fit beside the weights that it
     # kept, keep fewer; where they do not fit at all, let the longest decide.
     longest = Workload.uniform(1, int(workload.prompt_tokens.max()), int(workload.max_tokens.max()))
     for lengths in (workload, longest):
-        most = workload.num_requests
         try:
-            policy = search(
-                problem.shape,
-                hardware,
-                problem.bytes_per_element,
-                lengths,
-                budgets=dict(problem.budgets.items()),
-                max_batch=most,
-                space=space,
-            ).policy
+            policy = search(problem, lengths, settings).policy
         except InputError:
             if lengths is longest:
                 raise

@@ -1,7 +1,7 @@
-"""The linear program of a choice for a reader: PuLP states it with named variables and rows, writes it, solves it.
+"""The linear program of a choice for a reader: PuLP states it with named variables and rows, and writes it to a file.
 
 Every row says what it is: ``decode_h2d_within_T`` (the loads of the decode end within its seconds),
-``device_memory_fits``, ``cache_shares_add_up``. PuLP is imported where it is used; nothing else needs it.
+``device_memory_fits``, ``cache_shares_add_up``. PuLP is imported only inside ``state``.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ GIB = 2**30
 
 
 def state(program: Program) -> pulp.LpProblem:
-    """The program in PuLP's terms: seconds, GiB, shares 0..1. Raises InputError where PuLP is not installed."""
+    """Return the program in PuLP's terms: seconds, GiB, shares 0..1. Raise InputError when PuLP is not installed."""
     try:
         import pulp
     except ImportError:
         raise InputError("writing a linear program needs PuLP: pip install 'pulp[highs]'") from None
-    option = program.option
-    problem = pulp.LpProblem(f"batch_{program.batch}_mini_batch_{program.bound}_{option.schedule}", pulp.LpMinimize)
+    name = f"batch_{program.batch}_mini_batch_{program.mini_batch_tokens}_{program.option.schedule}"
+    problem = pulp.LpProblem(name, pulp.LpMinimize)
     seconds = {phase: problem.add_variable(f"T_{phase}", 0) for phase in PHASES}
     cache = {entry: problem.add_variable(f"cache_{entry.replace('@', '_on_')}", 0) for entry in program.cache}
-    weights = {placement: problem.add_variable(f"weights_{_said(placement)}", 0) for placement in program.weights}
+    weights = {placement: problem.add_variable(f"weights_{_name_of(placement)}", 0) for placement in program.weights}
     problem += pulp.lpSum(w * seconds[phase] for w, phase in zip(program.counted, PHASES, strict=True)), "seconds"
     problem += pulp.lpSum(cache.values()) == 1, "cache_shares_add_up"
     problem += pulp.lpSum(weights.values()) == 1, "weight_shares_add_up"
@@ -45,12 +45,12 @@ def state(program: Program) -> pulp.LpProblem:
         total += float(program.constant[row] / unit)
         if phase != "memory":
             problem += total <= seconds[phase], f"{phase}_{name}_within_T"
-        elif np.isfinite(program.budgets[name]):
-            problem += total <= program.budgets[name] / unit, f"{name}_memory_fits"
+        elif np.isfinite(program.limits[name]):
+            problem += total <= program.limits[name] / unit, f"{name}_memory_fits"
     return problem
 
 
-def _said(placement: tuple[float, float, float]) -> str:
+def _name_of(placement: tuple[float, float, float]) -> str:
     """A vertex of the weights' shares as a name."""
     return "_and_".join(
         f"on_{tier}" if share == 1 else f"{share:g}_on_{tier}".replace(".", "p")
@@ -60,7 +60,7 @@ def _said(placement: tuple[float, float, float]) -> str:
 
 
 def write_lp(program: Program, path: str | Path) -> Path:
-    """Write the program as a ``.lp`` file. Raises InputError where that cannot be written."""
+    """Write the program as a ``.lp`` file. Raise InputError when the file cannot be written."""
     path = Path(path)
     problem = state(program)
     try:
@@ -68,14 +68,3 @@ def write_lp(program: Program, path: str | Path) -> Path:
     except OSError as error:
         raise InputError(f"cannot write the linear program to {path}: {error.strerror or error}") from None
     return path
-
-
-def solve_with_pulp(program: Program) -> tuple[float, dict[str, float]]:
-    """(seconds, value of each variable) of the optimum, by HiGHS through PuLP. Raises ValueError where it is none."""
-    import pulp
-
-    problem = state(program)
-    status = problem.solve(pulp.HiGHS(msg=False))
-    if pulp.LpStatus[status] != "Optimal":
-        raise ValueError(f"PuLP: {pulp.LpStatus[status]}")
-    return float(pulp.value(problem.objective)), {v.name: float(v.value()) for v in problem.variables()}

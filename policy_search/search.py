@@ -1,42 +1,39 @@
-"""One optimisation over all that a policy says: placement of weights and cache over three tiers, representations, bits,
-mini-batch and batch, row or column, where attention runs.
+"""One optimisation over everything that a policy says: placement of weights and cache over three tiers,
+representations, bits, mini-batch and batch, row or column, where attention runs.
 
-Every discrete choice leaves a linear program over shares (``grid``). All choices are bounded at once (``bound``); only
-those whose bound is within NEAR of the incumbent have their program solved by HiGHS (``lp``), are rounded to blocks and
-walked by the closed form (``rounding``), the most promising first. Then the batches between the grid's steps and the
-exchanges of blocks between entries are tried around the best. The winner can be confirmed on the virtual clock, and its
-program written for a reader (``audit``).
+Every discrete choice leaves a linear program over shares (``grid``). All choices are bounded at once (``lower_bound``);
+only those near the incumbent have their program solved by HiGHS (``lp``), are rounded to blocks and walked by
+``sim.array_clock`` (``rounding``), the most promising first (``branch_and_bound``). Then the batches between the grid's
+steps and the exchanges of blocks between entries are tried around the best. The winner can be confirmed on the virtual
+clock, and its program written for a reader (``audit``).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 
 import numpy as np
 
 from flexhybrid.core.context.cache_entries import TIERS
 from flexhybrid.core.errors import InputError, unknown
-from flexhybrid.core.hardware import Hardware
-from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Policy, Selection
-from flexhybrid.core.problem import problem_of
+from flexhybrid.core.problem import Problem
 from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
-from policy_search.audit import write_lp as write_program
-from policy_search.branch_and_bound import Hunt
-from policy_search.grid import (
+from policy_search.audit import write_lp
+from policy_search.branch_and_bound import BranchAndBound
+from policy_search.grid import ChoiceGrid, Program
+from policy_search.search_problem import (
     FULL,
     LOSSLESS,
-    MINI_BATCH_BOUNDS,
-    NATIVE,
+    MINI_BATCH_TOKENS,
     PLAIN,
-    Grid,
     Option,
-    Program,
-    Question,
+    SearchProblem,
     Space,
     batch_grid,
     pairs_of,
@@ -47,33 +44,81 @@ from sim.array_clock import Prediction, predict
 from sim.candidates import Candidates, mean_lengths
 from sim.virtual_clock import RunSummary, run, summarize
 
-__all__ = ["FULL", "LOSSLESS", "OBJECTIVES", "PLAIN", "SearchResult", "Space", "search"]
+__all__ = ["FULL", "LOSSLESS", "OBJECTIVES", "PLAIN", "SearchResult", "SearchSettings", "Space", "search"]
 
 OBJECTIVES = ("throughput", "latency", "decode_throughput")
-MAX_BATCH = 1024  #: requests that are tried where nothing else is said
+MAX_BATCH = 1024  #: requests that are tried by default
 MOST_CONFIRMED = 1_000_000  #: tasks of a run on the virtual clock: some ten seconds
-TASKS_OF_A_LAYER = 12  #: of a mini-batch, more or less
+TASKS_PER_LAYER = 12  #: of a mini-batch, approximately
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchSettings:
+    """What a search may choose, what it looks for and how long."""
+
+    batch: int | None = None  #: None: free up to ``max_batch`` (for latency: 1)
+    max_batch: int = MAX_BATCH
+    #: "throughput": generated tokens over the run's seconds; "latency": those seconds; "decode_throughput": generated
+    #: tokens over the decode's seconds
+    objective: str = "throughput"
+    space: Space = FULL
+    selection: Selection | None = None  #: a speculative one that may be used where it is faster; None: no selection
+    mini_batch_tokens: tuple[int, ...] = (
+        MINI_BATCH_TOKENS  #: sizes of a mini-batch that are tried; a single one is kept
+    )
+    weights_device: float | None = None  #: share of each layer; None: free
+    seeds: Iterable[
+        Policy
+    ] = ()  #: further policies to try: the answer is never worse than one that fits and is allowed
+    time_limit: float | None = None  #: seconds after which the best so far is returned, not proved
+    confirm: bool = False  #: walk the winner on the virtual clock where that takes at most MOST_CONFIRMED tasks
+    write_lp: Path | None = None  #: where to write the winner's program
+    prune: bool = True  #: False tries every choice
+
+    def __post_init__(self):
+        batch, tokens = self.batch, self.mini_batch_tokens
+        if self.objective not in OBJECTIVES:
+            raise unknown("objective", self.objective, OBJECTIVES)
+        if self.weights_device is not None and not 0 <= self.weights_device <= 1:
+            raise InputError(f"weights_device is {self.weights_device!r}; a share is a number from 0 to 1")
+        if (batch is not None and batch < 1) or self.max_batch < 1:
+            raise InputError("a batch has at least one request")
+        if batch is not None and self.max_batch != MAX_BATCH and batch > self.max_batch:
+            raise InputError(f"batch is {batch}, but max_batch {self.max_batch}: give one of the two")
+        if not tokens or min(tokens) < 1:
+            raise InputError(f"mini_batch_tokens is {tokens!r}; each must be a whole number >= 1")
+        if self.time_limit is not None and not self.time_limit >= 0:
+            raise InputError(f"time_limit is {self.time_limit!r}; it must be a number of seconds >= 0")
+        if self.selection is not None and (self.space.lossless or self.selection.method != "speculative"):
+            raise InputError(
+                "a selection that the search may use is speculative, and lossy: it cannot be lossless as well"
+            )
+
+    @property
+    def batches(self) -> np.ndarray:
+        """Batches that are tried."""
+        if self.batch is None and self.objective == "latency":
+            return np.array([1])
+        return batch_grid(self.max_batch) if self.batch is None else np.array([self.batch])
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The best policy and what was predicted of it."""
+    """The best policy and its prediction."""
 
     policy: Policy
     batch: int
-    prediction: dict  #: the closed form's row (``sim.array_clock.Prediction.row``)
-    act_share: float  #: of tokens
-    kv_act_bytes_ratio: float  #: KV bytes / ACT bytes of a request's context; inf without ACT
+    prediction: dict  #: the row of ``sim.array_clock.Prediction``
     num_choices: int  #: discrete choices
-    num_bounded_out: int  #: of them, left out by their bound
+    num_bounded_out: int  #: of them, left out by their lower bound
     num_lps: int  #: programs solved by HiGHS
     num_walked: int  #: policies priced with waiting
-    gap: float  #: by what share a policy of the space could be faster at most, under the closed form's sums
-    proved: bool  #: whether it came to its end: each choice that its bound did not exclude had its program solved
+    gap: float  #: share by which a policy of the space could be faster at most, under the sums that the programs hold
+    proved: bool  #: whether every choice that its lower bound did not exclude had its program solved
     search_s: float
-    question: Question
-    virtual: RunSummary | None = None  #: of the winner, when asked to confirm
-    #: the best with the selection that was asked for, whether it won or not; counts, gap and proof are of the others
+    problem: SearchProblem
+    virtual: RunSummary | None = None  #: of the winner, with ``confirm``
+    #: the best with the selection of the settings, whether it won or not; counts, gap and proof are without it
     selected: UnderSelection | None = None
 
     @property
@@ -82,15 +127,19 @@ class SearchResult:
         names = ("num_choices", "num_bounded_out", "num_lps", "num_walked")
         return {name.removeprefix("num_"): getattr(self, name) for name in names}
 
-    def program(self) -> Program:
-        """The linear program of the winner's discrete choice."""
-        p = self.policy
-        pair = np.array([float(self.batch)]), np.array([float(p.max_mini_batch_tokens)])
-        return Grid(self.question, [Option.of(p)], *pair).program(0)
+    @property
+    def act_share(self) -> float:
+        """ACT share of the tokens."""
+        return self.policy.share("act")
 
     @property
-    def num_candidates(self) -> int:
-        return self.num_choices
+    def kv_act_bytes_ratio(self) -> float:
+        """KV bytes / ACT bytes of a request's context, both copies of a both(…) entry counted; inf without ACT."""
+        shape, both = self.problem.shape, self.policy.share("both")
+        stored = self.policy.bits.element_bytes(self.problem.bytes_per_element)
+        act_bytes = (self.policy.share("act") + both) * shape.act_token_bytes(stored.act)
+        kv_bytes = (self.policy.share("kv") + both) * shape.kv_token_bytes(stored.kv)
+        return kv_bytes / act_bytes if act_bytes else float("inf")
 
     @property
     def binding(self) -> str:
@@ -103,152 +152,90 @@ class SearchResult:
         return {tier: int(self.prediction["peak_bytes"][tier]) for tier in TIERS}
 
 
-def search(
-    shape: ModelShape,
-    hardware: Hardware,
-    bytes_per_element: int,
-    workload: Workload,
-    *,
-    batch: int | None = None,
-    max_batch: int = MAX_BATCH,
-    objective: str = "throughput",
-    lossless: bool = False,
-    selection: Selection | None = None,
-    space: Space | None = None,
-    budgets: dict[str, float | None] | None = None,
-    max_mini_batch_tokens: int | None = None,
-    weights_device: float | None = None,
-    seeds: Iterable[Policy] = (),
-    time_limit: float | None = None,
-    confirm: bool = False,
-    write_lp=None,
-    prune: bool = True,
-) -> SearchResult:
-    """The best policy for requests of the workload's mean lengths.
+def search(problem: Problem, workload: Workload, settings: SearchSettings | None = None) -> SearchResult:
+    """Return the best policy for requests of the workload's mean lengths, within the problem's effective budgets.
 
-    ``batch``: None is free up to ``max_batch`` (for latency: 1). ``objective``: "throughput", generated tokens over the
-    whole run's seconds; "latency", the seconds themselves; "decode_throughput", over the decode's seconds. ``space``:
-    what a policy may say (FULL, LOSSLESS, PLAIN or one's own); ``lossless`` takes native bits alone. ``selection``: a
-    speculative one that may be used where it is faster; none is ever used unasked. ``budgets``:
-    bytes per tier; None takes the machine's, where it has none device and host are unlimited and there is no disk.
-    ``max_mini_batch_tokens`` and ``weights_device`` (share of each layer) None: free. ``seeds``: policies to try
-    besides; the answer is never worse than one of them that fits and that the space allows. ``time_limit``: seconds
-    after which the best so far is returned, not proved. ``confirm``: walk the winner on the virtual clock, where that
-    takes no more than MOST_CONFIRMED tasks. ``write_lp``: a path for the winner's program. ``prune`` False tries every
-    choice.
-
-    Raises InputError when nothing fits, naming what each tier lacks and the smallest change that would do.
+    Raise InputError when nothing fits, naming what each tier lacks and the smallest change that would do.
     """
     started = time.perf_counter()
-    _check(objective, batch, max_batch, max_mini_batch_tokens, weights_device, time_limit)
-    if selection is not None and (lossless or selection.method != "speculative"):
-        raise InputError("a selection that the search may use is speculative, and lossy: it cannot be lossless as well")
-    space = FULL if space is None else space
-    if lossless:
-        space = replace(space, weights_bits=(NATIVE,), kv_bits=(NATIVE,), act_bits=(NATIVE,))
+    settings = settings or SearchSettings()
     prompt_tokens, max_tokens = mean_lengths(workload)
-    question = Question(
-        shape, hardware, bytes_per_element, prompt_tokens, max_tokens, _budgets(hardware, budgets), space,
-        weights_device, objective,
-    )  # fmt: skip
-    if batch is None and objective == "latency":
-        batch = 1
-    batches = np.array([batch]) if batch is not None else batch_grid(max_batch)
-    bounds = (max_mini_batch_tokens,) if max_mini_batch_tokens else MINI_BATCH_BOUNDS
-    hunt = Hunt(question, started + time_limit if time_limit is not None else np.inf, prune)
-    hunt.explore(Grid(question, question.options, *pairs_of(question, batches, bounds)))
-    hunt.seed(seeds, batches, max_mini_batch_tokens)
-    if hunt.best is None:
-        found = tightest(question, int(batches.min()), bounds)
-        if found is None or found.lacking:
-            raise InputError(shortage(question, int(batches.min()), bounds, found))
-        hunt.take(hunt.evaluator.price_policy(found.policy, batches[:1]))
-    if prune:
-        hunt.finer_batches(batches, bounds)
-    hunt.exchange()
-    hunt.finer_shares()
-    result = _result(hunt, started, confirm, write_lp)
-    return result if selection is None else _with_selection(result, selection, batches, bounds, confirm)
+    searched = SearchProblem(
+        **{field.name: getattr(problem, field.name) for field in fields(Problem)},
+        prompt_tokens=prompt_tokens,
+        max_tokens=max_tokens,
+        space=settings.space,
+        weights_device=settings.weights_device,
+        objective=settings.objective,
+    )
+    batches, tokens = settings.batches, settings.mini_batch_tokens
+    deadline = np.inf if settings.time_limit is None else started + settings.time_limit
+    solver = BranchAndBound(searched, deadline, settings.prune)
+    solver.explore(ChoiceGrid(searched, searched.options, *pairs_of(searched, batches, tokens)))
+    solver.seed(settings.seeds, batches, tokens[0] if len(tokens) == 1 else None)
+    if solver.best is None:
+        smallest = int(batches.min())
+        least = tightest(searched, smallest, tokens)
+        if least is None or least.lacking:
+            raise InputError(shortage(searched, smallest, tokens, least))
+        solver.take(solver.evaluator.evaluate_policy(least.policy, batches[:1]))
+    if settings.prune:
+        solver.finer_batches(batches, tokens)
+    solver.exchange()
+    solver.finer_shares()
+    result = _result(solver, started)
+    if settings.write_lp is not None:
+        write_lp(_program(result), settings.write_lp)
+    if settings.selection is not None:
+        result = _with_selection(result, settings.selection, settings)
+    return replace(result, virtual=_confirmed(result)) if settings.confirm else result
 
 
-def _check(objective, batch, max_batch, max_mini_batch_tokens, weights_device, time_limit) -> None:
-    if objective not in OBJECTIVES:
-        raise unknown("objective", objective, OBJECTIVES)
-    if weights_device is not None and not 0 <= weights_device <= 1:
-        raise InputError(f"weights_device is {weights_device!r}; a share is a number from 0 to 1")
-    if (batch is not None and batch < 1) or max_batch < 1:
-        raise InputError("a batch has at least one request")
-    if batch is not None and max_batch != MAX_BATCH and batch > max_batch:
-        raise InputError(f"batch is {batch}, but max_batch {max_batch}: give one of the two")
-    if max_mini_batch_tokens is not None and max_mini_batch_tokens < 1:
-        raise InputError(f"max_mini_batch_tokens is {max_mini_batch_tokens!r}; it must be a whole number >= 1")
-    if time_limit is not None and not time_limit >= 0:
-        raise InputError(f"time_limit is {time_limit!r}; it must be a number of seconds >= 0")
-
-
-def _budgets(hardware: Hardware, given: dict[str, float | None] | None) -> dict[str, float]:
-    """Bytes per tier: what is given, else the machine's; infinity for none, nothing for a disk that is not known."""
-    sizes = {}
-    for tier in TIERS:
-        size = (given or {}).get(tier)
-        size = hardware.usable_memory(tier) if size is None else size
-        sizes[tier] = float(size) if size is not None else 0.0 if tier == "disk" else np.inf
-    return sizes
-
-
-def _result(hunt: Hunt, started: float, confirm: bool, lp) -> SearchResult:
-    q, best = hunt.question, hunt.best
-    row = _priced(q, best.policy, best.batch).row()
-    stored = best.policy.bits.element_bytes(q.bytes_per_element)
-    act, kv = best.policy.share("act"), best.policy.share("kv")
-    both = best.policy.share("both")
-    act_bytes = (act + both) * q.shape.act_token_bytes(stored.act)
-    kv_bytes = (kv + both) * q.shape.kv_token_bytes(stored.kv)
-    num_choices = sum(bounds.grid.num_choices for bounds in hunt.bounds)
-    result = SearchResult(
+def _result(solver: BranchAndBound, started: float) -> SearchResult:
+    best, problem = solver.best, solver.problem
+    num_choices = sum(known.grid.num_choices for known in solver.lower_bounds)
+    return SearchResult(
         policy=best.policy,
         batch=best.batch,
-        prediction=row,
-        act_share=act,
-        kv_act_bytes_ratio=kv_bytes / act_bytes if act_bytes else float("inf"),
+        prediction=_predicted(problem, best.policy, best.batch).row(),
         num_choices=num_choices,
-        num_bounded_out=num_choices - hunt.num_solved,
-        num_lps=hunt.num_lps,
-        num_walked=hunt.evaluator.num_walked,
-        gap=hunt.gap(),
-        proved=hunt.complete,
+        num_bounded_out=num_choices - solver.num_solved,
+        num_lps=solver.num_lps,
+        num_walked=solver.evaluator.num_walked,
+        gap=solver.gap(),
+        proved=solver.complete,
         search_s=time.perf_counter() - started,
-        question=q,
+        problem=problem,
     )
-    if lp is not None:
-        write_program(result.program(), lp)
-    return replace(result, virtual=_confirm(q, best.policy, best.batch)) if confirm else result
 
 
-def _priced(q: Question, policy: Policy, batch: int) -> Prediction:
-    candidates = Candidates(policy, np.array([float(batch)]), q.prompt_tokens, q.max_tokens)
-    return predict(q.shape, q.hardware, q.bytes_per_element, candidates)
+def _program(result: SearchResult) -> Program:
+    """Return the linear program of the winner's discrete choice."""
+    pair = np.array([float(result.batch)]), np.array([float(result.policy.max_mini_batch_tokens)])
+    return ChoiceGrid(result.problem, [Option.of(result.policy)], *pair).program(0)
 
 
-def _with_selection(result: SearchResult, selection: Selection, batches, bounds, confirm: bool) -> SearchResult:
-    """The best with the selection in the place of the one without, where it is faster."""
-    started, q = time.perf_counter(), result.question
-    selected = best_under_selection(q, selection, batches, bounds)
-    wins = selected.value > float(value_of(q.objective, _priced(q, result.policy, result.batch))[0])
+def _predicted(problem: SearchProblem, policy: Policy, batch: int) -> Prediction:
+    candidates = Candidates(policy, np.array([float(batch)]), problem.prompt_tokens, problem.max_tokens)
+    return predict(problem.shape, problem.hardware, problem.bytes_per_element, candidates)
+
+
+def _with_selection(result: SearchResult, selection: Selection, settings: SearchSettings) -> SearchResult:
+    """Return the result with the best policy under the selection in place of its own, where that is faster."""
+    started, problem = time.perf_counter(), result.problem
+    selected = best_under_selection(problem, selection, settings.batches, settings.mini_batch_tokens)
+    own = float(value_of(problem.objective, _predicted(problem, result.policy, result.batch))[0])
     result = replace(result, selected=selected, search_s=result.search_s + time.perf_counter() - started)
-    if not wins:
+    if selected.value <= own:
         return result
-    policy, batch = selected.policy, selected.batch
-    act, kv = (policy.share(one) * getattr(q.shape, f"{one}_token_bytes")(q.bytes_per_element) for one in ("act", "kv"))
-    return replace(
-        result, policy=policy, batch=batch, prediction=_priced(q, policy, batch).row(), act_share=policy.share("act"),
-        kv_act_bytes_ratio=kv / act if act else float("inf"), virtual=_confirm(q, policy, batch) if confirm else None,
-    )  # fmt: skip
+    prediction = _predicted(problem, selected.policy, selected.batch).row()
+    return replace(result, policy=selected.policy, batch=selected.batch, prediction=prediction)
 
 
-def _confirm(q: Question, policy: Policy, batch: int) -> RunSummary | None:
-    """The policy on the virtual clock; None for a run too long to walk."""
-    lengths = Workload.uniform(batch, q.prompt_tokens, q.max_tokens)
-    wave = admit(problem_of(q.shape, q.bytes_per_element, q.hardware), policy, lengths)
-    tasks = len(wave.mini_batches) * q.shape.num_layers * q.max_tokens * TASKS_OF_A_LAYER
-    return summarize(run(stream(wave), q.hardware)) if tasks <= MOST_CONFIRMED else None
+def _confirmed(result: SearchResult) -> RunSummary | None:
+    """Return the winner's run on the virtual clock; None for a run too long to walk."""
+    problem = result.problem
+    lengths = Workload.uniform(result.batch, problem.prompt_tokens, problem.max_tokens)
+    wave = admit(problem, result.policy, lengths)
+    tasks = len(wave.mini_batches) * problem.shape.num_layers * problem.max_tokens * TASKS_PER_LAYER
+    return summarize(run(stream(wave), problem.hardware)) if tasks <= MOST_CONFIRMED else None

@@ -1,8 +1,9 @@
 """InfiniGen's selection in the search: what it gains where the user allows it, and whether ACT pays under it.
 
-A selection changes what a policy costs in kind: a KV row is fetched for each head that wants it, an ACT row serves all
-heads and is recomputed, and layers that look at all tokens pay for all of them. So it is no term of the linear program:
-every mix in quarters, every twelfth of the weights and every cut into mini-batches is bounded, the best are walked.
+A selection changes the costs of a policy in kind: a KV row is fetched for each head that wants it, an ACT row serves
+all heads and is recomputed, and layers that look at all tokens pay for all of them. So it is no term of the linear
+program. Instead, every mix in quarters, every twelfth of the weights and every cut into mini-batches is bounded, and
+the best are walked.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ import numpy as np
 from flexhybrid.core.context.cache_entries import TIERS
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.policy import Placement, Policy, Selection
-from policy_search.grid import Question, pairs_of
+from policy_search.search_problem import SearchProblem, pairs_of
 from sim.array_clock import Prediction, predict
 from sim.candidates import Candidates
 
 ACT_SHARES = np.arange(5) / 4
 WEIGHT_SHARES = np.arange(13) / 12
-WALKED = 48  #: of each side, with ACT and without
+WALKED = 48  #: policies with ACT, and as many without
 
 
 @dataclass(frozen=True)
@@ -30,58 +31,66 @@ class UnderSelection:
     policy: Policy
     batch: int
     value: float  #: of the objective: tokens/s, or for latency seconds below zero
-    with_act: float | None  #: the same of the best that keeps any ACT; None: nothing with ACT fits
-    without_act: float | None
+    with_act: float | None  #: value of the best policy that keeps any ACT; None: nothing with ACT fits
+    without_act: float | None  #: value of the best policy without ACT; None: nothing without ACT fits
 
     @property
     def act_pays(self) -> bool:
         return self.with_act is not None and self.with_act > (self.without_act or -np.inf)
 
 
-def value_of(objective: str, found: Prediction) -> np.ndarray:
-    """The larger the better."""
+def value_of(objective: str, prediction: Prediction) -> np.ndarray:
+    """Return the objective of predictions; larger is better."""
     if objective == "latency":
-        return -found.total_s
-    return found.decode_tokens_per_s if objective == "decode_throughput" else found.tokens_per_s
+        return -prediction.total_s
+    return prediction.decode_tokens_per_s if objective == "decode_throughput" else prediction.tokens_per_s
 
 
-def best_under_selection(question: Question, selection: Selection, batches, bounds) -> UnderSelection:
-    """Raises InputError where nothing with this selection fits, or the policy cannot be planned."""
-    pairs = pairs_of(question, batches, bounds)
-    shares = WEIGHT_SHARES if question.weights_device is None else np.array([question.weights_device])
-    acts = ACT_SHARES if selection.pool == 1 and {"act@host", "kv@host"} <= set(question.space.entries) else np.zeros(1)
-    cut, device, act = (
-        one.reshape(-1) for one in np.meshgrid(np.arange(len(pairs[0])), shares, acts, indexing="ij")
-    )  # fmt: skip
-    policy = Policy("searched", cache={"act@host": 0.5, "kv@host": 0.5}, selection=selection)
-    if len(acts) == 1:
-        policy = replace(policy, cache={"kv@host": 1.0})
-    batch, bound = (one[cut] for one in pairs)
+def best_under_selection(
+    problem: SearchProblem, selection: Selection, batches: np.ndarray, mini_batch_tokens
+) -> UnderSelection:
+    """Return the best policy with a selection. Raise InputError when none fits, or it cannot be planned."""
+    batch, tokens = pairs_of(problem, batches, mini_batch_tokens)
+    device = WEIGHT_SHARES if problem.weights_device is None else np.array([problem.weights_device])
+    mixes = selection.pool == 1 and {"act@host", "kv@host"} <= set(problem.space.entries)
+    axes = np.meshgrid(np.arange(len(batch)), device, ACT_SHARES if mixes else np.zeros(1), indexing="ij")
+    pair, device, act = (values.reshape(-1) for values in axes)
+    batch, tokens = batch[pair], tokens[pair]
+    cache = {"act@host": 0.5, "kv@host": 0.5} if mixes else {"kv@host": 1.0}
+    policy = Policy("searched", cache=cache, selection=selection)
 
-    def priced(which: np.ndarray, walk: bool) -> Prediction:
-        cache = {"kv@host": 1.0 - act[which]} | ({"act@host": act[which]} if len(acts) > 1 else {})
+    def predicted(members: np.ndarray, walk: bool) -> Prediction:
         candidates = Candidates(
-            policy, batch[which], question.prompt_tokens, question.max_tokens, bound[which], cache, device[which], 0.0
-        )  # fmt: skip
-        return predict(question.shape, question.hardware, question.bytes_per_element, candidates, walk)
+            policy,
+            batch[members],
+            problem.prompt_tokens,
+            problem.max_tokens,
+            tokens[members],
+            cache={"kv@host": 1.0 - act[members]} | ({"act@host": act[members]} if mixes else {}),
+            weights_device=device[members],
+            weights_disk=0.0,
+        )
+        return predict(problem.shape, problem.hardware, problem.bytes_per_element, candidates, walk)
 
-    bounded = priced(np.arange(len(cut)), False)
-    fits = np.all([bounded.peak_bytes[tier] <= question.budgets[tier] for tier in TIERS], axis=0)
+    bounded = predicted(np.arange(len(pair)), False)
+    fits = np.all([bounded.peak_bytes[tier] <= problem.limits[tier] for tier in TIERS], axis=0)
     if not fits.any():
         raise InputError("no policy with the selection asked for fits the machine: leave it out, or give more memory")
-    hopes = np.where(fits, value_of(question.objective, bounded), -np.inf)
+    promise = np.where(fits, value_of(problem.objective, bounded), -np.inf)
     best: dict[bool, tuple[float, int]] = {}
     for has_act in (False, True):
         members = np.flatnonzero(fits & ((act > 0) == has_act))
         if len(members):
-            members = members[np.argsort(-hopes[members])[:WALKED]]
-            values = value_of(question.objective, priced(members, True))
+            members = members[np.argsort(-promise[members])[:WALKED]]
+            values = value_of(problem.objective, predicted(members, True))
             best[has_act] = float(values.max()), int(members[values.argmax()])
     value, winner = max(best.values())
-    shared = {"kv@host": 1.0 - float(act[winner]), "act@host": float(act[winner])}
+    shares = {"kv@host": 1.0 - float(act[winner]), "act@host": float(act[winner])}
     chosen = replace(
-        policy, cache={kind: share for kind, share in shared.items() if share},
+        policy,
+        cache={entry: share for entry, share in shares.items() if share},
         weights=Placement(device=float(device[winner]), host=1.0 - float(device[winner])),
-        max_mini_batch_tokens=int(bound[winner]),
-    )  # fmt: skip
-    return UnderSelection(chosen, int(batch[winner]), value, *(best.get(one, (None,))[0] for one in (True, False)))
+        max_mini_batch_tokens=int(tokens[winner]),
+    )
+    with_act, without_act = (best[has_act][0] if has_act in best else None for has_act in (True, False))
+    return UnderSelection(chosen, int(batch[winner]), value, with_act, without_act)

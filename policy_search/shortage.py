@@ -1,126 +1,101 @@
-"""What a search that found nothing says: which tier lacks how much, and the smallest change that would do; where the
-machine has not so much, what else may help."""
+"""Why a search found nothing: which tier is too small by how much, and the smallest change that would do."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from flexhybrid.core.context.cache_entries import TIERS
-from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.memory import gib
 from flexhybrid.core.policy import Policy
-from policy_search.grid import NATIVE, Grid, Question, batch_grid, pairs_of
-from policy_search.lower_bound import CHUNK, OPTIMAL, solve_side_by_side
+from policy_search.grid import ChoiceGrid
 from policy_search.lp import least_memory
-from policy_search.rounding import WEIGHT_STEPS, candidates_of, drafts_of, place_weights
+from policy_search.rounding import WEIGHT_STEPS, candidates_of, place_weights, round_shares
+from policy_search.search_problem import NATIVE, SearchProblem, pairs_of
 from sim.candidates import peak_bytes
 
-MOST_TRIED = 12  #: choices whose programs are rounded to policies, of those that lack least
+MOST_TRIED = 12  #: choices whose programs are rounded to policies, of those short of the least memory
 MIB = 2**20
 
 
-@dataclass(frozen=True)
-class Tightest:
-    """The policy that goes over the fewest budgets, and by the smallest factor."""
+class TightestPolicy(NamedTuple):
+    """The policy that goes over the fewest limits, and by the smallest factor."""
 
     policy: Policy
     peaks: dict[str, float]  #: tier -> bytes
     lacking: tuple[str, ...]  #: tiers that are too small; none: it fits
 
 
-def tightest(question: Question, batch: int, bounds) -> Tightest | None:
-    """What needs the least memory, whatever it costs in time; None where nothing may be said at all."""
-    q = question
-    grid = Grid(q, q.options, *pairs_of(q, np.array([batch]), bounds))
+def tightest(problem: SearchProblem, batch: int, mini_batch_tokens) -> TightestPolicy | None:
+    """Return what needs the least memory, whatever it costs in time; None where the space holds no policy at all."""
+    grid = ChoiceGrid(problem, problem.options, *pairs_of(problem, np.array([batch]), mini_batch_tokens))
     choices, best, least = np.arange(grid.num_choices), None, (len(TIERS) + 1, np.inf)
-    for tiers in (*((tier,) for tier in q.tiers), q.tiers):
-        found = least_memory(grid, choices, tiers)
-        for choice in np.argsort(found.value, kind="stable")[:MOST_TRIED]:
-            if not np.isfinite(found.value[choice]):
+    for tiers in (*((tier,) for tier in problem.tiers), problem.tiers):
+        solution = least_memory(grid, choices, tiers)
+        for choice in np.argsort(solution.value, kind="stable")[:MOST_TRIED]:
+            if not np.isfinite(solution.value[choice]):
                 break
-            weights = found.weights[choice] @ np.array(q.placements)
-            for policy, peaks in _peaks(grid, int(choice), found.cache[choice], weights):
-                factors = {tier: peaks[tier] / max(q.budgets[tier], 1.0) for tier in peaks}
-                lacking = tuple(tier for tier in factors if peaks[tier] > q.budgets[tier])
+            weights = solution.weights[choice] @ np.array(problem.placements)
+            for policy, peaks in _peaks(grid, int(choice), solution.cache[choice], weights):
+                factors = {tier: peaks[tier] / max(problem.limits[tier], 1.0) for tier in peaks}
+                lacking = tuple(tier for tier in peaks if peaks[tier] > problem.limits[tier])
                 if (change := (len(lacking), max(factors.values()))) < least:
-                    best, least = Tightest(policy, peaks, lacking), change
+                    best, least = TightestPolicy(policy, peaks, lacking), change
     return best
 
 
-def _peaks(grid: Grid, choice: int, shares: np.ndarray, weights: np.ndarray):
-    """(policy, bytes of every tier) of what a program's shares round to."""
-    q = grid.question
-    for draft, _ in drafts_of(grid, choice, shares):
-        device, disk, _ = place_weights(q, candidates_of(q, [draft]))
+def _peaks(grid: ChoiceGrid, choice: int, shares: np.ndarray, weights: np.ndarray):
+    """Yield (policy, bytes of every tier) of what a program's shares round to, with the weights that fit and with the
+    program's own."""
+    problem = grid.problem
+    for unplaced, _ in round_shares(grid, choice, shares):
+        device, disk, _ = place_weights(problem, candidates_of(problem, [unplaced]))
         less = np.floor(weights[:1] * WEIGHT_STEPS) / WEIGHT_STEPS
         for kept, moved in ((device, disk), (less, weights[2:])):
-            placed = candidates_of(q, [draft], None, kept, moved)
-            peaks = peak_bytes(q.shape, q.hardware, q.bytes_per_element, placed)
-            yield draft.policy(kept[0], moved[0]), {tier: float(peaks[tier][0]) for tier in q.tiers}
+            placed = candidates_of(problem, [unplaced], None, kept, moved)
+            peaks = peak_bytes(problem.shape, problem.hardware, problem.bytes_per_element, placed)
+            yield unplaced.policy(kept[0], moved[0]), {tier: float(peaks[tier][0]) for tier in problem.tiers}
 
 
-def shortage(question: Question, batch: int, bounds, found: Tightest | None) -> str:
-    """Why nothing fits ``batch`` requests, in one line for people. ``found``: their tightest policy."""
-    q = question
-    requests = f"{batch} request{'s' * (batch > 1)} computed in {8 * q.bytes_per_element} bits"
-    if found is None:
+def shortage(problem: SearchProblem, batch: int, mini_batch_tokens, best: TightestPolicy | None) -> str:
+    """Return why nothing fits ``batch`` requests, in one line for people. ``best``: their tightest policy."""
+    requests = f"{batch} request{'s' * (batch > 1)} computed in {8 * problem.bytes_per_element} bits"
+    if best is None:
         return f"no policy fits {requests}: what may be said leaves no place for the weights or the cache"
-    bits = found.policy.bits
+    peaks, bits, limits = best.peaks, best.policy.bits, problem.limits
     kept = "" if bits.native else f" with bits {bits.weights}/{bits.kv}/{bits.act}"
-    parts = [
-        f"{tier} memory: the least that would do{kept} is {gib(found.peaks[tier])}, the budget is "
-        f"{gib(q.budgets[tier])} ({gib(found.peaks[tier] - q.budgets[tier])} short)"
-        for tier in found.lacking
-    ]
-    lack = f"no policy fits {requests}: {'; '.join(parts)}"
-    change = " and ".join(f"{tier} memory to {-(-int(found.peaks[tier]) // MIB)}MiB" for tier in found.lacking)
-    fewer = _most_that_fit(q, batch, bounds)
-    if _machine_has(q.hardware, found):
-        return f"{lack}. Raise {change}{f', or lower the batch to {fewer}' if fewer else ''}"
-    ways = [f"lower the batch to {fewer}"] if fewer else ["a smaller model"]
-    ways += ["fewer bits"] * (q.space.weights_bits == (NATIVE,)) + ["a disk"] * ("disk" not in q.tiers)
-    return f"{lack}, more than the machine has. What may help: {', '.join(ways)}"
+    missing = "; ".join(
+        f"{tier} memory: the least that would do{kept} is {gib(peaks[tier])}, the budget is {gib(limits[tier])} "
+        f"({gib(peaks[tier] - limits[tier])} short)"
+        for tier in best.lacking
+    )
+    change = " and ".join(f"{tier} memory to {-(-int(peaks[tier]) // MIB)}MiB" for tier in best.lacking)
+    fewer = _most_that_fit(problem, batch, mini_batch_tokens)
+    if _machine_has(problem, peaks):
+        change += f", or lower the batch to {fewer}" if fewer else ""
+        return f"no policy fits {requests}: {missing}. Raise {change}"
+    ways = [f"lower the batch to {fewer}" if fewer else "a smaller model"]
+    ways += ["fewer bits"] * (problem.space.weights_bits == (NATIVE,)) + ["a disk"] * ("disk" not in problem.tiers)
+    return f"no policy fits {requests}: {missing}, more than the machine has. What may help: {', '.join(ways)}"
 
 
-def _machine_has(hardware: Hardware, found: Tightest) -> bool:
-    """Whether the policy would fit with budgets as large as the machine's memory, as far as that is known."""
-    sizes = {tier: size for tier in found.peaks if (size := hardware.usable_memory(tier)) is not None}
-    if hardware.device == "cpu":  # one memory, of which each of the two tiers has a part
-        both = [tier for tier in ("device", "host") if tier in sizes]
-        has = sum(sizes.pop(tier) for tier in both)
-        if both and found.peaks["device"] + found.peaks["host"] > has:
+def _machine_has(problem: SearchProblem, peaks: dict[str, float]) -> bool:
+    """Return whether ``peaks`` would fit with limits as large as the machine's memory, as far as that is known."""
+    usable = ((tier, problem.hardware.usable_memory(tier)) for tier in peaks)
+    sizes = {tier: size for tier, size in usable if size is not None}
+    if problem.device == "cpu":  # one memory, of which each of the two tiers has a part
+        shared = [sizes.pop(tier) for tier in ("device", "host") if tier in sizes]
+        if shared and peaks["device"] + peaks["host"] > sum(shared):
             return False
-    return all(found.peaks[tier] <= size for tier, size in sizes.items())
+    return all(peaks[tier] <= size for tier, size in sizes.items())
 
 
-def _most_that_fit(q: Question, batch: int, bounds) -> int:
-    """The largest smaller batch for which a policy fits, as far as the batches tried show; 0 where there is none."""
-    grid = batch_grid(batch - 1) if batch > 1 else np.array([], dtype=int)
-    low = _largest_fitting(q, grid, bounds)
-    between = np.arange(low + 1, min(grid[grid > low], default=batch))
-    return _largest_fitting(q, between, bounds) or low
-
-
-def _largest_fitting(q: Question, batches: np.ndarray, bounds) -> int:
-    """The largest of some batches for which a policy fits; 0: none. Programs tell which are worth a try."""
-    if not len(batches):
-        return 0
-    grid = Grid(q, q.options, *pairs_of(q, batches, bounds))
-    batch_of = grid.batch[grid.split(np.arange(grid.num_choices))[1]]
-    order = np.argsort(-batch_of, kind="stable")
-    tried: list[int] = []
-    for start in range(0, len(order), CHUNK):
-        choices = order[start : start + CHUNK]
-        programs = grid.programs(choices)
-        solved = solve_side_by_side(replace(programs, c=0.0 * programs.c))
-        for one in np.unique(batch_of[choices[solved.state == OPTIMAL]])[::-1]:
-            if int(one) not in tried:
-                tried.append(int(one))
-                found = tightest(q, int(one), bounds)
-                if found and not found.lacking:
-                    return int(one)
-            if len(tried) >= MOST_TRIED:
-                return 0
-    return 0
+def _most_that_fit(problem: SearchProblem, batch: int, mini_batch_tokens) -> int:
+    """Return the largest smaller batch for which a policy fits; 0 where there is none."""
+    fitting, too_large = 0, batch
+    while too_large - fitting > 1:
+        middle = (fitting + too_large) // 2
+        best = tightest(problem, middle, mini_batch_tokens)
+        fitting, too_large = (middle, too_large) if best and not best.lacking else (fitting, middle)
+    return fitting

@@ -8,10 +8,10 @@ weights_link, step_s, conversion, gemm.
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from flexhybrid.core.errors import InputError, unknown
 from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Placement, Policy
+from flexhybrid.core.problem import Problem
 from flexhybrid.core.task import RESOURCES
 from flexhybrid.core.workload import Workload
 from sim import presets
@@ -32,16 +33,33 @@ from sim.simulate import Outcome, budgets_of, simulate
 class Setting:
     """A model on a machine with requests of one length."""
 
-    shape: ModelShape
-    hardware: Hardware
+    problem: Problem
     batch: int
     prompt_tokens: int
     max_tokens: int
-    bytes_per_element: int = 2
 
     @property
     def workload(self) -> Workload:
         return Workload.uniform(self.batch, self.prompt_tokens, self.max_tokens)
+
+    @property
+    def machine(self) -> Hardware:
+        """The machine, which simulations need. Raise InputError when it is not known."""
+        if self.problem.hardware is None:
+            raise InputError("this machine was not profiled: run `flexhybrid profile` once")
+        return self.problem.hardware
+
+    def on(self, hardware: Hardware) -> Setting:
+        """Return the setting on another machine."""
+        return replace(self, problem=replace(self.problem, hardware=hardware))
+
+    def device_peak_bytes(self, policy: Policy, weights_device=None) -> np.ndarray:
+        """Return the device's bytes under a policy, [shares of the weights on the device]; None: the policy's share."""
+        weights_disk = None if weights_device is None else 0.0
+        lengths = self.batch, self.prompt_tokens, self.max_tokens
+        candidates = Candidates(policy, *lengths, weights_device=weights_device, weights_disk=weights_disk)
+        shape, width = self.problem.shape, self.problem.bytes_per_element
+        return predict(shape, self.machine, width, candidates, walk=False).peak_bytes["device"]
 
 
 @dataclass(frozen=True)
@@ -53,234 +71,235 @@ class System:
     hardware: Hardware
 
 
-def _flexgen(setting: Setting, host_attention: bool = False, compress: bool = False) -> Policy:
-    from policy_search.papers.flexgen import flexgen_policy
+def _flexgen(setting: Setting, **options) -> Policy:
+    from policy_search.papers.flexgen import FlexGenOptions, flexgen_policy
 
-    return flexgen_policy(
-        setting.shape, setting.hardware, setting.workload, setting.bytes_per_element, batch=setting.batch,
-        host_attention=host_attention, compress=compress,
-    ).policy  # fmt: skip
+    return flexgen_policy(setting.problem, setting.workload, FlexGenOptions(batch=setting.batch, **options)).policy
 
 
-def _capture(
-    setting: Setting, ratio: bool = True, packing: bool = True, device_act: bool = True, balance: str = "paper"
-) -> Policy:
-    from policy_search.papers.algorithm1 import capture_policy
+def _capture(setting: Setting, **options) -> Policy:
+    from policy_search.papers.capture import CaptureOptions, capture_policy
 
-    return capture_policy(
-        setting.shape, setting.hardware, setting.workload, setting.bytes_per_element, batch=setting.batch,
-        balance=balance, ratio=ratio, packing=packing, device_act=device_act,
-    )  # fmt: skip
+    return capture_policy(setting.problem, setting.workload, CaptureOptions(batch=setting.batch, **options))
 
 
 def _searched(setting: Setting, lossless: bool = False) -> Policy:
-    from policy_search.search import search
+    from policy_search.search import FULL, LOSSLESS, SearchSettings, search
 
-    return search(
-        setting.shape, setting.hardware, setting.bytes_per_element, setting.workload, batch=setting.batch,
-        lossless=lossless,
-    ).policy  # fmt: skip
+    settings = SearchSettings(batch=setting.batch, space=LOSSLESS if lossless else FULL)
+    return search(setting.problem, setting.workload, settings).policy
 
 
 def _uvm(setting: Setting, fault_gb_per_s: float = 4.0) -> System:
-    """Unified memory: what is touched migrates page by page. What fits the device migrates once; what does not, is
-    touched in a cycle over all layers, so that the oldest pages, those needed soonest, are the ones that make room: all
-    of it migrates every iteration. 4 GB/s with evictions is what InfiniGen's Fig. 14 and 15 imply."""
+    """Unified memory: what is touched migrates page by page. What fits the device migrates once. What does not fit is
+    touched in a cycle over all layers, and the oldest pages, those needed soonest, make room: all of it migrates every
+    iteration. 4 GB/s with evictions is what InfiniGen's Fig. 14 and 15 imply."""
     if not 0 < fault_gb_per_s < float("inf"):
         raise InputError(f"uvm: fault_gb_per_s is {fault_gb_per_s}; it must be a number > 0")
-    policy = presets.ideal()
-    peak = predict(
-        setting.shape, setting.hardware, setting.bytes_per_element,
-        Candidates(policy, setting.batch, setting.prompt_tokens, setting.max_tokens), walk=False,
-    ).peak_bytes["device"]  # fmt: skip
-    hardware = replace(setting.hardware, device_memory=None)
-    if float(peak[0]) <= (setting.hardware.usable_memory("device") or float("inf")):
+    policy, hardware = presets.ideal(), replace(setting.machine, device_memory=None)
+    budget = setting.problem.effective_budgets.device
+    if budget is None or float(setting.device_peak_bytes(policy)[0]) <= budget:
         return System("uvm", replace(policy, name="uvm"), hardware)
     line = hardware.line("load_weights", "h2d")
     paged = replace(line, s_per_byte=1e-9 / fault_gb_per_s, samples=(), r2=None)
     lines = {**hardware.lines, **{verb: paged for verb in ("load_weights", "load_kv", "store_kv")}}
-    moved = replace(presets.offloaded(weights=Placement(host=1.0)), name="uvm")
-    return System("uvm", moved, replace(hardware, lines=lines))
+    migrating = replace(presets.offloaded(weights=Placement(host=1.0)), name="uvm")
+    return System("uvm", migrating, replace(hardware, lines=lines))
 
 
 def _ideal(setting: Setting) -> System:
-    return System("ideal", presets.ideal(), replace(setting.hardware, device_memory=None))
+    return System("ideal", presets.ideal(), replace(setting.machine, device_memory=None))
 
 
-def _fastdecode(setting: Setting, gpus: int = 1, **options) -> System:
+def _fastdecode(setting: Setting, gpus: int = 1) -> System:
     """One of ``gpus`` GPUs that share a host's cores: attention on the host gets its part of them."""
-    hardware = on(Implementation("fastdecode", sharers=gpus), setting.hardware)
-    policy = _keep_what_fits(setting, presets.fastdecode(**options))
-    return System("fastdecode", policy, hardware)
-
-
-def _plain(function: Callable[..., Policy]) -> Callable[..., Policy]:
-    """A preset with its options; ``weights_device`` is the resident share of the weights.
-
-    A system that keeps its weights on the device keeps, where they do not all fit, as many twelfths of each layer as
-    do: a matrix of attention is a twelfth of an OPT layer, and FlexGen places whole matrices.
-    """
-    takes_weights = "weights" in inspect.signature(function).parameters
-
-    def make(setting: Setting, weights_device: float | None = None, **options) -> Policy:
-        arguments = (setting.shape,) if function is presets.hybrid_static else ()
-        if weights_device is not None:
-            options["weights"] = Placement(device=weights_device, host=1.0 - weights_device)
-        policy = function(*arguments, **options)
-        if weights_device is None and takes_weights and policy.weights.device == 1.0:
-            return _keep_what_fits(setting, policy)
-        return policy
-
-    own = [p for p in inspect.signature(function).parameters.values() if p.name not in ("shape", "weights")]
-    first = [inspect.Parameter("setting", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
-    resident = inspect.Parameter("weights_device", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="float")
-    last = [resident] if takes_weights else []
-    make.__signature__ = inspect.Signature(first + own + last)
-    return make
+    hardware = on(Implementation("fastdecode", sharers=gpus), setting.machine)
+    return System("fastdecode", _keep_what_fits(setting, presets.fastdecode()), hardware)
 
 
 def _keep_what_fits(setting: Setting, policy: Policy) -> Policy:
-    budget = setting.hardware.usable_memory("device")
+    """Return the policy with as many twelfths of each layer's weights on the device as fit."""
+    budget = setting.problem.effective_budgets.device
     if budget is None:
         return policy
     shares = np.arange(12, -1, -1) / 12
-    candidates = Candidates(
-        policy, setting.batch, setting.prompt_tokens, setting.max_tokens, weights_device=shares, weights_disk=0.0
-    )
-    peak = predict(setting.shape, setting.hardware, setting.bytes_per_element, candidates, walk=False).peak_bytes
-    fitting = np.flatnonzero(peak["device"] <= budget)
+    fitting = np.flatnonzero(setting.device_peak_bytes(policy, shares) <= budget)
     share = float(shares[fitting[0]]) if len(fitting) else 0.0
     return replace(policy, weights=Placement(device=share, host=1.0 - share))
 
 
-#: name -> function(setting, **options) -> Policy or System
-SYSTEMS: dict[str, Callable] = {
-    **{name: _plain(function) for name, function in presets.PRESETS.items()},
-    "hybrid": _plain(presets.hybrid),
-    "flexgen": _flexgen,
-    "capture": _capture,
-    "uvm": _uvm,
-    "ideal": _ideal,
-    "fastdecode": _fastdecode,
-    "searched": _searched,
+class Kind(NamedTuple):
+    """What the value of an option must be: in words, and as a test of the value that was read."""
+
+    wanted: str
+    accepts: Callable[[object], bool]
+
+
+FLAG = Kind("true or false", lambda value: isinstance(value, bool))
+COUNT = Kind("a whole number >= 1", lambda value: type(value) is int and value >= 1)
+NUMBER = Kind("a number", lambda value: type(value) in (int, float))
+WORD = Kind("a word", lambda value: isinstance(value, str))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """How a system is made, and the options that its call takes, in the order in which a call may give them."""
+
+    make: Callable[..., Policy | System]  #: (setting, **options)
+    options: dict[str, Kind] = field(default_factory=dict)
+    required: str | None = None  #: the option that has no default
+    reads_lines: bool = False  #: whether its own placement is found on the lines of a machine
+    only_simulated: str | None = None  #: why no policy stands for it on a real machine
+
+
+def _preset(function: Callable[..., Policy], options: dict[str, Kind], required: str | None = None) -> Entry:
+    """The entry of a preset. Its option ``weights_device`` is the resident share of the weights.
+
+    A system that keeps its weights on the device keeps, where they do not all fit, as many twelfths of each layer as
+    do: a matrix of attention is a twelfth of an OPT layer, and FlexGen places whole matrices.
+    """
+
+    def make(setting: Setting, weights_device: float | None = None, **arguments) -> Policy:
+        if function is presets.hybrid_static:
+            arguments["shape"] = setting.problem.shape
+        if weights_device is not None:
+            arguments["weights"] = Placement(device=weights_device, host=1.0 - weights_device)
+        policy = function(**arguments)
+        if weights_device is None and policy.weights.device == 1.0:
+            return _keep_what_fits(setting, policy)
+        return policy
+
+    return Entry(make, options, required)
+
+
+_WEIGHTS = {"weights_device": NUMBER}
+_SIZES = {"max_mini_batch_tokens": COUNT, **_WEIGHTS}
+_SERIAL = {"max_mini_batch_tokens": COUNT, "overlap": FLAG, **_WEIGHTS}
+_FRACTIONS = dict.fromkeys(("alpha", "partial_ratio", "cap", "pool"), NUMBER)
+_INFINIGEN = {**_FRACTIONS, "victim": WORD, "whole_layers": COUNT, "expected": NUMBER, **_SIZES}
+_CAPTURE = {"ratio": FLAG, "packing": FLAG, "device_act": FLAG, "balance": WORD}
+_PAGES_FAULT = "its pages move when the hardware faults, not when a plan says so"
+
+#: A new system is a function that returns a policy (``sim.presets``), and its line here.
+SYSTEMS: dict[str, Entry] = {
+    "kv_only": _preset(presets.kv_only, _SIZES),
+    "act_only": _preset(presets.act_only, _SIZES),
+    "hybrid_static": _preset(presets.hybrid_static, _SIZES),
+    "resident": _preset(presets.resident, _SIZES),
+    "ideal": Entry(_ideal),
+    "deepspeed": _preset(presets.deepspeed, {}),
+    "accelerate": _preset(presets.accelerate, _WEIGHTS),
+    "token_recompute": _preset(presets.token_recompute, {"ratio": NUMBER, **_SIZES}, required="ratio"),
+    "kvpr_row": _preset(presets.kvpr_row, {"split": WORD, "act": WORD, **_WEIGHTS}),
+    "kvpr_column": _preset(presets.kvpr_column, {"split": WORD, "hiding": FLAG, **_SIZES}),
+    "offloaded": _preset(presets.offloaded, _SERIAL),
+    "int4": _preset(presets.int4, _SERIAL),
+    "h2o": _preset(presets.h2o, {"budget": NUMBER, **_SIZES}),
+    "infinigen": _preset(presets.infinigen, _INFINIGEN),
+    "fastdecode": Entry(_fastdecode, {"gpus": COUNT}),
+    "hybrid": _preset(presets.hybrid, {"share": NUMBER, **_SIZES}, required="share"),
+    "flexgen": Entry(_flexgen, {"host_attention": FLAG, "compress": FLAG}, reads_lines=True),
+    "capture": Entry(_capture, _CAPTURE, reads_lines=True),
+    "uvm": Entry(_uvm, {"fault_gb_per_s": NUMBER}, only_simulated=_PAGES_FAULT),
+    "searched": Entry(_searched, {"lossless": FLAG}, reads_lines=True),
 }
 
-_IMPLEMENTATION = {f.name for f in fields(Implementation)} - {"name", "source", "sharers"}
+#: Options of every system: ``sim.implementation``.
+_QUALITIES = dict.fromkeys(("cache_link", "conversion", "gemm", "step_s", "weights_link"), NUMBER)
 _CALL = re.compile(r"\s*([a-z0-9_]+)\s*(?:\((.*)\))?\s*", re.DOTALL)
 
 
 def names() -> list[str]:
-    """All systems, in the order of their definition."""
+    """Return the names of all systems, in the order of their definition."""
     return list(SYSTEMS)
 
 
 def check(text: str) -> str:
-    """The text itself if it names a system with options it takes. Raises InputError otherwise."""
+    """Return the text if it names a system with options that it takes, else raise InputError."""
     parse(text)
     return text
 
 
 def parse(text: str) -> tuple[str, dict]:
-    """(name, options) of a system written as a call. Raises InputError: unknown name, bad or missing value."""
+    """Return (name, options) of a system written as a call. Raise InputError for an unknown name or option, a value of
+    the wrong kind, and a required option that is missing."""
     match = _CALL.fullmatch(text) if isinstance(text, str) else None
     name = match[1] if match else text
-    if name not in SYSTEMS:
+    if match is None or name not in SYSTEMS:
         raise unknown("system", name, names())
-    takes = {
-        key: p for key, p in inspect.signature(SYSTEMS[name]).parameters.items() if key not in ("setting", "options")
-    }
-    accepted = list(takes)
+    entry, accepted = SYSTEMS[name], list(SYSTEMS[name].options)
     options: dict = {}
-    for place, argument in enumerate(filter(None, (a.strip() for a in (match[2] or "").split(",")))):
+    for position, argument in enumerate(filter(None, (a.strip() for a in (match[2] or "").split(",")))):
         key, equals, value = (part.strip() for part in argument.partition("="))
         if not equals:
-            if place >= len(accepted):
+            if position >= len(accepted):
                 raise InputError(f"system {text!r}: {name} takes {len(accepted)} options ({', '.join(accepted)})")
-            key, value = accepted[place], key
-        if key not in accepted and key not in _IMPLEMENTATION:
-            raise unknown(f"option of {name}", key, [*accepted, *sorted(_IMPLEMENTATION)])
+            key, value = accepted[position], key
+        kind = entry.options.get(key) or _QUALITIES.get(key)
+        if kind is None:
+            raise unknown(f"option of {name}", key, [*accepted, *_QUALITIES])
         if key in options:
             raise InputError(f"system {text!r}: option {key} is given twice")
         options[key] = _value(value)
-        if key in takes and (wanted := _misfit(takes[key], options[key])):
-            raise InputError(f"system {text!r}: {key} is {value!r}; it must be {wanted}")
-    if missing := [key for key, p in takes.items() if p.default is p.empty and key not in options]:
-        raise InputError(f"system {text!r}: {name} needs {missing[0]}; write {name}(0.4), for example")
+        if not kind.accepts(options[key]):
+            raise InputError(f"system {text!r}: {key} is {value!r}; it must be {kind.wanted}")
+    if entry.required and entry.required not in options:
+        raise InputError(f"system {text!r}: {name} needs {entry.required}; write {name}(0.4), for example")
     return name, options
 
 
-#: What an option of each type takes, in words.
-_WANTED = {"bool": "true or false", "int": "a whole number >= 1", "float": "a number", "str": "a word"}
-
-
-def _misfit(parameter: inspect.Parameter, value) -> str | None:
-    """What an option's value must be, where it is not; None where it serves."""
-    kind = parameter.annotation if isinstance(parameter.annotation, str) else type(parameter.default).__name__
-    kind = kind.removesuffix(" | None")
-    flag = isinstance(value, bool)
-    serves = {
-        "bool": flag,
-        "int": isinstance(value, int) and not flag and value >= 1,
-        "float": isinstance(value, (int, float)) and not flag,
-        "str": isinstance(value, str),
-    }
-    return None if serves[kind] else _WANTED[kind]
-
-
-def _value(text: str):
+def _value(text: str) -> bool | int | float | str:
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
-    for kind in (int, float):
+    for read in (int, float):
         try:
-            return kind(text)
+            return read(text)
         except ValueError:
             pass
     return text
 
 
 def system(text: str, setting: Setting) -> System:
-    """A system for a setting. Raises InputError for a name, option or value that is not known, and where the system's
-    own placement finds nothing that fits."""
+    """Return a system for a setting. Raise InputError for an unknown name, option or value, and where the system's own
+    placement finds nothing that fits."""
     name, options = parse(text)
-    quality = {key: options.pop(key) for key in list(options) if key in _IMPLEMENTATION}
-    for key, value in quality.items():
-        if isinstance(value, (bool, str)):
-            raise InputError(f"system {text!r}: {key} is {value!r}; it must be a number")
+    quality = {key: options.pop(key) for key in _QUALITIES if key in options}
     if quality:
-        setting = replace(setting, hardware=on(Implementation(name, **quality), setting.hardware))
-    made = SYSTEMS[name](setting, **options)
-    return made if isinstance(made, System) else System(text, made, setting.hardware)
+        setting = setting.on(on(Implementation(name, **quality), setting.machine))
+    made = SYSTEMS[name].make(setting, **options)
+    return made if isinstance(made, System) else System(text, made, setting.machine)
 
 
 def run_system(text: str, setting: Setting, clock: str = "closed") -> Outcome:
     """Simulate a system by name."""
     made = system(text, setting)
     return simulate(
-        setting.shape, made.hardware, made.policy, setting.batch, setting.prompt_tokens, setting.max_tokens,
-        setting.bytes_per_element, clock, budgets_of(made.hardware),
-    )  # fmt: skip
+        setting.problem.shape,
+        made.hardware,
+        made.policy,
+        setting.batch,
+        setting.prompt_tokens,
+        setting.max_tokens,
+        bytes_per_element=setting.problem.bytes_per_element,
+        clock=clock,
+        budgets=budgets_of(made.hardware),
+    )
 
 
 # ---- what the executor runs of them
 
-#: Systems that no policy stands for on a real machine, and why. What of a policy is refused, the executor itself says.
-SIMULATED_ONLY = {"uvm": "its pages move when the hardware faults, not when a plan says so"}
-
-#: Systems whose own placement is found on the lines of a machine.
-_PLACED = ("flexgen", "capture", "searched")
-
-#: Where only bytes are asked for: any seconds do.
+#: The machine where only bytes matter: any seconds do.
 _NOWHERE = Hardware("nowhere", "cpu", {resource: Line(overhead_s=1.0) for resource in RESOURCES})
 
 
 def check_run(text: str) -> None:
     """Raise InputError, by name and with the reason, for a system or an option that the executor cannot run."""
     name, options = parse(text)
-    if name in SIMULATED_ONLY:
-        raise InputError(f"system {text!r} cannot be run: {SIMULATED_ONLY[name]}; `flexhybrid simulate` can")
+    if reason := SYSTEMS[name].only_simulated:
+        raise InputError(f"system {text!r} cannot be run: {reason}; `flexhybrid simulate` can")
     if name == "fastdecode" and options.get("gpus", 1) != 1:
         raise InputError(f"system {text!r} cannot be run: there is one device here; `flexhybrid simulate` takes more")
-    if foreign := sorted(_IMPLEMENTATION & options.keys()):
+    if foreign := sorted(_QUALITIES.keys() & options.keys()):
         raise InputError(
             f"system {text!r} cannot be run: {foreign[0]} says how well other code uses a machine, and here it is ours "
             "that runs; `flexhybrid simulate` takes it"
@@ -288,48 +307,40 @@ def check_run(text: str) -> None:
 
 
 def needs_lines(text: str) -> bool:
-    """Whether a system's placement is found on the lines of a machine."""
-    return parse(text)[0] in _PLACED
+    """Return whether a system's own placement is found on the lines of a machine."""
+    return SYSTEMS[parse(text)[0]].reads_lines
 
 
 def policy_anywhere(text: str, shape: ModelShape) -> Policy | None:
-    """The policy of a system that is the same on every machine and for all requests; None for one that is not.
+    """Return the policy of a system that depends neither on the machine nor on the requests; None for another system.
 
-    Raises InputError as ``check_run`` does.
+    Raise InputError as ``check_run`` does.
     """
     check_run(text)
     name, options = parse(text)
     if needs_lines(text):
         return None
-    policy = _policy(text, Setting(shape, _NOWHERE, 1, 1, 1))
-    stays = policy.weights.device < 1 or "weights_device" in options or name in ("resident", "ideal")
-    return policy if stays else None
+    policy = _named_policy(text, Setting(Problem(shape=shape, hardware=_NOWHERE), 1, 1, 1))
+    fixed = policy.weights.device < 1 or "weights_device" in options or name in ("resident", "ideal")
+    return policy if fixed else None
 
 
-def policy_here(
-    text: str, shape: ModelShape, hardware: Hardware | None, bytes_per_element: int, workload: Workload,
-    budgets: dict[str, int | None],
-) -> Policy:  # fmt: skip
-    """The policy of a system for this machine and the longest of these requests.
+def policy_here(text: str, problem: Problem, workload: Workload) -> Policy:
+    """Return the policy of a system for a machine, with its effective budgets, and the longest of these requests.
 
-    ``budgets``: bytes per tier; None takes what the machine has. Raises InputError as ``check_run`` does, where nothing
-    fits, and where no machine is known to a system that takes one.
+    Raise InputError as ``check_run`` does, where nothing fits, and for a system whose placement depends on a machine
+    that is not known.
     """
-    if (policy := policy_anywhere(text, shape)) is not None:
+    if (policy := policy_anywhere(text, problem.shape)) is not None:
         return policy
-    if hardware is None and needs_lines(text):
-        raise InputError(f"system {text!r} needs to know this machine: run `flexhybrid profile` once")
-    hardware = hardware or _NOWHERE
-    sizes = {f"{tier}_memory": size for tier, size in budgets.items() if size is not None}
-    if "device_memory" in sizes:
-        sizes["device_reserve"] = 0  # a budget is what may be used
-    prompt, generated = int(workload.prompt_tokens.max()), int(workload.max_tokens.max())
-    setting = Setting(
-        shape, replace(hardware, **sizes), workload.num_requests, prompt, generated, bytes_per_element
-    )  # fmt: skip
-    return _policy(text, setting)
+    if problem.hardware is None:
+        if needs_lines(text):
+            raise InputError(f"system {text!r} needs to know this machine: run `flexhybrid profile` once")
+        problem = replace(problem, hardware=_NOWHERE)
+    prompt_tokens, max_tokens = int(workload.prompt_tokens.max()), int(workload.max_tokens.max())
+    return _named_policy(text, Setting(problem, workload.num_requests, prompt_tokens, max_tokens))
 
 
-def _policy(text: str, setting: Setting) -> Policy:
-    """Under the name that it was asked for."""
+def _named_policy(text: str, setting: Setting) -> Policy:
+    """Return the policy of a system, named as it was asked for."""
     return replace(system(text, setting).policy, name=text.strip())

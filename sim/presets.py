@@ -6,8 +6,6 @@ Those whose placement the papers find by an optimisation of their own (FlexGen, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from flexhybrid.core.context.selection import WHOLE_LAYERS
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.shape import ModelShape
@@ -171,23 +169,3 @@ def fastdecode(max_mini_batch_tokens: int = 8192, weights: Placement = _RESIDENT
         "fastdecode", weights, cache={"kv@host": 1.0}, attention="host", packing="fifo",
         max_mini_batch_tokens=max_mini_batch_tokens,
     )  # fmt: skip
-
-
-#: Presets that take options alone; hybrid_static takes the shape first.
-PRESETS: dict[str, Callable[..., Policy]] = {
-    "kv_only": kv_only,
-    "act_only": act_only,
-    "hybrid_static": hybrid_static,
-    "resident": resident,
-    "ideal": ideal,
-    "deepspeed": deepspeed,
-    "accelerate": accelerate,
-    "token_recompute": token_recompute,
-    "kvpr_row": kvpr_row,
-    "kvpr_column": kvpr_column,
-    "offloaded": offloaded,
-    "int4": int4,
-    "h2o": h2o,
-    "infinigen": infinigen,
-    "fastdecode": fastdecode,
-}

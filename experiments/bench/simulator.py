@@ -74,12 +74,14 @@ def bench_peer(table) -> None:
 _ONE_SEARCH = """
 import json, sys
 from flexhybrid.core.model.shape import shape_by_name
+from flexhybrid.core.problem import Problem
 from flexhybrid.core.workload import Workload
 from policy_search.search import search
 from sim import catalogue
 model, hardware, prompt, generated = json.loads(sys.argv[1])
 workload = Workload.uniform(1, prompt, generated)
-print(json.dumps([search(shape_by_name(model), catalogue.load(hardware), 2, workload).search_s for _ in range(3)]))
+problem = Problem(shape=shape_by_name(model), hardware=catalogue.load(hardware))
+print(json.dumps([search(problem, workload).search_s for _ in range(3)]))
 """
 
 

@@ -12,6 +12,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -51,7 +52,7 @@ from flexhybrid.runtime.storage.loader import RandomWeights
 from flexhybrid.runtime.storage.weights import Weights
 from flexhybrid.runtime.threads import torch_threads
 from flexhybrid.sampling_params import SamplingParams
-from policy_search.search import search
+from policy_search.search import SearchSettings, search
 from sim.array_clock import predict
 from sim.candidates import Candidates
 from sim.catalogue import load
@@ -97,11 +98,11 @@ def bench_predictions(table: Table, generator: np.random.Generator) -> None:
 
 def bench_search(table: Table, model: str, machine: str) -> None:
     """The whole search over all that a policy says. The first of a process builds what later ones find built."""
-    shape, hardware, workload = shape_by_name(model), load(machine), Workload.uniform(1, 512, 32)
+    problem, workload = Problem(shape=shape_by_name(model), hardware=load(machine)), Workload.uniform(1, 512, 32)
     times = []
     for _ in range(5):
         start = time.perf_counter()
-        found = search(shape, hardware, 2, workload)
+        found = search(problem, workload)
         times.append(time.perf_counter() - start)
     more = {**found.counts, "again_s": statistics.median(times[1:]), "gap": found.gap}
     table.add(f"search, {model} on {machine}, first of its kind", times[0], 1.0, "s", False, **more)
@@ -182,11 +183,16 @@ class SpeedBench:
         return measure_hardware(self.shape, self.dtype, self.device, rate, path, self.bar.update)[0]
 
     def search(self, hardware):
-        return search(
-            self.shape, hardware, DTYPE_BYTES[self.dtype], self.workload, max_mini_batch_tokens=BOUND,
-            weights_device=self.weights_share, batch=BATCH, objective="decode_throughput", space=MIXES,
-            budgets={"device": self.device_memory, "host": BUDGETS.host},
-        )  # fmt: skip
+        budgets = replace(BUDGETS, device=self.device_memory)
+        settings = SearchSettings(
+            batch=BATCH,
+            objective="decode_throughput",
+            space=MIXES,
+            mini_batch_tokens=(BOUND,),
+            weights_device=self.weights_share,
+        )
+        problem = Problem(shape=self.shape, dtype=self.dtype, hardware=hardware, budgets=budgets)
+        return search(problem, self.workload, settings)
 
     def run(self, rate: float, where: str) -> tuple[list[float], float]:
         """Measure at a rate; returns (signed errors of the virtual clock, searched ACT share)."""

@@ -17,8 +17,9 @@ from pathlib import Path
 
 from experiments.peers import children, flexgen_search
 from flexhybrid.core.model.shape import shape_by_name
+from flexhybrid.core.problem import Problem
 from flexhybrid.core.workload import Workload
-from policy_search.search import search
+from policy_search.search import LOSSLESS, SearchSettings, search
 from sim import catalogue
 from sim.simulate import simulate
 
@@ -34,8 +35,9 @@ def compare(model: str, hardware_name: str, peer_result: dict, repeats: int = 3)
     batch = peer_result["gpu_batch_size"] * peer_result["num_gpu_batches"]
     priced = simulate(shape, hardware, theirs, batch, PROMPT, GENERATED)
     workload = Workload.uniform(1, PROMPT, GENERATED)
-    searches = [search(shape, hardware, 2, workload, lossless=True) for _ in range(repeats)]
-    lossless, full = searches[0], search(shape, hardware, 2, workload)
+    problem, settings = Problem(shape=shape, hardware=hardware), SearchSettings(space=LOSSLESS)
+    searches = [search(problem, workload, settings) for _ in range(repeats)]
+    lossless, full = searches[0], search(problem, workload)
     search_s = statistics.median(result.search_s for result in searches)
     row = {"model": model, "hardware": hardware_name, "constants": peer_result["constants"]}
     for name, result, seconds in (("lossless", lossless, search_s), ("full", full, full.search_s)):

@@ -19,9 +19,10 @@ from flexhybrid.core.context.cache_entries import TIERS
 from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.model.shape import shape_by_name
 from flexhybrid.core.policy import Bits, Placement, Policy
+from flexhybrid.core.problem import Problem
 from flexhybrid.core.workload import Workload
-from policy_search.papers.flexgen import flexgen_policy
-from policy_search.search import search
+from policy_search.papers.flexgen import FlexGenOptions, flexgen_policy
+from policy_search.search import FULL, LOSSLESS, SearchSettings, search
 from sim import catalogue
 from sim.array_clock import predict
 from sim.candidates import Candidates
@@ -134,9 +135,10 @@ def rate(model: str, hardware: Hardware, policy: Policy, batch: int) -> dict:
 def searched(run: PublishedRun, hardware: Hardware) -> dict[str, tuple[Policy, int]]:
     """Return whose search -> (policy, batch) for a run's model; native bits unless the run is compressed."""
     shape, workload = shape_by_name(run.model), Workload.uniform(1, PROMPT, GENERATED)
-    lossless = not run.compressed
-    theirs = flexgen_policy(shape, hardware, workload, BYTES, host_attention=lossless, compress=run.compressed)
-    ours = search(shape, hardware, BYTES, workload, lossless=lossless)
+    problem = Problem(shape=shape, hardware=hardware)
+    options = FlexGenOptions(host_attention=not run.compressed, compress=run.compressed)
+    theirs = flexgen_policy(problem, workload, options)
+    ours = search(problem, workload, SearchSettings(space=FULL if run.compressed else LOSSLESS))
     return {
         "FlexGen's search": (theirs.policy, theirs.gpu_batch * theirs.num_gpu_batches),
         "our search": (ours.policy, ours.batch),

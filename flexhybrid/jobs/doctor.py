@@ -17,6 +17,7 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware, cache_folder, load_hardware
 from flexhybrid.core.memory import gib
 from flexhybrid.core.model.shape import DTYPE_BYTES, KNOWN_SHAPES, ModelShape, shape_of
+from flexhybrid.core.problem import Budgets, Problem
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.machine import (
     device_name,
@@ -28,7 +29,7 @@ from flexhybrid.jobs.machine import (
 from flexhybrid.jobs.profile.job import model_profile_path
 from flexhybrid.jobs.run.forecast import describe
 from flexhybrid.resolve import free_device_memory, lossless_space, profile_path, saved_hardware
-from policy_search.search import search
+from policy_search.search import SearchSettings, search
 
 PACKAGES = ("torch", "transformers", "safetensors", "numpy", "scipy")
 SEARCH_S = 1.0  #: a model's policy is searched for this long at most
@@ -95,8 +96,9 @@ def _fit(shape: ModelShape, hardware: Hardware | None, lengths: Workload, budget
         need = size + shape.num_layers * tokens * shape.kv_token_bytes(p)
         return Fit(shape.name, size, dtype, None, _by_size(need, budgets))
     try:
-        space = lossless_space(hardware)
-        found = search(shape, hardware, p, lengths, budgets=budgets, space=space, time_limit=SEARCH_S)
+        problem = Problem(shape=shape, dtype=dtype, hardware=hardware, budgets=Budgets(**budgets))
+        settings = SearchSettings(space=lossless_space(hardware), time_limit=SEARCH_S)
+        found = search(problem, lengths, settings)
     except InputError as error:
         return Fit(shape.name, size, dtype, None, str(error))
     how = f"{found.batch} at a time, {describe(found.policy).split(': ', 1)[1]}"

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.policy import Bits, Selection
 from flexhybrid.jobs.simulate import WEIGHTS_STREAMED, describe, setting_of, simulate_system
-from policy_search.search import FULL, LOSSLESS, SearchResult, search
+from policy_search.search import FULL, LOSSLESS, SearchResult, SearchSettings, search
 from policy_search.systems import Setting, System, system
 from sim.simulate import Outcome
 
@@ -69,11 +69,7 @@ def run_search(options: PolicySearchOptions) -> SearchReport:
             seeds.append(system(name, setting).policy)
 
     def searched(batch: int | None, max_batch: int) -> SearchResult:
-        return search(
-            setting.shape,
-            setting.hardware,
-            setting.bytes_per_element,
-            setting.workload,
+        settings = SearchSettings(
             batch=batch,
             max_batch=max_batch,
             objective=options.objective,
@@ -82,12 +78,12 @@ def run_search(options: PolicySearchOptions) -> SearchReport:
             time_limit=options.time_limit,
             confirm=options.confirm,
             write_lp=options.lp,
-            lossless=options.lossless,
             selection=selection,
         )
+        return search(setting.problem, setting.workload, settings)
 
     def simulated(found: SearchResult, batch: int) -> Outcome:
-        return simulate_system(replace(setting, batch=batch), System("", found.policy, setting.hardware))
+        return simulate_system(replace(setting, batch=batch), System("", found.policy, setting.machine))
 
     found = searched(batch, options.max_batch)
     best, search_s = simulated(found, found.batch), found.search_s

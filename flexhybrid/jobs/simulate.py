@@ -7,8 +7,9 @@ from pathlib import Path
 
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.memory import gib, parse_bytes
-from flexhybrid.core.model.shape import DTYPE_BYTES, shape_of
+from flexhybrid.core.model.shape import shape_of
 from flexhybrid.core.policy import Policy
+from flexhybrid.core.problem import Problem
 from flexhybrid.jobs.sweep.grid import positive_integer
 from policy_search.systems import Setting, System, system
 from sim import catalogue
@@ -41,8 +42,8 @@ def setting_of(point: dict, budgets: dict[str, str | None] | None = None) -> Set
             f"positions for {shape.max_positions}. For longer ones give a config.json with larger "
             "max_position_embeddings as model"
         )
-    bytes_per_element = DTYPE_BYTES[point.get("dtype", "float16")]
-    return Setting(shape, hardware, point["batch"], point["prompt_len"], point["gen_len"], bytes_per_element)
+    problem = Problem(shape=shape, dtype=point.get("dtype", "float16"), hardware=hardware)
+    return Setting(problem, point["batch"], point["prompt_len"], point["gen_len"])
 
 
 def budget_notes(hardware: str, budgets: dict[str, str | None]) -> list[str]:
@@ -62,20 +63,20 @@ def run_simulate(point: dict, policy: Path | None = None, budgets: dict[str, str
     setting = setting_of(point, budgets)
     if policy is None and point["system"].endswith(".json"):
         policy = Path(point["system"])
-    made = system(point["system"], setting) if policy is None else System("", Policy.load(policy), setting.hardware)
+    made = system(point["system"], setting) if policy is None else System("", Policy.load(policy), setting.machine)
     return simulate_system(setting, made, point.get("clock", "closed"))
 
 
 def simulate_system(setting: Setting, made: System, clock: str = "closed") -> Outcome:
     """Return the predicted run of a system in a setting, on the machine as the system sees it."""
     return simulate(
-        setting.shape,
+        setting.problem.shape,
         made.hardware,
         made.policy,
         setting.batch,
         setting.prompt_tokens,
         setting.max_tokens,
-        bytes_per_element=setting.bytes_per_element,
+        bytes_per_element=setting.problem.bytes_per_element,
         clock=clock,
     )
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from scipy.optimize import linprog
@@ -26,10 +27,10 @@ from flexhybrid.core import work
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, ceil_blocks
 from flexhybrid.core.context.cache_entries import TIERS
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.memory import gib
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Bits, Placement, Policy
+from flexhybrid.core.problem import Problem
 from flexhybrid.core.verbs import RESOURCE_OF
 from flexhybrid.core.workload import Workload
 from sim.array_clock import predict
@@ -42,9 +43,8 @@ LEAST_SHARE = 1e-3  #: smaller shares are dropped
 MOST_REQUESTS = 1 << 16  #: of a block, where memory sets no bound
 MOST_ROUNDS = 8  #: of solving again with less memory
 NATIVE = Bits()
-TRANSFERS = (
-    "load_weights", "load_kv", "load_hidden", "store_kv", "store_hidden", "read_weights", "read_kv", "write_kv"
-)  # fmt: skip
+LINK_VERBS = ("load_weights", "load_kv", "load_hidden", "store_kv", "store_hidden")
+DISK_VERBS = ("read_weights", "read_kv", "write_kv")
 
 #: The unknowns: shares of weights, of keys and values and of hidden states on device (d), host (h) and disk (k). Their
 #: last number is a constant, so that terms read like formulas: ``2 * WH + 3 * ONE`` is 2·wh + 3. Hidden states never
@@ -72,28 +72,52 @@ class Rates:
 
 
 @dataclass(frozen=True)
-class Block:
-    """All that one linear program depends on; bytes are as stored."""
+class BlockSetting:
+    """What all blocks of a search have in common."""
 
-    shape: ModelShape
-    bytes_per_element: int
-    weight_bytes: float  #: of a layer's matrices
-    kv_token_bytes: float
+    problem: Problem
     prompt_tokens: int
     gen_tokens: int
+    bits: Bits = NATIVE  #: as stored: scales and zeros count, which FlexGen's quarter leaves out
+    host_attention: bool = False  #: to keys and values off the device; else they cross to it in each step
+    disk: bool = False  #: whether a disk is used
+
+    @property
+    def shape(self) -> ModelShape:
+        return self.problem.shape
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of a layer's matrices."""
+        return self.shape.layer_matrix_elements * self._stored.weights
+
+    @property
+    def kv_token_bytes(self) -> float:
+        """Bytes of a token's keys and values in a layer."""
+        return self.shape.kv_token_bytes(self._stored.kv)
+
+    @property
+    def _stored(self):
+        return self.bits.element_bytes(self.problem.bytes_per_element)
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Bytes of one token's row."""
+        return self.shape.hidden * self.problem.bytes_per_element
+
+
+@dataclass(frozen=True)
+class Block:
+    """Everything that one linear program depends on."""
+
+    setting: BlockSetting
     gpu_batch: int
     batch: int  #: requests of all GPU batches together
     rates: Rates
-    host_attention: bool = False  #: to keys and values off the device; else they cross to it in each step
 
     @property
     def num_gpu_batches(self) -> int:
         return -(-self.batch // self.gpu_batch)
-
-    @property
-    def hidden_bytes(self) -> int:
-        """Of one token's row."""
-        return self.shape.hidden * self.bytes_per_element
 
 
 @dataclass(frozen=True)
@@ -112,12 +136,12 @@ class FlexGenResult:
 def cost_rows(block: Block) -> dict[str, dict[str, np.ndarray]]:
     """Seconds of one layer, all requests: phase -> {what: vector over (shares, 1)}. A prefill is as long as the longest
     of its entries; a decode step takes "in" and besides the longest of the others."""
-    r, w, b = block.rates, block.weight_bytes, block.batch
-    prompt_hidden, hidden = b * block.prompt_tokens * block.hidden_bytes, b * block.hidden_bytes
-    prompt_kv = b * (block.prompt_tokens + 1) * block.kv_token_bytes
-    mean_kv = b * (block.prompt_tokens + block.gen_tokens / 2) * block.kv_token_bytes
+    r, b, setting = block.rates, block.batch, block.setting
+    w, kv, s, n = setting.weight_bytes, setting.kv_token_bytes, setting.prompt_tokens, setting.gen_tokens
+    prompt_hidden, hidden = b * s * setting.hidden_bytes, b * setting.hidden_bytes
+    prompt_kv, mean_kv = b * (s + 1) * kv, b * (s + n / 2) * kv
     into = r.load_weights * w * (WH + WK) + r.load_hidden * hidden * HH
-    if block.host_attention:
+    if setting.host_attention:
         attend = r.attend_s * CD + r.attend_host_s * (CH + CK)
     else:
         into = into + r.load_kv * mean_kv * (CH + CK)
@@ -132,7 +156,7 @@ def cost_rows(block: Block) -> dict[str, dict[str, np.ndarray]]:
             "in": into,
             "out": r.store_hidden * hidden * HH,
             "read": r.read_kv * mean_kv * CK + r.read_weights * w / DISK_EFFICIENCY * WK,
-            "write": r.write_kv * b * block.kv_token_bytes * CK,
+            "write": r.write_kv * b * kv * CK,
             "compute": r.decode_s * ONE + attend,
         },
     }
@@ -142,14 +166,14 @@ def run_seconds(block: Block, shares: np.ndarray) -> float:
     """Seconds of the whole run at ``shares`` (wd, wh, wk, cd, ch, ck, hd, hh), by FlexGen's cost model."""
     rows, x = cost_rows(block), np.append(shares, 1.0)
     prefill = max(row @ x for row in rows["prefill"].values())
-    decode = {what: row @ x for what, row in rows["decode"].items()}
+    decode = {part: row @ x for part, row in rows["decode"].items()}
     step = decode.pop("in") + max(decode.values())
-    return float(block.shape.num_layers * (prefill + (block.gen_tokens - 1) * step))
+    return float(block.setting.shape.num_layers * (prefill + (block.setting.gen_tokens - 1) * step))
 
 
 def tokens_per_s(block: Block, shares: np.ndarray) -> float:
     """Generated tokens over the seconds of the whole run."""
-    return block.batch * block.gen_tokens / run_seconds(block, shares)
+    return block.batch * block.setting.gen_tokens / run_seconds(block, shares)
 
 
 def memory_rows(block: Block) -> list[tuple[str, np.ndarray]]:
@@ -158,16 +182,17 @@ def memory_rows(block: Block) -> list[tuple[str, np.ndarray]]:
     What is kept, two slots for streamed weights and a GPU batch's hidden states, and its temporaries: those of all
     parts of a layer added up.
     """
-    shape, p, g, b, L = block.shape, block.bytes_per_element, block.gpu_batch, block.batch, block.shape.num_layers
-    s, total = block.prompt_tokens, block.prompt_tokens + block.gen_tokens
-    h, q, ffn, w = shape.hidden, shape.query_width, shape.ffn, block.weight_bytes
-    hidden, kv = block.hidden_bytes, block.kv_token_bytes
+    setting, g, b = block.setting, block.gpu_batch, block.batch
+    shape, p, L = setting.shape, setting.problem.bytes_per_element, setting.shape.num_layers
+    s, total = setting.prompt_tokens, setting.prompt_tokens + setting.gen_tokens
+    h, q, ffn, w = shape.hidden, shape.query_width, shape.ffn, setting.weight_bytes
+    hidden, kv = setting.hidden_bytes, setting.kv_token_bytes
     qkv = h + q + shape.kv_width
     temporaries = p * g * s * (qkv + 2 * q + shape.num_heads * s + 2 * h + ffn + h)
-    attended = CD if block.host_attention else ONE
+    attended = CD if setting.host_attention else ONE
     scores = p * shape.num_heads * total * g
     step = p * g * (qkv + 2 * h + ffn + h) * ONE + (p * g * 2 * q + total * g * kv + scores) * attended
-    on_host = (scores + hidden * g) * ONE if block.host_attention else 0 * ONE
+    on_host = (scores + hidden * g) * ONE if setting.host_attention else 0 * ONE
     slots = 2 * w * (ONE - WD)
     return [
         ("device", L * (w * WD + total * b * kv * CD) + s * b * hidden * HD + slots + s * g * hidden * (ONE - HD)
@@ -188,14 +213,13 @@ def solve(block: Block, budgets: dict[str, float | None], cache_on_host: bool = 
     """
     if any(budgets[tier] is not None and budgets[tier] <= 0 for tier in ("device", "host")):
         return None
-    rows, repeats = cost_rows(block), block.gen_tokens - 1
+    rows, repeats = cost_rows(block), block.setting.gen_tokens - 1
     a_ub, b_ub = [], []
     decode = rows["decode"]
-    for phase, vectors in (("prefill", rows["prefill"].values()), ("decode", [
-        decode["in"] + vector for what, vector in decode.items() if what != "in"
-    ])):  # fmt: skip
+    steps = [decode["in"] + vector for part, vector in decode.items() if part != "in"]
+    for phase_seconds, vectors in (((-1, 0), rows["prefill"].values()), ((0, -1), steps)):
         for vector in vectors:  # vector·(x, 1) <= T of the phase
-            a_ub.append([*vector[:8], *((-1, 0) if phase == "prefill" else (0, -1))])
+            a_ub.append([*vector[:8], *phase_seconds])
             b_ub.append(-vector[8])
     for tier, vector in memory_rows(block):
         if budgets[tier] is not None and budgets[tier] > 0:
@@ -222,53 +246,62 @@ def _clean(shares: np.ndarray) -> np.ndarray:
     return kept
 
 
-def make_block(
-    shape: ModelShape,
-    hardware: Hardware,
-    bytes_per_element: int,
-    prompt_tokens: int,
-    gen_tokens: int,
-    gpu_batch: int,
-    batch: int,
-    bits: Bits = NATIVE,
-    host_attention: bool = False,
-    disk: bool = False,
-) -> Block:
-    """A block of ``batch`` requests on a machine. Stored widths count scales and zeros, which FlexGen's quarter leaves
-    out. Raises InputError for a machine without a line that is needed; those of the disk only with ``disk``."""
-    p, stored = bytes_per_element, bits.element_bytes(bytes_per_element)
-    whole, last = divmod(batch, gpu_batch)
+def make_block(setting: BlockSetting, gpu_batch: int, batch: int) -> Block:
+    """Return a block of ``batch`` requests on a machine. Raise InputError for a machine without a line that is needed;
+    those of the disk are needed only where a disk is used."""
+    shape, hardware, width = setting.shape, setting.problem.hardware, setting.problem.bytes_per_element
+    num_full, last = divmod(batch, gpu_batch)
 
     def seconds(verb: str, make: Callable[[int], work.Work], resource: str = "compute") -> float:
-        of_last = price(hardware, verb, resource, make(last)) if last else 0.0
-        return float(whole * price(hardware, verb, resource, make(gpu_batch)) + of_last)
+        last_s = price(hardware, verb, resource, make(last)) if last else 0.0
+        return float(num_full * price(hardware, verb, resource, make(gpu_batch)) + last_s)
 
-    def products(width: int) -> float:
-        project = seconds("project", lambda g: work.project(shape, p, g * width))
-        return project + seconds("finish", lambda g: work.finish(shape, p, g * width))
+    def products(tokens: int) -> float:
+        project = seconds("project", lambda g: work.project(shape, width, g * tokens))
+        return project + seconds("finish", lambda g: work.finish(shape, width, g * tokens))
 
     def attend(g: int) -> work.Work:
-        return work.attend_decode(shape, p, g, prompt_tokens + gen_tokens / 2)
+        return work.attend_decode(shape, width, g, setting.prompt_tokens + setting.gen_tokens / 2)
 
     def s_per_byte(verb: str) -> float:
         link = RESOURCE_OF[verb]
-        return hardware.line(verb, link).s_per_byte if disk or not link.startswith("disk") else 0.0
+        return hardware.line(verb, link).s_per_byte if setting.disk or not link.startswith("disk") else 0.0
 
+    prompt = setting.prompt_tokens
+    attend_prefill = seconds("attend_prefill", lambda g: work.attend_prefill(shape, width, g, prompt))
     rates = Rates(
-        **{verb: s_per_byte(verb) for verb in TRANSFERS},
-        prefill_s=products(prompt_tokens)
-        + seconds("attend_prefill", lambda g: work.attend_prefill(shape, p, g, prompt_tokens)),
+        **{verb: s_per_byte(verb) for verb in (*LINK_VERBS, *DISK_VERBS)},
+        prefill_s=products(prompt) + attend_prefill,
         decode_s=products(1),
         attend_s=seconds("attend", attend),
-        attend_host_s=seconds("attend_host", attend, "host_compute") if host_attention else 0.0,
+        attend_host_s=seconds("attend_host", attend, "host_compute") if setting.host_attention else 0.0,
     )
-    return Block(
-        shape, p, shape.layer_matrix_elements * stored.weights, shape.kv_token_bytes(stored.kv), prompt_tokens,
-        gen_tokens, gpu_batch, batch, rates, host_attention,
-    )  # fmt: skip
+    return Block(setting, gpu_batch, batch, rates)
 
 
-class Search:
+@dataclass(frozen=True, kw_only=True)
+class FlexGenOptions:
+    """What FlexGen is asked for."""
+
+    batch: int | None = None  #: requests of the block; None lets the search choose
+    #: attention may run on the host. A policy of ours does that only with the whole cache there, so those programs are
+    #: held to it; attention on the device stays in the race
+    host_attention: bool = False
+    compress: bool = False  #: weights in 4 bits, and the cache too where attention is on the device
+    memory_share: float = 0.8  #: of each tier, what FlexGen may use
+    #: GPU batches to try; None: with a batch all even cuts of it, else FlexGen's own 1, 2, 3, 4, 8, 16, …
+    gpu_batches: tuple[int, ...] | None = None
+
+    def __post_init__(self):
+        if self.batch is not None and self.batch < 1:
+            raise InputError(f"batch is {self.batch}; a batch has at least one request")
+        if not 0 < self.memory_share <= 1:
+            raise InputError(f"memory_share is {self.memory_share!r}; it must be a number above 0, up to 1")
+        if self.gpu_batches is not None and min(self.gpu_batches, default=0) < 1:
+            raise InputError(f"gpu_batches is {self.gpu_batches!r}; it must name numbers of requests >= 1")
+
+
+class PlacementSearch:
     """Linear programs of one machine, model and workload, each solved once."""
 
     def __init__(self, make: Callable[[int, int], Block], budgets: dict[str, float | None], cache_on_host: bool):
@@ -276,7 +309,7 @@ class Search:
         self.solved: dict[tuple[int, int], tuple[Block, np.ndarray] | None] = {}
 
     def at(self, gpu_batch: int, batch: int) -> tuple[Block, np.ndarray] | None:
-        """(block, shares), or None where nothing fits."""
+        """Return (block, shares), or None where nothing fits."""
         key = gpu_batch, batch
         if key not in self.solved:
             block = self.make(gpu_batch, batch)
@@ -285,15 +318,18 @@ class Search:
         return self.solved[key]
 
     def of_batch(self, batch: int, gpu_batches: Iterable[int] | None) -> list[tuple[Block, np.ndarray]]:
-        """Every way to cut ``batch`` requests into GPU batches of nearly one size."""
+        """Return the placements of every way to cut ``batch`` requests into GPU batches of nearly one size."""
         wanted = range(1, batch + 1) if gpu_batches is None else gpu_batches
         sizes = {-(-batch // -(-batch // min(g, batch))) for g in wanted}
-        return [found for g in sorted(sizes) if (found := self.at(g, batch))]
+        return [placed for g in sorted(sizes) if (placed := self.at(g, batch))]
 
     def of_any(self, gpu_batches: Iterable[int] | None) -> list[tuple[Block, np.ndarray]]:
-        """For each GPU batch the best number of them. FlexGen tries 1, 2, 3, … and stops at the first that is slower
-        than the one before. The least seconds are convex in the number (but for small working sets), so tokens/s
-        rises and then falls, and halving finds the same number with fewer programs."""
+        """Return, for each GPU batch, the placement of the best number of them.
+
+        FlexGen tries 1, 2, 3, … and stops at the first that is slower than the one before. The least seconds are convex
+        in the number (but for small working sets), so tokens/s rises and then falls, and halving finds the number with
+        fewer programs.
+        """
         own = (g if g < 4 else 1 << (g - 2) for g in range(1, 18))  # 1, 2, 3, 4, 8, 16, …
         best = []
         for g in own if gpu_batches is None else gpu_batches:
@@ -312,126 +348,92 @@ class Search:
             best.append(self.at(g, g * good))
         return best
 
-    def _still_rises(self, g: int, number: int) -> bool:
-        found = self.at(g, g * number)
-        return found is not None and tokens_per_s(*found) >= tokens_per_s(*self.at(g, g * (number - 1)))
+    def _still_rises(self, gpu_batch: int, count: int) -> bool:
+        placed, before = (self.at(gpu_batch, gpu_batch * n) for n in (count, count - 1))
+        return placed is not None and before is not None and tokens_per_s(*placed) >= tokens_per_s(*before)
 
 
-def flexgen_policy(
-    shape: ModelShape,
-    hardware: Hardware,
-    workload: Workload,
-    bytes_per_element: int,
-    *,
-    batch: int | None = None,
-    host_attention: bool = False,
-    compress: bool = False,
-    memory_share: float = 0.8,
-    gpu_batches: Iterable[int] | None = None,
-    device_memory: int | None = None,
-    host_memory: int | None = None,
-    disk_memory: int | None = None,
-) -> FlexGenResult:
-    """What FlexGen would run: the fastest placement, GPU batch and number of GPU batches by its own cost model.
+def flexgen_policy(problem: Problem, workload: Workload, options: FlexGenOptions | None = None) -> FlexGenResult:
+    """Return what FlexGen would run: the fastest placement, GPU batch and number of GPU batches by its own cost model.
 
-    FlexGen pads requests to the longest, so the workload's longest prompt and generation count. ``batch``: requests of
-    the block; None lets the search choose. ``host_attention``: attention may run on the host. A policy of ours does
-    that only with the whole cache there, so those programs are held to it; attention on the device stays in the race.
-    ``compress``: weights in 4 bits, and the cache too where attention is on the device. ``memory_share``: of each tier,
-    what FlexGen may use. ``gpu_batches``: those to try; None: with a batch all even cuts of it, else FlexGen's own 1,
-    2, 3, 4, 8, 16, …. Memories in bytes; None takes the hardware's, no bound where that has none, and no disk where it
-    knows none, or not how fast one is.
-
-    FlexGen's runtime keeps hidden states in one tier: the one with the larger share. Shares below 0.001 are dropped.
-    Its account of memory lacks the embedding and our double buffers, so a placement is made to fit ours: the program is
-    solved again with so much less of a tier as ours lacks, and where that has no answer, all leaves the device for the
+    FlexGen pads requests to the longest, so the workload's longest prompt and generation count. FlexGen's runtime keeps
+    hidden states in one tier: the one with the larger share. Shares below 0.001 are dropped. Its account of memory
+    leaves out the embedding and our double buffers, so a placement is made to fit ours: the program is solved again
+    with as much less of a tier as ours is short of, and where that has no answer, everything leaves the device for the
     host. Among the cuts the one that is fastest after that, by FlexGen's cost model, is taken.
 
-    Raises InputError when nothing fits, naming the tier.
+    Raise InputError when nothing fits the problem's effective budgets, naming the tier.
     """
     started = time.perf_counter()
-    gpu_batches = None if gpu_batches is None else sorted(set(gpu_batches))
-    _check(batch, memory_share, gpu_batches)
-    memories = {
-        "device": hardware.usable_memory("device") if device_memory is None else device_memory,
-        "host": hardware.host_memory if host_memory is None else host_memory,
-        "disk": (hardware.disk_memory or 0) if disk_memory is None else disk_memory,
-    }
-    if not hardware.has_disk:
-        memories["disk"] = 0
-    tiers = _Tiers(hardware, memories, memory_share)
-    s, n = int(workload.prompt_tokens.max()), int(workload.max_tokens.max())
+    options = options or FlexGenOptions()
+    gpu_batches = None if options.gpu_batches is None else sorted(set(options.gpu_batches))
+    tiers = _Tiers(problem, dict(problem.effective_budgets.items()), options.memory_share)
+    prompt_tokens, gen_tokens = int(workload.prompt_tokens.max()), int(workload.max_tokens.max())
     fitted: list[tuple[float, Policy, Block, float]] = []
-    num_lps = 0
-    for on_host in (True, False) if host_attention else (False,):
-        bits = Bits(weights=4 if compress else "native", kv=4 if compress and not on_host else "native")
-
-        def make(gpu_batch: int, of: int, on_host=on_host, bits=bits) -> Block:
-            return make_block(
-                shape, hardware, bytes_per_element, s, n, gpu_batch, of, bits, on_host, memories["disk"] != 0
-            )
-
-        search = Search(make, tiers.budgets, on_host)
-        found = search.of_any(gpu_batches) if batch is None else search.of_batch(batch, gpu_batches)
-        num_lps += len(search.solved)
-        lacks: list[str] = []
-        for block, shares in found:
-            policy, over, more_lps = _fit(tiers, block, shares, bits, on_host)
+    num_lps, reasons = 0, []
+    for on_host in (True, False) if options.host_attention else (False,):
+        bits = Bits(weights=4, kv="native" if on_host else 4) if options.compress else NATIVE
+        setting = BlockSetting(problem, prompt_tokens, gen_tokens, bits, on_host, tiers.memories["disk"] != 0)
+        cuts = PlacementSearch(partial(make_block, setting), tiers.budgets, on_host)
+        placed = cuts.of_any(gpu_batches) if options.batch is None else cuts.of_batch(options.batch, gpu_batches)
+        num_lps += len(cuts.solved)
+        for block, shares in placed:
+            policy, over, more_lps = _fit(tiers, block, shares)
             num_lps += more_lps
             if policy is None:
-                lacks.append(tiers.what_lacks(block, over))
+                reasons.append(tiers.what_lacks(block, over))
             else:
                 fitted.append((tokens_per_s(block, _shares_of(policy)), policy, block, tokens_per_s(block, shares)))
-        if not found:
+        if not placed:
             smallest = min(gpu_batches or (1,))
-            lacks.append(_what_flexgen_lacks(make(smallest, batch or smallest), tiers.budgets))
+            block = make_block(setting, smallest, options.batch or smallest)
+            reasons.append(_what_flexgen_lacks(block, tiers.budgets))
     if not fitted:
-        raise InputError(f"FlexGen places nothing: {lacks[0]}")
-    rate, policy, block, promised = max(fitted, key=lambda one: one[0])
+        raise InputError(f"FlexGen places nothing: {reasons[0]}")
+    rate, policy, block, promised = max(fitted, key=lambda row: row[0])
     seconds = time.perf_counter() - started
     return FlexGenResult(policy, block.gpu_batch, block.num_gpu_batches, rate, num_lps, seconds, promised)
 
 
-def _check(batch: int | None, memory_share: float, gpu_batches: list[int] | None) -> None:
-    if batch is not None and batch < 1:
-        raise InputError(f"batch is {batch}; a batch has at least one request")
-    if not 0 < memory_share <= 1:
-        raise InputError(f"memory_share is {memory_share!r}; it must be a number above 0, up to 1")
-    if gpu_batches is not None and (not gpu_batches or gpu_batches[0] < 1):
-        raise InputError(f"gpu_batches is {gpu_batches!r}; it must name numbers of requests >= 1")
+def _policy(block: Block, shares: np.ndarray) -> Policy:
+    """Return the program's placement as a policy."""
+    setting = block.setting
 
-
-def _policy(block: Block, shares: np.ndarray, bits: Bits, on_host: bool) -> Policy:
-    """The program's placement as a policy."""
-
-    def kept(some: np.ndarray) -> list[float]:
-        some = np.where(some < LEAST_SHARE, 0.0, some)
-        return [float(share) for share in some / some.sum()]
+    def kept(group: np.ndarray) -> list[float]:
+        group = np.where(group < LEAST_SHARE, 0.0, group)
+        return [float(share) for share in group / group.sum()]
 
     cache = {f"kv@{tier}": share for tier, share in zip(TIERS, kept(shares[3:6]), strict=True) if share > 0}
-    padded = int(ceil_blocks(block.prompt_tokens + block.gen_tokens - 1)) * BLOCK_TOKENS + 1
+    padded = int(ceil_blocks(setting.prompt_tokens + setting.gen_tokens - 1)) * BLOCK_TOKENS + 1
     return Policy(
-        "flexgen", Placement(*kept(shares[:3])), cache=cache, hidden="device" if shares[6] >= shares[7] else "host",
-        bits=bits, max_mini_batch_tokens=block.gpu_batch * padded, max_batch=block.batch, packing="fifo",
-        attention="host" if on_host else "device", weight_order="natural", overlap="step",
-    )  # fmt: skip
+        "flexgen",
+        Placement(*kept(shares[:3])),
+        cache=cache,
+        hidden="device" if shares[6] >= shares[7] else "host",
+        bits=setting.bits,
+        max_mini_batch_tokens=block.gpu_batch * padded,
+        max_batch=block.batch,
+        packing="fifo",
+        attention="host" if setting.host_attention else "device",
+        weight_order="natural",
+        overlap="step",
+    )
 
 
 def _shares_of(policy: Policy) -> np.ndarray:
-    """The eight shares of a policy: the inverse of ``_policy``."""
-    w, hidden = policy.weights, policy.hidden == "device"
-    return np.array(
-        [w.device, w.host, w.disk, *(policy.cache.get(f"kv@{tier}", 0.0) for tier in TIERS), hidden, not hidden],
-        dtype=np.float64,
-    )
+    """Return the eight shares of a policy: the inverse of ``_policy``."""
+    weights = [getattr(policy.weights, tier) for tier in TIERS]
+    cache = [policy.cache.get(f"kv@{tier}", 0.0) for tier in TIERS]
+    hidden = [float(policy.hidden == tier) for tier in ("device", "host")]
+    return np.array([*weights, *cache, *hidden])
 
 
 @dataclass(frozen=True)
 class _Tiers:
-    """A machine with its memories in bytes (None: no bound; disk 0: none), and the share that FlexGen may use."""
+    """A machine with its memories in bytes (None: no limit; disk 0: none), and the share that FlexGen may use."""
 
-    hardware: Hardware
-    memories: dict[str, int | None]
+    problem: Problem
+    memories: dict[str, float | None]
     share: float
 
     @property
@@ -439,9 +441,10 @@ class _Tiers:
         return {tier: None if size is None else self.share * size for tier, size in self.memories.items()}
 
     def over(self, block: Block, policy: Policy) -> dict[str, float]:
-        """Tiers that cannot hold the policy, by our own account: bytes beyond their memory."""
-        asked = Candidates(policy, block.batch, block.prompt_tokens, block.gen_tokens)
-        peak = predict(block.shape, self.hardware, block.bytes_per_element, asked, walk=False).peak_bytes
+        """Return the tiers that cannot hold the policy, by our own account, with the bytes beyond their memory."""
+        problem = self.problem
+        candidates = Candidates(policy, block.batch, block.setting.prompt_tokens, block.setting.gen_tokens)
+        peak = predict(problem.shape, problem.hardware, problem.bytes_per_element, candidates, walk=False).peak_bytes
         excess = {tier: float(peak[tier][0]) - size for tier, size in self.memories.items() if size is not None}
         return {tier: num_bytes for tier, num_bytes in excess.items() if num_bytes > 0}
 
@@ -451,21 +454,19 @@ class _Tiers:
         return f"{tier} memory: {at} need at least {gib(size + excess)}, it has {gib(size)}"
 
 
-def _fit(
-    tiers: _Tiers, block: Block, shares: np.ndarray, bits: Bits, on_host: bool
-) -> tuple[Policy | None, dict[str, float], int]:
-    """(the placement as a policy that fits our own account of memory, {}, programs solved for it), or (None, what each
-    tier lacks, programs)."""
-    policy, budgets, num_lps = _policy(block, shares, bits, on_host), tiers.budgets, 0
+def _fit(tiers: _Tiers, block: Block, shares: np.ndarray) -> tuple[Policy | None, dict[str, float], int]:
+    """Return (the placement as a policy that fits our own account of memory, {}, programs solved for it), or (None, the
+    bytes that each tier is short of, programs)."""
+    policy, budgets, num_lps = _policy(block, shares), tiers.budgets, 0
     while (over := tiers.over(block, policy)) and num_lps < MOST_ROUNDS:
         x = np.append(_shares_of(policy), 1.0)
         for tier, excess in over.items():
             budgets[tier] = max(row @ x for of, row in memory_rows(block) if of == tier) - excess
-        again = solve(block, budgets, on_host)
+        again = solve(block, budgets, block.setting.host_attention)
         num_lps += 1
         if again is None:
             break
-        policy = _policy(block, again, bits, on_host)
+        policy = _policy(block, again)
     if over:
         w, cache = policy.weights, dict(policy.cache)
         cache["kv@host"] = cache.get("kv@host", 0.0) + cache.pop("kv@device", 0.0)

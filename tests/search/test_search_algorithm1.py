@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +15,7 @@ from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.model.shape import shape_by_name
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Policy
-from flexhybrid.core.problem import Problem
+from flexhybrid.core.problem import NO_BUDGETS, Budgets, Problem
 from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
 from policy_search.papers.algorithm1 import (
@@ -22,16 +23,15 @@ from policy_search.papers.algorithm1 import (
     LayerTimes,
     Linear,
     allocate,
-    capture_policy,
-    compare_balances,
     host_allocation,
     host_blocks,
     layer_times,
     share_for_batch,
 )
+from policy_search.papers.capture import CaptureOptions, capture_policy
 from sim import catalogue, presets
 from sim.array_clock import predict
-from sim.candidates import candidates_of
+from sim.candidates import candidates_of, num_mini_batches
 from sim.cost import price
 from sim.virtual_clock import run, summarize
 
@@ -81,7 +81,7 @@ def test_batch_share_is_brute_forces(t, total, balance, act_gpu):
 @given(times(), st.integers(0, 60_000), st.sampled_from(BALANCES), st.integers(0, 50))
 def test_allocation_is_brute_forces(t, room, balance, act_gpu):
     act_bytes, kv_bytes, weight_bytes = 100, 200, 5_000
-    found = allocate(t, weight_bytes + room, weight_bytes, act_bytes, kv_bytes, act_gpu, balance)
+    found = allocate(t, weight_bytes + room, weight_bytes, act_bytes, kv_bytes, balance=balance, act_gpu_blocks=act_gpu)
     assert act_bytes * found.act_blocks + kv_bytes * found.kv_blocks <= room
     assert found.act_init <= found.act_blocks and found.kv_init <= found.kv_blocks
     best = min(
@@ -115,7 +115,7 @@ def test_the_papers_other_branch_by_hand():
 def test_what_the_full_balance_adds_moves_the_share():
     """Loading ACT lengthens the link (more ACT balances it), the forward pass lengthens compute (less does)."""
     shape, hardware = shape_by_name("opt-30b"), catalogue.load("rtx4090")
-    t = layer_times(shape, hardware, 2, batch=64, context_tokens=1024, num_mini_batches=8)
+    t = layer_times(Problem(shape=shape, hardware=hardware), batch=64, context_tokens=1024, num_mini_batches=8)
     blocks = host_blocks(64, 1024)
     paper, full = share_for_batch(t, blocks, "paper"), share_for_batch(t, blocks, "full")
     assert paper.link_s == pytest.approx(paper.compute_s, rel=0.01)
@@ -128,12 +128,12 @@ def test_what_the_full_balance_adds_moves_the_share():
 
 def test_layer_times_are_the_cost_functions():
     shape, hardware = shape_by_name("opt-6.7b"), catalogue.load("a100-40g")
-    t = layer_times(shape, hardware, 2)
+    t = layer_times(Problem(shape=shape, hardware=hardware))
     assert t.kv_gen.seconds(10) == pytest.approx(price(hardware, "kv_gen", "compute", work.kv_gen(shape, 2, 160)))
     kv = work.load_blocks(shape, 2, "kv", 10, 1)
     assert t.load_kv.seconds(10) == pytest.approx(price(hardware, "load_kv", "h2d", kv))
     assert t.forward_s == 0 and t.kv_gen.seconds(0) == 0
-    assert layer_times(shape, hardware, 2, weights_device=1.0).load_w_s == 0
+    assert layer_times(Problem(shape=shape, hardware=hardware), weights_device=1.0).load_w_s == 0
 
 
 def test_grouped_heads_turn_act_off_in_the_full_balance():
@@ -152,7 +152,7 @@ def test_bad_input_is_one_line():
     with pytest.raises(InputError, match="host memory"):
         allocate(t, 10, 20, 1, 2)
     with pytest.raises(InputError):
-        layer_times(shape_by_name("opt-125m"), Hardware("x", "cpu", {"h2d": Line()}), 2)
+        layer_times(Problem(shape=shape_by_name("opt-125m"), hardware=Hardware("x", "cpu", {"h2d": Line()})))
 
 
 GIB = 2**30
@@ -160,6 +160,14 @@ OPT_30B = shape_by_name("opt-30b")
 RTX4090 = catalogue.load("rtx4090")
 USABLE = RTX4090.usable_memory("device")
 PAPERS = Workload.uniform(128, 1920, 128)
+ENTRIES = ("act@host", "kv@host")
+PROBLEM = Problem(shape=OPT_30B, hardware=RTX4090)
+
+
+def capture(
+    problem: Problem = PROBLEM, workload: Workload = PAPERS, budgets: Budgets = NO_BUDGETS, **options
+) -> Policy:
+    return capture_policy(replace(problem, budgets=budgets), workload, CaptureOptions(**options))
 
 
 def peak(policy: Policy, workload: Workload = PAPERS, shape=OPT_30B, machine: Hardware = RTX4090) -> dict[str, float]:
@@ -179,11 +187,11 @@ def one_block_each(workload: Workload = PAPERS, shape=OPT_30B) -> int:
 
 @pytest.mark.parametrize("balance", BALANCES)
 def test_capture_fills_the_device_and_keeps_algorithm_1s_ratio(balance):
-    policy = capture_policy(OPT_30B, RTX4090, PAPERS, 2, balance=balance)
+    policy = capture(balance=balance)
     bytes_of = peak(policy)
     assert USABLE - one_block_each() < bytes_of["device"] <= USABLE
     assert bytes_of["host"] <= RTX4090.host_memory and bytes_of["disk"] == 0
-    times = layer_times(OPT_30B, RTX4090, 2, batch=128, context_tokens=1984, num_mini_batches=43)
+    times = layer_times(PROBLEM, batch=128, context_tokens=1984, num_mini_batches=43)
     blocks = host_blocks(128, 1984)
     on_device = round(policy.cache["act@device"] * blocks)
     expected = share_for_batch(times, blocks - on_device, balance, on_device)
@@ -194,74 +202,86 @@ def test_capture_fills_the_device_and_keeps_algorithm_1s_ratio(balance):
 
 
 def test_each_part_of_capture_can_be_left_out():
-    plain = capture_policy(OPT_30B, RTX4090, PAPERS, 2, ratio=False, packing=False, device_act=False)
+    plain = capture(ratio=False, packing=False, device_act=False)
     assert plain.cache == pytest.approx(presets.hybrid_static(OPT_30B).cache)
     assert plain.packing == "fifo"
     assert plain.name == "capture(ratio=false,packing=false,device_act=false)"
-    no_ratio = capture_policy(OPT_30B, RTX4090, PAPERS, 2, ratio=False)
+    no_ratio = capture(ratio=False)
     assert no_ratio.cache["act@device"] > 0.05 and on_host(no_ratio) == pytest.approx(2 / 3)
-    no_device = capture_policy(OPT_30B, RTX4090, PAPERS, 2, device_act=False)
+    no_device = capture(device_act=False)
     assert "act@device" not in no_device.cache
-    whole = capture_policy(OPT_30B, RTX4090, PAPERS, 2)
+    whole = capture()
     # the papers' balance counts ACT blocks wherever they lie
     in_all = whole.cache["act@device"] + whole.cache["act@host"]
     assert in_all == pytest.approx(no_device.cache["act@host"], abs=1e-4)
-    in_order = capture_policy(OPT_30B, RTX4090, PAPERS, 2, packing=False)
+    in_order = capture(packing=False)
     assert in_order == replace(whole, name="capture(packing=false)", packing="fifo")
-    half = capture_policy(OPT_30B, RTX4090, PAPERS, 2, weights_device=0.1)
+    half = capture(weights_device=0.1)
     assert half.weights.device == 0.1 and half.cache["act@device"] < whole.cache["act@device"]
 
 
 def test_a_full_host_takes_act_for_kv():
-    whole = capture_policy(OPT_30B, RTX4090, PAPERS, 2)
+    whole = capture()
     assert peak(whole)["host"] > 240 * GIB
-    policy = capture_policy(OPT_30B, RTX4090, PAPERS, 2, host_memory=240 * GIB)
+    policy = capture(budgets=Budgets(host=240 * GIB))
     assert 0.9 * 240 * GIB < peak(policy)["host"] <= 240 * GIB
     assert on_host(policy) > on_host(whole)
     assert policy.cache["act@device"] >= whole.cache["act@device"] - 1 / 128
     with pytest.raises(InputError, match="host memory: 128 requests need at least 20.*budget is 200.00 GiB"):
-        capture_policy(OPT_30B, RTX4090, PAPERS, 2, host_memory=200 * GIB)
+        capture(budgets=Budgets(host=200 * GIB))
     with pytest.raises(InputError, match="host memory"):  # the static split has no second choice
-        capture_policy(OPT_30B, RTX4090, PAPERS, 2, host_memory=240 * GIB, ratio=False)
+        capture(budgets=Budgets(host=240 * GIB), ratio=False)
 
 
 def test_a_small_device_moves_hidden_states_to_the_host():
-    policy = capture_policy(OPT_30B, RTX4090, PAPERS, 2, device_memory=6 * GIB)
+    policy = capture(budgets=Budgets(device=6 * GIB))
     assert policy.hidden == "host" and peak(policy)["device"] <= 6 * GIB
-    assert capture_policy(OPT_30B, RTX4090, PAPERS, 2).hidden == "device"
+    assert capture().hidden == "device"
     with pytest.raises(InputError, match="device memory: 128 requests need at least .* budget is 4.00 GiB"):
-        capture_policy(OPT_30B, RTX4090, PAPERS, 2, device_memory=4 * GIB)
+        capture(budgets=Budgets(device=4 * GIB))
 
 
 def test_a_small_batch_keeps_no_more_act_than_algorithm_1_wants():
     """All of its ACT would fit the device, but recomputing it takes longer than loading the few weights that stream."""
     shape, few = shape_by_name("opt-6.7b"), Workload.uniform(16, 1920, 128)
-    policy = capture_policy(shape, RTX4090, few, 2, weights_device=0.5)
+    policy = capture(Problem(shape=shape, hardware=RTX4090), few, weights_device=0.5)
     assert peak(policy, few, shape)["device"] < USABLE - 2 * one_block_each(few, shape)
     assert policy.cache["kv@host"] > 0.1 and policy.cache.get("act@host", 0.0) < 1 / 64
-    times = layer_times(shape, RTX4090, 2, 16, 1984, 6, 0.5)
+    times = layer_times(Problem(shape=shape, hardware=RTX4090), 16, 1984, 6, 0.5)
     blocks = host_blocks(16, 1984)
     on_device, kv = policy.cache["act@device"] * blocks, policy.cache["kv@host"] * blocks
     assert times.compute_s("paper", 0, on_device) == pytest.approx(times.link_s("paper", 0, kv), rel=0.02)
-    assert capture_policy(shape, RTX4090, few, 2, weights_device=0.5, ratio=False).cache["act@device"] == 1
+    assert (
+        capture(Problem(shape=shape, hardware=RTX4090), few, weights_device=0.5, ratio=False).cache["act@device"] == 1
+    )
 
 
-def test_compared_balances():
+def decode_rate(policy: Policy, workload: Workload) -> float:
+    """Tokens/s of the decode by the array clock."""
+    prediction = predict(OPT_30B, RTX4090, 2, candidates_of(policy, workload))
+    return float(prediction.decode_tokens_per_s[0])
+
+
+def test_the_full_balance_is_nearest_to_the_best_share():
+    """The paper's balance leaves out compute, so it takes too much ACT; a scan over the share finds nothing better."""
     workload = Workload.uniform(128, 1994, 6)
-    rows = compare_balances(OPT_30B, RTX4090, workload, 2, device_act=False)
-    assert list(rows) == ["paper", "full", "static", "optimum"]
-    assert rows["full"]["link_s"] == pytest.approx(rows["full"]["compute_s"], rel=1e-3)
-    assert rows["paper"]["compute_s"] > 1.05 * rows["paper"]["link_s"]  # what it does not charge is mostly compute
-    rates = {name: row["decode_tokens_per_s"] for name, row in rows.items()}
-    assert rates["static"] < rates["paper"] < rates["full"] <= rates["optimum"] * 1.005
-    assert rows["static"]["kv_act_bytes_ratio"] == pytest.approx(1)
-    for row in rows.values():
-        share = row["act_share"]
-        assert row["kv_act_bytes_ratio"] == pytest.approx(2 * (1 - share) / share)
-        assert row["act_device"] == 0
-    with_device = compare_balances(OPT_30B, RTX4090, workload, 2)
-    assert with_device["full"]["act_device"] == with_device["optimum"]["act_device"] > 0.05
-    assert with_device["full"]["decode_tokens_per_s"] > rates["full"]
+    policies = {balance: capture(workload=workload, balance=balance, device_act=False) for balance in BALANCES}
+    policies["static"] = capture(workload=workload, ratio=False, device_act=False)
+    rates = {name: decode_rate(policy, workload) for name, policy in policies.items()}
+    full = policies["full"]
+    caches = [{"act@host": share, "kv@host": 1 - share} for share in np.arange(1, 64) / 64]
+    optimum = max(decode_rate(replace(full, cache=cache), workload) for cache in caches)
+    assert rates["static"] < rates["paper"] < rates["full"] <= optimum * 1.005
+    assert optimum <= rates["full"] * 1.005
+    num, _ = num_mini_batches(128, 1994, 6, full.max_mini_batch_tokens)
+    times, blocks = layer_times(PROBLEM, 128, 1997, int(num)), host_blocks(128, 1997)
+    act, kv = ({name: policy.cache[entry] * blocks for name, policy in policies.items()} for entry in ENTRIES)
+    assert times.link_s("full", act["full"], kv["full"]) == pytest.approx(
+        times.compute_s("full", act["full"]), rel=1e-3
+    )
+    assert times.compute_s("full", act["paper"]) > 1.05 * times.link_s("full", act["paper"], kv["paper"])
+    with_device = capture(workload=workload, balance="full")
+    assert with_device.cache["act@device"] > 0.05 and decode_rate(with_device, workload) > rates["full"]
 
 
 def test_the_parts_of_capture_help_on_the_virtual_clock():
@@ -270,32 +290,32 @@ def test_the_parts_of_capture_help_on_the_virtual_clock():
     machine = replace(RTX4090, device_memory=7 * GIB, device_reserve=0)
 
     def rate(policy: Policy) -> float:
-        wave = admit(Problem(shape=OPT_30B, dtype="float16", hardware=machine), policy, workload)
+        wave = admit(Problem(shape=OPT_30B, hardware=machine), policy, workload)
         return summarize(run(stream(wave), machine)).decode_tokens_per_s
 
-    def capture(**options) -> float:
-        return rate(capture_policy(OPT_30B, machine, workload, 2, balance="full", **options))
+    def captured(**options) -> float:
+        return rate(capture(Problem(shape=OPT_30B, hardware=machine), workload, balance="full", **options))
 
-    static = capture(ratio=False, device_act=False)
+    static = captured(ratio=False, device_act=False)
     assert static > rate(presets.act_only())
-    assert capture(device_act=False) > max(static, rate(presets.kv_only()))
-    assert capture() > capture(device_act=False)
+    assert captured(device_act=False) > max(static, rate(presets.kv_only()))
+    assert captured() > captured(device_act=False)
 
 
 def test_algorithm_1_over_the_whole_host_memory():
-    found = host_allocation(OPT_30B, RTX4090, 2, act_gpu_blocks=500)
+    found = host_allocation(PROBLEM, act_gpu_blocks=500)
     layer_bytes, act = OPT_30B.layer_bytes(2), 48 * 16 * OPT_30B.act_token_bytes(2)
     used = 48 * layer_bytes + act * (found.act_blocks + 2 * found.kv_blocks)
     assert RTX4090.host_memory - 3 * act < used <= RTX4090.host_memory
     assert found.link_s == pytest.approx(found.compute_s, rel=1e-3)
     assert found.act_init > 0 and found.kv_init == 0
-    more = host_allocation(OPT_30B, RTX4090, 2, act_gpu_blocks=2500)
+    more = host_allocation(PROBLEM, act_gpu_blocks=2500)
     assert more.kv_init > 0 and more.act_blocks < found.act_blocks
-    assert host_allocation(OPT_30B, RTX4090, 2, host_memory=100 * GIB).act_share > found.act_share
+    assert host_allocation(replace(PROBLEM, budgets=Budgets(host=100 * GIB))).act_share > found.act_share
     with pytest.raises(InputError, match="host memory"):
-        host_allocation(OPT_30B, replace(RTX4090, host_memory=None), 2)
+        host_allocation(replace(PROBLEM, hardware=replace(RTX4090, host_memory=None)))
     with pytest.raises(InputError, match="host memory"):
-        host_allocation(OPT_30B, RTX4090, 2, host_memory=10 * GIB)
+        host_allocation(replace(PROBLEM, budgets=Budgets(host=10 * GIB)))
 
 
 def test_bad_input_of_capture_is_one_line():
@@ -304,4 +324,4 @@ def test_bad_input_of_capture_is_one_line():
         ({"max_mini_batch_tokens": 0}, "max_mini_batch_tokens"),
     ):  # fmt: skip
         with pytest.raises(InputError, match=match):
-            capture_policy(OPT_30B, RTX4090, PAPERS, 2, **options)
+            capture(**options)

@@ -13,13 +13,16 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.model.shape import ModelShape, shape_by_name
 from flexhybrid.core.policy import Placement
-from flexhybrid.core.problem import Problem
+from flexhybrid.core.problem import NO_BUDGETS, Budgets, Problem
 from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
 from policy_search.papers.flexgen import (
     Block,
+    BlockSetting,
+    FlexGenOptions,
+    FlexGenResult,
+    PlacementSearch,
     Rates,
-    Search,
     flexgen_policy,
     make_block,
     memory_rows,
@@ -42,6 +45,12 @@ MACHINE = Hardware(
     },
     device_memory=GIB, host_memory=2 * GIB, disk_memory=8 * GIB,
 )  # fmt: skip
+TOY_PROBLEM = Problem(shape=TOY, hardware=MACHINE)
+
+
+def flexgen(shape: ModelShape, hardware: Hardware, workload: Workload, budgets=NO_BUDGETS, **options) -> FlexGenResult:
+    problem = Problem(shape=shape, hardware=hardware, budgets=budgets)
+    return flexgen_policy(problem, workload, FlexGenOptions(**options))
 
 
 def grid(steps: int = 12) -> np.ndarray:
@@ -57,9 +66,10 @@ def published(block: Block, x: np.ndarray) -> tuple[np.ndarray, dict[str, np.nda
     bytes an element. With attention on the device, what it charges to resident keys and values goes for all, and those
     off the device cross the link."""
     wg, wc, wn, cg, cc, cn, hg, hc = x
-    r, g, b, s, n = block.rates, block.gpu_batch, block.batch, block.prompt_tokens, block.gen_tokens
-    L, h, f, H = block.shape.num_layers, block.shape.hidden, block.shape.ffn, block.shape.num_heads
-    w, host = 8 * h * h + 4 * h * f, block.host_attention
+    r, g, b, setting = block.rates, block.gpu_batch, block.batch, block.setting
+    s, n, shape, host = setting.prompt_tokens, setting.gen_tokens, setting.shape, setting.host_attention
+    L, h, f, H = shape.num_layers, shape.hidden, shape.ffn, shape.num_heads
+    w = 8 * h * h + 4 * h * f
     ctog = r.load_weights * w * (wc + wn) + r.load_hidden * 2 * s * h * b * hc
     gtoc = r.store_kv * 4 * (s + 1) * h * b * (cc + cn) + r.store_hidden * 2 * s * h * b * hc
     prefill = np.maximum(ctog + r.read_weights * w * wn, gtoc + r.write_kv * 4 * b * (s + 1) * h * cn)
@@ -96,7 +106,8 @@ def published(block: Block, x: np.ndarray) -> tuple[np.ndarray, dict[str, np.nda
 def blocks():
     for host_attention in (False, True):
         for gpu_batch, batch in ((1, 1), (4, 30), (16, 64)):
-            yield make_block(TOY, MACHINE, 2, 200, 40, gpu_batch, batch, host_attention=host_attention, disk=True)
+            setting = BlockSetting(TOY_PROBLEM, 200, 40, host_attention=host_attention, disk=True)
+            yield make_block(setting, gpu_batch, batch)
 
 
 @pytest.mark.parametrize("budgets_mib", [(40, 60, 4000), (150, 100, 4000), (90, 2000, 0), (4000, 60, 500)])
@@ -155,21 +166,30 @@ def published_block(model: str, rates: dict, gpu_batch: int, batch: int) -> Bloc
     host = rates["cpu"] * max(0.1, 1 - 0.0328 * max(0.0, math.log2(64 / gpu_batch)))
     attended = 4 * b * (s + n / 2) * h
     return Block(
-        shape, 2, 8 * h * h + 4 * h * f, 4 * h, s, n, gpu_batch, b,
+        BlockSetting(Problem(shape=shape), s, n, host_attention=True),
+        gpu_batch,
+        batch,
         Rates(
-            1 / rates["ctog"], 0.0, 1 / rates["ctog"], 1 / rates["gtoc_cache"], 1 / rates["gtoc_hidden"],
-            1 / rates["dtoc"], 1 / rates["dtoc"], 1 / rates["ctod"],
-            b * (8 * s * h * h + 4 * s * h * f) / rates["mm_p"] + 4 * b * s * s * h / rates["bmm_p"],
-            b * (8 * h * h + 4 * h * f) / rates["mm_g"], attended / rates["bmm_g"], attended / host,
+            load_weights=1 / rates["ctog"],
+            load_kv=0.0,
+            load_hidden=1 / rates["ctog"],
+            store_kv=1 / rates["gtoc_cache"],
+            store_hidden=1 / rates["gtoc_hidden"],
+            read_weights=1 / rates["dtoc"],
+            read_kv=1 / rates["dtoc"],
+            write_kv=1 / rates["ctod"],
+            prefill_s=b * (8 * s * h * h + 4 * s * h * f) / rates["mm_p"] + 4 * b * s * s * h / rates["bmm_p"],
+            decode_s=b * (8 * h * h + 4 * h * f) / rates["mm_g"],
+            attend_s=attended / rates["bmm_g"],
+            attend_host_s=attended / host,
         ),
-        host_attention=True,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("model, memories, rates, gpu_batch, number, expected, weights_device", PUBLISHED)
 def test_the_published_search_finds_the_same(model, memories, rates, gpu_batch, number, expected, weights_device):
     budgets = {tier: 0.8 * size for tier, size in zip(("device", "host", "disk"), memories, strict=True)}
-    search = Search(lambda g, b: published_block(model, rates, g, b), budgets, cache_on_host=False)
+    search = PlacementSearch(lambda g, b: published_block(model, rates, g, b), budgets, cache_on_host=False)
     block, shares = max(search.of_any(None), key=lambda one: tokens_per_s(*one))
     assert (block.gpu_batch, block.num_gpu_batches) == (gpu_batch, number)
     assert tokens_per_s(block, shares) == pytest.approx(expected, rel=1e-6)
@@ -186,7 +206,7 @@ def peak(result, machine: Hardware, shape: ModelShape, workload: Workload) -> di
 @pytest.mark.parametrize("host_attention", [False, True])
 def test_the_papers_batch_on_their_machine(model, host_attention):
     shape, machine, workload = shape_by_name(model), catalogue.load("rtx4090"), Workload.uniform(128, 1920, 128)
-    result = flexgen_policy(shape, machine, workload, 2, batch=128, host_attention=host_attention)
+    result = flexgen(shape, machine, workload, batch=128, host_attention=host_attention)
     policy = result.policy
     assert policy.max_batch == 128 and result.gpu_batch * (result.num_gpu_batches - 1) < 128
     assert result.gpu_batch * result.num_gpu_batches >= 128
@@ -199,29 +219,27 @@ def test_the_papers_batch_on_their_machine(model, host_attention):
     assert bytes_of["device"] <= machine.device_memory and bytes_of["host"] <= machine.host_memory
     assert bytes_of["disk"] == 0
     if host_attention:
-        without = flexgen_policy(shape, machine, workload, 2, batch=128)
+        without = flexgen(shape, machine, workload, batch=128)
         assert result.predicted_tokens_per_s > without.predicted_tokens_per_s  # its model: nothing hides the link
 
 
 def test_the_plan_cuts_the_gpu_batches_that_were_chosen():
     workload = Workload.uniform(30, 100, 20)
-    result = flexgen_policy(TOY, MACHINE, workload, 2, batch=30, gpu_batches=[7])
+    result = flexgen(TOY, MACHINE, workload, batch=30, gpu_batches=(7,))
     assert (result.gpu_batch, result.num_gpu_batches) == (6, 5)  # the even cut that no GPU batch exceeds
-    wave = admit(Problem(shape=TOY, dtype="float16"), result.policy, workload)
+    wave = admit(Problem(shape=TOY), result.policy, workload)
     assert [len(group) for group in wave.mini_batches] == [6] * 5
 
 
 def test_requests_are_padded_to_the_longest():
     mixed = Workload(np.array([50, 200, 10]), np.array([3, 8, 20]))
-    found, longest = (
-        flexgen_policy(TOY, MACHINE, workload, 2, batch=3) for workload in (mixed, Workload.uniform(3, 200, 20))
-    )
+    found, longest = (flexgen(TOY, MACHINE, workload, batch=3) for workload in (mixed, Workload.uniform(3, 200, 20)))
     assert replace(found, search_s=0.0) == replace(longest, search_s=0.0)
 
 
 def test_everything_stays_on_the_device_where_it_fits():
     """Where compute is the longest, placements tie; then nothing has a reason to leave the device."""
-    policy = flexgen_policy(TOY, MACHINE, Workload.uniform(4, 100, 8), 2, batch=4).policy
+    policy = flexgen(TOY, MACHINE, Workload.uniform(4, 100, 8), batch=4).policy
     assert policy.weights.device == 1 and policy.cache == {"kv@device": 1.0} and policy.hidden == "device"
 
 
@@ -233,8 +251,7 @@ def test_host_attention_is_a_choice():
     """A slow host is left alone, and one that cannot hold the whole cache."""
 
     def found(machine, host_attention=True):
-        return flexgen_policy(
-            TOY, machine, MANY, 2, batch=256, host_attention=host_attention, gpu_batches=[16, 32]
+        return flexgen(TOY, machine, MANY, batch=256, host_attention=host_attention, gpu_batches=(16, 32,)
         ).policy  # fmt: skip
 
     assert found(TIGHT).attention == "host"
@@ -246,11 +263,34 @@ def test_host_attention_is_a_choice():
 
 def test_a_small_host_spills_to_the_disk():
     small = replace(TIGHT, host_memory=300 * 2**20)
-    result = flexgen_policy(TOY, small, MANY, 2, batch=256, gpu_batches=[8, 16, 32, 64])
+    result = flexgen(
+        TOY,
+        small,
+        MANY,
+        batch=256,
+        gpu_batches=(
+            8,
+            16,
+            32,
+            64,
+        ),
+    )
     assert result.policy.cache["kv@disk"] > 0.1
     bytes_of = peak(result, small, TOY, MANY)
     assert all(bytes_of[tier] <= getattr(small, f"{tier}_memory") for tier in bytes_of)
-    roomy = flexgen_policy(TOY, small, MANY, 2, batch=256, gpu_batches=[8, 16, 32, 64], host_memory=4 * GIB)
+    roomy = flexgen(
+        TOY,
+        small,
+        MANY,
+        batch=256,
+        gpu_batches=(
+            8,
+            16,
+            32,
+            64,
+        ),
+        budgets=Budgets(host=4 * GIB),
+    )
     assert roomy.policy.weights.disk == 0 and "kv@disk" not in roomy.policy.cache
     assert roomy.predicted_tokens_per_s > result.predicted_tokens_per_s
 
@@ -259,8 +299,8 @@ def test_a_looser_account_is_made_to_fit_ours():
     """With all of the memory for the taking, FlexGen fills the device and forgets the embedding and our buffers."""
     shape, workload = shape_by_name("opt-6.7b"), Workload.uniform(16, 1920, 128)
     machine = replace(catalogue.load("rtx4090"), device_memory=18 * GIB, device_reserve=0)
-    result = flexgen_policy(shape, machine, workload, 2, batch=16, memory_share=1.0, gpu_batches=[2])
-    block = make_block(shape, machine, 2, 1920, 128, 2, 16)
+    result = flexgen(shape, machine, workload, batch=16, memory_share=1.0, gpu_batches=(2,))
+    block = make_block(BlockSetting(Problem(shape=shape, hardware=machine), 1920, 128), 2, 16)
     shares = solve(block, {"device": 18 * GIB, "host": machine.host_memory, "disk": 0})
     assert result.lp_tokens_per_s == pytest.approx(tokens_per_s(block, shares))
     cache = {"kv@device": float(shares[3]), "kv@host": float(shares[4])}
@@ -274,47 +314,53 @@ def test_a_looser_account_is_made_to_fit_ours():
     assert result.predicted_tokens_per_s < result.lp_tokens_per_s
     # FlexGen's temporaries of 16 prompts are larger than ours: it has no answer any more, and nothing stays there
     crowded = replace(shape, vocab=1_500_000)
-    policy = flexgen_policy(crowded, machine, workload, 2, batch=16, memory_share=1.0, gpu_batches=[16]).policy
+    policy = flexgen(crowded, machine, workload, batch=16, memory_share=1.0, gpu_batches=(16,)).policy
     assert policy.weights.device == 0 and policy.cache == {"kv@host": 1.0} and policy.hidden == "host"
 
 
 def test_compressed_weights_and_cache():
     shape, machine, workload = shape_by_name("opt-30b"), catalogue.load("rtx4090"), Workload.uniform(128, 1920, 128)
-    plain = flexgen_policy(shape, machine, workload, 2, batch=128)
-    small = flexgen_policy(shape, machine, workload, 2, batch=128, compress=True)
+    plain = flexgen(shape, machine, workload, batch=128)
+    small = flexgen(shape, machine, workload, batch=128, compress=True)
     assert (small.policy.bits.weights, small.policy.bits.kv) == (4, 4)
     assert small.policy.weights.device > 2 * plain.policy.weights.device
     assert small.predicted_tokens_per_s > 2 * plain.predicted_tokens_per_s
-    on_host = flexgen_policy(shape, machine, workload, 2, batch=128, compress=True, host_attention=True).policy
+    on_host = flexgen(shape, machine, workload, batch=128, compress=True, host_attention=True).policy
     assert (on_host.attention, on_host.bits.weights, on_host.bits.kv) == ("host", 4, "native")
 
 
 def test_bad_input_is_one_line():
     workload = Workload.uniform(8, 200, 40)
     with pytest.raises(InputError, match="batch is 0"):
-        flexgen_policy(TOY, MACHINE, workload, 2, batch=0)
+        flexgen(TOY, MACHINE, workload, batch=0)
     with pytest.raises(InputError, match="memory_share"):
-        flexgen_policy(TOY, MACHINE, workload, 2, memory_share=1.5)
+        flexgen(TOY, MACHINE, workload, memory_share=1.5)
     with pytest.raises(InputError, match="gpu_batches"):
-        flexgen_policy(TOY, MACHINE, workload, 2, gpu_batches=[0, 4])
-    with pytest.raises(InputError, match="device memory"):
-        flexgen_policy(TOY, MACHINE, workload, 2, device_memory=2**20)
-    with pytest.raises(InputError, match="device memory.*6 need"):
-        flexgen_policy(TOY, MACHINE, Workload.uniform(6, 1500, 40), 2, batch=6, gpu_batches=[6], device_memory=2**28)
-    with pytest.raises(InputError, match="host and disk memory"):
-        flexgen_policy(
-            TOY, MACHINE, Workload.uniform(500, 1500, 40), 2, batch=500, host_memory=2**28, disk_memory=2**28
+        flexgen(
+            TOY,
+            MACHINE,
+            workload,
+            gpu_batches=(
+                0,
+                4,
+            ),
         )
+    with pytest.raises(InputError, match="device memory"):
+        flexgen(TOY, MACHINE, workload, budgets=Budgets(device=2**20))
+    with pytest.raises(InputError, match="device memory.*6 need"):
+        flexgen(TOY, MACHINE, Workload.uniform(6, 1500, 40), batch=6, gpu_batches=(6,), budgets=Budgets(device=2**28))
+    with pytest.raises(InputError, match="host and disk memory"):
+        flexgen(TOY, MACHINE, Workload.uniform(500, 1500, 40), batch=500, budgets=Budgets(host=2**28, disk=2**28))
     with pytest.raises(InputError, match="host memory"):
-        flexgen_policy(TOY, MACHINE, Workload.uniform(500, 1500, 40), 2, batch=500, disk_memory=0)
+        flexgen(TOY, MACHINE, Workload.uniform(500, 1500, 40), batch=500, budgets=Budgets(disk=0))
     with pytest.raises(InputError, match="no line"):
-        flexgen_policy(TOY, replace(MACHINE, lines={"compute": Line()}), workload, 2)
+        flexgen(TOY, replace(MACHINE, lines={"compute": Line()}), workload)
     with pytest.raises(InputError, match="device memory"):  # FlexGen's account forgets the embedding
         wide = replace(TOY, vocab=2_000_000)
-        flexgen_policy(wide, MACHINE, workload, 2)
+        flexgen(wide, MACHINE, workload)
 
 
 def test_a_disk_of_unknown_speed_is_no_disk():
     hardware, shape = catalogue.load("rtx4090"), shape_by_name("opt-30b")
     with pytest.raises(InputError, match="places nothing: .*memory"):
-        flexgen_policy(shape, hardware, Workload.uniform(8, 100, 8), 2, host_memory=1 << 30, disk_memory=1 << 40)
+        flexgen(shape, hardware, Workload.uniform(8, 100, 8), budgets=Budgets(host=1 << 30, disk=1 << 40))

@@ -6,18 +6,19 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from oracles.programs import solve_alone, solve_with_pulp
+from toy_machine import MIB, SHAPE, machine
 
 from flexhybrid.core.context.cache_entries import TIERS
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.hardware import Hardware, Line
-from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Placement
-from policy_search.audit import solve_with_pulp, write_lp
-from policy_search.grid import FULL, LOSSLESS, NUM_TIME_ROWS, ROWS, Grid, Question, batch_grid, pairs_of
-from policy_search.lower_bound import INFEASIBLE, OPEN, OPTIMAL, Bounds, simple_bounds, solve_side_by_side
-from policy_search.lp import least_memory, solve, solve_one
+from flexhybrid.core.problem import Budgets
+from policy_search.audit import write_lp
+from policy_search.grid import NUM_TIME_ROWS, ROWS, ChoiceGrid
+from policy_search.lower_bound import INFEASIBLE, OPEN, OPTIMAL, LowerBounds, simple_bounds, solve_side_by_side
+from policy_search.lp import least_memory, solve
 from policy_search.rounding import (
-    Draft,
+    UnplacedPolicy,
     candidates_of,
     exchanges,
     final_blocks,
@@ -25,34 +26,33 @@ from policy_search.rounding import (
     roundings,
     with_cache_fixed,
 )
+from policy_search.search_problem import FULL, LOSSLESS, SearchProblem, batch_grid, pairs_of
 from sim.array_clock import predict
 from sim.candidates import peak_bytes
 from sim.verb_seconds import resource_sums
 
-SHAPE = ModelShape("small", "opt", 4, 256, 4, 4, 64, 1024, 2048, 1024)
-MIB = 2**20
+
+def problem_with(
+    space=FULL, device=24, host=48, disk=64, prompt=100, tokens=8, hardware=None, **fields
+) -> SearchProblem:
+    """The toy problem with budgets in MiB."""
+    budgets = Budgets(device * MIB, host * MIB, disk * MIB)
+    return SearchProblem(
+        shape=SHAPE,
+        hardware=hardware or machine(),
+        budgets=budgets,
+        prompt_tokens=prompt,
+        max_tokens=tokens,
+        space=space,
+        **fields,
+    )
 
 
-def machine(link=0.3, gflops=60.0, memory=8.0, disk=0.1) -> Hardware:
-    """Rates in GB/s and GFLOP/s."""
-    link_line, disk_line = Line(2e-5, 0.0, 1e-9 / link), Line(1e-4, 0.0, 1e-9 / disk)
-    lines = {
-        "compute": Line(2e-5, 1e-9 / gflops, 1e-9 / memory), "h2d": link_line, "d2h": link_line,
-        "host_compute": Line(2e-5, 1e-9 / 20, 1e-10), "disk_read": disk_line, "disk_write": disk_line,
-    }  # fmt: skip
-    return Hardware("toy", "cpu", lines)
+def grid_of(problem: SearchProblem, batches=(1, 4, 9), mini_batch_tokens=(512, 2048)) -> ChoiceGrid:
+    return ChoiceGrid(problem, problem.options, *pairs_of(problem, np.array(batches), mini_batch_tokens))
 
 
-def question(space=FULL, device=24, host=48, disk=64, prompt=100, tokens=8, hardware=None, **more) -> Question:
-    budgets = {"device": device * MIB, "host": host * MIB, "disk": disk * MIB}
-    return Question(SHAPE, hardware or machine(), 2, prompt, tokens, budgets, space, **more)
-
-
-def grid_of(q: Question, batches=(1, 4, 9), bounds=(512, 2048)) -> Grid:
-    return Grid(q, q.options, *pairs_of(q, np.array(batches), bounds))
-
-
-def some_choices(grid: Grid, count: int, seed: int = 0) -> np.ndarray:
+def some_choices(grid: ChoiceGrid, count: int, seed: int = 0) -> np.ndarray:
     return np.sort(np.random.default_rng(seed).choice(grid.num_choices, count, replace=False))
 
 
@@ -64,13 +64,13 @@ def some_choices(grid: Grid, count: int, seed: int = 0) -> np.ndarray:
 @pytest.mark.parametrize("weights", [(0.0, 1.0, 0.0), (0.0, 0.25, 0.75)])
 def test_the_sums_of_a_mixture_are_the_programs_rows(cache, weights):
     """Long prompts, so that whole blocks do not matter; overheads are what only mixtures pay."""
-    q = question(prompt=1600, tokens=40)
-    grid = grid_of(q, batches=(6,), bounds=(4096,))
-    option = next(o for o in q.options if o.attention == "device" and (o.kv_bits, o.act_bits) == (8, 4))
-    program = grid.program(q.options.index(option) * len(grid.batch))
-    policy = option.policy(cache, Placement(*weights), 4096)
-    candidates = replace(candidates_of(q, [Draft.of(option, 6, 4096, cache)]), policy=policy)
-    sums = resource_sums(SHAPE, q.hardware, 2, candidates)
+    problem = problem_with(prompt=1600, tokens=40)
+    grid = grid_of(problem, batches=(6,), mini_batch_tokens=(4096,))
+    option = next(o for o in problem.options if o.attention == "device" and (o.kv_bits, o.act_bits) == (8, 4))
+    program = grid.program(problem.options.index(option) * len(grid.batch))
+    policy = replace(option.policy(cache, Placement(*weights)), max_mini_batch_tokens=4096)
+    candidates = replace(candidates_of(problem, [UnplacedPolicy.of(option, 6, 4096, cache)]), policy=policy)
+    sums = resource_sums(SHAPE, problem.hardware, 2, candidates)
     measured = [*sums.prefill_s.values(), *sums.decode_s.values(), *(sums.peak_bytes[tier] for tier in TIERS)]
     said = program.constant + sum(share * program.cache[entry] for entry, share in cache.items())
     said = said + sum(
@@ -87,10 +87,10 @@ def test_the_sums_of_a_mixture_are_the_programs_rows(cache, weights):
 
 def test_no_rounded_policy_is_faster_than_its_program():
     """The bound bounds: waiting and whole blocks cost more (a share of one block's worth apart)."""
-    q = question(LOSSLESS, prompt=200)
-    grid = grid_of(q)
-    bounds = Bounds.of(grid)
-    bounds.tighten(np.inf)
+    problem = problem_with(LOSSLESS, prompt=200)
+    grid = grid_of(problem)
+    known = LowerBounds.of(grid)
+    known.tighten(np.inf)
     rng = np.random.default_rng(0)
     compared = 0
     for choice in some_choices(grid, 12):
@@ -98,27 +98,27 @@ def test_no_rounded_policy_is_faster_than_its_program():
         option = grid.options[number]
         shares = {"kv@host": 1.0}
         if option.attention == "device":
-            shares = dict(zip(rng.permutation(q.entries)[:2], rng.dirichlet([1, 1]), strict=True))
-        draft = Draft.of(option, grid.batch[pair], grid.bound[pair], shares)
-        candidates = candidates_of(q, [draft])
-        device, disk, fits = place_weights(q, candidates)
+            shares = dict(zip(rng.permutation(problem.entries)[:2], rng.dirichlet([1, 1]), strict=True))
+        unplaced = UnplacedPolicy.of(option, grid.batch[pair], grid.mini_batch_tokens[pair], shares)
+        candidates = candidates_of(problem, [unplaced])
+        device, disk, fits = place_weights(problem, candidates)
         if fits[0]:
-            found = predict(SHAPE, q.hardware, 2, replace(candidates, weights_device=device, weights_disk=disk))
+            found = predict(SHAPE, problem.hardware, 2, replace(candidates, weights_device=device, weights_disk=disk))
             compared += 1
-            assert bounds.value[choice] <= float(found.total_s[0]) / q.tokens(draft.batch) * 1.005
+            assert known.value[choice] <= float(found.total_s[0]) / problem.tokens(unplaced.batch) * 1.005
     assert compared >= 5
 
 
 def test_bits_schedule_and_hidden_states_add_up_independently():
     """Terms are evaluated one by one; together they must be what the policy says."""
-    q = question(prompt=320, tokens=20)
-    grid = grid_of(q, batches=(5,), bounds=(1024,))
+    problem = problem_with(prompt=320, tokens=20)
+    grid = grid_of(problem, batches=(5,), mini_batch_tokens=(1024,))
     for number in some_choices(grid, 25, seed=3):
         option, program = grid.options[number], grid.program(number)
         entry = "kv@host" if option.attention == "host" else "act@disk"
-        draft = Draft.of(option, 5, 1024, {entry: 1.0})
-        policy = draft.option.policy({entry: 1.0}, Placement(host=1.0), 1024)
-        sums = resource_sums(SHAPE, q.hardware, 2, replace(candidates_of(q, [draft]), policy=policy))
+        unplaced = UnplacedPolicy.of(option, 5, 1024, {entry: 1.0})
+        policy = replace(unplaced.option.policy({entry: 1.0}, Placement(host=1.0)), max_mini_batch_tokens=1024)
+        sums = resource_sums(SHAPE, problem.hardware, 2, replace(candidates_of(problem, [unplaced]), policy=policy))
         measured = [*sums.prefill_s.values(), *sums.decode_s.values(), *(sums.peak_bytes[tier] for tier in TIERS)]
         said = program.constant + program.cache[entry] + program.weights[0.0, 1.0, 0.0]
         assert said == pytest.approx(np.concatenate(measured), rel=1e-9, abs=1e-9), option
@@ -132,8 +132,8 @@ def test_four_solvers_agree(seed):
     """Tableaus side by side, HiGHS side by side, HiGHS on each alone, PuLP's statement of it."""
     rng = np.random.default_rng(seed)
     hardware = machine(*np.exp(rng.uniform(np.log([0.05, 10, 2, 0.02]), np.log([5, 500, 50, 1]))))
-    q = question(hardware=hardware, device=int(rng.integers(10, 60)), host=int(rng.integers(10, 80)))
-    grid = grid_of(q)
+    problem = problem_with(hardware=hardware, device=int(rng.integers(10, 60)), host=int(rng.integers(10, 80)))
+    grid = grid_of(problem)
     choices = some_choices(grid, 40, seed)
     mine = solve_side_by_side(grid.programs(choices))
     theirs = solve(grid, choices)
@@ -145,31 +145,31 @@ def test_four_solvers_agree(seed):
         program = grid.program(int(choice))
         if infeasible[i]:
             with pytest.raises(ValueError):
-                solve_one(program)
+                solve_alone(program)
             with pytest.raises(ValueError):
                 solve_with_pulp(program)
             continue
-        seconds, cache, weights = solve_one(program)
-        assert seconds / q.tokens(program.batch) == pytest.approx(mine.value[i], rel=1e-7)
-        assert solve_with_pulp(program)[0] == pytest.approx(seconds, rel=1e-7)
+        seconds, cache, weights = solve_alone(program)
+        assert seconds / problem.tokens(program.batch) == pytest.approx(mine.value[i], rel=1e-7)
+        assert solve_with_pulp(program) == pytest.approx(seconds, rel=1e-7)
         assert sum(cache.values()) == pytest.approx(1) and sum(weights.values()) == pytest.approx(1)
 
 
 def test_given_resident_weights_are_a_program_of_two_places():
-    q = question(weights_device=0.25, objective="decode_throughput", device=60)
-    grid = grid_of(q)
-    assert q.placements == ((0.25, 0.75, 0.0), (0.25, 0.0, 0.75))
+    problem = problem_with(weights_device=0.25, objective="decode_throughput", device=60)
+    grid = grid_of(problem)
+    assert problem.placements == ((0.25, 0.75, 0.0), (0.25, 0.0, 0.75))
     choices = some_choices(grid, 10)
     mine = solve_side_by_side(grid.programs(choices))
     for i, choice in enumerate(choices):
         if mine.state[i] == OPTIMAL:
             program = grid.program(int(choice))
-            assert solve_one(program)[0] / (program.batch * 7) == pytest.approx(mine.value[i], rel=1e-7)
-            assert solve_with_pulp(program)[0] / (program.batch * 7) == pytest.approx(mine.value[i], rel=1e-7)
+            assert solve_alone(program)[0] / (program.batch * 7) == pytest.approx(mine.value[i], rel=1e-7)
+            assert solve_with_pulp(program) / (program.batch * 7) == pytest.approx(mine.value[i], rel=1e-7)
 
 
 def test_what_is_given_up_is_above_the_cutoff_and_nothing_below_it_is():
-    grid = grid_of(question())
+    grid = grid_of(problem_with())
     choices = np.arange(grid.num_choices)
     programs = grid.programs(choices)
     exact = solve_side_by_side(programs).value
@@ -182,20 +182,20 @@ def test_what_is_given_up_is_above_the_cutoff_and_nothing_below_it_is():
 
 
 def test_the_best_bound_is_found_without_solving_all():
-    grid = grid_of(question(), batches=batch_grid(40))
-    bounds = Bounds.of(grid)
-    best = bounds.find_best(0.03)
-    solved = int((bounds.state == OPTIMAL).sum())
+    grid = grid_of(problem_with(), batches=batch_grid(40))
+    known = LowerBounds.of(grid)
+    best = known.find_best(0.03)
+    solved = int((known.state == OPTIMAL).sum())
     assert solved < grid.num_choices / 4
-    whole = Bounds.of(grid)
-    whole.tighten(np.inf)
-    assert best == pytest.approx(whole.value.min(), rel=1e-9)
-    near = np.flatnonzero(whole.value <= best * 1.03)
-    assert (bounds.state[near] == OPTIMAL).all()
+    exact = LowerBounds.of(grid)
+    exact.tighten(np.inf)
+    assert best == pytest.approx(exact.value.min(), rel=1e-9)
+    near = np.flatnonzero(exact.value <= best * 1.03)
+    assert (known.state[near] == OPTIMAL).all()
 
 
 def test_keeping_the_weights_streamed_is_a_program_too():
-    grid = grid_of(question(LOSSLESS, device=40))
+    grid = grid_of(problem_with(LOSSLESS, device=40))
     choices = some_choices(grid, 10)
     free, streamed = solve(grid, choices), solve(grid, choices, all_streamed=True)
     assert (streamed.value >= free.value * (1 - 1e-9)).all() and (streamed.weights[:, 0] < 1e-7).all()
@@ -203,15 +203,15 @@ def test_keeping_the_weights_streamed_is_a_program_too():
 
 
 def test_the_least_memory_is_what_makes_a_program_feasible():
-    q = question(LOSSLESS, device=4, host=10, disk=1)
-    grid = grid_of(q, batches=(8,))
+    problem = problem_with(LOSSLESS, device=4, host=10, disk=1)
+    grid = grid_of(problem, batches=(8,))
     choices = np.arange(grid.num_choices)
     assert (solve_side_by_side(grid.programs(choices)).state == INFEASIBLE).all()
     more = least_memory(grid, choices, TIERS).value.min()
     for factor, feasible in ((1.01, True), (0.95, False)):
-        budgets = {tier: size * (1 + more * factor) for tier, size in q.budgets.items()}
-        larger = replace(q, budgets=budgets)
-        grown = Grid(larger, larger.options, grid.batch, grid.bound)
+        budgets = {tier: size * (1 + more * factor) for tier, size in problem.limits.items()}
+        larger = replace(problem, budgets=Budgets(**budgets))
+        grown = ChoiceGrid(larger, larger.options, grid.batch, grid.mini_batch_tokens)
         lacking = solve(grown, choices, grown.cut_bytes[grown.split(choices)[1]]).lacking
         assert (lacking.min() <= 1e-7) == feasible
 
@@ -220,7 +220,7 @@ def test_the_least_memory_is_what_makes_a_program_feasible():
 
 
 def test_the_file_names_its_rows(tmp_path):
-    grid = grid_of(question())
+    grid = grid_of(problem_with())
     path = write_lp(grid.program(0), tmp_path / "winner.lp")
     text = path.read_text()
     for row in ("decode_h2d_within_T", "prefill_compute_within_T", "decode_disk_read_within_T", "device_memory_fits",
@@ -232,9 +232,9 @@ def test_the_file_names_its_rows(tmp_path):
 
 
 def test_a_tier_without_a_limit_has_no_row(tmp_path):
-    q = question(disk=0)
-    q.budgets["host"] = np.inf
-    text = write_lp(grid_of(q).program(0), tmp_path / "winner.lp").read_text()
+    problem = problem_with(disk=0)
+    problem = replace(problem, budgets=replace(problem.budgets, host=None))
+    text = write_lp(grid_of(problem).program(0), tmp_path / "winner.lp").read_text()
     assert "host_memory" not in text and "disk" not in text and "device_memory_fits" in text
 
 
@@ -253,41 +253,45 @@ def test_roundings_are_whole_blocks_that_add_up():
 
 
 def test_exchanges_move_one_entrys_share_to_another():
-    q = question(LOSSLESS)
-    shares = np.zeros(len(q.entries))
+    problem = problem_with(LOSSLESS)
+    shares = np.zeros(len(problem.entries))
     shares[:2] = 0.25, 0.75
-    ways = exchanges(q, shares)
+    ways = exchanges(problem, shares)
     assert ways.sum(axis=1) == pytest.approx(np.ones(len(ways))) and (ways >= 0).all()
     moved = (np.abs(ways - shares) > 1e-9).sum(axis=1)
     assert moved.max() == 2 and len(ways) > 500
-    assert (ways[:, q.entries.index("tok")] < 0.95).all()
-    least, _ = with_cache_fixed(grid_of(q), np.zeros(len(ways), dtype=int), ways)
-    best = solve(grid_of(q), np.array([0])).value[0]
+    assert (ways[:, problem.entries.index("tok")] < 0.95).all()
+    least, _ = with_cache_fixed(grid_of(problem), np.zeros(len(ways), dtype=int), ways)
+    best = solve(grid_of(problem), np.array([0])).value[0]
     assert (least >= best * (1 - 1e-7)).all(), "the program's own shares are the best"
 
 
 def test_weights_fill_the_device_and_the_host_but_no_more():
-    plain = question(LOSSLESS)
-    drafts = [Draft.of(plain.options[0], batch, 2048, {"kv@host": 0.5, "act@host": 0.5}) for batch in (1, 4, 8)]
-    candidates = candidates_of(plain, drafts)
+    plain = problem_with(LOSSLESS)
+    unplaced = [
+        UnplacedPolicy.of(plain.options[0], batch, 2048, {"kv@host": 0.5, "act@host": 0.5}) for batch in (1, 4, 8)
+    ]
+    candidates = candidates_of(plain, unplaced)
     streamed = peak_bytes(SHAPE, plain.hardware, 2, candidates)
     budgets = {"device": streamed["device"][1] + MIB, "host": streamed["host"][1] - 2 * MIB, "disk": 64.0 * MIB}
-    q = replace(plain, budgets={tier: float(size) for tier, size in budgets.items()})
-    device, disk, fits = place_weights(q, candidates)
+    problem = replace(plain, budgets=Budgets(**{tier: float(size) for tier, size in budgets.items()}))
+    device, disk, fits = place_weights(problem, candidates)
     assert list(fits) == [True, True, False] and 0 < device[1] < device[0] == 1 and disk[1] > disk[0] == 0
-    candidates = candidates_of(q, drafts[1:2])
+    candidates = candidates_of(problem, unplaced[1:2])
     device, disk = device[1:2], disk[1:2]
-    peaks = peak_bytes(SHAPE, q.hardware, 2, replace(candidates, weights_device=device, weights_disk=disk))
-    more = peak_bytes(SHAPE, q.hardware, 2, replace(candidates, weights_device=device + 0.004, weights_disk=disk))
-    less = peak_bytes(SHAPE, q.hardware, 2, replace(candidates, weights_device=device, weights_disk=disk - 0.004))
-    assert (peaks["device"] <= q.budgets["device"]).all() and (peaks["host"] <= q.budgets["host"]).all()
-    assert (more["device"] > q.budgets["device"]).all()
-    assert (less["host"] > q.budgets["host"]).all()
+    peaks = peak_bytes(SHAPE, problem.hardware, 2, replace(candidates, weights_device=device, weights_disk=disk))
+    more = peak_bytes(SHAPE, problem.hardware, 2, replace(candidates, weights_device=device + 0.004, weights_disk=disk))
+    less = peak_bytes(SHAPE, problem.hardware, 2, replace(candidates, weights_device=device, weights_disk=disk - 0.004))
+    assert (peaks["device"] <= problem.limits["device"]).all() and (peaks["host"] <= problem.limits["host"]).all()
+    assert (more["device"] > problem.limits["device"]).all()
+    assert (less["host"] > problem.limits["host"]).all()
 
 
-def test_equal_policies_are_equal_drafts():
-    q = question()
-    wide = next(o for o in q.options if (o.attention, o.kv_bits, o.act_bits) == ("device", "native", 4))
+def test_equal_policies_are_equal_values():
+    problem = problem_with()
+    wide = next(o for o in problem.options if (o.attention, o.kv_bits, o.act_bits) == ("device", "native", 4))
     plain = wide._replace(act_bits="native")
-    assert Draft.of(wide, 3, 512, {"kv@host": 1.0, "act@host": 0.0}) == Draft.of(plain, 3, 512, {"kv@host": 1.0})
-    assert final_blocks(q) == 7
+    assert UnplacedPolicy.of(wide, 3, 512, {"kv@host": 1.0, "act@host": 0.0}) == UnplacedPolicy.of(
+        plain, 3, 512, {"kv@host": 1.0}
+    )
+    assert final_blocks(problem) == 7

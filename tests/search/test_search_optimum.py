@@ -12,22 +12,22 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from toy_machine import MIB, SHAPE, machine
 
 from experiments.peers import flexgen_search
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.hardware import Hardware, Line
+from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.memory import PACKING_BYTES, PACKING_ELEMENTS, fits, total_bytes
 from flexhybrid.core.model.shape import ModelShape, shape_by_name
 from flexhybrid.core.policy import Placement, Policy
-from flexhybrid.core.problem import Budgets, Problem
+from flexhybrid.core.problem import NO_BUDGETS, Budgets, Problem
 from flexhybrid.core.waves import wave_plan
 from flexhybrid.core.workload import Workload
 from flexhybrid.resolve import best_policy
 from flexhybrid.runtime.runnable import check_runnable
-from policy_search import search as search_module
-from policy_search.grid import FULL, LOSSLESS, PLAIN, Option, Question, batch_grid, pairs_of
-from policy_search.rounding import Draft, Evaluator, final_blocks
-from policy_search.search import search
+from policy_search.rounding import Evaluator, UnplacedPolicy, final_blocks
+from policy_search.search import SearchResult, SearchSettings, search
+from policy_search.search_problem import FULL, LOSSLESS, PLAIN, Option, SearchProblem, batch_grid, pairs_of
 from policy_search.systems import Setting, system
 from sim import catalogue
 from sim.array_clock import predict
@@ -36,29 +36,21 @@ from sim.presets import hybrid
 from sim.presets import resident as preset_resident
 from sim.simulate import simulate
 
-SHAPE = ModelShape("small", "opt", 4, 256, 4, 4, 64, 1024, 2048, 1024)
-MIB = 2**20
 PEER = Path(flexgen_search.__file__).parent.parent / "results" / "peers" / "flexgen-0.1.8.json"
 
 
-def machine(link=0.3, gflops=60.0, memory=8.0, disk=0.1) -> Hardware:
-    """Rates in GB/s and GFLOP/s."""
-    link_line, disk_line = Line(2e-5, 0.0, 1e-9 / link), Line(1e-4, 0.0, 1e-9 / disk)
-    lines = {
-        "compute": Line(2e-5, 1e-9 / gflops, 1e-9 / memory), "h2d": link_line, "d2h": link_line,
-        "host_compute": Line(2e-5, 1e-9 / 20, 1e-10), "disk_read": disk_line, "disk_write": disk_line,
-    }  # fmt: skip
-    return Hardware("toy", "cpu", lines)
+def mib(device=None, host=None, disk=None, besides_packing=True) -> Budgets:
+    """Return budgets in MiB; the device's besides the workspace of packing, which every policy is charged."""
+    packing = PACKING_BYTES * min(PACKING_ELEMENTS["cpu"], SHAPE.ffn * SHAPE.hidden) * besides_packing
+    return Budgets(device and device * MIB + packing, host and host * MIB, disk and disk * MIB)
 
 
-def mib(device=None, host=None, disk=None, beside_packing=True) -> dict[str, int | None]:
-    """Budgets; the device's beside the workspace of packing, which every policy is charged."""
-    packing = PACKING_BYTES * min(PACKING_ELEMENTS["cpu"], SHAPE.ffn * SHAPE.hidden) * beside_packing
-    return {"device": device and device * MIB + packing, "host": host and host * MIB, "disk": disk and disk * MIB}
+def searched(shape: ModelShape, hardware: Hardware, workload: Workload, budgets=NO_BUDGETS, **settings) -> SearchResult:
+    return search(Problem(shape=shape, hardware=hardware, budgets=budgets), workload, SearchSettings(**settings))
 
 
 def seconds_per_token(found) -> float:
-    return found.prediction["total_s"] / (found.batch * found.question.max_tokens)
+    return found.prediction["total_s"] / (found.batch * found.problem.max_tokens)
 
 
 # ---- brute force
@@ -72,15 +64,19 @@ def every_cut(entries, blocks):
         yield {entry: count / blocks for entry, count in zip(entries, counts, strict=True)}
 
 
-def brute_force(q: Question, batches, bounds) -> float:
+def brute_force(problem: SearchProblem, batches, mini_batch_tokens) -> float:
     """Least seconds per token over every option, cut into mini-batches and deal of blocks, all of them walked."""
-    drafts = []
-    for option in q.options:
-        cuts = [{"kv@host": 1.0}] if option.attention == "host" else list(every_cut(q.entries, final_blocks(q)))
+    unplaced = []
+    for option in problem.options:
+        cuts = (
+            [{"kv@host": 1.0}]
+            if option.attention == "host"
+            else list(every_cut(problem.entries, final_blocks(problem)))
+        )
         cuts = [cut for cut in cuts if cut.get("tok", 0) < 1]
-        for batch, bound in zip(*pairs_of(q, batches, bounds), strict=True):
-            drafts += [Draft.of(option, batch, bound, cut) for cut in cuts]
-    return min(one.seconds for one in Evaluator(q).price(drafts))
+        for batch, tokens in zip(*pairs_of(problem, batches, mini_batch_tokens), strict=True):
+            unplaced += [UnplacedPolicy.of(option, batch, tokens, cut) for cut in cuts]
+    return min(one.seconds for one in Evaluator(problem).evaluate(unplaced))
 
 
 BRUTE = {
@@ -96,24 +92,26 @@ BRUTE = {
 
 @pytest.mark.parametrize("link", [0.1, 1.0])
 @pytest.mark.parametrize("name", BRUTE)
-def test_the_search_is_as_good_as_brute_force(name, link, monkeypatch):
+def test_the_search_is_as_good_as_brute_force(name, link):
     """A tenth of a per cent is what it does not look for; shares finer than blocks can make it better."""
-    monkeypatch.setattr(search_module, "MINI_BATCH_BOUNDS", (256, 1024))
     space, budgets = BRUTE[name]
     hardware, workload = machine(link), Workload.uniform(1, 60, 6)
-    found = search(SHAPE, hardware, 2, workload, max_batch=6, space=space, budgets=mib(**budgets))
+    found = searched(
+        SHAPE, hardware, workload, max_batch=6, space=space, budgets=mib(**budgets), mini_batch_tokens=(256, 1024)
+    )
     assert space.allows(found.policy)
-    assert seconds_per_token(found) <= 1.003 * brute_force(found.question, batch_grid(6), (256, 1024))
+    assert seconds_per_token(found) <= 1.003 * brute_force(found.problem, batch_grid(6), (256, 1024))
 
 
-def test_where_the_bounds_favourite_waits_the_others_are_tried(monkeypatch):
+def test_where_the_bounds_favourite_waits_the_others_are_tried():
     """Attention on the host with one mini-batch: each resource is idle while the next one works, which no sum sees."""
-    monkeypatch.setattr(search_module, "MINI_BATCH_BOUNDS", (256, 1024))
     space = replace(LOSSLESS, entries=("kv@host", "act@host", "kv@disk"))
     hardware, workload = machine(0.33, 280.0, 43.0, 0.2), Workload.uniform(1, 95, 10)
-    found = search(SHAPE, hardware, 2, workload, max_batch=4, space=space, budgets=mib(46, 61, 1024))
+    found = searched(
+        SHAPE, hardware, workload, max_batch=4, space=space, budgets=mib(46, 61, 1024), mini_batch_tokens=(256, 1024)
+    )
     assert found.gap > 0.1 and found.policy.attention == "host"
-    assert seconds_per_token(found) <= 1.003 * brute_force(found.question, batch_grid(4), (256, 1024))
+    assert seconds_per_token(found) <= 1.003 * brute_force(found.problem, batch_grid(4), (256, 1024))
 
 
 @pytest.mark.parametrize("link, batch", [(0.1, None), (0.5, None), (0.1, 40)])
@@ -121,16 +119,16 @@ def test_no_mini_batch_between_the_bounds_is_better(link, batch):
     """Mini-batches of every size, not only what the grid's powers of two leave room for."""
     options = {"batch": batch} if batch else {"max_batch": 64}
     hardware, budgets, space = machine(link), mib(24, 48), replace(PLAIN, entries=("kv@host", "act@host"))
-    found = search(SHAPE, hardware, 2, Workload.uniform(1, 200, 8), budgets=budgets, space=space, **options)
-    evaluator, shares = Evaluator(found.question), found.policy.cache
+    found = searched(SHAPE, hardware, Workload.uniform(1, 200, 8), budgets=budgets, space=space, **options)
+    evaluator, shares = Evaluator(found.problem), found.policy.cache
     padded = padded_width(200, 8)
-    drafts = [
-        Draft.of(Option.of(found.policy), requests * count, requests * padded, shares)
+    unplaced = [
+        UnplacedPolicy.of(Option.of(found.policy), requests * count, requests * padded, shares)
         for requests in range(1, 65)
         for count in range(1, 64 // requests + 1)
         if batch is None or requests * count == batch
     ]
-    best = min(one.seconds for one in evaluator.price(drafts))
+    best = min(one.seconds for one in evaluator.evaluate(unplaced))
     assert seconds_per_token(found) <= best * 1.001
 
 
@@ -138,10 +136,10 @@ def test_no_mini_batch_between_the_bounds_is_better(link, batch):
 @pytest.mark.parametrize("rates", [(0.1, 30.0), (1.0, 200.0), (4.0, 20.0)])
 def test_pruning_loses_nothing(rates, objective):
     space = replace(FULL, weights_bits=("native", 4), kv_bits=("native", 4), act_bits=("native",), hidden=("device",))
-    options = {"max_batch": 3, "max_mini_batch_tokens": 256, "budgets": mib(10, 16, 64), "space": space}
+    options = {"max_batch": 3, "mini_batch_tokens": (256,), "budgets": mib(10, 16, 64), "space": space}
     hardware, workload = machine(*rates), Workload.uniform(1, 150, 6)
-    pruned = search(SHAPE, hardware, 2, workload, objective=objective, **options)
-    every = search(SHAPE, hardware, 2, workload, objective=objective, prune=False, **options)
+    pruned = searched(SHAPE, hardware, workload, objective=objective, **options)
+    every = searched(SHAPE, hardware, workload, objective=objective, prune=False, **options)
     key = "tokens_per_s" if objective == "throughput" else "decode_tokens_per_s"
     assert pruned.prediction[key] >= every.prediction[key] * 0.997
     assert pruned.num_walked < every.num_walked / 4
@@ -154,8 +152,8 @@ def test_no_share_between_the_blocks_is_better(weights_device):
     """What the main job asks: one batch, KV and ACT on the host, decode alone."""
     hardware, workload = machine(), Workload.uniform(32, 300, 12)
     space = replace(PLAIN, entries=("act@host", "kv@host"))
-    found = search(SHAPE, hardware, 2, workload, batch=32, weights_device=weights_device, space=space,
-                   objective="decode_throughput", max_mini_batch_tokens=8192)  # fmt: skip
+    found = searched(SHAPE, hardware, workload, batch=32, weights_device=weights_device, space=space,
+                   objective="decode_throughput", mini_batch_tokens=(8192,))  # fmt: skip
     shares = np.linspace(0, 1, 3001)
     policy = hybrid(0.5, 8192, Placement(device=weights_device, host=1 - weights_device))
     fine = predict(
@@ -174,8 +172,8 @@ def test_no_share_between_the_blocks_is_better(weights_device):
 def test_no_system_of_the_papers_is_better(machine_name, batch):
     """Presets, FlexGen's program, Algorithm 1 in both balances, KVPR by both rules; the same batch and cost model."""
     shape, hardware = shape_by_name("opt-13b"), catalogue.load(machine_name)
-    setting = Setting(shape, hardware, batch, 512, 32)
-    found = search(shape, hardware, 2, setting.workload, batch=batch, lossless=True)
+    setting = Setting(Problem(shape=shape, hardware=hardware), batch, 512, 32)
+    found = searched(shape, hardware, setting.workload, batch=batch, space=LOSSLESS)
     names = ("kv_only", "act_only", "hybrid_static", "hybrid(0.5)", "deepspeed", "accelerate", "offloaded",
              "fastdecode", "token_recompute(0.3)", "kvpr_row(paper)", "kvpr_row(pipeline)", "kvpr_column(paper)",
              "kvpr_column(pipeline)", "flexgen", "flexgen(host_attention=true)", "capture(balance=paper)",
@@ -201,7 +199,7 @@ def peer_runs():
 @pytest.mark.parametrize("model, machine_name", [("opt-30b", "t4"), ("opt-30b", "rtx4090"), ("opt-175b", "t4")])
 def test_flexgens_own_policies_are_not_better(model, machine_name):
     shape, hardware = shape_by_name(model), catalogue.load(machine_name)
-    found = search(shape, hardware, 2, Workload.uniform(1, 512, 32), lossless=True)
+    found = searched(shape, hardware, Workload.uniform(1, 512, 32), space=LOSSLESS)
     compared = 0
     for run in peer_runs():
         if (run["model"], run["hardware"]) == (model, machine_name):
@@ -214,14 +212,14 @@ def test_flexgens_own_policies_are_not_better(model, machine_name):
 
 def test_a_seed_is_never_worse_and_strangers_are_left_out():
     hardware, workload = machine(), Workload.uniform(1, 200, 8)
-    best = search(SHAPE, hardware, 2, workload, max_batch=64, budgets=mib(24, 48), space=PLAIN)
+    best = searched(SHAPE, hardware, workload, max_batch=64, budgets=mib(24, 48), space=PLAIN)
     narrow = replace(PLAIN, entries=("kv@host",))
     own = {"max_batch": 64, "budgets": mib(24, 48)}
-    seeded = search(SHAPE, hardware, 2, workload, seeds=[best.policy], space=replace(narrow, entries=PLAIN.entries),
+    seeded = searched(SHAPE, hardware, workload, seeds=[best.policy], space=replace(narrow, entries=PLAIN.entries),
                     time_limit=0.0, **own)  # fmt: skip
     assert seeded.prediction["tokens_per_s"] >= best.prediction["tokens_per_s"] * (1 - 1e-9)
     assert not seeded.proved
-    left_out = search(SHAPE, hardware, 2, workload, seeds=[hybrid(1.0), replace(best.policy, schedule="row")],
+    left_out = searched(SHAPE, hardware, workload, seeds=[hybrid(1.0), replace(best.policy, schedule="row")],
                       space=narrow, **own)  # fmt: skip
     assert left_out.policy.cache == {"kv@host": 1.0} and left_out.policy.schedule == "column"
 
@@ -232,12 +230,12 @@ def test_a_seed_is_never_worse_and_strangers_are_left_out():
 @pytest.mark.parametrize("space", [FULL, LOSSLESS, PLAIN], ids=["full", "lossless", "runnable"])
 def test_the_winner_fits_by_the_memory_plan_and_is_confirmed(space, tmp_path):
     budgets = mib(16, 24, 64)
-    found = search(SHAPE, machine(), 2, Workload.uniform(1, 300, 12), budgets=budgets, space=space, max_batch=64,
-                   max_mini_batch_tokens=1024, confirm=True, write_lp=tmp_path / "winner.lp")  # fmt: skip
+    found = searched(SHAPE, machine(), Workload.uniform(1, 300, 12), budgets=budgets, space=space, max_batch=64,
+                   mini_batch_tokens=(1024,), confirm=True, write_lp=tmp_path / "winner.lp")  # fmt: skip
     assert space.allows(found.policy)
-    problem = Problem(shape=SHAPE, dtype="float16", hardware=machine())
+    problem = Problem(shape=SHAPE, hardware=machine())
     plan = wave_plan(problem, found.policy, Workload.uniform(found.batch, 300, 12))
-    assert fits(plan, Budgets(**budgets)) and total_bytes(plan) == found.memory
+    assert fits(plan, budgets) and total_bytes(plan) == found.memory
     assert found.virtual.tokens_per_s == pytest.approx(found.prediction["tokens_per_s"], rel=0.05)
     assert found.policy.max_batch == found.batch <= 64 and found.policy.max_mini_batch_tokens == 1024
     assert "device_memory_fits" in (tmp_path / "winner.lp").read_text()
@@ -250,7 +248,7 @@ def test_the_winner_fits_by_the_memory_plan_and_is_confirmed(space, tmp_path):
 
 def test_weights_and_nearly_all_keys_are_resident_where_they_fit():
     """A share of the keys on the host still takes work off the device, which binds."""
-    found = search(SHAPE, machine(), 2, Workload.uniform(32, 300, 12), batch=32, space=PLAIN)
+    found = searched(SHAPE, machine(), Workload.uniform(32, 300, 12), batch=32, space=PLAIN)
     resident = predict(SHAPE, machine(), 2, candidates_of(preset_resident(), Workload.uniform(32, 300, 12))).row()
     assert found.policy.weights.device == 1 and found.policy.cache["kv@device"] > 0.7 and found.binding == "compute"
     assert 1 <= found.prediction["tokens_per_s"] / resident["tokens_per_s"] < 1.05
@@ -258,12 +256,12 @@ def test_weights_and_nearly_all_keys_are_resident_where_they_fit():
 
 def test_bits_are_used_where_they_pay_and_native_ones_where_asked():
     slow, workload, budgets = machine(0.05, 500.0, 50.0), Workload.uniform(1, 300, 12), mib(14, 48)
-    lossy = search(SHAPE, slow, 2, workload, batch=8, budgets=budgets)
-    exact = search(SHAPE, slow, 2, workload, batch=8, budgets=budgets, lossless=True)
+    lossy = searched(SHAPE, slow, workload, batch=8, budgets=budgets)
+    exact = searched(SHAPE, slow, workload, batch=8, budgets=budgets, space=LOSSLESS)
     assert 4 in (lossy.policy.bits.weights, lossy.policy.bits.kv, lossy.policy.bits.act)
     assert exact.policy.bits.native
     assert lossy.prediction["tokens_per_s"] > exact.prediction["tokens_per_s"]
-    no_compute = search(SHAPE, machine(50.0, 1.0, 0.2), 2, workload, batch=8, budgets=budgets)
+    no_compute = searched(SHAPE, machine(50.0, 1.0, 0.2), workload, batch=8, budgets=budgets)
     assert no_compute.policy.bits.native, "unpacking costs more than it saves"
 
 
@@ -272,31 +270,31 @@ def test_grouped_queries_turn_act_off(kv_heads, act_pays):
     """ACT / KV = h / (2·G·d): a half for multi-head attention, 1 with two query heads a group, 2 with four."""
     shape = ModelShape("grouped", "llama", 4, 512, 8, kv_heads, 64, 1408, 2048, 1024)
     space = replace(PLAIN, entries=("act@host", "kv@host"))
-    found = search(shape, machine(0.1, 500.0, 50.0), 2, Workload.uniform(1, 500, 16), batch=16, space=space)
+    found = searched(shape, machine(0.1, 500.0, 50.0), Workload.uniform(1, 500, 16), batch=16, space=space)
     assert (found.act_share > 0.2) == act_pays
     assert act_pays or found.act_share == 0
 
 
 def test_latency_is_the_least_seconds_of_its_batch():
     hardware, workload, budgets = machine(), Workload.uniform(1, 200, 8), mib(12, 48)
-    fast = search(SHAPE, hardware, 2, workload, objective="latency", budgets=budgets)
-    many = search(SHAPE, hardware, 2, workload, budgets=budgets, max_batch=64)
+    fast = searched(SHAPE, hardware, workload, objective="latency", budgets=budgets)
+    many = searched(SHAPE, hardware, workload, budgets=budgets, max_batch=64)
     assert fast.batch == 1 < many.batch
     assert fast.prediction["total_s"] < many.prediction["total_s"]
     assert many.prediction["tokens_per_s"] > fast.prediction["tokens_per_s"]
-    four = search(SHAPE, hardware, 2, workload, objective="latency", batch=4, budgets=budgets)
-    same = search(SHAPE, hardware, 2, workload, batch=4, budgets=budgets)
+    four = searched(SHAPE, hardware, workload, objective="latency", batch=4, budgets=budgets)
+    same = searched(SHAPE, hardware, workload, batch=4, budgets=budgets)
     assert four.batch == 4 and four.prediction["total_s"] == pytest.approx(same.prediction["total_s"], rel=2e-3)
 
 
 def test_a_prompt_longer_than_the_bound_is_a_mini_batch_of_its_own():
-    found = search(SHAPE, machine(), 2, Workload.uniform(3, 700, 4), batch=3, max_mini_batch_tokens=256, space=PLAIN)
+    found = searched(SHAPE, machine(), Workload.uniform(3, 700, 4), batch=3, mini_batch_tokens=(256,), space=PLAIN)
     assert found.prediction["num_mini_batches"] == 3 and found.policy.max_mini_batch_tokens == 256
 
 
 def test_one_generated_token_is_all_prefill():
     for objective in ("throughput", "decode_throughput"):
-        found = search(SHAPE, machine(), 2, Workload.uniform(1, 100, 1), max_batch=4, objective=objective)
+        found = searched(SHAPE, machine(), Workload.uniform(1, 100, 1), max_batch=4, objective=objective)
         assert found.prediction["decode_s"] == 0 and found.prediction["tokens_per_s"] > 0
 
 
@@ -308,19 +306,15 @@ def test_one_generated_token_is_all_prefill():
     st.sampled_from(["link", "gflops", "memory", "disk", "device", "host"]), st.floats(1.02, 3), st.floats(0.05, 3),
     st.integers(14, 60), st.integers(20, 100), st.sampled_from([PLAIN, LOSSLESS]),
 )  # fmt: skip
-def test_more_of_anything_never_lowers_the_optimum(what, factor, link, device, host, space):
+def test_more_of_anything_never_lowers_the_optimum(resource, factor, link, device, host, space):
     def best(more: dict) -> float:
         rates = {"link": link, "gflops": 60.0, "memory": 8.0, "disk": 0.1}
         rates = {name: rate * more.get(name, 1.0) for name, rate in rates.items()}
-        budgets = {
-            "device": device * MIB * more.get("device", 1),
-            "host": host * MIB * more.get("host", 1),
-            "disk": 2**30,
-        }
-        return search(SHAPE, machine(**rates), 2, Workload.uniform(1, 200, 8), max_batch=24, space=space,
-                      max_mini_batch_tokens=2048, budgets=budgets).prediction["tokens_per_s"]  # fmt: skip
+        budgets = Budgets(device * MIB * more.get("device", 1), host * MIB * more.get("host", 1), 2**30)
+        return searched(SHAPE, machine(**rates), Workload.uniform(1, 200, 8), max_batch=24, space=space,
+                      mini_batch_tokens=(2048,), budgets=budgets).prediction["tokens_per_s"]  # fmt: skip
 
-    assert best({what: factor}) >= best({}) * (1 - 1e-3)  # what the search does not look for
+    assert best({resource: factor}) >= best({}) * (1 - 1e-3)  # what the search does not look for
 
 
 # ---- what cannot be
@@ -328,12 +322,12 @@ def test_more_of_anything_never_lowers_the_optimum(what, factor, link, device, h
 
 @pytest.mark.parametrize("tier", ["device", "host"])
 def test_the_change_named_is_enough_and_no_smaller_one_is(tier):
-    options = {"weights_device": 0.0, "batch": 32, "max_mini_batch_tokens": 1024, "space": PLAIN}
+    options = {"weights_device": 0.0, "batch": 32, "mini_batch_tokens": (1024,), "space": PLAIN}
     other = {"device": 64, "host": 64}
 
     def run(size: int, **more):
-        return search(SHAPE, machine(), 2, Workload.uniform(1, 300, 12), **{**options, **more},
-                      budgets=mib(**{**other, tier: size}, beside_packing=False))  # fmt: skip
+        return searched(SHAPE, machine(), Workload.uniform(1, 300, 12), **{**options, **more},
+                      budgets=mib(**{**other, tier: size}, besides_packing=False))  # fmt: skip
 
     with pytest.raises(
         InputError, match=f"no policy fits 32 requests computed in 16 bits: {tier} memory: the least that would do"
@@ -355,7 +349,7 @@ def test_the_change_named_is_enough_and_no_smaller_one_is(tier):
 
 def test_what_no_single_tier_can_mend_names_all():
     with pytest.raises(InputError, match="Raise device memory to .*MiB and host memory to .*MiB"):
-        search(SHAPE, machine(), 2, Workload.uniform(1, 300, 12), batch=4, budgets=mib(3, 1), weights_device=0.0,
+        searched(SHAPE, machine(), Workload.uniform(1, 300, 12), batch=4, budgets=mib(3, 1), weights_device=0.0,
                space=replace(PLAIN, entries=("kv@host",)))  # fmt: skip
 
 
@@ -369,7 +363,7 @@ def test_what_is_advised_the_machine_has(device):
             machine(), device=device, device_memory=device_mib * MIB, host_memory=host_mib * MIB, device_reserve=0
         )
         with pytest.raises(InputError) as error:
-            search(SHAPE, has, 2, Workload.uniform(1, 300, 12), **options | more)
+            searched(SHAPE, has, Workload.uniform(1, 300, 12), **options | more)
         return str(error.value)
 
     need = [int(size) for size in re.findall(r"memory to (\d+)MiB", told(10_000, 10_000))]
@@ -384,20 +378,20 @@ def test_what_is_advised_the_machine_has(device):
 def test_what_fits_only_just_is_found():
     """The least that would do, to the MiB, with everything allowed."""
     with pytest.raises(InputError) as error:
-        search(SHAPE, machine(), 2, Workload.uniform(1, 300, 12), batch=8, budgets=mib(4, 24, None, False))
+        searched(SHAPE, machine(), Workload.uniform(1, 300, 12), batch=8, budgets=mib(4, 24, None, False))
     needed = int(str(error.value).split("device memory to ")[1].split("MiB")[0])
-    found = search(SHAPE, machine(), 2, Workload.uniform(1, 300, 12), batch=8, budgets=mib(needed, 24, None, False))
+    found = searched(SHAPE, machine(), Workload.uniform(1, 300, 12), batch=8, budgets=mib(needed, 24, None, False))
     assert found.memory["device"] <= needed * MIB
 
 
 @pytest.mark.parametrize(
     "options",
     [{"objective": "speed"}, {"weights_device": 1.5}, {"batch": 0}, {"max_batch": 0}, {"time_limit": -1},
-     {"max_mini_batch_tokens": 0}],
+     {"mini_batch_tokens": (0,)}],
 )  # fmt: skip
 def test_bad_options_are_refused(options):
     with pytest.raises(InputError, match="objective|share|at least one request|whole number|seconds"):
-        search(SHAPE, machine(), 2, Workload.uniform(1, 100, 4), **options)
+        searched(SHAPE, machine(), Workload.uniform(1, 100, 4), **options)
 
 
 def test_batches_are_dense_then_a_sixteenth_apart():
@@ -411,11 +405,8 @@ def test_the_memory_that_a_refusal_asks_for_is_enough_for_the_longest_request():
     lengths = Workload(np.array([10] * 9 + [1500]), np.full(10, 32))
 
     def ask(mib: int) -> Policy:
-        problem = Problem(
-            shape=shape_by_name("opt-1.3b"),
-            hardware=catalogue.load("rtx4090"),
-            budgets=Budgets(device=mib << 20, host=64 << 30),
-        )
+        budgets = Budgets(device=mib << 20, host=64 << 30)
+        problem = Problem(shape=shape_by_name("opt-1.3b"), hardware=catalogue.load("rtx4090"), budgets=budgets)
         return best_policy(problem, lengths, None)
 
     with pytest.raises(InputError, match="Raise device memory to") as refused:

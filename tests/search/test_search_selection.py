@@ -11,20 +11,22 @@ from flexhybrid.core.context.selection import most_selected, selected_tokens
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Placement, Policy, Selection
+from flexhybrid.core.problem import Problem
 from flexhybrid.core.workload import Workload
-from policy_search.search import search
+from policy_search.search import LOSSLESS, SearchSettings, search
 from sim import catalogue
 from sim.presets import infinigen
 from sim.simulate import simulate
 
 SHAPE = ModelShape("opt-mid", "opt", 12, 2048, 32, 32, 64, 8192, 5000, 2048)
 MACHINE = catalogue.load("t4")
+PROBLEM = Problem(shape=SHAPE, hardware=MACHINE)
 WORKLOAD = Workload.uniform(1, 1536, 32)
 
 
-def found_with(expected: float | None, **more):
+def found_with(expected: float | None, **settings):
     selection = None if expected is None else infinigen(4.0, expected=expected).selection
-    return search(SHAPE, MACHINE, 2, WORKLOAD, batch=32, selection=selection, **more)
+    return search(PROBLEM, WORKLOAD, SearchSettings(batch=32, selection=selection, **settings))
 
 
 @pytest.fixture(scope="module")
@@ -68,9 +70,9 @@ def test_nothing_of_its_space_is_faster_by_hand(results):
 
 def test_lossless_and_a_selection_contradict_each_other():
     with pytest.raises(InputError, match="lossy"):
-        found_with(0.1, lossless=True)
+        found_with(0.1, space=LOSSLESS)
     with pytest.raises(InputError, match="speculative"):
-        search(SHAPE, MACHINE, 2, WORKLOAD, batch=32, selection=Selection("heavy_hitter", budget=0.2))
+        SearchSettings(selection=Selection("heavy_hitter", budget=0.2))
 
 
 @pytest.mark.parametrize("alpha, expected, wanted", [(4.0, 0.1, 100), (4.0, 0.9, 200), (math.inf, None, 200)])

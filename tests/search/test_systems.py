@@ -10,7 +10,7 @@ import pytest
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.memory import fits
-from flexhybrid.core.model.shape import shape_by_name
+from flexhybrid.core.model.shape import ModelShape, shape_by_name
 from flexhybrid.core.problem import Budgets, Problem
 from flexhybrid.core.waves import wave_plan
 from flexhybrid.core.workload import Workload
@@ -21,8 +21,15 @@ from sim import catalogue
 from sim.implementation import Implementation, on
 from sim.simulate import simulate, simulate_many
 
+
+def setting_of(
+    shape: ModelShape, hardware: Hardware | None, batch: int, prompt_tokens: int, max_tokens: int
+) -> Setting:
+    return Setting(Problem(shape=shape, hardware=hardware), batch, prompt_tokens, max_tokens)
+
+
 SMALL = replace(shape_by_name("opt-1.3b"), num_layers=3)
-SETTING = Setting(SMALL, catalogue.load("t4"), 6, 100, 5)
+SETTING = setting_of(SMALL, catalogue.load("t4"), 6, 100, 5)
 PLAIN = [name for name in systems.names() if name != "searched"]
 REQUIRED = {"token_recompute": "(0.3)", "hybrid": "(0.4)"}
 
@@ -80,12 +87,12 @@ def test_options_reach_the_policy_and_the_machine():
     assert (made.policy.selection.alpha, made.policy.selection.max_fraction) == (5, 0.1)
     assert made.policy.weights.device == 0.5
     slow = system("kv_only(cache_link=0.5)", SETTING).hardware
-    assert slow.line("load_kv", "h2d").s_per_byte == 2 * SETTING.hardware.line("load_kv", "h2d").s_per_byte
-    assert slow.line("load_weights", "h2d") == SETTING.hardware.line("load_weights", "h2d")
+    assert slow.line("load_kv", "h2d").s_per_byte == 2 * SETTING.machine.line("load_kv", "h2d").s_per_byte
+    assert slow.line("load_weights", "h2d") == SETTING.machine.line("load_weights", "h2d")
 
 
 def test_implementation_changes_only_what_it_names():
-    base = SETTING.hardware
+    base = SETTING.machine
     assert on(Implementation(), base) == base
     shared = on(Implementation(sharers=4), base)
     assert (
@@ -107,7 +114,7 @@ def link_machine() -> Hardware:
 
 def test_a_link_bound_run_takes_its_bytes():
     """Without any other cost the decode is the weights and the cache over the link, to the byte."""
-    setting = Setting(SMALL, link_machine(), 4, 64, 17)
+    setting = setting_of(SMALL, link_machine(), 4, 64, 17)
     outcome = run_system("kv_only(weights_device=0)", setting)
     weights = SMALL.num_layers * SMALL.layer_bytes(2)
     blocks = sum(-(-(64 + i) // 16) for i in range(16))
@@ -118,7 +125,7 @@ def test_a_link_bound_run_takes_its_bytes():
 
 
 def test_row_schedule_streams_the_weights_for_every_mini_batch():
-    setting = Setting(SMALL, link_machine(), 4, 60, 3)
+    setting = setting_of(SMALL, link_machine(), 4, 60, 3)
     row = replace(system("deepspeed", setting).policy, max_mini_batch_tokens=1)
     column = replace(row, schedule="column")
     times = [simulate(SMALL, link_machine(), policy, 4, 60, 3) for policy in (row, column)]
@@ -128,30 +135,34 @@ def test_row_schedule_streams_the_weights_for_every_mini_batch():
 
 def test_a_batch_that_does_not_fit_runs_in_waves():
     hardware = link_machine()
-    whole = run_system("deepspeed", Setting(SMALL, hardware, 32, 512, 8))
+    whole = run_system("deepspeed", setting_of(SMALL, hardware, 32, 512, 8))
     assert whole.num_waves == 1
     less = replace(hardware, device_memory=int(whole.peak_bytes["device"] * 0.4), device_reserve=0)
-    waves = run_system("deepspeed", Setting(SMALL, less, 32, 512, 8))
+    waves = run_system("deepspeed", setting_of(SMALL, less, 32, 512, 8))
     assert waves.num_waves == -(-32 // waves.wave) > 1
     assert waves.peak_bytes["device"] <= less.device_memory
     one_more = simulate(SMALL, hardware, waves.policy, waves.wave + 1, 512, 8)
     assert one_more.peak_bytes["device"] > less.device_memory
     assert waves.total_s == pytest.approx(
-        (32 // waves.wave) * run_system("deepspeed", Setting(SMALL, hardware, waves.wave, 512, 8)).total_s
-        + (run_system("deepspeed", Setting(SMALL, hardware, 32 % waves.wave, 512, 8)).total_s if 32 % waves.wave else 0)
+        (32 // waves.wave) * run_system("deepspeed", setting_of(SMALL, hardware, waves.wave, 512, 8)).total_s
+        + (
+            run_system("deepspeed", setting_of(SMALL, hardware, 32 % waves.wave, 512, 8)).total_s
+            if 32 % waves.wave
+            else 0
+        )
     )
 
 
 def test_what_does_not_fit_says_which_tier_lacks_how_much():
     tight = replace(link_machine(), device_memory=2**20)
     with pytest.raises(InputError, match="device memory: one request needs .* short; the largest part is"):
-        run_system("kv_only", Setting(SMALL, tight, 2, 64, 2))
+        run_system("kv_only", setting_of(SMALL, tight, 2, 64, 2))
 
 
 def test_many_at_once_are_the_same_as_one_by_one():
     policy = system("kv_only", SETTING).policy
     lengths = [(3, 40, 2), (64, 700, 9), (1, 5, 1), (500, 1000, 30)]
-    tight = replace(SETTING.hardware, device_memory=2**31, host_memory=2 * 2**30)
+    tight = replace(SETTING.machine, device_memory=2**31, host_memory=2 * 2**30)
     together = simulate_many(SMALL, tight, policy, lengths)
     for lengths_of_one, outcome in zip(lengths, together, strict=True):
         assert outcome == simulate(SMALL, tight, policy, *lengths_of_one)
@@ -159,22 +170,24 @@ def test_many_at_once_are_the_same_as_one_by_one():
 
 
 def test_weights_that_do_not_fit_are_kept_in_twelfths():
-    big = Setting(shape_by_name("opt-30b"), catalogue.load("rtx-a6000"), 4, 1920, 128)
+    big = setting_of(shape_by_name("opt-30b"), catalogue.load("rtx-a6000"), 4, 1920, 128)
     kept = system("infinigen", big).policy.weights.device
     assert 0 < kept < 1 and kept * 12 == pytest.approx(round(kept * 12))
     outcome = run_system("infinigen", big)
-    assert outcome.peak_bytes["device"] <= big.hardware.device_memory
+    assert outcome.peak_bytes["device"] <= big.machine.device_memory
     more = replace(
         outcome.policy, weights=replace(outcome.policy.weights, device=kept + 1 / 12, host=1 - kept - 1 / 12)
     )
-    peak = simulate(big.shape, replace(big.hardware, device_memory=None), more, 4, 1920, 128).peak_bytes["device"]
-    assert peak > big.hardware.device_memory
+    peak = simulate(big.problem.shape, replace(big.machine, device_memory=None), more, 4, 1920, 128).peak_bytes[
+        "device"
+    ]
+    assert peak > big.machine.device_memory
 
 
 def test_uvm_migrates_all_or_nothing():
     """InfiniGen's Fig. 15: the working set of OPT-13B passes 48 GB at a batch of 16."""
     shape, hardware = shape_by_name("opt-13b"), catalogue.load("rtx-a6000")
-    small, large = (run_system("uvm", Setting(shape, hardware, batch, 1920, 128)) for batch in (4, 24))
+    small, large = (run_system("uvm", setting_of(shape, hardware, batch, 1920, 128)) for batch in (4, 24))
     assert small.traffic_bytes["h2d"].get("kv", 0) == 0
     assert large.total_s / large.batch > 3 * small.total_s / small.batch
 
@@ -183,11 +196,11 @@ def test_uvm_migrates_all_or_nothing():
 def test_every_system_is_run_or_refused_by_name_with_the_reason(name):
     text = name + REQUIRED.get(name, "")
     workload = Workload(np.array([40, 100]), np.array([5, 3]))
-    if name in systems.SIMULATED_ONLY:
+    if systems.SYSTEMS[name].only_simulated:
         with pytest.raises(InputError, match=f"system '{name}' cannot be run: .*simulate"):
-            systems.policy_here(text, SMALL, SETTING.hardware, 2, workload, {})
+            systems.policy_here(text, SETTING.problem, workload)
         return
-    policy = systems.policy_here(text, SMALL, SETTING.hardware, 2, workload, {})
+    policy = systems.policy_here(text, SETTING.problem, workload)
     assert policy.name == text
     if name != "searched":  # may choose attention over packed keys, which is refused by its own name
         check_runnable(SMALL, policy)
@@ -207,10 +220,10 @@ def test_what_only_the_simulator_knows_is_refused(text, words):
 def test_resident_weights_follow_the_budget():
     """By name without a machine all is resident; where a budget binds, a system keeps what fits, and at least less."""
     workload = Workload.uniform(2, 40, 4)
-    assert systems.policy_here("accelerate", SMALL, None, 2, workload, {}).weights.device == 1
+    assert systems.policy_here("accelerate", Problem(shape=SMALL), workload).weights.device == 1
     least = SMALL.embedding_bytes(2) + 3 * SMALL.layer_bytes(2)
-    tight = systems.policy_here("accelerate", SMALL, None, 2, workload, {"device": least})
+    tight = systems.policy_here("accelerate", Problem(shape=SMALL, budgets=Budgets(device=least)), workload)
     assert 0 <= tight.weights.device < 1
     assert fits(wave_plan(Problem(shape=SMALL, dtype="float16", device="cpu"), tight, workload), Budgets(device=least))
     with pytest.raises(InputError, match="flexhybrid profile"):
-        systems.policy_here("flexgen", SMALL, None, 2, workload, {})
+        systems.policy_here("flexgen", Problem(shape=SMALL), workload)

@@ -22,9 +22,11 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.model.shape import DTYPE_BYTES, ModelShape, shape_by_name
 from flexhybrid.core.policy import Placement, Policy
+from flexhybrid.core.problem import Problem
 from flexhybrid.core.workload import Workload
-from policy_search.papers.algorithm1 import capture_policy, host_blocks, layer_times, share_for_batch
-from policy_search.papers.flexgen import flexgen_policy
+from policy_search.papers.algorithm1 import host_blocks, layer_times, share_for_batch
+from policy_search.papers.capture import CaptureOptions, capture_policy
+from policy_search.papers.flexgen import FlexGenOptions, flexgen_policy
 from sim import candidates as candidate_steps
 from sim import catalogue, presets
 from sim.array_clock import Prediction, predict
@@ -46,6 +48,11 @@ PRINTED_RATIO = {"OPT-30B": "ch089", "OPT-66B": "ch090"}
 
 def shape_of(model: str) -> ModelShape:
     return shape_by_name(model.lower())
+
+
+def problem(model: str, hardware: Hardware) -> Problem:
+    """Return what the papers run, on a machine."""
+    return Problem(shape=shape_of(model), dtype=DTYPE, hardware=hardware)
 
 
 def bytes_ratio(act_share):
@@ -141,8 +148,8 @@ def full_policy(
 ) -> Policy:
     """Return hybrid_full, the full system, with Algorithm 1's share for this batch."""
     workload = Workload.uniform(batch, prompt, GENERATED)
-    options = {"balance": balance, "device_act": device_act, "max_mini_batch_tokens": MINI_BATCH_TOKENS}
-    return capture_policy(shape_of(model), hardware, workload, BYTES, **options)
+    options = CaptureOptions(balance=balance, device_act=device_act, max_mini_batch_tokens=MINI_BATCH_TOKENS)
+    return capture_policy(problem(model, hardware), workload, options)
 
 
 def share_of(variant: str, model: str, hardware: Hardware, batch: int = BATCH, prompt: int = PROMPT) -> float:
@@ -157,7 +164,7 @@ def share_of(variant: str, model: str, hardware: Hardware, batch: int = BATCH, p
     if variant == "hybrid_static":
         return presets.static_share(shape)
     num_mini_batches, _ = candidate_steps.num_mini_batches(batch, prompt, GENERATED, MINI_BATCH_TOKENS)
-    times = layer_times(shape, hardware, BYTES, batch, context, int(num_mini_batches))
+    times = layer_times(problem(model, hardware), batch, context, int(num_mini_batches))
     return share_for_batch(times, host_blocks(batch, context), "paper").act_share
 
 
@@ -273,8 +280,9 @@ def flexgen_placement(model: str, prompt: int, batch: int = BATCH, generated: in
     the others and the cache in the host's.
     """
     workload = Workload.uniform(batch, prompt, generated)
-    result = flexgen_policy(shape_of(model), hardware(), workload, BYTES, batch=batch, gpu_batches=GPU_BATCHES)
-    return replace(result.policy, cache={"kv@host": 1.0})
+    options = FlexGenOptions(batch=batch, gpu_batches=GPU_BATCHES)
+    policy = flexgen_policy(problem(model, hardware()), workload, options).policy
+    return replace(policy, cache={"kv@host": 1.0})
 
 
 def run_flexgen(

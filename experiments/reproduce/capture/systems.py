@@ -88,7 +88,8 @@ def deepspeed(explanation: setup.Explanation | None = setup.RELAY) -> Rates:
 
     def rates(model: str, prompts) -> list[float]:
         shape = setup.shape_of(model)
-        made = system(text, Setting(shape, setup.hardware(), setup.BATCH, PROMPTS[0], setup.GENERATED, setup.BYTES))
+        setting = Setting(setup.problem(model, setup.hardware()), setup.BATCH, PROMPTS[0], setup.GENERATED)
+        made = system(text, setting)
         lengths = [(setup.BATCH, int(prompt), setup.GENERATED) for prompt in prompts]
         return setup.tokens_per_s(simulate_many(shape, made.hardware, made.policy, lengths, setup.BYTES))
 

@@ -117,7 +117,7 @@ def ratio_rows(measured: pd.DataFrame) -> list[Row]:
         full = setup.full_policy(model, setup.hardware(), balance="full").cache["act@host"]
         shares = {"Algorithm 1 with ACT loads and forward pass charged": full}
         for balance in BALANCES:
-            memory = host_allocation(setup.shape_of(model), setup.hardware(), setup.BYTES, balance=balance)
+            memory = host_allocation(setup.problem(model, setup.hardware()), balance)
             shares[f"Algorithm 1 over all 882 GB of host memory, {balance} balance"] = memory.act_share
         for reading, share in shares.items():
             ratio = setup.bytes_ratio(share)

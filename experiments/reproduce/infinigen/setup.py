@@ -218,7 +218,7 @@ def uvm(batch: int, h2o: bool = False, eager: bool = True) -> tuple[float, float
     in one kernel, as for the other systems.
     """
     hardware = uvm_hardware(testbed()) if eager else testbed()
-    setting = Setting(OPT_13B, hardware, batch, PROMPT, GENERATED)
+    setting = Setting(Problem(shape=OPT_13B, hardware=hardware), batch, PROMPT, GENERATED)
     made = system(f"uvm(fault_gb_per_s={value('fault_gb_per_s')})", setting)
     outcome = simulate(OPT_13B, made.hardware, made.policy, batch, PROMPT, GENERATED, BYTES)
     if not h2o:

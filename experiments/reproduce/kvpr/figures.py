@@ -334,7 +334,7 @@ def figure14_rates() -> dict[str, np.ndarray]:
     memory = setup.a100("one").notes["host_memory_bytes_per_s"] / 1e9
     effective = memory * value_of(setup.node_constants(), "host_memory")
     hardware = setup.machine("a100-40g", setup.a100_link())
-    setting = Setting(setup.shape_of("OPT-6.7B"), hardware, 32, 1024, 32)
+    setting = Setting(Problem(shape=setup.shape_of("OPT-6.7B"), hardware=hardware), 32, 1024, 32)
     rates = {"FastDecode": [run_system(f"fastdecode(gpus={n})", setting).decode_tokens_per_s for n in GPUS]}
     for name, shared in (
         ("KVPR, own link alone", np.inf),

@@ -20,9 +20,9 @@ from flexhybrid.cascade.cluster.served import SHARE_SLACK, BatchLine, Flow, Serv
 from flexhybrid.cascade.routes import Cascade, read_json
 from flexhybrid.core.errors import InputError, unknown
 from flexhybrid.core.model.shape import DTYPE_BYTES, shape_of
-from policy_search.systems import Setting, system
+from flexhybrid.core.problem import Problem
+from policy_search.systems import Setting, run_system
 from sim import catalogue
-from sim.simulate import budgets_of, simulate
 
 VERSION = 1
 NUMBERS = ("output_bytes", "hidden_bytes")
@@ -40,15 +40,12 @@ def offloaded_lines(
     Each batch is walked on the virtual clock (or the closed form, ``clock`` "closed"): prefill and all its tokens. A
     batch that does not fit at once runs in waves, as ``sim.simulate`` has it.
     """
-    shape, machine, p = shape_of(model), catalogue.load(hardware), DTYPE_BYTES[dtype]
+    problem = Problem(shape=shape_of(model), dtype=dtype, hardware=catalogue.load(hardware))
     seconds, memory = [], []
     for batch in batches:
-        made = system(system_name, Setting(shape, machine, batch, prompt_len, gen_len, p))
-        found = simulate(
-            shape, made.hardware, made.policy, batch, prompt_len, gen_len, p, clock, budgets_of(made.hardware)
-        )
-        seconds.append((batch, found.total_s))
-        memory.append((batch, float(found.peak_bytes["device"])))
+        outcome = run_system(system_name, Setting(problem, batch, prompt_len, gen_len), clock)
+        seconds.append((batch, outcome.total_s))
+        memory.append((batch, float(outcome.peak_bytes["device"])))
     return fit_batch_line(seconds), fit_batch_line(memory)
 
 

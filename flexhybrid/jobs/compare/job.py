@@ -217,7 +217,7 @@ def _algorithm1_shares(setting: Setting, hardware: Hardware) -> dict[str, float]
     batch = setting.workload.num_requests
     context = int(setting.workload.prompt_tokens[0]) + setting.options.max_tokens // 2
     num_mini_batches = -(-batch // setting.options.mini_batch)
-    times = layer_times(setting.shape, hardware, setting.bytes_per_element, batch, context, num_mini_batches)
+    times = layer_times(setting.problem(hardware), batch, context, num_mini_batches)
     return {b: share_for_batch(times, host_blocks(batch, context), b).act_share for b in BALANCES}
 
 
@@ -372,7 +372,7 @@ def _search_json(found: SearchResult, algorithm1: dict[str, float]) -> dict:
         "kv_act_bytes_ratio": found.kv_act_bytes_ratio if np.isfinite(found.kv_act_bytes_ratio) else None,
         "predicted": found.prediction,
         "binding": found.binding,
-        "num_candidates": found.num_candidates,
+        "num_candidates": found.num_choices,
         "search_s": found.search_s,
         "algorithm1_paper": algorithm1["paper"],
         "algorithm1_full": algorithm1["full"],

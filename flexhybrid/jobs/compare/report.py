@@ -69,7 +69,7 @@ class Report:
 
     def search(self, found: SearchResult, algorithm1: dict[str, float]) -> None:
         p = found.prediction
-        candidates = "1 candidate" if found.num_candidates == 1 else f"{found.num_candidates} candidates"
+        candidates = "1 candidate" if found.num_choices == 1 else f"{found.num_choices} candidates"
         self.say(
             f"\n2. Search: {candidates} in {found.search_s * 1e3:.1f} ms\n\n"
             f"ACT share by tokens {found.act_share:.3f}, KV:ACT by bytes {_ratio(found.kv_act_bytes_ratio)}. "

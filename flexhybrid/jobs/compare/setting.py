@@ -16,7 +16,7 @@ from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.memory import check_budget, parse_bytes
 from flexhybrid.core.model.shape import DTYPE_BYTES, ModelShape
 from flexhybrid.core.policy import Policy
-from flexhybrid.core.problem import Budgets, Problem
+from flexhybrid.core.problem import NO_BUDGETS, Budgets, Problem
 from flexhybrid.core.waves import wave_plan
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.compare.speed import ALONE_ROUNDS
@@ -26,7 +26,7 @@ from flexhybrid.runtime.runnable import check_runnable
 from flexhybrid.runtime.storage.loader import Checkpoint
 from flexhybrid.runtime.storage.weights import DiskPlace
 from policy_search import systems
-from policy_search.search import PLAIN, SearchResult, search
+from policy_search.search import PLAIN, SearchResult, SearchSettings, search
 from sim.array_clock import predict
 from sim.candidates import candidates_of
 from sim.presets import act_only, hybrid, hybrid_static, kv_only
@@ -135,12 +135,8 @@ class Setting:
         return self._resolved(free, self.shape, None) + self.extra
 
     def _resolved(self, texts, shape: ModelShape, hardware: Hardware | None) -> list[Policy]:
-        budgets = dict(self.budgets.items())
-        return [
-            self.files.get(text)
-            or systems.policy_here(text, shape, hardware, self.bytes_per_element, self.workload, budgets)
-            for text in texts
-        ]
+        problem = replace(self.problem(hardware, self.budgets), shape=shape)
+        return [self.files.get(text) or systems.policy_here(text, problem, self.workload) for text in texts]
 
     def _check(self, policies: list[Policy], hardware: Hardware | None = None) -> None:
         names = [policy.name for policy in policies]
@@ -160,8 +156,11 @@ class Setting:
                 check_budget(plan, self.budgets, f"policy {policy.name} with {self.options.batch} requests")
 
     def memory_plan(self, policy: Policy, hardware: Hardware | None = None) -> dict[str, dict[str, int]]:
-        problem = Problem(shape=self.shape, dtype=self.dtype, hardware=hardware, device=self.device.type)
-        return wave_plan(problem, policy, self.workload)
+        return wave_plan(self.problem(hardware), policy, self.workload)
+
+    def problem(self, hardware: Hardware | None, budgets: Budgets = NO_BUDGETS) -> Problem:
+        """Return what is run, on the machine of this hardware record."""
+        return Problem(shape=self.shape, dtype=self.dtype, hardware=hardware, budgets=budgets, device=self.device.type)
 
     def mixes(self, searched: Policy) -> tuple[list[Policy], list[Policy]]:
         """(policies of the table, those of the sweep) where no systems are named."""
@@ -207,11 +206,14 @@ class Setting:
         return policy.name if policy.name in self.options.systems else policy
 
     def search(self, hardware: Hardware) -> SearchResult:
-        return search(
-            self.shape, hardware, self.bytes_per_element, self.workload, max_mini_batch_tokens=self.bound,
-            weights_device=0.0, budgets=dict(self.budgets.items()), batch=self.workload.num_requests,
-            objective="decode_throughput", space=MIXES,
-        )  # fmt: skip
+        settings = SearchSettings(
+            batch=self.workload.num_requests,
+            objective="decode_throughput",
+            space=MIXES,
+            mini_batch_tokens=(self.bound,),
+            weights_device=0.0,
+        )
+        return search(self.problem(hardware, self.budgets), self.workload, settings)
 
 
 def uses_disk(policy: Policy) -> bool:

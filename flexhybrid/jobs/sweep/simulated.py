@@ -56,7 +56,9 @@ def evaluate(points: list[dict]) -> list[dict]:
     for indices in together.values():
         setting, first = setting_of(points[indices[0]]), systems[indices[0]]
         lengths = [(points[i]["batch"], points[i]["prompt_len"], points[i]["gen_len"]) for i in indices]
-        simulated = simulate_many(setting.shape, first.hardware, first.policy, lengths, setting.bytes_per_element)
+        simulated = simulate_many(
+            setting.problem.shape, first.hardware, first.policy, lengths, setting.problem.bytes_per_element
+        )
         for index, outcome in zip(indices, simulated, strict=True):
             outcomes[index] = outcome
     if len(points) == 1 and isinstance(outcomes[0], InputError):

@@ -1,0 +1,151 @@
+"""CAPTURE as a policy (Sec. IV): Algorithm 1's ratio, ACT on the device, balanced packing. Each can be left out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+
+from flexhybrid.core.errors import InputError
+from flexhybrid.core.memory import gib
+from flexhybrid.core.policy import Placement, Policy
+from flexhybrid.core.problem import Problem
+from flexhybrid.core.workload import Workload
+from policy_search.papers.algorithm1 import check_balance, host_blocks, layer_times, share_for_batch
+from sim.array_clock import predict
+from sim.candidates import Candidates, mean_lengths, num_mini_batches
+from sim.presets import static_share
+
+SHARE_STEPS = 256  #: ACT shares tried are multiples of one of so many
+CACHE = ("act@device", "act@host", "kv@host")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptureOptions:
+    """What of CAPTURE is used, and how large its batches are.
+
+    - ``balance``, ``ratio``: the host's blocks by Algorithm 1 under this balance, for this batch's blocks instead of
+      for a full memory; where the host has no room for that many KV blocks, ACT blocks take their place. Without
+      ``ratio`` the static split of the paper's Table III: equal bytes of ACT and KV (that ACT is "filled first" we
+      leave out: a host with room to spare would hold no KV at all). Each request keeps the pools' ratio (eq. 5).
+    - ``packing``: balanced mini-batches (eq. 6 and 7), without it in order of arrival; of up to
+      ``max_mini_batch_tokens`` padded tokens.
+    - ``device_act``: ACT blocks fill what GPU memory is left ("exclusively allocated for Activation cache blocks"), up
+      to the number that Algorithm 1 wants in all. HybridServe adds that a small batch may keep KV there instead, but
+      gives no rule.
+    - ``weights_device``: share of each layer's weights that stays on the device. The paper only says that weights are
+      prefetched from the host, and gives the GPU's other memory to ACT.
+    """
+
+    balance: str = "paper"
+    ratio: bool = True
+    packing: bool = True
+    device_act: bool = True
+    batch: int | None = None  #: None: all requests of the workload
+    max_mini_batch_tokens: int = 8192
+    weights_device: float = 0.0
+
+    def __post_init__(self):
+        check_balance(self.balance)
+        if self.batch is not None and self.batch < 1:
+            raise InputError(f"batch is {self.batch}; a batch has at least one request")
+
+    @property
+    def name(self) -> str:
+        """The system as a call, with what is left out of it."""
+        own = [field for field in fields(self)[:4] if getattr(self, field.name) != field.default]
+        changes = ",".join(f"{field.name}={getattr(self, field.name)}".lower() for field in own)
+        return f"capture({changes})" if changes else "capture"
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """A batch of requests of one length on a machine."""
+
+    problem: Problem
+    options: CaptureOptions
+    size: int
+    prompt_tokens: int
+    max_tokens: int
+
+    @property
+    def memories(self) -> dict[str, float]:
+        """Tier -> bytes, of the memories that are bounded."""
+        budgets = self.problem.effective_budgets
+        return {tier: size for tier, size in (("device", budgets.device), ("host", budgets.host)) if size is not None}
+
+    def host_shares(self, device_shares: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return (ACT share of the host's tokens, whether Algorithm 1 wants that much ACT on the device) for each share
+        of all tokens that is ACT on the device, by the lines at the middle of the decode."""
+        options, problem = self.options, self.problem
+        if not options.ratio:
+            count = len(device_shares)
+            return np.full(count, static_share(problem.shape)), np.ones(count, dtype=bool)
+        num, _ = num_mini_batches(self.size, self.prompt_tokens, self.max_tokens, options.max_mini_batch_tokens)
+        context = self.prompt_tokens + self.max_tokens // 2
+        times = layer_times(problem, self.size, context, int(num), options.weights_device)
+        blocks, shares, wanted = host_blocks(self.size, context), [], []
+        for device_share in device_shares:
+            on_device = round(device_share * blocks)
+            allocation = share_for_batch(times, blocks - on_device, options.balance, on_device)
+            shares.append(allocation.act_share)
+            idle = allocation.compute_s <= allocation.link_s
+            wanted.append(allocation.act_blocks > 0 or idle or not on_device)
+        return np.array(shares), np.array(wanted)
+
+    def candidates(self, policy: Policy, device_shares, host_shares) -> Candidates:
+        """Return ``policy`` with each pair of shares: ACT on the device of all tokens, ACT of the host's tokens."""
+        on_host = 1.0 - np.asarray(device_shares)
+        shares = (np.asarray(device_shares), on_host * host_shares, on_host * (1.0 - host_shares))
+        cache = {entry: share for entry, share in zip(CACHE, shares, strict=True) if np.any(share)}
+        return Candidates(policy, self.size, self.prompt_tokens, self.max_tokens, cache=cache)
+
+    def excess(self, policy: Policy, device_shares, host_shares) -> dict[str, np.ndarray]:
+        """Return the bytes beyond each bounded memory, tier -> [host_shares.shape]."""
+        problem, candidates = self.problem, self.candidates(policy, device_shares, host_shares)
+        peak = predict(problem.shape, problem.hardware, problem.bytes_per_element, candidates, walk=False).peak_bytes
+        return {tier: peak[tier] - size for tier, size in self.memories.items()}
+
+
+def capture_policy(problem: Problem, workload: Workload, options: CaptureOptions | None = None) -> Policy:
+    """Return CAPTURE's policy for requests of the workload's mean lengths.
+
+    Hidden states of the prefill lie on the device, or on the host where the device has no room (the paper does not
+    say). Raise InputError when nothing fits the problem's effective budgets, naming the tier.
+    """
+    options = options or CaptureOptions()
+    size = workload.num_requests if options.batch is None else options.batch
+    batch = _Batch(problem, options, size, *mean_lengths(workload))
+    plain = Policy(
+        options.name,
+        Placement(options.weights_device, 1.0 - options.weights_device),
+        cache=dict.fromkeys(CACHE, 1 / 3),
+        max_mini_batch_tokens=options.max_mini_batch_tokens,
+        max_batch=size,
+        packing="balanced" if options.packing else "fifo",
+    )
+    steps = np.arange(SHARE_STEPS + 1) / SHARE_STEPS
+    device_shares = steps if options.device_act else steps[:1]
+    own_shares, wanted = batch.host_shares(device_shares)
+    lifts = steps[::4, None] if options.ratio else steps[:1, None]  # of the host's KV blocks, those replaced by ACT
+    for hidden in ("device", "host"):
+        policy = replace(plain, hidden=hidden)
+        for lift in (lifts[:1], lifts):
+            host_shares = own_shares + lift * (1.0 - own_shares)  # [lifts, device shares]
+            excess = batch.excess(policy, device_shares, host_shares)
+            fits = np.all([np.ones(host_shares.shape, dtype=bool), *(over <= 0 for over in excess.values())], axis=0)
+            on_device = np.flatnonzero(wanted & (excess.get("device", 0.0 * host_shares)[0] <= 0))
+            columns, last_try = np.flatnonzero(wanted & fits.any(axis=0)), len(lift) == len(lifts)
+            if last_try and not len(columns):  # the host is full: more on the device than is wanted
+                columns = np.flatnonzero(fits.any(axis=0))[:1]
+            if len(columns) and (last_try or columns[-1] == on_device[-1]):
+                column = columns[-1]
+                host_share = host_shares[int(np.argmax(fits[:, column])), column]
+                cache = batch.candidates(policy, device_shares[column], host_share).cache
+                return replace(policy, cache={entry: float(share) for entry, share in cache.items()})
+    roomy = excess.get("device", 0.0 * host_shares) <= 0
+    tier, short = ("host", excess["host"][roomy].min()) if roomy.any() else ("device", excess["device"].min())
+    raise InputError(
+        f"CAPTURE places nothing: {tier} memory: {size} requests need at least "
+        f"{gib(batch.memories[tier] + short)}, the budget is {gib(batch.memories[tier])}"
+    )

@@ -1,0 +1,211 @@
+"""What is searched: a problem with requests of one length, and the policies that may be chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+
+from flexhybrid.core.context.cache_entries import TIERS, parts_of, representation_of
+from flexhybrid.core.errors import InputError
+from flexhybrid.core.hardware import Hardware
+from flexhybrid.core.policy import Bits, Placement, Policy
+from flexhybrid.core.problem import Problem
+from sim.candidates import num_mini_batches
+
+NATIVE = "native"
+MINI_BATCH_TOKENS = (1024, 2048, 4096, 8192, 16384, 32768)  #: sizes of a mini-batch that are tried
+
+
+@dataclass(frozen=True)
+class Space:
+    """What a searched policy may use. The search leaves out what the machine does not have."""
+
+    entries: tuple[str, ...] = ("kv@device", "kv@host", "kv@disk", "act@device", "act@host", "act@disk", "tok")
+    both: tuple[str, ...] = ("both(kv@host,act@host)", "both(kv@host,act@device)")
+    attention: tuple[str, ...] = ("device", "host")
+    schedules: tuple[str, ...] = ("column", "row")
+    hidden: tuple[str, ...] = ("device", "host")
+    weights: tuple[str, ...] = TIERS
+    weights_bits: tuple[str | int, ...] = (NATIVE, 8, 4)
+    kv_bits: tuple[str | int, ...] = (NATIVE, 8, 4)
+    act_bits: tuple[str | int, ...] = (NATIVE, 8, 4)
+
+    @property
+    def lossless(self) -> bool:
+        """Whether every policy keeps all representations in the compute dtype's width."""
+        return {*self.weights_bits, *self.kv_bits, *self.act_bits} == {NATIVE}
+
+    def allows(self, policy: Policy) -> bool:
+        """Return whether a policy uses nothing else. A policy with a selection is in no space."""
+        bits, entries = policy.bits, (*self.entries, *self.both)
+        used = [tier for tier in TIERS if getattr(policy.weights, tier) > 0]
+        return (
+            all(entry in entries for entry in policy.cache_kinds)
+            and policy.attention in self.attention
+            and policy.schedule in self.schedules
+            and policy.hidden in self.hidden
+            and all(tier in self.weights for tier in used)
+            and (bits.weights in self.weights_bits and bits.kv in self.kv_bits and bits.act in self.act_bits)
+            and policy.selection.method == "none"
+        )
+
+
+#: Everything that a plan can be made of.
+FULL = Space()
+#: Exact representations only, in the compute dtype's width.
+LOSSLESS = replace(FULL, weights_bits=(NATIVE,), kv_bits=(NATIVE,), act_bits=(NATIVE,))
+#: KV and ACT in memory, attention on the device, one layer of all mini-batches after the other.
+PLAIN = replace(
+    LOSSLESS,
+    entries=("kv@device", "kv@host", "act@device", "act@host"),
+    both=(),
+    attention=("device",),
+    schedules=("column",),
+    hidden=("device",),
+    weights=("device", "host"),
+)
+
+
+class Option(NamedTuple):
+    """The discrete choices of a policy besides its batch and mini-batches."""
+
+    schedule: str
+    hidden: str
+    attention: str
+    weights_bits: str | int
+    kv_bits: str | int
+    act_bits: str | int
+
+    @staticmethod
+    def of(policy: Policy) -> Option:
+        """Return the option of a policy."""
+        bits = policy.bits
+        return Option(policy.schedule, policy.hidden, policy.attention, bits.weights, bits.kv, bits.act)
+
+    def storing(self, entries: Iterable[str]) -> Option:
+        """Return the option with native bits of the representations that no cache entry stores."""
+        stored = "".join(entries)
+        return self._replace(
+            kv_bits=self.kv_bits if "kv" in stored else NATIVE, act_bits=self.act_bits if "act" in stored else NATIVE
+        )
+
+    def policy(self, cache: dict[str, float], weights: Placement) -> Policy:
+        """Return the policy of this option with these shares; bits of what the cache does not store are native."""
+        stored = self.storing(entry for entry, share in cache.items() if share > 0)
+        return Policy(
+            "searched",
+            weights,
+            cache=cache,
+            hidden=self.hidden,
+            bits=Bits(stored.weights_bits, stored.kv_bits, stored.act_bits),
+            schedule=self.schedule,
+            attention=self.attention,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchProblem(Problem):
+    """A problem on a known machine, with requests of one length and the policies that may be chosen."""
+
+    hardware: Hardware
+    prompt_tokens: int
+    max_tokens: int
+    space: Space = FULL
+    weights_device: float | None = None  #: share of each layer's bytes; None: free
+    objective: str = "throughput"
+
+    @cached_property
+    def limits(self) -> dict[str, float]:
+        """Tier -> bytes that a policy may fill; infinity without a limit."""
+        return {tier: np.inf if size is None else float(size) for tier, size in self.effective_budgets.items()}
+
+    @property
+    def by_decode(self) -> bool:
+        """Whether the decode alone counts."""
+        return self.objective == "decode_throughput" and self.max_tokens > 1
+
+    def tokens(self, batch):
+        """Return the generated tokens over which the objective spreads its seconds."""
+        return batch * (self.max_tokens - 1 if self.by_decode else self.max_tokens)
+
+    @cached_property
+    def tiers(self) -> tuple[str, ...]:
+        """The tiers that can hold anything: a disk needs room and rates."""
+        return TIERS if self.limits["disk"] > 0 and self.hardware.has_disk else TIERS[:2]
+
+    def has_line(self, verb: str, resource: str) -> bool:
+        """Return whether the machine has a line for a verb."""
+        try:
+            self.hardware.line(verb, resource)
+        except InputError:
+            return False
+        return True
+
+    @cached_property
+    def entries(self) -> tuple[str, ...]:
+        """Cache entries that attention on the device may mix."""
+        return tuple(e for e in self.space.entries if e == "tok" or e.split("@")[1] in self.tiers)
+
+    @cached_property
+    def both(self) -> tuple[str, ...]:
+        """Entries that keep two copies of a token."""
+        return tuple(e for e in self.space.both if all(part.tier in self.tiers for part in parts_of(e)))
+
+    @cached_property
+    def placements(self) -> tuple[tuple[float, float, float], ...]:
+        """The weights' vertices: shares of device, host and disk."""
+        kept = self.weights_device
+        tiers = [tier for tier in self.space.weights if tier in self.tiers]
+        if kept is None:
+            return tuple(tuple(float(tier == other) for other in TIERS) for tier in tiers)
+        streamed = [tier for tier in tiers if tier != "device"] if kept < 1 else ["host"]
+        return tuple((kept, (1 - kept) * (tier == "host"), (1 - kept) * (tier == "disk")) for tier in streamed)
+
+    @cached_property
+    def options(self) -> list[Option]:
+        """Every option. Attention on the host takes native bits only, because the host unpacks nothing."""
+        space = self.space
+        known = {NATIVE, 8, 4} if self.has_line("dequantize_weights", "compute") else {NATIVE}
+        weights, kv, act = (
+            [bits for bits in widths if bits in known] for widths in (space.weights_bits, space.kv_bits, space.act_bits)
+        )
+        stored = {representation_of(entry) for entry in self.entries}
+        on_device = list(product(weights, kv if "kv" in stored else [NATIVE], act if "act" in stored else [NATIVE]))
+        if "device" not in space.attention or not stored - {"tok"}:
+            on_device = []
+        on_host = "host" in space.attention and "kv@host" in space.entries and (NATIVE in kv or "kv" not in stored)
+        on_host = on_host and self.has_line("attend_host", "host_compute")
+        options = []
+        for schedule, hidden in product(space.schedules, space.hidden):
+            options += [Option(schedule, hidden, "device", *bits) for bits in on_device]
+            if on_host:
+                options += [Option(schedule, hidden, "host", bits, NATIVE, NATIVE) for bits in weights]
+        return options
+
+
+def batch_grid(max_batch: int) -> np.ndarray:
+    """Return every batch up to 64, then steps of a sixteenth, and ``max_batch`` itself."""
+    batches, batch = [], 1
+    while batch <= max_batch:
+        batches.append(batch)
+        batch += 1 if batch < 64 else batch // 16
+    return np.array(sorted({*batches, max_batch}))
+
+
+def pairs_of(problem: SearchProblem, batches: np.ndarray, mini_batch_tokens) -> tuple[np.ndarray, np.ndarray]:
+    """Return (batch, tokens of a mini-batch) of every different cut into mini-batches."""
+    pairs = np.meshgrid(batches, sorted(mini_batch_tokens), indexing="ij")
+    return distinct_pairs(problem, *(values.reshape(-1) for values in pairs))
+
+
+def distinct_pairs(problem: SearchProblem, batch: np.ndarray, mini_batch_tokens) -> tuple[np.ndarray, np.ndarray]:
+    """Return, of pairs (batch, tokens of a mini-batch), the first of each different cut into mini-batches."""
+    batch, mini_batch_tokens = batch.astype(float), mini_batch_tokens.astype(float)
+    count, _ = num_mini_batches(batch, problem.prompt_tokens, problem.max_tokens, mini_batch_tokens)
+    _, first = np.unique(np.stack([batch, count]), axis=1, return_index=True)
+    return batch[first], mini_batch_tokens[first]
