@@ -1,9 +1,10 @@
-"""A plan as the cluster runs it: servers, hops and what they can carry."""
+"""A plan as the cluster runs it: servers, hops and their capacity."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -29,13 +30,13 @@ class Deployment:
 
     @property
     def powered(self) -> np.ndarray:
-        """GPUs that hold a model."""
+        """Return the GPUs that hold a model."""
         return np.unique([g for model in self.gpus for replica in model for g in replica])
 
     def rho(self, rate: float) -> float:
-        """Utilisation of the busiest GPU when full batches are spread over the replicas as well as can be.
+        """Return the utilisation of the busiest GPU with full batches and the best shares of each model's replicas.
 
-        At 1 or above queues grow without end. A small linear program: the shares of each model's replicas are free.
+        At 1 or above queues grow without end. The shares come from a small linear program.
         """
         from scipy.optimize import linprog
 
@@ -44,8 +45,8 @@ class Deployment:
         columns = len(replicas) + 1
         busy, shares = np.zeros((self.num_gpus, columns)), np.zeros((len(self.models), columns))
         for column, (m, r) in enumerate(replicas):
-            one = self.models[m]
-            work = rate * visits[m] * one.seconds(one.max_batch) / one.max_batch / len(self.gpus[m][r])
+            model = self.models[m]
+            work = rate * visits[m] * model.seconds(model.max_batch) / model.max_batch / len(self.gpus[m][r])
             for g in self.gpus[m][r]:
                 busy[g, column] += work
             shares[m, column] = 1.0
@@ -56,25 +57,21 @@ class Deployment:
         scale = max(float(busy[:, :-1].max()), 1e-300)
         busy[:, :-1] /= scale
         least = np.append(np.zeros(columns - 1), 1.0)
-        found = linprog(least, busy, np.zeros(self.num_gpus), shares[used], np.ones(len(used)), method="highs")
-        return float(found.fun) * scale
+        result = linprog(least, busy, np.zeros(self.num_gpus), shares[used], np.ones(len(used)), method="highs")
+        return float(result.fun) * scale
 
     def capacity(self) -> float:
-        """Requests/s at which the busiest GPU has no time left."""
+        """Return the requests/s at which the busiest GPU has no time left."""
         return 1.0 / self.rho(1.0)
 
 
-def deploy(found: Plan, router_s: float = 0.0) -> Deployment:
-    """A plan with its transfer times, and batches for which it keeps memory; ``router_s``: the router's, a hop."""
-    layout = found.layout
-    gpus = tuple(
-        tuple(tuple(map(int, replica)) for replica in found.gpus_of(m)) if layout.replicas[m] else ()
-        for m in range(len(layout.models))
-    )
-    models = [
-        replace(model, max_batch=int(size)) for model, size in zip(layout.models, layout.batch, strict=True)
-    ]  # fmt: skip
-    return place(models, layout.flow, found.cluster, gpus, router_s)
+def deploy(plan: Plan, router_s: float = 0.0) -> Deployment:
+    """Deploy a plan, with the batches for which it keeps memory. ``router_s``: the router's seconds, a hop."""
+    layout, gpus, models = plan.layout, [], []
+    for m, (model, batch) in enumerate(zip(layout.models, layout.batch, strict=True)):
+        gpus.append([list(map(int, replica)) for replica in plan.gpus_of(m)] if layout.replicas[m] else [])
+        models.append(replace(model, max_batch=int(batch)))
+    return place(models, layout.flow, plan.cluster, gpus, router_s)
 
 
 def place(
@@ -84,22 +81,19 @@ def place(
     gpus: Sequence[Sequence[Sequence[int]]],
     router_s: float = 0.0,
 ) -> Deployment:
-    """Models on GPUs named by hand: ``gpus[m][r][s]``."""
+    """Deploy models on the GPUs ``gpus[m][r][s]``."""
     if not 0 <= router_s < float("inf"):
         raise InputError(f"router_s is {router_s!r}; it must be a number of seconds >= 0")
     table = cluster.s_per_byte()
-    gpus = tuple(tuple(tuple(replica) for replica in model) for model in gpus)
+    placed = tuple(tuple(tuple(replica) for replica in model) for model in gpus)
     hop_s = np.zeros((len(models), len(models)))
-    for i, one in enumerate(models):
+    for i, model in enumerate(models):
         for j in range(i + 1, len(models)):
-            if gpus[i] and gpus[j]:  # the mean over replicas: the queue in front of a model is one
-                last, first = [r[-1] for r in gpus[i]], [r[0] for r in gpus[j]]
-                hop_s[i, j] = router_s + one.output_bytes * float(table[np.ix_(last, first)].mean())
+            if placed[i] and placed[j]:  # the mean over replicas: a model has one queue
+                last, first = [r[-1] for r in placed[i]], [r[0] for r in placed[j]]
+                hop_s[i, j] = router_s + model.output_bytes * float(table[np.ix_(last, first)].mean())
     hidden_s = tuple(
-        tuple(
-            tuple(one.hidden_bytes * float(table[g, h]) for g, h in zip(replica, replica[1:], strict=False))
-            for replica in model
-        )
-        for one, model in zip(models, gpus, strict=True)
+        tuple(tuple(model.hidden_bytes * float(table[pair]) for pair in pairwise(replica)) for replica in replicas)
+        for model, replicas in zip(models, placed, strict=True)
     )
-    return Deployment(tuple(models), flow, len(cluster.gpus), gpus, hop_s, hidden_s)
+    return Deployment(tuple(models), flow, len(cluster.gpus), placed, hop_s, hidden_s)

@@ -1,6 +1,6 @@
-"""What planner and cluster simulation know of a cascade: its models as lines over the batch size, its flow, its GPUs.
+"""A cascade for the planner and the cluster simulation: models as lines over the batch size, flow, and GPUs.
 
-Models stand in order, small to giant; a request only ever goes on to a larger one.
+Models are ordered from small to giant; a request only goes on to a larger one.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class BatchLine:
 
 
 def fit_batch_line(samples: Sequence[tuple[float, float]]) -> BatchLine:
-    """The line through (batch, value) samples of a profile, its terms not negative.
+    """Fit a line with terms >= 0 through (batch, value) samples of a profile.
 
     Least squares of the relative error, as in ``policy_search.fit``: a large batch weighs no more than a small one.
-    One batch size alone gives a line through the origin. Raises InputError for no samples or values that are not > 0.
+    A single batch size gives a line through the origin. Raises InputError for no samples or values that are not > 0.
     """
     from scipy.optimize import nnls
 
@@ -50,12 +50,12 @@ def fit_batch_line(samples: Sequence[tuple[float, float]]) -> BatchLine:
         table = np.array([tuple(sample) for sample in samples], dtype=np.float64)
     except (TypeError, ValueError):
         table = np.empty(0)
-    if table.ndim != 2 or table.shape[1] != 2 or not np.isfinite(table).all() or (table <= 0).any():
+    if table.shape != (len(table), 2) or not np.isfinite(table).all() or (table <= 0).any():
         raise InputError("a profile must be a list of pairs [batch, value] of numbers > 0")
     batch, value = table.T
     if np.ptp(batch) == 0:
         return BatchLine(0.0, float((value / batch).mean()))
-    scales = np.array([value.max(), value.max() / batch.max()])  # nnls needs columns of like size
+    scales = np.array([value.max(), value.max() / batch.max()])  # nnls needs columns of similar size
     terms, _ = nnls(np.stack([scales[0] / value, scales[1] * batch / value], axis=1), np.ones_like(value))
     at_zero, per_request = (float(term) for term in terms * scales)
     worst = float(np.abs((at_zero + per_request * batch) / value - 1).max())
@@ -66,9 +66,9 @@ def fit_batch_line(samples: Sequence[tuple[float, float]]) -> BatchLine:
 class ServedModel:
     """One size of the model as it is served.
 
-    ``seconds``: of a batch through the whole model on its GPU; ``memory``: bytes of the whole model while it serves a
-    batch. ``output_bytes``: what goes on to another model for a request; ``hidden_bytes``: what passes between two
-    partitions for a request. A model of S partitions has 1/S of seconds and memory in each (§V-C).
+    ``seconds``: of a batch through all of the model on its GPU; ``memory``: bytes of all of the model while it serves a
+    batch. ``output_bytes``: bytes of a request that go on to another model; ``hidden_bytes``: bytes of a request that
+    pass between two partitions. A model of S partitions has 1/S of seconds and memory in each (§V-C).
     """
 
     name: str
@@ -93,8 +93,8 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class Flow:
-    """Where requests go: ``entry[i]`` of them begin at model i; of those at i, ``onward[i][j]`` go on to j > i and the
-    rest are answered there. All shares 0..1."""
+    """Shares 0..1 of the requests: ``entry[i]`` begin at model i; of those at i, ``onward[i][j]`` go on to j > i, and
+    the others are answered by i."""
 
     entry: tuple[float, ...]
     onward: tuple[tuple[float, ...], ...]
@@ -112,7 +112,7 @@ class Flow:
 
     @property
     def visits(self) -> np.ndarray:
-        """ρ [models]: share of all requests that each model computes."""
+        """Return ρ [models]: the share of all requests that each model computes."""
         visits = np.array(self.entry, dtype=float)
         for i, row in enumerate(self.onward):
             visits += visits[i] * np.asarray(row)
@@ -120,31 +120,31 @@ class Flow:
 
     @property
     def answered(self) -> np.ndarray:
-        """[models]: share of all requests that each model answers."""
+        """Return the share of all requests that each model answers [models]."""
         return self.visits * (1 - np.asarray(self.onward).sum(axis=1))
 
 
-def chain(answered: Sequence[float]) -> Flow:
-    """The flow of a chain without skips in which model i answers ``answered[i]`` of all requests (Table III)."""
-    answered = check_answered(answered)
-    n = len(answered)
+def chain(answered: Sequence[float] | np.ndarray) -> Flow:
+    """Return the flow of a chain without skips in which model i answers ``answered[i]`` of all requests (Table III)."""
+    shares = check_answered(answered)
+    n = len(shares)
     onward = np.zeros((n, n))
-    reach = np.append(1 - np.concatenate([[0.0], np.cumsum(answered)[:-1]]), 0.0)
+    reach = np.append(1 - np.concatenate([[0.0], np.cumsum(shares)[:-1]]), 0.0)
     for i in range(n - 1):
         onward[i, i + 1] = max(0.0, reach[i + 1] / reach[i]) if reach[i] > SHARE_SLACK else 0.0
     return Flow((1.0, *[0.0] * (n - 1)), tuple(map(tuple, onward.tolist())))
 
 
-def direct(answered: Sequence[float]) -> Flow:
-    """The best that skip connections can do: the first model passes each request straight to the one that answers."""
-    answered = check_answered(answered)
-    onward = np.zeros((len(answered), len(answered)))
-    onward[0, 1:] = answered[1:]
-    return Flow((1.0, *[0.0] * (len(answered) - 1)), tuple(map(tuple, onward.tolist())))
+def direct(answered: Sequence[float] | np.ndarray) -> Flow:
+    """Return the best flow of skip connections: the first model passes each request straight to its answering model."""
+    shares = check_answered(answered)
+    onward = np.zeros((len(shares), len(shares)))
+    onward[0, 1:] = shares[1:]
+    return Flow((1.0, *[0.0] * (len(shares) - 1)), tuple(map(tuple, onward.tolist())))
 
 
-def check_answered(answered: Sequence[float]) -> np.ndarray:
-    """Shares that sum to 1; InputError otherwise."""
+def check_answered(answered: Sequence[float] | np.ndarray) -> np.ndarray:
+    """Return the shares scaled to sum to 1; raises InputError where they do not nearly do."""
     shares = np.asarray(answered, dtype=float)
     _check_shares("answered", shares)
     if len(shares) == 0 or abs(shares.sum() - 1) > SHARE_SLACK:
@@ -152,10 +152,10 @@ def check_answered(answered: Sequence[float]) -> np.ndarray:
     return shares / shares.sum()
 
 
-def _check_shares(what: str, shares: np.ndarray) -> None:
+def _check_shares(name: str, shares: np.ndarray) -> None:
     wrong = shares[~((shares >= 0) & (shares <= 1 + 1e-12))]
     if wrong.size:
-        raise InputError(f"{what} has the share {wrong.flat[0]:.6g}; shares lie in [0, 1]")
+        raise InputError(f"{name} has the share {wrong.flat[0]:.6g}; shares lie in [0, 1]")
 
 
 @dataclass(frozen=True)
@@ -192,16 +192,16 @@ class Cluster:
 
     @property
     def hosts(self) -> np.ndarray:
-        """Index of each GPU's host [gpus]."""
+        """Return the index of each GPU's host [gpus]."""
         return np.unique([gpu.host for gpu in self.gpus], return_inverse=True)[1]
 
     @property
     def memory(self) -> np.ndarray:
-        """Bytes [gpus]."""
+        """Return the GPUs' bytes [gpus]."""
         return np.array([gpu.memory for gpu in self.gpus], dtype=float)
 
     def s_per_byte(self) -> np.ndarray:
-        """T a byte [gpus, gpus]."""
+        """Return T a byte [gpus, gpus]."""
         hosts = self.hosts
         table = np.where(hosts[:, None] == hosts[None, :], self.host_s_per_byte, self.network_s_per_byte)
         np.fill_diagonal(table, 0.0)
@@ -214,7 +214,7 @@ class Cluster:
 
 
 def even_cluster(hosts: int, gpus: int, memory: int, host_gb_per_s: float, network_gb_per_s: float) -> Cluster:
-    """``hosts`` with ``gpus`` each, all alike; rates in 10⁹ bytes/s."""
+    """Return a cluster of ``hosts`` equal hosts with ``gpus`` each; rates in 10⁹ bytes/s."""
     for name, value in (("hosts", hosts), ("GPUs a host", gpus)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise InputError(f"{name}: {value!r} is not a whole number >= 1")

@@ -1,15 +1,15 @@
 """A cascade on a cluster in virtual time: queues, batches, hops, replicas, GPUs shared by several models.
 
-- Each model has one queue. A GPU that is free takes the oldest work among the queues of the models whose first
-  partition it holds and the batches that earlier partitions have sent it: as many requests as wait, at most max_batch.
+- Each model has one queue. A free GPU takes the oldest work among the queues of the models whose first partition it
+  holds and the batches that earlier partitions have sent it: as many requests as wait, at most max_batch.
 - With ``batch_wait_s`` a batch that is not full starts only once its first request has waited that long.
 - A GPU computes one batch at a time (§V-B); a batch of b takes seconds(b)/S on each of S partitions.
 - A request's way is drawn beforehand from the flow's shares.
 
-Left out: requests that are refused or fail, time to load models, links that are shared (a transfer takes its bytes over
-the rate, whatever else is on the way), and power that depends on the clock rate.
+Left out: requests that are refused or fail, time to load models, contention for links (a transfer takes its bytes over
+the rate), and power that depends on the clock rate.
 
-Events are tuples in one heap, requests are numbers; nothing is allocated per request but a place in an array.
+Events are tuples in one heap, requests are numbers; nothing is allocated per request but array elements.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from flexhybrid.core.errors import InputError
 
 SERVICE = ("fixed", "exponential")
 TAIL = 99.9  #: percentile of the paper's tail latency
-_ANSWERED = 255  #: in the place of a next model
+_ANSWERED = 255  #: instead of a next model
 _DONE, _STAGE, _ARRIVE, _TIMER = range(4)
 
 
 @dataclass(frozen=True, eq=False)
 class Served:
-    """What a simulated run took. Seconds, joules, shares 0..1."""
+    """The results of a simulated run: seconds, joules, shares 0..1."""
 
     num_requests: int
     span_s: float  #: from the first arrival to the last answer
@@ -41,8 +41,8 @@ class Served:
     tail_latency_s: float  #: 99.9 %
     throughput: float  #: answers / span_s
     joules_per_request: float
-    idle_joules_per_request: float  #: of those, what the powered GPUs would have drawn without any request
-    power: str  #: where the watts come from
+    idle_joules_per_request: float  #: of those, the energy that the powered GPUs draw without any request
+    power: str  #: source of the watts
     rho: float  #: of the busiest GPU at the mean rate of arrivals, batches full
     answered: dict[str, float]  #: model -> share of requests
     mean_batch: dict[str, float]  #: model -> requests
@@ -51,7 +51,7 @@ class Served:
     latency_s: np.ndarray  #: of each request [requests]
 
     def to_dict(self) -> dict:
-        """Plain JSON, without the requests one by one."""
+        """Return plain JSON values, without the latency of each request."""
         plain = {name: value for name, value in asdict(self).items() if name != "latency_s"}
         return {**plain, "busy": self.busy.tolist()}
 
@@ -67,52 +67,60 @@ def simulate(
 ) -> Served:
     """Serve requests that arrive at ``arrivals_s`` [requests, not falling].
 
-    ``service``: "fixed" (the models' lines) or "exponential" (with those means). ``num_powered``: GPUs whose idle power
-    counts, where it is not those that hold a model. The same arguments give the same result.
+    ``service``: "fixed" (the models' lines) or "exponential" (with those means). ``num_powered``: number of GPUs whose
+    idle power counts; None: those that hold a model. Equal arguments give equal results.
     """
     arrivals_s = np.asarray(arrivals_s, dtype=float)
     _check(arrivals_s, batch_wait_s, service)
     if num_powered is None:
         num_powered = len(deployment.powered)
     rate = (len(arrivals_s) - 1) / np.ptp(arrivals_s) if np.ptp(arrivals_s) > 0 else 0.0
-    rho = deployment.rho(max(rate, 1e-12))  # also says whether every model that is visited lies somewhere
-    ways = draw_ways(deployment, len(arrivals_s), seed)
-    run = _Run(deployment, arrivals_s, ways, batch_wait_s, service, seed)
-    run.walk()
-    latency = np.array(run.done_s) - arrivals_s
-    span = float(max(run.done_s) - arrivals_s[0])
-    count, busy = len(arrivals_s), np.array(run.busy_s)
-    joules = power.joules(num_powered * span, float(busy.sum())) / count
+    rho = deployment.rho(max(rate, 1e-12))  # raises InputError where a visited model lies on no GPU
+    loop = _EventLoop(deployment, arrivals_s, batch_wait_s, seed, service == "exponential")
+    loop.walk()
+    requests, count = loop.requests, len(arrivals_s)
+    latency = np.array(requests.done_s) - arrivals_s
+    span = float(max(requests.done_s) - arrivals_s[0])
+    busy = np.array([gpu.busy_s for gpu in loop.gpus])
     names = [model.name for model in deployment.models]
-    answered = np.bincount(run.answered_by, minlength=len(names)) / count
+    answered = np.bincount(requests.answered_by, minlength=len(names)) / count
     median, tail = np.percentile(latency, (50, TAIL))
     return Served(
-        num_requests=count, span_s=span, mean_latency_s=float(latency.mean()), median_latency_s=float(median),
-        tail_latency_s=float(tail), throughput=count / span, joules_per_request=joules,
-        idle_joules_per_request=power.idle_w * num_powered * span / count, power=power.source, rho=rho,
+        num_requests=count,
+        span_s=span,
+        mean_latency_s=float(latency.mean()),
+        median_latency_s=float(median),
+        tail_latency_s=float(tail),
+        throughput=count / span,
+        joules_per_request=power.joules(num_powered * span, float(busy.sum())) / count,
+        idle_joules_per_request=power.idle_w * num_powered * span / count,
+        power=power.source,
+        rho=rho,
         answered=dict(zip(names, answered.tolist(), strict=True)),
-        mean_batch={name: run.computed[m] / run.batches[m] for m, name in enumerate(names) if run.batches[m]},
-        busy=busy / span, num_powered=num_powered, latency_s=latency,
-    )  # fmt: skip
+        mean_batch={name: m.computed / m.batches for name, m in zip(names, loop.models, strict=True) if m.batches},
+        busy=busy / span,
+        num_powered=num_powered,
+        latency_s=latency,
+    )
 
 
 def describe(served: Served) -> str:
-    """A run for people."""
+    """Return the results of a run as text."""
     s = served
     answers = ", ".join(f"{name} {share:.1%}" for name, share in s.answered.items() if share)
     batches = ", ".join(f"{name} {size:.2f}" for name, size in s.mean_batch.items())
-    return "\n".join([
-        f"{s.num_requests} requests in {s.span_s:.4g} s: {s.throughput:.4g} requests/s, busiest GPU rho {s.rho:.2f}",
-        f"  latency: mean {1e3 * s.mean_latency_s:.4g} ms, median {1e3 * s.median_latency_s:.4g} ms, "
-        f"{TAIL:g} % {1e3 * s.tail_latency_s:.4g} ms",
+    mean, median, tail = (1e3 * seconds for seconds in (s.mean_latency_s, s.median_latency_s, s.tail_latency_s))
+    return (
+        f"{s.num_requests} requests in {s.span_s:.4g} s: {s.throughput:.4g} requests/s, busiest GPU rho {s.rho:.2f}\n"
+        f"  latency: mean {mean:.4g} ms, median {median:.4g} ms, {TAIL:g} % {tail:.4g} ms\n"
         f"  energy: {s.joules_per_request:.4g} J a request, {s.idle_joules_per_request:.4g} J of it the idle power of "
-        f"{s.num_powered} GPUs (predicted: {s.power})",
-        f"  answered by {answers}; batches of {batches}",
-    ])  # fmt: skip
+        f"{s.num_powered} GPUs (predicted: {s.power})\n"
+        f"  answered by {answers}; batches of {batches}"
+    )
 
 
 def check_stable(deployment: Deployment, rate: float) -> None:
-    """InputError where a rate, requests/s, is more than the cluster can ever answer."""
+    """Raise InputError where a rate, requests/s, is more than the cluster can answer."""
     rho = deployment.rho(rate)
     if rho >= 1:
         raise InputError(
@@ -122,14 +130,13 @@ def check_stable(deployment: Deployment, rate: float) -> None:
 
 
 def draw_ways(deployment: Deployment, count: int, seed: int) -> tuple[np.ndarray, list[bytes]]:
-    """(first model of each request [count], for each model where each request goes from it, 255: nowhere)."""
+    """Return (first model of each request [count], for each model the next model of each request, 255: none)."""
     rng = np.random.default_rng([seed, 2])
     last = len(deployment.models) - 1
     first = np.searchsorted(np.cumsum(deployment.flow.entry), rng.random(count), side="right")
     ways = []
     for row in deployment.flow.onward:
-        bounds = np.cumsum(row)
-        to = np.searchsorted(bounds, rng.random(count), side="right")
+        to = np.searchsorted(np.cumsum(row), rng.random(count), side="right")
         ways.append(np.where(to > last, _ANSWERED, to).astype(np.uint8).tobytes())
     return np.minimum(first, last), ways
 
@@ -145,40 +152,64 @@ def _check(arrivals_s: np.ndarray, batch_wait_s: float, service: str) -> None:
         raise InputError(f"unknown service {service!r}; known: {', '.join(SERVICE)}")
 
 
-class _Run:
-    """The event loop and its state."""
+class _ServedModel:
+    """A model in the event loop: its batch line, its queue, the GPUs of its first partitions."""
 
-    def __init__(self, deployment: Deployment, arrivals_s, ways, wait_s: float, service: str, seed: int):
-        self.deployment, self.wait_s = deployment, wait_s
-        self.arrivals, (first, self.next_of) = arrivals_s.tolist(), ways
-        self.first = first.astype(np.uint8).tobytes()
-        models = range(len(deployment.models))
-        self.line = [(m.seconds.at_zero, m.seconds.per_request, m.max_batch) for m in deployment.models]
-        self.hop = deployment.hop_s.tolist()
-        self.queue: list[deque] = [deque() for _ in models]
-        self.since = list(self.arrivals)  # when each request joined the queue it is in
-        self.gpus_of = [sorted({replica[0] for replica in model}) for model in deployment.gpus]
-        gpus = range(deployment.num_gpus)
-        #: (model, replica) of the first partitions on each GPU, one replica of a model
+    __slots__ = ("at_zero", "per_request", "max_batch", "hop_s", "next_of", "gpus", "queue", "batches", "computed")
+
+    def __init__(self, deployment: Deployment, m: int, next_of: bytes):
+        model = deployment.models[m]
+        self.at_zero, self.per_request = model.seconds.at_zero, model.seconds.per_request
+        self.max_batch, self.hop_s, self.next_of = model.max_batch, deployment.hop_s[m].tolist(), next_of
+        self.gpus = sorted({replica[0] for replica in deployment.gpus[m]})
+        self.queue: deque[int] = deque()
+        self.batches = self.computed = 0
+
+
+class _GpuState:
+    """A GPU in the event loop."""
+
+    __slots__ = ("holds", "sent", "is_free", "busy_s")
+
+    def __init__(self, deployment: Deployment, g: int, models: list[_ServedModel]):
+        #: (model, replica) of the first partitions on it, one replica of a model
         self.holds = [
-            [(m, next(r for r, replica in enumerate(deployment.gpus[m]) if replica[0] == g))
-             for m in models if g in self.gpus_of[m]]
-            for g in gpus
-        ]  # fmt: skip
-        self.sent: list[deque] = [deque() for _ in gpus]  # (seconds, batch) from earlier partitions
-        self.free = [True] * deployment.num_gpus
-        self.busy_s = [0.0] * deployment.num_gpus
-        self.done_s = [0.0] * len(self.arrivals)
-        self.answered_by = np.zeros(len(self.arrivals), dtype=np.uint8)
-        self.batches, self.computed = [0] * len(models), [0] * len(models)
+            (m, next(r for r, replica in enumerate(deployment.gpus[m]) if replica[0] == g))
+            for m, model in enumerate(models)
+            if g in model.gpus
+        ]
+        self.sent: deque[tuple] = deque()  # (seconds, batch) from earlier partitions
+        self.is_free, self.busy_s = True, 0.0
+
+
+class _Requests:
+    """The requests of a run; every field [requests]."""
+
+    def __init__(self, arrivals_s: np.ndarray, first_model: np.ndarray):
+        self.arrivals_s: list[float] = arrivals_s.tolist()
+        self.since = list(self.arrivals_s)  # seconds at which each joined the queue it is in
+        self.first_model = first_model.astype(np.uint8).tobytes()
+        self.done_s = [0.0] * len(arrivals_s)
+        self.answered_by = np.zeros(len(arrivals_s), dtype=np.uint8)
+
+
+class _EventLoop:
+    """The simulation: models, GPUs and requests, and a heap of events."""
+
+    def __init__(self, deployment: Deployment, arrivals_s: np.ndarray, wait_s: float, seed: int, exponential: bool):
+        first, next_of = draw_ways(deployment, len(arrivals_s), seed)
+        self.deployment, self.wait_s = deployment, wait_s
+        self.models = [_ServedModel(deployment, m, ways) for m, ways in enumerate(next_of)]
+        self.gpus = [_GpuState(deployment, g, self.models) for g in range(deployment.num_gpus)]
+        self.requests = _Requests(arrivals_s, first)
         self.heap: list[tuple] = []
         self.serial = 0  # of events: ties go in the order in which they were made
-        self.draw = _draws(seed) if service == "exponential" else None
+        self.draw = _draws(seed) if exponential else None
 
     def walk(self) -> None:
-        """All events in order of time."""
-        heap, arrivals, count, at = self.heap, self.arrivals, len(self.arrivals), 0
-        first = self.first
+        """Process all events in order of time."""
+        heap, arrivals, first = self.heap, self.requests.arrivals_s, self.requests.first_model
+        count, at = len(arrivals), 0
         while True:
             if at < count and (not heap or arrivals[at] <= heap[0][0]):
                 self.join(arrivals[at], first[at], (at,))
@@ -186,25 +217,26 @@ class _Run:
                 continue
             if not heap:
                 return
-            now, _, kind, where, what = heappop(heap)
+            now, _, kind, target, load = heappop(heap)
             if kind == _DONE:
-                self.finish(now, where, what)
+                self.finish(now, target, load)
             elif kind == _ARRIVE:
-                self.join(now, where, what)
+                self.join(now, target, load)
             elif kind == _STAGE:
-                self.sent[where].append((now, what))
-                if self.free[where]:
-                    self.take(now, where)
+                self.gpus[target].sent.append((now, load))
+                if self.gpus[target].is_free:
+                    self.take(now, target)
             else:
-                self.offer(now, where)
+                self.offer(now, target)
 
-    def push(self, when: float, kind: int, where: int, what) -> None:
+    def push(self, when: float, kind: int, target: int, load) -> None:
+        """Add an event: ``target`` is a GPU or a model, ``load`` the batch or requests."""
         self.serial += 1
-        heappush(self.heap, (when, self.serial, kind, where, what))
+        heappush(self.heap, (when, self.serial, kind, target, load))
 
     def join(self, now: float, model: int, requests) -> None:
-        """Requests join a model's queue."""
-        queue, since = self.queue[model], self.since
+        """Put requests into a model's queue."""
+        queue, since = self.models[model].queue, self.requests.since
         if self.wait_s and not queue:
             self.push(now + self.wait_s, _TIMER, model, None)
         for request in requests:
@@ -213,77 +245,81 @@ class _Run:
         self.offer(now, model)
 
     def offer(self, now: float, model: int) -> None:
-        """Let free GPUs take what is ready in a model's queue."""
-        for gpu in self.gpus_of[model]:
-            if not self.queue[model]:
+        """Let free GPUs take the ready requests of a model's queue."""
+        for gpu in self.models[model].gpus:
+            if not self.models[model].queue:
                 return
-            if self.free[gpu]:
+            if self.gpus[gpu].is_free:
                 self.take(now, gpu)
 
     def take(self, now: float, gpu: int) -> None:
-        """A free GPU begins the oldest work that is ready for it, if any."""
-        oldest, chosen = (self.sent[gpu][0][0], None) if self.sent[gpu] else (float("inf"), None)
-        for held in self.holds[gpu]:
-            queue = self.queue[held[0]]
-            if queue:
-                since = self.since[queue[0]]
+        """Begin the oldest work that is ready for a free GPU, if any."""
+        sent = self.gpus[gpu].sent
+        oldest, chosen = (sent[0][0], None) if sent else (float("inf"), None)
+        for held in self.gpus[gpu].holds:
+            model = self.models[held[0]]
+            if model.queue:
+                since = self.requests.since[model.queue[0]]
                 # the sum, as the timer has it: a difference could fall short of wait_s by rounding
-                if since < oldest and (since + self.wait_s <= now or len(queue) >= self.line[held[0]][2]):
+                if since < oldest and (since + self.wait_s <= now or len(model.queue) >= model.max_batch):
                     oldest, chosen = since, held
         if chosen is not None:
-            self.begin(now, gpu, chosen[0], chosen[1], 0, self.fetch(chosen[0]))
-        elif self.sent[gpu]:
-            self.begin(now, gpu, *self.sent[gpu].popleft()[1])
+            self.begin(now, gpu, (*chosen, 0, self.fetch(chosen[0])))
+        elif sent:
+            self.begin(now, gpu, sent.popleft()[1])
 
     def fetch(self, model: int) -> tuple[int, ...]:
-        """A batch off a queue."""
-        queue, most = self.queue[model], self.line[model][2]
-        if len(queue) <= most:
+        """Take a batch off a queue."""
+        served = self.models[model]
+        queue, limit = served.queue, served.max_batch
+        if len(queue) <= limit:
             requests = tuple(queue)
             queue.clear()
         else:
-            requests = tuple(queue.popleft() for _ in range(most))
+            requests = tuple(queue.popleft() for _ in range(limit))
             if self.wait_s:
-                self.push(self.since[queue[0]] + self.wait_s, _TIMER, model, None)
-        self.batches[model] += 1
-        self.computed[model] += len(requests)
+                self.push(self.requests.since[queue[0]] + self.wait_s, _TIMER, model, None)
+        served.batches += 1
+        served.computed += len(requests)
         return requests
 
-    def begin(self, now: float, gpu: int, model: int, replica: int, stage: int, requests: tuple[int, ...]) -> None:
-        at_zero, per_request, _ = self.line[model]
-        took = (at_zero + per_request * len(requests)) / len(self.deployment.gpus[model][replica])
+    def begin(self, now: float, gpu: int, batch: tuple[int, int, int, tuple[int, ...]]) -> None:
+        """Start a batch (model, replica, stage, requests) on a free GPU."""
+        model, replica, _, requests = batch
+        served, state = self.models[model], self.gpus[gpu]
+        took = (served.at_zero + served.per_request * len(requests)) / len(self.deployment.gpus[model][replica])
         if self.draw is not None:
             took *= next(self.draw)
-        self.free[gpu] = False
-        self.busy_s[gpu] += took
-        self.push(now + took, _DONE, gpu, (model, replica, stage, requests))
+        state.is_free = False
+        state.busy_s += took
+        self.push(now + took, _DONE, gpu, batch)
 
-    def finish(self, now: float, gpu: int, batch: tuple) -> None:
-        """A batch leaves a GPU: to the next partition, or each request to its answer or its next model."""
+    def finish(self, now: float, gpu: int, batch: tuple[int, int, int, tuple[int, ...]]) -> None:
+        """Send a batch from a GPU to the next partition, or each request to its answer or its next model."""
         model, replica, stage, requests = batch
-        self.free[gpu] = True
+        self.gpus[gpu].is_free = True
         path = self.deployment.gpus[model][replica]
         if stage + 1 < len(path):
             hop = self.deployment.hidden_s[model][replica][stage] * len(requests)
             self.push(now + hop, _STAGE, path[stage + 1], (model, replica, stage + 1, requests))
         else:
-            next_of, going = self.next_of[model], {}
+            served, going = self.models[model], {}
             for request in requests:
-                to = next_of[request]
+                to = served.next_of[request]
                 if to == _ANSWERED:
-                    self.done_s[request] = now
-                    self.answered_by[request] = model
+                    self.requests.done_s[request] = now
+                    self.requests.answered_by[request] = model
                 elif to in going:
                     going[to].append(request)
                 else:
                     going[to] = [request]
-            for to, some in going.items():
-                self.push(now + self.hop[model][to], _ARRIVE, to, some)
+            for to, leaving in going.items():
+                self.push(now + served.hop_s[to], _ARRIVE, to, leaving)
         self.take(now, gpu)
 
 
 def _draws(seed: int, block: int = 1 << 16):
-    """Exponential factors of mean 1, one at a time out of blocks."""
+    """Yield exponential factors of mean 1, drawn in blocks."""
     rng = np.random.default_rng([seed, 3])
     while True:
         yield from rng.exponential(1.0, block).tolist()
