@@ -18,6 +18,7 @@ from flexhybrid.core.task import Task
 from flexhybrid.core.wave import Wave
 from flexhybrid.core.workload import Workload
 from flexhybrid.llm import LLM
+from flexhybrid.runtime.engine import RunControl
 from flexhybrid.runtime.executor import Executor
 from flexhybrid.runtime.session import Session
 from flexhybrid.runtime.step_tensors import TokenTable
@@ -105,5 +106,5 @@ def _score_wave(llm: LLM, wave: Wave, texts, members: np.ndarray, watch, on_toke
     force_tokens(executor, texts, hear)
     if watch:
         watch(executor, members)
-    session.generate(keep_trace=watch is not None, on_tokens=on_tokens)
+    session.generate(RunControl(keep_trace=watch is not None, on_tokens=on_tokens))
     return [Score(logprobs[i, :count].cpu().numpy(), greedy[i, :count].cpu().numpy()) for i, count in enumerate(counts)]

@@ -1,13 +1,12 @@
 """Bench rows of the cascade: four CNNs on handwritten digits, over several splits and trainings.
 
-Held out is what neither training nor validation saw. Costs are stated energies (``experiments.training.digits``): a
-share of the largest model's is a ratio of multiply-adds.
+Held-out images are used by neither training nor validation. Costs are stated energies
+(``experiments.training.digits``): a share of the largest model's is a ratio of multiply-adds.
 """
 
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ import numpy as np
 from scipy.stats import t as student
 from tqdm import tqdm
 
+from experiments.bench.harness import Table, seconds_in_turn, seconds_of
 from experiments.training.digits import fit_on, scored_on, splits, train_all
 from flexhybrid.cascade.models import ModelOutputs
 from flexhybrid.cascade.routes import Cascade, CascadeModel
@@ -27,61 +27,64 @@ from flexhybrid.cascade.thresholds.sampling import sampled_curve
 from flexhybrid.cascade.thresholds.search import SearchOptions, search
 from flexhybrid.cascade.thresholds.skips import Route
 
-SEEDS = range(20, 30)  #: the search's caution was chosen with 0 to 19 in view
-#: The search as it comes, and the paper's: no caution, its own way of dropping models and of skipping.
+SEEDS = range(20, 30)  #: the search's caution was chosen on seeds 0 to 19
+#: The search's defaults, and the paper's: no caution, its own rules for dropping and skipping models.
 OPTIONS = {
-    "AP": SearchOptions(), "EO": SearchOptions(mode="eo"),
+    "AP": SearchOptions(),
+    "EO": SearchOptions(mode="eo"),
     "AP, the paper's": SearchOptions(caution=1.0, method="sampling", drop="paper", skips="paper"),
-    "AP, paper's skips": SearchOptions(skips="paper"), "AP, no skips": SearchOptions(skips="none"),
-}  # fmt: skip
+    "AP, paper's skips": SearchOptions(skips="paper"),
+    "AP, no skips": SearchOptions(skips="none"),
+}
 WARM_UP = 20  #: requests that set up connections
 ROUTED_BYTES, NUM_ROUTED = 50_000, 200  #: the paper's prediction vector of GPT (Sec. VI-D)
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One seed: what was fitted on the validation set, and the same models on held-out images."""
+    """One seed: models fitted on the validation set, and their answers on held-out images."""
 
     fitted: Fitted
     held_out: Answers
     ece: np.ndarray  #: [models, 2] on held-out images, before and after scaling
 
     def route(self, options: SearchOptions) -> Route:
-        """The cascade that the validation set gives, on the held-out images."""
-        found = search(self.fitted, options)
-        return Route(self.held_out.only(found.kept), found.cascade)
+        """Return the route of the held-out images through the cascade that the validation set gives."""
+        searched = search(self.fitted, options)
+        return Route(self.held_out.only(searched.kept), searched.cascade)
 
     @property
     def accuracy(self) -> np.ndarray:
-        """Held out, of each model alone."""
+        """Held-out accuracy of each model alone."""
         return self.held_out.correct.mean(axis=1)
 
 
 def trial(seed: int, **training) -> Trial:
-    """Train, fit, and look at held-out images."""
+    """Train, fit, and evaluate on held-out images."""
     data, models = splits(seed), train_all(seed, **training)
     fitted = fit_on(models, data["validation"])
-    return looked_at(fitted, [scored_on(model, data["held out"]) for model in models.values()])
+    return evaluated(fitted, [scored_on(model, data["held out"]) for model in models.values()])
 
 
-def looked_at(fitted: Fitted, seen: Sequence[Scored]) -> Trial:
-    """Fitted models on data that nothing was fitted on."""
-    correct = np.array([one.correct for one in seen])
-    sure = np.array([confidence(one.logits, None, m.temperature) for one, m in zip(seen, fitted.models)])
-    plain = np.array([confidence(one.logits) for one in seen])
-    ece = [[calibration_error(row, right) for row in pair] for *pair, right in zip(plain, sure, correct)]
-    return Trial(fitted, Answers(correct, sure, fitted.answers("energy_j").cost), np.array(ece))
+def evaluated(fitted: Fitted, held_out: Sequence[Scored]) -> Trial:
+    """Evaluate fitted models on data that no model was fitted on."""
+    correct = np.array([scored.correct for scored in held_out])
+    pairs = list(zip(held_out, fitted.models, strict=True))
+    scaled = np.array([confidence(scored.logits, None, model.temperature) for scored, model in pairs])
+    plain = np.array([confidence(scored.logits) for scored in held_out])
+    ece = [[calibration_error(row, right) for row in pair] for *pair, right in zip(plain, scaled, correct, strict=True)]
+    return Trial(fitted, Answers(correct, scaled, fitted.answers("energy_j").cost), np.array(ece))
 
 
 def interval(values) -> tuple[float, float]:
-    """(mean, half of its 95 % interval by Student's t)."""
+    """Return the mean, and half of its 95 % interval by Student's t."""
     values = np.asarray(values, dtype=float)
     half = student.ppf(0.975, len(values) - 1) * values.std(ddof=1) / len(values) ** 0.5
     return float(values.mean()), float(half)
 
 
-def bench_cascade(table) -> None:
-    """All rows."""
+def bench_cascade(table: Table) -> None:
+    """Add all rows."""
     trials = [trial(seed) for seed in tqdm(SEEDS, desc="digits", unit="seed", leave=False)]
     bench_accuracy(table, trials)
     bench_thresholds(table, trials)
@@ -90,69 +93,79 @@ def bench_cascade(table) -> None:
     bench_serve(table)
 
 
-def bench_accuracy(table, trials: list[Trial]) -> None:
+def bench_accuracy(table: Table, trials: list[Trial]) -> None:
     """Accuracy and cost on held-out images."""
-    routes = {name: [one.route(options) for one in trials] for name, options in OPTIONS.items()}
-    largest, second = (np.array([one.accuracy[place] for one in trials]) for place in (-1, -2))
-    costs = np.array([one.held_out.cost[-1] for one in trials])
-    accuracy = {name: np.array([route.correct.mean() for route in found]) for name, found in routes.items()}
-    share = {name: np.array([route.cost for route in found]) / costs for name, found in routes.items()}
-    more, half = interval(100 * (accuracy["AP"] - largest))
-    table.add(
-        f"cascade, digits: AP less the largest model, held out, mean of {len(trials)} seeds", more, 0, "points",
-        interval_95=[more - half, more + half], each=(100 * (accuracy["AP"] - largest)).tolist(),
-        largest=float(largest.mean()), papers_ap=interval(100 * (accuracy["AP, the paper's"] - largest)),
-        papers_ap_cost=float(share["AP, the paper's"].mean()),
-    )  # fmt: skip
-    table.add("cascade, digits: cost of AP, of the largest model's", share["AP"].mean(), 0.5, "x", False,
-              each=share["AP"].tolist(), without_skips=float(share["AP, no skips"].mean()),
-              papers_skips=float(share["AP, paper's skips"].mean()))  # fmt: skip
-    more, half = interval(100 * (accuracy["EO"] - second))
-    table.add("cascade, digits: EO less the second-largest model, held out", more, 0, "points",
-              interval_95=[more - half, more + half], cost=float(share["EO"].mean()),
-              less_than_largest=interval(100 * (accuracy["EO"] - largest)))  # fmt: skip
-    joint = np.array([one.held_out.correct.any(axis=0).mean() - one.accuracy.max() for one in trials])
-    table.add("cascade, digits: joint accuracy less the best model's (Table I)", 100 * joint.mean(), 0, "points")
+    routes = {name: [seed.route(options) for seed in trials] for name, options in OPTIONS.items()}
+    largest, second = (np.array([seed.accuracy[place] for seed in trials]) for place in (-1, -2))
+    costs = np.array([seed.held_out.cost[-1] for seed in trials])
+    accuracy = {name: np.array([route.correct.mean() for route in group]) for name, group in routes.items()}
+    share = {name: np.array([route.cost for route in group]) / costs for name, group in routes.items()}
+    mean_cost = {name: float(shares.mean()) for name, shares in share.items()}
+
+    gained = 100 * (accuracy["AP"] - largest)
+    conditions = {"samples": gained.tolist(), "largest": float(largest.mean())}
+    conditions["papers_ap"] = interval(100 * (accuracy["AP, the paper's"] - largest))
+    conditions["papers_ap_cost"] = mean_cost["AP, the paper's"]
+    name = f"cascade, digits: AP less the largest model, held out, mean of {len(trials)} seeds"
+    _add_mean(table, name, gained, conditions)
+    conditions = {"without_skips": mean_cost["AP, no skips"], "papers_skips": mean_cost["AP, paper's skips"]}
+    conditions["samples"] = share["AP"].tolist()
+    table.at_most("cascade, digits: cost of AP, of the largest model's", mean_cost["AP"], 0.5, "x", **conditions)
+    gained = 100 * (accuracy["EO"] - second)
+    conditions = {"cost": mean_cost["EO"], "less_than_largest": interval(100 * (accuracy["EO"] - largest))}
+    _add_mean(table, "cascade, digits: EO less the second-largest model, held out", gained, conditions)
+    joint = np.array([seed.held_out.correct.any(axis=0).mean() - seed.accuracy.max() for seed in trials])
+    name = "cascade, digits: joint accuracy less the best model's (Table I)"
+    table.at_least(name, 100 * joint.mean(), 0, "points", samples=(100 * joint).tolist())
 
 
-def bench_thresholds(table, trials: list[Trial]) -> None:
-    """The exact search beside the paper's sampling, over the same models."""
-    worse, ratios = 0, []
-    for seed, one in enumerate(trials):
-        answers = one.fitted.answers("energy_j")
-        exact, sampled = exact_curve(answers), sampled_curve(answers, seed)
+def _add_mean(table: Table, name: str, points: np.ndarray, conditions: dict) -> None:
+    """Add a mean of percentage points, which must not be negative, with its 95 % interval."""
+    mean, half = interval(points)
+    table.at_least(name, mean, 0, "points", interval_95=[mean - half, mean + half], **conditions)
+
+
+def bench_thresholds(table: Table, trials: list[Trial]) -> None:
+    """The exact search against the paper's sampling, over equal models."""
+    num_missed, ratios = 0, []
+    for number, seed in enumerate(trials):
+        answers = seed.fitted.answers("energy_j")
+        exact, sampled = exact_curve(answers), sampled_curve(answers, number)
         best = [exact.cost[accuracy_preserving(exact, right)] for right in sampled.num_correct]
-        worse += int((np.array(best) > sampled.cost * (1 + 1e-12)).sum())
+        num_missed += int((np.array(best) > sampled.cost * (1 + 1e-12)).sum())
         ratios += (sampled.cost / best).tolist()
-    table.add("cascade: points of the sampled curve that the exact search misses", worse, 0, "points", False)
-    table.add("cascade: cost of sampled thresholds over exact ones, median of the curve", np.median(ratios), 1, "x",
-              worst=float(max(ratios)))  # fmt: skip
+    table.at_most("cascade: points of the sampled curve that the exact search misses", num_missed, 0, "points")
+    name = "cascade: cost of sampled thresholds over exact ones, median of the curve"
+    table.at_least(name, float(np.median(ratios)), 1, "x", worst=float(max(ratios)))
 
 
-def bench_calibration(table, trials: list[Trial]) -> None:
-    """Expected calibration error after scaling over before."""
-    fitted = np.concatenate([one.fitted.ece for one in trials])
-    table.add("cascade: ECE after scaling over before, validation, worst model", (fitted[:, 1] / fitted[:, 0]).max(), 1,
-              "x", False, mean_before=float(fitted[:, 0].mean()), mean_after=float(fitted[:, 1].mean()))  # fmt: skip
-    held_out = np.concatenate([one.ece for one in trials]).mean(axis=0)
-    table.add("cascade: ECE after scaling over before, held out, mean of models", held_out[1] / held_out[0], 1, "x",
-              False, mean_before=float(held_out[0]), mean_after=float(held_out[1]))  # fmt: skip
+def bench_calibration(table: Table, trials: list[Trial]) -> None:
+    """Expected calibration error after scaling over that before, on validation and on held-out images."""
+    fitted = np.concatenate([seed.fitted.ece for seed in trials])
+    held_out = np.concatenate([seed.ece for seed in trials]).mean(axis=0)
+    worst = (fitted[:, 1] / fitted[:, 0]).max()
+    for name, ratio, (before, after) in (
+        ("validation, worst model", worst, fitted.mean(axis=0)),
+        ("held out, mean of models", held_out[1] / held_out[0], held_out),
+    ):
+        means = {"mean_before": float(before), "mean_after": float(after)}
+        table.at_most(f"cascade: ECE after scaling over before, {name}", ratio, 1, "x", **means)
 
 
-def bench_router(table) -> None:
-    """What the router does with one prediction of 50 KB: confidence, and where to."""
+def bench_router(table: Table) -> None:
+    """The router's time for one prediction of 50 KB: its confidence, and the next model."""
     cascade = Cascade(tuple(CascadeModel(name, energy_j=1.0) for name in "abcde"), (0.9,) * 4)
     logits = np.random.default_rng(0).normal(size=(1, 1, ROUTED_BYTES // 4)).astype(np.float32)
-    seconds = []
-    for _ in range(NUM_ROUTED):
-        began = time.perf_counter()
+
+    def route() -> None:
         cascade.next_model(0, confidence(logits, None, cascade.models[0].temperature))
-        seconds.append(time.perf_counter() - began)
-    table.add("cascade: routing one prediction of 50 KB", 1e3 * float(np.median(seconds)), 1, "ms", False)
+
+    seconds = [seconds_of(route) for _ in range(NUM_ROUTED)]
+    table.at_most("cascade: routing one prediction of 50 KB", 1e3 * float(np.median(seconds)), 1, "ms")
 
 
 class Instant:
-    """A model that costs nothing: what is left of a request's time is the way there and back."""
+    """A model without cost, so that a request takes only its transport."""
 
     name = "instant"
 
@@ -162,25 +175,23 @@ class Instant:
         return ModelOutputs([0] * len(batch), logits, np.ones((len(batch), 1), dtype=bool))
 
 
-def bench_serve(table) -> None:
-    """What the router adds to requests of 50 KB on Ray Serve, one at a time: through it, and straight to a replica."""
+def bench_serve(table: Table) -> None:
+    """The router's addition to requests of 50 KB on Ray Serve, one at a time: through it, and straight to a replica."""
     from ray import serve
 
     cascade = Cascade((CascadeModel(Instant.name, energy_j=1.0),), ())
-    request, seconds = np.zeros(ROUTED_BYTES // 4, dtype=np.float32), {"router": [], "replica": []}
+    request = np.zeros(ROUTED_BYTES // 4, dtype=np.float32)
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         port = probe.getsockname()[1]
     with deployed(cascade, [Instant], [Size()], port, tqdm.write):
         router = serve.get_app_handle(APPLICATION)
         replica = serve.get_deployment_handle(Instant.name, APPLICATION)
-        ways = {"router": lambda: router.answer.remote(request, 0), "replica": lambda: replica.ask.remote(request)}
-        for turn in range(NUM_ROUTED + WARM_UP):
-            for way, ask in ways.items():
-                began = time.perf_counter()
-                ask().result()
-                if turn >= WARM_UP:
-                    seconds[way].append(time.perf_counter() - began)
-    straight, through = (1e3 * float(np.median(seconds[way])) for way in ("replica", "router"))
-    table.add("cascade on Ray Serve: what the router adds to a request of 50 KB", through - straight, 1, "ms", False,
-              straight_ms=straight, through_ms=through)  # fmt: skip
+        calls = {
+            "router": lambda turn: router.answer.remote(request, 0).result(),
+            "replica": lambda turn: replica.ask.remote(request).result(),
+        }
+        seconds = seconds_in_turn(calls, NUM_ROUTED, WARM_UP)
+    straight, through = (1e3 * float(np.median(seconds[call])) for call in ("replica", "router"))
+    name = "cascade on Ray Serve: what the router adds to a request of 50 KB"
+    table.at_most(name, through - straight, 1, "ms", straight_ms=straight, through_ms=through)

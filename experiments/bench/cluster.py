@@ -1,12 +1,14 @@
-"""Bench rows of the cascade on a cluster: placement, simulated queues, and the cascade paper's energy ratios."""
+"""Bench rows of cascades on a cluster: placement, simulated queues, and the cascade paper's energy ratios."""
 
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import numpy as np
 from tqdm import tqdm
 
+from experiments.bench.harness import Table, seconds_of
 from experiments.reproduce import registry
 from experiments.reproduce.cascade import setup as cascade_setup
 from experiments.reproduce.experiment import is_judged
@@ -19,7 +21,7 @@ from flexhybrid.cascade.placement.search import MOST_LOAD, most_rate, plan
 
 SHAPES = ((64, 1), (16, 4), (8, 8))  #: hosts, GPUs of each
 SEEDS = range(4)
-PLANNED = 0.9  #: of the most rate, at which is placed
+PLANNED = 0.9  #: share of the highest rate for which models are placed
 #: servers, rho, service; mean latency in queueing theory as a multiple of the mean service: M/M/1, M/M/8 (Erlang's C)
 #: and M/D/1 (Pollaczek and Khinchine). tests/cascade derives these numbers.
 QUEUES = (
@@ -30,8 +32,8 @@ QUEUES = (
 QUEUED = 500_000
 
 
-def bench_cluster(table) -> None:
-    """All rows."""
+def bench_cluster(table: Table) -> None:
+    """Add all rows."""
     bench_placement(table)
     bench_queues(table)
     bench_million(table)
@@ -39,43 +41,47 @@ def bench_cluster(table) -> None:
 
 
 def ten_models(seed: int):
-    """Ten sizes from 60 million to 20 billion parameters, seconds and bytes by size, and a flow through all of them."""
+    """Return ten models of 60 million to 20 billion parameters, seconds and bytes by size, and a flow through them."""
     rng = np.random.default_rng(seed)
     sizes = np.geomspace(0.06, 20, 10) * 1e9 * rng.uniform(0.8, 1.25, 10)
     models = tuple(
         ServedModel(
-            f"m{i}", BatchLine(2e-3 + size * 1e-12, size * 2.2e-12), BatchLine(2 * size + 3e8, size * 2e-3),
-            output_bytes=float(rng.uniform(1e3, 1e5)), hidden_bytes=float(rng.uniform(1e5, 2e6)), max_batch=32,
+            f"m{i}",
+            BatchLine(2e-3 + size * 1e-12, size * 2.2e-12),
+            BatchLine(2 * size + 3e8, size * 2e-3),
+            output_bytes=float(rng.uniform(1e3, 1e5)),
+            hidden_bytes=float(rng.uniform(1e5, 2e6)),
+            max_batch=32,
             max_partitions=8,
         )
         for i, size in enumerate(sizes)
-    )  # fmt: skip
-    return models, chain(rng.dirichlet(np.ones(10)))
+    )
+    return models, chain(rng.dirichlet(np.ones(10)).tolist())
 
 
-def bench_placement(table) -> None:
-    """Ten models on 64 GPUs, near the most that these carry; 512 GPUs; the cascade paper's own."""
+def bench_placement(table: Table) -> None:
+    """Place ten models on 64 GPUs near their highest rate, ten on 512 GPUs, and the cascade paper's models."""
     cases = [(shape, seed) for shape in SHAPES for seed in SEEDS]
-    found = {}
+    placements = {}
     for shape, seed in tqdm(cases, desc="placement", leave=False):
-        found[shape, seed] = _placed(*shape, seed)
+        placements[shape, seed] = _placed(*shape, seed)
     for hosts, gpus in SHAPES:
-        plans = [found[(hosts, gpus), seed] for seed in SEEDS]
+        plans = [placements[(hosts, gpus), seed] for seed in SEEDS]
         name = f"placement, 10 models on {hosts} x {gpus} GPUs, worst of {len(plans)}"
-        gaps, seconds = [100 * one.gap for one in plans], [one.seconds for one in plans]
-        table.add(f"{name}: gap to the bound", max(gaps), 5, "%", False, each=gaps, items=len(plans[0].gpu_of))
-        table.add(f"{name}: seconds", max(seconds), 10, "s", False, each=seconds)
+        gaps, seconds = [100 * placed.gap for placed in plans], [placed.seconds for placed in plans]
+        table.at_most(f"{name}: gap to the bound", max(gaps), 5, "%", samples=gaps, items=len(plans[0].gpu_of))
+        table.at_most(f"{name}: seconds", max(seconds), 10, "s", samples=seconds)
     large = _placed(64, 8, 0)
-    table.add("placement, 10 models on 64 x 8 GPUs: seconds", large.seconds, 20, "s", False, gap=large.gap,
-              items=len(large.gpu_of))  # fmt: skip
+    conditions = {"gap": large.gap, "items": len(large.gpu_of)}
+    table.at_most("placement, 10 models on 64 x 8 GPUs: seconds", large.seconds, 20, "s", **conditions)
     seconds = []
     for name in cascade_setup.FAMILIES:
         system = cascade_setup.CascadeSystem(name, "EO")
-        begun = time.perf_counter()
-        plan(*system.models(), cascade_setup.cluster(), 0.8 * cascade_setup.highest_rate(system), cascade_setup.BATCH)
-        seconds.append(time.perf_counter() - begun)
-    table.add("placement, the cascade paper's three on 12 T4s (45 s there, with construction): seconds", max(seconds),
-              45, "s", False, each=seconds)  # fmt: skip
+        rate = 0.8 * cascade_setup.highest_rate(system)
+        request = *system.models(), cascade_setup.cluster(), rate, cascade_setup.BATCH
+        seconds.append(seconds_of(partial(plan, *request)))
+    name = "placement, the cascade paper's three on 12 T4s (45 s there, with construction): seconds"
+    table.at_most(name, max(seconds), 45, "s", samples=seconds)
 
 
 def _placed(hosts: int, gpus: int, seed: int):
@@ -86,25 +92,25 @@ def _placed(hosts: int, gpus: int, seed: int):
 
 
 def station(servers: int, seconds: float):
-    """One model, a replica on each of some GPUs."""
+    """Return a cluster of GPUs with a replica of one model on each."""
     model = ServedModel("m", BatchLine(0.0, seconds), BatchLine(1.0, 0.0))
     gpus = tuple((gpu,) for gpu in range(servers))
     return place((model,), chain((1.0,)), even_cluster(servers, 1, 2**30, 10.0, 1.0), (gpus,))
 
 
-def bench_queues(table) -> None:
-    """Mean latency against queueing theory."""
+def bench_queues(table: Table) -> None:
+    """Compare mean latencies with queueing theory."""
     service_s = 0.01
     for servers, rho, service, services in QUEUES:
         rate = rho * servers / service_s
         simulated = simulate(station(servers, service_s), poisson(rate, QUEUED), POWER["t4"], service=service)
         kind = "M" if service == "exponential" else "D"
         error = 100 * abs(simulated.mean_latency_s / (services * service_s) - 1)
-        table.add(f"cluster simulation against M/{kind}/{servers}, rho {rho:g}, mean latency", error, 2, "%", False)
+        table.at_most(f"cluster simulation against M/{kind}/{servers}, rho {rho:g}, mean latency", error, 2, "%")
 
 
-def bench_million(table) -> None:
-    """A cascade of four sizes under load, batches and hops included."""
+def bench_million(table: Table) -> None:
+    """Time the simulation of a cascade of four sizes under load, with batches and hops."""
     models = tuple(
         ServedModel(name, BatchLine(2e-3, 1e-3 * times), BatchLine(1e9, 0.0), 1e4, 1e5, max_batch=8)
         for name, times in (("a", 1), ("b", 2), ("c", 5), ("d", 20))
@@ -113,19 +119,17 @@ def bench_million(table) -> None:
     deployment = deploy(plan(models, chain((0.5, 0.3, 0.15, 0.05)), cluster, 1200.0, 64), 1e-4)
     arrivals = poisson(1200.0, 1_000_000)
     begun, cpu_begun = time.perf_counter(), time.process_time()
-    found = simulate(deployment, arrivals, POWER["t4"])
+    simulated = simulate(deployment, arrivals, POWER["t4"])
     seconds, cpu_s = time.perf_counter() - begun, time.process_time() - cpu_begun
-    table.add("cluster simulation, a million requests: seconds", seconds, 60, "s", False, cpu_s=cpu_s,
-              mean_latency_ms=1e3 * found.mean_latency_s, rho=found.rho)  # fmt: skip
+    conditions = {"cpu_s": cpu_s, "mean_latency_ms": 1e3 * simulated.mean_latency_s, "rho": simulated.rho}
+    table.at_most("cluster simulation, a million requests: seconds", seconds, 60, "s", **conditions)
 
 
-def bench_energy(table) -> None:
-    """Table V's EO ratios where Table III's shares can give them at all."""
+def bench_energy(table: Table) -> None:
+    """Compare with Table V's EO ratios, where Table III's shares allow them."""
     rows = registry.run("cascade-table5").rows
-    printed = rows[rows["what"].str.contains(", EO: giant over cascade")]
-    judged = printed[is_judged(printed)]
-    table.add(
-        f"cascade paper, Table V: EO's energy ratios, worst error of the {len(judged)} of {len(printed)} possible",
-        100 * float(judged["error"].abs().max()), 20, "%", False,
-        each=dict(zip(printed["what"].str[:3].str.strip(", "), printed["ours"], strict=True)),
-    )  # fmt: skip
+    printed = rows.loc[rows["what"].str.contains(", EO: giant over cascade")]
+    judged = printed.loc[is_judged(printed)]
+    name = f"cascade paper, Table V: EO's energy ratios, worst error of the {len(judged)} of {len(printed)} possible"
+    ratios = {what[:3].strip(", "): ours for what, ours in zip(printed["what"], printed["ours"], strict=True)}
+    table.at_most(name, 100 * float(np.abs(np.asarray(judged["error"])).max()), 20, "%", each=ratios)

@@ -1,4 +1,4 @@
-"""Bench rows of single kernels: each against a plain operation that moves or multiplies as much, timed in turn."""
+"""Bench rows of single kernels, each against a plain operation that moves or multiplies as much, timed in turn."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from experiments.bench.harness import Table, seconds_in_turn
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, ceil_blocks
 from flexhybrid.core.plan import stream
 from flexhybrid.core.schedule.steps import Segment, block_runs
@@ -22,12 +23,12 @@ from flexhybrid.runtime.threads import torch_threads
 from flexhybrid.runtime.verbs.attending import gather_blocks
 
 REPEATS = 7
-LARGE_BYTES = 2**28  #: far more than the caches hold
-GPU_CALLS = 20  #: that follow one another without waiting, so that launches hide behind work
+LARGE_BYTES = 2**28  #: far more than a processor's caches hold
+GPU_CALLS = 20  #: calls without waiting between them, so that launching overlaps with work
 
 
 class Sizes(NamedTuple):
-    """A mini-batch: requests, heads, head size, context; new tokens of a chunk."""
+    """Sizes of a mini-batch; ``chunk``: new tokens of a chunk."""
 
     batch: int
     heads: int
@@ -56,14 +57,16 @@ def median_seconds(function, repeats: int = 15, device: torch.device = CPU) -> f
 
 
 def times_as_fast(plain, ours, device: torch.device = CPU) -> float:
-    """Seconds of the one over seconds of the other: the median of several turns."""
+    """Return seconds of ``plain`` over seconds of ``ours``, the median of REPEATS turns."""
     turns = ((median_seconds(plain, device=device), median_seconds(ours, device=device)) for _ in range(REPEATS))
     return statistics.median(theirs / own for theirs, own in turns)
 
 
 def memory_share(operands: torch.Tensor, ours) -> float:
-    """Bytes a second that ``ours(operands)`` reads of them, over what reading costs at best here: a sum over a large
-    buffer. Copies of the operands take turns, as layers do, so that none is still in a cache when it comes again."""
+    """Return the read bandwidth of ``ours(operands)`` over the best of this machine, that of a sum over a large buffer.
+
+    Copies of the operands take turns, like layers, so that none is still in a cache when its turn comes.
+    """
     device = operands.device
     large = torch.ones(LARGE_BYTES // 8, dtype=torch.int64, device=device)
     turns = cycle([operands.clone() for _ in range(-(-LARGE_BYTES // operands.nbytes))])
@@ -75,8 +78,8 @@ def memory_share(operands: torch.Tensor, ours) -> float:
     return statistics.median(shares)
 
 
-def bench_kernels(table, contender: Contender, sizes: Sizes = TIMING) -> None:
-    """``contender``: a mix whose KV-Gen is timed as the executor runs it, on its device."""
+def bench_kernels(table: Table, contender: Contender, sizes: Sizes = TIMING) -> None:
+    """Add all rows; ``contender`` runs a mix whose KV-Gen is timed in the executor, on its device."""
     weights = contender.session.executor.weights
     like = {"dtype": weights.dtype, "device": weights.device}
     bench_kv_gen(table, contender, like)
@@ -88,7 +91,7 @@ def bench_kernels(table, contender: Contender, sizes: Sizes = TIMING) -> None:
         bench_quantize(table)
 
 
-def bench_kv_gen(table, contender: Contender, like: dict) -> None:
+def bench_kv_gen(table: Table, contender: Contender, like: dict) -> None:
     tasks = {t.verb: t for t in stream(contender.wave, first_iteration=1) if t.layer == 1 and t.iteration == 2}
     task, executor = tasks["kv_gen"], contender.session.executor
     executor.begin_step(task)
@@ -97,27 +100,27 @@ def bench_kv_gen(table, contender: Contender, like: dict) -> None:
     out = torch.empty(rows, shape.kv_width, **like)
     plain, ours = lambda: torch.mm(a, w.t(), out=out), lambda: executor.perform(task)
     ratio = times_as_fast(plain, ours, like["device"])
-    table.add("KV-Gen against a plain matrix product of its shape", ratio, 0.85, "x")
+    table.at_least("KV-Gen against a plain matrix product of its shape", ratio, 0.85, "x")
 
 
-def bench_attention(table, sizes: Sizes, like: dict) -> None:
-    """One new token over keys and values side by side; a chunk of a prompt; a whole one.
+def bench_attention(table: Table, sizes: Sizes, like: dict) -> None:
+    """Attention of one new token, of a chunk of a prompt, and of a full prompt.
 
-    A chunk is measured against its two products alone: softmax, mask and scale pass over scores that have as many
-    bytes as the products read, which for heads of 64 takes up to as long again.
+    A chunk is measured against its two products alone: softmax, mask and scale pass over scores that have as many bytes
+    as the products read, which for heads of 64 takes up to as long again.
     """
     batch, heads, head_dim, context, chunk = sizes
-    keys, values = side_by_side = torch.randn(2, batch, heads, context, head_dim, **like)
+    keys, values = keys_values = torch.randn(2, batch, heads, context, head_dim, **like)
     query = torch.randn(batch, heads, head_dim, **like)
-    share = memory_share(side_by_side, lambda one: attention.attend_decode(query, *one, None))
-    table.add("attend: share of the measured memory bandwidth", share, 0.6, "x")
+    share = memory_share(keys_values, lambda kv: attention.attend_decode(query, kv[0], kv[1], None))
+    table.at_least("attend: share of the measured memory bandwidth", share, 0.6, "x")
     hidden = np.arange(context) < np.arange(batch)[:, None]
     mask = mask_of(hidden, **like)
-    share = memory_share(side_by_side, lambda one: attention.attend_decode(query, *one, mask))
-    table.add("attend, requests of mixed lengths: share of the measured memory bandwidth", share, 0.6, "x")
-    some = side_by_side[:, :, : heads // 4].contiguous()
-    share = memory_share(some, lambda one: attention.attend_decode(query, *one, mask))
-    table.add("attend, mixed lengths, 4 query heads a key head: share of the bandwidth", share, 0.6, "x")
+    share = memory_share(keys_values, lambda kv: attention.attend_decode(query, kv[0], kv[1], mask))
+    table.at_least("attend, requests of mixed lengths: share of the measured memory bandwidth", share, 0.6, "x")
+    grouped = keys_values[:, :, : heads // 4].contiguous()
+    share = memory_share(grouped, lambda kv: attention.attend_decode(query, kv[0], kv[1], mask))
+    table.at_least("attend, mixed lengths, 4 query heads a key head: share of the bandwidth", share, 0.6, "x")
 
     new = torch.randn(batch, chunk, heads, head_dim, **like)
     folded, scores = new.transpose(1, 2).contiguous(), torch.randn(batch, heads, chunk, context, **like)
@@ -127,12 +130,12 @@ def bench_attention(table, sizes: Sizes, like: dict) -> None:
         torch.matmul(scores, values)
 
     ratio = times_as_fast(products, lambda: attention.attend_chunk(new, keys, values, None), like["device"])
-    table.add("attend, chunk of a prompt: speed of its two products", ratio, 0.5, "x")
+    table.at_least("attend, chunk of a prompt: speed of its two products", ratio, 0.5, "x")
     bench_prompt(table, new)
 
 
-def bench_attention_on_host(table, sizes: Sizes, dtype: torch.dtype) -> None:
-    """One new token over blocks as they lie, on one thread."""
+def bench_attention_on_host(table: Table, sizes: Sizes, dtype: torch.dtype) -> None:
+    """Attention of one new token over blocks in place, on one thread."""
     batch, heads, head_dim, context, _ = sizes
     num_blocks = ceil_blocks(context)
     blocks = torch.randn(batch * num_blocks, 2, heads, BLOCK_TOKENS, head_dim, dtype=dtype)
@@ -140,12 +143,12 @@ def bench_attention_on_host(table, sizes: Sizes, dtype: torch.dtype) -> None:
     tokens, out = np.full(batch, context), torch.empty_like(query)
     runs = block_runs(np.arange(batch) * num_blocks, np.full(batch, num_blocks), np.zeros(batch, dtype=int))
     with torch_threads(1):
-        share = memory_share(blocks, lambda one: attention.attend_blocks(query, one, runs, tokens, out))
-    table.add("attend_host: share of one core's memory bandwidth", share, 0.6, "x")
+        share = memory_share(blocks, lambda copy: attention.attend_blocks(query, copy, runs, tokens, out))
+    table.at_least("attend_host: share of one core's memory bandwidth", share, 0.6, "x")
 
 
-def bench_prompt(table, new: torch.Tensor) -> None:
-    """A whole prompt over itself against the two products of all with all, of which it needs half."""
+def bench_prompt(table: Table, new: torch.Tensor) -> None:
+    """Attention of a full prompt against the two products of all tokens with all, of which it needs half."""
     heads = new.transpose(1, 2).contiguous()
     scores = torch.randn(*heads.shape[:3], heads.shape[2], dtype=new.dtype, device=new.device)
 
@@ -154,39 +157,41 @@ def bench_prompt(table, new: torch.Tensor) -> None:
         torch.matmul(scores, heads)
 
     ratio = times_as_fast(products, lambda: attention.attend_prefill(new, new, new), new.device)
-    table.add("attend, whole prompt: speed of the two products of all with all", ratio, 1.0, "x")
+    table.at_least("attend, whole prompt: speed of the two products of all with all", ratio, 1.0, "x")
 
 
-def bench_gather(table, sizes: Sizes, like: dict) -> None:
-    """Blocks of requests of mixed lengths laid side by side, against a plain copy of as many bytes."""
-    generator, most = np.random.default_rng(0), ceil_blocks(sizes.context)
-    held = generator.integers(most // 2, most + 1, 4 * sizes.batch)
+def bench_gather(table: Table, sizes: Sizes, like: dict) -> None:
+    """Gathering blocks of requests of mixed lengths, against a plain copy of as many bytes."""
+    generator, max_blocks = np.random.default_rng(0), ceil_blocks(sizes.context)
+    held = generator.integers(max_blocks // 2, max_blocks + 1, 4 * sizes.batch)
     nothing, tokens = np.zeros_like(held), held * BLOCK_TOKENS
     segment = Segment("kv@device", "kv", "device", np.cumsum(held) - held, tokens, nothing, held)
     pool = torch.randn(int(held.sum()), 2, sizes.heads, BLOCK_TOKENS, sizes.head_dim, **like)
     targets = torch.empty(2, len(held), sizes.heads, segment.max_tokens, sizes.head_dim, **like)
     copied, blocks = torch.empty_like(targets), torch.from_numpy(segment.block_table).to(like["device"])
-    width = segment.max_tokens - 1  # the last block in part
+    width = segment.max_tokens - 1  # a part of the last block
     plain, ours = lambda: copied.copy_(targets), lambda: gather_blocks(pool, blocks, targets, 0, width)
-    table.add("assemble, requests of mixed lengths: speed of a plain copy", times_as_fast(plain, ours, like["device"]),
-              0.5, "x")  # fmt: skip
+    ratio = times_as_fast(plain, ours, like["device"])
+    table.at_least("assemble, requests of mixed lengths: speed of a plain copy", ratio, 0.5, "x")
 
 
-def bench_rotation(table, sizes: Sizes, like: dict) -> None:
-    """Keys turned in place against a plain copy of them. torch takes seven passes over halves, each a copy's time at
-    most, and half as much again for the angles that it reads."""
+def bench_rotation(table: Table, sizes: Sizes, like: dict) -> None:
+    """Rotation of keys in place against a plain copy of them.
+
+    torch takes seven passes over halves, each at most a copy's time, and half as much again for the angles.
+    """
     rows = sizes.batch * sizes.context
     keys, angles = torch.randn(rows, sizes.heads, sizes.head_dim, **like), torch.randn(rows, sizes.head_dim, **like)
     cos, sin, copied = angles.cos(), angles.sin(), torch.empty_like(keys)
     ratio = times_as_fast(lambda: copied.copy_(keys), lambda: rotate_(keys, cos, sin), like["device"])
-    table.add("rotation of keys: speed of a plain copy", ratio, 1 / 6, "x")
+    table.at_least("rotation of keys: speed of a plain copy", ratio, 1 / 6, "x")
 
 
-def bench_quantize(table) -> None:
-    """Packing and unpacking [4096, 2048] of bfloat16 against a plain copy that reads and writes as many bytes.
+def bench_quantize(table: Table) -> None:
+    """Quantizing and dequantizing [4096, 2048] of bfloat16 against a plain copy that reads and writes as many bytes.
 
-    The bars: torch takes eight passes to pack (convert, min, max, subtract, scale, clamp, round, narrow) and four to
-    unpack (convert, scale, add, round), each about a copy's time; a third is left for the passes over 4-bit codes.
+    The bars: torch takes eight passes to quantize (convert, min, max, subtract, scale, clamp, round, narrow) and four
+    to dequantize (convert, scale, add, round), each about a copy's time; a third is left for passes over 4-bit codes.
     """
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randn(4096, 2048, generator=generator).bfloat16() for _ in range(4)]  # more than the caches hold
@@ -197,23 +202,17 @@ def bench_quantize(table) -> None:
         for name, bar in (("quantize", 1 / 12), ("dequantize", 1 / 6)):
             gb_per_s = num_bytes / statistics.median(seconds[name]) / 1e9
             ratio = float(np.median(copied / np.array(seconds[name])))
-            table.add(f"{name}, {bits} bits: speed of a plain copy", ratio, bar, "x", gb_per_s=gb_per_s)
+            table.at_least(f"{name}, {bits} bits: speed of a plain copy", ratio, bar, "x", gb_per_s=gb_per_s)
 
 
 def quantize_seconds(rows: list[torch.Tensor], bits: int, num_bytes: int) -> dict[str, list[float]]:
-    """Seconds of "quantize", "dequantize" and "copy" (``num_bytes`` read and written), one after another in turn."""
+    """Return seconds of "quantize", "dequantize" and "copy" (``num_bytes`` read and written), timed in turn."""
     sets = len(rows)
-    packed, restored = [quantize(one, bits) for one in rows], [torch.empty_like(one) for one in rows]
+    packed, restored = [quantize(operand, bits) for operand in rows], [torch.empty_like(operand) for operand in rows]
     plain = torch.ones(2, sets, num_bytes // 2, dtype=torch.uint8)
     calls = {
-        "copy": lambda i: plain[1, i].copy_(plain[0, i]),
-        "quantize": lambda i: quantize(rows[i], bits, packed[i]),
-        "dequantize": lambda i: dequantize(packed[i], bits, rows[i].dtype, restored[i]),
+        "copy": lambda turn: plain[1, turn % sets].copy_(plain[0, turn % sets]),
+        "quantize": lambda turn: quantize(rows[turn % sets], bits, packed[turn % sets]),
+        "dequantize": lambda turn: dequantize(packed[turn % sets], bits, rows[0].dtype, restored[turn % sets]),
     }
-    seconds = {name: [] for name in calls}
-    for turn in range(REPEATS * sets):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            call(turn % sets)
-            seconds[name].append(time.perf_counter() - start)
-    return seconds
+    return seconds_in_turn(calls, REPEATS * sets)

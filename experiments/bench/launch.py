@@ -1,8 +1,8 @@
-"""Bench rows of what a task costs beside its work: planning, handing over, and the Python of the verbs.
+"""Bench rows of a task's cost beside its work: planning, hand-off between threads, and the Python of the verbs.
 
-The verbs are timed on a model so small that their products take no time: what is left is what a launcher spends on a
-GPU too, where each call of torch costs about as much as here. Processor time counts, so that a busy machine does not
-show.
+The verbs run on a model so small that their products take no time. What remains is the time of launching, which on a
+GPU is about as long, since each call of torch costs about as much there. Processor time is measured, so that other
+processes do not show.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from experiments.bench.harness import Table
 from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.model.shape import ModelShape, shape_by_name
 from flexhybrid.core.plan import stream
@@ -46,20 +47,20 @@ _MACHINE = Hardware(
 
 
 def policies() -> list[Policy]:
-    """One of each kind of stream."""
+    """Return a policy of each kind of stream."""
     half = Placement(device=0.5, host=0.5)
+    quarters = dict.fromkeys(("act@device", "act@host", "kv@device", "kv@host"), 0.25)
     return [
-        hybrid(0.5, BOUND), replace(hybrid(0.5, BOUND, half), name="device and host", cache={
-            "act@device": 0.25, "act@host": 0.25, "kv@device": 0.25, "kv@host": 0.25
-        }),
+        hybrid(0.5, BOUND),
+        replace(hybrid(0.5, BOUND, half), name="device and host", cache=quarters),
         kvpr_column("pipeline", max_mini_batch_tokens=BOUND),
         replace(hybrid(0.5, BOUND), name="4 bits", bits=Bits(weights=4, kv=4, act=4)),
         replace(kv_only(BOUND), name="attention on the host", attention="host"),
         token_recompute(0.25, BOUND),
-    ]  # fmt: skip
+    ]
 
 
-def bench_launch(table) -> None:
+def bench_launch(table: Table) -> None:
     bench_planning(table)
     bench_hand_off(table)
     with torch_threads(1):
@@ -71,10 +72,12 @@ def wave_of(shape: ModelShape, policy: Policy, max_tokens: int) -> Wave:
     return admit(problem, policy, Workload.uniform(BATCH, CONTEXT, max_tokens))
 
 
-def bench_planning(table) -> None:
-    """The stream and its dependencies, microseconds a task: the slowest kind of policy. A step is laid out once for all
-    layers, so that their number counts: OPT-6.7B's."""
-    shape, found = shape_by_name("opt-6.7b"), {}
+def bench_planning(table: Table) -> None:
+    """Microseconds per task of the stream and its dependencies, for the slowest kind of policy.
+
+    A step is laid out once for all layers, so the number of layers matters; it is OPT-6.7B's.
+    """
+    shape, by_policy = shape_by_name("opt-6.7b"), {}
     for policy in policies():
         times = []
         for _ in range(REPEATS):
@@ -84,24 +87,26 @@ def bench_planning(table) -> None:
                 dependencies.add(task)
                 count += 1
             times.append((time.thread_time() - start) / count * 1e6)
-        found[policy.name] = min(times)
-    name = f"planning and dependencies, a task of {shape.num_layers} layers: slowest of {len(found)} kinds of policy"
-    table.add(name, max(found.values()), PLANNING_BAR_US, "µs", False, by_policy=found)
+        by_policy[policy.name] = min(times)
+    kinds = f"slowest of {len(by_policy)} kinds of policy"
+    name = f"planning and dependencies, a task of {shape.num_layers} layers: {kinds}"
+    table.at_most(name, max(by_policy.values()), PLANNING_BAR_US, "µs", by_policy=by_policy)
 
 
-def bench_hand_off(table) -> None:
-    """A chain that changes lanes at every task: each hand-off wakes another thread."""
+def bench_hand_off(table: Table) -> None:
+    """Time a chain of tasks that changes lanes at every task, so that each hand-off wakes another thread."""
     lanes, cell = ("h2d", "compute", "d2h"), Access(("cell",), 0, 1)
     chain = [Task(i, 0, 0, "work", lanes[i % 3], Work(), (cell,), (cell,)) for i in range(3000)]
     trace = Clock([Lane(name, lambda task: None) for name in lanes]).run(chain)
     gaps = [later.start_s - earlier.end_s for earlier, later in zip(trace, trace[1:], strict=False)]
-    table.add("hand-off to another CPU worker, median", statistics.median(gaps) * 1e6, HAND_OFF_BAR_US, "µs", False)
+    table.at_most("hand-off to another CPU worker, median", statistics.median(gaps) * 1e6, HAND_OFF_BAR_US, "µs")
 
 
-def bench_verbs(table) -> None:
-    """Of a mini-batch in one layer of a decode, microseconds that its verbs spend on the lane that computes."""
-    found: dict[str, dict[str, float]] = {}
-    steps = {}
+def bench_verbs(table: Table) -> None:
+    """Microseconds that the verbs of a mini-batch spend on the compute lane in one layer of a decode."""
+    layer_us: dict[str, dict[str, float]] = {}
+    step_us: dict[str, float] = {}
+    per_step = ("embed", "head", "sample")
     for policy in policies():
         times = defaultdict(list)
         policy = replace(policy, max_mini_batch_tokens=4 * 200)
@@ -111,16 +116,13 @@ def bench_verbs(table) -> None:
                 start = time.thread_time()
                 session.executor.perform(task)
                 times[task.resource, task.verb].append(1e6 * (time.thread_time() - start))
-        once = ("embed", "head", "sample")
-        found[policy.name] = {
-            verb: statistics.median(of) for (resource, verb), of in times.items()
-            if resource == "compute" and verb not in once
-        }  # fmt: skip
-        steps[policy.name] = sum(statistics.median(times["compute", verb]) for verb in once)
-    sums = {name: sum(verbs.values()) for name, verbs in found.items()}
-    slowest = max(sums, key=sums.get)
+        medians = {verb: statistics.median(us) for (resource, verb), us in times.items() if resource == "compute"}
+        layer_us[policy.name] = {verb: us for verb, us in medians.items() if verb not in per_step}
+        step_us[policy.name] = sum(medians[verb] for verb in per_step)
+    sums = {name: sum(verbs.values()) for name, verbs in layer_us.items()}
+    slowest = max(sums, key=lambda name: sums[name])
     name = f"launch: verbs of a mini-batch in a layer, slowest of {len(sums)} kinds of policy ({slowest})"
-    table.add(name, sums[slowest], POSITION_BAR_US, "µs", False, by_verb=found)
-    slowest = max(steps, key=steps.get)
-    table.add(f"launch: embed, head and sample of a mini-batch ({slowest})", steps[slowest], POSITION_BAR_US, "µs",
-              False, by_policy=steps)  # fmt: skip
+    table.at_most(name, sums[slowest], POSITION_BAR_US, "µs", by_verb=layer_us)
+    slowest = max(step_us, key=lambda name: step_us[name])
+    name = f"launch: embed, head and sample of a mini-batch ({slowest})"
+    table.at_most(name, step_us[slowest], POSITION_BAR_US, "µs", by_policy=step_us)

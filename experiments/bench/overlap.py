@@ -1,10 +1,10 @@
-"""Bench rows of the whole executor's overlap: each kind of policy where its two largest ideals are near each other.
+"""Bench rows of the executor's overlap, for each kind of policy where its two largest ideals are near each other.
 
-The ideal of a resource is the least time that it needs for the window's work: a link's or a disk's bytes at the rate
-set; for compute, and for attention on the host, the same tasks back to back on a thread with nothing beside it. Overlap
-is the largest ideal over the wall (design section 11). The window leaves out the first decode iteration, which has
-nothing to overlap with, and the last, whose loads end early because nothing comes after it. The paced rate is chosen so
-that the link (or the disk) needs as long as what computes: elsewhere anyone scores high.
+The ideal of a resource is the least time that it needs for the window's work: a link's or a disk's bytes at the paced
+rate; for compute, and for attention on the host, the window's tasks back to back on one thread while nothing else runs.
+Overlap is the largest ideal over the wall time (design section 11). The window leaves out the first decode iteration,
+which has nothing to overlap with, and the last, whose loads end early because no iteration follows. The rate is chosen
+so that the link (or the disk) needs as long as compute: at other rates every executor scores high.
 """
 
 from __future__ import annotations
@@ -12,27 +12,29 @@ from __future__ import annotations
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
 
-from experiments.bench.rounds import least_disturbed, undisturbed
+from experiments.bench.harness import Round, Table, least_disturbed
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Bits, Placement, Policy
 from flexhybrid.core.problem import problem_of
+from flexhybrid.core.task import Task
 from flexhybrid.core.trace import TraceEvent, Window, check_trace
 from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.profile.disk import measure_disk, with_disk
 from flexhybrid.jobs.profile.job import TIMING_SHAPE, measure_hardware
 from flexhybrid.runtime.engine import Engine
-from flexhybrid.runtime.profiling.cpu_use import MOST_OTHERS
 from flexhybrid.runtime.profiling.profile import MIXES, OTHERS, profile
 from flexhybrid.runtime.session import Session
 from flexhybrid.runtime.storage.loader import RandomWeights
@@ -46,21 +48,20 @@ BATCH, CONTEXT, MAX_TOKENS, MINI_BATCH = 16, 512, 6, 4
 WORKLOAD = Workload.uniform(BATCH, CONTEXT, MAX_TOKENS)
 ROUNDS = 3
 LAST = -2  #: iteration of a trace that ends its window (``flexhybrid.core.trace.Window``)
-BAR, JUDGED_BALANCE = 0.92, 0.7  #: design section 11: judged where the second ideal is at least so much of the first
-SLOWEST, FASTEST = 0.02, 20.0  #: GB/s, between which the virtual clock's balanced rate is looked for
-FAST_LINK = 4.0  #: GB/s of the link where the disk is what is balanced
-#: With attention on the host, what the device waits for goes ahead of its work, and comes back behind it.
+BAR, JUDGED_BALANCE = 0.92, 0.7  #: design section 11: judged where the second ideal is this share of the first
+SLOWEST, FASTEST = 0.02, 20.0  #: GB/s, bounds of the virtual clock's balanced rate
+FAST_LINK = 4.0  #: GB/s of the link where the disk is paced
+#: Copies that the device waits for before and after attention on the host.
 ERRAND = ("store_query", "load_attended")
 
-
-#: The head of TIMING_SHAPE is a seventh of what it computes, which two slots of weights cannot load ahead through: with
-#: attention on the host the best that its tasks allow is 0.91. This one's is 3 %, as OPT-6.7B's.
+#: The head of TIMING_SHAPE is a seventh of its compute, during which two weight slots cannot load ahead: with attention
+#: on the host its tasks allow an overlap of at most 0.91. The head of this shape is 3 %, like OPT-6.7B's.
 SMALL_HEAD = replace(TIMING_SHAPE, num_layers=8, vocab=3000)
 
 
 @dataclass(frozen=True)
-class Case:
-    """A kind of policy, the resource whose rate is chosen, how many threads compute, and the model."""
+class OverlapCase:
+    """A kind of policy, the resource whose rate is chosen, the threads that compute, and the model."""
 
     name: str
     policy: Policy
@@ -69,33 +70,31 @@ class Case:
     shape: ModelShape = TIMING_SHAPE
 
 
-def cases() -> list[Case]:
-    """What the executor runs beside the plain mixes that the speed rows measure."""
+def cases() -> list[OverlapCase]:
+    """Return the kinds of policy that the speed rows do not measure."""
     bound = MINI_BATCH * (34 * 16 + 1)
     half, disk = Placement(device=0.5, host=0.5), Placement(device=0.5, disk=0.5)
     mix = {"act@device": 0.25, "act@host": 0.25, "kv@host": 0.5}
+    on_host = replace(kv_only(bound), name="host attention", attention="host")
     return [
-        Case("a column mix over device and host", replace(hybrid(0.5, bound, half), name="mix", cache=mix)),
-        Case("KVPR, column", kvpr_column("pipeline", max_mini_batch_tokens=bound)),
-        Case("weights from a paced disk", kv_only(bound, disk), "disk_read"),
-        Case("4-bit cache", replace(kv_only(bound), name="4-bit KV", bits=Bits(kv=4))),
-        Case("4-bit mix", replace(hybrid(0.5, bound), name="4-bit KV and ACT", bits=Bits(kv=4, act=4))),
-        # Device and host compute on a core each: where either used all, there would be nothing to overlap.
-        Case(
-            "attention on the host", replace(kv_only(bound), name="host attention", attention="host"), num_threads=1,
-            shape=SMALL_HEAD,
-        ),
-    ]  # fmt: skip
+        OverlapCase("a column mix over device and host", replace(hybrid(0.5, bound, half), name="mix", cache=mix)),
+        OverlapCase("KVPR, column", kvpr_column("pipeline", max_mini_batch_tokens=bound)),
+        OverlapCase("weights from a paced disk", kv_only(bound, disk), "disk_read"),
+        OverlapCase("4-bit cache", replace(kv_only(bound), name="4-bit KV", bits=Bits(kv=4))),
+        OverlapCase("4-bit mix", replace(hybrid(0.5, bound), name="4-bit KV and ACT", bits=Bits(kv=4, act=4))),
+        # Device and host compute on a core each: with all cores for either one, nothing would overlap.
+        OverlapCase("attention on the host", on_host, num_threads=1, shape=SMALL_HEAD),
+    ]
 
 
-def in_window(task) -> bool:
+def in_window(task: Task) -> bool:
     return 1 < task.iteration < MAX_TOKENS - 1
 
 
 class OverlapRun:
-    """A case's session, its cache filled by a whole run; decoding is then repeated over it."""
+    """A case's session, its cache filled by one generation; decoding is then repeated over it."""
 
-    def __init__(self, case: Case, weights: Weights, hardware: Hardware):
+    def __init__(self, case: OverlapCase, weights: Weights, hardware: Hardware):
         threads = case.num_threads or torch.get_num_threads()
         make_engine = partial(Engine, num_threads=threads)
         self.weights = weights
@@ -115,22 +114,20 @@ class OverlapRun:
             self.weights.disk.set_rate(rates["disk_read"])
 
     def computing_s(self) -> dict[str, float]:
-        """Of each resource that computes: the window's tasks one after the other with the link at rest.
+        """Return {computing resource: seconds of the window's tasks, one after another, while the link is idle}.
 
-        Where the host attends, it computes at the same time: two cores share a memory that a device and its host do
-        not, and what that costs is no fault of the order of the work.
+        Attention on the host runs at the same time: two cores share one memory, unlike a device and its host, and that
+        cost is not a fault of the schedule.
         """
         self.session.engine.copies.enabled = False
         try:
-            threads = [
-                (resource, ThreadPoolExecutor(1, initializer=partial(torch.set_num_threads, count)))
-                for resource, count in self.computing.items()
-            ]
-            running = {resource: thread.submit(self._back_to_back, resource) for resource, thread in threads}
-            return {resource: future.result() for resource, future in running.items()}
+            with ExitStack() as stack:
+                running = {}
+                for resource, count in self.computing.items():
+                    pool = ThreadPoolExecutor(1, initializer=partial(torch.set_num_threads, count))
+                    running[resource] = stack.enter_context(pool).submit(self._back_to_back, resource)
+                return {resource: future.result() for resource, future in running.items()}
         finally:
-            for _, thread in threads:
-                thread.shutdown()
             self.session.engine.copies.enabled = True
 
     def _back_to_back(self, resource: str) -> float:
@@ -144,12 +141,12 @@ class OverlapRun:
         return seconds
 
 
-def wave_of(case: Case, bytes_per_element: int, hardware: Hardware):
+def wave_of(case: OverlapCase, bytes_per_element: int, hardware: Hardware):
     return admit(problem_of(case.shape, bytes_per_element, hardware), case.policy, WORKLOAD)
 
 
-def rates_of(case: Case, rate: float) -> dict[str, float]:
-    """GB/s of each paced resource."""
+def rates_of(case: OverlapCase, rate: float) -> dict[str, float]:
+    """Return GB/s by paced resource."""
     return {"h2d": rate} if case.paced == "h2d" else {"h2d": FAST_LINK, case.paced: rate}
 
 
@@ -162,9 +159,8 @@ def predicted(wave, hardware: Hardware) -> Window:
     return Window(virtual_clock.run(stream(wave, first_iteration=1), hardware), LAST)
 
 
-def balanced_rate(case: Case, bytes_per_element: int, hardware: Hardware) -> float:
-    """GB/s at which, on the virtual clock, the paced resource needs as long as the busiest one that computes."""
-
+def balanced_rate(case: OverlapCase, bytes_per_element: int, hardware: Hardware) -> float:
+    """Return the GB/s at which the paced resource is as busy as the busiest computing one, on the virtual clock."""
     low, high = SLOWEST, FASTEST
     for _ in range(8):
         rate = (low * high) ** 0.5
@@ -174,8 +170,8 @@ def balanced_rate(case: Case, bytes_per_element: int, hardware: Hardware) -> flo
     return (low * high) ** 0.5
 
 
-def profiled(dtype: str, case: Case) -> Hardware:
-    """This machine's lines; where device and host have a core each, those of the verbs that attention there needs."""
+def profiled(dtype: str, case: OverlapCase) -> Hardware:
+    """Return this machine's lines; for attention on the host, of its verbs on a core each for device and host."""
     device, rate = torch.device("cpu"), 0.5
     if case.policy.attention != "host":
         return measure_hardware(case.shape, dtype, device, rate, Path("results/bench-hardware.json"))[0]
@@ -184,75 +180,77 @@ def profiled(dtype: str, case: Case) -> Hardware:
     return fit_hardware(samples, name="a core each", device="cpu", dtype=dtype)
 
 
-def with_its_disk(case: Case, hardware: Hardware, folder: Path) -> Hardware:
-    """The lines with those of the disk that the folder lies on, where the case has weights there."""
+def with_its_disk(case: OverlapCase, hardware: Hardware, folder: Path) -> Hardware:
+    """Add the lines of the folder's disk where the case has weights on the disk."""
     return with_disk(hardware, measure_disk(folder, None)[0]) if case.policy.weights.disk else hardware
 
 
-def bench_overlap(table, dtype: str, only: str = "") -> None:
-    """Overlap of every case, and how near the virtual clock comes to it."""
-    errors, idle, bad, disturbed = [], {}, 0, []
+def bench_overlap(table: Table, dtype: str) -> None:
+    """Add the overlap of every case, and the virtual clock's errors."""
+    errors, idle, num_violated, shares = [], {}, 0, []
     hardware: dict[int | None, Hardware] = {}
-    for case in tqdm([case for case in cases() if only in case.name], unit="policy", leave=False):
+    for case in tqdm(cases(), unit="policy", leave=False):
         with torch_threads(case.num_threads), TemporaryDirectory() as folder:
             if case.num_threads not in hardware:
                 hardware[case.num_threads] = profiled(dtype, case)
-            lines = with_its_disk(case, hardware[case.num_threads], Path(folder))
-            weights = Weights(
-                case.shape, RandomWeights(case.shape), dtype, torch.device("cpu"), case.policy, DiskPlace(folder)
-            )
-            try:
-                error, traces, others = measure(table, case, weights, lines)
-            finally:
-                weights.close()
-        errors.append(100 * abs(error))
+            lines, place = with_its_disk(case, hardware[case.num_threads], Path(folder)), DiskPlace(folder)
+            source, device = RandomWeights(case.shape), torch.device("cpu")
+            with closing(Weights(case.shape, source, dtype, device, case.policy, place)) as weights:
+                error, rounds = measure(table, case, weights, lines)
+        errors.append(error)
+        traces = [done.result.trace for done in rounds]
         idle[case.name] = 100 * statistics.median(Window(trace, LAST).idle_share() for trace in traces)
-        bad += sum(bool(check_trace(trace)) for trace in traces)
-        disturbed += others
-    where = f"virtual clock vs measured, {len(errors)} kinds of policy"
-    table.add(f"{where}, median error", statistics.median(errors), 8, "%", False)
-    table.add(f"{where}, worst error", max(errors), 15, "%", False)
-    where = f"launch: compute idle though all was there, of the decode's time, worst of {len(idle)} kinds"
-    table.add(where, max(idle.values()), 2, "%", False, by_kind=idle)
-    table.add(f"real traces of {len(errors)} kinds in which a read saw a wrong version", bad, 0, "traces", False)
-    crowded = sum(share > MOST_OTHERS for share in disturbed)
-    table.add("overlap rounds with others on more than 5 % of the cores", crowded, 0, "rounds", False)
+        num_violated += sum(bool(check_trace(trace)) for trace in traces)
+        shares += [done.others for done in rounds]
+    table.errors(f"virtual clock vs measured, {len(errors)} kinds of policy", errors, 8, 15)
+    name = f"launch: compute idle though all was there, of the decode's time, worst of {len(idle)} kinds"
+    table.at_most(name, max(idle.values()), 2, "%", by_kind=idle)
+    name = f"real traces of {len(errors)} kinds in which a read saw a wrong version"
+    table.at_most(name, num_violated, 0, "traces")
+    table.disturbed("overlap rounds", shares)
 
 
-def measure(table, case: Case, weights: Weights, hardware: Hardware) -> tuple[float, list, list]:
-    """Add the row of one case; returns (signed error of the virtual clock, traces, others' shares of the cores)."""
+class Decode(NamedTuple):
+    """One round: its trace, the window's wall seconds, and the ideal seconds of each resource."""
+
+    trace: list[TraceEvent]
+    wall_s: float
+    ideal_s: dict[str, float]
+
+
+def measure(table: Table, case: OverlapCase, weights: Weights, hardware: Hardware) -> tuple[float, list[Round[Decode]]]:
+    """Add the row of one case; return the signed error of the virtual clock, and the rounds."""
     first_guess = balanced_rate(case, weights.bytes_per_element, hardware)
     run = OverlapRun(case, weights, at_rates(hardware, rates_of(case, first_guess)))
-    # The guess settles KVPR's split; the pace itself follows from what computing takes here and now, left in peace:
-    # measured in company it would be longer, the link slower, and the balance an easier one.
-    ((_, alone),) = least_disturbed(undisturbed(run.computing_s, 1), 1)
-    rates = rates_of(case, run.planned_bytes(case.paced) / max(alone.values()) / 1e9)
+    # The guess decides KVPR's split. The pace follows from the compute time here and now, measured undisturbed: a
+    # longer time would slow the link down and make the balance easier.
+    (alone,) = least_disturbed(run.computing_s, 1)
+    rates = rates_of(case, run.planned_bytes(case.paced) / max(alone.result.values()) / 1e9)
     run.set_rates(rates)
 
-    def one_round() -> tuple[float, dict[str, float], list[TraceEvent]]:
+    def one_round() -> Decode:
         trace = run.session.decode()
         window = Window(trace, LAST)
-        needed = {name: window.moved_bytes(name) / (rate * 1e9) for name, rate in rates.items()} | run.computing_s()
-        return window.seconds, needed, trace
+        moving_s = {name: window.moved_bytes(name) / (rate * 1e9) for name, rate in rates.items()}
+        return Decode(trace, window.seconds, moving_s | run.computing_s())
 
-    done = least_disturbed(undisturbed(one_round, ROUNDS), ROUNDS)
-    others = [share for share, _ in done]
-    rounds = [(wall, needed) for _, (wall, needed, _) in done]
-    traces = [trace for _, (_, _, trace) in done]
-    ideals = {name: statistics.median(needed[name] for _, needed in rounds) for name in rounds[0][1]}
-    binding, second = sorted(ideals, key=ideals.get)[:-3:-1]
-    overlap = statistics.median(max(needed.values()) / wall for wall, needed in rounds)
-    wall = statistics.median(wall for wall, _ in rounds)
-    error = wall / predicted(run.session.wave, at_rates(hardware, rates)).seconds - 1
+    rounds = least_disturbed(one_round, ROUNDS)
+    decodes = [done.result for done in rounds]
+    ideals = {name: statistics.median(decode.ideal_s[name] for decode in decodes) for name in decodes[0].ideal_s}
+    binding, second = sorted(ideals, key=lambda name: -ideals[name])[:2]
+    samples = [max(decode.ideal_s.values()) / decode.wall_s for decode in decodes]
+    overlap, wall_s = statistics.median(samples), statistics.median(decode.wall_s for decode in decodes)
+    error = wall_s / predicted(run.session.wave, at_rates(hardware, rates)).seconds - 1
     balance = ideals[second] / ideals[binding]
     if balance >= JUDGED_BALANCE:
-        more = {"balance": balance, "binding": binding, "second": second, "rates": rates, "virtual_clock_error": error}
-        table.add(f"overlap, {case.name}", overlap, BAR, "x", **more)
+        conditions = {"balance": balance, "binding": binding, "second": second, "rates": rates}
+        conditions |= {"virtual_clock_error": error, "samples": samples}
+        table.at_least(f"overlap, {case.name}", overlap, BAR, "x", **conditions)
     else:
         tqdm.write(f"     overlap, {case.name}: {overlap:.3f}, not judged: {second} is {balance:.2f} of {binding}")
     parts = ", ".join(f"{name} {1e3 * seconds:.0f}" for name, seconds in ideals.items())
     tqdm.write(
-        f"     {case.name}: {case.paced} at {rates[case.paced]:.3g} GB/s; ideals {parts} ms of {1e3 * wall:.0f}; "
+        f"     {case.name}: {case.paced} at {rates[case.paced]:.3g} GB/s; ideals {parts} ms of {1e3 * wall_s:.0f}; "
         f"tokens/s on the virtual clock {error:+.0%}"
     )
-    return error, traces, others
+    return error, rounds

@@ -1,7 +1,7 @@
-"""How much memory a job of ``flexhybrid run`` takes: its peak, less what it held once all was imported.
+"""The memory peak of a ``flexhybrid run`` job, less the memory that it held after its imports.
 
-The job runs in a process of its own, whose anonymous and shared resident memory the kernel tells
-(/proc/PID/status); its page cache and its mapped files are not counted. Linux only.
+The job runs in a process of its own, whose anonymous and shared resident memory is read from /proc/PID/status (Linux
+only); page cache and mapped files do not count.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 SAMPLE_S = 0.002
 
-#: Imports all that a run may load, says so, and waits for the word. "fake": answers at once, in the model's place.
+#: Imports all modules that a run may load, prints "ready", and waits for a line. "fake" answers in the model's place.
 CHILD = """
 import sys
 import flexhybrid.jobs.run.job, flexhybrid.jobs.run.cli, policy_search.search, policy_search.systems, sim.array_clock
@@ -37,7 +37,7 @@ sys.exit(cli.main(sys.argv[2:]))
 
 
 def held_bytes(pid: int) -> int:
-    """Anonymous and shared resident memory of a process; 0 once it has ended."""
+    """Return the anonymous and shared resident memory of a process in bytes; 0 after its end."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
     except (OSError, UnicodeDecodeError):
@@ -47,16 +47,15 @@ def held_bytes(pid: int) -> int:
 
 
 def peak_bytes(arguments: list[str], fake: bool = False) -> int:
-    """Peak of ``flexhybrid run`` with these arguments, less what it held after its imports. ValueError where it fails.
+    """Return the memory peak of ``flexhybrid run`` with these arguments, less its memory after the imports, in bytes.
 
-    ``fake``: the model's answers come at once, and cost nothing.
+    ``fake``: the answers come at once and take no memory. Raise ValueError when the run fails.
     """
-    child = subprocess.Popen(
-        [sys.executable, "-c", CHILD, "fake" if fake else "real", "run", *arguments, "--quiet"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE"},
-    )  # fmt: skip
-    with child:
+    command = [sys.executable, "-c", CHILD, "fake" if fake else "real", "run", *arguments, "--quiet"]
+    environment, pipe = os.environ | {"OMP_WAIT_POLICY": "PASSIVE"}, subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment) as child:
+        if child.stdin is None or child.stdout is None or child.stderr is None:
+            raise ValueError("the run has no pipes")
         child.stdout.readline()
         before = peak = held_bytes(child.pid)
         child.stdin.write("go\n")
@@ -70,13 +69,11 @@ def peak_bytes(arguments: list[str], fake: bool = False) -> int:
 
 
 def write_requests(path: Path, count: int, longest: int, max_tokens: int, vocab: int) -> None:
-    """Requests of token ids: up to ``longest`` of them, and as many to generate."""
+    """Write ``count`` requests of 1 to ``longest`` token ids, with 1 to ``max_tokens`` tokens to generate."""
     generator = random.Random(0)
     with open(path, "w", encoding="utf-8") as file:
         for number in range(count):
-            body = {
-                "prompt": [generator.randrange(3, vocab) for _ in range(generator.randint(1, longest))],
-                "max_tokens": generator.randint(1, max_tokens), "temperature": 0,
-            }  # fmt: skip
+            prompt = [generator.randrange(3, vocab) for _ in range(generator.randint(1, longest))]
+            body = {"prompt": prompt, "max_tokens": generator.randint(1, max_tokens), "temperature": 0}
             line = {"custom_id": f"r{number}", "method": "POST", "url": "/v1/completions", "body": body}
             file.write(json.dumps(line) + "\n")

@@ -1,23 +1,24 @@
-"""Bench rows of InfiniGen's selection on a paced link: what it gains over the full cache, and what it costs itself.
+"""Bench rows of InfiniGen's selection on a paced link: its speed over the full cache, and its own cost.
 
-Weights are resident, the cache lies on the host. Layers 0 and 1 look at all tokens, so that a small share moved takes
-many layers: 32 here, as OPT-6.7B has, and of the others as many tokens as the paper counts at 2,048 (73). The cache is
-not a prompt's: a prefill of 32 layers would take minutes and says nothing about the decode. It is filled with noise, as
-are the partial keys and queries, so that each head chooses tokens of its own all over the context.
+Weights are resident, the cache lies on the host. Layers 0 and 1 attend to all tokens, so that a small moved share takes
+many layers: 32, like OPT-6.7B, and in the other layers as many tokens as the paper counts at 2,048 (73). No prompt is
+run, since a prefill of 32 layers would take minutes and tells nothing about the decode. The cache, the partial keys and
+the queries are filled with noise, so that each head chooses different tokens of the context.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from tqdm import tqdm
 
+from experiments.bench.harness import Table, least_disturbed
 from experiments.bench.overlap import LAST
-from experiments.bench.rounds import least_disturbed, undisturbed
 from flexhybrid.core.context.selection import INFINIGEN_TOKENS
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.plan import stream
@@ -29,7 +30,6 @@ from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.profile.job import TIMING_SHAPE
 from flexhybrid.runtime.engine import Engine
 from flexhybrid.runtime.executor import Executor
-from flexhybrid.runtime.profiling.cpu_use import MOST_OTHERS
 from flexhybrid.runtime.profiling.profile import ProfileRun, profile
 from flexhybrid.runtime.selections.speculative import Speculation
 from flexhybrid.runtime.session import Session
@@ -44,11 +44,11 @@ BATCH, PROMPT, MAX_TOKENS = 8, 2040, 6
 WORKLOAD = Workload.uniform(BATCH, PROMPT, MAX_TOKENS)
 RATE = 1.0  #: GB/s of the link
 ROUNDS = 3
-MOST_MOVED = 0.10  #: of the context's keys and values, over all layers
+MOST_MOVED = 0.10  #: share of the context's keys and values, over all layers
 CAP = INFINIGEN_TOKENS[1][-1] / INFINIGEN_TOKENS[0][-1]
-OWN_COST = ("speculate", "store_index", "gather")  #: what a selection does beside what the full cache does
+OWN_COST = ("speculate", "store_index", "gather")  #: verbs that the full cache does not have
 
-#: What a cost line holds for: sizes on both sides of the bench's own.
+#: Sizes on both sides of the bench's own, to which the cost lines are fitted.
 PROFILED = tuple(
     ProfileRun(requests, context, requests, {"kv@host": 1.0}, other)
     for other in ({}, {"selection": infinigen(math.inf, cap=4 * CAP, whole_layers=1).selection})
@@ -57,14 +57,14 @@ PROFILED = tuple(
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Medians over rounds, of the decode's iterations but the first and the last."""
+class SelectionRun:
+    """Medians over rounds, without the first and the last decode iteration."""
 
-    tokens_per_s: float
+    tokens_per_s: list[float]  #: of each round
     moved: float  #: share of the context's keys and values that crossed to the device
-    own_s: dict[str, float]  #: seconds of each of OWN_COST an iteration
-    step_s: float
-    bad_traces: int
+    own_s: dict[str, float]  #: seconds per iteration of each verb of OWN_COST
+    step_s: float  #: seconds per iteration
+    num_violated: int  #: traces in which a read saw a wrong version
     others_cpu_share: list[float]
 
 
@@ -73,7 +73,7 @@ def policies() -> dict[str, Policy]:
 
 
 def fill(executor: Executor) -> None:
-    """What a prefill would leave, as far as time depends on it: pages that are there, and choices that differ."""
+    """Fill the cache as far as time depends on it: touched pages, and choices that differ between heads."""
     for pool in executor.buffers.pools.values():
         pool.fill_(0.01)
     if isinstance(executor.selection, Speculation):
@@ -85,73 +85,69 @@ def fill(executor: Executor) -> None:
 
 
 def measure(
-    policy: Policy, weights: Weights, workload: Workload = WORKLOAD, rounds: int = ROUNDS, rate: float = RATE
-) -> Measured:
-    """``rate``: GB/s of the link."""
+    policy: Policy, weights: Weights, workload: Workload = WORKLOAD, num_rounds: int = ROUNDS, rate: float = RATE
+) -> SelectionRun:
+    """Decode under a policy; ``rate``: GB/s of the link."""
     with Session.of(weights, policy, workload, make_engine=partial(Engine, link_gb_per_s=rate)) as session:
         fill(session.executor)
-        done = least_disturbed(undisturbed(session.decode, rounds), rounds)
+        rounds = least_disturbed(session.decode, num_rounds)
         wave = session.wave
-    windows = [Window(trace, LAST) for _, trace in done]
-    bad = sum(bool(check_trace(trace)) for _, trace in done)
-    step_s = statistics.median(window.seconds / window.num_iterations for window in windows)
-    own_s = {verb: statistics.median(seconds_of(window, verb) for window in windows) for verb in OWN_COST}
-    return Measured(
-        workload.num_requests / step_s, moved_share(windows[0], wave), own_s, step_s, bad, [share for share, _ in done]
+    windows = [Window(done.result, LAST) for done in rounds]
+    steps = [window.seconds / window.num_iterations for window in windows]
+    return SelectionRun(
+        tokens_per_s=[workload.num_requests / step_s for step_s in steps],
+        moved=moved_share(windows[0], wave),
+        own_s={verb: statistics.median(verb_s(window, verb) for window in windows) for verb in OWN_COST},
+        step_s=statistics.median(steps),
+        num_violated=sum(bool(check_trace(done.result)) for done in rounds),
+        others_cpu_share=[done.others for done in rounds],
     )
 
 
-def seconds_of(window: Window, verb: str) -> float:
-    """Of a verb's tasks, an iteration."""
-    seconds = (
-        end - start for task, start, end in window.trace if task.verb == verb and window.begin_s < end < window.end_s
-    )
+def verb_s(window: Window, verb: str) -> float:
+    """Return the seconds per iteration of a verb's tasks that end inside the window."""
+    events = (event for event in window.trace if event.task.verb == verb)
+    seconds = (end - start for _, start, end in events if window.begin_s < end < window.end_s)
     return sum(seconds) / window.num_iterations
 
 
 def moved_share(window: Window, wave: Wave) -> float:
-    """Bytes of keys and values loaded, over those of the whole context in all layers."""
+    """Return the bytes of loaded keys and values over those of the full context in all layers."""
     loads: list[TraceEvent] = [event for event in window.trace if event.task.verb == "load_kv"]
-    whole = sum(
-        int(event.task.payload.step.context.sum()) * wave.shape.kv_token_bytes(wave.bytes_per_element)
-        for event in loads
-    )
-    return sum(event.task.work.link_bytes for event in loads) / whole
+    token_bytes = wave.shape.kv_token_bytes(wave.bytes_per_element)
+    context_bytes = sum(int(event.task.payload.step.context.sum()) * token_bytes for event in loads)
+    return sum(event.task.work.link_bytes for event in loads) / context_bytes
 
 
-def bench_selection(table, dtype: str) -> None:
-    """InfiniGen against the full cache, the virtual clock against both."""
-    device, found, errors = torch.device("cpu"), {}, []
-    runs = tqdm(total=2 * len(PROFILED) + 2, unit="run", leave=False)
-    samples = profile(SHAPE, dtype, device, RATE, runs.update, PROFILED).samples
+def bench_selection(table: Table, dtype: str) -> None:
+    """InfiniGen against the full cache, and the virtual clock against both."""
+    device, runs, errors = torch.device("cpu"), {}, []
+    bar = tqdm(total=2 * len(PROFILED) + 2, unit="run", leave=False)
+    samples = profile(SHAPE, dtype, device, RATE, bar.update, PROFILED).samples
     hardware = fit_hardware(samples, name="paced", device="cpu", dtype=dtype).with_link_rate(RATE)
-    weights = Weights(SHAPE, RandomWeights(SHAPE), dtype, device, Policy(weights=Placement(device=1.0)))
-    try:
+    on_device = Policy(weights=Placement(device=1.0))
+    with closing(Weights(SHAPE, RandomWeights(SHAPE), dtype, device, on_device)) as weights:
         for name, policy in policies().items():
-            found[name] = measure(policy, weights)
-            runs.update()
-            errors.append(100 * abs(found[name].step_s / predicted_step(policy, weights, hardware) - 1))
-    finally:
-        weights.close()
-    full, own = found["full cache"], found["InfiniGen"]
-    more = {"layers": SHAPE.num_layers, "rate": RATE, "moved": own.moved, "full_tokens_per_s": full.tokens_per_s,
-            "tokens_per_s": own.tokens_per_s}  # fmt: skip
+            runs[name] = measure(policy, weights)
+            bar.update()
+            errors.append(100 * abs(runs[name].step_s / predicted_step(policy, weights, hardware) - 1))
+    full, own = runs["full cache"], runs["InfiniGen"]
     where = f"InfiniGen, {SHAPE.num_layers} layers of hidden {SHAPE.hidden}, context {PROMPT}, batch {BATCH}"
-    table.add(f"{where}: decode over the full cache's", own.tokens_per_s / full.tokens_per_s, 2.0, "x", **more)
-    table.add(f"{where}: moved of the cache", 100 * own.moved, 100 * MOST_MOVED, "%", False)
-    table.add(f"{where}: virtual clock vs measured, worst of two", max(errors), 10, "%", False)
-    table.add("real traces of a selection in which a read saw a wrong version", full.bad_traces + own.bad_traces, 0,
-              "traces", False)  # fmt: skip
-    disturbed = [share for one in found.values() for share in one.others_cpu_share]
-    table.add("selection rounds with others on more than 5 % of the cores", sum(x > MOST_OTHERS for x in disturbed), 0,
-              "rounds", False)  # fmt: skip
+    conditions = {"layers": SHAPE.num_layers, "rate": RATE, "moved": own.moved}
+    conditions |= {"full_tokens_per_s": full.tokens_per_s, "tokens_per_s": own.tokens_per_s}
+    table.at_least(f"{where}: decode over the full cache's", full.step_s / own.step_s, 2.0, "x", **conditions)
+    table.at_most(f"{where}: moved of the cache", 100 * own.moved, 100 * MOST_MOVED, "%")
+    table.at_most(f"{where}: virtual clock vs measured, worst of two", max(errors), 10, "%", samples=errors)
+    num_violated = full.num_violated + own.num_violated
+    table.at_most("real traces of a selection in which a read saw a wrong version", num_violated, 0, "traces")
+    table.disturbed("selection rounds", [*full.others_cpu_share, *own.others_cpu_share])
     parts = ", ".join(f"{verb} {1e3 * seconds:.1f}" for verb, seconds in own.own_s.items())
-    tqdm.write(f"     an iteration takes {1e3 * own.step_s:.0f} ms, the full cache's {1e3 * full.step_s:.0f}; of it "
-               f"{parts} ms")  # fmt: skip
+    full_ms = f"{1e3 * full.step_s:.0f}"
+    tqdm.write(f"     an iteration takes {1e3 * own.step_s:.0f} ms, of which {parts} ms; the full cache's {full_ms} ms")
 
 
 def predicted_step(policy: Policy, weights: Weights, hardware: Hardware) -> float:
-    """Seconds of an iteration on the virtual clock."""
+    """Return the seconds of an iteration on the virtual clock."""
     wave = admit(problem_of(weights.shape, weights.bytes_per_element), policy, WORKLOAD)
     window = Window(virtual_clock.run(stream(wave, first_iteration=1), hardware), LAST)
     return window.seconds / window.num_iterations

@@ -1,5 +1,6 @@
-"""``make gpu``'s bench: what only a GPU can tell. Kernels against plain ones of their size, and whether the launcher
-stays ahead of the device, at OPT-6.7B's shapes with random weights.
+"""Bench rows of a GPU: kernels against plain ones of their size, and whether the launcher stays ahead of the device.
+
+OPT-6.7B's shapes with random weights.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from experiments.bench.harness import Table
 from experiments.bench.kernels import Sizes, bench_kernels
 from experiments.gpu.quantize import bench_quantize_cuda
 from flexhybrid.core.memory import buffer_sizes, memory_plan, total_bytes
@@ -32,14 +34,14 @@ BATCH, CONTEXT, MAX_TOKENS, MINI_BATCH = 64, 512, 8, 16
 BOUND = MINI_BATCH * (34 * 16 + 1)
 KERNELS = Sizes(MINI_BATCH, 32, 128, 520, 256)
 
-#: Seconds between the host's having enqueued a task and its end on the device, under which the device was at the
-#: launcher's heels: twice what placing an event on the host's clock may be wrong.
+#: A task starved when it ended on the device within this time after the host had enqueued it. Twice the error of
+#: placing an event on the host's clock.
 AT_THE_HEELS_S = 1e-4
 STARVED_BAR, OVERHEAD_BAR = 1.0, 2.0  #: percent of the compute lane's tasks, and of the decode's time
 
 
 def policies() -> list[Policy]:
-    """What streams weights over the link; what keeps them on the device and launches the fastest; and of fewer bits."""
+    """Return policies: weights streamed, everything on the device (the fastest launches), and four bits."""
     on_device = Placement(device=1.0)
     return [
         hybrid(0.5, BOUND),
@@ -50,15 +52,15 @@ def policies() -> list[Policy]:
 
 @dataclass(frozen=True)
 class Launch:
-    """How a decode's compute lane was fed, between the end of the trace's first iteration and that of its last."""
+    """Counters of a decode's compute lane in the trace's window."""
 
     seconds: float
     num_tasks: int
-    starved: dict[str, int]  #: verb -> tasks that the device ended as soon as they were enqueued
-    #: verb -> seconds that the device waited though all that the task needs was there: before it, and of a task that
-    #: starved, all the time until it was enqueued (its kernels trickled in: what they took is less, but not known)
+    starved: dict[str, int]  #: verb -> tasks that ended as soon as they were enqueued
+    #: verb -> seconds that the device waited though the task was ready: before the task, and for a starved task until
+    #: it was enqueued (its kernels took less than that, by an unknown amount)
     idle_s: dict[str, float]
-    issuing_s: float  #: that the lane's thread spent enqueueing
+    issuing_s: float  #: seconds that the lane's thread spent enqueueing
 
     @property
     def starved_percent(self) -> float:
@@ -70,8 +72,10 @@ class Launch:
 
 
 def launch_of(trace: list[TraceEvent], issued: list[tuple[float, float]]) -> Launch:
-    """``issued``: of each task of the compute lane, when the lane began and ended to enqueue it, on the trace's
-    clock."""
+    """Count the starved tasks of a trace.
+
+    ``issued``: seconds on the trace's clock when the compute lane began and ended to enqueue each of its tasks.
+    """
     window = Window(trace)
     starved, idle_s, issuing_s, num_tasks = defaultdict(int), defaultdict(float), 0.0, 0
     for ((task, start, stop), idle), (since, until) in zip(idle_though_ready(trace), issued, strict=True):
@@ -86,11 +90,11 @@ def launch_of(trace: list[TraceEvent], issued: list[tuple[float, float]]) -> Lau
 
 
 def watched_decode(contender: Contender) -> Launch:
-    """The contender's decode once more, with the host's times of enqueueing beside the device's of running."""
+    """Decode again, and compare the host's times of enqueueing with the device's times of running."""
     executor, engine = contender.session.executor, contender.engine
     perform, issued = executor.perform, []
     if engine.device.type == "cuda":
-        torch.cuda.current_stream(engine.device).synchronize()  # lanes read what was made on it
+        torch.cuda.current_stream(engine.device).synchronize()  # the lanes read tensors made on it
 
     def watched(task: Task) -> None:
         start = time.perf_counter()
@@ -107,18 +111,15 @@ def watched_decode(contender: Contender) -> Launch:
     return launch_of(trace, [(start - clock.began_s, end - clock.began_s) for start, end in issued])
 
 
-def bench_launcher(table, contender: Contender) -> None:
-    """Whether the compute lane is kept fed. Where it is not, the rows say at which verbs."""
+def bench_launcher(table: Table, contender: Contender) -> None:
+    """Add the shares of starved tasks and of idle time, with the verbs at which they occur."""
     contender.decode()  # libraries load, and caches of plans and kernels fill
-    found, name = watched_decode(contender), contender.policy.name
-    more = {
-        "starved_by_verb": found.starved,
-        "idle_s_by_verb": found.idle_s,
-        "issuing_share": found.issuing_s / found.seconds,
-    }
-    table.add(f"launch, {name}: tasks that starved", found.starved_percent, STARVED_BAR, "%", False, **more)
-    table.add(f"launch, {name}: compute idle though all was there, of the decode's time", found.idle_percent,
-              OVERHEAD_BAR, "%", False)  # fmt: skip
+    launch, name = watched_decode(contender), contender.policy.name
+    conditions = {"starved_by_verb": launch.starved, "idle_s_by_verb": launch.idle_s}
+    conditions["issuing_share"] = launch.issuing_s / launch.seconds
+    table.at_most(f"launch, {name}: tasks that starved", launch.starved_percent, STARVED_BAR, "%", **conditions)
+    row = f"launch, {name}: compute idle though all was there, of the decode's time"
+    table.at_most(row, launch.idle_percent, OVERHEAD_BAR, "%")
 
 
 def make_bench(shape: ModelShape, device: torch.device, dtype: str) -> Bench:
@@ -128,8 +129,8 @@ def make_bench(shape: ModelShape, device: torch.device, dtype: str) -> Bench:
     return Bench(lambda policy: Weights(shape, source, dtype, device, policy), prompts, MAX_TOKENS, None, NO_BUDGETS)
 
 
-def bench_gpu(table, on_progress: Callable[[str], None] = print) -> None:
-    """Every row; one policy's weights and pools at a time."""
+def bench_gpu(table: Table, on_progress: Callable[[str], None] = print) -> None:
+    """Add all rows, with one policy's weights and pools at a time."""
     shape, device = shape_by_name(MODEL), torch.device("cuda")
     bench_quantize_cuda(table)
     for number, policy in enumerate(policies()):
@@ -142,8 +143,8 @@ def bench_gpu(table, on_progress: Callable[[str], None] = print) -> None:
             sizes = buffer_sizes(contender.wave)
             planned = total_bytes(memory_plan(contender.wave.problem, policy, sizes))["device"]
             peak = torch.cuda.max_memory_allocated() - before
-            table.add(f"memory, {policy.name}: the allocator's peak over the plan", peak / planned, 1.0, "x", False)
+            table.at_most(f"memory, {policy.name}: the allocator's peak over the plan", peak / planned, 1.0, "x")
             if number == 0:
                 bench_kernels(table, contender, KERNELS)
             bench_launcher(table, contender)
-        contender = None  # its buffers go before the next one's come
+        contender = None  # frees its buffers before the next policy's are allocated

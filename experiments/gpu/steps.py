@@ -1,9 +1,9 @@
-"""``make gpu``: the project's GPU target, in steps of at most eight minutes that each write their result.
+"""``make gpu``: measurements on a GPU, in steps of at most eight minutes, each of which writes its result.
 
 Runs with the machine's own python3: torch, numpy, scipy, pandas, matplotlib, safetensors, transformers, tqdm, pytest.
-First the tests marked cuda and the GPU's bench (experiments.gpu.bench), then the comparison on random-weight OPT-6.7B
-and OPT-13B shapes made on the GPU, with the device budget enforced by the allocator so that offloading is real; last
-the peers that this python3 has beside ours (experiments.peers.gpu_peers). Results go to experiments/results/<GPU>/.
+The steps: the tests marked cuda; the GPU bench (experiments.gpu.bench); the comparison on OPT-6.7B and OPT-13B shapes
+with random weights, the device budget enforced by the allocator so that offloading is real; and the peers installed for
+this python3 (experiments.peers.gpu_peers). Results go to experiments/results/<GPU>/.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ COMPARISONS = {
     "opt-6.7b": (64, 512, 6, 16, "64GiB"),
     "opt-13b": (48, 512, 6, 12, "96GiB"),
 }
-STEPS = ("tests", "bench", "opt-6.7b", "peers", "opt-13b")  #: what is worth most first: a lent machine may not last
+STEPS = ("tests", "bench", "opt-6.7b", "peers", "opt-13b")  #: most important first: a machine may be lent
 DEVICE_MEMORY = "12GiB"
 
 
 def results_folder() -> Path:
-    """experiments/results/<GPU's name>, made on the way."""
+    """Return experiments/results/<GPU's name>, created where it is missing."""
     import torch
 
     name = re.sub(r"[^A-Za-z0-9]+", "-", torch.cuda.get_device_name()).strip("-").lower()
@@ -42,17 +42,20 @@ def results_folder() -> Path:
 def run_tests() -> int:
     import pytest
 
-    # Whole files only where they need no hypothesis, which this python3 may lack.
+    # Files that do not import hypothesis, which this python3 may not have.
     files = (ROOT / "tests/runtime" / name for name in ("test_cuda.py", "test_quantize_triton.py"))
     return int(pytest.main(["-m", "cuda", "-q", "-p", "no:cacheprovider", *map(str, files)]))
 
 
 def run_bench() -> int:
-    """Rows that miss their bar stay in, as misses; they are no failure."""
-    from experiments.bench.table import Table
+    """Write the rows of the GPU bench. Rows that miss their bar are kept, and are no failure."""
+    import torch
+
+    from experiments.bench.harness import Table
     from experiments.gpu.bench import bench_gpu
 
-    table = Table()
+    table = Table(torch.cuda.get_device_name())
+    table.renew("gpu")
     try:
         bench_gpu(table)
     finally:
@@ -84,7 +87,7 @@ def run_comparison(name: str) -> int:
             device_memory=DEVICE_MEMORY,
             host_memory=host_memory,
             out=out,
-        )  # fmt: skip
+        )
     )
     result |= {
         "device_peak_bytes": torch.cuda.max_memory_allocated(),
@@ -100,7 +103,7 @@ def run_peers() -> int:
     from experiments.peers import gpu_peers
 
     out = results_folder() / "peers" / "compare.json"
-    return gpu_peers.main(["--seconds", str(STEP_SECONDS - 20), "--out", str(out)])  # its runs all end within these
+    return gpu_peers.main(["--seconds", str(STEP_SECONDS - 20), "--out", str(out)])  # less than the step's own limit
 
 
 def perform(step: str) -> int:
@@ -112,7 +115,7 @@ def perform(step: str) -> int:
 
 
 def run_step(step: str) -> int:
-    """A step in a process group of its own; what came of it is written whatever happens."""
+    """Run a step in its own process group, and write its outcome whatever happens."""
     log = results_folder() / f"{step}.log"
     began = time.perf_counter()
     with open(log, "w", encoding="utf-8") as out:
@@ -134,7 +137,7 @@ def run_step(step: str) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--step", choices=STEPS, nargs="+", default=STEPS, help="these steps alone (default: all)")
-    parser.add_argument("--inside", choices=STEPS, help=argparse.SUPPRESS)  # a step's own process
+    parser.add_argument("--inside", choices=STEPS, help=argparse.SUPPRESS)  # the process of one step
     args = parser.parse_args()
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:

@@ -133,7 +133,7 @@ def run_ours(request: dict) -> dict:
     from flexhybrid.core.waves import split_waves
     from flexhybrid.core.workload import Workload
     from flexhybrid.resolve import best_policy, named_hardware
-    from flexhybrid.runtime.engine import Engine
+    from flexhybrid.runtime.engine import Engine, RunControl
     from flexhybrid.runtime.session import Session
     from flexhybrid.runtime.storage.loader import RandomWeights
     from flexhybrid.runtime.storage.weights import Weights
@@ -162,7 +162,7 @@ def run_ours(request: dict) -> dict:
     def run(tokens: int) -> None:
         for members in waves:
             ids = [prompts[i] for i in members]
-            result = Session(engine, wave_of(len(ids), tokens), ids).generate(keep_trace=False)
+            result = Session(engine, wave_of(len(ids), tokens), ids).generate(RunControl())
             assert all(len(answer) == tokens for answer in result.tokens)
 
     return timed(run, request) | {"policy": policy.to_dict(), "num_waves": len(waves)}

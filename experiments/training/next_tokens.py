@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from experiments import CHECKPOINTS
-from experiments.bench.cascade import Trial, looked_at
+from experiments.bench.cascade import Trial, evaluated
 from experiments.training.digits import PICOJOULES
 from flexhybrid import shipped
 from flexhybrid.cascade.data import scored
@@ -62,7 +62,7 @@ def trial() -> Trial:
         scored(model.name, _part(one, second), labels[second], "generation", TOP_K)
         for model, one in zip(models, predictions)
     ]
-    return looked_at(fitted, seen)
+    return evaluated(fitted, seen)
 
 
 def _part(one: ModelOutputs, rows: slice) -> ModelOutputs:

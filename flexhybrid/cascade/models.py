@@ -137,6 +137,7 @@ class Generator:
 
     def predict(self, batch: Sequence | np.ndarray) -> ModelOutputs:
         from flexhybrid.core.workload import Workload
+        from flexhybrid.runtime.engine import RunControl
         from flexhybrid.runtime.session import Session
         from flexhybrid.sampling_params import SamplingParams
 
@@ -151,7 +152,7 @@ class Generator:
                 session = Session(self.llm.engine, wave, [ids[i] for i in members])
                 _keep_logits(session.executor, members, logits, classes)
                 stop_ids = [frozenset(self.llm.shape.eos_token_ids)] * len(members)
-                result = session.generate(keep_trace=False, stop_ids=stop_ids)
+                result = session.generate(RunControl(stop_ids=stop_ids))
                 for i, answer in zip(members, result.tokens):
                     tokens[i] = answer
         counted = np.arange(self.max_tokens) < np.array([len(answer) for answer in tokens])[:, None]

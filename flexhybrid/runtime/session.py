@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
@@ -20,6 +20,8 @@ from flexhybrid.runtime.storage.weights import Weights
 
 #: Makes the engine of a session; ``functools.partial(Engine, num_threads=1)`` sets the options of one.
 MakeEngine = Callable[[Weights, Policy, BufferSizes], Engine]
+
+TRACED = RunControl(keep_trace=True)
 
 
 def random_prompts(workload: Workload, vocab: int, seed: int = 0) -> list[list[int]]:
@@ -63,23 +65,18 @@ class Session:
         session._owns_engine = True
         return session
 
-    def generate(
-        self,
-        keep_trace: bool | int = True,
-        stop_ids: Sequence[Collection[int]] | None = None,
-        on_tokens: Callable[[int], None] | None = None,
-    ) -> WaveResult:
-        """Run the wave from its prompts to its last tokens (options: ``RunControl``)."""
-        control = RunControl(keep_trace=keep_trace, stop_ids=stop_ids, on_tokens=on_tokens)
+    def generate(self, control: RunControl = TRACED) -> WaveResult:
+        """Run the wave from its prompts to its last tokens."""
         return self.engine.run(self.executor, control)
 
     def decode(self, num_iterations: int | None = None) -> list[TraceEvent]:
-        """Run the decode iterations (the first ``num_iterations`` of them; None: all) over the cache as it stands."""
+        """Run the first ``num_iterations`` decode iterations (None: all) over the present cache; return the trace."""
         last = self.wave.workload.max_tokens.max() if num_iterations is None else num_iterations
         tasks = (task for task in stream(self.wave, first_iteration=1) if task.iteration <= last)
-        return self.engine.run(self.executor, RunControl(keep_trace=True), tasks).trace
+        return self.engine.run(self.executor, TRACED, tasks).trace
 
     def close(self) -> None:
+        """Close the engine if ``Session.of`` has made it."""
         if self._owns_engine:
             self.engine.close()
 

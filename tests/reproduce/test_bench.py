@@ -11,8 +11,8 @@ import torch
 from experiments.bench import compression as bench_compression
 from experiments.bench import selection as bench_selection
 from experiments.bench.copies import GENERATED, LOADS, STORES, TURN, copies_of
+from experiments.bench.harness import Table
 from experiments.bench.kernels import Sizes, bench_kernels
-from experiments.bench.table import Table
 from experiments.gpu import bench as bench_gpu
 from flexhybrid import shipped
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
@@ -76,7 +76,7 @@ def test_the_selection_s_moved_share_is_that_of_its_layers():
     weights = Weights(shape, RandomWeights(shape), "float32", torch.device("cpu"), Policy(weights=device))
     try:
         found = {
-            name: bench_selection.measure(policy, weights, workload, rounds=1, rate=50.0)
+            name: bench_selection.measure(policy, weights, workload, num_rounds=1, rate=50.0)
             for name, policy in bench_selection.policies().items()
         }
     finally:
@@ -88,7 +88,7 @@ def test_the_selection_s_moved_share_is_that_of_its_layers():
     assert found["InfiniGen"].moved == pytest.approx((2 * whole + 3 * chosen) / 5)
     assert found["full cache"].own_s == dict.fromkeys(bench_selection.OWN_COST, 0.0)
     assert min(found["InfiniGen"].own_s.values()) > 0
-    assert all(one.bad_traces == 0 for one in found.values())
+    assert all(run.num_violated == 0 for run in found.values())
 
 
 def timed(resource: str, verb: str, iteration: int, start_s: float, end_s: float) -> TraceEvent:
