@@ -11,14 +11,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import numpy as np
 
 from flexhybrid.core.errors import InputError, unknown
 from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.model.shape import ModelShape
-from flexhybrid.core.policy import Placement, Policy
+from flexhybrid.core.policy import Overlap, Placement, Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.task import RESOURCES
 from flexhybrid.core.workload import Workload
@@ -139,6 +139,7 @@ FLAG = Kind("true or false", lambda value: isinstance(value, bool))
 COUNT = Kind("a whole number >= 1", lambda value: type(value) is int and value >= 1)
 NUMBER = Kind("a number", lambda value: type(value) in (int, float))
 WORD = Kind("a word", lambda value: isinstance(value, str))
+OVERLAP = Kind(f"one of {', '.join(get_args(Overlap))}", lambda value: value in get_args(Overlap))
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,7 @@ def _preset(function: Callable[..., Policy], options: dict[str, Kind], required:
 
 _WEIGHTS = {"weights_device": NUMBER}
 _SIZES = {"max_mini_batch_tokens": COUNT, **_WEIGHTS}
-_SERIAL = {"max_mini_batch_tokens": COUNT, "overlap": FLAG, **_WEIGHTS}
+_SERIAL = {"max_mini_batch_tokens": COUNT, "overlap": OVERLAP, **_WEIGHTS}
 _FRACTIONS = dict.fromkeys(("alpha", "partial_ratio", "cap", "pool"), NUMBER)
 _INFINIGEN = {**_FRACTIONS, "victim": WORD, "whole_layers": COUNT, "expected": NUMBER, **_SIZES}
 _CAPTURE = {"ratio": FLAG, "packing": FLAG, "device_act": FLAG, "balance": WORD}

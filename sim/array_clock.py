@@ -220,7 +220,7 @@ class _Walk:
             if stretch.entry is not None:
                 self.after[len(self.phase_of) - 1] = stretch.count - num_walked
         self.tiny = tiny_run(
-            structure_of(steps.policy, tuple(sorted(steps.shares))).to_json(),
+            structure_of(steps.policy, tuple(sorted(steps.shares))),
             *loops_of(schedule, num_layers, int(steps.num_mini_batches[0])),
             num_decode=len(self.phase_of) - 1,
             resident=int(_resident_class(steps)[0]),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from flexhybrid.core.context.selection import WHOLE_LAYERS
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.shape import ModelShape
-from flexhybrid.core.policy import Bits, Placement, Policy, Selection
+from flexhybrid.core.policy import Bits, Overlap, Placement, Policy, Selection
 
 _STREAMED = Placement(host=1.0)
 _RESIDENT = Placement(device=1.0)
@@ -83,7 +83,7 @@ def accelerate(weights: Placement = _RESIDENT) -> Policy:
     nothing overlapped (KVPR section 4.1)."""
     return Policy(
         "accelerate", weights, cache={"kv@host": 1.0}, schedule="row", max_mini_batch_tokens=_WHOLE_BATCH,
-        packing="fifo", static_cache=True, overlap=False,
+        packing="fifo", static_cache=True, overlap="none",
     )  # fmt: skip
 
 
@@ -115,7 +115,9 @@ def kvpr_column(
     )  # fmt: skip
 
 
-def offloaded(max_mini_batch_tokens: int = _WHOLE_BATCH, weights: Placement = _RESIDENT, overlap=False) -> Policy:
+def offloaded(
+    max_mini_batch_tokens: int = _WHOLE_BATCH, weights: Placement = _RESIDENT, overlap: Overlap = "none"
+) -> Policy:
     """FlexGen with everything but the cache on the device, as InfiniGen runs it: one task after the other."""
     return Policy(
         "offloaded", weights, cache={"kv@host": 1.0}, max_mini_batch_tokens=max_mini_batch_tokens, packing="fifo",
@@ -123,7 +125,9 @@ def offloaded(max_mini_batch_tokens: int = _WHOLE_BATCH, weights: Placement = _R
     )  # fmt: skip
 
 
-def int4(max_mini_batch_tokens: int = _WHOLE_BATCH, weights: Placement = _RESIDENT, overlap=False) -> Policy:
+def int4(
+    max_mini_batch_tokens: int = _WHOLE_BATCH, weights: Placement = _RESIDENT, overlap: Overlap = "none"
+) -> Policy:
     """FlexGen's group-wise 4-bit cache: keys and values alone; the weights keep their native bits."""
     return Policy(
         "int4", weights, cache={"kv@host": 1.0}, bits=Bits(kv=4), max_mini_batch_tokens=max_mini_batch_tokens,

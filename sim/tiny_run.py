@@ -127,13 +127,12 @@ def most_mini_batches(schedule: str, num_layers: int) -> int:
 
 
 @lru_cache(maxsize=128)
-def tiny_run(structure: str, inner: Loop, outer: Loop, num_decode: int, resident: int, on_disk: int) -> TinyRun:
-    """The tiny run of the policies with this ``structure_of`` (as JSON), of ``num_decode`` decode iterations.
+def tiny_run(structure: Policy, inner: Loop, outer: Loop, num_decode: int, resident: int, on_disk: int) -> TinyRun:
+    """The tiny run of the policies with this ``structure_of``, of ``num_decode`` decode iterations.
 
     ``resident``: one of RESIDENT_CLASSES. ``on_disk``: of the streamed weights, 0 none, 1 some, 2 all lie on the disk.
     """
-    policy = Policy.from_json(structure)
-    layers, mini_batches = (outer, inner) if policy.schedule == "column" else (inner, outer)
+    layers, mini_batches = (outer, inner) if structure.schedule == "column" else (inner, outer)
     positions = inner.num_rounds * outer.num_rounds
     first = 2 if positions >= 4 else 5  # this iteration and the next are repeated; two, because slots go by turns
     # Those two are laid out even where they are left out again: one layout then serves every number of iterations.
@@ -143,7 +142,7 @@ def tiny_run(structure: str, inner: Loop, outer: Loop, num_decode: int, resident
         bounds = first * positions, (first + 2) * positions
         tasks, ends = _repeated(tasks, ends, bounds, (num_decode - laid_out) // 2)
     tasks, moved_after, num_moved = with_aliases(tasks, ends, inner, outer)
-    barriers = policy.overlap == "step"
+    barriers = structure.overlap == "step"
     return TinyRun(tasks, inner, outer, ends, moved_after, num_moved, _unused(tasks, ends), barriers)
 
 
@@ -212,12 +211,12 @@ def _repeated(tasks: tuple[TinyTask, ...], ends: tuple[int, ...], bounds: tuple[
 
 
 @lru_cache(maxsize=128)
-def lay_out(structure: str, num_layers: int, num_mini_batches: int, num_decode: int, resident: int, on_disk: int):
+def lay_out(structure: Policy, num_layers: int, num_mini_batches: int, num_decode: int, resident: int, on_disk: int):
     """(tasks, one past the last task of each position) of a run laid out in full."""
     wave = _wave(structure, num_layers, num_mini_batches, num_decode, resident, on_disk)
     policy = wave.policy
     waits_of, tasks, ends, loaded = _Waits(), [], [], False
-    one_by_one = policy.overlap is False  # as if there were one resource
+    one_by_one = policy.overlap == "none"  # as if there were one resource
     for position, task in numbered_stream(wave):
         while len(ends) < position - 1:
             ends.append(len(tasks))
@@ -230,7 +229,9 @@ def lay_out(structure: str, num_layers: int, num_mini_batches: int, num_decode: 
     return tuple(tasks), (*ends[:last], *[len(tasks)] * (last + 1 - min(len(ends), last)))
 
 
-def _wave(structure: str, num_layers: int, num_mini_batches: int, num_decode: int, resident: int, on_disk: int) -> Wave:
+def _wave(
+    structure: Policy, num_layers: int, num_mini_batches: int, num_decode: int, resident: int, on_disk: int
+) -> Wave:
     """A wave with the structure of the policies, of a small model on a machine whose lines do not matter."""
     shape = ModelShape(
         name="tiny",
@@ -244,18 +245,17 @@ def _wave(structure: str, num_layers: int, num_mini_batches: int, num_decode: in
         vocab=512,
         max_positions=1 << 20,
     )
-    policy = Policy.from_json(structure)
-    layout = layer_layout(shape, policy.bits.element_bytes(2).weights, 2)
+    layout = layer_layout(shape, structure.bits.element_bytes(2).weights, 2)
     total = layout.total_bytes
     device = (0.0, (layout.kv_end + layout.qkv_end) / 2 / total, (layout.qkv_end + total) / 2 / total, 1.0)[resident]
     streamed = 1.0 - device
     disk = (0.0, streamed / 2, streamed)[on_disk]
     # Requests that end at different blocks: whenever a token is new, some request's goes to each entry.
-    together = 4 * len(policy.cache)
+    together = 4 * len(structure.cache)
     prompts = 16 * (2 * together + np.arange(together))
-    widest = together * (int(prompts.max()) + 16 * (len(policy.cache) + 2))
+    widest = together * (int(prompts.max()) + 16 * (len(structure.cache) + 2))
     weights = Placement(device=device, host=streamed - disk, disk=disk)
-    policy = replace(policy, weights=weights, max_mini_batch_tokens=widest)
+    policy = replace(structure, weights=weights, max_mini_batch_tokens=widest)
     workload = Workload(np.tile(prompts, num_mini_batches), np.full(together * num_mini_batches, num_decode + 1))
     lines = {"compute": Line(s_per_flop=1.0), "h2d": Line(s_per_byte=1.0), "disk_read": Line(s_per_byte=1.0)}
     problem = Problem(shape=shape, dtype="float16", hardware=Hardware("tiny", "cpu", lines))

@@ -20,7 +20,7 @@ def lossless_policies(draw) -> Policy:
         packing=draw(st.sampled_from(("balanced", "fifo"))),
         hidden=draw(st.sampled_from(("device", "host"))),
         weight_order=draw(st.sampled_from(("kv_first", "natural"))),
-        overlap=draw(st.sampled_from((True, True, True, False, "step"))),
+        overlap=draw(st.sampled_from(("full", "full", "full", "none", "step"))),
     )
     device, disk = draw(st.sampled_from(((0.0, 0.0), (0.3, 0.4), (0.0, 1.0), (0.7, 0.0), (1.0, 0.0), (0.5, 0.5))))
     weights = Placement(device=device, host=1 - device - disk, disk=disk)

@@ -69,7 +69,7 @@ class SelectionRun:
 
 
 def policies() -> dict[str, Policy]:
-    return {"full cache": offloaded(overlap=True), "InfiniGen": infinigen(math.inf, cap=CAP)}
+    return {"full cache": offloaded(overlap="full"), "InfiniGen": infinigen(math.inf, cap=CAP)}
 
 
 def fill(executor: Executor) -> None:

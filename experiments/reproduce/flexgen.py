@@ -18,7 +18,7 @@ from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.context.cache_entries import TIERS
 from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.model.shape import shape_by_name
-from flexhybrid.core.policy import Bits, Placement, Policy
+from flexhybrid.core.policy import Bits, Overlap, Placement, Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.workload import Workload
 from policy_search.papers.flexgen import FlexGenOptions, flexgen_policy
@@ -49,7 +49,7 @@ class PublishedRun:
     hidden: str
     bits: Bits = Bits()
     attention: str = "device"
-    overlap: bool | str = "step"
+    overlap: Overlap = "step"
 
     @property
     def name(self) -> str:
@@ -86,10 +86,10 @@ _BOTH = Bits(weights=4, kv=4)
 #: --percent 20 80 keeps one matrix of attention on the device, a twelfth; 0 50 sends half of the matrices to the disk.
 #: Attention of the run on the disk is FlexGen's on the host, over keys and values read into its memory.
 RUNS = (
-    PublishedRun("opt-6.7b", 25.26, (2, 1), _RESIDENT, "device", "device", overlap=False),
+    PublishedRun("opt-6.7b", 25.26, (2, 1), _RESIDENT, "device", "device", overlap="none"),
     PublishedRun("opt-30b", 7.32, (48, 3), _TWELFTH, "host", "host", attention="host"),
     PublishedRun("opt-175b", 0.69, (32, 8), Placement(host=0.5, disk=0.5), "disk", "host"),
-    PublishedRun("opt-6.7b", 29.12, (72, 1), _RESIDENT, "device", "device", bits=_BOTH, overlap=False),
+    PublishedRun("opt-6.7b", 29.12, (72, 1), _RESIDENT, "device", "device", bits=_BOTH, overlap="none"),
     PublishedRun("opt-30b", 8.38, (64, 8), _HOST, "host", "host", bits=Bits(kv=4)),
     PublishedRun("opt-175b", 1.12, (48, 3), _HOST, "host", "host", bits=_BOTH),
 )

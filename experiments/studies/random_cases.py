@@ -116,7 +116,7 @@ def _policy(rng, kind: str) -> Policy:
         weight_order="natural" if rng.random() < 0.2 else "kv_first",
         split="paper" if rng.random() < 0.5 else "pipeline",
         packing="fifo" if rng.random() < 0.2 else "balanced",
-        overlap=(True, False, "step")[int(rng.choice(3, p=[0.75, 0.08, 0.17]))],
+        overlap=("full", "none", "step")[int(rng.choice(3, p=[0.75, 0.08, 0.17]))],
     )  # fmt: skip
     form = rng.choice(["mix", "attention", "heavy_hitter", "speculative"], p=[0.7, 0.1, 0.1, 0.1])
     if kind == "serial":

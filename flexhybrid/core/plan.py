@@ -86,7 +86,7 @@ class _Stream:
     def ordered(self, first_iteration: int) -> Iterator[Task]:
         """The tasks, with what keeps them in order where the policy lets them overlap less."""
         tasks, overlap = self.tasks(first_iteration), self.wave.policy.overlap
-        if overlap is False:  # every task passes through one cell, so that it waits for the one before
+        if overlap == "none":  # every task passes through one cell, so that it waits for the one before
             turn = Access(("turn",), 0, 1)
             return (task._replace(writes=(*task.writes, turn)) for task in tasks)
         return (_met(task, self.number) for task in tasks) if overlap == "step" else tasks
@@ -104,7 +104,7 @@ class _Stream:
                 on_host = "attend_host" in position.works
                 # What attention on the host gave comes before the weights: the device waits for it, and not yet for
                 # them. Peers that meet after each step (FlexGen) load their weights first.
-                weights_last = on_host and self.wave.policy.overlap is True
+                weights_last = on_host and self.wave.policy.overlap == "full"
                 if following and not weights_last:
                     yield from self._load_weights(following, index, len(current))
                 ahead = current[index + 1] if index + 1 < len(current) else following and following[0]

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from flexhybrid.core.context.cache_entries import CACHE_KEY, TIERS, representation_of
 from flexhybrid.core.errors import InputError
@@ -44,7 +45,7 @@ def _check_choice(value, choices, where: str) -> None:
         raise InputError(f"policy: {where} is {value!r}; it must be one of {', '.join(map(str, choices))}")
 
 
-def _check_shares(shares: dict[str, float], where: str) -> None:
+def _check_shares(shares: Mapping[str, float], where: str) -> None:
     for key, share in shares.items():
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
             raise InputError(f"policy: {where}[{key}] is {share!r}; a share is a number from 0 to 1")
@@ -156,6 +157,32 @@ def _is_number(value) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
+class CacheShares(Mapping[str, float]):
+    """Cache entry -> share of each request's tokens, sorted by entry. Immutable and hashable, unlike a dict."""
+
+    def __init__(self, shares: Mapping[str, float]):
+        self._shares = dict(sorted(shares.items()))
+
+    def __getitem__(self, entry: str) -> float:
+        return self._shares[entry]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shares)
+
+    def __len__(self) -> int:
+        return len(self._shares)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._shares.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._shares)
+
+
+#: Which tasks may run at the same time.
+Overlap = Literal["full", "step", "none"]
+
+
 @dataclass(frozen=True)
 class Policy:
     """All that may differ between two systems. Shares are of tokens (cache) or of bytes inside every layer (weights).
@@ -167,7 +194,7 @@ class Policy:
     name: str = "custom"
     weights: Placement = Placement(host=1.0)
     embedding: Placement = Placement(device=1.0)  #: token and position tables and the output head
-    cache: dict[str, float] = field(default_factory=lambda: {"kv@host": 1.0})
+    cache: Mapping[str, float] = CacheShares({"kv@host": 1.0})
     hidden: str = "device"
     bits: Bits = Bits()
     schedule: str = "column"
@@ -179,7 +206,7 @@ class Policy:
     weight_order: str = "kv_first"  #: or natural: recomputing waits for the whole layer
     split: str = "pipeline"  #: rule of both(…): how many leading tokens are recomputed (``core.split``); or paper
     static_cache: bool = False  #: a load brings all that a request has reserved (transformers' offloaded static cache)
-    overlap: bool | str = True  #: False: one task at a time; "step": everything meets after each mini-batch of a layer
+    overlap: Overlap = "full"  #: or "step": a barrier after each mini-batch of a layer; "none": one task at a time
     version: int = FORMAT_VERSION
 
     def __post_init__(self):
@@ -195,7 +222,7 @@ class Policy:
         self.embedding.check("embedding")
         self.bits.check()
         self.selection.check()
-        if not isinstance(self.cache, dict) or not self.cache:
+        if not isinstance(self.cache, Mapping) or not self.cache:
             raise InputError('policy: cache must map representations to shares, like {"kv@host": 1.0}')
         for key in self.cache:
             if not isinstance(key, str) or not CACHE_KEY.fullmatch(key):
@@ -204,6 +231,7 @@ class Policy:
                     f"with TIER one of {', '.join(TIERS)}"
                 )
         _check_shares(self.cache, "cache")
+        object.__setattr__(self, "cache", CacheShares(self.cache))
         _check_choice(self.hidden, TIERS, "hidden")
         _check_choice(self.schedule, ("column", "row"), "schedule")
         _check_choice(self.packing, ("balanced", "fifo"), "packing")
@@ -211,7 +239,7 @@ class Policy:
         _check_choice(self.weight_order, ("kv_first", "natural"), "weight_order")
         _check_choice(self.split, ("pipeline", "paper"), "split")
         _check_choice(self.static_cache, (True, False), "static_cache")
-        _check_choice(self.overlap, (True, False, "step"), "overlap")
+        _check_choice(self.overlap, get_args(Overlap), "overlap")
         _check_choice(self.version, (FORMAT_VERSION,), "version")
         for name in ("max_mini_batch_tokens", "max_batch"):
             value = getattr(self, name)
@@ -241,7 +269,7 @@ class Policy:
 
     def to_dict(self) -> dict:
         """Plain data; an infinite alpha is the text "inf", for which JSON has no number."""
-        data = asdict(self)
+        data = asdict(self) | {"cache": dict(self.cache)}
         if self.selection.alpha == math.inf:
             data["selection"]["alpha"] = "inf"
         return data
@@ -259,6 +287,8 @@ class Policy:
                 _refuse_unknown(cls, data[key], key)
                 infinite = {"alpha": math.inf} if cls is Selection and data[key].get("alpha") == "inf" else {}
                 data[key] = cls(**data[key] | infinite)
+        if isinstance(data.get("overlap"), bool):  # files of version 1 from before it was a text
+            data["overlap"] = "full" if data["overlap"] else "none"
         return Policy(**data)
 
     @staticmethod

@@ -61,7 +61,7 @@ def policies(draw):
         selection=selection,
         attention="host" if host_attention else "device",
         weight_order=draw(st.sampled_from(["kv_first", "natural"])),
-        overlap=draw(st.booleans()),
+        overlap=draw(st.sampled_from(("full", "step", "none"))),
     )
 
 
@@ -188,3 +188,18 @@ def test_what_is_not_a_policy(tmp_path):
     (tmp_path / "latin.json").write_bytes(b'{"name": "\xff"}')
     with pytest.raises(InputError, match="latin.json"):
         Policy.load(tmp_path / "latin.json")
+
+
+def test_a_policy_is_a_key_whatever_the_order_of_its_entries():
+    one = Policy(cache={"kv@host": 0.25, "act@device": 0.75})
+    other = Policy(cache={"act@device": 0.75, "kv@host": 0.25})
+    assert {one: "found"}[other] == "found" and one.cache == {"kv@host": 0.25, "act@device": 0.75}
+    assert list(one.to_dict()["cache"]) == ["act@device", "kv@host"]
+    assert hash(Policy(selection=Selection("heavy_hitter", budget=0.2))) != hash(Policy())
+
+
+def test_files_with_a_logical_overlap_are_still_read():
+    for old, new in ((True, "full"), (False, "none"), ("step", "step")):
+        assert Policy.from_dict({"overlap": old}).overlap == new
+    with pytest.raises(InputError, match="full, step, none"):
+        Policy(overlap=True)

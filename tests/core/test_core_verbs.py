@@ -31,7 +31,7 @@ POLICIES = (
     Policy("attention on the host", attention="host", schedule="row"),
     Policy("heavy hitters", selection=Selection("heavy_hitter", budget=0.5)),
     Policy("speculative", cache={"kv@host": 0.5, "act@host": 0.5}, selection=SPECULATIVE),
-    Policy("one task at a time", overlap=False),
+    Policy("one task at a time", overlap="none"),
     Policy("barriers", cache={"act@host": 1.0}, overlap="step"),
 )
 

@@ -152,7 +152,7 @@ def test_block_breakdown(done):
 def test_parts_of_a_block_make_up_the_decode_step(name):
     tasks = setup.block_ms(setup.POLICIES[name])
     assert sum(setup.breakdown(tasks).values()) == pytest.approx(sum(tasks.values()))
-    policy = replace(setup.POLICIES[name], overlap=False)
+    policy = replace(setup.POLICIES[name], overlap="none")
     step = simulate(setup.OPT_13B, setup.testbed(), policy, 8, 2047, 2, clock="virtual").decode_s
     # the first layers of InfiniGen load all, and the head stands outside the layers
     assert 40 * 1e-3 * sum(tasks.values()) == pytest.approx(step, rel=0.25 if name == "InfiniGen" else 0.05)
@@ -165,7 +165,7 @@ def test_a_task_of_no_part_is_refused():
 
 @pytest.mark.parametrize("name", list(setup.POLICIES))
 def test_both_clocks_agree_on_the_testbed(name):
-    policy = replace(setup.POLICIES[name], overlap=False)
+    policy = replace(setup.POLICIES[name], overlap="none")
     closed, virtual = (
         simulate(setup.OPT_13B, setup.testbed(), policy, 4, 1920, 6, clock=clock) for clock in ("closed", "virtual")
     )

@@ -64,7 +64,7 @@ def test_every_system_survives_its_json(name):
         ("fastdecode(gpus=true)", "whole number"),
         ("fastdecode(gpus=0)", "whole number"),
         ("flexgen(host_attention=3)", "true or false"),
-        ("int4(overlap=3)", "true or false"),
+        ("int4(overlap=3)", "full, step, none"),
         ("capture(balance=1)", "a word"),
         ("kv_only(weights_device=x)", "weights_device is 'x'; it must be a number"),
         ("uvm(fault_gb_per_s=0)", "must be a number > 0"),

@@ -332,7 +332,7 @@ def test_loads_that_run_ahead_leave_a_slow_attention_alone(checkpoints, prompts,
 
         executor.verbs["assemble"] = late
 
-    wanted = run_wave(checkpoints["llama"], replace(chosen, overlap=False), prompts, 8).tokens
+    wanted = run_wave(checkpoints["llama"], replace(chosen, overlap="none"), prompts, 8).tokens
     assert run_wave(checkpoints["llama"], chosen, prompts, 8, edit=slow).tokens == wanted
 
 

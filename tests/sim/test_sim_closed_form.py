@@ -158,13 +158,13 @@ def test_seconds_scale_with_the_machine():
 @pytest.mark.parametrize("changes", [
     dict(cache={"kv@host": 0.5, "act@host": 0.5}), dict(cache={"kv@disk": 0.6, "tok": 0.4}, hidden="host"),
     dict(schedule="row", cache={"both(kv@host,act@host)": 1.0}), dict(attention="host"), dict(overlap="step"),
-    dict(overlap=False), dict(selection=Selection("speculative", None, 4.0, 0.3, 0.2, 0.5, "lru", "host")),
+    dict(overlap="none"), dict(selection=Selection("speculative", None, 4.0, 0.3, 0.2, 0.5, "lru", "host")),
 ])  # fmt: skip
 @pytest.mark.parametrize("layers, mini_batches", [(1, 1), (1, 3), (3, 2)])
 def test_a_repeated_iteration_is_the_one_laid_out(changes, layers, mini_batches):
     """A long tiny run is laid out for a few iterations only; the others are copies, or left out again."""
     policy = Policy(**changes)
-    key, column = structure_of(policy, tuple(sorted(policy.cache))).to_json(), policy.schedule == "column"
+    key, column = structure_of(policy, tuple(sorted(policy.cache))), policy.schedule == "column"
     inner, outer = (mini_batches, layers) if column else (layers, mini_batches)
     for num_decode, on_disk in ((2, 1), (3, 0), (5, 0), (10, 0), (11, 2)):
         tiny = tiny_run(key, Loop(inner, None), Loop(outer, None), num_decode, 0, on_disk)
@@ -179,7 +179,7 @@ def test_packed_weights_wait_alike_whatever_part_is_resident(schedule):
 
     def runs(bits) -> list:
         policy = Policy(cache={"kv@host": 0.5, "act@host": 0.5}, schedule=schedule, bits=Bits(weights=bits))
-        key = structure_of(policy, tuple(sorted(policy.cache))).to_json()
+        key = structure_of(policy, tuple(sorted(policy.cache)))
         return [lay_out(key, 3, 2, 2, resident, 1) for resident in (0, 1, 2)]
 
     packed, native = runs(4), runs("native")

@@ -21,7 +21,7 @@ from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.model.shape import DTYPE_BYTES, ModelShape, shape_by_name
-from flexhybrid.core.policy import Placement, Policy
+from flexhybrid.core.policy import Overlap, Placement, Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.workload import Workload
 from policy_search.papers.algorithm1 import host_blocks, layer_times, share_for_batch
@@ -195,7 +195,7 @@ class Explanation:
     constant: Constant  #: before it is fitted
     #: (constant, GB/s reached, GB/s of the standard) -> GB/s of the cache's copies and of the weights'
     rates: Callable[[float, float, float], tuple[float, float]]
-    overlap: bool | str = "step"
+    overlap: Overlap = "step"
 
     def hardware(self, base: Hardware, constant: float) -> Hardware:
         """Return the machine as this FlexGen sees it."""
@@ -237,7 +237,7 @@ EXPLANATIONS = (
         "a pageable copy holds the program up, so that computing waits for it; so much of the rate reached",
         CAPTURE.constant("flexgen_share_in_turn", 0.9),
         lambda x, reached, standard: (x * reached, reached),
-        overlap=False,
+        overlap="none",
     ),
 )
 
@@ -291,7 +291,7 @@ def run_flexgen(
     batch=BATCH,
     explanation: Explanation | None = RELAY,
     generated: int = GENERATED,
-    overlap: bool | str | None = None,
+    overlap: Overlap | None = None,
 ) -> Prediction:
     """Predict FlexGen over prompt lengths (or batches: both broadcast); None: with the copies of HybridServe's code.
 

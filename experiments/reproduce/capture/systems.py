@@ -293,7 +293,7 @@ def flexgen_link() -> Experiment:
     fitted = tuple(setup.flexgen_constant(explanation) for explanation in setup.EXPLANATIONS)
     listed = "; ".join(f"{name} {value:.0%}" for name, value in distances.items())
     free, met = (
-        setup.run_flexgen(MODELS[0], setup.PROMPT, explanation=None, overlap=overlap) for overlap in (True, "step")
+        setup.run_flexgen(MODELS[0], setup.PROMPT, explanation=None, overlap=overlap) for overlap in ("full", "step")
     )
     host_gb = float(setup.run_flexgen(MODELS[-1], setup.PROMPT).peak_bytes["host"][0]) / 1e9
     return CAPTURE.experiment(

@@ -173,7 +173,7 @@ def times(
 
     def seconds(policy: Policy, num_layers: int) -> Times:
         weights = Placement(device=weights_device, host=1.0 - weights_device)
-        policy = replace(policy, overlap=reading.overlap, weights=weights)
+        policy = replace(policy, overlap="full" if reading.overlap else "none", weights=weights)
         run_shape, candidates = replace(shape, num_layers=num_layers), Candidates(policy, batch, prompt, GENERATED)
         prediction = predict(run_shape, hardware, BYTES, candidates)
         return Times(prediction.prefill_s, prediction.decode_s)
@@ -306,7 +306,7 @@ def block_ms(policy: Policy, length: int = 2048, batch: int = 8) -> dict[str, fl
 
     One task runs after the other, on the virtual clock.
     """
-    policy = replace(policy, overlap=False)
+    policy = replace(policy, overlap="none")
     problem = Problem(shape=OPT_13B, dtype=DTYPE, hardware=testbed())
     wave = admit(problem, policy, Workload.uniform(batch, length - 1, 2))
     middle = OPT_13B.num_layers // 2

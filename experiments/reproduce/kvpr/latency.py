@@ -13,7 +13,7 @@ from experiments.reproduce.experiment import ARITHMETIC, Constant, Experiment
 from experiments.reproduce.kvpr import setup
 from experiments.reproduce.kvpr.setup import LATENCY_BATCH, label, labels
 from experiments.reproduce.paper import KVPR, context, contexts, judged, printed, value_of
-from flexhybrid.core.policy import Policy
+from flexhybrid.core.policy import Overlap, Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.waves import wave_plan
 from flexhybrid.core.workload import Workload
@@ -25,7 +25,7 @@ TABLES = {3: "OPT-6.7B", 4: "OPT-13B"}
 # ---- times
 
 
-def accelerate_s(model: str, pairs, constants: tuple[Constant, ...] | None = None, overlap: bool | str = "step"):
+def accelerate_s(model: str, pairs, constants: tuple[Constant, ...] | None = None, overlap: Overlap = "step"):
     """Return the decode seconds of transformers' offloaded static cache."""
     return _run(model, setup.accelerate(overlap), pairs, constants)
 
@@ -214,7 +214,7 @@ READINGS: dict[str, dict] = {
     "pipeline rule, ACT on GPU": {"rule": "pipeline", "act": "device"},
     "eq. 10, only cached tokens copied": {"reserved": False},
     "0.30 of the tokens (Fig. 10)": {"share": math.nan},
-    "eq. 10, Accelerate one task at a time": {"overlap": False},
+    "eq. 10, Accelerate one task at a time": {"overlap": "none"},
 }
 
 
@@ -246,7 +246,7 @@ def speedup_errors(reading: str) -> dict[tuple[str, int, int], float]:
 FITS: dict[str, dict] = {
     "9 clean rows": {},
     "all 12 rows": {"anomalous": True},
-    "9 clean rows, one task at a time": {"overlap": False},
+    "9 clean rows, one task at a time": {"overlap": "none"},
 }
 
 

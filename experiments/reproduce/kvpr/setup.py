@@ -16,7 +16,7 @@ from experiments.reproduce.paper import KVPR, Series, points, value_of
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.model.shape import DTYPE_BYTES, ModelShape, shape_by_name
-from flexhybrid.core.policy import Placement, Policy
+from flexhybrid.core.policy import Overlap, Placement, Policy
 from sim import catalogue, presets
 from sim.array_clock import Prediction, predict
 from sim.candidates import Candidates
@@ -113,7 +113,7 @@ def kvpr(rule: str = "paper", hiding: bool = True) -> Policy:
     return replace(policy, overlap="step")
 
 
-def accelerate(overlap: bool | str = "step") -> Policy:
+def accelerate(overlap: Overlap = "step") -> Policy:
     """transformers' offloaded static cache. Its code copies the next layer's cache on a stream of its own while this
     layer computes ("step"); the preset has one task at a time (False)."""
     return replace(presets.accelerate(), overlap=overlap)
@@ -201,7 +201,7 @@ def accelerate_rows(anomalous: bool = False) -> pd.DataFrame:
 
 
 @cache
-def fit_a100(anomalous: bool = False, overlap: bool | str = "step") -> tuple[Constant, ...]:
+def fit_a100(anomalous: bool = False, overlap: Overlap = "step") -> tuple[Constant, ...]:
     """The link's rate and the host's time a layer, from Accelerate's latencies."""
     rows = accelerate_rows(anomalous)
     free = tuple(KVPR.constant(name, STARTS_AT[name]) for name in ("link_gb_per_s", "host_s"))

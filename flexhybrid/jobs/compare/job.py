@@ -288,7 +288,7 @@ def _measure(
 
     def judged(policy: Policy) -> bool:
         """Whether overlap means something: link and device are all that works, and they may work at once."""
-        alone = policy.attention == "device" and not uses_disk(policy) and policy.overlap is True
+        alone = policy.attention == "device" and not uses_disk(policy) and policy.overlap == "full"
         return policy.name in names and alone
 
     together = {"device": 0, "host": 0}

@@ -200,7 +200,7 @@ def policy_line(policy: Policy) -> dict:
         "weights": _shares({tier: getattr(policy.weights, tier) for tier in TIERS}),
         "context": _shares(policy.cache),
         "bits": " ".join(f"{name} {size}" for name, size in packed.items() if size != "native") or "native",
-        "schedule": policy.schedule + ("" if policy.overlap is True else ", nothing at once"),
+        "schedule": policy.schedule + ("" if policy.overlap == "full" else ", nothing at once"),
         "attention": policy.attention,
         "mini-batch": "all" if policy.max_mini_batch_tokens >= 1 << 30 else str(policy.max_mini_batch_tokens),
     }
