@@ -443,11 +443,12 @@ def test_a_device_out_of_memory_halves_the_mini_batch_and_loses_nothing(tiny, tm
     assert run(source, tmp_path / "whole.jsonl", tiny) == 0
     seen = []
 
-    def limited(self, wave, *rest, engine_run=Engine.run, **options):
+    def limited(self, executor, *rest, engine_run=Engine.run, **options):
+        wave = executor.wave
         seen.append((wave.workload.num_requests, wave.policy.max_mini_batch_tokens))
         if wave.workload.num_requests > 3:
             raise torch.OutOfMemoryError("not on this device")
-        return engine_run(self, wave, *rest, **options)
+        return engine_run(self, executor, *rest, **options)
 
     monkeypatch.setattr(Engine, "run", limited)
     assert run(source, out, tiny) == 0
@@ -505,7 +506,7 @@ def test_memory_that_is_free_is_the_budget_and_changes_no_answer(tiny, tmp_path,
     source = requests(tmp_path / "in.jsonl")
     assert run(source, tmp_path / "out.jsonl", tiny) == 0
     budget = None if free_bytes is None else int(0.45 * free_bytes)
-    assert (loaded[0].budgets.get("device"), loaded[0].budgets.get("host")) == (budget, budget)
+    assert (loaded[0].budgets.of("device"), loaded[0].budgets.of("host")) == (budget, budget)
     monkeypatch.setattr(memory_here, "free_host_bytes", lambda: 1 << 33)
     assert run(source, tmp_path / "as_ever.jsonl", tiny) == 0
     assert by_id(tmp_path / "out.jsonl") == by_id(tmp_path / "as_ever.jsonl")
