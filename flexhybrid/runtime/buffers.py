@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -31,7 +32,7 @@ class RowFormat(NamedTuple):
 
 
 class DiskPool(NamedTuple):
-    """The blocks of one part on the disk: block b of layer l at ``start + (l * num_blocks + b) * block_bytes``."""
+    """A pool on the disk: block b of layer l begins at ``start + (l * num_blocks + b) * block_bytes``."""
 
     start: int
     num_blocks: int
@@ -54,19 +55,16 @@ class Context(NamedTuple):
 
 
 def row_formats(shape: ModelShape, policy: Policy, dtype: torch.dtype) -> dict[str, RowFormat]:
-    """Of "kv" and "act" under a policy's bits."""
-    widths = {"kv": shape.kv_width, "act": shape.hidden}
-    bits = {"kv": policy.bits.kv, "act": policy.bits.act}
+    """Return {"kv" or "act": how a policy stores its rows}."""
+    stored = {"kv": (shape.kv_width, policy.bits.kv), "act": (shape.hidden, policy.bits.act)}
     return {
-        name: RowFormat(width, dtype)
-        if bits[name] == "native"
-        else RowFormat(packed_bytes(width, bits[name]), torch.uint8)
-        for name, width in widths.items()
+        name: RowFormat(width, dtype) if bits == "native" else RowFormat(packed_bytes(width, bits), torch.uint8)
+        for name, (width, bits) in stored.items()
     }
 
 
 def cache_disk_bytes(shape: ModelShape, policy: Policy, sizes: BufferSizes, dtype: torch.dtype) -> int:
-    """What the pools of the disk take."""
+    """Return the bytes of the pools on the disk."""
     formats = row_formats(shape, policy, dtype)
     rows = sum(
         sizes.pool_blocks[part.kind] * BLOCK_TOKENS * formats[part.representation].num_bytes
@@ -79,24 +77,29 @@ def cache_disk_bytes(shape: ModelShape, policy: Policy, sizes: BufferSizes, dtyp
 class Buffers:
     """Every tensor that outlives a task. All start at zero: padding is masked, but must never be NaN.
 
-    ``pools[space]`` is [layer, block, …]; one block id serves all layers. A block is [16, row], token by token; but a
-    native KV block in memory is [2, G, 16, d], so that its keys of one head are contiguous where they are attended.
+    ``pools[space]`` is [layer, block, …]; one block id serves all layers. A block is [16, row], token by token. But a
+    native KV block in memory is head-major, [2, G, 16, d], so that attention finds the keys of a head side by side.
     """
 
     def __init__(
-        self, shape: ModelShape, policy: Policy, sizes: BufferSizes, dtype: torch.dtype, device: torch.device,
+        self,
+        shape: ModelShape,
+        policy: Policy,
+        sizes: BufferSizes,
+        dtype: torch.dtype,
+        device: torch.device,
         disk: DiskSpace | None = None,
-    ):  # fmt: skip
+    ):
         self.shape, self.policy, self.sizes, self.disk = shape, policy, sizes, disk
         self.host_memory = HostMemory(pinned=device.type == "cuda")
         self.formats = row_formats(shape, policy, dtype)
         groups, d, kv, hidden = shape.num_kv_heads, shape.head_dim, shape.kv_width, shape.hidden
 
-        def on_device(*size: int, of: torch.dtype = dtype) -> torch.Tensor:
-            return torch.zeros(size, dtype=of, device=device)
+        def on_device(*size: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+            return torch.zeros(size, dtype=dtype, device=device)
 
-        def on_host(*size: int, of: torch.dtype = dtype) -> torch.Tensor:
-            return self.host_memory.zeros(size, of)
+        def on_host(*size: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+            return self.host_memory.zeros(size, dtype)
 
         self.pools: dict[str, torch.Tensor] = {}
         self.disk_pools: dict[str, DiskPool] = {}
@@ -104,7 +107,7 @@ class Buffers:
         self.strips: dict[str, torch.Tensor] = {}
         disk_bytes = 0
         for part in parts(tuple(sizes.pool_blocks)):
-            width, of = row = self.formats[part.representation]
+            width, row_dtype = row = self.formats[part.representation]
             blocks, rows = sizes.pool_blocks[part.kind], sizes.staged_rows[part.kind]
             if part.tier == "disk":
                 pool = self.disk_pools[part.space] = DiskPool(disk_bytes, blocks, row.num_bytes)
@@ -112,14 +115,14 @@ class Buffers:
             else:
                 make = on_device if part.tier == "device" else on_host
                 block = (2, groups, BLOCK_TOKENS, d) if self.head_major(part) else (BLOCK_TOKENS, width)
-                self.pools[part.space] = make(shape.num_layers, blocks, *block, of=of)
-            self.staging[part.space] = on_device(NUM_SLOTS, rows, width, of=of)
+                self.pools[part.space] = make(shape.num_layers, blocks, *block, dtype=row_dtype)
+            self.staging[part.space] = on_device(NUM_SLOTS, rows, width, dtype=row_dtype)
             if part.tier != "device":
-                self.strips[part.space] = on_host(NUM_SLOTS, rows, width, of=of)
+                self.strips[part.space] = on_host(NUM_SLOTS, rows, width, dtype=row_dtype)
 
         def slots(make, blocks: int, representation: str) -> torch.Tensor:
-            width, of = self.formats[representation]
-            return make(NUM_SLOTS, blocks, BLOCK_TOKENS * width, of=of)
+            width, row_dtype = self.formats[representation]
+            return make(NUM_SLOTS, blocks, BLOCK_TOKENS * width, dtype=row_dtype)
 
         self.loaded = {
             "act": slots(on_device, sizes.act_buffer_blocks, "act"),
@@ -142,46 +145,46 @@ class Buffers:
         self.query_strip = on_host(NUM_SLOTS, strip_rows, shape.query_width + kv)
         self.out_strip = on_host(NUM_SLOTS, strip_rows, shape.query_width)
         placed = limits_cache(policy.selection)
-        self.place_strip = on_host(NUM_SLOTS, sizes.decode_batch * placed, groups, of=torch.int64)
+        self.place_strip = on_host(NUM_SLOTS, sizes.decode_batch * placed, groups, dtype=torch.int64)
         self.attended = on_device(NUM_SLOTS, strip_rows, shape.query_width)
         choosing = num_choosing(policy.selection, shape.num_layers) > 0
         self.gathered = {
-            name: on_host(NUM_SLOTS, sizes.selected_rows.get(name, 0) * choosing, row.width, of=row.dtype)
+            name: on_host(NUM_SLOTS, sizes.selected_rows.get(name, 0) * choosing, row.width, dtype=row.dtype)
             for name, row in self.formats.items()
         }
-        self.host_index = on_host(index_cells(shape, policy, sizes.index_rows) * choosing, of=torch.int32)
+        self.host_index = on_host(index_cells(shape, policy, sizes.index_rows) * choosing, dtype=torch.int32)
 
     def head_major(self, part: Part | Segment | Store) -> bool:
-        """Whether blocks of this part are [2, G, 16, d] instead of [16, row]."""
+        """Return whether blocks are [2, G, 16, d] instead of [16, row]."""
         return part.representation == "kv" and part.tier != "disk" and self.formats["kv"].dtype != torch.uint8
 
     def packed(self, representation: str) -> bool:
-        """Whether its rows are stored with fewer bits than they are computed with."""
+        """Return whether rows are stored with fewer bits than they are computed with."""
         return self.formats[representation].dtype == torch.uint8
 
     def attention_views(self, batch: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [B, G, T, d] over the attention buffer."""
+        """Return views of the attention buffer for keys and values: [B, G, T, d] each."""
         groups, d = self.shape.num_kv_heads, self.shape.head_dim
         used = batch * groups * tokens * d
         keys, values = self.attention[0, :used], self.attention[1, :used]
         return keys.view(batch, groups, tokens, d), values.view(batch, groups, tokens, d)
 
     def act_rows(self, slot: int, count: int) -> torch.Tensor:
-        """ACT rows [count, h] in the compute dtype: as they were loaded, or unpacked."""
+        """Return ACT rows [count, h] in the compute dtype: as they were loaded, or unpacked."""
         return self.plain["act"][:count] if self.packed("act") else self.loaded_rows("act", slot, count)
 
     def each_head(self, representation: str) -> bool:
-        """Whether a selection chooses its tokens for each head by itself: where blocks are head-major. Otherwise a row
-        serves all heads."""
+        """Return whether each head may choose tokens of its own: where blocks are head-major. Elsewhere one row serves
+        all heads."""
         return representation == "kv" and not self.packed("kv")
 
     def gathered_rows(self, representation: str, slot: int, tokens: int) -> torch.Tensor:
-        """Rows [tokens, row] of chosen tokens side by side in host memory; of single heads, keys and then values:
-        [2, G · tokens, d]."""
+        """Return the rows of chosen tokens, side by side in host memory: [tokens, row]; where each head chooses, keys
+        and then values: [2, G · tokens, d]."""
         return self._rows(representation, self.gathered[representation][slot], tokens)
 
     def loaded_rows(self, representation: str, slot: int, tokens: int) -> torch.Tensor:
-        """The same on the device."""
+        """Return the rows of chosen tokens on the device, of the shape that ``gathered_rows`` has."""
         return self._rows(representation, self.loaded[representation][slot], tokens)
 
     def _rows(self, representation: str, memory: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -190,22 +193,25 @@ class Buffers:
         return rows.view(2, -1, self.shape.head_dim) if self.each_head(representation) else rows.view(tokens, width)
 
     def loaded_region(self, step: MiniBatchStep, segment: Segment, slot: int) -> torch.Tensor:
-        """[B, blocks, 16 · row]: where a segment's blocks land on the device. Regions follow one another in the slot.
+        """Return the region of a slot where a segment's blocks land on the device: [B, blocks, 16 · row].
 
-        Native ACT of the device has a region too: it is gathered there, beside what the link brings.
+        The regions of a slot lie side by side. Native ACT of the device has one too: it is copied beside what the link
+        brings.
         """
-        gathered = segment.representation == "act" and not self.packed("act")
-        return _region(
-            self.loaded[segment.representation][slot], step, segment, lambda s: gathered or s.tier != "device"
-        )
+        copies_all = segment.representation == "act" and not self.packed("act")
+        loaded = self.loaded[segment.representation][slot]
+        return _region(loaded, step, segment, lambda other: copies_all or other.tier != "device")
 
     def read_region(self, step: MiniBatchStep, segment: Segment, slot: int) -> torch.Tensor:
-        """[B, blocks, 16 · row]: where a segment's blocks wait in host memory on their way from the disk."""
-        return _region(self.read[segment.representation][slot], step, segment, lambda s: s.tier == "disk")
+        """Return the region of a slot in host memory for a segment's blocks from the disk: [B, blocks, 16 · row]."""
+        read = self.read[segment.representation][slot]
+        return _region(read, step, segment, lambda other: other.tier == "disk")
 
 
-def _region(buffer: torch.Tensor, step: MiniBatchStep, segment: Segment, has_region) -> torch.Tensor:
-    """The segment's rows of a slot that the step's segments share, in their order."""
+def _region(
+    buffer: torch.Tensor, step: MiniBatchStep, segment: Segment, has_region: Callable[[Segment], bool]
+) -> torch.Tensor:
+    """Return a segment's part of a slot that the segments of a step share, in their order."""
     batch, start = len(step.requests), 0
     for other in step.of(segment.representation):
         if other is segment:
@@ -217,9 +223,7 @@ def _region(buffer: torch.Tensor, step: MiniBatchStep, segment: Segment, has_reg
 
 
 def run_view(blocks: torch.Tensor, run: BlockRun) -> torch.Tensor:
-    """[blocks, …] -> [rows, run.blocks, …]: the blocks of a run, without a copy."""
+    """Return a view of a run's blocks: [blocks, …] -> [rows, run.blocks, …]."""
     window = blocks[run.first : run.first + (run.rows - 1) * run.stride + run.blocks]
-    return window.as_strided(
-        (run.rows, run.blocks, *blocks.shape[1:]), (run.stride * blocks.stride(0), *blocks.stride()),
-        window.storage_offset(),
-    )  # fmt: skip
+    strides = (run.stride * blocks.stride(0), *blocks.stride())
+    return window.as_strided((run.rows, run.blocks, *blocks.shape[1:]), strides, window.storage_offset())

@@ -1,4 +1,4 @@
-"""CUDA streams, events and copies behind the faces that the lanes and the executor know."""
+"""CUDA streams, events and copies, as the lanes and the verbs use them (``clock.StreamFace``, ``links.Copies``)."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from flexhybrid.runtime.storage.host_memory import HostMemory
 
 @lru_cache
 def lane_streams(device: torch.device) -> dict[str, torch.cuda.Stream]:
-    """One stream a device lane, the same for every run: freed memory and cuBLAS workspaces are kept per stream."""
+    """Return one stream for each device lane. All runs share them: freed memory and cuBLAS workspaces are kept per
+    stream."""
     return {name: torch.cuda.Stream(device) for name in ("compute", "h2d", "d2h")}
 
 
 class CudaClock:
     """Places device events on the clock of ``time.perf_counter``.
 
-    A mark is an event whose host time is known: recorded and awaited many times, the tightest bracket counts. One mark
-    is taken before a run and one after it, and times between are mapped linearly, because the two clocks drift apart.
+    A mark is an event whose time on the host is known: of many that are recorded and awaited, the one with the shortest
+    wait. One mark is taken before a run and one after it, and times between are mapped linearly, because the two clocks
+    drift apart.
     """
 
     TRIES = 20
@@ -33,16 +35,18 @@ class CudaClock:
         self._rate: float | None = None
 
     def _mark(self) -> tuple[torch.cuda.Event, float]:
-        best = None
-        for _ in range(self.TRIES):
-            event = torch.cuda.Event(enable_timing=True)
-            before = time.perf_counter()
-            event.record(self._stream)
-            event.synchronize()
-            after = time.perf_counter()
-            if best is None or after - before < best[0]:
-                best = (after - before, event, (before + after) / 2)
-        return best[1], best[2]
+        marks = [self._bracket() for _ in range(self.TRIES)]
+        _, event, middle_s = min(marks, key=lambda mark: mark[0])
+        return event, middle_s
+
+    def _bracket(self) -> tuple[float, torch.cuda.Event, float]:
+        """Record an event and wait for it; return how long that took, the event, and the middle of that time."""
+        event = torch.cuda.Event(enable_timing=True)
+        before = time.perf_counter()
+        event.record(self._stream)
+        event.synchronize()
+        after = time.perf_counter()
+        return after - before, event, (before + after) / 2
 
     def seconds(self, event: torch.cuda.Event) -> float:
         if self._rate is None:
@@ -63,7 +67,7 @@ class CudaStream:
         self._stream.wait_event(event)
 
     def record(self, timed: bool = True) -> torch.cuda.Event:
-        # blocking: a host lane that waits sleeps instead of spinning on a core that the planner needs
+        # blocking: a host lane that waits for it sleeps, instead of spinning on a core that the planner needs
         event = torch.cuda.Event(enable_timing=timed, blocking=True)
         event.record(self._stream)
         return event
@@ -84,7 +88,7 @@ class CudaStream:
 class CudaCopies:
     """Copies enqueued on the calling lane's stream, between page-locked host memory and the device.
 
-    Every piece is contiguous on both sides: torch sends a strided host tensor through a temporary and waits for it.
+    Every copy is contiguous on both sides: torch copies a strided host tensor to a temporary first, and waits for it.
     """
 
     def __init__(self):
@@ -92,7 +96,7 @@ class CudaCopies:
         self.enabled = True
 
     def abort(self) -> None:
-        """Copies that are enqueued end by themselves."""
+        """Copies that are enqueued end soon without help."""
 
     def copy_h2d(self, target: torch.Tensor, source: torch.Tensor) -> None:
         if self.enabled:
@@ -102,15 +106,15 @@ class CudaCopies:
         target.copy_(source, non_blocking=True)
 
     def copy_blocks_h2d(self, target: torch.Tensor, pool: torch.Tensor, runs: tuple[BlockRun, ...]) -> None:
-        """target [B, columns, block], pool [blocks, …]: the blocks of all runs, neighbours in one copy."""
+        """target [B, columns, block], pool [blocks, …]: copy the blocks of all runs, neighbouring ones in one copy."""
         if not self.enabled:
             return
-        blocks_of = pool.flatten(1)
+        source = pool.flatten(1)
         for row, rows, column, first, stride, blocks in runs:
             if rows == 1 or (stride == blocks == target.shape[1]):
-                part = target[row : row + rows, column : column + blocks].view(-1, target.shape[2])
-                part.copy_(blocks_of[first : first + rows * blocks], non_blocking=True)
+                region = target[row : row + rows, column : column + blocks].view(-1, target.shape[2])
+                region.copy_(source[first : first + rows * blocks], non_blocking=True)
                 continue
             for i in range(rows):
                 start = first + i * stride
-                target[row + i, column : column + blocks].copy_(blocks_of[start : start + blocks], non_blocking=True)
+                target[row + i, column : column + blocks].copy_(source[start : start + blocks], non_blocking=True)

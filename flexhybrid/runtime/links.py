@@ -1,4 +1,4 @@
-"""Links of a CPU: copies that really happen, held to a set rate by a running deadline."""
+"""Links of a CPU: real copies, paced to a set rate by a running deadline."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ import torch
 from flexhybrid.core.schedule.steps import BlockRun
 from flexhybrid.runtime.storage.host_memory import HostMemory
 
-#: A copy that begins within this time of the last one's end was waiting for it: the link was never idle.
+#: Seconds. A copy that begins within this time of the last copy's end was waiting for it: the link was never idle.
 BACK_TO_BACK_S = 5e-4
 
-#: The longest single sleep, in seconds, so that a stopped pacer ends soon.
+#: Seconds of the longest single sleep, so that a stopped pacer ends soon.
 LONGEST_SLEEP_S = 0.1
 
-#: The most lateness that is made up for: beyond it the machine was away, not the link's thread late.
+#: Seconds of lateness that later copies may make up for: a longer delay is not the link's, the machine was busy.
 MOST_LATE_S = 2e-2
 
 
 class Pacer:
-    """Holds one direction to a rate. Deadlines run on from one copy to the next, so that lateness does not add up.
+    """Holds one direction of a link to a rate, with a deadline for the end of each copy.
 
-    A link does not stand still because the thread that plays it woke up late, so a copy that follows at once takes over
-    the last deadline; after a pause it starts from now, for a pause earns nothing. Sleeping a fixed time per copy
-    reaches 0.3 to 0.6 of the rate at small copies, deadlines reach 0.92 to 1.0.
+    A real link does not wait for a thread that wakes up late. So the deadline of a copy that follows at once is counted
+    from the last deadline, and lateness does not add up; after a pause it is counted from the copy's begin. Sleeping a
+    fixed time per copy reaches 0.3 to 0.6 of the rate at small copies, deadlines reach 0.92 to 1.0.
     """
 
     def __init__(self, bytes_per_s: float | None):
         self.bytes_per_s = bytes_per_s
-        self.stopped = False  #: set by any thread: nobody sleeps any longer
+        self.stopped = False  #: any thread may set it: then ``end`` no longer sleeps
         self._deadline = self._ended = 0.0
 
     def begin(self) -> float:
         return time.perf_counter()
 
     def end(self, began: float, num_bytes: int) -> None:
-        """Sleep until a copy of this size that began then may be over."""
+        """Sleep until the deadline of a copy of this size that began then."""
         if self.bytes_per_s is None:
             return
         busy = began - self._ended < BACK_TO_BACK_S
@@ -50,18 +50,18 @@ class Pacer:
 
 
 def as_bytes(tensor: torch.Tensor) -> np.ndarray:
-    """The memory of a contiguous CPU tensor as a numpy array of bytes, same leading shape."""
+    """Return the memory of a contiguous CPU tensor as a numpy array of bytes with its leading shape."""
     return tensor.view(torch.uint8).numpy()
 
 
 def copy_runs(target: np.ndarray, source: np.ndarray, runs: tuple[BlockRun, ...]) -> None:
-    """target[row, column : column + blocks] = source[first : first + blocks] for every request of every run.
+    """Copy target[row, column : column + blocks] = source[first : first + blocks] for every request of every run.
 
-    target: [B, columns, …] and source: [blocks, …] hold blocks of equal size. A run of several requests goes as one
-    strided copy. numpy releases the GIL while it copies and starts no threads.
+    target [B, columns, …] and source [blocks, …] hold blocks of equal size. A run of several requests is one strided
+    copy. numpy releases the GIL while it copies and starts no threads.
     """
     for row, rows, column, first, stride, blocks in runs:
-        if rows == 1:  # most of a ragged batch, and a strided view takes longer to make than a block to copy
+        if rows == 1:  # common in ragged batches: making a strided view takes longer than copying a block
             np.copyto(target[row, column : column + blocks], source[first : first + blocks])
             continue
         window = source[first : first + (rows - 1) * stride + blocks]
@@ -72,7 +72,7 @@ def copy_runs(target: np.ndarray, source: np.ndarray, runs: tuple[BlockRun, ...]
 
 
 def num_blocks(runs: tuple[BlockRun, ...]) -> int:
-    """Blocks of all runs together."""
+    """Return the number of blocks of all runs."""
     return sum(run.rows * run.blocks for run in runs)
 
 
@@ -94,10 +94,10 @@ class Copies(Protocol):
 
 
 class CpuCopies:
-    """Both link directions of a CPU "device". Each is used by one lane's thread alone.
+    """The copies of a CPU "device".
 
-    ``enabled`` False leaves the copies out and keeps everything else: the same steps run back to back without the
-    link, which is how the ideal compute time is measured.
+    ``enabled`` False leaves out the copies to the device and the pace of the others: the same steps run without the
+    link, which measures the ideal compute time.
     """
 
     def __init__(self, gb_per_s: float | None = None):
@@ -106,12 +106,11 @@ class CpuCopies:
         self.set_rate(gb_per_s)
 
     def set_rate(self, gb_per_s: float | None) -> None:
-        """Pace both directions; None lifts the pace."""
+        """Pace both directions; None copies as fast as memory allows."""
         rate = None if gb_per_s is None else gb_per_s * 1e9
         self.h2d, self.d2h = Pacer(rate), Pacer(rate)
 
     def abort(self) -> None:
-        """Let copies under way end at once: their run has failed."""
         self.h2d.stopped = self.d2h.stopped = True
 
     def copy_h2d(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -121,7 +120,6 @@ class CpuCopies:
         self._copy(self.d2h, target, source)
 
     def copy_blocks_h2d(self, target: torch.Tensor, pool: torch.Tensor, runs: tuple[BlockRun, ...]) -> None:
-        """target [B, columns, block], pool [blocks, …]: the blocks of all runs."""
         if not self.enabled:
             return
         began = self.h2d.begin()

@@ -40,6 +40,10 @@ class HeldSetting(Generic[T]):
                     self._write(self._before)
 
 
+def _tf32() -> bool:
+    return torch.backends.cuda.matmul.allow_tf32
+
+
 def _set_tf32(allowed: bool) -> None:
     torch.backends.cuda.matmul.allow_tf32 = allowed
 
@@ -52,4 +56,4 @@ SHORT_SWITCH_INTERVAL = HeldSetting(sys.getswitchinterval, sys.setswitchinterval
 NO_CUDNN_ATTENTION = HeldSetting(torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp, False)
 
 #: Exact tokens in float32: the environment of an image may have asked for products with ten bits.
-NO_TF32 = HeldSetting(lambda: torch.backends.cuda.matmul.allow_tf32, _set_tf32, False)
+NO_TF32 = HeldSetting(_tf32, _set_tf32, False)

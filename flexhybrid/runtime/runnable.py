@@ -1,4 +1,4 @@
-"""What this executor runs. The plan maker lays out more: every system of the papers, for the simulator."""
+"""What the executor can run. The simulator can run more: every system of the papers."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from flexhybrid.core.policy import GROUP_ELEMENTS, Policy
 
 
 def check_runnable(shape: ModelShape, policy: Policy) -> None:
-    """Refuse what the executor does not run, by name (InputError)."""
-    widths = {
-        "weights": (shape.hidden, shape.query_width, shape.ffn), "kv": (shape.kv_width,), "act": (shape.hidden,),
-    }  # fmt: skip
-    for name, sizes in widths.items():
+    """Raise InputError that names what the executor cannot run."""
+    weight_rows = (shape.hidden, shape.query_width, shape.ffn)
+    row_sizes = {"weights": weight_rows, "kv": (shape.kv_width,), "act": (shape.hidden,)}
+    for name, sizes in row_sizes.items():
         odd = [size for size in sizes if size % GROUP_ELEMENTS]
         if getattr(policy.bits, name) != "native" and odd:
             raise InputError(
                 f"policy {policy.name}: bits.{name} {getattr(policy.bits, name)} needs rows of whole groups of "
                 f"{GROUP_ELEMENTS} elements; model {shape.name} has rows of {odd[0]}"
             )
+    limited_pool = policy.selection.pool is not None and policy.selection.pool < 1
     speculative = policy.selection.method == "speculative"
     ranked = policy.selection.method == "heavy_hitter"
     refusals = (
@@ -26,7 +26,7 @@ def check_runnable(shape: ModelShape, policy: Policy) -> None:
         (policy.hidden == "disk", "hidden states on the disk"),
         (speculative and policy.selection.partial_keys == "host", "partial keys on the host"),
         (
-            speculative and policy.selection.pool < 1 and policy.bits.kv != "native",
+            speculative and limited_pool and policy.bits.kv != "native",
             f"a limited pool of a speculative selection over {policy.bits.kv}-bit KV, whose heads share a row,",
         ),
         (speculative and policy.attention == "host", "a speculative selection with attention on the host"),
@@ -38,6 +38,8 @@ def check_runnable(shape: ModelShape, policy: Policy) -> None:
             f"attention on the host over {policy.bits.kv}-bit KV",
         ),
     )
-    for refused, what in refusals:
+    for refused, feature in refusals:
         if refused:
-            raise InputError(f"policy {policy.name}: {what} cannot be run by this version; `flexhybrid simulate` can")
+            raise InputError(
+                f"policy {policy.name}: {feature} cannot be run by this version; `flexhybrid simulate` can"
+            )

@@ -1,4 +1,4 @@
-"""What a step's compute verbs need on the device: made once an iteration, used by every layer."""
+"""Index tensors, masks and sampling that the compute verbs of a step need: made once a step, used by every layer."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ Rotation = tuple[torch.Tensor, torch.Tensor]  #: cosines and sines, [R, d] each
 
 @dataclass(frozen=True)
 class StorePlace:
-    """Where a part's new rows come from, and on the device where they go; ``rows`` None: all of them, in order."""
+    """The computed rows that a store takes, and the places of a device pool where they go."""
 
-    rows: torch.Tensor | None
+    rows: torch.Tensor | None  #: None: all of them, in order
     blocks: torch.Tensor | None = None
     offsets: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
 class StepTensors:
-    """Rows are a padded grid [B, computed_width]: a recomputed prefix, then new tokens."""
+    """Tensors of one step. Its rows are a padded grid [B, computed_width]: a recomputed prefix, then new tokens."""
 
     cells_R: torch.Tensor  #: of the token table
     positions_R: torch.Tensor
@@ -42,11 +42,11 @@ class StepTensors:
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A copy of the array that the device reads; nobody waits for it."""
+    """Return a copy of the array on the device, without waiting for it."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     if device.type == "cpu":
         return tensor
-    # From pageable memory the copy would wait for the whole stream, and the device would run dry.
+    # From pageable memory the copy would wait for all that the stream has to do, and the device would then idle.
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
@@ -61,74 +61,73 @@ class TokenTable:
         self.ids = torch.from_numpy(flat).to(device)
 
     def cells(self, requests: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Places in ``ids``; ``requests`` is [B], ``positions`` [B] or [B, …]."""
+        """Return places in ``ids``; ``requests`` is [B], ``positions`` [B] or [B, …]."""
         return self.start[requests].reshape(-1, *[1] * (positions.ndim - 1)) + positions
 
 
 def computed_positions(step: MiniBatchStep) -> np.ndarray:
-    """[B, computed width]: the prefix's positions, then the new tokens'; padding stays within the request."""
+    """Return the positions of the computed tokens: [B, computed_width]. Those of padding lie within the request."""
     prefix = np.minimum(np.arange(step.recomputed_width), step.context[:, None])
     new = np.minimum(np.arange(step.width), step.new_tokens[:, None] - 1) + step.context[:, None]
     return np.concatenate([prefix, new], axis=1)
 
 
 def position_tables(kinds: BlockKinds, longest: int) -> dict[str, np.ndarray]:
-    """Of every kind: the position in its request of its first token, its second, …, for requests of up to so many; and
-    one more, for the padding of those that have none."""
+    """Return for every cache entry the positions of its tokens in a request of ``longest`` tokens, in order; and one
+    position more, for the padding of requests that have none."""
     counts = kinds.stored(longest)
     return {kind: np.minimum(kinds.positions(i, int(counts[i]) + 1), longest - 1) for i, kind in enumerate(kinds.kinds)}
 
 
 def act_positions(step: MiniBatchStep, tables: dict[str, np.ndarray]) -> np.ndarray:
-    """Positions of the rows that KV-Gen recomputes, in the order of its buffer: per segment [B, blocks · 16], flat.
-    Padding repeats the last token's."""
-    pieces = []
+    """Return the positions of the rows that KV-Gen recomputes, as its buffer holds them: per segment [B, blocks · 16],
+    flat. Padding repeats the last token's."""
+    rows = []
     for segment in step.of("act"):
         columns = np.arange(segment.buffer_blocks * BLOCK_TOKENS)
         index = np.minimum(columns, np.maximum(segment.num_tokens[:, None] - 1, 0))
-        pieces.append(tables[segment.kind][index + segment.start_block[:, None] * BLOCK_TOKENS].reshape(-1))
-    return np.concatenate(pieces)
+        rows.append(tables[segment.kind][index + segment.start_block[:, None] * BLOCK_TOKENS].reshape(-1))
+    return np.concatenate(rows)
 
 
 def column_positions(step: MiniBatchStep, tables: dict[str, np.ndarray]) -> np.ndarray:
-    """[B, T]: the position of the token that each column of a decode step's attention buffer holds; -1 for padding.
+    """Return the position of the token in each column of a decode step's attention buffer, [B, T]; -1 for padding.
 
-    Of a step that attends to all that is cached; ``tables`` are ``position_tables``.
+    The step attends to all cached tokens; ``tables`` are ``position_tables``.
     """
-    pieces = []
+    columns = []
     for segment in step.segments:
         index = np.arange(segment.max_tokens)
         inside = index < segment.num_tokens[:, None]
         index = np.minimum(index + segment.start_block[:, None] * BLOCK_TOKENS, len(tables[segment.kind]) - 1)
-        pieces.append(np.where(inside, tables[segment.kind][index], -1))
-    if step.recomputed_width:
+        columns.append(np.where(inside, tables[segment.kind][index], -1))
+    if step.recomputed is not None:
         index = np.arange(step.recomputed_width)
-        pieces.append(np.where(index < step.recomputed[:, None], index, -1))
-    pieces.append(step.context[:, None])
-    return np.concatenate(pieces, axis=1)
+        columns.append(np.where(index < step.recomputed[:, None], index, -1))
+    columns.append(step.context[:, None])
+    return np.concatenate(columns, axis=1)
 
 
-#: A mask's rows begin at multiples of so many elements: where they do not, CUDA's attention copies the mask each time.
+#: The rows of a mask begin at multiples of so many elements: CUDA's attention copies any other mask at each call.
 MASK_ALIGNMENT = 8
 
 
 def hidden_columns(step: MiniBatchStep) -> np.ndarray | None:
-    """bool [B, T]: padding among the cached columns; None when there is none.
+    """Return which columns are padding, bool [B, T]; None where none is.
 
-    The columns of the new tokens, the last ones, are open: which of them hide from each other hangs on nothing but
-    their order.
+    The last columns, those of the new tokens, are not hidden here: attention is causal among them.
     """
-    pieces = [np.arange(s.max_tokens) >= s.num_tokens[:, None] for s in step.segments if s.max_tokens]
-    if step.recomputed_width:
-        pieces.append(np.arange(step.recomputed_width) >= step.recomputed[:, None])
-    if not any(piece.any() for piece in pieces):
+    padding = [np.arange(s.max_tokens) >= s.num_tokens[:, None] for s in step.segments if s.max_tokens]
+    if step.recomputed is not None:
+        padding.append(np.arange(step.recomputed_width) >= step.recomputed[:, None])
+    if not any(columns.any() for columns in padding):
         return None
-    pieces.append(np.zeros((len(step.requests), step.width), dtype=bool))
-    return np.concatenate(pieces, axis=1)
+    padding.append(np.zeros((len(step.requests), step.width), dtype=bool))
+    return np.concatenate(padding, axis=1)
 
 
 def mask_of(hidden_BT: np.ndarray, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """[B, 1, 1, T] of 0 and -inf where a column is hidden."""
+    """Return a mask that is added to scores, [B, 1, 1, T]: -inf where a column is hidden, else 0."""
     columns = hidden_BT.shape[1]
     added = np.zeros((len(hidden_BT), 1, 1, -(-columns // MASK_ALIGNMENT) * MASK_ALIGNMENT), dtype=np.float32)
     added[:, 0, 0, :columns][hidden_BT] = -np.inf
@@ -136,7 +135,7 @@ def mask_of(hidden_BT: np.ndarray, dtype: torch.dtype, device: torch.device) -> 
 
 
 def store_rows(step: MiniBatchStep, rows: np.ndarray) -> np.ndarray | None:
-    """Rows of the new-token grid as rows of the computed grid; None when it is all of them, in order."""
+    """Return rows of the grid of new tokens as rows of the computed grid; None when they are all of it, in order."""
     if len(rows) == len(step.requests) * step.computed_width:
         return None
     request, token = np.divmod(rows, step.width)
@@ -144,7 +143,7 @@ def store_rows(step: MiniBatchStep, rows: np.ndarray) -> np.ndarray | None:
 
 
 class StepMaker:
-    """Makes the tensors of a wave's steps; holds the tables that they look positions and tokens up in."""
+    """Makes the tensors of a wave's steps, from tables of its tokens and positions."""
 
     def __init__(
         self, wave: Wave, prompts: list[list[int]], plan: SamplingPlan, dtype: torch.dtype, device: torch.device

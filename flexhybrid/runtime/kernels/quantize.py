@@ -18,21 +18,22 @@ where 2**-14 of a code is what float32 arithmetic adds, the second entry speaks 
 ((max - min) + |min| * 2**-10 + 2**-24) / (2**bits - 1) * (1 + 2**-11) + 2**-25.
 
 **Edges.** A constant group that float16 can express comes back exactly. Values beyond ±``LIMIT`` (infinite ones too)
-saturate near it; the limit is so chosen that dequantising to float16 cannot overflow. A NaN makes its group NaN.
+saturate near it; with this limit, dequantising to float16 cannot overflow. A NaN makes its group NaN.
 
-**Again.** In float32, quantising a dequantised row gives the same bytes for each group that has elements of both signs
-(or a zero) and a scale >= 2**-16; any other comes back within the bound above. A 16-bit dtype rounds between the two.
+**Twice.** In float32, quantising a dequantised row gives equal bytes for each group that has elements of both signs (or
+a zero) and a scale >= 2**-16; any other group stays within the bound above. A 16-bit dtype rounds between the two.
 
-**Speed.** Plain torch, passes in float32 over pieces that a CPU's caches hold. Measured on a busy AMD EPYC (Zen 3), one
-thread, the best of many runs on [4096, 2048] bfloat16, in GB/s read and written (a plain copy: 20): dequantize 4.2
-from 8 bits and 3.7 from 4, quantize 1.8; in processor time, times a plain copy of the rows: quantize 4 to 6 in float32
-and 7 to 10 in bfloat16, dequantize 2 and 3 to 5. Left out because slower, side by side: scaling in bfloat16 (1.2 to 2
-times), addcmul (1.2 to 2.5 times: no vector path where two operands are broadcast), aminmax (6 times amin and amax),
-batch_norm as a fused scale and add, embedding_bag_4bit_unpack (FBGEMM) and torch.compile (3 times and more each).
+**Speed.** Plain torch, passes in float32 over chunks of rows that a CPU's caches hold. Measured on a busy AMD EPYC (Zen
+3), one thread, the best of many runs on [4096, 2048] bfloat16, in GB/s read and written (a plain copy: 20): dequantize
+4.2 from 8 bits and 3.7 from 4, quantize 1.8; in processor time, times a plain copy of the rows: quantize 4 to 6 in
+float32 and 7 to 10 in bfloat16, dequantize 2 and 3 to 5. Left out because slower, side by side: scaling in bfloat16
+(1.2 to 2 times), addcmul (1.2 to 2.5 times: no vector path where two operands are broadcast), aminmax (6 times amin and
+amax), batch_norm as a fused scale and add, embedding_bag_4bit_unpack (FBGEMM) and torch.compile (3 times and more
+each).
 
-On CUDA those passes become one kernel each way (``runtime.quantize_triton``), which gives the same bytes. It was chosen
-by counting, and is not yet measured on a GPU: to unpack 4 bits to bfloat16, the passes of plain torch read and write 29
-bytes an element, the kernel 2.6. Plain torch stays where Triton does not run or, tried at first use, gives other bits.
+On CUDA those passes are one kernel each way (``kernels.quantize_triton``), with equal bytes. It was chosen by counting
+and is not yet measured on a GPU: to unpack 4 bits to bfloat16, the passes of plain torch read and write 29 bytes an
+element, the kernel 2.6. Plain torch stays where Triton does not run or, tried at first use, gives other bits.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.memory import PACKING_ELEMENTS
 from flexhybrid.core.policy import GROUP_ELEMENTS
 
-#: Largest magnitude that is kept: LIMIT * (1 + 2**-10) <= 65504, the largest float16, leaves the scale room to round.
+#: Largest magnitude that is kept. LIMIT * (1 + 2**-10) <= 65504, the largest float16: the scale has room to round.
 LIMIT = 65440.0
 
 WORK_ELEMENTS = PACKING_ELEMENTS
@@ -57,9 +58,9 @@ WORK_ELEMENTS = PACKING_ELEMENTS
 KERNEL_DEVICES = ("cuda",)
 
 
-def packed_bytes(elements: int, bits: int) -> int:
-    """Bytes of a packed row. Raises InputError where the groups do not fill the row, or bits is neither 8 nor 4."""
-    if bits not in (8, 4):
+def packed_bytes(elements: int, bits: int | str) -> int:
+    """Return the bytes of a packed row. Raises InputError where groups do not fill the row, or bits is not 8 or 4."""
+    if not isinstance(bits, int) or bits not in (8, 4):
         raise InputError(f"quantisation to {bits!r} bits is not known; it must be 8 or 4")
     if elements < 1 or elements % GROUP_ELEMENTS:
         raise InputError(
@@ -70,7 +71,7 @@ def packed_bytes(elements: int, bits: int) -> int:
 
 
 def quantize(rows: torch.Tensor, bits: int, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Rows [..., n] of float32, bfloat16 or float16 -> uint8 [..., packed_bytes(n, bits)], into ``out`` where given.
+    """Pack rows [..., n] of float32, bfloat16 or float16 to uint8 [..., packed_bytes(n, bits)], into ``out`` if given.
 
     Leading axes of both may be strided views; packed rows are contiguous in themselves and begin at even addresses.
     """
@@ -84,9 +85,9 @@ def quantize(rows: torch.Tensor, bits: int, out: torch.Tensor | None = None) -> 
 
 
 def dequantize(packed: torch.Tensor, bits: int, dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:
-    """uint8 [..., packed_bytes(n, bits)] -> [..., n] of ``dtype``, into ``out`` where given.
+    """Unpack uint8 [..., packed_bytes(n, bits)] to [..., n] of ``dtype``, into ``out`` if given.
 
-    The inverse of quantize, with its terms on strides.
+    Strides as for ``quantize``.
     """
     elements = _elements(packed.shape[-1], bits)
     shape = (*packed.shape[:-1], elements)
@@ -100,23 +101,23 @@ def dequantize(packed: torch.Tensor, bits: int, dtype: torch.dtype, out: torch.T
 
 
 def _quantize(rows: torch.Tensor, bits: int, out: torch.Tensor) -> None:
-    """In plain torch."""
+    """Quantize in plain torch."""
     work = _workspace(rows, torch.float32)
     codes = _workspace(rows, torch.uint8) if bits == 4 else None
-    for piece, packed in _pieces(rows, out):
-        _quantize_piece(piece, bits, packed, _like(piece, work), _like(piece, codes))
+    for chunk, packed in _chunks(rows, out):
+        _quantize_chunk(chunk, bits, packed, _like(chunk, work), codes)
 
 
 def _dequantize(packed: torch.Tensor, bits: int, out: torch.Tensor) -> None:
-    """In plain torch."""
+    """Dequantize in plain torch."""
     codes = _workspace(out, torch.uint8) if bits == 4 else None
     values = _workspace(out, torch.float32) if out.dtype != torch.float32 else None
-    for piece, source in _pieces(out, packed):
-        _dequantize_piece(source, bits, piece, piece if values is None else _like(piece, values), _like(piece, codes))
+    for chunk, source in _chunks(out, packed):
+        _dequantize_chunk(source, bits, chunk, chunk if values is None else _like(chunk, values), codes)
 
 
 def _kernels_for(values: torch.Tensor, bits: int) -> ModuleType | None:
-    """The Triton kernels if they are to pack or unpack these values: they ask for rows contiguous in themselves."""
+    """Return the Triton kernels where they can pack or unpack these values: each row must be contiguous."""
     if values.device.type not in KERNEL_DEVICES or not values.numel() or values.stride(-1) != 1:
         return None
     return _proven_kernels(values.device, values.dtype, bits)
@@ -124,9 +125,9 @@ def _kernels_for(values: torch.Tensor, bits: int) -> ModuleType | None:
 
 @lru_cache
 def _proven_kernels(device: torch.device, dtype: torch.dtype, bits: int) -> ModuleType | None:
-    """The Triton kernels if they give what plain torch gives on this device, else None and a warning.
+    """Return the Triton kernels if their bits equal plain torch's on this device; otherwise warn and return None.
 
-    Waits for the device, and for the compiler where Triton's cache on the disk has not yet what it makes.
+    Waits for the device, and for the compiler where Triton's cache on the disk does not have the kernels yet.
     """
     try:
         from flexhybrid.runtime.kernels import quantize_triton
@@ -140,7 +141,7 @@ def _proven_kernels(device: torch.device, dtype: torch.dtype, bits: int) -> Modu
 
 
 def _prove(kernels: ModuleType, rows: torch.Tensor, bits: int) -> None:
-    """Pack and unpack trial rows. Raises ArithmeticError where a bit differs from plain torch's."""
+    """Pack and unpack trial rows; raise ArithmeticError where a bit differs from plain torch's."""
     size = packed_bytes(rows.shape[1], bits)
     packed, restored = rows.new_empty(len(rows), size, dtype=torch.uint8), torch.empty_like(rows)
     _quantize(rows, bits, packed)
@@ -149,7 +150,7 @@ def _prove(kernels: ModuleType, rows: torch.Tensor, bits: int) -> None:
         slots, ours = packed.new_zeros(len(rows), size + gap)[:, :size], torch.zeros_like(rows)
         kernels.quantize(rows, bits, slots, LIMIT)
         kernels.dequantize(slots, bits, ours)
-        # Of the last row, which holds a NaN, the bytes are the processor's choice.
+        # The last row holds a NaN, whose bytes differ between processors.
         same_bits = torch.equal(slots[:-1], packed[:-1]) and torch.equal(
             ours[:-1].view(torch.uint8), restored[:-1].view(torch.uint8)
         )
@@ -158,8 +159,8 @@ def _prove(kernels: ModuleType, rows: torch.Tensor, bits: int) -> None:
 
 
 def _trial_rows(dtype: torch.dtype) -> torch.Tensor:
-    """Rows [28, 33 groups] of all magnitudes, with edge values among others and alone in their groups, and last a NaN.
-    A program of the kernels holds fewer groups; their number is odd, which is another case at 4 bits."""
+    """Return rows [28, 33 groups] of all magnitudes, with edge values beside others and alone in their groups, and a
+    NaN in the last row. A program of the kernels holds fewer groups; an odd number is a case of its own at 4 bits."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(28, 33 * GROUP_ELEMENTS, generator=generator) * 2.0 ** torch.arange(-32, 24, 2).unsqueeze(1)
     edges = torch.tensor([0.0, -0.0, 1e-40, -1e-40, 1 / 3, LIMIT, -1e5, 3e38, torch.inf, -torch.inf])
@@ -169,37 +170,43 @@ def _trial_rows(dtype: torch.dtype) -> torch.Tensor:
     return rows.to(dtype)
 
 
-def _quantize_piece(rows: torch.Tensor, bits: int, packed: torch.Tensor, work: torch.Tensor, unpacked) -> None:
-    """One piece; ``work`` is float32, ``unpacked`` uint8 (4 bits only), of the shape of ``rows``."""
+def _quantize_chunk(
+    rows: torch.Tensor, bits: int, packed: torch.Tensor, work: torch.Tensor, code_space: torch.Tensor | None
+) -> None:
+    """Pack a chunk of rows. ``work``: float32 like ``rows``; ``code_space``: uint8, of at least its size (4 bits)."""
     levels, (codes, parameters) = 2**bits - 1, _parts(packed, rows.shape[-1], bits)
     groups = _groups(work.copy_(rows))
     # Adding 0.0 makes 0.0 of -0.0: equal values give equal bytes.
     lowest = groups.amin(-1, keepdim=True).clamp_(-LIMIT, LIMIT).add_(0.0)
     highest = groups.amax(-1, keepdim=True).clamp_(-LIMIT, LIMIT).add_(0.0)
     minimum = _round_down(lowest)
-    # A number that is a tensor, lest CUDA multiply by its reciprocal: the bytes are the same on every device.
+    # By a tensor: CUDA would multiply by the reciprocal of a number, and give other bytes than a CPU.
     scale = ((highest - minimum) / lowest.new_full((), levels)).half()
     parameters[..., :1], parameters[..., 1:] = scale, minimum
-    # A scale of zero belongs to a group of equal values: any code will do, but no NaN (infinity · 0) is one.
+    # A scale of zero belongs to a group of equal values: any code serves, except a NaN (infinity · 0).
     inverse = torch.where(scale == 0, torch.finfo(torch.float32).tiny, 1 / scale.float())
     groups.sub_(minimum).mul_(inverse)
     values = work.clamp_(0, levels).round_()
     # Through int8: torch converts float32 to uint8 one element at a time, twelve times slower.
-    if bits == 8:
+    if code_space is None:
         codes.view(torch.int8).copy_(values.sub_(128))
         codes.bitwise_xor_(128)
     else:
+        unpacked = _like(rows, code_space)
         unpacked.view(torch.int8).copy_(values)
         below, above = unpacked.tensor_split(2, dim=-1)
         torch.bitwise_left_shift(above, 4, out=codes)
-        codes.bitwise_or_(below.bitwise_and_(15))  # masked: what a NaN becomes is the processor's choice
+        codes.bitwise_or_(below.bitwise_and_(15))  # masked: processors differ in what a NaN becomes
 
 
-def _dequantize_piece(packed: torch.Tensor, bits: int, out: torch.Tensor, values: torch.Tensor, unpacked) -> None:
-    """One piece; ``values`` is float32 (out itself in float32), ``unpacked`` uint8 (4 bits only), of out's shape."""
+def _dequantize_chunk(
+    packed: torch.Tensor, bits: int, out: torch.Tensor, values: torch.Tensor, code_space: torch.Tensor | None
+) -> None:
+    """Unpack a chunk. ``values``: float32 like ``out``, or ``out``; ``code_space``: as for ``_quantize_chunk``."""
     codes, parameters = _parts(packed, out.shape[-1], bits)
     parameters = parameters.float()
-    if bits == 4:
+    if code_space is not None:
+        unpacked = _like(out, code_space)
         below, above = unpacked.tensor_split(2, dim=-1)
         torch.bitwise_and(codes, 15, out=below)
         torch.bitwise_right_shift(codes, 4, out=above)
@@ -210,7 +217,7 @@ def _dequantize_piece(packed: torch.Tensor, bits: int, out: torch.Tensor, values
 
 
 def _round_down(lowest: torch.Tensor) -> torch.Tensor:
-    """The largest float16 that is not above."""
+    """Return the largest float16 that is not above."""
     minimum = lowest.half()
     bits = minimum.view(torch.int16)
     # float16 is sign and magnitude: one step down adds one to the bits of a negative number, else takes one off.
@@ -223,13 +230,13 @@ def _groups(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _parts(packed: torch.Tensor, elements: int, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of packed rows: codes uint8 [..., n * bits / 8], and float16 [..., G, 2] of (scale, minimum)."""
+    """Return views of packed rows: codes uint8 [..., n * bits / 8], and float16 [..., G, 2] of (scale, minimum)."""
     code_bytes = elements * bits // 8
     return packed[..., :code_bytes], packed[..., code_bytes:].view(torch.float16).unflatten(-1, (-1, 2))
 
 
 def _elements(num_bytes: int, bits: int) -> int:
-    """The inverse of packed_bytes. Raises InputError where no row packs into so many bytes."""
+    """Return the elements of a packed row. Raises InputError where no row packs into so many bytes."""
     group_bytes = packed_bytes(GROUP_ELEMENTS, bits)
     if num_bytes < 1 or num_bytes % group_bytes:
         raise InputError(f"{num_bytes} bytes are no packed row of {bits} bits: a group takes {group_bytes} bytes")
@@ -241,24 +248,24 @@ def _workspace(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(elements, dtype=dtype, device=rows.device)
 
 
-def _like(piece: torch.Tensor, workspace: torch.Tensor | None) -> torch.Tensor | None:
-    return None if workspace is None else workspace[: piece.numel()].view(piece.shape)
+def _like(chunk: torch.Tensor, workspace: torch.Tensor) -> torch.Tensor:
+    return workspace[: chunk.numel()].view(chunk.shape)
 
 
-def _pieces(rows: torch.Tensor, packed: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The same rows of both, at most WORK_ELEMENTS elements (or one row) at a time; views, whatever the strides."""
+def _chunks(rows: torch.Tensor, packed: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield views of the same rows of both, at most WORK_ELEMENTS elements (or one row) at a time."""
     limit = WORK_ELEMENTS[rows.device.type]
     if rows.dim() == 1 or rows.numel() <= limit:
         yield rows, packed
     elif (fitting := limit * rows.shape[0] // rows.numel()) >= 1:
         yield from zip(rows.split(fitting), packed.split(fitting))
     else:
-        for one, its_packed in zip(rows, packed):
-            yield from _pieces(one, its_packed)
+        for part, its_packed in zip(rows, packed):
+            yield from _chunks(part, its_packed)
 
 
-def _checked(tensor: torch.Tensor, shape, what: str, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-    """Returns the tensor. Raises InputError where it is not of the shape and dtype."""
+def _checked(tensor: torch.Tensor, shape, name: str, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    """Return the tensor; raise InputError where it has not this shape and dtype."""
     if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype:
-        raise InputError(f"{what} is {tensor.dtype} {list(tensor.shape)}; it must be {dtype} {list(shape)}")
+        raise InputError(f"{name} is {tensor.dtype} {list(tensor.shape)}; it must be {dtype} {list(shape)}")
     return tensor

@@ -17,7 +17,7 @@ from flexhybrid.core.model.shape import ModelShape
 def rotary_tables(
     shape: ModelShape, num_positions: int, dtype: torch.dtype, device: torch.device | str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cos, sin) of positions 0 … P-1, each [P, d]; the second half of a row repeats the first."""
+    """Return (cos, sin) of positions 0 … P-1, each [P, d]; the second half of a row repeats the first."""
     frequencies, factor = inverse_frequencies(shape.rope, shape.head_dim)
     angles = torch.arange(num_positions).float()[:, None] * frequencies
     angles = torch.cat((angles, angles), dim=-1)
@@ -26,7 +26,7 @@ def rotary_tables(
 
 
 def rotate_(x: torch.Tensor, cos_Rd: torch.Tensor, sin_Rd: torch.Tensor) -> torch.Tensor:
-    """Turn queries or keys x [..., R, heads, d] in place, each row by its own position's angles; returns x.
+    """Rotate queries or keys x [..., R, heads, d] in place, each row by the angles of its position; return x.
 
     Element i of a head is paired with element i + d/2. The products and sums are those of transformers'
     apply_rotary_pos_emb, each rounded to the dtype of x.
@@ -41,10 +41,10 @@ def rotate_(x: torch.Tensor, cos_Rd: torch.Tensor, sin_Rd: torch.Tensor) -> torc
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[torch.Tensor, float]:
-    """(angle a position of each pair [d/2], factor on cosines and sines).
+    """Return (angle a position of each pair [d/2], factor on cosines and sines).
 
-    dynamic equals default: its frequencies change only behind the model's last position, where the executor refuses to
-    go.
+    "dynamic" equals "default" here: its frequencies change only behind the model's last position, which the executor
+    refuses.
     """
     turns = rope.theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
     if rope.type == "linear":
@@ -57,12 +57,13 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[torch.Tensor, float]
 
 
 def _yarn(rope: Rope, head_dim: int, turns: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Peng et al. 2023 (arXiv 2309.00071): fast pairs as they are, slow ones stretched by the factor, a ramp between;
-    and an attention temperature."""
+    """Peng et al. 2023 (arXiv 2309.00071): keep fast pairs, stretch slow ones by the factor, with a ramp between; and
+    an attention temperature."""
+    (original,) = _settings(rope, "original_max_positions")
 
     def dimension(rotations: float) -> float:
-        """Which element turns this often within the original context."""
-        wavelength = rope.original_max_positions / (rotations * 2 * math.pi)
+        """Return the element that turns this often within the original context."""
+        wavelength = original / (rotations * 2 * math.pi)
         return head_dim * math.log(wavelength) / (2 * math.log(rope.theta))
 
     def magnitude(scale: float) -> float:
@@ -83,10 +84,18 @@ def _yarn(rope: Rope, head_dim: int, turns: torch.Tensor) -> tuple[torch.Tensor,
 
 
 def _llama3(rope: Rope, frequencies: torch.Tensor) -> torch.Tensor:
-    """Llama 3.1: wavelengths beyond the original context stretched by the factor, short ones kept, a mix between."""
-    rotations = rope.original_max_positions * frequencies / (2 * math.pi)
-    slow, fast = rope.low_freq_factor, rope.high_freq_factor
+    """Llama 3.1: stretch wavelengths beyond the original context by the factor, keep short ones, mix between."""
+    original, slow, fast = _settings(rope, "original_max_positions", "low_freq_factor", "high_freq_factor")
+    rotations = original * frequencies / (2 * math.pi)
     smooth = (rotations - slow) / (fast - slow)
     between = (1 - smooth) * frequencies / rope.factor + smooth * frequencies
     scaled = torch.where(rotations < slow, frequencies / rope.factor, between)
     return torch.where(rotations > fast, frequencies, scaled)
+
+
+def _settings(rope: Rope, *names: str) -> list[float]:
+    """Return settings that the type of rotation demands; raise ValueError where one is missing."""
+    values = [getattr(rope, name) for name in names]
+    if None in values:
+        raise ValueError(f"rotary positions of type {rope.type} need {', '.join(names)}")
+    return values

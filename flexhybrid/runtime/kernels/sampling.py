@@ -1,13 +1,13 @@
 """From logits to tokens, each request by its own parameters.
 
-The order of the steps is vLLM's: tokens that may not come yet are masked, then temperature, min_p, top_k, top_p, then
-one draw. The random numbers are counter-based: the one of (seed, request, position) is the same whatever else is in the
-batch, and each row of logits is treated as if it were alone, so that company changes no token.
+The order of the steps is vLLM's: mask tokens that may not come yet, divide by the temperature, then min_p, top_k,
+top_p, then one draw. Random numbers are counter-based: the number of (seed, request, position) does not depend on the
+rest of the batch, and each row of logits is treated by itself, so that other requests change no token.
 
-What is kept depends on the logits' values alone: of tokens with equal logits at the edge of top_k or top_p all are kept
-(transformers keeps some of them at the edge of top_p, whichever its sort put last).
+Only the values of the logits decide which tokens stay: all tokens with a logit equal to the one at the edge of top_k or
+top_p are kept (transformers keeps some of them at the edge of top_p, depending on its sort).
 
-Shapes in names: B requests of a mini-batch, V vocabulary, N requests of a wave.
+Shapes in names: B requests of a mini-batch, V vocabulary, N requests of a wave, R rows that a step applies to.
 """
 
 from __future__ import annotations
@@ -18,50 +18,54 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-GREEDY_BELOW = 1e-5  #: temperatures too small to divide logits by mean greedy, as in vLLM
-DRAW_BLOCK = 256  #: a draw first finds its block of the vocabulary, then its token: far fewer sums to carry along
-NO_TOKEN = -1  #: stands for the token of logits that are no numbers
-NUCLEUS_PREFIX = 512  #: on a CPU top_p first looks among so many tokens, and sorts the vocabulary only if it must
+GREEDY_BELOW = 1e-5  #: temperatures below it mean greedy, as in vLLM: logits cannot be divided by them
+DRAW_BLOCK = 256  #: tokens of a block: a draw first finds its block of the vocabulary, then its token, by fewer sums
+NO_TOKEN = -1  #: stands for the token of logits that are not finite
+NUCLEUS_PREFIX = 512  #: the largest logits that top_p tries first on a CPU, before it sorts the whole vocabulary
 
 
 @dataclass(frozen=True)
 class SamplingPlan:
-    """How the tokens of a wave's requests are chosen: an entry a request, in the wave's order."""
+    """How the tokens of a wave's requests are chosen: one entry for each request, in the wave's order."""
 
-    temperature: np.ndarray  #: [N]; below GREEDY_BELOW the largest logit is taken and the next three do not count
-    top_k: np.ndarray  #: [N] whole numbers; 0: off
+    temperature: np.ndarray  #: [N]; below GREEDY_BELOW the largest logit is taken, whatever the next three are
+    top_k: np.ndarray  #: [N] integers; 0: off
     top_p: np.ndarray  #: [N]; 1: off
     min_p: np.ndarray  #: [N]; 0: off
     seeds: np.ndarray  #: [N] uint64
-    request_ids: np.ndarray  #: [N] names the request to the random numbers, among those of the same seed
+    request_ids: np.ndarray  #: [N] number of the request among those of its seed, for the random numbers
     min_positions: np.ndarray  #: [N] tokens of ``held_ids`` may not come at positions below this one
     held_ids: tuple[tuple[int, ...], ...]  #: [N]
 
     def select(self, members: np.ndarray) -> SamplingPlan:
-        """The plan of some of the requests."""
-        return SamplingPlan(
-            self.temperature[members], self.top_k[members], self.top_p[members], self.min_p[members],
-            self.seeds[members], self.request_ids[members], self.min_positions[members],
-            tuple(self.held_ids[i] for i in members),
-        )  # fmt: skip
+        """Return the plan of the requests with these indices."""
+        arrays = {name: value[members] for name, value in vars(self).items() if name != "held_ids"}
+        return SamplingPlan(**arrays, held_ids=tuple(self.held_ids[i] for i in members))
 
 
 def greedy_plan(num_requests: int) -> SamplingPlan:
-    """The largest logit for everyone."""
-    zeros = np.zeros(num_requests)
-    whole = np.zeros(num_requests, dtype=np.int64)
-    seeds = np.zeros(num_requests, dtype=np.uint64)
-    return SamplingPlan(zeros, whole, zeros + 1, zeros, seeds, np.arange(num_requests), whole, ((),) * num_requests)
+    """Return the plan that takes the largest logit, for every request."""
+    zeros, int_zeros = np.zeros(num_requests), np.zeros(num_requests, dtype=np.int64)
+    return SamplingPlan(
+        temperature=zeros,
+        top_k=int_zeros,
+        top_p=zeros + 1,
+        min_p=zeros,
+        seeds=int_zeros.astype(np.uint64),
+        request_ids=np.arange(num_requests),
+        min_positions=int_zeros,
+        held_ids=((),) * num_requests,
+    )
 
 
 @dataclass(frozen=True)
 class StepSampling:
-    """What choosing the next token of B requests needs, on the device."""
+    """What choosing the next tokens of B requests needs, on the device."""
 
     #: float64: uniforms, temperature (1 if greedy), min_p, top_k, top_p; None: all greedy
     values_5B: torch.Tensor | None
-    greedy_B: torch.Tensor | None  #: which rows are greedy; None when none is
-    rows_min_p: torch.Tensor | slice | None  #: rows that ask for it; None: nobody does
+    greedy_B: torch.Tensor | None  #: bool: the greedy rows; None where there are none, or all are
+    rows_min_p: torch.Tensor | slice | None  #: rows with a min_p; None where there are none
     rows_top_k: torch.Tensor | slice | None
     rows_top_p: torch.Tensor | slice | None
     largest_k: int
@@ -74,9 +78,10 @@ def step_sampling(
     positions: np.ndarray,
     to_device: Callable[[np.ndarray], torch.Tensor],
 ) -> StepSampling | None:
-    """How the requests [B] (places in the plan) choose the tokens at ``positions`` [B]; None: the largest logit, all.
+    """Return how the requests [B] (indices of the plan) choose the tokens at ``positions`` [B]; None where all take the
+    largest logit.
 
-    A token's position counts from the first token of the prompt. ``to_device`` may copy asynchronously.
+    Positions count from the first token of the prompt. ``to_device`` may copy asynchronously.
     """
     temperature = plan.temperature[requests]
     random = temperature >= GREEDY_BELOW
@@ -108,41 +113,47 @@ def step_sampling(
 
 
 def choose(logits_BV: torch.Tensor, step: StepSampling | None) -> torch.Tensor:
-    """Token ids [B]; ``step`` from ``step_sampling``. The logits are left as they are."""
+    """Return token ids [B]; ``step`` is of ``step_sampling``. The logits are not changed."""
     if step is None:
         return logits_BV.argmax(dim=-1)
     warped_BV = warp(logits_BV, step)
     if step.values_5B is None:
         return warped_BV.argmax(dim=-1)
-    largest_B = None if step.greedy_B is None else warped_BV.argmax(dim=-1)
-    tokens_B = draw(warped_BV, step.values_5B[0])
-    return tokens_B if largest_B is None else torch.where(step.greedy_B, largest_B, tokens_B)
+    if step.greedy_B is None:
+        return draw(warped_BV, step.values_5B[0])
+    largest_B = warped_BV.argmax(dim=-1)  # before the draw, which overwrites the logits
+    return torch.where(step.greedy_B, largest_B, draw(warped_BV, step.values_5B[0]))
 
 
 def warp(logits_BV: torch.Tensor, step: StepSampling) -> torch.Tensor:
-    """New float32 logits [B, V]: divided by the temperature, -inf where a token may not come."""
+    """Return new float32 logits [B, V]: divided by the temperature, -inf where a token may not come."""
     if step.values_5B is None:
         logits = logits_BV.to(torch.float32, copy=True)
-    else:
-        _, temperature_B, min_p_B, top_k_B, top_p_B = step.values_5B
-        logits = logits_BV.float() / temperature_B.float()[:, None]
-    if step.held_2M is not None:
-        # Not by assignment: a number assigned at indices crosses from pageable memory, and the host waits for that.
-        logits.index_put_((step.held_2M[0], step.held_2M[1]), logits.new_full((), -torch.inf))
-    if step.rows_min_p is not None:
-        rows = step.rows_min_p
+        _mask_held(logits, step)
+        return logits
+    _, temperature_B, min_p_B, top_k_B, top_p_B = step.values_5B
+    logits = logits_BV.float() / temperature_B.float()[:, None]
+    _mask_held(logits, step)
+    if (rows := step.rows_min_p) is not None:
         keep_from(logits, rows, logits[rows].amax(dim=-1) + min_p_B[rows].log())
-    if step.rows_top_k is not None:
-        rows = step.rows_top_k
+    if (rows := step.rows_top_k) is not None:
         keep_from(logits, rows, top_k_edge(logits[rows], top_k_B[rows].long(), step.largest_k))
-    if step.rows_top_p is not None:
-        rows = step.rows_top_p
+    if (rows := step.rows_top_p) is not None:
         keep_from(logits, rows, top_p_edge(logits[rows], top_p_B[rows]))
     return logits
 
 
+def _mask_held(logits_BV: torch.Tensor, step: StepSampling) -> None:
+    """Set the logits of tokens that may not come yet to -inf.
+
+    Not by assignment: a number assigned at indices is copied from pageable memory, and the host waits for that.
+    """
+    if step.held_2M is not None:
+        logits_BV.index_put_((step.held_2M[0], step.held_2M[1]), logits_BV.new_full((), -torch.inf))
+
+
 def keep_from(logits_BV: torch.Tensor, rows: torch.Tensor | slice, edge_R: torch.Tensor) -> None:
-    """In the given rows, -inf in place of the logits below the row's edge."""
+    """Set the logits of these rows that are below the row's edge to -inf."""
     edge = edge_R.to(logits_BV.dtype)[:, None]
     if isinstance(rows, slice):
         logits_BV.masked_fill_(logits_BV < edge, -torch.inf)
@@ -152,18 +163,18 @@ def keep_from(logits_BV: torch.Tensor, rows: torch.Tensor | slice, edge_R: torch
 
 
 def top_k_edge(logits_RV: torch.Tensor, top_k_R: torch.Tensor, largest_k: int) -> torch.Tensor:
-    """The k-th largest logit of each row [R]; a k beyond the vocabulary keeps all of it."""
+    """Return the k-th largest logit of each row [R]; a k beyond the vocabulary keeps all of it."""
     largest_k = min(largest_k, logits_RV.shape[-1])
     ranked = logits_RV.topk(largest_k, dim=-1).values
     return ranked.gather(1, top_k_R.clamp(max=largest_k)[:, None] - 1).squeeze(1)
 
 
 def top_p_edge(logits_RV: torch.Tensor, top_p_R: torch.Tensor) -> torch.Tensor:
-    """The smallest logit of each row's nucleus [R]: the most probable tokens until their probabilities reach top_p."""
+    """Return the smallest logit of each row's nucleus [R]: its most probable tokens, until their sum reaches top_p."""
     vocab = logits_RV.shape[-1]
     largest = logits_RV.amax(dim=-1, keepdim=True)
     target = top_p_R * (logits_RV - largest).exp_().sum(dim=-1, dtype=torch.float64)
-    # Sorting a whole vocabulary takes a GPU little time, and looking whether it was needed would make it wait.
+    # A GPU sorts a whole vocabulary quickly; to ask whether that is needed would make it wait for the host.
     prefix = vocab if logits_RV.is_cuda else min(NUCLEUS_PREFIX, vocab)
     edge, ends = _nucleus(logits_RV, largest, target, prefix)
     if prefix < vocab and (wide := (~ends).nonzero().squeeze(1)).numel():
@@ -172,20 +183,20 @@ def top_p_edge(logits_RV: torch.Tensor, top_p_R: torch.Tensor) -> torch.Tensor:
 
 
 def _nucleus(logits_RV, largest_R1, target_R, prefix: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Edge [R] as seen among the ``prefix`` largest logits, and whether the nucleus [R] ends among them."""
+    """Return the edge [R] among the ``prefix`` largest logits, and whether the nucleus ends among them, bool [R]."""
     if prefix == logits_RV.shape[-1]:
         ranked = logits_RV.sort(dim=-1, descending=True).values
     else:
         ranked = logits_RV.topk(prefix, dim=-1).values
     reached = (ranked - largest_R1).exp_().cumsum(dim=-1, dtype=torch.float64)
-    # A token is in when those before it do not reach the target; the first one always is.
+    # The nucleus holds a token when those before it do not reach the target; it always holds the first.
     size = 1 + (reached[:, :-1] < target_R[:, None]).sum(dim=-1)
     return ranked.gather(1, size[:, None] - 1).squeeze(1), reached[:, -1] >= target_R
 
 
 def draw(logits_BV: torch.Tensor, uniforms_B: torch.Tensor) -> torch.Tensor:
-    """Token ids [B] of the softmax of the logits (which are overwritten) at the uniforms, by the inverse of the
-    cumulated probabilities in the order of the vocabulary."""
+    """Draw token ids [B] from the softmax of the logits: the inverse of the cumulated probabilities, in the order of
+    the vocabulary, at the uniforms. Overwrites the logits."""
     weights = logits_BV.sub_(logits_BV.amax(dim=-1, keepdim=True)).exp_()
     batch, vocab = weights.shape
     blocks = torch.nn.functional.pad(weights, (0, -vocab % DRAW_BLOCK)).view(batch, -1, DRAW_BLOCK)
@@ -198,12 +209,15 @@ def draw(logits_BV: torch.Tensor, uniforms_B: torch.Tensor) -> torch.Tensor:
 
 
 def _first_above(cumulated: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Index [B, 1] of the first entry above the target, which rounding may have lifted to the total itself: without
-    the bound the last entry would be taken, whatever its probability."""
+    """Return the index [B, 1] of the first entry above the target.
+
+    Rounding may have raised the target to the total: it is bounded below it, or else the last entry would be taken,
+    whatever its probability.
+    """
     total = cumulated[:, -1:]
-    bound = torch.nextafter(total, torch.zeros_like(total))
-    # The clamp is for logits that are no numbers: any token then, not one outside the vocabulary.
-    return torch.searchsorted(cumulated, torch.minimum(target, bound), right=True).clamp_(max=cumulated.shape[-1] - 1)
+    below_total = torch.nextafter(total, torch.zeros_like(total))
+    index = torch.searchsorted(cumulated, torch.minimum(target, below_total), right=True)
+    return index.clamp_(max=cumulated.shape[-1] - 1)  # for logits that are not finite: a token of the vocabulary
 
 
 # ---- random numbers --------------------------------------------------------------------------------------------------
@@ -217,7 +231,7 @@ _KEY_STEPS = np.array([[0x9E3779B9], [0xBB67AE85]], dtype=np.uint64)
 def philox4x32(counter_4N: np.ndarray, key_2N: np.ndarray) -> np.ndarray:
     """Philox 4x32 with 10 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 
-    Words of 32 bits in uint64, so that products fit: counters [4, N] and keys [2, N] to random words [4, N].
+    Words of 32 bits lie in uint64, so that products fit: counters [4, N] and keys [2, N] to random words [4, N].
     """
     even, odd, key = counter_4N[::2], counter_4N[1::2], key_2N
     for _ in range(10):
@@ -228,9 +242,9 @@ def philox4x32(counter_4N: np.ndarray, key_2N: np.ndarray) -> np.ndarray:
 
 
 def uniforms(seeds: np.ndarray, requests: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """A uniform in [0, 1) of 53 bits for each (seed, request, position): key and counter of Philox 4x32."""
+    """Return a uniform in [0, 1) of 53 bits for each (seed, request, position): key and counter of Philox 4x32."""
     seeds, requests, positions = (
-        np.asarray(numbers).astype(np.uint64) for numbers in np.broadcast_arrays(seeds, requests, positions)
+        np.asarray(values).astype(np.uint64) for values in np.broadcast_arrays(seeds, requests, positions)
     )
     counter = np.stack([positions & _WORD, positions >> _HALF, requests & _WORD, requests >> _HALF])
     words = philox4x32(counter, np.stack([seeds & _WORD, seeds >> _HALF]))

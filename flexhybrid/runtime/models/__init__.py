@@ -1,4 +1,4 @@
-"""Architectures that the executor runs: a file of pure layer functions and a map of weight names each."""
+"""Architectures that the executor runs. Each is a file of pure layer functions and a map of weight names."""
 
 from types import ModuleType
 
@@ -10,7 +10,7 @@ ARCHITECTURES: dict[str, ModuleType] = {"opt": opt, "llama": llama}
 
 
 def architecture(shape: ModelShape) -> ModuleType:
-    """The module of a shape's family. Raises InputError when the executor has none."""
+    """Return the module of a shape's family; raise InputError where there is none."""
     if shape.family not in ARCHITECTURES:
         raise InputError(
             f"model {shape.name}: the executor cannot run the {shape.family} family; it runs {', '.join(ARCHITECTURES)}"

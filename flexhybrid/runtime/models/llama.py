@@ -1,4 +1,4 @@
-"""Llama and those built like it (Mistral, Qwen2) as functions on tensors, and what a checkpoint calls their weights.
+"""Llama and models built like it (Mistral, Qwen2) as functions on tensors, and the names of their weights in a file.
 
 Shapes: R rows (new tokens), h hidden. ``w`` maps a layout name (flexhybrid.core.model.layout) to its row parts, because
 a matrix may lie partly in resident and partly in streamed memory. All functions follow transformers' LlamaForCausalLM.
@@ -18,7 +18,7 @@ PREFIXES = ("model.", "")
 
 
 def layer_tensors(shape: ModelShape) -> dict[str, tuple[str, ...]]:
-    """Layout name -> the checkpoint's tensors, stacked by rows: keys, then values, then queries."""
+    """Return {layout name: the checkpoint's tensors, stacked by rows: keys, then values, then queries}."""
     projections = ("self_attn.k_proj", "self_attn.v_proj", "self_attn.q_proj")
     tensors: dict[str, tuple[str, ...]] = {
         "norm1.weight": ("input_layernorm.weight",),
@@ -35,7 +35,7 @@ def layer_tensors(shape: ModelShape) -> dict[str, tuple[str, ...]]:
 
 
 def outer_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Tensors outside the layers: name behind the prefix -> shape. ``lm_head.weight`` takes no prefix."""
+    """Return {name behind the prefix: shape} of the tensors outside the layers. ``lm_head.weight`` takes no prefix."""
     tensors: dict[str, tuple[int, ...]] = {
         "embed_tokens.weight": (shape.vocab, shape.hidden),
         "norm.weight": (shape.hidden,),
@@ -46,12 +46,12 @@ def outer_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 
 def embed(shape: ModelShape, outer: dict[str, torch.Tensor], tokens: torch.Tensor, positions: torch.Tensor):
-    """Token ids [R] -> hidden states [R, h]; positions come in by rotation, later."""
+    """Token ids [R] -> hidden states [R, h]. Positions enter later, by rotation."""
     return F.embedding(tokens, outer["embed_tokens.weight"])
 
 
 def attention_input(shape: ModelShape, w: dict[str, Parts], hidden_Rh: torch.Tensor) -> torch.Tensor:
-    """What the query, key and value projections see, and what an ACT block stores: [R, h]."""
+    """Return the input of the query, key and value projections, which ACT blocks store: [R, h]."""
     return _norm(shape, hidden_Rh, w["norm1.weight"][0])
 
 

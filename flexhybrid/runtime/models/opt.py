@@ -1,4 +1,4 @@
-"""OPT as functions on tensors, and where its weights are called what in a checkpoint.
+"""OPT as functions on tensors, and the names of its weights in a checkpoint.
 
 Shapes: R rows (new tokens), h hidden. ``w`` maps a layout name (flexhybrid.core.model.layout) to its row parts, because
 a matrix may lie partly in resident and partly in streamed memory. All functions follow transformers' OPTForCausalLM.
@@ -17,7 +17,7 @@ PREFIXES = ("model.decoder.", "decoder.", "")
 
 
 def layer_tensors(shape: ModelShape) -> dict[str, tuple[str, ...]]:
-    """Layout name -> the checkpoint's tensors, stacked by rows: keys, then values, then queries."""
+    """Return {layout name: the checkpoint's tensors, stacked by rows: keys, then values, then queries}."""
     return {
         "norm1.weight": ("self_attn_layer_norm.weight",),
         "norm1.bias": ("self_attn_layer_norm.bias",),
@@ -35,7 +35,7 @@ def layer_tensors(shape: ModelShape) -> dict[str, tuple[str, ...]]:
 
 
 def outer_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Tensors outside the layers: name behind the prefix -> shape. ``lm_head.weight`` takes no prefix."""
+    """Return {name behind the prefix: shape} of the tensors outside the layers. ``lm_head.weight`` takes no prefix."""
     width = shape.embed_dim or shape.hidden
     tensors: dict[str, tuple[int, ...]] = {
         "embed_tokens.weight": (shape.vocab, width),
@@ -59,9 +59,9 @@ def embed(shape: ModelShape, outer: dict[str, torch.Tensor], tokens: torch.Tenso
 
 
 def attention_input(shape: ModelShape, w: dict[str, Parts], hidden_Rh: torch.Tensor) -> torch.Tensor:
-    """What the query, key and value projections see, and what an ACT block stores: [R, h].
+    """Return the input of the query, key and value projections, which ACT blocks store: [R, h].
 
-    OPT-350m normalises after attention instead of before: there it is the hidden state itself.
+    OPT-350m normalises after attention instead of before it: there the input is the hidden state itself.
     """
     if not shape.pre_norm:
         return hidden_Rh

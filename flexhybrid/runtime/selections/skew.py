@@ -1,10 +1,10 @@
-"""Skewing (InfiniGen, Sec. 4.2): an orthogonal matrix per layer and key/value head that gathers what a head's queries
-are made of in few columns, so that few columns suffice to guess attention scores.
+"""Skewing (InfiniGen, Sec. 4.2): an orthogonal matrix for each layer and key/value head that concentrates a head's
+queries in few columns, so that few columns suffice to guess attention scores.
 
-From one forward of a sample text: with Q = U S Vᵀ the queries of a head (GQA: of all query heads of a group, stacked),
-A = V. Queries and keys times A have the same scores. Where nothing stands between projection and score (OPT), A goes
-into W_Q and W_K and their biases. Rotary positions stand between: there A is kept beside the weights, and only what a
-selection guesses with is multiplied with it, after rotation.
+One forward of a sample text gives the queries of a head, Q = U S Vᵀ (GQA: of all query heads of a group, stacked), and
+A = V. Multiplying queries and keys by A does not change their scores. Where nothing comes between projection and score
+(OPT), A is folded into W_Q and W_K and their biases. Rotary positions come between: then A is kept beside the weights,
+and only the rows that a selection guesses with are multiplied by it, after rotation.
 
 Shapes: N sample tokens, H query heads, G key/value heads, d head size, h hidden.
 """
@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.shape import ModelShape
-from flexhybrid.runtime.kernels.attention import attend_prefill
+from flexhybrid.runtime.kernels.attention import attend_prefill, split_heads
 from flexhybrid.runtime.kernels.rotary import rotary_tables, rotate_
 from flexhybrid.runtime.models import architecture
 from flexhybrid.runtime.storage.loader import SKEW_FILE, Checkpoint
@@ -39,9 +39,9 @@ def unchanged(layer: int, q_NHd: torch.Tensor, k_NGd: torch.Tensor) -> tuple[tor
 
 @torch.inference_mode()
 def forward(checkpoint: Checkpoint, tokens: list[int], change: Change = unchanged) -> torch.Tensor:
-    """Logits [N, vocab] of one text in float32; ``change`` sees every layer's queries and keys, rotated where they are.
+    """Return the logits [N, vocab] of one text in float32; ``change`` maps the rotated queries and keys of each layer.
 
-    One layer's weights are in memory at a time.
+    The weights of one layer at a time are in memory.
     """
     shape = checkpoint.shape
     model = architecture(shape)
@@ -53,8 +53,7 @@ def forward(checkpoint: Checkpoint, tokens: list[int], change: Change = unchange
         w = _layer_weights(checkpoint, layer)
         act = model.attention_input(shape, w, hidden)
         kvq = linear(act, w["kvq.weight"], w["kvq.bias"][0] if "kvq.bias" in w else None)
-        keys, values, queries = kvq.split([shape.kv_width // 2, shape.kv_width // 2, shape.query_width], dim=-1)
-        k, v, q = (part.unflatten(-1, (-1, shape.head_dim)).contiguous() for part in (keys, values, queries))
+        k, v, q = (heads.contiguous() for heads in split_heads(shape, kvq))
         if rotation:
             k, q = rotate_(k, *rotation), rotate_(q, *rotation)
         q, k = change(layer, q, k)
@@ -63,21 +62,21 @@ def forward(checkpoint: Checkpoint, tokens: list[int], change: Change = unchange
 
 
 def _layer_weights(checkpoint: Checkpoint, layer: int) -> dict[str, Parts]:
-    """Layout name -> one whole tensor in float32."""
-    pieces: dict[str, list[torch.Tensor]] = {}
+    """Return {layout name: one tensor in float32}."""
+    parts: dict[str, list[torch.Tensor]] = {}
     for name, _, tensor in checkpoint.layer_tensors(layer):
-        pieces.setdefault(name, []).append(tensor.float())
-    return {name: (torch.cat(parts),) for name, parts in pieces.items()}
+        parts.setdefault(name, []).append(tensor.float())
+    return {name: (torch.cat(tensors),) for name, tensors in parts.items()}
 
 
 def skewing_matrices(checkpoint: Checkpoint, tokens: list[int]) -> list[torch.Tensor]:
-    """A of every layer: float64 [G, d, d], from one forward of these tokens."""
+    """Return A of every layer, float64 [G, d, d], from one forward of these tokens."""
     matrices = []
 
     def look(layer: int, q: torch.Tensor, k: torch.Tensor):
         stacked = q.double().unflatten(1, (k.shape[1], -1)).transpose(0, 1).flatten(1, 2)  # [G, N · H/G, d]
         d = stacked.shape[-1]
-        padded = torch.nn.functional.pad(stacked, (0, 0, 0, max(0, d - stacked.shape[1])))  # V is whole all the same
+        padded = torch.nn.functional.pad(stacked, (0, 0, 0, max(0, d - stacked.shape[1])))  # V has d columns then, too
         triangular = torch.linalg.qr(padded).R
         matrices.append(torch.linalg.svd(triangular).Vh.transpose(-1, -2).contiguous())
         return q, k
@@ -87,9 +86,10 @@ def skewing_matrices(checkpoint: Checkpoint, tokens: list[int]) -> list[torch.Te
 
 
 def folded(shape: ModelShape, tensor: torch.Tensor, matrices_Gdd: torch.Tensor) -> torch.Tensor:
-    """A layer's W_Q or W_K, [heads · d, h], or its bias, times A: rows of each head are mixed among themselves.
+    """Return a layer's W_Q or W_K, [heads · d, h], or its bias, times A, which mixes the rows of each head.
 
-    In float32, whatever the checkpoint's: rounded to 16 bits, the shipped model's logits change by 7e-4 of the largest.
+    The result is float32 whatever the checkpoint's dtype: rounded to 16 bits, the logits of the shipped model change by
+    7e-4 of the largest.
     """
     heads = tensor.double().view(shape.num_kv_heads, -1, shape.head_dim, *tensor.shape[1:])
     mixed = torch.einsum("grd...,gde->gre...", heads, matrices_Gdd)
@@ -97,9 +97,9 @@ def folded(shape: ModelShape, tensor: torch.Tensor, matrices_Gdd: torch.Tensor) 
 
 
 def save_skewed(checkpoint: Checkpoint, tokens: list[int], folder: str | Path) -> None:
-    """Write the checkpoint, skewed by these sample tokens, to a new folder; transformers reads that as it read the old.
+    """Write the checkpoint, skewed by these sample tokens, to a new folder, in a form that transformers reads.
 
-    Raises InputError where the folder is there already or cannot be written.
+    Raises InputError where the folder exists already or cannot be written.
     """
     folder = Path(folder)
     if folder.exists():
@@ -118,12 +118,12 @@ def save_skewed(checkpoint: Checkpoint, tokens: list[int], folder: str | Path) -
         raise InputError(f"cannot write {folder}: {error.strerror or error}") from None
 
 
-#: Files that hold weights, or say which does.
+#: Names of files that hold weights, and of their index.
 _WEIGHTS = re.compile(r"(model|pytorch_model).*\.(safetensors|bin)(\.index\.json)?")
 
 
 def _save_folded(checkpoint: Checkpoint, matrices: list[torch.Tensor], folder: Path) -> None:
-    """All tensors, a file a layer, and the index of the files."""
+    """Write all tensors, one file for each layer, and the index of the files."""
     files: dict[str, str] = {}
 
     def save(tensors: dict[str, torch.Tensor], file: str) -> None:
