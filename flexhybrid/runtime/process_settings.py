@@ -40,11 +40,11 @@ class HeldSetting(Generic[T]):
                     self._write(self._before)
 
 
-def _tf32() -> bool:
+def _tf32() -> bool | str:
     return torch.backends.cuda.matmul.allow_tf32
 
 
-def _set_tf32(allowed: bool) -> None:
+def _set_tf32(allowed: bool | str) -> None:
     torch.backends.cuda.matmul.allow_tf32 = allowed
 
 

@@ -90,7 +90,7 @@ def _quantize_kernel(
     BITS: tl.constexpr, WIDE: tl.constexpr, HALVES: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     values, codes, parameters, half, present = _place(
-        values, codes, parameters, values_stride, packed_stride, groups, BITS, WIDE, HALVES
+        values, codes, parameters, values_stride, packed_stride, groups, BITS=BITS, WIDE=WIDE, HALVES=HALVES
     )
     packed = _quantize_halves(values, parameters, half, present, 2**BITS - 1, LIMIT)
     if BITS == 4:
@@ -104,7 +104,7 @@ def _dequantize_kernel(
     BITS: tl.constexpr, WIDE: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     values, codes, parameters, half, present = _place(
-        values, codes, parameters, values_stride, packed_stride, groups, BITS, WIDE, HALVES
+        values, codes, parameters, values_stride, packed_stride, groups, BITS=BITS, WIDE=WIDE, HALVES=HALVES
     )
     packed = tl.load(codes + _elements(half), mask=present[:, None])
     if BITS == 8:
