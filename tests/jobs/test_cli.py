@@ -111,7 +111,7 @@ def test_a_path_that_leads_nowhere_is_told_before_anything_heavy_is_loaded(
     arguments, words, tmp_path, monkeypatch, capsys
 ):
     """In the words of what would read it later."""
-    for job in ("accuracy", "compare", "profile", "run", "skew"):
+    for job in ("accuracy.job", "compare.job", "profile.job", "run.job", "skew"):
         monkeypatch.setitem(sys.modules, f"flexhybrid.jobs.{job}", None)  # an import fails
     there = {
         "NONE": str(tmp_path / "none"),
