@@ -17,8 +17,8 @@ from flexhybrid.core.context.cache_entries import TIERS
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.shape import shape_from_config
 from flexhybrid.core.policy import Policy
-from flexhybrid.jobs.options import budgets_from, options_from
-from flexhybrid.jobs.paths import check_checkpoint, check_file
+from flexhybrid.jobs.options import budgets_from, options_from, split_names
+from flexhybrid.jobs.paths import check_checkpoint, check_file, check_writable
 from flexhybrid.jobs.run.cli import DISK_DIR_HELP, add_doctor, add_run
 
 
@@ -244,9 +244,11 @@ def _compare(args) -> dict:
     if args.policy:
         Policy.load(args.policy)
 
-    from flexhybrid.jobs.compare.job import compare, options_from
+    from flexhybrid.jobs.compare.job import compare
+    from flexhybrid.jobs.compare.setting import CompareOptions
 
-    return compare(options_from(args), quiet=args.json)
+    systems = split_names(args.systems or [])
+    return compare(options_from(CompareOptions, args, budgets=budgets_from(args), systems=systems), quiet=args.json)
 
 
 def _profile(args) -> dict:
@@ -254,31 +256,31 @@ def _profile(args) -> dict:
 
     from tqdm import tqdm
 
-    from flexhybrid.jobs.compare.job import check_writable
     from flexhybrid.jobs.compare.report import Report
     from flexhybrid.jobs.profile.disk import measure_disk, with_disk
     from flexhybrid.jobs.profile.job import PROFILE_STEPS, TIMING_SHAPE, fastest_dtype, measure_hardware
     from flexhybrid.resolve import pick_device, profile_path
     from policy_search.fit import fit_report
 
-    device = pick_device(args.device, args.link_gb_per_s)
     if args.disk_gb_per_s is not None and args.disk is None:
         raise InputError("--disk-gb-per-s is the pace of a disk: name its folder with --disk")
-    check_writable(profile_path(device).parent)
-    disk = measure_disk(args.disk, args.disk_gb_per_s) if args.disk else None
+    paced = pick_device(args.device, args.link_gb_per_s, args.disk, args.disk_gb_per_s)
+    path = profile_path(paced.device)
+    check_writable(path.parent)
+    disk = measure_disk(paced.disk) if args.disk else None
     shape = named or TIMING_SHAPE
-    dtype = fastest_dtype(shape, device)
+    dtype = fastest_dtype(shape, paced.device)
     with tqdm(total=PROFILE_STEPS, desc="profile", file=sys.stderr, disable=args.json or None, leave=False) as bar:
-        hardware, disagreements = measure_hardware(shape, dtype, device, args.link_gb_per_s, None, bar.update)
+        hardware, disagreements = measure_hardware(shape, dtype, paced, on_progress=bar.update)
     if disk:
         hardware = with_disk(hardware, disk[0])
-        hardware.save(profile_path(device))
+        hardware.save(path)
         disagreements += disk[1]
     rows = fit_report(hardware)
     if not args.json:
         Report(quiet=False).profile(hardware, disagreements)
-        print(f"\nKept at {profile_path(device)}")
-    return {"path": str(profile_path(device)), "lines": rows, "disagreements": disagreements}
+        print(f"\nKept at {path}")
+    return {"path": str(path), "lines": rows, "disagreements": disagreements}
 
 
 def _skew(args) -> dict:
@@ -363,9 +365,10 @@ def _accuracy(args) -> dict:
     check_checkpoint(args.model)
     check_file(args.text, "text file ")
 
-    from flexhybrid.jobs.accuracy.job import accuracy, options_from
+    from flexhybrid.jobs.accuracy.job import AccuracyOptions, accuracy
 
-    return accuracy(options_from(args), quiet=args.json)
+    named = {"policies": split_names(args.policies)} if args.policies else {}
+    return accuracy(options_from(AccuracyOptions, args, **named), quiet=args.json)
 
 
 def _plain(value):

@@ -9,33 +9,24 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from flexhybrid.arguments import LLMArguments
-from flexhybrid.core.context.cache_entries import TIERS
 from flexhybrid.core.errors import InputError, unknown
 from flexhybrid.core.hardware import Hardware
-from flexhybrid.core.memory import BufferSizes, buffer_sizes, fits, memory_plan, parse_bytes
-from flexhybrid.core.model.shape import DTYPE_BYTES
+from flexhybrid.core.memory import BufferSizes, buffer_sizes, fits, memory_plan
+from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Policy
-from flexhybrid.core.problem import Budgets, Problem
 from flexhybrid.core.trace import TraceEvent
 from flexhybrid.core.wave import Wave, admit
 from flexhybrid.core.waves import check_least, first_wave, split_waves, wave_plan
 from flexhybrid.core.workload import Workload
 from flexhybrid.requests import CompletionOutput, RequestCodec, RequestOutput, Requests, load_tokenizer
-from flexhybrid.resolve import (
-    free_device_memory,
-    named_hardware,
-    pick_device,
-    pick_dtype,
-    resolve_policy,
-    settle_policy,
-)
+from flexhybrid.resolve import pick_device, resolve_policy, resolve_problem, settle_policy
 from flexhybrid.runtime.engine import Engine, RunControl, WaveResult
 from flexhybrid.runtime.runnable import check_runnable
-from flexhybrid.runtime.storage.disk import checked_rate
 from flexhybrid.runtime.storage.loader import Checkpoint
-from flexhybrid.runtime.storage.weights import DiskPlace, Weights
+from flexhybrid.runtime.storage.weights import Weights
 from flexhybrid.sampling_params import SamplingParams
 
 OnTrace = Callable[[list[TraceEvent]], object]
@@ -105,19 +96,8 @@ class LLM:
         if not isinstance(arguments.model, (str, Path)) or not str(arguments.model):
             raise InputError(f"model must be the path of a local checkpoint folder, not {arguments.model!r}")
         self.checkpoint = Checkpoint(arguments.model)
-        self.shape = self.checkpoint.shape
-        self.device = pick_device(arguments.device, arguments.link_gb_per_s)
-        self.link_gb_per_s = arguments.link_gb_per_s
-        self.hardware = named_hardware(arguments.hardware, self.device, arguments.link_gb_per_s)
-        self.dtype = pick_dtype(arguments.dtype, self.shape, self.device, self.hardware)
-        self.bytes_per_element = DTYPE_BYTES[self.dtype]
-        self.disk = DiskPlace(arguments.disk_dir, checked_rate(arguments.disk_gb_per_s))
-        if self.hardware and self.disk.gb_per_s is not None:
-            self.hardware = self.hardware.with_disk_rate(self.disk.gb_per_s)
-        sizes = {tier: parse_bytes(arguments.budgets.get(tier)) for tier in TIERS}
-        if self.device.type == "cuda" and sizes["device"] is None:
-            sizes["device"] = free_device_memory(self.device)
-        self.budgets = Budgets(**sizes)
+        self.paced = pick_device(arguments.device, arguments.link_gb_per_s, arguments.disk_dir, arguments.disk_gb_per_s)
+        self.problem = resolve_problem(arguments, self.checkpoint.shape, self.paced)
         self.requested_policy = resolve_policy(arguments.policy, self.shape)
         #: the policy in use; None until the first generate where the machine and the requests decide it
         self.policy: Policy | None = self.requested_policy if isinstance(self.requested_policy, Policy) else None
@@ -141,14 +121,19 @@ class LLM:
         return self.codec.tokenizer
 
     @property
-    def problem(self) -> Problem:
-        return Problem(
-            shape=self.shape,
-            dtype=self.dtype,
-            hardware=self.hardware,
-            budgets=self.budgets,
-            device=self.device.type,
-        )
+    def shape(self) -> ModelShape:
+        """The model's shape."""
+        return self.problem.shape
+
+    @property
+    def hardware(self) -> Hardware | None:
+        """The machine's record, at the paces of this run; None where it is not known."""
+        return self.problem.hardware
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the executor."""
+        return self.paced.device
 
     def generate(
         self,
@@ -262,7 +247,8 @@ class LLM:
     def load(self) -> dict[str, int]:
         """Read the weights, under the policy in use, unless they are there; returns the layers' bytes in each tier."""
         if self._weights is None:
-            self._weights = Weights(self.shape, self.checkpoint, self.dtype, self.device, self.policy, self.disk)
+            place, dtype = self.paced.disk, self.problem.dtype
+            self._weights = Weights(self.shape, self.checkpoint, dtype, self.device, self.settled_policy, place)
         return self._weights.layer_bytes
 
     def settle(self, workload: Workload) -> Policy:
@@ -287,7 +273,7 @@ class LLM:
         """Settle the policy for these lengths."""
         if isinstance(self.requested_policy, Policy):
             return
-        policy = settle_policy(self.requested_policy, self.problem, workload, self.link_gb_per_s)
+        policy = settle_policy(self.requested_policy, self.problem, workload, self.paced.link_gb_per_s is not None)
         check_runnable(self.shape, policy)
         self._adopt(policy)
 
@@ -309,9 +295,9 @@ class LLM:
             sizes = self.engine.sizes.merge(needed)
             if sizes == self.engine.sizes:
                 return
-            sizes = sizes if fits(memory_plan(self.problem, self.policy, sizes), self.budgets) else needed
+            sizes = sizes if fits(memory_plan(self.problem, self.policy, sizes), self.problem.budgets) else needed
         self._close_engine()  # the old buffers go before the new ones come
-        self.engine = Engine(self._weights, self.policy, sizes, self.link_gb_per_s, disk=self.disk)
+        self.engine = Engine(self._weights, self.policy, sizes, self.paced.link_gb_per_s, disk=self.paced.disk)
 
     def _close_engine(self) -> None:
         if self.engine is not None:

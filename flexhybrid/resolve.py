@@ -1,21 +1,31 @@
-"""What the user asked for, made definite on this machine: device, dtype, hardware record, policy."""
+"""A user's arguments made definite on this machine: device and paces, problem, policy."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from flexhybrid.core.errors import InputError
+from flexhybrid.arguments import LLMArguments
+from flexhybrid.core.context.cache_entries import TIERS
+from flexhybrid.core.errors import InputError, is_number
 from flexhybrid.core.hardware import Hardware, load_hardware, profile_file
+from flexhybrid.core.memory import parse_bytes
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Placement, Policy
-from flexhybrid.core.problem import Problem
+from flexhybrid.core.problem import Budgets, Problem
 from flexhybrid.core.waves import split_waves
 from flexhybrid.core.workload import Workload
 from flexhybrid.runtime.profiling.profile import faster_cpu_dtype
 from flexhybrid.runtime.runnable import check_runnable
+from flexhybrid.runtime.storage.disk import checked_rate
+from flexhybrid.runtime.storage.weights import ANYWHERE, DiskPlace
+
+if TYPE_CHECKING:
+    from policy_search.search_problem import Space
 
 SLOWEST_LINK = 0.01  #: GB/s; slower, nothing would ever end
 
@@ -24,8 +34,28 @@ SLOWEST_LINK = 0.01  #: GB/s; slower, nothing would ever end
 LOADED_LATER_BYTES = 2**29
 
 
-def pick_device(name: str, link_gb_per_s: float | None) -> torch.device:
-    """ "auto", "cpu" or "cuda". Raises InputError for anything else, for CUDA that is not there, and for a bad pace."""
+@dataclass(frozen=True)
+class PacedDevice:
+    """A device, the pace of a CPU's link (None: none), and the place and pace of the disk."""
+
+    device: torch.device
+    link_gb_per_s: float | None = None
+    disk: DiskPlace = ANYWHERE
+
+    @property
+    def type(self) -> str:
+        """ "cpu" or "cuda"."""
+        return self.device.type
+
+
+def pick_device(
+    name: str,
+    link_gb_per_s: float | None = None,
+    disk_dir: str | Path | None = None,
+    disk_gb_per_s: float | None = None,
+) -> PacedDevice:
+    """Return the device "auto", "cpu" or "cuda" with its paces. Raise InputError for another name, for CUDA where torch
+    finds none, and for a pace that is no rate."""
     if name not in ("auto", "cpu", "cuda"):
         raise InputError(f"device {name!r} is not one of auto, cpu, cuda")
     if name == "cuda" and not torch.cuda.is_available():
@@ -34,22 +64,31 @@ def pick_device(name: str, link_gb_per_s: float | None) -> torch.device:
     if link_gb_per_s is not None:
         if device.type == "cuda":
             raise InputError("link_gb_per_s paces the copies of a CPU; a CUDA device runs at the rate of its own link")
-        number = isinstance(link_gb_per_s, (int, float)) and not isinstance(link_gb_per_s, bool)
-        if not number or not SLOWEST_LINK <= link_gb_per_s < float("inf"):
+        if not is_number(link_gb_per_s) or not SLOWEST_LINK <= link_gb_per_s < float("inf"):
             raise InputError(f"link_gb_per_s is {link_gb_per_s!r}; it must be a number of at least {SLOWEST_LINK} GB/s")
-    return device
+    return PacedDevice(device, link_gb_per_s, DiskPlace(disk_dir, checked_rate(disk_gb_per_s)))
 
 
 def free_device_memory(device: torch.device) -> int:
-    """Bytes that a CUDA device has free now, less what libraries take for themselves as they load: the budget where
-    none is named."""
+    """Return the bytes that a CUDA device has free now, less what libraries take for themselves as they load."""
     free = torch.cuda.mem_get_info(device)[0]
     return free - min(LOADED_LATER_BYTES, free // 32)
 
 
+def resolve_problem(arguments: LLMArguments, shape: ModelShape, paced: PacedDevice) -> Problem:
+    """Return the problem of running a model of this shape under these arguments."""
+    hardware = named_hardware(arguments.hardware, paced)
+    sizes = {tier: parse_bytes(arguments.budgets.get(tier)) for tier in TIERS}
+    if paced.type == "cuda" and sizes["device"] is None:
+        sizes["device"] = free_device_memory(paced.device)
+    dtype = pick_dtype(arguments.dtype, shape, paced.device, hardware)
+    return Problem(shape=shape, dtype=dtype, hardware=hardware, budgets=Budgets(**sizes), device=paced.type)
+
+
 def pick_dtype(name: str, shape: ModelShape, device: torch.device, hardware: Hardware | None) -> str:
-    """The compute dtype. "auto": the checkpoint's on CUDA; on a CPU, for 16-bit ones, what multiplies faster, as the
-    profile found it or, before there is one, by a look now: the answers must not hang on whether one is kept."""
+    """Return the compute dtype. "auto" stands for the checkpoint's on CUDA; on a CPU, for 16-bit checkpoints, for the
+    dtype that multiplies faster: by the profile, or by timing it now, so that answers do not depend on a kept profile.
+    """
     if name not in ("auto", "float32", "bfloat16", "float16"):
         raise InputError(f"dtype {name!r} is not one of auto, float32, bfloat16, float16")
     if name == "float16" and device.type == "cpu":
@@ -62,11 +101,13 @@ def pick_dtype(name: str, shape: ModelShape, device: torch.device, hardware: Har
 
 
 def profile_path(device: torch.device) -> Path:
+    """Return the file of this device's profile."""
     return profile_file(device.type)
 
 
 def saved_hardware(device: torch.device) -> Hardware | None:
-    """What ``flexhybrid profile`` (or compare) measured here; else a catalogue entry for this GPU; else None."""
+    """Return this machine's record as ``flexhybrid profile`` or compare measured it, else the catalogue's entry of this
+    GPU, else None."""
     if profile_path(device).is_file():
         return load_hardware(profile_path(device))
     if device.type == "cuda":
@@ -76,24 +117,25 @@ def saved_hardware(device: torch.device) -> Hardware | None:
     return None
 
 
-def named_hardware(
-    hardware: Hardware | str | Path | None, device: torch.device, link_gb_per_s: float | None
-) -> Hardware | None:
-    """A record as it is; None and "local": what was measured here; a name of the catalogue; or a JSON file. On a CPU at
-    the rate of this run's link."""
+def named_hardware(hardware: Hardware | str | Path | None, paced: PacedDevice) -> Hardware | None:
+    """Return a hardware record at the paces of this run: the one given, one by name or from a JSON file, or (None) the
+    one that was measured here."""
     if hardware is None:
-        hardware = saved_hardware(device)
+        hardware = saved_hardware(paced.device)
     elif not isinstance(hardware, Hardware):
         from sim import catalogue
 
         hardware = catalogue.load(hardware)
-    return hardware.with_link_rate(link_gb_per_s) if hardware and device.type == "cpu" else hardware
+    if hardware and paced.type == "cpu":
+        hardware = hardware.with_link_rate(paced.link_gb_per_s)
+    return hardware.with_disk_rate(paced.disk.gb_per_s) if hardware and paced.disk.gb_per_s is not None else hardware
 
 
 def resolve_policy(policy: str | Path | Policy, shape: ModelShape) -> Policy | str:
-    """A Policy; or the name, "auto" or a system's, of one that the machine and the requests decide (``settle_policy``).
+    """Return a Policy, or the name of one that the machine and the requests decide (``settle_policy``): "auto", or a
+    system's.
 
-    A string is "auto", a system of ``policy_search.systems`` or the path of a JSON file. Raises InputError for an
+    A string is "auto", a system of ``policy_search.systems`` or the path of a JSON file. Raise InputError for an
     unknown name and for a system that cannot be run.
     """
     if isinstance(policy, Policy):
@@ -105,71 +147,67 @@ def resolve_policy(policy: str | Path | Policy, shape: ModelShape) -> Policy | s
     from policy_search.systems import needs_lines, policy_anywhere, policy_here
 
     name = str(policy)
-    if (found := policy_anywhere(name, shape)) is not None:
-        return found
-    if not needs_lines(name):  # only its shares are open: whether it can be run is known now
+    if (anywhere := policy_anywhere(name, shape)) is not None:
+        return anywhere
+    if not needs_lines(name):  # a search decides its shares alone: whether it can be run is known now
         check_runnable(shape, policy_here(name, Problem(shape=shape), Workload.uniform(1, 1, 1)))
     return name
 
 
-def settle_policy(name: str, problem: Problem, workload: Workload, link_gb_per_s: float | None) -> Policy:
-    """The policy that a name of ``resolve_policy`` stands for on this machine, with these requests.
-
-    The hardware record has this run's link rate already (``named_hardware``).
-    """
+def settle_policy(name: str, problem: Problem, workload: Workload, link_is_paced: bool = False) -> Policy:
+    """Return the policy that a name of ``resolve_policy`` stands for on this machine, with these requests."""
     if name == "auto":
-        return best_policy(problem, workload, link_gb_per_s)
+        return best_policy(problem, workload, link_is_paced)
     from policy_search.systems import policy_here
 
     return policy_here(name, problem, workload)
 
 
-def lossless_space(hardware: Hardware):
-    """What a search may choose where nothing may be lost: attention on the host only where it was measured."""
+def lossless_space(hardware: Hardware) -> Space:
+    """Return the search space of policies that lose nothing; attention on the host only where it was measured."""
     from policy_search.search import LOSSLESS
 
     measured = hardware.name != "local" or "attend_host" in hardware.lines
     return LOSSLESS if measured else replace(LOSSLESS, attention=("device",))
 
 
-def best_policy(problem: Problem, workload: Workload, link_gb_per_s: float | None) -> Policy:
-    """The policy "auto" stands for: all resident where that fits and nothing is paced, else the searched one.
+def best_policy(problem: Problem, workload: Workload, link_is_paced: bool = False) -> Policy:
+    """Return the policy of "auto": all resident where that fits and no link is paced, else the searched one.
 
-    Raises InputError when a search is needed and no hardware record is known.
+    Raise InputError when a search is needed and no hardware record is known, and when nothing fits.
     """
     from sim.presets import resident
 
-    if link_gb_per_s is None:
-        try:
+    if not link_is_paced:
+        with suppress(InputError):  # not even one request fits: something has to move
             if len(split_waves(problem, resident(), workload)) == 1:
                 return resident()
-        except InputError:
-            pass  # not even one request fits: something has to move
-    hardware = problem.hardware
-    if hardware is None:
+    if problem.hardware is None:
         raise InputError(
             "policy auto needs to know this machine: run `flexhybrid profile` once, or name a policy such as kv_only "
             "or hybrid(0.5)"
         )
+    space = lossless_space(problem.hardware)
+    with suppress(InputError):
+        return _fitting_policy(problem, space, workload, workload)
+    # The search takes requests of one length, the mean ones. Where the longest do not fit, they decide.
+    longest = Workload.uniform(1, int(workload.prompt_tokens.max()), int(workload.max_tokens.max()))
+    return _fitting_policy(problem, space, longest, workload)
+
+
+def _fitting_policy(problem: Problem, space: Space, lengths: Workload, workload: Workload) -> Policy:
+    """Return the policy searched for ``lengths``, with as many of its weights on the device as let every request of
+    ``workload`` fit. Raise InputError when none do."""
     from policy_search.search import SearchSettings, search
 
-    settings = SearchSettings(max_batch=workload.num_requests, space=lossless_space(hardware))
-    # The search knows requests of one length: the mean ones. Where the longest do not fit beside the weights that it
-    # kept, keep fewer; where they do not fit at all, let the longest decide.
-    longest = Workload.uniform(1, int(workload.prompt_tokens.max()), int(workload.max_tokens.max()))
-    for lengths in (workload, longest):
-        try:
-            policy = search(problem, lengths, settings).policy
-        except InputError:
-            if lengths is longest:
-                raise
-            continue  # what would do must do for the longest, too
-        for keep in (1.0, 0.75, 0.5, 0.25, 0.0):
-            share, disk = policy.weights.device * keep, policy.weights.disk
-            smaller = replace(policy, weights=Placement(device=share, host=max(0.0, 1.0 - share - disk), disk=disk))
-            try:
-                split_waves(problem, smaller, workload)
-                return smaller
-            except InputError:
-                if share == 0.0 and lengths is longest:
-                    raise
+    policy = search(problem, lengths, SearchSettings(max_batch=workload.num_requests, space=space)).policy
+    disk = policy.weights.disk
+    for keep in (1.0, 0.75, 0.5, 0.25):
+        share = policy.weights.device * keep
+        fewer = replace(policy, weights=Placement(device=share, host=max(0.0, 1.0 - share - disk), disk=disk))
+        with suppress(InputError):
+            split_waves(problem, fewer, workload)
+            return fewer
+    streamed = replace(policy, weights=Placement(device=0.0, host=1.0 - disk, disk=disk))
+    split_waves(problem, streamed, workload)
+    return streamed

@@ -14,7 +14,7 @@ from experiments.bench.harness import Table, seconds_in_turn
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, ceil_blocks
 from flexhybrid.core.plan import stream
 from flexhybrid.core.schedule.steps import Segment, block_runs
-from flexhybrid.jobs.compare.speed import Contender
+from flexhybrid.jobs.compare.speed import PolicyRun
 from flexhybrid.runtime.kernels import attention
 from flexhybrid.runtime.kernels.quantize import dequantize, packed_bytes, quantize
 from flexhybrid.runtime.kernels.rotary import rotate_
@@ -78,7 +78,7 @@ def memory_share(operands: torch.Tensor, ours) -> float:
     return statistics.median(shares)
 
 
-def bench_kernels(table: Table, contender: Contender, sizes: Sizes = TIMING) -> None:
+def bench_kernels(table: Table, contender: PolicyRun, sizes: Sizes = TIMING) -> None:
     """Add all rows; ``contender`` runs a mix whose KV-Gen is timed in the executor, on its device."""
     weights = contender.session.executor.weights
     like = {"dtype": weights.dtype, "device": weights.device}
@@ -91,7 +91,7 @@ def bench_kernels(table: Table, contender: Contender, sizes: Sizes = TIMING) -> 
         bench_quantize(table)
 
 
-def bench_kv_gen(table: Table, contender: Contender, like: dict) -> None:
+def bench_kv_gen(table: Table, contender: PolicyRun, like: dict) -> None:
     tasks = {t.verb: t for t in stream(contender.wave, first_iteration=1) if t.layer == 1 and t.iteration == 2}
     task, executor = tasks["kv_gen"], contender.session.executor
     executor.begin_step(task)

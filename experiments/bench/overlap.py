@@ -34,6 +34,7 @@ from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.profile.disk import measure_disk, with_disk
 from flexhybrid.jobs.profile.job import TIMING_SHAPE, measure_hardware
+from flexhybrid.resolve import PacedDevice
 from flexhybrid.runtime.engine import Engine
 from flexhybrid.runtime.profiling.profile import MIXES, OTHERS, profile
 from flexhybrid.runtime.session import Session
@@ -174,7 +175,7 @@ def profiled(dtype: str, case: OverlapCase) -> Hardware:
     """Return this machine's lines; for attention on the host, of its verbs on a core each for device and host."""
     device, rate = torch.device("cpu"), 0.5
     if case.policy.attention != "host":
-        return measure_hardware(case.shape, dtype, device, rate, Path("results/bench-hardware.json"))[0]
+        return measure_hardware(case.shape, dtype, PacedDevice(device, rate), Path("results/bench-hardware.json"))[0]
     runs = [MIXES[0], *(run for run in OTHERS if run.other.get("attention") == "host")]
     samples = profile(case.shape, dtype, device, rate, runs=runs).samples
     return fit_hardware(samples, name="a core each", device="cpu", dtype=dtype)
@@ -182,7 +183,7 @@ def profiled(dtype: str, case: OverlapCase) -> Hardware:
 
 def with_its_disk(case: OverlapCase, hardware: Hardware, folder: Path) -> Hardware:
     """Add the lines of the folder's disk where the case has weights on the disk."""
-    return with_disk(hardware, measure_disk(folder, None)[0]) if case.policy.weights.disk else hardware
+    return with_disk(hardware, measure_disk(DiskPlace(folder))[0]) if case.policy.weights.disk else hardware
 
 
 def bench_overlap(table: Table, dtype: str) -> None:

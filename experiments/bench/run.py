@@ -178,8 +178,7 @@ def profiled(options: RunOptions) -> None:
     from flexhybrid.jobs.profile.job import measure_for_model
 
     llm = options.llm
-    device = pick_device(llm.device, llm.link_gb_per_s)
-    measure_for_model(Checkpoint(llm.model).shape, llm.dtype, device, llm.link_gb_per_s)
+    measure_for_model(Checkpoint(llm.model).shape, llm.dtype, pick_device(llm.device, llm.link_gb_per_s))
 
 
 def bench_memory(table: Table, folder: Path) -> None:

@@ -33,19 +33,21 @@ from experiments.bench.selection import bench_selection
 from experiments.bench.simulator import bench_classes, bench_papers, bench_peer, bench_search_time
 from flexhybrid import shipped
 from flexhybrid.core.memory import buffer_sizes, memory_plan, total_bytes
-from flexhybrid.core.model.shape import DTYPE_BYTES, shape_by_name
+from flexhybrid.core.model.shape import shape_by_name
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import Budgets, Problem
 from flexhybrid.core.trace import TraceEvent, check_trace
 from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.compare.exactness import Reference, compare_tokens
-from flexhybrid.jobs.compare.job import INSIDE, LINK_LADDER, MIXES, virtual_decode
-from flexhybrid.jobs.compare.speed import Bench, Contender, Measured
+from flexhybrid.jobs.compare.job import INSIDE, LINK_LADDER, virtual_decode
+from flexhybrid.jobs.compare.setting import MIXES
+from flexhybrid.jobs.compare.speed import Bench, MeasuredPolicy, PolicyRun
 from flexhybrid.jobs.machine import device_name
 from flexhybrid.jobs.profile.job import PROFILE_STEPS, TIMING_SHAPE, fastest_dtype, measure_hardware
 from flexhybrid.llm import LLM
 from flexhybrid.requests import load_tokenizer
+from flexhybrid.resolve import PacedDevice
 from flexhybrid.runtime.session import random_prompts
 from flexhybrid.runtime.storage.loader import RandomWeights
 from flexhybrid.runtime.storage.weights import Weights
@@ -143,7 +145,9 @@ def make_bench(dtype: str) -> Bench:
     """Return a bench of the timing model."""
     prompts = random_prompts(WORKLOAD, TIMING_SHAPE.vocab)
     source, device = RandomWeights(TIMING_SHAPE), torch.device("cpu")
-    return Bench(lambda policy: Weights(TIMING_SHAPE, source, dtype, device, policy), prompts, MAX_TOKENS, 2.0, BUDGETS)
+    problem = Problem(shape=TIMING_SHAPE, dtype=dtype, budgets=BUDGETS, device="cpu")
+    make_weights = partial(Weights, TIMING_SHAPE, source, dtype, device)
+    return Bench(make_weights, problem, prompts, MAX_TOKENS, PacedDevice(device, 2.0))
 
 
 class SpeedBench:
@@ -166,9 +170,9 @@ class SpeedBench:
     def _policy(self, share: float) -> Policy:
         return hybrid(share, BOUND, Placement(device=self.weights_share, host=1 - self.weights_share))
 
-    def _contender(self, share: float) -> Contender:
+    def _contender(self, share: float) -> PolicyRun:
         self._progress(f"prefill {share:.3f}")
-        return Contender(self.bench, self._policy(share))
+        return PolicyRun(self.bench, self._policy(share))
 
     def _progress(self, what: str) -> None:
         self.bar.set_description(what)
@@ -177,7 +181,7 @@ class SpeedBench:
     def profile(self, rate: float):
         self.bar.set_description(f"profile at {rate} GB/s")
         path = Path("results/bench-hardware.json")
-        return measure_hardware(self.shape, self.dtype, self.device, rate, path, self.bar.update)[0]
+        return measure_hardware(self.shape, self.dtype, PacedDevice(self.device, rate), path, self.bar.update)[0]
 
     def search(self, hardware):
         budgets = replace(BUDGETS, device=self.device_memory)
@@ -220,10 +224,10 @@ class SpeedBench:
         return errors, searched.act_share
 
     def _virtual(self, hardware, policy: Policy) -> RunSummary:
-        p = DTYPE_BYTES[self.dtype]
-        return summarize(virtual_decode(self.shape, hardware, p, policy, WORKLOAD))
+        problem = Problem(shape=self.shape, dtype=self.dtype, hardware=hardware)
+        return summarize(virtual_decode(problem, policy, WORKLOAD))
 
-    def _add_overlap(self, row: Measured, rate: float, where: str) -> None:
+    def _add_overlap(self, row: MeasuredPolicy, rate: float, where: str) -> None:
         overlap, balance = row.overlap(rate * 1e9), row.balance(rate * 1e9)
         if overlap is None or balance is None:
             raise ValueError("overlap is judged only where the ideal compute time was measured")
@@ -316,7 +320,7 @@ PARTS: dict[str, Callable[[Table, str], None]] = {
     "model": bench_model,
     "exactness": lambda table, dtype: bench_exactness(table),
     "compression": lambda table, dtype: bench_compression(table),
-    "kernels": lambda table, dtype: bench_kernels(table, Contender(make_bench(dtype), hybrid(0.75, BOUND))),
+    "kernels": lambda table, dtype: bench_kernels(table, PolicyRun(make_bench(dtype), hybrid(0.75, BOUND))),
     "executor": bench_overlap,
     "selection": bench_selection,
     "run": lambda table, dtype: bench_run(table),

@@ -9,6 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -20,10 +21,11 @@ from flexhybrid.core.memory import buffer_sizes, memory_plan, total_bytes
 from flexhybrid.core.model.shape import ModelShape, shape_by_name
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Bits, Placement, Policy
-from flexhybrid.core.problem import NO_BUDGETS
+from flexhybrid.core.problem import Problem
 from flexhybrid.core.task import Task
 from flexhybrid.core.trace import TraceEvent, Window, idle_though_ready
-from flexhybrid.jobs.compare.speed import Bench, Contender
+from flexhybrid.jobs.compare.speed import Bench, PolicyRun
+from flexhybrid.resolve import PacedDevice
 from flexhybrid.runtime.clock import Clock
 from flexhybrid.runtime.storage.loader import RandomWeights
 from flexhybrid.runtime.storage.weights import Weights
@@ -89,7 +91,7 @@ def launch_of(trace: list[TraceEvent], issued: list[tuple[float, float]]) -> Lau
     return Launch(window.seconds, num_tasks, dict(starved), dict(idle_s), issuing_s)
 
 
-def watched_decode(contender: Contender) -> Launch:
+def watched_decode(contender: PolicyRun) -> Launch:
     """Decode again, and compare the host's times of enqueueing with the device's times of running."""
     executor, engine = contender.session.executor, contender.engine
     perform, issued = executor.perform, []
@@ -111,7 +113,7 @@ def watched_decode(contender: Contender) -> Launch:
     return launch_of(trace, [(start - clock.began_s, end - clock.began_s) for start, end in issued])
 
 
-def bench_launcher(table: Table, contender: Contender) -> None:
+def bench_launcher(table: Table, contender: PolicyRun) -> None:
     """Add the shares of starved tasks and of idle time, with the verbs at which they occur."""
     contender.decode()  # libraries load, and caches of plans and kernels fill
     launch, name = watched_decode(contender), contender.policy.name
@@ -126,7 +128,9 @@ def make_bench(shape: ModelShape, device: torch.device, dtype: str) -> Bench:
     generator = np.random.default_rng(0)
     prompts = [generator.integers(3, shape.vocab, CONTEXT).tolist() for _ in range(BATCH)]
     source = RandomWeights(shape, device=device.type)
-    return Bench(lambda policy: Weights(shape, source, dtype, device, policy), prompts, MAX_TOKENS, None, NO_BUDGETS)
+    problem = Problem(shape=shape, dtype=dtype, device=device.type)
+    make_weights = partial(Weights, shape, source, dtype, device)
+    return Bench(make_weights, problem, prompts, MAX_TOKENS, PacedDevice(device))
 
 
 def bench_gpu(table: Table, on_progress: Callable[[str], None] = print) -> None:
@@ -139,7 +143,7 @@ def bench_gpu(table: Table, on_progress: Callable[[str], None] = print) -> None:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         with make_bench(shape, device, DTYPE) as bench:
-            contender = Contender(bench, policy)
+            contender = PolicyRun(bench, policy)
             sizes = buffer_sizes(contender.wave)
             planned = total_bytes(memory_plan(contender.wave.problem, policy, sizes))["device"]
             peak = torch.cuda.max_memory_allocated() - before

@@ -69,7 +69,8 @@ def run_comparison(name: str) -> int:
     from flexhybrid.core.hardware import write_by_rename
     from flexhybrid.core.memory import parse_bytes
     from flexhybrid.core.model.shape import shape_by_name
-    from flexhybrid.jobs.compare.job import CompareOptions, compare
+    from flexhybrid.jobs.compare.job import compare
+    from flexhybrid.jobs.compare.setting import CompareOptions
 
     budget = parse_bytes(DEVICE_MEMORY)
     total = torch.cuda.get_device_properties(0).total_memory
@@ -81,11 +82,10 @@ def run_comparison(name: str) -> int:
             device="cuda",
             shape=shape_by_name(name),
             batch=batch,
-            context=context,
-            max_tokens=tokens,
+            prompt_len=context,
+            gen_len=tokens,
             mini_batch=mini_batch,
-            device_memory=DEVICE_MEMORY,
-            host_memory=host_memory,
+            budgets={"device": DEVICE_MEMORY, "host": host_memory},
             out=out,
         )
     )

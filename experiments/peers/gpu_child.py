@@ -132,7 +132,7 @@ def run_ours(request: dict) -> dict:
     from flexhybrid.core.wave import admit
     from flexhybrid.core.waves import split_waves
     from flexhybrid.core.workload import Workload
-    from flexhybrid.resolve import best_policy, named_hardware
+    from flexhybrid.resolve import PacedDevice, best_policy, named_hardware
     from flexhybrid.runtime.engine import Engine, RunControl
     from flexhybrid.runtime.session import Session
     from flexhybrid.runtime.storage.loader import RandomWeights
@@ -143,12 +143,12 @@ def run_ours(request: dict) -> dict:
     problem = Problem(
         shape=shape,
         dtype=request["dtype"],
-        hardware=named_hardware(None, device, None),
+        hardware=named_hardware(None, PacedDevice(device)),
         budgets=Budgets(request["device_memory"], request["host_memory"]),
         device=device.type,
     )
     workload = Workload.uniform(len(prompts), len(prompts[0]), request["gen_tokens"])
-    policy = best_policy(problem, workload, None)
+    policy = best_policy(problem, workload)
     waves = split_waves(problem, policy, workload)
 
     def wave_of(requests: int, tokens: int):

@@ -28,7 +28,7 @@ from flexhybrid.jobs.machine import (
 )
 from flexhybrid.jobs.profile.job import model_profile_path
 from flexhybrid.jobs.run.forecast import describe
-from flexhybrid.resolve import free_device_memory, lossless_space, profile_path, saved_hardware
+from flexhybrid.resolve import PacedDevice, free_device_memory, lossless_space, profile_path, saved_hardware
 from policy_search.search import SearchSettings, search
 
 PACKAGES = ("torch", "transformers", "safetensors", "numpy", "scipy")
@@ -67,7 +67,7 @@ def doctor(
     for name in models or KNOWN_SHAPES:
         on_model(name)
         shape = shape_of(name)
-        kept = model_profile_path(shape, "auto", device, None)
+        kept = model_profile_path(shape, "auto", PacedDevice(device))
         own = load_hardware(kept) if kept.is_file() else None
         known = own or hardware
         known = replace(known, **memories) if known else None

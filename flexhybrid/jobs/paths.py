@@ -1,9 +1,9 @@
-"""Paths that a command line names, tried before torch and transformers are loaded: a typo is told at once, in the words
-of whoever would read the path later."""
+"""Checks of the paths on a command line, made before torch and transformers are loaded: a typo costs no wait."""
 
 from __future__ import annotations
 
 import stat
+from collections.abc import Collection
 from pathlib import Path
 
 from flexhybrid.core.errors import InputError
@@ -11,18 +11,32 @@ from flexhybrid.core.model.shape import shape_of_checkpoint
 
 
 def check_checkpoint(path: Path | None) -> None:
-    """Raise InputError for a folder that is none, or holds no configuration of a known model. None: not named."""
+    """Raise InputError when the folder holds no configuration of a known model; do nothing for None."""
     if path is not None:
         shape_of_checkpoint(path)
 
 
-def check_file(path: Path | None, what: str = "") -> None:
-    """Raise InputError for a file that cannot be opened; ``what`` ("text file ") stands before its name. None: not
-    named. A pipe is left alone: it can be read only once."""
+def check_file(path: Path | None, kind: str = "") -> None:
+    """Raise InputError, calling the file ``kind`` ("text file "), when it cannot be opened; do nothing for None. A pipe
+    is left alone: it can be read only once."""
     if path is None:
         return
     try:
         if not stat.S_ISFIFO(path.stat().st_mode):
             path.open("rb").close()
     except OSError as error:
-        raise InputError(f"cannot read {what}{path}: {error.strerror or error}") from None
+        raise InputError(f"cannot read {kind}{path}: {error.strerror or error}") from None
+
+
+def check_writable(folder: Path, names: Collection[str] = ()) -> None:
+    """Make the folder and a file in it, before an hour's work is to be written there. Raise InputError when that fails,
+    or when one of ``names`` is a folder there."""
+    probe = folder / ".flexhybrid-probe"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.write_text("")
+        probe.unlink()
+        if taken := next((name for name in names if (folder / name).is_dir()), None):
+            raise InputError(f"cannot write results to {folder}: {taken} is a folder there; choose another --out")
+    except OSError as error:
+        raise InputError(f"cannot write results to {folder}: {error.strerror}; choose another folder") from None

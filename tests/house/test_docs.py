@@ -18,6 +18,7 @@ from flexhybrid.core.model.shape import shape_by_name
 from flexhybrid.jobs import doctor, machine
 from flexhybrid.jobs.profile.job import model_profile_path
 from flexhybrid.jobs.run import job as run_module
+from flexhybrid.resolve import PacedDevice
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/running-a-job.md").read_text(encoding="utf-8")
@@ -170,7 +171,7 @@ def test_the_doctor_says_what_fits_and_what_to_change(host_bytes, clone, capsys)
     assert found["gb_per_s"] == {"h2d": 10.0, "d2h": 10.0} and found["profile"]["measured"]
     # What a run has measured at a model's own layer sizes goes before: here every path and product is ten times slower.
     slower = dict.fromkeys(MACHINE.lines, Line(1e-4, 1e-10, 1e-9))
-    kept = model_profile_path(shape_by_name("opt-125m"), "auto", torch.device("cpu"), None)
+    kept = model_profile_path(shape_by_name("opt-125m"), "auto", PacedDevice(torch.device("cpu")))
     replace(MACHINE, lines=slower).save(kept)
     assert cli.main(["doctor", "--device", "cpu", "--json", "--models", "opt-125m"]) == 0
     (own,) = json.loads(capsys.readouterr().out)["models"]

@@ -12,15 +12,17 @@ from flexhybrid.core.hardware import Hardware, Line, load_hardware
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Placement, Policy
-from flexhybrid.core.problem import Budgets, Problem
+from flexhybrid.core.problem import Problem
 from flexhybrid.core.trace import busy_seconds, iteration_ends
 from flexhybrid.core.wave import admit
 from flexhybrid.jobs.compare import job
 from flexhybrid.jobs.compare.breakdown import CARGO, KINDS, bytes_per_step, kind_of, seconds_per_step
-from flexhybrid.jobs.compare.job import CompareOptions, compare
-from flexhybrid.jobs.compare.setting import SIZES, TABLE_SECONDS, Setting, split_names
-from flexhybrid.jobs.compare.speed import Bench, Contender
+from flexhybrid.jobs.compare.job import compare
+from flexhybrid.jobs.compare.setting import SIZES, TABLE_SECONDS, CompareOptions, settle
+from flexhybrid.jobs.compare.speed import Bench, PolicyRun
+from flexhybrid.jobs.options import split_names
 from flexhybrid.jobs.profile.disk import DiskPart
+from flexhybrid.resolve import PacedDevice
 from flexhybrid.runtime.links import CpuCopies
 from flexhybrid.runtime.profiling import profile
 from flexhybrid.runtime.storage.loader import RandomWeights
@@ -43,7 +45,7 @@ def run(tmp_path_factory, module_cpu_dtype):
         torch.set_num_threads(1)
         result = compare(
             CompareOptions(
-                device="cpu", link_gb_per_s=0.5, shape=SMALL, batch=4, context=48, max_tokens=4, mini_batch=2, rounds=3,
+                device="cpu", link_gb_per_s=0.5, shape=SMALL, batch=4, prompt_len=48, gen_len=4, mini_batch=2, rounds=3,
                 exact_tokens=3, exact_prompts=4, policy=policy, out=folder / "out",
             ),
         )  # fmt: skip
@@ -167,7 +169,7 @@ def systems_run(tmp_path_factory, module_cpu_dtype):
         patch.setattr(job, "measure_disk", lambda *rest: (DiskPart(lines, 1 << 30, {}), []))
         result = compare(
             CompareOptions(
-                device="cpu", link_gb_per_s=0.5, shape=SMALL, batch=4, context=48, max_tokens=4, rounds=3,
+                device="cpu", link_gb_per_s=0.5, shape=SMALL, batch=4, prompt_len=48, gen_len=4, rounds=3,
                 exact_tokens=3, exact_prompts=8, systems=(*SYSTEMS, str(folder / "disk.json")),
                 disk_dir=folder, out=folder / "out",
             ),
@@ -248,32 +250,32 @@ def test_what_cannot_be_compared_is_refused_before_the_profile(systems, words, c
     [
         (dict(batch=0), "--batch is 0"),
         (dict(mini_batch=-1), "--mini-batch is -1"),
-        (dict(max_tokens=2), "--gen-len is 2; it must be at least 3"),
-        (dict(context=0), "--prompt-len is 0"),
-        (dict(context=300, max_tokens=400), "--prompt-len 300 and --gen-len 400 are 700 .* room for 600"),
-        (dict(max_tokens=5000), "--gen-len 5000"),
+        (dict(gen_len=2), "--gen-len is 2; it must be at least 3"),
+        (dict(prompt_len=0), "--prompt-len is 0"),
+        (dict(prompt_len=300, gen_len=400), "--prompt-len 300 and --gen-len 400 are 700 .* room for 600"),
+        (dict(gen_len=5000), "--gen-len 5000"),
     ],
 )
 def test_sizes_that_cannot_be_are_refused_by_their_flags(numbers, words, cpu_dtype):
     with pytest.raises(InputError, match=words):
-        Setting(CompareOptions(device="cpu", shape=SMALL, **numbers))
+        settle(CompareOptions(device="cpu", shape=SMALL, **numbers))
 
 
 def test_a_slow_machine_gets_less_to_do(cpu_dtype):
     """The job sizes itself by its own prediction: a slower one never takes on more; a stated context stays."""
     lines = {"h2d": Line(1e-4, 0.0, 5e-10), "d2h": Line(1e-4, 0.0, 5e-10), "host_compute": Line(1e-4, 0.0, 1e-9)}
-    free = Setting(CompareOptions(device="cpu"))
+    free = settle(CompareOptions(device="cpu"))
     sizes = []
     for flops_per_s in (1e12, 1e11, 1e10, 1e9):
         hardware = Hardware("any", "cpu", {**lines, "compute": Line(1e-5, 1 / flops_per_s, 1e-11)})
-        setting = free.sized(hardware)
-        sizes.append(SIZES.index((int(setting.workload.prompt_tokens[0]), setting.shape.num_layers)))
-        assert setting.table_seconds(hardware) <= TABLE_SECONDS or sizes[-1] == len(SIZES) - 1
+        setting = free.measured(hardware).sized()
+        sizes.append(SIZES.index((int(setting.workload.prompt_tokens[0]), setting.problem.shape.num_layers)))
+        assert setting.table_seconds() <= TABLE_SECONDS or sizes[-1] == len(SIZES) - 1
     assert sizes == sorted(sizes) and sizes[0] == 0 and sizes[-1] == len(SIZES) - 1
-    stated = Setting(CompareOptions(device="cpu", context=512))
-    assert stated.sized(hardware) is stated
-    short = Setting(CompareOptions(device="cpu", shape=replace(SMALL, max_positions=100)))
-    assert short.workload.prompt_tokens[0] == short.sized(hardware).workload.prompt_tokens[0] == 100 - 6
+    stated = settle(CompareOptions(device="cpu", prompt_len=512))
+    assert stated.sized() is stated
+    short = settle(CompareOptions(device="cpu", shape=replace(SMALL, max_positions=100)))
+    assert short.workload.prompt_tokens[0] == short.measured(hardware).sized().workload.prompt_tokens[0] == 100 - 6
 
 
 def test_names_may_hold_commas_in_parentheses():
@@ -314,11 +316,12 @@ def test_a_breakdown_adds_up_to_busy_time_and_to_the_bytes_that_really_moved(pol
     def make(policy):
         return Weights(SMALL, RandomWeights(SMALL), "float32", torch.device("cpu"), policy, DiskPlace(tmp_path))
 
-    with Bench(make, prompts, 5, None, Budgets(), hardware, DiskPlace(tmp_path)) as bench:
-        contender = Contender(bench, policy)
+    paced = PacedDevice(torch.device("cpu"), disk=DiskPlace(tmp_path))
+    problem = Problem(shape=SMALL, dtype="float32", hardware=hardware)
+    with Bench(make, problem, prompts, 5, paced) as bench:
+        contender = PolicyRun(bench, policy)
         moved.update(h2d=0, d2h=0)
         trace, _ = contender.decode()
-        problem = Problem(shape=SMALL, dtype="float32", hardware=hardware)
         tasks = list(stream(admit(problem, policy, bench.workload), first_iteration=1))
     ends = iteration_ends(trace)
     inside = [

@@ -24,7 +24,7 @@ from flexhybrid.core.task import Task, Work
 from flexhybrid.core.trace import TraceEvent
 from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
-from flexhybrid.jobs.compare.speed import Contender
+from flexhybrid.jobs.compare.speed import PolicyRun
 from flexhybrid.runtime.storage.loader import Checkpoint, RandomWeights
 from flexhybrid.runtime.storage.weights import Weights
 from sim.presets import act_only, hybrid, kv_only
@@ -125,7 +125,7 @@ def test_the_gpu_bench_fills_its_rows(monkeypatch):
     for number, policy in enumerate(bench_gpu.policies()):
         table = Table()
         with bench_gpu.make_bench(shape, torch.device("cpu"), "float32") as bench:
-            contender = Contender(bench, policy)
+            contender = PolicyRun(bench, policy)
             if not number:
                 bench_kernels(table, contender, Sizes(2, 4, 64, 40, 32))
                 assert all(row["value"] > 0 for row in table.rows.values()) and "KV-Gen" in " ".join(table.rows)

@@ -109,13 +109,13 @@ def check_fails_and_recovers(llm, expected, error, words, monkeypatch) -> None:
     patch_verb(monkeypatch, "embed", lambda ex, task: buffers.append(weakref.ref(ex.buffers)))
     with pytest.raises(error, match=words) as caught:
         llm.generate(PROMPTS, PARAMS)
-    held.check(llm.disk.directory)
+    held.check(llm.paced.disk.directory)
     assert buffers and all(reference() is None for reference in buffers)
     assert "\n" not in str(caught.value)
     monkeypatch.undo()
     assert tokens(llm) == expected
     llm.close()
-    held.check(llm.disk.directory)
+    held.check(llm.paced.disk.directory)
 
 
 LANES = {
@@ -216,7 +216,7 @@ def test_no_room_on_the_disk(llm, expected, monkeypatch, which):
     monkeypatch.setattr(os, "posix_fallocate", allocate)
     with pytest.raises(InputError, match="no room for .* bytes of scratch space in .*scratch.*put less on the disk"):
         llm.generate(PROMPTS, PARAMS)
-    held.check(llm.disk.directory)
+    held.check(llm.paced.disk.directory)
     monkeypatch.undo()
     assert tokens(llm) == expected
 
@@ -240,7 +240,7 @@ def test_an_error_of_the_caller_s_own_function(llm, expected, monkeypatch):
     held = Held()
     with pytest.raises(RuntimeError, match="the progress bar broke"):
         llm.generate(PROMPTS, PARAMS, on_tokens=on_tokens)
-    held.check(llm.disk.directory)
+    held.check(llm.paced.disk.directory)
     assert tokens(llm) == expected
 
 
@@ -253,7 +253,7 @@ def test_all_is_given_back_at_the_end(llm, expected, monkeypatch, no_collector, 
         weights.append(weakref.ref(ex.weights))
 
     patch_verb(monkeypatch, "embed", watch)
-    directory = llm.disk.directory
+    directory = llm.paced.disk.directory
     if how == "with":
         with llm:
             assert tokens(llm) == expected
@@ -348,7 +348,7 @@ def test_ctrl_c_under_way_gives_all_back_and_the_next_call_works(checkpoint, exp
             llm.generate(PROMPTS, PARAMS)
         except KeyboardInterrupt:
             left = [one.name for one in threading.enumerate() if one.name.startswith("flexhybrid")]
-            print(left, os.listdir(llm.disk.directory), llm.engine, llm._weights)
+            print(left, os.listdir(llm.paced.disk.directory), llm.engine, llm._weights)
         slow.clear()
         print(tokens(llm))
     """

@@ -14,6 +14,7 @@ from flexhybrid.core.plan import stream
 from flexhybrid.jobs.profile import disk as measure_disk
 from flexhybrid.jobs.profile import job as measure
 from flexhybrid.runtime.profiling import profile_disk
+from flexhybrid.runtime.storage.weights import DiskPlace
 
 LINES = {"h2d": Line(s_per_byte=1e-9), "compute": Line(s_per_flop=1e-12)}
 RECORD = Hardware(name="local", device="cpu", lines=LINES, notes={"hidden": 64})
@@ -64,7 +65,7 @@ def test_without_direct_reads_the_page_cache_is_emptied_and_writes_reach_the_dis
 
 
 def test_a_measured_disk_goes_into_the_record_and_stays_there(tmp_path, small_profile):
-    disk, _ = measure_disk.measure_disk(tmp_path, 0.1)
+    disk, _ = measure_disk.measure_disk(DiskPlace(tmp_path, 0.1))
     assert disk.lines["disk_read"].s_per_byte >= 1e-8 and disk.memory > 0
     path = tmp_path / "hardware.json"
     measure_disk.with_disk(RECORD, disk).save(path)
@@ -111,7 +112,7 @@ def test_the_command_measures_a_folders_disk(tmp_path, monkeypatch, small_profil
     """``profile --disk``: the disk's lines are shown, kept with the rest, and survive a profile without --disk."""
     monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))
 
-    def measured(shape, dtype, device, link, save_to, on_progress):
+    def measured(shape, dtype, paced, on_progress):
         hardware = measure_disk.with_earlier_disk(RECORD, profile_file("cpu"))
         hardware.save(profile_file("cpu"))
         return hardware, []

@@ -25,9 +25,8 @@ from flexhybrid.core.hardware import write_by_rename
 from flexhybrid.core.policy import Policy, Selection
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.accuracy.attention_watch import FullCache, Seen
-from flexhybrid.jobs.compare.job import check_writable
 from flexhybrid.jobs.compare.report import Report
-from flexhybrid.jobs.compare.setting import split_names
+from flexhybrid.jobs.paths import check_writable
 from flexhybrid.jobs.progress import Progress
 from flexhybrid.llm import LLM
 from flexhybrid.runtime.threads import threads_for, torch_threads
@@ -113,7 +112,7 @@ def accuracy(options: AccuracyOptions, quiet: bool = False) -> dict:
     chunks = [row for one in outcomes for row in _chunk_rows(one, outcomes[0], prompt)]
     result = {
         "model": full_llm.shape.name,
-        "dtype": full_llm.dtype,
+        "dtype": full_llm.problem.dtype,
         "text": str(options.text or "shipped"),
         "num_texts": len(texts),
         "length": length,
@@ -178,7 +177,7 @@ def _run(name: str, llm: LLM, texts: list[list[int]], prompt: int, full: FullCac
     llm.close()
     num_steps = len(texts[0]) - prompt - 1
     contexts = prompt + np.arange(num_steps)
-    whole = len(texts) * contexts.sum() * llm.shape.num_layers * llm.shape.kv_token_bytes(llm.bytes_per_element)
+    whole = len(texts) * contexts.sum() * llm.shape.num_layers * llm.shape.kv_token_bytes(llm.problem.bytes_per_element)
     watched = name != FULL_CACHE and llm.policy.attention == "device"
     return Outcome(
         name,
@@ -261,13 +260,3 @@ def _write(result: dict, out: Path) -> None:
     from figures import accuracy as draw  # last: a run is not lost where there is nothing to draw with
 
     draw.by_chunk(out / "accuracy.png", result["chunks"], FULL_CACHE)
-
-
-def options_from(args) -> AccuracyOptions:
-    """Command-line arguments to options; what is not given keeps its default."""
-    given = {
-        "model": args.model, "text": args.text, "policies": split_names(args.policies or []) or None,
-        "length": args.length, "prompt_tokens": args.prompt_tokens, "num_texts": args.num_texts, "dtype": args.dtype,
-        "device": args.device, "hardware": args.hardware, "disk_dir": args.disk_dir, "out": args.out,
-    }  # fmt: skip
-    return AccuracyOptions(**{name: value for name, value in given.items() if value is not None})

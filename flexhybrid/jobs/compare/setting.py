@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,28 +12,27 @@ from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.context.cache_entries import TIERS
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware
-from flexhybrid.core.memory import check_budget, parse_bytes
-from flexhybrid.core.model.shape import DTYPE_BYTES, ModelShape
+from flexhybrid.core.memory import MemoryPlan, check_budget, parse_bytes
+from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Policy
-from flexhybrid.core.problem import NO_BUDGETS, Budgets, Problem
+from flexhybrid.core.problem import Budgets, Problem
 from flexhybrid.core.waves import wave_plan
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.compare.speed import ALONE_ROUNDS
 from flexhybrid.jobs.profile.job import TIMING_SHAPE, fastest_dtype
-from flexhybrid.resolve import pick_device
+from flexhybrid.resolve import PacedDevice, pick_device
 from flexhybrid.runtime.runnable import check_runnable
 from flexhybrid.runtime.storage.loader import Checkpoint
-from flexhybrid.runtime.storage.weights import DiskPlace
 from policy_search import systems
 from policy_search.search import PLAIN, SearchResult, SearchSettings, search
 from sim.array_clock import predict
 from sim.candidates import candidates_of
 from sim.presets import act_only, hybrid, hybrid_static, kv_only
 
-#: What the comparison without ``systems`` is about: KV and ACT on the host, weights streamed.
+#: Search space of the comparison without ``systems``: KV and ACT on the host, weights streamed.
 MIXES = replace(PLAIN, entries=("act@host", "kv@host"))
 
-#: (context, layers of the random model), from the README's run down: a machine whose products are slow gets less to do.
+#: (prompt tokens, layers of the random model), from the README's run down: slow machines get less to do.
 SIZES = ((512, 4), (512, 2), (256, 2), (128, 2))
 TABLE_SECONDS = 240.0  #: predicted, for all policies of the speed table
 
@@ -45,22 +43,20 @@ OWN_NAMES = ("kv_only", "act_only", "hybrid_static", "hybrid")
 
 @dataclass(frozen=True)
 class CompareOptions:
-    """What the command line can change; the other defaults are the README's run on two cores."""
+    """What the command was asked for, by the names of its flags; the defaults are the README's run on two cores."""
 
     model: Path | None = None  #: None: the shipped checkpoint for exactness, a random model for speed
     device: str = "auto"
     link_gb_per_s: float | None = None  #: on a CPU; None: the slowest rate at which the best policy is a mix
-    device_memory: str | None = None
-    host_memory: str | None = "8GiB"
-    disk_memory: str | None = None
+    budgets: dict[str, str | None] = field(default_factory=lambda: {"host": "8GiB"})  #: tier -> memory
     disk_dir: Path | None = None  #: scratch space of policies that use a disk, which is measured there
     disk_gb_per_s: float | None = None
     systems: tuple[str, ...] = ()  #: in place of the KV:ACT mixes: systems by name, policy files
     policy: Path | None = None
     out: Path = Path("results")
     batch: int = 32
-    context: int | None = None  #: None: the longest of ``SIZES`` that this machine gets through in ``TABLE_SECONDS``
-    max_tokens: int = 6
+    prompt_len: int | None = None  #: None: the longest of ``SIZES`` that this machine gets through in ``TABLE_SECONDS``
+    gen_len: int = 6
     mini_batch: int = 8  #: requests a mini-batch in the speed runs; systems have bounds of their own
     rounds: int = 3
     exact_tokens: int = 24
@@ -68,159 +64,181 @@ class CompareOptions:
     shape: ModelShape = TIMING_SHAPE
 
 
-def split_names(texts: list[str]) -> tuple[str, ...]:
-    """Names from the command line: separated by spaces, or by commas outside parentheses."""
-    parts = [part.strip() for text in texts for part in re.split(r",(?![^()]*\))", text)]
-    return tuple(part for part in parts if part)
+@dataclass(frozen=True)
+class ComparisonSetting:
+    """The model, machine and requests of a comparison. ``problem`` has the hardware record once it is measured."""
 
+    options: CompareOptions
+    paced: PacedDevice  #: its link as the options name it
+    checkpoint: Checkpoint  #: of the exactness runs
+    problem: Problem  #: of the speed runs
+    workload: Workload
+    files: dict[str, Policy]  #: policy files among ``options.systems``
+    extra: list[Policy]  #: the policy of ``options.policy``
 
-class Setting:
-    """Everything that is known before the first measurement. Raises InputError for whatever cannot work."""
+    @property
+    def machine(self) -> Hardware:
+        """The hardware record. Raises ValueError before the machine is measured."""
+        if self.problem.hardware is None:
+            raise ValueError("the machine of the comparison is not measured yet")
+        return self.problem.hardware
 
-    def __init__(self, options: CompareOptions):
-        self.options = options
-        self.device = pick_device(options.device, options.link_gb_per_s)
-        self.budgets = Budgets(**{tier: parse_bytes(getattr(options, f"{tier}_memory")) for tier in TIERS})
-        if options.disk_gb_per_s is not None and options.disk_dir is None:
-            raise InputError("--disk-gb-per-s is the pace of a disk: name its folder with --disk-dir")
-        self.disk = DiskPlace(options.disk_dir, options.disk_gb_per_s)
-        self.files = {text: Policy.load(text) for text in options.systems if text.endswith(".json")}
-        self.extra = [Policy.load(options.policy)] if options.policy else []
-        self.checkpoint = Checkpoint(options.model or shipped.CHECKPOINT)
-        self.shape = self.checkpoint.shape if options.model else options.shape
-        for policy in self.extra:
-            if not options.systems and policy.name in OWN_NAMES:
-                raise InputError(
-                    f"{options.policy}: the name {policy.name!r} is one of the comparison's own; rename it"
-                )
-        self._check_numbers()
-        context = options.context or self._fitting(SIZES[0][0])
-        self.workload = Workload.uniform(options.batch, context, options.max_tokens)
-        self.dtype = fastest_dtype(self.shape, self.device)
-        self.bytes_per_element = DTYPE_BYTES[self.dtype]
-        # The bound that makes mini-batches of ``mini_batch`` requests at every mix (one block of padding).
-        blocks = -(-(context + options.max_tokens) // BLOCK_TOKENS) + 1
-        self.bound = options.mini_batch * (blocks * BLOCK_TOKENS + 1)
-        self._check(self._known_before())
+    @property
+    def mini_batch_tokens(self) -> int:
+        """Tokens that make mini-batches of ``options.mini_batch`` requests at every mix, with a block of padding."""
+        tokens = int(self.workload.prompt_tokens[0]) + self.options.gen_len
+        return self.options.mini_batch * ((-(-tokens // BLOCK_TOKENS) + 1) * BLOCK_TOKENS + 1)
 
-    def _check_numbers(self) -> None:
-        options = self.options
-        for flag, value, least in (
-            ("--batch", options.batch, 1), ("--mini-batch", options.mini_batch, 1),
-            ("--gen-len", options.max_tokens, LEAST_TOKENS), ("--prompt-len", options.context, 1),
-        ):  # fmt: skip
-            if value is not None and value < least:
-                raise InputError(f"{flag} is {value}; it must be at least {least}")
-        length = (options.context or 1) + options.max_tokens
-        if length > self.shape.max_context:
-            raise InputError(
-                f"--prompt-len {options.context or 1} and --gen-len {options.max_tokens} are {length} tokens; "
-                f"{self.shape.name} has room for {self.shape.max_context}"
-            )
+    def memory_plan(self, policy: Policy) -> MemoryPlan:
+        """Return the bytes of all requests in one wave."""
+        return wave_plan(self.problem, policy, self.workload)
 
-    def _fitting(self, context: int) -> int:
-        """A context of our own choice, cut to what the model has room for beside the answers."""
-        return min(context, self.shape.max_context - self.options.max_tokens)
+    def mixes(self, searched: Policy) -> tuple[list[Policy], list[Policy]]:
+        """Return (policies of the table, those of the sweep) of a comparison without ``options.systems``."""
+        tokens, shape = self.mini_batch_tokens, self.problem.shape
+        named = [kv_only(tokens), act_only(tokens), hybrid_static(shape, tokens), searched, *self.extra]
+        return named, [hybrid(share, tokens) for share in SWEEP]
 
-    def _known_before(self) -> list[Policy]:
-        """The policies that do not wait for the profile."""
-        if not self.options.systems:
-            return sum(self.mixes(replace(kv_only(self.bound), name="hybrid")), start=[])  # the largest that it may be
-        for text in self.options.systems:
-            if text not in self.files:
-                systems.check_run(text)
-        free = [text for text in self.options.systems if text in self.files or not systems.needs_lines(text)]
-        for policy in self._resolved(free, self.checkpoint.shape, None):
-            check_runnable(self.checkpoint.shape, policy)
-        return self._resolved(free, self.shape, None) + self.extra
+    def systems(self) -> list[Policy]:
+        """Return the policies of ``options.systems`` and ``options.policy`` on the measured machine. Raise InputError
+        when one cannot be run."""
+        policies = self.resolved(self.options.systems, self.problem.shape) + self.extra
+        self.check(policies)
+        return policies
 
-    def _resolved(self, texts, shape: ModelShape, hardware: Hardware | None) -> list[Policy]:
-        problem = replace(self.problem(hardware, self.budgets), shape=shape)
+    def resolved(self, texts: tuple[str, ...] | list[str], shape: ModelShape) -> list[Policy]:
+        """Return the policies of systems by name and policy files, for a model."""
+        problem = replace(self.problem, shape=shape)
         return [self.files.get(text) or systems.policy_here(text, problem, self.workload) for text in texts]
 
-    def _check(self, policies: list[Policy], hardware: Hardware | None = None) -> None:
+    def check(self, policies: list[Policy]) -> None:
+        """Raise InputError for a policy that cannot be compared, and for two of one name."""
+        options = self.options
         names = [policy.name for policy in policies]
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise InputError(f"two of the policies to compare are called {twice!r}")
         for policy in policies:
-            check_runnable(self.shape, policy)
-            if policy.max_batch is not None and policy.max_batch < self.options.batch:
+            check_runnable(self.problem.shape, policy)
+            if policy.max_batch is not None and policy.max_batch < options.batch:
                 raise InputError(
                     f"policy {policy.name}: max_batch {policy.max_batch} is below the comparison's batch of "
-                    f"{self.options.batch}"
+                    f"{options.batch}"
                 )
-            if uses_disk(policy) and self.options.disk_dir is None:
+            if uses_disk(policy) and options.disk_dir is None:
                 raise InputError(f"policy {policy.name} puts something on a disk: name a folder with --disk-dir")
-            if hardware or not policy.share("both"):
-                plan = self.memory_plan(policy, hardware)
-                check_budget(plan, self.budgets, f"policy {policy.name} with {self.options.batch} requests")
+            if self.problem.hardware or not policy.share("both"):
+                subject = f"policy {policy.name} with {options.batch} requests"
+                check_budget(self.memory_plan(policy), self.problem.budgets, subject)
 
-    def memory_plan(self, policy: Policy, hardware: Hardware | None = None) -> dict[str, dict[str, int]]:
-        return wave_plan(self.problem(hardware), policy, self.workload)
-
-    def problem(self, hardware: Hardware | None, budgets: Budgets = NO_BUDGETS) -> Problem:
-        """Return what is run, on the machine of this hardware record."""
-        return Problem(shape=self.shape, dtype=self.dtype, hardware=hardware, budgets=budgets, device=self.device.type)
-
-    def mixes(self, searched: Policy) -> tuple[list[Policy], list[Policy]]:
-        """(policies of the table, those of the sweep) where no systems are named."""
-        bound = self.bound
-        named = [kv_only(bound), act_only(bound), hybrid_static(self.shape, bound), searched, *self.extra]
-        return named, [hybrid(share, bound) for share in SWEEP]
-
-    def systems(self, hardware: Hardware) -> list[Policy]:
-        """The systems that were named, on this machine; each as it bounds its own mini-batches. Raises InputError."""
-        policies = self._resolved(self.options.systems, self.shape, hardware) + self.extra
-        self._check(policies, hardware)
-        return policies
-
-    def table_seconds(self, hardware: Hardware) -> float:
-        """Predicted seconds of the speed table: of each policy a prefill and its decode rounds."""
+    def table_seconds(self) -> float:
+        """Return the predicted seconds of the speed table: a prefill and the decode rounds of every policy."""
         rounds = self.options.rounds
         if self.options.systems:
-            counted = [(policy, rounds + ALONE_ROUNDS) for policy in self.systems(hardware)]
+            named, sweep = self.systems(), []
         else:
-            named, sweep = self.mixes(replace(hybrid(0.5, self.bound), name="hybrid"))
-            counted = [(policy, rounds + ALONE_ROUNDS) for policy in named] + [(policy, rounds) for policy in sweep]
-        seconds = 0.0
-        for policy, times in counted:
-            run = predict(self.shape, hardware, self.bytes_per_element, candidates_of(policy, self.workload))
-            seconds += float(np.ravel(run.prefill_s + times * run.decode_s)[0])
+            named, sweep = self.mixes(replace(hybrid(0.5, self.mini_batch_tokens), name="hybrid"))
+        seconds, problem = 0.0, self.problem
+        for policy in named + sweep:
+            decodes = rounds if policy in sweep else rounds + ALONE_ROUNDS
+            candidates = candidates_of(policy, self.workload)
+            run = predict(problem.shape, self.machine, problem.bytes_per_element, candidates)
+            seconds += float(np.ravel(run.prefill_s + decodes * run.decode_s)[0])
         return seconds
 
-    def sized(self, hardware: Hardware) -> Setting:
-        """This setting, at the first of ``SIZES`` that this machine gets through in ``TABLE_SECONDS``, or the last;
-        unchanged where the options say a context or the device is a GPU."""
-        if self.options.context is not None or self.device.type == "cuda":
+    def measured(self, hardware: Hardware) -> ComparisonSetting:
+        """Return this setting on a measured machine."""
+        return replace(self, problem=replace(self.problem, hardware=hardware))
+
+    def sized(self) -> ComparisonSetting:
+        """Return this setting at the first of ``SIZES`` whose ``table_seconds`` are at most ``TABLE_SECONDS``, or the
+        last; unchanged when the options name the prompt's length, and on a GPU."""
+        if self.options.prompt_len is not None or self.paced.type == "cuda":
             return self
         setting = self
-        for context, num_layers in SIZES:
-            shape = self.shape if self.options.model else replace(self.shape, num_layers=num_layers)
-            setting = Setting(replace(self.options, context=self._fitting(context), shape=shape))
-            if setting.table_seconds(hardware) <= TABLE_SECONDS:
+        for prompt_len, num_layers in SIZES:
+            shape = self.problem.shape if self.options.model else replace(self.problem.shape, num_layers=num_layers)
+            workload = _workload(self.options, shape, prompt_len)
+            setting = replace(self, problem=replace(self.problem, shape=shape), workload=workload)
+            if setting.table_seconds() <= TABLE_SECONDS:
                 break
         return setting
 
-    def asked_as(self, policy: Policy) -> Policy | str:
-        """As ``LLM`` takes it for another model: by its name, where it has one."""
+    def llm_policy(self, policy: Policy) -> Policy | str:
+        """Return the policy as ``LLM`` takes it for another model: by its name, where it has one."""
         return policy.name if policy.name in self.options.systems else policy
 
     def search(self, hardware: Hardware) -> SearchResult:
+        """Return the best mix on a machine."""
         settings = SearchSettings(
             batch=self.workload.num_requests,
             objective="decode_throughput",
             space=MIXES,
-            mini_batch_tokens=(self.bound,),
+            mini_batch_tokens=(self.mini_batch_tokens,),
             weights_device=0.0,
         )
-        return search(self.problem(hardware, self.budgets), self.workload, settings)
+        return search(replace(self.problem, hardware=hardware), self.workload, settings)
+
+
+def settle(options: CompareOptions) -> ComparisonSetting:
+    """Open the checkpoint and the policy files, and return the setting before the machine is measured. Raise InputError
+    for all that cannot work."""
+    if options.disk_gb_per_s is not None and options.disk_dir is None:
+        raise InputError("--disk-gb-per-s is the pace of a disk: name its folder with --disk-dir")
+    paced = pick_device(options.device, options.link_gb_per_s, options.disk_dir, options.disk_gb_per_s)
+    budgets = Budgets(**{tier: parse_bytes(options.budgets.get(tier)) for tier in TIERS})
+    files = {text: Policy.load(text) for text in options.systems if text.endswith(".json")}
+    extra = [Policy.load(options.policy)] if options.policy else []
+    checkpoint = Checkpoint(options.model or shipped.CHECKPOINT)
+    shape = checkpoint.shape if options.model else options.shape
+    for policy in extra:
+        if not options.systems and policy.name in OWN_NAMES:
+            raise InputError(f"{options.policy}: the name {policy.name!r} is one of the comparison's own; rename it")
+    _check_numbers(options, shape)
+    workload = _workload(options, shape, options.prompt_len or SIZES[0][0])
+    problem = Problem(shape=shape, dtype=fastest_dtype(shape, paced.device), budgets=budgets, device=paced.type)
+    setting = ComparisonSetting(options, paced, checkpoint, problem, workload, files=files, extra=extra)
+    setting.check(_known_policies(setting))
+    return setting
+
+
+def _check_numbers(options: CompareOptions, shape: ModelShape) -> None:
+    least = {"--batch": (options.batch, 1), "--mini-batch": (options.mini_batch, 1)}
+    least |= {"--gen-len": (options.gen_len, LEAST_TOKENS), "--prompt-len": (options.prompt_len, 1)}
+    for flag, (value, minimum) in least.items():
+        if value is not None and value < minimum:
+            raise InputError(f"{flag} is {value}; it must be at least {minimum}")
+    prompt_len = options.prompt_len or 1
+    if prompt_len + options.gen_len > shape.max_context:
+        raise InputError(
+            f"--prompt-len {prompt_len} and --gen-len {options.gen_len} are {prompt_len + options.gen_len} tokens; "
+            f"{shape.name} has room for {shape.max_context}"
+        )
+
+
+def _workload(options: CompareOptions, shape: ModelShape, prompt_len: int) -> Workload:
+    """Return the requests; their prompts are cut to what the model has room for beside the answers."""
+    return Workload.uniform(options.batch, min(prompt_len, shape.max_context - options.gen_len), options.gen_len)
+
+
+def _known_policies(setting: ComparisonSetting) -> list[Policy]:
+    """Return the policies that do not wait for the profile. Raise InputError for systems that cannot be run."""
+    if not setting.options.systems:
+        largest = replace(kv_only(setting.mini_batch_tokens), name="hybrid")  # that the searched mix may be
+        return sum(setting.mixes(largest), start=[])
+    for text in setting.options.systems:
+        if text not in setting.files:
+            systems.check_run(text)
+    known = [text for text in setting.options.systems if text in setting.files or not systems.needs_lines(text)]
+    for policy in setting.resolved(known, setting.checkpoint.shape):
+        check_runnable(setting.checkpoint.shape, policy)
+    return setting.resolved(known, setting.problem.shape) + setting.extra
 
 
 def uses_disk(policy: Policy) -> bool:
-    """Whether a run of it needs scratch space."""
-    return policy.weights.disk > 0 or any("@disk" in kind for kind in policy.cache_kinds)
+    """Return whether a run of the policy needs scratch space."""
+    return policy.weights.disk > 0 or any("@disk" in entry for entry in policy.cache_kinds)
 
 
 def is_lossless(policy: Policy) -> bool:
-    """Whether it must give the very tokens of every other such policy."""
+    """Return whether the policy must give the same tokens as every other lossless one."""
     return policy.selection.method == "none" and policy.bits.native

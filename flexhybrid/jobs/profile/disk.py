@@ -1,4 +1,4 @@
-"""A disk's part of the hardware record: measured, put into a record, carried over to the next one."""
+"""The disk of a hardware record: measured, put into a record, carried over to the next record."""
 
 from __future__ import annotations
 
@@ -9,26 +9,28 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware, Line, is_of_disk, load_hardware
 from flexhybrid.runtime.profiling.profile_disk import profile_disk
 from flexhybrid.runtime.storage.scratch_file import free_bytes
+from flexhybrid.runtime.storage.weights import DiskPlace
 
 NOTES = ("disk", "disk_gb_per_s")  #: the notes that belong to the disk
 
 
 @dataclass(frozen=True)
 class DiskPart:
-    """What a hardware record says of a disk."""
+    """The fields of a hardware record that describe a disk."""
 
     lines: dict[str, Line]
     memory: int | None  #: bytes free where the folder lies
     notes: dict
 
 
-def measure_disk(directory: Path, gb_per_s: float | None) -> tuple[DiskPart, list[str]]:
-    """Measure the disk under a folder; returns its part of a record and the sizes whose two passes disagreed.
+def measure_disk(disk: DiskPlace) -> tuple[DiskPart, list[str]]:
+    """Measure the disk under a folder; return its part of a record and the sizes on which two passes disagreed.
 
-    Raises InputError when the folder cannot be used or has no room.
+    Raise InputError when the folder cannot be used or has no room.
     """
     from policy_search.fit import fit_line
 
+    directory, gb_per_s = Path(disk.directory or "."), disk.gb_per_s
     result, description = profile_disk(directory, gb_per_s)
     lines = {key: fit_line(samples) for key, samples in result.samples.items()}
     if gb_per_s:  # jitter may tilt a fit, but nothing outruns a deadline
@@ -39,21 +41,21 @@ def measure_disk(directory: Path, gb_per_s: float | None) -> tuple[DiskPart, lis
 
 
 def disk_part(hardware: Hardware) -> DiskPart | None:
-    """The disk's part of a record; None where it has no lines of one."""
+    """Return the disk's part of a record; None when the record has no disk."""
     lines = {key: line for key, line in hardware.lines.items() if is_of_disk(key)}
     notes = {key: hardware.notes[key] for key in NOTES if key in hardware.notes}
     return DiskPart(lines, hardware.disk_memory, notes) if lines else None
 
 
 def with_disk(hardware: Hardware, disk: DiskPart) -> Hardware:
-    """The record with this disk in place of whatever disk it had."""
+    """Return the record with this disk in place of its own."""
     lines = {key: line for key, line in hardware.lines.items() if not is_of_disk(key)} | disk.lines
     notes = {key: value for key, value in hardware.notes.items() if key not in NOTES} | disk.notes
     return replace(hardware, lines=lines, notes=notes, disk_memory=disk.memory)
 
 
 def with_earlier_disk(hardware: Hardware, path: Path) -> Hardware:
-    """The record with the disk of the one it is about to replace, when it was measured without one."""
+    """Return the record; one without a disk gets the disk of the record in ``path``, which it is about to replace."""
     try:
         earlier = disk_part(load_hardware(path))
     except InputError:  # none yet, or none that can be read

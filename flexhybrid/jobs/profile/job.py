@@ -16,7 +16,7 @@ from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.problem import NO_BUDGETS, Budgets
 from flexhybrid.jobs.machine import device_name, machine_memories
 from flexhybrid.jobs.profile.disk import with_earlier_disk
-from flexhybrid.resolve import profile_path
+from flexhybrid.resolve import PacedDevice, profile_path
 from flexhybrid.runtime.profiling.profile import RUNS, faster_cpu_dtype, profile
 
 #: The model whose tasks are timed: OPT of hidden size 1,024 with a vocabulary of about 8,000.
@@ -25,32 +25,33 @@ TIMING_SHAPE = ModelShape(
     max_positions=2048,
 )  # fmt: skip
 
-#: What of a shape its layers' tasks hang on.
+#: Fields of a shape that decide the times of its layers' tasks.
 LAYER_SIZES = ("family", "hidden", "num_heads", "num_kv_heads", "head_dim", "ffn", "vocab", "max_positions")
 
 
 def fastest_dtype(shape: ModelShape, device: torch.device) -> str:
-    """The compute dtype of the timing runs: bfloat16, or on a CPU float32 where that is faster."""
+    """Return the compute dtype of timing runs: bfloat16, or on a CPU float32 where that is faster."""
     return faster_cpu_dtype(shape) if device.type == "cpu" else "bfloat16"
 
 
 def measure_hardware(
     shape: ModelShape,
     dtype: str,
-    device: torch.device,
-    link_gb_per_s: float | None,
+    paced: PacedDevice,
     save_to: Path | None = None,
     on_progress: Callable[[], None] | None = None,
     budgets: Budgets = NO_BUDGETS,
 ) -> tuple[Hardware, list[str]]:
-    """Profile and fit, within ``budgets`` (bytes a tier); returns the record and the sizes whose two passes disagreed.
+    """Profile and fit within ``budgets``; return the record and the sizes on which two passes disagreed.
 
-    Saves to ``save_to``, by default where ``policy="auto"`` looks. ``on_progress`` is called ``PROFILE_STEPS`` times.
+    The record is saved to ``save_to`` (None: where ``policy="auto"`` looks). ``on_progress`` is called
+    ``PROFILE_STEPS`` times.
     """
     from policy_search.fit import fit_hardware
 
     if save_to is None or cache_folder() in Path(save_to).parents:
         check_cache_folder()
+    device, link_gb_per_s = paced.device, paced.link_gb_per_s
     result = profile(shape, dtype, device, link_gb_per_s, on_progress, budgets=budgets)
     saved_at = Path(save_to or profile_path(device))
     memories = machine_memories(device)
@@ -77,31 +78,31 @@ def measure_hardware(
     return hardware, result.disagreements
 
 
-def model_profile_path(shape: ModelShape, dtype: str, device: torch.device, link_gb_per_s: float | None) -> Path:
-    """Where this machine's record at the layer sizes of a model is kept."""
+def model_profile_path(shape: ModelShape, dtype: str, paced: PacedDevice) -> Path:
+    """Return the file of this machine's record at the layer sizes of a model."""
     sizes = [getattr(shape, name) for name in LAYER_SIZES]
-    identity = json.dumps([device_name(device), torch.__version__, dtype, shape.dtype, link_gb_per_s, *sizes])
+    device, rate = paced.device, paced.link_gb_per_s
+    identity = json.dumps([device_name(device), torch.__version__, dtype, shape.dtype, rate, *sizes])
     return cache_folder() / "models" / f"{device.type}-{sha256(identity.encode()).hexdigest()[:12]}.json"
 
 
 def measure_for_model(
     shape: ModelShape,
     dtype: str,
-    device: torch.device,
-    link_gb_per_s: float | None,
+    paced: PacedDevice,
     on_progress: Callable[[], None] | None = None,
     budgets: Budgets = NO_BUDGETS,
 ) -> Hardware:
-    """Measure this machine at the layer sizes of a model, within ``budgets`` (bytes a tier), and keep the record for
-    it. Of ``dtype`` "auto" the record's own is what a run should compute in."""
-    path = model_profile_path(shape, dtype, device, link_gb_per_s)
+    """Measure this machine at the layer sizes of a model, within ``budgets``, and keep the record for it. The record of
+    ``dtype`` "auto" names the dtype that a run should compute in."""
+    path = model_profile_path(shape, dtype, paced)
     if dtype == "auto":
-        dtype = shape.dtype if device.type == "cuda" or shape.dtype == "float32" else fastest_dtype(shape, device)
-    return measure_hardware(shape, dtype, device, link_gb_per_s, path, on_progress, budgets)[0]
+        dtype = shape.dtype if paced.type == "cuda" or shape.dtype == "float32" else fastest_dtype(shape, paced.device)
+    return measure_hardware(shape, dtype, paced, path, on_progress, budgets)[0]
 
 
 def _paced(key: str, line: Line, link_gb_per_s: float) -> Line:
-    """A fitted line of a paced link, no faster than its pace: jitter may tilt a fit, but nothing outruns a deadline."""
+    """Return the fitted line of a paced link, no faster than its pace: jitter may tilt a fit."""
     if not crosses_link(key) or key.endswith("_unpaced"):
         return line
     return replace(line, s_per_byte=max(line.s_per_byte, 1e-9 / link_gb_per_s))

@@ -100,7 +100,7 @@ def _doctor(args) -> dict:
     from flexhybrid.jobs.doctor import describe_doctor, doctor
     from flexhybrid.resolve import pick_device
 
-    record = doctor(pick_device(args.device, None), args.models, args.prompt_len, args.gen_len)
+    record = doctor(pick_device(args.device).device, args.models, args.prompt_len, args.gen_len)
     if not args.json:
         print(describe_doctor(record))
     return record

@@ -144,10 +144,10 @@ def plan_lines(llm: LLM, found: Forecast, counts: str, searched: bool) -> list[s
     memory = []
     for tier, size in found.memory.items():
         if size:
-            budget = llm.budgets.of(tier)
+            budget = llm.problem.budgets.of(tier)
             memory.append(f"{tier} {gib(size)}" + (f" of {gib(budget)}" if budget else ""))
     if found.seconds is None:
-        pace = f" at {llm.link_gb_per_s:g} GB/s" if llm.link_gb_per_s else ""
+        pace = f" at {llm.paced.link_gb_per_s:g} GB/s" if llm.paced.link_gb_per_s else ""
         unknown = f"is not profiled for this model{pace} (--policy auto does that)"
         if llm.hardware is not None:
             unknown = "was profiled without some of the policy's tasks (a disk's: flexhybrid profile --disk DIR)"
@@ -158,7 +158,7 @@ def plan_lines(llm: LLM, found: Forecast, counts: str, searched: bool) -> list[s
         limit = [f"limited by {found.first_wave.binding}, busy {found.first_wave.busy:.0%} of its longest phase"]
     told = "; a mix with recomputed context would not be faster" if plain else ""
     return [
-        f"policy     {describe(llm.policy)}; in {llm.dtype}{told}",
+        f"policy     {describe(llm.policy)}; in {llm.problem.dtype}{told}",
         f"requests   {counts}, at most {found.tokens:,} tokens of answers in all; {found.wave_requests} at a time",
         f"predicted  {predicted}",
         f"memory     {', '.join(memory)}",

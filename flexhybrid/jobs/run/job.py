@@ -49,7 +49,7 @@ from flexhybrid.jobs.run.options import RunOptions, check_options
 from flexhybrid.jobs.run.report import clocks, refusal_codes, write_report, write_trace
 from flexhybrid.llm import LLM
 from flexhybrid.requests import RequestOutput
-from flexhybrid.resolve import pick_device
+from flexhybrid.resolve import PacedDevice, pick_device
 from flexhybrid.runtime.profiling.cpu_use import MOST_OTHERS, CpuUse
 from flexhybrid.runtime.storage.loader import Checkpoint
 
@@ -119,7 +119,11 @@ def _open(stack: contextlib.ExitStack, path: Path, output: Path) -> AnswerFile:
 def _crew(options: RunOptions, say: Callable[[str], None]) -> Iterator[Crew]:
     """Connect to a cluster; yield the actors that it has room for."""
     with cluster(say) as ray:
-        yield crew_of(ray, pick_device(options.llm.device, options.llm.link_gb_per_s).type, options.actors)
+        yield crew_of(ray, _paced(options.llm).type, options.actors)
+
+
+def _paced(asked: LLMArguments) -> PacedDevice:
+    return pick_device(asked.device, asked.link_gb_per_s, asked.disk_dir, asked.disk_gb_per_s)
 
 
 def _earlier_dtype(output: Path) -> str | None:
@@ -131,20 +135,17 @@ def _earlier_dtype(output: Path) -> str | None:
 def _arguments(options: RunOptions, earlier_dtype: str | None, sharers: int) -> LLMArguments:
     """Return the arguments of the model: with a profile of this machine where the policy depends on one, and with
     budgets of the memory that is free, shared by ``sharers`` executors on each machine."""
-    asked = options.llm
-    device = pick_device(asked.device, asked.link_gb_per_s)
+    asked, paced = options.llm, _paced(options.llm)
     named = {tier: parse_bytes(size) for tier, size in asked.budgets.items() if size is not None}
-    budgets = free_budgets(device, sharers) | named
+    budgets = free_budgets(paced.device, sharers) | named
     hardware, dtype = asked.hardware, asked.dtype
     if hardware is None:
         shape = Checkpoint(asked.model).shape
-        kept = model_profile_path(shape, dtype, device, asked.link_gb_per_s)
+        kept = model_profile_path(shape, dtype, paced)
         if options.reprofile or (asked.policy == "auto" and not kept.is_file()):
-            rate = asked.link_gb_per_s
             with Progress(PROFILE_STEPS, "profile", " runs", options.quiet) as progress:
                 progress.note("measuring this machine at the model's layer sizes; later runs take the record")
-                within = Budgets(**budgets)
-                hardware = measure_for_model(shape, dtype, device, rate, lambda: progress.advance(1), within)
+                hardware = measure_for_model(shape, dtype, paced, lambda: progress.advance(1), Budgets(**budgets))
         elif kept.is_file():
             hardware = load_hardware(kept)
         if hardware is not None:
@@ -152,7 +153,7 @@ def _arguments(options: RunOptions, earlier_dtype: str | None, sharers: int) -> 
     if asked.dtype == "auto" and earlier_dtype:
         dtype = earlier_dtype
     if isinstance(hardware, Hardware) and asked.policy == "auto" and asked.disk_dir:
-        hardware = with_disk(hardware, measure_disk(Path(asked.disk_dir), asked.disk_gb_per_s)[0])
+        hardware = with_disk(hardware, measure_disk(paced.disk)[0])
     return replace(asked, hardware=hardware, dtype=dtype, budgets=budgets)
 
 
@@ -292,7 +293,7 @@ class Job:
             "sampling": {**options.sampling, "seed": options.seed},
             "errors": options.errors.name if options.errors else None,
             "numbers": {
-                "dtype": llm.dtype,
+                "dtype": llm.problem.dtype,
                 "device": llm.device.type,
                 "bits": [bits.weights, bits.kv, bits.act] if bits else None,
                 "selection": str(llm.policy.selection) if llm.policy else None,

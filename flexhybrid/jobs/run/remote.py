@@ -69,7 +69,7 @@ def actor_config(llm: LLM, source: RequestFile, forecast: Forecast, created: int
     heartbeat = HEARTBEAT_ITERATIONS
     if forecast.first_wave:
         heartbeat = max(1, min(heartbeat, round(HEARTBEAT_S * forecast.iterations / forecast.first_wave.seconds)))
-    budgets = dict(llm.budgets.items())
+    budgets = dict(llm.problem.budgets.items())
     if llm.device.type == "cuda":
         budgets["device"] = arguments.budgets.get("device")  # an actor itself sees what is free on its GPU
     resolved = replace(
@@ -77,7 +77,7 @@ def actor_config(llm: LLM, source: RequestFile, forecast: Forecast, created: int
         model=Path(arguments.model).resolve(),
         policy=llm.settled_policy,
         device=llm.device.type,
-        dtype=llm.dtype,
+        dtype=llm.problem.dtype,
         hardware=llm.hardware,
         budgets=budgets,
         disk_dir=arguments.disk_dir and Path(arguments.disk_dir).resolve(),
