@@ -46,7 +46,7 @@ def fit_line(samples: Iterable[Sample]) -> Line:
     spread = float(((seconds - seconds.mean()) ** 2).sum())
     # Without spread (one size only) there is nothing to explain.
     r2 = 1.0 - float(((seconds - fitted) ** 2).sum()) / spread if spread > 0 else None
-    return Line(**terms, r2=r2, samples=tuple(map(tuple, table.tolist())))
+    return Line(**terms, r2=r2, samples=tuple((f, b, s) for f, b, s in table.tolist()))
 
 
 def fit_hardware(samples_by_key: dict[str, list[Sample]], **record) -> Hardware:

@@ -198,19 +198,14 @@ class ChoiceGrid:
         cache = {name: term[pair] for name, term in zip(names, self.vertices(option), strict=False)}
         placements = zip(self.problem.placements, self.weight_vertices(option), strict=True)
         weights = {placement: term[pair] for placement, term in placements}
-        constant = self.constant(option)[pair]
-        for terms in (cache, weights):  # what every place costs does not depend on shares
-            least = np.min(list(terms.values()), axis=0)
-            constant = constant + least
-            for place in terms:
-                terms[place] = terms[place] - least
+        in_any_entry, in_any_placement = (np.min(list(terms.values()), axis=0) for terms in (cache, weights))
         return Program(
             option=option,
             batch=int(self.batch[pair]),
             mini_batch_tokens=int(self.mini_batch_tokens[pair]),
-            constant=constant,
-            cache=cache,
-            weights=weights,
+            constant=self.constant(option)[pair] + in_any_entry + in_any_placement,
+            cache={entry: term - in_any_entry for entry, term in cache.items()},
+            weights={placement: term - in_any_placement for placement, term in weights.items()},
             limits=self.problem.limits,
             counted=self.counted,
         )

@@ -27,6 +27,7 @@ from flexhybrid.core.workload import Workload
 from policy_search.audit import write_lp
 from policy_search.branch_and_bound import BranchAndBound
 from policy_search.grid import ChoiceGrid, Program
+from policy_search.rounding import EvaluatedPolicy
 from policy_search.search_problem import (
     FULL,
     LOSSLESS,
@@ -183,7 +184,9 @@ def search(problem: Problem, workload: Workload, settings: SearchSettings | None
         solver.finer_batches(batches, tokens)
     solver.exchange()
     solver.finer_shares()
-    result = _result(solver, started)
+    if solver.best is None:
+        raise RuntimeError("the tightest policy fits, but was not evaluated")
+    result = _result(solver, solver.best, started)
     if settings.write_lp is not None:
         write_lp(_program(result), settings.write_lp)
     if settings.selection is not None:
@@ -191,8 +194,8 @@ def search(problem: Problem, workload: Workload, settings: SearchSettings | None
     return replace(result, virtual=_confirmed(result)) if settings.confirm else result
 
 
-def _result(solver: BranchAndBound, started: float) -> SearchResult:
-    best, problem = solver.best, solver.problem
+def _result(solver: BranchAndBound, best: EvaluatedPolicy, started: float) -> SearchResult:
+    problem = solver.problem
     num_choices = sum(known.grid.num_choices for known in solver.lower_bounds)
     return SearchResult(
         policy=best.policy,

@@ -122,7 +122,7 @@ class SearchProblem(Problem):
     @cached_property
     def limits(self) -> dict[str, float]:
         """Tier -> bytes that a policy may fill; infinity without a limit."""
-        return {tier: np.inf if size is None else float(size) for tier, size in self.effective_budgets.items()}
+        return self.effective_budgets.limits
 
     @property
     def by_decode(self) -> bool:
@@ -162,7 +162,7 @@ class SearchProblem(Problem):
         kept = self.weights_device
         tiers = [tier for tier in self.space.weights if tier in self.tiers]
         if kept is None:
-            return tuple(tuple(float(tier == other) for other in TIERS) for tier in tiers)
+            return tuple((float(tier == "device"), float(tier == "host"), float(tier == "disk")) for tier in tiers)
         streamed = [tier for tier in tiers if tier != "device"] if kept < 1 else ["host"]
         return tuple((kept, (1 - kept) * (tier == "host"), (1 - kept) * (tier == "disk")) for tier in streamed)
 

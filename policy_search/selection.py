@@ -54,7 +54,7 @@ def best_under_selection(
     device = WEIGHT_SHARES if problem.weights_device is None else np.array([problem.weights_device])
     mixes = selection.pool == 1 and {"act@host", "kv@host"} <= set(problem.space.entries)
     axes = np.meshgrid(np.arange(len(batch)), device, ACT_SHARES if mixes else np.zeros(1), indexing="ij")
-    pair, device, act = (values.reshape(-1) for values in axes)
+    pair, device, act = axes[0].reshape(-1).astype(int), axes[1].reshape(-1), axes[2].reshape(-1)
     batch, tokens = batch[pair], tokens[pair]
     cache = {"act@host": 0.5, "kv@host": 0.5} if mixes else {"kv@host": 1.0}
     policy = Policy("searched", cache=cache, selection=selection)

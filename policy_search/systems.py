@@ -206,7 +206,7 @@ SYSTEMS: dict[str, Entry] = {
 }
 
 #: Options of every system: ``sim.implementation``.
-_QUALITIES = dict.fromkeys(("cache_link", "conversion", "gemm", "step_s", "weights_link"), NUMBER)
+_QUALITIES: dict[str, Kind] = dict.fromkeys(("cache_link", "conversion", "gemm", "step_s", "weights_link"), NUMBER)
 _CALL = re.compile(r"\s*([a-z0-9_]+)\s*(?:\((.*)\))?\s*", re.DOTALL)
 
 

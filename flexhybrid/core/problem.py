@@ -6,6 +6,7 @@ record where the machine was profiled; the simulator takes device and memory siz
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -29,6 +30,11 @@ class Budgets:
     def items(self) -> Iterator[tuple[str, float | None]]:
         """(tier, budget) of every tier."""
         return ((tier, self.of(tier)) for tier in TIERS)
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """Tier -> bytes; infinity without a budget."""
+        return {tier: math.inf if size is None else float(size) for tier, size in self.items()}
 
 
 NO_BUDGETS = Budgets()

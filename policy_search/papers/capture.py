@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -70,9 +71,9 @@ class _Batch:
 
     @property
     def memories(self) -> dict[str, float]:
-        """Tier -> bytes, of the memories that are bounded."""
-        budgets = self.problem.effective_budgets
-        return {tier: size for tier, size in (("device", budgets.device), ("host", budgets.host)) if size is not None}
+        """Tier -> bytes, of the memories that are limited."""
+        limits = self.problem.effective_budgets.limits
+        return {tier: limits[tier] for tier in ("device", "host") if limits[tier] < math.inf}
 
     def host_shares(self, device_shares: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return (ACT share of the host's tokens, whether Algorithm 1 wants that much ACT on the device) for each share
@@ -93,18 +94,19 @@ class _Batch:
             wanted.append(allocation.act_blocks > 0 or idle or not on_device)
         return np.array(shares), np.array(wanted)
 
-    def candidates(self, policy: Policy, device_shares, host_shares) -> Candidates:
-        """Return ``policy`` with each pair of shares: ACT on the device of all tokens, ACT of the host's tokens."""
-        on_host = 1.0 - np.asarray(device_shares)
-        shares = (np.asarray(device_shares), on_host * host_shares, on_host * (1.0 - host_shares))
-        cache = {entry: share for entry, share in zip(CACHE, shares, strict=True) if np.any(share)}
-        return Candidates(policy, self.size, self.prompt_tokens, self.max_tokens, cache=cache)
-
     def excess(self, policy: Policy, device_shares, host_shares) -> dict[str, np.ndarray]:
         """Return the bytes beyond each bounded memory, tier -> [host_shares.shape]."""
-        problem, candidates = self.problem, self.candidates(policy, device_shares, host_shares)
+        problem, cache = self.problem, _cache(device_shares, host_shares)
+        candidates = Candidates(policy, self.size, self.prompt_tokens, self.max_tokens, cache=cache)
         peak = predict(problem.shape, problem.hardware, problem.bytes_per_element, candidates, walk=False).peak_bytes
         return {tier: peak[tier] - size for tier, size in self.memories.items()}
+
+
+def _cache(device_shares, host_shares) -> dict[str, np.ndarray]:
+    """Return entry -> shares of all tokens; ACT on the device is a share of all, ACT on the host of the host's."""
+    on_host = 1.0 - np.asarray(device_shares)
+    shares = (np.asarray(device_shares), on_host * host_shares, on_host * (1.0 - host_shares))
+    return {entry: share for entry, share in zip(CACHE, shares, strict=True) if np.any(share)}
 
 
 def capture_policy(problem: Problem, workload: Workload, options: CaptureOptions | None = None) -> Policy:
@@ -141,7 +143,7 @@ def capture_policy(problem: Problem, workload: Workload, options: CaptureOptions
             if len(columns) and (last_try or columns[-1] == on_device[-1]):
                 column = columns[-1]
                 host_share = host_shares[int(np.argmax(fits[:, column])), column]
-                cache = batch.candidates(policy, device_shares[column], host_share).cache
+                cache = _cache(device_shares[column], host_share)
                 return replace(policy, cache={entry: float(share) for entry, share in cache.items()})
     roomy = excess.get("device", 0.0 * host_shares) <= 0
     tier, short = ("host", excess["host"][roomy].min()) if roomy.any() else ("device", excess["device"].min())

@@ -205,13 +205,13 @@ def memory_rows(block: Block) -> list[tuple[str, np.ndarray]]:
     ]  # fmt: skip
 
 
-def solve(block: Block, budgets: dict[str, float | None], cache_on_host: bool = False) -> np.ndarray | None:
-    """The placement with the least ``run_seconds``: eight shares, or None where no placement fits.
+def solve(block: Block, budgets: dict[str, float], cache_on_host: bool = False) -> np.ndarray | None:
+    """Return the placement with the least ``run_seconds``, eight shares; None where no placement fits.
 
-    ``budgets``: bytes of each tier that may be used; None: no bound. ``cache_on_host``: keys and values lie there and
-    nowhere else. Among equals, device before host before disk.
+    ``budgets``: bytes of each tier that may be used; infinity without a limit. ``cache_on_host``: keys and values lie
+    there and nowhere else. Among equals, device before host before disk.
     """
-    if any(budgets[tier] is not None and budgets[tier] <= 0 for tier in ("device", "host")):
+    if budgets["device"] <= 0 or budgets["host"] <= 0:
         return None
     rows, repeats = cost_rows(block), block.setting.gen_tokens - 1
     a_ub, b_ub = [], []
@@ -222,11 +222,11 @@ def solve(block: Block, budgets: dict[str, float | None], cache_on_host: bool = 
             a_ub.append([*vector[:8], *phase_seconds])
             b_ub.append(-vector[8])
     for tier, vector in memory_rows(block):
-        if budgets[tier] is not None and budgets[tier] > 0:
+        if 0 < budgets[tier] < np.inf:
             a_ub.append([*(vector[:8] / budgets[tier]), 0, 0])
             b_ub.append(1 - vector[8] / budgets[tier])
     upper = np.ones(8)
-    upper[[2, 5]] = 1.0 if budgets["disk"] is None or budgets["disk"] > 0 else 0.0
+    upper[[2, 5]] = 1.0 if budgets["disk"] > 0 else 0.0
     if cache_on_host:
         upper[[3, 5]] = 0.0
     least = block.rates.prefill_s + repeats * block.rates.decode_s
@@ -304,7 +304,7 @@ class FlexGenOptions:
 class PlacementSearch:
     """Linear programs of one machine, model and workload, each solved once."""
 
-    def __init__(self, make: Callable[[int, int], Block], budgets: dict[str, float | None], cache_on_host: bool):
+    def __init__(self, make: Callable[[int, int], Block], budgets: dict[str, float], cache_on_host: bool):
         self.make, self.budgets, self.cache_on_host = make, budgets, cache_on_host
         self.solved: dict[tuple[int, int], tuple[Block, np.ndarray] | None] = {}
 
@@ -367,7 +367,7 @@ def flexgen_policy(problem: Problem, workload: Workload, options: FlexGenOptions
     started = time.perf_counter()
     options = options or FlexGenOptions()
     gpu_batches = None if options.gpu_batches is None else sorted(set(options.gpu_batches))
-    tiers = _Tiers(problem, dict(problem.effective_budgets.items()), options.memory_share)
+    tiers = _Tiers(problem, options.memory_share)
     prompt_tokens, gen_tokens = int(workload.prompt_tokens.max()), int(workload.max_tokens.max())
     fitted: list[tuple[float, Policy, Block, float]] = []
     num_lps, reasons = 0, []
@@ -430,22 +430,26 @@ def _shares_of(policy: Policy) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _Tiers:
-    """A machine with its memories in bytes (None: no limit; disk 0: none), and the share that FlexGen may use."""
+    """A machine's memories, and the share of them that FlexGen may use."""
 
     problem: Problem
-    memories: dict[str, float | None]
     share: float
 
     @property
-    def budgets(self) -> dict[str, float | None]:
-        return {tier: None if size is None else self.share * size for tier, size in self.memories.items()}
+    def memories(self) -> dict[str, float]:
+        """Tier -> bytes; infinity without a limit, 0 without a disk."""
+        return self.problem.effective_budgets.limits
+
+    @property
+    def budgets(self) -> dict[str, float]:
+        return {tier: self.share * size for tier, size in self.memories.items()}
 
     def over(self, block: Block, policy: Policy) -> dict[str, float]:
         """Return the tiers that cannot hold the policy, by our own account, with the bytes beyond their memory."""
         problem = self.problem
         candidates = Candidates(policy, block.batch, block.setting.prompt_tokens, block.setting.gen_tokens)
         peak = predict(problem.shape, problem.hardware, problem.bytes_per_element, candidates, walk=False).peak_bytes
-        excess = {tier: float(peak[tier][0]) - size for tier, size in self.memories.items() if size is not None}
+        excess = {tier: float(peak[tier][0]) - size for tier, size in self.memories.items()}
         return {tier: num_bytes for tier, num_bytes in excess.items() if num_bytes > 0}
 
     def what_lacks(self, block: Block, over: dict[str, float]) -> str:
@@ -461,7 +465,7 @@ def _fit(tiers: _Tiers, block: Block, shares: np.ndarray) -> tuple[Policy | None
     while (over := tiers.over(block, policy)) and num_lps < MOST_ROUNDS:
         x = np.append(_shares_of(policy), 1.0)
         for tier, excess in over.items():
-            budgets[tier] = max(row @ x for of, row in memory_rows(block) if of == tier) - excess
+            budgets[tier] = max(float(row @ x) for of, row in memory_rows(block) if of == tier) - excess
         again = solve(block, budgets, block.setting.host_attention)
         num_lps += 1
         if again is None:
@@ -476,17 +480,17 @@ def _fit(tiers: _Tiers, block: Block, shares: np.ndarray) -> tuple[Policy | None
     return (None, over, num_lps) if over else (policy, {}, num_lps)
 
 
-def _what_flexgen_lacks(block: Block, budgets: dict[str, float | None]) -> str:
-    """Why FlexGen's own account has no room for ``block``."""
+def _what_flexgen_lacks(block: Block, budgets: dict[str, float]) -> str:
+    """Return why FlexGen's own account has no room for ``block``."""
     ways = [np.array([wd, 1 - wd, 0, 0, 1, 0, hd, 1 - hd, 1.0]) for wd in (0, 1) for hd in (0, 1)]
-    device = min(max(row @ x for tier, row in memory_rows(block) if tier == "device") for x in ways)
-    if budgets["device"] is not None and device > budgets["device"]:
+    device = min(max(float(row @ x) for tier, row in memory_rows(block) if tier == "device") for x in ways)
+    if device > budgets["device"]:
         return (
             f"device memory: GPU batches of {block.gpu_batch} need at least {gib(device)}, "
             f"FlexGen may use {gib(budgets['device'])}"
         )
     tiers = "host and disk memory" if budgets["disk"] else "host memory"
-    room = sum(budgets[tier] or 0 for tier in ("host", "disk"))
-    needs = max(row @ ways[0] for tier, row in memory_rows(block) if tier == "host")
+    room = budgets["host"] + budgets["disk"]
+    needs = max(float(row @ ways[0]) for tier, row in memory_rows(block) if tier == "host")
     requests = "1 request" if block.batch == 1 else f"{block.batch} requests"
     return f"{tiers}: weights and cache of {requests} take about {gib(needs)}, FlexGen may use {gib(room)}"

@@ -6,9 +6,12 @@ import json
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from flexhybrid.core.errors import InputError, unknown
 from flexhybrid.core.model.rope import Rope, rope_from_config
+
+Width = TypeVar("Width", int, float)  #: bytes of an element, a fraction where scales and zeros are stored with it
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -116,11 +119,11 @@ class ModelShape:
             elements += 2 * width * self.hidden
         return elements * bytes_per_element
 
-    def kv_token_bytes(self, bytes_per_element: int) -> int:
+    def kv_token_bytes(self, bytes_per_element: Width) -> Width:
         """Bytes of one token's keys and values in one layer: 2·G·d·p."""
         return self.kv_width * bytes_per_element
 
-    def act_token_bytes(self, bytes_per_element: int) -> int:
+    def act_token_bytes(self, bytes_per_element: Width) -> Width:
         """Bytes of one token's layer input (after its norm) in one layer: h·p."""
         return self.hidden * bytes_per_element
 
