@@ -316,7 +316,7 @@ def _simulate(args) -> dict:
 
 
 def _search(args) -> dict:
-    from flexhybrid.core.hardware import check_new_file, write_by_rename
+    from flexhybrid.core.files import check_new_file, write_by_rename
     from flexhybrid.jobs.search import PolicySearchOptions, describe_search, run_search, search_record
 
     options = options_from(PolicySearchOptions, args, budgets=_note_budgets(args))

@@ -12,11 +12,12 @@ import torch
 from flexhybrid.arguments import LLMArguments
 from flexhybrid.core.context.cache_entries import TIERS
 from flexhybrid.core.errors import InputError, is_number
-from flexhybrid.core.hardware import Hardware, load_hardware, profile_file
-from flexhybrid.core.memory import parse_bytes
+from flexhybrid.core.files import profile_file
+from flexhybrid.core.hardware import Hardware, load_hardware
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import Budgets, Problem
+from flexhybrid.core.units import parse_bytes
 from flexhybrid.core.waves import split_waves
 from flexhybrid.core.workload import Workload
 from flexhybrid.runtime.profiling.profile import faster_cpu_dtype

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flexhybrid.core.context.cache_entries import TIERS, parts_of, representation_of
+from flexhybrid.core.context.cache_entries import TIERS, representation_of, stored_copies
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.policy import Bits, Placement, Policy
@@ -154,7 +154,7 @@ class SearchProblem(Problem):
     @cached_property
     def both(self) -> tuple[str, ...]:
         """Entries that keep two copies of a token."""
-        return tuple(e for e in self.space.both if all(part.tier in self.tiers for part in parts_of(e)))
+        return tuple(e for e in self.space.both if all(part.tier in self.tiers for part in stored_copies(e)))
 
     @cached_property
     def placements(self) -> tuple[tuple[float, float, float], ...]:

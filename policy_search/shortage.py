@@ -7,8 +7,8 @@ from typing import NamedTuple
 import numpy as np
 
 from flexhybrid.core.context.cache_entries import TIERS
-from flexhybrid.core.memory import gib
 from flexhybrid.core.policy import Policy
+from flexhybrid.core.units import gib
 from policy_search.grid import ChoiceGrid
 from policy_search.lp import least_memory
 from policy_search.rounding import WEIGHT_STEPS, candidates_of, place_weights, round_shares

@@ -18,7 +18,7 @@ from functools import cached_property
 import numpy as np
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, HALF, ceil_blocks, deal_blocks, lengths_between
-from flexhybrid.core.context.cache_entries import TIERS, parts_of, representation_of
+from flexhybrid.core.context.cache_entries import TIERS, representation_of, stored_copies
 from flexhybrid.core.context.packing import chunk_tokens, takes_prompts_whole
 from flexhybrid.core.context.selection import kept_tokens, limits_cache, selected_tokens
 from flexhybrid.core.context.split import SplitLines, split_lines, split_point
@@ -263,7 +263,7 @@ class CandidateSteps:
 
     def _by_copy(self, rows: np.ndarray) -> dict:
         """Rows of each stored copy, from the tokens of each entry."""
-        return {copy: count for entry, count in zip(self.entries, rows, strict=True) for copy in parts_of(entry)}
+        return {copy: count for entry, count in zip(self.entries, rows, strict=True) for copy in stored_copies(entry)}
 
     @cached_property
     def kept(self) -> np.ndarray:
@@ -353,7 +353,7 @@ class CandidateSteps:
                 if entry in self.lines:
                     point = split_point(self.lines[entry], batch, tokens[entry], self.num_mini_batches)
                     leading = point / BLOCK_TOKENS
-                for copy in parts_of(entry):
+                for copy in stored_copies(entry):
                     count = held[entry]
                     if entry in self.lines:
                         count = leading if copy.representation == "act" else count - leading
@@ -365,7 +365,7 @@ class CandidateSteps:
                         columns = columns + mean_count
                     blocks[copy] = batch * mean_count
             if new_tokens is None:
-                stored = {copy: batch + 0.0 * context for copy in parts_of(stretch.entry)}
+                stored = {copy: batch + 0.0 * context for copy in stored_copies(stretch.entry)}
             else:
                 stored = self._by_copy(batch * new_tokens)
             return StepCounts(

@@ -13,11 +13,12 @@ import numpy as np
 from flexhybrid.core.context.cache_entries import TIERS
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import LINKS, Hardware
-from flexhybrid.core.memory import buffer_sizes, gib, memory_plan, total_bytes
+from flexhybrid.core.memory import buffer_sizes, memory_plan, total_bytes
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import problem_of
+from flexhybrid.core.units import gib
 from flexhybrid.core.verbs import VERBS
 from flexhybrid.core.wave import admit
 from flexhybrid.core.waves import wave_plan

@@ -11,18 +11,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from flexhybrid.core.hardware import LINKS, Hardware
-from flexhybrid.core.schedule.dependencies import KINDS, Dependencies
+from flexhybrid.core.schedule.dependencies import HAZARDS, Dependencies
 from flexhybrid.core.task import RESOURCES, Task
 from flexhybrid.core.trace import TraceEvent
 
 
-def run(tasks: Iterable[Task], hardware: Hardware, kinds: Iterable[str] = KINDS) -> list[TraceEvent]:
+def run(tasks: Iterable[Task], hardware: Hardware, hazards: Iterable[str] = HAZARDS) -> list[TraceEvent]:
     """Run tasks (``flexhybrid.core.wave.stream(wave)``) in virtual time; events in stream order, seconds from 0.
 
-    ``kinds`` leaves out a kind of dependency on purpose, as in ``Dependencies``. Raises InputError when the hardware
+    ``hazards`` leaves out a hazard on purpose, as in ``Dependencies``. Raises InputError when the hardware
     has no line for a task.
     """
-    dependencies = Dependencies(kinds)
+    dependencies = Dependencies(hazards)
     ends: dict[str, list[float]] = {resource: [] for resource in RESOURCES}
     lines: dict[tuple[str, str], tuple[float, float, float]] = {}
     trace: list[TraceEvent] = []

@@ -15,7 +15,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from tqdm import tqdm
 
-from flexhybrid.core.hardware import write_by_rename
+from flexhybrid.core.files import write_by_rename
 from flexhybrid.runtime.profiling.cpu_use import MOST_OTHERS, CpuUse
 
 LIBRARIES = ("torch", "numpy", "scipy", "transformers")

@@ -18,6 +18,8 @@ import sys
 import time
 from pathlib import Path
 
+from flexhybrid.core.units import parse_bytes
+
 ROOT = Path(__file__).resolve().parents[2]
 STEP_SECONDS = 480
 COMPARISONS = {
@@ -66,8 +68,7 @@ def run_bench() -> int:
 def run_comparison(name: str) -> int:
     import torch
 
-    from flexhybrid.core.hardware import write_by_rename
-    from flexhybrid.core.memory import parse_bytes
+    from flexhybrid.core.files import write_by_rename
     from flexhybrid.core.model.shape import shape_by_name
     from flexhybrid.jobs.compare.job import compare
     from flexhybrid.jobs.compare.setting import CompareOptions

@@ -25,10 +25,10 @@ from experiments.peers import children
 from experiments.peers.children import PeerUnavailable
 from experiments.peers.random_opt import make_checkpoint
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.hardware import cache_folder
-from flexhybrid.core.memory import gib, parse_bytes
+from flexhybrid.core.files import cache_folder
 from flexhybrid.core.model.shape import shape_by_name, shape_from_config
 from flexhybrid.core.policy import Placement, Policy
+from flexhybrid.core.units import gib, parse_bytes
 
 VERSION = "1.15.0"
 FOLDER = Path(f"build/accelerate-{VERSION}")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.hardware import write_by_rename
+from flexhybrid.core.files import write_by_rename
 
 ROOT = Path(__file__).parents[2]
 

@@ -29,9 +29,9 @@ from flexhybrid.core import work
 from flexhybrid.core.context.packing import padded_tokens
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware
-from flexhybrid.core.memory import gib, parse_bytes
 from flexhybrid.core.model.shape import ModelShape, shape_by_name
 from flexhybrid.core.policy import Bits, Placement, Policy
+from flexhybrid.core.units import gib, parse_bytes
 from sim import catalogue
 
 FOLDER = Path("build/flexgen-0.1.8")

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from experiments.peers import children
-from flexhybrid.core.memory import parse_bytes
 from flexhybrid.core.model.shape import DTYPE_BYTES, ModelShape, shape_of
+from flexhybrid.core.units import parse_bytes
 
 CHILD = Path(__file__).with_name("gpu_child.py")
 HOW_TO_GET = {

@@ -27,7 +27,7 @@ from experiments.reproduce.experiment import (
 )
 from figures.reproduce import draw
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.hardware import write_by_rename
+from flexhybrid.core.files import write_by_rename
 
 #: |error| up to which a cell has each colour; the last colour is for what is beyond.
 BOUNDS = (0.05, 0.15, 0.30)

@@ -40,7 +40,7 @@ from experiments.reproduce.infinigen.accuracy_policies import (
     share_of_all_layers,
 )
 from flexhybrid import shipped
-from flexhybrid.core.hardware import write_by_rename
+from flexhybrid.core.files import write_by_rename
 from flexhybrid.core.policy import Bits
 from flexhybrid.jobs.accuracy.job import AccuracyOptions, accuracy, read_texts
 from flexhybrid.jobs.skew import skew

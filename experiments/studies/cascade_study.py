@@ -25,7 +25,7 @@ from flexhybrid.cascade.thresholds.exact import exact_curve
 from flexhybrid.cascade.thresholds.sampling import sampled_curve
 from flexhybrid.cascade.thresholds.search import search
 from flexhybrid.cascade.thresholds.skips import Route
-from flexhybrid.core.hardware import write_by_rename
+from flexhybrid.core.files import write_by_rename
 
 FOLDER = Path(__file__).parents[1] / "results" / "cascade"
 ROUTED_BYTES = (1_000, 50_000, 1_000_000)  #: the paper's Fig. 8

@@ -83,7 +83,7 @@ def _plan(args) -> dict:
 
     from flexhybrid.cascade.placement.search import describe
     from flexhybrid.core.errors import InputError
-    from flexhybrid.core.hardware import check_new_file, write_by_rename
+    from flexhybrid.core.files import check_new_file, write_by_rename
 
     if args.out:
         check_new_file(args.out)

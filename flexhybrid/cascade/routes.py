@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from flexhybrid.core.errors import InputError, unknown
-from flexhybrid.core.hardware import write_by_rename
+from flexhybrid.core.files import write_by_rename
 
 VERSION = 1
 TASKS = ("classification", "generation", "extraction")

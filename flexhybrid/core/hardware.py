@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 from flexhybrid.core.errors import InputError
+from flexhybrid.core.files import write_by_rename
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.task import RESOURCES
 from flexhybrid.core.verbs import RESOURCE_OF, VERBS
@@ -183,24 +183,6 @@ class Hardware:
         write_by_rename(Path(path), self.to_json())
 
 
-def write_by_rename(path: Path, text: str) -> None:
-    """A file that is either whole or not there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
-
-
-def check_new_file(path: Path) -> None:
-    """Raise InputError where ``write_by_rename`` would fail later: no such folder, no right to write, or a folder."""
-    if path.is_dir():
-        raise InputError(f"cannot write {path}: it is a folder")
-    if not path.parent.is_dir():
-        raise InputError(f"cannot write {path}: there is no folder {path.parent}")
-    if not os.access(path.parent, os.W_OK):
-        raise InputError(f"cannot write {path}: the folder {path.parent} is not writable")
-
-
 def resource_of_line(key: str) -> str | None:
     """Resource of the tasks that a line prices; None for a key that names neither a resource nor a verb."""
     for suffix in (ALONE_SUFFIX, "_unpaced", "_both"):
@@ -216,41 +198,6 @@ def crosses_link(key: str) -> bool:
 def is_of_disk(key: str) -> bool:
     """Whether a line prices tasks of the disk."""
     return resource_of_line(key) in ("disk_read", "disk_write")
-
-
-def cache_folder() -> Path:
-    """Where profiles of this machine are kept: $FLEXHYBRID_CACHE, else "flexhybrid" in the user's cache folder.
-
-    Raises InputError where no home folder is known.
-    """
-    try:
-        if folder := os.environ.get("FLEXHYBRID_CACHE"):
-            return Path(folder).expanduser()
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flexhybrid"
-    except RuntimeError:
-        raise InputError("no home folder is known here: set FLEXHYBRID_CACHE to a folder for profiles") from None
-
-
-def check_cache_folder() -> None:
-    """Raise InputError where profiles cannot be kept: before they are measured."""
-    folder, why = cache_folder(), "it is not writable"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
-            return
-    except OSError as error:
-        why = error.strerror
-    raise InputError(f"cannot keep profiles in {folder}: {why}; set FLEXHYBRID_CACHE to a folder that can be written")
-
-
-def profile_file(device: str) -> Path:
-    """The file of this machine's profile for a device, "cpu" or "cuda"."""
-    return cache_folder() / f"hardware-{device}.json"
-
-
-def newest_profile() -> Path | None:
-    """The profile of this machine that was saved last, whatever its device; None before the first."""
-    return max(cache_folder().glob("hardware-*.json"), key=lambda path: path.stat().st_mtime_ns, default=None)
 
 
 def load_hardware(path: str | Path) -> Hardware:

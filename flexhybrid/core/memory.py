@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockKinds, ceil_blocks
-from flexhybrid.core.context.cache_entries import parts_of, representation_of
+from flexhybrid.core.context.cache_entries import representation_of, stored_copies
 from flexhybrid.core.context.packing import chunk_tokens, longest_piece, num_chunks
 from flexhybrid.core.context.selection import kept_tokens, limits_cache, most_selected, num_choosing, partial_columns
 from flexhybrid.core.context.split import SplitLines, split_point
@@ -19,6 +19,7 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Policy, Selection
 from flexhybrid.core.problem import Budgets, Problem
+from flexhybrid.core.units import gib
 from flexhybrid.core.wave import Wave, disk_from, stored_layout
 from flexhybrid.core.work import MIN_KV_GEN_ROWS
 
@@ -228,7 +229,7 @@ def group_sizes(policy: Policy, batch, prompt, reads: Reads, fresh: dict, staged
     """
     columns = {(r, tier): 0 * reads.context for r in ("act", "kv") for tier in ("any", "disk", "device")}
     for kind, blocks in reads.held.items():
-        for part in parts_of(kind):
+        for part in stored_copies(kind):
             count = reads.splits[kind][part.representation] if kind in reads.splits else blocks
             for tier in ("any", part.tier):
                 if (part.representation, tier) in columns:
@@ -347,7 +348,7 @@ def _pool_parts(layers: int, sizes: BufferSizes, row: dict[str, int]) -> tuple[d
     tiers: dict[str, dict] = {"device": {}, "host": {}, "disk": {}}
     staged = {"device": 0, "host": 0}
     for kind, blocks in sizes.pool_blocks.items():
-        for part in parts_of(kind):
+        for part in stored_copies(kind):
             size = layers * blocks * BLOCK_TOKENS * row[part.representation]
             name = f"{part.representation} pool"
             tiers[part.tier][name] = tiers[part.tier].get(name, 0) + size
@@ -424,14 +425,6 @@ def total_bytes(plan: MemoryPlan) -> dict[str, int]:
     return {tier: sum(parts.values()) for tier, parts in plan.items()}
 
 
-def gib(num_bytes: float) -> str:
-    """Bytes for people: GiB, MiB or KiB."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
-        if num_bytes >= size / 2:
-            return f"{num_bytes / size:.2f} {unit}"
-    return f"{num_bytes / 2**10:.1f} KiB"
-
-
 def check_budget(plan: MemoryPlan, budgets: Budgets, what: str = "this run") -> None:
     """Raise InputError when a tier is over its budget: the tier, the part that no longer fits, bytes asked and left."""
     for tier, parts in plan.items():
@@ -452,21 +445,3 @@ def fits(plan: MemoryPlan, budgets: Budgets) -> bool:
     """Whether no tier is over its budget."""
     limits = ((budgets.of(tier), size) for tier, size in total_bytes(plan).items())
     return all(limit is None or size <= limit for limit, size in limits)
-
-
-def parse_bytes(text: str | int | None) -> int | None:
-    """ "8GiB", "512MiB", "12GB", plain bytes; None stays None. Raises InputError for anything else, or for <= 0."""
-    if text is None or (isinstance(text, int) and not isinstance(text, bool) and text > 0):
-        return text
-    units = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
-    units |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-    stripped = str(text).strip().lower()
-    number = stripped.rstrip("abcdefghijklmnopqrstuvwxyz")
-    unit = stripped[len(number) :]
-    try:
-        value = float(number) * units[unit]
-    except (ValueError, KeyError):
-        raise InputError(f"memory size {text!r} is not understood: write 8GiB, 512MiB or a number of bytes") from None
-    if not np.isfinite(value) or value < 1:
-        raise InputError(f"memory size {text!r} must be positive and finite")
-    return int(value)

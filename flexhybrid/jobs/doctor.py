@@ -14,10 +14,11 @@ import torch
 
 from flexhybrid import __version__
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.hardware import Hardware, cache_folder, load_hardware
-from flexhybrid.core.memory import gib
+from flexhybrid.core.files import cache_folder
+from flexhybrid.core.hardware import Hardware, load_hardware
 from flexhybrid.core.model.shape import DTYPE_BYTES, KNOWN_SHAPES, ModelShape, shape_of
 from flexhybrid.core.problem import Budgets, Problem
+from flexhybrid.core.units import gib
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.machine import (
     device_name,

@@ -6,10 +6,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.memory import gib, parse_bytes
 from flexhybrid.core.model.shape import shape_of
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem
+from flexhybrid.core.units import gib, parse_bytes
 from flexhybrid.jobs.sweep.grid import positive_integer
 from policy_search.systems import Setting, System, system
 from sim import catalogue

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
-from flexhybrid.core.context.cache_entries import Part, parts
+from flexhybrid.core.context.cache_entries import StoredCopy, parts
 from flexhybrid.core.context.selection import limits_cache, num_choosing
 from flexhybrid.core.memory import NUM_SLOTS, BufferSizes, index_cells
 from flexhybrid.core.model.shape import ModelShape
@@ -154,7 +154,7 @@ class Buffers:
         }
         self.host_index = on_host(index_cells(shape, policy, sizes.index_rows) * choosing, dtype=torch.int32)
 
-    def head_major(self, part: Part | Segment | Store) -> bool:
+    def head_major(self, part: StoredCopy | Segment | Store) -> bool:
         """Return whether blocks are [2, G, 16, d] instead of [16, row]."""
         return part.representation == "kv" and part.tier != "disk" and self.formats["kv"].dtype != torch.uint8
 

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Generic, Protocol, TypeVar
 
-from flexhybrid.core.schedule.dependencies import KINDS, Dependencies
+from flexhybrid.core.schedule.dependencies import HAZARDS, Dependencies
 from flexhybrid.core.task import Task
 from flexhybrid.core.trace import TraceEvent
 from flexhybrid.runtime.process_settings import SHORT_SWITCH_INTERVAL
@@ -221,13 +221,13 @@ class Clock:
     def __init__(
         self,
         lanes: Iterable[Lane],
-        dependency_kinds: Iterable[str] = KINDS,
+        hazards: Iterable[str] = HAZARDS,
         on_fail: Callable[[], None] = lambda: None,
     ):
         self.lanes = {lane.name: lane for lane in lanes}
         self.began_s = math.nan  #: the zero of the trace, on the clock of ``time.perf_counter``
         self._on_fail = on_fail
-        self._dependencies = Dependencies(dependency_kinds)
+        self._dependencies = Dependencies(hazards)
         self._error: BaseException | None = None
         self._error_lock = threading.Lock()
         for lane in self.lanes.values():

@@ -8,9 +8,9 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.memory import gib
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import Problem
+from flexhybrid.core.units import gib
 from flexhybrid.core.workload import Workload
 from policy_search.papers.algorithm1 import check_balance, host_blocks, layer_times, share_for_batch
 from sim.array_clock import predict

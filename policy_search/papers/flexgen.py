@@ -27,10 +27,10 @@ from flexhybrid.core import work
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, ceil_blocks
 from flexhybrid.core.context.cache_entries import TIERS
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.memory import gib
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Bits, Placement, Policy
 from flexhybrid.core.problem import Problem
+from flexhybrid.core.units import gib
 from flexhybrid.core.verbs import RESOURCE_OF
 from flexhybrid.core.workload import Workload
 from sim.array_clock import predict

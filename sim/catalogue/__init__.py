@@ -12,7 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from flexhybrid.core.errors import InputError, unknown
-from flexhybrid.core.hardware import Hardware, cache_folder, load_hardware, newest_profile
+from flexhybrid.core.files import cache_folder, newest_profile
+from flexhybrid.core.hardware import Hardware, load_hardware
 
 FOLDER = Path(__file__).parent
 

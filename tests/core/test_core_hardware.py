@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexhybrid.core.errors import InputError, unknown
-from flexhybrid.core.hardware import Hardware, Line, cache_folder, load_hardware, newest_profile, profile_file
+from flexhybrid.core.files import cache_folder, newest_profile, profile_file
+from flexhybrid.core.hardware import Hardware, Line, load_hardware
 
 NUMBER = st.floats(0, 1e6)
 SAMPLES = st.lists(st.tuples(NUMBER, NUMBER, NUMBER)).map(tuple)

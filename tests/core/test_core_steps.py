@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockKinds
-from flexhybrid.core.context.cache_entries import Part
+from flexhybrid.core.context.cache_entries import StoredCopy
 from flexhybrid.core.context.selection import kept_tokens, selected_tokens
 from flexhybrid.core.context.split import SplitLines, split_lines, split_point, split_seconds
 from flexhybrid.core.hardware import LINKS, Hardware, Line
@@ -151,9 +151,9 @@ def test_a_step_cuts_its_segments_at_the_split_point():
         assert act.num_tokens.tolist() == [min(split, n) for n in step.context.tolist()]
         assert (act.num_tokens + kv.num_tokens).tolist() == step.context.tolist()
         counts = counts_of(step, wave)
-        assert counts.blocks[Part(kind, "act", "host")] == sum(math.ceil(n / 16) for n in act.num_tokens.tolist())
+        assert counts.blocks[StoredCopy(kind, "act", "host")] == sum(math.ceil(n / 16) for n in act.num_tokens.tolist())
         works = works_of(wave, step)
-        assert works["load_act"].link_bytes == counts.blocks[Part(kind, "act", "host")] * 16 * 64 * P
+        assert works["load_act"].link_bytes == counts.blocks[StoredCopy(kind, "act", "host")] * 16 * 64 * P
         assert works["kv_gen"].tokens == 3 * max(math.ceil(n / 16) for n in act.num_tokens.tolist()) * 16
         assert {store.representation for store in step.stores} == {"act", "kv"}  # a new token goes to both
 

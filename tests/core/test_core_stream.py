@@ -24,7 +24,7 @@ from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Bits, Placement, Policy, Selection
 from flexhybrid.core.problem import problem_of
-from flexhybrid.core.schedule.dependencies import KINDS, Dependencies
+from flexhybrid.core.schedule.dependencies import HAZARDS, Dependencies
 from flexhybrid.core.task import RESOURCES, Access, Task, Work
 from flexhybrid.core.trace import (
     TraceEvent,
@@ -415,7 +415,7 @@ def sequential_trace(tasks) -> list[TraceEvent]:
     return [TraceEvent(task, number, number + 0.5) for number, task in enumerate(tasks)]
 
 
-def derive(tasks, kinds=KINDS) -> list[tuple]:
+def derive(tasks, kinds=HAZARDS) -> list[tuple]:
     dependencies = Dependencies(kinds)
     return [dependencies.add(task) for task in tasks]
 
@@ -505,11 +505,11 @@ def runs_of(tasks, kinds, seeds):
         yield schedule(tasks, waits, [slow[task.resource] * (0.5 + rng.random()) for task in tasks])
 
 
-@pytest.mark.parametrize("dropped", KINDS)
+@pytest.mark.parametrize("dropped", HAZARDS)
 def test_without_one_kind_of_dependency_the_checker_fails(dropped):
     tasks = DOUBLE_WRITE if dropped == "write_after_write" else list(stream(make_wave()))
-    kept = [kind for kind in KINDS if kind != dropped]
-    assert all(check_trace(run) == [] for run in runs_of(tasks, KINDS, range(20)))
+    kept = [kind for kind in HAZARDS if kind != dropped]
+    assert all(check_trace(run) == [] for run in runs_of(tasks, HAZARDS, range(20)))
     assert any(check_trace(run) for run in runs_of(tasks, kept, range(20)))
 
 

@@ -13,8 +13,8 @@ from forced_machine import DTYPES, FASTER_DTYPE
 
 from flexhybrid import cli
 from flexhybrid.core.hardware import Hardware, Line
-from flexhybrid.core.memory import gib
 from flexhybrid.core.model.shape import shape_by_name
+from flexhybrid.core.units import gib
 from flexhybrid.jobs import doctor, machine
 from flexhybrid.jobs.profile.job import model_profile_path
 from flexhybrid.jobs.run import job as run_module

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, ceil_blocks
-from flexhybrid.core.context.cache_entries import TIERS, Part
+from flexhybrid.core.context.cache_entries import TIERS, StoredCopy
 from flexhybrid.core.context.selection import first_choosing
 from flexhybrid.core.memory import NUM_SLOTS, buffer_sizes, memory_plan
 from flexhybrid.core.plan import WeightSlice
@@ -143,7 +143,7 @@ class _Replay:
             self._hold("host", "places", 0, 8 * len(step.requests) * self.wave.shape.num_kv_heads)
         on_host = self.wave.policy.attention == "host" and not step.prefill
         for store in task.payload.step.stores:
-            part = Part(store.kind, store.representation, store.tier)
+            part = StoredCopy(store.kind, store.representation, store.tier)
             if not on_host:  # else the query brings them along
                 rows = len(store.rows) * self.row[store.representation]
                 self._hold("device", "staging", part, rows)

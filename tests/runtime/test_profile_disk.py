@@ -9,7 +9,8 @@ import pytest
 from experiments.bench import overlap as bench_overlap
 from flexhybrid import cli
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.hardware import Hardware, Line, load_hardware, profile_file
+from flexhybrid.core.files import profile_file
+from flexhybrid.core.hardware import Hardware, Line, load_hardware
 from flexhybrid.core.plan import stream
 from flexhybrid.jobs.profile import disk as measure_disk
 from flexhybrid.jobs.profile import job as measure

@@ -13,7 +13,7 @@ from flexhybrid.core.memory import buffer_sizes
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Bits, Placement, Policy, Selection
 from flexhybrid.core.problem import Problem
-from flexhybrid.core.schedule.dependencies import KINDS
+from flexhybrid.core.schedule.dependencies import HAZARDS
 from flexhybrid.core.task import Access, Task, Work
 from flexhybrid.core.trace import check_trace
 from flexhybrid.core.wave import admit
@@ -49,7 +49,7 @@ WIDER = wider_policies(wide=100, narrow=60, chunk=16)
 class FakeCudaEngine(Engine):
     """An engine on streams with CUDA's meaning and random delays."""
 
-    def __init__(self, *args, seed: int, kinds=KINDS, **options):
+    def __init__(self, *args, seed: int, kinds=HAZARDS, **options):
         super().__init__(*args, **options)
         self.seed, self.kinds, self.streams = seed, kinds, []
         self.host_threads, self.host_workers = 2, ThreadPoolExecutor(2)  # as beside a GPU
@@ -169,10 +169,10 @@ def test_threads_give_the_reference_tokens(checkpoint, policy):
     assert check_trace(result.trace) == []
 
 
-@pytest.mark.parametrize("dropped", KINDS)
+@pytest.mark.parametrize("dropped", HAZARDS)
 def test_dropping_a_kind_of_dependency_is_seen_on_the_real_clock(dropped):
     """A two-lane ping-pong that needs each kind of dependency in turn; random delays bring the hazard out."""
-    kinds = [kind for kind in KINDS if kind != dropped]
+    kinds = [kind for kind in HAZARDS if kind != dropped]
     cell = Access(("cell",), 0, 1)
     tasks = []
     for i in range(60):
@@ -190,7 +190,7 @@ def test_dropping_a_kind_of_dependency_is_seen_on_the_real_clock(dropped):
         clock = Clock([Lane(name, perform) for name in ("h2d", "compute", "d2h")], kinds)
         return check_trace(clock.run(tasks))
 
-    assert violations(KINDS) == []
+    assert violations(HAZARDS) == []
     assert violations(kinds) != []
 
 

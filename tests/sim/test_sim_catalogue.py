@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.hardware import Hardware, Line, profile_file
+from flexhybrid.core.files import profile_file
+from flexhybrid.core.hardware import Hardware, Line
 from sim import catalogue
 
 GIB = 2**30

@@ -12,7 +12,7 @@ from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import Problem
-from flexhybrid.core.schedule.dependencies import KINDS
+from flexhybrid.core.schedule.dependencies import HAZARDS
 from flexhybrid.core.task import Access, Task, Work
 from flexhybrid.core.trace import TraceEvent, check_trace
 from flexhybrid.core.wave import admit
@@ -173,7 +173,7 @@ def test_virtual_traces_pass_the_checker():
 
 @pytest.mark.parametrize("removed", ["read_after_write", "write_after_read"])
 def test_the_checker_sees_a_removed_kind_of_dependency(removed):
-    kinds = [kind for kind in KINDS if kind != removed]
+    kinds = [kind for kind in HAZARDS if kind != removed]
     assert any(check_trace(run(stream(c.wave()), c.hardware, kinds), 1e-12) for c in small_cases(25, seed=2))
 
 
@@ -184,4 +184,4 @@ def test_the_checker_sees_writes_that_overtake():
     tasks = [task(0, "load_kv", "h2d", writes=[cell]), task(0, "scatter", "host_compute", writes=[cell])]
     hardware = machine(link_s=1.0)
     assert check_trace(run(tasks, hardware)) == []
-    assert check_trace(run(tasks, hardware, [k for k in KINDS if k != "write_after_write"]))
+    assert check_trace(run(tasks, hardware, [k for k in HAZARDS if k != "write_after_write"]))

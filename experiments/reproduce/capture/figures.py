@@ -13,7 +13,7 @@ from experiments.reproduce.capture.setup import PROMPTS, geomean
 from experiments.reproduce.experiment import ARITHMETIC, Experiment, bars, lines
 from experiments.reproduce.paper import CAPTURE, context, contexts, points
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
-from flexhybrid.core.context.cache_entries import Part
+from flexhybrid.core.context.cache_entries import StoredCopy
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Policy
@@ -349,7 +349,7 @@ def layer_seconds(way: str, batch: int, context_tokens: int) -> dict[str, float]
     """Return part -> seconds of one layer in one decode step that recomputes all its context from "act" or "tok"."""
     from_act = way == "act"
     policy = presets.act_only() if from_act else presets.token_recompute(0.5)
-    blocks, part = context_tokens // BLOCK_TOKENS, Part("act@device", "act", "device")
+    blocks, part = context_tokens // BLOCK_TOKENS, StoredCopy("act@device", "act", "device")
     counts = StepCounts(
         prefill=False,
         batch=batch,

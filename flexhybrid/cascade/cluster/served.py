@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.memory import gib
+from flexhybrid.core.units import gib
 
 SHARE_SLACK = 1e-6  #: shares are printed with a digit or two; their sum is scaled back to 1 within this much of it
 

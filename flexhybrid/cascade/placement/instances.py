@@ -12,7 +12,7 @@ import numpy as np
 
 from flexhybrid.cascade.cluster.served import Cluster, Flow, ServedModel
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.memory import gib
+from flexhybrid.core.units import gib
 
 MOST_CHOICES = 16  #: of (R, S) that are looked at, those with the fewest partitions first
 MOST_SORTED = 1 << 16  #: of (R, S) that are put in that order: all of them up to sixteen models

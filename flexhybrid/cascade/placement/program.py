@@ -12,7 +12,7 @@ import numpy as np
 
 from flexhybrid.cascade.cluster.served import Cluster
 from flexhybrid.cascade.placement.instances import Layout
-from flexhybrid.core.memory import gib
+from flexhybrid.core.units import gib
 
 
 class Solved(NamedTuple):

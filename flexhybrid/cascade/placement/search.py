@@ -19,7 +19,7 @@ from flexhybrid.cascade.placement.instances import Layout, layouts
 from flexhybrid.cascade.placement.lower_bound import TOLERANCE, lower_bound
 from flexhybrid.cascade.placement.program import solve_exactly, transfer_s, what_is_lacking
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.memory import gib
+from flexhybrid.core.units import gib
 
 MOST_LOAD = 0.8  #: kernel utilisation of a GPU; Eq. 4 has 1, at which queues grow without end
 SMALL = 160  #: items x GPUs up to which the binary program is solved

@@ -16,7 +16,7 @@ from flexhybrid.cascade.routes import COSTS, TASKS, VERSION, CascadeModel, costs
 from flexhybrid.cascade.thresholds.confidence import calibrate
 from flexhybrid.cascade.thresholds.curve import Answers
 from flexhybrid.core.errors import InputError, unknown
-from flexhybrid.core.hardware import write_by_rename
+from flexhybrid.core.files import write_by_rename
 
 BATCH = 64  #: requests a local model gets at once while it is fitted
 

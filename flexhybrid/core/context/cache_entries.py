@@ -10,7 +10,7 @@ TIERS = ("device", "host", "disk")
 CACHE_KEY = re.compile(r"tok|(kv|act)@(device|host|disk)|both\(kv@(device|host|disk),act@(device|host|disk)\)")
 
 
-class Part(NamedTuple):
+class StoredCopy(NamedTuple):
     """One stored copy of a token's context: ``representation`` "kv" or "act", and the tier that holds it."""
 
     kind: str  #: the cache entry it belongs to
@@ -30,13 +30,13 @@ def representation_of(kind: str) -> str:
 
 
 @cache
-def parts_of(kind: str) -> tuple[Part, ...]:
+def stored_copies(kind: str) -> tuple[StoredCopy, ...]:
     """What a token of this entry keeps in memory: one part, for both(…) two (ACT first), for tok none."""
     found = re.findall(r"(kv|act)@(device|host|disk)", kind)
-    return tuple(sorted(Part(kind, representation, tier) for representation, tier in found))
+    return tuple(sorted(StoredCopy(kind, representation, tier) for representation, tier in found))
 
 
 @cache
-def parts(kinds: tuple[str, ...]) -> tuple[Part, ...]:
+def parts(kinds: tuple[str, ...]) -> tuple[StoredCopy, ...]:
     """The parts of several entries, in their order."""
-    return tuple(part for kind in kinds for part in parts_of(kind))
+    return tuple(part for kind in kinds for part in stored_copies(kind))

@@ -19,7 +19,7 @@ import numpy as np
 
 from flexhybrid.core import work
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
-from flexhybrid.core.context.cache_entries import parts_of
+from flexhybrid.core.context.cache_entries import stored_copies
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem
@@ -51,7 +51,7 @@ def split_lines(problem: Problem, policy: Policy, kind: str) -> SplitLines:
             "once"
         )
     stored = policy.bits.element_bytes(p)
-    tier = {part.representation: part.tier for part in parts_of(kind)}
+    tier = {part.representation: part.tier for part in stored_copies(kind)}
 
     def slope(verb: str, resource: str, make) -> tuple[float, float]:
         line, many = hardware.line(verb, resource), make(1 << 20)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from flexhybrid.core.task import Access, Task
 
-KINDS = ("read_after_write", "write_after_read", "write_after_write")
+HAZARDS = ("read_after_write", "write_after_read", "write_after_write")
 
 #: (resource, ordinal): wait until the resource has completed its task with this ordinal, counted from 0.
 Mark = tuple[str, int]
@@ -43,14 +43,14 @@ class _Space:
 class Dependencies:
     """Feed tasks in stream order; ``add`` returns what each must wait for.
 
-    ``kinds`` leaves out a kind of dependency on purpose: tests do so to see the trace checker fail.
+    ``hazards`` leaves out a hazard on purpose: tests do so to see the trace checker fail.
     """
 
-    def __init__(self, kinds: Iterable[str] = KINDS):
-        kinds = set(kinds)
-        self._raw = "read_after_write" in kinds
-        self._war = "write_after_read" in kinds
-        self._waw = "write_after_write" in kinds
+    def __init__(self, hazards: Iterable[str] = HAZARDS):
+        hazards = set(hazards)
+        self._raw = "read_after_write" in hazards
+        self._war = "write_after_read" in hazards
+        self._waw = "write_after_write" in hazards
         self._spaces: dict[tuple, _Space] = {}
         self._covered: dict[Access, tuple[_Span, ...]] = {}  # of all spaces: one look-up an access
         self._issued: dict[str, int] = {}

@@ -12,7 +12,7 @@ import numpy as np
 
 from flexhybrid.core import work
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
-from flexhybrid.core.context.cache_entries import Part
+from flexhybrid.core.context.cache_entries import StoredCopy
 from flexhybrid.core.context.selection import most_selected, partial_share, selected_tokens
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import ElementBytes, Policy
@@ -28,10 +28,10 @@ class StepCounts:
     batch: object
     width: object  #: new tokens of the longest request
     context: object  #: columns of cached keys and values in the attention buffer
-    blocks: dict[Part, object]  #: blocks of each part that the step reads, over all requests
-    copies: dict[Part, object]  #: runs of blocks that lie apart
+    blocks: dict[StoredCopy, object]  #: blocks of each part that the step reads, over all requests
+    copies: dict[StoredCopy, object]  #: runs of blocks that lie apart
     act_columns: object  #: blocks of the ACT buffer, a request
-    stored: dict[Part, object]  #: new rows of each part, over all requests
+    stored: dict[StoredCopy, object]  #: new rows of each part, over all requests
     recomputed: object = 0  #: tokens of the recomputed prefix, of the longest request
     selected: object = None  #: tokens of a request that a speculative selection fetches; None: all
 
@@ -41,11 +41,11 @@ def counts_of(step: MiniBatchStep, wave) -> StepCounts:
     policy, blocks, copies = wave.policy, {}, {}
     for segment in step.segments:
         if segment.max_tokens:
-            part = Part(segment.kind, segment.representation, segment.tier)
+            part = StoredCopy(segment.kind, segment.representation, segment.tier)
             moved = wave.num_blocks[segment.kind][step.requests] if policy.static_cache else segment.num_blocks
             blocks[part] = int(moved.sum())
             copies[part] = int(np.count_nonzero(segment.num_blocks))
-    stored = {Part(s.kind, s.representation, s.tier): len(s.rows) for s in step.stores}
+    stored = {StoredCopy(s.kind, s.representation, s.tier): len(s.rows) for s in step.stores}
     context = step.attention_tokens - step.computed_width
     selected = None
     if policy.selection.method == "speculative" and not step.prefill:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockKinds, ceil_blocks
-from flexhybrid.core.context.cache_entries import Part, parts_of
+from flexhybrid.core.context.cache_entries import StoredCopy, stored_copies
 from flexhybrid.core.context.packing import chunk_tokens, num_chunks
 from flexhybrid.core.context.selection import kept_tokens, limits_cache
 from flexhybrid.core.context.split import split_point
@@ -45,8 +45,8 @@ class Segment:
     moves_all: bool = False  #: a load brings all reserved blocks (a static cache)
 
     @cached_property
-    def part(self) -> Part:
-        return Part(self.kind, self.representation, self.tier)
+    def part(self) -> StoredCopy:
+        return StoredCopy(self.kind, self.representation, self.tier)
 
     @property
     def space(self) -> str:
@@ -126,7 +126,7 @@ class Store:
     @property
     def space(self) -> str:
         """Name of the pool that takes it."""
-        return Part(self.kind, self.representation, self.tier).space
+        return StoredCopy(self.kind, self.representation, self.tier).space
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ def _segments(wave, mini_batch: int, kind: str, extent, tokens) -> list[Segment]
     moves_all = wave.policy.static_cache
     return [
         Segment(kind, part.representation, part.tier, first, *leading[part.representation], reserved, moves_all)
-        for part in parts_of(kind)
+        for part in stored_copies(kind)
     ]
 
 
@@ -260,6 +260,6 @@ def _stores(wave, requests, context, new_tokens) -> tuple[Store, ...]:
         first = wave.first_block[kind][requests][batch_row[chosen]]
         rows = batch_row[chosen] * width + within[chosen]
         blocks = first + (index // BLOCK_TOKENS) % np.maximum(reserved, 1)
-        for part in parts_of(kind):
+        for part in stored_copies(kind):
             stores.append(Store(kind, part.representation, part.tier, rows, blocks, index % BLOCK_TOKENS))
     return tuple(stores)

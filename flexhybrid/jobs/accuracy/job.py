@@ -21,7 +21,7 @@ from flexhybrid import shipped
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.context.selection import kept_tokens
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.hardware import write_by_rename
+from flexhybrid.core.files import write_by_rename
 from flexhybrid.core.policy import Policy, Selection
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.accuracy.attention_watch import FullCache, Seen

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from flexhybrid import shipped
 from flexhybrid.arguments import LLMArguments
-from flexhybrid.core.hardware import write_by_rename
+from flexhybrid.core.files import write_by_rename
 from flexhybrid.core.memory import total_bytes
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Policy

@@ -11,10 +11,10 @@ from tqdm import tqdm
 
 from flexhybrid.core.context.cache_entries import TIERS
 from flexhybrid.core.hardware import LINKS, Hardware
-from flexhybrid.core.memory import gib
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.task import RESOURCES
+from flexhybrid.core.units import gib
 from flexhybrid.core.verbs import VERBS
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.compare.breakdown import KINDS

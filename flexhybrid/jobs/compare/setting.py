@@ -12,10 +12,11 @@ from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.context.cache_entries import TIERS
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware
-from flexhybrid.core.memory import MemoryPlan, check_budget, parse_bytes
+from flexhybrid.core.memory import MemoryPlan, check_budget
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Budgets, Problem
+from flexhybrid.core.units import parse_bytes
 from flexhybrid.core.waves import wave_plan
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.compare.speed import ALONE_ROUNDS

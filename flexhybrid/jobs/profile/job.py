@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from flexhybrid.core.hardware import Hardware, Line, cache_folder, check_cache_folder, crosses_link
+from flexhybrid.core.files import cache_folder, check_cache_folder
+from flexhybrid.core.hardware import Hardware, Line, crosses_link
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.problem import NO_BUDGETS, Budgets
 from flexhybrid.jobs.machine import device_name, machine_memories

@@ -11,11 +11,12 @@ import numpy as np
 from flexhybrid.core.context.cache_entries import TIERS, representation_of
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware
-from flexhybrid.core.memory import gib, total_bytes
+from flexhybrid.core.memory import total_bytes
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.task import Task
 from flexhybrid.core.trace import TraceEvent, iteration_ends
+from flexhybrid.core.units import gib
 from flexhybrid.core.wave import Wave, admit
 from flexhybrid.core.workload import Workload
 from flexhybrid.llm import LLM

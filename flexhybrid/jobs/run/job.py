@@ -34,9 +34,9 @@ from flexhybrid.batch.requests import (
 )
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware, load_hardware
-from flexhybrid.core.memory import parse_bytes
 from flexhybrid.core.problem import Budgets
 from flexhybrid.core.trace import TraceEvent
+from flexhybrid.core.units import parse_bytes
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.machine import free_budgets
 from flexhybrid.jobs.profile.disk import measure_disk, with_disk

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from flexhybrid.arguments import LLMArguments
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.hardware import check_new_file
+from flexhybrid.core.files import check_new_file
 from flexhybrid.core.policy import Policy
 from flexhybrid.jobs.paths import check_checkpoint, check_file
 from flexhybrid.sampling_params import SamplingParams

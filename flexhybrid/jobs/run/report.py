@@ -8,7 +8,8 @@ from collections import Counter
 from pathlib import Path
 
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.hardware import Hardware, write_by_rename
+from flexhybrid.core.files import write_by_rename
+from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.trace import TraceEvent, iteration_ends, save_chrome_trace
 from flexhybrid.jobs.compare.breakdown import breakdown, flat_rows
 from sim import virtual_clock

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.hardware import cache_folder
+from flexhybrid.core.files import cache_folder
 from flexhybrid.runtime.links import Pacer
 from flexhybrid.runtime.storage.host_memory import HostMemory
 from flexhybrid.runtime.storage.scratch_file import MEMORY_FILESYSTEMS, ScratchFile, filesystem_of

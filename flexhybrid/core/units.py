@@ -1,0 +1,33 @@
+"""Sizes in bytes as text, and back."""
+
+from __future__ import annotations
+
+import math
+
+from flexhybrid.core.errors import InputError
+
+
+def gib(num_bytes: float) -> str:
+    """Bytes for people: GiB, MiB or KiB."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if num_bytes >= size / 2:
+            return f"{num_bytes / size:.2f} {unit}"
+    return f"{num_bytes / 2**10:.1f} KiB"
+
+
+def parse_bytes(text: str | int | None) -> int | None:
+    """ "8GiB", "512MiB", "12GB", plain bytes; None stays None. Raises InputError for anything else, or for <= 0."""
+    if text is None or (isinstance(text, int) and not isinstance(text, bool) and text > 0):
+        return text
+    units = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+    units |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+    stripped = str(text).strip().lower()
+    digits = stripped.rstrip("abcdefghijklmnopqrstuvwxyz")
+    unit = stripped[len(digits) :]
+    try:
+        value = float(digits) * units[unit]
+    except (ValueError, KeyError):
+        raise InputError(f"memory size {text!r} is not understood: write 8GiB, 512MiB or a number of bytes") from None
+    if not math.isfinite(value) or value < 1:
+        raise InputError(f"memory size {text!r} must be positive and finite")
+    return int(value)
