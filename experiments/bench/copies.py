@@ -32,7 +32,7 @@ from flexhybrid.core.workload import Workload
 from flexhybrid.runtime import buffers
 from flexhybrid.runtime.cuda import CudaCopies
 from flexhybrid.runtime.selections.hooks import SelectionHooks
-from flexhybrid.runtime.verbs import VERBS
+from flexhybrid.runtime.verbs import VERB_FUNCTIONS
 from sim.catalogue import load
 from sim.presets import act_only, hybrid, kv_only, kvpr_column
 
@@ -81,7 +81,7 @@ def copies_of(wave: Wave) -> dict[str, list[int]]:
         for direction, verbs in (("loads", LOADS), ("stores", STORES)):
             if task.verb in verbs:
                 with CountCopies() as counted:
-                    VERBS[task.verb](executor, task)
+                    VERB_FUNCTIONS[task.verb](executor, task)
                 sizes[direction] += counted.sizes
     return sizes
 

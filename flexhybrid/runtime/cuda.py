@@ -1,4 +1,4 @@
-"""CUDA streams, events and copies, as the lanes and the verbs use them (``clock.StreamFace``, ``links.Copies``)."""
+"""CUDA streams, events and copies, as the lanes and the verbs use them (``clock.StreamFace``, ``links.CpuCopies``)."""
 
 from __future__ import annotations
 

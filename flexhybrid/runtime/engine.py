@@ -20,9 +20,10 @@ from flexhybrid.core.trace import TraceEvent
 from flexhybrid.core.wave import Wave
 from flexhybrid.runtime.buffers import Buffers, cache_disk_bytes
 from flexhybrid.runtime.clock import Clock, Lane, StreamLane
+from flexhybrid.runtime.cuda import CudaClock, CudaCopies, CudaStream, lane_streams
 from flexhybrid.runtime.executor import Executor
 from flexhybrid.runtime.kernels.sampling import NO_TOKEN, SamplingPlan
-from flexhybrid.runtime.links import Copies, CpuCopies
+from flexhybrid.runtime.links import CpuCopies
 from flexhybrid.runtime.process_settings import NO_CUDNN_ATTENTION, NO_TF32
 from flexhybrid.runtime.storage.weights import ANYWHERE, DiskPlace, Weights, WeightSlots
 from flexhybrid.runtime.wave_state import EngineParts
@@ -93,12 +94,10 @@ class Engine:
             self.close()
             raise
         if on_cuda:
-            from flexhybrid.runtime.cuda import CudaCopies
-
             self._settings.enter_context(NO_CUDNN_ATTENTION.held())
             if weights.dtype == torch.float32:
                 self._settings.enter_context(NO_TF32.held())
-        self.copies: Copies = CudaCopies() if on_cuda else CpuCopies(link_gb_per_s)
+        self.copies = CudaCopies() if on_cuda else CpuCopies(link_gb_per_s)
 
     def close(self) -> None:
         """Free the cache's disk space, end the host's workers, and restore the settings of the process."""
@@ -133,8 +132,6 @@ class Engine:
             Lane("disk_write", executor.perform),
         ]
         if self.device.type == "cuda":
-            from flexhybrid.runtime.cuda import CudaClock, CudaStream, lane_streams
-
             clock = CudaClock(self.device)
             streams = lane_streams(self.device).items()
             return [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -76,25 +75,8 @@ def num_blocks(runs: tuple[BlockRun, ...]) -> int:
     return sum(run.rows * run.blocks for run in runs)
 
 
-class Copies(Protocol):
-    """Both link directions, each used by the thread of one lane alone."""
-
-    host_memory: HostMemory
-    enabled: bool
-
-    def abort(self) -> None:
-        """Let copies under way end at once: their run has failed."""
-
-    def copy_h2d(self, target: torch.Tensor, source: torch.Tensor) -> None: ...
-
-    def copy_d2h(self, target: torch.Tensor, source: torch.Tensor) -> None: ...
-
-    def copy_blocks_h2d(self, target: torch.Tensor, pool: torch.Tensor, runs: tuple[BlockRun, ...]) -> None:
-        """target [B, columns, block], pool [blocks, …]: copy the blocks of all runs."""
-
-
 class CpuCopies:
-    """The copies of a CPU "device".
+    """Both link directions of a CPU "device", each used by the thread of one lane alone.
 
     ``enabled`` False leaves out the copies to the device and the pace of the others: the same steps run without the
     link, which measures the ideal compute time.
@@ -111,6 +93,7 @@ class CpuCopies:
         self.h2d, self.d2h = Pacer(rate), Pacer(rate)
 
     def abort(self) -> None:
+        """Let copies under way end at once: their run has failed."""
         self.h2d.stopped = self.d2h.stopped = True
 
     def copy_h2d(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -120,6 +103,7 @@ class CpuCopies:
         self._copy(self.d2h, target, source)
 
     def copy_blocks_h2d(self, target: torch.Tensor, pool: torch.Tensor, runs: tuple[BlockRun, ...]) -> None:
+        """target [B, columns, block], pool [blocks, …]: copy the blocks of all runs."""
         if not self.enabled:
             return
         began = self.h2d.begin()

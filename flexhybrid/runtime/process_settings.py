@@ -40,14 +40,6 @@ class HeldSetting(Generic[T]):
                     self._write(self._before)
 
 
-def _tf32() -> bool | str:
-    return torch.backends.cuda.matmul.allow_tf32
-
-
-def _set_tf32(allowed: bool | str) -> None:
-    torch.backends.cuda.matmul.allow_tf32 = allowed
-
-
 #: Seconds between two forced switches of Python threads while lanes run: the default of 5 ms would let a busy planner
 #: hold back a copy that is due.
 SHORT_SWITCH_INTERVAL = HeldSetting(sys.getswitchinterval, sys.setswitchinterval, 5e-4)
@@ -56,4 +48,4 @@ SHORT_SWITCH_INTERVAL = HeldSetting(sys.getswitchinterval, sys.setswitchinterval
 NO_CUDNN_ATTENTION = HeldSetting(torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp, False)
 
 #: Exact tokens in float32: the environment of an image may have asked for products with ten bits.
-NO_TF32 = HeldSetting(_tf32, _set_tf32, False)
+NO_TF32 = HeldSetting(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "highest")

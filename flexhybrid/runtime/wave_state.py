@@ -19,9 +19,10 @@ from flexhybrid.core.schedule.steps import MiniBatchStep, Store
 from flexhybrid.core.task import Task, Work
 from flexhybrid.core.wave import Wave
 from flexhybrid.runtime.buffers import Buffers, Context
+from flexhybrid.runtime.cuda import CudaCopies
 from flexhybrid.runtime.kernels.attention import Share
 from flexhybrid.runtime.kernels.sampling import SamplingPlan
-from flexhybrid.runtime.links import Copies
+from flexhybrid.runtime.links import CpuCopies
 from flexhybrid.runtime.models import architecture
 from flexhybrid.runtime.selections.hooks import SelectionHooks
 from flexhybrid.runtime.step_tensors import StepMaker, StepTensors, to_device
@@ -38,7 +39,7 @@ class EngineParts:
     weights: Weights
     slots: WeightSlots
     buffers: Buffers
-    copies: Copies
+    copies: CpuCopies | CudaCopies
     host_share: Share = map  #: shares the host's work of a verb among its threads (``attend_blocks``)
 
 

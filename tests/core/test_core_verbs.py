@@ -14,7 +14,7 @@ from flexhybrid.core.task import RESOURCES
 from flexhybrid.core.verbs import CARGO, VERBS
 from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
-from flexhybrid.runtime.verbs import VERBS as FUNCTIONS
+from flexhybrid.runtime.verbs import VERB_FUNCTIONS
 from sim.array_clock import Candidates, predict
 
 SHAPE = ModelShape("small", "opt", 4, 64, 2, 2, 32, 64, 32, 128)
@@ -49,8 +49,8 @@ def test_the_executor_the_streams_and_the_table_know_the_same_verbs(problem):
         wave = admit(problem, replace(policy, max_mini_batch_tokens=150), workload)
         emitted |= {task.verb: task.resource for task in stream(wave)}
     assert set(VERBS) == set(emitted)
-    assert set(VERBS) - set(FUNCTIONS) == {"load_keys"}  # partial keys on the host are simulated alone
-    assert set(FUNCTIONS) <= set(VERBS)
+    assert set(VERBS) - set(VERB_FUNCTIONS) == {"load_keys"}  # partial keys on the host are simulated alone
+    assert set(VERB_FUNCTIONS) <= set(VERBS)
     assert emitted == {name: verb.resource for name, verb in VERBS.items()}
 
 

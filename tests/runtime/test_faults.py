@@ -94,13 +94,13 @@ def no_collector():
 
 def patch_verb(monkeypatch, name: str, before) -> None:
     """Call ``before(executor, task)`` first whenever this verb is performed."""
-    real = verbs_module.VERBS[name]
+    real = verbs_module.VERB_FUNCTIONS[name]
 
     def patched(ex, task):
         before(ex, task)
         real(ex, task)
 
-    monkeypatch.setitem(verbs_module.VERBS, name, patched)
+    monkeypatch.setitem(verbs_module.VERB_FUNCTIONS, name, patched)
 
 
 def check_fails_and_recovers(llm, expected, error, words, monkeypatch) -> None:
@@ -308,13 +308,13 @@ SLOW = """
     def refuse(*_):
         raise OSError(errno.EOPNOTSUPP, "not supported")
     scratch_file.open_unnamed = scratch_file.unlink_open = refuse
-    real, slow = verbs.VERBS["attend"], [True]
+    real, slow = verbs.VERB_FUNCTIONS["attend"], [True]
     def attend(ex, task):
         if slow and not ex.weights.disk._pacers["read"][0].bytes_per_s:
             ex.weights.disk._pacers["read"][0].bytes_per_s = 10
             threading.Thread(target=signal_when_reading, args=(ex.weights.disk,)).start()
         real(ex, task)
-    verbs.VERBS["attend"] = attend
+    verbs.VERB_FUNCTIONS["attend"] = attend
     def signal_when_reading(disk):
         while not disk._callers:
             time.sleep(0.001)

@@ -6,7 +6,7 @@ but ``chooses`` and ``chooses_places`` runs on the compute lane, which needs no 
 
     verb                                      hook
     embed                                     ``begin_step``, once a step
-    load_*, dequantize_*, kv_gen, assemble    ``chooses``: where true, the variant in ``verbs.speculating.CHOSEN`` runs
+    load_*, dequantize_*, kv_gen, assemble    ``chooses``: where true, the variant in ``verbs.CHOSEN`` runs
     project                                   ``after_project``, then ``stages_rows``
     attend                                    ``weighs``; where true, ``after_attend``
     store_*, scatter, scatter_device          ``chooses_places``; where true, they read ``places``

@@ -157,12 +157,3 @@ def attend_host(state: State, task: Task) -> None:
     tokens = step.context + 1
     runs = block_runs(state.wave.first_block[store.kind][step.requests], ceil_blocks(tokens), np.zeros_like(tokens))
     attention.attend_blocks(query, state.buffers.pools[store.space][task.layer], runs, tokens, out, state.host_share)
-
-
-VERBS = {
-    "assemble": assemble,
-    "attend": attend,
-    "attend_recomputed": attend_recomputed,
-    "attend_prefill": attend_prefill,
-    "attend_host": attend_host,
-}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
@@ -114,7 +112,7 @@ def project(state: State, task: Task) -> None:
 
 
 @torch.inference_mode()
-def quantize_rows(state: State, task: Task) -> None:
+def quantize_new(state: State, task: Task) -> None:
     """Pack the new rows that are stored with fewer bits, into staging."""
     _stage_stores(state, task, packed=True)
 
@@ -185,18 +183,3 @@ def sample(state: State, task: Task) -> None:
     chosen = sampling.choose(state.logits, tensors.sampling)
     state.tokens.ids[tensors.sampled_cells_B] = chosen
     state.sampled.on_device[task.mini_batch][: len(chosen)].copy_(chosen.masked_fill(~finite, sampling.NO_TOKEN))
-
-
-VERBS = {
-    "embed": embed,
-    "dequantize_weights": dequantize_weights,
-    "dequantize_act": partial(dequantize_cache, representation="act"),
-    "dequantize_kv": partial(dequantize_cache, representation="kv"),
-    "kv_gen": kv_gen,
-    "project": project,
-    "quantize": quantize_rows,
-    "scatter_device": scatter_device,
-    "finish": finish,
-    "head": head,
-    "sample": sample,
-}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 import torch
 
@@ -189,23 +187,3 @@ def store_out(state: State, task: Task) -> None:
     """device -> host: the sampled tokens."""
     target = state.sampled.on_host(task.payload.step)
     state.copies.copy_d2h(target, state.sampled.on_device[task.mini_batch][: len(target)])
-
-
-VERBS = {
-    "read_weights": read_weights,
-    "load_weights": load_weights,
-    "read_act": partial(read_cache, representation="act"),
-    "read_kv": partial(read_cache, representation="kv"),
-    "load_act": partial(load_cache, representation="act"),
-    "load_kv": partial(load_cache, representation="kv"),
-    "store_act": partial(store_cache, representation="act"),
-    "store_kv": partial(store_cache, representation="kv"),
-    "scatter": scatter,
-    "write_act": partial(write_cache, representation="act"),
-    "write_kv": partial(write_cache, representation="kv"),
-    "load_hidden": load_hidden,
-    "store_hidden": store_hidden,
-    "store_query": store_query,
-    "load_attended": load_attended,
-    "store_out": store_out,
-}

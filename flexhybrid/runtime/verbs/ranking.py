@@ -28,6 +28,3 @@ def rank(state: WaveState[HeavyHitters], task: Task) -> None:
         tokens = chosen[request, heads, heavy_hitters.prompt_places(step, store)[:, None]]
         rows = torch.stack([part[request, tokens, heads] for part in (keys, values)], dim=1)  # [rows, 2, G, d]
         state.buffers.staging[store.space][slot, : len(rows)].copy_(rows.flatten(1))
-
-
-VERBS = {"rank": rank}

@@ -3,8 +3,6 @@ and what loads, conversions and attention do in layers that read chosen tokens."
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 import torch
 
@@ -133,16 +131,3 @@ def assemble_chosen(state: State, task: Task) -> None:
     lay_own(state, task, targets, column)
     hidden_BT = np.pad(np.concatenate(hidden, axis=1), ((0, 0), (0, 1)))  # the new token sees itself
     state.context = Context(*targets, state.steps.mask_of(hidden_BT) if hidden_BT.any() else None)
-
-
-VERBS = {"speculate": speculate, "store_index": store_index, "gather": gather}
-
-#: Verbs that do otherwise in layers whose tokens are chosen (``SelectionHooks.chooses``).
-CHOSEN = {
-    "load_act": partial(load_chosen, representation="act"),
-    "load_kv": partial(load_chosen, representation="kv"),
-    "dequantize_act": partial(dequantize_chosen, representation="act"),
-    "dequantize_kv": partial(dequantize_chosen, representation="kv"),
-    "kv_gen": kv_gen_chosen,
-    "assemble": assemble_chosen,
-}
