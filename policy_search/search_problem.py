@@ -45,7 +45,7 @@ class Space:
         bits, entries = policy.bits, (*self.entries, *self.both)
         used = [tier for tier in TIERS if getattr(policy.weights, tier) > 0]
         return (
-            all(entry in entries for entry in policy.cache_kinds)
+            all(entry in entries for entry in policy.cache_entries)
             and policy.attention in self.attention
             and policy.schedule in self.schedules
             and policy.hidden in self.hidden

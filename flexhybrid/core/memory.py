@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 
 import numpy as np
 
-from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockKinds, ceil_blocks
+from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockEntries, ceil_blocks
 from flexhybrid.core.context.cache_entries import representation_of, stored_copies
 from flexhybrid.core.context.packing import chunk_tokens, longest_piece, num_chunks
 from flexhybrid.core.context.selection import kept_tokens, limits_cache, most_selected, num_choosing, partial_columns
@@ -44,8 +44,8 @@ class BufferSizes:
     """Rows and blocks that a wave needs; maxima over its mini-batches at their final lengths. Numbers, or arrays (the
     closed form's candidates)."""
 
-    pool_blocks: dict[str, int]  #: kind -> blocks
-    staged_rows: dict[str, int]  #: kind -> new tokens of one mini-batch in one step
+    pool_blocks: dict[str, int]  #: entry -> blocks
+    staged_rows: dict[str, int]  #: entry -> new tokens of one mini-batch in one step
     act_buffer_blocks: int = 0  #: of one slot
     kv_buffer_blocks: int = 0  #: of one slot
     act_staging_blocks: int = 0  #: of one slot, on their way from the disk
@@ -90,22 +90,22 @@ class BufferSizes:
 def buffer_sizes(wave: Wave) -> BufferSizes:
     """Sizes for a wave, from the lengths its requests can reach. Who stops early only leaves some of it unused."""
     prompts, cached = wave.workload.prompt_tokens, wave.workload.cached_tokens
-    kinds, policy = wave.kinds, wave.policy
+    entries, policy = wave.entries, wave.policy
     kept = kept_tokens(policy.selection, prompts, cached, cached)
-    prompt_tokens = kinds.tokens(kept_tokens(policy.selection, prompts, prompts, cached))  # [requests, kind]
-    fresh = _stored_until(kinds, cached, kept) > _stored_until(kinds, prompts, kept)  # some of it in the decode
+    prompt_tokens = entries.tokens(kept_tokens(policy.selection, prompts, prompts, cached))  # [requests, entry]
+    fresh = _stored_until(entries, cached, kept) > _stored_until(entries, prompts, kept)  # some of it in the decode
     sizes, sums, index_rows = BufferSizes(pool_blocks=wave.pool_blocks, staged_rows={}), [], {}
 
-    def each_kind(values) -> dict:
-        return dict(zip(kinds.kinds, values, strict=True))
+    def by_entry(values) -> dict:
+        return dict(zip(entries.names, values, strict=True))
 
     for group in wave.mini_batches:
         staged = prompt_tokens[group].sum(axis=0)
         if (chunks := num_chunks(policy, prompts[group])) > 1:
-            staged = _staged_by_chunk(kinds, policy, int(prompts[group].max()))
+            staged = _staged_by_chunk(entries, policy, int(prompts[group].max()))
         one = group_sizes(
             policy, len(group), longest_piece(policy, prompts[group]), _reads(wave, group),
-            each_kind(fresh[group].any(axis=0) * len(group)), each_kind(staged),
+            by_entry(fresh[group].any(axis=0) * len(group)), by_entry(staged),
         )  # fmt: skip
         sums.append((one.step_rows * chunks, len(group) * kept[group].max()))
         index_rows = {r: index_rows.get(r, 0) + rows for r, rows in one.selected_rows.items()}
@@ -123,25 +123,25 @@ class Reads:
     """What steps of a mini-batch read of its longest requests: arrays [steps], or [steps, candidates]."""
 
     running: np.ndarray  #: requests that still run
-    held: dict[str, np.ndarray]  #: kind -> blocks
-    tokens: dict[str, np.ndarray]  #: kind -> tokens
+    held: dict[str, np.ndarray]  #: entry -> blocks
+    tokens: dict[str, np.ndarray]  #: entry -> tokens
     context: np.ndarray  #: columns of the attention buffer that they fill
     recomputed: np.ndarray  #: the longest prefix kept as token ids
-    splits: dict[str, dict[str, np.ndarray]]  #: kind both(…) -> blocks recomputed ("act") and loaded ("kv")
+    splits: dict[str, dict[str, np.ndarray]]  #: entry both(…) -> blocks recomputed ("act") and loaded ("kv")
     new: np.ndarray | int = 1  #: new tokens of a request
 
 
 def _reads(wave: Wave, group: np.ndarray) -> Reads:
     """The steps of a mini-batch that may need the most, and one that needs nothing: its decode, and before that the
     chunks of a long prompt."""
-    kinds, policy, workload = wave.kinds, wave.policy, wave.workload
+    entries, policy, workload = wave.entries, wave.policy, wave.workload
     alike, count = np.unique(
         np.stack([workload.prompt_tokens[group], workload.max_tokens[group]]), axis=1, return_counts=True
     )
     prompts, generated = alike
-    if kinds.tok_share or wave.split:
+    if entries.tok_share or wave.split:
         steps = np.arange(generated.max())[:, None]
-    else:  # each kind only grows: the last step before somebody leaves
+    else:  # each entry only grows: the last step before somebody leaves
         steps = np.unique([0, *(generated - 1)])[:, None]
     runs = (steps > 0) & (steps < generated)  # [steps, requests that differ]
     last = prompts + generated - 1
@@ -151,31 +151,31 @@ def _reads(wave: Wave, group: np.ndarray) -> Reads:
         before = np.arange(chunks)[:, None] * size
         new = np.r_[np.ones(len(tokens), int), np.minimum(prompts - before, size)[:, 0]]
         tokens, runs = np.concatenate([tokens, before]), np.concatenate([runs, before > 0])
-    held, of_kind, recomputed = kinds.held(tokens), kinds.tokens(tokens), kinds.tok_tokens(tokens)
+    held, of_entry, recomputed = entries.held(tokens), entries.tokens(tokens), entries.tok_tokens(tokens)
     if policy.static_cache:
-        reserved = kinds.most_blocks(prompts, kept_tokens(policy.selection, prompts, last, last))
+        reserved = entries.most_blocks(prompts, kept_tokens(policy.selection, prompts, last, last))
         held = np.broadcast_to(reserved, held.shape)
 
     def longest(values):
         return np.where(runs, values, 0).max(axis=1)
 
-    each = {kind: (held[..., i], of_kind[..., i]) for i, kind in enumerate(kinds.kinds)}
-    most_tokens, splits = {kind: longest(number) for kind, (_, number) in each.items()}, {}
-    for kind, lines in wave.split.items():  # whoever is the longest of those that did not stop early
-        blocks = split_blocks(lines, len(group), each[kind][1], len(wave.mini_batches))
-        splits[kind] = {r: longest(number) for r, number in blocks.items()}
+    each = {entry: (held[..., i], of_entry[..., i]) for i, entry in enumerate(entries.names)}
+    most_tokens, splits = {entry: longest(number) for entry, (_, number) in each.items()}, {}
+    for entry, lines in wave.split.items():  # whoever is the longest of those that did not stop early
+        blocks = split_blocks(lines, len(group), each[entry][1], len(wave.mini_batches))
+        splits[entry] = {r: longest(number) for r, number in blocks.items()}
     return Reads(
-        (runs * count).sum(axis=1), {kind: longest(blocks) for kind, (blocks, _) in each.items()}, most_tokens,
+        (runs * count).sum(axis=1), {entry: longest(blocks) for entry, (blocks, _) in each.items()}, most_tokens,
         sum(most_tokens.values()), longest(recomputed), splits, new,
     )  # fmt: skip
 
 
-def _staged_by_chunk(kinds: BlockKinds, policy: Policy, prompt: int) -> np.ndarray:
-    """Most tokens of each kind that one chunk of a prompt stores: [kind]."""
+def _staged_by_chunk(entries: BlockEntries, policy: Policy, prompt: int) -> np.ndarray:
+    """Most tokens of each entry that one chunk of a prompt stores: [entry]."""
     size = chunk_tokens(policy.max_mini_batch_tokens)
     before = np.arange(0, prompt, size)
     after = np.minimum(before + size, prompt)
-    return (kinds.stored(after) - kinds.stored(np.maximum(before, kinds.tok_tokens(after)))).max(axis=0)
+    return (entries.stored(after) - entries.stored(np.maximum(before, entries.tok_tokens(after)))).max(axis=0)
 
 
 def chunk_rows(wave: Wave) -> list[tuple[int, int]]:
@@ -193,8 +193,8 @@ def selected_rows(selection: Selection, reads: Reads) -> dict:
     if selection.method != "speculative":
         return {}
     return {
-        representation_of(kind): np.max(reads.running * (tokens > 0) * most_selected(selection, tokens), axis=0)
-        for kind, tokens in reads.tokens.items()
+        representation_of(entry): np.max(reads.running * (tokens > 0) * most_selected(selection, tokens), axis=0)
+        for entry, tokens in reads.tokens.items()
     }
 
 
@@ -214,23 +214,25 @@ def step_rows(batch, prompt, reads: Reads):
     return _larger(batch * prompt, np.max(reads.running * (reads.recomputed + reads.new), axis=0))
 
 
-def _stored_until(kinds: BlockKinds, tokens, kept) -> np.ndarray:
-    """Tokens that went to blocks of each kind, of each request's first so many: [requests, kind]. Of those beyond what
-    is ``kept`` the newest take the places of the oldest."""
+def _stored_until(entries: BlockEntries, tokens, kept) -> np.ndarray:
+    """Tokens that went to blocks of each entry, of each request's first ``tokens``: [requests, entry].
+
+    Beyond what is ``kept`` the newest tokens take the places of the oldest.
+    """
     rounds, rest = np.divmod(tokens, kept)
-    return rounds[:, None] * kinds.stored(kept) + kinds.stored(rest)
+    return rounds[:, None] * entries.stored(kept) + entries.stored(rest)
 
 
 def group_sizes(policy: Policy, batch, prompt, reads: Reads, fresh: dict, staged: dict) -> BufferSizes:
     """What one mini-batch of ``batch`` requests needs; numbers, or arrays [candidates].
 
     ``prompt``: its longest, in tokens. ``fresh``: new tokens of a decode step, and ``staged``: prompt tokens of all its
-    requests, by kind.
+    requests, by entry.
     """
     columns = {(r, tier): 0 * reads.context for r in ("act", "kv") for tier in ("any", "disk", "device")}
-    for kind, blocks in reads.held.items():
-        for part in stored_copies(kind):
-            count = reads.splits[kind][part.representation] if kind in reads.splits else blocks
+    for entry, blocks in reads.held.items():
+        for part in stored_copies(entry):
+            count = reads.splits[entry][part.representation] if entry in reads.splits else blocks
             for tier in ("any", part.tier):
                 if (part.representation, tier) in columns:
                     columns[part.representation, tier] = columns[part.representation, tier] + count
@@ -244,7 +246,7 @@ def group_sizes(policy: Policy, batch, prompt, reads: Reads, fresh: dict, staged
         moved["act"] = columns["act", "any"]
     return BufferSizes(
         pool_blocks={},
-        staged_rows={kind: _larger(fresh[kind], rows) for kind, rows in staged.items()},
+        staged_rows={entry: _larger(fresh[entry], rows) for entry, rows in staged.items()},
         act_buffer_blocks=most(moved["act"]),
         kv_buffer_blocks=most(moved["kv"]) * on_device,
         act_staging_blocks=most(columns["act", "disk"]),
@@ -296,7 +298,7 @@ def memory_parts(problem: Problem, policy: Policy, sizes: BufferSizes, resident,
     hidden = shape.hidden * p
     plain_kv = sizes.plain_kv_blocks * BLOCK_TOKENS * native_kv
     rotation = 2 * shape.head_dim * p if shape.rotary else 0  # a cosine and a sine for each element of a head
-    act = any("act@" in kind for kind in sizes.pool_blocks)
+    act = any("act@" in entry for entry in sizes.pool_blocks)
     # Set aside whatever the bits, so that a program over bits can add up; a small model's pieces are small. Triton's
     # kernels need none of it, but whether they run on a GPU is known there alone.
     packing = PACKING_BYTES * min(PACKING_ELEMENTS[device], shape.ffn * shape.hidden)
@@ -347,13 +349,13 @@ def _pool_parts(layers: int, sizes: BufferSizes, row: dict[str, int]) -> tuple[d
     """The pools of each tier, and the bytes of new rows on their way to pools of the device and to others."""
     tiers: dict[str, dict] = {"device": {}, "host": {}, "disk": {}}
     staged = {"device": 0, "host": 0}
-    for kind, blocks in sizes.pool_blocks.items():
-        for part in stored_copies(kind):
+    for entry, blocks in sizes.pool_blocks.items():
+        for part in stored_copies(entry):
             size = layers * blocks * BLOCK_TOKENS * row[part.representation]
             name = f"{part.representation} pool"
             tiers[part.tier][name] = tiers[part.tier].get(name, 0) + size
             strip = "device" if part.tier == "device" else "host"
-            staged[strip] = staged[strip] + sizes.staged_rows.get(kind, 0) * row[part.representation]
+            staged[strip] = staged[strip] + sizes.staged_rows.get(entry, 0) * row[part.representation]
     return tiers, staged
 
 

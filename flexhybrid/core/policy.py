@@ -257,14 +257,14 @@ class Policy:
         return sum(s for key, s in self.cache.items() if representation_of(key) == representation)
 
     @property
-    def cache_kinds(self) -> tuple[str, ...]:
+    def cache_entries(self) -> tuple[str, ...]:
         """The representations in use, ACT before KV: the order of shares of zero does not matter."""
         return tuple(sorted(key for key, share in self.cache.items() if share > 0))
 
     @property
     def stays_on_device(self) -> bool:
         """Whether nothing but new tokens ever crosses the host link."""
-        on_device = all(kind.endswith("@device") for kind in self.cache_kinds if kind != "tok")
+        on_device = all(kind.endswith("@device") for kind in self.cache_entries if kind != "tok")
         return on_device and self.weights.device == 1 and self.hidden == "device" and self.attention == "device"
 
     def to_dict(self) -> dict:

@@ -11,7 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
-from flexhybrid.core.context.blocks import BlockKinds, BlockManager
+from flexhybrid.core.context.blocks import BlockEntries, BlockManager
 from flexhybrid.core.context.cache_entries import representation_of
 from flexhybrid.core.context.packing import chunk_tokens, num_chunks, pack
 from flexhybrid.core.context.selection import kept_tokens
@@ -31,10 +31,10 @@ class Wave:
     problem: Problem
     policy: Policy
     workload: Workload
-    kinds: BlockKinds
+    entries: BlockEntries
     mini_batches: tuple[np.ndarray, ...]
-    first_block: dict[str, np.ndarray]  #: kind -> [requests], physical
-    num_blocks: dict[str, np.ndarray]  #: kind -> [requests], reserved
+    first_block: dict[str, np.ndarray]  #: entry -> [requests], physical
+    num_blocks: dict[str, np.ndarray]  #: entry -> [requests], reserved
     layout: LayerLayout
     split: dict[str, SplitLines]  #: of the entries both(…)
 
@@ -49,7 +49,7 @@ class Wave:
 
     @property
     def pool_blocks(self) -> dict[str, int]:
-        return {kind: int(blocks.sum()) for kind, blocks in self.num_blocks.items()}
+        return {entry: int(blocks.sum()) for entry, blocks in self.num_blocks.items()}
 
     @cached_property
     def stored(self) -> ElementBytes:
@@ -82,7 +82,7 @@ def disk_from(layout: LayerLayout, policy: Policy) -> int:
 
 def check_planned(policy: Policy) -> None:
     """Refuse what this plan maker does not lay out, by name."""
-    representations = {representation_of(kind) for kind in policy.cache_kinds}
+    representations = {representation_of(entry) for entry in policy.cache_entries}
     speculative = policy.selection.method == "speculative"
     refusals = (
         (policy.embedding.device < 1, "embedding and head off the device"),
@@ -90,7 +90,7 @@ def check_planned(policy: Policy) -> None:
         (representations == {"tok"}, "a cache of token ids alone: the newest tokens need a share of kv or act, and it"),
         (policy.selection.method == "heavy_hitter" and representations != {"kv"}, "selection heavy_hitter over a cache "
          "other than kv"),
-        (speculative and not set(policy.cache_kinds) <= {"kv@host", "act@host"}, "speculative selection over a cache "
+        (speculative and not set(policy.cache_entries) <= {"kv@host", "act@host"}, "speculative selection over a cache "
          "other than kv@host and act@host"),
         (speculative and policy.selection.pool < 1 and "act" in representations, "a limited pool of a speculative "
          "selection over ACT, whose rows serve all heads,"),
@@ -115,30 +115,32 @@ def admit(
     of both(…) entries. Raises InputError when a policy cannot be planned or a pool has no room.
     """
     check_planned(policy)
-    kinds = BlockKinds(policy.cache)
-    split = {kind: split_lines(problem, policy, kind) for kind in kinds.kinds if representation_of(kind) == "both"}
+    entries = BlockEntries(policy.cache)
+    split = {
+        entry: split_lines(problem, policy, entry) for entry in entries.names if representation_of(entry) == "both"
+    }
     cached = workload.cached_tokens
-    mini_batches = pack(cached, kinds, policy.max_mini_batch_tokens, policy.packing, seconds_per_token)
+    mini_batches = pack(cached, entries, policy.max_mini_batch_tokens, policy.packing, seconds_per_token)
     kept = kept_tokens(policy.selection, workload.prompt_tokens, cached, cached)
     first = workload.prompt_tokens.copy()  # the first length of each request that is held as a whole
     for group in mini_batches:
         if num_chunks(policy, first[group]) > 1:
             first[group] = chunk_tokens(policy.max_mini_batch_tokens)
-    counts = kinds.most_blocks(first, kept)  # [requests, kind]
-    num_blocks = {kind: counts[:, i] for i, kind in enumerate(kinds.kinds)}
+    counts = entries.most_blocks(first, kept)  # [requests, entry]
+    num_blocks = {entry: counts[:, i] for i, entry in enumerate(entries.names)}
     if manager is None:
-        manager = BlockManager({kind: int(blocks.sum()) for kind, blocks in num_blocks.items()})
-    first_block = {kind: np.zeros(workload.num_requests, dtype=np.int64) for kind in kinds.kinds}
+        manager = BlockManager({entry: int(blocks.sum()) for entry, blocks in num_blocks.items()})
+    first_block = {entry: np.zeros(workload.num_requests, dtype=np.int64) for entry in entries.names}
     for group in mini_batches:
         for request in group:
-            extents = manager.admit(int(request), {kind: int(num_blocks[kind][request]) for kind in kinds.kinds})
-            for kind, extent in extents.items():
-                first_block[kind][request] = extent.first
+            extents = manager.admit(int(request), {entry: int(num_blocks[entry][request]) for entry in entries.names})
+            for entry, extent in extents.items():
+                first_block[entry][request] = extent.first
     return Wave(
         problem=problem,
         policy=policy,
         workload=workload,
-        kinds=kinds,
+        entries=entries,
         mini_batches=tuple(mini_batches),
         first_block=first_block,
         num_blocks=num_blocks,

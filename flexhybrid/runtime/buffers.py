@@ -67,7 +67,7 @@ def cache_disk_bytes(shape: ModelShape, policy: Policy, sizes: BufferSizes, dtyp
     """Return the bytes of the pools on the disk."""
     formats = row_formats(shape, policy, dtype)
     rows = sum(
-        sizes.pool_blocks[part.kind] * BLOCK_TOKENS * formats[part.representation].num_bytes
+        sizes.pool_blocks[part.entry] * BLOCK_TOKENS * formats[part.representation].num_bytes
         for part in parts(tuple(sizes.pool_blocks))
         if part.tier == "disk"
     )
@@ -108,7 +108,7 @@ class Buffers:
         disk_bytes = 0
         for part in parts(tuple(sizes.pool_blocks)):
             width, row_dtype = row = self.formats[part.representation]
-            blocks, rows = sizes.pool_blocks[part.kind], sizes.staged_rows[part.kind]
+            blocks, rows = sizes.pool_blocks[part.entry], sizes.staged_rows[part.entry]
             if part.tier == "disk":
                 pool = self.disk_pools[part.space] = DiskPool(disk_bytes, blocks, row.num_bytes)
                 disk_bytes += shape.num_layers * blocks * pool.block_bytes

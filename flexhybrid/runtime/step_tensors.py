@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockKinds
+from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockEntries
 from flexhybrid.core.schedule.steps import MiniBatchStep, Store
 from flexhybrid.core.wave import Wave
 from flexhybrid.runtime.kernels.rotary import rotary_tables
@@ -72,11 +72,14 @@ def computed_positions(step: MiniBatchStep) -> np.ndarray:
     return np.concatenate([prefix, new], axis=1)
 
 
-def position_tables(kinds: BlockKinds, longest: int) -> dict[str, np.ndarray]:
+def position_tables(entries: BlockEntries, longest: int) -> dict[str, np.ndarray]:
     """Return for every cache entry the positions of its tokens in a request of ``longest`` tokens, in order; and one
     position more, for the padding of requests that have none."""
-    counts = kinds.stored(longest)
-    return {kind: np.minimum(kinds.positions(i, int(counts[i]) + 1), longest - 1) for i, kind in enumerate(kinds.kinds)}
+    counts = entries.stored(longest)
+    return {
+        entry: np.minimum(entries.positions(i, int(counts[i]) + 1), longest - 1)
+        for i, entry in enumerate(entries.names)
+    }
 
 
 def act_positions(step: MiniBatchStep, tables: dict[str, np.ndarray]) -> np.ndarray:
@@ -86,7 +89,7 @@ def act_positions(step: MiniBatchStep, tables: dict[str, np.ndarray]) -> np.ndar
     for segment in step.of("act"):
         columns = np.arange(segment.buffer_blocks * BLOCK_TOKENS)
         index = np.minimum(columns, np.maximum(segment.num_tokens[:, None] - 1, 0))
-        rows.append(tables[segment.kind][index + segment.start_block[:, None] * BLOCK_TOKENS].reshape(-1))
+        rows.append(tables[segment.entry][index + segment.start_block[:, None] * BLOCK_TOKENS].reshape(-1))
     return np.concatenate(rows)
 
 
@@ -99,8 +102,8 @@ def column_positions(step: MiniBatchStep, tables: dict[str, np.ndarray]) -> np.n
     for segment in step.segments:
         index = np.arange(segment.max_tokens)
         inside = index < segment.num_tokens[:, None]
-        index = np.minimum(index + segment.start_block[:, None] * BLOCK_TOKENS, len(tables[segment.kind]) - 1)
-        columns.append(np.where(inside, tables[segment.kind][index], -1))
+        index = np.minimum(index + segment.start_block[:, None] * BLOCK_TOKENS, len(tables[segment.entry]) - 1)
+        columns.append(np.where(inside, tables[segment.entry][index], -1))
     if step.recomputed is not None:
         index = np.arange(step.recomputed_width)
         columns.append(np.where(index < step.recomputed[:, None], index, -1))
@@ -157,7 +160,7 @@ class StepMaker:
         if wave.shape.rotary:
             longest = int(lengths.max())
             self.rotary = rotary_tables(wave.shape, longest, dtype, device)
-            self.act_positions = position_tables(wave.kinds, longest)
+            self.act_positions = position_tables(wave.entries, longest)
 
     def make(self, step: MiniBatchStep) -> StepTensors:
         batch, width = len(step.requests), step.computed_width

@@ -164,7 +164,7 @@ class WaveState(Generic[SelectionT]):
     def cells(self, task: Task, store: Store, places: torch.Tensor):
         """(blocks, heads, offsets) of a store's new tokens, [rows, G] each, from places [B, G] in requests' extents;
         numpy for what lies on the host."""
-        first = self.wave.first_block[store.kind][task.payload.step.requests][store.rows][:, None]
+        first = self.wave.first_block[store.entry][task.payload.step.requests][store.rows][:, None]
         heads = np.arange(self.shape.num_kv_heads)[None]
         if store.tier == "device":
             places = places[self.to_device(store.rows)]

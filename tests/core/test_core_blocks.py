@@ -7,17 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockKinds, BlockManager, BlockPool, Extent, ceil_blocks
+from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockEntries, BlockManager, BlockPool, Extent, ceil_blocks
 from flexhybrid.core.errors import InputError
 
-KINDS = ("act@device", "act@host", "kv@device", "kv@host")
+ENTRIES = ("act@device", "act@host", "kv@device", "kv@host")
 
 
 @st.composite
 def token_shares(draw):
-    """Shares over one to four kinds that add up to 1; entries of zero stay in."""
+    """Shares over one to four entries that add up to 1; entries of zero stay in."""
     weights = draw(st.lists(st.integers(0, 100), min_size=4, max_size=4).filter(any))
-    return {kind: weight / sum(weights) for kind, weight in zip(KINDS, weights)}
+    return {entry: weight / sum(weights) for entry, weight in zip(ENTRIES, weights)}
 
 
 def test_ceil_blocks():
@@ -26,67 +26,67 @@ def test_ceil_blocks():
 
 
 def test_half_and_half_alternates_with_act_first():
-    kinds = BlockKinds({"kv@host": 0.5, "act@host": 0.5})
-    assert kinds.kinds == ("act@host", "kv@host")
-    assert kinds.kind_of(np.arange(4) * BLOCK_TOKENS).tolist() == [0, 1, 0, 1]
-    assert kinds.tokens(20).tolist() == [16, 4]  # the partial block is the second, a KV block
+    entries = BlockEntries({"kv@host": 0.5, "act@host": 0.5})
+    assert entries.names == ("act@host", "kv@host")
+    assert entries.entry_of(np.arange(4) * BLOCK_TOKENS).tolist() == [0, 1, 0, 1]
+    assert entries.tokens(20).tolist() == [16, 4]  # the partial block is the second, a KV block
 
 
 @given(token_shares(), st.integers(1, 300))
 def test_every_kind_stays_within_one_block_or_so_of_its_share(shares, num_blocks):
-    kinds = BlockKinds(shares)
-    assert kinds.kinds == tuple(kind for kind in KINDS if shares[kind] > 0)
-    wanted = np.arange(num_blocks + 1)[:, None] * np.array([shares[kind] for kind in kinds.kinds])
-    given_blocks = kinds.held(np.arange(num_blocks + 1) * BLOCK_TOKENS)
+    entries = BlockEntries(shares)
+    assert entries.names == tuple(entry for entry in ENTRIES if shares[entry] > 0)
+    wanted = np.arange(num_blocks + 1)[:, None] * np.array([shares[entry] for entry in entries.names])
+    given_blocks = entries.held(np.arange(num_blocks + 1) * BLOCK_TOKENS)
     assert (given_blocks.sum(1) == np.arange(num_blocks + 1)).all()
     # ACT against KV is rounded once: half a block. Within a representation its share of that, and half a block again.
     assert np.abs(given_blocks - wanted).max() <= 1 + 1e-6
     for representation in ("act", "kv"):
-        members = [i for i, kind in enumerate(kinds.kinds) if kind.startswith(representation)]
+        members = [i for i, entry in enumerate(entries.names) if entry.startswith(representation)]
         assert np.abs((given_blocks - wanted)[:, members].sum(1)).max() <= 0.5 + 1e-6
     assert (np.diff(given_blocks, axis=0) >= 0).all()
 
 
 @given(token_shares(), st.lists(st.integers(0, 700), min_size=1, max_size=5))
 def test_counts_agree_with_counting_token_by_token(shares, lengths):
-    kinds = BlockKinds(shares)
-    kind_of_token = kinds.kind_of(np.arange(max(lengths) + 1))
-    for first in range(0, max(lengths) + 1, BLOCK_TOKENS):  # one kind a block
+    entries = BlockEntries(shares)
+    kind_of_token = entries.entry_of(np.arange(max(lengths) + 1))
+    for first in range(0, max(lengths) + 1, BLOCK_TOKENS):  # one entry a block
         assert len(set(kind_of_token[first : first + BLOCK_TOKENS].tolist())) == 1
-    expected = [np.bincount(kind_of_token[:length], minlength=len(kinds.kinds)).tolist() for length in lengths]
-    assert kinds.tokens(np.array(lengths)).tolist() == expected
-    assert [kinds.tokens(length).tolist() for length in lengths] == expected
+    expected = [np.bincount(kind_of_token[:length], minlength=len(entries.names)).tolist() for length in lengths]
+    assert entries.tokens(np.array(lengths)).tolist() == expected
+    assert [entries.tokens(length).tolist() for length in lengths] == expected
     blocks = ceil_blocks(np.array(lengths))
     first_tokens = kind_of_token[::BLOCK_TOKENS]
-    assert kinds.held(blocks * BLOCK_TOKENS).tolist() == [
-        np.bincount(first_tokens[:count], minlength=len(kinds.kinds)).tolist() for count in blocks
+    assert entries.held(blocks * BLOCK_TOKENS).tolist() == [
+        np.bincount(first_tokens[:count], minlength=len(entries.names)).tolist() for count in blocks
     ]
 
 
 @given(token_shares(), st.integers(0, 90))
 def test_positions_undo_kind_of_and_stored(shares, num_tokens):
-    kinds = BlockKinds(shares)
-    for kind in range(len(kinds.kinds)):
-        positions = kinds.positions(kind, num_tokens)
+    entries = BlockEntries(shares)
+    for entry in range(len(entries.names)):
+        positions = entries.positions(entry, num_tokens)
         assert positions.shape == (num_tokens,)
-        assert (kinds.kind_of(positions) == kind).all()
-        assert (kinds.stored(positions)[:, kind] == np.arange(num_tokens)).all()
+        assert (entries.entry_of(positions) == entry).all()
+        assert (entries.stored(positions)[:, entry] == np.arange(num_tokens)).all()
         assert (np.diff(positions) > 0).all()
 
 
 def test_positions_by_hand():
-    kinds = BlockKinds({"kv@host": 0.5, "act@host": 0.5})
-    assert kinds.positions(0, 18).tolist() == [*range(16), 32, 33]
-    assert kinds.positions(1, 17).tolist() == [*range(16, 32), 48]
-    assert kinds.positions(1, 0).tolist() == []
+    entries = BlockEntries({"kv@host": 0.5, "act@host": 0.5})
+    assert entries.positions(0, 18).tolist() == [*range(16), 32, 33]
+    assert entries.positions(1, 17).tolist() == [*range(16, 32), 48]
+    assert entries.positions(1, 0).tolist() == []
 
 
 @given(token_shares(), st.lists(st.integers(0, 400), min_size=2, max_size=6))
 def test_the_order_of_questions_does_not_matter(shares, lengths):
-    asked_before = BlockKinds(shares)
+    asked_before = BlockEntries(shares)
     for length in lengths:
         asked_before.tokens(length)
-    assert BlockKinds(shares).tokens(np.array(lengths)).tolist() == asked_before.tokens(np.array(lengths)).tolist()
+    assert BlockEntries(shares).tokens(np.array(lengths)).tolist() == asked_before.tokens(np.array(lengths)).tolist()
 
 
 # --- pools ------------------------------------------------------------------------------------------------------------
@@ -170,19 +170,19 @@ def test_admission_is_all_or_nothing(requests, kv_blocks, act_blocks):
     manager = BlockManager({"kv@host": kv_blocks, "act@host": act_blocks})
     admitted = {}
     for request, (kv, act) in enumerate(requests):
-        before = {kind: pool.num_free for kind, pool in manager.pools.items()}
+        before = {entry: pool.num_free for entry, pool in manager.pools.items()}
         if kv <= before["kv@host"] and act <= before["act@host"]:  # no releases, so no gaps
             admitted[request] = manager.admit(request, {"kv@host": kv, "act@host": act})
-            assert [admitted[request][kind].count for kind in ("kv@host", "act@host")] == [kv, act]
+            assert [admitted[request][entry].count for entry in ("kv@host", "act@host")] == [kv, act]
         else:
             with pytest.raises(InputError, match=f"request {request}: no room in pool"):
                 manager.admit(request, {"kv@host": kv, "act@host": act})
-            assert {kind: pool.num_free for kind, pool in manager.pools.items()} == before
+            assert {entry: pool.num_free for entry, pool in manager.pools.items()} == before
         manager.check()
     for request in range(len(requests)):
         manager.release(request)
     manager.check()
-    assert {kind: pool.largest_free() for kind, pool in manager.pools.items()} == {
+    assert {entry: pool.largest_free() for entry, pool in manager.pools.items()} == {
         "kv@host": kv_blocks,
         "act@host": act_blocks,
     }

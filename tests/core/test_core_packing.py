@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexhybrid.core.context import packing
-from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockKinds
+from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockEntries
 from flexhybrid.core.context.packing import imbalance, pack, padded_tokens, split_representations
 
 MIXES = [
@@ -23,11 +23,11 @@ MIXES = [
 LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=24)
 
 
-def padded_by_hand(kinds: BlockKinds, lengths) -> int:
+def padded_by_hand(entries: BlockEntries, lengths) -> int:
     """B·max(KV) + B·max(ACT) + B, each in whole blocks, counted token by token."""
     most = {"kv": 0, "act": 0}
     for length in lengths:
-        names = [kinds.kinds[kind].split("@")[0] for kind in kinds.kind_of(np.arange(length))]
+        names = [entries.names[entry].split("@")[0] for entry in entries.entry_of(np.arange(length))]
         for name in most:
             most[name] = max(most[name], math.ceil(names.count(name) / BLOCK_TOKENS))
     return len(lengths) * ((most["kv"] + most["act"]) * BLOCK_TOKENS + 1)
@@ -35,34 +35,34 @@ def padded_by_hand(kinds: BlockKinds, lengths) -> int:
 
 @given(LENGTHS, st.sampled_from(MIXES), st.integers(1, 3000), st.sampled_from(["fifo", "balanced"]))
 def test_every_request_once_and_the_bound_kept(lengths, mix, bound, packing):
-    lengths, kinds = np.array(lengths), BlockKinds(mix)
-    groups = pack(lengths, kinds, bound, packing)
+    lengths, entries = np.array(lengths), BlockEntries(mix)
+    groups = pack(lengths, entries, bound, packing)
     assert sorted(np.concatenate(groups).tolist()) == list(range(len(lengths)))
     for group in groups:
-        assert len(group) == 1 or padded_by_hand(kinds, lengths[group]) <= bound
+        assert len(group) == 1 or padded_by_hand(entries, lengths[group]) <= bound
 
 
 @given(LENGTHS, st.sampled_from(MIXES), st.integers(1, 3000), st.floats(0.1, 10))
 def test_balanced_never_needs_more_mini_batches_than_first_come(lengths, mix, bound, ratio):
-    lengths, kinds = np.array(lengths), BlockKinds(mix)
-    balanced = pack(lengths, kinds, bound, "balanced", (ratio, 1.0))
-    assert len(balanced) <= len(pack(lengths, kinds, bound, "fifo"))
+    lengths, entries = np.array(lengths), BlockEntries(mix)
+    balanced = pack(lengths, entries, bound, "balanced", (ratio, 1.0))
+    assert len(balanced) <= len(pack(lengths, entries, bound, "fifo"))
 
 
 def test_one_long_request_does_not_cut_up_the_short_ones():
-    groups = pack(np.array([300] + [10] * 8), BlockKinds({"kv@host": 1.0}), 320)
+    groups = pack(np.array([300] + [10] * 8), BlockEntries({"kv@host": 1.0}), 320)
     assert sorted(map(len, groups)) == [1, 8]
 
 
 @given(st.integers(1, 60), st.integers(1, 300), st.sampled_from(MIXES), st.integers(100, 3000))
 def test_uniform_lengths_make_mini_batches_of_equal_size(num_requests, length, mix, bound):
-    sizes = [len(group) for group in pack(np.full(num_requests, length), BlockKinds(mix), bound)]
+    sizes = [len(group) for group in pack(np.full(num_requests, length), BlockEntries(mix), bound)]
     assert max(sizes) - min(sizes) <= 1
 
 
 @given(LENGTHS, st.integers(17, 1000))
 def test_first_come_first_served_keeps_the_order_of_arrival(lengths, bound):
-    groups = pack(np.array(lengths), BlockKinds({"kv@host": 1.0}), bound, "fifo")
+    groups = pack(np.array(lengths), BlockEntries({"kv@host": 1.0}), bound, "fifo")
     assert np.concatenate(groups).tolist() == list(range(len(lengths)))
 
 
@@ -82,10 +82,10 @@ def test_imbalance_is_at_least_one_and_symmetric(a, b):
 
 @given(LENGTHS, st.sampled_from(MIXES))
 def test_padded_tokens_agree_with_counting(lengths, mix):
-    kinds = BlockKinds(mix)
-    kv, act = split_representations(kinds, np.array(lengths))
+    entries = BlockEntries(mix)
+    kv, act = split_representations(entries, np.array(lengths))
     assert (kv + act).tolist() == lengths
-    assert padded_tokens(kv, act) == padded_by_hand(kinds, lengths)
+    assert padded_tokens(kv, act) == padded_by_hand(entries, lengths)
 
 
 def test_padded_tokens_worked_by_hand():
@@ -96,14 +96,14 @@ def test_padded_tokens_worked_by_hand():
 
 @given(LENGTHS, st.sampled_from(MIXES), st.integers(300, 3000), st.floats(0.2, 5))
 def test_exchanging_requests_never_worsens_the_worst_imbalance(lengths, mix, bound, ratio):
-    lengths, kinds = np.array(lengths), BlockKinds(mix)
-    kv, act = split_representations(kinds, lengths)
+    lengths, entries = np.array(lengths), BlockEntries(mix)
+    kv, act = split_representations(entries, lengths)
 
     def worst(groups) -> float:
         return max(imbalance(ratio * act[group].sum(), kv[group].sum()) for group in groups)
 
-    indifferent = pack(lengths, kinds, bound, "balanced", (0.0, 0.0))  # no balance to lower: the plain even cut
-    assert worst(pack(lengths, kinds, bound, "balanced", (ratio, 1.0))) <= worst(indifferent) + 1e-9
+    indifferent = pack(lengths, entries, bound, "balanced", (0.0, 0.0))  # no balance to lower: the plain even cut
+    assert worst(pack(lengths, entries, bound, "balanced", (ratio, 1.0))) <= worst(indifferent) + 1e-9
 
 
 @given(
@@ -114,14 +114,14 @@ def test_exchanging_requests_never_worsens_the_worst_imbalance(lengths, mix, bou
 )
 def test_balancing_never_pads_more(tokens, act_share, bound, gen_s):
     """Padding is computed and moved: a better F_b must not be bought with it."""
-    kinds = BlockKinds({"act@host": act_share, "kv@host": 1 - act_share})
-    kv, act = split_representations(kinds, np.array(tokens))
+    entries = BlockEntries({"act@host": act_share, "kv@host": 1 - act_share})
+    kv, act = split_representations(entries, np.array(tokens))
 
     def padding(groups):
         return sum(padded_tokens(kv[group], act[group]) for group in groups)
 
     order = np.argsort(-np.array(tokens), kind="stable")
-    assert padding(pack(np.array(tokens), kinds, bound, "balanced", (gen_s, 1.0))) <= padding(
+    assert padding(pack(np.array(tokens), entries, bound, "balanced", (gen_s, 1.0))) <= padding(
         packing._even_cut(order, kv, act, bound)
     )
 
@@ -135,8 +135,8 @@ def test_balancing_never_pads_more(tokens, act_share, bound, gen_s):
 )
 def test_an_exchange_is_the_first_that_helps(tokens, cut, act_share, bound, gen_s):
     """All exchanges are weighed at once: against trying one after another."""
-    kinds = BlockKinds({"act@host": act_share, "kv@host": 1 - act_share})
-    kv, act = split_representations(kinds, np.array(tokens))
+    entries = BlockEntries({"act@host": act_share, "kv@host": 1 - act_share})
+    kv, act = split_representations(entries, np.array(tokens))
     cut = min(cut, len(tokens) - 1)
     a, b = np.arange(cut), np.arange(cut, len(tokens))
 

@@ -72,7 +72,7 @@ def test_json_gives_the_very_same_policy_back(policy):
     assert again == policy and "Infinity" not in text
     assert again.to_json() == text
     assert sum(policy.share(kind) for kind in ("kv", "act", "both", "tok")) == pytest.approx(1)
-    assert set(policy.cache_kinds) == {key for key, share in policy.cache.items() if share}
+    assert set(policy.cache_entries) == {key for key, share in policy.cache.items() if share}
 
 
 def test_missing_fields_take_their_defaults():

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockKinds
+from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockEntries
 from flexhybrid.core.context.cache_entries import StoredCopy
 from flexhybrid.core.context.selection import kept_tokens, selected_tokens
 from flexhybrid.core.context.split import SplitLines, split_lines, split_point, split_seconds
@@ -261,4 +261,4 @@ def test_slices_of_a_layer_cover_its_streamed_bytes_in_whole_pages(first, second
 def test_kinds_without_token_ids_recompute_nothing():
     wave = wave_of(Policy(cache={"kv@host": 1.0}), [20], [3])
     assert make_step(wave, 1, 0, np.array([0])).recomputed is None
-    assert BlockKinds({"kv@host": 1.0}).tok_tokens(np.array([5, 500])).tolist() == [0, 0]
+    assert BlockEntries({"kv@host": 1.0}).tok_tokens(np.array([5, 500])).tolist() == [0, 0]

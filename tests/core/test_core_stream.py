@@ -139,7 +139,7 @@ class Memory:
         step, tokens = task.payload.step, []
         access = next((a for a in task.reads if a.space == (kind, task.layer)), None)
         for segment in step.segments:
-            if segment.kind != kind:
+            if segment.entry != kind:
                 continue
             for request, first, count in zip(step.requests.tolist(), segment.first_block, segment.num_tokens):
                 for index in range(int(count)):
@@ -165,7 +165,7 @@ class Memory:
         tokens = self.read_pool(task, kind)
         blocks = {
             (request, index // BLOCK_TOKENS)
-            for segment in step.segments if segment.kind == kind
+            for segment in step.segments if segment.entry == kind
             for request, count in zip(step.requests.tolist(), segment.num_tokens) for index in range(int(count))
         }  # fmt: skip
         shape = self.wave.shape
@@ -185,7 +185,7 @@ class Memory:
     def gather(self, task: Task, representation: str) -> None:
         """What a computing verb finds: its slot of the buffer, if something was loaded, and the device's pool."""
         step, key = task.payload.step, key_of(task)
-        if any(segment.kind == f"{representation}@host" for segment in step.of(representation)):
+        if any(segment.entry == f"{representation}@host" for segment in step.of(representation)):
             *owner, tokens = self.buffers[representation, task.payload.slot]
             assert tuple(owner) == key
             assert Access((f"{representation}_buffer",), task.payload.slot, task.payload.slot + 1) in task.reads
@@ -222,14 +222,14 @@ class Memory:
     def scatter(self, task: Task, tier: str = "host") -> None:
         step = task.payload.step
         for store in step.stores:
-            if not store.kind.endswith(f"@{tier}"):
+            if not store.entry.endswith(f"@{tier}"):
                 continue
-            access = next(a for a in task.writes if a.space == (store.kind, task.layer))
+            access = next(a for a in task.writes if a.space == (store.entry, task.layer))
             for row, block, offset in zip(store.rows.tolist(), store.blocks.tolist(), store.offsets.tolist()):
                 b, t = divmod(row, step.width)
                 assert t < step.new_tokens[b], "a padding row is stored"
                 assert access.lo <= block < access.hi
-                cell = (store.kind, task.layer, block, offset)
+                cell = (store.entry, task.layer, block, offset)
                 assert cell not in self.pools, f"{task.label()} stores over another token"
                 self.pools[cell] = (int(step.requests[b]), int(step.context[b]) + t)
 
@@ -304,7 +304,7 @@ def test_stores_move_each_new_token_once(wave):
     for task in stream(wave):
         if task.verb in ("store_kv", "store_act"):
             stored[task.verb, task.layer] += task.work.link_bytes
-    kind_tokens = dict(zip(wave.kinds.kinds, wave.kinds.tokens(wave.workload.cached_tokens).sum(0).tolist()))
+    kind_tokens = dict(zip(wave.entries.names, wave.entries.tokens(wave.workload.cached_tokens).sum(0).tolist()))
     shape = wave.shape
     elements = {"kv": 2 * shape.num_kv_heads * shape.head_dim, "act": shape.hidden}
     for representation, width in elements.items():

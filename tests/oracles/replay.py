@@ -143,7 +143,7 @@ class _Replay:
             self._hold("host", "places", 0, 8 * len(step.requests) * self.wave.shape.num_kv_heads)
         on_host = self.wave.policy.attention == "host" and not step.prefill
         for store in task.payload.step.stores:
-            part = StoredCopy(store.kind, store.representation, store.tier)
+            part = StoredCopy(store.entry, store.representation, store.tier)
             if not on_host:  # else the query brings them along
                 rows = len(store.rows) * self.row[store.representation]
                 self._hold("device", "staging", part, rows)
@@ -157,7 +157,7 @@ class _Replay:
         step, policy, blocks = task.payload.step, self.wave.policy, 0
         for segment in step.of(representation):
             if segment.tier in tiers:
-                reserved = self.wave.num_blocks[segment.kind][step.requests]
+                reserved = self.wave.num_blocks[segment.entry][step.requests]
                 blocks += int(reserved.max()) if policy.static_cache else segment.max_blocks
         return len(step.requests) * blocks
 

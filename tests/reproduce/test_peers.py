@@ -21,7 +21,7 @@ from experiments.peers.flexgen_search import (
     search,
     to_policy,
 )
-from flexhybrid.core.context.blocks import BlockKinds
+from flexhybrid.core.context.blocks import BlockEntries
 from flexhybrid.core.context.packing import pack
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware, Line
@@ -80,7 +80,7 @@ def test_a_known_result_is_the_expected_policy():
 def test_the_bound_cuts_equal_requests_into_the_peers_gpu_batches(gpu_batch, num_gpu_batches, cache):
     policy = to_policy(result(gpu_batch_size=gpu_batch, num_gpu_batches=num_gpu_batches, cache_percent=cache), SHAPE)
     tokens = np.full(policy.max_batch, 512 + 32 - 1)
-    groups = pack(tokens, BlockKinds(policy.cache), policy.max_mini_batch_tokens, policy.packing)
+    groups = pack(tokens, BlockEntries(policy.cache), policy.max_mini_batch_tokens, policy.packing)
     assert [len(group) for group in groups] == [gpu_batch] * num_gpu_batches
 
 

@@ -9,7 +9,7 @@ import torch
 from models import save_llama, save_opt
 from runs import run_wave
 
-from flexhybrid.core.context.blocks import BlockKinds
+from flexhybrid.core.context.blocks import BlockEntries
 from flexhybrid.core.policy import Placement, Policy, Selection
 from flexhybrid.core.trace import check_trace
 from flexhybrid.jobs.compare.exactness import Reference, compare_tokens
@@ -27,7 +27,7 @@ def policy(budget, cache=None, **more) -> Policy:
 def plain_h2o(checkpoint, prompt: list[int], max_tokens: int, budget: float, cache=None) -> list[int]:
     """One request, one token at a time, head by head: half of the budget newest, half with the largest sums. Places lie
     in the pools of ``cache`` as a context's tokens do, and a token that goes leaves its place to one of its pool."""
-    kinds = BlockKinds(cache or {"kv@host": 1.0})
+    entries = BlockEntries(cache or {"kv@host": 1.0})
     shape, model = checkpoint.shape, architecture(checkpoint.shape)
     weights = Weights(shape, checkpoint, "float32", torch.device("cpu"), Policy(weights=Placement(device=1.0)))
     groups, heads, d = shape.num_kv_heads, shape.num_heads, shape.head_dim
@@ -69,8 +69,8 @@ def plain_h2o(checkpoint, prompt: list[int], max_tokens: int, budget: float, cac
                 for place, p in enumerate(sorted(cache)):
                     cache[p][3] = place
             elif len(cache) > most:
-                pool = kinds.kind_of(now % most)
-                old = (p for p in cache if p <= now - recent and kinds.kind_of(cache[p][3]) == pool)
+                pool = entries.entry_of(now % most)
+                old = (p for p in cache if p <= now - recent and entries.entry_of(cache[p][3]) == pool)
                 cache[now][3] = cache.pop(min(old, key=lambda p: cache[p][2]))[3]
         return model.finish(shape, w, hidden, out.flatten(1))
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from models import save_llama, save_opt
 from runs import run_wave
 
-from flexhybrid.core.context.blocks import BlockKinds
+from flexhybrid.core.context.blocks import BlockEntries
 from flexhybrid.core.policy import Bits, Placement, Policy, Selection
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.trace import check_trace
@@ -77,7 +77,7 @@ class PlainInfiniGen:
     def __init__(self, checkpoint, policy: Policy, last: int, cached: list[int]):
         self.shape, self.selection = checkpoint.shape, (selection := policy.selection)
         self.whole = selection.whole_layers or 2  # layers that look at all tokens
-        self.kinds, self.bits = BlockKinds(policy.cache), policy.bits
+        self.entries, self.bits = BlockEntries(policy.cache), policy.bits
         room = [math.ceil(round(selection.pool * tokens / 16, 9)) * 16 for tokens in cached]
         self.room = room if selection.pool < 1 else cached  # places of each request
         self.model = architecture(self.shape)
@@ -141,12 +141,14 @@ class PlainInfiniGen:
 
     def members(self, cache) -> dict[str, list[int]]:
         """Cache entry of the policy -> places in the cache of the tokens it holds."""
-        kinds = self.kinds.kind_of(np.array([one.position for one in cache]))
-        return {name: np.flatnonzero(kinds == i).tolist() for i, name in enumerate(self.kinds.kinds) if i in kinds}
+        of_token = self.entries.entry_of(np.array([one.position for one in cache]))
+        return {
+            name: np.flatnonzero(of_token == i).tolist() for i, name in enumerate(self.entries.names) if i in of_token
+        }
 
     def stored(self, k, v, act, layer, position):
         """A token's keys and values as they come back from the cache: [G, d] each."""
-        representation = self.kinds.kinds[int(self.kinds.kind_of(position))].partition("@")[0]
+        representation = self.entries.names[int(self.entries.entry_of(position))].partition("@")[0]
         bits = {"kv": self.bits.kv, "act": self.bits.act}.get(representation, "native")
         if bits == "native":
             return k, v

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments.studies.random_cases import KINDS, UniformCase, compare, random_case
-from flexhybrid.core.context.blocks import BlockKinds
+from flexhybrid.core.context.blocks import BlockEntries
 from flexhybrid.core.context.packing import pack
 from flexhybrid.core.context.split import split_point
 from flexhybrid.core.errors import InputError
@@ -241,7 +241,7 @@ def test_memory_is_the_memory_plans():
 @given(st.integers(1, 40), st.integers(1, 300), st.integers(1, 40), st.integers(1, 6000))
 def test_mini_batches_are_those_of_the_packer(batch, prompt, generated, bound):
     tokens = np.full(batch, prompt + generated - 1)
-    groups = pack(tokens, BlockKinds({"kv@host": 0.6, "act@host": 0.4}), bound)
+    groups = pack(tokens, BlockEntries({"kv@host": 0.6, "act@host": 0.4}), bound)
     count, size = num_mini_batches(np.array([batch]), prompt, generated, bound)
     assert count[0] == len(groups)
     assert size[0] == max(map(len, groups))

@@ -7,7 +7,7 @@ import pytest
 from oracles.replay import BY_DEFINITION, peak_parts
 
 from experiments.studies.random_cases import KINDS, UniformCase, random_case
-from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockKinds, ceil_blocks
+from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockEntries, ceil_blocks
 from flexhybrid.core.memory import buffer_sizes, memory_plan, total_bytes
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.plan import stream
@@ -119,24 +119,24 @@ def test_pools_hold_each_block_until_it_is_dropped(tok):
     that was reserved is used."""
     rest = 1.0 - tok
     policy = Policy(cache={"tok": tok, "kv@host": 0.4 * rest, "act@host": 0.35 * rest, "kv@device": 0.25 * rest})
-    kinds = BlockKinds(policy.cache)
+    entries = BlockEntries(policy.cache)
     for prompt, generated in ((1, 40), (16, 33), (17, 200), (250, 90), (300, 1)):
         wave = admit(Problem(shape=SHAPE, dtype="float16"), policy, Workload.uniform(1, prompt, generated))
-        kind_of = kinds.kind_of(np.arange(prompt + generated))
+        entry_of = entries.entry_of(np.arange(prompt + generated))
         owner: dict[tuple[str, int], int] = {}  # physical block -> its logical block
         for iteration in range(generated):
             step = make_step(wave, iteration, 0, np.array([0]))
             stored = prompt + iteration  # tokens, when the iteration is over
-            dropped = int(kinds.tok_tokens(stored)) // BLOCK_TOKENS
+            dropped = int(entries.tok_tokens(stored)) // BLOCK_TOKENS
             for store in step.stores:
                 positions = step.context[0] + store.rows
                 for logical, physical in zip((positions // BLOCK_TOKENS).tolist(), store.blocks.tolist()):
-                    before = owner.get((store.kind, physical), logical)
-                    assert before == logical or before < dropped, (iteration, store.kind)
-                    owner[store.kind, physical] = logical
+                    before = owner.get((store.entry, physical), logical)
+                    assert before == logical or before < dropped, (iteration, store.entry)
+                    owner[store.entry, physical] = logical
             held = {logical for logical in owner.values() if logical >= dropped}
             assert held == set(range(dropped, int(ceil_blocks(stored))))
-        for i, kind in enumerate(kinds.kinds):
-            used = {physical for name, physical in owner if name == kind}
-            assert used == set(range(wave.pool_blocks[kind])), kind
-            assert wave.pool_blocks[kind] or i not in kind_of[dropped * BLOCK_TOKENS :]
+        for i, entry in enumerate(entries.names):
+            used = {physical for name, physical in owner if name == entry}
+            assert used == set(range(wave.pool_blocks[entry])), entry
+            assert wave.pool_blocks[entry] or i not in entry_of[dropped * BLOCK_TOKENS :]

@@ -1,6 +1,6 @@
 """Blocks of 16 tokens: which representation each logical block of a request has, and who owns the physical ones.
 
-A request's tokens are cut into logical blocks. ``BlockKinds`` fixes the representation of each, the same for every
+A request's tokens are cut into logical blocks. ``BlockEntries`` fixes the representation of each, the same for every
 request under one policy; within a representation the request's tokens lie densely, in order. At admission a request
 reserves one extent of physical blocks per representation, so that a load is a handful of long copies.
 """
@@ -26,22 +26,22 @@ def ceil_blocks(tokens):
 HALF = 0.5 + 5e-10
 
 
-def deal_blocks(kinds: tuple[str, ...], shares, num_blocks) -> list:
-    """Blocks of each kind among a request's first ``num_blocks``; shares and counts may be arrays of any one shape.
+def deal_blocks(entries: tuple[str, ...], shares, num_blocks) -> list:
+    """Blocks of each entry among a request's first ``num_blocks``; shares and counts may be arrays of any one shape.
 
-    CAPTURE eq. 5 keeps #ACT : #KV of each request at the pools' ratio: the next block is of the kind that is behind, so
-    of two kinds the first has floor(share·n + ½) of n blocks. More kinds are dealt in turn: ACT against the rest first,
-    then each representation's blocks over its tiers. Counts never fall as n grows, and a representation never strays
-    more than half a block from its share, a tier within it not more than one.
+    CAPTURE eq. 5 keeps #ACT : #KV of each request at the pools' ratio: the next block is of the entry that is behind,
+    so of two entries the first has floor(share·n + ½) of n blocks. More entries are dealt in turn: ACT against the rest
+    first, then each representation's blocks over its tiers. Counts never fall as n grows. A representation strays at
+    most half a block from its share, a tier within it at most one block.
     """
-    counts: list = [0] * len(kinds)
+    counts: list = [0] * len(entries)
 
     def deal(members: list[int], count) -> None:
         if len(members) == 1:
             counts[members[0]] = count
             return
-        representation = representation_of(kinds[members[0]])
-        first = [i for i in members if representation_of(kinds[i]) == representation]
+        representation = representation_of(entries[members[0]])
+        first = [i for i in members if representation_of(entries[i]) == representation]
         if len(first) == len(members):
             first = members[:1]
         rest = [i for i in members if i not in first]
@@ -51,7 +51,7 @@ def deal_blocks(kinds: tuple[str, ...], shares, num_blocks) -> list:
         deal(first, dealt)
         deal(rest, count - dealt)
 
-    deal(list(range(len(kinds))), num_blocks)
+    deal(list(range(len(entries))), num_blocks)
     return counts
 
 
@@ -68,18 +68,18 @@ def lengths_between(first, last) -> np.ndarray:
     return np.clip(block * BLOCK_TOKENS + around, first, last)
 
 
-class BlockKinds:
+class BlockEntries:
     """The representation of logical block 0, 1, 2, … under given token shares: ``deal_blocks`` as a sequence.
 
     Kinds are sorted by name, so ACT comes before KV and the device before the host. Tokens of the entry ``tok`` are
-    a prefix of the request and in none of the kinds: its first blocks were dealt a kind when they were new and have
+    a prefix of the request and in none of the entries: its first blocks were dealt an entry when they were new and have
     been dropped since.
     """
 
     def __init__(self, shares: dict[str, float]):
-        self.kinds = tuple(sorted(kind for kind, share in shares.items() if share > 0 and kind != "tok"))
+        self.names = tuple(sorted(entry for entry, share in shares.items() if share > 0 and entry != "tok"))
         self.tok_share = float(shares.get("tok", 0.0))
-        self._shares = [float(shares[kind]) for kind in self.kinds]
+        self._shares = [float(shares[entry]) for entry in self.names]
         self._tables = self._deal(64)
 
     def tok_tokens(self, num_tokens):
@@ -91,8 +91,8 @@ class BlockKinds:
         return np.minimum(full, np.maximum(ceil_blocks(num_tokens) - 1, 0)) * BLOCK_TOKENS
 
     def _deal(self, num_blocks: int) -> tuple[np.ndarray, np.ndarray]:
-        """Blocks of each kind among the first 0, 1, … blocks, [num_blocks + 1, kind], and the kind of block 0, 1, …"""
-        dealt = deal_blocks(self.kinds, self._shares, np.arange(num_blocks + 1))
+        """Blocks of each entry among the first 0, 1, … blocks, [num_blocks + 1, entry], and each block's entry."""
+        dealt = deal_blocks(self.names, self._shares, np.arange(num_blocks + 1))
         counts = np.stack(dealt, axis=-1).astype(np.int64)
         return counts, np.argmax(np.diff(counts, axis=0), axis=-1)
 
@@ -104,49 +104,49 @@ class BlockKinds:
         return tables
 
     def _dealt(self, num_blocks: np.ndarray) -> np.ndarray:
-        """Blocks of each kind among the first ``num_blocks``: [..., kind]."""
+        """Blocks of each entry among the first ``num_blocks``: [..., entry]."""
         return self._reaching(num_blocks)[0][num_blocks]
 
     def held(self, num_tokens) -> np.ndarray:
-        """Blocks of each kind that hold something of the first ``num_tokens``: [..., kind]."""
+        """Blocks of each entry that hold something of the first ``num_tokens``: [..., entry]."""
         dealt = self._dealt(ceil_blocks(np.asarray(num_tokens)))
         return dealt - self._dealt(self.tok_tokens(num_tokens) // BLOCK_TOKENS) if self.tok_share else dealt
 
     def most_blocks(self, first, last) -> np.ndarray:
-        """Blocks of each kind that a request ever holds at once as it grows from ``first`` to ``last`` tokens:
-        [..., kind]."""
+        """Blocks of each entry that a request ever holds at once as it grows from ``first`` to ``last`` tokens:
+        [..., entry]."""
         return self.held(lengths_between(first, last)).max(axis=0) if self.tok_share else self.held(last)
 
     def tokens(self, num_tokens) -> np.ndarray:
-        """Tokens of each kind among the first ``num_tokens``: [..., kind]. Only the last block can be partial."""
+        """Tokens of each entry among the first ``num_tokens``: [..., entry]. Only the last block can be partial."""
         return self.stored(num_tokens) - self.dropped_blocks(num_tokens) * BLOCK_TOKENS
 
     def dropped_blocks(self, num_tokens) -> np.ndarray:
-        """Blocks of each kind that gave way to token ids among the first ``num_tokens``: [..., kind]."""
+        """Blocks of each entry that gave way to token ids among the first ``num_tokens``: [..., entry]."""
         if not self.tok_share:
-            return np.zeros((*np.shape(num_tokens), len(self.kinds)), dtype=np.int64)
+            return np.zeros((*np.shape(num_tokens), len(self.names)), dtype=np.int64)
         return self._dealt(self.tok_tokens(num_tokens) // BLOCK_TOKENS)
 
     def stored(self, num_tokens) -> np.ndarray:
-        """The same with those that are kept as ids alone by now: what ever went to a block of each kind."""
+        """The same with those that are kept as ids alone by now: what ever went to a block of each entry."""
         full, rest = np.divmod(np.asarray(num_tokens), BLOCK_TOKENS)
         dealt = self._dealt(full)
         return dealt * BLOCK_TOKENS + rest[..., None] * (self._dealt(full + 1) - dealt)
 
-    def positions(self, kind: int, num_tokens: int) -> np.ndarray:
-        """Position in its request of token 0, 1, … that ever went to a block of ``kinds[kind]``: [num_tokens].
+    def positions(self, entry: int, num_tokens: int) -> np.ndarray:
+        """Position in its request of token 0, 1, … that ever went to a block of ``names[entry]``: [num_tokens].
 
-        The inverse of ``stored`` and ``kind_of``: the same for every request, since all deal their blocks alike.
+        The inverse of ``stored`` and ``entry_of``: the same for every request, since all deal their blocks alike.
         """
         wanted = ceil_blocks(num_tokens)
         searched = max(wanted, 1)
-        while (dealt := self._dealt(np.arange(searched + 1))[:, kind])[-1] < wanted:
+        while (dealt := self._dealt(np.arange(searched + 1))[:, entry])[-1] < wanted:
             searched *= 2
         blocks = np.searchsorted(dealt, np.arange(1, wanted + 1)) - 1
         return (blocks[:, None] * BLOCK_TOKENS + np.arange(BLOCK_TOKENS)).reshape(-1)[:num_tokens]
 
-    def kind_of(self, positions) -> np.ndarray:
-        """Index into ``kinds`` of the token at each position, when it is new."""
+    def entry_of(self, positions) -> np.ndarray:
+        """Index into ``names`` of the token at each position, when it is new."""
         block = np.asarray(positions) // BLOCK_TOKENS
         return self._reaching(block + 1)[1][block]
 
@@ -229,18 +229,18 @@ class BlockManager:
     """All pools of an engine, keyed by representation@tier ("kv@host"). The only one that moves a block."""
 
     def __init__(self, num_blocks: dict[str, int]):
-        self.pools = {kind: BlockPool(count) for kind, count in num_blocks.items()}
+        self.pools = {entry: BlockPool(count) for entry, count in num_blocks.items()}
 
     def admit(self, request: int, blocks: dict[str, int]) -> dict[str, Extent]:
         """Reserve one extent per representation; all or nothing."""
         taken: dict[str, Extent] = {}
         try:
-            for kind, count in blocks.items():
-                taken[kind] = self.pools[kind].reserve(request, count)
+            for entry, count in blocks.items():
+                taken[entry] = self.pools[entry].reserve(request, count)
         except InputError as error:
-            for kind in taken:
-                self.pools[kind].release(request)
-            raise InputError(f"request {request}: no room in pool {kind}: {error}") from None
+            for entry in taken:
+                self.pools[entry].release(request)
+            raise InputError(f"request {request}: no room in pool {entry}: {error}") from None
         return taken
 
     def release(self, request: int) -> None:

@@ -13,30 +13,30 @@ CACHE_KEY = re.compile(r"tok|(kv|act)@(device|host|disk)|both\(kv@(device|host|d
 class StoredCopy(NamedTuple):
     """One stored copy of a token's context: ``representation`` "kv" or "act", and the tier that holds it."""
 
-    kind: str  #: the cache entry it belongs to
+    entry: str  #: the cache entry it belongs to
     representation: str
     tier: str
 
     @property
     def space(self) -> str:
         """Name of its pool: the entry itself, or for both(…) the entry and the representation."""
-        return self.kind if "(" not in self.kind else f"{self.kind}.{self.representation}"
+        return self.entry if "(" not in self.entry else f"{self.entry}.{self.representation}"
 
 
 @cache
-def representation_of(kind: str) -> str:
+def representation_of(entry: str) -> str:
     """kv, act, both or tok."""
-    return re.split(r"[@(]", kind)[0]
+    return re.split(r"[@(]", entry)[0]
 
 
 @cache
-def stored_copies(kind: str) -> tuple[StoredCopy, ...]:
+def stored_copies(entry: str) -> tuple[StoredCopy, ...]:
     """What a token of this entry keeps in memory: one part, for both(…) two (ACT first), for tok none."""
-    found = re.findall(r"(kv|act)@(device|host|disk)", kind)
-    return tuple(sorted(StoredCopy(kind, representation, tier) for representation, tier in found))
+    found = re.findall(r"(kv|act)@(device|host|disk)", entry)
+    return tuple(sorted(StoredCopy(entry, representation, tier) for representation, tier in found))
 
 
 @cache
-def parts(kinds: tuple[str, ...]) -> tuple[StoredCopy, ...]:
+def parts(entries: tuple[str, ...]) -> tuple[StoredCopy, ...]:
     """The parts of several entries, in their order."""
-    return tuple(part for kind in kinds for part in stored_copies(kind))
+    return tuple(part for entry in entries for part in stored_copies(entry))

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockKinds, ceil_blocks
+from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockEntries, ceil_blocks
 from flexhybrid.core.context.cache_entries import representation_of
 from flexhybrid.core.policy import Policy
 
@@ -33,17 +33,17 @@ def padded_tokens(kv_tokens: np.ndarray, act_tokens: np.ndarray) -> int:
     return len(kv_tokens) * (widest * BLOCK_TOKENS + 1)
 
 
-def split_representations(kinds: BlockKinds, tokens) -> tuple[np.ndarray, np.ndarray]:
+def split_representations(entries: BlockEntries, tokens) -> tuple[np.ndarray, np.ndarray]:
     """(kv, act) tokens of requests that cache ``tokens`` tokens each, summed over tiers."""
-    counts = kinds.tokens(np.asarray(tokens))
-    is_act = np.array([representation_of(kind) == "act" for kind in kinds.kinds])
-    recomputed = kinds.tok_tokens(np.asarray(tokens))  # chunk rows beside the new token
+    counts = entries.tokens(np.asarray(tokens))
+    is_act = np.array([representation_of(entry) == "act" for entry in entries.names])
+    recomputed = entries.tok_tokens(np.asarray(tokens))  # chunk rows beside the new token
     return counts[..., ~is_act].sum(-1) + recomputed, counts[..., is_act].sum(-1)
 
 
 def pack(
     tokens: np.ndarray,
-    kinds: BlockKinds,
+    entries: BlockEntries,
     max_mini_batch_tokens: int,
     packing: str = "balanced",
     seconds_per_token: tuple[float, float] = (1.0, 1.0),
@@ -60,7 +60,7 @@ def pack(
     so equal sizes decide: a pipeline of equal steps has no bubbles.
     """
     tokens = np.asarray(tokens)
-    kv, act = split_representations(kinds, tokens)
+    kv, act = split_representations(entries, tokens)
     if packing == "fifo":
         return _first_come(kv, act, max_mini_batch_tokens)
     order = np.argsort(-tokens, kind="stable")

@@ -39,7 +39,7 @@ class SplitLines:
     attend_s: float  #: more for each token of context of each request
 
 
-def split_lines(problem: Problem, policy: Policy, kind: str) -> SplitLines:
+def split_lines(problem: Problem, policy: Policy, entry: str) -> SplitLines:
     """The lines of a both(…) entry on a machine. Verbs cost what ``core.work`` and the machine's lines say.
 
     Raises InputError where the problem has no hardware record.
@@ -47,11 +47,11 @@ def split_lines(problem: Problem, policy: Policy, kind: str) -> SplitLines:
     shape, hardware, p = problem.shape, problem.hardware, problem.bytes_per_element
     if hardware is None:
         raise InputError(
-            f"policy {policy.name}: {kind} needs a hardware record to decide its split point: run `flexhybrid profile` "
-            "once"
+            f"policy {policy.name}: {entry} needs a hardware record to decide its split point: run `flexhybrid "
+            "profile` once"
         )
     stored = policy.bits.element_bytes(p)
-    tier = {part.representation: part.tier for part in stored_copies(kind)}
+    tier = {part.representation: part.tier for part in stored_copies(entry)}
 
     def slope(verb: str, resource: str, make) -> tuple[float, float]:
         line, many = hardware.line(verb, resource), make(1 << 20)

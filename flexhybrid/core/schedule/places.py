@@ -48,7 +48,7 @@ class Places:
     def __init__(self, wave: Wave):
         self.wave = wave
         self.on_host = wave.policy.attention == "host"
-        # What every iteration names anew: the blocks of (kind, mini-batch), and the pools that a mini-batch's context
+        # What every iteration names anew: the blocks of (entry, mini-batch), and the pools that a mini-batch's context
         # in a layer is read from.
         self._extents: dict[tuple[str, int], tuple[int, int]] = {}
         self._pools: dict[tuple[int, int, str, str], tuple[Access, ...]] = {}
@@ -85,20 +85,20 @@ class Places:
         which = position.step.mini_batch, position.layer, representation, tier
         if which not in self._pools:
             self._pools[which] = tuple(
-                self.pool(position, segment.kind, representation, tier)
+                self.pool(position, segment.entry, representation, tier)
                 for segment in position.step.segments
                 if segment.representation == representation and segment.tier == tier
             )
         return self._pools[which]
 
-    def pool(self, position: Position, kind: str, representation: str, tier: str) -> Access:
+    def pool(self, position: Position, entry: str, representation: str, tier: str) -> Access:
         """The blocks of a mini-batch in one layer of a pool: its requests lie side by side."""
-        space = kind if "(" not in kind else f"{kind}.{representation}"
+        space = entry if "(" not in entry else f"{entry}.{representation}"
         k = position.step.mini_batch
-        extent = self._extents.get((kind, k))
+        extent = self._extents.get((entry, k))
         if extent is None:
             group = self.wave.mini_batches[k]
-            first, count = self.wave.first_block[kind][group], self.wave.num_blocks[kind][group]
+            first, count = self.wave.first_block[entry][group], self.wave.num_blocks[entry][group]
             first, count = first[count > 0], count[count > 0]  # an empty extent stands nowhere
-            extent = self._extents[kind, k] = (int(first.min()), int((first + count).max())) if len(first) else (0, 0)
+            extent = self._extents[entry, k] = (int(first.min()), int((first + count).max())) if len(first) else (0, 0)
         return Access((space, position.layer), *extent)

@@ -94,7 +94,7 @@ def _lay_out(
             whole = works
             if counts.selected is not None:
                 whole = step_work(wave.shape, wave.policy, wave.stored, counts, True)
-            stored = tuple((store.kind, store.representation) for store in step.stores)
+            stored = tuple((store.entry, store.representation) for store in step.stores)
             form = k, chunk, step.prefill, step.last, tuple(whole), tuple(works), stored
             steps.append((step, whole, works, forms.setdefault(form, len(forms))))
     return steps

@@ -41,11 +41,11 @@ def counts_of(step: MiniBatchStep, wave) -> StepCounts:
     policy, blocks, copies = wave.policy, {}, {}
     for segment in step.segments:
         if segment.max_tokens:
-            part = StoredCopy(segment.kind, segment.representation, segment.tier)
-            moved = wave.num_blocks[segment.kind][step.requests] if policy.static_cache else segment.num_blocks
+            part = StoredCopy(segment.entry, segment.representation, segment.tier)
+            moved = wave.num_blocks[segment.entry][step.requests] if policy.static_cache else segment.num_blocks
             blocks[part] = int(moved.sum())
             copies[part] = int(np.count_nonzero(segment.num_blocks))
-    stored = {StoredCopy(s.kind, s.representation, s.tier): len(s.rows) for s in step.stores}
+    stored = {StoredCopy(s.entry, s.representation, s.tier): len(s.rows) for s in step.stores}
     context = step.attention_tokens - step.computed_width
     selected = None
     if policy.selection.method == "speculative" and not step.prefill:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockKinds, ceil_blocks
+from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockEntries, ceil_blocks
 from flexhybrid.core.context.cache_entries import StoredCopy, stored_copies
 from flexhybrid.core.context.packing import chunk_tokens, num_chunks
 from flexhybrid.core.context.selection import kept_tokens, limits_cache
@@ -35,18 +35,18 @@ class Segment:
     ``first_block + (start_block + i) % reserved``. The ring turns only where the oldest blocks are dropped (tok).
     """
 
-    kind: str
+    entry: str
     representation: str  #: kv or act
     tier: str
     first_block: np.ndarray  #: physical, of the reserved extent
     num_tokens: np.ndarray
-    start_block: np.ndarray  #: blocks of the kind that come before the segment's first one, dropped ones included
+    start_block: np.ndarray  #: blocks of the entry that come before the segment's first one, dropped ones included
     reserved: np.ndarray  #: blocks
     moves_all: bool = False  #: a load brings all reserved blocks (a static cache)
 
     @cached_property
     def part(self) -> StoredCopy:
-        return StoredCopy(self.kind, self.representation, self.tier)
+        return StoredCopy(self.entry, self.representation, self.tier)
 
     @property
     def space(self) -> str:
@@ -116,7 +116,7 @@ def block_runs(first, count, column) -> tuple[BlockRun, ...]:
 class Store:
     """Where the new tokens of one part go: row of the padded new-token grid -> (block, offset)."""
 
-    kind: str
+    entry: str
     representation: str
     tier: str
     rows: np.ndarray
@@ -126,7 +126,7 @@ class Store:
     @property
     def space(self) -> str:
         """Name of the pool that takes it."""
-        return StoredCopy(self.kind, self.representation, self.tier).space
+        return StoredCopy(self.entry, self.representation, self.tier).space
 
 
 @dataclass(frozen=True)
@@ -199,22 +199,22 @@ def make_step(wave, iteration: int, mini_batch: int, requests: np.ndarray, chunk
         context, new_tokens = np.zeros_like(prompts), prompts
     else:
         context, new_tokens = prompts + iteration - 1, np.ones_like(prompts)
-    kinds: BlockKinds = wave.kinds
+    entries: BlockEntries = wave.entries
     kept = kept_tokens(wave.policy.selection, prompts, context, wave.workload.cached_tokens[requests])
-    dropped = kinds.dropped_blocks(kept)
-    per_kind = kinds.stored(kept) - dropped * BLOCK_TOKENS
+    dropped = entries.dropped_blocks(kept)
+    tokens_by_entry = entries.stored(kept) - dropped * BLOCK_TOKENS
     segments: list[Segment] = []
-    for i, kind in enumerate(kinds.kinds):
-        extent = (wave.first_block[kind][requests], dropped[:, i], wave.num_blocks[kind][requests])
-        segments += _segments(wave, mini_batch, kind, extent, per_kind[:, i])
-    recomputed = kinds.tok_tokens(context) if kinds.tok_share else None
+    for i, entry in enumerate(entries.names):
+        extent = (wave.first_block[entry][requests], dropped[:, i], wave.num_blocks[entry][requests])
+        segments += _segments(wave, mini_batch, entry, extent, tokens_by_entry[:, i])
+    recomputed = entries.tok_tokens(context) if entries.tok_share else None
     stores = _stores(wave, requests, context, new_tokens)
     return MiniBatchStep(
         iteration, mini_batch, requests, context, new_tokens, tuple(segments), stores, recomputed, chunk, last
     )  # fmt: skip
 
 
-def _segments(wave, mini_batch: int, kind: str, extent, tokens) -> list[Segment]:
+def _segments(wave, mini_batch: int, entry: str, extent, tokens) -> list[Segment]:
     """One segment for a plain entry; for both(…) the leading tokens as ACT, the rest as KV. ``extent``: of each request
     the first block, the blocks dropped and the blocks reserved.
 
@@ -222,15 +222,15 @@ def _segments(wave, mini_batch: int, kind: str, extent, tokens) -> list[Segment]
     """
     first, dropped, reserved = extent
     leading = {"act": (tokens, dropped), "kv": (tokens, dropped)}
-    if kind in wave.split:
+    if entry in wave.split:
         groups = wave.mini_batches
-        split = split_point(wave.split[kind], len(groups[mini_batch]), int(tokens.max(initial=0)), len(groups))
+        split = split_point(wave.split[entry], len(groups[mini_batch]), int(tokens.max(initial=0)), len(groups))
         recomputed = np.minimum(int(split), tokens)
         leading = {"act": (recomputed, dropped), "kv": (tokens - recomputed, dropped + recomputed // BLOCK_TOKENS)}
     moves_all = wave.policy.static_cache
     return [
-        Segment(kind, part.representation, part.tier, first, *leading[part.representation], reserved, moves_all)
-        for part in stored_copies(kind)
+        Segment(entry, part.representation, part.tier, first, *leading[part.representation], reserved, moves_all)
+        for part in stored_copies(entry)
     ]
 
 
@@ -245,21 +245,21 @@ def _stores(wave, requests, context, new_tokens) -> tuple[Store, ...]:
         positions = positions % kept[batch_row]
         fresh = within >= (new_tokens - kept)[batch_row]
         batch_row, within, positions = batch_row[fresh], within[fresh], positions[fresh]
-    if wave.kinds.tok_share:  # the leading tokens will be recomputed: nothing of them is kept
-        fresh = positions >= wave.kinds.tok_tokens(context + new_tokens)[batch_row]
+    if wave.entries.tok_share:  # the leading tokens will be recomputed: nothing of them is kept
+        fresh = positions >= wave.entries.tok_tokens(context + new_tokens)[batch_row]
         batch_row, within, positions = batch_row[fresh], within[fresh], positions[fresh]
-    kind_index = wave.kinds.kind_of(positions)
-    token_index = wave.kinds.stored(positions)  # how many tokens of each kind came before, dropped ones included
+    entry_index = wave.entries.entry_of(positions)
+    token_index = wave.entries.stored(positions)  # how many tokens of each entry came before, dropped ones included
     stores = []
-    for i, kind in enumerate(wave.kinds.kinds):
-        chosen = kind_index == i
+    for i, entry in enumerate(wave.entries.names):
+        chosen = entry_index == i
         if not chosen.any():
             continue
-        reserved = wave.num_blocks[kind][requests][batch_row[chosen]]
+        reserved = wave.num_blocks[entry][requests][batch_row[chosen]]
         index = token_index[chosen, i]
-        first = wave.first_block[kind][requests][batch_row[chosen]]
+        first = wave.first_block[entry][requests][batch_row[chosen]]
         rows = batch_row[chosen] * width + within[chosen]
         blocks = first + (index // BLOCK_TOKENS) % np.maximum(reserved, 1)
-        for part in stored_copies(kind):
-            stores.append(Store(kind, part.representation, part.tier, rows, blocks, index % BLOCK_TOKENS))
+        for part in stored_copies(entry):
+            stores.append(Store(entry, part.representation, part.tier, rows, blocks, index % BLOCK_TOKENS))
     return tuple(stores)

@@ -125,7 +125,7 @@ def watch_positions(executor: Executor) -> Callable[[Task], torch.Tensor]:
     """A function of an ``attend`` task of the decode, to be called in its place on the compute lane: which token each
     column of the attention buffer holds, [B, G or 1, T]; -1 for padding."""
     project, speculate, assemble = (executor.verbs[verb] for verb in ("project", "speculate", "assemble"))
-    tables = position_tables(executor.wave.kinds, int(executor.wave.workload.cached_tokens.max()) + 1)
+    tables = position_tables(executor.wave.entries, int(executor.wave.workload.cached_tokens.max()) + 1)
     selection = executor.selection
     chosen: dict[tuple[int, int], dict[str, torch.Tensor]] = {}  # by mini-batch and layer
     whole: dict[int, torch.Tensor] = {}  # by mini-batch, of a layer that looks at every token

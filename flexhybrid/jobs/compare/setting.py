@@ -237,7 +237,7 @@ def _known_policies(setting: ComparisonSetting) -> list[Policy]:
 
 def uses_disk(policy: Policy) -> bool:
     """Return whether a run of the policy needs scratch space."""
-    return policy.weights.disk > 0 or any("@disk" in entry for entry in policy.cache_kinds)
+    return policy.weights.disk > 0 or any("@disk" in entry for entry in policy.cache_entries)
 
 
 def is_lossless(policy: Policy) -> bool:

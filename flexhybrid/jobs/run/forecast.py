@@ -141,7 +141,7 @@ def _later_steps(wave: Wave, pieces: int) -> list[int]:
 def plan_lines(llm: LLM, found: Forecast, counts: str, searched: bool) -> list[str]:
     """The plan for people: five lines; without a profile nothing is said of speed and limit but why. ``searched``:
     whether the policy is the best that a search found here, which weighs mixes as well."""
-    plain = searched and set(map(representation_of, llm.policy.cache_kinds)) == {"kv"}
+    plain = searched and set(map(representation_of, llm.policy.cache_entries)) == {"kv"}
     memory = []
     for tier, size in found.memory.items():
         if size:

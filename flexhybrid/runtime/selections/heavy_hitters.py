@@ -30,7 +30,7 @@ class StepPlaces(NamedTuple):
     requests: torch.Tensor  #: [B]
     columns: torch.Tensor  #: [K] of the attention weights
     held: torch.Tensor  #: [B, 1, K]: whether the place holds a token
-    own_kind: torch.Tensor  #: [B, 1, K]: whether it does, in the pool that the plan names for the new token
+    own_entry: torch.Tensor  #: [B, 1, K]: whether it does, in the pool that the plan names for the new token
     planned: torch.Tensor  #: [B, 1]: the new token's place while some are empty
     full: torch.Tensor  #: [B, 1]
     old: torch.Tensor  #: [B, 1, 1]: the last position that is not among the newest
@@ -51,8 +51,8 @@ class HeavyHitters(SelectionHooks):
         self.scores = torch.zeros(size, dtype=torch.float32, device=device)
         self.born = torch.zeros(size, dtype=torch.int32, device=device)  # positions of the tokens that the places hold
         places = np.arange(num_places)
-        self.kind_of = wave.kinds.kind_of(places)
-        self.slot_of = wave.kinds.stored(places)[places, self.kind_of]  # in the request's extent of its kind
+        self.entry_of = wave.entries.entry_of(places)
+        self.slot_of = wave.entries.stored(places)[places, self.entry_of]  # in the request's extent of its entry
         self.slots = to_device(self.slot_of, device)
         self.weights_BGT = torch.empty(0)  #: attention weights of the new tokens by group
         self._step_places: dict[int, StepPlaces] = {}  #: of the decode step of each mini-batch
@@ -108,7 +108,7 @@ class HeavyHitters(SelectionHooks):
         at, weights_BGT = self._step_places[step.mini_batch], self.weights_BGT
         scores, born = self.scores[layer, at.requests], self.born[layer, at.requests]
         scores += weights_BGT[..., at.columns].masked_fill_(~at.held, 0.0)
-        worst = scores.masked_fill(~(at.own_kind & (born <= at.old)), torch.inf).argmin(dim=-1)
+        worst = scores.masked_fill(~(at.own_entry & (born <= at.old)), torch.inf).argmin(dim=-1)
         place = torch.where(at.full, worst, at.planned)[..., None]
         scores.scatter_(-1, place, weights_BGT[..., -1:])
         born.scatter_(-1, place, at.position.expand_as(place))
@@ -119,12 +119,12 @@ class HeavyHitters(SelectionHooks):
         kept, recent = self.kept[step.requests], self.recent[step.requests]
         planned = step.context % kept
         columns, held = self._columns(step)
-        own_kind = to_device(self.kind_of == self.kind_of[planned][:, None], self.device)[:, None]
+        own_entry = to_device(self.entry_of == self.entry_of[planned][:, None], self.device)[:, None]
         return StepPlaces(
             requests=to_device(step.requests, self.device),
             columns=columns,
             held=held,
-            own_kind=own_kind & held,
+            own_entry=own_entry & held,
             planned=self._column(planned)[..., 0],
             full=self._column(step.context >= kept)[..., 0],
             old=self._column(step.context - recent),
@@ -146,11 +146,11 @@ class HeavyHitters(SelectionHooks):
         """Return the attention column of each place's token [K], and which requests hold it [B, 1, K]."""
         start, starts, counts = 0, {}, {}
         for segment in step.segments:
-            index = self.wave.kinds.kinds.index(segment.kind)
+            index = self.wave.entries.names.index(segment.entry)
             starts[index], counts[index] = start, segment.num_tokens
             start += segment.max_tokens
-        columns = np.array([starts[kind] for kind in self.kind_of]) + self.slot_of
-        held = self.slot_of < np.stack([counts[kind] for kind in self.kind_of], axis=1)
+        columns = np.array([starts[entry] for entry in self.entry_of]) + self.slot_of
+        held = self.slot_of < np.stack([counts[entry] for entry in self.entry_of], axis=1)
         columns = np.minimum(columns, start)
         return to_device(columns, self.device), to_device(held, self.device)[:, None]
 
@@ -160,8 +160,8 @@ class HeavyHitters(SelectionHooks):
 
     def prompt_places(self, step: MiniBatchStep, store: Store) -> torch.Tensor:
         """Return for each row of a store of the prompt which of its request's K places it takes: [rows]."""
-        first = self.wave.first_block[store.kind][step.requests][store.rows // step.width]
+        first = self.wave.first_block[store.entry][step.requests][store.rows // step.width]
         slots = (store.blocks - first) * BLOCK_TOKENS + store.offsets
-        kind = self.wave.kinds.kinds.index(store.kind)
-        place_of = np.flatnonzero(self.kind_of == kind)
+        entry = self.wave.entries.names.index(store.entry)
+        place_of = np.flatnonzero(self.entry_of == entry)
         return to_device(place_of[slots], self.device)

@@ -144,7 +144,7 @@ class Speculation(SelectionHooks):
         self.index_start = np.cumsum([0, *cells]).astype(np.int64)
         num_cells = int(self.index_start[-1]) if self.first_layer < wave.shape.num_layers else 0
         self.index = torch.zeros(num_cells, dtype=torch.int32, device=self.device)
-        self.positions = position_tables(wave.kinds, int(workload.cached_tokens.max()) + 1)
+        self.positions = position_tables(wave.entries, int(workload.cached_tokens.max()) + 1)
         self.each_head = {"kv": wave.policy.bits.kv == "native", "act": False}
         self._guesses: dict[int, Guess] = {}  # of the decode step of each mini-batch
         # Tokens by representation and slot, first where they are gathered on the host, then where the device has them;
@@ -312,9 +312,9 @@ class Speculation(SelectionHooks):
             size = batch, self.groups if each_head else 1, int(most.max())
             cells = slice(start, start + batch * size[1] * size[2])
             among = None
-            if len(self.wave.kinds.kinds) > 1:
+            if len(self.wave.entries.names) > 1:
                 held = np.arange(segment.max_tokens) < segment.num_tokens[:, None]
-                positions = self.positions[segment.kind][: segment.max_tokens]
+                positions = self.positions[segment.entry][: segment.max_tokens]
                 among = Among(to_device(positions, self.device), to_device(held, self.device))
             most_B = to_device(most, self.device)
             choices[segment.representation] = Choice(segment, each_head, cells, size, most_B, among)

@@ -155,5 +155,5 @@ def attend_host(state: State, task: Task) -> None:
     query = strip[:, shape.kv_width :].view(batch, shape.num_heads, shape.head_dim)
     out = state.buffers.out_strip[slot, :batch].view(batch, shape.num_heads, shape.head_dim)
     tokens = step.context + 1
-    runs = block_runs(state.wave.first_block[store.kind][step.requests], ceil_blocks(tokens), np.zeros_like(tokens))
+    runs = block_runs(state.wave.first_block[store.entry][step.requests], ceil_blocks(tokens), np.zeros_like(tokens))
     attention.attend_blocks(query, state.buffers.pools[store.space][task.layer], runs, tokens, out, state.host_share)

@@ -49,7 +49,7 @@ def gather(state: State, task: Task) -> None:
         chosen = index_BXS >= 0
         positions = None
         if representation == "act" and state.steps.act_positions:
-            positions = state.steps.act_positions[segment.kind][index_BXS[chosen]]
+            positions = state.steps.act_positions[segment.entry][index_BXS[chosen]]
         fetched = Fetched(representation, index_BXS.shape[1], chosen[:, 0].sum(-1), positions)
         state.selection.gathered[representation, slot] = fetched
         num_tokens[representation] = fetched.tokens
