@@ -43,13 +43,12 @@ class LLM:
     limit). ``disk_dir``: folder of the scratch space for what a policy puts on the disk (the user's cache folder);
     ``disk_gb_per_s`` paces it. ``dtype``: "auto", "float32", "bfloat16" or (CUDA) "float16".
 
-    Weights and buffers are kept between calls; ``close()``, or leaving a ``with`` block, gives them back.
+    ``hardware``: the machine by which "auto" and both(…) decide: None for the saved profile, a name of the catalogue,
+    or the path of a JSON file.
 
-    ``hardware``: what "auto" and both(…) reckon with: None takes the saved profile, a name one of the catalogue, a path
-    a JSON file.
-
-    Everything that can be wrong with the checkpoint or the budgets raises InputError here, before weights are read;
-    weights are read at the first ``generate``.
+    Weights are read at the first ``generate``; they and the buffers are kept between calls. ``close()``, or leaving a
+    ``with`` block, gives them back. Raises InputError, before weights are read, for all that is wrong with the
+    checkpoint or the budgets.
     """
 
     def __init__(
@@ -98,7 +97,7 @@ class LLM:
         self.checkpoint = Checkpoint(arguments.model)
         self.paced = pick_device(arguments.device, arguments.link_gb_per_s, arguments.disk_dir, arguments.disk_gb_per_s)
         self.problem = resolve_problem(arguments, self.checkpoint.shape, self.paced)
-        self.requested_policy = resolve_policy(arguments.policy, self.shape)
+        self.requested_policy: Policy | str = resolve_policy(arguments.policy, self.shape)
         #: the policy in use; None until the first generate where the machine and the requests decide it
         self.policy: Policy | None = self.requested_policy if isinstance(self.requested_policy, Policy) else None
         if self.policy is not None:
@@ -114,6 +113,13 @@ class LLM:
         if self.policy is None:
             raise ValueError("no policy is settled yet: call settle or generate")
         return self.policy
+
+    @property
+    def open_engine(self) -> Engine:
+        """The engine of the current wave (``waves``). Raises ValueError outside of one."""
+        if self.engine is None:
+            raise ValueError("no engine is open: it belongs to a wave")
+        return self.engine
 
     @property
     def tokenizer(self):
@@ -146,21 +152,19 @@ class LLM:
     ) -> list[RequestOutput | None]:
         """Complete every prompt: a text, a list of token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": ids}.
 
-        Results are in the order of the prompts. ``on_tokens(n)`` hears of progress,
-        ``on_answer(i, answer)`` of the answer to prompt i as soon as it is complete, before the tokens that completed
-        it are told.
+        Results are in the order of the prompts. ``on_answer(i, answer)`` is called as soon as the answer to prompt i is
+        complete, then ``on_tokens(n)`` with the number of newly generated tokens. Once ``should_stop()`` is true, the
+        call ends with the current iteration; answers that are not complete by then are None. ``on_trace`` is called
+        with the trace of the first wave, of up to TRACED_TASKS tasks.
 
-        Once ``should_stop()`` is true, the call ends with the iteration at hand; answers that are not complete by then
-        are None. ``on_trace`` hears what ran when in the first wave, up to TRACED_TASKS tasks of it.
+        ``sampling_params``: one for all prompts, or a list of one a prompt. Random numbers depend on the seed, the
+        position in the text and, when one SamplingParams serves all, the prompt's place in the list. A seed of a list
+        gives its request the tokens that it gets alone, except for near ties and under InfiniGen's selection, whose
+        columns are chosen over all requests of a mini-batch. Raises InputError, before any work, for a prompt that is
+        empty, too long or holds an unknown token id, and for budgets too small for a single one of the requests.
 
-        ``sampling_params``: one for all prompts, or a list of one a prompt. Random numbers hang on the seed, the
-        position in the text and, when one SamplingParams serves all, the prompt's place in the list; a seed of a list
-        gives its request the same tokens alone, but for near ties and under InfiniGen's selection, whose columns are
-        chosen over all requests of a mini-batch. Raises InputError, before any work, for a prompt that is empty, too
-        long or holds an unknown token id, and for budgets too small for a single one of the requests.
-
-        Whatever else is raised under way (a disk that fails, Ctrl-C, an error of ``on_tokens``) first gives all memory
-        and disk space back; the next call loads the weights anew.
+        Any other error on the way (a disk that fails, Ctrl-C, an error of ``on_tokens``) first gives all memory and
+        disk space back; the next call loads the weights anew.
         """
         requests = self.codec.encode(prompts, sampling_params)
         answers: list[RequestOutput | None] = [None] * len(requests.ids)
@@ -194,14 +198,14 @@ class LLM:
 
     @contextmanager
     def waves(self, workload: Workload) -> Iterator[Iterator[tuple[np.ndarray, Wave]]]:
-        """Requests of these lengths as waves that fit the budgets: which of the requests, and the wave of them, for
-        which ``engine`` has room until the next is asked for.
+        """Split requests of these lengths into waves that fit the budgets; yield an iterator over (indices of the
+        requests, their wave). ``engine`` has room for a wave until the next one is taken.
 
         Settles the policy first; raises InputError, before any work, for budgets too small for a single one of the
-        requests. Whatever is raised inside the ``with`` block first gives all memory and disk space back.
+        requests. An error inside the ``with`` block first gives all memory and disk space back.
         """
         self._prepare(workload)
-        groups = split_waves(self.problem, self.policy, workload)
+        groups = split_waves(self.problem, self.settled_policy, workload)
         try:
             yield (self._admit(workload, members) for members in groups)
         except BaseException as error:
@@ -210,8 +214,7 @@ class LLM:
             raise
 
     def _admit(self, workload: Workload, members: np.ndarray) -> tuple[np.ndarray, Wave]:
-        part = Workload(workload.prompt_tokens[members], workload.max_tokens[members])
-        wave = admit(self.problem, self.policy, part)
+        wave = admit(self.problem, self.settled_policy, workload.select(members))
         self._make_engine(buffer_sizes(wave))
         return members, wave
 
@@ -242,35 +245,39 @@ class LLM:
             on_finish=finished,
             **options,
         )
-        return self.engine.run(self.engine.executor(wave, ids, requests.plan.select(members)), control)
+        engine = self.open_engine
+        return engine.run(engine.executor(wave, ids, requests.plan.select(members)), control)
 
     def load(self) -> dict[str, int]:
-        """Read the weights, under the policy in use, unless they are there; returns the layers' bytes in each tier."""
+        """Read the weights under the policy in use, unless they are kept; return the layers' bytes in each tier."""
+        return self._loaded_weights().layer_bytes
+
+    def _loaded_weights(self) -> Weights:
         if self._weights is None:
             place, dtype = self.paced.disk, self.problem.dtype
             self._weights = Weights(self.shape, self.checkpoint, dtype, self.device, self.settled_policy, place)
-        return self._weights.layer_bytes
+        return self._weights
 
     def settle(self, workload: Workload) -> Policy:
-        """Decide the policy by this workload, for all later calls. Raises InputError where budgets are too small."""
+        """Decide the policy by this workload, for all later calls. Raise InputError when budgets are too small."""
         self._prepare(workload)
-        self.requested_policy = self.policy
-        return self.policy
+        self.requested_policy = self.settled_policy
+        return self.settled_policy
 
     def first_wave(self, workload: Workload) -> tuple[int, dict[str, dict[str, int]]]:
-        """How many of the first requests run together under the policy in use, and the bytes that they need: tier ->
-        part -> bytes. Raises InputError when not even one fits the budgets."""
-        count = first_wave(self.problem, self.policy, workload)
-        return count, wave_plan(self.problem, self.policy, workload.select(slice(count)))
+        """Return how many of the first requests run together under the policy in use, and the bytes that they need:
+        tier -> part -> bytes. Raise InputError when not even one fits the budgets."""
+        count = first_wave(self.problem, self.settled_policy, workload)
+        return count, wave_plan(self.problem, self.settled_policy, workload.select(slice(count)))
 
     def use(self, policy: Policy) -> None:
-        """Serve all later calls under this policy; what it places otherwise is given back."""
+        """Run all later calls under this policy; memory that it places otherwise is given back."""
         check_runnable(self.shape, policy)
         self._adopt(policy)
         self.requested_policy = policy
 
     def _prepare(self, workload: Workload) -> None:
-        """Settle the policy for these lengths."""
+        """Settle the policy by the lengths of these requests, where it is still open."""
         if isinstance(self.requested_policy, Policy):
             return
         policy = settle_policy(self.requested_policy, self.problem, workload, self.paced.link_gb_per_s is not None)
@@ -284,20 +291,19 @@ class LLM:
         self.policy = policy
 
     def _make_engine(self, needed: BufferSizes) -> None:
-        """Weights at first use; buffers anew only when a wave needs more than they hold.
+        """Load the weights at first use; make new buffers only when a wave needs more than they hold.
 
-        New buffers also hold what the old ones did, so that waves of different shapes settle on one set, unless that
-        would be over a budget.
+        New buffers are also as large as the old ones, so that waves of different shapes settle on one set, unless that
+        exceeds a budget.
         """
-        self.load()
-        sizes = needed
+        weights, policy, sizes = self._loaded_weights(), self.settled_policy, needed
         if self.engine is not None:
             sizes = self.engine.sizes.merge(needed)
             if sizes == self.engine.sizes:
                 return
-            sizes = sizes if fits(memory_plan(self.problem, self.policy, sizes), self.problem.budgets) else needed
+            sizes = sizes if fits(memory_plan(self.problem, policy, sizes), self.problem.budgets) else needed
         self._close_engine()  # the old buffers go before the new ones come
-        self.engine = Engine(self._weights, self.policy, sizes, self.paced.link_gb_per_s, disk=self.paced.disk)
+        self.engine = Engine(weights, policy, sizes, self.paced.link_gb_per_s, disk=self.paced.disk)
 
     def _close_engine(self) -> None:
         if self.engine is not None:
@@ -319,8 +325,8 @@ class LLM:
 
 
 def _release_frames(error: BaseException | None) -> None:
-    """Forget the local variables of an error's finished frames: an interactive session keeps the last error, and with
-    it pools of gigabytes."""
+    """Clear the local variables of an error's finished frames: an interactive session keeps the last error, and pools
+    of gigabytes with it."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__

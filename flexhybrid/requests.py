@@ -134,7 +134,7 @@ class RequestCodec:
                 f"prompts must be a list of texts or of token-id lists, not {type(prompts).__name__}: write "
                 "generate([prompt])"
             )
-        plain = [plain_prompt(prompt) for prompt in prompts]
+        plain: list = [plain_prompt(prompt) for prompt in prompts]
         shared = sampling_params is None or isinstance(sampling_params, SamplingParams)
         params = params_per_prompt(sampling_params, len(plain))
         ids = [self.check(prompt, wanted, f"prompt {i}") for i, (prompt, wanted) in enumerate(zip(plain, params))]

@@ -62,8 +62,8 @@ class SamplingParams:
     top_p: float = 1.0  #: draw from the most probable tokens whose probabilities reach this; 1: off
     min_p: float = 0.0  #: draw from tokens of at least this share of the most probable one's probability; 0: off
     seed: int | None = None  #: None draws one a call
-    stop_token_ids: tuple[int, ...] | None = None  #: these end the answer; they stay in token_ids, but not in text
-    stop: tuple[str, ...] | str | None = None  #: texts that end the answer, which is cut before them
+    stop_token_ids: tuple[int, ...] = ()  #: these end the answer; they stay in token_ids, but not in text
+    stop: tuple[str, ...] = ()  #: (or one text) texts that end the answer, which is cut before them
     include_stop_str_in_output: bool = False  #: the text is cut behind what ended the answer
     ignore_eos: bool = False
     skip_special_tokens: bool = True  #: leave special tokens out of the text

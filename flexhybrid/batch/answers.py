@@ -137,7 +137,9 @@ class AnswerFile:
         offset, last, ordered = 0, 0, True
         with open(self.path, "rb") as file:
             for raw in file:
-                number, _ = parse_answer(raw)
+                if (answer := parse_answer(raw)) is None:
+                    raise InputError(f"{self.path} was changed while it was put in order")
+                number = answer[0]
                 places[number - 1] = offset
                 ordered, last, offset = ordered and number > last, number, offset + len(raw)
             if ordered:

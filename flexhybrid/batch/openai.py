@@ -124,7 +124,7 @@ def read_request(data: dict, url: str | None, codec: RequestCodec, defaults: dic
         body = data.get("body")
         if not isinstance(body, dict):
             raise Refused("invalid_body", f"body is {_given(data, 'body')}; it must be an object", "body")
-        return _from_body(custom_id, body, url, codec, defaults)
+        return _from_body(custom_id, body, data["url"], codec, defaults)
     except Refused as refused:
         refused.custom_id = custom_id
         raise
@@ -189,7 +189,8 @@ def _params(body: dict, url: str, defaults: dict) -> SamplingParams:
     except InputError as error:
         # The message begins with the wrong field; the known fields that it lists come later.
         named = {name: re.search(rf"\b{re.escape(name)}\b", str(error)) for name in wanted}
-        param = min((name for name, at in named.items() if at), key=lambda name: named[name].start(), default=None)
+        starts = {name: match.start() for name, match in named.items() if match}
+        param = min(starts, key=starts.__getitem__, default=None)
         code = "unknown_parameter" if str(error).startswith("unknown") else "invalid_value"
         raise Refused(code, str(error), param) from None
 

@@ -75,7 +75,7 @@ def open_lines(path: Path, form: str, column: str | None) -> BinaryIO:
     try:
         if path.exists() and not path.is_file():
             raise InputError(f"cannot read {path}: it is not a regular file, and a run reads it more than once")
-        if form in ("jsonl", "text"):
+        if column is None:
             return open(path, "rb")
         values = _csv_values(path, column) if form == "csv" else _parquet_values(path, column)
         lines = tempfile.TemporaryFile()  # noqa: SIM115 (the caller closes it)

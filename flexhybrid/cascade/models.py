@@ -149,7 +149,7 @@ class Generator:
         tokens: list[list[int]] = [[]] * len(ids)
         with self.llm.waves(Workload(np.array([len(prompt) for prompt in ids]), np.array(room))) as waves:
             for members, wave in waves:
-                session = Session(self.llm.engine, wave, [ids[i] for i in members])
+                session = Session(self.llm.open_engine, wave, [ids[i] for i in members])
                 _keep_logits(session.executor, members, logits, classes)
                 stop_ids = [frozenset(self.llm.shape.eos_token_ids)] * len(members)
                 result = session.generate(RunControl(stop_ids=stop_ids))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from numbers import Integral, Real
+from typing import TypeGuard
 
 #: A value is shown whole up to this many characters: an error stays one readable line whatever was pasted in.
 SHOWN = 80
@@ -29,12 +30,12 @@ def unknown(what: str, name: object, known: Iterable[str], *, other: str = "") -
     return InputError(f"unknown {what} {shown}{guess} known: {names}{f', or {other}' if other else ''}")
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     """Return whether a value given by a user is a number; True and False are none."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def is_integer(value: object) -> bool:
+def is_integer(value: object) -> TypeGuard[int]:
     """Return whether a value given by a user is an integer; True and False are none."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 

@@ -45,7 +45,7 @@ class Fit:
     """A model on this machine, by prediction; without a profile by its size alone."""
 
     model: str
-    weights_bytes: int  #: in the dtype
+    weights_bytes: float  #: in the dtype
     dtype: str  #: that it would be computed in, and of which all sizes are
     tokens_per_s: float | None  #: None: it does not fit, or nothing is measured
     how: str  #: the policy in words, or what is lacking
@@ -153,7 +153,7 @@ def _advice(device: torch.device, hardware: Hardware | None, measured: bool) -> 
         yield f"this machine is not measured, {known}: run flexhybrid profile"
         if count := len(list((cache_folder() / "models").glob(f"{device.type}-*.json"))):
             yield f"profiles of single models, from flexhybrid run, which serve these alone: {count}"
-    elif not hardware.has_disk:
+    elif hardware and not hardware.has_disk:
         yield "no disk is measured: flexhybrid profile --disk DIR lets models use one"
     if importlib.util.find_spec("pyarrow") is None:
         yield "parquet files need pyarrow: pip install pyarrow"

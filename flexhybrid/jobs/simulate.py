@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -112,6 +113,6 @@ def _waves(o: Outcome) -> str:
     return f"{f'{full} waves' if full > 1 else 'one wave'} of {o.wave}{f' and one of {remainder}' if remainder else ''}"
 
 
-def _shares(shares: dict[str, float]) -> str:
+def _shares(shares: Mapping[str, float]) -> str:
     """Return "device 58.3%, host 41.7%"."""
     return ", ".join(f"{name} {share:.1%}" for name, share in shares.items() if share)

@@ -177,7 +177,8 @@ def test_a_sweep_whose_worker_is_killed_gives_the_same_table(two_cpus, tmp_path,
 
 
 def test_the_page_about_clusters_works_as_written(two_cpus, tmp_path, monkeypatch, capsys):
-    (tmp_path / "experiments").symlink_to(ROOT / "experiments")
+    for folder in ("experiments", "flexhybrid"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(run_module, "measure_for_model", lambda *setting: MACHINE)

@@ -178,7 +178,7 @@ def _run(name: str, llm: LLM, texts: list[list[int]], prompt: int, full: FullCac
     num_steps = len(texts[0]) - prompt - 1
     contexts = prompt + np.arange(num_steps)
     whole = len(texts) * contexts.sum() * llm.shape.num_layers * llm.shape.kv_token_bytes(llm.problem.bytes_per_element)
-    watched = name != FULL_CACHE and llm.policy.attention == "device"
+    watched = name != FULL_CACHE and llm.settled_policy.attention == "device"
     return Outcome(
         name,
         np.stack([one.logprobs for one in scores]),

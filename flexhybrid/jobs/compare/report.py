@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -247,7 +248,7 @@ def _pair(values: list[float]) -> str:
     return " / ".join(f"{value:.1f}" for value in values)
 
 
-def _shares(shares: dict[str, float]) -> str:
+def _shares(shares: Mapping[str, float]) -> str:
     return " ".join(name if share == 1 else f"{name} {share:.2f}" for name, share in shares.items() if share > 0)
 
 

@@ -40,7 +40,7 @@ def measure_hardware(
     dtype: str,
     paced: PacedDevice,
     save_to: Path | None = None,
-    on_progress: Callable[[], None] | None = None,
+    on_progress: Callable[[], object] | None = None,
     budgets: Budgets = NO_BUDGETS,
 ) -> tuple[Hardware, list[str]]:
     """Profile and fit within ``budgets``; return the record and the sizes on which two passes disagreed.
@@ -91,7 +91,7 @@ def measure_for_model(
     shape: ModelShape,
     dtype: str,
     paced: PacedDevice,
-    on_progress: Callable[[], None] | None = None,
+    on_progress: Callable[[], object] | None = None,
     budgets: Budgets = NO_BUDGETS,
 ) -> Hardware:
     """Measure this machine at the layer sizes of a model, within ``budgets``, and keep the record for it. The record of

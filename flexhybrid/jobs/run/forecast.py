@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -29,7 +30,7 @@ PRICED_TASKS = 50_000  #: that are walked for a forecast, where LEAST_WAVES need
 
 
 @dataclass(frozen=True)
-class Price:
+class WavePrice:
     """A wave's predicted seconds, and the busiest resource of its longest phase with the share that it is busy."""
 
     seconds: float
@@ -48,45 +49,44 @@ class Forecast:
     wave_requests: int  #: of the first wave
     memory: dict[str, int]  #: tier -> bytes of the first wave, whose requests are the longest
     layer_bytes: dict[str, int]  #: tier -> bytes of the layers' weights
-    first_wave: Price | None  #: None: nothing is known of the machine
+    first_wave: WavePrice | None  #: None: nothing is known of the machine
 
 
 def forecast(llm: LLM, workload: Workload) -> Forecast:
     """Of requests in the order in which they will run, under the policy in use."""
-    stride, start, seconds, first = 0, 0, 0.0, None
-    while start < workload.num_requests:
-        window = workload.select(slice(start, start + WINDOW))
-        count, plan = llm.first_wave(window)
-        wave = window.select(slice(count))
-        priced = price(llm, wave)
-        if first is None:
-            first = count, plan, priced
-        if priced is None:
-            seconds = None
-            break
-        if not stride:
-            num_waves = max(LEAST_WAVES, min(MOST_WAVES, PRICED_TASKS // priced.num_tasks))
-            stride = -(-workload.num_requests // num_waves)
-        span = workload.select(slice(start, start + max(count, stride)))
-        seconds += priced.seconds * int(span.cached_tokens.sum()) / int(wave.cached_tokens.sum())
-        start += span.num_requests
-    count, plan, first_price = first
-    layers = {
-        "device": plan["device"].get("resident weights", 0), "host": plan["host"].get("weights", 0),
-        "disk": plan["disk"].get("weights", 0),
-    }  # fmt: skip
+    wave_requests, memory = llm.first_wave(workload.select(slice(WINDOW)))
+    first_price = price(llm, workload.select(slice(wave_requests)))
+    seconds = None if first_price is None else _total_seconds(llm, workload, first_price)
+    layers = {tier: memory[tier].get("resident weights" if tier == "device" else "weights", 0) for tier in TIERS}
     return Forecast(
         seconds,
         tokens=int(workload.max_tokens.sum()),
         iterations=int(workload.max_tokens[0]),
-        wave_requests=count,
-        memory=total_bytes(plan),
+        wave_requests=wave_requests,
+        memory=total_bytes(memory),
         layer_bytes=layers,
         first_wave=first_price,
     )
 
 
-def price(llm: LLM, lengths: Workload) -> Price | None:
+def _total_seconds(llm: LLM, workload: Workload, first_price: WavePrice) -> float | None:
+    """Return the seconds of all waves: waves at even steps stand for those between them. ``first_price``: of the first
+    wave. None when a wave cannot be priced."""
+    num_waves = max(LEAST_WAVES, min(MOST_WAVES, PRICED_TASKS // first_price.num_tasks))
+    stride, start, seconds = -(-workload.num_requests // num_waves), 0, 0.0
+    while start < workload.num_requests:
+        window = workload.select(slice(start, start + WINDOW))
+        count, _ = llm.first_wave(window)
+        wave = window.select(slice(count))
+        if (priced := first_price if start == 0 else price(llm, wave)) is None:
+            return None
+        span = workload.select(slice(start, start + max(count, stride)))
+        seconds += priced.seconds * int(span.cached_tokens.sum()) / int(wave.cached_tokens.sum())
+        start += span.num_requests
+    return seconds
+
+
+def price(llm: LLM, lengths: Workload) -> WavePrice | None:
     """A wave on the virtual clock, under the policy in use; None where nothing is known of the machine.
 
     Its own tasks are walked, in the prefill, the first decode step and a few later ones, which stand for those between
@@ -94,9 +94,9 @@ def price(llm: LLM, lengths: Workload) -> Price | None:
     """
     if llm.hardware is None:
         return None
-    wave = admit(llm.problem, llm.policy, lengths)
+    wave = admit(llm.problem, llm.settled_policy, lengths)
     last = int(lengths.max_tokens.max()) - 1  # the prefill gives the first token
-    hardware = llm.hardware.at_work(llm.policy)
+    hardware = llm.hardware.at_work(llm.settled_policy)
     try:
         trace = _walk(wave, hardware, 0)
         prefill_s, *step_s = np.diff(iteration_ends(trace), prepend=0.0)
@@ -110,7 +110,7 @@ def price(llm: LLM, lengths: Workload) -> Price | None:
     slowest = list(walks)[int(np.argmax(step_s))] if decode_s > prefill_s else 1
     summary = virtual_clock.summarize(walks[slowest] if decode_s > prefill_s else _prefill(trace))
     num_tasks = sum(map(len, walks.values()))
-    return Price(float(prefill_s + decode_s), summary.binding, summary.busy[summary.binding], num_tasks)
+    return WavePrice(float(prefill_s + decode_s), summary.binding, summary.busy[summary.binding], num_tasks)
 
 
 def _walk(wave: Wave, hardware: Hardware, iteration: int) -> list[TraceEvent]:
@@ -138,29 +138,30 @@ def _later_steps(wave: Wave, pieces: int) -> list[int]:
     return sorted({min(int(step), int(last.max()) - 1) for step in (*answers, *batches, *behind)} - {-1, 0, 1})
 
 
-def plan_lines(llm: LLM, found: Forecast, counts: str, searched: bool) -> list[str]:
-    """The plan for people: five lines; without a profile nothing is said of speed and limit but why. ``searched``:
-    whether the policy is the best that a search found here, which weighs mixes as well."""
-    plain = searched and set(map(representation_of, llm.policy.cache_entries)) == {"kv"}
+def plan_lines(llm: LLM, plan: Forecast, counts: str, searched: bool) -> list[str]:
+    """Return five lines of text; without a profile the reason stands in the place of speed and limit. ``searched``: the
+    policy is the best that a search found here, which weighs mixes as well."""
+    policy = llm.settled_policy
+    plain = searched and set(map(representation_of, policy.cache_entries)) == {"kv"}
     memory = []
-    for tier, size in found.memory.items():
+    for tier, size in plan.memory.items():
         if size:
             budget = llm.problem.budgets.of(tier)
             memory.append(f"{tier} {gib(size)}" + (f" of {gib(budget)}" if budget else ""))
-    if found.seconds is None:
+    if plan.seconds is None or plan.first_wave is None:
         pace = f" at {llm.paced.link_gb_per_s:g} GB/s" if llm.paced.link_gb_per_s else ""
         unknown = f"is not profiled for this model{pace} (--policy auto does that)"
         if llm.hardware is not None:
             unknown = "was profiled without some of the policy's tasks (a disk's: flexhybrid profile --disk DIR)"
         predicted, limit = f"no speed: this machine {unknown}", []
     else:
-        end = time.strftime("%a %H:%M", time.localtime(time.time() + found.seconds))
-        predicted = f"{found.tokens / found.seconds:.1f} tokens/s, {duration(found.seconds)}: done by {end}"
-        limit = [f"limited by {found.first_wave.binding}, busy {found.first_wave.busy:.0%} of its longest phase"]
-    told = "; a mix with recomputed context would not be faster" if plain else ""
+        end = time.strftime("%a %H:%M", time.localtime(time.time() + plan.seconds))
+        predicted = f"{plan.tokens / plan.seconds:.1f} tokens/s, {duration(plan.seconds)}: done by {end}"
+        limit = [f"limited by {plan.first_wave.binding}, busy {plan.first_wave.busy:.0%} of its longest phase"]
+    note = "; a mix with recomputed context would not be faster" if plain else ""
     return [
-        f"policy     {describe(llm.policy)}; in {llm.problem.dtype}{told}",
-        f"requests   {counts}, at most {found.tokens:,} tokens of answers in all; {found.wave_requests} at a time",
+        f"policy     {describe(policy)}; in {llm.problem.dtype}{note}",
+        f"requests   {counts}, at most {plan.tokens:,} tokens of answers in all; {plan.wave_requests} at a time",
         f"predicted  {predicted}",
         f"memory     {', '.join(memory)}",
         *limit,
@@ -170,7 +171,7 @@ def plan_lines(llm: LLM, found: Forecast, counts: str, searched: bool) -> list[s
 def describe(policy: Policy) -> str:
     """A policy in a line: where weights and context lie, and how it runs."""
 
-    def shares(places: dict[str, float]) -> str:
+    def shares(places: Mapping[str, float]) -> str:
         return " + ".join(f"{share:.0%} {place}" for place, share in places.items() if share > 0)
 
     weights = shares({tier: getattr(policy.weights, tier) for tier in TIERS})
