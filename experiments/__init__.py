@@ -1,5 +1,22 @@
 """Experiments: training of small checkpoints, benchmarks, GPU runs, peers, studies, reproduced papers, results."""
 
+import functools
 from pathlib import Path
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"  #: models that only experiments use
+
+
+def token_ids(text: str) -> list[int]:
+    """Return a text's token ids by the tokenizer that all checkpoints of this repository share."""
+    return _tokenizer()(text, verbose=False)["input_ids"]
+
+
+@functools.cache
+def _tokenizer():
+    from flexhybrid import shipped
+    from flexhybrid.requests import load_tokenizer
+
+    tokenizer = load_tokenizer(shipped.CHECKPOINT)
+    if tokenizer is None:
+        raise FileNotFoundError(f"{shipped.CHECKPOINT} has no tokenizer")
+    return tokenizer

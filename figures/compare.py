@@ -1,4 +1,4 @@
-"""The pictures of the comparison: throughput against ACT share, one iteration's timeline, where a step goes."""
+"""Figures of the comparison: throughput against ACT share, an iteration's timeline, the parts of a decode step."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ KIND_COLORS = {
 CARGO_COLORS = {"weights": "#7f7f7f", "kv": "#1f77b4", "act": "#ff9f40", "hidden": "#9edae5"}
 LINK_HATCHES = {"h2d": "", "d2h": "//", "disk_read": "..", "disk_write": "xx"}
 RESOURCE_COLORS = {
-    "compute": "#66a61e", "h2d": "#1f77b4", "d2h": "#7570b3", "host_compute": "#e7298a", "disk_read": "#8c564b",
-    "disk_write": "#e6ab02",
-}  # fmt: skip
+    **{"compute": KIND_COLORS["compute"], "h2d": "#1f77b4", "d2h": "#7570b3"},
+    **{name: KIND_COLORS[name] for name in ("host_compute", "disk_read", "disk_write")},
+}
 SHOWN_ROWS = (("h2d", "link"), ("compute", "compute"))
 
 
@@ -49,7 +49,7 @@ def throughput(
     curve_tokens_per_s: list[float],
     chosen: dict,
 ) -> None:
-    """Decode tokens/s against the ACT share of tokens: both predictions, measured points with their range, the choice.
+    """Plot decode tokens/s against the ACT share: both predictions, measured points with their range, the choice.
 
     ``sweep`` and ``chosen``: rows with act_share, virtual_clock_tokens_per_s, measured_tokens_per_s (the median) and
     measured_rounds.
@@ -60,17 +60,13 @@ def throughput(
     low = [row["measured_tokens_per_s"] - min(row["measured_rounds"]) for row in sweep]
     high = [max(row["measured_rounds"]) - row["measured_tokens_per_s"] for row in sweep]
     axes.plot(curve_shares, curve_tokens_per_s, color="#888888", lw=1.2, label="predicted, closed form")
-    axes.plot(
-        shares, [row["virtual_clock_tokens_per_s"] for row in sweep], "s--", color="#1f77b4", ms=4, lw=1,
-        label="predicted, virtual clock",
-    )  # fmt: skip
-    axes.errorbar(
-        shares, measured, yerr=[low, high], fmt="o", color="#d95f02", capsize=3, label="measured (median, range)"
-    )
+    virtual = [row["virtual_clock_tokens_per_s"] for row in sweep]
+    axes.plot(shares, virtual, "s--", color="#1f77b4", ms=4, lw=1, label="predicted, virtual clock")
+    points = {"fmt": "o", "color": "#d95f02", "capsize": 3, "label": "measured (median, range)"}
+    axes.errorbar(shares, measured, yerr=[low, high], **points)
     axes.axvline(chosen["act_share"], color="#66a61e", lw=1.2, ls=":")
-    axes.plot(
-        [chosen["act_share"]], [chosen["measured_tokens_per_s"]], "*", color="#66a61e", ms=14, label="searched policy"
-    )
+    best = [chosen["act_share"]], [chosen["measured_tokens_per_s"]]
+    axes.plot(*best, "*", color="#66a61e", ms=14, label="searched policy")
     axes.set_xlabel("ACT share of tokens (0: kv_only, 1: act_only)")
     axes.set_ylabel("decode tokens/s")
     axes.set_ylim(bottom=0)
@@ -81,7 +77,7 @@ def throughput(
 
 
 def timeline(path: Path, traces: dict, iteration: int) -> None:
-    """One iteration with its neighbours' edges: link and compute rows, the first trace above the second.
+    """Draw one iteration and the edges of its neighbours: link and compute rows, the first trace above the second.
 
     ``traces``: name -> events (task, start_s, end_s) in stream order. Iteration i begins where the last sample of
     iteration i - 1 ends; a tenth of its length is shown on either side.
@@ -103,11 +99,9 @@ def timeline(path: Path, traces: dict, iteration: int) -> None:
             for task, start, stop in trace:
                 if task.resource != resource or stop < begin - margin or start > end + margin:
                     continue
-                color = VERB_COLORS.get(task.verb, "#cccccc")
-                axes.barh(
-                    -y, (stop - start) * 1e3, left=(start - begin) * 1e3, height=0.72, color=color,
-                    alpha=1.0 if task.iteration == iteration else 0.35, lw=0,
-                )  # fmt: skip
+                look = {"color": VERB_COLORS.get(task.verb, "#cccccc"), "height": 0.72, "lw": 0}
+                look["alpha"] = 1.0 if task.iteration == iteration else 0.35
+                axes.barh(-y, (stop - start) * 1e3, left=(start - begin) * 1e3, **look)
                 used.add(task.verb)
         for edge in (0.0, (end - begin) * 1e3):
             axes.axvline(edge, color="black", lw=0.8, ls="--")
@@ -123,10 +117,10 @@ def timeline(path: Path, traces: dict, iteration: int) -> None:
 
 
 def breakdown(path: Path, systems: list[dict]) -> None:
-    """Seconds of a decode step by kind of task, a bar predicted beside one measured for each system (KVPR's Fig. 10).
+    """Draw the seconds of a decode step by kind of task, predicted beside measured for each system (KVPR's Fig. 10).
 
     ``systems``: {"policy", "predicted": {"step_s", "seconds": {kind: s}}, "measured": the same}. Kinds are stacked
-    though they overlap in time: the black tick is the step itself.
+    though they overlap in time; the black tick is the step's length.
     """
     figure, axes = plt.subplots(figsize=(1.6 + 1.3 * len(systems), 4.4), constrained_layout=True)
     used = []
@@ -151,13 +145,11 @@ def breakdown(path: Path, systems: list[dict]) -> None:
 
 
 def traffic(path: Path, systems: list[dict]) -> None:
-    """Bytes of a decode step by link and cargo, and how busy each resource is (HybridServe's Fig. 13 and 14).
+    """Draw the bytes of a decode step by link and cargo, and busy shares of resources (HybridServe's Fig. 13 and 14).
 
     ``systems``: as for ``breakdown``, with "bytes": {link: {cargo: bytes}} and "busy": {resource: share}.
     """
-    figure, (left, right) = plt.subplots(
-        1, 2, figsize=(3.2 + 2.4 * len(systems), 4.4), constrained_layout=True
-    )  # fmt: skip
+    figure, (left, right) = plt.subplots(1, 2, figsize=(3.2 + 2.4 * len(systems), 4.4), constrained_layout=True)
     cargoes, links = [], []
     for x, system in enumerate(systems):
         bottom = 0.0
@@ -172,8 +164,9 @@ def traffic(path: Path, systems: list[dict]) -> None:
     left.set_ylabel("MB a decode step")
     _name_systems(left, systems)
     shown = [Patch(color=color, label=cargo) for cargo, color in CARGO_COLORS.items() if cargo in cargoes]
-    shown += [Patch(facecolor="#dddddd", hatch=hatch, edgecolor="black", lw=0, label=link)
-              for link, hatch in LINK_HATCHES.items() if link in links]  # fmt: skip
+    hatches = {link: hatch for link, hatch in LINK_HATCHES.items() if link in links}
+    grey = {"facecolor": "#dddddd", "edgecolor": "black", "lw": 0}
+    shown += [Patch(hatch=hatch, label=link, **grey) for link, hatch in hatches.items()]
     figure.legend(handles=shown, fontsize=7, ncol=4, loc="outside lower left", frameon=False)
     busy = [r for r in RESOURCE_COLORS if any(r in system["measured"]["busy"] for system in systems)]
     width = 0.8 / max(1, len(busy))

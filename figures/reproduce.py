@@ -1,4 +1,4 @@
-"""Figures of the reproductions: ours solid, the paper's values hollow and dashed, in the same colour."""
+"""Figures of the reproduced papers: our values solid, the paper's hollow and dashed, in one colour per series."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-#: Told apart by people who see few colours (Okabe and Ito), and by their markers.
+#: Colours for colour-blind readers (Okabe and Ito); markers differ as well.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000", "#999999", "#7f4fc9", "#8c6d1f")
 MARKERS = "osD^vPX*<>"
 PAPER = "#222222"
@@ -26,20 +26,20 @@ STYLE = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.axisbelow": True,
-    "text.parse_math": False,  # a $ is a dollar
+    "text.parse_math": False,  # shows a $ as a dollar sign
 }
-_PLAIN = FuncFormatter(lambda value, _: f"{value:g}")  # a power of ten would need math text
+_PLAIN = FuncFormatter(lambda value, _: f"{value:g}")  # powers of ten would need math text
 WIDTH, HEIGHT, DPI = 7.2, 4.2, 130
 MAX_TICKS = 12
 MAX_MARKERS = 25
-#: Characters that a chart has room for along its x axis; labels are broken over lines, or else turned.
+#: Characters that fit along a chart's x axis; longer labels are wrapped, or else rotated.
 LABEL_ROOM = 72
 
 
 def draw(figure, target: Path | BinaryIO) -> None:
     """Draw a record with name, kind (line | bar), frame, x, y, series, title, labels, paper, log_x, log_y as a PNG.
 
-    The same record gives the same bytes. A user's matplotlib settings do not show.
+    Equal records give equal bytes, whatever a user's matplotlib settings are.
     """
     with plt.style.context(["default", STYLE]):
         keys = _values(figure, figure.series) if figure.series else [None]
@@ -62,9 +62,9 @@ def draw(figure, target: Path | BinaryIO) -> None:
 
 
 def _values(figure, column: str) -> list:
-    """Values of a column in order of appearance, ours first; numbers sorted where the column is x."""
+    """Return the values of a column in order of appearance, ours first; sorted for numbers of the x column."""
     frames = [figure.frame, *([figure.paper] if figure.paper is not None else [])]
-    values = list(pd.unique(pd.concat([frame[column] for frame in frames], ignore_index=True)))
+    values = list(pd.concat([pd.Series(frame[column]) for frame in frames], ignore_index=True).unique())
     return sorted(values) if column == figure.x and all(_is_number(value) for value in values) else values
 
 
@@ -73,11 +73,11 @@ def _is_number(value) -> bool:
 
 
 def _part(frame: pd.DataFrame | None, figure, key, place: dict) -> tuple[np.ndarray, np.ndarray]:
-    """(x places, y values) of one series, by x."""
+    """Return (x places, y values) of one series, sorted by x."""
     if frame is None:
         return np.array([]), np.array([])
     if figure.series:
-        frame = frame[frame[figure.series] == key]
+        frame = frame.loc[frame[figure.series] == key]
     x = np.array([place[value] for value in frame[figure.x]], dtype=float)
     order = np.argsort(x, kind="stable")
     return x[order], frame[figure.y].to_numpy(float)[order]
@@ -97,7 +97,7 @@ def _lines(axes, figure, keys: list, place: dict) -> None:
 
 
 def _bars(axes, figure, keys: list, place: dict) -> None:
-    """Ours as filled bars side by side, the paper's value as a hollow bar around each."""
+    """Draw our values as filled bars side by side, and the paper's as a hollow bar around each."""
     width = min(0.5, 0.82 / len(keys))
     for index, key in enumerate(keys):
         color, _ = _look(index)
@@ -127,9 +127,9 @@ def _x_axis(axes, figure, place: dict, is_text: bool) -> None:
 
 
 def _spread(values: list[float]) -> bool:
-    """Whether labels at these places stand clear of each other on a linear axis."""
+    """Return whether labels at these places do not overlap on a linear axis."""
     values = sorted(values)
-    return len(values) < 2 or min(np.diff(values)) > 0.06 * (values[-1] - values[0])
+    return len(values) < 2 or float(min(np.diff(values))) > 0.06 * (values[-1] - values[0])
 
 
 def _y_axis(axes, figure) -> None:
@@ -146,8 +146,8 @@ def _y_axis(axes, figure) -> None:
 
 
 def _legend(canvas, figure, keys: list) -> None:
-    """Below the axes, where no curve runs: what solid and hollow mean, then a key for every series."""
-    handles = []
+    """Draw the legend below the axes: the meaning of solid and hollow, and every series."""
+    handles: list[Patch | Line2D] = []
     is_bar = figure.kind == "bar"
     first = _look(0)[0] if len(keys) == 1 else "#777777"
     if figure.paper is not None:
@@ -168,6 +168,6 @@ def _legend(canvas, figure, keys: list) -> None:
             shape.set_label(str(key))
             handles.append(shape)
     if len(handles) > 1:
-        longest = max(len(handle.get_label()) for handle in handles)
+        longest = max(len(str(handle.get_label())) for handle in handles)
         columns = max(1, min(len(handles), 5, 80 // (longest + 7)))
         canvas.legend(handles=handles, ncol=columns, loc="outside lower center", fontsize=9, frameon=False)

@@ -169,7 +169,7 @@ class Instant:
 
     name = "instant"
 
-    def predict(self, batch: Sequence) -> ModelOutputs:
+    def predict(self, batch: Sequence | np.ndarray) -> ModelOutputs:
         logits = np.zeros((len(batch), 1, 2))
         logits[..., 0] = 9.0
         return ModelOutputs([0] * len(batch), logits, np.ones((len(batch), 1), dtype=bool))

@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
+from experiments import token_ids
 from experiments.bench.harness import Table
 from flexhybrid import shipped
 from flexhybrid.core.policy import Bits, Policy
 from flexhybrid.core.schedule.steps import MiniBatchStep
 from flexhybrid.core.workload import Workload
-from flexhybrid.requests import load_tokenizer
 from flexhybrid.runtime.engine import Engine, RunControl
 from flexhybrid.runtime.session import Session
 from flexhybrid.runtime.storage.loader import Checkpoint
@@ -49,8 +49,8 @@ def bench_compression(table: Table) -> None:
         }
     exact, difference = logits[EXACT], logits["cache in 8"] - logits[EXACT]
     name = "compression: logits of an 8-bit cache from exact ones"
-    table.at_most(f"{name}, all positions", difference.norm() / exact.norm(), LOGITS_BAR, "relative")
-    worst = (difference.norm(dim=-1) / exact.norm(dim=-1)).max()
+    table.at_most(f"{name}, all positions", float(difference.norm() / exact.norm()), LOGITS_BAR, "relative")
+    worst = float((difference.norm(dim=-1) / exact.norm(dim=-1)).max())
     table.at_most(f"{name}, worst position", worst, LOGITS_BAR, "relative")
     targets = torch.tensor([text[PROMPT:] for text in texts])
     by_bits = {name: perplexity(values, targets) for name, values in logits.items()}
@@ -67,9 +67,9 @@ def held_out_texts() -> list[list[int]]:
     """Return token ids of files that the shipped model was not trained on, all of one length."""
     from experiments.training.corpus import read_corpus
 
-    tokenizer, texts = load_tokenizer(shipped.CHECKPOINT), []
+    texts = []
     for document in read_corpus(SEED).held_out:
-        ids = tokenizer(document)["input_ids"]
+        ids = token_ids(document)
         if len(ids) >= PROMPT + STEPS:
             texts.append(ids[: PROMPT + STEPS])
         if len(texts) == NUM_TEXTS:

@@ -170,7 +170,7 @@ def bench_gather(table: Table, sizes: Sizes, like: dict) -> None:
     targets = torch.empty(2, len(held), sizes.heads, segment.max_tokens, sizes.head_dim, **like)
     copied, blocks = torch.empty_like(targets), torch.from_numpy(segment.block_table).to(like["device"])
     width = segment.max_tokens - 1  # a part of the last block
-    plain, ours = lambda: copied.copy_(targets), lambda: gather_blocks(pool, blocks, targets, 0, width)
+    plain, ours = lambda: copied.copy_(targets), lambda: gather_blocks(pool, blocks, (targets[0], targets[1]), 0, width)
     ratio = times_as_fast(plain, ours, like["device"])
     table.at_least("assemble, requests of mixed lengths: speed of a plain copy", ratio, 0.5, "x")
 

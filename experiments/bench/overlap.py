@@ -36,6 +36,7 @@ from flexhybrid.jobs.profile.disk import measure_disk, with_disk
 from flexhybrid.jobs.profile.job import TIMING_SHAPE, measure_hardware
 from flexhybrid.resolve import PacedDevice
 from flexhybrid.runtime.engine import Engine
+from flexhybrid.runtime.links import CpuCopies
 from flexhybrid.runtime.profiling.profile import MIXES, OTHERS, profile
 from flexhybrid.runtime.session import Session
 from flexhybrid.runtime.storage.loader import RandomWeights
@@ -110,7 +111,8 @@ class OverlapRun:
         return sum(task.work.link_bytes for task in tasks if task.resource == resource and in_window(task))
 
     def set_rates(self, rates: dict[str, float]) -> None:
-        self.session.engine.copies.set_rate(rates["h2d"])
+        if isinstance(self.session.engine.copies, CpuCopies):
+            self.session.engine.copies.set_rate(rates["h2d"])
         if self.weights.disk:
             self.weights.disk.set_rate(rates["disk_read"])
 

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from experiments import token_ids
 from experiments.bench.cascade import bench_cascade
 from experiments.bench.cluster import bench_cluster
 from experiments.bench.compression import bench_compression
@@ -46,7 +47,6 @@ from flexhybrid.jobs.compare.speed import Bench, MeasuredPolicy, PolicyRun
 from flexhybrid.jobs.machine import device_name
 from flexhybrid.jobs.profile.job import PROFILE_STEPS, TIMING_SHAPE, fastest_dtype, measure_hardware
 from flexhybrid.llm import LLM
-from flexhybrid.requests import load_tokenizer
 from flexhybrid.resolve import PacedDevice
 from flexhybrid.runtime.session import random_prompts
 from flexhybrid.runtime.storage.loader import RandomWeights
@@ -116,8 +116,7 @@ def bench_exactness(table: Table) -> None:
     folder = shipped.CHECKPOINT
     with torch_threads(1):
         reference = Reference(folder)
-        tokenizer = load_tokenizer(folder)
-        prompts = [tokenizer(text)["input_ids"] for text in shipped.prompts()]
+        prompts = [token_ids(text) for text in shipped.prompts()]
         expected = reference.generate(prompts, 24)
         total = equal = excused = wrong = 0
         for share in (0.0, 0.25, 0.5, 0.75, 1.0):

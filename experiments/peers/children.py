@@ -33,7 +33,8 @@ def ask(
     """
     path = os.pathsep.join(filter(None, (*map(str, folders), str(ROOT), os.environ.get("PYTHONPATH"))))
     environment = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    command, environment = [sys.executable, str(child)], environment | (variables or {})
+    environment.update(variables or {})
+    command = [sys.executable, str(child)]
     try:
         done = subprocess.run(
             command, input=json.dumps(request), env=environment, capture_output=True, text=True, timeout=limit_s

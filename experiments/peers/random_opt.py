@@ -15,9 +15,18 @@ def opt_config(shape: ModelShape, **fields) -> OPTConfig:
     """Return the transformers config of an OPT shape, without dropout; ``fields`` replace others."""
     from transformers import OPTConfig
 
-    size = {"vocab_size": shape.vocab, "hidden_size": shape.hidden, "word_embed_proj_dim": shape.hidden}
-    size |= {"num_hidden_layers": shape.num_layers, "num_attention_heads": shape.num_heads, "ffn_dim": shape.ffn}
-    return OPTConfig(**size | {"max_position_embeddings": shape.max_positions, "dropout": 0.0} | fields)
+    config = OPTConfig(
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        word_embed_proj_dim=shape.hidden,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        ffn_dim=shape.ffn,
+        max_position_embeddings=shape.max_positions,
+        dropout=0.0,
+    )
+    config.update(fields)
+    return config
 
 
 def make_checkpoint(folder: Path, shape: ModelShape, dtype: str) -> Path:

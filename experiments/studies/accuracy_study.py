@@ -1,8 +1,8 @@
 """InfiniGen's accuracy experiments (OSDI 2024, Tables 1 and 2, Fig. 4, 5, 11 to 13, 17, 19, 20) on a small model.
 
-Runs the model under every policy that they compare, through the executor, and looks into it: how alike its layers'
-inputs are, how many tokens its attention needs. Writes experiments/results/accuracy/MODEL.json, from which
-``experiments.reproduce.infinigen.accuracy`` makes tables and figures. Some minutes on a core.
+Runs the model in the executor under every policy that these compare, and measures the similarity of its layers' inputs
+and the number of tokens that its attention needs. Writes experiments/results/accuracy/MODEL.json, from which
+``experiments.reproduce.infinigen.accuracy`` makes tables and figures. Takes some minutes on one core.
 
 Usage::
 
@@ -40,6 +40,7 @@ from experiments.reproduce.infinigen.accuracy_policies import (
     share_of_all_layers,
 )
 from flexhybrid import shipped
+from flexhybrid.core.errors import InputError
 from flexhybrid.core.files import write_by_rename
 from flexhybrid.core.policy import Bits
 from flexhybrid.jobs.accuracy.job import AccuracyOptions, accuracy, read_texts
@@ -47,6 +48,7 @@ from flexhybrid.jobs.skew import skew
 from flexhybrid.llm import LLM
 from flexhybrid.runtime.selections.skew import forward, skewing_matrices
 from flexhybrid.runtime.storage.loader import Checkpoint
+from flexhybrid.runtime.threads import torch_threads
 from sim.presets import kv_only, resident
 
 MODELS = (shipped.CHECKPOINT, CHECKPOINTS / "opt-stdlib-2k", CHECKPOINTS / "llama-stdlib-2k")
@@ -54,19 +56,18 @@ MOST_POSITIONS = 2048
 
 
 def plain_policies(num_layers: int, alpha: float) -> list[str]:
-    """What is measured on the checkpoint as it is: H2O at InfiniGen's share in its choosing layers, and at its share of
-    all layers."""
+    """Return the policies for the plain checkpoint: H2O at InfiniGen's shares, of its selecting layers and of all."""
     budgets = [h2o(share) for share in SHARES] + [h2o(share_of_all_layers(num_layers, share)) for share in (0.1, 0.2)]
     return [*dict.fromkeys(budgets), *(infinigen(cap=share) for share in SHARES), infinigen(alpha, 0.2)]
 
 
 def skewed_policies(alpha: float) -> list[str]:
-    """What is measured on the skewed checkpoint: fixed shares, thresholds, ratios, limited pools, one whole layer."""
+    """Return the policies for the skewed checkpoint: shares, thresholds, ratios, limited pools, one full layer."""
     return [
         infinigen(),
         *(infinigen(cap=share) for share in SHARES),
         infinigen(alpha, 0.2),
-        *(infinigen(one) for one in ALPHAS),
+        *(infinigen(threshold) for threshold in ALPHAS),
         *(infinigen(alpha, 0.2, partial_ratio=ratio) for ratio in RATIOS if ratio != PARTIAL),
         *(infinigen(alpha, 0.2, pool=POOL, victim=victim) for victim in ("fifo", "lru", "counter")),
         infinigen(alpha, 0.2, whole_layers=1),
@@ -75,72 +76,80 @@ def skewed_policies(alpha: float) -> list[str]:
 
 
 def study(model: Path, num_texts: int, folder: Path) -> dict:
-    """All figures of one model. ``folder`` takes the skewed checkpoint, the policies that no name stands for, and the
-    tables of each run."""
+    """Measure all figures of one model. ``folder`` takes the skewed checkpoint, policies without a name, and the tables
+    of each run."""
     shape = Checkpoint(model).shape
     alpha = 5.0 if shape.rotary else 4.0  # the paper's
     length = min(shape.max_context, MOST_POSITIONS)
     skewed = folder / "skewed"
     skew(model, shipped.PROMPTS, skewed)
     bits = []
-    for number in (8, 4):
-        policy = replace(kv_only(), name=f"INT{number}", bits=Bits(kv=number))
+    for kv_bits in (8, 4):
+        policy = replace(kv_only(), name=f"INT{kv_bits}", bits=Bits(kv=kv_bits))
         bits.append(str(folder / f"{policy.name}.json"))
         Path(bits[-1]).write_text(policy.to_json())
 
     def measure(path: Path, policies: list[str], length: int = length) -> dict:
-        found = accuracy(
-            AccuracyOptions(
-                path, None, tuple(policies), length, int(PROMPT_SHARE * length), num_texts, device="cpu",
-                hardware="rtx4090", out=folder / "run",
-            ),
-            quiet=True,
-        )  # fmt: skip
-        return {"policies": found["policies"], "chunks": found["chunks"], "num_texts": found["num_texts"]}
+        options = AccuracyOptions(
+            path,
+            policies=tuple(policies),
+            length=length,
+            prompt_tokens=int(PROMPT_SHARE * length),
+            num_texts=num_texts,
+            device="cpu",
+            hardware="rtx4090",
+            out=folder / "run",
+        )
+        result = accuracy(options, quiet=True)
+        return {name: result[name] for name in ("policies", "chunks", "num_texts")}
 
-    lengths = [one for one in (256, 512, 1024, 2048) if one < length] + [length]
     by_length = {}
-    for one in lengths:
-        share = min(1.0, KEPT / ((1 + PROMPT_SHARE) / 2 * one))
-        by_length[one] = {
-            "h2o": measure(model, [h2o(share)], one)["policies"],
-            "infinigen": measure(skewed, [infinigen(cap=round(share, 4))], one)["policies"],
+    for tokens in [*(tokens for tokens in (256, 512, 1024, 2048) if tokens < length), length]:
+        share = min(1.0, KEPT / ((1 + PROMPT_SHARE) / 2 * tokens))
+        by_length[tokens] = {
+            "h2o": measure(model, [h2o(share)], tokens)["policies"],
+            "infinigen": measure(skewed, [infinigen(cap=round(share, 4))], tokens)["policies"],
         }
     with LLM(model, resident(), device="cpu", dtype="float32") as llm:
         (text,) = read_texts(llm, shipped.HELD_OUT, length, 1)
-    return {
-        "model": shape.name, "family": shape.family, "num_layers": shape.num_layers, "num_heads": shape.num_heads,
-        "num_kv_heads": shape.num_kv_heads, "head_dim": shape.head_dim, "length": length,
-        "prompt_tokens": int(PROMPT_SHARE * length),
-        "alpha": alpha,
-        "plain": measure(model, [*bits, *plain_policies(shape.num_layers, alpha)]),
-        "skewed": measure(skewed, skewed_policies(alpha)),
-        "by_length": by_length,
-        "skewing_alone": logits_change(model, skewed, text),
-        "inputs": block_inputs(model, text),
-        "attention": attention_needs(Checkpoint(model), text),
-        "columns": columns_held(Checkpoint(model), text, skewing_matrices(Checkpoint(model), sample(model))),
-    }  # fmt: skip
+    fields = ("family", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+    return (
+        {"model": shape.name}
+        | {name: getattr(shape, name) for name in fields}
+        | {
+            "length": length,
+            "prompt_tokens": int(PROMPT_SHARE * length),
+            "alpha": alpha,
+            "plain": measure(model, [*bits, *plain_policies(shape.num_layers, alpha)]),
+            "skewed": measure(skewed, skewed_policies(alpha)),
+            "by_length": by_length,
+            "skewing_alone": logits_change(model, skewed, text),
+            "inputs": block_inputs(model, text),
+            "attention": attention_needs(Checkpoint(model), text),
+            "columns": columns_held(Checkpoint(model), text, skewing_matrices(Checkpoint(model), sample(model))),
+        }
+    )
 
 
 def sample(model: Path) -> list[int]:
-    """Tokens of the text that skews."""
+    """Return the tokens of the text from which skewing matrices are computed."""
     with LLM(model, resident(), device="cpu", dtype="float32") as llm:
+        if llm.tokenizer is None:
+            raise InputError(f"{model} has no tokenizer")
         text = shipped.PROMPTS.read_text(encoding="utf-8")
         return llm.tokenizer(text, verbose=False)["input_ids"][: llm.shape.max_context]
 
 
 def logits_change(model: Path, skewed: Path, text: list[int]) -> float:
-    """Largest change of a logit by skewing alone, over the largest logit."""
+    """Return the largest change of a logit by skewing alone, over the largest logit."""
     before, after = (forward(Checkpoint(path), text) for path in (model, skewed))
     return float((after - before).abs().max() / before.abs().max())
 
 
 @torch.inference_mode()
 def block_inputs(model: Path, text: list[int]) -> dict[str, list[float]]:
-    """Mean cosine over tokens of each block's input (from layer 1 on) with the input, the attention's output and the
-    FFN's output of the block before (Table 1); and of the normed inputs of attention, from which queries are guessed.
-    """
+    """Return the mean cosine over tokens of each block's input (from layer 1 on) with the preceding block's input,
+    attention output and FFN output (Table 1), and of the normed attention inputs, from which queries are guessed."""
     from transformers import AutoModelForCausalLM
 
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
@@ -174,9 +183,11 @@ def block_inputs(model: Path, text: list[int]) -> dict[str, list[float]]:
 
 
 def attention_needs(checkpoint: Checkpoint, text: list[int]) -> dict:
-    """Of one text's whole attention, by layer: how many key tokens make up WEIGHT of a query's weight, their histogram
-    over queries and heads, means by position; the entropy of weights over that of even ones; and how near the best KEPT
-    tokens of each query come to all (cosine), by chunk of 256 positions.
+    """Measure the full attention of one text, by layer.
+
+    The number of key tokens that hold WEIGHT of a query's attention: its histogram over queries and heads, and means by
+    position. The entropy of the weights over that of equal weights. The cosine of each query's best KEPT tokens with
+    all tokens, by chunk of 256 positions.
     """
     shape, layers = checkpoint.shape, []
     positions = np.arange(len(text))
@@ -194,16 +205,17 @@ def attention_needs(checkpoint: Checkpoint, text: list[int]) -> dict:
         even = torch.arange(2, len(text) + 1).log()
         mean = needed.mean(0).numpy()
         few = (needed < 0.01 * torch.arange(1, len(text) + 1)).float().mean(0).numpy()
-        layers.append({
+        shown = (n for n in (500, 998, 999, 1000, 1001, 1002, 1500, 2000) if n <= len(text))
+        row = {
             "histogram": np.bincount((needed.numpy().astype(int) // BIN).ravel()).tolist(),
-            "needed_at": {int(n): float(mean[n - 1]) for n in (500, 998, 999, 1000, 1001, 1002, 1500, 2000)
-                          if n <= len(text)},
+            "needed_at": {int(n): float(mean[n - 1]) for n in shown},
             "needed_by_chunk": [float(mean[chunk == c].mean()) for c in np.unique(chunk)],
             "below_a_percent_by_chunk": [float(few[chunk == c].mean()) for c in np.unique(chunk)],
             "best_cosine_by_chunk": [float(best[chunk == c].mean()) for c in np.unique(chunk)],
             "relative_entropy_by_head": (entropy / even).mean(-1).tolist(),
             "revival": revival(weights),
-        })  # fmt: skip
+        }
+        layers.append(row)
         return q, k
 
     forward(checkpoint, text, look)
@@ -211,25 +223,27 @@ def attention_needs(checkpoint: Checkpoint, text: list[int]) -> dict:
 
 
 def revival(weights: torch.Tensor) -> dict:
-    """Keys that matter again, from a layer's causal weights [H, N, N] (Fig. 20b): queries of the last quarter look at
-    the keys before it. Of the keys and heads that are LOUD to one of its second half, the share that was QUIET to all
-    of its first half; and the loudest of these, query by query."""
+    """Find keys that regain weight (Fig. 20b) in a layer's causal weights [H, N, N].
+
+    The queries are the last quarter, the keys those before it. Of the keys and heads with a weight of at least LOUD for
+    a query of the quarter's second half, the share below QUIET for all of its first half; and the weights of the
+    loudest of these.
+    """
     window = weights.shape[-1] // 4
     seen = weights[:, -window:, : weights.shape[-1] - window]
     quiet = seen[:, : window // 2].amax(1) < QUIET
     later = seen[:, window // 2 :].amax(1)
     loud = later >= LOUD
     head, key = divmod(int((later * quiet).argmax()), later.shape[-1])
-    return {
-        "of_loud": float((loud & quiet).sum() / loud.sum().clamp_min(1)),
-        "head": head, "key": key, "weights": [round(float(weight), 6) for weight in seen[head, :, key]],
-    }  # fmt: skip
+    series = [round(float(weight), 6) for weight in seen[head, :, key]]
+    of_loud = float((loud & quiet).sum() / loud.sum().clamp_min(1))
+    return {"of_loud": of_loud, "head": head, "key": key, "weights": series}
 
 
 def columns_held(checkpoint: Checkpoint, text: list[int], matrices: list[torch.Tensor]) -> list[dict[str, float]]:
-    """By layer, the share of the squares of queries and keys that lies in the PARTIAL columns with the largest sums of
-    |Q| + |K|, before and after skewing; and a column's largest share of a head's (what is an outlier)."""
-    shape, found = checkpoint.shape, []
+    """Return, by layer, the share of the squares of queries and keys in the PARTIAL columns with the largest sums of
+    |Q| + |K|, before and after skewing, and the largest share of a single column of a head (an outlier)."""
+    shape, layers = checkpoint.shape, []
 
     def look(layer: int, q: torch.Tensor, k: torch.Tensor):
         row = {}
@@ -243,24 +257,23 @@ def columns_held(checkpoint: Checkpoint, text: list[int], matrices: list[torch.T
                 share = squares / squares.sum(-1, keepdim=True)
                 row[f"{name} {part}"] = float(share.gather(-1, columns).sum(-1).mean())
                 row[f"{name} {part}, largest column"] = float(share.amax(-1).mean())
-        found.append(row)
+        layers.append(row)
         return q, k
 
     forward(checkpoint, text, look)
-    return found
+    return layers
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", type=Path, nargs="+", help="folders; default: the small ones that are there")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--models", type=Path, nargs="+", help="folders (default: the small checkpoints that exist)")
     parser.add_argument("--num-texts", type=int, default=4)
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     for model in args.models or [path for path in MODELS if (path / "config.json").is_file()]:
-        torch.set_num_threads(1)
-        with tempfile.TemporaryDirectory() as folder:
-            found = study(model, args.num_texts, Path(folder))
-        write_by_rename(args.out / f"{model.name}.json", json.dumps(found, indent=1))
+        with torch_threads(1), tempfile.TemporaryDirectory() as folder:
+            figures = study(model, args.num_texts, Path(folder))
+        write_by_rename(args.out / f"{model.name}.json", json.dumps(figures, indent=1))
         print(f"{args.out / model.name}.json")
 
 

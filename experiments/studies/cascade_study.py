@@ -18,12 +18,14 @@ import numpy as np
 from tqdm import tqdm
 
 from experiments.bench.cascade import OPTIONS, SEEDS, Trial, trial
+from experiments.bench.harness import seconds_of
 from experiments.training import next_tokens
 from flexhybrid.cascade.routes import Cascade, CascadeModel
 from flexhybrid.cascade.thresholds.confidence import confidence
 from flexhybrid.cascade.thresholds.exact import exact_curve
+from flexhybrid.cascade.thresholds.fit import Fitted
 from flexhybrid.cascade.thresholds.sampling import sampled_curve
-from flexhybrid.cascade.thresholds.search import search
+from flexhybrid.cascade.thresholds.search import SearchOptions, search
 from flexhybrid.cascade.thresholds.skips import Route
 from flexhybrid.core.files import write_by_rename
 
@@ -34,71 +36,74 @@ REPEATS = 50
 
 
 def study(trials: Sequence[Trial]) -> dict:
-    """Everything in plain numbers; shares and accuracies are 0 .. 1."""
+    """Return the results of all trials as plain numbers; shares and accuracies are 0 .. 1."""
     first = trials[0].fitted
     names = [model.name for model in first.models]
     cost = first.answers("energy_j").cost
     began = time.process_time()
     search(first)
     return {
-        "models": names, "cost_j": cost.tolist(), "num_seeds": len(trials),
-        "num_validation": first.correct.shape[1], "num_held_out": trials[0].held_out.num_requests,
+        "models": names,
+        "cost_j": cost.tolist(),
+        "num_seeds": len(trials),
+        "num_validation": first.correct.shape[1],
+        "num_held_out": trials[0].held_out.num_requests,
         "search_s": time.process_time() - began,
-        "alone": [one.accuracy.tolist() for one in trials],
-        "contribution": [contributions(one.held_out.correct).tolist() for one in trials],
-        "ece_held_out": [one.ece.tolist() for one in trials],
-        "modes": {name: [mode_of(one, options) for one in trials] for name, options in OPTIONS.items()},
-        "curves": curves(first), "routing_s": routing(),
-    }  # fmt: skip
+        "alone": [seed.accuracy.tolist() for seed in trials],
+        "contribution": [contributions(seed.held_out.correct).tolist() for seed in trials],
+        "ece_held_out": [seed.ece.tolist() for seed in trials],
+        "modes": {name: [mode_of(seed, options) for seed in trials] for name, options in OPTIONS.items()},
+        "curves": curves(first),
+        "routing_s": routing(),
+    }
 
 
 def contributions(correct: np.ndarray) -> np.ndarray:
-    """Table I: share of requests that each model is the first to answer right [models], from [models, N]."""
+    """Return, from [models, N], the share of requests that each model is the first to answer right (Table I)."""
     before = np.pad(np.logical_or.accumulate(correct, axis=0), ((1, 0), (0, 0)))[:-1]
     return (correct & ~before).mean(axis=1)
 
 
-def mode_of(one: Trial, options) -> dict:
-    """A searched cascade on held-out requests."""
-    found = search(one.fitted, options)
-    route = Route(one.held_out.only(found.kept), found.cascade)
+def mode_of(seed: Trial, options: SearchOptions) -> dict:
+    """Return a searched cascade on held-out requests."""
+    searched = search(seed.fitted, options)
+    route = Route(seed.held_out.only(searched.kept), searched.cascade)
     return {
-        "models": found.cascade.names, "thresholds": list(found.cascade.thresholds),
-        "answered": route.shares.tolist(), "visited": route.visited.tolist(), "accuracy": float(route.correct.mean()),
-        "cost_of_largest": route.cost / float(one.held_out.cost[-1]),
-    }  # fmt: skip
+        "models": searched.cascade.names,
+        "thresholds": list(searched.cascade.thresholds),
+        "answered": route.shares.tolist(),
+        "visited": route.visited.tolist(),
+        "accuracy": float(route.correct.mean()),
+        "cost_of_largest": route.cost / float(seed.held_out.cost[-1]),
+    }
 
 
-def curves(fitted) -> dict:
-    """Validation accuracy and cost, as a share of the largest model's, of every point: the exact search's and
-    sampling's."""
-    answers = fitted.answers("energy_j")
-    found = {"exact": exact_curve(answers), "sampling": sampled_curve(answers)}
-    return {
-        name: {"accuracy": curve.accuracy.tolist(), "cost": (curve.cost / answers.cost[-1]).tolist()}
-        for name, curve in found.items()
-    }  # fmt: skip
+def curves(fitted: Fitted) -> dict:
+    """Return accuracy and cost (over the largest model's) of the exact search's and of sampling's validation points."""
+    answers, points = fitted.answers("energy_j"), {}
+    for name, curve in (("exact", exact_curve(answers)), ("sampling", sampled_curve(answers))):
+        points[name] = {"accuracy": curve.accuracy.tolist(), "cost": (curve.cost / answers.cost[-1]).tolist()}
+    return points
 
 
 def routing() -> dict[str, float]:
-    """Median seconds of routing one prediction vector through the routers of five models, by its bytes."""
+    """Return the median seconds of routing a prediction vector through the routers of five models, by its bytes."""
     names = [f"m{i}" for i in range(ROUTED_MODELS)]
     cascade = Cascade(tuple(CascadeModel(name, energy_j=1.0) for name in names), (1.0,) * (ROUTED_MODELS - 1))
-    found = {}
+    medians = {}
     for num_bytes in ROUTED_BYTES:
         logits = np.random.default_rng(0).normal(size=(1, 1, num_bytes // 4)).astype(np.float32)
-        seconds = []
-        for _ in range(REPEATS):
-            began = time.perf_counter()
+
+        def route(logits: np.ndarray = logits) -> None:
             for place in range(ROUTED_MODELS):
                 cascade.next_model(place, confidence(logits))
-            seconds.append(time.perf_counter() - began)
-        found[str(num_bytes)] = float(np.median(seconds))
-    return found
+
+        medians[str(num_bytes)] = float(np.median([seconds_of(route) for _ in range(REPEATS)]))
+    return medians
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", choices=("digits", "next_tokens"), help="(both)")
     parser.add_argument("--out", type=Path, default=FOLDER, help="(experiments/results/cascade)")
     parser.add_argument("--seeds", type=int, default=len(SEEDS), help=f"splits and trainings of digits ({len(SEEDS)})")

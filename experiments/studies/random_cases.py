@@ -51,7 +51,8 @@ class UniformCase:
     @property
     def candidate(self) -> Candidates:
         """The run as the closed form sees it."""
-        return Candidates(self.policy, self.batch, self.prompt_tokens, self.max_tokens)
+        numbers = (np.array(number) for number in (self.batch, self.prompt_tokens, self.max_tokens))
+        return Candidates(self.policy, *numbers)
 
     def wave(self) -> Wave:
         """The run as the plan maker sees it."""
@@ -68,7 +69,7 @@ def random_case(rng: np.random.Generator, kind: str = "column") -> UniformCase:
     """
     shape = _shape(rng)
     policy = _policy(rng, kind)
-    generated = int(rng.choice([1, 2, rng.integers(3, 9), rng.integers(9, 65)], p=[0.08, 0.07, 0.35, 0.5]))
+    generated = int(rng.choice(np.array([1, 2, rng.integers(3, 9), rng.integers(9, 65)]), p=[0.08, 0.07, 0.35, 0.5]))
     most = max(1, MOST_STEPS // (shape.num_layers * generated))
     alone = kind == "serial" and not any("disk" in key for key in policy.cache) and not policy.weights.disk
     num_mini_batches = 1 if alone else min(most, round(_log_uniform(rng, 1, 24)))
@@ -136,7 +137,7 @@ def _policy(rng, kind: str) -> Policy:
             "speculative", alpha=4.0, partial_ratio=float(rng.uniform(0.1, 0.5)), pool=float(rng.uniform(0.5, 1)),
             max_fraction=float(rng.uniform(0.05, 0.5)), victim="lru", partial_keys=str(rng.choice(["device", "host"])),
         )  # fmt: skip
-        own = np.random.default_rng(int(1e9 * selection.alpha * selection.pool))  # the other cases stay what they are
+        own = np.random.default_rng(int(1e9 * 4.0 * selection.pool))  # the other cases stay what they are
         kinds = (("kv@host",), ("kv@host",), ("act@host",), ("act@host", "kv@host"))[int(own.integers(4))]
         if "act@host" in kinds:  # its rows serve all heads: nobody's place is taken
             selection = replace(selection, pool=1.0)

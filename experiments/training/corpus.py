@@ -30,9 +30,7 @@ EOS_ID = 2  # OPT uses </s> both to begin a text and to end it.
 
 # Directories whose files are not the library's own prose and code: tests, installed packages, and
 # the code-page tables of `encodings`.
-SKIPPED_DIRECTORIES = {
-    "__pycache__", "encodings", "idle_test", "site-packages", "test", "tests",
-}  # fmt: skip
+SKIPPED_DIRECTORIES = {"__pycache__", "encodings", "idle_test", "site-packages", "test", "tests"}
 # Files that hold little but data.
 SKIPPED_FILES = {"html/entities.py", "msilib/schema.py", "msilib/sequence.py", "this.py"}
 TOPICS_FILE = "pydoc_data/topics.py"  # A dictionary of manual pages, read as prose.
@@ -173,7 +171,7 @@ def documents_of(path: Path, whole: bool = False) -> list[list[str]]:
         # Each section of a manual page is a document; the sections of one page make one group.
         return [re.split(r"\n\n(?=[^\n]+\n[*=\-]{4,}\n)", unwrap(text)) for text in strings if len(text) > 200]
     lines = [line.rstrip() for line in source.expandtabs(4).split("\n")]
-    header = tree.body[0].end_lineno - 1 if tree.body else 0
+    header = (tree.body[0].end_lineno or 1) - 1 if tree.body else 0
     if tree.body and isinstance(tree.body[0], (ast.FunctionDef, ast.ClassDef)):
         header = tree.body[0].lineno - 1
     pieces = [without_legal_comments(piece).strip("\n") for piece in code_pieces(lines, tree.body, header)]
@@ -274,7 +272,7 @@ class Stream:
 
 
 def write_held_out(path: Path, seed: int) -> None:
-    """The beginnings of the long documents that were held out, parted by form feeds."""
+    """Write the beginnings of the long held-out documents, separated by form feeds."""
     long = [document for document in read_corpus(seed, whole=True).held_out if len(document) >= HELD_OUT_CHARACTERS]
     path.write_text("\f".join(document[:HELD_OUT_CHARACTERS].rstrip() + "\n" for document in long), encoding="utf-8")
 

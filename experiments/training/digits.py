@@ -69,13 +69,13 @@ def build(name: str) -> nn.Module:
 
 
 def multiply_adds(name: str) -> int:
-    """Of one image."""
+    """Return the multiply-adds of one image."""
     first, second = SIZES[name]
     return SIDE**2 * 9 * first + (SIDE // 2) ** 2 * 9 * first * second + second * (SIDE // 4) ** 2 * NUM_CLASSES
 
 
 def energy_j(name: str) -> float:
-    """Stated energy of one image."""
+    """Return the stated energy of one image in joules."""
     return multiply_adds(name) * PICOJOULES * 1e-12
 
 
@@ -100,7 +100,7 @@ def train(name: str, data: Split, seed: int, epochs: int = EPOCHS) -> nn.Module:
 
 
 def train_all(seed: int, epochs: int = EPOCHS, names: tuple[str, ...] = tuple(SIZES)) -> dict[str, nn.Module]:
-    """Models from small to large, on one thread: they are too small for two."""
+    """Train the models from small to large, on one thread, since they are too small for two."""
     with torch_threads(1):
         data = splits(seed)["training"]
         return {name: train(name, data, seed, epochs) for name in names}
@@ -113,28 +113,28 @@ def logits_of(model: nn.Module, x: torch.Tensor) -> np.ndarray:
 
 
 def fit_on(models: dict[str, nn.Module], data: Split) -> Fitted:
-    """The models' confidence, fitted on a validation set."""
+    """Fit the models' confidence on a validation set."""
     named = [CascadeModel(name, energy_j=energy_j(name)) for name in models]
-    found = [logits_of(model, data.x) for model in models.values()]
-    predictions = [ModelOutputs([], logits, np.ones(logits.shape[:2], dtype=bool)) for logits in found]
+    all_logits = [logits_of(model, data.x) for model in models.values()]
+    predictions = [ModelOutputs([], logits, np.ones(logits.shape[:2], dtype=bool)) for logits in all_logits]
     return fit(named, predictions, data.labels.numpy()[:, None])
 
 
 def scored_on(model: nn.Module, data: Split) -> Scored:
-    """A model's logits beside labels."""
+    """Return a model's logits with the labels."""
     logits = logits_of(model, data.x)
     return Scored(logits, data.labels.numpy()[:, None], np.ones(logits.shape[:2], dtype=bool))
 
 
 def export(model: nn.Module, path: Path) -> None:
-    """A .pt2 file that takes any number of images at once."""
+    """Write a .pt2 file whose batch size is dynamic."""
     example = torch.zeros(2, 1, SIDE, SIDE)
     program = torch.export.export(model, (example,), dynamic_shapes=({0: torch.export.Dim("batch")},))
     torch.export.save(program, path)
 
 
 def write(out: Path, seed: int, epochs: int = EPOCHS, names: tuple[str, ...] = tuple(SIZES)) -> None:
-    """Everything that ``flexhybrid cascade`` needs: a .pt2 a model; validation.npz and held_out.npz (x, labels)."""
+    """Write the files of ``flexhybrid cascade``: a .pt2 per model; validation.npz and held_out.npz (x, labels)."""
     out.mkdir(parents=True, exist_ok=True)
     for name, model in train_all(seed, epochs, names).items():
         export(model, out / f"{name}.pt2")
@@ -144,7 +144,7 @@ def write(out: Path, seed: int, epochs: int = EPOCHS, names: tuple[str, ...] = t
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for models and data")
     parser.add_argument("--seed", type=int, default=0, help="of the split and the weights (0)")
     arguments = parser.parse_args()

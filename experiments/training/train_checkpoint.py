@@ -7,10 +7,9 @@ All share one tokenizer, so that their losses compare.
 Usage::
 
     python -m experiments.training.train_checkpoint --out flexhybrid/shipped/opt-stdlib-4m \\
-        --minutes 38 --positions 640 --seed 0
+        --steps 5771 --positions 640 --seed 0
 
-``--minutes`` measures the machine's speed first and derives a number of steps from it, which is
-logged; ``--steps`` sets that number directly, which repeats an earlier run. ``make models`` makes what is missing.
+``make models`` trains the checkpoints that are missing.
 """
 
 from __future__ import annotations
@@ -58,8 +57,6 @@ WARM_UP_STEPS = 150
 WEIGHT_DECAY = 0.1  # For matrices only; biases, norms and embeddings have none.
 ADAM_BETAS = (0.9, 0.95)
 GRADIENT_NORM = 1.0
-SPEED_STEPS = 24  # Steps, on a copy of the model, from which the speed is measured.
-SPEED_MARGIN = 0.92  # Part of the budget that the steps may fill; the rest covers evaluation.
 EVALUATE_EVERY = 250
 EVALUATION_TOKENS = 16_384  # Held-out tokens at each interval; the final figure uses all of them.
 LOG_EVERY = 50
@@ -71,44 +68,35 @@ HIDDEN, LAYERS = 256, 4  # of the shipped shape
 HEAD_SIZE = 32
 
 
+def sizes(positions: int, hidden: int, layers: int) -> dict[str, int | bool]:
+    """Return the config fields that both architectures share."""
+    return {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // HEAD_SIZE,
+        "max_position_embeddings": positions,
+        "tie_word_embeddings": True,
+        "pad_token_id": PAD_ID,
+        "bos_token_id": EOS_ID,
+        "eos_token_id": EOS_ID,
+    }
+
+
 def build_opt(positions: int, hidden: int = HIDDEN, layers: int = LAYERS) -> OPTForCausalLM:
-    """A fresh OPT."""
-    config = OPTConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=hidden,
-        word_embed_proj_dim=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // HEAD_SIZE,
-        ffn_dim=4 * hidden,
-        max_position_embeddings=positions,
-        do_layer_norm_before=True,
-        activation_function="relu",
-        dropout=0.0,
-        attention_dropout=0.0,
-        layerdrop=0.0,
-        tie_word_embeddings=True,
-        pad_token_id=PAD_ID,
-        bos_token_id=EOS_ID,
-        eos_token_id=EOS_ID,
-    )
+    """Return an untrained OPT."""
+    config = OPTConfig(do_layer_norm_before=True, activation_function="relu", dropout=0.0, attention_dropout=0.0)
+    config.update(sizes(positions, hidden, layers))
+    config.update({"word_embed_proj_dim": hidden, "ffn_dim": 4 * hidden, "layerdrop": 0.0})
     return OPTForCausalLM(config)
 
 
 def build_llama(positions: int, hidden: int = HIDDEN, layers: int = LAYERS) -> LlamaForCausalLM:
-    """A fresh Llama of about the same size, in which four query heads share a key and value head."""
+    """Return an untrained Llama of about the same size, in which four query heads share a key and value head."""
     config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=hidden,
-        intermediate_size=hidden * 11 // 4,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // HEAD_SIZE,
-        num_key_value_heads=max(1, hidden // HEAD_SIZE // 4),
-        max_position_embeddings=positions,
-        tie_word_embeddings=True,
-        pad_token_id=PAD_ID,
-        bos_token_id=EOS_ID,
-        eos_token_id=EOS_ID,
+        intermediate_size=hidden * 11 // 4, num_key_value_heads=max(1, hidden // HEAD_SIZE // 4), head_dim=HEAD_SIZE
     )
+    config.update(sizes(positions, hidden, layers))
     return LlamaForCausalLM(config)
 
 
@@ -207,19 +195,6 @@ def train_step(
     return float(loss.detach()), rows[:, 1:].numel()
 
 
-def measure_seconds_per_step(model: PreTrainedModel, stream: Stream, positions: int, start_share: float) -> float:
-    """The mean time of a step, from a few steps on a copy that is thrown away."""
-    trial = copy.deepcopy(model)
-    optimizer = build_optimizer(trial)
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(4):  # The first steps also set up memory and kernels.
-        train_step(trial, optimizer, stream, positions, start_share, generator)
-    began = time.perf_counter()
-    for _ in range(SPEED_STEPS):
-        train_step(trial, optimizer, stream, positions, start_share, generator)
-    return (time.perf_counter() - began) / SPEED_STEPS
-
-
 def save_model(model: PreTrainedModel, out: Path) -> None:
     """Write a bfloat16 copy of the model and its configuration."""
     saved = copy.deepcopy(model).to(torch.bfloat16).eval()
@@ -273,16 +248,13 @@ def shape_words(model: PreTrainedModel) -> dict[str, object]:
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint")
     parser.add_argument("--architecture", choices=sorted(ARCHITECTURES), default="opt")
     parser.add_argument("--start", type=Path, help="OPT checkpoint to go on from, with as many positions or fewer")
-    parser.add_argument(
-        "--documents", choices=sorted(DOCUMENT_START_SHARE), default="cut",
-        help="each function and docstring by itself (cut), or whole files (whole)",
-    )  # fmt: skip
-    parser.add_argument("--minutes", type=float, default=38, help="time to train for, about")
-    parser.add_argument("--steps", type=int, help="number of steps, in place of --minutes")
+    documents = "each function and docstring by itself (cut), or whole files (whole)"
+    parser.add_argument("--documents", choices=sorted(DOCUMENT_START_SHARE), default="cut", help=documents)
+    parser.add_argument("--steps", type=int, required=True, help="number of optimizer steps")
     parser.add_argument("--positions", type=int, default=640, help="longest text, in tokens")
     parser.add_argument("--hidden", type=int, default=HIDDEN, help=f"hidden size, a multiple of {HEAD_SIZE} ({HIDDEN})")
     parser.add_argument("--layers", type=int, default=LAYERS, help=f"({LAYERS})")
@@ -369,9 +341,13 @@ class Progress:
 
 
 def save(
-    model: PreTrainedModel, material: Material, rows: torch.Tensor, progress: Progress,
-    arguments: argparse.Namespace, folder: Path,
-) -> float:  # fmt: skip
+    model: PreTrainedModel,
+    material: Material,
+    rows: torch.Tensor,
+    progress: Progress,
+    arguments: argparse.Namespace,
+    folder: Path,
+) -> float:
     """Save the model, with a README that gives its loss on the held-out ``rows``; returns that loss."""
     losses = evaluate(model, rows)
     save_model(model, folder)
@@ -457,14 +433,7 @@ def main() -> None:
 
     material = read_material(arguments, partial)
     model = make_model(arguments).train()
-    steps = arguments.steps
-    if steps is None:
-        seconds = measure_seconds_per_step(model, material.stream, arguments.positions, material.start_share)
-        steps = max(1, int(arguments.minutes * 60 * SPEED_MARGIN / seconds))
-        say(f"{seconds:.3f} s for each step")
-    say(f"--steps {steps}")
-
-    progress = Progress(steps)
+    progress = Progress(arguments.steps)
     train(model, material, progress, arguments, partial)
     loss = save(model, material, material.held_out, progress, arguments, partial)
     partial.rename(arguments.out)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from models import save_opt
 
+from experiments.reproduce import registry
 from experiments.reproduce.infinigen import accuracy as infinigen_accuracy
 from experiments.studies import accuracy_study
 from flexhybrid.runtime.storage.loader import Checkpoint
@@ -44,7 +45,7 @@ def results(study, tmp_path_factory):
     infinigen_accuracy.studies.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(infinigen_accuracy, "RESULTS", path)
-        yield {name: function() for name, function in infinigen_accuracy.experiments().items()}
+        yield {name: function() for name, function in registry.experiments("infinigen.accuracy").items()}
     infinigen_accuracy.studies.cache_clear()
 
 
