@@ -1,4 +1,4 @@
-"""The real clock: one thread a resource, first in, first out, held back only by what each task must wait for.
+"""The real clock: one thread for each resource, first in, first out; a task waits only for those it depends on.
 
 A *lane* is the thread of one resource: it runs the resource's tasks in the order of the plan. There are two kinds:
 

@@ -121,7 +121,7 @@ class Engine:
         return Executor(parts, wave, prompts, plan)
 
     def lanes(self, executor: Executor) -> list[Lane]:
-        """Make one lane a resource: stream lanes on CUDA, host lanes on a CPU and for what the host and its disk do.
+        """Make a lane for each resource: stream lanes on CUDA; host lanes on a CPU, and for the host's cores and disk.
 
         OpenMP keeps its number of threads for each thread that uses it, so each lane sets its own, and engines of one
         process do not disturb each other.
@@ -202,7 +202,7 @@ class _Collector:
         self.stop_ids = control.stop_ids or [()] * count
         self.tokens: list[list[int]] = [[] for _ in range(count)]
         self.stops: list[int | str | None] = [None] * count
-        self._pending: list[tuple[Task, int]] = []  # store_out tasks not yet collected, in stream order
+        self._pending: list[tuple[Task, int]] = []  # store_out tasks not yet collected, in the plan's order
         self._stopped_requests: set[int] = set()
 
     def submitted(self, task: Task, ordinal: int) -> None:

@@ -37,7 +37,7 @@ class Executor(WaveState[SelectionHooks]):
 
 
 def selection_of(wave: Wave, weights: Weights) -> SelectionHooks:
-    """The runtime object of a wave's selection."""
+    """Return the runtime object of the policy's selection."""
     if wave.policy.selection.method == "heavy_hitter":
         return HeavyHitters(wave, weights.device)
     if wave.policy.selection.method == "speculative":

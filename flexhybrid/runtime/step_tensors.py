@@ -51,7 +51,7 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 class TokenTable:
-    """Token ids of every request on the device, prompt and answer, one request after the other."""
+    """Token ids of every request on the device: prompt and answer, request by request."""
 
     def __init__(self, prompts: list[list[int]], num_tokens: np.ndarray, device: torch.device):
         self.start = np.cumsum(np.r_[0, num_tokens])

@@ -56,7 +56,7 @@ class LayerWeights:
         return self.by_slot[task.layer][task.payload.weight_slot if self.has_slots else 0]
 
     def of(self, task: Task) -> dict[str, Parts]:
-        """In the compute dtype."""
+        """Return a task's layer in the compute dtype."""
         return self.plain or self.stored(task)
 
 
@@ -85,18 +85,18 @@ class HiddenStates:
             self._rows[self._key(task)] = hidden_Rh
 
     def slot(self, task: Task, num_rows: int) -> torch.Tensor:
-        """The rows of the task's slot, from now on its hidden states."""
+        """Return the rows of the task's slot, from now on its hidden states."""
         rows = self._rows[self._key(task)] = self.buffers.hidden_slots[task.payload.slot, :num_rows]
         return rows
 
     def host_rows(self, task: Task) -> torch.Tensor:
-        """[R, h] in host memory."""
+        """Return the hidden states [R, h] in host memory."""
         step = task.payload.step
         first = self._first_rows[task.mini_batch] + step.chunk * self._chunk_rows[task.mini_batch]
         return self.buffers.host_hidden[first : first + len(step.requests) * step.computed_width]
 
     def drop_chunks(self, mini_batch: int) -> None:
-        """Give the memory of a prompt's later chunks back."""
+        """Free the hidden states of a prompt's later chunks."""
         drop_chunks(self._rows, mini_batch)
 
     def _key(self, task: Task) -> tuple[int, int]:
@@ -113,7 +113,7 @@ class SampledTokens:
         self._start = np.cumsum([0] + [len(group) for group in wave.mini_batches])
 
     def on_host(self, step: MiniBatchStep) -> torch.Tensor:
-        """[B] in the order of ``step.requests``."""
+        """Return the token ids on the host, [B] in the order of ``step.requests``."""
         start = self._start[step.mini_batch]
         return self._on_host[step.iteration, start : start + len(step.requests)]
 
@@ -141,7 +141,7 @@ class WaveState(Generic[SelectionT]):
         self.context = Context(nothing, nothing, None)  #: what attention reads
         self.attended = nothing  #: [R, H·d]
         self.logits = nothing  #: [B, vocab]
-        #: by task key: the work of tasks that is known only when they run; None: nobody asks for it
+        #: by task key: the work of tasks that is known only when they run; None: not recorded
         self.resolved: dict[tuple, Work] | None = None
 
     def begin_step(self, task: Task) -> StepTensors:
@@ -162,8 +162,8 @@ class WaveState(Generic[SelectionT]):
             self.resolved[task.key] = work
 
     def cells(self, task: Task, store: Store, places: torch.Tensor):
-        """(blocks, heads, offsets) of a store's new tokens, [rows, G] each, from places [B, G] in requests' extents;
-        numpy for what lies on the host."""
+        """Return (blocks, heads, offsets) of a store's new tokens, [rows, G] each, from places [B, G] in the extents of
+        their requests; numpy arrays where the store is on the host."""
         first = self.wave.first_block[store.entry][task.payload.step.requests][store.rows][:, None]
         heads = np.arange(self.shape.num_kv_heads)[None]
         if store.tier == "device":
@@ -181,7 +181,7 @@ State = WaveState[SelectionHooks]
 
 
 def step_key(task: Task) -> tuple[int, int]:
-    """The mini-batch that a task works on, and the chunk of its prompt."""
+    """Return the mini-batch that a task works on, and the chunk of its prompt."""
     return task.mini_batch, task.payload.step.chunk
 
 

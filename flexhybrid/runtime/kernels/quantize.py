@@ -253,7 +253,7 @@ def _like(chunk: torch.Tensor, workspace: torch.Tensor) -> torch.Tensor:
 
 
 def _chunks(rows: torch.Tensor, packed: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield views of the same rows of both, at most WORK_ELEMENTS elements (or one row) at a time."""
+    """Yield views of equal rows of both, at most WORK_ELEMENTS elements (or one row) at a time."""
     limit = WORK_ELEMENTS[rows.device.type]
     if rows.dim() == 1 or rows.numel() <= limit:
         yield rows, packed

@@ -55,7 +55,7 @@ def dequantize(packed: torch.Tensor, bits: int, out: torch.Tensor) -> None:
 
 
 def _evenly_spaced(values: torch.Tensor, packed: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the same rows of both as [R, ·], in as few parts as strides allow: one, for the tensors of the executor."""
+    """Yield equal rows of both as [R, ·], in as few parts as strides allow: one for the tensors of the executor."""
     try:
         yield values.view(-1, values.shape[-1]), packed.view(-1, packed.shape[-1])
     except RuntimeError:

@@ -101,7 +101,7 @@ class HeavyHitters(SelectionHooks):
 
     def after_token(self, layer: int, step: MiniBatchStep, slot: int) -> None:
         """Add up the attention that every token got, and set ``places`` [B, G] for the new tokens, in the extents of
-        the kinds that the plan names.
+        the cache entries that the plan names.
 
         Columns of ``weights_BGT`` are the segments' tokens, one segment after the other, then the new token itself.
         """

@@ -306,17 +306,17 @@ class Speculation(SelectionHooks):
         for segment in step.segments:
             if not segment.max_tokens:
                 continue
-            most = most_selected(self.wave.policy.selection, segment.num_tokens)
-            most = np.where(segment.num_tokens > 0, most, 0).astype(np.int64)
+            limit = most_selected(self.wave.policy.selection, segment.num_tokens)
+            limit = np.where(segment.num_tokens > 0, limit, 0).astype(np.int64)
             each_head = self.each_head[segment.representation]
-            size = batch, self.groups if each_head else 1, int(most.max())
+            size = batch, self.groups if each_head else 1, int(limit.max())
             cells = slice(start, start + batch * size[1] * size[2])
             among = None
             if len(self.wave.entries.names) > 1:
                 held = np.arange(segment.max_tokens) < segment.num_tokens[:, None]
                 positions = self.positions[segment.entry][: segment.max_tokens]
                 among = Among(to_device(positions, self.device), to_device(held, self.device))
-            most_B = to_device(most, self.device)
+            most_B = to_device(limit, self.device)
             choices[segment.representation] = Choice(segment, each_head, cells, size, most_B, among)
             start = cells.stop
         return choices

@@ -50,7 +50,7 @@ VERB_FUNCTIONS: dict[str, VerbFunction] = {
     "store_out": moving.store_out,
 }
 
-#: The same verbs in layers whose tokens a selection has chosen (``SelectionHooks.chooses``).
+#: Variants of verbs for layers whose tokens a selection has chosen (``SelectionHooks.chooses``).
 CHOSEN: dict[str, VerbFunction] = {
     "load_act": partial(speculating.load_chosen, representation="act"),
     "load_kv": partial(speculating.load_chosen, representation="kv"),

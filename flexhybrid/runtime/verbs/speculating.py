@@ -1,5 +1,5 @@
-"""Verbs of a speculative selection: columns after the prompt, the next layer's tokens in the decode, and their rows;
-and what loads, conversions and attention do in layers that read chosen tokens."""
+"""Verbs of a speculative selection: they keep columns after the prompt, choose the next layer's tokens in the decode,
+and gather their rows. And the variants of loads, conversions and attention in layers that read chosen tokens."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def store_index(state: State, task: Task) -> None:
 
 
 def gather(state: State, task: Task) -> None:
-    """Rows of the chosen tokens, side by side in host memory; numpy only. What the link moves is known from here on."""
+    """Lay the rows of the chosen tokens side by side in host memory, with numpy alone. Only now is known what moves."""
     slot, num_tokens = task.payload.slot, {}
     for representation, choice in state.selection.guess(task.payload.step).choices.items():
         segment, index_BXS = choice.segment, choice.of(state.buffers.host_index).numpy()
@@ -66,7 +66,7 @@ def gather(state: State, task: Task) -> None:
 
 
 def _take_heads(pool: np.ndarray, block: np.ndarray, head: np.ndarray, offset: np.ndarray, target: np.ndarray) -> None:
-    """Keys and values [2, n, d] of single heads, of a pool [blocks, 2, G, 16, d]."""
+    """Copy keys and values of single heads from a pool [blocks, 2, G, 16, d] to ``target`` [2, n, d]."""
     groups = pool.shape[2]
     rows = (2 * block * groups + head) * BLOCK_TOKENS + offset
     for part, behind in zip(target, (0, groups * BLOCK_TOKENS), strict=True):
@@ -74,7 +74,7 @@ def _take_heads(pool: np.ndarray, block: np.ndarray, head: np.ndarray, offset: n
 
 
 def _take(source: np.ndarray, rows: np.ndarray, target: np.ndarray) -> None:
-    """target = source[rows]; with clip numpy writes to the target itself, and holds no lock meanwhile."""
+    """Copy target = source[rows]. With "clip" numpy writes to the target itself and releases the GIL meanwhile."""
     np.take(source, rows, axis=0, out=target, mode="clip")
 
 
@@ -92,7 +92,7 @@ def load_chosen(state: State, task: Task, representation: str) -> None:
 
 @torch.inference_mode()
 def dequantize_chosen(state: State, task: Task, representation: str) -> None:
-    """The fetched rows in the compute dtype."""
+    """Unpack the fetched rows to the compute dtype."""
     slot, bits = task.payload.slot, getattr(state.policy.bits, representation)
     tokens, plain = state.selection.take(representation, slot).tokens, state.buffers.plain[representation]
     dequantize(state.buffers.loaded_rows(representation, slot, tokens), bits, plain.dtype, out=plain[:tokens])
@@ -100,7 +100,7 @@ def dequantize_chosen(state: State, task: Task, representation: str) -> None:
 
 @torch.inference_mode()
 def kv_gen_chosen(state: State, task: Task) -> None:
-    """Keys and values from the fetched ACT."""
+    """Recompute keys and values from the fetched ACT."""
     slot, selection = task.payload.slot, state.selection
     fetched = selection.taken["act"] if state.buffers.packed("act") else selection.take("act", slot)
     rotation = None if fetched.positions is None else state.steps.rotation_at(fetched.positions)
