@@ -14,7 +14,7 @@ COSTS = ("energy_j", "seconds", "money")
 
 
 def add_cascade(commands) -> list[argparse.ArgumentParser]:
-    """The group; returns the parsers of its commands."""
+    """Add the group; return the parsers of its commands."""
     group = commands.add_parser(
         "cascade",
         help="small models answer what they are sure of, large ones the rest",
@@ -39,10 +39,8 @@ def _add_fit(parts) -> None:
     )
     parser.add_argument("--logits", nargs="+", default=[], metavar="NAME=FILE", help=".npz or .parquet with logits")
     parser.add_argument("--labels", type=Path, help=".npz or .parquet with labels, beside --logits")
-    parser.add_argument(
-        "--models", nargs="+", default=[], metavar="NAME=PATH",
-        help="local models: .pt2 of torch.export, module:function, or a checkpoint folder (generation)",
-    )  # fmt: skip
+    sources = "local models: .pt2 of torch.export, module:function, or a checkpoint folder (generation)"
+    parser.add_argument("--models", nargs="+", default=[], metavar="NAME=PATH", help=sources)
     parser.add_argument("--data", type=Path, help="requests and labels for --models: .npz with x and labels, or .jsonl")
     parser.add_argument("--task", choices=TASKS, default=TASKS[0], help=f"({TASKS[0]})")
     parser.add_argument("--max-tokens", type=int, default=1, help="generation: tokens of an answer (1)")
@@ -57,10 +55,8 @@ def _add_fit(parts) -> None:
 
 
 def _policies(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--policies", nargs="+", default=[], metavar="NAME=POLICY",
-        help="generation: where a model keeps weights and caches, a system by name or a policy JSON file (auto)",
-    )  # fmt: skip
+    policies = "generation: where a model keeps weights and caches, a system by name or a policy JSON file (auto)"
+    parser.add_argument("--policies", nargs="+", default=[], metavar="NAME=POLICY", help=policies)
 
 
 def _add_search(parts) -> None:
@@ -100,10 +96,8 @@ def _add_run(parts) -> None:
     parser.add_argument("--models", nargs="+", default=[], metavar="NAME=PATH", help="where models are now")
     parser.add_argument("--max-tokens", type=int, default=1, help="generation: tokens of an answer (1)")
     _policies(parser)
-    parser.add_argument(
-        "--engine", choices=("local", "ray"), default="local",
-        help="ray: deployments of Ray Serve with an HTTP endpoint, which without -i serves until Ctrl-C (local)",
-    )  # fmt: skip
+    engines = "ray: deployments of Ray Serve with an HTTP endpoint, which without -i serves until Ctrl-C (local)"
+    parser.add_argument("--engine", choices=("local", "ray"), default="local", help=engines)
     parser.add_argument("--plan", type=Path, help="ray: replicas and batches as `flexhybrid cascade plan` wrote them")
     parser.add_argument("--port", type=int, default=8000, help="ray: of the endpoint on this machine (8000)")
     parser.set_defaults(run=_run)

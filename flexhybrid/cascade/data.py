@@ -11,11 +11,11 @@ from flexhybrid.cascade.models import ModelOutputs
 from flexhybrid.cascade.thresholds.confidence import OUTSIDE, Scored, top_k_logits
 from flexhybrid.core.errors import InputError
 
-NO_LABEL = -1  #: in the place of a token: the answer is shorter
+NO_LABEL = -1  #: instead of a token: the answer is shorter
 
 
 def read_arrays(path: Path) -> dict[str, np.ndarray]:
-    """The arrays of an .npz, or the columns of a .parquet with lists as further axes."""
+    """Read the arrays of an .npz, or the columns of a .parquet with lists as further axes."""
     try:
         if not path.stat().st_size:
             raise InputError(f"{path} is an empty file")
@@ -44,14 +44,14 @@ def _column(path: Path, name: str, cells) -> np.ndarray:
         raise InputError(f"{path}: the rows of column {name!r} are not of one length") from None
 
 
-def _field(path: Path, arrays: dict[str, np.ndarray], name: str, what: str) -> np.ndarray:
+def _field(path: Path, arrays: dict[str, np.ndarray], name: str, content: str) -> np.ndarray:
     if name not in arrays:
-        raise InputError(f"{path} has no {what}: it needs {name!r} and has {', '.join(arrays) or 'nothing'}")
+        raise InputError(f"{path} has no {content}: it needs {name!r} and has {', '.join(arrays) or 'nothing'}")
     return arrays[name]
 
 
 def read_labels(path: Path) -> np.ndarray:
-    """[N, S] whole numbers from the field "labels" ([N] is one slot)."""
+    """Read whole numbers [N, S] from the field "labels" ([N] is one slot)."""
     labels = _field(path, read_arrays(path), "labels", "labels")
     if not np.issubdtype(labels.dtype, np.integer) or labels.ndim not in (1, 2) or not len(labels):
         raise InputError(f"{path}: labels must be whole numbers [requests] or [requests, slots], not {labels.dtype}")
@@ -59,7 +59,7 @@ def read_labels(path: Path) -> np.ndarray:
 
 
 def read_logits(path: Path) -> ModelOutputs:
-    """Logits [N, C] or [N, S, C] from the field "logits", their meaning [N, S, C] from "classes", where it is there."""
+    """Read logits [N, C] or [N, S, C] from the field "logits", and their classes [N, S, C] from "classes", if any."""
     arrays = read_arrays(path)
     logits = _field(path, arrays, "logits", "logits")
     if not np.issubdtype(logits.dtype, np.number) or logits.ndim not in (2, 3) or not logits.size:
@@ -73,8 +73,10 @@ def read_logits(path: Path) -> ModelOutputs:
 
 
 def read_requests(path: Path, task: str) -> tuple[list | np.ndarray, list | np.ndarray | None]:
-    """(requests, labels or None). Generation: lines {"prompt": …, "answer": …} (.jsonl) or a prompt a line (.txt).
-    Else arrays: "x" [N, …] and "labels"."""
+    """Read (requests, labels or None).
+
+    Generation: lines {"prompt": …, "answer": …} (.jsonl) or a prompt a line (.txt). Else arrays x [N, …] and labels.
+    """
     if task == "generation":
         return _read_prompts(path)
     arrays = read_arrays(path)
@@ -117,16 +119,16 @@ def _read_prompts(path: Path) -> tuple[list, list | None]:
 
 
 def check_labels(labels: np.ndarray, where: str, task: str) -> None:
-    """InputError for labels that nothing can be fitted on."""
-    found = np.unique(labels[labels != NO_LABEL])
-    if len(found) < 2:
-        one = ", ".join(map(str, found)) or "none"
-        what = f"all answers are token {one}" if task == "generation" else f"the labels are of one class only ({one})"
-        raise InputError(f"{where}: {what}: confidence cannot be fitted on them")
+    """Raise InputError for labels of one class."""
+    classes = np.unique(labels[labels != NO_LABEL])
+    if len(classes) < 2:
+        only = ", ".join(map(str, classes)) or "none"
+        text = f"all answers are token {only}" if task == "generation" else f"the labels are of one class only ({only})"
+        raise InputError(f"{where}: {text}: confidence cannot be fitted on them")
 
 
 def scored(name: str, prediction: ModelOutputs, labels: np.ndarray, task: str, top_k: int | None) -> Scored:
-    """A model's logits beside labels [N, S]. InputError for logits that are no numbers, or that do not match."""
+    """Match a model's logits with labels [N, S]. InputError for logits that are no numbers, or that do not match."""
     logits, (num, slots, num_classes) = prediction.logits, prediction.logits.shape
     if labels.shape != (num, slots):
         raise InputError(
@@ -143,9 +145,9 @@ def scored(name: str, prediction: ModelOutputs, labels: np.ndarray, task: str, t
             raise InputError(f"label of request {wrong} is {labels[wrong].tolist()}; {name} has {num_classes} classes")
         return Scored(logits, labels, counted)
     order = np.argsort(-logits, axis=-1, kind="stable")[..., : top_k or num_classes]
-    classes = np.broadcast_to(np.arange(num_classes), logits.shape) if prediction.classes is None else (
-        prediction.classes
-    )  # fmt: skip
+    classes = prediction.classes
+    if classes is None:
+        classes = np.broadcast_to(np.arange(num_classes), logits.shape)
     is_label = np.take_along_axis(classes, order, axis=-1) == labels[..., None]
     places = np.where(is_label.any(axis=-1), is_label.argmax(axis=-1), OUTSIDE)
     return Scored(top_k_logits(np.take_along_axis(logits, order, axis=-1), top_k), places, counted)

@@ -1,6 +1,6 @@
-"""A cascade as data: its models with their costs, the thresholds and skips that route requests, and what is expected.
+"""A cascade as data: its models with their costs, the thresholds and skips that route requests, and expected shares.
 
-One JSON file, written by ``flexhybrid cascade search``, read by whatever plans, simulates or serves the cascade.
+``flexhybrid cascade search`` writes it as one JSON file; the commands that plan, simulate or serve a cascade read it.
 
 A request starts at model 0. Model i answers where its confidence c >= thresholds[i]; the last one always answers. Below
 the threshold the request goes on: to the target of the first skip with c < below, else to model i + 1.
@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -25,12 +27,12 @@ VERSION = 1
 TASKS = ("classification", "generation", "extraction")
 #: What a request costs on a model, and the unit of each. Money is in whatever currency the user thinks in.
 COSTS = {"energy_j": "J", "seconds": "s", "money": "money"}
-ANSWERED = -1  #: in the place of a next model: the request stays
+ANSWERED = -1  #: instead of a next model: the request stays
 
 
 @dataclass(frozen=True)
 class CascadeModel:
-    """A model of a cascade. A cost that nobody knows is None; ``source`` says where a local model is found."""
+    """A model of a cascade. An unknown cost is None; ``source`` is the path or function of a local model."""
 
     name: str
     temperature: float = 1.0  #: divides its logits before confidence is read off them
@@ -52,7 +54,7 @@ class CascadeModel:
 
 @dataclass(frozen=True)
 class Skip:
-    """Requests whose confidence is below ``below`` go straight to the model at place ``to``."""
+    """Requests whose confidence is below ``below`` go straight to model ``to``."""
 
     below: float
     to: int
@@ -60,12 +62,12 @@ class Skip:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a cascade did on the data it was searched on, or is said to do: one share a model, of all requests."""
+    """A cascade's results on the data it was searched on, or expected ones: one share a model, of all requests."""
 
     answered: tuple[float, ...]  #: answered by each model; sums to 1
     visited: tuple[float, ...]  #: computed by each model; the paper's rho
     accuracy: float  #: 0 .. 1
-    num_requests: int | None = None  #: how many it was counted on
+    num_requests: int | None = None  #: that were counted
 
 
 @dataclass(frozen=True)
@@ -126,19 +128,19 @@ class Cascade:
 
     @property
     def costs(self) -> np.ndarray:
-        """The chosen cost of a request on each model. InputError where one is not known."""
+        """Return the chosen cost of a request on each model. InputError where one is not known."""
         return costs_of(self.models, self.cost)
 
     def expected_cost(self) -> float:
-        """Of a request, in the unit of the chosen cost: sum of visited share times cost (Algorithm 1, e)."""
+        """Return the cost of a request: the sum of visited share times cost (Algorithm 1, e)."""
         if self.expected is None:
-            raise InputError("the cascade does not say which shares of the requests its models get")
+            raise InputError("the cascade has no expected shares of the requests of its models")
         return float(np.dot(self.expected.visited, self.costs))
 
     def next_model(self, i: int, confidence: np.ndarray) -> np.ndarray:
-        """Where requests [N] with this confidence at model i go: ANSWERED, or the place of a larger model.
+        """Return where requests [N] with this confidence at model i go: ANSWERED, or the index of a larger model.
 
-        A confidence that is no number is no confidence: the request goes on to model i + 1.
+        A request whose confidence is NaN goes on to model i + 1.
         """
         confidence = np.asarray(confidence, dtype=float)
         if i == len(self.models) - 1:
@@ -150,9 +152,9 @@ class Cascade:
         return to
 
     def walk(self, confidence: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The way of N requests: (place of the model that answers [N], which models compute it [models, N] bool).
+        """Return the way of N requests: (index of the answering model [N], which models compute it [models, N] bool).
 
-        ``confidence`` [models or models − 1, N]: what each model would say of each request.
+        ``confidence`` [models or models − 1, N]: each model's confidence in each request.
         """
         confidence = np.asarray(confidence, dtype=float)
         num_requests = confidence.shape[1]
@@ -163,27 +165,26 @@ class Cascade:
             visited[i, here] = True
             if i < len(self.models) - 1:
                 to = self.next_model(i, confidence[i, here])
-                at[here] = np.where(to == ANSWERED, i, to)  # an answered one stays: later models look at their place
+                at[here] = np.where(to == ANSWERED, i, to)  # an answered request stays at model i
         return at, visited
 
     def to_dict(self) -> dict:
-        """What the JSON file holds; skips name their targets."""
+        """Return the content of the JSON file, in which skips name their targets."""
         record = asdict(self)
-        record["skips"] = [
-            [{"below": skip.below, "to": self.names[skip.to]} for skip in skips] for skips in self.skips
-        ]  # fmt: skip
+        names = self.names
+        record["skips"] = [[{"below": skip.below, "to": names[skip.to]} for skip in skips] for skips in self.skips]
         return {"version": VERSION, **record}
 
     @classmethod
     def from_dict(cls, record: object, where: str = "the cascade") -> Cascade:
-        """Strict: a missing, unknown or wrong field raises InputError that names it and ``where`` it stands."""
+        """Read a JSON file's content; a missing, unknown or wrong field raises InputError with its name."""
         try:
             return cls(**_fields_from(record))
         except InputError as error:
             raise InputError(f"{where}: {error}") from None
 
     def save(self, path: str | Path) -> None:
-        """Write the JSON file, whole or not at all."""
+        """Write the JSON file, complete or not at all."""
         try:
             write_by_rename(Path(path), json.dumps(self.to_dict(), indent=1))
         except OSError as error:
@@ -195,7 +196,7 @@ class Cascade:
 
 
 def costs_of(models: tuple[CascadeModel, ...], cost: str) -> np.ndarray:
-    """One kind of cost of a request on each model [models]; InputError for a kind, or a model's cost, not known."""
+    """Return a kind of cost of a request on each model [models]; InputError for an unknown kind or an unknown cost."""
     if cost not in COSTS:
         raise unknown("cost", cost, COSTS)
     if unpriced := [model.name for model in models if getattr(model, cost) is None]:
@@ -203,8 +204,8 @@ def costs_of(models: tuple[CascadeModel, ...], cost: str) -> np.ndarray:
     return np.array([getattr(model, cost) for model in models], dtype=float)
 
 
-def read_json(path: str | Path) -> object:
-    """A JSON file's content; InputError where it cannot be read."""
+def read_json(path: str | Path) -> Any:
+    """Return a JSON file's content; InputError where it cannot be read."""
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -213,13 +214,13 @@ def read_json(path: str | Path) -> object:
         raise InputError(f"{path} is not JSON: {error}") from None
 
 
-def _check_number(what: str, value, low: float = -math.inf, high: float = math.inf, above: float = -math.inf) -> None:
+def _check_number(name: str, value, low: float = -math.inf, high: float = math.inf, above: float = -math.inf) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise InputError(f"{what} must be a finite number, not {value!r}")
+        raise InputError(f"{name} must be a finite number, not {value!r}")
     if not low <= value <= high:
-        raise InputError(f"{what} is {value:g}; it must be between {low:g} and {high:g}")
+        raise InputError(f"{name} is {value:g}; it must be between {low:g} and {high:g}")
     if not value > above:
-        raise InputError(f"{what} is {value:g}; it must be above {above:g}")
+        raise InputError(f"{name} is {value:g}; it must be above {above:g}")
 
 
 def _check_expected(expected: Expected, num_models: int) -> None:
@@ -235,32 +236,34 @@ def _check_expected(expected: Expected, num_models: int) -> None:
 
 
 def _fields_from(record: object) -> dict:
-    """The fields of a Cascade from what a JSON file holds."""
-    found = dict(_checked_fields(Cascade, record, "a cascade", {"version"}))
-    if found.pop("version", None) != VERSION:
+    """Return the fields of a Cascade from a JSON file's content."""
+    data = dict(_checked_fields(Cascade, record, "a cascade", {"version"}))
+    if data.pop("version", None) != VERSION:
         raise InputError(f"version must be {VERSION}")
-    models = [CascadeModel(**_checked_fields(CascadeModel, one, "a model")) for one in _checked_list(found, "models")]
+    models = [
+        CascadeModel(**_checked_fields(CascadeModel, model, "a model")) for model in _checked_list(data, "models")
+    ]
     places = {model.name: place for place, model in enumerate(models)}
-    found["models"] = tuple(models)
-    found["thresholds"] = tuple(_checked_list(found, "thresholds"))
-    found["skips"] = tuple(tuple(_skip_from(one, places) for one in skips) for skips in _checked_list(found, "skips"))
-    if found.get("expected") is not None:
-        expected = dict(_checked_fields(Expected, found["expected"], "expected"))
+    data["models"] = tuple(models)
+    data["thresholds"] = tuple(_checked_list(data, "thresholds"))
+    data["skips"] = tuple(tuple(_skip_from(skip, places) for skip in skips) for skips in _checked_list(data, "skips"))
+    if data.get("expected") is not None:
+        expected = dict(_checked_fields(Expected, data["expected"], "expected"))
         for name in ("answered", "visited"):
             expected[name] = tuple(_checked_list(expected, name))
-        found["expected"] = Expected(**expected)
-    return found
+        data["expected"] = Expected(**expected)
+    return data
 
 
-def _checked_fields(record: type, data: object, what: str, more: set[str] = frozenset()) -> dict:
+def _checked_fields(record: type, data: object, name: str, more: Collection[str] = ()) -> dict:
     if not isinstance(data, dict):
-        raise InputError(f"{what} must be a JSON object, not {type(data).__name__}")
-    known = {field.name for field in fields(record)} | more
-    if strange := [name for name in data if name not in known]:
-        raise unknown(f"field of {what}", strange[0], sorted(known))
+        raise InputError(f"{name} must be a JSON object, not {type(data).__name__}")
+    known = {field.name for field in fields(record)}.union(more)
+    if strange := [key for key in data if key not in known]:
+        raise unknown(f"field of {name}", strange[0], sorted(known))
     needed = [field.name for field in fields(record) if field.default is field.default_factory]
-    if missing := [name for name in needed if name not in data]:
-        raise InputError(f"{what}: the field {missing[0]!r} is missing")
+    if missing := [key for key in needed if key not in data]:
+        raise InputError(f"{name}: the field {missing[0]!r} is missing")
     return data
 
 

@@ -138,9 +138,9 @@ def test_rho_spreads_models_over_their_replicas_as_well_as_can_be():
         ("arrival_s\n0.5\n0.4\n", "row 3: 0.4 s comes after 0.5 s"),
         ("arrival_s,size\n0.1,2\n,3\n", "row 3: '' is no time"),
         ("arrival_s\nnan\n", "row 2"),
-        ("time\n0.1\n", "lacks the column 'arrival_s'"),
+        ("time\n0.1\n", "has no column 'arrival_s'"),
         ("arrival_s\n", "no request"),
-        ("", "lacks the column"),
+        ("", "has no column"),
     ],
 )
 def test_a_broken_trace_names_its_row(tmp_path, text, says):

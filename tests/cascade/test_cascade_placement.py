@@ -26,7 +26,7 @@ from flexhybrid.cascade.placement import assign
 from flexhybrid.cascade.placement.instances import layouts
 from flexhybrid.cascade.placement.item_kinds import Kinds
 from flexhybrid.cascade.placement.lower_bound import _relaxed, lower_bound
-from flexhybrid.cascade.placement.program import solve_exactly, what_is_lacking
+from flexhybrid.cascade.placement.program import solve_exactly, shortages
 from flexhybrid.cascade.placement.search import MOST_LOAD, describe, most_rate, plan
 from flexhybrid.core.errors import InputError
 
@@ -91,7 +91,7 @@ def test_program_equals_brute_force_and_bound_and_search_enclose_it(case):
         solved = solve_exactly(layout, machines, 1.0, 10)
         if solved is None:
             assert best == np.inf
-            assert what_is_lacking(layout, machines, 1.0, 10)[0]
+            assert shortages(layout, machines, 1.0, 10)[0]
             continue
         assert solved.cost == pytest.approx(best, rel=1e-6, abs=1e-15) and solved.bound == solved.cost
         bound, kinds = lower_bound(layout, machines, 1.0), Kinds(layout, machines, 1.0)

@@ -1,4 +1,4 @@
-"""When requests arrive: Poisson, or a trace file."""
+"""Arrival times of requests: Poisson, or a trace file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COLUMN = "arrival_s"
 
 
 def poisson(rate: float, count: int, seed: int = 0) -> np.ndarray:
-    """Seconds at which ``count`` requests arrive, ``rate`` a second on average [count]."""
+    """Return the seconds at which ``count`` requests arrive, ``rate`` a second on average [count]."""
     check_rate(rate)
     if isinstance(count, bool) or not isinstance(count, (int, np.integer)) or count < 1:
         raise InputError(f"the number of requests is {count!r}; it must be a whole number >= 1")
@@ -23,28 +23,27 @@ def poisson(rate: float, count: int, seed: int = 0) -> np.ndarray:
 
 
 def read_trace(path: str | Path) -> np.ndarray:
-    """Seconds of arrival out of a CSV file's column ``arrival_s`` [requests], from 0 on.
+    """Read seconds of arrival, from 0 on, from a CSV file's column ``arrival_s`` [requests].
 
     Raises InputError with the row of a cell that is no number, negative, or before the one above it.
     """
-    found: list[float] = []
+    seconds: list[float] = []
     try:
         with Path(path).open(encoding="utf-8", newline="") as file:
             reader = csv.DictReader(file)
             if COLUMN not in (reader.fieldnames or ()):
-                raise InputError(
-                    f"{path}: the header lacks the column {COLUMN!r}; it has {reader.fieldnames or 'none'}"
-                )
+                raise InputError(f"{path}: the header has no column {COLUMN!r}; it has {reader.fieldnames or 'none'}")
             for row in reader:
-                found.append(_seconds(row[COLUMN], found[-1] if found else 0.0, f"{path}, row {reader.line_num}"))
+                last = seconds[-1] if seconds else 0.0
+                seconds.append(_seconds(row[COLUMN] or "", last, f"{path}, row {reader.line_num}"))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise InputError(f"cannot read {path}: {error}") from None
-    if not found:
+    if not seconds:
         raise InputError(f"{path}: there is no request in it")
-    return np.array(found)
+    return np.array(seconds)
 
 
-def _seconds(cell: str | None, last: float, where: str) -> float:
+def _seconds(cell: str, last: float, where: str) -> float:
     try:
         value = float(cell)
     except (TypeError, ValueError):

@@ -1,7 +1,8 @@
-"""Joules: from NVIDIA's own meter where there is one, else from a stated model of power that says it is one."""
+"""Joules: read from NVIDIA's power meter where there is one, else predicted by a stated model of power."""
 
 from __future__ import annotations
 
+import importlib
 import threading
 import time
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ INTERVAL_S = 0.1  #: between two readings (HybridServe, VI-C)
 
 @dataclass(frozen=True)
 class PowerModel:
-    """Watts of a GPU that idles and of one whose kernels run all the time; between them, in proportion."""
+    """Watts of an idle GPU and of one whose kernels run all the time; between them in proportion."""
 
     idle_w: float
     busy_w: float
@@ -26,12 +27,12 @@ class PowerModel:
             raise InputError(f"a GPU's power is {self.idle_w!r} W idle and {self.busy_w!r} W busy; 0 <= idle <= busy")
 
     def joules(self, span_s: float, busy_s: float) -> float:
-        """Of a GPU that was on for ``span_s`` seconds and computed during ``busy_s`` of them."""
+        """Return the joules of a GPU that was on for ``span_s`` seconds and computed during ``busy_s`` of them."""
         return self.idle_w * span_s + (self.busy_w - self.idle_w) * busy_s
 
 
 #: By the catalogue's names. Busy is the board's limit by datasheet. Idle, a board with its context loaded, is in no
-#: datasheet: assumed, and best replaced by what nvidia-smi shows (``cascade simulate --idle-w``).
+#: datasheet: it is assumed, and better replaced by nvidia-smi's reading (``cascade simulate --idle-w``).
 POWER = {
     "t4": PowerModel(10.0, 70.0, "T4: 70 W board limit (datasheet); 10 W idle assumed"),
     "rtx-a6000": PowerModel(25.0, 300.0, "RTX A6000: 300 W board limit (datasheet); 25 W idle assumed"),
@@ -46,9 +47,9 @@ POWER = {
 class Meter:
     """Joules of a block of code: ``with Meter(power) as meter: …``, then ``meter.joules`` and ``meter.source``.
 
-    All of this machine's NVIDIA GPUs are read by NVML every INTERVAL_S, their idling included. Where pynvml or a GPU is
-    missing, ``power`` is taken for ``num_gpus`` GPUs that are busy for ``busy_s`` seconds (all the time where that is
-    None); ``measured`` says which it was, and ``source`` says it in words.
+    All of this machine's NVIDIA GPUs are read by NVML every INTERVAL_S, their idle time included. Where pynvml or a GPU
+    is missing, ``power`` predicts ``num_gpus`` GPUs that are busy for ``busy_s`` seconds (None: all the time).
+    ``measured`` tells the two apart, and ``source`` describes the one used.
     """
 
     def __init__(self, power: PowerModel, num_gpus: int = 1, interval_s: float = INTERVAL_S):
@@ -62,8 +63,8 @@ class Meter:
         self._begun = time.perf_counter()
         if self._nvml:
             self._stop = threading.Event()
-            self._read()
-            self._thread = threading.Thread(target=self._sample, name="energy meter")
+            self._read(self._nvml)
+            self._thread = threading.Thread(target=self._sample, args=(self._nvml,), name="energy meter")
             self._thread.start()
         return self
 
@@ -72,7 +73,7 @@ class Meter:
         if self._nvml:
             self._stop.set()
             self._thread.join()
-            self._read()
+            self._read(self._nvml)
             self._nvml.close()
             at, watts = np.array(self.samples).T
             self.joules = float(np.trapezoid(watts, at))
@@ -83,12 +84,12 @@ class Meter:
         self.joules = self.power.joules(self.num_gpus * span_s, busy_s)
         self.source = f"power model, not measured: {self.power.source}"
 
-    def _read(self) -> None:
-        self.samples.append((time.perf_counter(), self._nvml.watts()))
+    def _read(self, nvml: _Nvml) -> None:
+        self.samples.append((time.perf_counter(), nvml.watts()))
 
-    def _sample(self) -> None:
+    def _sample(self, nvml: _Nvml) -> None:
         while not self._stop.wait(self.interval_s):
-            self._read()
+            self._read(nvml)
 
 
 class _Nvml:
@@ -99,9 +100,9 @@ class _Nvml:
 
     @classmethod
     def open(cls) -> _Nvml | None:
-        """None where pynvml, the driver or a GPU that tells its power is missing."""
+        """Return None where pynvml, the driver or a GPU that reports its power is missing."""
         try:
-            import pynvml
+            pynvml = importlib.import_module("pynvml")  # an extra: nvidia-ml-py
         except ImportError:
             return None
         try:
@@ -110,11 +111,11 @@ class _Nvml:
             return None
         try:
             handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-            found = cls(pynvml, handles)
-            if handles and found.watts() > 0:
-                return found
+            nvml = cls(pynvml, handles)
+            if handles and nvml.watts() > 0:
+                return nvml
         except pynvml.NVMLError:
-            pass  # some boards do not tell: the model of power is used
+            pass  # some boards report no power: the model of power is used
         pynvml.nvmlShutdown()
         return None
 

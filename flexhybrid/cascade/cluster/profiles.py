@@ -1,12 +1,12 @@
-"""How fast and how large the models of a cascade are: a JSON file of profiles, or the simulator for an offloaded giant.
+"""Seconds and bytes of a cascade's models: a JSON file of profiles, or the simulator for an offloaded giant.
 
     {"version": 1, "models": {
       "small": {"seconds": [[1, 0.004], [8, 0.011]], "memory_bytes": [[1, 3e8], [8, 4e8]], "output_bytes": 5e4},
       "giant": {"offloaded": {"model": "opt-30b", "hardware": "t4", "prompt_len": 512, "gen_len": 32}}}}
 
 A model is profiled ([batch, seconds] and [batch, bytes] pairs, through which lines are fitted), or ``offloaded``: its
-weights and cache live on the host, and the virtual clock says how long its batches take, its link to itself. That each
-replica also needs the host's memory is not in the plan.
+weights and cache lie on the host, and the virtual clock predicts its batches' seconds, with the link to itself. The
+host memory that each replica also needs is not in the plan.
 """
 
 from __future__ import annotations
@@ -32,25 +32,31 @@ OFFLOADED_DEFAULTS = {"system": "capture", "clock": "virtual", "dtype": "float16
 
 
 def offloaded_lines(
-    model: str, hardware: str, prompt_len: int, gen_len: int, system_name: str = "capture",
-    batches: Sequence[int] = (1, 2, 4, 8), clock: str = "virtual", dtype: str = "float16",
-) -> tuple[BatchLine, BatchLine]:  # fmt: skip
-    """(seconds, bytes of the GPU) over the batch of a model whose weights are streamed from the host.
+    model: str,
+    hardware: str,
+    prompt_len: int,
+    gen_len: int,
+    system: str = "capture",
+    batches: Sequence[int] = (1, 2, 4, 8),
+    clock: str = "virtual",
+    dtype: str = "float16",
+) -> tuple[BatchLine, BatchLine]:
+    """Return lines of (seconds, bytes of the GPU) over the batch of a model whose weights are streamed from the host.
 
-    Each batch is walked on the virtual clock (or the closed form, ``clock`` "closed"): prefill and all its tokens. A
-    batch that does not fit at once runs in waves, as ``sim.simulate`` has it.
+    Each batch runs on the virtual clock (or the array clock, ``clock`` "closed"): prefill and all its tokens. A batch
+    that does not fit at once runs in waves, as in ``sim.simulate``.
     """
     problem = Problem(shape=shape_of(model), dtype=dtype, hardware=catalogue.load(hardware))
     seconds, memory = [], []
     for batch in batches:
-        outcome = run_system(system_name, Setting(problem, batch, prompt_len, gen_len), clock)
+        outcome = run_system(system, Setting(problem, batch, prompt_len, gen_len), clock)
         seconds.append((batch, outcome.total_s))
         memory.append((batch, float(outcome.peak_bytes["device"])))
     return fit_batch_line(seconds), fit_batch_line(memory)
 
 
 def read_profiles(path: str | Path, names: Sequence[str]) -> tuple[ServedModel, ...]:
-    """The models of these names out of a profiles file; InputError with file, model and field."""
+    """Read the models of these names from a profiles file; InputError names file, model and field."""
     record = read_json(path)
     if not isinstance(record, dict) or record.get("version") != VERSION or not isinstance(record.get("models"), dict):
         raise InputError(f"{path}: a file of profiles is {{'version': {VERSION}, 'models': {{name: …}}}}")
@@ -106,22 +112,19 @@ def _offloaded(record: object) -> tuple[BatchLine, BatchLine]:
     for key, kind in OFFLOADED.items():
         if not isinstance(record.get(key), kind) or isinstance(record.get(key), bool):
             raise InputError(f"offloaded: {key} must be {'a name' if kind is str else 'a whole number'}")
-    found = {**OFFLOADED_DEFAULTS, **record}
-    if not isinstance(found["batches"], list) or not found["batches"]:
-        raise InputError(f"offloaded: batches is {found['batches']!r}; it must be a list of whole numbers")
-    if found["dtype"] not in DTYPE_BYTES:
-        raise unknown("dtype", found["dtype"], DTYPE_BYTES)
-    return offloaded_lines(
-        found["model"], found["hardware"], found["prompt_len"], found["gen_len"], found["system"],
-        found["batches"], found["clock"], found["dtype"],
-    )  # fmt: skip
+    fields = {**OFFLOADED_DEFAULTS, **record}
+    if not isinstance(fields["batches"], list) or not fields["batches"]:
+        raise InputError(f"offloaded: batches is {fields['batches']!r}; it must be a list of whole numbers")
+    if fields["dtype"] not in DTYPE_BYTES:
+        raise unknown("dtype", fields["dtype"], DTYPE_BYTES)
+    return offloaded_lines(**fields)
 
 
 def flow_of(cascade: Cascade) -> Flow:
-    """The flow that a cascade's expected shares and skips allow.
+    """Return a flow with a cascade's expected shares and skips.
 
-    Without skips they say all of it. With them, what each model passes on must add up to what each next one gets; of
-    the ways to do so the one with most steps to the very next model is taken. Every model's load is the same in all.
+    Without skips the shares determine it. With skips, the shares that models pass on must sum to those that the next
+    ones get; of all such flows the one with most steps to the next larger model is taken. They differ in no load.
     """
     if cascade.expected is None:
         raise InputError("the cascade does not say which shares of the requests its models get: search it first")
@@ -131,23 +134,20 @@ def flow_of(cascade: Cascade) -> Flow:
     from scipy.optimize import linprog
 
     n = len(visited)
-    edges = [
-        (i, j) for i in range(n - 1) for j in sorted({i + 1, *(skip.to for skip in cascade.skips[i])})
-    ]  # fmt: skip
+    targets = [sorted({i + 1, *(skip.to for skip in cascade.skips[i])}) for i in range(n - 1)]
+    edges = [(i, j) for i in range(n - 1) for j in targets[i]]
     leaves, enters = np.zeros((n - 1, len(edges))), np.zeros((n - 1, len(edges)))
     for column, (i, j) in enumerate(edges):
         leaves[i, column] = enters[j - 1, column] = 1.0
     far = np.array([j - i for i, j in edges], dtype=float)
     rows, sums = np.concatenate([leaves, enters]), np.concatenate([(visited - answered)[:-1], visited[1:]])
-    slack = np.ones((len(rows), 1))  # shares are printed to a few digits: as little is bent as can be
-    found = linprog(
-        np.append(far, 1e3 * n), np.block([[rows, -slack], [-rows, -slack]]), np.concatenate([sums, -sums]),
-        method="highs",
-    )  # fmt: skip
-    if found.status != 0 or found.x[-1] > 100 * SHARE_SLACK:
+    slack = np.ones((len(rows), 1))  # shares are printed to a few digits: the least slack is used
+    limits = np.block([[rows, -slack], [-rows, -slack]])
+    result = linprog(np.append(far, 1e3 * n), limits, np.concatenate([sums, -sums]), method="highs")
+    if result.status != 0 or result.x[-1] > 100 * SHARE_SLACK:
         raise InputError("the cascade's expected shares do not fit its skips: no requests could go that way")
     onward = np.zeros((n, n))
-    for (i, j), share in zip(edges, found.x, strict=False):
+    for (i, j), share in zip(edges, result.x, strict=False):
         if visited[i] > SHARE_SLACK:
             onward[i, j] = share / visited[i]
     onward /= np.maximum(1.0, onward.sum(axis=1))[:, None]

@@ -1,6 +1,6 @@
-"""Items onto GPUs when there are too many for the binary program: greedy starts, then moves and swaps that pay.
+"""A search that assigns items to GPUs where they are too many for the binary program: greedy starts, moves and swaps.
 
-Everything is kept as two tables, traffic of an item with each GPU and with each host, and renewed by a row at a time.
+Its state is two tables, the traffic of an item with each GPU and with each host, which change by a row at a time.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ SLACK = 1e-9  #: of a GPU's memory or time: sums of many shares may miss a bound
 
 
 class Board:
-    """Where every item lies; ``gpu_of`` [items], -1 while it lies nowhere.
+    """The GPU of every item; ``gpu_of`` [items], -1 for an item that is not placed.
 
-    ``near`` [items, GPUs]: bytes a request between an item and what lies on a GPU, both ways; ``near_host`` the same
-    for a whole host. ``free`` [2, GPUs]: memory and time that are left, as shares of the largest GPU's and of 1.
+    ``near`` [items, GPUs]: bytes a request between an item and the items on a GPU, both ways; ``near_host``: those on
+    all GPUs of a host. ``free`` [2, GPUs]: memory and time left, as shares of the largest GPU's and of 1.
     """
 
     def __init__(self, layout: Layout, cluster: Cluster, most_load: float):
@@ -39,7 +39,7 @@ class Board:
         self.free = self.full.copy()
 
     def put(self, item: int, gpu: int, sign: int = 1) -> None:
-        """Lay an item down (sign 1), or take it up (-1)."""
+        """Place an item (sign 1), or remove it (-1)."""
         self.near[:, gpu] += sign * self.traffic[item]
         self.near_host[:, self.host_of[gpu]] += sign * self.traffic[item]
         self.free[:, gpu] -= sign * self.sizes[:, item]
@@ -51,21 +51,23 @@ class Board:
             self.put(item, int(gpu))
 
     def saved(self) -> np.ndarray:
-        """Seconds of transfer a request that an item on a GPU saves over lying alone on a host [items, GPUs]."""
+        """Return the seconds of transfer a request that an item on a GPU saves over a host of its own [items, GPUs]."""
         return (self.network - self.host) * self.near_host[:, self.host_of] + self.host * self.near
 
     def cost(self) -> float:
-        """Seconds of transfer a request (Eq. 2)."""
+        """Return the seconds of transfer a request (Eq. 2)."""
         items = np.arange(len(self.gpu_of))
         return float(self.network * self.traffic.sum() - self.saved()[items, self.gpu_of].sum()) / 2
 
     def greedy(self, order: np.ndarray) -> bool:
-        """Lay every item, in this order, where it saves most, and of those where least is left; False where one fits
-        nowhere (``gpu_of`` then says which lie)."""
-        self.clear()
-        return self._lay(order)
+        """Place every item, in this order, where it saves most, and of those where least is left.
 
-    def _lay(self, order: np.ndarray) -> bool:
+        Return False where an item fits no GPU; ``gpu_of`` then has the items placed before it.
+        """
+        self.clear()
+        return self._place(order)
+
+    def _place(self, order: np.ndarray) -> bool:
         for item in order:
             left = self.free - self.sizes[:, item, None]
             fits = (left >= -SLACK).all(axis=0)
@@ -78,7 +80,7 @@ class Board:
         return True
 
     def improve(self, until: float) -> None:
-        """Moves and swaps of two items, the best one each time, until none pays or the clock says ``until``."""
+        """Make the best move or swap of two items, until none pays or ``until`` is reached (time.perf_counter())."""
         while time.perf_counter() < until and (self._move() or self._swap()):
             pass
 
@@ -96,9 +98,9 @@ class Board:
 
     def _swap(self) -> bool:
         at, saved = self.gpu_of, self.saved()
-        there = saved[:, at]  # item i where item j lies
-        stays = there.diagonal()
-        # a pair that changes places counts each other as near where neither is any longer
+        swapped = saved[:, at]  # item i on the GPU of item j
+        stays = swapped.diagonal()
+        # a pair that changes places counts each other as near where neither lies any longer
         hosts = self.host_of[at]
         closeness = np.where(
             at[:, None] == at[None, :],
@@ -106,55 +108,54 @@ class Board:
             np.where(hosts[:, None] == hosts[None, :], self.network - self.host, 0.0),
         )
         itself = self.traffic * (self.network - closeness)
-        gain = there + there.T - stays[:, None] - stays[None, :] - 2 * itself
+        gain = swapped + swapped.T - stays[:, None] - stays[None, :] - 2 * itself
         for free, size in zip(self.free, self.sizes, strict=True):
-            more = size[:, None] - size[None, :]  # what j's GPU gets when i comes for j
+            more = size[:, None] - size[None, :]  # on j's GPU when i replaces j
             gain = np.where((more <= free[at][None, :] + SLACK) & (-more <= free[at][:, None] + SLACK), gain, -np.inf)
         gain = np.where(at[:, None] == at[None, :], -np.inf, gain)
-        one, other = (int(i) for i in np.unravel_index(gain.argmax(), gain.shape))
-        if gain[one, other] <= self._tolerance:
+        a, b = (int(i) for i in np.unravel_index(gain.argmax(), gain.shape))
+        if gain[a, b] <= self._tolerance:
             return False
-        self._exchange(one, other)
+        self._exchange(a, b)
         return True
 
-    def _exchange(self, one: int, other: int) -> None:
-        here, there = int(self.gpu_of[one]), int(self.gpu_of[other])
-        self.put(one, here, -1)
-        self.put(other, there, -1)
-        self.put(one, there)
-        self.put(other, here)
+    def _exchange(self, a: int, b: int) -> None:
+        gpu_a, gpu_b = int(self.gpu_of[a]), int(self.gpu_of[b])
+        self.put(a, gpu_a, -1)
+        self.put(b, gpu_b, -1)
+        self.put(a, gpu_b)
+        self.put(b, gpu_a)
 
     @property
     def _tolerance(self) -> float:
         return 1e-9 * self.network * self.traffic.max() if self.traffic.size else 0.0
 
     def swap_some(self, rng: np.random.Generator, times: int) -> None:
-        """Swap items that fit into each other's place, whatever it costs."""
+        """Swap random items that fit each other's GPU, at any cost."""
         for _ in range(20 * times):
-            one, other = rng.integers(len(self.gpu_of), size=2)
-            here, there = self.gpu_of[one], self.gpu_of[other]
-            more = self.sizes[:, one] - self.sizes[:, other]
-            fits = (more <= self.free[:, there] + SLACK).all() and (-more <= self.free[:, here] + SLACK).all()
-            if here != there and fits:
-                self._exchange(int(one), int(other))
+            a, b = rng.integers(len(self.gpu_of), size=2)
+            gpu_a, gpu_b = self.gpu_of[a], self.gpu_of[b]
+            more = self.sizes[:, a] - self.sizes[:, b]
+            fits = (more <= self.free[:, gpu_b] + SLACK).all() and (-more <= self.free[:, gpu_a] + SLACK).all()
+            if gpu_a != gpu_b and fits:
+                self._exchange(int(a), int(b))
                 times -= 1
                 if not times:
                     return
 
     def relay(self, rng: np.random.Generator, hosts: int) -> None:
-        """Take up everything on some hosts and lay it down again, in an order near to largest first; where it then does
-        not fit, all is as it was."""
-        before, some = self.gpu_of.copy(), rng.permutation(self.near_host.shape[1])[:hosts]
-        up = np.flatnonzero(np.isin(self.host_of[self.gpu_of], some))
-        for item in up:
+        """Remove all items of some hosts and place them again, roughly largest first; undo it where they do not fit."""
+        before, chosen = self.gpu_of.copy(), rng.permutation(self.near_host.shape[1])[:hosts]
+        removed = np.flatnonzero(np.isin(self.host_of[self.gpu_of], chosen))
+        for item in removed:
             self.put(int(item), int(self.gpu_of[item]), -1)
-        order = np.argsort(-self.sizes[:, up].max(axis=0) * rng.uniform(0.6, 1.0, len(up)))
-        if not self._lay(up[order]):
+        order = np.argsort(-self.sizes[:, removed].max(axis=0) * rng.uniform(0.6, 1.0, len(removed)))
+        if not self._place(removed[order]):
             self.restore(before)
 
 
 def orders(layout: Layout, cluster: Cluster) -> list[np.ndarray]:
-    """Orders for a greedy start: largest first; replicas of neighbouring models together; giants first."""
+    """Return orders for a greedy start: largest first; replicas of neighbouring models together; giants first."""
     model, replica, partition = layout.items.T
     size = np.maximum(layout.item_memory / cluster.memory.max(), layout.item_load)
     turn = replica / np.maximum(layout.replicas, 1)[model]
@@ -164,10 +165,10 @@ def orders(layout: Layout, cluster: Cluster) -> list[np.ndarray]:
 def search(
     layout: Layout, cluster: Cluster, most_load: float, good_enough: float, until: float, seed: int = 0
 ) -> tuple[float, np.ndarray] | None:
-    """The best assignment found: (seconds of transfer a request, GPU of each item); None where no start fits.
+    """Return the best assignment found (seconds of transfer a request, GPU of each item); None where no start fits.
 
     Ends at a cost of ``good_enough`` or below, or when ``time.perf_counter()`` reaches ``until``; the starts are always
-    made. Seeded: where time does not end it, the same call gives the same answer.
+    made. It is seeded: equal calls that time does not end give equal answers.
     """
     board, best = Board(layout, cluster, most_load), None
     for order in orders(layout, cluster):

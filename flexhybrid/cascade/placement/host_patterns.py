@@ -1,9 +1,9 @@
-"""The most that any placement saves by what a host can hold, where that can be listed: large items, few of them a GPU.
+"""The most that any placement saves, where the contents of a host can be listed: large items, few of them a GPU.
 
-A pattern says how many items of each kind lie on each GPU of one host. What it saves is known, so no placement saves
-more than the linear program of Gilmore and Gomory (1961): how often each pattern is used, all items placed, no more
-patterns than hosts. Its columns are found by their reduced costs; the prices of each round give a bound whether or not
-it is the last (Lagrange).
+A pattern is the number of items of each kind on each GPU of one host, and its saving is known. So no placement saves
+more than the linear program of Gilmore and Gomory (1961), whose variables are the uses of each pattern: all items are
+placed, with no more patterns than hosts. Its columns are found by their reduced costs; the prices of every round give a
+bound (Lagrange).
 """
 
 from __future__ import annotations
@@ -24,15 +24,19 @@ NEW_COLUMNS = 100  #: a round
 
 
 def most_saved(kinds: Kinds, cluster: Cluster) -> float | None:
-    """Seconds of transfer a request that no placement saves more of, against all items on hosts of their own; None
-    where a host has too many patterns to list."""
+    """Return the most seconds of transfer a request that a placement saves, against all items on separate hosts.
+
+    None where a host has too many patterns to list.
+    """
     per_host, hosts = int(np.bincount(cluster.hosts).max()), int(cluster.hosts.max()) + 1
     of_gpu = _gpu_patterns(kinds)
     if len(of_gpu) > MOST_OF_GPU or math.comb(len(of_gpu) + per_host - 1, per_host) > MOST_PATTERNS:
         return None
-    every = itertools.combinations_with_replacement(range(len(of_gpu)), per_host)
-    combined = np.fromiter(itertools.chain.from_iterable(every), dtype=np.int32).reshape(-1, per_host)
-    counts = sum(of_gpu[slot] for slot in combined.T)  # [patterns, kinds]
+    combinations = itertools.combinations_with_replacement(range(len(of_gpu)), per_host)
+    combined = np.fromiter(itertools.chain.from_iterable(combinations), dtype=np.int32).reshape(-1, per_host)
+    counts = np.zeros((len(combined), of_gpu.shape[1]), dtype=np.int32)  # [patterns, kinds]
+    for slot in combined.T:
+        counts += of_gpu[slot]
     possible = (counts <= kinds.count).all(axis=1)
     combined, counts = combined[possible], counts[possible]
     on_gpus = _saved(kinds, of_gpu, cluster.host_s_per_byte)[combined].sum(axis=1)
@@ -41,34 +45,34 @@ def most_saved(kinds: Kinds, cluster: Cluster) -> float | None:
 
 
 def _gpu_patterns(kinds: Kinds) -> np.ndarray:
-    """What fits on one GPU, nothing included [patterns, kinds]; no more than MOST_OF_GPU + 1 are listed."""
+    """Return the numbers of each kind that fit one GPU, from none on [patterns, kinds]; at most MOST_OF_GPU + 1."""
 
     def fill(kind: int, memory: float, load: float) -> Iterator[list[int]]:
         if kind == len(kinds.of):
             yield []
             return
-        for number in range(int(kinds.count[kind]) + 1):
-            left = memory - number * kinds.memory[kind], load - number * kinds.load[kind]
+        for count in range(int(kinds.count[kind]) + 1):
+            left = memory - count * kinds.memory[kind], load - count * kinds.load[kind]
             if min(left) < -1e-9:
                 return
             for more in fill(kind + 1, *left):
-                yield [number, *more]
+                yield [count, *more]
 
     return np.array(list(itertools.islice(fill(0, 1.0, 1.0), MOST_OF_GPU + 1)), dtype=np.int32)
 
 
 def _saved(kinds: Kinds, counts: np.ndarray, s_per_byte: float) -> np.ndarray:
-    """What items that lie together save, seconds a request, by how many of each kind do [patterns]."""
+    """Return the seconds a request that items save by lying together, by their number of each kind [patterns]."""
     saved = np.zeros(len(counts))
     for a, b, weight, _ in kinds.pairs:
-        one, other = counts[:, a], counts[:, b]
+        of_a, of_b = counts[:, a], counts[:, b]
         inside = kinds.of[a][0] == kinds.of[b][0]  # partitions of one replica talk to each other alone
-        saved += weight * s_per_byte * (np.minimum(one, other) if inside else one * other)
+        saved += weight * s_per_byte * (np.minimum(of_a, of_b) if inside else of_a * of_b)
     return saved
 
 
 def _by_columns(counts: np.ndarray, value: np.ndarray, needed: np.ndarray, hosts: int) -> float:
-    """Least upper bound found of max Σ value·x over x >= 0 with Σ counts·x = needed, Σ x <= hosts."""
+    """Return the least upper bound found of max Σ value·x over x >= 0 with Σ counts·x = needed, Σ x <= hosts."""
     from scipy.optimize import linprog
 
     scale = max(float(value.max()), 1e-300)
@@ -76,15 +80,14 @@ def _by_columns(counts: np.ndarray, value: np.ndarray, needed: np.ndarray, hosts
     penalty = 10.0 * hosts  # of an item that no chosen column places: more than all that can be saved
     chosen, best = np.argsort(-value, kind="stable")[:NEW_COLUMNS], math.inf
     for _ in range(ROUNDS):
-        found = linprog(
-            -np.concatenate([value[chosen], np.full(size, -penalty)]),
-            np.concatenate([np.ones(len(chosen)), np.zeros(size)])[None], [hosts],
-            np.concatenate([counts[chosen].T, np.eye(size)], axis=1), needed, method="highs",
-        )  # fmt: skip
-        prices = -found.eqlin.marginals
+        objective = -np.concatenate([value[chosen], np.full(size, -penalty)])
+        uses = np.concatenate([np.ones(len(chosen)), np.zeros(size)])[None]
+        placed = np.concatenate([counts[chosen].T, np.eye(size)], axis=1)
+        result = linprog(objective, uses, [hosts], placed, needed, method="highs")
+        prices = -result.eqlin.marginals
         reduced = value - counts @ prices
         best = min(best, float(needed @ prices) + hosts * max(0.0, float(reduced.max())))
-        gains = reduced + float(found.ineqlin.marginals[0])
+        gains = reduced + float(result.ineqlin.marginals[0])
         new = np.argsort(-gains, kind="stable")[:NEW_COLUMNS]
         new = new[gains[new] > 1e-9]
         if not len(np.setdiff1d(new, chosen)):

@@ -1,4 +1,4 @@
-"""From models, flow and rate to what is placed: replicas, partitions, their sizes, and the traffic between them."""
+"""From models, flow and rate to the placed items: replicas, partitions, their sizes, and the traffic between them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from flexhybrid.cascade.cluster.served import Cluster, Flow, ServedModel
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.units import gib
 
-MOST_CHOICES = 16  #: of (R, S) that are looked at, those with the fewest partitions first
-MOST_SORTED = 1 << 16  #: of (R, S) that are put in that order: all of them up to sixteen models
+MOST_CHOICES = 16  #: (R, S) that are evaluated, those with the fewest partitions first
+MOST_SORTED = 1 << 16  #: (R, S) that are put in that order: all of them up to sixteen models
 MORE_PARTITIONS = 1  #: beyond the fewest that fit a GPU
 
 
@@ -38,7 +38,7 @@ class Layout:
 
     @cached_property
     def items(self) -> np.ndarray:
-        """(model, replica, partition) of everything that is placed [items, 3]."""
+        """Return (model, replica, partition) of every placed item [items, 3]."""
         rows = [
             (m, r, s)
             for m in range(len(self.models))
@@ -49,7 +49,7 @@ class Layout:
 
     @cached_property
     def traffic(self) -> np.ndarray:
-        """Bytes that a request of the cascade sends, on average, from item to item [items, items].
+        """Return the bytes that a request of the cascade sends, on average, from item to item [items, items].
 
         From the last partition of each replica of a model to the first of each of the next, spread evenly; within a
         replica from each partition to the next. All other pairs are muted (§V-A).
@@ -57,8 +57,8 @@ class Layout:
         model, replica, partition = self.items.T
         first, last = partition == 0, partition == self.partitions[model] - 1
         visits, onward = self.flow.visits, np.asarray(self.flow.onward)
-        output = np.array([one.output_bytes for one in self.models])
-        hidden = np.array([one.hidden_bytes for one in self.models])
+        output = np.array([served.output_bytes for served in self.models])
+        hidden = np.array([served.hidden_bytes for served in self.models])
         replicas = np.maximum(self.replicas, 1)
         between = (visits * output / replicas)[:, None] * onward / replicas[None, :]  # [models, models], a pair
         table = np.where(last[:, None] & first[None, :], between[np.ix_(model, model)], 0.0)
@@ -75,7 +75,7 @@ class Layout:
         return self.load[self.items[:, 0]]
 
     def name(self, item: int) -> str:
-        """ "GPT-XXL, replica 2 of 3, partition 1 of 2" """
+        """Name an item: "GPT-XXL, replica 2 of 3, partition 1 of 2"."""
         model, replica, partition = self.items[item]
         words = [self.models[model].name]
         if self.replicas[model] > 1:
@@ -88,45 +88,48 @@ class Layout:
 def layouts(
     models: Sequence[ServedModel], flow: Flow, cluster: Cluster, rate: float, batch: int, most_load: float
 ) -> Iterator[Layout]:
-    """Every (R, S) worth a look, those with the fewest partitions first.
+    """Yield every promising (R, S), those with the fewest partitions first.
 
-    S goes from the fewest partitions that fit the largest GPU upwards; R is the fewest replicas that keep a GPU that
-    has nothing else at ``most_load`` or below. R·S is then in proportion to ρ·l (§V-C), rounded up so that nothing is
-    overloaded; more replicas would only add transfers. Raises InputError where a model cannot be made to fit.
+    S goes from the fewest partitions that fit the largest GPU upwards; R is the fewest replicas with which a GPU for
+    one partition alone stays at ``most_load`` or below. R·S is then in proportion to ρ·l (§V-C), rounded up so that no
+    GPU is overloaded; more replicas would only add transfers. Raises InputError where a model cannot be made to fit.
     """
     check_rate(rate)
     if len(models) != len(flow.entry):
         raise InputError(f"there are {len(models)} models, and a flow for {len(flow.entry)}")
     visits = flow.visits
-    most = float(cluster.memory.max())
+    largest = float(cluster.memory.max())
     options = []
     for model, share in zip(models, visits, strict=True):
-        choices = list(_fitting(model, share, rate, batch, most_load, most)) if share > 0 else [(0, 1, 1, 0.0, 0.0)]
+        choices = list(_fitting(model, share, rate, batch, most_load, largest)) if share > 0 else [(0, 1, 1, 0.0, 0.0)]
         if not choices:
             raise InputError(_never_fits(model, share * batch, cluster))
         options.append(choices[: 1 + MORE_PARTITIONS])
-    every = itertools.islice(itertools.product(*options), MOST_SORTED)
-    chosen = sorted(every, key=lambda some: sum(one[0] * one[1] for one in some))
-    for some in chosen[:MOST_CHOICES]:
-        replicas, partitions, size, memory, load = (np.array(column) for column in zip(*some, strict=True))
-        yield Layout(tuple(models), flow, rate, replicas, partitions, size, memory, load)
+    combinations = itertools.islice(itertools.product(*options), MOST_SORTED)
+    by_partitions = sorted(combinations, key=lambda choice: sum(option[0] * option[1] for option in choice))
+    for choice in by_partitions[:MOST_CHOICES]:
+        arrays = dict(zip(_OPTION, (np.array(column) for column in zip(*choice, strict=True)), strict=True))
+        yield Layout(tuple(models), flow, rate, **arrays)
+
+
+_OPTION = ("replicas", "partitions", "batch", "memory", "load")  #: of a model, in the order of ``_fitting``
 
 
 def _fitting(
-    model: ServedModel, share: float, rate: float, batch: int, most_load: float, most: float
+    model: ServedModel, share: float, rate: float, batch: int, most_load: float, largest: float
 ) -> Iterator[tuple[int, int, int, float, float]]:
-    """(replicas, partitions, batch, bytes, load) of each number of partitions that fits."""
+    """Yield (replicas, partitions, batch, bytes, load) of each number of partitions that fits."""
     for partitions in range(1, model.max_partitions + 1):
         replicas, size, load = _replicas(model, share, rate, batch, most_load, partitions)
         memory = model.memory(size) / partitions
-        if memory <= most:
+        if memory <= largest:
             yield replicas, partitions, size, memory, load
 
 
 def _replicas(
     model: ServedModel, share: float, rate: float, batch: int, most_load: float, partitions: int
 ) -> tuple[int, int, float]:
-    """The fewest replicas at most_load or below, the requests in a batch of one of them, and its load u.
+    """Return the fewest replicas at most_load or below, the requests in a batch of one of them, and its load u.
 
     A batch of ``batch`` requests enters the cascade every batch/rate seconds; ρ·batch of it reach the model (§V-C).
     """
@@ -135,9 +138,9 @@ def _replicas(
         size = min(model.max_batch, max(1, math.ceil(share * batch / replicas)))
         return size, rate * share / replicas * model.seconds(size) / size / partitions
 
-    least = rate * share * model.seconds(model.max_batch) / model.max_batch / partitions / most_load
-    most = rate * share * model.seconds(1) / partitions / most_load  # batches of one: this many are always enough
-    for replicas in range(max(1, math.ceil(least - 1e-9)), max(1, math.ceil(most)) + 1):
+    fewest = rate * share * model.seconds(model.max_batch) / model.max_batch / partitions / most_load
+    enough = rate * share * model.seconds(1) / partitions / most_load  # with batches of one request
+    for replicas in range(max(1, math.ceil(fewest - 1e-9)), max(1, math.ceil(enough)) + 1):
         size, load = of(replicas)
         if load <= most_load * (1 + 1e-9):
             return replicas, size, load

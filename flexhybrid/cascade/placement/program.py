@@ -1,4 +1,4 @@
-"""The binary program of §V with PuLP and HiGHS, for cases small enough to be proved, and for what a cluster lacks.
+"""The binary program of §V with PuLP and HiGHS, for cases small enough to be proved, and for a cluster's shortages.
 
 Eq. 2's products are linearised. T has three values only (same GPU, same host, network), so a pair needs no product for
 every two GPUs: it needs to know whether both lie on one GPU, and whether on one host.
@@ -6,7 +6,7 @@ every two GPUs: it needs to know whether both lie on one GPU, and whether on one
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,14 +15,14 @@ from flexhybrid.cascade.placement.instances import Layout
 from flexhybrid.core.units import gib
 
 
-class Solved(NamedTuple):
+class ExactPlacement(NamedTuple):
     cost: float  #: seconds of transfer a request
-    bound: float  #: that no placement undercuts; equals cost where the solver finished
+    bound: float  #: lower bound on the cost; equals cost where the solver finished
     gpu_of: np.ndarray  #: [items]
 
 
 def binary_program(layout: Layout, cluster: Cluster, most_load: float):
-    """(problem, x) of Eqs. 2 to 4; x[item][GPU]. Every row is named after its equation."""
+    """Return (problem, x, scale) of Eqs. 2 to 4; x[item][GPU]. Every row is named after its equation."""
     import pulp
 
     gpus, hosts = range(len(cluster.gpus)), cluster.hosts
@@ -57,8 +57,8 @@ def binary_program(layout: Layout, cluster: Cluster, most_load: float):
     return problem, x, scale
 
 
-def solve_exactly(layout: Layout, cluster: Cluster, most_load: float, time_limit: float) -> Solved | None:
-    """The placement of least transfer; None where the program is infeasible, or nothing was found in time."""
+def solve_exactly(layout: Layout, cluster: Cluster, most_load: float, time_limit: float) -> ExactPlacement | None:
+    """Find the placement of least transfer; None where the program is infeasible, or nothing was found in time."""
     problem, x, scale = binary_program(layout, cluster, most_load)
     proved = _solve(problem, time_limit, gapRel=1e-9)
     if proved is None:
@@ -66,42 +66,45 @@ def solve_exactly(layout: Layout, cluster: Cluster, most_load: float, time_limit
     gpu_of = np.array([np.argmax([variable.value() or 0.0 for variable in row]) for row in x])
     cost = transfer_s(layout, cluster, gpu_of)
     if proved:
-        return Solved(cost, cost, gpu_of)
-    whole = cluster.network_s_per_byte * float(layout.traffic.sum())
-    most_saved = -problem.solverModel.getInfo().mip_dual_bound * scale  # PuLP has HiGHS minimise the negative
-    return Solved(cost, max(0.0, min(cost, whole - most_saved)), gpu_of)
+        return ExactPlacement(cost, cost, gpu_of)
+    all_apart = cluster.network_s_per_byte * float(layout.traffic.sum())
+    highs: Any = problem.solverModel  # PuLP types it as None
+    most_saved = -highs.getInfo().mip_dual_bound * scale  # PuLP has HiGHS minimise the negative
+    return ExactPlacement(cost, max(0.0, min(cost, all_apart - most_saved)), gpu_of)
 
 
 def _solve(problem, time_limit: float, **options) -> bool | None:
-    """Run HiGHS: whether the values found are proved best; None where none were found."""
+    """Run HiGHS; return whether its values are proved best, None where it has none."""
     import pulp
 
     problem.solve(pulp.HiGHS(msg=False, timeLimit=max(0.1, time_limit), threads=1, **options))
     if problem.sol_status == pulp.LpSolutionOptimal:
         return True
     # PuLP calls it feasible whenever time ran out, with or without values
-    found = problem.sol_status == pulp.LpSolutionIntegerFeasible and problem.solverModel.getSolution().value_valid
-    return False if found else None
+    has_values = problem.sol_status == pulp.LpSolutionIntegerFeasible and problem.solverModel.getSolution().value_valid
+    return False if has_values else None
 
 
 def transfer_s(layout: Layout, cluster: Cluster, gpu_of: np.ndarray) -> float:
-    """Eq. 2 as it stands: Σ traffic · T(g, g'), seconds of transfer a request."""
+    """Return Eq. 2, Σ traffic · T(g, g'): seconds of transfer a request."""
     return float((layout.traffic * cluster.s_per_byte()[np.ix_(gpu_of, gpu_of)]).sum())
 
 
-def what_is_lacking(layout: Layout, cluster: Cluster, most_load: float, time_limit: float) -> tuple[list[str], object]:
-    """(which GPU lacks what, an assignment) where everything is placed and the sum of what is lacking is least.
+def shortages(
+    layout: Layout, cluster: Cluster, most_load: float, time_limit: float
+) -> tuple[list[str] | None, np.ndarray | None]:
+    """Place everything with the least sum of shortages; return (each GPU's shortage, GPU of each item).
 
-    The list is empty where all of it fits; it is None where the solver did not finish. Items that are alike are counted
-    (n[kind][GPU]), so that it stays small for hundreds of GPUs.
+    The list is None where the solver did not finish; the GPUs are None where the list is not empty. Equal items are
+    counted (n[kind][GPU]), so that the program stays small for hundreds of GPUs.
     """
     import pulp
 
     kinds, first = np.unique(layout.items[:, [0, 2]], axis=0, return_index=True)
     gpus, unit = range(len(cluster.gpus)), float(cluster.memory.max())
-    problem = pulp.LpProblem("what_is_lacking", pulp.LpMinimize)
+    problem = pulp.LpProblem("shortages", pulp.LpMinimize)
     count = [[problem.add_variable(f"n_{k}_{g}", 0, cat=pulp.LpInteger) for g in gpus] for k in range(len(kinds))]
-    lack = [[problem.add_variable(f"lack_{what}_{g}", 0) for g in gpus] for what in ("memory", "load")]
+    lack = [[problem.add_variable(f"lack_{resource}_{g}", 0) for g in gpus] for resource in ("memory", "load")]
     for k, (model, _) in enumerate(kinds):
         problem += pulp.lpSum(count[k]) == int(layout.replicas[model]), f"eq3_all_{k}"
     for g in gpus:
@@ -109,13 +112,13 @@ def what_is_lacking(layout: Layout, cluster: Cluster, most_load: float, time_lim
         problem += used - lack[0][g] <= float(cluster.memory[g]) / unit, f"eq3_memory_{g}"
         used = pulp.lpSum(layout.item_load[i] * count[k][g] for k, i in enumerate(first))
         problem += used - lack[1][g] <= most_load, f"eq4_load_{g}"
-    problem += pulp.lpSum(lack), "lacking"
+    problem += pulp.lpSum(lack[0] + lack[1]), "lacking"
     proved = _solve(problem, time_limit)
     if proved is None:
         return None, None
     texts = []
     for g in gpus:
-        memory, load = (float(one[g].value() or 0.0) for one in lack)
+        memory, load = (float(shortage[g].value() or 0.0) for shortage in lack)
         if memory > 1e-6:
             texts.append(f"{cluster.gpus[g].name} lacks {gib(memory * unit)} of memory")
         if load > 1e-6:
@@ -126,10 +129,9 @@ def what_is_lacking(layout: Layout, cluster: Cluster, most_load: float, time_lim
 
 
 def _spread(layout: Layout, kinds: np.ndarray, count) -> np.ndarray:
-    """Counts by kind -> GPU of each item."""
+    """Turn counts by kind into the GPU of each item."""
     gpu_of = np.zeros(len(layout.items), dtype=int)
     for k, (model, partition) in enumerate(kinds):
-        alike = np.flatnonzero((layout.items[:, 0] == model) & (layout.items[:, 2] == partition))
-        where = [g for g, variable in enumerate(count[k]) for _ in range(round(variable.value() or 0.0))]
-        gpu_of[alike] = where
+        items = np.flatnonzero((layout.items[:, 0] == model) & (layout.items[:, 2] == partition))
+        gpu_of[items] = [g for g, variable in enumerate(count[k]) for _ in range(round(variable.value() or 0.0))]
     return gpu_of

@@ -1,11 +1,11 @@
-"""How sure a model is of its answer: temperature scaling of its logits (HybridServe, Sec. IV-A; Guo et al. 2017).
+"""Confidence in an answer by temperature scaling of the logits (HybridServe, Sec. IV-A; Guo et al. 2017).
 
-All three tasks are classification, slot by slot: a classifier has one slot, an extractive answer two (where it starts
-and ends), a generated answer one a token. Confidence of an answer is the smallest over its slots of the largest
-softmax of logits / temperature. One temperature a model, so that no output changes.
+All three tasks are classification, slot by slot: a classifier has one slot, an extractive answer two (its start and its
+end), a generated answer one a token. The confidence of an answer is the smallest over its slots of the largest softmax
+of logits / temperature. A model has one temperature, so that no output changes.
 
-The paper squares the softmax: that changes thresholds and no route, as squaring keeps the order, and the squares are no
-probabilities. They are left plain here, so that calibration can be measured.
+The paper squares the softmax. Squaring keeps the order, so it changes thresholds and no route, and the squares are no
+probabilities. They are not squared here, so that calibration can be measured.
 
 Shapes in comments: N requests, S slots, C classes (positions of a context, tokens of a vocabulary or the k likeliest).
 """
@@ -20,10 +20,10 @@ from scipy.special import log_softmax
 
 from flexhybrid.core.errors import InputError
 
-OUTSIDE = -1  #: in the place of a label: a class that the logits do not hold
+OUTSIDE = -1  #: instead of a label: a class that the logits do not have
 TEMPERATURES = (0.05, 20.0)  #: searched between; a model that is always right asks for 0, one that guesses for infinity
 NUM_BINS = 15  #: of the calibration error, as in Guo et al.
-BELOW_ONE = float(np.nextafter(1.0, 0.0))  #: the largest confidence: a threshold of 1 lets nobody answer
+BELOW_ONE = float(np.nextafter(1.0, 0.0))  #: the largest confidence: a threshold of 1 lets no request be answered
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Scored:
     """A model's logits on labelled requests. Raises InputError for shapes that do not match."""
 
     logits: np.ndarray  #: [N, S, C]; -inf where a class is impossible
-    labels: np.ndarray  #: [N, S] places among the C classes, or OUTSIDE
+    labels: np.ndarray  #: [N, S] indices among the C classes, or OUTSIDE
     counted: np.ndarray  #: [N, S] bool: slots that the answer has
 
     def __post_init__(self):
@@ -42,12 +42,12 @@ class Scored:
 
     @property
     def correct(self) -> np.ndarray:
-        """Whether every slot of an answer is right [N]."""
+        """Return whether every slot of an answer is right [N]."""
         return (~self.counted | (self.logits.argmax(axis=-1) == self.labels)).all(axis=1)
 
 
 def top_k_logits(logits: np.ndarray, k: int | None) -> np.ndarray:
-    """The k largest along the last axis, largest first (all of them, as they are, for None): the paper's TopK(P)."""
+    """Return the k largest along the last axis, largest first; for None all, in their order (the paper's TopK(P))."""
     if k is None or k >= logits.shape[-1]:
         return logits
     largest = np.partition(logits, -k, axis=-1)[..., -k:]
@@ -55,7 +55,7 @@ def top_k_logits(logits: np.ndarray, k: int | None) -> np.ndarray:
 
 
 def slot_confidence(logits: np.ndarray, temperature: float = 1.0) -> np.ndarray:
-    """The largest softmax of logits / temperature along the last axis: [..., C] -> [...], below 1.
+    """Return the largest softmax of logits / temperature along the last axis: [..., C] -> [...], below 1.
 
     NaN where a logit is NaN or none is finite.
     """
@@ -65,39 +65,39 @@ def slot_confidence(logits: np.ndarray, temperature: float = 1.0) -> np.ndarray:
 
 
 def confidence(logits: np.ndarray, counted: np.ndarray | None = None, temperature: float = 1.0) -> np.ndarray:
-    """Of whole answers: [N, S, C] -> [N], the least sure of the slots that count (all, without ``counted``)."""
+    """Return the confidence of answers, [N, S, C] -> [N]: the least of the slots that count (None: all)."""
     slots = slot_confidence(np.asarray(logits, dtype=float), temperature)
     return (slots if counted is None else np.where(counted, slots, BELOW_ONE)).min(axis=1)
 
 
 def calibration_error(confidence: np.ndarray, correct: np.ndarray, num_bins: int = NUM_BINS) -> float:
-    """Expected calibration error: |share correct − mean confidence| over bins of equal width, weighted by requests."""
+    """Return the expected calibration error: |share correct − mean confidence| over equal bins."""
     bins = np.minimum((np.asarray(confidence) * num_bins).astype(int), num_bins - 1)
     gaps = np.bincount(bins, np.asarray(correct, dtype=float) - confidence, num_bins)
     return float(np.abs(gaps).sum() / len(bins))
 
 
 def label_loss(scored: Scored, temperature: float) -> float:
-    """Mean negative log likelihood, in nats, of the labels of all slots that count."""
+    """Return the mean negative log likelihood, in nats, of the labels of all slots that count."""
     logits, labels = scored.logits[scored.counted], scored.labels[scored.counted]
     return float(-log_softmax(logits / temperature, axis=-1)[np.arange(len(labels)), labels].mean())
 
 
 def right_or_wrong_loss(scored: Scored, temperature: float) -> float:
-    """Mean negative log likelihood of each slot's largest class being right or wrong.
+    """Return the mean negative log likelihood of each slot's largest class being right or wrong.
 
     For generation, where the label may be none of the k likeliest tokens. A slot counts if all before it are right:
     later tokens of the label do not continue what the model wrote.
     """
     right = scored.logits.argmax(axis=-1) == scored.labels
-    before = np.cumprod(np.pad(right[:, :-1], ((0, 0), (1, 0)), constant_values=True), axis=1).astype(bool)
+    before = np.logical_and.accumulate(np.concatenate([np.ones((len(right), 1), bool), right[:, :-1]], axis=1), axis=1)
     slots = scored.counted & before
     sure = slot_confidence(scored.logits[slots], temperature)
     return float(-np.log(np.where(right[slots], sure, 1.0 - sure)).mean())
 
 
 def fit_temperature(scored: Scored, generated: bool = False) -> float:
-    """The temperature of the least loss (label_loss, or right_or_wrong_loss for generated answers), to 0.1 %.
+    """Return the temperature of the least loss (label_loss, or right_or_wrong_loss for generated answers), to 0.1 %.
 
     Label loss is convex in 1 / temperature, so one search over its logarithm finds it; the other loss is first scanned.
     """
@@ -107,15 +107,15 @@ def fit_temperature(scored: Scored, generated: bool = False) -> float:
         scan = np.linspace(low, high, 33)
         best = int(np.argmin([loss(scored, np.exp(value)) for value in scan]))
         low, high = scan[max(best - 1, 0)], scan[min(best + 1, len(scan) - 1)]
-    found = minimize_scalar(
+    result = minimize_scalar(
         lambda value: loss(scored, np.exp(value)), bounds=(low, high), method="bounded", options={"xatol": 1e-3}
     )
-    return float(np.exp(found.x))
+    return float(np.exp(result.x))
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """A model's fitted confidence and how well it says what it says, on the data it was fitted on."""
+    """A model's fitted confidence and its calibration errors, on the data it was fitted on."""
 
     temperature: float
     ece_before: float  #: expected calibration error at temperature 1
@@ -124,8 +124,10 @@ class Calibration:
 
 
 def calibrate(scored: Scored, generated: bool = False) -> Calibration:
-    """Fit the temperature; one that calibrates these answers worse than 1 does is not taken (the least loss, and of
-    several slots the least confidence, promise no smaller calibration error)."""
+    """Fit the temperature; keep 1 where it calibrates these answers better.
+
+    Neither the least loss nor the least confidence of several slots guarantees a smaller calibration error.
+    """
     correct = scored.correct
     plain = confidence(scored.logits, scored.counted)
     before = calibration_error(plain, correct)

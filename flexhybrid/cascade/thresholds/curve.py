@@ -1,4 +1,4 @@
-"""The curve of accuracy against cost, and the two points of it that stand for the rest (HybridServe, Sec. IV-B).
+"""The curve of accuracy against cost, and its two points AP and EO (HybridServe, Sec. IV-B).
 
 Shapes: M models, N requests of the validation set, P points or sets of thresholds.
 """
@@ -14,10 +14,10 @@ from flexhybrid.core.errors import InputError
 
 @dataclass(frozen=True)
 class Answers:
-    """What every model of a cascade says of every request of a validation set, and what a request costs on each."""
+    """Every model's answer to every request of a validation set, and the cost of a request on each model."""
 
     correct: np.ndarray  #: [M, N] bool
-    confidence: np.ndarray  #: [M, N] in 0 .. 1; the last model's is never looked at
+    confidence: np.ndarray  #: [M, N] in 0 .. 1; the last model's is not used
     cost: np.ndarray  #: [M] of a request, > 0
 
     def __post_init__(self):
@@ -37,7 +37,7 @@ class Answers:
         return self.correct.shape[1]
 
     def only(self, models: list[int]) -> Answers:
-        """A cascade of some of the models."""
+        """Return the answers of some of the models."""
         return Answers(self.correct[models], self.confidence[models], self.cost[models])
 
 
@@ -49,7 +49,7 @@ class Curve:
     num_correct: np.ndarray  #: [P] requests answered right, growing
     cost: np.ndarray  #: [P] mean of a request, growing
     num_requests: int
-    exact: bool  #: whether no set of thresholds whatever lies above the curve
+    exact: bool  #: whether no set of thresholds lies above the curve
 
     def __len__(self) -> int:
         return len(self.cost)
@@ -60,7 +60,7 @@ class Curve:
 
 
 def evaluate(answers: Answers, thresholds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(requests answered right [P], mean cost of a request [P]) for sets of thresholds [P, M − 1], without skips."""
+    """Return (right answers [P], mean cost of a request [P]) for sets of thresholds [P, M − 1], without skips."""
     thresholds = np.asarray(thresholds, dtype=float)
     shape = (len(thresholds), answers.num_requests)
     going_on, num_correct = np.ones(shape, dtype=bool), np.zeros(len(thresholds), dtype=int)
@@ -76,15 +76,17 @@ def evaluate(answers: Answers, thresholds: np.ndarray) -> tuple[np.ndarray, np.n
 
 
 def pareto(num_correct: np.ndarray, cost: np.ndarray) -> np.ndarray:
-    """Places of the points that no other beats, by growing accuracy; one of equal points."""
+    """Return the indices of the points that no other beats, by growing accuracy; one of equal points."""
     order = np.lexsort((-num_correct, cost))  # cheapest first
     best_before = np.maximum.accumulate(np.concatenate([[-1], num_correct[order]]))[:-1]
     return order[num_correct[order] > best_before]
 
 
 def accuracy_preserving(curve: Curve, num_correct: int) -> int:
-    """The cheapest point with at least so many requests right (AP: as many as the largest model). InputError if none
-    has."""
+    """Return the cheapest point with at least ``num_correct`` right answers (AP: as many as the largest model has).
+
+    Raises InputError if no point has as many.
+    """
     places = np.flatnonzero(curve.num_correct >= num_correct)
     if not len(places):
         raise InputError(
@@ -95,11 +97,11 @@ def accuracy_preserving(curve: Curve, num_correct: int) -> int:
 
 
 def energy_optimal(curve: Curve, least: int, most: int) -> int:
-    """EO: where the second difference of cost over accuracy is largest, so that more accuracy begins to be dear.
+    """Return EO: the point with the largest second difference of cost over accuracy, beyond which accuracy is dear.
 
-    Among points with ``least`` .. ``most`` requests right (the paper: the second-largest and the largest model's). Of
-    neighbouring points one request apart the second difference is noise, so it is taken on the lower convex hull, with
-    the hull's uneven steps. The cheapest point where the hull has no inner point.
+    It is one of the points with ``least`` .. ``most`` requests right (the paper: the second-largest and the largest
+    model's). Between neighbouring points one request apart the second difference is noise, so it is taken on the lower
+    convex hull, with the hull's uneven steps. Without an inner point of the hull it is the cheapest point.
     """
     inside = np.flatnonzero((curve.num_correct >= least) & (curve.num_correct <= max(most, least)))
     if not len(inside):
@@ -114,7 +116,7 @@ def energy_optimal(curve: Curve, least: int, most: int) -> int:
 
 
 def lower_hull(x: np.ndarray, y: np.ndarray) -> list[int]:
-    """Places of the corners of the lower convex hull of points with growing x (Andrew's monotone chain)."""
+    """Return the indices of the corners of the lower convex hull of points with growing x (Andrew's monotone chain)."""
     hull: list[int] = []
     for i in range(len(x)):
         while len(hull) > 1:

@@ -1,9 +1,9 @@
-"""The best thresholds there are: every set of them that routes the validation set differently is looked at.
+"""The best thresholds: every set of them that routes the validation set differently is evaluated.
 
-A threshold between two neighbouring confidences routes like any other between them, so a model has as many thresholds
-as distinct confidences, and one more. Few of them matter. Lowering a threshold past requests that the model answers
-right adds right answers and saves what larger models cost, whatever the other thresholds: only thresholds just above a
-wrong answer remain, and 0. A model with 20 errors has 21.
+All thresholds between two neighbouring confidences give one route, so a model has as many thresholds as distinct
+confidences, and one more. Few of them matter. Lowering a threshold past requests that the model answers
+right adds right answers and saves the cost of larger models, whatever the other thresholds: only thresholds just above
+a wrong answer remain, and 0. A model with 20 errors has 21.
 
 The thresholds of all models but the last two are enumerated; those two are a table of cumulative sums each time: how
 many requests pass both, and how many of these the next model has right.
@@ -17,14 +17,15 @@ import numpy as np
 
 from flexhybrid.cascade.thresholds.curve import Answers, Curve
 
-#: Sets of thresholds looked at before candidates are thinned out; some 10 ns each.
+#: Sets of thresholds evaluated before candidates are thinned out; some 10 ns each.
 MAX_SETS = 500_000_000
 
 
 def candidates(confidence: np.ndarray, correct: np.ndarray) -> np.ndarray:
-    """Thresholds of a model [K], growing from 0, that may be best: confidence [N] in 0 .. 1, correct [N].
+    """Return the thresholds of a model [K], growing from 0, that may be best: confidence [N] in 0 .. 1, correct [N].
 
-    In the middle between neighbouring confidences; the last is 1 (nobody answers) if the surest request is wrong.
+    They lie in the middle between neighbouring confidences; the last is 1 (no request is answered) if the surest
+    request is wrong.
     """
     distinct, group = np.unique(confidence, return_inverse=True)
     has_error = np.bincount(group, ~correct, len(distinct)) > 0
@@ -36,30 +37,31 @@ def candidates(confidence: np.ndarray, correct: np.ndarray) -> np.ndarray:
 
 
 def exact_curve(answers: Answers, max_sets: int = MAX_SETS) -> Curve:
-    """The whole curve: for every reachable number of right answers the least cost.
+    """Return the curve: for every reachable number of right answers the least cost.
 
-    Where more than ``max_sets`` sets of thresholds remain, every model keeps as many candidates, evenly among its own,
-    and the curve says that it is not exact. A surest request of confidence 1 answers whatever the threshold.
+    Where more than ``max_sets`` sets of thresholds remain, all models keep equally many candidates, evenly among their
+    own, and the curve is marked as not exact. A request of confidence 1 is answered at every threshold.
     """
-    every = [candidates(answers.confidence[i], answers.correct[i]) for i in range(answers.num_models - 1)]
-    every, exact = _thinned(every, max_sets)
-    levels = [np.searchsorted(every[i], answers.confidence[i], side="right") for i in range(len(every))]
-    search = _Search(answers, levels, [len(one) for one in every])
+    all_candidates = [candidates(answers.confidence[i], answers.correct[i]) for i in range(answers.num_models - 1)]
+    choices, exact = _thinned(all_candidates, max_sets)
+    levels = [np.searchsorted(choices[i], answers.confidence[i], side="right") for i in range(len(choices))]
+    search = _Search(answers, levels, [len(thresholds) for thresholds in choices])
     search.walk(0, np.ones(answers.num_requests, dtype=bool), 0, 0.0, ())
     right, chosen = search.front()
-    thresholds = np.array([[every[i][k] for i, k in enumerate(row)] for row in chosen]).reshape(len(right), -1)
+    thresholds = np.array([[choices[i][k] for i, k in enumerate(row)] for row in chosen]).reshape(len(right), -1)
     return Curve(thresholds, right, search.cost[right] / answers.num_requests, answers.num_requests, exact)
 
 
-def _thinned(every: list[np.ndarray], max_sets: int) -> tuple[list[np.ndarray], bool]:
-    """At most ``max_sets`` combinations: the longest lists are cut to one length."""
-    longest = max(map(len, every), default=0)
+def _thinned(lists: list[np.ndarray], max_sets: int) -> tuple[list[np.ndarray], bool]:
+    """Cut the longest lists, to at most ``max_sets`` combinations; return (lists, whether none was cut)."""
+    longest = max(map(len, lists), default=0)
     keep = longest
-    while keep > 2 and np.prod([float(min(len(one), keep)) for one in every]) > max_sets:
+    while keep > 2 and np.prod([float(min(len(values), keep)) for values in lists]) > max_sets:
         keep -= 1
     if keep == longest:
-        return every, True
-    return [one[np.unique(np.linspace(0, len(one) - 1, min(len(one), keep)).astype(int))] for one in every], False
+        return lists, True
+    kept = [np.unique(np.linspace(0, len(values) - 1, min(len(values), keep)).astype(int)) for values in lists]
+    return [values[indices] for values, indices in zip(lists, kept, strict=True)], False
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""``flexhybrid cascade fit``: validation data in, each model's temperature and what it says of every request out."""
+"""``flexhybrid cascade fit``: validation data in, each model's temperature and confidence in every request out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,16 @@ from pathlib import Path
 import numpy as np
 
 from flexhybrid.cascade.data import NO_LABEL, check_labels, read_labels, read_logits, read_requests, scored
-from flexhybrid.cascade.models import TOP_K, Model, ModelOutputs, first_line, load_model, named_path, named_policies
+from flexhybrid.cascade.models import (
+    TOP_K,
+    Generator,
+    Model,
+    ModelOutputs,
+    first_line,
+    load_model,
+    named_path,
+    named_policies,
+)
 from flexhybrid.cascade.routes import COSTS, TASKS, VERSION, CascadeModel, costs_of, read_json
 from flexhybrid.cascade.thresholds.confidence import calibrate
 from flexhybrid.cascade.thresholds.curve import Answers
@@ -23,7 +32,7 @@ BATCH = 64  #: requests a local model gets at once while it is fitted
 
 @dataclass(frozen=True)
 class Fitted:
-    """Models from small to large with their temperatures, and what each says of the validation set's N requests."""
+    """Models from small to large with their temperatures, and their answers to the validation set's N requests."""
 
     models: tuple[CascadeModel, ...]
     task: str
@@ -33,16 +42,15 @@ class Fitted:
     ece: np.ndarray  #: [models, 2] expected calibration error before and after scaling
 
     def answers(self, cost: str) -> Answers:
-        """For the searches, with one kind of cost."""
+        """Return the answers for the searches, with one kind of cost."""
         return Answers(self.correct, self.confidence, costs_of(self.models, cost))
 
     def save(self, path: Path) -> None:
-        """One JSON file, whole or not at all."""
-        record = {
-            "version": VERSION, "task": self.task, "top_k": self.top_k, "models": [asdict(one) for one in self.models],
-            "ece": self.ece.tolist(), "confidence": self.confidence.tolist(),
-            "correct": self.correct.astype(int).tolist(),
-        }  # fmt: skip
+        """Write one JSON file, complete or not at all."""
+        models = [asdict(model) for model in self.models]
+        record = {"version": VERSION, "task": self.task, "top_k": self.top_k, "models": models}
+        arrays = {"ece": self.ece, "confidence": self.confidence, "correct": self.correct.astype(int)}
+        record |= {name: array.tolist() for name, array in arrays.items()}
         try:
             write_by_rename(path, json.dumps(record))
         except OSError as error:
@@ -55,10 +63,13 @@ class Fitted:
             if record["version"] != VERSION:
                 raise InputError(f"{path}: version must be {VERSION}")
             return cls(
-                tuple(CascadeModel(**one) for one in record["models"]), record["task"], record["top_k"],
-                np.array(record["correct"], dtype=bool), np.array(record["confidence"], dtype=float),
-                np.array(record["ece"], dtype=float),
-            )  # fmt: skip
+                models=tuple(CascadeModel(**model) for model in record["models"]),
+                task=record["task"],
+                top_k=record["top_k"],
+                correct=np.array(record["correct"], dtype=bool),
+                confidence=np.array(record["confidence"], dtype=float),
+                ece=np.array(record["ece"], dtype=float),
+            )
         except (KeyError, TypeError, ValueError) as error:
             if isinstance(error, InputError):
                 raise
@@ -74,25 +85,27 @@ def fit(
     where: str = "labels",
 ) -> Fitted:
     """Calibrate each model. ``labels`` [N, S]: classes, token ids (NO_LABEL past an answer's end) or positions.
-    InputError for labels of one class, logits that are no numbers, and shapes that do not match."""
+
+    Raises InputError for labels of one class, logits that are no numbers, and shapes that do not match.
+    """
     if task not in TASKS:
         raise unknown("task", task, TASKS)
     check_labels(labels, where, task)
-    found, done = [], []
+    fitted, correct, calibrations = [], [], []
     for model, prediction in zip(models, predictions, strict=True):
-        one = scored(model.name, prediction, labels, task, top_k)
-        calibration = calibrate(one, generated=task == "generation")
-        found.append(replace(model, temperature=calibration.temperature))
-        done.append((one.correct, calibration))
-    return Fitted(
-        tuple(found), task, top_k, np.array([correct for correct, _ in done]),
-        np.array([one.confidence for _, one in done]), np.array([(one.ece_before, one.ece_after) for _, one in done]),
-    )  # fmt: skip
+        answers = scored(model.name, prediction, labels, task, top_k)
+        calibration = calibrate(answers, generated=task == "generation")
+        fitted.append(replace(model, temperature=calibration.temperature))
+        correct.append(answers.correct)
+        calibrations.append(calibration)
+    confidence = np.array([calibration.confidence for calibration in calibrations])
+    ece = np.array([(calibration.ece_before, calibration.ece_after) for calibration in calibrations])
+    return Fitted(tuple(fitted), task, top_k, np.array(correct), confidence, ece)
 
 
 @dataclass(frozen=True)
 class FitOptions:
-    """What the command was asked. Costs are a list a kind, in the models' order."""
+    """The options of ``flexhybrid cascade fit``. Costs are a list a kind, in the models' order."""
 
     out: Path
     task: str = "classification"
@@ -108,7 +121,7 @@ class FitOptions:
 
 
 def run_fit(options: FitOptions) -> dict:
-    """The command: writes what was fitted, returns a record of it."""
+    """Fit the models and write them to a file; return a record of them."""
     if bool(options.logits) == bool(options.models):
         raise InputError("give either --logits NAME=FILE … with --labels, or --models NAME=PATH … with --data")
     named = [named_path(text) for text in options.logits or options.models]
@@ -133,25 +146,24 @@ def run_fit(options: FitOptions) -> dict:
 
 
 def _predict_all(named, requests, labels, options: FitOptions, top_k: int | None):
-    """Run local models, one after another: (models with measured seconds, predictions, labels [N, S])."""
+    """Run local models, one after another; return (models with measured seconds, predictions, labels [N, S])."""
     models, predictions = [], []
     policies = named_policies(options.policies, [name for name, _ in named], options.task)
     for name, source in named:
         model = load_model(name, source, options.task, options.max_tokens, top_k, **policies.get(name, {}))
         try:
-            if options.task == "generation" and not predictions:
+            if isinstance(model, Generator) and not predictions:
                 labels = _answer_tokens(model, labels, options.max_tokens)
             prediction, seconds = _timed(model, requests)
         finally:
-            if hasattr(model, "close"):
-                model.close()
+            model.close()
         predictions.append(prediction)
         models.append(CascadeModel(name, seconds=seconds, source=source))
     return models, predictions, labels
 
 
 def _timed(model: Model, requests: Sequence) -> tuple[ModelOutputs, float]:
-    """(predictions of all requests, seconds of one: the median batch's). InputError where the model raises."""
+    """Return (outputs for all requests, seconds of a request by the median batch); InputError if the model raises."""
     parts, seconds = [], []
     for start in range(0, len(requests), BATCH):
         batch = requests[start : start + BATCH]
@@ -160,7 +172,7 @@ def _timed(model: Model, requests: Sequence) -> tuple[ModelOutputs, float]:
             parts.append(model.predict(batch))
         except InputError:
             raise
-        except Exception as error:  # whatever a black box raises
+        except Exception as error:  # a black box may raise any
             raise InputError(
                 f"model {model.name} failed at requests {start} to {start + len(batch) - 1}: {type(error).__name__}: "
                 f"{first_line(error)}"
@@ -170,15 +182,16 @@ def _timed(model: Model, requests: Sequence) -> tuple[ModelOutputs, float]:
 
 
 def joined(parts: Sequence[ModelOutputs]) -> ModelOutputs:
-    """Predictions of parts of the requests as one."""
+    """Join the outputs for parts of the requests."""
     outputs = [output for part in parts for output in part.outputs]
     logits, counted = (np.concatenate([getattr(part, name) for part in parts]) for name in ("logits", "counted"))
-    classes = None if parts[0].classes is None else np.concatenate([part.classes for part in parts])
+    given = [part.classes for part in parts if part.classes is not None]
+    classes = np.concatenate(given) if given else None
     return ModelOutputs(outputs, logits, counted, classes)
 
 
-def _answer_tokens(model: Model, answers: list, max_tokens: int) -> np.ndarray:
-    """Answers, texts or token ids, as token ids [N, max_tokens]; all models of a cascade share a tokenizer."""
+def _answer_tokens(model: Generator, answers: Sequence, max_tokens: int) -> np.ndarray:
+    """Return answers, texts or token ids, as token ids [N, max_tokens]; all models of a cascade share a tokenizer."""
     labels = np.full((len(answers), max_tokens), NO_LABEL)
     for row, answer in zip(labels, answers):
         if isinstance(answer, str):
@@ -192,7 +205,7 @@ def _answer_tokens(model: Model, answers: list, max_tokens: int) -> np.ndarray:
 
 
 def _priced(models: list[CascadeModel], options: FitOptions) -> list[CascadeModel]:
-    """With the costs that were given; energy from a stated power where it was not."""
+    """Return the models with the options' costs, and energy from a stated power where none is given."""
     for cost, values in (options.costs or {}).items():
         if values is None:
             continue
@@ -204,33 +217,28 @@ def _priced(models: list[CascadeModel], options: FitOptions) -> list[CascadeMode
     if options.watts is not None:
         if not options.watts > 0:
             raise InputError(f"watts is {options.watts:g}; it must be above 0")
-        if any(model.seconds is None for model in models):
-            raise InputError("watts needs seconds: run local models, or give --seconds")
-        models = [
-            model if model.energy_j is not None else replace(model, energy_j=options.watts * model.seconds)
-            for model in models
-        ]  # fmt: skip
+        for i, model in enumerate(models):
+            if model.seconds is None:
+                raise InputError("watts needs seconds: run local models, or give --seconds")
+            if model.energy_j is None:
+                models[i] = replace(model, energy_j=options.watts * model.seconds)
     return models
 
 
 def record_of(fitted: Fitted, path: str) -> dict:
-    """What is known of each model, for programs."""
-    rows = [
-        {
-            **asdict(model), "accuracy": float(fitted.correct[i].mean()), "ece_before": float(fitted.ece[i, 0]),
-            "ece_after": float(fitted.ece[i, 1]),
-        }
-        for i, model in enumerate(fitted.models)
-    ]  # fmt: skip
+    """Return each model's costs, accuracy and calibration, for programs."""
+    rows = []
+    for model, correct, (before, after) in zip(fitted.models, fitted.correct, fitted.ece.tolist(), strict=True):
+        rows.append({**asdict(model), "accuracy": float(correct.mean()), "ece_before": before, "ece_after": after})
     joint = float(fitted.correct.any(axis=0).mean())
     return {"path": path, "num_requests": fitted.correct.shape[1], "joint_accuracy": joint, "models": rows}
 
 
 def describe_fit(result: dict) -> str:
-    """For people."""
+    """Return the record of a fit as text."""
     costs = [cost for cost in COSTS if any(row[cost] is not None for row in result["models"])]
-    lines = [f"{'model':16s} {'accuracy':>8s} {'temperature':>11s} {'ECE before':>10s} {'after':>7s}"
-             + "".join(f" {cost:>10s}" for cost in costs)]  # fmt: skip
+    names = "".join(f" {cost:>10s}" for cost in costs)
+    lines = [f"{'model':16s} {'accuracy':>8s} {'temperature':>11s} {'ECE before':>10s} {'after':>7s}{names}"]
     for row in result["models"]:
         priced = "".join(f" {row[cost]:10.3g}" if row[cost] is not None else f" {'–':>10s}" for cost in costs)
         lines.append(

@@ -18,7 +18,7 @@ def sampled_curve(
     epsilon: float = EPSILON,
     max_rounds: int = MAX_ROUNDS,
 ) -> Curve:
-    """The curve that sampling finds.
+    """Return the curve that sampling finds.
 
     Lines 3 and 4: ``num_samples`` sets of thresholds a round, uniform in [0, 1]. Lines 5 and 6: as many again in boxes
     of ± epsilon around those whose accuracy lies between the second-largest and the largest model's. Line 8, "until no
@@ -28,21 +28,21 @@ def sampled_curve(
     right = answers.correct.sum(axis=1)
     low, high = sorted(right[-2:]) if answers.num_models > 1 else (right[0], right[0])
     size = (num_samples, answers.num_models - 1)
-    found = _Found(answers)
-    found.add(np.ones((1, size[1])))  # all go on to the largest: as accurate as it is, whatever is drawn
+    front = _Front(answers)
+    front.add(np.ones((1, size[1])))  # all requests go on to the largest: the curve has its accuracy with any draw
     for _ in range(max_rounds):
         thresholds = generator.random(size)
-        num_correct = found.add(thresholds)
+        num_correct = front.add(thresholds)
         good = thresholds[(low <= num_correct) & (num_correct <= high)]
         if len(good):
             near = good[generator.integers(len(good), size=num_samples)] + generator.uniform(-epsilon, epsilon, size)
-            found.add(np.clip(near, 0.0, 1.0))
-        if not found.is_new():
+            front.add(np.clip(near, 0.0, 1.0))
+        if not front.is_new():
             break
-    return found.curve()
+    return front.curve()
 
 
-class _Found:
+class _Front:
     """The points that no other beats, so far."""
 
     def __init__(self, answers: Answers):
@@ -52,16 +52,16 @@ class _Found:
         self.before: set[tuple[int, float]] = set()
 
     def add(self, thresholds: np.ndarray) -> np.ndarray:
-        """Take these in; returns how many requests each set answers right."""
+        """Add sets of thresholds; return the number of requests that each set answers right."""
         num_correct, cost = evaluate(self.answers, thresholds)
-        every = np.concatenate([self.num_correct, num_correct]), np.concatenate([self.cost, cost])
-        kept = pareto(*every)
+        all_correct, all_cost = np.concatenate([self.num_correct, num_correct]), np.concatenate([self.cost, cost])
+        kept = pareto(all_correct, all_cost)
         self.thresholds = np.concatenate([self.thresholds, thresholds])[kept]
-        self.num_correct, self.cost = every[0][kept], every[1][kept]
+        self.num_correct, self.cost = all_correct[kept], all_cost[kept]
         return num_correct
 
     def is_new(self) -> bool:
-        """Whether there is a point that was not there when last asked."""
+        """Return whether points were added since the last call."""
         now = set(zip(self.num_correct.tolist(), self.cost.tolist()))
         new, self.before = bool(now - self.before), now
         return new

@@ -1,4 +1,4 @@
-"""``flexhybrid cascade search``: what was fitted in, a cascade with its thresholds, skips and expectations out."""
+"""``flexhybrid cascade search``: fitted models in, a cascade with its thresholds, skips and expectations out."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CAUTION = 30.0
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """What is searched. ``accuracy`` asks for a share of right answers in place of a mode."""
+    """The options of a search. ``accuracy`` asks for a share of right answers instead of a mode."""
 
     cost: str = "energy_j"
     mode: str = "ap"
@@ -51,19 +51,20 @@ class SearchOptions:
 
 
 @dataclass(frozen=True)
-class Found:
-    """A searched cascade beside what it was chosen from."""
+class SearchedCascade:
+    """A searched cascade, and the curve it was chosen from."""
 
     cascade: Cascade
-    kept: list[int]  #: places of its models among the fitted ones
+    expected: Expected
+    kept: list[int]  #: indices of its models among the fitted ones
     curve: Curve  #: of these models
     point: int  #: the curve's, before caution and skips
     without_skips: Route
     route: Route  #: on the validation set
 
 
-def search(fitted: Fitted, options: SearchOptions = SearchOptions()) -> Found:  # noqa: B008  frozen
-    """The cascade. Raises InputError where a cost is not known or an accuracy is out of reach."""
+def search(fitted: Fitted, options: SearchOptions = SearchOptions()) -> SearchedCascade:  # noqa: B008  frozen
+    """Search a cascade. Raises InputError where a cost is not known or an accuracy is out of reach."""
     answers = fitted.answers(options.cost)
     find = curve_of(options)
     pick = picker(answers, options)
@@ -79,14 +80,14 @@ def search(fitted: Fitted, options: SearchOptions = SearchOptions()) -> Found:  
     thresholds = cautious(curve.thresholds[point], caution)
     part, models = answers.only(kept), tuple(fitted.models[i] for i in kept)
     plain = Route(part, Cascade(models, thresholds))
-    skips = {"none": lambda: (), "paper": lambda: even_skips(thresholds),
-             "fitted": lambda: fitted_skips(part, thresholds)}[options.skips]()  # fmt: skip
-    done = Route(part, Cascade(models, thresholds, skips))
-    cascade = Cascade(
-        models, thresholds, skips, fitted.task, options.cost, fitted.top_k, expected_of(done),
-        note=_note(options, curve, caution),
-    )  # fmt: skip
-    return Found(cascade, kept, curve, point, plain, done)
+    skips = ()
+    if options.skips != "none":
+        skips = even_skips(thresholds) if options.skips == "paper" else fitted_skips(part, thresholds)
+    route = Route(part, Cascade(models, thresholds, skips))
+    more = {"task": fitted.task, "cost": options.cost, "top_k": fitted.top_k, "note": _note(options, curve, caution)}
+    expected = expected_of(route)
+    cascade = Cascade(models, thresholds, skips, expected=expected, **more)
+    return SearchedCascade(cascade, expected, kept, curve, point, plain, route)
 
 
 def curve_of(options: SearchOptions) -> Callable[[Answers], Curve]:
@@ -96,8 +97,10 @@ def curve_of(options: SearchOptions) -> Callable[[Answers], Curve]:
 
 
 def picker(answers: Answers, options: SearchOptions) -> Callable[[Curve], int]:
-    """How a point of a curve is chosen, by what the largest and second-largest of all models answer right, whichever
-    models the curve has."""
+    """Return the rule that picks a point of a curve, whichever models the curve has.
+
+    It compares with the right answers of the largest and the second-largest of all models.
+    """
     right = answers.correct.sum(axis=1)
     if options.accuracy is not None:
         least = int(np.ceil(options.accuracy * answers.num_requests - 1e-9))
@@ -109,7 +112,7 @@ def picker(answers: Answers, options: SearchOptions) -> Callable[[Curve], int]:
 
 
 def cautious(thresholds: np.ndarray, caution: float) -> tuple[float, ...]:
-    """Thresholds with the doubt 1 − t that they allow divided by ``caution``."""
+    """Return thresholds whose doubt 1 − t is divided by ``caution``."""
     return tuple(float(1 - (1 - t) / caution) for t in thresholds)
 
 
@@ -130,44 +133,49 @@ def _note(options: SearchOptions, curve: Curve, caution: float) -> str:
 
 
 def run_search(fitted_file: Path, out: Path, options: SearchOptions, curve_file: Path | None = None) -> dict:
-    """The command: writes the cascade (and the curve as CSV), returns a record of it."""
+    """Search a cascade, write it (and the curve as CSV), and return a record of it."""
     fitted = Fitted.load(fitted_file)
-    found = search(fitted, options)
-    found.cascade.save(out)
+    searched = search(fitted, options)
+    searched.cascade.save(out)
     if curve_file:
-        write_curve(curve_file, found)
-    answers = fitted.answers(options.cost)
-    giant_cost, giant_right = float(answers.cost[-1]), float(answers.correct[-1].mean())
-    expected = found.cascade.expected
+        write_curve(curve_file, searched)
+    answers, cascade, expected = fitted.answers(options.cost), searched.cascade, searched.expected
+    giant_cost, cost = float(answers.cost[-1]), searched.route.cost
     return {
-        "path": str(out), "cost": options.cost, "note": found.cascade.note, "names": found.cascade.names,
-        "dropped": [model.name for i, model in enumerate(fitted.models) if i not in found.kept],
-        "thresholds": list(found.cascade.thresholds), "answered": list(expected.answered),
-        "visited": list(expected.visited), "accuracy": expected.accuracy, "largest_accuracy": giant_right,
-        "cost_per_request": found.route.cost, "cost_without_skips": found.without_skips.cost,
-        "largest_cost": giant_cost, "share_of_largest": found.route.cost / giant_cost, "exact": found.curve.exact,
-        "num_points": len(found.curve),
-    }  # fmt: skip
+        "path": str(out),
+        "cost": options.cost,
+        "note": cascade.note,
+        "names": cascade.names,
+        "dropped": [model.name for i, model in enumerate(fitted.models) if i not in searched.kept],
+        "thresholds": list(cascade.thresholds),
+        "answered": list(expected.answered),
+        "visited": list(expected.visited),
+        "accuracy": expected.accuracy,
+        "largest_accuracy": float(answers.correct[-1].mean()),
+        "cost_per_request": cost,
+        "cost_without_skips": searched.without_skips.cost,
+        "largest_cost": giant_cost,
+        "share_of_largest": cost / giant_cost,
+        "exact": searched.curve.exact,
+        "num_points": len(searched.curve),
+    }
 
 
-def write_curve(path: Path, found: Found) -> None:
-    """The curve as CSV: thresholds, accuracy, cost of a request, which point was chosen."""
-    names = [model.name for model in found.cascade.models[:-1]]
-    head = ",".join([*(f"threshold_{name}" for name in names), "accuracy", "cost", "chosen"])
-    curve = found.curve
-    lines = [
-        ",".join([*(f"{t:.9g}" for t in curve.thresholds[i]), f"{curve.accuracy[i]:.9g}", f"{curve.cost[i]:.9g}",
-                  str(int(i == found.point))])
-        for i in range(len(curve))
-    ]  # fmt: skip
+def write_curve(path: Path, searched: SearchedCascade) -> None:
+    """Write the curve as CSV: thresholds, accuracy, cost of a request, whether the point was chosen."""
+    names = [model.name for model in searched.cascade.models[:-1]]
+    lines, curve = [",".join([*(f"threshold_{name}" for name in names), "accuracy", "cost", "chosen"])], searched.curve
+    for i, thresholds in enumerate(curve.thresholds):
+        numbers = [f"{number:.9g}" for number in (*thresholds, curve.accuracy[i], curve.cost[i])]
+        lines.append(",".join([*numbers, str(int(i == searched.point))]))
     try:
-        path.write_text("\n".join([head, *lines, ""]), encoding="utf-8")
+        path.write_text("\n".join([*lines, ""]), encoding="utf-8")
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror or error}") from None
 
 
 def describe_search(result: dict) -> str:
-    """For people."""
+    """Return the record of a search as text."""
     rows = [f"{'model':16s} {'threshold':>9s} {'computes':>9s} {'answers':>8s}"]
     thresholds = [*(f"{t:9.4f}" for t in result["thresholds"]), f"{'–':>9s}"]
     for name, threshold, visited, answered in zip(

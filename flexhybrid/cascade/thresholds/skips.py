@@ -1,8 +1,8 @@
-"""Which models a cascade keeps, and which ones a request jumps over (HybridServe, Edinburgh, Sec. IV-C, Algorithm 2).
+"""The models that a cascade keeps, and those that a request skips (HybridServe, Edinburgh, Sec. IV-C, Algorithm 2).
 
-Beside each of the paper's two rules stands one that is fitted: instead of dropping models whose own balance is
-negative, every set of models is searched; instead of cutting the confidences below a threshold into equal parts, the
-cuts are put where they save most on the validation set.
+Each of the paper's two rules has a fitted alternative: instead of dropping models with a negative balance, every set of
+models is searched; instead of cutting the confidences below a threshold into equal parts, the cuts are put where they
+save most on the validation set.
 """
 
 from __future__ import annotations
@@ -20,14 +20,19 @@ Skips = tuple[tuple[Skip, ...], ...]
 
 
 def energy_benefit(visited: np.ndarray, cost: np.ndarray) -> np.ndarray:
-    """Algorithm 2, line 1, of every model but the last [M − 1]: what its answers save at the next model, less what all
-    that reach it cost: (rho_i − rho_i+1) e_i+1 − rho_i e_i. ``visited`` [M]: shares that reach each model."""
+    """Return the benefit of every model but the last [M − 1] (Algorithm 2, line 1).
+
+    It is the energy that a model's answers save at the next model, less the energy of all requests that reach it:
+    (rho_i − rho_i+1) e_i+1 − rho_i e_i. ``visited`` [M]: shares that reach each model.
+    """
     return (visited[:-1] - visited[1:]) * cost[1:] - visited[:-1] * cost[:-1]
 
 
 def drop_by_benefit(answers: Answers, choose: Callable[[Answers], np.ndarray]) -> list[int]:
-    """Algorithm 2, lines 2 to 4 and 7: the models that stay, after dropping, one at a time and the smallest first,
-    those without benefit. ``choose`` runs Algorithm 1: the thresholds [M − 1] of some models."""
+    """Return the models left after dropping those without benefit, the smallest first (Algorithm 2, lines 2-4 and 7).
+
+    ``choose`` runs Algorithm 1: it returns the thresholds [M − 1] of some models.
+    """
     kept = list(range(answers.num_models))
     while len(kept) > 1:
         part = answers.only(kept)
@@ -42,9 +47,12 @@ def drop_by_benefit(answers: Answers, choose: Callable[[Answers], np.ndarray]) -
 def best_subset(
     answers: Answers, search: Callable[[Answers], Curve], pick: Callable[[Curve], int]
 ) -> tuple[list[int], Curve, int]:
-    """Of all sets of models with the largest in them, the one whose picked point costs least: the models' places, their
-    curve and the point. Of equal ones the most accurate. Sets from which nothing can be picked are left out."""
-    last, best = answers.num_models - 1, None
+    """Return (model indices, curve, point) of the set of models with the largest in it whose picked point costs least.
+
+    Among equal costs the most accurate wins. Sets from which no point can be picked are left out; raises the last one's
+    InputError where no set is left.
+    """
+    last, best, reason = answers.num_models - 1, None, InputError("there is no model")
     for size in range(last + 1):
         for smaller in itertools.combinations(range(last), size):
             kept = [*smaller, last]
@@ -63,7 +71,7 @@ def best_subset(
 
 
 class Route:
-    """Where every request of a validation set goes, and what that costs."""
+    """The way of every request of a validation set through a cascade, and its cost."""
 
     def __init__(self, answers: Answers, cascade: Cascade):
         self.answered, visited = cascade.walk(answers.confidence)
@@ -77,17 +85,17 @@ class Route:
         return int(self.correct.sum())
 
 
-def route(answers: Answers, thresholds: Sequence[float], skips: Skips = ()) -> Route:
+def route(answers: Answers, thresholds: Sequence[float] | np.ndarray, skips: Skips = ()) -> Route:
     """Send a validation set through thresholds and skips."""
     models = tuple(CascadeModel(str(i)) for i in range(answers.num_models))
     return Route(answers, Cascade(models, tuple(map(float, thresholds)), skips))
 
 
 def even_skips(thresholds: Sequence[float]) -> Skips:
-    """The paper's: the confidences below a threshold in equal parts, one a successor, the least sure to the largest.
+    """Return the paper's skips: the confidences below a threshold in equal parts, the least sure to the largest model.
 
-    Algorithm 2 has LogUniform(0, t), which no distribution is (the logarithm of 0 is no bound); its explanation says
-    "uniformly partitioned into the number of successor models", which this is.
+    Algorithm 2 has LogUniform(0, t), which is not a distribution (log 0 is no bound); its explanation says "uniformly
+    partitioned into the number of successor models", and so it is done here.
     """
     last = len(thresholds)
     skips = []
@@ -99,7 +107,7 @@ def even_skips(thresholds: Sequence[float]) -> Skips:
 
 
 def fitted_skips(answers: Answers, thresholds: Sequence[float], least: int | None = None) -> Skips:
-    """Cuts that save most while at least ``least`` requests stay right (as many as without skips).
+    """Return the cuts that save most while at least ``least`` requests stay right (as many as without skips).
 
     From the second-largest model down: every request that reaches model i unsure could enter each successor and go on
     from there, at a known cost and with a known answer. The best cuts of the confidences of model i, the least sure to
@@ -108,24 +116,24 @@ def fitted_skips(answers: Answers, thresholds: Sequence[float], least: int | Non
     """
     plain = route(answers, thresholds)
     least = plain.num_correct if least is None else least
-    none: Skips = ((),) * len(thresholds)
-    best, best_cost = none, plain.cost
-    whole = float(answers.cost.sum()) * answers.num_requests
-    for price in (0.0, *np.geomspace(whole * 1e-6, whole, 25)):
+    no_skips: Skips = ((),) * len(thresholds)
+    best, best_cost = no_skips, plain.cost
+    total_cost = float(answers.cost.sum()) * answers.num_requests
+    for price in (0.0, *np.geomspace(total_cost * 1e-6, total_cost, 25)):
         skips = _fit_at(answers, thresholds, price)
-        found = route(answers, thresholds, skips)
-        if found.num_correct >= least and found.cost < best_cost:
-            best, best_cost = skips, found.cost
+        candidate = route(answers, thresholds, skips)
+        if candidate.num_correct >= least and candidate.cost < best_cost:
+            best, best_cost = skips, candidate.cost
     return best
 
 
 def _fit_at(answers: Answers, thresholds: Sequence[float], price: float) -> Skips:
-    """Cuts of the least cost, a wrong answer costing ``price`` more."""
+    """Return the cuts of the least cost if a wrong answer costs ``price`` more."""
     last, num = answers.num_models - 1, answers.num_requests
     loss = np.empty((last + 1, num))  # of entering at each model
     loss[last] = answers.cost[last] + price * ~answers.correct[last]
     skips: list[tuple[Skip, ...]] = [()] * last
-    reached = np.ones((last + 1, num), dtype=bool)  # by those that nobody before was sure of
+    reached = np.ones((last + 1, num), dtype=bool)  # by requests of which no smaller model was sure
     for i in range(last):
         reached[i + 1] = reached[i] & (answers.confidence[i] < thresholds[i])
     for i in reversed(range(last)):
@@ -142,14 +150,16 @@ def _fit_at(answers: Answers, thresholds: Sequence[float], price: float) -> Skip
 
 
 def _cuts(confidence: np.ndarray, loss: np.ndarray, first: int, threshold: float) -> tuple[Skip, ...]:
-    """Cut growing confidences [n] into one part a successor, the lowest to the last: least sum of ``loss``
-    [successors, n]; successor 0 is the model ``first``."""
+    """Cut growing confidences [n] into one part a successor, the lowest to the last, with the least sum of ``loss``.
+
+    ``loss`` [successors, n]; successor 0 is the model ``first``.
+    """
     num_parts, num = loss.shape
     if num_parts == 1 or num == 0:
         return ()
-    sums = np.pad(loss.cumsum(axis=1), ((0, 0), (1, 0)))  # [successors, n + 1] over the n lowest
-    may_cut = np.concatenate([[True], np.diff(confidence) > 0, [True]])  # equal confidences go one way
-    # best[k]: least loss of the k lowest, dealt among this successor and the larger ones
+    sums = np.concatenate([np.zeros((num_parts, 1)), loss.cumsum(axis=1)], axis=1)  # [successors, n + 1]: n lowest
+    may_cut = np.concatenate([[True], np.diff(confidence) > 0, [True]])  # equal confidences stay together
+    # best[k]: least loss of the k lowest, divided among this successor and the larger ones
     best, cut_of = sums[-1], []
     for part in reversed(range(num_parts - 1)):
         gain = np.where(may_cut, best - sums[part], np.inf)
@@ -171,7 +181,7 @@ def _cuts(confidence: np.ndarray, loss: np.ndarray, first: int, threshold: float
 
 
 def _running_argmin(values: np.ndarray) -> np.ndarray:
-    """Place of the least value so far, the first of equal ones."""
+    """Return the index of the least value so far, the first of equal ones."""
     least = np.minimum.accumulate(values)
     is_new = np.concatenate([[True], least[1:] < least[:-1]])
     return np.maximum.accumulate(np.where(is_new, np.arange(len(values)), 0))
