@@ -26,7 +26,7 @@ from flexhybrid.cascade.placement import assign
 from flexhybrid.cascade.placement.instances import layouts
 from flexhybrid.cascade.placement.item_kinds import Kinds
 from flexhybrid.cascade.placement.lower_bound import _relaxed, lower_bound
-from flexhybrid.cascade.placement.program import solve_exactly, shortages
+from flexhybrid.cascade.placement.program import shortages, solve_exactly
 from flexhybrid.cascade.placement.search import MOST_LOAD, describe, most_rate, plan
 from flexhybrid.core.errors import InputError
 
