@@ -23,7 +23,7 @@ from flexhybrid.core.context.cache_entries import TIERS, representation_of
 from flexhybrid.core.policy import Bits, Placement, Policy
 from flexhybrid.core.task import RESOURCES
 from policy_search.search_problem import NATIVE, Option, SearchProblem
-from sim.candidates import Candidates, peak_bytes
+from sim.candidates import peak_bytes
 from sim.verb_seconds import resource_sums
 
 PHASES = ("prefill", "decode")
@@ -96,15 +96,9 @@ class ChoiceGrid:
         """Return seconds and bytes, [placements, pairs, rows], with the weights in each of ``placements``."""
         problem, count = self.problem, len(placements)
         device, _, disk = np.repeat(np.array(placements).T, len(self.batch), axis=1)
-        candidates = Candidates(
-            Policy(cache=cache, bits=Bits(*bits), **fields),
-            np.tile(self.batch, count),
-            problem.prompt_tokens,
-            problem.max_tokens,
-            np.tile(self.mini_batch_tokens, count),
-            weights_device=device,
-            weights_disk=disk,
-        )
+        policy, batch = Policy(cache=cache, bits=Bits(*bits), **fields), np.tile(self.batch, count)
+        tokens = np.tile(self.mini_batch_tokens, count)
+        candidates = problem.candidates(policy, batch, tokens, weights_device=device, weights_disk=disk)
         sums = resource_sums(problem.shape, problem.hardware, problem.bytes_per_element, candidates)
         columns = [*sums.prefill_s.values(), *sums.decode_s.values(), *(sums.peak_bytes[tier] for tier in TIERS)]
         return np.stack(columns, axis=-1).reshape(count, len(self.batch), len(ROWS))
@@ -156,7 +150,7 @@ class ChoiceGrid:
         batch, tokens = np.repeat([self.batch, self.mini_batch_tokens], 3, axis=1)
         policy = Policy(weights=Placement(host=1.0), cache={"kv@device": 1.0})
         device = np.tile([0.0, 0.5, 1.0], len(self.batch))
-        candidates = Candidates(policy, batch, problem.prompt_tokens, problem.max_tokens, tokens, weights_device=device)
+        candidates = problem.candidates(policy, batch, tokens, weights_device=device)
         peak = peak_bytes(problem.shape, problem.hardware, problem.bytes_per_element, candidates)["device"]
         streamed, half, resident = peak.reshape(-1, 3).T
         rounded_row = 1e-3 * problem.shape.layer_bytes(problem.bytes_per_element)

@@ -66,7 +66,7 @@ class EvaluatedPolicy:
     """A policy that fits, and its objective by the closed form with waiting: seconds per token."""
 
     policy: Policy
-    batch: int
+    batch: int  #: ``policy.max_batch``
     seconds: float
     unplaced: UnplacedPolicy | None = None
 
@@ -119,7 +119,7 @@ class Evaluator:
     def evaluate_policy(self, policy: Policy, batches: np.ndarray, limit: float = np.inf) -> list[EvaluatedPolicy]:
         """Return a placed policy on several batches: those that fit and whose bound is below ``limit``."""
         problem = self.problem
-        candidates = Candidates(policy, batches.astype(np.float64), problem.prompt_tokens, problem.max_tokens)
+        candidates = problem.candidates(policy, batches.astype(np.float64))
         bound = predict(problem.shape, problem.hardware, problem.bytes_per_element, candidates, walk=False)
         near = _fits(problem, bound.peak_bytes) & (_counted(problem, bound, batches) < limit)
         batches = batches[near]
@@ -158,16 +158,9 @@ def candidates_of(
     if policy is None:
         policy = first.option.policy(dict(first.cache), Placement(host=1.0))
     shares = np.array([[share for _, share in policy.cache] for policy in unplaced]).T
-    return Candidates(
-        policy,
-        np.array([float(policy.batch) for policy in unplaced]),
-        problem.prompt_tokens,
-        problem.max_tokens,
-        np.array([float(policy.mini_batch_tokens) for policy in unplaced]),
-        cache=dict(zip(first.entries, shares, strict=True)),
-        weights_device=device,
-        weights_disk=disk,
-    )
+    cache = dict(zip(first.entries, shares, strict=True))
+    batch, tokens = np.array([[policy.batch, policy.mini_batch_tokens] for policy in unplaced], dtype=float).T
+    return problem.candidates(policy, batch, tokens, cache=cache, weights_device=device, weights_disk=disk)
 
 
 def place_weights(problem: SearchProblem, candidates: Candidates) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -42,7 +42,7 @@ from policy_search.search_problem import (
 from policy_search.selection import UnderSelection, best_under_selection, value_of
 from policy_search.shortage import shortage, tightest
 from sim.array_clock import Prediction, predict
-from sim.candidates import Candidates, mean_lengths
+from sim.candidates import mean_lengths
 from sim.virtual_clock import RunSummary, run, summarize
 
 __all__ = ["FULL", "LOSSLESS", "OBJECTIVES", "PLAIN", "SearchResult", "SearchSettings", "Space", "search"]
@@ -219,7 +219,7 @@ def _program(result: SearchResult) -> Program:
 
 
 def _predicted(problem: SearchProblem, policy: Policy, batch: int) -> Prediction:
-    candidates = Candidates(policy, np.array([float(batch)]), problem.prompt_tokens, problem.max_tokens)
+    candidates = problem.candidates(policy, np.array([float(batch)]))
     return predict(problem.shape, problem.hardware, problem.bytes_per_element, candidates)
 
 

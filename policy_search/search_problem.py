@@ -15,7 +15,7 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.policy import Bits, Placement, Policy
 from flexhybrid.core.problem import Problem
-from sim.candidates import num_mini_batches
+from sim.candidates import Candidates, num_mini_batches
 
 NATIVE = "native"
 MINI_BATCH_TOKENS = (1024, 2048, 4096, 8192, 16384, 32768)  #: sizes of a mini-batch that are tried
@@ -123,6 +123,11 @@ class SearchProblem(Problem):
     def limits(self) -> dict[str, float]:
         """Tier -> bytes that a policy may fill; infinity without a limit."""
         return self.effective_budgets.limits
+
+    def candidates(self, policy: Policy, batch: np.ndarray, mini_batch_tokens=None, **shares) -> Candidates:
+        """Return a policy with each batch, for requests of this problem's lengths; ``shares`` as ``Candidates`` has
+        them."""
+        return Candidates(policy, batch, self.prompt_tokens, self.max_tokens, mini_batch_tokens, **shares)
 
     @property
     def by_decode(self) -> bool:

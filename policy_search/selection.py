@@ -17,7 +17,6 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.policy import Placement, Policy, Selection
 from policy_search.search_problem import SearchProblem, pairs_of
 from sim.array_clock import Prediction, predict
-from sim.candidates import Candidates
 
 ACT_SHARES = np.arange(5) / 4
 WEIGHT_SHARES = np.arange(13) / 12
@@ -60,16 +59,9 @@ def best_under_selection(
     policy = Policy("searched", cache=cache, selection=selection)
 
     def predicted(members: np.ndarray, walk: bool) -> Prediction:
-        candidates = Candidates(
-            policy,
-            batch[members],
-            problem.prompt_tokens,
-            problem.max_tokens,
-            tokens[members],
-            cache={"kv@host": 1.0 - act[members]} | ({"act@host": act[members]} if mixes else {}),
-            weights_device=device[members],
-            weights_disk=0.0,
-        )
+        cache = {"kv@host": 1.0 - act[members]} | ({"act@host": act[members]} if mixes else {})
+        shares = {"cache": cache, "weights_device": device[members], "weights_disk": np.zeros(len(members))}
+        candidates = problem.candidates(policy, batch[members], tokens[members], **shares)
         return predict(problem.shape, problem.hardware, problem.bytes_per_element, candidates, walk)
 
     bounded = predicted(np.arange(len(pair)), False)

@@ -134,8 +134,8 @@ class FlexGenResult:
 
 
 def cost_rows(block: Block) -> dict[str, dict[str, np.ndarray]]:
-    """Seconds of one layer, all requests: phase -> {what: vector over (shares, 1)}. A prefill is as long as the longest
-    of its entries; a decode step takes "in" and besides the longest of the others."""
+    """Return the seconds of one layer, all requests: phase -> {part: vector over (shares, 1)}. A prefill is as long as
+    the longest of its parts; a decode step takes "in" and then the longest of the others."""
     r, b, setting = block.rates, block.batch, block.setting
     w, kv, s, n = setting.weight_bytes, setting.kv_token_bytes, setting.prompt_tokens, setting.gen_tokens
     prompt_hidden, hidden = b * s * setting.hidden_bytes, b * setting.hidden_bytes
@@ -163,7 +163,7 @@ def cost_rows(block: Block) -> dict[str, dict[str, np.ndarray]]:
 
 
 def run_seconds(block: Block, shares: np.ndarray) -> float:
-    """Seconds of the whole run at ``shares`` (wd, wh, wk, cd, ch, ck, hd, hh), by FlexGen's cost model."""
+    """Return the seconds of a run at ``shares`` (wd, wh, wk, cd, ch, ck, hd, hh), by FlexGen's cost model."""
     rows, x = cost_rows(block), np.append(shares, 1.0)
     prefill = max(row @ x for row in rows["prefill"].values())
     decode = {part: row @ x for part, row in rows["decode"].items()}
@@ -172,7 +172,7 @@ def run_seconds(block: Block, shares: np.ndarray) -> float:
 
 
 def tokens_per_s(block: Block, shares: np.ndarray) -> float:
-    """Generated tokens over the seconds of the whole run."""
+    """Return the generated tokens over the seconds of the run."""
     return block.batch * block.setting.gen_tokens / run_seconds(block, shares)
 
 
