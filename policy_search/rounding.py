@@ -104,7 +104,7 @@ class Evaluator:
         candidates = candidates_of(problem, unplaced, policies[0], device, disk)
         if np.isfinite(limit):
             bound = predict(problem.shape, problem.hardware, problem.bytes_per_element, candidates, walk=False)
-            near = _counted(problem, bound, candidates.batch) < limit
+            near = _counted(problem, bound, np.asarray(candidates.batch)) < limit
             if not near.any():
                 return []
             policies, unplaced = list(compress(policies, near)), list(compress(unplaced, near))

@@ -49,4 +49,6 @@ def solve_with_pulp(program: Program) -> float:
     status = problem.solve(pulp.HiGHS(msg=False))
     if pulp.LpStatus[status] != "Optimal":
         raise ValueError(f"PuLP: {pulp.LpStatus[status]}")
-    return float(pulp.value(problem.objective))
+    seconds = pulp.value(problem.objective)
+    assert isinstance(seconds, float)
+    return seconds
