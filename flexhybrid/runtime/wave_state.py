@@ -66,9 +66,9 @@ class HiddenStates:
     def __init__(self, wave: Wave, buffers: Buffers):
         self.on_host, self.buffers = wave.policy.hidden == "host", buffers
         self._rows: dict[tuple[int, int], torch.Tensor] = {}
-        rows = chunk_rows(wave) if self.on_host else []
-        self._chunk_rows = [most for most, _ in rows]
-        self._first_rows = np.cumsum([0] + [most * chunks for most, chunks in rows])
+        sizes = chunk_rows(wave) if self.on_host else []
+        self._chunk_rows = [rows for rows, _ in sizes]
+        self._first_rows = np.cumsum([0] + [rows * chunks for rows, chunks in sizes])
 
     def of(self, task: Task) -> torch.Tensor:
         return self._rows[self._key(task)]
