@@ -207,16 +207,19 @@ class LLM:
         self._prepare(workload)
         groups = split_waves(self.problem, self.settled_policy, workload)
         try:
-            yield (self._admit(workload, members) for members in groups)
+            yield self._admitted(workload, groups)
         except BaseException as error:
             self.close()
             _release_frames(error)
             raise
 
-    def _admit(self, workload: Workload, members: np.ndarray) -> tuple[np.ndarray, Wave]:
-        wave = admit(self.problem, self.settled_policy, workload.select(members))
-        self._make_engine(buffer_sizes(wave))
-        return members, wave
+    def _admitted(self, workload: Workload, groups: list[np.ndarray]) -> Iterator[tuple[np.ndarray, Wave]]:
+        """Yield wave after wave; a wave's blocks are given back when the next one is asked for."""
+        for members in groups:
+            wave = admit(self.problem, self.settled_policy, workload.select(members))
+            self._make_engine(buffer_sizes(wave))
+            yield members, wave
+            wave.release()
 
     def _run_wave(
         self,

@@ -35,6 +35,7 @@ class Wave:
     mini_batches: tuple[np.ndarray, ...]
     first_block: dict[str, np.ndarray]  #: entry -> [requests], physical
     num_blocks: dict[str, np.ndarray]  #: entry -> [requests], reserved
+    blocks: BlockManager  #: owns the blocks of the pools
     layout: LayerLayout
     split: dict[str, SplitLines]  #: of the entries both(…)
 
@@ -47,8 +48,14 @@ class Wave:
         """Bytes of an element in the compute dtype."""
         return self.problem.bytes_per_element
 
+    def release(self) -> None:
+        """Give back the blocks of all requests, when the wave has run for the last time."""
+        for request in range(self.workload.num_requests):
+            self.blocks.release(request)
+
     @property
     def pool_blocks(self) -> dict[str, int]:
+        """Cache entry -> blocks that the requests reserve."""
         return {entry: int(blocks.sum()) for entry, blocks in self.num_blocks.items()}
 
     @cached_property
@@ -106,13 +113,14 @@ def admit(
     problem: Problem,
     policy: Policy,
     workload: Workload,
-    manager: BlockManager | None = None,
+    blocks: BlockManager | None = None,
     seconds_per_token: tuple[float, float] = (1.0, 1.0),
 ) -> Wave:
     """Pack requests and reserve their blocks, those of a mini-batch side by side.
 
-    Without a manager, pools of exactly the needed size are assumed. The hardware record decides the split point
-    of both(…) entries. Raises InputError when a policy cannot be planned or a pool has no room.
+    The wave owns ``blocks`` from now on; None: new pools of exactly the size it needs. ``seconds_per_token``: see
+    ``pack``. The hardware record decides the split points of both(…) entries. Raises InputError when a policy cannot
+    be planned or a pool has no room.
     """
     check_planned(policy)
     entries = BlockEntries(policy.cache)
@@ -128,12 +136,12 @@ def admit(
             first[group] = chunk_tokens(policy.max_mini_batch_tokens)
     counts = entries.most_blocks(first, kept)  # [requests, entry]
     num_blocks = {entry: counts[:, i] for i, entry in enumerate(entries.names)}
-    if manager is None:
-        manager = BlockManager({entry: int(blocks.sum()) for entry, blocks in num_blocks.items()})
+    if blocks is None:
+        blocks = BlockManager({entry: int(count.sum()) for entry, count in num_blocks.items()})
     first_block = {entry: np.zeros(workload.num_requests, dtype=np.int64) for entry in entries.names}
     for group in mini_batches:
         for request in group:
-            extents = manager.admit(int(request), {entry: int(num_blocks[entry][request]) for entry in entries.names})
+            extents = blocks.admit(int(request), {entry: int(num_blocks[entry][request]) for entry in entries.names})
             for entry, extent in extents.items():
                 first_block[entry][request] = extent.first
     return Wave(
@@ -144,6 +152,7 @@ def admit(
         mini_batches=tuple(mini_batches),
         first_block=first_block,
         num_blocks=num_blocks,
+        blocks=blocks,
         layout=stored_layout(problem, policy),
         split=split,
     )

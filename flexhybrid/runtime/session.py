@@ -76,7 +76,8 @@ class Session:
         return self.engine.run(self.executor, TRACED, tasks).trace
 
     def close(self) -> None:
-        """Close the engine if ``Session.of`` has made it."""
+        """Give the wave's blocks back, and close the engine if ``Session.of`` has made it."""
+        self.wave.release()
         if self._owns_engine:
             self.engine.close()
 

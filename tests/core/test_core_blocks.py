@@ -100,7 +100,7 @@ def owned_blocks(extents) -> list[int]:
 def test_random_admissions_keep_the_pool_whole(num_blocks, data):
     pool, held = BlockPool(num_blocks), {}
     for request in range(data.draw(st.integers(1, 25))):
-        action = data.draw(st.sampled_from(["reserve", "reserve", "shrink", "release"]))
+        action = data.draw(st.sampled_from(["reserve", "reserve", "grow", "release"]))
         if action == "reserve":
             count, gap = data.draw(st.integers(0, 12)), pool.largest_free()
             if count <= gap:
@@ -111,10 +111,14 @@ def test_random_admissions_keep_the_pool_whole(num_blocks, data):
                     pool.reserve(request, count)
         elif held:
             owner = data.draw(st.sampled_from(sorted(held)))
-            if action == "shrink":
-                keep = data.draw(st.integers(0, held[owner].count))
-                held[owner] = pool.shrink(owner, keep)
-                assert held[owner].count == keep
+            if action == "grow":
+                before, count = held[owner], held[owner].count + data.draw(st.integers(0, 6))
+                try:
+                    held[owner] = pool.grow(owner, count)
+                except InputError:
+                    assert count - before.count > 0
+                else:
+                    assert held[owner].count == count and (not before.count or held[owner].first == before.first)
             else:
                 pool.release(owner)
                 del held[owner]
@@ -144,10 +148,13 @@ def test_misuse_of_a_pool():
     pool.reserve(1, 4)
     with pytest.raises(ValueError, match="already holds"):
         pool.reserve(1, 1)
-    with pytest.raises(ValueError, match="cannot keep"):
-        pool.shrink(1, 5)
+    with pytest.raises(ValueError, match="cannot grow to 3"):
+        pool.grow(1, 3)
     with pytest.raises(KeyError):
-        pool.shrink(2, 0)
+        pool.grow(2, 0)
+    assert pool.reserve(2, 2) == Extent(4, 2) and pool.grow(2, 4) == Extent(4, 4)
+    with pytest.raises(InputError, match="cannot grow to 5 blocks: those behind its 4 are taken"):
+        pool.grow(1, 5)
     pool.check()
 
 

@@ -380,7 +380,10 @@ def test_admission_takes_its_blocks_from_the_manager():
     admitted = admit(problem_of(wave.shape, P), wave.policy, wave.workload, manager)
     manager.check()
     assert {kind: pool.num_free for kind, pool in manager.pools.items()} == dict.fromkeys(wave.pool_blocks, 3)
-    assert admitted.pool_blocks == wave.pool_blocks
+    assert admitted.pool_blocks == wave.pool_blocks and admitted.blocks is manager
+    admitted.release()
+    manager.check()
+    assert all(pool.num_free == pool.num_blocks for pool in manager.pools.values())
     with pytest.raises(InputError, match="no room in pool"):
         admit(problem_of(wave.shape, P), wave.policy, wave.workload, BlockManager(dict.fromkeys(wave.pool_blocks, 1)))
 

@@ -189,14 +189,20 @@ class BlockPool:
                 return extent
         raise InputError(f"{count} neighbouring blocks asked for, the largest gap has {self.largest_free()}")
 
-    def shrink(self, request: int, count: int) -> Extent:
-        """Give back all but the first ``count`` blocks of a request."""
+    def grow(self, request: int, count: int) -> Extent:
+        """Extend a request's extent to ``count`` blocks, in place. Raises InputError when those behind it are taken."""
         extent = self._used[request]
-        if count > extent.count:
-            raise ValueError(f"request {request} holds {extent.count} blocks, cannot keep {count}")
-        self._give_back(extent.first + count, extent.count - count)
-        self._used[request] = Extent(extent.first, count)
-        return self._used[request]
+        if count < extent.count:
+            raise ValueError(f"request {request} holds {extent.count} blocks, cannot grow to {count}")
+        if count == extent.count:
+            return extent
+        end, more = extent.first + extent.count, count - extent.count
+        for i, (first, size) in enumerate(self._free):
+            if size >= more and (first == end or not extent.count):
+                self._free[i : i + 1] = [(first + more, size - more)] if size > more else []
+                self._used[request] = Extent(extent.first if extent.count else first, count)
+                return self._used[request]
+        raise InputError(f"request {request} cannot grow to {count} blocks: those behind its {extent.count} are taken")
 
     def release(self, request: int) -> None:
         """Give back all blocks of a request; one that holds none is left alone."""
@@ -215,7 +221,7 @@ class BlockPool:
         self._free = merged
 
     def check(self) -> None:
-        """Integrity: free and used extents are disjoint and cover the pool exactly. Raises AssertionError."""
+        """Raise AssertionError unless free and used extents are disjoint and cover the pool exactly."""
         spans = [(first, count) for first, count in self._free]
         spans += [(extent.first, extent.count) for extent in self._used.values() if extent.count]
         position = 0
@@ -226,13 +232,13 @@ class BlockPool:
 
 
 class BlockManager:
-    """All pools of an engine, keyed by representation@tier ("kv@host"). The only one that moves a block."""
+    """The pools of a wave by cache entry ("kv@host"), and the only one that allocates or frees their blocks."""
 
     def __init__(self, num_blocks: dict[str, int]):
         self.pools = {entry: BlockPool(count) for entry, count in num_blocks.items()}
 
     def admit(self, request: int, blocks: dict[str, int]) -> dict[str, Extent]:
-        """Reserve one extent per representation; all or nothing."""
+        """Reserve one extent of each cache entry for a request. Raises InputError, and keeps nothing, without room."""
         taken: dict[str, Extent] = {}
         try:
             for entry, count in blocks.items():
@@ -249,5 +255,6 @@ class BlockManager:
             pool.release(request)
 
     def check(self) -> None:
+        """Raise AssertionError where a block of a pool is lost or owned twice."""
         for pool in self.pools.values():
             pool.check()
