@@ -99,7 +99,7 @@ class ChoiceGrid:
         policy, batch = Policy(cache=cache, bits=Bits(*bits), **fields), np.tile(self.batch, count)
         tokens = np.tile(self.mini_batch_tokens, count)
         candidates = problem.candidates(policy, batch, tokens, weights_device=device, weights_disk=disk)
-        sums = resource_sums(problem.shape, problem.hardware, problem.bytes_per_element, candidates)
+        sums = resource_sums(problem, candidates)
         columns = [*sums.prefill_s.values(), *sums.decode_s.values(), *(sums.peak_bytes[tier] for tier in TIERS)]
         return np.stack(columns, axis=-1).reshape(count, len(self.batch), len(ROWS))
 
@@ -151,7 +151,7 @@ class ChoiceGrid:
         policy = Policy(weights=Placement(host=1.0), cache={"kv@device": 1.0})
         device = np.tile([0.0, 0.5, 1.0], len(self.batch))
         candidates = problem.candidates(policy, batch, tokens, weights_device=device)
-        peak = peak_bytes(problem.shape, problem.hardware, problem.bytes_per_element, candidates)["device"]
+        peak = peak_bytes(problem, candidates)["device"]
         streamed, half, resident = peak.reshape(-1, 3).T
         rounded_row = 1e-3 * problem.shape.layer_bytes(problem.bytes_per_element)
         return np.maximum(0.0, half - (streamed + resident) / 2) + rounded_row

@@ -103,7 +103,7 @@ class Evaluator:
             return [replace(e, unplaced=unplaced[0]) for e in self.evaluate_policy(policies[0], batch, limit)]
         candidates = candidates_of(problem, unplaced, policies[0], device, disk)
         if np.isfinite(limit):
-            bound = predict(problem.shape, problem.hardware, problem.bytes_per_element, candidates, walk=False)
+            bound = predict(problem, candidates, walk=False)
             near = _counted(problem, bound, np.asarray(candidates.batch)) < limit
             if not near.any():
                 return []
@@ -120,7 +120,7 @@ class Evaluator:
         """Return a placed policy on several batches: those that fit and whose bound is below ``limit``."""
         problem = self.problem
         candidates = problem.candidates(policy, batches.astype(np.float64))
-        bound = predict(problem.shape, problem.hardware, problem.bytes_per_element, candidates, walk=False)
+        bound = predict(problem, candidates, walk=False)
         near = _fits(problem, bound.peak_bytes) & (_counted(problem, bound, batches) < limit)
         batches = batches[near]
         if not len(batches):
@@ -135,7 +135,7 @@ class Evaluator:
 
 def objective_seconds(problem: SearchProblem, candidates: Candidates) -> np.ndarray:
     """Return seconds per token, [candidates]: of the whole run, or of the decode. Never less than the bound."""
-    prediction = predict(problem.shape, problem.hardware, problem.bytes_per_element, candidates)
+    prediction = predict(problem, candidates)
     return _counted(problem, prediction, np.asarray(candidates.batch))
 
 
@@ -178,7 +178,7 @@ def place_weights(problem: SearchProblem, candidates: Candidates) -> tuple[np.nd
     def peaks(device, disk) -> dict[str, np.ndarray]:
         device, disk = np.broadcast_to(device, size), np.broadcast_to(disk, size)
         placed = replace(candidates, weights_device=device, weights_disk=disk)
-        return peak_bytes(problem.shape, problem.hardware, problem.bytes_per_element, placed)
+        return peak_bytes(problem, placed)
 
     if problem.weights_device is not None:
         device = np.full(size, float(problem.weights_device))

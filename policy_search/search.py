@@ -220,7 +220,7 @@ def _program(result: SearchResult) -> Program:
 
 def _predicted(problem: SearchProblem, policy: Policy, batch: int) -> Prediction:
     candidates = problem.candidates(policy, np.array([float(batch)]))
-    return predict(problem.shape, problem.hardware, problem.bytes_per_element, candidates)
+    return predict(problem, candidates)
 
 
 def _with_selection(result: SearchResult, selection: Selection, settings: SearchSettings) -> SearchResult:

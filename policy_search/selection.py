@@ -62,7 +62,7 @@ def best_under_selection(
         cache = {"kv@host": 1.0 - act[members]} | ({"act@host": act[members]} if mixes else {})
         shares = {"cache": cache, "weights_device": device[members], "weights_disk": np.zeros(len(members))}
         candidates = problem.candidates(policy, batch[members], tokens[members], **shares)
-        return predict(problem.shape, problem.hardware, problem.bytes_per_element, candidates, walk)
+        return predict(problem, candidates, walk=walk)
 
     bounded = predicted(np.arange(len(pair)), False)
     fits = np.all([bounded.peak_bytes[tier] <= problem.limits[tier] for tier in TIERS], axis=0)

@@ -54,7 +54,7 @@ def _peaks(grid: ChoiceGrid, choice: int, shares: np.ndarray, weights: np.ndarra
         less = np.floor(weights[:1] * WEIGHT_STEPS) / WEIGHT_STEPS
         for kept, moved in ((device, disk), (less, weights[2:])):
             placed = candidates_of(problem, [unplaced], None, kept, moved)
-            peaks = peak_bytes(problem.shape, problem.hardware, problem.bytes_per_element, placed)
+            peaks = peak_bytes(problem, placed)
             yield unplaced.policy(kept[0], moved[0]), {tier: float(peaks[tier][0]) for tier in problem.tiers}
 
 

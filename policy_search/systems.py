@@ -19,14 +19,14 @@ from flexhybrid.core.errors import InputError, unknown
 from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Overlap, Placement, Policy
-from flexhybrid.core.problem import Problem
+from flexhybrid.core.problem import Problem, problem_of
 from flexhybrid.core.task import RESOURCES
 from flexhybrid.core.workload import Workload
 from sim import presets
 from sim.array_clock import predict
 from sim.candidates import Candidates
 from sim.implementation import Implementation, on
-from sim.simulate import Outcome, budgets_of, simulate
+from sim.simulate import SimulatedRun, simulate
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Setting:
         lengths = self.batch, self.prompt_tokens, self.max_tokens
         candidates = Candidates(policy, *lengths, weights_device=weights_device, weights_disk=weights_disk)
         shape, width = self.problem.shape, self.problem.bytes_per_element
-        return predict(shape, self.machine, width, candidates, walk=False).peak_bytes["device"]
+        return predict(problem_of(shape, width, self.machine), candidates, walk=False).peak_bytes["device"]
 
 
 @dataclass(frozen=True)
@@ -271,20 +271,11 @@ def system(text: str, setting: Setting) -> System:
     return made if isinstance(made, System) else System(text, made, setting.machine)
 
 
-def run_system(text: str, setting: Setting, clock: str = "closed") -> Outcome:
+def run_system(text: str, setting: Setting, clock: str = "closed") -> SimulatedRun:
     """Simulate a system by name."""
     made = system(text, setting)
-    return simulate(
-        setting.problem.shape,
-        made.hardware,
-        made.policy,
-        setting.batch,
-        setting.prompt_tokens,
-        setting.max_tokens,
-        bytes_per_element=setting.problem.bytes_per_element,
-        clock=clock,
-        budgets=budgets_of(made.hardware),
-    )
+    problem = replace(setting.problem, hardware=made.hardware)
+    return simulate(problem, made.policy, setting.batch, setting.prompt_tokens, setting.max_tokens, clock=clock)
 
 
 # ---- what the executor runs of them

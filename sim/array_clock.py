@@ -18,8 +18,8 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from flexhybrid.core.hardware import LINKS, Hardware
-from flexhybrid.core.model.shape import ModelShape
+from flexhybrid.core.hardware import LINKS
+from flexhybrid.core.problem import Problem
 from flexhybrid.core.task import RESOURCES
 from flexhybrid.core.wave import check_planned
 from sim.candidates import Candidates, CandidateSteps, DecodeStretch, candidate_steps
@@ -67,14 +67,12 @@ class Prediction:
         return {**row, "binding": str(self.binding.reshape(-1)[index])}
 
 
-def predict(
-    shape: ModelShape, hardware: Hardware, bytes_per_element: int, candidates: Candidates, walk: bool = True
-) -> Prediction:
+def predict(problem: Problem, candidates: Candidates, walk: bool = True) -> Prediction:
     """Predict every candidate. ``walk`` False stops at the bound: total_s, prefill_s and decode_s are the busiest
     resource's. Raises InputError for a policy that cannot be planned, or a machine without a line for one of its verbs.
     """
     check_planned(candidates.policy)
-    steps, size = candidate_steps(shape, hardware, bytes_per_element, candidates)
+    steps, size = candidate_steps(problem, candidates)
     chunk_size = CHUNK if walk else BOUND_CHUNK
     chunks = []
     for members, entries in _by_structure(steps, walk):

@@ -22,12 +22,11 @@ from flexhybrid.core.context.cache_entries import TIERS, representation_of, stor
 from flexhybrid.core.context.packing import chunk_tokens, takes_prompts_whole
 from flexhybrid.core.context.selection import kept_tokens, limits_cache, selected_tokens
 from flexhybrid.core.context.split import SplitLines, split_lines, split_point
-from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.memory import BufferSizes, Reads, group_sizes, memory_parts, split_blocks
 from flexhybrid.core.model.layout import LayerLayout, layer_layout
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import ElementBytes, Policy
-from flexhybrid.core.problem import Problem, problem_of
+from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.step_work import StepCounts
 from flexhybrid.core.workload import Workload
 from sim.tiny_run import most_mini_batches
@@ -483,14 +482,11 @@ class CandidateSteps:
         return Reads(running, held, tokens, read - recomputed, recomputed, splits={}, new=new)
 
 
-def candidate_steps(
-    shape: ModelShape, hardware: Hardware, bytes_per_element: int, candidates: Candidates
-) -> tuple[CandidateSteps, tuple[int, ...]]:
+def candidate_steps(problem: Problem, candidates: Candidates) -> tuple[CandidateSteps, tuple[int, ...]]:
     """Lay candidates out side by side in flat arrays of floats; and the shape that their numbers broadcast to.
 
     Cache entries without a share in any candidate are left out.
     """
-    problem = problem_of(shape, bytes_per_element, hardware)
     policy, cache = candidates.policy, candidates.policy.cache if candidates.cache is None else candidates.cache
     own = {
         "max_mini_batch_tokens": policy.max_mini_batch_tokens,
@@ -514,7 +510,7 @@ def candidate_steps(
     return CandidateSteps(problem, policy, lines, **flat, shares=shares), size
 
 
-def peak_bytes(shape: ModelShape, hardware: Hardware, bytes_per_element: int, candidates: Candidates) -> dict:
+def peak_bytes(problem: Problem, candidates: Candidates) -> dict[str, np.ndarray]:
     """Tier -> bytes, [candidates]; candidates use all their cache entries."""
-    steps, size = candidate_steps(shape, hardware, bytes_per_element, candidates)
+    steps, size = candidate_steps(problem, candidates)
     return {tier: peak.reshape(size) for tier, peak in steps.peak_bytes.items()}

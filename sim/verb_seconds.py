@@ -14,16 +14,15 @@ import numpy as np
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.context.selection import num_choosing
-from flexhybrid.core.hardware import Hardware
-from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.plan import PAGE_BYTES
+from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.step_work import StepCounts, step_work
 from flexhybrid.core.task import RESOURCES, Work
 from flexhybrid.core.verbs import RESOURCE_OF, VERBS
 from flexhybrid.core.wave import check_planned
 from flexhybrid.core.work import kv_gen
 from sim.candidates import Candidates, CandidateSteps, DecodeStretch, candidate_steps
-from sim.cost import price
+from sim.cost import hardware_of, price
 
 _OF_ITERATION = frozenset(verb.name for verb in VERBS.values() if verb.per == "iteration")
 _OF_GAP = frozenset(verb.name for verb in VERBS.values() if verb.per == "gap")
@@ -54,7 +53,7 @@ class VerbSeconds:
     stretches of the decode (phases 1, 2, …). Arrays [candidates]."""
 
     def __init__(self, steps: CandidateSteps, stretches: list[DecodeStretch]):
-        self.steps, self.hardware, self.stretches = steps, steps.problem.hardware, stretches
+        self.steps, self.hardware, self.stretches = steps, hardware_of(steps.problem), stretches
         self.phases = [self._phase(steps.prefill)]
         #: verb of the prefill -> seconds of work for which the tiny run has no task
         self.extra_prefill_s: dict[str, np.ndarray] = {}
@@ -328,12 +327,10 @@ class ResourceSums:
     peak_bytes: dict[str, np.ndarray]  #: tier -> bytes
 
 
-def resource_sums(
-    shape: ModelShape, hardware: Hardware, bytes_per_element: int, candidates: Candidates
-) -> ResourceSums:
+def resource_sums(problem: Problem, candidates: Candidates) -> ResourceSums:
     """Sum up candidates that use all their cache entries. Raises InputError as ``predict`` does."""
     check_planned(candidates.policy)
-    steps, size = candidate_steps(shape, hardware, bytes_per_element, candidates)
+    steps, size = candidate_steps(problem, candidates)
     verbs = VerbSeconds(steps, [stretch for stretch in steps.stretches() if np.any(stretch.count)])
     tables = verbs.busy(0), verbs.decode_busy(), steps.peak_bytes
     zero = np.zeros(len(steps.batch))

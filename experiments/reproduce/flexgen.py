@@ -19,7 +19,7 @@ from flexhybrid.core.context.cache_entries import TIERS
 from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.model.shape import shape_by_name
 from flexhybrid.core.policy import Bits, Overlap, Placement, Policy
-from flexhybrid.core.problem import Problem
+from flexhybrid.core.problem import Problem, problem_of
 from flexhybrid.core.workload import Workload
 from policy_search.papers.flexgen import FlexGenOptions, flexgen_policy
 from policy_search.search import FULL, LOSSLESS, SearchSettings, search
@@ -129,7 +129,9 @@ def engine_rates(hardware: Hardware, num_gpu_batches: int = 1, disk: bool = Fals
 
 def rate(model: str, hardware: Hardware, policy: Policy, batch: int) -> dict:
     """Return the array clock's row for requests of 512 + 32 tokens."""
-    return predict(shape_by_name(model), hardware, BYTES, Candidates(policy, batch, PROMPT, GENERATED)).row()
+    return predict(
+        problem_of(shape_by_name(model), BYTES, hardware), Candidates(policy, batch, PROMPT, GENERATED)
+    ).row()
 
 
 def searched(run: PublishedRun, hardware: Hardware) -> dict[str, tuple[Policy, int]]:

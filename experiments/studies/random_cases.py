@@ -184,7 +184,7 @@ def _machine(rng, batch: float) -> Hardware:
 
 def _balance(case: UniformCase, rng) -> UniformCase:
     """The same case with one resource as fast as makes it about as busy as compute."""
-    busy = predict(case.shape, case.hardware, case.bytes_per_element, case.candidate, walk=False).row()["busy"]
+    busy = predict(case.problem, case.candidate, walk=False).row()["busy"]
     others = [r for r in ("h2d", "h2d", "disk_read", "disk_write", "d2h", "host_compute") if busy[r] > 0]
     if not others or busy["compute"] <= 0:
         return case
@@ -197,7 +197,7 @@ def _balance(case: UniformCase, rng) -> UniformCase:
 
 def compare(case: UniformCase) -> tuple[float, float]:
     """(closed form, virtual clock): total seconds of the whole run."""
-    closed = predict(case.shape, case.hardware, case.bytes_per_element, case.candidate)
+    closed = predict(case.problem, case.candidate)
     virtual = summarize(run(stream(case.wave()), case.hardware))
     return float(closed.total_s[0]), virtual.total_s
 

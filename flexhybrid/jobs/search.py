@@ -13,7 +13,7 @@ from flexhybrid.core.policy import Bits, Selection
 from flexhybrid.jobs.simulate import WEIGHTS_STREAMED, describe, setting_of, simulate_system
 from policy_search.search import FULL, LOSSLESS, SearchResult, SearchSettings, search
 from policy_search.systems import Setting, System, system
-from sim.simulate import Outcome
+from sim.simulate import SimulatedRun
 
 #: Systems that the best policy is compared with.
 LOSSLESS_RIVALS = (
@@ -47,7 +47,7 @@ class PolicySearchOptions:
 class SearchReport(NamedTuple):
     """The best policy with its predicted run, and how far behind the papers' systems are."""
 
-    best: Outcome
+    best: SimulatedRun
     found: SearchResult
     rivals: list[dict]  #: ``_rivals``
     search_s: float
@@ -82,7 +82,7 @@ def run_search(options: PolicySearchOptions) -> SearchReport:
         )
         return search(setting.problem, setting.workload, settings)
 
-    def simulated(found: SearchResult, batch: int) -> Outcome:
+    def simulated(found: SearchResult, batch: int) -> SimulatedRun:
         return simulate_system(replace(setting, batch=batch), System("", found.policy, setting.machine))
 
     found = searched(batch, options.max_batch)
@@ -105,7 +105,7 @@ def _selection_of(text: str, setting: Setting) -> Selection:
     return selection
 
 
-def _rivals(setting: Setting, options: PolicySearchOptions, best: Outcome) -> list[dict]:
+def _rivals(setting: Setting, options: PolicySearchOptions, best: SimulatedRun) -> list[dict]:
     """Return a row a rival on the batch of ``best``, fastest first: its tokens/s, the share by which they are fewer,
     and its weights' share on the device; or the error that keeps it from running."""
     rows = []

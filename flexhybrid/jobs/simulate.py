@@ -14,7 +14,7 @@ from flexhybrid.core.units import gib, parse_bytes
 from flexhybrid.jobs.sweep.grid import positive_integer
 from policy_search.systems import Setting, System, system
 from sim import catalogue
-from sim.simulate import Outcome, simulate
+from sim.simulate import SimulatedRun, simulate
 
 #: Said of a system that would keep all weights on the device where they do not fit.
 WEIGHTS_STREAMED = "not all weights fit the device beside the cache, the rest is streamed"
@@ -58,7 +58,7 @@ def budget_notes(hardware: str, budgets: dict[str, str | None]) -> list[str]:
     return lines
 
 
-def run_simulate(point: dict, policy: Path | None = None, budgets: dict[str, str | None] | None = None) -> Outcome:
+def run_simulate(point: dict, policy: Path | None = None, budgets: dict[str, str | None] | None = None) -> SimulatedRun:
     """Return one predicted run. ``policy``: a policy file in place of the point's system, which may also be one.
     ``budgets``: tier -> memory as text; None: the machine's."""
     setting = setting_of(point, budgets)
@@ -68,21 +68,13 @@ def run_simulate(point: dict, policy: Path | None = None, budgets: dict[str, str
     return simulate_system(setting, made, point.get("clock", "closed"))
 
 
-def simulate_system(setting: Setting, made: System, clock: str = "closed") -> Outcome:
+def simulate_system(setting: Setting, made: System, clock: str = "closed") -> SimulatedRun:
     """Return the predicted run of a system in a setting, on the machine as the system sees it."""
-    return simulate(
-        setting.problem.shape,
-        made.hardware,
-        made.policy,
-        setting.batch,
-        setting.prompt_tokens,
-        setting.max_tokens,
-        bytes_per_element=setting.problem.bytes_per_element,
-        clock=clock,
-    )
+    problem = replace(setting.problem, hardware=made.hardware)
+    return simulate(problem, made.policy, setting.batch, setting.prompt_tokens, setting.max_tokens, clock=clock)
 
 
-def describe(outcome: Outcome) -> str:
+def describe(outcome: SimulatedRun) -> str:
     """Return a few lines of text."""
     o = outcome
     memory = ", ".join(f"{tier} {gib(size)}" for tier, size in o.peak_bytes.items() if size)
@@ -104,7 +96,7 @@ def describe(outcome: Outcome) -> str:
     return "\n".join(lines)
 
 
-def _waves(o: Outcome) -> str:
+def _waves(o: SimulatedRun) -> str:
     """Return "1 wave", "3 waves of 40", or "2 waves of 50 and one of 28"."""
     remainder = o.batch % o.wave
     if o.num_waves == 1:

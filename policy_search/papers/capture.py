@@ -98,7 +98,7 @@ class _Batch:
         """Return the bytes beyond each bounded memory, tier -> [host_shares.shape]."""
         problem, cache = self.problem, _cache(device_shares, host_shares)
         candidates = Candidates(policy, self.size, self.prompt_tokens, self.max_tokens, cache=cache)
-        peak = predict(problem.shape, problem.hardware, problem.bytes_per_element, candidates, walk=False).peak_bytes
+        peak = predict(problem, candidates, walk=False).peak_bytes
         return {tier: peak[tier] - size for tier, size in self.memories.items()}
 
 

@@ -448,7 +448,7 @@ class _Tiers:
         """Return the tiers that cannot hold the policy, by our own account, with the bytes beyond their memory."""
         problem = self.problem
         candidates = Candidates(policy, block.batch, block.setting.prompt_tokens, block.setting.gen_tokens)
-        peak = predict(problem.shape, problem.hardware, problem.bytes_per_element, candidates, walk=False).peak_bytes
+        peak = predict(problem, candidates, walk=False).peak_bytes
         excess = {tier: float(peak[tier][0]) - size for tier, size in self.memories.items()}
         return {tier: num_bytes for tier, num_bytes in excess.items() if num_bytes > 0}
 

@@ -70,7 +70,7 @@ def test_the_sums_of_a_mixture_are_the_programs_rows(cache, weights):
     program = grid.program(problem.options.index(option) * len(grid.batch))
     policy = replace(option.policy(cache, Placement(*weights)), max_mini_batch_tokens=4096)
     candidates = replace(candidates_of(problem, [UnplacedPolicy.of(option, 6, 4096, cache)]), policy=policy)
-    sums = resource_sums(SHAPE, problem.hardware, 2, candidates)
+    sums = resource_sums(problem, candidates)
     measured = [*sums.prefill_s.values(), *sums.decode_s.values(), *(sums.peak_bytes[tier] for tier in TIERS)]
     said = program.constant + sum(share * program.cache[entry] for entry, share in cache.items())
     said = said + sum(
@@ -103,7 +103,7 @@ def test_no_rounded_policy_is_faster_than_its_program():
         candidates = candidates_of(problem, [unplaced])
         device, disk, fits = place_weights(problem, candidates)
         if fits[0]:
-            found = predict(SHAPE, problem.hardware, 2, replace(candidates, weights_device=device, weights_disk=disk))
+            found = predict(problem, replace(candidates, weights_device=device, weights_disk=disk))
             compared += 1
             assert known.value[choice] <= float(found.total_s[0]) / problem.tokens(unplaced.batch) * 1.005
     assert compared >= 5
@@ -118,7 +118,7 @@ def test_bits_schedule_and_hidden_states_add_up_independently():
         entry = "kv@host" if option.attention == "host" else "act@disk"
         unplaced = UnplacedPolicy.of(option, 5, 1024, {entry: 1.0})
         policy = replace(unplaced.option.policy({entry: 1.0}, Placement(host=1.0)), max_mini_batch_tokens=1024)
-        sums = resource_sums(SHAPE, problem.hardware, 2, replace(candidates_of(problem, [unplaced]), policy=policy))
+        sums = resource_sums(problem, replace(candidates_of(problem, [unplaced]), policy=policy))
         measured = [*sums.prefill_s.values(), *sums.decode_s.values(), *(sums.peak_bytes[tier] for tier in TIERS)]
         said = program.constant + program.cache[entry] + program.weights[0.0, 1.0, 0.0]
         assert said == pytest.approx(np.concatenate(measured), rel=1e-9, abs=1e-9), option
@@ -272,16 +272,16 @@ def test_weights_fill_the_device_and_the_host_but_no_more():
         UnplacedPolicy.of(plain.options[0], batch, 2048, {"kv@host": 0.5, "act@host": 0.5}) for batch in (1, 4, 8)
     ]
     candidates = candidates_of(plain, unplaced)
-    streamed = peak_bytes(SHAPE, plain.hardware, 2, candidates)
+    streamed = peak_bytes(plain, candidates)
     budgets = {"device": streamed["device"][1] + MIB, "host": streamed["host"][1] - 2 * MIB, "disk": 64.0 * MIB}
     problem = replace(plain, budgets=Budgets(**{tier: float(size) for tier, size in budgets.items()}))
     device, disk, fits = place_weights(problem, candidates)
     assert list(fits) == [True, True, False] and 0 < device[1] < device[0] == 1 and disk[1] > disk[0] == 0
     candidates = candidates_of(problem, unplaced[1:2])
     device, disk = device[1:2], disk[1:2]
-    peaks = peak_bytes(SHAPE, problem.hardware, 2, replace(candidates, weights_device=device, weights_disk=disk))
-    more = peak_bytes(SHAPE, problem.hardware, 2, replace(candidates, weights_device=device + 0.004, weights_disk=disk))
-    less = peak_bytes(SHAPE, problem.hardware, 2, replace(candidates, weights_device=device, weights_disk=disk - 0.004))
+    peaks = peak_bytes(problem, replace(candidates, weights_device=device, weights_disk=disk))
+    more = peak_bytes(problem, replace(candidates, weights_device=device + 0.004, weights_disk=disk))
+    less = peak_bytes(problem, replace(candidates, weights_device=device, weights_disk=disk - 0.004))
     assert (peaks["device"] <= problem.limits["device"]).all() and (peaks["host"] <= problem.limits["host"]).all()
     assert (more["device"] > problem.limits["device"]).all()
     assert (less["host"] > problem.limits["host"]).all()

@@ -22,6 +22,7 @@ from flexhybrid.core.memory import buffer_sizes, memory_plan, total_bytes
 from flexhybrid.core.model.shape import ModelShape, shape_by_name
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Bits, Placement, Policy, Selection
+from flexhybrid.core.problem import problem_of
 from flexhybrid.core.trace import check_trace
 from flexhybrid.core.verbs import VERBS
 from flexhybrid.core.workload import Workload
@@ -34,6 +35,7 @@ from sim.verb_seconds import num_slices
 from sim.virtual_clock import RunSummary, run, summarize
 
 SHAPE, HARDWARE = shape_by_name("opt-30b"), catalogue.load("rtx4090")
+PROBLEM = problem_of(SHAPE, 2, HARDWARE)
 
 
 class WholeRun(NamedTuple):
@@ -188,7 +190,7 @@ def test_packed_weights_wait_alike_whatever_part_is_resident(schedule):
 
 
 def closed_form(case: UniformCase, walk: bool = True) -> dict:
-    return predict(case.shape, case.hardware, case.bytes_per_element, case.candidate, walk).row()
+    return predict(case.problem, case.candidate, walk=walk).row()
 
 
 def small_cases(count: int, seed: int, most_steps: int = 150) -> list[UniformCase]:
@@ -257,12 +259,12 @@ def test_many_at_once_are_the_same_as_one_by_one():
         weights_device=np.array([0.0, 0.1, 0.2, 0.0, 1.0, 0.0]), weights_disk=np.zeros(6),
     )  # fmt: skip
     cache = {"act@host": share, "kv@host": 1 - share}
-    together = predict(SHAPE, HARDWARE, 2, Candidates(hybrid(0.5), **numbers, cache=cache))
+    together = predict(PROBLEM, Candidates(hybrid(0.5), **numbers, cache=cache))
     for i in range(6):
         alone = Candidates(
             hybrid(0.5), **{k: v[i] for k, v in numbers.items()}, cache={k: v[i] for k, v in cache.items()}
         )
-        one = predict(SHAPE, HARDWARE, 2, alone).row()
+        one = predict(PROBLEM, alone).row()
         assert _same(together.row(i), one)
 
 
@@ -276,10 +278,10 @@ def _same(a, b) -> bool:
 @given(st.floats(0, 1), st.integers(1, 300), st.integers(1, 1500), st.integers(1, 60), st.floats(1.05, 4))
 def test_a_better_machine_is_never_slower(share, batch, prompt, generated, factor):
     candidate = Candidates(hybrid(share), batch, prompt, generated)
-    base = predict(SHAPE, HARDWARE, 2, candidate).row()["total_s"]
+    base = predict(PROBLEM, candidate).row()["total_s"]
     for term in ("s_per_flop", "s_per_byte", "overhead_s"):
         lines = {key: replace(line, **{term: getattr(line, term) / factor}) for key, line in HARDWARE.lines.items()}
-        better = predict(SHAPE, replace(HARDWARE, lines=lines), 2, candidate).row()["total_s"]
+        better = predict(problem_of(SHAPE, 2, replace(HARDWARE, lines=lines)), candidate).row()["total_s"]
         assert better <= base * (1 + 1e-6)
 
 
@@ -287,16 +289,16 @@ def test_a_policy_becomes_its_candidate():
     policy = kv_only(weights=Placement(device=0.25, host=0.75))
     candidate = candidates_of(policy, Workload(np.array([100, 200]), np.array([10, 30])))
     assert (candidate.batch, candidate.prompt_tokens, candidate.max_tokens) == (2, 150, 20)
-    row = predict(SHAPE, HARDWARE, 2, candidate).row()
+    row = predict(PROBLEM, candidate).row()
     explicit = Candidates(policy, 2, 150, 20, 8192, {"kv@host": 1.0}, 0.25, 0.0)
-    assert row == predict(SHAPE, HARDWARE, 2, explicit).row()
+    assert row == predict(PROBLEM, explicit).row()
 
 
 @pytest.mark.parametrize("cache", [{"tok": 1.0}, {"act@host": 1.0}])
 def test_what_cannot_be_planned_is_refused(cache):
     selection = Selection("heavy_hitter", budget=0.2) if "act@host" in cache else Selection()
     with pytest.raises(InputError, match="cannot be planned"):
-        predict(SHAPE, HARDWARE, 2, Candidates(Policy(cache=cache, selection=selection), 1, 100, 10))
+        predict(PROBLEM, Candidates(Policy(cache=cache, selection=selection), 1, 100, 10))
 
 
 # --- prompts in pieces ------------------------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ def test_replayed_peaks_are_the_plans_and_the_closed_forms_for_like_requests():
         wave = case.wave()
         parts = peak_parts(stream(wave), wave)
         assert differences(parts, plan_of(case, wave)) == {}, case
-        closed = predict(case.shape, case.hardware, case.bytes_per_element, case.candidate, walk=False).row()
+        closed = predict(case.problem, case.candidate, walk=False).row()
         assert closed["peak_bytes"] == pytest.approx(total_bytes(parts), rel=1e-6, abs=40), case
         seen |= {(tier, part) for tier in parts for part in parts[tier]}
     # the cases were not all of one sort: nearly every part that the plan knows was replayed in some of them

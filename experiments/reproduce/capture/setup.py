@@ -22,7 +22,7 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.model.shape import DTYPE_BYTES, ModelShape, shape_by_name
 from flexhybrid.core.policy import Overlap, Placement, Policy
-from flexhybrid.core.problem import Problem
+from flexhybrid.core.problem import Problem, problem_of
 from flexhybrid.core.workload import Workload
 from policy_search.papers.algorithm1 import host_blocks, layer_times, share_for_batch
 from policy_search.papers.capture import CaptureOptions, capture_policy
@@ -180,7 +180,11 @@ def run_shares(
     """Predict ACT and KV on the host; arrays over shares, batches and prompts. 1 is act_only, 0 is kv_only."""
     shares = np.asarray(shares, dtype=np.float64)
     policy, cache = presets.hybrid(0.5, MINI_BATCH_TOKENS), {"act@host": shares, "kv@host": 1.0 - shares}
-    return predict(shape_of(model), hardware, BYTES, Candidates(policy, batch, prompt, generated, cache=cache), walk)
+    return predict(
+        problem_of(shape_of(model), BYTES, hardware),
+        Candidates(policy, batch, prompt, generated, cache=cache),
+        walk=walk,
+    )
 
 
 # ---- FlexGen
@@ -260,7 +264,7 @@ def flexgen_constant(explanation: Explanation = RELAY) -> Constant:
 
     def seconds(values: dict[str, float], walk: bool) -> np.ndarray:
         hardware = explanation.hardware(base, values[name])
-        return predict(shape_of("OPT-6.7B"), hardware, BYTES, candidates, walk).decode_s
+        return predict(problem_of(shape_of("OPT-6.7B"), BYTES, hardware), candidates, walk=walk).decode_s
 
     decode_s = requests * (generated - 1) / rows["value"].to_numpy()
     return fit_fast((explanation.constant,), seconds, decode_s, "KVPR Table 5, the six FlexGen rows")[0]
@@ -309,7 +313,9 @@ def run_flexgen(
         "weights_disk": 0.0,
     }
     seen_as = flexgen_hardware(explanation) if explanation else hardware()
-    return predict(shape_of(model), seen_as, BYTES, Candidates(policy, batches, prompts, generated, **varied))
+    return predict(
+        problem_of(shape_of(model), BYTES, seen_as), Candidates(policy, batches, prompts, generated, **varied)
+    )
 
 
 def all_constants() -> tuple[Constant, ...]:

@@ -12,6 +12,7 @@ from experiments.reproduce.capture.figures import traffic_reduction
 from experiments.reproduce.capture.setup import MODELS, PROMPTS, geomean
 from experiments.reproduce.experiment import Experiment, Figure, Row, bars, table
 from experiments.reproduce.paper import CAPTURE, context
+from flexhybrid.core.problem import problem_of
 from policy_search.systems import Setting, system
 from sim.simulate import simulate_many
 
@@ -91,7 +92,7 @@ def deepspeed(explanation: setup.Explanation | None = setup.RELAY) -> Rates:
         setting = Setting(setup.problem(model, setup.hardware()), setup.BATCH, PROMPTS[0], setup.GENERATED)
         made = system(text, setting)
         lengths = [(setup.BATCH, int(prompt), setup.GENERATED) for prompt in prompts]
-        return setup.tokens_per_s(simulate_many(shape, made.hardware, made.policy, lengths, setup.BYTES))
+        return setup.tokens_per_s(simulate_many(problem_of(shape, setup.BYTES, made.hardware), made.policy, lengths))
 
     return _over(rates)
 

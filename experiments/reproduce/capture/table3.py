@@ -13,6 +13,7 @@ from experiments.reproduce.capture import setup
 from experiments.reproduce.capture.setup import MODELS
 from experiments.reproduce.experiment import Experiment, Figure, Row, bars, errors, lines
 from experiments.reproduce.paper import CAPTURE, context, printed
+from flexhybrid.core.problem import problem_of
 from flexhybrid.core.workload import Workload
 from policy_search.papers.algorithm1 import BALANCES, host_allocation
 from sim.array_clock import predict
@@ -64,7 +65,9 @@ def clock_gap(model: str, num_layers: int, max_tokens: int) -> float:
     hardware = setup.hardware()
     shape, policy = replace(setup.shape_of(model), num_layers=num_layers), setup.full_policy(model, hardware)
     closed, virtual = (
-        simulate(shape, hardware, policy, setup.BATCH, setup.PROMPT, max_tokens, setup.BYTES, clock).total_s
+        simulate(
+            problem_of(shape, setup.BYTES, hardware), policy, setup.BATCH, setup.PROMPT, max_tokens, clock=clock
+        ).total_s
         for clock in ("closed", "virtual")
     )
     return closed / virtual - 1
@@ -134,7 +137,7 @@ def _what_if_rows(measured: pd.DataFrame) -> list[Row]:
     for model in MODELS:
         policy = setup.full_policy(model, setup.hardware(), device_act=True)
         shape, candidates = setup.shape_of(model), candidates_of(policy, workload)
-        in_spare = float(predict(shape, setup.hardware(), setup.BYTES, candidates).tokens_per_s[0])
+        in_spare = float(predict(problem_of(shape, setup.BYTES, setup.hardware()), candidates).tokens_per_s[0])
         readings = {"at the printed ratio": at_printed_ratio(model)} if model in RATIO_MODELS else {}
         readings["at the fastest share"] = optimum(model)
         readings["with ACT in all spare GPU memory"] = (1 - policy.cache["kv@host"], in_spare)

@@ -17,6 +17,7 @@ from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.model.shape import DTYPE_BYTES, ModelShape, shape_by_name
 from flexhybrid.core.policy import Overlap, Placement, Policy
+from flexhybrid.core.problem import problem_of
 from sim import catalogue, presets
 from sim.array_clock import Prediction, predict
 from sim.candidates import Candidates
@@ -148,12 +149,12 @@ def run_column(shape: ModelShape, hardware: Hardware, policy: Policy, prompts, g
     """32 x 8 requests; arrays over lengths."""
     tokens = mini_batch_tokens(prompts, generated)
     candidates = Candidates(policy, GPU_BATCH * NUM_GPU_BATCHES, prompts, generated, max_mini_batch_tokens=tokens)
-    return predict(shape, hardware, BYTES, candidates)
+    return predict(problem_of(shape, BYTES, hardware), candidates)
 
 
 def run_one(shape: ModelShape, hardware: Hardware, policy: Policy, batch, prompts, generated) -> Prediction:
     """One GPU batch; arrays over batches or lengths."""
-    return predict(shape, hardware, BYTES, Candidates(policy, batch, prompts, generated))
+    return predict(problem_of(shape, BYTES, hardware), Candidates(policy, batch, prompts, generated))
 
 
 def reserved_decode_s(shape: ModelShape, hardware: Hardware, policy: Policy, prompts, generated) -> np.ndarray:

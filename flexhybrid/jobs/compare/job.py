@@ -303,9 +303,7 @@ def _row(m: MeasuredPolicy, virtual: list[TraceEvent], setting: ComparisonSettin
     """Return one line of the speed table."""
     link, problem = setting.paced.link_gb_per_s, setting.problem
     rate = link * 1e9 if link else 1 / setting.machine.lines["h2d"].s_per_byte
-    closed = predict(
-        problem.shape, setting.machine, problem.bytes_per_element, candidates_of(m.policy, setting.workload)
-    )
+    closed = predict(problem, candidates_of(m.policy, setting.workload))
     closed_form = float(np.ravel(closed.decode_tokens_per_s)[0])
     predicted = virtual_clock.summarize(virtual).decode_tokens_per_s
     median, summary = m.median_tokens_per_s, m.summaries[m.median_round]
@@ -387,7 +385,7 @@ def _write(result: dict, chosen: MeasuredPolicy, virtual: list[TraceEvent], sett
     shares = np.linspace(0, 1, 65)
     cache = {"act@host": shares, "kv@host": 1.0 - shares}
     candidates = replace(candidates_of(hybrid(0.5, setting.mini_batch_tokens), setting.workload), cache=cache)
-    curve = predict(problem.shape, setting.machine, problem.bytes_per_element, candidates)
+    curve = predict(problem, candidates)
     searched = next(row for row in result["speed"] if row["policy"] == "hybrid")
     draw.throughput(
         out / "throughput.png", result["sweep"], shares.tolist(), curve.decode_tokens_per_s.tolist(), searched

@@ -142,7 +142,7 @@ class ComparisonSetting:
         for policy in named + sweep:
             decodes = rounds if policy in sweep else rounds + ALONE_ROUNDS
             candidates = candidates_of(policy, self.workload)
-            run = predict(problem.shape, self.machine, problem.bytes_per_element, candidates)
+            run = predict(problem, candidates)
             seconds += float(np.ravel(run.prefill_s + decodes * run.decode_s)[0])
         return seconds
 

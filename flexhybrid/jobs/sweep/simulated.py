@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from flexhybrid.core.errors import InputError
@@ -11,7 +12,7 @@ from flexhybrid.jobs.sweep.grid import one_of, points, positive_integer, read_gr
 from flexhybrid.jobs.sweep.job import SweepOptions, SweepSummary, run_sweep
 from policy_search.systems import check, system
 from sim import catalogue
-from sim.simulate import CLOCKS, Outcome, simulate_many
+from sim.simulate import CLOCKS, SimulatedRun, simulate_many
 
 
 def _model(value: str) -> str:
@@ -46,7 +47,7 @@ def group_of(point: dict) -> tuple:
 def evaluate(points: list[dict]) -> list[dict]:
     """Return a row a point of one group. A point that cannot run gets its error; alone, it raises InputError."""
     systems = [system(point["system"], setting_of(point)) for point in points]
-    outcomes: list[Outcome | InputError] = [InputError("not simulated")] * len(points)
+    outcomes: list[SimulatedRun | InputError] = [InputError("not simulated")] * len(points)
     together: dict[str, list[int]] = {}
     for index, (point, made) in enumerate(zip(points, systems, strict=True)):
         if point.get("clock", "closed") == "virtual":
@@ -56,9 +57,7 @@ def evaluate(points: list[dict]) -> list[dict]:
     for indices in together.values():
         setting, first = setting_of(points[indices[0]]), systems[indices[0]]
         lengths = [(points[i]["batch"], points[i]["prompt_len"], points[i]["gen_len"]) for i in indices]
-        simulated = simulate_many(
-            setting.problem.shape, first.hardware, first.policy, lengths, setting.problem.bytes_per_element
-        )
+        simulated = simulate_many(replace(setting.problem, hardware=first.hardware), first.policy, lengths)
         for index, outcome in zip(indices, simulated, strict=True):
             outcomes[index] = outcome
     if len(points) == 1 and isinstance(outcomes[0], InputError):
@@ -66,7 +65,7 @@ def evaluate(points: list[dict]) -> list[dict]:
     return [{"error": str(row)} if isinstance(row, InputError) else _flat(row) for row in outcomes]
 
 
-def _flat(o: Outcome) -> dict:
+def _flat(o: SimulatedRun) -> dict:
     names = ("tokens_per_s", "decode_tokens_per_s", "prefill_s", "decode_s", "num_waves", "num_mini_batches")
     row = {name: getattr(o, name) for name in names} | {"bound_by": o.binding}
     row |= {f"{tier}_peak_bytes": size for tier, size in o.peak_bytes.items()}
