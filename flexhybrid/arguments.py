@@ -18,7 +18,7 @@ class LLMArguments:
     device: str = "auto"
     dtype: str = "auto"
     hardware: Hardware | str | Path | None = None
-    budgets: dict[str, str | int | None] = field(default_factory=dict)  #: tier -> memory; absent or None: no limit
+    budgets: dict[str, str | float | None] = field(default_factory=dict)  #: tier -> memory; absent or None: no limit
     link_gb_per_s: float | None = None
     disk_dir: str | Path | None = None
     disk_gb_per_s: float | None = None

@@ -27,10 +27,10 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args=None, namespace=None):
         """What a command does not know is its own error, not that of the parser above it."""
-        found, rest = super().parse_known_args(args, namespace)
-        if rest:
-            self.error(f"unrecognized arguments: {' '.join(rest)}")
-        return found, rest
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return known, unknown
 
     def error(self, message: str):
         if message.endswith("expected one argument"):
@@ -374,13 +374,13 @@ def _accuracy(args) -> dict:
 def _plain(value):
     """What JSON can say: numbers that are not finite become null, numpy's numbers plain ones."""
     if isinstance(value, dict):
-        return {key: _plain(one) for key, one in value.items()}
+        return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     if value is None or isinstance(value, (str, bool, int)):
         return value
-    number = float(value)
-    return number if math.isfinite(number) else None
+    as_float = float(value)
+    return as_float if math.isfinite(as_float) else None
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -63,11 +63,10 @@ class FlexHybridLM(TemplateLM):
         """(sum of log-probabilities, whether greedy decoding gives it) of each (texts, context ids, continuation
         ids)."""
         longest = self.llm.shape.max_context
-        answers: list[tuple[float, bool] | None] = [None] * len(requests)
+        answers: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
         texts, counts, places = [], [], []
         for place, (_, context, continuation) in enumerate(requests):
             if not continuation:
-                answers[place] = (0.0, True)
                 continue
             if len(continuation) >= longest:
                 raise InputError(
@@ -77,8 +76,8 @@ class FlexHybridLM(TemplateLM):
             texts.append((context + continuation)[-longest:])
             counts.append(len(continuation))
             places.append(place)
-        for place, text, count, one in zip(places, texts, counts, score(self.llm, texts, counts), strict=True):
-            answers[place] = (one.logprob, one.greedy.tolist() == text[-count:])
+        for place, text, count, scored in zip(places, texts, counts, score(self.llm, texts, counts), strict=True):
+            answers[place] = (scored.logprob, scored.greedy.tolist() == text[-count:])
         for (strings, _, _), answer in zip(requests, answers, strict=True):
             if strings is not None:
                 self.cache_hook.add_partial("loglikelihood", strings, answer)
@@ -105,11 +104,12 @@ class FlexHybridLM(TemplateLM):
             context, options = request.args
             options = normalize_gen_kwargs(options, MAX_ANSWER_TOKENS)
             ids = self.tok_encode(context)
-            most = min(options["max_gen_toks"], self.llm.shape.max_context - 1)
-            prompts.append(ids[-(self.llm.shape.max_context - most) :])
+            max_tokens = min(options["max_gen_toks"], self.llm.shape.max_context - 1)
+            prompts.append(ids[-(self.llm.shape.max_context - max_tokens) :])
             known = {key: options[key] for key in ("temperature", "top_p", "top_k") if key in options}
-            params.append(SamplingParams(max_tokens=most, stop=[stop for stop in options["until"] if stop], **known))
-        texts = [answer.outputs[0].text for answer in self.llm.generate(prompts, params)]
+            stops = [stop for stop in options["until"] if stop]
+            params.append(SamplingParams(max_tokens=max_tokens, stop=stops, **known))
+        texts = [answer.outputs[0].text for answer in self.llm.generate(prompts, params) if answer]
         for request, text in zip(requests, texts, strict=True):
             self.cache_hook.add_partial("generate_until", request.args, text)
         return texts

@@ -68,21 +68,21 @@ class SamplingParams:
     ignore_eos: bool = False
     skip_special_tokens: bool = True  #: leave special tokens out of the text
 
-    def __init__(self, **given):
+    def __init__(self, **values):
         """Fields besides those above: accepted at the value that asks for nothing."""
         supported = {field.name: field.default for field in fields(self)}
-        for name in given.keys() - supported.keys():
+        for name in values.keys() - supported.keys():
             if name not in NEUTRAL:
                 near = difflib.get_close_matches(name.lower(), NEUTRAL, n=3)
                 raise unknown("sampling parameter", name, [*supported, *near])
-            value = getattr(given[name], "value", given[name])  # vLLM's output_kind is an Enum
+            value = getattr(values[name], "value", values[name])  # vLLM's output_kind is an Enum
             if not any(_same(value, neutral) for neutral in NEUTRAL[name]):
                 raise InputError(
                     f"sampling parameter {name} is not supported: it must be left at {NEUTRAL[name][0]!r}, not "
                     f"{_shown(value)}; supported: {', '.join(supported)}"
                 )
         for name, default in supported.items():
-            object.__setattr__(self, name, given.get(name, default))
+            object.__setattr__(self, name, values.get(name, default))
         self._check()
 
     def _check(self) -> None:
@@ -121,21 +121,23 @@ class SamplingParams:
             object.__setattr__(self, name, value)
 
 
-def params_per_prompt(given, num_prompts: int) -> list[SamplingParams]:
+def params_per_prompt(params, num_prompts: int) -> list[SamplingParams]:
     """What ``generate`` was given (None, one SamplingParams, or a list of them) as one for each prompt."""
-    if given is None:
-        given = SamplingParams()
-    if isinstance(given, SamplingParams):
-        return [given] * num_prompts
-    if isinstance(given, (str, bytes, dict)) or not isinstance(given, Iterable):
-        raise InputError(f"sampling_params must be a SamplingParams or a list of them, not {type(given).__name__}")
-    given = list(given)
-    for index, one in enumerate(given):
-        if not isinstance(one, SamplingParams):
-            raise InputError(f"sampling_params {index} must be a SamplingParams, not {type(one).__name__}")
-    if len(given) != num_prompts:
-        raise InputError(f"there are {num_prompts} prompts and {len(given)} sampling_params; a list needs one a prompt")
-    return given
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * num_prompts
+    if isinstance(params, (str, bytes, dict)) or not isinstance(params, Iterable):
+        raise InputError(f"sampling_params must be a SamplingParams or a list of them, not {type(params).__name__}")
+    params = list(params)
+    for index, wanted in enumerate(params):
+        if not isinstance(wanted, SamplingParams):
+            raise InputError(f"sampling_params {index} must be a SamplingParams, not {type(wanted).__name__}")
+    if len(params) != num_prompts:
+        raise InputError(
+            f"there are {num_prompts} prompts and {len(params)} sampling_params; a list needs one a prompt"
+        )
+    return params
 
 
 def _items(name: str, value, expected: str) -> tuple:
@@ -153,8 +155,8 @@ def _check_integer(name: str, value, least: int, other: str = "") -> None:
 
 def _same(value, neutral) -> bool:
     """Equal, and no bool where a number is meant."""
-    alike = is_number(value) if is_number(neutral) else isinstance(value, type(neutral))
-    return alike and value == neutral
+    same_kind = is_number(value) if is_number(neutral) else isinstance(value, type(neutral))
+    return same_kind and value == neutral
 
 
 def _shown(value) -> str:

@@ -17,9 +17,9 @@ Decode = Callable[[list[int]], str]
 def answer_text(decode: Decode, prompt_ids: list[int], token_ids: list[int]) -> str:
     """The text that the tokens add to the prompt's."""
     context = prompt_ids[-CONTEXT_TOKENS:]
-    before, whole = decode(context), decode(context + token_ids)
+    before, after = decode(context), decode(context + token_ids)
     # A prompt that ends within a character reads otherwise when the answer completes it.
-    return whole[len(before) :] if whole.startswith(before) else decode(token_ids)
+    return after[len(before) :] if after.startswith(before) else decode(token_ids)
 
 
 class StopWatch:

@@ -57,23 +57,23 @@ class AnswerFile:
 
         Raises InputError for a whole line that is no answer to a line of the input, or for a second answer to one.
         """
-        size, whole = 0, True
+        size, ends_line = 0, True
         with open(self.path, "rb") as file:
             for number, raw in enumerate(file, 1):
-                whole = raw.endswith(b"\n")
-                found = parse_answer(raw)
-                if found is None and not whole:
-                    whole = True
+                ends_line = raw.endswith(b"\n")
+                answer = parse_answer(raw)
+                if answer is None and not ends_line:
+                    ends_line = True
                     break  # torn: of a valid line no shorter piece is valid
                 where = f"{self.path}, line {number}"
                 again = "nothing was changed: move the file away, or begin anew with --restart"
-                if found is None or not 1 <= found[0] <= len(states):
+                if answer is None or not 1 <= answer[0] <= len(states):
                     raise InputError(f"{where} is not an answer to a line of the input; {again}")
-                if states[found[0] - 1] != PENDING:
-                    raise InputError(f"{where} answers line {found[0]} of the input again; {again}")
-                states[found[0] - 1] = ANSWERED if found[1] else FAILED
+                if states[answer[0] - 1] != PENDING:
+                    raise InputError(f"{where} answers line {answer[0]} of the input again; {again}")
+                states[answer[0] - 1] = ANSWERED if answer[1] else FAILED
                 size += len(raw)
-        self._size, self._lacks_end = size, not whole
+        self._size, self._lacks_end = size, not ends_line
 
     def repair(self) -> None:
         """Cut the torn tail that ``check`` found, or end a last line that lacks nothing else."""

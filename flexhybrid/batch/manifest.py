@@ -57,14 +57,14 @@ def load_manifest(output: Path) -> dict | None:
     """The manifest of an earlier run; None before the first. Raises InputError for a file that is none."""
     path = manifest_path(output)
     try:
-        found = json.loads(path.read_bytes())
+        manifest = json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"cannot read {path}: {error}; move it and {output} away") from None
-    if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
+    if not isinstance(manifest, dict) or manifest.pop("format", None) != FORMAT:
         raise InputError(f"{path} is not the manifest of a run; move it and {output} away")
-    return found
+    return manifest
 
 
 def check_same(output: Path, earlier: dict, now: dict) -> None:

@@ -274,11 +274,11 @@ def parse_answer(raw: bytes) -> tuple[int, bool] | None:
         return None
     if not isinstance(line, dict) or set(line) != {"id", "custom_id", "response", "error"}:
         return None
-    found = ID.fullmatch(line["id"]) if isinstance(line["id"], str) else None
+    match = ID.fullmatch(line["id"]) if isinstance(line["id"], str) else None
     response = line["response"]
-    if found is None or not isinstance(response, dict) or not isinstance(response.get("body"), dict):
+    if match is None or not isinstance(response, dict) or not isinstance(response.get("body"), dict):
         return None
-    return int(found[1]), response.get("status_code") == 200
+    return int(match[1]), response.get("status_code") == 200
 
 
 def shown(value) -> str:

@@ -1,7 +1,7 @@
-"""A file of requests: its lines, what each asks, and a census of them all that is small beside the file.
+"""A file of requests: its lines, their requests, and a census of all lines that is small beside the file.
 
-Whatever the format, a file is taken as lines of bytes. Where a line starts is kept, the line itself is not: it is read
-again when its turn comes.
+Every format is read as lines of bytes. The census keeps where a line starts; the line is read again when its turn
+comes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MAX_LINE_BYTES = 1 << 24  #: longer lines are refused, so that a file without li
 
 @dataclass(frozen=True)
 class Census:
-    """All lines of a file, by line number less one; 17 bytes a line."""
+    """Counts of all lines of a file, by line number less one; 17 bytes a line."""
 
     offsets: np.ndarray  #: [lines + 1] int64, of the first byte of each line
     prompt_tokens: np.ndarray  #: [lines] int32; 0: the line is refused
@@ -57,27 +57,27 @@ class Census:
 
 
 def format_of(path: Path, name: str = "auto") -> str:
-    """The input's format, by name or by its ending."""
+    """Return the input's format, by name or by the file's ending."""
     if name != "auto":
         if name not in FORMATS:
             raise unknown("input format", name, FORMATS)
         return name
-    for one, endings in FORMATS.items():
+    for file_format, endings in FORMATS.items():
         if path.suffix.lower() in endings:
-            return one
+            return file_format
     raise InputError(f"cannot tell the format of {path} from its ending: say --format {'|'.join(FORMATS)}")
 
 
-def open_lines(path: Path, form: str, column: str | None) -> BinaryIO:
-    """The file's requests as lines: itself, or a column's values as JSON, one a line, in a temporary file."""
-    if (column is not None) != (form in ("csv", "parquet")):
-        raise InputError(f"a {form} file needs --column" if column is None else f"a {form} file has no --column")
+def open_lines(path: Path, file_format: str, column: str | None) -> BinaryIO:
+    """Return the requests as lines: the file itself, or a temporary file with a column's values as JSON, one a line."""
+    if (column is not None) != (file_format in ("csv", "parquet")):
+        raise InputError(f"a {file_format} file {'needs' if column is None else 'has no'} --column")
     try:
         if path.exists() and not path.is_file():
             raise InputError(f"cannot read {path}: it is not a regular file, and a run reads it more than once")
         if column is None:
             return open(path, "rb")
-        values = _csv_values(path, column) if form == "csv" else _parquet_values(path, column)
+        values = _csv_values(path, column) if file_format == "csv" else _parquet_values(path, column)
         lines = tempfile.TemporaryFile()  # noqa: SIM115 (the caller closes it)
         lines.writelines(json.dumps(value).encode() + b"\n" for value in values)
         lines.flush()
@@ -97,8 +97,8 @@ def _csv_values(path: Path, column: str) -> Iterator[str | None]:
                 if row:  # the module's own readers skip blank lines too
                     yield row[place] if place < len(row) else None
         except csv.Error as error:
-            told = f"{path}, line {rows.line_num}: {error} (a quote not closed, or not doubled?)"
-            raise InputError(told) from None
+            message = f"{path}, line {rows.line_num}: {error} (a quote not closed, or not doubled?)"
+            raise InputError(message) from None
 
 
 def _parquet_values(path: Path, column: str) -> Iterator[str | None]:
@@ -132,9 +132,9 @@ def _place(path: Path, column: str, header: list[str]) -> int:
     return header.index(column)
 
 
-def file_url(lines: BinaryIO, form: str) -> str | None:
-    """The endpoint of a file: the first one that a line names; None where none does."""
-    if form != "jsonl":
+def file_url(lines: BinaryIO, file_format: str) -> str | None:
+    """Return the first endpoint that a line of the file names; None when no line names one."""
+    if file_format != "jsonl":
         return COMPLETIONS
     lines.seek(0)
     for raw, _ in split_lines(lines):
@@ -193,7 +193,7 @@ def line_seed(seed: int, number: int) -> int:
 
 
 def split_lines(lines: BinaryIO, digest=None) -> Iterator[tuple[bytes, int]]:
-    """(bytes, length) of each line; of one that is too long the first MAX_LINE_BYTES + 1. ``digest`` is fed all."""
+    """Yield (bytes, length) of each line, at most the first MAX_LINE_BYTES + 1 bytes. ``digest`` is fed all bytes."""
     while raw := lines.readline(MAX_LINE_BYTES + 1):
         length, piece = len(raw), raw
         while True:
@@ -211,8 +211,8 @@ def split_lines(lines: BinaryIO, digest=None) -> Iterator[tuple[bytes, int]]:
 def take_census(
     lines: BinaryIO, read: ReadLine, max_context: int, on_line: Callable[[int], object] | None = None
 ) -> Census:
-    """One pass over the file. ``on_line(bytes)`` hears of progress."""
-    offsets, prompts, most = array("q", [0]), array("i"), array("i")
+    """Count the file in one pass. ``on_line(bytes)`` is called after each line."""
+    offsets, prompts, limits = array("q", [0]), array("i"), array("i")
     low, high, digest = array("Q"), array("Q"), sha256()  # the halves of custom_ids' hashes; zeros: no custom_id
     lines.seek(0)
     for number, (raw, length) in enumerate(split_lines(lines, digest), 1):
@@ -229,34 +229,34 @@ def take_census(
         high.append(int.from_bytes(hashed[8:], "little"))
         offsets.append(offsets[-1] + length)
         prompts.append(prompt)
-        most.append(limit)
+        limits.append(limit)
         if on_line:
             on_line(length)
     duplicates = _repeated(np.frombuffer(low, np.uint64), np.frombuffer(high, np.uint64))
     prompt_tokens = np.frombuffer(prompts, np.int32)  # no copies: files are long
     prompt_tokens[duplicates] = 0
     return Census(
-        np.frombuffer(offsets, np.int64), prompt_tokens, np.frombuffer(most, np.int32), duplicates, digest.hexdigest()
+        np.frombuffer(offsets, np.int64), prompt_tokens, np.frombuffer(limits, np.int32), duplicates, digest.hexdigest()
     )
 
 
 def _repeated(low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    """Which entries an earlier one equals; zeros stand for no name. Sorted by one half, which is all the memory that it
-    takes: the few entries with equal ones are compared as a whole."""
+    """Return [entries] whether an earlier entry has the same two halves; zeros stand for no name. To save memory,
+    only the low halves are sorted; the few entries whose low halves repeat are compared in full."""
     order = np.argsort(low, kind="stable")
     ordered = low[order]
-    same = ordered[1:] == ordered[:-1]
+    same_low = ordered[1:] == ordered[:-1]
     del ordered
-    alike = np.zeros(len(low), dtype=bool)
-    alike[order[1:][same]] = alike[order[:-1][same]] = True
-    del order, same
-    alike &= (low != 0) | (high != 0)
-    if not alike.any():
-        return alike
-    places = np.flatnonzero(alike)
+    repeated = np.zeros(len(low), dtype=bool)
+    repeated[order[1:][same_low]] = repeated[order[:-1][same_low]] = True
+    del order, same_low
+    repeated &= (low != 0) | (high != 0)
+    if not repeated.any():
+        return repeated
+    places = np.flatnonzero(repeated)
     first = np.unique(np.stack([low[places], high[places]], axis=1), axis=0, return_index=True)[1]
-    alike[places[first]] = False
-    return alike
+    repeated[places[first]] = False
+    return repeated
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ def doctor(
         "profile": {"source": hardware.source, "measured": measured, "dtype": hardware.dtype} if hardware else None,
         "gb_per_s": _rates(hardware) if hardware else {},
         "workload": {"prompt_tokens": prompt_tokens, "max_tokens": max_tokens},
-        "models": [asdict(one) for one in fits],
+        "models": [asdict(fit) for fit in fits],
         "advice": list(_advice(device, hardware, measured)),
     }
 
@@ -99,11 +99,11 @@ def _fit(shape: ModelShape, hardware: Hardware | None, lengths: Workload, budget
     try:
         problem = Problem(shape=shape, dtype=dtype, hardware=hardware, budgets=Budgets(**budgets))
         settings = SearchSettings(space=lossless_space(hardware), time_limit=SEARCH_S)
-        found = search(problem, lengths, settings)
+        result = search(problem, lengths, settings)
     except InputError as error:
         return Fit(shape.name, size, dtype, None, str(error))
-    how = f"{found.batch} at a time, {describe(found.policy).split(': ', 1)[1]}"
-    return Fit(shape.name, size, dtype, found.prediction["tokens_per_s"], how, found.binding)
+    how = f"{result.batch} at a time, {describe(result.policy).split(': ', 1)[1]}"
+    return Fit(shape.name, size, dtype, result.prediction["tokens_per_s"], how, result.binding)
 
 
 def _by_size(need: float, budgets: dict[str, int | None]) -> str:
@@ -119,13 +119,13 @@ def _by_size(need: float, budgets: dict[str, int | None]) -> str:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+            versions[name] = "not installed"
+    return versions
 
 
 def _free_disk() -> int | None:
@@ -159,33 +159,33 @@ def _advice(device: torch.device, hardware: Hardware | None, measured: bool) -> 
         yield "parquet files need pyarrow: pip install pyarrow"
 
 
-def describe_doctor(found: dict) -> str:
+def describe_doctor(record: dict) -> str:
     """The record for people."""
-    device, host, disk, lengths = found["device"], found["host"], found["disk"], found["workload"]
+    device, host, disk, lengths = record["device"], record["host"], record["disk"], record["workload"]
     lines = [
-        "  ".join(f"{name} {text}" for name, text in found["versions"].items()),
+        "  ".join(f"{name} {text}" for name, text in record["versions"].items()),
         f"device  {device['type']}: {device['name']}, {_size(device['free_bytes'])} to use",
         f"host    {_size(host['bytes'])}, {_size(host['free_bytes'])} free, {host['cores']} cores",
         f"disk    {_size(disk['free_bytes'])} free at {disk['folder']}",
     ]
-    if found["profile"]:
-        lines.append(f"profile {found['profile']['source']}, {found['profile']['dtype']}")
-    lines += [f"  {PATHS[key]:<15} {rate:7.2f} GB/s" for key, rate in found["gb_per_s"].items()]
-    if found["models"]:
-        predicted = found["profile"] or any(one["own_profile"] for one in found["models"])
+    if record["profile"]:
+        lines.append(f"profile {record['profile']['source']}, {record['profile']['dtype']}")
+    lines += [f"  {PATHS[key]:<15} {rate:7.2f} GB/s" for key, rate in record["gb_per_s"].items()]
+    if record["models"]:
+        predicted = record["profile"] or any(row["own_profile"] for row in record["models"])
         head = "Predicted" if predicted else "By size alone"
         lines += ["", f"{head}, {lengths['prompt_tokens']} prompt and {lengths['max_tokens']} generated tokens, "
                   "nothing compressed:"]  # fmt: skip
         lines += ["", f"{'model':<14} {'weights':>10} {'dtype':<8} {'tokens/s':>9}  how"]
-    for one in found["models"]:
-        rate = "-" if one["tokens_per_s"] is None else f"{one['tokens_per_s']:.1f}"
-        limit = f" (limited by {one['binding']})" if one["binding"] else ""
-        limit += " (measured for this model)" if one["own_profile"] else ""
+    for row in record["models"]:
+        rate = "-" if row["tokens_per_s"] is None else f"{row['tokens_per_s']:.1f}"
+        limit = f" (limited by {row['binding']})" if row["binding"] else ""
+        limit += " (measured for this model)" if row["own_profile"] else ""
         lines.append(
-            f"{one['model']:<14} {gib(one['weights_bytes']):>10} {one['dtype']:<8} {rate:>9}  {one['how']}{limit}"
+            f"{row['model']:<14} {gib(row['weights_bytes']):>10} {row['dtype']:<8} {rate:>9}  {row['how']}{limit}"
         )
-    if found["advice"]:
-        lines += ["", *(f"- {text}" for text in found["advice"])]
+    if record["advice"]:
+        lines += ["", *(f"- {text}" for text in record["advice"])]
     return "\n".join(lines)
 
 

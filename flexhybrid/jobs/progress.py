@@ -19,14 +19,14 @@ class Progress:
     """A bar on a terminal, a plain line now and then elsewhere, nothing when ``quiet``. On stderr."""
 
     def __init__(
-        self, total: int, what: str, unit: str, quiet: bool, predicted_s: float | None = None, failed: int = 0
+        self, total: int, title: str, unit: str, quiet: bool, predicted_s: float | None = None, failed: int = 0
     ):
-        self.what, self.quiet, self.predicted_s, self.failed = what, quiet, predicted_s, failed
+        self.title, self.quiet, self.predicted_s, self.failed = title, quiet, predicted_s, failed
         self.terminal = sys.stderr.isatty()
         self.total, self.count, self.done = total, 0, 0
-        self.began = self.told = time.monotonic()
+        self.began = self.printed_s = time.monotonic()
         self.bar = tqdm(
-            total=total, desc=what, unit=unit, unit_scale=True, file=sys.stderr, leave=False,
+            total=total, desc=title, unit=unit, unit_scale=True, file=sys.stderr, leave=False,
             disable=quiet or not self.terminal,
         )  # fmt: skip
 
@@ -36,23 +36,23 @@ class Progress:
     def __exit__(self, *error) -> None:
         self.bar.close()
 
-    def turn_to(self, what: str) -> None:
+    def turn_to(self, title: str) -> None:
         """Name the part of the job that comes now."""
-        self.what = what
-        self.bar.set_description(what)
+        self.title = title
+        self.bar.set_description(title)
 
     def advance(self, count: int) -> None:
         self.count += count
         self.bar.update(count)
         now = time.monotonic()
-        if not self.terminal and not self.quiet and now - self.told >= PLAIN_S:
-            self.told = now
+        if not self.terminal and not self.quiet and now - self.printed_s >= PLAIN_S:
+            self.printed_s = now
             rate = self.count / (now - self.began)
             left = max(self.total - self.count, 0) / rate if rate else 0.0
             predicted = f" (predicted {self.total / self.predicted_s:.1f})" if self.predicted_s else ""
             answers = f", {self._counts()}" if self.done else ""
             print(
-                f"{self.what}: {self.count:,} of {self.total:,}, {rate:.1f}/s{predicted}, {left:.0f} s left{answers}",
+                f"{self.title}: {self.count:,} of {self.total:,}, {rate:.1f}/s{predicted}, {left:.0f} s left{answers}",
                 file=sys.stderr, flush=True,
             )  # fmt: skip
 
@@ -85,7 +85,7 @@ def stop_on_signal() -> Iterator[StopAsked]:
     """SIGINT (Ctrl-C) or SIGTERM asks once; the second one raises KeyboardInterrupt."""
     stop = StopAsked()
 
-    def handle(number, frame) -> None:
+    def handle(signal_number, frame) -> None:
         if stop.asked:
             raise KeyboardInterrupt
         stop.asked = True
@@ -94,9 +94,9 @@ def stop_on_signal() -> Iterator[StopAsked]:
     if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
         yield stop
         return
-    earlier = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    earlier = {signal_number: signal.signal(signal_number, handle) for signal_number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield stop
     finally:
-        for number, handler in earlier.items():
-            signal.signal(number, handler)
+        for signal_number, handler in earlier.items():
+            signal.signal(signal_number, handler)

@@ -60,9 +60,9 @@ def cluster(say: Callable[[str], None]) -> Iterator:
     options = {"log_to_driver": False, "logging_level": logging.ERROR}
     try:
         try:
-            found = _listening(address)
-            ray.init(found, **options)
-            say(f"ray        the cluster at {found} ({'RAY_ADDRESS' if address else 'your own `ray start`'})")
+            head = _listening(address)
+            ray.init(head, **options)
+            say(f"ray        the cluster at {head} ({'RAY_ADDRESS' if address else 'your own `ray start`'})")
         except ConnectionError as error:
             if address:
                 raise InputError(f"no Ray cluster at RAY_ADDRESS={address}: {error}") from None
@@ -101,15 +101,15 @@ def _listening(asked: str | None) -> str:
 
 def _own_clusters(processes: Path = Path("/proc")) -> set[str]:
     """Addresses of the clusters that this machine is a node of by this user's processes."""
-    found = set()
+    addresses = set()
     for folder in processes.glob("[0-9]*"):
         try:
             command, *options = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
             if Path(command).name == "raylet" and folder.stat().st_uid == os.getuid():
-                found |= {one.partition("=")[2] for one in options if one.startswith("--gcs-address=")}
+                addresses |= {option.partition("=")[2] for option in options if option.startswith("--gcs-address=")}
         except OSError:  # gone, or not to be looked at
             continue
-    return found
+    return addresses
 
 
 def start_local(ray, **options) -> None:
@@ -134,10 +134,10 @@ def crew_of(ray, device: str, actors: int | None) -> Crew:
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"] and node["Resources"].get(key, 0) >= 1]
     if not nodes:
         raise InputError(f"the Ray cluster has no {key}" + ("; --device cpu runs without" if key == "GPU" else ""))
-    most = int(sum(node[key] for node in nodes))
-    size = actors if actors is not None else most if device == "cuda" else len(nodes)
-    if not 1 <= size <= most:
-        raise InputError(f"--actors {size}: the Ray cluster has {most} {key}s; an actor needs one")
+    max_actors = int(sum(node[key] for node in nodes))
+    size = actors if actors is not None else max_actors if device == "cuda" else len(nodes)
+    if not 1 <= size <= max_actors:
+        raise InputError(f"--actors {size}: the Ray cluster has {max_actors} {key}s; an actor needs one")
     actors_per_node = min(
         size, int(max(node["GPU"] for node in nodes)) if device == "cuda" else math.ceil(size / len(nodes))
     )

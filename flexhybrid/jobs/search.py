@@ -82,19 +82,19 @@ def run_search(options: PolicySearchOptions) -> SearchReport:
         )
         return search(setting.problem, setting.workload, settings)
 
-    def simulated(found: SearchResult, batch: int) -> SimulatedRun:
-        return simulate_system(replace(setting, batch=batch), System("", found.policy, setting.machine))
+    def simulated(result: SearchResult, batch: int) -> SimulatedRun:
+        return simulate_system(replace(setting, batch=batch), System("", result.policy, setting.machine))
 
-    found = searched(batch, options.max_batch)
-    best, search_s = simulated(found, found.batch), found.search_s
+    result = searched(batch, options.max_batch)
+    best, search_s = simulated(result, result.batch), result.search_s
     if batch is not None and batch > 1 and options.objective == "throughput":
         waves = searched(None, batch)  # smaller waves of the same requests may be faster
         search_s += waves.search_s
         if (in_waves := simulated(waves, batch)).tokens_per_s > best.tokens_per_s:
-            found, best = waves, in_waves
+            result, best = waves, in_waves
     began = time.perf_counter()
     rivals = _rivals(setting, options, best)
-    return SearchReport(best, found, rivals, search_s, time.perf_counter() - began)
+    return SearchReport(best, result, rivals, search_s, time.perf_counter() - began)
 
 
 def _selection_of(text: str, setting: Setting) -> Selection:

@@ -134,7 +134,7 @@ def test_either_engine_goes_on_with_what_the_other_left(run, two_cpus, tmp_path,
 
     def interrupted(self, count, advance=run_module.Progress.advance):
         advance(self, count)
-        if self.what == "tokens" and self.done:
+        if self.title == "tokens" and self.done:
             os.kill(os.getpid(), signal.SIGINT)
 
     out = tmp_path / "out.jsonl"
@@ -164,7 +164,7 @@ def test_a_sweep_whose_worker_is_killed_gives_the_same_table(two_cpus, tmp_path,
     def append(journal, indices, outcome, append=Journal.append):
         append(journal, indices, outcome)
         if not killed:
-            killed.extend(sorted(workers("outcome_of"))[:1])
+            killed.extend(sorted(workers("job_result"))[:1])
             if killed:
                 os.kill(killed[0], signal.SIGKILL)
 

@@ -384,7 +384,7 @@ def test_an_interrupt_ends_the_iteration_and_the_next_run_goes_on(tiny, tmp_path
 
     def interrupted(self, count, advance=run_module.Progress.advance):
         advance(self, count)
-        if self.what == "tokens":
+        if self.title == "tokens":
             heard.append(count)
             if len(heard) == 5:
                 for _ in range(times):

@@ -128,14 +128,14 @@ def watch_positions(executor: Executor) -> Callable[[Task], torch.Tensor]:
     tables = position_tables(executor.wave.entries, int(executor.wave.workload.cached_tokens.max()) + 1)
     selection = executor.selection
     chosen: dict[tuple[int, int], dict[str, torch.Tensor]] = {}  # by mini-batch and layer
-    whole: dict[int, torch.Tensor] = {}  # by mini-batch, of a layer that looks at every token
+    all_tokens: dict[int, torch.Tensor] = {}  # by mini-batch, of a layer that looks at every token
     columns: dict[str, int] = {}  # by representation, of the context at hand; what is fetched next may be there already
 
     def projected(executor: Executor, task: Task) -> None:
         if task.iteration and isinstance(selection, Speculation) and not selection.chooses(task):
             step = task.payload.step  # before the new tokens take their places
             places = executor.to_device(column_positions(step, tables))[:, None, :-1]
-            whole[task.mini_batch] = selection.positions_of(task.layer, step, places)
+            all_tokens[task.mini_batch] = selection.positions_of(task.layer, step, places)
         project(executor, task)
 
     def speculated(executor: Executor, task: Task) -> None:
@@ -161,9 +161,9 @@ def watch_positions(executor: Executor) -> Callable[[Task], torch.Tensor]:
                 positions[..., : columns[representation]]
                 for representation, positions in chosen[task.mini_batch, task.layer].items()
             ]
-            cached = torch.cat([one.expand(-1, executor.shape.num_kv_heads, -1) for one in pieces], dim=-1)
+            cached = torch.cat([positions.expand(-1, executor.shape.num_kv_heads, -1) for positions in pieces], dim=-1)
         else:
-            cached = whole[task.mini_batch]
+            cached = all_tokens[task.mini_batch]
         new = executor.to_device(step.context)[:, None, None].expand(-1, cached.shape[1], 1)
         return torch.cat([cached, new], dim=-1)
 
@@ -175,7 +175,7 @@ def _cosine(weights_BGrT: torch.Tensor, positions_BGT: torch.Tensor, other_BGrP:
     """Cosine similarity [B, G, r] of weights at the positions of their columns with weights at all positions."""
     shape = (*weights_BGrT.shape[:3], -1)
     index = positions_BGT.clamp(min=0)[:, :, None].expand(*shape)
-    there = (positions_BGT >= 0)[:, :, None]
-    weights = weights_BGrT * there
+    present = (positions_BGT >= 0)[:, :, None]
+    weights = weights_BGrT * present
     products = (weights * other_BGrP.gather(-1, index.expand(weights.shape))).sum(-1)
     return products / (weights.norm(dim=-1) * other_BGrP.norm(dim=-1))

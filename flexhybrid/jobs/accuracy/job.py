@@ -56,7 +56,7 @@ class AccuracyOptions:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class AccuracyRun:
     """One policy's run. Arrays are [texts, answer tokens], those of ``seen`` [decode steps, layers]."""
 
     policy: str
@@ -108,8 +108,8 @@ def accuracy(options: AccuracyOptions, quiet: bool = False) -> dict:
             Progress(tokens, FULL_CACHE, "token", quiet) as progress,
             torch_threads(threads_for(full_llm.device.type, full_llm.shape.hidden)),
         ):
-            outcomes = [_run(name, llm, texts, prompt, full, progress) for name, llm in llms.items()]
-    chunks = [row for one in outcomes for row in _chunk_rows(one, outcomes[0], prompt)]
+            runs = [_run(name, llm, texts, prompt, full, progress) for name, llm in llms.items()]
+    chunks = [row for run in runs for row in _chunk_rows(run, runs[0], prompt)]
     result = {
         "model": full_llm.shape.name,
         "dtype": full_llm.problem.dtype,
@@ -117,7 +117,7 @@ def accuracy(options: AccuracyOptions, quiet: bool = False) -> dict:
         "num_texts": len(texts),
         "length": length,
         "prompt_tokens": prompt,
-        "policies": [_policy_row(one, outcomes[0]) for one in outcomes],
+        "policies": [_policy_row(run, runs[0]) for run in runs],
         "chunks": chunks,
     }
     _show(report, result)
@@ -137,7 +137,7 @@ def _named(texts: tuple[str, ...]) -> dict[str, Policy | str]:
     return named
 
 
-def read_texts(llm: LLM, path: Path, length: int, most: int) -> list[list[int]]:
+def read_texts(llm: LLM, path: Path, length: int, max_texts: int) -> list[list[int]]:
     """Up to ``most`` texts of ``length`` tokens from a file, each beginning as the model's texts do.
 
     Documents, which form feeds part, are cut into consecutive texts; the texts are taken evenly over the file. Raises
@@ -159,10 +159,10 @@ def read_texts(llm: LLM, path: Path, length: int, most: int) -> list[list[int]]:
         raise InputError(f"{path} is empty")
     if not texts:
         raise InputError(f"{path}: its longest document has {longest} tokens; a text takes {size}: give --length")
-    return [texts[i * len(texts) // most] for i in range(most)] if len(texts) > most else texts
+    return [texts[i * len(texts) // max_texts] for i in range(max_texts)] if len(texts) > max_texts else texts
 
 
-def _run(name: str, llm: LLM, texts: list[list[int]], prompt: int, full: FullCache, progress: Progress) -> Outcome:
+def _run(name: str, llm: LLM, texts: list[list[int]], prompt: int, full: FullCache, progress: Progress) -> AccuracyRun:
     """Score the texts under one policy; the full cache's run, which is the first, leaves its keys and queries."""
     progress.turn_to(name)
     seen = Seen.empty(full)
@@ -177,47 +177,48 @@ def _run(name: str, llm: LLM, texts: list[list[int]], prompt: int, full: FullCac
     llm.close()
     num_steps = len(texts[0]) - prompt - 1
     contexts = prompt + np.arange(num_steps)
-    whole = len(texts) * contexts.sum() * llm.shape.num_layers * llm.shape.kv_token_bytes(llm.problem.bytes_per_element)
+    token_bytes = llm.shape.num_layers * llm.shape.kv_token_bytes(llm.problem.bytes_per_element)
+    cache_bytes = len(texts) * contexts.sum() * token_bytes
     watched = name != FULL_CACHE and llm.settled_policy.attention == "device"
-    return Outcome(
+    return AccuracyRun(
         name,
-        np.stack([one.logprobs for one in scores]),
-        np.stack([one.greedy for one in scores]),
+        np.stack([run.logprobs for run in scores]),
+        np.stack([run.greedy for run in scores]),
         seen.cosine.cpu().numpy() if watched else None,
         seen.looked_at.cpu().numpy() if watched else None,
-        float(seen.moved_bytes[0] / whole),
+        float(seen.moved_bytes[0] / cache_bytes),
     )
 
 
-def _row(one: Outcome, full: Outcome, tokens: slice) -> dict:
+def _row(run: AccuracyRun, full: AccuracyRun, tokens: slice) -> dict:
     """Means over a range of the answer's tokens. The first of the answer is the prompt's own: no cache stands behind
     it."""
     steps = slice(max(tokens.start or 0, 1) - 1, None if tokens.stop is None else tokens.stop - 1)
-    logprobs, reference = one.logprobs[:, tokens], full.logprobs[:, tokens]
+    logprobs, reference = run.logprobs[:, tokens], full.logprobs[:, tokens]
     return {
-        "policy": one.policy,
+        "policy": run.policy,
         "perplexity": math.exp(-logprobs.mean()),
         "over_full": math.exp(reference.mean() - logprobs.mean()),
-        "agreement": float((one.greedy[:, tokens] == full.greedy[:, tokens]).mean()),
-        "cosine": None if one.cosine is None else float(one.cosine[steps].mean()),
-        "looked_at": None if one.looked_at is None else float(one.looked_at[steps].mean()),
+        "agreement": float((run.greedy[:, tokens] == full.greedy[:, tokens]).mean()),
+        "cosine": None if run.cosine is None else float(run.cosine[steps].mean()),
+        "looked_at": None if run.looked_at is None else float(run.looked_at[steps].mean()),
     }
 
 
-def _policy_row(one: Outcome, full: Outcome) -> dict:
+def _policy_row(run: AccuracyRun, full: AccuracyRun) -> dict:
     def by_layer(values: np.ndarray | None) -> list[float] | None:
         return None if values is None else values.mean(0).tolist()
 
-    layers = {"cosine_by_layer": by_layer(one.cosine), "looked_at_by_layer": by_layer(one.looked_at)}
-    return {**_row(one, full, slice(None)), "moved": one.moved, **layers}
+    layers = {"cosine_by_layer": by_layer(run.cosine), "looked_at_by_layer": by_layer(run.looked_at)}
+    return {**_row(run, full, slice(None)), "moved": run.moved, **layers}
 
 
-def _chunk_rows(one: Outcome, full: Outcome, prompt: int) -> Iterator[dict]:
+def _chunk_rows(run: AccuracyRun, full: AccuracyRun, prompt: int) -> Iterator[dict]:
     """A row for each ``CHUNK_TOKENS`` positions that hold some of the answer."""
-    length = prompt + one.logprobs.shape[1]
+    length = prompt + run.logprobs.shape[1]
     for start in range(prompt // CHUNK_TOKENS * CHUNK_TOKENS, length, CHUNK_TOKENS):
         first, end = max(start, prompt), min(start + CHUNK_TOKENS, length)
-        row = _row(one, full, slice(first - prompt, end - prompt))
+        row = _row(run, full, slice(first - prompt, end - prompt))
         yield {"policy": row.pop("policy"), "first": first, "end": end, **row}
 
 

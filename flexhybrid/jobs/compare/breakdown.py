@@ -75,21 +75,22 @@ def flat_rows(breakdowns: list[dict]) -> list[dict]:
     ``breakdowns``: {"policy": name, "predicted": breakdown, "measured": breakdown}.
     """
     rows = []
-    for one in breakdowns:
-        predicted, measured = (_values(one[clock]) for clock in ("predicted", "measured"))
-        for what, unit in dict.fromkeys([*predicted, *measured]):
-            rows.append(
-                {"policy": one["policy"], "quantity": what, "unit": unit, "predicted": predicted.get((what, unit), 0.0),
-                 "measured": measured.get((what, unit), 0.0)}
-            )  # fmt: skip
+    for row in breakdowns:
+        predicted, measured = (_values(row[clock]) for clock in ("predicted", "measured"))
+        for quantity, unit in dict.fromkeys([*predicted, *measured]):
+            values = {
+                "predicted": predicted.get((quantity, unit), 0.0),
+                "measured": measured.get((quantity, unit), 0.0),
+            }
+            rows.append({"policy": row["policy"], "quantity": quantity, "unit": unit, **values})
     return rows
 
 
-def _values(one: dict) -> dict[tuple[str, str], float]:
+def _values(step: dict) -> dict[tuple[str, str], float]:
     """(quantity, unit) -> value."""
     return (
-        {("step", "s"): one["step_s"]}
-        | {(kind, "s"): seconds for kind, seconds in one["seconds"].items()}
-        | {(f"{link} {cargo}", "bytes"): size for link, of in one["bytes"].items() for cargo, size in of.items()}
-        | {(f"busy {resource}", "share"): share for resource, share in one["busy"].items()}
+        {("step", "s"): step["step_s"]}
+        | {(kind, "s"): seconds for kind, seconds in step["seconds"].items()}
+        | {(f"{link} {cargo}", "bytes"): size for link, of in step["bytes"].items() for cargo, size in of.items()}
+        | {(f"busy {resource}", "share"): share for resource, share in step["busy"].items()}
     )

@@ -96,17 +96,17 @@ def compare(options: CompareOptions, quiet: bool = False) -> dict:
             bar.set_description(label)
             bar.update()
 
-        setting, disagreements, found = _profile_and_search(setting, report, bar)
-        if found is None:
+        setting, disagreements, searched = _profile_and_search(setting, report, bar)
+        if searched is None:
             named, sweep, shown = setting.systems(), [], None
             report.systems(named)
             subjects = [(policy.name, setting.llm_policy(policy), is_lossless(policy)) for policy in named]
         else:
-            searched = replace(found.policy, name="hybrid")
+            mix = replace(searched.policy, name="hybrid")
             algorithm1 = _algorithm1_shares(setting)
-            report.search(replace(found, prediction=_flat(found.prediction)), algorithm1)
-            (named, sweep), shown = setting.mixes(searched), "hybrid"
-            subjects = _exact_mixes(setting, searched)
+            report.search(replace(searched, prediction=_flat(searched.prediction)), algorithm1)
+            (named, sweep), shown = setting.mixes(mix), "hybrid"
+            subjects = _exact_mixes(setting, mix)
         exact = _exactness(setting, subjects, advance, shown)
         report.exactness(exact)
         _save_table(options.out, "exactness", exact["rows"])
@@ -131,7 +131,7 @@ def compare(options: CompareOptions, quiet: bool = False) -> dict:
         "max_tokens": options.gen_len,
         "profile": fit_report(setting.machine),
         "disagreements": disagreements,
-        "search": _search_json(found, algorithm1) if found and algorithm1 else None,
+        "search": _search_json(searched, algorithm1) if searched and algorithm1 else None,
         "exactness": exact["rows"],
         "completions": exact["completions"],
         "speed": rows[: len(named)],
@@ -144,7 +144,7 @@ def compare(options: CompareOptions, quiet: bool = False) -> dict:
     for row in result["speed"] + result["sweep"]:
         row["disturbed"] = is_disturbed(row)
     report.speed(result)
-    if found is None:
+    if searched is None:
         report.breakdown(result["breakdown"])
     chosen = next((m for m in measured if m.policy.name == shown), measured[0])
     _write(result, chosen, virtual[chosen.policy.name], setting)
@@ -175,28 +175,28 @@ def _profile_and_search(
         report.profile(hardware, disagreements, heading)
         return replace(setting.measured(hardware), paced=paced), disagreements
 
-    def mixes(found: SearchResult) -> bool:
-        return INSIDE[0] < found.act_share < INSIDE[1]
+    def mixes(result: SearchResult) -> bool:
+        return INSIDE[0] < result.act_share < INSIDE[1]
 
     link = None if device.type == "cuda" else options.link_gb_per_s or LINK_LADDER[0]
     setting, disagreements = profiled(link)
     setting = setting.sized()
-    found = None if options.systems else setting.search(setting.machine)
-    if found and link and options.link_gb_per_s is None and not mixes(found):
+    result = None if options.systems else setting.search(setting.machine)
+    if result and link and options.link_gb_per_s is None and not mixes(result):
         slow = setting.machine
         rates = (rate for rate in LINK_LADDER[1:] if mixes(setting.search(slow.with_link_rate(rate))))
         if rate := next(rates, None):
             report.faster_link(link, rate)
             bar.total += PROFILE_STEPS
             setting, disagreements = profiled(rate, "Profile anew")
-            found = setting.search(setting.machine)
+            result = setting.search(setting.machine)
     try:
         if setting.problem.shape.hidden >= SMALLEST_KEPT_HIDDEN:
             path = profile_path(device)  # where policy auto looks
             with_earlier_disk(setting.machine, path).save(path)
     except OSError as error:
         print(f"note: the profile could not be kept for policy auto: {error}", file=sys.stderr)
-    return setting, disagreements, found
+    return setting, disagreements, result
 
 
 def _algorithm1_shares(setting: ComparisonSetting) -> dict[str, float]:
@@ -348,17 +348,17 @@ def _flat(prediction: dict) -> dict:
     return {**prediction, **traffic, **{f"busy_{resource}": share for resource, share in prediction["busy"].items()}}
 
 
-def _search_json(found: SearchResult, algorithm1: dict[str, float]) -> dict:
+def _search_json(result: SearchResult, algorithm1: dict[str, float]) -> dict:
     return {
-        "act_share": found.act_share,
-        "kv_act_bytes_ratio": found.kv_act_bytes_ratio if np.isfinite(found.kv_act_bytes_ratio) else None,
-        "predicted": found.prediction,
-        "binding": found.binding,
-        "num_candidates": found.num_choices,
-        "search_s": found.search_s,
+        "act_share": result.act_share,
+        "kv_act_bytes_ratio": result.kv_act_bytes_ratio if np.isfinite(result.kv_act_bytes_ratio) else None,
+        "predicted": result.prediction,
+        "binding": result.binding,
+        "num_candidates": result.num_choices,
+        "search_s": result.search_s,
         "algorithm1_paper": algorithm1["paper"],
         "algorithm1_full": algorithm1["full"],
-        "policy": found.policy.to_dict(),
+        "policy": result.policy.to_dict(),
     }
 
 

@@ -68,17 +68,17 @@ class Report:
             f"kind: the link is set to {link} GB/s and profiled anew. --link-gb-per-s {slow} keeps it.\n"
         )
 
-    def search(self, found: SearchResult, algorithm1: dict[str, float]) -> None:
-        p = found.prediction
-        candidates = "1 candidate" if found.num_choices == 1 else f"{found.num_choices} candidates"
+    def search(self, result: SearchResult, algorithm1: dict[str, float]) -> None:
+        p = result.prediction
+        candidates = "1 candidate" if result.num_choices == 1 else f"{result.num_choices} candidates"
         self.say(
-            f"\n2. Search: {candidates} in {found.search_s * 1e3:.1f} ms\n\n"
-            f"ACT share by tokens {found.act_share:.3f}, KV:ACT by bytes {_ratio(found.kv_act_bytes_ratio)}. "
+            f"\n2. Search: {candidates} in {result.search_s * 1e3:.1f} ms\n\n"
+            f"ACT share by tokens {result.act_share:.3f}, KV:ACT by bytes {_ratio(result.kv_act_bytes_ratio)}. "
             f"Algorithm 1: {algorithm1['paper']:.3f} by the papers' balance, "
             f"{algorithm1['full']:.3f} by the full one.\n"
             f"Predicted {p['decode_tokens_per_s']:.1f} tokens/s; {gib(p['h2d_bytes'])} to the device in the whole run; "
             f"busy: compute {p['busy_compute']:.0%}, h2d {p['busy_h2d']:.0%}, d2h {p['busy_d2h']:.0%}, "
-            f"host_compute {p['busy_host_compute']:.0%}; {found.binding} binds."
+            f"host_compute {p['busy_host_compute']:.0%}; {result.binding} binds."
         )
 
     def systems(self, policies: list[Policy]) -> None:
@@ -139,15 +139,15 @@ class Report:
 
     def breakdown(self, breakdowns: list[dict]) -> None:
         self.say("\n5. A decode step: ms by kind of task, predicted / measured\n")
-        self.table(_without_empty_columns([step_line(one) for one in breakdowns]))
+        self.table(_without_empty_columns([step_line(row) for row in breakdowns]))
         self.say(
             "\nKinds of one resource add up to its busy time; link, device, host and disk work side by side. A paced\n"
             f"link that was late makes up for up to {MOST_LATE_S * 1e3:.0f} ms: single copies may be faster than it.\n"
         )
         self.say("Traffic of a decode step, MB by what it is: the same tasks on both clocks\n")
-        self.table(_without_empty_columns([traffic_line(one) for one in breakdowns]))
+        self.table(_without_empty_columns([traffic_line(row) for row in breakdowns]))
         self.say("\nBusy share of the decode, predicted / measured\n")
-        self.table(_without_empty_columns([busy_line(one) for one in breakdowns]))
+        self.table(_without_empty_columns([busy_line(row) for row in breakdowns]))
 
     def end(self, result: dict, out: Path) -> None:
         tables = "exactness.csv, speed.csv" + (", sweep.csv, throughput.png" if result["sweep"] else "")
@@ -207,11 +207,11 @@ def policy_line(policy: Policy) -> dict:
     }
 
 
-def step_line(one: dict) -> dict:
+def step_line(row: dict) -> dict:
     """A row of the table of a decode step."""
-    clocks = one["predicted"], one["measured"]
+    clocks = row["predicted"], row["measured"]
     used = {kind for clock in clocks for kind in clock["seconds"]}
-    return {"policy": one["policy"], "step": _pair([clock["step_s"] * 1e3 for clock in clocks])} | {
+    return {"policy": row["policy"], "step": _pair([clock["step_s"] * 1e3 for clock in clocks])} | {
         kind.replace("_", " "): _pair([clock["seconds"].get(kind, 0.0) * 1e3 for clock in clocks])
         if kind in used
         else ""
@@ -219,19 +219,19 @@ def step_line(one: dict) -> dict:
     }
 
 
-def traffic_line(one: dict) -> dict:
+def traffic_line(row: dict) -> dict:
     """A row of the table of traffic."""
-    moved = one["measured"]["bytes"]
-    return {"policy": one["policy"]} | {
+    moved = row["measured"]["bytes"]
+    return {"policy": row["policy"]} | {
         link: " ".join(f"{cargo} {size / 1e6:.2f}" for cargo, size in moved.get(link, {}).items() if size >= 5e3)
         for link in LINKS
     }
 
 
-def busy_line(one: dict) -> dict:
+def busy_line(row: dict) -> dict:
     """A row of the table of busy shares."""
-    clocks = one["predicted"]["busy"], one["measured"]["busy"]
-    return {"policy": one["policy"]} | {
+    clocks = row["predicted"]["busy"], row["measured"]["busy"]
+    return {"policy": row["policy"]} | {
         resource: " / ".join(f"{clock.get(resource, 0.0):.2f}" for clock in clocks)
         if any(resource in clock for clock in clocks)
         else ""

@@ -17,7 +17,7 @@ import socket
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
@@ -25,6 +25,7 @@ from typing import BinaryIO
 import numpy as np
 import pyarrow as pa
 import ray
+from ray.exceptions import RayError
 
 from flexhybrid.arguments import LLMArguments
 from flexhybrid.batch.openai import ReadLine, Request, answer_line
@@ -69,7 +70,7 @@ def actor_config(llm: LLM, source: RequestFile, forecast: Forecast, created: int
     heartbeat = HEARTBEAT_ITERATIONS
     if forecast.first_wave:
         heartbeat = max(1, min(heartbeat, round(HEARTBEAT_S * forecast.iterations / forecast.first_wave.seconds)))
-    budgets = dict(llm.problem.budgets.items())
+    budgets: dict[str, str | float | None] = dict(llm.problem.budgets.items())
     if llm.device.type == "cuda":
         budgets["device"] = arguments.budgets.get("device")  # an actor itself sees what is free on its GPU
     resolved = replace(
@@ -103,7 +104,7 @@ def answer_on_cluster(
                         requests.check_input_unchanged()
                         if stop.asked:
                             break
-            except ray.exceptions.RayError as error:
+            except RayError as error:
                 reason = str(error).strip().splitlines()[-1]
                 raise InputError(
                     f"the Ray cluster failed: {reason}; answers written so far are kept, the same command goes on"
@@ -137,7 +138,7 @@ def _batches(requests: PendingRequests, pending: np.ndarray, offsets: np.ndarray
         start += count
 
 
-def _messages(crew: Crew, config: ActorConfig, path: Path, batches: Iterator[pa.Table]) -> Iterator[dict]:
+def _messages(crew: Crew, config: ActorConfig, path: Path, batches: Iterator[pa.Table]) -> Generator[dict]:
     """Yield the actors' messages as they come."""
     ray.data.DataContext.get_current().target_max_block_size = 1  # each message at once, not 128 MiB of them together
     common = {"batch_size": 1, "batch_format": "pyarrow"}

@@ -47,11 +47,11 @@ def refusal_codes(errors: Path) -> Counter:
 
 
 def write_report(
-    path: Path, said: list[str], manifest: dict, refusals: Counter, traces: dict[str, list[TraceEvent]]
+    path: Path, printed: list[str], manifest: dict, refusals: Counter, traces: dict[str, list[TraceEvent]]
 ) -> None:
     """A page in Markdown: what was ``said`` on the terminal, what the results hang on, why lines were refused, where a
     decode step of the first wave went. Raises InputError where it cannot be written."""
-    lines = ["# A run of flexhybrid", "", *(f"    {text}" for text in said), "", "## What the results hang on", ""]
+    lines = ["# A run of flexhybrid", "", *(f"    {text}" for text in printed), "", "## What the results hang on", ""]
     lines += ["```json", json.dumps(manifest, indent=1), "```"]
     if refusals:
         lines += ["", "## Lines refused", "", "| why | lines |", "| --- | ---: |"]

@@ -34,7 +34,7 @@ def read_grid(path: str | Path, keys: dict[str, Checker], required: Sequence[str
     """
     data = _parse(Path(path))
     several = data.pop("grids", [{}])
-    if not isinstance(several, list) or not several or not all(isinstance(one, dict) for one in several):
+    if not isinstance(several, list) or not several or not all(isinstance(value, dict) for value in several):
         raise InputError(f"{path}: grids must be a list of one or more tables, not {short(several)}")
     grids = []
     for index, own in enumerate(several):
@@ -69,15 +69,15 @@ def positive_integer(value) -> int:
         value = int(value)
     if not is_integer(value) or value < 1:
         raise InputError("must be a whole number >= 1")
-    return value
+    return int(value)
 
 
-def one_of(what: str, names: Sequence[str]) -> Checker:
+def one_of(subject: str, names: Sequence[str]) -> Checker:
     """A checker for one of a few names; the error lists the nearest."""
 
     def check(value):
         if not isinstance(value, str) or value not in names:
-            raise unknown(what, value, names)
+            raise unknown(subject, value, names)
         return value
 
     return check
@@ -91,14 +91,14 @@ def _axis(where: str, key: str, value, keys: dict[str, Checker]) -> tuple:
     if not values:
         raise InputError(f"{where}{key} = []: a list needs at least one value")
     checked = {}
-    for one in values:
+    for element in values:
         try:
-            if isinstance(one, float) and not math.isfinite(one):
+            if isinstance(element, float) and not math.isfinite(element):
                 raise InputError("must be finite")
-            good = keys[key](one)
-            checked[json.dumps(good)] = good
+            checked_value = keys[key](element)
+            checked[json.dumps(checked_value)] = checked_value
         except (ValueError, TypeError, OverflowError) as error:
-            raise InputError(f"{where}{key} = {short(one)}: {error}") from None
+            raise InputError(f"{where}{key} = {short(element)}: {error}") from None
     return tuple(checked.values())
 
 

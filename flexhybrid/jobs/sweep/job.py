@@ -20,11 +20,12 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Generator, Hashable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from multiprocessing import connection as pipes
 from multiprocessing import resource_tracker
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from tqdm import tqdm
@@ -36,6 +37,8 @@ from flexhybrid.jobs.sweep.journal import JobResult, Journal, grid_hash, open_jo
 
 #: Takes points of one group, gives one row of plain numbers and text for each. Importable by name (workers load it).
 Evaluate = Callable[[list[dict]], list[dict]]
+
+Pipe = pipes.Connection
 
 #: Most points between two writes of the journal: what a kill costs at most, a worker.
 MAX_CHUNK = 4096
@@ -173,7 +176,7 @@ def _jobs(
     return jobs
 
 
-def outcome_of(evaluate: Evaluate, groups: list[list[dict]]) -> JobResult:
+def job_result(evaluate: Evaluate, groups: list[list[dict]]) -> JobResult:
     """Evaluate a job's groups; an exception other than InputError becomes a failure that any process can read."""
     lines, columns, num_errors = [], {}, 0
     for group in groups:
@@ -228,7 +231,7 @@ def _table_part(out: Path) -> Path:
 def _write_table(out: Path, points: list[dict], journal: Journal) -> None:
     """The journal's rows in the points' order, by rename."""
     point_columns = list(dict.fromkeys(key for keys in dict.fromkeys(map(tuple, points)) for key in keys))
-    seen = sorted(journal.columns, key=journal.columns.get)
+    seen = sorted(journal.columns, key=journal.columns.__getitem__)
     result_columns = [key for key in dict.fromkeys(itertools.chain(*seen)) if key != "error"]
     columns = [*point_columns, *(key for key in result_columns if key not in point_columns), "error"]
     rows = ({**journal.row(index), **point} for index, point in enumerate(points))
@@ -277,34 +280,36 @@ def _column(pd, values: list):
 
 def _outcomes(
     points: list[dict], jobs: list, evaluate: Evaluate, num_workers: int, engine: str
-) -> Iterator[tuple[list, JobResult]]:
-    """Every job with its outcome, as they end. Raises _Stopped where one fails; closing it ends the workers.
+) -> Generator[tuple[list, JobResult]]:
+    """Yield every job with its result, as they end. Raise _Stopped when one fails. Closing it ends the workers.
 
-    Workers are spawned, not forked, and read jobs from a pipe of their own: one that dies, or whose parent died, is
-    seen at once by the other side.
+    Workers are spawned, not forked, and read jobs from a pipe of their own, so that either side sees at once that the
+    other has died.
     """
 
     def payload(job: list[list[int]]) -> list[list[dict]]:
         return [[points[index] for index in group] for group in job]
 
-    def checked(outcome: JobResult) -> JobResult:
-        if outcome.failure:
-            raise _Stopped(outcome.failure, outcome.details)
-        return outcome
+    def checked(result: JobResult) -> JobResult:
+        if result.failure:
+            raise _Stopped(result.failure, result.details)
+        return result
 
     if engine == "ray":
-        from flexhybrid.jobs.sweep.remote import outcomes_on
+        from flexhybrid.jobs.sweep.remote import results_on
 
-        with closing(outcomes_on(((job, payload(job)) for job in jobs), outcome_of, evaluate, num_workers)) as found:
-            for job, outcome in found:
-                yield job, checked(outcome)
+        with closing(results_on(((job, payload(job)) for job in jobs), job_result, evaluate, num_workers)) as results:
+            for job, result in results:
+                yield job, checked(result)
         return
     if num_workers == 1:
         for job in jobs:
-            yield job, checked(outcome_of(evaluate, payload(job)))
+            yield job, checked(job_result(evaluate, payload(job)))
         return
-    waiting, busy = iter(jobs), {}
-    crew: dict[pipes.Connection, multiprocessing.Process] = {}
+    waiting = iter(jobs)
+    busy: dict[Pipe, list] = {}
+    crew: dict[Pipe, BaseProcess] = {}
+    pipe = None
     try:
         _start(crew, num_workers)
         for pipe in crew:
@@ -313,16 +318,20 @@ def _outcomes(
                 pipe.send(payload(job))
                 busy[pipe] = job
         while busy:
-            for pipe in pipes.wait(list(busy)):
-                outcome = checked(pipe.recv())
+            ready = set(pipes.wait(list(busy)))
+            for pipe in [pipe for pipe in busy if pipe in ready]:
+                result = checked(pipe.recv())
                 done = busy.pop(pipe)
                 if (job := next(waiting, None)) is not None:
                     pipe.send(payload(job))
                     busy[pipe] = job
-                yield done, outcome
+                yield done, result
     except (EOFError, ConnectionError):
-        crew[pipe].join(5)
-        raise _Stopped(f"a worker process died (exit code {crew[pipe].exitcode}); was memory short?") from None
+        process = crew[pipe] if pipe else None
+        if process:
+            process.join(5)
+        code = process.exitcode if process else None
+        raise _Stopped(f"a worker process died (exit code {code}); was memory short?") from None
     finally:
         for pipe, process in crew.items():
             pipe.close()
@@ -330,7 +339,7 @@ def _outcomes(
             process.join()
 
 
-def _start(crew: dict, num_workers: int) -> None:
+def _start(crew: dict[Pipe, BaseProcess], num_workers: int) -> None:
     context = multiprocessing.get_context("spawn")
     with _sigint_held_back():
         for _ in range(num_workers):
@@ -341,8 +350,8 @@ def _start(crew: dict, num_workers: int) -> None:
             crew[ours] = process
 
 
-def _work(pipe: pipes.Connection) -> None:
-    """A worker's life: the function first, then jobs until the pipe closes."""
+def _work(pipe: Pipe) -> None:
+    """Run a worker: take the function, then jobs until the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent decides
     os.environ["OMP_NUM_THREADS"] = "1"  # before the function's modules are loaded: there is a process a core
     trouble = None
@@ -353,7 +362,7 @@ def _work(pipe: pipes.Connection) -> None:
             trouble = JobResult(failure=f"a worker cannot load the function: {error}", details=traceback.format_exc())
         while True:
             job = pipe.recv()
-            pipe.send(trouble or outcome_of(evaluate, job))
+            pipe.send(trouble or job_result(evaluate, job))
     except (EOFError, ConnectionError):
         return  # the parent is done, or gone
 

@@ -109,18 +109,18 @@ def open_journal(out: Path, identity: dict, ids: list[str], fresh: bool) -> Jour
 
 def _check_header(path: Path, first: bytes, header: dict) -> None:
     try:
-        found = json.loads(first)
+        earlier = json.loads(first)
     except ValueError:
-        found = None
-    if not isinstance(found, dict) or found.get("format") != header["format"]:
+        earlier = None
+    if not isinstance(earlier, dict) or earlier.get("format") != header["format"]:
         raise InputError(f"{path} is not a sweep's journal; move it away, or overwrite it with --fresh")
-    for key, what in (
+    for key, origin in (
         ("grid", "of another grid, or of other files that it names"),
         ("version", "of another version of the project"),
     ):
-        if found.get(key) != header[key]:
+        if earlier.get(key) != header[key]:
             raise InputError(
-                f"{path} holds results {what}; finish that sweep, choose another --out, or discard them with --fresh"
+                f"{path} holds results {origin}; finish that sweep, choose another --out, or discard them with --fresh"
             )
 
 
@@ -132,10 +132,10 @@ def _read_journal(journal: Journal, index_of: dict[str, int]) -> None:
         try:
             entry = json.loads(line)
             index, row = index_of[entry["point"]], entry["row"]
-            whole = line.endswith(b"\n") and isinstance(row, dict)
+            complete = line.endswith(b"\n") and isinstance(row, dict)
         except (ValueError, KeyError, TypeError):
-            whole = False
-        if not whole:
+            complete = False
+        if not complete:
             break
         journal.found(index, end, row)
         end += len(line)

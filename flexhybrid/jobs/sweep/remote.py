@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 
 import ray
+from ray.exceptions import RayError
 
 from flexhybrid.jobs.ray_cluster import ENVIRONMENT, MAX_RETRIES
 from flexhybrid.jobs.sweep.journal import JobResult
@@ -13,9 +14,9 @@ from flexhybrid.jobs.sweep.journal import JobResult
 AHEAD = 2  #: tasks a worker, so that none waits for its next one
 
 
-def outcomes_on(
+def results_on(
     jobs: Iterable[tuple[list, list]], outcome: Callable[..., JobResult], evaluate: Callable, num_workers: int
-) -> Iterator[tuple[list, JobResult]]:
+) -> Generator[tuple[list, JobResult]]:
     """Every (job, what ``outcome`` takes of it) with its outcome, as they end; a task whose worker dies is done again.
 
     Closing it cancels what runs.
@@ -31,10 +32,10 @@ def outcomes_on(
                 return
             (done,), _ = ray.wait(list(running))
             try:
-                found = ray.get(done)
-            except ray.exceptions.RayError as error:
-                found = JobResult(failure=f"the Ray cluster failed: {str(error).strip().splitlines()[-1]}")
-            yield running.pop(done), found
+                result = ray.get(done)
+            except RayError as error:
+                result = JobResult(failure=f"the Ray cluster failed: {str(error).strip().splitlines()[-1]}")
+            yield running.pop(done), result
     finally:
         for reference in running:
             ray.cancel(reference)
