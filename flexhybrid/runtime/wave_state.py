@@ -29,6 +29,8 @@ from flexhybrid.runtime.step_tensors import StepMaker, StepTensors, to_device
 from flexhybrid.runtime.storage.host_memory import HostMemory
 from flexhybrid.runtime.storage.weights import Parts, Weights, WeightSlots
 
+NOTHING = torch.empty(0)  #: stands where no verb has made a tensor yet, or its memory is free again
+
 SelectionT = TypeVar("SelectionT", bound=SelectionHooks, covariant=True)
 
 
@@ -136,11 +138,10 @@ class WaveState(Generic[SelectionT]):
         self.sampled = SampledTokens(wave, parts.copies.host_memory, self.device)
         self.hidden = HiddenStates(wave, parts.buffers)
         self.kvq: dict[int, torch.Tensor] = {}  #: [R, keys | values | queries], by slot
-        nothing = torch.empty(0)
-        self.act = nothing  #: [R, h], the input of the projections
-        self.context = Context(nothing, nothing, None)  #: what attention reads
-        self.attended = nothing  #: [R, H·d]
-        self.logits = nothing  #: [B, vocab]
+        self.act = NOTHING  #: [R, h], the input of the projections
+        self.context = Context(NOTHING, NOTHING, None)  #: what attention reads
+        self.attended = NOTHING  #: [R, H·d]
+        self.logits = NOTHING  #: [B, vocab]
         #: by task key: the work of tasks that is known only when they run; None: not recorded
         self.resolved: dict[tuple, Work] | None = None
 

@@ -14,7 +14,7 @@ from flexhybrid.runtime.kernels.quantize import WORK_ELEMENTS, dequantize, quant
 from flexhybrid.runtime.kernels.rotary import rotate_
 from flexhybrid.runtime.step_tensors import Rotation
 from flexhybrid.runtime.storage.weights import linear
-from flexhybrid.runtime.wave_state import State
+from flexhybrid.runtime.wave_state import NOTHING, State
 
 
 @torch.inference_mode()
@@ -158,7 +158,7 @@ def scatter_device(state: State, task: Task) -> None:
 def finish(state: State, task: Task) -> None:
     """Apply output projection and feed-forward network: the next layer's hidden states."""
     hidden, attended = state.hidden.of(task), state.attended
-    state.act = state.attended = torch.empty(0)  # their memory is for the feed-forward rows
+    state.act = state.attended = NOTHING  # their memory is for the feed-forward rows
     if state.policy.attention == "host" and not task.payload.step.prefill:
         attended = state.buffers.attended[task.payload.slot, : len(hidden)]
     else:  # with attention on the host, the other slot's rows may still be in use
