@@ -128,9 +128,9 @@ def _add_mean(table: Table, name: str, points: np.ndarray, conditions: dict) -> 
 def bench_thresholds(table: Table, trials: list[Trial]) -> None:
     """The exact search against the paper's sampling, over equal models."""
     num_missed, ratios = 0, []
-    for number, seed in enumerate(trials):
+    for index, seed in enumerate(trials):
         answers = seed.fitted.answers("energy_j")
-        exact, sampled = exact_curve(answers), sampled_curve(answers, number)
+        exact, sampled = exact_curve(answers), sampled_curve(answers, index)
         best = [exact.cost[accuracy_preserving(exact, right)] for right in sampled.num_correct]
         num_missed += int((np.array(best) > sampled.cost * (1 + 1e-12)).sum())
         ratios += (sampled.cost / best).tolist()

@@ -131,5 +131,5 @@ def bench_energy(table: Table) -> None:
     printed = rows.loc[rows["what"].str.contains(", EO: giant over cascade")]
     judged = printed.loc[is_judged(printed)]
     name = f"cascade paper, Table V: EO's energy ratios, worst error of the {len(judged)} of {len(printed)} possible"
-    ratios = {what[:3].strip(", "): ours for what, ours in zip(printed["what"], printed["ours"], strict=True)}
+    ratios = {label[:3].strip(", "): ours for label, ours in zip(printed["what"], printed["ours"], strict=True)}
     table.at_most(name, 100 * float(np.abs(np.asarray(judged["error"])).max()), 20, "%", each=ratios)

@@ -42,7 +42,19 @@ CALLBACKS = ("on_tokens", "on_finish", "should_stop")  #: of an engine's RunCont
 LINK_GB_PER_S = 0.4  #: of the prediction over a paced link
 SHORT_LINES, LONG_LINES = 2_000, 100_000
 MIB = 2**20
-LARGE = ModelShape("large", "opt", 16, 1024, 16, 16, 64, 4096, 8000, 512)  #: 838 MiB in float32
+
+
+def opt_shape(name: str, *, num_layers: int, hidden: int, num_heads: int, vocab: int, max_positions: int) -> ModelShape:
+    """Return an OPT shape whose FFN is four times as wide as its hidden states."""
+    sizes = {"num_heads": num_heads, "num_kv_heads": num_heads, "head_dim": hidden // num_heads, "ffn": 4 * hidden}
+    return ModelShape(
+        name, "opt", num_layers=num_layers, hidden=hidden, vocab=vocab, max_positions=max_positions, **sizes
+    )
+
+
+LARGE = opt_shape(
+    "large", num_layers=16, hidden=1024, num_heads=16, vocab=8000, max_positions=512
+)  #: 838 MiB in float32
 BUDGETS = {"--device-memory": 300 * MIB, "--host-memory": 240 * MIB}
 
 
@@ -50,8 +62,8 @@ def requests() -> list[dict]:
     """Return bodies of mixed lengths: shipped texts cut at random, and 8 to 96 tokens to generate, all of them used."""
     generator, texts = np.random.default_rng(0), shipped.prompts()
     bodies = []
-    for number in range(NUM_REQUESTS):
-        text = texts[number % len(texts)]
+    for index in range(NUM_REQUESTS):
+        text = texts[index % len(texts)]
         prompt, max_tokens = text[: int(generator.integers(len(text) // 2, len(text) + 1))], generator.integers(8, 97)
         bodies.append({"prompt": prompt, "temperature": 0, "max_tokens": int(max_tokens), "ignore_eos": True})
     return bodies
@@ -104,11 +116,11 @@ def bench_overhead(table: Table, model: Path, folder: Path, bodies: list[dict]) 
 
     total_s: dict[str, list[float]] = {"generate": [], "job": []}
     outside_s: dict[str, list[float]] = {"generate": [], "job": []}
-    for number in range(PAIRS + 1):
+    for turn in range(PAIRS + 1):
         for name, side in (("generate", generate), ("job", job)):
             with engine_seconds() as computing:
                 seconds = seconds_of(side)
-            if number:  # the first round loads what the process keeps
+            if turn:  # the first round loads what the process keeps
                 total_s[name].append(seconds)
                 outside_s[name].append(seconds - sum(computing))
     medians = {name: statistics.median(times) for name, times in outside_s.items()}
@@ -194,15 +206,17 @@ def bench_memory(table: Table, folder: Path) -> None:
     files = ["-i", folder / "in.jsonl", "-o", folder / "out.jsonl"]
     common = [*files, "--device", "cpu", "--dtype", "float32", "--restart"]
     searched = ["--model", large, "--disk-dir", folder / "scratch", *budgets]
-    given, budget = [*searched, "--policy", folder / "policy.json"], sum(BUDGETS.values())
+    with_policy, budget = [*searched, "--policy", folder / "policy.json"], sum(BUDGETS.values())
     size = sum(f.stat().st_size for f in large.iterdir())
-    for where, arguments in {"": given, ", policy auto, which measures first": searched}.items():
+    for where, arguments in {"": with_policy, ", policy auto, which measures first": searched}.items():
         peak = peak_bytes([str(argument) for argument in (*common, *arguments)])
         conditions = {"peak_bytes": peak, "budget_bytes": budget, "model_bytes": size}
         name = f"run: peak memory over the budget, model beyond it{where}"
         table.at_most(name, peak / budget, BEYOND_BUDGET, "x", **conditions)
 
-    tiny = make_checkpoint(folder / "tiny", ModelShape("tiny", "opt", 1, 64, 1, 1, 64, 64, 100, 64), "float32")
+    tiny = make_checkpoint(
+        folder / "tiny", opt_shape("tiny", num_layers=1, hidden=64, num_heads=1, vocab=100, max_positions=64), "float32"
+    )
     peaks = []
     for count in (SHORT_LINES, LONG_LINES):
         write_requests(folder / "in.jsonl", count, 8, 4, 100)

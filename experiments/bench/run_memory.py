@@ -72,8 +72,8 @@ def write_requests(path: Path, count: int, longest: int, max_tokens: int, vocab:
     """Write ``count`` requests of 1 to ``longest`` token ids, with 1 to ``max_tokens`` tokens to generate."""
     generator = random.Random(0)
     with open(path, "w", encoding="utf-8") as file:
-        for number in range(count):
+        for index in range(count):
             prompt = [generator.randrange(3, vocab) for _ in range(generator.randint(1, longest))]
             body = {"prompt": prompt, "max_tokens": generator.randint(1, max_tokens), "temperature": 0}
-            line = {"custom_id": f"r{number}", "method": "POST", "url": "/v1/completions", "body": body}
+            line = {"custom_id": f"r{index}", "method": "POST", "url": "/v1/completions", "body": body}
             file.write(json.dumps(line) + "\n")

@@ -173,8 +173,8 @@ class SpeedBench:
         self._progress(f"prefill {share:.3f}")
         return PolicyRun(self.bench, self._policy(share))
 
-    def _progress(self, what: str) -> None:
-        self.bar.set_description(what)
+    def _progress(self, step: str) -> None:
+        self.bar.set_description(step)
         self.bar.update()
 
     def profile(self, rate: float):

@@ -137,7 +137,7 @@ def bench_gpu(table: Table, on_progress: Callable[[str], None] = print) -> None:
     """Add all rows, with one policy's weights and pools at a time."""
     shape, device = shape_by_name(MODEL), torch.device("cuda")
     bench_quantize_cuda(table)
-    for number, policy in enumerate(policies()):
+    for index, policy in enumerate(policies()):
         on_progress(policy.name)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -148,7 +148,7 @@ def bench_gpu(table: Table, on_progress: Callable[[str], None] = print) -> None:
             planned = total_bytes(memory_plan(contender.wave.problem, policy, sizes))["device"]
             peak = torch.cuda.max_memory_allocated() - before
             table.at_most(f"memory, {policy.name}: the allocator's peak over the plan", peak / planned, 1.0, "x")
-            if number == 0:
+            if index == 0:
                 bench_kernels(table, contender, KERNELS)
             bench_launcher(table, contender)
         contender = None  # frees its buffers before the next policy's are allocated

@@ -88,11 +88,11 @@ def unwrap(text: str) -> str:
 def docstrings(tree: ast.Module) -> list[str]:
     """Every docstring in a module, as prose."""
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    found = []
+    texts = []
     for node in ast.walk(tree):
         if isinstance(node, kinds) and (text := ast.get_docstring(node, clean=True)):
-            found.append(unwrap(inspect.cleandoc(text)))
-    return found
+            texts.append(unwrap(inspect.cleandoc(text)))
+    return texts
 
 
 def without_legal_comments(source: str) -> str:
@@ -152,10 +152,10 @@ def code_pieces(lines: list[str], body: list[ast.stmt], start: int) -> list[str]
     return pieces
 
 
-def documents_of(path: Path, whole: bool = False) -> list[list[str]]:
+def documents_of(path: Path, full_files: bool = False) -> list[list[str]]:
     """The documents in one file, grouped so that one group is wholly held out or not at all.
 
-    Cut or whole, a file has the same groups in the same order; ``whole`` makes each group one document.
+    Cut or whole, a file has the same groups in the same order; ``full_files`` makes each group one document.
     """
     try:
         source = path.read_text(encoding="utf-8")
@@ -166,7 +166,7 @@ def documents_of(path: Path, whole: bool = False) -> list[list[str]]:
         strings = [
             node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
         ]
-        if whole:
+        if full_files:
             return [[unwrap(text)] for text in strings if len(text) > 200]
         # Each section of a manual page is a document; the sections of one page make one group.
         return [re.split(r"\n\n(?=[^\n]+\n[*=\-]{4,}\n)", unwrap(text)) for text in strings if len(text) > 200]
@@ -175,14 +175,14 @@ def documents_of(path: Path, whole: bool = False) -> list[list[str]]:
     if tree.body and isinstance(tree.body[0], (ast.FunctionDef, ast.ClassDef)):
         header = tree.body[0].lineno - 1
     pieces = [without_legal_comments(piece).strip("\n") for piece in code_pieces(lines, tree.body, header)]
-    if whole:
+    if full_files:
         return [["\n\n".join(pieces)]]
     return [[textwrap.dedent(piece).strip("\n") for piece in pieces] + docstrings(tree)]
 
 
-def read_corpus(seed: int, whole: bool = False) -> Corpus:
-    """Read the library, shuffle it, and hold a part of it out: the same files for one ``seed``, cut or ``whole``."""
-    groups = [group for path in library_files() for group in documents_of(path, whole)]
+def read_corpus(seed: int, full_files: bool = False) -> Corpus:
+    """Read the library, shuffle it, and hold out a part: the files are those of the seed, cut or ``full_files``."""
+    groups = [group for path in library_files() for group in documents_of(path, full_files)]
     shuffler = random.Random(seed)
     shuffler.shuffle(groups)
     split = int(len(groups) * HELD_OUT_SHARE)
@@ -273,7 +273,9 @@ class Stream:
 
 def write_held_out(path: Path, seed: int) -> None:
     """Write the beginnings of the long held-out documents, separated by form feeds."""
-    long = [document for document in read_corpus(seed, whole=True).held_out if len(document) >= HELD_OUT_CHARACTERS]
+    long = [
+        document for document in read_corpus(seed, full_files=True).held_out if len(document) >= HELD_OUT_CHARACTERS
+    ]
     path.write_text("\f".join(document[:HELD_OUT_CHARACTERS].rstrip() + "\n" for document in long), encoding="utf-8")
 
 

@@ -236,7 +236,7 @@ def shape_words(model: PreTrainedModel) -> dict[str, object]:
     shared = "" if kv_heads == config.num_attention_heads else f" over {kv_heads} of keys and values"
     return {
         "model": type(model).__name__,
-        "parameters": sum(p.numel() for p in model.parameters()),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "layers": config.num_hidden_layers,
         "hidden": config.hidden_size,
         "heads": f"{config.num_attention_heads} heads{shared}",
@@ -294,10 +294,10 @@ def read_material(arguments: argparse.Namespace, folder: Path) -> Material:
     else:
         tokenizer = train_tokenizer(cut.training)
     save_tokenizer(tokenizer, arguments.positions, folder)
-    whole = arguments.documents == "whole"
-    corpus = read_corpus(arguments.seed, whole=True) if whole else cut
+    full_files = arguments.documents == "whole"
+    corpus = read_corpus(arguments.seed, full_files=True) if full_files else cut
     stream = Stream.encode(tokenizer, corpus.training)
-    row = arguments.positions if whole else min(512, arguments.positions)
+    row = arguments.positions if full_files else min(512, arguments.positions)
     held_out = Stream.encode(tokenizer, corpus.held_out).all_rows(row)
     picked = torch.linspace(0, len(held_out) - 1, min(EVALUATION_TOKENS // row, len(held_out))).long()
     say(

@@ -84,10 +84,10 @@ class Checkpoint:
                 raise InputError(
                     f"{self.path}: tensor {name} holds {dtype}; weights must be one of {', '.join(FLOATS)}"
                 )
-            found = self._files[name].shape_of(name)
-            if tuple(found) != wanted:
+            stored = self._files[name].shape_of(name)
+            if tuple(stored) != wanted:
                 raise InputError(
-                    f"{self.path}: tensor {name} has shape {list(found)}, config.json asks for {list(wanted)}"
+                    f"{self.path}: tensor {name} has shape {list(stored)}, config.json asks for {list(wanted)}"
                 )
 
     def read(self, name: str) -> torch.Tensor:

@@ -77,13 +77,18 @@ class Weights:
     """
 
     def __init__(
-        self, shape: ModelShape, source: WeightSource, dtype: str, device: torch.device, policy: Policy,
+        self,
+        shape: ModelShape,
+        source: WeightSource,
+        dtype: str,
+        device: torch.device,
+        policy: Policy,
         disk: DiskPlace = ANYWHERE,
-    ):  # fmt: skip
+    ):
         self.shape, self.dtype, self.device, self.bits = shape, getattr(torch, dtype), device, policy.bits.weights
-        self.bytes_per_element = p = DTYPE_BYTES[dtype]
-        self.layout: LayerLayout = layer_layout(shape, policy.bits.element_bytes(p).weights, p)
-        self.plain_layout: LayerLayout = layer_layout(shape, p)
+        self.bytes_per_element = width = DTYPE_BYTES[dtype]
+        self.layout: LayerLayout = layer_layout(shape, policy.bits.element_bytes(width).weights, width)
+        self.plain_layout: LayerLayout = layer_layout(shape, width)
         self.streamed_from = self.layout.resident_prefix(policy.weights.device)
         self.disk_from = disk_from(self.layout, policy)
         on_disk = self.layout.total_bytes - self.disk_from
