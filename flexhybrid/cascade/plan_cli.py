@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def add_plan(commands) -> None:
-    """The command."""
+    """Add the command."""
     parser = commands.add_parser(
         "plan",
         help="place a cascade's models and replicas on GPUs",
@@ -21,7 +21,7 @@ def add_plan(commands) -> None:
 
 
 def add_simulate(commands) -> None:
-    """The command."""
+    """Add the command."""
     parser = commands.add_parser(
         "simulate",
         help="predict latency, throughput and energy of a cascade on a cluster",
@@ -55,7 +55,7 @@ def _placed(parser: argparse.ArgumentParser) -> None:
 
 
 def _made(args):
-    """(models, flow, cluster) of the arguments."""
+    """Return (models, flow, cluster) of the arguments."""
     from flexhybrid.cascade.cluster.profiles import flow_of, read_profiles
     from flexhybrid.cascade.cluster.served import even_cluster
     from flexhybrid.cascade.routes import Cascade
@@ -64,7 +64,7 @@ def _made(args):
     cascade = Cascade.load(args.cascade)
     hardware = catalogue.load(args.hardware)
     link = 1e-9 / hardware.lines["h2d"].s_per_byte  # two GPUs of a host talk over their links
-    memory = int(hardware.usable_memory("device"))
+    memory = int(hardware.usable_memory("device") or 0)
     cluster = even_cluster(args.hosts, args.gpus, memory, max(link, args.network_gb_per_s), args.network_gb_per_s)
     return read_profiles(args.profiles, cascade.names), flow_of(cascade), cluster
 
@@ -87,15 +87,15 @@ def _plan(args) -> dict:
 
     if args.out:
         check_new_file(args.out)
-    found = _placement(args, args.rate)
-    record = {"version": 1, "cascade": str(args.cascade), **found.to_dict()}
+    plan = _placement(args, args.rate)
+    record = {"version": 1, "cascade": str(args.cascade), **plan.to_dict()}
     if args.out:
         try:
             write_by_rename(args.out, json.dumps(record, indent=1))
         except OSError as error:
             raise InputError(f"cannot write {args.out}: {error.strerror or error}") from None
     if not args.json:
-        print(describe(found))
+        print(describe(plan))
     return record
 
 
@@ -107,29 +107,29 @@ def _simulate(args) -> dict:
 
     power = _power(args)
     times = arrivals.read_trace(args.trace) if args.trace else None
-    found = _placement(args, args.rate)
-    deployment = deploy(found, args.router_ms / 1e3)
+    plan = _placement(args, args.rate)
+    deployment = deploy(plan, args.router_ms / 1e3)
     if times is None:
-        rate = 0.7 * found.layout.rate if args.rate is None else args.rate
+        rate = 0.7 * plan.layout.rate if args.rate is None else args.rate
         cluster.check_stable(deployment, rate)
         times = arrivals.poisson(rate, args.requests, args.seed)
     served = cluster.simulate(deployment, times, power, args.batch_wait_ms / 1e3, args.service, args.seed)
     if not args.json:
-        print(describe(found))
+        print(describe(plan))
         print(cluster.describe(served))
-    return {"plan": found.to_dict(), **served.to_dict(), "capacity": deployment.capacity()}
+    return {"plan": plan.to_dict(), **served.to_dict(), "capacity": deployment.capacity()}
 
 
 def _power(args):
-    """The GPUs' power; InputError where it is not known."""
+    """Return the GPUs' power; InputError where it is not known."""
     from flexhybrid.cascade.cluster.energy import POWER, PowerModel
     from flexhybrid.core.errors import InputError
     from sim import catalogue
 
-    given = args.idle_w, args.busy_w
-    if None not in given:
-        return PowerModel(*given, f"given: {args.idle_w:g} W idle, {args.busy_w:g} W busy")
-    if given != (None, None):
+    watts = args.idle_w, args.busy_w
+    if None not in watts:
+        return PowerModel(*watts, f"given: {args.idle_w:g} W idle, {args.busy_w:g} W busy")
+    if watts != (None, None):
         raise InputError("give both --idle-w and --busy-w, or neither")
     name = catalogue.load(args.hardware).name
     if name not in POWER:

@@ -350,7 +350,7 @@ def figure13() -> Experiment:
         shape, hardware = setup.shape_of(model), setup.a100("latency")
         run = setup.run_one(shape, hardware, setup.kvpr_latency(), LATENCY_BATCH, prompts, generated)
         rows.append(context(f"{model}: device memory of KVPR, most", run.peak_bytes["device"].max() / 2**30, "GiB"))
-    capacity = catalogue.load("a100-40g").device_memory / 2**30
+    capacity = (catalogue.load("a100-40g").device_memory or 0) / 2**30
     return KVPR.experiment(
         "kvpr-fig13",
         rows,

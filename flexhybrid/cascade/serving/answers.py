@@ -90,7 +90,7 @@ def note(cascade: Cascade, i: int, answers: list[Answer], judgement: Judgement) 
     for j, (answer, output, sure, reason) in enumerate(zip(answers, *judgement, strict=True)):
         answer.visited.append(name)
         if np.isnan(sure):
-            answer.failed[name] = reason
+            answer.failed[name] = reason or "no reason"
             to[j] = i + 1
         elif to[j] == ANSWERED or answer.confidence is None or sure > answer.confidence:
             answer.output, answer.model, answer.confidence = output, name, float(sure)

@@ -151,7 +151,7 @@ class Router:
 @contextmanager
 def deployed(
     cascade: Cascade, loads: Sequence[Load], sizes: Sequence[Size], port: int, say: Callable[[str], None]
-) -> Iterator[Callable[[Sequence, int], list[Answer]]]:
+) -> Iterator[Callable[[Sequence | np.ndarray, int], list[Answer]]]:
     """Serve the cascade at http://HOST:port/; yield a function from (requests, index of the first) to their answers.
 
     Raises InputError where Ray is not installed or serves another application, the port is taken, the cluster cannot
@@ -259,7 +259,7 @@ def _own_folders() -> list[str]:
     return [folder or os.getcwd() for folder in sys.path if not folder.startswith(installed)]
 
 
-def _answer_all(handle, requests: Sequence, first: int) -> list[Answer]:
+def _answer_all(handle, requests: Sequence | np.ndarray, first: int) -> list[Answer]:
     from ray.exceptions import RayActorError
 
     answers: dict[int, Answer] = {}

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -90,7 +91,7 @@ def _loads(cascade: Cascade, options: CascadeRunOptions) -> list[Callable[[], Mo
     return loads
 
 
-#: Takes requests#: Takes requests and the index of the first, returns their answers.
+#: Takes requests and the index of the first, returns their answers.
 AnswerAll = Callable[[Sequence | np.ndarray, int], list[Answer]]
 
 
@@ -152,7 +153,11 @@ class _Counts:
         if all(getattr(model, cascade.cost) is not None for model in cascade.models):  # a run needs no costs
             cost = sum(row["visited"] * c for row, c in zip(rows, cascade.costs.tolist())) / self.num_requests
             share = cost / float(cascade.costs[-1])
-        record = {"num_requests": self.num_requests, "unanswered": self.answered[None], "fallbacks": self.num_fallbacks}
+        record: dict[str, Any] = {
+            "num_requests": self.num_requests,
+            "unanswered": self.answered[None],
+            "fallbacks": self.num_fallbacks,
+        }
         record["models"] = rows
         record["accuracy"] = self.num_right / self.num_requests if self.has_labels else None
         record["expected_accuracy"] = expected.accuracy if expected else None

@@ -134,10 +134,10 @@ def run_fit(options: FitOptions) -> dict:
     else:
         if options.data is None:
             raise InputError("requests and labels are missing: name their file with --data")
-        requests, labels = read_requests(options.data, options.task)
-        if labels is None:
+        requests, answers = read_requests(options.data, options.task)
+        if answers is None:
             raise InputError(f"{options.data}: labels are missing")
-        models, predictions, labels = _predict_all(named, requests, labels, options, top_k)
+        models, predictions, labels = _predict_all(named, requests, answers, options, top_k)
         where = str(options.data)
     models = _priced(models, options)
     fitted = fit(models, predictions, labels, options.task, top_k, where)
@@ -145,21 +145,23 @@ def run_fit(options: FitOptions) -> dict:
     return record_of(fitted, str(options.out))
 
 
-def _predict_all(named, requests, labels, options: FitOptions, top_k: int | None):
+def _predict_all(
+    named: list[tuple[str, str]], requests, answers, options: FitOptions, top_k: int | None
+) -> tuple[list[CascadeModel], list[ModelOutputs], np.ndarray]:
     """Run local models, one after another; return (models with measured seconds, predictions, labels [N, S])."""
-    models, predictions = [], []
+    models, predictions, labels = [], [], None
     policies = named_policies(options.policies, [name for name, _ in named], options.task)
     for name, source in named:
         model = load_model(name, source, options.task, options.max_tokens, top_k, **policies.get(name, {}))
         try:
             if isinstance(model, Generator) and not predictions:
-                labels = _answer_tokens(model, labels, options.max_tokens)
+                labels = _answer_tokens(model, answers, options.max_tokens)
             prediction, seconds = _timed(model, requests)
         finally:
             model.close()
         predictions.append(prediction)
         models.append(CascadeModel(name, seconds=seconds, source=source))
-    return models, predictions, labels
+    return models, predictions, np.asarray(answers) if labels is None else labels
 
 
 def _timed(model: Model, requests: Sequence) -> tuple[ModelOutputs, float]:
