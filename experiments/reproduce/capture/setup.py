@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from experiments import reference
 from experiments.reproduce.calibrate import fit
@@ -173,7 +172,7 @@ def run_shares(
     hardware: Hardware,
     shares,
     batch: ArrayLike = BATCH,
-    prompt: ArrayLike = PROMPT,
+    prompt: np.ndarray | float = PROMPT,
     generated: int = GENERATED,
     walk: bool = True,
 ) -> Prediction:

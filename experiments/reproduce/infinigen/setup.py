@@ -13,7 +13,6 @@ from functools import cache
 
 import numpy as np
 import pandas as pd
-from numpy.typing import ArrayLike
 
 from experiments import reference
 from experiments.reproduce.calibrate import fit
@@ -150,8 +149,8 @@ def testbed(reading: Reading = AS_RUN) -> Hardware:
 
 def times(
     name: str,
-    batch: ArrayLike,
-    prompt: ArrayLike = PROMPT,
+    batch: np.ndarray | float,
+    prompt: np.ndarray | float = PROMPT,
     shape: ModelShape = OPT_13B,
     reading: Reading = AS_RUN,
     hardware: Hardware | None = None,
@@ -230,7 +229,7 @@ def uvm(batch: int, h2o: bool = False, eager: bool = True) -> tuple[float, float
 
 
 def speedups(
-    batch: ArrayLike, prompt: ArrayLike = PROMPT, shape: ModelShape = OPT_13B, **more
+    batch: np.ndarray | float, prompt: np.ndarray | float = PROMPT, shape: ModelShape = OPT_13B, **more
 ) -> dict[str, np.ndarray]:
     """Return FlexGen's seconds over each other system's."""
     flexgen = times("FlexGen", batch, prompt, shape, **more).total_s
