@@ -76,11 +76,10 @@ def _part(frame: pd.DataFrame | None, figure, key, place: dict) -> tuple[np.ndar
     """Return (x places, y values) of one series, sorted by x."""
     if frame is None:
         return np.array([]), np.array([])
-    if figure.series:
-        frame = frame.loc[frame[figure.series] == key]
-    x = np.array([place[value] for value in frame[figure.x]], dtype=float)
+    chosen = np.array(frame[figure.series] == key) if figure.series else np.ones(len(frame), dtype=bool)
+    x = np.array([place[value] for value in frame[figure.x]], dtype=float)[chosen]
     order = np.argsort(x, kind="stable")
-    return x[order], frame[figure.y].to_numpy(float)[order]
+    return x[order], np.array(frame[figure.y], dtype=float)[chosen][order]
 
 
 def _look(index: int) -> tuple[str, str]:

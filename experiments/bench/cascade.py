@@ -174,6 +174,9 @@ class Instant:
         logits[..., 0] = 9.0
         return ModelOutputs([0] * len(batch), logits, np.ones((len(batch), 1), dtype=bool))
 
+    def close(self) -> None:
+        pass
+
 
 def bench_serve(table: Table) -> None:
     """The router's addition to requests of 50 KB on Ray Serve, one at a time: through it, and straight to a replica."""

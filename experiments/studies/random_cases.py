@@ -51,8 +51,7 @@ class UniformCase:
     @property
     def candidate(self) -> Candidates:
         """The run as the closed form sees it."""
-        numbers = (np.array(number) for number in (self.batch, self.prompt_tokens, self.max_tokens))
-        return Candidates(self.policy, *numbers)
+        return Candidates(self.policy, self.batch, self.prompt_tokens, self.max_tokens)
 
     def wave(self) -> Wave:
         """The run as the plan maker sees it."""
@@ -137,7 +136,7 @@ def _policy(rng, kind: str) -> Policy:
             "speculative", alpha=4.0, partial_ratio=float(rng.uniform(0.1, 0.5)), pool=float(rng.uniform(0.5, 1)),
             max_fraction=float(rng.uniform(0.05, 0.5)), victim="lru", partial_keys=str(rng.choice(["device", "host"])),
         )  # fmt: skip
-        own = np.random.default_rng(int(1e9 * 4.0 * selection.pool))  # the other cases stay what they are
+        own = np.random.default_rng(int(1e9 * 4.0 * (selection.pool or 0.0)))  # the other cases stay what they are
         kinds = (("kv@host",), ("kv@host",), ("act@host",), ("act@host", "kv@host"))[int(own.integers(4))]
         if "act@host" in kinds:  # its rows serve all heads: nobody's place is taken
             selection = replace(selection, pool=1.0)

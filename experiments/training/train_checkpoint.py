@@ -197,7 +197,7 @@ def train_step(
 
 def save_model(model: PreTrainedModel, out: Path) -> None:
     """Write a bfloat16 copy of the model and its configuration."""
-    saved = copy.deepcopy(model).to(torch.bfloat16).eval()
+    saved = copy.deepcopy(model).bfloat16().eval()
     saved.config.architectures = [type(model).__name__]
     saved.save_pretrained(out)
     (out / "model.safetensors").chmod(0o644)  # It is written readable by its owner alone.
