@@ -171,7 +171,7 @@ def run_shares(
     model: str,
     hardware: Hardware,
     shares,
-    batch: ArrayLike = BATCH,
+    batch: np.ndarray | float = BATCH,
     prompt: np.ndarray | float = PROMPT,
     generated: int = GENERATED,
     walk: bool = True,

@@ -137,7 +137,7 @@ def most_rate(
     work = sum(share * seconds for share, seconds in zip(flow.visits, full_batch_s, strict=True))
     low, high = 1e-6, len(cluster.gpus) * most_load / work * 1.01  # all GPUs at most_load
     if not fits(low):
-        plan(models, flow, cluster, low, batch, most_load, time_limit)  # raises, with each GPU's shortage
+        plan(models, flow, cluster, low, batch, most_load, time_limit=time_limit)  # raises, with each GPU's shortage
     while high / low > 1.01 and time.perf_counter() - begun < time_limit:
         middle = math.sqrt(low * high)
         low, high = (middle, high) if fits(middle) else (low, middle)

@@ -87,7 +87,7 @@ def search(fitted: Fitted, options: SearchOptions = SearchOptions()) -> Searched
     more = {"task": fitted.task, "cost": options.cost, "top_k": fitted.top_k, "note": _note(options, curve, caution)}
     expected = expected_of(route)
     cascade = Cascade(models, thresholds, skips, expected=expected, **more)
-    return SearchedCascade(cascade, expected, kept, curve, point, plain, route)
+    return SearchedCascade(cascade, expected, kept, curve, point, without_skips=plain, route=route)
 
 
 def curve_of(options: SearchOptions) -> Callable[[Answers], Curve]:
