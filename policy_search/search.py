@@ -43,6 +43,7 @@ from policy_search.selection import UnderSelection, best_under_selection, value_
 from policy_search.shortage import shortage, tightest
 from sim.array_clock import Prediction, predict
 from sim.candidates import mean_lengths
+from sim.cost import hardware_of
 from sim.virtual_clock import RunSummary, run, summarize
 
 __all__ = ["FULL", "LOSSLESS", "OBJECTIVES", "PLAIN", "SearchResult", "SearchSettings", "Space", "search"]
@@ -241,4 +242,4 @@ def _confirmed(result: SearchResult) -> RunSummary | None:
     lengths = Workload.uniform(result.batch, problem.prompt_tokens, problem.max_tokens)
     wave = admit(problem, result.policy, lengths)
     tasks = len(wave.mini_batches) * problem.shape.num_layers * problem.max_tokens * TASKS_PER_LAYER
-    return summarize(run(stream(wave), problem.hardware)) if tasks <= MOST_CONFIRMED else None
+    return summarize(run(stream(wave), hardware_of(problem))) if tasks <= MOST_CONFIRMED else None

@@ -12,10 +12,10 @@ import numpy as np
 
 from flexhybrid.core.context.cache_entries import TIERS, representation_of, stored_copies
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.policy import Bits, Placement, Policy
 from flexhybrid.core.problem import Problem
 from sim.candidates import Candidates, num_mini_batches
+from sim.cost import hardware_of
 
 NATIVE = "native"
 MINI_BATCH_TOKENS = (1024, 2048, 4096, 8192, 16384, 32768)  #: sizes of a mini-batch that are tried
@@ -112,7 +112,6 @@ class Option(NamedTuple):
 class SearchProblem(Problem):
     """A problem on a known machine, with requests of one length and the policies that may be chosen."""
 
-    hardware: Hardware
     prompt_tokens: int
     max_tokens: int
     space: Space = FULL
@@ -140,13 +139,13 @@ class SearchProblem(Problem):
 
     @cached_property
     def tiers(self) -> tuple[str, ...]:
-        """The tiers that can hold anything: a disk needs room and rates."""
-        return TIERS if self.limits["disk"] > 0 and self.hardware.has_disk else TIERS[:2]
+        """The tiers that can hold anything: a disk that is unknown has a limit of 0."""
+        return TIERS if self.limits["disk"] > 0 else TIERS[:2]
 
     def has_line(self, verb: str, resource: str) -> bool:
         """Return whether the machine has a line for a verb."""
         try:
-            self.hardware.line(verb, resource)
+            hardware_of(self).line(verb, resource)
         except InputError:
             return False
         return True

@@ -14,6 +14,7 @@ from policy_search.lp import least_memory
 from policy_search.rounding import WEIGHT_STEPS, candidates_of, place_weights, round_shares
 from policy_search.search_problem import NATIVE, SearchProblem, pairs_of
 from sim.candidates import peak_bytes
+from sim.cost import hardware_of
 
 MOST_TRIED = 12  #: choices whose programs are rounded to policies, of those short of the least memory
 MIB = 2**20
@@ -82,7 +83,7 @@ def shortage(problem: SearchProblem, batch: int, mini_batch_tokens, best: Tighte
 
 def _machine_has(problem: SearchProblem, peaks: dict[str, float]) -> bool:
     """Return whether ``peaks`` would fit with limits as large as the machine's memory, as far as that is known."""
-    usable = ((tier, problem.hardware.usable_memory(tier)) for tier in peaks)
+    usable = ((tier, hardware_of(problem).usable_memory(tier)) for tier in peaks)
     sizes = {tier: size for tier, size in usable if size is not None}
     if problem.device == "cpu":  # one memory, of which each of the two tiers has a part
         shared = [sizes.pop(tier) for tier in ("device", "host") if tier in sizes]

@@ -25,6 +25,7 @@ from flexhybrid.core.workload import Workload
 from sim import presets
 from sim.array_clock import predict
 from sim.candidates import Candidates
+from sim.cost import hardware_of
 from sim.implementation import Implementation, on
 from sim.simulate import SimulatedRun, simulate
 
@@ -44,10 +45,8 @@ class Setting:
 
     @property
     def machine(self) -> Hardware:
-        """The machine, which simulations need. Raise InputError when it is not known."""
-        if self.problem.hardware is None:
-            raise InputError("this machine was not profiled: run `flexhybrid profile` once")
-        return self.problem.hardware
+        """The machine's hardware record. Raise InputError when it is not known."""
+        return hardware_of(self.problem)
 
     def on(self, hardware: Hardware) -> Setting:
         """Return the setting on another machine."""

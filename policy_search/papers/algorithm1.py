@@ -16,7 +16,7 @@ from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.layout import layer_layout
 from flexhybrid.core.problem import Problem
-from sim.cost import price
+from sim.cost import hardware_of, price
 
 BALANCES = ("paper", "full")
 
@@ -58,10 +58,10 @@ def layer_times(
 ) -> LayerTimes:
     """Return the lines of one layer. Each mini-batch pays each verb's overhead once. Without a batch there is no
     forward pass."""
-    shape, width = problem.shape, problem.bytes_per_element
+    shape, width, hardware = problem.shape, problem.bytes_per_element, hardware_of(problem)
 
     def seconds(verb: str, resource: str, amount: work.Work) -> float:
-        return float(price(problem.hardware, verb, resource, amount))
+        return float(price(hardware, verb, resource, amount))
 
     def linear(verb: str, resource: str, amount_of: Callable[[int], work.Work]) -> Linear:
         zero, many = (seconds(verb, resource, amount_of(n)) for n in (0, 1 << 16))
@@ -231,7 +231,7 @@ def host_allocation(problem: Problem, balance: str = "paper", act_gpu_blocks: in
     """
     shape, width, host_memory = problem.shape, problem.bytes_per_element, problem.effective_budgets.host
     if host_memory is None:
-        raise InputError(f"hardware {problem.hardware.name} has no host memory on record: give host_memory")
+        raise InputError(f"hardware {hardware_of(problem).name} has no host memory on record: give host_memory")
     block_tokens = shape.num_layers * BLOCK_TOKENS
     return allocate(
         layer_times(problem),

@@ -35,7 +35,7 @@ from flexhybrid.core.verbs import RESOURCE_OF
 from flexhybrid.core.workload import Workload
 from sim.array_clock import predict
 from sim.candidates import Candidates
-from sim.cost import price
+from sim.cost import hardware_of, price
 
 DISK_EFFICIENCY = 0.95  #: FlexGen's: of the disk's rate, when it reads weights in the decode
 TIE = 1e-5  #: of the least run's seconds: what a share on the host costs, and half of one on the disk
@@ -249,7 +249,7 @@ def _clean(shares: np.ndarray) -> np.ndarray:
 def make_block(setting: BlockSetting, gpu_batch: int, batch: int) -> Block:
     """Return a block of ``batch`` requests on a machine. Raise InputError for a machine without a line that is needed;
     those of the disk are needed only where a disk is used."""
-    shape, hardware, width = setting.shape, setting.problem.hardware, setting.problem.bytes_per_element
+    shape, hardware, width = setting.shape, hardware_of(setting.problem), setting.problem.bytes_per_element
     num_full, last = divmod(batch, gpu_batch)
 
     def seconds(verb: str, make: Callable[[int], work.Work], resource: str = "compute") -> float:
