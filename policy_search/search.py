@@ -44,7 +44,7 @@ from policy_search.shortage import shortage, tightest
 from sim.array_clock import Prediction, predict
 from sim.candidates import mean_lengths
 from sim.cost import hardware_of
-from sim.virtual_clock import RunSummary, run, summarize
+from sim.virtual_clock import SimulatedSummary, run, summarize
 
 __all__ = ["FULL", "LOSSLESS", "OBJECTIVES", "PLAIN", "SearchResult", "SearchSettings", "Space", "search"]
 
@@ -119,7 +119,7 @@ class SearchResult:
     proved: bool  #: whether every choice that its lower bound did not exclude had its program solved
     search_s: float
     problem: SearchProblem
-    virtual: RunSummary | None = None  #: of the winner, with ``confirm``
+    virtual: SimulatedSummary | None = None  #: of the winner, with ``confirm``
     #: the best with the selection of the settings, whether it won or not; counts, gap and proof are without it
     selected: UnderSelection | None = None
 
@@ -236,7 +236,7 @@ def _with_selection(result: SearchResult, selection: Selection, settings: Search
     return replace(result, policy=selected.policy, batch=selected.batch, prediction=prediction)
 
 
-def _confirmed(result: SearchResult) -> RunSummary | None:
+def _confirmed(result: SearchResult) -> SimulatedSummary | None:
     """Return the winner's run on the virtual clock; None for a run too long to walk."""
     problem = result.problem
     lengths = Workload.uniform(result.batch, problem.prompt_tokens, problem.max_tokens)

@@ -17,7 +17,7 @@ from functools import cached_property
 
 import numpy as np
 
-from flexhybrid.core.context.blocks import BLOCK_TOKENS, HALF, ceil_blocks, deal_blocks, lengths_between
+from flexhybrid.core.context.blocks import BLOCK_TOKENS, Dealing, ceil_blocks, deal_blocks, lengths_between
 from flexhybrid.core.context.cache_entries import TIERS, representation_of, stored_copies
 from flexhybrid.core.context.packing import chunk_tokens, takes_prompts_whole
 from flexhybrid.core.context.selection import kept_tokens, limits_cache, selected_tokens
@@ -90,44 +90,21 @@ class DecodeStretch:
     entry: str | None = None  #: cache entry of the new tokens; None: a single iteration, each candidate its own entry
 
 
-class CandidateDealing:
-    """How the tokens of one request are dealt to cache entries under shares that are arrays: counts [entry, ...]."""
+class CandidateDealing(Dealing):
+    """The dealing of requests whose shares are arrays [candidates]: counts [entry, ...]."""
+
+    per_entry, samples_axis = (None, ...), 1
 
     def __init__(self, shares: dict[str, np.ndarray]):
-        self.entries = tuple(sorted(entry for entry in shares if entry != "tok"))
-        self.tok_share = shares.get("tok")
-        self._shares = [shares[entry] for entry in self.entries]
+        self.names = tuple(sorted(entry for entry in shares if entry != "tok"))
+        self.keeps_ids = "tok" in shares
+        self.tok_share = shares.get("tok", 0.0)
+        self._shares = [shares[entry] for entry in self.names]
 
-    def dealt(self, blocks) -> np.ndarray:
-        """Blocks of each entry among the first ``blocks``: [entry, ...]."""
-        if len(self.entries) == 1:
-            return np.asarray(blocks)[None]
-        return np.stack(deal_blocks(self.entries, self._shares, blocks))
-
-    def tok_blocks(self, tokens):
-        """Leading blocks kept as ids alone among the first ``tokens``: never the newest."""
-        full = np.floor(self.tok_share * np.floor(tokens / BLOCK_TOKENS) + HALF)
-        return np.minimum(full, np.maximum(ceil_blocks(tokens) - 1, 0.0))
-
-    def held(self, tokens) -> np.ndarray:
-        """Blocks of each entry that hold something of the first ``tokens``: [entry, ...]."""
-        dealt = self.dealt(ceil_blocks(tokens))
-        return dealt if self.tok_share is None else dealt - self.dealt(self.tok_blocks(tokens))
-
-    def stored(self, tokens) -> np.ndarray:
-        """Tokens that ever went to a block of each entry among the first ``tokens``: [entry, ...]."""
-        full = np.floor(tokens / BLOCK_TOKENS)
-        low, high = self.dealt(full), self.dealt(full + 1)
-        return low * BLOCK_TOKENS + (tokens - full * BLOCK_TOKENS) * (high - low)
-
-    def tokens(self, tokens) -> np.ndarray:
-        """Tokens of each entry among the first ``tokens``, those kept as ids alone left out: [entry, ...]."""
-        stored = self.stored(tokens)
-        return stored if self.tok_share is None else stored - self.dealt(self.tok_blocks(tokens)) * BLOCK_TOKENS
-
-    def most_blocks(self, first, last) -> np.ndarray:
-        """Blocks of each entry that a request ever holds at once as it grows from ``first`` to ``last`` tokens."""
-        return self.held(last) if self.tok_share is None else self.held(lengths_between(first, last)).max(axis=1)
+    def dealt(self, num_blocks) -> np.ndarray:
+        if len(self.names) == 1:
+            return np.asarray(num_blocks)[None]
+        return np.stack(deal_blocks(self.names, self._shares, num_blocks))
 
 
 @dataclass(frozen=True)
@@ -250,12 +227,12 @@ class CandidateSteps:
 
     @property
     def entries(self) -> tuple[str, ...]:
-        return self.dealing.entries
+        return self.dealing.names
 
     @property
     def keeps_ids(self) -> bool:
         """Whether leading tokens are kept as ids alone and recomputed."""
-        return self.dealing.tok_share is not None
+        return self.dealing.keeps_ids
 
     def _by_entry(self, counts: np.ndarray) -> dict[str, np.ndarray]:
         return dict(zip(self.entries, counts, strict=True))

@@ -9,39 +9,37 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
-from flexhybrid.core.hardware import LINKS, Hardware
+from flexhybrid.core.hardware import LINKS, Hardware, Line
 from flexhybrid.core.schedule.dependencies import HAZARDS, Dependencies
 from flexhybrid.core.task import RESOURCES, Task
 from flexhybrid.core.trace import TraceEvent
+from sim.cost import line_seconds
 
 
 def run(tasks: Iterable[Task], hardware: Hardware, hazards: Iterable[str] = HAZARDS) -> list[TraceEvent]:
-    """Run tasks (``flexhybrid.core.wave.stream(wave)``) in virtual time; events in stream order, seconds from 0.
+    """Run tasks (``flexhybrid.core.plan.stream(wave)``) in virtual time; events in stream order, seconds from 0.
 
     ``hazards`` leaves out a hazard on purpose, as in ``Dependencies``. Raises InputError when the hardware
     has no line for a task.
     """
     dependencies = Dependencies(hazards)
     ends: dict[str, list[float]] = {resource: [] for resource in RESOURCES}
-    lines: dict[tuple[str, str], tuple[float, float, float]] = {}
+    lines: dict[tuple[str, str], Line] = {}
     trace: list[TraceEvent] = []
     for task in tasks:
-        resource, work = task.resource, task.work
-        key = (task.verb, resource)
-        coefficients = lines.get(key)
-        if coefficients is None:
-            line = hardware.line(*key)
-            coefficients = lines[key] = (line.overhead_s, line.s_per_flop, line.s_per_byte)
-        overhead_s, s_per_flop, s_per_byte = coefficients
+        resource, key = task.resource, (task.verb, task.resource)
+        line = lines.get(key)
+        if line is None:
+            line = lines[key] = hardware.line(*key)
         own = ends[resource]
         start = own[-1] if own else 0.0
         for other, ordinal in dependencies.add(task):
             end = ends[other][ordinal]
             if end > start:
                 start = end
-        num_bytes = work.link_bytes if resource in LINKS else work.memory_bytes
-        end = start + (overhead_s + work.flops * s_per_flop + num_bytes * s_per_byte)
+        end = start + line_seconds(line, resource, task.work)
         own.append(end)
         trace.append(TraceEvent(task, start, end))
     return trace
@@ -49,7 +47,7 @@ def run(tasks: Iterable[Task], hardware: Hardware, hazards: Iterable[str] = HAZA
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What a run took, from its trace; the same for a virtual and a measured one.
+    """What a run took, from its trace. Its two kinds, simulated and measured, differ in their type alone.
 
     The prefill ends with the last sample of the trace's first iteration. The decode goes from there to the last sample
     of the last iteration, so that the edges between its iterations are in it. In a trace that starts with a decode
@@ -70,11 +68,31 @@ class RunSummary:
     @property
     def binding(self) -> str:
         """The busiest resource."""
-        return max(self.busy, key=self.busy.get)
+        return max(self.busy, key=lambda resource: self.busy[resource])
 
 
-def summarize(trace: list[TraceEvent]) -> RunSummary:
-    """Reduce a trace to its times, tokens, traffic and busy shares. An empty trace is a ValueError."""
+class SimulatedSummary(RunSummary):
+    """What a run took in virtual time."""
+
+
+class MeasuredSummary(RunSummary):
+    """What a run of the executor took."""
+
+
+Summary = TypeVar("Summary", bound=RunSummary)
+
+
+def summarize(trace: list[TraceEvent]) -> SimulatedSummary:
+    """Reduce the trace of ``run`` to its times, tokens, traffic and busy shares. Raises ValueError for an empty one."""
+    return _summarize(trace, SimulatedSummary)
+
+
+def summarize_measured(trace: list[TraceEvent]) -> MeasuredSummary:
+    """Reduce the trace of an executor likewise. Raises ValueError for an empty one."""
+    return _summarize(trace, MeasuredSummary)
+
+
+def _summarize(trace: list[TraceEvent], kind: type[Summary]) -> Summary:
     if not trace:
         raise ValueError("a trace without events has no summary")
     begin = min(event.start_s for event in trace)
@@ -103,7 +121,7 @@ def summarize(trace: list[TraceEvent]) -> RunSummary:
     span = max(window[1] - window[0], 1e-300)
     generated = sum(tokens.values())
     decoded = generated - tokens[min(tokens)]
-    return RunSummary(
+    return kind(
         total_s=total_s,
         prefill_s=prefill_s,
         decode_s=decode_s,

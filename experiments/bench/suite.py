@@ -58,7 +58,7 @@ from sim.array_clock import predict
 from sim.candidates import Candidates
 from sim.catalogue import load
 from sim.presets import hybrid
-from sim.virtual_clock import RunSummary, summarize
+from sim.virtual_clock import SimulatedSummary, summarize
 
 BATCH, CONTEXT, MAX_TOKENS, MINI_BATCH = 32, 512, 6, 8
 BOUND = MINI_BATCH * (34 * 16 + 1)
@@ -222,7 +222,7 @@ class SpeedBench:
         self.last_trace = measured[-1].traces[0]
         return errors, searched.act_share
 
-    def _virtual(self, hardware, policy: Policy) -> RunSummary:
+    def _virtual(self, hardware, policy: Policy) -> SimulatedSummary:
         problem = Problem(shape=self.shape, dtype=self.dtype, hardware=hardware)
         return summarize(virtual_decode(problem, policy, WORKLOAD))
 

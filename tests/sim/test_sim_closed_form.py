@@ -32,7 +32,7 @@ from sim.candidates import Candidates, candidates_of, num_mini_batches
 from sim.presets import hybrid, kv_only
 from sim.tiny_run import Loop, lay_out, structure_of, tiny_run, with_aliases
 from sim.verb_seconds import num_slices
-from sim.virtual_clock import RunSummary, run, summarize
+from sim.virtual_clock import SimulatedSummary, run, summarize
 
 SHAPE, HARDWARE = shape_by_name("opt-30b"), catalogue.load("rtx4090")
 PROBLEM = problem_of(SHAPE, 2, HARDWARE)
@@ -43,7 +43,7 @@ class WholeRun(NamedTuple):
 
     case: UniformCase
     closed: dict
-    virtual: RunSummary
+    virtual: SimulatedSummary
     violations: list[str] | None  #: of its trace; None where nobody asks
 
 

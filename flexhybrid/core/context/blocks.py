@@ -22,6 +22,13 @@ def ceil_blocks(tokens):
     return -(-tokens // BLOCK_TOKENS)
 
 
+def full_blocks(tokens):
+    """Blocks that this many tokens fill; works on arrays. Of floats the quotient is exact, and faster than ``//``."""
+    if isinstance(tokens, np.ndarray) and tokens.dtype.kind == "f":
+        return np.floor(tokens / BLOCK_TOKENS)
+    return tokens // BLOCK_TOKENS
+
+
 #: Rounding up from one half, with room for the rounding error of a share times a count.
 HALF = 0.5 + 5e-10
 
@@ -68,17 +75,70 @@ def lengths_between(first, last) -> np.ndarray:
     return np.clip(block * BLOCK_TOKENS + around, first, last)
 
 
-class BlockEntries:
+class Dealing:
+    """How the tokens of a request are dealt to cache entries, and which leading ones are kept as ids alone.
+
+    A subclass says with ``dealt`` how the first blocks are dealt: ``BlockEntries`` from a table, for the requests of a
+    wave; ``sim.candidates.CandidateDealing`` by computing it, for shares that are arrays.
+    """
+
+    keeps_ids: bool  #: tokens of the entry ``tok``
+    tok_share: float | np.ndarray
+    per_entry: tuple  #: index that gives counts of requests the axis of entries that ``dealt`` has
+    samples_axis: int  #: of ``dealt``, for counts [samples, ...]
+
+    def dealt(self, num_blocks) -> np.ndarray:
+        """Blocks of each entry among the first ``num_blocks``."""
+        raise NotImplementedError
+
+    def tok_blocks(self, num_tokens):
+        """Blocks kept as ids alone among the first ``num_tokens``: never the newest."""
+        full = np.floor(self.tok_share * full_blocks(num_tokens) + HALF)
+        return np.minimum(full, np.maximum(ceil_blocks(num_tokens) - 1, 0))
+
+    def dropped_blocks(self, num_tokens) -> np.ndarray:
+        """Blocks of each entry that gave way to token ids among the first ``num_tokens``."""
+        return self.dealt(self.tok_blocks(num_tokens))
+
+    def held(self, num_tokens) -> np.ndarray:
+        """Blocks of each entry that hold something of the first ``num_tokens``."""
+        dealt = self.dealt(ceil_blocks(num_tokens))
+        return dealt - self.dropped_blocks(num_tokens) if self.keeps_ids else dealt
+
+    def most_blocks(self, first, last) -> np.ndarray:
+        """Blocks of each entry that a request ever holds at once as it grows from ``first`` to ``last`` tokens."""
+        if not self.keeps_ids:
+            return self.held(last)
+        return self.held(lengths_between(first, last)).max(axis=self.samples_axis)
+
+    def stored(self, num_tokens) -> np.ndarray:
+        """Tokens of each entry that the first ``num_tokens`` ever stored, those kept as ids alone by now included."""
+        num_tokens = np.asarray(num_tokens)
+        full = full_blocks(num_tokens)
+        dealt = self.dealt(full)
+        partial = (num_tokens - full * BLOCK_TOKENS)[self.per_entry]
+        return dealt * BLOCK_TOKENS + partial * (self.dealt(full + 1) - dealt)
+
+    def tokens(self, num_tokens) -> np.ndarray:
+        """Tokens of each entry among the first ``num_tokens``. Only the last block can be partial."""
+        stored = self.stored(num_tokens)
+        return stored - self.dropped_blocks(num_tokens) * BLOCK_TOKENS if self.keeps_ids else stored
+
+
+class BlockEntries(Dealing):
     """The representation of logical block 0, 1, 2, … under given token shares: ``deal_blocks`` as a sequence.
 
     Kinds are sorted by name, so ACT comes before KV and the device before the host. Tokens of the entry ``tok`` are
     a prefix of the request and in none of the entries: its first blocks were dealt an entry when they were new and have
-    been dropped since.
+    been dropped since. Counts are whole numbers [..., entry].
     """
+
+    per_entry, samples_axis = (..., None), 0
 
     def __init__(self, shares: dict[str, float]):
         self.names = tuple(sorted(entry for entry, share in shares.items() if share > 0 and entry != "tok"))
         self.tok_share = float(shares.get("tok", 0.0))
+        self.keeps_ids = self.tok_share > 0
         self._shares = [float(shares[entry]) for entry in self.names]
         self._tables = self._deal(64)
 
@@ -87,8 +147,7 @@ class BlockEntries:
         num_tokens = np.asarray(num_tokens)
         if not self.tok_share:
             return np.zeros_like(num_tokens)
-        full = np.floor(self.tok_share * (num_tokens // BLOCK_TOKENS) + HALF).astype(np.int64)
-        return np.minimum(full, np.maximum(ceil_blocks(num_tokens) - 1, 0)) * BLOCK_TOKENS
+        return self.tok_blocks(num_tokens).astype(np.int64) * BLOCK_TOKENS
 
     def _deal(self, num_blocks: int) -> tuple[np.ndarray, np.ndarray]:
         """Blocks of each entry among the first 0, 1, … blocks, [num_blocks + 1, entry], and each block's entry."""
@@ -103,35 +162,16 @@ class BlockEntries:
             tables = self._tables = self._deal(2 * most)
         return tables
 
-    def _dealt(self, num_blocks: np.ndarray) -> np.ndarray:
+    def dealt(self, num_blocks) -> np.ndarray:
         """Blocks of each entry among the first ``num_blocks``: [..., entry]."""
+        num_blocks = np.asarray(num_blocks)
         return self._reaching(num_blocks)[0][num_blocks]
-
-    def held(self, num_tokens) -> np.ndarray:
-        """Blocks of each entry that hold something of the first ``num_tokens``: [..., entry]."""
-        dealt = self._dealt(ceil_blocks(np.asarray(num_tokens)))
-        return dealt - self._dealt(self.tok_tokens(num_tokens) // BLOCK_TOKENS) if self.tok_share else dealt
-
-    def most_blocks(self, first, last) -> np.ndarray:
-        """Blocks of each entry that a request ever holds at once as it grows from ``first`` to ``last`` tokens:
-        [..., entry]."""
-        return self.held(lengths_between(first, last)).max(axis=0) if self.tok_share else self.held(last)
-
-    def tokens(self, num_tokens) -> np.ndarray:
-        """Tokens of each entry among the first ``num_tokens``: [..., entry]. Only the last block can be partial."""
-        return self.stored(num_tokens) - self.dropped_blocks(num_tokens) * BLOCK_TOKENS
 
     def dropped_blocks(self, num_tokens) -> np.ndarray:
         """Blocks of each entry that gave way to token ids among the first ``num_tokens``: [..., entry]."""
-        if not self.tok_share:
+        if not self.keeps_ids:
             return np.zeros((*np.shape(num_tokens), len(self.names)), dtype=np.int64)
-        return self._dealt(self.tok_tokens(num_tokens) // BLOCK_TOKENS)
-
-    def stored(self, num_tokens) -> np.ndarray:
-        """The same with those that are kept as ids alone by now: what ever went to a block of each entry."""
-        full, rest = np.divmod(np.asarray(num_tokens), BLOCK_TOKENS)
-        dealt = self._dealt(full)
-        return dealt * BLOCK_TOKENS + rest[..., None] * (self._dealt(full + 1) - dealt)
+        return self.dealt(self.tok_tokens(num_tokens) // BLOCK_TOKENS)
 
     def positions(self, entry: int, num_tokens: int) -> np.ndarray:
         """Position in its request of token 0, 1, … that ever went to a block of ``names[entry]``: [num_tokens].
@@ -140,7 +180,7 @@ class BlockEntries:
         """
         wanted = ceil_blocks(num_tokens)
         searched = max(wanted, 1)
-        while (dealt := self._dealt(np.arange(searched + 1))[:, entry])[-1] < wanted:
+        while (dealt := self.dealt(np.arange(searched + 1))[:, entry])[-1] < wanted:
             searched *= 2
         blocks = np.searchsorted(dealt, np.arange(1, wanted + 1)) - 1
         return (blocks[:, None] * BLOCK_TOKENS + np.arange(BLOCK_TOKENS)).reshape(-1)[:num_tokens]

@@ -327,7 +327,7 @@ def _row(m: MeasuredPolicy, virtual: list[TraceEvent], setting: ComparisonSettin
         "reference": reference.policy.name,
         "tokens_equal": sum(map(eq, ours, theirs)),
         "tokens_compared": len(ours),
-        "prefill_s": virtual_clock.summarize(m.prefill_trace).prefill_s,
+        "prefill_s": virtual_clock.summarize_measured(m.prefill_trace).prefill_s,
     }
 
 

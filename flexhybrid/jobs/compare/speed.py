@@ -24,7 +24,7 @@ from flexhybrid.runtime.engine import Engine
 from flexhybrid.runtime.profiling.cpu_use import CpuUse
 from flexhybrid.runtime.session import Session
 from flexhybrid.runtime.storage.weights import Weights, WeightSlots
-from sim.virtual_clock import RunSummary, summarize
+from sim.virtual_clock import MeasuredSummary, summarize_measured
 
 ALONE_ROUNDS = 3  #: decode rounds without the link, of which the best is the ideal compute
 
@@ -37,7 +37,7 @@ class MeasuredPolicy:
     tokens: list[list[int]]
     prefill_trace: list[TraceEvent]  #: of the run from the prompts on
     traces: list[list[TraceEvent]]  #: of the decode rounds
-    summaries: list[RunSummary]
+    summaries: list[MeasuredSummary]
     ideal_compute_s: float | None  #: the same steps without the link, over the same window
     others_cpu_share: list[float | None]  #: of each round: share of the cores that other processes used
 
@@ -97,7 +97,7 @@ class PolicyRun:
         """Return the wall time of the window's steps while nothing crosses the link; the best of ALONE_ROUNDS."""
         self.engine.copies.enabled = False
         try:
-            return min(summarize(self.decode()[0]).decode_s for _ in range(ALONE_ROUNDS))
+            return min(summarize_measured(self.decode()[0]).decode_s for _ in range(ALONE_ROUNDS))
         finally:
             self.engine.copies.enabled = True
 
@@ -113,7 +113,7 @@ class PolicyRun:
             tokens=self.tokens,
             prefill_trace=self.prefill_trace,
             traces=traces,
-            summaries=[summarize(trace) for trace in traces],
+            summaries=[summarize_measured(trace) for trace in traces],
             ideal_compute_s=self.compute_alone_s() if with_ideal else None,
             others_cpu_share=[share for _, share in rounds],
         )
