@@ -7,6 +7,7 @@ checked before work starts is what is allocated.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
 
@@ -76,15 +77,17 @@ class BufferSizes:
                 return {key: _larger(a.get(key, 0), b.get(key, 0)) for key in {**a, **b}}
             return _larger(a, b)
 
-        return BufferSizes(**{f.name: larger(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)})
+        sizes: dict[str, Any] = {f.name: larger(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)}
+        return BufferSizes(**sizes)
 
     def plain(self) -> BufferSizes:
         """The same as Python's own whole numbers."""
 
-        def whole(value):
-            return {key: int(one) for key, one in value.items()} if isinstance(value, dict) else int(value)
+        def as_int(value):
+            return {key: int(size) for key, size in value.items()} if isinstance(value, dict) else int(value)
 
-        return BufferSizes(**{f.name: whole(getattr(self, f.name)) for f in fields(self)})
+        sizes: dict[str, Any] = {f.name: as_int(getattr(self, f.name)) for f in fields(self)}
+        return BufferSizes(**sizes)
 
 
 def buffer_sizes(wave: Wave) -> BufferSizes:
@@ -103,19 +106,26 @@ def buffer_sizes(wave: Wave) -> BufferSizes:
         staged = prompt_tokens[group].sum(axis=0)
         if (chunks := num_chunks(policy, prompts[group])) > 1:
             staged = _staged_by_chunk(entries, policy, int(prompts[group].max()))
-        one = group_sizes(
-            policy, len(group), longest_piece(policy, prompts[group]), _reads(wave, group),
-            by_entry(fresh[group].any(axis=0) * len(group)), by_entry(staged),
-        )  # fmt: skip
-        sums.append((one.step_rows * chunks, len(group) * kept[group].max()))
-        index_rows = {r: index_rows.get(r, 0) + rows for r, rows in one.selected_rows.items()}
-        sizes = sizes.merge(one)
+        stored_now = by_entry(fresh[group].any(axis=0) * len(group))
+        longest, reads = longest_piece(policy, prompts[group]), _reads(wave, group)
+        of_group = group_sizes(policy, len(group), longest, reads, stored_now, by_entry(staged))
+        sums.append((of_group.step_rows * chunks, len(group) * kept[group].max()))
+        index_rows = {r: index_rows.get(r, 0) + rows for r, rows in of_group.selected_rows.items()}
+        sizes = sizes.merge(of_group)
     hidden_rows, partial_rows = map(sum, zip(*sums, strict=True))
-    return sizes.merge(BufferSizes(
-        {}, {}, hidden_rows=hidden_rows, index_rows=index_rows, cached_tokens=cached.sum(), kept_tokens=kept.sum(),
-        partial_rows=partial_rows, num_mini_batches=len(sums), longest=cached.max() + 1,
+    of_wave = BufferSizes(
+        pool_blocks={},
+        staged_rows={},
+        hidden_rows=hidden_rows,
+        index_rows=index_rows,
+        cached_tokens=cached.sum(),
+        kept_tokens=kept.sum(),
+        partial_rows=partial_rows,
+        num_mini_batches=len(sums),
+        longest=cached.max() + 1,
         log_cells=wave.workload.max_tokens.max() * len(cached),
-    )).plain()  # fmt: skip
+    )
+    return sizes.merge(of_wave).plain()
 
 
 @dataclass(frozen=True)
@@ -125,7 +135,7 @@ class Reads:
     running: np.ndarray  #: requests that still run
     held: dict[str, np.ndarray]  #: entry -> blocks
     tokens: dict[str, np.ndarray]  #: entry -> tokens
-    context: np.ndarray  #: columns of the attention buffer that they fill
+    context: np.ndarray | int  #: columns of the attention buffer that they fill
     recomputed: np.ndarray  #: the longest prefix kept as token ids
     splits: dict[str, dict[str, np.ndarray]]  #: entry both(…) -> blocks recomputed ("act") and loaded ("kv")
     new: np.ndarray | int = 1  #: new tokens of a request
@@ -165,9 +175,14 @@ def _reads(wave: Wave, group: np.ndarray) -> Reads:
         blocks = split_blocks(lines, len(group), each[entry][1], len(wave.mini_batches))
         splits[entry] = {r: longest(number) for r, number in blocks.items()}
     return Reads(
-        (runs * count).sum(axis=1), {entry: longest(blocks) for entry, (blocks, _) in each.items()}, most_tokens,
-        sum(most_tokens.values()), longest(recomputed), splits, new,
-    )  # fmt: skip
+        running=(runs * count).sum(axis=1),
+        held={entry: longest(blocks) for entry, (blocks, _) in each.items()},
+        tokens=most_tokens,
+        context=sum(most_tokens.values()),
+        recomputed=longest(recomputed),
+        splits=splits,
+        new=new,
+    )
 
 
 def _staged_by_chunk(entries: BlockEntries, policy: Policy, prompt: int) -> np.ndarray:
@@ -345,10 +360,10 @@ def memory_parts(problem: Problem, policy: Policy, sizes: BufferSizes, resident,
     }
 
 
-def _pool_parts(layers: int, sizes: BufferSizes, row: dict[str, int]) -> tuple[dict[str, dict], dict[str, int]]:
+def _pool_parts(layers: int, sizes: BufferSizes, row: dict[str, float]) -> tuple[dict[str, dict], dict[str, float]]:
     """The pools of each tier, and the bytes of new rows on their way to pools of the device and to others."""
     tiers: dict[str, dict] = {"device": {}, "host": {}, "disk": {}}
-    staged = {"device": 0, "host": 0}
+    staged: dict[str, float] = {"device": 0, "host": 0}
     for entry, blocks in sizes.pool_blocks.items():
         for part in stored_copies(entry):
             size = layers * blocks * BLOCK_TOKENS * row[part.representation]
@@ -360,7 +375,7 @@ def _pool_parts(layers: int, sizes: BufferSizes, row: dict[str, int]) -> tuple[d
 
 
 def _selection_parts(
-    problem: Problem, policy: Policy, sizes: BufferSizes, resident, row: dict[str, int]
+    problem: Problem, policy: Policy, sizes: BufferSizes, resident, row: dict[str, float]
 ) -> dict[str, dict]:
     """What a selection keeps on device and host beside the cache; zeros without one."""
     shape, p = problem.shape, problem.bytes_per_element

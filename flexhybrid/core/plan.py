@@ -107,9 +107,9 @@ class _Stream:
                 weights_last = on_host and self.wave.policy.overlap == "full"
                 if following and not weights_last:
                     yield from self._load_weights(following, index, len(current))
-                ahead = current[index + 1] if index + 1 < len(current) else following and following[0]
+                ahead = current[index + 1] if index + 1 < len(current) else following[0] if following else None
                 # What the position stores or selects now may be what the next one loads.
-                late = ahead and self._loads_late(position, ahead)
+                late = self._loads_late(position, ahead) if ahead else None
                 if ahead and not late:
                     yield from self._part(self._load_cache, ahead)
                 if opened is not position:
@@ -118,7 +118,7 @@ class _Stream:
                 if ahead and self._opens_early(position, ahead, len(current)):
                     yield from self._part(self._open, ahead)
                     opened = ahead
-                if late == "selected":
+                if ahead and late == "selected":
                     yield from self._part(self._load_cache, ahead)
                 if on_host:
                     yield from self._part(self._load_attended, position)
@@ -131,7 +131,7 @@ class _Stream:
                     yield from self._part(self._store, position)
                 if position.layer == self.num_layers - 1 and position.step.last:
                     yield from self._part(self._sample, position)
-                if late == "stored":
+                if ahead and late == "stored":
                     yield from self.held
                     yield from self._part(self._load_cache, ahead)
                 self.number += 1

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from flexhybrid.core.context.cache_entries import CACHE_KEY, TIERS, representation_of
 from flexhybrid.core.errors import InputError
@@ -269,7 +269,8 @@ class Policy:
 
     def to_dict(self) -> dict:
         """Plain data; an infinite alpha is the text "inf", for which JSON has no number."""
-        data = asdict(self) | {"cache": dict(self.cache)}
+        data: dict[str, Any] = asdict(self)
+        data["cache"] = dict(self.cache)
         if self.selection.alpha == math.inf:
             data["selection"]["alpha"] = "inf"
         return data

@@ -14,7 +14,7 @@ import numpy as np
 from flexhybrid.core.context.blocks import BlockEntries, BlockManager
 from flexhybrid.core.context.cache_entries import representation_of
 from flexhybrid.core.context.packing import chunk_tokens, num_chunks, pack
-from flexhybrid.core.context.selection import kept_tokens
+from flexhybrid.core.context.selection import kept_tokens, limits_cache
 from flexhybrid.core.context.split import SplitLines, split_lines
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.layout import LayerLayout, layer_layout
@@ -99,7 +99,7 @@ def check_planned(policy: Policy) -> None:
          "other than kv"),
         (speculative and not set(policy.cache_entries) <= {"kv@host", "act@host"}, "speculative selection over a cache "
          "other than kv@host and act@host"),
-        (speculative and policy.selection.pool < 1 and "act" in representations, "a limited pool of a speculative "
+        (speculative and limits_cache(policy.selection) and "act" in representations, "a limited pool of a speculative "
          "selection over ACT, whose rows serve all heads,"),
         (speculative and policy.selection.partial_keys == "disk", "partial keys on the disk"),
         (policy.static_cache and "both" in representations, "a static cache of both copies"),

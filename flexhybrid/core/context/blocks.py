@@ -7,6 +7,7 @@ reserves one extent of physical blocks per representation, so that a load is a h
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -135,7 +136,7 @@ class BlockEntries(Dealing):
 
     per_entry, samples_axis = (..., None), 0
 
-    def __init__(self, shares: dict[str, float]):
+    def __init__(self, shares: Mapping[str, float]):
         self.names = tuple(sorted(entry for entry, share in shares.items() if share > 0 and entry != "tok"))
         self.tok_share = float(shares.get("tok", 0.0))
         self.keeps_ids = self.tok_share > 0

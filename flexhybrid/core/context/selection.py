@@ -26,6 +26,13 @@ _ROUNDING = 1e-9  #: of a share times a count: 0.2 of 35 tokens are 7
 INFINIGEN_TOKENS = ((0, 512, 1024, 1536, 2048), (0, 37, 60, 66, 73))
 
 
+def _given(number: float | None) -> float:
+    """A number that the selection's method needs, so that ``Selection.check`` has seen it."""
+    if number is None:
+        raise ValueError("the selection's method does not have this field")
+    return number
+
+
 def selected_tokens(selection: Selection, context):
     """Tokens of a context that a speculative selection fetches in a layer, on average; arrays allowed.
 
@@ -45,7 +52,7 @@ def selected_tokens(selection: Selection, context):
 
 def most_selected(selection: Selection, context):
     """The most tokens of a context that a speculative selection ever fetches in a layer: at least one; arrays too."""
-    return np.maximum(1.0, np.ceil(selection.max_fraction * np.asarray(context, dtype=np.float64) - _ROUNDING))
+    return np.maximum(1.0, np.ceil(_given(selection.max_fraction) * np.asarray(context, dtype=np.float64) - _ROUNDING))
 
 
 def first_choosing(selection: Selection) -> float:
@@ -63,7 +70,7 @@ def num_choosing(selection: Selection, num_layers: int) -> int:
 
 def partial_columns(shape: ModelShape, selection: Selection) -> int:
     """Columns of each head's queries and keys that a speculative selection keeps to guess with."""
-    return max(1, math.ceil(selection.partial_ratio * shape.head_dim - _ROUNDING))
+    return max(1, math.ceil(_given(selection.partial_ratio) * shape.head_dim - _ROUNDING))
 
 
 def partial_share(shape: ModelShape, selection: Selection) -> float:
@@ -73,7 +80,7 @@ def partial_share(shape: ModelShape, selection: Selection) -> float:
 
 def limits_cache(selection: Selection) -> bool:
     """Whether new tokens take the places of cached ones from some length on."""
-    return selection.method == "heavy_hitter" or selection.method == "speculative" and selection.pool < 1
+    return selection.method == "heavy_hitter" or selection.method == "speculative" and _given(selection.pool) < 1
 
 
 def kept_tokens(selection: Selection, prompt, context, cached):
@@ -84,6 +91,8 @@ def kept_tokens(selection: Selection, prompt, context, cached):
     """
     if not limits_cache(selection):
         return context
-    most = selection.budget * np.asarray(prompt) if selection.pool is None else selection.pool * np.asarray(cached)
+    most = (
+        _given(selection.budget) * np.asarray(prompt) if selection.pool is None else selection.pool * np.asarray(cached)
+    )
     budget = np.ceil(most / BLOCK_TOKENS) * BLOCK_TOKENS
     return np.minimum(context, np.maximum(budget, BLOCK_TOKENS).astype(np.asarray(context).dtype))

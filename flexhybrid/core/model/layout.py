@@ -73,7 +73,7 @@ def layer_layout(shape: ModelShape, matrix_bytes: float, vector_bytes: int | Non
 
     ``matrix_bytes`` an element of the matrices as stored, ``vector_bytes`` of norms and biases; None: the same.
     """
-    vector_bytes = matrix_bytes if vector_bytes is None else vector_bytes
+    vector_width = int(matrix_bytes) if vector_bytes is None else vector_bytes
     h, q, g = shape.hidden, shape.query_width, shape.kv_width
     if shape.family == "opt":
         vectors = [("norm1.weight", h), ("norm1.bias", h), ("kvq.bias", g + q), ("o.bias", h)]
@@ -86,7 +86,7 @@ def layer_layout(shape: ModelShape, matrix_bytes: float, vector_bytes: int | Non
         matrices += [("up.weight", shape.ffn, h), ("down.weight", h, shape.ffn)]
     spots, position, kv_end, qkv_end = [], 0, 0, 0
     for name, rows, cols in [(name, rows, 0) for name, rows in vectors] + matrices:
-        row = matrix_row_bytes(cols, matrix_bytes) if cols else vector_bytes
+        row = matrix_row_bytes(cols, matrix_bytes) if cols else vector_width
         size = rows * row
         spots.append(TensorSpot(name, rows, cols, position, position + size))
         if name == "kvq.weight":

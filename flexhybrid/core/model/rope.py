@@ -28,7 +28,7 @@ class Rope:
     theta: float = 10_000.0  #: pair i of a head of size d turns by theta^(-2i/d) a position
     type: str = "default"
     factor: float = 1.0
-    original_max_positions: int | None = None  #: yarn, llama3: the context of pre-training
+    original_max_positions: float | None = None  #: yarn, llama3: the context of pre-training
     low_freq_factor: float | None = None
     high_freq_factor: float | None = None
     attention_factor: float | None = None
@@ -80,7 +80,7 @@ def rope_from_config(config: dict, path: Path, max_positions: int) -> Rope:
         key = "original_max_position_embeddings"
         original = number(key, config, key) or number(key, given, key) or max_positions
     if numbers["factor"] is None:
-        numbers["factor"] = max_positions / original if kind == "yarn" else 1.0
+        numbers["factor"] = max_positions / original if kind == "yarn" and original else 1.0
     theta = number("rope_theta", given, "rope_theta") or number("rope_theta", config, "rope_theta") or Rope.theta
     if theta <= 1:
         raise InputError(f"{path}: rope_theta must be above 1, not {theta!r}")

@@ -6,7 +6,7 @@ import json
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from flexhybrid.core.errors import InputError, unknown
 from flexhybrid.core.model.rope import Rope, rope_from_config
@@ -97,7 +97,7 @@ class ModelShape:
             return 2 * self.hidden + (self.query_width + self.kv_width if self.qkv_bias else 0)
         return 4 * self.hidden + (self.query_width + self.kv_width + self.hidden) + (self.ffn + self.hidden)
 
-    def layer_bytes(self, matrix_bytes: float, vector_bytes: int | None = None) -> float:
+    def layer_bytes(self, matrix_bytes: float, vector_bytes: float | None = None) -> float:
         """Bytes of one decoder layer's weights; ``vector_bytes`` an element of norms and biases, None: as matrices."""
         vector_bytes = matrix_bytes if vector_bytes is None else vector_bytes
         return self.layer_matrix_elements * matrix_bytes + self.layer_vector_elements * vector_bytes
@@ -136,28 +136,28 @@ def _is_count(value) -> bool:
 OPT_POSITION_OFFSET = 2
 
 
-def _opt(name: str, layers: int, hidden: int, heads: int, **more) -> ModelShape:
-    return ModelShape(
-        f"opt-{name}", "opt", layers, hidden, heads, heads, hidden // heads, 4 * hidden, 50272, 2048, **more
-    )
+#: Sizes of a row of ``KNOWN_SHAPES`` after its name; OPT's rows have the first three.
+_SIZES = ("num_layers", "hidden", "num_heads", "num_kv_heads", "ffn", "vocab", "max_positions")
 
 
-def _gated(
-    name: str, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, positions: int,
-    eos: int, dtype: str = "bfloat16", tied_head: bool = False, theta: float = 1e4, **more,
-) -> ModelShape:  # fmt: skip
-    """Llama and those built like it: gated feed-forward, rotary positions, RMSNorm."""
-    return ModelShape(
-        name, "llama", layers, hidden, heads, kv_heads, hidden // heads, ffn, vocab, positions,
-        gated_mlp=True, rotary=True, bias=False, tied_head=tied_head, dtype=dtype, eos_token_ids=(eos,),
-        rope=Rope(theta), **more,
-    )  # fmt: skip
+def _opt(name: str, *row: int, **more: Any) -> ModelShape:
+    sizes = dict(zip(_SIZES, row))
+    hidden, heads = sizes["hidden"], sizes["num_heads"]
+    more |= dict(ffn=4 * hidden, vocab=50272, max_positions=2048)
+    return ModelShape(name=f"opt-{name}", family="opt", num_kv_heads=heads, head_dim=hidden // heads, **sizes, **more)
 
 
-def _qwen(name: str, *sizes: int, positions: int, tied_head: bool = False, norm_eps: float = 1e-6) -> ModelShape:
-    return _gated(
-        f"qwen2.5-{name}", *sizes, positions, 151643, tied_head=tied_head, theta=1e6, qkv_bias=True, norm_eps=norm_eps
-    )
+def _gated(name: str, row: tuple[int, ...], eos: int = 2, theta: float = 1e4, **more: Any) -> ModelShape:
+    """Llama and those built like it: gated feed-forward, rotary positions, RMSNorm; bfloat16, its head not tied."""
+    sizes = dict(zip(_SIZES, row, strict=True))
+    built = dict(gated_mlp=True, rotary=True, bias=False, tied_head=False, dtype="bfloat16", rope=Rope(theta))
+    fields: dict[str, Any] = sizes | built | more
+    head_dim = sizes["hidden"] // sizes["num_heads"]
+    return ModelShape(name=name, family="llama", head_dim=head_dim, eos_token_ids=(eos,), **fields)
+
+
+def _qwen(name: str, row: tuple[int, ...], norm_eps: float = 1e-6, **more: Any) -> ModelShape:
+    return _gated(f"qwen2.5-{name}", row, 151643, theta=1e6, qkv_bias=True, norm_eps=norm_eps, **more)
 
 
 #: Public shapes, from the config.json of the published base models (OPT also: Zhang et al. 2022, table 1).
@@ -173,19 +173,19 @@ KNOWN_SHAPES = {
         _opt("30b", 48, 7168, 56),
         _opt("66b", 64, 9216, 72),
         _opt("175b", 96, 12288, 96),
-        _gated("llama-2-7b", 32, 4096, 32, 32, 11008, 32000, 4096, 2, "float16"),
-        _gated("llama-2-13b", 40, 5120, 40, 40, 13824, 32000, 4096, 2, "float16"),
-        _gated("llama-2-70b", 80, 8192, 64, 8, 28672, 32000, 4096, 2, "float16"),
-        _gated("llama-3-8b", 32, 4096, 32, 8, 14336, 128256, 8192, 128001, theta=5e5),
-        _gated("llama-3-70b", 80, 8192, 64, 8, 28672, 128256, 8192, 128001, theta=5e5),
-        _gated("mistral-7b", 32, 4096, 32, 8, 14336, 32000, 32768, 2, sliding_window=4096),
-        _qwen("0.5b", 24, 896, 14, 2, 4864, 151936, positions=32768, tied_head=True),
-        _qwen("1.5b", 28, 1536, 12, 2, 8960, 151936, positions=131072, tied_head=True),
-        _qwen("3b", 36, 2048, 16, 2, 11008, 151936, positions=32768, tied_head=True),
-        _qwen("7b", 28, 3584, 28, 4, 18944, 152064, positions=131072),
-        _qwen("14b", 48, 5120, 40, 8, 13824, 152064, positions=131072, norm_eps=1e-5),
-        _qwen("32b", 64, 5120, 40, 8, 27648, 152064, positions=131072, norm_eps=1e-5),
-        _qwen("72b", 80, 8192, 64, 8, 29568, 152064, positions=131072, norm_eps=1e-5),
+        _gated("llama-2-7b", (32, 4096, 32, 32, 11008, 32000, 4096), dtype="float16"),
+        _gated("llama-2-13b", (40, 5120, 40, 40, 13824, 32000, 4096), dtype="float16"),
+        _gated("llama-2-70b", (80, 8192, 64, 8, 28672, 32000, 4096), dtype="float16"),
+        _gated("llama-3-8b", (32, 4096, 32, 8, 14336, 128256, 8192), 128001, theta=5e5),
+        _gated("llama-3-70b", (80, 8192, 64, 8, 28672, 128256, 8192), 128001, theta=5e5),
+        _gated("mistral-7b", (32, 4096, 32, 8, 14336, 32000, 32768), sliding_window=4096),
+        _qwen("0.5b", (24, 896, 14, 2, 4864, 151936, 32768), tied_head=True),
+        _qwen("1.5b", (28, 1536, 12, 2, 8960, 151936, 131072), tied_head=True),
+        _qwen("3b", (36, 2048, 16, 2, 11008, 151936, 32768), tied_head=True),
+        _qwen("7b", (28, 3584, 28, 4, 18944, 152064, 131072)),
+        _qwen("14b", (48, 5120, 40, 8, 13824, 152064, 131072), norm_eps=1e-5),
+        _qwen("32b", (64, 5120, 40, 8, 27648, 152064, 131072), norm_eps=1e-5),
+        _qwen("72b", (80, 8192, 64, 8, 29568, 152064, 131072), norm_eps=1e-5),
     )
 }
 
@@ -262,7 +262,7 @@ def shape_of_checkpoint(folder: Path) -> ModelShape:
     return shape_from_config(folder)
 
 
-def _shape_from_dict(config: dict, path: Path) -> ModelShape:
+def _shape_from_dict(config: dict[str, Any], path: Path) -> ModelShape:
     model_type = config.get("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
@@ -286,7 +286,7 @@ def _shape_from_dict(config: dict, path: Path) -> ModelShape:
         raise InputError(f"{path}: dtype {dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
     eos = config.get("eos_token_id", None if model_type == "qwen2" else 2)
     eos_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
-    common = dict(
+    common: dict[str, Any] = dict(
         name=path.parent.name or model_type,
         family=family,
         num_layers=size("num_hidden_layers"),
@@ -322,10 +322,15 @@ def _shape_from_dict(config: dict, path: Path) -> ModelShape:
     if not _is_count(common["head_dim"]) or common["head_dim"] % 2:
         raise InputError(f"{path}: head_dim {common['head_dim']!r} is not even; rotary positions turn pairs")
     shape = ModelShape(
-        **common, gated_mlp=True, rotary=True, bias=False, tied_head=config.get("tie_word_embeddings", False),
-        qkv_bias=model_type == "qwen2", norm_eps=config.get("rms_norm_eps", 1e-6),
-        sliding_window=_sliding_window(config, model_type, common["num_layers"]),
-    )  # fmt: skip
+        **common,
+        gated_mlp=True,
+        rotary=True,
+        bias=False,
+        tied_head=config.get("tie_word_embeddings", False),
+        qkv_bias=model_type == "qwen2",
+        norm_eps=config.get("rms_norm_eps", 1e-6),
+        sliding_window=_sliding_window(config, str(model_type), common["num_layers"]),
+    )
     return replace(shape, rope=rope_from_config(config, path, shape.max_positions))
 
 

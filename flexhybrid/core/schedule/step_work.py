@@ -19,21 +19,23 @@ from flexhybrid.core.policy import ElementBytes, Policy
 from flexhybrid.core.schedule.steps import MiniBatchStep
 from flexhybrid.core.task import Work
 
+Count = float | np.ndarray  #: a number, or an array with an element a candidate
+
 
 @dataclass(frozen=True)
 class StepCounts:
     """The sums of a step that its work depends on; numbers, or arrays of one shape. Absent keys mean none."""
 
     prefill: bool
-    batch: object
-    width: object  #: new tokens of the longest request
-    context: object  #: columns of cached keys and values in the attention buffer
-    blocks: dict[StoredCopy, object]  #: blocks of each part that the step reads, over all requests
-    copies: dict[StoredCopy, object]  #: runs of blocks that lie apart
-    act_columns: object  #: blocks of the ACT buffer, a request
-    stored: dict[StoredCopy, object]  #: new rows of each part, over all requests
-    recomputed: object = 0  #: tokens of the recomputed prefix, of the longest request
-    selected: object = None  #: tokens of a request that a speculative selection fetches; None: all
+    batch: Count
+    width: Count  #: new tokens of the longest request
+    context: Count  #: columns of cached keys and values in the attention buffer
+    blocks: dict[StoredCopy, Count]  #: blocks of each part that the step reads, over all requests
+    copies: dict[StoredCopy, Count]  #: runs of blocks that lie apart
+    act_columns: Count  #: blocks of the ACT buffer, a request
+    stored: dict[StoredCopy, Count]  #: new rows of each part, over all requests
+    recomputed: Count = 0  #: tokens of the recomputed prefix, of the longest request
+    selected: Count | None = None  #: tokens of a request that a speculative selection fetches; None: all
 
 
 def counts_of(step: MiniBatchStep, wave) -> StepCounts:
@@ -45,15 +47,23 @@ def counts_of(step: MiniBatchStep, wave) -> StepCounts:
             moved = wave.num_blocks[segment.entry][step.requests] if policy.static_cache else segment.num_blocks
             blocks[part] = int(moved.sum())
             copies[part] = int(np.count_nonzero(segment.num_blocks))
-    stored = {StoredCopy(s.entry, s.representation, s.tier): len(s.rows) for s in step.stores}
+    stored: dict[StoredCopy, Count] = {StoredCopy(s.entry, s.representation, s.tier): len(s.rows) for s in step.stores}
     context = step.attention_tokens - step.computed_width
     selected = None
     if policy.selection.method == "speculative" and not step.prefill:
         selected = int(selected_tokens(policy.selection, context))
     return StepCounts(
-        step.prefill, len(step.requests), step.width, context, blocks, copies, step.act_blocks, stored,
-        step.recomputed_width, selected,
-    )  # fmt: skip
+        prefill=step.prefill,
+        batch=len(step.requests),
+        width=step.width,
+        context=context,
+        blocks=blocks,
+        copies=copies,
+        act_columns=step.act_blocks,
+        stored=stored,
+        recomputed=step.recomputed_width,
+        selected=selected,
+    )
 
 
 def step_work(shape: ModelShape, policy: Policy, stored: ElementBytes, c: StepCounts, whole: bool) -> dict[str, Work]:
@@ -114,9 +124,10 @@ def step_work(shape: ModelShape, policy: Policy, stored: ElementBytes, c: StepCo
     return works
 
 
-def _selected_of(c: StepCounts) -> dict[str, object]:
-    """Of the tokens of a request that a selection is expected to fetch, those of each representation: as they share the
-    context."""
+def _selected_of(c: StepCounts) -> dict[str, Count]:
+    """Tokens of a request that a selection is expected to fetch, by representation, in proportion to the context's."""
+    if c.selected is None:
+        raise ValueError("this step selects no tokens")
     blocks = {r: sum(n for part, n in c.blocks.items() if part.representation == r) for r in ("act", "kv")}
     act = np.floor(c.selected * blocks["act"] / np.maximum(blocks["act"] + blocks["kv"], 1) + 0.5)
     act = act if np.ndim(act) else int(act)

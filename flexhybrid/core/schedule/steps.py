@@ -210,8 +210,17 @@ def make_step(wave, iteration: int, mini_batch: int, requests: np.ndarray, chunk
     recomputed = entries.tok_tokens(context) if entries.tok_share else None
     stores = _stores(wave, requests, context, new_tokens)
     return MiniBatchStep(
-        iteration, mini_batch, requests, context, new_tokens, tuple(segments), stores, recomputed, chunk, last
-    )  # fmt: skip
+        iteration=iteration,
+        mini_batch=mini_batch,
+        requests=requests,
+        context=context,
+        new_tokens=new_tokens,
+        segments=tuple(segments),
+        stores=stores,
+        recomputed=recomputed,
+        chunk=chunk,
+        last=last,
+    )
 
 
 def _segments(wave, mini_batch: int, entry: str, extent, tokens) -> list[Segment]:
@@ -227,10 +236,18 @@ def _segments(wave, mini_batch: int, entry: str, extent, tokens) -> list[Segment
         split = split_point(wave.split[entry], len(groups[mini_batch]), int(tokens.max(initial=0)), len(groups))
         recomputed = np.minimum(int(split), tokens)
         leading = {"act": (recomputed, dropped), "kv": (tokens - recomputed, dropped + recomputed // BLOCK_TOKENS)}
-    moves_all = wave.policy.static_cache
     return [
-        Segment(entry, part.representation, part.tier, first, *leading[part.representation], reserved, moves_all)
-        for part in stored_copies(entry)
+        Segment(
+            entry=entry,
+            representation=copy.representation,
+            tier=copy.tier,
+            first_block=first,
+            num_tokens=leading[copy.representation][0],
+            start_block=leading[copy.representation][1],
+            reserved=reserved,
+            moves_all=wave.policy.static_cache,
+        )
+        for copy in stored_copies(entry)
     ]
 
 
