@@ -47,6 +47,6 @@ def _one_line(name: str) -> str:
 
 def _nearest(name: str, known: list[str]) -> list[str]:
     """Up to three of ``known``, the likeliest first; capitals, and a folder before the name, do not count."""
-    by_lower = {one.lower(): one for one in known}
+    by_lower = {known_name.lower(): known_name for known_name in known}
     last = name.rstrip("/").split("/")[-1][:SHOWN].lower()
     return [by_lower[lower] for lower in difflib.get_close_matches(last, by_lower, n=3)]

@@ -224,11 +224,12 @@ def load_hardware(path: str | Path) -> Hardware:
 def _check_fields(record: type, data: dict, where: str) -> None:
     """Refuse, by name, a field that the dataclass does not have and one that it needs."""
     known = fields(record)
-    if strange := sorted(set(data) - {one.name for one in known}):
-        raise InputError(f"{where}unknown field {strange[0]!r}; known: {', '.join(sorted(one.name for one in known))}")
-    for one in known:
-        if one.default is MISSING and one.default_factory is MISSING and one.name not in data:
-            raise InputError(f"{where}the field {one.name!r} is missing")
+    names = sorted(known_field.name for known_field in known)
+    if strange := sorted(set(data) - set(names)):
+        raise InputError(f"{where}unknown field {strange[0]!r}; known: {', '.join(names)}")
+    for known_field in known:
+        if known_field.default is MISSING and known_field.default_factory is MISSING and known_field.name not in data:
+            raise InputError(f"{where}the field {known_field.name!r} is missing")
 
 
 def _line_from_json(key: str, data: object) -> Line:

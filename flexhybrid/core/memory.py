@@ -169,14 +169,17 @@ def _reads(wave: Wave, group: np.ndarray) -> Reads:
     def longest(values):
         return np.where(runs, values, 0).max(axis=1)
 
-    each = {entry: (held[..., i], of_entry[..., i]) for i, entry in enumerate(entries.names)}
-    most_tokens, splits = {entry: longest(number) for entry, (_, number) in each.items()}, {}
+    blocks_and_tokens = {entry: (held[..., i], of_entry[..., i]) for i, entry in enumerate(entries.names)}
+    most_tokens, splits = (
+        {entry: longest(values_by_step) for entry, (_, values_by_step) in blocks_and_tokens.items()},
+        {},
+    )
     for entry, lines in wave.split.items():  # whoever is the longest of those that did not stop early
-        blocks = split_blocks(lines, len(group), each[entry][1], len(wave.mini_batches))
-        splits[entry] = {r: longest(number) for r, number in blocks.items()}
+        blocks = split_blocks(lines, len(group), blocks_and_tokens[entry][1], len(wave.mini_batches))
+        splits[entry] = {r: longest(values_by_step) for r, values_by_step in blocks.items()}
     return Reads(
         running=(runs * count).sum(axis=1),
-        held={entry: longest(blocks) for entry, (blocks, _) in each.items()},
+        held={entry: longest(blocks) for entry, (blocks, _) in blocks_and_tokens.items()},
         tokens=most_tokens,
         context=sum(most_tokens.values()),
         recomputed=longest(recomputed),
@@ -234,8 +237,8 @@ def _stored_until(entries: BlockEntries, tokens, kept) -> np.ndarray:
 
     Beyond what is ``kept`` the newest tokens take the places of the oldest.
     """
-    rounds, rest = np.divmod(tokens, kept)
-    return rounds[:, None] * entries.stored(kept) + entries.stored(rest)
+    rounds, remainder = np.divmod(tokens, kept)
+    return rounds[:, None] * entries.stored(kept) + entries.stored(remainder)
 
 
 def group_sizes(policy: Policy, batch, prompt, reads: Reads, fresh: dict, staged: dict) -> BufferSizes:
@@ -421,9 +424,9 @@ def partial_query_bytes(problem: Problem, policy: Policy, columns: int, num_mini
     row = (shape.hidden + 1) * p
     if not shape.rotary:
         return chosen + num_mini_batches * shape.num_heads * columns * row
-    whole = stored_layout(problem, policy).qkv_end
-    there = (resident >= whole) & (policy.bits.weights == "native")
-    return chosen + shape.num_kv_heads * shape.head_dim**2 * p + (1 - there) * shape.query_width * row
+    query_end = stored_layout(problem, policy).qkv_end
+    all_resident = (resident >= query_end) & (policy.bits.weights == "native")
+    return chosen + shape.num_kv_heads * shape.head_dim**2 * p + (1 - all_resident) * shape.query_width * row
 
 
 def workspace_bytes(shape: ModelShape, p: int, step_rows, batch, cut):

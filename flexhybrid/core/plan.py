@@ -167,10 +167,10 @@ class _Stream:
     def _part(self, part: Callable[[Position], Iterator[Outline]], position: Position) -> list[Task]:
         """The tasks of a part of a position. What they read and write is the same in all positions of its form, and
         worked out in the first."""
-        which = part.__name__, position.form
-        outline = self.outlines.get(which)
+        key = part.__name__, position.form
+        outline = self.outlines.get(key)
         if outline is None:
-            outline = self.outlines[which] = tuple(part(position))
+            outline = self.outlines[key] = tuple(part(position))
         step, layer, works, _, _, payload, _, _ = position
         iteration, k = step.iteration, step.mini_batch
         return [
@@ -186,11 +186,11 @@ class _Stream:
         What lies on the host and what lies on the disk are sliced alike, so that the disk is evenly busy too.
         """
         position = group[min(index, len(group) - 1)]
-        which = position.weight_slot, index, num_slices
-        if which not in self.slices:
-            self.slices[which] = tuple(self._slice_tasks(*which))
+        slice_key = position.weight_slot, index, num_slices
+        if slice_key not in self.slices:
+            self.slices[slice_key] = tuple(self._slice_tasks(*slice_key))
         key = (position.step.iteration, position.layer, position.step.mini_batch)
-        for verb, *parts in self.slices[which]:
+        for verb, *parts in self.slices[slice_key]:
             yield Task(*key, verb, RESOURCE_OF[verb], *parts)
 
     def _slice_tasks(self, slot: int, index: int, num_slices: int) -> Iterator[tuple]:

@@ -137,10 +137,10 @@ class Selection:
                 _check_shares({f.name: value, "rest": 1 - value if _is_number(value) else value}, "selection")
         if self.alpha is not None and not (_is_number(self.alpha) and self.alpha >= 0):
             raise InputError(f'policy: selection.alpha is {self.alpha!r}; it must be a number >= 0, or "inf"')
-        whole = self.whole_layers
-        if whole is not None and not (isinstance(whole, int) and not isinstance(whole, bool) and whole >= 1):
+        count = self.whole_layers
+        if count is not None and not (isinstance(count, int) and not isinstance(count, bool) and count >= 1):
             raise InputError(
-                f"policy: selection.whole_layers is {whole!r}; it must be a whole number >= 1: nothing guesses for the "
+                f"policy: selection.whole_layers is {count!r}; it must be a whole number >= 1: nothing guesses for the "
                 "first layer"
             )
         if self.victim is not None:

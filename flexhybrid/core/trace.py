@@ -33,11 +33,11 @@ def check_trace(trace: Iterable[TraceEvent], tolerance_s: float = 0.0) -> list[s
     cells = _elementary_cells(event.task for event in events)
     expected = _expected_versions((event.task for event in events), cells)
     moments = []
-    for number, event in enumerate(events):
+    for index, event in enumerate(events):
         end = max(event.start_s, event.end_s - tolerance_s)
         # At equal times ends come before starts, unless the interval is empty: then its own start comes first.
-        moments.append((event.start_s, 1 if end > event.start_s else 0, number, "start"))
-        moments.append((end, 0, number, "end"))
+        moments.append((event.start_s, 1 if end > event.start_s else 0, index, "start"))
+        moments.append((end, 0, index, "end"))
     moments.sort(key=lambda m: (m[0], m[1], m[2], m[3] == "end"))
 
     version: dict[tuple, int] = {}
@@ -45,27 +45,27 @@ def check_trace(trace: Iterable[TraceEvent], tolerance_s: float = 0.0) -> list[s
     violations: list[str] = []
 
     def complain(number: int, text: str) -> None:
-        violations.append(f"{events[number].task.label()}: {text}")
+        violations.append(f"{events[index].task.label()}: {text}")
 
-    for _, _, number, moment in moments:
-        task = events[number].task
+    for _, _, index, moment in moments:
+        task = events[index].task
         for access in task.reads:
             for cell in cells[access]:
-                if cell in writing and writing[cell] != number:
-                    complain(number, f"reads {cell} while {events[writing[cell]].task.label()} writes it")
-                elif version.get(cell, -1) != expected[number, cell]:
-                    complain(number, f"reads {cell} at version {version.get(cell, -1)}, not {expected[number, cell]}")
+                if cell in writing and writing[cell] != index:
+                    complain(index, f"reads {cell} while {events[writing[cell]].task.label()} writes it")
+                elif version.get(cell, -1) != expected[index, cell]:
+                    complain(index, f"reads {cell} at version {version.get(cell, -1)}, not {expected[index, cell]}")
         for access in task.writes:
             for cell in cells[access]:
                 if moment == "start":
                     if cell in writing:
-                        complain(number, f"writes {cell} while {events[writing[cell]].task.label()} does")
-                    writing[cell] = number
+                        complain(index, f"writes {cell} while {events[writing[cell]].task.label()} does")
+                    writing[cell] = index
                 else:
-                    if version.get(cell, -1) > number:
-                        complain(number, f"overwrites {cell} after the later {events[version[cell]].task.label()}")
+                    if version.get(cell, -1) > index:
+                        complain(index, f"overwrites {cell} after the later {events[version[cell]].task.label()}")
                     writing.pop(cell, None)
-                    version[cell] = number
+                    version[cell] = index
     return violations
 
 

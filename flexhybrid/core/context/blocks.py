@@ -52,12 +52,17 @@ def deal_blocks(entries: tuple[str, ...], shares, num_blocks) -> list:
         first = [i for i in members if representation_of(entries[i]) == representation]
         if len(first) == len(members):
             first = members[:1]
-        rest = [i for i in members if i not in first]
-        part, whole = sum(shares[i] for i in first), sum(shares[i] for i in members)
-        ratio = np.divide(part, whole, out=np.zeros(np.broadcast(part, whole).shape), where=np.asarray(whole) > 0)
+        later = [i for i in members if i not in first]
+        first_share, all_shares = sum(shares[i] for i in first), sum(shares[i] for i in members)
+        ratio = np.divide(
+            first_share,
+            all_shares,
+            out=np.zeros(np.broadcast(first_share, all_shares).shape),
+            where=np.asarray(all_shares) > 0,
+        )
         dealt = np.floor(ratio * count + HALF)
         deal(first, dealt)
-        deal(rest, count - dealt)
+        deal(later, count - dealt)
 
     deal(list(range(len(entries))), num_blocks)
     return counts
@@ -71,8 +76,8 @@ def lengths_between(first, last) -> np.ndarray:
     """
     first, last = np.broadcast_arrays(first, np.maximum(first, last))
     block = first // BLOCK_TOKENS
-    number = int(np.max(last // BLOCK_TOKENS - block, initial=0)) + 1
-    around = np.add.outer(np.arange(number) * BLOCK_TOKENS, [0, 1, BLOCK_TOKENS - 1]).reshape(-1, *[1] * first.ndim)
+    num_blocks = int(np.max(last // BLOCK_TOKENS - block, initial=0)) + 1
+    around = np.add.outer(np.arange(num_blocks) * BLOCK_TOKENS, [0, 1, BLOCK_TOKENS - 1]).reshape(-1, *[1] * first.ndim)
     return np.clip(block * BLOCK_TOKENS + around, first, last)
 
 

@@ -32,8 +32,8 @@ def representation_of(entry: str) -> str:
 @cache
 def stored_copies(entry: str) -> tuple[StoredCopy, ...]:
     """What a token of this entry keeps in memory: one part, for both(…) two (ACT first), for tok none."""
-    found = re.findall(r"(kv|act)@(device|host|disk)", entry)
-    return tuple(sorted(StoredCopy(entry, representation, tier) for representation, tier in found))
+    pairs = re.findall(r"(kv|act)@(device|host|disk)", entry)
+    return tuple(sorted(StoredCopy(entry, representation, tier) for representation, tier in pairs))
 
 
 @cache

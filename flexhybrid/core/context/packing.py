@@ -144,8 +144,8 @@ def _padded_after(group, others, kv, act) -> np.ndarray:
     for tokens in (kv, act):
         longest = np.sort(tokens[group])[-2:]
         # Without its longest request the next one is the longest; alone, none is.
-        rest = np.where(tokens[group] == longest[-1], longest[0] if len(longest) > 1 else 0, longest[-1])
-        blocks = blocks + ceil_blocks(np.maximum(rest[:, None], tokens[others]))
+        others_longest = np.where(tokens[group] == longest[-1], longest[0] if len(longest) > 1 else 0, longest[-1])
+        blocks = blocks + ceil_blocks(np.maximum(others_longest[:, None], tokens[others]))
     return len(group) * (blocks * BLOCK_TOKENS + 1)
 
 

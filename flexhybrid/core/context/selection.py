@@ -91,8 +91,8 @@ def kept_tokens(selection: Selection, prompt, context, cached):
     """
     if not limits_cache(selection):
         return context
-    most = (
+    limit = (
         _given(selection.budget) * np.asarray(prompt) if selection.pool is None else selection.pool * np.asarray(cached)
     )
-    budget = np.ceil(most / BLOCK_TOKENS) * BLOCK_TOKENS
+    budget = np.ceil(limit / BLOCK_TOKENS) * BLOCK_TOKENS
     return np.minimum(context, np.maximum(budget, BLOCK_TOKENS).astype(np.asarray(context).dtype))

@@ -82,14 +82,14 @@ class Places:
 
     def pools(self, position: Position, representation: str, tier: str) -> tuple[Access, ...]:
         """The pools of a tier that the position's context is read from."""
-        which = position.step.mini_batch, position.layer, representation, tier
-        if which not in self._pools:
-            self._pools[which] = tuple(
+        key = position.step.mini_batch, position.layer, representation, tier
+        if key not in self._pools:
+            self._pools[key] = tuple(
                 self.pool(position, segment.entry, representation, tier)
                 for segment in position.step.segments
                 if segment.representation == representation and segment.tier == tier
             )
-        return self._pools[which]
+        return self._pools[key]
 
     def pool(self, position: Position, entry: str, representation: str, tier: str) -> Access:
         """The blocks of a mini-batch in one layer of a pool: its requests lie side by side."""

@@ -61,7 +61,11 @@ def positions(wave: Wave, stops_until: StopsUntil, first_iteration: int) -> Iter
     while laid_out:
         layers, column = range(wave.shape.num_layers), wave.policy.schedule == "column"
         in_turn = sorted(laid_out, key=lambda s: s[0].chunk)  # so that a chunk need not wait for the one before
-        sharing = [in_turn] if column else [list(one) for _, one in groupby(laid_out, lambda s: s[0].mini_batch)]
+        sharing = (
+            [in_turn]
+            if column
+            else [list(chunk_positions) for _, chunk_positions in groupby(laid_out, lambda s: s[0].mini_batch)]
+        )
         for members, layer in product(sharing, layers):
             group = []
             for step, whole, chosen, step_form in members:

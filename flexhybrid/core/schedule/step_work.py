@@ -140,11 +140,11 @@ def _gather_works(shape: ModelShape, policy: Policy, stored: ElementBytes, c: St
     rows = {representation: c.batch * tokens for representation, tokens in _selected_of(c).items()}
     works = {"gather": work.gather_rows(shape, stored.kv, stored.act, rows.get("kv", 0), rows.get("act", 0))}
     widths = {"kv": (shape.kv_width, stored.kv), "act": (shape.hidden, stored.act)}
-    for representation, number in rows.items():
+    for representation, num_rows in rows.items():
         width, element_bytes = widths[representation]
-        works[f"load_{representation}"] = work.load_rows(shape, element_bytes, representation, number)
+        works[f"load_{representation}"] = work.load_rows(shape, element_bytes, representation, num_rows)
         if element_bytes != stored.compute:
-            works[f"dequantize_{representation}"] = work.convert(number * width, stored.compute, element_bytes)
+            works[f"dequantize_{representation}"] = work.convert(num_rows * width, stored.compute, element_bytes)
     return works
 
 

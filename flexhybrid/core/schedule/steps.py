@@ -78,8 +78,8 @@ class Segment:
         start = self.start_block % np.maximum(self.reserved, 1)
         before_end = np.minimum(self.num_blocks, self.reserved - start)
         runs = block_runs(self.first_block + start, before_end, np.zeros_like(before_end))
-        rest = self.num_blocks - before_end
-        return runs + block_runs(self.first_block, rest, before_end) if rest.any() else runs
+        wrapped = self.num_blocks - before_end
+        return runs + block_runs(self.first_block, wrapped, before_end) if wrapped.any() else runs
 
     @cached_property
     def block_table(self) -> np.ndarray:
