@@ -8,8 +8,9 @@ TESTING := .venv/.testing
 # Idle OpenMP threads sleep instead of spinning on the core that a link worker needs. Set before torch loads.
 export OMP_WAIT_POLICY := PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: setup run test soak lint bench models gpu clean
+.PHONY: setup run test soak check lint bench models gpu clean
 .DELETE_ON_ERROR:
 
 run: $(INSTALLED)  ## the main job: tables, figures, trace
@@ -23,9 +24,12 @@ test: $(TESTING)
 soak: $(INSTALLED)  ## a job killed at hundreds of points and resumed
 	$(BIN)/python tests/soak.py $(ARGS)
 
+check: lint test  ## all that a change must pass: format, lint, types, tests
+
 lint: $(TESTING)
-	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
 
 bench: $(TESTING)  ## every figure that has a bar, in one table and results/bench.json
 	$(BIN)/python -m experiments.bench $(ARGS)

@@ -51,7 +51,7 @@ class LLM:
     checkpoint or the budgets.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (vLLM's signature)
         self,
         model: str | Path,
         policy: str | Path | Policy = "auto",

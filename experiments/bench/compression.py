@@ -87,7 +87,7 @@ def forced_logits(checkpoint: Checkpoint, policy: Policy, texts: list[list[int]]
     weights = Weights(checkpoint.shape, checkpoint, "float32", torch.device("cpu"), policy)
     logits = torch.zeros(len(texts), STEPS, checkpoint.shape.vocab)
 
-    def hear(step: MiniBatchStep, step_logits: torch.Tensor, targets: torch.Tensor) -> None:
+    def hear(step: MiniBatchStep, step_logits: torch.Tensor, _targets: torch.Tensor) -> None:
         logits[step.requests, step.iteration] = step_logits.float()
 
     prompts = [text[:PROMPT] for text in texts]

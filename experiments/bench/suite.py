@@ -290,14 +290,14 @@ def bench_mutations(table: Table, trace: list[TraceEvent]) -> None:
     table.at_least("mutations of a real trace that the checker sees", 100 * seen / tried, 100, "%")
 
 
-def bench_simulator(table: Table, dtype: str) -> None:
+def bench_simulator(table: Table, _dtype: str) -> None:
     bench_classes(table)
     bench_papers(table)
     bench_peer(table)
     bench_search_time(table)
 
 
-def bench_model(table: Table, dtype: str) -> None:
+def bench_model(table: Table, _dtype: str) -> None:
     bench_closed_form(table)
     bench_launch(table)
     bench_copies(table)
@@ -308,7 +308,7 @@ def bench_speeds(table: Table, dtype: str) -> None:
         bench_speed(table, bar, dtype)
 
 
-def bench_cascades(table: Table, dtype: str) -> None:
+def bench_cascades(table: Table, _dtype: str) -> None:
     bench_cascade(table)
     bench_cluster(table)
 

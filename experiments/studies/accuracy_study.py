@@ -158,7 +158,7 @@ def block_inputs(model: Path, text: list[int]) -> dict[str, list[float]]:
     kept: dict[str, list[torch.Tensor]] = {"input": [], "attention": [], "ffn": [], "normed": []}
 
     def keep(name: str):
-        def hook(module, arguments, output):
+        def hook(_module, _arguments, output):
             kept[name].append((output[0] if isinstance(output, tuple) else output).flatten(end_dim=-2))
 
         return hook
@@ -193,7 +193,7 @@ def attention_needs(checkpoint: Checkpoint, text: list[int]) -> dict:
     positions = np.arange(len(text))
     chunk = positions // 256
 
-    def look(layer: int, q: torch.Tensor, k: torch.Tensor):
+    def look(_layer: int, q: torch.Tensor, k: torch.Tensor):
         repeated = k.repeat_interleave(shape.num_heads // shape.num_kv_heads, dim=1)
         scores = torch.einsum("nhd,mhd->hnm", q, repeated) * shape.head_dim**-0.5
         causal = torch.ones(scores.shape[1:], dtype=torch.bool).tril()

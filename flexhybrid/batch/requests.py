@@ -167,7 +167,7 @@ class LineRules:
 
         return read_line
 
-    def _read_batch(self, raw: bytes, sampling: dict, number: int, codec: RequestCodec) -> Request:
+    def _read_batch(self, raw: bytes, sampling: dict, _number: int, codec: RequestCodec) -> Request:
         return read_batch_request(json_object(raw), self.url, codec, sampling)
 
     def _read_prompt(self, raw: bytes, sampling: dict, number: int, codec: RequestCodec) -> Request:

@@ -85,7 +85,7 @@ def stop_on_signal() -> Iterator[StopAsked]:
     """SIGINT (Ctrl-C) or SIGTERM asks once; the second one raises KeyboardInterrupt."""
     stop = StopAsked()
 
-    def handle(signal_number, frame) -> None:
+    def handle(_signal_number, _frame) -> None:
         if stop.asked:
             raise KeyboardInterrupt
         stop.asked = True
@@ -94,9 +94,9 @@ def stop_on_signal() -> Iterator[StopAsked]:
     if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
         yield stop
         return
-    earlier = {signal_number: signal.signal(signal_number, handle) for signal_number in (signal.SIGINT, signal.SIGTERM)}
+    earlier = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield stop
     finally:
-        for signal_number, handler in earlier.items():
-            signal.signal(signal_number, handler)
+        for number, handler in earlier.items():
+            signal.signal(number, handler)

@@ -142,7 +142,7 @@ def forbidden_imports(module: str, is_package: bool, source: str) -> list[str]:
     allowed_lazily = floor.at_import | floor.lazily
     wrong = []
     for name, at_import in imported_names(module, is_package, source):
-        if name.split(".")[0] in sys.stdlib_module_names:
+        if name.split(".")[0] in {*sys.stdlib_module_names, "_typeshed"}:  # the stubs of type checkers
             continue
         allowed = floor.at_import if at_import else allowed_lazily
         if not any(is_within(name, entry) and floor_of(name) in (None, entry) for entry in allowed):

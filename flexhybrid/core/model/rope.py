@@ -39,7 +39,7 @@ class Rope:
     truncate: bool = True  #: yarn: whole dimensions bound the ramp
 
 
-def rope_from_config(config: dict, path: Path, max_positions: int) -> Rope:
+def rope_from_config(config: dict, path: Path, max_positions: int) -> Rope:  # noqa: C901 (a field after the other)
     """The rotation that a config.json asks for, read as transformers reads it.
 
     Raises InputError, with the file, for a type that is not supported (longrope among them), a missing or impossible

@@ -30,7 +30,7 @@ class StepPayload(NamedTuple):
 StopsUntil = Callable[[int], "set[int] | frozenset[int]"]
 
 
-def no_stops(iteration: int) -> frozenset[int]:
+def no_stops(_iteration: int) -> frozenset[int]:
     """Nobody stops early: the lengths alone decide (ignore_eos, and every prediction)."""
     return frozenset()
 

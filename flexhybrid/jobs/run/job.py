@@ -105,7 +105,7 @@ def _open(stack: contextlib.ExitStack, path: Path, output: Path) -> AnswerFile:
     """Return the file, locked. A new file is removed again when the run is refused before it has begun."""
     existed = path.exists()
 
-    def leave(error_type, *error) -> None:
+    def leave(error_type, *_error) -> None:
         if error_type and not existed and not manifest_path(output).exists():
             path.unlink(missing_ok=True)
 

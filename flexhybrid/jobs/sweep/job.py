@@ -281,11 +281,7 @@ def _column(pd, values: list):
 def _outcomes(
     points: list[dict], jobs: list, evaluate: Evaluate, num_workers: int, engine: str
 ) -> Generator[tuple[list, JobResult]]:
-    """Yield every job with its result, as they end. Raise _Stopped when one fails. Closing it ends the workers.
-
-    Workers are spawned, not forked, and read jobs from a pipe of their own, so that either side sees at once that the
-    other has died.
-    """
+    """Yield every job with its result, as they end. Raise _Stopped when one fails. Closing it ends the workers."""
 
     def payload(job: list[list[int]]) -> list[list[dict]]:
         return [[points[index] for index in group] for group in job]
@@ -295,18 +291,30 @@ def _outcomes(
             raise _Stopped(result.failure, result.details)
         return result
 
-    if engine == "ray":
-        from flexhybrid.jobs.sweep.remote import results_on
-
-        with closing(results_on(((job, payload(job)) for job in jobs), job_result, evaluate, num_workers)) as results:
-            for job, result in results:
-                yield job, checked(result)
-        return
-    if num_workers == 1:
+    if num_workers == 1 and engine != "ray":
         for job in jobs:
             yield job, checked(job_result(evaluate, payload(job)))
         return
-    waiting = iter(jobs)
+    waiting = ((job, payload(job)) for job in jobs)
+    if engine == "ray":
+        from flexhybrid.jobs.sweep.remote import results_on
+
+        results = results_on(waiting, job_result, evaluate, num_workers)
+    else:
+        results = _worker_results(waiting, evaluate, num_workers)
+    with closing(results):
+        for job, result in results:
+            yield job, checked(result)
+
+
+def _worker_results(
+    waiting: Iterator[tuple[list, list]], evaluate: Evaluate, num_workers: int
+) -> Generator[tuple[list, JobResult]]:
+    """Yield (job, its result) of jobs given as (job, payload), computed by worker processes.
+
+    Workers are spawned, not forked, and read jobs from a pipe of their own, so that either side sees at once that the
+    other has died.
+    """
     busy: dict[Pipe, list] = {}
     crew: dict[Pipe, BaseProcess] = {}
     pipe = None
@@ -315,16 +323,16 @@ def _outcomes(
         for pipe in crew:
             pipe.send(evaluate)
             if (job := next(waiting, None)) is not None:
-                pipe.send(payload(job))
-                busy[pipe] = job
+                pipe.send(job[1])
+                busy[pipe] = job[0]
         while busy:
             ready = set(pipes.wait(list(busy)))
             for pipe in [pipe for pipe in busy if pipe in ready]:
-                result = checked(pipe.recv())
+                result = pipe.recv()
                 done = busy.pop(pipe)
                 if (job := next(waiting, None)) is not None:
-                    pipe.send(payload(job))
-                    busy[pipe] = job
+                    pipe.send(job[1])
+                    busy[pipe] = job[0]
                 yield done, result
     except (EOFError, ConnectionError):
         process = crew[pipe] if pipe else None

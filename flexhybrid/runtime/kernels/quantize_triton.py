@@ -85,7 +85,7 @@ def _launch(kernel, values: torch.Tensor, packed: torch.Tensor, bits: int, **con
 
 
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=POINTERS)
-def _quantize_kernel(
+def _quantize_kernel(  # noqa: PLR0913 (a kernel takes pointers and constants)
     values, codes, parameters, values_stride: tl.int64, packed_stride: tl.int64, groups: tl.int32,
     BITS: tl.constexpr, WIDE: tl.constexpr, HALVES: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
@@ -99,7 +99,7 @@ def _quantize_kernel(
 
 
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=POINTERS)
-def _dequantize_kernel(
+def _dequantize_kernel(  # noqa: PLR0913 (a kernel takes pointers and constants)
     values, codes, parameters, values_stride: tl.int64, packed_stride: tl.int64, groups: tl.int32,
     BITS: tl.constexpr, WIDE: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
@@ -115,7 +115,7 @@ def _dequantize_kernel(
 
 
 @triton.jit
-def _place(
+def _place(  # noqa: PLR0913 (a kernel takes pointers and constants)
     values, codes, parameters, values_stride, packed_stride, groups,
     BITS: tl.constexpr, WIDE: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip

@@ -33,7 +33,7 @@ from flexhybrid.runtime.storage.weights import Parts, linear
 Change = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
-def unchanged(layer: int, q_NHd: torch.Tensor, k_NGd: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def unchanged(_layer: int, q_NHd: torch.Tensor, k_NGd: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return q_NHd, k_NGd
 
 
@@ -73,7 +73,7 @@ def skewing_matrices(checkpoint: Checkpoint, tokens: list[int]) -> list[torch.Te
     """Return A of every layer, float64 [G, d, d], from one forward of these tokens."""
     matrices = []
 
-    def look(layer: int, q: torch.Tensor, k: torch.Tensor):
+    def look(_layer: int, q: torch.Tensor, k: torch.Tensor):
         stacked = q.double().unflatten(1, (k.shape[1], -1)).transpose(0, 1).flatten(1, 2)  # [G, N · H/G, d]
         d = stacked.shape[-1]
         padded = torch.nn.functional.pad(stacked, (0, 0, 0, max(0, d - stacked.shape[1])))  # V has d columns then, too

@@ -1,0 +1,108 @@
+"""Limits that keep the house easy to take in: no import circles, small folders, named arguments, an obeyed formatter."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from test_floors import ROOT, imported_names, source_files
+
+MAX_FILES = 16  #: Python files of one folder
+MAX_LINES = 38_000  #: of the product, tests left out
+MAX_FORMAT_SKIPS = 250  #: places where the formatter is switched off, tests included
+MAX_LONG_CALLS = 20  #: calls with LONG_CALL or more positional arguments
+LONG_CALL = 7
+
+
+def import_graph(sources: dict[str, tuple[str, bool]]) -> dict[str, set[str]]:
+    """Map each module to the modules it imports, at its top, inside functions and under TYPE_CHECKING.
+
+    ``sources``: module name -> (source text, whether it is a package).
+    """
+    graph = {}
+    for module, (text, is_package) in sources.items():
+        graph[module] = set()
+        for name, _ in imported_names(module, is_package, text):
+            imported = name if name in sources else name.rpartition(".")[0]
+            if imported in sources and imported != module:
+                graph[module].add(imported)
+    return graph
+
+
+def circles(graph: dict[str, set[str]]) -> list[set[str]]:
+    """Return the sets of modules that import each other, directly or by way of others."""
+
+    def reachable(start: str) -> set[str]:
+        seen, waiting = set(), [start]
+        while waiting:
+            new = graph[waiting.pop()] - seen
+            seen |= new
+            waiting += new
+        return seen
+
+    reaches = {module: reachable(module) for module in graph}
+    groups = {
+        frozenset(m for m in reaches[module] if module in reaches[m]) for module in graph if module in reaches[module]
+    }
+    return [set(group) for group in groups]
+
+
+def product_sources() -> dict[str, tuple[str, bool]]:
+    return {
+        module: (path.read_text(encoding="utf-8"), path.name == "__init__.py")
+        for module, path in source_files().items()
+    }
+
+
+def long_calls(text: str) -> list[int]:
+    """Return the lines of calls with LONG_CALL or more positional arguments."""
+    return [
+        node.lineno
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Call)
+        and len(node.args) >= LONG_CALL
+        and not any(isinstance(argument, ast.Starred) for argument in node.args)
+    ]
+
+
+def test_no_modules_import_each_other():
+    assert circles(import_graph(product_sources())) == []
+
+
+@pytest.mark.parametrize(
+    "late", ["from pack import a", "def f():\n    from pack import a", "if TYPE_CHECKING:\n    from pack.a import A"]
+)
+def test_the_check_sees_a_circle(late):
+    sources = {
+        "pack": ("", True),
+        "pack.a": ("import pack.b", False),
+        "pack.b": (late, False),
+        "pack.c": ("import pack.a", False),
+    }
+    assert circles(import_graph(sources)) == [{"pack.a", "pack.b"}]
+
+
+def test_no_folder_holds_more_files_than_a_reader_takes_in():
+    files = [*source_files().values(), *(ROOT / "tests").rglob("*.py")]
+    crowded = {
+        str(folder): count for folder, count in Counter(path.parent for path in files).items() if count > MAX_FILES
+    }
+    assert crowded == {}
+
+
+def test_the_product_stays_small():
+    assert sum(text.count("\n") for text, _ in product_sources().values()) <= MAX_LINES
+
+
+def test_the_formatter_is_obeyed():
+    files = [*source_files().values(), *(path for path in (ROOT / "tests").rglob("*.py") if path != Path(__file__))]
+    skips = {path: path.read_text(encoding="utf-8").count("# fmt: skip") for path in files}
+    assert sum(skips.values()) <= MAX_FORMAT_SKIPS, sorted(skips.items(), key=lambda item: -item[1])[:10]
+
+
+def test_calls_name_their_arguments():
+    calls = [(module, line) for module, (text, _) in product_sources().items() for line in long_calls(text)]
+    assert len(calls) <= MAX_LONG_CALLS, calls
+    assert long_calls("f(1, 2, 3, 4, 5, 6, 7)") == [1] and not long_calls("f(1, 2, 3, 4, 5, 6, g=7)")
