@@ -144,7 +144,7 @@ def h2o(budget: float = 0.2, max_mini_batch_tokens: int = _WHOLE_BATCH, weights:
     )  # fmt: skip
 
 
-def infinigen(
+def infinigen(  # noqa: PLR0913 (each a figure of the paper that users set by name)
     alpha: float = 4.0,
     partial_ratio: float = 0.3,
     cap: float = 0.2,

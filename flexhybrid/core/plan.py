@@ -345,7 +345,7 @@ class _Stream:
 
         def pools(tier: str, *representations: str) -> tuple[Access, ...]:
             return tuple(
-                self.at.pool(position, store.entry, store.representation, tier)
+                self.at.pool(position, store.entry, store.representation)
                 for store in step.stores
                 if store.tier == tier and store.representation in representations
             )

@@ -44,7 +44,7 @@ def check_trace(trace: Iterable[TraceEvent], tolerance_s: float = 0.0) -> list[s
     writing: dict[tuple, int] = {}
     violations: list[str] = []
 
-    def complain(number: int, text: str) -> None:
+    def complain(index: int, text: str) -> None:
         violations.append(f"{events[index].task.label()}: {text}")
 
     for _, _, index, moment in moments:

@@ -1,4 +1,4 @@
-"""Limits that keep the house easy to take in: no import circles, small folders, named arguments, an obeyed formatter."""
+"""Limits that keep the house easy to take in: no import circles, small folders, named arguments, obeyed formatting."""
 
 from __future__ import annotations
 

@@ -351,7 +351,7 @@ def test_outputs_that_cannot_be_written_are_refused_before_work(tmp_path):
             swept(all_points(tmp_path), tmp_path / "out.csv", workers=workers)
 
 
-# Stopped and continued
+# Of stopped and continued sweeps
 
 
 def evaluated_once(log: Path, num_points: int) -> bool:

@@ -85,13 +85,13 @@ class Places:
         key = position.step.mini_batch, position.layer, representation, tier
         if key not in self._pools:
             self._pools[key] = tuple(
-                self.pool(position, segment.entry, representation, tier)
+                self.pool(position, segment.entry, representation)
                 for segment in position.step.segments
                 if segment.representation == representation and segment.tier == tier
             )
         return self._pools[key]
 
-    def pool(self, position: Position, entry: str, representation: str, tier: str) -> Access:
+    def pool(self, position: Position, entry: str, representation: str) -> Access:
         """The blocks of a mini-batch in one layer of a pool: its requests lie side by side."""
         space = entry if "(" not in entry else f"{entry}.{representation}"
         k = position.step.mini_batch

@@ -101,10 +101,10 @@ def step_work(shape: ModelShape, policy: Policy, stored: ElementBytes, c: StepCo
         return works
     attended = c.context + c.recomputed + c.width
     if c.selected is None or whole:
-        works |= _load_works(shape, policy, stored, c)
+        works |= _load_works(shape, stored, c)
     else:
         attended = c.selected + 1
-        works |= _gather_works(shape, policy, stored, c)
+        works |= _gather_works(shape, stored, c)
     if c.selected is not None:
         ratio = partial_share(shape, policy.selection)
         works["speculate"] = work.speculate(shape, p, c.batch, c.context, ratio)
@@ -135,7 +135,7 @@ def _selected_of(c: StepCounts) -> dict[str, Count]:
     return {r: selected[r] for r in blocks if any(part.representation == r for part in c.blocks)}
 
 
-def _gather_works(shape: ModelShape, policy: Policy, stored: ElementBytes, c: StepCounts) -> dict[str, Work]:
+def _gather_works(shape: ModelShape, stored: ElementBytes, c: StepCounts) -> dict[str, Work]:
     """The selected tokens' rows, gathered on the host and loaded."""
     rows = {representation: c.batch * tokens for representation, tokens in _selected_of(c).items()}
     works = {"gather": work.gather_rows(shape, stored.kv, stored.act, rows.get("kv", 0), rows.get("act", 0))}
@@ -158,7 +158,7 @@ def _any(count) -> bool:
     return bool(count.any()) if isinstance(count, np.ndarray) else bool(count)
 
 
-def _load_works(shape: ModelShape, policy: Policy, stored: ElementBytes, c: StepCounts) -> dict[str, Work]:
+def _load_works(shape: ModelShape, stored: ElementBytes, c: StepCounts) -> dict[str, Work]:
     works = {}
     for representation, element_bytes in (("act", stored.act), ("kv", stored.kv)):
         every = [part for part in c.blocks if part.representation == representation]
