@@ -7,10 +7,10 @@ through the policy's cache, token by token (``flexhybrid.scoring``).
 
 from __future__ import annotations
 
-from lm_eval.api.model import TemplateLM
-from lm_eval.api.registry import register_model
-from lm_eval.models.utils import normalize_gen_kwargs
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports] (optional)
+from lm_eval.api.registry import register_model  # pyright: ignore[reportMissingImports] (optional)
+from lm_eval.models.utils import normalize_gen_kwargs  # pyright: ignore[reportMissingImports] (optional)
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window  # pyright: ignore[reportMissingImports] (optional)
 
 from flexhybrid.core.errors import InputError
 from flexhybrid.llm import LLM
@@ -116,6 +116,6 @@ class FlexHybridLM(TemplateLM):
 
 
 if __name__ == "__main__":
-    from lm_eval.__main__ import cli_evaluate
+    from lm_eval.__main__ import cli_evaluate  # pyright: ignore[reportMissingImports] (optional)
 
     cli_evaluate()

@@ -287,10 +287,10 @@ class _Walk:
         iteration, within = divmod(position, inner.num_rounds * outer.num_rounds)
         at_outer, at_inner = divmod(within, inner.num_rounds)
         moves_of = []
-        if at_inner + 1 == inner.before_skip:
+        if inner.before_skip is not None and at_inner + 1 == inner.before_skip:
             loop = "last inner" if at_outer + 1 == outer.num_rounds else "inner"
             moves_of.append(self._moves(1, inner.before_skip, self.skipped_inner, self._least(iteration, loop)))
-        if at_inner + 1 == inner.num_rounds and at_outer + 1 == outer.before_skip:
+        if outer.before_skip is not None and at_inner + 1 == inner.num_rounds and at_outer + 1 == outer.before_skip:
             least = self._least(iteration, "outer")
             moves_of.append(self._moves(inner.num_rounds, outer.before_skip, self.skipped_outer, least))
         for moves in moves_of:
@@ -339,5 +339,4 @@ class _Walk:
 def _full_mini_batches(steps: CandidateSteps, num_walked: int) -> list[bool | np.ndarray]:
     """For each mini-batch walked, candidates for which it is not one of the last: True or False where for all."""
     full = np.arange(num_walked)[:, None] < num_walked - steps.num_last
-    equal = full.all(axis=1) | ~full.any(axis=1)
-    return [bool(row[0]) if is_equal else row for row, is_equal in zip(full, equal, strict=True)]
+    return [bool(row[0]) if row.all() or not row.any() else row for row in full]

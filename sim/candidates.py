@@ -208,7 +208,7 @@ class CandidateSteps:
         return np.where(others > 0, (self.batch - self.num_last * self.last_size) / np.maximum(others, 1), self.size)
 
     @cached_property
-    def chunk_size(self) -> np.ndarray:
+    def chunk_size(self):
         """Tokens of a chunk of a prompt that is longer than a mini-batch may be."""
         return chunk_tokens(self.max_mini_batch_tokens)
 

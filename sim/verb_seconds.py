@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -37,7 +38,7 @@ class _Phase:
     """The prefill, or a stretch of the decode: what one task of each verb takes; arrays [candidates]."""
 
     seconds: dict[VerbKey, np.ndarray] = field(default_factory=dict)
-    link_bytes: dict[VerbKey, np.ndarray] = field(default_factory=dict)
+    link_bytes: dict[VerbKey, Any] = field(default_factory=dict)
     #: (verb, of one of the last mini-batches) -> candidates that have the task; absent where all have it
     present: dict[tuple[str, bool], np.ndarray] = field(default_factory=dict)
     first_load_s: dict[str, np.ndarray] = field(default_factory=dict)  #: of the run's first layer, which is not sliced
@@ -83,7 +84,7 @@ class VerbSeconds:
         self._add_weights(phase)
         return phase
 
-    def _task_seconds(self, verb: str, work: Work, counts: StepCounts) -> tuple[np.ndarray, np.ndarray | None]:
+    def _task_seconds(self, verb: str, work: Work, counts: StepCounts) -> tuple[Any, np.ndarray | None]:
         """(mean seconds of a task over the steps of a phase, candidates that have the task; None: all have it)."""
         resource, share, empty = RESOURCE_OF[verb], _present_share(verb, counts, work), Work()
         if verb == "kv_gen" and counts.selected is None:
@@ -182,7 +183,7 @@ class VerbSeconds:
         """Seconds of one more round of the inner or the outer loop on each resource."""
         steps, column = self.steps, self.steps.policy.schedule == "column"
         once = loop == "last inner" if column else loop == "outer"
-        busy = dict.fromkeys(RESOURCES, 0.0)
+        busy: dict[str, Any] = dict.fromkeys(RESOURCES, 0.0)
         for verb in self.phases[phase].verbs:
             seconds = self.phases[phase].seconds.get((verb, False, False))
             if seconds is None or verb in _OF_ITERATION and not once:
@@ -225,7 +226,8 @@ class VerbSeconds:
     def busy(self, phase: int) -> dict[str, np.ndarray]:
         """Seconds of one iteration on each resource."""
         if phase not in self._busy:
-            busy, table = dict.fromkeys(RESOURCES, 0.0), self.phases[phase]
+            busy: dict[str, Any] = dict.fromkeys(RESOURCES, 0.0)
+            table = self.phases[phase]
             for verb in table.verbs:
                 resource, first_load_s = RESOURCE_OF[verb], table.first_load_s.get(verb)
                 total = self._total(table.seconds, verb, None if phase else first_load_s)
@@ -235,7 +237,7 @@ class VerbSeconds:
 
     def decode_busy(self) -> dict[str, np.ndarray]:
         """Seconds of the decode on each resource."""
-        busy = dict.fromkeys(RESOURCES, 0.0)
+        busy: dict[str, Any] = dict.fromkeys(RESOURCES, 0.0)
         for phase, stretch in enumerate(self.stretches, start=1):
             for resource, seconds in self.busy(phase).items():
                 busy[resource] = busy[resource] + stretch.count * seconds
@@ -251,7 +253,8 @@ class VerbSeconds:
 
         A position waits for what was stored two positions before it, and that for its way to the blocks two before.
         """
-        late, phase = dict.fromkeys(RESOURCES, 0.0), self.phases[-1]
+        late: dict[str, Any] = dict.fromkeys(RESOURCES, 0.0)
+        phase = self.phases[-1]
         for verb in phase.verbs:
             if VERBS[verb].stores:
                 resource = RESOURCE_OF[verb]

@@ -46,9 +46,17 @@ MIB = 2**20
 
 def opt_shape(name: str, *, num_layers: int, hidden: int, num_heads: int, vocab: int, max_positions: int) -> ModelShape:
     """Return an OPT shape whose FFN is four times as wide as its hidden states."""
-    sizes = {"num_heads": num_heads, "num_kv_heads": num_heads, "head_dim": hidden // num_heads, "ffn": 4 * hidden}
     return ModelShape(
-        name, "opt", num_layers=num_layers, hidden=hidden, vocab=vocab, max_positions=max_positions, **sizes
+        name,
+        "opt",
+        num_layers=num_layers,
+        hidden=hidden,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=hidden // num_heads,
+        ffn=4 * hidden,
+        vocab=vocab,
+        max_positions=max_positions,
     )
 
 

@@ -220,8 +220,9 @@ def chat_text(messages, tokenizer) -> str:
 def _content(content, where: str) -> str:
     if isinstance(content, str):
         return content
-    parts = content if isinstance(content, list) and content else [None]
-    if not all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in parts):
+    parts = content if isinstance(content, list) else []
+    is_text = [isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in parts]
+    if not parts or not all(is_text):
         raise Refused("invalid_value", f"{where}.content must be a text, or a list of text parts", "messages")
     return "".join(part["text"] for part in parts)
 

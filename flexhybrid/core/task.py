@@ -6,15 +6,17 @@ from typing import Any, NamedTuple
 
 RESOURCES = ("compute", "h2d", "d2h", "host_compute", "disk_read", "disk_write")
 
+Count = int | Any  #: a number, or an array over the candidates of a search
+
 
 class Work(NamedTuple):
     """What a task costs in machine-independent units. Layers are alike, so all layers share one Work."""
 
-    link_bytes: int = 0  #: bytes that cross the task's link
-    memory_bytes: int = 0  #: bytes read and written in the memory beside the computing resource
-    flops: int = 0
-    num_copies: int = 0  #: separate copies behind link_bytes
-    tokens: int = 0  #: rows the task works on, for reading a trace
+    link_bytes: Count = 0  #: bytes that cross the task's link
+    memory_bytes: Count = 0  #: bytes read and written in the memory beside the computing resource
+    flops: Count = 0
+    num_copies: Count = 0  #: separate copies behind link_bytes
+    tokens: Count = 0  #: rows the task works on, for reading a trace
 
 
 class Access(NamedTuple):

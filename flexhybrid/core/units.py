@@ -15,7 +15,7 @@ def gib(num_bytes: float) -> str:
     return f"{num_bytes / 2**10:.1f} KiB"
 
 
-def parse_bytes(text: str | int | None) -> int | None:
+def parse_bytes(text: str | float | None) -> int | None:
     """ "8GiB", "512MiB", "12GB", plain bytes; None stays None. Raises InputError for anything else, or for <= 0."""
     if text is None or (isinstance(text, int) and not isinstance(text, bool) and text > 0):
         return text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,7 +54,7 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
 class TokenTable:
     """Token ids of every request on the device: prompt and answer, request by request."""
 
-    def __init__(self, prompts: list[list[int]], num_tokens: np.ndarray, device: torch.device):
+    def __init__(self, prompts: Sequence[Sequence[int]], num_tokens: np.ndarray, device: torch.device):
         self.start = np.cumsum(np.r_[0, num_tokens])
         flat = np.zeros(self.start[-1], dtype=np.int64)
         for first, prompt in zip(self.start, prompts, strict=False):

@@ -14,6 +14,7 @@ Where loading ACT costs at least as much as loading KV (grouped queries), both r
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -88,7 +89,7 @@ def split_lines(problem: Problem, policy: Policy, entry: str) -> SplitLines:
     )
 
 
-def split_point(lines: SplitLines, batch, context, num_mini_batches=1, whole_blocks: bool = True):
+def split_point(lines: SplitLines, batch, context, num_mini_batches: Any = 1, whole_blocks: bool = True):
     """Tokens l of each request to recompute, in whole blocks; ``context`` s and ``batch`` may be arrays.
 
     ``num_mini_batches`` share a layer's weights. Without ``whole_blocks`` it is the mean over like contexts.

@@ -102,7 +102,7 @@ class Seen:
             def loaded(executor: Executor, task: Task) -> None:
                 load(executor, task)
                 if task.iteration:
-                    self.moved_bytes[0] += executor.resolved.get(task.key, task.work).link_bytes
+                    self.moved_bytes[0] += (executor.resolved or {}).get(task.key, task.work).link_bytes
 
             return loaded
 

@@ -229,7 +229,7 @@ def _show(report: Report, result: dict) -> None:
         f"last {result['length'] - result['prompt_tokens']} are foretold one by one ({num_tokens} in all)\n"
     )
     columns = ("perplexity", "over_full", "agreement", "cosine", "looked_at", "moved")
-    rows = pd.DataFrame(result["policies"])[["policy", *columns]]
+    rows = pd.DataFrame(result["policies"], columns=pd.Index(["policy", *columns]))
     report.say(_rounded(rows).to_string(index=False))
     chunks = pd.DataFrame(result["chunks"])
     grid = chunks.pivot(index="policy", columns="first", values="perplexity").loc[rows["policy"]]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -38,7 +39,7 @@ class Reference:
         from transformers.utils import logging
 
         logging.disable_progress_bar()
-        self.model = AutoModelForCausalLM.from_pretrained(path, local_files_only=True).float().eval()
+        self.model: Any = AutoModelForCausalLM.from_pretrained(path, local_files_only=True).float().eval()
 
     @torch.inference_mode()
     def generate(

@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from flexhybrid import shipped
 from flexhybrid.arguments import LLMArguments
+from flexhybrid.core.errors import InputError
 from flexhybrid.core.files import write_by_rename
 from flexhybrid.core.memory import total_bytes
 from flexhybrid.core.plan import stream
@@ -339,6 +340,8 @@ def _breakdown(m: MeasuredPolicy, virtual: list[TraceEvent]) -> dict:
 
 def virtual_decode(problem: Problem, policy: Policy, workload: Workload) -> list[TraceEvent]:
     """Return the virtual clock's trace of the decode iterations: of the tasks that are measured."""
+    if problem.hardware is None:
+        raise InputError("this machine is not profiled, so no decode can be predicted: run flexhybrid profile")
     return virtual_clock.run(stream(admit(problem, policy, workload), first_iteration=1), problem.hardware)
 
 

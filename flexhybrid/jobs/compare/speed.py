@@ -21,6 +21,7 @@ from flexhybrid.core.wave import Wave, admit
 from flexhybrid.core.workload import Workload
 from flexhybrid.resolve import PacedDevice
 from flexhybrid.runtime.engine import Engine
+from flexhybrid.runtime.links import CpuCopies
 from flexhybrid.runtime.profiling.cpu_use import CpuUse
 from flexhybrid.runtime.session import Session
 from flexhybrid.runtime.storage.weights import Weights, WeightSlots
@@ -182,6 +183,8 @@ class Bench:
         """Pace the link anew, over the caches as they are filled (CPU)."""
         self.paced = replace(self.paced, link_gb_per_s=gb_per_s)
         for run in runs:
+            if not isinstance(run.engine.copies, CpuCopies):
+                raise TypeError("the link of a GPU has its own pace")
             run.engine.copies.set_rate(gb_per_s)
 
     def measure(

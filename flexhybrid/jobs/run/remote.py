@@ -143,7 +143,7 @@ def _messages(crew: Crew, config: ActorConfig, path: Path, batches: Iterator[pa.
     ray.data.DataContext.get_current().target_max_block_size = 1  # each message at once, not 128 MiB of them together
     common = {"batch_size": 1, "batch_format": "pyarrow"}
     dataset = ray.data.from_arrow(list(batches)).map_batches(
-        _read,
+        _read,  # pyright: ignore[reportArgumentType] (Ray's types leave out fn_args)
         fn_args=(path,),
         num_cpus=0,  # the actors hold all CPUs
         label_selector={"ray.io/node-id": ray.get_runtime_context().get_node_id()},
@@ -163,7 +163,7 @@ def _messages(crew: Crew, config: ActorConfig, path: Path, batches: Iterator[pa.
             **common,
         )
     for table in dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
-        yield from table.to_pylist()
+        yield from table.to_pylist()  # pyright: ignore[reportAttributeAccessIssue] (a pyarrow table, as asked)
 
 
 def _read(batch: pa.Table, path: Path) -> pa.Table:

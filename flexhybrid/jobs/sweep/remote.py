@@ -27,7 +27,7 @@ def results_on(
     try:
         while True:
             for job, payload in itertools.islice(waiting, AHEAD * num_workers - len(running)):
-                running[task.remote(function, payload)] = job
+                running[task.remote(function, payload)] = job  # pyright: ignore[reportCallIssue] (any callable)
             if not running:
                 return
             (done,), _ = ray.wait(list(running))
