@@ -506,7 +506,7 @@ def test_memory_that_is_free_is_the_budget_and_changes_no_answer(tiny, tmp_path,
     source = requests(tmp_path / "in.jsonl")
     assert run(source, tmp_path / "out.jsonl", tiny) == 0
     budget = None if free_bytes is None else int(0.45 * free_bytes)
-    assert (loaded[0].budgets.of("device"), loaded[0].budgets.of("host")) == (budget, budget)
+    assert (loaded[0].problem.budgets.of("device"), loaded[0].problem.budgets.of("host")) == (budget, budget)
     monkeypatch.setattr(memory_here, "free_host_bytes", lambda: 1 << 33)
     assert run(source, tmp_path / "as_ever.jsonl", tiny) == 0
     assert by_id(tmp_path / "out.jsonl") == by_id(tmp_path / "as_ever.jsonl")
