@@ -20,7 +20,6 @@ from tqdm import tqdm
 
 from flexhybrid import shipped
 from flexhybrid.arguments import LLMArguments
-from flexhybrid.core.errors import InputError
 from flexhybrid.core.files import write_by_rename
 from flexhybrid.core.memory import total_bytes
 from flexhybrid.core.plan import stream
@@ -51,6 +50,7 @@ from policy_search.search import SearchResult
 from sim import virtual_clock
 from sim.array_clock import predict
 from sim.candidates import candidates_of
+from sim.cost import hardware_of
 from sim.presets import act_only, hybrid, hybrid_static, kv_only
 
 #: Allowance for a CUDA device's traces: its events are placed on the host's clock to about this precision.
@@ -340,9 +340,7 @@ def _breakdown(m: MeasuredPolicy, virtual: list[TraceEvent]) -> dict:
 
 def virtual_decode(problem: Problem, policy: Policy, workload: Workload) -> list[TraceEvent]:
     """Return the virtual clock's trace of the decode iterations: of the tasks that are measured."""
-    if problem.hardware is None:
-        raise InputError("this machine is not profiled, so no decode can be predicted: run flexhybrid profile")
-    return virtual_clock.run(stream(admit(problem, policy, workload), first_iteration=1), problem.hardware)
+    return virtual_clock.run(stream(admit(problem, policy, workload), first_iteration=1), hardware_of(problem))
 
 
 def _flat(prediction: dict) -> dict:
