@@ -176,13 +176,22 @@ def t4() -> Experiment:
     slow = rate("opt-175b", engine, large.policy, large.batch)
     rows.append(_row("OPT-175B: as run, engine rates, disk too", slow, large.policy, large.batch, large.tokens_per_s))
     figure = bars("throughput", ratios, "T4, 512 + 32 tokens", "", "tokens/s over the published")
+    error = {row["what"]: row["ours"] / row["paper"] - 1 for row in rows}
+    prefill_s = rate(large.model, hardware, large.policy, large.batch)["prefill_s"]
+    steps_s = large.batch * GENERATED / large.tokens_per_s - prefill_s
+    shape = shape_by_name(large.model)
+    kv = shape.num_layers * large.batch * (PROMPT + GENERATED / 2) * shape.kv_token_bytes(BYTES)
+    weights = large.weights.disk * shape.num_layers * shape.layer_bytes(BYTES)
     return FLEXGEN.experiment(
         "flexgen-t4",
         rows,
-        figures=(figure,),
-        constants=(FLEXGEN.constant("conversion", CONVERSION),),
-        notes=NOTES,
-        mismatches=_mismatches(rows),
+        [figure],
+        [FLEXGEN.constant("conversion", CONVERSION)],
+        error={name.replace(":", ","): value for name, value in error.items()},
+        batch=large.batch,
+        kv_gb=kv / 1e9,
+        weights_gb=weights / 1e9,
+        needed=(kv + weights) * (GENERATED - 1) / steps_s / 1e9,
     )
 
 
@@ -190,42 +199,3 @@ def _row(quantity: str, result: dict, policy: Policy, batch: int, paper: float) 
     source = "" if np.isnan(paper) else SOURCE
     more = {"batch": batch, "policy": describe(policy), "binding": result["binding"]}
     return context(quantity, result["tokens_per_s"], "tokens/s", paper, source, **more)
-
-
-NOTES = (
-    "No number of this paper was fitted on. The catalogue's T4 has the datasheet's rates times stated efficiencies; "
-    "GEMM and link there are FlexGen's own fit. Engine rates add the rest of that fit: attention on the host at 12.3 "
-    "GFLOP/s (FlexGen casts keys and values to float32 there), attention on the GPU, copies to the host at 0.97 GiB/s; "
-    "4-bit code at the share of the memory's rate that InfiniGen's INT4 rows show, and, as in FlexGen's code, the "
-    "weights' bits undone again for each GPU batch.",
-    "The placements are those of the authors' benchmark scripts, in whole matrices as FlexGen places them. They are "
-    "priced without our account of memory, which has larger buffers: it finds more than 16 GiB for OPT-175B.",
-    "Both searches plan with the datasheet's rates, and are shown at them: FlexGen's method as in "
-    "policy_search.papers.flexgen, free to choose its batch, and our own.",
-)
-
-
-def _mismatches(rows: list[Row]) -> tuple[str, ...]:
-    error = {row["what"]: row["ours"] / row["paper"] - 1 for row in rows}
-    large = RUNS[2]
-    prefill_s = rate(large.model, catalogue.load("t4"), large.policy, large.batch)["prefill_s"]
-    steps_s = large.batch * GENERATED / large.tokens_per_s - prefill_s
-    shape = shape_by_name(large.model)
-    kv = shape.num_layers * large.batch * (PROMPT + GENERATED / 2) * shape.kv_token_bytes(BYTES)
-    weights = large.weights.disk * shape.num_layers * shape.layer_bytes(BYTES)
-    needed = (kv + weights) * (GENERATED - 1) / steps_s
-    slow = error["OPT-175B: as run, engine rates, disk too"]
-    return (
-        f"OPT-30B at datasheet rates is {error['OPT-30B: as run, datasheet rates']:+.0%}: attention on the host "
-        "could run at the memory's bandwidth. At the rate that FlexGen's engine reaches it is "
-        f"{error['OPT-30B: as run, engine rates']:+.0%}.",
-        f"OPT-175B from the disk is {error['OPT-175B: as run, datasheet rates']:+.0%} at the 2 GB/s that the paper "
-        f"states. {large.batch} requests read {kv / 1e9:.0f} GB of keys and values and {weights / 1e9:.0f} GB of "
-        f"weights in a step; the published throughput needs {needed / 1e9:.1f} GB/s for that, as when the host's "
-        "free memory caches part of the files. At the 0.47 GiB/s of FlexGen's own cost model it would be "
-        f"{slow:+.0%}: the two cannot both be this disk.",
-        f"In 4 bits OPT-175B is {error['OPT-175B, 4 bits: as run, engine rates']:+.0%} and OPT-30B "
-        f"{error['OPT-30B, 4 bits: as run, engine rates']:+.0%}: one share of the memory's rate, from another GPU, "
-        "stands for a chain of small kernels whose launches and waits weigh more with many GPU batches. OPT-6.7B, "
-        f"with one GPU batch, is {error['OPT-6.7B, 4 bits: as run, engine rates']:+.0%}.",
-    )

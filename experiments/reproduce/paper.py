@@ -1,13 +1,14 @@
 """A paper that is reproduced: its title, the numbers of its text, its constants, and rows and records made of them.
 
-Two tables beside this file hold what needs no code: ``experiments.csv`` (one row an experiment, in the order of the
-report: name, function, title, what the paper did) and ``constants.csv`` (unit, physical range and reason of every
-constant that no paper states).
+Files beside this one hold what needs no code: ``experiments.csv`` (one row an experiment, in the order of the report:
+name, function, title, what the paper did), ``constants.csv`` (unit, physical range and reason of every constant that no
+paper states), and ``notes/`` (each experiment's notes and mismatches, with {facts} that it computes).
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -39,6 +40,27 @@ def _ranges() -> dict[tuple[str, str], dict]:
         "records"
     )
     return {(row.pop("testbed"), row["name"]): row for row in rows}
+
+
+@cache
+def _remarks(paper: str) -> dict[str, tuple[list[str], list[str]]]:
+    """Return heading -> (notes, mismatches) of notes/<paper>.md: list items, as formats of the experiment's facts."""
+    remarks = {}
+    for section in re.split("^# ", (_FOLDER / "notes" / f"{paper}.md").read_text(encoding="utf-8"), flags=re.M)[1:]:
+        heading, _, text = section.partition("\n")
+        items = (re.split("^- ", part, flags=re.M)[1:] for part in (text + "## Mismatches").split("## Mismatches")[:2])
+        notes, mismatches = ([" ".join(item.split()) for item in part] for part in items)
+        remarks[heading] = notes, mismatches
+    return remarks
+
+
+def _filled(texts: Sequence[str], facts: Mapping[str, object]) -> list[str]:
+    """Fill the facts into the texts; a text that is one fact, and that fact a list, becomes its items."""
+    filled: list[str] = []
+    for text in texts:
+        fact = facts.get(text.strip("{}"))
+        filled += fact if isinstance(fact, list) else [text.format(**facts)]
+    return filled
 
 
 @dataclass(frozen=True)
@@ -87,10 +109,15 @@ class Paper:
         rows: Sequence[Row] | pd.DataFrame,
         figures: Sequence[Figure] = (),
         constants: Sequence[Constant] = (),
-        notes: Sequence[str] = (),
-        mismatches: Sequence[str] = (),
+        **facts: object,
     ) -> Experiment:
-        """Return the experiment of this name, with its title and description from experiments.csv."""
+        """Return the experiment of this name: title and description from experiments.csv, remarks from notes/.
+
+        ``facts`` fill the remarks. A remark may also be the heading of other notes of its file, "{heading}".
+        """
+        remarks = _remarks(self.key)
+        facts = {heading: notes for heading, (notes, _) in remarks.items()} | facts
+        notes, mismatches = (tuple(_filled(texts, facts)) for texts in remarks.get(name, ((), ())))
         return Experiment(
             name=name,
             paper=self.title,
@@ -99,8 +126,8 @@ class Paper:
             rows=rows if isinstance(rows, pd.DataFrame) else table(rows),
             figures=tuple(figures),
             constants=tuple(constants),
-            notes=tuple(notes),
-            mismatches=tuple(mismatches),
+            notes=notes,
+            mismatches=mismatches,
         )
 
 

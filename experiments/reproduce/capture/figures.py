@@ -97,18 +97,11 @@ def figure13() -> Experiment:
     return CAPTURE.experiment(
         "capture-fig13",
         rows,
-        figures=(figure,),
-        constants=setup.all_constants(),
-        notes=(
-            f"Prompt lengths assumed: {', '.join(map(str, PROMPTS))}. The figure's bars are of KV and of KV and ACT, "
-            "so weights are left out of the rows judged; with them in the rows below.",
-            f"hybrid_full has {_share():.0%} of its tokens as ACT, as in the ablation.",
-        ),
-        mismatches=(
-            "The printed reduction is larger for batch 64 than for 32. Of KV and ACT alone it depends on the share "
-            f"alone, not on the batch; with the weights it grows ({with_weights[32]:.2f}, {with_weights[64]:.2f}), "
-            "but is smaller than printed at both.",
-        ),
+        [figure],
+        setup.all_constants(),
+        prompts=", ".join(map(str, PROMPTS)),
+        share=_share(),
+        with_weights=with_weights,
     )
 
 
@@ -164,24 +157,16 @@ def figure14() -> Experiment:
     return CAPTURE.experiment(
         "capture-fig14",
         rows,
-        figures=(figure,),
-        constants=setup.all_constants(),
-        notes=(
-            f"Of the decode; prompt lengths assumed: {', '.join(map(str, PROMPTS))}. hybrid_full has {_share():.0%} "
-            "of its tokens as ACT, as in the ablation. With a share for each batch the GPU would be at work "
-            f"{_busy(32, PROMPTS, own_share=True):.0f} % of the time at batch 32: the printed 35.6 % speaks for one "
-            "share for all.",
-            "The percentages quoted are read as means over prompts, the ratios as means and maxima over all "
-            "settings: no one reading makes both agree (README of the reference numbers, notes 4 and 5).",
-        ),
-        mismatches=(
-            "13.39x at one setting of batch 128 needs FlexGen at 7.5 % or less, and 12.6 % is its printed mean "
-            f"there: ours is {busy['FlexGen', 128].min():.1f} to {busy['FlexGen', 128].max():.1f} % over prompts, and "
-            f"the ratio at most {gains[-1].max():.1f}x.",
-            f"At batch 32 the GPU is at work {busy['hybrid_full', 32].mean():.0f} % of the time in hybrid_full, "
-            "printed 35.6 %. The prompt lengths are not printed: with 256 to 1920 tokens it is "
-            f"{_busy(32, SHORTER_PROMPTS):.0f} %, and shorter prompts bring it further down.",
-        ),
+        [figure],
+        setup.all_constants(),
+        prompts=", ".join(map(str, PROMPTS)),
+        share=_share(),
+        own_share=_busy(32, PROMPTS, own_share=True),
+        least=busy["FlexGen", 128].min(),
+        most=busy["FlexGen", 128].max(),
+        gain=gains[-1].max(),
+        full=busy["hybrid_full", 32].mean(),
+        shorter=_busy(32, SHORTER_PROMPTS),
     )
 
 
@@ -240,24 +225,7 @@ def figure3() -> Experiment:
     frame = points(rates, SATURATION_BATCHES, "batch", "rate", "prompt")
     figure = lines("saturation", frame, f"FlexGen, {MODEL}", "batch", "tokens/s", log="x")
     return CAPTURE.experiment(
-        "capture-fig3",
-        rows,
-        figures=(figure,),
-        constants=setup.all_constants(),
-        notes=(
-            "The papers' throughput grows linearly up to batch 256 (HybridServe) or 128 (CAPTURE). Ours bends where "
-            "loading the cache takes as long as loading the weights.",
-            "Batches beyond what host memory holds run in waves: the curves are flat there.",
-        ),
-        mismatches=(
-            f"Were all weights on the host and all copies alike, the knee would be at {plain[128]:.0f} and "
-            f"{plain[256]:.0f} for prompts of 128 and 256 tokens, near the two papers' 256 and 128. With weights on "
-            f"the GPU as far as they fit and a relayed cache it comes sooner ({knees[128]:.0f}, {knees[256]:.0f}).",
-            f"At the 1024 tokens that the papers use for the traffic no reading is linear up to 128: the knee is at "
-            f"{knees[1024]:.0f} (or {plain[1024]:.0f}), and from batch 16 to 128 throughput grows {growth[1024]:.1f} "
-            "times, not 8.",
-            "HybridServe's throughput even falls beyond the knee. Nothing here makes it fall.",
-        ),
+        "capture-fig3", rows, [figure], setup.all_constants(), plain=plain, knees=knees, growth=growth
     )
 
 
@@ -308,30 +276,11 @@ def figure4() -> Experiment:
     frame = points(factors, 100 * RECOMPUTED, "percent", "factor", "setting")
     x_label = "% of tokens recomputed from their ids"
     figure = lines("recompute", frame, f"Batch {RECOMPUTE_BATCH}", x_label, "latency over no recomputing")
-    at = {
-        (way, ratio): float(np.interp(ratio, RECOMPUTED, recompute_factors("OPT-30B", way)))
-        for way in _copies()
+    fifth, half = (
+        {way: np.interp(ratio, RECOMPUTED, recompute_factors("OPT-30B", way)) for way in _copies()}
         for ratio in (0.2, 0.5)
-    }
-    return CAPTURE.experiment(
-        "capture-fig4",
-        rows,
-        figures=(figure,),
-        constants=setup.all_constants(),
-        notes=(
-            "1.45x (30B, context 1024) and 1.31x (66B, 512) are quoted at 50 % by HybridServe and at 20 % by CAPTURE; "
-            "which system ran it is not said. Both, with FlexGen's copies as elsewhere (judged), with weights copied "
-            "the same way, and with page-locked copies.",
-            "Recomputed tokens go through whole layers while the rest loads; mini-batches of 8,192 tokens.",
-        ),
-        mismatches=(
-            f"For 30B a half recomputed makes {at['cache relayed', 0.5]:.2f}x, {at['all relayed', 0.5]:.2f}x and "
-            f"{at['page-locked', 0.5]:.2f}x in these three ways, a fifth {at['cache relayed', 0.2]:.2f}x, "
-            f"{at['all relayed', 0.2]:.2f}x and {at['page-locked', 0.2]:.2f}x (printed 1.45x). The slower the copies, "
-            "the nearer the 50 % reading; the 20 % reading is met in none, as a fifth hides behind the loads or "
-            "nearly so. CAPTURE's 20 % looks like the slip.",
-        ),
     )
+    return CAPTURE.experiment("capture-fig4", rows, [figure], setup.all_constants(), half=half, fifth=fifth)
 
 
 # ---- CAPTURE Fig. 5, HybridServe Fig. 6
@@ -388,22 +337,7 @@ def figure6() -> Experiment:
             milliseconds.append({"part": part, "ms": 1e3 * seconds, "way": name})
             rows.append(context(f"{name}, batch 64, context 1024, {part}", 1e3 * seconds, "ms"))
     figure = bars("layer", milliseconds, f"{MODEL}, one layer, batch 64, context 1024", "", "ms")
-    return CAPTURE.experiment(
-        "capture-fig6",
-        rows,
-        figures=(figure,),
-        constants=setup.constants(),
-        notes=(
-            "Batches 16, 32, 64 and contexts 512, 1024, 2048 are assumed. The work of each verb is the executor's, its "
-            "price the fitted machine's; nothing is loaded.",
-            "HybridServe says that this is the time for a single token: it is that of the whole context.",
-        ),
-        mismatches=(
-            "By operations alone ACT saves 1 - 4/24 = 83 %. What both ways share (merging, attention) takes a little "
-            "off that; the papers' 78 % needs more: launches of their merging kernel, or a KV-Gen below its "
-            "large-batch rate.",
-        ),
-    )
+    return CAPTURE.experiment("capture-fig6", rows, [figure], setup.constants())
 
 
 # ---- HybridServe Fig. 11
@@ -450,15 +384,4 @@ def figure11() -> Experiment:
     milliseconds = {name: [1e3 * seconds for _, _, seconds in of_verb] for name, of_verb in samples.items()}
     frame = points(milliseconds, [256 * requests for requests in FIT_REQUESTS], "tokens", "ms", "function")
     figure = lines("regression", frame, f"{MODEL}, one layer", "tokens", "ms")
-    return CAPTURE.experiment(
-        "capture-fig11",
-        rows,
-        figures=(figure,),
-        constants=setup.constants(),
-        notes=(
-            "Samples are tasks of the virtual clock, fitted by the regression that profiling uses. Its prices are "
-            "lines, so R² is 1 by construction and the row proves nothing of the machine; it shows that the "
-            "regression finds the line again. The papers' 0.99 is of measured times.",
-            "HybridServe calls R² the correlation coefficient.",
-        ),
-    )
+    return CAPTURE.experiment("capture-fig11", rows, [figure], setup.constants())

@@ -204,32 +204,16 @@ def figure12() -> Experiment:
     return CAPTURE.experiment(
         "capture-fig12",
         rows,
-        figures=[_panel(model) for model in MODELS],
-        constants=setup.all_constants(),
-        notes=(
-            f"The papers do not say which prompt lengths: {', '.join(map(str, PROMPTS))} (totals of 512 to 2048) are "
-            "assumed, and no bar has a printed value. Ratios are means over models and prompt lengths.",
-            "hybrid_full keeps one share a model, Algorithm 1's for the ablation's batch (capture-table3): the "
-            "papers run it once for a machine, and a prompt length is not among its inputs. Other readings are in "
-            "the rows below.",
-            "FlexGen: weights and GPU batch by its own search, all of the cache on the host, a barrier after each "
-            "mini-batch of a layer; its copies are relayed through page-locked memory (capture-flexgen).",
-            f"With FlexGen's copies at full rate hybrid_full would gain "
-            f"{mean_ratio(full, flexgen(None)):.2f}x: most of the printed 2.19x comes from how FlexGen copies.",
-        ),
-        mismatches=(
-            f"Gains over FlexGen by model size: {by_model} (printed: 2.05 for 6.7B up to 2.33 for 66B). Ours fall "
-            "with size, as recomputing gets dearer while FlexGen stays bound by the link. See capture-flexgen for "
-            "the rate that the printed gains need.",
-            f"For short prompts act_only is as fast as the whole system (6.7B at {PROMPTS[0]}: "
-            f"{act['OPT-6.7B', PROMPTS[0]]:.0f} and {full['OPT-6.7B', PROMPTS[0]]:.0f} tokens/s), as the weights then "
-            "keep the link busy whatever the cache is. The papers' text has no such case.",
-            f"DeepSpeed-Inference is {of_flexgen} of FlexGen by model here, 29 % on average in the papers. Where GPU "
-            "memory holds the cache of some ten requests, loading the weights once a step takes less than FlexGen's "
-            "loading of the cache. At the lowest rate that KVPR's rows allow for pageable memory it comes to "
-            f"{mean_ratio(deepspeed(HOST), flex):.0%} (last row); the rest may be its batch, which attention that "
-            "keeps all scores of a prompt would make smaller than ours.",
-        ),
+        [_panel(model) for model in MODELS],
+        setup.all_constants(),
+        prompts=", ".join(map(str, PROMPTS)),
+        gain=mean_ratio(full, flexgen(None)),
+        by_model=by_model,
+        prompt=PROMPTS[0],
+        act_rate=act["OPT-6.7B", PROMPTS[0]],
+        full_rate=full["OPT-6.7B", PROMPTS[0]],
+        of_flexgen=of_flexgen,
+        host=mean_ratio(deepspeed(HOST), flex),
     )
 
 
@@ -301,25 +285,16 @@ def flexgen_link() -> Experiment:
         "capture-flexgen",
         rows,
         constants=fitted,
-        notes=(
-            "Each explanation has one constant, fitted on FlexGen's rows of KVPR's Table 5 (RTX 5000, link 12.6 "
-            "GB/s), and is then applied to this testbed (26.5 GB/s); the constants are alternatives, and only the "
-            "relay's is used elsewhere.",
-            *(f"{explanation.name}: {explanation.why}." for explanation in setup.EXPLANATIONS),
-            f"Mean distance from the four printed gains: {listed}. Nearest: {nearest}.",
-            f"The RTX 5000's link is taken at the catalogue's 12.6 GB/s. At 12.0 or 13.1 the relay would give "
-            f"{_relayed_if(12.0):.1f} or {_relayed_if(13.1):.1f} GB/s here instead of {cache_rate(setup.RELAY):.1f}.",
-            "One share of the rate reached, taken from Table 5, does not serve here: a copy relayed through "
-            "page-locked memory takes the host's seconds besides the link's, so the faster the link, the smaller its "
-            "share.",
-            f"Barriers after each mini-batch of a layer cost {met.total_s[0] / free.total_s[0] - 1:.1%} here "
-            "(OPT-6.7B, prompt 1920): the link is at work nearly always anyway.",
-        ),
-        mismatches=(
-            f"The printed gains need cache copies at {needed_rate(2.05, 'OPT-6.7B'):.1f} GB/s for 6.7B and "
-            f"{needed_rate(2.33, 'OPT-66B'):.1f} for 66B: no one rate serves both ends. 66B is where FlexGen's cache "
-            f"and weights fill {host_gb:.0f} of 882 GB of host memory, beyond what one socket has.",
-        ),
+        explanations=[f"{explanation.name}: {explanation.why}." for explanation in setup.EXPLANATIONS],
+        listed=listed,
+        nearest=nearest,
+        slower_link=_relayed_if(12.0),
+        faster_link=_relayed_if(13.1),
+        relayed=cache_rate(setup.RELAY),
+        barriers=met.total_s[0] / free.total_s[0] - 1,
+        small=needed_rate(2.05, "OPT-6.7B"),
+        large=needed_rate(2.33, "OPT-66B"),
+        host_gb=host_gb,
     )
 
 
@@ -351,9 +326,7 @@ def headlines() -> Experiment:
         "capture-headlines",
         rows,
         constants=setup.all_constants(),
-        notes=(
-            f"Nine ratios: they are off by a factor of {1 + error_factor(rows):.3f} on average (geometric mean of the "
-            f"larger over the smaller); geometric mean of the errors {geomean(rows['error'].abs()):.1%}; "
-            f"furthest off {worst['error']:+.1%} ({worst['what']}).",
-        ),
+        factor=1 + error_factor(rows),
+        mean=geomean(rows["error"].abs()),
+        worst=worst,
     )

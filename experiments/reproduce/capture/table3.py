@@ -192,34 +192,19 @@ def table3() -> Experiment:
     return CAPTURE.experiment(
         "capture-table3",
         rows,
-        figures=(_bars(measured), _scan_figure(measured)),
-        constants=setup.all_constants(),
-        notes=(
-            f"Rows of 30B and 66B, which nothing was fitted on: mean |error| {np.abs(wrong).mean():.1%}, worst "
-            f"{wrong[np.abs(wrong).argmax()]:+.1%}.",
-            "act_only, hybrid_static (2/3 of tokens ACT: equal bytes) and hybrid_full are one policy at three "
-            "shares, all cache on the host, weights streamed. hybrid_full's share is Algorithm 1's for this batch, "
-            "with the balance that the papers print (ACT loads and forward pass not charged) and our fitted lines: "
-            "no printed ratio goes in. All requests are alike, so packing changes nothing.",
-            "Mini-batches of four requests (8,192 cached tokens): each re-reads the layer's weights from GPU memory.",
-            "Closed form against virtual clock, hybrid_full with eight layers and four generated tokens: "
-            f"{clock_gap('OPT-6.7B', 8, 4):+.2%} for OPT-6.7B, {clock_gap('OPT-30B', 8, 4):+.2%} for OPT-30B.",
-            "With ACT in all spare GPU memory, as the papers describe, OPT-6.7B would be faster than measured: the "
-            "link rate that the other rows need leaves no room for it. The rows above have none there.",
-        ),
-        mismatches=(
-            f"OPT-66B, hybrid_full: at the printed 1.78:1 our model says {at_printed:.2f} tokens/s (measured "
-            f"{paper_66b}), with the GPU at work {busy['compute'][0]:.0%} and the link {busy['h2d'][0]:.0%} of the "
-            "time: the measured speed is what that ratio gives, but the ratio is not the fastest. That is "
-            f"{setup.bytes_ratio(best):.2f}:1, {at_best:.2f} tokens/s. Algorithm 1 as printed stops at "
-            f"{setup.bytes_ratio(own):.2f}:1, since it charges the GPU with KV-Gen alone: merging, attention and 32 "
-            "readings of the weights a step, the larger the model the more, find it with too much ACT already.",
-            "No setting of ours gives 2:1 for 30B and 1.78:1 for 66B together: KV-Gen grows as h², loading KV as h, "
-            "so that the larger model wants less ACT. 1.78:1 would be the fastest for 66B on a link of "
-            f"{link:.1f} GB/s ({on_slow_link:.2f} tokens/s there). 66B is the only model that needs more host memory "
-            f"({footprint['OPT-66B']:.0f} GB, 30B {footprint['OPT-30B']:.0f}) than one of the two sockets has (441 of "
-            "882 GB); that copies from the other socket are slower would explain it, but no row can confirm it.",
-            "The two readings of the ratio: by bytes the dense scan meets 2:1 and misses 1.78:1, by blocks the "
-            "reverse. CAPTURE says memory.",
-        ),
+        [_bars(measured), _scan_figure(measured)],
+        setup.all_constants(),
+        mean=np.abs(wrong).mean(),
+        worst=wrong[np.abs(wrong).argmax()],
+        small_gap=clock_gap("OPT-6.7B", 8, 4),
+        large_gap=clock_gap("OPT-30B", 8, 4),
+        at_printed=at_printed,
+        paper_66b=paper_66b,
+        busy=busy,
+        best_ratio=setup.bytes_ratio(best),
+        at_best=at_best,
+        own_ratio=setup.bytes_ratio(own),
+        link=link,
+        on_slow_link=on_slow_link,
+        footprint=footprint,
     )

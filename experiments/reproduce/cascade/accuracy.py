@@ -101,23 +101,7 @@ def _table4_rows(name: str) -> list[Row]:
 def table4() -> Experiment:
     """EO's accuracy from its shares."""
     rows = [row for name in FAMILIES for row in _table4_rows(name)]
-    return CASCADE.experiment(
-        "cascade-table4",
-        rows,
-        constants=_constants(),
-        notes=(
-            "Accuracies and shares alone do not say how accurate a cascade is: what each size gets right of what it is "
-            "sure of does. Here a request has an ease that all sizes share, a size is right where ease and its own "
-            "luck are enough for its published accuracy, and it sees its chances through noise. One number, how well "
-            "it sees them, is chosen for each family so that AP's shares (Table III) have the giant's accuracy, which "
-            "is AP's definition; EO's accuracy then follows from EO's shares.",
-            "The correlation between sizes is assumed; the answers for two others are shown.",
-        ),
-        mismatches=(
-            "T5's 89.8 % with 40 % of requests answered by T5-S (78.2 %) is above what a confidence gives that is just "
-            "good enough for AP: T5's AP does not use T5-S, so AP says nothing of how well T5-S knows itself.",
-        ),
-    )
+    return CASCADE.experiment("cascade-table4", rows, constants=_constants())
 
 
 def _constants() -> tuple[Constant, ...]:
@@ -164,17 +148,4 @@ def figure6() -> Experiment:
         rows.append(context(quantity, best["accuracy"].to_numpy().max(), "%"))
     title, x_label = "Accuracy against the giant's", "energy a request, the giant's is 1"
     figure = lines("curve", pd.concat(frames), title, x_label, "percentage points")
-    return CASCADE.experiment(
-        "cascade-fig6",
-        rows,
-        figures=(figure,),
-        constants=_constants(),
-        notes=(
-            "The model of requests of cascade-table4, energies in proportion to size, shares drawn at random in place "
-            "of thresholds (a share and its threshold are equivalent here).",
-        ),
-        mismatches=(
-            "The largest size is not the end of the curve: several sizes that err on different requests are together "
-            "more accurate than the giant, as the paper's Table I has it; AP and EO stop at the giant's accuracy.",
-        ),
-    )
+    return CASCADE.experiment("cascade-fig6", rows, [figure], _constants())

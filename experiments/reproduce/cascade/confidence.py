@@ -77,23 +77,14 @@ def table1() -> Experiment:
     return CASCADE.experiment(
         "cascade-table1",
         rows,
-        figures=(figure,),
-        notes=(
-            f"BERT on GLUE is not at hand. Ours: four CNNs on {digits['num_held_out']} held-out handwritten digits, "
-            f"mean of {digits['num_seeds']} splits and trainings; three OPT on the next token of "
-            f"{words['num_held_out']} held-out prompts.",
-        ),
-        mismatches=(
-            "The smallest model is said to handle over 80 % of the requests: true of "
-            f"{int((smallest > 80).sum())} of 5 tasks ({_list(smallest)} %).",
-            f"The giant is said to process 1-3 % only: that is what it adds ({_list(adds)} %); what reaches it is 100 "
-            f"- small - medium = {_list(reach)} %.",
-            "The BERT-large row equals published GLUE scores, of which CoLA's is a Matthews correlation and QQP's an "
-            "F1: the two largest gains (27 and 26 points) compare different metrics.",
-            "Our gain is "
-            + " and ".join(f"{joint_gain(name):.1f} points on {name.replace('_', ' ')}" for name in STUDIES)
-            + ": the digits' largest model leaves 2 % wrong.",
-        ),
+        [figure],
+        digits=digits,
+        words=words,
+        count=int((smallest > 80).sum()),
+        smallest=_list(smallest),
+        adds=_list(adds),
+        reach=_list(reach),
+        gains=" and ".join(f"{joint_gain(name):.1f} points on {name.replace('_', ' ')}" for name in STUDIES),
     )
 
 
@@ -181,28 +172,16 @@ def table3() -> Experiment:
     return CASCADE.experiment(
         "cascade-table3",
         rows + _share_sums() + [row for name in STUDIES for row in _own_shares(name)],
-        figures=(figure,),
-        notes=(
-            "The models and data are not at hand: Table III is checked for what follows from it, and our cascade of "
-            f"four CNNs on handwritten digits stands beside it ({study('digits')['num_seeds']} splits and trainings), "
-            "and one of three OPT on next tokens, both on held-out data.",
-            "If the confidences said nothing, the same shares would have the mean of Table II's accuracies: what the "
-            "printed accuracy has above that is what confidence is worth.",
-        ),
-        mismatches=(
-            "By its own Algorithm 2, with sizes for energies, the paper would have dropped: "
-            + "; ".join(f"{name}: {', '.join(models)}" for name, models in useless.items() if models)
-            + ".",
-            *(
-                _cannot_hold(row_id, family, bounds[f"{family} AP"])
-                for row_id, family in (("sh086", "ViT"), ("sh087", "T5"), ("sh088", "GPT"))
-            ),
-            "LogUniform(0, t) of Algorithm 2 is no distribution; the text's equal parts were taken.",
-            "AP is as accurate as the giant on the data the thresholds were searched on. On held-out digits the "
-            f"paper's way gains {_gain(PAPERS_WAY):+.2f} points over the largest model, ours {_gain('AP'):+.2f}.",
-            "On next tokens AP keeps the largest model alone: our small OPT are too weak for it. EO, by the paper's "
-            f"rule, then gains {_gain('EO', 'next_tokens'):+.1f} points.",
-        ),
+        [figure],
+        num_seeds=study("digits")["num_seeds"],
+        useless="; ".join(f"{name}: {', '.join(models)}" for name, models in useless.items() if models),
+        bounds=[
+            _cannot_hold(row_id, family, bounds[f"{family} AP"])
+            for row_id, family in (("sh086", "ViT"), ("sh087", "T5"), ("sh088", "GPT"))
+        ],
+        papers=_gain(PAPERS_WAY),
+        ap=_gain("AP"),
+        eo=_gain("EO", "next_tokens"),
     )
 
 
@@ -281,17 +260,4 @@ def overheads() -> Experiment:
         rows.append(CASCADE.headline(row_id, digits["search_s"], quantity, aside="other models: shown for scale"))
     seconds = [{"bytes": size, "ms": ms_of_size} for size, ms_of_size in ms.items()]
     figure = lines("routing", seconds, "Routing one prediction", "bytes", "ms", log="xy")
-    return CASCADE.experiment(
-        "cascade-fig8",
-        rows,
-        figures=(figure,),
-        notes=(
-            "Confidence (a softmax over the vector) and the choice of the next model, five times, on one core, "
-            "measured once by experiments.studies.cascade_study; no network.",
-            "Construction here is the search of thresholds, subsets and skips over 500 validation images.",
-        ),
-        mismatches=(
-            "The text reads 3 %, 6 % and 15 % shorter than a training epoch, and significantly shorter: 3 % shorter "
-            "than an epoch with 45 s in all is an epoch of 46 s; read as 3 % of one, 1500 s.",
-        ),
-    )
+    return CASCADE.experiment("cascade-fig8", rows, [figure])

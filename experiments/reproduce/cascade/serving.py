@@ -62,30 +62,13 @@ def table5() -> Experiment:
     return CASCADE.experiment(
         "cascade-table5",
         rows,
-        figures=(figure,),
-        constants=setup.constants(),
-        notes=(
-            "Shares of Table III through the simulated cluster, models that answer under 1 % left out (T5-S, GPT-XS, "
-            "GPT-S and GPT-XL under AP, GPT-XS and GPT-XL under EO) and their requests sent on: a placement, "
-            f"Poisson arrivals at {LOAD:.0%} of what the giant alone carries on the 12 GPUs, batches of up to "
-            f"{setup.BATCH}. The giant alone has as many replicas as it needs, the cascade as many as it needs. GPUs "
-            "that hold a model count with their idle power, the others are released.",
-            "Power is a model (10 W idle, 70 W busy), not a measurement. A request's time is in proportion to the "
-            "model's parameters (float16 on a T4), but for the reading of the weights once a batch.",
-            "Perfect routing sends each request to the model that answers it and to no other: with energies in "
-            "proportion to size no routing saves more. A printed ratio above it by more than 20 %, or above note 47's "
-            "bound, is put aside.",
-        ),
-        mismatches=(
-            *(f"{name} {mode}: {arithmetic(name, mode)}." for name, mode in impossible),
-            "The bounds of note 47 take small models as free; then EO's ratios (20.4x, 11.8x, 6.0x) are possible. They "
-            "are not free: ViT-XS has 3.9 % of ViT-L's parameters and computes every request.",
-            f"What may be behind the printed figures: DeepSpeed's 115 mWh in 3420 ms is {watts['giant']:.0f} W, 12 T4s "
-            f"at their idle {POWER['t4'].idle_w:g} W; AP's and EO's are {watts['AP']:.0f} W and {watts['EO']:.0f} W, "
-            "five T4s at idle. As the energy of GPUs that wait while a request is under way, ViT's ratios are those of "
-            "latency (5.6x, 8.9x) times 12 over 5: 13.5x and 21.3x, near the printed 14.4x and 19.2x. Then they "
-            "measure how many GPUs are reserved at a load that leaves them idle, not what requests cost.",
-        ),
+        [figure],
+        setup.constants(),
+        load=LOAD,
+        batch=setup.BATCH,
+        impossible=[f"{name} {mode}: {arithmetic(name, mode)}." for name, mode in impossible],
+        watts=watts,
+        idle=POWER["t4"].idle_w,
     )
 
 
@@ -150,23 +133,9 @@ def figure4() -> Experiment:
     return CASCADE.experiment(
         "cascade-fig4",
         rows,
-        figures=(replace(bars("mean", means, "Mean latency, simulated", "", "ms"), log_y=True),),
-        constants=setup.constants(),
-        notes=(
-            f"Where nothing waits, and at {LOAD:.0%} of the rate that the giant alone carries on the 12 GPUs.",
-            "Tails are compared without queues, in the mode whose smallest used model the text describes (note 56): "
-            "98 % smaller is T5-S (EO), GPT-M is AP's. Direct: from the first model straight to the one that answers, "
-            "as the text says of almost all requests.",
-        ),
-        mismatches=(
-            "A giant's request takes milliseconds on a T4 at the catalogue's rates, 3.4 s in the paper: its requests "
-            "must be batches, or wait for a network between partitions, or both. Ratios alone are compared.",
-            "By size ViT's ratios without queues are those of routing; the paper's 5.6x and 8.9x need small models "
-            "that are nearly free (note 47). Under load each system waits for as many replicas as it was given, which "
-            "the paper does not state; with as few as carry the rate the cascade gains less than that.",
-            "GPT's tail of +18 % is the sum of all smaller models' sizes, (124 + 345 + 774)/6700 = 18.6 %: a request "
-            "that skips nothing, under EO. One hop over GPT-M alone adds 5.1 %.",
-        ),
+        [replace(bars("mean", means, "Mean latency, simulated", "", "ms"), log_y=True)],
+        setup.constants(),
+        load=LOAD,
     )
 
 
@@ -191,16 +160,6 @@ def figure5() -> Experiment:
     return CASCADE.experiment(
         "cascade-fig5",
         rows,
-        figures=(bars("throughput", ratios, "Highest rate over the giant's", "", "x", paper=printed),),
-        constants=setup.constants(),
-        notes=(
-            "The highest rate for which the planner finds a placement on 12 T4s, each busy all the time, whole "
-            "replicas in batches of up to 32.",
-            "Judged as EO: two of the three ratios are above what AP's routing allows (note 48), and one mode is "
-            "assumed for all three.",
-        ),
-        mismatches=(
-            "No mode gives all three: EO's shares save more on T5 than on GPT and more than is printed for both, AP's "
-            "less than is printed for all.",
-        ),
+        [bars("throughput", ratios, "Highest rate over the giant's", "", "x", paper=printed)],
+        setup.constants(),
     )

@@ -8,7 +8,6 @@ has a relative size of the cache, the share that the other layers look at is sho
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -33,13 +32,6 @@ from experiments.reproduce.infinigen.accuracy_policies import (
 )
 from experiments.reproduce.paper import INFINIGEN, context
 
-SMALL = "A small model (four layers, four million parameters), not one of the paper's: nothing here is judged."
-HOW = (
-    SMALL,
-    "Through the executor, float32, the held-out text's own tokens fed one by one behind a prompt of three quarters of "
-    "each text (python -m experiments.studies.accuracy_study). H2O's budget is set to a mean share of the context.",
-)
-
 
 @cache
 def studies() -> dict[str, dict]:
@@ -55,10 +47,6 @@ def _rows(study: dict, part: str) -> dict[str, dict]:
 def _figure(model: str, points: list[dict], x_label: str, y_label: str, log: str = "") -> Figure:
     """Return a model's lines over ``points`` (x, y, series)."""
     return lines(model.lower(), points, model, x_label, y_label, log=log)
-
-
-def _experiment(number: str, rows: list[Row], figures: Sequence[Figure], *notes: str) -> Experiment:
-    return INFINIGEN.experiment(f"infinigen-accuracy-{number}", rows, figures=figures, notes=(*HOW, *notes))
 
 
 def _paper_model(study: dict) -> str:
@@ -87,14 +75,7 @@ def table_1() -> Experiment:
             for layer, cosine in enumerate(inputs[name], 1)
         ]
     figure = lines("cosine", points, "A block's input and the block before", "layer i", "cosine")
-    return _experiment(
-        "table1",
-        rows,
-        [figure],
-        "Guessing rests on the normed inputs of attention being alike. From layer 2 on they are; layer 0's FFN makes "
-        "all of layer 1's input, so that layer 0 cannot guess for layer 1: layers 0 and 1 look at all tokens, as in "
-        "InfiniGen's own code.",
-    )
+    return INFINIGEN.experiment("infinigen-accuracy-table1", rows, [figure])
 
 
 def figure_4() -> Experiment:
@@ -121,7 +102,7 @@ def figure_4() -> Experiment:
             quantity = f"{model}: {best} ({share:.0%} of the context), layer {number}"
             rows.append(context(quantity, layer["best_cosine_by_chunk"][-1]))
         figures.append(_figure(model, points, "position in the text", "cosine with the full cache's weights"))
-    return _experiment("fig4", rows, figures)
+    return INFINIGEN.experiment("infinigen-accuracy-fig4", rows, figures)
 
 
 def figure_5() -> Experiment:
@@ -145,12 +126,7 @@ def figure_5() -> Experiment:
             quantity = f"{model}: key tokens of query {query}, layer {last}"
             rows.append(INFINIGEN.beside(id_of[int(query)], needed, quantity))
         figures.append(_figure(model, points, "key tokens for 0.9 of the weight", "share of queries and heads"))
-    return _experiment(
-        "fig5",
-        rows,
-        figures,
-        "As in the paper the first layer looks at very many tokens and the last at few.",
-    )
+    return INFINIGEN.experiment("infinigen-accuracy-fig5", rows, figures)
 
 
 def figure_20() -> Experiment:
@@ -175,14 +151,7 @@ def figure_20() -> Experiment:
         figures.append(replace(figure, name=f"{figure.name}-again"))
     title = "0.9 of the weight on less than 1 % of the tokens"
     share_figure = lines("share", shares, title, "position in the text", "% of queries and heads")
-    return _experiment(
-        "fig20",
-        rows,
-        [share_figure, *figures],
-        f"Here to a model's 2,048 tokens at most. (b): queries of a text's last quarter; of the keys with a weight of "
-        f"{LOUD:g} in its second half, the share that all queries of its first half gave less than {QUIET:g}. What "
-        f"drops keys for good (H2O) may have lost these.",
-    )
+    return INFINIGEN.experiment("infinigen-accuracy-fig20", rows, [share_figure, *figures], loud=LOUD, quiet=QUIET)
 
 
 # ---- what a policy costs
@@ -224,11 +193,8 @@ def _against_size(column: str, y_label: str, log: str = "x") -> tuple[list[Row],
 
 def figure_11() -> Experiment:
     """Greedy tokens against the relative size of the cache, on the local task."""
-    return _experiment(
-        "fig11",
-        *_against_size("agreement", "greedy tokens that are the full cache's"),
-        "The paper's tasks are downloads and beyond a model of this size: here the task is the next token of a "
-        "held-out text, and the full cache's answer counts as right.",
+    return INFINIGEN.experiment(
+        "infinigen-accuracy-fig11", *_against_size("agreement", "greedy tokens that are the full cache's")
     )
 
 
@@ -245,7 +211,7 @@ def figure_19() -> Experiment:
                 rows.append(context(f"{model}: {method}, {KEPT} of {length} tokens, over full cache", over))
         title, name = f"{model}, {KEPT} tokens kept", f"{model.lower()}-lengths"
         figures.append(lines(name, points, title, "tokens of a text", "perplexity over the full cache's"))
-    return _experiment("fig19", rows, figures, "At most 2,048 tokens here.")
+    return INFINIGEN.experiment("infinigen-accuracy-fig19", rows, figures)
 
 
 def figure_12() -> Experiment:
@@ -265,7 +231,7 @@ def figure_12() -> Experiment:
                     points.append({"position": row["end"], "perplexity": row["perplexity"], "series": name})
                     rows.append(context(f"{model}: {name}, positions to {row['end']}", row["perplexity"]))
         figures.append(_figure(model, points, "position in the text", "perplexity of 256 tokens", log="y"))
-    return _experiment("fig12", rows, figures)
+    return INFINIGEN.experiment("infinigen-accuracy-fig12", rows, figures)
 
 
 def figure_13() -> Experiment:
@@ -287,7 +253,7 @@ def figure_13() -> Experiment:
         rows.append(context(f"{model}: largest change of a logit by skewing alone", study["skewing_alone"]))
         x_label, y_label = "share fetched in layers that choose", "perplexity over the full cache's"
         figures.append(bars(model.lower(), points, model, x_label, y_label))
-    return _experiment("fig13", rows, figures)
+    return INFINIGEN.experiment("infinigen-accuracy-fig13", rows, figures)
 
 
 def figure_17() -> Experiment:
@@ -308,12 +274,7 @@ def figure_17() -> Experiment:
                 quantity = f"{model}: {label} {x:g}, perplexity over full cache"
                 rows.append(context(quantity, over, looked_at=looked, agreement=row["agreement"]))
             figures.append(lines(f"{model.lower()}-{name}", points, model, label, ""))
-    return _experiment(
-        "fig17",
-        rows,
-        figures,
-        "Latency is in infinigen-fig17. A share of 20 % caps what the ratios fetch, nothing what the alphas do.",
-    )
+    return INFINIGEN.experiment("infinigen-accuracy-fig17", rows, figures)
 
 
 def table_2() -> Experiment:
@@ -331,11 +292,8 @@ def table_2() -> Experiment:
             points.append({"victim": victim, "over": over, "series": model})
             quantity, source = f"{model}: pool of {POOL:.0%}, {victim}, over no limit", f"{paper_model}, WikiText-2"
             rows.append(context(quantity, over, "", paper / full, f"infinigen Table 2, {source}"))
-    return _experiment(
-        "table2",
+    return INFINIGEN.experiment(
+        "infinigen-accuracy-table2",
         rows,
         [bars("over", points, f"A pool of {POOL:.0%}", "", "perplexity over no limit")],
-        "The full pool's size is that of prompt and answer together, so that victims are needed in the last fifth of "
-        "a text alone. Layers 0 and 1, which look at every token, count those as fetched that their attention would "
-        "have chosen: with their oldest as victims instead, all three were as bad as fifo.",
     )

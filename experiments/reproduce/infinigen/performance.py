@@ -13,16 +13,6 @@ from flexhybrid.core.model.shape import shape_by_name
 from sim import presets
 
 GIB = 2**30
-HOW_RUN = (
-    f"As the published scripts run it ({setup.CODE}): --overlap false, one GPU batch, all of the cache of layers 0 and "
-    "1 loaded by H2O and InfiniGen. Those layers are FlexGen's: its time with them less its time without. The other "
-    "readings are in infinigen-readings.",
-    "Three constants are fitted on the three rows of batch 4, three are set beforehand; every other line is the "
-    "catalogue's rtx-a6000 (datasheet times the efficiency stated there), among them launches, decode attention at 0.6 "
-    "of the memory's bandwidth and a copy of all host cores for InfiniGen's gathering.",
-    f"InfiniGen fetches the token counts that the paper reports for OPT-13B at alpha {setup.ALPHA:g} (ih056 to ih059), "
-    f"capped at {setup.CAP:g} of the context. H2O keeps {setup.H2O_BUDGET:g} of the prompt, in whole blocks of 16.",
-)
 #: Largest speedup over FlexGen at batch 8 (Fig. 16a).
 SEQUENCE_ROWS = {"InfiniGen": "ih053", "INT4": "ih054", "H2O": "ih055"}
 
@@ -55,11 +45,10 @@ def figure_2() -> Experiment:
     return INFINIGEN.experiment(
         "infinigen-fig2",
         rows,
-        figures=(
+        [
             figure("length", "sequence length", lengths, by_length, f"OPT-30B, batch {batch}"),
             figure("batch", "batch", batches, by_batch, f"OPT-30B, {length} tokens"),
-        ),
-        notes=("Arithmetic on the model's shape. The x axes are assumed: the text has the two fixed settings only.",),
+        ],
     )
 
 
@@ -98,29 +87,14 @@ def figure_14() -> Experiment:
     return INFINIGEN.experiment(
         "infinigen-fig14",
         rows,
-        figures=(
+        [
             bars("phases", frame, "OPT-13B, batch 20", "", "seconds"),
             bars("total", totals, "OPT-13B, batch 20", "", "seconds", paper=paper),
-        ),
-        constants=setup.constants(),
-        notes=(*HOW_RUN, *UVM_NOTES),
-        mismatches=(
-            "With prefill attention in one kernel, as the other systems' runs are priced, UVM + H2O would take "
-            f"{fused:.0f} s, less than InfiniGen: H2O's share on the device needs no link at all. That the paper "
-            f"has InfiniGen ahead of it by at least {INFINIGEN.value('ih038'):g} rests on how that program makes its "
-            "mask, not on unified memory.",
-        ),
+        ],
+        setup.constants(),
+        fused=fused,
+        printed=INFINIGEN.value("ih038"),
     )
-
-
-UVM_NOTES = (
-    "UVM: what fits the device runs from it; what does not, migrates page by page in every iteration. Its prefill "
-    "makes a float32 mask of batch x heads x prompt² on the host in every layer and sends it over the link, and "
-    "every step of its softmax passes through memory (speedup/uvm/selfattention.py): a host core fills the mask at "
-    "the catalogue's 20 GB/s, and the steps read and write 48 bytes a score. That these temporaries push out pages "
-    "is left out.",
-    "UVM + H2O: UVM's prefill, then H2O's share of the cache on the device, where all fits.",
-)
 
 
 def figure_15() -> Experiment:
@@ -162,16 +136,13 @@ def figure_15() -> Experiment:
     return INFINIGEN.experiment(
         "infinigen-fig15",
         rows,
-        figures=(figure,),
-        constants=setup.constants(),
-        notes=(*HOW_RUN, *UVM_NOTES),
-        mismatches=(
-            f"Below {first} requests UVM's working set fits the GPU and its decode needs no link; only its prefill "
-            f"attention keeps it behind. InfiniGen's least speedup is {gains[least]:.2f} here, over {least[1]} at "
-            f"batch {least[0]}; over H2O at batch 4, where the text's {INFINIGEN.value('ih040'):g} comes from "
-            f"(27.36/21.31), it is {gains[4, 'H2O']:.2f}. What else slows the paper's UVM programs at small batches "
-            "(an allocation from the driver for each temporary, pages pushed out by them) is not modelled.",
-        ),
+        [figure],
+        setup.constants(),
+        first=first,
+        gain=gains[least],
+        least=least,
+        printed=INFINIGEN.value("ih040"),
+        h2o=gains[4, "H2O"],
     )
 
 
@@ -188,20 +159,7 @@ def readings() -> Experiment:
             context("mean |error| of these six", 100 * mean, "%", reading=reading.words),
         ]
         verdict.append(f"{reading.words}: mean |error| {mean:.1%}, worst {worst:+.1%}, link {link:.1f} GB/s")
-    return INFINIGEN.experiment(
-        "infinigen-readings",
-        rows,
-        notes=(
-            "; ".join(verdict) + ".",
-            "The arithmetic supports the scripts. With copies that overlap computing the rows of batch 4 leave "
-            "little more than half of the link, at which H2O falls behind at batch 20. With H2O's and InfiniGen's "
-            "first layers no larger than the others the link comes out slower too, and so does FlexGen: all "
-            "speedups over it are too large.",
-            "What the code does is in between for H2O and InfiniGen: their copies run behind the FFN, but not "
-            "behind attention. A policy here overlaps everything or nothing, so that reading is not computed; the "
-            "two that are enclose it.",
-        ),
-    )
+    return INFINIGEN.experiment("infinigen-readings", rows, verdict="; ".join(verdict))
 
 
 def _reading_rows(reading: setup.Reading) -> list[Row]:
@@ -237,17 +195,7 @@ def figure_16a() -> Experiment:
     figure = lines("speedup", frame, "OPT-13B, batch 8", "sequence length", "speedup over FlexGen")
     rises = "rises" if (np.diff(gains["InfiniGen"]) > 0).all() else "does not rise"
     grows = {name: values[-1] / values[-2] - 1 for name, values in gains.items()}
-    return INFINIGEN.experiment(
-        "infinigen-fig16a",
-        rows,
-        figures=(figure,),
-        constants=setup.constants(),
-        notes=(
-            *HOW_RUN,
-            f"InfiniGen's speedup {rises} over all lengths and by {grows['InfiniGen']:.0%} from 1536 to 2048; INT4's "
-            f"({grows['INT4']:.0%}) and H2O's ({grows['H2O']:.0%}) level off, as the paper says.",
-        ),
-    )
+    return INFINIGEN.experiment("infinigen-fig16a", rows, [figure], setup.constants(), rises=rises, grows=grows)
 
 
 #: Shares of OPT-30B's layers on the device: what the scripts' "70 30" means for whole matrices, and what it says.
@@ -288,21 +236,14 @@ def figure_16b() -> Experiment:
     return INFINIGEN.experiment(
         "infinigen-fig16b",
         rows,
-        figures=(figure,),
-        constants=setup.constants(),
-        notes=(
-            *HOW_RUN,
-            "OPT-30B: FlexGen places whole matrices, so the scripts' --percent 70 30 sends 5/12 = 41.7 % of each layer "
-            "over the link, not 30 %. The arithmetic supports 5/12: with it all three speedups come out within 2 %.",
-        ),
-        mismatches=(
-            f"InfiniGen's speedup grows {growth:.2f}-fold from OPT-6.7B to OPT-13B, not {INFINIGEN.value('ih061'):g}: "
-            f"cache, weights and host work shrink alike with the model. The paper's ratio needs {1e3 * extra_s:.2f} "
-            f"ms more for each layer of OPT-6.7B and token: as many as {tokens:.0f} important tokens more than "
-            f"OPT-13B's {INFINIGEN_TOKENS[1][-1]}. Counts are reported for OPT-13B alone and used for all three "
-            f"models; that OPT-6.7B attends to more tokens is what Fig. 5 suggests ({INFINIGEN.value('ih016'):g} key "
-            "tokens carry 0.9 of the weight in its layer 18).",
-        ),
+        [figure],
+        setup.constants(),
+        growth=growth,
+        printed=INFINIGEN.value("ih061"),
+        extra_ms=1000.0 * extra_s,
+        tokens=tokens,
+        known=INFINIGEN_TOKENS[1][-1],
+        fig5=INFINIGEN.value("ih016"),
     )
 
 
@@ -340,23 +281,15 @@ def figure_17() -> Experiment:
     return INFINIGEN.experiment(
         "infinigen-fig17",
         rows,
-        figures=(
+        [
             figure("latency", "seconds", seconds, "latency (s)"),
             figure("memory", "gib", memory, "partial weights and keys (GiB)"),
+        ],
+        setup.constants(),
+        spreads=", ".join(
+            f"{share:.1%} for {model} from {ratios[0]:g} to {ratios[-1]:g}" for model, share in spread.items()
         ),
-        constants=setup.constants(),
-        notes=(
-            *HOW_RUN,
-            "Latency hardly moves with the ratio, as in the paper: "
-            + ", ".join(
-                f"{share:.1%} for {model} from {ratios[0]:g} to {ratios[-1]:g}" for model, share in spread.items()
-            )
-            + f". The paper runs {PARTIAL_RATIO:g}, the scripts 0.2.",
-        ),
-        mismatches=(
-            "(a), latency against alpha, is not computed: how many tokens pass a threshold is a property of model and "
-            "text, and the paper gives counts at alpha 4 alone.",
-        ),
+        own_ratio=PARTIAL_RATIO,
     )
 
 
@@ -392,21 +325,9 @@ def figure_18() -> Experiment:
     return INFINIGEN.experiment(
         "infinigen-fig18",
         rows,
-        figures=(bars("parts", frame, "OPT-13B, 2048 tokens, batch 8", "", "ms"),),
-        constants=setup.constants(),
-        notes=(
-            "Tasks of a middle layer in the first decode step, from a trace of the virtual clock. Attention: "
-            "projections of the new token, (de)quantising, scores and values; FFN: output projection and FFN; "
-            "transfer: the cache's way to the device, InfiniGen's gathering on the host, the new token's way back; "
-            "prediction: scores of the next layer and their index.",
-            "A block is the sum of its parts, less the FFN where a copy of keys and values hides it; the rows with one "
-            "task after the other leave nothing out.",
-        ),
-        mismatches=(
-            "All three slowdowns are low by about a fifth: what is off is what they are measured in, Ideal. Here "
-            f"it takes {hidden['Ideal']:.2f} ms, with decode attention at 0.6 and streaming at 0.8 of the GPU's "
-            f"memory bandwidth. FlexGen's block over 18.55 is {implied:.2f} ms: {least_ms / implied:.0%} of that "
-            "bandwidth for weights and cache together, without a launch. The shares of the transfer do not depend "
-            "on Ideal, and match.",
-        ),
+        [bars("parts", frame, "OPT-13B, 2048 tokens, batch 8", "", "ms")],
+        setup.constants(),
+        hidden=hidden,
+        implied=implied,
+        share=least_ms / implied,
     )

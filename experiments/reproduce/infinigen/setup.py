@@ -35,7 +35,6 @@ from sim.implementation import Implementation, on
 from sim.simulate import simulate
 from sim.virtual_clock import run
 
-CODE = "github.com/snu-comparch/InfiniGen, commit 3754f52"
 DTYPE = "float16"  #: everywhere
 BYTES = DTYPE_BYTES[DTYPE]
 PROMPT, GENERATED = 1920, 128

@@ -85,23 +85,7 @@ def table1() -> Experiment:
 
     title = "A layer's KV: copying against recomputing"
     figure = bars("latencies", latencies(ours), title, "", "ms", paper=latencies(paper))
-    return KVPR.experiment(
-        "kvpr-table1",
-        rows,
-        figures=(figure,),
-        notes=(
-            "Arithmetic alone: size = 4·b·s·h bytes; PCIe latency = size / 32 GiB/s; recomputing = 4·b·s·h² / 312 "
-            "TFLOP/s (eq. 8 and 9).",
-        ),
-        mismatches=(
-            "The recompute column is 20 to 35 times below eq. 8 at the A100's peak: it would need 6.3 to 11 PFLOP/s. "
-            "It grows with h, not with h²; KV bytes over 1530 GB/s give all three numbers, so it is the time to read "
-            "the KV from device memory (note 16).",
-            "Hence 'over an order of magnitude': 44 times as printed, 2.2, 1.8 and 1.3 times by eq. 8 (note 17).",
-            "The PCIe column is the size over 32 GiB/s exactly, that is 34.4 GB/s of a link that has 31.5: a quotient, "
-            "not a measurement (note 18).",
-        ),
-    )
+    return KVPR.experiment("kvpr-table1", rows, [figure])
 
 
 # ---- Fig. 8
@@ -132,28 +116,7 @@ def figure8() -> Experiment:
         ]
     title = "OPT-6.7B, 32 x 8 requests, 1024+32: compute kernels (C), memory (M)"
     figure = lines("utilisation", curve, title, "seconds", "%")
-    return KVPR.experiment(
-        "kvpr-fig8",
-        rows,
-        figures=(figure,),
-        constants=setup.a100_constants(),
-        notes=(
-            "OPT-6.7B with 32 x 8 requests of 1024+32 is assumed: FlexGen's decode then takes what the time axis "
-            "(240 s) shows.",
-            "Utilisation is the share of time in which compute kernels run; beside it, the share in which anything "
-            "runs on the GPU, copies included.",
-            "Peak memory is nearly the same for both, as the figure says.",
-        ),
-        mismatches=(
-            "85 and 99 % cannot be time spent computing: the same paper's Fig. 10 gives computing 2.3 and 13.3 % of "
-            "the task times in FlexGen and KVPR, and a decode step of FlexGen is 7.7 s of copying (152 GB) beside half "
-            "a second of kernels here (note 34). As the share of time in which the GPU does anything at all, copies "
-            "included, both systems are at 100 %. The printed pair lies between the two definitions; the order, KVPR "
-            "above FlexGen, holds by the first. CAPTURE measures 7 to 13 % for FlexGen's kernels (note 63).",
-            "KVPR's prefill is slower here than FlexGen's (it stores every prompt token twice, and scattering to the "
-            "host's blocks binds); the paper says that KVPR does not affect the prefill.",
-        ),
-    )
+    return KVPR.experiment("kvpr-fig8", rows, [figure], setup.a100_constants())
 
 
 # ---- Fig. 10
@@ -231,27 +194,7 @@ def figure10() -> Experiment:
         {"part": part, "percent": KVPR.value(row_id), "system": system} for row_id, (system, part) in claims.items()
     ]
     figure = bars("parts", frame, f"An MHA block while decoding: {first}", "", "% of the task times", paper=paper)
-    return KVPR.experiment(
-        "kvpr-fig10",
-        rows,
-        figures=(figure,),
-        constants=setup.a100_constants(),
-        notes=(
-            "Task times are summed whether or not they overlap, over the tasks of an MHA block: its four matrices of a "
-            "layer's weights, its cache, KV-Gen, projections, attention. W_O's product is left out with the "
-            "feed-forward network's, as it shares a task with it.",
-            "The setting is inferred: with 32 x 8 requests a layer's weights serve eight mini-batches, and load-weight "
-            "falls far below the 39.7 % that FlexGen's quoted parts leave; with one GPU batch of 32 it does not. "
-            "OPT-13B with a prompt of 512 leaves what is quoted. So FlexGen's two rows prove nothing here; KVPR's "
-            "three were not used.",
-        ),
-        mismatches=(
-            "KVPR's loads mean 0.30 of the tokens recomputed, eq. 10 chooses 0.56 here: more activations, less KV, "
-            "twice the computing (note 25). With 0.30 the loads agree.",
-            "FlexGen's compute share is 5 % here, 2.3 % printed: with the catalogue's shares of memory bandwidth, "
-            "attention passes three times over KV at 0.25 of the A100's 1,555 GB/s.",
-        ),
-    )
+    return KVPR.experiment("kvpr-fig10", rows, [figure], setup.a100_constants())
 
 
 # ---- Fig. 12
@@ -304,23 +247,7 @@ def figure12() -> Experiment:
     frame = points(splits, range(1, 33), "generated", "l", "case")
     title = "Tokens recomputed of each request, OPT-6.7B, batch 64"
     figure = lines("split", frame, title, "tokens generated", "split point l")
-    return KVPR.experiment(
-        "kvpr-fig12",
-        rows,
-        figures=(figure,),
-        constants=setup.a100_constants(),
-        notes=(
-            "Eq. 10 at the stated 32 GB/s and the A100's 312 TFLOP/s, by the project's own rule, over whole tokens "
-            "(the executor rounds to blocks of 16). Prompt 256 is what fits the axis (180 to 205) and the first value. "
-            "The fitted machine has the constants below.",
-        ),
-        mismatches=(
-            "182 tokens of a request that has 129 cannot be, and 128 after 32 tokens is a decrease, not an increase "
-            "(note 23). With a prompt of 256 the rule gives 181 to 203, which rises and fills the axis; with the "
-            "stated 128 it gives 91 to 113.",
-            "Table 1's latencies would choose 251 of 257 tokens (note 24).",
-        ),
-    )
+    return KVPR.experiment("kvpr-fig12", rows, [figure], setup.a100_constants())
 
 
 # ---- Fig. 14
@@ -363,25 +290,4 @@ def figure14() -> Experiment:
     rows.append(context("KVPR: memory rate of the host that eight read", 8 * demand, "GB/s"))
     frame, title = points(rates, GPUS, "gpus", "rate", "system"), "OPT-6.7B, 32 requests of 1024+32 a process"
     figure = lines("processes", frame, title, "processes, one GPU each", "decode tokens/s a process", log="x")
-    return KVPR.experiment(
-        "kvpr-fig14",
-        rows,
-        figures=(figure,),
-        constants=setup.node_constants(),
-        notes=(
-            "OPT-6.7B with 32 requests of 1024+32 a process is assumed. KVPR streams weights and cache; FastDecode "
-            "has its weights on the GPU and its cache on the host. n processes share the host's cores and memory "
-            "evenly.",
-            "FastDecode falls as 1/n; the figure has it fall too. The host's memory bandwidth is its bottleneck from "
-            "the first process on.",
-        ),
-        mismatches=(
-            "KVPR is flat only while the host's memory feeds the links: eight processes read "
-            f"{8 * demand:.0f} GB/s, more than eight channels of DDR4-3200 have at their peak (205) or stream in "
-            "practice (123 with the catalogue's share). At the peak eight processes lose 5 % each, at 123 GB/s 41 %. "
-            "The paper says that KVPR needs no CPU; it needs the CPU's memory.",
-            "The axis runs from 20 to 40 tokens/s: KVPR's 34 lies in it, FastDecode's 205 with one process does not. "
-            "Its attention on the host must have run at a fifth or less of the memory bandwidth assumed here; how it "
-            "was set up is not stated.",
-        ),
-    )
+    return KVPR.experiment("kvpr-fig14", rows, [figure], setup.node_constants(), eight=8 * demand)

@@ -121,14 +121,7 @@ def _table(number: int) -> Experiment:
         rows.append(context(quantity, device, "GB", peaks["KVPR"][index]))
     title = f"{source}: {model}, batch 64"
     figure = setup.length_bars("latency", title, "decode seconds", seconds, setup.SHORT, paper)
-    return KVPR.experiment(
-        f"kvpr-table{number}",
-        rows,
-        figures=(figure,),
-        constants=setup.a100_constants(),
-        notes=_NOTES,
-        mismatches=_MISMATCHES[number],
-    )
+    return KVPR.experiment(f"kvpr-table{number}", rows, [figure], setup.a100_constants())
 
 
 def _pair_rows(source: str, model: str, method: str, pair: tuple[int, int], policy: Policy, latency: float):
@@ -156,43 +149,6 @@ def _flag(model: str, prompt: int, generated: int) -> str:
 
 #: batch·(gen − 1) over the latency, in all 24 pairs of the tables; and tokens times bytes.
 _ASIDE = {"decode_throughput": "the decode latency again", "cache_size": ARITHMETIC}
-
-
-_NOTES = (
-    "Two constants, the link's rate and the host's time a layer, are fitted on Accelerate's latencies of both tables "
-    "without the three anomalous rows. KVPR has the same link and the same host's time; its split is eq. 10's with "
-    "the catalogue's GEMM rate (0.6 of 312 TFLOP/s), ACT on the host.",
-    "Every step copies the whole reserved length, prompt + generated: transformers' static cache is not cut, and "
-    "KVPR's peak memory grows by three layers of that length just as Accelerate's does (0.281 GB from 32 to 128 "
-    "generated tokens, in both). KVPR so read is run at its full length, because the policy's static_cache does not "
-    "know tokens kept in both forms.",
-    "Accelerate here copies the next layer while this one computes, as transformers' code does. The preset "
-    "accelerate (one task at a time) fits the rows as well, but with a link of 29.3 GB/s: more than packets of 256 "
-    "bytes leave of 31.5 (some 28.8). Both are compared in kvpr-fig7.",
-    "gpu peak mem: ours is the executor's own account of named parts. It makes logits for the last token alone; "
-    "transformers 4.46 made them for the whole prompt in float32, which the arithmetic rows add: they meet the table "
-    "within 0.2 %, but for the last rows.",
-)
-_MISMATCHES = {
-    3: (
-        "Rows 128+128, 256+32 and 256+128 are anomalous: a step of 256+32 takes 0.865 s, one of 512+32, which copies "
-        "nearly twice as much, 0.787 s; KVPR has the same kink (notes 28 and 29). Ours are 14 to 51 % below them in "
-        "seconds, and the speedups 9 to 18 % below: if the machine's copies were slower in those runs, recomputing "
-        "was worth more.",
-        "On the two clean long rows the rule promises 11 and 14 % more speedup than was measured: eq. 10 recomputes "
-        "0.61 of the tokens, the rows mean 0.30 to 0.33.",
-        "Activations on the GPU (one reading of the text) would take up to 10 GB more than the table has; on the host "
-        "the account is within 10 % (note 27).",
-    ),
-    4: (
-        "The rule promises more speedup than was measured: up to 13 % (128+128). The rows mean 0.21 to 0.40 of the "
-        "tokens recomputed, eq. 10 gives 0.56.",
-        "128+32, the shortest run, is 8 % slower here than printed for Accelerate: the host's time a layer that the "
-        "6.7B rows ask for (their 128+32 is 6 % faster here) is more than this row has.",
-        "gpu peak mem at 512 tokens: 0.8 and 1.7 GB more than weights, buffers and logits add up to, in both methods. "
-        "Nothing in the paper explains it.",
-    ),
-}
 
 
 def table3() -> Experiment:
@@ -284,14 +240,7 @@ def figure7() -> Experiment:
         name, title = model.lower().replace(".", ""), f"{model}, batch 64"
         figures.append(setup.length_bars(name, title, "decode seconds", seconds, setup.SHORT, paper))
         rows += contexts(deepspeed, labels(setup.SHORT), f"{model}, {{x}}: {{series}}", "s")
-    return KVPR.experiment(
-        "kvpr-fig7",
-        rows,
-        figures=figures,
-        constants=setup.a100_constants(),
-        notes=_FIGURE7_NOTES,
-        mismatches=_FIGURE7_MISMATCHES,
-    )
+    return KVPR.experiment("kvpr-fig7", rows, figures, setup.a100_constants())
 
 
 def deepspeed_s(model: str, pairs) -> np.ndarray:
@@ -299,29 +248,6 @@ def deepspeed_s(model: str, pairs) -> np.ndarray:
     not say how it was set up)."""
     policy = replace(presets.offloaded(), schedule="row", name="deepspeed")
     return _run(model, policy, pairs, None)
-
-
-_FIGURE7_NOTES = (
-    "Where a reading changes what Accelerate does, its constants are fitted anew on Accelerate's rows.",
-    "The main reading, that of Tables 3 and 4, stands on transformers' code (it prefetches), on the link's standard "
-    "and on the memory columns (reserved lengths, ACT on the host). It was chosen with the errors of all readings in "
-    "view, so they are all here.",
-    "With all 12 rows the fit doubles the host's time a layer to meet the three anomalous rows half-way, and the "
-    "shortest clean run then comes out 29 % slow: the three are left out.",
-    "DeepSpeed: weights on the GPU, cache copied to the GPU layer by layer without prefetching, an assumption. The "
-    "axis' last tick is 175 s; ours ends at 169 s.",
-)
-_FIGURE7_MISMATCHES = (
-    "The largest reduction printed, 35.8 %, is that of an anomalous row (OPT-6.7B, 128+128, where Accelerate took "
-    "half as much again as its bytes need); eq. 10 on the fitted machine saves 22 % there, and 25 % at most (512+128). "
-    "Of the clean rows the paper's own most is 25.3 % (128+32).",
-    "ACT on the GPU, which drops the first term of eq. 10 as the text has it for the row schedule, predicts speedups "
-    "60 % above the measured ones: not what was run.",
-    "KVPR that copies only what is cached would gain from Accelerate's copying of the reserved length too: 42 % more "
-    "than measured at 128+128 of OPT-13B, where the two lengths differ most.",
-    "The gains of the clean rows are those of 0.30 of the tokens recomputed (the share that Fig. 10's loads mean), "
-    "half of what eq. 10 chooses.",
-)
 
 
 # ---- Fig. 13
@@ -351,16 +277,4 @@ def figure13() -> Experiment:
         run = setup.run_one(shape, hardware, setup.kvpr_latency(), LATENCY_BATCH, prompts, generated)
         rows.append(context(f"{model}: device memory of KVPR, most", run.peak_bytes["device"].max() / 2**30, "GiB"))
     capacity = (catalogue.load("a100-40g").device_memory or 0) / 2**30
-    return KVPR.experiment(
-        "kvpr-fig13",
-        rows,
-        figures=figures,
-        constants=setup.a100_constants(),
-        notes=(
-            "The same machine, constants and readings as for Tables 3 and 4. Llama-2's attention is as wide as OPT's, "
-            "so that cache and KV-Gen cost the same; recomputed keys are rotated with their own positions.",
-            "KVPR is fastest of the three at every length of both models here too, and the largest bars, 192 and 126 "
-            "tokens/s, fit the axes' last ticks. The longest run of the 13B model takes a little more in our account "
-            f"than the GPU's {capacity:.0f} GiB.",
-        ),
-    )
+    return KVPR.experiment("kvpr-fig13", rows, figures, setup.a100_constants(), capacity=capacity)

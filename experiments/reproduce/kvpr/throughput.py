@@ -113,43 +113,8 @@ def table5() -> Experiment:
         setup.length_bars("rates", lengths, "decode tokens/s", ours, setup.LONG, shown),
         lines("gemm", sensitivity, title, x_label, "median |error|, %"),
     )
-    return KVPR.experiment(
-        "kvpr-table5",
-        rows,
-        figures=figures,
-        constants=setup.rtx5000_constants(),
-        notes=_TABLE5_NOTES,
-        mismatches=_table5_mismatches(ours, paper),
-    )
-
-
-_TABLE5_NOTES = (
-    "One constant, the link's rate, is fitted on the six FlexGen rows. KVPR's GEMM rate is a prior with a source "
-    "(FlexGen's own published fit of a T4: 0.33 of peak); what 0.2 to 0.6 would give is in the last rows.",
-    "Eight mini-batches of 32 requests, a barrier after each (overlap = step), as FlexGen and KVPR's Algorithm 1 "
-    "synchronise. Without the barrier the rates differ by 0.2 % at most: the link is hardly ever idle.",
-    "Where the weights lie is not stated. The buffers take 3.3 to 8.8 GiB, so the GPU's 16 GiB would hold half of the "
-    "weights at every length, all of them at 256 tokens only. All are taken to stream: one link rate then explains the "
-    "six FlexGen rows best (the last rows have it with half and all of them on the GPU).",
-    "Decode attention with the catalogue's shares of memory bandwidth (three passes over KV) takes KV bytes / 0.24 of "
-    "the bandwidth; FlexGen's published T4 fit of decode attention, 0.079 TFLOP/s, is 0.25 of the T4's: the same.",
-    "The row 'at 0.30' recomputes the share of tokens that the loads of Fig. 10 mean (8 % and 38 %: 0.296) instead of "
-    "the rule's.",
-)
-
-
-def _table5_mismatches(ours, paper) -> tuple[str, ...]:
     worst = {rule: worst_error(ours[f"KVPR, {rule} rule"], paper["KVPR"]) for rule in RULES}
-    return (
-        f"Both rules promise more than was measured: eq. 10 at most {worst['paper']:+.1%} a row, the pipeline rule "
-        f"{worst['pipeline']:+.1%} (256+32 and 1024+32 beyond 15 %). The paper's gains, 6.6 to 15.9 %, mean 0.16 to "
-        "0.30 of the tokens recomputed; eq. 10 chooses 0.40 here and would choose 0.58 with the stated 89.2 TFLOP/s "
-        "and 16 GB/s. The pipeline rule fills the GPU to 97-99 %, which a program that stops at every mini-batch "
-        "cannot do. With the share of Fig. 10 the rows come out within a few percent.",
-        "FlexGen at 1024 tokens is faster with 128 generated tokens than with 32 (README, note 32); no model does "
-        "that, so 1024+32 comes out 5 % fast in every reading.",
-        "The text says up to 15 %; the table's own largest gain is 15.9 % (note 31).",
-    )
+    return KVPR.experiment("kvpr-table5", rows, figures, setup.rtx5000_constants(), worst=worst)
 
 
 # ---- Table 2
@@ -203,36 +168,11 @@ def table2() -> Experiment:
     frame, theirs = (points(series, TABLE2_BATCHES, "batch", "gain", "system") for series in (gains, printed_gains))
     title = "Table 2: one GPU batch, OPT-6.7B on an A100"
     figure = lines("gains", frame, title, "requests", "gain over FlexGen, %", paper=theirs, log="x")
-    return KVPR.experiment(
-        "kvpr-table2",
-        rows,
-        figures=(figure,),
-        constants=setup.a100_constants(),
-        notes=_TABLE2_NOTES,
-        mismatches=_TABLE2_MISMATCHES,
-    )
+    return KVPR.experiment("kvpr-table2", rows, [figure], setup.a100_constants())
 
 
 def _table2_gains(rates) -> dict[str, np.ndarray]:
     return {name: _gain(rates[name], rates["FlexGen"]) for name in HIDING}
-
-
-_TABLE2_NOTES = (
-    "Nothing here is fitted on this table (all its rows are held out). The link's rate and the host's time a layer are "
-    "those of Accelerate's rows in Tables 3 and 4, on the same machine; the host's time holds up each layer's weights.",
-    "The unit is tokens/s: the numbers grow with the batch, and 63 steps of 12.9 GB take 25 s at least (note 19).",
-)
-_TABLE2_MISMATCHES = (
-    "FlexGen comes out 3 to 7 % fast: the table means one rate of 22.4 to 23.0 GB/s for weights and cache. The "
-    "page-locked rate without the host's time is 18-21 % too fast, the share of the link that Table 5 shows 11-14 % "
-    "too slow.",
-    "Hiding makes no difference here, by construction: the stream loads a layer's weights while the layer before "
-    "computes, ahead of the activations on the same link, so W_K and W_V are always there. The table's own difference "
-    "between its two KVPR rows is -1.0 to +4.0 %, without a trend, beside run-to-run noise of the same size (FlexGen's "
-    "implied rate alone varies by 2.6 %); at batch 1 and 2 the saving printed is more than the whole cache's transfer.",
-    "KV sizes: 256 tokens are 4 MiB a request and layer, the table has 3 (192 tokens) and doubles it up to batch 16; "
-    "its last entry is 64 where 96 would follow and 128 is due (notes 20 and 21).",
-)
 
 
 # ---- Fig. 6
@@ -279,40 +219,8 @@ def figure6() -> Experiment:
     figures.append(lines("batches", frame, title, "requests", "decode tokens/s", log="x"))
     prompts, generated = setup.lengths(setup.LONG)
     peak = setup.run_column(setup.shape_of("OPT-30B"), nominal, setup.kvpr(), prompts, generated).peak_bytes
-    return KVPR.experiment(
-        "kvpr-fig6",
-        rows,
-        figures=tuple(figures),
-        constants=setup.a100_constants(),
-        notes=_figure6_notes(peak),
-        mismatches=_FIGURE6_MISMATCHES,
-    )
-
-
-def _figure6_notes(peak) -> tuple[str, ...]:
-    return (
-        "32 x 8: the link runs at the share of its standard that FlexGen's rows of Table 5 show (19.9 GB/s here). One "
-        "GPU batch: at the page-locked rate with the host's time a layer, as in Table 2. Both readings give nearly "
-        "the same FlexGen at 256+32 (101 and 106 tokens/s).",
-        "KVPR's rule is eq. 10 with the simulator's own rates (GEMM 0.6 of 312 TFLOP/s); the pipeline rule and the "
-        "share of Fig. 10 stand beside it, and eq. 10 on a link of the stated 32 GB/s.",
-        f"OPT-30B at 1024+128 takes {peak['host'].max() / 2**30:.0f} GiB of host memory if every token is kept as ACT "
-        "and as KV; KVPR need only keep the ACT of tokens that may be recomputed. The paper does not state the host's "
-        "memory.",
-        "KVPR is faster than FlexGen at every point of both rows, as the text says, and its gain grows with the cache.",
-    )
-
-
-_FIGURE6_MISMATCHES = (
-    "OPT-6.7B: 15.1 % in the text, three times that by eq. 10. With the share of tokens that Fig. 10's loads mean "
-    "(0.30) the gain is what the text says, but the two larger models' gains need eq. 10's shares (0.63 and 0.55 "
-    "here): the paper's own numbers do not come from one share.",
-    "46.2 % for OPT-13B is out of reach of eq. 10 with the stated 32 GB/s and 312 TFLOP/s (42 % at most); it needs a "
-    "link of 24 GB/s or less. 'Up to 46.2 %' is also less than Table 3's own 55.8 % (note 30).",
-    "The axes' last ticks are 80, 50 and 25 tokens/s, so that nothing drawn reaches 100, 60 and 30; KVPR at 256+32 has "
-    "134, 77 and 39 here, FlexGen 101, 61 and 32. FlexGen's 32 x 8 would run at some 16 GB/s on the A100, half of its "
-    "link, against 0.63 of the low-end testbed's. No number of it is printed, so nothing is fitted on that.",
-)
+    host_gib = peak["host"].max() / 2**30
+    return KVPR.experiment("kvpr-fig6", rows, figures, setup.a100_constants(), host_gib=host_gib)
 
 
 # ---- Fig. 9
@@ -338,21 +246,4 @@ def figure9() -> Experiment:
             context(f"activations' share of the cache traffic, most: {name}", share, "%"),
         ]
     figure = setup.length_bars("rates", "OPT-13B, 32 x 8 requests", "decode tokens/s", rates, setup.LONG)
-    return KVPR.experiment(
-        "kvpr-fig9",
-        rows,
-        figures=(figure,),
-        constants=setup.a100_constants(),
-        notes=(
-            "4 bits with a scale and a zero of 16 bits for each 64 elements are 0.281 of float16. (De)quantising reads "
-            "and writes device memory at the catalogue's streaming rate.",
-        ),
-        mismatches=(
-            "Once KV takes 4.5 bits, a token's float16 activations (2h bytes) are larger than its keys and values "
-            "(1.125h): recomputing adds traffic, eq. 10 chooses no recomputation at all, and KVPR is FlexGen with a "
-            "quantised cache. Recomputing is worthwhile again only if the activations are quantised too, of which the "
-            "paper says nothing. Both are shown.",
-            "The axis (60) leaves room for a gain of a third at 256+32; bytes alone give more than that here. The "
-            "paper's program must lose the rest in converting, whose rate nothing in the paper tells.",
-        ),
-    )
+    return KVPR.experiment("kvpr-fig9", rows, [figure], setup.a100_constants())
