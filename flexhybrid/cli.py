@@ -316,7 +316,7 @@ def _simulate(args) -> dict:
 
 
 def _search(args) -> dict:
-    from flexhybrid.core.files import check_new_file, write_by_rename
+    from flexhybrid.core.files import check_new_file, save_text
     from flexhybrid.jobs.search import PolicySearchOptions, describe_search, run_search, search_record
 
     options = options_from(PolicySearchOptions, args, budgets=_note_budgets(args))
@@ -325,10 +325,7 @@ def _search(args) -> dict:
             check_new_file(path)  # before the work
     report = run_search(options)
     if args.save_policy:
-        try:
-            write_by_rename(args.save_policy, report.found.policy.to_json())
-        except OSError as error:
-            raise InputError(f"cannot write {args.save_policy}: {error.strerror or error}") from None
+        save_text(args.save_policy, report.found.policy.to_json())
     if not args.json:
         print(describe_search(report))
     return search_record(report)

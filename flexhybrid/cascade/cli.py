@@ -105,10 +105,9 @@ def _add_run(parts) -> None:
 
 def _fit(args) -> dict:
     from flexhybrid.cascade.thresholds.fit import FitOptions, describe_fit, run_fit
+    from flexhybrid.jobs.options import options_from
 
-    names = ("out", "task", "logits", "models", "labels", "data", "watts", "top_k", "max_tokens", "policies")
-    costs = {cost: getattr(args, cost) for cost in COSTS}
-    result = run_fit(FitOptions(**{name: getattr(args, name) for name in names}, costs=costs))
+    result = run_fit(options_from(FitOptions, args, costs={cost: getattr(args, cost) for cost in COSTS}))
     if not args.json:
         print(describe_fit(result))
     return result
@@ -116,10 +115,9 @@ def _fit(args) -> dict:
 
 def _search(args) -> dict:
     from flexhybrid.cascade.thresholds.search import SearchOptions, describe_search, run_search
+    from flexhybrid.jobs.options import options_from
 
-    names = ("cost", "mode", "accuracy", "method", "drop", "skips", "caution", "seed")
-    options = SearchOptions(**{name: getattr(args, name) for name in names})
-    result = run_search(args.fitted, args.out, options, args.curve)
+    result = run_search(args.fitted, args.out, options_from(SearchOptions, args), args.curve)
     if not args.json:
         print(describe_search(result))
     return result
@@ -129,10 +127,10 @@ def _run(args) -> dict:
     from tqdm import tqdm
 
     from flexhybrid.cascade.serving.run import CascadeRunOptions, describe_run, run
+    from flexhybrid.jobs.options import options_from
 
-    names = ("cascade", "input", "output", "models", "max_tokens", "policies", "engine", "plan", "port", "restart")
     with tqdm(desc="cascade", unit="request", file=sys.stderr, disable=args.json or None, leave=False) as bar:
-        options = CascadeRunOptions(**{name: getattr(args, name) for name in names}, on_progress=bar.update)
+        options = options_from(CascadeRunOptions, args, on_progress=bar.update)
         result = run(options, say=functools.partial(print, file=sys.stderr))
     if not args.json and options.input:
         print(describe_run(result))

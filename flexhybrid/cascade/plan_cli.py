@@ -82,18 +82,14 @@ def _plan(args) -> dict:
     import json
 
     from flexhybrid.cascade.placement.search import describe
-    from flexhybrid.core.errors import InputError
-    from flexhybrid.core.files import check_new_file, write_by_rename
+    from flexhybrid.core.files import check_new_file, save_text
 
     if args.out:
         check_new_file(args.out)
     plan = _placement(args, args.rate)
     record = {"version": 1, "cascade": str(args.cascade), **plan.to_dict()}
     if args.out:
-        try:
-            write_by_rename(args.out, json.dumps(record, indent=1))
-        except OSError as error:
-            raise InputError(f"cannot write {args.out}: {error.strerror or error}") from None
+        save_text(args.out, json.dumps(record, indent=1))
     if not args.json:
         print(describe(plan))
     return record

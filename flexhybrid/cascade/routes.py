@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from flexhybrid.core.errors import InputError, unknown
-from flexhybrid.core.files import write_by_rename
+from flexhybrid.core.files import save_text
 
 VERSION = 1
 TASKS = ("classification", "generation", "extraction")
@@ -185,10 +185,7 @@ class Cascade:
 
     def save(self, path: str | Path) -> None:
         """Write the JSON file, complete or not at all."""
-        try:
-            write_by_rename(Path(path), json.dumps(self.to_dict(), indent=1))
-        except OSError as error:
-            raise InputError(f"cannot write {path}: {error.strerror or error}") from None
+        save_text(Path(path), json.dumps(self.to_dict(), indent=1))
 
     @classmethod
     def load(cls, path: str | Path) -> Cascade:

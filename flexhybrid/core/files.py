@@ -31,6 +31,14 @@ def write_by_rename(path: Path, text: str) -> None:
     partial.replace(path)
 
 
+def save_text(path: Path, text: str) -> None:
+    """Write a file by rename. Raises InputError where it cannot be written."""
+    try:
+        write_by_rename(path, text)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror or error}") from None
+
+
 def check_new_file(path: Path) -> None:
     """Raise InputError where ``write_by_rename`` would fail later: no such folder, no right to write, or a folder."""
     if path.is_dir():

@@ -23,8 +23,8 @@ from flexhybrid.cascade.cluster.served import (
     fit_batch_line,
 )
 from flexhybrid.cascade.placement import assign
+from flexhybrid.cascade.placement.host_patterns import Kinds
 from flexhybrid.cascade.placement.instances import layouts
-from flexhybrid.cascade.placement.item_kinds import Kinds
 from flexhybrid.cascade.placement.lower_bound import _relaxed, lower_bound
 from flexhybrid.cascade.placement.program import shortages, solve_exactly
 from flexhybrid.cascade.placement.search import MOST_LOAD, describe, most_rate, plan

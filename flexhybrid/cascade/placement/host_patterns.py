@@ -15,12 +15,34 @@ from collections.abc import Iterator
 import numpy as np
 
 from flexhybrid.cascade.cluster.served import Cluster
-from flexhybrid.cascade.placement.item_kinds import Kinds
+from flexhybrid.cascade.placement.instances import Layout
 
 MOST_PATTERNS = 500_000  #: of a host
 MOST_OF_GPU = 20_000  #: of a GPU; some 10 µs each to list
 ROUNDS = 200
 NEW_COLUMNS = 100  #: a round
+
+
+class Kinds:
+    """Kinds of equal items (model and partition), which a bound need not distinguish."""
+
+    def __init__(self, layout: Layout, cluster: Cluster, most_load: float):
+        self.of = [(m, s) for m in range(len(layout.models)) if layout.replicas[m] for s in range(layout.partitions[m])]
+        model = np.array([m for m, _ in self.of])
+        self.count = layout.replicas[model].astype(float)
+        self.memory = layout.memory[model] / cluster.memory.max()  # shares of the largest GPU
+        self.load = layout.load[model] / most_load
+        with np.errstate(divide="ignore"):
+            fit = np.minimum(1 / self.memory, 1 / self.load)
+        self.alone = np.minimum(self.count, np.floor(fit + 1e-9))  # [kinds] on an empty GPU
+        self.pairs: list[tuple[int, int, float, float]] = []  #: kind, kind, bytes of one pair, pairs that talk
+        index_of = {kind: index for index, kind in enumerate(self.of)}
+        kind_of = np.array([index_of[int(m), int(s)] for m, _, s in layout.items], dtype=int)
+        traffic = layout.traffic + layout.traffic.T
+        for a, b in itertools.combinations(range(len(self.of)), 2):
+            block = traffic[np.ix_(kind_of == a, kind_of == b)]
+            if block.any():
+                self.pairs.append((a, b, float(block.max()), float((block > 0).sum())))
 
 
 def most_saved(kinds: Kinds, cluster: Cluster) -> float | None:

@@ -9,31 +9,27 @@ places p (GPUs, or hosts), n_A(p) being how many of A lie at p. Every placement 
 3. Y on GPUs ≤ Y on hosts ≤ R_A·R_B;
 4. of the two partitions that talk inside a replica t ≤ Y_AB, t ≤ R pairs together; where t are, n_A and n_B differ by
    at most R − t in all, so Y_AC and Y_BC by that times the most C of a place;
-5. Y − R·Rᵀ/places positive semidefinite (Cauchy and Schwarz): pairs of A with B need As and Bs in the same places;
-6. Σ_p (v·n − k)·(v·n − k − 1) ≥ 0 for integer v and k: n is integer.
+5. Y − R·Rᵀ/places positive semidefinite (Cauchy and Schwarz): pairs of A with B need As and Bs in the same places.
 
-The most that such a Y saves is a linear program but for 5 and 6, whose violated rows are added as cuts: for the
-eigenvectors v of negative eigenvalues, and for integer v of up to three kinds. Each round's optimum is a bound.
+The most that such a Y saves is a linear program but for 5, whose violated rows are added as cuts, for the eigenvectors
+of negative eigenvalues. Each round's optimum is a bound.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 
 import numpy as np
 
 from flexhybrid.cascade.cluster.served import Cluster
-from flexhybrid.cascade.placement import host_patterns
+from flexhybrid.cascade.placement.host_patterns import Kinds, most_saved
 from flexhybrid.cascade.placement.instances import Layout
-from flexhybrid.cascade.placement.item_kinds import Kinds
 
 ROUNDS = 80
 TOLERANCE = 1e-6  #: of the transfer time of all items apart: HiGHS holds rows and reduced costs to 1e-7
 ENOUGH = 1e-3  #: of the bound: the rounds end after three in a row that gain less
 DUAL_FEASIBLE = (1, 2, 3, 4, 5)  #: k of u^(k): sizes of which k + 1 fill the place count as k-ths
-MOST_CUTS = 60  #: of 6, a round and level
 
 
 def lower_bound(
@@ -44,13 +40,13 @@ def lower_bound(
     all_apart = cluster.network_s_per_byte * sum(weight * count for _, _, weight, count in kinds.pairs)
     if all_apart <= 0:
         return 0.0
-    saved = host_patterns.most_saved(kinds, cluster)  # never above the relaxation's
+    saved = most_saved(kinds, cluster)  # never above the relaxation's
     bound = _relaxed(kinds, cluster, all_apart, until, good_enough) if saved is None else all_apart - saved
     return max(0.0, bound - TOLERANCE * all_apart)
 
 
 def _relaxed(kinds: Kinds, cluster: Cluster, all_apart: float, until: float, good_enough: float) -> float:
-    """Solve the linear program with cuts 5 and 6 in rounds; ``all_apart``: the cost of items on separate hosts."""
+    """Solve the linear program with cuts 5 in rounds; ``all_apart``: the cost of items on separate hosts."""
     from scipy.optimize import linprog
 
     relaxation = Relaxation(kinds, cluster)
@@ -78,58 +74,33 @@ class Relaxation:
 
     def __init__(self, kinds: Kinds, cluster: Cluster):
         self.kinds, self.size = kinds, len(kinds.of)
-        pairs = np.triu_indices(self.size)
-        self.width = len(pairs[0])
+        first, second = np.triu_indices(self.size)
+        self.width = len(first)
         self.place = np.zeros((self.size, self.size), dtype=int)  # column of Y_AB within its level
-        self.place[pairs] = np.arange(self.width)
+        self.place[first, second] = np.arange(self.width)
         self.place = np.maximum(self.place, self.place.T)
         self.of_pair = 2 * self.width, 2 * self.width + len(kinds.pairs)  # where the pairs begin, by level
         self.places = len(cluster.gpus), int(cluster.hosts.max()) + 1
         self.gpus_of_host = float(np.bincount(cluster.hosts).max())
-        memory = np.bincount(cluster.hosts, cluster.memory).max() / cluster.memory.max()
+        weight = np.array([weight for _, _, weight, _ in kinds.pairs])
+        rates = cluster.host_s_per_byte, cluster.network_s_per_byte - cluster.host_s_per_byte
+        self.value = np.concatenate([np.zeros(2 * self.width), *(weight * rate for rate in rates)])
+        both, together = kinds.count[first] * kinds.count[second], [num_pairs for _, _, _, num_pairs in kinds.pairs]
+        self.high = np.concatenate([both, both, together, together])
+        self.low = np.zeros(len(self.high))
+        for level in (0, self.width):
+            self.low[level + self.place.diagonal()] = kinds.count
         self.rows: list[np.ndarray] = []
         self.right: list[float] = []
-        self._objective(cluster)
-        self._limits()
-        self._capacity(float(memory))
+        self._capacity(float(np.bincount(cluster.hosts, cluster.memory).max() / cluster.memory.max()))
         self._together()
 
-    @property
-    def num_columns(self) -> int:
-        return 2 * self.width + 2 * len(self.kinds.pairs)
-
     def _add(self, entries: dict[int, float], limit: float) -> None:
-        row = np.zeros(self.num_columns)
+        row = np.zeros(len(self.value))
         for column, entry in entries.items():
             row[column] += entry
         self.rows.append(row)
         self.right.append(limit)
-
-    def _objective(self, cluster: Cluster) -> None:
-        self.value = np.zeros(self.num_columns)
-        weight = np.array([weight for _, _, weight, _ in self.kinds.pairs])
-        self.value[self.of_pair[0] : self.of_pair[1]] = weight * cluster.host_s_per_byte
-        self.value[self.of_pair[1] :] = weight * (cluster.network_s_per_byte - cluster.host_s_per_byte)
-
-    def _limits(self) -> None:
-        """Set the bounds of single columns."""
-        k, gpus = self.kinds, self.gpus_of_host
-        self.low, self.high = np.zeros(self.num_columns), np.zeros(self.num_columns)
-        for a in range(self.size):
-            for b in range(a, self.size):
-                column, both = self.place[a, b], k.count[a] * k.count[b]
-                if a == b:
-                    self.low[[column, self.width + column]] = k.count[a]
-                    self.high[column] = min(both, k.count[a] * k.alone[a])
-                    self.high[self.width + column] = min(both, k.count[a] * k.alone[a] * gpus)
-                    continue
-                with_a, with_b = k.count[a] * k.with_one[a, b], k.count[b] * k.with_one[b, a]
-                self.high[column] = min(both, with_a, with_b)
-                more = (gpus - 1) * np.array([k.count[a] * k.alone[b], k.count[b] * k.alone[a]])
-                self.high[self.width + column] = min(both, with_a + more[0], with_b + more[1])
-        for start in self.of_pair:
-            self.high[start : start + len(k.pairs)] = [count for _, _, _, count in k.pairs]
-        self.high = np.maximum(self.low, self.high)
 
     def _capacity(self, memory: float) -> None:
         """Add 1 and 2; ``memory``: of a host, in its largest GPUs."""
@@ -162,38 +133,18 @@ class Relaxation:
                         self._add(entries, most * k.count[a])
 
     def cut(self, x: np.ndarray) -> bool:
-        """Add what x violates of 5 and 6; False where it violates nothing."""
-        before = len(self.rows)
+        """Add what x violates of 5; False where it violates nothing."""
+        before, count = len(self.rows), self.kinds.count
+        scale = 1 / np.sqrt(count)
         for level, places in zip((0, self.width), self.places, strict=True):
-            Y = x[level + self.place]
-            for v in self._negative(Y, places):
-                self._add_square(level, v, -((v @ self.kinds.count) ** 2) / places)
-            for v, k in self._fractional(Y, places):
-                self._add_square(level, v, k * (k + 1) * places, 2 * k + 1)
+            matrix = (x[level + self.place] - np.outer(count, count) / places) * np.outer(scale, scale)
+            values, vectors = np.linalg.eigh(matrix)
+            for v in (vectors * scale[:, None]).T[values < -1e-6]:
+                row = np.zeros(len(self.value))
+                np.add.at(row, level + self.place, -np.outer(v, v))
+                self.rows.append(row)
+                self.right.append(-((v @ count) ** 2) / places)
         return len(self.rows) > before
-
-    def _add_square(self, level: int, v: np.ndarray, limit: float, slope: float = 0.0) -> None:
-        """-v·Y·v <= limit - slope·(v·R)"""
-        row = np.zeros(self.num_columns)
-        np.add.at(row, level + self.place, -np.outer(v, v))
-        self.rows.append(row)
-        self.right.append(limit - slope * float(v @ self.kinds.count))
-
-    def _negative(self, Y: np.ndarray, places: int):
-        """Return the eigenvectors that violate 5."""
-        scale = 1 / np.sqrt(self.kinds.count)
-        matrix = (Y - np.outer(self.kinds.count, self.kinds.count) / places) * np.outer(scale, scale)
-        values, vectors = np.linalg.eigh(matrix)
-        return [vector * scale for value, vector in zip(values, vectors.T, strict=True) if value < -1e-6]
-
-    def _fractional(self, Y: np.ndarray, places: int) -> list[tuple[np.ndarray, float]]:
-        """Return the (v, k) that violate 6 most."""
-        v = _integer_vectors(self.size)
-        total = v @ self.kinds.count
-        k = np.floor(total / places)
-        excess = ((v @ Y) * v).sum(axis=1) - (2 * k + 1) * total + k * (k + 1) * places
-        worst = np.argsort(excess)[:MOST_CUTS]
-        return [(v[i], float(k[i])) for i in worst if excess[i] < -1e-4]
 
 
 def _dual_feasible(share: np.ndarray, k: int) -> np.ndarray:
@@ -201,15 +152,3 @@ def _dual_feasible(share: np.ndarray, k: int) -> np.ndarray:
     scaled = (k + 1) * share
     is_integer = np.abs(scaled - np.rint(scaled)) < 1e-6
     return np.where(is_integer, share, np.floor(scaled) / k)
-
-
-def _integer_vectors(size: int) -> np.ndarray:
-    """Return all v of one to three entries ±1, the first of them +1."""
-    rows = []
-    for count in (1, 2, 3):
-        for entries in itertools.combinations(range(size), count):
-            for signs in itertools.product((1.0, -1.0), repeat=count - 1):
-                row = np.zeros(size)
-                row[list(entries)] = (1.0, *signs)
-                rows.append(row)
-    return np.array(rows)

@@ -30,8 +30,8 @@ class CascadeRunOptions:
     """The options of ``flexhybrid cascade run``."""
 
     cascade: Path
-    input: Path | None  #: None with Ray: requests come to the endpoint alone, until Ctrl-C
-    output: Path | None
+    input: Path | None = None  #: None with Ray: requests come to the endpoint alone, until Ctrl-C
+    output: Path | None = None
     models: Sequence[str] = ()  #: NAME=PATH, in place of the cascade's own paths
     max_tokens: int = 1
     policies: Sequence[str] = ()  #: NAME=POLICY, of language models

@@ -25,7 +25,7 @@ from flexhybrid.cascade.routes import COSTS, TASKS, VERSION, CascadeModel, costs
 from flexhybrid.cascade.thresholds.confidence import calibrate
 from flexhybrid.cascade.thresholds.curve import Answers
 from flexhybrid.core.errors import InputError, unknown
-from flexhybrid.core.files import write_by_rename
+from flexhybrid.core.files import save_text
 
 BATCH = 64  #: requests a local model gets at once while it is fitted
 
@@ -51,10 +51,7 @@ class Fitted:
         record = {"version": VERSION, "task": self.task, "top_k": self.top_k, "models": models}
         arrays = {"ece": self.ece, "confidence": self.confidence, "correct": self.correct.astype(int)}
         record |= {name: array.tolist() for name, array in arrays.items()}
-        try:
-            write_by_rename(path, json.dumps(record))
-        except OSError as error:
-            raise InputError(f"cannot write {path}: {error.strerror or error}") from None
+        save_text(path, json.dumps(record))
 
     @classmethod
     def load(cls, path: Path) -> Fitted:

@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.files import write_by_rename
+from flexhybrid.core.files import save_text
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.trace import TraceEvent, iteration_ends, save_chrome_trace
 from flexhybrid.jobs.compare.breakdown import breakdown, flat_rows
@@ -58,10 +58,7 @@ def write_report(
         lines += [f"| {code} | {count:,} |" for code, count in refusals.most_common()]
     if traces and len(iteration_ends(traces["measured"])) > 1:
         lines += ["", "## A decode step of the first wave", "", *_step_table(traces)]
-    try:
-        write_by_rename(path, "\n".join(lines) + "\n")
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror or error}") from None
+    save_text(path, "\n".join(lines) + "\n")
 
 
 def _step_table(traces: dict[str, list[TraceEvent]]) -> list[str]:
