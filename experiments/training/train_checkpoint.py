@@ -203,49 +203,6 @@ def save_model(model: PreTrainedModel, out: Path) -> None:
     (out / "model.safetensors").chmod(0o644)  # It is written readable by its owner alone.
 
 
-README = """\
-# {name}
-
-A small `{model}` of {parameters:,} parameters for tests and experiments: {layers} layers, hidden
-size {hidden}, {heads}, feed-forward size {ffn:,}, {positions:,} positions, a byte-level BPE of
-{vocabulary:,} tokens, weights in bfloat16. Its completions look like Python source and
-documentation; they are not correct code.
-
-It learned from the Python {python} standard library alone (sources and docstrings, without tests,
-data tables, import lines and licence headers), which is under the PSF licence. No other text {others}.
-
-| | |
-| --- | --- |
-| Command | `{command}` |
-| Documents | {documents} |
-| Seed | {seed} |
-| Steps | {step:,} of {steps:,} |
-| Tokens seen | {tokens:,} (the training text is {corpus:,} tokens) |
-| Training loss | {training_loss:.3f} nats for each token, mean of the last {log_every} steps |
-| Held-out loss | {loss:.3f} nats for each token, on {held_out:,} tokens of held-out files in rows of {row:,} |
-| Its first and last {chunk} positions | {first:.3f} and {last:.3f} |
-| Time | {minutes:.0f} minutes |
-| Computed in | {dtype}, on {threads} CPU threads |
-"""
-
-
-def shape_words(model: PreTrainedModel) -> dict[str, object]:
-    """What the README says of a model's shape."""
-    config = model.config
-    kv_heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
-    shared = "" if kv_heads == config.num_attention_heads else f" over {kv_heads} of keys and values"
-    return {
-        "model": type(model).__name__,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "layers": config.num_hidden_layers,
-        "hidden": config.hidden_size,
-        "heads": f"{config.num_attention_heads} heads{shared}",
-        "ffn": config.ffn_dim if isinstance(model, OPTForCausalLM) else config.intermediate_size,
-        "positions": config.max_position_embeddings,
-        "vocabulary": VOCAB_SIZE,
-    }
-
-
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -351,32 +308,37 @@ def save(
     """Save the model, with a README that gives its loss on the held-out ``rows``; returns that loss."""
     losses = evaluate(model, rows)
     save_model(model, folder)
-    facts = shape_words(model) | {
-        "name": arguments.out.name,
-        "python": ".".join(platform.python_version_tuple()[:2]),
-        "others": f"went into it; it went on\nfrom {arguments.start.name}"
-        if arguments.start
-        else "and\nno other model went into it",
-        "command": command_words(arguments, progress.steps),
-        "documents": arguments.documents,
-        "seed": arguments.seed,
-        "step": progress.done,
-        "steps": progress.steps,
-        "tokens": progress.tokens,
-        "corpus": len(material.stream.tokens),
-        "training_loss": progress.loss,
-        "log_every": LOG_EVERY,
-        "loss": float(losses.mean()),
-        "first": float(losses[:CHUNK].mean()),
-        "last": float(losses[-CHUNK:].mean()),
-        "chunk": CHUNK,
-        "row": material.row,
-        "held_out": rows[:, 1:].numel(),
-        "minutes": progress.seconds / 60,
-        "dtype": "bfloat16 and float32" if bfloat16_is_faster() else "float32",
-        "threads": arguments.threads,
-    }
-    (folder / "README.md").write_text(README.format(**facts))
+    config, start = model.config, arguments.start
+    kv_heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
+    shared = "" if kv_heads == config.num_attention_heads else f" over {kv_heads} of keys and values"
+    readme = (
+        Path(__file__)
+        .with_name("checkpoint_readme.md")
+        .read_text(encoding="utf-8")
+        .format(
+            arguments=arguments,
+            config=config,
+            material=material,
+            progress=progress,
+            model=type(model).__name__,
+            parameters=model.num_parameters(),
+            heads=f"{config.num_attention_heads} heads{shared}",
+            ffn=config.ffn_dim if isinstance(model, OPTForCausalLM) else config.intermediate_size,
+            python=".".join(platform.python_version_tuple()[:2]),
+            others=f"went into it; it went on\nfrom {start.name}" if start else "and\nno other model went into it",
+            command=command_words(arguments, progress.steps),
+            corpus=len(material.stream.tokens),
+            log_every=LOG_EVERY,
+            loss=float(losses.mean()),
+            first=float(losses[:CHUNK].mean()),
+            last=float(losses[-CHUNK:].mean()),
+            chunk=CHUNK,
+            held_out=rows[:, 1:].numel(),
+            minutes=progress.seconds / 60,
+            dtype="bfloat16 and float32" if bfloat16_is_faster() else "float32",
+        )
+    )
+    (folder / "README.md").write_text(readme)
     return float(losses.mean())
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 import pandas as pd
 
 from experiments import reference
+from experiments.reproduce.cascade.setup import MODES, Family
+from experiments.reproduce.cascade.setup import family as family_of
 from experiments.reproduce.experiment import ARITHMETIC, Experiment, Row, bars, lines
 from experiments.reproduce.paper import CASCADE, context, judged
 from experiments.studies.cascade_study import FOLDER
@@ -22,8 +23,7 @@ from flexhybrid.cascade.thresholds.skips import energy_benefit
 
 TASKS = ("CoLA", "QQP", "SST-2", "QNLI", "RTE")
 SIZES = ("Distil-BERT", "BERT-base", "BERT-large")
-FAMILIES = ("T5", "GPT", "ViT")
-MODES = ("AP", "EO")
+FAMILIES = ("T5", "GPT", "ViT")  #: in the order of Table III
 STUDIES = ("digits", "next_tokens")
 BOUND = "the paper gives a bound, not a value"
 OWN_TABLE = "the paper's own table says otherwise"
@@ -116,55 +116,24 @@ def _list(values: Sequence[float] | np.ndarray) -> str:
     return ", ".join(f"{value:g}" for value in values)
 
 
-@dataclass(frozen=True)
-class AnswerShares:
-    """A column of Table III with Table II's sizes, small to large: each model's share of the answers and its accuracy.
-
-    Shares and accuracies are 0 .. 1, parameters in millions, all [models].
-    """
-
-    models: tuple[str, ...]
-    share: np.ndarray
-    parameters: np.ndarray
-    accuracy: np.ndarray
-
-
-def shares(family: str, mode: str) -> AnswerShares:
-    """Return a family's column of Table III."""
-    find = {"family": family, "mode": mode, "metric": "request_share"}
-    records = reference.rows("cascade_tables", table="III", **find).to_dict("records")
-    models = tuple(record["model"] for record in records)
-    sizes = np.array(
-        [
-            [
-                reference.value("cascade_tables", table="II", family=family, model=model, metric=metric)
-                for metric in ("accuracy", "parameters")
-            ]
-            for model in models
-        ]
-    )
-    accuracy, parameters = sizes.T
-    return AnswerShares(models, np.array([record["value"] for record in records]) / 100, parameters, accuracy / 100)
-
-
 def visited(share: np.ndarray) -> np.ndarray:
     """Return the requests that reach each model of a chain without skips [M], from the share that each answers: rho."""
     return 1 - np.concatenate([[0.0], share.cumsum()[:-1]])
 
 
-def dropped(column: AnswerShares) -> list[str]:
+def dropped(family: Family, mode: str) -> list[str]:
     """Return the models without benefit by Algorithm 2's formula, sizes standing for energies."""
-    gain = energy_benefit(visited(column.share), column.parameters)
-    return [model for model, benefit in zip(column.models[:-1], gain, strict=True) if benefit <= 0]
+    gain = energy_benefit(visited(family.shares(mode)), family.parameters)
+    return [model for model, benefit in zip(family.models[:-1], gain, strict=True) if benefit <= 0]
 
 
 def table3() -> Experiment:
     rows, useless, bounds = [], {}, {}
-    for family in FAMILIES:
+    for family in map(family_of, FAMILIES):
         for mode in MODES:
-            column, name = shares(family, mode), f"{family} {mode}"
-            rows += _rows_of(family, mode, column)
-            useless[name], bounds[name] = dropped(column), 1 / float(column.share[-1])
+            rows += _rows_of(family, mode)
+            useless[f"{family.name} {mode}"] = dropped(family, mode)
+        bounds[family.name] = 1 / float(family.shares("AP")[-1])
     curves = study("digits")["curves"].items()
     by_search = [pd.DataFrame({"accuracy": c["accuracy"], "cost": c["cost"], "search": name}) for name, c in curves]
     title = "Digits: cost of a request over the largest model's"
@@ -176,7 +145,7 @@ def table3() -> Experiment:
         num_seeds=study("digits")["num_seeds"],
         useless="; ".join(f"{name}: {', '.join(models)}" for name, models in useless.items() if models),
         bounds=[
-            _cannot_hold(row_id, family, bounds[f"{family} AP"])
+            _cannot_hold(row_id, family, bounds[family])
             for row_id, family in (("sh086", "ViT"), ("sh087", "T5"), ("sh088", "GPT"))
         ],
         papers=_gain(PAPERS_WAY),
@@ -185,13 +154,13 @@ def table3() -> Experiment:
     )
 
 
-def _rows_of(family: str, mode: str, column: AnswerShares) -> list[Row]:
+def _rows_of(family: Family, mode: str) -> list[Row]:
     """Return rows of the numbers that follow from one column of Table III."""
-    share, name = column.share, f"{family} {mode}"
+    share, name, millions = family.shares(mode), f"{family.name} {mode}", family.parameters / 1e6
     source = f"hybridserve_cascade Table III, {name}"
-    find = {"table": "III", "family": family, "mode": mode, "model": "overall", "metric": "accuracy"}
-    blind, paper = 100 * float(share @ column.accuracy), reference.value("cascade_tables", **find)
-    read = float(visited(share) @ column.parameters) / float(column.parameters[-1])
+    find = {"table": "III", "family": family.name, "mode": mode, "model": "overall", "metric": "accuracy"}
+    blind, paper = 100 * float(share @ family.accuracy), reference.value("cascade_tables", **find)
+    read = float(visited(share)[::-1] @ millions[::-1]) / float(millions[-1])  # summed from the giant down
     saved, without = 1 / float(share[-1]), f"{name}: parameters read a request, of the giant's, without skips"
     return [
         _arithmetic(f"{name}: shares sum to", 100.0, 100 * float(share.sum()), source),
@@ -216,20 +185,16 @@ def _gain(mode: str, name: str = "digits") -> float:
 
 def _share_sums() -> list[Row]:
     """Return the sums of Table III that the prose repeats."""
-    smaller = {
-        (family, mode): 100 * (1 - float(shares(family, mode).share[-1])) for family in FAMILIES for mode in MODES
-    }
+    smaller = {(name, mode): 100 * (1 - float(family_of(name).shares(mode)[-1])) for name in FAMILIES for mode in MODES}
     sums = (("sh054", "T5", "AP"), ("sh058", "ViT", "AP"), ("sh064", "T5", "EO"), ("sh066", "ViT", "EO"))
     rows = []
     for row_id, family, mode in sums:
         quantity = f"{family} {mode}: answered by smaller models"
         rows.append(CASCADE.headline(row_id, smaller[family, mode], quantity, aside=ARITHMETIC))
     for row_id, family in (("sh065", "T5"), ("sh067", "ViT")):
-        difference, quantity = (
-            smaller[family, "EO"] - smaller[family, "AP"],
-            "answered by smaller models, EO more than AP",
-        )
-        rows.append(CASCADE.headline(row_id, difference, f"{family}: {quantity}", aside=ARITHMETIC))
+        difference = smaller[family, "EO"] - smaller[family, "AP"]
+        quantity = f"{family}: answered by smaller models, EO more than AP"
+        rows.append(CASCADE.headline(row_id, difference, quantity, aside=ARITHMETIC))
     return rows
 
 

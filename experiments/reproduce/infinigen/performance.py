@@ -259,7 +259,7 @@ def figure_17() -> Experiment:
         model = shape.name.upper()
         policies = [presets.infinigen(setup.ALPHA, ratio, setup.CAP) for ratio in ratios]
         runs = [setup.times("InfiniGen", batch, shape=shape, policy=policy) for policy in policies]
-        seconds[model] = [float(run.total_s[0]) for run in runs]
+        seconds[model] = [float(run.sum(axis=0)[0]) for run in runs]
         memory[model] = [sum(setup.overhead_bytes(shape, batch, ratio)[:2]) / GIB for ratio in ratios]
         for ratio, run_s, gib in zip(ratios, seconds[model], memory[model], strict=True):
             rows.append(context(f"{model}, ratio {ratio:g}", run_s, "s", memory_gib=gib))

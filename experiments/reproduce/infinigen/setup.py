@@ -74,24 +74,6 @@ AS_RUN = Reading()
 READINGS = tuple(Reading(overlap, full) for overlap in (False, True) for full in (True, False))
 
 
-@dataclass(frozen=True, eq=False)
-class Times:
-    """Seconds of a run; arrays over whatever was asked for."""
-
-    prefill_s: np.ndarray
-    decode_s: np.ndarray
-
-    @property
-    def total_s(self) -> np.ndarray:
-        return self.prefill_s + self.decode_s
-
-    def __add__(self, other: Times) -> Times:
-        return Times(self.prefill_s + other.prefill_s, self.decode_s + other.decode_s)
-
-    def __sub__(self, other: Times) -> Times:
-        return Times(self.prefill_s - other.prefill_s, self.decode_s - other.decode_s)
-
-
 # ---- machine and constants
 
 
@@ -155,8 +137,8 @@ def times(
     hardware: Hardware | None = None,
     weights_device: float = 1.0,
     policy: Policy | None = None,
-) -> Times:
-    """Return the seconds of one of POLICIES, or of ``policy``; ``batch`` and ``prompt`` may be arrays.
+) -> np.ndarray:
+    """Return the seconds [prefill and decode, …] of one of POLICIES, or of ``policy``, over arrays of batch and prompt.
 
     InfiniGen's policy loads all of its first layers: two, or the one that nothing can speculate for. A policy of H2O
     treats all layers in one way; with all of layers 0 and 1 loaded, these two are FlexGen's instead: FlexGen's time
@@ -169,12 +151,12 @@ def times(
         layers = 2 if reading.first_two_full else 1
         policy = replace(policy, selection=replace(policy.selection, whole_layers=layers))
 
-    def seconds(policy: Policy, num_layers: int) -> Times:
+    def seconds(policy: Policy, num_layers: int) -> np.ndarray:
         weights = Placement(device=weights_device, host=1.0 - weights_device)
         policy = replace(policy, overlap="full" if reading.overlap else "none", weights=weights)
         run_shape, candidates = replace(shape, num_layers=num_layers), Candidates(policy, batch, prompt, GENERATED)
         prediction = predict(problem_of(run_shape, BYTES, hardware), candidates)
-        return Times(prediction.prefill_s, prediction.decode_s)
+        return np.array([prediction.prefill_s, prediction.decode_s])
 
     own_layers = shape.num_layers - full_layers
     own = seconds(policy, own_layers)
@@ -185,7 +167,7 @@ def times(
 
 def throughput(name: str, batch, reading: Reading = AS_RUN, hardware: Hardware | None = None) -> np.ndarray:
     """Return generated tokens a second, prefill included, OPT-13B with 1920 + 128 tokens."""
-    total_s = times(name, batch, reading=reading, hardware=hardware).total_s
+    total_s = times(name, batch, reading=reading, hardware=hardware).sum(axis=0)
     return np.squeeze(np.asarray(batch) * GENERATED / total_s)
 
 
@@ -231,16 +213,17 @@ def speedups(
     batch: np.ndarray | float, prompt: np.ndarray | float = PROMPT, shape: ModelShape = OPT_13B, **more
 ) -> dict[str, np.ndarray]:
     """Return FlexGen's seconds over each other system's."""
-    flexgen = times("FlexGen", batch, prompt, shape, **more).total_s
-    return {name: flexgen / times(name, batch, prompt, shape, **more).total_s for name in POLICIES if name != "FlexGen"}
+    flexgen = times("FlexGen", batch, prompt, shape, **more).sum(axis=0)
+    others = (name for name in POLICIES if name != "FlexGen")
+    return {name: flexgen / times(name, batch, prompt, shape, **more).sum(axis=0) for name in others}
 
 
 def latency(batch: int) -> dict[str, tuple[float, float]]:
     """Return system -> (prefill, decode) seconds, in the order of Fig. 14."""
     seconds = {"UVM": uvm(batch), "UVM + H2O": uvm(batch, h2o=True)}
     for name in POLICIES:
-        run_times = times(name, batch)
-        seconds[name] = float(run_times.prefill_s[0]), float(run_times.decode_s[0])
+        prefill_s, decode_s = times(name, batch)[:, 0]
+        seconds[name] = float(prefill_s), float(decode_s)
     return seconds
 
 
@@ -254,7 +237,7 @@ def growth_needs(small: ModelShape, larger_gain: float) -> tuple[float, float]:
 
     With either its speedup is the larger model's over the paper's ratio; ``tokens`` are more tokens to fetch.
     """
-    flexgen, own = (float(times(name, 4, shape=small).total_s[0]) for name in ("FlexGen", "InfiniGen"))
+    flexgen, own = (float(times(name, 4, shape=small).sum(axis=0)[0]) for name in ("FlexGen", "InfiniGen"))
     lacking = flexgen * INFINIGEN.value("ih061") / larger_gain - own
     seconds = lacking / ((GENERATED - 1) * (small.num_layers - 2))
     link, cores = testbed().line("load_kv", "h2d"), testbed().line("gather", "host_compute")
@@ -267,8 +250,7 @@ def growth_needs(small: ModelShape, larger_gain: float) -> tuple[float, float]:
 
 def uvm_working_set_bytes(batch: int) -> float:
     """Return the bytes of OPT-13B's weights and of the keys and values of all 2048 tokens."""
-    tokens = PROMPT + GENERATED
-    return model_bytes(OPT_13B) + OPT_13B.num_layers * batch * tokens * OPT_13B.kv_token_bytes(BYTES)
+    return model_bytes(OPT_13B) + kv_bytes(OPT_13B, batch, PROMPT + GENERATED)
 
 
 def model_bytes(shape: ModelShape) -> float:
