@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from flexhybrid.cascade.placement.instances import check_rate
-from flexhybrid.core.errors import InputError
+from flexhybrid.core.errors import InputError, is_integer
 
 COLUMN = "arrival_s"
 
@@ -17,7 +17,7 @@ COLUMN = "arrival_s"
 def poisson(rate: float, count: int, seed: int = 0) -> np.ndarray:
     """Return the seconds at which ``count`` requests arrive, ``rate`` a second on average [count]."""
     check_rate(rate)
-    if isinstance(count, bool) or not isinstance(count, (int, np.integer)) or count < 1:
+    if not is_integer(count) or count < 1:
         raise InputError(f"the number of requests is {count!r}; it must be a whole number >= 1")
     return np.cumsum(np.random.default_rng([seed, 1]).exponential(1 / rate, count))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import threading
 import time
@@ -74,7 +75,7 @@ class Meter:
             self._stop.set()
             self._thread.join()
             self._read(self._nvml)
-            self._nvml.close()
+            self._nvml.library.nvmlShutdown()
             at, watts = np.array(self.samples).T
             self.joules = float(np.trapezoid(watts, at))
             self.measured = True
@@ -103,24 +104,16 @@ class _Nvml:
         """Return None where pynvml, the driver or a GPU that reports its power is missing."""
         try:
             pynvml = importlib.import_module("pynvml")  # an extra: nvidia-ml-py
-        except ImportError:
-            return None
-        try:
             pynvml.nvmlInit()
-        except pynvml.NVMLError:
+        except Exception:  # pynvml's own kind, which is not known where the import fails
             return None
-        try:
+        with contextlib.suppress(pynvml.NVMLError):  # some boards report no power: the model of power is used
             handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
             nvml = cls(pynvml, handles)
             if handles and nvml.watts() > 0:
                 return nvml
-        except pynvml.NVMLError:
-            pass  # some boards report no power: the model of power is used
         pynvml.nvmlShutdown()
         return None
 
     def watts(self) -> float:
         return sum(self.library.nvmlDeviceGetPowerUsage(handle) for handle in self.handles) / 1e3
-
-    def close(self) -> None:
-        self.library.nvmlShutdown()

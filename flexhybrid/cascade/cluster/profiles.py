@@ -28,7 +28,7 @@ VERSION = 1
 NUMBERS = ("output_bytes", "hidden_bytes")
 COUNTS = ("max_batch", "max_partitions")
 OFFLOADED = {"model": str, "hardware": str, "prompt_len": int, "gen_len": int}
-OFFLOADED_DEFAULTS = {"system": "capture", "clock": "virtual", "dtype": "float16", "batches": [1, 2, 4, 8]}
+OPTIONAL = ("system", "batches", "clock", "dtype")  #: of offloaded_lines
 
 
 def offloaded_lines(
@@ -107,17 +107,16 @@ def _line(record: dict, key: str) -> BatchLine:
 def _offloaded(record: object) -> tuple[BatchLine, BatchLine]:
     if not isinstance(record, dict):
         raise InputError(f"offloaded must be a JSON object, not {record!r}")
-    if strange := [key for key in record if key not in OFFLOADED and key not in OFFLOADED_DEFAULTS]:
-        raise unknown("field of offloaded", strange[0], (*OFFLOADED, *OFFLOADED_DEFAULTS))
+    if strange := [key for key in record if key not in (*OFFLOADED, *OPTIONAL)]:
+        raise unknown("field of offloaded", strange[0], (*OFFLOADED, *OPTIONAL))
     for key, kind in OFFLOADED.items():
         if not isinstance(record.get(key), kind) or isinstance(record.get(key), bool):
             raise InputError(f"offloaded: {key} must be {'a name' if kind is str else 'a whole number'}")
-    fields = {**OFFLOADED_DEFAULTS, **record}
-    if not isinstance(fields["batches"], list) or not fields["batches"]:
-        raise InputError(f"offloaded: batches is {fields['batches']!r}; it must be a list of whole numbers")
-    if fields["dtype"] not in DTYPE_BYTES:
-        raise unknown("dtype", fields["dtype"], DTYPE_BYTES)
-    return offloaded_lines(**fields)
+    if not isinstance(batches := record.get("batches", [1]), list) or not batches:
+        raise InputError(f"offloaded: batches is {batches!r}; it must be a list of whole numbers")
+    if (dtype := record.get("dtype", "float16")) not in DTYPE_BYTES:
+        raise unknown("dtype", dtype, DTYPE_BYTES)
+    return offloaded_lines(**record)
 
 
 def flow_of(cascade: Cascade) -> Flow:

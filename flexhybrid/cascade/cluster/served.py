@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flexhybrid.core.errors import InputError
+from flexhybrid.core.errors import InputError, is_integer, is_number
 from flexhybrid.core.units import gib
 
 SHARE_SLACK = 1e-6  #: shares are printed with a digit or two; their sum is scaled back to 1 within this much of it
@@ -31,7 +31,7 @@ class BatchLine:
     def __post_init__(self):
         for name in ("at_zero", "per_request"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float, np.number)) or not 0 <= value < math.inf:
+            if not is_number(value) or not 0 <= value < math.inf:
                 raise InputError(f"{name} of a line over batch sizes is {value!r}; it must be a number >= 0")
 
     def __call__(self, batch):
@@ -87,7 +87,7 @@ class ServedModel:
                 raise InputError(f"model {self.name}: {name} is {getattr(self, name)!r}; it must be a number >= 0")
         for name in ("max_batch", "max_partitions"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if not is_integer(value) or value < 1:
                 raise InputError(f"model {self.name}: {name} is {value!r}; it must be a whole number >= 1")
 
 
@@ -216,7 +216,7 @@ class Cluster:
 def even_cluster(hosts: int, gpus: int, memory: int, host_gb_per_s: float, network_gb_per_s: float) -> Cluster:
     """Return a cluster of ``hosts`` equal hosts with ``gpus`` each; rates in 10⁹ bytes/s."""
     for name, value in (("hosts", hosts), ("GPUs a host", gpus)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if not is_integer(value) or value < 1:
             raise InputError(f"{name}: {value!r} is not a whole number >= 1")
     for name, value in (("rate within a host", host_gb_per_s), ("rate of the network", network_gb_per_s)):
         if not 0 < value < math.inf:

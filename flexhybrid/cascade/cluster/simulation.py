@@ -22,7 +22,7 @@ import numpy as np
 
 from flexhybrid.cascade.cluster.deployment import Deployment
 from flexhybrid.cascade.cluster.energy import PowerModel
-from flexhybrid.core.errors import InputError
+from flexhybrid.core.errors import InputError, unknown
 
 SERVICE = ("fixed", "exponential")
 TAIL = 99.9  #: percentile of the paper's tail latency
@@ -149,7 +149,7 @@ def _check(arrivals_s: np.ndarray, batch_wait_s: float, service: str) -> None:
     if not 0 <= batch_wait_s < float("inf"):
         raise InputError(f"batch_wait_s is {batch_wait_s!r}; it must be a number of seconds >= 0")
     if service not in SERVICE:
-        raise InputError(f"unknown service {service!r}; known: {', '.join(SERVICE)}")
+        raise unknown("service", service, SERVICE)
 
 
 class _ServedModel:

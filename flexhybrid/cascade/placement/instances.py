@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 
 from flexhybrid.cascade.cluster.served import Cluster, Flow, ServedModel
-from flexhybrid.core.errors import InputError
+from flexhybrid.core.errors import InputError, is_number
 from flexhybrid.core.units import gib
 
 MOST_CHOICES = 16  #: (R, S) that are evaluated, those with the fewest partitions first
@@ -108,17 +108,14 @@ def layouts(
     combinations = itertools.islice(itertools.product(*options), MOST_SORTED)
     by_partitions = sorted(combinations, key=lambda choice: sum(option[0] * option[1] for option in choice))
     for choice in by_partitions[:MOST_CHOICES]:
-        arrays = dict(zip(_OPTION, (np.array(column) for column in zip(*choice, strict=True)), strict=True))
-        yield Layout(tuple(models), flow, rate, **arrays)
-
-
-_OPTION = ("replicas", "partitions", "batch", "memory", "load")  #: of a model, in the order of ``_fitting``
+        yield Layout(tuple(models), flow, rate, *map(np.array, zip(*choice, strict=True)))
 
 
 def _fitting(
     model: ServedModel, share: float, rate: float, batch: int, most_load: float, largest: float
 ) -> Iterator[tuple[int, int, int, float, float]]:
-    """Yield (replicas, partitions, batch, bytes, load) of each number of partitions that fits."""
+    """Yield (replicas, partitions, batch, bytes, load), in the order of Layout's fields, of each number of partitions
+    that fits."""
     for partitions in range(1, model.max_partitions + 1):
         replicas, size, load = _replicas(model, share, rate, batch, most_load, partitions)
         memory = model.memory(size) / partitions
@@ -159,5 +156,5 @@ def _never_fits(model: ServedModel, batch: float, cluster: Cluster) -> str:
 
 
 def check_rate(rate: float) -> None:
-    if isinstance(rate, bool) or not isinstance(rate, (int, float, np.number)) or not 0 < rate < math.inf:
+    if not is_number(rate) or not 0 < rate < math.inf:
         raise InputError(f"rate is {rate!r} requests/s; it must be a number > 0")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from flexhybrid.cascade.placement import assign
 from flexhybrid.cascade.placement.instances import Layout, layouts
 from flexhybrid.cascade.placement.lower_bound import TOLERANCE, lower_bound
 from flexhybrid.cascade.placement.program import shortages, solve_exactly, transfer_s
-from flexhybrid.core.errors import InputError
+from flexhybrid.core.errors import InputError, is_integer
 from flexhybrid.core.units import gib
 
 MOST_LOAD = 0.8  #: kernel utilisation of a GPU; Eq. 4 has 1, at which queues grow without end
@@ -39,7 +39,7 @@ class Plan:
     most_load: float
     gpu_of: np.ndarray
     transfer_s: float
-    bound_s: float = 0.0
+    bound_s: float
     how: str = "search"  #: or "binary program"
     num_choices: int = 1
     seconds: float = 0.0
@@ -69,10 +69,9 @@ class Plan:
         names, layout, models, gpus = [gpu.name for gpu in self.cluster.gpus], self.layout, [], []
         for m, model in enumerate(layout.models):
             placed = [[names[g] for g in replica] for replica in self.gpus_of(m)]
-            counts = {"replicas": layout.replicas, "partitions": layout.partitions, "batch": layout.batch}
-            whole_numbers = {name: int(count[m]) for name, count in counts.items()}
+            counts = {name: int(getattr(layout, name)[m]) for name in ("replicas", "partitions", "batch")}
             shares = {"visits": float(layout.flow.visits[m]), "load": float(layout.load[m])}
-            models.append({"name": model.name, **whole_numbers, **shares, "gpus": placed})
+            models.append({"name": model.name, **counts, **shares, "gpus": placed})
         for g, (gpu, used, load) in enumerate(zip(self.cluster.gpus, self.memory, self.load, strict=True)):
             holds = [layout.name(int(i)) for i in np.flatnonzero(self.gpu_of == g)]
             memory = {"memory_bytes": gpu.memory, "used_bytes": float(used)}
@@ -80,10 +79,6 @@ class Plan:
         names = ("most_load", "transfer_s", "bound_s", "gap", "how", "num_choices", "seconds")
         fields = {name: getattr(self, name) for name in names}
         return {"rate": layout.rate, **fields, "models": models, "gpus": gpus}
-
-
-#: A choice's placement before it is a Plan: layout, gpu_of [items], cost, lower bound (both seconds a request), how.
-Placed = tuple[Layout, np.ndarray, float, float, str]
 
 
 def plan(
@@ -106,9 +101,8 @@ def plan(
         placed = _by_program(choices, cluster, most_load, begun + time_limit)
     else:
         placed = _by_search(choices, cluster, most_load, begun, time_limit)
-    layout, gpu_of, cost, bound, how = placed or _last_resort(choices, cluster, most_load, time_limit)
-    effort = {"how": how, "num_choices": len(choices), "seconds": time.perf_counter() - begun}
-    return Plan(layout, cluster, most_load, gpu_of, transfer_s=cost, bound_s=bound, **effort)
+    placed = placed or _last_resort(choices, cluster, most_load, time_limit)
+    return replace(placed, num_choices=len(choices), seconds=time.perf_counter() - begun)
 
 
 def most_rate(
@@ -158,36 +152,38 @@ def _has_room(layout: Layout, cluster: Cluster, most_load: float) -> bool:
     return memory <= cluster.memory.sum() * (1 + 1e-9) and load <= most_load * len(cluster.gpus) * (1 + 1e-9)
 
 
-def _by_program(choices: list[Layout], cluster: Cluster, most_load: float, until: float) -> Placed | None:
+def _by_program(choices: list[Layout], cluster: Cluster, most_load: float, until: float) -> Plan | None:
     """Return the best choice's placement; None where no choice fits.
 
     A search that meets the lower bound needs no further proof, and a choice whose bound is above the best so far is
     passed over; for the others the binary program is solved.
     """
-    best: Placed | None = None
+    best: Plan | None = None
     for layout in choices:
         if not _has_room(layout, cluster, most_load):
             continue
         bound = lower_bound(layout, cluster, most_load, until)
-        if best and bound >= best[2]:
+        if best and bound >= best.transfer_s:
             continue
         tolerance = 2 * TOLERANCE * cluster.network_s_per_byte * float(layout.traffic.sum())
         assigned = assign.search(layout, cluster, most_load, bound + tolerance, until)
         if assigned and assigned[0] <= bound + tolerance:
-            placed = layout, assigned[1], assigned[0], assigned[0], "search"
+            cost, gpu_of = assigned
+            placed = Plan(layout, cluster, most_load, gpu_of, cost, bound_s=cost)
         else:
             solved = solve_exactly(layout, cluster, most_load, until - time.perf_counter())
             if solved is None:
                 continue
-            placed = layout, solved.gpu_of, solved.cost, max(solved.bound, min(bound, solved.cost)), "binary program"
-        if best is None or placed[2] < best[2] * (1 - 1e-9):
+            bound = max(solved.bound, min(bound, solved.cost))
+            placed = Plan(layout, cluster, most_load, solved.gpu_of, solved.cost, bound, "binary program")
+        if best is None or placed.transfer_s < best.transfer_s * (1 - 1e-9):
             best = placed
     return best
 
 
 def _by_search(
     choices: list[Layout], cluster: Cluster, most_load: float, begun: float, time_limit: float
-) -> Placed | None:
+) -> Plan | None:
     """Return the best choice's placement by search: starts for every choice, then the remaining time for the best."""
     starts = []
     for layout in choices:
@@ -205,17 +201,17 @@ def _by_search(
     assigned = assign.search(layout, cluster, most_load, bound / (1 - GOOD_GAP), begun + time_limit)
     if assigned and assigned[0] < cost:
         cost, gpu_of = assigned
-    return layout, gpu_of, cost, min(bound, cost), "search"
+    return Plan(layout, cluster, most_load, gpu_of, cost, min(bound, cost))
 
 
-def _last_resort(choices: list[Layout], cluster: Cluster, most_load: float, time_limit: float) -> Placed:
+def _last_resort(choices: list[Layout], cluster: Cluster, most_load: float, time_limit: float) -> Plan:
     """Find a placement by an integer program; raises InputError with the first choice's shortages."""
     lacking = []
     for layout in choices:
         texts, gpu_of = shortages(layout, cluster, most_load, max(2.0, time_limit))
         if gpu_of is not None:
             cost = transfer_s(layout, cluster, gpu_of)
-            return layout, gpu_of, cost, min(cost, lower_bound(layout, cluster, most_load)), "search"
+            return Plan(layout, cluster, most_load, gpu_of, cost, min(cost, lower_bound(layout, cluster, most_load)))
         lacking.append(texts)
     raise InputError(_infeasible(choices[0], cluster, most_load, lacking[0]))
 
@@ -234,7 +230,7 @@ def _infeasible(layout: Layout, cluster: Cluster, most_load: float, lacking: lis
 
 
 def check_limits(batch: int, most_load: float, time_limit: float) -> None:
-    if isinstance(batch, bool) or not isinstance(batch, (int, np.integer)) or batch < 1:
+    if not is_integer(batch) or batch < 1:
         raise InputError(f"batch is {batch!r}; it must be a whole number >= 1")
     if not 0 < most_load <= 1:
         raise InputError(f"the most load of a GPU is {most_load!r}; it must lie in (0, 1]")

@@ -55,7 +55,7 @@ class SearchedCascade:
     """A searched cascade, and the curve it was chosen from."""
 
     cascade: Cascade
-    expected: Expected
+    expected: Expected  #: cascade.expected
     kept: list[int]  #: indices of its models among the fitted ones
     curve: Curve  #: of these models
     point: int  #: the curve's, before caution and skips
@@ -66,14 +66,14 @@ class SearchedCascade:
 def search(fitted: Fitted, options: SearchOptions = SearchOptions()) -> SearchedCascade:  # noqa: B008  frozen
     """Search a cascade. Raises InputError where a cost is not known or an accuracy is out of reach."""
     answers = fitted.answers(options.cost)
-    find = curve_of(options)
+    find = exact_curve if options.method == "exact" else functools.partial(sampled_curve, seed=options.seed)
     pick = picker(answers, options)
     if options.drop == "best":
         kept, curve, point = best_subset(answers, find, pick)
     else:
         kept = list(range(answers.num_models))
         if options.drop == "paper":
-            kept = drop_by_benefit(answers, lambda part: _thresholds(find(part), pick))
+            kept = drop_by_benefit(answers, lambda part: (part_curve := find(part)).thresholds[pick(part_curve)])
         curve = find(answers.only(kept))
         point = pick(curve)
     caution = options.caution or (CAUTION if options.mode == "ap" and options.accuracy is None else 1.0)
@@ -88,12 +88,6 @@ def search(fitted: Fitted, options: SearchOptions = SearchOptions()) -> Searched
     expected = expected_of(route)
     cascade = Cascade(models, thresholds, skips, expected=expected, **more)
     return SearchedCascade(cascade, expected, kept, curve, point, without_skips=plain, route=route)
-
-
-def curve_of(options: SearchOptions) -> Callable[[Answers], Curve]:
-    if options.method == "exact":
-        return exact_curve
-    return functools.partial(sampled_curve, seed=options.seed)
 
 
 def picker(answers: Answers, options: SearchOptions) -> Callable[[Curve], int]:
@@ -120,10 +114,6 @@ def expected_of(route: Route) -> Expected:
     return Expected(
         tuple(route.shares.tolist()), tuple(route.visited.tolist()), float(route.correct.mean()), len(route.correct)
     )
-
-
-def _thresholds(curve: Curve, pick: Callable[[Curve], int]) -> np.ndarray:
-    return curve.thresholds[pick(curve)]
 
 
 def _note(options: SearchOptions, curve: Curve, caution: float) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -26,16 +26,12 @@ from policy_search.search import SearchResult
 
 #: Lines of a profile that the report shows. Left out: an unpaced link, and the lines that price verbs without one.
 SHOWN_LINES = ("h2d", "d2h", "h2d_both", "d2h_both", "disk_read", "disk_write", *VERBS)
-
-
 BUSY = "*"  #: marks a figure that was measured on a busy machine
-MOST_SPREAD = (
-    0.15  #: (fastest - slowest) / median of a policy's rounds; interleaved rounds of an idle machine lie closer
-)
+MOST_SPREAD = 0.15  #: (fastest - slowest) / median of a policy's rounds; an idle machine's rounds lie closer
 
 
 def is_disturbed(row: dict) -> bool:
-    """Whether a row's median rests on rounds that others disturbed, as the idle check or their spread shows."""
+    """Return whether other processes disturbed the rounds of a row, as the idle check or the rounds' spread shows."""
     rounds = row["measured_rounds"]
     spread = (max(rounds) - min(rounds)) / row["measured_tokens_per_s"]
     return spread > MOST_SPREAD or any(share > MOST_OTHERS for share in row["others_cpu_share"])
@@ -87,17 +83,15 @@ class Report:
 
     def exactness(self, exact: dict) -> None:
         self.say(f"\n3. Exactness: float32, {exact['num_prompts']} prompts, against transformers\n")
-        self.table(
-            [
-                {
-                    "policy": row["policy"],
-                    "tokens equal": f"{row['equal']} of {row['tokens']}",
-                    "excused": row["excused"],
-                    "exact": _verdict(row),
-                }
-                for row in exact["rows"]
-            ]
-        )
+        rows = []
+        for row in exact["rows"]:
+            equal, exactly = (
+                f"{row['equal']} of {row['tokens']}",
+                "yes" if row["exact"] else f"NO: {row['first_wrong']}",
+            )
+            verdict = exactly if row["lossless"] else f"lossy: {row['equal'] / max(1, row['tokens']):.0%} agree"
+            rows.append({"policy": row["policy"], "tokens equal": equal, "excused": row["excused"], "exact": verdict})
+        self.table(rows)
         for prompt, text in exact["completions"]:
             self.say(f"\n  {prompt!r}\n    → {text!r}")
 
@@ -139,15 +133,15 @@ class Report:
 
     def breakdown(self, breakdowns: list[dict]) -> None:
         self.say("\n5. A decode step: ms by kind of task, predicted / measured\n")
-        self.table(_without_empty_columns([step_line(row) for row in breakdowns]))
+        self.table(clock_pairs(breakdowns, _step_ms, ("step", *map(_words, KINDS)), digits=1))
         self.say(
             "\nKinds of one resource add up to its busy time; link, device, host and disk work side by side. A paced\n"
             f"link that was late makes up for up to {MOST_LATE_S * 1e3:.0f} ms: single copies may be faster than it.\n"
         )
         self.say("Traffic of a decode step, MB by what it is: the same tasks on both clocks\n")
-        self.table(_without_empty_columns([traffic_line(row) for row in breakdowns]))
+        self.table(traffic_table(breakdowns))
         self.say("\nBusy share of the decode, predicted / measured\n")
-        self.table(_without_empty_columns([busy_line(row) for row in breakdowns]))
+        self.table(clock_pairs(breakdowns, lambda step: step["busy"], RESOURCES, digits=2))
 
     def end(self, result: dict, out: Path) -> None:
         tables = "exactness.csv, speed.csv" + (", sweep.csv, throughput.png" if result["sweep"] else "")
@@ -207,55 +201,45 @@ def policy_line(policy: Policy) -> dict:
     }
 
 
-def step_line(row: dict) -> dict:
-    """A row of the table of a decode step."""
-    clocks = row["predicted"], row["measured"]
-    used = {kind for clock in clocks for kind in clock["seconds"]}
-    return {"policy": row["policy"], "step": _pair([clock["step_s"] * 1e3 for clock in clocks])} | {
-        kind.replace("_", " "): _pair([clock["seconds"].get(kind, 0.0) * 1e3 for clock in clocks])
-        if kind in used
-        else ""
-        for kind in KINDS
-    }
+def clock_pairs(
+    breakdowns: list[dict], values_of: Callable[[dict], dict[str, float]], columns: Sequence[str], digits: int
+) -> list[dict]:
+    """Return a row a policy, "predicted / measured" in each of ``columns`` that a breakdown has by ``values_of``."""
+    pairs = [[values_of(row[clock]) for clock in ("predicted", "measured")] for row in breakdowns]
+    used = [column for column in columns if any(column in values for pair in pairs for values in pair)]
+
+    def cell(pair: list[dict[str, float]], column: str) -> str:
+        texts = [f"{values.get(column, 0.0):.{digits}f}" for values in pair]
+        return " / ".join(texts) if any(column in values for values in pair) else ""
+
+    cells = [{column: cell(pair, column) for column in used} for pair in pairs]
+    return [{"policy": row["policy"], **texts} for row, texts in zip(breakdowns, cells, strict=True)]
 
 
-def traffic_line(row: dict) -> dict:
-    """A row of the table of traffic."""
-    moved = row["measured"]["bytes"]
-    return {"policy": row["policy"]} | {
-        link: " ".join(f"{cargo} {size / 1e6:.2f}" for cargo, size in moved.get(link, {}).items() if size >= 5e3)
-        for link in LINKS
-    }
+def _step_ms(step: dict) -> dict[str, float]:
+    return {_words(kind): seconds * 1e3 for kind, seconds in {"step": step["step_s"], **step["seconds"]}.items()}
 
 
-def busy_line(row: dict) -> dict:
-    """A row of the table of busy shares."""
-    clocks = row["predicted"]["busy"], row["measured"]["busy"]
-    return {"policy": row["policy"]} | {
-        resource: " / ".join(f"{clock.get(resource, 0.0):.2f}" for clock in clocks)
-        if any(resource in clock for clock in clocks)
-        else ""
-        for resource in RESOURCES
-    }
+def _words(name: str) -> str:
+    return name.replace("_", " ")
 
 
-def _without_empty_columns(rows: list[dict]) -> list[dict]:
-    kept = [column for column in rows[0] if any(row[column] for row in rows)]
-    return [{column: row[column] for column in kept} for row in rows]
-
-
-def _pair(values: list[float]) -> str:
-    return " / ".join(f"{value:.1f}" for value in values)
+def traffic_table(breakdowns: list[dict]) -> list[dict]:
+    """Return a row a policy: what each link that is used moves in a step, MB by cargo."""
+    moved = [row["measured"]["bytes"] for row in breakdowns]
+    used = [link for link in LINKS if any(size >= 5e3 for links in moved for size in links.get(link, {}).values())]
+    rows = []
+    for row, links in zip(breakdowns, moved, strict=True):
+        sizes = {
+            link: {cargo: size / 1e6 for cargo, size in links.get(link, {}).items() if size >= 5e3} for link in used
+        }
+        texts = {link: " ".join(f"{cargo} {mb:.2f}" for cargo, mb in of.items()) for link, of in sizes.items()}
+        rows.append({"policy": row["policy"], **texts})
+    return rows
 
 
 def _shares(shares: Mapping[str, float]) -> str:
     return " ".join(name if share == 1 else f"{name} {share:.2f}" for name, share in shares.items() if share > 0)
-
-
-def _verdict(row: dict) -> str:
-    if row["lossless"]:
-        return "yes" if row["exact"] else f"NO: {row['first_wrong']}"
-    return f"lossy: {row['equal'] / max(1, row['tokens']):.0%} agree"
 
 
 def _number(value: float | None) -> str:

@@ -49,7 +49,7 @@ def read_grid(path: str | Path, keys: dict[str, Checker], required: Sequence[str
 
 
 def points(grid: Grid, limit: int = MAX_POINTS) -> list[dict]:
-    """All combinations, the last key fastest, one grid after the other; a point that came before is left out."""
+    """Return all combinations once, the last key fastest, one grid after the other."""
     if (count := sum(math.prod(map(len, axes.values())) for axes in grid.grids)) > limit:
         raise InputError(f"{grid.path}: {count:,} points; a sweep takes at most {limit:,}. Split the grid in several.")
     combined = (
@@ -59,12 +59,12 @@ def points(grid: Grid, limit: int = MAX_POINTS) -> list[dict]:
 
 
 def point_id(point: dict) -> str:
-    """The name of a point in the journal: a hash of its keys and values, whatever their order."""
+    """Return the name of a point in the journal: a hash of its keys and values, whatever their order."""
     return blake2b(json.dumps(point, sort_keys=True).encode(), digest_size=12).hexdigest()
 
 
 def positive_integer(value) -> int:
-    """A whole number >= 1; 8.0 is taken for 8."""
+    """Return a whole number >= 1; 8.0 counts as 8."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if not is_integer(value) or value < 1:
@@ -73,7 +73,7 @@ def positive_integer(value) -> int:
 
 
 def one_of(subject: str, names: Sequence[str]) -> Checker:
-    """A checker for one of a few names; the error lists the nearest."""
+    """Return a checker for one of ``names``; its error lists the nearest."""
 
     def check(value):
         if not isinstance(value, str) or value not in names:
@@ -84,7 +84,7 @@ def one_of(subject: str, names: Sequence[str]) -> Checker:
 
 
 def _axis(where: str, key: str, value, keys: dict[str, Checker]) -> tuple:
-    """The checked values of one key, each once."""
+    """Return the checked values of a key, each once."""
     if key not in keys:
         raise InputError(f"{where}{unknown('key', key, sorted(keys))}")
     values = value if isinstance(value, list) else [value]
@@ -103,7 +103,7 @@ def _axis(where: str, key: str, value, keys: dict[str, Checker]) -> tuple:
 
 
 def _parse(path: Path) -> dict:
-    """The table in a JSON or TOML file. Raises InputError with line and column where it is broken."""
+    """Read the table of a JSON or TOML file. Raise InputError with line and column where it is broken."""
     if path.suffix.lower() not in (".json", ".toml"):
         raise InputError(f"{path}: a grid is a .json or .toml file, not {path.suffix or 'one without a suffix'}")
     try:
@@ -149,6 +149,6 @@ def _toml(content: str) -> dict:
 
 
 def short(value) -> str:
-    """As in code, cut to 80 characters."""
+    """Return the value as code, cut to 80 characters."""
     shown = repr(value)
     return shown if len(shown) <= 80 else shown[:77] + "..."

@@ -102,28 +102,25 @@ def run_sweep(
             num_workers = min(num_workers, max(1, len(jobs)))
             with bar, closing(_outcomes(points, jobs, evaluate, num_workers, options.engine)) as outcomes:
                 for job, outcome in outcomes:
-                    journal.append([index for group in job for index in group], outcome)
+                    journal.append([index for group in job for index in group], outcome.lines)
                     bar.update(sum(map(len, job)))
-            _write_table(out, points, journal)
+            num_errors = _write_table(out, points, journal)
         except KeyboardInterrupt:
             print(f"flexhybrid: sweep stopped: {_kept(journal)}", file=sys.stderr)
             raise
         except _Stopped as stop:
-            error = InputError(f"sweep stopped: {stop.reason}\n{_kept(journal)}")
-            error.add_note(stop.details)
+            reason, details = stop.args
+            error = InputError(f"sweep stopped: {reason}\n{_kept(journal)}")
+            error.add_note(details)
             raise error from None
         except OSError as error:
             raise InputError(f"sweep stopped: {error}\n{_kept(journal)}") from None
         journal.path.unlink()
-    return SweepSummary(len(points), num_resumed, journal.num_errors, time.perf_counter() - began, out)
+    return SweepSummary(len(points), num_resumed, num_errors, time.perf_counter() - began, out)
 
 
 class _Stopped(Exception):
-    """A sweep cannot go on: why, and what a developer needs to see."""
-
-    def __init__(self, reason: str, details: str = ""):
-        super().__init__(reason)
-        self.reason, self.details = reason, details
+    """A sweep cannot go on. Its arguments: the reason for the user, and details for a developer."""
 
 
 def _kept(journal: Journal) -> str:
@@ -133,7 +130,7 @@ def _kept(journal: Journal) -> str:
 
 @contextmanager
 def _workers(engine: str, workers: int | None) -> Iterator[int]:
-    """How many processes to use: all there are, where it is not said. A Ray cluster is connected meanwhile."""
+    """Yield the number of processes: ``workers``, or one a core. A Ray cluster is connected meanwhile."""
     if engine == "ray":
         with cluster(functools.partial(print, file=sys.stderr)) as ray:
             yield workers or max(1, int(ray.cluster_resources().get("CPU", 1)))
@@ -144,7 +141,7 @@ def _workers(engine: str, workers: int | None) -> Iterator[int]:
 
 
 def _check_output(out: Path) -> None:
-    """Raises InputError where the table could not be written; makes the folder."""
+    """Make the folder of the table. Raise InputError where the table could not be written."""
     if out.suffix.lower() not in (".csv", ".parquet"):
         raise InputError(f"--out {out}: a table is a .csv or .parquet file, not {out.suffix or 'one without a suffix'}")
     if out.is_dir():
@@ -160,7 +157,7 @@ def _check_output(out: Path) -> None:
 def _jobs(
     points: list[dict], todo: list[int], group_of: Callable[[dict], Hashable], size: int
 ) -> list[list[list[int]]]:
-    """Indices of the points to do: jobs of at most ``size`` points, each a list of parts of one group."""
+    """Return jobs of at most ``size`` points; a job is a list of parts of a group, a part a list of point indices."""
     groups: dict[Hashable, list[int]] = {}
     for index in todo:
         groups.setdefault(group_of(points[index]), []).append(index)
@@ -177,8 +174,8 @@ def _jobs(
 
 
 def job_result(evaluate: Evaluate, groups: list[list[dict]]) -> JobResult:
-    """Evaluate a job's groups; an exception other than InputError becomes a failure that any process can read."""
-    lines, columns, num_errors = [], {}, 0
+    """Evaluate the groups of a job; an exception other than InputError becomes a failure that any process can read."""
+    lines = []
     for group in groups:
         try:
             rows = _rows(evaluate, group)
@@ -186,14 +183,12 @@ def job_result(evaluate: Evaluate, groups: list[list[dict]]) -> JobResult:
             reason = f"{type(error).__name__}: {error} (at {short(group[0])}{' …' if len(group) > 1 else ''})"
             return JobResult(failure=reason, details=traceback.format_exc())
         for point, row in zip(group, rows, strict=True):
-            columns.setdefault(tuple(row), len(lines))
-            num_errors += bool(row.get("error"))
             lines.append(json.dumps({"point": point_id(point), "row": row}).encode() + b"\n")
-    return JobResult(lines, columns, num_errors)
+    return JobResult(lines)
 
 
 def _rows(evaluate: Evaluate, points: list[dict]) -> list[dict]:
-    """One plain row a point. Where the points cannot be served together, halves are tried: few bad ones cost little."""
+    """Return a plain row a point. Where the points cannot be served together, try halves: few bad ones cost little."""
     try:
         rows = evaluate([dict(point) for point in points])
     except InputError as error:
@@ -207,7 +202,7 @@ def _rows(evaluate: Evaluate, points: list[dict]) -> list[dict]:
 
 
 def _plain(point: dict, row: dict) -> dict:
-    """A row of JSON scalars without the point's own keys."""
+    """Return the row as JSON scalars, without the keys of the point."""
     plain = {}
     for key, value in row.items():
         if hasattr(value, "item"):  # a numpy scalar
@@ -224,18 +219,15 @@ def _plain(point: dict, row: dict) -> dict:
 # --- the table -------------------------------------------------------------------------------------------------------
 
 
-def _table_part(out: Path) -> Path:
-    return out.with_name(out.name + ".table")
-
-
-def _write_table(out: Path, points: list[dict], journal: Journal) -> None:
-    """The journal's rows in the points' order, by rename."""
-    point_columns = list(dict.fromkeys(key for keys in dict.fromkeys(map(tuple, points)) for key in keys))
-    seen = sorted(journal.columns, key=journal.columns.__getitem__)
-    result_columns = [key for key in dict.fromkeys(itertools.chain(*seen)) if key != "error"]
-    columns = [*point_columns, *(key for key in result_columns if key not in point_columns), "error"]
+def _write_table(out: Path, points: list[dict], journal: Journal) -> int:
+    """Write the rows of the journal in the order of the points, by rename; return the number of rows with an error."""
+    keys, num_errors = dict.fromkeys(itertools.chain(*points)), 0
+    for row in map(journal.row, range(len(points))):
+        keys |= dict.fromkeys(row)
+        num_errors += bool(row.get("error"))
+    columns = [*(key for key in keys if key != "error"), "error"]
     rows = ({**journal.row(index), **point} for index, point in enumerate(points))
-    part = _table_part(out)
+    part = out.with_name(out.name + ".table")
     try:
         if out.suffix.lower() == ".parquet":
             _write_parquet(part, columns, rows)
@@ -243,17 +235,15 @@ def _write_table(out: Path, points: list[dict], journal: Journal) -> None:
             with open(part, "w", encoding="utf-8", newline="") as file:
                 writer = csv.writer(file, lineterminator="\n")
                 writer.writerow(columns)
-                writer.writerows([_cell(row.get(key)) for key in columns] for row in rows)
+                for row in rows:
+                    values = map(row.get, columns)
+                    writer.writerow("" if value is None or value != value else value for value in values)
                 file.flush()
                 os.fsync(file.fileno())
         part.replace(out)
     finally:
         part.unlink(missing_ok=True)
-
-
-def _cell(value):
-    """None and NaN are empty cells."""
-    return "" if value is None or value != value else value
+    return num_errors
 
 
 def _write_parquet(path: Path, columns: list[str], rows: Iterator[dict]) -> None:
@@ -267,7 +257,7 @@ def _write_parquet(path: Path, columns: list[str], rows: Iterator[dict]) -> None
 
 
 def _column(pd, values: list):
-    """One type a column: whole numbers and flags may have gaps; numbers beside text become text."""
+    """Return a series of one type: whole numbers and flags may have gaps; numbers beside text become text."""
     kinds = {type(value) for value in values if value is not None}
     if len(kinds) > 1 and kinds != {int, float}:
         return pd.Series([None if value is None else str(value) for value in values], dtype="object")
@@ -282,29 +272,20 @@ def _outcomes(
     points: list[dict], jobs: list, evaluate: Evaluate, num_workers: int, engine: str
 ) -> Generator[tuple[list, JobResult]]:
     """Yield every job with its result, as they end. Raise _Stopped when one fails. Closing it ends the workers."""
-
-    def payload(job: list[list[int]]) -> list[list[dict]]:
-        return [[points[index] for index in group] for group in job]
-
-    def checked(result: JobResult) -> JobResult:
-        if result.failure:
-            raise _Stopped(result.failure, result.details)
-        return result
-
-    if num_workers == 1 and engine != "ray":
-        for job in jobs:
-            yield job, checked(job_result(evaluate, payload(job)))
-        return
-    waiting = ((job, payload(job)) for job in jobs)
+    waiting = ((job, [[points[index] for index in group] for group in job]) for job in jobs)
     if engine == "ray":
         from flexhybrid.jobs.sweep.remote import results_on
 
         results = results_on(waiting, job_result, evaluate, num_workers)
+    elif num_workers == 1:
+        results = ((job, job_result(evaluate, groups)) for job, groups in waiting)
     else:
         results = _worker_results(waiting, evaluate, num_workers)
     with closing(results):
         for job, result in results:
-            yield job, checked(result)
+            if result.failure:
+                raise _Stopped(result.failure, result.details)
+            yield job, result
 
 
 def _worker_results(
@@ -317,29 +298,28 @@ def _worker_results(
     """
     busy: dict[Pipe, list] = {}
     crew: dict[Pipe, BaseProcess] = {}
-    pipe = None
+
+    def send_next(pipe: Pipe) -> None:
+        if (job := next(waiting, None)) is not None:
+            pipe.send(job[1])
+            busy[pipe] = job[0]
+
     try:
         _start(crew, num_workers)
         for pipe in crew:
             pipe.send(evaluate)
-            if (job := next(waiting, None)) is not None:
-                pipe.send(job[1])
-                busy[pipe] = job[0]
+            send_next(pipe)
         while busy:
             ready = set(pipes.wait(list(busy)))
             for pipe in [pipe for pipe in busy if pipe in ready]:
                 result = pipe.recv()
                 done = busy.pop(pipe)
-                if (job := next(waiting, None)) is not None:
-                    pipe.send(job[1])
-                    busy[pipe] = job[0]
+                send_next(pipe)
                 yield done, result
     except (EOFError, ConnectionError):
-        process = crew[pipe] if pipe else None
-        if process:
-            process.join(5)
-        code = process.exitcode if process else None
-        raise _Stopped(f"a worker process died (exit code {code}); was memory short?") from None
+        pipes.wait([process.sentinel for process in crew.values()], 5)
+        code = next((process.exitcode for process in crew.values() if process.exitcode is not None), None)
+        raise _Stopped(f"a worker process died (exit code {code}); was memory short?", "") from None
     finally:
         for pipe, process in crew.items():
             pipe.close()
@@ -377,7 +357,7 @@ def _work(pipe: Pipe) -> None:
 
 @contextmanager
 def _sigint_held_back():
-    """Processes started inside are deaf to SIGINT from birth; ours is delivered afterwards."""
+    """Hold SIGINT back: processes started inside never see it, this process gets it afterwards."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return

@@ -25,49 +25,34 @@ MAX_SETTING_BYTES = 1 << 24
 
 @dataclass(frozen=True)
 class JobResult:
-    """What a job gave: journal lines in the order of its points, or why it failed."""
+    """The journal lines of a job in the order of its points, or why it failed."""
 
     lines: list[bytes] = field(default_factory=list)
-    columns: dict[tuple[str, ...], int] = field(default_factory=dict)  #: a row's keys -> first line that has them
-    num_errors: int = 0
     failure: str = ""
     details: str = ""
 
 
 @dataclass
 class Journal:
-    """Results on disk as they come. ``offsets``: of every point's line, -1 where it is not done."""
+    """The results on disk. ``offsets``: where the line of each point begins, -1 where the point is not done."""
 
     path: Path
     file: BinaryIO
     offsets: array
-    columns: dict[tuple[str, ...], int] = field(default_factory=dict)  #: a row's keys -> first point that has them
-    num_done: int = 0
-    num_errors: int = 0
 
-    def append(self, indices: list[int], outcome: JobResult) -> None:
-        """Write a job's lines and wait until they are on the disk."""
+    @property
+    def num_done(self) -> int:
+        return len(self.offsets) - self.offsets.count(-1)
+
+    def append(self, indices: list[int], lines: list[bytes]) -> None:
+        """Write the lines of the points at ``indices`` and wait until they are on the disk."""
         offset = self.file.seek(0, os.SEEK_END)
-        self.file.write(b"".join(outcome.lines))
+        self.file.write(b"".join(lines))
         self.file.flush()
         os.fsync(self.file.fileno())
-        for index, line in zip(indices, outcome.lines, strict=True):
+        for index, line in zip(indices, lines, strict=True):
             self.offsets[index] = offset
             offset += len(line)
-        for columns, position in outcome.columns.items():
-            self._saw(columns, indices[position])
-        self.num_done += len(indices)
-        self.num_errors += outcome.num_errors
-
-    def found(self, index: int, offset: int, row: dict) -> None:
-        """Note a line that an earlier run left."""
-        self.num_done += self.offsets[index] < 0
-        self.num_errors += bool(row.get("error"))
-        self.offsets[index] = offset
-        self._saw(tuple(row), index)
-
-    def _saw(self, columns: tuple[str, ...], index: int) -> None:
-        self.columns[columns] = min(index, self.columns.get(columns, index))
 
     def row(self, index: int) -> dict:
         self.file.seek(self.offsets[index])
@@ -78,9 +63,9 @@ class Journal:
 
 
 def open_journal(out: Path, identity: dict, ids: list[str], fresh: bool) -> Journal:
-    """The journal of this sweep, opened for one process; what an earlier run left in it is taken over.
+    """Open the journal of a sweep for this process alone, with the results that an earlier run left in it.
 
-    A torn tail (a kill while writing) is cut off. Raises InputError where the file is another sweep's.
+    Cut off a torn last line (a kill while writing). Raise InputError where the file belongs to another sweep.
     """
     path = out.with_name(out.name + ".partial")
     header = {**json.loads(MARK + b"}"), **identity}
@@ -131,19 +116,18 @@ def _read_journal(journal: Journal, index_of: dict[str, int]) -> None:
     for line in file:
         try:
             entry = json.loads(line)
-            index, row = index_of[entry["point"]], entry["row"]
-            complete = line.endswith(b"\n") and isinstance(row, dict)
+            index = index_of[entry["point"]]
+            if not line.endswith(b"\n") or not isinstance(entry["row"], dict):
+                break
         except (ValueError, KeyError, TypeError):
-            complete = False
-        if not complete:
             break
-        journal.found(index, end, row)
+        journal.offsets[index] = end
         end += len(line)
     file.truncate(end)
 
 
 def grid_hash(points: list[dict], ids: list[str]) -> str:
-    """Of the points, and of the small files that they name: a changed hardware file makes another grid."""
+    """Return a hash of the points and of the small files that they name: a changed hardware file makes another grid."""
     digest = sha256("".join(sorted(ids)).encode())
     named = {value for point in points for value in point.values() if isinstance(value, str)}
     for value in sorted(named):
@@ -154,7 +138,7 @@ def grid_hash(points: list[dict], ids: list[str]) -> str:
 
 
 def version_hash(evaluate: Callable) -> str:
-    """Of the sources that results come from, and of the function's name."""
+    """Return a hash of the sources that results come from, and of the name of ``evaluate``."""
     import flexhybrid
 
     root = Path(flexhybrid.__file__).parent.parent

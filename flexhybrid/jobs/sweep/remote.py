@@ -17,9 +17,9 @@ AHEAD = 2  #: tasks a worker, so that none waits for its next one
 def results_on(
     jobs: Iterable[tuple[list, list]], outcome: Callable[..., JobResult], evaluate: Callable, num_workers: int
 ) -> Generator[tuple[list, JobResult]]:
-    """Every (job, what ``outcome`` takes of it) with its outcome, as they end; a task whose worker dies is done again.
+    """Yield (job, ``outcome(evaluate, its points)``) as jobs end; repeat a task whose worker dies.
 
-    Closing it cancels what runs.
+    Closing the generator cancels the tasks that run.
     """
     task = ray.remote(num_cpus=1, max_retries=MAX_RETRIES, runtime_env={"env_vars": ENVIRONMENT})(outcome)
     function = ray.put(evaluate)
