@@ -23,10 +23,13 @@ from flexhybrid.jobs.run.cli import DISK_DIR_HELP, add_doctor, add_run
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, but a wrong argument is one line, as any other error."""
+    """An argument parser that takes no shortened flags and prints one line for a wrong argument."""
+
+    def __init__(self, **options):
+        super().__init__(allow_abbrev=False, **options)
 
     def parse_known_args(self, args=None, namespace=None):
-        """What a command does not know is its own error, not that of the parser above it."""
+        """Parse; a command reports the arguments that it does not know itself, instead of the parser above it."""
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -42,7 +45,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="flexhybrid",
         description="Run language models that do not fit the GPU, and know beforehand how fast.",
-        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"flexhybrid {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -53,7 +55,6 @@ def build_parser() -> argparse.ArgumentParser:
         description="Profile this machine, search the best KV:ACT mix, run it beside the other policies, and show "
         "predicted against measured. Without --model: exactness on the shipped checkpoint, speed on a random model. "
         "Without --link-gb-per-s a CPU's link is paced at 0.4 GB/s, or faster where 0.4 leaves nothing to mix.",
-        allow_abbrev=False,
     )
     _common(compare)
     compare.add_argument("--model", type=Path, help="local checkpoint folder (Hugging Face layout)")
@@ -86,7 +87,6 @@ def build_parser() -> argparse.ArgumentParser:
         "policy auto, simulate, search and doctor find this machine under the name local. Half a minute at a small "
         "model's sizes, on a machine that should do nothing else. `flexhybrid run` measures at its own model's by "
         "itself.",
-        allow_abbrev=False,
     )
     _common(profile)
     profile.add_argument("--model", type=Path, help="measure at this checkpoint's layer sizes (hidden 1,024)")
@@ -112,7 +112,6 @@ def _add_skew(commands) -> None:
         help="prepare a checkpoint for InfiniGen's selection",
         description="Write a copy of a checkpoint in which few columns of each head's queries and keys say most about "
         "attention (InfiniGen, Sec. 4.2); tokens stay what they are. One forward of the text's beginning decides.",
-        allow_abbrev=False,
     )
     parser.add_argument("--model", type=Path, required=True, help="local checkpoint folder (Hugging Face layout)")
     parser.add_argument("--text", type=Path, required=True, help="text file to learn from")
@@ -129,7 +128,6 @@ def _add_simulate(commands) -> None:
         "act_only, hybrid(0.4), capture, flexgen, deepspeed, accelerate, kvpr_row, kvpr_column, token_recompute(0.2), "
         "int4 (4-bit keys and values; native weights), h2o(0.2), infinigen, uvm, fastdecode(gpus=4), ideal, …; a wrong "
         "name lists all.",
-        allow_abbrev=False,
     )
     parser.add_argument("--system", default="capture", help="by name, options as in a call, or a JSON file (capture)")
     _model_and_machine(parser)
@@ -147,7 +145,6 @@ def _add_search(commands) -> None:
         "search",
         help="find the best policy for a model, a machine and a workload",
         description="Search placement over three tiers, KV:ACT mix, compression, batch, mini-batch and schedule.",
-        allow_abbrev=False,
     )
     _model_and_machine(parser)
     parser.add_argument("--batch", type=int, help="requests (as many as pay)")
@@ -170,7 +167,6 @@ def _add_sweep(commands) -> None:
         help="simulate all combinations of a grid file",
         description="A JSON or TOML file gives lists for system, model, hardware, batch, prompt_len, gen_len (and "
         "dtype, clock). A stopped sweep goes on with the same command.",
-        allow_abbrev=False,
     )
     parser.add_argument("grid", type=Path, help="grid file")
     parser.add_argument("--out", type=Path, help="table to write, .csv or .parquet (the grid's name, .csv)")
@@ -186,7 +182,6 @@ def _add_reproduce(commands) -> None:
         "reproduce",
         help="rebuild the papers' tables and figures beside their own numbers",
         description="Write CSV, PNG and one self-contained report.html with the papers' numbers beside ours.",
-        allow_abbrev=False,
     )
     parser.add_argument("--only", nargs="+", metavar="NAME", help="some experiments, like capture-table3 (all)")
     parser.add_argument("--list", action="store_true", help="name the experiments and stop")
@@ -202,7 +197,6 @@ def _add_accuracy(commands) -> None:
         description="Feed a text's own tokens through the executor under each policy: perplexity by 256 tokens, cosine "
         "similarity of attention weights and agreement of greedy tokens with the full cache, share of the cache that "
         "is looked at and moved; as table, CSV, JSON and picture.",
-        allow_abbrev=False,
     )
     parser.add_argument("--model", type=Path, help="local checkpoint folder (the shipped OPT)")
     parser.add_argument("--text", type=Path, help="text file, its documents parted by form feeds (the shipped one)")

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from flexhybrid.batch.openai import parse_answer
-from flexhybrid.core.errors import InputError
+from flexhybrid.core.errors import InputError, file_errors
 from flexhybrid.core.files import lock_file
 
 SYNC_RESULTS, SYNC_S = 256, 1.0  #: results, or seconds, after which what was written is waited for
@@ -31,10 +31,8 @@ class AnswerFile:
         """Raises InputError where it cannot be written, or another process is writing it."""
         self.path = path
         self._size, self._lacks_end, self._unsynced, self._synced_at = 0, False, 0, time.monotonic()
-        try:
+        with file_errors(f"write {path}"):
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0), 0o644)
-        except OSError as error:
-            raise InputError(f"cannot write {path}: {error.strerror}") from None
         try:
             self._lock()
         except BaseException:
@@ -77,20 +75,16 @@ class AnswerFile:
 
     def repair(self) -> None:
         """Cut the torn tail that ``check`` found, or end a last line that lacks nothing else."""
-        try:
+        with file_errors(f"write {self.path}"):
             os.ftruncate(self._fd, self._size)
             if self._lacks_end:
                 self._size += os.write(self._fd, b"\n")
-        except OSError as error:
-            raise InputError(f"cannot write {self.path}: {error.strerror}") from None
         self.sync()
 
     def clear(self) -> None:
         """Begin anew."""
-        try:
+        with file_errors(f"write {self.path}"):
             os.ftruncate(self._fd, 0)
-        except OSError as error:
-            raise InputError(f"cannot write {self.path}: {error.strerror}") from None
         self._size = 0
         self.sync()
 
@@ -121,10 +115,8 @@ class AnswerFile:
             self.sync()
 
     def sync(self) -> None:
-        try:
+        with file_errors(f"write {self.path}"):
             os.fsync(self._fd)
-        except OSError as error:
-            raise InputError(f"cannot write {self.path}: {error.strerror}") from None
         self._unsynced, self._synced_at = 0, time.monotonic()
 
     def close(self) -> None:
@@ -155,17 +147,13 @@ def _line_at(file, offset: int) -> bytes:
 
 def write_durably(partial: Path, pieces: Iterable[bytes], path: Path) -> None:
     """Write ``path`` through a file beside it: it is whole, on the disk, or not changed."""
-    try:
+    with contextlib.ExitStack() as stack, file_errors(f"write {path}"):
+        stack.callback(partial.unlink, missing_ok=True)
         with open(partial, "wb") as file:
             file.writelines(pieces)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
         folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise InputError(f"cannot write {path}: {error.strerror}") from None
+        stack.callback(os.close, folder)
+        os.fsync(folder)

@@ -19,36 +19,19 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 URLS = (COMPLETIONS, CHAT)
 
 #: Fields that ask nothing of the answer: names, bookkeeping, caching.
-IGNORED = frozenset(
-    [
-        "model",
-        "user",
-        "metadata",
-        "store",
-        "service_tier",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-    ]
-)
+IGNORED = {"model", "user", "metadata", "store", "service_tier", "safety_identifier"}
+IGNORED |= {"prompt_cache_key", "prompt_cache_retention"}
 #: Fields that must be left at a value that asks for nothing, besides null.
 NEUTRAL: dict[str, tuple] = {
-    "stream": (False,),
-    "stream_options": (),
-    "echo": (False,),
-    "suffix": ("",),
-    "audio": (),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
+    **dict.fromkeys(("audio", "prediction", "reasoning_effort", "stream_options", "verbosity"), ()),
+    **dict.fromkeys(("echo", "stream"), (False,)),
+    **dict.fromkeys(("function_call", "tool_choice"), ("none", "auto")),
+    **dict.fromkeys(("functions", "tools"), ([],)),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
-    "prediction": (),
-    "reasoning_effort": (),
     "response_format": ({"type": "text"},),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
+    "suffix": ("",),
     "top_logprobs": (0,),
-    "verbosity": (),
     "web_search_options": (),
 }
 ID = re.compile(r"batch_req_(\d{8,19})")

@@ -20,7 +20,7 @@ import numpy as np
 
 from flexhybrid.batch.openai import COMPLETIONS, URLS, ReadLine, Refused, Request, json_object, prompt_ids, utf8
 from flexhybrid.batch.openai import read_request as read_batch_request
-from flexhybrid.core.errors import InputError, unknown
+from flexhybrid.core.errors import InputError, file_errors, unknown
 from flexhybrid.core.workload import Workload
 from flexhybrid.requests import RequestCodec
 from flexhybrid.sampling_params import SamplingParams
@@ -72,7 +72,7 @@ def open_lines(path: Path, file_format: str, column: str | None) -> BinaryIO:
     """Return the requests as lines: the file itself, or a temporary file with a column's values as JSON, one a line."""
     if (column is not None) != (file_format in ("csv", "parquet")):
         raise InputError(f"a {file_format} file {'needs' if column is None else 'has no'} --column")
-    try:
+    with file_errors(f"read {path}"):
         if path.exists() and not path.is_file():
             raise InputError(f"cannot read {path}: it is not a regular file, and a run reads it more than once")
         if column is None:
@@ -82,8 +82,6 @@ def open_lines(path: Path, file_format: str, column: str | None) -> BinaryIO:
         lines.writelines(json.dumps(value).encode() + b"\n" for value in values)
         lines.flush()
         return lines
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror or error}") from None
 
 
 def _csv_values(path: Path, column: str) -> Iterator[str | None]:
@@ -298,8 +296,6 @@ class RequestFile:
 
 def file_state(path: Path) -> tuple[int, int]:
     """Return (bytes, time of change); it differs once the file was written to."""
-    try:
+    with file_errors(f"read {path}"):
         stat = path.stat()
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}") from None
     return stat.st_size, stat.st_mtime_ns

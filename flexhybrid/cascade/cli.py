@@ -20,7 +20,6 @@ def add_cascade(commands) -> list[argparse.ArgumentParser]:
         help="small models answer what they are sure of, large ones the rest",
         description="Serve several sizes of a model together: a calibrated confidence decides whether an answer stands "
         "or the request goes on to a larger model.",
-        allow_abbrev=False,
     )
     parts = group.add_subparsers(dest="part", required=True)
     for add in PARTS:
@@ -35,7 +34,6 @@ def _add_fit(parts) -> None:
         description="Scale each model's logits by one temperature, so that its confidence says how often it is right: "
         "from files of logits, or by running local models. No output of a model changes. Models are named from small "
         "to large, and so are their costs.",
-        allow_abbrev=False,
     )
     parser.add_argument("--logits", nargs="+", default=[], metavar="NAME=FILE", help=".npz or .parquet with logits")
     parser.add_argument("--labels", type=Path, help=".npz or .parquet with labels, beside --logits")
@@ -65,7 +63,6 @@ def _add_search(parts) -> None:
         help="search thresholds and skips for accuracy and cost",
         description="From what fit wrote: the curve of accuracy against cost over all thresholds, and a point of it. "
         "ap is the cheapest as accurate as the largest model, eo where more accuracy begins to be dear.",
-        allow_abbrev=False,
     )
     parser.add_argument("fitted", type=Path, help="the file that fit wrote")
     parser.add_argument("--cost", choices=COSTS, default=COSTS[0], help=f"what is saved ({COSTS[0]})")
@@ -87,7 +84,6 @@ def _add_run(parts) -> None:
         help="serve a file of requests through a cascade of local models",
         description="Answer every request of a file through the cascade, in the file's order, a line of JSON each, and "
         "count who answered. Where a model fails, its requests go on to the next larger one.",
-        allow_abbrev=False,
     )
     parser.add_argument("--cascade", type=Path, required=True, help="the file that search wrote")
     parser.add_argument("-i", "--input", type=Path, help="requests: .npz with x, .jsonl or .txt")

@@ -13,7 +13,6 @@ def add_plan(commands) -> None:
         help="place a cascade's models and replicas on GPUs",
         description="Place replicas and partitions of a cascade's models on GPUs with as little transfer as can be, "
         "within each GPU's memory and time (Algorithm 3); says how far from the best that can be at most.",
-        allow_abbrev=False,
     )
     _placed(parser)
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the plan to this JSON file")
@@ -27,7 +26,6 @@ def add_simulate(commands) -> None:
         help="predict latency, throughput and energy of a cascade on a cluster",
         description="Place a cascade and let requests arrive: queues, batches, hops and replicas in virtual time. Mean "
         "and 99.9 % latency, throughput, joules a request with the GPUs' idle power.",
-        allow_abbrev=False,
     )
     _placed(parser)
     parser.add_argument("--requests", type=int, default=100_000, help="of a Poisson process (100000)")

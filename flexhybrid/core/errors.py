@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from numbers import Integral, Real
 from typing import TypeGuard
 
@@ -13,6 +14,15 @@ SHOWN = 80
 
 class InputError(ValueError):
     """A request, file or setting that cannot be served. The command line prints its text and exits with status 2."""
+
+
+@contextmanager
+def file_errors(doing: str, advice: str = "") -> Iterator[None]:
+    """Raise an OSError or UnicodeDecodeError of the block as InputError: "cannot write FILE: REASON", with advice."""
+    try:
+        yield
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot {doing}: {getattr(error, 'strerror', None) or error}{advice}") from None
 
 
 def unknown(what: str, name: object, known: Iterable[str], *, other: str = "") -> InputError:

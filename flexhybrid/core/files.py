@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from flexhybrid.core.errors import InputError
+from flexhybrid.core.errors import InputError, file_errors
 
 
 def lock_file(descriptor: int, busy: str) -> None:
@@ -33,10 +33,8 @@ def write_by_rename(path: Path, text: str) -> None:
 
 def save_text(path: Path, text: str) -> None:
     """Write a file by rename. Raises InputError where it cannot be written."""
-    try:
+    with file_errors(f"write {path}"):
         write_by_rename(path, text)
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror or error}") from None
 
 
 def check_new_file(path: Path) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from flexhybrid.core.context.cache_entries import CACHE_KEY, TIERS, representation_of
-from flexhybrid.core.errors import InputError
+from flexhybrid.core.errors import InputError, file_errors
 
 FORMAT_VERSION = 1
 _NATIVE_BITS = "native"
@@ -303,10 +303,8 @@ class Policy:
     @staticmethod
     def load(path: str | Path) -> Policy:
         """Read a JSON file. Raises InputError that names the file."""
-        try:
+        with file_errors(f"read policy file {path}"):
             text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"cannot read policy file {path}: {getattr(error, 'strerror', None) or error}") from None
         try:
             policy = Policy.from_json(text)
         except InputError as error:

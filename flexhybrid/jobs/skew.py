@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flexhybrid.core.errors import InputError
+from flexhybrid.core.errors import InputError, file_errors
 from flexhybrid.requests import load_tokenizer
 from flexhybrid.runtime.selections.skew import save_skewed
 from flexhybrid.runtime.storage.loader import Checkpoint
@@ -20,10 +20,8 @@ def skew(model: Path, text: Path, out: Path, most_tokens: int = 2048) -> dict:
     checkpoint = Checkpoint(model)
     if (tokenizer := load_tokenizer(checkpoint.path)) is None:
         raise InputError(f"{model} has no tokenizer files, so no text can be read with it")
-    try:
+    with file_errors(f"read text file {text}"):
         sample = text.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read text file {text}: {getattr(error, 'strerror', None) or error}") from None
     tokens = tokenizer(sample, verbose=False)["input_ids"][: min(most_tokens, checkpoint.shape.max_context)]
     if not tokens:
         raise InputError(f"text file {text} is empty")

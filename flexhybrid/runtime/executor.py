@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from flexhybrid.core.schedule.steps import MiniBatchStep
 from flexhybrid.core.task import Task
@@ -27,6 +28,7 @@ class Executor(WaveState[SelectionHooks]):
         super().__init__(parts, wave, prompts, plan, selection_of(wave, parts.weights))
         self.verbs = verbs_under(self.selection)
 
+    @torch.inference_mode()
     def perform(self, task: Task) -> None:
         """Run one task; what a device computes asynchronously is enqueued."""
         self.verbs[task.verb](self, task)

@@ -20,7 +20,7 @@ import pandas as pd
 from flexhybrid import shipped
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.context.selection import kept_tokens
-from flexhybrid.core.errors import InputError
+from flexhybrid.core.errors import InputError, file_errors
 from flexhybrid.core.files import write_by_rename
 from flexhybrid.core.policy import Policy, Selection
 from flexhybrid.core.workload import Workload
@@ -145,10 +145,8 @@ def read_texts(llm: LLM, path: Path, length: int, max_texts: int) -> list[list[i
     """
     if llm.tokenizer is None:
         raise InputError(f"{llm.checkpoint.path} has no tokenizer files: a text cannot be cut into its tokens")
-    try:
+    with file_errors(f"read text file {path}"):
         documents = path.read_text(encoding="utf-8").split(DOCUMENT_END)
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read text file {path}: {getattr(error, 'strerror', None) or error}") from None
     start = [] if (bos := llm.tokenizer.bos_token_id) is None else [bos]
     size, longest, texts = length - len(start), 0, []
     for document in documents:

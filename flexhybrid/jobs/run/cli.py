@@ -29,7 +29,6 @@ def add_run(commands, common: Callable) -> None:
         description="Answer every request of a file: lines of OpenAI's Batch format (/v1/completions or "
         "/v1/chat/completions), plain text with a prompt a line, or a column of CSV or parquet. Answers are appended "
         "as they come, in OpenAI's format. Stopped or killed, the same command goes on.",
-        allow_abbrev=False,
     )
     common(parser)
     parser.add_argument("-i", "--input", type=Path, required=True, help="file of requests")
@@ -87,7 +86,6 @@ def add_doctor(commands) -> None:
         help="what this machine offers, and which models fit it how fast",
         description="Show versions, memory, the measured links and disk, and what the search predicts of each model "
         "that is known by name. Nothing is run.",
-        allow_abbrev=False,
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--models", nargs="+", metavar="NAME", default=[], help="models by name or config.json (all)")

@@ -7,7 +7,7 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from flexhybrid.core.errors import InputError
+from flexhybrid.core.errors import InputError, file_errors
 from flexhybrid.core.files import save_text
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.trace import TraceEvent, iteration_ends, save_chrome_trace
@@ -29,10 +29,8 @@ def clocks(trace: list[TraceEvent], hardware: Hardware | None) -> dict[str, list
 
 def write_trace(path: Path, traces: dict[str, list[TraceEvent]]) -> None:
     """For ui.perfetto.dev. Raises InputError where it cannot be written."""
-    try:
+    with file_errors(f"write {path}"):
         save_chrome_trace(path, traces)
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror or error}") from None
 
 
 def refusal_codes(errors: Path) -> Counter:

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from flexhybrid.core.errors import InputError
+from flexhybrid.core.errors import InputError, file_errors
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.runtime.kernels.attention import attend_prefill, split_heads
 from flexhybrid.runtime.kernels.rotary import rotary_tables, rotate_
@@ -105,7 +105,7 @@ def save_skewed(checkpoint: Checkpoint, tokens: list[int], folder: str | Path) -
     if folder.exists():
         raise InputError(f"{folder} is there already: name a new folder for the skewed checkpoint")
     matrices = skewing_matrices(checkpoint, tokens)
-    try:
+    with file_errors(f"write {folder}"):
         folder.mkdir(parents=True)
         for file in sorted(checkpoint.path.iterdir()):
             if file.is_file() and (checkpoint.shape.rotary or not _WEIGHTS.fullmatch(file.name)):
@@ -114,8 +114,6 @@ def save_skewed(checkpoint: Checkpoint, tokens: list[int], folder: str | Path) -
             save_file({f"layers.{layer}": a.float() for layer, a in enumerate(matrices)}, folder / SKEW_FILE)
         else:
             _save_folded(checkpoint, matrices, folder)
-    except OSError as error:
-        raise InputError(f"cannot write {folder}: {error.strerror or error}") from None
 
 
 #: Names of files that hold weights, and of their index.
@@ -130,10 +128,11 @@ def _save_folded(checkpoint: Checkpoint, matrices: list[torch.Tensor], folder: P
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / file, {"format": "pt"})
         files.update(dict.fromkeys(tensors, file))
 
-    save(dict(checkpoint.named_outer()), "model-outer.safetensors")
+    outer = {checkpoint.outer_name(name): tensor for name, tensor in checkpoint.outer_tensors()}
+    save(outer, "model-outer.safetensors")
     for layer, matrices_Gdd in enumerate(matrices):
         tensors, seen = {}, Counter()
-        for name, own_name, tensor in checkpoint.named_layer(layer):
+        for name, own_name, tensor in checkpoint.layer_tensors(layer):
             place = _KEYS_VALUES_QUERIES[seen[name]] if name.startswith("kvq") else None
             seen[name] += 1
             mixes = place in ("keys", "queries")

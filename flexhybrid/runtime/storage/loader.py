@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,8 +21,8 @@ from flexhybrid.core.model.layout import layer_layout
 from flexhybrid.core.model.shape import ModelShape, shape_of_checkpoint
 from flexhybrid.runtime.models import architecture
 
-#: Dtypes of stored weights, by safetensors' names.
-FLOATS = ("F64", "F32", "F16", "BF16")
+#: Dtypes of stored weights -> safetensors' names of them.
+FLOATS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 #: File of a rotary model's skewing matrices, in the checkpoint's folder.
 SKEW_FILE = "skew.safetensors"
@@ -36,15 +38,14 @@ class Checkpoint:
         self.path = Path(path)
         self.shape: ModelShape = shape_of_checkpoint(self.path)
         self._model = architecture(self.shape)
-        self._files = _tensor_files(self.path)
-        self._open: dict[Path, object] = {}
+        self._stored = _stored_tensors(self.path)
         self.prefix = self._find_prefix()
         self._check_shapes()
 
     def _find_prefix(self) -> str:
         names = {f"{prefix}embed_tokens.weight": prefix for prefix in self._model.PREFIXES}
         for name, prefix in names.items():
-            if name in self._files:
+            if name in self._stored:
                 return prefix
         raise InputError(
             f"{self.path}: the checkpoint holds none of {', '.join(names)}; is it a {self.shape.family} model?"
@@ -53,7 +54,8 @@ class Checkpoint:
     def _layer_name(self, layer: int, tensor: str) -> str:
         return f"{self.prefix}layers.{layer}.{tensor}"
 
-    def _outer_name(self, tensor: str) -> str:
+    def outer_name(self, tensor: str) -> str:
+        """Return the checkpoint's name of a tensor outside the layers."""
         return tensor if tensor.startswith("lm_head") else self.prefix + tensor
 
     def _wanted(self) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -66,7 +68,7 @@ class Checkpoint:
                 for tensor, count in zip(tensors, rows, strict=True):
                     yield self._layer_name(layer, tensor), (count, spot.cols) if spot.cols else (count,)
         for tensor, wanted in self._model.outer_tensors(self.shape).items():
-            yield self._outer_name(tensor), wanted
+            yield self.outer_name(tensor), wanted
 
     def _check_shapes(self) -> None:
         if "quantization_config" in json.loads((self.path / "config.json").read_text(encoding="utf-8")):
@@ -75,35 +77,27 @@ class Checkpoint:
                 "one (policy bits pack it while loading)"
             )
         for name, wanted in self._wanted():
-            if name not in self._files:
+            if name not in self._stored:
                 hint = " (it says tie_word_embeddings = false)" if name == "lm_head.weight" else ""
                 raise InputError(
                     f"{self.path}: tensor {name} is missing; config.json asks for shape {list(wanted)}{hint}"
                 )
-            if (dtype := self._files[name].dtype_of(name)) not in FLOATS:
+            stored = self._stored[name]
+            if stored.dtype not in FLOATS.values():
+                allowed = ", ".join(FLOATS.values())
+                raise InputError(f"{self.path}: tensor {name} holds {stored.dtype}; weights must be one of {allowed}")
+            if stored.shape != list(wanted):
                 raise InputError(
-                    f"{self.path}: tensor {name} holds {dtype}; weights must be one of {', '.join(FLOATS)}"
-                )
-            stored = self._files[name].shape_of(name)
-            if tuple(stored) != wanted:
-                raise InputError(
-                    f"{self.path}: tensor {name} has shape {list(stored)}, config.json asks for {list(wanted)}"
+                    f"{self.path}: tensor {name} has shape {stored.shape}, config.json asks for {list(wanted)}"
                 )
 
     def read(self, name: str) -> torch.Tensor:
         try:
-            return self._files[name].read(name)
+            return self._stored[name].read()
         except (OSError, SafetensorError, RuntimeError) as error:
             raise InputError(f"{self.path}: cannot read tensor {name}: {error}") from None
 
-    def layer_tensors(self, layer: int) -> Iterator[tuple[str, int, torch.Tensor]]:
-        rows: dict[str, int] = {}
-        for name, _, data in self.named_layer(layer):
-            row = rows.get(name, 0)
-            yield name, row, data
-            rows[name] = row + data.shape[0]
-
-    def named_layer(self, layer: int) -> Iterator[tuple[str, str, torch.Tensor]]:
+    def layer_tensors(self, layer: int) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Yield (layout name, checkpoint name, tensor) of one layer; tensors that share a layout name come in the order
         of their rows: keys, values, queries."""
         for name, tensors in self._model.layer_tensors(self.shape).items():
@@ -111,114 +105,94 @@ class Checkpoint:
                 own_name = self._layer_name(layer, tensor)
                 yield name, own_name, self.read(own_name)
 
-    def named_outer(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (checkpoint name, tensor) of the tensors outside the layers."""
-        for tensor in self._model.outer_tensors(self.shape):
-            yield self._outer_name(tensor), self.read(self._outer_name(tensor))
-
     def outer_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (layout name, tensor) outside the layers, copied: a tensor as read is a view of the mapped file."""
         for tensor in self._model.outer_tensors(self.shape):
-            yield tensor, self.read(self._outer_name(tensor)).clone()
+            yield tensor, self.read(self.outer_name(tensor)).clone()
 
     def skew(self, layer: int) -> torch.Tensor | None:
         """Return a layer's skewing matrices [G, d, d], None for a model without. Raise InputError for another shape."""
         if not (file := self.path / SKEW_FILE).is_file():
             return None
-        matrices, name = _SafetensorsFile(file), f"layers.{layer}"
+        name = f"layers.{layer}"
         wanted = [self.shape.num_kv_heads, self.shape.head_dim, self.shape.head_dim]
-        if name not in matrices.names or matrices.shape_of(name) != wanted:
+        matrices = _open_safetensors(file).get(name)
+        if matrices is None or matrices.shape != wanted:
             raise InputError(f"{file} holds no {name} of shape {wanted}: is it of another model?")
-        return matrices.read(name)
+        return matrices.read()
 
 
-class _SafetensorsFile:
-    def __init__(self, path: Path):
-        self.path = path
-        try:
-            self._file = safe_open(path, framework="pt")
-            self.names = tuple(self._file.keys())
-        except (OSError, SafetensorError) as error:
-            raise InputError(f"cannot open {path}: {error}; is the file complete?") from None
+class _Stored(NamedTuple):
+    """A tensor of an open file."""
 
-    def shape_of(self, name: str) -> list[int]:
-        return self._file.get_slice(name).get_shape()
-
-    def dtype_of(self, name: str) -> str:
-        return self._file.get_slice(name).get_dtype()
-
-    def read(self, name: str) -> torch.Tensor:
-        return self._file.get_tensor(name)
+    shape: list[int]
+    dtype: str  #: by safetensors' name
+    read: Callable[[], torch.Tensor]
 
 
-class _PickleFile:
-    """A pytorch_model.bin, loaded with weights_only: a pickle that would run code is refused."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        try:
-            self._tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except Exception as error:  # torch raises many types for a broken or unsafe pickle
-            raise InputError(f"cannot open {path}: {str(error).splitlines()[0]}") from None
-        self.names = tuple(self._tensors)
-
-    def shape_of(self, name: str) -> list[int]:
-        return list(self._tensors[name].shape)
-
-    def dtype_of(self, name: str) -> str:
-        dtype = self._tensors[name].dtype
-        return {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}.get(
-            dtype, str(dtype)
-        )
-
-    def read(self, name: str) -> torch.Tensor:
-        return self._tensors[name]
+def _open_safetensors(path: Path) -> dict[str, _Stored]:
+    try:
+        file = safe_open(path, framework="pt")
+        slices = {name: file.get_slice(name) for name in tuple(file.keys())}
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"cannot open {path}: {error}; is the file complete?") from None
+    return {
+        name: _Stored(part.get_shape(), part.get_dtype(), partial(file.get_tensor, name))
+        for name, part in slices.items()
+    }
 
 
-def _tensor_files(path: Path) -> dict[str, _SafetensorsFile | _PickleFile]:
-    """Return {tensor name: the open file that holds it}: safetensors first, shards by their index."""
-    for stem, suffix, opener in (("model", ".safetensors", _SafetensorsFile), ("pytorch_model", ".bin", _PickleFile)):
+def _open_pickle(path: Path) -> dict[str, _Stored]:
+    """Open a pytorch_model.bin with weights_only: a pickle that would run code is refused."""
+    try:
+        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # torch raises many types for a broken or unsafe pickle
+        raise InputError(f"cannot open {path}: {str(error).splitlines()[0]}") from None
+    return {
+        name: _Stored(list(tensor.shape), FLOATS.get(tensor.dtype, str(tensor.dtype)), partial(tensors.get, name))
+        for name, tensor in tensors.items()
+    }
+
+
+def _stored_tensors(path: Path) -> dict[str, _Stored]:
+    """Return {name: tensor} of all the checkpoint's files: safetensors first, shards by their index."""
+    for stem, suffix, read in (("model", ".safetensors", _open_safetensors), ("pytorch_model", ".bin", _open_pickle)):
         index = path / f"{stem}{suffix}.index.json"
         if index.is_file():
             try:
                 names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
             except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
                 raise InputError(f"cannot read {index}: {error}") from None
-            files = [path / name for name in names]
+            for name in names:
+                if not (path / name).is_file():
+                    raise InputError(f"{path / name} is missing: the checkpoint's index names it")
         elif (path / f"{stem}{suffix}").is_file():
-            files = [path / f"{stem}{suffix}"]
+            names = [f"{stem}{suffix}"]
         else:
             continue
-        opened = [opener(_existing(file)) for file in files]
-        return {name: file for file in opened for name in file.names}
+        return {name: stored for file in names for name, stored in read(path / file).items()}
     raise InputError(f"{path} holds neither model.safetensors nor pytorch_model.bin (nor an index of shards)")
 
 
-def _existing(file: Path) -> Path:
-    if not file.is_file():
-        raise InputError(f"{file} is missing: the checkpoint's index names it")
-    return file
-
-
 class RandomWeights:
-    """Random weights of any shape, fixed by their seed: for timing, where only sizes matter."""
+    """Random weights of any shape, always equal: for timing, where only sizes matter."""
 
-    def __init__(self, shape: ModelShape, seed: int = 0, scale: float = 0.02, device: str = "cpu"):
-        self.shape, self.seed, self.scale, self.device = shape, seed, scale, device
+    def __init__(self, shape: ModelShape, device: str = "cpu"):
+        self.shape, self.device = shape, device
         self._model = architecture(shape)
 
     def _random(self, name: str, size: tuple[int, ...]) -> torch.Tensor:
-        if name.endswith("norm1.weight") or name.endswith("norm2.weight") or name.endswith("norm.weight"):
+        if name.endswith(("norm1.weight", "norm2.weight", "norm.weight")):
             return torch.ones(size)
         if name.endswith(".bias"):
             return torch.zeros(size)
-        generator = torch.Generator(device=self.device).manual_seed(zlib.crc32(f"{self.seed} {name}".encode()))
-        return torch.empty(size, device=self.device).normal_(0.0, self.scale, generator=generator)
+        generator = torch.Generator(device=self.device).manual_seed(zlib.crc32(f"0 {name}".encode()))
+        return torch.empty(size, device=self.device).normal_(0.0, 0.02, generator=generator)
 
-    def layer_tensors(self, layer: int) -> Iterator[tuple[str, int, torch.Tensor]]:
+    def layer_tensors(self, layer: int) -> Iterator[tuple[str, str, torch.Tensor]]:
         for spot in layer_layout(self.shape, 2).spots:
             size = (spot.rows, spot.cols) if spot.cols else (spot.rows,)
-            yield spot.name, 0, self._random(f"layer {layer} {spot.name}", size)
+            yield spot.name, spot.name, self._random(f"layer {layer} {spot.name}", size)
 
     def skew(self, layer: int) -> None:
         """Return None: random weights are not skewed."""

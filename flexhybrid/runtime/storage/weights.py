@@ -34,8 +34,8 @@ def linear(rows: torch.Tensor, parts: Parts, bias: torch.Tensor | None) -> torch
 class WeightSource(Protocol):
     """The weights of a model, one tensor at a time: those of a checkpoint on disk, or random numbers."""
 
-    def layer_tensors(self, layer: int) -> Iterator[tuple[str, int, torch.Tensor]]:
-        """Yield (layout name, first row, tensor) of one layer."""
+    def layer_tensors(self, layer: int) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """Yield (layout name, the source's own name, tensor) of one layer; those of a layout name by rows."""
         ...
 
     def outer_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -112,12 +112,14 @@ class Weights:
         spots = {spot.name: spot for spot in self.layout.spots}
         to_disk = torch.zeros(self.disk_stride, dtype=torch.uint8)
         for layer in range(self.shape.num_layers):
-            for name, first_row, tensor in source.layer_tensors(layer):
-                spot = spots[name]
+            ends = {name: spot.start for name, spot in spots.items()}  # of what is in place
+            for name, _, tensor in source.layer_tensors(layer):
                 tensor = tensor.to(self.dtype).contiguous()
-                if isinstance(self.bits, int) and spot.cols:
+                if isinstance(self.bits, int) and spots[name].cols:
                     tensor = quantize(tensor, self.bits).cpu()
-                self._place(layer, spot.start + first_row * spot.row_bytes, tensor.view(-1).view(torch.uint8), to_disk)
+                flat = tensor.view(-1).view(torch.uint8)
+                self._place(layer, ends[name], flat, to_disk)
+                ends[name] += len(flat)
             if self.disk:
                 self.disk.write([(layer * self.disk_stride, to_disk)])
         # Always a copy: a view of the source's tensor would keep its file mapped.

@@ -21,7 +21,6 @@ Targets = tuple[torch.Tensor, torch.Tensor]  #: keys and values [B, G, T, d] of 
 WIDE = (torch.complex128, torch.int64, torch.int32, torch.int16)  #: of 16, 8, 4 and 2 bytes
 
 
-@torch.inference_mode()
 def assemble(state: State, task: Task) -> None:
     """Lay keys and values side by side, head-major: all segments, the recomputed prefix, the new tokens."""
     step, shape, slot = task.payload.step, state.shape, task.payload.slot
@@ -107,7 +106,6 @@ def _widened(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(next(dtype for dtype in WIDE if row_bytes % dtype.itemsize == 0))
 
 
-@torch.inference_mode()
 def attend(state: State, task: Task) -> None:
     """Attend with the new tokens over their whole context: [B, N, H·d]."""
     step, shape = task.payload.step, state.shape
@@ -123,7 +121,6 @@ def attend(state: State, task: Task) -> None:
         state.attended = attention.attend_chunk(new, keys, values, mask).view(batch * step.width, -1)
 
 
-@torch.inference_mode()
 def attend_recomputed(state: State, task: Task) -> None:
     """Attend with the recomputed prefix over itself; its rows go before those of the new tokens."""
     step, batch = task.payload.step, len(task.payload.step.requests)
@@ -131,7 +128,6 @@ def attend_recomputed(state: State, task: Task) -> None:
     state.attended = torch.cat([prefix, state.attended.view(batch, step.width, -1)], dim=1).flatten(0, 1)
 
 
-@torch.inference_mode()
 def attend_prefill(state: State, task: Task) -> None:
     """Attend with the tokens of a prompt over themselves."""
     state.attended = _over_themselves(state, task, slice(None)).flatten(0, 1)
@@ -144,7 +140,6 @@ def _over_themselves(state: State, task: Task, tokens: slice) -> torch.Tensor:
     return attention.attend_prefill(queries, keys, values)
 
 
-@torch.inference_mode()
 def attend_host(state: State, task: Task) -> None:
     """Put the new rows into the host's KV blocks, then attend with each request over its own blocks."""
     step, shape, slot = task.payload.step, state.shape, task.payload.slot

@@ -10,14 +10,14 @@ from flexhybrid.core.task import Task
 from flexhybrid.core.work import MIN_KV_GEN_ROWS
 from flexhybrid.runtime.kernels import sampling
 from flexhybrid.runtime.kernels.attention import split_heads
-from flexhybrid.runtime.kernels.quantize import WORK_ELEMENTS, dequantize, quantize
+from flexhybrid.runtime.kernels.quantize import WORK_ELEMENTS, dequantize
+from flexhybrid.runtime.kernels.quantize import quantize as pack
 from flexhybrid.runtime.kernels.rotary import rotate_
 from flexhybrid.runtime.step_tensors import Rotation
 from flexhybrid.runtime.storage.weights import linear
 from flexhybrid.runtime.wave_state import NOTHING, State
 
 
-@torch.inference_mode()
 def embed(state: State, task: Task) -> None:
     """Token ids -> hidden states [R, h]; the first verb of a step."""
     tensors = state.begin_step(task)
@@ -25,13 +25,11 @@ def embed(state: State, task: Task) -> None:
     state.hidden.keep(task, state.model.embed(state.shape, state.weights.outer, tokens, tensors.positions_R))
 
 
-@torch.inference_mode()
 def dequantize_weights(state: State, task: Task) -> None:
     """Unpack the layer's matrices to the compute dtype."""
     state.weights.dequantize(state.layer_weights.stored(task), state.layer_weights.of(task))
 
 
-@torch.inference_mode()
 def dequantize_cache(state: State, task: Task, representation: str) -> None:
     """Unpack the blocks of all tiers to rows [·, width] of the compute dtype, one segment after the other."""
     batch, first, bits = len(task.payload.step.requests), 0, getattr(state.policy.bits, representation)
@@ -56,7 +54,6 @@ def _unpack(state: State, task: Task, segment: Segment, target: torch.Tensor, bi
         dequantize(pool.index_select(0, blocks), bits, target.dtype, out=unpacked)
 
 
-@torch.inference_mode()
 def kv_gen(state: State, task: Task) -> None:
     """Recompute keys and values from the ACT of all segments."""
     step = task.payload.step
@@ -94,7 +91,6 @@ def _gather_act(state: State, task: Task) -> None:
             torch.index_select(pool, 0, table.flatten(), out=target.flatten(0, 1))
 
 
-@torch.inference_mode()
 def project(state: State, task: Task) -> None:
     """Project keys, values and queries of the computed tokens; stage the new rows that are stored in native bits."""
     w, slot, step, tensors = state.layer_weights.of(task), task.payload.slot, task.payload.step, state.tensors(task)
@@ -111,8 +107,7 @@ def project(state: State, task: Task) -> None:
         _stage_stores(state, task, packed=False)
 
 
-@torch.inference_mode()
-def quantize_new(state: State, task: Task) -> None:
+def quantize(state: State, task: Task) -> None:
     """Pack the new rows that are stored with fewer bits, into staging."""
     _stage_stores(state, task, packed=True)
 
@@ -128,14 +123,13 @@ def _stage_stores(state: State, task: Task, packed: bool) -> None:
         rows = tensors.stores[store.space].rows
         if packed:
             bits = getattr(state.policy.bits, store.representation)
-            quantize(source if rows is None else source[rows], bits, out=target)
+            pack(source if rows is None else source[rows], bits, out=target)
         elif rows is None:
             target.copy_(source)
         else:
             torch.index_select(source, 0, rows, out=target)
 
 
-@torch.inference_mode()
 def scatter_device(state: State, task: Task) -> None:
     """Staging -> blocks of the device."""
     tensors, slot, shape = state.tensors(task), task.payload.slot, state.shape
@@ -154,7 +148,6 @@ def scatter_device(state: State, task: Task) -> None:
             pool[place.blocks, place.offsets] = rows
 
 
-@torch.inference_mode()
 def finish(state: State, task: Task) -> None:
     """Apply output projection and feed-forward network: the next layer's hidden states."""
     hidden, attended = state.hidden.of(task), state.attended
@@ -166,7 +159,6 @@ def finish(state: State, task: Task) -> None:
     state.hidden.keep(task, state.model.finish(state.shape, state.layer_weights.of(task), hidden, attended))
 
 
-@torch.inference_mode()
 def head(state: State, task: Task) -> None:
     """Compute the logits of each request's last token."""
     last = state.tensors(task).last_rows_B
@@ -174,7 +166,6 @@ def head(state: State, task: Task) -> None:
     state.logits = state.model.head(state.shape, state.weights.outer, hidden if last is None else hidden[last])
 
 
-@torch.inference_mode()
 def sample(state: State, task: Task) -> None:
     """Choose the next token of each request: for the token table, and for the host, NO_TOKEN where the logits are not
     finite."""

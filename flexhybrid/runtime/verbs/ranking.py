@@ -10,7 +10,6 @@ from flexhybrid.runtime.selections.heavy_hitters import HeavyHitters
 from flexhybrid.runtime.wave_state import WaveState
 
 
-@torch.inference_mode()
 def rank(state: WaveState[HeavyHitters], task: Task) -> None:
     """Choose the tokens that stay: after the prompt the rows of the best go to staging; in the decode the new token
     takes the place of the worst."""

@@ -4,7 +4,6 @@ and gather their rows. And the variants of loads, conversions and attention in l
 from __future__ import annotations
 
 import numpy as np
-import torch
 
 from flexhybrid.core import work
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
@@ -21,7 +20,6 @@ from flexhybrid.runtime.wave_state import WaveState
 State = WaveState[Speculation]
 
 
-@torch.inference_mode()
 def speculate(state: State, task: Task) -> None:
     """After the prompt: keep this layer's partial query weights and keys. In the decode: choose the tokens that the
     next layer fetches."""
@@ -90,7 +88,6 @@ def load_chosen(state: State, task: Task, representation: str) -> None:
     state.resolve(task, work.load_rows(state.shape, element_bytes, representation, fetched.tokens))
 
 
-@torch.inference_mode()
 def dequantize_chosen(state: State, task: Task, representation: str) -> None:
     """Unpack the fetched rows to the compute dtype."""
     slot, bits = task.payload.slot, getattr(state.policy.bits, representation)
@@ -98,7 +95,6 @@ def dequantize_chosen(state: State, task: Task, representation: str) -> None:
     dequantize(state.buffers.loaded_rows(representation, slot, tokens), bits, plain.dtype, out=plain[:tokens])
 
 
-@torch.inference_mode()
 def kv_gen_chosen(state: State, task: Task) -> None:
     """Recompute keys and values from the fetched ACT."""
     slot, selection = task.payload.slot, state.selection
@@ -107,7 +103,6 @@ def kv_gen_chosen(state: State, task: Task) -> None:
     generate(state, task, state.buffers.act_rows(slot, fetched.tokens), rotation)
 
 
-@torch.inference_mode()
 def assemble_chosen(state: State, task: Task) -> None:
     """Lay the fetched tokens side by side, representation by representation, each request's padded to the longest;
     then the new tokens."""
