@@ -102,7 +102,7 @@ def _uvm(setting: Setting, fault_gb_per_s: float = 4.0) -> System:
     line = hardware.line("load_weights", "h2d")
     paged = replace(line, s_per_byte=1e-9 / fault_gb_per_s, samples=(), r2=None)
     lines = {**hardware.lines, **{verb: paged for verb in ("load_weights", "load_kv", "store_kv")}}
-    migrating = replace(presets.offloaded(weights=Placement(host=1.0)), name="uvm")
+    migrating = replace(presets.offloaded(), name="uvm", weights=Placement(host=1.0))
     return System("uvm", migrating, replace(hardware, lines=lines))
 
 
@@ -162,12 +162,10 @@ def _preset(function: Callable[..., Policy], options: dict[str, Kind], required:
     def make(setting: Setting, weights_device: float | None = None, **arguments) -> Policy:
         if function is presets.hybrid_static:
             arguments["shape"] = setting.problem.shape
-        if weights_device is not None:
-            arguments["weights"] = Placement(device=weights_device, host=1.0 - weights_device)
         policy = function(**arguments)
-        if weights_device is None and policy.weights.device == 1.0:
-            return _keep_what_fits(setting, policy)
-        return policy
+        if weights_device is not None:
+            return replace(policy, weights=Placement(device=weights_device, host=1.0 - weights_device))
+        return _keep_what_fits(setting, policy) if policy.weights.device == 1.0 else policy
 
     return Entry(make, options, required)
 

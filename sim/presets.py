@@ -11,7 +11,6 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Bits, Overlap, Placement, Policy, Selection
 
-_STREAMED = Placement(host=1.0)
 _RESIDENT = Placement(device=1.0)
 _WHOLE_BATCH = 1 << 30  #: a bound that no batch reaches: one mini-batch
 
@@ -22,28 +21,24 @@ def _share(value, where: str) -> float:
     return float(value)
 
 
-def _mix(**shares: float) -> dict[str, float]:
-    return {kind: share for kind, share in shares.items() if share > 0}
-
-
-def kv_only(max_mini_batch_tokens: int = 8192, weights: Placement = _STREAMED) -> Policy:
+def kv_only(max_mini_batch_tokens: int = 8192) -> Policy:
     """All context as keys and values on the host, in CAPTURE's zig-zag schedule."""
-    return Policy("kv_only", weights, cache={"kv@host": 1.0}, max_mini_batch_tokens=max_mini_batch_tokens)
+    return Policy("kv_only", cache={"kv@host": 1.0}, max_mini_batch_tokens=max_mini_batch_tokens)
 
 
-def act_only(max_mini_batch_tokens: int = 8192, weights: Placement = _STREAMED) -> Policy:
+def act_only(max_mini_batch_tokens: int = 8192) -> Policy:
     """All context as layer inputs on the host (CAPTURE-Act-Cache)."""
-    return Policy("act_only", weights, cache={"act@host": 1.0}, max_mini_batch_tokens=max_mini_batch_tokens)
+    return Policy("act_only", cache={"act@host": 1.0}, max_mini_batch_tokens=max_mini_batch_tokens)
 
 
-def hybrid(share: float, max_mini_batch_tokens: int = 8192, weights: Placement = _STREAMED) -> Policy:
+def hybrid(share: float, max_mini_batch_tokens: int = 8192) -> Policy:
     """A share of each request's tokens as ACT, the rest as KV, all on the host (CAPTURE-Hybrid-Cache).
 
     Raises InputError for a share outside 0..1.
     """
     share = _share(share, "hybrid: the ACT share")
     cache = {"act@host": share, "kv@host": 1.0 - share}
-    return Policy(f"hybrid({share:g})", weights, cache=cache, max_mini_batch_tokens=max_mini_batch_tokens)
+    return Policy(f"hybrid({share:g})", cache=cache, max_mini_batch_tokens=max_mini_batch_tokens)
 
 
 def static_share(shape: ModelShape) -> float:
@@ -52,17 +47,17 @@ def static_share(shape: ModelShape) -> float:
     return 1.0 / (1.0 + shape.act_token_bytes(1) / shape.kv_token_bytes(1))
 
 
-def hybrid_static(shape: ModelShape, max_mini_batch_tokens: int = 8192, weights: Placement = _STREAMED) -> Policy:
+def hybrid_static(shape: ModelShape, max_mini_batch_tokens: int = 8192) -> Policy:
     """Equal host bytes in ACT and KV, whatever the machine."""
     share = static_share(shape)
     cache = {"act@host": share, "kv@host": 1.0 - share}
-    return Policy("hybrid_static", weights, cache=cache, max_mini_batch_tokens=max_mini_batch_tokens)
+    return Policy("hybrid_static", cache=cache, max_mini_batch_tokens=max_mini_batch_tokens)
 
 
-def resident(max_mini_batch_tokens: int = 8192, weights: Placement = _RESIDENT) -> Policy:
+def resident(max_mini_batch_tokens: int = 8192) -> Policy:
     """Weights and keys and values on the device: nothing crosses the link. (By name in ``policy_search.systems``, where
     not all weights fit, as many as do.)"""
-    return Policy("resident", weights, cache={"kv@device": 1.0}, max_mini_batch_tokens=max_mini_batch_tokens)
+    return Policy("resident", _RESIDENT, cache={"kv@device": 1.0}, max_mini_batch_tokens=max_mini_batch_tokens)
 
 
 def ideal() -> Policy:
@@ -73,78 +68,73 @@ def ideal() -> Policy:
 def deepspeed() -> Policy:
     """DeepSpeed ZeRO-Inference: one batch, layer after layer, weights streamed, keys and values on the device."""
     return Policy(
-        "deepspeed", _STREAMED, cache={"kv@device": 1.0}, schedule="row", max_mini_batch_tokens=_WHOLE_BATCH,
+        "deepspeed", cache={"kv@device": 1.0}, schedule="row", max_mini_batch_tokens=_WHOLE_BATCH,
         packing="fifo", weight_order="natural",
     )  # fmt: skip
 
 
-def accelerate(weights: Placement = _RESIDENT) -> Policy:
+def accelerate() -> Policy:
     """Hugging Face's offloaded static cache: weights resident, each layer's whole reserved cache copied in turn,
     nothing overlapped (KVPR section 4.1)."""
     return Policy(
-        "accelerate", weights, cache={"kv@host": 1.0}, schedule="row", max_mini_batch_tokens=_WHOLE_BATCH,
+        "accelerate", _RESIDENT, cache={"kv@host": 1.0}, schedule="row", max_mini_batch_tokens=_WHOLE_BATCH,
         packing="fifo", static_cache=True, overlap="none",
     )  # fmt: skip
 
 
-def token_recompute(ratio: float, max_mini_batch_tokens: int = 8192, weights: Placement = _STREAMED) -> Policy:
+def token_recompute(ratio: float, max_mini_batch_tokens: int = 8192) -> Policy:
     """A leading share of the tokens recomputed through all layers, the rest as keys and values on the host."""
     ratio = _share(ratio, "token_recompute: the ratio")
-    cache = _mix(**{"tok": ratio, "kv@host": 1.0 - ratio})
-    return Policy(f"token_recompute({ratio:g})", weights, cache=cache, max_mini_batch_tokens=max_mini_batch_tokens)
+    shares = {"tok": ratio, "kv@host": 1.0 - ratio}
+    cache = {entry: share for entry, share in shares.items() if share > 0}
+    return Policy(f"token_recompute({ratio:g})", cache=cache, max_mini_batch_tokens=max_mini_batch_tokens)
 
 
-def kvpr_row(split: str = "paper", act: str = "host", weights: Placement = _RESIDENT) -> Policy:
+def kvpr_row(split: str = "paper", act: str = "host") -> Policy:
     """KVPR for latency: weights resident, one batch. ``act``: the tier of the layer inputs; the paper's text has them
     on the device, its memory figures on the host."""
     return Policy(
-        f"kvpr_row({split})", weights, cache={f"both(kv@host,act@{act})": 1.0}, schedule="row",
+        f"kvpr_row({split})", _RESIDENT, cache={f"both(kv@host,act@{act})": 1.0}, schedule="row",
         max_mini_batch_tokens=_WHOLE_BATCH, packing="fifo", split=split,
     )  # fmt: skip
 
 
-def kvpr_column(
-    split: str = "paper", hiding: bool = True, max_mini_batch_tokens: int = 8192, weights: Placement = _STREAMED
-) -> Policy:
+def kvpr_column(split: str = "paper", hiding: bool = True, max_mini_batch_tokens: int = 8192) -> Policy:
     """KVPR for throughput: weights streamed, mini-batches in turn. ``hiding``: W_K and W_V cross the link first, so
     that recomputing starts before the rest has come (KVPR section 3.3)."""
     return Policy(
-        f"kvpr_column({split})", weights, cache={"both(kv@host,act@host)": 1.0},
+        f"kvpr_column({split})", cache={"both(kv@host,act@host)": 1.0},
         max_mini_batch_tokens=max_mini_batch_tokens, packing="fifo", split=split,
         weight_order="kv_first" if hiding else "natural",
     )  # fmt: skip
 
 
-def offloaded(
-    max_mini_batch_tokens: int = _WHOLE_BATCH, weights: Placement = _RESIDENT, overlap: Overlap = "none"
-) -> Policy:
+def offloaded(max_mini_batch_tokens: int = _WHOLE_BATCH, overlap: Overlap = "none") -> Policy:
     """FlexGen with everything but the cache on the device, as InfiniGen runs it: one task after the other."""
     return Policy(
-        "offloaded", weights, cache={"kv@host": 1.0}, max_mini_batch_tokens=max_mini_batch_tokens, packing="fifo",
+        "offloaded", _RESIDENT, cache={"kv@host": 1.0}, max_mini_batch_tokens=max_mini_batch_tokens, packing="fifo",
         weight_order="natural", overlap=overlap,
     )  # fmt: skip
 
 
-def int4(
-    max_mini_batch_tokens: int = _WHOLE_BATCH, weights: Placement = _RESIDENT, overlap: Overlap = "none"
-) -> Policy:
+def int4(max_mini_batch_tokens: int = _WHOLE_BATCH, overlap: Overlap = "none") -> Policy:
     """FlexGen's group-wise 4-bit cache: keys and values alone; the weights keep their native bits."""
     return Policy(
-        "int4", weights, cache={"kv@host": 1.0}, bits=Bits(kv=4), max_mini_batch_tokens=max_mini_batch_tokens,
+        "int4", _RESIDENT, cache={"kv@host": 1.0}, bits=Bits(kv=4), max_mini_batch_tokens=max_mini_batch_tokens,
         packing="fifo", weight_order="natural", overlap=overlap,
     )  # fmt: skip
 
 
-def h2o(budget: float = 0.2, max_mini_batch_tokens: int = _WHOLE_BATCH, weights: Placement = _RESIDENT) -> Policy:
+def h2o(budget: float = 0.2, max_mini_batch_tokens: int = _WHOLE_BATCH) -> Policy:
     """H2O: heavy hitters and a recent window, a fixed share of the prompt, on the host."""
     return Policy(
-        f"h2o({_share(budget, 'h2o: the budget'):g})", weights, cache={"kv@host": 1.0},
+        f"h2o({_share(budget, 'h2o: the budget'):g})", _RESIDENT, cache={"kv@host": 1.0},
         selection=Selection("heavy_hitter", budget=budget), max_mini_batch_tokens=max_mini_batch_tokens,
         packing="fifo", weight_order="natural",
     )  # fmt: skip
 
 
-def infinigen(  # noqa: PLR0913 (each a figure of the paper that users set by name)
+def infinigen(
     alpha: float = 4.0,
     partial_ratio: float = 0.3,
     cap: float = 0.2,
@@ -153,7 +143,6 @@ def infinigen(  # noqa: PLR0913 (each a figure of the paper that users set by na
     whole_layers: int = WHOLE_LAYERS,
     expected: float | None = None,
     max_mini_batch_tokens: int = _WHOLE_BATCH,
-    weights: Placement = _RESIDENT,
 ) -> Policy:
     """InfiniGen: each layer's important tokens guessed one layer ahead, only those fetched; partial keys on the device.
     ``expected``: the share that was measured to be fetched, where it is known."""
@@ -162,14 +151,14 @@ def infinigen(  # noqa: PLR0913 (each a figure of the paper that users set by na
         partial_keys="device", whole_layers=whole_layers, expected_fraction=expected,
     )  # fmt: skip
     return Policy(
-        "infinigen", weights, cache={"kv@host": 1.0}, selection=selection, packing="fifo",
+        "infinigen", _RESIDENT, cache={"kv@host": 1.0}, selection=selection, packing="fifo",
         max_mini_batch_tokens=max_mini_batch_tokens, weight_order="natural",
     )  # fmt: skip
 
 
-def fastdecode(max_mini_batch_tokens: int = 8192, weights: Placement = _RESIDENT) -> Policy:
+def fastdecode(max_mini_batch_tokens: int = 8192) -> Policy:
     """FastDecode: attention beside the cache, on the host. How many GPUs share the host is the implementation's."""
     return Policy(
-        "fastdecode", weights, cache={"kv@host": 1.0}, attention="host", packing="fifo",
+        "fastdecode", _RESIDENT, cache={"kv@host": 1.0}, attention="host", packing="fifo",
         max_mini_batch_tokens=max_mini_batch_tokens,
     )  # fmt: skip

@@ -167,7 +167,8 @@ class SpeedBench:
         self.sweep = [self._contender(share) for share in self.shares]
 
     def _policy(self, share: float) -> Policy:
-        return hybrid(share, BOUND, Placement(device=self.weights_share, host=1 - self.weights_share))
+        weights = Placement(device=self.weights_share, host=1 - self.weights_share)
+        return replace(hybrid(share, BOUND), weights=weights)
 
     def _contender(self, share: float) -> PolicyRun:
         self._progress(f"prefill {share:.3f}")

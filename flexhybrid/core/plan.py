@@ -50,12 +50,10 @@ def stream(wave: Wave, stops_until: StopsUntil = no_stops, first_iteration: int 
     return _Stream(wave, stops_until).ordered(first_iteration)
 
 
-def numbered_stream(
-    wave: Wave, stops_until: StopsUntil = no_stops, first_iteration: int = 0
-) -> Iterator[tuple[int, Task]]:
-    """``stream`` with the number, from 1, of the position during which each task is handed out."""
-    state = _Stream(wave, stops_until)
-    return ((state.number, task) for task in state.ordered(first_iteration))
+def numbered_stream(wave: Wave) -> Iterator[tuple[int, Task]]:
+    """``stream`` where nobody stops, with the number, from 1, of the position during which a task is handed out."""
+    state = _Stream(wave, no_stops)
+    return ((state.number, task) for task in state.ordered(0))
 
 
 def _met(task: Task, number: int) -> Task:
@@ -171,10 +169,9 @@ class _Stream:
         outline = self.outlines.get(key)
         if outline is None:
             outline = self.outlines[key] = tuple(part(position))
-        step, layer, works, _, _, payload, _, _ = position
-        iteration, k = step.iteration, step.mini_batch
+        layer, works, iteration, k = position.layer, position.works, position.step.iteration, position.step.mini_batch
         return [
-            Task(iteration, layer, k, verb, RESOURCE_OF[verb], works[verb], reads, writes, payload)
+            Task(iteration, layer, k, verb, RESOURCE_OF[verb], works[verb], reads, writes, position)
             for verb, reads, writes in outline
         ]
 

@@ -32,7 +32,7 @@ class Task(NamedTuple):
 
     The stream's order is the meaning: run one by one in this order, the tasks are right. Whatever runs them at the
     same time must keep every dependency that ``flexhybrid.core.schedule.dependencies`` derives from reads and writes.
-    ``payload`` is what the executor needs beyond the key (a MiniBatchStep, a byte range); clocks do not look at it.
+    ``payload`` is what the executor needs beyond the key (a ``Position``, a ``WeightSlice``); clocks do not look at it.
     """
 
     iteration: int

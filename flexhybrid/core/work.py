@@ -15,19 +15,19 @@ MIN_KV_GEN_ROWS = 16  #: fewer rows than this take other float32 kernels, whose 
 
 
 def load_blocks(shape: ModelShape, p: float, representation: str, num_blocks, num_copies) -> Work:
-    """Copy whole blocks of "kv" or "act" to the device."""
+    """Copy whole blocks of "kv" or "act" over a link, or read them from the disk."""
     token_bytes = shape.kv_token_bytes(p) if representation == "kv" else shape.act_token_bytes(p)
     return Work(link_bytes=num_blocks * BLOCK_TOKENS * token_bytes, num_copies=num_copies)
 
 
 def store_rows(shape: ModelShape, p: float, representation: str, rows) -> Work:
-    """Copy the new tokens' rows to the host's landing strip."""
+    """Copy rows of "kv" or "act" at once: new tokens to the host's landing strip, gathered ones to the device."""
     token_bytes = shape.kv_token_bytes(p) if representation == "kv" else shape.act_token_bytes(p)
     return Work(link_bytes=rows * token_bytes, num_copies=1, tokens=rows)
 
 
 def scatter_rows(shape: ModelShape, kv_element_bytes: float, act_element_bytes: float, kv_rows, act_rows) -> Work:
-    """Move new rows to their blocks: read and write."""
+    """Move new rows to their blocks, or selected ones side by side: read and write."""
     moved = kv_rows * shape.kv_token_bytes(kv_element_bytes) + act_rows * shape.act_token_bytes(act_element_bytes)
     return Work(memory_bytes=2 * moved, tokens=kv_rows + act_rows)
 
@@ -62,7 +62,7 @@ def attend(shape: ModelShape, p: int, batch, width, context) -> Work:
 
 
 def attend_prefill(shape: ModelShape, p: int, batch, width) -> Work:
-    """Causal attention of ``width`` (padded) new tokens over themselves."""
+    """Causal attention of ``width`` (padded) tokens over themselves: a prompt, or a recomputed prefix."""
     rows = batch * width
     flops = 2 * shape.query_width * rows * (width + 1)
     return Work(memory_bytes=rows * (2 * shape.query_width + shape.kv_width) * p, flops=flops, tokens=rows)
@@ -93,11 +93,6 @@ def sample(shape: ModelShape, p: int, rows) -> Work:
     return Work(memory_bytes=rows * shape.vocab * p, tokens=rows)
 
 
-def disk_blocks(shape: ModelShape, p: float, representation: str, num_blocks) -> Work:
-    """Read or write whole blocks of a disk pool."""
-    return load_blocks(shape, p, representation, num_blocks, 1)
-
-
 def convert(elements, p: int, stored: float) -> Work:
     """Between the compute dtype and stored bits: read one, write the other."""
     return Work(memory_bytes=elements * (p + stored), tokens=elements)
@@ -116,11 +111,6 @@ def store_query(shape: ModelShape, p: int, rows) -> Work:
 def load_attended(shape: ModelShape, p: int, rows) -> Work:
     """Attention's output from the host."""
     return Work(link_bytes=rows * shape.query_width * p, num_copies=1, tokens=rows)
-
-
-def attend_recomputed(shape: ModelShape, p: int, batch, width) -> Work:
-    """Causal attention of a recomputed prefix of ``width`` (padded) tokens over itself; its keys lie assembled."""
-    return attend_prefill(shape, p, batch, width)
 
 
 def rank(shape: ModelShape, batch, rows, columns) -> Work:
@@ -157,16 +147,6 @@ def load_partial_keys(shape: ModelShape, p: int, batch, context, ratio: float) -
 def store_index(shape: ModelShape, batch, selected) -> Work:
     """Four bytes for each selected token of each key/value head."""
     return Work(link_bytes=4 * batch * shape.num_kv_heads * selected, num_copies=1, tokens=batch * selected)
-
-
-def gather_rows(shape: ModelShape, kv_element_bytes: float, act_element_bytes: float, kv_rows, act_rows) -> Work:
-    """A host core copies selected rows side by side: read and write."""
-    return scatter_rows(shape, kv_element_bytes, act_element_bytes, kv_rows, act_rows)
-
-
-def load_rows(shape: ModelShape, p: float, representation: str, rows) -> Work:
-    """Gathered rows of "kv" or "act" to the device, one copy."""
-    return store_rows(shape, p, representation, rows)
 
 
 def store_out(rows) -> Work:

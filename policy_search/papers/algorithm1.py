@@ -92,10 +92,8 @@ def layer_times(
 
 @dataclass(frozen=True)
 class Allocation:
-    """Algorithm 1's answer: blocks on the host, those of its first step included."""
+    """Algorithm 1's answer: blocks on the host, those of its first step (lines 11-18) included."""
 
-    act_init: int
-    kv_init: int
     act_blocks: int
     kv_blocks: int
     link_s: float  #: per layer, at these blocks, under the balance asked for
@@ -106,19 +104,6 @@ class Allocation:
         """ACT share of the host's tokens."""
         total = self.act_blocks + self.kv_blocks
         return self.act_blocks / total if total else 0.0
-
-
-def initial_blocks(times: LayerTimes, act_gpu_blocks: float, balance: str) -> tuple[float, float]:
-    """Step 1 (lines 11-18): (ACT_init, KV_init) that fill the idle time left by loading weights, or by KV-Gen of the
-    blocks on the GPU. In the full balance a host ACT block fills only what its own load leaves of its KV-Gen; where
-    that is nothing, no number of them fills the gap and ACT_init is 0."""
-    budget = times.load_w_s - times.compute_s(balance, 0, act_gpu_blocks)  # line 13
-    if budget >= 0:  # line 14-15
-        fill, fixed = times.kv_gen.per_block_s, 0.0 if act_gpu_blocks else times.kv_gen.fixed_s
-        if balance == "full":
-            fill, fixed = fill - times.load_act.per_block_s, fixed - times.load_act.fixed_s
-        return (max(0.0, (budget - fixed) / fill) if fill > 0 else 0.0), 0.0
-    return 0.0, max(0.0, (-budget - times.load_kv.fixed_s) / times.load_kv.per_block_s)  # line 16-17
 
 
 def allocate(
@@ -182,16 +167,7 @@ def share_for_batch(
 
 
 def _allocation(times: LayerTimes, balance: str, act_gpu_blocks: int, act: int, kv: int) -> Allocation:
-    """Return the answer for so many blocks on the host, with the first step's part of them."""
-    act_init, kv_init = initial_blocks(times, act_gpu_blocks, balance)
-    return Allocation(
-        act_init=min(round(act_init), act),
-        kv_init=min(round(kv_init), kv),
-        act_blocks=act,
-        kv_blocks=kv,
-        link_s=times.link_s(balance, act, kv),
-        compute_s=times.compute_s(balance, act, act_gpu_blocks),
-    )
+    return Allocation(act, kv, times.link_s(balance, act, kv), times.compute_s(balance, act, act_gpu_blocks))
 
 
 def check_balance(balance: str) -> None:

@@ -18,7 +18,6 @@ from flexhybrid.core.context.cache_entries import TIERS, StoredCopy
 from flexhybrid.core.context.selection import first_choosing
 from flexhybrid.core.memory import NUM_SLOTS, buffer_sizes, memory_plan
 from flexhybrid.core.plan import WeightSlice
-from flexhybrid.core.schedule.positions import StepPayload
 from flexhybrid.core.task import Task
 from flexhybrid.core.trace import TraceEvent
 from flexhybrid.core.wave import Wave
@@ -124,7 +123,7 @@ class _Replay:
     # ---- a mini-batch's step
 
     def _embed(self, task: Task) -> None:
-        step: StepPayload = task.payload.step
+        step = task.payload.step
         rows = len(step.requests) * (step.width + (0 if step.prefill else step.recomputed_width))
         if self.wave.policy.hidden == "device":
             self._hold("device", "hidden states", (task.mini_batch, step.chunk), rows * self.hidden)

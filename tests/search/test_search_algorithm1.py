@@ -83,7 +83,6 @@ def test_allocation_is_brute_forces(t, room, balance, act_gpu):
     act_bytes, kv_bytes, weight_bytes = 100, 200, 5_000
     found = allocate(t, weight_bytes + room, weight_bytes, act_bytes, kv_bytes, balance=balance, act_gpu_blocks=act_gpu)
     assert act_bytes * found.act_blocks + kv_bytes * found.kv_blocks <= room
-    assert found.act_init <= found.act_blocks and found.kv_init <= found.kv_blocks
     best = min(
         gap(t, balance, act, (room - act * act_bytes) // kv_bytes, act_gpu) for act in range(room // act_bytes + 1)
     )
@@ -98,7 +97,7 @@ def test_the_papers_two_steps_by_hand():
     """
     t = LayerTimes(100.0, Linear(1.0), Linear(2.0), Linear(1.0))
     found = allocate(t, 1400, 1000, 1, 2)
-    assert (found.act_init, found.kv_init, found.act_blocks, found.kv_blocks) == (100, 0, 250, 75)
+    assert (found.act_blocks, found.kv_blocks) == (250, 75)
     assert found.link_s == found.compute_s == 250
 
 
@@ -107,7 +106,6 @@ def test_the_papers_other_branch_by_hand():
     2k = 175: 87.5; rounded."""
     t = LayerTimes(100.0, Linear(1.0), Linear(2.0), Linear(1.0))
     found = allocate(t, 1400, 1000, 1, 2, act_gpu_blocks=150)
-    assert (found.act_init, found.kv_init) == (0, 25)
     assert (found.act_blocks, found.kv_blocks) in {(175, 112), (174, 113), (176, 112)}
     assert found.link_s == pytest.approx(found.compute_s, abs=2)
 
@@ -308,9 +306,7 @@ def test_algorithm_1_over_the_whole_host_memory():
     used = 48 * layer_bytes + act * (found.act_blocks + 2 * found.kv_blocks)
     assert RTX4090.host_memory - 3 * act < used <= RTX4090.host_memory
     assert found.link_s == pytest.approx(found.compute_s, rel=1e-3)
-    assert found.act_init > 0 and found.kv_init == 0
-    more = host_allocation(PROBLEM, act_gpu_blocks=2500)
-    assert more.kv_init > 0 and more.act_blocks < found.act_blocks
+    assert host_allocation(PROBLEM, act_gpu_blocks=2500).act_blocks < found.act_blocks
     assert host_allocation(replace(PROBLEM, budgets=Budgets(host=100 * GIB))).act_share > found.act_share
     with pytest.raises(InputError, match="host memory"):
         host_allocation(replace(PROBLEM, hardware=replace(RTX4090, host_memory=None)))

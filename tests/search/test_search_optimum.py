@@ -155,7 +155,7 @@ def test_no_share_between_the_blocks_is_better(weights_device):
     found = searched(SHAPE, hardware, workload, batch=32, weights_device=weights_device, space=space,
                    objective="decode_throughput", mini_batch_tokens=(8192,))  # fmt: skip
     shares = np.linspace(0, 1, 3001)
-    policy = hybrid(0.5, 8192, Placement(device=weights_device, host=1 - weights_device))
+    policy = replace(hybrid(0.5, 8192), weights=Placement(device=weights_device, host=1 - weights_device))
     fine = predict(
         problem_of(SHAPE, 2, hardware),
         Candidates(policy, 32, 300, 12, cache={"act@host": shares, "kv@host": 1 - shares}),

@@ -286,7 +286,7 @@ def test_a_better_machine_is_never_slower(share, batch, prompt, generated, facto
 
 
 def test_a_policy_becomes_its_candidate():
-    policy = kv_only(weights=Placement(device=0.25, host=0.75))
+    policy = replace(kv_only(), weights=Placement(device=0.25, host=0.75))
     candidate = candidates_of(policy, Workload(np.array([100, 200]), np.array([10, 30])))
     assert (candidate.batch, candidate.prompt_tokens, candidate.max_tokens) == (2, 150, 20)
     row = predict(PROBLEM, candidate).row()

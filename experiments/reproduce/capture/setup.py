@@ -257,7 +257,7 @@ def flexgen_constant(explanation: Explanation = RELAY) -> Constant:
     prompts, generated = rows["prompt_len"].to_numpy(), rows["gen_len"].to_numpy()
     requests, gpu_batch = 256, 32
     tokens = gpu_batch * (np.ceil((prompts + generated - 1) / BLOCK_TOKENS) * BLOCK_TOKENS + 1)
-    policy = presets.offloaded(weights=Placement(host=1.0), overlap=explanation.overlap)
+    policy = replace(presets.offloaded(overlap=explanation.overlap), weights=Placement(host=1.0))
     candidates = Candidates(policy, requests, prompts, generated, max_mini_batch_tokens=tokens)
     name, base = explanation.constant.name, catalogue.load("rtx5000")
 

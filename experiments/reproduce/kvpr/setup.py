@@ -105,7 +105,7 @@ def a100_link() -> float:
 def flexgen(weights_device: float = 0.0) -> Policy:
     """FlexGen's throughput run: cache and weights on the host, a barrier after every mini-batch of a layer."""
     weights = Placement(device=weights_device, host=1.0 - weights_device)
-    return replace(presets.offloaded(weights=weights, overlap="step"), name="flexgen")
+    return replace(presets.offloaded(overlap="step"), name="flexgen", weights=weights)
 
 
 def kvpr(rule: str = "paper", hiding: bool = True) -> Policy:

@@ -18,15 +18,6 @@ from flexhybrid.core.schedule.steps import MiniBatchStep, make_step
 from flexhybrid.core.task import Work
 from flexhybrid.core.wave import Wave
 
-
-class StepPayload(NamedTuple):
-    """A mini-batch's step and the buffer slots it uses in this layer."""
-
-    step: MiniBatchStep
-    slot: int  #: of the KV, ACT, staging and strip buffers
-    weight_slot: int
-
-
 StopsUntil = Callable[[int], "set[int] | frozenset[int]"]
 
 
@@ -36,14 +27,13 @@ def no_stops(_iteration: int) -> frozenset[int]:
 
 
 class Position(NamedTuple):
-    """A mini-batch in a layer."""
+    """A mini-batch in a layer: the payload of its tasks."""
 
     step: MiniBatchStep
     layer: int
     works: dict[str, Work]
-    slot: int  #: of the cache buffers
+    slot: int  #: of the KV, ACT, staging and strip buffers
     weight_slot: int
-    payload: StepPayload  #: of its tasks
     leads: bool  #: it is the first of its group
     form: int  #: of two positions with the same one the tasks read and write the same
 
@@ -72,7 +62,7 @@ def positions(wave: Wave, stops_until: StopsUntil, first_iteration: int) -> Iter
                 slots = number % 2, slot % 2
                 works, leads = chosen if layer >= first else whole, not group
                 form = forms.setdefault((layer, slots, leads, step_form), len(forms))
-                group.append(Position(step, layer, works, *slots, StepPayload(step, *slots), leads, form))
+                group.append(Position(step, layer, works, *slots, leads, form))
                 number += 1
             slot += 1
             yield group

@@ -118,7 +118,7 @@ def step_work(shape: ModelShape, policy: Policy, stored: ElementBytes, c: StepCo
     works["assemble"] = work.assemble(shape, p, c.batch * attended)
     works["attend"] = work.attend(shape, p, c.batch, c.width, attended)
     if _any(c.recomputed):
-        works["attend_recomputed"] = work.attend_recomputed(shape, p, c.batch, _at_least(c.recomputed, 1))
+        works["attend_recomputed"] = work.attend_prefill(shape, p, c.batch, _at_least(c.recomputed, 1))
     if policy.selection.method == "heavy_hitter":
         works["rank"] = work.rank(shape, c.batch, 1, attended)
     return works
@@ -138,11 +138,11 @@ def _selected_of(c: StepCounts) -> dict[str, Count]:
 def _gather_works(shape: ModelShape, stored: ElementBytes, c: StepCounts) -> dict[str, Work]:
     """The selected tokens' rows, gathered on the host and loaded."""
     rows = {representation: c.batch * tokens for representation, tokens in _selected_of(c).items()}
-    works = {"gather": work.gather_rows(shape, stored.kv, stored.act, rows.get("kv", 0), rows.get("act", 0))}
+    works = {"gather": work.scatter_rows(shape, stored.kv, stored.act, rows.get("kv", 0), rows.get("act", 0))}
     widths = {"kv": (shape.kv_width, stored.kv), "act": (shape.hidden, stored.act)}
     for representation, num_rows in rows.items():
         width, element_bytes = widths[representation]
-        works[f"load_{representation}"] = work.load_rows(shape, element_bytes, representation, num_rows)
+        works[f"load_{representation}"] = work.store_rows(shape, element_bytes, representation, num_rows)
         if element_bytes != stored.compute:
             works[f"dequantize_{representation}"] = work.convert(num_rows * width, stored.compute, element_bytes)
     return works
@@ -169,7 +169,7 @@ def _load_works(shape: ModelShape, stored: ElementBytes, c: StepCounts) -> dict[
             works[f"load_{representation}"] = work.load_blocks(shape, element_bytes, representation, blocks, copies)
         if on_disk:
             blocks = sum(c.blocks[part] for part in on_disk)
-            works[f"read_{representation}"] = work.disk_blocks(shape, element_bytes, representation, blocks)
+            works[f"read_{representation}"] = work.load_blocks(shape, element_bytes, representation, blocks, 1)
         if every and element_bytes != stored.compute:
             width = shape.kv_width if representation == "kv" else shape.hidden
             elements = sum(c.blocks[part] for part in every) * BLOCK_TOKENS * width

@@ -60,7 +60,7 @@ def gather(state: State, task: Task) -> None:
         else:
             _take(pool.reshape(-1, target.shape[-1]), block * BLOCK_TOKENS + offset, target)
     stored, rows = state.wave.stored, (num_tokens.get("kv", 0), num_tokens.get("act", 0))
-    state.resolve(task, work.gather_rows(state.shape, stored.kv, stored.act, *rows))
+    state.resolve(task, work.scatter_rows(state.shape, stored.kv, stored.act, *rows))
 
 
 def _take_heads(pool: np.ndarray, block: np.ndarray, head: np.ndarray, offset: np.ndarray, target: np.ndarray) -> None:
@@ -85,7 +85,7 @@ def load_chosen(state: State, task: Task, representation: str) -> None:
     fetched = state.selection.fetched[key] = state.selection.gathered[key]
     state.copies.copy_h2d(buffers.loaded_rows(*key, fetched.tokens), buffers.gathered_rows(*key, fetched.tokens))
     element_bytes = getattr(state.wave.stored, representation)
-    state.resolve(task, work.load_rows(state.shape, element_bytes, representation, fetched.tokens))
+    state.resolve(task, work.store_rows(state.shape, element_bytes, representation, fetched.tokens))
 
 
 def dequantize_chosen(state: State, task: Task, representation: str) -> None:
