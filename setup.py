@@ -11,14 +11,19 @@ setup(
     packages=find_namespace_packages(
         include=[pattern for name in FLOORS for pattern in (name, f"{name}.*")],
         # data, named in package_data
-        exclude=["flexhybrid.shipped.*", "experiments.checkpoints*", "experiments.results*"],
+        exclude=[
+            "flexhybrid.shipped.*",
+            "experiments.checkpoints*",
+            "experiments.results*",
+            "experiments.reproduce.notes",
+        ],
     ),
     package_data={
         "sim": ["catalogue/*.json"],
         "flexhybrid": ["shipped/*.txt", "shipped/opt-stdlib-4m/*"],
         "experiments": [
             *("checkpoints/**/*", "grid.toml", "reference/*.csv", "reference/README.md"),
-            *("reproduce/*.csv", "reproduce/report.*"),
+            *("reproduce/*.csv", "reproduce/notes/*.md", "reproduce/report.*", "training/*.md"),
             "results/cascade/*.json",  # what our own cascades did, for reproduce
         ],
     },
@@ -29,6 +34,7 @@ setup(
         "scipy",
         "pandas",
         "matplotlib",
+        "jinja2",
         "pulp[highs]>=3.3.2,<5",
         "safetensors",
         "transformers>=4.45",

@@ -23,11 +23,11 @@ def lock_file(descriptor: int, busy: str) -> None:
         raise InputError(busy) from None
 
 
-def write_by_rename(path: Path, text: str) -> None:
+def write_by_rename(path: Path, content: str | bytes) -> None:
     """Write a file under another name first, so that a reader finds all of it or none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
+    partial.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8"))
     partial.replace(path)
 
 

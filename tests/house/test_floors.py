@@ -70,7 +70,7 @@ FLOORS = {
     "experiments": Floor(
         names(
             "experiments figures flexhybrid flexhybrid.cascade flexhybrid.core flexhybrid.runtime sim policy_search "
-            "numpy scipy pandas torch transformers tokenizers safetensors tqdm pytest"
+            "numpy scipy pandas torch transformers tokenizers safetensors tqdm pytest jinja2"
         ),
         # peers, where they are installed; the handwritten digits; the cascade's hop on Ray Serve
         lazily=names("accelerate flexgen sklearn ray"),

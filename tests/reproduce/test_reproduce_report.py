@@ -183,7 +183,7 @@ def test_text_is_escaped(written):
         constants=(constant(hostile, 1, hostile, 0, 2, hostile, fitted_on=hostile),),
         figures=(curve(title=hostile, x_label=hostile, y_label=hostile),),
     )  # fmt: skip
-    page = Page(report.page([made], [report.section(made, [b""])]))
+    page = Page(report.page([made], [[b""]]))
     assert page.cells("script") == [] and page.text.count("alert(1)") == 16
     assert page.cells("img")[0]["alt"].count("<script>") == 3
 
@@ -303,7 +303,7 @@ def test_notes_and_quoted_numbers_are_in_the_page():
         rows=table([{**ROWS[0], "source": "ch020 (Sec. 5.2)", "aside": "arithmetic (notes 28 and 29)"}]),
         mismatches=("It contradicts eq. 8 (note 16).",),
     )  # fmt: skip
-    page = Page(report.page([made], [report.section(made, [b"", b""])]))
+    page = Page(report.page([made], [[b"", b""]]))
     assert [one["value"] for one in page.cells("li") if "value" in one] == ["16", "28", "29"]
     assert "Table 1's recompute latency against eq. 8" in page.text and "KVPR has the same kink" in page.text
     assert "2.19 x" in page.text and reference.value("capture_headlines", id="ch020") == 2.19
