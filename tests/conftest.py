@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 # Before anything loads torch: else small kernels spin, and every process has as many threads as this machine has cores.
@@ -78,14 +77,6 @@ def cpu_dtype(request, monkeypatch) -> str:
     """What "auto" takes for a 16-bit checkpoint on a CPU: each in turn, whichever is faster on this one."""
     monkeypatch.setenv(forced_machine.FASTER_DTYPE, request.param)
     return request.param
-
-
-@pytest.fixture(scope="module", params=forced_machine.DTYPES)
-def module_cpu_dtype(request) -> Iterator[str]:
-    """``cpu_dtype`` for what the tests of a module share."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(forced_machine.FASTER_DTYPE, request.param)
-        yield request.param
 
 
 @pytest.fixture(params=[1, 2, 16])

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from itertools import zip_longest
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -146,7 +147,9 @@ def soak(
     assert len(expected) == num_requests
     counts = json.loads((folder / "counts.json").read_text())
     points = [(kind, n) for kind in KINDS for n in range(1, counts[kind] + 1)]
-    chosen = generator.sample(points, min(num_points, len(points)))
+    shuffled = generator.sample(points, len(points))
+    turns = zip_longest(*([point for point in shuffled if point[0] == kind] for kind in KINDS))
+    chosen = [point for turn in turns for point in turn if point][:num_points]  # as many of each kind as there are
     chosen += generator.choices(points, k=num_points - len(chosen))
     killed = most_lost = 0
     for number, point in enumerate([*chosen, *[None] * num_timed]):

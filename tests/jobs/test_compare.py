@@ -6,6 +6,7 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 import torch
+from forced_machine import DTYPES, FASTER_DTYPE
 
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware, Line, load_hardware
@@ -33,13 +34,15 @@ SMALL = ModelShape("small", "opt", 2, 64, 2, 2, 32, 128, 200, 600)
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory, module_cpu_dtype):
+def run(tmp_path_factory):
+    """The whole job, on a machine that multiplies float32 faster; ``systems_run`` has the other kind."""
     folder = tmp_path_factory.mktemp("compare")
     policy = folder / "mine.json"
     placement = Placement(device=0.4, host=0.6)
     policy.write_text(Policy("mine", placement, cache={"act@host": 0.3, "kv@host": 0.7}).to_json())
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FLEXHYBRID_CACHE", str(folder / "cache"))
+        patch.setenv(FASTER_DTYPE, "float32")
         patch.setattr(profile, "DECODE_SECONDS", 0.0)  # what the lines say is not what this is about
         patch.setattr(profile, "LINK_SECONDS", 0.0)
         torch.set_num_threads(1)
@@ -54,6 +57,7 @@ def run(tmp_path_factory, module_cpu_dtype):
 
 def test_every_policy_is_exact_and_measured(run):
     _, result = run
+    assert result["dtype"] == "float32"
     assert all(row["exact"] for row in result["exactness"])
     assert [row["policy"] for row in result["speed"]] == ["kv_only", "act_only", "hybrid_static", "hybrid", "mine"]
     assert [row["act_share"] for row in result["sweep"]] == [i / 8 for i in range(9)]
@@ -100,13 +104,15 @@ def test_auto_uses_the_saved_profile(run, monkeypatch, tmp_path):
     save_opt(tmp_path)
     params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
     cache = run[0] / "kept"
-    load_hardware(run[0] / "out" / "hardware-cpu.json").save(cache / "hardware-cpu.json")
     monkeypatch.setenv("FLEXHYBRID_CACHE", str(cache))
-    llm = LLM(tmp_path, device="cpu", link_gb_per_s=0.5)
-    answer = llm.generate([[5, 6, 7]], params)
-    assert llm.policy.name == "searched"
     expected = LLM(tmp_path, hybrid(0.5), device="cpu").generate([[5, 6, 7]], params)
-    assert answer[0].outputs[0].token_ids == expected[0].outputs[0].token_ids
+    for faster_dtype in DTYPES:
+        kept = load_hardware(run[0] / "out" / "hardware-cpu.json")
+        replace(kept, faster_dtype=faster_dtype).save(cache / "hardware-cpu.json")
+        llm = LLM(tmp_path, device="cpu", link_gb_per_s=0.5)
+        answer = llm.generate([[5, 6, 7]], params)
+        assert llm.policy.name == "searched"
+        assert answer[0].outputs[0].token_ids == expected[0].outputs[0].token_ids
     monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "empty"))
     with pytest.raises(InputError, match="flexhybrid profile"):
         LLM(tmp_path, device="cpu", link_gb_per_s=0.5).generate([[5, 6, 7]], params)
@@ -155,8 +161,8 @@ SYSTEMS = ("kv_only", "kvpr_column", "token_recompute(0.25)", "int4", "fastdecod
 
 
 @pytest.fixture(scope="module")
-def systems_run(tmp_path_factory, module_cpu_dtype):
-    """Eight systems side by side, one with a disk, on lines that stand in for a profile."""
+def systems_run(tmp_path_factory):
+    """Eight systems side by side, one with a disk, on lines that stand in for a profile; in bfloat16."""
     folder = tmp_path_factory.mktemp("systems")
     disk = Policy("on_disk", Placement(host=0.5, disk=0.5), cache={"kv@disk": 0.5, "act@host": 0.5})
     (folder / "disk.json").write_text(disk.to_json())
@@ -165,6 +171,7 @@ def systems_run(tmp_path_factory, module_cpu_dtype):
     )
     lines = {key: Line(1e-4, 0.0, 1e-9) for key in ("disk_read", "disk_write")}
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(FASTER_DTYPE, "bfloat16")
         patch.setattr(job, "measure_hardware", lambda *rest: (hardware, []))
         patch.setattr(job, "measure_disk", lambda *rest: (DiskPart(lines, 1 << 30, {}), []))
         result = compare(
@@ -180,6 +187,7 @@ def systems_run(tmp_path_factory, module_cpu_dtype):
 def test_systems_by_name_are_exact_or_say_how_far(systems_run):
     _, result = systems_run
     names = [*SYSTEMS, "on_disk"]
+    assert result["dtype"] == "bfloat16"
     assert [row["policy"] for row in result["exactness"]] == [row["policy"] for row in result["speed"]] == names
     for row in result["exactness"] + result["speed"]:
         assert row["lossless"] == (row["policy"] not in ("int4", "h2o(0.5)"))
@@ -191,7 +199,7 @@ def test_systems_by_name_are_exact_or_say_how_far(systems_run):
     assert result["trace_violations"] == [] and result["sweep"] == [] and result["search"] is None
 
 
-def test_a_steps_kinds_are_those_of_its_policy(systems_run, module_cpu_dtype):
+def test_a_steps_kinds_are_those_of_its_policy(systems_run):
     _, result = systems_run
     of = {one["policy"]: one for one in result["breakdown"]}
     for clock in ("predicted", "measured"):
@@ -212,8 +220,8 @@ def test_a_steps_kinds_are_those_of_its_policy(systems_run, module_cpu_dtype):
         n: one["measured"]["bytes"] for n, one in of.items()
     }
     packed, plain = (of[name]["measured"]["bytes"]["h2d"]["kv"] for name in ("int4", "kv_only"))
-    element = {"float32": 4, "bfloat16": 2}[module_cpu_dtype]
-    assert packed == pytest.approx(plain * (4 / 8 + 4 / 64) / element)  # half a byte and two float16 a group of 64
+    # half a byte and two float16 a group of 64, for the 2 bytes of bfloat16
+    assert packed == pytest.approx(plain * (4 / 8 + 4 / 64) / 2)
 
 
 def test_systems_are_written_as_tables_and_figures(systems_run):

@@ -1,8 +1,8 @@
 """--engine ray: the same files as the local engine's, on two actors of which one is killed under way."""
 
-import functools
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -17,14 +17,12 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from test_cascade_commands import Pixels
-from test_cascade_serve import Toy
+from cascade_toys import Large
 from test_docs import COMMAND, MACHINE, ROOT
 
 from flexhybrid import LLM, InputError, cli
 from flexhybrid.cascade.routes import Cascade, CascadeModel
-from flexhybrid.cascade.serving.answers import serve
-from flexhybrid.cascade.serving.ray_serve import Size, deployed
+from flexhybrid.cascade.serving import ray_serve
 from flexhybrid.core.policy import Policy
 from flexhybrid.jobs import ray_cluster
 from flexhybrid.jobs.ray_cluster import crew_of
@@ -108,9 +106,18 @@ def workers(name: str) -> set[int]:
 
 
 def test_an_actor_killed_under_way_loses_no_line_and_doubles_none(run, two_cpus, tmp_path, monkeypatch, capsys):
+    """Each message also arrives by itself: Ray gathers 128 MiB of what an actor gives before it sends them on, and a
+    job of hours would show no progress."""
+    from ray.data import Dataset
+
     source = requests(tmp_path / "in.jsonl", 60)
     assert run(source, tmp_path / "local.jsonl") == 0
-    killed, writes = [], []
+    killed, writes, messages = [], [], []
+
+    def iter_batches(self, iter_batches=Dataset.iter_batches, **options):
+        for table in iter_batches(self, **options):
+            messages.append(table.num_rows)
+            yield table
 
     def write(job, answered, write=run_module.Job.write):
         write(job, answered)
@@ -119,12 +126,14 @@ def test_an_actor_killed_under_way_loses_no_line_and_doubles_none(run, two_cpus,
             killed.extend(sorted(workers("MapWorker"))[:1])
             os.kill(killed[0], signal.SIGKILL)
 
+    monkeypatch.setattr(Dataset, "iter_batches", iter_batches)
     monkeypatch.setattr(run_module.Job, "write", write)
     capsys.readouterr()
     assert run(source, tmp_path / "ray.jsonl", *RAY) == 0
     told = capsys.readouterr().out
     assert "2 actors with 1 CPU each" in told and "60 answered, 2 refused, 0 left of 62 lines" in told
     assert killed and writes[0] < 60 and sum(writes) == 60
+    assert set(messages) == {1} and len(messages) > 60 / 4, "no more messages than batches"
     assert answers(tmp_path / "ray.jsonl") == answers(tmp_path / "local.jsonl")
 
 
@@ -177,8 +186,11 @@ def test_a_sweep_whose_worker_is_killed_gives_the_same_table(two_cpus, tmp_path,
 
 
 def test_the_page_about_clusters_works_as_written(two_cpus, tmp_path, monkeypatch, capsys):
-    for folder in ("experiments", "flexhybrid"):
-        (tmp_path / folder).symlink_to(ROOT / folder)
+    (tmp_path / "flexhybrid").symlink_to(ROOT / "flexhybrid")
+    (tmp_path / "experiments").mkdir()
+    grid, shortened = re.subn(r"(?m)^batch = .*", "batch = [16]", (ROOT / "experiments/grid.toml").read_text())
+    assert shortened == 1  # test_docs runs all of it
+    (tmp_path / "experiments/grid.toml").write_text(grid)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(run_module, "measure_for_model", lambda *setting: MACHINE)
@@ -220,25 +232,6 @@ def test_an_actor_gives_the_same_messages_when_a_batch_is_done_again(tiny, tmp_p
     for wrong, words in (({"model": tiny / "none"}, "none"), ({"layer_bytes": {"device": 5}}, "that were planned")):
         (trouble,) = Actor(config(tiny, **wrong))(batch)
         assert words in trouble.to_pylist()[0]["error"]
-
-
-def test_a_piece_is_sent_on_while_its_batch_is_at_work(tiny, two_cpus, tmp_path, monkeypatch):
-    """Ray gathers 128 MiB of what an actor gives before it sends them on: a job of hours would show no progress."""
-    from flexhybrid.jobs.run.remote import BATCH, _messages, pa, ray
-
-    tables = []
-
-    def iter_batches(self, iter_batches=ray.data.Dataset.iter_batches, **options):
-        for table in iter_batches(self, **options):
-            tables.append(table.num_rows)
-            yield table
-
-    monkeypatch.setattr(ray.data.Dataset, "iter_batches", iter_batches)
-    source = requests(tmp_path / "in.jsonl", 6)
-    ends = np.cumsum([len(line) for line in source.read_bytes().splitlines(keepends=True)])[:2].tolist()
-    batch = pa.table([[[1, 2]], [[0, ends[0]]], [ends]], BATCH)
-    pieces = list(_messages(ray_cluster.Crew(1, 1, 1, 0), config(tiny), source, iter([batch])))
-    assert tables == [1] * len(pieces) and len(pieces) > 4
 
 
 @pytest.mark.parametrize(
@@ -357,55 +350,53 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-def test_a_served_cascade_loses_no_request_when_a_replica_dies(two_cpus):
-    cascade = Cascade((CascadeModel("small"), CascadeModel("large")), (0.9,))
-    toys = [Toy("small", 5.0), Toy("large", 0.0)]
-    requests = np.arange(240, dtype=np.float32)[:, None] % 10 - 1  # a tenth of them break whatever they meet
-    expected = [answer.__dict__ for answer in serve(cascade, toys, requests)]
-    port = free_port()
-    loads = [functools.partial(Toy, toy.name, toy.sure_from) for toy in toys]
-    killed = []
+def test_a_cascade_answers_on_ray_as_it_does_here_and_loses_nothing_when_a_replica_dies(
+    two_cpus, tmp_path, monkeypatch, capsys
+):
+    """The whole command, with a plan and both kinds of models: over HTTP, where a replica is killed, then its file.
+
+    Both models fail at a tenth of the requests, the large one alone at another tenth: those fall back on the small one.
+    """
+    x = np.arange(240, dtype=np.float32)[:, None] % 10 - 1
+    np.savez(tmp_path / "data.npz", x=x, labels=x[:, 0].astype(int) + 1)
+    batches = ({0: torch.export.Dim("batch")},)
+    torch.export.save(
+        torch.export.export(Large(), (torch.zeros(2, 1),), dynamic_shapes=batches), tmp_path / "large.pt2"
+    )
+    models = CascadeModel("small", source="cascade_toys:Small"), CascadeModel("large", source=f"{tmp_path}/large.pt2")
+    Cascade(models, (0.9,)).save(tmp_path / "cascade.json")
+    sizes = {"small": 2, "large": 1}
+    planned = [{"name": name, "replicas": n, "partitions": 1, "batch": 8, "gpus": []} for name, n in sizes.items()]
+    (tmp_path / "plan.json").write_text(json.dumps({"models": planned, "gpus": []}))
+    command = ["cascade", "run", "--cascade", f"{tmp_path}/cascade.json", "-i", f"{tmp_path}/data.npz", "--json", "-o"]
+    port, killed, over_http = free_port(), [], []
 
     def ask(i: int) -> tuple[int, dict]:
         if i == 60:
             killed.extend(sorted(workers("ServeReplica:cascade:small"))[:1])
             os.kill(killed[0], signal.SIGKILL)
-        return post(port, {"x": requests[i].tolist()})
+        return post(port, {"x": x[i].tolist()})
 
-    with deployed(cascade, loads, [Size(2, 8), Size(1, 8)], port, print) as answer:
+    def answer_all(handle, requests, first, answer_all=ray_serve._answer_all):
         with ThreadPoolExecutor(16) as load:
-            found = list(load.map(ask, range(len(requests))))
+            over_http.extend(load.map(ask, range(len(requests))))
         assert post(port, {"y": 1})[0] == 400
-        in_bulk = answer(requests, 0)
-    assert killed
-    assert [status for status, _ in found] == [503 if one["model"] is None else 200 for one in expected]
-    assert [{**body, "index": i} for i, (_, body) in enumerate(found)] == expected
-    assert [one.__dict__ for one in in_bulk] == expected
+        return answer_all(handle, requests, first)
 
-
-def test_cascade_run_answers_a_file_on_ray_as_it_does_here(two_cpus, tmp_path, capsys):
-    """The whole command, its largest model broken: what the small one is not sure of falls back on it."""
-    x = np.random.default_rng(3).normal(size=(150, 3)).astype(np.float32)
-    np.savez(tmp_path / "data.npz", x=x, labels=x.argmax(axis=1))
-    torch.export.save(
-        torch.export.export(
-            Pixels(2.0), (torch.zeros(2, 3),), dynamic_shapes=({0: torch.export.Dim("batch")},)
-        ),
-        tmp_path / "small.pt2",
-    )  # fmt: skip
-    models = (
-        CascadeModel("small", source=f"{tmp_path}/small.pt2"),
-        CascadeModel("large", source="test_cascade_commands:broken"),
-    )
-    Cascade(models, (0.7,)).save(tmp_path / "cascade.json")
-    command = ["cascade", "run", "--cascade", f"{tmp_path}/cascade.json", "-i", f"{tmp_path}/data.npz", "--json", "-o"]
+    monkeypatch.setattr(ray_serve, "_answer_all", answer_all)
     records, answers = [], []
-    for name, more in (("here", []), ("ray", ["--engine", "ray", "--port", str(free_port())])):
+    on_ray = ["--engine", "ray", "--port", str(port), "--plan", f"{tmp_path}/plan.json"]
+    for name, more in (("here", []), ("ray", on_ray)):
         assert cli.main([*command, f"{tmp_path}/{name}.jsonl", *more]) == 0
         told = capsys.readouterr().out.splitlines()[-1]  # Ray outlives the command here, and may say something late
         records.append(json.loads(told) | {"path": None})
         answers.append([json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()])
-    assert records[0] == records[1] and 0 < records[0]["fallbacks"] < 150 and records[0]["unanswered"] == 0
-    for here, there in zip(*answers, strict=True):  # a batch of another size rounds otherwise
-        assert here | {"confidence": None} == there | {"confidence": None}
-        assert here["confidence"] == pytest.approx(there["confidence"], rel=1e-5)
+    here, in_bulk = answers
+    assert killed and records[0] == records[1]
+    assert (records[0]["fallbacks"], records[0]["unanswered"], len(here)) == (24, 24, 240)
+    assert {answer["model"] for answer in here} == {"small", "large", None}
+    assert [status for status, _ in over_http] == [503 if answer["model"] is None else 200 for answer in here]
+    for there in (in_bulk, [{**body, "index": i} for i, (_, body) in enumerate(over_http)]):
+        for expected, found in zip(here, there, strict=True):  # a batch of another size may round otherwise
+            assert expected | {"confidence": None} == found | {"confidence": None}
+            assert (expected["confidence"] or 0) == pytest.approx(found["confidence"] or 0, rel=1e-5)

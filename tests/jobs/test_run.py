@@ -126,15 +126,15 @@ def test_a_second_run_of_the_same_command_has_nothing_to_do(tiny, tmp_path, caps
 
 
 def test_killed_anywhere_and_resumed_nothing_is_lost_or_changed():
-    """SIGKILL at writes, within writes, at fsyncs and at sampled steps; ``make soak`` does more of it."""
-    amounts = {"--requests": 24, "--points": 20, "--timed": 1, "--batch": 8}
+    """SIGKILL at writes, within writes, at fsyncs and at sampled steps, two of each; ``make soak`` does more of it."""
+    amounts = {"--requests": 24, "--points": 10, "--timed": 1, "--batch": 8}
     done = subprocess.run(
         [sys.executable, str(ROOT / "tests/soak.py"), *(str(one) for pair in amounts.items() for one in pair)],
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["killed"] >= 20
+    assert json.loads(done.stdout)["killed"] >= 10
 
 
 def test_a_tail_torn_at_any_byte_is_repaired(tiny, tmp_path):

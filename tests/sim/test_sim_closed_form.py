@@ -51,7 +51,7 @@ class WholeRun(NamedTuple):
 def whole_runs(kind: str) -> list[WholeRun]:
     """Runs that several tests look at; of some of them the traces are checked."""
     rng, found = np.random.default_rng(5), []
-    for number in range(36 if kind == "column" else 22):
+    for number in range(20 if kind == "column" else 14):
         case = random_case(rng, kind)
         trace = run(stream(case.wave()), case.hardware)
         violations = check_trace(trace, 1e-15) if number < 8 else None

@@ -15,7 +15,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import minimize_scalar
 from scipy.special import log_softmax
 
 from flexhybrid.core.errors import InputError
@@ -101,6 +100,8 @@ def fit_temperature(scored: Scored, generated: bool = False) -> float:
 
     Label loss is convex in 1 / temperature, so one search over its logarithm finds it; the other loss is first scanned.
     """
+    from scipy.optimize import minimize_scalar  # which takes half a second to load, and only fitting needs it
+
     loss = right_or_wrong_loss if generated else label_loss
     low, high = np.log(TEMPERATURES)
     if generated:

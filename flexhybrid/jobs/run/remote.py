@@ -36,16 +36,13 @@ from flexhybrid.jobs.progress import StopAsked
 from flexhybrid.jobs.ray_cluster import ENVIRONMENT, MAX_RETRIES, Crew
 from flexhybrid.jobs.run.answering import Answered, PendingRequests, answer_pending, load_weights
 from flexhybrid.jobs.run.forecast import WINDOW, Forecast
+from flexhybrid.jobs.run.remote_read import BATCH, LINES, read_lines
 from flexhybrid.llm import LLM
 from flexhybrid.requests import RequestOutput
 
 HEARTBEAT_S = 1.0  #: predicted time between messages of an actor while no answer is complete
 HEARTBEAT_ITERATIONS = 32  #: iterations between them without a prediction, and at most
 
-#: A batch before it is read: line numbers, and the byte of the input at which each line starts and ends.
-BATCH = pa.schema([(name, pa.list_(pa.int64())) for name in ("numbers", "starts", "ends")])
-#: A batch after it is read.
-LINES = pa.schema([("numbers", pa.list_(pa.int64())), ("lines", pa.list_(pa.large_binary()))])
 #: A message of an actor: complete answers with their tokens, the tokens generated for all requests of the batch since
 #: the message before, a note for the user, and the error that keeps the actor from going on.
 MESSAGE = pa.schema([
@@ -143,7 +140,7 @@ def _messages(crew: Crew, config: ActorConfig, path: Path, batches: Iterator[pa.
     ray.data.DataContext.get_current().target_max_block_size = 1  # each message at once, not 128 MiB of them together
     common = {"batch_size": 1, "batch_format": "pyarrow"}
     dataset = ray.data.from_arrow(list(batches)).map_batches(
-        _read,  # pyright: ignore[reportArgumentType] (Ray's types leave out fn_args)
+        read_lines,  # pyright: ignore[reportArgumentType] (Ray's types leave out fn_args)
         fn_args=(path,),
         num_cpus=0,  # the actors hold all CPUs
         label_selector={"ray.io/node-id": ray.get_runtime_context().get_node_id()},
@@ -164,17 +161,6 @@ def _messages(crew: Crew, config: ActorConfig, path: Path, batches: Iterator[pa.
         )
     for table in dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
         yield from table.to_pylist()  # pyright: ignore[reportAttributeAccessIssue] (a pyarrow table, as asked)
-
-
-def _read(batch: pa.Table, path: Path) -> pa.Table:
-    """Read the lines of a batch, on the machine that holds the input."""
-    (row,) = batch.to_pylist()
-    with open(path, "rb") as file:
-        lines = []
-        for start, end in zip(row["starts"], row["ends"], strict=True):
-            file.seek(start)
-            lines.append(file.read(end - start))
-    return pa.table([[row["numbers"]], [lines]], LINES)
 
 
 def _take(requests: PendingRequests, message: dict) -> None:
