@@ -52,10 +52,11 @@ def _placed(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--time-limit", type=float, default=10.0, help="seconds for the placement (10)")
 
 
-def _made(args):
-    """Return (models, flow, cluster) of the arguments."""
+def _placement(args):
+    """Return the plan of the arguments, for the most requests/s that can be placed where they name no rate."""
     from flexhybrid.cascade.cluster.profiles import flow_of, read_profiles
     from flexhybrid.cascade.cluster.served import even_cluster
+    from flexhybrid.cascade.placement.search import most_rate, plan
     from flexhybrid.cascade.routes import Cascade
     from sim import catalogue
 
@@ -64,16 +65,9 @@ def _made(args):
     link = 1e-9 / hardware.lines["h2d"].s_per_byte  # two GPUs of a host talk over their links
     memory = int(hardware.usable_memory("device") or 0)
     cluster = even_cluster(args.hosts, args.gpus, memory, max(link, args.network_gb_per_s), args.network_gb_per_s)
-    return read_profiles(args.profiles, cascade.names), flow_of(cascade), cluster
-
-
-def _placement(args, rate: float | None):
-    from flexhybrid.cascade.placement.search import most_rate, plan
-
-    models, flow, cluster = _made(args)
+    served = read_profiles(args.profiles, cascade.names), flow_of(cascade), cluster
     limits = args.batch, args.most_load, args.time_limit
-    rate = most_rate(models, flow, cluster, *limits) if rate is None else rate
-    return plan(models, flow, cluster, rate, *limits)
+    return plan(*served, most_rate(*served, *limits) if args.rate is None else args.rate, *limits)
 
 
 def _plan(args) -> dict:
@@ -84,7 +78,7 @@ def _plan(args) -> dict:
 
     if args.out:
         check_new_file(args.out)
-    plan = _placement(args, args.rate)
+    plan = _placement(args)
     record = {"version": 1, "cascade": str(args.cascade), **plan.to_dict()}
     if args.out:
         save_text(args.out, json.dumps(record, indent=1))
@@ -101,7 +95,7 @@ def _simulate(args) -> dict:
 
     power = _power(args)
     times = arrivals.read_trace(args.trace) if args.trace else None
-    plan = _placement(args, args.rate)
+    plan = _placement(args)
     deployment = deploy(plan, args.router_ms / 1e3)
     if times is None:
         rate = 0.7 * plan.layout.rate if args.rate is None else args.rate

@@ -131,12 +131,6 @@ class Cascade:
         """Return the chosen cost of a request on each model. InputError where one is not known."""
         return costs_of(self.models, self.cost)
 
-    def expected_cost(self) -> float:
-        """Return the cost of a request: the sum of visited share times cost (Algorithm 1, e)."""
-        if self.expected is None:
-            raise InputError("the cascade has no expected shares of the requests of its models")
-        return float(np.dot(self.expected.visited, self.costs))
-
     def next_model(self, i: int, confidence: np.ndarray) -> np.ndarray:
         """Return where requests [N] with this confidence at model i go: ANSWERED, or the index of a larger model.
 

@@ -1,4 +1,4 @@
-"""The doctor: what this machine offers, which models fit it and how fast they would be, and what to change."""
+"""``flexhybrid doctor``: what this machine offers, which models fit it, their predicted speed, and advice."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import importlib.util
 import os
 import platform
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 
@@ -53,20 +54,17 @@ class Fit:
     own_profile: bool = False  #: measured at its own layer sizes, by a run
 
 
-def doctor(
-    device: torch.device, models: Sequence[str], prompt_tokens: int, max_tokens: int,
-    on_model: Callable[[str], object] = lambda name: None,
-) -> dict:  # fmt: skip
-    """Everything as plain data; ``models`` empty: all known ones. Runs no model."""
+def doctor(device: torch.device, models: Sequence[str], prompt_tokens: int, max_tokens: int) -> dict:
+    """Return all findings as plain data, without running a model. Empty ``models`` stand for all known ones."""
     hardware, free = saved_hardware(device), free_host_bytes()
     measured = profile_path(device).is_file()
     budgets = free_budgets(device)
     if device.type == "cuda":
         budgets["device"] = free_device_memory(device)
+    lines = hardware.lines if hardware else {}
     memories = machine_memories(device)  # now; a record's may be older than a container's limit, or missing
     lengths, fits = Workload.uniform(1, prompt_tokens, max_tokens), []
     for name in models or KNOWN_SHAPES:
-        on_model(name)
         shape = shape_of(name)
         kept = model_profile_path(shape, "auto", PacedDevice(device))
         own = load_hardware(kept) if kept.is_file() else None
@@ -79,7 +77,7 @@ def doctor(
         "host": {"bytes": host_memory_bytes(), "free_bytes": free, "cores": os.cpu_count()},
         "disk": {"folder": str(cache_folder()), "free_bytes": _free_disk()},
         "profile": {"source": hardware.source, "measured": measured, "dtype": hardware.dtype} if hardware else None,
-        "gb_per_s": _rates(hardware) if hardware else {},
+        "gb_per_s": {key: 1e-9 / lines[key].s_per_byte for key in PATHS if key in lines and lines[key].s_per_byte},
         "workload": {"prompt_tokens": prompt_tokens, "max_tokens": max_tokens},
         "models": [asdict(fit) for fit in fits],
         "advice": list(_advice(device, hardware, measured)),
@@ -107,7 +105,7 @@ def _fit(shape: ModelShape, hardware: Hardware | None, lengths: Workload, budget
 
 
 def _by_size(need: float, budgets: dict[str, int | None]) -> str:
-    """Where the weights and the KV of one request find room; what a step needs besides is not counted."""
+    """Say where the weights and the KV of one request fit; what a step needs besides is not counted."""
     device, host = (budgets.get(tier) for tier in ("device", "host"))
     if device is None or host is None:
         return f"one request at a time needs {gib(need)}; how much memory is free is not known"
@@ -129,18 +127,9 @@ def _versions() -> dict[str, str]:
 
 
 def _free_disk() -> int | None:
-    folder = cache_folder()
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    try:
-        return shutil.disk_usage(folder).free
-    except OSError:
-        return None
-
-
-def _rates(hardware: Hardware) -> dict[str, float]:
-    lines = {key: hardware.lines[key].s_per_byte for key in PATHS if key in hardware.lines}
-    return {key: 1e-9 / s_per_byte for key, s_per_byte in lines.items() if s_per_byte}
+    folders = cache_folder(), *cache_folder().parents
+    with suppress(OSError):
+        return shutil.disk_usage(next(folder for folder in folders if folder.exists())).free
 
 
 def _advice(device: torch.device, hardware: Hardware | None, measured: bool) -> Iterator[str]:
@@ -160,7 +149,7 @@ def _advice(device: torch.device, hardware: Hardware | None, measured: bool) -> 
 
 
 def describe_doctor(record: dict) -> str:
-    """The record for people."""
+    """Return the record as text."""
     device, host, disk, lengths = record["device"], record["host"], record["disk"], record["workload"]
     lines = [
         "  ".join(f"{name} {text}" for name, text in record["versions"].items()),

@@ -1,4 +1,4 @@
-"""How far a long job is, and how it is asked to stop."""
+"""The progress of a long job on stderr, and its stop by a signal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PLAIN_S = 30.0  #: seconds between lines where stderr is not a terminal
 
 
 class Progress:
-    """A bar on a terminal, a plain line now and then elsewhere, nothing when ``quiet``. On stderr."""
+    """Shows progress on stderr: a bar on a terminal, elsewhere a line every PLAIN_S, nothing when ``quiet``."""
 
     def __init__(
         self, total: int, title: str, unit: str, quiet: bool, predicted_s: float | None = None, failed: int = 0
@@ -37,7 +37,7 @@ class Progress:
         self.bar.close()
 
     def turn_to(self, title: str) -> None:
-        """Name the part of the job that comes now."""
+        """Begin the part of the job called ``title``."""
         self.title = title
         self.bar.set_description(title)
 
@@ -57,7 +57,7 @@ class Progress:
             )  # fmt: skip
 
     def finished(self, unused: int) -> None:
-        """An answer is complete, with ``unused`` fewer tokens than it might have had."""
+        """Count a complete answer; it is ``unused`` tokens shorter than its limit."""
         self.done += 1
         self.total -= unused
         self.bar.total = self.total
@@ -68,7 +68,7 @@ class Progress:
         return f"{self.done:,} done" + (f", {self.failed:,} refused" if self.failed else "")
 
     def note(self, text: str) -> None:
-        """Something to know, above the bar."""
+        """Print a message above the bar."""
         if not self.quiet:
             tqdm.write(f"flexhybrid: {text}", file=sys.stderr)
 
@@ -82,7 +82,7 @@ class StopAsked:
 
 @contextlib.contextmanager
 def stop_on_signal() -> Iterator[StopAsked]:
-    """SIGINT (Ctrl-C) or SIGTERM asks once; the second one raises KeyboardInterrupt."""
+    """Turn the first SIGINT (Ctrl-C) or SIGTERM into ``asked``; the second one raises KeyboardInterrupt."""
     stop = StopAsked()
 
     def handle(_signal_number, _frame) -> None:

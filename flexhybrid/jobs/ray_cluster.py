@@ -1,4 +1,4 @@
-"""The Ray cluster that a job with ``--engine ray`` runs on: the one there is, or a local one while the job lasts."""
+"""The Ray cluster of a job with ``--engine ray``: one that runs already, or a local one that ends with the job."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from pathlib import Path
 
 from flexhybrid.core.errors import InputError
 
-#: Of a cluster started here: what a job passes on is small.
-OBJECT_STORE_BYTES = 256 << 20
-LISTENS_WITHIN_S = 2.0  #: Ray itself asks a cluster that is gone for minutes
-MAX_RETRIES = 8  #: of work whose process died: what kills every one of them must not do so for ever
-#: Of every process that computes: idle OpenMP threads sleep instead of spinning. Ray itself gives a process as many
-#: threads as CPUs (OMP_NUM_THREADS).
+OBJECT_STORE_BYTES = 256 << 20  #: of a local cluster: the messages of a job are small
+LISTENS_WITHIN_S = 2.0  #: Ray itself tries to reach a cluster that is gone for minutes
+MAX_RETRIES = 8  #: of work whose process died: work that kills every process must end
+#: For every process that computes: idle OpenMP threads sleep instead of spinning. Ray itself sets OMP_NUM_THREADS to
+#: the CPUs of a process.
 ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
 @dataclass(frozen=True)
 class Crew:
-    """Actors that hold an executor each, over a cluster of nodes that are alike."""
+    """The actors of a job, each with an executor, on a cluster of equal nodes."""
 
     size: int
     actors_per_node: int  #: actors, at most, that share a node's memory and cores
@@ -38,9 +37,10 @@ class Crew:
 
 @contextlib.contextmanager
 def cluster(say: Callable[[str], None]) -> Iterator:
-    """The module ``ray``, connected: as this process already is, to the cluster at RAY_ADDRESS or this user's on this
-    machine, or to a local one that is started and ended again; which one is said. Raises InputError without Ray, or for
-    an address of none."""
+    """Yield the module ``ray``, connected to a cluster: the one that this process uses already, else the one at
+    RAY_ADDRESS, else this user's on this machine, else a local one that ends with the block. Tell ``say`` which one.
+
+    Raise InputError without Ray, and for an address where no cluster listens."""
     try:
         import ray
         import ray.data
@@ -74,11 +74,11 @@ def cluster(say: Callable[[str], None]) -> Iterator:
 
 
 def _listening(asked: str | None) -> str:
-    """The address of the cluster that is ``asked`` for (RAY_ADDRESS), else of the last `ray start` on this machine, if
-    it was this user's. Raises ConnectionError where there is none, or nobody listens.
+    """Return the address ``asked`` for (RAY_ADDRESS), else that of this user's last `ray start` on this machine. Raise
+    ConnectionError where no address is known, or nothing listens there.
 
-    Ray remembers the address beyond the cluster's end and whoever started it, and only its own insides tell which it
-    is. Asked for "auto", it would also take the cluster of another user, or one that lives as long as another job.
+    Ray keeps the address after the cluster has ended, whoever started it, and only a private module reads it. The
+    address "auto" would also take the cluster of another user, or one that ends with another job.
     """
     from ray._private.services import canonicalize_bootstrap_address, find_bootstrap_address
 
@@ -100,7 +100,7 @@ def _listening(asked: str | None) -> str:
 
 
 def _own_clusters(processes: Path = Path("/proc")) -> set[str]:
-    """Addresses of the clusters that this machine is a node of by this user's processes."""
+    """Return the addresses of the clusters that have a node here by a process of this user."""
     addresses = set()
     for folder in processes.glob("[0-9]*"):
         try:
@@ -113,9 +113,9 @@ def _own_clusters(processes: Path = Path("/proc")) -> set[str]:
 
 
 def start_local(ray, **options) -> None:
-    """A cluster of this machine alone, which ends with this process; options are those of ``ray.init``.
+    """Start a cluster of this machine alone, which ends with this process. ``options`` are those of ``ray.init``.
 
-    Raises InputError where it does not come up: Ray waits 30 s for its own processes.
+    Raise InputError where it does not start: Ray waits 30 s for its own processes, and a second attempt is made.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     for last in (False, True):
@@ -129,7 +129,7 @@ def start_local(ray, **options) -> None:
 
 
 def crew_of(ray, device: str, actors: int | None) -> Crew:
-    """One executor a GPU, or ("cpu") one a node; or ``actors`` of them. Raises InputError for more than there is."""
+    """Return ``actors`` actors; None: one a GPU, or on "cpu" one a node. Raise InputError where they are too many."""
     key = "GPU" if device == "cuda" else "CPU"
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"] and node["Resources"].get(key, 0) >= 1]
     if not nodes:

@@ -28,11 +28,6 @@ class Deployment:
     hop_s: np.ndarray
     hidden_s: tuple[tuple[tuple[float, ...], ...], ...]
 
-    @property
-    def powered(self) -> np.ndarray:
-        """Return the GPUs that hold a model."""
-        return np.unique([g for model in self.gpus for replica in model for g in replica])
-
     def rho(self, rate: float) -> float:
         """Return the utilisation of the busiest GPU with full batches and the best shares of each model's replicas.
 

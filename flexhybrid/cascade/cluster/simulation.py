@@ -63,17 +63,14 @@ def simulate(
     batch_wait_s: float = 0.0,
     service: str = "fixed",
     seed: int = 0,
-    num_powered: int | None = None,
 ) -> Served:
     """Serve requests that arrive at ``arrivals_s`` [requests, not falling].
 
-    ``service``: "fixed" (the models' lines) or "exponential" (with those means). ``num_powered``: number of GPUs whose
-    idle power counts; None: those that hold a model. Equal arguments give equal results.
+    ``service``: "fixed" (the models' lines) or "exponential" (with those means). Equal arguments give equal results.
     """
     arrivals_s = np.asarray(arrivals_s, dtype=float)
     _check(arrivals_s, batch_wait_s, service)
-    if num_powered is None:
-        num_powered = len(deployment.powered)
+    num_powered = len({gpu for model in deployment.gpus for replica in model for gpu in replica})
     rate = (len(arrivals_s) - 1) / np.ptp(arrivals_s) if np.ptp(arrivals_s) > 0 else 0.0
     rho = deployment.rho(max(rate, 1e-12))  # raises InputError where a visited model lies on no GPU
     loop = _EventLoop(deployment, arrivals_s, batch_wait_s, seed, service == "exponential")
@@ -318,8 +315,8 @@ class _EventLoop:
         self.take(now, gpu)
 
 
-def _draws(seed: int, block: int = 1 << 16):
+def _draws(seed: int):
     """Yield exponential factors of mean 1, drawn in blocks."""
     rng = np.random.default_rng([seed, 3])
     while True:
-        yield from rng.exponential(1.0, block).tolist()
+        yield from rng.exponential(1.0, 1 << 16).tolist()

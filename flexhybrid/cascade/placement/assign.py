@@ -28,10 +28,12 @@ class Board:
         self.sizes = np.stack([layout.item_memory / unit, layout.item_load])  # [2, items]
         self.host_of = cluster.hosts
         self.host, self.network = cluster.host_s_per_byte, cluster.network_s_per_byte
+        self.least_gain = 1e-9 * self.network * self.traffic.max(initial=0.0)
         self.full = np.stack([cluster.memory / unit, np.full(len(cluster.gpus), most_load)])
         self.clear()
 
     def clear(self) -> None:
+        """Remove all items."""
         items, gpus = len(self.traffic), self.full.shape[1]
         self.gpu_of = np.full(items, -1)
         self.near = np.zeros((items, gpus))
@@ -60,14 +62,10 @@ class Board:
         return float(self.network * self.traffic.sum() - self.saved()[items, self.gpu_of].sum()) / 2
 
     def greedy(self, order: np.ndarray) -> bool:
-        """Place every item, in this order, where it saves most, and of those where least is left.
+        """Place the items of ``order``, each where it saves most, and of those where least is left.
 
         Return False where an item fits no GPU; ``gpu_of`` then has the items placed before it.
         """
-        self.clear()
-        return self._place(order)
-
-    def _place(self, order: np.ndarray) -> bool:
         for item in order:
             left = self.free - self.sizes[:, item, None]
             fits = (left >= -SLACK).all(axis=0)
@@ -90,7 +88,7 @@ class Board:
         fits = (self.free[:, None, :] >= self.sizes[:, :, None] - SLACK).all(axis=0)
         gain = np.where(fits, gain, -np.inf)
         item, gpu = np.unravel_index(gain.argmax(), gain.shape)
-        if gain[item, gpu] <= self._tolerance:
+        if gain[item, gpu] <= self.least_gain:
             return False
         self.put(int(item), int(self.gpu_of[item]), -1)
         self.put(int(item), int(gpu))
@@ -114,7 +112,7 @@ class Board:
             gain = np.where((more <= free[at][None, :] + SLACK) & (-more <= free[at][:, None] + SLACK), gain, -np.inf)
         gain = np.where(at[:, None] == at[None, :], -np.inf, gain)
         a, b = (int(i) for i in np.unravel_index(gain.argmax(), gain.shape))
-        if gain[a, b] <= self._tolerance:
+        if gain[a, b] <= self.least_gain:
             return False
         self._exchange(a, b)
         return True
@@ -125,10 +123,6 @@ class Board:
         self.put(b, gpu_b, -1)
         self.put(a, gpu_b)
         self.put(b, gpu_a)
-
-    @property
-    def _tolerance(self) -> float:
-        return 1e-9 * self.network * self.traffic.max() if self.traffic.size else 0.0
 
     def swap_some(self, rng: np.random.Generator, times: int) -> None:
         """Swap random items that fit each other's GPU, at any cost."""
@@ -150,7 +144,7 @@ class Board:
         for item in removed:
             self.put(int(item), int(self.gpu_of[item]), -1)
         order = np.argsort(-self.sizes[:, removed].max(axis=0) * rng.uniform(0.6, 1.0, len(removed)))
-        if not self._place(removed[order]):
+        if not self.greedy(removed[order]):
             self.restore(before)
 
 
@@ -172,6 +166,7 @@ def search(
     """
     board, best = Board(layout, cluster, most_load), None
     for order in orders(layout, cluster):
+        board.clear()
         if board.greedy(order):
             board.improve(until)
             if best is None or board.cost() < best[0]:

@@ -39,7 +39,7 @@ class Plan:
     most_load: float
     gpu_of: np.ndarray
     transfer_s: float
-    bound_s: float
+    bound_s: float = 0.0
     how: str = "search"  #: or "binary program"
     num_choices: int = 1
     seconds: float = 0.0
@@ -141,8 +141,7 @@ def most_rate(
 def _packs(layout: Layout, cluster: Cluster, most_load: float) -> bool:
     if not _has_room(layout, cluster, most_load):
         return False
-    board = assign.Board(layout, cluster, most_load)
-    return any(board.greedy(order) for order in assign.orders(layout, cluster))
+    return any(assign.Board(layout, cluster, most_load).greedy(order) for order in assign.orders(layout, cluster))
 
 
 def _has_room(layout: Layout, cluster: Cluster, most_load: float) -> bool:

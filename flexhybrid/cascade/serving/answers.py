@@ -46,22 +46,19 @@ class Judgement(NamedTuple):
 
 
 def serve(
-    cascade: Cascade, models: Sequence[Model], requests: Sequence | np.ndarray, first_index: int = 0, batch: int = BATCH
+    cascade: Cascade, models: Sequence[Model], requests: Sequence | np.ndarray, first_index: int = 0
 ) -> list[Answer]:
     """Send requests through the cascade's models (in its order, one a name)."""
     answers = [Answer(first_index + i) for i in range(len(requests))]
     at = np.zeros(len(requests), dtype=int)  # the model at which each request waits; len(models): answered
     for i, model in enumerate(models):
         waiting = np.flatnonzero(at == i)
-        for start in range(0, len(waiting), batch):
-            members = waiting[start : start + batch]
-            judgement = judge(cascade, i, model, _pick(requests, members))
+        for start in range(0, len(waiting), BATCH):
+            members = waiting[start : start + BATCH]
+            batch_requests = requests[members] if isinstance(requests, np.ndarray) else [requests[m] for m in members]
+            judgement = judge(cascade, i, model, batch_requests)
             at[members] = note(cascade, i, [answers[m] for m in members], judgement)
     return answers
-
-
-def _pick(requests: Sequence | np.ndarray, members: np.ndarray) -> Sequence | np.ndarray:
-    return requests[members] if isinstance(requests, np.ndarray) else [requests[i] for i in members]
 
 
 def judge(cascade: Cascade, i: int, model: Model, requests: Sequence | np.ndarray) -> Judgement:

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -54,9 +53,17 @@ def run(options: CascadeRunOptions, say: Callable[[str], None] = print) -> dict:
         raise InputError(f"{options.output} is there already: name another file, or write over it with --restart")
     cascade = Cascade.load(options.cascade)
     loads = _loads(cascade, options)
-    opened = _on_ray(cascade, loads, options, say) if options.engine == "ray" else _here(cascade, loads)
+    if options.engine == "ray":
+        from flexhybrid.cascade.serving.ray_serve import deployed, sizes_of
+
+        opened = deployed(cascade, loads, sizes_of(cascade, options.plan), options.port, say)
+    else:
+        opened = _here(cascade, loads)
     if options.input is None or options.output is None:
-        return _until_stopped(opened, options)
+        with opened, contextlib.suppress(KeyboardInterrupt):
+            while True:
+                time.sleep(3600)
+        return {"port": options.port}
     requests, labels = read_requests(options.input, cascade.task)
     counts = _Counts(cascade)
     try:
@@ -106,20 +113,6 @@ def _here(cascade: Cascade, loads: Sequence[Callable[[], Model]]) -> Iterator[An
         yield functools.partial(serve, cascade, models)
 
 
-def _on_ray(cascade: Cascade, loads: Sequence[Callable[[], Model]], options: CascadeRunOptions, say):
-    """Hold the models as deployments of Ray Serve."""
-    from flexhybrid.cascade.serving.ray_serve import deployed, sizes_of
-
-    return deployed(cascade, loads, sizes_of(cascade, options.plan), options.port, say)
-
-
-def _until_stopped(opened, options: CascadeRunOptions) -> dict:
-    with opened, contextlib.suppress(KeyboardInterrupt):
-        while True:
-            time.sleep(3600)
-    return {"port": options.port}
-
-
 class _Counts:
     """How often each model computed, answered and failed."""
 
@@ -153,15 +146,17 @@ class _Counts:
         if all(getattr(model, cascade.cost) is not None for model in cascade.models):  # a run needs no costs
             cost = sum(row["visited"] * c for row, c in zip(rows, cascade.costs.tolist())) / self.num_requests
             share = cost / float(cascade.costs[-1])
-        record: dict[str, Any] = {
+        return {
             "num_requests": self.num_requests,
             "unanswered": self.answered[None],
             "fallbacks": self.num_fallbacks,
+            "models": rows,
+            "accuracy": self.num_right / self.num_requests if self.has_labels else None,
+            "expected_accuracy": expected.accuracy if expected else None,
+            "cost": cascade.cost,
+            "cost_per_request": cost,
+            "share_of_largest": share,
         }
-        record["models"] = rows
-        record["accuracy"] = self.num_right / self.num_requests if self.has_labels else None
-        record["expected_accuracy"] = expected.accuracy if expected else None
-        return record | {"cost": cascade.cost, "cost_per_request": cost, "share_of_largest": share}
 
 
 def _is_right(output, label) -> bool:

@@ -78,7 +78,7 @@ class _Search:
         self.chosen = np.zeros((num + 1, len(self.levels)), dtype=int)
 
     def walk(self, i: int, alive: np.ndarray, right: int, cost: float, chosen: tuple[int, ...]) -> None:
-        """Thresholds of model i and later, for the requests ``alive`` [N] that came so far."""
+        """Enumerate the thresholds of model i and later, for the requests ``alive`` [N] that reach model i."""
         answers, left = self.answers, len(self.levels) - i
         if left == 0:
             right += int(answers.correct[i, alive].sum())
@@ -92,8 +92,8 @@ class _Search:
                 self.walk(i + 1, going_on, right + more, cost + answers.cost[i] * alive.sum(), (*chosen, place))
 
     def _tables(self, i: int, left: int, alive: np.ndarray, right: int, cost: float, chosen: tuple[int, ...]) -> None:
-        """All candidates of the last two models that have any (a, b) at once; of the last one (b), with an a that is
-        free and lets everyone pass."""
+        """Evaluate all candidates of the last two models that have thresholds (a, b) at once; where b alone is left,
+        with an a that costs nothing and passes all requests on."""
         answers = self.answers
         b = i + left - 1
         level_b, size_b = self.levels[b][alive], self.sizes[b]
@@ -105,7 +105,7 @@ class _Search:
             level_a, size_a, of_a = np.zeros_like(level_b), 1, np.zeros_like(of_b)
 
         def passing(weights: np.ndarray) -> np.ndarray:
-            """Sums over the requests that pass both, [candidates of a, of b]."""
+            """Return sums over the requests that pass both, [candidates of a, of b]."""
             cells = np.bincount(level_a * (size_b + 1) + level_b, weights, (size_a + 1) * (size_b + 1))
             table = cells.astype(np.int64).reshape(size_a + 1, size_b + 1)
             return table.cumsum(axis=0).cumsum(axis=1)[:size_a, :size_b]
@@ -119,7 +119,7 @@ class _Search:
         self._note(all_right, all_cost, chosen, left)
 
     def _note(self, right: np.ndarray, cost: np.ndarray, chosen: tuple[int, ...], left: int) -> None:
-        """Keep what is cheaper than everything at least as accurate so far."""
+        """Keep the sets that are cheaper than all sets so far that are at least as accurate."""
         at_least = np.minimum.accumulate(self.cost[::-1])[::-1]
         rows, columns = np.nonzero(cost < at_least[right])
         if not len(rows):
@@ -136,7 +136,7 @@ class _Search:
             self.chosen[values, -2] = rows
 
     def front(self) -> tuple[np.ndarray, np.ndarray]:
-        """(numbers of right answers of the curve's points, growing; the candidates chosen for each)."""
+        """Return (number of right answers of each point of the curve, growing; the candidates chosen for it)."""
         later = np.minimum.accumulate(np.append(self.cost[1:], np.inf)[::-1])[::-1]
         right = np.flatnonzero(self.cost < later)
         return right, self.chosen[right]

@@ -12,16 +12,12 @@ MAX_ROUNDS = 64
 
 
 def sampled_curve(
-    answers: Answers,
-    seed: int = 0,
-    num_samples: int = NUM_SAMPLES,
-    epsilon: float = EPSILON,
-    max_rounds: int = MAX_ROUNDS,
+    answers: Answers, seed: int = 0, num_samples: int = NUM_SAMPLES, max_rounds: int = MAX_ROUNDS
 ) -> Curve:
     """Return the curve that sampling finds.
 
     Lines 3 and 4: ``num_samples`` sets of thresholds a round, uniform in [0, 1]. Lines 5 and 6: as many again in boxes
-    of ± epsilon around those whose accuracy lies between the second-largest and the largest model's. Line 8, "until no
+    of ± EPSILON around those whose accuracy lies between the second-largest and the largest model's. Line 8, "until no
     new (a, e)": until a round adds no point to the curve, or ``max_rounds``.
     """
     generator = np.random.default_rng(seed)
@@ -35,11 +31,11 @@ def sampled_curve(
         num_correct = front.add(thresholds)
         good = thresholds[(low <= num_correct) & (num_correct <= high)]
         if len(good):
-            near = good[generator.integers(len(good), size=num_samples)] + generator.uniform(-epsilon, epsilon, size)
+            near = good[generator.integers(len(good), size=num_samples)] + generator.uniform(-EPSILON, EPSILON, size)
             front.add(np.clip(near, 0.0, 1.0))
         if not front.is_new():
             break
-    return front.curve()
+    return Curve(front.thresholds, front.num_correct, front.cost, answers.num_requests, exact=False)
 
 
 class _Front:
@@ -65,6 +61,3 @@ class _Front:
         now = set(zip(self.num_correct.tolist(), self.cost.tolist()))
         new, self.before = bool(now - self.before), now
         return new
-
-    def curve(self) -> Curve:
-        return Curve(self.thresholds, self.num_correct, self.cost, self.answers.num_requests, exact=False)

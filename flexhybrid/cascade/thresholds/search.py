@@ -77,7 +77,7 @@ def search(fitted: Fitted, options: SearchOptions = SearchOptions()) -> Searched
         curve = find(answers.only(kept))
         point = pick(curve)
     caution = options.caution or (CAUTION if options.mode == "ap" and options.accuracy is None else 1.0)
-    thresholds = cautious(curve.thresholds[point], caution)
+    thresholds = tuple(float(1 - (1 - t) / caution) for t in curve.thresholds[point])  # the doubt 1 - t is divided
     part, models = answers.only(kept), tuple(fitted.models[i] for i in kept)
     plain = Route(part, Cascade(models, thresholds))
     skips = ()
@@ -85,7 +85,8 @@ def search(fitted: Fitted, options: SearchOptions = SearchOptions()) -> Searched
         skips = even_skips(thresholds) if options.skips == "paper" else fitted_skips(part, thresholds)
     route = Route(part, Cascade(models, thresholds, skips))
     more = {"task": fitted.task, "cost": options.cost, "top_k": fitted.top_k, "note": _note(options, curve, caution)}
-    expected = expected_of(route)
+    shares = tuple(route.shares.tolist()), tuple(route.visited.tolist())
+    expected = Expected(*shares, float(route.correct.mean()), len(route.correct))
     cascade = Cascade(models, thresholds, skips, expected=expected, **more)
     return SearchedCascade(cascade, expected, kept, curve, point, without_skips=plain, route=route)
 
@@ -103,17 +104,6 @@ def picker(answers: Answers, options: SearchOptions) -> Callable[[Curve], int]:
         return lambda curve: accuracy_preserving(curve, int(right[-1]))
     second = int(right[-2]) if len(right) > 1 else int(right[-1])
     return lambda curve: energy_optimal(curve, second, int(right[-1]))
-
-
-def cautious(thresholds: np.ndarray, caution: float) -> tuple[float, ...]:
-    """Return thresholds whose doubt 1 − t is divided by ``caution``."""
-    return tuple(float(1 - (1 - t) / caution) for t in thresholds)
-
-
-def expected_of(route: Route) -> Expected:
-    return Expected(
-        tuple(route.shares.tolist()), tuple(route.visited.tolist()), float(route.correct.mean()), len(route.correct)
-    )
 
 
 def _note(options: SearchOptions, curve: Curve, caution: float) -> str:

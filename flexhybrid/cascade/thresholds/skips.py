@@ -106,8 +106,8 @@ def even_skips(thresholds: Sequence[float]) -> Skips:
     return tuple(skips)
 
 
-def fitted_skips(answers: Answers, thresholds: Sequence[float], least: int | None = None) -> Skips:
-    """Return the cuts that save most while at least ``least`` requests stay right (as many as without skips).
+def fitted_skips(answers: Answers, thresholds: Sequence[float]) -> Skips:
+    """Return the cuts that save most while at least as many requests stay right as without skips.
 
     From the second-largest model down: every request that reaches model i unsure could enter each successor and go on
     from there, at a known cost and with a known answer. The best cuts of the confidences of model i, the least sure to
@@ -115,14 +115,13 @@ def fitted_skips(answers: Answers, thresholds: Sequence[float], least: int | Non
     enough requests stay right.
     """
     plain = route(answers, thresholds)
-    least = plain.num_correct if least is None else least
     no_skips: Skips = ((),) * len(thresholds)
     best, best_cost = no_skips, plain.cost
     total_cost = float(answers.cost.sum()) * answers.num_requests
     for price in (0.0, *np.geomspace(total_cost * 1e-6, total_cost, 25)):
         skips = _fit_at(answers, thresholds, price)
         candidate = route(answers, thresholds, skips)
-        if candidate.num_correct >= least and candidate.cost < best_cost:
+        if candidate.num_correct >= plain.num_correct and candidate.cost < best_cost:
             best, best_cost = skips, candidate.cost
     return best
 

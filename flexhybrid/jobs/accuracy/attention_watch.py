@@ -1,7 +1,7 @@
-"""What the attention of a run looks at, beside the full cache's: verbs of an executor, wrapped.
+"""Wraps verbs of an executor to compare the attention of a run with that of a run with the full cache.
 
-The full cache's run leaves its keys and queries here; from them its attention weights at any step follow, so that none
-need be kept. Texts are of one length and cut into prompt and answer at one place.
+The run with the full cache records its keys and queries; its attention weights at any step are computed from them. All
+texts have one length, and one length of prompt.
 
 Shapes: N texts, L layers, S decode steps, B requests of a mini-batch, H query heads, G key/value heads, r = H/G, d head
 size, T attention columns, P positions.
@@ -29,14 +29,14 @@ LOADS = tuple(verb.name for verb in VERBS.values() if verb.resource == "h2d" and
 
 @dataclass(frozen=True)
 class FullCache:
-    """Keys [N, L, G, P, d] and queries [N, L, S, G, r, d] of the full cache's run."""
+    """Keys [N, L, G, P, d] and queries [N, L, S, G, r, d] of the run with the full cache."""
 
     keys: torch.Tensor
     queries: torch.Tensor
 
     @staticmethod
     def empty(shape: ModelShape, num_texts: int, length: int, num_forced: int, device: torch.device) -> FullCache:
-        """Room for texts of ``length`` tokens, the last of which is never fed."""
+        """Return tensors for texts of ``length`` tokens, of which the last is never fed."""
         grid, groups, d = (num_texts, shape.num_layers), shape.num_kv_heads, shape.head_dim
         return FullCache(
             torch.zeros(*grid, groups, length - 1, d, device=device),
@@ -44,7 +44,7 @@ class FullCache:
         )
 
     def record(self, executor: Executor, members: np.ndarray) -> None:
-        """Keep what the executor projects; ``members`` are the texts of its wave."""
+        """Record what the executor projects; ``members`` are the texts of its wave."""
         project, shape = executor.verbs["project"], executor.shape
 
         def projected(executor: Executor, task: Task) -> None:
@@ -62,7 +62,7 @@ class FullCache:
         executor.verbs["project"] = projected
 
     def weights(self, texts: torch.Tensor, layer: int, step: int) -> torch.Tensor:
-        """Attention weights [B, G, r, P] of these texts' query at a decode step, over all tokens so far."""
+        """Return the attention weights [B, G, r, P] of the texts' query at a decode step, over all tokens so far."""
         query = self.queries[texts, layer, step]
         num_tokens = self.keys.shape[3] - self.queries.shape[2] + step + 1
         keys = self.keys[texts, layer, :, :num_tokens]
@@ -71,7 +71,7 @@ class FullCache:
 
 @dataclass(frozen=True)
 class Seen:
-    """Of a run, by decode step and layer, means over texts and heads: [S, L] on the device."""
+    """Means over texts and heads of a run, by decode step and layer: [S, L] on the device."""
 
     cosine: torch.Tensor  #: of the attention weights with the full cache's; a token not looked at has weight 0
     looked_at: torch.Tensor  #: share of the tokens so far
@@ -84,7 +84,7 @@ class Seen:
         return Seen(torch.zeros(size, device=full.keys.device), torch.zeros(size, device=full.keys.device), np.zeros(1))
 
     def watch(self, executor: Executor, members: np.ndarray, full: FullCache) -> None:
-        """Add up what the executor's attention looks at, and what is loaded for it."""
+        """Add up the tokens that the executor's attention looks at, and the bytes loaded for it."""
         attend, num_texts, positions_of = executor.verbs["attend"], len(full.keys), watch_positions(executor)
 
         def attended(executor: Executor, task: Task) -> None:
@@ -112,7 +112,7 @@ class Seen:
 
 
 def attention_weights(executor: Executor, task: Task) -> torch.Tensor:
-    """Weights [B, G, r, T] in float32 that a decode step's new token gives to the columns of the attention buffer."""
+    """Return the weights [B, G, r, T] in float32 of a decode step's new token for the attention buffer's columns."""
     step, shape = task.payload.step, executor.shape
     keys, _, mask = executor.context
     rows = executor.kvq[task.payload.slot][:, shape.kv_width :].view(len(step.requests), -1, shape.query_width)
@@ -122,8 +122,8 @@ def attention_weights(executor: Executor, task: Task) -> torch.Tensor:
 
 
 def watch_positions(executor: Executor) -> Callable[[Task], torch.Tensor]:
-    """A function of an ``attend`` task of the decode, to be called in its place on the compute lane: which token each
-    column of the attention buffer holds, [B, G or 1, T]; -1 for padding."""
+    """Return a function from an ``attend`` task of the decode to the token in each column of the attention buffer,
+    [B, G or 1, T]; -1 for padding. It is to be called in the task's place on the compute lane."""
     project, speculate, assemble = (executor.verbs[verb] for verb in ("project", "speculate", "assemble"))
     tables = position_tables(executor.wave.entries, int(executor.wave.workload.cached_tokens.max()) + 1)
     selection = executor.selection
@@ -172,7 +172,7 @@ def watch_positions(executor: Executor) -> Callable[[Task], torch.Tensor]:
 
 
 def _cosine(weights_BGrT: torch.Tensor, positions_BGT: torch.Tensor, other_BGrP: torch.Tensor) -> torch.Tensor:
-    """Cosine similarity [B, G, r] of weights at the positions of their columns with weights at all positions."""
+    """Return the cosine similarity [B, G, r] of weights at some positions with weights at all positions."""
     shape = (*weights_BGrT.shape[:3], -1)
     index = positions_BGT.clamp(min=0)[:, :, None].expand(*shape)
     present = (positions_BGT >= 0)[:, :, None]

@@ -11,13 +11,14 @@ import json
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
 from flexhybrid import shipped
+from flexhybrid.arguments import LLMArguments
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.context.selection import kept_tokens
 from flexhybrid.core.errors import InputError, file_errors
@@ -68,24 +69,16 @@ class AccuracyRun:
 
 
 def accuracy(options: AccuracyOptions, quiet: bool = False) -> dict:
-    """Measure every policy; returns what is also written to ``options.out``: a row a policy, a row a policy and chunk.
+    """Measure every policy; return what is also written to ``options.out``: a row a policy, a row a policy and chunk.
 
-    Raises InputError for whatever cannot work, before the first run.
+    Raise InputError for all that cannot work, before the first run.
     """
     report = Report(quiet)
-    path = options.model or shipped.CHECKPOINT
+    names = ("device", "dtype", "hardware", "disk_dir")
+    arguments = LLMArguments(options.model or shipped.CHECKPOINT, **{name: getattr(options, name) for name in names})
     with ExitStack() as stack:
         llms = {
-            name: stack.enter_context(
-                LLM(
-                    path,
-                    policy,
-                    device=options.device,
-                    dtype=options.dtype,
-                    hardware=options.hardware,
-                    disk_dir=options.disk_dir,
-                )  # fmt: skip
-            )
+            name: stack.enter_context(LLM.from_arguments(replace(arguments, policy=policy)))
             for name, policy in _named(options.policies).items()
         }
         full_llm = llms[FULL_CACHE]
@@ -126,7 +119,7 @@ def accuracy(options: AccuracyOptions, quiet: bool = False) -> dict:
 
 
 def _named(texts: tuple[str, ...]) -> dict[str, Policy | str]:
-    """The full cache, then the policies by the name they go under: systems by name, or files."""
+    """Return name -> policy of the full cache and of ``texts``, which are systems by name or policy files."""
     named: dict[str, Policy | str] = {FULL_CACHE: resident()}
     for text in texts:
         policy = Policy.load(text) if text.endswith(".json") else text
@@ -138,10 +131,10 @@ def _named(texts: tuple[str, ...]) -> dict[str, Policy | str]:
 
 
 def read_texts(llm: LLM, path: Path, length: int, max_texts: int) -> list[list[int]]:
-    """Up to ``most`` texts of ``length`` tokens from a file, each beginning as the model's texts do.
+    """Return up to ``max_texts`` texts of ``length`` tokens from a file, each with the model's token of beginning.
 
-    Documents, which form feeds part, are cut into consecutive texts; the texts are taken evenly over the file. Raises
-    InputError for a file that cannot be read, or is too short for a single text.
+    Form feeds separate documents; each document is cut into consecutive texts, which are taken evenly over the file.
+    Raise InputError for a file that cannot be read, or is too short for a single text.
     """
     if llm.tokenizer is None:
         raise InputError(f"{llm.checkpoint.path} has no tokenizer files: a text cannot be cut into its tokens")
@@ -161,7 +154,7 @@ def read_texts(llm: LLM, path: Path, length: int, max_texts: int) -> list[list[i
 
 
 def _run(name: str, llm: LLM, texts: list[list[int]], prompt: int, full: FullCache, progress: Progress) -> AccuracyRun:
-    """Score the texts under one policy; the full cache's run, which is the first, leaves its keys and queries."""
+    """Score the texts under one policy. The run of the full cache, which is the first, fills ``full``."""
     progress.turn_to(name)
     seen = Seen.empty(full)
 
@@ -189,8 +182,7 @@ def _run(name: str, llm: LLM, texts: list[list[int]], prompt: int, full: FullCac
 
 
 def _row(run: AccuracyRun, full: AccuracyRun, tokens: slice) -> dict:
-    """Means over a range of the answer's tokens. The first of the answer is the prompt's own: no cache stands behind
-    it."""
+    """Return means over a range of the answer's tokens. The prompt alone gives the first one, without a cache."""
     steps = slice(max(tokens.start or 0, 1) - 1, None if tokens.stop is None else tokens.stop - 1)
     logprobs, reference = run.logprobs[:, tokens], full.logprobs[:, tokens]
     return {
@@ -212,7 +204,7 @@ def _policy_row(run: AccuracyRun, full: AccuracyRun) -> dict:
 
 
 def _chunk_rows(run: AccuracyRun, full: AccuracyRun, prompt: int) -> Iterator[dict]:
-    """A row for each ``CHUNK_TOKENS`` positions that hold some of the answer."""
+    """Yield a row for each ``CHUNK_TOKENS`` positions that hold a part of the answer."""
     length = prompt + run.logprobs.shape[1]
     for start in range(prompt // CHUNK_TOKENS * CHUNK_TOKENS, length, CHUNK_TOKENS):
         first, end = max(start, prompt), min(start + CHUNK_TOKENS, length)
@@ -246,7 +238,7 @@ def _show(report: Report, result: dict) -> None:
 
 
 def _rounded(table: pd.DataFrame) -> pd.DataFrame:
-    """Numbers as texts of four digits behind the point, empty where there are none."""
+    """Return the table with numbers as texts of four decimals, missing ones as empty texts."""
     return table.map(lambda value: value if isinstance(value, str) else "" if pd.isna(value) else f"{value:.4f}")
 
 

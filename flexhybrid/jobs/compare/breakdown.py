@@ -21,14 +21,14 @@ _LOADS = {"weights": "load_weights", "kv": "load_cache", "act": "load_activation
 
 
 def kind_of(task: Task) -> str:
-    """One of KINDS."""
+    """Return the task's kind, one of KINDS."""
     if task.resource == "h2d":
         return _LOADS[VERBS[task.verb].cargo]
     return "store" if task.resource == "d2h" else task.resource
 
 
 def seconds_per_step(trace: list[TraceEvent]) -> dict[str, float]:
-    """Kind -> seconds that its tasks ran in one decode step: the mean over the trace's iterations after its first.
+    """Return kind -> seconds that its tasks ran in a decode step: the mean over the iterations after the first.
 
     A task at the edge counts in part, so that the kinds of a resource add up to its busy time in the window that
     ``summarize`` uses. Raises ValueError for a trace of fewer than two iterations.
@@ -43,7 +43,7 @@ def seconds_per_step(trace: list[TraceEvent]) -> dict[str, float]:
 
 
 def bytes_per_step(trace: list[TraceEvent]) -> dict[str, dict[str, float]]:
-    """Link -> cargo -> bytes of one decode step: all that the trace's iterations move, over their number."""
+    """Return link -> cargo -> bytes of a decode step: all that the trace's iterations move, over their number."""
     moved: dict[str, dict[str, float]] = {}
     for task, _, _ in trace:
         if task.resource in LINKS and task.iteration:
@@ -59,7 +59,7 @@ def bytes_per_step(trace: list[TraceEvent]) -> dict[str, dict[str, float]]:
 
 
 def breakdown(trace: list[TraceEvent], summary: RunSummary | None = None) -> dict:
-    """step_s, and by name: seconds, bytes and busy shares (of the window, by resource) of a decode step."""
+    """Return step_s, seconds, bytes and busy (share of the window, by resource) of a decode step."""
     summary = summary or summarize(trace)
     return {
         "step_s": summary.decode_s / (summary.num_iterations - 1),
@@ -70,7 +70,7 @@ def breakdown(trace: list[TraceEvent], summary: RunSummary | None = None) -> dic
 
 
 def flat_rows(breakdowns: list[dict]) -> list[dict]:
-    """A line a policy and quantity, predicted beside measured, for a table: policy, quantity, unit, both values.
+    """Return a row a policy and quantity: policy, quantity, unit, predicted, measured.
 
     ``breakdowns``: {"policy": name, "predicted": breakdown, "measured": breakdown}.
     """
@@ -78,16 +78,14 @@ def flat_rows(breakdowns: list[dict]) -> list[dict]:
     for row in breakdowns:
         predicted, measured = (_values(row[clock]) for clock in ("predicted", "measured"))
         for quantity, unit in dict.fromkeys([*predicted, *measured]):
-            values = {
-                "predicted": predicted.get((quantity, unit), 0.0),
-                "measured": measured.get((quantity, unit), 0.0),
-            }
-            rows.append({"policy": row["policy"], "quantity": quantity, "unit": unit, **values})
+            values = (of_clock.get((quantity, unit), 0.0) for of_clock in (predicted, measured))
+            texts = {"policy": row["policy"], "quantity": quantity, "unit": unit}
+            rows.append({**texts, **dict(zip(("predicted", "measured"), values, strict=True))})
     return rows
 
 
 def _values(step: dict) -> dict[tuple[str, str], float]:
-    """(quantity, unit) -> value."""
+    """Return (quantity, unit) -> value."""
     return (
         {("step", "s"): step["step_s"]}
         | {(kind, "s"): seconds for kind, seconds in step["seconds"].items()}

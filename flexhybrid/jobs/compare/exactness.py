@@ -1,6 +1,6 @@
-"""Are the tokens right? Ours against transformers' own single-prompt greedy generate, by the exactness contract.
+"""The exactness contract: our tokens against transformers' own greedy generate of each prompt alone.
 
-At the first difference the reference is teacher-forced on its own tokens: the difference is excused only when the
+At the first difference the reference is teacher-forced on its own tokens. The difference is excused only when the
 reference's two best logits are closer than 1e-5 of the logits' standard deviation, so that rounding may decide.
 """
 
@@ -32,7 +32,7 @@ class Exactness:
 
 
 class Reference:
-    """transformers' model of a checkpoint in float32, from local files only, and its greedy tokens."""
+    """The model that transformers loads from a checkpoint's local files, in float32."""
 
     def __init__(self, path: str | Path):
         from transformers import AutoModelForCausalLM
@@ -49,8 +49,8 @@ class Reference:
         ignore_eos: bool = False,
         on_prompt: Callable[[], None] | None = None,
     ) -> list[list[int]]:
-        """Greedy tokens of each prompt alone."""
-        stop = {} if not ignore_eos else {"eos_token_id": None}
+        """Return the greedy tokens of each prompt alone."""
+        stop = {"eos_token_id": None} if ignore_eos else {}
         answers = []
         for prompt in prompts:
             ids = torch.tensor([prompt])
@@ -65,7 +65,7 @@ class Reference:
 
     @torch.inference_mode()
     def top_two_gap(self, ids: list[int]) -> float:
-        """Gap of the two best next-token logits, in standard deviations of the logits."""
+        """Return the gap between the two best next-token logits, in standard deviations of the logits."""
         logits = self.model(torch.tensor([ids])).logits[0, -1]
         best = logits.topk(2).values
         return float((best[0] - best[1]) / logits.std())
@@ -74,7 +74,7 @@ class Reference:
 def compare_tokens(
     reference: Reference, prompts: list[list[int]], expected: list[list[int]], ours: list[list[int]]
 ) -> Exactness:
-    """Compare answers prompt by prompt. Behind a first difference texts are free to part, so its tail is not judged."""
+    """Compare answers prompt by prompt. After a first difference texts may diverge, so the tail is not judged."""
     num_tokens = num_equal = num_excused = 0
     first_wrong = ""
     for i, (prompt, wanted, got) in enumerate(zip(prompts, expected, ours, strict=True)):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 from operator import eq
@@ -27,6 +27,7 @@ from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.trace import TraceEvent, check_trace, save_chrome_trace
 from flexhybrid.core.wave import admit
+from flexhybrid.core.waves import wave_plan
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.compare.breakdown import breakdown, flat_rows
 from flexhybrid.jobs.compare.exactness import Reference, compare_tokens
@@ -101,13 +102,17 @@ def compare(options: CompareOptions, quiet: bool = False) -> dict:
         if searched is None:
             named, sweep, shown = setting.systems(), [], None
             report.systems(named)
-            subjects = [(policy.name, setting.llm_policy(policy), is_lossless(policy)) for policy in named]
+            # a system is resolved again for the checkpoint's model
+            subjects = [(policy, policy.name if policy.name in options.systems else policy) for policy in named]
         else:
             mix = replace(searched.policy, name="hybrid")
             algorithm1 = _algorithm1_shares(setting)
             report.search(replace(searched, prediction=_flat(searched.prediction)), algorithm1)
             (named, sweep), shown = setting.mixes(mix), "hybrid"
-            subjects = _exact_mixes(setting, mix)
+            bound = EXACT_MINI_BATCH_TOKENS
+            mixes = [kv_only(bound), act_only(bound), hybrid_static(setting.checkpoint.shape, bound)]
+            mixes += [replace(mix, max_mini_batch_tokens=bound), hybrid(0.25, bound), hybrid(0.75, bound)]
+            subjects = [(policy, policy) for policy in mixes + setting.extra]
         exact = _exactness(setting, subjects, advance, shown)
         report.exactness(exact)
         _save_table(options.out, "exactness", exact["rows"])
@@ -209,20 +214,13 @@ def _algorithm1_shares(setting: ComparisonSetting) -> dict[str, float]:
     return {b: share_for_batch(times, host_blocks(batch, context), b).act_share for b in BALANCES}
 
 
-def _exact_mixes(setting: ComparisonSetting, searched: Policy) -> list[tuple[str, Policy | str, bool]]:
-    tokens = EXACT_MINI_BATCH_TOKENS
-    policies = [kv_only(tokens), act_only(tokens), hybrid_static(setting.checkpoint.shape, tokens)]
-    policies += [replace(searched, max_mini_batch_tokens=tokens), hybrid(0.25, tokens), hybrid(0.75, tokens)]
-    return [(policy.name, policy, is_lossless(policy)) for policy in policies + setting.extra]
-
-
 def _exactness(
     setting: ComparisonSetting,
-    policies: list[tuple[str, Policy | str, bool]],
+    policies: Sequence[tuple[Policy, Policy | str]],
     advance: Callable[[str], None],
     shown: str | None = None,
 ) -> dict:
-    """Compare the tokens of every policy (name, as ``LLM`` takes it, lossless) on the checkpoint in float32 with
+    """Compare the tokens of every policy (itself, and as ``LLM`` takes it) on the checkpoint in float32 with
     transformers'; return a row a policy, and the text of a few completions of ``shown``, or of the first policy."""
     checkpoint, options = setting.checkpoint, setting.options
     params = SamplingParams(max_tokens=options.exact_tokens, temperature=0.0)
@@ -239,13 +237,15 @@ def _exactness(
         advance("exactness: transformers")
         reference = Reference(checkpoint.path)
         expected = reference.generate(prompts, options.exact_tokens)
-        shown, rows, completions = shown or policies[0][0], [], []
-        for name, policy, lossless in policies:
+        shown, rows, completions = shown or policies[0][0].name, [], []
+        for policy, named in policies:
+            name = policy.name
             advance(f"exactness: {name}")
-            with LLM.from_arguments(replace(arguments, policy=policy)) as llm:
+            with LLM.from_arguments(replace(arguments, policy=named)) as llm:
                 outputs = [answer.outputs[0] for answer in llm.generate(prompts, params) if answer]
             tokens = compare_tokens(reference, prompts, expected, [output.token_ids for output in outputs])
-            row = {"policy": name, "lossless": lossless, "tokens": tokens.num_tokens, "equal": tokens.num_equal}
+            row = {"policy": name, "lossless": is_lossless(policy)}
+            row |= {"tokens": tokens.num_tokens, "equal": tokens.num_equal}
             row |= {"excused": tokens.num_excused, "exact": tokens.exact, "first_wrong": tokens.first_wrong}
             rows.append(row)
             if texts and name == shown:
@@ -283,7 +283,7 @@ def _measure(
         alone = policy.attention == "device" and not uses_disk(policy) and policy.overlap == "full"
         return policy.name in names and alone
 
-    plans = [total_bytes(setting.memory_plan(policy)) for policy in policies]
+    plans = [total_bytes(wave_plan(problem, policy, setting.workload)) for policy in policies]
     limits = {tier: problem.budgets.of(tier) for tier in ("device", "host")}
     within = all(limit is None or sum(plan[tier] for plan in plans) <= limit for tier, limit in limits.items())
 
@@ -357,8 +357,7 @@ def _search_json(result: SearchResult, algorithm1: dict[str, float]) -> dict:
         "binding": result.binding,
         "num_candidates": result.num_choices,
         "search_s": result.search_s,
-        "algorithm1_paper": algorithm1["paper"],
-        "algorithm1_full": algorithm1["full"],
+        **{f"algorithm1_{balance}": share for balance, share in algorithm1.items()},
         "policy": result.policy.to_dict(),
     }
 

@@ -65,11 +65,12 @@ class Report:
         )
 
     def search(self, result: SearchResult, algorithm1: dict[str, float]) -> None:
-        p = result.prediction
+        p, ratio = result.prediction, result.kv_act_bytes_ratio
+        ratio = f"{ratio:.2f}:1" if np.isfinite(ratio) else "no ACT"
         candidates = "1 candidate" if result.num_choices == 1 else f"{result.num_choices} candidates"
         self.say(
             f"\n2. Search: {candidates} in {result.search_s * 1e3:.1f} ms\n\n"
-            f"ACT share by tokens {result.act_share:.3f}, KV:ACT by bytes {_ratio(result.kv_act_bytes_ratio)}. "
+            f"ACT share by tokens {result.act_share:.3f}, KV:ACT by bytes {ratio}. "
             f"Algorithm 1: {algorithm1['paper']:.3f} by the papers' balance, "
             f"{algorithm1['full']:.3f} by the full one.\n"
             f"Predicted {p['decode_tokens_per_s']:.1f} tokens/s; {gib(p['h2d_bytes'])} to the device in the whole run; "
@@ -244,7 +245,3 @@ def _shares(shares: Mapping[str, float]) -> str:
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
-
-
-def _ratio(value: float | None) -> str:
-    return "no ACT" if value is None or np.isinf(value) else f"{value:.2f}:1"

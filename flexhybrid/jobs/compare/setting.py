@@ -12,7 +12,7 @@ from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.context.cache_entries import TIERS
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware
-from flexhybrid.core.memory import MemoryPlan, check_budget
+from flexhybrid.core.memory import check_budget
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Budgets, Problem
@@ -90,10 +90,6 @@ class ComparisonSetting:
         tokens = int(self.workload.prompt_tokens[0]) + self.options.gen_len
         return self.options.mini_batch * ((-(-tokens // BLOCK_TOKENS) + 1) * BLOCK_TOKENS + 1)
 
-    def memory_plan(self, policy: Policy) -> MemoryPlan:
-        """Return the bytes of all requests in one wave."""
-        return wave_plan(self.problem, policy, self.workload)
-
     def mixes(self, searched: Policy) -> tuple[list[Policy], list[Policy]]:
         """Return (policies of the table, those of the sweep) of a comparison without ``options.systems``."""
         tokens, shape = self.mini_batch_tokens, self.problem.shape
@@ -129,7 +125,7 @@ class ComparisonSetting:
                 raise InputError(f"policy {policy.name} puts something on a disk: name a folder with --disk-dir")
             if self.problem.hardware or not policy.share("both"):
                 subject = f"policy {policy.name} with {options.batch} requests"
-                check_budget(self.memory_plan(policy), self.problem.budgets, subject)
+                check_budget(wave_plan(self.problem, policy, self.workload), self.problem.budgets, subject)
 
     def table_seconds(self) -> float:
         """Return the predicted seconds of the speed table: a prefill and the decode rounds of every policy."""
@@ -163,10 +159,6 @@ class ComparisonSetting:
             if setting.table_seconds() <= TABLE_SECONDS:
                 break
         return setting
-
-    def llm_policy(self, policy: Policy) -> Policy | str:
-        """Return the policy as ``LLM`` takes it for another model: by its name, where it has one."""
-        return policy.name if policy.name in self.options.systems else policy
 
     def search(self, hardware: Hardware) -> SearchResult:
         """Return the best mix on a machine."""

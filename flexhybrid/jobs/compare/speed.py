@@ -200,10 +200,7 @@ class Bench:
             for run, traces in zip(runs, kept, strict=True):
                 on_progress(f"decode {run.policy.name}")
                 traces.append(run.decode())
-        measured = []
-        for run, traces in zip(runs, kept, strict=True):
-            measured.append(run.measured(traces, with_ideal(run.policy), on_progress))
-        return measured
+        return [run.measured(traces, with_ideal(run.policy), on_progress) for run, traces in zip(runs, kept)]
 
     def measure_in_turn(
         self,
@@ -220,13 +217,10 @@ class Bench:
             engine = self.make_engine(group)
             for policy in group:
                 on_progress(f"prefill {policy.name}")
-                run = PolicyRun(self, policy, engine)
-                traces = []
-                for _ in range(rounds):
-                    on_progress(f"decode {policy.name}")
-                    traces.append(run.decode())
-                measured[policy.name] = run.measured(traces, with_ideal(policy), on_progress)
-            engine = run = None
+                (measured[policy.name],) = self.measure(
+                    [PolicyRun(self, policy, engine)], rounds, with_ideal, on_progress
+                )
+            engine = None
         return [measured[policy.name] for policy in policies]
 
 

@@ -35,35 +35,27 @@ class PendingRequests(Protocol):
 
     def pending(self) -> np.ndarray:
         """Return the line numbers less one of unanswered requests, in the order in which they are to run."""
-        ...
 
     def workload(self, places: np.ndarray) -> Workload:
         """Return the lengths of the requests at ``places`` (line numbers less one)."""
-        ...
 
     def request(self, number: int) -> Request:
         """Return the request of a line, counted from 1."""
-        ...
 
     def line(self, number: int, request: Request, output: RequestOutput) -> bytes:
         """Return the output line that answers a request."""
-        ...
 
     def check_input_unchanged(self) -> None:
         """Raise InputError when the input was written to."""
-        ...
 
     def write(self, answered: list[Answered]) -> None:
         """Take complete answers; they are pending no longer."""
-        ...
 
     def advance(self, num_tokens: int) -> None:
         """Take the number of tokens that an iteration has generated."""
-        ...
 
     def note(self, text: str) -> None:
         """Tell the user something."""
-        ...
 
 
 def load_weights(llm: LLM, planned: dict[str, int]) -> None:

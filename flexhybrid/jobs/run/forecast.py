@@ -1,4 +1,4 @@
-"""What a file of requests will take under a policy, before it is run."""
+"""Predicts the time and the memory of a file of requests under a policy."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Forecast:
 
 
 def forecast(llm: LLM, workload: Workload) -> Forecast:
-    """Of requests in the order in which they will run, under the policy in use."""
+    """Predict requests, given in the order in which they will run, under the policy in use."""
     wave_requests, memory = llm.first_wave(workload.select(slice(WINDOW)))
     first_price = price(llm, workload.select(slice(wave_requests)))
     seconds = None if first_price is None else _total_seconds(llm, workload, first_price)
@@ -87,10 +87,10 @@ def _total_seconds(llm: LLM, workload: Workload, first_price: WavePrice) -> floa
 
 
 def price(llm: LLM, lengths: Workload) -> WavePrice | None:
-    """A wave on the virtual clock, under the policy in use; None where nothing is known of the machine.
+    """Price a wave on the virtual clock, under the policy in use; None where nothing is known of the machine.
 
-    Its own tasks are walked, in the prefill, the first decode step and a few later ones, which stand for those between
-    them: mini-batches are padded to their longest requests, and empty themselves one answer after another.
+    The clock runs the tasks of the prefill, of the first decode step and of a few later steps, which stand for those
+    between them: mini-batches are padded to their longest requests, and shrink as answers end.
     """
     if llm.hardware is None:
         return None
@@ -108,13 +108,14 @@ def price(llm: LLM, lengths: Workload) -> WavePrice | None:
         return None
     decode_s = np.interp(np.arange(1, last + 1), list(walks), step_s).sum() if last else 0.0
     slowest = list(walks)[int(np.argmax(step_s))] if decode_s > prefill_s else 1
-    summary = virtual_clock.summarize(walks[slowest] if decode_s > prefill_s else _prefill(trace))
+    prefill = [event for event in trace if event.task.iteration == 0]
+    summary = virtual_clock.summarize(walks[slowest] if decode_s > prefill_s else prefill)
     num_tasks = sum(map(len, walks.values()))
     return WavePrice(float(prefill_s + decode_s), summary.binding, summary.busy[summary.binding], num_tasks)
 
 
 def _walk(wave: Wave, hardware: Hardware, iteration: int) -> list[TraceEvent]:
-    """The virtual clock's trace of an iteration and the one after it, whose end does not hang on how it began."""
+    """Return the virtual clock's trace of an iteration and the next one, whose end does not depend on how it began."""
 
     def both(task: Task) -> bool:
         return task.iteration <= iteration + 1 or task.verb != "finish"  # the next one's loads begin before their end
@@ -122,14 +123,10 @@ def _walk(wave: Wave, hardware: Hardware, iteration: int) -> list[TraceEvent]:
     return virtual_clock.run(takewhile(both, stream(wave, first_iteration=iteration)), hardware)
 
 
-def _prefill(trace: list[TraceEvent]) -> list[TraceEvent]:
-    return [event for event in trace if event.task.iteration == 0]
-
-
 def _later_steps(wave: Wave, pieces: int) -> list[int]:
-    """Decode steps after the first that stand for the others: where ends of answers, and ends of mini-batches, part the
-    wave into pieces, and behind those where many mini-batches end. Not the very last, beside which nothing is loaded
-    for a next one."""
+    """Return the decode steps after the first that stand for the others: quantiles of the ends of answers and of the
+    ends of mini-batches, and the steps after those at which many mini-batches end. The last step is left out: nothing
+    is loaded during it for a next one."""
     max_tokens = wave.workload.max_tokens
     last = np.array([max_tokens[members].max() for members in wave.mini_batches]) - 1  # steps of the mini-batches
     shares = np.linspace(0, 1, pieces + 1)
@@ -169,7 +166,7 @@ def plan_lines(llm: LLM, plan: Forecast, counts: str, searched: bool) -> list[st
 
 
 def describe(policy: Policy) -> str:
-    """A policy in a line: where weights and context lie, and how it runs."""
+    """Return a policy in a line: where weights and context lie, and how it runs."""
 
     def shares(places: Mapping[str, float]) -> str:
         return " + ".join(f"{share:.0%} {place}" for place, share in places.items() if share > 0)
@@ -183,7 +180,7 @@ def describe(policy: Policy) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people."""
+    """Return seconds as text, in s, min or h."""
     if seconds < 90:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     minutes = round(seconds / 60)
@@ -191,6 +188,6 @@ def duration(seconds: float) -> str:
 
 
 def sorted_by_length(prompt_tokens: np.ndarray, max_tokens: np.ndarray) -> np.ndarray:
-    """Places of the requests, those of alike lengths together so that batches stay full; the longest first, so that
-    memory that is too small shows at once."""
+    """Return the indices of the requests by length, so that batches stay full; the longest first, so that too little
+    memory shows at once."""
     return np.lexsort((prompt_tokens, max_tokens))[::-1]

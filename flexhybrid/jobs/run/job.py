@@ -72,7 +72,9 @@ def run(options: RunOptions, say: Callable[[str], None] = print, began: float | 
         state = file_state(options.input)
         lines = stack.enter_context(contextlib.closing(open_lines(options.input, file_format, options.column)))
         files = {path: _open(stack, path, options.output) for path in (options.output, options.errors) if path}
-        crew = stack.enter_context(_crew(options, say)) if options.engine == "ray" else None
+        crew = None
+        if options.engine == "ray":
+            crew = crew_of(stack.enter_context(cluster(say)), _paced(options.llm).type, options.actors)
         earlier_dtype = None if options.restart else _earlier_dtype(options.output)
         arguments = _arguments(options, earlier_dtype, crew.actors_per_node if crew else 1)
         llm = stack.enter_context(LLM.from_arguments(arguments))
@@ -113,13 +115,6 @@ def _open(stack: contextlib.ExitStack, path: Path, output: Path) -> AnswerFile:
     stack.callback(file.close)
     stack.push(leave)  # runs first, under the lock
     return file
-
-
-@contextlib.contextmanager
-def _crew(options: RunOptions, say: Callable[[str], None]) -> Iterator[Crew]:
-    """Connect to a cluster; yield the actors that it has room for."""
-    with cluster(say) as ray:
-        yield crew_of(ray, _paced(options.llm).type, options.actors)
 
 
 def _paced(asked: LLMArguments) -> PacedDevice:

@@ -1,4 +1,4 @@
-"""What a run leaves on request: a trace of its first wave, and a page about all of it."""
+"""The files that a run writes on request: a trace of its first wave, and a page about the run."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from sim import virtual_clock
 
 
 def clocks(trace: list[TraceEvent], hardware: Hardware | None) -> dict[str, list[TraceEvent]]:
-    """A measured trace, and before it the virtual clock's of the same tasks where the machine is known; empty without
-    a trace."""
+    """Return the traces by clock: "predicted", the virtual clock's of the same tasks, where the machine is known, and
+    "measured". Empty without a trace."""
     if not trace:
         return {}
     traces = {"measured": trace}
@@ -28,13 +28,13 @@ def clocks(trace: list[TraceEvent], hardware: Hardware | None) -> dict[str, list
 
 
 def write_trace(path: Path, traces: dict[str, list[TraceEvent]]) -> None:
-    """For ui.perfetto.dev. Raises InputError where it cannot be written."""
+    """Write traces for ui.perfetto.dev. Raise InputError where the file cannot be written."""
     with file_errors(f"write {path}"):
         save_chrome_trace(path, traces)
 
 
 def refusal_codes(errors: Path) -> Counter:
-    """Error code -> how many lines of a file of answers tell it."""
+    """Return error code -> number of lines of a file of answers with it."""
     codes: Counter = Counter()
     with open(errors, "rb") as file:
         for raw in file:
@@ -47,8 +47,8 @@ def refusal_codes(errors: Path) -> Counter:
 def write_report(
     path: Path, printed: list[str], manifest: dict, refusals: Counter, traces: dict[str, list[TraceEvent]]
 ) -> None:
-    """A page in Markdown: what was ``said`` on the terminal, what the results hang on, why lines were refused, where a
-    decode step of the first wave went. Raises InputError where it cannot be written."""
+    """Write a page in Markdown: the ``printed`` lines, the manifest that the results depend on, the reasons of refused
+    lines, and the times of a decode step of the first wave. Raise InputError where it cannot be written."""
     lines = ["# A run of flexhybrid", "", *(f"    {text}" for text in printed), "", "## What the results hang on", ""]
     lines += ["```json", json.dumps(manifest, indent=1), "```"]
     if refusals:
@@ -60,7 +60,7 @@ def write_report(
 
 
 def _step_table(traces: dict[str, list[TraceEvent]]) -> list[str]:
-    """Where it goes, measured beside predicted where that is known."""
+    """Return the rows of a decode step's breakdown, a column a clock."""
     steps = {clock: breakdown(trace) for clock, trace in traces.items()}
     lines = [f"| quantity | unit | {' | '.join(steps)} |", "| --- | --- |" + " ---: |" * len(steps)]
     for row in flat_rows([{"policy": "", "predicted": steps["measured"], **steps}]):
