@@ -65,7 +65,7 @@ def check(rows: torch.Tensor, bits: int, into: torch.dtype) -> None:
     assert same_bits(*values)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     values=hnp.arrays(
         np.float32, st.tuples(st.integers(1, 2), st.sampled_from((64, 128, 192))),
@@ -77,7 +77,7 @@ def test_any_finite_or_infinite_values(values, dtype, into, bits):
     check(torch.from_numpy(values).to(dtype), bits, into)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1), spread=st.floats(-150, 20), offset=st.floats(-150, 17),
     sign=st.sampled_from((-1, 0, 1)), dtype=st.sampled_from(DTYPES), into=st.sampled_from(DTYPES),

@@ -97,10 +97,10 @@ def test_the_search_is_as_good_as_brute_force(name, link):
     space, budgets = BRUTE[name]
     hardware, workload = machine(link), Workload.uniform(1, 60, 6)
     found = searched(
-        SHAPE, hardware, workload, max_batch=6, space=space, budgets=mib(**budgets), mini_batch_tokens=(256, 1024)
+        SHAPE, hardware, workload, max_batch=4, space=space, budgets=mib(**budgets), mini_batch_tokens=(256, 1024)
     )
     assert space.allows(found.policy)
-    assert seconds_per_token(found) <= 1.003 * brute_force(found.problem, batch_grid(6), (256, 1024))
+    assert seconds_per_token(found) <= 1.003 * brute_force(found.problem, batch_grid(4), (256, 1024))
 
 
 def test_where_the_bounds_favourite_waits_the_others_are_tried():
@@ -117,15 +117,15 @@ def test_where_the_bounds_favourite_waits_the_others_are_tried():
 @pytest.mark.parametrize("link, batch", [(0.1, None), (0.5, None), (0.1, 40)])
 def test_no_mini_batch_between_the_bounds_is_better(link, batch):
     """Mini-batches of every size, not only what the grid's powers of two leave room for."""
-    options = {"batch": batch} if batch else {"max_batch": 64}
+    options = {"batch": batch} if batch else {"max_batch": 40}
     hardware, budgets, space = machine(link), mib(24, 48), replace(PLAIN, entries=("kv@host", "act@host"))
     found = searched(SHAPE, hardware, Workload.uniform(1, 200, 8), budgets=budgets, space=space, **options)
     evaluator, shares = Evaluator(found.problem), found.policy.cache
     padded = padded_width(200, 8)
     unplaced = [
         UnplacedPolicy.of(Option.of(found.policy), requests * count, requests * padded, shares)
-        for requests in range(1, 65)
-        for count in range(1, 64 // requests + 1)
+        for requests in range(1, 41)
+        for count in range(1, 40 // requests + 1)
         if batch is None or requests * count == batch
     ]
     best = min(one.seconds for one in evaluator.evaluate(unplaced))
@@ -136,7 +136,7 @@ def test_no_mini_batch_between_the_bounds_is_better(link, batch):
 @pytest.mark.parametrize("rates", [(0.1, 30.0), (1.0, 200.0), (4.0, 20.0)])
 def test_pruning_loses_nothing(rates, objective):
     space = replace(FULL, weights_bits=("native", 4), kv_bits=("native", 4), act_bits=("native",), hidden=("device",))
-    options = {"max_batch": 3, "mini_batch_tokens": (256,), "budgets": mib(10, 16, 64), "space": space}
+    options = {"max_batch": 2, "mini_batch_tokens": (256,), "budgets": mib(10, 16, 64), "space": space}
     hardware, workload = machine(*rates), Workload.uniform(1, 150, 6)
     pruned = searched(SHAPE, hardware, workload, objective=objective, **options)
     every = searched(SHAPE, hardware, workload, objective=objective, prune=False, **options)
