@@ -9,6 +9,8 @@ TESTING := .venv/.testing
 export OMP_WAIT_POLICY := PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
+# Kept bytecode, whatever this shell says of it: tests start many processes, and each would compile all modules anew.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: setup run test soak check lint bench models gpu clean
 .DELETE_ON_ERROR:

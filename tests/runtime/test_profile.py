@@ -1,11 +1,13 @@
 """What the profile of a machine runs."""
 
 import inspect
+import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from forced_machine import DTYPES, FASTER_DTYPE
 
 from flexhybrid import resolve as machine
 from flexhybrid.core.hardware import Hardware, Line
@@ -22,8 +24,8 @@ from flexhybrid.runtime.profiling.profile import ProfileRun, Stretch, kernel_tim
 from policy_search.fit import fit_hardware
 
 
-def test_a_profile_takes_as_many_requests_as_the_budgets_hold(cpu_dtype, monkeypatch):
-    """Smaller runs, of the same verbs; one short request where nothing fits."""
+def test_a_profile_takes_as_many_requests_as_the_budgets_hold(monkeypatch):
+    """Smaller runs, of the same verbs; one short request where nothing fits. Each notes the dtype that is faster."""
     shape = ModelShape("small", "opt", 2, 64, 2, 2, 32, 128, 100, 96)
     planned, engine = [], profiling.Engine
 
@@ -37,10 +39,14 @@ def test_a_profile_takes_as_many_requests_as_the_budgets_hold(cpu_dtype, monkeyp
     monkeypatch.setattr(profiling, "DECODE_SECONDS", 0.0)
     runs = (ProfileRun(8, 48, 4, {"kv@host": 0.5, "act@host": 0.5}),)
 
+    faster_dtypes = itertools.cycle(DTYPES)
+
     def measured(budgets) -> tuple[set[str], int]:
         planned.clear()
+        faster_dtype = next(faster_dtypes)
+        monkeypatch.setenv(FASTER_DTYPE, faster_dtype)
         profiled = profiling.profile(shape, "float32", torch.device("cpu"), runs=runs, budgets=budgets)
-        assert profiled.faster_dtype == cpu_dtype
+        assert profiled.faster_dtype == faster_dtype
         return set(profiled.samples), max(plan["host"] for plan in planned)
 
     verbs, whole = measured(Budgets())
@@ -51,8 +57,9 @@ def test_a_profile_takes_as_many_requests_as_the_budgets_hold(cpu_dtype, monkeyp
     assert fewest == verbs and least < half
 
 
-def test_kernels_alone_have_lines_of_their_own_where_the_device_holds_all(cpu_dtype, monkeypatch):
+def test_kernels_alone_have_lines_of_their_own_where_the_device_holds_all(monkeypatch):
     """And only a policy that moves nothing is priced by them."""
+    monkeypatch.setenv(FASTER_DTYPE, "float32")
     monkeypatch.setattr(profiling, "LINK_SECONDS", 0.0)  # how long anything takes is not what this is about
     monkeypatch.setattr(profiling, "DECODE_SECONDS", 0.0)
     shape = ModelShape("small", "opt", 2, 64, 2, 2, 32, 128, 100, 96)
