@@ -52,7 +52,7 @@ def policies() -> list[Policy]:
     quarters = dict.fromkeys(("act@device", "act@host", "kv@device", "kv@host"), 0.25)
     return [
         hybrid(0.5, BOUND),
-        replace(hybrid(0.5, BOUND, half), name="device and host", cache=quarters),
+        replace(hybrid(0.5, BOUND), name="device and host", weights=half, cache=quarters),
         kvpr_column("pipeline", max_mini_batch_tokens=BOUND),
         replace(hybrid(0.5, BOUND), name="4 bits", bits=Bits(weights=4, kv=4, act=4)),
         replace(kv_only(BOUND), name="attention on the host", attention="host"),

@@ -79,9 +79,11 @@ def cases() -> list[OverlapCase]:
     mix = {"act@device": 0.25, "act@host": 0.25, "kv@host": 0.5}
     on_host = replace(kv_only(bound), name="host attention", attention="host")
     return [
-        OverlapCase("a column mix over device and host", replace(hybrid(0.5, bound, half), name="mix", cache=mix)),
+        OverlapCase(
+            "a column mix over device and host", replace(hybrid(0.5, bound), weights=half, name="mix", cache=mix)
+        ),
         OverlapCase("KVPR, column", kvpr_column("pipeline", max_mini_batch_tokens=bound)),
-        OverlapCase("weights from a paced disk", kv_only(bound, disk), "disk_read"),
+        OverlapCase("weights from a paced disk", replace(kv_only(bound), weights=disk), "disk_read"),
         OverlapCase("4-bit cache", replace(kv_only(bound), name="4-bit KV", bits=Bits(kv=4))),
         OverlapCase("4-bit mix", replace(hybrid(0.5, bound), name="4-bit KV and ACT", bits=Bits(kv=4, act=4))),
         # Device and host compute on a core each: with all cores for either one, nothing would overlap.

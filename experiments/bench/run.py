@@ -22,11 +22,12 @@ import numpy as np
 from tqdm import tqdm
 
 from experiments.bench.harness import Table, least_disturbed, seconds_of
+from experiments.bench.launch import TINY
 from experiments.bench.run_memory import peak_bytes, write_requests
 from experiments.peers.random_opt import make_checkpoint
 from flexhybrid import shipped
 from flexhybrid.arguments import LLMArguments
-from flexhybrid.core.model.shape import ModelShape
+from flexhybrid.jobs.profile.job import TIMING_SHAPE
 from flexhybrid.jobs.run.forecast import sorted_by_length
 from flexhybrid.jobs.run.job import RunOptions, run
 from flexhybrid.llm import LLM, SamplingParams
@@ -44,25 +45,8 @@ SHORT_LINES, LONG_LINES = 2_000, 100_000
 MIB = 2**20
 
 
-def opt_shape(name: str, *, num_layers: int, hidden: int, num_heads: int, vocab: int, max_positions: int) -> ModelShape:
-    """Return an OPT shape whose FFN is four times as wide as its hidden states."""
-    return ModelShape(
-        name,
-        "opt",
-        num_layers=num_layers,
-        hidden=hidden,
-        num_heads=num_heads,
-        num_kv_heads=num_heads,
-        head_dim=hidden // num_heads,
-        ffn=4 * hidden,
-        vocab=vocab,
-        max_positions=max_positions,
-    )
-
-
-LARGE = opt_shape(
-    "large", num_layers=16, hidden=1024, num_heads=16, vocab=8000, max_positions=512
-)  #: 838 MiB in float32
+LARGE = replace(TIMING_SHAPE, name="large", num_layers=16, max_positions=512)  #: 838 MiB in float32
+SMALL = replace(TINY, name="tiny", num_layers=1, ffn=256, vocab=100, max_positions=64)
 BUDGETS = {"--device-memory": 300 * MIB, "--host-memory": 240 * MIB}
 
 
@@ -222,9 +206,7 @@ def bench_memory(table: Table, folder: Path) -> None:
         name = f"run: peak memory over the budget, model beyond it{where}"
         table.at_most(name, peak / budget, BEYOND_BUDGET, "x", **conditions)
 
-    tiny = make_checkpoint(
-        folder / "tiny", opt_shape("tiny", num_layers=1, hidden=64, num_heads=1, vocab=100, max_positions=64), "float32"
-    )
+    tiny = make_checkpoint(folder / "tiny", SMALL, "float32")
     peaks = []
     for count in (SHORT_LINES, LONG_LINES):
         write_requests(folder / "in.jsonl", count, 8, 4, 100)

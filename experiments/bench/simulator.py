@@ -11,7 +11,7 @@ import sys
 import numpy as np
 
 from experiments.bench.harness import Table
-from experiments.peers import compare_search
+from experiments.peers import compare_search, flexgen_search
 from experiments.reproduce import registry
 from experiments.studies.random_cases import errors
 
@@ -84,7 +84,7 @@ print(json.dumps([search(problem, workload).search_s for _ in range(3)]))
 
 def bench_search_time(table: Table) -> None:
     """Seconds of the full search over all discrete choices: a process's first call, and the median of the next two."""
-    for model, hardware in compare_search.CASES:
+    for model, hardware in flexgen_search.MACHINES:
         case = json.dumps([model, hardware, compare_search.PROMPT, compare_search.GENERATED])
         run = subprocess.run([sys.executable, "-c", _ONE_SEARCH, case], capture_output=True, text=True, check=True)
         first, *later = json.loads(run.stdout)

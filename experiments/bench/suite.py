@@ -32,6 +32,7 @@ from experiments.bench.overlap import bench_overlap
 from experiments.bench.run import bench_run
 from experiments.bench.selection import bench_selection
 from experiments.bench.simulator import bench_classes, bench_papers, bench_peer, bench_search_time
+from experiments.peers.flexgen_search import MACHINES
 from flexhybrid import shipped
 from flexhybrid.core.memory import buffer_sizes, memory_plan, total_bytes
 from flexhybrid.core.model.shape import shape_by_name
@@ -68,7 +69,6 @@ WORKLOAD = Workload.uniform(BATCH, CONTEXT, MAX_TOKENS)
 ROUNDS = 3
 JUDGED_BALANCE = 0.7  #: design section 11: the smaller ideal over the larger
 BUDGETS = Budgets(host=8 * 2**30)
-SEARCHED = (("opt-30b", "t4"), ("opt-30b", "rtx4090"), ("opt-175b", "t4"))
 
 
 # ---- cheap figures ---------------------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ def bench_closed_form(table: Table) -> None:
     """Add the speed of the array clock and of the search."""
     with torch_threads(1):
         bench_predictions(table, np.random.default_rng(11))
-        for model, machine in SEARCHED:
+        for model, machine in MACHINES:
             bench_search(table, model, machine)
 
 
@@ -291,41 +291,33 @@ def bench_mutations(table: Table, trace: list[TraceEvent]) -> None:
     table.at_least("mutations of a real trace that the checker sees", 100 * seen / tried, 100, "%")
 
 
-def bench_simulator(table: Table, _dtype: str) -> None:
-    bench_classes(table)
-    bench_papers(table)
-    bench_peer(table)
-    bench_search_time(table)
-
-
-def bench_model(table: Table, _dtype: str) -> None:
-    bench_closed_form(table)
-    bench_launch(table)
-    bench_copies(table)
-
-
 def bench_speeds(table: Table, dtype: str) -> None:
     with tqdm(total=9 + 9 + 6 * PROFILE_STEPS + 5 * (ROUNDS * 10 + 2), unit="step", leave=False) as bar:
         bench_speed(table, bar, dtype)
 
 
-def bench_cascades(table: Table, _dtype: str) -> None:
-    bench_cascade(table)
-    bench_cluster(table)
+def untimed(*benches: Callable[[Table], None]) -> Callable[[Table, str], None]:
+    """Return the part that adds the rows of benches that need no compute dtype."""
+
+    def part(table: Table, _dtype: str) -> None:
+        for bench in benches:
+            bench(table)
+
+    return part
 
 
 #: Parts by their names in ``--only``, in the order of a full run; ``dtype`` is the compute dtype of timed runs.
 PARTS: dict[str, Callable[[Table, str], None]] = {
-    "simulator": bench_simulator,
-    "model": bench_model,
-    "exactness": lambda table, dtype: bench_exactness(table),
-    "compression": lambda table, dtype: bench_compression(table),
+    "simulator": untimed(bench_classes, bench_papers, bench_peer, bench_search_time),
+    "model": untimed(bench_closed_form, bench_launch, bench_copies),
+    "exactness": untimed(bench_exactness),
+    "compression": untimed(bench_compression),
     "kernels": lambda table, dtype: bench_kernels(table, PolicyRun(make_bench(dtype), hybrid(0.75, BOUND))),
     "executor": bench_overlap,
     "selection": bench_selection,
-    "run": lambda table, dtype: bench_run(table),
+    "run": untimed(bench_run),
     "speed": bench_speeds,
-    "cascade": bench_cascades,
+    "cascade": untimed(bench_cascade, bench_cluster),
 }
 
 

@@ -108,11 +108,8 @@ def run_peers() -> int:
 
 
 def perform(step: str) -> int:
-    if step == "tests":
-        return run_tests()
-    if step == "bench":
-        return run_bench()
-    return run_peers() if step == "peers" else run_comparison(step)
+    runs = {"tests": run_tests, "bench": run_bench, "peers": run_peers}
+    return runs[step]() if step in runs else run_comparison(step)
 
 
 def run_step(step: str) -> int:

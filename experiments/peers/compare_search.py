@@ -25,7 +25,6 @@ from sim.simulate import simulate
 
 RECORDED = Path(__file__).parent.parent / "results" / "peers" / "flexgen-0.1.8.json"
 PROMPT, GENERATED = 512, 32
-CASES = (("opt-30b", "t4"), ("opt-30b", "rtx4090"), ("opt-175b", "t4"))
 
 
 def compare(model: str, hardware_name: str, peer_result: dict, repeats: int = 3) -> dict:
@@ -54,7 +53,7 @@ def compare(model: str, hardware_name: str, peer_result: dict, repeats: int = 3)
 
 def compare_cases(options: argparse.Namespace) -> dict:
     rows = []
-    for model, hardware in CASES:
+    for model, hardware in flexgen_search.MACHINES:
         for result in _peer_results(model, hardware, options):
             rows.append(compare(model, hardware, result))
             print(_line(rows[-1]))

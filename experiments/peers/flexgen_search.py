@@ -46,11 +46,8 @@ CONSTANTS = ("catalogue", "peer")
 #: small GPU batches.
 REFERENCE_BATCH = 64
 
-CASES = tuple(
-    (model, hardware, constants)
-    for model, hardware in (("opt-30b", "t4"), ("opt-30b", "rtx4090"), ("opt-175b", "t4"))
-    for constants in CONSTANTS
-)
+MACHINES = (("opt-30b", "t4"), ("opt-30b", "rtx4090"), ("opt-175b", "t4"))  #: model and hardware of the cases
+CASES = tuple((*machine, constants) for machine in MACHINES for constants in CONSTANTS)
 
 
 @dataclass(frozen=True)
@@ -289,14 +286,9 @@ def search_cases(options: argparse.Namespace) -> dict:
     cases = CASES if options.all else ((options.model, options.hardware, options.constants),)
     runs = []
     for model, hardware, constants in cases:
-        asked = PeerOptions(
-            peer=options.peer,
-            memories=(options.device_memory, options.host_memory, options.disk_memory),
-            constants=constants,
-            alpha=options.alpha,
-            compress_weights=options.compress_weights,
-            repeats=options.repeats,
-        )
+        memories = (options.device_memory, options.host_memory, options.disk_memory)
+        chosen = (options.alpha, options.compress_weights, options.repeats)
+        asked = PeerOptions(options.peer, memories, constants, *chosen)
         result = search(model, hardware, options.prompt_len, options.gen_len, asked)
         runs.append(result | {"policy": to_policy(result, shape_by_name(model)).to_dict()})
         print(describe(result), file=sys.stderr)

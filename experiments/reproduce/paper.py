@@ -121,8 +121,7 @@ class Paper:
         return Experiment(
             name=name,
             paper=self.title,
-            title=listing()[name]["title"],
-            description=listing()[name]["description"],
+            **{field: listing()[name][field] for field in ("title", "description")},
             rows=rows if isinstance(rows, pd.DataFrame) else table(rows),
             figures=tuple(figures),
             constants=tuple(constants),

@@ -16,6 +16,7 @@ from experiments.reproduce.experiment import Experiment, is_judged, num_aside, s
 from experiments.reproduce.infinigen.accuracy_policies import RESULTS
 from experiments.reproduce.paper import listing
 from flexhybrid.core.errors import InputError, unknown
+from flexhybrid.jobs.paths import check_writable
 
 
 def names(module: str = "") -> list[str]:
@@ -61,7 +62,7 @@ def reproduce(only: Sequence[str] | None, out: Path, workers: int | None = None,
     chosen = [name for name in known if not only or name in only]
     if workers is not None and workers < 1:
         raise InputError(f"workers is {workers}; it must be a whole number >= 1")
-    _check_folder(out)
+    check_writable(out)
     done: dict[str, Experiment] = {}
     context = multiprocessing.get_context("spawn")  # numpy's and scipy's threads do not survive a fork
     workers = min(workers or multiprocessing.cpu_count(), len(chosen))
@@ -90,17 +91,6 @@ def _submit(pool: ProcessPoolExecutor, chosen: Sequence[str]) -> dict:
         return {pool.submit(run, name): name for name in chosen}
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _check_folder(out: Path) -> None:
-    """Raise InputError for a folder that cannot be written, before any work."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        probe = out / ".writable"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise InputError(f"cannot write into {out}: {error.strerror or error}") from None
 
 
 def _row(experiment: Experiment) -> dict:

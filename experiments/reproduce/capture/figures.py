@@ -17,7 +17,6 @@ from flexhybrid.core.context.cache_entries import StoredCopy
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Policy
-from flexhybrid.core.problem import Problem, problem_of
 from flexhybrid.core.schedule.step_work import StepCounts, step_work
 from flexhybrid.core.verbs import VERBS
 from flexhybrid.core.wave import admit
@@ -201,9 +200,7 @@ def figure3() -> Experiment:
     for prompt in SATURATION_PROMPTS:
         policy = replace(setup.flexgen_placement(MODEL, prompt), max_batch=None)
         lengths = [(batch, prompt, setup.GENERATED) for batch in SATURATION_BATCHES]
-        outcomes = simulate_many(
-            problem_of(setup.shape_of(MODEL), setup.BYTES, setup.flexgen_hardware()), policy, lengths
-        )
+        outcomes = simulate_many(setup.problem(MODEL, setup.flexgen_hardware()), policy, lengths)
         rates[f"prompt {prompt}"] = setup.tokens_per_s(outcomes)
     knees = {prompt: knee(prompt) for prompt in SATURATION_PROMPTS}
     plain = {prompt: knee(prompt, plain=True) for prompt in SATURATION_PROMPTS}
@@ -242,7 +239,7 @@ def recompute_factors(model: str, way: str) -> np.ndarray:
     policy = presets.token_recompute(0.5, setup.MINI_BATCH_TOKENS)
     cache_entries = {"tok": RECOMPUTED, "kv@host": 1 - RECOMPUTED}
     candidates = Candidates(policy, RECOMPUTE_BATCH, RECOMPUTE_SETTINGS[model], 2, cache=cache_entries)
-    decode_s = predict(problem_of(setup.shape_of(model), setup.BYTES, _copies()[way]), candidates).decode_s
+    decode_s = predict(setup.problem(model, _copies()[way]), candidates).decode_s
     return decode_s / decode_s[0]
 
 
@@ -269,7 +266,7 @@ def figure4() -> Experiment:
                 rows.append(row if way == "cache relayed" else row | {"role": "context"})
     policy, cache_entries = presets.token_recompute(0.2), {"tok": np.array([0.0, 0.2]), "kv@host": np.array([1.0, 0.8])}
     candidates = Candidates(policy, RECOMPUTE_BATCH, 1280, 2, cache=cache_entries)
-    run = predict(problem_of(setup.shape_of(MODEL), setup.BYTES, setup.hardware()), candidates, walk=False)
+    run = predict(setup.problem(MODEL, setup.hardware()), candidates, walk=False)
     without, moved = run.traffic_bytes["h2d"]["kv"]
     saved = 100 * float(1 - moved / without)
     rows += CAPTURE.headlines("ch056", saved, "KV not loaded at 20 % recomputed", aside=ARITHMETIC)
@@ -349,8 +346,8 @@ FIT_REQUESTS = range(1, 33)  #: of 256 tokens: 256 to 8,192
 def task_samples(representation: str) -> dict[str, list[tuple[float, float, float]]]:
     """verb -> (flops, bytes, seconds) of one layer's tasks over growing batches, from the virtual clock."""
     hardware = setup.hardware()
-    shape = replace(setup.shape_of(MODEL), num_layers=2)
-    problem = Problem(shape=shape, dtype=setup.DTYPE, hardware=hardware)
+    problem = setup.problem(MODEL, hardware)
+    problem = replace(problem, shape=replace(problem.shape, num_layers=2))
     policy = Policy("fig11", cache={f"{representation}@host": 1.0}, max_mini_batch_tokens=setup.MINI_BATCH_TOKENS * 2)
     found: dict[str, list] = {}
     for requests in FIT_REQUESTS:

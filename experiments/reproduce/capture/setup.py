@@ -21,7 +21,7 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.model.shape import DTYPE_BYTES, ModelShape, shape_by_name
 from flexhybrid.core.policy import Overlap, Placement, Policy
-from flexhybrid.core.problem import Problem, problem_of
+from flexhybrid.core.problem import Problem
 from flexhybrid.core.workload import Workload
 from policy_search.papers.algorithm1 import host_blocks, layer_times, share_for_batch
 from policy_search.papers.capture import CaptureOptions, capture_policy
@@ -180,7 +180,7 @@ def run_shares(
     shares = np.asarray(shares, dtype=np.float64)
     policy, cache = presets.hybrid(0.5, MINI_BATCH_TOKENS), {"act@host": shares, "kv@host": 1.0 - shares}
     return predict(
-        problem_of(shape_of(model), BYTES, hardware),
+        problem(model, hardware),
         Candidates(policy, batch, prompt, generated, cache=cache),
         walk=walk,
     )
@@ -263,7 +263,7 @@ def flexgen_constant(explanation: Explanation = RELAY) -> Constant:
 
     def seconds(values: dict[str, float], walk: bool) -> np.ndarray:
         hardware = explanation.hardware(base, values[name])
-        return predict(problem_of(shape_of("OPT-6.7B"), BYTES, hardware), candidates, walk=walk).decode_s
+        return predict(problem("OPT-6.7B", hardware), candidates, walk=walk).decode_s
 
     decode_s = requests * (generated - 1) / rows["value"].to_numpy()
     return fit_fast((explanation.constant,), seconds, decode_s, "KVPR Table 5, the six FlexGen rows")[0]
@@ -312,9 +312,7 @@ def run_flexgen(
         "weights_disk": 0.0,
     }
     seen_as = flexgen_hardware(explanation) if explanation else hardware()
-    return predict(
-        problem_of(shape_of(model), BYTES, seen_as), Candidates(policy, batches, prompts, generated, **varied)
-    )
+    return predict(problem(model, seen_as), Candidates(policy, batches, prompts, generated, **varied))
 
 
 def all_constants() -> tuple[Constant, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import pandas as pd
@@ -12,7 +12,6 @@ from experiments.reproduce.capture.figures import traffic_reduction
 from experiments.reproduce.capture.setup import MODELS, PROMPTS, geomean
 from experiments.reproduce.experiment import Experiment, Figure, Row, bars, table
 from experiments.reproduce.paper import CAPTURE, context
-from flexhybrid.core.problem import problem_of
 from policy_search.systems import Setting, system
 from sim.simulate import simulate_many
 
@@ -31,28 +30,23 @@ def _over(rates_of) -> Rates:
     }
 
 
+def _at_shares(shares_of) -> Rates:
+    """Return the rates at the ACT shares shares_of(model, prompts), all of the cache on the host."""
+    hardware = setup.hardware()
+    return _over(lambda model, p: setup.run_shares(model, hardware, shares_of(model, p), prompt=p).tokens_per_s)
+
+
 @cache
 def hybrid_full() -> Rates:
     """One share a model, Algorithm 1's for the ablation's batch: the papers run it once for a machine."""
-    hardware = setup.hardware()
-
-    def rates(model: str, prompts) -> np.ndarray:
-        share = setup.share_of("hybrid_full", model, hardware)
-        return setup.run_shares(model, hardware, share, prompt=prompts).tokens_per_s
-
-    return _over(rates)
+    return _at_shares(lambda model, prompts: setup.share_of("hybrid_full", model, setup.hardware()))
 
 
 @cache
 def at_share_of_batch() -> Rates:
     """Algorithm 1's share for each prompt length."""
-    hardware = setup.hardware()
-
-    def rates(model: str, prompts) -> np.ndarray:
-        shares = [setup.share_of("hybrid_full", model, hardware, prompt=int(prompt)) for prompt in prompts]
-        return setup.run_shares(model, hardware, shares, prompt=prompts).tokens_per_s
-
-    return _over(rates)
+    share_of = partial(setup.share_of, "hybrid_full", hardware=setup.hardware())
+    return _at_shares(lambda model, prompts: [share_of(model, prompt=int(prompt)) for prompt in prompts])
 
 
 @cache
@@ -68,8 +62,7 @@ def at_fastest_share() -> Rates:
 
 @cache
 def act_only() -> Rates:
-    hardware = setup.hardware()
-    return _over(lambda model, prompts: setup.run_shares(model, hardware, 1.0, prompt=prompts).tokens_per_s)
+    return _at_shares(lambda model, prompts: 1.0)
 
 
 @cache
@@ -88,11 +81,10 @@ def deepspeed(explanation: setup.Explanation | None = setup.RELAY) -> Rates:
     text = f"deepspeed(weights_link={cache_rate(explanation) / cache_rate(None)})"
 
     def rates(model: str, prompts) -> list[float]:
-        shape = setup.shape_of(model)
         setting = Setting(setup.problem(model, setup.hardware()), setup.BATCH, PROMPTS[0], setup.GENERATED)
         made = system(text, setting)
         lengths = [(setup.BATCH, int(prompt), setup.GENERATED) for prompt in prompts]
-        return setup.tokens_per_s(simulate_many(problem_of(shape, setup.BYTES, made.hardware), made.policy, lengths))
+        return setup.tokens_per_s(simulate_many(setup.problem(model, made.hardware), made.policy, lengths))
 
     return _over(rates)
 

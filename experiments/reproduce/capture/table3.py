@@ -13,7 +13,6 @@ from experiments.reproduce.capture import setup
 from experiments.reproduce.capture.setup import MODELS
 from experiments.reproduce.experiment import Experiment, Figure, Row, bars, errors, lines
 from experiments.reproduce.paper import CAPTURE, context, printed
-from flexhybrid.core.problem import problem_of
 from flexhybrid.core.workload import Workload
 from policy_search.papers.algorithm1 import BALANCES, host_allocation
 from sim.array_clock import predict
@@ -62,12 +61,10 @@ def host_bytes(model: str, share: float) -> float:
 
 def clock_gap(model: str, num_layers: int, max_tokens: int) -> float:
     """Return array clock / virtual clock - 1 of hybrid_full's run time, with fewer layers and generated tokens."""
-    hardware = setup.hardware()
-    shape, policy = replace(setup.shape_of(model), num_layers=num_layers), setup.full_policy(model, hardware)
+    policy, problem = setup.full_policy(model, setup.hardware()), setup.problem(model, setup.hardware())
+    problem = replace(problem, shape=replace(problem.shape, num_layers=num_layers))
     closed, virtual = (
-        simulate(
-            problem_of(shape, setup.BYTES, hardware), policy, setup.BATCH, setup.PROMPT, max_tokens, clock=clock
-        ).total_s
+        simulate(problem, policy, setup.BATCH, setup.PROMPT, max_tokens, clock=clock).total_s
         for clock in ("closed", "virtual")
     )
     return closed / virtual - 1
@@ -136,8 +133,8 @@ def _what_if_rows(measured: pd.DataFrame) -> list[Row]:
     workload, rows = Workload.uniform(setup.BATCH, setup.PROMPT, setup.GENERATED), []
     for model in MODELS:
         policy = setup.full_policy(model, setup.hardware(), device_act=True)
-        shape, candidates = setup.shape_of(model), candidates_of(policy, workload)
-        in_spare = float(predict(problem_of(shape, setup.BYTES, setup.hardware()), candidates).tokens_per_s[0])
+        prediction = predict(setup.problem(model, setup.hardware()), candidates_of(policy, workload))
+        in_spare = float(prediction.tokens_per_s[0])
         readings = {"at the printed ratio": at_printed_ratio(model)} if model in RATIO_MODELS else {}
         readings["at the fastest share"] = optimum(model)
         readings["with ACT in all spare GPU memory"] = (1 - policy.cache["kv@host"], in_spare)
