@@ -6,7 +6,7 @@ import stat
 from collections.abc import Collection
 from pathlib import Path
 
-from flexhybrid.core.errors import InputError
+from flexhybrid.core.errors import InputError, file_errors
 from flexhybrid.core.model.shape import shape_of_checkpoint
 
 
@@ -21,22 +21,18 @@ def check_file(path: Path | None, kind: str = "") -> None:
     is left alone: it can be read only once."""
     if path is None:
         return
-    try:
+    with file_errors(f"read {kind}{path}"):
         if not stat.S_ISFIFO(path.stat().st_mode):
             path.open("rb").close()
-    except OSError as error:
-        raise InputError(f"cannot read {kind}{path}: {error.strerror or error}") from None
 
 
 def check_writable(folder: Path, names: Collection[str] = ()) -> None:
     """Make the folder and a file in it, before an hour's work is to be written there. Raise InputError when that fails,
     or when one of ``names`` is a folder there."""
     probe = folder / ".flexhybrid-probe"
-    try:
+    with file_errors(f"write results to {folder}", "; choose another folder"):
         folder.mkdir(parents=True, exist_ok=True)
         probe.write_text("")
         probe.unlink()
         if taken := next((name for name in names if (folder / name).is_dir()), None):
             raise InputError(f"cannot write results to {folder}: {taken} is a folder there; choose another --out")
-    except OSError as error:
-        raise InputError(f"cannot write results to {folder}: {error.strerror}; choose another folder") from None

@@ -19,7 +19,7 @@ from flexhybrid.cascade.data import read_requests
 from flexhybrid.cascade.models import Model, check_source, load_model, named_path, named_policies
 from flexhybrid.cascade.routes import Cascade
 from flexhybrid.cascade.serving.answers import Answer, serve
-from flexhybrid.core.errors import InputError
+from flexhybrid.core.errors import InputError, file_errors
 
 CHUNK = 1024  #: requests on their way through the models together
 
@@ -66,16 +66,13 @@ def run(options: CascadeRunOptions, say: Callable[[str], None] = print) -> dict:
         return {"port": options.port}
     requests, labels = read_requests(options.input, cascade.task)
     counts = _Counts(cascade)
-    try:
-        with opened as answer, options.output.open("w", encoding="utf-8") as out:
-            for start in range(0, len(requests), CHUNK):
-                answers = answer(requests[start : start + CHUNK], start)
-                out.writelines(line.line() + "\n" for line in answers)
-                counts.add(answers, None if labels is None else labels[start : start + CHUNK])
-                if options.on_progress:
-                    options.on_progress(len(answers))
-    except OSError as error:
-        raise InputError(f"cannot write {options.output}: {error.strerror or error}") from None
+    with file_errors(f"write {options.output}"), opened as answer, options.output.open("w", encoding="utf-8") as out:
+        for start in range(0, len(requests), CHUNK):
+            answers = answer(requests[start : start + CHUNK], start)
+            out.writelines(line.line() + "\n" for line in answers)
+            counts.add(answers, None if labels is None else labels[start : start + CHUNK])
+            if options.on_progress:
+                options.on_progress(len(answers))
     return {"path": str(options.output), **counts.record()}
 
 

@@ -15,7 +15,7 @@ from flexhybrid.cascade.thresholds.exact import exact_curve
 from flexhybrid.cascade.thresholds.fit import Fitted
 from flexhybrid.cascade.thresholds.sampling import sampled_curve
 from flexhybrid.cascade.thresholds.skips import Route, best_subset, drop_by_benefit, even_skips, fitted_skips
-from flexhybrid.core.errors import InputError, unknown
+from flexhybrid.core.errors import InputError, file_errors, unknown
 
 MODES = ("ap", "eo")
 DROPS = ("best", "paper", "none")
@@ -148,10 +148,8 @@ def write_curve(path: Path, searched: SearchedCascade) -> None:
     for i, thresholds in enumerate(curve.thresholds):
         numbers = [f"{number:.9g}" for number in (*thresholds, curve.accuracy[i], curve.cost[i])]
         lines.append(",".join([*numbers, str(int(i == searched.point))]))
-    try:
+    with file_errors(f"write {path}"):
         path.write_text("\n".join([*lines, ""]), encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror or error}") from None
 
 
 def describe_search(result: dict) -> str:

@@ -107,7 +107,7 @@ def compare(options: CompareOptions, quiet: bool = False) -> dict:
         else:
             mix = replace(searched.policy, name="hybrid")
             algorithm1 = _algorithm1_shares(setting)
-            report.search(replace(searched, prediction=_flat(searched.prediction)), algorithm1)
+            report.search(searched, algorithm1)
             (named, sweep), shown = setting.mixes(mix), "hybrid"
             bound = EXACT_MINI_BATCH_TOKENS
             mixes = [kv_only(bound), act_only(bound), hybrid_static(setting.checkpoint.shape, bound)]
@@ -341,12 +341,6 @@ def _breakdown(m: MeasuredPolicy, virtual: list[TraceEvent]) -> dict:
 def virtual_decode(problem: Problem, policy: Policy, workload: Workload) -> list[TraceEvent]:
     """Return the virtual clock's trace of the decode iterations: of the tasks that are measured."""
     return virtual_clock.run(stream(admit(problem, policy, workload), first_iteration=1), hardware_of(problem))
-
-
-def _flat(prediction: dict) -> dict:
-    """Return a closed form's row with a key for each link's bytes and each resource's busy share."""
-    traffic = {f"{link}_bytes": sum(kinds.values()) for link, kinds in prediction["traffic_bytes"].items()}
-    return {**prediction, **traffic, **{f"busy_{resource}": share for resource, share in prediction["busy"].items()}}
 
 
 def _search_json(result: SearchResult, algorithm1: dict[str, float]) -> dict:

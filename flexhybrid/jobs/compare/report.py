@@ -67,15 +67,15 @@ class Report:
     def search(self, result: SearchResult, algorithm1: dict[str, float]) -> None:
         p, ratio = result.prediction, result.kv_act_bytes_ratio
         ratio = f"{ratio:.2f}:1" if np.isfinite(ratio) else "no ACT"
+        busy = ", ".join(f"{name} {p['busy'][name]:.0%}" for name in ("compute", "h2d", "d2h", "host_compute"))
         candidates = "1 candidate" if result.num_choices == 1 else f"{result.num_choices} candidates"
         self.say(
             f"\n2. Search: {candidates} in {result.search_s * 1e3:.1f} ms\n\n"
             f"ACT share by tokens {result.act_share:.3f}, KV:ACT by bytes {ratio}. "
             f"Algorithm 1: {algorithm1['paper']:.3f} by the papers' balance, "
             f"{algorithm1['full']:.3f} by the full one.\n"
-            f"Predicted {p['decode_tokens_per_s']:.1f} tokens/s; {gib(p['h2d_bytes'])} to the device in the whole run; "
-            f"busy: compute {p['busy_compute']:.0%}, h2d {p['busy_h2d']:.0%}, d2h {p['busy_d2h']:.0%}, "
-            f"host_compute {p['busy_host_compute']:.0%}; {result.binding} binds."
+            f"Predicted {p['decode_tokens_per_s']:.1f} tokens/s; {gib(sum(p['traffic_bytes']['h2d'].values()))} to the "
+            f"device in the whole run; busy: {busy}; {result.binding} binds."
         )
 
     def systems(self, policies: list[Policy]) -> None:

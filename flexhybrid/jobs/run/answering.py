@@ -35,15 +35,19 @@ class PendingRequests(Protocol):
 
     def pending(self) -> np.ndarray:
         """Return the line numbers less one of unanswered requests, in the order in which they are to run."""
+        ...
 
     def workload(self, places: np.ndarray) -> Workload:
         """Return the lengths of the requests at ``places`` (line numbers less one)."""
+        ...
 
     def request(self, number: int) -> Request:
         """Return the request of a line, counted from 1."""
+        ...
 
     def line(self, number: int, request: Request, output: RequestOutput) -> bytes:
         """Return the output line that answers a request."""
+        ...
 
     def check_input_unchanged(self) -> None:
         """Raise InputError when the input was written to."""

@@ -30,7 +30,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from flexhybrid.core.errors import InputError, is_integer
+from flexhybrid.core.errors import InputError, file_errors, is_integer
 from flexhybrid.jobs.ray_cluster import cluster
 from flexhybrid.jobs.sweep.grid import point_id, short
 from flexhybrid.jobs.sweep.journal import JobResult, Journal, grid_hash, open_journal, version_hash
@@ -148,10 +148,8 @@ def _check_output(out: Path) -> None:
         raise InputError(f"--out {out} is a folder; name a file")
     if out.suffix.lower() == ".parquet" and importlib.util.find_spec("pyarrow") is None:
         raise InputError(f"--out {out}: parquet needs pyarrow (pip install pyarrow); or write a .csv")
-    try:
+    with file_errors(f"write {out}", "; choose another --out"):
         out.parent.mkdir(parents=True, exist_ok=True)  # whether a file can be made there the journal will tell
-    except OSError as error:
-        raise InputError(f"cannot write {out}: {error.strerror}; choose another --out") from None
 
 
 def _jobs(
@@ -317,8 +315,11 @@ def _worker_results(
                 send_next(pipe)
                 yield done, result
     except (EOFError, ConnectionError):
-        pipes.wait([process.sentinel for process in crew.values()], 5)
-        code = next((process.exitcode for process in crew.values() if process.exitcode is not None), None)
+        ended = pipes.wait([process.sentinel for process in crew.values()], 5)
+        dead = next((process for process in crew.values() if process.sentinel in ended), None)
+        if dead:
+            dead.join(5)  # its exit code is known a moment later
+        code = dead.exitcode if dead else None
         raise _Stopped(f"a worker process died (exit code {code}); was memory short?", "") from None
     finally:
         for pipe, process in crew.items():

@@ -15,7 +15,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import BinaryIO
 
-from flexhybrid.core.errors import InputError
+from flexhybrid.core.errors import InputError, file_errors
 from flexhybrid.core.files import lock_file
 
 MARK = b'{"format": "flexhybrid-sweep-1"'
@@ -69,10 +69,8 @@ def open_journal(out: Path, identity: dict, ids: list[str], fresh: bool) -> Jour
     """
     path = out.with_name(out.name + ".partial")
     header = {**json.loads(MARK + b"}"), **identity}
-    try:
+    with file_errors(f"write {path}", "; choose another --out"):
         file = open(path, "a+b")  # noqa: SIM115 (the journal's owner closes it)
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}; choose another --out") from None
     try:
         lock_file(file.fileno(), f"another sweep is writing {path}; wait for it, or choose another --out")
         file.seek(0)
