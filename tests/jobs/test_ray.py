@@ -35,12 +35,14 @@ pytestmark = pytest.mark.timeout(600)  # seconds, on a machine with much else to
 
 @pytest.fixture(scope="module")
 def two_cpus():
-    """A small cluster of this process's own, which commands find connected."""
+    """A small cluster of this process's own, which commands find connected. Its workers stay for the next test."""
     import ray
 
-    ray_cluster.start_local(ray, num_cpus=2, log_to_driver=False, logging_level="ERROR")
-    yield
-    ray.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_idle_worker_killing_time_threshold_ms", "600000")
+        ray_cluster.start_local(ray, num_cpus=2, log_to_driver=False, logging_level="ERROR")
+        yield
+        ray.shutdown()
 
 
 @pytest.fixture
