@@ -174,7 +174,7 @@ def _by_program(choices: list[Layout], cluster: Cluster, most_load: float, until
             if solved is None:
                 continue
             bound = max(solved.bound, min(bound, solved.cost))
-            placed = Plan(layout, cluster, most_load, solved.gpu_of, solved.cost, bound, "binary program")
+            placed = Plan(layout, cluster, most_load, solved.gpu_of, solved.cost, bound, how="binary program")
         if best is None or placed.transfer_s < best.transfer_s * (1 - 1e-9):
             best = placed
     return best
