@@ -59,10 +59,16 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="no GPU here"))
 
 
+def pytest_collectstart():
+    """Imports make much and drop nothing: until they are done, garbage would be looked for in vain."""
+    gc.disable()
+
+
 def pytest_collection_finish():
     """What imports have made stays: no collection of garbage need look at it again."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
