@@ -99,9 +99,7 @@ class ChoiceGrid:
         policy, batch = Policy(cache=cache, bits=Bits(*bits), **fields), np.tile(self.batch, count)
         tokens = np.tile(self.mini_batch_tokens, count)
         candidates = problem.candidates(policy, batch, tokens, weights_device=device, weights_disk=disk)
-        sums = resource_sums(problem, candidates)
-        columns = [*sums.prefill_s.values(), *sums.decode_s.values(), *(sums.peak_bytes[tier] for tier in TIERS)]
-        return np.stack(columns, axis=-1).reshape(count, len(self.batch), len(ROWS))
+        return resource_sums(problem, candidates).reshape(count, len(self.batch), len(ROWS))
 
     def _term(self, evaluate: Callable[..., np.ndarray], *arguments: Any) -> np.ndarray:
         """Return what one of the methods below gives, evaluated once."""

@@ -26,7 +26,7 @@ from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
 from policy_search.audit import write_lp
 from policy_search.branch_and_bound import BranchAndBound
-from policy_search.grid import ChoiceGrid, Program
+from policy_search.grid import ChoiceGrid
 from policy_search.rounding import EvaluatedPolicy
 from policy_search.search_problem import (
     FULL,
@@ -50,8 +50,7 @@ __all__ = ["FULL", "LOSSLESS", "OBJECTIVES", "PLAIN", "SearchResult", "SearchSet
 
 OBJECTIVES = ("throughput", "latency", "decode_throughput")
 MAX_BATCH = 1024  #: requests that are tried by default
-MOST_CONFIRMED = 1_000_000  #: tasks of a run on the virtual clock: some ten seconds
-TASKS_PER_LAYER = 12  #: of a mini-batch, approximately
+MOST_CONFIRMED = 83_333  #: positions (mini-batches in layers) of a run on the virtual clock: some ten seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,15 +64,11 @@ class SearchSettings:
     objective: str = "throughput"
     space: Space = FULL
     selection: Selection | None = None  #: a speculative one that may be used where it is faster; None: no selection
-    mini_batch_tokens: tuple[int, ...] = (
-        MINI_BATCH_TOKENS  #: sizes of a mini-batch that are tried; a single one is kept
-    )
+    mini_batch_tokens: tuple[int, ...] = MINI_BATCH_TOKENS  #: sizes of a mini-batch that are tried; one alone is kept
     weights_device: float | None = None  #: share of each layer; None: free
-    seeds: Iterable[
-        Policy
-    ] = ()  #: further policies to try: the answer is never worse than one that fits and is allowed
+    seeds: Iterable[Policy] = ()  #: tried as well: the answer is never worse than one that fits and is allowed
     time_limit: float | None = None  #: seconds after which the best so far is returned, not proved
-    confirm: bool = False  #: walk the winner on the virtual clock where that takes at most MOST_CONFIRMED tasks
+    confirm: bool = False  #: walk the winner on the virtual clock where that takes at most MOST_CONFIRMED positions
     write_lp: Path | None = None  #: where to write the winner's program
     prune: bool = True  #: False tries every choice
 
@@ -144,11 +139,6 @@ class SearchResult:
         return kv_bytes / act_bytes if act_bytes else float("inf")
 
     @property
-    def binding(self) -> str:
-        """The resource that is busiest in the decode."""
-        return self.prediction["binding"]
-
-    @property
     def memory(self) -> dict[str, int]:
         """Bytes that the policy needs in each tier."""
         return {tier: int(self.prediction["peak_bytes"][tier]) for tier in TIERS}
@@ -189,7 +179,8 @@ def search(problem: Problem, workload: Workload, settings: SearchSettings | None
         raise RuntimeError("the tightest policy fits, but was not evaluated")
     result = _result(solver, solver.best, started)
     if settings.write_lp is not None:
-        write_lp(_program(result), settings.write_lp)
+        pair = np.array([float(result.batch)]), np.array([float(result.policy.max_mini_batch_tokens)])
+        write_lp(ChoiceGrid(searched, [Option.of(result.policy)], *pair).program(0), settings.write_lp)
     if settings.selection is not None:
         result = _with_selection(result, settings.selection, settings)
     return replace(result, virtual=_confirmed(result)) if settings.confirm else result
@@ -211,12 +202,6 @@ def _result(solver: BranchAndBound, best: EvaluatedPolicy, started: float) -> Se
         search_s=time.perf_counter() - started,
         problem=problem,
     )
-
-
-def _program(result: SearchResult) -> Program:
-    """Return the linear program of the winner's discrete choice."""
-    pair = np.array([float(result.batch)]), np.array([float(result.policy.max_mini_batch_tokens)])
-    return ChoiceGrid(result.problem, [Option.of(result.policy)], *pair).program(0)
 
 
 def _predicted(problem: SearchProblem, policy: Policy, batch: int) -> Prediction:
@@ -241,5 +226,5 @@ def _confirmed(result: SearchResult) -> SimulatedSummary | None:
     problem = result.problem
     lengths = Workload.uniform(result.batch, problem.prompt_tokens, problem.max_tokens)
     wave = admit(problem, result.policy, lengths)
-    tasks = len(wave.mini_batches) * problem.shape.num_layers * problem.max_tokens * TASKS_PER_LAYER
-    return summarize(run(stream(wave), hardware_of(problem))) if tasks <= MOST_CONFIRMED else None
+    positions = len(wave.mini_batches) * problem.shape.num_layers * problem.max_tokens
+    return summarize(run(stream(wave), hardware_of(problem))) if positions <= MOST_CONFIRMED else None

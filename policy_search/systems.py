@@ -19,7 +19,7 @@ from flexhybrid.core.errors import InputError, unknown
 from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Overlap, Placement, Policy
-from flexhybrid.core.problem import Problem, problem_of
+from flexhybrid.core.problem import Problem
 from flexhybrid.core.task import RESOURCES
 from flexhybrid.core.workload import Workload
 from sim import presets
@@ -57,8 +57,8 @@ class Setting:
         weights_disk = None if weights_device is None else 0.0
         lengths = self.batch, self.prompt_tokens, self.max_tokens
         candidates = Candidates(policy, *lengths, weights_device=weights_device, weights_disk=weights_disk)
-        shape, width = self.problem.shape, self.problem.bytes_per_element
-        return predict(problem_of(shape, width, self.machine), candidates, walk=False).peak_bytes["device"]
+        problem = replace(self.problem, hardware=self.machine, device="")  # the machine's own device
+        return predict(problem, candidates, walk=False).peak_bytes["device"]
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,7 @@ def _by_structure(steps: CandidateSteps, walk: bool) -> Iterator[tuple[np.ndarra
     present = {entry: share > 0 for entry, share in steps.shares.items()}
     columns = list(present.values())
     if walk:
-        schedule, num_layers = steps.policy.schedule, steps.shape.num_layers
+        schedule, num_layers = steps.policy.schedule, steps.problem.shape.num_layers
         num_walked = _num_walked(steps)
         counts = np.array([stretch.count for stretch in steps.stretches()])
         short = _is_short(counts, steps.generated, num_walked)
@@ -131,7 +131,7 @@ def _by_structure(steps: CandidateSteps, walk: bool) -> Iterator[tuple[np.ndarra
 def _num_walked(steps: CandidateSteps) -> np.ndarray:
     """Iterations of a stretch that are walked. By then what the disk has read ahead is used up: four groups of weights
     at most."""
-    groups = steps.shape.num_layers * (1 if steps.policy.schedule == "column" else steps.num_mini_batches)
+    groups = steps.problem.shape.num_layers * (1 if steps.policy.schedule == "column" else steps.num_mini_batches)
     return np.maximum(WALKED, np.ceil(GROUPS_WALKED / groups)) + np.zeros(len(steps.batch))
 
 
@@ -209,7 +209,7 @@ class _Walk:
 
     def __init__(self, verbs: VerbSeconds, num_walked: int):
         steps = verbs.steps
-        schedule, num_layers = steps.policy.schedule, steps.shape.num_layers
+        schedule, num_layers = steps.policy.schedule, steps.problem.shape.num_layers
         self.verbs, self.num_walked = verbs, num_walked
         self.phase_of = [0]  # of each iteration walked
         self.after: dict[int, np.ndarray] = {}  # iteration -> how many more like it follow; < 0 takes walked ones back

@@ -24,7 +24,6 @@ from flexhybrid.core.context.selection import kept_tokens, limits_cache, selecte
 from flexhybrid.core.context.split import SplitLines, split_lines, split_point
 from flexhybrid.core.memory import BufferSizes, Reads, group_sizes, memory_parts, split_blocks
 from flexhybrid.core.model.layout import LayerLayout, layer_layout
-from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import ElementBytes, Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.step_work import StepCounts
@@ -132,23 +131,15 @@ class CandidateSteps:
             **{name: getattr(self, name)[members] for name in columns},
         )
 
-    @property
-    def shape(self) -> ModelShape:
-        return self.problem.shape
-
-    @property
-    def bytes_per_element(self) -> int:
-        return self.problem.bytes_per_element
-
     # ---- weights
 
     @cached_property
     def stored(self) -> ElementBytes:
-        return self.policy.bits.element_bytes(self.bytes_per_element)
+        return self.policy.bits.element_bytes(self.problem.bytes_per_element)
 
     @cached_property
     def layout(self) -> LayerLayout:
-        return layer_layout(self.shape, self.stored.weights, self.bytes_per_element)
+        return layer_layout(self.problem.shape, self.stored.weights, self.problem.bytes_per_element)
 
     @cached_property
     def resident(self) -> np.ndarray:
@@ -197,7 +188,7 @@ class CandidateSteps:
         and the others count with their mean size."""
         if self.policy.packing == "fifo":
             return np.ones_like(self.num_mini_batches)
-        walked = most_mini_batches(self.policy.schedule, self.shape.num_layers)
+        walked = most_mini_batches(self.policy.schedule, self.problem.shape.num_layers)
         count = self.num_mini_batches
         return np.where(walked < count, 1.0, count * self.size - self.batch)
 
@@ -225,21 +216,14 @@ class CandidateSteps:
     def dealing(self) -> CandidateDealing:
         return CandidateDealing(self.shares)
 
-    @property
-    def entries(self) -> tuple[str, ...]:
-        return self.dealing.names
-
-    @property
-    def keeps_ids(self) -> bool:
-        """Whether leading tokens are kept as ids alone and recomputed."""
-        return self.dealing.keeps_ids
-
     def _by_entry(self, counts: np.ndarray) -> dict[str, np.ndarray]:
-        return dict(zip(self.entries, counts, strict=True))
+        return dict(zip(self.dealing.names, counts, strict=True))
 
     def _by_copy(self, rows: np.ndarray) -> dict:
         """Rows of each stored copy, from the tokens of each entry."""
-        return {copy: count for entry, count in zip(self.entries, rows, strict=True) for copy in stored_copies(entry)}
+        return {
+            copy: count for entry, count in zip(self.dealing.names, rows, strict=True) for copy in stored_copies(entry)
+        }
 
     @cached_property
     def kept(self) -> np.ndarray:
@@ -294,7 +278,7 @@ class CandidateSteps:
 
         A block more is loaded once its first token is stored; a block more is kept as ids once the newest is full.
         """
-        begun = 0 if self.keeps_ids else 1
+        begun = 0 if self.dealing.keeps_ids else 1
         end = self.prompt + np.maximum(self.generated - 2, 0)
         growth = np.log(end / self.prompt)
         num_cuts = np.clip(np.ceil(growth / GROWTH), 1, MOST_STRETCHES)
@@ -317,14 +301,14 @@ class CandidateSteps:
 
         context, held = mean(at), self._by_entry(self.dealing.held(at))
         tokens = self._by_entry(self.dealing.tokens(at)) if self.lines else {}
-        recomputed = mean(self.dealing.tok_blocks(at)) * BLOCK_TOKENS if self.keeps_ids else 0.0
+        recomputed = mean(self.dealing.tok_blocks(at)) * BLOCK_TOKENS if self.dealing.keeps_ids else 0.0
         new_tokens = self._new_tokens(stretch.first, stretch.first + 1) if stretch.entry is None else None
         selection = self.policy.selection
         selected = selected_tokens(selection, context) if selection.method == "speculative" else None
 
         def step_of(batch) -> StepCounts:
             blocks, copies, columns = {}, {}, 0.0
-            for entry in self.entries:
+            for entry in self.dealing.names:
                 leading = 0.0
                 if entry in self.lines:
                     point = split_point(self.lines[entry], batch, tokens[entry], self.num_mini_batches)
@@ -370,7 +354,7 @@ class CandidateSteps:
         if self.lines:
             spans = [(1, 4), (5, 8), (9, 12), (13, 15), (16, 16)]
         else:
-            spans = [(1, 15), (16, 16)] if self.keeps_ids else [(1, 16)]
+            spans = [(1, 15), (16, 16)] if self.dealing.keeps_ids else [(1, 16)]
         offsets = np.arange(SAMPLES)[:, None] * BLOCK_TOKENS + np.array(spans).T[:, None, :]
         start, end = offsets.reshape(2, -1, 1)  # [samples, 1] from the block of the first token
         before, span, num_samples = (ceil_blocks(first) - 1) * BLOCK_TOKENS, final - first + 1, len(start)
@@ -380,8 +364,8 @@ class CandidateSteps:
         after = np.where(few, np.minimum(final, before + end) + 1, spread[1:])
         after = np.maximum(low, after)
         count = after - low
-        if stretch.entry is not None and len(self.entries) > 1:
-            count = self._new_tokens(low, after)[self.entries.index(stretch.entry)]
+        if stretch.entry is not None and len(self.dealing.names) > 1:
+            count = self._new_tokens(low, after)[self.dealing.names.index(stretch.entry)]
         at = np.minimum(np.floor((low + np.maximum(after - 1, low)) / 2), final)
         total = count.sum(axis=0)
         weight = np.where(total > 0, count, 1.0) / np.where(total > 0, total, num_samples)
@@ -446,7 +430,9 @@ class CandidateSteps:
         """The steps of one request that may need the most memory: its decode, and the last chunks of a long prompt."""
         decodes = self.generated > 1
         last = self._kept_of(np.where(decodes, self.prompt + self.generated - 2, 0))
-        read = lengths_between(self.prompt, last) if self.keeps_ids or self.lines else last[None]  # [steps, candidates]
+        read = (
+            lengths_between(self.prompt, last) if self.dealing.keeps_ids or self.lines else last[None]
+        )  # [steps, candidates]
         running, new = np.where(decodes, 1.0, 0.0) + 0.0 * read, np.ones_like(read)
         if np.any(self.num_chunks > 1):  # what the last two chunks read: the last may be a small one
             before = np.maximum(self.num_chunks - np.array([[1.0], [2.0]]), 0.0) * self.chunk_size
@@ -455,7 +441,7 @@ class CandidateSteps:
         held, tokens = self._by_entry(self.dealing.held(read)), self._by_entry(self.dealing.tokens(read))
         if self.policy.static_cache:
             held = {entry: self.reserved[entry][None] for entry in held}
-        recomputed = self.dealing.tok_blocks(read) * BLOCK_TOKENS if self.keeps_ids else 0.0 * read
+        recomputed = self.dealing.tok_blocks(read) * BLOCK_TOKENS if self.dealing.keeps_ids else 0.0 * read
         return Reads(running, held, tokens, read - recomputed, recomputed, splits={}, new=new)
 
 

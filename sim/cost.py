@@ -11,7 +11,7 @@ from __future__ import annotations
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import LINKS, Hardware, Line
 from flexhybrid.core.problem import Problem
-from flexhybrid.core.task import Task, Work
+from flexhybrid.core.task import Work
 
 
 def hardware_of(problem: Problem) -> Hardware:
@@ -29,8 +29,3 @@ def price(hardware: Hardware, verb: str, resource: str, work: Work):
 def line_seconds(line: Line, resource: str, work: Work):
     """Seconds of a task whose hardware line is known."""
     return line.seconds(work.flops, work.link_bytes if resource in LINKS else work.memory_bytes)
-
-
-def task_seconds(task: Task, hardware: Hardware) -> float:
-    """Seconds that one task of a stream takes on this machine."""
-    return price(hardware, task.verb, task.resource, task.work)

@@ -6,6 +6,8 @@ Those whose placement the papers find by an optimisation of their own (FlexGen, 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from flexhybrid.core.context.selection import WHOLE_LAYERS
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.shape import ModelShape
@@ -49,9 +51,7 @@ def static_share(shape: ModelShape) -> float:
 
 def hybrid_static(shape: ModelShape, max_mini_batch_tokens: int = 8192) -> Policy:
     """Equal host bytes in ACT and KV, whatever the machine."""
-    share = static_share(shape)
-    cache = {"act@host": share, "kv@host": 1.0 - share}
-    return Policy("hybrid_static", cache=cache, max_mini_batch_tokens=max_mini_batch_tokens)
+    return replace(hybrid(static_share(shape), max_mini_batch_tokens), name="hybrid_static")
 
 
 def resident(max_mini_batch_tokens: int = 8192) -> Policy:
@@ -119,19 +119,13 @@ def offloaded(max_mini_batch_tokens: int = _WHOLE_BATCH, overlap: Overlap = "non
 
 def int4(max_mini_batch_tokens: int = _WHOLE_BATCH, overlap: Overlap = "none") -> Policy:
     """FlexGen's group-wise 4-bit cache: keys and values alone; the weights keep their native bits."""
-    return Policy(
-        "int4", _RESIDENT, cache={"kv@host": 1.0}, bits=Bits(kv=4), max_mini_batch_tokens=max_mini_batch_tokens,
-        packing="fifo", weight_order="natural", overlap=overlap,
-    )  # fmt: skip
+    return replace(offloaded(max_mini_batch_tokens, overlap), name="int4", bits=Bits(kv=4))
 
 
 def h2o(budget: float = 0.2, max_mini_batch_tokens: int = _WHOLE_BATCH) -> Policy:
     """H2O: heavy hitters and a recent window, a fixed share of the prompt, on the host."""
-    return Policy(
-        f"h2o({_share(budget, 'h2o: the budget'):g})", _RESIDENT, cache={"kv@host": 1.0},
-        selection=Selection("heavy_hitter", budget=budget), max_mini_batch_tokens=max_mini_batch_tokens,
-        packing="fifo", weight_order="natural",
-    )  # fmt: skip
+    name, selection = f"h2o({_share(budget, 'h2o: the budget'):g})", Selection("heavy_hitter", budget=budget)
+    return replace(offloaded(max_mini_batch_tokens, "full"), name=name, selection=selection)
 
 
 def infinigen(
@@ -150,10 +144,7 @@ def infinigen(
         "speculative", alpha=alpha, partial_ratio=partial_ratio, max_fraction=cap, pool=pool, victim=victim,
         partial_keys="device", whole_layers=whole_layers, expected_fraction=expected,
     )  # fmt: skip
-    return Policy(
-        "infinigen", _RESIDENT, cache={"kv@host": 1.0}, selection=selection, packing="fifo",
-        max_mini_batch_tokens=max_mini_batch_tokens, weight_order="natural",
-    )  # fmt: skip
+    return replace(offloaded(max_mini_batch_tokens, "full"), name="infinigen", selection=selection)
 
 
 def fastdecode(max_mini_batch_tokens: int = 8192) -> Policy:

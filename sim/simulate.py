@@ -7,7 +7,8 @@ array clock, whichever clock then times the waves.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 
@@ -29,6 +30,7 @@ from sim.cost import hardware_of
 from sim.virtual_clock import run, summarize
 
 CLOCKS = ("closed", "virtual")
+PHASES_S = ("prefill_s", "decode_s")
 TASKS_PER_POSITION = 14  #: of a mini-batch in a layer, roughly
 MOST_TASKS = 20_000_000  #: of a run on the virtual clock: a few minutes
 
@@ -69,22 +71,7 @@ class SimulatedRun:
         return {**plain, "total_s": self.total_s, "binding": self.binding, "policy": self.policy.to_dict()}
 
 
-@dataclass(frozen=True)
-class _WaveRun:
-    """One wave on either clock."""
-
-    prefill_s: float
-    decode_s: float
-    busy: dict[str, float]
-    peak_bytes: dict[str, float] | dict[str, int]
-    traffic_bytes: dict[str, dict[str, float]]
-    num_mini_batches: int
-
-    @classmethod
-    def predicted(cls, prediction: Prediction, index: int) -> _WaveRun:
-        """Take over one candidate of a prediction."""
-        row = prediction.row(index)
-        return cls(**{f.name: row[f.name] for f in fields(cls)})
+_WaveRun = dict[str, Any]  #: one wave on either clock: fields of ``Prediction``, as ``Prediction.row`` has them
 
 
 def simulate(
@@ -138,7 +125,7 @@ def simulate_many(problem: Problem, policy: Policy, lengths: Sequence[Lengths]) 
         if len(chosen):
             prediction = predict_waves(sizes, chosen)
             for place, index in enumerate(chosen):
-                waves_of[index].append((_WaveRun.predicted(prediction, place), int(counts[index])))
+                waves_of[index].append((prediction.row(place), int(counts[index])))
     return [
         _in_turn(policy, workload, int(size), waves, "closed") if waves else _too_large(problem, policy, workload)
         for workload, size, waves in zip(lengths, wave, waves_of, strict=True)
@@ -172,18 +159,17 @@ def _in_turn(
 ) -> SimulatedRun:
     """Waves one after the other, each as often as its count says."""
     batch, _, max_tokens = lengths
-    prefill_s = sum(count * wave_run.prefill_s for wave_run, count in waves)
-    decode_s = sum(count * wave_run.decode_s for wave_run, count in waves)
-    spans = [count * (wave_run.decode_s if max_tokens > 1 else wave_run.prefill_s) for wave_run, count in waves]
+    prefill_s, decode_s = (sum(count * row[phase] for row, count in waves) for phase in PHASES_S)
+    spans = [count * row[PHASES_S[max_tokens > 1]] for row, count in waves]
     span_s = max(sum(spans), 1e-300)
     busy = {
-        resource: sum(span * wave_run.busy.get(resource, 0.0) for span, (wave_run, _) in zip(spans, waves, strict=True))
+        resource: sum(span * row["busy"].get(resource, 0.0) for span, (row, _) in zip(spans, waves, strict=True))
         / span_s
-        for resource in dict.fromkeys(resource for wave_run, _ in waves for resource in wave_run.busy)
+        for resource in dict.fromkeys(resource for row, _ in waves for resource in row["busy"])
     }
     traffic: dict[str, dict[str, float]] = {link: {} for link in LINKS}
-    for wave_run, count in waves:
-        for link, by_cargo in wave_run.traffic_bytes.items():
+    for row, count in waves:
+        for link, by_cargo in row["traffic_bytes"].items():
             for cargo, num_bytes in by_cargo.items():
                 if num_bytes:
                     traffic[link][cargo] = traffic[link].get(cargo, 0.0) + count * num_bytes
@@ -192,14 +178,14 @@ def _in_turn(
         decode_tokens_per_s=batch * (max_tokens - 1) / decode_s if decode_s > 0 else 0.0,
         prefill_s=prefill_s,
         decode_s=decode_s,
-        peak_bytes={tier: int(max(wave_run.peak_bytes.get(tier, 0) for wave_run, _ in waves)) for tier in TIERS},
+        peak_bytes={tier: int(max(row["peak_bytes"].get(tier, 0) for row, _ in waves)) for tier in TIERS},
         traffic_bytes=traffic,
         busy=busy,
         policy=policy,
         batch=int(batch),
         wave=wave,
         num_waves=sum(count for _, count in waves),
-        num_mini_batches=int(waves[0][0].num_mini_batches),
+        num_mini_batches=waves[0][0]["num_mini_batches"],
         clock=clock,
     )
 
@@ -233,14 +219,12 @@ def _run_virtually(problem: Problem, policy: Policy, lengths: Lengths) -> _WaveR
             "use the closed form, fewer generated tokens or a smaller batch"
         )
     summary = summarize(run(stream(wave), hardware_of(problem)))
-    return _WaveRun(
-        prefill_s=summary.prefill_s,
-        decode_s=summary.decode_s,
-        busy=summary.busy,
-        peak_bytes=total_bytes(memory_plan(problem, policy, buffer_sizes(wave))),
-        traffic_bytes={link: _by_cargo(by_verb) for link, by_verb in summary.link_bytes.items()},
-        num_mini_batches=len(wave.mini_batches),
-    )
+    return {
+        **asdict(summary),
+        "peak_bytes": total_bytes(memory_plan(problem, policy, buffer_sizes(wave))),
+        "traffic_bytes": {link: _by_cargo(by_verb) for link, by_verb in summary.link_bytes.items()},
+        "num_mini_batches": len(wave.mini_batches),
+    }
 
 
 def _by_cargo(by_verb: dict[str, int]) -> dict[str, float]:

@@ -73,7 +73,7 @@ class VerbSeconds:
         for last, batch in ((False, steps.full_size), (True, steps.last_size)):
             counts = counts_of(batch)
             for all_tokens in (False, True) if counts.selected is not None else (False,):
-                works = step_work(steps.shape, steps.policy, steps.stored, counts, all_tokens)
+                works = step_work(steps.problem.shape, steps.policy, steps.stored, counts, all_tokens)
                 for verb, work in works.items():
                     key = verb, all_tokens, last
                     phase.seconds[key], present = self._task_seconds(verb, work, counts)
@@ -89,7 +89,7 @@ class VerbSeconds:
         resource, share, empty = RESOURCE_OF[verb], _present_share(verb, counts, work), Work()
         if verb == "kv_gen" and counts.selected is None:
             rows = counts.batch * counts.act_columns * BLOCK_TOKENS
-            work, empty = (kv_gen(self.steps.shape, self.steps.bytes_per_element, n) for n in (rows, 0))
+            work, empty = (kv_gen(self.steps.problem.shape, self.steps.problem.bytes_per_element, n) for n in (rows, 0))
         seconds = price(self.hardware, verb, resource, work)
         if share is None:
             return seconds, None
@@ -126,7 +126,7 @@ class VerbSeconds:
         chunked = steps.num_chunks > 1
         seconds, moved, known = {}, {}, set(prefill.verbs)
         for count, counts in ((1.0, steps.first_chunk()), (steps.num_chunks - 1, steps.later_chunk())):
-            for verb, work in step_work(steps.shape, steps.policy, steps.stored, counts, False).items():
+            for verb, work in step_work(steps.problem.shape, steps.policy, steps.stored, counts, False).items():
                 if verb in _OF_ITERATION - {"embed"}:
                     continue
                 task_s = price(self.hardware, verb, RESOURCE_OF[verb], work)
@@ -193,7 +193,7 @@ class VerbSeconds:
             elif column and loop == "outer":
                 seconds = self._of_all(seconds, self.phases[phase].seconds[verb, False, True])
             elif loop == "outer" and verb not in _OF_ITERATION:
-                seconds = seconds * steps.shape.num_layers
+                seconds = seconds * steps.problem.shape.num_layers
             resource = RESOURCE_OF[verb]
             busy[resource] = busy[resource] + seconds
         return busy
@@ -205,7 +205,7 @@ class VerbSeconds:
     def _total(self, values: dict[VerbKey, np.ndarray], verb: str, first_load: np.ndarray | None = None):
         """One iteration's sum of a verb over all layers and mini-batches. ``first_load``: of one layer instead."""
         steps = self.steps
-        num_layers, column = steps.shape.num_layers, steps.policy.schedule == "column"
+        num_layers, column = steps.problem.shape.num_layers, steps.policy.schedule == "column"
         choosing = num_choosing(steps.policy.selection, num_layers)
         layers = 1 if verb in _OF_ITERATION else num_layers - 1 if verb in _OF_GAP else num_layers
         layers = choosing if verb in _OF_CHOICE else layers
@@ -321,20 +321,15 @@ def longest(*values):
     return result
 
 
-@dataclass(frozen=True)
-class ResourceSums:
-    """Each resource's work and each tier's bytes: the terms of a linear program over shares. Arrays [candidates]."""
+def resource_sums(problem: Problem, candidates: Candidates) -> np.ndarray:
+    """Sum up candidates that use all their cache entries: the terms of a linear program over shares, [..., terms].
 
-    prefill_s: dict[str, np.ndarray]  #: resource -> seconds of work
-    decode_s: dict[str, np.ndarray]  #: of all iterations of the decode
-    peak_bytes: dict[str, np.ndarray]  #: tier -> bytes
-
-
-def resource_sums(problem: Problem, candidates: Candidates) -> ResourceSums:
-    """Sum up candidates that use all their cache entries. Raises InputError as ``predict`` does."""
+    Terms are each resource's seconds of work in the prefill, then in all iterations of the decode, then each tier's
+    bytes; "..." is the candidates' shape. Raises InputError as ``predict`` does.
+    """
     check_planned(candidates.policy)
     steps, size = candidate_steps(problem, candidates)
     verbs = VerbSeconds(steps, [stretch for stretch in steps.stretches() if np.any(stretch.count)])
     tables = verbs.busy(0), verbs.decode_busy(), steps.peak_bytes
     zero = np.zeros(len(steps.batch))
-    return ResourceSums(*({key: (zero + value).reshape(size) for key, value in table.items()} for table in tables))
+    return np.stack([(zero + value).reshape(size) for table in tables for value in table.values()], axis=-1)

@@ -114,7 +114,7 @@ def verb_s(window: Window, verb: str) -> float:
 def moved_share(window: Window, wave: Wave) -> float:
     """Return the bytes of loaded keys and values over those of the full context in all layers."""
     loads: list[TraceEvent] = [event for event in window.trace if event.task.verb == "load_kv"]
-    token_bytes = wave.shape.kv_token_bytes(wave.bytes_per_element)
+    token_bytes = wave.shape.kv_token_bytes(wave.problem.bytes_per_element)
     context_bytes = sum(int(event.task.payload.step.context.sum()) * token_bytes for event in loads)
     return sum(event.task.work.link_bytes for event in loads) / context_bytes
 

@@ -6,6 +6,7 @@ checked before work starts is what is allocated.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -56,7 +57,8 @@ class BufferSizes:
     attention_tokens: int = 0  #: B·T
     context_tokens: int = 0  #: those of them that are cached
     hidden_rows: int = 0  #: of all mini-batches together
-    step_rows: int = 0  #: padded rows of the largest mini-batch: new tokens, and those of a recomputed prefix
+    #: padded rows of the largest mini-batch in a step: its prompts, or new tokens and those of a recomputed prefix
+    step_rows: int = 0
     batch: int = 0  #: requests of the largest mini-batch
     decode_batch: int = 0  #: of those, as far as they ever decode
     cached_tokens: int = 0  #: of all requests together
@@ -90,14 +92,13 @@ class BufferSizes:
         return BufferSizes(**sizes)
 
 
-def buffer_sizes(wave: Wave) -> BufferSizes:
-    """Sizes for a wave, from the lengths its requests can reach. Who stops early only leaves some of it unused."""
+def mini_batch_sizes(wave: Wave) -> Iterator[tuple[BufferSizes, int]]:
+    """Sizes for each mini-batch, the pools left out, and in how many chunks its prompts are taken."""
     prompts, cached = wave.workload.prompt_tokens, wave.workload.cached_tokens
     entries, policy = wave.entries, wave.policy
     kept = kept_tokens(policy.selection, prompts, cached, cached)
     prompt_tokens = entries.tokens(kept_tokens(policy.selection, prompts, prompts, cached))  # [requests, entry]
     fresh = _stored_until(entries, cached, kept) > _stored_until(entries, prompts, kept)  # some of it in the decode
-    sizes, sums, index_rows = BufferSizes(pool_blocks=wave.pool_blocks, staged_rows={}), [], {}
 
     def by_entry(values) -> dict:
         return dict(zip(entries.names, values, strict=True))
@@ -108,11 +109,18 @@ def buffer_sizes(wave: Wave) -> BufferSizes:
             staged = _staged_by_chunk(entries, policy, int(prompts[group].max()))
         stored_now = by_entry(fresh[group].any(axis=0) * len(group))
         longest, reads = longest_piece(policy, prompts[group]), _reads(wave, group)
-        of_group = group_sizes(policy, len(group), longest, reads, stored_now, by_entry(staged))
-        sums.append((of_group.step_rows * chunks, len(group) * kept[group].max()))
+        yield group_sizes(policy, len(group), longest, reads, stored_now, by_entry(staged)), chunks
+
+
+def buffer_sizes(wave: Wave) -> BufferSizes:
+    """Sizes for a wave, from the lengths its requests can reach. Who stops early only leaves some of it unused."""
+    prompts, cached = wave.workload.prompt_tokens, wave.workload.cached_tokens
+    kept = kept_tokens(wave.policy.selection, prompts, cached, cached)
+    sizes, hidden_rows, index_rows = BufferSizes(pool_blocks=wave.pool_blocks, staged_rows={}), 0, {}
+    for of_group, chunks in mini_batch_sizes(wave):
+        hidden_rows += of_group.step_rows * chunks
         index_rows = {r: index_rows.get(r, 0) + rows for r, rows in of_group.selected_rows.items()}
         sizes = sizes.merge(of_group)
-    hidden_rows, partial_rows = map(sum, zip(*sums, strict=True))
     of_wave = BufferSizes(
         pool_blocks={},
         staged_rows={},
@@ -120,8 +128,8 @@ def buffer_sizes(wave: Wave) -> BufferSizes:
         index_rows=index_rows,
         cached_tokens=cached.sum(),
         kept_tokens=kept.sum(),
-        partial_rows=partial_rows,
-        num_mini_batches=len(sums),
+        partial_rows=sum(len(group) * kept[group].max() for group in wave.mini_batches),
+        num_mini_batches=len(wave.mini_batches),
         longest=cached.max() + 1,
         log_cells=wave.workload.max_tokens.max() * len(cached),
     )
@@ -170,10 +178,8 @@ def _reads(wave: Wave, group: np.ndarray) -> Reads:
         return np.where(runs, values, 0).max(axis=1)
 
     blocks_and_tokens = {entry: (held[..., i], of_entry[..., i]) for i, entry in enumerate(entries.names)}
-    most_tokens, splits = (
-        {entry: longest(values_by_step) for entry, (_, values_by_step) in blocks_and_tokens.items()},
-        {},
-    )
+    most_tokens = {entry: longest(tokens_by_step) for entry, (_, tokens_by_step) in blocks_and_tokens.items()}
+    splits = {}
     for entry, lines in wave.split.items():  # whoever is the longest of those that did not stop early
         blocks = split_blocks(lines, len(group), blocks_and_tokens[entry][1], len(wave.mini_batches))
         splits[entry] = {r: longest(values_by_step) for r, values_by_step in blocks.items()}
@@ -196,16 +202,6 @@ def _staged_by_chunk(entries: BlockEntries, policy: Policy, prompt: int) -> np.n
     return (entries.stored(after) - entries.stored(np.maximum(before, entries.tok_tokens(after)))).max(axis=0)
 
 
-def chunk_rows(wave: Wave) -> list[tuple[int, int]]:
-    """Of each mini-batch: most rows that one of its steps computes, and in how many chunks its prompt is taken."""
-    prompts = wave.workload.prompt_tokens
-    rows = []
-    for group in wave.mini_batches:
-        longest = longest_piece(wave.policy, prompts[group])
-        rows.append((step_rows(len(group), longest, _reads(wave, group)), num_chunks(wave.policy, prompts[group])))
-    return rows
-
-
 def selected_rows(selection: Selection, reads: Reads) -> dict:
     """Representation -> the most rows that a speculative selection ever fetches for a mini-batch in a layer."""
     if selection.method != "speculative":
@@ -216,20 +212,10 @@ def selected_rows(selection: Selection, reads: Reads) -> dict:
     }
 
 
-def index_rows(wave: Wave) -> list[dict[str, int]]:
-    """``selected_rows`` of each mini-batch."""
-    return [selected_rows(wave.policy.selection, _reads(wave, group)) for group in wave.mini_batches]
-
-
 def index_cells(shape: ModelShape, policy: Policy, rows: dict):
     """Chosen tokens that are written down: of native keys and values, each head has its own choice."""
     heads = shape.num_kv_heads if policy.bits.kv == "native" else 1
     return rows.get("kv", 0) * heads + rows.get("act", 0)
-
-
-def step_rows(batch, prompt, reads: Reads):
-    """Most rows that a step of a mini-batch computes: its prompts, or new tokens and what is recomputed before them."""
-    return _larger(batch * prompt, np.max(reads.running * (reads.recomputed + reads.new), axis=0))
 
 
 def _stored_until(entries: BlockEntries, tokens, kept) -> np.ndarray:
@@ -273,7 +259,7 @@ def group_sizes(policy: Policy, batch, prompt, reads: Reads, fresh: dict, staged
         plain_kv_blocks=most(columns["kv", "any"]) * on_device,
         attention_tokens=most(reads.context + reads.recomputed + reads.new) * on_device,
         context_tokens=most(reads.context) * on_device,
-        step_rows=step_rows(batch, prompt, reads),
+        step_rows=_larger(batch * prompt, most(reads.recomputed + reads.new)),
         batch=batch,
         decode_batch=most(1),
         selected_rows=selected_rows(policy.selection, reads),

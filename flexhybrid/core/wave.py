@@ -43,11 +43,6 @@ class Wave:
     def shape(self) -> ModelShape:
         return self.problem.shape
 
-    @property
-    def bytes_per_element(self) -> int:
-        """Bytes of an element in the compute dtype."""
-        return self.problem.bytes_per_element
-
     def release(self) -> None:
         """Give back the blocks of all requests, when the wave has run for the last time."""
         for request in range(self.workload.num_requests):
@@ -61,7 +56,7 @@ class Wave:
     @cached_property
     def stored(self) -> ElementBytes:
         """Bytes an element of weights, KV and ACT as they are stored."""
-        return self.policy.bits.element_bytes(self.bytes_per_element)
+        return self.policy.bits.element_bytes(self.problem.bytes_per_element)
 
     @cached_property
     def streamed_from(self) -> int:

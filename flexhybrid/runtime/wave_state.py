@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
-from flexhybrid.core.memory import chunk_rows
+from flexhybrid.core.memory import mini_batch_sizes
 from flexhybrid.core.schedule.steps import MiniBatchStep, Store
 from flexhybrid.core.task import Task, Work
 from flexhybrid.core.wave import Wave
@@ -68,7 +68,7 @@ class HiddenStates:
     def __init__(self, wave: Wave, buffers: Buffers):
         self.on_host, self.buffers = wave.policy.hidden == "host", buffers
         self._rows: dict[tuple[int, int], torch.Tensor] = {}
-        sizes = chunk_rows(wave) if self.on_host else []
+        sizes = [(sizes.step_rows, chunks) for sizes, chunks in mini_batch_sizes(wave)] if self.on_host else []
         self._chunk_rows = [rows for rows, _ in sizes]
         self._first_rows = np.cumsum([0] + [rows * chunks for rows, chunks in sizes])
 

@@ -15,7 +15,6 @@ host in the decode, and what is between a mini-batch's parts.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,7 +26,6 @@ from flexhybrid.core import work
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, ceil_blocks
 from flexhybrid.core.context.cache_entries import TIERS
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Bits, Placement, Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.units import gib
@@ -83,18 +81,14 @@ class BlockSetting:
     disk: bool = False  #: whether a disk is used
 
     @property
-    def shape(self) -> ModelShape:
-        return self.problem.shape
-
-    @property
     def weight_bytes(self) -> float:
         """Bytes of a layer's matrices."""
-        return self.shape.layer_matrix_elements * self._stored.weights
+        return self.problem.shape.layer_matrix_elements * self._stored.weights
 
     @property
     def kv_token_bytes(self) -> float:
         """Bytes of a token's keys and values in a layer."""
-        return self.shape.kv_token_bytes(self._stored.kv)
+        return self.problem.shape.kv_token_bytes(self._stored.kv)
 
     @property
     def _stored(self):
@@ -103,7 +97,7 @@ class BlockSetting:
     @property
     def hidden_bytes(self) -> int:
         """Bytes of one token's row."""
-        return self.shape.hidden * self.problem.bytes_per_element
+        return self.problem.shape.hidden * self.problem.bytes_per_element
 
 
 @dataclass(frozen=True)
@@ -128,8 +122,6 @@ class FlexGenResult:
     gpu_batch: int
     num_gpu_batches: int
     predicted_tokens_per_s: float  #: of this policy, by FlexGen's cost model
-    num_lps: int
-    search_s: float
     lp_tokens_per_s: float  #: what the linear program promised, before the policy had to fit our account of memory
 
 
@@ -168,7 +160,7 @@ def run_seconds(block: Block, shares: np.ndarray) -> float:
     prefill = max(row @ x for row in rows["prefill"].values())
     decode = {part: row @ x for part, row in rows["decode"].items()}
     step = decode.pop("in") + max(decode.values())
-    return float(block.setting.shape.num_layers * (prefill + (block.setting.gen_tokens - 1) * step))
+    return float(block.setting.problem.shape.num_layers * (prefill + (block.setting.gen_tokens - 1) * step))
 
 
 def tokens_per_s(block: Block, shares: np.ndarray) -> float:
@@ -183,7 +175,7 @@ def memory_rows(block: Block) -> list[tuple[str, np.ndarray]]:
     parts of a layer added up.
     """
     setting, g, b = block.setting, block.gpu_batch, block.batch
-    shape, p, L = setting.shape, setting.problem.bytes_per_element, setting.shape.num_layers
+    shape, p, L = setting.problem.shape, setting.problem.bytes_per_element, setting.problem.shape.num_layers
     s, total = setting.prompt_tokens, setting.prompt_tokens + setting.gen_tokens
     h, q, ffn, w = shape.hidden, shape.query_width, shape.ffn, setting.weight_bytes
     hidden, kv = setting.hidden_bytes, setting.kv_token_bytes
@@ -249,7 +241,7 @@ def _clean(shares: np.ndarray) -> np.ndarray:
 def make_block(setting: BlockSetting, gpu_batch: int, batch: int) -> Block:
     """Return a block of ``batch`` requests on a machine. Raise InputError for a machine without a line that is needed;
     those of the disk are needed only where a disk is used."""
-    shape, hardware, width = setting.shape, hardware_of(setting.problem), setting.problem.bytes_per_element
+    shape, hardware, width = setting.problem.shape, hardware_of(setting.problem), setting.problem.bytes_per_element
     num_full, last = divmod(batch, gpu_batch)
 
     def seconds(verb: str, make: Callable[[int], work.Work], resource: str = "compute") -> float:
@@ -364,23 +356,20 @@ def flexgen_policy(problem: Problem, workload: Workload, options: FlexGenOptions
 
     Raise InputError when nothing fits the problem's effective budgets, naming the tier.
     """
-    started = time.perf_counter()
     options = options or FlexGenOptions()
     gpu_batches = None if options.gpu_batches is None else sorted(set(options.gpu_batches))
     tiers = _Tiers(problem, options.memory_share)
     prompt_tokens, gen_tokens = int(workload.prompt_tokens.max()), int(workload.max_tokens.max())
     fitted: list[tuple[float, Policy, Block, float]] = []
-    num_lps, reasons = 0, []
+    reasons = []
     for on_host in (True, False) if options.host_attention else (False,):
         bits = Bits(weights=4, kv="native" if on_host else 4) if options.compress else NATIVE
         setting = BlockSetting(problem, prompt_tokens, gen_tokens, bits, on_host, tiers.memories["disk"] != 0)
         cuts = PlacementSearch(partial(make_block, setting), tiers.budgets, on_host)
         placed = cuts.of_any(gpu_batches) if options.batch is None else cuts.of_batch(options.batch, gpu_batches)
-        num_lps += len(cuts.solved)
         for block, shares in placed:
-            policy, over, more_lps = _fit(tiers, block, shares)
-            num_lps += more_lps
-            if policy is None:
+            policy, over = _fit(tiers, block, shares)
+            if over:
                 reasons.append(tiers.what_lacks(block, over))
             else:
                 fitted.append((tokens_per_s(block, _shares_of(policy)), policy, block, tokens_per_s(block, shares)))
@@ -391,8 +380,7 @@ def flexgen_policy(problem: Problem, workload: Workload, options: FlexGenOptions
     if not fitted:
         raise InputError(f"FlexGen places nothing: {reasons[0]}")
     rate, policy, block, promised = max(fitted, key=lambda row: row[0])
-    seconds = time.perf_counter() - started
-    return FlexGenResult(policy, block.gpu_batch, block.num_gpu_batches, rate, num_lps, seconds, promised)
+    return FlexGenResult(policy, block.gpu_batch, block.num_gpu_batches, rate, promised)
 
 
 def _policy(block: Block, shares: np.ndarray) -> Policy:
@@ -458,26 +446,29 @@ class _Tiers:
         return f"{tier} memory: {at} need at least {gib(size + excess)}, it has {gib(size)}"
 
 
-def _fit(tiers: _Tiers, block: Block, shares: np.ndarray) -> tuple[Policy | None, dict[str, float], int]:
-    """Return (the placement as a policy that fits our own account of memory, {}, programs solved for it), or (None, the
-    bytes that each tier is short of, programs)."""
-    policy, budgets, num_lps = _policy(block, shares), tiers.budgets, 0
-    while (over := tiers.over(block, policy)) and num_lps < MOST_ROUNDS:
+def _fit(tiers: _Tiers, block: Block, shares: np.ndarray) -> tuple[Policy, dict[str, float]]:
+    """Return (the placement as a policy that fits our own account of memory, {}), or, where none is found, (the last
+    policy tried, the bytes that each tier is short of)."""
+    policy, budgets = _policy(block, shares), tiers.budgets
+    over = tiers.over(block, policy)
+    for _ in range(MOST_ROUNDS):
+        if not over:
+            break
         x = np.append(_shares_of(policy), 1.0)
         for tier, excess in over.items():
             budgets[tier] = max(float(row @ x) for of, row in memory_rows(block) if of == tier) - excess
         again = solve(block, budgets, block.setting.host_attention)
-        num_lps += 1
         if again is None:
             break
         policy = _policy(block, again)
+        over = tiers.over(block, policy)
     if over:
         w, cache = policy.weights, dict(policy.cache)
         cache["kv@host"] = cache.get("kv@host", 0.0) + cache.pop("kv@device", 0.0)
         cache = {kind: share for kind, share in cache.items() if share > 0}
         policy = replace(policy, weights=Placement(0.0, w.device + w.host, w.disk), cache=cache, hidden="host")
         over = tiers.over(block, policy)
-    return (None, over, num_lps) if over else (policy, {}, num_lps)
+    return policy, over
 
 
 def _what_flexgen_lacks(block: Block, budgets: dict[str, float]) -> str:

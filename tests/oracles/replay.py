@@ -67,7 +67,7 @@ class _Replay:
     def __init__(self, wave: Wave):
         self.wave = wave
         self.largest: dict[tuple[str, str, object], float] = {}
-        p, stored = wave.bytes_per_element, wave.stored
+        p, stored = wave.problem.bytes_per_element, wave.stored
         self.row = {"kv": wave.shape.kv_token_bytes(stored.kv), "act": wave.shape.act_token_bytes(stored.act)}
         self.native_kv, self.native_act = wave.shape.kv_token_bytes(p), wave.shape.act_token_bytes(p)
         self.hidden = wave.shape.hidden * p
@@ -189,7 +189,7 @@ class _Replay:
             self._load(task, "act", TIERS)
 
     def _dequantize_weights(self, task: Task) -> None:
-        self._hold("device", "plain weights", 0, self.wave.shape.layer_bytes(self.wave.bytes_per_element))
+        self._hold("device", "plain weights", 0, self.wave.shape.layer_bytes(self.wave.problem.bytes_per_element))
 
     def _dequantize_act(self, task: Task) -> None:
         self._hold("device", "plain ACT", 0, self._columns(task, "act", TIERS) * BLOCK_TOKENS * self.native_act)
@@ -228,7 +228,7 @@ class _Replay:
         rows = len(self.wave.mini_batches[task.mini_batch]) * max(
             self._places(request, cached) for request, cached in tokens
         )
-        size = rows * columns * shape.num_kv_heads * self.wave.bytes_per_element
+        size = rows * columns * shape.num_kv_heads * self.wave.problem.bytes_per_element
         limited = self.wave.policy.selection.pool < 1
         for layer in range(first_choosing(self.wave.policy.selection), shape.num_layers):
             self._hold(tier, "partial keys", (layer, task.mini_batch), size)

@@ -70,8 +70,7 @@ def test_the_sums_of_a_mixture_are_the_programs_rows(cache, weights):
     program = grid.program(problem.options.index(option) * len(grid.batch))
     policy = replace(option.policy(cache, Placement(*weights)), max_mini_batch_tokens=4096)
     candidates = replace(candidates_of(problem, [UnplacedPolicy.of(option, 6, 4096, cache)]), policy=policy)
-    sums = resource_sums(problem, candidates)
-    measured = [*sums.prefill_s.values(), *sums.decode_s.values(), *(sums.peak_bytes[tier] for tier in TIERS)]
+    measured = resource_sums(problem, candidates).T
     said = program.constant + sum(share * program.cache[entry] for entry, share in cache.items())
     said = said + sum(
         share * program.weights[tuple(float(tier == one) for one in TIERS)]
@@ -118,8 +117,7 @@ def test_bits_schedule_and_hidden_states_add_up_independently():
         entry = "kv@host" if option.attention == "host" else "act@disk"
         unplaced = UnplacedPolicy.of(option, 5, 1024, {entry: 1.0})
         policy = replace(unplaced.option.policy({entry: 1.0}, Placement(host=1.0)), max_mini_batch_tokens=1024)
-        sums = resource_sums(problem, replace(candidates_of(problem, [unplaced]), policy=policy))
-        measured = [*sums.prefill_s.values(), *sums.decode_s.values(), *(sums.peak_bytes[tier] for tier in TIERS)]
+        measured = resource_sums(problem, replace(candidates_of(problem, [unplaced]), policy=policy)).T
         said = program.constant + program.cache[entry] + program.weights[0.0, 1.0, 0.0]
         assert said == pytest.approx(np.concatenate(measured), rel=1e-9, abs=1e-9), option
 

@@ -163,7 +163,7 @@ def test_no_share_between_the_blocks_is_better(weights_device):
     assert found.prediction["decode_tokens_per_s"] >= fine.decode_tokens_per_s.max() * (1 - 2e-3)
     assert 0 < found.act_share < 1 and found.policy.weights.device == weights_device
     assert found.kv_act_bytes_ratio == pytest.approx(2 * (1 - found.act_share) / found.act_share)
-    assert found.binding == max(found.prediction["busy"], key=found.prediction["busy"].get)
+    assert found.prediction["binding"] == max(found.prediction["busy"], key=found.prediction["busy"].get)
 
 
 # ---- what others find

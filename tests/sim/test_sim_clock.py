@@ -18,7 +18,7 @@ from flexhybrid.core.trace import TraceEvent, check_trace
 from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
 from sim import presets
-from sim.cost import price, task_seconds
+from sim.cost import price
 from sim.virtual_clock import run, summarize
 
 SHAPE = ModelShape("tiny", "opt", 3, 64, 4, 4, 16, 256, 128, 512)
@@ -133,6 +133,10 @@ def test_a_measured_trace_is_summarized_alike():
     assert summarize(shifted).busy == pytest.approx(summarize(trace).busy)
     with pytest.raises(ValueError):
         summarize([])
+
+
+def task_seconds(task: Task, hardware: Hardware) -> float:
+    return price(hardware, task.verb, task.resource, task.work)
 
 
 def test_verbs_without_a_line_take_their_resources_and_prefill_attention_its_own():

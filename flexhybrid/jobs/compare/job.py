@@ -348,7 +348,7 @@ def _search_json(result: SearchResult, algorithm1: dict[str, float]) -> dict:
         "act_share": result.act_share,
         "kv_act_bytes_ratio": result.kv_act_bytes_ratio if np.isfinite(result.kv_act_bytes_ratio) else None,
         "predicted": result.prediction,
-        "binding": result.binding,
+        "binding": result.prediction["binding"],
         "num_candidates": result.num_choices,
         "search_s": result.search_s,
         **{f"algorithm1_{balance}": share for balance, share in algorithm1.items()},

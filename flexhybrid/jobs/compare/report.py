@@ -75,7 +75,7 @@ class Report:
             f"Algorithm 1: {algorithm1['paper']:.3f} by the papers' balance, "
             f"{algorithm1['full']:.3f} by the full one.\n"
             f"Predicted {p['decode_tokens_per_s']:.1f} tokens/s; {gib(sum(p['traffic_bytes']['h2d'].values()))} to the "
-            f"device in the whole run; busy: {busy}; {result.binding} binds."
+            f"device in the whole run; busy: {busy}; {p['binding']} binds."
         )
 
     def systems(self, policies: list[Policy]) -> None:

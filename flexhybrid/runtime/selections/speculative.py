@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from flexhybrid.core.context.selection import first_choosing, kept_tokens, limits_cache, most_selected
-from flexhybrid.core.memory import index_cells, index_rows
+from flexhybrid.core.memory import index_cells, mini_batch_sizes
 from flexhybrid.core.schedule.steps import MiniBatchStep, Segment
 from flexhybrid.core.task import Task
 from flexhybrid.core.wave import Wave
@@ -140,7 +140,7 @@ class Speculation(SelectionHooks):
                 [counts[group] for group in wave.mini_batches] for counts in (workload.prompt_tokens, self.kept)
             )
             self.uses = Uses(selection.victim, wave.shape.num_layers, prompts, places, self.groups, self.device)
-        cells = [index_cells(wave.shape, wave.policy, rows) for rows in index_rows(wave)]
+        cells = [index_cells(wave.shape, wave.policy, sizes.selected_rows) for sizes, _ in mini_batch_sizes(wave)]
         self.index_start = np.cumsum([0, *cells]).astype(np.int64)
         num_cells = int(self.index_start[-1]) if self.first_layer < wave.shape.num_layers else 0
         self.index = torch.zeros(num_cells, dtype=torch.int32, device=self.device)
