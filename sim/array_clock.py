@@ -274,8 +274,8 @@ class _Walk:
         price = self.prices.get((phase, key))
         if price is None:
             verb, first_load, all_tokens, mini_batch = key
-            if first_load:
-                price = self.verbs.first_load(verb)
+            if first_load:  # every candidate has it
+                price = self.verbs.phases[0].first_load_s.get(verb), None
             else:
                 price = self.verbs.task(phase, verb, all_tokens, self.full[mini_batch])
             self.prices[phase, key] = price

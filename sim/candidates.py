@@ -221,9 +221,7 @@ class CandidateSteps:
 
     def _by_copy(self, rows: np.ndarray) -> dict:
         """Rows of each stored copy, from the tokens of each entry."""
-        return {
-            copy: count for entry, count in zip(self.dealing.names, rows, strict=True) for copy in stored_copies(entry)
-        }
+        return {copy: count for entry, count in self._by_entry(rows).items() for copy in stored_copies(entry)}
 
     @cached_property
     def kept(self) -> np.ndarray:
@@ -430,9 +428,8 @@ class CandidateSteps:
         """The steps of one request that may need the most memory: its decode, and the last chunks of a long prompt."""
         decodes = self.generated > 1
         last = self._kept_of(np.where(decodes, self.prompt + self.generated - 2, 0))
-        read = (
-            lengths_between(self.prompt, last) if self.dealing.keeps_ids or self.lines else last[None]
-        )  # [steps, candidates]
+        stairs = self.dealing.keeps_ids or self.lines
+        read = lengths_between(self.prompt, last) if stairs else last[None]  # [steps, candidates]
         running, new = np.where(decodes, 1.0, 0.0) + 0.0 * read, np.ones_like(read)
         if np.any(self.num_chunks > 1):  # what the last two chunks read: the last may be a small one
             before = np.maximum(self.num_chunks - np.array([[1.0], [2.0]]), 0.0) * self.chunk_size

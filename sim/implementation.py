@@ -54,12 +54,10 @@ def on(implementation: Implementation, hardware: Hardware) -> Hardware:
     def at(share: float):
         return lambda line: replace(line, s_per_byte=line.s_per_byte / share, samples=(), r2=None)
 
-    if i.cache_link != 1:
-        change(of_group("cache copy"), at(i.cache_link))
-    if i.weights_link != 1:
-        change([VERBS["load_weights"]], at(i.weights_link))
-    if i.conversion != 1:
-        change(of_group("conversion"), at(i.conversion))
+    weights, copies, conversions = [VERBS["load_weights"]], of_group("cache copy"), of_group("conversion")
+    for share, verbs in ((i.cache_link, copies), (i.weights_link, weights), (i.conversion, conversions)):
+        if share != 1:
+            change(verbs, at(share))
     if i.gemm != 1:
         change(of_group("gemm"), lambda line: replace(line, s_per_flop=line.s_per_flop / i.gemm, samples=(), r2=None))
     if i.sharers > 1:

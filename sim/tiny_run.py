@@ -7,6 +7,7 @@ real run, many policies at a time, and skips over what repeats.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -307,7 +308,7 @@ class _Waits:
         self.dependencies = Dependencies()
         self.num_tasks = 0
         self.queues: dict[str, list[_Queued]] = {resource: [] for resource in RESOURCES}
-        self.users: dict[Access, _Users] = {}
+        self.users: defaultdict[Access, _Users] = defaultdict(lambda: _Users([], []))
         self.awaited: dict[str, set[int]] = {resource: set() for resource in RESOURCES}  # by tasks every run has
         self.covered: dict[tuple[str, str], int] = {}  # (waiting, awaited resource) -> latest awaited of every run
 
@@ -319,11 +320,11 @@ class _Waits:
         self.queues[resource].append(queued)
         self.num_tasks += 1
         for access in task.reads:
-            users = self._users(access)
+            users = self.users[access]
             awaited.update(users.writers)
             _append(users.readers, queued)
         for access in task.writes:
-            users = self._users(access)
+            users = self.users[access]
             awaited.update(users.writers, users.readers)
             if queued.optional_verb is None:
                 users.writers.clear()
@@ -331,12 +332,6 @@ class _Waits:
             _append(users.writers, queued)
         others = [earlier for earlier in awaited if earlier.resource != resource]
         return tuple(sorted(earlier.index for earlier in _uncovered(others) if self._is_new(earlier, queued)))
-
-    def _users(self, access: Access) -> _Users:
-        users = self.users.get(access)
-        if users is None:
-            users = self.users[access] = _Users([], [])
-        return users
 
     def _is_new(self, earlier: _Queued, waiting: _Queued) -> bool:
         """Whether ``waiting`` has to wait for ``earlier`` although tasks before it in its queue may have; notes it."""

@@ -25,10 +25,6 @@ from flexhybrid.core.work import kv_gen
 from sim.candidates import Candidates, CandidateSteps, DecodeStretch, candidate_steps
 from sim.cost import hardware_of, price
 
-_OF_ITERATION = frozenset(verb.name for verb in VERBS.values() if verb.per == "iteration")
-_OF_GAP = frozenset(verb.name for verb in VERBS.values() if verb.per == "gap")
-_OF_CHOICE = frozenset(verb.name for verb in VERBS.values() if verb.per == "choosing layer")
-
 #: (verb, in a layer that attends to all tokens although others select, of one of the last mini-batches)
 VerbKey = tuple[str, bool, bool]
 
@@ -127,7 +123,7 @@ class VerbSeconds:
         seconds, moved, known = {}, {}, set(prefill.verbs)
         for count, counts in ((1.0, steps.first_chunk()), (steps.num_chunks - 1, steps.later_chunk())):
             for verb, work in step_work(steps.problem.shape, steps.policy, steps.stored, counts, False).items():
-                if verb in _OF_ITERATION - {"embed"}:
+                if VERBS[verb].per == "iteration" and verb != "embed":
                     continue
                 task_s = price(self.hardware, verb, RESOURCE_OF[verb], work)
                 seconds[verb] = seconds.get(verb, 0.0) + count * task_s
@@ -165,10 +161,6 @@ class VerbSeconds:
             seconds = seconds + self.extra_prefill_s[verb]
         return seconds, present
 
-    def first_load(self, verb: str):
-        """(seconds of the run's first load of weights, None: all candidates have it)."""
-        return self.phases[0].first_load_s.get(verb), None
-
     # ---- sums
 
     def round_seconds(self, phase: int, loop: str):
@@ -186,13 +178,13 @@ class VerbSeconds:
         busy: dict[str, Any] = dict.fromkeys(RESOURCES, 0.0)
         for verb in self.phases[phase].verbs:
             seconds = self.phases[phase].seconds.get((verb, False, False))
-            if seconds is None or verb in _OF_ITERATION and not once:
+            if seconds is None or VERBS[verb].per == "iteration" and not once:
                 continue
             if column and verb == "dequantize_weights":
                 seconds = seconds if loop == "outer" else 0.0
             elif column and loop == "outer":
                 seconds = self._of_all(seconds, self.phases[phase].seconds[verb, False, True])
-            elif loop == "outer" and verb not in _OF_ITERATION:
+            elif loop == "outer" and VERBS[verb].per != "iteration":
                 seconds = seconds * steps.problem.shape.num_layers
             resource = RESOURCE_OF[verb]
             busy[resource] = busy[resource] + seconds
@@ -207,8 +199,8 @@ class VerbSeconds:
         steps = self.steps
         num_layers, column = steps.problem.shape.num_layers, steps.policy.schedule == "column"
         choosing = num_choosing(steps.policy.selection, num_layers)
-        layers = 1 if verb in _OF_ITERATION else num_layers - 1 if verb in _OF_GAP else num_layers
-        layers = choosing if verb in _OF_CHOICE else layers
+        per = VERBS[verb].per
+        layers = {"iteration": 1, "gap": num_layers - 1, "choosing layer": choosing, "layer": num_layers}[per]
         full = values.get((verb, False, False))
         if full is None:  # in layers that attend to all tokens alone
             return (num_layers - choosing) * self._of_all(values[verb, True, False], values[verb, True, True])
@@ -218,7 +210,7 @@ class VerbSeconds:
         if column and first_load is not None:
             return (layers - 1) * of_layer + first_load
         total = layers * of_layer
-        if (verb, True, False) in values and verb not in _OF_ITERATION | _OF_GAP | _OF_CHOICE:
+        if (verb, True, False) in values and per == "layer":
             of_all_tokens = self._of_all(values[verb, True, False], values[verb, True, True])
             total = total + (num_layers - choosing) * (of_all_tokens - of_layer)
         return total

@@ -27,7 +27,7 @@ from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Bits, Placement, Policy
-from flexhybrid.core.problem import problem_of
+from flexhybrid.core.problem import Problem
 from flexhybrid.core.task import Task
 from flexhybrid.core.trace import TraceEvent, Window, check_trace
 from flexhybrid.core.wave import admit
@@ -147,7 +147,11 @@ class OverlapRun:
 
 
 def wave_of(case: OverlapCase, bytes_per_element: int, hardware: Hardware):
-    return admit(problem_of(case.shape, bytes_per_element, hardware), case.policy, WORKLOAD)
+    return admit(
+        Problem(shape=case.shape, dtype={4: "float32", 2: "float16"}[bytes_per_element], hardware=hardware),
+        case.policy,
+        WORKLOAD,
+    )
 
 
 def rates_of(case: OverlapCase, rate: float) -> dict[str, float]:

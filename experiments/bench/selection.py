@@ -23,7 +23,7 @@ from flexhybrid.core.context.selection import INFINIGEN_TOKENS
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Placement, Policy
-from flexhybrid.core.problem import problem_of
+from flexhybrid.core.problem import Problem
 from flexhybrid.core.trace import TraceEvent, Window, check_trace
 from flexhybrid.core.wave import Wave, admit
 from flexhybrid.core.workload import Workload
@@ -148,6 +148,6 @@ def bench_selection(table: Table, dtype: str) -> None:
 
 def predicted_step(policy: Policy, weights: Weights, hardware: Hardware) -> float:
     """Return the seconds of an iteration on the virtual clock."""
-    wave = admit(problem_of(weights.shape, weights.bytes_per_element), policy, WORKLOAD)
+    wave = admit(Problem(shape=weights.shape, dtype=str(weights.dtype).removeprefix("torch.")), policy, WORKLOAD)
     window = Window(virtual_clock.run(stream(wave, first_iteration=1), hardware), LAST)
     return window.seconds / window.num_iterations

@@ -37,7 +37,7 @@ from flexhybrid import shipped
 from flexhybrid.core.memory import buffer_sizes, memory_plan, total_bytes
 from flexhybrid.core.model.shape import shape_by_name
 from flexhybrid.core.policy import Placement, Policy
-from flexhybrid.core.problem import Budgets, Problem, problem_of
+from flexhybrid.core.problem import Budgets, Problem
 from flexhybrid.core.trace import TraceEvent, check_trace
 from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
@@ -94,7 +94,7 @@ def bench_predictions(table: Table, generator: np.random.Generator) -> None:
         cache={"act@host": shares, "kv@host": 1.0 - shares},
     )
     for name, walk, bar in (("closed form", True, 1e4), ("closed form without waiting", False, 1e6)):
-        call = partial(predict, problem_of(shape, 2, hardware), candidates, walk=walk)
+        call = partial(predict, Problem(shape=shape, hardware=hardware), candidates, walk=walk)
         call()  # the first call of a process touches its memory
         rate = count / seconds_of(call)
         table.at_least(f"{name}, policies a second on one core", rate, bar, "1/s")

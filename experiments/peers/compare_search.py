@@ -17,7 +17,7 @@ from pathlib import Path
 
 from experiments.peers import children, flexgen_search
 from flexhybrid.core.model.shape import shape_by_name
-from flexhybrid.core.problem import Problem, problem_of
+from flexhybrid.core.problem import Problem
 from flexhybrid.core.workload import Workload
 from policy_search.search import LOSSLESS, SearchSettings, search
 from sim import catalogue
@@ -32,7 +32,7 @@ def compare(model: str, hardware_name: str, peer_result: dict, repeats: int = 3)
     shape, hardware = shape_by_name(model), catalogue.load(hardware_name)
     theirs = flexgen_search.to_policy(peer_result, shape)
     batch = peer_result["gpu_batch_size"] * peer_result["num_gpu_batches"]
-    priced = simulate(problem_of(shape, 2, hardware), theirs, batch, PROMPT, GENERATED)
+    priced = simulate(Problem(shape=shape, hardware=hardware), theirs, batch, PROMPT, GENERATED)
     workload = Workload.uniform(1, PROMPT, GENERATED)
     problem, settings = Problem(shape=shape, hardware=hardware), SearchSettings(space=LOSSLESS)
     searches = [search(problem, workload, settings) for _ in range(repeats)]

@@ -19,7 +19,7 @@ from flexhybrid.core.context.cache_entries import TIERS
 from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.model.shape import shape_by_name
 from flexhybrid.core.policy import Bits, Overlap, Placement, Policy
-from flexhybrid.core.problem import Problem, problem_of
+from flexhybrid.core.problem import Problem
 from flexhybrid.core.workload import Workload
 from policy_search.papers.flexgen import FlexGenOptions, flexgen_policy
 from policy_search.search import FULL, LOSSLESS, SearchSettings, search
@@ -130,7 +130,7 @@ def engine_rates(hardware: Hardware, num_gpu_batches: int = 1, disk: bool = Fals
 def rate(model: str, hardware: Hardware, policy: Policy, batch: int) -> dict:
     """Return the array clock's row for requests of 512 + 32 tokens."""
     return predict(
-        problem_of(shape_by_name(model), BYTES, hardware), Candidates(policy, batch, PROMPT, GENERATED)
+        Problem(shape=shape_by_name(model), hardware=hardware), Candidates(policy, batch, PROMPT, GENERATED)
     ).row()
 
 

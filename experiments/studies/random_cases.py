@@ -11,7 +11,7 @@ from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Bits, Placement, Policy, Selection
-from flexhybrid.core.problem import Problem, problem_of
+from flexhybrid.core.problem import Problem
 from flexhybrid.core.wave import Wave, admit
 from flexhybrid.core.workload import Workload
 from sim.array_clock import predict
@@ -46,7 +46,9 @@ class UniformCase:
 
     @property
     def problem(self) -> Problem:
-        return problem_of(self.shape, self.bytes_per_element, self.hardware)
+        return Problem(
+            shape=self.shape, dtype={4: "float32", 2: "float16"}[self.bytes_per_element], hardware=self.hardware
+        )
 
     @property
     def candidate(self) -> Candidates:

@@ -74,11 +74,3 @@ class Problem:
         usable = {tier: self.hardware.usable_memory(tier) for tier in TIERS}
         sizes = {tier: usable[tier] if given is None else given for tier, given in self.budgets.items()}
         return Budgets(**sizes | {"disk": (sizes["disk"] or 0) if self.hardware.has_disk else 0})
-
-
-def problem_of(
-    shape: ModelShape, bytes_per_element: int, hardware: Hardware | None = None, device: str = ""
-) -> Problem:
-    """Make the problem of a caller that knows the width of an element but not the name of its dtype."""
-    dtype = next(name for name, size in reversed(DTYPE_BYTES.items()) if size == bytes_per_element)
-    return Problem(shape=shape, dtype=dtype, hardware=hardware, device=device)

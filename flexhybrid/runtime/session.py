@@ -10,7 +10,7 @@ from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.memory import BufferSizes, buffer_sizes
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Policy
-from flexhybrid.core.problem import problem_of
+from flexhybrid.core.problem import Problem
 from flexhybrid.core.trace import TraceEvent
 from flexhybrid.core.wave import Wave, admit
 from flexhybrid.core.workload import Workload
@@ -58,7 +58,9 @@ class Session:
         ``hardware`` decides the split points of both(…) entries (``admit``).
         """
         device = weights.device.type
-        problem = problem_of(weights.shape, weights.bytes_per_element, hardware, device)
+        problem = Problem(
+            shape=weights.shape, dtype=str(weights.dtype).removeprefix("torch."), hardware=hardware, device=device
+        )
         wave = admit(problem, policy, workload)
         engine = make_engine(weights, policy, buffer_sizes(wave))
         session = cls(engine, wave, prompts)

@@ -17,7 +17,7 @@ from flexhybrid.core.hardware import LINKS, Hardware, Line
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.plan import PAGE_BYTES, stream
 from flexhybrid.core.policy import Bits, Placement, Policy, Selection
-from flexhybrid.core.problem import problem_of
+from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.step_work import counts_of, step_work
 from flexhybrid.core.schedule.steps import make_step
 from flexhybrid.core.wave import Wave, admit
@@ -34,7 +34,11 @@ def machine(compute: float = 1e-12, link: float = 1e-10) -> Hardware:
 
 
 def wave_of(policy: Policy, prompts, generated, shape: ModelShape = SHAPE, hardware: Hardware | None = None) -> Wave:
-    return admit(problem_of(shape, P, hardware or machine()), policy, Workload(np.array(prompts), np.array(generated)))
+    return admit(
+        Problem(shape=shape, dtype="float32", hardware=hardware or machine()),
+        policy,
+        Workload(np.array(prompts), np.array(generated)),
+    )
 
 
 def steps_of(wave: Wave):
@@ -133,7 +137,9 @@ def test_what_the_machine_says_decides(rule, shape, act):
     policy = Policy(cache={kind: 1.0}, split=rule)
     found = {}
     for name, hardware in (("slow link", machine(1e-15, 1e-7)), ("slow processor", machine(1e-6, 1e-12))):
-        found[name] = float(split_point(split_lines(problem_of(shape, P, hardware), policy, kind), 8, 320, 2))
+        found[name] = float(
+            split_point(split_lines(Problem(shape=shape, dtype="float32", hardware=hardware), policy, kind), 8, 320, 2)
+        )
     grouped_on_host = shape is GROUPED and act == "host"
     assert found["slow processor"] == 0
     assert (found["slow link"] > 160) != grouped_on_host

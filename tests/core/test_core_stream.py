@@ -23,7 +23,7 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Bits, Placement, Policy, Selection
-from flexhybrid.core.problem import problem_of
+from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.dependencies import HAZARDS, Dependencies
 from flexhybrid.core.task import RESOURCES, Access, Task, Work
 from flexhybrid.core.trace import (
@@ -53,7 +53,9 @@ def make_wave(prompts=(20, 33, 5), max_tokens=(3, 5, 4), cache=None, bound=150) 
         cache=cache or {"kv@host": 0.4, "act@host": 0.3, "kv@device": 0.1, "act@device": 0.2},
         max_mini_batch_tokens=bound,
     )
-    return admit(problem_of(tiny_shape(2), P), policy, Workload(np.array(prompts), np.array(max_tokens)))
+    return admit(
+        Problem(shape=tiny_shape(2), dtype="float32"), policy, Workload(np.array(prompts), np.array(max_tokens))
+    )
 
 
 @st.composite
@@ -70,7 +72,9 @@ def waves(draw, max_layers: int = 3, max_requests: int = 5) -> Wave:
         packing=draw(st.sampled_from(["balanced", "fifo"])),
     )
     shape = tiny_shape(draw(st.integers(1, max_layers)), draw(st.integers(1, 2)))
-    return admit(problem_of(shape, P), policy, Workload(np.array(draw(lengths)), np.array(draw(counts))))
+    return admit(
+        Problem(shape=shape, dtype="float32"), policy, Workload(np.array(draw(lengths)), np.array(draw(counts)))
+    )
 
 
 @st.composite
@@ -260,7 +264,9 @@ def test_run_in_order_every_verb_finds_its_own_layers_weights(policy, lengths):
     """Whatever the policy: in the slot that streams, and in the one place of those that are unpacked."""
     shape = ModelShape("small", "opt", 3, 64, 2, 2, 32, 64, 32, 64)
     prompts, max_tokens = map(np.array, zip(*lengths, strict=True))
-    wave = admit(problem_of(shape, P, catalogue.load("t4")), policy, Workload(prompts, max_tokens))
+    wave = admit(
+        Problem(shape=shape, dtype="float32", hardware=catalogue.load("t4")), policy, Workload(prompts, max_tokens)
+    )
     streamed = {slot: np.full(wave.layout.total_bytes, -1) for slot in range(2)}  # whose a byte is
     unpacked = None
     for task in stream(wave):
@@ -377,7 +383,7 @@ def test_starting_at_the_first_decode_iteration():
 def test_admission_takes_its_blocks_from_the_manager():
     wave = make_wave()
     manager = BlockManager({kind: count + 3 for kind, count in wave.pool_blocks.items()})
-    admitted = admit(problem_of(wave.shape, P), wave.policy, wave.workload, manager)
+    admitted = admit(Problem(shape=wave.shape, dtype="float32"), wave.policy, wave.workload, manager)
     manager.check()
     assert {kind: pool.num_free for kind, pool in manager.pools.items()} == dict.fromkeys(wave.pool_blocks, 3)
     assert admitted.pool_blocks == wave.pool_blocks and admitted.blocks is manager
@@ -385,7 +391,12 @@ def test_admission_takes_its_blocks_from_the_manager():
     manager.check()
     assert all(pool.num_free == pool.num_blocks for pool in manager.pools.values())
     with pytest.raises(InputError, match="no room in pool"):
-        admit(problem_of(wave.shape, P), wave.policy, wave.workload, BlockManager(dict.fromkeys(wave.pool_blocks, 1)))
+        admit(
+            Problem(shape=wave.shape, dtype="float32"),
+            wave.policy,
+            wave.workload,
+            BlockManager(dict.fromkeys(wave.pool_blocks, 1)),
+        )
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from flexhybrid.core.hardware import Hardware, Line, resource_of_line
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Bits, Placement, Policy, Selection
-from flexhybrid.core.problem import Problem, problem_of
+from flexhybrid.core.problem import Problem
 from flexhybrid.core.task import RESOURCES
 from flexhybrid.core.verbs import CARGO, VERBS
 from flexhybrid.core.wave import admit
@@ -71,4 +71,4 @@ def test_a_verb_without_a_record_is_refused(problem, monkeypatch):
     policy = Policy(cache={"kv@host": 1.0})
     monkeypatch.delitem(VERBS, "assemble")
     with pytest.raises(KeyError, match="assemble"):
-        predict(problem_of(SHAPE, 4, problem.hardware), Candidates(policy, 2, 40, 4))
+        predict(Problem(shape=SHAPE, dtype="float32", hardware=problem.hardware), Candidates(policy, 2, 40, 4))

@@ -17,7 +17,7 @@ from experiments.reproduce.capture import systems as capture_systems
 from experiments.reproduce.capture import table3 as capture_table3
 from experiments.reproduce.capture.setup import MODELS, PROMPTS
 from experiments.reproduce.experiment import Experiment
-from flexhybrid.core.problem import problem_of
+from flexhybrid.core.problem import Problem
 from sim import catalogue
 from sim.simulate import simulate
 
@@ -121,7 +121,7 @@ def test_table3_holds_on_the_virtual_clock():
     shape = replace(capture_setup.shape_of(model), num_layers=2)
     policy = capture_setup.full_policy(model, hardware)
     closed, virtual = (
-        simulate(problem_of(shape, capture_setup.BYTES, hardware), policy, 128, 1920, 4, clock=clock)
+        simulate(Problem(shape=shape, hardware=hardware), policy, 128, 1920, 4, clock=clock)
         for clock in ("closed", "virtual")
     )
     assert closed.num_mini_batches == virtual.num_mini_batches == 32  # four requests of 2,048 tokens

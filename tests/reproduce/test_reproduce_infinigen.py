@@ -13,7 +13,7 @@ from experiments.reproduce import flexgen, registry
 from experiments.reproduce.calibrate import MOST_CONSTANTS
 from experiments.reproduce.infinigen import setup
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.problem import problem_of
+from flexhybrid.core.problem import Problem
 from sim import catalogue, presets
 from sim.simulate import simulate
 
@@ -154,7 +154,9 @@ def test_parts_of_a_block_make_up_the_decode_step(name):
     tasks = setup.block_ms(setup.POLICIES[name])
     assert sum(setup.breakdown(tasks).values()) == pytest.approx(sum(tasks.values()))
     policy = replace(setup.POLICIES[name], overlap="none")
-    step = simulate(problem_of(setup.OPT_13B, 2, setup.testbed()), policy, 8, 2047, 2, clock="virtual").decode_s
+    step = simulate(
+        Problem(shape=setup.OPT_13B, hardware=setup.testbed()), policy, 8, 2047, 2, clock="virtual"
+    ).decode_s
     # the first layers of InfiniGen load all, and the head stands outside the layers
     assert 40 * 1e-3 * sum(tasks.values()) == pytest.approx(step, rel=0.25 if name == "InfiniGen" else 0.05)
 
@@ -168,7 +170,7 @@ def test_a_task_of_no_part_is_refused():
 def test_both_clocks_agree_on_the_testbed(name):
     policy = replace(setup.POLICIES[name], overlap="none")
     closed, virtual = (
-        simulate(problem_of(setup.OPT_13B, 2, setup.testbed()), policy, 4, 1920, 6, clock=clock)
+        simulate(Problem(shape=setup.OPT_13B, hardware=setup.testbed()), policy, 4, 1920, 6, clock=clock)
         for clock in ("closed", "virtual")
     )
     assert closed.total_s == pytest.approx(virtual.total_s, rel=0.02)
@@ -195,7 +197,7 @@ def test_gathering_costs_the_host_and_4_bits_the_device():
 def test_every_run_fits_the_machine():
     """The batches of the figures run at once on 48 GiB and 96 GiB."""
     for name, policy in setup.POLICIES.items():
-        outcome = simulate(problem_of(setup.OPT_13B, 2, setup.testbed()), policy, 20, 1920, 128)
+        outcome = simulate(Problem(shape=setup.OPT_13B, hardware=setup.testbed()), policy, 20, 1920, 128)
         assert outcome.wave == 20, name
 
 

@@ -21,7 +21,7 @@ from experiments.reproduce.kvpr import setup
 from experiments.reproduce.kvpr import throughput as kvpr_throughput
 from experiments.reproduce.paper import KVPR, value_of
 from flexhybrid.core.plan import stream
-from flexhybrid.core.problem import problem_of
+from flexhybrid.core.problem import Problem
 from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
 from sim.virtual_clock import run, summarize
@@ -326,7 +326,7 @@ def test_closed_form_is_the_virtual_clock_for_a_column(policy):
     shape, hardware, generated = setup.shape_of("OPT-6.7B"), setup.rtx5000(), 3
     closed = setup.run_column(shape, hardware, policy, 256, generated).row()
     bounded = replace(policy, max_mini_batch_tokens=int(setup.mini_batch_tokens(256, generated)))
-    wave = admit(problem_of(shape, setup.BYTES, hardware), bounded, Workload.uniform(256, 256, generated))
+    wave = admit(Problem(shape=shape, hardware=hardware), bounded, Workload.uniform(256, 256, generated))
     clock = summarize(run(stream(wave), hardware))
     assert closed["num_mini_batches"] == len(wave.mini_batches)
     assert closed["decode_s"] == pytest.approx(clock.decode_s, rel=0.01)
@@ -336,5 +336,5 @@ def test_closed_form_is_the_virtual_clock_for_a_column(policy):
 def test_closed_form_is_the_virtual_clock_for_a_row(policy):
     shape, hardware = setup.shape_of("OPT-6.7B"), setup.a100("latency")
     closed = setup.run_one(shape, hardware, policy, 64, 512, 9).row()
-    wave = admit(problem_of(shape, setup.BYTES, hardware), policy, Workload.uniform(64, 512, 9))
+    wave = admit(Problem(shape=shape, hardware=hardware), policy, Workload.uniform(64, 512, 9))
     assert closed["decode_s"] == pytest.approx(summarize(run(stream(wave), hardware)).decode_s, rel=0.01)

@@ -16,7 +16,7 @@ from flexhybrid.core.memory import buffer_sizes, memory_plan
 from flexhybrid.core.model.rope import Rope
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Placement, Policy
-from flexhybrid.core.problem import problem_of
+from flexhybrid.core.problem import Problem
 from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
 from flexhybrid.runtime.engine import Engine
@@ -90,9 +90,9 @@ def pool_tier(space: str, buffers) -> str:
 def test_an_engine_allocates_what_was_planned(tmp_path_factory, shape, policy, dtype, lengths):
     p = {"float32": 4, "bfloat16": 2}[dtype]
     workload = Workload(*(np.array(numbers) for numbers in zip(*lengths, strict=True)))
-    wave = admit(problem_of(shape, p, MACHINE), policy, workload)
+    wave = admit(Problem(shape=shape, dtype=dtype, hardware=MACHINE), policy, workload)
     sizes, place = buffer_sizes(wave), DiskPlace(tmp_path_factory.getbasetemp() / "scratch")
-    plan = memory_plan(problem_of(shape, p, device="cpu"), policy, sizes)
+    plan = memory_plan(Problem(shape=shape, dtype=dtype, device="cpu"), policy, sizes)
     weights = Weights(shape, RandomWeights(shape), dtype, torch.device("cpu"), policy, place)
     engine = Engine(weights, policy, sizes, num_threads=1, disk=place)
     try:

@@ -15,7 +15,7 @@ from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.model.shape import shape_by_name
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Policy
-from flexhybrid.core.problem import NO_BUDGETS, Budgets, Problem, problem_of
+from flexhybrid.core.problem import NO_BUDGETS, Budgets, Problem
 from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
 from policy_search.papers.algorithm1 import (
@@ -169,7 +169,9 @@ def capture(
 
 
 def peak(policy: Policy, workload: Workload = PAPERS, shape=OPT_30B, machine: Hardware = RTX4090) -> dict[str, float]:
-    return predict(problem_of(shape, 2, machine), candidates_of(policy, workload), walk=False).row()["peak_bytes"]
+    return predict(Problem(shape=shape, hardware=machine), candidates_of(policy, workload), walk=False).row()[
+        "peak_bytes"
+    ]
 
 
 def on_host(policy: Policy) -> float:
@@ -256,7 +258,7 @@ def test_a_small_batch_keeps_no_more_act_than_algorithm_1_wants():
 
 def decode_rate(policy: Policy, workload: Workload) -> float:
     """Tokens/s of the decode by the array clock."""
-    prediction = predict(problem_of(OPT_30B, 2, RTX4090), candidates_of(policy, workload))
+    prediction = predict(Problem(shape=OPT_30B, hardware=RTX4090), candidates_of(policy, workload))
     return float(prediction.decode_tokens_per_s[0])
 
 

@@ -13,7 +13,7 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.model.shape import ModelShape, shape_by_name
 from flexhybrid.core.policy import Placement
-from flexhybrid.core.problem import NO_BUDGETS, Budgets, Problem, problem_of
+from flexhybrid.core.problem import NO_BUDGETS, Budgets, Problem
 from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
 from policy_search.papers.flexgen import (
@@ -199,9 +199,9 @@ def test_the_published_search_finds_the_same(model, memories, rates, gpu_batch, 
 
 def peak(result, machine: Hardware, shape: ModelShape, workload: Workload) -> dict[str, float]:
     asked = candidates_of(result.policy, workload)
-    return predict(problem_of(shape, 2, machine), replace(asked, batch=result.policy.max_batch), walk=False).row()[
-        "peak_bytes"
-    ]
+    return predict(
+        Problem(shape=shape, hardware=machine), replace(asked, batch=result.policy.max_batch), walk=False
+    ).row()["peak_bytes"]
 
 
 @pytest.mark.parametrize("model", ["opt-6.7b", "opt-30b"])
@@ -308,7 +308,7 @@ def test_a_looser_account_is_made_to_fit_ours():
     cache = {"kv@device": float(shares[3]), "kv@host": float(shares[4])}
     wanted = replace(result.policy, weights=Placement(*map(float, shares[:3])), cache=cache)
     asked = Candidates(wanted, 16, 1920, 128)
-    assert predict(problem_of(shape, 2, machine), asked, walk=False).peak_bytes["device"][0] > 18 * GIB
+    assert predict(Problem(shape=shape, hardware=machine), asked, walk=False).peak_bytes["device"][0] > 18 * GIB
     assert 0.97 * 18 * GIB < peak(result, machine, shape, workload)["device"] <= 18 * GIB
     # keys and values leave it: they cross the link in the decode alone, weights in the prefill too
     assert result.policy.weights.device == pytest.approx(shares[0])

@@ -20,7 +20,7 @@ from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.memory import PACKING_BYTES, PACKING_ELEMENTS, fits, total_bytes
 from flexhybrid.core.model.shape import ModelShape, shape_by_name
 from flexhybrid.core.policy import Placement, Policy
-from flexhybrid.core.problem import NO_BUDGETS, Budgets, Problem, problem_of
+from flexhybrid.core.problem import NO_BUDGETS, Budgets, Problem
 from flexhybrid.core.waves import wave_plan
 from flexhybrid.core.workload import Workload
 from flexhybrid.resolve import best_policy
@@ -157,7 +157,7 @@ def test_no_share_between_the_blocks_is_better(weights_device):
     shares = np.linspace(0, 1, 3001)
     policy = replace(hybrid(0.5, 8192), weights=Placement(device=weights_device, host=1 - weights_device))
     fine = predict(
-        problem_of(SHAPE, 2, hardware),
+        Problem(shape=SHAPE, hardware=hardware),
         Candidates(policy, 32, 300, 12, cache={"act@host": shares, "kv@host": 1 - shares}),
     )
     assert found.prediction["decode_tokens_per_s"] >= fine.decode_tokens_per_s.max() * (1 - 2e-3)
@@ -185,7 +185,7 @@ def test_no_system_of_the_papers_is_better(machine_name, batch):
             policy = system(name, setting).policy
         except InputError:
             continue  # its own placement finds nothing that fits
-        row = predict(problem_of(shape, 2, hardware), candidates_of(policy, setting.workload)).row()
+        row = predict(Problem(shape=shape, hardware=hardware), candidates_of(policy, setting.workload)).row()
         limits = {tier: getattr(hardware, f"{tier}_memory") for tier in row["peak_bytes"]}
         if all(limits[tier] is None or size <= limits[tier] for tier, size in row["peak_bytes"].items()):
             compared += 1
@@ -206,7 +206,9 @@ def test_flexgens_own_policies_are_not_better(model, machine_name):
         if (run["model"], run["hardware"]) == (model, machine_name):
             compared += 1
             batch = run["gpu_batch_size"] * run["num_gpu_batches"]
-            theirs = simulate(problem_of(shape, 2, hardware), flexgen_search.to_policy(run, shape), batch, 512, 32)
+            theirs = simulate(
+                Problem(shape=shape, hardware=hardware), flexgen_search.to_policy(run, shape), batch, 512, 32
+            )
             assert found.prediction["tokens_per_s"] >= theirs.tokens_per_s * (1 - 1e-9)
     assert compared == 2
 
@@ -251,7 +253,7 @@ def test_weights_and_nearly_all_keys_are_resident_where_they_fit():
     """A share of the keys on the host still takes work off the device, which binds."""
     found = searched(SHAPE, machine(), Workload.uniform(32, 300, 12), batch=32, space=PLAIN)
     resident = predict(
-        problem_of(SHAPE, 2, machine()), candidates_of(preset_resident(), Workload.uniform(32, 300, 12))
+        Problem(shape=SHAPE, hardware=machine()), candidates_of(preset_resident(), Workload.uniform(32, 300, 12))
     ).row()
     assert found.policy.weights.device == 1 and found.policy.cache["kv@device"] > 0.7 and found.binding == "compute"
     assert 1 <= found.prediction["tokens_per_s"] / resident["tokens_per_s"] < 1.05

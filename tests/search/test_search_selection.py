@@ -11,7 +11,7 @@ from flexhybrid.core.context.selection import most_selected, selected_tokens
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Placement, Policy, Selection
-from flexhybrid.core.problem import Problem, problem_of
+from flexhybrid.core.problem import Problem
 from flexhybrid.core.workload import Workload
 from policy_search.search import LOSSLESS, SearchSettings, search
 from sim import catalogue
@@ -63,7 +63,7 @@ def test_nothing_of_its_space_is_faster_by_hand(results):
             cache = {kind: share for kind, share in {"act@host": act, "kv@host": 1 - act}.items() if share}
             policy = Policy("by hand", Placement(device=device, host=1 - device), cache=cache,
                             selection=selected.policy.selection, max_mini_batch_tokens=8192)  # fmt: skip
-            outcome = simulate(problem_of(SHAPE, 2, MACHINE), policy, 32, 1536, 32)
+            outcome = simulate(Problem(shape=SHAPE, hardware=MACHINE), policy, 32, 1536, 32)
             if outcome.wave == 32:  # it fits
                 assert outcome.tokens_per_s <= selected.value * (1 + 1e-9)
 

@@ -11,7 +11,7 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.memory import fits
 from flexhybrid.core.model.shape import ModelShape, shape_by_name
-from flexhybrid.core.problem import Budgets, Problem, problem_of
+from flexhybrid.core.problem import Budgets, Problem
 from flexhybrid.core.waves import wave_plan
 from flexhybrid.core.workload import Workload
 from flexhybrid.runtime.runnable import check_runnable
@@ -128,7 +128,7 @@ def test_row_schedule_streams_the_weights_for_every_mini_batch():
     setting = setting_of(SMALL, link_machine(), 4, 60, 3)
     row = replace(system("deepspeed", setting).policy, max_mini_batch_tokens=1)
     column = replace(row, schedule="column")
-    times = [simulate(problem_of(SMALL, 2, link_machine()), policy, 4, 60, 3) for policy in (row, column)]
+    times = [simulate(Problem(shape=SMALL, hardware=link_machine()), policy, 4, 60, 3) for policy in (row, column)]
     assert times[0].num_mini_batches == 4
     assert times[0].traffic_bytes["h2d"]["weights"] == pytest.approx(4 * times[1].traffic_bytes["h2d"]["weights"])
 
@@ -141,7 +141,7 @@ def test_a_batch_that_does_not_fit_runs_in_waves():
     waves = run_system("deepspeed", setting_of(SMALL, less, 32, 512, 8))
     assert waves.num_waves == -(-32 // waves.wave) > 1
     assert waves.peak_bytes["device"] <= less.device_memory
-    one_more = simulate(problem_of(SMALL, 2, hardware), waves.policy, waves.wave + 1, 512, 8)
+    one_more = simulate(Problem(shape=SMALL, hardware=hardware), waves.policy, waves.wave + 1, 512, 8)
     assert one_more.peak_bytes["device"] > less.device_memory
     assert waves.total_s == pytest.approx(
         (32 // waves.wave) * run_system("deepspeed", setting_of(SMALL, hardware, waves.wave, 512, 8)).total_s
@@ -163,9 +163,9 @@ def test_many_at_once_are_the_same_as_one_by_one():
     policy = system("kv_only", SETTING).policy
     lengths = [(3, 40, 2), (64, 700, 9), (1, 5, 1), (500, 1000, 30)]
     tight = replace(SETTING.machine, device_memory=2**31, host_memory=2 * 2**30)
-    together = simulate_many(problem_of(SMALL, 2, tight), policy, lengths)
+    together = simulate_many(Problem(shape=SMALL, hardware=tight), policy, lengths)
     for lengths_of_one, outcome in zip(lengths, together, strict=True):
-        assert outcome == simulate(problem_of(SMALL, 2, tight), policy, *lengths_of_one)
+        assert outcome == simulate(Problem(shape=SMALL, hardware=tight), policy, *lengths_of_one)
     assert {outcome.num_waves > 1 for outcome in together} == {True, False}
 
 
@@ -179,7 +179,7 @@ def test_weights_that_do_not_fit_are_kept_in_twelfths():
         outcome.policy, weights=replace(outcome.policy.weights, device=kept + 1 / 12, host=1 - kept - 1 / 12)
     )
     peak = simulate(
-        problem_of(big.problem.shape, 2, replace(big.machine, device_memory=None)), more, 4, 1920, 128
+        Problem(shape=big.problem.shape, hardware=replace(big.machine, device_memory=None)), more, 4, 1920, 128
     ).peak_bytes["device"]
     assert peak > big.machine.device_memory
 

@@ -22,7 +22,7 @@ from flexhybrid.core.memory import buffer_sizes, memory_plan, total_bytes
 from flexhybrid.core.model.shape import ModelShape, shape_by_name
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Bits, Placement, Policy, Selection
-from flexhybrid.core.problem import problem_of
+from flexhybrid.core.problem import Problem
 from flexhybrid.core.trace import check_trace
 from flexhybrid.core.verbs import VERBS
 from flexhybrid.core.workload import Workload
@@ -35,7 +35,7 @@ from sim.verb_seconds import num_slices
 from sim.virtual_clock import SimulatedSummary, run, summarize
 
 SHAPE, HARDWARE = shape_by_name("opt-30b"), catalogue.load("rtx4090")
-PROBLEM = problem_of(SHAPE, 2, HARDWARE)
+PROBLEM = Problem(shape=SHAPE, hardware=HARDWARE)
 
 
 class WholeRun(NamedTuple):
@@ -281,7 +281,7 @@ def test_a_better_machine_is_never_slower(share, batch, prompt, generated, facto
     base = predict(PROBLEM, candidate).row()["total_s"]
     for term in ("s_per_flop", "s_per_byte", "overhead_s"):
         lines = {key: replace(line, **{term: getattr(line, term) / factor}) for key, line in HARDWARE.lines.items()}
-        better = predict(problem_of(SHAPE, 2, replace(HARDWARE, lines=lines)), candidate).row()["total_s"]
+        better = predict(Problem(shape=SHAPE, hardware=replace(HARDWARE, lines=lines)), candidate).row()["total_s"]
         assert better <= base * (1 + 1e-6)
 
 

@@ -23,7 +23,7 @@ from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.model.shape import DTYPE_BYTES, ModelShape, shape_by_name
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Placement, Policy, Selection
-from flexhybrid.core.problem import Problem, problem_of
+from flexhybrid.core.problem import Problem
 from flexhybrid.core.wave import admit
 from flexhybrid.core.waves import wave_plan
 from flexhybrid.core.workload import Workload
@@ -155,7 +155,7 @@ def times(
         weights = Placement(device=weights_device, host=1.0 - weights_device)
         policy = replace(policy, overlap="full" if reading.overlap else "none", weights=weights)
         run_shape, candidates = replace(shape, num_layers=num_layers), Candidates(policy, batch, prompt, GENERATED)
-        prediction = predict(problem_of(run_shape, BYTES, hardware), candidates)
+        prediction = predict(Problem(shape=run_shape, hardware=hardware), candidates)
         return np.array([prediction.prefill_s, prediction.decode_s])
 
     own_layers = shape.num_layers - full_layers
@@ -200,12 +200,12 @@ def uvm(batch: int, h2o: bool = False, eager: bool = True) -> tuple[float, float
     hardware = uvm_hardware(testbed()) if eager else testbed()
     setting = Setting(Problem(shape=OPT_13B, hardware=hardware), batch, PROMPT, GENERATED)
     made = system(f"uvm(fault_gb_per_s={value('fault_gb_per_s')})", setting)
-    outcome = simulate(problem_of(OPT_13B, BYTES, made.hardware), made.policy, batch, PROMPT, GENERATED)
+    outcome = simulate(Problem(shape=OPT_13B, hardware=made.hardware), made.policy, batch, PROMPT, GENERATED)
     if not h2o:
         return outcome.prefill_s, outcome.decode_s
     kept = replace(presets.ideal(), name="uvm+h2o", selection=Selection("heavy_hitter", budget=H2O_BUDGET))
     unlimited = replace(hardware, device_memory=None)
-    after = simulate(problem_of(OPT_13B, BYTES, unlimited), kept, batch, PROMPT, GENERATED)
+    after = simulate(Problem(shape=OPT_13B, hardware=unlimited), kept, batch, PROMPT, GENERATED)
     return outcome.prefill_s, after.decode_s
 
 

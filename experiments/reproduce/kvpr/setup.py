@@ -17,7 +17,7 @@ from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.model.shape import DTYPE_BYTES, ModelShape, shape_by_name
 from flexhybrid.core.policy import Overlap, Placement, Policy
-from flexhybrid.core.problem import problem_of
+from flexhybrid.core.problem import Problem
 from sim import catalogue, presets
 from sim.array_clock import Prediction, predict
 from sim.candidates import Candidates
@@ -149,12 +149,12 @@ def run_column(shape: ModelShape, hardware: Hardware, policy: Policy, prompts, g
     """32 x 8 requests; arrays over lengths."""
     tokens = mini_batch_tokens(prompts, generated)
     candidates = Candidates(policy, GPU_BATCH * NUM_GPU_BATCHES, prompts, generated, max_mini_batch_tokens=tokens)
-    return predict(problem_of(shape, BYTES, hardware), candidates)
+    return predict(Problem(shape=shape, hardware=hardware), candidates)
 
 
 def run_one(shape: ModelShape, hardware: Hardware, policy: Policy, batch, prompts, generated) -> Prediction:
     """One GPU batch; arrays over batches or lengths."""
-    return predict(problem_of(shape, BYTES, hardware), Candidates(policy, batch, prompts, generated))
+    return predict(Problem(shape=shape, hardware=hardware), Candidates(policy, batch, prompts, generated))
 
 
 def reserved_decode_s(shape: ModelShape, hardware: Hardware, policy: Policy, prompts, generated) -> np.ndarray:

@@ -7,6 +7,7 @@ reserves one extent of physical blocks per representation, so that a load is a h
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -81,7 +82,7 @@ def lengths_between(first, last) -> np.ndarray:
     return np.clip(block * BLOCK_TOKENS + around, first, last)
 
 
-class Dealing:
+class Dealing(ABC):
     """How the tokens of a request are dealt to cache entries, and which leading ones are kept as ids alone.
 
     A subclass says with ``dealt`` how the first blocks are dealt: ``BlockEntries`` from a table, for the requests of a
@@ -93,9 +94,9 @@ class Dealing:
     per_entry: tuple  #: index that gives counts of requests the axis of entries that ``dealt`` has
     samples_axis: int  #: of ``dealt``, for counts [samples, ...]
 
+    @abstractmethod
     def dealt(self, num_blocks) -> np.ndarray:
         """Blocks of each entry among the first ``num_blocks``."""
-        raise NotImplementedError
 
     def tok_blocks(self, num_tokens):
         """Blocks kept as ids alone among the first ``num_tokens``: never the newest."""

@@ -28,7 +28,7 @@ from flexhybrid.core.hardware import ALONE_SUFFIX, LINKS
 from flexhybrid.core.memory import BufferSizes, buffer_sizes, fits, memory_plan
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Bits, Placement, Policy
-from flexhybrid.core.problem import NO_BUDGETS, Budgets, Problem, problem_of
+from flexhybrid.core.problem import NO_BUDGETS, Budgets, Problem
 from flexhybrid.core.task import Task
 from flexhybrid.core.trace import TraceEvent, Window
 from flexhybrid.core.wave import Wave, admit
@@ -268,7 +268,7 @@ def _run(
     except InputError:
         return []
     weights, slots = weights_of(policy)
-    problem = problem_of(shape, weights.bytes_per_element, device=weights.device.type)
+    problem = Problem(shape=shape, dtype=str(weights.dtype).removeprefix("torch."), device=weights.device.type)
     wave, sizes = _planned(problem, run)
     while not fits(memory_plan(problem, wave.policy, sizes), budgets) and (fewer := _halved(run)) != run:
         run = fewer
