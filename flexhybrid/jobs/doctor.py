@@ -101,7 +101,7 @@ def _fit(shape: ModelShape, hardware: Hardware | None, lengths: Workload, budget
     except InputError as error:
         return Fit(shape.name, size, dtype, None, str(error))
     how = f"{result.batch} at a time, {describe(result.policy).split(': ', 1)[1]}"
-    return Fit(shape.name, size, dtype, result.prediction["tokens_per_s"], how, result.binding)
+    return Fit(shape.name, size, dtype, result.prediction["tokens_per_s"], how, result.prediction["binding"])
 
 
 def _by_size(need: float, budgets: dict[str, int | None]) -> str:
