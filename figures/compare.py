@@ -43,11 +43,7 @@ SHOWN_ROWS = (("h2d", "link"), ("compute", "compute"))
 
 
 def throughput(
-    path: Path,
-    sweep: list[dict],
-    curve_shares: list[float],
-    curve_tokens_per_s: list[float],
-    chosen: dict,
+    path: Path, sweep: list[dict], curve_shares: list[float], curve_tokens_per_s: list[float], chosen: dict
 ) -> None:
     """Plot decode tokens/s against the ACT share: both predictions, measured points with their range, the choice.
 

@@ -193,11 +193,7 @@ def _clean(shares: list[float]) -> list[float]:
 
 
 def search(
-    model: str,
-    hardware: str,
-    prompt_tokens: int = 512,
-    gen_tokens: int = 32,
-    options: PeerOptions = DEFAULTS,
+    model: str, hardware: str, prompt_tokens: int = 512, gen_tokens: int = 32, options: PeerOptions = DEFAULTS
 ) -> dict:
     """Return the peer's best policy for requests of one length as plain numbers; ``to_policy`` converts it.
 

@@ -158,15 +158,7 @@ FLEXGEN = Paper("flexgen", "FlexGen: High-Throughput Generative Inference of LLM
 
 def judged(quantity: str, ours: float, paper: float, unit: str, source: str, **more) -> Row:
     """Return a held-out row: ``ours`` is judged by the paper's number."""
-    return {
-        "what": quantity,
-        "paper": paper,
-        "ours": ours,
-        "unit": unit,
-        "role": "validate",
-        "source": source,
-        **more,
-    }
+    return {"what": quantity, "paper": paper, "ours": ours, "unit": unit, "role": "validate", "source": source, **more}
 
 
 def printed(record, ours: float, quantity: str, source: str, **more) -> Row:

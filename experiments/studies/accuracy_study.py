@@ -22,23 +22,8 @@ import numpy as np
 import torch
 
 from experiments import CHECKPOINTS
-from experiments.reproduce.infinigen.accuracy_policies import (
-    ALPHAS,
-    BIN,
-    KEPT,
-    LOUD,
-    PARTIAL,
-    POOL,
-    PROMPT_SHARE,
-    QUIET,
-    RATIOS,
-    RESULTS,
-    SHARES,
-    WEIGHT,
-    h2o,
-    infinigen,
-    share_of_all_layers,
-)
+from experiments.reproduce.infinigen import accuracy_policies as studied
+from experiments.reproduce.infinigen.accuracy_policies import h2o, infinigen, share_of_all_layers
 from flexhybrid import shipped
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.files import write_by_rename
@@ -57,19 +42,23 @@ MOST_POSITIONS = 2048
 
 def plain_policies(num_layers: int, alpha: float) -> list[str]:
     """Return the policies for the plain checkpoint: H2O at InfiniGen's shares, of its selecting layers and of all."""
-    budgets = [h2o(share) for share in SHARES] + [h2o(share_of_all_layers(num_layers, share)) for share in (0.1, 0.2)]
-    return [*dict.fromkeys(budgets), *(infinigen(cap=share) for share in SHARES), infinigen(alpha, 0.2)]
+    budgets = [*studied.SHARES, *(share_of_all_layers(num_layers, share) for share in (0.1, 0.2))]
+    return [
+        *dict.fromkeys(map(h2o, budgets)),
+        *(infinigen(cap=share) for share in studied.SHARES),
+        infinigen(alpha, 0.2),
+    ]
 
 
 def skewed_policies(alpha: float) -> list[str]:
     """Return the policies for the skewed checkpoint: shares, thresholds, ratios, limited pools, one full layer."""
     return [
         infinigen(),
-        *(infinigen(cap=share) for share in SHARES),
+        *(infinigen(cap=share) for share in studied.SHARES),
         infinigen(alpha, 0.2),
-        *(infinigen(threshold) for threshold in ALPHAS),
-        *(infinigen(alpha, 0.2, partial_ratio=ratio) for ratio in RATIOS if ratio != PARTIAL),
-        *(infinigen(alpha, 0.2, pool=POOL, victim=victim) for victim in ("fifo", "lru", "counter")),
+        *(infinigen(threshold) for threshold in studied.ALPHAS),
+        *(infinigen(alpha, 0.2, partial_ratio=ratio) for ratio in studied.RATIOS if ratio != studied.PARTIAL),
+        *(infinigen(alpha, 0.2, pool=studied.POOL, victim=victim) for victim in ("fifo", "lru", "counter")),
         infinigen(alpha, 0.2, whole_layers=1),
         infinigen(cap=0.2, whole_layers=1),
     ]
@@ -94,7 +83,7 @@ def study(model: Path, num_texts: int, folder: Path) -> dict:
             path,
             policies=tuple(policies),
             length=length,
-            prompt_tokens=int(PROMPT_SHARE * length),
+            prompt_tokens=int(studied.PROMPT_SHARE * length),
             num_texts=num_texts,
             device="cpu",
             hardware="rtx4090",
@@ -105,7 +94,7 @@ def study(model: Path, num_texts: int, folder: Path) -> dict:
 
     by_length = {}
     for tokens in [*(tokens for tokens in (256, 512, 1024, 2048) if tokens < length), length]:
-        share = min(1.0, KEPT / ((1 + PROMPT_SHARE) / 2 * tokens))
+        share = min(1.0, studied.KEPT / ((1 + studied.PROMPT_SHARE) / 2 * tokens))
         by_length[tokens] = {
             "h2o": measure(model, [h2o(share)], tokens)["policies"],
             "infinigen": measure(skewed, [infinigen(cap=round(share, 4))], tokens)["policies"],
@@ -118,7 +107,7 @@ def study(model: Path, num_texts: int, folder: Path) -> dict:
         | {name: getattr(shape, name) for name in fields}
         | {
             "length": length,
-            "prompt_tokens": int(PROMPT_SHARE * length),
+            "prompt_tokens": int(studied.PROMPT_SHARE * length),
             "alpha": alpha,
             "plain": measure(model, [*bits, *plain_policies(shape.num_layers, alpha)]),
             "skewed": measure(skewed, skewed_policies(alpha)),
@@ -199,15 +188,15 @@ def attention_needs(checkpoint: Checkpoint, text: list[int]) -> dict:
         causal = torch.ones(scores.shape[1:], dtype=torch.bool).tril()
         weights = torch.softmax(scores.masked_fill_(~causal, -torch.inf), dim=-1)
         ordered = weights.sort(dim=-1, descending=True).values
-        needed = ((ordered.cumsum(-1) < WEIGHT).sum(-1) + 1).float()  # [H, N]
-        best = (ordered[..., :KEPT].square().sum(-1) / ordered.square().sum(-1)).sqrt().mean(0).numpy()
+        needed = ((ordered.cumsum(-1) < studied.WEIGHT).sum(-1) + 1).float()  # [H, N]
+        best = (ordered[..., : studied.KEPT].square().sum(-1) / ordered.square().sum(-1)).sqrt().mean(0).numpy()
         entropy = -(weights * weights.clamp_min(1e-30).log()).sum(-1)[:, 1:]
         even = torch.arange(2, len(text) + 1).log()
         mean = needed.mean(0).numpy()
         few = (needed < 0.01 * torch.arange(1, len(text) + 1)).float().mean(0).numpy()
         shown = (n for n in (500, 998, 999, 1000, 1001, 1002, 1500, 2000) if n <= len(text))
         row = {
-            "histogram": np.bincount((needed.numpy().astype(int) // BIN).ravel()).tolist(),
+            "histogram": np.bincount((needed.numpy().astype(int) // studied.BIN).ravel()).tolist(),
             "needed_at": {int(n): float(mean[n - 1]) for n in shown},
             "needed_by_chunk": [float(mean[chunk == c].mean()) for c in np.unique(chunk)],
             "below_a_percent_by_chunk": [float(few[chunk == c].mean()) for c in np.unique(chunk)],
@@ -219,7 +208,7 @@ def attention_needs(checkpoint: Checkpoint, text: list[int]) -> dict:
         return q, k
 
     forward(checkpoint, text, look)
-    return {"kept": KEPT, "weight": WEIGHT, "bin": BIN, "chunk": 256, "layers": layers}
+    return {"kept": studied.KEPT, "weight": studied.WEIGHT, "bin": studied.BIN, "chunk": 256, "layers": layers}
 
 
 def revival(weights: torch.Tensor) -> dict:
@@ -231,9 +220,9 @@ def revival(weights: torch.Tensor) -> dict:
     """
     window = weights.shape[-1] // 4
     seen = weights[:, -window:, : weights.shape[-1] - window]
-    quiet = seen[:, : window // 2].amax(1) < QUIET
+    quiet = seen[:, : window // 2].amax(1) < studied.QUIET
     later = seen[:, window // 2 :].amax(1)
-    loud = later >= LOUD
+    loud = later >= studied.LOUD
     head, key = divmod(int((later * quiet).argmax()), later.shape[-1])
     series = [round(float(weight), 6) for weight in seen[head, :, key]]
     of_loud = float((loud & quiet).sum() / loud.sum().clamp_min(1))
@@ -252,7 +241,7 @@ def columns_held(checkpoint: Checkpoint, text: list[int], matrices: list[torch.T
             keys = torch.einsum("ngd,gde->nge", k, turn)
             queries = torch.einsum("ngrd,gde->ngre", q.unflatten(1, (shape.num_kv_heads, -1)), turn)
             sums = queries.abs().mean(2).sum(0) + keys.abs().sum(0)
-            columns = sums.topk(math.ceil(PARTIAL * shape.head_dim - 1e-9), dim=-1).indices
+            columns = sums.topk(math.ceil(studied.PARTIAL * shape.head_dim - 1e-9), dim=-1).indices
             for part, squares in (("query", queries.square().mean(2).sum(0)), ("key", keys.square().sum(0))):
                 share = squares / squares.sum(-1, keepdim=True)
                 row[f"{name} {part}"] = float(share.gather(-1, columns).sum(-1).mean())
@@ -268,7 +257,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", type=Path, nargs="+", help="folders (default: the small checkpoints that exist)")
     parser.add_argument("--num-texts", type=int, default=4)
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, default=studied.RESULTS)
     args = parser.parse_args()
     for model in args.models or [path for path in MODELS if (path / "config.json").is_file()]:
         with torch_threads(1), tempfile.TemporaryDirectory() as folder:

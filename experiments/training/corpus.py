@@ -133,10 +133,7 @@ def code_pieces(lines: list[str], body: list[ast.stmt], start: int) -> list[str]
             if len(segment) <= WHOLE_CLASS_CHARACTERS:
                 pieces.append(segment)
                 continue
-            first = next(
-                (n for n in node.body if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))),
-                None,
-            )
+            first = next((n for n in node.body if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))), None)
             if first is None:
                 continue
             head_end = min([first.lineno, *(d.lineno for d in first.decorator_list)]) - 1

@@ -33,15 +33,7 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM, PreTrainedModel
 
-from experiments.training.corpus import (
-    EOS_ID,
-    PAD_ID,
-    VOCAB_SIZE,
-    Stream,
-    read_corpus,
-    save_tokenizer,
-    train_tokenizer,
-)
+from experiments.training.corpus import EOS_ID, PAD_ID, VOCAB_SIZE, Stream, read_corpus, save_tokenizer, train_tokenizer
 
 # Each step trains either on short rows or on rows as long as the model's positions allow, which
 # train the later positions. Both hold nearly the same number of tokens.

@@ -44,7 +44,7 @@ def results(study, tmp_path_factory):
     (path / "tiny.json").write_text(json.dumps(study))
     infinigen_accuracy.studies.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(infinigen_accuracy, "RESULTS", path)
+        patch.setattr(infinigen_accuracy.studied, "RESULTS", path)
         yield {name: function() for name, function in registry.experiments("infinigen.accuracy").items()}
     infinigen_accuracy.studies.cache_clear()
 

@@ -179,11 +179,7 @@ def run_shares(
     """Predict ACT and KV on the host; arrays over shares, batches and prompts. 1 is act_only, 0 is kv_only."""
     shares = np.asarray(shares, dtype=np.float64)
     policy, cache = presets.hybrid(0.5, MINI_BATCH_TOKENS), {"act@host": shares, "kv@host": 1.0 - shares}
-    return predict(
-        problem(model, hardware),
-        Candidates(policy, batch, prompt, generated, cache=cache),
-        walk=walk,
-    )
+    return predict(problem(model, hardware), Candidates(policy, batch, prompt, generated, cache=cache), walk=walk)
 
 
 # ---- FlexGen

@@ -15,28 +15,15 @@ import numpy as np
 
 from experiments import reference
 from experiments.reproduce.experiment import Experiment, Figure, Row, bars, lines
-from experiments.reproduce.infinigen.accuracy_policies import (
-    ALPHAS,
-    KEPT,
-    LOUD,
-    PARTIAL,
-    POOL,
-    PROMPT_SHARE,
-    QUIET,
-    RATIOS,
-    RESULTS,
-    SHARES,
-    h2o,
-    infinigen,
-    share_of_all_layers,
-)
+from experiments.reproduce.infinigen import accuracy_policies as studied
+from experiments.reproduce.infinigen.accuracy_policies import h2o, infinigen, share_of_all_layers
 from experiments.reproduce.paper import INFINIGEN, context
 
 
 @cache
 def studies() -> dict[str, dict]:
     """Return model -> its measurements, for all models that were measured."""
-    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("*.json"))}
+    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(studied.RESULTS.glob("*.json"))}
 
 
 def _rows(study: dict, part: str) -> dict[str, dict]:
@@ -82,7 +69,7 @@ def figure_4() -> Experiment:
     """Attention weights of H2O, InfiniGen and the best possible choice against the full cache's."""
     rows, figures = [], []
     for model, study in studies().items():
-        share = KEPT * 2 / (1 + PROMPT_SHARE) / study["length"]  # the best KEPT tokens, of the mean context
+        share = studied.KEPT * 2 / (1 + studied.PROMPT_SHARE) / study["length"]  # the best KEPT, of the mean context
         layers, points = study["attention"]["layers"], []
         for name, part, policy in (("H2O", "plain", h2o(0.2)), ("InfiniGen", "skewed", infinigen(cap=0.2))):
             points += [
@@ -92,7 +79,7 @@ def figure_4() -> Experiment:
             ]
             for layer, cosine in enumerate(_rows(study, part)[policy]["cosine_by_layer"]):
                 rows.append(context(f"{model}: {name} at 20 %, layer {layer}", cosine))
-        best, series = f"best {KEPT} tokens", f"best {KEPT} tokens of each query"
+        best, series = f"best {studied.KEPT} tokens", f"best {studied.KEPT} tokens of each query"
         by_chunk = np.mean([layer["best_cosine_by_chunk"] for layer in layers], axis=0)
         for chunk, cosine in enumerate(by_chunk, 1):
             end = min(256 * chunk, study["length"])
@@ -145,13 +132,15 @@ def figure_20() -> Experiment:
             series = f"layer {number}, head {revival['head']}, key {revival['key']}"
             for position, weight in enumerate(weights, study["length"] - len(weights)):
                 spikes.append({"position": position, "weight": max(weight, 1e-6), "series": series})
-            quantity = f"{model}: weights of {LOUD:g} on keys below {QUIET:g} before, layer {number}"
+            quantity = f"{model}: weights of {studied.LOUD:g} on keys below {studied.QUIET:g} before, layer {number}"
             rows.append(context(quantity, loud, "%", largest=max(weights)))
         figure = _figure(model, spikes, "position of the query", "attention weight of one key", log="y")
         figures.append(replace(figure, name=f"{figure.name}-again"))
     title = "0.9 of the weight on less than 1 % of the tokens"
     share_figure = lines("share", shares, title, "position in the text", "% of queries and heads")
-    return INFINIGEN.experiment("infinigen-accuracy-fig20", rows, [share_figure, *figures], loud=LOUD, quiet=QUIET)
+    return INFINIGEN.experiment(
+        "infinigen-accuracy-fig20", rows, [share_figure, *figures], loud=studied.LOUD, quiet=studied.QUIET
+    )
 
 
 # ---- what a policy costs
@@ -161,9 +150,9 @@ def _by_size(study: dict) -> dict[str, list[tuple[dict, float]]]:
     """Return method -> (row, share of the context that its choosing layers look at) by growing share."""
     plain, skewed = _rows(study, "plain"), _rows(study, "skewed")
     return {
-        "H2O": [(plain[h2o(share)], share) for share in SHARES],
-        "InfiniGen": [(skewed[infinigen(cap=share)], share) for share in SHARES],
-        "InfiniGen, not skewed": [(plain[infinigen(cap=share)], share) for share in SHARES],
+        "H2O": [(plain[h2o(share)], share) for share in studied.SHARES],
+        "InfiniGen": [(skewed[infinigen(cap=share)], share) for share in studied.SHARES],
+        "InfiniGen, not skewed": [(plain[infinigen(cap=share)], share) for share in studied.SHARES],
         "fewer bits": [(plain[f"INT{bits}"], (bits + 0.5) / 16) for bits in (4, 8)],
     }
 
@@ -183,7 +172,7 @@ def _against_size(column: str, y_label: str, log: str = "x") -> tuple[list[Row],
             quantity = f"{model}: H2O, {of_all:.0%}: the share that InfiniGen moves at {share:.0%}"
             rows.append(context(quantity, row[column], moved_of_all_layers=row["moved"]))
         full = _rows(study, "plain")["full_cache"][column]
-        points += [{"share": 100 * share, column: full, "series": "full cache"} for share in SHARES]
+        points += [{"share": 100 * share, column: full, "series": "full cache"} for share in studied.SHARES]
         rows.append(context(f"{model}: full cache", full))
         x_label = "relative size of the cache, % (choosing layers)"
         figure = _figure(model, points, x_label, y_label, log=log)
@@ -208,8 +197,8 @@ def figure_19() -> Experiment:
                 over = chosen["perplexity"] / full["perplexity"]
                 method = "H2O" if name == "h2o" else "InfiniGen"
                 points.append({"length": int(length), "over": over, "series": method})
-                rows.append(context(f"{model}: {method}, {KEPT} of {length} tokens, over full cache", over))
-        title, name = f"{model}, {KEPT} tokens kept", f"{model.lower()}-lengths"
+                rows.append(context(f"{model}: {method}, {studied.KEPT} of {length} tokens, over full cache", over))
+        title, name = f"{model}, {studied.KEPT} tokens kept", f"{model.lower()}-lengths"
         figures.append(lines(name, points, title, "tokens of a text", "perplexity over the full cache's"))
     return INFINIGEN.experiment("infinigen-accuracy-fig19", rows, figures)
 
@@ -240,7 +229,7 @@ def figure_13() -> Experiment:
     for model, study in studies().items():
         points = []
         for name, part in (("skewed", "skewed"), ("not skewed", "plain")):
-            for share in SHARES:
+            for share in studied.SHARES:
                 row = _rows(study, part)[infinigen(cap=share)]
                 over, agreement = row["over_full"], row["agreement"]
                 points.append({"share": f"{share:.0%}", "over": over, "series": name})
@@ -248,7 +237,7 @@ def figure_13() -> Experiment:
                 rows.append(context(quantity, over, agreement=agreement))
         for layer, columns in enumerate(study["columns"]):
             for part in ("query", "key"):
-                quantity = f"{model}: squares of {part} in {PARTIAL:.0%} of columns, layer {layer}"
+                quantity = f"{model}: squares of {part} in {studied.PARTIAL:.0%} of columns, layer {layer}"
                 rows.append(context(quantity, columns[f"skewed {part}"], not_skewed=columns[f"plain {part}"]))
         rows.append(context(f"{model}: largest change of a logit by skewing alone", study["skewing_alone"]))
         x_label, y_label = "share fetched in layers that choose", "perplexity over the full cache's"
@@ -261,9 +250,9 @@ def figure_17() -> Experiment:
     rows, figures = [], []
     for model, study in studies().items():
         skewed, alpha = _rows(study, "skewed"), study["alpha"]
-        alphas = {threshold: infinigen(threshold) for threshold in ALPHAS}
-        ratios = {ratio: infinigen(alpha, 0.2, partial_ratio=ratio) for ratio in RATIOS}
-        ratios[PARTIAL] = infinigen(alpha, 0.2)
+        alphas = {threshold: infinigen(threshold) for threshold in studied.ALPHAS}
+        ratios = {ratio: infinigen(alpha, 0.2, partial_ratio=ratio) for ratio in studied.RATIOS}
+        ratios[studied.PARTIAL] = infinigen(alpha, 0.2)
         for name, label, policies in (("alpha", "alpha", alphas), ("ratio", "partial weight ratio", ratios)):
             points = []
             for x, policy in policies.items():
@@ -288,12 +277,15 @@ def table_2() -> Experiment:
         rows.append(context(f"{model}: no limit, perplexity", unlimited))
         for victim, item in paper_items.items():
             paper, full = (reference.value("infinigen_tables", item=i, **find) for i in (item, "100%"))
-            over = skewed[infinigen(alpha, 0.2, pool=POOL, victim=victim)]["perplexity"] / unlimited
+            over = skewed[infinigen(alpha, 0.2, pool=studied.POOL, victim=victim)]["perplexity"] / unlimited
             points.append({"victim": victim, "over": over, "series": model})
-            quantity, source = f"{model}: pool of {POOL:.0%}, {victim}, over no limit", f"{paper_model}, WikiText-2"
+            quantity, source = (
+                f"{model}: pool of {studied.POOL:.0%}, {victim}, over no limit",
+                f"{paper_model}, WikiText-2",
+            )
             rows.append(context(quantity, over, "", paper / full, f"infinigen Table 2, {source}"))
     return INFINIGEN.experiment(
         "infinigen-accuracy-table2",
         rows,
-        [bars("over", points, f"A pool of {POOL:.0%}", "", "perplexity over no limit")],
+        [bars("over", points, f"A pool of {studied.POOL:.0%}", "", "perplexity over no limit")],
     )
