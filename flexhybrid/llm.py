@@ -6,6 +6,7 @@ import inspect
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -96,7 +97,10 @@ class LLM:
             raise InputError(f"model must be the path of a local checkpoint folder, not {arguments.model!r}")
         self.checkpoint = Checkpoint(arguments.model)
         self.paced = pick_device(arguments.device, arguments.link_gb_per_s, arguments.disk_dir, arguments.disk_gb_per_s)
+        self.device: torch.device = self.paced.device  #: of the executor
         self.problem = resolve_problem(arguments, self.checkpoint.shape, self.paced)
+        self.shape: ModelShape = self.problem.shape
+        self.hardware: Hardware | None = self.problem.hardware  #: at the paces of this run; None: not known
         self.requested_policy: Policy | str = resolve_policy(arguments.policy, self.shape)
         #: the policy in use; None until the first generate where the machine and the requests decide it
         self.policy: Policy | None = self.requested_policy if isinstance(self.requested_policy, Policy) else None
@@ -104,6 +108,7 @@ class LLM:
             check_runnable(self.shape, self.policy)
             check_least(self.problem, self.policy)
         self.codec = RequestCodec(self.shape, self.checkpoint.path, load_tokenizer(self.checkpoint.path))
+        self.tokenizer = self.codec.tokenizer  #: transformers' tokenizer of the checkpoint; None where it has none
         self._weights: Weights | None = None
         self.engine: Engine | None = None  #: of the current wave (``waves``)
 
@@ -120,26 +125,6 @@ class LLM:
         if self.engine is None:
             raise ValueError("no engine is open: it belongs to a wave")
         return self.engine
-
-    @property
-    def tokenizer(self):
-        """transformers' tokenizer of the checkpoint; None where it has none."""
-        return self.codec.tokenizer
-
-    @property
-    def shape(self) -> ModelShape:
-        """The model's shape."""
-        return self.problem.shape
-
-    @property
-    def hardware(self) -> Hardware | None:
-        """The machine's record, at the paces of this run; None where it is not known."""
-        return self.problem.hardware
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the executor."""
-        return self.paced.device
 
     def generate(
         self,
@@ -170,27 +155,21 @@ class LLM:
         answers: list[RequestOutput | None] = [None] * len(requests.ids)
         if not answers:
             return []
+
+        def completed(index: int, completion: CompletionOutput) -> None:
+            prompt = requests.prompts[index]
+            text = prompt if isinstance(prompt, str) else None
+            answers[index] = answer = RequestOutput(text, requests.ids[index], [completion])
+            if on_answer:
+                on_answer(index, answer)
+
         with self.waves(requests.workload) as waves:
             for members, wave in waves:
                 if should_stop and should_stop():
                     break
-
-                def completed(index: int, completion: CompletionOutput) -> None:
-                    prompt = requests.prompts[index]
-                    text = prompt if isinstance(prompt, str) else None
-                    answers[index] = answer = RequestOutput(text, requests.ids[index], [completion])
-                    if on_answer:
-                        on_answer(index, answer)
-
-                result = self._run_wave(
-                    wave,
-                    requests,
-                    members,
-                    completed,
-                    on_tokens=on_tokens,
-                    should_stop=should_stop,
-                    keep_trace=TRACED_TASKS if on_trace else False,
-                )
+                keep_trace = TRACED_TASKS if on_trace else False
+                control = RunControl(on_tokens=on_tokens, should_stop=should_stop, keep_trace=keep_trace)
+                result = self._run_wave(wave, requests, members, completed, control)
                 if on_trace:
                     on_trace(result.trace)
                     on_trace = None
@@ -227,10 +206,10 @@ class LLM:
         requests: Requests,
         members: np.ndarray,
         completed: Callable[[int, CompletionOutput], None],
-        **options,
+        control: RunControl,
     ) -> WaveResult:
         """Answer the requests ``members`` (indices) in one wave. ``completed(index, completion)`` is called as soon as
-        an answer is complete; ``options`` are further fields of ``RunControl``."""
+        an answer is complete; what ends the answers is added to ``control``."""
         ids, params = [requests.ids[i] for i in members], [requests.params[i] for i in members]
         watches = {
             place: self.codec.stop_watch(prompt, wanted)
@@ -242,12 +221,9 @@ class LLM:
             completion = self.codec.completion(ids[place], params[place], tokens, stop, watches.get(place))
             completed(int(members[place]), completion)
 
-        control = RunControl(
-            stop_ids=[self.codec.stop_ids(wanted) for wanted in params],
-            stop_texts={place: watch.push for place, watch in watches.items()},
-            on_finish=finished,
-            **options,
-        )
+        stop_ids = [self.codec.stop_ids(wanted) for wanted in params]
+        stop_texts = {place: watch.push for place, watch in watches.items()}
+        control = replace(control, stop_ids=stop_ids, stop_texts=stop_texts, on_finish=finished)
         engine = self.open_engine
         return engine.run(engine.executor(wave, ids, requests.plan.select(members)), control)
 

@@ -11,7 +11,7 @@ import torch
 
 from flexhybrid.arguments import LLMArguments
 from flexhybrid.core.context.cache_entries import TIERS
-from flexhybrid.core.errors import InputError, is_number
+from flexhybrid.core.errors import InputError
 from flexhybrid.core.files import profile_file
 from flexhybrid.core.hardware import Hardware, load_hardware
 from flexhybrid.core.model.shape import ModelShape
@@ -27,8 +27,6 @@ from flexhybrid.runtime.storage.weights import ANYWHERE, DiskPlace
 
 if TYPE_CHECKING:
     from policy_search.search_problem import Space
-
-SLOWEST_LINK = 0.01  #: GB/s; slower, nothing would ever end
 
 #: Of a CUDA device's free memory: libraries load their kernels as they are first used, outside torch's allocator. From
 #: what others report, not measured here.
@@ -62,12 +60,10 @@ def pick_device(
     if name == "cuda" and not torch.cuda.is_available():
         raise InputError("device cuda was asked for, but torch finds no CUDA device here")
     device = torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
-    if link_gb_per_s is not None:
-        if device.type == "cuda":
-            raise InputError("link_gb_per_s paces the copies of a CPU; a CUDA device runs at the rate of its own link")
-        if not is_number(link_gb_per_s) or not SLOWEST_LINK <= link_gb_per_s < float("inf"):
-            raise InputError(f"link_gb_per_s is {link_gb_per_s!r}; it must be a number of at least {SLOWEST_LINK} GB/s")
-    return PacedDevice(device, link_gb_per_s, DiskPlace(disk_dir, checked_rate(disk_gb_per_s)))
+    if link_gb_per_s is not None and device.type == "cuda":
+        raise InputError("link_gb_per_s paces the copies of a CPU; a CUDA device runs at the rate of its own link")
+    place = DiskPlace(disk_dir, checked_rate("disk_gb_per_s", disk_gb_per_s))
+    return PacedDevice(device, checked_rate("link_gb_per_s", link_gb_per_s), place)
 
 
 def free_device_memory(device: torch.device) -> int:

@@ -54,26 +54,6 @@ class Context(NamedTuple):
     mask_B11T: torch.Tensor | None
 
 
-def row_formats(shape: ModelShape, policy: Policy, dtype: torch.dtype) -> dict[str, RowFormat]:
-    """Return {"kv" or "act": how a policy stores its rows}."""
-    stored = {"kv": (shape.kv_width, policy.bits.kv), "act": (shape.hidden, policy.bits.act)}
-    return {
-        name: RowFormat(width, dtype) if bits == "native" else RowFormat(packed_bytes(width, bits), torch.uint8)
-        for name, (width, bits) in stored.items()
-    }
-
-
-def cache_disk_bytes(shape: ModelShape, policy: Policy, sizes: BufferSizes, dtype: torch.dtype) -> int:
-    """Return the bytes of the pools on the disk."""
-    formats = row_formats(shape, policy, dtype)
-    rows = sum(
-        sizes.pool_blocks[part.entry] * BLOCK_TOKENS * formats[part.representation].num_bytes
-        for part in parts(tuple(sizes.pool_blocks))
-        if part.tier == "disk"
-    )
-    return shape.num_layers * rows
-
-
 class Buffers:
     """Every tensor that outlives a task. All start at zero: padding is masked, but must never be NaN.
 
@@ -81,19 +61,16 @@ class Buffers:
     native KV block in memory is head-major, [2, G, 16, d], so that attention finds the keys of a head side by side.
     """
 
-    def __init__(
-        self,
-        shape: ModelShape,
-        policy: Policy,
-        sizes: BufferSizes,
-        dtype: torch.dtype,
-        device: torch.device,
-        disk: DiskSpace | None = None,
-    ):
-        self.shape, self.policy, self.sizes, self.disk = shape, policy, sizes, disk
+    def __init__(self, shape: ModelShape, policy: Policy, sizes: BufferSizes, dtype: torch.dtype, device: torch.device):
+        self.shape, self.policy, self.sizes = shape, policy, sizes
+        self.disk: DiskSpace | None = None  #: space of ``disk_bytes``, for the owner to make
+        self.disk_bytes = 0  #: of all pools on the disk
         self.host_memory = HostMemory(pinned=device.type == "cuda")
-        self.formats = row_formats(shape, policy, dtype)
         groups, d, kv, hidden = shape.num_kv_heads, shape.head_dim, shape.kv_width, shape.hidden
+        self.formats = {
+            name: RowFormat(width, dtype) if bits == "native" else RowFormat(packed_bytes(width, bits), torch.uint8)
+            for name, width, bits in (("kv", kv, policy.bits.kv), ("act", hidden, policy.bits.act))
+        }
 
         def on_device(*size: int, dtype: torch.dtype = dtype) -> torch.Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
@@ -105,13 +82,12 @@ class Buffers:
         self.disk_pools: dict[str, DiskPool] = {}
         self.staging: dict[str, torch.Tensor] = {}
         self.strips: dict[str, torch.Tensor] = {}
-        disk_bytes = 0
         for part in parts(tuple(sizes.pool_blocks)):
             width, row_dtype = row = self.formats[part.representation]
             blocks, rows = sizes.pool_blocks[part.entry], sizes.staged_rows[part.entry]
             if part.tier == "disk":
-                pool = self.disk_pools[part.space] = DiskPool(disk_bytes, blocks, row.num_bytes)
-                disk_bytes += shape.num_layers * blocks * pool.block_bytes
+                pool = self.disk_pools[part.space] = DiskPool(self.disk_bytes, blocks, row.num_bytes)
+                self.disk_bytes += shape.num_layers * blocks * pool.block_bytes
             else:
                 make = on_device if part.tier == "device" else on_host
                 block = (2, groups, BLOCK_TOKENS, d) if self.head_major(part) else (BLOCK_TOKENS, width)
@@ -120,18 +96,16 @@ class Buffers:
             if part.tier != "device":
                 self.strips[part.space] = on_host(NUM_SLOTS, rows, width, dtype=row_dtype)
 
-        def slots(make, blocks: int, representation: str) -> torch.Tensor:
-            width, row_dtype = self.formats[representation]
-            return make(NUM_SLOTS, blocks, BLOCK_TOKENS * width, dtype=row_dtype)
-
-        self.loaded = {
-            "act": slots(on_device, sizes.act_buffer_blocks, "act"),
-            "kv": slots(on_device, sizes.kv_buffer_blocks, "kv"),
+        self.loaded: dict[str, torch.Tensor] = {}
+        self.read: dict[str, torch.Tensor] = {}
+        slot_blocks = {
+            "act": (sizes.act_buffer_blocks, sizes.act_staging_blocks),
+            "kv": (sizes.kv_buffer_blocks, sizes.kv_staging_blocks),
         }
-        self.read = {
-            "act": slots(on_host, sizes.act_staging_blocks, "act"),
-            "kv": slots(on_host, sizes.kv_staging_blocks, "kv"),
-        }
+        for name, (on_link, from_disk) in slot_blocks.items():
+            width, row_dtype = self.formats[name]
+            self.loaded[name] = on_device(NUM_SLOTS, on_link, BLOCK_TOKENS * width, dtype=row_dtype)
+            self.read[name] = on_host(NUM_SLOTS, from_disk, BLOCK_TOKENS * width, dtype=row_dtype)
         plain_act = sizes.act_blocks if policy.bits.act != "native" else 0
         plain_kv = sizes.plain_kv_blocks if policy.bits.kv != "native" else 0
         self.plain = {"act": on_device(plain_act * BLOCK_TOKENS, hidden), "kv": on_device(plain_kv * BLOCK_TOKENS, kv)}

@@ -9,8 +9,7 @@ A *lane* is the thread of one resource: it runs the resource's tasks in the orde
   event itself, on its own thread. Every task gets a fresh event. Nothing ever synchronises the whole device.
 
 Each lane waits on its own thread, so waiting for a host task never keeps another resource from being fed.
-``StreamFace`` is what a lane needs of a stream: flexhybrid.runtime.cuda implements it with CUDA, and tests with random
-delays.
+Tests put streams of random delays in the place of ``CudaStream``.
 """
 
 from __future__ import annotations
@@ -20,11 +19,13 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Generic, Protocol, TypeVar
+
+import torch
 
 from flexhybrid.core.schedule.dependencies import HAZARDS, Dependencies
 from flexhybrid.core.task import Task
 from flexhybrid.core.trace import TraceEvent
+from flexhybrid.runtime.cuda import CudaStream
 from flexhybrid.runtime.process_settings import SHORT_SWITCH_INTERVAL
 
 #: Tasks of one lane that may wait in its queue: far enough ahead to never starve, small enough to bound memory.
@@ -33,38 +34,6 @@ LOOKAHEAD_TASKS = 256
 
 class Aborted(Exception):
     """Raised inside a lane when another lane has failed; it ends the thread and is not reported."""
-
-
-class Event(Protocol):
-    """A mark on a stream."""
-
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool: ...
-
-
-EventT = TypeVar("EventT", bound=Event)
-
-
-class StreamFace(Protocol[EventT]):
-    """What a stream lane needs of a stream. ``wait`` on an event that was never recorded does nothing."""
-
-    def wait(self, event: EventT) -> None: ...
-
-    def record(self, timed: bool = True) -> EventT: ...
-
-    def enter(self) -> None:
-        """Make the calling thread issue to this stream from now on; called once, by the lane's thread."""
-
-    def run(self, function: Callable[[], None]) -> None:
-        """Enqueue the work that ``function`` issues; return at once."""
-
-    def synchronize(self) -> None:
-        """Wait for all that was enqueued: at the end of a failed run, before its memory is freed."""
-
-    def seconds(self, event: EventT) -> float:
-        """Return when a recorded, finished event happened, on the clock of ``time.perf_counter``."""
-        ...
 
 
 Perform = Callable[[Task], None]
@@ -156,21 +125,21 @@ class Lane:
         self.lanes, self.fail = {}, lambda error: None
 
 
-class StreamLane(Lane, Generic[EventT]):
+class StreamLane(Lane):
     """A lane that enqueues on a stream. ``enqueued`` counts the tasks that other stream lanes may build on.
 
     Events of tasks whose spans are not kept are dropped when older than the lookahead: the planner has waited for them
     before it went on, so there is nothing left to wait for.
     """
 
-    def __init__(self, name: str, perform: Perform, stream: StreamFace[EventT]):
+    def __init__(self, name: str, perform: Perform, stream: CudaStream):
         super().__init__(name, perform, on_start=stream.enter)
         self.stream = stream
         self.enqueued = 0
-        self._begins: list[EventT] = []
-        self._ends: dict[int, EventT] = {}
+        self._begins: list[torch.cuda.Event] = []
+        self._ends: dict[int, torch.cuda.Event] = {}
 
-    def wait_enqueued(self, ordinal: int) -> EventT | None:
+    def wait_enqueued(self, ordinal: int) -> torch.cuda.Event | None:
         """Block until that task is enqueued; return its event, or None when it was dropped as long complete."""
         if self.enqueued <= ordinal:
             with self._changed:

@@ -1,4 +1,4 @@
-"""CUDA streams, events and copies, as the lanes and the verbs use them (``clock.StreamFace``, ``links.CpuCopies``)."""
+"""CUDA streams, events and copies, as the lanes and the verbs use them (``clock.StreamLane``, ``links.CpuCopies``)."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class CudaClock:
 
 
 class CudaStream:
-    """A StreamFace over one CUDA stream."""
+    """A CUDA stream as a lane uses it. Waiting on an event that was never recorded does nothing."""
 
     def __init__(self, stream: torch.cuda.Stream, clock: CudaClock):
         self._stream = stream
@@ -73,15 +73,19 @@ class CudaStream:
         return event
 
     def enter(self) -> None:
+        """Make the calling thread issue to this stream from now on; called once, by the lane's thread."""
         torch.cuda.set_stream(self._stream)  # the current stream is a thread's own; asking for it each time costs 10 us
 
     def run(self, function: Callable[[], None]) -> None:
+        """Enqueue the work that ``function`` issues; return at once."""
         function()
 
     def synchronize(self) -> None:
+        """Wait for all that was enqueued: at the end of a failed run, before its memory is freed."""
         self._stream.synchronize()
 
     def seconds(self, event: torch.cuda.Event) -> float:
+        """Return when a recorded, finished event happened, on the clock of ``time.perf_counter``."""
         return self._clock.seconds(event)
 
 

@@ -18,15 +18,19 @@ from flexhybrid.core.policy import Policy
 from flexhybrid.core.task import Task, Work
 from flexhybrid.core.trace import TraceEvent
 from flexhybrid.core.wave import Wave
-from flexhybrid.runtime.buffers import Buffers, cache_disk_bytes
+from flexhybrid.runtime.buffers import Buffers
 from flexhybrid.runtime.clock import Clock, Lane, StreamLane
 from flexhybrid.runtime.cuda import CudaClock, CudaCopies, CudaStream, lane_streams
-from flexhybrid.runtime.executor import Executor
+from flexhybrid.runtime.executor import EngineParts, Executor
 from flexhybrid.runtime.kernels.sampling import NO_TOKEN, SamplingPlan
 from flexhybrid.runtime.links import CpuCopies
 from flexhybrid.runtime.process_settings import NO_CUDNN_ATTENTION, NO_TF32
+from flexhybrid.runtime.runnable import check_runnable
+from flexhybrid.runtime.selections.heavy_hitters import HeavyHitters
+from flexhybrid.runtime.selections.hooks import SelectionHooks
+from flexhybrid.runtime.selections.speculative import Speculation
 from flexhybrid.runtime.storage.weights import ANYWHERE, DiskPlace, Weights, WeightSlots
-from flexhybrid.runtime.wave_state import EngineParts
+from flexhybrid.runtime.verbs import verbs_under
 
 #: Request (its index in the wave) -> function that takes its next token and returns the text that ends it, or None.
 StopTexts = Mapping[int, Callable[[int], str | None]]
@@ -85,10 +89,11 @@ class Engine:
         self.num_threads = num_threads or torch.get_num_threads()
         self.host_threads = min(HOST_THREADS[self.device.type], max(1, self.num_threads // 2))
         self.host_workers = ThreadPoolExecutor(self.host_threads, "flexhybrid-host", _compute_with, (1,))
-        self.disk = disk.space(cache_disk_bytes(weights.shape, policy, sizes, weights.dtype))
+        self.disk = None
         self._settings = ExitStack()
         try:
-            self.buffers = Buffers(weights.shape, policy, sizes, weights.dtype, self.device, self.disk)
+            self.buffers = Buffers(weights.shape, policy, sizes, weights.dtype, self.device)
+            self.disk = self.buffers.disk = disk.space(self.buffers.disk_bytes)
             self.slots = weights.make_slots() if slots is None else slots
         except BaseException:
             self.close()
@@ -118,7 +123,18 @@ class Engine:
         """Make a wave ready to run: token ids of its prompts, and how its tokens are chosen, in the wave's order."""
         share = self.host_workers.map if self.host_threads > 1 else map
         parts = EngineParts(self.weights, self.slots, self.buffers, self.copies, share)
-        return Executor(parts, wave, prompts, plan)
+        check_runnable(wave.shape, wave.policy)
+        executor = Executor(parts, wave, prompts, plan, self._selection(wave))
+        executor.verbs = verbs_under(executor.selection)
+        return executor
+
+    def _selection(self, wave: Wave) -> SelectionHooks:
+        """Make the runtime object of the policy's selection."""
+        if wave.policy.selection.method == "heavy_hitter":
+            return HeavyHitters(wave, self.device)
+        if wave.policy.selection.method == "speculative":
+            return Speculation(wave, self.weights)
+        return SelectionHooks()
 
     def lanes(self, executor: Executor) -> list[Lane]:
         """Make a lane for each resource: stream lanes on CUDA; host lanes on a CPU, and for the host's cores and disk.
@@ -126,25 +142,15 @@ class Engine:
         OpenMP keeps its number of threads for each thread that uses it, so each lane sets its own, and engines of one
         process do not disturb each other.
         """
-        on_host = [
-            Lane("host_compute", executor.perform, on_start=partial(_compute_with, self.host_threads)),
-            Lane("disk_read", executor.perform),
-            Lane("disk_write", executor.perform),
-        ]
+        perform = executor.perform
         if self.device.type == "cuda":
-            clock = CudaClock(self.device)
-            streams = lane_streams(self.device).items()
-            return [
-                *(StreamLane(name, executor.perform, CudaStream(stream, clock)) for name, stream in streams),
-                *on_host,
-            ]
-
-        return [
-            Lane("compute", executor.perform, on_start=partial(_compute_with, self.num_threads)),
-            Lane("h2d", executor.perform),
-            Lane("d2h", executor.perform),
-            *on_host,
-        ]
+            clock, streams = CudaClock(self.device), lane_streams(self.device).items()
+            lanes: list[Lane] = [StreamLane(name, perform, CudaStream(stream, clock)) for name, stream in streams]
+        else:
+            all_threads = partial(_compute_with, self.num_threads)
+            lanes = [Lane("compute", perform, all_threads), Lane("h2d", perform), Lane("d2h", perform)]
+        host = Lane("host_compute", perform, partial(_compute_with, self.host_threads))
+        return [*lanes, host, Lane("disk_read", perform), Lane("disk_write", perform)]
 
     def run(
         self, executor: Executor, control: RunControl = RunControl(), tasks: Iterable[Task] | None = None
@@ -165,7 +171,7 @@ class Engine:
             torch.cuda.current_stream(self.device).synchronize()
         try:
             trace = clock.run(tasks, on_submit=collector.submitted, keep_trace=control.keep_trace)
-            collector.collect_all()
+            collector.collect()
         except BaseException:
             self.close()
             raise
@@ -212,15 +218,13 @@ class _Collector:
     def stops_until(self, iteration: int) -> set[int]:
         """Return the requests that stopped in iterations up to this one, once that is known; all when the run shall
         stop."""
-        self._collect(iteration)
+        self.collect(iteration)
         if self.control.should_stop and self.control.should_stop():
             return set(range(len(self.tokens)))
         return self._stopped_requests
 
-    def collect_all(self) -> None:
-        self._collect(None)
-
-    def _collect(self, last_iteration: int | None) -> None:
+    def collect(self, last_iteration: int | None = None) -> None:
+        """Take the tokens of iterations up to this one (None: of all), once they are known."""
         fresh = 0
         while self._pending and (last_iteration is None or self._pending[0][0].iteration <= last_iteration):
             task, ordinal = self._pending.pop(0)

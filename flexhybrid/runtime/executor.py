@@ -1,32 +1,154 @@
-"""The executor: runs the tasks of a wave, verb by verb, on the lanes of the real clock."""
+"""The executor: what the verbs of a wave share while they run it, task by task, on the lanes of the real clock.
+
+Shapes in names: B requests of a mini-batch, R computed tokens (padded), N new tokens of a request, T attention columns,
+G key/value heads, H query heads, d head size, h hidden. Compute verbs run on the compute lane alone, so what only they
+touch needs no guard; all else is guarded by the dependencies that the plan's reads and writes make.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 
-from flexhybrid.core.schedule.steps import MiniBatchStep
-from flexhybrid.core.task import Task
+from flexhybrid.core.context.blocks import BLOCK_TOKENS
+from flexhybrid.core.memory import mini_batch_sizes
+from flexhybrid.core.schedule.steps import MiniBatchStep, Store
+from flexhybrid.core.task import Task, Work
 from flexhybrid.core.wave import Wave
+from flexhybrid.runtime.buffers import Buffers, Context
+from flexhybrid.runtime.cuda import CudaCopies
+from flexhybrid.runtime.kernels.attention import Share
 from flexhybrid.runtime.kernels.sampling import SamplingPlan
-from flexhybrid.runtime.runnable import check_runnable
-from flexhybrid.runtime.selections.heavy_hitters import HeavyHitters
+from flexhybrid.runtime.links import CpuCopies
+from flexhybrid.runtime.models import architecture
 from flexhybrid.runtime.selections.hooks import SelectionHooks
-from flexhybrid.runtime.selections.speculative import Speculation
-from flexhybrid.runtime.storage.weights import Weights
-from flexhybrid.runtime.verbs import verbs_under
-from flexhybrid.runtime.wave_state import EngineParts, WaveState
+from flexhybrid.runtime.step_tensors import StepMaker, StepTensors, to_device
+from flexhybrid.runtime.storage.host_memory import HostMemory
+from flexhybrid.runtime.storage.weights import Parts, Weights, WeightSlots
+
+NOTHING = torch.empty(0)  #: stands where no verb has made a tensor yet, or its memory is free again
+
+SelectionT = TypeVar("SelectionT", bound=SelectionHooks, covariant=True)
 
 
-class Executor(WaveState[SelectionHooks]):
-    """One wave, ready to run. ``verbs`` may be replaced or wrapped, verb by verb, before it runs."""
+@dataclass(frozen=True)
+class EngineParts:
+    """What an engine keeps from wave to wave."""
 
-    def __init__(self, parts: EngineParts, wave: Wave, prompts: list[list[int]], plan: SamplingPlan):
-        check_runnable(wave.shape, wave.policy)
+    weights: Weights
+    slots: WeightSlots
+    buffers: Buffers
+    copies: CpuCopies | CudaCopies
+    host_share: Share = map  #: shares the host's work of a verb among its threads (``attend_blocks``)
+
+
+class LayerWeights:
+    """The tensors of every layer: as stored, in resident memory and a weight slot, and in the compute dtype."""
+
+    def __init__(self, weights: Weights, slots: WeightSlots):
+        layers, in_slots = range(weights.shape.num_layers), slots.device or [None]
+        self.by_slot = [[weights.views(layer, slot) for slot in in_slots] for layer in layers]
+        self.has_slots = bool(slots.device)
+        self.plain = weights.plain_views(slots.plain) if weights.bits != "native" else None
+
+    def stored(self, task: Task) -> dict[str, Parts]:
+        return self.by_slot[task.layer][task.payload.weight_slot if self.has_slots else 0]
+
+    def of(self, task: Task) -> dict[str, Parts]:
+        """Return a task's layer in the compute dtype."""
+        return self.plain or self.stored(task)
+
+
+class HiddenStates:
+    """Hidden states [R, h] between two layers: by mini-batch and chunk, or by slot where the host keeps them."""
+
+    def __init__(self, wave: Wave, buffers: Buffers):
+        self.on_host, self.buffers = wave.policy.hidden == "host", buffers
+        self._rows: dict[tuple[int, int], torch.Tensor] = {}
+        sizes = [(sizes.step_rows, chunks) for sizes, chunks in mini_batch_sizes(wave)] if self.on_host else []
+        self._chunk_rows = [rows for rows, _ in sizes]
+        self._first_rows = np.cumsum([0] + [rows * chunks for rows, chunks in sizes])
+
+    def of(self, task: Task) -> torch.Tensor:
+        return self._rows[self._key(task)]
+
+    def keep(self, task: Task, hidden_Rh: torch.Tensor) -> None:
+        """Keep hidden states that the compute lane has made.
+
+        On their way to the host they lie in a slot of their own: a link may still read them when the compute stream's
+        allocator would give their memory to another tensor.
+        """
+        if self.on_host:
+            self.slot(task, len(hidden_Rh)).copy_(hidden_Rh)
+        else:
+            self._rows[self._key(task)] = hidden_Rh
+
+    def slot(self, task: Task, num_rows: int) -> torch.Tensor:
+        """Return the rows of the task's slot, from now on its hidden states."""
+        rows = self._rows[self._key(task)] = self.buffers.hidden_slots[task.payload.slot, :num_rows]
+        return rows
+
+    def host_rows(self, task: Task) -> torch.Tensor:
+        """Return the hidden states [R, h] in host memory."""
+        step = task.payload.step
+        first = self._first_rows[task.mini_batch] + step.chunk * self._chunk_rows[task.mini_batch]
+        return self.buffers.host_hidden[first : first + len(step.requests) * step.computed_width]
+
+    def drop_chunks(self, mini_batch: int) -> None:
+        """Free the hidden states of a prompt's later chunks."""
+        drop_chunks(self._rows, mini_batch)
+
+    def _key(self, task: Task) -> tuple[int, int]:
+        return (task.payload.slot, 0) if self.on_host else step_key(task)
+
+
+class SampledTokens:
+    """Sampled token ids on the device, [B] of each mini-batch, and on the host: [iterations, requests as packed]."""
+
+    def __init__(self, wave: Wave, host_memory: HostMemory, device: torch.device):
+        self.on_device = [torch.zeros(len(group), dtype=torch.int64, device=device) for group in wave.mini_batches]
+        size = int(wave.workload.max_tokens.max()), wave.workload.num_requests
+        self._on_host = host_memory.zeros(size, torch.int64)
+        self._start = np.cumsum([0] + [len(group) for group in wave.mini_batches])
+
+    def on_host(self, step: MiniBatchStep) -> torch.Tensor:
+        """Return the token ids on the host, [B] in the order of ``step.requests``."""
+        start = self._start[step.mini_batch]
+        return self._on_host[step.iteration, start : start + len(step.requests)]
+
+
+class Executor(Generic[SelectionT]):
+    """One wave, ready to run; ``selection`` is the runtime object of the policy's selection. ``verbs`` may be replaced
+    or wrapped, verb by verb, before it runs."""
+
+    def __init__(
+        self, parts: EngineParts, wave: Wave, prompts: list[list[int]], plan: SamplingPlan, selection: SelectionT
+    ):
         if (wave.streamed_from, wave.disk_from) != (parts.weights.streamed_from, parts.weights.disk_from):
             raise ValueError("the wave's policy places the weights otherwise than they were loaded")
-        super().__init__(parts, wave, prompts, plan, selection_of(wave, parts.weights))
-        self.verbs = verbs_under(self.selection)
+        self.verbs: dict[str, Callable[..., None]] = {}  #: functions of (executor, task)
+        self.weights, self.slots, self.buffers = parts.weights, parts.slots, parts.buffers
+        self.copies, self.host_share = parts.copies, parts.host_share
+        self.wave, self.shape, self.policy, self.device = wave, wave.shape, wave.policy, parts.weights.device
+        self.model = architecture(wave.shape)
+        self.selection = selection
+        self.layer_weights = LayerWeights(parts.weights, parts.slots)
+        self.steps = StepMaker(wave, prompts, plan, parts.weights.dtype, self.device)
+        self.tokens = self.steps.tokens
+        self.step_tensors: dict[tuple[int, int], StepTensors] = {}  #: by mini-batch and chunk
+        self.sampled = SampledTokens(wave, parts.copies.host_memory, self.device)
+        self.hidden = HiddenStates(wave, parts.buffers)
+        self.kvq: dict[int, torch.Tensor] = {}  #: [R, keys | values | queries], by slot
+        self.act = NOTHING  #: [R, h], the input of the projections
+        self.context = Context(NOTHING, NOTHING, None)  #: what attention reads
+        self.attended = NOTHING  #: [R, H·d]
+        self.logits = NOTHING  #: [B, vocab]
+        #: by task key: the work of tasks that is known only when they run; None: not recorded
+        self.resolved: dict[tuple, Work] | None = None
 
     @torch.inference_mode()
     def perform(self, task: Task) -> None:
@@ -37,11 +159,48 @@ class Executor(WaveState[SelectionHooks]):
         """Return the sampled token ids [B] of a step whose store_out is complete, in the order of ``step.requests``."""
         return self.sampled.on_host(step).numpy()
 
+    def begin_step(self, task: Task) -> StepTensors:
+        """Make the tensors of the task's step."""
+        if task.iteration == 1:
+            self.hidden.drop_chunks(task.mini_batch)
+            drop_chunks(self.step_tensors, task.mini_batch)
+        self.selection.begin_step(task.payload.step)
+        tensors = self.step_tensors[step_key(task)] = self.steps.make(task.payload.step)
+        return tensors
 
-def selection_of(wave: Wave, weights: Weights) -> SelectionHooks:
-    """Return the runtime object of the policy's selection."""
-    if wave.policy.selection.method == "heavy_hitter":
-        return HeavyHitters(wave, weights.device)
-    if wave.policy.selection.method == "speculative":
-        return Speculation(wave, weights)
-    return SelectionHooks()
+    def tensors(self, task: Task) -> StepTensors:
+        return self.step_tensors[step_key(task)]
+
+    def resolve(self, task: Task, work: Work) -> None:
+        """Note what a task really moves, where the plan has only what is expected."""
+        if self.resolved is not None:
+            self.resolved[task.key] = work
+
+    def cells(self, task: Task, store: Store, places: torch.Tensor):
+        """Return (blocks, heads, offsets) of a store's new tokens, [rows, G] each, from places [B, G] in the extents of
+        their requests; numpy arrays where the store is on the host."""
+        first = self.wave.first_block[store.entry][task.payload.step.requests][store.rows][:, None]
+        heads = np.arange(self.shape.num_kv_heads)[None]
+        if store.tier == "device":
+            places = places[self.to_device(store.rows)]
+            return places // BLOCK_TOKENS + self.to_device(first), self.to_device(heads), places % BLOCK_TOKENS
+        on_host = places.numpy()[store.rows]
+        return on_host // BLOCK_TOKENS + first, heads, on_host % BLOCK_TOKENS
+
+    def to_device(self, array: np.ndarray) -> torch.Tensor:
+        return to_device(array, self.device)
+
+
+#: What a verb takes: the executor of a wave, whatever its selection.
+State = Executor[SelectionHooks]
+
+
+def step_key(task: Task) -> tuple[int, int]:
+    """Return the mini-batch that a task works on, and the chunk of its prompt."""
+    return task.mini_batch, task.payload.step.chunk
+
+
+def drop_chunks(values: dict[tuple[int, int], Any], mini_batch: int) -> None:
+    """Delete what belongs to the later chunks of a mini-batch's prompts."""
+    for key in [key for key in values if key[0] == mini_batch and key[1]]:
+        del values[key]

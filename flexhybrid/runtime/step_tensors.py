@@ -138,14 +138,6 @@ def mask_of(hidden_BT: np.ndarray, dtype: torch.dtype, device: torch.device) -> 
     return to_device(added, device).to(dtype)[..., :columns]
 
 
-def store_rows(step: MiniBatchStep, rows: np.ndarray) -> np.ndarray | None:
-    """Return rows of the grid of new tokens as rows of the computed grid; None when they are all of it, in order."""
-    if len(rows) == len(step.requests) * step.computed_width:
-        return None
-    request, token = np.divmod(rows, step.width)
-    return request * step.computed_width + step.recomputed_width + token
-
-
 class StepMaker:
     """Makes the tensors of a wave's steps, from tables of its tokens and positions."""
 
@@ -179,7 +171,7 @@ class StepMaker:
             positions_R=positions_R,
             rotation_R=self._rotation(positions_R),
             act_rotation=act_rotation,
-            mask_B11T=None if hidden is None else self.mask_of(hidden),
+            mask_B11T=None if hidden is None else mask_of(hidden, self.dtype, self.device),
             last_rows_B=self._copy(last_rows) if width > 1 else None,
             sampled_cells_B=self._copy(self.tokens.cells(step.requests, total)),
             sampling=step_sampling(self.plan, step.requests, total, self._copy),
@@ -197,13 +189,13 @@ class StepMaker:
         cos, sin = self.rotary
         return cos[positions], sin[positions]
 
-    def mask_of(self, hidden_BT: np.ndarray) -> torch.Tensor:
-        return mask_of(hidden_BT, self.dtype, self.device)
-
     def _store_place(self, step: MiniBatchStep, store: Store) -> StorePlace:
-        rows = store_rows(step, store.rows)
+        rows = None
+        if len(store.rows) < len(step.requests) * step.computed_width:
+            request, token = np.divmod(store.rows, step.width)  # from the grid of new tokens to that of computed ones
+            rows = self._copy(request * step.computed_width + step.recomputed_width + token)
         places = (self._copy(store.blocks), self._copy(store.offsets)) if store.tier == "device" else ()
-        return StorePlace(None if rows is None else self._copy(rows), *places)
+        return StorePlace(rows, *places)
 
     def _copy(self, array: np.ndarray) -> torch.Tensor:
         return to_device(array, self.device)

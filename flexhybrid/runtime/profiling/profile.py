@@ -14,9 +14,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -25,15 +25,17 @@ import torch
 
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import ALONE_SUFFIX, LINKS
-from flexhybrid.core.memory import BufferSizes, buffer_sizes, fits, memory_plan
+from flexhybrid.core.memory import buffer_sizes, fits, memory_plan
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Bits, Placement, Policy
 from flexhybrid.core.problem import NO_BUDGETS, Budgets, Problem
 from flexhybrid.core.task import Task
 from flexhybrid.core.trace import TraceEvent, Window
-from flexhybrid.core.wave import Wave, admit
+from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
+from flexhybrid.runtime.cuda import CudaCopies
 from flexhybrid.runtime.engine import Engine
+from flexhybrid.runtime.links import CpuCopies
 from flexhybrid.runtime.profiling.cpu_use import CpuUse
 from flexhybrid.runtime.runnable import check_runnable
 from flexhybrid.runtime.session import Session
@@ -49,6 +51,12 @@ class ProfileRun(NamedTuple):
     per_mini_batch: int  #: requests
     cache: dict[str, float]
     other: dict = {}  #: the policy's fields other than cache; weights lie on the host unless named here
+
+    @property
+    def policy(self) -> Policy:
+        bound = self.per_mini_batch * (self.context + 48)
+        on_host = Policy(cache=self.cache, max_mini_batch_tokens=bound, weights=Placement(host=1.0))
+        return replace(on_host, **self.other)
 
 
 def _mix(requests: int, context: int, act: float, per_mini_batch: int) -> ProfileRun:
@@ -118,10 +126,10 @@ def faster_cpu_dtype(shape: ModelShape) -> str:
 
 
 @functools.cache
-def _faster_product(hidden: int, width: int, rows: int = 512) -> str:
+def _faster_product(hidden: int, width: int) -> str:
     seconds = {}
     for dtype in (torch.float32, torch.bfloat16):
-        a = torch.randn(rows, hidden).to(dtype)
+        a = torch.randn(512, hidden).to(dtype)
         b = torch.randn(width, hidden).to(dtype)
         times = []
         for _ in range(6):
@@ -262,19 +270,22 @@ def _run(
     """Run the prefill and three decode iterations, then repeat the decode, up to ``DECODES`` times, for
     ``DECODE_SECONDS``. Return no stretch where the executor refuses the model or the device cannot hold all of it."""
     alone, run = run in ALONE, run._replace(context=min(run.context, shape.max_positions - 4))
-    policy = _policy(run)
     try:
-        check_runnable(shape, policy)
+        check_runnable(shape, run.policy)
     except InputError:
         return []
-    weights, slots = weights_of(policy)
+    weights, slots = weights_of(run.policy)
     problem = Problem(shape=shape, dtype=str(weights.dtype).removeprefix("torch."), device=weights.device.type)
-    wave, sizes = _planned(problem, run)
-    while not fits(memory_plan(problem, wave.policy, sizes), budgets) and (fewer := _halved(run)) != run:
+    while True:
+        wave = admit(problem, run.policy, Workload.uniform(run.requests, run.context, 4))
+        sizes = buffer_sizes(wave)
+        if fits(memory_plan(problem, wave.policy, sizes), budgets):
+            break
+        if (fewer := _halved(run)) == run:
+            if wave.policy.stays_on_device:
+                return []  # no job will fit either
+            break
         run = fewer
-        wave, sizes = _planned(problem, run)
-    if wave.policy.stays_on_device and not fits(memory_plan(problem, wave.policy, sizes), budgets):
-        return []  # no job will fit either
     session = Session(Engine(weights, wave.policy, sizes, link_gb_per_s, slots=slots), wave)
 
     def timed(action: Callable[[], list[TraceEvent]]) -> Stretch:
@@ -290,17 +301,6 @@ def _run(
     return stretches
 
 
-def _policy(run: ProfileRun) -> Policy:
-    bound = run.per_mini_batch * (run.context + 48)
-    on_host = Policy(cache=run.cache, max_mini_batch_tokens=bound, weights=Placement(host=1.0))
-    return replace(on_host, **run.other)
-
-
-def _planned(problem: Problem, run: ProfileRun) -> tuple[Wave, BufferSizes]:
-    wave = admit(problem, _policy(run), Workload.uniform(run.requests, run.context, 4))
-    return wave, buffer_sizes(wave)
-
-
 def _halved(run: ProfileRun) -> ProfileRun:
     """Return the run with half of the requests, or half of the context of a single request, down to SHORTEST."""
     if run.requests > 1:
@@ -308,26 +308,22 @@ def _halved(run: ProfileRun) -> ProfileRun:
     return run._replace(context=max(run.context // 2, min(run.context, SHORTEST)))
 
 
-def _link_samples(device: torch.device, link_gb_per_s: float | None):
+def _link_samples(device: torch.device, link_gb_per_s: float | None) -> list:
     """Return ((key, 0, bytes), seconds) of both link directions, alone and at once, by the links' own copies.
 
     A paced CPU link is also measured without its pace, so that one profile serves paced and unpaced runs.
     """
     if device.type == "cuda":
-        from flexhybrid.runtime.cuda import CudaCopies
-
-        return _time_links(CudaCopies(), device, "")
-    from flexhybrid.runtime.links import CpuCopies
-
-    samples = _time_links(CpuCopies(link_gb_per_s), device, "")
+        return _time_links(CudaCopies(), device)
+    samples = _time_links(CpuCopies(link_gb_per_s), device)
     return samples + (_time_links(CpuCopies(), device, "_unpaced") if link_gb_per_s else [])
 
 
-def _time_links(copies, device: torch.device, suffix: str) -> list:
+def _time_links(copies: CpuCopies | CudaCopies, device: torch.device, suffix: str = "") -> list:
     host = {size: copies.host_memory.bytes(size) for size in LINK_SIZES}
     target = {size: torch.zeros(size, dtype=torch.uint8, device=device) for size in LINK_SIZES}
 
-    def time_copies(direction: str, key: str, out: list) -> None:
+    def time_copies(direction: str, key: str) -> list:
         """Time copies back to back, without the credit or wake-up of the first."""
         own = torch.cuda.Stream(device) if device.type == "cuda" else None
 
@@ -335,32 +331,24 @@ def _time_links(copies, device: torch.device, suffix: str) -> list:
             start = time.perf_counter()
             with torch.cuda.stream(own) if own else contextlib.nullcontext():
                 for _ in range(count):
-                    _copy_once(copies, direction, host[size], target[size])
+                    if direction == "h2d":
+                        copies.copy_h2d(target[size], host[size])
+                    else:
+                        copies.copy_d2h(host[size], target[size])
             if own:
                 own.synchronize()
             return time.perf_counter() - start
 
+        samples = []
         for size in LINK_SIZES:
             once = seconds_of(2, size) / 2
             count = max(2, min(200, round(LINK_SECONDS / max(once, 1e-6))))
-            out.append(((key, 0, size), seconds_of(count, size) / count))
+            samples.append(((key + suffix, 0, size), seconds_of(count, size) / count))
+        return samples
 
-    samples: list = []
-    for direction in ("h2d", "d2h"):
-        time_copies(direction, direction + suffix, samples)
-    both = [
-        threading.Thread(target=time_copies, args=(direction, f"{direction}_both{suffix}", samples))
-        for direction in ("h2d", "d2h")
-    ]
-    for thread in both:
-        thread.start()
-    for thread in both:
-        thread.join()
+    directions = ("h2d", "d2h")
+    samples = [sample for direction in directions for sample in time_copies(direction, direction)]
+    with ThreadPoolExecutor(2) as both:
+        for timed in both.map(time_copies, directions, ("h2d_both", "d2h_both")):
+            samples += timed
     return samples
-
-
-def _copy_once(copies, direction: str, host: torch.Tensor, target: torch.Tensor) -> None:
-    if direction == "h2d":
-        copies.copy_h2d(target, host)
-    else:
-        copies.copy_d2h(host, target)

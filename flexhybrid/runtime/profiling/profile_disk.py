@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from flexhybrid.runtime.profiling.profile import ProfileSamples, typical_of_passes
-from flexhybrid.runtime.storage.disk import DiskSpace, aligned_host_bytes
+from flexhybrid.runtime.storage.disk import DiskSpace
+from flexhybrid.runtime.storage.host_memory import HostMemory
 
 SPACE_BYTES = 1 << 28
 SIZES = tuple(1 << n for n in range(16, 27, 2))  #: bytes per call, 64 KiB to 64 MiB
@@ -30,7 +31,7 @@ def profile_disk(
     unpaced runs. ``space_bytes`` are allocated meanwhile. Raise InputError as DiskSpace does.
     """
     with DiskSpace(directory, space_bytes, gb_per_s) as space:
-        noise = aligned_host_bytes(max(sizes))
+        noise = HostMemory(pinned=False).bytes(max(sizes))
         noise.numpy()[:] = np.frombuffer(np.random.default_rng(0).bytes(len(noise)), dtype=np.uint8)
         space.set_rate(None)
         for start in range(0, space_bytes, len(noise)):

@@ -23,10 +23,9 @@ from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 
-import numpy as np
 import torch
 
-from flexhybrid.core.errors import InputError
+from flexhybrid.core.errors import InputError, is_number
 from flexhybrid.core.files import cache_folder
 from flexhybrid.runtime.links import Pacer
 from flexhybrid.runtime.storage.host_memory import HostMemory
@@ -44,10 +43,11 @@ MOST_BUFFERS = 1024
 #: A paced call sleeps in steps of this length, so that closing ends it soon.
 PACE_STEP_S = 0.1
 
-SLOWEST_DISK = 0.01  #: GB/s, the lowest pace accepted
+SLOWEST_PACE = 0.01  #: GB/s, the lowest pace accepted: slower, nothing would ever end
 
-#: (offset in bytes, contiguous CPU memory: a tensor, or anything with a buffer)
-Piece = tuple[int, torch.Tensor | memoryview]
+NUM_WORKERS = 4  #: requests of one call that run at once, including the calling thread's
+
+Piece = tuple[int, torch.Tensor]  #: (offset in bytes, contiguous CPU memory)
 
 
 class DiskError(InputError):
@@ -71,8 +71,7 @@ class DiskSpace:
     """``num_bytes`` of scratch space in a folder of the user's choice.
 
     directory: created with mode 0700 if it is missing; None stands for "scratch" in the user's cache folder. gb_per_s
-    paces reads and writes, each direction separately; None leaves the disk its own speed. num_workers: requests of one
-    call that run at once, including the calling thread's.
+    paces reads and writes, each direction separately; None leaves the disk its own speed.
 
     Any number of threads may read and write at the same time. The caller keeps apart calls that touch the same bytes
     where one of them writes. An error ends only the call that meets it. ``enabled`` False skips the reads and the pace,
@@ -81,21 +80,18 @@ class DiskSpace:
     Raises InputError when the folder cannot be used, has no room for ``num_bytes``, or the pace is no rate.
     """
 
-    def __init__(
-        self, directory: Path | str | None, num_bytes: int, gb_per_s: float | None = None, num_workers: int = 4
-    ):
-        if num_bytes < 0 or num_workers < 1:
-            raise ValueError(f"num_bytes must be >= 0 and num_workers >= 1, not {num_bytes} and {num_workers}")
+    def __init__(self, directory: Path | str | None, num_bytes: int, gb_per_s: float | None = None):
+        if num_bytes < 0:
+            raise ValueError(f"num_bytes must be >= 0, not {num_bytes}")
         self.set_rate(gb_per_s)
         folder = cache_folder() / "scratch" if directory is None else Path(directory).expanduser()
         if directory is None:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.num_bytes = num_bytes
         self.enabled = True
-        self.num_workers = num_workers
         # Whole pages, so that a direct request at the end stays inside the file.
         self._file = ScratchFile(folder, num_bytes + -num_bytes % ALIGN)
-        self._workers = ThreadPoolExecutor(max(1, num_workers - 1), thread_name_prefix="flexhybrid-disk")
+        self._workers = ThreadPoolExecutor(NUM_WORKERS - 1, thread_name_prefix="flexhybrid-disk")
         self._closing = False
         self._callers: set[threading.Thread] = set()
         self._changed = threading.Condition()
@@ -105,7 +101,7 @@ class DiskSpace:
 
     def set_rate(self, gb_per_s: float | None) -> None:
         """Set the pace of both directions; None removes it."""
-        self.gb_per_s = checked_rate(gb_per_s)
+        self.gb_per_s = checked_rate("disk_gb_per_s", gb_per_s)
         rate = None if gb_per_s is None else gb_per_s * 1e9
         self._pacers = {"read": (Pacer(rate), threading.Lock()), "write": (Pacer(rate), threading.Lock())}
 
@@ -168,7 +164,7 @@ class DiskSpace:
         """Try a direct read: some filesystems open with O_DIRECT, but refuse to read, or need larger blocks."""
         if self._file.direct_fd is None:
             return False
-        page = aligned_host_bytes(ALIGN).numpy().data
+        page = HostMemory(pinned=False).bytes(ALIGN).numpy().data
         try:
             return self._file.num_bytes == 0 or os.preadv(self._file.direct_fd, [page], 0) == ALIGN
         except OSError:
@@ -204,7 +200,9 @@ class DiskSpace:
         parts: list[_Part] = []
         total = 0
         for offset, memory in pieces:
-            array, address = flat_bytes(memory, writable=not writing)
+            if memory.device.type != "cpu" or not memory.is_contiguous():
+                raise ValueError(f"a disk transfers contiguous CPU tensors, not {memory.device} {memory.stride()}")
+            array, address = memory.detach().view(-1).view(torch.uint8).numpy(), memory.data_ptr()
             size = array.size
             if offset < 0 or offset + size > self.num_bytes:
                 raise ValueError(
@@ -226,7 +224,7 @@ class DiskSpace:
             for (offset, _, memory), (following, _, _) in zip(parts, parts[1:], strict=False):
                 if offset + len(memory) > following:
                     raise ValueError(f"two pieces of one write overlap at byte {following} of {self._file}")
-        even = -(-total // self.num_workers)
+        even = -(-total // NUM_WORKERS)
         return _joined(parts, min(max(even + -even % ALIGN, SMALLEST_REQUEST), LARGEST_REQUEST))
 
     def _check_length(self) -> None:
@@ -251,7 +249,7 @@ class DiskSpace:
                 except Exception as error:
                     errors.append(error)  # raised below, on the calling thread
 
-        helpers = [self._workers.submit(take) for _ in range(min(len(requests), self.num_workers) - 1)]
+        helpers = [self._workers.submit(take) for _ in range(min(len(requests), NUM_WORKERS) - 1)]
         try:
             take()
             closed = len(waiting) > 0
@@ -322,29 +320,8 @@ def _after(buffers: list[memoryview], done: int) -> list[memoryview]:
     return remaining
 
 
-def flat_bytes(memory: torch.Tensor | memoryview, writable: bool) -> tuple[np.ndarray, int]:
-    """Return the bytes of contiguous CPU memory and their address. Raise ValueError for other memory."""
-    if isinstance(memory, torch.Tensor):
-        if memory.device.type != "cpu" or not memory.is_contiguous():
-            raise ValueError(f"a disk reads and writes contiguous CPU tensors, not {memory.device} {memory.stride()}")
-        if memory.dtype is not torch.uint8 or memory.dim() != 1:
-            memory = memory.detach().reshape(-1).view(torch.uint8)
-        return memory.numpy(), memory.data_ptr()
-    array = np.frombuffer(memory, dtype=np.uint8)
-    if writable and not array.flags.writeable:
-        raise ValueError("a disk cannot read into read-only memory")
-    return array, array.ctypes.data
-
-
-def aligned_host_bytes(num_bytes: int, host_memory: HostMemory | None = None) -> torch.Tensor:
-    """Return a zeroed uint8 tensor that direct reads can fill, allocated by ``host_memory`` where it is given."""
-    return (host_memory or HostMemory(pinned=False)).bytes(num_bytes)
-
-
-def checked_rate(gb_per_s: float | None) -> float | None:
-    """Return a disk's pace unchanged. Raise InputError unless it is None or a rate of at least SLOWEST_DISK."""
-    if gb_per_s is not None:
-        is_number = isinstance(gb_per_s, (int, float)) and not isinstance(gb_per_s, bool)
-        if not is_number or not SLOWEST_DISK <= gb_per_s < float("inf"):
-            raise InputError(f"disk_gb_per_s is {gb_per_s!r}; it must be a number of at least {SLOWEST_DISK} GB/s")
+def checked_rate(name: str, gb_per_s: float | None) -> float | None:
+    """Return a pace unchanged. Raise InputError, with its name, unless it is None or a rate of SLOWEST_PACE or more."""
+    if gb_per_s is not None and not (is_number(gb_per_s) and SLOWEST_PACE <= gb_per_s < float("inf")):
+        raise InputError(f"{name} is {gb_per_s!r}; it must be a number of at least {SLOWEST_PACE} GB/s")
     return gb_per_s

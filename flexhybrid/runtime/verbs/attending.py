@@ -10,10 +10,10 @@ from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.schedule.steps import block_runs
 from flexhybrid.core.task import Task
 from flexhybrid.runtime.buffers import Context
+from flexhybrid.runtime.executor import State
 from flexhybrid.runtime.kernels import attention
 from flexhybrid.runtime.kernels.attention import split_heads
 from flexhybrid.runtime.verbs.moving import put_rows
-from flexhybrid.runtime.wave_state import State
 
 #: gather(tensor, [index], out=out) writes ``tensor[index]`` to ``out``, whatever its strides.
 gather = torch.ops.aten.index.Tensor_out

@@ -8,6 +8,7 @@ from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.schedule.steps import Segment
 from flexhybrid.core.task import Task
 from flexhybrid.core.work import MIN_KV_GEN_ROWS
+from flexhybrid.runtime.executor import NOTHING, State
 from flexhybrid.runtime.kernels import sampling
 from flexhybrid.runtime.kernels.attention import split_heads
 from flexhybrid.runtime.kernels.quantize import WORK_ELEMENTS, dequantize
@@ -15,7 +16,6 @@ from flexhybrid.runtime.kernels.quantize import quantize as pack
 from flexhybrid.runtime.kernels.rotary import rotate_
 from flexhybrid.runtime.step_tensors import Rotation
 from flexhybrid.runtime.storage.weights import linear
-from flexhybrid.runtime.wave_state import NOTHING, State
 
 
 def embed(state: State, task: Task) -> None:

@@ -8,9 +8,9 @@ import torch
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.schedule.steps import Store
 from flexhybrid.core.task import Task
+from flexhybrid.runtime.executor import State
 from flexhybrid.runtime.kernels.attention import Share
 from flexhybrid.runtime.storage.disk import DiskSpace
-from flexhybrid.runtime.wave_state import State
 
 # ---- weights
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from flexhybrid.core.task import Task
+from flexhybrid.runtime.executor import Executor
 from flexhybrid.runtime.kernels.attention import attention_sums, split_heads
 from flexhybrid.runtime.selections.heavy_hitters import HeavyHitters
-from flexhybrid.runtime.wave_state import WaveState
 
 
-def rank(state: WaveState[HeavyHitters], task: Task) -> None:
+def rank(state: Executor[HeavyHitters], task: Task) -> None:
     """Choose the tokens that stay: after the prompt the rows of the best go to staging; in the decode the new token
     takes the place of the worst."""
     step, slot, heavy_hitters = task.payload.step, task.payload.slot, state.selection

@@ -9,15 +9,16 @@ from flexhybrid.core import work
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.task import Task
 from flexhybrid.runtime.buffers import Context
+from flexhybrid.runtime.executor import Executor
 from flexhybrid.runtime.kernels.attention import split_heads
 from flexhybrid.runtime.kernels.quantize import dequantize
 from flexhybrid.runtime.selections.speculative import Fetched, Speculation
+from flexhybrid.runtime.step_tensors import mask_of
 from flexhybrid.runtime.verbs.attending import lay_own, lay_rows
 from flexhybrid.runtime.verbs.computing import generate
 from flexhybrid.runtime.verbs.moving import as_numpy
-from flexhybrid.runtime.wave_state import WaveState
 
-State = WaveState[Speculation]
+State = Executor[Speculation]
 
 
 def speculate(state: State, task: Task) -> None:
@@ -125,4 +126,5 @@ def assemble_chosen(state: State, task: Task) -> None:
         column += tokens.most
     lay_own(state, task, targets, column)
     hidden_BT = np.pad(np.concatenate(hidden, axis=1), ((0, 0), (0, 1)))  # the new token sees itself
-    state.context = Context(*targets, state.steps.mask_of(hidden_BT) if hidden_BT.any() else None)
+    mask = mask_of(hidden_BT, state.weights.dtype, state.device) if hidden_BT.any() else None
+    state.context = Context(*targets, mask)
