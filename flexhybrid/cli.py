@@ -250,16 +250,17 @@ def _profile(args) -> dict:
 
     from tqdm import tqdm
 
+    from flexhybrid.core.files import profile_file
     from flexhybrid.jobs.compare.report import Report
     from flexhybrid.jobs.profile.disk import measure_disk, with_disk
     from flexhybrid.jobs.profile.job import PROFILE_STEPS, TIMING_SHAPE, fastest_dtype, measure_hardware
-    from flexhybrid.resolve import pick_device, profile_path
+    from flexhybrid.resolve import pick_device
     from policy_search.fit import fit_report
 
     if args.disk_gb_per_s is not None and args.disk is None:
         raise InputError("--disk-gb-per-s is the pace of a disk: name its folder with --disk")
     paced = pick_device(args.device, args.link_gb_per_s, args.disk, args.disk_gb_per_s)
-    path = profile_path(paced.device)
+    path = profile_file(paced.device.type)
     check_writable(path.parent)
     disk = measure_disk(paced.disk) if args.disk else None
     shape = named or TIMING_SHAPE

@@ -29,6 +29,7 @@ from flexhybrid.runtime.runnable import check_runnable
 from flexhybrid.runtime.storage.loader import Checkpoint
 from flexhybrid.runtime.storage.weights import Weights
 from flexhybrid.sampling_params import SamplingParams
+from flexhybrid.text import StopWatch
 
 OnTrace = Callable[[list[TraceEvent]], object]
 TRACED_TASKS = 50_000  #: of a wave: a file that a browser still opens
@@ -212,7 +213,7 @@ class LLM:
         an answer is complete; what ends the answers is added to ``control``."""
         ids, params = [requests.ids[i] for i in members], [requests.params[i] for i in members]
         watches = {
-            place: self.codec.stop_watch(prompt, wanted)
+            place: StopWatch(self.codec.decoder(wanted), prompt, wanted.stop, wanted.min_tokens)
             for place, (prompt, wanted) in enumerate(zip(ids, params))
             if wanted.stop
         }

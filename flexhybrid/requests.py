@@ -164,10 +164,6 @@ class RequestCodec:
         """Return the token ids that end an answer."""
         return frozenset(params.stop_token_ids).union(() if params.ignore_eos else self.shape.eos_token_ids)
 
-    def stop_watch(self, prompt_ids: list[int], params: SamplingParams) -> StopWatch:
-        """Return the search for the stop texts of ``params`` in one answer."""
-        return StopWatch(self._decoder(params), prompt_ids, params.stop, params.min_tokens)
-
     def completion(
         self,
         prompt_ids: list[int],
@@ -187,11 +183,11 @@ class RequestCodec:
             text = watch.text[: watch.stop_start + len(stop) * included]
         else:
             shown = token_ids if stop is None or included else token_ids[:-1]
-            text = answer_text(self._decoder(params), prompt_ids, shown)
+            text = answer_text(self.decoder(params), prompt_ids, shown)
         ended = not params.ignore_eos and stop in self.shape.eos_token_ids
         return CompletionOutput(0, text, token_ids, "length" if stop is None else "stop", None if ended else stop)
 
-    def _decoder(self, params: SamplingParams) -> Decode:
+    def decoder(self, params: SamplingParams) -> Decode:
         return functools.partial(self.tokenizer.decode, skip_special_tokens=params.skip_special_tokens)
 
 

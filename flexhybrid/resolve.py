@@ -41,11 +41,6 @@ class PacedDevice:
     link_gb_per_s: float | None = None
     disk: DiskPlace = ANYWHERE
 
-    @property
-    def type(self) -> str:
-        """ "cpu" or "cuda"."""
-        return self.device.type
-
 
 def pick_device(
     name: str,
@@ -76,10 +71,10 @@ def resolve_problem(arguments: LLMArguments, shape: ModelShape, paced: PacedDevi
     """Return the problem of running a model of this shape under these arguments."""
     hardware = named_hardware(arguments.hardware, paced)
     sizes = {tier: parse_bytes(arguments.budgets.get(tier)) for tier in TIERS}
-    if paced.type == "cuda" and sizes["device"] is None:
+    if paced.device.type == "cuda" and sizes["device"] is None:
         sizes["device"] = free_device_memory(paced.device)
     dtype = pick_dtype(arguments.dtype, shape, paced.device, hardware)
-    return Problem(shape=shape, dtype=dtype, hardware=hardware, budgets=Budgets(**sizes), device=paced.type)
+    return Problem(shape=shape, dtype=dtype, hardware=hardware, budgets=Budgets(**sizes), device=paced.device.type)
 
 
 def pick_dtype(name: str, shape: ModelShape, device: torch.device, hardware: Hardware | None) -> str:
@@ -97,16 +92,11 @@ def pick_dtype(name: str, shape: ModelShape, device: torch.device, hardware: Har
     return (hardware.faster_dtype if hardware else None) or faster_cpu_dtype(shape)
 
 
-def profile_path(device: torch.device) -> Path:
-    """Return the file of this device's profile."""
-    return profile_file(device.type)
-
-
 def saved_hardware(device: torch.device) -> Hardware | None:
     """Return this machine's record as ``flexhybrid profile`` or compare measured it, else the catalogue's entry of this
     GPU, else None."""
-    if profile_path(device).is_file():
-        return load_hardware(profile_path(device))
+    if (kept := profile_file(device.type)).is_file():
+        return load_hardware(kept)
     if device.type == "cuda":
         from sim import catalogue
 
@@ -123,7 +113,7 @@ def named_hardware(hardware: Hardware | str | Path | None, paced: PacedDevice) -
         from sim import catalogue
 
         hardware = catalogue.load(hardware)
-    if hardware and paced.type == "cpu":
+    if hardware and paced.device.type == "cpu":
         hardware = hardware.with_link_rate(paced.link_gb_per_s)
     return hardware.with_disk_rate(paced.disk.gb_per_s) if hardware and paced.disk.gb_per_s is not None else hardware
 

@@ -15,7 +15,7 @@ import torch
 
 from flexhybrid import __version__
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.files import cache_folder
+from flexhybrid.core.files import cache_folder, profile_file
 from flexhybrid.core.hardware import Hardware, load_hardware
 from flexhybrid.core.model.shape import DTYPE_BYTES, KNOWN_SHAPES, ModelShape, shape_of
 from flexhybrid.core.problem import Budgets, Problem
@@ -30,7 +30,7 @@ from flexhybrid.jobs.machine import (
 )
 from flexhybrid.jobs.profile.job import model_profile_path
 from flexhybrid.jobs.run.forecast import describe
-from flexhybrid.resolve import PacedDevice, free_device_memory, lossless_space, profile_path, saved_hardware
+from flexhybrid.resolve import PacedDevice, free_device_memory, lossless_space, saved_hardware
 from policy_search.search import SearchSettings, search
 
 PACKAGES = ("torch", "transformers", "safetensors", "numpy", "scipy")
@@ -57,7 +57,7 @@ class Fit:
 def doctor(device: torch.device, models: Sequence[str], prompt_tokens: int, max_tokens: int) -> dict:
     """Return all findings as plain data, without running a model. Empty ``models`` stand for all known ones."""
     hardware, free = saved_hardware(device), free_host_bytes()
-    measured = profile_path(device).is_file()
+    measured = profile_file(device.type).is_file()
     budgets = free_budgets(device)
     if device.type == "cuda":
         budgets["device"] = free_device_memory(device)

@@ -145,25 +145,18 @@ class Buffers:
 
     def act_rows(self, slot: int, count: int) -> torch.Tensor:
         """Return ACT rows [count, h] in the compute dtype: as they were loaded, or unpacked."""
-        return self.plain["act"][:count] if self.packed("act") else self.loaded_rows("act", slot, count)
+        return self.plain["act"][:count] if self.packed("act") else self.chosen_rows(self.loaded, "act", slot, count)
 
     def each_head(self, representation: str) -> bool:
         """Return whether each head may choose tokens of its own: where blocks are head-major. Elsewhere one row serves
         all heads."""
         return representation == "kv" and not self.packed("kv")
 
-    def gathered_rows(self, representation: str, slot: int, tokens: int) -> torch.Tensor:
-        """Return the rows of chosen tokens, side by side in host memory: [tokens, row]; where each head chooses, keys
-        and then values: [2, G · tokens, d]."""
-        return self._rows(representation, self.gathered[representation][slot], tokens)
-
-    def loaded_rows(self, representation: str, slot: int, tokens: int) -> torch.Tensor:
-        """Return the rows of chosen tokens on the device, of the shape that ``gathered_rows`` has."""
-        return self._rows(representation, self.loaded[representation][slot], tokens)
-
-    def _rows(self, representation: str, memory: torch.Tensor, tokens: int) -> torch.Tensor:
+    def chosen_rows(self, memory: dict[str, torch.Tensor], representation: str, slot: int, tokens: int) -> torch.Tensor:
+        """Return the rows of chosen tokens, side by side in ``gathered`` (host memory) or ``loaded`` (the device):
+        [tokens, row]; where each head chooses, keys and then values: [2, G · tokens, d]."""
         width = self.formats[representation].width
-        rows = memory.view(-1)[: tokens * width]
+        rows = memory[representation][slot].view(-1)[: tokens * width]
         return rows.view(2, -1, self.shape.head_dim) if self.each_head(representation) else rows.view(tokens, width)
 
     def loaded_region(self, step: MiniBatchStep, segment: Segment, slot: int) -> torch.Tensor:

@@ -35,18 +35,17 @@ class CudaClock:
         self._rate: float | None = None
 
     def _mark(self) -> tuple[torch.cuda.Event, float]:
-        marks = [self._bracket() for _ in range(self.TRIES)]
+        """Record events and wait for each; return the one with the shortest wait, and the middle of that wait."""
+        marks = []
+        for _ in range(self.TRIES):
+            event = torch.cuda.Event(enable_timing=True)
+            before = time.perf_counter()
+            event.record(self._stream)
+            event.synchronize()
+            after = time.perf_counter()
+            marks.append((after - before, event, (before + after) / 2))
         _, event, middle_s = min(marks, key=lambda mark: mark[0])
         return event, middle_s
-
-    def _bracket(self) -> tuple[float, torch.cuda.Event, float]:
-        """Record an event and wait for it; return how long that took, the event, and the middle of that time."""
-        event = torch.cuda.Event(enable_timing=True)
-        before = time.perf_counter()
-        event.record(self._stream)
-        event.synchronize()
-        after = time.perf_counter()
-        return after - before, event, (before + after) / 2
 
     def seconds(self, event: torch.cuda.Event) -> float:
         if self._rate is None:

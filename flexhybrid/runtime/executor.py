@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -68,13 +68,13 @@ class HiddenStates:
 
     def __init__(self, wave: Wave, buffers: Buffers):
         self.on_host, self.buffers = wave.policy.hidden == "host", buffers
-        self._rows: dict[tuple[int, int], torch.Tensor] = {}
+        self.rows: dict[tuple[int, int], torch.Tensor] = {}
         sizes = [(sizes.step_rows, chunks) for sizes, chunks in mini_batch_sizes(wave)] if self.on_host else []
         self._chunk_rows = [rows for rows, _ in sizes]
         self._first_rows = np.cumsum([0] + [rows * chunks for rows, chunks in sizes])
 
     def of(self, task: Task) -> torch.Tensor:
-        return self._rows[self._key(task)]
+        return self.rows[self._key(task)]
 
     def keep(self, task: Task, hidden_Rh: torch.Tensor) -> None:
         """Keep hidden states that the compute lane has made.
@@ -85,11 +85,11 @@ class HiddenStates:
         if self.on_host:
             self.slot(task, len(hidden_Rh)).copy_(hidden_Rh)
         else:
-            self._rows[self._key(task)] = hidden_Rh
+            self.rows[self._key(task)] = hidden_Rh
 
     def slot(self, task: Task, num_rows: int) -> torch.Tensor:
         """Return the rows of the task's slot, from now on its hidden states."""
-        rows = self._rows[self._key(task)] = self.buffers.hidden_slots[task.payload.slot, :num_rows]
+        rows = self.rows[self._key(task)] = self.buffers.hidden_slots[task.payload.slot, :num_rows]
         return rows
 
     def host_rows(self, task: Task) -> torch.Tensor:
@@ -97,10 +97,6 @@ class HiddenStates:
         step = task.payload.step
         first = self._first_rows[task.mini_batch] + step.chunk * self._chunk_rows[task.mini_batch]
         return self.buffers.host_hidden[first : first + len(step.requests) * step.computed_width]
-
-    def drop_chunks(self, mini_batch: int) -> None:
-        """Free the hidden states of a prompt's later chunks."""
-        drop_chunks(self._rows, mini_batch)
 
     def _key(self, task: Task) -> tuple[int, int]:
         return (task.payload.slot, 0) if self.on_host else step_key(task)
@@ -161,9 +157,10 @@ class Executor(Generic[SelectionT]):
 
     def begin_step(self, task: Task) -> StepTensors:
         """Make the tensors of the task's step."""
-        if task.iteration == 1:
-            self.hidden.drop_chunks(task.mini_batch)
-            drop_chunks(self.step_tensors, task.mini_batch)
+        if task.iteration == 1:  # the chunks of the prompts are over: free what belongs to the later ones
+            for values in (self.hidden.rows, self.step_tensors):
+                for key in [key for key in values if key[0] == task.mini_batch and key[1]]:
+                    del values[key]
         self.selection.begin_step(task.payload.step)
         tensors = self.step_tensors[step_key(task)] = self.steps.make(task.payload.step)
         return tensors
@@ -198,9 +195,3 @@ State = Executor[SelectionHooks]
 def step_key(task: Task) -> tuple[int, int]:
     """Return the mini-batch that a task works on, and the chunk of its prompt."""
     return task.mini_batch, task.payload.step.chunk
-
-
-def drop_chunks(values: dict[tuple[int, int], Any], mini_batch: int) -> None:
-    """Delete what belongs to the later chunks of a mini-batch's prompts."""
-    for key in [key for key in values if key[0] == mini_batch and key[1]]:
-        del values[key]

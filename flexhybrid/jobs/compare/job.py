@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from flexhybrid import shipped
 from flexhybrid.arguments import LLMArguments
-from flexhybrid.core.files import write_by_rename
+from flexhybrid.core.files import profile_file, write_by_rename
 from flexhybrid.core.memory import total_bytes
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Policy
@@ -40,7 +40,6 @@ from flexhybrid.jobs.profile.disk import measure_disk, with_disk, with_earlier_d
 from flexhybrid.jobs.profile.job import PROFILE_STEPS, measure_hardware
 from flexhybrid.llm import LLM
 from flexhybrid.requests import load_tokenizer
-from flexhybrid.resolve import profile_path
 from flexhybrid.runtime.storage.loader import Checkpoint, RandomWeights
 from flexhybrid.runtime.storage.weights import Weights
 from flexhybrid.runtime.threads import threads_for, torch_threads
@@ -122,12 +121,12 @@ def compare(options: CompareOptions, quiet: bool = False) -> dict:
     reference = next((m for m in measured if is_lossless(m.policy)), measured[0])
     virtual = {m.policy.name: virtual_decode(setting.problem, m.policy, setting.workload) for m in measured}
     rows = [_row(m, virtual[m.policy.name], setting, reference) for m in measured]
-    tolerance = CUDA_TRACE_TOLERANCE_S if setting.paced.type == "cuda" else 0.0
+    tolerance = CUDA_TRACE_TOLERANCE_S if setting.paced.device.type == "cuda" else 0.0
     violations = [v for m in measured for trace in (m.prefill_trace, *m.traces) for v in check_trace(trace, tolerance)]
     ends = [row for row in rows[: len(named)] if row["policy"] in ("kv_only", "act_only")]
     result = {
         "machine": device_name(setting.paced.device),
-        "device": setting.paced.type,
+        "device": setting.paced.device.type,
         "model": setting.problem.shape.name,
         "dtype": setting.problem.dtype,
         "link_gb_per_s": setting.paced.link_gb_per_s,
@@ -198,7 +197,7 @@ def _profile_and_search(
             result = setting.search(setting.machine)
     try:
         if setting.problem.shape.hidden >= SMALLEST_KEPT_HIDDEN:
-            path = profile_path(device)  # where policy auto looks
+            path = profile_file(device.type)  # where policy auto looks
             with_earlier_disk(setting.machine, path).save(path)
     except OSError as error:
         print(f"note: the profile could not be kept for policy auto: {error}", file=sys.stderr)
@@ -226,13 +225,13 @@ def _exactness(
     params = SamplingParams(max_tokens=options.exact_tokens, temperature=0.0)
     arguments = LLMArguments(
         checkpoint.path,
-        device=setting.paced.type,
+        device=setting.paced.device.type,
         dtype="float32",
         hardware=setting.machine,
         budgets=dict(options.budgets),
         disk_dir=options.disk_dir,
     )
-    with torch_threads(threads_for(setting.paced.type, checkpoint.shape.hidden)):
+    with torch_threads(threads_for(setting.paced.device.type, checkpoint.shape.hidden)):
         prompts, texts = _exactness_prompts(checkpoint, options.exact_tokens, options.exact_prompts)
         advance("exactness: transformers")
         reference = Reference(checkpoint.path)

@@ -149,7 +149,7 @@ class ComparisonSetting:
     def sized(self) -> ComparisonSetting:
         """Return this setting at the first of ``SIZES`` whose ``table_seconds`` are at most ``TABLE_SECONDS``, or the
         last; unchanged when the options name the prompt's length, and on a GPU."""
-        if self.options.prompt_len is not None or self.paced.type == "cuda":
+        if self.options.prompt_len is not None or self.paced.device.type == "cuda":
             return self
         setting = self
         for prompt_len, num_layers in SIZES:
@@ -188,7 +188,7 @@ def settle(options: CompareOptions) -> ComparisonSetting:
             raise InputError(f"{options.policy}: the name {policy.name!r} is one of the comparison's own; rename it")
     _check_numbers(options, shape)
     workload = _workload(options, shape, options.prompt_len or SIZES[0][0])
-    problem = Problem(shape=shape, dtype=fastest_dtype(shape, paced.device), budgets=budgets, device=paced.type)
+    problem = Problem(shape=shape, dtype=fastest_dtype(shape, paced.device), budgets=budgets, device=paced.device.type)
     setting = ComparisonSetting(options, paced, checkpoint, problem, workload, files=files, extra=extra)
     setting.check(_known_policies(setting))
     return setting

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import torch
 
-from flexhybrid.core.files import cache_folder, check_cache_folder
+from flexhybrid.core.files import cache_folder, check_cache_folder, profile_file
 from flexhybrid.core.hardware import Hardware, Line, crosses_link
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.problem import NO_BUDGETS, Budgets
 from flexhybrid.jobs.machine import device_name, machine_memories
 from flexhybrid.jobs.profile.disk import with_earlier_disk
-from flexhybrid.resolve import PacedDevice, profile_path
+from flexhybrid.resolve import PacedDevice
 from flexhybrid.runtime.profiling.profile import RUNS, faster_cpu_dtype, profile
 
 #: The model whose tasks are timed: OPT of hidden size 1,024 with a vocabulary of about 8,000.
@@ -54,7 +54,7 @@ def measure_hardware(
         check_cache_folder()
     device, link_gb_per_s = paced.device, paced.link_gb_per_s
     result = profile(shape, dtype, device, link_gb_per_s, on_progress, budgets=budgets)
-    saved_at = Path(save_to or profile_path(device))
+    saved_at = Path(save_to or profile_file(device.type))
     memories = machine_memories(device)
     hardware = fit_hardware(
         result.samples,
@@ -98,7 +98,11 @@ def measure_for_model(
     ``dtype`` "auto" names the dtype that a run should compute in."""
     path = model_profile_path(shape, dtype, paced)
     if dtype == "auto":
-        dtype = shape.dtype if paced.type == "cuda" or shape.dtype == "float32" else fastest_dtype(shape, paced.device)
+        dtype = (
+            shape.dtype
+            if paced.device.type == "cuda" or shape.dtype == "float32"
+            else fastest_dtype(shape, paced.device)
+        )
     return measure_hardware(shape, dtype, paced, path, on_progress, budgets)[0]
 
 

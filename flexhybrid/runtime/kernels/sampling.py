@@ -129,11 +129,14 @@ def warp(logits_BV: torch.Tensor, step: StepSampling) -> torch.Tensor:
     """Return new float32 logits [B, V]: divided by the temperature, -inf where a token may not come."""
     if step.values_5B is None:
         logits = logits_BV.to(torch.float32, copy=True)
-        _mask_held(logits, step)
+    else:
+        logits = logits_BV.float() / step.values_5B[1].float()[:, None]
+    if step.held_2M is not None:
+        # Not by assignment: a number assigned at indices is copied from pageable memory, and the host waits for that.
+        logits.index_put_((step.held_2M[0], step.held_2M[1]), logits.new_full((), -torch.inf))
+    if step.values_5B is None:
         return logits
-    _, temperature_B, min_p_B, top_k_B, top_p_B = step.values_5B
-    logits = logits_BV.float() / temperature_B.float()[:, None]
-    _mask_held(logits, step)
+    _, _, min_p_B, top_k_B, top_p_B = step.values_5B
     if (rows := step.rows_min_p) is not None:
         keep_from(logits, rows, logits[rows].amax(dim=-1) + min_p_B[rows].log())
     if (rows := step.rows_top_k) is not None:
@@ -141,15 +144,6 @@ def warp(logits_BV: torch.Tensor, step: StepSampling) -> torch.Tensor:
     if (rows := step.rows_top_p) is not None:
         keep_from(logits, rows, top_p_edge(logits[rows], top_p_B[rows]))
     return logits
-
-
-def _mask_held(logits_BV: torch.Tensor, step: StepSampling) -> None:
-    """Set the logits of tokens that may not come yet to -inf.
-
-    Not by assignment: a number assigned at indices is copied from pageable memory, and the host waits for that.
-    """
-    if step.held_2M is not None:
-        logits_BV.index_put_((step.held_2M[0], step.held_2M[1]), logits_BV.new_full((), -torch.inf))
 
 
 def keep_from(logits_BV: torch.Tensor, rows: torch.Tensor | slice, edge_R: torch.Tensor) -> None:

@@ -44,24 +44,20 @@ class Uses:
             start *= place < np.minimum(lengths, kept)
             section.copy_(torch.from_numpy(start)[:, None, :, :, None])
 
-    def _of(self, layer: int, mini_batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (uses, positions) of a layer's tokens, [T, B, G] each."""
+    def of(self, layer: int, mini_batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (uses, positions) of the tokens in all places of a layer, [T, B, G] each."""
         uses, born = self.sections[mini_batch]
         return uses[layer], born[layer]
 
-    def positions(self, layer: int, mini_batch: int) -> torch.Tensor:
-        """Return the position of the token in every place: [T, B, G]."""
-        return self._of(layer, mini_batch)[1]
-
     def put(self, layer: int, mini_batch: int, places, rows, heads, positions) -> None:
         """Enter new tokens. Indices of places, requests and heads, and the tokens' positions, broadcast together."""
-        uses, born = self._of(layer, mini_batch)
+        uses, born = self.of(layer, mini_batch)
         born[places, rows, heads] = positions
         uses[places, rows, heads] = positions if self.lately else uses[places, rows, heads] + 1
 
     def fetched(self, layer: int, mini_batch: int, rows_B, index_BGS, positions_B) -> None:
         """Count tokens that were just chosen: places [B, G, S], -1 for none, by requests at these positions."""
-        uses, _ = self._of(layer, mini_batch)
+        uses, _ = self.of(layer, mini_batch)
         now = uses[:, rows_B]
         chosen = torch.zeros(len(now) + 1, *now.shape[1:], dtype=torch.bool, device=now.device)
         place = index_BGS.long().permute(2, 0, 1)
@@ -75,6 +71,6 @@ class Uses:
 
     def victims(self, layer: int, mini_batch: int, rows_B, held_B) -> torch.Tensor:
         """Return the places [B, G] of the tokens to drop, among the first ``held_B`` of each request."""
-        uses, born = (table[:, rows_B].long() for table in self._of(layer, mini_batch))
+        uses, born = (table[:, rows_B].long() for table in self.of(layer, mini_batch))
         held = torch.arange(len(uses), device=uses.device)[:, None] < held_B
         return ((uses << 32) + born).masked_fill(~held[:, :, None], torch.iinfo(torch.int64).max).argmin(0)

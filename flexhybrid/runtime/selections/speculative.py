@@ -87,13 +87,6 @@ class Fetched(NamedTuple):
         return np.minimum(rows, heads * self.tokens - 1)
 
 
-class Among(NamedTuple):
-    """The cached tokens of one representation, among all cached tokens. Tensors are on the device."""
-
-    positions: torch.Tensor  #: [T] in their requests
-    held_BT: torch.Tensor  #: which of them each request holds
-
-
 class Choice(NamedTuple):
     """Which tokens of a representation a decode step may choose, and which cells of the index take the chosen ones."""
 
@@ -102,7 +95,9 @@ class Choice(NamedTuple):
     cells: slice  #: of the index
     size: tuple[int, int, int]  #: of those cells: [B, heads, S]
     most_B: torch.Tensor  #: tokens that each request may fetch, on the device
-    among: Among | None  #: None where all cached tokens have this representation
+    #: [T] positions of the representation's cached tokens in their requests, and [B, T] which of them each request
+    #: holds, on the device; None where all cached tokens have this representation
+    among: tuple[torch.Tensor, torch.Tensor] | None
 
     def of(self, index: torch.Tensor) -> torch.Tensor:
         """Return its cells of an index, on the device or the host: [B, heads, S]."""
@@ -237,7 +232,8 @@ class Speculation(SelectionHooks):
         for choice in guess.choices.values():
             scores, index = relative, choice.of(self.index)
             if choice.among is not None:
-                scores = relative[..., choice.among.positions].masked_fill(~choice.among.held_BT[:, None], -torch.inf)
+                positions, held_BT = choice.among
+                scores = relative[..., positions].masked_fill(~held_BT[:, None], -torch.inf)
             index.copy_(choose_tokens(scores, self.alpha, choice.most_B, choice.size[-1], choice.each_head))
             self._count_uses(layer, step, index)
 
@@ -252,7 +248,7 @@ class Speculation(SelectionHooks):
         """Return the positions of the tokens in these places [B, ·, ·] of a layer; [B, G, ·] where each head drops
         tokens of its own; -1 stays -1."""
         if self.uses:
-            born = self.uses.positions(layer, step.mini_batch)[:, self.guess(step).rows_B].permute(1, 2, 0).long()
+            born = self.uses.of(layer, step.mini_batch)[1][:, self.guess(step).rows_B].permute(1, 2, 0).long()
             index = places.clamp(min=0).expand(len(born), self.groups, -1)
             return torch.where(places < 0, places, born.gather(-1, index))
         context, kept = to_device(step.context, self.device)[:, None, None], self._kept_of(step)[:, None, None]
@@ -265,7 +261,7 @@ class Speculation(SelectionHooks):
         for representation, choice in self.guess(step).choices.items():
             places = choice.of(self.index).long()
             if choice.among is not None:
-                places = torch.where(places < 0, places, choice.among.positions[places])
+                places = torch.where(places < 0, places, choice.among[0][places])
             positions[representation] = self.positions_of(layer, step, places)
         return positions
 
@@ -315,7 +311,7 @@ class Speculation(SelectionHooks):
             if len(self.wave.entries.names) > 1:
                 held = np.arange(segment.max_tokens) < segment.num_tokens[:, None]
                 positions = self.positions[segment.entry][: segment.max_tokens]
-                among = Among(to_device(positions, self.device), to_device(held, self.device))
+                among = to_device(positions, self.device), to_device(held, self.device)
             most_B = to_device(limit, self.device)
             choices[segment.representation] = Choice(segment, each_head, cells, size, most_B, among)
             start = cells.stop

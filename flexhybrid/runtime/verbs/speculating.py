@@ -53,7 +53,7 @@ def gather(state: State, task: Task) -> None:
         state.selection.gathered[representation, slot] = fetched
         num_tokens[representation] = fetched.tokens
         pool = as_numpy(state.buffers.pools[segment.space][task.layer])
-        target = as_numpy(state.buffers.gathered_rows(representation, slot, fetched.tokens))
+        target = as_numpy(state.buffers.chosen_rows(state.buffers.gathered, representation, slot, fetched.tokens))
         block = (segment.first_block[:, None, None] + index_BXS // BLOCK_TOKENS)[chosen]
         offset = (index_BXS % BLOCK_TOKENS)[chosen]
         if choice.each_head:
@@ -84,7 +84,10 @@ def load_chosen(state: State, task: Task, representation: str) -> None:
     """host -> device: the gathered rows, in one copy of as many bytes as there are."""
     key, buffers = (representation, task.payload.slot), state.buffers
     fetched = state.selection.fetched[key] = state.selection.gathered[key]
-    state.copies.copy_h2d(buffers.loaded_rows(*key, fetched.tokens), buffers.gathered_rows(*key, fetched.tokens))
+    state.copies.copy_h2d(
+        buffers.chosen_rows(buffers.loaded, *key, fetched.tokens),
+        buffers.chosen_rows(buffers.gathered, *key, fetched.tokens),
+    )
     element_bytes = getattr(state.wave.stored, representation)
     state.resolve(task, work.store_rows(state.shape, element_bytes, representation, fetched.tokens))
 
@@ -93,7 +96,12 @@ def dequantize_chosen(state: State, task: Task, representation: str) -> None:
     """Unpack the fetched rows to the compute dtype."""
     slot, bits = task.payload.slot, getattr(state.policy.bits, representation)
     tokens, plain = state.selection.take(representation, slot).tokens, state.buffers.plain[representation]
-    dequantize(state.buffers.loaded_rows(representation, slot, tokens), bits, plain.dtype, out=plain[:tokens])
+    dequantize(
+        state.buffers.chosen_rows(state.buffers.loaded, representation, slot, tokens),
+        bits,
+        plain.dtype,
+        out=plain[:tokens],
+    )
 
 
 def kv_gen_chosen(state: State, task: Task) -> None:
@@ -117,7 +125,9 @@ def assemble_chosen(state: State, task: Task) -> None:
         columns = slice(column, column + tokens.most)
         rows = state.to_device(tokens.padded_rows().reshape(-1))
         if buffers.each_head(tokens.representation):
-            for loaded, target in zip(buffers.loaded_rows("kv", slot, tokens.tokens), targets, strict=True):
+            for loaded, target in zip(
+                buffers.chosen_rows(buffers.loaded, "kv", slot, tokens.tokens), targets, strict=True
+            ):
                 target[:, :, columns].copy_(loaded.index_select(0, rows).view(target[:, :, columns].shape))
         else:
             computed = buffers.generated if tokens.representation == "act" else buffers.plain["kv"]
