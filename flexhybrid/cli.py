@@ -272,9 +272,8 @@ def _profile(args) -> dict:
         hardware.save(path)
         disagreements += disk[1]
     rows = fit_report(hardware)
-    if not args.json:
-        Report(quiet=False).profile(hardware, disagreements)
-        print(f"\nKept at {path}")
+    Report(quiet=args.json).profile(hardware, disagreements)
+    args.show(f"\nKept at {path}")
     return {"path": str(path), "lines": rows, "disagreements": disagreements}
 
 
@@ -285,8 +284,7 @@ def _skew(args) -> dict:
     from flexhybrid.jobs.skew import skew
 
     done = skew(args.model, args.text, args.out, args.tokens)
-    if not args.json:
-        print(f"skewed by {done['tokens']} tokens of {args.text}: {args.out}")
+    args.show(f"skewed by {done['tokens']} tokens of {args.text}: {args.out}")
     return done
 
 
@@ -305,8 +303,7 @@ def _simulate(args) -> dict:
 
     keys = ("system", "model", "hardware", "batch", "prompt_len", "gen_len", "dtype", "clock")
     outcome = run_simulate({key: getattr(args, key) for key in keys}, args.policy, _note_budgets(args))
-    if not args.json:
-        print(describe(outcome))
+    args.show(describe(outcome))
     return outcome.to_dict()
 
 
@@ -321,8 +318,7 @@ def _search(args) -> dict:
     report = run_search(options)
     if args.save_policy:
         save_text(args.save_policy, report.found.policy.to_json())
-    if not args.json:
-        print(describe_search(report))
+    args.show(describe_search(report))
     return search_record(report)
 
 
@@ -332,10 +328,9 @@ def _sweep(args) -> dict:
 
     options = options_from(SweepOptions, args, quiet=args.quiet or args.json)
     summary = sweep_grid(args.grid, args.out or args.grid.with_suffix(".csv"), options)
-    if not args.json:
-        resumed = f", {summary.num_resumed} kept from before" if summary.num_resumed else ""
-        failed = f", {summary.num_errors} cannot run (column error)" if summary.num_errors else ""
-        print(f"{summary.num_points} points in {summary.seconds:.1f} s{resumed}{failed}: {summary.path}")
+    resumed = f", {summary.num_resumed} kept from before" if summary.num_resumed else ""
+    failed = f", {summary.num_errors} cannot run (column error)" if summary.num_errors else ""
+    args.show(f"{summary.num_points} points in {summary.seconds:.1f} s{resumed}{failed}: {summary.path}")
     return {key: str(value) if isinstance(value, Path) else value for key, value in asdict(summary).items()}
 
 
@@ -344,12 +339,10 @@ def _reproduce(args) -> dict:
 
     if args.list:
         names = registry.names()
-        if not args.json:
-            print("\n".join(names))
+        args.show("\n".join(names))
         return {"experiments": names}
     result = registry.reproduce(args.only, args.out, args.workers, quiet=args.json)
-    if not args.json:
-        print(registry.describe(result))
+    args.show(registry.describe(result))
     return result
 
 
@@ -380,6 +373,7 @@ def main(argv: list[str] | None = None) -> int:
     130 stopped by the user."""
     began = time.time()
     args = build_parser().parse_args(argv)
+    args.show = (lambda text: None) if args.json else print  # what a command tells people, besides its record
     args.began = began  # what a command says of its own seconds has its imports in them
     try:
         result = args.run(args)

@@ -104,8 +104,7 @@ def _fit(args) -> dict:
     from flexhybrid.jobs.options import options_from
 
     result = run_fit(options_from(FitOptions, args, costs={cost: getattr(args, cost) for cost in COSTS}))
-    if not args.json:
-        print(describe_fit(result))
+    args.show(describe_fit(result))
     return result
 
 
@@ -114,8 +113,7 @@ def _search(args) -> dict:
     from flexhybrid.jobs.options import options_from
 
     result = run_search(args.fitted, args.out, options_from(SearchOptions, args), args.curve)
-    if not args.json:
-        print(describe_search(result))
+    args.show(describe_search(result))
     return result
 
 

@@ -82,8 +82,7 @@ def _plan(args) -> dict:
     record = {"version": 1, "cascade": str(args.cascade), **plan.to_dict()}
     if args.out:
         save_text(args.out, json.dumps(record, indent=1))
-    if not args.json:
-        print(describe(plan))
+    args.show(describe(plan))
     return record
 
 

@@ -76,7 +76,7 @@ def _run(args) -> dict:
     from flexhybrid.jobs.run.job import run
 
     return_freed_memory()
-    return run(options, (lambda text: None) if args.json else print, args.began)
+    return run(options, args.show, args.began)
 
 
 def add_doctor(commands) -> None:
@@ -99,6 +99,5 @@ def _doctor(args) -> dict:
     from flexhybrid.resolve import pick_device
 
     record = doctor(pick_device(args.device).device, args.models, args.prompt_len, args.gen_len)
-    if not args.json:
-        print(describe_doctor(record))
+    args.show(describe_doctor(record))
     return record

@@ -102,18 +102,52 @@ def dequantize(packed: torch.Tensor, bits: int, dtype: torch.dtype, out: torch.T
 
 def _quantize(rows: torch.Tensor, bits: int, out: torch.Tensor) -> None:
     """Quantize in plain torch."""
-    work = _workspace(rows, torch.float32)
-    codes = _workspace(rows, torch.uint8) if bits == 4 else None
+    levels, wide = 2**bits - 1, _workspace(rows, torch.float32)
+    code_space = _workspace(rows, torch.uint8) if bits == 4 else None
     for chunk, packed in _chunks(rows, out):
-        _quantize_chunk(chunk, bits, packed, _like(chunk, work), codes)
+        codes, parameters = _parts(packed, chunk.shape[-1], bits)
+        work = _like(chunk, wide)
+        groups = _groups(work.copy_(chunk))
+        # Adding 0.0 makes 0.0 of -0.0: equal values give equal bytes.
+        lowest = groups.amin(-1, keepdim=True).clamp_(-LIMIT, LIMIT).add_(0.0)
+        highest = groups.amax(-1, keepdim=True).clamp_(-LIMIT, LIMIT).add_(0.0)
+        minimum = _round_down(lowest)
+        # By a tensor: CUDA would multiply by the reciprocal of a number, and give other bytes than a CPU.
+        scale = ((highest - minimum) / lowest.new_full((), levels)).half()
+        parameters[..., :1], parameters[..., 1:] = scale, minimum
+        # A scale of zero belongs to a group of equal values: any code serves, except a NaN (infinity · 0).
+        inverse = torch.where(scale == 0, torch.finfo(torch.float32).tiny, 1 / scale.float())
+        groups.sub_(minimum).mul_(inverse)
+        values = work.clamp_(0, levels).round_()
+        # Through int8: torch converts float32 to uint8 one element at a time, twelve times slower.
+        if code_space is None:
+            codes.view(torch.int8).copy_(values.sub_(128))
+            codes.bitwise_xor_(128)
+        else:
+            unpacked = _like(chunk, code_space)
+            unpacked.view(torch.int8).copy_(values)
+            below, above = unpacked.tensor_split(2, dim=-1)
+            torch.bitwise_left_shift(above, 4, out=codes)
+            codes.bitwise_or_(below.bitwise_and_(15))  # masked: processors differ in what a NaN becomes
 
 
 def _dequantize(packed: torch.Tensor, bits: int, out: torch.Tensor) -> None:
     """Dequantize in plain torch."""
-    codes = _workspace(out, torch.uint8) if bits == 4 else None
-    values = _workspace(out, torch.float32) if out.dtype != torch.float32 else None
+    code_space = _workspace(out, torch.uint8) if bits == 4 else None
+    wide = _workspace(out, torch.float32) if out.dtype != torch.float32 else None
     for chunk, source in _chunks(out, packed):
-        _dequantize_chunk(source, bits, chunk, chunk if values is None else _like(chunk, values), codes)
+        codes, parameters = _parts(source, chunk.shape[-1], bits)
+        parameters = parameters.float()
+        if code_space is not None:
+            unpacked = _like(chunk, code_space)
+            below, above = unpacked.tensor_split(2, dim=-1)
+            torch.bitwise_and(codes, 15, out=below)
+            torch.bitwise_right_shift(codes, 4, out=above)
+            codes = unpacked
+        values = chunk if wide is None else _like(chunk, wide)
+        _groups(values.copy_(codes)).mul_(parameters[..., :1]).add_(parameters[..., 1:])
+        if values is not chunk:
+            chunk.copy_(values)
 
 
 def _kernels_for(values: torch.Tensor, bits: int) -> ModuleType | None:
@@ -168,52 +202,6 @@ def _trial_rows(dtype: torch.dtype) -> torch.Tensor:
     _groups(rows[20])[: len(edges)] = edges.unsqueeze(1)
     rows[-1, 70] = torch.nan
     return rows.to(dtype)
-
-
-def _quantize_chunk(
-    rows: torch.Tensor, bits: int, packed: torch.Tensor, work: torch.Tensor, code_space: torch.Tensor | None
-) -> None:
-    """Pack a chunk of rows. ``work``: float32 like ``rows``; ``code_space``: uint8, of at least its size (4 bits)."""
-    levels, (codes, parameters) = 2**bits - 1, _parts(packed, rows.shape[-1], bits)
-    groups = _groups(work.copy_(rows))
-    # Adding 0.0 makes 0.0 of -0.0: equal values give equal bytes.
-    lowest = groups.amin(-1, keepdim=True).clamp_(-LIMIT, LIMIT).add_(0.0)
-    highest = groups.amax(-1, keepdim=True).clamp_(-LIMIT, LIMIT).add_(0.0)
-    minimum = _round_down(lowest)
-    # By a tensor: CUDA would multiply by the reciprocal of a number, and give other bytes than a CPU.
-    scale = ((highest - minimum) / lowest.new_full((), levels)).half()
-    parameters[..., :1], parameters[..., 1:] = scale, minimum
-    # A scale of zero belongs to a group of equal values: any code serves, except a NaN (infinity · 0).
-    inverse = torch.where(scale == 0, torch.finfo(torch.float32).tiny, 1 / scale.float())
-    groups.sub_(minimum).mul_(inverse)
-    values = work.clamp_(0, levels).round_()
-    # Through int8: torch converts float32 to uint8 one element at a time, twelve times slower.
-    if code_space is None:
-        codes.view(torch.int8).copy_(values.sub_(128))
-        codes.bitwise_xor_(128)
-    else:
-        unpacked = _like(rows, code_space)
-        unpacked.view(torch.int8).copy_(values)
-        below, above = unpacked.tensor_split(2, dim=-1)
-        torch.bitwise_left_shift(above, 4, out=codes)
-        codes.bitwise_or_(below.bitwise_and_(15))  # masked: processors differ in what a NaN becomes
-
-
-def _dequantize_chunk(
-    packed: torch.Tensor, bits: int, out: torch.Tensor, values: torch.Tensor, code_space: torch.Tensor | None
-) -> None:
-    """Unpack a chunk. ``values``: float32 like ``out``, or ``out``; ``code_space``: as for ``_quantize_chunk``."""
-    codes, parameters = _parts(packed, out.shape[-1], bits)
-    parameters = parameters.float()
-    if code_space is not None:
-        unpacked = _like(out, code_space)
-        below, above = unpacked.tensor_split(2, dim=-1)
-        torch.bitwise_and(codes, 15, out=below)
-        torch.bitwise_right_shift(codes, 4, out=above)
-        codes = unpacked
-    _groups(values.copy_(codes)).mul_(parameters[..., :1]).add_(parameters[..., 1:])
-    if values is not out:
-        out.copy_(values)
 
 
 def _round_down(lowest: torch.Tensor) -> torch.Tensor:
