@@ -1,11 +1,13 @@
-"""Random policies for hypothesis."""
+"""Random models and policies for hypothesis."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 from hypothesis import strategies as st
 
+from flexhybrid.cascade.thresholds.curve import Answers
 from flexhybrid.core.policy import Bits, Placement, Policy, Selection
 
 TIERS = ("device", "host", "disk")
@@ -65,3 +67,61 @@ def runnable_policies(draw) -> Policy:
     if policy.attention == "host":
         bits[1] = "native"
     return replace(policy, bits=Bits(*bits))
+
+
+@st.composite
+def opt_shapes(draw) -> dict:
+    """Arguments of ``models.save_opt``."""
+    shape = dict(
+        layers=draw(st.integers(1, 4)),
+        heads=draw(st.sampled_from((1, 2, 3, 5, 7))),
+        head_dim=draw(st.sampled_from((8, 16, 24))),
+        ffn=draw(st.sampled_from((24, 40, 96))),
+        vocab=draw(st.integers(11, 90)),
+        positions=draw(st.integers(24, 80)),
+        post_norm=draw(st.booleans()),
+        seed=draw(st.integers(0, 1000)),
+    )
+    if draw(st.booleans()):
+        shape["embed_dim"] = draw(st.sampled_from((12, 20)))
+    return shape
+
+
+@st.composite
+def llama_shapes(draw) -> dict:
+    """Multi-head, grouped-query, Qwen2's biases, heads that are not as wide as the model, every kind of rotation:
+    arguments of ``models.save_llama``."""
+    groups, queries_a_group = draw(st.sampled_from(((1, 1), (3, 1), (1, 4), (2, 2), (2, 3), (4, 1))))
+    heads, head_dim = groups * queries_a_group, draw(st.sampled_from((6, 8, 16, 24)))
+    ropes = (
+        {},
+        dict(rope_type="linear", factor=2.0),
+        dict(rope_type="dynamic", factor=2.0),
+        dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16),
+        dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+             original_max_position_embeddings=32),
+    )  # fmt: skip
+    return dict(
+        kind=draw(st.sampled_from(("llama", "qwen2", "mistral"))),
+        layers=draw(st.integers(1, 3)),
+        heads=heads,
+        kv_heads=groups,
+        head_dim=head_dim,
+        hidden=heads * draw(st.sampled_from((head_dim, 10, 16))),
+        ffn=draw(st.sampled_from((24, 40, 96))),
+        vocab=draw(st.integers(11, 90)),
+        positions=draw(st.integers(24, 80)),
+        tied=draw(st.booleans()),
+        rope=draw(st.sampled_from(ropes)),
+        theta=draw(st.sampled_from((100.0, 10_000.0, 1e6))),
+        seed=draw(st.integers(0, 1000)),
+    )
+
+
+def calibrated_answers(num_models: int, num_requests: int, seed: int) -> Answers:
+    """Models that grow better and dearer, each right as often as its confidence says."""
+    generator = np.random.default_rng(seed)
+    skill = np.sort(generator.uniform(0.3, 0.95, num_models))
+    confidence = generator.beta(8 * skill[:, None], 8 * (1 - skill[:, None]), (num_models, num_requests))
+    correct = generator.random((num_models, num_requests)) < confidence
+    return Answers(correct, confidence, np.sort(generator.uniform(0.05, 1.0, num_models)))

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import InMemory, save_llama, save_opt
 from runs import forced_logits
+from strategies import llama_shapes, opt_shapes
 
 from flexhybrid import LLM, Policy, SamplingParams, shipped
 from flexhybrid.core.policy import Placement
@@ -40,54 +41,9 @@ def test_shipped_checkpoint_every_share_and_mini_batch_size():
     check(folder, prompts, 8, [hybrid(share, bound) for share in SHARES for bound in bounds[share]])
 
 
-def opt_shapes(draw) -> dict:
-    shape = dict(
-        layers=draw(st.integers(1, 4)),
-        heads=draw(st.sampled_from((1, 2, 3, 5, 7))),
-        head_dim=draw(st.sampled_from((8, 16, 24))),
-        ffn=draw(st.sampled_from((24, 40, 96))),
-        vocab=draw(st.integers(11, 90)),
-        positions=draw(st.integers(24, 80)),
-        post_norm=draw(st.booleans()),
-        seed=draw(st.integers(0, 1000)),
-    )
-    if draw(st.booleans()):
-        shape["embed_dim"] = draw(st.sampled_from((12, 20)))
-    return shape
-
-
-def llama_shapes(draw) -> dict:
-    """Multi-head, grouped-query, Qwen2's biases, heads that are not as wide as the model, every kind of rotation."""
-    groups, queries_a_group = draw(st.sampled_from(((1, 1), (3, 1), (1, 4), (2, 2), (2, 3), (4, 1))))
-    heads, head_dim = groups * queries_a_group, draw(st.sampled_from((6, 8, 16, 24)))
-    ropes = (
-        {},
-        dict(rope_type="linear", factor=2.0),
-        dict(rope_type="dynamic", factor=2.0),
-        dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16),
-        dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
-             original_max_position_embeddings=32),
-    )  # fmt: skip
-    return dict(
-        kind=draw(st.sampled_from(("llama", "qwen2", "mistral"))),
-        layers=draw(st.integers(1, 3)),
-        heads=heads,
-        kv_heads=groups,
-        head_dim=head_dim,
-        hidden=heads * draw(st.sampled_from((head_dim, 10, 16))),
-        ffn=draw(st.sampled_from((24, 40, 96))),
-        vocab=draw(st.integers(11, 90)),
-        positions=draw(st.integers(24, 80)),
-        tied=draw(st.booleans()),
-        rope=draw(st.sampled_from(ropes)),
-        theta=draw(st.sampled_from((100.0, 10_000.0, 1e6))),
-        seed=draw(st.integers(0, 1000)),
-    )
-
-
 @st.composite
 def cases(draw, shapes):
-    shape = shapes(draw)
+    shape = draw(shapes)
     max_tokens = draw(st.integers(1, 20))
     longest = shape["positions"] - max_tokens
     lengths = draw(st.lists(st.integers(1, longest), min_size=1, max_size=6))
@@ -108,16 +64,16 @@ def cases(draw, shapes):
     return shape, prompts, max_tokens, policy, draw(st.booleans())
 
 
-@settings(max_examples=20)
-@given(cases(opt_shapes))
+@settings(max_examples=30)
+@given(cases(opt_shapes()))
 def test_random_shapes_prompts_and_policies(tmp_path_factory, case):
     shape, prompts, max_tokens, policy, ignore_eos = case
     folder = tmp_path_factory.mktemp("opt")
     check(folder, prompts, max_tokens, [policy], ignore_eos, InMemory(save_opt(folder, **shape)))
 
 
-@settings(max_examples=20)
-@given(cases(llama_shapes))
+@settings(max_examples=30)
+@given(cases(llama_shapes()))
 def test_random_llama_shapes_prompts_and_policies(tmp_path_factory, case):
     shape, prompts, max_tokens, policy, ignore_eos = case
     folder = tmp_path_factory.mktemp("llama")

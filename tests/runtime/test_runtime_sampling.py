@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
+from oracles.warpers import warped as oracle
 from scipy import stats
-from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from flexhybrid.runtime.kernels import sampling
 from flexhybrid.runtime.kernels.sampling import (
@@ -113,20 +113,6 @@ def test_a_draw_at_either_end_never_takes_a_token_of_no_probability():
 
 
 # ---- what may be drawn, against transformers -------------------------------------------------------------------------
-
-
-def oracle(logits_V: torch.Tensor, temperature=1.0, min_p=0.0, top_k=0, top_p=1.0) -> torch.Tensor:
-    """transformers' processors, one row at a time, in vLLM's order."""
-    scores = logits_V[None].float()
-    warpers = [
-        TemperatureLogitsWarper(float(temperature)),
-        *([MinPLogitsWarper(float(min_p))] if min_p > 0 else []),
-        *([TopKLogitsWarper(int(top_k))] if top_k > 0 else []),
-        *([TopPLogitsWarper(float(top_p))] if top_p < 1 else []),
-    ]
-    for warper in warpers:
-        scores = warper(None, scores)
-    return scores[0]
 
 
 def random_row(generator) -> dict:

@@ -1,0 +1,406 @@
+"""Random cases against oracles that share no code with what they judge: ``make fuzz``, and a short round in the suite.
+
+    tokens      transformers' greedy generate, for random models under random lossless policies
+    sampling    transformers' logits warpers: what may be drawn, and how often; a request alone draws the same
+    selections  plain accounts of H2O and InfiniGen, token by token and head by head
+    search      random policies of the same space: none that fits is predicted to be faster
+    clocks      the virtual clock, for the seconds of the array clock
+    cascade     each request walked by itself through the thresholds; the cost of the largest model alone
+    threads     one LLM used from several threads at once
+
+An area is a function and a strategy. Rounds go through the areas with seeds of their own until the time is over; a case
+that fails is shrunk by hypothesis, printed with the command that repeats its round, and the rest goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import count
+from typing import NamedTuple
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import seed as seeded
+from hypothesis import strategies as st
+from models import InMemory, save_llama, save_opt
+from oracles.heavy_hitters import plain_h2o
+from oracles.speculative import plain_tokens
+from oracles.warpers import warped
+from runs import run_wave
+from scipy import stats
+from strategies import calibrated_answers, llama_shapes, lossless_policies, opt_shapes
+from toy_machine import MIB, SHAPE, machine
+from transformers.utils.logging import disable_progress_bar
+
+from flexhybrid import LLM, SamplingParams
+from flexhybrid.cascade.routes import CascadeModel
+from flexhybrid.cascade.thresholds.fit import Fitted
+from flexhybrid.cascade.thresholds.search import SearchOptions
+from flexhybrid.cascade.thresholds.search import search as search_cascade
+from flexhybrid.core.errors import InputError
+from flexhybrid.core.memory import fits
+from flexhybrid.core.policy import Placement, Policy, Selection
+from flexhybrid.core.problem import Budgets, Problem
+from flexhybrid.core.waves import wave_plan
+from flexhybrid.core.workload import Workload
+from flexhybrid.jobs.compare.exactness import compare_tokens
+from flexhybrid.runtime.storage.loader import Checkpoint
+from policy_search.search import SearchSettings, search
+from policy_search.search_problem import FULL, LOSSLESS, PLAIN, Option
+from sim.simulate import simulate
+
+SHARES = st.sampled_from((0.1, 0.25, 0.5, 0.8, 1.0))
+LONGEST_TEXT = 96  #: tokens of prompt and answer in the areas with models of their own
+
+
+def random_prompts(draw, vocab: int, longest: int, most: int = 6) -> list[list[int]]:
+    """Prompts of one to ``longest`` tokens, none of them a special one."""
+    lengths = draw(st.lists(st.integers(1, longest), min_size=1, max_size=most))
+    generator = np.random.default_rng(draw(st.integers(0, 10**6)))
+    return [generator.integers(3, vocab, length).tolist() for length in lengths]
+
+
+def save_model(folder, shape: dict):
+    """Write the checkpoint of a drawn shape; return transformers' model."""
+    return (save_llama if "kind" in shape else save_opt)(folder, **shape)
+
+
+# ---- tokens
+
+
+@st.composite
+def token_cases(draw) -> dict:
+    shape = draw(st.one_of(opt_shapes(), llama_shapes()))
+    max_tokens = draw(st.integers(1, 20))
+    return {
+        "shape": shape,
+        "prompts": random_prompts(draw, shape["vocab"], shape["positions"] - max_tokens),
+        "max_tokens": max_tokens,
+        "policy": replace(draw(lossless_policies()), max_batch=draw(st.sampled_from((None, None, 2)))),
+        "ignore_eos": draw(st.booleans()),
+    }
+
+
+def check_tokens(case: dict) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        reference = InMemory(save_model(folder, case["shape"]))
+        expected = reference.generate(case["prompts"], case["max_tokens"], case["ignore_eos"])
+        params = SamplingParams(max_tokens=case["max_tokens"], temperature=0.0, ignore_eos=case["ignore_eos"])
+        with LLM(folder, case["policy"], device="cpu", dtype="float32", disk_dir=folder, hardware=machine()) as llm:
+            answers = llm.generate(case["prompts"], params)
+    outcome = compare_tokens(reference, case["prompts"], expected, [a.outputs[0].token_ids for a in answers])
+    assert outcome.exact, outcome.first_wrong
+
+
+# ---- sampling
+
+DRAWS = 500
+
+
+@st.composite
+def sampling_cases(draw) -> dict:
+    return {
+        "vocab": draw(st.sampled_from((11, 61, 300))),
+        "prompt": draw(st.lists(st.integers(3, 10), min_size=1, max_size=20)),
+        "temperature": draw(st.sampled_from((0.3, 0.8, 1.0, 2.0, 10.0))),
+        "top_k": draw(st.sampled_from((0, 0, 1, 3, 50))),
+        "top_p": draw(st.sampled_from((1.0, 1.0, 0.9, 0.5, 0.1))),
+        "min_p": draw(st.sampled_from((0.0, 0.0, 0.05, 0.5))),
+        "seed": draw(st.integers(0, 2**32)),
+    }
+
+
+def check_sampling(case: dict) -> None:
+    limits = {name: case[name] for name in ("temperature", "top_k", "top_p", "min_p")}
+    params = [SamplingParams(max_tokens=3, seed=case["seed"] + i, ignore_eos=True, **limits) for i in range(DRAWS)]
+    with tempfile.TemporaryDirectory() as folder:
+        model = save_opt(folder, vocab=case["vocab"], seed=case["seed"] % 1000)
+        with LLM(folder, "hybrid(0.5)", device="cpu", dtype="float32") as llm:
+            answers = [a.outputs[0].token_ids for a in llm.generate([case["prompt"]] * DRAWS, params)]
+            for i in (0, DRAWS - 1):
+                (alone,) = llm.generate([case["prompt"]], params[i : i + 1])
+                assert alone.outputs[0].token_ids == answers[i], f"request {i} draws other tokens alone"
+    with torch.inference_mode():
+        logits = model(torch.tensor([case["prompt"]])).logits[0, -1]
+    first = np.bincount([answer[0] for answer in answers], minlength=case["vocab"])
+    # Rounding may put a token on either side of top_p's edge: such a token may be drawn, and need not be.
+    edges = (case["top_p"] - 1e-5, case["top_p"], min(case["top_p"] + 1e-5, 1.0))
+    _, probabilities, widest = (
+        torch.softmax(warped(logits, **limits | {"top_p": p}).double(), 0).numpy() for p in edges
+    )
+    assert not first[widest == 0].any(), f"drawn against the limits: {np.flatnonzero(first * (widest == 0))}"
+    expected, often = probabilities * DRAWS, probabilities * DRAWS >= 5
+    if often.sum() > 1 and np.array_equal(widest > 0, probabilities > 0):
+        observed = np.append(first[often], first[~often].sum())
+        expected = np.append(expected[often], expected[~often].sum())
+        used = expected > 0
+        pvalue = stats.chisquare(observed[used], expected[used]).pvalue
+        assert pvalue > 1e-7, f"tokens are drawn as often as chance gives once in {1 / max(pvalue, 1e-300):.0e} tries"
+
+
+# ---- selections
+
+
+@st.composite
+def selection_cases(draw) -> dict:
+    family = draw(st.sampled_from(("opt", "llama")))
+    shape = {"layers": draw(st.integers(2, 4)), "heads": 4, "positions": LONGEST_TEXT, "scale": 0.15}
+    if family == "llama":
+        shape |= {"kind": "llama", "kv_heads": draw(st.sampled_from((1, 2, 4)))}
+    max_tokens = draw(st.integers(2, 24))
+    prompts = random_prompts(draw, 61, LONGEST_TEXT - max_tokens, 4)
+    method, tokens = draw(st.sampled_from(("heavy_hitter", "speculative"))), draw(st.sampled_from((100, 250, 8192)))
+    if method == "heavy_hitter":
+        host = draw(st.sampled_from((0.0, 0.4, 1.0)))
+        cache = {entry: share for entry, share in (("kv@host", host), ("kv@device", 1 - host)) if share}
+        selection = Selection(method, budget=draw(SHARES))
+    else:
+        pool = draw(st.sampled_from((0.4, 0.7, 1.0)))
+        host = draw(st.sampled_from((0.6, 1.0))) if pool == 1 else 1.0
+        cache = {"kv@host": host} | ({"act@host": 1 - host} if host < 1 else {})
+        selection = Selection(
+            method, alpha=draw(st.sampled_from((0.3, 1.0, 4.0))), partial_ratio=draw(SHARES),
+            max_fraction=draw(SHARES), pool=pool, victim=draw(st.sampled_from(("fifo", "lru", "counter"))),
+            partial_keys="device", whole_layers=draw(st.sampled_from((None, 1, 2, 3))),
+        )  # fmt: skip
+    weights = Placement(device=0.3, host=0.7)
+    policy = Policy("case", weights, cache=cache, selection=selection, max_mini_batch_tokens=tokens)
+    return {"shape": shape, "prompts": prompts, "max_tokens": max_tokens, "policy": policy}
+
+
+def check_selections(case: dict) -> None:
+    policy, prompts, max_tokens = case["policy"], case["prompts"], case["max_tokens"]
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(folder, case["shape"])
+        checkpoint = Checkpoint(folder)
+        ours = run_wave(checkpoint, policy, prompts, max_tokens).tokens
+        if policy.selection.method == "heavy_hitter":
+            plain = [plain_h2o(checkpoint, p, max_tokens, policy.selection.budget, policy.cache) for p in prompts]
+        else:
+            plain, _ = plain_tokens(checkpoint, policy, prompts, max_tokens)
+    assert ours == plain
+
+
+# ---- searches and clocks
+
+
+@st.composite
+def machines(draw):
+    """A machine on which none of its resources binds everywhere."""
+    return machine(
+        link=draw(st.sampled_from((0.05, 0.3, 1.0, 5.0))),
+        gflops=draw(st.sampled_from((10.0, 60.0, 400.0))),
+        memory=draw(st.sampled_from((2.0, 8.0, 60.0))),
+        disk=draw(st.sampled_from((0.02, 0.1, 0.5))),
+    )
+
+
+@st.composite
+def search_cases(draw) -> dict:
+    return {
+        "hardware": draw(machines()),
+        "budgets": Budgets(*(draw(st.sampled_from(sizes)) * MIB for sizes in ((40, 60, 200), (24, 64, 400), (256,)))),
+        "space": draw(st.sampled_from((PLAIN, LOSSLESS, FULL))),
+        "prompt_tokens": draw(st.integers(1, 300)),
+        "max_tokens": draw(st.integers(1, 40)),
+        "max_batch": draw(st.sampled_from((1, 4, 32))),
+        "rivals": draw(st.integers(0, 10**6)),
+    }
+
+
+def random_rival(generator: np.random.Generator, problem, batch: int) -> Policy:
+    """A policy of the searched space: one of its options, random shares of cache and weights."""
+    option: Option = problem.options[generator.integers(len(problem.options))]
+    entries = ["kv@host"] if option.attention == "host" else list(problem.entries)
+    entries = list(generator.choice(entries, size=min(len(entries), generator.integers(1, 4)), replace=False))
+    shares = generator.dirichlet(np.ones(len(entries)))
+    device, disk = (generator.choice([0.0, 1.0, generator.random()]) for _ in range(2))
+    disk = min(disk * generator.integers(0, 2), 1 - device)
+    weights = Placement(round(device, 6), round(1 - round(device, 6) - round(disk, 6), 6), round(disk, 6))
+    policy = option.policy({entry: float(share) for entry, share in zip(entries, shares)}, weights)
+    return replace(policy, max_batch=batch, max_mini_batch_tokens=int(generator.choice([1024, 4096, 16384])))
+
+
+def check_search(case: dict) -> None:
+    problem = Problem(shape=SHAPE, hardware=case["hardware"], budgets=case["budgets"])
+    lengths = case["prompt_tokens"], case["max_tokens"]
+    options = SearchSettings(max_batch=case["max_batch"], space=case["space"])
+    try:
+        best = search(problem, Workload.uniform(1, *lengths), options)
+    except InputError:
+        return  # nothing fits: the rivals are drawn from what a search returns
+    assert fits(wave_plan(problem, best.policy, Workload.uniform(best.batch, *lengths)), case["budgets"])
+    assert not best.proved or best.gap >= -1e-9
+    generator = np.random.default_rng(case["rivals"])
+    for _ in range(40):
+        batch = int(generator.integers(1, case["max_batch"] + 1))
+        rival = random_rival(generator, best.problem, batch)
+        try:
+            if not case["space"].allows(rival) or not fits(
+                wave_plan(problem, rival, Workload.uniform(batch, *lengths)), case["budgets"]
+            ):
+                continue
+        except InputError:
+            continue  # a share that no block carries
+        priced = simulate(problem, rival, batch, *lengths)
+        assert best.prediction["tokens_per_s"] >= priced.tokens_per_s * (1 - 3e-3), (
+            f"{priced.tokens_per_s:g} tokens/s instead of {best.prediction['tokens_per_s']:g}, by {rival}"
+        )
+
+
+@st.composite
+def clock_cases(draw) -> dict:
+    policy = replace(draw(lossless_policies()), overlap="full", packing="fifo")
+    return {
+        "hardware": draw(machines()),
+        "policy": policy,
+        "batch": draw(st.integers(1, 12)),
+        "prompt_tokens": draw(st.integers(1, 200)),
+        "max_tokens": draw(st.integers(2, 24)),
+    }
+
+
+def check_clocks(case: dict) -> None:
+    problem = Problem(shape=SHAPE, hardware=case["hardware"], budgets=Budgets(disk=2**40))
+    sizes = case["batch"], case["prompt_tokens"], case["max_tokens"]
+    by_clock = {clock: simulate(problem, case["policy"], *sizes, clock=clock) for clock in ("closed", "virtual")}
+    closed, virtual = (by_clock[clock].tokens_per_s for clock in ("closed", "virtual"))
+    assert abs(closed / virtual - 1) < 0.25, f"closed form {closed:g} tokens/s, virtual clock {virtual:g}"
+
+
+# ---- cascades
+
+CASCADE_CASES = st.fixed_dictionaries(
+    {"num_models": st.integers(2, 4), "num_requests": st.sampled_from((40, 200)), "seed": st.integers(0, 10**6)}
+)
+
+
+def check_cascade(family: dict) -> None:
+    answers = calibrated_answers(**family)
+    models = tuple(CascadeModel(str(i), energy_j=float(cost)) for i, cost in enumerate(answers.cost))
+    fitted = Fitted(models, "classification", None, answers.correct, answers.confidence, np.zeros((len(models), 2)))
+    for options in (SearchOptions(), SearchOptions(caution=1.0), SearchOptions(mode="eo"), SearchOptions(drop="none")):
+        try:
+            searched = search_cascade(fitted, options)
+        except InputError:
+            continue  # no cascade pays
+        cost = 0.0
+        cascade, confidence = searched.cascade, answers.confidence[searched.kept]
+        energies = answers.cost[searched.kept]
+        for request in range(answers.num_requests):
+            _, visited = cascade.walk(confidence[:, request : request + 1])
+            cost += float(energies @ visited[:, 0])
+        assert np.isclose(cost / answers.num_requests, searched.route.cost)
+        assert searched.route.cost <= answers.cost[-1] * (1 + 1e-9), (
+            f"{options}: {searched.route.cost:g} a request, {answers.cost[-1]:g} by the largest alone"
+        )
+
+
+# ---- threads
+
+
+@st.composite
+def thread_cases(draw) -> dict:
+    prompts = [prompt for prompt in random_prompts(draw, 61, 40, 8)]
+    return {"policy": draw(lossless_policies()), "prompts": prompts, "threads": draw(st.integers(2, 6))}
+
+
+def check_threads(case: dict) -> None:
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    with tempfile.TemporaryDirectory() as folder:
+        save_opt(folder)
+        with LLM(folder, case["policy"], device="cpu", dtype="float32", disk_dir=folder, hardware=machine()) as llm:
+
+            def answer(prompt: list[int]) -> list[int]:
+                return llm.generate([prompt], params)[0].outputs[0].token_ids
+
+            alone = [answer(prompt) for prompt in case["prompts"]]
+            with ThreadPoolExecutor(case["threads"]) as threads:
+                together = list(threads.map(answer, case["prompts"] * 3))
+    assert together == alone * 3
+
+
+# ---- rounds
+
+
+class Area(NamedTuple):
+    check: Callable
+    cases: st.SearchStrategy
+    examples: int  #: of a round
+
+
+AREAS = {
+    "tokens": Area(check_tokens, token_cases(), 15),
+    "sampling": Area(check_sampling, sampling_cases(), 4),
+    "selections": Area(check_selections, selection_cases(), 4),
+    "search": Area(check_search, search_cases(), 3),
+    "clocks": Area(check_clocks, clock_cases(), 15),
+    "cascade": Area(check_cascade, CASCADE_CASES, 20),
+    "threads": Area(check_threads, thread_cases(), 4),
+}
+
+
+def run_round(name: str, seed: int, examples: int | None = None) -> str:
+    """Check the cases of one round; return what failed, shrunk, or an empty text."""
+    check, cases, usual = AREAS[name]
+
+    @seeded(seed)
+    @settings(
+        max_examples=examples or usual, deadline=None, database=None, print_blob=False,
+        suppress_health_check=list(HealthCheck), phases=(Phase.generate, Phase.shrink),
+    )  # fmt: skip
+    @given(cases)
+    def judge(case):
+        check(case)
+
+    try:
+        judge()
+    except Exception as error:
+        frames = traceback.format_list(traceback.extract_tb(error.__traceback__)[-4:])
+        return "".join([*frames, *traceback.format_exception_only(error)])
+    return ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--seconds", type=float, default=240, help="time after which no round starts")
+    parser.add_argument("--rounds", type=int, help="rounds of each area, instead of a time")
+    parser.add_argument("--seed", type=int, default=0, help="of the first round; each round has the next one")
+    parser.add_argument("--only", nargs="+", choices=AREAS, default=list(AREAS), help="areas")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    disable_progress_bar()
+    began, failures, done = time.monotonic(), 0, dict.fromkeys(args.only, 0)
+    for seed in count(args.seed):
+        if args.rounds is not None and seed - args.seed >= args.rounds:
+            break
+        for name in args.only:
+            if args.rounds is None and time.monotonic() - began > args.seconds:
+                break
+            failure = run_round(name, seed)
+            done[name] += AREAS[name].examples
+            if failure:
+                failures += 1
+                print(f"{failure}\nmake fuzz ARGS='--only {name} --seed {seed} --rounds 1'\n", flush=True)
+        else:
+            continue
+        break
+    checked = ", ".join(f"{name} {cases}" for name, cases in done.items())
+    print(f"cases: {checked}; {failures} rounds failed; {time.monotonic() - began:.0f} s")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,245 @@
+"""InfiniGen's selection, plainly: every key of every head in a dictionary, one request and one token at a time."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from flexhybrid.core.context.blocks import BlockEntries
+from flexhybrid.core.policy import Placement, Policy
+from flexhybrid.core.problem import Problem
+from flexhybrid.core.wave import admit
+from flexhybrid.core.workload import Workload
+from flexhybrid.runtime.kernels.quantize import dequantize, quantize
+from flexhybrid.runtime.kernels.rotary import rotary_tables, rotate_
+from flexhybrid.runtime.models import architecture
+from flexhybrid.runtime.selections.pool import COUNTER_FULL
+from flexhybrid.runtime.storage.weights import Weights, linear
+
+
+@dataclass(eq=False)
+class Entry:
+    key: torch.Tensor
+    stored_key: torch.Tensor
+    value: torch.Tensor
+    position: int
+    uses: int
+    used_at: int
+
+
+class PlainInfiniGen:
+    """The requests of one mini-batch, token by token and head by head."""
+
+    def __init__(self, checkpoint, policy: Policy, last: int, cached: list[int]):
+        self.shape, self.selection = checkpoint.shape, (selection := policy.selection)
+        self.whole = selection.whole_layers or 2  # layers that look at all tokens
+        self.entries, self.bits = BlockEntries(policy.cache), policy.bits
+        room = [math.ceil(round(selection.pool * tokens / 16, 9)) * 16 for tokens in cached]
+        self.room = room if selection.pool < 1 else cached  # places of each request
+        self.model = architecture(self.shape)
+        self.weights = Weights(
+            self.shape, checkpoint, "float32", torch.device("cpu"), Policy(weights=Placement(device=1.0))
+        )
+        self.rotary = rotary_tables(self.shape, last, torch.float32, "cpu") if self.shape.rotary else None
+        self.skew = [checkpoint.skew(layer) for layer in range(self.shape.num_layers)]
+        self.columns = {}  # (layer, kv head) -> columns
+        self.fetched = []  # (tokens fetched, context) of each choice
+        self.caches = {}  # (request, layer, kv head) -> [Entry, …]
+        self.looks = []  # of the heads so far of a layer that looks at every token
+
+    def heads_of(self, group: int):
+        per_group = self.shape.num_heads // self.shape.num_kv_heads
+        return range(group * per_group, (group + 1) * per_group)
+
+    def project(self, layer, act, positions):
+        """Keys, values and queries [n, heads, d]."""
+        w, d = self.weights.views(layer, None), self.shape.head_dim
+        kvq = linear(act, w["kvq.weight"], w["kvq.bias"][0] if "kvq.bias" in w else None)
+        half = self.shape.kv_width // 2
+        k, v, q = (x.unflatten(-1, (-1, d)) for x in kvq.split([half, half, self.shape.query_width], dim=-1))
+        if self.rotary:
+            k, q = (rotate_(x.contiguous(), self.rotary[0][positions], self.rotary[1][positions]) for x in (k, q))
+        return k, v, q
+
+    def act(self, layer, hidden):
+        return self.model.attention_input(self.shape, self.weights.views(layer, None), hidden)
+
+    def turned(self, layer, group, x):
+        return x if self.skew[layer] is None else x @ self.skew[layer][group]
+
+    def prefill(self, prompts):
+        """First tokens. All requests pass a layer before its columns are chosen."""
+        hidden = [self.model.embed(self.shape, self.weights.outer, torch.tensor(p), torch.arange(len(p)))
+                  for p in prompts]  # fmt: skip
+        for layer in range(self.shape.num_layers):
+            sums = torch.zeros(self.shape.num_kv_heads, self.shape.head_dim)
+            for i, prompt in enumerate(prompts):
+                positions = torch.arange(len(prompt))
+                act = self.act(layer, hidden[i])
+                k, v, q = self.project(layer, act, positions)
+                out = torch.zeros_like(q)
+                stored = [self.stored(*rows, layer, position) for position, rows in enumerate(zip(k, v, act))]
+                for g in range(self.shape.num_kv_heads):
+                    cache = self.caches[i, layer, g] = []
+                    for position, back in enumerate(stored):
+                        self.keep(cache, i, Entry(k[position, g], *(part[g] for part in back), position, 1, position))
+                    sums[g] += self.turned(layer, g, k[:, g]).abs().sum(0)
+                    for head in self.heads_of(g):
+                        sums[g] += self.turned(layer, g, q[:, head]).abs().sum(0) / len(self.heads_of(g))
+                        scores = q[:, head] @ k[:, g].T / self.shape.head_dim**0.5
+                        scores.masked_fill_(positions > positions[:, None], -torch.inf)
+                        out[:, head] = torch.softmax(scores, -1) @ v[:, g]
+                hidden[i] = self.model.finish(self.shape, self.weights.views(layer, None), hidden[i], out.flatten(1))
+            for g in range(self.shape.num_kv_heads):
+                count = max(1, math.ceil(round(self.selection.partial_ratio * self.shape.head_dim, 9)))
+                self.columns[layer, g] = sums[g].argsort(descending=True)[:count]
+        return [self.next_token(one) for one in hidden]
+
+    def members(self, cache) -> dict[str, list[int]]:
+        """Cache entry of the policy -> places in the cache of the tokens it holds."""
+        of_token = self.entries.entry_of(np.array([one.position for one in cache]))
+        return {
+            name: np.flatnonzero(of_token == i).tolist() for i, name in enumerate(self.entries.names) if i in of_token
+        }
+
+    def stored(self, k, v, act, layer, position):
+        """A token's keys and values as they come back from the cache: [G, d] each."""
+        representation = self.entries.names[int(self.entries.entry_of(position))].partition("@")[0]
+        bits = {"kv": self.bits.kv, "act": self.bits.act}.get(representation, "native")
+        if bits == "native":
+            return k, v
+
+        def rounded(row):
+            return dequantize(quantize(row, bits), bits, torch.float32)
+
+        if representation == "kv":
+            return rounded(torch.cat([k.flatten(), v.flatten()])).view(2, *k.shape)
+        k, v, _ = self.project(layer, rounded(act)[None], torch.tensor([position]))
+        return k[0], v[0]
+
+    def keep(self, cache, request, entry):
+        """The new entry, in place of another where there is no room, which is returned; nothing was fetched yet after
+        the prompt alone."""
+        rank = {
+            "fifo": lambda one: one.position, "lru": lambda one: (one.used_at, one.position),
+            "counter": lambda one: (one.uses, one.position),
+        }[self.selection.victim]  # fmt: skip
+        gone = min(cache, key=rank) if len(cache) == self.room[request] else None
+        if gone:
+            cache.remove(gone)
+        cache.append(entry)
+        return gone
+
+    def next_token(self, hidden):
+        return int(self.model.head(self.shape, self.weights.outer, hidden[-1:]).argmax())
+
+    def decode(self, request, token, position):
+        """The next token of one request."""
+        where = torch.tensor([position])
+        hidden = self.model.embed(self.shape, self.weights.outer, torch.tensor([token]), where)
+        chosen = None  # of all kv heads; None: every token
+        for layer in range(self.shape.num_layers):
+            act = self.act(layer, hidden)
+            k, v, q = self.project(layer, act, where)
+            out = torch.zeros_like(q)
+            stored = self.stored(k[0], v[0], act[0], layer, position)
+            for g in range(self.shape.num_kv_heads):
+                cache = self.caches[request, layer, g]
+                kept = chosen[g] if chosen else list(cache)
+                entry = Entry(k[0, g], *(part[g] for part in stored), position, 1, position)
+                if gone := self.keep(cache, request, entry):
+                    entry.uses = gone.uses + 1
+                keys = torch.stack([*(one.stored_key for one in kept), k[0, g]])
+                values = torch.stack([*(one.value for one in kept), v[0, g]])
+                for head in self.heads_of(g):
+                    scores = keys @ q[0, head] / self.shape.head_dim**0.5
+                    out[0, head] = torch.softmax(scores, -1) @ values
+                if chosen is None and kept:
+                    self.note(kept, cache, [q[0, head] for head in self.heads_of(g)], position)
+            guesses = self.whole <= layer + 1 < self.shape.num_layers
+            chosen = self.choose(request, layer + 1, act, position) if guesses else None
+            hidden = self.model.finish(self.shape, self.weights.views(layer, None), hidden, out.flatten(1))
+        return self.next_token(hidden)
+
+    def note(self, seen, cache, queries, position):
+        """A layer that looks at every token uses those it would have fetched; how many hangs on all of its heads."""
+        self.looks.append((seen, cache, queries))
+        if len(self.looks) < self.shape.num_kv_heads:
+            return
+        behind = []
+        for entries, _, of_group in self.looks:
+            keys = torch.stack([one.stored_key for one in entries])
+            scores = torch.stack([keys @ query / self.shape.head_dim**0.5 for query in of_group])
+            behind.append((scores - scores.max(dim=-1, keepdim=True).values).max(dim=0).values.tolist())
+        most = math.ceil(round(self.selection.max_fraction * len(seen), 9))
+        within = sum(worth > -self.selection.alpha for of_head in behind for worth in of_head)
+        count = min(max(1, math.ceil(within / len(behind))), most)
+        for (entries, kept, _), of_head in zip(self.looks, behind, strict=True):
+            best = sorted(range(len(entries)), key=lambda t: -of_head[t])[:count]
+            self.use([entries[t] for t in best], kept, position)
+        self.looks.clear()
+
+    def use(self, fetched, cache, position):
+        for one in fetched:
+            one.uses, one.used_at = one.uses + 1, position
+        if any(one.uses >= COUNTER_FULL for one in cache):
+            for one in cache:
+                one.uses //= 2
+
+    def choose(self, request, layer, act, context):
+        """What each kv head of a layer fetches."""
+        _, _, q = self.project(layer, act, torch.tensor([context]))
+        behind = []
+        for g in range(self.shape.num_kv_heads):
+            columns = self.columns[layer, g]
+            keys = torch.stack([one.key for one in self.caches[request, layer, g]])
+            keys = self.turned(layer, g, keys)[:, columns]
+            scores = torch.stack([
+                keys @ self.turned(layer, g, q[0, head])[columns] / self.shape.head_dim**0.5
+                for head in self.heads_of(g)
+            ])  # fmt: skip
+            behind.append((scores - scores.max(dim=-1, keepdim=True).values).max(dim=0).values.tolist())
+        chosen, counts = [[] for _ in behind], 0
+        for kind, members in self.members(self.caches[request, layer, 0]).items():
+            within = [sum(of_head[t] > -self.selection.alpha for t in members) for of_head in behind]
+            count = max(1, math.ceil(sum(within) / len(within)))
+            count = min(count, math.ceil(round(self.selection.max_fraction * len(members), 9)))
+            counts += count
+            for g, of_head in enumerate(behind):
+                if kind == "kv@host" and self.bits.kv == "native":
+                    worth = of_head
+                else:  # a row serves all heads
+                    worth = [sum(math.exp(other[t]) for other in behind) for t in range(len(of_head))]
+                best = sorted(members, key=lambda t: -worth[t])[:count]
+                chosen[g] += [self.caches[request, layer, g][t] for t in best]
+        self.fetched.append((counts, context))
+        for g, of_head in enumerate(chosen):
+            cache = self.caches[request, layer, g]
+            self.use(of_head, cache, context)
+        return chosen
+
+    @torch.inference_mode()
+    def answers(self, prompts, max_tokens: list[int]) -> list[list[int]]:
+        answers = []
+        for request, (prompt, first) in enumerate(zip(prompts, self.prefill(prompts), strict=True)):
+            answers.append([first])
+            for position in range(len(prompt), len(prompt) + max_tokens[request] - 1):
+                answers[-1].append(self.decode(request, answers[-1][-1], position))
+        return answers
+
+
+def plain_tokens(checkpoint, policy, prompts, max_tokens):
+    """(tokens of each request, share of the context fetched in layers that choose)."""
+    workload = Workload(np.array([len(p) for p in prompts]), np.broadcast_to(max_tokens, len(prompts)))
+    answers, fetched = [None] * len(prompts), []
+    for group in admit(Problem(shape=checkpoint.shape, dtype="float32"), policy, workload).mini_batches:
+        cached = workload.cached_tokens[group].tolist()
+        plain = PlainInfiniGen(checkpoint, policy, max(cached) + 1, cached)
+        of_group = plain.answers([prompts[i] for i in group], workload.max_tokens[group].tolist())
+        for i, answer in zip(group, of_group, strict=True):
+            answers[i] = answer
+        fetched += plain.fetched
+    return answers, sum(count for count, _ in fetched) / max(1, sum(context for _, context in fetched))
