@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -35,6 +37,17 @@ OnTrace = Callable[[list[TraceEvent]], object]
 TRACED_TASKS = 50_000  #: of a wave: a file that a browser still opens
 
 
+def one_thread_at_a_time(method):
+    """Let threads that call methods of one LLM wait for each other: weights, buffers and tokenizer serve one."""
+
+    @functools.wraps(method)
+    def waiting(self, *args, **kwargs):
+        with self._lock:
+            return method(self, *args, **kwargs)
+
+    return waiting
+
+
 class LLM:
     """A local checkpoint under a policy.
 
@@ -48,7 +61,7 @@ class LLM:
     ``hardware``: the machine by which "auto" and both(…) decide: None for the saved profile, a name of the catalogue,
     or the path of a JSON file.
 
-    Weights are read at the first ``generate``; they and the buffers are kept between calls. ``close()``, or leaving a
+    Several threads may call ``generate``; they wait for each other. Weights are read at the first ``generate``; they and the buffers are kept between calls. ``close()``, or leaving a
     ``with`` block, gives them back. Raises InputError, before weights are read, for all that is wrong with the
     checkpoint or the budgets.
     """
@@ -94,6 +107,8 @@ class LLM:
 
     def _resolve(self, arguments: LLMArguments) -> None:
         self.arguments = arguments
+        self._lock = threading.RLock()
+        self._in_waves = False
         if not isinstance(arguments.model, (str, Path)) or not str(arguments.model):
             raise InputError(f"model must be the path of a local checkpoint folder, not {arguments.model!r}")
         self.checkpoint = Checkpoint(arguments.model)
@@ -127,6 +142,7 @@ class LLM:
             raise ValueError("no engine is open: it belongs to a wave")
         return self.engine
 
+    @one_thread_at_a_time
     def generate(
         self,
         prompts: list[str] | list[list[int]] | list[dict],
@@ -182,16 +198,23 @@ class LLM:
         requests, their wave). ``engine`` has room for a wave until the next one is taken.
 
         Settles the policy first; raises InputError, before any work, for budgets too small for a single one of the
-        requests. An error inside the ``with`` block first gives all memory and disk space back.
+        requests. An error inside the ``with`` block first gives all memory and disk space back. Another thread waits
+        until the block ends; the same thread may not open a second one, which raises InputError.
         """
-        self._prepare(workload)
-        groups = split_waves(self.problem, self.settled_policy, workload)
-        try:
-            yield self._admitted(workload, groups)
-        except BaseException as error:
-            self.close()
-            _release_frames(error)
-            raise
+        with self._lock:
+            if self._in_waves:
+                raise InputError("this LLM is running: a callback may not start another run; start it afterwards")
+            self._prepare(workload)
+            groups = split_waves(self.problem, self.settled_policy, workload)
+            self._in_waves = True
+            try:
+                yield self._admitted(workload, groups)
+            except BaseException as error:
+                self.close()
+                _release_frames(error)
+                raise
+            finally:
+                self._in_waves = False
 
     def _admitted(self, workload: Workload, groups: list[np.ndarray]) -> Iterator[tuple[np.ndarray, Wave]]:
         """Yield wave after wave; a wave's blocks are given back when the next one is asked for."""
@@ -228,6 +251,7 @@ class LLM:
         engine = self.open_engine
         return engine.run(engine.executor(wave, ids, requests.plan.select(members)), control)
 
+    @one_thread_at_a_time
     def load(self) -> dict[str, int]:
         """Read the weights under the policy in use, unless they are kept; return the layers' bytes in each tier."""
         return self._loaded_weights().layer_bytes
@@ -238,6 +262,7 @@ class LLM:
             self._weights = Weights(self.shape, self.checkpoint, dtype, self.device, self.settled_policy, place)
         return self._weights
 
+    @one_thread_at_a_time
     def settle(self, workload: Workload) -> Policy:
         """Decide the policy by this workload, for all later calls. Raise InputError when budgets are too small."""
         self._prepare(workload)
@@ -250,6 +275,7 @@ class LLM:
         count = first_wave(self.problem, self.settled_policy, workload)
         return count, wave_plan(self.problem, self.settled_policy, workload.select(slice(count)))
 
+    @one_thread_at_a_time
     def use(self, policy: Policy) -> None:
         """Run all later calls under this policy; memory that it places otherwise is given back."""
         check_runnable(self.shape, policy)
@@ -290,6 +316,7 @@ class LLM:
             self.engine.close()
             self.engine = None
 
+    @one_thread_at_a_time
     def close(self) -> None:
         """Give memory and disk space back; the next ``generate`` loads the weights anew."""
         self._close_engine()
