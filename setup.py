@@ -46,7 +46,7 @@ setup(
         "ray": ["ray[data,serve]>=2.50,<2.64"],  # for --engine ray
         "cascade": ["scikit-learn>=1.3"],  # the handwritten digits of experiments.training.digits
         "energy": ["nvidia-ml-py"],  # reads the power of NVIDIA GPUs
-        "lm-eval": ["lm_eval>=0.4.9"],  # for flexhybrid.lm_eval_adapter
+        "lm-eval": ["lm_eval>=0.4.10"],  # for flexhybrid.lm_eval_adapter
         "test": ["pytest", "hypothesis", "pytest-timeout", "pytest-xdist"],
         "lint": ["ruff"],
     },

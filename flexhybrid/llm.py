@@ -6,7 +6,7 @@ import functools
 import inspect
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +27,7 @@ from flexhybrid.core.workload import Workload
 from flexhybrid.requests import CompletionOutput, RequestCodec, RequestOutput, Requests, load_tokenizer
 from flexhybrid.resolve import pick_device, resolve_policy, resolve_problem, settle_policy
 from flexhybrid.runtime.engine import Engine, RunControl, WaveResult
+from flexhybrid.runtime.forcing import force_tokens
 from flexhybrid.runtime.runnable import check_runnable
 from flexhybrid.runtime.storage.loader import Checkpoint
 from flexhybrid.runtime.storage.weights import Weights
@@ -61,9 +62,9 @@ class LLM:
     ``hardware``: the machine by which "auto" and both(…) decide: None for the saved profile, a name of the catalogue,
     or the path of a JSON file.
 
-    Several threads may call ``generate``; they wait for each other. Weights are read at the first ``generate``; they and the buffers are kept between calls. ``close()``, or leaving a
-    ``with`` block, gives them back. Raises InputError, before weights are read, for all that is wrong with the
-    checkpoint or the budgets.
+    Several threads may call ``generate``; they wait for each other. Weights are read at the first ``generate``; they
+    and the buffers are kept between calls. ``close()``, or leaving a ``with`` block, gives them back. Raises
+    InputError, before weights are read, for all that is wrong with the checkpoint or the budgets.
     """
 
     def __init__(  # noqa: PLR0913 (vLLM's signature)
@@ -151,6 +152,7 @@ class LLM:
         on_answer: Callable[[int, RequestOutput], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
         on_trace: OnTrace | None = None,
+        num_decoded: Sequence[int] | None = None,
     ) -> list[RequestOutput | None]:
         """Complete every prompt: a text, a list of token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": ids}.
 
@@ -165,10 +167,13 @@ class LLM:
         columns are chosen over all requests of a mini-batch. Raises InputError, before any work, for a prompt that is
         empty, too long or holds an unknown token id, and for budgets too small for a single one of the requests.
 
+        ``num_decoded``: how many of each prompt's last tokens pass the decode one by one instead of the prefill, for
+        answers that show what a lossy policy makes of the prompt itself.
+
         Any other error on the way (a disk that fails, Ctrl-C, an error of ``on_tokens``) first gives all memory and
         disk space back; the next call loads the weights anew.
         """
-        requests = self.codec.encode(prompts, sampling_params)
+        requests = self.codec.encode(prompts, sampling_params, num_decoded)
         answers: list[RequestOutput | None] = [None] * len(requests.ids)
         if not answers:
             return []
@@ -247,9 +252,14 @@ class LLM:
 
         stop_ids = [self.codec.stop_ids(wanted) for wanted in params]
         stop_texts = {place: watch.push for place, watch in watches.items()}
-        control = replace(control, stop_ids=stop_ids, stop_texts=stop_texts, on_finish=finished)
+        decoded = [requests.num_decoded[i] for i in members]
+        control = replace(control, num_given=decoded, stop_ids=stop_ids, stop_texts=stop_texts, on_finish=finished)
         engine = self.open_engine
-        return engine.run(engine.executor(wave, ids, requests.plan.select(members)), control)
+        prefilled = [prompt[: len(prompt) - count] for prompt, count in zip(ids, decoded)]
+        executor = engine.executor(wave, prefilled, requests.plan.select(members))
+        if any(decoded):
+            force_tokens(executor, ids)
+        return engine.run(executor, control)
 
     @one_thread_at_a_time
     def load(self) -> dict[str, int]:

@@ -1,23 +1,37 @@
 """lm-evaluation-harness on flexhybrid: ``python -m flexhybrid.lm_eval_adapter run --model flexhybrid …``.
 
 The harness has no list of other people's models: this module puts ``flexhybrid`` on its own and then is its command
-line. Arguments of the model are ``LLM``'s: ``--model_args pretrained=PATH,policy=h2o(0.2)``. Continuations are scored
-through the policy's cache, token by token (``flexhybrid.scoring``).
+line. Arguments of the model are ``LLM``'s: ``--model_args "pretrained=PATH,policy=infinigen(alpha=4,cap=0.2)"``. Texts
+are cut to the model's length as ``--model hf`` cuts them, so that an exact policy has its scores.
+
+A prefill attends to all of its tokens in full precision, whatever the policy: an answer of one token would not show
+what the policy loses. So the last ``decode_context`` of each context (a share of its tokens) passes the decode, token
+by token. The default is 0.8 for a lossy policy (InfiniGen's own evaluation leaves the first 20 % alone), else 0.
 """
 
 from __future__ import annotations
 
-from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports] (optional)
-from lm_eval.api.registry import register_model  # pyright: ignore[reportMissingImports] (optional)
-from lm_eval.models.utils import normalize_gen_kwargs  # pyright: ignore[reportMissingImports] (optional)
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window  # pyright: ignore[reportMissingImports] (optional)
+import re
+from collections.abc import Callable
+from typing import Any
+
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.utils import get_rolling_token_windows, handle_arg_string, make_disjoint_window
+from tqdm import tqdm
 
 from flexhybrid.core.errors import InputError
+from flexhybrid.core.workload import Workload
 from flexhybrid.llm import LLM
+from flexhybrid.resolve import settle_policy
 from flexhybrid.sampling_params import SamplingParams
-from flexhybrid.scoring import score
+from flexhybrid.scoring import Score, score
 
 MAX_ANSWER_TOKENS = 256  #: of a task that names no bound, as for the harness's own models
+LOSSY_DECODE_CONTEXT = 0.8  #: share of a context that passes the decode under a lossy policy
+
+Answer = tuple[float, bool]  #: sum of log-probabilities, and whether greedy decoding gives these tokens
 
 
 @register_model("flexhybrid")
@@ -25,16 +39,42 @@ class FlexHybridLM(TemplateLM):
     """The harness's view of an ``LLM``. Contexts that are too long lose their beginning.
 
     The harness hands ``device``, ``batch_size`` and ``max_batch_size`` to every model: "cuda:0" whether or not there is
-    a GPU, so that only "cpu" says anything; requests run together as far as the budgets allow.
+    a GPU, so that only "cpu" says anything; requests run together as far as the budgets allow. Answers go to the
+    harness's cache (``--use_cache``) as soon as they are complete. Raises InputError for a checkpoint without tokenizer
+    files and for a ``decode_context`` that is no share.
     """
 
     def __init__(self, pretrained: str, policy: str = "auto", device: str | None = None, batch_size=None,
-                 max_batch_size=None, **options):  # fmt: skip
+                 max_batch_size=None, decode_context: float | None = None, **options):  # fmt: skip
         super().__init__()
         self.llm = LLM(pretrained, policy, device="cpu" if device == "cpu" else "auto", **options)
         if self.llm.tokenizer is None:
             raise InputError(f"{self.llm.checkpoint.path} has no tokenizer files: tasks are texts")
         self.tokenizer = self.llm.tokenizer
+        if decode_context is None:
+            decode_context = 0.0 if self._lossless() else LOSSY_DECODE_CONTEXT
+        if not isinstance(decode_context, (int, float)) or not 0 <= decode_context <= 1:
+            raise InputError(f"decode_context is {decode_context!r}; it is a share of a context's tokens, from 0 to 1")
+        self.decode_context = decode_context
+
+    def _lossless(self) -> bool:
+        """Whether the policy loses nothing, whatever the requests; "auto" never does."""
+        policy = self.llm.requested_policy
+        if isinstance(policy, str) and policy != "auto":
+            policy = settle_policy(policy, self.llm.problem, Workload.uniform(1, 16, 16))
+        return isinstance(policy, str) or policy.lossless
+
+    @classmethod
+    def create_from_arg_string(cls, arg_string: str, additional_config: dict | None = None) -> FlexHybridLM:
+        """Return the model of ``key=value,…``; commas within parentheses belong to a policy."""
+        pairs = [pair.partition("=") for pair in re.split(r",(?![^()]*\))", arg_string) if pair.strip()]
+        arguments = {key.strip(): handle_arg_string(value) for key, _, value in pairs}
+        return cls.create_from_arg_obj(arguments, additional_config)
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of a context that the model takes; one more may be scored behind them."""
+        return self.llm.shape.max_context
 
     @property
     def eot_token_id(self) -> int:
@@ -42,7 +82,7 @@ class FlexHybridLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What comes before a text that has no context."""
+        """The token that comes before a text without context."""
         bos = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else bos
 
@@ -52,70 +92,114 @@ class FlexHybridLM(TemplateLM):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         return self.tokenizer.apply_chat_template(
-            chat_history, tokenize=False, add_generation_prompt=add_generation_prompt
+            chat_history,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
         )
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs) -> list[int]:
+        """Return a text's token ids. A text that begins with the prefix token, as a chat template's may, gets no
+        second one."""
+        if add_special_tokens is None and string.startswith(self.tokenizer.decode([self.prefix_token_id])):
+            add_special_tokens = False
         special = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
         return self.tokenizer(string, verbose=False, **special)["input_ids"]
 
-    def _loglikelihood_tokens(self, requests, disable_tqdm: bool = False, **kwargs) -> list[tuple[float, bool]]:
-        """(sum of log-probabilities, whether greedy decoding gives it) of each (texts, context ids, continuation
-        ids)."""
-        longest = self.llm.shape.max_context
-        answers: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
-        texts, counts, places = [], [], []
-        for place, (_, context, continuation) in enumerate(requests):
-            if not continuation:
-                continue
-            if len(continuation) >= longest:
+    def _num_decoded(self, num_context: int) -> int:
+        """Tokens of a context that pass the decode: all but one at most."""
+        return min(int(self.decode_context * num_context), num_context - 1)
+
+    def _loglikelihood_tokens(
+        self,
+        requests,
+        disable_tqdm: bool = False,
+        on_answer: Callable[[int, Answer], None] | None = None,
+        **kwargs,
+    ) -> list[Answer]:
+        """Return the answer to each (texts, context ids, continuation ids); ``on_answer(i, answer)`` as they come.
+
+        Requests that differ in their last token only, such as the choices of a question, are one text of the engine.
+        """
+        answers: list[Answer] = [(0.0, True)] * len(requests)
+        groups: dict[tuple[tuple[int, ...], int], list[int]] = {}  # (text without its last token, scored) -> requests
+        for i, (_, context, continuation) in enumerate(requests):
+            count = len(continuation)
+            if count > self.max_length:
                 raise InputError(
-                    f"a continuation of {len(continuation)} tokens: model {self.llm.shape.name} takes {longest}, "
-                    "context included"
+                    f"a continuation of {count} tokens: model {self.llm.shape.name} takes {self.max_length}"
                 )
-            texts.append((context + continuation)[-longest:])
-            counts.append(len(continuation))
-            places.append(place)
-        for place, text, count, scored in zip(places, texts, counts, score(self.llm, texts, counts), strict=True):
-            answers[place] = (scored.logprob, scored.greedy.tolist() == text[-count:])
-        for (strings, _, _), answer in zip(requests, answers, strict=True):
-            if strings is not None:
-                self.cache_hook.add_partial("loglikelihood", strings, answer)
+            if count:
+                text = (context + continuation)[-self.max_length - 1 : -1]
+                groups.setdefault((tuple(text), count), []).append(i)
+        members = list(groups.values())
+        last_tokens = [[requests[i][2][-1] for i in group] for group in members]
+        texts = [[*text, last[0]] for (text, _), last in zip(groups, last_tokens)]
+        num_forced = [count + self._num_decoded(len(text) + 1 - count) for text, count in groups]
+
+        def scored(place: int, text_score: Score) -> None:
+            for i in members[place]:
+                strings, _, continuation = requests[i]
+                before_last = text_score.logprobs[-len(continuation) : -1].sum()
+                logprob = float(before_last) + text_score.last_logprobs[continuation[-1]]
+                answers[i] = (logprob, text_score.greedy[-len(continuation) :].tolist() == continuation)
+                if on_answer:
+                    on_answer(i, answers[i])
+                if strings is not None:
+                    self.cache_hook.add_partial("loglikelihood", strings, answers[i])
+            progress.update(len(members[place]))
+
+        with tqdm(total=sum(map(len, members)), desc="continuations", disable=disable_tqdm) as progress:
+            score(self.llm, texts, num_forced, on_score=scored, last_tokens=last_tokens)
         return answers
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
-        """Sum of log-probabilities of all tokens of each text, in windows of the model's length."""
+        """Return the sum of log-probabilities of all tokens of each text, in windows of the model's length."""
         windows, owners = [], []
         for owner, request in enumerate(requests):
-            ids = self.tok_encode(request.args[0], add_special_tokens=False)
-            for pair in get_rolling_token_windows(ids, self.prefix_token_id, self.llm.shape.max_context - 1, 1):
+            ids = self.tok_encode(request.args[0])
+            for pair in get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, 1):
                 windows.append((None, *make_disjoint_window(pair)))
                 owners.append(owner)
-        sums = [0.0] * len(requests)
-        for owner, (logprob, _) in zip(owners, self._loglikelihood_tokens(windows), strict=True):
-            sums[owner] += logprob
-        for request, total in zip(requests, sums, strict=True):
-            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        sums, left = [0.0] * len(requests), [owners.count(owner) for owner in range(len(requests))]
+
+        def add(window: int, answer: Answer) -> None:
+            owner = owners[window]
+            sums[owner] += answer[0]
+            left[owner] -= 1
+            if not left[owner]:
+                self.cache_hook.add_partial("loglikelihood_rolling", requests[owner].args, sums[owner])
+
+        self._loglikelihood_tokens(windows, disable_tqdm, on_answer=add)
         return sums
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
+        """Return the answers. Decoding is greedy unless a task asks for sampling, as the harness wants it."""
         prompts, params = [], []
         for request in requests:
             context, options = request.args
-            options = normalize_gen_kwargs(options, MAX_ANSWER_TOKENS)
+            options: dict[str, Any] = dict(normalize_gen_kwargs(options, MAX_ANSWER_TOKENS))
             ids = self.tok_encode(context)
-            max_tokens = min(options["max_gen_toks"], self.llm.shape.max_context - 1)
-            prompts.append(ids[-(self.llm.shape.max_context - max_tokens) :])
-            known = {key: options[key] for key in ("temperature", "top_p", "top_k") if key in options}
+            max_tokens = min(options["max_gen_toks"], self.max_length - 1)
+            prompts.append(ids[-(self.max_length - max_tokens) :])
+            sampled = {key: options[key] for key in ("top_p", "top_k", "min_p") if key in options}
+            temperature = options.get("temperature", 1.0) if options["do_sample"] else 0.0
             stops = [stop for stop in options["until"] if stop]
-            params.append(SamplingParams(max_tokens=max_tokens, stop=stops, **known))
-        texts = [answer.outputs[0].text for answer in self.llm.generate(prompts, params) if answer]
-        for request, text in zip(requests, texts, strict=True):
-            self.cache_hook.add_partial("generate_until", request.args, text)
+            params.append(SamplingParams(max_tokens=max_tokens, stop=stops, temperature=temperature, **sampled))
+        texts = [""] * len(requests)
+
+        def answered(i: int, answer) -> None:
+            texts[i] = answer.outputs[0].text
+            self.cache_hook.add_partial("generate_until", requests[i].args, texts[i])
+            progress.update()
+
+        decoded = [self._num_decoded(len(prompt)) for prompt in prompts]
+        with tqdm(total=len(requests), desc="answers", disable=disable_tqdm) as progress:
+            self.llm.generate(prompts, params, on_answer=answered, num_decoded=decoded)
         return texts
 
 
 if __name__ == "__main__":
-    from lm_eval.__main__ import cli_evaluate  # pyright: ignore[reportMissingImports] (optional)
+    from lm_eval.__main__ import cli_evaluate
 
     cli_evaluate()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,11 +50,13 @@ class Requests:
     params: list[SamplingParams]
     max_tokens: list[int]  #: of each answer, within the positions behind its prompt
     plan: SamplingPlan
+    num_decoded: list[int]  #: last tokens of each prompt that pass the decode one by one, not the prefill
 
     @property
     def workload(self) -> Workload:
-        """The lengths of the requests. Raises InputError when there are none."""
-        return Workload(np.array([len(prompt_ids) for prompt_ids in self.ids]), np.array(self.max_tokens))
+        """The lengths of the requests, as they pass prefill and decode. Raises InputError when there are none."""
+        decoded = np.array(self.num_decoded)
+        return Workload(np.array([len(ids) for ids in self.ids]) - decoded, np.array(self.max_tokens) + decoded)
 
 
 @dataclass
@@ -127,7 +129,12 @@ class RequestCodec:
             raise InputError(f"stop_token_ids of {name} leaves no token for its first min_tokens")
         return held
 
-    def encode(self, prompts: Iterable, sampling_params: SamplingParams | Iterable[SamplingParams] | None) -> Requests:
+    def encode(
+        self,
+        prompts: Iterable,
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None,
+        num_decoded: Sequence[int] | None = None,
+    ) -> Requests:
         """Return checked requests of ``LLM.generate``'s arguments. Raise InputError for what cannot be run."""
         if isinstance(prompts, (str, bytes, dict)) or not isinstance(prompts, Iterable):
             raise InputError(
@@ -140,7 +147,16 @@ class RequestCodec:
         ids = [self.check(prompt, wanted, f"prompt {i}") for i, (prompt, wanted) in enumerate(zip(plain, params))]
         room = [self.shape.max_context - len(prompt_ids) for prompt_ids in ids]
         limits = [min(wanted.max_tokens or left, left) for wanted, left in zip(params, room)]
-        return Requests(plain, ids, params, limits, self._sampling_plan(ids, params, shared))
+        decoded = [0] * len(ids) if num_decoded is None else [int(count) for count in num_decoded]
+        if len(decoded) != len(ids):
+            raise InputError(f"num_decoded has {len(decoded)} numbers for {len(ids)} prompts")
+        for i, (count, prompt_ids) in enumerate(zip(decoded, ids)):
+            if not 0 <= count < len(prompt_ids):
+                raise InputError(
+                    f"num_decoded of prompt {i} is {count}; it must be from 0 to {len(prompt_ids) - 1}: one of its "
+                    f"{len(prompt_ids)} tokens at least passes the prefill"
+                )
+        return Requests(plain, ids, params, limits, self._sampling_plan(ids, params, shared), decoded)
 
     def _sampling_plan(self, prompts: list[list[int]], params: list[SamplingParams], shared: bool) -> SamplingPlan:
         """Return the sampling parameters as arrays.

@@ -9,9 +9,9 @@ import torch
 
 from flexhybrid.core.workload import Workload
 from flexhybrid.runtime.engine import Engine, WaveResult
+from flexhybrid.runtime.forcing import force_tokens
 from flexhybrid.runtime.session import Session
 from flexhybrid.runtime.storage.weights import DiskPlace, Weights
-from flexhybrid.scoring import force_tokens
 
 
 def run_wave(

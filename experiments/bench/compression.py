@@ -19,11 +19,11 @@ from flexhybrid.core.policy import Bits, Policy
 from flexhybrid.core.schedule.steps import MiniBatchStep
 from flexhybrid.core.workload import Workload
 from flexhybrid.runtime.engine import Engine, RunControl
+from flexhybrid.runtime.forcing import force_tokens
 from flexhybrid.runtime.session import Session
 from flexhybrid.runtime.storage.loader import Checkpoint
 from flexhybrid.runtime.storage.weights import Weights
 from flexhybrid.runtime.threads import torch_threads
-from flexhybrid.scoring import force_tokens
 
 SEED = 0  #: of the checkpoint's training, which decides its held-out files
 NUM_TEXTS, PROMPT, STEPS = 16, 96, 64

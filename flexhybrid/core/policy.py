@@ -262,6 +262,11 @@ class Policy:
         return tuple(sorted(key for key, share in self.cache.items() if share > 0))
 
     @property
+    def lossless(self) -> bool:
+        """Whether the policy must give the same tokens as every other lossless one."""
+        return self.selection.method == "none" and self.bits.native
+
+    @property
     def stays_on_device(self) -> bool:
         """Whether nothing but new tokens ever crosses the host link."""
         on_device = all(kind.endswith("@device") for kind in self.cache_entries if kind != "tok")

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
 import torch
 
 from flexhybrid.core.errors import InputError
@@ -46,6 +47,7 @@ class RunControl:
     finished. Once ``should_stop()`` is true, no further iteration begins: requests may be left unfinished.
     """
 
+    num_given: Sequence[int] | None = None  #: of each request: its first tokens are given (``forcing``), not its answer
     stop_ids: Sequence[Collection[int]] | None = None  #: of each request of the wave: token ids that end it
     stop_texts: StopTexts = field(default_factory=dict)  #: of the requests that a text may end
     on_tokens: Callable[[int], None] | None = None
@@ -204,8 +206,10 @@ class _Collector:
     def __init__(self, executor: Executor, clock: Clock, control: RunControl):
         workload = executor.wave.workload
         count = workload.num_requests
-        self.executor, self.clock, self.control, self.max_tokens = executor, clock, control, workload.max_tokens
+        self.executor, self.clock, self.control = executor, clock, control
         self.stop_ids = control.stop_ids or [()] * count
+        self.num_given = list(control.num_given or [0] * count)
+        self.max_tokens = workload.max_tokens - np.array(self.num_given)
         self.tokens: list[list[int]] = [[] for _ in range(count)]
         self.stops: list[int | str | None] = [None] * count
         self._pending: list[tuple[Task, int]] = []  # store_out tasks not yet collected, in the plan's order
@@ -234,6 +238,9 @@ class _Collector:
             for request, token in zip(step.requests.tolist(), sampled.tolist(), strict=True):
                 if request in self._stopped_requests:
                     continue  # the surplus token of a stop that was seen one iteration late
+                if self.num_given[request]:
+                    self.num_given[request] -= 1
+                    continue
                 if token == NO_TOKEN:
                     dtype = str(self.executor.weights.dtype).removeprefix("torch.")
                     raise InputError(

@@ -25,7 +25,7 @@ def checkpoint(request, tmp_path_factory):
 @torch.inference_mode()
 def expected(model, text, count):
     """(log-probabilities, greedy tokens) of the last ``count`` tokens, from one forward pass."""
-    logits = model(torch.tensor([text])).logits[0, -count - 1 : -1]
+    logits = model(torch.tensor([text[:-1]])).logits[0, -count:]
     return torch.log_softmax(logits, -1)[torch.arange(count), text[-count:]].numpy(), logits.argmax(-1).numpy()
 
 
@@ -74,7 +74,7 @@ def test_what_is_scored_is_the_policy_s_own_cache(tmp_path):
         ([[5, 6]], 2, "text 0 has 2 tokens"),
         ([[5, 6], [7]], 1, "text 1 has 1 tokens"),
         ([[5, 6, 61]], 1, "token id 61"),
-        ([[5] * 98], 1, "text 0 has 97 tokens"),
+        ([[5] * 98], 1, "text 0 has 98 tokens; model .* takes 96"),
     ],
 )
 def test_texts_that_cannot_be_scored_are_refused(checkpoint, texts, count, words):
@@ -84,7 +84,7 @@ def test_texts_that_cannot_be_scored_are_refused(checkpoint, texts, count, words
 
 def test_a_text_may_fill_all_positions(checkpoint):
     folder, model, _ = checkpoint
-    text = np.random.default_rng(1).integers(3, 61, 96).tolist()
+    text = np.random.default_rng(1).integers(3, 61, 97).tolist()  # and a token that is only foretold
     with LLM(folder, "kv_only", device="cpu", dtype="float32") as llm:
         (one,) = score(llm, [text], 4)
     np.testing.assert_allclose(one.logprobs, expected(model, text, 4)[0], atol=2e-4)

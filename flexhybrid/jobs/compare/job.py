@@ -32,7 +32,7 @@ from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.compare.breakdown import breakdown, flat_rows
 from flexhybrid.jobs.compare.exactness import Reference, compare_tokens
 from flexhybrid.jobs.compare.report import Report, is_disturbed
-from flexhybrid.jobs.compare.setting import SWEEP, CompareOptions, ComparisonSetting, is_lossless, settle, uses_disk
+from flexhybrid.jobs.compare.setting import SWEEP, CompareOptions, ComparisonSetting, settle, uses_disk
 from flexhybrid.jobs.compare.speed import Bench, MeasuredPolicy, PolicyRun
 from flexhybrid.jobs.machine import device_name
 from flexhybrid.jobs.paths import check_writable
@@ -118,7 +118,7 @@ def compare(options: CompareOptions, quiet: bool = False) -> dict:
         num_policies = len(named) + len(sweep)
         report.about_to_measure(setting.workload, setting.problem.shape, num_policies, setting.table_seconds())
         measured = _measure(setting, named, sweep, advance)
-    reference = next((m for m in measured if is_lossless(m.policy)), measured[0])
+    reference = next((m for m in measured if m.policy.lossless), measured[0])
     virtual = {m.policy.name: virtual_decode(setting.problem, m.policy, setting.workload) for m in measured}
     rows = [_row(m, virtual[m.policy.name], setting, reference) for m in measured]
     tolerance = CUDA_TRACE_TOLERANCE_S if setting.paced.device.type == "cuda" else 0.0
@@ -243,7 +243,7 @@ def _exactness(
             with LLM.from_arguments(replace(arguments, policy=named)) as llm:
                 outputs = [answer.outputs[0] for answer in llm.generate(prompts, params) if answer]
             tokens = compare_tokens(reference, prompts, expected, [output.token_ids for output in outputs])
-            row = {"policy": name, "lossless": is_lossless(policy)}
+            row = {"policy": name, "lossless": policy.lossless}
             row |= {"tokens": tokens.num_tokens, "equal": tokens.num_equal}
             row |= {"excused": tokens.num_excused, "exact": tokens.exact, "first_wrong": tokens.first_wrong}
             rows.append(row)
@@ -323,7 +323,7 @@ def _row(m: MeasuredPolicy, virtual: list[TraceEvent], setting: ComparisonSettin
         "others_cpu_share": [round(share, 3) for share in m.others_cpu_share if share is not None],
         "busy_compute": summary.busy.get("compute", 0.0),
         "busy_h2d": summary.busy.get("h2d", 0.0),
-        "lossless": is_lossless(m.policy),
+        "lossless": m.policy.lossless,
         "reference": reference.policy.name,
         "tokens_equal": sum(map(eq, ours, theirs)),
         "tokens_compared": len(ours),

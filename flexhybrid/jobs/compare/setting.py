@@ -230,8 +230,3 @@ def _known_policies(setting: ComparisonSetting) -> list[Policy]:
 def uses_disk(policy: Policy) -> bool:
     """Return whether a run of the policy needs scratch space."""
     return policy.weights.disk > 0 or any("@disk" in entry for entry in policy.cache_entries)
-
-
-def is_lossless(policy: Policy) -> bool:
-    """Return whether the policy must give the same tokens as every other lossless one."""
-    return policy.selection.method == "none" and policy.bits.native
