@@ -513,6 +513,42 @@ def test_an_unknown_argument_is_named_with_the_nearest(tmp_path):
         LLM(tmp_path, dvice="cpu")
 
 
+def test_threads_of_one_llm_wait_for_each_other(tmp_path):
+    """Four threads, one prompt each, again and again: the tokens of each prompt alone."""
+    save_opt(tmp_path)
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    with LLM(tmp_path, "kv_only", device="cpu", dtype="float32") as llm, ThreadPoolExecutor(4) as threads:
+
+        def answer(prompt: list[int]) -> list[int]:
+            return llm.generate([prompt], params)[0].outputs[0].token_ids
+
+        prompts = [[5 + i, 7, 9, 11 + i] * (i + 1) for i in range(4)]
+        alone = [answer(prompt) for prompt in prompts]
+        assert list(threads.map(answer, prompts * 5)) == alone * 5
+
+
+def test_a_callback_may_not_start_another_run(tiny):
+    with LLM(tiny, "kv_only", device="cpu", dtype="float32") as llm:
+        with pytest.raises(InputError, match="this LLM is running"):
+            llm.generate([[5, 6]], on_answer=lambda i, answer: llm.generate([[7, 8]]))
+        assert llm.generate([[5, 6]], SamplingParams(max_tokens=2))[0].outputs[0].token_ids
+
+
+def test_a_prompt_may_pass_the_decode(tiny, cpu_dtype):
+    """Its last tokens one by one: the tokens of the prefill, of texts that stop early too; a bad number is refused."""
+    prompts = [[5, 6, 7, 8, 9], [11, 12], [13] * 20]
+    params = [SamplingParams(max_tokens=n, temperature=0.0, min_tokens=m) for n, m in ((6, 0), (9, 3), (4, 1))]
+    with LLM(tiny, "hybrid(0.5)", device="cpu", dtype="float32") as llm:
+        expected = [answer.outputs for answer in llm.generate(prompts, params)]
+        counts: list[int] = []
+        answers = llm.generate(prompts, params, on_tokens=counts.append, num_decoded=[4, 0, 13])
+        assert [answer.outputs for answer in answers] == expected
+        assert [answer.prompt_token_ids for answer in answers] == prompts
+        assert sum(counts) == sum(len(outputs[0].token_ids) for outputs in expected)
+        with pytest.raises(InputError, match="num_decoded of prompt 1 is 2"):
+            llm.generate(prompts, params, num_decoded=[0, 2, 0])
+
+
 def test_two_models_at_once_give_the_tokens_of_each_alone(tmp_path):
     """Two engines of different policies, one of them with a disk, on a thread each; each also closes its own."""
     folders = (tmp_path / "opt", tmp_path / "llama")

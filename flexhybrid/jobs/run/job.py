@@ -74,7 +74,7 @@ def run(options: RunOptions, say: Callable[[str], None] = print, began: float | 
         files = {path: _open(stack, path, options.output) for path in (options.output, options.errors) if path}
         crew = None
         if options.engine == "ray":
-            crew = crew_of(stack.enter_context(cluster(say)), _paced(options.llm).type, options.actors)
+            crew = crew_of(stack.enter_context(cluster(say)), _paced(options.llm).device.type, options.actors)
         earlier_dtype = None if options.restart else _earlier_dtype(options.output)
         arguments = _arguments(options, earlier_dtype, crew.actors_per_node if crew else 1)
         llm = stack.enter_context(LLM.from_arguments(arguments))

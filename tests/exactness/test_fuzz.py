@@ -1,0 +1,24 @@
+"""The fuzzer of ``make fuzz``: a short round of each area, and defects that it must see."""
+
+from __future__ import annotations
+
+import fuzz
+import pytest
+from hypothesis import strategies as st
+
+from flexhybrid.runtime.kernels import sampling
+
+
+@pytest.mark.parametrize("area", [area for area in fuzz.AREAS if area != "cascade"])
+def test_a_short_round_ends_clean(area):
+    assert fuzz.run_round(area, seed=1, examples=2) == ""
+
+
+def test_a_defect_is_seen_and_shown(monkeypatch):
+    """Limits that are not applied: tokens are drawn that transformers' warpers exclude, or too often."""
+    monkeypatch.setattr(sampling, "warp", lambda logits, step: logits)
+    limits = {"temperature": 0.3, "top_k": 0, "top_p": 1.0, "min_p": 0.5}
+    case = {"vocab": 61, "prompt": [5, 6, 7], "seed": 3, **limits}
+    monkeypatch.setitem(fuzz.AREAS, "sampling", fuzz.Area(fuzz.check_sampling, st.just(case), 1))
+    failure = fuzz.run_round("sampling", seed=0)
+    assert "drawn against the limits" in failure and "'min_p': 0.5" in failure
