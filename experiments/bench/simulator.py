@@ -1,4 +1,4 @@
-"""Bench rows of the simulator and the search: errors against the virtual clock and the papers, and seconds."""
+"""Bench rows of the simulator and the search: errors against the papers, and seconds."""
 
 from __future__ import annotations
 
@@ -13,16 +13,6 @@ import numpy as np
 from experiments.bench.harness import Table
 from experiments.peers import compare_search, flexgen_search
 from experiments.reproduce import registry
-from experiments.studies.random_cases import errors
-
-CASES = {"column": (300, 1, 5), "row": (150, None, 8), "serial": (100, None, 15)}  #: number, bars of median and worst
-
-
-def bench_classes(table: Table) -> None:
-    """Closed form against virtual clock by kind of policy."""
-    for kind, (count, median_bar, worst_bar) in CASES.items():
-        name = f"closed form vs virtual clock, {count} {kind} policies"
-        table.errors(name, errors(count, 7, kind).tolist(), median_bar, worst_bar)
 
 
 def errors_of(experiment: str, pattern: str, role: str | None = "validate", column: str = "what") -> np.ndarray:

@@ -31,7 +31,7 @@ from experiments.bench.launch import bench_launch
 from experiments.bench.overlap import bench_overlap
 from experiments.bench.run import bench_run
 from experiments.bench.selection import bench_selection
-from experiments.bench.simulator import bench_classes, bench_papers, bench_peer, bench_search_time
+from experiments.bench.simulator import bench_papers, bench_peer, bench_search_time
 from experiments.peers.flexgen_search import MACHINES
 from flexhybrid import shipped
 from flexhybrid.core.memory import buffer_sizes, memory_plan, total_bytes
@@ -308,7 +308,7 @@ def untimed(*benches: Callable[[Table], None]) -> Callable[[Table, str], None]:
 
 #: Parts by their names in ``--only``, in the order of a full run; ``dtype`` is the compute dtype of timed runs.
 PARTS: dict[str, Callable[[Table, str], None]] = {
-    "simulator": untimed(bench_classes, bench_papers, bench_peer, bench_search_time),
+    "simulator": untimed(bench_papers, bench_peer, bench_search_time),
     "model": untimed(bench_closed_form, bench_launch, bench_copies),
     "exactness": untimed(bench_exactness),
     "compression": untimed(bench_compression),

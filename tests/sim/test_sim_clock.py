@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from random_cases import random_case
 
-from experiments.studies.random_cases import random_case
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import LINKS, Hardware, Line
 from flexhybrid.core.model.shape import ModelShape

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_cases import KINDS, UniformCase, compare, random_case
 
-from experiments.studies.random_cases import KINDS, UniformCase, compare, random_case
 from flexhybrid.core.context.blocks import BlockEntries
 from flexhybrid.core.context.packing import pack
 from flexhybrid.core.context.split import split_point

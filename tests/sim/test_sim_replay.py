@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from oracles.replay import BY_DEFINITION, peak_parts
+from random_cases import KINDS, UniformCase, random_case
 
-from experiments.studies.random_cases import KINDS, UniformCase, random_case
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockEntries, ceil_blocks
 from flexhybrid.core.memory import buffer_sizes, memory_plan, total_bytes
 from flexhybrid.core.model.shape import ModelShape

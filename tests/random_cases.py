@@ -201,10 +201,3 @@ def compare(case: UniformCase) -> tuple[float, float]:
     closed = predict(case.problem, case.candidate)
     virtual = summarize(run(stream(case.wave()), case.hardware))
     return float(closed.total_s[0]), virtual.total_s
-
-
-def errors(num_cases: int = 300, seed: int = 0, kind: str = "column") -> np.ndarray:
-    """|closed form / virtual clock − 1| of random cases of one of KINDS, [num_cases]."""
-    rng = np.random.default_rng(seed)
-    pairs = np.array([compare(random_case(rng, kind)) for _ in range(num_cases)])
-    return np.abs(pairs[:, 0] / pairs[:, 1] - 1)
