@@ -274,29 +274,49 @@ def check_clocks(case: dict) -> None:
 # ---- cascades
 
 CASCADE_CASES = st.fixed_dictionaries(
-    {"num_models": st.integers(2, 4), "num_requests": st.sampled_from((40, 200)), "seed": st.integers(0, 10**6)}
+    {
+        "family": st.fixed_dictionaries(
+            {"num_models": st.integers(2, 4), "num_requests": st.sampled_from((40, 200)), "seed": st.integers(0, 10**6)}
+        ),
+        "options": st.builds(
+            SearchOptions,
+            mode=st.sampled_from(("ap", "eo")),
+            method=st.sampled_from(("exact", "exact", "sampling")),
+            drop=st.sampled_from(("best", "paper", "none")),
+            skips=st.sampled_from(("fitted", "paper", "none")),
+            caution=st.sampled_from((1.0, 1.5, 5.0, 30.0)),
+        ),
+    }
 )
 
 
-def check_cascade(family: dict) -> None:
-    answers = calibrated_answers(**family)
+def check_cascade(case: dict) -> None:
+    answers, options = calibrated_answers(**case["family"]), case["options"]
     models = tuple(CascadeModel(str(i), energy_j=float(cost)) for i, cost in enumerate(answers.cost))
     fitted = Fitted(models, "classification", None, answers.correct, answers.confidence, np.zeros((len(models), 2)))
-    for options in (SearchOptions(), SearchOptions(caution=1.0), SearchOptions(mode="eo"), SearchOptions(drop="none")):
-        try:
-            searched = search_cascade(fitted, options)
-        except InputError:
-            continue  # no cascade pays
-        cost = 0.0
-        cascade, confidence = searched.cascade, answers.confidence[searched.kept]
-        energies = answers.cost[searched.kept]
-        for request in range(answers.num_requests):
-            _, visited = cascade.walk(confidence[:, request : request + 1])
-            cost += float(energies @ visited[:, 0])
-        assert np.isclose(cost / answers.num_requests, searched.route.cost)
-        assert searched.route.cost <= answers.cost[-1] * (1 + 1e-9), (
-            f"{options}: {searched.route.cost:g} a request, {answers.cost[-1]:g} by the largest alone"
-        )
+    try:
+        searched = search_cascade(fitted, options)
+    except InputError:
+        assert options != SearchOptions(), "the largest alone is a cascade by default, and it pays"
+        return  # no such cascade pays
+    cost, right = 0.0, 0
+    cascade, part = searched.cascade, answers.only(searched.kept)
+    for request in range(answers.num_requests):
+        i, last = 0, part.num_models - 1
+        while True:
+            cost += float(part.cost[i])
+            sure = part.confidence[i, request]
+            if i == last or sure >= cascade.thresholds[i]:
+                break
+            i = next((skip.to for skip in cascade.skips[i] if sure < skip.below), i + 1)
+        right += bool(part.correct[i, request])
+    assert np.isclose(cost / answers.num_requests, searched.route.cost)
+    assert right == searched.route.num_correct
+    assert searched.route.cost <= answers.cost[-1] * (1 + 1e-9), (
+        f"{searched.route.cost:g} a request, {answers.cost[-1]:g} by the largest alone"
+    )
+    if options.mode == "ap" and options.skips != "paper":
+        assert right >= answers.correct[-1].sum(), f"{right} right, fewer than the largest alone"
 
 
 # ---- threads

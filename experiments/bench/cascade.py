@@ -27,12 +27,17 @@ from flexhybrid.cascade.thresholds.sampling import sampled_curve
 from flexhybrid.cascade.thresholds.search import SearchOptions, search
 from flexhybrid.cascade.thresholds.skips import Route
 
-SEEDS = range(20, 30)  #: the search's caution was chosen on seeds 0 to 19
-#: The search's defaults, and the paper's: no caution, its own rules for dropping and skipping models.
+#: Of 1, 5, 10, 20, 30, 40 and 50 the least whose 95 % interval showed no loss of AP on the digits of seeds 0 to 9.
+#: Seeds 10 to 19 had been looked at, too; the cost was not yet checked after caution then.
+CAUTION = 30
+SEEDS = range(20, 30)  #: on which CAUTION is judged
+CAREFUL = f"AP, caution {CAUTION}"
+#: The search's defaults, with caution, and the paper's own rules for dropping and skipping models.
 OPTIONS = {
     "AP": SearchOptions(),
+    CAREFUL: SearchOptions(caution=CAUTION),
     "EO": SearchOptions(mode="eo"),
-    "AP, the paper's": SearchOptions(caution=1.0, method="sampling", drop="paper", skips="paper"),
+    "AP, the paper's": SearchOptions(method="sampling", drop="paper", skips="paper"),
     "AP, paper's skips": SearchOptions(skips="paper"),
     "AP, no skips": SearchOptions(skips="none"),
 }
@@ -102,15 +107,18 @@ def bench_accuracy(table: Table, trials: list[Trial]) -> None:
     share = {name: np.array([route.cost for route in group]) / costs for name, group in routes.items()}
     mean_cost = {name: float(shares.mean()) for name, shares in share.items()}
 
-    gained = 100 * (accuracy["AP"] - largest)
-    conditions = {"samples": gained.tolist(), "largest": float(largest.mean())}
-    conditions["papers_ap"] = interval(100 * (accuracy["AP, the paper's"] - largest))
-    conditions["papers_ap_cost"] = mean_cost["AP, the paper's"]
-    name = f"cascade, digits: AP less the largest model, held out, mean of {len(trials)} seeds"
-    _add_mean(table, name, gained, conditions)
-    conditions = {"without_skips": mean_cost["AP, no skips"], "papers_skips": mean_cost["AP, paper's skips"]}
-    conditions["samples"] = share["AP"].tolist()
-    table.at_most("cascade, digits: cost of AP, of the largest model's", mean_cost["AP"], 0.5, "x", **conditions)
+    for mode in ("AP", CAREFUL):
+        gained = 100 * (accuracy[mode] - largest)
+        conditions = {"samples": gained.tolist(), "largest": float(largest.mean())}
+        conditions["papers_ap"] = interval(100 * (accuracy["AP, the paper's"] - largest))
+        conditions["papers_ap_cost"] = mean_cost["AP, the paper's"]
+        name = f"cascade, digits: {mode} less the largest model, held out, mean of {len(trials)} seeds"
+        _add_mean(table, name, gained, conditions)
+        conditions = {"without_skips": mean_cost["AP, no skips"], "papers_skips": mean_cost["AP, paper's skips"]}
+        conditions["samples"] = share[mode].tolist()
+        table.at_most(
+            f"cascade, digits: cost of {mode}, of the largest model's", mean_cost[mode], 0.5, "x", **conditions
+        )
     gained = 100 * (accuracy["EO"] - second)
     conditions = {"cost": mean_cost["EO"], "less_than_largest": interval(100 * (accuracy["EO"] - largest))}
     _add_mean(table, "cascade, digits: EO less the second-largest model, held out", gained, conditions)

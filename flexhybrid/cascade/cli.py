@@ -62,7 +62,8 @@ def _add_search(parts) -> None:
         "search",
         help="search thresholds and skips for accuracy and cost",
         description="From what fit wrote: the curve of accuracy against cost over all thresholds, and a point of it. "
-        "ap is the cheapest as accurate as the largest model, eo where more accuracy begins to be dear.",
+        "ap is the cheapest as accurate as the largest model, eo where more accuracy begins to be dear. A cascade that "
+        "costs more than the largest model alone is refused.",
     )
     parser.add_argument("fitted", type=Path, help="the file that fit wrote")
     parser.add_argument("--cost", choices=COSTS, default=COSTS[0], help=f"what is saved ({COSTS[0]})")
@@ -71,7 +72,9 @@ def _add_search(parts) -> None:
     parser.add_argument("--method", choices=("exact", "sampling"), default="exact", help="sampling is the paper's")
     parser.add_argument("--drop", choices=("best", "paper", "none"), default="best", help="which models go")
     parser.add_argument("--skips", choices=("fitted", "paper", "none"), default="fitted", help="which ones are jumped")
-    parser.add_argument("--caution", type=float, help="divides the doubt that thresholds allow (ap 30, else 1)")
+    parser.add_argument(
+        "--caution", type=float, help="divides the doubt 1 - t that a threshold t allows: safer and dearer (1)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of sampling (0)")
     parser.add_argument("--curve", type=Path, help="write the curve to this CSV file")
     parser.add_argument("-o", "--out", type=Path, required=True, help="JSON file of the cascade to write")

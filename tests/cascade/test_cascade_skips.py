@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_cascade_thresholds import small_answers, some_answers
 
-from flexhybrid.cascade.routes import Skip
-from flexhybrid.cascade.thresholds.curve import Answers, accuracy_preserving
+from flexhybrid.cascade.routes import Cascade, CascadeModel
+from flexhybrid.cascade.thresholds.curve import Answers, accuracy_preserving, cautious
 from flexhybrid.cascade.thresholds.exact import exact_curve
 from flexhybrid.cascade.thresholds.skips import (
     _cuts,
@@ -26,14 +26,35 @@ from flexhybrid.cascade.thresholds.skips import (
 
 def as_right_as_the_largest(answers: Answers):
     """Picks AP: as many right as the largest model alone."""
-    return lambda curve: accuracy_preserving(curve, int(answers.correct[-1].sum()))
+    least = int(answers.correct[-1].sum())
+    return lambda part, curve: cautious(part, curve, [accuracy_preserving(curve, least)], least, 1.0)
 
 
 def test_the_paper_s_skips_cut_in_equal_parts():
-    assert even_skips((0.9, 0.8, 0.7)) == (
-        (Skip(pytest.approx(0.3), 3), Skip(pytest.approx(0.6), 2)), (Skip(0.4, 3),), (),
-    )  # fmt: skip
+    """Of its f, the square of the softmax: 0.64 in three parts and 0.49 in two."""
+    first, second, third = even_skips((0.8, 0.7, 0.6))
+    assert [skip.below for skip in (*first, *second)] == pytest.approx(np.sqrt([0.64 / 3, 0.64 * 2 / 3, 0.49 / 2]))
+    assert [skip.to for skip in (*first, *second)] == [3, 2, 3] and len(second) == 1 and third == ()
     assert even_skips((0.0, 0.5)) == ((), ())  # who answers everything skips nothing
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), st.integers(2, 5))
+def test_requests_skip_as_in_the_paper_s_own_confidence(seed, num_models):
+    """Walked one by one on f = softmax²: the part of 0 .. t², the lowest to the largest model."""
+    generator = np.random.default_rng(seed)
+    thresholds = generator.uniform(0.1, 1.0, num_models - 1)
+    confidence = generator.random((num_models, 50))
+    models = tuple(CascadeModel(str(i)) for i in range(num_models))
+    answered, visited = Cascade(models, tuple(thresholds.tolist()), even_skips(thresholds.tolist())).walk(confidence)
+    for request in range(50):
+        i, passed = 0, [0]
+        while i < num_models - 1 and confidence[i, request] ** 2 < thresholds[i] ** 2:
+            successors = num_models - 1 - i
+            part = int(confidence[i, request] ** 2 / (thresholds[i] ** 2 / successors))
+            i = num_models - 1 - part
+            passed.append(i)
+        assert answered[request] == i and np.flatnonzero(visited[:, request]).tolist() == passed
 
 
 def test_benefit_is_what_the_paper_s_formula_says():
@@ -58,15 +79,15 @@ def test_a_model_without_benefit_is_dropped_and_the_search_begins_anew():
 @given(small_answers())
 def test_the_best_subset_beats_every_subset(answers):
     pick = as_right_as_the_largest(answers)
-    kept, curve, point = best_subset(answers, exact_curve, pick)
+    kept, curve, choice = best_subset(answers, exact_curve, pick)
     last = answers.num_models - 1
     for size in range(last + 1):
         for smaller in itertools.combinations(range(last), size):
             other = exact_curve(answers.only([*smaller, last]))
             enough = other.num_correct >= answers.correct[-1].sum()  # one that is never unsure may stand in the way
-            assert not enough.any() or curve.cost[point] <= other.cost[enough].min() + 1e-9
-    found = route(answers.only(kept), curve.thresholds[point])
-    assert found.num_correct == curve.num_correct[point] and found.cost == pytest.approx(curve.cost[point])
+            assert not enough.any() or choice.cost <= other.cost[enough].min() + 1e-9
+    found = route(answers.only(kept), curve.thresholds[choice.point])
+    assert found.num_correct == choice.num_correct and found.cost == pytest.approx(choice.cost)
 
 
 @settings(max_examples=80, deadline=None)

@@ -20,7 +20,7 @@ from flexhybrid.cascade.thresholds.curve import (
     pareto,
 )
 from flexhybrid.cascade.thresholds.exact import candidates, exact_curve
-from flexhybrid.cascade.thresholds.sampling import sampled_curve
+from flexhybrid.cascade.thresholds.sampling import EPSILON, sampled_curve
 from flexhybrid.core.errors import InputError
 
 
@@ -171,6 +171,37 @@ def test_answers_that_cannot_be_are_refused(change, words):
     with pytest.raises(InputError, match=words):
         Answers(**{"correct": np.ones((2, 2), dtype=bool), "confidence": np.full((2, 2), 0.5),
                    "cost": np.array([1.0, 2.0]), **change})  # fmt: skip
+
+
+def test_samples_are_spread_evenly_in_the_paper_s_own_confidence():
+    """A walk of each request by f = softmax², for thresholds of f that are drawn in the paper's order."""
+    answers = some_answers(3, 60)
+    right = np.sort(answers.correct.sum(axis=1)[-2:])
+    generator = np.random.default_rng(7)
+    first = generator.random((8, 2))
+    drawn = [np.ones(2), *first]
+    walked = [walk_by_squares(answers, squares) for squares in first]
+    good = first[[right[0] <= num_correct <= right[1] for num_correct, _ in walked]]
+    if len(good):
+        near = good[generator.integers(len(good), size=8)] + generator.uniform(-EPSILON, EPSILON, (8, 2))
+        drawn += list(np.clip(near, 0, 1))
+    points = {walk_by_squares(answers, squares) for squares in drawn}
+    best = {a for a in points if not any(b[0] >= a[0] and b[1] <= a[1] and b != a for b in points)}
+    sampled = sampled_curve(answers, 7, num_samples=8, max_rounds=1)
+    sums = np.rint(sampled.cost * answers.num_requests).astype(int)  # of whole costs
+    assert len(good) and list(zip(sampled.num_correct.tolist(), sums.tolist(), strict=True)) == sorted(best)
+
+
+def walk_by_squares(answers: Answers, squares: np.ndarray) -> tuple[int, int]:
+    """Right answers and costs of thresholds of f, summed over requests that each walk by themselves."""
+    right, cost = 0, 0
+    for request in range(answers.num_requests):
+        for i in range(answers.num_models):
+            cost += int(answers.cost[i])
+            if i == answers.num_models - 1 or answers.confidence[i, request] ** 2 >= squares[i]:
+                right += bool(answers.correct[i, request])
+                break
+    return right, cost
 
 
 def test_sampling_is_as_accurate_as_the_largest_whatever_is_drawn():

@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 
 from experiments import reference
+from experiments.bench.cascade import CAREFUL, CAUTION
 from experiments.reproduce.cascade.setup import MODES, Family
 from experiments.reproduce.cascade.setup import family as family_of
 from experiments.reproduce.experiment import ARITHMETIC, Experiment, Row, bars, lines
@@ -150,6 +151,7 @@ def table3() -> Experiment:
         ],
         papers=_gain(PAPERS_WAY),
         ap=_gain("AP"),
+        careful=f"{_gain(CAREFUL):+.2f} with a caution of {CAUTION}",
         eo=_gain("EO", "next_tokens"),
     )
 
@@ -206,7 +208,7 @@ def _own_shares(name: str) -> list[Row]:
             share = [dict(zip(trial["models"], trial["answered"])).get(model, 0.0) for trial in modes[mode]]
             rows.append(ours(name, f"{mode}, answered by {model}", 100 * float(np.mean(share))))
         rows.append(ours(name, f"{mode}, accuracy less the largest model's", _gain(mode, name), "points"))
-    for mode in (*MODES, "AP, no skips", "AP, paper's skips", PAPERS_WAY):
+    for mode in (*MODES, CAREFUL, "AP, no skips", "AP, paper's skips", PAPERS_WAY):
         cost = float(np.mean([trial["cost_of_largest"] for trial in modes[mode]]))
         rows.append(ours(name, f"{mode}, energy of the largest model's", cost, "x"))
     return rows

@@ -4,8 +4,9 @@ All three tasks are classification, slot by slot: a classifier has one slot, an 
 end), a generated answer one a token. The confidence of an answer is the smallest over its slots of the largest softmax
 of logits / temperature. A model has one temperature, so that no output changes.
 
-The paper squares the softmax. Squaring keeps the order, so it changes thresholds and no route, and the squares are no
-probabilities. They are not squared here, so that calibration can be measured.
+The paper's confidence is f = max(softmax²), the square of the one here. A square is no probability, so calibration
+could not be measured on it. A threshold t here routes as t² does there. Where the paper spreads thresholds evenly, it
+spreads them in f: the samples of Algorithm 1 (``sampling``) and the equal parts of its skips (``skips``) do so too.
 
 Shapes in comments: N requests, S slots, C classes (positions of a context, tokens of a vocabulary or the k likeliest).
 """

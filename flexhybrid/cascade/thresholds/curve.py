@@ -5,7 +5,9 @@ Shapes: M models, N requests of the validation set, P points or sets of threshol
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -57,6 +59,15 @@ class Curve:
     @property
     def accuracy(self) -> np.ndarray:
         return self.num_correct / self.num_requests
+
+
+class Choice(NamedTuple):
+    """A point of a curve, and what its thresholds do after caution."""
+
+    point: int
+    thresholds: np.ndarray  #: [M − 1]
+    num_correct: int
+    cost: float  #: mean of a request
 
 
 def evaluate(answers: Answers, thresholds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -113,6 +124,23 @@ def energy_optimal(curve: Curve, least: int, most: int) -> int:
     slope = np.diff(y) / np.diff(x)
     second = 2 * np.diff(slope) / (x[2:] - x[:-2])
     return int(hull[1 + second.argmax()])
+
+
+def cautious(answers: Answers, curve: Curve, points: Sequence[int], least: int, caution: float) -> Choice:
+    """Return the choice among ``points`` whose thresholds cost least once caution has divided the doubt 1 − t.
+
+    Raises InputError where none has ``least`` requests right after caution.
+    """
+    thresholds = curve.thresholds[points]
+    thresholds = thresholds + (1 - thresholds) * (1 - 1 / caution)  # with caution 1 the same to the last digit
+    num_correct, cost = evaluate(answers, thresholds)
+    best = int(np.where(num_correct >= least, cost, np.inf).argmin())
+    if num_correct[best] < least:
+        raise InputError(
+            f"with a caution of {caution:g} no thresholds answer {least} of {curve.num_requests} requests right; the "
+            f"best answer {num_correct.max()}: give a smaller caution"
+        )
+    return Choice(int(points[best]), thresholds[best], int(num_correct[best]), float(cost[best]))
 
 
 def lower_hull(x: np.ndarray, y: np.ndarray) -> list[int]:

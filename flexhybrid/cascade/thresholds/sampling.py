@@ -18,7 +18,8 @@ def sampled_curve(
 
     Lines 3 and 4: ``num_samples`` sets of thresholds a round, uniform in [0, 1]. Lines 5 and 6: as many again in boxes
     of ± EPSILON around those whose accuracy lies between the second-largest and the largest model's. Line 8, "until no
-    new (a, e)": until a round adds no point to the curve, or ``max_rounds``.
+    new (a, e)": until a round adds no point to the curve, or ``max_rounds``. Samples and boxes are of thresholds of the
+    paper's f, whose roots are thresholds of our confidence (``confidence``).
     """
     generator = np.random.default_rng(seed)
     right = answers.correct.sum(axis=1)
@@ -27,12 +28,12 @@ def sampled_curve(
     front = _Front(answers)
     front.add(np.ones((1, size[1])))  # all requests go on to the largest: the curve has its accuracy with any draw
     for _ in range(max_rounds):
-        thresholds = generator.random(size)
-        num_correct = front.add(thresholds)
-        good = thresholds[(low <= num_correct) & (num_correct <= high)]
+        squares = generator.random(size)
+        num_correct = front.add(np.sqrt(squares))
+        good = squares[(low <= num_correct) & (num_correct <= high)]
         if len(good):
             near = good[generator.integers(len(good), size=num_samples)] + generator.uniform(-EPSILON, EPSILON, size)
-            front.add(np.clip(near, 0.0, 1.0))
+            front.add(np.sqrt(np.clip(near, 0.0, 1.0)))
         if not front.is_new():
             break
     return Curve(front.thresholds, front.num_correct, front.cost, answers.num_requests, exact=False)

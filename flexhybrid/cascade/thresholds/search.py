@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from flexhybrid.cascade.routes import Cascade, Expected
-from flexhybrid.cascade.thresholds.curve import Answers, Curve, accuracy_preserving, energy_optimal
+from flexhybrid.cascade.routes import COSTS, Cascade, Expected
+from flexhybrid.cascade.thresholds.curve import Answers, Choice, Curve, accuracy_preserving, cautious, energy_optimal
 from flexhybrid.cascade.thresholds.exact import exact_curve
 from flexhybrid.cascade.thresholds.fit import Fitted
 from flexhybrid.cascade.thresholds.sampling import sampled_curve
@@ -20,11 +20,6 @@ from flexhybrid.core.errors import InputError, file_errors, unknown
 MODES = ("ap", "eo")
 DROPS = ("best", "paper", "none")
 SKIPS = ("fitted", "paper", "none")
-#: Doubts of AP are divided by this. The thresholds that were just enough on the validation set are the luckiest of
-#: many: on other digits they lose half a point of accuracy. Of 1, 5, 10, 20, 30, 40 and 50 this is the least whose 95 %
-#: interval showed no loss on ten splits of the digits (seeds 0 to 9; 10 to 19 had been looked at, too); ``make bench``
-#: judges it on 20 to 29.
-CAUTION = 30.0
 
 
 @dataclass(frozen=True)
@@ -37,7 +32,7 @@ class SearchOptions:
     method: str = "exact"  #: or "sampling", the paper's
     drop: str = "best"
     skips: str = "fitted"
-    caution: float | None = None  #: None: CAUTION for ap, 1 otherwise; 1 is the paper's
+    caution: float = 1.0  #: divides the doubt 1 − t that a threshold t allows; 1 is the paper's
     seed: int = 0
 
     def __post_init__(self):
@@ -46,7 +41,7 @@ class SearchOptions:
                 raise unknown(name, getattr(self, name), known)
         if self.accuracy is not None and not 0 <= self.accuracy <= 1:
             raise InputError(f"accuracy is {self.accuracy:g}; it is a share of right answers, between 0 and 1")
-        if self.caution is not None and not self.caution >= 1:
+        if not 1 <= self.caution < np.inf:
             raise InputError(f"caution is {self.caution:g}; it must be 1 (the paper's) or more")
 
 
@@ -64,52 +59,81 @@ class SearchedCascade:
 
 
 def search(fitted: Fitted, options: SearchOptions = SearchOptions()) -> SearchedCascade:  # noqa: B008  frozen
-    """Search a cascade. Raises InputError where a cost is not known or an accuracy is out of reach."""
+    """Search a cascade: of all models' subsets and thresholds the one that costs least after caution.
+
+    Raises InputError where a cost is not known, an accuracy is out of reach, or the cascade does not pay.
+    """
     answers = fitted.answers(options.cost)
     find = exact_curve if options.method == "exact" else functools.partial(sampled_curve, seed=options.seed)
     pick = picker(answers, options)
     if options.drop == "best":
-        kept, curve, point = best_subset(answers, find, pick)
+        kept, curve, choice = best_subset(answers, find, pick)
     else:
         kept = list(range(answers.num_models))
         if options.drop == "paper":
-            kept = drop_by_benefit(answers, lambda part: (part_curve := find(part)).thresholds[pick(part_curve)])
+            kept = drop_by_benefit(answers, lambda part: pick(part, find(part)).thresholds)
         curve = find(answers.only(kept))
-        point = pick(curve)
-    caution = options.caution or (CAUTION if options.mode == "ap" and options.accuracy is None else 1.0)
-    thresholds = tuple(float(1 - (1 - t) / caution) for t in curve.thresholds[point])  # the doubt 1 - t is divided
+        choice = pick(answers.only(kept), curve)
+    thresholds = tuple(choice.thresholds.tolist())
     part, models = answers.only(kept), tuple(fitted.models[i] for i in kept)
     plain = Route(part, Cascade(models, thresholds))
     skips = ()
     if options.skips != "none":
         skips = even_skips(thresholds) if options.skips == "paper" else fitted_skips(part, thresholds)
     route = Route(part, Cascade(models, thresholds, skips))
-    more = {"task": fitted.task, "cost": options.cost, "top_k": fitted.top_k, "note": _note(options, curve, caution)}
+    _check_pays(answers, route, options)
+    more = {"task": fitted.task, "cost": options.cost, "top_k": fitted.top_k, "note": _note(options, curve)}
     shares = tuple(route.shares.tolist()), tuple(route.visited.tolist())
     expected = Expected(*shares, float(route.correct.mean()), len(route.correct))
     cascade = Cascade(models, thresholds, skips, expected=expected, **more)
-    return SearchedCascade(cascade, expected, kept, curve, point, without_skips=plain, route=route)
+    return SearchedCascade(cascade, expected, kept, curve, choice.point, without_skips=plain, route=route)
 
 
-def picker(answers: Answers, options: SearchOptions) -> Callable[[Curve], int]:
-    """Return the rule that picks a point of a curve, whichever models the curve has.
+def picker(answers: Answers, options: SearchOptions) -> Callable[[Answers, Curve], Choice]:
+    """Return the rule that chooses from a curve of some of the models: it takes their answers and the curve.
 
-    It compares with the right answers of the largest and the second-largest of all models.
+    It compares with the right answers of the largest and the second-largest of all models. Before caution and after it
+    the thresholds have as many right as was asked for; they are the cheapest after it.
     """
     right = answers.correct.sum(axis=1)
+    least = int(right[-1])
     if options.accuracy is not None:
         least = int(np.ceil(options.accuracy * answers.num_requests - 1e-9))
-        return lambda curve: accuracy_preserving(curve, least)
-    if options.mode == "ap":
-        return lambda curve: accuracy_preserving(curve, int(right[-1]))
-    second = int(right[-2]) if len(right) > 1 else int(right[-1])
-    return lambda curve: energy_optimal(curve, second, int(right[-1]))
+    elif options.mode == "eo":
+        least = int(right[-2:][0])
+
+    def pick(part: Answers, curve: Curve) -> Choice:
+        if options.mode == "eo" and options.accuracy is None:
+            points = [energy_optimal(curve, least, int(right[-1]))]
+        else:
+            points = range(accuracy_preserving(curve, least), len(curve))[: 1 if options.caution == 1 else None]
+        return cautious(part, curve, points, least, options.caution)
+
+    return pick
 
 
-def _note(options: SearchOptions, curve: Curve, caution: float) -> str:
+def _check_pays(answers: Answers, route: Route, options: SearchOptions) -> None:
+    """Raise InputError for a route that costs more than the largest model alone, if that is as accurate as asked."""
+    largest, accuracy = float(answers.cost[-1]), float(answers.correct[-1].mean())
+    if route.cost <= largest * (1 + 1e-9) or (options.accuracy or 0.0) > accuracy + 1e-9:
+        return
+    dearer = (
+        (options.drop != "best", "--drop best"),
+        (options.skips == "paper", "--skips fitted"),
+        (options.caution > 1, f"a --caution below {options.caution:g}"),
+    )
+    advice = ", ".join(["serve the largest alone", *(words for applies, words in dearer if applies)])
+    unit = COSTS[options.cost]
+    raise InputError(
+        f"the cascade does not pay: a request costs {route.cost:.4g} {unit} by it and {largest:.4g} {unit} by the "
+        f"largest model alone ({route.correct.mean():.2%} and {accuracy:.2%} of the answers right): {advice}"
+    )
+
+
+def _note(options: SearchOptions, curve: Curve) -> str:
     chosen = options.mode if options.accuracy is None else f"accuracy {options.accuracy:g}"
     method = "exact" if curve.exact else "sampled" if options.method == "sampling" else "on a grid of confidences"
-    return f"{chosen}, {method}, caution {caution:g}, dropped: {options.drop}, skips: {options.skips}"
+    return f"{chosen}, {method}, caution {options.caution:g}, dropped: {options.drop}, skips: {options.skips}"
 
 
 def run_search(fitted_file: Path, out: Path, options: SearchOptions, curve_file: Path | None = None) -> dict:
@@ -161,7 +185,8 @@ def describe_search(result: dict) -> str:
     ):
         rows.append(f"{name:16s} {threshold} {visited:9.1%} {answered:8.1%}")
     if result["dropped"]:
-        rows.append(f"dropped, as they only cost: {', '.join(result['dropped'])}")
+        alone = "" if result["thresholds"] else "; no cascade of these models pays, and the largest answers alone"
+        rows.append(f"dropped, as they only cost: {', '.join(result['dropped'])}{alone}")
     rows.append(
         f"\naccuracy {result['accuracy']:.2%} (the largest alone {result['largest_accuracy']:.2%}), "
         f"{result['cost']} of a request {result['cost_per_request']:.4g}: {result['share_of_largest']:.1%} of the "

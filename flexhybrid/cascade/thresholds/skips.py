@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from flexhybrid.cascade.routes import Cascade, CascadeModel, Skip
-from flexhybrid.cascade.thresholds.curve import Answers, Curve
+from flexhybrid.cascade.thresholds.curve import Answers, Choice, Curve
 from flexhybrid.core.errors import InputError
 
 Skips = tuple[tuple[Skip, ...], ...]
@@ -45,26 +45,27 @@ def drop_by_benefit(answers: Answers, choose: Callable[[Answers], np.ndarray]) -
 
 
 def best_subset(
-    answers: Answers, search: Callable[[Answers], Curve], pick: Callable[[Curve], int]
-) -> tuple[list[int], Curve, int]:
-    """Return (model indices, curve, point) of the set of models with the largest in it whose picked point costs least.
+    answers: Answers, search: Callable[[Answers], Curve], pick: Callable[[Answers, Curve], Choice]
+) -> tuple[list[int], Curve, Choice]:
+    """Return (model indices, curve, choice) of the set of models, the largest among them, whose choice costs least.
 
-    Among equal costs the most accurate wins. Sets from which no point can be picked are left out; raises the last one's
+    Among equal costs the most accurate wins. Sets from which nothing can be picked are left out; raises the last one's
     InputError where no set is left.
     """
     last, best, reason = answers.num_models - 1, None, InputError("there is no model")
     for size in range(last + 1):
         for smaller in itertools.combinations(range(last), size):
             kept = [*smaller, last]
-            curve = search(answers.only(kept))
+            part = answers.only(kept)
+            curve = search(part)
             try:
-                point = pick(curve)
+                choice = pick(part, curve)
             except InputError as error:
                 reason = error
                 continue
-            rank = (curve.cost[point], -curve.num_correct[point])
+            rank = (choice.cost, -choice.num_correct)
             if best is None or rank < best[0]:
-                best = (rank, kept, curve, point)
+                best = (rank, kept, curve, choice)
     if best is None:
         raise reason
     return best[1:]
@@ -95,13 +96,14 @@ def even_skips(thresholds: Sequence[float]) -> Skips:
     """Return the paper's skips: the confidences below a threshold in equal parts, the least sure to the largest model.
 
     Algorithm 2 has LogUniform(0, t), which is not a distribution (log 0 is no bound); its explanation says "uniformly
-    partitioned into the number of successor models", and so it is done here.
+    partitioned into the number of successor models", and so it is done here. The parts are equal in the paper's f, the
+    square of our confidence (``confidence``).
     """
     last = len(thresholds)
     skips = []
     for i, threshold in enumerate(thresholds):
         parts = last - i
-        bounds = [float(threshold) * part / parts for part in range(1, parts)]
+        bounds = [float(threshold) * (part / parts) ** 0.5 for part in range(1, parts)]
         skips.append(tuple(Skip(b, last - place) for place, b in enumerate(bounds) if b > 0))
     return tuple(skips)
 
