@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from flexhybrid.core.context.cache_entries import representation_of
-from flexhybrid.core.context.selection import first_choosing
+from flexhybrid.core.context.selection import counts_uses, first_choosing
 from flexhybrid.core.context.split import SplitLines
 from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.model.layout import layer_layout
@@ -87,8 +87,9 @@ def structure_of(policy: Policy, entries: tuple[str, ...]) -> Policy:
     """Take the numbers out of a policy: policies with equal results have one tiny run."""
     selection = policy.selection
     if selection.method == "speculative":
+        counted = {"pool": 0.5, "victim": "lru"} if counts_uses(selection) else {"pool": 1.0, "victim": "fifo"}
         selection = replace(
-            selection, alpha=4.0, partial_ratio=0.5, pool=1.0, max_fraction=0.5, victim="fifo", expected_fraction=None
+            selection, alpha=4.0, partial_ratio=0.5, max_fraction=0.5, expected_fraction=None, **counted
         )
     elif selection.method == "heavy_hitter":
         selection = replace(selection, budget=0.5)

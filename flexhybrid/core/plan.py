@@ -266,8 +266,11 @@ class _Stream:
         yield "project", (hidden, *matrices), writes
         if "quantize" in works:
             yield "quantize", (qkv,), (staging,)
+        ranks = (self.at.ranks(position),) if "rank" in works else ()
+        if ranks and step.prefill:  # only now it is known which rows stay
+            yield "rank", (qkv,), (*ranks, staging)
         if "speculate" in works and step.prefill and layer >= self.first_choosing:
-            yield "speculate", (qkv, *matrices), (cell("partial_keys", k, layer),)
+            yield "speculate", (qkv, *ranks, *matrices), (cell("partial_keys", k, layer),)
         elif "speculate" in works and not step.prefill and self._guesses(layer):
             yield from self._speculate(position, qkv)
         if "attend_host" in works:
@@ -298,18 +301,15 @@ class _Stream:
 
     def _close(self, position: Position) -> Iterator[Outline]:
         """The rest of what it computes: attention and feed-forward."""
-        step, works, slot = position.step, position.works, position.slot
+        step, works = position.step, position.works
         layout = self.wave.layout
         hidden, qkv = self.at.hidden(position), self.at.qkv(position)
         if step.prefill:
             yield "attend_prefill", (qkv,), (self.at.attended(position),)
         elif "attend_host" not in works:
             yield from self._attend(position, qkv)
-        if "rank" in works:
-            ranked = (self.at.ranks(position),)
-            if step.prefill:  # only now it is known which rows stay
-                ranked += (cell("staging", slot),)
-            yield "rank", (self.at.attended(position), qkv), ranked
+        if "rank" in works and not step.prefill:
+            yield "rank", (self.at.attended(position), qkv), (self.at.ranks(position),)
         reads = (self.at.attended(position), hidden, *self.at.matrices(position, 0, layout.vectors_end))
         reads += self.at.matrices(position, layout.qkv_end, layout.total_bytes)
         yield "finish", reads, (hidden,)

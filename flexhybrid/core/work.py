@@ -118,6 +118,16 @@ def rank(shape: ModelShape, batch, rows, columns) -> Work:
     return Work(memory_bytes=8 * batch * shape.num_heads * rows * columns, tokens=batch * columns)
 
 
+def fill_pool(shape: ModelShape, batch, prompt) -> Work:
+    """Count which cached tokens each query of the prompts would fetch, and drop one where the pool is full (InfiniGen,
+    Sec. 4.4): the scores once more; for each query, float32 scores of its heads and ages, uses and order of each
+    group's tokens, read and written."""
+    pairs = batch * prompt * prompt / 2
+    flops = 2 * 2 * pairs * shape.query_width
+    cells = 2 * shape.num_heads + 6 * shape.num_kv_heads
+    return Work(memory_bytes=4 * cells * pairs, flops=flops, tokens=batch * prompt)
+
+
 def choose_columns(shape: ModelShape, p: int, rows, share: float) -> Work:
     """Which ``share`` of a head's columns stand for its queries and keys (InfiniGen, Sec. 4.3): sums over the prompts,
     then those columns of the query weights and of the keys. Rotary models skew queries and keys here."""

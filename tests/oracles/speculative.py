@@ -83,9 +83,15 @@ class PlainInfiniGen:
                 out = torch.zeros_like(q)
                 stored = [self.stored(*rows, layer, position) for position, rows in enumerate(zip(k, v, act))]
                 for g in range(self.shape.num_kv_heads):
-                    cache = self.caches[i, layer, g] = []
-                    for position, back in enumerate(stored):
+                    self.caches[i, layer, g] = []
+                for position, back in enumerate(stored):
+                    for g in range(self.shape.num_kv_heads):
+                        cache = self.caches[i, layer, g]
+                        before = list(cache)
                         self.keep(cache, i, Entry(k[position, g], *(part[g] for part in back), position, 1, position))
+                        if self.selection.pool < 1 and before:
+                            self.note(before, cache, [q[position, head] for head in self.heads_of(g)], position)
+                for g in range(self.shape.num_kv_heads):
                     sums[g] += self.turned(layer, g, k[:, g]).abs().sum(0)
                     for head in self.heads_of(g):
                         sums[g] += self.turned(layer, g, q[:, head]).abs().sum(0) / len(self.heads_of(g))
@@ -121,17 +127,17 @@ class PlainInfiniGen:
         return k[0], v[0]
 
     def keep(self, cache, request, entry):
-        """The new entry, in place of another where there is no room, which is returned; nothing was fetched yet after
-        the prompt alone."""
+        """Add the new entry, in the place of another where there is no room; it counts as used once more than that."""
         rank = {
             "fifo": lambda one: one.position, "lru": lambda one: (one.used_at, one.position),
             "counter": lambda one: (one.uses, one.position),
         }[self.selection.victim]  # fmt: skip
         gone = min(cache, key=rank) if len(cache) == self.room[request] else None
-        if gone:
-            cache.remove(gone)
-        cache.append(entry)
-        return gone
+        if gone is None:
+            cache.append(entry)
+            return
+        entry.uses = gone.uses + 1
+        cache[cache.index(gone)] = entry
 
     def next_token(self, hidden):
         return int(self.model.head(self.shape, self.weights.outer, hidden[-1:]).argmax())
@@ -150,8 +156,7 @@ class PlainInfiniGen:
                 cache = self.caches[request, layer, g]
                 kept = chosen[g] if chosen else list(cache)
                 entry = Entry(k[0, g], *(part[g] for part in stored), position, 1, position)
-                if gone := self.keep(cache, request, entry):
-                    entry.uses = gone.uses + 1
+                self.keep(cache, request, entry)
                 keys = torch.stack([*(one.stored_key for one in kept), k[0, g]])
                 values = torch.stack([*(one.value for one in kept), v[0, g]])
                 for head in self.heads_of(g):

@@ -7,9 +7,9 @@ from itertools import product
 import numpy as np
 import pytest
 from models import save_opt
+from oracles.heavy_hitters import plain_h2o
+from oracles.speculative import PlainInfiniGen
 from runs import run_wave
-from test_heavy_hitters import plain_h2o
-from test_speculative import PlainInfiniGen
 
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.policy import Bits, Policy, Selection

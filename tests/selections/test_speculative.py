@@ -3,6 +3,7 @@
 import math
 import time
 from dataclasses import replace
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -117,6 +118,17 @@ def test_a_pool_gives_up_what_a_plain_account_does(checkpoints, prompts, family,
     wanted, _ = plain_tokens(checkpoints[family], chosen, prompts, 24)
     assert result.tokens == wanted
     assert check_trace(result.trace) == []
+
+
+@pytest.mark.parametrize("family", ["opt", "llama"])
+def test_each_victim_keeps_other_tokens_of_a_prompt_beyond_the_pool(checkpoints, prompts, family):
+    """The second token, before any victim of the decode has gone, and all that follow."""
+    answers = [
+        run_wave(checkpoints[family], policy(1.0, 0.3, pool=0.4, victim=victim), prompts[:3], 12).tokens
+        for victim in ("fifo", "lru", "counter")
+    ]
+    assert all(a != b for a, b in combinations(answers, 2))
+    assert len({tuple(answer[1] for answer in of_victim) for of_victim in answers}) > 1
 
 
 @pytest.mark.parametrize("family", ["opt", "llama"])

@@ -83,6 +83,11 @@ def limits_cache(selection: Selection) -> bool:
     return selection.method == "heavy_hitter" or selection.method == "speculative" and _given(selection.pool) < 1
 
 
+def counts_uses(selection: Selection) -> bool:
+    """Whether tokens give way by their uses, so that the queries of a prompt count them too."""
+    return selection.method == "speculative" and limits_cache(selection) and selection.victim != "fifo"
+
+
 def kept_tokens(selection: Selection, prompt, context, cached):
     """Tokens of a context that stay cached, of requests that would cache ``cached`` in the end; arrays allowed.
 

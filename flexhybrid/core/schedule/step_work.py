@@ -13,7 +13,7 @@ import numpy as np
 from flexhybrid.core import work
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.context.cache_entries import StoredCopy
-from flexhybrid.core.context.selection import most_selected, partial_share, selected_tokens
+from flexhybrid.core.context.selection import counts_uses, most_selected, partial_share, selected_tokens
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import ElementBytes, Policy
 from flexhybrid.core.schedule.steps import MiniBatchStep
@@ -90,6 +90,8 @@ def step_work(shape: ModelShape, policy: Policy, stored: ElementBytes, c: StepCo
         works["attend_prefill"] = work.attend_prefill(shape, p, c.batch, c.width)
         if policy.selection.method == "heavy_hitter":
             works["rank"] = work.rank(shape, c.batch, c.width, c.width / 2)
+        if counts_uses(policy.selection):
+            works["rank"] = work.fill_pool(shape, c.batch, c.width)
         if policy.selection.method == "speculative":
             share = partial_share(shape, policy.selection)
             works["speculate"] = work.choose_columns(shape, p, c.batch * c.width, share)

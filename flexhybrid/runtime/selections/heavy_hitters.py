@@ -15,11 +15,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.context.selection import kept_tokens
-from flexhybrid.core.schedule.steps import MiniBatchStep, Store
+from flexhybrid.core.schedule.steps import MiniBatchStep
 from flexhybrid.core.task import Task
 from flexhybrid.core.wave import Wave
+from flexhybrid.runtime.kernels.attention import attention_sums
 from flexhybrid.runtime.selections.hooks import SelectionHooks
 from flexhybrid.runtime.step_tensors import to_device
 
@@ -78,11 +78,12 @@ class HeavyHitters(SelectionHooks):
 
     # ---- for ``rank``
 
-    def after_prompt(self, layer: int, step: MiniBatchStep, sums_BGP: torch.Tensor) -> torch.Tensor:
-        """Return positions [B, G, K] of the tokens to keep, in ascending order; padding repeats the last one.
-
-        ``sums_BGP``: the attention that each token of the prompt got from all of them.
-        """
+    def rank_prompt(
+        self, layer: int, step: MiniBatchStep, queries_BPHd: torch.Tensor, keys_BPGd: torch.Tensor
+    ) -> torch.Tensor:
+        """Return positions [B, G, K] of the tokens to keep, in ascending order; padding repeats the last one."""
+        # the attention that each token of the prompt got from all of them
+        sums_BGP = attention_sums(queries_BPHd, keys_BPGd, to_device(step.new_tokens, self.device))
         lengths = self._column(step.new_tokens)
         kept, recent = (
             self._column(np.minimum(counts[step.requests], step.new_tokens)) for counts in (self.kept, self.recent)
@@ -157,11 +158,3 @@ class HeavyHitters(SelectionHooks):
     def _column(self, values: np.ndarray) -> torch.Tensor:
         """[B] -> [B, 1, 1] on the device."""
         return to_device(values, self.device)[:, None, None]
-
-    def prompt_places(self, step: MiniBatchStep, store: Store) -> torch.Tensor:
-        """Return for each row of a store of the prompt which of its request's K places it takes: [rows]."""
-        first = self.wave.first_block[store.entry][step.requests][store.rows // step.width]
-        slots = (store.blocks - first) * BLOCK_TOKENS + store.offsets
-        entry = self.wave.entries.names.index(store.entry)
-        place_of = np.flatnonzero(self.entry_of == entry)
-        return to_device(place_of[slots], self.device)

@@ -7,6 +7,11 @@ once more than the token whose place it takes. The paper does not say where a co
 tokens would be dropped first as soon as all others were fetched twice. Layers that read every token count as fetched
 those that they would have chosen by the weights of their attention.
 
+The tokens of a prompt enter the pool one after the other by the same rule, in every layer: each query of the prompt,
+from the first to the last, counts the tokens of the pool as a layer that reads every token does. So a prompt that is
+longer than the pool keeps what a decode of the same tokens would keep, except that its own attention reads all of it.
+The paper counts what "query tokens" select, and the authors' accuracy code drops tokens at every position of a text.
+
 Shapes: T places, B requests, G key/value heads; tables of a mini-batch in a layer are [T, B, G].
 """
 
@@ -21,14 +26,10 @@ COUNTER_FULL = 255
 class Uses:
     """How often or how lately the token in every place was fetched, and its position, in all layers.
 
-    ``prompts`` and ``places`` give for each mini-batch the prompt tokens of its requests and the places they have. The
-    tables begin as a prefill leaves them: each of the newest tokens is in the place that its position names, fetched
-    once.
+    ``places`` gives for each mini-batch the places of its requests; all are empty at first.
     """
 
-    def __init__(
-        self, victim: str, num_layers: int, prompts: list[np.ndarray], places: list[np.ndarray], groups: int, device
-    ):
+    def __init__(self, victim: str, num_layers: int, places: list[np.ndarray], groups: int, device):
         longest = [int(counts.max()) for counts in places]
         sizes = [tokens * len(counts) for tokens, counts in zip(longest, places, strict=True)]
         self.lately = victim == "lru"
@@ -37,12 +38,6 @@ class Uses:
             rows.unflatten(2, (tokens, -1))
             for rows, tokens in zip(self.table.split(sizes, dim=2), longest, strict=True)
         ]
-        for section, lengths, kept in zip(self.sections, prompts, places, strict=True):
-            place = np.arange(len(section[0, 0]))[:, None]
-            born = place + kept * ((lengths - 1 - place) // kept)  # [T, B]
-            start = np.stack([born if self.lately else np.ones_like(born), born])
-            start *= place < np.minimum(lengths, kept)
-            section.copy_(torch.from_numpy(start)[:, None, :, :, None])
 
     def of(self, layer: int, mini_batch: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (uses, positions) of the tokens in all places of a layer, [T, B, G] each."""

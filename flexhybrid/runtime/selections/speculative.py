@@ -31,14 +31,23 @@ from flexhybrid.runtime.selections.pool import Uses
 from flexhybrid.runtime.step_tensors import Rotation, position_tables, to_device
 from flexhybrid.runtime.storage.weights import Parts, Weights
 
+RANKED_QUERIES = 16  #: of a prompt, whose scores are there at a time: less than the feed-forward rows that come later
+TIE = 1e-12  #: of a score and the one in the next place: less than the rounding of any score but zero
+
 
 def relative_scores(q_BGrC: torch.Tensor, keys_TBGC: torch.Tensor, scale: float, held_BT: torch.Tensor) -> torch.Tensor:
     """Return guessed scores relative to the largest of their query head, and of these the largest of the r heads of a
     group: float32 [B, G, T], at most 0; minus infinity for tokens that a request does not hold.
     """
-    scores = torch.matmul(q_BGrC * scale, keys_TBGC.permute(1, 2, 3, 0)).float()
-    scores = scores.masked_fill(~held_BT[:, None, None], -torch.inf)
-    return (scores - scores.amax(-1, keepdim=True)).amax(2)
+    return relative_to_best(torch.matmul(q_BGrC * scale, keys_TBGC.permute(1, 2, 3, 0)).float(), held_BT)
+
+
+def relative_to_best(scores_BGrT: torch.Tensor, held_BT: torch.Tensor) -> torch.Tensor:
+    """Return what ``relative_scores`` does, of given scores. The tokens that are best for one query head each differ by
+    ``TIE``, so that the one in the first place counts as the best."""
+    scores = scores_BGrT.masked_fill(~held_BT[:, None, None], -torch.inf)
+    relative = (scores - scores.amax(-1, keepdim=True)).amax(2)
+    return relative - torch.arange(relative.shape[-1], device=relative.device) * TIE
 
 
 def choose_tokens(
@@ -131,10 +140,8 @@ class Speculation(SelectionHooks):
         self.limits_cache = limits_cache(selection)
         self.uses: Uses | None = None
         if self.limits_cache and selection.victim in ("lru", "counter"):
-            prompts, places = (
-                [counts[group] for group in wave.mini_batches] for counts in (workload.prompt_tokens, self.kept)
-            )
-            self.uses = Uses(selection.victim, wave.shape.num_layers, prompts, places, self.groups, self.device)
+            places = [self.kept[group] for group in wave.mini_batches]
+            self.uses = Uses(selection.victim, wave.shape.num_layers, places, self.groups, self.device)
         cells = [index_cells(wave.shape, wave.policy, sizes.selected_rows) for sizes, _ in mini_batch_sizes(wave)]
         self.index_start = np.cumsum([0, *cells]).astype(np.int64)
         num_cells = int(self.index_start[-1]) if self.first_layer < wave.shape.num_layers else 0
@@ -176,6 +183,10 @@ class Speculation(SelectionHooks):
             self.partial.section(layer, step.mini_batch)[places, rows, heads] = partial
         self.places[task.payload.slot] = places
 
+    def stages_rows(self, step: MiniBatchStep) -> bool:
+        """After a prompt whose tokens count their uses, ``rank`` stages the rows that stay."""
+        return self.uses is None or not step.prefill
+
     def weighs(self, task: Task) -> bool:
         """In layers that read every token, the victims of ``Uses`` depend on the attention that each token gets."""
         return self.uses is not None and not self.chooses(task) and not task.payload.step.prefill
@@ -185,8 +196,7 @@ class Speculation(SelectionHooks):
         the new token has taken."""
         guess = self.guess(task.payload.step)
         choice = guess.choices["kv"]  # a limited pool holds nothing else
-        weights = weights_BGrT[..., : guess.held_BT.shape[1]].float()
-        relative = (weights / weights.amax(-1, keepdim=True)).log_().amax(2)
+        relative = relative_to_best(weights_BGrT[..., : guess.held_BT.shape[1]].float().log(), guess.held_BT)
         index = choose_tokens(relative, self.alpha, choice.most_B, choice.size[-1], True)
         index.masked_fill_(index == self.places[task.payload.slot][..., None], -1)
         self._count_uses(task.layer, task.payload.step, index)
@@ -205,12 +215,55 @@ class Speculation(SelectionHooks):
         self.partial.keep_columns(layer, mini_batch, queries_RHd, keys_RGd, real)
         keys = self.partial.of_keys(layer, mini_batch, keys_RGd).unflatten(0, (-1, step.width))
         section = self.partial.section(layer, mini_batch)
-        if (step.new_tokens <= self.kept[step.requests]).all():
+        if self.uses:
+            _, born = self.uses.of(layer, mini_batch)
+            requests, heads = (torch.arange(count, device=self.device) for count in born.shape[1:])
+            section.copy_(keys[requests[:, None], born.long(), heads])
+        elif (step.new_tokens <= self.kept[step.requests]).all():
             section[: step.width].copy_(keys.transpose(0, 1))
         else:  # the newest, each in the place that its position names
             requests, tokens = self._newest(step)
             section[tokens % self._kept_of(step)[requests], requests] = keys[requests, tokens]
         self.partial.keep_query_weights(layer, mini_batch, w)
+
+    def rank_prompt(
+        self, layer: int, step: MiniBatchStep, queries_BPHd: torch.Tensor, keys_BPGd: torch.Tensor
+    ) -> torch.Tensor:
+        """Let the tokens of the prompts into the pool of a layer, one after the other (``selections.pool``).
+
+        Return the position of the token in each place: [B, G, T]; anything for places that stay empty.
+        """
+        uses, lengths, kept = self.uses, step.new_tokens, self.kept[step.requests]
+        if uses is None:
+            raise ValueError("this pool does not count uses")
+        heads = torch.arange(self.groups, device=self.device)
+        keys = keys_BPGd.permute(0, 2, 3, 1)[:, :, None]  # [B, G, 1, d, P]
+        queries = (queries_BPHd * self.scale).unflatten(2, (self.groups, -1)).permute(0, 2, 3, 1, 4)
+        _, born = uses.of(layer, step.mini_batch)
+        places = torch.arange(len(born), device=self.device)
+        scores_BGrCP = queries  # of a chunk of queries
+        for position in range(step.width):
+            if position % RANKED_QUERIES == 0:
+                chunk = slice(position, position + RANKED_QUERIES)
+                scores_BGrCP = torch.matmul(queries[:, :, :, chunk], keys).float()
+            rows = np.flatnonzero(lengths > position)
+            held, full = np.minimum(position, kept[rows]), position >= kept[rows]
+            rows_B, held_B = to_device(rows, self.device), to_device(held, self.device)
+            taken = torch.full((len(rows), self.groups), position, device=self.device)
+            scores = scores_BGrCP[rows_B, :, :, position % RANKED_QUERIES]
+            tokens = born[: max(1, held.max()), rows_B].permute(1, 2, 0).long()[:, :, None]
+            tokens = tokens.expand(-1, -1, scores.shape[2], -1)
+            relative = relative_to_best(scores.gather(-1, tokens), places[: tokens.shape[-1]] < held_B[:, None])
+            if full.any():
+                victims = uses.victims(layer, step.mini_batch, rows_B, held_B)
+                taken = torch.where(to_device(full, self.device)[:, None], victims, taken)
+            now = torch.full_like(rows_B, position)
+            uses.put(layer, step.mini_batch, taken, rows_B[:, None], heads, now[:, None].int().expand_as(taken))
+            if position:
+                most = most_selected(self.wave.policy.selection, held).astype(np.int64)
+                index = choose_tokens(relative, self.alpha, to_device(most, self.device), int(most.max()), True)
+                uses.fetched(layer, step.mini_batch, rows_B, index.masked_fill_(index == taken[..., None], -1), now)
+        return born.permute(1, 2, 0).long()
 
     def guess(self, step: MiniBatchStep) -> Guess:
         """Return what the guesses of a decode step need."""

@@ -1,29 +1,39 @@
-"""The verb of a heavy-hitter selection."""
+"""The verb of selections that choose the tokens of a prompt that stay: heavy hitters, and a limited pool."""
 
 from __future__ import annotations
 
 import torch
 
+from flexhybrid.core.context.blocks import BLOCK_TOKENS
+from flexhybrid.core.schedule.steps import MiniBatchStep, Store
 from flexhybrid.core.task import Task
+from flexhybrid.core.wave import Wave
 from flexhybrid.runtime.executor import Executor
-from flexhybrid.runtime.kernels.attention import attention_sums, split_heads
+from flexhybrid.runtime.kernels.attention import split_heads
 from flexhybrid.runtime.selections.heavy_hitters import HeavyHitters
+from flexhybrid.runtime.selections.speculative import Speculation
 
 
-def rank(state: Executor[HeavyHitters], task: Task) -> None:
-    """Choose the tokens that stay: after the prompt the rows of the best go to staging; in the decode the new token
-    takes the place of the worst."""
-    step, slot, heavy_hitters = task.payload.step, task.payload.slot, state.selection
-    if not step.prefill:
-        heavy_hitters.after_token(task.layer, step, slot)
+def rank(state: Executor[HeavyHitters | Speculation], task: Task) -> None:
+    """Choose the tokens that stay: of a prompt, the rows of the best go to staging; in the decode the new token takes
+    the place of the worst."""
+    step, slot, selection = task.payload.step, task.payload.slot, state.selection
+    if isinstance(selection, HeavyHitters) and not step.prefill:
+        selection.after_token(task.layer, step, slot)
         return
     kvq = state.kvq[slot].unflatten(0, (len(step.requests), step.width))
     keys, values, queries = split_heads(state.shape, kvq)
-    sums = attention_sums(queries, keys, state.to_device(step.new_tokens))
-    chosen = heavy_hitters.after_prompt(task.layer, step, sums)
+    chosen = selection.rank_prompt(task.layer, step, queries, keys)
     heads = torch.arange(state.shape.num_kv_heads, device=state.device)
     for store in step.stores:
         request = state.to_device(store.rows // step.width)[:, None]
-        tokens = chosen[request, heads, heavy_hitters.prompt_places(step, store)[:, None]]
+        tokens = chosen[request, heads, state.to_device(_places(state.wave, step, store))[:, None]]
         rows = torch.stack([part[request, tokens, heads] for part in (keys, values)], dim=1)  # [rows, 2, G, d]
         state.buffers.staging[store.space][slot, : len(rows)].copy_(rows.flatten(1))
+
+
+def _places(wave: Wave, step: MiniBatchStep, store: Store):
+    """Return which place of its request each row of a store of the prompt takes: [rows]."""
+    first = wave.first_block[store.entry][step.requests][store.rows // step.width]
+    slots = (store.blocks - first) * BLOCK_TOKENS + store.offsets
+    return wave.entries.positions(wave.entries.names.index(store.entry), int(slots.max()) + 1)[slots]
