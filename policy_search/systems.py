@@ -137,6 +137,7 @@ class Kind(NamedTuple):
 FLAG = Kind("true or false", lambda value: isinstance(value, bool))
 COUNT = Kind("a whole number >= 1", lambda value: type(value) is int and value >= 1)
 NUMBER = Kind("a number", lambda value: type(value) in (int, float))
+LIMIT = Kind("a share from 0 to 1, or bytes like 20GiB", lambda value: type(value) in (int, float, str))
 WORD = Kind("a word", lambda value: isinstance(value, str))
 OVERLAP = Kind(f"one of {', '.join(get_args(Overlap))}", lambda value: value in get_args(Overlap))
 
@@ -173,8 +174,8 @@ def _preset(function: Callable[..., Policy], options: dict[str, Kind], required:
 _WEIGHTS = {"weights_device": NUMBER}
 _SIZES = {"max_mini_batch_tokens": COUNT, **_WEIGHTS}
 _SERIAL = {"max_mini_batch_tokens": COUNT, "overlap": OVERLAP, **_WEIGHTS}
-_FRACTIONS = dict.fromkeys(("alpha", "partial_ratio", "cap", "pool"), NUMBER)
-_INFINIGEN = {**_FRACTIONS, "victim": WORD, "whole_layers": COUNT, "expected": NUMBER, **_SIZES}
+_FRACTIONS = dict.fromkeys(("alpha", "partial_ratio", "cap"), NUMBER)
+_INFINIGEN = {**_FRACTIONS, "pool": LIMIT, "victim": WORD, "whole_layers": COUNT, "expected": NUMBER, **_SIZES}
 _CAPTURE = {"ratio": FLAG, "packing": FLAG, "device_act": FLAG, "balance": WORD}
 _PAGES_FAULT = "its pages move when the hardware faults, not when a plan says so"
 

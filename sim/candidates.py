@@ -20,11 +20,11 @@ import numpy as np
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, Dealing, ceil_blocks, deal_blocks, lengths_between
 from flexhybrid.core.context.cache_entries import TIERS, representation_of, stored_copies
 from flexhybrid.core.context.packing import chunk_tokens, takes_prompts_whole
-from flexhybrid.core.context.selection import kept_tokens, limits_cache, selected_tokens
+from flexhybrid.core.context.selection import ALMOST_ALL, kept_tokens, limits_cache, pool_blocks, selected_tokens
 from flexhybrid.core.context.split import SplitLines, split_lines, split_point
 from flexhybrid.core.memory import BufferSizes, Reads, group_sizes, memory_parts, split_blocks
 from flexhybrid.core.model.layout import LayerLayout, layer_layout
-from flexhybrid.core.policy import ElementBytes, Policy
+from flexhybrid.core.policy import ElementBytes, Policy, Selection
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.step_work import StepCounts
 from flexhybrid.core.workload import Workload
@@ -230,7 +230,24 @@ class CandidateSteps:
 
     def _kept_of(self, context):
         """How many of a request's first ``context`` tokens stay cached."""
-        return kept_tokens(self.policy.selection, self.prompt, context, self.prompt + self.generated - 1)
+        cached = self.prompt + self.generated - 1
+        return np.minimum(kept_tokens(self._selection, self.prompt, context, cached), self._pool_tokens)
+
+    @cached_property
+    def _selection(self) -> Selection:
+        """The selection, a limit in bytes as a limited share of which ``_pool_tokens`` remain."""
+        selection = self.policy.selection
+        limited = selection.pool_bytes is not None
+        return replace(selection, pool=ALMOST_ALL, pool_bytes=None) if limited else selection
+
+    @cached_property
+    def _pool_tokens(self):
+        """Tokens that a limit in bytes leaves each request, as ``with_pool_share`` gives them to requests alike."""
+        selection, bits = self.policy.selection, self.policy.bits
+        if selection.pool_bytes is None:
+            return np.inf
+        blocks = pool_blocks(self.problem.shape, selection, bits.element_bytes(self.problem.bytes_per_element).kv)
+        return np.maximum(1.0, np.floor(blocks / self.batch)) * BLOCK_TOKENS
 
     def _ever_stored(self, tokens) -> np.ndarray:
         """How many of a request's first ``tokens`` went to each entry: [entry, ...]. Where a selection limits the

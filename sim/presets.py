@@ -12,6 +12,7 @@ from flexhybrid.core.context.selection import WHOLE_LAYERS
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Bits, Overlap, Placement, Policy, Selection
+from flexhybrid.core.units import parse_bytes
 
 _RESIDENT = Placement(device=1.0)
 _WHOLE_BATCH = 1 << 30  #: a bound that no batch reaches: one mini-batch
@@ -132,18 +133,28 @@ def infinigen(
     alpha: float = 4.0,
     partial_ratio: float = 0.3,
     cap: float = 0.2,
-    pool: float = 1.0,
+    pool: float | str = 1.0,
     victim: str = "counter",
     whole_layers: int = WHOLE_LAYERS,
     expected: float | None = None,
     max_mini_batch_tokens: int = _WHOLE_BATCH,
 ) -> Policy:
     """InfiniGen: each layer's important tokens guessed one layer ahead, only those fetched; partial keys on the device.
-    ``expected``: the share that was measured to be fetched, where it is known."""
+    ``expected``: the share that was measured to be fetched, where it is known. ``pool``: the share of the cache that
+    is held, or, above 1 or with a unit ("20GiB"), the bytes that the requests of a wave hold together."""
+    share = None if isinstance(pool, str) or pool > 1 else pool
     selection = Selection(
-        "speculative", alpha=alpha, partial_ratio=partial_ratio, max_fraction=cap, pool=pool, victim=victim,
-        partial_keys="device", whole_layers=whole_layers, expected_fraction=expected,
-    )  # fmt: skip
+        "speculative",
+        alpha=alpha,
+        partial_ratio=partial_ratio,
+        max_fraction=cap,
+        pool=share,
+        pool_bytes=parse_bytes(pool) if share is None else None,
+        victim=victim,
+        partial_keys="device",
+        whole_layers=whole_layers,
+        expected_fraction=expected,
+    )
     return replace(offloaded(max_mini_batch_tokens, "full"), name="infinigen", selection=selection)
 
 

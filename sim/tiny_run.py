@@ -87,10 +87,10 @@ def structure_of(policy: Policy, entries: tuple[str, ...]) -> Policy:
     """Take the numbers out of a policy: policies with equal results have one tiny run."""
     selection = policy.selection
     if selection.method == "speculative":
-        counted = {"pool": 0.5, "victim": "lru"} if counts_uses(selection) else {"pool": 1.0, "victim": "fifo"}
-        selection = replace(
-            selection, alpha=4.0, partial_ratio=0.5, max_fraction=0.5, expected_fraction=None, **counted
-        )
+        counted = counts_uses(selection)
+        selection = replace(selection, pool=0.5 if counted else 1.0, victim="lru" if counted else "fifo")
+        selection = replace(selection, alpha=4.0, partial_ratio=0.5, max_fraction=0.5)
+        selection = replace(selection, pool_bytes=None, expected_fraction=None)
     elif selection.method == "heavy_hitter":
         selection = replace(selection, budget=0.5)
     widths = (policy.bits.weights, policy.bits.kv, policy.bits.act)

@@ -170,10 +170,14 @@ def selection_cases(draw) -> dict:
     else:
         pool = draw(st.sampled_from((0.4, 0.7, 1.0)))
         host = draw(st.sampled_from((0.6, 1.0))) if pool == 1 else 1.0
+        blocks = draw(st.sampled_from((None, 5, 9, 30))) if pool == 0.4 else None
+        head_dim = shape.get("head_dim", 16)
+        block_bytes = shape["layers"] * 16 * 2 * shape.get("kv_heads", shape["heads"]) * head_dim * 4
         cache = {"kv@host": host} | ({"act@host": 1 - host} if host < 1 else {})
         selection = Selection(
             method, alpha=draw(st.sampled_from((0.3, 1.0, 4.0))), partial_ratio=draw(SHARES),
-            max_fraction=draw(SHARES), pool=pool, victim=draw(st.sampled_from(("fifo", "lru", "counter"))),
+            max_fraction=draw(SHARES), pool=None if blocks else pool,
+            pool_bytes=blocks and blocks * block_bytes, victim=draw(st.sampled_from(("fifo", "lru", "counter"))),
             partial_keys="device", whole_layers=draw(st.sampled_from((None, 1, 2, 3))),
         )  # fmt: skip
     weights = Placement(device=0.3, host=0.7)

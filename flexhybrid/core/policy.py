@@ -108,12 +108,15 @@ class Selection:
     alpha: float | None = None  #: speculative: scores above max - alpha are fetched; infinite: all, up to max_fraction
     partial_ratio: float | None = None  #: speculative: share of the columns in the partial weights
     max_fraction: float | None = None  #: speculative: most of the cache that is ever fetched
-    pool: float | None = None  #: speculative: share of the cache the pool may hold
+    pool: float | None = None  #: speculative: share of the cache the pool may hold; or ``pool_bytes``
     victim: str | None = None  #: speculative: fifo, lru or counter
     partial_keys: str | None = None  #: speculative: tier of the partial keys
     whole_layers: int | None = None  #: speculative: first layers that look at all tokens; None: ``core.selection``'s
     #: speculative: share of a context that the other layers are expected to fetch, for predictions; None: InfiniGen's
     expected_fraction: float | None = None
+    #: speculative, instead of ``pool``: bytes of keys and values that the requests of a wave may hold together; each
+    #: holds an equal share of its own (``core.context.selection.with_pool_share``)
+    pool_bytes: int | None = None
 
     _NEEDS = {
         "none": (),
@@ -128,9 +131,9 @@ class Selection:
             value = getattr(self, f.name)
             if f.name == "method":
                 continue
-            if f.name in needed and value is None:
+            if f.name in needed and value is None and not (f.name == "pool" and self.pool_bytes is not None):
                 raise InputError(f"policy: selection {self.method} needs selection.{f.name}")
-            free = self.method == "speculative" and f.name in ("whole_layers", "expected_fraction")
+            free = self.method == "speculative" and f.name in ("whole_layers", "expected_fraction", "pool_bytes")
             if f.name not in needed and value is not None and not free:
                 raise InputError(f"policy: selection {self.method} does not take selection.{f.name}")
             if value is not None and f.name in ("budget", "partial_ratio", "max_fraction", "pool", "expected_fraction"):
@@ -143,6 +146,11 @@ class Selection:
                 f"policy: selection.whole_layers is {count!r}; it must be a whole number >= 1: nothing guesses for the "
                 "first layer"
             )
+        size = self.pool_bytes
+        if size is not None and not (isinstance(size, int) and not isinstance(size, bool) and size >= 1):
+            raise InputError(f"policy: selection.pool_bytes is {size!r}; it must be a whole number of bytes >= 1")
+        if size is not None and self.pool is not None:
+            raise InputError("policy: selection.pool and selection.pool_bytes both limit the pool; give one of them")
         if self.victim is not None:
             _check_choice(self.victim, ("fifo", "lru", "counter"), "selection.victim")
         if self.partial_keys is not None:

@@ -6,7 +6,7 @@ which order all of it is done.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy as np
 from flexhybrid.core.context.blocks import BlockEntries, BlockManager
 from flexhybrid.core.context.cache_entries import representation_of
 from flexhybrid.core.context.packing import chunk_tokens, num_chunks, pack
-from flexhybrid.core.context.selection import kept_tokens, limits_cache
+from flexhybrid.core.context.selection import kept_tokens, limits_cache, with_pool_share
 from flexhybrid.core.context.split import SplitLines, split_lines
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.layout import LayerLayout, layer_layout
@@ -118,11 +118,13 @@ def admit(
     be planned or a pool has no room.
     """
     check_planned(policy)
+    cached = workload.cached_tokens
+    stored = policy.bits.element_bytes(problem.bytes_per_element).kv
+    policy = replace(policy, selection=with_pool_share(problem.shape, policy.selection, stored, cached))
     entries = BlockEntries(policy.cache)
     split = {
         entry: split_lines(problem, policy, entry) for entry in entries.names if representation_of(entry) == "both"
     }
-    cached = workload.cached_tokens
     mini_batches = pack(cached, entries, policy.max_mini_batch_tokens, policy.packing, seconds_per_token)
     kept = kept_tokens(policy.selection, workload.prompt_tokens, cached, cached)
     first = workload.prompt_tokens.copy()  # the first length of each request that is held as a whole

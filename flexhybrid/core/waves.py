@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from flexhybrid.core.context.selection import pool_blocks
 from flexhybrid.core.memory import MemoryPlan, buffer_sizes, check_budget, fits, memory_plan
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem
@@ -35,6 +36,9 @@ def first_wave(problem: Problem, policy: Policy, workload: Workload) -> int:
         return wave_plan(problem, policy, workload.select(slice(count)))
 
     low, high = 1, min(policy.max_batch or workload.num_requests, workload.num_requests)
+    if policy.selection.pool_bytes is not None:
+        stored = policy.bits.element_bytes(problem.bytes_per_element).kv
+        high = min(high, pool_blocks(problem.shape, policy.selection, stored))
     if fits(plan(high), problem.budgets):
         return high
     check_budget(plan(low), problem.budgets, f"one request of {int(workload.prompt_tokens[0])} prompt tokens")

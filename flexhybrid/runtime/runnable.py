@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from flexhybrid.core.context.selection import limits_cache
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import GROUP_ELEMENTS, Policy
@@ -18,7 +19,6 @@ def check_runnable(shape: ModelShape, policy: Policy) -> None:
                 f"policy {policy.name}: bits.{name} {getattr(policy.bits, name)} needs rows of whole groups of "
                 f"{GROUP_ELEMENTS} elements; model {shape.name} has rows of {odd[0]}"
             )
-    limited_pool = policy.selection.pool is not None and policy.selection.pool < 1
     speculative = policy.selection.method == "speculative"
     ranked = policy.selection.method == "heavy_hitter"
     refusals = (
@@ -26,7 +26,7 @@ def check_runnable(shape: ModelShape, policy: Policy) -> None:
         (policy.hidden == "disk", "hidden states on the disk"),
         (speculative and policy.selection.partial_keys == "host", "partial keys on the host"),
         (
-            speculative and limited_pool and policy.bits.kv != "native",
+            speculative and limits_cache(policy.selection) and policy.bits.kv != "native",
             f"a limited pool of a speculative selection over {policy.bits.kv}-bit KV, whose heads share a row,",
         ),
         (speculative and policy.attention == "host", "a speculative selection with attention on the host"),

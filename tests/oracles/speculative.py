@@ -30,6 +30,20 @@ class Entry:
     used_at: int
 
 
+def places(shape, selection, cached: list[int]) -> list[int]:
+    """Places of each request: a share of its tokens in whole blocks, the largest share that fits a limit in bytes."""
+
+    def of_share(share):
+        return [min(tokens, max(1, math.ceil(round(share * tokens / 16, 9))) * 16) for tokens in cached]
+
+    if selection.pool is not None:
+        return of_share(selection.pool)
+    most = selection.pool_bytes // (shape.num_layers * 2 * shape.num_kv_heads * shape.head_dim * 4 * 16)
+    shares = sorted({16 * blocks / tokens for tokens in cached for blocks in range(1, tokens // 16 + 2)})
+    fitting = [s for s in shares if sum(math.ceil(room / 16) for room in of_share(min(s, 1))) <= most]
+    return of_share(min(1, fitting[-1]))
+
+
 class PlainInfiniGen:
     """The requests of one mini-batch, token by token and head by head."""
 
@@ -37,8 +51,8 @@ class PlainInfiniGen:
         self.shape, self.selection = checkpoint.shape, (selection := policy.selection)
         self.whole = selection.whole_layers or 2  # layers that look at all tokens
         self.entries, self.bits = BlockEntries(policy.cache), policy.bits
-        room = [math.ceil(round(selection.pool * tokens / 16, 9)) * 16 for tokens in cached]
-        self.room = room if selection.pool < 1 else cached  # places of each request
+        self.limited = selection.pool != 1
+        self.room = places(self.shape, selection, cached) if self.limited else cached  # of each request
         self.model = architecture(self.shape)
         self.weights = Weights(
             self.shape, checkpoint, "float32", torch.device("cpu"), Policy(weights=Placement(device=1.0))
@@ -89,7 +103,7 @@ class PlainInfiniGen:
                         cache = self.caches[i, layer, g]
                         before = list(cache)
                         self.keep(cache, i, Entry(k[position, g], *(part[g] for part in back), position, 1, position))
-                        if self.selection.pool < 1 and before:
+                        if self.limited and before:
                             self.note(before, cache, [q[position, head] for head in self.heads_of(g)], position)
                 for g in range(self.shape.num_kv_heads):
                     sums[g] += self.turned(layer, g, k[:, g]).abs().sum(0)
@@ -243,6 +257,9 @@ def plain_tokens(checkpoint, policy, prompts, max_tokens):
     for group in admit(Problem(shape=checkpoint.shape, dtype="float32"), policy, workload).mini_batches:
         cached = workload.cached_tokens[group].tolist()
         plain = PlainInfiniGen(checkpoint, policy, max(cached) + 1, cached)
+        if policy.selection.pool_bytes:  # which all requests of the wave share
+            rooms = places(checkpoint.shape, policy.selection, workload.cached_tokens.tolist())
+            plain.room = [rooms[i] for i in group]
         of_group = plain.answers([prompts[i] for i in group], workload.max_tokens[group].tolist())
         for i, answer in zip(group, of_group, strict=True):
             answers[i] = answer

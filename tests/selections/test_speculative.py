@@ -13,8 +13,12 @@ from models import save_llama, save_opt
 from oracles.speculative import plain_tokens
 from runs import run_wave
 
+from flexhybrid.core.errors import InputError
 from flexhybrid.core.policy import Bits, Placement, Policy, Selection
+from flexhybrid.core.problem import Problem
 from flexhybrid.core.trace import check_trace
+from flexhybrid.core.waves import split_waves, wave_plan
+from flexhybrid.core.workload import Workload
 from flexhybrid.runtime.selections.skew import save_skewed
 from flexhybrid.runtime.storage.loader import Checkpoint
 
@@ -22,10 +26,10 @@ EVERYTHING = math.inf  #: an alpha that no score falls behind
 LENGTHS = (60, 33, 60, 20, 47)
 
 
-def policy(alpha, cap=1.0, ratio=0.3, pool=1.0, victim="counter", whole_layers=None, **more) -> Policy:
+def policy(alpha, cap=1.0, ratio=0.3, pool=1.0, victim="counter", whole_layers=None, pool_bytes=None, **more) -> Policy:
     selection = Selection(
         "speculative", alpha=alpha, partial_ratio=ratio, max_fraction=cap, pool=pool, victim=victim,
-        partial_keys="device", whole_layers=whole_layers,
+        partial_keys="device", whole_layers=whole_layers, pool_bytes=pool_bytes,
     )  # fmt: skip
     return Policy(selection=selection, **({"max_mini_batch_tokens": 250} | more))
 
@@ -129,6 +133,29 @@ def test_each_victim_keeps_other_tokens_of_a_prompt_beyond_the_pool(checkpoints,
     ]
     assert all(a != b for a, b in combinations(answers, 2))
     assert len({tuple(answer[1] for answer in of_victim) for of_victim in answers}) > 1
+
+
+@pytest.mark.parametrize("family, blocks, victim", [("opt", 6, "counter"), ("llama", 9, "lru"), ("opt", 99, "lru")])
+def test_a_limit_in_bytes_is_shared_by_the_requests_of_a_wave(checkpoints, prompts, family, blocks, victim):
+    """And kept: in the blocks of the wave, and in the memory that is planned for it."""
+    checkpoint, prompts = checkpoints[family], prompts[:3]
+    shape = checkpoint.shape
+    block_bytes = shape.num_layers * 16 * 2 * shape.num_kv_heads * shape.head_dim * 4
+    chosen = policy(1.0, 0.3, pool=None, pool_bytes=blocks * block_bytes + 5, victim=victim)
+    result = run_wave(checkpoint, chosen, prompts, 20)
+    wanted, _ = plain_tokens(checkpoint, chosen, prompts, 20)
+    assert result.tokens == wanted
+    problem, workload = Problem(shape=shape, dtype="float32"), Workload(np.array([60, 33, 60]), np.full(3, 20))
+    planned = wave_plan(problem, chosen, workload)["host"]["kv pool"]
+    assert blocks - 2 <= planned / block_bytes <= blocks or blocks == 99 and planned == 14 * block_bytes
+    with pytest.raises(InputError, match="pool_bytes"):
+        wave_plan(problem, replace(chosen, selection=replace(chosen.selection, pool_bytes=block_bytes - 1)), workload)
+
+
+def test_a_wave_has_no_more_requests_than_its_bytes_have_blocks(checkpoints):
+    shape, workload = checkpoints["opt"].shape, Workload(np.full(9, 60), np.full(9, 20))
+    chosen = policy(1.0, pool=None, pool_bytes=4 * shape.num_layers * 16 * 2 * shape.num_kv_heads * shape.head_dim * 4)
+    assert [len(wave) for wave in split_waves(Problem(shape=shape, dtype="float32"), chosen, workload)] == [4, 4, 1]
 
 
 @pytest.mark.parametrize("family", ["opt", "llama"])

@@ -29,7 +29,7 @@ from flexhybrid.core.workload import Workload
 from sim import catalogue
 from sim.array_clock import predict
 from sim.candidates import Candidates, candidates_of, num_mini_batches
-from sim.presets import hybrid, kv_only
+from sim.presets import hybrid, infinigen, kv_only
 from sim.tiny_run import Loop, lay_out, structure_of, tiny_run, with_aliases
 from sim.verb_seconds import num_slices
 from sim.virtual_clock import SimulatedSummary, run, summarize
@@ -103,6 +103,27 @@ def test_a_static_cache_recomputes_all_that_is_reserved():
     policy = Policy(weights=Placement(device=1), cache=cache, bits=Bits(act=8), static_cache=True)
     for bound in (113, 8192):
         assert gap(replace(policy, max_mini_batch_tokens=bound), 6, 45, 55, 3, 512) < 0.005
+
+
+@pytest.mark.parametrize("blocks", [1, 7, 10, 23, 40, 99])
+def test_a_pool_that_is_limited_in_bytes(blocks):
+    """Six requests of 7 blocks: more than a block each, and limits that nobody reaches."""
+    shape = ModelShape("m", "opt", 8, 4096, 32, 32, 128, 16384, 8192, 4096)
+    selection = infinigen(pool=blocks * shape.num_layers * 16 * shape.kv_token_bytes(2)).selection
+    policy = replace(hybrid(0.0), cache={"kv@host": 1.0}, selection=selection, max_mini_batch_tokens=8192)
+    case = UniformCase(shape, Hardware("m", "cpu", MACHINE), 2, policy, 6, 80, 20)
+    if blocks < 6:
+        with pytest.raises(InputError, match="pool_bytes"):
+            case.wave()
+        return
+    pool = memory_plan(case.problem, policy, buffer_sizes(case.wave()))["host"]["kv pool"]
+    assert pool == min(7, blocks // 6) * 6 * shape.num_layers * 16 * shape.kv_token_bytes(2)
+    closed, virtual = compare(case)
+    assert abs(closed / virtual - 1) < 0.005
+    planned = total_bytes(memory_plan(case.problem, policy, buffer_sizes(case.wave())))
+    assert {tier: round(size) for tier, size in closed_form(case, walk=False)["peak_bytes"].items()} == pytest.approx(
+        {"disk": 0, **planned}, rel=1e-6, abs=2
+    )
 
 
 @pytest.mark.parametrize("share, disk", [(0.02, 0.0), (0.3, 0.0), (0.05, 0.05)])

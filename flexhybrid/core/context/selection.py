@@ -8,10 +8,12 @@ at alpha 4 (Sec. 5.3): 37, 60, 66 and 73 tokens of 512, 1,024, 1,536 and 2,048.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
-from flexhybrid.core.context.blocks import BLOCK_TOKENS
+from flexhybrid.core.context.blocks import BLOCK_TOKENS, ceil_blocks
+from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Selection
 
@@ -80,7 +82,8 @@ def partial_share(shape: ModelShape, selection: Selection) -> float:
 
 def limits_cache(selection: Selection) -> bool:
     """Whether new tokens take the places of cached ones from some length on."""
-    return selection.method == "heavy_hitter" or selection.method == "speculative" and _given(selection.pool) < 1
+    limited = selection.pool_bytes is not None or selection.pool != 1
+    return selection.method == "heavy_hitter" or selection.method == "speculative" and limited
 
 
 def counts_uses(selection: Selection) -> bool:
@@ -88,16 +91,58 @@ def counts_uses(selection: Selection) -> bool:
     return selection.method == "speculative" and limits_cache(selection) and selection.victim != "fifo"
 
 
+ALMOST_ALL = 1 - 1e-9  #: a share of a limited pool that no request outgrows
+
+
+def pool_blocks(shape: ModelShape, selection: Selection, element_bytes: float) -> int:
+    """Blocks of keys and values in all layers that ``pool_bytes`` holds. Raise InputError when not even one fits."""
+    block_bytes = shape.num_layers * BLOCK_TOKENS * shape.kv_token_bytes(element_bytes)
+    blocks = int(_given(selection.pool_bytes) // block_bytes)
+    if not blocks:
+        raise InputError(
+            f"policy: selection.pool_bytes is {selection.pool_bytes}; {BLOCK_TOKENS} tokens of one request of "
+            f"{shape.name} take {block_bytes:.0f} bytes, and a pool holds as many at least"
+        )
+    return blocks
+
+
+def with_pool_share(shape: ModelShape, selection: Selection, element_bytes: float, cached: np.ndarray) -> Selection:
+    """Return the selection with the largest ``pool`` of which requests that cache ``cached`` tokens [requests] fit in
+    ``pool_bytes`` together, in whole blocks. Raise InputError when they are more than its blocks."""
+    if selection.pool_bytes is None:
+        return selection
+    blocks = pool_blocks(shape, selection, element_bytes)
+    if len(cached) > blocks:
+        raise InputError(
+            f"policy: selection.pool_bytes is {selection.pool_bytes}, room for {blocks} blocks of {BLOCK_TOKENS} "
+            f"tokens; {len(cached)} requests at a time need one each: give more bytes, or a smaller max_batch"
+        )
+
+    def limited(share: float) -> Selection:
+        return replace(selection, pool=share, pool_bytes=None)
+
+    def fits(share: float) -> bool:
+        kept = kept_tokens(limited(share), cached, cached, cached)
+        return ceil_blocks(kept).sum() <= blocks
+
+    low, high = 0.0, ALMOST_ALL
+    if fits(high):
+        return limited(high)
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return limited(low)
+
+
 def kept_tokens(selection: Selection, prompt, context, cached):
     """Tokens of a context that stay cached, of requests that would cache ``cached`` in the end; arrays allowed.
 
     A heavy-hitter selection keeps a fixed share of the prompt (H2O), a limited pool one of all tokens (InfiniGen, Sec.
-    4.4), both in whole blocks and at least one; every other keeps all.
+    4.4; a limit in bytes is made a share first), both in whole blocks and at least one; every other keeps all.
     """
     if not limits_cache(selection):
         return context
-    limit = (
-        _given(selection.budget) * np.asarray(prompt) if selection.pool is None else selection.pool * np.asarray(cached)
-    )
+    share, tokens = (selection.budget, prompt) if selection.method == "heavy_hitter" else (selection.pool, cached)
+    limit = _given(share) * np.asarray(tokens)
     budget = np.ceil(limit / BLOCK_TOKENS) * BLOCK_TOKENS
     return np.minimum(context, np.maximum(budget, BLOCK_TOKENS).astype(np.asarray(context).dtype))
