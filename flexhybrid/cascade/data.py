@@ -108,14 +108,39 @@ def _read_prompts(path: Path) -> tuple[list, list | None]:
             record = json.loads(line)
         except ValueError:
             raise InputError(f"{path}, request {number}: not JSON") from None
-        if not isinstance(record, dict) or not isinstance(record.get("prompt"), (str, list)):
-            raise InputError(f'{path}, request {number}: needs a "prompt", a text or a list of token ids')
-        prompts.append(record["prompt"])
+        try:
+            prompts.append(request_of(record, "generation"))
+        except InputError as error:
+            raise InputError(f"{path}, request {number}: {error}") from None
         answers.append(record.get("answer"))
     missing = sum(answer is None for answer in answers)
     if 0 < missing < len(answers):
         raise InputError(f'{path}: "answer" is missing in {missing} of {len(answers)} requests')
     return prompts, None if missing else answers
+
+
+def request_of(record: object, task: str, x_dtype: str | None = None) -> str | list[int] | np.ndarray:
+    """Return the request of a JSON object: its "prompt" for generation, else its "x" as an array.
+
+    The array has the type ``x_dtype``; without one whole numbers stay whole (int64) and others become float32. Raises
+    InputError for another object, and for numbers that the type cannot hold.
+    """
+    if task == "generation":
+        prompt = record.get("prompt") if isinstance(record, dict) else None
+        if isinstance(prompt, str) or isinstance(prompt, list) and prompt and {*map(type, prompt)} == {int}:
+            return prompt
+        raise InputError('it needs a "prompt", a text or a list of token ids')
+    try:
+        numbers = np.array(record["x"] if isinstance(record, dict) else None)
+        kind = numbers.dtype.kind
+        with np.errstate(invalid="ignore", over="ignore"):
+            x = numbers.astype(x_dtype or (np.float32 if kind == "f" else numbers.dtype))
+        is_held = np.isfinite(x) == np.isfinite(numbers) if x.dtype.kind == "f" else x == numbers
+        if kind in "biuf" and x.size and is_held.all():
+            return x
+    except (ValueError, KeyError, TypeError, OverflowError):  # no "x", no numbers, or lists of several lengths
+        pass
+    raise InputError(f'it needs an "x" of numbers{f" of the type {x_dtype}" if x_dtype else ""}')
 
 
 def check_labels(labels: np.ndarray, where: str, task: str) -> None:

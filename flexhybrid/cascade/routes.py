@@ -80,6 +80,7 @@ class Cascade:
     task: str = "classification"
     cost: str = "energy_j"  #: the one of COSTS that the thresholds were chosen for
     top_k: int | None = None  #: generation: confidence is read off so many largest logits (None: all)
+    x_dtype: str | None = None  #: numpy's name of the type of the arrays that the models were fitted on; None: unknown
     expected: Expected | None = None
     note: str = ""  #: how the thresholds were chosen, in words
 
@@ -94,6 +95,8 @@ class Cascade:
             raise unknown("cost", self.cost, COSTS)
         if self.top_k is not None and (not isinstance(self.top_k, int) or self.top_k < 2):
             raise InputError(f"top_k is {self.top_k!r}; it must be a whole number >= 2, or null")
+        if self.x_dtype is not None and not _is_numeric(self.x_dtype):
+            raise InputError(f"x_dtype is {self.x_dtype!r}; it must be numpy's name of a type of numbers, or null")
         if len(self.thresholds) != len(self.models) - 1:
             raise InputError(
                 f"{len(self.models)} models need {len(self.models) - 1} thresholds, not {len(self.thresholds)}"
@@ -203,6 +206,13 @@ def read_json(path: str | Path) -> Any:
         raise InputError(f"cannot read {path}: {error.strerror or error}") from None
     except ValueError as error:
         raise InputError(f"{path} is not JSON: {error}") from None
+
+
+def _is_numeric(dtype: str) -> bool:
+    try:
+        return np.dtype(dtype).kind in "biuf"
+    except TypeError:
+        return False
 
 
 def _check_number(name: str, value, low: float = -math.inf, high: float = math.inf, above: float = -math.inf) -> None:

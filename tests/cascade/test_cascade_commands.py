@@ -280,6 +280,7 @@ def test_torch_modules_from_fit_to_run(pixels, capsys):
     assert "small" in capsys.readouterr().out
     record = Fitted.load(fitted)
     assert all(model.energy_j == pytest.approx(10 * model.seconds) for model in record.models)
+    assert Cascade.load(cascade).x_dtype == "float32"  # what HTTP requests are turned into
     Cascade.load(cascade).save(cascade)
     routes = Cascade(record.models, (0.7,), cost="seconds")  # whatever this machine's seconds made of the search
     routes.save(cascade)
@@ -423,8 +424,9 @@ def test_language_models_from_fit_to_run(cpu_dtype, tmp_path, capsys):
     ("text", "words"),
     [
         ('{"prompt": "a", "answer": "b"}\n{"prompt": "c"}', '"answer" is missing in 1 of 2'),
-        ('{"answer": "b"}', 'request 1: needs a "prompt"'),
+        ('{"answer": "b"}', 'request 1: it needs a "prompt"'),
         ("{", "request 1: not JSON"),
+        ('{"prompt": [3, "a"]}', 'request 1: it needs a "prompt"'),
         ("", "has no requests"),
     ],
 )

@@ -84,6 +84,8 @@ def test_the_file_gives_back_what_was_written(tmp_path):
         ({"cost": "carbon"}, "unknown cost 'carbon'"),
         ({"task": "translation"}, "unknown task"),
         ({"top_k": 1}, "top_k"),
+        ({"x_dtype": "text"}, "x_dtype is 'text'"),
+        ({"x_dtype": "str"}, "x_dtype is 'str'"),
         ({"expected": Expected((0.5, 0.2, 0.2, 0.2), (1, 1, 1, 1), 0.9)}, "sum to 1.1"),
     ],
 )

@@ -10,12 +10,22 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from flexhybrid import InputError
-from flexhybrid.cascade.models import ModelOutputs
+from flexhybrid.cascade.models import ModelOutputs, load_model
 from flexhybrid.cascade.routes import Cascade, CascadeModel, Skip
 from flexhybrid.cascade.serving.answers import Answer, judge, serve
-from flexhybrid.cascade.serving.ray_serve import ASK_AGAIN, Router, Size, _answer_all, _cause, shared_out, sizes_of
+from flexhybrid.cascade.serving.ray_serve import (
+    ASK_AGAIN,
+    Router,
+    Size,
+    _answer_all,
+    _cause,
+    _stacked,
+    shared_out,
+    sizes_of,
+)
 
 CASCADE = Cascade(tuple(map(CascadeModel, ("small", "middle", "large"))), (0.9, 0.8), ((Skip(0.6, 2),), ()))
 
@@ -88,6 +98,98 @@ def test_a_request_whose_largest_model_dies_has_the_surest_smaller_answer():
     answer = asyncio.run(router.answer(np.array([3.0], dtype=np.float32), 5))
     assert (answer.index, answer.model, answer.is_fallback) == (5, "small", True) and answer.confidence < 0.9
     assert answer.failed == {"large": f"{ASK_AGAIN} of its replicas died of it"}
+
+
+class Embedded(torch.nn.Module):
+    """Looks token ids up, and answers the sum; torch takes whole numbers alone for that."""
+
+    def forward(self, x):
+        table = torch.arange(40.0).reshape(10, 4).sin()
+        return torch.nn.functional.embedding(x, table).sum(dim=1)
+
+
+class Projected(torch.nn.Module):
+    """A matrix product in float32, which takes no other type."""
+
+    def forward(self, x):
+        return x @ torch.arange(12.0).reshape(3, 4).cos()
+
+
+def embedded() -> Embedded:
+    return Embedded()
+
+
+def projected() -> Projected:
+    return Projected()
+
+
+class Posted:
+    """In the place of an HTTP request."""
+
+    def __init__(self, text: str):
+        self.text = text
+
+    async def json(self):
+        return json.loads(self.text)
+
+
+def posted(cascade: Cascade, model, text: str) -> tuple[int, dict]:
+    """Status and content of the served cascade's response."""
+
+    async def remote(request):
+        outputs, sure, reasons = judge(cascade, 0, model, _stacked([request]))
+        return outputs[0], float(sure[0]), reasons[0]
+
+    router = Router(cascade, SimpleNamespace(ask=SimpleNamespace(remote=remote)))
+    response = asyncio.run(router(Posted(text)))
+    return response.status_code, json.loads(response.body)
+
+
+@pytest.mark.parametrize(
+    ("source", "x", "is_known"),
+    [
+        ("embedded", np.array([[1, 2, 9], [0, 0, 3]]), False),
+        ("embedded", np.array([[1, 2, 9], [0, 0, 3]], dtype=np.int32), True),
+        ("projected", np.array([[0.25, 2.0, -1.5]], dtype=np.float32), False),
+        ("projected", np.array([[1, 2, 3]], dtype=np.float32), True),  # JavaScript writes 1.0 as 1
+    ],
+)
+def test_requests_over_http_keep_their_types(source, x, is_known):
+    """They are answered as those of a file."""
+    pytest.importorskip("ray")
+    cascade = Cascade((CascadeModel("one"),), (), x_dtype=str(x.dtype) if is_known else None)
+    model = load_model("one", f"{__name__}:{source}", "classification")
+    for row, answer in zip(x, serve(cascade, [model], x), strict=True):
+        status, content = posted(
+            cascade, model, json.dumps({"x": row.tolist()}).replace(".0", "" if is_known else ".0")
+        )
+        assert status == 200 and content == answer.__dict__ | {"index": 0}
+
+
+@pytest.mark.parametrize(
+    ("cascade", "text", "words"),
+    [
+        ({"task": "generation"}, '{"prompt": 5}', 'needs a "prompt", a text or a list of token ids'),
+        ({"task": "generation"}, '{"prompt": ["a"]}', 'needs a "prompt"'),
+        ({"task": "generation"}, '{"prompt": []}', 'needs a "prompt"'),
+        ({"task": "generation"}, '{"x": [1]}', 'needs a "prompt"'),
+        ({"task": "generation"}, '"prompt"', 'needs a "prompt"'),
+        ({}, '{"prompt": "a"}', 'needs an "x" of numbers'),
+        ({}, '{"x": ["1"]}', 'needs an "x"'),
+        ({}, '{"x": [[1], [1, 2]]}', 'needs an "x"'),
+        ({}, '{"x": [1, null]}', 'needs an "x"'),
+        ({}, '{"x": []}', 'needs an "x"'),
+        ({}, "[1]", 'needs an "x"'),
+        ({}, "{", "no request"),
+        ({"x_dtype": "int64"}, '{"x": [1.5]}', "of the type int64"),
+        ({"x_dtype": "uint8"}, '{"x": [300]}', "of the type uint8"),
+        ({"x_dtype": "float16"}, '{"x": [1e9]}', "of the type float16"),
+    ],
+)
+def test_a_body_that_is_no_request_is_the_client_s_mistake(cascade, text, words):
+    pytest.importorskip("ray")
+    status, content = posted(Cascade((CascadeModel("one"),), (), **cascade), None, text)
+    assert status == 400 and words in content["error"]
 
 
 class DyingRouter:

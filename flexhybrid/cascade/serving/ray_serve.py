@@ -23,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
+from flexhybrid.cascade.data import request_of
 from flexhybrid.cascade.models import Model, first_line
 from flexhybrid.cascade.routes import Cascade, read_json
 from flexhybrid.cascade.serving.answers import BATCH, Answer, Judgement, judge, note
@@ -132,18 +133,16 @@ class Router:
         return None, math.nan, f"{ASK_AGAIN} of its replicas died of it"
 
     async def __call__(self, http):
-        """Answer a POST of {"x": numbers of a request} or {"prompt": text} with the Answer as JSON.
+        """Answer a POST of {"x": …}, or for generation {"prompt": …}, with the Answer as JSON (``request_of``).
 
         The status is 503 where no model could answer, and 400 for a body that is no request.
         """
         from starlette.responses import JSONResponse
 
         try:
-            body = await http.json()
-            request = body["prompt"] if "prompt" in body else np.array(body["x"], dtype=np.float32)
-        except (ValueError, KeyError, TypeError) as error:
-            wrong = f'a request is {{"x": numbers}} or {{"prompt": text}}: {error!r}'
-            return JSONResponse({"error": wrong}, status_code=400)
+            request = request_of(await http.json(), self.cascade.task, self.cascade.x_dtype)
+        except ValueError as error:  # InputError, or no JSON
+            return JSONResponse({"error": f"the body is no request: {error}"}, status_code=400)
         answer = await self.answer(request, 0)
         return JSONResponse(answer.__dict__, status_code=503 if answer.model is None else 200)
 

@@ -40,6 +40,7 @@ class Fitted:
     correct: np.ndarray  #: [models, N] bool
     confidence: np.ndarray  #: [models, N]
     ece: np.ndarray  #: [models, 2] expected calibration error before and after scaling
+    x_dtype: str | None = None  #: of the requests' arrays; None where there were none
 
     def answers(self, cost: str) -> Answers:
         """Return the answers for the searches, with one kind of cost."""
@@ -48,7 +49,8 @@ class Fitted:
     def save(self, path: Path) -> None:
         """Write one JSON file, complete or not at all."""
         models = [asdict(model) for model in self.models]
-        record = {"version": VERSION, "task": self.task, "top_k": self.top_k, "models": models}
+        names = ("task", "top_k", "x_dtype")
+        record = {"version": VERSION, "models": models} | {name: getattr(self, name) for name in names}
         arrays = {"ece": self.ece, "confidence": self.confidence, "correct": self.correct.astype(int)}
         record |= {name: array.tolist() for name, array in arrays.items()}
         save_text(path, json.dumps(record))
@@ -66,6 +68,7 @@ class Fitted:
                 correct=np.array(record["correct"], dtype=bool),
                 confidence=np.array(record["confidence"], dtype=float),
                 ece=np.array(record["ece"], dtype=float),
+                x_dtype=record.get("x_dtype"),
             )
         except (KeyError, TypeError, ValueError) as error:
             if isinstance(error, InputError):
@@ -122,7 +125,7 @@ def run_fit(options: FitOptions) -> dict:
     if bool(options.logits) == bool(options.models):
         raise InputError("give either --logits NAME=FILE … with --labels, or --models NAME=PATH … with --data")
     named = [named_path(text) for text in options.logits or options.models]
-    top_k = (options.top_k or TOP_K) if options.task == "generation" else None
+    top_k, x_dtype = (options.top_k or TOP_K) if options.task == "generation" else None, None
     if options.logits:
         if options.labels is None:
             raise InputError("labels are missing: name their file with --labels (it may be one of those with logits)")
@@ -134,10 +137,11 @@ def run_fit(options: FitOptions) -> dict:
         requests, answers = read_requests(options.data, options.task)
         if answers is None:
             raise InputError(f"{options.data}: labels are missing")
+        x_dtype = str(requests.dtype) if isinstance(requests, np.ndarray) and requests.dtype.kind in "biuf" else None
         models, predictions, labels = _predict_all(named, requests, answers, options, top_k)
         where = str(options.data)
     models = _priced(models, options)
-    fitted = fit(models, predictions, labels, options.task, top_k, where)
+    fitted = replace(fit(models, predictions, labels, options.task, top_k, where), x_dtype=x_dtype)
     fitted.save(options.out)
     return record_of(fitted, str(options.out))
 

@@ -82,7 +82,8 @@ def search(fitted: Fitted, options: SearchOptions = SearchOptions()) -> Searched
         skips = even_skips(thresholds) if options.skips == "paper" else fitted_skips(part, thresholds)
     route = Route(part, Cascade(models, thresholds, skips))
     _check_pays(answers, route, options)
-    more = {"task": fitted.task, "cost": options.cost, "top_k": fitted.top_k, "note": _note(options, curve)}
+    more = {name: getattr(fitted, name) for name in ("task", "top_k", "x_dtype")}
+    more |= {"cost": options.cost, "note": _note(options, curve)}
     shares = tuple(route.shares.tolist()), tuple(route.visited.tolist())
     expected = Expected(*shares, float(route.correct.mean()), len(route.correct))
     cascade = Cascade(models, thresholds, skips, expected=expected, **more)
