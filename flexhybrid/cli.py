@@ -221,7 +221,7 @@ def _model_and_machine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hardware", required=True, help="a machine by name (rtx4090, t4, local), or a hardware file")
     parser.add_argument("--prompt-len", type=int, required=True, help="tokens of each prompt")
     parser.add_argument("--gen-len", type=int, required=True, help="tokens each request generates")
-    parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), default="float16")
+    parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), help="(float16; local: the profile's)")
     for tier in TIERS:
         parser.add_argument(f"--{tier}-memory", help=f"budget of the {tier}, like 12GiB (the machine's)")
 
@@ -289,11 +289,11 @@ def _skew(args) -> dict:
 
 
 def _note_budgets(args) -> dict[str, str | None]:
-    """Return the budgets; say on stderr which of them the machine does not have."""
-    from flexhybrid.jobs.simulate import budget_notes
+    """Return the budgets; say on stderr which of them the machine does not have, and what is wrong with its profile."""
+    from flexhybrid.jobs.simulate import machine_notes
 
     budgets = budgets_from(args)
-    for line in budget_notes(args.hardware, budgets):
+    for line in machine_notes(args.model, args.hardware, budgets):
         print(f"flexhybrid: {line}", file=sys.stderr)
     return budgets
 

@@ -150,44 +150,52 @@ def settle_policy(name: str, problem: Problem, workload: Workload, link_is_paced
     return policy_here(name, problem, workload)
 
 
-def lossless_space(hardware: Hardware) -> Space:
-    """Return the search space of policies that lose nothing; attention on the host only where it was measured."""
-    from policy_search.search import LOSSLESS
-
-    measured = hardware.name != "local" or "attend_host" in hardware.lines
-    return LOSSLESS if measured else replace(LOSSLESS, attention=("device",))
-
-
-def best_policy(problem: Problem, workload: Workload, link_is_paced: bool = False) -> Policy:
-    """Return the policy of "auto": all resident where that fits and no link is paced, else the searched one.
+def best_policy(
+    problem: Problem, workload: Workload, link_is_paced: bool = False, time_limit: float | None = None
+) -> Policy:
+    """Return the policy of "auto": all resident where that fits at once and no link is paced, else the one searched for
+    at most ``time_limit`` seconds.
 
     Raise InputError when a search is needed and no hardware record is known, and when nothing fits.
     """
-    from sim.presets import resident
-
-    if not link_is_paced:
-        with suppress(InputError):  # not even one request fits: something has to move
-            if len(split_waves(problem, resident(), workload)) == 1:
-                return resident()
+    if not link_is_paced and (policy := _resident_at_once(problem, workload)):
+        return policy
     if problem.hardware is None:
         raise InputError(
             "policy auto needs to know this machine: run `flexhybrid profile` once, or name a policy such as kv_only "
             "or hybrid(0.5)"
         )
-    space = lossless_space(problem.hardware)
+    from policy_search.search_problem import LOSSLESS, measured_space
+
+    space = measured_space(LOSSLESS, problem.hardware)
     with suppress(InputError):
-        return _fitting_policy(problem, space, workload, workload)
+        return _fitting_policy(problem, space, workload, workload, time_limit)
     # The search takes requests of one length, the mean ones. Where the longest do not fit, they decide.
     longest = Workload.uniform(1, int(workload.prompt_tokens.max()), int(workload.max_tokens.max()))
-    return _fitting_policy(problem, space, longest, workload)
+    return _fitting_policy(problem, space, longest, workload, time_limit)
 
 
-def _fitting_policy(problem: Problem, space: Space, lengths: Workload, workload: Workload) -> Policy:
+def _resident_at_once(problem: Problem, workload: Workload) -> Policy | None:
+    """Return everything on the device, in the mini-batches that are predicted to be the fastest of those with which all
+    requests fit at once; None where none do. On a machine that is not known the preset's own stand for the fastest."""
+    from policy_search.systems import resident_by_speed
+
+    for policy in resident_by_speed(problem, workload):
+        with suppress(InputError):  # not even one request fits
+            if len(split_waves(problem, policy, workload)) == 1:
+                return policy
+    return None
+
+
+def _fitting_policy(
+    problem: Problem, space: Space, lengths: Workload, workload: Workload, time_limit: float | None
+) -> Policy:
     """Return the policy searched for ``lengths``, with as many of its weights on the device as let every request of
     ``workload`` fit. Raise InputError when none do."""
     from policy_search.search import SearchSettings, search
 
-    policy = search(problem, lengths, SearchSettings(max_batch=workload.num_requests, space=space)).policy
+    settings = SearchSettings(max_batch=workload.num_requests, space=space, time_limit=time_limit)
+    policy = search(problem, lengths, settings).policy
     disk = policy.weights.disk
     for keep in (1.0, 0.75, 0.5, 0.25):
         share = policy.weights.device * keep

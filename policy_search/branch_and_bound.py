@@ -27,8 +27,9 @@ from policy_search.rounding import (
     round_shares,
     with_cache_fixed,
 )
-from policy_search.search_problem import SearchProblem, distinct_pairs, pairs_of
+from policy_search.search_problem import Option, SearchProblem, distinct_pairs, pairs_of
 from sim.candidates import num_mini_batches, padded_width
+from sim.presets import resident
 
 #: Programs are solved whose lower bound is within this share of the incumbent. At 0.01, 2 searches end 2 to 3 % slower.
 NEAR = 0.03
@@ -58,6 +59,10 @@ EXCHANGED = 2
 STAIRS = 0.02
 
 
+#: Of the batches and mini-batches with everything on the device, one in so many is walked to bound the others.
+COARSE = 8
+
+
 class RoundedPolicy(NamedTuple):
     """A policy and what its program says of it."""
 
@@ -79,6 +84,8 @@ class BranchAndBound:
     num_solved: int = 0  #: choices whose programs HiGHS solved
     num_lps: int = 0  #: those programs; two where a layer may be cut between tiers
     complete: bool = True  #: until the deadline cuts it short
+    favoured: EvaluatedPolicy | None = None  #: stays on the device, counted as faster than it is by ``margin``
+    margin: float = 0.0
     evaluator: Evaluator = field(init=False)
 
     def __post_init__(self):
@@ -86,13 +93,24 @@ class BranchAndBound:
 
     @property
     def seconds(self) -> float:
-        """The incumbent's seconds per token."""
+        """The incumbent's seconds per token, as they are compared: less than it takes where it is favoured."""
         return np.inf if self.best is None else self.best.seconds
 
-    def gap(self) -> float:
-        """Return by what share a policy of the choices explored could be faster at most."""
-        least = min(float(known.value.min()) for known in self.lower_bounds)
-        return max(0.0, self.seconds / least - 1)
+    def gaps(self) -> dict[str, float]:
+        """Return, by where attention runs, the share by which a policy of the choices explored could be faster at most.
+        Where nothing fits it is absent."""
+        seconds, gaps = self.seconds * (1.0 + self.margin if self.stays else 1.0), {}
+        for known in self.lower_bounds:
+            least = known.value.reshape(len(known.grid.options), -1).min(axis=1)
+            for option, bound in zip(known.grid.options, least.tolist(), strict=True):
+                if np.isfinite(bound):
+                    gaps[option.attention] = max(gaps.get(option.attention, 0.0), seconds / bound - 1)
+        return gaps
+
+    @property
+    def stays(self) -> bool:
+        """Whether the incumbent is the policy that is favoured."""
+        return self.best is not None and self.best is self.favoured
 
     def _late(self) -> bool:
         late = self.best is not None and time.perf_counter() > self.deadline
@@ -103,7 +121,7 @@ class BranchAndBound:
         """Remember evaluated policies, and the best of all."""
         self.evaluated += evaluated
         contenders = [*evaluated, *([self.best] if self.best else [])]
-        self.best = min(contenders, key=lambda policy: policy.seconds, default=None)
+        self.best = min(contenders, key=_seconds, default=None)
 
     def seed(self, seeds: Iterable[Policy], batches: np.ndarray, mini_batch_tokens: int | None) -> None:
         """Evaluate given policies where their lower bound allows that they are better: on the batch asked for, else on
@@ -118,6 +136,33 @@ class BranchAndBound:
             tokens = mini_batch_tokens or policy.max_mini_batch_tokens
             policy = replace(policy, max_mini_batch_tokens=tokens)
             self.take(self.evaluator.evaluate_policy(policy, sizes, self.seconds))
+
+    def favour_resident(self, batches: np.ndarray, mini_batch_tokens, margin: float) -> None:
+        """Make everything on the device the incumbent, in its best batch and mini-batches, where the space allows it
+        and it fits: another policy must be faster by more than ``margin``, a share of its own speed."""
+        policy, problem = resident(), self.problem
+        if not problem.space.allows(policy):
+            return
+        option, staying = Option.of(policy), list[EvaluatedPolicy]()
+
+        def evaluate(batch: np.ndarray, tokens: np.ndarray) -> None:
+            pairs = zip(batch, tokens, strict=True)
+            unplaced = [UnplacedPolicy.of(option, *pair, dict(policy.cache)) for pair in pairs]
+            for some in (unplaced[::COARSE], unplaced):
+                evaluated = self.evaluator.evaluate(some, min(map(_seconds, staying), default=np.inf))
+                self.take(evaluated)
+                staying.extend(known for known in evaluated if known.policy.stays_on_device)
+
+        evaluate(*pairs_of(problem, batches, mini_batch_tokens))
+        fastest = min(staying, key=_seconds, default=None)
+        if fastest is None or fastest.unplaced is None:
+            return
+        evaluate(*_between(problem, fastest.unplaced, batches, mini_batch_tokens))
+        best = min(staying, key=_seconds)
+        named = replace(best.policy, name=policy.name)
+        favoured = replace(best, policy=named, seconds=best.seconds / (1.0 + margin))
+        self.favoured, self.margin = favoured, margin
+        self.take([favoured])
 
     def explore(self, grid: ChoiceGrid, near_share: float = NEAR) -> None:
         """Bound all choices of a grid, solve those within ``near_share`` of the incumbent, walk what they round to."""
@@ -214,17 +259,21 @@ class BranchAndBound:
         ranked = self._ranked()
         if not ranked:
             return
-        best, options = ranked[0], list(dict.fromkeys(policy.option for policy in ranked))[:FINER_OPTIONS]
+        options = list(dict.fromkeys(policy.option for policy in ranked))[:FINER_OPTIONS]
+        batch, tokens = self._finer_pairs(ranked[0], batches, mini_batch_tokens)
+        if len(batch):
+            self.explore(ChoiceGrid(self.problem, options, batch, tokens), GAIN)
+
+    def _finer_pairs(self, best: UnplacedPolicy, batches: np.ndarray, mini_batch_tokens) -> tuple:
+        """Return (batch, tokens of a mini-batch) of each different cut that the grid leaves out around a policy."""
         pairs = [_between(self.problem, best, batches, mini_batch_tokens)]
         if len(mini_batch_tokens) > 1:
             pairs.append(_full_mini_batches(self.problem, best, batches))
-        batch, tokens = np.concatenate(pairs, axis=1)
-        if len(batch):
-            self.explore(ChoiceGrid(self.problem, options, *distinct_pairs(self.problem, batch, tokens)), GAIN)
+        return distinct_pairs(self.problem, *np.concatenate(pairs, axis=1))
 
     def _ranked(self) -> list[UnplacedPolicy]:
         """Return the policies evaluated that were not seeds, the best first."""
-        ranked = sorted(self.evaluated, key=lambda policy: policy.seconds)
+        ranked = sorted(self.evaluated, key=_seconds)
         return [policy.unplaced for policy in ranked if policy.unplaced]
 
     def exchange(self) -> None:
@@ -279,6 +328,10 @@ class BranchAndBound:
         order = order[least[order] < self.seconds * (1 - GAIN + STAIRS / final_blocks(self.problem))]
         mixes = (dict(zip(entries, ways[i], strict=True)) for i in order)
         return [UnplacedPolicy.of(policy.option, policy.batch, policy.mini_batch_tokens, mix) for mix in mixes]
+
+
+def _seconds(policy: EvaluatedPolicy) -> float:
+    return policy.seconds
 
 
 def _between(problem: SearchProblem, best: UnplacedPolicy, batches: np.ndarray, mini_batch_tokens) -> np.ndarray:

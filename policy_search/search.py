@@ -50,6 +50,9 @@ __all__ = ["FULL", "LOSSLESS", "OBJECTIVES", "PLAIN", "SearchResult", "SearchSet
 
 OBJECTIVES = ("throughput", "latency", "decode_throughput")
 MAX_BATCH = 1024  #: requests that are tried by default
+#: Share by which a prediction may be wrong: the largest error of the closed form in the committed comparisons
+#: (``error_closed`` of experiments/results/*/speed.csv), rounded up.
+MODEL_ERROR = 0.14
 MOST_CONFIRMED = 83_333  #: positions (mini-batches in layers) of a run on the virtual clock: some ten seconds
 
 
@@ -67,6 +70,9 @@ class SearchSettings:
     mini_batch_tokens: tuple[int, ...] = MINI_BATCH_TOKENS  #: sizes of a mini-batch that are tried; one alone is kept
     weights_device: float | None = None  #: share of each layer; None: free
     seeds: Iterable[Policy] = ()  #: tried as well: the answer is never worse than one that fits and is allowed
+    #: What fits the device stays there: with everything resident, a policy is only left for one that is predicted
+    #: faster by more than this share
+    margin: float = MODEL_ERROR
     time_limit: float | None = None  #: seconds after which the best so far is returned, not proved
     confirm: bool = False  #: walk the winner on the virtual clock where that takes at most MOST_CONFIRMED positions
     write_lp: Path | None = None  #: where to write the winner's program
@@ -82,6 +88,8 @@ class SearchSettings:
             raise InputError("a batch has at least one request")
         if batch is not None and self.max_batch != MAX_BATCH and batch > self.max_batch:
             raise InputError(f"batch is {batch}, but max_batch {self.max_batch}: give one of the two")
+        if not self.margin >= 0:
+            raise InputError(f"margin is {self.margin!r}; it must be a share >= 0")
         if not tokens or min(tokens) < 1:
             raise InputError(f"mini_batch_tokens is {tokens!r}; each must be a whole number >= 1")
         if self.time_limit is not None and not self.time_limit >= 0:
@@ -110,13 +118,30 @@ class SearchResult:
     num_bounded_out: int  #: of them, left out by their lower bound
     num_lps: int  #: programs solved by HiGHS
     num_walked: int  #: policies priced with waiting
-    gap: float  #: share by which a policy of the space could be faster at most, under the sums that the programs hold
-    proved: bool  #: whether every choice that its lower bound did not exclude had its program solved
+    #: What is proved: no policy of the space, on the batches and mini-batches tried, is predicted to be faster by more
+    #: than this share. The bound counts each resource's work and no waiting, so that much of a gap may be waiting; how
+    #: whole blocks are dealt can make a policy some thousandths faster than its shares say.
+    gaps: dict[str, float]  #: by where attention runs: on the host what waits is much of the time
+    complete: bool  #: whether everything that the bound left was looked at; False: the time limit ended the search
     search_s: float
     problem: SearchProblem
+    #: the share by which another policy would have to be faster for the device to be left; None: nothing stays for it
+    margin: float | None = None
     virtual: SimulatedSummary | None = None  #: of the winner, with ``confirm``
     #: the best with the selection of the settings, whether it won or not; counts, gap and proof are without it
     selected: UnderSelection | None = None
+
+    @property
+    def proof(self) -> str:
+        """What is proved, in a sentence."""
+        ended = "" if self.complete else "; the time limit ended the search"
+        within = ", ".join(f"{gap:.1%} with attention on the {where}" for where, gap in sorted(self.gaps.items()))
+        return f"proved: nothing allowed can be faster by more than {within} (a bound without waiting){ended}"
+
+    @property
+    def gap(self) -> float:
+        """The largest of the gaps."""
+        return max(self.gaps.values(), default=0.0)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -163,6 +188,7 @@ def search(problem: Problem, workload: Workload, settings: SearchSettings | None
     batches, tokens = settings.batches, settings.mini_batch_tokens
     deadline = np.inf if settings.time_limit is None else started + settings.time_limit
     solver = BranchAndBound(searched, deadline, settings.prune)
+    solver.favour_resident(batches, tokens, settings.margin)
     solver.explore(ChoiceGrid(searched, searched.options, *pairs_of(searched, batches, tokens)))
     solver.seed(settings.seeds, batches, tokens[0] if len(tokens) == 1 else None)
     if solver.best is None:
@@ -197,8 +223,9 @@ def _result(solver: BranchAndBound, best: EvaluatedPolicy, started: float) -> Se
         num_bounded_out=num_choices - solver.num_solved,
         num_lps=solver.num_lps,
         num_walked=solver.evaluator.num_walked,
-        gap=solver.gap(),
-        proved=solver.complete,
+        gaps=solver.gaps(),
+        complete=solver.complete,
+        margin=solver.margin if solver.stays else None,
         search_s=time.perf_counter() - started,
         problem=problem,
     )
@@ -227,4 +254,4 @@ def _confirmed(result: SearchResult) -> SimulatedSummary | None:
     lengths = Workload.uniform(result.batch, problem.prompt_tokens, problem.max_tokens)
     wave = admit(problem, result.policy, lengths)
     positions = len(wave.mini_batches) * problem.shape.num_layers * problem.max_tokens
-    return summarize(run(stream(wave), hardware_of(problem))) if positions <= MOST_CONFIRMED else None
+    return summarize(run(stream(wave), hardware_of(problem, result.policy))) if positions <= MOST_CONFIRMED else None

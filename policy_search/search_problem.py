@@ -12,6 +12,7 @@ import numpy as np
 
 from flexhybrid.core.context.cache_entries import TIERS, representation_of, stored_copies
 from flexhybrid.core.errors import InputError
+from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.policy import Bits, Placement, Policy
 from flexhybrid.core.problem import Problem
 from sim.candidates import Candidates, num_mini_batches
@@ -69,6 +70,12 @@ PLAIN = replace(
     hidden=("device",),
     weights=("device", "host"),
 )
+
+
+def measured_space(space: Space, hardware: Hardware) -> Space:
+    """Return the space, without attention on the host where this machine's profile has not measured it."""
+    measured = hardware.name != "local" or "attend_host" in hardware.lines
+    return space if measured else replace(space, attention=("device",))
 
 
 class Option(NamedTuple):

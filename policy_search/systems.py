@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, get_args
 
@@ -22,9 +23,10 @@ from flexhybrid.core.policy import Overlap, Placement, Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.task import RESOURCES
 from flexhybrid.core.workload import Workload
+from policy_search.search_problem import MINI_BATCH_TOKENS
 from sim import presets
 from sim.array_clock import predict
-from sim.candidates import Candidates
+from sim.candidates import Candidates, mean_lengths
 from sim.cost import hardware_of
 from sim.implementation import Implementation, on
 from sim.simulate import SimulatedRun, simulate
@@ -87,6 +89,39 @@ def _searched(setting: Setting, lossless: bool = False) -> Policy:
 
     settings = SearchSettings(batch=setting.batch, space=LOSSLESS if lossless else FULL)
     return search(setting.problem, setting.workload, settings).policy
+
+
+def _resident(
+    setting: Setting, max_mini_batch_tokens: int | None = None, weights_device: float | None = None
+) -> Policy:
+    """Everything on the device that fits, in the mini-batches of MINI_BATCH_TOKENS that are predicted to be fastest."""
+
+    def placed(policy: Policy) -> Policy:
+        if weights_device is None:
+            return _keep_what_fits(setting, policy)
+        return replace(policy, weights=Placement(device=weights_device, host=1.0 - weights_device))
+
+    if max_mini_batch_tokens is not None:
+        return placed(presets.resident(max_mini_batch_tokens))
+    lengths, runs = (setting.batch, setting.prompt_tokens, setting.max_tokens), []
+    for policy in map(placed, map(presets.resident, MINI_BATCH_TOKENS)):
+        with suppress(InputError):  # not even one request fits
+            runs.append(simulate(setting.problem, policy, *lengths))
+    return max(runs, key=lambda run: run.tokens_per_s).policy if runs else placed(presets.resident())
+
+
+def resident_by_speed(problem: Problem, workload: Workload) -> list[Policy]:
+    """Return ``resident`` in every size of MINI_BATCH_TOKENS, the fastest by prediction first, for requests of the mean
+    lengths that are all there at once; the preset alone where nothing can be predicted."""
+    if problem.hardware is None:
+        return [presets.resident()]
+    lengths = workload.num_requests, *mean_lengths(workload)
+    sizes = np.array(MINI_BATCH_TOKENS)
+    try:
+        seconds = predict(problem, Candidates(presets.resident(), *lengths, sizes)).total_s
+    except InputError:  # a machine without a line for one of the verbs
+        return [presets.resident()]
+    return [presets.resident(int(tokens)) for tokens in sizes[np.argsort(seconds, kind="stable")]]
 
 
 def _uvm(setting: Setting, fault_gb_per_s: float = 4.0) -> System:
@@ -184,7 +219,7 @@ SYSTEMS: dict[str, Entry] = {
     "kv_only": _preset(presets.kv_only, _SIZES),
     "act_only": _preset(presets.act_only, _SIZES),
     "hybrid_static": _preset(presets.hybrid_static, _SIZES),
-    "resident": _preset(presets.resident, _SIZES),
+    "resident": Entry(_resident, _SIZES),
     "ideal": Entry(_ideal),
     "deepspeed": _preset(presets.deepspeed, {}),
     "accelerate": _preset(presets.accelerate, _WEIGHTS),
@@ -310,6 +345,8 @@ def policy_anywhere(text: str, shape: ModelShape) -> Policy | None:
     name, options = parse(text)
     if needs_lines(text):
         return None
+    if name == "resident" and not options:
+        return presets.resident()  # how large its mini-batches had best be is a machine's
     policy = _named_policy(text, Setting(Problem(shape=shape, hardware=_NOWHERE), 1, 1, 1))
     fixed = policy.weights.device < 1 or "weights_device" in options or name in ("resident", "ideal")
     return policy if fixed else None

@@ -131,6 +131,11 @@ class CandidateSteps:
             **{name: getattr(self, name)[members] for name in columns},
         )
 
+    @property
+    def stays_on_device(self) -> np.ndarray:
+        """Whether nothing but new tokens ever crosses the host link, [candidates]: as ``Policy.stays_on_device``."""
+        return self.policy.context_stays(self.shares) & (self.weights_device == 1)
+
     # ---- weights
 
     @cached_property

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import LINKS, Hardware, Line
+from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.task import Work
 
 
-def hardware_of(problem: Problem) -> Hardware:
-    """The machine to price on. Raises InputError where the problem names none."""
+def hardware_of(problem: Problem, policy: Policy | None = None) -> Hardware:
+    """The machine to price on; with a policy, as that leaves it (``Hardware.at_work``). Raises InputError where the
+    problem names none."""
     if problem.hardware is None:
         raise InputError(f"{problem.shape.name}: without a hardware record nothing can be predicted")
-    return problem.hardware
+    return problem.hardware.at_work(policy) if policy else problem.hardware
 
 
 def price(hardware: Hardware, verb: str, resource: str, work: Work):

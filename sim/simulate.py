@@ -218,7 +218,7 @@ def _run_virtually(problem: Problem, policy: Policy, lengths: Lengths) -> _WaveR
             f"the virtual clock would walk some {tasks / 1e6:.0f} million tasks (limit {MOST_TASKS / 1e6:.0f}): "
             "use the closed form, fewer generated tokens or a smaller batch"
         )
-    summary = summarize(run(stream(wave), hardware_of(problem)))
+    summary = summarize(run(stream(wave), hardware_of(problem, policy)))
     return {
         **asdict(summary),
         "peak_bytes": total_bytes(memory_plan(problem, policy, buffer_sizes(wave))),

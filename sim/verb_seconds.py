@@ -49,8 +49,12 @@ class VerbSeconds:
     """Seconds and link bytes of every verb, of a full mini-batch and of the last: in the prefill (phase 0) and in the
     stretches of the decode (phases 1, 2, …). Arrays [candidates]."""
 
-    def __init__(self, steps: CandidateSteps, stretches: list[DecodeStretch]):
+    def __init__(self, steps: CandidateSteps, stretches: list[DecodeStretch], beside_link: bool = False):
+        """``beside_link``: price every candidate as if something crossed the link all the while, so that the seconds of
+        places add up; else those that stay on the device as they are, undisturbed."""
         self.steps, self.hardware, self.stretches = steps, hardware_of(steps.problem), stretches
+        self.undisturbed = self.hardware.undisturbed
+        self.alone = np.zeros(len(steps.batch), dtype=bool) if beside_link else steps.stays_on_device
         self.phases = [self._phase(steps.prefill)]
         #: verb of the prefill -> seconds of work for which the tiny run has no task
         self.extra_prefill_s: dict[str, np.ndarray] = {}
@@ -62,6 +66,13 @@ class VerbSeconds:
         self._rounds: dict[tuple[int, str], np.ndarray] = {}
 
     # ---- one task
+
+    def _price(self, verb: str, resource: str, work: Work) -> Any:
+        """Return the seconds of a task, [candidates] or one number for all."""
+        seconds = price(self.hardware, verb, resource, work)
+        if not self.alone.any():
+            return seconds
+        return np.where(self.alone, price(self.undisturbed, verb, resource, work), seconds)
 
     def _phase(self, counts_of: Callable[[np.ndarray], StepCounts]) -> _Phase:
         """Price every verb of a step. ``counts_of``: the step of a mini-batch of so many requests."""
@@ -86,10 +97,10 @@ class VerbSeconds:
         if verb == "kv_gen" and counts.selected is None:
             rows = counts.batch * counts.act_columns * BLOCK_TOKENS
             work, empty = (kv_gen(self.steps.problem.shape, self.steps.problem.bytes_per_element, n) for n in (rows, 0))
-        seconds = price(self.hardware, verb, resource, work)
+        seconds = self._price(verb, resource, work)
         if share is None:
             return seconds, None
-        without = price(self.hardware, verb, resource, empty)
+        without = self._price(verb, resource, empty)
         return np.where(share > 0, seconds - (1.0 - share) * without, 0.0), share > 0
 
     def _add_weights(self, phase: _Phase) -> None:
@@ -103,8 +114,8 @@ class VerbSeconds:
         ):
             if not np.any(num_bytes):
                 continue
-            overhead_s = price(self.hardware, verb, resource, Work())
-            layer_s = np.where(num_bytes > 0, price(self.hardware, verb, resource, Work(link_bytes=num_bytes)), 0.0)
+            overhead_s = self._price(verb, resource, Work())
+            layer_s = np.where(num_bytes > 0, self._price(verb, resource, Work(link_bytes=num_bytes)), 0.0)
             evenly_s = np.where(num_bytes > 0, (layer_s - overhead_s) / count, 0.0)  # over the mini-batches
             slices = num_slices(count, on_host, on_disk) / count
             for last in (False, True):
@@ -125,7 +136,7 @@ class VerbSeconds:
             for verb, work in step_work(steps.problem.shape, steps.policy, steps.stored, counts, False).items():
                 if VERBS[verb].per == "iteration" and verb != "embed":
                     continue
-                task_s = price(self.hardware, verb, RESOURCE_OF[verb], work)
+                task_s = self._price(verb, RESOURCE_OF[verb], work)
                 seconds[verb] = seconds.get(verb, 0.0) + count * task_s
                 if VERBS[verb].cargo:
                     moved[verb] = moved.get(verb, 0.0) + count * work.link_bytes
@@ -321,7 +332,7 @@ def resource_sums(problem: Problem, candidates: Candidates) -> np.ndarray:
     """
     check_planned(candidates.policy)
     steps, size = candidate_steps(problem, candidates)
-    verbs = VerbSeconds(steps, [stretch for stretch in steps.stretches() if np.any(stretch.count)])
+    verbs = VerbSeconds(steps, [stretch for stretch in steps.stretches() if np.any(stretch.count)], True)
     tables = verbs.busy(0), verbs.decode_busy(), steps.peak_bytes
     zero = np.zeros(len(steps.batch))
     return np.stack([(zero + value).reshape(size) for table in tables for value in table.values()], axis=-1)

@@ -58,7 +58,7 @@ from flexhybrid.core.waves import wave_plan
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.compare.exactness import compare_tokens
 from flexhybrid.runtime.storage.loader import Checkpoint
-from policy_search.search import SearchSettings, search
+from policy_search.search import MODEL_ERROR, SearchSettings, search
 from policy_search.search_problem import FULL, LOSSLESS, PLAIN, Option
 from sim.simulate import simulate
 
@@ -221,6 +221,7 @@ def search_cases(draw) -> dict:
         "prompt_tokens": draw(st.integers(1, 300)),
         "max_tokens": draw(st.integers(1, 40)),
         "max_batch": draw(st.sampled_from((1, 4, 32))),
+        "margin": draw(st.sampled_from((0.0, MODEL_ERROR))),
         "rivals": draw(st.integers(0, 10**6)),
     }
 
@@ -241,13 +242,13 @@ def random_rival(generator: np.random.Generator, problem, batch: int) -> Policy:
 def check_search(case: dict) -> None:
     problem = Problem(shape=SHAPE, hardware=case["hardware"], budgets=case["budgets"])
     lengths = case["prompt_tokens"], case["max_tokens"]
-    options = SearchSettings(max_batch=case["max_batch"], space=case["space"])
+    options = SearchSettings(max_batch=case["max_batch"], space=case["space"], margin=case["margin"])
     try:
         best = search(problem, Workload.uniform(1, *lengths), options)
     except InputError:
         return  # nothing fits: the rivals are drawn from what a search returns
     assert fits(wave_plan(problem, best.policy, Workload.uniform(best.batch, *lengths)), case["budgets"])
-    assert not best.proved or best.gap >= -1e-9
+    assert not best.complete or best.gap >= -1e-9
     generator = np.random.default_rng(case["rivals"])
     for _ in range(40):
         batch = int(generator.integers(1, case["max_batch"] + 1))
@@ -260,8 +261,12 @@ def check_search(case: dict) -> None:
         except InputError:
             continue  # a share that no block carries
         priced = simulate(problem, rival, batch, *lengths)
-        assert best.prediction["tokens_per_s"] >= priced.tokens_per_s * (1 - 3e-3), (
+        favour = 1 + (best.margin or 0)  # what fits the device stays there unless another is faster by more
+        assert best.prediction["tokens_per_s"] * favour >= priced.tokens_per_s * (1 - 3e-3), (
             f"{priced.tokens_per_s:g} tokens/s instead of {best.prediction['tokens_per_s']:g}, by {rival}"
+        )
+        assert best.prediction["tokens_per_s"] * (1 + best.gap) >= priced.tokens_per_s * (1 - 3e-3), (
+            f"unproved: {rival}"
         )
 
 

@@ -21,6 +21,9 @@ ALONE_SUFFIX = "_alone"
 
 FORMAT = "flexhybrid-hardware-1"
 
+#: Keys of a record's notes: what disturbed the measurement, in words (absent: nothing); the sizes whose passes differ.
+COMPANY, DISAGREED = "in company", "sizes that two passes disagreed on"
+
 #: Bytes of a GPU's memory that no program gets. The driver withholds 0.25 to 0.6 GiB of what a datasheet names (an RTX
 #: 4090 has 0.24 GiB less, an A100 of 40 GB 0.51, an H200 0.60: the catalogue's notes have the sources), and the CUDA
 #: context with its kernels and cuBLAS's workspaces is assumed to take up to 0.5 GiB more. Error correction on GDDR6
@@ -119,6 +122,13 @@ class Hardware:
         """Whether it is known how fast a disk reads and writes."""
         return "disk_read" in self.lines and "disk_write" in self.lines
 
+    @property
+    def company(self) -> str | None:
+        """What disturbed the measurement of this record, in words; None where nothing is known to have. Records from
+        before this was noted tell by the sizes whose passes differ."""
+        sizes = self.notes.get(DISAGREED)
+        return self.notes.get(COMPANY, f"two passes disagreed on {len(sizes)} sizes" if sizes else None)
+
     def line(self, verb: str, resource: str) -> Line:
         """The line that prices a task of this verb on this resource."""
         key: str | None = verb
@@ -131,10 +141,13 @@ class Hardware:
         raise InputError(f"hardware {self.name!r} has no line for {verb!r} nor for {resource!r}")
 
     def at_work(self, policy: Policy) -> Hardware:
-        """The same machine as this policy leaves it: while nothing crosses the link, kernels that share their memory
-        with it are faster (lines "project_alone", …, where they were measured)."""
-        if not policy.stays_on_device:
-            return self
+        """The same machine as this policy leaves it: ``undisturbed`` where nothing crosses the link."""
+        return self.undisturbed if policy.stays_on_device else self
+
+    @property
+    def undisturbed(self) -> Hardware:
+        """The same machine while nothing crosses the link: kernels that share their memory with it are faster (lines
+        "project_alone", …, where they were measured)."""
         alone = {key.removesuffix(ALONE_SUFFIX): line for key, line in self.lines.items() if key.endswith(ALONE_SUFFIX)}
         return replace(self, lines={**self.lines, **alone})
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -277,8 +277,12 @@ class Policy:
     @property
     def stays_on_device(self) -> bool:
         """Whether nothing but new tokens ever crosses the host link."""
-        on_device = all(kind.endswith("@device") for kind in self.cache_entries if kind != "tok")
-        return on_device and self.weights.device == 1 and self.hidden == "device" and self.attention == "device"
+        return self.weights.device == 1 and self.context_stays(self.cache_entries)
+
+    def context_stays(self, entries: Iterable[str]) -> bool:
+        """Return whether, with these cache entries, no context and no hidden state crosses the host link."""
+        on_device = all(entry.endswith("@device") for entry in entries if entry != "tok")
+        return on_device and self.hidden == "device" and self.attention == "device"
 
     def to_dict(self) -> dict:
         """Plain data; an infinite alpha is the text "inf", for which JSON has no number."""

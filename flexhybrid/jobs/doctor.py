@@ -29,9 +29,10 @@ from flexhybrid.jobs.machine import (
     machine_memories,
 )
 from flexhybrid.jobs.profile.job import model_profile_path
-from flexhybrid.jobs.run.forecast import describe
-from flexhybrid.resolve import PacedDevice, free_device_memory, lossless_space, saved_hardware
-from policy_search.search import SearchSettings, search
+from flexhybrid.jobs.run.forecast import WINDOW, describe
+from flexhybrid.resolve import PacedDevice, best_policy, free_device_memory, saved_hardware
+from sim.candidates import mean_lengths
+from sim.simulate import simulate
 
 PACKAGES = ("torch", "transformers", "safetensors", "numpy", "scipy")
 SEARCH_S = 1.0  #: a model's policy is searched for this long at most
@@ -52,6 +53,7 @@ class Fit:
     how: str  #: the policy in words, or what is lacking
     binding: str = ""
     own_profile: bool = False  #: measured at its own layer sizes, by a run
+    in_company: bool = False  #: while others used the machine
 
 
 def doctor(device: torch.device, models: Sequence[str], prompt_tokens: int, max_tokens: int) -> dict:
@@ -63,24 +65,32 @@ def doctor(device: torch.device, models: Sequence[str], prompt_tokens: int, max_
         budgets["device"] = free_device_memory(device)
     lines = hardware.lines if hardware else {}
     memories = machine_memories(device)  # now; a record's may be older than a container's limit, or missing
-    lengths, fits = Workload.uniform(1, prompt_tokens, max_tokens), []
+    lengths, fits = Workload.uniform(WINDOW, prompt_tokens, max_tokens), []  # what a run looks at of a long file
     for name in models or KNOWN_SHAPES:
         shape = shape_of(name)
         kept = model_profile_path(shape, "auto", PacedDevice(device))
         own = load_hardware(kept) if kept.is_file() else None
         known = own or hardware
         known = replace(known, **memories) if known else None
-        fits.append(replace(_fit(shape, known, lengths, budgets), own_profile=own is not None))
+        fit = _fit(shape, known, lengths, budgets)
+        fits.append(replace(fit, own_profile=own is not None, in_company=bool(known and known.company)))
     return {
         "versions": {"flexhybrid": __version__, "python": platform.python_version(), **_versions()},
         "device": {"type": device.type, "name": device_name(device), "free_bytes": budgets.get("device")},
         "host": {"bytes": host_memory_bytes(), "free_bytes": free, "cores": os.cpu_count()},
         "disk": {"folder": str(cache_folder()), "free_bytes": _free_disk()},
-        "profile": {"source": hardware.source, "measured": measured, "dtype": hardware.dtype} if hardware else None,
+        "profile": {
+            "source": hardware.source,
+            "measured": measured,
+            "dtype": hardware.dtype,
+            "company": hardware.company,
+        }
+        if hardware
+        else None,
         "gb_per_s": {key: 1e-9 / lines[key].s_per_byte for key in PATHS if key in lines and lines[key].s_per_byte},
         "workload": {"prompt_tokens": prompt_tokens, "max_tokens": max_tokens},
         "models": [asdict(fit) for fit in fits],
-        "advice": list(_advice(device, hardware, measured)),
+        "advice": list(_advice(device, hardware, measured, any(fit.in_company for fit in fits))),
     }
 
 
@@ -96,12 +106,12 @@ def _fit(shape: ModelShape, hardware: Hardware | None, lengths: Workload, budget
         return Fit(shape.name, size, dtype, None, _by_size(need, budgets))
     try:
         problem = Problem(shape=shape, dtype=dtype, hardware=hardware, budgets=Budgets(**budgets))
-        settings = SearchSettings(space=lossless_space(hardware), time_limit=SEARCH_S)
-        result = search(problem, lengths, settings)
+        policy = best_policy(problem, lengths, time_limit=SEARCH_S)
+        run = simulate(problem, policy, lengths.num_requests, *mean_lengths(lengths))
     except InputError as error:
         return Fit(shape.name, size, dtype, None, str(error))
-    how = f"{result.batch} at a time, {describe(result.policy).split(': ', 1)[1]}"
-    return Fit(shape.name, size, dtype, result.prediction["tokens_per_s"], how, result.prediction["binding"])
+    how = f"{run.wave} at a time, {describe(policy).split(': ', 1)[1]}"
+    return Fit(shape.name, size, dtype, run.tokens_per_s, how, run.binding)
 
 
 def _by_size(need: float, budgets: dict[str, int | None]) -> str:
@@ -132,7 +142,9 @@ def _free_disk() -> int | None:
         return shutil.disk_usage(next(folder for folder in folders if folder.exists())).free
 
 
-def _advice(device: torch.device, hardware: Hardware | None, measured: bool) -> Iterator[str]:
+def _advice(device: torch.device, hardware: Hardware | None, measured: bool, in_company: bool) -> Iterator[str]:
+    if in_company or (hardware and hardware.company):
+        yield "a profile was taken in company: measure anew when the machine is idle (run --reprofile, or profile)"
     if device.type == "cpu":
         yield "torch finds no CUDA device: models run on the CPU, and a link can only be imitated (--link-gb-per-s)"
         if shutil.which("nvidia-smi"):
@@ -170,6 +182,7 @@ def describe_doctor(record: dict) -> str:
         rate = "-" if row["tokens_per_s"] is None else f"{row['tokens_per_s']:.1f}"
         limit = f" (limited by {row['binding']})" if row["binding"] else ""
         limit += " (measured for this model)" if row["own_profile"] else ""
+        limit += " (profile taken in company)" if row["in_company"] else ""
         lines.append(
             f"{row['model']:<14} {gib(row['weights_bytes']):>10} {row['dtype']:<8} {rate:>9}  {row['how']}{limit}"
         )

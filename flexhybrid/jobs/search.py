@@ -12,6 +12,7 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.policy import Bits, Selection
 from flexhybrid.jobs.simulate import WEIGHTS_STREAMED, describe, setting_of, simulate_system
 from policy_search.search import FULL, LOSSLESS, SearchResult, SearchSettings, search
+from policy_search.search_problem import measured_space
 from policy_search.systems import Setting, System, system
 from sim.simulate import SimulatedRun
 
@@ -34,7 +35,7 @@ class PolicySearchOptions:
     gen_len: int
     batch: int | None = None
     max_batch: int = 1024
-    dtype: str = "float16"
+    dtype: str | None = None  #: None: float16, or that of this machine's profile
     objective: str = "throughput"
     lossless: bool = False
     selection: str | None = None  #: infinigen(…), which may be used where it is faster
@@ -73,7 +74,7 @@ def run_search(options: PolicySearchOptions) -> SearchReport:
             batch=batch,
             max_batch=max_batch,
             objective=options.objective,
-            space=LOSSLESS if options.lossless else FULL,
+            space=measured_space(LOSSLESS if options.lossless else FULL, setting.machine),
             seeds=seeds,
             time_limit=options.time_limit,
             confirm=options.confirm,
@@ -129,7 +130,9 @@ def search_record(report: SearchReport) -> dict:
     return {
         **report.best.to_dict(),
         "counts": found.counts,
-        "proved": found.proved,
+        "gaps": found.gaps,
+        "complete": found.complete,
+        "margin": found.margin,
         "search_s": report.search_s,
         "rivals_s": report.rivals_s,
         "rivals": report.rivals,
@@ -152,7 +155,10 @@ def describe_search(report: SearchReport) -> str:
     if found.virtual:
         lines.append(f"  virtual clock: {found.virtual.tokens_per_s:.4g} tokens/s")
     counts = ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in found.counts.items())
-    lines.append(f"  searched in {report.search_s:.2f} s ({counts}); {'proved' if found.proved else 'not proved'}")
+    lines.append(f"  searched in {report.search_s:.2f} s ({counts})")
+    lines.append(f"  {found.proof}")
+    if found.margin:
+        lines.append(f"  stays on the device: no other is {found.margin:.0%} faster, which predictions may be wrong by")
     lines.append(
         f"The other systems on the same batch, priced in {report.rivals_s:.2f} s, with the share of the weights "
         "that each keeps on the device:"

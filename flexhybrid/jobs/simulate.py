@@ -7,7 +7,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.model.shape import shape_of
+from flexhybrid.core.hardware import Hardware
+from flexhybrid.core.model.shape import ModelShape, shape_of
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.units import gib, parse_bytes
@@ -30,12 +31,12 @@ def setting_of(point: dict, budgets: dict[str, str | None] | None = None) -> Set
             positive_integer(point[name])
         except InputError as error:
             raise InputError(f"{name} is {point[name]}; it {error}") from None
-    hardware = catalogue.load(point["hardware"])
+    shape = shape_of(point["model"])
+    hardware = machine_of(point["hardware"], shape)
     for tier, text in (budgets or {}).items():
         if text is not None:
             no_reserve = {"device_reserve": 0} if tier == "device" else {}  # a budget may be filled
             hardware = replace(hardware, **{f"{tier}_memory": parse_bytes(text)}, **no_reserve)
-    shape = shape_of(point["model"])
     last = point["prompt_len"] + point["gen_len"]
     if last > shape.max_positions:
         raise InputError(
@@ -43,14 +44,33 @@ def setting_of(point: dict, budgets: dict[str, str | None] | None = None) -> Set
             f"positions for {shape.max_positions}. For longer ones give a config.json with larger "
             "max_position_embeddings as model"
         )
-    problem = Problem(shape=shape, dtype=point.get("dtype", "float16"), hardware=hardware)
+    problem = Problem(shape=shape, dtype=point.get("dtype") or _usual_dtype(hardware), hardware=hardware)
     return Setting(problem, point["batch"], point["prompt_len"], point["gen_len"])
 
 
-def budget_notes(hardware: str, budgets: dict[str, str | None]) -> list[str]:
-    """Return a line for each budget above the machine's memory; such budgets ask what more memory would bring."""
-    machine = catalogue.load(hardware)
+def machine_of(hardware: str, shape: ModelShape) -> Hardware:
+    """Return a machine by name or from a file; "local" is this one, as a run of the model would take it."""
+    if hardware.lower() != catalogue.LOCAL:
+        return catalogue.load(hardware)
+    from flexhybrid.jobs.profile.job import local_machine  # loads torch
+
+    return local_machine(shape)
+
+
+def _usual_dtype(hardware: Hardware) -> str:
+    """Return the compute dtype where none is named: a measured machine's own."""
+    return hardware.dtype if hardware.name == catalogue.LOCAL else "float16"
+
+
+def machine_notes(model: str, hardware: str, budgets: dict[str, str | None]) -> list[str]:
+    """Return a line about a profile that was taken in company, and one for each budget above the machine's memory; such
+    budgets ask what more memory would bring."""
+    machine = machine_of(hardware, shape_of(model))
     lines = []
+    if machine.company:
+        from flexhybrid.jobs.profile.job import company_note
+
+        lines += filter(None, [company_note(machine)])
     for tier, text in budgets.items():
         memory, budget = getattr(machine, f"{tier}_memory"), parse_bytes(text)
         if memory is not None and budget is not None and budget > memory:

@@ -45,8 +45,12 @@ def mib(device=None, host=None, disk=None, besides_packing=True) -> Budgets:
     return Budgets(device and device * MIB + packing, host and host * MIB, disk and disk * MIB)
 
 
-def searched(shape: ModelShape, hardware: Hardware, workload: Workload, budgets=NO_BUDGETS, **settings) -> SearchResult:
-    return search(Problem(shape=shape, hardware=hardware, budgets=budgets), workload, SearchSettings(**settings))
+def searched(
+    shape: ModelShape, hardware: Hardware, workload: Workload, budgets=NO_BUDGETS, margin=0.0, **settings
+) -> SearchResult:
+    """Search; without a margin the least seconds win, wherever they are."""
+    problem = Problem(shape=shape, hardware=hardware, budgets=budgets)
+    return search(problem, workload, SearchSettings(margin=margin, **settings))
 
 
 def seconds_per_token(found) -> float:
@@ -142,9 +146,9 @@ def test_pruning_loses_nothing(rates, objective):
     every = searched(SHAPE, hardware, workload, objective=objective, prune=False, **options)
     key = "tokens_per_s" if objective == "throughput" else "decode_tokens_per_s"
     assert pruned.prediction[key] >= every.prediction[key] * 0.997
-    assert pruned.num_walked < every.num_walked / 4
+    assert pruned.num_walked < every.num_walked / 2
     assert every.num_bounded_out < pruned.num_bounded_out < pruned.num_choices
-    assert pruned.proved and pruned.gap >= 0
+    assert pruned.complete and pruned.gap >= 0
 
 
 @pytest.mark.parametrize("weights_device", [0.0, 1.0])
@@ -221,7 +225,7 @@ def test_a_seed_is_never_worse_and_strangers_are_left_out():
     seeded = searched(SHAPE, hardware, workload, seeds=[best.policy], space=replace(narrow, entries=PLAIN.entries),
                     time_limit=0.0, **own)  # fmt: skip
     assert seeded.prediction["tokens_per_s"] >= best.prediction["tokens_per_s"] * (1 - 1e-9)
-    assert not seeded.proved
+    assert not seeded.complete
     left_out = searched(SHAPE, hardware, workload, seeds=[hybrid(1.0), replace(best.policy, schedule="row")],
                       space=narrow, **own)  # fmt: skip
     assert left_out.policy.cache == {"kv@host": 1.0} and left_out.policy.schedule == "column"

@@ -339,7 +339,7 @@ def _breakdown(m: MeasuredPolicy, virtual: list[TraceEvent]) -> dict:
 
 def virtual_decode(problem: Problem, policy: Policy, workload: Workload) -> list[TraceEvent]:
     """Return the virtual clock's trace of the decode iterations: of the tasks that are measured."""
-    return virtual_clock.run(stream(admit(problem, policy, workload), first_iteration=1), hardware_of(problem))
+    return virtual_clock.run(stream(admit(problem, policy, workload), first_iteration=1), hardware_of(problem, policy))
 
 
 def _search_json(result: SearchResult, algorithm1: dict[str, float]) -> dict:

@@ -12,19 +12,23 @@ from pathlib import Path
 import torch
 
 from flexhybrid.core.files import cache_folder, check_cache_folder, profile_file
-from flexhybrid.core.hardware import Hardware, Line, crosses_link
+from flexhybrid.core.hardware import COMPANY, DISAGREED, Hardware, Line, crosses_link, load_hardware
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.problem import NO_BUDGETS, Budgets
-from flexhybrid.jobs.machine import device_name, machine_memories
+from flexhybrid.jobs.machine import device_name, free_budgets, machine_memories
 from flexhybrid.jobs.profile.disk import with_earlier_disk
-from flexhybrid.resolve import PacedDevice
-from flexhybrid.runtime.profiling.profile import RUNS, faster_cpu_dtype, profile
+from flexhybrid.resolve import PacedDevice, free_device_memory, pick_device
+from flexhybrid.runtime.profiling.cpu_use import MOST_OTHERS, CpuUse
+from flexhybrid.runtime.profiling.profile import RUNS, ProfileSamples, faster_cpu_dtype, profile
+from sim import catalogue
 
 #: The model whose tasks are timed: OPT of hidden size 1,024 with a vocabulary of about 8,000.
 TIMING_SHAPE = ModelShape(
     "opt-timing", "opt", num_layers=4, hidden=1024, num_heads=16, num_kv_heads=16, head_dim=64, ffn=4096, vocab=8000,
     max_positions=2048,
 )  # fmt: skip
+
+MOST_DISAGREED = 0.1  #: share of the sizes whose passes may differ in an undisturbed measurement
 
 #: Fields of a shape that decide the times of its layers' tasks.
 LAYER_SIZES = ("family", "hidden", "num_heads", "num_kv_heads", "head_dim", "ffn", "vocab", "max_positions")
@@ -53,7 +57,9 @@ def measure_hardware(
     if save_to is None or cache_folder() in Path(save_to).parents:
         check_cache_folder()
     device, link_gb_per_s = paced.device, paced.link_gb_per_s
+    before = CpuUse.now()
     result = profile(shape, dtype, device, link_gb_per_s, on_progress, budgets=budgets)
+    others = CpuUse.now().others_since(before)
     saved_at = Path(save_to or profile_file(device.type))
     memories = machine_memories(device)
     hardware = fit_hardware(
@@ -67,7 +73,8 @@ def measure_hardware(
         notes={
             "hidden": shape.hidden,
             "link_gb_per_s": link_gb_per_s,
-            "sizes that two passes disagreed on": result.disagreements,
+            DISAGREED: result.disagreements,
+            COMPANY: _company(result, others),
         },
     )
     if link_gb_per_s:
@@ -79,12 +86,41 @@ def measure_hardware(
     return hardware, result.disagreements
 
 
+def _company(result: ProfileSamples, others: float | None) -> str | None:
+    """Return what disturbed a measurement, in words: more of the cores used by others than MOST_OTHERS (``others``:
+    their share, None: not known), or passes that differ on more sizes than MOST_DISAGREED."""
+    if others is not None and others > MOST_OTHERS:
+        return f"others used {others:.0%} of the cores"
+    num_sizes, differ = sum(map(len, result.samples.values())), len(result.disagreements)
+    return f"two passes disagreed on {differ} of {num_sizes} sizes" if differ > MOST_DISAGREED * num_sizes else None
+
+
+def company_note(hardware: Hardware | None) -> str | None:
+    """Return the line about a record that was measured in company, and how it is renewed; None for another."""
+    if hardware is None or not hardware.company:
+        return None
+    again = "measure anew when the machine is idle (run --reprofile, or flexhybrid profile)"
+    return f"the profile was taken in company ({hardware.company}): predictions may be far off; {again}"
+
+
 def model_profile_path(shape: ModelShape, dtype: str, paced: PacedDevice) -> Path:
     """Return the file of this machine's record at the layer sizes of a model."""
     sizes = [getattr(shape, name) for name in LAYER_SIZES]
     device, rate = paced.device, paced.link_gb_per_s
     identity = json.dumps([device_name(device), torch.__version__, dtype, shape.dtype, rate, *sizes])
     return cache_folder() / "models" / f"{device.type}-{sha256(identity.encode()).hexdigest()[:12]}.json"
+
+
+def local_machine(shape: ModelShape) -> Hardware:
+    """Return this machine's record as a run of the model takes it: at its layer sizes, where a run has kept one, with
+    the memory that is free now. Raise InputError where nothing was measured."""
+    paced = pick_device("auto")
+    kept = model_profile_path(shape, "auto", paced)
+    hardware = load_hardware(kept) if kept.is_file() else catalogue.local()
+    free = {f"{tier}_memory": size for tier, size in free_budgets(paced.device).items()}
+    if paced.device.type == "cuda":
+        free["device_memory"] = free_device_memory(paced.device)
+    return replace(hardware, **free, device_reserve=0) if free else hardware
 
 
 def measure_for_model(

@@ -40,7 +40,7 @@ from flexhybrid.core.units import parse_bytes
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.machine import free_budgets
 from flexhybrid.jobs.profile.disk import measure_disk, with_disk
-from flexhybrid.jobs.profile.job import PROFILE_STEPS, measure_for_model, model_profile_path
+from flexhybrid.jobs.profile.job import PROFILE_STEPS, company_note, measure_for_model, model_profile_path
 from flexhybrid.jobs.progress import Progress, stop_on_signal
 from flexhybrid.jobs.ray_cluster import Crew, cluster, crew_of
 from flexhybrid.jobs.run.answering import Answered, answer_pending, load_weights
@@ -54,6 +54,7 @@ from flexhybrid.runtime.profiling.cpu_use import MOST_OTHERS, CpuUse
 from flexhybrid.runtime.storage.loader import Checkpoint
 
 ERRORS_AT_ONCE = 256  #: lines of refused requests that are written together
+PARTED = 1.5  #: times by which speed and prediction differ before a new profile is advised
 STOPPED = 130  #: exit status of a run that was asked to stop
 VERSIONED = {"flexhybrid": flexhybrid, "torch": torch, "transformers": transformers}  #: named in the manifest
 
@@ -156,9 +157,17 @@ class Work(NamedTuple):
     """What answering took."""
 
     predicted_s: float | None
+    predicted_tokens_per_s: float | None
     seconds: float
     others_cpu_share: float | None  #: of the cores, used by other processes; None: not known
     unfinished_tokens: int  #: that were generated of answers that were not complete at the end
+
+
+def parted(tokens_per_s: float, predicted: float | None) -> bool:
+    """Return whether a measured and a predicted speed differ by more than PARTED times; False without both."""
+    if not predicted or not tokens_per_s:
+        return False
+    return max(tokens_per_s / predicted, predicted / tokens_per_s) > PARTED
 
 
 class Job:
@@ -239,7 +248,8 @@ class Job:
                 answer_on_cluster(self, self.source, self.crew, config, stop)
         ended = CpuUse.now()
         others = None if self.crew else ended.others_since(started)
-        return Work(plan.seconds, ended.at_s - started.at_s, others, self.progress.count - self.tokens)
+        rate = plan.tokens / plan.seconds if plan.seconds else None
+        return Work(plan.seconds, rate, ended.at_s - started.at_s, others, self.progress.count - self.tokens)
 
     def _resume(self, say: Callable[[str], None]) -> None:
         """Take over the answers of an earlier run of this job, or begin anew where that loses nothing. Raise InputError
@@ -326,6 +336,8 @@ class Job:
         searched = self.options.llm.policy == "auto" and self.llm.settled_policy.name == "searched"
         for line in plan_lines(self.llm, plan, counts, searched):
             say(line)
+        if plan.seconds and (note := company_note(self.llm.hardware)):
+            say(f"profile    {note}")
         if self.crew:
             say(f"ray        {self.crew}")
         return plan
@@ -391,6 +403,11 @@ class Job:
             say(f"{speed}{against}; the whole command {duration(total_s)}")
             if work.others_cpu_share and work.others_cpu_share > MOST_OTHERS:
                 say(f"busy       others used {work.others_cpu_share:.0%} of the cores; predictions assume none")
+            if options.llm.hardware is None and parted(self.tokens / work.seconds, work.predicted_tokens_per_s):
+                say(
+                    f"profile    the speed is far from the {work.predicted_tokens_per_s:.1f} tokens/s predicted: "
+                    "--reprofile measures the machine anew"
+                )
         say(f"answers    {options.output}")
         if counts["refused"]:
             say(f"refused    {options.errors or f'{options.output}, lines of status_code 400'}")
@@ -412,6 +429,7 @@ class Job:
             "seconds": work.seconds if work else 0.0,
             "tokens_per_s": self.tokens / work.seconds if work else 0.0,
             "predicted_s": work.predicted_s if work else None,
+            "profile_in_company": self.llm.hardware.company if self.llm.hardware else None,
             "others_cpu_share": work.others_cpu_share if work else None,
             "policy": self.llm.settled_policy.to_dict(),
             "output": str(self.options.output),

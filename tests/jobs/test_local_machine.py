@@ -1,0 +1,139 @@
+"""This machine as every command takes it: its own profile for each model, and what is said of a disturbed one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from flexhybrid import cli
+from flexhybrid.core.hardware import Hardware, Line, load_hardware
+from flexhybrid.core.problem import NO_BUDGETS, Budgets, Problem
+from flexhybrid.core.workload import Workload
+from flexhybrid.jobs.profile import job as profile_job
+from flexhybrid.jobs.run.job import PARTED, parted
+from flexhybrid.resolve import PacedDevice, best_policy
+from flexhybrid.runtime.profiling.cpu_use import CpuUse
+from flexhybrid.runtime.profiling.profile import ProfileSamples
+from flexhybrid.runtime.storage.loader import Checkpoint
+
+CPU = PacedDevice(torch.device("cpu"))
+LENGTHS = ("--prompt-len", "30", "--gen-len", "9")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(profile_job, "pick_device", lambda *paces: CPU)
+
+
+def machine(slower: float = 1.0, overhead_s: float = 1e-6) -> Hardware:
+    """A machine with one line for everything."""
+    line = Line(slower * overhead_s, slower * 1e-10, slower * 1e-9)
+    lines: dict[str, Line] = {resource: line for resource in ("compute", "h2d", "d2h", "host_compute")}
+    return Hardware("local", "cpu", lines, dtype="float32", faster_dtype="float32")
+
+
+def own_profile(model: Path) -> Path:
+    return profile_job.model_profile_path(Checkpoint(model).shape, "auto", CPU)
+
+
+def printed(capsys, *command) -> dict:
+    assert cli.main([*command, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def asked(model: Path, folder: Path, count: int) -> list[str]:
+    """Write equal requests; return the arguments of a run that answers them."""
+    body = {"prompt": [5] * 30, "max_tokens": 9, "temperature": 0}
+    request = {"method": "POST", "url": "/v1/completions", "body": body}
+    lines = [json.dumps({"custom_id": str(number), **request}) + "\n" for number in range(count)]
+    (folder / "in.jsonl").write_text("".join(lines))
+    files = ["-i", str(folder / "in.jsonl"), "-o", str(folder / "out.jsonl")]
+    return [*files, "--model", str(model), "--device", "cpu"]
+
+
+def answer_one(model: Path, folder: Path) -> int:
+    return cli.main(["run", *asked(model, folder, 1), "--policy", "kv_only", "--quiet"])
+
+
+def test_doctor_search_simulate_and_run_predict_the_same(tiny, tmp_path, capsys):
+    """By the model's own profile, which is a hundred times as fast as the machine's general one."""
+    machine(slower=100).save(tmp_path / "cache/hardware-cpu.json")
+    machine().save(own_profile(tiny))
+    config, few = str(tiny / "config.json"), 12
+    local = ("--model", config, "--hardware", "local", *LENGTHS)
+    simulated = printed(capsys, "simulate", "--system", "resident", *local, "--batch", "1024")
+    told = printed(capsys, "doctor", "--device", "cpu", "--models", config, *LENGTHS)["models"][0]
+    assert told["tokens_per_s"] == pytest.approx(simulated["tokens_per_s"], rel=1e-9) and told["own_profile"]
+    assert f"mini-batches of {simulated['policy']['max_mini_batch_tokens']} tokens" in told["how"]
+    assert told["how"].startswith("1024 at a time, weights 100% device; context 100% kv@device")
+    done = printed(capsys, "run", *asked(tiny, tmp_path, few), "--policy", "auto")
+    searched = printed(capsys, "search", *local, "--lossless", "--batch", str(few))
+    for key in ("cache", "weights", "schedule", "max_mini_batch_tokens", "hidden", "attention"):
+        assert done["policy"][key] == searched["policy"][key], key
+    assert done["predicted_s"] == pytest.approx(searched["total_s"], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "others, differ, company",
+    [(0.43, 0, "others used 43% of the cores"), (0.01, 0, None), (None, 0, None), (0.01, 5, "5 of 20 sizes"),
+     (None, 1, None)],
+)  # fmt: skip
+def test_a_profile_taken_in_company_is_marked(tiny, tmp_path, monkeypatch, capsys, others, differ, company):
+    samples = [(1e6 * n, 1e5 * n, 1e-3 * n) for n in range(1, 5)]
+    taken = {key: samples for key in ("compute", "h2d", "d2h", "host_compute", "finish")}
+    result = ProfileSamples(taken, [f"size {n}" for n in range(differ)], "float32")
+    monkeypatch.setattr(profile_job, "profile", lambda *rest, **more: result)
+    monkeypatch.setattr(CpuUse, "others_since", lambda self, before: others)
+    shape = Checkpoint(tiny).shape
+    profile_job.measure_hardware(shape, "float32", CPU)
+    kept = load_hardware(tmp_path / "cache/hardware-cpu.json")
+    assert (kept.company is None) == (company is None) and (company is None or company in str(kept.company))
+    config = str(tiny / "config.json")
+    simulate, search = ("simulate", "--system", "kv_only", "--batch", "2"), ("search", "--batch", "2")
+    for command in (simulate, search) if others == 0.43 else (simulate,):
+        assert cli.main([*command, "--model", config, "--hardware", "local", *LENGTHS]) == 0
+        said = capsys.readouterr().err
+        assert ("taken in company" in said and "--reprofile" in said) == (company is not None)
+    record = printed(capsys, "doctor", "--device", "cpu", "--models", config, *LENGTHS)
+    assert record["models"][0]["in_company"] == (company is not None) == any("company" in a for a in record["advice"])
+    kept.save(own_profile(tiny))
+    assert answer_one(tiny, tmp_path) == 0
+    assert ("taken in company" in capsys.readouterr().out) == (company is not None)
+
+
+def test_a_record_from_before_the_mark_tells_by_its_passes():
+    old = replace(machine(), notes={"sizes that two passes disagreed on": ["a", "b"]})
+    assert "2 sizes" in str(old.company) and machine().company is None
+
+
+def test_far_from_the_prediction_means_more_than_half_as_much_again():
+    assert [parted(rate, 100.0) for rate in (100 * PARTED + 1, 100 / PARTED - 1, 149.0, 67.0)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert not parted(10.0, None) and not parted(0.0, 10.0)
+
+
+@pytest.mark.parametrize("overhead_s, said", [(10.0, True), (None, False)])
+def test_a_run_far_from_its_prediction_names_the_way_out(tiny, tmp_path, capsys, overhead_s, said):
+    """A machine ten seconds a task slow; and none that is known."""
+    if overhead_s:
+        machine(overhead_s=overhead_s).save(own_profile(tiny))
+    assert answer_one(tiny, tmp_path) == 0
+    assert ("--reprofile measures the machine anew" in capsys.readouterr().out) == said
+
+
+def test_auto_on_requests_that_do_not_all_fit_at_once_still_fits(tiny):
+    shape, lengths = Checkpoint(tiny).shape, Workload(np.array([3, 30]), np.array([9, 9]))
+    problem = Problem(shape=shape, hardware=machine(), budgets=NO_BUDGETS)
+    assert best_policy(problem, lengths).stays_on_device
+    assert best_policy(replace(problem, hardware=None), lengths).stays_on_device
+    assert best_policy(replace(problem, budgets=Budgets(device=2**30)), lengths, True).cache
