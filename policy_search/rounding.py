@@ -169,7 +169,7 @@ def place_weights(problem: SearchProblem, candidates: Candidates) -> tuple[np.nd
 
     A resident byte of a layer costs one byte in each of L layers and saves two slots: what is left divides evenly.
     """
-    bits = candidates.policy.bits.element_bytes(problem.bytes_per_element)
+    bits = problem.stored(candidates.policy.bits)
     layout = layer_layout(problem.shape, bits.weights, problem.bytes_per_element)
     size, total = np.shape(candidates.batch), layout.total_bytes
     slope = max(problem.shape.num_layers - 2, 0)

@@ -158,7 +158,7 @@ class SearchResult:
     def kv_act_bytes_ratio(self) -> float:
         """KV bytes / ACT bytes of a request's context, both copies of a both(…) entry counted; inf without ACT."""
         shape, both = self.problem.shape, self.policy.share("both")
-        stored = self.policy.bits.element_bytes(self.problem.bytes_per_element)
+        stored = self.problem.stored(self.policy.bits)
         act_bytes = (self.policy.share("act") + both) * shape.act_token_bytes(stored.act)
         kv_bytes = (self.policy.share("kv") + both) * shape.kv_token_bytes(stored.kv)
         return kv_bytes / act_bytes if act_bytes else float("inf")

@@ -13,7 +13,7 @@ import numpy as np
 from flexhybrid.core.context.cache_entries import TIERS, representation_of, stored_copies
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware
-from flexhybrid.core.policy import Bits, Placement, Policy
+from flexhybrid.core.policy import BITS, Bits, Placement, Policy
 from flexhybrid.core.problem import Problem
 from sim.candidates import Candidates, num_mini_batches
 from sim.cost import hardware_of
@@ -181,7 +181,7 @@ class SearchProblem(Problem):
     def options(self) -> list[Option]:
         """Every option. Attention on the host takes native bits only, because the host unpacks nothing."""
         space = self.space
-        known = {NATIVE, 8, 4} if self.has_line("dequantize_weights", "compute") else {NATIVE}
+        known = set(BITS) if self.has_line("dequantize_weights", "compute") else {NATIVE}
         weights, kv, act = (
             [bits for bits in widths if bits in known] for widths in (space.weights_bits, space.kv_bits, space.act_bits)
         )

@@ -19,7 +19,7 @@ import numpy as np
 from flexhybrid.core.errors import InputError, unknown
 from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.model.shape import ModelShape
-from flexhybrid.core.policy import Overlap, Placement, Policy
+from flexhybrid.core.policy import BITS, Overlap, Placement, Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.task import RESOURCES
 from flexhybrid.core.workload import Workload
@@ -171,6 +171,7 @@ class Kind(NamedTuple):
 
 FLAG = Kind("true or false", lambda value: isinstance(value, bool))
 COUNT = Kind("a whole number >= 1", lambda value: type(value) is int and value >= 1)
+PACKED = Kind(f"one of {', '.join(map(str, BITS[1:]))}", lambda value: type(value) is int and value in BITS)
 NUMBER = Kind("a number", lambda value: type(value) in (int, float))
 LIMIT = Kind("a share from 0 to 1, or bytes like 20GiB", lambda value: type(value) in (int, float, str))
 WORD = Kind("a word", lambda value: isinstance(value, str))
@@ -228,6 +229,7 @@ SYSTEMS: dict[str, Entry] = {
     "kvpr_column": _preset(presets.kvpr_column, {"split": WORD, "hiding": FLAG, **_SIZES}),
     "offloaded": _preset(presets.offloaded, _SERIAL),
     "int4": _preset(presets.int4, _SERIAL),
+    "quantized": _preset(presets.quantized, {"kv": PACKED, **_SERIAL}),
     "h2o": _preset(presets.h2o, {"budget": NUMBER, **_SIZES}),
     "infinigen": _preset(presets.infinigen, _INFINIGEN),
     "fastdecode": Entry(_fastdecode, {"gpus": COUNT}),

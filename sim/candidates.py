@@ -140,7 +140,7 @@ class CandidateSteps:
 
     @cached_property
     def stored(self) -> ElementBytes:
-        return self.policy.bits.element_bytes(self.problem.bytes_per_element)
+        return self.problem.stored(self.policy.bits)
 
     @cached_property
     def layout(self) -> LayerLayout:

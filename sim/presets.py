@@ -123,6 +123,11 @@ def int4(max_mini_batch_tokens: int = _WHOLE_BATCH, overlap: Overlap = "none") -
     return replace(offloaded(max_mini_batch_tokens, overlap), name="int4", bits=Bits(kv=4))
 
 
+def quantized(kv: int = 4, max_mini_batch_tokens: int = _WHOLE_BATCH, overlap: Overlap = "none") -> Policy:
+    """``int4`` with ``kv`` bits: 8, 4, 2 or 1 (the bits of InfiniGen's Figs. 11 and 19)."""
+    return replace(int4(max_mini_batch_tokens, overlap), name=f"quantized({kv})", bits=Bits(kv=kv))
+
+
 def h2o(budget: float = 0.2, max_mini_batch_tokens: int = _WHOLE_BATCH) -> Policy:
     """H2O: heavy hitters and a recent window, a fixed share of the prompt, on the host."""
     name, selection = f"h2o({_share(budget, 'h2o: the budget'):g})", Selection("heavy_hitter", budget=budget)

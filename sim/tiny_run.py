@@ -247,7 +247,7 @@ def _wave(
         vocab=512,
         max_positions=1 << 20,
     )
-    layout = layer_layout(shape, structure.bits.element_bytes(2).weights, 2)
+    layout = layer_layout(shape, structure.bits.element_bytes(2, shape.kv_group).weights, 2)
     total = layout.total_bytes
     device = (0.0, (layout.kv_end + layout.qkv_end) / 2 / total, (layout.qkv_end + total) / 2 / total, 1.0)[resident]
     streamed = 1.0 - device

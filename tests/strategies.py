@@ -58,12 +58,12 @@ def runnable_policies(draw) -> Policy:
     """Every policy that the executor runs: fewer bits too, and InfiniGen's selection."""
     if draw(st.integers(0, 4)) == 0:
         policy = draw(speculative_policies())
-        bits = [draw(st.sampled_from(("native", 8, 4))) for _ in range(3)]
+        bits = [draw(st.sampled_from(("native", 8, 4, 2, 1))) for _ in range(3)]
         if policy.selection.pool < 1:
             bits[1] = "native"
         return replace(policy, bits=Bits(*bits))
     policy = draw(lossless_policies())
-    bits = [draw(st.sampled_from(("native", 8, 4))) for _ in range(3)]
+    bits = [draw(st.sampled_from(("native", 8, 4, 2, 1))) for _ in range(3)]
     if policy.attention == "host":
         bits[1] = "native"
     return replace(policy, bits=Bits(*bits))

@@ -292,7 +292,7 @@ def memory_parts(problem: Problem, policy: Policy, sizes: BufferSizes, resident,
     """``memory_plan`` before rounding; ``sizes`` and each layer's ``resident`` and ``on_disk`` bytes may be arrays."""
     shape, p, device = problem.shape, problem.bytes_per_element, problem.device
     layer_bytes = stored_layout(problem, policy).total_bytes
-    layers, stored = shape.num_layers, policy.bits.element_bytes(p)
+    layers, stored = shape.num_layers, problem.stored(policy.bits)
     row = {"kv": shape.kv_token_bytes(stored.kv), "act": shape.act_token_bytes(stored.act)}
     native_kv, native_act = shape.kv_token_bytes(p), shape.act_token_bytes(p)
     streamed = layer_bytes - resident

@@ -19,7 +19,9 @@ from flexhybrid.core.errors import InputError, file_errors
 
 FORMAT_VERSION = 1
 _NATIVE_BITS = "native"
-GROUP_ELEMENTS = 64  #: elements that share a scale and a zero point, both float16
+BITS = (_NATIVE_BITS, 8, 4, 2, 1)  #: stored widths: the compute dtype's, or packed
+#: Elements of a row of weights or ACT that share a scale and a zero point, both float16; KV: ``ModelShape.kv_group``.
+GROUP_ELEMENTS = 64
 
 
 def _refuse_unknown(cls, data, where: str) -> None:
@@ -67,7 +69,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Bits:
-    """Stored width of each kind of data: "native" (the compute dtype), 8 or 4 (group-wise asymmetric, group 64)."""
+    """Stored width of each kind of data: "native" (the compute dtype), or 8, 4, 2 or 1 (group-wise asymmetric)."""
 
     weights: str | int = _NATIVE_BITS
     kv: str | int = _NATIVE_BITS
@@ -75,19 +77,19 @@ class Bits:
 
     def check(self) -> None:
         for f in fields(self):
-            _check_choice(getattr(self, f.name), (_NATIVE_BITS, 8, 4), f"bits.{f.name}")
+            _check_choice(getattr(self, f.name), BITS, f"bits.{f.name}")
 
     @property
     def native(self) -> bool:
         return all(getattr(self, f.name) == _NATIVE_BITS for f in fields(self))
 
-    def element_bytes(self, bytes_per_element: int) -> ElementBytes:
-        """Stored bytes an element where the compute dtype has ``bytes_per_element``."""
+    def element_bytes(self, bytes_per_element: int, kv_group: int) -> ElementBytes:
+        """Stored bytes an element where the compute dtype has ``bytes_per_element``; ``kv_group``: of the model."""
 
-        def stored(bits) -> float:
-            return bytes_per_element if bits == _NATIVE_BITS else bits / 8 + 4 / GROUP_ELEMENTS
+        def stored(bits, group: int = GROUP_ELEMENTS) -> float:
+            return bytes_per_element if bits == _NATIVE_BITS else bits / 8 + 4 / group
 
-        return ElementBytes(bytes_per_element, stored(self.weights), stored(self.kv), stored(self.act))
+        return ElementBytes(bytes_per_element, stored(self.weights), stored(self.kv, kv_group), stored(self.act))
 
 
 class ElementBytes(NamedTuple):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from flexhybrid.core.context.cache_entries import TIERS
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.model.shape import DTYPE_BYTES, ModelShape
+from flexhybrid.core.policy import Bits, ElementBytes
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,10 @@ class Problem:
     def bytes_per_element(self) -> int:
         """Bytes of an element in the compute dtype."""
         return DTYPE_BYTES[self.dtype]
+
+    def stored(self, bits: Bits) -> ElementBytes:
+        """Bytes an element of weights, KV and ACT as they are stored with these bits."""
+        return bits.element_bytes(self.bytes_per_element, self.shape.kv_group)
 
     @property
     def effective_budgets(self) -> Budgets:

@@ -56,7 +56,7 @@ class Wave:
     @cached_property
     def stored(self) -> ElementBytes:
         """Bytes an element of weights, KV and ACT as they are stored."""
-        return self.policy.bits.element_bytes(self.problem.bytes_per_element)
+        return self.problem.stored(self.policy.bits)
 
     @cached_property
     def streamed_from(self) -> int:
@@ -71,7 +71,7 @@ class Wave:
 
 def stored_layout(problem: Problem, policy: Policy) -> LayerLayout:
     """Layout of a layer whose matrices are stored in the policy's bits."""
-    stored = policy.bits.element_bytes(problem.bytes_per_element)
+    stored = problem.stored(policy.bits)
     return layer_layout(problem.shape, stored.weights, stored.compute)
 
 

@@ -12,23 +12,41 @@ from flexhybrid.core.context.cache_entries import StoredCopy, parts
 from flexhybrid.core.context.selection import limits_cache, num_choosing
 from flexhybrid.core.memory import NUM_SLOTS, BufferSizes, index_cells
 from flexhybrid.core.model.shape import ModelShape
-from flexhybrid.core.policy import Policy
+from flexhybrid.core.policy import GROUP_ELEMENTS, Policy
 from flexhybrid.core.schedule.steps import BlockRun, MiniBatchStep, Segment, Store
 from flexhybrid.core.work import MIN_KV_GEN_ROWS
-from flexhybrid.runtime.kernels.quantize import packed_bytes
+from flexhybrid.runtime.kernels.quantize import dequantize, packed_bytes, quantize
 from flexhybrid.runtime.storage.disk import DiskSpace
 from flexhybrid.runtime.storage.host_memory import HostMemory
 
 
 class RowFormat(NamedTuple):
-    """How a token's keys and values, or its layer input, are stored: elements of ``dtype``, or packed bytes."""
+    """How a token's keys and values, or its layer input, are stored: elements of ``dtype``, or packed bytes of
+    ``bits`` in groups of ``group`` elements."""
 
     width: int
     dtype: torch.dtype
+    bits: int  #: 0: not packed
+    group: int
 
     @property
     def num_bytes(self) -> int:
         return self.width * self.dtype.itemsize
+
+    def pack(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """Pack rows of the compute dtype."""
+        quantize(rows, self.bits, out, self.group)
+
+    def unpack(self, packed: torch.Tensor, out: torch.Tensor) -> None:
+        """Unpack rows to the compute dtype."""
+        dequantize(packed, self.bits, out.dtype, out, self.group)
+
+
+def row_format(width: int, bits: int | str, group: int, dtype: torch.dtype) -> RowFormat:
+    """Return the format of rows of ``width`` elements of the compute dtype in these bits."""
+    if isinstance(bits, str):
+        return RowFormat(width, dtype, 0, group)
+    return RowFormat(packed_bytes(width, bits, group), torch.uint8, bits, group)
 
 
 class DiskPool(NamedTuple):
@@ -67,10 +85,8 @@ class Buffers:
         self.disk_bytes = 0  #: of all pools on the disk
         self.host_memory = HostMemory(pinned=device.type == "cuda")
         groups, d, kv, hidden = shape.num_kv_heads, shape.head_dim, shape.kv_width, shape.hidden
-        self.formats = {
-            name: RowFormat(width, dtype) if bits == "native" else RowFormat(packed_bytes(width, bits), torch.uint8)
-            for name, width, bits in (("kv", kv, policy.bits.kv), ("act", hidden, policy.bits.act))
-        }
+        widths = {"kv": (kv, policy.bits.kv, shape.kv_group), "act": (hidden, policy.bits.act, GROUP_ELEMENTS)}
+        self.formats = {name: row_format(*width, dtype) for name, width in widths.items()}
 
         def on_device(*size: int, dtype: torch.dtype = dtype) -> torch.Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
@@ -83,7 +99,8 @@ class Buffers:
         self.staging: dict[str, torch.Tensor] = {}
         self.strips: dict[str, torch.Tensor] = {}
         for part in parts(tuple(sizes.pool_blocks)):
-            width, row_dtype = row = self.formats[part.representation]
+            row = self.formats[part.representation]
+            width, row_dtype = row.width, row.dtype
             blocks, rows = sizes.pool_blocks[part.entry], sizes.staged_rows[part.entry]
             if part.tier == "disk":
                 pool = self.disk_pools[part.space] = DiskPool(self.disk_bytes, blocks, row.num_bytes)
@@ -103,9 +120,9 @@ class Buffers:
             "kv": (sizes.kv_buffer_blocks, sizes.kv_staging_blocks),
         }
         for name, (on_link, from_disk) in slot_blocks.items():
-            width, row_dtype = self.formats[name]
-            self.loaded[name] = on_device(NUM_SLOTS, on_link, BLOCK_TOKENS * width, dtype=row_dtype)
-            self.read[name] = on_host(NUM_SLOTS, from_disk, BLOCK_TOKENS * width, dtype=row_dtype)
+            row = self.formats[name]
+            self.loaded[name] = on_device(NUM_SLOTS, on_link, BLOCK_TOKENS * row.width, dtype=row.dtype)
+            self.read[name] = on_host(NUM_SLOTS, from_disk, BLOCK_TOKENS * row.width, dtype=row.dtype)
         plain_act = sizes.act_blocks if policy.bits.act != "native" else 0
         plain_kv = sizes.plain_kv_blocks if policy.bits.kv != "native" else 0
         self.plain = {"act": on_device(plain_act * BLOCK_TOKENS, hidden), "kv": on_device(plain_kv * BLOCK_TOKENS, kv)}

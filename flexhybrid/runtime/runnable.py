@@ -6,6 +6,7 @@ from flexhybrid.core.context.selection import limits_cache
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import GROUP_ELEMENTS, Policy
+from flexhybrid.runtime.kernels.quantize import row_unit
 
 
 def check_runnable(shape: ModelShape, policy: Policy) -> None:
@@ -13,11 +14,12 @@ def check_runnable(shape: ModelShape, policy: Policy) -> None:
     weight_rows = (shape.hidden, shape.query_width, shape.ffn)
     row_sizes = {"weights": weight_rows, "kv": (shape.kv_width,), "act": (shape.hidden,)}
     for name, sizes in row_sizes.items():
-        odd = [size for size in sizes if size % GROUP_ELEMENTS]
-        if getattr(policy.bits, name) != "native" and odd:
+        bits, group = getattr(policy.bits, name), shape.kv_group if name == "kv" else GROUP_ELEMENTS
+        unit = 1 if bits == "native" else row_unit(bits, group)
+        if odd := [size for size in sizes if size % unit]:
             raise InputError(
-                f"policy {policy.name}: bits.{name} {getattr(policy.bits, name)} needs rows of whole groups of "
-                f"{GROUP_ELEMENTS} elements; model {shape.name} has rows of {odd[0]}"
+                f"policy {policy.name}: bits.{name} {bits} needs rows of a multiple of {unit} elements; model "
+                f"{shape.name} has rows of {odd[0]}"
             )
     speculative = policy.selection.method == "speculative"
     ranked = policy.selection.method == "heavy_hitter"

@@ -92,7 +92,7 @@ class BlockSetting:
 
     @property
     def _stored(self):
-        return self.bits.element_bytes(self.problem.bytes_per_element)
+        return self.problem.stored(self.bits)
 
     @property
     def hidden_bytes(self) -> int:

@@ -38,9 +38,9 @@ def test_spots_are_apart_aligned_and_ordered(shape, p):
     assert elements * p == shape.layer_bytes(p)
 
 
-@given(shapes(), ELEMENT_BYTES, st.sampled_from([8, 4]))
+@given(shapes(), ELEMENT_BYTES, st.sampled_from([8, 4, 2, 1]))
 def test_quantised_matrices_hold_whole_groups_and_vectors_keep_their_width(shape, p, bits):
-    layout = layer_layout(shape, Bits(weights=bits).element_bytes(p).weights, p)
+    layout = layer_layout(shape, Bits(weights=bits).element_bytes(p, shape.kv_group).weights, p)
     group_bytes = 64 * bits // 8 + 4  # codes, scale and zero point
     for spot in layout.spots:
         assert spot.start % ALIGN_BYTES == 0
@@ -60,7 +60,7 @@ def test_quantised_matrices_hold_whole_groups_and_vectors_keep_their_width(shape
 
 def test_quantised_layer_bytes_of_a_shape_of_whole_groups():
     shape = ModelShape("small", "opt", 1, 128, 2, 2, 64, 512, 100, 64)
-    stored = Bits(weights=4).element_bytes(2)
+    stored = Bits(weights=4).element_bytes(2, shape.kv_group)
     matrices, vectors = 12 * 128 * 128, 13 * 128
     assert shape.layer_bytes(stored.weights, 2) == matrices * 9 / 16 + vectors * 2
     layout = layer_layout(shape, stored.weights, 2)

@@ -46,7 +46,7 @@ def policies(draw):
             ),
         )
     )  # fmt: skip
-    bits = st.sampled_from(["native", 8, 4])
+    bits = st.sampled_from(["native", 8, 4, 2, 1])
     return Policy(
         name=draw(st.text(max_size=8)),
         weights=draw(placements()),

@@ -409,10 +409,10 @@ def test_admission_takes_its_blocks_from_the_manager():
             dict(selection=Selection("speculative", None, 4.0, 0.3, 0.2, 1.0, "lru", "device"), attention="host"),
             "a speculative selection with attention on the host",
         ),
-        (dict(bits=Bits(act=8)), "bits.act 8 needs rows of whole groups of 64 elements; model tiny has rows of 8"),
+        (dict(bits=Bits(act=8)), "bits.act 8 needs rows of a multiple of 64 elements; model tiny has rows of 8"),
         (
             dict(bits=Bits(weights=4)),
-            "bits.weights 4 needs rows of whole groups of 64 elements; model tiny has rows of 8",
+            "bits.weights 4 needs rows of a multiple of 64 elements; model tiny has rows of 8",
         ),
     ],
 )

@@ -28,7 +28,7 @@ POLICIES = (
     Policy("every tier", ON_DISK, cache={f"{r}@{t}": 1 / 6 for r in ("kv", "act") for t in ("device", "host", "disk")}),
     Policy("prefix of token ids", cache={"tok": 0.5, "kv@host": 0.5}, hidden="host"),
     Policy("both", cache={BOTH: 1.0}),
-    Policy("few bits", cache={"kv@host": 0.5, "act@host": 0.5}, bits=Bits(8, 8, 4)),
+    Policy("few bits", cache={"kv@host": 0.5, "act@host": 0.5}, bits=Bits(8, 2, 1)),
     Policy("attention on the host", attention="host", schedule="row"),
     Policy("heavy hitters", selection=Selection("heavy_hitter", budget=0.5)),
     Policy("speculative", cache={"kv@host": 0.5, "act@host": 0.5}, selection=SPECULATIVE),

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from oracles.quantized import group_of_heads, round_trip
 
 from flexhybrid.core.context.blocks import BlockEntries
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
-from flexhybrid.runtime.kernels.quantize import dequantize, quantize
 from flexhybrid.runtime.kernels.rotary import rotary_tables, rotate_
 from flexhybrid.runtime.models import architecture
 from flexhybrid.runtime.selections.pool import COUNTER_FULL
@@ -132,12 +132,13 @@ class PlainInfiniGen:
         if bits == "native":
             return k, v
 
-        def rounded(row):
-            return dequantize(quantize(row, bits), bits, torch.float32)
+        def rounded(values, group):
+            return torch.from_numpy(round_trip(values.numpy(), bits, group))
 
         if representation == "kv":
-            return rounded(torch.cat([k.flatten(), v.flatten()])).view(2, *k.shape)
-        k, v, _ = self.project(layer, rounded(act)[None], torch.tensor([position]))
+            group = group_of_heads(self.shape.head_dim)
+            return rounded(k, group), rounded(v, group)
+        k, v, _ = self.project(layer, rounded(act, 64)[None], torch.tensor([position]))
         return k[0], v[0]
 
     def keep(self, cache, request, entry):

@@ -16,7 +16,7 @@ triton = pytest.importorskip("triton")
 
 from flexhybrid.runtime.kernels import quantize_triton  # noqa: E402
 
-BITS = (8, 4)
+BITS = (8, 4, 2, 1)
 POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
 
 
@@ -31,12 +31,12 @@ def test_the_arithmetic_is_plain_torchs():
 
 def compiled(kernel, dtype: torch.dtype, bits: int, wide: bool, architecture: int):
     """As _launch has it compiled, for a GPU that need not be there."""
-    constants = {"BITS": bits, "WIDE": wide, "HALVES": quantize_triton.HALVES}
+    constants = {"BITS": bits, "GROUP": 64, "UNIT": 32, "WIDE": wide, "UNITS": quantize_triton.UNITS}
     if "LIMIT" in kernel.arg_names:
         constants["LIMIT"] = plain.LIMIT
     types = {
         "values": POINTERS[dtype], "codes": "*u8", "parameters": "*fp16", "values_stride": "i64",
-        "packed_stride": "i64", "groups": "i32",
+        "packed_stride": "i64", "part": "i32",
     }  # fmt: skip
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
     source = triton.compiler.ASTSource(kernel, signature, constants)

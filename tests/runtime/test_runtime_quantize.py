@@ -6,20 +6,22 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from oracles.quantized import group_of_heads, round_trip
 
 from flexhybrid.core.errors import InputError
+from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import GROUP_ELEMENTS, Bits
 from flexhybrid.runtime.kernels import quantize as module
-from flexhybrid.runtime.kernels.quantize import LIMIT, dequantize, packed_bytes, quantize
+from flexhybrid.runtime.kernels.quantize import LIMIT, dequantize, limit, packed_bytes, quantize, row_unit
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-BITS = (8, 4)
+BITS = (8, 4, 2, 1)
 
 
 def test_packed_bytes_are_those_the_policy_counts():
     for bits in BITS:
-        stored = Bits(weights=bits, kv=bits, act=bits).element_bytes(2)
+        stored = Bits(weights=bits, kv=bits, act=bits).element_bytes(2, 64)
         for elements in (64, 128, 192, 2048, 4096 * 3):
             assert packed_bytes(elements, bits) == stored.kv * elements == stored.weights * elements
             row = quantize(torch.zeros(elements), bits)
@@ -28,8 +30,8 @@ def test_packed_bytes_are_those_the_policy_counts():
 
 @pytest.mark.parametrize("elements", [0, 1, 63, 65, 96, 2000])
 def test_rows_that_groups_do_not_fill_are_refused(elements):
-    for call in (lambda: packed_bytes(elements, 8), lambda: quantize(torch.zeros(2, elements), 4)):
-        with pytest.raises(InputError, match=rf"row of {elements} elements .*multiple of {GROUP_ELEMENTS}"):
+    for call in (lambda: packed_bytes(elements, 8), lambda: quantize(torch.zeros(2, elements), 1)):
+        with pytest.raises(InputError, match=rf"row of {elements} elements .*multiple of {GROUP_ELEMENTS};"):
             call()
 
 
@@ -38,7 +40,7 @@ def test_wrong_arguments_are_refused_by_name():
     packed = quantize(rows, 4)
     with pytest.raises(InputError, match="16 bits"):
         packed_bytes(64, 16)
-    with pytest.raises(InputError, match=r"71 bytes .* of 4 bits: a group takes 36"):
+    with pytest.raises(InputError, match=r"71 bytes .* of 4 bits: 64 elements take 36"):
         dequantize(packed[:, :71], 4, torch.float32)
     with pytest.raises(InputError, match=r"out is torch.uint8 \[3, 72\]; it must be torch.uint8 \[3, 136\]"):
         quantize(rows, 8, packed)
@@ -51,16 +53,13 @@ def test_wrong_arguments_are_refused_by_name():
 # ---- a reference that shares nothing with the module: one row, one group, one element at a time ----------------------
 
 
-def decode_by_hand(row: bytes, bits: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(codes [G, 64], scale [G], minimum [G]) of one packed row, as the module's docstring lays it out; float64."""
-    groups = len(row) // (64 * bits // 8 + 4)
-    elements = groups * 64
-    if bits == 8:
-        codes = [row[i] for i in range(elements)]
-    else:
-        codes = [row[i] % 16 for i in range(elements // 2)] + [row[i] // 16 for i in range(elements // 2)]
-    pairs = np.frombuffer(row[elements * bits // 8 :], dtype="<f2").astype(np.float64)
-    return np.array(codes, dtype=np.float64).reshape(groups, 64), pairs[0::2], pairs[1::2]
+def decode_by_hand(row: bytes, bits: int, group: int = 64) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(codes [G, group], scale [G], minimum [G]) of one packed row, as the module's docstring lays it out; float64."""
+    groups = round(len(row) / (group * bits / 8 + 4))
+    code_bytes = groups * group * bits // 8
+    codes = [row[i] // 2 ** (bits * part) % 2**bits for part in range(8 // bits) for i in range(code_bytes)]
+    pairs = np.frombuffer(row[code_bytes:], dtype="<f2").astype(np.float64)
+    return np.array(codes, dtype=np.float64).reshape(groups, group), pairs[0::2], pairs[1::2]
 
 
 def rounded(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
@@ -75,20 +74,20 @@ def rounded(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
     return values.astype(np.float64)
 
 
-def check_rows(rows: torch.Tensor, bits: int, dtype: torch.dtype) -> None:
+def check_rows(rows: torch.Tensor, bits: int, dtype: torch.dtype, group: int = 64) -> None:
     """Codes, parameters and values of finite rows [N, n] are what the module's docstring promises."""
     levels = 2**bits - 1
-    packed = quantize(rows, bits)
-    restored = dequantize(packed, bits, dtype)
+    packed = quantize(rows, bits, group=group)
+    restored = dequantize(packed, bits, dtype, group=group)
     assert restored.dtype == dtype and restored.shape == rows.shape
     assert torch.isfinite(restored).all()
     for x, row, y in zip(rows.double().numpy(), packed.numpy(), restored.double().numpy()):
-        codes, scale, minimum = decode_by_hand(row.tobytes(), bits)
+        codes, scale, minimum = decode_by_hand(row.tobytes(), bits, group)
         x, y = x.reshape(codes.shape), y.reshape(codes.shape)
         # The bytes mean what the docstring says: bit for bit, since code · scale + minimum is exact in float64.
         s, m = scale[:, None], minimum[:, None]
         np.testing.assert_array_equal(y, rounded(codes * s + m, dtype))
-        x = np.clip(x, -LIMIT, LIMIT)
+        x = np.clip(x, -limit(bits), limit(bits))
         lowest, highest = x.min(1), x.max(1)
         below = np.array([largest_half_not_above(v) for v in lowest])
         np.testing.assert_array_equal(minimum, below)
@@ -130,13 +129,35 @@ def test_any_finite_or_infinite_values(values, bits, into):
 @given(
     seed=st.integers(0, 2**32 - 1), spread=st.floats(-30, 20), offset=st.floats(-30, 17),
     sign=st.sampled_from((-1, 0, 1)), dtype=st.sampled_from(DTYPES), into=st.sampled_from(DTYPES),
-    bits=st.sampled_from(BITS), groups=st.integers(1, 5),
+    bits=st.sampled_from(BITS), groups=st.integers(1, 5), group=st.sampled_from((64, 64, 48, 40, 32, 17, 8, 6, 1)),
 )  # fmt: skip
-def test_error_bound_over_magnitudes(seed, spread, offset, sign, dtype, into, bits, groups):
+def test_error_bound_over_magnitudes(seed, spread, offset, sign, dtype, into, bits, groups, group):
     """Groups whose spread and distance from zero differ by any power of two, float16's subnormals included."""
-    noise = np.random.default_rng(seed).standard_normal((3, 64 * groups))
+    noise = np.random.default_rng(seed).standard_normal((3, row_unit(bits, group) * groups))
     rows = to(dtype, noise * 2.0**spread + sign * 2.0**offset)
-    check_rows(rows, bits, into)
+    check_rows(rows, bits, into, group)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    head_dim=st.sampled_from((8, 16, 24, 32, 40, 48, 64, 80, 96, 128, 192)), heads=st.integers(1, 4),
+    bits=st.sampled_from(BITS), seed=st.integers(0, 2**32 - 1),
+)  # fmt: skip
+def test_no_group_spans_two_heads(head_dim, heads, bits, seed):
+    """Heads of very different size: each comes back as it does alone, as a plain account has it, in the bytes that are
+    counted for it."""
+    shape = ModelShape("heads", "opt", 1, heads * head_dim, heads, heads, head_dim, 64, 100, 64)
+    generator, group = np.random.default_rng(seed), shape.kv_group
+    values = generator.standard_normal((3, 2 * heads, head_dim)) * 10.0 ** generator.integers(-2, 3, (1, 2 * heads, 1))
+    rows = torch.from_numpy(values.astype(np.float32)).flatten(1)
+    packed = quantize(rows, bits, group=group)
+    restored = dequantize(packed, bits, torch.float32, group=group).view(3, 2 * heads, head_dim).numpy()
+    assert group == group_of_heads(head_dim)
+    for head in range(2 * heads):
+        alone = round_trip(values[:, head].astype(np.float32), bits, group)
+        np.testing.assert_array_equal(restored[:, head], alone)
+    stored, elements = Bits(kv=bits).element_bytes(4, group).kv, 2 * heads * head_dim
+    assert packed.shape[1] == shape.kv_token_bytes(stored) == elements * bits / 8 + elements / group * 4
 
 
 @settings(max_examples=200, deadline=None)
@@ -163,7 +184,11 @@ def test_constant_groups_come_back_exactly():
             for bits in BITS:
                 packed = quantize(rows, bits)
                 if value != LIMIT or dtype != torch.bfloat16:  # there LIMIT is not a bfloat16
-                    assert torch.equal(dequantize(packed, bits, dtype), rows.clamp(-LIMIT, LIMIT)), (value, dtype, bits)
+                    assert torch.equal(dequantize(packed, bits, dtype), rows.clamp(-limit(bits), limit(bits))), (
+                        value,
+                        dtype,
+                        bits,
+                    )
                 assert torch.equal(quantize(dequantize(packed, bits, torch.float32), bits), packed)
 
 
@@ -185,11 +210,11 @@ def test_values_beyond_float16_saturate(bits):
         for into in DTYPES:
             restored = dequantize(quantize(source, bits), bits, into).float()
             assert torch.isfinite(restored).all()
-            limit = torch.tensor(LIMIT).expand(3)
+            largest = torch.tensor(limit(bits)).expand(3)
             got = torch.stack((restored[0, 0], restored[1, 0], restored[2, 5]))
-            torch.testing.assert_close(got, limit, rtol=2.0**-7, atol=0)
+            torch.testing.assert_close(got, largest, rtol=2.0**-7, atol=0)
             got = torch.stack((restored[0, 1], restored[1, 1], restored[3, 5]))
-            torch.testing.assert_close(got, -limit, rtol=2.0**-7, atol=0)
+            torch.testing.assert_close(got, -largest, rtol=2.0**-7, atol=0)
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -199,7 +224,7 @@ def test_a_constant_group_beyond_float16_leaves_its_neighbours_alone(bits, value
     clean = dequantize(quantize(rows, bits), bits, torch.float32)
     rows[1, 64:128] = value
     restored = dequantize(quantize(rows, bits), bits, torch.float32)
-    assert (restored[1, 64:128] == np.clip(value, -LIMIT, LIMIT)).all()
+    assert (restored[1, 64:128] == np.clip(value, -limit(bits), limit(bits))).all()
     restored[1, 64:128] = clean[1, 64:128]
     assert torch.equal(restored, clean)
 
@@ -216,10 +241,10 @@ def test_a_nan_spoils_its_own_group_alone(bits):
 
 
 @pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("limit", [64, 300, 2000, 2**20])
-def test_strided_pools_and_pieces_of_any_size(bits, limit, monkeypatch):
+@pytest.mark.parametrize("work", [64, 300, 2000, 2**20])
+def test_strided_pools_and_pieces_of_any_size(bits, work, monkeypatch):
     """Rows inside a block pool, source and target views with gaps; nothing outside them is touched."""
-    monkeypatch.setitem(module.WORK_ELEMENTS, "cpu", limit)
+    monkeypatch.setitem(module.WORK_ELEMENTS, "cpu", work)
     generator = torch.Generator().manual_seed(bits)
     whole = torch.randn(5, 4, 3, 2, 192, generator=generator).bfloat16()
     rows = whole.transpose(1, 3)[::2, 1:, :, 1:, :128]  # [3, 1, 3, 3, 128], no axis adjacent to the next

@@ -25,7 +25,7 @@ CACHES = (
     {"kv@host": 0.5, "act@host": 0.5}, {"kv@host": 0.5, "kv@device": 0.5}, {"both(kv@host,act@host)": 1.0},
     {"tok": 0.4, "kv@host": 0.6},
 )  # fmt: skip
-BITS = (Bits(), Bits(kv=8), Bits(kv=4), Bits(act=4), Bits(kv=8, act=8))
+BITS = (Bits(), Bits(kv=8), Bits(kv=4), Bits(act=4), Bits(kv=8, act=8), Bits(kv=2, act=1))
 
 
 def speculative(pool=1.0, victim="counter", partial_keys="device") -> Selection:
@@ -56,7 +56,7 @@ REFUSALS = (
     ),
     ("a limited pool of a speculative selection over ACT",
      lambda s, c, b, a: _guesses(s) and s.pool < 1 and any("act" in kind for kind in c)),
-    ("a limited pool of a speculative selection over [48]-bit KV",
+    ("a limited pool of a speculative selection over [1248]-bit KV",
      lambda s, c, b, a: _guesses(s) and s.pool < 1 and b.kv != "native"),
     ("partial keys on the host", lambda s, c, b, a: s.partial_keys == "host"),
     ("partial keys on the disk", lambda s, c, b, a: s.partial_keys == "disk"),

@@ -309,7 +309,7 @@ def layer_seconds(way: str, batch: int, context_tokens: int) -> dict[str, float]
         stored={},
         recomputed=0 if from_act else context_tokens,
     )
-    stored = policy.bits.element_bytes(setup.BYTES)
+    stored = policy.bits.element_bytes(setup.BYTES, setup.shape_of(MODEL).kv_group)
     works = step_work(setup.shape_of(MODEL), policy, stored, counts, False)
     seconds = dict.fromkeys(dict.fromkeys(PARTS.values()), 0.0)
     for verb, part_name in PARTS.items():

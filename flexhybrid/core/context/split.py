@@ -51,7 +51,7 @@ def split_lines(problem: Problem, policy: Policy, entry: str) -> SplitLines:
             f"policy {policy.name}: {entry} needs a hardware record to decide its split point: run `flexhybrid "
             "profile` once"
         )
-    stored = policy.bits.element_bytes(p)
+    stored = problem.stored(policy.bits)
     tier = {part.representation: part.tier for part in stored_copies(entry)}
 
     def slope(verb: str, resource: str, make) -> tuple[float, float]:

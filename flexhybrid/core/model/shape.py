@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from flexhybrid.core.errors import InputError, unknown
 from flexhybrid.core.model.rope import Rope, rope_from_config
+from flexhybrid.core.policy import GROUP_ELEMENTS
 
 Width = TypeVar("Width", int, float)  #: bytes of an element, a fraction where scales and zeros are stored with it
 
@@ -85,6 +86,14 @@ class ModelShape:
         return 2 * self.num_kv_heads * self.head_dim
 
     @property
+    def kv_group(self) -> int:
+        """Elements of packed keys or values that share a scale and a zero point.
+
+        The largest divisor of a head's width that is no more than GROUP_ELEMENTS: no group spans two heads.
+        """
+        return max(size for size in range(1, GROUP_ELEMENTS + 1) if self.head_dim % size == 0)
+
+    @property
     def layer_matrix_elements(self) -> int:
         """Elements of a layer's matrices: OPT 2hHd + 2hGd + 2h·ffn, Llama 3h·ffn in the last term."""
         mlp_matrices = 3 if self.gated_mlp else 2
@@ -120,8 +129,8 @@ class ModelShape:
         return elements * bytes_per_element
 
     def kv_token_bytes(self, bytes_per_element: Width) -> Width:
-        """Bytes of one token's keys and values in one layer: 2·G·d·p."""
-        return self.kv_width * bytes_per_element
+        """Bytes of one token's keys and values in one layer: 2·G·d·p. A packed row is whole bytes."""
+        return type(bytes_per_element)(round(self.kv_width * bytes_per_element))
 
     def act_token_bytes(self, bytes_per_element: Width) -> Width:
         """Bytes of one token's layer input (after its norm) in one layer: h·p."""

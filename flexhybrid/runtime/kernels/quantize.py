@@ -1,14 +1,15 @@
-"""Group-wise asymmetric quantisation of rows to 8 or 4 bits (FlexGen, section 4.3; ``Bits`` of ``core.policy``).
+"""Group-wise asymmetric quantisation of rows to 8, 4, 2 or 1 bits (FlexGen, section 4.3; ``Bits`` of ``core.policy``).
 
-``GROUP_ELEMENTS`` consecutive elements of a row share a scale and a minimum, both float16; an element is then
-``minimum + scale * code`` with a code of 0 … 2**bits - 1. A packed row of n elements (G = n / 64 groups) is one run of
-bytes, so that a block of rows moves in one copy:
+``group`` consecutive elements of a row share a scale and a minimum, both float16; an element is then
+``minimum + scale * code`` with a code of 0 … 2**bits - 1. A packed row of n elements (G = n / group groups) is one run
+of bytes, so that a block of rows moves in one copy:
 
-    8 bits: n codes            | G pairs (scale, minimum)
-    4 bits: n/2 bytes of codes | G pairs     byte j: element j below, element j + n/2 above
+    n * bits / 8 bytes of codes | G pairs (scale, minimum)
+
+Byte j holds the codes of elements j, j + n * bits / 8, j + 2 * n * bits / 8, …, the first in its lowest bits.
 
 **Error.** The minimum is rounded down and the scale to the nearest float16, and codes are taken against those rounded
-values, so that no code falls outside its range. With s the stored scale, x within ±``LIMIT``, u the unit roundoff of
+values, so that no code falls outside its range. With s the stored scale, x within ±``limit``, u the unit roundoff of
 the dtype asked for (2**-24 float32, 2**-8 bfloat16, 2**-11 float16) and x' the dequantised value,
 
     |x' - x| <= max(s * (1/2 + 2**-14), (2**bits - 1) * 2**-25) + u' * |x'|,   u' = u + 2**-24
@@ -17,7 +18,7 @@ where 2**-14 of a code is what float32 arithmetic adds, the second entry speaks 
 (< 2**-16), and float16 itself adds 2**-25 to results that are subnormal. s is at most
 ((max - min) + |min| * 2**-10 + 2**-24) / (2**bits - 1) * (1 + 2**-11) + 2**-25.
 
-**Edges.** A constant group that float16 can express comes back exactly. Values beyond ±``LIMIT`` (infinite ones too)
+**Edges.** A constant group that float16 can express comes back exactly. Values beyond ±``limit`` (infinite ones too)
 saturate near it; with this limit, dequantising to float16 cannot overflow. A NaN makes its group NaN.
 
 **Twice.** In float32, quantising a dequantised row gives equal bytes for each group that has elements of both signs (or
@@ -38,6 +39,7 @@ element, the kernel 2.6. Plain torch stays where Triton does not run or, tried a
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator
 from functools import lru_cache
@@ -47,10 +49,16 @@ import torch
 
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.memory import PACKING_ELEMENTS
-from flexhybrid.core.policy import GROUP_ELEMENTS
+from flexhybrid.core.policy import BITS, GROUP_ELEMENTS
 
 #: Largest magnitude that is kept. LIMIT * (1 + 2**-10) <= 65504, the largest float16: the scale has room to round.
 LIMIT = 65440.0
+
+
+def limit(bits: int) -> float:
+    """Return the largest magnitude that is kept: half of LIMIT in 1 bit, where one scale spans twice as much."""
+    return LIMIT if bits > 1 else LIMIT / 2
+
 
 WORK_ELEMENTS = PACKING_ELEMENTS
 
@@ -58,59 +66,76 @@ WORK_ELEMENTS = PACKING_ELEMENTS
 KERNEL_DEVICES = ("cuda",)
 
 
-def packed_bytes(elements: int, bits: int | str) -> int:
-    """Return the bytes of a packed row. Raises InputError where groups do not fill the row, or bits is not 8 or 4."""
-    if not isinstance(bits, int) or bits not in (8, 4):
-        raise InputError(f"quantisation to {bits!r} bits is not known; it must be 8 or 4")
-    if elements < 1 or elements % GROUP_ELEMENTS:
+def row_unit(bits: int | str, group: int = GROUP_ELEMENTS) -> int:
+    """Return what the elements of a packed row must be a multiple of: groups are whole, and codes fill pairs of bytes,
+    so that float16 may follow. Raises InputError for bits that are not known."""
+    if not isinstance(bits, int) or bits not in BITS:
+        known = ", ".join(map(str, BITS[1:]))
+        raise InputError(f"quantisation to {bits!r} bits is not known; it must be one of {known}")
+    return math.lcm(group, 16 // bits)
+
+
+def packed_bytes(elements: int, bits: int | str, group: int = GROUP_ELEMENTS) -> int:
+    """Return the bytes of a packed row. Raises InputError where codes and groups do not fill it, or bits is unknown."""
+    unit = row_unit(bits, group)
+    if elements < 1 or elements % unit:
         raise InputError(
-            f"a row of {elements} elements cannot be quantised: groups hold {GROUP_ELEMENTS} elements, so its size "
-            f'must be a multiple of {GROUP_ELEMENTS}; use bits "native" for this model'
+            f"a row of {elements} elements cannot be quantised to {bits} bits: groups hold {group} elements, so its "
+            f'size must be a multiple of {unit}; use bits "native" for this model'
         )
-    return elements * bits // 8 + 4 * (elements // GROUP_ELEMENTS)
+    return elements * int(bits) // 8 + 4 * (elements // group)
 
 
-def quantize(rows: torch.Tensor, bits: int, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Pack rows [..., n] of float32, bfloat16 or float16 to uint8 [..., packed_bytes(n, bits)], into ``out`` if given.
+def quantize(
+    rows: torch.Tensor, bits: int, out: torch.Tensor | None = None, group: int = GROUP_ELEMENTS
+) -> torch.Tensor:
+    """Pack rows [..., n] of float32, bfloat16 or float16 to uint8 [..., packed_bytes(n, bits, group)], into ``out`` if
+    given.
 
     Leading axes of both may be strided views; packed rows are contiguous in themselves and begin at even addresses.
     """
-    shape = (*rows.shape[:-1], packed_bytes(rows.shape[-1], bits))
+    shape = (*rows.shape[:-1], packed_bytes(rows.shape[-1], bits, group))
     out = torch.empty(shape, dtype=torch.uint8, device=rows.device) if out is None else _checked(out, shape, "out")
-    if kernels := _kernels_for(rows, bits):
-        kernels.quantize(rows, bits, out, LIMIT)
+    if kernels := _kernels_for(rows, bits, group):
+        kernels.quantize(rows, bits, out, group, limit(bits))
     else:
-        _quantize(rows, bits, out)
+        _quantize(rows, bits, out, group)
     return out
 
 
-def dequantize(packed: torch.Tensor, bits: int, dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Unpack uint8 [..., packed_bytes(n, bits)] to [..., n] of ``dtype``, into ``out`` if given.
+def dequantize(
+    packed: torch.Tensor,
+    bits: int,
+    dtype: torch.dtype,
+    out: torch.Tensor | None = None,
+    group: int = GROUP_ELEMENTS,
+) -> torch.Tensor:
+    """Unpack uint8 [..., packed_bytes(n, bits, group)] to [..., n] of ``dtype``, into ``out`` if given.
 
     Strides as for ``quantize``.
     """
-    elements = _elements(packed.shape[-1], bits)
+    elements = _elements(packed.shape[-1], bits, group)
     shape = (*packed.shape[:-1], elements)
     _checked(packed, packed.shape, "packed")
     out = torch.empty(shape, dtype=dtype, device=packed.device) if out is None else _checked(out, shape, "out", dtype)
-    if kernels := _kernels_for(out, bits):
-        kernels.dequantize(packed, bits, out)
+    if kernels := _kernels_for(out, bits, group):
+        kernels.dequantize(packed, bits, out, group)
     else:
-        _dequantize(packed, bits, out)
+        _dequantize(packed, bits, out, group)
     return out
 
 
-def _quantize(rows: torch.Tensor, bits: int, out: torch.Tensor) -> None:
+def _quantize(rows: torch.Tensor, bits: int, out: torch.Tensor, group: int = GROUP_ELEMENTS) -> None:
     """Quantize in plain torch."""
-    levels, wide = 2**bits - 1, _workspace(rows, torch.float32)
-    code_space = _workspace(rows, torch.uint8) if bits == 4 else None
+    levels, extreme, wide = 2**bits - 1, limit(bits), _workspace(rows, torch.float32)
+    code_space = _workspace(rows, torch.uint8) if bits < 8 else None
     for chunk, packed in _chunks(rows, out):
         codes, parameters = _parts(packed, chunk.shape[-1], bits)
         work = _like(chunk, wide)
-        groups = _groups(work.copy_(chunk))
+        groups = _groups(work.copy_(chunk), group)
         # Adding 0.0 makes 0.0 of -0.0: equal values give equal bytes.
-        lowest = groups.amin(-1, keepdim=True).clamp_(-LIMIT, LIMIT).add_(0.0)
-        highest = groups.amax(-1, keepdim=True).clamp_(-LIMIT, LIMIT).add_(0.0)
+        lowest = groups.amin(-1, keepdim=True).clamp_(-extreme, extreme).add_(0.0)
+        highest = groups.amax(-1, keepdim=True).clamp_(-extreme, extreme).add_(0.0)
         minimum = _round_down(lowest)
         # By a tensor: CUDA would multiply by the reciprocal of a number, and give other bytes than a CPU.
         scale = ((highest - minimum) / lowest.new_full((), levels)).half()
@@ -126,39 +151,44 @@ def _quantize(rows: torch.Tensor, bits: int, out: torch.Tensor) -> None:
         else:
             unpacked = _like(chunk, code_space)
             unpacked.view(torch.int8).copy_(values)
-            below, above = unpacked.tensor_split(2, dim=-1)
-            torch.bitwise_left_shift(above, 4, out=codes)
-            codes.bitwise_or_(below.bitwise_and_(15))  # masked: processors differ in what a NaN becomes
+            lowest_bits, *others, highest_bits = unpacked.tensor_split(8 // bits, dim=-1)
+            torch.bitwise_left_shift(highest_bits, bits, out=codes)
+            # Masked: processors differ in what a NaN becomes. Of the highest ones what is too much is shifted out.
+            for part in reversed(others):
+                codes.bitwise_or_(part.bitwise_and_(levels)).bitwise_left_shift_(bits)
+            codes.bitwise_or_(lowest_bits.bitwise_and_(levels))
 
 
-def _dequantize(packed: torch.Tensor, bits: int, out: torch.Tensor) -> None:
+def _dequantize(packed: torch.Tensor, bits: int, out: torch.Tensor, group: int = GROUP_ELEMENTS) -> None:
     """Dequantize in plain torch."""
-    code_space = _workspace(out, torch.uint8) if bits == 4 else None
+    code_space, levels = _workspace(out, torch.uint8) if bits < 8 else None, 2**bits - 1
     wide = _workspace(out, torch.float32) if out.dtype != torch.float32 else None
     for chunk, source in _chunks(out, packed):
         codes, parameters = _parts(source, chunk.shape[-1], bits)
         parameters = parameters.float()
         if code_space is not None:
             unpacked = _like(chunk, code_space)
-            below, above = unpacked.tensor_split(2, dim=-1)
-            torch.bitwise_and(codes, 15, out=below)
-            torch.bitwise_right_shift(codes, 4, out=above)
+            lowest_bits, *others, highest_bits = unpacked.tensor_split(8 // bits, dim=-1)
+            torch.bitwise_and(codes, levels, out=lowest_bits)
+            for place, part in enumerate(others, 1):
+                torch.bitwise_right_shift(codes, place * bits, out=part).bitwise_and_(levels)
+            torch.bitwise_right_shift(codes, 8 - bits, out=highest_bits)
             codes = unpacked
         values = chunk if wide is None else _like(chunk, wide)
-        _groups(values.copy_(codes)).mul_(parameters[..., :1]).add_(parameters[..., 1:])
+        _groups(values.copy_(codes), group).mul_(parameters[..., :1]).add_(parameters[..., 1:])
         if values is not chunk:
             chunk.copy_(values)
 
 
-def _kernels_for(values: torch.Tensor, bits: int) -> ModuleType | None:
+def _kernels_for(values: torch.Tensor, bits: int, group: int) -> ModuleType | None:
     """Return the Triton kernels where they can pack or unpack these values: each row must be contiguous."""
     if values.device.type not in KERNEL_DEVICES or not values.numel() or values.stride(-1) != 1:
         return None
-    return _proven_kernels(values.device, values.dtype, bits)
+    return _proven_kernels(values.device, values.dtype, bits, group)
 
 
 @lru_cache
-def _proven_kernels(device: torch.device, dtype: torch.dtype, bits: int) -> ModuleType | None:
+def _proven_kernels(device: torch.device, dtype: torch.dtype, bits: int, group: int) -> ModuleType | None:
     """Return the Triton kernels if their bits equal plain torch's on this device; otherwise warn and return None.
 
     Waits for the device, and for the compiler where Triton's cache on the disk does not have the kernels yet.
@@ -166,7 +196,7 @@ def _proven_kernels(device: torch.device, dtype: torch.dtype, bits: int) -> Modu
     try:
         from flexhybrid.runtime.kernels import quantize_triton
 
-        _prove(quantize_triton, _trial_rows(dtype).to(device), bits)
+        _prove(quantize_triton, _trial_rows(dtype, bits, group).to(device), bits, group)
     except Exception as error:  # whatever Triton raises: no compiler, no driver, an unknown GPU
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         warnings.warn(f"packing and unpacking in plain torch, slower than Triton's kernels: {reason}", stacklevel=2)
@@ -174,16 +204,16 @@ def _proven_kernels(device: torch.device, dtype: torch.dtype, bits: int) -> Modu
     return quantize_triton
 
 
-def _prove(kernels: ModuleType, rows: torch.Tensor, bits: int) -> None:
+def _prove(kernels: ModuleType, rows: torch.Tensor, bits: int, group: int) -> None:
     """Pack and unpack trial rows; raise ArithmeticError where a bit differs from plain torch's."""
-    size = packed_bytes(rows.shape[1], bits)
+    size = packed_bytes(rows.shape[1], bits, group)
     packed, restored = rows.new_empty(len(rows), size, dtype=torch.uint8), torch.empty_like(rows)
-    _quantize(rows, bits, packed)
-    _dequantize(packed, bits, restored)
+    _quantize(rows, bits, packed, group)
+    _dequantize(packed, bits, restored, group)
     for gap in (-size % 16, 2):  # rows that begin at multiples of 16 bytes, and others: two variants of each kernel
         slots, ours = packed.new_zeros(len(rows), size + gap)[:, :size], torch.zeros_like(rows)
-        kernels.quantize(rows, bits, slots, LIMIT)
-        kernels.dequantize(slots, bits, ours)
+        kernels.quantize(rows, bits, slots, group, limit(bits))
+        kernels.dequantize(slots, bits, ours, group)
         # The last row holds a NaN, whose bytes differ between processors.
         same_bits = torch.equal(slots[:-1], packed[:-1]) and torch.equal(
             ours[:-1].view(torch.uint8), restored[:-1].view(torch.uint8)
@@ -192,15 +222,17 @@ def _prove(kernels: ModuleType, rows: torch.Tensor, bits: int) -> None:
             raise ArithmeticError("on trial rows its results differ from plain torch's")
 
 
-def _trial_rows(dtype: torch.dtype) -> torch.Tensor:
-    """Return rows [28, 33 groups] of all magnitudes, with edge values beside others and alone in their groups, and a
-    NaN in the last row. A program of the kernels holds fewer groups; an odd number is a case of its own at 4 bits."""
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(28, 33 * GROUP_ELEMENTS, generator=generator) * 2.0 ** torch.arange(-32, 24, 2).unsqueeze(1)
+def _trial_rows(dtype: torch.dtype, bits: int, group: int) -> torch.Tensor:
+    """Return rows [28, 33 groups] (48 where codes of 33 fill no pairs of bytes) of all magnitudes, with edge values
+    beside others and alone in their groups, and a NaN in the last row. A program of the kernels holds fewer groups; a
+    number that codes of a byte do not divide is a case of its own."""
+    generator, columns = torch.Generator().manual_seed(0), 33 * group if 33 * group * bits % 16 == 0 else 48 * group
+    rows = torch.randn(28, columns, generator=generator) * 2.0 ** torch.arange(-32, 24, 2).unsqueeze(1)
     edges = torch.tensor([0.0, -0.0, 1e-40, -1e-40, 1 / 3, LIMIT, -1e5, 3e38, torch.inf, -torch.inf])
-    rows[:, :: GROUP_ELEMENTS + 5][:, : len(edges)] = edges
-    _groups(rows[20])[: len(edges)] = edges.unsqueeze(1)
-    rows[-1, 70] = torch.nan
+    beside_others = rows[:, :: group + 5][:, : len(edges)]
+    beside_others.copy_(edges[: beside_others.shape[1]])
+    _groups(rows[20], group)[: len(edges)] = edges.unsqueeze(1)
+    rows[-1, group + group // 2] = torch.nan
     return rows.to(dtype)
 
 
@@ -213,8 +245,8 @@ def _round_down(lowest: torch.Tensor) -> torch.Tensor:
     return minimum
 
 
-def _groups(rows: torch.Tensor) -> torch.Tensor:
-    return rows.unflatten(-1, (-1, GROUP_ELEMENTS))
+def _groups(rows: torch.Tensor, group: int) -> torch.Tensor:
+    return rows.unflatten(-1, (-1, group))
 
 
 def _parts(packed: torch.Tensor, elements: int, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -223,12 +255,13 @@ def _parts(packed: torch.Tensor, elements: int, bits: int) -> tuple[torch.Tensor
     return packed[..., :code_bytes], packed[..., code_bytes:].view(torch.float16).unflatten(-1, (-1, 2))
 
 
-def _elements(num_bytes: int, bits: int) -> int:
+def _elements(num_bytes: int, bits: int, group: int) -> int:
     """Return the elements of a packed row. Raises InputError where no row packs into so many bytes."""
-    group_bytes = packed_bytes(GROUP_ELEMENTS, bits)
-    if num_bytes < 1 or num_bytes % group_bytes:
-        raise InputError(f"{num_bytes} bytes are no packed row of {bits} bits: a group takes {group_bytes} bytes")
-    return num_bytes // group_bytes * GROUP_ELEMENTS
+    unit = row_unit(bits, group)
+    unit_bytes = packed_bytes(unit, bits, group)
+    if num_bytes < 1 or num_bytes % unit_bytes:
+        raise InputError(f"{num_bytes} bytes are no packed row of {bits} bits: {unit} elements take {unit_bytes} bytes")
+    return num_bytes // unit_bytes * unit
 
 
 def _workspace(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -1,18 +1,16 @@
 """The quantiser's kernels for CUDA: rows are read once and written once (layout and terms: ``kernels.quantize``).
 
-A group of 64 elements is two **halves** of 32; half h of a row is its elements 32·h … 32·h + 31. A program works on
-``HALVES`` runs of 32 code bytes of one row. With G groups, run h holds
-
-    8 bits: half h        (2·G runs)
-    4 bits: half h below and half h + G above   (G runs; for odd G the upper one begins inside a group)
-
-so that a program reads full runs on one side and writes full runs on the other, whatever G. A half needs the minimum
-and maximum of its group, and so the elements of its neighbour, half h ^ 1. The same program reads them, except at the
-ends, so that memory is read once and a cache again.
+A row of n elements has n · bits / 8 bytes of codes, in 8 / bits parts of as many elements: byte j holds the codes of
+element j of each part. A **unit** is the longest run of elements that lies in one group and one part: the greatest
+common divisor of a group's size and a part's, or half of it where that is 64. A program works on ``UNITS`` runs of a
+unit's code bytes of one row, and so on as many units of each part: it reads full runs on one side and writes full runs
+on the other. A unit needs the minimum and maximum of its group; the same program, or the one beside it, reads the rest
+of the group too, so that memory is read once and a cache again.
 
 **Sizes**, by counting: 32 runs of 32 bytes among 128 threads are eight codes a thread, and eight 16-bit elements are
 the 16 bytes of the widest access. Rows that do not all begin at multiples of 16 bytes (those of a width that is no
-multiple of 256 lie so in a pool) are read and written piecemeal, by the variant with WIDE = False.
+multiple of 256 lie so in a pool) are read and written piecemeal, by the variant with WIDE = False. A unit or group
+whose size is no power of two is masked.
 
 **Bits.** Equal to those of plain torch: divisions round to nearest (``div_rn``); no sum could be contracted with a
 product but in dequantising, and there the product of 8 and 11 bits is exact; ``tl.min`` and ``tl.max`` skip NaN, which
@@ -26,32 +24,32 @@ is tested for by itself; conversions to 16 bits round to nearest even.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
 import triton
 import triton.language as tl
 
-HALF = tl.constexpr(32)
 TINY = tl.constexpr(2.0**-126)  #: float32's smallest normal number, as in plain torch
-HALVES = 32
+UNITS, UNIT_ELEMENTS = 32, 32
 ALIGNED_BYTES = tl.constexpr(16)
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 #: Arguments that change from call to call: their values do not make Triton compile variants.
-NUMBERS = ("values_stride", "packed_stride", "groups")
+NUMBERS = ("values_stride", "packed_stride", "part")
 POINTERS = ("values", "codes", "parameters")
 
 
-def quantize(rows: torch.Tensor, bits: int, out: torch.Tensor, limit: float) -> None:
-    """Pack rows [..., n] to ``out`` [..., packed_bytes(n, bits)]; both are contiguous along the last axis."""
+def quantize(rows: torch.Tensor, bits: int, out: torch.Tensor, group: int, limit: float) -> None:
+    """Pack rows [..., n] to ``out`` [..., packed_bytes(n, bits, group)]; both are contiguous along the last axis."""
     for values, packed in _evenly_spaced(rows, out):
-        _launch(_quantize_kernel, values, packed, bits, LIMIT=limit)
+        _launch(_quantize_kernel, values, packed, bits, group, LIMIT=limit)
 
 
-def dequantize(packed: torch.Tensor, bits: int, out: torch.Tensor) -> None:
+def dequantize(packed: torch.Tensor, bits: int, out: torch.Tensor, group: int) -> None:
     """Unpack to ``out`` [..., n]."""
     for values, its_packed in _evenly_spaced(out, packed):
-        _launch(_dequantize_kernel, values, its_packed, bits)
+        _launch(_dequantize_kernel, values, its_packed, bits, group)
 
 
 def _evenly_spaced(values: torch.Tensor, packed: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -63,11 +61,13 @@ def _evenly_spaced(values: torch.Tensor, packed: torch.Tensor) -> Iterator[tuple
             yield from _evenly_spaced(part, its_packed)
 
 
-def _launch(kernel, values: torch.Tensor, packed: torch.Tensor, bits: int, **constants) -> None:
-    groups = values.shape[1] // (2 * HALF.value)
+def _launch(kernel, values: torch.Tensor, packed: torch.Tensor, bits: int, group: int, **constants) -> None:
+    part = values.shape[1] * bits // 8
+    unit = math.gcd(group, part)
+    unit = UNIT_ELEMENTS if unit == 2 * UNIT_ELEMENTS else unit
     steps = (values.stride(0) * values.itemsize, packed.stride(0))
     wide = not any(n % ALIGNED_BYTES.value for n in (values.data_ptr(), packed.data_ptr(), *steps))
-    programs = len(values) * triton.cdiv(groups * bits // 4, HALVES)
+    programs = len(values) * triton.cdiv(part // unit, UNITS)
     with torch.cuda.device_of(values):
         kernel[(programs,)](
             values,
@@ -75,10 +75,12 @@ def _launch(kernel, values: torch.Tensor, packed: torch.Tensor, bits: int, **con
             parameters=packed.view(torch.float16),
             values_stride=values.stride(0),
             packed_stride=packed.stride(0),
-            groups=groups,
+            part=part,
             BITS=bits,
+            GROUP=group,
+            UNIT=unit,
             WIDE=wide,
-            HALVES=HALVES,
+            UNITS=UNITS,
             **constants,
             **OPTIONS,
         )
@@ -86,72 +88,90 @@ def _launch(kernel, values: torch.Tensor, packed: torch.Tensor, bits: int, **con
 
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=POINTERS)
 def _quantize_kernel(  # noqa: PLR0913 (a kernel takes pointers and constants)
-    values, codes, parameters, values_stride: tl.int64, packed_stride: tl.int64, groups: tl.int32,
-    BITS: tl.constexpr, WIDE: tl.constexpr, HALVES: tl.constexpr, LIMIT: tl.constexpr,
+    values, codes, parameters, values_stride: tl.int64, packed_stride: tl.int64, part: tl.int32,
+    BITS: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr, UNITS: tl.constexpr,
+    LIMIT: tl.constexpr,
 ):  # fmt: skip
-    values, codes, parameters, half, present = _place(
-        values, codes, parameters, values_stride, packed_stride, groups, BITS=BITS, WIDE=WIDE, HALVES=HALVES
+    values, codes, parameters, first = _place(
+        values, codes, parameters, values_stride, packed_stride, part, UNIT=UNIT, WIDE=WIDE, UNITS=UNITS
     )
-    packed = _quantize_halves(values, parameters, half, present, 2**BITS - 1, LIMIT)
-    if BITS == 4:
-        packed |= _quantize_halves(values, parameters, half + groups, present, 2**BITS - 1, LIMIT) << 4
-    tl.store(codes + _elements(half), packed.to(tl.uint8), mask=present[:, None])
+    packed = _quantize_units(values, parameters, first, first < part, BITS=BITS, GROUP=GROUP, UNIT=UNIT, LIMIT=LIMIT)
+    for place in range(1, 8 // BITS):  # not unrolled: registers
+        begin = first + place * part
+        unit = _quantize_units(values, parameters, begin, first < part, BITS=BITS, GROUP=GROUP, UNIT=UNIT, LIMIT=LIMIT)
+        packed |= unit << place * BITS
+    byte, present = _elements(first, first < part, UNIT)
+    tl.store(codes + byte, packed.to(tl.uint8), mask=present)
 
 
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=POINTERS)
 def _dequantize_kernel(  # noqa: PLR0913 (a kernel takes pointers and constants)
-    values, codes, parameters, values_stride: tl.int64, packed_stride: tl.int64, groups: tl.int32,
-    BITS: tl.constexpr, WIDE: tl.constexpr, HALVES: tl.constexpr,
+    values, codes, parameters, values_stride: tl.int64, packed_stride: tl.int64, part: tl.int32,
+    BITS: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
-    values, codes, parameters, half, present = _place(
-        values, codes, parameters, values_stride, packed_stride, groups, BITS=BITS, WIDE=WIDE, HALVES=HALVES
+    values, codes, parameters, first = _place(
+        values, codes, parameters, values_stride, packed_stride, part, UNIT=UNIT, WIDE=WIDE, UNITS=UNITS
     )
-    packed = tl.load(codes + _elements(half), mask=present[:, None])
-    if BITS == 8:
-        _dequantize_halves(packed, values, parameters, half, present)
-    else:
-        _dequantize_halves(packed & 15, values, parameters, half, present)
-        _dequantize_halves(packed >> 4, values, parameters, half + groups, present)
+    byte, present = _elements(first, first < part, UNIT)
+    packed = tl.load(codes + byte, mask=present)
+    for place in tl.static_range(8 // BITS):
+        begin = first + place * part
+        scale, minimum = _parameters(parameters, begin, first < part, GROUP)
+        restored = (packed >> place * BITS & 2**BITS - 1).to(tl.float32) * scale[:, None] + minimum[:, None]
+        tl.store(values + place * part + byte, restored.to(values.dtype.element_ty), mask=present)
 
 
 @triton.jit
 def _place(  # noqa: PLR0913 (a kernel takes pointers and constants)
-    values, codes, parameters, values_stride, packed_stride, groups,
-    BITS: tl.constexpr, WIDE: tl.constexpr, HALVES: tl.constexpr,
+    values, codes, parameters, values_stride, packed_stride, part,
+    UNIT: tl.constexpr, WIDE: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
-    """Return a program's row of values, codes and parameters, its runs of codes [HALVES], and which are present."""
-    runs = groups * (BITS // 4)
-    chunks = tl.cdiv(runs, HALVES)
+    """Return a program's row of values, codes and parameters, and the first element of its runs [UNITS]; those that
+    lie beyond ``part`` are not there."""
+    chunks = tl.cdiv(part, UNITS * UNIT)
     row = tl.program_id(0) // chunks
-    half = tl.program_id(0) % chunks * HALVES + tl.arange(0, HALVES)
+    first = (tl.program_id(0) % chunks * UNITS + tl.arange(0, UNITS)) * UNIT
     values += row * values_stride
     codes += row * packed_stride
     if WIDE:
         values, codes = tl.multiple_of(values, ALIGNED_BYTES), tl.multiple_of(codes, ALIGNED_BYTES)
-    parameters += row * (packed_stride // 2) + runs * (HALF // 2)
-    return values, codes, parameters, half, half < runs
+    parameters += row * (packed_stride // 2) + part // 2
+    return values, codes, parameters, first
 
 
 @triton.jit
-def _elements(half):
-    """[HALVES, 32]"""
-    return half[:, None] * HALF + tl.arange(0, HALF)[None, :]
+def _elements(first, present, SIZE: tl.constexpr):
+    """Return the elements [UNITS, power of two] of runs that begin at ``first`` [UNITS], and which are there."""
+    place = tl.arange(0, triton.next_power_of_2(SIZE))
+    return first[:, None] + place[None, :], present[:, None] & (place < SIZE)[None, :]
 
 
 @triton.jit
-def _quantize_halves(values, parameters, half, present, LEVELS: tl.constexpr, LIMIT: tl.constexpr):
-    """Return the codes [HALVES, 32] int32 of the halves; the first half of a group writes its scale and minimum."""
-    own = tl.load(values + _elements(half), mask=present[:, None], other=0.0).to(tl.float32)
-    other = tl.load(values + _elements(half ^ 1), mask=present[:, None], other=0.0).to(tl.float32)
-    has_nan = tl.max(((own != own) | (other != other)).to(tl.int32), axis=1) != 0
+def _quantize_units(  # noqa: PLR0913 (a kernel takes pointers and constants)
+    values, parameters, first, present,
+    BITS: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    """Return the codes [UNITS, power of two] int32 of the units that begin at ``first``; the first unit of a group
+    writes its scale and minimum."""
+    element, here = _elements(first, present, UNIT)
+    own = tl.load(values + element, mask=here, other=0.0).to(tl.float32)
+    least, most, has_nan = own, own, own != own
+    begin = first // GROUP * GROUP
+    for turn in range(1, GROUP // UNIT):  # the group's other units
+        element, here = _elements(begin + (first - begin + turn * UNIT) % GROUP, present, UNIT)
+        other = tl.load(values + element, mask=here, other=0.0).to(tl.float32)
+        least, most, has_nan = tl.minimum(least, other), tl.maximum(most, other), has_nan | (other != other)
+    has_nan = tl.max(has_nan.to(tl.int32), axis=1) != 0
+    inside = (tl.arange(0, triton.next_power_of_2(UNIT)) < UNIT)[None, :]
     # Adding 0.0 makes 0.0 of -0.0: equal values give equal bytes.
-    lowest = tl.clamp(tl.min(tl.minimum(own, other), axis=1), -LIMIT, LIMIT) + 0.0
-    highest = tl.clamp(tl.max(tl.maximum(own, other), axis=1), -LIMIT, LIMIT) + 0.0
+    lowest = tl.clamp(tl.min(tl.where(inside, least, float("inf")), axis=1), -LIMIT, LIMIT) + 0.0
+    highest = tl.clamp(tl.max(tl.where(inside, most, float("-inf")), axis=1), -LIMIT, LIMIT) + 0.0
     minimum = _round_down(tl.where(has_nan, float("nan"), lowest))
+    LEVELS: tl.constexpr = 2**BITS - 1
     scale = tl.div_rn(highest - minimum.to(tl.float32), LEVELS * 1.0).to(tl.float16)
-    writes = present & (half % 2 == 0)
-    tl.store(parameters + half, scale, mask=writes)
-    tl.store(parameters + half + 1, minimum, mask=writes)
+    writes = present & (first % GROUP == 0)
+    tl.store(parameters + first // GROUP * 2, scale, mask=writes)
+    tl.store(parameters + first // GROUP * 2 + 1, minimum, mask=writes)
     inverse = tl.where(scale == 0, TINY, tl.div_rn(1.0, scale.to(tl.float32)))
     values = (own - minimum.to(tl.float32)[:, None]) * inverse[:, None]
     # A sum of 2**23 has no fraction: adding rounds to the nearest even, and the low bits are the integer.
@@ -169,10 +189,7 @@ def _round_down(lowest):
 
 
 @triton.jit
-def _dequantize_halves(packed, values, parameters, half, present):
-    """Write the values of the halves with these codes [HALVES, 32]."""
-    pair = parameters + half // 2 * 2
-    scale = tl.load(pair, mask=present).to(tl.float32)
-    minimum = tl.load(pair + 1, mask=present).to(tl.float32)
-    restored = packed.to(tl.float32) * scale[:, None] + minimum[:, None]
-    tl.store(values + _elements(half), restored.to(values.dtype.element_ty), mask=present[:, None])
+def _parameters(parameters, first, present, GROUP: tl.constexpr):
+    """Return the scales and minima [UNITS] float32 of the groups that hold these elements."""
+    pair = parameters + first // GROUP * 2
+    return tl.load(pair, mask=present).to(tl.float32), tl.load(pair + 1, mask=present).to(tl.float32)

@@ -87,7 +87,7 @@ class Weights:
     ):
         self.shape, self.dtype, self.device, self.bits = shape, getattr(torch, dtype), device, policy.bits.weights
         self.bytes_per_element = width = DTYPE_BYTES[dtype]
-        self.layout: LayerLayout = layer_layout(shape, policy.bits.element_bytes(width).weights, width)
+        self.layout: LayerLayout = layer_layout(shape, policy.bits.element_bytes(width, shape.kv_group).weights, width)
         self.plain_layout: LayerLayout = layer_layout(shape, width)
         self.streamed_from = self.layout.resident_prefix(policy.weights.device)
         self.disk_from = disk_from(self.layout, policy)

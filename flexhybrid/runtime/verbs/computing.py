@@ -11,8 +11,7 @@ from flexhybrid.core.work import MIN_KV_GEN_ROWS
 from flexhybrid.runtime.executor import NOTHING, State
 from flexhybrid.runtime.kernels import sampling
 from flexhybrid.runtime.kernels.attention import split_heads
-from flexhybrid.runtime.kernels.quantize import WORK_ELEMENTS, dequantize
-from flexhybrid.runtime.kernels.quantize import quantize as pack
+from flexhybrid.runtime.kernels.quantize import WORK_ELEMENTS
 from flexhybrid.runtime.kernels.rotary import rotate_
 from flexhybrid.runtime.step_tensors import Rotation
 from flexhybrid.runtime.storage.weights import linear
@@ -32,26 +31,27 @@ def dequantize_weights(state: State, task: Task) -> None:
 
 def dequantize_cache(state: State, task: Task, representation: str) -> None:
     """Unpack the blocks of all tiers to rows [·, width] of the compute dtype, one segment after the other."""
-    batch, first, bits = len(task.payload.step.requests), 0, getattr(state.policy.bits, representation)
+    batch, first = len(task.payload.step.requests), 0
     plain = state.buffers.plain[representation]
     for segment in task.payload.step.of(representation):
         size = batch * segment.buffer_blocks * BLOCK_TOKENS
         target = plain[first : first + size].view(batch, -1, BLOCK_TOKENS, plain.shape[1])
-        _unpack(state, task, segment, target, bits)
+        _unpack(state, task, segment, target)
         first += size
 
 
-def _unpack(state: State, task: Task, segment: Segment, target: torch.Tensor, bits: int) -> None:
+def _unpack(state: State, task: Task, segment: Segment, target: torch.Tensor) -> None:
     """Unpack a segment's blocks to ``target`` [B, blocks, 16, width]."""
+    unpack = state.buffers.formats[segment.representation].unpack
     if segment.tier != "device":
         packed = state.buffers.loaded_region(task.payload.step, segment, task.payload.slot)
-        dequantize(packed.view(*target.shape[:3], -1), bits, target.dtype, out=target)
+        unpack(packed.view(*target.shape[:3], -1), target)
         return
     pool, rows = state.buffers.pools[segment.space][task.layer], target.flatten(0, 1)
     table = state.tensors(task).block_tables[segment.space].flatten()
     at_a_time = max(1, WORK_ELEMENTS[rows.device.type] // rows[0].numel())
     for unpacked, blocks in zip(rows.split(at_a_time), table.split(at_a_time), strict=True):
-        dequantize(pool.index_select(0, blocks), bits, target.dtype, out=unpacked)
+        unpack(pool.index_select(0, blocks), unpacked)
 
 
 def kv_gen(state: State, task: Task) -> None:
@@ -122,8 +122,7 @@ def _stage_stores(state: State, task: Task, packed: bool) -> None:
         target = state.buffers.staging[store.space][slot, : len(store.rows)]
         rows = tensors.stores[store.space].rows
         if packed:
-            bits = getattr(state.policy.bits, store.representation)
-            pack(source if rows is None else source[rows], bits, out=target)
+            state.buffers.formats[store.representation].pack(source if rows is None else source[rows], target)
         elif rows is None:
             target.copy_(source)
         else:

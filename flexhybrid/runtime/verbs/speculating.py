@@ -11,7 +11,6 @@ from flexhybrid.core.task import Task
 from flexhybrid.runtime.buffers import Context
 from flexhybrid.runtime.executor import Executor
 from flexhybrid.runtime.kernels.attention import split_heads
-from flexhybrid.runtime.kernels.quantize import dequantize
 from flexhybrid.runtime.selections.speculative import Fetched, Speculation
 from flexhybrid.runtime.step_tensors import mask_of
 from flexhybrid.runtime.verbs.attending import lay_own, lay_rows
@@ -94,14 +93,10 @@ def load_chosen(state: State, task: Task, representation: str) -> None:
 
 def dequantize_chosen(state: State, task: Task, representation: str) -> None:
     """Unpack the fetched rows to the compute dtype."""
-    slot, bits = task.payload.slot, getattr(state.policy.bits, representation)
-    tokens, plain = state.selection.take(representation, slot).tokens, state.buffers.plain[representation]
-    dequantize(
-        state.buffers.chosen_rows(state.buffers.loaded, representation, slot, tokens),
-        bits,
-        plain.dtype,
-        out=plain[:tokens],
-    )
+    slot, buffers = task.payload.slot, state.buffers
+    tokens = state.selection.take(representation, slot).tokens
+    packed = buffers.chosen_rows(buffers.loaded, representation, slot, tokens)
+    buffers.formats[representation].unpack(packed, buffers.plain[representation][:tokens])
 
 
 def kv_gen_chosen(state: State, task: Task) -> None:

@@ -1,0 +1,30 @@
+"""Group-wise quantisation in plain numpy, written from the definition alone: each group by itself, no packed bytes."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def round_trip(rows: np.ndarray, bits: int, group: int) -> np.ndarray:
+    """Return rows [..., n] float32 as they come back from ``bits`` bits in groups of ``group`` elements.
+
+    A group's minimum is the largest float16 that is not above its smallest element, its scale the float16 nearest to
+    what the codes must span; products and sums are float32.
+    """
+    groups = np.asarray(rows, dtype=np.float32).reshape(*rows.shape[:-1], -1, group)
+    lowest, highest = groups.min(-1, keepdims=True), groups.max(-1, keepdims=True)
+    minimum = lowest.astype(np.float16)
+    minimum = np.where(minimum > lowest, np.nextafter(minimum, np.float16(-np.inf)), minimum).astype(np.float32)
+    levels = np.float32(2**bits - 1)
+    scale = ((highest - minimum) / levels).astype(np.float16).astype(np.float32)
+    inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > 0)
+    codes = np.rint(np.clip((groups - minimum) * inverse, 0, levels))
+    return (codes * scale + minimum).reshape(rows.shape)
+
+
+def group_of_heads(head_dim: int) -> int:
+    """Return the size of a group of keys or values: the largest up to 64 of which a head holds a whole number."""
+    for size in range(min(head_dim, 64), 0, -1):
+        if head_dim % size == 0:
+            return size
+    raise ValueError(f"a head has {head_dim} elements")
