@@ -251,7 +251,7 @@ class CandidateSteps:
         selection, bits = self.policy.selection, self.policy.bits
         if selection.pool_bytes is None:
             return np.inf
-        blocks = pool_blocks(self.problem.shape, selection, bits.element_bytes(self.problem.bytes_per_element).kv)
+        blocks = pool_blocks(self.problem.shape, selection, self.problem.stored(bits).kv)
         return np.maximum(1.0, np.floor(blocks / self.batch)) * BLOCK_TOKENS
 
     def _ever_stored(self, tokens) -> np.ndarray:

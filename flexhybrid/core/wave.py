@@ -119,7 +119,7 @@ def admit(
     """
     check_planned(policy)
     cached = workload.cached_tokens
-    stored = policy.bits.element_bytes(problem.bytes_per_element).kv
+    stored = problem.stored(policy.bits).kv
     policy = replace(policy, selection=with_pool_share(problem.shape, policy.selection, stored, cached))
     entries = BlockEntries(policy.cache)
     split = {

@@ -37,7 +37,7 @@ def first_wave(problem: Problem, policy: Policy, workload: Workload) -> int:
 
     low, high = 1, min(policy.max_batch or workload.num_requests, workload.num_requests)
     if policy.selection.pool_bytes is not None:
-        stored = policy.bits.element_bytes(problem.bytes_per_element).kv
+        stored = problem.stored(policy.bits).kv
         high = min(high, pool_blocks(problem.shape, policy.selection, stored))
     if fits(plan(high), problem.budgets):
         return high
