@@ -24,7 +24,8 @@ setup(
         "experiments": [
             *("checkpoints/**/*", "grid.toml", "reference/*.csv", "reference/README.md"),
             *("reproduce/*.csv", "reproduce/notes/*.md", "reproduce/report.*", "training/*.md"),
-            "results/cascade/*.json",  # what our own cascades did, for reproduce
+            # what our own models and cascades did, for reproduce; what peers found, to compare with
+            *("results/accuracy/*.json", "results/cascade/*.json", "results/peers/*.json"),
         ],
     },
     entry_points={"console_scripts": ["flexhybrid = flexhybrid.cli:main"]},

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from forced_machine import DTYPES, FASTER_DTYPE
+from packaging.requirements import Requirement
 
 from flexhybrid import cli
 from flexhybrid.core.hardware import Hardware, Line
@@ -188,6 +189,19 @@ def test_no_step_of_setup_is_silent():
     lines = said.stdout.splitlines()
     steps = [number for number, line in enumerate(lines) if "pip install" in line and "||" not in line]
     assert len(steps) == 4 and all(lines[number - 1].startswith('echo "setup') for number in steps)
+
+
+def test_what_the_page_says_of_installing_ray_is_true():
+    page = (ROOT / "docs/on-a-cluster.md").read_text(encoding="utf-8")
+    (versions,) = re.findall(r'"ray": \["([^"]+)"\]', (ROOT / "setup.py").read_text(encoding="utf-8"))
+    assert f"pip install '{versions}'" in page
+    assert f"pip install '{versions}'" in (ROOT / "flexhybrid/jobs/ray_cluster.py").read_text(encoding="utf-8")
+    assert "`make test` installs it too; `make setup` does not." in page
+    for target, count in (("test", 1), ("setup", 0)):
+        said = subprocess.run(["make", "-nB", target], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        files = {ROOT / name for name in re.findall(r"-r (\S+)", said)}
+        pinned = [pin for file in files for pin in re.findall(r"^ray==(\S+)", file.read_text(), re.MULTILINE)]
+        assert files and len(pinned) == count and all(pin in Requirement(versions).specifier for pin in pinned)
 
 
 def test_the_page_about_cascades_works_as_written(clone, capsys):

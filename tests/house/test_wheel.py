@@ -1,0 +1,94 @@
+"""A built wheel, installed apart from the repository: it holds every file that is opened, and its commands work."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+from forced_machine import FASTER_DTYPE
+from toy_machine import machine
+
+from experiments.reproduce.paper import listing
+from flexhybrid import shipped
+
+ROOT = Path(__file__).parents[2]
+FLOORS = ("flexhybrid", "sim", "policy_search", "experiments", "figures")
+#: Records of machines, and of all rows, which no code opens.
+RECORDS = re.compile(r"experiments/results/(amd-|nvidia-|reproduce/)")
+
+
+def done(command: list, folder: Path) -> str:
+    """Run a command in a folder, in which the repository is not found; return what it prints."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "tests" / "forced"), FASTER_DTYPE: "float32"}
+    environment["FLEXHYBRID_CACHE"] = str(folder / "cache")
+    run = subprocess.run(
+        list(map(str, command)), cwd=folder, env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert run.returncode == 0, f"{command}: {run.stderr[-2000:]}"
+    return run.stdout
+
+
+@pytest.fixture(scope="module")
+def tracked() -> list[str]:
+    listed = done(["git", "-C", ROOT, "ls-files", *FLOORS, "setup.py", "LICENSE"], ROOT.parent)
+    return [name for name in listed.splitlines() if (ROOT / name).is_file()]
+
+
+@pytest.fixture(scope="module")
+def wheel(tracked, tmp_path_factory) -> Path:
+    """Built from a copy, since a build leaves files behind that the next one takes up, and without a network."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for name in tracked:
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / name, source / name)
+    offline = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--disable-pip-version-check"]
+    done([sys.executable, "-m", "pip", "wheel", *offline, "-w", out, source], out)
+    return next(out.glob("flexhybrid-*.whl"))
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory) -> Path:
+    """The folder of a new environment with the wheel, which finds other packages where this process does."""
+    folder = tmp_path_factory.mktemp("installed")
+    done([sys.executable, "-m", "venv", "--without-pip", folder], folder)
+    python = folder / "bin" / "python"
+    offline = ["--no-deps", "--no-index", "--quiet", "--disable-pip-version-check"]
+    done([sys.executable, "-m", "pip", "--python", python, "install", *offline, wheel], folder)
+    (packages,) = (folder / "lib").glob("python*/site-packages")
+    (packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return folder
+
+
+def test_the_wheel_holds_every_file_that_is_opened(wheel, tracked):
+    with zipfile.ZipFile(wheel) as content:
+        held = {name for name in content.namelist() if name.startswith(tuple(f"{floor}/" for floor in FLOORS))}
+    assert held == {name for name in tracked if "/" in name and not RECORDS.match(name)}
+
+
+def test_commands_work_without_the_repository(installed, tmp_path):
+    python, command = installed / "bin" / "python", installed / "bin" / "flexhybrid"
+    find = "import experiments, figures, flexhybrid.shipped as shipped, policy_search, sim\n"
+    show = "print(*(package.__path__[0] for package in (experiments, figures, shipped, policy_search, sim)), sep='\\n')"
+    folders = list(map(Path, done([python, "-c", find + show], tmp_path).splitlines()))
+    assert len(folders) == 5 and all(installed in folder.parents for folder in folders)
+    experiments = re.findall(r"^[\w.-]+", done([command, "reproduce", "--list"], tmp_path), re.MULTILINE)
+    assert set(listing()) <= set(experiments) and "infinigen-accuracy-fig12" in listing()
+    only = ["infinigen-accuracy-table1", "cascade-table1"]
+    done([command, "reproduce", "--only", *only, "--workers", "1", "--out", "reproduced", "--json"], tmp_path)
+    assert {f"{name}.csv" for name in only} <= {path.name for path in (tmp_path / "reproduced").iterdir()}
+    setting = ["--model", "opt-30b", "--hardware", "t4", "--prompt-len", "512", "--gen-len", "32", "--batch", "16"]
+    assert json.loads(done([command, "simulate", *setting, "--json"], tmp_path))["tokens_per_s"] > 0
+    machine().save(tmp_path / "machine.json")
+    ships = folders[2]
+    files = ["-i", ships / shipped.PROMPTS.name, "--model", ships / shipped.CHECKPOINT.name, "-o", "answers.jsonl"]
+    done([command, "run", *files, "--hardware", "machine.json", "--max-tokens", "2", "--quiet"], tmp_path)
+    answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    assert len(answers) == len(shipped.prompts()) and all(answer["error"] is None for answer in answers)
