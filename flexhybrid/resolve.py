@@ -26,7 +26,7 @@ from flexhybrid.runtime.storage.disk import checked_rate
 from flexhybrid.runtime.storage.weights import ANYWHERE, DiskPlace
 
 if TYPE_CHECKING:
-    from policy_search.search_problem import Space
+    from policy_search.search import SearchSettings
 
 #: Of a CUDA device's free memory: libraries load their kernels as they are first used, outside torch's allocator. From
 #: what others report, not measured here.
@@ -154,7 +154,7 @@ def best_policy(
     problem: Problem, workload: Workload, link_is_paced: bool = False, time_limit: float | None = None
 ) -> Policy:
     """Return the policy of "auto": all resident where that fits at once and no link is paced, else the one searched for
-    at most ``time_limit`` seconds.
+    at most ``time_limit`` seconds; without a margin for the device where a link is paced.
 
     Raise InputError when a search is needed and no hardware record is known, and when nothing fits.
     """
@@ -165,14 +165,20 @@ def best_policy(
             "policy auto needs to know this machine: run `flexhybrid profile` once, or name a policy such as kv_only "
             "or hybrid(0.5)"
         )
+    from policy_search.search import MODEL_ERROR, SearchSettings
     from policy_search.search_problem import LOSSLESS, measured_space
 
-    space = measured_space(LOSSLESS, problem.hardware)
+    settings = SearchSettings(
+        max_batch=workload.num_requests,
+        space=measured_space(LOSSLESS, problem.hardware),
+        time_limit=time_limit,
+        margin=0.0 if link_is_paced else MODEL_ERROR,  # a pace is asked for to see what crosses the link
+    )
     with suppress(InputError):
-        return _fitting_policy(problem, space, workload, workload, time_limit)
+        return _fitting_policy(problem, settings, workload, workload)
     # The search takes requests of one length, the mean ones. Where the longest do not fit, they decide.
     longest = Workload.uniform(1, int(workload.prompt_tokens.max()), int(workload.max_tokens.max()))
-    return _fitting_policy(problem, space, longest, workload, time_limit)
+    return _fitting_policy(problem, settings, longest, workload)
 
 
 def _resident_at_once(problem: Problem, workload: Workload) -> Policy | None:
@@ -187,14 +193,11 @@ def _resident_at_once(problem: Problem, workload: Workload) -> Policy | None:
     return None
 
 
-def _fitting_policy(
-    problem: Problem, space: Space, lengths: Workload, workload: Workload, time_limit: float | None
-) -> Policy:
+def _fitting_policy(problem: Problem, settings: SearchSettings, lengths: Workload, workload: Workload) -> Policy:
     """Return the policy searched for ``lengths``, with as many of its weights on the device as let every request of
     ``workload`` fit. Raise InputError when none do."""
-    from policy_search.search import SearchSettings, search
+    from policy_search.search import search
 
-    settings = SearchSettings(max_batch=workload.num_requests, space=space, time_limit=time_limit)
     policy = search(problem, lengths, settings).policy
     disk = policy.weights.disk
     for keep in (1.0, 0.75, 0.5, 0.25):

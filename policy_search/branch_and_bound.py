@@ -159,7 +159,7 @@ class BranchAndBound:
             return
         evaluate(*_between(problem, fastest.unplaced, batches, mini_batch_tokens))
         best = min(staying, key=_seconds)
-        named = replace(best.policy, name=policy.name)
+        named = replace(best.policy, name=policy.name if margin else best.policy.name)
         favoured = replace(best, policy=named, seconds=best.seconds / (1.0 + margin))
         self.favoured, self.margin = favoured, margin
         self.take([favoured])

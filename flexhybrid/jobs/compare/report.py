@@ -19,6 +19,7 @@ from flexhybrid.core.units import gib
 from flexhybrid.core.verbs import VERBS
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.compare.breakdown import KINDS
+from flexhybrid.jobs.profile.job import company_note
 from flexhybrid.runtime.links import MOST_LATE_S
 from flexhybrid.runtime.profiling.cpu_use import MOST_OTHERS
 from policy_search.fit import PAPERS_R2, fit_report
@@ -56,7 +57,9 @@ class Report:
         self.table([profile_line(rows[key]) for key in SHOWN_LINES if key in rows])
         self.say(f"\nThe papers report R² ≥ {PAPERS_R2} for T_kv_gen and T_load_kv; a worse fit is marked.")
         if disagreements:
-            self.say(f"Two passes disagreed by more than 15 % on {len(disagreements)} sizes: others used the cores.")
+            self.say(f"Two passes disagreed by more than 15 % on {len(disagreements)} sizes.")
+        if note := company_note(hardware):
+            self.say(f"Marked: {note}.")
 
     def faster_link(self, slow: float, link: float) -> None:
         self.say(
