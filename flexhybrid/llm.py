@@ -26,6 +26,7 @@ from flexhybrid.core.waves import check_least, first_wave, split_waves, wave_pla
 from flexhybrid.core.workload import Workload
 from flexhybrid.requests import CompletionOutput, RequestCodec, RequestOutput, Requests, load_tokenizer
 from flexhybrid.resolve import pick_device, resolve_policy, resolve_problem, settle_policy
+from flexhybrid.runtime.clock import LaneThreads
 from flexhybrid.runtime.engine import Engine, RunControl, WaveResult
 from flexhybrid.runtime.forcing import force_tokens
 from flexhybrid.runtime.runnable import check_runnable
@@ -127,6 +128,7 @@ class LLM:
         self.codec = RequestCodec(self.shape, self.checkpoint.path, load_tokenizer(self.checkpoint.path))
         self.tokenizer = self.codec.tokenizer  #: transformers' tokenizer of the checkpoint; None where it has none
         self._weights: Weights | None = None
+        self._threads = LaneThreads()
         self.engine: Engine | None = None  #: of the current wave (``waves``)
 
     @property
@@ -319,7 +321,9 @@ class LLM:
                 return
             sizes = sizes if fits(memory_plan(self.problem, policy, sizes), self.problem.budgets) else needed
         self._close_engine()  # the old buffers go before the new ones come
-        self.engine = Engine(weights, policy, sizes, self.paced.link_gb_per_s, disk=self.paced.disk)
+        self.engine = Engine(
+            weights, policy, sizes, self.paced.link_gb_per_s, disk=self.paced.disk, lane_threads=self._threads
+        )
 
     def _close_engine(self) -> None:
         if self.engine is not None:
@@ -333,6 +337,7 @@ class LLM:
         if self._weights is not None:
             self._weights.close()
             self._weights = None
+        self._threads.end()
 
     def __enter__(self) -> LLM:
         return self

@@ -19,6 +19,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
@@ -40,9 +41,18 @@ Perform = Callable[[Task], None]
 
 
 class Lane:
-    """The thread of a resource. ``complete`` counts its finished tasks. A task is named by its ordinal in the lane."""
+    """The thread of a resource. ``complete`` counts its finished tasks. A task is named by its ordinal in the lane.
 
-    def __init__(self, name: str, perform: Perform, on_start: Callable[[], None] | None = None):
+    ``thread``: lent by the owner of several runs (``LaneThreads``); None: a new one, which ends with the lane.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        perform: Perform,
+        on_start: Callable[[], None] | None = None,
+        thread: ThreadPoolExecutor | None = None,
+    ):
         self.name = name
         self.perform = perform
         self.lanes: dict[str, Lane] = {}
@@ -55,10 +65,11 @@ class Lane:
         self._on_start = on_start
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._loop, name=f"flexhybrid-{name}")
+        self._thread, self._lent = thread or LaneThreads()[name], thread is not None
+        self._ended: Future | None = None
 
     def start(self) -> None:
-        self._thread.start()
+        self._ended = self._thread.submit(_loop, [self])
 
     def submit(self, task: Task, waits) -> int:
         ordinal = self.submitted
@@ -70,8 +81,10 @@ class Lane:
         self._queue.put(None)
 
     def join(self) -> None:
-        if self._thread.ident is not None:
-            self._thread.join()
+        if self._ended:
+            self._ended.result()
+        if not self._lent:
+            self._thread.shutdown()
 
     def abort(self) -> None:
         self.failed = True
@@ -89,7 +102,8 @@ class Lane:
                     raise Aborted
                 self._changed.wait()
 
-    def _loop(self) -> None:
+    def loop(self) -> None:
+        """Run the tasks of the queue until it ends or a lane fails."""
         try:
             if self._on_start:
                 self._on_start()
@@ -125,6 +139,28 @@ class Lane:
         self.lanes, self.fail = {}, lambda error: None
 
 
+def _loop(lanes: list[Lane]) -> None:
+    """Run the one lane of a list, and take it from there: a thread pool keeps the arguments a moment too long."""
+    lanes.pop().loop()
+
+
+class LaneThreads(dict[str, ThreadPoolExecutor]):
+    """A thread for each resource, made at first use, that serves run after run, of engine after engine.
+
+    glibc gives a thread an arena of its own and keeps what is freed in it. With new threads in each run every arena
+    would in turn grow to what the compute lane needs at most.
+    """
+
+    def __missing__(self, name: str) -> ThreadPoolExecutor:
+        thread = self[name] = ThreadPoolExecutor(1, f"flexhybrid-{name}")
+        return thread
+
+    def end(self) -> None:
+        """End the threads; later runs make new ones."""
+        while self:
+            self.popitem()[1].shutdown()
+
+
 class StreamLane(Lane):
     """A lane that enqueues on a stream. ``enqueued`` counts the tasks that other stream lanes may build on.
 
@@ -132,8 +168,8 @@ class StreamLane(Lane):
     before it went on, so there is nothing left to wait for.
     """
 
-    def __init__(self, name: str, perform: Perform, stream: CudaStream):
-        super().__init__(name, perform, on_start=stream.enter)
+    def __init__(self, name: str, perform: Perform, stream: CudaStream, thread: ThreadPoolExecutor | None = None):
+        super().__init__(name, perform, stream.enter, thread)
         self.stream = stream
         self.enqueued = 0
         self._begins: list[torch.cuda.Event] = []

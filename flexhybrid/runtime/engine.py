@@ -20,7 +20,7 @@ from flexhybrid.core.task import Task, Work
 from flexhybrid.core.trace import TraceEvent
 from flexhybrid.core.wave import Wave
 from flexhybrid.runtime.buffers import Buffers
-from flexhybrid.runtime.clock import Clock, Lane, StreamLane
+from flexhybrid.runtime.clock import Clock, Lane, LaneThreads, StreamLane
 from flexhybrid.runtime.cuda import CudaClock, CudaCopies, CudaStream, lane_streams
 from flexhybrid.runtime.executor import EngineParts, Executor
 from flexhybrid.runtime.kernels.sampling import NO_TOKEN, SamplingPlan
@@ -69,7 +69,7 @@ class Engine:
     """Runs waves that fit ``sizes`` under one placement of weights. Buffers are allocated here, once.
 
     ``link_gb_per_s`` paces both link directions of a CPU; None leaves them unpaced. Raises InputError where it is given
-    for CUDA: the real link has its own rate.
+    for CUDA: the real link has its own rate. ``lane_threads``: of the owner of several engines; None: its own.
     """
 
     def __init__(
@@ -81,6 +81,7 @@ class Engine:
         slots: WeightSlots | None = None,
         num_threads: int | None = None,
         disk: DiskPlace = ANYWHERE,
+        lane_threads: LaneThreads | None = None,
     ):
         self.weights, self.device = weights, weights.device
         on_cuda = self.device.type == "cuda"
@@ -91,6 +92,8 @@ class Engine:
         self.num_threads = num_threads or torch.get_num_threads()
         self.host_threads = min(HOST_THREADS[self.device.type], max(1, self.num_threads // 2))
         self.host_workers = ThreadPoolExecutor(self.host_threads, "flexhybrid-host", _compute_with, (1,))
+        self._own_threads = LaneThreads()
+        self.lane_threads = self._own_threads if lane_threads is None else lane_threads
         self.disk = None
         self._settings = ExitStack()
         try:
@@ -107,10 +110,11 @@ class Engine:
         self.copies = CudaCopies() if on_cuda else CpuCopies(link_gb_per_s)
 
     def close(self) -> None:
-        """Free the cache's disk space, end the host's workers, and restore the settings of the process."""
+        """Free the cache's disk space, end the threads of lanes and host, and restore the settings of the process."""
         self.closed = True
         self._settings.close()
         self.host_workers.shutdown()
+        self._own_threads.end()
         if self.disk:
             self.disk.close()
 
@@ -144,15 +148,19 @@ class Engine:
         OpenMP keeps its number of threads for each thread that uses it, so each lane sets its own, and engines of one
         process do not disturb each other.
         """
-        perform = executor.perform
+        perform, threads = executor.perform, self.lane_threads
         if self.device.type == "cuda":
             clock, streams = CudaClock(self.device), lane_streams(self.device).items()
-            lanes: list[Lane] = [StreamLane(name, perform, CudaStream(stream, clock)) for name, stream in streams]
+            lanes: list[Lane] = [
+                StreamLane(name, perform, CudaStream(stream, clock), threads[name]) for name, stream in streams
+            ]
         else:
             all_threads = partial(_compute_with, self.num_threads)
-            lanes = [Lane("compute", perform, all_threads), Lane("h2d", perform), Lane("d2h", perform)]
-        host = Lane("host_compute", perform, partial(_compute_with, self.host_threads))
-        return [*lanes, host, Lane("disk_read", perform), Lane("disk_write", perform)]
+            lanes = [Lane("compute", perform, all_threads, threads["compute"])]
+            lanes += [Lane(name, perform, None, threads[name]) for name in ("h2d", "d2h")]
+        host = Lane("host_compute", perform, partial(_compute_with, self.host_threads), threads["host_compute"])
+        disk = [Lane(name, perform, None, threads[name]) for name in ("disk_read", "disk_write")]
+        return [*lanes, host, *disk]
 
     def run(
         self, executor: Executor, control: RunControl = RunControl(), tasks: Iterable[Task] | None = None

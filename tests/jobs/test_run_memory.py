@@ -75,6 +75,46 @@ def test_a_longer_file_takes_no_more_than_its_census(tmp_path, monkeypatch):
     assert peaks[1] - peaks[0] < 5000 * 64 + 2 * MIB
 
 
+#: Prints, after so many answers: bytes held, live tensors, and the threads that have run a task so far.
+ANSWERS = """
+import gc, json, os, sys, threading
+import numpy as np, torch
+from experiments.bench.run_memory import held_bytes
+from flexhybrid import LLM, SamplingParams
+from flexhybrid.runtime.executor import Executor
+torch.set_num_threads(1)
+threads, perform, generator = set(), Executor.perform, np.random.default_rng(0)
+def noted(executor, task):
+    threads.add(threading.get_native_id())
+    perform(executor, task)
+Executor.perform = noted
+with LLM(sys.argv[1], policy=sys.argv[2], device="cpu", dtype="float32", disk_dir=sys.argv[3]) as llm:
+    for answers in range(2, 302, 2):
+        prompts = [generator.integers(5, 99, length).tolist() for length in generator.integers(30, 900, 2)]
+        llm.generate(prompts, SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True))
+        if answers in (20, 100, 200, 300):
+            gc.collect()
+            tensors = sum(type(one) is torch.Tensor for one in gc.get_objects())
+            print(json.dumps([held_bytes(os.getpid()), tensors, len(threads)]))
+"""
+
+
+def test_three_hundred_answers_take_no_more_than_twenty(tmp_path):
+    """Prompts of all lengths, whose feed-forward rows take up to 15 MB: each thread that has held them once may keep
+    twice as much. So it is the same few threads that run all tasks."""
+    shape = ModelShape("wide", "opt", 1, 64, 1, 1, 64, 2048, 100, 1024)
+    model = make_checkpoint(tmp_path / "wide", shape, "float32")
+    (tmp_path / "policy.json").write_text(json.dumps({"weights": {"disk": 1.0}, "cache": {"kv@disk": 1.0}}))
+    arguments = [str(model), str(tmp_path / "policy.json"), str(tmp_path / "scratch")]
+    done = subprocess.run(
+        [sys.executable, "-c", ANSWERS, *arguments], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    held, tensors, threads = zip(*map(json.loads, done.stdout.splitlines()))
+    assert len(held) == 4 and len(set(tensors[1:])) == 1
+    assert threads[0] == threads[-1] <= 6
+    assert held[-1] - held[0] < 80 * MIB
+
+
 def test_what_a_process_holds_is_read_from_the_kernel():
     before = held_bytes(os.getpid())
     block = bytearray(os.urandom(64 * MIB))
