@@ -326,7 +326,7 @@ def test_wrong_sampling_params_are_errors_before_loading(tiny, params, words):
         ({"host_memory": "lots"}, "lots"),
         ({"host_memory": "-3GiB"}, "must be positive"),
         ({"policy": Policy(embedding=Placement(host=1))}, "embedding"),
-        ({"policy": Policy(bits=Bits(kv=4))}, "needs rows of whole groups of 64"),
+        ({"policy": Policy(bits=Bits(act=4))}, "bits.act 4 needs rows of a multiple of 64 elements"),
         ({"policy": Policy(cache={"tok": 1.0})}, "tok"),
     ],
 )

@@ -220,8 +220,8 @@ def test_a_steps_kinds_are_those_of_its_policy(systems_run):
         n: one["measured"]["bytes"] for n, one in of.items()
     }
     packed, plain = (of[name]["measured"]["bytes"]["h2d"]["kv"] for name in ("int4", "kv_only"))
-    # half a byte and two float16 a group of 64, for the 2 bytes of bfloat16
-    assert packed == pytest.approx(plain * (4 / 8 + 4 / 64) / 2)
+    # half a byte and two float16 a group, which is a head of 32, for the 2 bytes of bfloat16
+    assert packed == pytest.approx(plain * (4 / 8 + 4 / 32) / 2)
 
 
 def test_systems_are_written_as_tables_and_figures(systems_run):

@@ -207,7 +207,10 @@ class _Replay:
     # ---- selections, and attention on the host
 
     def _rank(self, task: Task) -> None:
-        """A float32 score and an age, of each key/value head for each cached token; on the host, where new ones go."""
+        """A float32 score and an age, of each key/value head for each cached token; on the host, where new ones go.
+        What a speculative selection counts is held by ``_speculate``."""
+        if self.wave.policy.selection.method == "speculative":
+            return
         step, layer = task.payload.step, task.layer
         for request, context in zip(step.requests.tolist(), (step.context + step.new_tokens).tolist()):
             kept = self._kept(request, context)
