@@ -96,18 +96,14 @@ def _resident(
 ) -> Policy:
     """Everything on the device that fits, in the mini-batches of MINI_BATCH_TOKENS that are predicted to be fastest."""
 
-    def placed(policy: Policy) -> Policy:
-        if weights_device is None:
-            return _keep_what_fits(setting, policy)
-        return replace(policy, weights=Placement(device=weights_device, host=1.0 - weights_device))
-
     if max_mini_batch_tokens is not None:
-        return placed(presets.resident(max_mini_batch_tokens))
+        return _placed(setting, presets.resident(max_mini_batch_tokens), weights_device)
     lengths, runs = (setting.batch, setting.prompt_tokens, setting.max_tokens), []
-    for policy in map(placed, map(presets.resident, MINI_BATCH_TOKENS)):
+    for policy in map(presets.resident, MINI_BATCH_TOKENS):
         with suppress(InputError):  # not even one request fits
-            runs.append(simulate(setting.problem, policy, *lengths))
-    return max(runs, key=lambda run: run.tokens_per_s).policy if runs else placed(presets.resident())
+            runs.append(simulate(setting.problem, _placed(setting, policy, weights_device), *lengths))
+    fastest = max(runs, key=lambda run: run.tokens_per_s, default=None)
+    return fastest.policy if fastest else _placed(setting, presets.resident(), weights_device)
 
 
 def resident_by_speed(problem: Problem, workload: Workload) -> list[Policy]:
@@ -149,6 +145,14 @@ def _fastdecode(setting: Setting, gpus: int = 1) -> System:
     """One of ``gpus`` GPUs that share a host's cores: attention on the host gets its part of them."""
     hardware = on(Implementation("fastdecode", sharers=gpus), setting.machine)
     return System("fastdecode", _keep_what_fits(setting, presets.fastdecode()), hardware)
+
+
+def _placed(setting: Setting, policy: Policy, weights_device: float | None) -> Policy:
+    """Return the policy with the share ``weights_device`` of its weights on the device; where it is None and the policy
+    keeps them there, with what fits."""
+    if weights_device is not None:
+        return replace(policy, weights=Placement(device=weights_device, host=1.0 - weights_device))
+    return _keep_what_fits(setting, policy) if policy.weights.device == 1.0 else policy
 
 
 def _keep_what_fits(setting: Setting, policy: Policy) -> Policy:
@@ -199,10 +203,7 @@ def _preset(function: Callable[..., Policy], options: dict[str, Kind], required:
     def make(setting: Setting, weights_device: float | None = None, **arguments) -> Policy:
         if function is presets.hybrid_static:
             arguments["shape"] = setting.problem.shape
-        policy = function(**arguments)
-        if weights_device is not None:
-            return replace(policy, weights=Placement(device=weights_device, host=1.0 - weights_device))
-        return _keep_what_fits(setting, policy) if policy.weights.device == 1.0 else policy
+        return _placed(setting, function(**arguments), weights_device)
 
     return Entry(make, options, required)
 

@@ -88,9 +88,17 @@ def structure_of(policy: Policy, entries: tuple[str, ...]) -> Policy:
     selection = policy.selection
     if selection.method == "speculative":
         counted = counts_uses(selection)
-        selection = replace(selection, pool=0.5 if counted else 1.0, victim="lru" if counted else "fifo")
-        selection = replace(selection, alpha=4.0, partial_ratio=0.5, max_fraction=0.5)
-        selection = replace(selection, pool_bytes=None, expected_fraction=None)
+        pool, victim = (0.5, "lru") if counted else (1.0, "fifo")
+        selection = replace(
+            selection,
+            alpha=4.0,
+            partial_ratio=0.5,
+            max_fraction=0.5,
+            pool=pool,
+            pool_bytes=None,
+            victim=victim,
+            expected_fraction=None,
+        )
     elif selection.method == "heavy_hitter":
         selection = replace(selection, budget=0.5)
     widths = (policy.bits.weights, policy.bits.kv, policy.bits.act)

@@ -53,8 +53,9 @@ class VerbSeconds:
         """``beside_link``: price every candidate as if something crossed the link all the while, so that the seconds of
         places add up; else those that stay on the device as they are, undisturbed."""
         self.steps, self.hardware, self.stretches = steps, hardware_of(steps.problem), stretches
-        self.undisturbed = self.hardware.undisturbed
-        self.alone = np.zeros(len(steps.batch), dtype=bool) if beside_link else steps.stays_on_device
+        self.alone = steps.stays_on_device
+        #: the machine of the candidates that stay on the device; None where none is priced as such
+        self.undisturbed = self.hardware.undisturbed if self.alone.any() and not beside_link else None
         self.phases = [self._phase(steps.prefill)]
         #: verb of the prefill -> seconds of work for which the tiny run has no task
         self.extra_prefill_s: dict[str, np.ndarray] = {}
@@ -70,7 +71,7 @@ class VerbSeconds:
     def _price(self, verb: str, resource: str, work: Work) -> Any:
         """Return the seconds of a task, [candidates] or one number for all."""
         seconds = price(self.hardware, verb, resource, work)
-        if not self.alone.any():
+        if self.undisturbed is None:
             return seconds
         return np.where(self.alone, price(self.undisturbed, verb, resource, work), seconds)
 

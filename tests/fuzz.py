@@ -333,7 +333,7 @@ def check_cascade(case: dict) -> None:
 
 @st.composite
 def thread_cases(draw) -> dict:
-    prompts = [prompt for prompt in random_prompts(draw, 61, 40, 8)]
+    prompts = random_prompts(draw, 61, 40, 8)
     return {"policy": draw(lossless_policies()), "prompts": prompts, "threads": draw(st.integers(2, 6))}
 
 

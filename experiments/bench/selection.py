@@ -148,6 +148,6 @@ def bench_selection(table: Table, dtype: str) -> None:
 
 def predicted_step(policy: Policy, weights: Weights, hardware: Hardware) -> float:
     """Return the seconds of an iteration on the virtual clock."""
-    wave = admit(Problem(shape=weights.shape, dtype=str(weights.dtype).removeprefix("torch.")), policy, WORKLOAD)
+    wave = admit(Problem(shape=weights.shape, dtype=weights.dtype_name), policy, WORKLOAD)
     window = Window(virtual_clock.run(stream(wave, first_iteration=1), hardware), LAST)
     return window.seconds / window.num_iterations

@@ -143,13 +143,13 @@ class Selection:
         if self.alpha is not None and not (_is_number(self.alpha) and self.alpha >= 0):
             raise InputError(f'policy: selection.alpha is {self.alpha!r}; it must be a number >= 0, or "inf"')
         count = self.whole_layers
-        if count is not None and not (isinstance(count, int) and not isinstance(count, bool) and count >= 1):
+        if count is not None and not _is_count(count):
             raise InputError(
                 f"policy: selection.whole_layers is {count!r}; it must be a whole number >= 1: nothing guesses for the "
                 "first layer"
             )
         size = self.pool_bytes
-        if size is not None and not (isinstance(size, int) and not isinstance(size, bool) and size >= 1):
+        if size is not None and not _is_count(size):
             raise InputError(f"policy: selection.pool_bytes is {size!r}; it must be a whole number of bytes >= 1")
         if size is not None and self.pool is not None:
             raise InputError("policy: selection.pool and selection.pool_bytes both limit the pool; give one of them")
@@ -165,6 +165,10 @@ _PARTS = {"weights": Placement, "embedding": Placement, "bits": Bits, "selection
 
 def _is_number(value) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_count(value) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 class CacheShares(Mapping[str, float]):
@@ -255,7 +259,7 @@ class Policy:
             value = getattr(self, name)
             if name == "max_batch" and value is None:
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            if not _is_count(value):
                 raise InputError(f"policy: {name} is {value!r}; it must be a whole number >= 1")
         if self.attention == "host":
             for key in self.cache:

@@ -250,10 +250,10 @@ class _Collector:
                     self.num_given[request] -= 1
                     continue
                 if token == NO_TOKEN:
-                    dtype = str(self.executor.weights.dtype).removeprefix("torch.")
                     raise InputError(
-                        f"the model's logits are not finite numbers in {dtype}: the checkpoint "
-                        "holds weights that are not, or values overflow. Check its files, or name another dtype"
+                        f"the model's logits are not finite numbers in {self.executor.weights.dtype_name}: the "
+                        "checkpoint holds weights that are not, or values overflow. "
+                        "Check its files, or name another dtype"
                     )
                 self.tokens[request].append(token)
                 fresh += 1

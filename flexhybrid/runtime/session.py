@@ -58,9 +58,7 @@ class Session:
         ``hardware`` decides the split points of both(…) entries (``admit``).
         """
         device = weights.device.type
-        problem = Problem(
-            shape=weights.shape, dtype=str(weights.dtype).removeprefix("torch."), hardware=hardware, device=device
-        )
+        problem = Problem(shape=weights.shape, dtype=weights.dtype_name, hardware=hardware, device=device)
         wave = admit(problem, policy, workload)
         engine = make_engine(weights, policy, buffer_sizes(wave))
         session = cls(engine, wave, prompts)

@@ -275,7 +275,7 @@ def _run(
     except InputError:
         return []
     weights, slots = weights_of(run.policy)
-    problem = Problem(shape=shape, dtype=str(weights.dtype).removeprefix("torch."), device=weights.device.type)
+    problem = Problem(shape=shape, dtype=weights.dtype_name, device=weights.device.type)
     while True:
         wave = admit(problem, run.policy, Workload.uniform(run.requests, run.context, 4))
         sizes = buffer_sizes(wave)

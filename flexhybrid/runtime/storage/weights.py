@@ -86,7 +86,7 @@ class Weights:
         disk: DiskPlace = ANYWHERE,
     ):
         self.shape, self.dtype, self.device, self.bits = shape, getattr(torch, dtype), device, policy.bits.weights
-        self.bytes_per_element = width = DTYPE_BYTES[dtype]
+        self.dtype_name, self.bytes_per_element = dtype, (width := DTYPE_BYTES[dtype])
         self.layout: LayerLayout = layer_layout(shape, policy.bits.element_bytes(width, shape.kv_group).weights, width)
         self.plain_layout: LayerLayout = layer_layout(shape, width)
         self.streamed_from = self.layout.resident_prefix(policy.weights.device)
