@@ -28,11 +28,9 @@ from flexhybrid.runtime.kernels.attention import split_heads
 from flexhybrid.runtime.selections.hooks import SelectionHooks
 from flexhybrid.runtime.selections.partial import PartialCopies
 from flexhybrid.runtime.selections.pool import Uses
+from flexhybrid.runtime.selections.prompt_pool import RANKED_QUERIES, TIE, fill_pools
 from flexhybrid.runtime.step_tensors import Rotation, position_tables, to_device
 from flexhybrid.runtime.storage.weights import Parts, Weights
-
-RANKED_QUERIES = 16  #: of a prompt, whose scores are there at a time: less than the feed-forward rows that come later
-TIE = 1e-12  #: of a score and the one in the next place: less than the rounding of any score but zero
 
 
 def relative_scores(q_BGrC: torch.Tensor, keys_TBGC: torch.Tensor, scale: float, held_BT: torch.Tensor) -> torch.Tensor:
@@ -233,19 +231,32 @@ class Speculation(SelectionHooks):
 
         Return the position of the token in each place: [B, G, T]; anything for places that stay empty.
         """
-        uses, lengths, kept = self.uses, step.new_tokens, self.kept[step.requests]
-        if uses is None:
+        if self.uses is None:
             raise ValueError("this pool does not count uses")
-        heads = torch.arange(self.groups, device=self.device)
-        keys = keys_BPGd.permute(0, 2, 3, 1)[:, :, None]  # [B, G, 1, d, P]
         queries = (queries_BPHd * self.scale).unflatten(2, (self.groups, -1)).permute(0, 2, 3, 1, 4)
+        tables = self.uses.of(layer, step.mini_batch)
+        if self.device.type == "cpu":
+            lengths, kept = step.new_tokens, self.kept[step.requests]
+            filled = fill_pools(self.wave.policy.selection, queries, keys_BPGd.transpose(1, 2), lengths, kept)
+            for table, values in zip(tables, filled, strict=True):
+                table.copy_(torch.from_numpy(values).permute(2, 0, 1))
+        else:
+            self.fill_on_device(self.uses, layer, step, queries, keys_BPGd.permute(0, 2, 3, 1)[:, :, None])
+        return tables[1].permute(1, 2, 0).long()
+
+    def fill_on_device(
+        self, uses: Uses, layer: int, step: MiniBatchStep, queries_BGrPd: torch.Tensor, keys_BG1dP: torch.Tensor
+    ) -> None:
+        """Do what ``fill_pools`` does, without waiting for the device."""
+        lengths, kept = step.new_tokens, self.kept[step.requests]
+        heads = torch.arange(self.groups, device=self.device)
         _, born = uses.of(layer, step.mini_batch)
         places = torch.arange(len(born), device=self.device)
-        scores_BGrCP = queries  # of a chunk of queries
+        scores_BGrCP = queries_BGrPd  # of a chunk of queries
         for position in range(step.width):
             if position % RANKED_QUERIES == 0:
                 chunk = slice(position, position + RANKED_QUERIES)
-                scores_BGrCP = torch.matmul(queries[:, :, :, chunk], keys).float()
+                scores_BGrCP = torch.matmul(queries_BGrPd[:, :, :, chunk], keys_BG1dP).float()
             rows = np.flatnonzero(lengths > position)
             held, full = np.minimum(position, kept[rows]), position >= kept[rows]
             rows_B, held_B = to_device(rows, self.device), to_device(held, self.device)
@@ -263,7 +274,6 @@ class Speculation(SelectionHooks):
                 most = most_selected(self.wave.policy.selection, held).astype(np.int64)
                 index = choose_tokens(relative, self.alpha, to_device(most, self.device), int(most.max()), True)
                 uses.fetched(layer, step.mini_batch, rows_B, index.masked_fill_(index == taken[..., None], -1), now)
-        return born.permute(1, 2, 0).long()
 
     def guess(self, step: MiniBatchStep) -> Guess:
         """Return what the guesses of a decode step need."""
