@@ -43,8 +43,7 @@ class Parser(argparse.ArgumentParser):
 
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
-        prog="flexhybrid",
-        description="Run language models that do not fit the GPU, and know beforehand how fast.",
+        prog="flexhybrid", description="Run language models that do not fit the GPU, and know beforehand how fast."
     )
     parser.add_argument("--version", action="version", version=f"flexhybrid {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -288,21 +287,15 @@ def _skew(args) -> dict:
     return done
 
 
-def _note_budgets(args) -> dict[str, str | None]:
-    """Return the budgets; say on stderr which of them the machine does not have, and what is wrong with its profile."""
-    from flexhybrid.jobs.simulate import machine_notes
-
-    budgets = budgets_from(args)
-    for line in machine_notes(args.model, args.hardware, budgets):
-        print(f"flexhybrid: {line}", file=sys.stderr)
-    return budgets
+def _note(line: str) -> None:
+    print(f"flexhybrid: {line}", file=sys.stderr)
 
 
 def _simulate(args) -> dict:
     from flexhybrid.jobs.simulate import describe, run_simulate
 
     keys = ("system", "model", "hardware", "batch", "prompt_len", "gen_len", "dtype", "clock")
-    outcome = run_simulate({key: getattr(args, key) for key in keys}, args.policy, _note_budgets(args))
+    outcome = run_simulate({key: getattr(args, key) for key in keys}, args.policy, budgets_from(args), _note)
     args.show(describe(outcome))
     return outcome.to_dict()
 
@@ -311,11 +304,11 @@ def _search(args) -> dict:
     from flexhybrid.core.files import check_new_file, save_text
     from flexhybrid.jobs.search import PolicySearchOptions, describe_search, run_search, search_record
 
-    options = options_from(PolicySearchOptions, args, budgets=_note_budgets(args))
+    options = options_from(PolicySearchOptions, args, budgets=budgets_from(args))
     for path in (args.save_policy, args.lp):
         if path:
             check_new_file(path)  # before the work
-    report = run_search(options)
+    report = run_search(options, _note)
     if args.save_policy:
         save_text(args.save_policy, report.found.policy.to_json())
     args.show(describe_search(report))

@@ -111,11 +111,7 @@ class FlexHybridLM(TemplateLM):
         return min(int(self.decode_context * num_context), num_context - 1)
 
     def _loglikelihood_tokens(
-        self,
-        requests,
-        disable_tqdm: bool = False,
-        on_answer: Callable[[int, Answer], None] | None = None,
-        **kwargs,
+        self, requests, disable_tqdm: bool = False, on_answer: Callable[[int, Answer], None] | None = None, **kwargs
     ) -> list[Answer]:
         """Return the answer to each (texts, context ids, continuation ids); ``on_answer(i, answer)`` as they come.
 

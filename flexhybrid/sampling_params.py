@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from flexhybrid.core.errors import SHOWN, InputError, is_integer, is_number, unknown
+from flexhybrid.core.errors import InputError, check, is_integer, is_number, shown, unknown
 
 #: vLLM's other fields (vllm/sampling_params.py, versions 0.4 to 0.20), with the values that ask for nothing.
 NEUTRAL: dict[str, tuple] = {
@@ -30,6 +30,14 @@ NEUTRAL: dict[str, tuple] = {
     "skip_reading_prefix_cache": (None, False, True),
     "thinking_token_budget": (None, -1),
 }
+
+#: Fields that are whole numbers: name, least value, what besides a number there may be.
+_COUNTS = (
+    ("n", 1, ""),
+    ("max_tokens", 1, ", or None (JSON: null) for all that the model has room for"),
+    ("min_tokens", 0, ""),
+    ("top_k", -1, "; 0 or -1 turns it off"),
+)
 
 
 @dataclass(frozen=True, init=False)
@@ -64,7 +72,7 @@ class SamplingParams:
             if not any(_same(value, neutral) for neutral in NEUTRAL[name]):
                 raise InputError(
                     f"sampling parameter {name} is not supported: it must be left at {NEUTRAL[name][0]!r}, not "
-                    f"{_shown(value)}; supported: {', '.join(supported)}"
+                    f"{shown(value)}; supported: {', '.join(supported)}"
                 )
         for name, default in supported.items():
             object.__setattr__(self, name, values.get(name, default))
@@ -72,34 +80,30 @@ class SamplingParams:
 
     def _check(self) -> None:
         """Raise InputError for the first field that is wrong; settle the spellings of the same thing."""
-        _check_integer("n", self.n, 1)
+        for name, least, more in _COUNTS:
+            value = getattr(self, name)
+            unlimited = name == "max_tokens" and value is None
+            check(name, value, unlimited or is_integer(value) and value >= least, f"a whole number >= {least}{more}")
         if self.n != 1:
             raise InputError(f"n is {self.n}; one answer a prompt is supported: give the prompt n times")
-        if self.max_tokens is not None:
-            _check_integer(
-                "max_tokens", self.max_tokens, 1, ", or None (JSON: null) for all that the model has room for"
-            )
-        _check_integer("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InputError(f"min_tokens is {self.min_tokens}, more than max_tokens, which is {self.max_tokens}")
-        if not is_number(self.temperature) or not 0 <= self.temperature < math.inf:
-            raise InputError(f"temperature is {_shown(self.temperature)}; it must be a finite number >= 0")
-        _check_integer("top_k", self.top_k, -1, other="; 0 or -1 turns it off")
-        if not is_number(self.top_p) or not 0 < self.top_p <= 1:
-            raise InputError(f"top_p is {_shown(self.top_p)}; it must be above 0 and at most 1, which turns it off")
-        if not is_number(self.min_p) or not 0 <= self.min_p <= 1:
-            raise InputError(f"min_p is {_shown(self.min_p)}; it must be from 0, which turns it off, to 1")
-        if self.seed is not None and not (is_integer(self.seed) and 0 <= self.seed < 2**64):
-            raise InputError(f"seed is {_shown(self.seed)}; it must be a whole number from 0 to 2**64 - 1, or None")
+        warm = is_number(self.temperature) and 0 <= self.temperature < math.inf
+        check("temperature", self.temperature, warm, "a finite number >= 0")
+        in_reach = is_number(self.top_p) and 0 < self.top_p <= 1
+        check("top_p", self.top_p, in_reach, "above 0 and at most 1, which turns it off")
+        in_reach = is_number(self.min_p) and 0 <= self.min_p <= 1
+        check("min_p", self.min_p, in_reach, "from 0, which turns it off, to 1")
+        known = self.seed is None or is_integer(self.seed) and 0 <= self.seed < 2**64
+        check("seed", self.seed, known, "a whole number from 0 to 2**64 - 1, or None")
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
-            if not isinstance(getattr(self, name), bool):
-                raise InputError(f"{name} is {_shown(getattr(self, name))}; it must be True or False")
+            check(name, getattr(self, name), isinstance(getattr(self, name), bool), "True or False")
         stop = (self.stop,) if isinstance(self.stop, str) else _items("stop", self.stop, "a text or a list of texts")
-        if not all(isinstance(text, str) and text for text in stop):
-            raise InputError(f"stop is {_shown(self.stop)}; it must be a text or a list of texts, none of them empty")
+        texts = all(isinstance(text, str) and text for text in stop)
+        check("stop", self.stop, texts, "a text or a list of texts, none of them empty")
         ids = _items("stop_token_ids", self.stop_token_ids, "a list of token ids")
-        if not all(is_integer(token) and token >= 0 for token in ids):
-            raise InputError(f"stop_token_ids is {_shown(self.stop_token_ids)}; it must be a list of token ids >= 0")
+        tokens = all(is_integer(token) and token >= 0 for token in ids)
+        check("stop_token_ids", self.stop_token_ids, tokens, "a list of token ids >= 0")
         settled = {"top_k": max(self.top_k, 0), "stop": tuple(dict.fromkeys(stop)),
                    "stop_token_ids": tuple(dict.fromkeys(int(token) for token in ids))}  # fmt: skip
         for name, value in settled.items():
@@ -128,22 +132,11 @@ def params_per_prompt(params, num_prompts: int) -> list[SamplingParams]:
 def _items(name: str, value, expected: str) -> tuple:
     if value is None:
         return ()
-    if not isinstance(value, (list, tuple, set, frozenset, np.ndarray)):
-        raise InputError(f"{name} is {_shown(value)}; it must be {expected}, or None")
+    check(name, value, isinstance(value, (list, tuple, set, frozenset, np.ndarray)), f"{expected}, or None")
     return tuple(value)
-
-
-def _check_integer(name: str, value, least: int, other: str = "") -> None:
-    if not is_integer(value) or value < least:
-        raise InputError(f"{name} is {_shown(value)}; it must be a whole number >= {least}{other}")
 
 
 def _same(value, neutral) -> bool:
     """Equal, and no bool where a number is meant."""
     same_kind = is_number(value) if is_number(neutral) else isinstance(value, type(neutral))
     return same_kind and value == neutral
-
-
-def _shown(value) -> str:
-    text = repr(value)
-    return text if len(text) <= SHOWN else text[:SHOWN] + "…"

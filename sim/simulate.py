@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from flexhybrid.core.context.cache_entries import TIERS
-from flexhybrid.core.errors import InputError
+from flexhybrid.core.errors import InputError, check, is_integer
 from flexhybrid.core.hardware import LINKS
 from flexhybrid.core.memory import buffer_sizes, memory_plan, total_bytes
 from flexhybrid.core.plan import stream
@@ -134,8 +134,7 @@ def simulate_many(problem: Problem, policy: Policy, lengths: Sequence[Lengths]) 
 
 def _check(batch: int, prompt_tokens: int, max_tokens: int) -> None:
     for name, value in (("batch", batch), ("prompt_len", prompt_tokens), ("gen_len", max_tokens)):
-        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-            raise InputError(f"{name} is {value!r}; it must be a whole number >= 1")
+        check(name, value, is_integer(value) and value >= 1, "a whole number >= 1")
 
 
 def _largest_fitting(most: np.ndarray, fits: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> np.ndarray:

@@ -32,12 +32,22 @@ def unknown(what: str, name: object, known: Iterable[str], *, other: str = "") -
     accepted besides the known names ("the path of a hardware file").
     """
     known = list(known)
-    shown = repr(name)
-    shown = shown if len(shown) <= SHOWN else shown[:SHOWN] + "…"
     near = _nearest(name, known) if isinstance(name, str) else []
     guess = f"; did you mean {' or '.join(map(_one_line, near))}?" if near else ";"
     names = ", ".join(map(_one_line, known)) or "none"
-    return InputError(f"unknown {what} {shown}{guess} known: {names}{f', or {other}' if other else ''}")
+    return InputError(f"unknown {what} {shown(name)}{guess} known: {names}{f', or {other}' if other else ''}")
+
+
+def check(name: str, value: object, accepted: bool, wanted: str) -> None:
+    """Raise InputError, "NAME is VALUE; it must be WANTED", unless the value is ``accepted``."""
+    if not accepted:
+        raise InputError(f"{name} is {shown(value)}; it must be {wanted}")
+
+
+def shown(value: object) -> str:
+    """Return the value as code, cut to SHOWN characters."""
+    text = repr(value)
+    return text if len(text) <= SHOWN else text[:SHOWN] + "…"
 
 
 def is_number(value: object) -> TypeGuard[float]:

@@ -7,7 +7,7 @@ import sys
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 
-from flexhybrid.core.errors import InputError
+from flexhybrid.core.errors import InputError, check
 from flexhybrid.core.files import write_by_rename
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.task import RESOURCES
@@ -54,8 +54,7 @@ class Line:
     def __post_init__(self):
         for name in ("overhead_s", "s_per_flop", "s_per_byte"):
             value = getattr(self, name)
-            if not _is_number(value) or value < 0:
-                raise InputError(f"hardware line: {name} must be a number >= 0, not {value!r}")
+            check(f"hardware line: {name}", value, _is_number(value) and value >= 0, "a number >= 0")
 
     def seconds(self, flops, num_bytes):
         """Time of one task; arguments may be numpy arrays."""
@@ -84,28 +83,22 @@ class Hardware:
 
     def __post_init__(self):
         for name in ("name", "device", "source", "dtype"):
-            if not isinstance(getattr(self, name), str):
-                raise InputError(f"hardware: {name} must be text, not {getattr(self, name)!r}")
-        if self.device not in ("cpu", "cuda"):
-            raise InputError(f"hardware {self.name}: device {self.device!r} is not one of cpu, cuda")
-        if self.faster_dtype not in (None, "float32", "bfloat16"):
-            raise InputError(f"hardware {self.name}: faster_dtype {self.faster_dtype!r} is not float32 or bfloat16")
+            check(f"hardware: {name}", getattr(self, name), isinstance(getattr(self, name), str), "text")
+        where, reserve = f"hardware {self.name}: ", self.device_reserve
+        check(f"{where}device", self.device, self.device in ("cpu", "cuda"), "one of cpu, cuda")
+        dtypes = (None, "float32", "bfloat16")
+        check(f"{where}faster_dtype", self.faster_dtype, self.faster_dtype in dtypes, "float32, bfloat16 or null")
         for name in ("device_memory", "host_memory", "disk_memory"):
             value = getattr(self, name)
-            if value is not None and (not _is_number(value) or value <= 0):
-                raise InputError(f"hardware {self.name}: {name} must be a number of bytes > 0, not {value!r}")
-        reserve = self.device_reserve
-        if reserve is not None and (not _is_number(reserve) or reserve < 0):
-            raise InputError(f"hardware {self.name}: device_reserve must be a number of bytes >= 0, not {reserve!r}")
-        if self.device_memory is not None and reserve is not None and reserve >= self.device_memory:
-            raise InputError(
-                f"hardware {self.name}: device_reserve is {reserve}; it must be less than device_memory, "
-                f"{self.device_memory}"
-            )
+            check(where + name, value, value is None or _is_number(value) and value > 0, "a number of bytes > 0")
+        sized = reserve is None or _is_number(reserve) and reserve >= 0
+        check(f"{where}device_reserve", reserve, sized, "a number of bytes >= 0")
+        if self.device_memory is not None and reserve is not None:
+            less = f"less than device_memory, {self.device_memory}"
+            check(f"{where}device_reserve", reserve, reserve < self.device_memory, less)
         if not self.lines:
-            raise InputError(f"hardware {self.name}: it has no lines")
-        if not isinstance(self.notes, dict):
-            raise InputError(f"hardware {self.name}: notes must be an object, not {self.notes!r}")
+            raise InputError(f"{where}it has no lines")
+        check(f"{where}notes", self.notes, isinstance(self.notes, dict), "an object")
 
     def usable_memory(self, tier: str) -> float | None:
         """Bytes of "device", "host" or "disk" that a run may fill: the device's less its reserve; None as the field."""
@@ -158,8 +151,7 @@ class Hardware:
         """
         if gb_per_s is None and "h2d_unpaced" not in self.lines:
             return self
-        if gb_per_s is not None and not (_is_number(gb_per_s) and gb_per_s > 0):
-            raise InputError(f"a link rate must be a number > 0, not {gb_per_s!r}")
+        check("the link's rate", gb_per_s, gb_per_s is None or _is_number(gb_per_s) and gb_per_s > 0, "a number > 0")
 
         def at_rate(key: str, line: Line) -> Line:
             if key.endswith("_unpaced") or not crosses_link(key):
@@ -176,8 +168,7 @@ class Hardware:
 
         None lifts the pace: the lines "disk_read_unpaced" and "disk_write_unpaced" take over, where they were measured.
         """
-        if gb_per_s is not None and not (_is_number(gb_per_s) and gb_per_s > 0):
-            raise InputError(f"a disk's rate must be a number > 0, not {gb_per_s!r}")
+        check("the disk's rate", gb_per_s, gb_per_s is None or _is_number(gb_per_s) and gb_per_s > 0, "a number > 0")
         lines = dict(self.lines)
         for key in self.lines:
             if not is_of_disk(key) or key.endswith("_unpaced"):

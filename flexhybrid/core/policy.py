@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from flexhybrid.core.context.cache_entries import CACHE_KEY, TIERS, representation_of
-from flexhybrid.core.errors import InputError, file_errors
+from flexhybrid.core.errors import InputError, check, file_errors
 
 FORMAT_VERSION = 1
 _NATIVE_BITS = "native"
@@ -140,17 +140,12 @@ class Selection:
                 raise InputError(f"policy: selection {self.method} does not take selection.{f.name}")
             if value is not None and f.name in ("budget", "partial_ratio", "max_fraction", "pool", "expected_fraction"):
                 _check_shares({f.name: value, "rest": 1 - value if _is_number(value) else value}, "selection")
-        if self.alpha is not None and not (_is_number(self.alpha) and self.alpha >= 0):
-            raise InputError(f'policy: selection.alpha is {self.alpha!r}; it must be a number >= 0, or "inf"')
-        count = self.whole_layers
-        if count is not None and not _is_count(count):
-            raise InputError(
-                f"policy: selection.whole_layers is {count!r}; it must be a whole number >= 1: nothing guesses for the "
-                "first layer"
-            )
-        size = self.pool_bytes
-        if size is not None and not _is_count(size):
-            raise InputError(f"policy: selection.pool_bytes is {size!r}; it must be a whole number of bytes >= 1")
+        given = self.alpha is None or _is_number(self.alpha) and self.alpha >= 0
+        check("policy: selection.alpha", self.alpha, given, 'a number >= 0, or "inf"')
+        count, size = self.whole_layers, self.pool_bytes
+        whole = "a whole number >= 1: nothing guesses for the first layer"
+        check("policy: selection.whole_layers", count, count is None or _is_count(count), whole)
+        check("policy: selection.pool_bytes", size, size is None or _is_count(size), "a whole number of bytes >= 1")
         if size is not None and self.pool is not None:
             raise InputError("policy: selection.pool and selection.pool_bytes both limit the pool; give one of them")
         if self.victim is not None:
@@ -196,6 +191,19 @@ class CacheShares(Mapping[str, float]):
 #: Which tasks may run at the same time.
 Overlap = Literal["full", "step", "none"]
 
+#: Fields of a policy that are words or flags -> what they may be.
+_CHOICES = {
+    "hidden": TIERS,
+    "schedule": ("column", "row"),
+    "packing": ("balanced", "fifo"),
+    "attention": ("device", "host"),
+    "weight_order": ("kv_first", "natural"),
+    "split": ("pipeline", "paper"),
+    "static_cache": (True, False),
+    "overlap": get_args(Overlap),
+    "version": (FORMAT_VERSION,),
+}
+
 
 @dataclass(frozen=True)
 class Policy:
@@ -224,8 +232,7 @@ class Policy:
     version: int = FORMAT_VERSION
 
     def __post_init__(self):
-        if not isinstance(self.name, str):
-            raise InputError(f"policy: name is {self.name!r}; it must be a text")
+        check("policy: name", self.name, isinstance(self.name, str), "a text")
         for name, kind in _PARTS.items():
             if not isinstance(getattr(self, name), kind):
                 raise InputError(
@@ -246,21 +253,11 @@ class Policy:
                 )
         _check_shares(self.cache, "cache")
         object.__setattr__(self, "cache", CacheShares(self.cache))
-        _check_choice(self.hidden, TIERS, "hidden")
-        _check_choice(self.schedule, ("column", "row"), "schedule")
-        _check_choice(self.packing, ("balanced", "fifo"), "packing")
-        _check_choice(self.attention, ("device", "host"), "attention")
-        _check_choice(self.weight_order, ("kv_first", "natural"), "weight_order")
-        _check_choice(self.split, ("pipeline", "paper"), "split")
-        _check_choice(self.static_cache, (True, False), "static_cache")
-        _check_choice(self.overlap, get_args(Overlap), "overlap")
-        _check_choice(self.version, (FORMAT_VERSION,), "version")
-        for name in ("max_mini_batch_tokens", "max_batch"):
-            value = getattr(self, name)
-            if name == "max_batch" and value is None:
-                continue
-            if not _is_count(value):
-                raise InputError(f"policy: {name} is {value!r}; it must be a whole number >= 1")
+        for name, choices in _CHOICES.items():
+            _check_choice(getattr(self, name), choices, name)
+        bound, most = self.max_mini_batch_tokens, self.max_batch
+        check("policy: max_mini_batch_tokens", bound, _is_count(bound), "a whole number >= 1")
+        check("policy: max_batch", most, most is None or _is_count(most), "a whole number >= 1")
         if self.attention == "host":
             for key in self.cache:
                 if key != "kv@host":

@@ -8,7 +8,7 @@ import platform
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -21,13 +21,7 @@ from flexhybrid.core.model.shape import DTYPE_BYTES, KNOWN_SHAPES, ModelShape, s
 from flexhybrid.core.problem import Budgets, Problem
 from flexhybrid.core.units import gib
 from flexhybrid.core.workload import Workload
-from flexhybrid.jobs.machine import (
-    device_name,
-    free_budgets,
-    free_host_bytes,
-    host_memory_bytes,
-    machine_memories,
-)
+from flexhybrid.jobs.machine import device_name, free_budgets, free_host_bytes, host_memory_bytes, machine_memories
 from flexhybrid.jobs.profile.job import model_profile_path
 from flexhybrid.jobs.run.forecast import WINDOW, describe
 from flexhybrid.resolve import PacedDevice, best_policy, free_device_memory, saved_hardware
@@ -42,20 +36,6 @@ PATHS = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Fit:
-    """A model on this machine, by prediction; without a profile by its size alone."""
-
-    model: str
-    weights_bytes: float  #: in the dtype
-    dtype: str  #: that it would be computed in, and of which all sizes are
-    tokens_per_s: float | None  #: None: it does not fit, or nothing is measured
-    how: str  #: the policy in words, or what is lacking
-    binding: str = ""
-    own_profile: bool = False  #: measured at its own layer sizes, by a run
-    in_company: bool = False  #: while others used the machine
-
-
 def doctor(device: torch.device, models: Sequence[str], prompt_tokens: int, max_tokens: int) -> dict:
     """Return all findings as plain data, without running a model. Empty ``models`` stand for all known ones."""
     hardware, free = saved_hardware(device), free_host_bytes()
@@ -63,7 +43,10 @@ def doctor(device: torch.device, models: Sequence[str], prompt_tokens: int, max_
     budgets = free_budgets(device)
     if device.type == "cuda":
         budgets["device"] = free_device_memory(device)
-    lines = hardware.lines if hardware else {}
+    lines, profile = {}, None
+    if hardware:
+        lines, profile = hardware.lines, {name: getattr(hardware, name) for name in ("source", "dtype", "company")}
+        profile["measured"] = measured
     memories = machine_memories(device)  # now; a record's may be older than a container's limit, or missing
     lengths, fits = Workload.uniform(WINDOW, prompt_tokens, max_tokens), []  # what a run looks at of a long file
     for name in models or KNOWN_SHAPES:
@@ -72,46 +55,45 @@ def doctor(device: torch.device, models: Sequence[str], prompt_tokens: int, max_
         own = load_hardware(kept) if kept.is_file() else None
         known = own or hardware
         known = replace(known, **memories) if known else None
-        fit = _fit(shape, known, lengths, budgets)
-        fits.append(replace(fit, own_profile=own is not None, in_company=bool(known and known.company)))
+        own_fields = {"own_profile": own is not None, "in_company": bool(known and known.company)}
+        fits.append(_fit(shape, known, lengths, budgets) | own_fields)
     return {
         "versions": {"flexhybrid": __version__, "python": platform.python_version(), **_versions()},
         "device": {"type": device.type, "name": device_name(device), "free_bytes": budgets.get("device")},
         "host": {"bytes": host_memory_bytes(), "free_bytes": free, "cores": os.cpu_count()},
         "disk": {"folder": str(cache_folder()), "free_bytes": _free_disk()},
-        "profile": {
-            "source": hardware.source,
-            "measured": measured,
-            "dtype": hardware.dtype,
-            "company": hardware.company,
-        }
-        if hardware
-        else None,
+        "profile": profile,
         "gb_per_s": {key: 1e-9 / lines[key].s_per_byte for key in PATHS if key in lines and lines[key].s_per_byte},
         "workload": {"prompt_tokens": prompt_tokens, "max_tokens": max_tokens},
-        "models": [asdict(fit) for fit in fits],
-        "advice": list(_advice(device, hardware, measured, any(fit.in_company for fit in fits))),
+        "models": fits,
+        "advice": list(_advice(device, hardware, measured, any(fit["in_company"] for fit in fits))),
     }
 
 
-def _fit(shape: ModelShape, hardware: Hardware | None, lengths: Workload, budgets: dict) -> Fit:
+def _fit(shape: ModelShape, hardware: Hardware | None, lengths: Workload, budgets: dict) -> dict:
+    """Return a model on this machine, by prediction; without a profile by its size alone.
+
+    ``tokens_per_s`` is None where it does not fit or nothing is measured, ``how`` the policy in words, or what is
+    lacking. All sizes are of ``dtype``, in which it would be computed.
+    """
     dtype = hardware.dtype if hardware else shape.dtype
     p = DTYPE_BYTES[dtype]
     size = shape.num_layers * shape.layer_bytes(p) + shape.embedding_bytes(p)
+    fit = {"model": shape.name, "weights_bytes": size, "dtype": dtype, "tokens_per_s": None, "binding": ""}
     tokens = int(lengths.prompt_tokens[0] + lengths.max_tokens[0])
     if tokens > shape.max_context:
-        return Fit(shape.name, size, dtype, None, f"the model has {shape.max_context} positions")
+        return fit | {"how": f"the model has {shape.max_context} positions"}
     if hardware is None:
         need = size + shape.num_layers * tokens * shape.kv_token_bytes(p)
-        return Fit(shape.name, size, dtype, None, _by_size(need, budgets))
+        return fit | {"how": _by_size(need, budgets)}
     try:
         problem = Problem(shape=shape, dtype=dtype, hardware=hardware, budgets=Budgets(**budgets))
         policy = best_policy(problem, lengths, time_limit=SEARCH_S)
         run = simulate(problem, policy, lengths.num_requests, *mean_lengths(lengths))
     except InputError as error:
-        return Fit(shape.name, size, dtype, None, str(error))
+        return fit | {"how": str(error)}
     how = f"{run.wave} at a time, {describe(policy).split(': ', 1)[1]}"
-    return Fit(shape.name, size, dtype, run.tokens_per_s, how, run.binding)
+    return fit | {"tokens_per_s": run.tokens_per_s, "how": how, "binding": run.binding}
 
 
 def _by_size(need: float, budgets: dict[str, int | None]) -> str:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from flexhybrid.core.errors import InputError
+from flexhybrid.core.errors import InputError, check
 from flexhybrid.core.policy import Bits, Selection
-from flexhybrid.jobs.simulate import WEIGHTS_STREAMED, describe, setting_of, simulate_system
+from flexhybrid.jobs.simulate import WEIGHTS_STREAMED, Note, describe, setting_of, simulate_system
 from policy_search.search import FULL, LOSSLESS, SearchResult, SearchSettings, search
 from policy_search.search_problem import measured_space
 from policy_search.systems import Setting, System, system
@@ -55,14 +55,16 @@ class SearchReport(NamedTuple):
     rivals_s: float
 
 
-def run_search(options: PolicySearchOptions) -> SearchReport:
-    """Search, and simulate the papers' systems on the batch of the best policy. Raise InputError when nothing fits."""
+def run_search(options: PolicySearchOptions, note: Note | None = None) -> SearchReport:
+    """Search, and simulate the papers' systems on the batch of the best policy. Raise InputError when nothing fits.
+
+    ``note`` as in ``setting_of``.
+    """
     batch = 1 if options.batch is None and options.objective == "latency" else options.batch
     for name, value in (("max_batch", options.max_batch), ("time_limit", options.time_limit)):
-        if value is not None and value <= 0:
-            raise InputError(f"{name} is {value}; it must be above 0")
+        check(name, value, value is None or value > 0, "above 0")
     point = {name: getattr(options, name) for name in ("model", "hardware", "prompt_len", "gen_len", "dtype")}
-    setting = setting_of({**point, "batch": options.max_batch if batch is None else batch}, options.budgets)
+    setting = setting_of({**point, "batch": options.max_batch if batch is None else batch}, options.budgets, note)
     selection = None if options.selection is None else _selection_of(options.selection, setting)
     seeds = []
     for name in LOSSLESS_RIVALS:

@@ -2,41 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from flexhybrid.core.errors import InputError
+from flexhybrid.core.errors import InputError, check, is_integer
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.model.shape import ModelShape, shape_of
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.units import gib, parse_bytes
-from flexhybrid.jobs.sweep.grid import positive_integer
 from policy_search.systems import Setting, System, system
 from sim import catalogue
 from sim.simulate import SimulatedRun, simulate
+
+Budgets = dict[str, str | None]  #: tier -> memory as text, in place of the machine's own; None: the machine's
+Note = Callable[[str], object]  #: takes a line for the user
 
 #: Said of a system that would keep all weights on the device where they do not fit.
 WEIGHTS_STREAMED = "not all weights fit the device beside the cache, the rest is streamed"
 
 
-def setting_of(point: dict, budgets: dict[str, str | None] | None = None) -> Setting:
+def setting_of(point: dict, budgets: Budgets | None = None, note: Note | None = None) -> Setting:
     """Return the setting of a point: model, hardware, batch, prompt_len, gen_len and dtype by name.
 
-    ``budgets``: tier -> memory as text, in place of the machine's own. Raise InputError, naming the key.
+    ``note`` takes a line about a profile that was taken in company, and one for each budget above the machine's memory;
+    such budgets ask what more memory would bring. Raise InputError, naming the key.
     """
     for name in ("batch", "prompt_len", "gen_len"):
-        try:
-            positive_integer(point[name])
-        except InputError as error:
-            raise InputError(f"{name} is {point[name]}; it {error}") from None
+        check(name, point[name], is_integer(point[name]) and point[name] >= 1, "a whole number >= 1")
     shape = shape_of(point["model"])
     hardware = machine_of(point["hardware"], shape)
+    if note and hardware.company:
+        from flexhybrid.jobs.profile.job import company_note  # loads torch
+
+        note(company_note(hardware) or "")
     for tier, text in (budgets or {}).items():
-        if text is not None:
+        if (budget := parse_bytes(text)) is not None:
+            memory = getattr(hardware, f"{tier}_memory")
+            if note and memory is not None and budget > memory:
+                note(f"--{tier}-memory {text} is more than the {gib(memory)} that {hardware.name} has")
             no_reserve = {"device_reserve": 0} if tier == "device" else {}  # a budget may be filled
-            hardware = replace(hardware, **{f"{tier}_memory": parse_bytes(text)}, **no_reserve)
+            hardware = replace(hardware, **{f"{tier}_memory": budget}, **no_reserve)
     last = point["prompt_len"] + point["gen_len"]
     if last > shape.max_positions:
         raise InputError(
@@ -62,26 +69,12 @@ def _usual_dtype(hardware: Hardware) -> str:
     return hardware.dtype if hardware.name == catalogue.LOCAL else "float16"
 
 
-def machine_notes(model: str, hardware: str, budgets: dict[str, str | None]) -> list[str]:
-    """Return a line about a profile that was taken in company, and one for each budget above the machine's memory; such
-    budgets ask what more memory would bring."""
-    machine = machine_of(hardware, shape_of(model))
-    lines = []
-    if machine.company:
-        from flexhybrid.jobs.profile.job import company_note
-
-        lines += filter(None, [company_note(machine)])
-    for tier, text in budgets.items():
-        memory, budget = getattr(machine, f"{tier}_memory"), parse_bytes(text)
-        if memory is not None and budget is not None and budget > memory:
-            lines.append(f"--{tier}-memory {text} is more than the {gib(memory)} that {machine.name} has")
-    return lines
-
-
-def run_simulate(point: dict, policy: Path | None = None, budgets: dict[str, str | None] | None = None) -> SimulatedRun:
+def run_simulate(
+    point: dict, policy: Path | None = None, budgets: Budgets | None = None, note: Note | None = None
+) -> SimulatedRun:
     """Return one predicted run. ``policy``: a policy file in place of the point's system, which may also be one.
-    ``budgets``: tier -> memory as text; None: the machine's."""
-    setting = setting_of(point, budgets)
+    ``budgets`` and ``note`` as in ``setting_of``."""
+    setting = setting_of(point, budgets, note)
     if policy is None and point["system"].endswith(".json"):
         policy = Path(point["system"])
     made = system(point["system"], setting) if policy is None else System("", Policy.load(policy), setting.machine)

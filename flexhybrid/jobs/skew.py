@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flexhybrid.core.errors import InputError, file_errors
+from flexhybrid.core.errors import InputError, check, file_errors
 from flexhybrid.requests import load_tokenizer
 from flexhybrid.runtime.selections.skew import save_skewed
 from flexhybrid.runtime.storage.loader import Checkpoint
@@ -15,8 +15,7 @@ def skew(model: Path, text: Path, out: Path, most_tokens: int = 2048) -> dict:
 
     Raises InputError for a checkpoint without tokenizer, a text that is empty or cannot be read, a folder that exists.
     """
-    if most_tokens < 1:
-        raise InputError(f"--tokens is {most_tokens}; it must be a whole number >= 1")
+    check("--tokens", most_tokens, most_tokens >= 1, "a whole number >= 1")
     checkpoint = Checkpoint(model)
     if (tokenizer := load_tokenizer(checkpoint.path)) is None:
         raise InputError(f"{model} has no tokenizer files, so no text can be read with it")

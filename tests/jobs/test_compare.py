@@ -22,7 +22,6 @@ from flexhybrid.jobs.compare.job import compare
 from flexhybrid.jobs.compare.setting import SIZES, TABLE_SECONDS, CompareOptions, settle
 from flexhybrid.jobs.compare.speed import Bench, PolicyRun
 from flexhybrid.jobs.options import split_names
-from flexhybrid.jobs.profile.disk import DiskPart
 from flexhybrid.resolve import PacedDevice
 from flexhybrid.runtime.links import CpuCopies
 from flexhybrid.runtime.profiling import profile
@@ -173,7 +172,7 @@ def systems_run(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(FASTER_DTYPE, "bfloat16")
         patch.setattr(job, "measure_hardware", lambda *rest: (hardware, []))
-        patch.setattr(job, "measure_disk", lambda *rest: (DiskPart(lines, 1 << 30, {}), []))
+        patch.setattr(job, "measure_disk", lambda *rest: (Hardware("disk", "cpu", lines, disk_memory=1 << 30), []))
         result = compare(
             CompareOptions(
                 device="cpu", link_gb_per_s=0.5, shape=SMALL, batch=4, prompt_len=48, gen_len=4, rounds=3,

@@ -118,7 +118,7 @@ def table(path: Path) -> list[dict]:
 
 
 def all_points(tmp_path: Path, **more) -> list[dict]:
-    return grids.points(grids.read_grid(written(tmp_path / "grid.json", {**GRID, **more}), KEYS))
+    return grids.read_points(written(tmp_path / "grid.json", {**GRID, **more}), KEYS)
 
 
 def swept(points: list[dict], out: Path, function=evaluate, **options):
@@ -144,14 +144,14 @@ def test_points_are_the_product_without_repeats(tmp_path_factory, axes):
     path = written(tmp_path_factory.getbasetemp() / "grid.json", axes)
     lists = [list(dict.fromkeys(v if isinstance(v, list) else [v])) for v in axes.values()]
     expected = [dict(zip(axes, values)) for values in itertools.product(*lists)]
-    assert grids.points(grids.read_grid(path, KEYS)) == expected
+    assert grids.read_points(path, KEYS) == expected
 
 
 def test_toml_with_several_grids_and_shared_keys(tmp_path):
     content = (
         'model = "m"\nbatch = [1, 2]\n[[grids]]\nprompt_len = 8\n[[grids]]\nbatch = [2, 3]\nprompt_len = [8, 16]\n'
     )
-    found = grids.points(grids.read_grid(written(tmp_path / "g.toml", content), KEYS))
+    found = grids.read_points(written(tmp_path / "g.toml", content), KEYS)
     assert [(p["model"], p["batch"], p["prompt_len"]) for p in found] == [
         ("m", 1, 8), ("m", 2, 8), ("m", 2, 16), ("m", 3, 8), ("m", 3, 16),
     ]  # fmt: skip
@@ -189,7 +189,7 @@ def test_toml_with_several_grids_and_shared_keys(tmp_path):
 )  # fmt: skip
 def test_wrong_grids_are_refused_by_name(tmp_path, name, content, words):
     with pytest.raises(InputError) as refused:
-        grids.read_grid(written(tmp_path / name, content), KEYS)
+        grids.read_points(written(tmp_path / name, content), KEYS)
     for word in words:
         assert word in str(refused.value)
     assert name in str(refused.value)
@@ -198,21 +198,21 @@ def test_wrong_grids_are_refused_by_name(tmp_path, name, content, words):
 def test_files_that_cannot_be_read(tmp_path):
     for path in (tmp_path / "none.json", tmp_path):
         with pytest.raises(InputError, match=path.name):
-            grids.read_grid(path, KEYS)
+            grids.read_points(path, KEYS)
     (tmp_path / "latin.json").write_bytes(b'{"model": "\xe9"}')
-    with pytest.raises(InputError, match="latin.json is not UTF-8"):
-        grids.read_grid(tmp_path / "latin.json", KEYS)
+    with pytest.raises(InputError, match="latin.json: .*utf-8.*position 11"):
+        grids.read_points(tmp_path / "latin.json", KEYS)
 
 
 def test_too_many_points_are_refused_before_they_are_made(tmp_path):
     huge = {"batch": list(range(1, 3001)), "prompt_len": list(range(1, 3001))}
     with pytest.raises(InputError, match="9,000,000 points"):
-        grids.points(grids.read_grid(written(tmp_path / "g.json", huge), KEYS))
+        grids.read_points(written(tmp_path / "g.json", huge), KEYS)
 
 
 def test_required_keys(tmp_path):
     with pytest.raises(InputError, match="lacks 'model'"):
-        grids.read_grid(written(tmp_path / "g.json", {"batch": 1}), KEYS, required=("batch", "model"))
+        grids.read_points(written(tmp_path / "g.json", {"batch": 1}), KEYS, required=("batch", "model"))
 
 
 # --- the table

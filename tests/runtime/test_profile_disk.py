@@ -65,26 +65,31 @@ def test_without_direct_reads_the_page_cache_is_emptied_and_writes_reach_the_dis
     assert all(runs[place + 1] == "flush" for place in writes[1:])  # all but the first, which only fills the space
 
 
+def disk_of(hardware: Hardware) -> tuple[dict, dict, int | None]:
+    """Lines and notes of a record's disk, and its bytes."""
+    lines = {key: line for key, line in hardware.lines.items() if "disk" in key}
+    return lines, {key: note for key, note in hardware.notes.items() if "disk" in key}, hardware.disk_memory
+
+
 def test_a_measured_disk_goes_into_the_record_and_stays_there(tmp_path, small_profile):
     disk, _ = measure_disk.measure_disk(DiskPlace(tmp_path, 0.1))
-    assert disk.lines["disk_read"].s_per_byte >= 1e-8 and disk.memory > 0
+    assert disk.lines["disk_read"].s_per_byte >= 1e-8 and disk.disk_memory > 0
     path = tmp_path / "hardware.json"
     measure_disk.with_disk(RECORD, disk).save(path)
     saved = load_hardware(path)
-    assert saved.disk_memory == disk.memory and saved.notes["disk_gb_per_s"] == 0.1 and saved.notes["hidden"] == 64
+    assert saved.disk_memory == disk.disk_memory and saved.notes["disk_gb_per_s"] == 0.1 and saved.notes["hidden"] == 64
     assert saved.line("read_weights", "disk_read") == disk.lines["disk_read"]
     assert saved.line("write_kv", "disk_write") == disk.lines["disk_write"]
 
     again = measure_disk.with_earlier_disk(RECORD, path)  # a new profile, made without a disk
-    assert measure_disk.disk_part(again) == disk and again.lines["h2d"] == LINES["h2d"]
-    other = measure_disk.DiskPart({"disk_read": Line(1.0)}, 5, {"disk": "another"})
+    assert disk_of(again) == disk_of(disk) and again.lines["h2d"] == LINES["h2d"]
+    other = Hardware("m", "cpu", {"disk_read": Line(1.0)}, disk_memory=5, notes={"disk": "another"})
     renewed = measure_disk.with_disk(RECORD, other)
     assert measure_disk.with_earlier_disk(renewed, path) is renewed  # its own disk wins
-    assert measure_disk.disk_part(measure_disk.with_disk(saved, other)) == other  # nothing of the old one stays
+    assert disk_of(measure_disk.with_disk(saved, other)) == disk_of(other)  # nothing of the old one stays
 
 
 def test_without_an_earlier_record_nothing_is_carried_over(tmp_path):
-    assert measure_disk.disk_part(RECORD) is None
     assert measure_disk.with_earlier_disk(RECORD, tmp_path / "none.json") is RECORD
     (tmp_path / "broken.json").write_text("{")
     assert measure_disk.with_earlier_disk(RECORD, tmp_path / "broken.json") is RECORD

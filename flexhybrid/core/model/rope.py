@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from flexhybrid.core.errors import InputError
+from flexhybrid.core.errors import InputError, check, is_number
 
 #: rope_type -> the numbers it cannot do without. What else it may have: ``Rope``.
 ROPE_TYPES = {
@@ -46,8 +46,7 @@ def rope_from_config(config: dict, path: Path, max_positions: int) -> Rope:  # n
     number, and for what turns only part of a head or differs between layers.
     """
     given = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(given, dict):
-        raise InputError(f"{path}: rope_scaling must be an object, not {given!r}")
+    check(f"{path}: rope_scaling", given, isinstance(given, dict), "an object")
     if nested := [key for key, value in given.items() if isinstance(value, dict)]:
         raise InputError(f"{path}: rotary parameters of their own for {', '.join(nested)} are not supported")
     kind = given.get("rope_type") or given.get("type") or "default"
@@ -59,10 +58,8 @@ def rope_from_config(config: dict, path: Path, max_positions: int) -> Rope:  # n
 
     def number(key: str, where: dict, what: str) -> float | None:
         value = where.get(key)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-            raise InputError(f"{path}: {what} must be a positive number, not {value!r}")
+        positive = value is None or is_number(value) and 0 < value < math.inf
+        check(f"{path}: {what}", value, positive, "a positive number")
         return value
 
     numbers = {}
@@ -82,9 +79,7 @@ def rope_from_config(config: dict, path: Path, max_positions: int) -> Rope:  # n
     if numbers["factor"] is None:
         numbers["factor"] = max_positions / original if kind == "yarn" and original else 1.0
     theta = number("rope_theta", given, "rope_theta") or number("rope_theta", config, "rope_theta") or Rope.theta
-    if theta <= 1:
-        raise InputError(f"{path}: rope_theta must be above 1, not {theta!r}")
+    check(f"{path}: rope_theta", theta, theta > 1, "above 1")
     truncate = given.get("truncate", True)
-    if not isinstance(truncate, bool):
-        raise InputError(f"{path}: truncate of rope_type {kind} must be true or false, not {truncate!r}")
+    check(f"{path}: truncate of rope_type {kind}", truncate, isinstance(truncate, bool), "true or false")
     return Rope(theta=theta, type=kind, original_max_positions=original, truncate=truncate, **numbers)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from flexhybrid.core.errors import InputError, unknown
+from flexhybrid.core.errors import InputError, check, is_number, unknown
 from flexhybrid.core.model.rope import Rope, rope_from_config
 from flexhybrid.core.policy import GROUP_ELEMENTS
 
@@ -49,22 +49,18 @@ class ModelShape:
     sliding_window: int | None = None  #: a token sees no more than this many, itself among them
 
     def __post_init__(self):
-        sizes = ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "ffn", "vocab", "max_positions")
-        for field in sizes:
+        where, window = f"model {self.name}: ", self.sliding_window
+        for field in (*_SIZES, "head_dim"):
             value = getattr(self, field)
-            if not _is_count(value) or value < 1:
-                raise InputError(f"model {self.name}: {field} must be a positive whole number, not {value!r}")
-        if not _is_count(self.embed_dim) or self.embed_dim < 0:
-            raise InputError(f"model {self.name}: embed_dim must be a whole number, not {self.embed_dim!r}")
+            check(where + field, value, _is_count(value) and value >= 1, "a positive whole number")
+        check(f"{where}embed_dim", self.embed_dim, _is_count(self.embed_dim) and self.embed_dim >= 0, "a whole number")
         for field in ("gated_mlp", "rotary", "tied_head", "pre_norm", "bias", "qkv_bias"):
-            if not isinstance(getattr(self, field), bool):
-                raise InputError(f"model {self.name}: {field} must be true or false, not {getattr(self, field)!r}")
-        if not all(map(_is_count, self.eos_token_ids)):
-            raise InputError(f"model {self.name}: eos_token_ids must be whole numbers, not {self.eos_token_ids!r}")
-        if self.sliding_window is not None and not (_is_count(self.sliding_window) and self.sliding_window >= 1):
-            raise InputError(f"model {self.name}: sliding_window must be a whole number, not {self.sliding_window!r}")
-        if isinstance(self.norm_eps, bool) or not isinstance(self.norm_eps, (int, float)) or not 0 < self.norm_eps < 1:
-            raise InputError(f"model {self.name}: norm_eps must be a small positive number, not {self.norm_eps!r}")
+            check(where + field, getattr(self, field), isinstance(getattr(self, field), bool), "true or false")
+        check(f"{where}eos_token_ids", self.eos_token_ids, all(map(_is_count, self.eos_token_ids)), "whole numbers")
+        windowed = window is None or _is_count(window) and window >= 1
+        check(f"{where}sliding_window", window, windowed, "a whole number >= 1")
+        small = is_number(self.norm_eps) and 0 < self.norm_eps < 1
+        check(f"{where}norm_eps", self.norm_eps, small, "a small positive number")
         if self.num_heads % self.num_kv_heads:
             raise InputError(
                 f"model {self.name}: {self.num_heads} heads cannot be shared by {self.num_kv_heads} key/value heads"

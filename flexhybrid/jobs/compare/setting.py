@@ -10,7 +10,7 @@ import numpy as np
 from flexhybrid import shipped
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.context.cache_entries import TIERS
-from flexhybrid.core.errors import InputError
+from flexhybrid.core.errors import InputError, check
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.memory import check_budget
 from flexhybrid.core.model.shape import ModelShape
@@ -198,8 +198,7 @@ def _check_numbers(options: CompareOptions, shape: ModelShape) -> None:
     least = {"--batch": (options.batch, 1), "--mini-batch": (options.mini_batch, 1)}
     least |= {"--gen-len": (options.gen_len, LEAST_TOKENS), "--prompt-len": (options.prompt_len, 1)}
     for flag, (value, minimum) in least.items():
-        if value is not None and value < minimum:
-            raise InputError(f"{flag} is {value}; it must be at least {minimum}")
+        check(flag, value, value is None or value >= minimum, f"at least {minimum}")
     prompt_len = options.prompt_len or 1
     if prompt_len + options.gen_len > shape.max_context:
         raise InputError(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.hardware import Hardware, Line, is_of_disk, load_hardware
+from flexhybrid.core.hardware import Hardware, is_of_disk, load_hardware
 from flexhybrid.runtime.profiling.profile_disk import profile_disk
 from flexhybrid.runtime.storage.scratch_file import free_bytes
 from flexhybrid.runtime.storage.weights import DiskPlace
@@ -14,17 +14,8 @@ from flexhybrid.runtime.storage.weights import DiskPlace
 NOTES = ("disk", "disk_gb_per_s")  #: the notes that belong to the disk
 
 
-@dataclass(frozen=True)
-class DiskPart:
-    """The fields of a hardware record that describe a disk."""
-
-    lines: dict[str, Line]
-    memory: int | None  #: bytes free where the folder lies
-    notes: dict
-
-
-def measure_disk(disk: DiskPlace) -> tuple[DiskPart, list[str]]:
-    """Measure the disk under a folder; return its part of a record and the sizes on which two passes disagreed.
+def measure_disk(disk: DiskPlace) -> tuple[Hardware, list[str]]:
+    """Measure the disk under a folder; return a record of the disk alone and the sizes on which two passes disagreed.
 
     Raise InputError when the folder cannot be used or has no room.
     """
@@ -37,27 +28,24 @@ def measure_disk(disk: DiskPlace) -> tuple[DiskPart, list[str]]:
         for key in ("disk_read", "disk_write"):
             lines[key] = replace(lines[key], s_per_byte=max(lines[key].s_per_byte, 1e-9 / gb_per_s))
     notes = {"disk": description, "disk_gb_per_s": gb_per_s}
-    return DiskPart(lines, free_bytes(directory.expanduser()) or None, notes), result.disagreements
+    memory = free_bytes(directory.expanduser()) or None
+    return Hardware("disk", "cpu", lines, disk_memory=memory, notes=notes), result.disagreements
 
 
-def disk_part(hardware: Hardware) -> DiskPart | None:
-    """Return the disk's part of a record; None when the record has no disk."""
-    lines = {key: line for key, line in hardware.lines.items() if is_of_disk(key)}
-    notes = {key: hardware.notes[key] for key in NOTES if key in hardware.notes}
-    return DiskPart(lines, hardware.disk_memory, notes) if lines else None
-
-
-def with_disk(hardware: Hardware, disk: DiskPart) -> Hardware:
-    """Return the record with this disk in place of its own."""
-    lines = {key: line for key, line in hardware.lines.items() if not is_of_disk(key)} | disk.lines
-    notes = {key: value for key, value in hardware.notes.items() if key not in NOTES} | disk.notes
-    return replace(hardware, lines=lines, notes=notes, disk_memory=disk.memory)
+def with_disk(hardware: Hardware, disk: Hardware) -> Hardware:
+    """Return the record with the disk of another one in place of its own."""
+    lines = {key: line for key, line in hardware.lines.items() if not is_of_disk(key)}
+    lines |= {key: line for key, line in disk.lines.items() if is_of_disk(key)}
+    notes = {key: value for key, value in hardware.notes.items() if key not in NOTES}
+    notes |= {key: disk.notes[key] for key in NOTES if key in disk.notes}
+    return replace(hardware, lines=lines, notes=notes, disk_memory=disk.disk_memory)
 
 
 def with_earlier_disk(hardware: Hardware, path: Path) -> Hardware:
     """Return the record; one without a disk gets the disk of the record in ``path``, which it is about to replace."""
     try:
-        earlier = disk_part(load_hardware(path))
+        earlier = load_hardware(path)
     except InputError:  # none yet, or none that can be read
         return hardware
-    return hardware if earlier is None or disk_part(hardware) else with_disk(hardware, earlier)
+    own, others = (any(map(is_of_disk, record.lines)) for record in (hardware, earlier))
+    return hardware if own or not others else with_disk(hardware, earlier)

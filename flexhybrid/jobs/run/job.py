@@ -23,15 +23,7 @@ from flexhybrid.arguments import LLMArguments
 from flexhybrid.batch.answers import ANSWERED, FAILED, PENDING, AnswerFile
 from flexhybrid.batch.manifest import check_same, load_manifest, manifest_path, model_record, save_manifest
 from flexhybrid.batch.openai import CHAT, Request, answer_line, error_line
-from flexhybrid.batch.requests import (
-    LineRules,
-    RequestFile,
-    file_state,
-    file_url,
-    format_of,
-    open_lines,
-    take_census,
-)
+from flexhybrid.batch.requests import LineRules, RequestFile, file_state, file_url, format_of, open_lines, take_census
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware, load_hardware
 from flexhybrid.core.problem import Budgets

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from flexhybrid.arguments import LLMArguments
-from flexhybrid.core.errors import InputError
+from flexhybrid.core.errors import InputError, check
 from flexhybrid.core.files import check_new_file
 from flexhybrid.core.policy import Policy
 from flexhybrid.jobs.paths import check_checkpoint, check_file
@@ -40,10 +40,8 @@ class RunOptions:
 def check_options(options: RunOptions) -> None:
     """Raise InputError for paths that do not exist, files given twice, and flags that contradict each other."""
     SamplingParams(**options.sampling)
-    if options.max_batch is not None and options.max_batch < 1:
-        raise InputError(f"--max-batch is {options.max_batch}; at least one request must run at a time")
-    if options.seed < 0:
-        raise InputError(f"--seed is {options.seed}; it must be at least 0")
+    check("--max-batch", options.max_batch, options.max_batch is None or options.max_batch >= 1, "at least 1")
+    check("--seed", options.seed, options.seed >= 0, "at least 0")
     if options.engine == "local" and options.actors is not None:
         raise InputError("--actors is of --engine ray; the local engine is one executor")
     if options.engine == "ray" and options.trace:

@@ -6,12 +6,11 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from flexhybrid.core.errors import InputError, is_integer, unknown
+from flexhybrid.core.errors import InputError, file_errors, is_integer, shown, unknown
 
 #: Takes a value of a grid file, gives the value to use; raises InputError with the reason where it cannot be served.
 Checker = Callable[[Any], Any]
@@ -19,23 +18,16 @@ Checker = Callable[[Any], Any]
 MAX_POINTS = 5_000_000
 
 
-@dataclass(frozen=True)
-class Grid:
-    """Checked axes: for every grid of the file, key -> its values in the file's order."""
-
-    path: str
-    grids: tuple[dict[str, tuple], ...]
-
-
-def read_grid(path: str | Path, keys: dict[str, Checker], required: Sequence[str] = ()) -> Grid:
+def read_points(path: str | Path, keys: dict[str, Checker], required: Sequence[str] = ()) -> list[dict]:
     """Read and check a grid file: {key: value or list of values}, and optionally "grids", a list of such tables.
 
-    Keys beside "grids" hold for each of them unless it sets its own. Raises InputError naming file, key and value.
+    Keys beside "grids" hold for each of them unless it sets its own. Return all combinations once, the last key
+    fastest, one grid after the other. Raises InputError naming file, key and value, and for more than MAX_POINTS.
     """
     data = _parse(Path(path))
     several = data.pop("grids", [{}])
     if not isinstance(several, list) or not several or not all(isinstance(value, dict) for value in several):
-        raise InputError(f"{path}: grids must be a list of one or more tables, not {short(several)}")
+        raise InputError(f"{path}: grids must be a list of one or more tables, not {shown(several)}")
     grids = []
     for index, own in enumerate(several):
         where = f"{path}: " if several == [{}] else f"{path}, grids[{index}]: "
@@ -45,16 +37,9 @@ def read_grid(path: str | Path, keys: dict[str, Checker], required: Sequence[str
         if not axes:
             raise InputError(f"{where}it has no keys; known: {', '.join(sorted(keys))}")
         grids.append(axes)
-    return Grid(str(path), tuple(grids))
-
-
-def points(grid: Grid, limit: int = MAX_POINTS) -> list[dict]:
-    """Return all combinations once, the last key fastest, one grid after the other."""
-    if (count := sum(math.prod(map(len, axes.values())) for axes in grid.grids)) > limit:
-        raise InputError(f"{grid.path}: {count:,} points; a sweep takes at most {limit:,}. Split the grid in several.")
-    combined = (
-        dict(zip(axes, values, strict=True)) for axes in grid.grids for values in itertools.product(*axes.values())
-    )
+    if (count := sum(math.prod(map(len, axes.values())) for axes in grids)) > MAX_POINTS:
+        raise InputError(f"{path}: {count:,} points; a sweep takes at most {MAX_POINTS:,}. Split the grid in several.")
+    combined = (dict(zip(axes, values, strict=True)) for axes in grids for values in itertools.product(*axes.values()))
     return list({point_id(point): point for point in combined}.values())
 
 
@@ -98,7 +83,7 @@ def _axis(where: str, key: str, value, keys: dict[str, Checker]) -> tuple:
             checked_value = keys[key](element)
             checked[json.dumps(checked_value)] = checked_value
         except (ValueError, TypeError, OverflowError) as error:
-            raise InputError(f"{where}{key} = {short(element)}: {error}") from None
+            raise InputError(f"{where}{key} = {shown(element)}: {error}") from None
     return tuple(checked.values())
 
 
@@ -106,12 +91,8 @@ def _parse(path: Path) -> dict:
     """Read the table of a JSON or TOML file. Raise InputError with line and column where it is broken."""
     if path.suffix.lower() not in (".json", ".toml"):
         raise InputError(f"{path}: a grid is a .json or .toml file, not {path.suffix or 'one without a suffix'}")
-    try:
+    with file_errors(f"read grid {path}"):
         content = path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise InputError(f"cannot read grid {path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
     try:
         data = _toml(content) if path.suffix.lower() == ".toml" else _json(content)
     except json.JSONDecodeError as error:
@@ -119,7 +100,7 @@ def _parse(path: Path) -> dict:
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: {error}") from None
     if not isinstance(data, dict):
-        raise InputError(f"{path}: a grid is a table of keys and values, not {short(data)}")
+        raise InputError(f"{path}: a grid is a table of keys and values, not {shown(data)}")
     return data
 
 
@@ -146,9 +127,3 @@ def _toml(content: str) -> dict:
         lines = content.split("\n")
         end = f"at line {len(lines)}, column {len(lines[-1]) + 1}, the end of the file"
         raise ValueError(f"broken TOML: {str(error).replace('at end of document', end)}") from None
-
-
-def short(value) -> str:
-    """Return the value as code, cut to 80 characters."""
-    shown = repr(value)
-    return shown if len(shown) <= 80 else shown[:77] + "..."

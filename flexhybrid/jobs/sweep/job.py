@@ -1,6 +1,6 @@
 """The sweep job: a grid of settings, evaluated on all cores into one tidy table.
 
-    GRID.json|toml ──read_grid──▶ Grid ──points──▶ [point, …] ──run_sweep──▶ OUT.csv|parquet
+    GRID.json|toml ──read_points──▶ [point, …] ──run_sweep──▶ OUT.csv|parquet
 
 It knows no simulator: the caller gives the function that evaluates points (``simulated.evaluate``). While it runs,
 every result is in a journal beside the output (OUT.partial, JSON lines), so that a killed sweep continues from it.
@@ -30,9 +30,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from flexhybrid.core.errors import InputError, file_errors, is_integer
+from flexhybrid.core.errors import InputError, check, file_errors, is_integer, shown
 from flexhybrid.jobs.ray_cluster import cluster
-from flexhybrid.jobs.sweep.grid import point_id, short
+from flexhybrid.jobs.sweep.grid import point_id
 from flexhybrid.jobs.sweep.journal import JobResult, Journal, grid_hash, open_journal, version_hash
 
 #: Takes points of one group, gives one row of plain numbers and text for each. Importable by name (workers load it).
@@ -83,8 +83,7 @@ def run_sweep(
     began = time.perf_counter()
     out = Path(out)
     for name, value in (("workers", options.workers), ("chunk", options.chunk)):
-        if value is not None and (not is_integer(value) or value < 1):
-            raise InputError(f"{name} must be a whole number >= 1, not {value!r}")
+        check(name, value, value is None or is_integer(value) and value >= 1, "a whole number >= 1")
     _check_output(out)
     ids = [point_id(point) for point in points]
     identity = {"grid": grid_hash(points, ids), "version": version_hash(evaluate), "points": len(points)}
@@ -178,7 +177,7 @@ def job_result(evaluate: Evaluate, groups: list[list[dict]]) -> JobResult:
         try:
             rows = _rows(evaluate, group)
         except Exception as error:  # whatever the caller's function raises ends the sweep, with its words
-            reason = f"{type(error).__name__}: {error} (at {short(group[0])}{' …' if len(group) > 1 else ''})"
+            reason = f"{type(error).__name__}: {error} (at {shown(group[0])}{' …' if len(group) > 1 else ''})"
             return JobResult(failure=reason, details=traceback.format_exc())
         for point, row in zip(group, rows, strict=True):
             lines.append(json.dumps({"point": point_id(point), "row": row}).encode() + b"\n")
@@ -206,11 +205,11 @@ def _plain(point: dict, row: dict) -> dict:
         if hasattr(value, "item"):  # a numpy scalar
             value = value.item()
         if not isinstance(key, str) or not isinstance(value, (str, int, float, bool, type(None))):
-            raise TypeError(f"evaluate gave {key!r} = {short(value)}; a table holds numbers and text")
+            raise TypeError(f"evaluate gave {key!r} = {shown(value)}; a table holds numbers and text")
         if key not in point:
             plain[key] = value
         elif point[key] != value:
-            raise ValueError(f"evaluate gave {key} = {short(value)} for a point with {key} = {short(point[key])}")
+            raise ValueError(f"evaluate gave {key} = {shown(value)} for a point with {key} = {shown(point[key])}")
     return plain
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.shape import DTYPE_BYTES, shape_of
 from flexhybrid.jobs.simulate import run_simulate, setting_of
-from flexhybrid.jobs.sweep.grid import one_of, points, positive_integer, read_grid
+from flexhybrid.jobs.sweep.grid import one_of, positive_integer, read_points
 from flexhybrid.jobs.sweep.job import SweepOptions, SweepSummary, run_sweep
 from policy_search.systems import check, system
 from sim import catalogue
@@ -76,4 +76,4 @@ def _flat(o: SimulatedRun) -> dict:
 
 def sweep_grid(grid: Path, out: Path, options: SweepOptions) -> SweepSummary:
     """Simulate all points of a grid file into one table. Raise InputError, before any work, for a wrong grid."""
-    return run_sweep(points(read_grid(grid, KEYS, REQUIRED)), out, evaluate, group_of, options)
+    return run_sweep(read_points(grid, KEYS, REQUIRED), out, evaluate, group_of, options)
