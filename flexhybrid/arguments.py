@@ -1,7 +1,5 @@
 """The arguments of ``LLM`` as one value. Importing this loads neither torch nor transformers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 

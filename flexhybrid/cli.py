@@ -1,7 +1,5 @@
 """The ``flexhybrid`` command. Errors of the user's are one clear line on stderr and exit status 2."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

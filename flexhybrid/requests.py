@@ -1,7 +1,5 @@
 """From prompts to token ids, and from generated tokens to completions: what one checkpoint makes of a request."""
 
-from __future__ import annotations
-
 import functools
 import secrets
 from collections.abc import Iterable, Sequence

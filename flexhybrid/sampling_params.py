@@ -1,7 +1,5 @@
 """What a request may ask of its sampling, under vLLM's field names; whatever is not supported is refused, by name."""
 
-from __future__ import annotations
-
 import difflib
 import math
 from collections.abc import Iterable

@@ -4,8 +4,6 @@ The first part of each text is a prompt like any other; the rest is decoded with
 of the sampled ones (teacher forcing). So a policy's cache is written, moved, compressed or thinned out as in a run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

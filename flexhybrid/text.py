@@ -1,7 +1,5 @@
 """From tokens to text: an answer's text after its prompt, and stop texts found while the tokens come."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 #: Tokens decoded before an answer's: many tokenizers drop the space of the first word that they decode.

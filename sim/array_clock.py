@@ -11,8 +11,6 @@ What is left out: requests of different lengths (all requests of a candidate hav
 long decode that what binds may change from block to block. Tests and the bench measure the gap to the virtual clock.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 

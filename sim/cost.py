@@ -6,8 +6,6 @@ busy memory (profile under load, so that the lines contain it), caches that stay
 enqueue a task.
 """
 
-from __future__ import annotations
-
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import LINKS, Hardware, Line
 from flexhybrid.core.policy import Policy

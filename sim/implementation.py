@@ -5,8 +5,6 @@ into the machine as that implementation sees it. Nothing here is hidden in a cos
 nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 

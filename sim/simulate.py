@@ -4,8 +4,6 @@ A batch that does not fit is cut into waves, one after the other, as large as fi
 array clock, whichever clock then times the waves.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any

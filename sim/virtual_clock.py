@@ -5,8 +5,6 @@ ended. Dependencies are derived by the same function that guards the real run. W
 hand tasks over, and everything ``sim.cost`` leaves out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeVar

@@ -5,8 +5,6 @@ each by a single write to a file opened for appending; what a failed write leave
 in the middle of a write leaves at most a torn last line, which the next one cuts once, when it opens the file.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

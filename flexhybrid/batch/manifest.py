@@ -1,7 +1,5 @@
 """What a job's results hang on, beside its output file: a resumed run must agree in all of it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from hashlib import file_digest, sha256

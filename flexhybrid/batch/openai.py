@@ -4,8 +4,6 @@ Formats: openai-openapi's schemas BatchRequestInput and BatchRequestOutput, and 
 may ask beyond what is supported is refused by name, never dropped.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -4,8 +4,6 @@ Every format is read as lines of bytes. The census keeps where a line starts; th
 comes.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import tempfile

@@ -1,7 +1,5 @@
 """The one error that users see: what was wrong, with which value, what to do."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Writing files, locking them, and the folder in which profiles of this machine are kept."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -4,8 +4,6 @@ The executor and the simulator share it. The executor names its device and the b
 record where the machine was profiled; the simulator takes device and memory sizes from the hardware record.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

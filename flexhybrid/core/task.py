@@ -1,7 +1,5 @@
 """The task: one entry of the stream that both clocks run."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 RESOURCES = ("compute", "h2d", "d2h", "host_compute", "disk_read", "disk_write")

@@ -1,7 +1,5 @@
 """Traces: what ran when, the proof that every read saw its version, and the file that Perfetto opens."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Sizes in bytes as text, and back."""
 
-from __future__ import annotations
-
 import math
 
 from flexhybrid.core.errors import InputError

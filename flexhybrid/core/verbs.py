@@ -1,7 +1,5 @@
 """The verbs: one record each, from which every table over verbs derives."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from flexhybrid.core.context.cache_entries import TIERS

@@ -1,7 +1,5 @@
 """Requests into waves: as many at a time as the memory budgets (and the policy's max_batch) allow."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from flexhybrid.core.context.selection import pool_blocks

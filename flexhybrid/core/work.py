@@ -5,8 +5,6 @@ include padding, because padding is computed and moved too. Arguments may be num
 many policies at once. What is left out: index tensors, masks, kernel launches (a line's overhead covers those).
 """
 
-from __future__ import annotations
-
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.task import Work

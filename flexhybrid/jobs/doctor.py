@@ -1,7 +1,5 @@
 """``flexhybrid doctor``: what this machine offers, which models fit it, their predicted speed, and advice."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import platform

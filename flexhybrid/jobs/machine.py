@@ -1,7 +1,5 @@
 """What this machine is and has: names and memories, as its operating system tells them."""
 
-from __future__ import annotations
-
 import os
 import platform
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Freed memory goes back to the system, so that a process takes what its budgets say."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 

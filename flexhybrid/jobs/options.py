@@ -1,7 +1,5 @@
 """Options of a job from parsed arguments: every field of a record takes the argument of its own name."""
 
-from __future__ import annotations
-
 import argparse
 import re
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """Checks of the paths on a command line, made before torch and transformers are loaded: a typo costs no wait."""
 
-from __future__ import annotations
-
 import stat
 from collections.abc import Collection
 from pathlib import Path

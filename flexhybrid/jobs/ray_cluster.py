@@ -1,7 +1,5 @@
 """The Ray cluster of a job with ``--engine ray``: one that runs already, or a local one that ends with the job."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math

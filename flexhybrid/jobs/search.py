@@ -1,7 +1,5 @@
 """``flexhybrid search``: the best policy, its prediction, and the papers' systems beside it."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from dataclasses import dataclass, replace

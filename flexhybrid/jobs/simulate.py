@@ -1,7 +1,5 @@
 """``flexhybrid simulate``: one run of one system, predicted."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``flexhybrid skew``: a checkpoint prepared for InfiniGen's selection by a sample text."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from flexhybrid.core.errors import InputError, check, file_errors

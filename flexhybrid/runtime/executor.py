@@ -5,8 +5,6 @@ G key/value heads, H query heads, d head size, h hidden. Compute verbs run on th
 touch needs no guard; all else is guarded by the dependencies that the plan's reads and writes make.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar

@@ -1,7 +1,5 @@
 """Given tokens in the decode: an executor that feeds texts instead of what it samples (teacher forcing)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Links of a CPU: real copies, paced to a set rate by a running deadline."""
 
-from __future__ import annotations
-
 import time
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Settings of the whole process that a run needs, held for as long as any engine uses them."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Callable, Iterator

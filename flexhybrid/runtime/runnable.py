@@ -1,7 +1,5 @@
 """What the executor can run. The simulator can run more: every system of the papers."""
 
-from __future__ import annotations
-
 from flexhybrid.core.context.selection import limits_cache
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.shape import ModelShape

@@ -1,7 +1,5 @@
 """Index tensors, masks and sampling that the compute verbs of a step need: made once a step, used by every layer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The number of threads that torch computes with."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

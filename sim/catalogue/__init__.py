@@ -6,8 +6,6 @@ An entry is a paper's testbed, host and all, where a paper has one. GB of memory
 rates as 10^9.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

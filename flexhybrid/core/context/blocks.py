@@ -5,8 +5,6 @@ request under one policy; within a representation the request's tokens lie dense
 reserves one extent of physical blocks per representation, so that a load is a handful of long copies.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Cache entries as a policy writes them: ``kv@host``, ``act@device``, ``both(kv@host,act@host)``, ``tok``."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Requests into mini-batches under the buffer bounds: even and balanced by CAPTURE's F_b, or in order of arrival."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -5,8 +5,6 @@ measured on the model (``flexhybrid accuracy`` has it layer by layer), they are 
 at alpha 4 (Sec. 5.3): 37, 60, 66 and 73 tokens of 512, 1,024, 1,536 and 2,048.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -11,8 +11,6 @@ recomputed, so the best l of either rule is where two lines cross, or an end:
 Where loading ACT costs at least as much as loading KV (grouped queries), both rules give 0.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

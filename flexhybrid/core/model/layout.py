@@ -6,8 +6,6 @@ need them: W_K and W_V before all, because KV-Gen opens the layer's work. The de
 Vectors keep the compute width when the matrices are quantised; every matrix row is a whole number of bytes.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 

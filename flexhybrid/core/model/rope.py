@@ -1,8 +1,6 @@
 """Rotary positions: what a config.json says of them, under its old names (rope_theta, rope_scaling) or its new one
 (rope_parameters, transformers 5)."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from pathlib import Path

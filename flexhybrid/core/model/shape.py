@@ -1,7 +1,5 @@
 """Model shapes: what the schedule and the cost model need to know of a model, read without torch or transformers."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ implies all before it; a dependency is therefore a pair (resource, ordinal) and 
 latest counts. Dependencies on the task's own resource need no waiting.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from flexhybrid.core.task import Access, Task

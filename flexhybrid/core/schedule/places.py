@@ -4,8 +4,6 @@ Two tasks depend on each other where these overlap (core/dependencies.py), so th
 double and which is single stands here.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 from flexhybrid.core.schedule.positions import Position

@@ -4,8 +4,6 @@
 Both clocks take their work from ``step_work``.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What one mini-batch does in one iteration: its tokens and where they lie, request by request."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple

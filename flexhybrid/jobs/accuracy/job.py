@@ -5,8 +5,6 @@ every policy's own cache is what is read (``flexhybrid.scoring``). The full cach
 compute dtype, is the measure of the others.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator

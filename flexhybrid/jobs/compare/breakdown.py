@@ -4,8 +4,6 @@ The same functions reduce a measured and a virtual trace, so that the two lie si
 HybridServe's Fig. 13 and 14).
 """
 
-from __future__ import annotations
-
 from flexhybrid.core.hardware import LINKS
 from flexhybrid.core.task import RESOURCES, Task
 from flexhybrid.core.trace import TraceEvent, Window

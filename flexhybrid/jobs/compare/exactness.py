@@ -4,8 +4,6 @@ At the first difference the reference is teacher-forced on its own tokens. The d
 reference's two best logits are closer than 1e-5 of the logits' standard deviation, so that rounding may decide.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

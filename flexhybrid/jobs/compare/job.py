@@ -3,8 +3,6 @@
 With systems by name it runs those side by side instead, and shows where a decode step of each goes.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -1,7 +1,5 @@
 """What the main job prints: findings as they come, above the progress bar."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

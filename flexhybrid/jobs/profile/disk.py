@@ -1,7 +1,5 @@
 """The disk of a hardware record: measured, put into a record, carried over to the next record."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The profile job: samples of this machine, lines through them, a hardware file."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable

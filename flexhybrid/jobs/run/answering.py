@@ -1,7 +1,5 @@
 """Answering pending requests with the executor of this process: wave after wave, within the memory that is free."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple, Protocol

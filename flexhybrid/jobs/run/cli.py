@@ -1,7 +1,5 @@
 """The commands for people with a file of requests: ``run`` and ``doctor``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

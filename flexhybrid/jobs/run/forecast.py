@@ -1,7 +1,5 @@
 """Predicts the time and the memory of a file of requests under a policy."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass

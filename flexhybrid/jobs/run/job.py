@@ -4,8 +4,6 @@ The output file alone says what is done (``flexhybrid.batch.answers``): the same
 before has ended, reads it and answers the remaining requests.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import time

@@ -1,7 +1,5 @@
 """Options of ``flexhybrid run``, and the checks that need no heavy imports."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 

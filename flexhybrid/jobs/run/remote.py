@@ -7,8 +7,6 @@ again by the actor that replaces it. The output does not depend on that: the job
 sends out again the lines that are pending when all batches are done.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import queue

@@ -1,7 +1,5 @@
 """Reads batches of a job's input in a Ray worker, which imports no more than this for it: torch takes seconds."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pyarrow as pa

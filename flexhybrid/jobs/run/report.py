@@ -1,7 +1,5 @@
 """The files that a run writes on request: a trace of its first wave, and a page about the run."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
 """Grids of settings: a JSON or TOML file of keys and values, checked, and all combinations of them as points."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

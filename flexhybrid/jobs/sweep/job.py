@@ -6,8 +6,6 @@ It knows no simulator: the caller gives the function that evaluates points (``si
 every result is in a journal beside the output (OUT.partial, JSON lines), so that a killed sweep continues from it.
 """
 
-from __future__ import annotations
-
 import csv
 import functools
 import importlib.util

@@ -4,8 +4,6 @@ One JSON object a line. The first names the grid and the version of the project;
 its row.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from array import array

@@ -1,7 +1,5 @@
 """``flexhybrid sweep --engine ray``: a sweep's jobs as tasks of a Ray cluster."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Generator, Iterable
 

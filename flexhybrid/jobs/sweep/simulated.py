@@ -1,7 +1,5 @@
 """``flexhybrid sweep``: what a grid file may hold, and its points simulated."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -5,8 +5,6 @@ a matrix may lie partly in resident and partly in streamed memory. All functions
 Queries and keys are rotated between projection and attention, by the executor (flexhybrid.runtime.kernels.rotary).
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

@@ -4,8 +4,6 @@ Shapes: R rows (new tokens), h hidden. ``w`` maps a layout name (flexhybrid.core
 a matrix may lie partly in resident and partly in streamed memory. All functions follow transformers' OPTForCausalLM.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

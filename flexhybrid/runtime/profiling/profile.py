@@ -9,8 +9,6 @@ of eighteen predictions were too early, because a run is long enough to meet a m
 ``policy_search.fit`` fits lines through the samples.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

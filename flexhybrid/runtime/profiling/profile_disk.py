@@ -5,8 +5,6 @@ Where reads go through the page cache, the cache is emptied first and nothing is
 and of the host of a virtual machine, cannot be emptied.
 """
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Host memory for pools and weights: of exact size, and page-locked for a GPU."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import mmap

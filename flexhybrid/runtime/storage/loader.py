@@ -4,8 +4,6 @@ Headers are checked against the model's shape before any weights are read, so th
 refused at once. This module never opens a network connection.
 """
 
-from __future__ import annotations
-
 import json
 import zlib
 from collections.abc import Callable, Iterator

@@ -6,8 +6,6 @@ holds its process (machine, pid, start time, because pids are reused), and the o
 whose process on this machine has ended, and whose lock is free, is removed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

@@ -1,7 +1,5 @@
 """Weights in memory and on the disk: one byte range per layer and tier, and tensors that are views of it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol

@@ -1,7 +1,5 @@
 """Verbs of the compute lane that treat each token by itself: projections, KV-Gen, feed-forward, head, conversions."""
 
-from __future__ import annotations
-
 import torch
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS

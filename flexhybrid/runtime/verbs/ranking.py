@@ -1,7 +1,5 @@
 """The verb of selections that choose the tokens of a prompt that stay: heavy hitters, and a limited pool."""
 
-from __future__ import annotations
-
 import torch
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS

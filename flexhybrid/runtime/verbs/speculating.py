@@ -1,8 +1,6 @@
 """Verbs of a speculative selection: they keep columns after the prompt, choose the next layer's tokens in the decode,
 and gather their rows. And the variants of loads, conversions and attention in layers that read chosen tokens."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from flexhybrid.core import work
