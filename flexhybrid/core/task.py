@@ -15,6 +15,9 @@ class Work(NamedTuple):
     flops: Count = 0
     num_copies: Count = 0  #: separate copies behind link_bytes
     tokens: Count = 0  #: rows the task works on, for reading a trace
+    calls: Count = (
+        0  #: small operations that are issued one after the other, where a line's overhead does not cover them
+    )
 
 
 class Access(NamedTuple):

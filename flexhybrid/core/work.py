@@ -2,7 +2,8 @@
 
 Both clocks and the closed form use them. A multiply-add counts as two operations. All counts are of one layer and
 include padding, because padding is computed and moved too. Arguments may be numpy arrays: the closed form evaluates
-many policies at once. What is left out: index tensors, masks, kernel launches (a line's overhead covers those).
+many policies at once. What is left out: index tensors, masks, kernel launches (a line's overhead covers those, except
+where a verb takes hundreds: ``Work.calls``).
 """
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
@@ -116,14 +117,17 @@ def rank(shape: ModelShape, batch, rows, columns) -> Work:
     return Work(memory_bytes=8 * batch * shape.num_heads * rows * columns, tokens=batch * columns)
 
 
-def fill_pool(shape: ModelShape, batch, prompt) -> Work:
-    """Count which cached tokens each query of the prompts would fetch, and drop one where the pool is full (InfiniGen,
-    Sec. 4.4): the scores once more; for each query, float32 scores of its heads and ages, uses and order of each
-    group's tokens, read and written."""
-    pairs = batch * prompt * prompt / 2
-    flops = 2 * 2 * pairs * shape.query_width
-    cells = 2 * shape.num_heads + 6 * shape.num_kv_heads
-    return Work(memory_bytes=4 * cells * pairs, flops=flops, tokens=batch * prompt)
+POOL_CALLS = 30  #: small operations that a token of a prompt takes on its way into a pool
+
+
+def fill_pool(shape: ModelShape, batch, prompt, places) -> Work:
+    """Let the tokens of prompts into pools of ``places``, one after the other (InfiniGen, Sec. 4.4): for each query
+    the scores of the pool, which of them it would fetch, and whose place its token takes. Passes over float32 scores of
+    each head, and over scores, their order and 8-byte keys of each group's tokens."""
+    cells = batch * (prompt * places - places * places / 2)  # a pool fills up first
+    flops = 2 * shape.query_width * batch * prompt * places
+    memory_bytes = (12 * shape.num_heads + 100 * shape.num_kv_heads) * cells
+    return Work(memory_bytes=memory_bytes, flops=flops, tokens=batch * prompt, calls=POOL_CALLS * prompt)
 
 
 def choose_columns(shape: ModelShape, p: int, rows, share: float) -> Work:

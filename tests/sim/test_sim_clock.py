@@ -18,7 +18,7 @@ from flexhybrid.core.trace import TraceEvent, check_trace
 from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
 from sim import presets
-from sim.cost import price
+from sim.cost import CALL_S, price
 from sim.virtual_clock import run, summarize
 
 SHAPE = ModelShape("tiny", "opt", 3, 64, 4, 4, 16, 256, 128, 512)
@@ -155,6 +155,9 @@ def test_links_are_priced_by_link_bytes_and_the_rest_by_memory_bytes():
     work = Work(link_bytes=7, memory_bytes=11, flops=13)
     assert price(hardware, "finish", "compute", work) == 2 * 13 + 3 * 11
     assert price(hardware, "load_kv", "h2d", work) == 5 * 7
+    assert price(hardware, "rank", "compute", work._replace(calls=1000)) == pytest.approx(
+        2 * 13 + 3 * 11 + 1000 * CALL_S
+    )
     many = Work(link_bytes=np.array([1, 2]))
     assert price(hardware, "load_kv", "h2d", many).tolist() == [5, 10]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import replace
 from functools import cache
@@ -29,6 +30,7 @@ from flexhybrid.core.workload import Workload
 from sim import catalogue
 from sim.array_clock import predict
 from sim.candidates import Candidates, candidates_of, num_mini_batches
+from sim.cost import price
 from sim.presets import hybrid, infinigen, kv_only
 from sim.tiny_run import Loop, lay_out, structure_of, tiny_run, with_aliases
 from sim.verb_seconds import num_slices
@@ -103,6 +105,27 @@ def test_a_static_cache_recomputes_all_that_is_reserved():
     policy = Policy(weights=Placement(device=1), cache=cache, bits=Bits(act=8), static_cache=True)
     for bound in (113, 8192):
         assert gap(replace(policy, max_mini_batch_tokens=bound), 6, 45, 55, 3, 512) < 0.005
+
+
+@pytest.mark.parametrize("victim", ["lru", "counter"])
+@pytest.mark.parametrize("share", [0.3, 0.8])
+def test_both_clocks_know_what_the_way_of_a_prompt_into_a_pool_costs(share, victim):
+    """Token after token, as one by one counted here, and so more than a pool that drops the oldest."""
+    shape = ModelShape("m", "opt", 8, 4096, 32, 32, 128, 16384, 8192, 4096)
+
+    def case(order):
+        selection = replace(infinigen(pool=share).selection, victim=order)
+        policy = replace(infinigen(), selection=selection, max_mini_batch_tokens=4096)
+        return UniformCase(shape, Hardware("m", "cpu", MACHINE), 2, policy, 6, 500, 20)
+
+    ranks = [task.work for task in stream(case(victim).wave()) if task.verb == "rank"]
+    places = 16 * math.ceil(share * 519 / 16)
+    cells = sum(min(position, places) for position in range(500))
+    assert len(ranks) == 8 and all(work.calls >= 500 for work in ranks)  # a mini-batch in 8 layers
+    assert ranks[0].memory_bytes == pytest.approx(6 * 32 * cells * (12 + 100), rel=0.01)
+    (closed, virtual), (_, oldest) = compare(case(victim)), compare(case("fifo"))
+    assert abs(closed / virtual - 1) < 0.005
+    assert virtual - oldest == pytest.approx(8 * price(case(victim).hardware, "rank", "compute", ranks[0]), rel=0.05)
 
 
 @pytest.mark.parametrize("blocks", [1, 7, 10, 23, 40, 99])

@@ -89,7 +89,7 @@ def step_work(shape: ModelShape, policy: Policy, stored: ElementBytes, c: StepCo
         if policy.selection.method == "heavy_hitter":
             works["rank"] = work.rank(shape, c.batch, c.width, c.width / 2)
         if counts_uses(policy.selection):
-            works["rank"] = work.fill_pool(shape, c.batch, c.width)
+            works["rank"] = work.fill_pool(shape, c.batch, c.width, sum(c.stored.values()) / c.batch)
         if policy.selection.method == "speculative":
             share = partial_share(shape, policy.selection)
             works["speculate"] = work.choose_columns(shape, p, c.batch * c.width, share)
