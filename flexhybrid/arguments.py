@@ -5,6 +5,7 @@ from pathlib import Path
 
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.policy import Policy
+from flexhybrid.core.problem import AttentionPaths
 
 
 @dataclass(frozen=True)
@@ -20,3 +21,4 @@ class LLMArguments:
     link_gb_per_s: float | None = None
     disk_dir: str | Path | None = None
     disk_gb_per_s: float | None = None
+    attention: AttentionPaths | None = None  #: of an earlier run or another process; None: the fastest ones here

@@ -20,6 +20,7 @@ from flexhybrid.core.problem import Budgets, Problem
 from flexhybrid.core.units import parse_bytes
 from flexhybrid.core.waves import split_waves
 from flexhybrid.core.workload import Workload
+from flexhybrid.runtime.profiling.attention_paths import fastest_paths
 from flexhybrid.runtime.profiling.profile import faster_cpu_dtype
 from flexhybrid.runtime.runnable import check_runnable
 from flexhybrid.runtime.storage.disk import checked_rate
@@ -74,7 +75,10 @@ def resolve_problem(arguments: LLMArguments, shape: ModelShape, paced: PacedDevi
     if paced.device.type == "cuda" and sizes["device"] is None:
         sizes["device"] = free_device_memory(paced.device)
     dtype = pick_dtype(arguments.dtype, shape, paced.device, hardware)
-    return Problem(shape=shape, dtype=dtype, hardware=hardware, budgets=Budgets(**sizes), device=paced.device.type)
+    device, attention = paced.device.type, arguments.attention or fastest_paths(paced.device.type, dtype)
+    return Problem(
+        shape=shape, dtype=dtype, hardware=hardware, budgets=Budgets(**sizes), device=device, attention=attention
+    )
 
 
 def pick_dtype(name: str, shape: ModelShape, device: torch.device, hardware: Hardware | None) -> str:

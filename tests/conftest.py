@@ -85,6 +85,13 @@ def cpu_dtype(request, monkeypatch) -> str:
     return request.param
 
 
+@pytest.fixture
+def attention_path(request, monkeypatch) -> str:
+    """One way to attend in all phases, by its name (indirectly), whichever are faster on this CPU."""
+    monkeypatch.setenv(forced_machine.ATTENTION, request.param)
+    return request.param
+
+
 @pytest.fixture(params=[1, 2, 16])
 def num_cores(request, monkeypatch) -> int:
     """Cores that this process believes it may use."""

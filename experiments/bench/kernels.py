@@ -15,7 +15,7 @@ from flexhybrid.core.context.blocks import BLOCK_TOKENS, ceil_blocks
 from flexhybrid.core.plan import stream
 from flexhybrid.core.schedule.steps import Segment, block_runs
 from flexhybrid.jobs.compare.speed import PolicyRun
-from flexhybrid.runtime.kernels import attention
+from flexhybrid.runtime.kernels.attention import Path, attend_blocks
 from flexhybrid.runtime.kernels.quantize import dequantize, packed_bytes, quantize
 from flexhybrid.runtime.kernels.rotary import rotate_
 from flexhybrid.runtime.step_tensors import mask_of
@@ -83,7 +83,7 @@ def bench_kernels(table: Table, contender: PolicyRun, sizes: Sizes = TIMING) -> 
     weights = contender.session.executor.weights
     like = {"dtype": weights.dtype, "device": weights.device}
     bench_kv_gen(table, contender, like)
-    bench_attention(table, sizes, like)
+    bench_attention(table, sizes, like, contender.session.executor.attention)
     bench_gather(table, sizes, like)
     bench_rotation(table, sizes, like)
     if weights.device.type == "cpu":
@@ -103,23 +103,23 @@ def bench_kv_gen(table: Table, contender: PolicyRun, like: dict) -> None:
     table.at_least("KV-Gen against a plain matrix product of its shape", ratio, 0.85, "x")
 
 
-def bench_attention(table: Table, sizes: Sizes, like: dict) -> None:
-    """Attention of one new token, of a chunk of a prompt, and of a full prompt.
+def bench_attention(table: Table, sizes: Sizes, like: dict, paths: dict[str, Path]) -> None:
+    """Attention of one new token, of a chunk of a prompt, and of a full prompt, by the executor's path of each phase.
 
     A chunk is measured against its two products alone: softmax, mask and scale pass over scores that have as many bytes
     as the products read, which for heads of 64 takes up to as long again.
     """
     batch, heads, head_dim, context, chunk = sizes
     keys, values = keys_values = torch.randn(2, batch, heads, context, head_dim, **like)
-    query = torch.randn(batch, heads, head_dim, **like)
-    share = memory_share(keys_values, lambda kv: attention.attend_decode(query, kv[0], kv[1], None))
+    query, decode = torch.randn(batch, 1, heads, head_dim, **like), paths["decode"]
+    share = memory_share(keys_values, lambda kv: decode(query, kv[0], kv[1], None))
     table.at_least("attend: share of the measured memory bandwidth", share, 0.6, "x")
     hidden = np.arange(context) < np.arange(batch)[:, None]
     mask = mask_of(hidden, **like)
-    share = memory_share(keys_values, lambda kv: attention.attend_decode(query, kv[0], kv[1], mask))
+    share = memory_share(keys_values, lambda kv: decode(query, kv[0], kv[1], mask))
     table.at_least("attend, requests of mixed lengths: share of the measured memory bandwidth", share, 0.6, "x")
     grouped = keys_values[:, :, : heads // 4].contiguous()
-    share = memory_share(grouped, lambda kv: attention.attend_decode(query, kv[0], kv[1], mask))
+    share = memory_share(grouped, lambda kv: decode(query, kv[0], kv[1], mask))
     table.at_least("attend, mixed lengths, 4 query heads a key head: share of the bandwidth", share, 0.6, "x")
 
     new = torch.randn(batch, chunk, heads, head_dim, **like)
@@ -129,9 +129,9 @@ def bench_attention(table: Table, sizes: Sizes, like: dict) -> None:
         torch.matmul(folded, keys.transpose(-1, -2))
         torch.matmul(scores, values)
 
-    ratio = times_as_fast(products, lambda: attention.attend_chunk(new, keys, values, None), like["device"])
+    ratio = times_as_fast(products, lambda: paths["chunk"](new, keys, values, None), like["device"])
     table.at_least("attend, chunk of a prompt: speed of its two products", ratio, 0.5, "x")
-    bench_prompt(table, new)
+    bench_prompt(table, new, paths["prompt"])
 
 
 def bench_attention_on_host(table: Table, sizes: Sizes, dtype: torch.dtype) -> None:
@@ -143,20 +143,21 @@ def bench_attention_on_host(table: Table, sizes: Sizes, dtype: torch.dtype) -> N
     tokens, out = np.full(batch, context), torch.empty_like(query)
     runs = block_runs(np.arange(batch) * num_blocks, np.full(batch, num_blocks), np.zeros(batch, dtype=int))
     with torch_threads(1):
-        share = memory_share(blocks, lambda copy: attention.attend_blocks(query, copy, runs, tokens, out))
+        share = memory_share(blocks, lambda copy: attend_blocks(query, copy, runs, tokens, out))
     table.at_least("attend_host: share of one core's memory bandwidth", share, 0.6, "x")
 
 
-def bench_prompt(table: Table, new: torch.Tensor) -> None:
+def bench_prompt(table: Table, new: torch.Tensor, prompt: Path) -> None:
     """Attention of a full prompt against the two products of all tokens with all, of which it needs half."""
-    heads = new.transpose(1, 2).contiguous()
+    views = new.transpose(1, 2)
+    heads = views.contiguous()
     scores = torch.randn(*heads.shape[:3], heads.shape[2], dtype=new.dtype, device=new.device)
 
     def products() -> None:
         torch.matmul(heads, heads.transpose(-1, -2))
         torch.matmul(scores, heads)
 
-    ratio = times_as_fast(products, lambda: attention.attend_prefill(new, new, new), new.device)
+    ratio = times_as_fast(products, lambda: prompt(new, views, views, None), new.device)
     table.at_least("attend, whole prompt: speed of the two products of all with all", ratio, 1.0, "x")
 
 

@@ -7,6 +7,7 @@ record where the machine was profiled; the simulator takes device and memory siz
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from flexhybrid.core.context.cache_entries import TIERS
 from flexhybrid.core.hardware import Hardware
@@ -39,6 +40,14 @@ class Budgets:
 NO_BUDGETS = Budgets()
 
 
+class AttentionPaths(NamedTuple):
+    """A value for each phase of attention; in a problem the name of a way in ``runtime.kernels.attention``."""
+
+    prompt: str  #: all tokens of a prompt over themselves
+    chunk: str  #: several new tokens over cached ones and themselves
+    decode: str  #: one new token over cached ones
+
+
 @dataclass(frozen=True, kw_only=True)
 class Problem:
     """Everything that a plan depends on besides the policy and the requests.
@@ -52,6 +61,7 @@ class Problem:
     hardware: Hardware | None = None  #: None: this machine was not profiled
     budgets: Budgets = NO_BUDGETS
     device: str = ""  #: "cpu" or "cuda"; by default the hardware record's, "cpu" without a record
+    attention: AttentionPaths | None = None  #: None: the fastest ones of the machine that runs it
 
     def __post_init__(self):
         if not self.device:

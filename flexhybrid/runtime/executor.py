@@ -19,10 +19,11 @@ from flexhybrid.core.task import Task, Work
 from flexhybrid.core.wave import Wave
 from flexhybrid.runtime.buffers import Buffers, Context
 from flexhybrid.runtime.cuda import CudaCopies
-from flexhybrid.runtime.kernels.attention import Share
+from flexhybrid.runtime.kernels.attention import PATHS, Share
 from flexhybrid.runtime.kernels.sampling import SamplingPlan
 from flexhybrid.runtime.links import CpuCopies
 from flexhybrid.runtime.models import architecture
+from flexhybrid.runtime.profiling.attention_paths import fastest_paths
 from flexhybrid.runtime.selections.hooks import SelectionHooks
 from flexhybrid.runtime.step_tensors import StepMaker, StepTensors, to_device
 from flexhybrid.runtime.storage.host_memory import HostMemory
@@ -129,6 +130,8 @@ class Executor(Generic[SelectionT]):
         self.copies, self.host_share = parts.copies, parts.host_share
         self.wave, self.shape, self.policy, self.device = wave, wave.shape, wave.policy, parts.weights.device
         self.model = architecture(wave.shape)
+        paths = wave.problem.attention or fastest_paths(self.device.type, parts.weights.dtype_name)
+        self.attention = {phase: PATHS[name] for phase, name in paths._asdict().items()}
         self.selection = selection
         self.layer_weights = LayerWeights(parts.weights, parts.slots)
         self.steps = StepMaker(wave, prompts, plan, parts.weights.dtype, self.device)

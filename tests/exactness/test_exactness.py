@@ -13,6 +13,7 @@ from flexhybrid import LLM, Policy, SamplingParams, shipped
 from flexhybrid.core.policy import Placement
 from flexhybrid.jobs.compare.exactness import Reference, compare_tokens
 from flexhybrid.requests import load_tokenizer
+from flexhybrid.runtime.profiling import attention_paths
 from flexhybrid.runtime.storage.loader import Checkpoint
 from sim.presets import hybrid, kv_only
 
@@ -39,6 +40,14 @@ def test_shipped_checkpoint_every_share_and_mini_batch_size():
     prompts = [tokenizer(text)["input_ids"] for text in shipped.prompts()][:16:2]
     bounds = {0.0: (256, 8192), 0.25: (1024,), 0.5: (256, 1024, 8192), 0.75: (1024,), 1.0: (256, 8192)}
     check(folder, prompts, 8, [hybrid(share, bound) for share in SHARES for bound in bounds[share]])
+
+
+@pytest.mark.parametrize("attention_path", attention_paths.candidates("float32"), indirect=True)
+def test_every_way_to_attend_gives_the_tokens(attention_path, tmp_path):
+    """Prompts at once and in chunks, requests of mixed lengths, grouped heads, a recomputed share."""
+    save_llama(tmp_path, heads=4, kv_heads=2)
+    prompts = [np.random.default_rng(n).integers(3, 61, n).tolist() for n in (7, 20, 33)]
+    check(tmp_path, prompts, 8, [kv_only(256), hybrid(0.5, 16)], ignore_eos=True)
 
 
 @st.composite

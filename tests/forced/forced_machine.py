@@ -1,8 +1,9 @@
 """The choices that the product makes by looking at the machine, made by the tests instead.
 
-``install`` puts ``faster_dtype`` in the place of the timing of matrix products, as the module that holds it is loaded:
-what is faster is then the value of ``FLEXHYBRID_FASTER_DTYPE``. ``sitecustomize`` beside this file does so in every
-process that a test starts, and ``conftest`` in that of the tests themselves.
+``install`` puts ``faster_dtype`` and ``attention_paths`` in the place of the timing of matrix products and of
+attention, as the modules that hold it are loaded: what is faster is then the value of ``FLEXHYBRID_FASTER_DTYPE``, and
+the way to attend that of ``FLEXHYBRID_ATTENTION``. ``sitecustomize`` beside this file does so in every process that a
+test starts, and ``conftest`` in that of the tests themselves.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from importlib.machinery import PathFinder
 
 DTYPES = ("float32", "bfloat16")
 FASTER_DTYPE = "FLEXHYBRID_FASTER_DTYPE"
-PROFILE = "flexhybrid.runtime.profiling.profile"
+ATTENTION = "FLEXHYBRID_ATTENTION"  #: one name for all phases; without it, the usual ones
 
 
 def faster_dtype(*sizes: int) -> str:
@@ -27,17 +28,32 @@ def faster_dtype(*sizes: int) -> str:
     return name
 
 
+def attention_paths(device: str, dtype: str):
+    """The ways to attend that the environment names, of the product's own type; nothing is timed, kept or read."""
+    module = sys.modules["flexhybrid.runtime.profiling.attention_paths"]
+    name = os.environ.get(ATTENTION)
+    return type(module.USUAL)(*[name] * 3) if name and device == "cpu" else module.USUAL
+
+
+#: Module -> name of its function, and what stands in its place.
+FORCED = {
+    "flexhybrid.runtime.profiling.profile": ("_faster_product", faster_dtype),
+    "flexhybrid.runtime.profiling.attention_paths": ("fastest_paths", attention_paths),
+}
+
+
 def _force(module) -> None:
     """The function itself is still found by ``inspect.unwrap``."""
-    if module._faster_product is not faster_dtype:
-        module._faster_product = functools.update_wrapper(faster_dtype, module._faster_product)
+    name, forced = FORCED[module.__name__]
+    if getattr(module, name) is not forced:
+        setattr(module, name, functools.update_wrapper(forced, getattr(module, name)))
 
 
 class _Finder(MetaPathFinder):
-    """Finds ``flexhybrid.runtime.profiling.profile`` as usual, and changes it once it is loaded."""
+    """Finds the modules of ``FORCED`` as usual, and changes them once they are loaded."""
 
     def find_spec(self, fullname, path=None, target=None):
-        if fullname != PROFILE or (spec := PathFinder.find_spec(fullname, path, target)) is None:
+        if fullname not in FORCED or (spec := PathFinder.find_spec(fullname, path, target)) is None:
             return None
         load = spec.loader.exec_module
 
@@ -50,7 +66,6 @@ class _Finder(MetaPathFinder):
 
 
 def install() -> None:
-    if PROFILE in sys.modules:
-        _force(sys.modules[PROFILE])
-    else:
-        sys.meta_path.insert(0, _Finder())
+    for name in FORCED.keys() & sys.modules.keys():
+        _force(sys.modules[name])
+    sys.meta_path.insert(0, _Finder())

@@ -18,6 +18,7 @@ import pandas as pd
 import pytest
 import torch
 from cascade_toys import Large
+from forced_machine import ATTENTION
 from test_docs import COMMAND, MACHINE, ROOT
 
 from flexhybrid import LLM, InputError, cli
@@ -217,6 +218,18 @@ def config(tiny, model=None, layer_bytes=None):
     rules = LineRules("jsonl", "/v1/completions", {}, seed=0)
     arguments = LLMArguments(model or tiny, policy, "cpu", "float32")
     return ActorConfig(arguments, layer_bytes or planned, rules, created=0, heartbeat=4)
+
+
+def test_actors_compute_as_the_machine_that_started_the_job(tiny, monkeypatch):
+    """Whatever is the fastest where they run."""
+    from flexhybrid.jobs.run.remote import actor_config
+
+    monkeypatch.setenv(ATTENTION, "products")
+    with LLM(tiny, Policy(name="p", cache={"kv@host": 1.0}), "cpu", dtype="float32") as llm:
+        sent = actor_config(llm, SimpleNamespace(rules=None), SimpleNamespace(first_wave=None, layer_bytes=1), 0)
+    monkeypatch.setenv(ATTENTION, "fused")
+    with LLM.from_arguments(sent.llm) as actor:
+        assert actor.problem.attention == llm.problem.attention and set(actor.problem.attention) == {"products"}
 
 
 def test_an_actor_gives_the_same_messages_when_a_batch_is_done_again(tiny, tmp_path):

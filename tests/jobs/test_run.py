@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from forced_machine import ATTENTION
 
 from flexhybrid import LLM, InputError, SamplingParams, cli, shipped
 from flexhybrid import resolve as machine
@@ -534,8 +535,11 @@ def test_a_resumed_run_computes_in_the_dtype_it_began_with(cpu_dtype, tmp_path, 
         "--device",
         "cpu",
     ]
+    monkeypatch.setenv(ATTENTION, "products")
     assert cli.main([*command, "--quiet"]) == 0
-    assert json.loads((tmp_path / "out.jsonl.manifest.json").read_text())["numbers"]["dtype"] == cpu_dtype
+    numbers = json.loads((tmp_path / "out.jsonl.manifest.json").read_text())["numbers"]
+    assert numbers["dtype"] == cpu_dtype and set(numbers["attention"].values()) == {"products"}
+    monkeypatch.setenv(ATTENTION, "fused")
     other = {"float32": "bfloat16", "bfloat16": "float32"}[cpu_dtype]
     measured = Hardware("local", "cpu", {"compute": Line(1e-5)}, dtype=other, faster_dtype=other)
     measured.save(tmp_path / "cache/hardware-cpu.json")

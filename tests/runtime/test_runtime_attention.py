@@ -5,10 +5,13 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.schedule.steps import block_runs
 from flexhybrid.runtime.kernels import attention
+from flexhybrid.runtime.step_tensors import mask_of
 from flexhybrid.runtime.verbs.attending import gather_blocks
 
 
@@ -45,6 +48,41 @@ def test_attention_over_blocks_is_plain_attention(monkeypatch, threads, dtype, g
             attention.attend_blocks(query, blocks, runs, tokens, out, pool.map)
     accuracy = 1e-5 if dtype == torch.float32 else 1e-2
     np.testing.assert_allclose(out.double(), torch.stack(expected), rtol=accuracy, atol=accuracy)
+
+
+@pytest.mark.parametrize("name", attention.PATHS)
+@settings(max_examples=25)
+@given(
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    heads=st.sampled_from([(1, 1), (4, 4), (6, 2), (3, 1)]),
+    d=st.sampled_from([4, 16, 24]),
+    new=st.sampled_from([1, 2, 5, 9]),
+    hidden=st.none() | st.lists(st.integers(0, 11), min_size=3, max_size=3),
+    at_once=st.sampled_from([1, 100, 1000, 10_000]),
+)
+@torch.inference_mode()
+def test_every_way_to_attend_is_plain_attention(name, dtype, heads, d, new, hidden, at_once):
+    """A prompt (no cached columns), a chunk and a decode step; requests that lack columns; grouped heads; pieces of
+    heads and of requests; more queries than attend at a time; operands that are views, as the verbs give them."""
+    (num_heads, groups), batch = heads, 3
+    generator, cached = torch.Generator().manual_seed(d + new), 0 if hidden is None else 12
+    rows = torch.randn(batch, cached + new, 2 * groups + num_heads, d, generator=generator).to(dtype)
+    keys, values, queries = rows.split((groups, groups, num_heads), dim=2)
+    lacks = np.arange(cached + new) < np.array(hidden or [0] * batch)[:, None]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "WIDENED_ELEMENTS", at_once)
+        patch.setattr(attention, "PREFILL_QUERIES", 4)
+        mask = mask_of(lacks, dtype, torch.device("cpu")) if lacks.any() else None
+        heads_first = keys.transpose(1, 2), values.transpose(1, 2)
+        out = attention.PATHS[name](queries[:, cached:], *heads_first, mask)
+    assert out.shape == (batch, new, num_heads * d) and out.dtype == dtype
+    accuracy = 1e-5 if dtype == torch.float32 else 4e-2
+    for row in range(batch):
+        for token in range(new):
+            seen = np.flatnonzero(~lacks[row, : cached + token + 1])
+            k, v = (x[row, seen].transpose(0, 1) for x in (keys, values))
+            expected = plain(queries[row, cached + token], k, v).flatten()
+            np.testing.assert_allclose(out[row, token].double(), expected, rtol=accuracy, atol=accuracy)
 
 
 def test_what_lies_behind_the_last_token_does_not_count():

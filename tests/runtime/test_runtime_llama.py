@@ -40,7 +40,8 @@ def forward(folder, tokens: list[int], dtype="float32", resident=1.0) -> torch.T
         kvq = linear(rows, w["kvq.weight"], w["kvq.bias"][0] if "kvq.bias" in w else None)
         k, v, q = kvq.split([groups * d, groups * d, heads * d], dim=-1)
         q, k = rotate_(q.unflatten(-1, (heads, d)), *rotary), rotate_(k.unflatten(-1, (groups, d)), *rotary)
-        attended = attention.attend_prefill(q[None], k[None], v.unflatten(-1, (groups, d))[None])[0]
+        heads_first = (x.transpose(0, 1)[None] for x in (k, v.unflatten(-1, (groups, d))))
+        attended = attention.fused(q[None], *heads_first, None)[0]
         hidden = llama.finish(shape, w, hidden, attended)
     return llama.head(shape, weights.outer, hidden)
 

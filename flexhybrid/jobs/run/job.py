@@ -40,6 +40,7 @@ from flexhybrid.jobs.run.report import clocks, refusal_codes, write_report, writ
 from flexhybrid.llm import LLM
 from flexhybrid.requests import RequestOutput
 from flexhybrid.resolve import PacedDevice, pick_device
+from flexhybrid.runtime.profiling.attention_paths import paths_of
 from flexhybrid.runtime.profiling.cpu_use import MOST_OTHERS, CpuUse
 from flexhybrid.runtime.storage.loader import Checkpoint
 
@@ -66,8 +67,8 @@ def run(options: RunOptions, say: Callable[[str], None] = print, began: float | 
         crew = None
         if options.engine == "ray":
             crew = crew_of(stack.enter_context(cluster(say)), _paced(options.llm).device.type, options.actors)
-        earlier_dtype = None if options.restart else _earlier_dtype(options.output)
-        arguments = _arguments(options, earlier_dtype, crew.actors_per_node if crew else 1)
+        earlier = {} if options.restart else _earlier_numbers(options.output)
+        arguments = _arguments(options, earlier, crew.actors_per_node if crew else 1)
         llm = stack.enter_context(LLM.from_arguments(arguments))
         rules = LineRules(file_format, file_url(lines, file_format), options.sampling, options.seed)
         if rules.url == CHAT and not getattr(llm.tokenizer, "chat_template", None):
@@ -112,13 +113,14 @@ def _paced(asked: LLMArguments) -> PacedDevice:
     return pick_device(asked.device, asked.link_gb_per_s, asked.disk_dir, asked.disk_gb_per_s)
 
 
-def _earlier_dtype(output: Path) -> str | None:
-    """Return the dtype of the run that is continued: a profile measured since then must not change it."""
+def _earlier_numbers(output: Path) -> dict:
+    """Return the dtype and the ways to attend of the run that is continued: what is measured since then must not change
+    them."""
     numbers = (load_manifest(output) or {}).get("numbers")
-    return numbers.get("dtype") if isinstance(numbers, dict) else None
+    return numbers if isinstance(numbers, dict) else {}
 
 
-def _arguments(options: RunOptions, earlier_dtype: str | None, sharers: int) -> LLMArguments:
+def _arguments(options: RunOptions, earlier: dict, sharers: int) -> LLMArguments:
     """Return the arguments of the model: with a profile of this machine where the policy depends on one, and with
     budgets of the memory that is free, shared by ``sharers`` executors on each machine."""
     asked, paced = options.llm, _paced(options.llm)
@@ -136,11 +138,12 @@ def _arguments(options: RunOptions, earlier_dtype: str | None, sharers: int) -> 
             hardware = load_hardware(kept)
         if hardware is not None:
             dtype = hardware.dtype
-    if asked.dtype == "auto" and earlier_dtype:
-        dtype = earlier_dtype
+    if asked.dtype == "auto":
+        dtype = earlier.get("dtype") or dtype
     if isinstance(hardware, Hardware) and asked.policy == "auto" and asked.disk_dir:
         hardware = with_disk(hardware, measure_disk(paced.disk)[0])
-    return replace(asked, hardware=hardware, dtype=dtype, budgets=budgets)
+    attention = paths_of(earlier.get("attention"))
+    return replace(asked, hardware=hardware, dtype=dtype, budgets=budgets, attention=attention)
 
 
 class Work(NamedTuple):
@@ -289,6 +292,7 @@ class Job:
             "errors": options.errors.name if options.errors else None,
             "numbers": {
                 "dtype": llm.problem.dtype,
+                "attention": llm.problem.attention and llm.problem.attention._asdict(),
                 "device": llm.device.type,
                 "bits": [bits.weights, bits.kv, bits.act] if bits else None,
                 "selection": str(llm.policy.selection) if llm.policy else None,

@@ -74,6 +74,7 @@ def actor_config(llm: LLM, source: RequestFile, forecast: Forecast, created: int
         policy=llm.settled_policy,
         device=llm.device.type,
         dtype=llm.problem.dtype,
+        attention=llm.problem.attention,
         hardware=llm.hardware,
         budgets=budgets,
         disk_dir=arguments.disk_dir and Path(arguments.disk_dir).resolve(),

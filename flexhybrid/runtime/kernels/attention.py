@@ -8,6 +8,7 @@ a key head are folded into the query axis, so that grouped-query attention is on
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -30,26 +31,37 @@ def split_heads(shape: ModelShape, kvq: torch.Tensor) -> tuple[torch.Tensor, tor
     return keys.unflatten(-1, heads), values.unflatten(-1, heads), queries.unflatten(-1, heads)
 
 
-def attend_decode(
-    q_BHd: torch.Tensor, k_BGTd: torch.Tensor, v_BGTd: torch.Tensor, mask_B11T: torch.Tensor | None
-) -> torch.Tensor:
-    """Attend with one query a request over its whole context -> [B, H·d]. The mask adds -inf to columns of padding.
+class Path(Protocol):
+    """Attends with new tokens over their context -> [B, N, H·d]. The columns of the new tokens are the last ones: they
+    attend causally to themselves, and to the columns before as the mask allows, which adds -inf to those of padding."""
 
-    In 16 bits on a CPU by products: on two cores that multiply bfloat16 (8 requests, 517 columns) they reach 0.73 of
-    the memory's bandwidth, scaled_dot_product_attention 0.12; a float32 softmax between them costs a third. In float32
-    scaled_dot_product_attention is the faster one (two cores of an AMD EPYC, Zen 3): 0.26 to 0.58 against 0.26 to 0.52.
-    """
-    if q_BHd.device.type == "cpu" and q_BHd.dtype != torch.float32:
-        return attend_and_weigh(q_BHd, k_BGTd, v_BGTd, mask_B11T)[0]
-    folded = q_BHd.view(len(q_BHd), k_BGTd.shape[1], -1, q_BHd.shape[-1])
-    return F.scaled_dot_product_attention(folded, k_BGTd, v_BGTd, attn_mask=mask_B11T).reshape(len(q_BHd), -1)
+    def __call__(
+        self, q_BNHd: torch.Tensor, k_BGTd: torch.Tensor, v_BGTd: torch.Tensor, mask_B11T: torch.Tensor | None
+    ) -> torch.Tensor: ...
+
+
+def fused(
+    q_BNHd: torch.Tensor, k_BGTd: torch.Tensor, v_BGTd: torch.Tensor, mask_B11T: torch.Tensor | None
+) -> torch.Tensor:
+    """Attend as ``Path`` says, by scaled_dot_product_attention."""
+    (batch, new, heads, d), (groups, tokens) = q_BNHd.shape, k_BGTd.shape[1:3]
+    if new == tokens and mask_B11T is None:
+        k, v = (x.repeat_interleave(heads // groups, dim=1) if groups != heads else x for x in (k_BGTd, v_BGTd))
+        attended = F.scaled_dot_product_attention(q_BNHd.transpose(1, 2), k, v, is_causal=True)
+        return attended.transpose(1, 2).reshape(batch, new, heads * d)
+    folded = q_BNHd.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    if new > 1:
+        later = q_BNHd.new_full((new, tokens), -torch.inf).triu_(tokens - new + 1).repeat(heads // groups, 1)
+        mask_B11T = later if mask_B11T is None else mask_B11T + later
+    attended = F.scaled_dot_product_attention(folded, k_BGTd, v_BGTd, attn_mask=mask_B11T)
+    return attended.unflatten(2, (-1, new)).permute(0, 3, 1, 2, 4).reshape(batch, new, heads * d)
 
 
 def attend_and_weigh(
     q_BHd: torch.Tensor, k_BGTd: torch.Tensor, v_BGTd: torch.Tensor, mask_B11T: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what ``attend_decode`` does, [B, H·d], and the attention weights [B, G, r, T], by two matrix products
-    around a softmax; d ** -0.5 scales the query, the smallest operand."""
+    """Attend with one query a request by two matrix products around a softmax; return what a ``Path`` does, [B, H·d],
+    and the attention weights [B, G, r, T]. d ** -0.5 scales the query, the smallest operand."""
     folded = q_BHd.view(len(q_BHd), k_BGTd.shape[1], -1, q_BHd.shape[-1])
     scores = torch.matmul(folded * folded.shape[-1] ** -0.5, k_BGTd.transpose(-1, -2))
     if mask_B11T is not None:
@@ -120,7 +132,7 @@ def _attend_request(q_GRd: torch.Tensor, blocks: torch.Tensor, tokens: int, out_
         step = max(1, WIDENED_ELEMENTS // (num_blocks * BLOCK_TOKENS * d))
     for start in range(0, groups, step):
         heads = slice(start, start + step)
-        wide = blocks[:, :, heads].to(torch.float32, memory_format=torch.contiguous_format)
+        wide = widened(blocks[:, :, heads])
         _attend_in_place(q_GRd[heads], wide, tokens, out_GRd[heads])
 
 
@@ -135,28 +147,15 @@ def _attend_in_place(q_GRd: torch.Tensor, blocks: torch.Tensor, tokens: int, out
     out_GRd.copy_(torch.from_numpy(np.matmul(weights.numpy(), values).sum(0)))
 
 
-def attend_prefill(q_BNHd: torch.Tensor, k_BNGd: torch.Tensor, v_BNGd: torch.Tensor) -> torch.Tensor:
-    """Attend causally with new tokens over themselves -> [B, N, H·d].
-
-    Prompts are padded on the right: no token attends to padding behind it, and rows of padding are never used.
-    """
-    batch, new, heads, d = q_BNHd.shape
-    groups = k_BNGd.shape[2]
-    q, k, v = (x.transpose(1, 2) for x in (q_BNHd, k_BNGd, v_BNGd))
-    if groups != heads:
-        k, v = (x.repeat_interleave(heads // groups, dim=1) for x in (k, v))
-    attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    return attended.transpose(1, 2).reshape(batch, new, heads * d)
-
-
-def attend_chunk(
+def products(
     q_BNHd: torch.Tensor, k_BGTd: torch.Tensor, v_BGTd: torch.Tensor, mask_B11T: torch.Tensor | None
 ) -> torch.Tensor:
-    """Attend with new tokens over the cached ones, as the mask allows, and causally over themselves -> [B, N, H·d].
+    """Attend as ``Path`` says, by two matrix products around a softmax.
 
-    The columns of the new tokens are the last ones. Blocks of queries attend in turn, each over the columns before its
-    end, so that not all scores are in memory at once.
+    Blocks of queries attend in turn, each over the columns before its end: not all scores are in memory at once.
     """
+    if q_BNHd.shape[1] == 1:
+        return attend_and_weigh(q_BNHd[:, 0], k_BGTd, v_BGTd, mask_B11T)[0][:, None]
     batch, new, heads, d = q_BNHd.shape
     groups, tokens = k_BGTd.shape[1:3]
     q = q_BNHd.view(batch, new, groups, heads // groups, d).permute(0, 2, 3, 1, 4) * d**-0.5
@@ -174,3 +173,42 @@ def attend_chunk(
         product = torch.matmul(torch.softmax(scores, dim=-1), v_BGTd[:, :, :seen])
         attended[:, :, :, start : start + count] = product.view(batch, groups, heads // groups, count, d)
     return attended.permute(0, 3, 1, 2, 4).reshape(batch, new, heads * d)
+
+
+def in_float32(path: Path) -> Path:
+    """Return a path in float32, for a processor that does not multiply 16-bit numbers. As many requests, or heads of
+    one, are widened at a time as have WIDENED_ELEMENTS elements of keys: a CPU's caches hold them."""
+
+    def attend(
+        q_BNHd: torch.Tensor, k_BGTd: torch.Tensor, v_BGTd: torch.Tensor, mask_B11T: torch.Tensor | None
+    ) -> torch.Tensor:
+        batch, groups, tokens, d = k_BGTd.shape
+        queries = q_BNHd.unflatten(2, (groups, -1))
+        attended = torch.empty_like(queries, memory_format=torch.contiguous_format)
+        row_step = max(1, WIDENED_ELEMENTS // (groups * tokens * d))
+        head_step = min(groups, max(1, WIDENED_ELEMENTS // (tokens * d)))
+        for row in range(0, batch, row_step):
+            rows = slice(row, row + row_step)
+            mask = None if mask_B11T is None else mask_B11T[rows].float()
+            for head in range(0, groups, head_step):
+                heads = slice(head, head + head_step)
+                q = widened(queries[rows, :, heads]).flatten(2, 3)
+                out = attended[rows, :, heads]
+                out.copy_(path(q, widened(k_BGTd[rows, heads]), widened(v_BGTd[rows, heads]), mask).view(out.shape))
+        return attended.flatten(2)
+
+    return attend
+
+
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor in float32, its elements side by side; itself where it is so."""
+    return tensor.to(torch.float32, memory_format=torch.contiguous_format)
+
+
+#: The ways to attend, by name: which is the fastest, a machine, its library and the dtype decide.
+PATHS: dict[str, Path] = {
+    "fused": fused,
+    "products": products,
+    "fused in float32": in_float32(fused),
+    "products in float32": in_float32(products),
+}

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 
 from flexhybrid.core.errors import InputError, file_errors
 from flexhybrid.core.model.shape import ModelShape
-from flexhybrid.runtime.kernels.attention import attend_prefill, split_heads
+from flexhybrid.runtime.kernels.attention import fused, split_heads
 from flexhybrid.runtime.kernels.rotary import rotary_tables, rotate_
 from flexhybrid.runtime.models import architecture
 from flexhybrid.runtime.storage.loader import SKEW_FILE, Checkpoint
@@ -57,7 +57,8 @@ def forward(checkpoint: Checkpoint, tokens: list[int], change: Change = unchange
         if rotation:
             k, q = rotate_(k, *rotation), rotate_(q, *rotation)
         q, k = change(layer, q, k)
-        hidden = model.finish(shape, w, hidden, attend_prefill(q[None], k[None], v[None])[0])
+        k, v = k.transpose(0, 1), v.transpose(0, 1)  # head-major
+        hidden = model.finish(shape, w, hidden, fused(q[None], k[None], v[None], None)[0])
     return model.head(shape, outer, hidden)
 
 

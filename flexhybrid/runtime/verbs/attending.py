@@ -115,10 +115,9 @@ def attend(state: State, task: Task) -> None:
     if state.selection.weighs(task):
         state.attended, weights = attention.attend_and_weigh(new.flatten(0, 1), keys, values, mask)
         state.selection.after_attend(task, weights)
-    elif step.width == 1:
-        state.attended = attention.attend_decode(new.flatten(0, 1), keys, values, mask)
     else:
-        state.attended = attention.attend_chunk(new, keys, values, mask).view(batch * step.width, -1)
+        path = state.attention["decode" if step.width == 1 else "chunk"]
+        state.attended = path(new, keys, values, mask).flatten(0, 1)
 
 
 def attend_recomputed(state: State, task: Task) -> None:
@@ -137,7 +136,7 @@ def _over_themselves(state: State, task: Task, tokens: slice) -> torch.Tensor:
     """Return the causal attention of these columns of the computed grid: [B, columns, H·d]."""
     grid = state.kvq[task.payload.slot].unflatten(0, (len(task.payload.step.requests), -1))[:, tokens]
     keys, values, queries = split_heads(state.shape, grid)
-    return attention.attend_prefill(queries, keys, values)
+    return state.attention["prompt"](queries, keys.transpose(1, 2), values.transpose(1, 2), None)
 
 
 def attend_host(state: State, task: Task) -> None:
