@@ -1,9 +1,39 @@
-"""Writing files, locking them, and the folder in which profiles of this machine are kept."""
+"""Reading JSON, writing files, locking them, and the folder in which profiles of this machine are kept."""
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 from flexhybrid.core.errors import InputError, file_errors
+
+
+def load_json(path: str | Path, kind: str = "", **options) -> Any:
+    """Return what a JSON file holds. Raise InputError, which calls the file ``kind`` ("policy file "), for one that
+    cannot be read. ``options`` as in ``parse_json``."""
+    with file_errors(f"read {kind}{path}"):
+        text = Path(path).read_text(encoding="utf-8-sig")
+    return parse_json(text, f"{kind}{path}", **options)
+
+
+def parse_json(text: str, name: str, **options) -> Any:
+    """Return what a JSON text holds. Raise InputError with line and column where it is broken. ``options``: those of
+    ``json.loads``, whose functions may raise ValueError."""
+    try:
+        return json.loads(text, **options)
+    except json.JSONDecodeError as error:
+        raise InputError(f"cannot read {name}: line {error.lineno}, column {error.colno}: {error.msg}") from None
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"cannot read {name}: {error}") from None
+
+
+def named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object whose fields are all named once; JSON readers would take the last of several."""
+    data = dict(pairs)
+    if len(data) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"{next(key for key in keys if keys.count(key) > 1)!r} is given more than once")
+    return data
 
 
 def lock_file(descriptor: int, busy: str) -> None:

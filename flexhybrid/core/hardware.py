@@ -8,7 +8,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 from flexhybrid.core.errors import InputError, check
-from flexhybrid.core.files import write_by_rename
+from flexhybrid.core.files import load_json, write_by_rename
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.task import RESOURCES
 from flexhybrid.core.verbs import RESOURCE_OF, VERBS
@@ -206,13 +206,7 @@ def is_of_disk(key: str) -> bool:
 
 def load_hardware(path: str | Path) -> Hardware:
     """Read a record. InputError names the file and, where there is one, the line and column or the field."""
-    try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        where = f"line {error.lineno}, column {error.colno}"
-        raise InputError(f"cannot read hardware file {path}: {where}: {error.msg}") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"cannot read hardware file {path}: {error}") from None
+    data = load_json(path, "hardware file ")
     if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
         raise InputError(f'{path} is not a hardware file: it lacks "format": "{FORMAT}"')
     try:

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from flexhybrid.core.context.cache_entries import CACHE_KEY, TIERS, representation_of
-from flexhybrid.core.errors import InputError, check, file_errors
+from flexhybrid.core.errors import InputError, check
+from flexhybrid.core.files import load_json, named_once, parse_json
 
 FORMAT_VERSION = 1
 _NATIVE_BITS = "native"
@@ -31,15 +32,6 @@ def _refuse_unknown(cls, data, where: str) -> None:
     for key in data:
         if key not in known:
             raise InputError(f"policy: unknown field {where}.{key}; known: {', '.join(known)}")
-
-
-def _refuse_repeated(pairs: list[tuple[str, object]]) -> dict:
-    """A JSON object whose fields are all named once; JSON readers would take the last of several."""
-    data = dict(pairs)
-    if len(data) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise InputError(f"policy: field {next(key for key in keys if keys.count(key) > 1)} is given more than once")
-    return data
 
 
 def _check_choice(value, choices, where: str) -> None:
@@ -314,21 +306,16 @@ class Policy:
 
     @staticmethod
     def from_json(text: str) -> Policy:
-        try:
-            data = json.loads(text, object_pairs_hook=_refuse_repeated)
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise InputError(f"policy is not JSON: {error}") from None
-        return Policy.from_dict(data)
+        return Policy.from_dict(parse_json(text, "policy", object_pairs_hook=named_once))
 
     @staticmethod
     def load(path: str | Path) -> Policy:
         """Read a JSON file. Raises InputError that names the file."""
-        with file_errors(f"read policy file {path}"):
-            text = Path(path).read_text(encoding="utf-8")
+        data = load_json(path, "policy file ", object_pairs_hook=named_once)
         try:
-            policy = Policy.from_json(text)
+            policy = Policy.from_dict(data)
         except InputError as error:
             raise InputError(f"{path}: {error}") from None
-        if not json.loads(text).keys() - {"name", "version"}:
+        if not data.keys() - {"name", "version"}:
             raise InputError(f'{path}: the policy is empty; name at least its cache, like "cache": {{"kv@host": 1.0}}')
         return policy

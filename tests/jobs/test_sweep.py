@@ -174,7 +174,7 @@ def test_toml_with_several_grids_and_shared_keys(tmp_path):
         ("g.json", '{"budget": 1e999}', ["budget = inf", "finite"]),
         ("g.json", '{"budget": NaN}', ["NaN"]),
         ("g.json", '{"budget": 1' + "0" * 400 + "}", ["budget", "float"]),
-        ("g.json", '{"batch": 1, "batch": 2}', ["'batch'", "twice"]),
+        ("g.json", '{"batch": 1, "batch": 2}', ["'batch'", "more than once"]),
         ("g.json", '{"batch": [1,\n  2,, 3]}', ["line 2", "column 5"]),
         ("g.json", "[1]", ["table", "[1]"]),
         ("g.json", "{}", ["no keys", "batch"]),

@@ -1,12 +1,12 @@
 """Model shapes: what the schedule and the cost model need to know of a model, read without torch or transformers."""
 
-import json
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from flexhybrid.core.errors import InputError, check, is_number, unknown
+from flexhybrid.core.files import load_json
 from flexhybrid.core.model.rope import Rope, rope_from_config
 from flexhybrid.core.policy import GROUP_ELEMENTS
 
@@ -245,14 +245,9 @@ def shape_from_config(path: str | Path) -> ModelShape:
     path = Path(path)
     if os.path.isdir(path):  # no OSError for a name that is too long, as Path.is_dir has
         path = path / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InputError(f"no model configuration at {path}: give a local folder that holds config.json") from None
-    except json.JSONDecodeError as error:
-        raise InputError(f"cannot read {path}: line {error.lineno}, column {error.colno}: {error.msg}") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"cannot read {path}: {error}") from None
+    if not os.path.exists(path):
+        raise InputError(f"no model configuration at {path}: give a local folder that holds config.json")
+    config = load_json(path)
     if not isinstance(config, dict):
         raise InputError(f"{path} does not hold a JSON object")
     return _shape_from_dict(config, path)

@@ -3,12 +3,14 @@
 import itertools
 import json
 import math
+import tomllib
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from flexhybrid.core.errors import InputError, file_errors, is_integer, shown, unknown
+from flexhybrid.core.files import load_json, named_once
 
 #: Takes a value of a grid file, gives the value to use; raises InputError with the reason where it cannot be served.
 Checker = Callable[[Any], Any]
@@ -89,39 +91,25 @@ def _parse(path: Path) -> dict:
     """Read the table of a JSON or TOML file. Raise InputError with line and column where it is broken."""
     if path.suffix.lower() not in (".json", ".toml"):
         raise InputError(f"{path}: a grid is a .json or .toml file, not {path.suffix or 'one without a suffix'}")
-    with file_errors(f"read grid {path}"):
-        content = path.read_text(encoding="utf-8-sig")
-    try:
-        data = _toml(content) if path.suffix.lower() == ".toml" else _json(content)
-    except json.JSONDecodeError as error:
-        raise InputError(f"{path}, line {error.lineno}, column {error.colno}: broken JSON: {error.msg}") from None
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: {error}") from None
+    if path.suffix.lower() == ".toml":
+        data = _load_toml(path)
+    else:
+        data = load_json(path, "grid ", object_pairs_hook=named_once, parse_constant=_no_constant)
     if not isinstance(data, dict):
         raise InputError(f"{path}: a grid is a table of keys and values, not {shown(data)}")
     return data
 
 
-def _json(content: str):
-    def no_twice(pairs: list) -> dict:
-        seen = dict(pairs)
-        if len(seen) < len(pairs):
-            names = [name for name, _ in pairs]
-            raise ValueError(f"key {next(name for name in names if names.count(name) > 1)!r} is there twice")
-        return seen
-
-    def no_constant(name: str):
-        raise ValueError(f"{name} is not a number that a grid can hold")
-
-    return json.loads(content, object_pairs_hook=no_twice, parse_constant=no_constant)
+def _no_constant(name: str):
+    raise ValueError(f"{name} is not a number that a grid can hold")
 
 
-def _toml(content: str) -> dict:
-    import tomllib
-
+def _load_toml(path: Path) -> dict:
+    with file_errors(f"read grid {path}"):
+        content = path.read_text(encoding="utf-8-sig")
     try:
         return tomllib.loads(content)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         lines = content.split("\n")
         end = f"at line {len(lines)}, column {len(lines[-1]) + 1}, the end of the file"
-        raise ValueError(f"broken TOML: {str(error).replace('at end of document', end)}") from None
+        raise InputError(f"cannot read grid {path}: {str(error).replace('at end of document', end)}") from None
