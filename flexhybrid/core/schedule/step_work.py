@@ -41,11 +41,10 @@ def counts_of(step: MiniBatchStep, wave) -> StepCounts:
     policy, blocks, copies = wave.policy, {}, {}
     for segment in step.segments:
         if segment.max_tokens:
-            part = StoredCopy(segment.entry, segment.representation, segment.tier)
             moved = wave.num_blocks[segment.entry][step.requests] if policy.static_cache else segment.num_blocks
-            blocks[part] = int(moved.sum())
-            copies[part] = int(np.count_nonzero(segment.num_blocks))
-    stored: dict[StoredCopy, Count] = {StoredCopy(s.entry, s.representation, s.tier): len(s.rows) for s in step.stores}
+            blocks[segment.part] = int(moved.sum())
+            copies[segment.part] = int(np.count_nonzero(segment.num_blocks))
+    stored: dict[StoredCopy, Count] = {store.part: len(store.rows) for store in step.stores}
     context = step.attention_tokens - step.computed_width
     selected = None
     if policy.selection.method == "speculative" and not step.prefill:

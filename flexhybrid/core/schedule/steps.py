@@ -26,21 +26,12 @@ class BlockRun(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Segment:
-    """One representation of one mini-batch's context at one iteration: per-request arrays over B.
-
-    A request's blocks are a ring over its reserved extent: block i of the segment lies in physical block
-    ``first_block + (start_block + i) % reserved``. The ring turns only where the oldest blocks are dropped (tok).
-    """
+class CopyPart:
+    """What a step reads or writes of one stored copy of a cache entry."""
 
     entry: str
     representation: str  #: kv or act
     tier: str
-    first_block: np.ndarray  #: physical, of the reserved extent
-    num_tokens: np.ndarray
-    start_block: np.ndarray  #: blocks of the entry that come before the segment's first one, dropped ones included
-    reserved: np.ndarray  #: blocks
-    moves_all: bool = False  #: a load brings all reserved blocks (a static cache)
 
     @cached_property
     def part(self) -> StoredCopy:
@@ -50,6 +41,21 @@ class Segment:
     def space(self) -> str:
         """Name of the pool that holds it."""
         return self.part.space
+
+
+@dataclass(frozen=True)
+class Segment(CopyPart):
+    """One representation of one mini-batch's context at one iteration: per-request arrays over B.
+
+    A request's blocks are a ring over its reserved extent: block i of the segment lies in physical block
+    ``first_block + (start_block + i) % reserved``. The ring turns only where the oldest blocks are dropped (tok).
+    """
+
+    first_block: np.ndarray  #: physical, of the reserved extent
+    num_tokens: np.ndarray
+    start_block: np.ndarray  #: blocks of the entry that come before the segment's first one, dropped ones included
+    reserved: np.ndarray  #: blocks
+    moves_all: bool = False  #: a load brings all reserved blocks (a static cache)
 
     @cached_property
     def num_blocks(self) -> np.ndarray:
@@ -111,20 +117,12 @@ def block_runs(first, count, column) -> tuple[BlockRun, ...]:
 
 
 @dataclass(frozen=True)
-class Store:
+class Store(CopyPart):
     """Where the new tokens of one part go: row of the padded new-token grid -> (block, offset)."""
 
-    entry: str
-    representation: str
-    tier: str
     rows: np.ndarray
     blocks: np.ndarray
     offsets: np.ndarray
-
-    @property
-    def space(self) -> str:
-        """Name of the pool that takes it."""
-        return StoredCopy(self.entry, self.representation, self.tier).space
 
 
 @dataclass(frozen=True)
@@ -236,9 +234,7 @@ def _segments(wave, mini_batch: int, entry: str, extent, tokens) -> list[Segment
         leading = {"act": (recomputed, dropped), "kv": (tokens - recomputed, dropped + recomputed // BLOCK_TOKENS)}
     return [
         Segment(
-            entry=entry,
-            representation=copy.representation,
-            tier=copy.tier,
+            *copy,
             first_block=first,
             num_tokens=leading[copy.representation][0],
             start_block=leading[copy.representation][1],
@@ -276,5 +272,5 @@ def _stores(wave, requests, context, new_tokens) -> tuple[Store, ...]:
         rows = batch_row[chosen] * width + within[chosen]
         blocks = first + (index // BLOCK_TOKENS) % np.maximum(reserved, 1)
         for part in stored_copies(entry):
-            stores.append(Store(entry, part.representation, part.tier, rows, blocks, index % BLOCK_TOKENS))
+            stores.append(Store(*part, rows, blocks, index % BLOCK_TOKENS))
     return tuple(stores)
