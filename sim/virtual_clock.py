@@ -12,7 +12,7 @@ from typing import TypeVar
 from flexhybrid.core.hardware import LINKS, Hardware, Line
 from flexhybrid.core.schedule.dependencies import HAZARDS, Dependencies
 from flexhybrid.core.task import RESOURCES, Task
-from flexhybrid.core.trace import TraceEvent
+from flexhybrid.core.trace import TraceEvent, iteration_ends
 from sim.cost import line_seconds
 
 
@@ -94,22 +94,20 @@ def _summarize(trace: list[TraceEvent], kind: type[Summary]) -> Summary:
     if not trace:
         raise ValueError("a trace without events has no summary")
     begin = min(event.start_s for event in trace)
-    last_sample: dict[int, float] = {}
+    ends = iteration_ends(trace)
+    if not ends:
+        raise ValueError("a trace without a sample task has no summary")
     tokens: dict[int, int] = {}
     link_bytes: dict[str, dict[str, int]] = {link: {} for link in LINKS}
     decode_link_bytes: dict[str, dict[str, int]] = {link: {} for link in LINKS}
-    for task, _, end in trace:
+    for task, _, _ in trace:
         if task.verb == "sample":
-            last_sample[task.iteration] = max(end, last_sample.get(task.iteration, begin))
             tokens[task.iteration] = tokens.get(task.iteration, 0) + task.work.tokens
         if task.resource in link_bytes:
             for total in (link_bytes, decode_link_bytes) if task.iteration else (link_bytes,):
                 by_verb = total[task.resource]
                 by_verb[task.verb] = by_verb.get(task.verb, 0) + task.work.link_bytes
-    if not last_sample:
-        raise ValueError("a trace without a sample task has no summary")
-    prefill_end = last_sample[min(last_sample)]
-    end = max(last_sample.values())
+    prefill_end, end = ends[0], max(ends)
     total_s, prefill_s, decode_s = end - begin, prefill_end - begin, end - prefill_end
     window = (prefill_end, end) if decode_s > 0 else (begin, end)
     busy: dict[str, float] = {}
@@ -123,7 +121,7 @@ def _summarize(trace: list[TraceEvent], kind: type[Summary]) -> Summary:
         total_s=total_s,
         prefill_s=prefill_s,
         decode_s=decode_s,
-        num_iterations=len(last_sample),
+        num_iterations=len(ends),
         generated_tokens=generated,
         tokens_per_s=generated / max(total_s, 1e-300),
         decode_tokens_per_s=decoded / decode_s if decode_s > 0 else 0.0,

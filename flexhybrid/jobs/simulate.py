@@ -49,7 +49,8 @@ def setting_of(point: dict, budgets: Budgets | None = None, note: Note | None = 
             f"positions for {shape.max_positions}. For longer ones give a config.json with larger "
             "max_position_embeddings as model"
         )
-    problem = Problem(shape=shape, dtype=point.get("dtype") or _usual_dtype(hardware), hardware=hardware)
+    usual = hardware.dtype if hardware.name == catalogue.LOCAL else "float16"  # a measured machine's own
+    problem = Problem(shape=shape, dtype=point.get("dtype") or usual, hardware=hardware)
     return Setting(problem, point["batch"], point["prompt_len"], point["gen_len"])
 
 
@@ -60,11 +61,6 @@ def machine_of(hardware: str, shape: ModelShape) -> Hardware:
     from flexhybrid.jobs.profile.job import local_machine  # loads torch
 
     return local_machine(shape)
-
-
-def _usual_dtype(hardware: Hardware) -> str:
-    """Return the compute dtype where none is named: a measured machine's own."""
-    return hardware.dtype if hardware.name == catalogue.LOCAL else "float16"
 
 
 def run_simulate(
