@@ -20,7 +20,6 @@ from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.memory import BufferSizes, buffer_sizes, fits, memory_plan
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Policy
-from flexhybrid.core.trace import TraceEvent
 from flexhybrid.core.wave import Wave, admit
 from flexhybrid.core.waves import check_least, first_wave, split_waves, wave_plan
 from flexhybrid.core.workload import Workload
@@ -35,7 +34,7 @@ from flexhybrid.runtime.storage.weights import Weights
 from flexhybrid.sampling_params import SamplingParams
 from flexhybrid.text import StopWatch
 
-OnTrace = Callable[[list[TraceEvent]], object]
+OnTrace = Callable[[WaveResult], object]
 TRACED_TASKS = 50_000  #: of a wave: a file that a browser still opens
 
 
@@ -161,7 +160,7 @@ class LLM:
         Results are in the order of the prompts. ``on_answer(i, answer)`` is called as soon as the answer to prompt i is
         complete, then ``on_tokens(n)`` with the number of newly generated tokens. Once ``should_stop()`` is true, the
         call ends with the current iteration; answers that are not complete by then are None. ``on_trace`` is called
-        with the trace of the first wave, of up to TRACED_TASKS tasks.
+        with the result of the first wave, whose trace has up to TRACED_TASKS tasks.
 
         ``sampling_params``: one for all prompts, or a list of one a prompt. Random numbers depend on the seed, the
         position in the text and, when one SamplingParams serves all, the prompt's place in the list. A seed of a list
@@ -195,7 +194,7 @@ class LLM:
                 control = RunControl(on_tokens=on_tokens, should_stop=should_stop, keep_trace=keep_trace)
                 result = self._run_wave(wave, requests, members, completed, control)
                 if on_trace:
-                    on_trace(result.trace)
+                    on_trace(result)
                     on_trace = None
         return answers
 

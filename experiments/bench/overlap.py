@@ -13,7 +13,7 @@ import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,7 +29,7 @@ from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Bits, Placement, Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.task import Task
-from flexhybrid.core.trace import TraceEvent, Window, check_trace
+from flexhybrid.core.trace import LaneTimes, TraceEvent, Window, check_trace
 from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.profile.disk import measure_disk, with_disk
@@ -220,11 +220,12 @@ def bench_overlap(table: Table, dtype: str) -> None:
 
 
 class Decode(NamedTuple):
-    """One round: its trace, the window's wall seconds, and the ideal seconds of each resource."""
+    """One round: its trace, the window's wall seconds, the ideal seconds of each resource, and the lanes' times."""
 
     trace: list[TraceEvent]
     wall_s: float
     ideal_s: dict[str, float]
+    lanes: dict[str, LaneTimes]
 
 
 def measure(table: Table, case: OverlapCase, weights: Weights, hardware: Hardware) -> tuple[float, list[Round[Decode]]]:
@@ -238,10 +239,10 @@ def measure(table: Table, case: OverlapCase, weights: Weights, hardware: Hardwar
     run.set_rates(rates)
 
     def one_round() -> Decode:
-        trace = run.session.decode()
-        window = Window(trace, LAST)
+        result = run.session.decode_result()
+        window = Window(result.trace, LAST)
         moving_s = {name: window.moved_bytes(name) / (rate * 1e9) for name, rate in rates.items()}
-        return Decode(trace, window.seconds, moving_s | run.computing_s())
+        return Decode(result.trace, window.seconds, moving_s | run.computing_s(), result.lanes)
 
     rounds = least_disturbed(one_round, ROUNDS)
     decodes = [done.result for done in rounds]
@@ -249,11 +250,13 @@ def measure(table: Table, case: OverlapCase, weights: Weights, hardware: Hardwar
     binding, second = sorted(ideals, key=lambda name: -ideals[name])[:2]
     samples = [max(decode.ideal_s.values()) / decode.wall_s for decode in decodes]
     overlap, wall_s = statistics.median(samples), statistics.median(decode.wall_s for decode in decodes)
+    usual = min(decodes, key=lambda decode: abs(decode.wall_s - wall_s))
     error = wall_s / predicted(run.session.wave, at_rates(hardware, rates)).seconds - 1
     balance = ideals[second] / ideals[binding]
     if balance >= JUDGED_BALANCE:
         conditions = {"balance": balance, "binding": binding, "second": second, "rates": rates}
         conditions |= {"virtual_clock_error": error, "samples": samples}
+        conditions["lanes"] = {name: asdict(times) for name, times in usual.lanes.items()}
         table.at_least(f"overlap, {case.name}", overlap, BAR, "x", **conditions)
     else:
         tqdm.write(f"     overlap, {case.name}: {overlap:.3f}, not judged: {second} is {balance:.2f} of {binding}")

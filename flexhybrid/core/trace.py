@@ -2,7 +2,8 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +17,26 @@ class TraceEvent(NamedTuple):
     task: Task
     start_s: float
     end_s: float
+
+
+@dataclass
+class LaneTimes:
+    """The time of a lane's thread in a run. ``held_up_s`` of its tasks' time it waited for a processor, for the
+    interpreter's lock, for other threads of its kernels, or for a disk."""
+
+    tasks: int = 0
+    planned_late_s: float = 0.0  #: all that a task waits for had ended, but the task was not planned yet
+    hand_over_s: float = 0.0  #: the planned task could have begun, but the thread had not
+    busy_s: float = 0.0  #: from the tasks' starts to their ends
+    cpu_s: float = 0.0  #: of ``busy_s``: on a processor
+    paced_s: float = 0.0  #: of ``busy_s``: asleep, as the pace of a link or a disk asks
+    queued_s: float | None = None  #: in tasks and between them: ready to run, but no processor was free
+    wake_ups: int | None = None  #: how often the thread went to sleep and came back
+    preemptions: int | None = None  #: how often it lost its processor to another thread
+
+    @property
+    def held_up_s(self) -> float:
+        return max(0.0, self.busy_s - self.cpu_s - self.paced_s)
 
 
 def check_trace(trace: Iterable[TraceEvent], tolerance_s: float = 0.0) -> list[str]:
@@ -174,8 +195,30 @@ class Window:
         return sum(idle_s for event, idle_s in idle if self.begin_s < event.end_s <= self.end_s) / self.seconds
 
 
-def save_chrome_trace(path: str | Path, traces: dict[str, list[TraceEvent]]) -> None:
-    """Write traces as Chrome trace events (ui.perfetto.dev opens them), one process a trace, one row a resource."""
+#: Column of ``lane_table`` -> the field of ``LaneTimes`` in seconds.
+LANE_COLUMNS = {
+    "busy": "busy_s", "on a processor": "cpu_s", "paced": "paced_s", "held up": "held_up_s",
+    "handed over": "hand_over_s", "planned late": "planned_late_s", "queued for a processor": "queued_s",
+}  # fmt: skip
+
+
+def lane_table(lanes: Mapping[str, LaneTimes]) -> list[str]:
+    """Return the rows of a Markdown table, one lane a row: milliseconds of ``LaneTimes``, and how often it slept."""
+    lines = [f"| lane | tasks | {', ms | '.join(LANE_COLUMNS)}, ms | slept | lost its processor |"]
+    lines += ["| --- |" + " ---: |" * (len(LANE_COLUMNS) + 3)]
+    for name, times in lanes.items():
+        seconds = [getattr(times, field) for field in LANE_COLUMNS.values()]
+        cells = ["" if value is None else f"{1e3 * value:.1f}" for value in seconds]
+        counts = ["" if count is None else f"{count:,}" for count in (times.wake_ups, times.preemptions)]
+        lines.append(f"| {name} | {times.tasks:,} | {' | '.join([*cells, *counts])} |")
+    return lines
+
+
+def save_chrome_trace(
+    path: str | Path, traces: dict[str, list[TraceEvent]], lanes: Mapping[str, LaneTimes] = {}
+) -> None:
+    """Write traces as Chrome trace events (ui.perfetto.dev opens them), one process a trace, one row a resource; and
+    the times of measured lanes as the file's other data."""
     events = []
     for pid, (name, trace) in enumerate(traces.items(), start=1):
         events.append({"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}})
@@ -193,6 +236,9 @@ def save_chrome_trace(path: str | Path, traces: dict[str, list[TraceEvent]]) -> 
                  "args": {"iteration": task.iteration, "layer": task.layer, "mini_batch": task.mini_batch,
                           **task.work._asdict()}}
             )  # fmt: skip
+    other = {name: asdict(times) for name, times in lanes.items()}
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
+    path.write_text(
+        json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"lanes": other}}), encoding="utf-8"
+    )

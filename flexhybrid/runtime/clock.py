@@ -25,9 +25,11 @@ import torch
 
 from flexhybrid.core.schedule.dependencies import HAZARDS, Dependencies
 from flexhybrid.core.task import Task
-from flexhybrid.core.trace import TraceEvent
+from flexhybrid.core.trace import LaneTimes, TraceEvent
 from flexhybrid.runtime.cuda import CudaStream
+from flexhybrid.runtime.links import TURN
 from flexhybrid.runtime.process_settings import SHORT_SWITCH_INTERVAL
+from flexhybrid.runtime.profiling.cpu_use import ThreadAccount
 
 #: Tasks of one lane that may wait in its queue: far enough ahead to never starve, small enough to bound memory.
 LOOKAHEAD_TASKS = 256
@@ -41,8 +43,10 @@ Perform = Callable[[Task], None]
 
 
 class Lane:
-    """The thread of a resource. ``complete`` counts its finished tasks. A task is named by its ordinal in the lane.
+    """The thread of a resource. ``passed`` counts the tasks that others may build on, here those that are complete. A
+    task is named by its ordinal in the lane.
 
+    ``times`` adds up where the thread's time goes in a run that keeps a trace; a stream lane leaves out its tasks.
     ``thread``: lent by the owner of several runs (``LaneThreads``); None: a new one, which ends with the lane.
     """
 
@@ -58,13 +62,16 @@ class Lane:
         self.lanes: dict[str, Lane] = {}
         self.fail: Callable[[BaseException], None] = lambda error: None
         self.failed = False
-        self.complete = 0
+        self.passed = 0
         self.submitted = 0
         self.num_spans = math.inf  #: the number of first tasks whose start and end are kept
+        self.times = LaneTimes()
         self._spans: list[tuple[float, float]] = []
+        self._end_s: dict[int, float] = {}  #: of the latest tasks
         self._on_start = on_start
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
-        self._changed = threading.Condition()
+        self._waiting: list[tuple[int, threading.Lock]] = []  #: ordinals that threads wait for, and their locks
+        self._lock = threading.Lock()
         self._thread, self._lent = thread or LaneThreads()[name], thread is not None
         self._ended: Future | None = None
 
@@ -74,7 +81,7 @@ class Lane:
     def submit(self, task: Task, waits) -> int:
         ordinal = self.submitted
         self.submitted += 1
-        self._queue.put((task, waits))
+        self._queue.put((task, waits, time.perf_counter()))
         return ordinal
 
     def finish(self) -> None:
@@ -89,43 +96,76 @@ class Lane:
     def abort(self) -> None:
         self.failed = True
         self._queue.put(None)
-        with self._changed:
-            self._changed.notify_all()
+        self._wake(math.inf)
 
-    def wait_complete(self, ordinal: int) -> None:
-        """Block until the task with this ordinal is complete."""
-        if self.complete > ordinal:
+    def wait_complete(self, ordinal: int) -> float:
+        """Block until the task with this ordinal is complete; return when it ended, -inf where that is long ago."""
+        self._block(ordinal)
+        return self._end_s.get(ordinal, -math.inf)
+
+    def _block(self, ordinal: int) -> None:
+        """Sleep until the task with this ordinal has passed, and not be woken by those before it."""
+        if self.passed > ordinal:
             return
-        with self._changed:
-            while self.complete <= ordinal:
-                if self.failed:
-                    raise Aborted
-                self._changed.wait()
+        (woken := threading.Lock()).acquire()
+        with self._lock:
+            if waits := self.passed <= ordinal and not self.failed:
+                self._waiting.append((ordinal, woken))
+        if waits:
+            woken.acquire()
+        if self.passed <= ordinal:
+            raise Aborted
+
+    def _pass(self) -> None:
+        """Count the task that others may build on now, and wake those that wait for it."""
+        with self._lock:
+            self.passed += 1
+        self._wake(self.passed)
+
+    def _wake(self, passed: float) -> None:
+        """Wake the threads that wait for a task before this ordinal."""
+        with self._lock:
+            reached = [woken for ordinal, woken in self._waiting if ordinal < passed]
+            self._waiting = [(ordinal, woken) for ordinal, woken in self._waiting if ordinal >= passed]
+        for woken in reached:
+            woken.release()
 
     def loop(self) -> None:
         """Run the tasks of the queue until it ends or a lane fails."""
         try:
             if self._on_start:
                 self._on_start()
+            before = ThreadAccount.now() if self.num_spans else None
             while (item := self._queue.get()) is not None:
                 if self.failed:
                     return
                 self._run(*item)
+            if before and (after := ThreadAccount.now()):
+                differences = (late - early for late, early in zip(after, before, strict=True))
+                self.times.queued_s, self.times.wake_ups, self.times.preemptions = differences
         except Aborted:
             pass
         except BaseException as error:  # raised again by Clock.run(); a thread must not die silently
             self.fail(error)
 
-    def _run(self, task: Task, waits) -> None:
-        for resource, ordinal in waits:
-            self.lanes[resource].wait_complete(ordinal)
-        start = time.perf_counter()
+    def _run(self, task: Task, waits, submitted_s: float) -> None:
+        ended_s = max((self.lanes[resource].wait_complete(ordinal) for resource, ordinal in waits), default=-math.inf)
+        TURN.ready_s = max(submitted_s, ended_s)
+        start, cpu_s, paced_s = time.perf_counter(), time.thread_time(), TURN.paced_s
         self.perform(task)
-        if self.complete < self.num_spans:
-            self._spans.append((start, time.perf_counter()))
-        with self._changed:
-            self.complete += 1
-            self._changed.notify_all()
+        end = self._end_s[self.passed] = time.perf_counter()
+        if self.num_spans:
+            ended_s = max(ended_s, self._end_s.get(self.passed - 1, -math.inf))
+            self.times.tasks += 1
+            self.times.planned_late_s += max(0.0, submitted_s - ended_s) if ended_s > -math.inf else 0.0
+            self.times.hand_over_s += start - max(submitted_s, ended_s)
+            self.times.busy_s += end - start
+            self.times.cpu_s += time.thread_time() - cpu_s
+            self.times.paced_s += TURN.paced_s - paced_s
+        if self.passed < self.num_spans:
+            self._spans.append((start, end))
+        self._end_s.pop(self.passed - 2 * LOOKAHEAD_TASKS, None)
+        self._pass()
 
     def span(self, ordinal: int) -> tuple[float, float]:
         """Return (start, end) of a finished task whose span is kept, on the clock of ``time.perf_counter``."""
@@ -162,7 +202,7 @@ class LaneThreads(dict[str, ThreadPoolExecutor]):
 
 
 class StreamLane(Lane):
-    """A lane that enqueues on a stream. ``enqueued`` counts the tasks that other stream lanes may build on.
+    """A lane that enqueues on a stream. ``passed`` counts its enqueued tasks: other stream lanes may build on them.
 
     Events of tasks whose spans are not kept are dropped when older than the lookahead: the planner has waited for them
     before it went on, so there is nothing left to wait for.
@@ -171,43 +211,36 @@ class StreamLane(Lane):
     def __init__(self, name: str, perform: Perform, stream: CudaStream, thread: ThreadPoolExecutor | None = None):
         super().__init__(name, perform, stream.enter, thread)
         self.stream = stream
-        self.enqueued = 0
         self._begins: list[torch.cuda.Event] = []
         self._ends: dict[int, torch.cuda.Event] = {}
 
     def wait_enqueued(self, ordinal: int) -> torch.cuda.Event | None:
         """Block until that task is enqueued; return its event, or None when it was dropped as long complete."""
-        if self.enqueued <= ordinal:
-            with self._changed:
-                while self.enqueued <= ordinal:
-                    if self.failed:
-                        raise Aborted
-                    self._changed.wait()
+        self._block(ordinal)
         return self._ends.get(ordinal)
 
-    def wait_complete(self, ordinal: int) -> None:
+    def wait_complete(self, ordinal: int) -> float:
         if event := self.wait_enqueued(ordinal):
             event.synchronize()
         if self.failed:
             raise Aborted
+        return time.perf_counter()
 
-    def _run(self, task: Task, waits) -> None:
+    def _run(self, task: Task, waits, _submitted_s: float) -> None:
         for resource, ordinal in waits:
             lane = self.lanes[resource]
             if not isinstance(lane, StreamLane):
                 lane.wait_complete(ordinal)
             elif event := lane.wait_enqueued(ordinal):
                 self.stream.wait(event)
-        traced = self.enqueued < self.num_spans
+        traced = self.passed < self.num_spans
         if traced:
             self._begins.append(self.stream.record())
         self.stream.run(lambda: self.perform(task))
-        self._ends[self.enqueued] = self.stream.record(timed=traced)
-        if (old := self.enqueued - 2 * LOOKAHEAD_TASKS) >= self.num_spans:
+        self._ends[self.passed] = self.stream.record(timed=traced)
+        if (old := self.passed - 2 * LOOKAHEAD_TASKS) >= self.num_spans:
             self._ends.pop(old, None)
-        with self._changed:
-            self.enqueued += 1
-            self._changed.notify_all()
+        self._pass()
 
     def span(self, ordinal: int) -> tuple[float, float]:
         return self.stream.seconds(self._begins[ordinal]), self.stream.seconds(self._ends[ordinal])

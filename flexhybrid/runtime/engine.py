@@ -17,7 +17,7 @@ from flexhybrid.core.memory import HOST_THREADS, BufferSizes
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.task import Task, Work
-from flexhybrid.core.trace import TraceEvent
+from flexhybrid.core.trace import LaneTimes, TraceEvent
 from flexhybrid.core.wave import Wave
 from flexhybrid.runtime.buffers import Buffers
 from flexhybrid.runtime.clock import Clock, Lane, LaneThreads, StreamLane
@@ -58,11 +58,12 @@ class RunControl:
 
 @dataclass
 class WaveResult:
-    """The tokens of each request, in the wave's order, up to the one that stopped it; and the trace."""
+    """The tokens of each request, in the wave's order, up to the one that stopped it; and what was traced."""
 
     tokens: list[list[int]]
     stops: list[int | str | None]  #: the token id or the text that ended the request; None: its length did
     trace: list[TraceEvent]
+    lanes: dict[str, LaneTimes] = field(default_factory=dict)  #: by resource, of those that had tasks; {} untraced
 
 
 class Engine:
@@ -185,7 +186,9 @@ class Engine:
         except BaseException:
             self.close()
             raise
-        return WaveResult(collector.tokens, collector.stops, [_resolved(event, resolved or {}) for event in trace])
+        trace = [_resolved(event, resolved or {}) for event in trace]
+        lanes = {name: lane.times for name, lane in clock.lanes.items() if trace and lane.submitted}
+        return WaveResult(collector.tokens, collector.stops, trace, lanes)
 
 
 _SETTING_THREADS = threading.Lock()

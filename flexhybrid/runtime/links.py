@@ -1,5 +1,7 @@
 """Links of a CPU: real copies, paced to a set rate by a running deadline."""
 
+import math
+import threading
 import time
 
 import numpy as np
@@ -18,12 +20,24 @@ LONGEST_SLEEP_S = 0.1
 MOST_LATE_S = 2e-2
 
 
+class LaneTurn(threading.local):
+    """What a pacer and the lane that calls it tell each other about the task under way, for each thread."""
+
+    #: When the task was planned and the tasks of other lanes that it waits for had ended; None outside of lanes.
+    ready_s: float | None = None
+    paced_s = 0.0  #: that pacers have asked the thread to sleep since it began
+
+
+TURN = LaneTurn()
+
+
 class Pacer:
     """Holds one direction of a link to a rate, with a deadline for the end of each copy.
 
-    A real link does not wait for a thread that wakes up late. So the deadline of a copy that follows at once is counted
-    from the last deadline, and lateness does not add up; after a pause it is counted from the copy's begin. Sleeping a
-    fixed time per copy reaches 0.3 to 0.6 of the rate at small copies, deadlines reach 0.92 to 1.0.
+    A real link does not wait for a thread that wakes up late. So the deadline of a copy is counted from the last
+    deadline, or from the moment when the lane's task was ready if that is later (``LaneTurn``); lateness does not add
+    up. Outside of lanes a copy that follows at once counts from the last deadline, and after a pause from its begin.
+    Sleeping a fixed time per copy reaches 0.3 to 0.6 of the rate at small copies, deadlines reach 0.92 to 1.0.
     """
 
     def __init__(self, bytes_per_s: float | None):
@@ -38,9 +52,11 @@ class Pacer:
         """Sleep until the deadline of a copy of this size that began then."""
         if self.bytes_per_s is None:
             return
-        busy = began - self._ended < BACK_TO_BACK_S
-        start = max(self._deadline, began - MOST_LATE_S) if busy else max(self._deadline, began)
-        self._deadline = start + num_bytes / self.bytes_per_s
+        ready_s = TURN.ready_s
+        if ready_s is None:
+            ready_s = -math.inf if began - self._ended < BACK_TO_BACK_S else began
+        self._deadline = max(self._deadline, ready_s, began - MOST_LATE_S) + num_bytes / self.bytes_per_s
+        TURN.paced_s += max(0.0, self._deadline - time.perf_counter())
         while (delay := self._deadline - time.perf_counter()) > 0 and not self.stopped:
             time.sleep(min(delay, LONGEST_SLEEP_S))
         self._ended = time.perf_counter()

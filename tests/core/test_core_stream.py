@@ -27,11 +27,13 @@ from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.dependencies import HAZARDS, Dependencies
 from flexhybrid.core.task import RESOURCES, Access, Task, Work
 from flexhybrid.core.trace import (
+    LaneTimes,
     TraceEvent,
     busy_seconds,
     check_trace,
     idle_though_ready,
     iteration_ends,
+    lane_table,
     save_chrome_trace,
 )
 from flexhybrid.core.wave import Wave, admit
@@ -712,6 +714,18 @@ def test_chrome_trace_has_a_row_for_each_resource(tmp_path):
             assert (span["ts"], span["dur"]) == pytest.approx((start * 1e6, (end - start) * 1e6))
             assert span["args"]["iteration"] == task.iteration
             assert span["args"]["link_bytes"] == task.work.link_bytes
+
+
+def test_the_times_of_lanes_are_a_table_and_go_with_the_trace(tmp_path):
+    lanes = {"compute": LaneTimes(3, 0.001, 0.25, 2.0, 1.5, 0.1, 0.7, 1234, 5), "h2d": LaneTimes(1)}
+    head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lane_table(lanes))
+    compute, link = (dict(zip(head, row, strict=True)) for row in rows)
+    assert (compute["lane"], compute["busy, ms"], compute["held up, ms"]) == ("compute", "2000.0", "400.0")
+    assert (compute["slept"], compute["lost its processor"]) == ("1,234", "5")
+    assert link["queued for a processor, ms"] == link["slept"] == ""
+    save_chrome_trace(tmp_path / "trace.json", {"measured": sequential_trace(STREAM)}, lanes)
+    other = json.loads((tmp_path / "trace.json").read_text())["otherData"]["lanes"]
+    assert {name: LaneTimes(**times) for name, times in other.items()} == lanes
 
 
 def test_busy_seconds_and_iteration_ends():

@@ -635,13 +635,17 @@ def test_a_trace_and_a_report_on_request(tiny, tmp_path, capsys):
     known_machine().save(tmp_path / "cache/hardware-cpu.json")
     assert run(source, out, tiny, *asked) == 0
     told = capsys.readouterr().out
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    written = json.loads((tmp_path / "trace.json").read_text())
+    events, threads = written["traceEvents"], written["otherData"]["lanes"]
     names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
     verbs = [[e["name"] for e in events if e["ph"] == "X" and e["pid"] == pid] for pid in (1, 2)]
     assert names == ["predicted", "measured"] and verbs[0] == verbs[1] and verbs[0].count("store_out") == 5
     page = (tmp_path / "report.md").read_text()
     assert all(text in page for text in told.splitlines()) and "| invalid_json | 1 |" in page
     assert "| duplicate_custom_id | 1 |" in page and "| step | s |" in page and '"transformers"' in page
+    rows = {event["args"]["name"] for event in events if event["name"] == "thread_name" and event["pid"] == 2}
+    assert threads.keys() == rows and sum(lane["tasks"] for lane in threads.values()) == len(verbs[1])
+    assert all(f"| {name} | {lane['tasks']:,} | " in page for name, lane in threads.items())
     (tmp_path / "trace.json").unlink()
     assert run(source, out, tiny, *asked) == 0 and "trace      nothing ran" in capsys.readouterr().out
     assert not (tmp_path / "trace.json").exists() and (tmp_path / "report.md").read_text() == page, "nothing ran"

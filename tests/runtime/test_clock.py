@@ -1,6 +1,8 @@
 """The launcher: the same tokens and clean traces whatever the delays, with threads and with CUDA-like streams."""
 
+import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -15,12 +17,15 @@ from flexhybrid.core.policy import Bits, Placement, Policy, Selection
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.dependencies import HAZARDS
 from flexhybrid.core.task import Access, Task, Work
-from flexhybrid.core.trace import check_trace
+from flexhybrid.core.trace import LaneTimes, check_trace
 from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
+from flexhybrid.runtime import clock as lanes
 from flexhybrid.runtime.clock import Clock, Lane, StreamLane
 from flexhybrid.runtime.engine import Engine, RunControl
 from flexhybrid.runtime.kernels.sampling import greedy_plan
+from flexhybrid.runtime.links import TURN
+from flexhybrid.runtime.profiling.cpu_use import ThreadAccount
 from flexhybrid.runtime.storage.loader import Checkpoint
 from flexhybrid.runtime.storage.weights import Weights
 from sim import catalogue
@@ -195,8 +200,6 @@ def test_dropping_a_kind_of_dependency_is_seen_on_the_real_clock(dropped):
 
 
 def test_an_error_in_a_lane_reaches_the_caller_and_ends_every_thread():
-    import threading
-
     before = threading.active_count()
 
     performed = []
@@ -220,8 +223,6 @@ def test_an_error_in_a_lane_reaches_the_caller_and_ends_every_thread():
 
 
 def test_an_error_in_the_stream_of_tasks_ends_every_thread(checkpoint):
-    import threading
-
     before = threading.active_count()
 
     def broken():
@@ -236,8 +237,6 @@ def test_an_error_in_the_stream_of_tasks_ends_every_thread(checkpoint):
 
 def test_planning_never_outruns_the_lookahead(checkpoint):
     """A slow lane holds the planner back: memory stays bounded however long the run."""
-    from flexhybrid.runtime import clock as lanes
-
     issued = []
 
     def perform(task):
@@ -245,7 +244,7 @@ def test_planning_never_outruns_the_lookahead(checkpoint):
 
     def tasks():
         for i in range(3 * lanes.LOOKAHEAD_TASKS):
-            issued.append((i, lane.complete))
+            issued.append((i, lane.passed))
             yield Task(i, 0, 0, "work", "compute", Work(), (), ())
 
     lane = Lane("compute", perform)
@@ -288,3 +287,81 @@ def test_each_lane_computes_with_its_own_number_of_threads(checkpoint):
     executor.perform = watched
     engine.run(executor)
     assert seen == {"compute": {3}, "host_compute": {1}}
+
+
+class SetTime:
+    """Time that passes where the test says so: on the wall, and of the thread on a processor."""
+
+    def __init__(self):
+        self.now = self.cpu = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def thread_time(self) -> float:
+        return self.cpu
+
+
+def test_the_times_of_a_lane_tell_what_it_waited_for(monkeypatch):
+    """Tasks run one by one on this thread, each second given by hand, against sums made by hand."""
+    time, ready = SetTime(), []
+    monkeypatch.setattr(lanes, "time", time)
+    monkeypatch.setattr(TURN, "ready_s", None)
+    #          resource, waits, planned at, begins at, seconds, on a processor, asleep for a pace
+    tasks = (
+        ("h2d", (), 0.0, 1.0, 5.0, 2.0, 3.0),  # handed over 1 late
+        ("compute", (("h2d", 0),), 0.0, 8.0, 4.0, 4.0, 0.0),  # ready at 6, handed over 2 late
+        ("compute", (), 15.0, 16.0, 1.0, 0.25, 0.0),  # compute is free from 12 on: planned 3 late, handed over 1 late
+        ("h2d", (("compute", 0),), 10.0, 17.5, 2.0, 1.0, 0.5),  # ready at 12, handed over 5.5 late
+    )
+    given = iter(tasks)
+
+    def perform(_task):
+        *_, seconds, cpu_s, paced_s = next(given)
+        ready.append(TURN.ready_s)
+        time.now, time.cpu, TURN.paced_s = time.now + seconds, time.cpu + cpu_s, TURN.paced_s + paced_s
+
+    made = Clock([Lane("h2d", perform), Lane("compute", perform)]).lanes
+    for resource, waits, planned, begins, *_ in tasks:
+        time.now = begins
+        made[resource]._run(Task(0, 0, 0, "work", resource, Work(), (), ()), waits, planned)
+    assert made["h2d"].times == LaneTimes(2, 0.0, 6.5, 7.0, 3.0, 3.5) and made["h2d"].times.held_up_s == 0.5
+    assert made["compute"].times == LaneTimes(2, 3.0, 3.0, 5.0, 4.25, 0.0)
+    assert ready == [0.0, 6.0, 15.0, 12.0]
+
+
+def test_a_thread_that_waits_for_a_task_sleeps_through_those_before_it():
+    """Two threads wait for the 100th and the last of 101 tasks: each is woken once, not by every task."""
+    lane, account = Lane("h2d", lambda task: None), {}
+
+    def wait(ordinal):
+        before = ThreadAccount.now()
+        lane.wait_complete(ordinal)
+        account[ordinal] = before, ThreadAccount.now(), lane.passed
+
+    threads = [threading.Thread(target=wait, args=(ordinal,)) for ordinal in (99, 100)]
+    for thread in threads:
+        thread.start()
+    while len(lane._waiting) < 2:
+        time.sleep(0.001)
+    for ordinal in range(101):
+        assert len(account) <= max(0, ordinal - 98)
+        lane._pass()
+        time.sleep(0.0005)
+    for thread in threads:
+        thread.join()
+    for ordinal, (before, after, passed) in account.items():
+        assert passed > ordinal
+        assert before is None or after.wake_ups - before.wake_ups < 50
+
+
+def test_a_run_with_a_trace_gives_the_times_of_its_lanes(checkpoint):
+    source, _ = checkpoint
+    for keep_trace in (True, False):
+        result, _ = run(source, POLICIES[1], lambda *of: Engine(*of, num_threads=1), keep_trace=keep_trace)
+        counts = Counter(event.task.resource for event in result.trace)
+        assert {name: times.tasks for name, times in result.lanes.items()} == counts
+        for name, times in result.lanes.items():
+            spans = sum(event.end_s - event.start_s for event in result.trace if event.task.resource == name)
+            assert times.busy_s == pytest.approx(spans)
+            assert min(times.hand_over_s, times.planned_late_s, times.paced_s, times.cpu_s) >= 0

@@ -88,8 +88,7 @@ def test_pieces_come_back_as_a_bytearray_would_give_them(tmp_path, monkeypatch, 
 
     Requests are so small here that every piece is cut and joined.
     """
-    monkeypatch.setattr(disk, "SMALLEST_REQUEST", ALIGN)
-    monkeypatch.setattr(disk, "LARGEST_REQUEST", 3 * ALIGN)
+    monkeypatch.setattr(disk, "REQUEST_BYTES", 3 * ALIGN)
     monkeypatch.setattr(disk, "MOST_BUFFERS", 3)
     if how == "named file":
         keep_names(monkeypatch)
@@ -136,12 +135,15 @@ def test_tensors_of_any_type(tmp_path):
 
 
 def test_requests_are_large_aligned_and_past_the_page_cache(tmp_path, monkeypatch):
-    """A whole call's pieces, neighbours joined, make requests of 1 to 8 MiB on the direct descriptor."""
+    """A whole call's pieces, neighbours joined, make requests of 8 MiB on the direct descriptor; up to 8 MiB are
+    one request, on the thread that asks for them."""
     calls: list[tuple[int, int]] = []
+    callers: set[int] = set()
     preadv = os.preadv
 
     def watched(fd, buffers, offset):
         calls.append((fd, sum(len(buffer) for buffer in buffers)))
+        callers.add(threading.get_ident())
         return preadv(fd, buffers, offset)
 
     with DiskSpace(tmp_path, 40 * MIB) as space:
@@ -154,7 +156,11 @@ def test_requests_are_large_aligned_and_past_the_page_cache(tmp_path, monkeypatc
         space.read(pieces + [(16 * MIB, back[16 * MIB :])])
         assert torch.equal(data, back)
         assert {fd for fd, _ in calls} == {space._file.direct_fd}
-        assert all(MIB <= size <= 8 * MIB for _, size in calls) and len(calls) >= disk.NUM_WORKERS
+        assert [size for _, size in calls] == [8 * MIB] * 5
+        calls.clear()
+        callers.clear()
+        space.read([(0, back[: 6 * MIB])])
+        assert [size for _, size in calls] == [6 * MIB] and callers == {threading.get_ident()}
         calls.clear()
         space.read([(100, back[100 : 100 + 2 * MIB])])  # ragged at both ends: only those go by the cache
         assert {size for fd, size in calls if fd == space._file.fd} == {ALIGN - 100, 100}
@@ -165,7 +171,7 @@ def test_requests_are_large_aligned_and_past_the_page_cache(tmp_path, monkeypatc
 
 def test_threads_read_and_write_side_by_side(tmp_path, monkeypatch):
     """Four threads, each on its own ragged quarter, neighbours sharing pages: nobody's bytes get lost."""
-    monkeypatch.setattr(disk, "SMALLEST_REQUEST", ALIGN)
+    monkeypatch.setattr(disk, "REQUEST_BYTES", ALIGN)
     quarter = 10 * ALIGN + 77
     failures: list = []
 

@@ -100,6 +100,24 @@ def test_a_late_wake_up_is_made_up_for_and_an_absence_is_not(clock):
     assert clock.now - start == pytest.approx(0.010 + 1.0 + 10 * 0.010 - links.MOST_LATE_S)
 
 
+def test_a_lane_that_comes_late_costs_its_link_nothing(clock, monkeypatch):
+    """Copies of 10 ms, each ready when the one before has ended; their thread begins each 3 ms late."""
+    pacer, start = Pacer(1e6), clock.now
+    for number in range(10):
+        monkeypatch.setattr(links.TURN, "ready_s", start + 0.010 * number)
+        clock.now += 0.003
+        pacer.end(pacer.begin(), 10_000)
+    assert clock.now - start == pytest.approx(0.100)
+    monkeypatch.setattr(links.TURN, "ready_s", clock.now + 0.002)  # 2 ms in which the link has nothing to copy
+    clock.now += 0.004
+    pacer.end(pacer.begin(), 10_000)
+    assert clock.now - start == pytest.approx(0.112)
+    monkeypatch.setattr(links.TURN, "ready_s", clock.now)
+    clock.now += 1.0  # the machine was away
+    pacer.end(pacer.begin(), 30_000)
+    assert clock.now - start == pytest.approx(0.112 + 1.0 + 0.030 - links.MOST_LATE_S)
+
+
 def test_a_pause_earns_nothing(clock):
     pacer = Pacer(1e6)
     pacer.end(pacer.begin(), 10_000)

@@ -72,7 +72,7 @@ def load_weights(llm: LLM, planned: dict[str, int]) -> None:
 
 
 def answer_pending(requests: PendingRequests, stop: StopAsked, on_trace: OnTrace | None = None) -> None:
-    """Answer until nothing is pending or a stop is asked for. ``on_trace`` takes the trace of the first wave."""
+    """Answer until nothing is pending or a stop is asked for. ``on_trace`` takes the first wave's result."""
     max_requests = WINDOW
     while len(pending := requests.pending()) and not stop.asked:
         requests.check_input_unchanged()

@@ -25,7 +25,7 @@ from flexhybrid.batch.requests import LineRules, RequestFile, file_state, file_u
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware, load_hardware
 from flexhybrid.core.problem import Budgets
-from flexhybrid.core.trace import TraceEvent
+from flexhybrid.core.trace import LaneTimes, TraceEvent
 from flexhybrid.core.units import parse_bytes
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.machine import free_budgets
@@ -41,6 +41,7 @@ from flexhybrid.llm import LLM
 from flexhybrid.requests import RequestOutput
 from flexhybrid.resolve import PacedDevice, pick_device
 from flexhybrid.runtime.profiling.attention_paths import paths_of
+from flexhybrid.runtime.engine import WaveResult
 from flexhybrid.runtime.profiling.cpu_use import MOST_OTHERS, CpuUse
 from flexhybrid.runtime.storage.loader import Checkpoint
 
@@ -184,6 +185,7 @@ class Job:
         self.tokens = 0  #: that this run has generated, of answers that it has written
         self.manifest: dict = {}
         self.trace: list[TraceEvent] = []  #: of the first wave, where a trace or a report is asked for
+        self.lanes: dict[str, LaneTimes] = {}  #: of the first wave likewise
         self.progress = Progress(0, "tokens", "tok", quiet=True)  #: of the answers, once they are planned
 
     def run(self, print_line: Callable[[str], None], began: float) -> dict:
@@ -217,10 +219,13 @@ class Job:
         machine, policy = self.llm.hardware, self.llm.policy
         traces = clocks(self.trace, machine.at_work(policy) if machine and policy else None)
         if options.trace and traces:
-            write_trace(options.trace, traces)
+            write_trace(options.trace, traces, self.lanes)
         if options.report and (work or not options.report.exists()):
-            write_report(options.report, printed, self.manifest, refusal_codes(self.errors.path), traces)
+            write_report(options.report, printed, self.manifest, refusal_codes(self.errors.path), traces, self.lanes)
         return self._record(work, stopped)
+
+    def _keep_trace(self, result: WaveResult) -> None:
+        self.trace, self.lanes = result.trace, result.lanes
 
     def _answer(self, say: Callable[[str], None]) -> Work:
         """Plan and answer the pending requests, until a stop is asked for."""
@@ -233,7 +238,7 @@ class Job:
             Progress(plan.tokens, "tokens", "tok", options.quiet, plan.seconds, failed) as self.progress,
         ):
             if self.crew is None:
-                answer_pending(self, stop, self.trace.extend if options.trace or options.report else None)
+                answer_pending(self, stop, self._keep_trace if options.trace or options.report else None)
             else:
                 from flexhybrid.jobs.run.remote import actor_config, answer_on_cluster
 

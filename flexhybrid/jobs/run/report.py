@@ -8,7 +8,7 @@ from pathlib import Path
 from flexhybrid.core.errors import InputError, file_errors
 from flexhybrid.core.files import save_text
 from flexhybrid.core.hardware import Hardware
-from flexhybrid.core.trace import TraceEvent, iteration_ends, save_chrome_trace
+from flexhybrid.core.trace import LaneTimes, TraceEvent, iteration_ends, lane_table, save_chrome_trace
 from flexhybrid.jobs.compare.breakdown import breakdown, flat_rows
 from sim import virtual_clock
 
@@ -25,10 +25,10 @@ def clocks(trace: list[TraceEvent], hardware: Hardware | None) -> dict[str, list
     return traces
 
 
-def write_trace(path: Path, traces: dict[str, list[TraceEvent]]) -> None:
-    """Write traces for ui.perfetto.dev. Raise InputError where the file cannot be written."""
+def write_trace(path: Path, traces: dict[str, list[TraceEvent]], lanes: dict[str, LaneTimes]) -> None:
+    """Write traces, and the times of the measured lanes, for ui.perfetto.dev. Raise InputError where that fails."""
     with file_errors(f"write {path}"):
-        save_chrome_trace(path, traces)
+        save_chrome_trace(path, traces, lanes)
 
 
 def refusal_codes(errors: Path) -> Counter:
@@ -43,10 +43,17 @@ def refusal_codes(errors: Path) -> Counter:
 
 
 def write_report(
-    path: Path, printed: list[str], manifest: dict, refusals: Counter, traces: dict[str, list[TraceEvent]]
+    path: Path,
+    printed: list[str],
+    manifest: dict,
+    refusals: Counter,
+    traces: dict[str, list[TraceEvent]],
+    lanes: dict[str, LaneTimes],
 ) -> None:
     """Write a page in Markdown: the ``printed`` lines, the manifest that the results depend on, the reasons of refused
-    lines, and the times of a decode step of the first wave. Raise InputError where it cannot be written."""
+    lines, the times of a decode step of the first wave, and what the threads of its lanes did. Raise InputError where
+    it cannot be written.
+    """
     lines = ["# A run of flexhybrid", "", *(f"    {text}" for text in printed), "", "## What the results hang on", ""]
     lines += ["```json", json.dumps(manifest, indent=1), "```"]
     if refusals:
@@ -54,6 +61,8 @@ def write_report(
         lines += [f"| {code} | {count:,} |" for code, count in refusals.most_common()]
     if traces and len(iteration_ends(traces["measured"])) > 1:
         lines += ["", "## A decode step of the first wave", "", *_step_table(traces)]
+    if lanes:
+        lines += ["", "## What the threads of the first wave did", "", *lane_table(lanes)]
     save_text(path, "\n".join(lines) + "\n")
 
 

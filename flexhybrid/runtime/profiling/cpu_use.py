@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 STEAL = 7  #: index of the stolen time in the first line of /proc/stat, without its name
 MOST_STOLEN = 0.75  #: above this, cores stand still at the same time, and the sum of their stolen time means nothing
@@ -49,3 +51,22 @@ class CpuUse:
         if self.stolen_s is None or before.stolen_s is None:
             return 1.0
         return 1 - min(MOST_STOLEN, (self.stolen_s - before.stolen_s) / max(1e-9, self.at_s - before.at_s))
+
+
+class ThreadAccount(NamedTuple):
+    """What Linux counts for a thread since it began."""
+
+    queued_s: float  #: ready to run while no processor was free
+    wake_ups: int
+    preemptions: int
+
+    @staticmethod
+    def now(folder: Path = Path("/proc/thread-self")) -> ThreadAccount | None:
+        """Return the account of the calling thread; None where the system keeps none."""
+        try:
+            queued_ns = (folder / "schedstat").read_text(encoding="ascii").split()[1]
+            fields = dict(line.split(":", 1) for line in (folder / "status").read_text(encoding="utf-8").splitlines())
+            wake_ups, preemptions = fields["voluntary_ctxt_switches"], fields["nonvoluntary_ctxt_switches"]
+            return ThreadAccount(int(queued_ns) / 1e9, int(wake_ups), int(preemptions))
+        except (OSError, ValueError, LookupError):
+            return None
