@@ -141,8 +141,9 @@ class Lane:
                     return
                 self._run(*item)
             if before and (after := ThreadAccount.now()):
-                differences = (late - early for late, early in zip(after, before, strict=True))
-                self.times.queued_s, self.times.wake_ups, self.times.preemptions = differences
+                self.times.queued_s = after.queued_s - before.queued_s
+                self.times.wake_ups = after.wake_ups - before.wake_ups
+                self.times.preemptions = after.preemptions - before.preemptions
         except Aborted:
             pass
         except BaseException as error:  # raised again by Clock.run(); a thread must not die silently
