@@ -238,12 +238,12 @@ def test_what_the_system_refuses_is_told_in_one_line_and_ends_only_that_call(tmp
     real = getattr(os, name)
 
     def failing(fd, buffers, offset):
-        if offset >= 4 * MIB:  # a request that a worker may have taken
+        if offset >= 8 * MIB:  # a request that a worker may have taken
             raise OSError(code, os.strerror(code))
         return real(fd, buffers, offset)
 
-    with DiskSpace(tmp_path, 8 * MIB) as space:
-        memory = noise(8 * MIB)
+    with DiskSpace(tmp_path, 16 * MIB) as space:
+        memory = noise(16 * MIB)
         monkeypatch.setattr(os, name, failing)
         with pytest.raises(DiskError) as caught:
             getattr(space, direction)([(0, memory)])
@@ -252,7 +252,7 @@ def test_what_the_system_refuses_is_told_in_one_line_and_ends_only_that_call(tmp
         assert "\n" not in message and ("free some space" in message) == (code == errno.ENOSPC)
         monkeypatch.undo()
         space.write([(0, memory)])
-        back = aligned_host_bytes(8 * MIB)
+        back = aligned_host_bytes(16 * MIB)
         space.read([(0, back)])
         assert torch.equal(back, memory)
 
@@ -348,8 +348,8 @@ def test_closing_gives_back_threads_and_files_and_may_be_repeated(tmp_path):
 def test_a_forgotten_space_is_released_too(tmp_path, monkeypatch):
     keep_names(monkeypatch)
     before = open_files()
-    space = DiskSpace(tmp_path, 8 * MIB)
-    space.write([(0, noise(8 * MIB))])
+    space = DiskSpace(tmp_path, 16 * MIB)
+    space.write([(0, noise(16 * MIB))])
     threads = disk_threads()
     del space
     for thread in threads:
