@@ -40,8 +40,8 @@ from flexhybrid.jobs.run.report import clocks, refusal_codes, write_report, writ
 from flexhybrid.llm import LLM
 from flexhybrid.requests import RequestOutput
 from flexhybrid.resolve import PacedDevice, pick_device
-from flexhybrid.runtime.profiling.attention_paths import paths_of
 from flexhybrid.runtime.engine import WaveResult
+from flexhybrid.runtime.profiling.attention_paths import paths_of
 from flexhybrid.runtime.profiling.cpu_use import MOST_OTHERS, CpuUse
 from flexhybrid.runtime.storage.loader import Checkpoint
 
