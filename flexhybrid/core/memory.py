@@ -15,7 +15,14 @@ import numpy as np
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockEntries, ceil_blocks
 from flexhybrid.core.context.cache_entries import representation_of, stored_copies
 from flexhybrid.core.context.packing import chunk_tokens, longest_piece, num_chunks
-from flexhybrid.core.context.selection import kept_tokens, limits_cache, most_selected, num_choosing, partial_columns
+from flexhybrid.core.context.selection import (
+    kept_tokens,
+    limits_cache,
+    most_selected,
+    num_choosing,
+    num_whole,
+    partial_columns,
+)
 from flexhybrid.core.context.split import SplitLines, split_point
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.shape import ModelShape
@@ -70,6 +77,8 @@ class BufferSizes:
     num_mini_batches: int = 0
     longest: int = 0  #: tokens of the longest request, prompt and answer
     log_cells: int = 0  #: iterations times requests
+    #: entry -> blocks in layers that keep all tokens although the others do not
+    whole_blocks: dict[str, int] = field(default_factory=dict)
 
     def merge(self, other: BufferSizes) -> BufferSizes:
         """Enough for either."""
@@ -117,7 +126,11 @@ def buffer_sizes(wave: Wave) -> BufferSizes:
     prompts, cached = wave.workload.prompt_tokens, wave.workload.cached_tokens
     kept = kept_tokens(wave.policy.selection, prompts, cached, cached)
     sizes, hidden_rows, index_rows = BufferSizes(pool_blocks=wave.pool_blocks, staged_rows={}), 0, {}
-    for of_group, chunks in mini_batch_sizes(wave):
+    of_groups = list(mini_batch_sizes(wave))
+    if wave.whole:
+        pairs = zip(of_groups, mini_batch_sizes(wave.whole), strict=True)
+        of_groups = [(limited.merge(whole), chunks) for (limited, chunks), (whole, _) in pairs]
+    for of_group, chunks in of_groups:
         hidden_rows += of_group.step_rows * chunks
         index_rows = {r: index_rows.get(r, 0) + rows for r, rows in of_group.selected_rows.items()}
         sizes = sizes.merge(of_group)
@@ -132,6 +145,7 @@ def buffer_sizes(wave: Wave) -> BufferSizes:
         num_mini_batches=len(wave.mini_batches),
         longest=cached.max() + 1,
         log_cells=wave.workload.max_tokens.max() * len(cached),
+        whole_blocks=wave.whole.pool_blocks if wave.whole else {},
     )
     return sizes.merge(of_wave).plain()
 
@@ -308,7 +322,7 @@ def memory_parts(problem: Problem, policy: Policy, sizes: BufferSizes, resident,
     packing = PACKING_BYTES * min(PACKING_ELEMENTS[device], shape.ffn * shape.hidden)
     on_host = policy.attention == "host"
     widened = np.minimum(WIDENED_ELEMENTS, (sizes.longest + BLOCK_TOKENS) * shape.kv_width // 2)
-    pools, staged = _pool_parts(layers, sizes, row)
+    pools, staged = _pool_parts(layers, num_whole(policy.selection, layers), sizes, row)
     chosen = _selection_parts(problem, policy, sizes, resident, row)
     on_device = {
         "resident weights": layers * resident,
@@ -349,13 +363,18 @@ def memory_parts(problem: Problem, policy: Policy, sizes: BufferSizes, resident,
     }
 
 
-def _pool_parts(layers: int, sizes: BufferSizes, row: dict[str, float]) -> tuple[dict[str, dict], dict[str, float]]:
+def _pool_parts(
+    layers: int, whole: int, sizes: BufferSizes, row: dict[str, float]
+) -> tuple[dict[str, dict], dict[str, float]]:
     """The pools of each tier, and the bytes of new rows on their way to pools of the device and to others."""
     tiers: dict[str, dict] = {"device": {}, "host": {}, "disk": {}}
     staged: dict[str, float] = {"device": 0, "host": 0}
     for entry, blocks in sizes.pool_blocks.items():
         for part in stored_copies(entry):
-            size = layers * blocks * BLOCK_TOKENS * row[part.representation]
+            in_all = layers * blocks
+            if sizes.whole_blocks:
+                in_all = (layers - whole) * blocks + whole * sizes.whole_blocks[entry]
+            size = in_all * BLOCK_TOKENS * row[part.representation]
             name = f"{part.representation} pool"
             tiers[part.tier][name] = tiers[part.tier].get(name, 0) + size
             strip = "device" if part.tier == "device" else "host"

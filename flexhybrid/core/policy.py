@@ -105,7 +105,8 @@ class Selection:
     pool: float | None = None  #: speculative: share of the cache the pool may hold; or ``pool_bytes``
     victim: str | None = None  #: speculative: fifo, lru or counter
     partial_keys: str | None = None  #: speculative: tier of the partial keys
-    whole_layers: int | None = None  #: speculative: first layers that look at all tokens; None: ``core.selection``'s
+    #: first layers that keep and look at all tokens; None: none of heavy_hitter, ``core.selection``'s of speculative
+    whole_layers: int | None = None
     #: speculative: share of a context that the other layers are expected to fetch, for predictions; None: InfiniGen's
     expected_fraction: float | None = None
     #: speculative, instead of ``pool``: bytes of keys and values that the requests of a wave may hold together; each
@@ -128,15 +129,17 @@ class Selection:
             if f.name in needed and value is None and not (f.name == "pool" and self.pool_bytes is not None):
                 raise InputError(f"policy: selection {self.method} needs selection.{f.name}")
             free = self.method == "speculative" and f.name in ("whole_layers", "expected_fraction", "pool_bytes")
+            free = free or self.method == "heavy_hitter" and f.name == "whole_layers"
             if f.name not in needed and value is not None and not free:
                 raise InputError(f"policy: selection {self.method} does not take selection.{f.name}")
             if value is not None and f.name in ("budget", "partial_ratio", "max_fraction", "pool", "expected_fraction"):
                 _check_shares({f.name: value, "rest": 1 - value if _is_number(value) else value}, "selection")
         given = self.alpha is None or _is_number(self.alpha) and self.alpha >= 0
         check("policy: selection.alpha", self.alpha, given, 'a number >= 0, or "inf"')
-        count, size = self.whole_layers, self.pool_bytes
-        whole = "a whole number >= 1: nothing guesses for the first layer"
-        check("policy: selection.whole_layers", count, count is None or _is_count(count), whole)
+        count, size, least = self.whole_layers, self.pool_bytes, int(self.method == "speculative")
+        given = count is None or _is_count(count) or type(count) is int and count == least
+        whole = f"a whole number >= {least}{': nothing guesses for the first layer' if least else ''}"
+        check("policy: selection.whole_layers", count, given, whole)
         check("policy: selection.pool_bytes", size, size is None or _is_count(size), "a whole number of bytes >= 1")
         if size is not None and self.pool is not None:
             raise InputError("policy: selection.pool and selection.pool_bytes both limit the pool; give one of them")

@@ -14,12 +14,12 @@ import numpy as np
 from flexhybrid.core.context.blocks import BlockEntries, BlockManager
 from flexhybrid.core.context.cache_entries import representation_of
 from flexhybrid.core.context.packing import chunk_tokens, num_chunks, pack
-from flexhybrid.core.context.selection import kept_tokens, limits_cache, with_pool_share
+from flexhybrid.core.context.selection import kept_tokens, limits_cache, num_whole, with_pool_share
 from flexhybrid.core.context.split import SplitLines, split_lines
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.layout import LayerLayout, layer_layout
 from flexhybrid.core.model.shape import ModelShape
-from flexhybrid.core.policy import ElementBytes, Policy
+from flexhybrid.core.policy import ElementBytes, Policy, Selection
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.workload import Workload
 
@@ -38,6 +38,8 @@ class Wave:
     blocks: BlockManager  #: owns the blocks of the pools
     layout: LayerLayout
     split: dict[str, SplitLines]  #: of the entries both(…)
+    #: the same requests in layers that keep all tokens although the others do not, in blocks of their own
+    whole: Wave | None = None
 
     @property
     def shape(self) -> ModelShape:
@@ -47,6 +49,8 @@ class Wave:
         """Give back the blocks of all requests, when the wave has run for the last time."""
         for request in range(self.workload.num_requests):
             self.blocks.release(request)
+        if self.whole:
+            self.whole.release()
 
     @property
     def pool_blocks(self) -> dict[str, int]:
@@ -133,15 +137,8 @@ def admit(
             first[group] = chunk_tokens(policy.max_mini_batch_tokens)
     counts = entries.most_blocks(first, kept)  # [requests, entry]
     num_blocks = {entry: counts[:, i] for i, entry in enumerate(entries.names)}
-    if blocks is None:
-        blocks = BlockManager({entry: int(count.sum()) for entry, count in num_blocks.items()})
-    first_block = {entry: np.zeros(workload.num_requests, dtype=np.int64) for entry in entries.names}
-    for group in mini_batches:
-        for request in group:
-            extents = blocks.admit(int(request), {entry: int(num_blocks[entry][request]) for entry in entries.names})
-            for entry, extent in extents.items():
-                first_block[entry][request] = extent.first
-    return Wave(
+    blocks, first_block = _reserve(num_blocks, mini_batches, blocks)
+    wave = Wave(
         problem=problem,
         policy=policy,
         workload=workload,
@@ -153,3 +150,25 @@ def admit(
         layout=stored_layout(problem, policy),
         split=split,
     )
+    if policy.selection.method != "heavy_hitter" or not num_whole(policy.selection, problem.shape.num_layers):
+        return wave
+    counts = entries.most_blocks(first, cached)
+    num_blocks = {entry: counts[:, i] for i, entry in enumerate(entries.names)}
+    blocks, first_block = _reserve(num_blocks, mini_batches)
+    # a prompt is taken whole in all layers
+    keeping = replace(policy, selection=Selection(), max_mini_batch_tokens=max(int(cached.max()), 16))
+    whole = replace(wave, policy=keeping, num_blocks=num_blocks, first_block=first_block, blocks=blocks)
+    return replace(wave, whole=whole)
+
+
+def _reserve(num_blocks: dict[str, np.ndarray], mini_batches, blocks: BlockManager | None = None):
+    """Return the owner of the blocks, and the first block of each entry and request: {entry: [requests]}."""
+    if blocks is None:
+        blocks = BlockManager({entry: int(count.sum()) for entry, count in num_blocks.items()})
+    first_block = {entry: np.zeros(len(count), dtype=np.int64) for entry, count in num_blocks.items()}
+    for group in mini_batches:
+        for request in group:
+            extents = blocks.admit(int(request), {entry: int(count[request]) for entry, count in num_blocks.items()})
+            for entry, extent in extents.items():
+                first_block[entry][request] = extent.first
+    return blocks, first_block

@@ -9,7 +9,7 @@ import torch
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.context.cache_entries import StoredCopy, parts
-from flexhybrid.core.context.selection import limits_cache, num_choosing
+from flexhybrid.core.context.selection import limits_cache, num_choosing, num_whole
 from flexhybrid.core.memory import NUM_SLOTS, BufferSizes, index_cells
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import GROUP_ELEMENTS, Policy
@@ -94,7 +94,7 @@ class Buffers:
         def on_host(*size: int, dtype: torch.dtype = dtype) -> torch.Tensor:
             return self.host_memory.zeros(size, dtype)
 
-        self.pools: dict[str, torch.Tensor] = {}
+        self.pools: dict[str, torch.Tensor | tuple[torch.Tensor, ...]] = {}
         self.disk_pools: dict[str, DiskPool] = {}
         self.staging: dict[str, torch.Tensor] = {}
         self.strips: dict[str, torch.Tensor] = {}
@@ -108,7 +108,10 @@ class Buffers:
             else:
                 make = on_device if part.tier == "device" else on_host
                 block = (2, groups, BLOCK_TOKENS, d) if self.head_major(part) else (BLOCK_TOKENS, width)
-                self.pools[part.space] = make(shape.num_layers, blocks, *block, dtype=row_dtype)
+                whole = num_whole(policy.selection, shape.num_layers) if sizes.whole_blocks else 0
+                pool = make(shape.num_layers - whole, blocks, *block, dtype=row_dtype)
+                keeping = make(whole, sizes.whole_blocks.get(part.entry, 0), *block, dtype=row_dtype)
+                self.pools[part.space] = (*keeping, *pool) if whole else pool
             self.staging[part.space] = on_device(NUM_SLOTS, rows, width, dtype=row_dtype)
             if part.tier != "device":
                 self.strips[part.space] = on_host(NUM_SLOTS, rows, width, dtype=row_dtype)

@@ -136,7 +136,7 @@ class Executor(Generic[SelectionT]):
         self.layer_weights = LayerWeights(parts.weights, parts.slots)
         self.steps = StepMaker(wave, prompts, plan, parts.weights.dtype, self.device)
         self.tokens = self.steps.tokens
-        self.step_tensors: dict[tuple[int, int], StepTensors] = {}  #: by mini-batch and chunk
+        self.step_tensors: dict[tuple[int, int], tuple[MiniBatchStep, StepTensors]] = {}  #: by mini-batch and chunk
         self.sampled = SampledTokens(wave, parts.copies.host_memory, self.device)
         self.hidden = HiddenStates(wave, parts.buffers)
         self.kvq: dict[int, torch.Tensor] = {}  #: [R, keys | values | queries], by slot
@@ -163,11 +163,14 @@ class Executor(Generic[SelectionT]):
                 for key in [key for key in values if key[0] == task.mini_batch and key[1]]:
                     del values[key]
         self.selection.begin_step(task.payload.step)
-        tensors = self.step_tensors[step_key(task)] = self.steps.make(task.payload.step)
+        tensors = self.steps.make(task.payload.step)
+        self.step_tensors[step_key(task)] = task.payload.step, tensors
         return tensors
 
     def tensors(self, task: Task) -> StepTensors:
-        return self.step_tensors[step_key(task)]
+        """Return the tensors of the task's step; made anew where another layer's step is a different one."""
+        step, tensors = self.step_tensors[step_key(task)]
+        return tensors if step is task.payload.step else self.begin_step(task)
 
     def resolve(self, task: Task, work: Work) -> None:
         """Note what a task really moves, where the plan has only what is expected."""

@@ -14,9 +14,10 @@ from flexhybrid.runtime.storage.weights import Weights, linear
 
 
 @torch.inference_mode()
-def plain_h2o(checkpoint, prompt: list[int], max_tokens: int, budget: float, cache=None) -> list[int]:
-    """One request, one token at a time, head by head: half of the budget newest, half with the largest sums. Places lie
-    in the pools of ``cache`` as a context's tokens do, and a token that goes leaves its place to one of its pool."""
+def plain_h2o(checkpoint, prompt, max_tokens: int, budget: float, cache=None, whole_layers=0) -> list[int]:
+    """Answer of a prompt, one token at a time, head by head: half of the budget newest, half with the largest sums; the
+    first ``whole_layers`` drop nothing. Places lie in the pools of ``cache`` as a context's tokens do, and a token that
+    goes leaves its place to one of its pool."""
     entries = BlockEntries(cache or {"kv@host": 1.0})
     shape, model = checkpoint.shape, architecture(checkpoint.shape)
     weights = Weights(shape, checkpoint, "float32", torch.device("cpu"), Policy(weights=Placement(device=1.0)))
@@ -52,13 +53,13 @@ def plain_h2o(checkpoint, prompt: list[int], max_tokens: int, budget: float, cac
                 for p, looked_at in zip(held, probabilities.sum(0).tolist(), strict=True):
                     cache[p][2] += looked_at
             now = int(positions[-1])
-            if len(positions) > 1:
+            if len(positions) > 1 and layer >= whole_layers:
                 rest = sorted((p for p in held if p <= now - recent), key=lambda p: -cache[p][2])
                 for p in rest[max(most - recent, 0) :] if len(held) > most else []:
                     del cache[p]
                 for place, p in enumerate(sorted(cache)):
                     cache[p][3] = place
-            elif len(cache) > most:
+            elif len(cache) > most and layer >= whole_layers:
                 pool = entries.entry_of(now % most)
                 old = (p for p in cache if p <= now - recent and entries.entry_of(cache[p][3]) == pool)
                 cache[now][3] = cache.pop(min(old, key=lambda p: cache[p][2]))[3]

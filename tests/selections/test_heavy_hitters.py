@@ -49,6 +49,21 @@ def test_tokens_are_those_of_a_plain_account(accounts, cache, budget):
     assert result.tokens == tokens(budget, *cache.values())
 
 
+@pytest.mark.parametrize("whole, shares", [(1, (1.0,)), (2, (0.4, 0.6)), (3, (1.0,))])
+@pytest.mark.parametrize("schedule", ["column", "row"])
+def test_whole_layers_drop_nothing(accounts, whole, shares, schedule):
+    checkpoint, prompts, _ = accounts
+    cache = dict(zip(("kv@host", "kv@device"), shares, strict=False))
+    selection = Selection("heavy_hitter", budget=0.2, whole_layers=whole)
+    chosen = Policy(cache=cache, selection=selection, schedule=schedule, max_mini_batch_tokens=300)
+    result = run_wave(checkpoint, chosen, prompts[:3], 20)
+    assert check_trace(result.trace) == []
+    assert result.tokens == [plain_h2o(checkpoint, prompt, 20, 0.2, cache, whole) for prompt in prompts[:3]]
+    # Where no layer drops anything, the tokens are those of the full cache.
+    if whole == 3:
+        assert result.tokens == run_wave(checkpoint, Policy(), prompts[:3], 20).tokens
+
+
 @pytest.mark.parametrize("schedule", ["column", "row"])
 def test_a_budget_that_drops_nothing_is_exact(tmp_path, schedule):
     save_opt(tmp_path, layers=3, heads=4, positions=160)

@@ -63,6 +63,13 @@ def first_choosing(selection: Selection) -> float:
     return WHOLE_LAYERS if selection.whole_layers is None else selection.whole_layers
 
 
+def num_whole(selection: Selection, num_layers: int) -> int:
+    """First layers that look at all tokens although the others look at a selection of them."""
+    if selection.method == "heavy_hitter":
+        return min(num_layers, selection.whole_layers or 0)
+    return 0 if selection.method == "none" else num_layers - num_choosing(selection, num_layers)
+
+
 def num_choosing(selection: Selection, num_layers: int) -> int:
     """Layers that a speculative selection chooses tokens for."""
     return num_layers - int(min(num_layers, first_choosing(selection)))

@@ -8,11 +8,12 @@ in a layer) within them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import groupby, product
 from typing import NamedTuple
 
 from flexhybrid.core.context.packing import num_chunks
-from flexhybrid.core.context.selection import first_choosing
+from flexhybrid.core.context.selection import num_whole
 from flexhybrid.core.schedule.step_work import counts_of, step_work
 from flexhybrid.core.schedule.steps import MiniBatchStep, make_step
 from flexhybrid.core.task import Work
@@ -44,23 +45,23 @@ class Position(NamedTuple):
 
 def positions(wave: Wave, stops_until: StopsUntil, first_iteration: int) -> Iterator[list[Position]]:
     """Runs of positions that share a layer's weights. Iteration i + 1 is settled when i's last group is taken."""
-    first = first_choosing(wave.policy.selection)
+    first = num_whole(wave.policy.selection, wave.shape.num_layers)
     iteration, number, slot = first_iteration, 0, 0
     forms: dict[tuple, int] = {}
     laid_out = _lay_out(wave, iteration, frozenset(), forms)
     while laid_out:
         layers, column = range(wave.shape.num_layers), wave.policy.schedule == "column"
-        in_turn = sorted(laid_out, key=lambda s: s[0].chunk)  # so that a chunk need not wait for the one before
+        in_turn = sorted(laid_out, key=lambda s: s[0][0].chunk)  # so that a chunk need not wait for the one before
         sharing = (
             [in_turn]
             if column
-            else [list(chunk_positions) for _, chunk_positions in groupby(laid_out, lambda s: s[0].mini_batch)]
+            else [list(chunk_positions) for _, chunk_positions in groupby(laid_out, lambda s: s[0][0].mini_batch)]
         )
         for members, layer in product(sharing, layers):
             group = []
-            for step, whole, chosen, step_form in members:
+            for chosen, whole, step_form in members:
                 slots = number % 2, slot % 2
-                works, leads = chosen if layer >= first else whole, not group
+                (step, works), leads = chosen if layer >= first else whole, not group
                 form = forms.setdefault((layer, slots, leads, step_form), len(forms))
                 group.append(Position(step, layer, works, *slots, leads, form))
                 number += 1
@@ -72,9 +73,10 @@ def positions(wave: Wave, stops_until: StopsUntil, first_iteration: int) -> Iter
 
 def _lay_out(
     wave: Wave, iteration: int, stopped: set[int] | frozenset[int], forms: dict[tuple, int]
-) -> list[tuple[MiniBatchStep, dict[str, Work], dict[str, Work], int]]:
-    """Of the mini-batches that still have a request: steps, their works in layers that look at all tokens and in those
-    that look at a choice, and their form: what else than the layer and its slots the forms of its positions hang on."""
+) -> list[tuple[tuple[MiniBatchStep, dict[str, Work]], tuple[MiniBatchStep, dict[str, Work]], int]]:
+    """Of the mini-batches that still have a request: the step and its works in layers that look at a choice of tokens
+    and in those that look at all, and their form: what else than the layer and its slots the forms of its positions
+    hang on."""
     steps = []
     for k, group in enumerate(wave.mini_batches):
         running = group[wave.workload.max_tokens[group] > iteration]
@@ -85,10 +87,15 @@ def _lay_out(
             step = make_step(wave, iteration, k, running, chunk)
             counts = counts_of(step, wave)
             works = step_work(wave.shape, wave.policy, wave.stored, counts, False)
-            whole = works
+            whole_step, whole = step, works
             if counts.selected is not None:
                 whole = step_work(wave.shape, wave.policy, wave.stored, counts, True)
+            if wave.whole:
+                whole_step = replace(make_step(wave.whole, iteration, k, running, chunk), whole=True)
+                of_all = counts_of(whole_step, wave.whole)
+                whole = step_work(wave.shape, wave.whole.policy, wave.stored, of_all, True)
             stored = tuple((store.entry, store.representation) for store in step.stores)
+            stored += tuple((store.entry, store.representation) for store in whole_step.stores)
             form = k, chunk, step.prefill, step.last, tuple(whole), tuple(works), stored
-            steps.append((step, whole, works, forms.setdefault(form, len(forms))))
+            steps.append(((step, works), (whole_step, whole), forms.setdefault(form, len(forms))))
     return steps

@@ -143,6 +143,7 @@ class MiniBatchStep:
     recomputed: np.ndarray | None = None  #: [B] leading tokens kept as ids alone; None where there are none
     chunk: int = 0  #: which piece of a long prompt
     last: bool = True  #: the prompt's last piece, or a decode step: a token is sampled
+    whole: bool = False  #: of layers that keep all tokens although the others do not
 
     @cached_property
     def prefill(self) -> bool:

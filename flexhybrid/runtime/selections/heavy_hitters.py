@@ -60,21 +60,21 @@ class HeavyHitters(SelectionHooks):
     # ---- hooks
 
     def begin_step(self, step: MiniBatchStep) -> None:
-        if not step.prefill:
+        if not (step.prefill or step.whole):
             self._step_places[step.mini_batch] = self._look_up(step)
 
     def stages_rows(self, step: MiniBatchStep) -> bool:
         """After a prompt, ``rank`` stages the rows that stay."""
-        return not step.prefill
+        return step.whole or not step.prefill
 
     def weighs(self, task: Task) -> bool:
-        return True
+        return not task.payload.step.whole
 
     def after_attend(self, task: Task, weights_BGrT: torch.Tensor) -> None:
         self.weights_BGT = weights_BGrT.float().sum(2)
 
     def chooses_places(self, step: MiniBatchStep) -> bool:
-        return not step.prefill
+        return not (step.prefill or step.whole)
 
     # ---- for ``rank``
 
