@@ -176,6 +176,7 @@ class Kind(NamedTuple):
 FLAG = Kind("true or false", lambda value: isinstance(value, bool))
 COUNT = Kind("a whole number >= 1", lambda value: type(value) is int and value >= 1)
 PACKED = Kind(f"one of {', '.join(map(str, BITS[1:]))}", lambda value: type(value) is int and value in BITS)
+LAYERS = Kind("a whole number >= 0", lambda value: type(value) is int and value >= 0)
 NUMBER = Kind("a number", lambda value: type(value) in (int, float))
 LIMIT = Kind("a share from 0 to 1, or bytes like 20GiB", lambda value: type(value) in (int, float, str))
 WORD = Kind("a word", lambda value: isinstance(value, str))
@@ -231,7 +232,7 @@ SYSTEMS: dict[str, Entry] = {
     "offloaded": _preset(presets.offloaded, _SERIAL),
     "int4": _preset(presets.int4, _SERIAL),
     "quantized": _preset(presets.quantized, {"kv": PACKED, **_SERIAL}),
-    "h2o": _preset(presets.h2o, {"budget": NUMBER, **_SIZES}),
+    "h2o": _preset(presets.h2o, {"budget": NUMBER, "whole_layers": LAYERS, **_SIZES}),
     "infinigen": _preset(presets.infinigen, _INFINIGEN),
     "fastdecode": Entry(_fastdecode, {"gpus": COUNT}),
     "hybrid": _preset(presets.hybrid, {"share": NUMBER, **_SIZES}, required="share"),

@@ -20,7 +20,14 @@ import numpy as np
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, Dealing, ceil_blocks, deal_blocks, lengths_between
 from flexhybrid.core.context.cache_entries import TIERS, representation_of, stored_copies
 from flexhybrid.core.context.packing import chunk_tokens, takes_prompts_whole
-from flexhybrid.core.context.selection import ALMOST_ALL, kept_tokens, limits_cache, pool_blocks, selected_tokens
+from flexhybrid.core.context.selection import (
+    ALMOST_ALL,
+    kept_tokens,
+    limits_cache,
+    num_whole,
+    pool_blocks,
+    selected_tokens,
+)
 from flexhybrid.core.context.split import SplitLines, split_lines, split_point
 from flexhybrid.core.memory import BufferSizes, Reads, group_sizes, memory_parts, split_blocks
 from flexhybrid.core.model.layout import LayerLayout, layer_layout
@@ -135,6 +142,16 @@ class CandidateSteps:
     def stays_on_device(self) -> np.ndarray:
         """Whether nothing but new tokens ever crosses the host link, [candidates]: as ``Policy.stays_on_device``."""
         return self.policy.context_stays(self.shares) & (self.weights_device == 1)
+
+    @cached_property
+    def whole(self) -> CandidateSteps | None:
+        """The same in the layers that keep all tokens although the others do not; None: there are none."""
+        selection = self.policy.selection
+        if selection.method != "heavy_hitter" or not num_whole(selection, self.problem.shape.num_layers):
+            return None
+        steps = replace(self, policy=replace(self.policy, selection=Selection()))
+        steps.__dict__["num_chunks"] = self.num_chunks  # a prompt is taken whole in all layers
+        return steps
 
     # ---- weights
 
@@ -409,7 +426,27 @@ class CandidateSteps:
     def memory(self) -> dict[str, dict[str, np.ndarray]]:
         """``core.memory.memory_plan`` of each candidate: bytes per tier and part."""
         cached = self.prompt + self.generated - 1
-        kept = self._kept_of(cached)
+        kept, sizes = self._kept_of(cached), self._mini_batch_sizes()
+        if self.whole:
+            sizes = sizes.merge(self.whole._mini_batch_sizes())
+        sizes = replace(
+            sizes,
+            pool_blocks={entry: self.batch * count for entry, count in self.reserved.items()},
+            whole_blocks={e: self.batch * count for e, count in self.whole.reserved.items()} if self.whole else {},
+            hidden_rows=self.batch * sizes.step_rows / self.size * self.num_chunks,
+            index_rows={r: self.batch * rows / self.size for r, rows in sizes.selected_rows.items()},
+            cached_tokens=self.batch * cached,
+            kept_tokens=self.batch * kept,
+            partial_rows=self.batch * kept,
+            num_mini_batches=self.num_mini_batches,
+            longest=self.prompt + self.generated,
+            log_cells=self.batch * self.generated,
+        )
+        return memory_parts(self.problem, self.policy, sizes, self.resident, self.on_disk)
+
+    def _mini_batch_sizes(self) -> BufferSizes:
+        """``core.memory.mini_batch_sizes`` of the largest mini-batch."""
+        cached = self.prompt + self.generated - 1
         reads, prompt = self._reads(), np.minimum(self.prompt, self._most_new_tokens)
         since, until = self._ever_stored(self.prompt), self._ever_stored(cached)
 
@@ -427,19 +464,7 @@ class CandidateSteps:
         sizes = sizes_of(self.size)
         if self.lines:  # fewer requests may split elsewhere
             sizes = sizes.merge(sizes_of(self.last_size))
-        sizes = replace(
-            sizes,
-            pool_blocks={entry: self.batch * count for entry, count in self.reserved.items()},
-            hidden_rows=self.batch * sizes.step_rows / self.size * self.num_chunks,
-            index_rows={r: self.batch * rows / self.size for r, rows in sizes.selected_rows.items()},
-            cached_tokens=self.batch * cached,
-            kept_tokens=self.batch * kept,
-            partial_rows=self.batch * kept,
-            num_mini_batches=self.num_mini_batches,
-            longest=self.prompt + self.generated,
-            log_cells=self.batch * self.generated,
-        )
-        return memory_parts(self.problem, self.policy, sizes, self.resident, self.on_disk)
+        return sizes
 
     @property
     def _most_new_tokens(self) -> np.ndarray:

@@ -128,9 +128,11 @@ def quantized(kv: int = 4, max_mini_batch_tokens: int = _WHOLE_BATCH, overlap: O
     return replace(int4(max_mini_batch_tokens, overlap), name=f"quantized({kv})", bits=Bits(kv=kv))
 
 
-def h2o(budget: float = 0.2, max_mini_batch_tokens: int = _WHOLE_BATCH) -> Policy:
-    """H2O: heavy hitters and a recent window, a fixed share of the prompt, on the host."""
-    name, selection = f"h2o({_share(budget, 'h2o: the budget'):g})", Selection("heavy_hitter", budget=budget)
+def h2o(budget: float = 0.2, whole_layers: int = WHOLE_LAYERS, max_mini_batch_tokens: int = _WHOLE_BATCH) -> Policy:
+    """H2O: heavy hitters and a recent window, a fixed share of the prompt, on the host. The first ``whole_layers`` keep
+    all tokens, as layers 0 and 1 do in the authors' code."""
+    name = f"h2o({_share(budget, 'h2o: the budget'):g})"
+    selection = Selection("heavy_hitter", budget=budget, whole_layers=whole_layers)
     return replace(offloaded(max_mini_batch_tokens, "full"), name=name, selection=selection)
 
 

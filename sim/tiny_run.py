@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from flexhybrid.core.context.cache_entries import representation_of
-from flexhybrid.core.context.selection import counts_uses, first_choosing
+from flexhybrid.core.context.selection import counts_uses, num_whole
 from flexhybrid.core.context.split import SplitLines
 from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.model.layout import layer_layout
@@ -232,7 +232,7 @@ def lay_out(structure: Policy, num_layers: int, num_mini_batches: int, num_decod
             ends.append(len(tasks))
         first_load = not loaded and task.verb in ("load_weights", "read_weights")
         loaded = loaded or task.verb == "load_weights"
-        key = TaskKey(task.verb, first_load, task.layer < first_choosing(policy.selection), task.mini_batch)
+        key = TaskKey(task.verb, first_load, task.layer < num_whole(policy.selection, num_layers), task.mini_batch)
         resource, waits = (0, ()) if one_by_one else (RESOURCES.index(task.resource), waits_of.add(task))
         tasks.append(TinyTask(resource, task.iteration, key, waits))
     last = (num_decode + 1) * num_layers * num_mini_batches - 1  # what comes after it belongs to it

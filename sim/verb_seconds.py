@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
-from flexhybrid.core.context.selection import num_choosing
+from flexhybrid.core.context.selection import num_whole
 from flexhybrid.core.plan import PAGE_BYTES
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.step_work import StepCounts, step_work
@@ -56,13 +56,13 @@ class VerbSeconds:
         self.alone = steps.stays_on_device
         #: the machine of the candidates that stay on the device; None where none is priced as such
         self.undisturbed = self.hardware.undisturbed if self.alone.any() and not beside_link else None
-        self.phases = [self._phase(steps.prefill)]
+        self.phases = [self._phase(lambda steps: steps.prefill)]
         #: verb of the prefill -> seconds of work for which the tiny run has no task
         self.extra_prefill_s: dict[str, np.ndarray] = {}
         if np.any(steps.num_chunks > 1):
             self._add_chunks()
         for stretch in stretches:
-            self.phases.append(self._phase(steps.decode(stretch)))
+            self.phases.append(self._phase(partial(CandidateSteps.decode, stretch=stretch)))
         self._busy: dict[int, dict[str, np.ndarray]] = {}
         self._rounds: dict[tuple[int, str], np.ndarray] = {}
 
@@ -75,13 +75,18 @@ class VerbSeconds:
             return seconds
         return np.where(self.alone, price(self.undisturbed, verb, resource, work), seconds)
 
-    def _phase(self, counts_of: Callable[[np.ndarray], StepCounts]) -> _Phase:
-        """Price every verb of a step. ``counts_of``: the step of a mini-batch of so many requests."""
+    def _phase(self, counts_of: Callable[[CandidateSteps], Callable[[np.ndarray], StepCounts]]) -> _Phase:
+        """Price every verb of a step. ``counts_of``: of candidates, the step of a mini-batch of so many requests."""
         steps, phase = self.steps, _Phase()
         for last, batch in ((False, steps.full_size), (True, steps.last_size)):
-            counts = counts_of(batch)
-            for all_tokens in (False, True) if counts.selected is not None else (False,):
-                works = step_work(steps.problem.shape, steps.policy, steps.stored, counts, all_tokens)
+            counts = counts_of(steps)(batch)
+            kinds = [(False, steps.policy, counts)]
+            if counts.selected is not None:
+                kinds.append((True, steps.policy, counts))
+            if steps.whole:
+                kinds.append((True, steps.whole.policy, counts_of(steps.whole)(batch)))
+            for all_tokens, policy, counts in kinds:
+                works = step_work(steps.problem.shape, policy, steps.stored, counts, all_tokens)
                 for verb, work in works.items():
                     key = verb, all_tokens, last
                     phase.seconds[key], present = self._task_seconds(verb, work, counts)
@@ -210,10 +215,12 @@ class VerbSeconds:
         """One iteration's sum of a verb over all layers and mini-batches. ``first_load``: of one layer instead."""
         steps = self.steps
         num_layers, column = steps.problem.shape.num_layers, steps.policy.schedule == "column"
-        choosing = num_choosing(steps.policy.selection, num_layers)
+        choosing = num_layers - num_whole(steps.policy.selection, num_layers)
         per = VERBS[verb].per
         layers = {"iteration": 1, "gap": num_layers - 1, "choosing layer": choosing, "layer": num_layers}[per]
         full = values.get((verb, False, False))
+        if verb == "rank" and steps.whole:
+            layers = choosing
         if full is None:  # in layers that attend to all tokens alone
             return (num_layers - choosing) * self._of_all(values[verb, True, False], values[verb, True, True])
         if verb == "dequantize_weights" and column:

@@ -152,7 +152,7 @@ def watch_positions(executor: Executor) -> Callable[[Task], torch.Tensor]:
 
     def positions_of(task: Task) -> torch.Tensor:
         step = task.payload.step
-        if isinstance(selection, HeavyHitters):
+        if isinstance(selection, HeavyHitters) and not step.whole:
             return selection.column_positions(task.layer, step)
         if not isinstance(selection, Speculation):
             return executor.to_device(column_positions(step, tables))[:, None]
