@@ -123,8 +123,8 @@ def _add_simulate(commands) -> None:
         help="predict one run of one system, without running a model",
         description="Predict throughput, latency, memory, traffic and utilisation of a system. Systems: kv_only, "
         "act_only, hybrid(0.4), capture, flexgen, deepspeed, accelerate, kvpr_row, kvpr_column, token_recompute(0.2), "
-        "int4 (4-bit keys and values; native weights), h2o(0.2), infinigen, uvm, fastdecode(gpus=4), ideal, …; a wrong "
-        "name lists all.",
+        "int4 (4-bit keys and values; native weights), h2o(0.2), h2o(0.2, whole_layers=0), infinigen, uvm, "
+        "fastdecode(gpus=4), ideal, …; a wrong name lists all.",
     )
     parser.add_argument("--system", default="capture", help="by name, options as in a call, or a JSON file (capture)")
     _model_and_machine(parser)

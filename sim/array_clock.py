@@ -7,8 +7,9 @@ free and what it waits for has ended, and skips what repeats: after a few mini-b
 after two iterations, every resource goes on at the pace that it has reached, and what is walked next waits for the
 slowest.
 
-What is left out: requests of different lengths (all requests of a candidate have the same), and within a stretch of a
-long decode that what binds may change from block to block. Tests and the bench measure the gap to the virtual clock.
+What is left out: requests of different lengths (all requests of a candidate have the same); within a stretch of a
+long decode that what binds may change from block to block; and that only layers which keep all tokens may have some on
+the disk (H2O, planned alone). Tests and the bench measure the gap to the virtual clock.
 """
 
 from collections.abc import Iterator
@@ -69,7 +70,7 @@ def predict(problem: Problem, candidates: Candidates, walk: bool = True) -> Pred
     """Predict every candidate. ``walk`` False stops at the bound: total_s, prefill_s and decode_s are the busiest
     resource's. Raises InputError for a policy that cannot be planned, or a machine without a line for one of its verbs.
     """
-    check_planned(candidates.policy)
+    check_planned(candidates.policy, problem.shape)
     steps, size = candidate_steps(problem, candidates)
     chunk_size = CHUNK if walk else BOUND_CHUNK
     chunks = []
@@ -107,11 +108,11 @@ def _by_structure(steps: CandidateSteps, walk: bool) -> Iterator[tuple[np.ndarra
     present = {entry: share > 0 for entry, share in steps.shares.items()}
     columns = list(present.values())
     if walk:
-        schedule, num_layers = steps.policy.schedule, steps.problem.shape.num_layers
+        num_layers = steps.problem.shape.num_layers
         num_walked = _num_walked(steps)
         counts = np.array([stretch.count for stretch in steps.stretches()])
         short = _is_short(counts, steps.generated, num_walked)
-        loops = {k: loops_of(schedule, num_layers, int(k)) for k in np.unique(steps.num_mini_batches)}
+        loops = {k: loops_of(steps.policy, num_layers, int(k)) for k in np.unique(steps.num_mini_batches)}
         loop_ids = {pair: index for index, pair in enumerate(dict.fromkeys(loops.values()))}
         columns += [num_walked, np.where(short, steps.generated, 0), *np.where(short, False, counts > 0)]
         columns += [np.array([loop_ids[loops[k]] for k in steps.num_mini_batches])]
@@ -217,7 +218,7 @@ class _Walk:
                 self.after[len(self.phase_of) - 1] = stretch.count - num_walked
         self.tiny = tiny_run(
             structure_of(steps.policy, tuple(sorted(steps.shares))),
-            *loops_of(schedule, num_layers, int(steps.num_mini_batches[0])),
+            *loops_of(steps.policy, num_layers, int(steps.num_mini_batches[0])),
             num_decode=len(self.phase_of) - 1,
             resident=int(_resident_class(steps)[0]),
             on_disk=int(_disk_class(steps)[0]),

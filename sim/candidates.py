@@ -93,7 +93,7 @@ class DecodeStretch:
     first: np.ndarray  #: tokens of context in the first iteration
     final: np.ndarray  #: tokens of context in the last iteration
     count: np.ndarray  #: iterations; 0 where a candidate has none of them
-    entry: str | None = None  #: cache entry of the new tokens; None: a single iteration, each candidate its own entry
+    entry: str | None = None  #: cache entry of the new tokens; None: each candidate has its own, or a mix of them
 
 
 class CandidateDealing(Dealing):
@@ -210,7 +210,7 @@ class CandidateSteps:
         and the others count with their mean size."""
         if self.policy.packing == "fifo":
             return np.ones_like(self.num_mini_batches)
-        walked = most_mini_batches(self.policy.schedule, self.problem.shape.num_layers)
+        walked = most_mini_batches(self.policy, self.problem.shape.num_layers)
         count = self.num_mini_batches
         return np.where(walked < count, 1.0, count * self.size - self.batch)
 
@@ -339,7 +339,9 @@ class CandidateSteps:
         context, held = mean(at), self._by_entry(self.dealing.held(at))
         tokens = self._by_entry(self.dealing.tokens(at)) if self.lines else {}
         recomputed = mean(self.dealing.tok_blocks(at)) * BLOCK_TOKENS if self.dealing.keeps_ids else 0.0
-        new_tokens = self._new_tokens(stretch.first, stretch.first + 1) if stretch.entry is None else None
+        new_tokens = None  # of one iteration
+        if stretch.entry is None:
+            new_tokens = self._new_tokens(stretch.first, stretch.final + 1) / (stretch.final + 1 - stretch.first)
         selection = self.policy.selection
         selected = selected_tokens(selection, context) if selection.method == "speculative" else None
 

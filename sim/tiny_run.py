@@ -117,23 +117,27 @@ def structure_of(policy: Policy, entries: tuple[str, ...]) -> Policy:
     )
 
 
-def loops_of(schedule: str, num_layers: int, num_mini_batches: int) -> tuple[Loop, Loop]:
-    """The inner and the outer loop of an iteration of the tiny run."""
+def loops_of(policy: Policy, num_layers: int, num_mini_batches: int) -> tuple[Loop, Loop]:
+    """The inner and the outer loop of an iteration of the tiny run. What is skipped are layers like the last walked:
+    the first ones, which look at all tokens although the others do not, and two more come before."""
 
-    def loop(num_rounds: int, positions: int) -> Loop:
-        before = max(LEAST_BEFORE, -(-BEFORE // positions))
+    def loop(num_rounds: int, positions: int, first: int) -> Loop:
+        before = max(LEAST_BEFORE, -(-BEFORE // positions), first + 2)
         after = max(LEAST_AFTER, -(-AFTER // positions))
         return Loop(before + after, before) if num_rounds > before + after else Loop(num_rounds, None)
 
-    num_inner, num_outer = (num_mini_batches, num_layers) if schedule == "column" else (num_layers, num_mini_batches)
-    inner = loop(num_inner, 1)
-    return inner, loop(num_outer, inner.num_rounds)
+    whole = num_whole(policy.selection, num_layers)
+    if policy.schedule == "column":
+        inner = loop(num_mini_batches, 1, 0)
+        return inner, loop(num_layers, inner.num_rounds, whole)
+    inner = loop(num_layers, 1, whole)
+    return inner, loop(num_mini_batches, inner.num_rounds, 0)
 
 
-def most_mini_batches(schedule: str, num_layers: int) -> int:
+def most_mini_batches(policy: Policy, num_layers: int) -> int:
     """How many mini-batches the tiny run has at most."""
-    inner, outer = loops_of(schedule, num_layers, num_mini_batches=1 << 30)
-    return (inner if schedule == "column" else outer).num_rounds
+    inner, outer = loops_of(policy, num_layers, num_mini_batches=1 << 30)
+    return (inner if policy.schedule == "column" else outer).num_rounds
 
 
 @lru_cache(maxsize=128)

@@ -6,9 +6,8 @@ walk: no phase is faster than the seconds of its busiest resource.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -35,8 +34,8 @@ class _Phase:
 
     seconds: dict[VerbKey, np.ndarray] = field(default_factory=dict)
     link_bytes: dict[VerbKey, Any] = field(default_factory=dict)
-    #: (verb, of one of the last mini-batches) -> candidates that have the task; absent where all have it
-    present: dict[tuple[str, bool], np.ndarray] = field(default_factory=dict)
+    #: candidates that have the task; absent where all have it
+    present: dict[VerbKey, np.ndarray] = field(default_factory=dict)
     first_load_s: dict[str, np.ndarray] = field(default_factory=dict)  #: of the run's first layer, which is not sliced
 
     @property
@@ -56,13 +55,13 @@ class VerbSeconds:
         self.alone = steps.stays_on_device
         #: the machine of the candidates that stay on the device; None where none is priced as such
         self.undisturbed = self.hardware.undisturbed if self.alone.any() and not beside_link else None
-        self.phases = [self._phase(lambda steps: steps.prefill)]
+        self.phases = [self._phase(None)]
         #: verb of the prefill -> seconds of work for which the tiny run has no task
         self.extra_prefill_s: dict[str, np.ndarray] = {}
         if np.any(steps.num_chunks > 1):
             self._add_chunks()
         for stretch in stretches:
-            self.phases.append(self._phase(partial(CandidateSteps.decode, stretch=stretch)))
+            self.phases.append(self._phase(stretch))
         self._busy: dict[int, dict[str, np.ndarray]] = {}
         self._rounds: dict[tuple[int, str], np.ndarray] = {}
 
@@ -75,31 +74,39 @@ class VerbSeconds:
             return seconds
         return np.where(self.alone, price(self.undisturbed, verb, resource, work), seconds)
 
-    def _phase(self, counts_of: Callable[[CandidateSteps], Callable[[np.ndarray], StepCounts]]) -> _Phase:
-        """Price every verb of a step. ``counts_of``: of candidates, the step of a mini-batch of so many requests."""
+    def _phase(self, stretch: DecodeStretch | None) -> _Phase:
+        """Price every verb of a step of a stretch of the decode; None: of the prefill."""
         steps, phase = self.steps, _Phase()
         for last, batch in ((False, steps.full_size), (True, steps.last_size)):
-            counts = counts_of(steps)(batch)
+            counts = steps.decode(stretch)(batch) if stretch else steps.prefill(batch)
             kinds = [(False, steps.policy, counts)]
             if counts.selected is not None:
                 kinds.append((True, steps.policy, counts))
             if steps.whole:
-                kinds.append((True, steps.whole.policy, counts_of(steps.whole)(batch)))
+                # A stretch is cut by the entry that the layers store to that drop tokens: the others store to several.
+                mixed = steps.whole.decode(replace(stretch, entry=None)) if stretch else steps.whole.prefill
+                kinds.append((True, steps.whole.policy, mixed(batch)))
             for all_tokens, policy, counts in kinds:
                 works = step_work(steps.problem.shape, policy, steps.stored, counts, all_tokens)
                 for verb, work in works.items():
                     key = verb, all_tokens, last
                     phase.seconds[key], present = self._task_seconds(verb, work, counts)
                     if present is not None:
-                        phase.present[verb, last] = present
+                        phase.present[key] = present
                     if VERBS[verb].cargo:
                         phase.link_bytes[key] = work.link_bytes
+            if steps.whole:
+                for verb in [verb for verb in phase.verbs if (verb, True, last) not in phase.seconds]:
+                    key = verb, True, last  # none of it there, as of ``rank``
+                    phase.seconds[key], phase.present[key] = np.zeros(len(batch)), np.zeros(len(batch), bool)
+                    if VERBS[verb].cargo:
+                        phase.link_bytes[key] = 0.0
         self._add_weights(phase)
         return phase
 
     def _task_seconds(self, verb: str, work: Work, counts: StepCounts) -> tuple[Any, np.ndarray | None]:
         """(mean seconds of a task over the steps of a phase, candidates that have the task; None: all have it)."""
-        resource, share, empty = RESOURCE_OF[verb], _present_share(verb, counts, work), Work()
+        resource, share, empty = RESOURCE_OF[verb], _present_share(verb, counts), Work()
         if verb == "kv_gen" and counts.selected is None:
             rows = counts.batch * counts.act_columns * BLOCK_TOKENS
             work, empty = (kv_gen(self.steps.problem.shape, self.steps.problem.bytes_per_element, n) for n in (rows, 0))
@@ -168,12 +175,13 @@ class VerbSeconds:
         if (verb, all_tokens, False) not in table:
             return None, None
         if isinstance(full, bool):
-            seconds, present = table[verb, all_tokens, not full], presence.get((verb, not full))
+            seconds, present = table[verb, all_tokens, not full], presence.get((verb, all_tokens, not full))
         else:
             seconds = np.where(full, table[verb, all_tokens, False], table[verb, all_tokens, True])
             present = None
-            if (verb, False) in presence or (verb, True) in presence:
-                present = np.where(full, presence.get((verb, False), True), presence.get((verb, True), True))
+            of_full, of_last = (presence.get((verb, all_tokens, last)) for last in (False, True))
+            if of_full is not None or of_last is not None:
+                present = np.where(full, *(True if one is None else one for one in (of_full, of_last)))
         if not phase and verb in self.extra_prefill_s:
             seconds = seconds + self.extra_prefill_s[verb]
         return seconds, present
@@ -219,8 +227,6 @@ class VerbSeconds:
         per = VERBS[verb].per
         layers = {"iteration": 1, "gap": num_layers - 1, "choosing layer": choosing, "layer": num_layers}[per]
         full = values.get((verb, False, False))
-        if verb == "rank" and steps.whole:
-            layers = choosing
         if full is None:  # in layers that attend to all tokens alone
             return (num_layers - choosing) * self._of_all(values[verb, True, False], values[verb, True, True])
         if verb == "dequantize_weights" and column:
@@ -305,20 +311,18 @@ def _num_places(slices: int, *pages: int) -> int:
     return len({slices * page // count for count in pages for page in range(count)})
 
 
-def _present_share(verb: str, counts: StepCounts, work: Work):
+def _present_share(verb: str, counts: StepCounts):
     """The share of a phase's steps in which a verb has work, [candidates]; None where all steps of all candidates have.
 
     Whole blocks come one at a time, and each new token goes to one cache entry.
     """
-    share, needs = None, VERBS[verb].needs
+    share, needs, (representations, tiers) = None, VERBS[verb].needs, VERBS[verb].blocks or ((), ())
     if needs == "recomputed":
         share = counts.recomputed / BLOCK_TOKENS
-    elif (blocks := VERBS[verb].blocks) and counts.selected is None:
-        representation, tiers = blocks
-        copies = (n for c, n in counts.copies.items() if c.representation == representation and c.tier in tiers)
-        share = longest(*copies) / counts.batch
-    elif needs == "rows":
-        share = work.link_bytes if VERBS[verb].cargo else work.memory_bytes
+    elif needs == "rows" or needs == "blocks" and counts.selected is None:
+        of_copies = counts.stored if needs == "rows" else counts.copies
+        copies = (n for c, n in of_copies.items() if c.representation in representations and c.tier in tiers)
+        share = (sum(copies) if needs == "rows" else longest(*copies)) / counts.batch
     if share is None or np.all(share >= 1):
         return None
     return np.minimum(1.0, share)
@@ -338,7 +342,7 @@ def resource_sums(problem: Problem, candidates: Candidates) -> np.ndarray:
     Terms are each resource's seconds of work in the prefill, then in all iterations of the decode, then each tier's
     bytes; "..." is the candidates' shape. Raises InputError as ``predict`` does.
     """
-    check_planned(candidates.policy)
+    check_planned(candidates.policy, problem.shape)
     steps, size = candidate_steps(problem, candidates)
     verbs = VerbSeconds(steps, [stretch for stretch in steps.stretches() if np.any(stretch.count)], True)
     tables = verbs.busy(0), verbs.decode_busy(), steps.peak_bytes

@@ -166,7 +166,8 @@ def selection_cases(draw) -> dict:
     if method == "heavy_hitter":
         host = draw(st.sampled_from((0.0, 0.4, 1.0)))
         cache = {entry: share for entry, share in (("kv@host", host), ("kv@device", 1 - host)) if share}
-        selection = Selection(method, budget=draw(SHARES))
+        whole = draw(st.sampled_from((None, 0, 1, 2, shape["layers"])))
+        selection = Selection(method, budget=draw(SHARES), whole_layers=whole)
     else:
         pool = draw(st.sampled_from((0.4, 0.7, 1.0)))
         host = draw(st.sampled_from((0.6, 1.0))) if pool == 1 else 1.0
@@ -178,10 +179,11 @@ def selection_cases(draw) -> dict:
             method, alpha=draw(st.sampled_from((0.3, 1.0, 4.0))), partial_ratio=draw(SHARES),
             max_fraction=draw(SHARES), pool=None if blocks else pool,
             pool_bytes=blocks and blocks * block_bytes, victim=draw(st.sampled_from(("fifo", "lru", "counter"))),
-            partial_keys="device", whole_layers=draw(st.sampled_from((None, 1, 2, 3))),
+            partial_keys="device", whole_layers=draw(st.sampled_from((None, 1, 2, shape["layers"]))),
         )  # fmt: skip
     weights = Placement(device=0.3, host=0.7)
-    policy = Policy("case", weights, cache=cache, selection=selection, max_mini_batch_tokens=tokens)
+    schedule = draw(st.sampled_from(("column", "row")))
+    policy = Policy("case", weights, cache=cache, selection=selection, schedule=schedule, max_mini_batch_tokens=tokens)
     return {"shape": shape, "prompts": prompts, "max_tokens": max_tokens, "policy": policy}
 
 
@@ -192,7 +194,8 @@ def check_selections(case: dict) -> None:
         checkpoint = Checkpoint(folder)
         ours = run_wave(checkpoint, policy, prompts, max_tokens).tokens
         if policy.selection.method == "heavy_hitter":
-            plain = [plain_h2o(checkpoint, p, max_tokens, policy.selection.budget, policy.cache) for p in prompts]
+            options = policy.selection.budget, policy.cache, policy.selection.whole_layers or 0
+            plain = [plain_h2o(checkpoint, prompt, max_tokens, *options) for prompt in prompts]
         else:
             plain, _ = plain_tokens(checkpoint, policy, prompts, max_tokens)
     assert ours == plain

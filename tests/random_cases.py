@@ -69,7 +69,7 @@ def random_case(rng: np.random.Generator, kind: str = "column") -> UniformCase:
     waiting shows. Overheads are 0-50 µs. Mini-batches, layers and iterations are often more than the closed form walks.
     """
     shape = _shape(rng)
-    policy = _policy(rng, kind)
+    policy = _policy(rng, kind, shape.num_layers)
     generated = int(rng.choice(np.array([1, 2, rng.integers(3, 9), rng.integers(9, 65)]), p=[0.08, 0.07, 0.35, 0.5]))
     most = max(1, MOST_STEPS // (shape.num_layers * generated))
     alone = kind == "serial" and not any("disk" in key for key in policy.cache) and not policy.weights.disk
@@ -100,7 +100,7 @@ def _shape(rng) -> ModelShape:
     )  # fmt: skip
 
 
-def _policy(rng, kind: str) -> Policy:
+def _policy(rng, kind: str, num_layers: int) -> Policy:
     """All of a policy but the bound of its mini-batches."""
 
     def bits():
@@ -145,7 +145,12 @@ def _policy(rng, kind: str) -> Policy:
         return replace(policy, selection=selection, cache=_shares(own, kinds))
     if form == "heavy_hitter":
         kinds = tuple(rng.choice(["kv@host", "kv@device", "kv@disk"], int(rng.integers(1, 3)), False, [0.6, 0.3, 0.1]))
-        selection = Selection("heavy_hitter", budget=float(rng.uniform(0.1, 0.8)))
+        budget = float(rng.uniform(0.1, 0.8))
+        own = np.random.default_rng(int(1e9 * budget))
+        whole = min(num_layers, int(own.choice([0, 1, 2, 3, num_layers], p=[0.25, 0.2, 0.3, 0.15, 0.1])))
+        if "kv@disk" in kinds:  # what layers of few tokens do not read, the tiny run reads one layer ahead
+            whole = 0
+        selection = Selection("heavy_hitter", budget=budget, whole_layers=whole)
         return replace(policy, selection=selection, cache=_shares(rng, kinds))
     count = int(rng.choice([1, 2, 3, 4], p=[0.3, 0.4, 0.2, 0.1]))
     kinds = tuple(rng.choice(_ENTRIES, count, False, _ENTRY_ODDS / _ENTRY_ODDS.sum()))

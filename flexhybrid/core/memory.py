@@ -20,6 +20,7 @@ from flexhybrid.core.context.selection import (
     limits_cache,
     most_selected,
     num_choosing,
+    num_limited,
     num_whole,
     partial_columns,
 )
@@ -389,7 +390,7 @@ def _selection_parts(
     shape, p = problem.shape, problem.bytes_per_element
     selection, layers, groups = policy.selection, shape.num_layers, shape.num_kv_heads
     speculative, ranked = selection.method == "speculative", selection.method == "heavy_hitter"
-    choosing = num_choosing(selection, layers)
+    choosing, dropping = num_choosing(selection, layers), num_limited(selection, layers)
     columns = partial_columns(shape, selection) if speculative else 0
     partial_row = groups * columns * p  # of a token
     partial_keys = choosing * sizes.partial_rows * partial_row
@@ -407,11 +408,11 @@ def _selection_parts(
             "partial keys": partial_keys if selection.partial_keys == "device" else 0,
             "partial key buffers": NUM_SLOTS * partial_buffer if selection.partial_keys == "host" else 0,
             "indices": indices,
-            "scores": 8 * layers * groups * sizes.kept_tokens if ranked else 0,  # and ages
+            "scores": 8 * dropping * groups * sizes.kept_tokens if ranked else 0,  # and ages
             "uses": 8 * layers * groups * sizes.partial_rows if counted else 0,  # and ages
         },
         "host": {
-            "places": NUM_SLOTS * 8 * sizes.decode_batch * groups if ranked or limited else 0,
+            "places": NUM_SLOTS * 8 * sizes.decode_batch * groups if dropping else 0,
             "gathered rows": NUM_SLOTS * gathered if choosing else 0,
             "indices": indices,
             "partial keys": partial_keys if selection.partial_keys == "host" else 0,

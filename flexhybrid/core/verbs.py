@@ -21,7 +21,8 @@ class Verb:
     #: A step has none of it without "blocks" of ``blocks``, without new "rows", or without a "recomputed" prefix; None:
     #: every step of the policy has it.
     needs: str | None = None
-    blocks: tuple[str, tuple[str, ...]] | None = None  #: representation and tiers of the context's blocks it reads
+    #: representations and tiers of the context's blocks that it reads, or of the new rows that it takes
+    blocks: tuple[tuple[str, ...], tuple[str, ...]] | None = None
     stores: bool = False  #: puts away what a step made: the last token of a run does not wait for it
     otherwise: str | None = None  #: the verb whose hardware line prices it where it has none of its own
     group: str | None = None  #: of like code in a peer's implementation: "cache copy", "conversion" or "gemm"
@@ -36,34 +37,44 @@ VERBS: dict[str, Verb] = {
         Verb("load_hidden", "h2d", "hidden", per="gap"),
         Verb("load_keys", "h2d", "kv", per="choosing layer", group="cache copy"),
         Verb("gather", "host_compute", per="choosing layer", otherwise="scatter"),
-        Verb("read_act", "disk_read", "act", needs="blocks", blocks=("act", ("disk",))),
-        Verb("load_act", "h2d", "act", needs="blocks", blocks=("act", ("host", "disk")), group="cache copy"),
-        Verb("read_kv", "disk_read", "kv", needs="blocks", blocks=("kv", ("disk",))),
-        Verb("load_kv", "h2d", "kv", needs="blocks", blocks=("kv", ("host", "disk")), group="cache copy"),
+        Verb("read_act", "disk_read", "act", needs="blocks", blocks=(("act",), ("disk",))),
+        Verb("load_act", "h2d", "act", needs="blocks", blocks=(("act",), ("host", "disk")), group="cache copy"),
+        Verb("read_kv", "disk_read", "kv", needs="blocks", blocks=(("kv",), ("disk",))),
+        Verb("load_kv", "h2d", "kv", needs="blocks", blocks=(("kv",), ("host", "disk")), group="cache copy"),
         Verb("embed", "compute", per="iteration"),
         Verb("dequantize_weights", "compute", group="conversion"),
-        Verb("dequantize_act", "compute", needs="blocks", blocks=("act", TIERS), group="conversion"),
-        Verb("kv_gen", "compute", needs="blocks", blocks=("act", TIERS), group="gemm"),
+        Verb("dequantize_act", "compute", needs="blocks", blocks=(("act",), TIERS), group="conversion"),
+        Verb("kv_gen", "compute", needs="blocks", blocks=(("act",), TIERS), group="gemm"),
         Verb("project", "compute", group="gemm"),
-        Verb("quantize", "compute", needs="rows", group="conversion"),
+        Verb("quantize", "compute", needs="rows", blocks=(("act", "kv"), TIERS), group="conversion"),
         Verb("speculate", "compute", per="choosing layer"),
         Verb("store_index", "d2h", "kv", per="choosing layer", stores=True),
         Verb("store_query", "d2h", "hidden", stores=True),
         Verb("attend_host", "host_compute"),
         Verb("load_attended", "h2d", "hidden"),
-        Verb("dequantize_kv", "compute", needs="blocks", blocks=("kv", TIERS), group="conversion"),
+        Verb("dequantize_kv", "compute", needs="blocks", blocks=(("kv",), TIERS), group="conversion"),
         Verb("assemble", "compute"),
         Verb("attend", "compute"),
         Verb("attend_prefill", "compute", otherwise="attend", group="gemm"),
         Verb("attend_recomputed", "compute", needs="recomputed", otherwise="attend_prefill", group="gemm"),
         Verb("rank", "compute"),
         Verb("finish", "compute", group="gemm"),
-        Verb("store_act", "d2h", "act", needs="rows", stores=True, group="cache copy"),
-        Verb("store_kv", "d2h", "kv", needs="rows", stores=True, group="cache copy"),
-        Verb("scatter", "host_compute", needs="rows", stores=True),
-        Verb("scatter_device", "compute", needs="rows", stores=True),
-        Verb("write_act", "disk_write", "act", needs="rows", stores=True),
-        Verb("write_kv", "disk_write", "kv", needs="rows", stores=True),
+        Verb(
+            "store_act",
+            "d2h",
+            "act",
+            needs="rows",
+            blocks=(("act",), ("host", "disk")),
+            stores=True,
+            group="cache copy",
+        ),
+        Verb(
+            "store_kv", "d2h", "kv", needs="rows", blocks=(("kv",), ("host", "disk")), stores=True, group="cache copy"
+        ),
+        Verb("scatter", "host_compute", needs="rows", blocks=(("act", "kv"), ("host",)), stores=True),
+        Verb("scatter_device", "compute", needs="rows", blocks=(("act", "kv"), ("device",)), stores=True),
+        Verb("write_act", "disk_write", "act", needs="rows", blocks=(("act",), ("disk",)), stores=True),
+        Verb("write_kv", "disk_write", "kv", needs="rows", blocks=(("kv",), ("disk",)), stores=True),
         Verb("store_hidden", "d2h", "hidden", per="gap", stores=True),
         Verb("head", "compute", per="iteration", group="gemm"),
         Verb("sample", "compute", per="iteration"),

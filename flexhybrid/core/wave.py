@@ -11,7 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
-from flexhybrid.core.context.blocks import BlockEntries, BlockManager
+from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockEntries, BlockManager
 from flexhybrid.core.context.cache_entries import representation_of
 from flexhybrid.core.context.packing import chunk_tokens, num_chunks, pack
 from flexhybrid.core.context.selection import kept_tokens, limits_cache, num_whole, with_pool_share
@@ -86,8 +86,13 @@ def disk_from(layout: LayerLayout, policy: Policy) -> int:
     return max(layout.resident_prefix(policy.weights.device), layout.resident_prefix(1.0 - policy.weights.disk))
 
 
-def check_planned(policy: Policy) -> None:
-    """Refuse what this plan maker does not lay out, by name."""
+def check_planned(policy: Policy, shape: ModelShape) -> None:
+    """Refuse what this plan maker does not lay out, by name. Raise InputError."""
+    whole = policy.selection.whole_layers
+    if whole is not None and whole > shape.num_layers:
+        raise InputError(
+            f"policy {policy.name}: selection.whole_layers is {whole}; {shape.name} has {shape.num_layers} layers"
+        )
     representations = {representation_of(entry) for entry in policy.cache_entries}
     speculative = policy.selection.method == "speculative"
     refusals = (
@@ -121,7 +126,7 @@ def admit(
     ``pack``. The hardware record decides the split points of both(…) entries. Raises InputError when a policy cannot
     be planned or a pool has no room.
     """
-    check_planned(policy)
+    check_planned(policy, problem.shape)
     cached = workload.cached_tokens
     stored = problem.stored(policy.bits).kv
     policy = replace(policy, selection=with_pool_share(problem.shape, policy.selection, stored, cached))
@@ -156,7 +161,7 @@ def admit(
     num_blocks = {entry: counts[:, i] for i, entry in enumerate(entries.names)}
     blocks, first_block = _reserve(num_blocks, mini_batches)
     # a prompt is taken whole in all layers
-    keeping = replace(policy, selection=Selection(), max_mini_batch_tokens=max(int(cached.max()), 16))
+    keeping = replace(policy, selection=Selection(), max_mini_batch_tokens=int(cached.max()) + BLOCK_TOKENS)
     whole = replace(wave, policy=keeping, num_blocks=num_blocks, first_block=first_block, blocks=blocks)
     return replace(wave, whole=whole)
 

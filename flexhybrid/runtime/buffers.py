@@ -9,7 +9,7 @@ import torch
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.context.cache_entries import StoredCopy, parts
-from flexhybrid.core.context.selection import limits_cache, num_choosing, num_whole
+from flexhybrid.core.context.selection import num_choosing, num_limited, num_whole
 from flexhybrid.core.memory import NUM_SLOTS, BufferSizes, index_cells
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import GROUP_ELEMENTS, Policy
@@ -138,7 +138,7 @@ class Buffers:
         strip_rows = sizes.decode_batch if policy.attention == "host" else 0
         self.query_strip = on_host(NUM_SLOTS, strip_rows, shape.query_width + kv)
         self.out_strip = on_host(NUM_SLOTS, strip_rows, shape.query_width)
-        placed = limits_cache(policy.selection)
+        placed = num_limited(policy.selection, shape.num_layers) > 0
         self.place_strip = on_host(NUM_SLOTS, sizes.decode_batch * placed, groups, dtype=torch.int64)
         self.attended = on_device(NUM_SLOTS, strip_rows, shape.query_width)
         choosing = num_choosing(policy.selection, shape.num_layers) > 0

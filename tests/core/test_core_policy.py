@@ -38,7 +38,7 @@ def policies(draw):
     selection = draw(
         st.one_of(
             st.just(Selection()),
-            st.builds(Selection, st.just("heavy_hitter"), budget=SHARE),
+            st.builds(Selection, st.just("heavy_hitter"), budget=SHARE, whole_layers=st.none() | st.integers(0, 9)),
             st.builds(
                 Selection, st.just("speculative"), alpha=st.floats(0, 10) | st.just(math.inf), partial_ratio=SHARE,
                 max_fraction=SHARE, pool=SHARE, victim=st.sampled_from(["fifo", "lru", "counter"]), partial_keys=TIER,
@@ -140,6 +140,9 @@ REFUSED = [
     (dict(selection=dict(method="heavy_hitter")), "selection.budget"),
     (dict(selection=dict(method="heavy_hitter", budget=0.2, alpha=4)), "selection.alpha"),
     (dict(selection=dict(method="heavy_hitter", budget=2)), "selection"),
+    (dict(selection=dict(method="heavy_hitter", budget=0.2, whole_layers=-1)), "selection.whole_layers"),
+    (dict(selection=dict(method="heavy_hitter", budget=0.2, whole_layers=True)), "selection.whole_layers"),
+    (dict(selection=dict(method="heavy_hitter", budget=0.2, whole_layers=False)), "selection.whole_layers"),
     (dict(selection=dict(SPECULATIVE, victim="random")), "selection.victim"),
     (dict(selection=dict(SPECULATIVE, partial_keys="gpu")), "selection.partial_keys"),
     (dict(selection=dict(SPECULATIVE, alpha=-1)), "selection.alpha"),

@@ -59,7 +59,9 @@ def test_records_name_what_there_is():
     for name, verb in VERBS.items():
         assert verb.name == name and verb.resource in RESOURCES
         assert verb.per in ("layer", "gap", "choosing layer", "iteration")
-        assert verb.needs in (None, "blocks", "rows", "recomputed") and (verb.needs == "blocks") == bool(verb.blocks)
+        assert verb.needs in (None, "blocks", "rows", "recomputed") and (verb.needs in ("blocks", "rows")) == bool(
+            verb.blocks
+        )
         assert (verb.cargo in CARGO) == (verb.resource not in ("compute", "host_compute")), name
         assert verb.otherwise is None or VERBS[verb.otherwise].resource == verb.resource
         for suffix in ("", "_alone", "_unpaced", "_both"):

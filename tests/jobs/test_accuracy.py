@@ -62,7 +62,7 @@ EXACT = ["kv_only", "hybrid(0.5)", "kvpr_row", "token_recompute(0.3)", ALL_CHOSE
 @pytest.fixture(scope="module")
 def measured(checkpoint, text_file, tmp_path_factory):
     folder = tmp_path_factory.mktemp("accuracy")
-    names = [*EXACT, "fastdecode", "h2o(0.8)"]
+    names = [*EXACT, "fastdecode", "h2o(0.8,whole_layers=1)"]
     for name, policy in POLICIES.items():
         (folder / name).write_text(policy.to_json())
         names.append(str(folder / name))
@@ -125,21 +125,25 @@ def test_fewer_bits_cost_little_and_the_fewer_the_more(measured):
     assert abs(math.log(rows["eight"]["over_full"])) < 0.02
 
 
-@pytest.mark.parametrize(("name", "kept"), [("h2o(0.8)", 32), ("h2o_mix", 32)])
-def test_heavy_hitters_look_at_their_budget_and_the_new_token(measured, name, kept):
-    """A budget of 0.8 or 0.5 of 40 prompt tokens is 32 in whole blocks."""
+@pytest.mark.parametrize(("name", "whole"), [("h2o(0.8,whole_layers=1)", 1), ("h2o_mix", 0)])
+def test_heavy_hitters_look_at_their_budget_and_the_new_token(measured, name, whole):
+    """A budget of 0.8 or 0.5 of 40 prompt tokens is 32 in whole blocks. A whole layer looks at all."""
     row = by_name(measured[0])[name]
     contexts = np.arange(PROMPT, LENGTH - 1)
-    assert row["looked_at"] == pytest.approx(np.mean((kept + 1) / (contexts + 1)), rel=1e-5)
-    assert 0.3 < row["cosine"] < 0.999
+    of_layers = row["looked_at_by_layer"]
+    assert of_layers[:whole] == row["cosine_by_layer"][:whole] == pytest.approx([1.0] * whole)
+    assert of_layers[whole:] == pytest.approx([np.mean((32 + 1) / (contexts + 1))] * len(of_layers[whole:]), rel=1e-5)
+    assert 0.3 < np.mean(row["cosine_by_layer"][whole:]) < 0.999
 
 
 def test_a_selection_s_cosine_is_that_of_the_tokens_it_keeps(checkpoint, text_file, tmp_path):
     """In layer 0 queries and keys are those of the full cache: the cosine of H2O's first decode step is known from the
     kept tokens alone, the best of what transformers' attention looked at and the newest."""
     folder, model = checkpoint
-    options = AccuracyOptions(folder, text_file, ("h2o(0.8)",), PROMPT + 2, PROMPT, 1, device="cpu", out=tmp_path)
-    found = by_name(accuracy(options, quiet=True))["h2o(0.8)"]["cosine_by_layer"][0]
+    options = AccuracyOptions(
+        folder, text_file, ("h2o(0.8,whole_layers=0)",), PROMPT + 2, PROMPT, 1, device="cpu", out=tmp_path
+    )
+    found = by_name(accuracy(options, quiet=True))["h2o(0.8,whole_layers=0)"]["cosine_by_layer"][0]
     with LLM(folder, "resident", device="cpu") as llm:
         ids = torch.tensor(read_texts(llm, text_file, PROMPT + 2, 1))[:, :-1]
     model.set_attn_implementation("eager")

@@ -157,8 +157,8 @@ def test_parts_of_a_block_make_up_the_decode_step(name):
     step = simulate(
         Problem(shape=setup.OPT_13B, hardware=setup.testbed()), policy, 8, 2047, 2, clock="virtual"
     ).decode_s
-    # the first layers of InfiniGen load all, and the head stands outside the layers
-    assert 40 * 1e-3 * sum(tasks.values()) == pytest.approx(step, rel=0.25 if name == "InfiniGen" else 0.05)
+    # the first layers of H2O and InfiniGen load all, and the head stands outside the layers
+    assert 40 * 1e-3 * sum(tasks.values()) == pytest.approx(step, rel=0.25 if name in ("H2O", "InfiniGen") else 0.05)
 
 
 def test_a_task_of_no_part_is_refused():

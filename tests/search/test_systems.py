@@ -56,6 +56,8 @@ def test_every_system_survives_its_json(name):
         ("flexgn", "did you mean flexgen"),
         ("h2o(bugdet=0.1)", "did you mean budget"),
         ("h2o(2)", "from 0 to 1"),
+        ("h2o(whole_layers=-1)", "whole_layers is '-1'; it must be a whole number >= 0"),
+        ("h2o(whole_layers=0.5)", "whole_layers is '0.5'; it must be a whole number >= 0"),
         ("h2o(0.1, budget=0.2)", "given twice"),
         ("kv_only(1, 2, 3, 4)", "takes"),
         ("token_recompute", "ratio"),

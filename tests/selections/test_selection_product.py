@@ -39,7 +39,7 @@ SELECTIONS = {
 }  # fmt: skip
 ATTENTION = ("device", "host")
 #: What the plain account of no selection takes: all layers look at all tokens.
-EVERYTHING = replace(speculative(), whole_layers=9)
+EVERYTHING = replace(speculative(), whole_layers=3)
 
 #: What a refusal may say, and of which combinations it must say it: (words, applies to selection, cache, bits, where).
 REFUSALS = (

@@ -338,11 +338,38 @@ def test_a_policy_becomes_its_candidate():
     assert row == predict(PROBLEM, explicit).row()
 
 
-@pytest.mark.parametrize("cache", [{"tok": 1.0}, {"act@host": 1.0}])
-def test_what_cannot_be_planned_is_refused(cache):
-    selection = Selection("heavy_hitter", budget=0.2) if "act@host" in cache else Selection()
-    with pytest.raises(InputError, match="cannot be planned"):
-        predict(PROBLEM, Candidates(Policy(cache=cache, selection=selection), 1, 100, 10))
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        (dict(cache={"tok": 1.0}), "cannot be planned"),
+        (dict(cache={"act@host": 1.0}, selection=Selection("heavy_hitter", budget=0.2)), "cannot be planned"),
+        (dict(selection=Selection("heavy_hitter", budget=0.2, whole_layers=49)), "whole_layers is 49; opt-30b has 48"),
+        (dict(selection=infinigen(whole_layers=49).selection), "whole_layers is 49; opt-30b has 48 layers"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(fields, words):
+    with pytest.raises(InputError, match=words):
+        predict(PROBLEM, Candidates(Policy(**fields), 1, 100, 10))
+
+
+@pytest.mark.parametrize("kind, worst", [("column", 0.05), ("row", 0.08)])
+def test_layers_that_keep_all_are_priced_beside_those_that_drop(kind, worst):
+    """H2O with whole layers over pools of two tiers: the two kinds of layers store a token in different pools."""
+    rng, gaps = np.random.default_rng(31), []
+    while len(gaps) < 10:
+        case = random_case(rng, kind)
+        whole, share = int(rng.integers(1, case.shape.num_layers + 1)), float(rng.uniform(0.1, 0.9))
+        if case.shape.num_layers * num_mini_batches_of(case) * case.max_tokens > 700 or case.policy.attention == "host":
+            continue
+        selection = Selection("heavy_hitter", budget=float(rng.uniform(0.05, 0.6)), whole_layers=whole)
+        cache = {"kv@host": share, "kv@device": 1 - share}
+        chosen = replace(case.policy, selection=selection, cache=cache, bits=Bits(), static_cache=False)
+        case = replace(case, policy=chosen)
+        if not gaps:
+            assert check_trace(run(stream(case.wave()), case.hardware), 1e-15) == []
+        closed, virtual = compare(case)
+        gaps.append(abs(closed / virtual - 1))
+    assert np.median(gaps) < 0.01 and max(gaps) < worst, gaps
 
 
 # --- prompts in pieces ------------------------------------------------------------------------------------------------

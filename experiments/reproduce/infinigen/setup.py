@@ -140,29 +140,18 @@ def times(
 ) -> np.ndarray:
     """Return the seconds [prefill and decode, …] of one of POLICIES, or of ``policy``, over arrays of batch and prompt.
 
-    InfiniGen's policy loads all of its first layers: two, or the one that nothing can speculate for. A policy of H2O
-    treats all layers in one way; with all of layers 0 and 1 loaded, these two are FlexGen's instead: FlexGen's time
-    with them less its time without.
+    H2O and InfiniGen load all of their first layers: two, or those that their methods cannot do without: none of H2O,
+    one of InfiniGen, for which nothing can speculate.
     """
     hardware = testbed(reading) if hardware is None else hardware
-    full_layers = 2 if name == "H2O" and reading.first_two_full else 0
     policy = policy or POLICIES[name]
-    if name == "InfiniGen":
-        layers = 2 if reading.first_two_full else 1
+    if name in ("H2O", "InfiniGen"):
+        layers = 2 if reading.first_two_full else int(name == "InfiniGen")
         policy = replace(policy, selection=replace(policy.selection, whole_layers=layers))
-
-    def seconds(policy: Policy, num_layers: int) -> np.ndarray:
-        weights = Placement(device=weights_device, host=1.0 - weights_device)
-        policy = replace(policy, overlap="full" if reading.overlap else "none", weights=weights)
-        run_shape, candidates = replace(shape, num_layers=num_layers), Candidates(policy, batch, prompt, GENERATED)
-        prediction = predict(Problem(shape=run_shape, hardware=hardware), candidates)
-        return np.array([prediction.prefill_s, prediction.decode_s])
-
-    own_layers = shape.num_layers - full_layers
-    own = seconds(policy, own_layers)
-    if not full_layers:
-        return own
-    return own + seconds(POLICIES["FlexGen"], shape.num_layers) - seconds(POLICIES["FlexGen"], own_layers)
+    weights = Placement(device=weights_device, host=1.0 - weights_device)
+    policy = replace(policy, overlap="full" if reading.overlap else "none", weights=weights)
+    prediction = predict(Problem(shape=shape, hardware=hardware), Candidates(policy, batch, prompt, GENERATED))
+    return np.array([prediction.prefill_s, prediction.decode_s])
 
 
 def throughput(name: str, batch, reading: Reading = AS_RUN, hardware: Hardware | None = None) -> np.ndarray:

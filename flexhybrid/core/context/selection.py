@@ -91,6 +91,13 @@ def limits_cache(selection: Selection) -> bool:
     return selection.method == "heavy_hitter" or selection.method == "speculative" and limited
 
 
+def num_limited(selection: Selection, num_layers: int) -> int:
+    """Layers in which new tokens take the places of cached ones from some length on."""
+    if not limits_cache(selection):
+        return 0
+    return num_layers - (num_whole(selection, num_layers) if selection.method == "heavy_hitter" else 0)
+
+
 def counts_uses(selection: Selection) -> bool:
     """Whether tokens give way by their uses, so that the queries of a prompt count them too."""
     return selection.method == "speculative" and limits_cache(selection) and selection.victim != "fifo"

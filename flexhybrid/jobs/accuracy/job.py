@@ -231,7 +231,8 @@ def _show(report: Report, result: dict) -> None:
         "of the attention weights with the full cache's, mean over steps, layers and heads; looked_at: share of the\n"
         "tokens so far that a head attends to; moved: bytes loaded for the context over those of all its keys and\n"
         f"values. The budget of h2o is a share of the prompt in whole blocks of {BLOCK_TOKENS} tokens: h2o(0.5) keeps\n"
-        f"{half} of {prompt} tokens here, {half / result['length']:.1%} of a text (--prompt-tokens)."
+        f"{half} of {prompt} tokens here, {half / result['length']:.1%} of a text (--prompt-tokens), but in layers\n"
+        "0 and 1, which keep all; h2o(0.5,whole_layers=0): there too."
     )
 
 

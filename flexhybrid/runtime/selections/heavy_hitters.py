@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from flexhybrid.core.context.selection import kept_tokens
+from flexhybrid.core.context.selection import kept_tokens, num_whole
 from flexhybrid.core.schedule.steps import MiniBatchStep
 from flexhybrid.core.task import Task
 from flexhybrid.core.wave import Wave
@@ -38,7 +38,7 @@ class StepPlaces(NamedTuple):
 
 
 class HeavyHitters(SelectionHooks):
-    """Scores and ages of every place, in all layers: [layer, N, G, K], and where places lie."""
+    """Scores and ages of every place, [layer, N, G, K] of the layers that drop tokens, and where places lie."""
 
     def __init__(self, wave: Wave, device: torch.device):
         super().__init__()
@@ -47,7 +47,8 @@ class HeavyHitters(SelectionHooks):
         self.kept = kept_tokens(selection, workload.prompt_tokens, workload.cached_tokens, workload.cached_tokens)
         self.recent = self.kept - self.kept // 2
         num_places = int(self.kept.max())
-        size = (wave.shape.num_layers, workload.num_requests, wave.shape.num_kv_heads, num_places)
+        self.first = num_whole(selection, wave.shape.num_layers)  # the first layer that drops tokens
+        size = (wave.shape.num_layers - self.first, workload.num_requests, wave.shape.num_kv_heads, num_places)
         self.scores = torch.zeros(size, dtype=torch.float32, device=device)
         self.born = torch.zeros(size, dtype=torch.int32, device=device)  # positions of the tokens that the places hold
         places = np.arange(num_places)
@@ -96,6 +97,7 @@ class HeavyHitters(SelectionHooks):
         order = order.masked_fill(torch.arange(num_kept, device=self.device) >= kept, sums_BGP.shape[-1])
         chosen = torch.minimum(order.sort(dim=-1).values, lengths - 1)
         requests = to_device(step.requests, self.device)
+        layer -= self.first
         self.scores[layer, requests, :, :num_kept] = sums_BGP.gather(-1, chosen)
         self.born[layer, requests, :, :num_kept] = chosen.int()
         return chosen
@@ -107,6 +109,7 @@ class HeavyHitters(SelectionHooks):
         Columns of ``weights_BGT`` are the segments' tokens, one segment after the other, then the new token itself.
         """
         at, weights_BGT = self._step_places[step.mini_batch], self.weights_BGT
+        layer -= self.first
         scores, born = self.scores[layer, at.requests], self.born[layer, at.requests]
         scores += weights_BGT[..., at.columns].masked_fill_(~at.held, 0.0)
         worst = scores.masked_fill(~(at.own_entry & (born <= at.old)), torch.inf).argmin(dim=-1)
@@ -136,7 +139,7 @@ class HeavyHitters(SelectionHooks):
         """Return the position of the token in each column of a decode step's attention buffer, [B, G, T], as it is
         before ``after_token``; -1 for padding."""
         columns, held = self._columns(step)
-        born = self.born[layer, to_device(step.requests, self.device)].long()
+        born = self.born[layer - self.first, to_device(step.requests, self.device)].long()
         positions = born.new_full((*born.shape[:2], step.attention_tokens), -1)
         # A place that a request does not hold shares a column with one that another request holds: do not write it.
         positions.scatter_(-1, columns.where(held, positions.shape[-1] - 1).expand(born.shape), born)
