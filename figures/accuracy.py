@@ -1,7 +1,5 @@
 """Figures of accuracy by position in the text."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import matplotlib

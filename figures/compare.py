@@ -1,7 +1,5 @@
 """Figures of the comparison: throughput against ACT share, an iteration's timeline, the parts of a decode step."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import matplotlib

@@ -1,7 +1,5 @@
 """Figures of the reproduced papers: our values solid, the paper's hollow and dashed, in one colour per series."""
 
-from __future__ import annotations
-
 import textwrap
 from pathlib import Path
 from typing import BinaryIO
@@ -146,26 +144,19 @@ def _y_axis(axes, figure) -> None:
 
 def _legend(canvas, figure, keys: list) -> None:
     """Draw the legend below the axes: the meaning of solid and hollow, and every series."""
-    handles: list[Patch | Line2D] = []
-    is_bar = figure.kind == "bar"
-    first = _look(0)[0] if len(keys) == 1 else "#777777"
+
+    def ours(color: str, marker: str, label: str) -> Patch | Line2D:
+        if figure.kind == "bar":
+            return Patch(fc=color, label=label)
+        return Line2D([], [], color=color, marker=marker, ms=4.5, lw=1.6, label=label)
+
+    handles = [] if keys == [None] else [ours(*_look(index), str(key)) for index, key in enumerate(keys)]
     if figure.paper is not None:
-        if is_bar:
-            handles = [
-                Patch(fc=first, label="ours"),
-                Patch(fc="none", ec=PAPER, ls=(0, (3, 1.5)), lw=1.1, label="paper"),
-            ]
-        else:
-            handles = [
-                Line2D([], [], color=first, marker="o", ms=4.5, lw=1.6, label="ours"),
-                Line2D([], [], color=first, marker="o", ms=8, mfc="none", mew=1.3, ls="--", lw=1.1, label="paper"),
-            ]
-    if keys != [None]:
-        for index, key in enumerate(keys):
-            color, marker = _look(index)
-            shape = Patch(fc=color) if is_bar else Line2D([], [], color=color, marker=marker, ms=4.5, lw=1.6)
-            shape.set_label(str(key))
-            handles.append(shape)
+        first = _look(0)[0] if len(keys) == 1 else "#777777"
+        paper = Line2D([], [], color=first, marker="o", ms=8, mfc="none", mew=1.3, ls="--", lw=1.1, label="paper")
+        if figure.kind == "bar":
+            paper = Patch(fc="none", ec=PAPER, ls=(0, (3, 1.5)), lw=1.1, label="paper")
+        handles = [ours(first, "o", "ours"), paper, *handles]
     if len(handles) > 1:
         longest = max(len(str(handle.get_label())) for handle in handles)
         columns = max(1, min(len(handles), 5, 80 // (longest + 7)))

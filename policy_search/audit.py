@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from flexhybrid.core.context.cache_entries import TIERS
-from flexhybrid.core.errors import InputError
+from flexhybrid.core.errors import InputError, file_errors
 from policy_search.grid import NUM_TIME_ROWS, PHASES, ROWS, Program
 
 if TYPE_CHECKING:
@@ -61,10 +61,7 @@ def _name_of(placement: tuple[float, float, float]) -> str:
 
 def write_lp(program: Program, path: str | Path) -> Path:
     """Write the program as a ``.lp`` file. Raise InputError when the file cannot be written."""
-    path = Path(path)
     problem = state(program)
-    try:
+    with file_errors(f"write the linear program to {path}"):
         problem.writeLP(str(path))
-    except OSError as error:
-        raise InputError(f"cannot write the linear program to {path}: {error.strerror or error}") from None
-    return path
+    return Path(path)

@@ -4,11 +4,10 @@ What each constant buys was measured on 30 searches (those of ``tests/search`` a
 leaving it out; "walked" counts policies priced with waiting, a per cent is of seconds per token.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -61,6 +60,9 @@ STAIRS = 0.02
 
 #: Of the batches and mini-batches with everything on the device, one in so many is walked to bound the others.
 COARSE = 8
+
+
+_seconds = attrgetter("seconds")
 
 
 class RoundedPolicy(NamedTuple):
@@ -260,16 +262,12 @@ class BranchAndBound:
         if not ranked:
             return
         options = list(dict.fromkeys(policy.option for policy in ranked))[:FINER_OPTIONS]
-        batch, tokens = self._finer_pairs(ranked[0], batches, mini_batch_tokens)
+        pairs = [_between(self.problem, ranked[0], batches, mini_batch_tokens)]
+        if len(mini_batch_tokens) > 1:
+            pairs.append(_full_mini_batches(self.problem, ranked[0], batches))
+        batch, tokens = distinct_pairs(self.problem, *np.concatenate(pairs, axis=1))
         if len(batch):
             self.explore(ChoiceGrid(self.problem, options, batch, tokens), GAIN)
-
-    def _finer_pairs(self, best: UnplacedPolicy, batches: np.ndarray, mini_batch_tokens) -> tuple:
-        """Return (batch, tokens of a mini-batch) of each different cut that the grid leaves out around a policy."""
-        pairs = [_between(self.problem, best, batches, mini_batch_tokens)]
-        if len(mini_batch_tokens) > 1:
-            pairs.append(_full_mini_batches(self.problem, best, batches))
-        return distinct_pairs(self.problem, *np.concatenate(pairs, axis=1))
 
     def _ranked(self) -> list[UnplacedPolicy]:
         """Return the policies evaluated that were not seeds, the best first."""
@@ -328,10 +326,6 @@ class BranchAndBound:
         order = order[least[order] < self.seconds * (1 - GAIN + STAIRS / final_blocks(self.problem))]
         mixes = (dict(zip(entries, ways[i], strict=True)) for i in order)
         return [UnplacedPolicy.of(policy.option, policy.batch, policy.mini_batch_tokens, mix) for mix in mixes]
-
-
-def _seconds(policy: EvaluatedPolicy) -> float:
-    return policy.seconds
 
 
 def _between(problem: SearchProblem, best: UnplacedPolicy, batches: np.ndarray, mini_batch_tokens) -> np.ndarray:

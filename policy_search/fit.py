@@ -1,7 +1,5 @@
 """Fit the hardware record's lines through profiling samples (CAPTURE section IV: sampling and linear regression)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import numpy as np

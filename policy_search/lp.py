@@ -6,8 +6,6 @@ bound does not charge). The missing bytes are a column of the block, at a price 
 infeasible block does not spoil the others.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -8,8 +8,6 @@ steps and the exchanges of blocks between entries are tried around the best. The
 clock, and its program written for a reader (``audit``).
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
@@ -18,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from flexhybrid.core.context.cache_entries import TIERS
-from flexhybrid.core.errors import InputError, unknown
+from flexhybrid.core.errors import InputError, check, unknown
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Policy, Selection
 from flexhybrid.core.problem import Problem
@@ -88,12 +86,10 @@ class SearchSettings:
             raise InputError("a batch has at least one request")
         if batch is not None and self.max_batch != MAX_BATCH and batch > self.max_batch:
             raise InputError(f"batch is {batch}, but max_batch {self.max_batch}: give one of the two")
-        if not self.margin >= 0:
-            raise InputError(f"margin is {self.margin!r}; it must be a share >= 0")
+        check("margin", self.margin, self.margin >= 0, "a share >= 0")
         if not tokens or min(tokens) < 1:
             raise InputError(f"mini_batch_tokens is {tokens!r}; each must be a whole number >= 1")
-        if self.time_limit is not None and not self.time_limit >= 0:
-            raise InputError(f"time_limit is {self.time_limit!r}; it must be a number of seconds >= 0")
+        check("time_limit", self.time_limit, self.time_limit is None or self.time_limit >= 0, "seconds >= 0")
         if self.selection is not None and (self.space.lossless or self.selection.method != "speculative"):
             raise InputError(
                 "a selection that the search may use is speculative, and lossy: it cannot be lossless as well"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -151,11 +152,9 @@ class SearchProblem(Problem):
 
     def has_line(self, verb: str, resource: str) -> bool:
         """Return whether the machine has a line for a verb."""
-        try:
-            hardware_of(self).line(verb, resource)
-        except InputError:
-            return False
-        return True
+        with suppress(InputError):
+            return bool(hardware_of(self).line(verb, resource))
+        return False
 
     @cached_property
     def entries(self) -> tuple[str, ...]:

@@ -6,8 +6,6 @@ program. Instead, every mix in quarters, every twelfth of the weights and every 
 the best are walked.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Why a search found nothing: which tier is too small by how much, and the smallest change that would do."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

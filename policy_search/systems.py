@@ -137,10 +137,6 @@ def _uvm(setting: Setting, fault_gb_per_s: float = 4.0) -> System:
     return System("uvm", migrating, replace(hardware, lines=lines))
 
 
-def _ideal(setting: Setting) -> System:
-    return System("ideal", presets.ideal(), replace(setting.machine, device_memory=None))
-
-
 def _fastdecode(setting: Setting, gpus: int = 1) -> System:
     """One of ``gpus`` GPUs that share a host's cores: attention on the host gets its part of them."""
     hardware = on(Implementation("fastdecode", sharers=gpus), setting.machine)
@@ -223,7 +219,7 @@ SYSTEMS: dict[str, Entry] = {
     "act_only": _preset(presets.act_only, _SIZES),
     "hybrid_static": _preset(presets.hybrid_static, _SIZES),
     "resident": Entry(_resident, _SIZES),
-    "ideal": Entry(_ideal),
+    "ideal": Entry(lambda setting: System("ideal", presets.ideal(), replace(setting.machine, device_memory=None))),
     "deepspeed": _preset(presets.deepspeed, {}),
     "accelerate": _preset(presets.accelerate, _WEIGHTS),
     "token_recompute": _preset(presets.token_recompute, {"ratio": NUMBER, **_SIZES}, required="ratio"),

@@ -4,8 +4,6 @@ Held-out images are used by neither training nor validation. Costs are stated en
 (``experiments.training.digits``): a share of the largest model's is a ratio of multiply-adds.
 """
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Bench rows of cascades on a cluster: placement, simulated queues, and the cascade paper's energy ratios."""
 
-from __future__ import annotations
-
 import time
 from functools import partial
 

@@ -4,9 +4,8 @@ Held-out text of the shipped model's corpus is forced through the executor token
 read again at every step.
 """
 
-from __future__ import annotations
-
 from functools import partial
+from itertools import islice
 
 import torch
 import torch.nn.functional as F
@@ -67,14 +66,8 @@ def held_out_texts() -> list[list[int]]:
     """Return token ids of files that the shipped model was not trained on, all of one length."""
     from experiments.training.corpus import read_corpus
 
-    texts = []
-    for document in read_corpus(SEED).held_out:
-        ids = token_ids(document)
-        if len(ids) >= PROMPT + STEPS:
-            texts.append(ids[: PROMPT + STEPS])
-        if len(texts) == NUM_TEXTS:
-            break
-    return texts
+    texts = map(token_ids, read_corpus(SEED).held_out)
+    return list(islice((ids[: PROMPT + STEPS] for ids in texts if len(ids) >= PROMPT + STEPS), NUM_TEXTS))
 
 
 def perplexity(logits: torch.Tensor, targets: torch.Tensor) -> float:

@@ -9,8 +9,6 @@ blocks in which the assignment repeats. A token in 4 bits has 0.28 of its bytes:
 cannot reach the bar, nor can its loads where lengths differ.
 """
 
-from __future__ import annotations
-
 import statistics
 from dataclasses import replace
 from types import SimpleNamespace
@@ -55,13 +53,6 @@ class CountCopies(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-class MetaMemory:
-    """Takes the place of HostMemory without allocating."""
-
-    def zeros(self, size, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(size, dtype=dtype, device="meta")
-
-
 def policies() -> dict[str, list[Policy]]:
     """Return the papers' host caches by their bits; quantized rows have smaller copies."""
     half = hybrid(0.5)
@@ -71,7 +62,8 @@ def policies() -> dict[str, list[Policy]]:
 
 def copies_of(wave: Wave) -> dict[str, list[int]]:
     """Return the bytes of each copy call of TURN iterations in one layer: {"loads": […], "stores": […]}."""
-    with patch.object(buffers, "HostMemory", lambda pinned: MetaMemory()):
+    meta = SimpleNamespace(zeros=lambda size, dtype: torch.empty(size, dtype=dtype, device="meta"))
+    with patch.object(buffers, "HostMemory", lambda pinned: meta):
         held = buffers.Buffers(wave.shape, wave.policy, buffer_sizes(wave), torch.float16, torch.device("meta"))
     executor = SimpleNamespace(buffers=held, copies=CudaCopies(), selection=SelectionHooks())
     sizes: dict[str, list[int]] = {"loads": [], "stores": []}

@@ -1,7 +1,5 @@
 """What every bench uses: the table of figures with their bars, timed calls, and rounds on a machine that others use."""
 
-from __future__ import annotations
-
 import json
 import platform
 import statistics

@@ -5,8 +5,6 @@ GPU is about as long, since each call of torch costs about as much there. Proces
 processes do not show.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections import defaultdict
@@ -23,7 +21,7 @@ from flexhybrid.core.policy import Bits, Placement, Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.dependencies import Dependencies
 from flexhybrid.core.task import Access, Task, Work
-from flexhybrid.core.wave import Wave, admit
+from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
 from flexhybrid.runtime.clock import Clock, Lane
 from flexhybrid.runtime.session import Session
@@ -67,21 +65,17 @@ def bench_launch(table: Table) -> None:
         bench_verbs(table)
 
 
-def wave_of(shape: ModelShape, policy: Policy, max_tokens: int) -> Wave:
-    problem = Problem(shape=shape, dtype="float16", hardware=_MACHINE)
-    return admit(problem, policy, Workload.uniform(BATCH, CONTEXT, max_tokens))
-
-
 def bench_planning(table: Table) -> None:
     """Microseconds per task of the stream and its dependencies, for the slowest kind of policy.
 
     A step is laid out once for all layers, so the number of layers matters; it is OPT-6.7B's.
     """
-    shape, by_policy = shape_by_name("opt-6.7b"), {}
+    shape, workload, by_policy = shape_by_name("opt-6.7b"), Workload.uniform(BATCH, CONTEXT, 8), {}
+    problem = Problem(shape=shape, dtype="float16", hardware=_MACHINE)
     for policy in policies():
         times = []
         for _ in range(REPEATS):
-            wave, dependencies, count = wave_of(shape, policy, 8), Dependencies(), 0
+            wave, dependencies, count = admit(problem, policy, workload), Dependencies(), 0
             start = time.thread_time()
             for task in stream(wave):
                 dependencies.add(task)

@@ -5,8 +5,6 @@ model, in interleaved rounds. The prediction is judged on requests that generate
 measured just before.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import statistics
@@ -27,7 +25,7 @@ from experiments.bench.run_memory import peak_bytes, write_requests
 from experiments.peers.random_opt import make_checkpoint
 from flexhybrid import shipped
 from flexhybrid.arguments import LLMArguments
-from flexhybrid.jobs.profile.job import TIMING_SHAPE
+from flexhybrid.jobs.profile.job import TIMING_SHAPE, measure_for_model
 from flexhybrid.jobs.run.forecast import sorted_by_length
 from flexhybrid.jobs.run.job import RunOptions, run
 from flexhybrid.llm import LLM, SamplingParams
@@ -67,16 +65,12 @@ def bench_run(table: Table) -> None:
     with TemporaryDirectory() as name, patch.dict(os.environ, FLEXHYBRID_CACHE=str(Path(name) / "cache")):
         folder = Path(name)
         bodies = requests()
-        write_lines(folder / "in.jsonl", bodies)
+        line = {"method": "POST", "url": "/v1/completions"}
+        lines = [json.dumps({"custom_id": f"r{i}", **line, "body": body}) for i, body in enumerate(bodies)]
+        (folder / "in.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
         bench_overhead(table, model, folder, bodies)
         bench_prediction(table, model, folder)
         bench_memory(table, folder)
-
-
-def write_lines(path: Path, bodies: list[dict]) -> None:
-    line = {"method": "POST", "url": "/v1/completions"}
-    lines = [json.dumps({"custom_id": f"r{i}", **line, "body": body}) for i, body in enumerate(bodies)]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def options(folder: Path, model: Path, **arguments) -> RunOptions:
@@ -179,8 +173,6 @@ def bench_prediction(table: Table, model: Path, folder: Path) -> None:
 
 def profiled(options: RunOptions) -> None:
     """Measure this machine at the model's sizes, as policy auto does at its first run."""
-    from flexhybrid.jobs.profile.job import measure_for_model
-
     llm = options.llm
     measure_for_model(Checkpoint(llm.model).shape, llm.dtype, pick_device(llm.device, llm.link_gb_per_s))
 

@@ -4,8 +4,6 @@ The job runs in a process of its own, whose anonymous and shared resident memory
 only); page cache and mapped files do not count.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -6,8 +6,6 @@ run, since a prefill of 32 layers would take minutes and tells nothing about the
 the queries are filled with noise, so that each head chooses different tokens of the context.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from contextlib import closing
@@ -20,7 +18,6 @@ from tqdm import tqdm
 from experiments.bench.harness import Table, least_disturbed
 from experiments.bench.overlap import LAST
 from flexhybrid.core.context.selection import INFINIGEN_TOKENS
-from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import Problem
@@ -130,7 +127,10 @@ def bench_selection(table: Table, dtype: str) -> None:
         for name, policy in policies().items():
             runs[name] = measure(policy, weights)
             bar.update()
-            errors.append(100 * abs(runs[name].step_s / predicted_step(policy, weights, hardware) - 1))
+            wave = admit(Problem(shape=SHAPE, dtype=dtype), policy, WORKLOAD)
+            predicted = Window(virtual_clock.run(stream(wave, first_iteration=1), hardware), LAST)
+            predicted_step_s = predicted.seconds / predicted.num_iterations
+            errors.append(100 * abs(runs[name].step_s / predicted_step_s - 1))
     full, own = runs["full cache"], runs["InfiniGen"]
     where = f"InfiniGen, {SHAPE.num_layers} layers of hidden {SHAPE.hidden}, context {PROMPT}, batch {BATCH}"
     conditions = {"layers": SHAPE.num_layers, "rate": RATE, "moved": own.moved}
@@ -144,10 +144,3 @@ def bench_selection(table: Table, dtype: str) -> None:
     parts = ", ".join(f"{verb} {1e3 * seconds:.1f}" for verb, seconds in own.own_s.items())
     full_ms = f"{1e3 * full.step_s:.0f}"
     tqdm.write(f"     an iteration takes {1e3 * own.step_s:.0f} ms, of which {parts} ms; the full cache's {full_ms} ms")
-
-
-def predicted_step(policy: Policy, weights: Weights, hardware: Hardware) -> float:
-    """Return the seconds of an iteration on the virtual clock."""
-    wave = admit(Problem(shape=weights.shape, dtype=weights.dtype_name), policy, WORKLOAD)
-    window = Window(virtual_clock.run(stream(wave, first_iteration=1), hardware), LAST)
-    return window.seconds / window.num_iterations

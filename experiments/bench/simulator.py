@@ -1,7 +1,5 @@
 """Bench rows of the simulator and the search: errors against the papers, and seconds."""
 
-from __future__ import annotations
-
 import json
 import re
 import statistics

@@ -4,8 +4,6 @@ A figure that misses its bar is kept, with ok: false. Speeds are ratios from one
 kernel of equal shape, or predicted against measured.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import statistics
@@ -59,7 +57,7 @@ from sim.array_clock import predict
 from sim.candidates import Candidates
 from sim.catalogue import load
 from sim.presets import hybrid
-from sim.virtual_clock import SimulatedSummary, summarize
+from sim.virtual_clock import summarize
 
 BATCH, CONTEXT, MAX_TOKENS, MINI_BATCH = 32, 512, 6, 8
 BOUND = MINI_BATCH * (34 * 16 + 1)
@@ -134,12 +132,6 @@ def bench_exactness(table: Table) -> None:
 # ---- speed -----------------------------------------------------------------------------------------------------------
 
 
-def best_of_smooth_fit(shares: list[float], values: list[float]) -> float:
-    """Return the maximum over [0, 1] of a cubic fit to the sweep's medians, which no single outlier decides."""
-    fit = np.polynomial.Polynomial.fit(shares, values, 3)
-    return float(fit(np.linspace(0, 1, 201)).max())
-
-
 def make_bench(dtype: str) -> Bench:
     """Return a bench of the timing model."""
     prompts = random_prompts(WORKLOAD, TIMING_SHAPE.vocab)
@@ -200,14 +192,16 @@ class SpeedBench:
         hardware = self.profile(rate)
         searched = self.search(hardware)
         contenders = [*self.sweep, self._contender(searched.act_share)]
-        predicted = [self._virtual(hardware, contender.policy) for contender in contenders]
+        problem = Problem(shape=self.shape, dtype=self.dtype, hardware=hardware)
+        predicted = [summarize(virtual_decode(problem, contender.policy, WORKLOAD)) for contender in contenders]
         # Overlap is judged where the two ideals are near each other; elsewhere every executor scores high.
         gaps = [abs(summary.busy.get("compute", 0) - summary.busy.get("h2d", 0)) for summary in predicted]
         judged = contenders[gaps.index(min(gaps))].policy
         self.bench.set_link(rate, contenders)
         measured = self.bench.measure(contenders, ROUNDS, lambda policy: policy is judged, self._progress)
         speeds = [row.median_tokens_per_s for row in measured]
-        best = best_of_smooth_fit(self.shares, speeds[:-1])
+        smooth = np.polynomial.Polynomial.fit(self.shares, speeds[:-1], 3)  # no single outlier decides its maximum
+        best = float(smooth(np.linspace(0, 1, 201)).max())
         name = f"choice, {where}: searched over best of the sweep"
         self.table.at_least(name, speeds[-1] / best, 0.95, "x", rate=rate, samples=measured[-1].decode_tokens_per_s)
         self._add_overlap(next(row for row in measured if row.policy is judged), rate, where)
@@ -223,10 +217,6 @@ class SpeedBench:
         self.last_trace = measured[-1].traces[0]
         return errors, searched.act_share
 
-    def _virtual(self, hardware, policy: Policy) -> SimulatedSummary:
-        problem = Problem(shape=self.shape, dtype=self.dtype, hardware=hardware)
-        return summarize(virtual_decode(problem, policy, WORKLOAD))
-
     def _add_overlap(self, row: MeasuredPolicy, rate: float, where: str) -> None:
         overlap, balance = row.overlap(rate * 1e9), row.balance(rate * 1e9)
         if overlap is None or balance is None:
@@ -240,8 +230,9 @@ class SpeedBench:
             )
 
 
-def bench_speed(table: Table, bar: tqdm, dtype: str) -> None:
+def bench_speed(table: Table, dtype: str) -> None:
     """Measure streamed weights at three rates, at a fourth where the best policy is a mix, and resident weights."""
+    bar = tqdm(total=9 + 9 + 6 * PROFILE_STEPS + 5 * (ROUNDS * 10 + 2), unit="step", leave=False)
     streamed = SpeedBench(table, bar, dtype, 0.0)
     errors, shares = [], []
     for rate in RATES:
@@ -265,6 +256,7 @@ def bench_speed(table: Table, bar: tqdm, dtype: str) -> None:
     resident.run(RESIDENT_RATE, f"weights resident at {RESIDENT_RATE} GB/s")
     table.at_most("real traces in which a read saw a wrong version", num_violated + resident.num_violated, 0, "traces")
     table.disturbed("rounds", [*others, *resident.others_cpu_share])
+    bar.close()
 
 
 def bench_mutations(table: Table, trace: list[TraceEvent]) -> None:
@@ -291,34 +283,20 @@ def bench_mutations(table: Table, trace: list[TraceEvent]) -> None:
     table.at_least("mutations of a real trace that the checker sees", 100 * seen / tried, 100, "%")
 
 
-def bench_speeds(table: Table, dtype: str) -> None:
-    with tqdm(total=9 + 9 + 6 * PROFILE_STEPS + 5 * (ROUNDS * 10 + 2), unit="step", leave=False) as bar:
-        bench_speed(table, bar, dtype)
-
-
-def untimed(*benches: Callable[[Table], None]) -> Callable[[Table, str], None]:
-    """Return the part that adds the rows of benches that need no compute dtype."""
-
-    def part(table: Table, _dtype: str) -> None:
-        for bench in benches:
-            bench(table)
-
-    return part
-
-
-#: Parts by their names in ``--only``, in the order of a full run; ``dtype`` is the compute dtype of timed runs.
-PARTS: dict[str, Callable[[Table, str], None]] = {
-    "simulator": untimed(bench_papers, bench_peer, bench_search_time),
-    "model": untimed(bench_closed_form, bench_launch, bench_copies),
-    "exactness": untimed(bench_exactness),
-    "compression": untimed(bench_compression),
-    "kernels": lambda table, dtype: bench_kernels(table, PolicyRun(make_bench(dtype), hybrid(0.75, BOUND))),
-    "executor": bench_overlap,
-    "selection": bench_selection,
-    "run": untimed(bench_run),
-    "speed": bench_speeds,
-    "cascade": untimed(bench_cascade, bench_cluster),
+#: Parts by their names in ``--only``, in the order of a full run. A bench of TIMED also takes the compute dtype.
+PARTS: dict[str, tuple[Callable[..., None], ...]] = {
+    "simulator": (bench_papers, bench_peer, bench_search_time),
+    "model": (bench_closed_form, bench_launch, bench_copies),
+    "exactness": (bench_exactness,),
+    "compression": (bench_compression,),
+    "kernels": (lambda table, dtype: bench_kernels(table, PolicyRun(make_bench(dtype), hybrid(0.75, BOUND))),),
+    "executor": (bench_overlap,),
+    "selection": (bench_selection,),
+    "run": (bench_run,),
+    "speed": (bench_speed,),
+    "cascade": (bench_cascade, bench_cluster),
 }
+TIMED = ("kernels", "executor", "selection", "speed")
 
 
 def main() -> None:
@@ -332,7 +310,8 @@ def main() -> None:
     dtype = fastest_dtype(TIMING_SHAPE, device)
     for part in args.only or PARTS:
         table.renew(part)
-        PARTS[part](table, dtype)
+        for bench in PARTS[part]:
+            bench(table, *([dtype] if part in TIMED else []))
         table.save(out)  # after every part, for a run that is interrupted
     missed = [name for name, row in table.rows.items() if not row["ok"]]
     print(f"\n{device_name(device)}: {len(table.rows) - len(missed)} of {len(table.rows)} figures hold.")

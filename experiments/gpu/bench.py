@@ -3,8 +3,6 @@
 OPT-6.7B's shapes with random weights.
 """
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Bench rows of quantization on a GPU: the Triton kernels against a plain copy, plain torch and torch.compile."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable
 from functools import partial

@@ -6,8 +6,6 @@ with random weights, the device budget enforced by the allocator so that offload
 this python3 (experiments.peers.gpu_peers). Results go to experiments/results/<GPU>/.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -107,11 +105,6 @@ def run_peers() -> int:
     return gpu_peers.main(["--seconds", str(STEP_SECONDS - 20), "--out", str(out)])  # less than the step's own limit
 
 
-def perform(step: str) -> int:
-    runs = {"tests": run_tests, "bench": run_bench, "peers": run_peers}
-    return runs[step]() if step in runs else run_comparison(step)
-
-
 def run_step(step: str) -> int:
     """Run a step in its own process group, and write its outcome whatever happens."""
     log = results_folder() / f"{step}.log"
@@ -147,7 +140,8 @@ def main() -> int:
         print("experiments.gpu.steps: torch finds no CUDA device here", file=sys.stderr)
         return 2
     if args.inside:
-        return perform(args.inside)
+        runs = {"tests": run_tests, "bench": run_bench, "peers": run_peers}
+        return runs[args.inside]() if args.inside in runs else run_comparison(args.inside)
     worst = 0
     for step in args.step:
         print(f"== {step}", flush=True)

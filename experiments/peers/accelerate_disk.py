@@ -9,8 +9,6 @@ page cache out). A sweep of short runs finds each side's best batch; one longer 
 is not timed. Prompts are random token ids of one length; both sides decode greedily.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import os

@@ -3,8 +3,6 @@
 Standard library only, so that a peer meets no library of this project.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys

@@ -1,7 +1,5 @@
 """The parent's half of a peer's run, in a process of its own; and the command line that all comparisons share."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

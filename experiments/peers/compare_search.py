@@ -7,8 +7,6 @@ A ratio above 1 means that our policy is predicted to be faster than the peer's 
 is priced unchanged (cut into waves where our stricter account of memory requires it).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics
@@ -55,8 +53,15 @@ def compare_cases(options: argparse.Namespace) -> dict:
     rows = []
     for model, hardware in flexgen_search.MACHINES:
         for result in _peer_results(model, hardware, options):
-            rows.append(compare(model, hardware, result))
-            print(_line(rows[-1]))
+            row = compare(model, hardware, result)
+            print(
+                f"{model} on {hardware}, peer's rates from {row['constants']}: "
+                f"lossless {row['lossless_tokens_per_s']:.3g} tokens/s in {row['lossless_search_s']:.2f} s, "
+                f"with bits {row['full_tokens_per_s']:.3g} in {row['full_search_s']:.2f} s; "
+                f"peer's policy {row['peer_tokens_per_s']:.3g} (its own prediction {row['peer_own_prediction']:.3g}) "
+                f"in {row['peer_search_s']:.1f} s: ratio {row['ratio']:.2f}"
+            )
+            rows.append(row)
     return {"rows": rows}
 
 
@@ -67,26 +72,12 @@ def main(arguments: list[str] | None = None) -> int:
     return children.run_command(parser, arguments, compare_cases)
 
 
-def _line(row: dict) -> str:
-    return (
-        f"{row['model']} on {row['hardware']}, peer's rates from {row['constants']}: "
-        f"lossless {row['lossless_tokens_per_s']:.3g} tokens/s in {row['lossless_search_s']:.2f} s, "
-        f"with bits {row['full_tokens_per_s']:.3g} in {row['full_search_s']:.2f} s; "
-        f"peer's policy {row['peer_tokens_per_s']:.3g} (its own prediction {row['peer_own_prediction']:.3g}) "
-        f"in {row['peer_search_s']:.1f} s: ratio {row['ratio']:.2f}"
-    )
-
-
 def _peer_results(model: str, hardware: str, options) -> list[dict]:
     if options.recorded:
         runs = json.loads(RECORDED.read_text(encoding="utf-8"))["runs"]
         return [run for run in runs if (run["model"], run["hardware"]) == (model, hardware)]
-    return [
-        flexgen_search.search(
-            model, hardware, PROMPT, GENERATED, flexgen_search.PeerOptions(options.peer, constants=constants)
-        )
-        for constants in flexgen_search.CONSTANTS
-    ]
+    asked = [flexgen_search.PeerOptions(options.peer, constants=constants) for constants in flexgen_search.CONSTANTS]
+    return [flexgen_search.search(model, hardware, PROMPT, GENERATED, each) for each in asked]
 
 
 if __name__ == "__main__":

@@ -91,12 +91,6 @@ def run(peer, request: dict) -> dict:
     }
 
 
-def version_beside(path: Path) -> str | None:
-    """Return the version of the package installed in the peer's folder; None for a plain checkout."""
-    distributions = importlib.metadata.distributions(name="flexgen", path=[str(path.parent.parent)])
-    return next((distribution.version for distribution in distributions), None)
-
-
 def search(request: dict) -> dict:
     """Load the peer and search."""
     path = Path(request["peer"])
@@ -104,8 +98,9 @@ def search(request: dict) -> dict:
         peer = load_peer(path)
     except (OSError, SyntaxError) as error:
         raise ImportError(f"{type(error).__name__}: {error}") from None
+    installed = importlib.metadata.distributions(name="flexgen", path=[str(path.parent.parent)])
     return run(peer, request) | {
-        "peer_version": version_beside(path),
+        "peer_version": next((package.version for package in installed), None),  # None for a plain checkout
         "peer_sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
     }
 

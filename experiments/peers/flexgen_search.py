@@ -11,8 +11,6 @@ device).
     python -m experiments.peers.flexgen_search --all --out experiments/results/peers/flexgen-0.1.8.json
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json
@@ -64,9 +62,6 @@ class PeerOptions:
     alpha: float | None = None
     compress_weights: bool = False
     repeats: int = 1
-
-
-DEFAULTS = PeerOptions()
 
 
 def find_peer(path: str | Path | None = None) -> Path:
@@ -193,12 +188,13 @@ def _clean(shares: list[float]) -> list[float]:
 
 
 def search(
-    model: str, hardware: str, prompt_tokens: int = 512, gen_tokens: int = 32, options: PeerOptions = DEFAULTS
+    model: str, hardware: str, prompt_tokens: int = 512, gen_tokens: int = 32, options: PeerOptions | None = None
 ) -> dict:
     """Return the peer's best policy for requests of one length as plain numbers; ``to_policy`` converts it.
 
     ``hardware``: a name of the catalogue or a file. Raise PeerUnavailable or InputError.
     """
+    options = options or PeerOptions()
     file = find_peer(options.peer)
     shape, machine = shape_by_name(model), catalogue.load(hardware)
     if options.alpha is not None and not 0 < options.alpha <= 1:

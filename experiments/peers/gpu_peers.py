@@ -13,8 +13,6 @@ of every side precedes all second batches. Batches that were not tried, and peer
 reported, and have no ratio. tokens/s are generated tokens over all seconds of a call, prefill included.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import sys
@@ -93,22 +91,9 @@ def outcome(row: dict) -> str:
     return f"not installed: {row['missing']}" if "missing" in row else row["error"]
 
 
-def best_rows(rows: list[dict]) -> dict[str, dict]:
-    """Return the fastest row of each side that ran."""
-    ran = sorted((row for row in rows if "tokens_per_s" in row), key=lambda row: row["tokens_per_s"])
-    return {row["side"]: row for row in ran}
-
-
-def ratios_to(best: dict[str, dict]) -> dict[str, float]:
-    """Return our best tokens/s over each peer's best; empty when our side did not run."""
-    if "ours" not in best:
-        return {}
-    ours = best["ours"]["tokens_per_s"]
-    return {side: ours / row["tokens_per_s"] for side, row in best.items() if side != "ours"}
-
-
 def compare(runs: tuple[PeerRun, ...], options: argparse.Namespace) -> dict:
-    """Perform the runs in order, as far as the time allows."""
+    """Perform the runs in order, as far as the time allows; return all rows, each side's best batch, and our best
+    tokens/s over each peer's (no ratios when our side did not run)."""
     shape = shape_of(options.shape)
     end_s, rows, absent = time.monotonic() + options.seconds, [], set()
     for run in runs:
@@ -123,12 +108,15 @@ def compare(runs: tuple[PeerRun, ...], options: argparse.Namespace) -> dict:
             absent.add(run.side)
         rows.append(row)
         print(f"{run.side}, batch {run.batch}: {outcome(row)}", flush=True)
-    best = best_rows(rows)
+    ran = sorted((row for row in rows if "tokens_per_s" in row), key=lambda row: row["tokens_per_s"])
+    best, ratios = {row["side"]: row for row in ran}, {}
+    if ours := best.get("ours"):
+        ratios = {side: ours["tokens_per_s"] / row["tokens_per_s"] for side, row in best.items() if side != "ours"}
     names = ("shape", "dtype", "device", "device_memory", "host_memory")
     asked = {name: getattr(options, name) for name in names}
     asked |= {"prompt_tokens": options.prompt_len, "gen_tokens": options.gen_len}
     best_batches = {side: row["batch"] for side, row in best.items()}
-    return asked | {"ratios": ratios_to(best), "best": best_batches, "runs": rows}
+    return asked | {"ratios": ratios, "best": best_batches, "runs": rows}
 
 
 def main(arguments: list[str] | None = None, runs: tuple[PeerRun, ...] = RUNS) -> int:

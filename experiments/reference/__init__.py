@@ -5,10 +5,9 @@ themselves (numbered notes). A constant may be fitted on ``calibrate`` rows only
 against, ``context`` rows are neither; ``check_role`` guards that.
 """
 
-from __future__ import annotations
-
 import csv
 import re
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -58,7 +57,16 @@ TABLES = {
 VALUE_COLUMN = {"capture_table3": "tokens_per_s"}
 
 _DTYPES = {"count": "int64", "count?": "Int64", "number": "float64", "number?": "float64", "flag": "bool"}
-_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+#: kind -> what a cell must be, as a pattern and in words, and how it is read.
+_CELLS: dict[str, tuple[str, str, Callable[[str], Any]]] = {
+    "key": (".+", "text", str),
+    "text": (".+", "text", str),
+    "count": ("0*[1-9][0-9]*", "a whole number > 0", int),
+    "number": (r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", "a number", float),
+    "flag": ("true|false", "true or false", "true".__eq__),
+    "role": ("|".join(ROLES), f"one of {', '.join(ROLES)}", str),
+}
+_BLANK = {"text?": "", "number?": np.nan, "count?": pd.NA}
 _SHOWN_VALUES = 20
 
 
@@ -68,14 +76,9 @@ def load(name: str) -> pd.DataFrame:
     Text is text, "" where the cell is blank; counts are int64 (Int64 where some are blank), numbers float64 (NaN where
     blank), flags bool. Raises InputError for a name that is no table, and for a broken file (file, row and column).
     """
-    if not isinstance(name, str) or name not in TABLES:
+    if name not in TABLES:
         raise unknown("reference table", name, TABLES)
-    return _load_once(name).copy()
-
-
-@cache
-def _load_once(name: str) -> pd.DataFrame:
-    return read_table(FOLDER / f"{name}.csv", TABLES[name])
+    return _read_once(FOLDER / f"{name}.csv", TABLES[name]).copy()
 
 
 def rows(name: str, /, **equals) -> pd.DataFrame:
@@ -84,18 +87,21 @@ def rows(name: str, /, **equals) -> pd.DataFrame:
     ``rows("kvpr_table3_4", model="OPT-13B", method="KVPR")``. Raises InputError where no row matches; it names the
     column that left none and that column's values in the rows that matched until then.
     """
-    frame = load(name)
+    frame: Any = load(name)
+    before = ""
     for column, wanted in equals.items():
         if column not in frame.columns:
             raise unknown(f"column of {name}", column, frame.columns)
         if not (wanted is None or isinstance(wanted, (str, bool, int, float, np.generic))):
             raise InputError(f"{name}: {column} is compared with one value, not with {wanted!r}")
-        cells = frame[column].tolist()
-        matches = np.array([_equals(cell, wanted) for cell in cells], dtype=bool)
+        cells, condition = frame[column], f"{column} = {wanted!r}"
+        if wanted is None:
+            matches = _is_blank(cells)
+        else:  # 1 is not true
+            matches = (cells == wanted).fillna(False).astype(bool) & (isinstance(wanted, bool) == (cells.dtype == bool))
         if not matches.any():
-            condition = f"{column} = {wanted!r}{_until(equals, column)}"
-            raise InputError(f"{name}: no row has {condition}; {_values(column, cells)}")
-        frame = frame.loc[matches]
+            raise InputError(f"{name}: no row has {condition}{before}; {_values(cells)}")
+        frame, before = frame.loc[matches], f"{before}, {condition}" if before else f" where {condition}"
     return frame.reset_index(drop=True)
 
 
@@ -117,26 +123,23 @@ def notes() -> dict[int, str]:
 
 def row(name: str, /, **equals) -> dict[str, Any]:
     """Return the one row that ``equals`` picks, by column; InputError unless exactly one row matches."""
-    return _only_row(name, rows(name, **equals), equals)
-
-
-def _only_row(name: str, frame: pd.DataFrame, equals: dict) -> dict[str, Any]:
-    records = frame.to_dict("records")
+    records = rows(name, **equals).to_dict("records")
     if len(records) > 1:
         ignored = VALUE_COLUMN.get(name, "value")
         differing = [c for c in records[0] if c != ignored and len({str(record[c]) for record in records}) > 1]
         reason = f"they differ in {', '.join(map(str, differing))}" if differing else "they are alike"
-        raise InputError(f"{name}: {len(records)} rows match{_until(equals, None)}, not one; {reason}")
+        where = ", ".join(f"{column} = {wanted!r}" for column, wanted in equals.items()) or "anything"
+        raise InputError(f"{name}: {len(records)} rows match where {where}, not one; {reason}")
     return {str(column): cell for column, cell in records[0].items()}
 
 
 def value(name: str, /, **equals) -> float:
     """Return the number that ``equals`` picks, in the unit of its row; InputError unless exactly one row matches."""
     column = VALUE_COLUMN.get(name, "value")
-    frame = rows(name, **equals)
-    if column not in frame.columns:
-        raise InputError(f"{name} has no column of values: take rows({name!r}, …) and the column")
-    return float(_only_row(name, frame, equals)[column])
+    record = row(name, **equals)
+    if column not in record:
+        raise InputError(f"{name} has no column of values: take row({name!r}, …) and the column")
+    return float(record[column])
 
 
 def check_role(frame: pd.DataFrame, role: str) -> pd.DataFrame:
@@ -148,18 +151,16 @@ def check_role(frame: pd.DataFrame, role: str) -> pd.DataFrame:
         raise unknown("role", role, ROLES)
     if frame.empty:
         raise InputError(f"no rows are given where {role} rows are needed")
-    wrong = [record for record in frame.to_dict("records") if record["role"] != role]
-    if wrong:
-        first = wrong[0]
-        raise InputError(
-            f"{len(wrong)} of {len(frame)} rows are not {role} rows: the first is {first['role']}, of {first['source']}"
-        )
+    wrong = frame.loc[frame["role"] != role]
+    if len(wrong):
+        first = f"the first is {wrong['role'].iloc[0]}, of {wrong['source'].iloc[0]}"
+        raise InputError(f"{len(wrong)} of {len(frame)} rows are not {role} rows: {first}")
     return frame
 
 
 def read_table(path: Path, columns: str) -> pd.DataFrame:
     """Read a CSV that has just these columns (noted as in TABLES), in any order; InputError names file, row, column."""
-    kinds = dict(_split(column) for column in columns.split())
+    kinds = {name: kind or "text" for name, _, kind in (column.partition(":") for column in columns.split())}
     try:
         with path.open(encoding="utf-8", newline="") as file:
             reader = csv.reader(file, strict=True)
@@ -188,69 +189,28 @@ def read_table(path: Path, columns: str) -> pd.DataFrame:
     return frame.astype({column: _DTYPES[kind] for column, kind in kinds.items() if kind in _DTYPES})
 
 
-def _split(column: str) -> tuple[str, str]:
-    name, _, kind = column.partition(":")
-    return name, kind or "text"
+_read_once = cache(read_table)
 
 
 def _parse(cell: str, kind: str):
     """A cell's value; ValueError with the reason."""
-    if not cell:
-        if kind.endswith("?"):
-            return {"text?": "", "number?": np.nan, "count?": pd.NA}[kind]
-        raise ValueError(f"it is blank, but a {kind} is needed")
-    kind = kind.removesuffix("?")
-    if kind == "count":
-        if not cell.isascii() or not cell.isdigit() or int(cell) < 1:
-            raise ValueError(f"{cell!r} is not a whole number > 0")
-        return int(cell)
-    if kind == "number":
-        if not _NUMBER.fullmatch(cell):
-            raise ValueError(f"{cell!r} is not a number")
-        return float(cell)
-    if kind == "flag":
-        if cell not in ("true", "false"):
-            raise ValueError(f"{cell!r} is neither true nor false")
-        return cell == "true"
-    if kind == "role" and cell not in ROLES:
-        raise ValueError(str(unknown("role", cell, ROLES)))
-    return cell
+    if not cell and kind in _BLANK:
+        return _BLANK[kind]
+    pattern, wanted, read = _CELLS[kind.removesuffix("?")]
+    if not re.fullmatch(pattern, cell, re.DOTALL):
+        raise ValueError(f"{cell!r} is not {wanted}" if cell else f"it is blank, but a {kind} is needed")
+    return read(cell)
 
 
-def _equals(cell, wanted) -> bool:
-    if wanted is None:
-        return _is_blank(cell)
-    return _sort_of(cell) == _sort_of(wanted) and bool(cell == wanted)
+def _is_blank(cells) -> pd.Series:
+    return cells.isna() | (cells == "").fillna(False).astype(bool)
 
 
-def _sort_of(cell) -> str:
-    """Return the sort within which cells are compared: "1" is not 1, nor is true."""
-    if isinstance(cell, (bool, np.bool_)):
-        return "flag"
-    if isinstance(cell, (int, float, np.number)):
-        return "number"
-    return "text" if isinstance(cell, str) else "blank"
-
-
-def _is_blank(cell) -> bool:
-    return cell is pd.NA or cell in ("", None) or cell != cell
-
-
-def _until(equals: dict, last: str | None) -> str:
-    """Describe the conditions before ``last``."""
-    before = []
-    for column, wanted in equals.items():
-        if column == last:
-            break
-        before.append(f"{column} = {wanted!r}")
-    return f" where {', '.join(before)}" if before else ""
-
-
-def _values(column: str, cells: list) -> str:
+def _values(cells) -> str:
     """Describe the values of a column."""
-    known = list(dict.fromkeys(str(cell) for cell in cells if not _is_blank(cell)))
+    blank = _is_blank(cells)
+    known = list(map(str, cells[~blank].unique()))
     if not known:
-        return f"{column} is blank there"
-    blank = " or blank" if any(map(_is_blank, cells)) else ""
+        return f"{cells.name} is blank there"
     more = f", … ({len(known)} values)" if len(known) > _SHOWN_VALUES else ""
-    return f"{column} is one of {', '.join(known[:_SHOWN_VALUES])}{more}{blank}"
+    return f"{cells.name} is one of {', '.join(known[:_SHOWN_VALUES])}{more}{' or blank' if blank.any() else ''}"

@@ -1,7 +1,5 @@
 """Fit a testbed's constants to a paper's calibrate rows, each inside a physical range."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -3,8 +3,6 @@
 A record holds data only. ``experiments.reproduce.report`` writes it, ``figures.reproduce`` draws its figures.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ Table 2. The throughputs and batches are also in ``benchmark/batch_size_table.md
 (commit 004ffef), the placements in ``benchmark/flexllmgen/bench_suite.py`` there (suites named 1x1, 512 prompt tokens).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 
@@ -129,9 +127,8 @@ def engine_rates(hardware: Hardware, num_gpu_batches: int = 1, disk: bool = Fals
 
 def rate(model: str, hardware: Hardware, policy: Policy, batch: int) -> dict:
     """Return the array clock's row for requests of 512 + 32 tokens."""
-    return predict(
-        Problem(shape=shape_by_name(model), hardware=hardware), Candidates(policy, batch, PROMPT, GENERATED)
-    ).row()
+    problem = Problem(shape=shape_by_name(model), hardware=hardware)
+    return predict(problem, Candidates(policy, batch, PROMPT, GENERATED)).row()
 
 
 def searched(run: PublishedRun, hardware: Hardware) -> dict[str, tuple[Policy, int]]:

@@ -5,8 +5,6 @@ name, function, title, what the paper did), ``constants.csv`` (unit, physical ra
 paper states), and ``notes/`` (each experiment's notes and mismatches, with {facts} that it computes).
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -36,10 +34,8 @@ def listing() -> dict[str, dict[str, str]]:
 @cache
 def _ranges() -> dict[tuple[str, str], dict]:
     """(testbed, name) -> unit, low, high, why."""
-    rows = reference.read_table(_FOLDER / "constants.csv", "testbed name unit low:number high:number why").to_dict(
-        "records"
-    )
-    return {(row.pop("testbed"), row["name"]): row for row in rows}
+    rows = reference.read_table(_FOLDER / "constants.csv", "testbed name unit low:number high:number why")
+    return {(row.pop("testbed"), row["name"]): row for row in rows.to_dict("records")}
 
 
 @cache
@@ -180,9 +176,9 @@ def contexts(series: Series, xs: Collection, quantity: str, unit: str) -> list[R
     ]
 
 
-def value_of(constants: Sequence[Constant], name: str) -> float:
-    """Return the value of the constant of this name; StopIteration where there is none."""
-    return next(constant.value for constant in constants if constant.name == name)
+def values_of(constants: Sequence[Constant]) -> dict[str, float]:
+    """Return the constants' values by name."""
+    return {constant.name: constant.value for constant in constants}
 
 
 def points(series: Series, xs: Collection, x: str, y: str, name: str) -> pd.DataFrame:

@@ -1,7 +1,5 @@
 """All experiments by name, and the command that runs them."""
 
-from __future__ import annotations
-
 import multiprocessing
 import signal
 import sys
@@ -15,7 +13,7 @@ import numpy as np
 from experiments.reproduce.experiment import Experiment, is_judged, num_aside, summary
 from experiments.reproduce.infinigen.accuracy_policies import RESULTS
 from experiments.reproduce.paper import listing
-from flexhybrid.core.errors import InputError, unknown
+from flexhybrid.core.errors import check, unknown
 from flexhybrid.jobs.paths import check_writable
 
 
@@ -60,8 +58,7 @@ def reproduce(only: Sequence[str] | None, out: Path, workers: int | None = None,
         if name not in known:
             raise unknown("experiment", name, known)
     chosen = [name for name in known if not only or name in only]
-    if workers is not None and workers < 1:
-        raise InputError(f"workers is {workers}; it must be a whole number >= 1")
+    check("workers", workers, workers is None or workers >= 1, "a whole number >= 1")
     check_writable(out)
     done: dict[str, Experiment] = {}
     context = multiprocessing.get_context("spawn")  # numpy's and scipy's threads do not survive a fork

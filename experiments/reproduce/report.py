@@ -1,7 +1,5 @@
 """The report of a reproduction: one HTML file that needs nothing else, and every table and picture beside it."""
 
-from __future__ import annotations
-
 import base64
 import io
 import math
@@ -16,7 +14,7 @@ from jinja2 import Environment
 from experiments import reference
 from experiments.reproduce.experiment import ASIDE, Experiment, Figure, is_judged, num_aside, summary
 from figures.reproduce import draw
-from flexhybrid.core.errors import InputError
+from flexhybrid.core.errors import InputError, file_errors
 from flexhybrid.core.files import write_by_rename
 
 #: |error| up to which a cell has each colour; the last colour is for what is beyond.
@@ -42,7 +40,7 @@ def write(experiments: Sequence[Experiment], out_dir: str | Path) -> Path:
     names = [experiment.name for experiment in experiments]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise InputError(f"two experiments are called {twice!r}")
-    try:
+    with file_errors(f"write the report to {out_dir}"):
         out_dir.mkdir(parents=True, exist_ok=True)
         pictures = [[_picture(figure) for figure in experiment.figures] for experiment in experiments]
         for experiment, drawn in zip(experiments, pictures, strict=True):
@@ -52,8 +50,6 @@ def write(experiments: Sequence[Experiment], out_dir: str | Path) -> Path:
                 write_by_rename(out_dir / f"{experiment.name}-{figure.name}.png", picture)
         write_by_rename(out_dir / SUMMARY, summary_csv(experiments))
         write_by_rename(out_dir / "report.html", page(experiments, pictures))
-    except OSError as error:
-        raise InputError(f"cannot write the report to {out_dir}: {error.strerror or error}") from None
     return out_dir / "report.html"
 
 

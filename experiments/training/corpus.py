@@ -55,15 +55,12 @@ class Corpus:
 def library_files() -> list[Path]:
     """The standard library's Python files that hold code or prose, in a fixed order."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    kept = []
-    for path in sorted(root.rglob("*.py")):
-        relative = path.relative_to(root)
-        if SKIPPED_DIRECTORIES.intersection(relative.parts[:-1]):
-            continue
-        if relative.as_posix() in SKIPPED_FILES or path.name.startswith("_sysconfigdata"):
-            continue
-        kept.append(path)
-    return kept
+
+    def is_kept(path: Path) -> bool:
+        skipped = SKIPPED_DIRECTORIES.intersection(path.parts[:-1]) or path.as_posix() in SKIPPED_FILES
+        return not skipped and not path.name.startswith("_sysconfigdata")
+
+    return [path for path in sorted(root.rglob("*.py")) if is_kept(path.relative_to(root))]
 
 
 def unwrap(text: str) -> str:
@@ -88,23 +85,18 @@ def unwrap(text: str) -> str:
 def docstrings(tree: ast.Module) -> list[str]:
     """Every docstring in a module, as prose."""
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    texts = []
-    for node in ast.walk(tree):
-        if isinstance(node, kinds) and (text := ast.get_docstring(node, clean=True)):
-            texts.append(unwrap(inspect.cleandoc(text)))
-    return texts
+    texts = (ast.get_docstring(node, clean=True) for node in ast.walk(tree) if isinstance(node, kinds))
+    return [unwrap(inspect.cleandoc(text)) for text in texts if text]
 
 
 def without_legal_comments(source: str) -> str:
     """Drop the blocks of comment lines that state a licence."""
-    blocks = re.split(r"\n\s*\n", source)
-    kept = []
-    for block in blocks:
-        lines = [line.strip() for line in block.split("\n") if line.strip()]
-        is_comment = all(line.startswith("#") for line in lines)
-        if not (is_comment and LEGAL.search(block)):
-            kept.append(block)
-    return "\n\n".join(kept)
+
+    def states_licence(block: str) -> bool:
+        lines = (line.strip() for line in block.split("\n"))
+        return all(line.startswith("#") for line in lines if line) and bool(LEGAL.search(block))
+
+    return "\n\n".join(block for block in re.split(r"\n\s*\n", source) if not states_licence(block))
 
 
 def code_pieces(lines: list[str], body: list[ast.stmt], start: int) -> list[str]:

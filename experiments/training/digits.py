@@ -8,8 +8,6 @@ the images are part of scikit-learn (``pip install -e .[cascade]``). ``make mode
 Energy is stated, not measured: multiply-adds of a forward pass at the picojoules of one (PICOJOULES).
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Three OPT of this repository, of 0.3, 1 and 4 million parameters, with one token
 files of the standard library on which none of them was trained. Energy is stated: multiply-adds of a prompt.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from experiments import CHECKPOINTS, token_ids

@@ -12,8 +12,6 @@ Usage::
 ``make models`` trains the checkpoints that are missing.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import functools
@@ -167,26 +165,6 @@ def evaluate(model: PreTrainedModel, rows: torch.Tensor) -> torch.Tensor:
     return total / len(rows)
 
 
-def train_step(
-    model: PreTrainedModel,
-    optimizer: torch.optim.Optimizer,
-    stream: Stream,
-    positions: int,
-    start_share: float,
-    generator: torch.Generator,
-) -> tuple[float, int]:
-    """One optimizer step; returns its loss and the number of tokens."""
-    short = float(torch.rand((), generator=generator)) < SHORT_ROW_SHARE
-    length = min(SHORT_ROW, positions) if short else positions
-    rows = stream.batch(max(1, TOKENS_PER_STEP // length), length, start_share, generator)
-    loss = losses_of(model, rows).mean()
-    optimizer.zero_grad(set_to_none=True)
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_NORM)
-    optimizer.step()
-    return float(loss.detach()), rows[:, 1:].numel()
-
-
 def save_model(model: PreTrainedModel, out: Path) -> None:
     """Write a bfloat16 copy of the model and its configuration."""
     saved = copy.deepcopy(model).bfloat16().eval()
@@ -254,12 +232,6 @@ def read_material(arguments: argparse.Namespace, folder: Path) -> Material:
         f"{len(stream.tokens):,} tokens; held out {held_out.numel():,} tokens"
     )
     return Material(stream, DOCUMENT_START_SHARE[arguments.documents], held_out, held_out[picked])
-
-
-def make_model(arguments: argparse.Namespace) -> PreTrainedModel:
-    if arguments.start:
-        return longer(OPTForCausalLM.from_pretrained(arguments.start).float(), arguments.positions)
-    return ARCHITECTURES[arguments.architecture](arguments.positions, arguments.hidden, arguments.layers)
 
 
 @dataclass
@@ -357,9 +329,16 @@ def train(
     for step in range(progress.steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, progress.steps)
-        progress.add(
-            *train_step(model, optimizer, material.stream, arguments.positions, material.start_share, generator)
-        )
+        is_short = float(torch.rand((), generator=generator)) < SHORT_ROW_SHARE
+        length = min(SHORT_ROW, arguments.positions) if is_short else arguments.positions
+        num_rows = max(1, TOKENS_PER_STEP // length)
+        rows = material.stream.batch(num_rows, length, material.start_share, generator)
+        loss = losses_of(model, rows).mean()
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_NORM)
+        optimizer.step()
+        progress.add(float(loss.detach()), rows[:, 1:].numel())
         if progress.done % LOG_EVERY == 0:
             say(f"step {progress.done}/{progress.steps} loss {progress.loss:.3f}, {progress.speed()}")
         if progress.done % EVALUATE_EVERY == 0:
@@ -386,7 +365,11 @@ def main() -> None:
     partial.mkdir(parents=True, exist_ok=True)
 
     material = read_material(arguments, partial)
-    model = make_model(arguments).train()
+    if arguments.start:
+        model = longer(OPTForCausalLM.from_pretrained(arguments.start).float(), arguments.positions)
+    else:
+        model = ARCHITECTURES[arguments.architecture](arguments.positions, arguments.hidden, arguments.layers)
+    model.train()
     progress = Progress(arguments.steps)
     train(model, material, progress, arguments, partial)
     loss = save(model, material, material.held_out, progress, arguments, partial)

@@ -1,7 +1,5 @@
 """Files of logits, labels and requests, read strictly: an error names the file and the field."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -9,7 +7,7 @@ import numpy as np
 
 from flexhybrid.cascade.models import ModelOutputs
 from flexhybrid.cascade.thresholds.confidence import OUTSIDE, Scored, top_k_logits
-from flexhybrid.core.errors import InputError
+from flexhybrid.core.errors import InputError, file_errors
 
 NO_LABEL = -1  #: instead of a token: the answer is shorter
 
@@ -92,12 +90,8 @@ def read_requests(path: Path, task: str) -> tuple[list | np.ndarray, list | np.n
 
 
 def _read_prompts(path: Path) -> tuple[list, list | None]:
-    try:
+    with file_errors(f"read {path}"):
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror or error}") from None
-    except UnicodeDecodeError:
-        raise InputError(f"{path} is not UTF-8 text") from None
     if not lines:
         raise InputError(f"{path} has no requests")
     if path.suffix != ".jsonl":

@@ -4,8 +4,6 @@ Two kinds run here: any torch module, and a language model of this project with 
 puts them. An object with ``name``, ``predict`` and ``close`` is a model too.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass

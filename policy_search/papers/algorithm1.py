@@ -5,8 +5,6 @@ with weights and KV and compute with KV-Gen alone. The full balance adds what a 
 loads the host's ACT blocks, and compute also does the forward pass.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """CAPTURE as a policy (Sec. IV): Algorithm 1's ratio, ACT on the device, balanced packing. Each can be left out."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, fields, replace
 

@@ -13,8 +13,6 @@ What the model leaves out, we leave out: embedding and head, (de)compression, ne
 host in the decode, and what is between a mini-batch's parts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,7 +23,7 @@ from scipy.optimize import linprog
 from flexhybrid.core import work
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, ceil_blocks
 from flexhybrid.core.context.cache_entries import TIERS
-from flexhybrid.core.errors import InputError
+from flexhybrid.core.errors import InputError, check
 from flexhybrid.core.policy import Bits, Placement, Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.units import gib
@@ -83,16 +81,12 @@ class BlockSetting:
     @property
     def weight_bytes(self) -> float:
         """Bytes of a layer's matrices."""
-        return self.problem.shape.layer_matrix_elements * self._stored.weights
+        return self.problem.shape.layer_matrix_elements * self.problem.stored(self.bits).weights
 
     @property
     def kv_token_bytes(self) -> float:
         """Bytes of a token's keys and values in a layer."""
-        return self.problem.shape.kv_token_bytes(self._stored.kv)
-
-    @property
-    def _stored(self):
-        return self.problem.stored(self.bits)
+        return self.problem.shape.kv_token_bytes(self.problem.stored(self.bits).kv)
 
     @property
     def hidden_bytes(self) -> int:
@@ -287,8 +281,7 @@ class FlexGenOptions:
     def __post_init__(self):
         if self.batch is not None and self.batch < 1:
             raise InputError(f"batch is {self.batch}; a batch has at least one request")
-        if not 0 < self.memory_share <= 1:
-            raise InputError(f"memory_share is {self.memory_share!r}; it must be a number above 0, up to 1")
+        check("memory_share", self.memory_share, 0 < self.memory_share <= 1, "a number above 0, up to 1")
         if self.gpu_batches is not None and min(self.gpu_batches, default=0) < 1:
             raise InputError(f"gpu_batches is {self.gpu_batches!r}; it must name numbers of requests >= 1")
 
@@ -358,25 +351,27 @@ def flexgen_policy(problem: Problem, workload: Workload, options: FlexGenOptions
     """
     options = options or FlexGenOptions()
     gpu_batches = None if options.gpu_batches is None else sorted(set(options.gpu_batches))
-    tiers = _Tiers(problem, options.memory_share)
+    memories = problem.effective_budgets.limits  # infinity without a limit, 0 without a disk
+    budgets = {tier: options.memory_share * size for tier, size in memories.items()}
     prompt_tokens, gen_tokens = int(workload.prompt_tokens.max()), int(workload.max_tokens.max())
     fitted: list[tuple[float, Policy, Block, float]] = []
     reasons = []
     for on_host in (True, False) if options.host_attention else (False,):
         bits = Bits(weights=4, kv="native" if on_host else 4) if options.compress else NATIVE
-        setting = BlockSetting(problem, prompt_tokens, gen_tokens, bits, on_host, tiers.memories["disk"] != 0)
-        cuts = PlacementSearch(partial(make_block, setting), tiers.budgets, on_host)
+        setting = BlockSetting(problem, prompt_tokens, gen_tokens, bits, on_host, memories["disk"] != 0)
+        cuts = PlacementSearch(partial(make_block, setting), budgets, on_host)
         placed = cuts.of_any(gpu_batches) if options.batch is None else cuts.of_batch(options.batch, gpu_batches)
         for block, shares in placed:
-            policy, over = _fit(tiers, block, shares)
-            if over:
-                reasons.append(tiers.what_lacks(block, over))
-            else:
+            policy, over = _fit(block, shares, budgets)
+            for tier, excess in over.items():
+                size, at = memories[tier], f"{block.batch} requests in GPU batches of {block.gpu_batch}"
+                reasons.append(f"{tier} memory: {at} need at least {gib(size + excess)}, it has {gib(size)}")
+            if not over:
                 fitted.append((tokens_per_s(block, _shares_of(policy)), policy, block, tokens_per_s(block, shares)))
         if not placed:
             smallest = min(gpu_batches or (1,))
             block = make_block(setting, smallest, options.batch or smallest)
-            reasons.append(_what_flexgen_lacks(block, tiers.budgets))
+            reasons.append(_what_flexgen_lacks(block, budgets))
     if not fitted:
         raise InputError(f"FlexGen places nothing: {reasons[0]}")
     rate, policy, block, promised = max(fitted, key=lambda row: row[0])
@@ -416,41 +411,20 @@ def _shares_of(policy: Policy) -> np.ndarray:
     return np.array([*weights, *cache, *hidden])
 
 
-@dataclass(frozen=True)
-class _Tiers:
-    """A machine's memories, and the share of them that FlexGen may use."""
-
-    problem: Problem
-    share: float
-
-    @property
-    def memories(self) -> dict[str, float]:
-        """Tier -> bytes; infinity without a limit, 0 without a disk."""
-        return self.problem.effective_budgets.limits
-
-    @property
-    def budgets(self) -> dict[str, float]:
-        return {tier: self.share * size for tier, size in self.memories.items()}
-
-    def over(self, block: Block, policy: Policy) -> dict[str, float]:
-        """Return the tiers that cannot hold the policy, by our own account, with the bytes beyond their memory."""
-        problem = self.problem
-        candidates = Candidates(policy, block.batch, block.setting.prompt_tokens, block.setting.gen_tokens)
-        peak = predict(problem, candidates, walk=False).peak_bytes
-        excess = {tier: float(peak[tier][0]) - size for tier, size in self.memories.items()}
-        return {tier: num_bytes for tier, num_bytes in excess.items() if num_bytes > 0}
-
-    def what_lacks(self, block: Block, over: dict[str, float]) -> str:
-        tier, excess = next(iter(over.items()))
-        size, at = self.memories[tier], f"{block.batch} requests in GPU batches of {block.gpu_batch}"
-        return f"{tier} memory: {at} need at least {gib(size + excess)}, it has {gib(size)}"
+def _over(block: Block, policy: Policy) -> dict[str, float]:
+    """Return the tiers that cannot hold the policy, by our own account, with the bytes beyond their memory."""
+    problem = block.setting.problem
+    candidates = Candidates(policy, block.batch, block.setting.prompt_tokens, block.setting.gen_tokens)
+    peak = predict(problem, candidates, walk=False).peak_bytes
+    excess = {tier: float(peak[tier][0]) - size for tier, size in problem.effective_budgets.limits.items()}
+    return {tier: num_bytes for tier, num_bytes in excess.items() if num_bytes > 0}
 
 
-def _fit(tiers: _Tiers, block: Block, shares: np.ndarray) -> tuple[Policy, dict[str, float]]:
+def _fit(block: Block, shares: np.ndarray, budgets: dict[str, float]) -> tuple[Policy, dict[str, float]]:
     """Return (the placement as a policy that fits our own account of memory, {}), or, where none is found, (the last
-    policy tried, the bytes that each tier is short of)."""
-    policy, budgets = _policy(block, shares), tiers.budgets
-    over = tiers.over(block, policy)
+    policy tried, the bytes that each tier is short of). ``budgets``: bytes that FlexGen may use, which shrink."""
+    policy, budgets = _policy(block, shares), dict(budgets)
+    over = _over(block, policy)
     for _ in range(MOST_ROUNDS):
         if not over:
             break
@@ -461,13 +435,13 @@ def _fit(tiers: _Tiers, block: Block, shares: np.ndarray) -> tuple[Policy, dict[
         if again is None:
             break
         policy = _policy(block, again)
-        over = tiers.over(block, policy)
+        over = _over(block, policy)
     if over:
         w, cache = policy.weights, dict(policy.cache)
         cache["kv@host"] = cache.get("kv@host", 0.0) + cache.pop("kv@device", 0.0)
         cache = {kind: share for kind, share in cache.items() if share > 0}
         policy = replace(policy, weights=Placement(0.0, w.device + w.host, w.disk), cache=cache, hidden="host")
-        over = tiers.over(block, policy)
+        over = _over(block, policy)
     return policy, over
 
 

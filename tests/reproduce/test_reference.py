@@ -195,10 +195,10 @@ def test_a_sound_file_is_read_as_written(tmp_path):
         (GOOD + "c,,1,x,true,1,context\n", ["row 4", "column share", "'x' is not a number"]),
         (GOOD + "c,,1.5,1,true,1,context\n", ["row 4", "column batch", "'1.5' is not a whole number > 0"]),
         (GOOD + "c,,0,1,true,1,context\n", ["row 4", "column batch", "'0'"]),
-        (GOOD + "c,,1,1,yes,1,context\n", ["row 4", "column fast", "'yes' is neither true nor false"]),
+        (GOOD + "c,,1,1,yes,1,context\n", ["row 4", "column fast", "'yes' is not true or false"]),
         (
             GOOD + "c,,1,1,true,1,fitted\n",
-            ["row 4", "column role", "unknown role 'fitted'", "calibrate, validate, context"],
+            ["row 4", "column role", "'fitted' is not one of calibrate, validate, context"],
         ),
         (GOOD + "c,,1,1,true,1,\n", ["row 4", "column role", "blank"]),
         (GOOD + "a,,1,1,true,1,context\n", ["row 4", "column id", "'a' is there twice"]),

@@ -19,7 +19,7 @@ from experiments.reproduce.kvpr import figures as kvpr_figures
 from experiments.reproduce.kvpr import latency as kvpr_latency
 from experiments.reproduce.kvpr import setup
 from experiments.reproduce.kvpr import throughput as kvpr_throughput
-from experiments.reproduce.paper import KVPR, value_of
+from experiments.reproduce.paper import KVPR, values_of
 from flexhybrid.core.plan import stream
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.wave import admit
@@ -137,7 +137,7 @@ def test_no_fit_sees_a_row_that_is_held_out(monkeypatch):
 
 
 def test_a_fit_follows_the_rows_it_may_see(monkeypatch):
-    before = value_of(setup.rtx5000_constants(), "link_share")
+    before = values_of(setup.rtx5000_constants())["link_share"]
     real = reference.load
 
     def altered(name):
@@ -147,7 +147,7 @@ def test_a_fit_follows_the_rows_it_may_see(monkeypatch):
         return frame
 
     monkeypatch.setattr(reference, "load", altered)
-    assert value_of(setup.rtx5000_constants.__wrapped__(), "link_share") == pytest.approx(1.2 * before, rel=0.01)
+    assert values_of(setup.rtx5000_constants.__wrapped__())["link_share"] == pytest.approx(1.2 * before, rel=0.01)
 
 
 def test_anomalous_rows_are_left_out_and_would_spoil_the_fit():

@@ -1,15 +1,14 @@
 """CAPTURE's other figures: traffic, GPU utilisation, saturation, token recomputation, a layer's latency, regression."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import cache
 
 import numpy as np
+from scipy.stats import gmean
 
 from experiments.reproduce.capture import setup
-from experiments.reproduce.capture.setup import PROMPTS, geomean
+from experiments.reproduce.capture.setup import PROMPTS
 from experiments.reproduce.experiment import ARITHMETIC, Experiment, bars, lines
 from experiments.reproduce.paper import CAPTURE, context, contexts, points
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
@@ -74,7 +73,7 @@ def figure13() -> Experiment:
     ]
     with_weights = {batch: traffic_reduction(batch, WITH_WEIGHTS) for batch in (32, 64)}
     for batch, row_id in ((32, "ch027"), (64, "ch028")):
-        own = setup.bytes_reduction(setup.share_of("hybrid_full", MODEL, setup.hardware(), batch))
+        own = 1 / (1 - setup.share_of("hybrid_full", MODEL, setup.hardware(), batch) / 2)  # ACT has half of KV's bytes
         quantity = f"traffic of FlexGen over hybrid_full with weights, batch {batch}"
         rows.append(CAPTURE.beside(row_id, with_weights[batch], quantity))
         quantity = f"cache traffic of KV alone over that at Algorithm 1's share for batch {batch}"
@@ -323,7 +322,7 @@ def figure6() -> Experiment:
     totals = {way: np.array([sum(layer_seconds(way, *cell).values()) for cell in cells]) for way in ("tok", "act")}
     kept, saved = totals["act"] / totals["tok"], "a layer's latency saved by ACT over token ids"
     rows = [
-        *CAPTURE.headlines("ch012", 100 * (1 - geomean(kept)), f"{saved}, geometric mean"),
+        *CAPTURE.headlines("ch012", 100 * (1 - gmean(kept)), f"{saved}, geometric mean"),
         *CAPTURE.headlines("ch058", 100 * (1 - kept.mean()), f"{saved}, mean"),
     ]
     names, milliseconds = {"tok": "token ids", "act": "ACT"}, []

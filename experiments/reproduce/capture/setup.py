@@ -4,9 +4,7 @@ CAPTURE (IEEE CAL) and HybridServe (arXiv) are one system by the same authors. C
 of the two smaller models; FlexGen's is fitted on another paper's testbed, where it has rows for that (KVPR, Table 5).
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -15,7 +13,7 @@ import numpy as np
 from experiments import reference
 from experiments.reproduce.calibrate import fit
 from experiments.reproduce.experiment import Constant
-from experiments.reproduce.paper import CAPTURE
+from experiments.reproduce.paper import CAPTURE, values_of
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware, Line
@@ -59,16 +57,6 @@ def bytes_ratio(act_share):
     return 2 * (1 - act_share) / act_share
 
 
-def share_of_ratio(ratio: float) -> float:
-    """Invert ``bytes_ratio``."""
-    return 1 / (1 + ratio / 2)
-
-
-def bytes_reduction(act_share: float) -> float:
-    """Return the bytes of a cache of KV alone over those with ``act_share`` of the tokens as ACT."""
-    return 1 / (1 - act_share / 2)
-
-
 # ---- the machine and its constants
 
 
@@ -95,10 +83,6 @@ def machine(values: dict[str, float]) -> Hardware:
     }
     base = catalogue.load("rtx4090")
     return replace(base, name="rtx4090 (CAPTURE)", lines={**base.lines, **lines})
-
-
-def values_of(constants: Iterable[Constant]) -> dict[str, float]:
-    return {constant.name: constant.value for constant in constants}
 
 
 def fit_fast(free: tuple[Constant, ...], seconds: Callable, paper_s: np.ndarray, rows: str) -> tuple[Constant, ...]:
@@ -322,7 +306,3 @@ def tokens_per_s(outcomes) -> list[float]:
         if isinstance(outcome, InputError):
             raise outcome
     return [outcome.tokens_per_s for outcome in outcomes]
-
-
-def geomean(values) -> float:
-    return float(np.exp(np.mean(np.log(np.asarray(values)))))

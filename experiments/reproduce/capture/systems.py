@@ -1,17 +1,16 @@
 """CAPTURE's comparison with other systems (CAPTURE Fig. 8, HybridServe Fig. 12), and what slows FlexGen's link down."""
 
-from __future__ import annotations
-
 from functools import cache, partial
 
 import numpy as np
 import pandas as pd
+from scipy.stats import gmean
 
 from experiments.reproduce.capture import setup
 from experiments.reproduce.capture.figures import traffic_reduction
-from experiments.reproduce.capture.setup import MODELS, PROMPTS, geomean
+from experiments.reproduce.capture.setup import MODELS, PROMPTS
 from experiments.reproduce.experiment import Experiment, Figure, Row, bars, table
-from experiments.reproduce.paper import CAPTURE, context
+from experiments.reproduce.paper import CAPTURE, context, values_of
 from policy_search.systems import Setting, system
 from sim.simulate import simulate_many
 
@@ -91,7 +90,7 @@ def deepspeed(explanation: setup.Explanation | None = setup.RELAY) -> Rates:
 
 def cache_rate(explanation: setup.Explanation | None) -> float:
     """Return the GB/s of FlexGen's cache copies on this testbed."""
-    reached = setup.values_of(setup.constants())["link_gb_per_s"]
+    reached = values_of(setup.constants())["link_gb_per_s"]
     if explanation is None:
         return reached
     standard = setup.hardware().notes["link_bytes_per_s"] / 1e9
@@ -117,11 +116,11 @@ def headline_rows() -> list[Row]:
     again = "the number of {} again, called a geometric mean (note 15)"
     quotes = (
         ("ch001 ch020 ch044 ch066", over_flex, "hybrid_full over FlexGen, mean", ""),
-        ("ch002 ch045", geomean(ratios(full, flex)), "hybrid_full over FlexGen, geometric mean", again.format("ch001")),
+        ("ch002 ch045", gmean(ratios(full, flex)), "hybrid_full over FlexGen, geometric mean", again.format("ch001")),
         ("ch022 ch068", mean_ratio(full, flex, small), f"hybrid_full over FlexGen, {small}", ""),
         ("ch023 ch069", mean_ratio(full, flex, large), f"hybrid_full over FlexGen, {large}", ""),
         ("ch021", mean_ratio(act, flex), "act_only over FlexGen, mean", ""),
-        ("ch003 ch046", geomean(ratios(full, act)), "hybrid_full over act_only, geometric mean", again.format("ch026")),
+        ("ch003 ch046", gmean(ratios(full, act)), "hybrid_full over act_only, geometric mean", again.format("ch026")),
         ("ch026 ch072", over_act, "hybrid_full over act_only, mean", ""),
         ("ch067", over_act, misprinted, slip),
         ("ch073", mean_ratio(full, act, small), f"hybrid_full over act_only, {small}", ""),
@@ -281,33 +280,30 @@ def flexgen_link() -> Experiment:
 
 # ---- the headline ratios
 
-#: The ratios that the papers' abstracts, introductions and section leads quote, once each.
-HEADLINES = ("ch020", "ch022", "ch023", "ch021", "ch026", "ch073", "ch074", "ch075", "ch076")
-
-
-def headline_table() -> pd.DataFrame:
-    """Return HEADLINES beside ours as context: each is judged in its own experiment."""
-    rows = headline_rows()
-    for batch, row_id in ((32, "ch075"), (64, "ch076")):
-        quantity = f"cache traffic of FlexGen over hybrid_full, batch {batch}"
-        rows += CAPTURE.headlines(row_id, traffic_reduction(batch), quantity)
-    chosen = {row["source"].split()[0]: row for row in rows}
-    return table([chosen[row_id] | {"role": "context", "aside": ""} for row_id in HEADLINES])
-
 
 def error_factor(rows: pd.DataFrame) -> float:
     """Return the geometric mean of the larger over the smaller of ours and the paper's, less 1."""
     return float(np.exp(np.abs(np.log(rows["ours"] / rows["paper"])).mean()) - 1)
 
 
+#: The ratios that the papers' abstracts, introductions and section leads quote, once each.
+HEADLINES = ("ch020", "ch022", "ch023", "ch021", "ch026", "ch073", "ch074", "ch075", "ch076")
+
+
 def headlines() -> Experiment:
-    rows = headline_table()
+    """HEADLINES beside ours, as context: each is judged in its own experiment."""
+    quoted = headline_rows()
+    for batch, row_id in ((32, "ch075"), (64, "ch076")):
+        quantity = f"cache traffic of FlexGen over hybrid_full, batch {batch}"
+        quoted += CAPTURE.headlines(row_id, traffic_reduction(batch), quantity)
+    chosen = {row["source"].split()[0]: row for row in quoted}
+    rows = table([chosen[row_id] | {"role": "context", "aside": ""} for row_id in HEADLINES])
     worst = rows.loc[rows["error"].abs().idxmax()]
     return CAPTURE.experiment(
         "capture-headlines",
         rows,
         constants=setup.all_constants(),
         factor=1 + error_factor(rows),
-        mean=geomean(rows["error"].abs()),
+        mean=gmean(rows["error"].abs()),
         worst=worst,
     )

@@ -1,7 +1,5 @@
 """CAPTURE's ablation (Table III, HybridServe Fig. 15): tokens/s of three policies, and the best ratio of KV to ACT."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 
@@ -12,7 +10,7 @@ from experiments import reference
 from experiments.reproduce.capture import setup
 from experiments.reproduce.capture.setup import MODELS
 from experiments.reproduce.experiment import Experiment, Figure, Row, bars, errors, lines
-from experiments.reproduce.paper import CAPTURE, context, printed
+from experiments.reproduce.paper import CAPTURE, context, printed, values_of
 from flexhybrid.core.workload import Workload
 from policy_search.papers.algorithm1 import BALANCES, host_allocation
 from sim.array_clock import predict
@@ -22,11 +20,6 @@ from sim.simulate import simulate
 VARIANTS = ("act_only", "hybrid_static", "hybrid_full")
 SCAN = np.linspace(0.2, 1.0, 161)  #: ACT shares tried for the optimum
 RATIO_MODELS = tuple(setup.PRINTED_RATIO)
-
-
-def shares(model: str) -> np.ndarray:
-    """ACT shares of the three variants."""
-    return np.array([setup.share_of(variant, model, setup.hardware()) for variant in VARIANTS])
 
 
 @cache
@@ -39,24 +32,19 @@ def optimum(model: str, link_gb_per_s: float | None = None) -> tuple[float, floa
 
 def at_printed_ratio(model: str, hardware=None) -> tuple[float, float]:
     """Return (ACT share of the ratio that the paper prints, tokens/s at it)."""
-    share = setup.share_of_ratio(CAPTURE.value(setup.PRINTED_RATIO[model]))
+    share = 1 / (1 + CAPTURE.value(setup.PRINTED_RATIO[model]) / 2)  # the inverse of setup.bytes_ratio
     return share, float(setup.run_shares(model, hardware or setup.hardware(), [share]).tokens_per_s[0])
 
 
 def link_for_printed_ratio(model: str) -> float:
     """Return the GB/s of a link on which the printed ratio is the fastest, by halving; a slower one favours ACT."""
     share, _ = at_printed_ratio(model)
-    low, high = 10.0, setup.values_of(setup.constants())["link_gb_per_s"]
+    low, high = 10.0, values_of(setup.constants())["link_gb_per_s"]
     for _ in range(8):
         middle = (low + high) / 2
         best, _ = optimum(model, middle)
         low, high = (middle, high) if best > share else (low, middle)
     return (low + high) / 2
-
-
-def host_bytes(model: str, share: float) -> float:
-    """Return the bytes of host memory that the batch takes at an ACT share."""
-    return float(setup.run_shares(model, setup.hardware(), [share], walk=False).peak_bytes["host"][0])
 
 
 def clock_gap(model: str, num_layers: int, max_tokens: int) -> float:
@@ -75,7 +63,7 @@ def rates() -> pd.DataFrame:
     frames = []
     for model in MODELS:
         rows = reference.rows("capture_table3", model=model).set_index("variant").loc[list(VARIANTS)].reset_index()
-        own = shares(model)
+        own = np.array([setup.share_of(variant, model, setup.hardware()) for variant in VARIANTS])
         frames.append(rows.assign(share=own, ours=setup.run_shares(model, setup.hardware(), own).tokens_per_s))
     return pd.concat(frames, ignore_index=True)
 
@@ -164,14 +152,10 @@ def _scan_figure(measured: pd.DataFrame) -> Figure:
     return lines("share", pd.concat(frames), title, "ACT share of tokens", "tokens/s", paper=paper)
 
 
-def held_out_errors(measured: pd.DataFrame) -> np.ndarray:
-    """Return ours / paper - 1 of Table III's rows that nothing was fitted on."""
-    return errors(measured["tokens_per_s"], measured["ours"])[(measured["role"] == "validate").to_numpy()]
-
-
 def table3() -> Experiment:
     measured = rates()
-    wrong = held_out_errors(measured)
+    held_out = measured.loc[measured["role"] == "validate"]
+    wrong = errors(held_out["tokens_per_s"], held_out["ours"])
     rows = []
     for record in measured.to_dict("records"):
         model, quantity = record["model"], f"{record['model']} {record['variant']}"
@@ -185,7 +169,10 @@ def table3() -> Experiment:
     link = link_for_printed_ratio("OPT-66B")
     on_slow_link = at_printed_ratio("OPT-66B", setup.hardware().with_link_rate(link))[1]
     busy = setup.run_shares("OPT-66B", setup.hardware(), [share]).busy
-    footprint = {model: host_bytes(model, at_printed_ratio(model)[0]) / 1e9 for model in RATIO_MODELS}
+    footprint = {}  # GB of host memory that the batch takes at the printed ratio
+    for model in RATIO_MODELS:
+        run = setup.run_shares(model, setup.hardware(), [at_printed_ratio(model)[0]], walk=False)
+        footprint[model] = float(run.peak_bytes["host"][0]) / 1e9
     return CAPTURE.experiment(
         "capture-table3",
         rows,

@@ -3,8 +3,6 @@
 Both come from a model of requests: how hard a request is, which sizes get it right, how sure a size is of being right.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import cache
@@ -140,9 +138,8 @@ def figure6() -> Experiment:
         frames.append(best.assign(accuracy=best["accuracy"] - 100 * family.accuracy[-1]))
         for mode in setup.MODES:
             right = 100 * accuracy(family, family.shares(mode), insight_of(name))
-            rows.append(
-                context(f"{name}, {mode}: energy, the giant's is 1", 1 / setup.routing_ratio(family, mode), "x")
-            )
+            energy = 1 / setup.routing_ratio(family, mode)
+            rows.append(context(f"{name}, {mode}: energy, the giant's is 1", energy, "x"))
             rows.append(context(f"{name}, {mode}: accuracy", right, "%"))
         quantity = f"{name}: best accuracy of {CURVE_SETS} sets of shares"
         rows.append(context(quantity, best["accuracy"].to_numpy().max(), "%"))

@@ -4,8 +4,6 @@ Rows show what the printed numbers imply, and the results of our cascades of rea
 (``experiments.studies.cascade_study``).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from functools import cache
@@ -42,16 +40,11 @@ def ours(name: str, quantity: str, value: float, unit: str = "%") -> Row:
     return context(f"{name.replace('_', ' ')}: {quantity}", value, unit, source="cascade_study")
 
 
-def joint_parts(task: str) -> np.ndarray:
-    """Return Table I's percent of the requests that each size is the first to answer right [3]."""
-    find = {"table": "I", "metric": "contribution_to_joint_accuracy", "dataset": task}
-    return np.array([reference.value("cascade_tables", model=size, **find) for size in SIZES])
-
-
 def table1() -> Experiment:
-    parts = {task: joint_parts(task) for task in TASKS}
-    rows, gains = [], []
+    parts, rows, gains = {}, [], []  # parts: percent of the requests that each size is the first to answer right [3]
     for task in TASKS:
+        find = {"table": "I", "metric": "contribution_to_joint_accuracy", "dataset": task}
+        parts[task] = np.array([reference.value("cascade_tables", model=size, **find) for size in SIZES])
         joint = reference.value("cascade_tables", table="I", metric="joint_accuracy", dataset=task)
         gains.append(joint - reference.value("cascade_tables", table="I", metric="accuracy", dataset=task))
         quantity = f"{task}: joint accuracy is the sum of the three contributions"
@@ -146,7 +139,8 @@ def table3() -> Experiment:
         num_seeds=study("digits")["num_seeds"],
         useless="; ".join(f"{name}: {', '.join(models)}" for name, models in useless.items() if models),
         bounds=[
-            _cannot_hold(row_id, family, bounds[family])
+            f"{family} AP saves {CASCADE.value(row_id):g} x energy in the text: with free smaller models routing alone "
+            f"saves at most 1 / share of the giant = {bounds[family]:.2f} x."
             for row_id, family in (("sh086", "ViT"), ("sh087", "T5"), ("sh088", "GPT"))
         ],
         papers=_gain(PAPERS_WAY),
@@ -170,13 +164,6 @@ def _rows_of(family: Family, mode: str) -> list[Row]:
         context(f"{name}: energy saved at most, with free smaller models", saved, "x", source=source),
         context(without, read, "x", source=source),
     ]
-
-
-def _cannot_hold(row_id: str, family: str, bound: float) -> str:
-    return (
-        f"{family} AP saves {CASCADE.value(row_id):g} x energy in the text: with free smaller models routing alone "
-        f"saves at most 1 / share of the giant = {bound:.2f} x."
-    )
 
 
 def _gain(mode: str, name: str = "digits") -> float:

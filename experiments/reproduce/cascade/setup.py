@@ -4,8 +4,6 @@ Nothing is fitted: all its numbers are for validation. Sizes, accuracies and req
 from sizes and the catalogue's T4.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import cache
@@ -110,11 +108,8 @@ def perfect_ratio(family: Family, mode: str) -> float:
 
 def served_model(family: Family, place: int) -> ServedModel:
     """Return a size on a T4 in float16: weights read once a batch, two flops a parameter and token."""
-    line, parameters, tokens = (
-        catalogue.load("t4").lines["compute"],
-        float(family.parameters[place]),
-        TOKENS[family.name],
-    )
+    line, tokens = catalogue.load("t4").lines["compute"], TOKENS[family.name]
+    parameters = float(family.parameters[place])
     weights_bytes = 2 * parameters
     return ServedModel(
         family.models[place],

@@ -1,14 +1,12 @@
 """InfiniGen's performance figures (OSDI 2024, Fig. 2, 14 to 18), computed anew."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from experiments.reproduce.experiment import ARITHMETIC, Experiment, Figure, Row, bars, lines
 from experiments.reproduce.infinigen import setup
 from experiments.reproduce.infinigen.setup import GENERATED, OPT_13B, PARTIAL_RATIO, POLICIES, PROMPT
 from experiments.reproduce.paper import INFINIGEN, context, contexts, points
-from flexhybrid.core.context.selection import INFINIGEN_TOKENS
+from flexhybrid.core.context.selection import INFINIGEN_TOKENS, kept_tokens
 from flexhybrid.core.model.shape import shape_by_name
 from sim import presets
 
@@ -74,9 +72,8 @@ def figure_14() -> Experiment:
         INFINIGEN.headline("ih039", gains[most], f"largest speedup of InfiniGen (here over {most})"),
     ]
     for name, (prefill_s, decode_s) in runs.items():
-        paper, source = printed.get(name, np.nan), ""
-        if name in printed:
-            source = "the text's throughputs of Fig. 15; UVM from ih039"
+        paper = printed.get(name, np.nan)
+        source = "the text's throughputs of Fig. 15; UVM from ih039" if name in printed else ""
         parts = {"prefill_s": prefill_s, "decode_s": decode_s, "infinigen_speedup": gains.get(name, np.nan)}
         rows.append(context(f"{name}, whole run", prefill_s + decode_s, "s", paper, source, **parts))
     rows.append(context("UVM + H2O with fused prefill attention", fused, "s", infinigen_speedup=fused / own_s))
@@ -188,7 +185,8 @@ def figure_16a() -> Experiment:
     rows = []
     for name, row_id in SEQUENCE_ROWS.items():
         rows.append(INFINIGEN.headline(row_id, gains[name].max(), f"{name} over FlexGen, at most"))
-    rows.append(INFINIGEN.headline("ih060", setup.h2o_tokens(2048), "tokens that H2O loads of 2048 (whole blocks)"))
+    of_h2o = int(kept_tokens(POLICIES["H2O"].selection, 2048, 2048, 2048))
+    rows.append(INFINIGEN.headline("ih060", of_h2o, "tokens that H2O loads of 2048 (whole blocks)"))
     rows += [row | {"role": "context"} for row in taken]
     rows += contexts(gains, lengths, "{series} over FlexGen, {x} tokens", "x")
     frame = points(gains, lengths, "length", "speedup", "system")

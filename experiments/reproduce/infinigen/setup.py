@@ -6,8 +6,6 @@ cache of the first two layers. ``Reading`` names these choices, so that the pape
 them.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -17,8 +15,7 @@ import pandas as pd
 from experiments import reference
 from experiments.reproduce.calibrate import fit
 from experiments.reproduce.experiment import Constant
-from experiments.reproduce.paper import INFINIGEN, value_of
-from flexhybrid.core.context.selection import kept_tokens
+from experiments.reproduce.paper import INFINIGEN, values_of
 from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.model.shape import DTYPE_BYTES, ModelShape, shape_by_name
 from flexhybrid.core.plan import stream
@@ -116,13 +113,13 @@ def constants(reading: Reading = AS_RUN) -> tuple[Constant, ...]:
 
 
 def value(name: str, reading: Reading = AS_RUN) -> float:
-    return value_of(constants(reading), name)
+    return values_of(constants(reading))[name]
 
 
 @cache
 def testbed(reading: Reading = AS_RUN) -> Hardware:
     """Return the machine with the fitted constants."""
-    return machine(**{constant.name: constant.value for constant in fitted(reading)})
+    return machine(**values_of(fitted(reading)))
 
 
 # ---- systems
@@ -214,11 +211,6 @@ def latency(batch: int) -> dict[str, tuple[float, float]]:
         prefill_s, decode_s = times(name, batch)[:, 0]
         seconds[name] = float(prefill_s), float(decode_s)
     return seconds
-
-
-def h2o_tokens(length: int) -> int:
-    """Return the tokens that H2O loads of a prompt of this length."""
-    return int(kept_tokens(Selection("heavy_hitter", budget=H2O_BUDGET), length, length, length))
 
 
 def growth_needs(small: ModelShape, larger_gain: float) -> tuple[float, float]:

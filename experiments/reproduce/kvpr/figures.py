@@ -1,7 +1,5 @@
 """KVPR's arithmetic and its figures about the inside of a run: Table 1, Fig. 8, 10, 12 and 14."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +7,7 @@ import numpy as np
 from experiments import reference
 from experiments.reproduce.experiment import ARITHMETIC, Experiment, bars, lines
 from experiments.reproduce.kvpr import setup
-from experiments.reproduce.paper import KVPR, context, contexts, points, printed, value_of
+from experiments.reproduce.paper import KVPR, context, contexts, points, printed, values_of
 from flexhybrid.core.context.split import split_lines, split_point, split_seconds
 from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.model.shape import ModelShape
@@ -230,10 +228,8 @@ def figure12() -> Experiment:
     ends = {name: splits[name][[0, -1]] for name in others}
     ends["OPT-13B, P=256"] = split_points(nominal(), "OPT-13B", 256)[[0, -1]]
     ends["P=256, in the executor's whole blocks"] = in_blocks
-    inferred, beyond = (
-        "the prompt is inferred from this very number (note 23)",
-        "beyond the paper's own bounds (note 23)",
-    )
+    inferred = "the prompt is inferred from this very number (note 23)"
+    beyond = "beyond the paper's own bounds (note 23)"
     first, last = splits[chosen][[0, -1]]
     rows = [
         KVPR.headline("kh030", first, "l after 1 generated token, prompt 256", aside=inferred),
@@ -259,7 +255,7 @@ GPUS = (1, 2, 4, 8)
 def figure14_rates() -> dict[str, np.ndarray]:
     """Return decode tokens/s a process at 1, 2, 4, 8 processes: OPT-6.7B, 32 requests of 1024+32 each."""
     memory = setup.a100("one").notes["host_memory_bytes_per_s"] / 1e9
-    effective = memory * value_of(setup.node_constants(), "host_memory")
+    effective = memory * values_of(setup.node_constants())["host_memory"]
     hardware = setup.machine("a100-40g", setup.a100_link())
     setting = Setting(Problem(shape=setup.shape_of("OPT-6.7B"), hardware=hardware), 32, 1024, 32)
     rates = {"FastDecode": [run_system(f"fastdecode(gpus={n})", setting).decode_tokens_per_s for n in GPUS]}

@@ -1,7 +1,5 @@
 """KVPR's latency figures: one batch of 64, weights on the GPU, cache on the host, layer after layer."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import cache
@@ -12,7 +10,7 @@ from experiments import reference
 from experiments.reproduce.experiment import ARITHMETIC, Constant, Experiment
 from experiments.reproduce.kvpr import setup
 from experiments.reproduce.kvpr.setup import LATENCY_BATCH, label, labels
-from experiments.reproduce.paper import KVPR, context, contexts, judged, printed, value_of
+from experiments.reproduce.paper import KVPR, context, contexts, judged, printed, values_of
 from flexhybrid.core.policy import Overlap, Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.waves import wave_plan
@@ -61,7 +59,7 @@ def _run(model: str, policy: Policy, pairs, constants):
 def _hardware(constants: tuple[Constant, ...] | None):
     if constants is None:
         return setup.a100("latency")
-    link, host_s = (value_of(constants, name) for name in ("link_gb_per_s", "host_s"))
+    link, host_s = (values_of(constants)[name] for name in ("link_gb_per_s", "host_s"))
     return setup.machine("a100-40g", link, host_s, "load_kv")
 
 
@@ -130,16 +128,14 @@ def _pair_rows(source: str, model: str, method: str, pair: tuple[int, int], poli
     ours = memory_gib(model, policy, p, g)
     ours |= {"decode_latency": latency, "decode_throughput": LATENCY_BATCH * (g - 1) / latency}
     rows = []
-    for record in reference.rows("kvpr_table3_4", model=model, method=method, prompt_len=p, gen_len=g).to_dict(
-        "records"
-    ):
+    records = reference.rows("kvpr_table3_4", model=model, method=method, prompt_len=p, gen_len=g)
+    for record in records.to_dict("records"):
         metric, flag = record["metric"], _flag(model, p, g)
         more = {"flag": flag, "aside": _ASIDE.get(metric, "")}
         if metric != "decode_latency" or flag:
             more["role"] = "validate"
-        rows.append(
-            printed(record, ours[metric], f"{method}, {label(p, g)}: {metric.replace('_', ' ')}", source, **more)
-        )
+        quantity = f"{method}, {label(p, g)}: {metric.replace('_', ' ')}"
+        rows.append(printed(record, ours[metric], quantity, source, **more))
     return rows
 
 
@@ -225,7 +221,7 @@ def figure7() -> Experiment:
         constants, overlap = setup.fit_a100(**options), options.get("overlap", "step")
         ours = np.concatenate([accelerate_s(m, setup.SHORT, constants, overlap) for m in TABLES.values()])
         theirs = np.concatenate([paper_column(m, "Accelerate") for m in TABLES.values()])
-        link, host_s = value_of(constants, "link_gb_per_s"), value_of(constants, "host_s")
+        link, host_s = values_of(constants)["link_gb_per_s"], values_of(constants)["host_s"]
         latencies = f"median |error| of Accelerate's 12 latencies, fitted on {fitted_on}"
         rows += [
             context(f"link fitted on {fitted_on}", link, "GB/s"),

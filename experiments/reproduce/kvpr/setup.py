@@ -1,7 +1,5 @@
 """KVPR's testbeds: the machines as its programs see them, the constants with where each comes from, the policies."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
@@ -12,7 +10,7 @@ import pandas as pd
 from experiments import reference
 from experiments.reproduce.calibrate import fit
 from experiments.reproduce.experiment import Constant, Figure, bars
-from experiments.reproduce.paper import KVPR, Series, points, value_of
+from experiments.reproduce.paper import KVPR, Series, points, values_of
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.model.shape import DTYPE_BYTES, ModelShape, shape_by_name
@@ -80,7 +78,7 @@ def link_standard(name: str) -> float:
 
 def rtx5000(gemm: float = TURING_GEMM) -> Hardware:
     """The low-end testbed at the rate that FlexGen's rows of Table 5 show."""
-    return machine("rtx5000", value_of(rtx5000_constants(), "link_share") * link_standard("rtx5000"), gemm=gemm)
+    return machine("rtx5000", values_of(rtx5000_constants())["link_share"] * link_standard("rtx5000"), gemm=gemm)
 
 
 def a100(mode: str = "many") -> Hardware:
@@ -88,15 +86,15 @@ def a100(mode: str = "many") -> Hardware:
     cache), "one" (FlexGen with one GPU batch: the same, before each layer's weights), "many" (FlexGen's 32 x 8: the
     share of the link's standard that the same program reaches in Table 5)."""
     constants = a100_constants()
-    link, host_s = value_of(constants, "link_gb_per_s"), value_of(constants, "host_s")
+    link, host_s = values_of(constants)["link_gb_per_s"], values_of(constants)["host_s"]
     if mode == "many":
-        return machine("a100-40g", value_of(constants, "link_share") * link_standard("a100-40g"))
+        return machine("a100-40g", values_of(constants)["link_share"] * link_standard("a100-40g"))
     return machine("a100-40g", link, host_s, "load_kv" if mode == "latency" else "load_weights")
 
 
 def a100_link() -> float:
     """Return the main testbed's fitted rate of page-locked copies (GB/s)."""
-    return value_of(a100_constants(), "link_gb_per_s")
+    return values_of(a100_constants())["link_gb_per_s"]
 
 
 # ---- policies

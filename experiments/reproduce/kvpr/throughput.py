@@ -1,7 +1,5 @@
 """KVPR's throughput figures: column by column, weights and cache on the host, decode tokens a second."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -71,16 +69,6 @@ def resident_rates(share: float) -> np.ndarray:
     return ours({"link_share": link_share.value})
 
 
-def _table5_rows(ours: Rates) -> list[Row]:
-    rows = []
-    for name in ("FlexGen", *(f"KVPR, {rule} rule" for rule in RULES)):
-        aside = "the same numbers against a rule that is not the paper's" if "pipeline" in name else ""
-        for pair, rate in zip(setup.LONG, ours[name], strict=True):
-            record = _table5_record(name.split(",")[0], *pair)
-            rows.append(printed(record, rate, f"{name}, {label(*pair)}", "Table 5", aside=aside))
-    return rows
-
-
 def _error_rows(quantity: str, ours, paper) -> list[Row]:
     return [
         context(f"median |error| of {quantity}", 100 * median_error(ours, paper), "%"),
@@ -90,8 +78,12 @@ def _error_rows(quantity: str, ours, paper) -> list[Row]:
 
 def table5() -> Experiment:
     """Low-end GPU: FlexGen's rows fit the link, KVPR's are held out, by both rules."""
-    ours, paper = table5_rates(), table5_paper()
-    rows = _table5_rows(ours)
+    ours, paper, rows = table5_rates(), table5_paper(), []
+    for name in ("FlexGen", *(f"KVPR, {rule} rule" for rule in RULES)):
+        aside = "the same numbers against a rule that is not the paper's" if "pipeline" in name else ""
+        for pair, rate in zip(setup.LONG, ours[name], strict=True):
+            record = _table5_record(name.split(",")[0], *pair)
+            rows.append(printed(record, rate, f"{name}, {label(*pair)}", "Table 5", aside=aside))
     gains = {name: _gain(numbers, ours["FlexGen"]) for name, numbers in ours.items() if name != "FlexGen"}
     rows.append(KVPR.headline("kh032", gains["KVPR, paper rule"].max(), "most gain over FlexGen, paper rule"))
     for name in ("KVPR, pipeline rule", "KVPR at 0.30"):

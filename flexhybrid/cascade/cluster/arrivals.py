@@ -1,7 +1,5 @@
 """Arrival times of requests: Poisson, or a trace file."""
 
-from __future__ import annotations
-
 import csv
 import math
 from pathlib import Path
@@ -9,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from flexhybrid.cascade.placement.instances import check_rate
-from flexhybrid.core.errors import InputError, is_integer
+from flexhybrid.core.errors import InputError, check, is_integer
 
 COLUMN = "arrival_s"
 
@@ -17,8 +15,7 @@ COLUMN = "arrival_s"
 def poisson(rate: float, count: int, seed: int = 0) -> np.ndarray:
     """Return the seconds at which ``count`` requests arrive, ``rate`` a second on average [count]."""
     check_rate(rate)
-    if not is_integer(count) or count < 1:
-        raise InputError(f"the number of requests is {count!r}; it must be a whole number >= 1")
+    check("the number of requests", count, is_integer(count) and count >= 1, "a whole number >= 1")
     return np.cumsum(np.random.default_rng([seed, 1]).exponential(1 / rate, count))
 
 
@@ -27,29 +24,26 @@ def read_trace(path: str | Path) -> np.ndarray:
 
     Raises InputError with the row of a cell that is no number, negative, or before the one above it.
     """
-    seconds: list[float] = []
+    seconds = [0.0]
     try:
         with Path(path).open(encoding="utf-8", newline="") as file:
             reader = csv.DictReader(file)
             if COLUMN not in (reader.fieldnames or ()):
                 raise InputError(f"{path}: the header has no column {COLUMN!r}; it has {reader.fieldnames or 'none'}")
             for row in reader:
-                last = seconds[-1] if seconds else 0.0
-                seconds.append(_seconds(row[COLUMN] or "", last, f"{path}, row {reader.line_num}"))
+                cell, where = row[COLUMN] or "", f"{path}, row {reader.line_num}"
+                try:
+                    seconds.append(float(cell))
+                except ValueError:
+                    seconds.append(math.nan)
+                if not 0 <= seconds[-1] < math.inf:
+                    raise InputError(f"{where}: {cell!r} is no time in seconds from 0 on")
+                if seconds[-1] < seconds[-2]:
+                    raise InputError(
+                        f"{where}: {cell} s comes after {seconds[-2]:g} s; arrivals must not go back in time"
+                    )
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise InputError(f"cannot read {path}: {error}") from None
-    if not seconds:
+    if len(seconds) == 1:
         raise InputError(f"{path}: there is no request in it")
-    return np.array(seconds)
-
-
-def _seconds(cell: str, last: float, where: str) -> float:
-    try:
-        value = float(cell)
-    except (TypeError, ValueError):
-        raise InputError(f"{where}: {cell!r} is no time in seconds") from None
-    if not math.isfinite(value) or value < 0:
-        raise InputError(f"{where}: {cell!r} is no time in seconds from 0 on")
-    if value < last:
-        raise InputError(f"{where}: {value:g} s comes after {last:g} s; arrivals must not go back in time")
-    return value
+    return np.array(seconds[1:])

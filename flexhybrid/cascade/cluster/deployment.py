@@ -1,7 +1,5 @@
 """A plan as the cluster runs it: servers, hops and their capacity."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -10,7 +8,7 @@ import numpy as np
 
 from flexhybrid.cascade.cluster.served import Cluster, Flow, ServedModel
 from flexhybrid.cascade.placement.search import Plan
-from flexhybrid.core.errors import InputError
+from flexhybrid.core.errors import InputError, check
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,8 +75,7 @@ def place(
     router_s: float = 0.0,
 ) -> Deployment:
     """Deploy models on the GPUs ``gpus[m][r][s]``."""
-    if not 0 <= router_s < float("inf"):
-        raise InputError(f"router_s is {router_s!r}; it must be a number of seconds >= 0")
+    check("router_s", router_s, 0 <= router_s < float("inf"), "a number of seconds >= 0")
     table = cluster.s_per_byte()
     placed = tuple(tuple(tuple(replica) for replica in model) for model in gpus)
     hop_s = np.zeros((len(models), len(models)))

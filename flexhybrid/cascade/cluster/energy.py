@@ -7,6 +7,7 @@ import importlib
 import threading
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -60,60 +61,50 @@ class Meter:
         self.samples: list[tuple[float, float]] = []  #: (seconds, watts of all GPUs)
 
     def __enter__(self) -> Meter:
-        self._nvml = _Nvml.open()
+        self._nvml, self._gpus = _nvml_gpus()
         self._begun = time.perf_counter()
-        if self._nvml:
+        if self._gpus:
             self._stop = threading.Event()
-            self._read(self._nvml)
-            self._thread = threading.Thread(target=self._sample, args=(self._nvml,), name="energy meter")
+            self._read()
+            self._thread = threading.Thread(target=self._sample, name="energy meter")
             self._thread.start()
         return self
 
     def __exit__(self, *_) -> None:
         span_s = time.perf_counter() - self._begun
-        if self._nvml:
+        if self._gpus:
             self._stop.set()
             self._thread.join()
-            self._read(self._nvml)
-            self._nvml.library.nvmlShutdown()
+            self._read()
+            self._nvml.nvmlShutdown()
             at, watts = np.array(self.samples).T
             self.joules = float(np.trapezoid(watts, at))
             self.measured = True
-            self.source = f"measured: NVML, {self._nvml.num_gpus} GPUs, every {self.interval_s:g} s"
+            self.source = f"measured: NVML, {len(self._gpus)} GPUs, every {self.interval_s:g} s"
             return
         busy_s = self.num_gpus * span_s if self.busy_s is None else self.busy_s
         self.joules = self.power.joules(self.num_gpus * span_s, busy_s)
         self.source = f"power model, not measured: {self.power.source}"
 
-    def _read(self, nvml: _Nvml) -> None:
-        self.samples.append((time.perf_counter(), nvml.watts()))
+    def _read(self) -> None:
+        milliwatts = sum(map(self._nvml.nvmlDeviceGetPowerUsage, self._gpus))
+        self.samples.append((time.perf_counter(), milliwatts / 1e3))
 
-    def _sample(self, nvml: _Nvml) -> None:
+    def _sample(self) -> None:
         while not self._stop.wait(self.interval_s):
-            self._read(nvml)
+            self._read()
 
 
-class _Nvml:
-    """The GPUs' power through pynvml."""
-
-    def __init__(self, library, handles):
-        self.library, self.handles, self.num_gpus = library, handles, len(handles)
-
-    @classmethod
-    def open(cls) -> _Nvml | None:
-        """Return None where pynvml, the driver or a GPU that reports its power is missing."""
-        try:
-            pynvml = importlib.import_module("pynvml")  # an extra: nvidia-ml-py
-            pynvml.nvmlInit()
-        except Exception:  # pynvml's own kind, which is not known where the import fails
-            return None
-        with contextlib.suppress(pynvml.NVMLError):  # some boards report no power: the model of power is used
-            handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-            nvml = cls(pynvml, handles)
-            if handles and nvml.watts() > 0:
-                return nvml
-        pynvml.nvmlShutdown()
-        return None
-
-    def watts(self) -> float:
-        return sum(self.library.nvmlDeviceGetPowerUsage(handle) for handle in self.handles) / 1e3
+def _nvml_gpus() -> tuple[Any, list]:
+    """Return (pynvml, its handles of all GPUs); no handles where pynvml, the driver or a board's power is missing."""
+    try:
+        pynvml = importlib.import_module("pynvml")  # an extra: nvidia-ml-py
+        pynvml.nvmlInit()
+    except Exception:  # pynvml's own kind, which is not known where the import fails
+        return None, []
+    with contextlib.suppress(pynvml.NVMLError):  # some boards report no power: the model of power is used
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        if sum(map(pynvml.nvmlDeviceGetPowerUsage, handles)) > 0:
+            return pynvml, handles
+    pynvml.nvmlShutdown()
+    return None, []

@@ -9,8 +9,6 @@ weights and cache lie on the host, and the virtual clock predicts its batches' s
 host memory that each replica also needs is not in the plan.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

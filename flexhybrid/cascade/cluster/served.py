@@ -3,15 +3,13 @@
 Models are ordered from small to giant; a request only goes on to a larger one.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from flexhybrid.core.errors import InputError, is_integer, is_number
+from flexhybrid.core.errors import InputError, check, is_integer, is_number
 from flexhybrid.core.units import gib
 
 SHARE_SLACK = 1e-6  #: shares are printed with a digit or two; their sum is scaled back to 1 within this much of it
@@ -31,8 +29,8 @@ class BatchLine:
     def __post_init__(self):
         for name in ("at_zero", "per_request"):
             value = getattr(self, name)
-            if not is_number(value) or not 0 <= value < math.inf:
-                raise InputError(f"{name} of a line over batch sizes is {value!r}; it must be a number >= 0")
+            is_term = is_number(value) and 0 <= value < math.inf
+            check(f"{name} of a line over batch sizes", value, is_term, "a number >= 0")
 
     def __call__(self, batch):
         return self.at_zero + self.per_request * batch
@@ -83,12 +81,11 @@ class ServedModel:
         if self.seconds(1) <= 0:
             raise InputError(f"model {self.name}: a request must take more than 0 seconds")
         for name in ("output_bytes", "hidden_bytes"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise InputError(f"model {self.name}: {name} is {getattr(self, name)!r}; it must be a number >= 0")
+            value = getattr(self, name)
+            check(f"model {self.name}: {name}", value, 0 <= value < math.inf, "a number >= 0")
         for name in ("max_batch", "max_partitions"):
             value = getattr(self, name)
-            if not is_integer(value) or value < 1:
-                raise InputError(f"model {self.name}: {name} is {value!r}; it must be a whole number >= 1")
+            check(f"model {self.name}: {name}", value, is_integer(value) and value >= 1, "a whole number >= 1")
 
 
 @dataclass(frozen=True)
@@ -165,8 +162,7 @@ class Gpu:
     memory: int  #: bytes that models may fill
 
     def __post_init__(self):
-        if not 0 < self.memory < math.inf:
-            raise InputError(f"GPU {self.name}: memory is {self.memory!r}; it must be a number of bytes > 0")
+        check(f"GPU {self.name}: memory", self.memory, 0 < self.memory < math.inf, "a number of bytes > 0")
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,6 @@ the rate), and power that depends on the clock rate.
 Events are tuples in one heap, requests are numbers; nothing is allocated per request but array elements.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import asdict, dataclass
 from heapq import heappop, heappush
@@ -22,7 +20,7 @@ import numpy as np
 
 from flexhybrid.cascade.cluster.deployment import Deployment
 from flexhybrid.cascade.cluster.energy import PowerModel
-from flexhybrid.core.errors import InputError, unknown
+from flexhybrid.core.errors import InputError, check, unknown
 
 SERVICE = ("fixed", "exponential")
 TAIL = 99.9  #: percentile of the paper's tail latency
@@ -75,12 +73,11 @@ def simulate(
     rho = deployment.rho(max(rate, 1e-12))  # raises InputError where a visited model lies on no GPU
     loop = _EventLoop(deployment, arrivals_s, batch_wait_s, seed, service == "exponential")
     loop.walk()
-    requests, count = loop.requests, len(arrivals_s)
-    latency = np.array(requests.done_s) - arrivals_s
-    span = float(max(requests.done_s) - arrivals_s[0])
+    count, latency = len(arrivals_s), np.array(loop.done_s) - arrivals_s
+    span = float(max(loop.done_s) - arrivals_s[0])
     busy = np.array([gpu.busy_s for gpu in loop.gpus])
     names = [model.name for model in deployment.models]
-    answered = np.bincount(requests.answered_by, minlength=len(names)) / count
+    answered = np.bincount(loop.answered_by, minlength=len(names)) / count
     median, tail = np.percentile(latency, (50, TAIL))
     return Served(
         num_requests=count,
@@ -143,8 +140,7 @@ def _check(arrivals_s: np.ndarray, batch_wait_s: float, service: str) -> None:
         raise InputError("there must be at least one arrival")
     if not np.isfinite(arrivals_s).all() or (np.diff(arrivals_s) < 0).any():
         raise InputError("arrivals must be finite seconds that do not go back in time")
-    if not 0 <= batch_wait_s < float("inf"):
-        raise InputError(f"batch_wait_s is {batch_wait_s!r}; it must be a number of seconds >= 0")
+    check("batch_wait_s", batch_wait_s, 0 <= batch_wait_s < float("inf"), "a number of seconds >= 0")
     if service not in SERVICE:
         raise unknown("service", service, SERVICE)
 
@@ -179,33 +175,26 @@ class _GpuState:
         self.is_free, self.busy_s = True, 0.0
 
 
-class _Requests:
-    """The requests of a run; every field [requests]."""
-
-    def __init__(self, arrivals_s: np.ndarray, first_model: np.ndarray):
-        self.arrivals_s: list[float] = arrivals_s.tolist()
-        self.since = list(self.arrivals_s)  # seconds at which each joined the queue it is in
-        self.first_model = first_model.astype(np.uint8).tobytes()
-        self.done_s = [0.0] * len(arrivals_s)
-        self.answered_by = np.zeros(len(arrivals_s), dtype=np.uint8)
-
-
 class _EventLoop:
-    """The simulation: models, GPUs and requests, and a heap of events."""
+    """The simulation: models, GPUs, arrays over the requests, and a heap of events."""
 
     def __init__(self, deployment: Deployment, arrivals_s: np.ndarray, wait_s: float, seed: int, exponential: bool):
         first, next_of = draw_ways(deployment, len(arrivals_s), seed)
         self.deployment, self.wait_s = deployment, wait_s
         self.models = [_ServedModel(deployment, m, ways) for m, ways in enumerate(next_of)]
         self.gpus = [_GpuState(deployment, g, self.models) for g in range(deployment.num_gpus)]
-        self.requests = _Requests(arrivals_s, first)
+        self.arrivals_s: list[float] = arrivals_s.tolist()
+        self.since = list(self.arrivals_s)  # seconds at which each request joined the queue it is in
+        self.first_model = first.astype(np.uint8).tobytes()
+        self.done_s = [0.0] * len(arrivals_s)
+        self.answered_by = np.zeros(len(arrivals_s), dtype=np.uint8)
         self.heap: list[tuple] = []
         self.serial = 0  # of events: ties go in the order in which they were made
         self.draw = _draws(seed) if exponential else None
 
     def walk(self) -> None:
         """Process all events in order of time."""
-        heap, arrivals, first = self.heap, self.requests.arrivals_s, self.requests.first_model
+        heap, arrivals, first = self.heap, self.arrivals_s, self.first_model
         count, at = len(arrivals), 0
         while True:
             if at < count and (not heap or arrivals[at] <= heap[0][0]):
@@ -233,7 +222,7 @@ class _EventLoop:
 
     def join(self, now: float, model: int, requests) -> None:
         """Put requests into a model's queue."""
-        queue, since = self.models[model].queue, self.requests.since
+        queue, since = self.models[model].queue, self.since
         if self.wait_s and not queue:
             self.push(now + self.wait_s, _TIMER, model, None)
         for request in requests:
@@ -256,7 +245,7 @@ class _EventLoop:
         for held in self.gpus[gpu].holds:
             model = self.models[held[0]]
             if model.queue:
-                since = self.requests.since[model.queue[0]]
+                since = self.since[model.queue[0]]
                 # the sum, as the timer has it: a difference could fall short of wait_s by rounding
                 if since < oldest and (since + self.wait_s <= now or len(model.queue) >= model.max_batch):
                     oldest, chosen = since, held
@@ -275,7 +264,7 @@ class _EventLoop:
         else:
             requests = tuple(queue.popleft() for _ in range(limit))
             if self.wait_s:
-                self.push(self.requests.since[queue[0]] + self.wait_s, _TIMER, model, None)
+                self.push(self.since[queue[0]] + self.wait_s, _TIMER, model, None)
         served.batches += 1
         served.computed += len(requests)
         return requests
@@ -304,12 +293,10 @@ class _EventLoop:
             for request in requests:
                 to = served.next_of[request]
                 if to == _ANSWERED:
-                    self.requests.done_s[request] = now
-                    self.requests.answered_by[request] = model
-                elif to in going:
-                    going[to].append(request)
+                    self.done_s[request] = now
+                    self.answered_by[request] = model
                 else:
-                    going[to] = [request]
+                    going.setdefault(to, []).append(request)
             for to, leaving in going.items():
                 self.push(now + served.hop_s[to], _ARRIVE, to, leaving)
         self.take(now, gpu)

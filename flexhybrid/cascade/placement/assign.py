@@ -3,8 +3,6 @@
 Its state is two tables, the traffic of an item with each GPU and with each host, which change by a row at a time.
 """
 
-from __future__ import annotations
-
 import time
 
 import numpy as np

@@ -6,8 +6,6 @@ placed, with no more patterns than hosts. Its columns are found by their reduced
 bound (Lagrange).
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """From models, flow and rate to the placed items: replicas, partitions, their sizes, and the traffic between them."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -115,34 +113,21 @@ def _fitting(
     model: ServedModel, share: float, rate: float, batch: int, most_load: float, largest: float
 ) -> Iterator[tuple[int, int, int, float, float]]:
     """Yield (replicas, partitions, batch, bytes, load), in the order of Layout's fields, of each number of partitions
-    that fits."""
-    for partitions in range(1, model.max_partitions + 1):
-        replicas, size, load = _replicas(model, share, rate, batch, most_load, partitions)
-        memory = model.memory(size) / partitions
-        if memory <= largest:
-            yield replicas, partitions, size, memory, load
-
-
-def _replicas(
-    model: ServedModel, share: float, rate: float, batch: int, most_load: float, partitions: int
-) -> tuple[int, int, float]:
-    """Return the fewest replicas at most_load or below, the requests in a batch of one of them, and its load u.
+    that fits: with the fewest replicas at most_load or below, or one more than batches of one request need.
 
     A batch of ``batch`` requests enters the cascade every batch/rate seconds; ρ·batch of it reach the model (§V-C).
     """
-
-    def of(replicas: int) -> tuple[int, float]:
-        size = min(model.max_batch, max(1, math.ceil(share * batch / replicas)))
-        return size, rate * share / replicas * model.seconds(size) / size / partitions
-
-    fewest = rate * share * model.seconds(model.max_batch) / model.max_batch / partitions / most_load
-    enough = rate * share * model.seconds(1) / partitions / most_load  # with batches of one request
-    for replicas in range(max(1, math.ceil(fewest - 1e-9)), max(1, math.ceil(enough)) + 1):
-        size, load = of(replicas)
-        if load <= most_load * (1 + 1e-9):
-            return replicas, size, load
-    size, load = of(replicas + 1)
-    return replicas + 1, size, load
+    for partitions in range(1, model.max_partitions + 1):
+        fewest = rate * share * model.seconds(model.max_batch) / model.max_batch / partitions / most_load
+        enough = rate * share * model.seconds(1) / partitions / most_load  # with batches of one request
+        for replicas in range(max(1, math.ceil(fewest - 1e-9)), max(1, math.ceil(enough)) + 2):
+            size = min(model.max_batch, max(1, math.ceil(share * batch / replicas)))
+            load = rate * share / replicas * model.seconds(size) / size / partitions
+            if load <= most_load * (1 + 1e-9):
+                break
+        memory = model.memory(size) / partitions
+        if memory <= largest:
+            yield replicas, partitions, size, memory, load
 
 
 def _never_fits(model: ServedModel, batch: float, cluster: Cluster) -> str:

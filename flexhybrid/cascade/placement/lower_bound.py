@@ -15,8 +15,6 @@ The most that such a Y saves is a linear program but for 5, whose violated rows 
 of negative eigenvalues. Each round's optimum is a bound.
 """
 
-from __future__ import annotations
-
 import math
 import time
 

@@ -4,8 +4,6 @@ Eq. 2's products are linearised. T has three values only (same GPU, same host, n
 every two GPUs: it needs to know whether both lie on one GPU, and whether on one host.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

@@ -4,8 +4,6 @@ For every promising (R, S) it finds the placement of least transfer within memor
 that is small, else by search with a lower bound on the least transfer.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Sequence
@@ -18,7 +16,7 @@ from flexhybrid.cascade.placement import assign
 from flexhybrid.cascade.placement.instances import Layout, layouts
 from flexhybrid.cascade.placement.lower_bound import TOLERANCE, lower_bound
 from flexhybrid.cascade.placement.program import shortages, solve_exactly, transfer_s
-from flexhybrid.core.errors import InputError, is_integer
+from flexhybrid.core.errors import InputError, check, is_integer
 from flexhybrid.core.units import gib
 
 MOST_LOAD = 0.8  #: kernel utilisation of a GPU; Eq. 4 has 1, at which queues grow without end
@@ -229,12 +227,10 @@ def _infeasible(layout: Layout, cluster: Cluster, most_load: float, lacking: lis
 
 
 def check_limits(batch: int, most_load: float, time_limit: float) -> None:
-    if not is_integer(batch) or batch < 1:
-        raise InputError(f"batch is {batch!r}; it must be a whole number >= 1")
+    check("batch", batch, is_integer(batch) and batch >= 1, "a whole number >= 1")
     if not 0 < most_load <= 1:
         raise InputError(f"the most load of a GPU is {most_load!r}; it must lie in (0, 1]")
-    if not time_limit > 0:
-        raise InputError(f"time_limit is {time_limit!r} s; it must be > 0")
+    check("time_limit", time_limit, time_limit > 0, "seconds > 0")
 
 
 def describe(plan: Plan) -> str:

@@ -5,8 +5,6 @@ are counted. Requests of a batch that raised are first tried one by one, so that
 others. Where no larger model is left, the surest answer of the smaller ones stands, marked as a fallback.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -7,8 +7,6 @@ the replica. No request is lost with a replica that dies: the router asks anothe
 file's requests are sent again; HTTP requests under way get Ray Serve's status 500.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import os
@@ -158,7 +156,10 @@ def deployed(
     """
     from flexhybrid.jobs.ray_cluster import cluster
 
-    _check_port(port)
+    try:
+        socket.create_server((HOST, port)).close()
+    except (OSError, OverflowError) as error:
+        raise InputError(f"--port {port}: {error}") from None
     os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", str(START_S))  # 5 s: too short on a busy machine
     with redirect_stdout(sys.stderr), cluster(say) as ray:  # Ray prints its processes' output; stdout is for the result
         from ray import serve
@@ -177,13 +178,6 @@ def deployed(
             yield lambda requests, first: _answer_all(handle, requests, first)
         finally:
             serve.shutdown()
-
-
-def _check_port(port: int) -> None:
-    try:
-        socket.create_server((HOST, port)).close()
-    except (OSError, OverflowError) as error:
-        raise InputError(f"--port {port}: {error}") from None
 
 
 def _start(serve, port: int) -> None:
@@ -205,7 +199,9 @@ def _application(cascade: Cascade, loads: Sequence[Load], sizes: Sequence[Size],
 
     from flexhybrid.jobs.ray_cluster import ENVIRONMENT
 
-    environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(_own_folders())}
+    installed = (sys.prefix, sys.base_prefix)  # modules that are not installed may be models
+    own_folders = [folder or os.getcwd() for folder in sys.path if not folder.startswith(installed)]
+    environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(own_folders)}
     free = ray.available_resources()
     if cascade.task != "generation":
         free.pop("GPU", None)  # torch modules compute on the CPU
@@ -250,12 +246,6 @@ def _cause(error: Exception) -> str:
     """Return the line with a failed deployment's reason: the last one of the traceback that Serve passes on."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return next((line for line in reversed(lines) if re.match(r"[\w.]+(Error|Exception): ", line)), lines[0])
-
-
-def _own_folders() -> list[str]:
-    """Return the folders in which this process finds modules that are not installed: a model may be one of them."""
-    installed = (sys.prefix, sys.base_prefix)
-    return [folder or os.getcwd() for folder in sys.path if not folder.startswith(installed)]
 
 
 def _answer_all(handle, requests: Sequence | np.ndarray, first: int) -> list[Answer]:

@@ -3,8 +3,6 @@
 A chunk of requests goes through the models from small to large (``answers``); each model gets those that reach it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import time

@@ -11,8 +11,6 @@ spreads them in f: the samples of Algorithm 1 (``sampling``) and the equal parts
 Shapes in comments: N requests, S slots, C classes (positions of a context, tokens of a vocabulary or the k likeliest).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -9,8 +9,6 @@ The thresholds of all models but the last two are enumerated; those two are a ta
 many requests pass both, and how many of these the next model has right.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Algorithm 1 of HybridServe (Edinburgh): thresholds by random sampling, more of it where accuracy is high."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from flexhybrid.cascade.thresholds.curve import Answers, Curve, evaluate, pareto
@@ -25,40 +23,27 @@ def sampled_curve(
     right = answers.correct.sum(axis=1)
     low, high = sorted(right[-2:]) if answers.num_models > 1 else (right[0], right[0])
     size = (num_samples, answers.num_models - 1)
-    front = _Front(answers)
-    front.add(np.ones((1, size[1])))  # all requests go on to the largest: the curve has its accuracy with any draw
+    # All requests go on to the largest: the curve has its accuracy with any draw.
+    front = Curve(np.ones((1, size[1])), *evaluate(answers, np.ones((1, size[1]))), answers.num_requests, exact=False)
+    before: set[tuple[int, float]] = set()
     for _ in range(max_rounds):
         squares = generator.random(size)
-        num_correct = front.add(np.sqrt(squares))
+        front, num_correct = _with_sets(front, answers, np.sqrt(squares))
         good = squares[(low <= num_correct) & (num_correct <= high)]
         if len(good):
             near = good[generator.integers(len(good), size=num_samples)] + generator.uniform(-EPSILON, EPSILON, size)
-            front.add(np.sqrt(np.clip(near, 0.0, 1.0)))
-        if not front.is_new():
+            front, _ = _with_sets(front, answers, np.sqrt(np.clip(near, 0.0, 1.0)))
+        now = set(zip(front.num_correct.tolist(), front.cost.tolist()))
+        if not now - before:
             break
-    return Curve(front.thresholds, front.num_correct, front.cost, answers.num_requests, exact=False)
+        before = now
+    return front
 
 
-class _Front:
-    """The points that no other beats, so far."""
-
-    def __init__(self, answers: Answers):
-        self.answers = answers
-        self.thresholds = np.empty((0, answers.num_models - 1))
-        self.num_correct, self.cost = np.empty(0, dtype=int), np.empty(0)
-        self.before: set[tuple[int, float]] = set()
-
-    def add(self, thresholds: np.ndarray) -> np.ndarray:
-        """Add sets of thresholds; return the number of requests that each set answers right."""
-        num_correct, cost = evaluate(self.answers, thresholds)
-        all_correct, all_cost = np.concatenate([self.num_correct, num_correct]), np.concatenate([self.cost, cost])
-        kept = pareto(all_correct, all_cost)
-        self.thresholds = np.concatenate([self.thresholds, thresholds])[kept]
-        self.num_correct, self.cost = all_correct[kept], all_cost[kept]
-        return num_correct
-
-    def is_new(self) -> bool:
-        """Return whether points were added since the last call."""
-        now = set(zip(self.num_correct.tolist(), self.cost.tolist()))
-        new, self.before = bool(now - self.before), now
-        return new
+def _with_sets(front: Curve, answers: Answers, thresholds: np.ndarray) -> tuple[Curve, np.ndarray]:
+    """Return (the curve with sets of thresholds that no other beats, the requests that each set answers right)."""
+    num_correct, cost = evaluate(answers, thresholds)
+    all_correct, all_cost = np.concatenate([front.num_correct, num_correct]), np.concatenate([front.cost, cost])
+    kept = pareto(all_correct, all_cost)
+    sets = np.concatenate([front.thresholds, thresholds])[kept]
+    return Curve(sets, all_correct[kept], all_cost[kept], front.num_requests, exact=False), num_correct

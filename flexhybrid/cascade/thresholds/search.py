@@ -1,7 +1,5 @@
 """``flexhybrid cascade search``: fitted models in, a cascade with its thresholds, skips and expectations out."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,9 +15,7 @@ from flexhybrid.cascade.thresholds.sampling import sampled_curve
 from flexhybrid.cascade.thresholds.skips import Route, best_subset, drop_by_benefit, even_skips, fitted_skips
 from flexhybrid.core.errors import InputError, file_errors, unknown
 
-MODES = ("ap", "eo")
-DROPS = ("best", "paper", "none")
-SKIPS = ("fitted", "paper", "none")
+CHOICES = {"mode": "ap eo", "method": "exact sampling", "drop": "best paper none", "skips": "fitted paper none"}
 
 
 @dataclass(frozen=True)
@@ -36,9 +32,9 @@ class SearchOptions:
     seed: int = 0
 
     def __post_init__(self):
-        for name, known in (("mode", MODES), ("method", ("exact", "sampling")), ("drop", DROPS), ("skips", SKIPS)):
-            if getattr(self, name) not in known:
-                raise unknown(name, getattr(self, name), known)
+        for name, known in CHOICES.items():
+            if getattr(self, name) not in known.split():
+                raise unknown(name, getattr(self, name), known.split())
         if self.accuracy is not None and not 0 <= self.accuracy <= 1:
             raise InputError(f"accuracy is {self.accuracy:g}; it is a share of right answers, between 0 and 1")
         if not 1 <= self.caution < np.inf:

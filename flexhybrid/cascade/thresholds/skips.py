@@ -5,8 +5,6 @@ models is searched; instead of cutting the confidences below a threshold into eq
 save most on the validation set.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 
