@@ -14,11 +14,12 @@ from flexhybrid.core.context.cache_entries import TIERS
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.files import profile_file
 from flexhybrid.core.hardware import Hardware, load_hardware
+from flexhybrid.core.memory import fits
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import Budgets, Problem
 from flexhybrid.core.units import parse_bytes
-from flexhybrid.core.waves import split_waves
+from flexhybrid.core.waves import split_waves, wave_plan
 from flexhybrid.core.workload import Workload
 from flexhybrid.runtime.profiling.attention_paths import fastest_paths
 from flexhybrid.runtime.profiling.profile import faster_cpu_dtype
@@ -191,9 +192,8 @@ def _resident_at_once(problem: Problem, workload: Workload) -> Policy | None:
     from policy_search.systems import resident_by_speed
 
     for policy in resident_by_speed(problem, workload):
-        with suppress(InputError):  # not even one request fits
-            if len(split_waves(problem, policy, workload)) == 1:
-                return policy
+        if fits(wave_plan(problem, policy, workload), problem.budgets):
+            return policy
     return None
 
 

@@ -15,6 +15,7 @@ import triton.language as tl
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from flexhybrid.runtime.kernels import quantize as plain
@@ -45,6 +46,15 @@ def cast_impl(self, src, dst_type):
 
 
 InterpreterBuilder.cast_impl = cast_impl
+# A third of the interpreter's time: stand-ins for tl's functions are put in place once, not at every call, and sums of
+# whole numbers are not made a second time in 64 bits.
+for function in (
+    quantize_triton._elements,
+    tl.cdiv,
+):  # the first has triton.language in its globals, the other its core
+    interpreter._patch_lang(function.fn)
+interpreter._patch_lang = lambda function: interpreter._LangPatchScope()
+interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of infinities and of branches not taken
 
 
@@ -146,7 +156,7 @@ def test_strided_pools(bits, chosen, recwarn):
     whole = torch.randn(3, 2, 3, 2, 192, generator=generator).bfloat16()
     for rows in (
         whole.transpose(1, 3)[::2, :, 1:, 1:, :128],  # [2, 2, 2, 1, 128], no axis adjacent to the next
-        whole[:1, :, :, :, :128],  # [1, 2, 3, 2, 128], all axes one
+        whole[:1, :1, :, :, :128],  # [1, 1, 3, 2, 128], all axes one
         whole[1, 1, 0, 1],
         whole[0, 0, 0, :1].expand(3, 192),
     ):

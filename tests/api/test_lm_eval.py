@@ -236,7 +236,7 @@ def local_tasks(tmp_path_factory):
         (folder / f"{name}.yaml").write_text(head + textwrap.dedent(lines))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
-        yield TaskManager(include_path=str(folder))
+        yield TaskManager(include_path=str(folder), include_defaults=False)
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 
 from flexhybrid.core.context.blocks import BlockEntries
@@ -25,12 +26,14 @@ def plain_h2o(checkpoint, prompt, max_tokens: int, budget: float, cache=None, wh
     rotary = rotary_tables(shape, len(prompt) + max_tokens, torch.float32, "cpu") if shape.rotary else None
     most = min(len(prompt) + max_tokens - 1, max(16, math.ceil(round(budget * len(prompt) / 16, 9)) * 16))
     recent = most - most // 2
+    views = [weights.views(layer, None) for layer in range(shape.num_layers)]
+    entry_of_place = entries.entry_of(np.arange(len(prompt) + max_tokens)).tolist()
     #: position -> [key, value, sum, place]
     caches = [[{} for _ in range(groups)] for _ in range(shape.num_layers)]
     answer: list[int] = []
 
     def layer_step(layer, hidden, positions):
-        w = weights.views(layer, None)
+        w = views[layer]
         kvq = linear(
             model.attention_input(shape, w, hidden), w["kvq.weight"], w["kvq.bias"][0] if "kvq.bias" in w else None
         )
@@ -60,8 +63,8 @@ def plain_h2o(checkpoint, prompt, max_tokens: int, budget: float, cache=None, wh
                 for place, p in enumerate(sorted(cache)):
                     cache[p][3] = place
             elif len(cache) > most and layer >= whole_layers:
-                pool = entries.entry_of(now % most)
-                old = (p for p in cache if p <= now - recent and entries.entry_of(cache[p][3]) == pool)
+                pool = entry_of_place[now % most]
+                old = (p for p in cache if p <= now - recent and entry_of_place[cache[p][3]] == pool)
                 cache[now][3] = cache.pop(min(old, key=lambda p: cache[p][2]))[3]
         return model.finish(shape, w, hidden, out.flatten(1))
 

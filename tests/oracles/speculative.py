@@ -57,6 +57,7 @@ class PlainInfiniGen:
         self.weights = Weights(
             self.shape, checkpoint, "float32", torch.device("cpu"), Policy(weights=Placement(device=1.0))
         )
+        self.views = [self.weights.views(layer, None) for layer in range(self.shape.num_layers)]
         self.rotary = rotary_tables(self.shape, last, torch.float32, "cpu") if self.shape.rotary else None
         self.skew = [checkpoint.skew(layer) for layer in range(self.shape.num_layers)]
         self.columns = {}  # (layer, kv head) -> columns
@@ -70,7 +71,7 @@ class PlainInfiniGen:
 
     def project(self, layer, act, positions):
         """Keys, values and queries [n, heads, d]."""
-        w, d = self.weights.views(layer, None), self.shape.head_dim
+        w, d = self.views[layer], self.shape.head_dim
         kvq = linear(act, w["kvq.weight"], w["kvq.bias"][0] if "kvq.bias" in w else None)
         half = self.shape.kv_width // 2
         k, v, q = (x.unflatten(-1, (-1, d)) for x in kvq.split([half, half, self.shape.query_width], dim=-1))
@@ -79,7 +80,7 @@ class PlainInfiniGen:
         return k, v, q
 
     def act(self, layer, hidden):
-        return self.model.attention_input(self.shape, self.weights.views(layer, None), hidden)
+        return self.model.attention_input(self.shape, self.views[layer], hidden)
 
     def turned(self, layer, group, x):
         return x if self.skew[layer] is None else x @ self.skew[layer][group]
@@ -112,7 +113,7 @@ class PlainInfiniGen:
                         scores = q[:, head] @ k[:, g].T / self.shape.head_dim**0.5
                         scores.masked_fill_(positions > positions[:, None], -torch.inf)
                         out[:, head] = torch.softmax(scores, -1) @ v[:, g]
-                hidden[i] = self.model.finish(self.shape, self.weights.views(layer, None), hidden[i], out.flatten(1))
+                hidden[i] = self.model.finish(self.shape, self.views[layer], hidden[i], out.flatten(1))
             for g in range(self.shape.num_kv_heads):
                 count = max(1, math.ceil(round(self.selection.partial_ratio * self.shape.head_dim, 9)))
                 self.columns[layer, g] = sums[g].argsort(descending=True)[:count]
@@ -181,7 +182,7 @@ class PlainInfiniGen:
                     self.note(kept, cache, [q[0, head] for head in self.heads_of(g)], position)
             guesses = self.whole <= layer + 1 < self.shape.num_layers
             chosen = self.choose(request, layer + 1, act, position) if guesses else None
-            hidden = self.model.finish(self.shape, self.weights.views(layer, None), hidden, out.flatten(1))
+            hidden = self.model.finish(self.shape, self.views[layer], hidden, out.flatten(1))
         return self.next_token(hidden)
 
     def note(self, seen, cache, queries, position):

@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 from toy_machine import MIB, SHAPE, machine
 
+from flexhybrid import resolve
+from flexhybrid.core import waves
 from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import Budgets, Problem
+from flexhybrid.core.wave import admit
 from flexhybrid.core.waves import wave_plan
 from flexhybrid.core.workload import Workload
 from flexhybrid.resolve import best_policy
@@ -152,3 +155,15 @@ def test_what_is_proved_is_said_with_its_share():
     assert "time limit" not in found.proof
     cut = search(problem, lengths, SearchSettings(max_batch=4, time_limit=0.0))
     assert not cut.complete and "time limit" in cut.proof
+
+
+def test_whether_a_thousand_requests_fit_at_once_is_one_plan_a_mini_batch_size(monkeypatch):
+    """Not the waves that they would take: a machine with room for a few of them would plan for minutes."""
+    planned = []
+    monkeypatch.setattr(waves, "admit", lambda *wave: planned.append(wave[2].num_requests) or admit(*wave))
+    requests = Workload.uniform(1000, 60, 6)
+    for device, asked in ((1 << 40, [1000]), (24 * MIB, [1000] * len(MINI_BATCH_TOKENS))):
+        planned.clear()
+        problem = Problem(shape=SHAPE, hardware=machine(), budgets=Budgets(device=device, host=1 << 40))
+        policy = resolve._resident_at_once(problem, requests)
+        assert planned == asked and (policy is None) == (device < 1 << 40)

@@ -232,7 +232,7 @@ def test_a_wave_has_no_more_requests_than_its_bytes_have_blocks(checkpoints):
 @pytest.mark.parametrize("pool", [0.5, 1.0])
 def test_requests_leave_one_by_one(checkpoints, prompts, family, pool):
     """A short prompt with a long answer beside a longer one whose pool is smaller; those who stay keep their places."""
-    lengths, prompts = (70, 4, 15), [prompts[3], prompts[4], prompts[1]]
+    lengths, prompts = (45, 4, 15), [prompts[3], prompts[4], prompts[1]]
     chosen = policy(1.0, 0.4, pool=pool, victim="lru", max_mini_batch_tokens=8192)
     result = run_wave(checkpoints[family], chosen, prompts, lengths)
     wanted, _ = plain_tokens(checkpoints[family], chosen, prompts, lengths)

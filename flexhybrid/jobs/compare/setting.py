@@ -134,12 +134,14 @@ class ComparisonSetting:
             named, sweep = self.systems(), []
         else:
             named, sweep = self.mixes(replace(hybrid(0.5, self.mini_batch_tokens), name="hybrid"))
-        seconds, problem = 0.0, self.problem
-        for policy in named + sweep:
-            decodes = rounds if policy in sweep else rounds + ALONE_ROUNDS
-            candidates = candidates_of(policy, self.workload)
-            run = predict(problem, candidates)
-            seconds += float(np.ravel(run.prefill_s + decodes * run.decode_s)[0])
+        seconds = 0.0
+        for policy in named:
+            run = predict(self.problem, candidates_of(policy, self.workload))
+            seconds += float(np.ravel(run.prefill_s + (rounds + ALONE_ROUNDS) * run.decode_s)[0])
+        if sweep:  # policies that differ in their shares alone: priced together
+            cache = {entry: np.array([policy.cache[entry] for policy in sweep]) for entry in sweep[0].cache}
+            run = predict(self.problem, replace(candidates_of(sweep[0], self.workload), cache=cache))
+            seconds += float(np.sum(run.prefill_s + rounds * run.decode_s))
         return seconds
 
     def measured(self, hardware: Hardware) -> ComparisonSetting:
