@@ -209,7 +209,8 @@ _WEIGHTS = {"weights_device": NUMBER}
 _SIZES = {"max_mini_batch_tokens": COUNT, **_WEIGHTS}
 _SERIAL = {"max_mini_batch_tokens": COUNT, "overlap": OVERLAP, **_WEIGHTS}
 _FRACTIONS = dict.fromkeys(("alpha", "partial_ratio", "cap"), NUMBER)
-_INFINIGEN = {**_FRACTIONS, "pool": LIMIT, "victim": WORD, "whole_layers": COUNT, "expected": NUMBER, **_SIZES}
+_INFINIGEN = {**_FRACTIONS, "pool": LIMIT, "victim": WORD, "whole_layers": COUNT, "expected": NUMBER}
+_INFINIGEN |= {"columns": WORD, **_SIZES}
 _CAPTURE = {"ratio": FLAG, "packing": FLAG, "device_act": FLAG, "balance": WORD}
 _PAGES_FAULT = "its pages move when the hardware faults, not when a plan says so"
 

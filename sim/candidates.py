@@ -440,7 +440,7 @@ class CandidateSteps:
             cached_tokens=self.batch * cached,
             kept_tokens=self.batch * kept,
             partial_rows=self.batch * kept,
-            num_mini_batches=self.num_mini_batches,
+            column_sets=self.batch if self.policy.selection.columns == "request" else self.num_mini_batches,
             longest=self.prompt + self.generated,
             log_cells=self.batch * self.generated,
         )

@@ -180,6 +180,7 @@ def selection_cases(draw) -> dict:
             max_fraction=draw(SHARES), pool=None if blocks else pool,
             pool_bytes=blocks and blocks * block_bytes, victim=draw(st.sampled_from(("fifo", "lru", "counter"))),
             partial_keys="device", whole_layers=draw(st.sampled_from((None, 1, 2, shape["layers"]))),
+            columns=draw(st.sampled_from((None, "request"))),
         )  # fmt: skip
     weights = Placement(device=0.3, host=0.7)
     schedule = draw(st.sampled_from(("column", "row")))

@@ -23,6 +23,7 @@ from flexhybrid.core.context.selection import (
     num_limited,
     num_whole,
     partial_columns,
+    whole_queries,
 )
 from flexhybrid.core.context.split import SplitLines, split_point
 from flexhybrid.core.errors import InputError
@@ -75,7 +76,7 @@ class BufferSizes:
     selected_rows: dict[str, int] = field(default_factory=dict)
     index_rows: dict[str, int] = field(default_factory=dict)  #: the same for all mini-batches together
     partial_rows: int = 0  #: places of a speculative selection, padded, of all mini-batches together
-    num_mini_batches: int = 0
+    column_sets: int = 0  #: mini-batches or requests that choose columns to guess with
     longest: int = 0  #: tokens of the longest request, prompt and answer
     log_cells: int = 0  #: iterations times requests
     #: entry -> blocks in layers that keep all tokens although the others do not
@@ -143,7 +144,7 @@ def buffer_sizes(wave: Wave) -> BufferSizes:
         cached_tokens=cached.sum(),
         kept_tokens=kept.sum(),
         partial_rows=sum(len(group) * kept[group].max() for group in wave.mini_batches),
-        num_mini_batches=len(wave.mini_batches),
+        column_sets=len(cached) if wave.policy.selection.columns == "request" else len(wave.mini_batches),
         longest=cached.max() + 1,
         log_cells=wave.workload.max_tokens.max() * len(cached),
         whole_blocks=wave.whole.pool_blocks if wave.whole else {},
@@ -397,7 +398,7 @@ def _selection_parts(
     partial_buffer = sizes.context_tokens * partial_row if choosing else 0
     query_weights = 0
     if speculative:
-        query_weights = choosing * partial_query_bytes(problem, policy, columns, sizes.num_mini_batches, resident)
+        query_weights = choosing * partial_query_bytes(problem, policy, columns, sizes.column_sets, resident)
     limited = speculative and limits_cache(selection)
     counted = limited and selection.victim != "fifo"
     indices = 4 * index_cells(shape, policy, sizes.index_rows) if choosing else 0
@@ -420,19 +421,21 @@ def _selection_parts(
     }
 
 
-def partial_query_bytes(problem: Problem, policy: Policy, columns: int, num_mini_batches, resident):
-    """Bytes of a layer with which a selection guesses queries: which columns each mini-batch chose, and their rows of
-    the query weights and biases; of a rotary model the skewing matrices, and all query weights unless they are
-    ``resident`` in the compute dtype. Numbers or arrays.
+def partial_query_bytes(problem: Problem, policy: Policy, columns: int, column_sets, resident):
+    """Bytes of a layer with which a selection guesses queries: which columns each set chose, and their rows of the
+    query weights and biases; of a rotary model the skewing matrices. Where whole queries are guessed
+    (``selection.whole_queries``), all query weights unless they are ``resident`` in the compute dtype. Numbers or
+    arrays.
     """
     shape, p = problem.shape, problem.bytes_per_element
-    chosen = 8 * num_mini_batches * shape.num_kv_heads * columns
+    chosen = 8 * column_sets * shape.num_kv_heads * columns
     row = (shape.hidden + 1) * p
-    if not shape.rotary:
-        return chosen + num_mini_batches * shape.num_heads * columns * row
+    if not whole_queries(shape, policy.selection):
+        return chosen + column_sets * shape.num_heads * columns * row
     query_end = stored_layout(problem, policy).qkv_end
     all_resident = (resident >= query_end) & (policy.bits.weights == "native")
-    return chosen + shape.num_kv_heads * shape.head_dim**2 * p + (1 - all_resident) * shape.query_width * row
+    skew = shape.num_kv_heads * shape.head_dim**2 * p if shape.rotary else 0
+    return chosen + skew + (1 - all_resident) * shape.query_width * row
 
 
 def workspace_bytes(shape: ModelShape, p: int, step_rows, batch, cut):

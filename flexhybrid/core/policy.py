@@ -112,12 +112,17 @@ class Selection:
     #: speculative, instead of ``pool``: bytes of keys and values that the requests of a wave may hold together; each
     #: holds an equal share of its own (``core.context.selection.with_pool_share``)
     pool_bytes: int | None = None
+    #: speculative: whether the columns to guess with are those that suit a "batch" (a mini-batch together, the paper's;
+    #: None: this) or each "request" (then nothing hangs on who runs beside it)
+    columns: str | None = None
 
     _NEEDS = {
         "none": (),
         "heavy_hitter": ("budget",),
         "speculative": ("alpha", "partial_ratio", "max_fraction", "pool", "victim", "partial_keys"),
     }
+
+    _FREE = ("whole_layers", "expected_fraction", "pool_bytes", "columns")  # that a speculative selection may have
 
     def check(self) -> None:
         _check_choice(self.method, tuple(self._NEEDS), "selection.method")
@@ -128,7 +133,7 @@ class Selection:
                 continue
             if f.name in needed and value is None and not (f.name == "pool" and self.pool_bytes is not None):
                 raise InputError(f"policy: selection {self.method} needs selection.{f.name}")
-            free = self.method == "speculative" and f.name in ("whole_layers", "expected_fraction", "pool_bytes")
+            free = self.method == "speculative" and f.name in self._FREE
             free = free or self.method == "heavy_hitter" and f.name == "whole_layers"
             if f.name not in needed and value is not None and not free:
                 raise InputError(f"policy: selection {self.method} does not take selection.{f.name}")
@@ -147,6 +152,8 @@ class Selection:
             _check_choice(self.victim, ("fifo", "lru", "counter"), "selection.victim")
         if self.partial_keys is not None:
             _check_choice(self.partial_keys, TIERS, "selection.partial_keys")
+        if self.columns is not None:
+            _check_choice(self.columns, ("batch", "request"), "selection.columns")
 
 
 #: Fields of a policy that are records of their own.

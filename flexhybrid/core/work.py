@@ -130,20 +130,21 @@ def fill_pool(shape: ModelShape, batch, prompt, places) -> Work:
     return Work(memory_bytes=memory_bytes, flops=flops, tokens=batch * prompt, calls=POOL_CALLS * prompt)
 
 
-def choose_columns(shape: ModelShape, p: int, rows, share: float) -> Work:
+def choose_columns(shape: ModelShape, p: int, rows, share: float, whole: bool) -> Work:
     """Which ``share`` of a head's columns stand for its queries and keys (InfiniGen, Sec. 4.3): sums over the prompts,
-    then those columns of the query weights and of the keys. Rotary models skew queries and keys here."""
+    then those columns of the query weights (all where ``whole``) and of the keys. Rotary models skew queries and keys
+    here."""
     queries, keys = shape.query_width, shape.kv_width / 2
-    weights = 0 if shape.rotary else 2 * share * queries * shape.hidden
+    weights = 0 if shape.rotary else 2 * (1 if whole else share) * queries * shape.hidden
     flops = 2 * rows * (queries + keys) * shape.head_dim if shape.rotary else 0
     return Work(memory_bytes=(rows * (queries + keys * (1 + share)) + weights) * p, flops=flops, tokens=rows)
 
 
-def speculate(shape: ModelShape, p: int, batch, context, share: float) -> Work:
-    """The next layer's scores from a ``share`` of the query and key columns (InfiniGen, Sec. 4.3). Rotary models turn
-    whole queries before they are skewed, so their query weights are read as a whole."""
+def speculate(shape: ModelShape, p: int, batch, context, share: float, whole: bool) -> Work:
+    """The next layer's scores from a ``share`` of the query and key columns (InfiniGen, Sec. 4.3). Where
+    ``whole``, query weights are read as a whole (``core.context.selection.whole_queries``)."""
     columns, keys = share * shape.query_width, share * shape.kv_width / 2
-    projected = shape.query_width if shape.rotary else columns
+    projected = shape.query_width if whole else columns
     flops = 2 * batch * (projected * shape.hidden + columns * context)
     if shape.rotary:
         flops = flops + 2 * batch * columns * shape.head_dim

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 import torch
@@ -60,7 +61,7 @@ class PlainInfiniGen:
         self.views = [self.weights.views(layer, None) for layer in range(self.shape.num_layers)]
         self.rotary = rotary_tables(self.shape, last, torch.float32, "cpu") if self.shape.rotary else None
         self.skew = [checkpoint.skew(layer) for layer in range(self.shape.num_layers)]
-        self.columns = {}  # (layer, kv head) -> columns
+        self.columns = {}  # (request, layer, kv head) -> columns
         self.fetched = []  # (tokens fetched, context) of each choice
         self.caches = {}  # (request, layer, kv head) -> [Entry, …]
         self.looks = []  # of the heads so far of a layer that looks at every token
@@ -90,7 +91,7 @@ class PlainInfiniGen:
         hidden = [self.model.embed(self.shape, self.weights.outer, torch.tensor(p), torch.arange(len(p)))
                   for p in prompts]  # fmt: skip
         for layer in range(self.shape.num_layers):
-            sums = torch.zeros(self.shape.num_kv_heads, self.shape.head_dim)
+            sums = torch.zeros(len(prompts), self.shape.num_kv_heads, self.shape.head_dim)
             for i, prompt in enumerate(prompts):
                 positions = torch.arange(len(prompt))
                 act = self.act(layer, hidden[i])
@@ -107,16 +108,17 @@ class PlainInfiniGen:
                         if self.limited and before:
                             self.note(before, cache, [q[position, head] for head in self.heads_of(g)], position)
                 for g in range(self.shape.num_kv_heads):
-                    sums[g] += self.turned(layer, g, k[:, g]).abs().sum(0)
+                    sums[i, g] += self.turned(layer, g, k[:, g]).abs().sum(0)
                     for head in self.heads_of(g):
-                        sums[g] += self.turned(layer, g, q[:, head]).abs().sum(0) / len(self.heads_of(g))
+                        sums[i, g] += self.turned(layer, g, q[:, head]).abs().sum(0) / len(self.heads_of(g))
                         scores = q[:, head] @ k[:, g].T / self.shape.head_dim**0.5
                         scores.masked_fill_(positions > positions[:, None], -torch.inf)
                         out[:, head] = torch.softmax(scores, -1) @ v[:, g]
                 hidden[i] = self.model.finish(self.shape, self.views[layer], hidden[i], out.flatten(1))
-            for g in range(self.shape.num_kv_heads):
-                count = max(1, math.ceil(round(self.selection.partial_ratio * self.shape.head_dim, 9)))
-                self.columns[layer, g] = sums[g].argsort(descending=True)[:count]
+            count = max(1, math.ceil(round(self.selection.partial_ratio * self.shape.head_dim, 9)))
+            for i, g in product(range(len(prompts)), range(self.shape.num_kv_heads)):
+                shown = sums[i, g] if self.selection.columns == "request" else sums[:, g].sum(0)
+                self.columns[i, layer, g] = shown.argsort(descending=True)[:count]
         return [self.next_token(one) for one in hidden]
 
     def members(self, cache) -> dict[str, list[int]]:
@@ -215,7 +217,7 @@ class PlainInfiniGen:
         _, _, q = self.project(layer, act, torch.tensor([context]))
         behind = []
         for g in range(self.shape.num_kv_heads):
-            columns = self.columns[layer, g]
+            columns = self.columns[request, layer, g]
             keys = torch.stack([one.key for one in self.caches[request, layer, g]])
             keys = self.turned(layer, g, keys)[:, columns]
             scores = torch.stack([

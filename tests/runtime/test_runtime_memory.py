@@ -69,7 +69,7 @@ def held_by_selection(selection: SelectionHooks) -> dict[str, int]:
     if not isinstance(selection, Speculation):
         return {"partial query weights": 0, "partial keys": 0, "indices": 0, "uses": 0}
     copies = selection.partial
-    weights = (copies.columns, copies.query_weights, copies.query_bias, copies.skew)
+    weights = (*copies.columns, copies.query_weights, copies.query_bias, copies.skew)
     return {
         "partial query weights": sum(tensor.nbytes for tensor in weights if tensor is not None),
         "partial keys": copies.keys.nbytes,

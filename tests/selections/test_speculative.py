@@ -35,10 +35,12 @@ EVERYTHING = math.inf  #: an alpha that no score falls behind
 LENGTHS = (60, 33, 60, 20, 47)
 
 
-def policy(alpha, cap=1.0, ratio=0.3, pool=1.0, victim="counter", whole_layers=None, pool_bytes=None, **more) -> Policy:
+def policy(
+    alpha, cap=1.0, ratio=0.3, pool=1.0, victim="counter", whole_layers=None, pool_bytes=None, columns=None, **more
+) -> Policy:
     selection = Selection(
         "speculative", alpha=alpha, partial_ratio=ratio, max_fraction=cap, pool=pool, victim=victim,
-        partial_keys="device", whole_layers=whole_layers, pool_bytes=pool_bytes,
+        partial_keys="device", whole_layers=whole_layers, pool_bytes=pool_bytes, columns=columns,
     )  # fmt: skip
     return Policy(selection=selection, **({"max_mini_batch_tokens": 250} | more))
 
@@ -226,6 +228,39 @@ def test_a_wave_has_no_more_requests_than_its_bytes_have_blocks(checkpoints):
     shape, workload = checkpoints["opt"].shape, Workload(np.full(9, 60), np.full(9, 20))
     chosen = policy(1.0, pool=None, pool_bytes=4 * shape.num_layers * 16 * 2 * shape.num_kv_heads * shape.head_dim * 4)
     assert [len(wave) for wave in split_waves(Problem(shape=shape, dtype="float32"), chosen, workload)] == [4, 4, 1]
+
+
+@pytest.mark.parametrize("skewed, resident", [(False, 0.3), (True, 1.0)])
+@pytest.mark.parametrize("family", ["opt", "llama"])
+def test_columns_of_a_request_are_those_of_a_plain_account(checkpoints, prompts, family, skewed, resident):
+    checkpoint = checkpoints[family, "skewed"] if skewed else checkpoints[family]
+    weights = Placement(device=resident, host=1 - resident)
+    chosen, prompts = policy(0.5, 0.3, 0.15, columns="request", weights=weights), prompts[:4]
+    result, lengths = run_wave(checkpoint, chosen, prompts, 12), [12, 5, 12, 12]
+    assert result.tokens == plain_tokens(checkpoint, chosen, prompts, 12)[0]
+    result = run_wave(checkpoint, chosen, prompts, lengths)
+    assert result.tokens == plain_tokens(checkpoint, chosen, prompts, lengths)[0]
+
+
+@settings(max_examples=4)
+@given(
+    st.sampled_from(("opt", "llama")), st.permutations(range(5)), st.sampled_from((16, 130, 8192)),
+    st.sampled_from(("column", "row")), st.sampled_from((1.0, 0.5)), st.sampled_from((0.0, 1.0)),
+    st.sampled_from(("lru", "counter", "fifo")),
+)  # fmt: skip
+def test_company_changes_nothing_where_each_request_has_its_columns(
+    checkpoints, prompts, family, order, bound, schedule, pool, resident, victim
+):
+    """And chunks do not either: a selection takes prompts whole, however small the bound."""
+    chosen = policy(
+        0.5, 0.3, 0.15, pool=pool, victim=victim, columns="request", max_mini_batch_tokens=bound, schedule=schedule,
+        weights=Placement(device=resident, host=1 - resident),
+    )  # fmt: skip
+    checkpoint, company = checkpoints[family], [prompts[i] for i in order]
+    alone = [run_wave(checkpoint, chosen, [prompt], 6).tokens[0] for prompt in company]
+    assert run_wave(checkpoint, chosen, company, 6).tokens == alone
+    some = company[: len(company) // 2 + 1]
+    assert run_wave(checkpoint, chosen, some, 6).tokens == alone[: len(some)]
 
 
 @pytest.mark.parametrize("family", ["opt", "llama"])

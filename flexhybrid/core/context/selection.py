@@ -85,6 +85,12 @@ def partial_share(shape: ModelShape, selection: Selection) -> float:
     return partial_columns(shape, selection) / shape.head_dim
 
 
+def whole_queries(shape: ModelShape, selection: Selection) -> bool:
+    """Whether a speculative selection guesses whole queries and takes columns of them: rotary models turn them first,
+    and requests with columns of their own share all query weights."""
+    return shape.rotary or selection.columns == "request"
+
+
 def limits_cache(selection: Selection) -> bool:
     """Whether new tokens take the places of cached ones from some length on."""
     limited = selection.pool_bytes is not None or selection.pool != 1

@@ -11,7 +11,7 @@ import numpy as np
 from flexhybrid.core import work
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.context.cache_entries import StoredCopy
-from flexhybrid.core.context.selection import counts_uses, most_selected, partial_share, selected_tokens
+from flexhybrid.core.context.selection import counts_uses, most_selected, partial_share, selected_tokens, whole_queries
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import ElementBytes, Policy
 from flexhybrid.core.schedule.steps import MiniBatchStep
@@ -90,8 +90,8 @@ def step_work(shape: ModelShape, policy: Policy, stored: ElementBytes, c: StepCo
         if counts_uses(policy.selection):
             works["rank"] = work.fill_pool(shape, c.batch, c.width, sum(c.stored.values()) / c.batch)
         if policy.selection.method == "speculative":
-            share = partial_share(shape, policy.selection)
-            works["speculate"] = work.choose_columns(shape, p, c.batch * c.width, share)
+            share, whole_q = partial_share(shape, policy.selection), whole_queries(shape, policy.selection)
+            works["speculate"] = work.choose_columns(shape, p, c.batch * c.width, share, whole_q)
         return works
     if policy.attention == "host":
         works["store_query"] = work.store_query(shape, p, c.batch)
@@ -106,7 +106,8 @@ def step_work(shape: ModelShape, policy: Policy, stored: ElementBytes, c: StepCo
         works |= _gather_works(shape, stored, c)
     if c.selected is not None:
         ratio = partial_share(shape, policy.selection)
-        works["speculate"] = work.speculate(shape, p, c.batch, c.context, ratio)
+        whole_q = whole_queries(shape, policy.selection)
+        works["speculate"] = work.speculate(shape, p, c.batch, c.context, ratio, whole_q)
         works["store_index"] = work.store_index(shape, c.batch, most_selected(policy.selection, c.context))
         if policy.selection.partial_keys == "host":
             works["load_keys"] = work.load_partial_keys(shape, p, c.batch, c.context, ratio)

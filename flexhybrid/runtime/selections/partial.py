@@ -1,10 +1,11 @@
 """What a speculative selection guesses attention scores with: a few columns of the keys and of the query weights.
 
 After the prompt each layer that chooses picks, for every key/value head, the C columns in which its queries and keys
-are largest, over all requests of the mini-batch, and keeps those columns of the query weights and of the keys
-(InfiniGen, Lee et al. 2024, Sec. 4.3). The query heads of a group (GQA) share the columns of their key head. Models
-with rotary positions rotate whole queries before they are skewed (``selections.skew``), so all columns of their query
-weights are used, and only the products are cut to C columns.
+are largest, over all requests of the mini-batch (with ``columns`` "request" of each request by itself), and keeps those
+columns of the query weights and of the keys (InfiniGen, Lee et al. 2024, Sec. 4.3). The query heads of a group (GQA)
+share the columns of their key head. Models with rotary positions rotate whole queries before they are skewed
+(``selections.skew``), so all columns of their query weights are used, and only the products are cut to C columns; the
+same holds where requests have columns of their own.
 
 Shapes: B requests of a mini-batch, R rows, H query heads, G key/value heads, r = H/G, d head size, C columns, T cached
 tokens, h hidden.
@@ -12,11 +13,13 @@ tokens, h hidden.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from flexhybrid.core.context.selection import first_choosing, num_choosing, partial_columns
+from flexhybrid.core.context.selection import first_choosing, num_choosing, partial_columns, whole_queries
 from flexhybrid.core.wave import Wave
 from flexhybrid.runtime.kernels.rotary import rotate_
 from flexhybrid.runtime.step_tensors import Rotation
@@ -35,16 +38,21 @@ class PartialCopies:
         self.shape, self.device, self.groups = shape, weights.device, shape.num_kv_heads
         self.num_columns = partial_columns(shape, selection)
         self.first_layer = int(first_choosing(selection))
+        self.by_request, self.whole = selection.columns == "request", whole_queries(shape, selection)
         num_layers = num_choosing(selection, shape.num_layers)
         #: whether all of W_Q lies on the device already
-        self.resident = shape.rotary and weights.bits == "native" and weights.streamed_from >= weights.layout.qkv_end
+        self.resident = self.whole and weights.bits == "native" and weights.streamed_from >= weights.layout.qkv_end
 
         def zeros(*size: int, dtype: torch.dtype = weights.dtype) -> torch.Tensor:
             return torch.zeros(num_layers, *size, dtype=dtype, device=self.device)
 
-        self.columns = zeros(num_mini_batches, self.groups, self.num_columns, dtype=torch.int64)
-        rows = shape.query_width if shape.rotary else shape.num_heads * self.num_columns
-        copies = 1 if shape.rotary else num_mini_batches
+        #: by mini-batch, the requests' own or those that all share: [layers, B or 1, G, C]
+        self.columns = [
+            zeros(len(group) if self.by_request else 1, self.groups, self.num_columns, dtype=torch.int64)
+            for group in wave.mini_batches
+        ]
+        rows = shape.query_width if self.whole else shape.num_heads * self.num_columns
+        copies = 1 if self.whole else num_mini_batches
         self.query_weights = zeros(0 if self.resident else copies, rows, shape.hidden)
         self.query_bias = zeros(0 if self.resident else copies, rows)
         self.skew: torch.Tensor | None = None  #: [layers, G, d, d]; None where it is folded into the weights
@@ -70,7 +78,8 @@ class PartialCopies:
             skew = self.skew[layer - self.first_layer]
             queries = torch.einsum("rgmd,gde->rgme", queries.unflatten(1, (self.groups, -1)), skew).flatten(1, 2)
             keys = torch.einsum("rgd,gde->rge", keys, skew)
-        self.columns[layer - self.first_layer, mini_batch] = choose_columns(queries, keys, real_R, self.num_columns)
+        columns = self.columns[mini_batch][layer - self.first_layer]
+        columns.copy_(choose_columns(queries, keys, real_R, columns.shape))
 
     def keep_query_weights(self, layer: int, mini_batch: int, w: dict[str, Parts]) -> None:
         """Keep the chosen columns of a layer's query weights, where they do not lie on the device anyway."""
@@ -78,11 +87,11 @@ class PartialCopies:
             return
         shape, first = self.shape, self.shape.kv_width
         rows = torch.arange(shape.query_width, device=self.device)
-        if not shape.rotary:
+        if not self.whole:
             heads = rows.view(self.groups, -1, shape.head_dim)  # [G, r, d]
-            columns_GC = self.columns[layer - self.first_layer, mini_batch]
+            columns_GC = self.columns[mini_batch][layer - self.first_layer, 0]
             rows = heads.gather(2, columns_GC[:, None].expand(-1, heads.shape[1], -1)).reshape(-1)
-        copy = 0 if shape.rotary else mini_batch
+        copy = 0 if self.whole else mini_batch
         take_rows(w["kvq.weight"], first + rows, self.query_weights[layer - self.first_layer, copy])
         if "kvq.bias" in w:
             self.query_bias[layer - self.first_layer, copy] = w["kvq.bias"][0][first + rows]
@@ -93,47 +102,71 @@ class PartialCopies:
         """Return the partial keys of a layer: [T, B, G, C]."""
         return self.sections[mini_batch][layer - self.first_layer]
 
-    def of_keys(self, layer: int, mini_batch: int, keys_RGd: torch.Tensor) -> torch.Tensor:
-        """Return the chosen columns of keys: [R, G, C]."""
-        if self.skew is not None:
+    def of_keys(self, layer: int, mini_batch: int, keys_RGd: torch.Tensor, rows_B: torch.Tensor) -> torch.Tensor:
+        """Return the chosen columns of keys: [R, G, C]; as many rows of each of the requests ``rows_B``."""
+        if self.skew is not None and not self.by_request:
             return torch.einsum("rgd,gdc->rgc", keys_RGd, self._skew_columns(self.skew, layer, mini_batch))
-        columns = self.columns[layer - self.first_layer, mini_batch]
-        return keys_RGd.gather(2, columns.expand(len(keys_RGd), -1, -1))
+        if self.skew is not None:
+            keys_RGd = torch.einsum("rgd,gde->rge", keys_RGd, self.skew[layer - self.first_layer])
+        columns = self._columns(layer, mini_batch, rows_B)
+        by_request = keys_RGd.unflatten(0, (len(columns), -1))
+        return by_request.gather(3, columns[:, None].expand(-1, by_request.shape[1], -1, -1)).flatten(0, 1)
 
     def guess_queries(
-        self, layer: int, mini_batch: int, act_Bh: torch.Tensor, rotation: Rotation | None, w: dict[str, Parts]
+        self,
+        layer: int,
+        mini_batch: int,
+        act_Bh: torch.Tensor,
+        rotation: Rotation | None,
+        w: dict[str, Parts],
+        rows_B: torch.Tensor,
     ) -> torch.Tensor:
         """Return the chosen columns of a layer's queries, guessed from an attention input: [B, G, r, C].
 
-        ``w``: the layer's weights, as far as they are resident.
+        ``w``: the layer's weights, as far as they are resident. ``rows_B``: the requests' rows in their mini-batch.
         """
         index = layer - self.first_layer
-        if self.skew is None or rotation is None:
-            query = F.linear(act_Bh, self.query_weights[index, mini_batch], self.query_bias[index, mini_batch])
-            return query.view(len(act_Bh), self.groups, -1, self.num_columns)
         if self.resident:
             (rows,), first = w["kvq.weight"], self.shape.kv_width
             bias = w["kvq.bias"][0][first:] if "kvq.bias" in w else None
             query = linear(act_Bh, (rows[first:],), bias)
         else:
-            query = F.linear(act_Bh, self.query_weights[index, 0], self.query_bias[index, 0])
-        query = rotate_(query.view(len(act_Bh), self.shape.num_heads, -1), *rotation)
-        return torch.matmul(query.unflatten(1, (self.groups, -1)), self._skew_columns(self.skew, layer, mini_batch))
+            copy = 0 if self.whole else mini_batch
+            query = F.linear(act_Bh, self.query_weights[index, copy], self.query_bias[index, copy])
+        if not self.whole:
+            return query.view(len(act_Bh), self.groups, -1, self.num_columns)
+        query = query.view(len(act_Bh), self.shape.num_heads, -1)
+        if rotation is not None:
+            query = rotate_(query, *rotation)
+        query = query.unflatten(1, (self.groups, -1))  # [B, G, r, d]
+        if self.skew is not None and not self.by_request:
+            return torch.matmul(query, self._skew_columns(self.skew, layer, mini_batch))
+        if self.skew is not None:
+            query = torch.matmul(query, self.skew[index])
+        columns = self._columns(layer, mini_batch, rows_B)[:, :, None]
+        return query.gather(3, columns.expand(-1, -1, query.shape[2], -1))
+
+    def _columns(self, layer: int, mini_batch: int, rows_B: torch.Tensor) -> torch.Tensor:
+        """Return the columns of requests, or those that all share: [B or 1, G, C]."""
+        columns = self.columns[mini_batch][layer - self.first_layer]
+        return columns[rows_B] if self.by_request else columns
 
     def _skew_columns(self, skew: torch.Tensor, layer: int, mini_batch: int) -> torch.Tensor:
         """[G, d, C]"""
-        index = self.columns[layer - self.first_layer, mini_batch][:, None].expand(-1, self.shape.head_dim, -1)
+        index = self.columns[mini_batch][layer - self.first_layer, 0][:, None].expand(-1, self.shape.head_dim, -1)
         return skew[layer - self.first_layer].gather(2, index)
 
 
-def choose_columns(q_RHd: torch.Tensor, k_RGd: torch.Tensor, real_R: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the ``count`` columns of each key/value head with the largest sums of |Q| + |K|: [G, C], ascending.
+def choose_columns(q_RHd: torch.Tensor, k_RGd: torch.Tensor, real_R: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
+    """Return the columns of each key/value head with the largest sums of |Q| + |K|, ascending: int64 of ``size``
+    [S, G, C], of S sets of requests with as many rows each.
 
     |Q| is the mean over the query heads of a group. Rows that are not ``real_R`` are padding.
     """
     rows, groups, d = k_RGd.shape
     sums = q_RHd.float().abs().view(rows, groups, -1, d).mean(2) + k_RGd.float().abs()
-    return (sums * real_R[:, None, None]).sum(0).topk(count, dim=-1).indices.sort(dim=-1).values
+    sums = (sums * real_R[:, None, None]).unflatten(0, (size[0], -1)).sum(1)
+    return sums.topk(size[-1], dim=-1).indices.sort(dim=-1).values
 
 
 def take_rows(parts: Parts, rows: torch.Tensor, out: torch.Tensor) -> None:

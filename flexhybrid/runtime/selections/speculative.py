@@ -177,7 +177,7 @@ class Speculation(SelectionHooks):
             self.uses.put(layer, step.mini_batch, places, rows, heads, positions)
         if self.chooses(task):
             keys, _, _ = split_heads(self.shape, kvq)
-            partial = self.partial.of_keys(layer, step.mini_batch, keys)
+            partial = self.partial.of_keys(layer, step.mini_batch, keys, guess.rows_B)
             self.partial.section(layer, step.mini_batch)[places, rows, heads] = partial
         self.places[task.payload.slot] = places
 
@@ -211,7 +211,8 @@ class Speculation(SelectionHooks):
         mini_batch = step.mini_batch
         real = to_device((np.arange(step.width) < step.new_tokens[:, None]).reshape(-1), self.device)
         self.partial.keep_columns(layer, mini_batch, queries_RHd, keys_RGd, real)
-        keys = self.partial.of_keys(layer, mini_batch, keys_RGd).unflatten(0, (-1, step.width))
+        everyone = torch.arange(len(step.requests), device=self.device)
+        keys = self.partial.of_keys(layer, mini_batch, keys_RGd, everyone).unflatten(0, (-1, step.width))
         section = self.partial.section(layer, mini_batch)
         if self.uses:
             _, born = self.uses.of(layer, mini_batch)
@@ -287,7 +288,7 @@ class Speculation(SelectionHooks):
         ``w``: the layer's weights, as far as they are resident.
         """
         guess, section = self.guess(step), self.partial.section(layer, step.mini_batch)
-        query = self.partial.guess_queries(layer, step.mini_batch, act_Bh, rotation, w)
+        query = self.partial.guess_queries(layer, step.mini_batch, act_Bh, rotation, w, guess.rows_B)
         keys = section[: guess.held_BT.shape[1]]
         if len(step.requests) < section.shape[1]:
             keys = keys[:, guess.rows_B]
