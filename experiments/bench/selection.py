@@ -11,6 +11,7 @@ import statistics
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 
 import torch
 from tqdm import tqdm
@@ -71,8 +72,8 @@ def policies() -> dict[str, Policy]:
 
 def fill(executor: Executor) -> None:
     """Fill the cache as far as time depends on it: touched pages, and choices that differ between heads."""
-    for pool in executor.buffers.pools.values():
-        pool.fill_(0.01)
+    for layer in chain.from_iterable(executor.buffers.pools.values()):
+        layer.fill_(0.01)
     if isinstance(executor.selection, Speculation):
         copies = executor.selection.partial
         for table in (copies.keys, copies.query_weights):
