@@ -78,8 +78,9 @@ def fill(executor: Executor) -> None:
         copies = executor.selection.partial
         for table in (copies.keys, copies.query_weights):
             table.normal_()
-        columns = torch.rand(*copies.columns.shape[:-1], executor.shape.head_dim).argsort(-1)
-        copies.columns.copy_(columns[..., : copies.num_columns].sort(-1).values)
+        for columns in copies.columns:
+            order = torch.rand(*columns.shape[:-1], executor.shape.head_dim).argsort(-1)
+            columns.copy_(order[..., : copies.num_columns].sort(-1).values)
 
 
 def measure(
