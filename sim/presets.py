@@ -7,6 +7,7 @@ Those whose placement the papers find by an optimisation of their own (FlexGen, 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from flexhybrid.core.context.selection import WHOLE_LAYERS
 from flexhybrid.core.errors import InputError

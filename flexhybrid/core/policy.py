@@ -113,7 +113,7 @@ class Selection:
     #: holds an equal share of its own (``core.context.selection.with_pool_share``)
     pool_bytes: int | None = None
     #: speculative: whether the columns to guess with are those that suit a "batch" (a mini-batch together, the paper's;
-    #: None: this) or each "request" (then nothing hangs on who runs beside it)
+    #: None: this) or each "request" (then its tokens do not depend on who runs beside it)
     columns: str | None = None
 
     _NEEDS = {
