@@ -137,21 +137,20 @@ def h2o(budget: float = 0.2, whole_layers: int = WHOLE_LAYERS, max_mini_batch_to
     return replace(offloaded(max_mini_batch_tokens, "full"), name=name, selection=selection)
 
 
-def infinigen(  # noqa: PLR0913 (what its authors tune, each by its name)
+def infinigen(
     alpha: float = 4.0,
     partial_ratio: float = 0.3,
     cap: float = 0.2,
     pool: float | str = 1.0,
     victim: str = "counter",
-    whole_layers: int = WHOLE_LAYERS,
     expected: float | None = None,
     max_mini_batch_tokens: int = _WHOLE_BATCH,
-    columns: str = "batch",
+    **fields: Any,
 ) -> Policy:
     """InfiniGen: each layer's important tokens guessed one layer ahead, only those fetched; partial keys on the device.
     ``expected``: the share that was measured to be fetched, where it is known. ``pool``: the share of the cache that
-    is held, or, above 1 or with a unit ("20GiB"), the bytes that the requests of a wave hold together. ``columns``:
-    those of the whole "batch", as the paper has it, or of each "request", so that company changes none of its tokens.
+    is held, or, above 1 or with a unit ("20GiB"), the bytes that the requests of a wave hold together. ``fields``:
+    ``whole_layers`` and ``columns`` of the selection, where they are not the paper's.
     """
     share = None if isinstance(pool, str) or pool > 1 else pool
     selection = Selection(
@@ -163,9 +162,8 @@ def infinigen(  # noqa: PLR0913 (what its authors tune, each by its name)
         pool_bytes=parse_bytes(pool) if share is None else None,
         victim=victim,
         partial_keys="device",
-        whole_layers=whole_layers,
         expected_fraction=expected,
-        columns=None if columns == "batch" else columns,
+        **{"whole_layers": WHOLE_LAYERS, **fields},
     )
     return replace(offloaded(max_mini_batch_tokens, "full"), name="infinigen", selection=selection)
 
