@@ -15,7 +15,6 @@ import argparse
 import json
 import math
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,28 +22,30 @@ import torch
 
 from experiments import CHECKPOINTS
 from experiments.reproduce.infinigen import accuracy_policies as studied
-from experiments.reproduce.infinigen.accuracy_policies import h2o, infinigen, share_of_all_layers
+from experiments.reproduce.infinigen.accuracy_policies import h2o, infinigen, quantized, share_of_all_layers
 from flexhybrid import shipped
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.files import write_by_rename
-from flexhybrid.core.policy import Bits
 from flexhybrid.jobs.accuracy.job import AccuracyOptions, accuracy, read_texts
 from flexhybrid.jobs.skew import skew
 from flexhybrid.llm import LLM
 from flexhybrid.runtime.selections.skew import forward, skewing_matrices
 from flexhybrid.runtime.storage.loader import Checkpoint
 from flexhybrid.runtime.threads import torch_threads
-from sim.presets import kv_only, resident
+from sim.presets import resident
 
 MODELS = (shipped.CHECKPOINT, CHECKPOINTS / "opt-stdlib-2k", CHECKPOINTS / "llama-stdlib-2k")
 MOST_POSITIONS = 2048
 
 
 def plain_policies(num_layers: int, alpha: float) -> list[str]:
-    """Return the policies for the plain checkpoint: H2O at InfiniGen's shares, of its selecting layers and of all."""
-    budgets = [*studied.SHARES, *(share_of_all_layers(num_layers, share) for share in (0.1, 0.2))]
+    """Return the policies for the plain checkpoint: fewer bits; H2O with InfiniGen's whole layers and shares, and with
+    no layer whole, at these shares and at those that InfiniGen moves in all; InfiniGen not skewed."""
+    of_all = (share_of_all_layers(num_layers, share) for share in (0.1, 0.2))
     return [
-        *dict.fromkeys(map(h2o, budgets)),
+        *map(quantized, studied.BITS),
+        *map(h2o, studied.SHARES),
+        *(h2o(share, 0) for share in (*studied.SHARES, *of_all)),
         *(infinigen(cap=share) for share in studied.SHARES),
         infinigen(alpha, 0.2),
     ]
@@ -65,18 +66,12 @@ def skewed_policies(alpha: float) -> list[str]:
 
 
 def study(model: Path, num_texts: int, folder: Path) -> dict:
-    """Measure all figures of one model. ``folder`` takes the skewed checkpoint, policies without a name, and the tables
-    of each run."""
+    """Measure all figures of one model. ``folder`` takes the skewed checkpoint and the tables of each run."""
     shape = Checkpoint(model).shape
     alpha = 5.0 if shape.rotary else 4.0  # the paper's
     length = min(shape.max_context, MOST_POSITIONS)
     skewed = folder / "skewed"
     skew(model, shipped.PROMPTS, skewed)
-    bits = []
-    for kv_bits in (8, 4):
-        policy = replace(kv_only(), name=f"INT{kv_bits}", bits=Bits(kv=kv_bits))
-        bits.append(str(folder / f"{policy.name}.json"))
-        Path(bits[-1]).write_text(policy.to_json())
 
     def measure(path: Path, policies: list[str], length: int = length) -> dict:
         options = AccuracyOptions(
@@ -96,12 +91,12 @@ def study(model: Path, num_texts: int, folder: Path) -> dict:
     for tokens in [*(tokens for tokens in (256, 512, 1024, 2048) if tokens < length), length]:
         share = min(1.0, studied.KEPT / ((1 + studied.PROMPT_SHARE) / 2 * tokens))
         by_length[tokens] = {
-            "h2o": measure(model, [h2o(share)], tokens)["policies"],
+            "h2o": measure(model, [h2o(share), h2o(share, 0)], tokens)["policies"],
             "infinigen": measure(skewed, [infinigen(cap=round(share, 4))], tokens)["policies"],
         }
     with LLM(model, resident(), device="cpu", dtype="float32") as llm:
         (text,) = read_texts(llm, shipped.HELD_OUT, length, 1)
-    fields = ("family", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+    fields = ("family", "num_layers", "num_heads", "num_kv_heads", "head_dim", "kv_group")
     return (
         {"model": shape.name}
         | {name: getattr(shape, name) for name in fields}
@@ -109,7 +104,7 @@ def study(model: Path, num_texts: int, folder: Path) -> dict:
             "length": length,
             "prompt_tokens": int(studied.PROMPT_SHARE * length),
             "alpha": alpha,
-            "plain": measure(model, [*bits, *plain_policies(shape.num_layers, alpha)]),
+            "plain": measure(model, plain_policies(shape.num_layers, alpha)),
             "skewed": measure(skewed, skewed_policies(alpha)),
             "by_length": by_length,
             "skewing_alone": logits_change(model, skewed, text),

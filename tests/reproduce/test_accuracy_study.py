@@ -12,7 +12,9 @@ from models import save_opt
 
 from experiments.reproduce import registry
 from experiments.reproduce.infinigen import accuracy as infinigen_accuracy
+from experiments.reproduce.infinigen import accuracy_policies as studied
 from experiments.studies import accuracy_study
+from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.runtime.storage.loader import Checkpoint
 
 LENGTH = 48
@@ -54,6 +56,19 @@ def test_every_experiment_has_rows_figures_and_no_verdict(results):
     for one in results.values():
         assert set(one.rows["role"]) == {"context"} and np.isfinite(one.rows["ours"]).all()
         assert one.figures and all(np.isfinite(figure.frame[figure.y]).all() for figure in one.figures)
+
+
+def test_h2o_and_infinigen_are_compared_at_equal_bytes_in_equal_layers():
+    """In what is stored: layers 0 and 1 whole, and as many bytes moved, but for whole blocks."""
+    for study in infinigen_accuracy.studies().values():
+        rows = {row["policy"]: row for part in ("plain", "skewed") for row in study[part]["policies"]}
+        block = BLOCK_TOKENS / study["prompt_tokens"]
+        for share in studied.SHARES:
+            ranked, guessed = rows[studied.h2o(share)], rows[studied.infinigen(cap=share)]
+            for row in (ranked, guessed):
+                assert row["looked_at_by_layer"][:2] == pytest.approx([1, 1])
+            assert ranked["looked_at_by_layer"][2:] == pytest.approx(guessed["looked_at_by_layer"][2:], abs=block)
+            assert ranked["moved"] == pytest.approx(guessed["moved"], abs=block / 2)
 
 
 def test_skewing_alone_changes_nothing_and_all_tokens_are_exact(study):

@@ -16,7 +16,7 @@ import numpy as np
 from experiments import reference
 from experiments.reproduce.experiment import Experiment, Figure, Row, bars, lines
 from experiments.reproduce.infinigen import accuracy_policies as studied
-from experiments.reproduce.infinigen.accuracy_policies import h2o, infinigen, share_of_all_layers
+from experiments.reproduce.infinigen.accuracy_policies import h2o, infinigen, quantized, share_of_all_layers
 from experiments.reproduce.paper import INFINIGEN, context
 
 
@@ -71,9 +71,14 @@ def figure_4() -> Experiment:
     for model, study in studies().items():
         share = studied.KEPT * 2 / (1 + studied.PROMPT_SHARE) / study["length"]  # the best KEPT, of the mean context
         layers, points = study["attention"]["layers"], []
-        for name, part, policy in (("H2O", "plain", h2o(0.2)), ("InfiniGen", "skewed", infinigen(cap=0.2))):
+        compared = (
+            ("H2O", "plain", h2o(0.2)),
+            ("H2O, no layer whole,", "plain", h2o(0.2, 0)),
+            ("InfiniGen", "skewed", infinigen(cap=0.2)),
+        )
+        for name, part, policy in compared:
             points += [
-                {"position": row["end"], "cosine": row["cosine"], "series": f"{name}, 20 %"}
+                {"position": row["end"], "cosine": row["cosine"], "series": f"{name} 20 %"}
                 for row in study[part]["chunks"]
                 if row["policy"] == policy
             ]
@@ -151,9 +156,10 @@ def _by_size(study: dict) -> dict[str, list[tuple[dict, float]]]:
     plain, skewed = _rows(study, "plain"), _rows(study, "skewed")
     return {
         "H2O": [(plain[h2o(share)], share) for share in studied.SHARES],
+        "H2O, no layer whole": [(plain[h2o(share, 0)], share) for share in studied.SHARES],
         "InfiniGen": [(skewed[infinigen(cap=share)], share) for share in studied.SHARES],
         "InfiniGen, not skewed": [(plain[infinigen(cap=share)], share) for share in studied.SHARES],
-        "fewer bits": [(plain[f"INT{bits}"], (bits + 0.5) / 16) for bits in (4, 8)],
+        "fewer bits": [(plain[quantized(bits)], (bits + 32 / study["kv_group"]) / 16) for bits in sorted(studied.BITS)],
     }
 
 
@@ -168,8 +174,8 @@ def _against_size(column: str, y_label: str, log: str = "x") -> tuple[list[Row],
                 rows.append(context(f"{model}: {method}, {share:.0%}", row[column], moved_of_all_layers=row["moved"]))
         for share in (0.1, 0.2):  # H2O with as many bytes as InfiniGen moves over all layers
             of_all = share_of_all_layers(study["num_layers"], share)
-            row = _rows(study, "plain")[h2o(of_all)]
-            quantity = f"{model}: H2O, {of_all:.0%}: the share that InfiniGen moves at {share:.0%}"
+            row = _rows(study, "plain")[h2o(of_all, 0)]
+            quantity = f"{model}: H2O, {of_all:.0%} of every layer: what InfiniGen moves in all at {share:.0%}"
             rows.append(context(quantity, row[column], moved_of_all_layers=row["moved"]))
         full = _rows(study, "plain")["full_cache"][column]
         points += [{"share": 100 * share, column: full, "series": "full cache"} for share in studied.SHARES]
@@ -193,11 +199,11 @@ def figure_19() -> Experiment:
     for model, study in studies().items():
         points = []
         for length, of_length in study["by_length"].items():
-            for name, (full, chosen) in of_length.items():
-                over = chosen["perplexity"] / full["perplexity"]
-                method = "H2O" if name == "h2o" else "InfiniGen"
-                points.append({"length": int(length), "over": over, "series": method})
-                rows.append(context(f"{model}: {method}, {studied.KEPT} of {length} tokens, over full cache", over))
+            (_, *of_h2o), (_, of_infinigen) = of_length["h2o"], of_length["infinigen"]
+            for method, row in zip(("H2O", "H2O, no layer whole", "InfiniGen"), (*of_h2o, of_infinigen), strict=True):
+                points.append({"length": int(length), "over": row["over_full"], "series": method})
+                quantity = f"{model}: {method}, {studied.KEPT} of {length} tokens, over full cache"
+                rows.append(context(quantity, row["over_full"]))
         title, name = f"{model}, {studied.KEPT} tokens kept", f"{model.lower()}-lengths"
         figures.append(lines(name, points, title, "tokens of a text", "perplexity over the full cache's"))
     return INFINIGEN.experiment("infinigen-accuracy-fig19", rows, figures)
@@ -210,8 +216,9 @@ def figure_12() -> Experiment:
         points = []
         paths = {
             "full cache": ("plain", "full_cache"),
-            "INT4": ("plain", "INT4"),
+            "INT4": ("plain", quantized(4)),
             "H2O, 20 %": ("plain", h2o(0.2)),
+            "H2O, 20 %, no layer whole": ("plain", h2o(0.2, 0)),
             "InfiniGen": ("skewed", infinigen(study["alpha"], 0.2)),
         }
         for name, (part, policy) in paths.items():

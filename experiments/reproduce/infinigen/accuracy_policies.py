@@ -1,7 +1,9 @@
 """What the accuracy experiments of InfiniGen compare: shares, thresholds, and the policies' names.
 
-A share of the cache is of the context so far; H2O's budget is one of the prompt and stays what it is while the context
-grows: a mean share f takes a budget of f · H2O_GROWTH.
+What is compared at a share f loads equal bytes in equal layers. Layers 0 and 1 are whole, as in the authors' code of
+both. In each of the others InfiniGen fetches f of the context so far, and H2O keeps f of the decode's mean context: its
+budget is a share of the prompt and stays what it is while the context grows, so it is f · H2O_GROWTH, in whole blocks.
+With no layer whole, H2O loads as many bytes in all as InfiniGen does at f if its share is ``share_of_all_layers``.
 """
 
 from __future__ import annotations
@@ -23,9 +25,16 @@ H2O_GROWTH = (1 + PROMPT_SHARE) / 2 / PROMPT_SHARE  #: mean context of the decod
 PARTIAL = 0.3  #: the share of columns that the paper keeps
 
 
-def h2o(share: float) -> str:
-    """Return H2O with a mean share of the context."""
-    return f"h2o({min(1.0, round(H2O_GROWTH * share, 4))})"
+BITS = (8, 4, 2, 1)  #: of keys and values, as in Figs. 11 and 19
+
+
+def h2o(share: float, whole_layers: int = 2) -> str:
+    """Return H2O with a mean share of the context, in layers that drop tokens."""
+    return f"h2o({min(1.0, round(H2O_GROWTH * share, 4))},whole_layers={whole_layers})"
+
+
+def quantized(bits: int) -> str:
+    return f"quantized({bits})"
 
 
 def infinigen(alpha=math.inf, cap: float = 1.0, **more) -> str:
