@@ -76,7 +76,8 @@ def resolve_problem(arguments: LLMArguments, shape: ModelShape, paced: PacedDevi
     if paced.device.type == "cuda" and sizes["device"] is None:
         sizes["device"] = free_device_memory(paced.device)
     dtype = pick_dtype(arguments.dtype, shape, paced.device, hardware)
-    device, attention = paced.device.type, arguments.attention or fastest_paths(paced.device.type, dtype)
+    device = paced.device.type
+    attention = arguments.attention or fastest_paths(device, dtype, shape.queries_per_key)
     return Problem(
         shape=shape, dtype=dtype, hardware=hardware, budgets=Budgets(**sizes), device=device, attention=attention
     )

@@ -130,7 +130,8 @@ class Executor(Generic[SelectionT]):
         self.copies, self.host_share = parts.copies, parts.host_share
         self.wave, self.shape, self.policy, self.device = wave, wave.shape, wave.policy, parts.weights.device
         self.model = architecture(wave.shape)
-        paths = wave.problem.attention or fastest_paths(self.device.type, parts.weights.dtype_name)
+        dtype, group = parts.weights.dtype_name, wave.shape.queries_per_key
+        paths = wave.problem.attention or fastest_paths(self.device.type, dtype, group)
         self.attention = {phase: PATHS[name] for phase, name in paths._asdict().items()}
         self.selection = selection
         self.layer_weights = LayerWeights(parts.weights, parts.slots)

@@ -20,15 +20,15 @@ ATTENTION = "FLEXHYBRID_ATTENTION"  #: one name for all phases; without it, the 
 
 
 def faster_dtype(*sizes: int) -> str:
-    """What the environment says is faster. A test that asks without having said which is one that hangs on the machine
-    it meets."""
+    """What the environment says is faster. A test that asks without having said which would depend on the machine it
+    meets."""
     name = os.environ.get(FASTER_DTYPE)
     if name is None:
         raise AssertionError("this test computes in what is faster on this machine: let it take the fixture cpu_dtype")
     return name
 
 
-def attention_paths(device: str, dtype: str):
+def attention_paths(device: str, dtype: str, group: int):
     """The ways to attend that the environment names, of the product's own type; nothing is timed, kept or read."""
     module = sys.modules["flexhybrid.runtime.profiling.attention_paths"]
     name = os.environ.get(ATTENTION)

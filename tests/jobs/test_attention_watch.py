@@ -12,7 +12,7 @@ from flexhybrid.runtime.storage.loader import Checkpoint
 from flexhybrid.scoring import score
 from sim.presets import resident
 
-LENGTH, FORCED = 90, 50
+LENGTH, FORCED = 70, 30
 
 
 @pytest.fixture(scope="module", params=[save_opt, save_llama], ids=["opt", "llama"])

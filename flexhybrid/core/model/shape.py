@@ -75,6 +75,11 @@ class ModelShape:
         return self.num_heads * self.head_dim
 
     @property
+    def queries_per_key(self) -> int:
+        """r = H/G: query heads that share a key head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
     def kv_width(self) -> int:
         """2·G·d: elements of one token's keys and values in one layer."""
         return 2 * self.num_kv_heads * self.head_dim

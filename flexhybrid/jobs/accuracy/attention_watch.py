@@ -40,7 +40,7 @@ class FullCache:
         grid, groups, d = (num_texts, shape.num_layers), shape.num_kv_heads, shape.head_dim
         return FullCache(
             torch.zeros(*grid, groups, length - 1, d, device=device),
-            torch.zeros(*grid, num_forced - 1, groups, shape.num_heads // groups, d, device=device),
+            torch.zeros(*grid, num_forced - 1, groups, shape.queries_per_key, d, device=device),
         )
 
     def record(self, executor: Executor, members: np.ndarray) -> None:

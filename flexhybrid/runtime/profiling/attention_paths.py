@@ -1,4 +1,4 @@
-"""Which way to attend is the fastest on this machine, for each phase of a run and each compute dtype.
+"""Which way to attend is the fastest on this machine, for each phase of a run, compute dtype and size of head groups.
 
 No way is it everywhere. On two cores of an AMD EPYC (Zen 3, no 16-bit products) bfloat16 products take 15 times as long
 for a chunk as the fused way; on cores that multiply bfloat16 they reach 0.73 of the memory's bandwidth in a decode
@@ -24,32 +24,32 @@ FILE = "attention-cpu.json"  #: in the folder of profiles
 
 #: On a GPU, and on a CPU unless another way is found to be faster.
 USUAL = AttentionPaths(prompt="fused", chunk="products", decode="fused")
-#: Requests, new tokens and columns of each phase, timed with HEADS heads of HEAD_DIM elements: a call takes some
-#: milliseconds, and a decode step reads more than a core's own caches hold.
+#: Requests, new tokens and columns of each phase, timed with HEADS query heads (or one group) of HEAD_DIM elements: a
+#: call takes some milliseconds, and a decode step reads more than a core's own caches hold.
 SIZES = (1, 256, 256), (1, 128, 512), (16, 1, 512)
 HEADS, HEAD_DIM = 4, 64
 TURNS = 4  #: the ways take turns, after one that is not timed; the shortest time of each counts
 WORTH = 0.8  #: share of the usual way's time below which another is taken: chance must not change a run's bits
 
 
-def fastest_paths(device: str, dtype: str) -> AttentionPaths:
-    """Return the names in ``PATHS`` of the fastest ways to attend: as this machine has kept them, else measured now and
-    kept, so that a job given again computes the same bits."""
+def fastest_paths(device: str, dtype: str, group: int) -> AttentionPaths:
+    """Return the names in ``PATHS`` of the fastest ways to attend with ``group`` query heads a key head: as this
+    machine has kept them, else measured now and kept, so that a job given again computes the same bits."""
     if device != "cpu":
         return USUAL
     machine = f"{platform.node()}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
-    return _kept(dtype, f"{machine}, torch {torch.__version__}, {dtype}")
+    return _kept(dtype, group, f"{machine}, torch {torch.__version__}, {dtype}, {group} queries a key head")
 
 
 @functools.cache
-def _kept(dtype: str, key: str) -> AttentionPaths:
+def _kept(dtype: str, group: int, key: str) -> AttentionPaths:
     choices: dict[str, dict] = {}
     with contextlib.suppress(OSError, ValueError, InputError):  # no such file or folder, or none of ours
         content = json.loads((cache_folder() / FILE).read_text(encoding="utf-8"))
         choices = content if isinstance(content, dict) else {}
     if kept := paths_of(choices.get(key)):
         return kept
-    measured = _measured(dtype)
+    measured = _measured(dtype, group)
     with contextlib.suppress(OSError, InputError):  # what cannot be kept holds for this process
         write_by_rename(cache_folder() / FILE, json.dumps({**choices, key: measured._asdict()}, indent=1))
     return measured
@@ -67,15 +67,16 @@ def candidates(dtype: str) -> list[str]:
     return [name for name in PATHS if dtype != "float32" or not name.endswith("float32")]
 
 
-def _measured(dtype: str) -> AttentionPaths:
+def _measured(dtype: str, group: int) -> AttentionPaths:
     """Time every candidate in every phase."""
-    return AttentionPaths(*(_fastest(dtype, *sizes, usual) for sizes, usual in zip(SIZES, USUAL, strict=True)))
+    return AttentionPaths(*(_fastest(dtype, group, sizes, usual) for sizes, usual in zip(SIZES, USUAL, strict=True)))
 
 
 @torch.inference_mode()
-def _fastest(dtype: str, batch: int, new: int, tokens: int, usual: str) -> str:
-    keys, values = torch.ones(2, batch, HEADS, tokens, HEAD_DIM, dtype=getattr(torch, dtype))
-    query = keys.new_ones(batch, new, HEADS, HEAD_DIM)
+def _fastest(dtype: str, group: int, sizes: tuple[int, int, int], usual: str) -> str:
+    (batch, new, tokens), groups = sizes, max(1, HEADS // group)
+    keys, values = torch.ones(2, batch, groups, tokens, HEAD_DIM, dtype=getattr(torch, dtype))
+    query = keys.new_ones(batch, new, groups * group, HEAD_DIM)
     seconds = dict.fromkeys(candidates(dtype), float("inf"))
     for turn in range(1 + TURNS):
         for name, shortest in seconds.items():
