@@ -31,6 +31,7 @@ from policy_search.search_problem import (
     LOSSLESS,
     MINI_BATCH_TOKENS,
     PLAIN,
+    RESIDENT_MINI_BATCH_TOKENS,
     Option,
     SearchProblem,
     Space,
@@ -121,6 +122,7 @@ class SearchResult:
     complete: bool  #: whether everything that the bound left was looked at; False: the time limit ended the search
     search_s: float
     problem: SearchProblem
+    largest_mini_batch: int  #: tokens; that of ``gaps``
     #: the share by which another policy would have to be faster for the device to be left; None: nothing stays for it
     margin: float | None = None
     virtual: SimulatedSummary | None = None  #: of the winner, with ``confirm``
@@ -132,7 +134,10 @@ class SearchResult:
         """What is proved, in a sentence."""
         ended = "" if self.complete else "; the time limit ended the search"
         within = ", ".join(f"{gap:.1%} with attention on the {where}" for where, gap in sorted(self.gaps.items()))
-        return f"proved: nothing allowed can be faster by more than {within} (a bound without waiting){ended}"
+        sizes = f"mini-batches of up to {self.largest_mini_batch:,} tokens"
+        return (
+            f"proved: nothing allowed in {sizes} can be faster by more than {within} (a bound without waiting){ended}"
+        )
 
     @property
     def gap(self) -> float:
@@ -184,7 +189,8 @@ def search(problem: Problem, workload: Workload, settings: SearchSettings | None
     batches, tokens = settings.batches, settings.mini_batch_tokens
     deadline = np.inf if settings.time_limit is None else started + settings.time_limit
     solver = BranchAndBound(searched, deadline, settings.prune)
-    solver.favour_resident(batches, tokens, settings.margin)
+    of_resident = RESIDENT_MINI_BATCH_TOKENS if tokens == MINI_BATCH_TOKENS else tokens
+    solver.favour_resident(batches, of_resident, settings.margin)
     solver.explore(ChoiceGrid(searched, searched.options, *pairs_of(searched, batches, tokens)))
     solver.seed(settings.seeds, batches, tokens[0] if len(tokens) == 1 else None)
     if solver.best is None:
@@ -199,7 +205,7 @@ def search(problem: Problem, workload: Workload, settings: SearchSettings | None
     solver.finer_shares()
     if solver.best is None:
         raise RuntimeError("the tightest policy fits, but was not evaluated")
-    result = _result(solver, solver.best, started)
+    result = _result(solver, solver.best, started, tokens)
     if settings.write_lp is not None:
         pair = np.array([float(result.batch)]), np.array([float(result.policy.max_mini_batch_tokens)])
         write_lp(ChoiceGrid(searched, [Option.of(result.policy)], *pair).program(0), settings.write_lp)
@@ -208,7 +214,7 @@ def search(problem: Problem, workload: Workload, settings: SearchSettings | None
     return replace(result, virtual=_confirmed(result)) if settings.confirm else result
 
 
-def _result(solver: BranchAndBound, best: EvaluatedPolicy, started: float) -> SearchResult:
+def _result(solver: BranchAndBound, best: EvaluatedPolicy, started: float, tokens: tuple[int, ...]) -> SearchResult:
     problem = solver.problem
     num_choices = sum(known.grid.num_choices for known in solver.lower_bounds)
     return SearchResult(
@@ -224,6 +230,7 @@ def _result(solver: BranchAndBound, best: EvaluatedPolicy, started: float) -> Se
         margin=solver.margin if solver.stays else None,
         search_s=time.perf_counter() - started,
         problem=problem,
+        largest_mini_batch=max(tokens),
     )
 
 

@@ -21,6 +21,8 @@ from sim.cost import hardware_of
 
 NATIVE = "native"
 MINI_BATCH_TOKENS = (1024, 2048, 4096, 8192, 16384, 32768)  #: sizes of a mini-batch that are tried
+#: The same where everything is on the device: no copy asks for more than one mini-batch, and each pass begins anew.
+RESIDENT_MINI_BATCH_TOKENS = (*MINI_BATCH_TOKENS, 65536, 131072)
 
 
 @dataclass(frozen=True)

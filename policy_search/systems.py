@@ -23,7 +23,7 @@ from flexhybrid.core.policy import BITS, Overlap, Placement, Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.task import RESOURCES
 from flexhybrid.core.workload import Workload
-from policy_search.search_problem import MINI_BATCH_TOKENS
+from policy_search.search_problem import RESIDENT_MINI_BATCH_TOKENS
 from sim import presets
 from sim.array_clock import predict
 from sim.candidates import Candidates, mean_lengths
@@ -94,12 +94,12 @@ def _searched(setting: Setting, lossless: bool = False) -> Policy:
 def _resident(
     setting: Setting, max_mini_batch_tokens: int | None = None, weights_device: float | None = None
 ) -> Policy:
-    """Everything on the device that fits, in the mini-batches of MINI_BATCH_TOKENS that are predicted to be fastest."""
+    """Everything on the device that fits, in the mini-batches that are predicted to be fastest."""
 
     if max_mini_batch_tokens is not None:
         return _placed(setting, presets.resident(max_mini_batch_tokens), weights_device)
     lengths, runs = (setting.batch, setting.prompt_tokens, setting.max_tokens), []
-    for policy in map(presets.resident, MINI_BATCH_TOKENS):
+    for policy in map(presets.resident, RESIDENT_MINI_BATCH_TOKENS):
         with suppress(InputError):  # not even one request fits
             runs.append(simulate(setting.problem, _placed(setting, policy, weights_device), *lengths))
     fastest = max(runs, key=lambda run: run.tokens_per_s, default=None)
@@ -107,12 +107,12 @@ def _resident(
 
 
 def resident_by_speed(problem: Problem, workload: Workload) -> list[Policy]:
-    """Return ``resident`` in every size of MINI_BATCH_TOKENS, the fastest by prediction first, for requests of the mean
-    lengths that are all there at once; the preset alone where nothing can be predicted."""
+    """Return ``resident`` in every size of RESIDENT_MINI_BATCH_TOKENS, the fastest by prediction first, for requests of
+    the mean lengths that are all there at once; the preset alone where nothing can be predicted."""
     if problem.hardware is None:
         return [presets.resident()]
     lengths = workload.num_requests, *mean_lengths(workload)
-    sizes = np.array(MINI_BATCH_TOKENS)
+    sizes = np.array(RESIDENT_MINI_BATCH_TOKENS)
     try:
         seconds = predict(problem, Candidates(presets.resident(), *lengths, sizes)).total_s
     except InputError:  # a machine without a line for one of the verbs

@@ -158,7 +158,10 @@ def describe_search(report: SearchReport) -> str:
     lines.append(f"  searched in {report.search_s:.2f} s ({counts})")
     lines.append(f"  {found.proof}")
     if found.margin:
-        lines.append(f"  stays on the device: no other is {found.margin:.0%} faster, which predictions may be wrong by")
+        lines.append(
+            f"  stays on the device: another policy would have to be {found.margin:.0%} faster, the largest error of a "
+            "prediction so far"
+        )
     lines.append(
         f"The other systems on the same batch, priced in {report.rivals_s:.2f} s, with the share of the weights "
         "that each keeps on the device:"

@@ -20,7 +20,7 @@ from flexhybrid.core.waves import wave_plan
 from flexhybrid.core.workload import Workload
 from flexhybrid.resolve import best_policy
 from policy_search.search import LOSSLESS, MODEL_ERROR, PLAIN, SearchSettings, search
-from policy_search.search_problem import MINI_BATCH_TOKENS
+from policy_search.search_problem import RESIDENT_MINI_BATCH_TOKENS
 from policy_search.systems import Setting, system
 from sim import presets
 from sim.array_clock import predict
@@ -119,7 +119,7 @@ def test_the_margin_is_the_largest_error_that_was_measured():
 def test_resident_takes_the_best_of_its_mini_batches(batch, prompt):
     """By trying them one by one; ``simulate`` and ``auto`` agree."""
     problem, rates = Problem(shape=SHAPE, hardware=machine()), {}
-    for tokens in MINI_BATCH_TOKENS:
+    for tokens in RESIDENT_MINI_BATCH_TOKENS:
         rates[tokens] = simulate(problem, presets.resident(tokens), batch, prompt, 16).tokens_per_s
     named = system("resident", Setting(problem, batch, prompt, 16)).policy
     auto = best_policy(problem, Workload.uniform(batch, prompt, 16))
@@ -127,12 +127,21 @@ def test_resident_takes_the_best_of_its_mini_batches(batch, prompt):
     assert system("resident(1024)", Setting(problem, batch, prompt, 16)).policy.max_mini_batch_tokens == 1024
 
 
+def test_no_system_of_the_papers_is_faster_by_larger_mini_batches():
+    """FlexGen takes all requests at once: what is proved holds for it too, where the device has room for everything."""
+    problem, lengths = Problem(shape=SHAPE, hardware=machine()), Workload.uniform(700, 100, 8)
+    found = search(problem, lengths, SearchSettings(batch=700))
+    flexgen = simulate(problem, system("flexgen", Setting(problem, 700, 100, 8)).policy, 700, 100, 8).tokens_per_s
+    assert found.policy.max_mini_batch_tokens > found.largest_mini_batch
+    assert flexgen <= found.prediction["tokens_per_s"] * (1 + found.gap + 3e-3)
+
+
 def test_resident_takes_no_mini_batches_that_do_not_fit():
     """By trying how many tokens fit at once, all weights and every request on the device."""
     lengths = Workload.uniform(64, 120, 8)
     needed = {
         tokens: wave_plan(Problem(shape=SHAPE, hardware=machine()), presets.resident(tokens), lengths)["device"]
-        for tokens in MINI_BATCH_TOKENS
+        for tokens in RESIDENT_MINI_BATCH_TOKENS
     }
     needed = {tokens: sum(parts.values()) for tokens, parts in needed.items()}
     assert needed[1024] < needed[4096]
@@ -162,7 +171,7 @@ def test_whether_a_thousand_requests_fit_at_once_is_one_plan_a_mini_batch_size(m
     planned = []
     monkeypatch.setattr(waves, "admit", lambda *wave: planned.append(wave[2].num_requests) or admit(*wave))
     requests = Workload.uniform(1000, 60, 6)
-    for device, asked in ((1 << 40, [1000]), (24 * MIB, [1000] * len(MINI_BATCH_TOKENS))):
+    for device, asked in ((1 << 40, [1000]), (24 * MIB, [1000] * len(RESIDENT_MINI_BATCH_TOKENS))):
         planned.clear()
         problem = Problem(shape=SHAPE, hardware=machine(), budgets=Budgets(device=device, host=1 << 40))
         policy = resolve._resident_at_once(problem, requests)
