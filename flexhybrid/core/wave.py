@@ -91,8 +91,8 @@ def check_planned(policy: Policy, shape: ModelShape) -> None:
     whole = policy.selection.whole_layers
     if whole is not None and whole > shape.num_layers:
         raise InputError(
-            f"policy {policy.name}: selection.whole_layers is {whole}; {shape.name} has {shape.num_layers} layers: give "
-            "no more than that"
+            f"policy {policy.name}: selection.whole_layers is {whole}; {shape.name} has {shape.num_layers} layers: "
+            "give no more than that"
         )
     representations = {representation_of(entry) for entry in policy.cache_entries}
     speculative = policy.selection.method == "speculative"
