@@ -24,7 +24,7 @@ from flexhybrid.core.context.selection import (
     ALMOST_ALL,
     kept_tokens,
     limits_cache,
-    num_whole,
+    num_keeping,
     pool_blocks,
     selected_tokens,
 )
@@ -146,8 +146,7 @@ class CandidateSteps:
     @cached_property
     def whole(self) -> CandidateSteps | None:
         """The same in the layers that keep all tokens although the others do not; None: there are none."""
-        selection = self.policy.selection
-        if selection.method != "heavy_hitter" or not num_whole(selection, self.problem.shape.num_layers):
+        if not num_keeping(self.policy.selection, self.problem.shape.num_layers):
             return None
         steps = replace(self, policy=replace(self.policy, selection=Selection()))
         steps.__dict__["num_chunks"] = self.num_chunks  # a prompt is taken whole in all layers

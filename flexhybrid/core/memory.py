@@ -20,8 +20,8 @@ from flexhybrid.core.context.selection import (
     limits_cache,
     most_selected,
     num_choosing,
+    num_keeping,
     num_limited,
-    num_whole,
     partial_columns,
     whole_queries,
 )
@@ -324,7 +324,7 @@ def memory_parts(problem: Problem, policy: Policy, sizes: BufferSizes, resident,
     packing = PACKING_BYTES * min(PACKING_ELEMENTS[device], shape.ffn * shape.hidden)
     on_host = policy.attention == "host"
     widened = np.minimum(WIDENED_ELEMENTS, (sizes.longest + BLOCK_TOKENS) * shape.kv_width // 2)
-    pools, staged = _pool_parts(layers, num_whole(policy.selection, layers), sizes, row)
+    pools, staged = _pool_parts(layers, num_keeping(policy.selection, layers), sizes, row)
     chosen = _selection_parts(problem, policy, sizes, resident, row)
     on_device = {
         "resident weights": layers * resident,

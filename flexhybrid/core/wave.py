@@ -14,7 +14,7 @@ import numpy as np
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockEntries, BlockManager
 from flexhybrid.core.context.cache_entries import representation_of
 from flexhybrid.core.context.packing import chunk_tokens, num_chunks, pack
-from flexhybrid.core.context.selection import kept_tokens, limits_cache, num_whole, with_pool_share
+from flexhybrid.core.context.selection import kept_tokens, limits_cache, num_keeping, with_pool_share
 from flexhybrid.core.context.split import SplitLines, split_lines
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.layout import LayerLayout, layer_layout
@@ -156,7 +156,7 @@ def admit(
         layout=stored_layout(problem, policy),
         split=split,
     )
-    if policy.selection.method != "heavy_hitter" or not num_whole(policy.selection, problem.shape.num_layers):
+    if not num_keeping(policy.selection, problem.shape.num_layers):
         return wave
     counts = entries.most_blocks(first, cached)
     num_blocks = {entry: counts[:, i] for i, entry in enumerate(entries.names)}

@@ -9,7 +9,7 @@ import torch
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.context.cache_entries import StoredCopy, parts
-from flexhybrid.core.context.selection import num_choosing, num_limited, num_whole
+from flexhybrid.core.context.selection import num_choosing, num_keeping, num_limited
 from flexhybrid.core.memory import NUM_SLOTS, BufferSizes, index_cells
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import GROUP_ELEMENTS, Policy
@@ -108,7 +108,7 @@ class Buffers:
             else:
                 make = on_device if part.tier == "device" else on_host
                 block = (2, groups, BLOCK_TOKENS, d) if self.head_major(part) else (BLOCK_TOKENS, width)
-                whole = num_whole(policy.selection, shape.num_layers) if sizes.whole_blocks else 0
+                whole = num_keeping(policy.selection, shape.num_layers)
                 pool = make(shape.num_layers - whole, blocks, *block, dtype=row_dtype)
                 keeping = make(whole, sizes.whole_blocks.get(part.entry, 0), *block, dtype=row_dtype)
                 self.pools[part.space] = (*keeping, *pool) if whole else pool

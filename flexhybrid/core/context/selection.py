@@ -63,11 +63,16 @@ def first_choosing(selection: Selection) -> float:
     return WHOLE_LAYERS if selection.whole_layers is None else selection.whole_layers
 
 
+def num_keeping(selection: Selection, num_layers: int) -> int:
+    """First layers that keep all tokens although the others drop some: they have blocks of their own."""
+    return min(num_layers, selection.whole_layers or 0) if selection.method == "heavy_hitter" else 0
+
+
 def num_whole(selection: Selection, num_layers: int) -> int:
     """First layers that look at all tokens although the others look at a selection of them."""
-    if selection.method == "heavy_hitter":
-        return min(num_layers, selection.whole_layers or 0)
-    return 0 if selection.method == "none" else num_layers - num_choosing(selection, num_layers)
+    if selection.method == "speculative":
+        return num_layers - num_choosing(selection, num_layers)
+    return num_keeping(selection, num_layers)
 
 
 def num_choosing(selection: Selection, num_layers: int) -> int:
@@ -99,9 +104,7 @@ def limits_cache(selection: Selection) -> bool:
 
 def num_limited(selection: Selection, num_layers: int) -> int:
     """Layers in which new tokens take the places of cached ones from some length on."""
-    if not limits_cache(selection):
-        return 0
-    return num_layers - (num_whole(selection, num_layers) if selection.method == "heavy_hitter" else 0)
+    return num_layers - num_keeping(selection, num_layers) if limits_cache(selection) else 0
 
 
 def counts_uses(selection: Selection) -> bool:

@@ -75,8 +75,8 @@ def _lay_out(
     wave: Wave, iteration: int, stopped: set[int] | frozenset[int], forms: dict[tuple, int]
 ) -> list[tuple[tuple[MiniBatchStep, dict[str, Work]], tuple[MiniBatchStep, dict[str, Work]], int]]:
     """Of the mini-batches that still have a request: the step and its works in layers that look at a choice of tokens
-    and in those that look at all, and their form: what else than the layer and its slots the forms of its positions
-    hang on."""
+    and in those that look at all, and their form: what else than the layer and its slots decides the forms of its
+    positions."""
     steps = []
     for k, group in enumerate(wave.mini_batches):
         running = group[wave.workload.max_tokens[group] > iteration]

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from flexhybrid.core.context.selection import kept_tokens, num_whole
+from flexhybrid.core.context.selection import kept_tokens, num_keeping
 from flexhybrid.core.schedule.steps import MiniBatchStep
 from flexhybrid.core.task import Task
 from flexhybrid.core.wave import Wave
@@ -47,7 +47,7 @@ class HeavyHitters(SelectionHooks):
         self.kept = kept_tokens(selection, workload.prompt_tokens, workload.cached_tokens, workload.cached_tokens)
         self.recent = self.kept - self.kept // 2
         num_places = int(self.kept.max())
-        self.first = num_whole(selection, wave.shape.num_layers)  # the first layer that drops tokens
+        self.first = num_keeping(selection, wave.shape.num_layers)  # the first layer that drops tokens
         size = (wave.shape.num_layers - self.first, workload.num_requests, wave.shape.num_kv_heads, num_places)
         self.scores = torch.zeros(size, dtype=torch.float32, device=device)
         self.born = torch.zeros(size, dtype=torch.int32, device=device)  # positions of the tokens that the places hold
