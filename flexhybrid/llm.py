@@ -110,6 +110,7 @@ class LLM:
         self.arguments = arguments
         self._lock = threading.RLock()
         self._in_waves = False
+        self._num_prompts = 0  # that generate was given so far
         if not isinstance(arguments.model, (str, Path)) or not str(arguments.model):
             raise InputError(f"model must be the path of a local checkpoint folder, not {arguments.model!r}")
         self.checkpoint = Checkpoint(arguments.model)
@@ -157,16 +158,17 @@ class LLM:
     ) -> list[RequestOutput | None]:
         """Complete every prompt: a text, a list of token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": ids}.
 
-        Results are in the order of the prompts. ``on_answer(i, answer)`` is called as soon as the answer to prompt i is
-        complete, then ``on_tokens(n)`` with the number of newly generated tokens. Once ``should_stop()`` is true, the
-        call ends with the current iteration; answers that are not complete by then are None. ``on_trace`` is called
+        Results are in the order of the prompts. ``on_answer(i, answer)`` is called as soon as all n answers to prompt i
+        are complete, then ``on_tokens(n)`` with the number of newly generated tokens. Once ``should_stop()`` is true,
+        the call ends with the current iteration; answers that are not complete by then are None. ``on_trace`` is called
         with the result of the first wave, whose trace has up to TRACED_TASKS tasks.
 
         ``sampling_params``: one for all prompts, or a list of one a prompt. Random numbers depend on the seed, the
-        position in the text and, when one SamplingParams serves all, the prompt's place in the list. A seed of a list
-        gives its request the tokens that it gets alone, except for near ties and under InfiniGen's selection, whose
-        columns are chosen over all requests of a mini-batch. Raises InputError, before any work, for a prompt that is
-        empty, too long or holds an unknown token id, and for budgets too small for a single one of the requests.
+        position in the text and, when one SamplingParams serves all, the prompt's place in the list. Answer k of n
+        draws with seed + k. A seed of a list gives its request the tokens that it gets alone, except for near ties and
+        under InfiniGen's selection, whose columns are chosen over all requests of a mini-batch. Raises InputError,
+        before any work, for a prompt that is empty, too long or holds an unknown token id, and for budgets too small
+        for a single one of the requests.
 
         ``num_decoded``: how many of each prompt's last tokens pass the decode one by one instead of the prefill, for
         answers that show what a lossy policy makes of the prompt itself.
@@ -175,16 +177,23 @@ class LLM:
         disk space back; the next call loads the weights anew.
         """
         requests = self.codec.encode(prompts, sampling_params, num_decoded)
-        answers: list[RequestOutput | None] = [None] * len(requests.ids)
+        answers: list[RequestOutput | None] = [None] * len(requests.prompts)
         if not answers:
             return []
+        complete: list[list[CompletionOutput]] = [[] for _ in answers]
+        first_id = self._num_prompts
+        self._num_prompts += len(answers)
 
-        def completed(index: int, completion: CompletionOutput) -> None:
-            prompt = requests.prompts[index]
+        def completed(request: int, completion: CompletionOutput) -> None:
+            place = requests.answers[request][0]
+            complete[place].append(completion)
+            if len(complete[place]) < requests.params[request].n:
+                return
+            prompt, outputs = requests.prompts[place], sorted(complete[place], key=lambda output: output.index)
             text = prompt if isinstance(prompt, str) else None
-            answers[index] = answer = RequestOutput(text, requests.ids[index], [completion])
+            answers[place] = answer = RequestOutput(text, requests.ids[request], outputs, str(first_id + place))
             if on_answer:
-                on_answer(index, answer)
+                on_answer(place, answer)
 
         with self.waves(requests.workload) as waves:
             for members, wave in waves:
@@ -248,7 +257,8 @@ class LLM:
         }
 
         def finished(place: int, tokens: list[int], stop: int | str | None) -> None:
-            completion = self.codec.completion(ids[place], params[place], tokens, stop, watches.get(place))
+            index = requests.answers[members[place]][1]
+            completion = self.codec.completion(index, ids[place], params[place], tokens, stop, watches.get(place))
             completed(int(members[place]), completion)
 
         stop_ids = [self.codec.stop_ids(wanted) for wanted in params]

@@ -3,7 +3,7 @@
 import functools
 import secrets
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.workload import Workload
 from flexhybrid.runtime.kernels.sampling import SamplingPlan
 from flexhybrid.sampling_params import SamplingParams, params_per_prompt
+from flexhybrid.sampling_plan import SamplingRules
 from flexhybrid.text import Decode, StopWatch, answer_text
 
 CHARS_PER_TOKEN = 32  #: far more than a text's tokens have on average
@@ -32,18 +33,21 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A prompt and its completions (always one)."""
+    """A prompt and its n completions."""
 
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
+    request_id: str = field(default="0", compare=False)  #: counts the prompts of an LLM's life
+    finished: bool = True
 
 
 @dataclass(frozen=True)
 class Requests:
-    """Checked requests, in the order of ``prompts``."""
+    """Checked requests, one for each answer: those of a prompt stand together, in the order of ``prompts``."""
 
     prompts: list  #: as they were given: texts or token ids
+    answers: list[tuple[int, int]]  #: of each request: the place of its prompt, and of its answer among the prompt's
     ids: list[list[int]]
     params: list[SamplingParams]
     max_tokens: list[int]  #: of each answer, within the positions behind its prompt
@@ -64,6 +68,10 @@ class RequestCodec:
     shape: ModelShape
     folder: Path  #: of the checkpoint, for error messages
     tokenizer: Any  #: transformers' tokenizer of the checkpoint, or None
+
+    @property
+    def rules(self) -> SamplingRules:
+        return SamplingRules(self.shape, self.folder, self.tokenizer)
 
     def check(
         self, prompt: str | list[int], params: SamplingParams, name: str = "the prompt", special_tokens: bool = True
@@ -89,7 +97,7 @@ class RequestCodec:
         if min(ids) < 0 or max(ids) >= self.shape.vocab:
             bad = next(token for token in ids if not 0 <= token < self.shape.vocab)
             raise InputError(f"{name} holds token id {bad}; the vocabulary is 0 … {self.shape.vocab - 1}")
-        self._held_ids(params, name)
+        self.rules.changes(params, len(ids), name)
         return ids
 
     def _encode(self, text: str, name: str, special_tokens: bool) -> list[int]:
@@ -111,22 +119,6 @@ class RequestCodec:
             room = f"a sliding window of {limit} tokens, beyond which it cannot be run"
         return InputError(f"{size}; model {self.shape.name} has {room}, and at least one must be left for the answer")
 
-    def _held_ids(self, params: SamplingParams, name: str) -> tuple[int, ...]:
-        """Return the token ids that the first min_tokens tokens may not be. Raise InputError for stop conditions that
-        this checkpoint cannot check."""
-        vocab = self.shape.vocab
-        if wrong := [token for token in params.stop_token_ids if token >= vocab]:
-            raise InputError(f"stop_token_ids of {name} holds token id {wrong[0]}; the vocabulary is 0 … {vocab - 1}")
-        if params.stop and self.tokenizer is None:
-            raise InputError(f"{name} has stop texts, but {self.folder} has no tokenizer files; give stop_token_ids")
-        if not params.min_tokens:
-            return ()
-        # vLLM holds the end-of-sequence back even when ignore_eos lets it pass later.
-        held = tuple(sorted(t for t in {*params.stop_token_ids, *self.shape.eos_token_ids} if t < vocab))
-        if len(held) == vocab:
-            raise InputError(f"stop_token_ids of {name} leaves no token for its first min_tokens")
-        return held
-
     def encode(
         self,
         prompts: Iterable,
@@ -143,8 +135,6 @@ class RequestCodec:
         shared = sampling_params is None or isinstance(sampling_params, SamplingParams)
         params = params_per_prompt(sampling_params, len(plain))
         ids = [self.check(prompt, wanted, f"prompt {i}") for i, (prompt, wanted) in enumerate(zip(plain, params))]
-        room = [self.shape.max_context - len(prompt_ids) for prompt_ids in ids]
-        limits = [min(wanted.max_tokens or left, left) for wanted, left in zip(params, room)]
         decoded = [0] * len(ids) if num_decoded is None else [int(count) for count in num_decoded]
         if len(decoded) != len(ids):
             raise InputError(f"num_decoded has {len(decoded)} numbers for {len(ids)} prompts")
@@ -154,24 +144,35 @@ class RequestCodec:
                     f"num_decoded of prompt {i} is {count}; it must be from 0 to {len(prompt_ids) - 1}: one of its "
                     f"{len(prompt_ids)} tokens at least passes the prefill"
                 )
-        return Requests(plain, ids, params, limits, self._sampling_plan(ids, params, shared), decoded)
+        room = [self.shape.max_context - len(prompt_ids) for prompt_ids in ids]
+        limits = [min(wanted.max_tokens or left, left) for wanted, left in zip(params, room)]
+        plan = self._sampling_plan(ids, params, shared)
+        answers = [(i, k) for i, wanted in enumerate(params) for k in range(wanted.n)]
+        places, number = np.array(answers, dtype=np.int64).reshape(-1, 2).T
+        plan = plan.select(places)
+        plan = replace(plan, seeds=plan.seeds + number.astype(np.uint64))  # beyond 2**64 they begin anew
+        each = [[values[i] for i in places] for values in (ids, params, limits)]
+        return Requests(plain, answers, *each, plan=plan, num_decoded=[decoded[i] for i in places])
 
     def _sampling_plan(self, prompts: list[list[int]], params: list[SamplingParams], shared: bool) -> SamplingPlan:
-        """Return the sampling parameters as arrays.
+        """Return the sampling parameters of the prompts as arrays.
 
-        ``shared``: one SamplingParams serves all requests. Its seed then gives each request random numbers of its own.
+        ``shared``: one SamplingParams serves all prompts. Its seed then gives each prompt random numbers of its own.
         """
         call_seed = secrets.randbits(63)
-        starts = [len(ids) + wanted.min_tokens for ids, wanted in zip(prompts, params)]
         return SamplingPlan(
             temperature=np.array([wanted.temperature for wanted in params], dtype=np.float64),
             top_k=np.array([wanted.top_k for wanted in params], dtype=np.int64),
             top_p=np.array([wanted.top_p for wanted in params], dtype=np.float64),
             min_p=np.array([wanted.min_p for wanted in params], dtype=np.float64),
             seeds=np.array([call_seed if wanted.seed is None else wanted.seed for wanted in params], dtype=np.uint64),
-            request_ids=np.array([i if shared or wanted.seed is None else 0 for i, wanted in enumerate(params)]),
-            min_positions=np.array(starts),
-            held_ids=tuple(self._held_ids(wanted, f"prompt {i}") for i, wanted in enumerate(params)),
+            request_ids=np.array(
+                [i if shared or wanted.seed is None else 0 for i, wanted in enumerate(params)], dtype=np.int64
+            ),
+            changes=tuple(
+                self.rules.changes(wanted, len(ids), f"prompt {i}")
+                for i, (ids, wanted) in enumerate(zip(prompts, params))
+            ),
         )
 
     def stop_ids(self, params: SamplingParams) -> frozenset[int]:
@@ -180,6 +181,7 @@ class RequestCodec:
 
     def completion(
         self,
+        index: int,
         prompt_ids: list[int],
         params: SamplingParams,
         token_ids: list[int],
@@ -199,7 +201,7 @@ class RequestCodec:
             shown = token_ids if stop is None or included else token_ids[:-1]
             text = answer_text(self.decoder(params), prompt_ids, shown)
         ended = not params.ignore_eos and stop in self.shape.eos_token_ids
-        return CompletionOutput(0, text, token_ids, "length" if stop is None else "stop", None if ended else stop)
+        return CompletionOutput(index, text, token_ids, "length" if stop is None else "stop", None if ended else stop)
 
     def decoder(self, params: SamplingParams) -> Decode:
         return functools.partial(self.tokenizer.decode, skip_special_tokens=params.skip_special_tokens)

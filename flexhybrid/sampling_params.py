@@ -2,7 +2,7 @@
 
 import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -11,17 +11,16 @@ from flexhybrid.core.errors import InputError, check, is_integer, is_number, sho
 
 #: vLLM's other fields (vllm/sampling_params.py, versions 0.4 to 0.20), with the values that ask for nothing.
 NEUTRAL: dict[str, tuple] = {
-    **dict.fromkeys(("allowed_token_ids", "guided_decoding", "logprob_token_ids", "logprobs"), (None,)),
+    **dict.fromkeys(("guided_decoding", "logprob_token_ids", "logprobs"), (None,)),
     **dict.fromkeys(("prompt_logprob_start", "prompt_logprob_token_ids", "prompt_logprobs"), (None,)),
     **dict.fromkeys(("repetition_detection", "stream_interval", "structured_outputs"), (None,)),
     **dict.fromkeys(("trace_decode_token_ids", "truncate_prompt_tokens"), (None,)),
-    **dict.fromkeys(("bad_words", "logits_processors"), (None, [])),
-    **dict.fromkeys(("extra_args", "logit_bias"), (None, {})),
     **dict.fromkeys(("detokenize", "spaces_between_special_tokens"), (True,)),
     **dict.fromkeys(("early_stopping", "flat_logprobs", "use_beam_search"), (False,)),
-    **dict.fromkeys(("frequency_penalty", "presence_penalty"), (0.0,)),
-    **dict.fromkeys(("length_penalty", "repetition_penalty"), (1.0,)),
     "best_of": (None, 1),
+    "extra_args": (None, {}),
+    "length_penalty": (1.0,),
+    "logits_processors": (None, []),
     "output_kind": (0, 2),  # CUMULATIVE and FINAL_ONLY: the same for whoever waits for all answers
     "routed_experts_prompt_start": (0,),
     "skip_clone": (False, True),
@@ -29,23 +28,39 @@ NEUTRAL: dict[str, tuple] = {
     "thinking_token_budget": (None, -1),
 }
 
+MOST_ANSWERS = 16_384  #: to one prompt; vLLM's bound
 #: Fields that are whole numbers: name, least value, what besides a number there may be.
 _COUNTS = (
-    ("n", 1, ""),
+    ("n", 1, f" and <= {MOST_ANSWERS}"),
     ("max_tokens", 1, ", or None (JSON: null) for all that the model has room for"),
     ("min_tokens", 0, ""),
     ("top_k", -1, "; 0 or -1 turns it off"),
 )
+#: Fields that are numbers: name, what is accepted, in words.
+_NUMBERS = (
+    ("temperature", lambda number: 0 <= number < math.inf, "a finite number >= 0"),
+    ("top_p", lambda number: 0 < number <= 1, "above 0 and at most 1, which turns it off"),
+    ("min_p", lambda number: 0 <= number <= 1, "from 0, which turns it off, to 1"),
+    ("frequency_penalty", lambda number: -2 <= number <= 2, "from -2 to 2; 0 turns it off"),
+    ("presence_penalty", lambda number: -2 <= number <= 2, "from -2 to 2; 0 turns it off"),
+    ("repetition_penalty", lambda number: 0 < number < math.inf, "a finite number > 0; 1 turns it off"),
+)
+_FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
+LARGEST_BIAS = 100.0  #: a bias beyond it, up or down, is taken as this, as in vLLM
 
 
 @dataclass(frozen=True, init=False)
 class SamplingParams:
     """How one request is answered. A wrong value, or a field of vLLM's that is not supported, raises InputError.
 
-    The logits are divided by the temperature, then min_p, top_k and top_p are applied in this order, as in vLLM.
+    Tokens that may not come are masked, logit_bias is added, and the penalties of repetition, frequency and presence
+    are applied; then the logits are divided by the temperature, and min_p, top_k and top_p are applied, in this order,
+    as in vLLM. Where all that is forbidden leaves no token, the most probable one comes.
+
+    Answer i of n draws as the only answer of a request with ``seed`` + i would.
     """
 
-    n: int = 1  #: answers a prompt; only one is supported
+    n: int = 1  #: answers a prompt
     max_tokens: int | None = 16  #: None: as many as the model has positions for
     min_tokens: int = 0  #: end-of-sequence, stop_token_ids and stop cannot end the answer before so many tokens
     temperature: float = 1.0  #: 0 takes the most probable token
@@ -58,6 +73,12 @@ class SamplingParams:
     include_stop_str_in_output: bool = False  #: the text is cut behind what ended the answer
     ignore_eos: bool = False
     skip_special_tokens: bool = True  #: leave special tokens out of the text
+    frequency_penalty: float = 0.0  #: subtracted from a token's logit for each time that the answer has it
+    presence_penalty: float = 0.0  #: subtracted from the logits of tokens that the answer has
+    repetition_penalty: float = 1.0  #: divides logits of tokens in prompt and answer, multiplies those below 0
+    logit_bias: tuple[tuple[int, float], ...] = ()  #: (or a dictionary) token id -> what is added to its logit
+    allowed_token_ids: tuple[int, ...] | None = None  #: no other tokens come; None: all may
+    bad_words: tuple[str, ...] = ()  #: texts whose tokens do not come one after the other
 
     def __init__(self, **values):
         """Fields besides those above: accepted at the value that asks for nothing."""
@@ -82,28 +103,26 @@ class SamplingParams:
             value = getattr(self, name)
             unlimited = name == "max_tokens" and value is None
             check(name, value, unlimited or is_integer(value) and value >= least, f"a whole number >= {least}{more}")
-        if self.n != 1:
-            raise InputError(f"n is {self.n}; one answer a prompt is supported: give the prompt n times")
+        check("n", self.n, self.n <= MOST_ANSWERS, f"at most {MOST_ANSWERS}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InputError(f"min_tokens is {self.min_tokens}, more than max_tokens, which is {self.max_tokens}")
-        warm = is_number(self.temperature) and 0 <= self.temperature < math.inf
-        check("temperature", self.temperature, warm, "a finite number >= 0")
-        in_reach = is_number(self.top_p) and 0 < self.top_p <= 1
-        check("top_p", self.top_p, in_reach, "above 0 and at most 1, which turns it off")
-        in_reach = is_number(self.min_p) and 0 <= self.min_p <= 1
-        check("min_p", self.min_p, in_reach, "from 0, which turns it off, to 1")
+        for name, accepts, words in _NUMBERS:
+            value = getattr(self, name)
+            check(name, value, is_number(value) and accepts(value), words)
         known = self.seed is None or is_integer(self.seed) and 0 <= self.seed < 2**64
         check("seed", self.seed, known, "a whole number from 0 to 2**64 - 1, or None")
-        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+        for name in _FLAGS:
             check(name, getattr(self, name), isinstance(getattr(self, name), bool), "True or False")
-        stop = (self.stop,) if isinstance(self.stop, str) else _items("stop", self.stop, "a text or a list of texts")
-        texts = all(isinstance(text, str) and text for text in stop)
-        check("stop", self.stop, texts, "a text or a list of texts, none of them empty")
-        ids = _items("stop_token_ids", self.stop_token_ids, "a list of token ids")
-        tokens = all(is_integer(token) and token >= 0 for token in ids)
-        check("stop_token_ids", self.stop_token_ids, tokens, "a list of token ids >= 0")
-        settled = {"top_k": max(self.top_k, 0), "stop": tuple(dict.fromkeys(stop)),
-                   "stop_token_ids": tuple(dict.fromkeys(int(token) for token in ids))}  # fmt: skip
+        allowed = self.allowed_token_ids
+        settled = {
+            "top_k": max(self.top_k, 0),
+            "stop": _texts("stop", (self.stop,) if isinstance(self.stop, str) else self.stop, "a text or "),
+            "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids),
+            "bad_words": _texts("bad_words", self.bad_words),
+            "allowed_token_ids": None if allowed is None else _token_ids("allowed_token_ids", allowed),
+            "logit_bias": _biases(self.logit_bias),
+        }
+        check("allowed_token_ids", allowed, settled["allowed_token_ids"] != (), "a list of one token id at least")
         for name, value in settled.items():
             object.__setattr__(self, name, value)
 
@@ -132,6 +151,34 @@ def _items(name: str, value, expected: str) -> tuple:
         return ()
     check(name, value, isinstance(value, (list, tuple, set, frozenset, np.ndarray)), f"{expected}, or None")
     return tuple(value)
+
+
+def _texts(name: str, value, besides: str = "") -> tuple[str, ...]:
+    texts = _items(name, value, f"{besides}a list of texts")
+    check(name, value, all(isinstance(text, str) and text for text in texts), f"{besides}a list of texts, none empty")
+    return tuple(dict.fromkeys(texts))
+
+
+def _token_ids(name: str, value) -> tuple[int, ...]:
+    ids = _items(name, value, "a list of token ids")
+    check(name, value, all(is_integer(token) and token >= 0 for token in ids), "a list of token ids >= 0")
+    return tuple(dict.fromkeys(int(token) for token in ids))
+
+
+def _biases(value) -> tuple[tuple[int, float], ...]:
+    """Return (token id, bias) of a dictionary, whose keys may be texts, as JSON's are, or of what this returns."""
+    wanted = 'a dictionary of token ids and numbers, such as {"50256": -100}'
+    if value is None:
+        return ()
+    settled = isinstance(value, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value)
+    check("logit_bias", value, settled or isinstance(value, Mapping), wanted)
+    biases = {}
+    for token, bias in dict(value).items():
+        token_id = int(token) if isinstance(token, str) and token.isdecimal() and token.isascii() else token
+        right = is_integer(token_id) and token_id >= 0 and is_number(bias) and not math.isnan(bias)
+        check("logit_bias", value, right and token_id not in biases, wanted)
+        biases[int(token_id)] = min(max(float(bias), -LARGEST_BIAS), LARGEST_BIAS)
+    return tuple(biases.items())
 
 
 def _same(value, neutral) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from flexhybrid.core.errors import SHOWN, InputError, is_integer
-from flexhybrid.requests import RequestCodec, RequestOutput
+from flexhybrid.requests import CompletionOutput, RequestCodec, RequestOutput
 from flexhybrid.sampling_params import SamplingParams
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -210,22 +210,26 @@ def _content(content, where: str) -> str:
 
 def answer_line(number: int, request: Request, output: RequestOutput, url: str, created: int) -> bytes:
     """Return the output line that answers input line ``number``. ``created``: unix time of the job."""
-    completion, chat = output.outputs[0], url == CHAT
-    text = {"message": {"role": "assistant", "content": completion.text}} if chat else {"text": completion.text}
-    choice = {"index": 0, **text, "logprobs": None, "finish_reason": completion.finish_reason}
-    if request.return_token_ids:
-        choice["token_ids"] = completion.token_ids
-    prompt_tokens, tokens = len(output.prompt_token_ids), len(completion.token_ids)
+    chat = url == CHAT
+    prompt_tokens, tokens = len(output.prompt_token_ids), sum(len(one.token_ids) for one in output.outputs)
     usage = {"prompt_tokens": prompt_tokens, "completion_tokens": tokens, "total_tokens": prompt_tokens + tokens}
     body = {
         "id": f"{'chatcmpl' if chat else 'cmpl'}-{number:08d}",
         "object": "chat.completion" if chat else "text_completion",
         "created": created,
         "model": request.model,
-        "choices": [choice],
+        "choices": [_choice(request, completion, chat) for completion in output.outputs],
         "usage": usage,
     }
     return _line(number, request.custom_id, 200, body)
+
+
+def _choice(request: Request, completion: CompletionOutput, chat: bool) -> dict:
+    text = {"message": {"role": "assistant", "content": completion.text}} if chat else {"text": completion.text}
+    choice = {"index": completion.index, **text, "logprobs": None, "finish_reason": completion.finish_reason}
+    if request.return_token_ids:
+        choice["token_ids"] = completion.token_ids
+    return choice
 
 
 def error_line(number: int, refused: Refused) -> bytes:

@@ -32,11 +32,12 @@ MAX_LINE_BYTES = 1 << 24  #: longer lines are refused, so that a file without li
 
 @dataclass(frozen=True)
 class Census:
-    """Counts of all lines of a file, by line number less one; 17 bytes a line."""
+    """Counts of all lines of a file, by line number less one; 19 bytes a line."""
 
     offsets: np.ndarray  #: [lines + 1] int64, of the first byte of each line
     prompt_tokens: np.ndarray  #: [lines] int32; 0: the line is refused
     max_tokens: np.ndarray  #: [lines] int32
+    num_answers: np.ndarray  #: [lines] int16, at least 1
     duplicates: np.ndarray  #: [lines] bool: an earlier line has the same custom_id
     sha256: str
 
@@ -45,8 +46,9 @@ class Census:
         return len(self.prompt_tokens)
 
     def workload(self, places: np.ndarray) -> Workload:
-        """Return the lengths of the requests at ``places`` (line numbers less one)."""
-        return Workload(self.prompt_tokens[places], self.max_tokens[places])
+        """Return the lengths of all answers of the lines at ``places`` (line numbers less one)."""
+        each = np.repeat(places, self.num_answers[places])
+        return Workload(self.prompt_tokens[each], self.max_tokens[each])
 
     @property
     def valid(self) -> np.ndarray:
@@ -208,16 +210,16 @@ def take_census(
     lines: BinaryIO, read: ReadLine, max_context: int, on_line: Callable[[int], object] | None = None
 ) -> Census:
     """Count the file in one pass. ``on_line(bytes)`` is called after each line."""
-    offsets, prompts, limits = array("q", [0]), array("i"), array("i")
+    offsets, prompts, limits, answers = array("q", [0]), array("i"), array("i"), array("h")
     low, high, digest = array("Q"), array("Q"), sha256()  # the halves of custom_ids' hashes; zeros: no custom_id
     lines.seek(0)
     for number, (raw, length) in enumerate(split_lines(lines, digest), 1):
         try:
             request = read(raw, number)
-            custom_id, prompt = request.custom_id, len(request.token_ids)
+            custom_id, prompt, num_answers = request.custom_id, len(request.token_ids), request.params.n
             limit = min(request.params.max_tokens or max_context, max_context - prompt)
         except Refused as refused:
-            custom_id, prompt, limit = refused.custom_id, 0, 0
+            custom_id, prompt, limit, num_answers = refused.custom_id, 0, 0, 1
         hashed = bytes(16)
         if custom_id is not None:
             hashed = blake2b(custom_id.encode("utf-8", "surrogatepass"), digest_size=16).digest()
@@ -226,13 +228,19 @@ def take_census(
         offsets.append(offsets[-1] + length)
         prompts.append(prompt)
         limits.append(limit)
+        answers.append(num_answers)
         if on_line:
             on_line(length)
     duplicates = _repeated(np.frombuffer(low, np.uint64), np.frombuffer(high, np.uint64))
     prompt_tokens = np.frombuffer(prompts, np.int32)  # no copies: files are long
     prompt_tokens[duplicates] = 0
     return Census(
-        np.frombuffer(offsets, np.int64), prompt_tokens, np.frombuffer(limits, np.int32), duplicates, digest.hexdigest()
+        offsets=np.frombuffer(offsets, np.int64),
+        prompt_tokens=prompt_tokens,
+        max_tokens=np.frombuffer(limits, np.int32),
+        num_answers=np.frombuffer(answers, np.int16),
+        duplicates=duplicates,
+        sha256=digest.hexdigest(),
     )
 
 

@@ -172,7 +172,7 @@ class StepMaker:
             mask_B11T=None if hidden is None else mask_of(hidden, self.dtype, self.device),
             last_rows_B=self._copy(last_rows) if width > 1 else None,
             sampled_cells_B=self._copy(self.tokens.cells(step.requests, total)),
-            sampling=step_sampling(self.plan, step.requests, total, self._copy),
+            sampling=step_sampling(self.plan, step.requests, total, self.tokens.start[step.requests], self._copy),
             stores={store.space: self._store_place(step, store) for store in step.stores},
             block_tables={space: self._copy(table) for space, table in tables.items()},
         )

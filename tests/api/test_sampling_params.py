@@ -26,7 +26,16 @@ from flexhybrid.text import StopWatch, answer_text
         *(({"top_p": value}, "top_p is") for value in (0, -0.1, 1.1, float("nan"), True, None)),
         *(({"min_p": value}, "min_p is") for value in (-0.1, 1.1, float("nan"), True, None)),
         *(({"seed": value}, "seed is") for value in ("x", -1, 2**64, True, 1.0)),
-        *(({"n": value}, "n is") for value in (0, 2, True)),
+        *(({"n": value}, "n is") for value in (0, 2.0, True)),
+        *(({"frequency_penalty": value}, "frequency_penalty is") for value in (-2.1, 3, True, "1", None)),
+        *(({"presence_penalty": value}, "presence_penalty is") for value in (-2.1, float("nan"))),
+        *(({"repetition_penalty": value}, "repetition_penalty is") for value in (0, -1, float("inf"))),
+        *(
+            ({"logit_bias": value}, "logit_bias is")
+            for value in ({"a": 1}, {-1: 1}, {3: "x"}, [3], {1: True}, {"1": 1, 1: 2})
+        ),
+        *(({"allowed_token_ids": value}, "allowed_token_ids is") for value in ([], ["a"], [-1], 3)),
+        *(({"bad_words": value}, "bad_words is") for value in ("word", [""], [3], {"a": 1})),
         *(({"stop": value}, "stop is") for value in ("", ["a", ""], [3], 3, {"a": 1}, b"a")),
         *(({"stop_token_ids": value}, "stop_token_ids is") for value in (3, [-1], ["a"], [True], "12", [1.0])),
         *(({name: "no"}, name) for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output")),

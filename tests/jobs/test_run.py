@@ -249,7 +249,7 @@ def test_bad_lines_become_errors_with_their_number_and_the_rest_runs(tiny, tmp_p
         line("tools", prompt=[5], tools=[{}]): "unsupported_parameter",
         line("typo", prompt=[5], max_token=3): "unknown_parameter",
         line("misspelt", prompt=[5], temperature=0, top_P=3): "unknown_parameter",
-        line("n", prompt=[5], n=2): "invalid_value",
+        line("n", prompt=[5], n=2, best_of=3): "invalid_value",
         line("hot", prompt=[5], temperature="hot"): "invalid_value",
         line("long", prompt=[5] * 96): "invalid_value",
         line("word", prompt=[61]): "invalid_value",
@@ -264,7 +264,7 @@ def test_bad_lines_become_errors_with_their_number_and_the_rest_runs(tiny, tmp_p
     assert run(source, out, tiny, "--errors", str(errors)) == 0
     assert [row["custom_id"] for row in read(out)] in (["r1", "r2"], ["r2", "r1"])
     params = {row["custom_id"]: row["response"]["body"]["error"]["param"] for row in read(errors)}
-    wrong = {"typo": "max_token", "misspelt": "top_P", "hot": "temperature", "n": "n", "tools": "tools"}
+    wrong = {"typo": "max_token", "misspelt": "top_P", "hot": "temperature", "n": "best_of", "tools": "tools"}
     assert {name: params[name] for name in wrong} == wrong
     told = {row["custom_id"]: row["response"]["body"]["error"]["message"] for row in read(errors)}
     assert "body is missing" in told["bare"] and "body is null" in told["null"] and "url is missing" in told["nowhere"]

@@ -18,6 +18,7 @@ from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.compare.exactness import Reference, compare_tokens
 from flexhybrid.runtime.engine import Engine, RunControl
+from flexhybrid.runtime.kernels.logit_changes import LogitChanges
 from flexhybrid.runtime.kernels.sampling import SamplingPlan, greedy_plan
 from flexhybrid.runtime.storage.loader import Checkpoint, RandomWeights
 from flexhybrid.runtime.storage.weights import DiskPlace, Weights
@@ -114,9 +115,13 @@ def test_traces_of_streams_are_clean(case, tmp_path, name):
 def sampled_every_way(num_requests: int) -> SamplingPlan:
     """Everything that a request may ask of sampling, at once."""
     ones = np.ones(num_requests)
+    changes = LogitChanges(
+        1, frequency=0.1, presence=0.2, repetition=1.1, bias_ids=np.array([5]), bias_values=np.array([2.0]),
+        held_ids=np.array([2, 7]), held_until=1000, allowed_ids=np.arange(1, 50), bad_words=((3, 4), (5, 6, 7)),
+    )  # fmt: skip
     return replace(
         greedy_plan(num_requests), temperature=ones, top_k=np.full(num_requests, 20), top_p=0.9 * ones,
-        min_p=0.05 * ones, min_positions=np.full(num_requests, 1000), held_ids=((2, 7),) * num_requests,
+        min_p=0.05 * ones, changes=(changes,) * num_requests,
     )  # fmt: skip
 
 

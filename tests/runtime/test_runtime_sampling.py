@@ -7,18 +7,29 @@ from oracles.warpers import warped as oracle
 from scipy import stats
 
 from flexhybrid.runtime.kernels import sampling
-from flexhybrid.runtime.kernels.sampling import (
-    SamplingPlan,
-    choose,
-    greedy_plan,
-    philox4x32,
-    step_sampling,
-    uniforms,
-    warp,
-)
+from flexhybrid.runtime.kernels.logit_changes import LogitChanges
+from flexhybrid.runtime.kernels.random_numbers import philox4x32, uniforms
+from flexhybrid.runtime.kernels.sampling import SamplingPlan, greedy_plan, step_sampling
+
+NO_TOKENS = torch.empty(0, dtype=torch.int64)  #: a token table that nobody reads
 
 
-def plan_of(rows, seed=0, request_ids=None, min_positions=None, held_ids=None) -> SamplingPlan:
+def choose(logits, step, tokens=NO_TOKENS):
+    return sampling.choose(logits, step, tokens)
+
+
+def warp(logits, step, tokens=NO_TOKENS):
+    return sampling.warp(logits, step, tokens)
+
+
+def holding(min_positions, held_ids) -> tuple[LogitChanges, ...]:
+    return tuple(
+        LogitChanges(1, held_ids=np.array(ids), held_until=int(position))
+        for position, ids in zip(min_positions, held_ids, strict=True)
+    )
+
+
+def plan_of(rows, seed=0, request_ids=None, changes=None) -> SamplingPlan:
     """rows: dicts of temperature, top_k, top_p, min_p; what a row leaves out is off."""
     count = len(rows)
 
@@ -28,15 +39,14 @@ def plan_of(rows, seed=0, request_ids=None, min_positions=None, held_ids=None) -
     return SamplingPlan(
         column("temperature", 1.0), column("top_k", 0), column("top_p", 1.0), column("min_p", 0.0),
         np.full(count, seed, dtype=np.uint64), np.arange(count) if request_ids is None else np.asarray(request_ids),
-        np.zeros(count, dtype=np.int64) if min_positions is None else np.asarray(min_positions),
-        held_ids or ((),) * count,
+        changes or (None,) * count,
     )  # fmt: skip
 
 
 def step_of(plan, positions=None, requests=None):
     requests = np.arange(len(plan.top_k)) if requests is None else np.asarray(requests)
     positions = np.full(len(requests), 7) if positions is None else np.asarray(positions)
-    return step_sampling(plan, requests, positions, torch.from_numpy)
+    return step_sampling(plan, requests, positions, np.zeros(len(requests), dtype=np.int64), torch.from_numpy)
 
 
 # ---- the generator ---------------------------------------------------------------------------------------------------
@@ -195,7 +205,7 @@ def test_a_row_gets_the_same_token_in_any_batch_and_order(seed):
     rows = [random_row(generator) for _ in range(24)]
     logits = torch.from_numpy(generator.normal(0, 2, (24, 700))).float()
     positions = generator.integers(0, 9, 24)
-    plan = plan_of(rows, seed=seed, min_positions=generator.integers(0, 9, 24), held_ids=((1, 2),) * 24)
+    plan = plan_of(rows, seed=seed, changes=holding(generator.integers(0, 9, 24), ((1, 2),) * 24))
     together = choose(logits, step_of(plan, positions))
     assert logits.isfinite().all()  # left as they are
     for size in (1, 5):
@@ -230,9 +240,9 @@ def test_held_tokens_do_not_come_before_their_position():
     logits = torch.zeros(4, 6)
     logits[:, 2], logits[:, 5] = 9.0, 5.0
     rows = [{"temperature": 0.0}, {"temperature": 0.0}, {"temperature": 0.01}, {"temperature": 0.01}]
-    plan = plan_of(rows, min_positions=[4, 4, 4, 4], held_ids=((2,), (2,), (2,), (2, 5)))
+    plan = plan_of(rows, changes=holding([4, 4, 4, 4], ((2,), (2,), (2,), (2, 5))))
     assert choose(logits, step_of(plan, [3, 4, 3, 4])).tolist() == [5, 2, 5, 2]
-    greedy = plan_of(rows[:2], min_positions=[4, 4], held_ids=((2,), (2, 5)))
+    greedy = plan_of(rows[:2], changes=holding([4, 4], ((2,), (2, 5))))
     assert choose(logits[:2], step_of(greedy, [3, 3])).tolist() == [5, 0]
     assert step_of(greedy, [4, 4]) is None
 
@@ -243,7 +253,7 @@ def test_a_gpu_keeps_and_draws_the_same(seed):
     generator = np.random.default_rng(seed)
     rows = [random_row(generator) for _ in range(32)]
     logits = torch.from_numpy(generator.normal(0, 2, (32, 5000))).float()
-    plan = plan_of(rows, seed=seed, min_positions=generator.integers(0, 9, 32), held_ids=((1, 2),) * 32)
-    requests, positions = np.arange(32), generator.integers(0, 9, 32)
-    on_gpu = step_sampling(plan, requests, positions, lambda array: torch.from_numpy(array).cuda())
-    assert torch.equal(choose(logits.cuda(), on_gpu).cpu(), choose(logits, step_of(plan, positions)))
+    plan = plan_of(rows, seed=seed, changes=holding(generator.integers(0, 9, 32), ((1, 2),) * 32))
+    requests, positions, firsts = np.arange(32), generator.integers(0, 9, 32), np.zeros(32, dtype=np.int64)
+    on_gpu = step_sampling(plan, requests, positions, firsts, lambda array: torch.from_numpy(array).cuda())
+    assert torch.equal(choose(logits.cuda(), on_gpu, NO_TOKENS.cuda()).cpu(), choose(logits, step_of(plan, positions)))

@@ -22,7 +22,7 @@ class Answered(NamedTuple):
 
     number: int  #: of the input line, from 1
     line: bytes  #: of the output
-    num_tokens: int
+    num_tokens: int  #: of all its choices
 
 
 class PendingRequests(Protocol):
@@ -36,7 +36,11 @@ class PendingRequests(Protocol):
         ...
 
     def workload(self, places: np.ndarray) -> Workload:
-        """Return the lengths of the requests at ``places`` (line numbers less one)."""
+        """Return the lengths of all answers of the lines at ``places`` (line numbers less one)."""
+        ...
+
+    def num_answers(self, places: np.ndarray) -> np.ndarray:
+        """Return how many answers each of these lines gets."""
         ...
 
     def request(self, number: int) -> Request:
@@ -76,13 +80,20 @@ def answer_pending(requests: PendingRequests, stop: StopAsked, on_trace: OnTrace
     max_requests = WINDOW
     while len(pending := requests.pending()) and not stop.asked:
         requests.check_input_unchanged()
-        window = pending[:max_requests]
-        count, _ = requests.llm.first_wave(requests.workload(window))
+        window, count = first_lines(requests, pending[:max_requests])
         try:
-            _answer_wave(requests, (window[:count] + 1).tolist(), stop, on_trace)
+            _answer_wave(requests, (window + 1).tolist(), stop, on_trace)
             on_trace = None
         except torch.OutOfMemoryError as error:
             max_requests = _shrink(requests.llm, count, error, requests.note)
+
+
+def first_lines(requests: PendingRequests, window: np.ndarray) -> tuple[np.ndarray, int]:
+    """Return the first of these lines whose answers run together, one at least, and how many answers do."""
+    count, _ = requests.llm.first_wave(requests.workload(window))
+    count = min(count, len(window))
+    num_lines = int(np.searchsorted(requests.num_answers(window).cumsum(), count, side="right"))
+    return window[: max(1, num_lines)], count
 
 
 def _answer_wave(requests: PendingRequests, numbers: list[int], stop: StopAsked, on_trace: OnTrace | None) -> None:
@@ -91,7 +102,7 @@ def _answer_wave(requests: PendingRequests, numbers: list[int], stop: StopAsked,
 
     def on_answer(place: int, output: RequestOutput) -> None:
         line = requests.line(numbers[place], wave[place], output)
-        answered.append(Answered(numbers[place], line, len(output.outputs[0].token_ids)))
+        answered.append(Answered(numbers[place], line, sum(len(one.token_ids) for one in output.outputs)))
 
     def write() -> None:
         """Write all answers of an iteration at once."""

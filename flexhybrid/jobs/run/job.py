@@ -320,12 +320,12 @@ class Job:
         """Return the forecast of the pending requests, after saying it. Raise InputError when the largest requests do
         not fit the budgets."""
         pending = self.pending()
-        lengths = self.workload(pending)
+        lengths, lines = self.workload(pending), np.repeat(pending, self.num_answers(pending)) + 1
         for largest in {int(lengths.prompt_tokens.argmax()), int(lengths.cached_tokens.argmax())}:
             try:
                 self.llm.first_wave(lengths.select(slice(largest, largest + 1)))
             except InputError as error:
-                raise InputError(f"line {pending[largest] + 1}: {error}") from None
+                raise InputError(f"line {lines[largest]}: {error}") from None
         plan = forecast(self.llm, lengths)
         if self.crew and plan.seconds is not None:
             plan = replace(plan, seconds=plan.seconds / self.crew.size)
@@ -350,6 +350,9 @@ class Job:
     def workload(self, places: np.ndarray) -> Workload:
         return self.census.workload(places)
 
+    def num_answers(self, places: np.ndarray) -> np.ndarray:
+        return self.census.num_answers[places]
+
     def request(self, number: int) -> Request:
         return self.source.request(number)
 
@@ -367,7 +370,8 @@ class Job:
         for number, _, num_tokens in answered:
             self.states[number - 1] = ANSWERED
             self.tokens += num_tokens
-            self.progress.finished(int(self.census.max_tokens[number - 1]) - num_tokens)
+            most = int(self.census.max_tokens[number - 1]) * int(self.census.num_answers[number - 1])
+            self.progress.finished(most - num_tokens)
         self.answers.sync_if_due()
 
     def advance(self, num_tokens: int) -> None:

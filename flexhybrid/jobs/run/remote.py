@@ -32,7 +32,7 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.progress import StopAsked
 from flexhybrid.jobs.ray_cluster import ENVIRONMENT, MAX_RETRIES, Crew
-from flexhybrid.jobs.run.answering import Answered, PendingRequests, answer_pending, load_weights
+from flexhybrid.jobs.run.answering import Answered, PendingRequests, answer_pending, first_lines, load_weights
 from flexhybrid.jobs.run.forecast import WINDOW, Forecast
 from flexhybrid.jobs.run.remote_read import BATCH, LINES, read_lines
 from flexhybrid.llm import LLM
@@ -127,11 +127,9 @@ def _batches(requests: PendingRequests, pending: np.ndarray, offsets: np.ndarray
     max_requests = min(WINDOW, math.ceil(len(pending) / actors))
     start = 0
     while start < len(pending):
-        window = pending[start : start + max_requests]
-        count, _ = requests.llm.first_wave(requests.workload(window))
-        places = window[:count]
+        places, _ = first_lines(requests, pending[start : start + max_requests])
         yield pa.table([[(places + 1).tolist()], [offsets[places].tolist()], [offsets[places + 1].tolist()]], BATCH)
-        start += count
+        start += len(places)
 
 
 def _messages(crew: Crew, config: ActorConfig, path: Path, batches: Iterator[pa.Table]) -> Generator[dict]:
@@ -231,7 +229,11 @@ class RemoteBatch:
         requests = [self._requests[number] for number in (places + 1).tolist()]
         prompts = np.array([len(request.token_ids) for request in requests])
         limits = np.array([request.params.max_tokens or max_context for request in requests])
-        return Workload(prompts, np.minimum(limits, max_context - prompts))
+        each = np.repeat(np.arange(len(requests)), self.num_answers(places))
+        return Workload(prompts[each], np.minimum(limits, max_context - prompts)[each])
+
+    def num_answers(self, places: np.ndarray) -> np.ndarray:
+        return np.array([self._requests[number].params.n for number in (places + 1).tolist()])
 
     def request(self, number: int) -> Request:
         return self._requests[number]

@@ -1,6 +1,6 @@
 """From logits to tokens, each request by its own parameters.
 
-The order of the steps is vLLM's: mask tokens that may not come yet, divide by the temperature, then min_p, top_k,
+The order of the steps is vLLM's: change the logits (``logit_changes``), divide by the temperature, then min_p, top_k,
 top_p, then one draw. Random numbers are counter-based: the number of (seed, request, position) does not depend on the
 rest of the batch, and each row of logits is treated by itself, so that other requests change no token.
 
@@ -12,11 +12,13 @@ Shapes in names: B requests of a mini-batch, V vocabulary, N requests of a wave,
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+
+from flexhybrid.runtime.kernels.logit_changes import LogitChanges, StepChanges, ToDevice, change_, step_changes
+from flexhybrid.runtime.kernels.random_numbers import uniforms
 
 GREEDY_BELOW = 1e-5  #: temperatures below it mean greedy, as in vLLM: logits cannot be divided by them
 DRAW_BLOCK = 256  #: tokens of a block: a draw first finds its block of the vocabulary, then its token, by fewer sums
@@ -34,13 +36,12 @@ class SamplingPlan:
     min_p: np.ndarray  #: [N]; 0: off
     seeds: np.ndarray  #: [N] uint64
     request_ids: np.ndarray  #: [N] number of the request among those of its seed, for the random numbers
-    min_positions: np.ndarray  #: [N] tokens of ``held_ids`` may not come at positions below this one
-    held_ids: tuple[tuple[int, ...], ...]  #: [N]
+    changes: tuple[LogitChanges | None, ...]  #: [N]; None: its logits stay as they are
 
     def select(self, members: np.ndarray) -> SamplingPlan:
         """Return the plan of the requests with these indices."""
-        arrays = {name: value[members] for name, value in vars(self).items() if name != "held_ids"}
-        return SamplingPlan(**arrays, held_ids=tuple(self.held_ids[i] for i in members))
+        arrays = {name: value[members] for name, value in vars(self).items() if name != "changes"}
+        return SamplingPlan(**arrays, changes=tuple(self.changes[i] for i in members))
 
 
 def greedy_plan(num_requests: int) -> SamplingPlan:
@@ -53,8 +54,7 @@ def greedy_plan(num_requests: int) -> SamplingPlan:
         min_p=zeros,
         seeds=int_zeros.astype(np.uint64),
         request_ids=np.arange(num_requests),
-        min_positions=int_zeros,
-        held_ids=((),) * num_requests,
+        changes=(None,) * num_requests,
     )
 
 
@@ -69,25 +69,22 @@ class StepSampling:
     rows_top_k: torch.Tensor | slice | None
     rows_top_p: torch.Tensor | slice | None
     largest_k: int
-    held_2M: torch.Tensor | None  #: (row, token id) pairs that may not come yet
+    changes: StepChanges | None
 
 
 def step_sampling(
-    plan: SamplingPlan,
-    requests: np.ndarray,
-    positions: np.ndarray,
-    to_device: Callable[[np.ndarray], torch.Tensor],
+    plan: SamplingPlan, requests: np.ndarray, positions: np.ndarray, first_cells: np.ndarray, to_device: ToDevice
 ) -> StepSampling | None:
     """Return how the requests [B] (indices of the plan) choose the tokens at ``positions`` [B]; None where all take the
     largest logit.
 
-    Positions count from the first token of the prompt. ``to_device`` may copy asynchronously.
+    Positions count from the first token of the prompt. ``first_cells`` [B]: where the requests begin in the token
+    table. ``to_device`` may copy asynchronously.
     """
     temperature = plan.temperature[requests]
     random = temperature >= GREEDY_BELOW
-    held = np.flatnonzero(positions < plan.min_positions[requests])
-    pairs = [(row, token) for row in held for token in plan.held_ids[requests[row]]]
-    if not pairs and not random.any():
+    changes = step_changes([plan.changes[request] for request in requests], positions, first_cells, to_device)
+    if changes is None and not random.any():
         return None
 
     def rows(wanted: np.ndarray) -> torch.Tensor | slice | None:
@@ -108,35 +105,48 @@ def step_sampling(
         rows_top_k=rows(top_k > 0),
         rows_top_p=rows(top_p < 1),
         largest_k=int(top_k.max()),
-        held_2M=to_device(np.array(pairs, dtype=np.int64).T) if pairs else None,
+        changes=changes,
     )
 
 
-def choose(logits_BV: torch.Tensor, step: StepSampling | None) -> torch.Tensor:
-    """Return token ids [B]; ``step`` is of ``step_sampling``. The logits are not changed."""
+def choose(logits_BV: torch.Tensor, step: StepSampling | None, tokens: torch.Tensor) -> torch.Tensor:
+    """Return token ids [B]; ``step`` is of ``step_sampling``, ``tokens`` the token table. The logits are not changed.
+
+    Where what a request forbids leaves it no token, it gets the most probable one.
+    """
     if step is None:
         return logits_BV.argmax(dim=-1)
-    warped_BV = warp(logits_BV, step)
+    warped_BV = warp(logits_BV, step, tokens)
+    if step.changes is None or not step.changes.forbids:
+        return _chosen(warped_BV, step)
+    none_left_B = warped_BV.amax(dim=-1).isinf()
+    return torch.where(none_left_B, logits_BV.argmax(dim=-1), _chosen(warped_BV, step))
+
+
+def _chosen(warped_BV: torch.Tensor, step: StepSampling) -> torch.Tensor:
+    """Return token ids [B]. Overwrites the logits."""
     if step.values_5B is None:
         return warped_BV.argmax(dim=-1)
     if step.greedy_B is None:
         return draw(warped_BV, step.values_5B[0])
-    largest_B = warped_BV.argmax(dim=-1)  # before the draw, which overwrites the logits
+    largest_B = warped_BV.argmax(dim=-1)  # before the draw
     return torch.where(step.greedy_B, largest_B, draw(warped_BV, step.values_5B[0]))
 
 
-def warp(logits_BV: torch.Tensor, step: StepSampling) -> torch.Tensor:
-    """Return new float32 logits [B, V]: divided by the temperature, -inf where a token may not come."""
-    if step.values_5B is None:
-        logits = logits_BV.to(torch.float32, copy=True)
-    else:
+def warp(logits_BV: torch.Tensor, step: StepSampling, tokens: torch.Tensor) -> torch.Tensor:
+    """Return new float32 logits [B, V]: changed, divided by the temperature, -inf where a token may not come.
+    ``tokens``: the token table."""
+    if step.changes is None and step.values_5B is not None:
         logits = logits_BV.float() / step.values_5B[1].float()[:, None]
-    if step.held_2M is not None:
-        # Not by assignment: a number assigned at indices is copied from pageable memory, and the host waits for that.
-        logits.index_put_((step.held_2M[0], step.held_2M[1]), logits.new_full((), -torch.inf))
+    else:
+        logits = logits_BV.to(torch.float32, copy=True)
+    if step.changes is not None:
+        change_(logits, step.changes, tokens)
     if step.values_5B is None:
         return logits
-    _, _, min_p_B, top_k_B, top_p_B = step.values_5B
+    _, temperature_B, min_p_B, top_k_B, top_p_B = step.values_5B
+    if step.changes is not None:
+        logits /= temperature_B.float()[:, None]
     if (rows := step.rows_min_p) is not None:
         keep_from(logits, rows, logits[rows].amax(dim=-1) + min_p_B[rows].log())
     if (rows := step.rows_top_k) is not None:
@@ -212,34 +222,3 @@ def _first_above(cumulated: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     below_total = torch.nextafter(total, torch.zeros_like(total))
     index = torch.searchsorted(cumulated, torch.minimum(target, below_total), right=True)
     return index.clamp_(max=cumulated.shape[-1] - 1)  # for logits that are not finite: a token of the vocabulary
-
-
-# ---- random numbers --------------------------------------------------------------------------------------------------
-
-_WORD = np.uint64(0xFFFFFFFF)
-_HALF = np.uint64(32)
-_MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], dtype=np.uint64)
-_KEY_STEPS = np.array([[0x9E3779B9], [0xBB67AE85]], dtype=np.uint64)
-
-
-def philox4x32(counter_4N: np.ndarray, key_2N: np.ndarray) -> np.ndarray:
-    """Philox 4x32 with 10 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
-
-    Words of 32 bits lie in uint64, so that products fit: counters [4, N] and keys [2, N] to random words [4, N].
-    """
-    even, odd, key = counter_4N[::2], counter_4N[1::2], key_2N
-    for _ in range(10):
-        product = even * _MULTIPLIERS
-        even, odd = (product >> _HALF)[::-1] ^ odd ^ key, (product & _WORD)[::-1]
-        key = (key + _KEY_STEPS) & _WORD
-    return np.stack([even[0], odd[0], even[1], odd[1]])
-
-
-def uniforms(seeds: np.ndarray, requests: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Return a uniform in [0, 1) of 53 bits for each (seed, request, position): key and counter of Philox 4x32."""
-    seeds, requests, positions = (
-        np.asarray(values).astype(np.uint64) for values in np.broadcast_arrays(seeds, requests, positions)
-    )
-    counter = np.stack([positions & _WORD, positions >> _HALF, requests & _WORD, requests >> _HALF])
-    words = philox4x32(counter, np.stack([seeds & _WORD, seeds >> _HALF]))
-    return ((words[0] >> np.uint64(5)) * 2.0**26 + (words[1] >> np.uint64(6))) * 2.0**-53

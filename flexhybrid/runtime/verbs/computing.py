@@ -168,6 +168,6 @@ def sample(state: State, task: Task) -> None:
     finite."""
     tensors = state.tensors(task)
     finite = state.logits.amax(dim=-1).isfinite()
-    chosen = sampling.choose(state.logits, tensors.sampling)
+    chosen = sampling.choose(state.logits, tensors.sampling, state.tokens.ids)
     state.tokens.ids[tensors.sampled_cells_B] = chosen
     state.sampled.on_device[task.mini_batch][: len(chosen)].copy_(chosen.masked_fill(~finite, sampling.NO_TOKEN))

@@ -1,0 +1,194 @@
+"""What requests change of their logits before the temperature: tokens that may not come, biases, penalties.
+
+The order of the steps is vLLM's: allowed tokens, bad words, held tokens and biases, then the penalties of repetition,
+frequency and presence. Penalties are counted anew each step from the token table, so that they need no state beside it:
+a request may leave its place, or be computed again, and its penalties come along.
+
+Shapes in names: B requests of a mini-batch, V vocabulary, M single changes, R rows with penalties, T tokens of the
+longest of them, P bad words of several tokens, L tokens before the last of the longest of those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import torch
+
+ToDevice = Callable[[np.ndarray], torch.Tensor]  #: may copy asynchronously
+ANY_TOKEN = -1  #: fills short bad words in front
+
+
+def no_ids() -> np.ndarray:
+    return np.empty(0, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class LogitChanges:
+    """What one request changes of its logits."""
+
+    prompt_tokens: int  #: positions from here on are output
+    frequency: float = 0.0  #: subtracted for each time that a token stands in the output
+    presence: float = 0.0  #: subtracted once for each token of the output
+    repetition: float = 1.0  #: logits of tokens in prompt and output are divided by it, negative ones multiplied
+    bias_ids: np.ndarray = field(default_factory=no_ids)  #: distinct
+    bias_values: np.ndarray = field(default_factory=no_ids)  #: added to their logits; -inf: the token never comes
+    held_ids: np.ndarray = field(default_factory=no_ids)  #: do not come at positions below ``held_until``
+    held_until: int = 0
+    allowed_ids: np.ndarray | None = None  #: no others come
+    bad_words: tuple[tuple[int, ...], ...] = ()  #: of two tokens at least: the last one does not come after the others
+
+    @cached_property
+    def is_penalised(self) -> bool:
+        return (self.frequency, self.presence, self.repetition) != (0, 0, 1)
+
+    @cached_property
+    def forbids(self) -> bool:
+        never = np.isneginf(self.bias_values).any()
+        return bool(self.allowed_ids is not None or self.bad_words or len(self.held_ids) or never)
+
+
+@dataclass(frozen=True)
+class Penalties:
+    """Rows whose logits hang on the tokens that they have."""
+
+    rows_R1: torch.Tensor
+    cells_R1: torch.Tensor  #: of the token table, where the request begins
+    lengths_R1: torch.Tensor  #: tokens of prompt and output
+    prompts_R1: torch.Tensor  #: tokens of the prompt
+    values_3R1: torch.Tensor  #: float32: frequency, presence, repetition
+    longest: int  #: T
+    counts_output: bool  #: False: only repetition is asked for
+
+
+@dataclass(frozen=True)
+class BadWords:
+    """Rows whose output may be about to end with a bad word."""
+
+    rows_P: torch.Tensor
+    last_P: torch.Tensor  #: the word's last token
+    cells_PL: torch.Tensor  #: of the token table, where its other tokens would stand
+    others_PL: torch.Tensor  #: those; ANY_TOKEN where it is shorter
+
+
+@dataclass(frozen=True)
+class StepChanges:
+    """What B requests change in one step, on the device."""
+
+    allowed: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None  #: the rows; row and token of all that may come
+    added: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None  #: [M] row, token, what is added to its logit
+    bad_words: BadWords | None
+    penalties: Penalties | None
+    forbids: bool  #: a row may be left without a token
+
+
+def step_changes(
+    changes: Sequence[LogitChanges | None], positions: np.ndarray, first_cells: np.ndarray, to_device: ToDevice
+) -> StepChanges | None:
+    """Return what B requests change of the logits of the tokens at ``positions`` [B]; None: nothing.
+
+    ``first_cells`` [B]: where the requests begin in the token table.
+    """
+    asking = [(row, change) for row, change in enumerate(changes) if change is not None]
+    if not asking:
+        return None
+    allowed = [(row, change.allowed_ids) for row, change in asking if change.allowed_ids is not None]
+    held = [(row, c.held_ids, np.full(len(c.held_ids), -np.inf)) for row, c in asking if positions[row] < c.held_until]
+    added = [(row, change.bias_ids, change.bias_values) for row, change in asking if len(change.bias_ids)] + held
+    step = StepChanges(
+        allowed=_allowed(allowed, to_device) if allowed else None,
+        added=_added(added, to_device) if added else None,
+        bad_words=_bad_words(asking, positions, first_cells, to_device),
+        penalties=_penalties(asking, positions, first_cells, to_device),
+        forbids=any(change.forbids for _, change in asking),
+    )
+    parts = step.allowed, step.added, step.bad_words, step.penalties
+    return step if any(part is not None for part in parts) else None
+
+
+def _allowed(allowed: list[tuple[int, np.ndarray]], to_device: ToDevice):
+    rows = np.array([row for row, _ in allowed])
+    sizes = [len(ids) for _, ids in allowed]
+    return to_device(rows), to_device(np.repeat(rows, sizes)), to_device(np.concatenate([ids for _, ids in allowed]))
+
+
+def _added(added: list[tuple[int, np.ndarray, np.ndarray]], to_device: ToDevice):
+    rows = np.repeat([row for row, _, _ in added], [len(ids) for _, ids, _ in added])
+    ids, values = (np.concatenate([entry[part] for entry in added]) for part in (1, 2))
+    return to_device(rows), to_device(ids), to_device(values.astype(np.float32))
+
+
+def _bad_words(asking, positions: np.ndarray, first_cells: np.ndarray, to_device: ToDevice) -> BadWords | None:
+    words = [
+        (row, word)
+        for row, change in asking
+        for word in change.bad_words
+        if len(word) - 1 <= positions[row] - change.prompt_tokens
+    ]
+    if not words:
+        return None
+    longest = max(len(word) for _, word in words) - 1
+    rows = np.array([row for row, _ in words])
+    others = np.array([(ANY_TOKEN,) * (longest - len(word) + 1) + word[:-1] for _, word in words])
+    cells = first_cells[rows, None] + np.maximum(positions[rows, None] + np.arange(-longest, 0), 0)
+    last = np.array([word[-1] for _, word in words])
+    return BadWords(to_device(rows), to_device(last), to_device(cells), to_device(others))
+
+
+def _penalties(asking, positions: np.ndarray, first_cells: np.ndarray, to_device: ToDevice) -> Penalties | None:
+    penalised = [(row, change) for row, change in asking if change.is_penalised]
+    if not penalised:
+        return None
+    rows = np.array([row for row, _ in penalised])
+    prompts = np.array([change.prompt_tokens for _, change in penalised])
+    values = np.array([(c.frequency, c.presence, c.repetition) for _, c in penalised], dtype=np.float32)
+    numbers = np.stack([rows, first_cells[rows], positions[rows], prompts])[:, :, None]
+    rows_R1, cells_R1, lengths_R1, prompts_R1 = to_device(numbers)
+    return Penalties(
+        rows_R1=rows_R1,
+        cells_R1=cells_R1,
+        lengths_R1=lengths_R1,
+        prompts_R1=prompts_R1,
+        values_3R1=to_device(values.T[:, :, None]),
+        longest=int(positions[rows].max()),
+        counts_output=bool(values[:, :2].any()),
+    )
+
+
+def change_(logits_BV: torch.Tensor, step: StepChanges, tokens: torch.Tensor) -> None:
+    """Change float32 logits in place. ``tokens``: the token table."""
+    never = logits_BV.new_full((), -torch.inf)  # by assignment, a number would make the host wait for its copy
+    if step.allowed is not None:
+        rows, *places = step.allowed
+        kept = logits_BV[*places]
+        logits_BV[rows] = never
+        logits_BV.index_put_(tuple(places), kept)
+    if (words := step.bad_words) is not None:
+        complete = ((tokens[words.cells_PL] == words.others_PL) | (words.others_PL == ANY_TOKEN)).all(dim=1)
+        added = torch.where(complete, never, torch.zeros_like(never))
+        logits_BV.index_put_((words.rows_P, words.last_P), added, accumulate=True)
+    if step.added is not None:
+        *places, values = step.added
+        logits_BV.index_put_(tuple(places), values, accumulate=True)
+    if step.penalties is not None:
+        _penalise_(logits_BV, step.penalties, tokens)
+
+
+def _penalise_(logits_BV: torch.Tensor, step: Penalties, tokens: torch.Tensor) -> None:
+    """Change the logits of the tokens that the rows have. A token that a row has several times is written as often,
+    with the same value."""
+    rows, vocab = step.rows_R1, logits_BV.shape[1]
+    frequency, presence, repetition = step.values_3R1
+    places = torch.arange(step.longest, device=tokens.device)
+    ids_RT = tokens[step.cells_R1 + places.clamp(max=step.lengths_R1 - 1)]  # padding repeats the last token
+    score = logits_BV[rows, ids_RT]
+    logits_BV.index_put_((rows, ids_RT), torch.where(score > 0, score / repetition, score * repetition))
+    if not step.counts_output:
+        return
+    is_output = (places >= step.prompts_R1) & (places < step.lengths_R1)
+    ranked = torch.where(is_output, ids_RT, vocab).sort(dim=1).values
+    count = torch.searchsorted(ranked, ids_RT, right=True) - torch.searchsorted(ranked, ids_RT)
+    score = logits_BV[rows, ids_RT] - frequency * count
+    logits_BV.index_put_((rows, ids_RT), score - presence * (count > 0))

@@ -1,0 +1,82 @@
+"""From what requests ask of their sampling to how the tokens of a checkpoint are chosen."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flexhybrid.core.errors import InputError
+from flexhybrid.core.model.shape import ModelShape
+from flexhybrid.runtime.kernels.logit_changes import LogitChanges
+from flexhybrid.sampling_params import SamplingParams
+
+
+@dataclass
+class SamplingRules:
+    """What sampling parameters mean for one checkpoint."""
+
+    shape: ModelShape
+    folder: Path  #: of the checkpoint, for error messages
+    tokenizer: Any  #: transformers' tokenizer of the checkpoint, or None
+
+    def changes(self, params: SamplingParams, prompt_tokens: int, name: str) -> LogitChanges | None:
+        """Return what a request changes of its logits; None: nothing. Raise InputError, calling the prompt ``name``,
+        for what this checkpoint cannot do."""
+        self._check_ids("stop_token_ids", params.stop_token_ids, name)
+        if params.stop and self.tokenizer is None:
+            raise InputError(f"{name} has stop texts, but {self.folder} has no tokenizer files; give stop_token_ids")
+        held = self._held_ids(params)
+        words = self._bad_words(params, name) if params.bad_words else ()
+        biases = dict(params.logit_bias)
+        self._check_ids("logit_bias", tuple(biases), name)
+        biases |= {word[0]: -np.inf for word in words if len(word) == 1}
+        if params.allowed_token_ids is not None:
+            self._check_ids("allowed_token_ids", params.allowed_token_ids, name)
+        self._check_choice(params, held, biases, name)
+        penalties = params.frequency_penalty, params.presence_penalty, params.repetition_penalty
+        if not held and not biases and not words and params.allowed_token_ids is None and penalties == (0, 0, 1):
+            return None
+        allowed = params.allowed_token_ids
+        return LogitChanges(
+            prompt_tokens,
+            *penalties,
+            bias_ids=np.array(list(biases), dtype=np.int64),
+            bias_values=np.array(list(biases.values()), dtype=np.float64),
+            held_ids=np.array(held, dtype=np.int64),
+            held_until=prompt_tokens + params.min_tokens,
+            allowed_ids=None if allowed is None else np.array(allowed, dtype=np.int64),
+            bad_words=tuple(word for word in words if len(word) > 1),
+        )
+
+    def _check_ids(self, field: str, ids: tuple[int, ...], name: str) -> None:
+        if wrong := [token for token in ids if token >= self.shape.vocab]:
+            vocabulary = f"the vocabulary is 0 … {self.shape.vocab - 1}"
+            raise InputError(f"{field} of {name} holds token id {wrong[0]}; {vocabulary}")
+
+    def _held_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        """Return the token ids that the first min_tokens tokens may not be."""
+        if not params.min_tokens:
+            return ()
+        # vLLM holds the end-of-sequence back even when ignore_eos lets it pass later.
+        return tuple(sorted(t for t in {*params.stop_token_ids, *self.shape.eos_token_ids} if t < self.shape.vocab))
+
+    def _bad_words(self, params: SamplingParams, name: str) -> tuple[tuple[int, ...], ...]:
+        """Return the words' tokens, at the beginning of a text and behind a space. vLLM leaves out the latter where
+        they are more or fewer, so that such a word still comes there."""
+        if self.tokenizer is None:
+            raise InputError(f"{name} has bad_words, but {self.folder} has no tokenizer files; give logit_bias")
+        spellings = [before + text.lstrip() for text in params.bad_words for before in ("", " ")]
+        words = (tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in spellings)
+        return tuple(dict.fromkeys(word for word in words if word))
+
+    def _check_choice(self, params: SamplingParams, held: tuple[int, ...], biases: dict, name: str) -> None:
+        """Raise InputError where no token is left that may come."""
+        if not held and params.allowed_token_ids is None:
+            return
+        left = set(range(self.shape.vocab) if params.allowed_token_ids is None else params.allowed_token_ids)
+        if not left.difference(token for token, bias in biases.items() if bias == -np.inf):
+            raise InputError(f"bad_words of {name} leave none of its allowed_token_ids")
+        if not left.difference(held):
+            fields = "stop_token_ids" if params.allowed_token_ids is None else "allowed_token_ids"
+            raise InputError(f"{fields} of {name} leaves no token for its first min_tokens")
