@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from experiments import token_ids
 from experiments.bench.cascade import bench_cascade
+from experiments.bench.census import bench_census
 from experiments.bench.cluster import bench_cluster
 from experiments.bench.compression import bench_compression
 from experiments.bench.copies import bench_copies
@@ -292,7 +293,7 @@ PARTS: dict[str, tuple[Callable[..., None], ...]] = {
     "kernels": (lambda table, dtype: bench_kernels(table, PolicyRun(make_bench(dtype), hybrid(0.75, BOUND))),),
     "executor": (bench_overlap,),
     "selection": (bench_selection,),
-    "run": (bench_run,),
+    "run": (bench_census, bench_run),
     "speed": (bench_speed,),
     "cascade": (bench_cascade, bench_cluster),
 }

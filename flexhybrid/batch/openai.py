@@ -4,10 +4,11 @@ Formats: openai-openapi's schemas BatchRequestInput and BatchRequestOutput, and 
 may ask beyond what is supported is refused by name, never dropped.
 """
 
+import codecs
 import json
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from flexhybrid.core.errors import SHOWN, InputError, is_integer
 from flexhybrid.requests import CompletionOutput, RequestCodec, RequestOutput
@@ -32,10 +33,22 @@ NEUTRAL: dict[str, tuple] = {
     "top_logprobs": (0,),
     "web_search_options": (),
 }
+KNOWN_PARAMS = 1024  #: different sampling parameters of lines that are kept for the lines after them
 ID = re.compile(r"batch_req_(\d{8,19})")
 
 
-@dataclass(frozen=True)
+class Draft(NamedTuple):
+    """What a line asks for; its prompt is not encoded yet, and may be one that cannot be served."""
+
+    custom_id: str
+    prompt: str | list[int]
+    params: SamplingParams
+    model: str  #: as the line names it
+    url: str  #: one of URLS
+    return_token_ids: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One line that can be served."""
 
@@ -43,6 +56,7 @@ class Request:
     token_ids: list[int]
     params: SamplingParams
     model: str  #: as the line names it
+    url: str  #: one of URLS
     return_token_ids: bool = False
 
 
@@ -57,10 +71,10 @@ class Refused(ValueError):
 def json_object(raw: bytes) -> dict:
     """The JSON object of a line. Raises Refused."""
     text = utf8(raw)
-    if not text.strip():
+    if not text or text.isspace():
         raise Refused("empty_line", "the line is empty")
     try:
-        data = json.loads(text, parse_constant=_not_json)
+        data = _DECODER.decode(text)
     except RecursionError:
         raise Refused("invalid_json", "the line is not JSON: it is nested too deeply") from None
     except ValueError as error:
@@ -75,7 +89,7 @@ def json_object(raw: bytes) -> dict:
 def utf8(raw: bytes) -> str:
     """A line as text, without a byte order mark before it. Raises Refused."""
     try:
-        return raw.decode("utf-8-sig")
+        return raw.removeprefix(codecs.BOM_UTF8).decode()
     except UnicodeDecodeError as error:
         raise Refused("invalid_utf8", f"the line is not UTF-8: {error.reason} at byte {error.start}") from None
 
@@ -84,31 +98,87 @@ def _not_json(name: str):
     raise ValueError(f"{name} is no JSON number")
 
 
-def read_request(data: dict, url: str | None, codec: RequestCodec, defaults: dict) -> Request:
-    """Return the request of a Batch line's object, in a file of ``url``. Raise Refused when it cannot be served.
+_DECODER = json.JSONDecoder(parse_constant=_not_json)
 
-    ``defaults``: sampling parameters of a body that does not name them.
-    """
-    custom_id = data.get("custom_id")
-    if "custom_id" not in data:
-        raise Refused("missing_custom_id", "custom_id is missing", "custom_id")
-    if not isinstance(custom_id, str) or not custom_id:
-        message = f"custom_id is {shown(custom_id)}; it must be a text that is not empty"
-        raise Refused("invalid_custom_id", message, "custom_id")
-    try:
-        if data.get("method") != "POST":
-            raise Refused("invalid_method", f'method is {_given(data, "method")}; it must be "POST"', "method")
-        if data.get("url") not in URLS:
-            raise Refused("invalid_url", f"url is {_given(data, 'url')}; it must be {' or '.join(URLS)}", "url")
-        if data["url"] != url:
-            raise Refused("mismatched_url", f"url is {data['url']}, the file's is {url}: one url a file", "url")
-        body = data.get("body")
-        if not isinstance(body, dict):
-            raise Refused("invalid_body", f"body is {_given(data, 'body')}; it must be an object", "body")
-        return _from_body(custom_id, body, data["url"], codec, defaults)
-    except Refused as refused:
-        refused.custom_id = custom_id
-        raise
+
+@dataclass
+class Bodies:
+    """Reads the objects of Batch lines for a checkpoint."""
+
+    codec: RequestCodec
+    sampling: dict  #: sampling parameters of bodies that do not name them
+    _known: dict[tuple[str, str], SamplingParams] = field(default_factory=dict)  #: of lines before, by url and fields
+
+    def draft(self, data: dict) -> Draft:
+        """Return what a line's object asks for. Raise Refused when it cannot be served, whatever its prompt."""
+        custom_id = data.get("custom_id")
+        if "custom_id" not in data:
+            raise Refused("missing_custom_id", "custom_id is missing", "custom_id")
+        if not isinstance(custom_id, str) or not custom_id:
+            message = f"custom_id is {shown(custom_id)}; it must be a text that is not empty"
+            raise Refused("invalid_custom_id", message, "custom_id")
+        try:
+            if data.get("method") != "POST":
+                raise Refused("invalid_method", f'method is {_given(data, "method")}; it must be "POST"', "method")
+            if data.get("url") not in URLS:
+                raise Refused("invalid_url", f"url is {_given(data, 'url')}; it must be {' or '.join(URLS)}", "url")
+            body = data.get("body")
+            if not isinstance(body, dict):
+                raise Refused("invalid_body", f"body is {_given(data, 'body')}; it must be an object", "body")
+            return self._from_body(custom_id, body, data["url"])
+        except Refused as refused:
+            refused.custom_id = custom_id
+            raise
+
+    def _from_body(self, custom_id: str, body: dict, url: str) -> Draft:
+        body = {name: value for name, value in body.items() if value is not None}
+        model = body.get("model", self.codec.shape.name)
+        if not isinstance(model, str):
+            raise Refused("invalid_value", f"model is {shown(model)}; it must be a text", "model")
+        return_token_ids = body.pop("return_token_ids", False)
+        if not isinstance(return_token_ids, bool):
+            message = f"return_token_ids is {shown(return_token_ids)}; it must be true or false"
+            raise Refused("invalid_value", message, "return_token_ids")
+        name = "messages" if url == CHAT else "prompt"
+        if name not in body:
+            raise Refused("missing_required_parameter", f"{name} is missing", name)
+        prompt = body.pop(name)
+        params = self.params({name: value for name, value in body.items() if name not in IGNORED}, url)
+        prompt = chat_text(prompt, self.codec.tokenizer) if url == CHAT else one_prompt(prompt)
+        return Draft(custom_id, prompt, params, model, url, return_token_ids)
+
+    def params(self, fields: dict, url: str) -> SamplingParams:
+        """Return a body's sampling parameters; most lines of a file ask for those of a line before."""
+        key = (url, repr(fields))  # tells 1 from 1.0 and true
+        if (params := self._known.get(key)) is None:
+            if len(self._known) >= KNOWN_PARAMS:
+                self._known.clear()
+            params = self._known[key] = _params(fields, url, self.sampling)
+        return params
+
+    def request(self, draft: Draft) -> Request:
+        """Return a draft's request. Raise Refused when its prompt cannot be served."""
+        try:
+            ids = self.codec.check(draft.prompt, draft.params, "the prompt", draft.url != CHAT)
+        except InputError as error:
+            raise _refused(error, draft) from None
+        return_ids = draft.return_token_ids or self.codec.tokenizer is None
+        return Request(draft.custom_id, ids, draft.params, draft.model, draft.url, return_ids)
+
+    def prompt_tokens(self, drafts: list[Draft]) -> list[int]:
+        """Return the lengths of the prompts; 0 of one that cannot be served."""
+        lengths = [0] * len(drafts)
+        for url in URLS:  # a chat template has written the special tokens itself
+            places = [place for place, draft in enumerate(drafts) if draft.url == url]
+            asked = [(drafts[place].prompt, drafts[place].params) for place in places]
+            for place, count in zip(places, self.codec.count_all(asked, special_tokens=url != CHAT)):
+                lengths[place] = 0 if isinstance(count, InputError) else count
+        return lengths
+
+
+def _refused(error: InputError, draft: Draft) -> Refused:
+    param = "prompt" if str(error).startswith("the prompt") else None
+    return Refused("invalid_value", str(error), param, draft.custom_id)
 
 
 def _given(data: dict, name: str) -> str:
@@ -116,44 +186,21 @@ def _given(data: dict, name: str) -> str:
     return shown(data[name]) if name in data else "missing"
 
 
-def _from_body(custom_id: str, body: dict, url: str, codec: RequestCodec, defaults: dict) -> Request:
-    body = {name: value for name, value in body.items() if value is not None}
-    model = body.get("model", codec.shape.name)
-    if not isinstance(model, str):
-        raise Refused("invalid_value", f"model is {shown(model)}; it must be a text", "model")
-    return_token_ids = body.pop("return_token_ids", False)
-    if not isinstance(return_token_ids, bool):
-        message = f"return_token_ids is {shown(return_token_ids)}; it must be true or false"
-        raise Refused("invalid_value", message, "return_token_ids")
-    field = "messages" if url == CHAT else "prompt"
-    if field not in body:
-        raise Refused("missing_required_parameter", f"{field} is missing", field)
-    prompt = body.pop(field)
-    params = _params(body, url, defaults)
-    if url == CHAT:
-        prompt = chat_text(prompt, codec.tokenizer)
-    ids = prompt_ids(prompt, params, codec, special_tokens=url != CHAT)
-    return Request(custom_id, ids, params, model, return_token_ids or codec.tokenizer is None)
-
-
-def prompt_ids(prompt, params: SamplingParams, codec: RequestCodec, special_tokens: bool = True) -> list[int]:
-    """Return the token ids of a line's prompt. Raise Refused when the checkpoint cannot serve it."""
+def one_prompt(prompt) -> str | list[int]:
+    """Return the prompt of a completion, of which a list may hold one. Raise Refused for anything else."""
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
         prompt = prompt[0]
     if isinstance(prompt, list) and any(not is_integer(token) for token in prompt):
         raise Refused("invalid_value", "prompt must be a text or a list of token ids: one prompt a line", "prompt")
     if not isinstance(prompt, (str, list)):
         raise Refused("invalid_value", f"prompt is {shown(prompt)}; it must be a text or a list of token ids", "prompt")
-    try:
-        return codec.check(prompt, params, "the prompt", special_tokens)
-    except InputError as error:
-        raise Refused("invalid_value", str(error), "prompt" if str(error).startswith("the prompt") else None) from None
+    return prompt
 
 
 def _params(body: dict, url: str, defaults: dict) -> SamplingParams:
     wanted = {}
     for name, value in body.items():
-        if name in IGNORED or (name == "logprobs" and value is False):
+        if name == "logprobs" and value is False:
             continue
         if name not in NEUTRAL:
             wanted[name] = value
@@ -178,6 +225,8 @@ def _params(body: dict, url: str, defaults: dict) -> SamplingParams:
 
 def chat_text(messages, tokenizer) -> str:
     """The messages in the tokenizer's own template, up to where the assistant answers. Raises Refused."""
+    if not getattr(tokenizer, "chat_template", None):
+        raise Refused("invalid_url", f"the model has no chat template: it cannot serve {CHAT}", "url")
     if not isinstance(messages, list) or not messages:
         raise Refused("invalid_value", f"messages is {shown(messages)}; it must be a list of messages", "messages")
     plain = []
@@ -208,9 +257,9 @@ def _content(content, where: str) -> str:
     return "".join(part["text"] for part in parts)
 
 
-def answer_line(number: int, request: Request, output: RequestOutput, url: str, created: int) -> bytes:
+def answer_line(number: int, request: Request, output: RequestOutput, created: int) -> bytes:
     """Return the output line that answers input line ``number``. ``created``: unix time of the job."""
-    chat = url == CHAT
+    chat = request.url == CHAT
     prompt_tokens, tokens = len(output.prompt_token_ids), sum(len(one.token_ids) for one in output.outputs)
     usage = {"prompt_tokens": prompt_tokens, "completion_tokens": tokens, "total_tokens": prompt_tokens + tokens}
     body = {
@@ -274,6 +323,3 @@ def shown(value) -> str:
     except (ValueError, RecursionError):
         text = f"a {type(value).__name__}"
     return text if len(text) <= SHOWN else text[:SHOWN] + "…"
-
-
-ReadLine = Callable[[bytes, int], Request]

@@ -55,7 +55,7 @@ def is_number(value: object) -> TypeGuard[float]:
 
 def is_integer(value: object) -> TypeGuard[int]:
     """Return whether a value given by a user is an integer; True and False are none."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
+    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
 
 
 def _one_line(name: str) -> str:

@@ -215,7 +215,7 @@ def config(tiny, model=None, layer_bytes=None):
     policy = Policy(name="p", cache={"kv@host": 1.0}, max_batch=2)
     with LLM(tiny, policy, "cpu", dtype="float32") as llm:
         planned = llm.load()
-    rules = LineRules("jsonl", "/v1/completions", {}, seed=0)
+    rules = LineRules("jsonl", {}, seed=0)
     arguments = LLMArguments(model or tiny, policy, "cpu", "float32")
     return ActorConfig(arguments, layer_bytes or planned, rules, created=0, heartbeat=4)
 

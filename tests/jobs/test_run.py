@@ -243,7 +243,7 @@ def test_bad_lines_become_errors_with_their_number_and_the_rest_runs(tiny, tmp_p
         json.dumps({"custom_id": "null", "method": "POST", "url": "/v1/completions", "body": None}): "invalid_body",
         json.dumps({"custom_id": "nowhere", "method": "POST"}): "invalid_url",
         line("emb", "/v1/embeddings", input="x"): "invalid_url",
-        line("chat", "/v1/chat/completions", messages=[]): "mismatched_url",
+        line("chat", "/v1/chat/completions", messages=[{"role": "user", "content": "x"}]): "invalid_url",
         line("none"): "missing_required_parameter",
         line("stream", prompt=[5], stream=True): "unsupported_parameter",
         line("tools", prompt=[5], tools=[{}]): "unsupported_parameter",

@@ -2,6 +2,7 @@
 
 import io
 import json
+from hashlib import sha256
 
 import numpy as np
 import pytest
@@ -9,8 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flexhybrid import LLM, InputError, cli, shipped
+from flexhybrid.batch import census as census_module
+from flexhybrid.batch.census import CustomIds, find_lines, read_lines, take_census
+from flexhybrid.batch.formats import open_lines
 from flexhybrid.batch.openai import Refused, error_line, parse_answer
-from flexhybrid.batch.requests import LineRules, _repeated, open_lines, take_census
+from flexhybrid.batch.requests import LineRules
 from flexhybrid.sampling_params import SamplingParams
 
 MANY = settings(max_examples=260, suppress_health_check=list(HealthCheck), database=None)
@@ -97,7 +101,7 @@ def test_thousands_of_lines_are_requests_or_refused_and_each_valid_one_answered(
         assert number not in found
         found[number] = answered
     assert sorted(found) == list(range(1, len(lines) + 1)) and list(found.values()).count(False) >= 2000
-    read = LineRules("jsonl", "/v1/completions", {}, 0).reader(tiny_llm.codec)
+    read = LineRules("jsonl", {}, 0).reader(tiny_llm.codec)
     ids: set[str] = set()
     for number, raw in enumerate(lines, 1):
         try:
@@ -142,7 +146,7 @@ def files(draw, form: str) -> bytes:
 @pytest.mark.parametrize("form", WHOLE)
 def test_any_file_is_read_or_refused_with_a_sentence(form, text_llm, tmp_path_factory):
     path = tmp_path_factory.mktemp("files") / "in"
-    read_one = LineRules(form, "/v1/completions", {"max_tokens": 4}, 0).reader(text_llm.codec)
+    read_one = LineRules(form, {"max_tokens": 4}, 0).reader(text_llm.codec)
     seen = {"read": 0, "refused": 0}
 
     @MANY
@@ -183,8 +187,82 @@ def test_a_text_of_many_megabytes_is_refused_by_its_beginning(text_llm, monkeypa
     assert max(lengths) < 1 << 16
 
 
-@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), max_size=20))
-def test_names_that_stand_twice_are_those_of_a_plain_search(pairs):
-    halves = np.array(pairs, dtype=np.uint64).reshape(-1, 2)
-    expected = [pair in pairs[:i] and pair != (0, 0) for i, pair in enumerate(pairs)]
-    assert _repeated(*np.ascontiguousarray(halves.T)).tolist() == expected
+NAMES = st.sampled_from(["a", "b", "\ud800", "\ud801"]) | st.text(max_size=2)
+
+
+@pytest.mark.parametrize("hashing", [hash, lambda name: 7, lambda name: -len(name)])
+def test_names_that_stand_twice_are_those_of_a_plain_search(monkeypatch, hashing):
+    """Whatever their hashes, which agree by chance once in 2**64."""
+    monkeypatch.setattr(census_module, "hash", hashing, raising=False)
+
+    @given(st.lists(st.none() | NAMES, max_size=20))
+    def search(names):
+        table = CustomIds(len(names), lambda number: names[number - 1])
+        found = [name is not None and table.stands_before(name, number) for number, name in enumerate(names, 1)]
+        assert found == [name is not None and name in names[:i] for i, name in enumerate(names)]
+
+    search()
+
+
+@given(st.lists(st.text(st.characters(codec=None), max_size=30) | st.sampled_from(["", "a " * 700]), max_size=12))
+def test_prompts_encoded_together_are_those_of_the_tokenizer(text_llm, texts):
+    """Texts that are none and texts too long stop none of those beside them."""
+    codec, params = text_llm.codec, SamplingParams()
+    for special in (True, False):
+        for text, found in zip(texts, codec.check_all([(text, params) for text in texts], special_tokens=special)):
+            if isinstance(found, InputError):
+                with pytest.raises(InputError) as error:
+                    codec.check(text, params, special_tokens=special)
+                assert str(error.value) == str(found)
+            else:
+                assert found == codec.tokenizer(text, add_special_tokens=special)["input_ids"]
+
+
+@given(st.lists(st.binary(max_size=9) | st.just(b"\n"), max_size=30).map(b"".join), st.integers(1, 40))
+def test_lines_and_their_places_are_those_of_split(data, size):
+    """In blocks and chunks of any size, with lines beyond the longest."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("BLOCK_BYTES", size), ("CHUNK_BYTES", size), ("CHUNK_LINES", 3), ("MAX_LINE_BYTES", 50)):
+            patch.setattr(census_module, name, value)
+        offsets, digest = find_lines(io.BytesIO(data))
+        chunks = list(read_lines(io.BytesIO(data), offsets, 0, len(offsets) - 1))
+    plain = [line + b"\n" for line in data.split(b"\n")[:-1]] + [data.split(b"\n")[-1]] * (
+        data[-1:] not in (b"", b"\n")
+    )
+    assert np.diff(offsets).tolist() == [len(line) for line in plain] and digest == sha256(data).hexdigest()
+    assert [line for chunk in chunks for line in chunk] == [line[:51] for line in plain]
+    assert all(len(chunk) == 1 or len(chunk) <= 3 and sum(map(len, chunk)) <= size for chunk in chunks)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 1024])
+def test_a_census_counts_what_each_line_is_by_itself(text_llm, monkeypatch, chunk):
+    """Completions and chats in one file, lines refused for each reason, names that stand twice."""
+    monkeypatch.setattr(census_module, "CHUNK_LINES", chunk)
+    monkeypatch.setattr(text_llm.tokenizer, "chat_template", "{% for m in messages %}{{ m.content }}{% endfor %}")
+    chat = {"messages": [{"role": "user", "content": "def f():"}], "max_tokens": 3}
+    bodies = [
+        {"prompt": "import os", "max_tokens": 1}, {"prompt": "import os", "max_tokens": True}, chat,
+        {"prompt": [5, 6], "max_tokens": 1000, "user": "u"}, {"prompt": "x" * 9000}, {"prompt": "\ud800"},
+        {"prompt": ""}, {"prompt": [5] * 700}, {"prompt": [5000]}, chat | {"tools": [{}]}, {"prompt": "“é” \ufeff"},
+    ]  # fmt: skip
+    lines = [
+        {"custom_id": f"r{i % 17}", "method": "POST", "url": f"/v1/{'chat/' * ('messages' in body)}completions"}
+        | {"body": body}
+        for i, body in enumerate(bodies * 3)
+    ]
+    raws = [json.dumps(line).encode() + b"\n" for line in lines] + [b"{\n", b"\n", b"[1]"]
+    read = LineRules("jsonl", {}, 0).reader(text_llm.codec)
+    census, names = take_census(io.BytesIO(b"".join(raws)), read, text_llm.shape.max_context), set()
+    for place, raw in enumerate(raws):
+        try:
+            request = read(raw, place + 1)
+            name, prompt, limit = request.custom_id, len(request.token_ids), request.params.max_tokens
+            lengths = [prompt, min(limit, text_llm.shape.max_context - prompt)]
+        except Refused as refused:
+            name, lengths = refused.custom_id, [0, 0]
+        if name in names:
+            lengths = [0, 0]
+        assert [census.prompt_tokens[place], census.max_tokens[place]] == lengths, raw
+        assert census.duplicates[place] == (name in names)
+        names |= {name} - {None}
+    assert 0 < census.valid.sum() < len(raws) and census.duplicates.sum() > 10

@@ -19,9 +19,11 @@ import transformers
 import flexhybrid
 from flexhybrid.arguments import LLMArguments
 from flexhybrid.batch.answers import ANSWERED, FAILED, PENDING, AnswerFile
+from flexhybrid.batch.census import RequestFile, file_state, first_url, take_census
+from flexhybrid.batch.formats import format_of, open_lines
 from flexhybrid.batch.manifest import check_same, load_manifest, manifest_path, model_record, save_manifest
 from flexhybrid.batch.openai import CHAT, Request, answer_line, error_line
-from flexhybrid.batch.requests import LineRules, RequestFile, file_state, file_url, format_of, open_lines, take_census
+from flexhybrid.batch.requests import LineRules
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware, load_hardware
 from flexhybrid.core.problem import Budgets
@@ -71,9 +73,9 @@ def run(options: RunOptions, say: Callable[[str], None] = print, began: float | 
         earlier = {} if options.restart else _earlier_numbers(options.output)
         arguments = _arguments(options, earlier, crew.actors_per_node if crew else 1)
         llm = stack.enter_context(LLM.from_arguments(arguments))
-        rules = LineRules(file_format, file_url(lines, file_format), options.sampling, options.seed)
-        if rules.url == CHAT and not getattr(llm.tokenizer, "chat_template", None):
-            raise InputError(f"{arguments.model} has no chat template: it cannot serve {rules.url}")
+        if file_format == "jsonl" and first_url(lines) == CHAT and not getattr(llm.tokenizer, "chat_template", None):
+            raise InputError(f"{arguments.model} has no chat template: it cannot serve {CHAT}")
+        rules = LineRules(file_format, options.sampling, options.seed)
         read = rules.reader(llm.codec)
         with Progress(state[0], "reading", "B", options.quiet) as progress:
             census = take_census(lines, read, llm.shape.max_context, progress.advance)
@@ -357,7 +359,7 @@ class Job:
         return self.source.request(number)
 
     def line(self, number: int, request: Request, output: RequestOutput) -> bytes:
-        return answer_line(number, request, output, self.source.rules.url or "", self.manifest["created"])
+        return answer_line(number, request, output, self.manifest["created"])
 
     def check_input_unchanged(self) -> None:
         self.source.check_unchanged()

@@ -26,8 +26,9 @@ import ray
 from ray.exceptions import RayError
 
 from flexhybrid.arguments import LLMArguments
-from flexhybrid.batch.openai import ReadLine, Request, answer_line
-from flexhybrid.batch.requests import LineRules, RequestFile
+from flexhybrid.batch.census import RequestFile
+from flexhybrid.batch.openai import Request, answer_line
+from flexhybrid.batch.requests import LineReader, LineRules
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.progress import StopAsked
@@ -215,7 +216,7 @@ class Actor:
 class RemoteBatch:
     """The lines of a batch as ``PendingRequests``; answers and progress are sent on in messages."""
 
-    def __init__(self, llm: LLM, read: ReadLine, config: ActorConfig, row: dict, send: Callable[[pa.Table], None]):
+    def __init__(self, llm: LLM, read: LineReader, config: ActorConfig, row: dict, send: Callable[[pa.Table], None]):
         self.llm, self.config, self.send = llm, config, send
         self._requests = {n: read(raw, n) for n, raw in zip(row["numbers"], row["lines"], strict=True)}
         self._answered: list[Answered] = []
@@ -239,7 +240,7 @@ class RemoteBatch:
         return self._requests[number]
 
     def line(self, number: int, request: Request, output: RequestOutput) -> bytes:
-        return answer_line(number, request, output, self.config.rules.url or "", self.config.created)
+        return answer_line(number, request, output, self.config.created)
 
     def check_input_unchanged(self) -> None:
         """Do nothing: the job checks."""
