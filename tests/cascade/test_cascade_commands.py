@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import pickle
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -12,6 +14,7 @@ import torch
 from flexhybrid import cli, shipped
 from flexhybrid.cascade.models import Generator, ModelOutputs
 from flexhybrid.cascade.routes import Cascade, CascadeModel, Skip
+from flexhybrid.cascade.serving import run as run_module
 from flexhybrid.cascade.serving.answers import serve
 from flexhybrid.cascade.serving.run import CHUNK
 from flexhybrid.cascade.thresholds.confidence import confidence
@@ -294,6 +297,11 @@ def test_torch_modules_from_fit_to_run(pixels, capsys):
     lines = [json.loads(line) for line in (pixels / "out.jsonl").read_text().splitlines()]
     assert [line["index"] for line in lines] == list(range(CHUNK + 200))
     assert [line["model"] for line in lines] == [routes.names[place] for place in answered]
+    # replicas on Ray load either kind of source: what loads it is sent to them
+    loads = run_module._loads(routes, run_module.CascadeRunOptions(Path(cascade), models=tuple(models)))
+    for load, module in zip(pickle.loads(pickle.dumps(loads)), (small(), large()), strict=True):
+        x = np.load(data)["x"][:5]
+        assert load().predict(x).logits[:, 0] == pytest.approx(module(torch.as_tensor(x)).numpy(), rel=1e-5)
     # a model that breaks at run: everything goes on to the next, and is counted
     more = ["-o", f"{pixels}/out2.jsonl", "--models", f"small={here}:broken", "--json"]
     assert cli.main(["cascade", "run", "--cascade", cascade, "-i", data, *more]) == 0

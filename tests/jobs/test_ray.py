@@ -1,8 +1,7 @@
-"""--engine ray: the same files as the local engine's, on two actors of which one is killed under way."""
+"""--engine ray: the page's commands give the local engine's files, with an actor or a worker killed under way."""
 
 import json
 import os
-import re
 import shlex
 import signal
 import socket
@@ -16,8 +15,6 @@ from types import SimpleNamespace
 import numpy as np
 import pandas as pd
 import pytest
-import torch
-from cascade_toys import Large
 from forced_machine import ATTENTION
 from test_docs import COMMAND, MACHINE, ROOT
 
@@ -108,13 +105,32 @@ def workers(name: str) -> set[int]:
     return found
 
 
-def test_an_actor_killed_under_way_loses_no_line_and_doubles_none(run, two_cpus, tmp_path, monkeypatch, capsys):
-    """Each message also arrives by itself: Ray gathers 128 MiB of what an actor gives before it sends them on, and a
+@pytest.fixture
+def page(tmp_path, monkeypatch) -> dict[str, list[str]]:
+    """The words of the page's commands by their first one, in a folder like a clone of the project."""
+    (tmp_path / "flexhybrid").symlink_to(ROOT / "flexhybrid")
+    (tmp_path / "experiments").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(run_module, "measure_for_model", lambda *setting: MACHINE)
+    commands = COMMAND.findall((ROOT / "docs/on-a-cluster.md").read_text(encoding="utf-8"))
+    assert [command.split()[0] for command in commands] == ["run", "sweep"]
+    return {words[0]: words for words in map(shlex.split, commands)}
+
+
+def test_the_pages_run_whose_actor_is_killed_loses_no_line_and_doubles_none(
+    page, two_cpus, tmp_path, monkeypatch, capsys
+):
+    """As written, but four requests at a time, so that there is much to be killed in. Tokens are drawn.
+
+    Each message also arrives by itself: Ray gathers 128 MiB of what an actor gives before it sends them on, and a
     job of hours would show no progress."""
     from ray.data import Dataset
 
-    source = requests(tmp_path / "in.jsonl", 60)
-    assert run(source, tmp_path / "local.jsonl") == 0
+    count = len((ROOT / "flexhybrid/shipped/prompts.txt").read_text().splitlines())
+    words, few = page["run"], ["--max-batch", "4", "--quiet"]
+    assert words[-4:] == [*RAY] and words[words.index("-o") + 1] == "cluster.jsonl"
+    assert cli.main([*words[:-4], *few, "-o", "local.jsonl"]) == 0
     killed, writes, messages = [], [], []
 
     def iter_batches(self, iter_batches=Dataset.iter_batches, **options):
@@ -125,19 +141,19 @@ def test_an_actor_killed_under_way_loses_no_line_and_doubles_none(run, two_cpus,
     def write(job, answered, write=run_module.Job.write):
         write(job, answered)
         writes.append(len(answered))
-        if not killed and job.crew:
+        if not killed:
             killed.extend(sorted(workers("MapWorker"))[:1])
             os.kill(killed[0], signal.SIGKILL)
 
     monkeypatch.setattr(Dataset, "iter_batches", iter_batches)
     monkeypatch.setattr(run_module.Job, "write", write)
     capsys.readouterr()
-    assert run(source, tmp_path / "ray.jsonl", *RAY) == 0
+    assert cli.main([*words, *few]) == 0
     told = capsys.readouterr().out
-    assert "2 actors with 1 CPU each" in told and "60 answered, 2 refused, 0 left of 62 lines" in told
-    assert killed and writes[0] < 60 and sum(writes) == 60
-    assert set(messages) == {1} and len(messages) > 60 / 4, "no more messages than batches"
-    assert answers(tmp_path / "ray.jsonl") == answers(tmp_path / "local.jsonl")
+    assert "2 actors with 1 CPU each" in told and f"{count} answered, 0 refused, 0 left of {count} lines" in told
+    assert killed and writes[0] < count and sum(writes) == count
+    assert set(messages) == {1} and len(messages) > count / 4, "no more messages than batches"
+    assert answers(tmp_path / "cluster.jsonl") == answers(tmp_path / "local.jsonl")
 
 
 def test_either_engine_goes_on_with_what_the_other_left(run, two_cpus, tmp_path, monkeypatch, capsys):
@@ -163,14 +179,15 @@ def test_either_engine_goes_on_with_what_the_other_left(run, two_cpus, tmp_path,
     assert answers(out) == answers(tmp_path / "local.jsonl")
 
 
-def test_a_sweep_whose_worker_is_killed_gives_the_same_table(two_cpus, tmp_path, monkeypatch):
-    grid = tmp_path / "grid.toml"
-    grid.write_text(
+def test_the_pages_sweep_whose_worker_is_killed_gives_the_same_table(page, two_cpus, tmp_path, monkeypatch):
+    """Of fewer points: test_docs runs all of them."""
+    (tmp_path / "experiments/grid.toml").write_text(
         'system = ["kv_only", "capture"]\nmodel = "opt-30b"\nhardware = "rtx4090"\nbatch = [1, 8, 32]\n'
         "prompt_len = [128, 512]\ngen_len = 32\n"
     )
-    command = ["sweep", str(grid), "--quiet", "--workers", "2"]
-    assert cli.main([*command, "--workers", "1", "--out", str(tmp_path / "local.csv")]) == 0
+    words = page["sweep"]
+    assert words[1:] == ["experiments/grid.toml", "--out", "cluster.csv", "--engine", "ray"]
+    assert cli.main([*words[:2], "--quiet", "--workers", "1", "--out", "local.csv"]) == 0
     killed = []
 
     def append(journal, indices, outcome, append=Journal.append):
@@ -181,30 +198,11 @@ def test_a_sweep_whose_worker_is_killed_gives_the_same_table(two_cpus, tmp_path,
                 os.kill(killed[0], signal.SIGKILL)
 
     monkeypatch.setattr(Journal, "append", append)
-    assert cli.main([*command, "--engine", "ray", "--out", str(tmp_path / "ray.csv")]) == 0
-    found, expected = (pd.read_csv(tmp_path / name) for name in ("ray.csv", "local.csv"))
+    assert cli.main([*words, "--quiet"]) == 0
+    found, expected = (pd.read_csv(tmp_path / name) for name in ("cluster.csv", "local.csv"))
     assert killed
     # sums over sets of names take another order in another process: the last digit, and the order of columns
     pd.testing.assert_frame_equal(found, expected, rtol=1e-12, check_like=True)
-
-
-def test_the_page_about_clusters_works_as_written(two_cpus, tmp_path, monkeypatch, capsys):
-    (tmp_path / "flexhybrid").symlink_to(ROOT / "flexhybrid")
-    (tmp_path / "experiments").mkdir()
-    grid, shortened = re.subn(r"(?m)^batch = .*", "batch = [16]", (ROOT / "experiments/grid.toml").read_text())
-    assert shortened == 1  # test_docs runs all of it
-    (tmp_path / "experiments/grid.toml").write_text(grid)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(run_module, "measure_for_model", lambda *setting: MACHINE)
-    commands = COMMAND.findall((ROOT / "docs/on-a-cluster.md").read_text(encoding="utf-8"))
-    assert [command.split()[0] for command in commands] == ["run", "sweep"]
-    for command in commands:
-        assert cli.main(shlex.split(command)) == 0, command
-    assert len(answers(tmp_path / "cluster.jsonl")) == len(
-        (ROOT / "flexhybrid/shipped/prompts.txt").read_text().splitlines()
-    )
-    assert "points in" in capsys.readouterr().out
 
 
 def config(tiny, model=None, layer_bytes=None):
@@ -368,17 +366,13 @@ def free_port() -> int:
 def test_a_cascade_answers_on_ray_as_it_does_here_and_loses_nothing_when_a_replica_dies(
     two_cpus, tmp_path, monkeypatch, capsys
 ):
-    """The whole command, with a plan and both kinds of models: over HTTP, where a replica is killed, then its file.
+    """The whole command, with a plan: over HTTP, where a replica is killed, then its file.
 
     Both models fail at a tenth of the requests, the large one alone at another tenth: those fall back on the small one.
     """
-    x = np.arange(240, dtype=np.float32)[:, None] % 10 - 1
+    x = np.arange(60, dtype=np.float32)[:, None] % 10 - 1
     np.savez(tmp_path / "data.npz", x=x, labels=x[:, 0].astype(int) + 1)
-    batches = ({0: torch.export.Dim("batch")},)
-    torch.export.save(
-        torch.export.export(Large(), (torch.zeros(2, 1),), dynamic_shapes=batches), tmp_path / "large.pt2"
-    )
-    models = CascadeModel("small", source="cascade_toys:Small"), CascadeModel("large", source=f"{tmp_path}/large.pt2")
+    models = CascadeModel("small", source="cascade_toys:Small"), CascadeModel("large", source="cascade_toys:Large")
     Cascade(models, (0.9,)).save(tmp_path / "cascade.json")
     sizes = {"small": 2, "large": 1}
     planned = [{"name": name, "replicas": n, "partitions": 1, "batch": 8, "gpus": []} for name, n in sizes.items()]
@@ -387,7 +381,7 @@ def test_a_cascade_answers_on_ray_as_it_does_here_and_loses_nothing_when_a_repli
     port, killed, over_http = free_port(), [], []
 
     def ask(i: int) -> tuple[int, dict]:
-        if i == 60:
+        if i == 20:
             killed.extend(sorted(workers("ServeReplica:cascade:small"))[:1])
             os.kill(killed[0], signal.SIGKILL)
         return post(port, {"x": x[i].tolist()})
@@ -409,7 +403,7 @@ def test_a_cascade_answers_on_ray_as_it_does_here_and_loses_nothing_when_a_repli
         answers.append([json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()])
     here, in_bulk = answers
     assert killed and records[0] == records[1]
-    assert (records[0]["fallbacks"], records[0]["unanswered"], len(here)) == (24, 24, 240)
+    assert (records[0]["fallbacks"], records[0]["unanswered"], len(here)) == (6, 6, 60)
     assert {answer["model"] for answer in here} == {"small", "large", None}
     assert [status for status, _ in over_http] == [503 if answer["model"] is None else 200 for answer in here]
     for there in (in_bulk, [{**body, "index": i} for i, (_, body) in enumerate(over_http)]):

@@ -55,9 +55,11 @@ def registers_and_stack(binary: bytes, path: Path) -> tuple[int, int]:
 @pytest.mark.parametrize("architecture, wide", [(80, False), (90, True)])
 @pytest.mark.parametrize("dtype", POINTERS, ids=str)
 def test_every_variant_compiles_as_it_was_meant(dtype, architecture, wide, tmp_path, monkeypatch):
+    """Each number of bits with each dtype, each dtype on each architecture, and each number of bits on each."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     kernels = (quantize_triton._quantize_kernel, quantize_triton._dequantize_kernel)
-    for kernel, bits in product(kernels, BITS):
+    half = (list(POINTERS).index(dtype) + wide) % 2
+    for kernel, bits in product(kernels, BITS[half::2]):
         code = compiled(kernel, dtype, bits, wide, architecture).asm
         ptx = code["ptx"]
         registers, stack = registers_and_stack(code["cubin"], tmp_path / "kernel.cubin")
