@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,6 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import warm_python
 from forced_machine import ATTENTION
 
 from flexhybrid import LLM, InputError, SamplingParams, cli, shipped
@@ -129,11 +129,8 @@ def test_a_second_run_of_the_same_command_has_nothing_to_do(tiny, tmp_path, caps
 def test_killed_anywhere_and_resumed_nothing_is_lost_or_changed():
     """SIGKILL at writes, within writes, at fsyncs and at sampled steps, two of each; ``make soak`` does more of it."""
     amounts = {"--requests": 24, "--points": 10, "--timed": 1, "--batch": 8}
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tests/soak.py"), *(str(one) for pair in amounts.items() for one in pair)],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
+    words = [sys.executable, str(ROOT / "tests/soak.py"), *(str(one) for pair in amounts.items() for one in pair)]
+    done = warm_python.run(words, timeout=280)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["killed"] >= 10
 

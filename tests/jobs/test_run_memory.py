@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm_python
 
 from experiments.bench.run_memory import held_bytes, peak_bytes, write_requests
 from experiments.peers.random_opt import make_checkpoint
@@ -16,6 +17,12 @@ from flexhybrid.core.model.shape import ModelShape
 ROOT = Path(__file__).parents[2]
 MIB = 2**20
 pytestmark = pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="the kernel tells nothing here")
+
+
+@pytest.fixture
+def warm_processes(monkeypatch):
+    """What a test starts by way of the product has loaded torch already."""
+    monkeypatch.setattr(subprocess, "Popen", warm_python.Popen)
 
 
 def command(folder: Path, model: Path, policy: str) -> list[str]:
@@ -48,7 +55,7 @@ def test_what_is_freed_goes_back_to_the_system():
         assert held["kept"] > 8 * MIB
 
 
-def test_a_model_beyond_the_budget_is_run_within_it(tmp_path, monkeypatch):
+def test_a_model_beyond_the_budget_is_run_within_it(tmp_path, monkeypatch, warm_processes):
     """Weights on the disk; two waves. ``make bench`` does it with a larger one."""
     monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))
     shape = ModelShape("large", "opt", 8, 512, 8, 8, 64, 2048, 2000, 128)
@@ -63,7 +70,7 @@ def test_a_model_beyond_the_budget_is_run_within_it(tmp_path, monkeypatch):
     assert 20 * MIB < peak <= 1.05 * sum(budgets.values())
 
 
-def test_a_longer_file_takes_no_more_than_its_census(tmp_path, monkeypatch):
+def test_a_longer_file_takes_no_more_than_its_census(tmp_path, monkeypatch, warm_processes):
     """Answers at once in the model's place; ``make bench`` does it with 100,000 lines."""
     monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))
     model = make_checkpoint(tmp_path / "tiny", ModelShape("tiny", "opt", 1, 64, 1, 1, 64, 64, 100, 64), "float32")
@@ -106,9 +113,7 @@ def test_three_hundred_answers_take_no_more_than_twenty(tmp_path):
     model = make_checkpoint(tmp_path / "wide", shape, "float32")
     (tmp_path / "policy.json").write_text(json.dumps({"weights": {"disk": 1.0}, "cache": {"kv@disk": 1.0}}))
     arguments = [str(model), str(tmp_path / "policy.json"), str(tmp_path / "scratch")]
-    done = subprocess.run(
-        [sys.executable, "-c", ANSWERS, *arguments], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    done = warm_python.run([sys.executable, "-c", ANSWERS, *arguments], cwd=ROOT, check=True)
     held, tensors, threads = zip(*map(json.loads, done.stdout.splitlines()))
     assert len(held) == 4 and len(set(tensors[1:])) == 1
     assert threads[0] == threads[-1] <= 6

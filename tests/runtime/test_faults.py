@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm_python
 from models import save_opt
 
 from flexhybrid import LLM, InputError, Policy, SamplingParams
@@ -336,7 +337,7 @@ def start(checkpoint, tmp_path: Path, program: str) -> subprocess.Popen:
     source = textwrap.dedent(SLOW).format(**names) + textwrap.dedent(program)
     pipes = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr")}
     environment = {**os.environ, "FLEXHYBRID_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, "-c", source], cwd=ROOT, env=environment, text=True, **pipes)
+    return warm_python.Popen([sys.executable, "-c", source], cwd=ROOT, env=environment, text=True, **pipes)
 
 
 def test_ctrl_c_under_way_gives_all_back_and_the_next_call_works(checkpoint, expected, tmp_path):

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import warm_python
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -412,14 +413,7 @@ def test_closing_between_requests_waits_for_those_under_way(tmp_path, monkeypatc
 
 
 def run_program(program: str, **options) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        **options,
-    )
+    return warm_python.run([sys.executable, "-c", textwrap.dedent(program)], cwd=ROOT, **options)
 
 
 #: keep_names for another process
@@ -455,7 +449,7 @@ def start_holder(tmp_path: Path, last_line: str) -> subprocess.Popen:
     print("ready", flush=True)
     {last_line}""")
     pipes = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr")}
-    process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, text=True, **pipes)
+    process = warm_python.Popen([sys.executable, "-c", program], cwd=ROOT, text=True, **pipes)
     assert process.stdout.readline() == "ready\n", process.stderr.read()
     return process
 

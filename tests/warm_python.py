@@ -1,0 +1,150 @@
+"""Python processes that have torch loaded when they start: to load it takes seconds, and to fork some milliseconds.
+
+``Popen`` and ``run`` stand in for those of ``subprocess`` where a test starts ``[sys.executable, "-c", program, …]`` or
+``[sys.executable, "script.py", …]``. The process is forked from one that has loaded ``PRELOADED`` and never had a
+second thread. It has its own pid, environment, folder and pipes, takes signals, and ends as Python ends. Its parent,
+which is the process that it was forked from, tells how it ended.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+PRELOADED = (
+    *("flexhybrid.llm", "flexhybrid.cli", "flexhybrid.jobs.run.job", "flexhybrid.jobs.run.cli"),
+    *("policy_search.search", "policy_search.systems", "transformers.models.auto.tokenization_auto"),
+)
+REQUEST_BYTES = 1 << 17  #: of a request, at most
+ColdPopen = subprocess.Popen
+
+
+class Popen(ColdPopen):
+    """A process of ``arguments``, with the options of ``subprocess.Popen`` that say nothing of the fork itself."""
+
+    def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags,
+                       shell, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *more) -> None:  # fmt: skip
+        assert args[0] == sys.executable and not (preexec_fn or pass_fds or shell), f"no warm Python can run {args} so"
+        self.report, report = socket.socketpair()
+        request = {"arguments": [str(word) for word in args[1:]], "environment": dict(env or os.environ)}
+        message = json.dumps(request | {"folder": str(cwd or os.getcwd())}).encode()
+        assert len(message) < REQUEST_BYTES
+        files = [own if file == -1 else file for own, file in enumerate((p2cread, c2pwrite, errwrite))]
+        with report:
+            socket.send_fds(parent_connection(), [message], [*files, report.fileno()])
+        self.pid = int(self.report.recv(16))
+        self._child_created = True
+        for file in {p2cread, c2pwrite, errwrite} - {-1}:
+            os.close(file)
+
+    def _internal_poll(self, _deadstate=None) -> int | None:
+        if self.returncode is None and select.select([self.report], [], [], 0)[0]:
+            self._wait(None)
+        return self.returncode
+
+    def _wait(self, timeout: float | None) -> int:
+        if self.returncode is None:
+            if not select.select([self.report], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0)
+            self.returncode = int(self.report.recv(16))
+            self.report.close()
+        return self.returncode
+
+
+def run(arguments: list[str], check: bool = False, timeout: float = 240, **options) -> subprocess.CompletedProcess:
+    """Run a process to its end; what it prints is captured as text."""
+    pipe = subprocess.PIPE
+    with Popen(arguments, stdout=pipe, stderr=pipe, text=True, **options) as process:
+        out, errors = process.communicate(timeout=timeout)
+    done = subprocess.CompletedProcess(arguments, process.returncode, out, errors)
+    if check:
+        done.check_returncode()
+    return done
+
+
+@functools.cache
+def parent_connection() -> socket.socket:
+    """Return the connection to the process that forks, which ends with this one."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    paths = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
+    command, environment = [sys.executable, __file__, str(theirs.fileno())], os.environ | {"PYTHONPATH": paths}
+    with theirs:
+        process = ColdPopen(command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL)
+    atexit.register(process.wait)
+    atexit.register(ours.close)  # the last to be registered is the first to be called
+    return ours
+
+
+def fork_until_closed(connection: socket.socket) -> dict | None:
+    """Fork for each request; return it in the fork, and None here once the other side has ended."""
+    reports: dict[int, tuple[int, int]] = {}  # pidfd -> (pid, file to report to)
+    while True:
+        ready, _, _ = select.select([connection, *reports], [], [])
+        for ended in reports.keys() & set(ready):
+            pid, report = reports.pop(ended)
+            send(report, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+            os.close(report)
+            os.close(ended)
+        if connection not in ready:
+            continue
+        message, files, _, _ = socket.recv_fds(connection, REQUEST_BYTES, 4)
+        if not message:
+            return None
+        pid = os.fork()
+        if not pid:
+            connection.close()
+            for own, file in enumerate(files[:3]):
+                os.dup2(file, own)
+            os.closerange(3, max(*files, *reports, *(report for _, report in reports.values())) + 1)
+            return json.loads(message)
+        for file in files[:3]:
+            os.close(file)
+        reports[os.pidfd_open(pid)] = pid, files[3]
+        send(files[3], pid)
+
+
+def send(file: int, number: int) -> None:
+    """Write a number to the process at the other end, if it is still there."""
+    with contextlib.suppress(BrokenPipeError):
+        os.write(file, str(number).encode())
+
+
+def become(request: dict) -> None:
+    """Be the process that was asked for; what its program raises ends it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.chdir(request["folder"])
+    first, *rest = request["arguments"]
+    sys.path[0] = "" if first == "-c" else str(Path(first).parent)
+    sys.argv = [first, *rest[first == "-c" :]]
+    if first == "-c":
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(rest[0], "<string>", "exec"), vars(sys.modules["__main__"]))
+    else:
+        runpy.run_path(first, run_name="__main__")
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for name in PRELOADED:
+        importlib.import_module(name)
+    with open("/proc/self/status", encoding="ascii") as status:
+        assert "Threads:\t1\n" in status.read(), "a fork may wait for ever for what another thread held"
+    gc.collect()
+    gc.freeze()  # a fork would copy all that a collection looks at
+    if request := fork_until_closed(socket.socket(fileno=int(sys.argv[1]))):
+        become(request)
