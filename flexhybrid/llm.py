@@ -23,7 +23,7 @@ from flexhybrid.core.policy import Policy
 from flexhybrid.core.wave import Wave, admit
 from flexhybrid.core.waves import check_least, first_wave, split_waves, wave_plan
 from flexhybrid.core.workload import Workload
-from flexhybrid.requests import CompletionOutput, RequestCodec, RequestOutput, Requests, load_tokenizer
+from flexhybrid.requests import CompletionOutput, Generated, RequestCodec, RequestOutput, Requests, load_tokenizer
 from flexhybrid.resolve import pick_device, resolve_policy, resolve_problem, settle_policy
 from flexhybrid.runtime.clock import LaneThreads
 from flexhybrid.runtime.engine import Engine, RunControl, WaveResult
@@ -32,7 +32,6 @@ from flexhybrid.runtime.runnable import check_runnable
 from flexhybrid.runtime.storage.loader import Checkpoint
 from flexhybrid.runtime.storage.weights import Weights
 from flexhybrid.sampling_params import SamplingParams
-from flexhybrid.text import StopWatch
 
 OnTrace = Callable[[WaveResult], object]
 TRACED_TASKS = 50_000  #: of a wave: a file that a browser still opens
@@ -181,17 +180,25 @@ class LLM:
         if not answers:
             return []
         complete: list[list[CompletionOutput]] = [[] for _ in answers]
+        prompt_records: dict[int, np.ndarray | None] = {}
         first_id = self._num_prompts
         self._num_prompts += len(answers)
 
-        def completed(request: int, completion: CompletionOutput) -> None:
-            place = requests.answers[request][0]
-            complete[place].append(completion)
-            if len(complete[place]) < requests.params[request].n:
+        def completed(request: int, generated: Generated) -> None:
+            place, params = requests.answers[request][0], generated.params
+            complete[place].append(self.codec.completion(generated))
+            if generated.index == 0:
+                prompt_records[place] = generated.prompt_records
+            if len(complete[place]) < params.n:
                 return
-            prompt, outputs = requests.prompts[place], sorted(complete[place], key=lambda output: output.index)
-            text = prompt if isinstance(prompt, str) else None
-            answers[place] = answer = RequestOutput(text, requests.ids[request], outputs, str(first_id + place))
+            prompt, ids = requests.prompts[place], generated.prompt_ids
+            answers[place] = answer = RequestOutput(
+                prompt if isinstance(prompt, str) else None,
+                ids,
+                sorted(complete[place], key=lambda output: output.index),
+                self.codec.prompt_logprobs(ids, prompt_records[place], params),
+                str(first_id + place),
+            )
             if on_answer:
                 on_answer(place, answer)
 
@@ -244,27 +251,29 @@ class LLM:
         wave: Wave,
         requests: Requests,
         members: np.ndarray,
-        completed: Callable[[int, CompletionOutput], None],
+        completed: Callable[[int, Generated], None],
         control: RunControl,
     ) -> WaveResult:
-        """Answer the requests ``members`` (indices) in one wave. ``completed(index, completion)`` is called as soon as
+        """Answer the requests ``members`` (indices) in one wave. ``completed(index, generated)`` is called as soon as
         an answer is complete; what ends the answers is added to ``control``."""
-        ids, params = [requests.ids[i] for i in members], [requests.params[i] for i in members]
-        watches = {
-            place: StopWatch(self.codec.decoder(wanted), prompt, wanted.stop, wanted.min_tokens)
-            for place, (prompt, wanted) in enumerate(zip(ids, params))
-            if wanted.stop
-        }
+        generated = [self.codec.begin(requests, int(i)) for i in members]
+        ids = [one.prompt_ids for one in generated]
 
         def finished(place: int, tokens: list[int], stop: int | str | None) -> None:
-            index = requests.answers[members[place]][1]
-            completion = self.codec.completion(index, ids[place], params[place], tokens, stop, watches.get(place))
-            completed(int(members[place]), completion)
+            generated[place].token_ids, generated[place].stop = tokens, stop
+            completed(int(members[place]), generated[place])
 
-        stop_ids = [self.codec.stop_ids(wanted) for wanted in params]
-        stop_texts = {place: watch.push for place, watch in watches.items()}
+        stop_ids = [self.codec.stop_ids(one.params) for one in generated]
+        stop_texts = {place: one.watch.push for place, one in enumerate(generated) if one.watch}
         decoded = [requests.num_decoded[i] for i in members]
-        control = replace(control, num_given=decoded, stop_ids=stop_ids, stop_texts=stop_texts, on_finish=finished)
+        control = replace(
+            control,
+            num_given=decoded,
+            stop_ids=stop_ids,
+            stop_texts=stop_texts,
+            on_finish=finished,
+            on_noted=lambda place, noted: generated[place].note(noted),
+        )
         engine = self.open_engine
         prefilled = [prompt[: len(prompt) - count] for prompt, count in zip(ids, decoded)]
         executor = engine.executor(wave, prefilled, requests.plan.select(members))

@@ -15,12 +15,26 @@ from flexhybrid.core.errors import InputError, is_integer
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.workload import Workload
 from flexhybrid.runtime.kernels.sampling import SamplingPlan
+from flexhybrid.runtime.logprob_log import Noted
 from flexhybrid.sampling_params import SamplingParams, params_per_prompt
 from flexhybrid.sampling_plan import SamplingRules
 from flexhybrid.text import Decode, StopWatch, answer_text
 from flexhybrid.token_counts import TokenCounter
 
 CHARS_PER_TOKEN = 32  #: far more than a text's tokens have on average
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """A token where it could have come."""
+
+    logprob: float  #: natural logarithm of its probability
+    rank: int  #: 1: the most probable
+    decoded_token: str | None = None  #: None where the checkpoint has no tokenizer
+
+
+#: Of one place of a text: token id -> Logprob; first the token that stands there, then the most probable ones.
+Logprobs = dict[int, Logprob]
 
 
 @dataclass(frozen=True)
@@ -32,6 +46,8 @@ class CompletionOutput:
     token_ids: list[int]  #: with the token that ended it
     finish_reason: str  #: "stop" or "length"
     stop_reason: int | str | None = None  #: the stop token id or stop text; None: end-of-sequence, or the length
+    cumulative_logprob: float | None = None  #: of token_ids; None where no logprobs were asked for
+    logprobs: list[Logprobs] | None = None  #: of each of token_ids
 
 
 @dataclass(frozen=True)
@@ -41,6 +57,7 @@ class RequestOutput:
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
+    prompt_logprobs: list[Logprobs | None] | None = None  #: of each of prompt_token_ids; None for the first
     request_id: str = field(default="0", compare=False)  #: counts the prompts of an LLM's life
     finished: bool = True
 
@@ -65,12 +82,35 @@ class Requests:
 
 
 @dataclass
+class Generated:
+    """What a wave generates for one request, until it is complete."""
+
+    index: int  #: of the answer among those to its prompt
+    prompt_ids: list[int]
+    params: SamplingParams
+    watch: StopWatch | None
+    token_ids: list[int] = field(default_factory=list)
+    stop: int | str | None = None  #: the token id or text that ended it; None: its length did
+    records: list[np.ndarray] = field(default_factory=list)  #: (``kernels.logprobs``) of token_ids, where asked for
+    prompt_records: np.ndarray | None = None  #: of the prompt's tokens from the second on, where asked for
+
+    def note(self, noted: Noted) -> None:
+        """Take the records that came with a token."""
+        if noted.answer is not None:  # as long as the longest of those made together
+            count, most = self.params.logprobs or 0, len(noted.answer) // 2 - 1
+            self.records.append(np.r_[noted.answer[: 2 + count], noted.answer[2 + most : 2 + most + count]])
+        if noted.prompt is not None:
+            self.prompt_records = noted.prompt
+
+
+@dataclass
 class RequestCodec:
     """Check and encode requests to a checkpoint; decode its answers. Without a ``tokenizer`` prompts are token ids."""
 
     shape: ModelShape
     folder: Path  #: of the checkpoint, for error messages
     tokenizer: Any  #: transformers' tokenizer of the checkpoint, or None
+    _decoded: dict[int, str] = field(default_factory=dict)  #: the texts of tokens that were asked for so far
 
     @property
     def rules(self) -> SamplingRules:
@@ -247,7 +287,11 @@ class RequestCodec:
         answers = [(i, k) for i, wanted in enumerate(params) for k in range(wanted.n)]
         places, number = np.array(answers, dtype=np.int64).reshape(-1, 2).T
         plan = plan.select(places)
-        plan = replace(plan, seeds=plan.seeds + number.astype(np.uint64))  # beyond 2**64 they begin anew
+        plan = replace(
+            plan,
+            seeds=plan.seeds + number.astype(np.uint64),  # beyond 2**64 they begin anew
+            num_prompt_logprobs=np.where(number == 0, plan.num_prompt_logprobs, -1),
+        )
         each = [[values[i] for i in places] for values in (ids, params, limits)]
         return Requests(plain, answers, *each, plan=plan, num_decoded=[decoded[i] for i in places])
 
@@ -266,6 +310,8 @@ class RequestCodec:
             request_ids=np.array(
                 [i if shared or wanted.seed is None else 0 for i, wanted in enumerate(params)], dtype=np.int64
             ),
+            num_logprobs=np.array([_or_none(wanted.logprobs) for wanted in params], dtype=np.int64),
+            num_prompt_logprobs=np.array([_or_none(wanted.prompt_logprobs) for wanted in params], dtype=np.int64),
             changes=tuple(
                 self.rules.changes(wanted, len(ids), f"prompt {i}")
                 for i, (ids, wanted) in enumerate(zip(prompts, params))
@@ -276,19 +322,15 @@ class RequestCodec:
         """Return the token ids that end an answer."""
         return frozenset(params.stop_token_ids).union(() if params.ignore_eos else self.shape.eos_token_ids)
 
-    def completion(
-        self,
-        index: int,
-        prompt_ids: list[int],
-        params: SamplingParams,
-        token_ids: list[int],
-        stop: int | str | None,
-        watch: StopWatch | None,
-    ) -> CompletionOutput:
-        """Return what vLLM reports: the text without what ended it, and no stop_reason for an end-of-sequence.
+    def begin(self, requests: Requests, request: int) -> Generated:
+        """Return what a request, given by its index, has before its first token."""
+        ids, params = requests.ids[request], requests.params[request]
+        watch = StopWatch(self.decoder(params), ids, params.stop, params.min_tokens) if params.stop else None
+        return Generated(requests.answers[request][1], ids, params, watch)
 
-        ``stop``: the token id or text that ended the answer; None: its length did.
-        """
+    def completion(self, generated: Generated) -> CompletionOutput:
+        """Return what vLLM reports: the text without what ended it, and no stop_reason for an end-of-sequence."""
+        params, token_ids, stop, watch = generated.params, generated.token_ids, generated.stop, generated.watch
         included = params.include_stop_str_in_output
         if self.tokenizer is None:
             text = ""
@@ -296,12 +338,53 @@ class RequestCodec:
             text = watch.text[: watch.stop_start + len(stop) * included]
         else:
             shown = token_ids if stop is None or included else token_ids[:-1]
-            text = answer_text(self.decoder(params), prompt_ids, shown)
+            text = answer_text(self.decoder(params), generated.prompt_ids, shown)
         ended = not params.ignore_eos and stop in self.shape.eos_token_ids
-        return CompletionOutput(index, text, token_ids, "length" if stop is None else "stop", None if ended else stop)
+        reasons = "length" if stop is None else "stop", None if ended else stop
+        if params.logprobs is None:
+            return CompletionOutput(generated.index, text, token_ids, *reasons)
+        logprobs = self.logprobs(token_ids, np.array(generated.records))
+        total = sum(chosen[token].logprob for token, chosen in zip(token_ids, logprobs))
+        return CompletionOutput(generated.index, text, token_ids, *reasons, total, logprobs)
+
+    def logprobs(self, token_ids: list[int], records: np.ndarray) -> list[Logprobs]:
+        """Return the log probabilities of these tokens from their records (``kernels.logprobs``)."""
+        chosen, ids, values = np.split(records, [2, 1 + records.shape[1] // 2], axis=1)
+        places = zip(token_ids, chosen.tolist(), ids.astype(np.int64).tolist(), values.tolist(), strict=True)
+        return [
+            {token: Logprob(logprob, int(rank), self.decoded(token))}
+            | {
+                other: Logprob(value, place, self.decoded(other))
+                for place, (other, value) in enumerate(zip(top, top_values), 1)
+                if other >= 0
+            }
+            for token, (logprob, rank), top, top_values in places
+        ]
+
+    def prompt_logprobs(
+        self, prompt_ids: list[int], records: np.ndarray | None, params: SamplingParams
+    ) -> list[Logprobs | None] | None:
+        """Return vLLM's prompt_logprobs; None where they are not asked for."""
+        if params.prompt_logprobs is None:
+            return None
+        return [None, *([] if records is None else self.logprobs(prompt_ids[1:], records))]
+
+    def text(self, token_ids: list[int]) -> str:
+        """Return the text of a prompt; empty without a tokenizer."""
+        return self.tokenizer.decode(token_ids) if self.tokenizer is not None else ""
+
+    def decoded(self, token: int) -> str | None:
+        """Return a token's own text; None without a tokenizer."""
+        if self.tokenizer is not None and token not in self._decoded:
+            self._decoded[token] = self.tokenizer.decode([token])
+        return self._decoded.get(token)
 
     def decoder(self, params: SamplingParams) -> Decode:
         return functools.partial(self.tokenizer.decode, skip_special_tokens=params.skip_special_tokens)
+
+
+def _or_none(count: int | None) -> int:
+    return -1 if count is None else count
 
 
 def plain_prompt(prompt):

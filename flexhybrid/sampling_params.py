@@ -11,8 +11,8 @@ from flexhybrid.core.errors import InputError, check, is_integer, is_number, sho
 
 #: vLLM's other fields (vllm/sampling_params.py, versions 0.4 to 0.20), with the values that ask for nothing.
 NEUTRAL: dict[str, tuple] = {
-    **dict.fromkeys(("guided_decoding", "logprob_token_ids", "logprobs"), (None,)),
-    **dict.fromkeys(("prompt_logprob_start", "prompt_logprob_token_ids", "prompt_logprobs"), (None,)),
+    **dict.fromkeys(("guided_decoding", "logprob_token_ids"), (None,)),
+    **dict.fromkeys(("prompt_logprob_start", "prompt_logprob_token_ids"), (None,)),
     **dict.fromkeys(("repetition_detection", "stream_interval", "structured_outputs"), (None,)),
     **dict.fromkeys(("trace_decode_token_ids", "truncate_prompt_tokens"), (None,)),
     **dict.fromkeys(("detokenize", "spaces_between_special_tokens"), (True,)),
@@ -46,6 +46,7 @@ _NUMBERS = (
     ("repetition_penalty", lambda number: 0 < number < math.inf, "a finite number > 0; 1 turns it off"),
 )
 _FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
+MOST_LOGPROBS = 20  #: most probable tokens beside each; vLLM's bound unless told otherwise, and OpenAI's
 LARGEST_BIAS = 100.0  #: a bias beyond it, up or down, is taken as this, as in vLLM
 
 
@@ -56,6 +57,8 @@ class SamplingParams:
     Tokens that may not come are masked, logit_bias is added, and the penalties of repetition, frequency and presence
     are applied; then the logits are divided by the temperature, and min_p, top_k and top_p are applied, in this order,
     as in vLLM. Where all that is forbidden leaves no token, the most probable one comes.
+
+    Log probabilities are of the model's own logits, before all that.
 
     Answer i of n draws as the only answer of a request with ``seed`` + i would.
     """
@@ -79,6 +82,8 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()  #: (or a dictionary) token id -> what is added to its logit
     allowed_token_ids: tuple[int, ...] | None = None  #: no other tokens come; None: all may
     bad_words: tuple[str, ...] = ()  #: texts whose tokens do not come one after the other
+    logprobs: int | None = None  #: note the log probabilities of each token and of so many most probable ones
+    prompt_logprobs: int | None = None  #: likewise of the prompt's tokens, from the second one on
 
     def __init__(self, **values):
         """Fields besides those above: accepted at the value that asks for nothing."""
@@ -106,6 +111,10 @@ class SamplingParams:
         check("n", self.n, self.n <= MOST_ANSWERS, f"at most {MOST_ANSWERS}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InputError(f"min_tokens is {self.min_tokens}, more than max_tokens, which is {self.max_tokens}")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            known = value is None or is_integer(value) and 0 <= value <= MOST_LOGPROBS
+            check(name, value, known, f"a whole number from 0 to {MOST_LOGPROBS}, or None")
         for name, accepts, words in _NUMBERS:
             value = getattr(self, name)
             check(name, value, is_number(value) and accepts(value), words)

@@ -38,7 +38,7 @@ KINDS = ("before write", "within write", "after write", "fsync", "step")
 
 
 def write_requests(path: Path, count: int, seed: int) -> None:
-    """Lines of all kinds: greedy and random, stopped early, refused, malformed."""
+    """Lines of all kinds: greedy and random, stopped early, refused, malformed; some ask for more than an answer."""
     generator = random.Random(seed)
     with open(path, "w", encoding="utf-8") as file:
         for number in range(count):
@@ -46,6 +46,8 @@ def write_requests(path: Path, count: int, seed: int) -> None:
                 "prompt": [generator.randrange(3, 61) for _ in range(generator.randrange(1, 24))],
                 "max_tokens": generator.randrange(1, 9), "temperature": generator.choice([0, 0.8, 1.5]),
             }  # fmt: skip
+            if number % 5 == 2:
+                body |= {"n": generator.randrange(1, 4), "logprobs": 2, "echo": True, "frequency_penalty": 0.5}
             if number % 17 == 5:
                 body["stream"] = True
             line = {"custom_id": f"r{number}", "method": "POST", "url": "/v1/completions", "body": body}
@@ -104,9 +106,10 @@ def lay_traps(point: tuple[str, int] | None) -> Counter:
         die_at("step")
         return tokens_of(self, step)
 
-    def counted(self, *request):
-        COMPLETED[:] = (int.from_bytes(COMPLETED[:], "little") + 1).to_bytes(8, "little")
-        return complete(self, *request)
+    def counted(self, generated):
+        if generated.index == 0:  # lines are counted, however many answers they ask for
+            COMPLETED[:] = (int.from_bytes(COMPLETED[:], "little") + 1).to_bytes(8, "little")
+        return complete(self, generated)
 
     RequestCodec.completion = counted
     os.write, os.fsync, Executor.tokens_of = trapped_write, trapped_fsync, trapped_step
@@ -114,10 +117,11 @@ def lay_traps(point: tuple[str, int] | None) -> Counter:
 
 
 def answers(path: Path) -> dict[str, str]:
-    """id -> the line without the job's time, of an output file; each id may stand there once."""
+    """id -> the line without the job's time, of an output file; each id may stand there once. Log probabilities, which
+    hang on company in their last digits, are left out; the tokens that have them are not."""
     found = {}
     for raw in path.read_bytes().splitlines():
-        line = json.loads(raw)
+        line = json.loads(raw, parse_float=lambda number: 0.0)
         line["response"]["body"].pop("created", None)
         assert line["id"] not in found, f"{line['id']} is answered twice"
         found[line["id"]] = json.dumps(line)

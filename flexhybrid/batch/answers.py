@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from flexhybrid.batch.openai import parse_answer
+from flexhybrid.batch.replies import parse_answer
 from flexhybrid.core.errors import InputError, file_errors
 from flexhybrid.core.files import lock_file
 

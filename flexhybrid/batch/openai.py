@@ -1,18 +1,18 @@
-"""OpenAI's Batch lines: a request's object to a prompt and sampling parameters, an answer to its line.
+"""OpenAI's Batch lines: a request's object to a prompt and sampling parameters.
 
-Formats: openai-openapi's schemas BatchRequestInput and BatchRequestOutput, and those of the two endpoints. What a field
-may ask beyond what is supported is refused by name, never dropped.
+Formats: openai-openapi's schema BatchRequestInput, and those of the two endpoints. What a field may ask beyond what is
+supported is refused by name, never dropped.
 """
 
 import codecs
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from flexhybrid.core.errors import SHOWN, InputError, is_integer
-from flexhybrid.requests import CompletionOutput, RequestCodec, RequestOutput
-from flexhybrid.sampling_params import SamplingParams
+from flexhybrid.requests import RequestCodec
+from flexhybrid.sampling_params import MOST_LOGPROBS, SamplingParams
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 URLS = (COMPLETIONS, CHAT)
@@ -30,11 +30,18 @@ NEUTRAL: dict[str, tuple] = {
     "parallel_tool_calls": (True, False),
     "response_format": ({"type": "text"},),
     "suffix": ("",),
-    "top_logprobs": (0,),
     "web_search_options": (),
 }
 KNOWN_PARAMS = 1024  #: different sampling parameters of lines that are kept for the lines after them
-ID = re.compile(r"batch_req_(\d{8,19})")
+
+
+@dataclass(frozen=True)
+class Echo:
+    """A prompt that comes back before its answers."""
+
+    text: str
+    first_token: str  #: its text
+    alone: bool  #: no token is asked for behind it
 
 
 class Draft(NamedTuple):
@@ -46,6 +53,8 @@ class Draft(NamedTuple):
     model: str  #: as the line names it
     url: str  #: one of URLS
     return_token_ids: bool = False
+    echo: bool = False  #: the prompt stands before each answer
+    echo_alone: bool = False  #: and no answer behind it
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +67,7 @@ class Request:
     model: str  #: as the line names it
     url: str  #: one of URLS
     return_token_ids: bool = False
+    echo: Echo | None = None  #: what stands before each answer
 
 
 class Refused(ValueError):
@@ -135,17 +145,18 @@ class Bodies:
         model = body.get("model", self.codec.shape.name)
         if not isinstance(model, str):
             raise Refused("invalid_value", f"model is {shown(model)}; it must be a text", "model")
-        return_token_ids = body.pop("return_token_ids", False)
-        if not isinstance(return_token_ids, bool):
-            message = f"return_token_ids is {shown(return_token_ids)}; it must be true or false"
-            raise Refused("invalid_value", message, "return_token_ids")
+        return_token_ids, echo = _flag(body, "return_token_ids"), url == COMPLETIONS and _flag(body, "echo")
+        if echo_alone := echo and body.get("max_tokens") == 0:
+            body["max_tokens"] = 1  # computed, and left out of the answer
         name = "messages" if url == CHAT else "prompt"
         if name not in body:
             raise Refused("missing_required_parameter", f"{name} is missing", name)
         prompt = body.pop(name)
         params = self.params({name: value for name, value in body.items() if name not in IGNORED}, url)
+        if echo and params.logprobs is not None:
+            params = replace(params, prompt_logprobs=max(params.logprobs, params.prompt_logprobs or 0))
         prompt = chat_text(prompt, self.codec.tokenizer) if url == CHAT else one_prompt(prompt)
-        return Draft(custom_id, prompt, params, model, url, return_token_ids)
+        return Draft(custom_id, prompt, params, model, url, return_token_ids, echo, echo_alone)
 
     def params(self, fields: dict, url: str) -> SamplingParams:
         """Return a body's sampling parameters; most lines of a file ask for those of a line before."""
@@ -162,8 +173,11 @@ class Bodies:
             ids = self.codec.check(draft.prompt, draft.params, "the prompt", draft.url != CHAT)
         except InputError as error:
             raise _refused(error, draft) from None
-        return_ids = draft.return_token_ids or self.codec.tokenizer is None
-        return Request(draft.custom_id, ids, draft.params, draft.model, draft.url, return_ids)
+        return_ids, before = draft.return_token_ids or self.codec.tokenizer is None, None
+        if draft.echo:
+            text = draft.prompt if isinstance(draft.prompt, str) else self.codec.text(ids)
+            before = Echo(text, self.codec.decoded(ids[0]) or f"token_id:{ids[0]}", draft.echo_alone)
+        return Request(draft.custom_id, ids, draft.params, draft.model, draft.url, return_ids, before)
 
     def prompt_tokens(self, drafts: list[Draft]) -> list[int]:
         """Return the lengths of the prompts; 0 of one that cannot be served."""
@@ -186,6 +200,14 @@ def _given(data: dict, name: str) -> str:
     return shown(data[name]) if name in data else "missing"
 
 
+def _flag(body: dict, name: str) -> bool:
+    """Take a field that is true or false out of the body. Raise Refused."""
+    value = body.pop(name, False)
+    if not isinstance(value, bool):
+        raise Refused("invalid_value", f"{name} is {shown(value)}; it must be true or false", name)
+    return value
+
+
 def one_prompt(prompt) -> str | list[int]:
     """Return the prompt of a completion, of which a list may hold one. Raise Refused for anything else."""
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
@@ -199,6 +221,7 @@ def one_prompt(prompt) -> str | list[int]:
 
 def _params(body: dict, url: str, defaults: dict) -> SamplingParams:
     wanted = {}
+    body = _chat_logprobs(body) if url == CHAT else body
     for name, value in body.items():
         if name == "logprobs" and value is False:
             continue
@@ -221,6 +244,18 @@ def _params(body: dict, url: str, defaults: dict) -> SamplingParams:
         param = min(starts, key=starts.__getitem__, default=None)
         code = "unknown_parameter" if str(error).startswith("unknown") else "invalid_value"
         raise Refused(code, str(error), param) from None
+
+
+def _chat_logprobs(body: dict) -> dict:
+    """Return the body with the logprobs of a completion. Raise Refused."""
+    body = dict(body)
+    asked, count = _flag(body, "logprobs"), body.pop("top_logprobs", 0)
+    if not is_integer(count) or not 0 <= count <= MOST_LOGPROBS:
+        message = f"top_logprobs is {shown(count)}; it must be a whole number from 0 to {MOST_LOGPROBS}"
+        raise Refused("invalid_value", message, "top_logprobs")
+    if count and not asked:
+        raise Refused("invalid_value", "top_logprobs needs logprobs to be true", "top_logprobs")
+    return {**body, "logprobs": count} if asked else body
 
 
 def chat_text(messages, tokenizer) -> str:
@@ -255,65 +290,6 @@ def _content(content, where: str) -> str:
     if not parts or not all(is_text):
         raise Refused("invalid_value", f"{where}.content must be a text, or a list of text parts", "messages")
     return "".join(part["text"] for part in parts)
-
-
-def answer_line(number: int, request: Request, output: RequestOutput, created: int) -> bytes:
-    """Return the output line that answers input line ``number``. ``created``: unix time of the job."""
-    chat = request.url == CHAT
-    prompt_tokens, tokens = len(output.prompt_token_ids), sum(len(one.token_ids) for one in output.outputs)
-    usage = {"prompt_tokens": prompt_tokens, "completion_tokens": tokens, "total_tokens": prompt_tokens + tokens}
-    body = {
-        "id": f"{'chatcmpl' if chat else 'cmpl'}-{number:08d}",
-        "object": "chat.completion" if chat else "text_completion",
-        "created": created,
-        "model": request.model,
-        "choices": [_choice(request, completion, chat) for completion in output.outputs],
-        "usage": usage,
-    }
-    return _line(number, request.custom_id, 200, body)
-
-
-def _choice(request: Request, completion: CompletionOutput, chat: bool) -> dict:
-    text = {"message": {"role": "assistant", "content": completion.text}} if chat else {"text": completion.text}
-    choice = {"index": completion.index, **text, "logprobs": None, "finish_reason": completion.finish_reason}
-    if request.return_token_ids:
-        choice["token_ids"] = completion.token_ids
-    return choice
-
-
-def error_line(number: int, refused: Refused) -> bytes:
-    """Return the output line that says why input line ``number`` was not served."""
-    message = f"line {number}: {refused.message}"
-    error = {"message": message, "type": "invalid_request_error", "param": refused.param, "code": refused.code}
-    return _line(number, refused.custom_id, 400, {"error": error})
-
-
-def _line(number: int, custom_id: str | None, status: int, body: dict) -> bytes:
-    line = {
-        "id": f"batch_req_{number:08d}",
-        "custom_id": custom_id,
-        "response": {"status_code": status, "request_id": f"req_{number:08d}", "body": body},
-        "error": None,
-    }
-    try:
-        return json.dumps(line, ensure_ascii=False).encode() + b"\n"
-    except UnicodeEncodeError:  # half a surrogate pair, which JSON can name and UTF-8 cannot hold
-        return json.dumps(line).encode() + b"\n"
-
-
-def parse_answer(raw: bytes) -> tuple[int, bool] | None:
-    """(line number, whether it is an answer) of a whole line of an output file; None where it is none."""
-    try:
-        line = json.loads(raw)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(line, dict) or set(line) != {"id", "custom_id", "response", "error"}:
-        return None
-    match = ID.fullmatch(line["id"]) if isinstance(line["id"], str) else None
-    response = line["response"]
-    if match is None or not isinstance(response, dict) or not isinstance(response.get("body"), dict):
-        return None
-    return int(match[1]), response.get("status_code") == 200
 
 
 def shown(value) -> str:

@@ -25,6 +25,7 @@ from flexhybrid.runtime.cuda import CudaClock, CudaCopies, CudaStream, lane_stre
 from flexhybrid.runtime.executor import EngineParts, Executor
 from flexhybrid.runtime.kernels.sampling import NO_TOKEN, SamplingPlan
 from flexhybrid.runtime.links import CpuCopies
+from flexhybrid.runtime.logprob_log import Noted
 from flexhybrid.runtime.process_settings import NO_CUDNN_ATTENTION, NO_TF32
 from flexhybrid.runtime.runnable import check_runnable
 from flexhybrid.runtime.selections.heavy_hitters import HeavyHitters
@@ -37,6 +38,8 @@ from flexhybrid.runtime.verbs import verbs_under
 StopTexts = Mapping[int, Callable[[int], str | None]]
 #: Takes a finished request: its index in the wave, its tokens, and what ended it (``WaveResult.stops``).
 OnFinish = Callable[[int, list[int], int | str | None], None]
+#: Takes the log probabilities that came with a token: the request's index in the wave, and what was noted.
+OnNoted = Callable[[int, Noted], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +55,7 @@ class RunControl:
     stop_texts: StopTexts = field(default_factory=dict)  #: of the requests that a text may end
     on_tokens: Callable[[int], None] | None = None
     on_finish: OnFinish | None = None
+    on_noted: OnNoted | None = None
     should_stop: Callable[[], bool] | None = None
     keep_trace: bool | int = False  #: True: of all tasks; a number: of the first so many
 
@@ -245,7 +249,7 @@ class _Collector:
             task, ordinal = self._pending.pop(0)
             self.clock.wait(task.resource, ordinal)
             step = task.payload.step
-            sampled = self.executor.tokens_of(step)
+            sampled, noted = self.executor.tokens_of(step), self.executor.logprobs.take(step)
             for request, token in zip(step.requests.tolist(), sampled.tolist(), strict=True):
                 if request in self._stopped_requests:
                     continue  # the surplus token of a stop that was seen one iteration late
@@ -259,6 +263,8 @@ class _Collector:
                         "Check its files, or name another dtype"
                     )
                 self.tokens[request].append(token)
+                if request in noted and self.control.on_noted:
+                    self.control.on_noted(request, noted[request])
                 fresh += 1
                 self.stops[request] = self._stop_with(request, token)
                 if self.stops[request] is not None:

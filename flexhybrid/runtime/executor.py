@@ -22,6 +22,7 @@ from flexhybrid.runtime.cuda import CudaCopies
 from flexhybrid.runtime.kernels.attention import PATHS, Share
 from flexhybrid.runtime.kernels.sampling import SamplingPlan
 from flexhybrid.runtime.links import CpuCopies
+from flexhybrid.runtime.logprob_log import LogprobLog
 from flexhybrid.runtime.models import architecture
 from flexhybrid.runtime.profiling.attention_paths import fastest_paths
 from flexhybrid.runtime.selections.hooks import SelectionHooks
@@ -138,6 +139,7 @@ class Executor(Generic[SelectionT]):
         self.steps = StepMaker(wave, prompts, plan, parts.weights.dtype, self.device)
         self.tokens = self.steps.tokens
         self.step_tensors: dict[tuple[int, int], tuple[MiniBatchStep, StepTensors]] = {}  #: by mini-batch and chunk
+        self.logprobs = LogprobLog(wave, plan, self.tokens, parts.copies)
         self.sampled = SampledTokens(wave, parts.copies.host_memory, self.device)
         self.hidden = HiddenStates(wave, parts.buffers)
         self.kvq: dict[int, torch.Tensor] = {}  #: [R, keys | values | queries], by slot

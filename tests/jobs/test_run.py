@@ -21,7 +21,8 @@ from flexhybrid import resolve as machine
 from flexhybrid.arguments import LLMArguments
 from flexhybrid.batch import answers as answers_module
 from flexhybrid.batch.answers import ANSWERED, FAILED, AnswerFile
-from flexhybrid.batch.openai import Refused, error_line
+from flexhybrid.batch.openai import Refused
+from flexhybrid.batch.replies import error_line
 from flexhybrid.batch.requests import line_seed
 from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.plan import stream

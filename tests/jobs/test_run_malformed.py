@@ -13,7 +13,8 @@ from flexhybrid import LLM, InputError, cli, shipped
 from flexhybrid.batch import census as census_module
 from flexhybrid.batch.census import CustomIds, find_lines, read_lines, take_census
 from flexhybrid.batch.formats import open_lines
-from flexhybrid.batch.openai import Refused, error_line, parse_answer
+from flexhybrid.batch.openai import Refused
+from flexhybrid.batch.replies import error_line, parse_answer
 from flexhybrid.batch.requests import LineRules
 from flexhybrid.sampling_params import SamplingParams
 

@@ -22,7 +22,8 @@ from flexhybrid.batch.answers import ANSWERED, FAILED, PENDING, AnswerFile
 from flexhybrid.batch.census import RequestFile, file_state, first_url, take_census
 from flexhybrid.batch.formats import format_of, open_lines
 from flexhybrid.batch.manifest import check_same, load_manifest, manifest_path, model_record, save_manifest
-from flexhybrid.batch.openai import CHAT, Request, answer_line, error_line
+from flexhybrid.batch.openai import CHAT, Request
+from flexhybrid.batch.replies import answer_line, error_line
 from flexhybrid.batch.requests import LineRules
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware, load_hardware

@@ -27,7 +27,8 @@ from ray.exceptions import RayError
 
 from flexhybrid.arguments import LLMArguments
 from flexhybrid.batch.census import RequestFile
-from flexhybrid.batch.openai import Request, answer_line
+from flexhybrid.batch.openai import Request
+from flexhybrid.batch.replies import answer_line
 from flexhybrid.batch.requests import LineReader, LineRules
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.workload import Workload

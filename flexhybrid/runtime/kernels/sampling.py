@@ -36,6 +36,8 @@ class SamplingPlan:
     min_p: np.ndarray  #: [N]; 0: off
     seeds: np.ndarray  #: [N] uint64
     request_ids: np.ndarray  #: [N] number of the request among those of its seed, for the random numbers
+    num_logprobs: np.ndarray  #: [N] most probable tokens that are noted beside each new one; -1: none is
+    num_prompt_logprobs: np.ndarray  #: [N] likewise for each token of the prompt
     changes: tuple[LogitChanges | None, ...]  #: [N]; None: its logits stay as they are
 
     def select(self, members: np.ndarray) -> SamplingPlan:
@@ -54,6 +56,8 @@ def greedy_plan(num_requests: int) -> SamplingPlan:
         min_p=zeros,
         seeds=int_zeros.astype(np.uint64),
         request_ids=np.arange(num_requests),
+        num_logprobs=int_zeros - 1,
+        num_prompt_logprobs=int_zeros - 1,
         changes=(None,) * num_requests,
     )
 

@@ -1,5 +1,7 @@
 """Verbs of the compute lane that treat each token by itself: projections, KV-Gen, feed-forward, head, conversions."""
 
+from functools import partial
+
 import torch
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
@@ -154,6 +156,9 @@ def finish(state: State, task: Task) -> None:
     else:  # with attention on the host, the other slot's rows may still be in use
         state.kvq.clear()
     state.hidden.keep(task, state.model.finish(state.shape, state.layer_weights.of(task), hidden, attended))
+    if task.layer == state.shape.num_layers - 1:
+        head_of = partial(state.model.head, state.shape, state.weights.outer)
+        state.logprobs.note_prompt(task.payload.step, state.hidden.of(task), head_of)
 
 
 def head(state: State, task: Task) -> None:
@@ -170,4 +175,5 @@ def sample(state: State, task: Task) -> None:
     finite = state.logits.amax(dim=-1).isfinite()
     chosen = sampling.choose(state.logits, tensors.sampling, state.tokens.ids)
     state.tokens.ids[tensors.sampled_cells_B] = chosen
+    state.logprobs.note_sampled(task.payload.step, state.logits, chosen)
     state.sampled.on_device[task.mini_batch][: len(chosen)].copy_(chosen.masked_fill(~finite, sampling.NO_TOKEN))

@@ -184,6 +184,7 @@ def load_attended(state: State, task: Task) -> None:
 
 
 def store_out(state: State, task: Task) -> None:
-    """device -> host: the sampled tokens."""
+    """device -> host: the sampled tokens, and the log probabilities that requests ask for."""
     target = state.sampled.on_host(task.payload.step)
     state.copies.copy_d2h(target, state.sampled.on_device[task.mini_batch][: len(target)])
+    state.logprobs.store(task.payload.step)

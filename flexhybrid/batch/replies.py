@@ -1,0 +1,152 @@
+"""OpenAI's Batch lines: an answer, or the reason why there is none, to its line.
+
+Formats: openai-openapi's schema BatchRequestOutput, and those of the two endpoints; prompt_logprobs are vLLM's.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+
+from flexhybrid.batch.openai import CHAT, Refused, Request
+from flexhybrid.requests import CompletionOutput, Logprob, Logprobs, RequestOutput
+
+ID = re.compile(r"batch_req_(\d{8,19})")
+LEAST_LOGPROB = -9999.0  #: stands for the logarithm of 0, which JSON cannot say; vLLM's number
+
+
+def answer_line(number: int, request: Request, output: RequestOutput, created: int) -> bytes:
+    """Return the output line that answers input line ``number``. ``created``: unix time of the job."""
+    chat = request.url == CHAT
+    prompt_tokens = len(output.prompt_token_ids)
+    tokens = 0 if request.echo and request.echo.alone else sum(len(one.token_ids) for one in output.outputs)
+    usage = {"prompt_tokens": prompt_tokens, "completion_tokens": tokens, "total_tokens": prompt_tokens + tokens}
+    make_choice = _chat_choice if chat else _choice
+    body = {
+        "id": f"{'chatcmpl' if chat else 'cmpl'}-{number:08d}",
+        "object": "chat.completion" if chat else "text_completion",
+        "created": created,
+        "model": request.model,
+        "choices": [make_choice(request, output, completion) for completion in output.outputs],
+        "usage": usage,
+    }
+    if chat and output.prompt_logprobs is not None:
+        body["prompt_logprobs"] = _by_id(output.prompt_logprobs)
+    return _line(number, request.custom_id, 200, body)
+
+
+def _choice(request: Request, output: RequestOutput, completion: CompletionOutput) -> dict:
+    text, ids, logprobs = completion.text, completion.token_ids, completion.logprobs
+    echo, shown = request.echo, None
+    if echo and echo.alone:
+        text, ids, logprobs = "", [], logprobs and []
+    if echo:
+        text, ids = echo.text + text, output.prompt_token_ids + ids
+        logprobs = None if logprobs is None else (output.prompt_logprobs or []) + logprobs
+    if logprobs is not None:
+        shown = _completion_logprobs(ids, logprobs, request.params.logprobs or 0, echo.first_token if echo else "")
+    choice = {
+        "index": completion.index,
+        "text": text,
+        "logprobs": shown,
+        "finish_reason": completion.finish_reason,
+    }
+    if output.prompt_logprobs is not None:
+        choice["prompt_logprobs"] = _by_id(output.prompt_logprobs)
+    return {**choice, "token_ids": ids} if request.return_token_ids else choice
+
+
+def _chat_choice(request: Request, _output: RequestOutput, completion: CompletionOutput) -> dict:
+    logprobs = None
+    if completion.logprobs is not None:
+        num_top, places = request.params.logprobs or 0, zip(completion.token_ids, completion.logprobs, strict=True)
+        logprobs = {"content": [_chat_logprobs(token, place, num_top) for token, place in places], "refusal": None}
+    choice = {
+        "index": completion.index,
+        "message": {"role": "assistant", "content": completion.text},
+        "logprobs": logprobs,
+        "finish_reason": completion.finish_reason,
+    }
+    return {**choice, "token_ids": completion.token_ids} if request.return_token_ids else choice
+
+
+def _completion_logprobs(
+    ids: list[int], places: Sequence[Logprobs | None], num_top: int, first_token: str
+) -> dict[str, list]:
+    """Return the logprobs of a completion: of each token its text, and where it begins in all of them. ``first_token``:
+    the text of a first token that has no log probability."""
+    columns = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    offset = 0
+    for token, place in zip(ids, places, strict=True):
+        text, logprob, top = first_token, None, None
+        if place:
+            text, logprob = _text(token, place[token]), _number(place[token])
+            shown = {token: place[token]} | {one: place[one] for one in _most_probable(place, num_top)}
+            ranked = sorted(shown.items(), key=lambda item: item[1].logprob)
+            top = {_text(*item): _number(item[1]) for item in ranked}  # of equal texts the more probable one
+        for column, value in zip(columns.values(), (text, logprob, top, offset), strict=True):
+            column.append(value)
+        offset += len(text)
+    return columns
+
+
+def _chat_logprobs(token: int, place: Logprobs, num_top: int) -> dict:
+    def entry(one: int) -> dict:
+        text = _text(one, place[one])
+        return {"token": text, "logprob": _number(place[one]), "bytes": list(text.encode("utf-8", "replace"))}
+
+    return {**entry(token), "top_logprobs": [entry(one) for one in _most_probable(place, num_top)]}
+
+
+def _most_probable(place: Logprobs, num_top: int) -> list[int]:
+    """Return the ``num_top`` most probable tokens, without the chosen one where it is none of them."""
+    return sorted((token for token, logprob in place.items() if logprob.rank <= num_top), key=lambda t: place[t].rank)
+
+
+def _by_id(places: Sequence[Logprobs | None]) -> list[dict | None]:
+    return [
+        place and {str(token): {**vars(logprob), "logprob": _number(logprob)} for token, logprob in place.items()}
+        for place in places
+    ]
+
+
+def _text(token: int, logprob: Logprob) -> str:
+    return f"token_id:{token}" if logprob.decoded_token is None else logprob.decoded_token
+
+
+def _number(logprob: Logprob) -> float:
+    return max(logprob.logprob, LEAST_LOGPROB)
+
+
+def error_line(number: int, refused: Refused) -> bytes:
+    """Return the output line that says why input line ``number`` was not served."""
+    message = f"line {number}: {refused.message}"
+    error = {"message": message, "type": "invalid_request_error", "param": refused.param, "code": refused.code}
+    return _line(number, refused.custom_id, 400, {"error": error})
+
+
+def _line(number: int, custom_id: str | None, status: int, body: dict) -> bytes:
+    line = {
+        "id": f"batch_req_{number:08d}",
+        "custom_id": custom_id,
+        "response": {"status_code": status, "request_id": f"req_{number:08d}", "body": body},
+        "error": None,
+    }
+    try:
+        return json.dumps(line, ensure_ascii=False).encode() + b"\n"
+    except UnicodeEncodeError:  # half a surrogate pair, which JSON can name and UTF-8 cannot hold
+        return json.dumps(line).encode() + b"\n"
+
+
+def parse_answer(raw: bytes) -> tuple[int, bool] | None:
+    """(line number, whether it is an answer) of a whole line of an output file; None where it is none."""
+    try:
+        line = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(line, dict) or set(line) != {"id", "custom_id", "response", "error"}:
+        return None
+    match = ID.fullmatch(line["id"]) if isinstance(line["id"], str) else None
+    response = line["response"]
+    if match is None or not isinstance(response, dict) or not isinstance(response.get("body"), dict):
+        return None
+    return int(match[1]), response.get("status_code") == 200

@@ -1,0 +1,97 @@
+"""Log probabilities on their way from the device to the requests that ask for them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from flexhybrid.core.schedule.steps import MiniBatchStep
+from flexhybrid.core.wave import Wave
+from flexhybrid.runtime.cuda import CudaCopies
+from flexhybrid.runtime.kernels.logprobs import ROWS_AT_ONCE, records
+from flexhybrid.runtime.kernels.sampling import SamplingPlan
+from flexhybrid.runtime.links import CpuCopies
+from flexhybrid.runtime.step_tensors import TokenTable, to_device
+
+
+class Noted(NamedTuple):
+    """Records (``kernels.logprobs``) that an iteration has made of one request."""
+
+    answer: np.ndarray | None  #: [2 + 2K] of its new token; None: not asked for
+    prompt: np.ndarray | None  #: [prompt tokens - 1, 2 + 2K] of its prompt's tokens from the second on
+
+
+class LogprobLog:
+    """Records of the requests of a wave that ask for log probabilities; nothing is done for the others.
+
+    ``sample`` and ``finish`` make them on the device, ``store_out`` copies them to the host beside the tokens, and they
+    wait there until they are taken.
+    """
+
+    def __init__(self, wave: Wave, plan: SamplingPlan, tokens: TokenTable, copies: CpuCopies | CudaCopies):
+        self.of_answers, self.of_prompts = plan.num_logprobs, plan.num_prompt_logprobs
+        self._any_answer, self._any_prompt = (self.of_answers >= 0).any(), (self.of_prompts >= 0).any()
+        self.prompt_tokens, self.tokens, self.copies = wave.workload.prompt_tokens, tokens, copies
+        self._prompts: dict[int, list[torch.Tensor]] = {}  # records of the chunks of a prompt, by request
+        self._made: dict[int, list[tuple[list[int], str, torch.Tensor]]] = {}  # by mini-batch: requests, part, records
+        #: by mini-batch and iteration: likewise, on the host; the device's stay until they are taken, for the copy
+        self._on_host: dict[tuple[int, int], list[tuple[list[int], str, torch.Tensor, torch.Tensor]]] = {}
+
+    def note_prompt(self, step: MiniBatchStep, hidden_Rh: torch.Tensor, head) -> None:
+        """Make records of the prompts' tokens behind those that the step has computed. ``head``: hidden states [·, h]
+        of the last layer -> logits [·, V]."""
+        if not self._any_prompt:
+            return
+        lengths = self.prompt_tokens[step.requests] - 1 - step.context
+        asking = (self.of_prompts[step.requests] >= 0) & (lengths > 0)
+        for row in np.flatnonzero(asking).tolist():
+            request, count = int(step.requests[row]), int(min(lengths[row], step.new_tokens[row]))
+            first = row * step.computed_width + step.recomputed_width
+            cell = int(self.tokens.start[request] + step.context[row]) + 1
+            pieces = zip(
+                hidden_Rh[first : first + count].split(ROWS_AT_ONCE),
+                self.tokens.ids[cell : cell + count].split(ROWS_AT_ONCE),
+                strict=True,
+            )
+            num_top = int(self.of_prompts[request])
+            made = [records(head(hidden), tokens, num_top) for hidden, tokens in pieces]
+            self._prompts.setdefault(request, []).extend(made)
+
+    def note_sampled(self, step: MiniBatchStep, logits_BV: torch.Tensor, chosen_B: torch.Tensor) -> None:
+        """Make records of the new tokens; those of a prompt are complete by now."""
+        if not self._any_answer and not self._prompts:
+            return
+        made = [
+            ([request], "prompt", torch.cat(self._prompts.pop(request)))
+            for request in step.requests.tolist()
+            if request in self._prompts
+        ]
+        wanted = self.of_answers[step.requests]
+        rows = np.flatnonzero(wanted >= 0)
+        if len(rows):
+            if len(rows) < len(wanted):
+                on_device = to_device(rows, logits_BV.device)
+                logits_BV, chosen_B = logits_BV[on_device], chosen_B[on_device]
+            made.append((step.requests[rows].tolist(), "answer", records(logits_BV, chosen_B, int(wanted.max()))))
+        if made:
+            self._made[step.mini_batch] = made
+
+    def store(self, step: MiniBatchStep) -> None:
+        """Copy the records of a step to the host."""
+        if step.mini_batch not in self._made:
+            return
+        stored = self._on_host[step.mini_batch, step.iteration] = []
+        for requests, part, made in self._made.pop(step.mini_batch):
+            target = torch.empty(made.shape, dtype=made.dtype, pin_memory=made.is_cuda)
+            self.copies.copy_d2h(target, made)
+            stored.append((requests, part, target, made))
+
+    def take(self, step: MiniBatchStep) -> dict[int, Noted]:
+        """Return the records of a step whose ``store_out`` is complete, by request."""
+        noted: dict[int, Noted] = {}
+        for requests, part, stored, _ in self._on_host.pop((step.mini_batch, step.iteration), ()):
+            for request, record in zip(requests, stored.numpy() if part == "answer" else [stored.numpy()]):
+                noted[request] = noted.get(request, Noted(None, None))._replace(**{part: record})
+        return noted

@@ -1,0 +1,188 @@
+"""Log probabilities: against transformers' forward, in Python and in files, and the same in company."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import save_opt
+from policies import wider_policies
+
+from flexhybrid import LLM, SamplingParams, cli, shipped
+from flexhybrid.runtime.kernels.logprobs import records
+from sim.presets import hybrid
+
+POLICIES = {"kv": "kv_only", "act": hybrid(1.0, 64), **wider_policies(64, 32, 8)}
+POLICIES = {name: policy for name, policy in POLICIES.items() if name not in ("kvpr", "two copies")}  # need a machine
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("logprobs")
+    return folder, save_opt(folder)
+
+
+def places_of(model, ids: list[int]) -> np.ndarray:
+    """[tokens, vocab]: log probabilities of what comes behind each token, by transformers."""
+    with torch.inference_mode():
+        return model(torch.tensor([ids])).logits[0].double().log_softmax(-1).numpy()
+
+
+def check_place(place: dict, token: int, expected: np.ndarray, count: int) -> None:
+    """``place``: token id -> Logprob; ``expected``: log probabilities of the vocabulary."""
+    ranked = np.argsort(-expected)[:count].tolist()
+    assert list(place)[0] == token and set(place) == {token, *ranked}
+    for one, logprob in place.items():
+        assert logprob.logprob == pytest.approx(expected[one], abs=2e-4)
+        assert logprob.rank == 1 + (expected > expected[one]).sum()
+
+
+def check_answer(model, answer, params: SamplingParams) -> None:
+    prompt = answer.prompt_token_ids
+    for output in answer.outputs:
+        if params.logprobs is None:
+            assert output.logprobs is None and output.cumulative_logprob is None
+            continue
+        expected = places_of(model, prompt + output.token_ids)[len(prompt) - 1 :]
+        assert len(output.logprobs) == len(output.token_ids)
+        for place, token, logprobs in zip(output.logprobs, output.token_ids, expected):
+            check_place(place, token, logprobs, params.logprobs)
+        total = sum(place[token].logprob for place, token in zip(output.logprobs, output.token_ids))
+        assert output.cumulative_logprob == pytest.approx(total)
+    if params.prompt_logprobs is None:
+        assert answer.prompt_logprobs is None
+        return
+    first, *others = answer.prompt_logprobs
+    assert first is None and len(others) == len(prompt) - 1
+    for place, token, logprobs in zip(others, prompt[1:], places_of(model, prompt)):
+        check_place(place, token, logprobs, params.prompt_logprobs)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_logprobs_are_those_of_transformers_under_every_policy(model, name):
+    """Prompts at once and in chunks; requests that ask beside others that do not; what sampling does to the logits is
+    not in them."""
+    generator = np.random.default_rng(5)
+    prompts = [generator.integers(3, 61, n).tolist() for n in (21, 5, 5, 12, 1)]
+    params = [
+        SamplingParams(logprobs=3, prompt_logprobs=2, max_tokens=7, seed=1, top_k=9, n=2),
+        SamplingParams(max_tokens=9, temperature=0),
+        SamplingParams(prompt_logprobs=0, max_tokens=2, temperature=0),
+        SamplingParams(logprobs=0, max_tokens=5, temperature=0, repetition_penalty=2.0, logit_bias={7: 50}),
+        SamplingParams(logprobs=20, prompt_logprobs=20, max_tokens=6, temperature=0.5, seed=2),
+    ]
+    llm = LLM(model[0], POLICIES[name], device="cpu", dtype="float32")
+    for answer, one in zip(llm.generate(prompts, params), params, strict=True):
+        check_answer(model[1], answer, one)
+
+
+@settings(max_examples=30)
+@given(st.integers(1, 40), st.integers(0, 9), st.sampled_from([3, 17, 300]), st.integers(0, 2**31))
+def test_records_are_a_plain_account(rows, count, vocab, seed):
+    """Few different values, so that many are equal: of those the smaller id comes first."""
+    generator = np.random.default_rng(seed)
+    logits = generator.choice([-math.inf, -2.0, 0.0, 0.5, 3.0], (rows, vocab), p=[0.1, 0.4, 0.3, 0.1, 0.1])
+    logits[:, 0] = 1.0
+    tokens = generator.integers(0, vocab, rows)
+    made = records(torch.from_numpy(logits).float(), torch.from_numpy(tokens), count).numpy()
+    logprobs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    for row, token, expected in zip(made, tokens, logprobs, strict=True):
+        kept = min(count, vocab)
+        ranked = np.lexsort((np.arange(vocab), -expected))[:kept]
+        assert row[1] == (expected >= expected[token]).sum()
+        np.testing.assert_allclose(row[0], expected[token], rtol=1e-5)
+        assert row[2 : 2 + kept].tolist() == ranked.tolist() and (row[2 + kept : 2 + count] == -1).all()
+        np.testing.assert_allclose(row[2 + count : 2 + count + kept], expected[ranked], rtol=1e-5)
+
+
+def test_text_of_tokens_and_of_none(model):
+    (answer,) = LLM(model[0], "kv_only", device="cpu").generate([[5]], SamplingParams(logprobs=1, max_tokens=1))
+    assert all(one.decoded_token is None for one in answer.outputs[0].logprobs[0].values())
+    llm = LLM(shipped.CHECKPOINT, "kv_only", device="cpu")
+    (answer,) = llm.generate(["import os"], SamplingParams(logprobs=2, max_tokens=3, temperature=0))
+    for token, place in zip(answer.outputs[0].token_ids, answer.outputs[0].logprobs, strict=True):
+        assert place[token].decoded_token == llm.tokenizer.decode([token]) and place[token].rank == 1
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def bodies(tmp_path, url: str, lines: dict[str, dict], model) -> dict[str, dict]:
+    """The answers to lines of these bodies, by custom_id, from a run of a file."""
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    written = [{"custom_id": name, "method": "POST", "url": url, "body": body} for name, body in lines.items()]
+    source.write_text("".join(json.dumps(line) + "\n" for line in written))
+    command = ["run", "-i", source, "-o", out, "--model", model, "--policy", "kv_only", "--device", "cpu", "--quiet"]
+    assert cli.main([*map(str, command), "--dtype", "float32"]) == 0
+    rows = map(json.loads, out.read_text().splitlines())
+    return {row["custom_id"]: row["response"]["body"] for row in rows}
+
+
+def test_a_file_of_completions_gives_what_generate_gives(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))
+    prompt, greedy = "def close(self):", {"temperature": 0, "max_tokens": 5}
+    got = bodies(tmp_path, "/v1/completions", {
+        "plain": {"prompt": prompt, **greedy},
+        "logprobs": {"prompt": prompt, **greedy, "logprobs": 2, "n": 2},
+        "echo": {"prompt": prompt, **greedy, "logprobs": 1, "echo": True},
+        "score": {"prompt": prompt, "max_tokens": 0, "logprobs": 0, "echo": True, "prompt_logprobs": 1},
+        "bare echo": {"prompt": prompt, **greedy, "echo": True, "frequency_penalty": 1.5, "presence_penalty": 0.5},
+    }, shipped.CHECKPOINT)  # fmt: skip
+    llm = LLM(shipped.CHECKPOINT, "kv_only", device="cpu", dtype="float32")
+    asked = SamplingParams(**greedy, logprobs=2, prompt_logprobs=1)
+    (answer,) = llm.generate([prompt], asked)
+    output = answer.outputs[0]
+    (plain,) = got["plain"]["choices"]
+    assert plain["text"] == output.text and plain["logprobs"] is None and "prompt_logprobs" not in plain
+    first, second = got["logprobs"]["choices"]
+    assert (first["index"], second["index"]) == (0, 1) and second == first | {"index": 1}
+    assert got["logprobs"]["usage"]["completion_tokens"] == 2 * len(output.token_ids)
+    logprobs = first["logprobs"]
+    assert "".join(logprobs["tokens"]) == output.text
+    assert [logprobs["text_offset"][i] for i in (0, 1)] == [0, len(logprobs["tokens"][0])]
+    for i, token in enumerate(output.token_ids):
+        place = output.logprobs[i]
+        assert logprobs["token_logprobs"][i] == pytest.approx(place[token].logprob, abs=1e-4)
+        expected = {one.decoded_token: pytest.approx(one.logprob, abs=1e-4) for one in place.values()}
+        assert logprobs["top_logprobs"][i] == expected
+    echo = got["echo"]["choices"][0]
+    length = len(answer.prompt_token_ids)
+    assert echo["text"] == prompt + output.text and echo["logprobs"]["tokens"][length:] == logprobs["tokens"]
+    assert echo["logprobs"]["token_logprobs"][0] is None and echo["logprobs"]["top_logprobs"][0] is None
+    score = got["score"]["choices"][0]
+    assert score["text"] == prompt and got["score"]["usage"]["completion_tokens"] == 0
+    numbers = [place[token].logprob for place, token in zip(answer.prompt_logprobs[1:], answer.prompt_token_ids[1:])]
+    assert score["logprobs"]["token_logprobs"] == [None, *(pytest.approx(number, abs=1e-4) for number in numbers)]
+    assert score["logprobs"]["tokens"] == echo["logprobs"]["tokens"][:length]
+    ids = [list(place) for place in score["prompt_logprobs"][1:]]
+    assert ids == [[str(token) for token in place] for place in answer.prompt_logprobs[1:]]
+    assert "logprobs" in got["bare echo"]["choices"][0] and got["bare echo"]["choices"][0]["text"].startswith(prompt)
+
+
+def test_a_file_of_chats_has_openais_logprobs(tmp_path, monkeypatch, capsys):
+    import shutil
+
+    monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))
+    folder = shutil.copytree(shipped.CHECKPOINT, tmp_path / "model")
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}\n{% endfor %}")
+    messages, greedy = [{"role": "user", "content": "import os"}], {"temperature": 0, "max_completion_tokens": 4}
+    got = bodies(tmp_path, "/v1/chat/completions", {
+        "two": {"messages": messages, **greedy, "logprobs": True, "top_logprobs": 2, "prompt_logprobs": 0},
+        "none": {"messages": messages, **greedy, "logprobs": False, "top_logprobs": 0},
+        "bare": {"messages": messages, **greedy, "logprobs": True, "logit_bias": {"5": 100}},
+        "wrong": {"messages": messages, **greedy, "top_logprobs": 2},
+    }, folder)  # fmt: skip
+    assert got["wrong"]["error"]["param"] == "top_logprobs" and got["none"]["choices"][0]["logprobs"] is None
+    two = got["two"]["choices"][0]
+    content = two["logprobs"]["content"]
+    assert "".join(entry["token"] for entry in content) == two["message"]["content"]
+    for entry in content:  # greedy: the chosen one is the first of the most probable
+        assert entry["bytes"] == list(entry["token"].encode()) and len(entry["top_logprobs"]) == 2
+        assert entry["top_logprobs"][0] == {name: entry[name] for name in ("token", "logprob", "bytes")}
+        assert entry["top_logprobs"][0]["logprob"] >= entry["top_logprobs"][1]["logprob"]
+    assert got["two"]["prompt_logprobs"][0] is None and len(got["two"]["prompt_logprobs"]) > 1
+    bare = got["bare"]["choices"][0]["logprobs"]["content"]
+    assert len({entry["token"] for entry in bare}) == 1 and all(entry["top_logprobs"] == [] for entry in bare)
