@@ -89,6 +89,16 @@ def one_torch_thread():
         torch.set_num_threads(1)
 
 
+@pytest.fixture
+def warm_processes(monkeypatch):
+    """What a test starts by way of the product has loaded torch already."""
+    import subprocess
+
+    import warm_python
+
+    monkeypatch.setattr(subprocess, "Popen", warm_python.Popen)
+
+
 @pytest.fixture(params=forced_machine.DTYPES)
 def cpu_dtype(request, monkeypatch) -> str:
     """What "auto" takes for a 16-bit checkpoint on a CPU: each in turn, whichever is faster on this one."""

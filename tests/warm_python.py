@@ -130,6 +130,8 @@ def become(request: dict) -> None:
     os.chdir(request["folder"])
     first, *rest = request["arguments"]
     sys.path[0] = "" if first == "-c" else str(Path(first).parent)
+    folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[1:1] = [folder for folder in folders if folder and folder not in sys.path]
     sys.argv = [first, *rest[first == "-c" :]]
     if first == "-c":
         sys.modules["__main__"] = types.ModuleType("__main__")

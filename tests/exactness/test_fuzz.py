@@ -16,7 +16,7 @@ def test_a_short_round_ends_clean(area):
 
 def test_a_defect_is_seen_and_shown(monkeypatch):
     """Limits that are not applied: tokens are drawn that transformers' warpers exclude, or too often."""
-    monkeypatch.setattr(sampling, "warp", lambda logits, step: logits)
+    monkeypatch.setattr(sampling, "warp", lambda logits, *more: logits)
     limits = {"temperature": 0.3, "top_k": 0, "top_p": 1.0, "min_p": 0.5}
     case = {"vocab": 61, "prompt": [5, 6, 7], "seed": 3, **limits}
     monkeypatch.setitem(fuzz.AREAS, "sampling", fuzz.Area(fuzz.check_sampling, st.just(case), 1))

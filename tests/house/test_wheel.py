@@ -73,19 +73,37 @@ def test_the_wheel_holds_every_file_that_is_opened(wheel, tracked):
     assert held == {name for name in tracked if "/" in name and not RECORDS.match(name)}
 
 
+#: Prints where the packages lie, and what commands print, one after the other in this process.
+FOLDERS_AND_COMMANDS = """
+import contextlib, io, json, sys
+import experiments, figures, flexhybrid.shipped, policy_search, sim
+from flexhybrid import cli
+printed = []
+for words in json.loads(sys.argv[1]):
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert cli.main(words) == 0, words
+    printed.append(out.getvalue())
+packages = experiments, figures, flexhybrid.shipped, policy_search, sim
+print(json.dumps({"folders": [package.__path__[0] for package in packages], "printed": printed}))
+"""
+
+
 def test_commands_work_without_the_repository(installed, tmp_path):
     python, command = installed / "bin" / "python", installed / "bin" / "flexhybrid"
-    find = "import experiments, figures, flexhybrid.shipped as shipped, policy_search, sim\n"
-    show = "print(*(package.__path__[0] for package in (experiments, figures, shipped, policy_search, sim)), sep='\\n')"
-    folders = list(map(Path, done([python, "-c", find + show], tmp_path).splitlines()))
-    assert len(folders) == 5 and all(installed in folder.parents for folder in folders)
-    experiments = re.findall(r"^[\w.-]+", done([command, "reproduce", "--list"], tmp_path), re.MULTILINE)
-    assert set(listing()) <= set(experiments) and "infinigen-accuracy-fig12" in listing()
     only = ["infinigen-accuracy-table1", "cascade-table1"]
-    done([command, "reproduce", "--only", *only, "--workers", "1", "--out", "reproduced", "--json"], tmp_path)
-    assert {f"{name}.csv" for name in only} <= {path.name for path in (tmp_path / "reproduced").iterdir()}
     setting = ["--model", "opt-30b", "--hardware", "t4", "--prompt-len", "512", "--gen-len", "32", "--batch", "16"]
-    assert json.loads(done([command, "simulate", *setting, "--json"], tmp_path))["tokens_per_s"] > 0
+    commands = (
+        ["reproduce", "--only", *only, "--workers", "1", "--out", "reproduced", "--json"],
+        ["reproduce", "--list"],
+        ["simulate", *setting, "--json"],
+    )
+    told = json.loads(done([python, "-c", FOLDERS_AND_COMMANDS, json.dumps(commands)], tmp_path))
+    folders = list(map(Path, told["folders"]))
+    assert len(folders) == 5 and all(installed in folder.parents for folder in folders)
+    assert {f"{name}.csv" for name in only} <= {path.name for path in (tmp_path / "reproduced").iterdir()}
+    _, experiments, simulated = told["printed"]
+    assert set(listing()) <= set(re.findall(r"^[\w.-]+", experiments, re.MULTILINE))
+    assert "infinigen-accuracy-fig12" in listing() and json.loads(simulated)["tokens_per_s"] > 0
     machine().save(tmp_path / "machine.json")
     ships = folders[2]
     files = ["-i", ships / shipped.PROMPTS.name, "--model", ships / shipped.CHECKPOINT.name, "-o", "answers.jsonl"]

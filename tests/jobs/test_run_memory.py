@@ -19,12 +19,6 @@ MIB = 2**20
 pytestmark = pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="the kernel tells nothing here")
 
 
-@pytest.fixture
-def warm_processes(monkeypatch):
-    """What a test starts by way of the product has loaded torch already."""
-    monkeypatch.setattr(subprocess, "Popen", warm_python.Popen)
-
-
 def command(folder: Path, model: Path, policy: str) -> list[str]:
     names = {"-i": folder / "in.jsonl", "-o": folder / "out.jsonl", "--model": model, "--policy": policy}
     return [*(str(part) for pair in names.items() for part in pair), "--device", "cpu", "--dtype", "float32"]

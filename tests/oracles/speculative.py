@@ -180,7 +180,7 @@ class PlainInfiniGen:
                 for head in self.heads_of(g):
                     scores = keys @ q[0, head] / self.shape.head_dim**0.5
                     out[0, head] = torch.softmax(scores, -1) @ values
-                if chosen is None and kept:
+                if self.limited and chosen is None and kept:
                     self.note(kept, cache, [q[0, head] for head in self.heads_of(g)], position)
             guesses = self.whole <= layer + 1 < self.shape.num_layers
             chosen = self.choose(request, layer + 1, act, position) if guesses else None
@@ -239,9 +239,9 @@ class PlainInfiniGen:
                 best = sorted(members, key=lambda t: -worth[t])[:count]
                 chosen[g] += [self.caches[request, layer, g][t] for t in best]
         self.fetched.append((counts, context))
-        for g, of_head in enumerate(chosen):
-            cache = self.caches[request, layer, g]
-            self.use(of_head, cache, context)
+        if self.limited:  # else nobody asks what was used
+            for g, of_head in enumerate(chosen):
+                self.use(of_head, self.caches[request, layer, g], context)
         return chosen
 
     @torch.inference_mode()

@@ -40,7 +40,7 @@ def request(folder: Path, scratch: Path, **changes) -> dict:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the bound and its witness are Linux's")
-def test_our_side_from_the_disk_gives_transformers_tokens(tiny, tmp_path):
+def test_our_side_from_the_disk_gives_transformers_tokens(tiny, tmp_path, warm_processes):
     folder, model = tiny
     answer = children.ask(DISK_CHILD, request(folder, tmp_path), CHILD_LIMIT_S)
     if "no fair comparison" in answer.get("error", ""):
@@ -56,7 +56,7 @@ def test_our_side_from_the_disk_gives_transformers_tokens(tiny, tmp_path):
     assert "disk_read" in answer["busy_s"]
 
 
-def test_a_batch_beyond_the_memory_is_an_error_that_names_both(tiny, tmp_path):
+def test_a_batch_beyond_the_memory_is_an_error_that_names_both(tiny, tmp_path, warm_processes):
     answer = children.ask(DISK_CHILD, request(tiny[0], tmp_path, memory_bytes=1 << 16), CHILD_LIMIT_S)
     assert list(answer) == ["error"] and "batch 3" in answer["error"] and "64.0 KiB" in answer["error"]
 
@@ -168,7 +168,7 @@ def gpu_options(tiny, tmp_path) -> list[str]:
     ]  # fmt: skip
 
 
-def test_our_side_runs_and_an_absent_peer_is_named_once(tiny, tmp_path, capsys):
+def test_our_side_runs_and_an_absent_peer_is_named_once(tiny, tmp_path, capsys, warm_processes):
     """FlexGen is never installed beside the project, and its second batch is not tried."""
     runs = (PeerRun("ours", 3), PeerRun("flexgen", 4, 2), PeerRun("flexgen", 8, 2))
     assert gpu_peers.main(gpu_options(tiny, tmp_path), runs) == 0

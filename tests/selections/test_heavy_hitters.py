@@ -18,7 +18,7 @@ def policy(budget, cache=None, **more) -> Policy:
     return Policy(cache=cache or {"kv@host": 1.0}, selection=Selection("heavy_hitter", budget=budget), **more)
 
 
-MAX_TOKENS = 30
+MAX_TOKENS = 20
 
 
 @pytest.fixture(scope="module", params=["opt", "llama"])

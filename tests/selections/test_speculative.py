@@ -82,8 +82,8 @@ def moved_share(trace) -> float | None:
 def test_tokens_are_those_of_a_plain_account(checkpoints, prompts, family, skewed, alpha, cap, whole):
     checkpoint = checkpoints[family, "skewed"] if skewed else checkpoints[family]
     chosen = policy(alpha, cap, whole_layers=whole, weights=Placement(device=0.3, host=0.7))
-    result = run_wave(checkpoint, chosen, prompts, 12)
-    wanted, share = plain_tokens(checkpoint, chosen, prompts, 12)
+    result = run_wave(checkpoint, chosen, prompts, 8)
+    wanted, share = plain_tokens(checkpoint, chosen, prompts, 8)
     assert result.tokens == wanted
     assert check_trace(result.trace) == []
     assert 0 < share < 1 and moved_share(result.trace) == pytest.approx(share)
@@ -96,8 +96,8 @@ def test_tokens_are_those_of_a_plain_account(checkpoints, prompts, family, skewe
 def test_rows_that_serve_all_heads_are_chosen_by_token(checkpoints, prompts, family, kv, bits):
     mix = {kind: share for kind, share in {"kv@host": kv, "act@host": 1 - kv}.items() if share}
     chosen, prompts = policy(1.0, 0.4, cache=mix, bits=bits), prompts[:3]
-    result = run_wave(checkpoints[family], chosen, prompts, 12)
-    wanted, share = plain_tokens(checkpoints[family], chosen, prompts, 12)
+    result = run_wave(checkpoints[family], chosen, prompts, 8)
+    wanted, share = plain_tokens(checkpoints[family], chosen, prompts, 8)
     assert result.tokens == wanted
     assert check_trace(result.trace) == [] and moved_share(result.trace) == pytest.approx(share)
 
@@ -236,8 +236,8 @@ def test_columns_of_a_request_are_those_of_a_plain_account(checkpoints, prompts,
     checkpoint = checkpoints[family, "skewed"] if skewed else checkpoints[family]
     weights = Placement(device=resident, host=1 - resident)
     chosen, prompts = policy(0.5, 0.3, 0.15, columns="request", weights=weights), prompts[:4]
-    result, lengths = run_wave(checkpoint, chosen, prompts, 12), [12, 5, 12, 12]
-    assert result.tokens == plain_tokens(checkpoint, chosen, prompts, 12)[0]
+    result, lengths = run_wave(checkpoint, chosen, prompts, 8), [8, 3, 8, 8]
+    assert result.tokens == plain_tokens(checkpoint, chosen, prompts, 8)[0]
     result = run_wave(checkpoint, chosen, prompts, lengths)
     assert result.tokens == plain_tokens(checkpoint, chosen, prompts, lengths)[0]
 
@@ -277,7 +277,7 @@ def test_requests_leave_one_by_one(checkpoints, prompts, family, pool):
 
 @pytest.fixture(scope="module")
 def full_cache(checkpoints, prompts):
-    return {family: run_wave(checkpoints[family], Policy(), prompts, 12).tokens for family in ("opt", "llama")}
+    return {family: run_wave(checkpoints[family], Policy(), prompts, 6).tokens for family in ("opt", "llama")}
 
 
 @settings(max_examples=10)
@@ -296,7 +296,7 @@ def test_an_alpha_that_leaves_nothing_out_is_exact(
         EVERYTHING, 1.0, ratio, whole_layers=whole, max_mini_batch_tokens=bound, schedule=schedule, weights=weights,
         overlap=overlap, hidden=hidden, cache={"kv@host": kv, "act@host": 1 - kv},
     )  # fmt: skip
-    result = run_wave(checkpoint, every, prompts, 12)
+    result = run_wave(checkpoint, every, prompts, 6)
     assert result.tokens == full_cache[family]
     assert check_trace(result.trace) == []
     assert moved_share(result.trace) == (1.0 if (whole or 2) < 4 else None)
