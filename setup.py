@@ -43,7 +43,7 @@ setup(
         "tqdm",
     ],
     extras_require={
-        "parquet": ["pyarrow"],  # for sweep --out x.parquet
+        "parquet": ["pyarrow"],  # for Parquet files and dataset folders
         "ray": ["ray[data,serve]>=2.50,<2.64"],  # for --engine ray
         "cascade": ["scikit-learn>=1.3"],  # the handwritten digits of experiments.training.digits
         "energy": ["nvidia-ml-py"],  # reads the power of NVIDIA GPUs

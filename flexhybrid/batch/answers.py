@@ -8,8 +8,9 @@ in the middle of a write leaves at most a torn last line, which the next one cut
 import contextlib
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -134,8 +135,7 @@ class AnswerFile:
                 ordered, last, offset = ordered and number > last, number, offset + len(raw)
             if ordered:
                 return
-            partial = self.path.with_name(self.path.name + ".partial")
-            write_durably(partial, (_line_at(file, place) for place in places[places >= 0].tolist()), self.path)
+            write_durably((_line_at(file, place) for place in places[places >= 0].tolist()), self.path)
 
 
 def _line_at(file, offset: int) -> bytes:
@@ -143,12 +143,20 @@ def _line_at(file, offset: int) -> bytes:
     return file.readline()
 
 
-def write_durably(partial: Path, pieces: Iterable[bytes], path: Path) -> None:
+def write_durably(pieces: Iterable[bytes], path: Path) -> None:
     """Write ``path`` through a file beside it: it is whole, on the disk, or not changed."""
+    with durable_file(path) as file:
+        file.writelines(pieces)
+
+
+@contextlib.contextmanager
+def durable_file(path: Path) -> Iterator[BinaryIO]:
+    """Yield a new file that takes the place of ``path`` when the block ends without an error: whole, on the disk."""
+    partial = path.with_name(path.name + ".partial")
     with contextlib.ExitStack() as stack, file_errors(f"write {path}"):
         stack.callback(partial.unlink, missing_ok=True)
         with open(partial, "wb") as file:
-            file.writelines(pieces)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)

@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from flexhybrid.batch.formats import MAX_LINE_BYTES
+from flexhybrid.batch.formats import MAX_LINE_BYTES, STDIN
 from flexhybrid.batch.openai import URLS, Draft, Refused, Request, json_object
 from flexhybrid.batch.requests import LineReader, LineRules
 from flexhybrid.core.errors import InputError, file_errors
@@ -194,7 +194,10 @@ class RequestFile:
 
 
 def file_state(path: Path) -> tuple[int, int]:
-    """Return (bytes, time of change); it differs once the file was written to."""
+    """Return (bytes, time of change) of a file or of a folder's files, which differ once one was written to; (0, 0) of
+    the standard input."""
+    if path == STDIN:
+        return 0, 0
     with file_errors(f"read {path}"):
-        stat = path.stat()
-    return stat.st_size, stat.st_mtime_ns
+        stats = [file.stat() for file in (path.iterdir() if path.is_dir() else [path])]
+    return sum(stat.st_size for stat in stats), max((stat.st_mtime_ns for stat in stats), default=0)

@@ -48,7 +48,7 @@ def _file_hash(path: Path) -> str:
 def save_manifest(output: Path, manifest: dict) -> None:
     path = manifest_path(output)
     text = json.dumps({"format": FORMAT, **manifest}, indent=1)
-    write_durably(path.with_name(path.name + ".partial"), [text.encode()], path)
+    write_durably([text.encode()], path)
 
 
 def load_manifest(output: Path) -> dict | None:

@@ -117,6 +117,7 @@ class Bodies:
 
     codec: RequestCodec
     sampling: dict  #: sampling parameters of bodies that do not name them
+    template: str | None = None  #: of chats, in place of the tokenizer's own
     _known: dict[tuple[str, str], SamplingParams] = field(default_factory=dict)  #: of lines before, by url and fields
 
     def draft(self, data: dict) -> Draft:
@@ -155,8 +156,12 @@ class Bodies:
         params = self.params({name: value for name, value in body.items() if name not in IGNORED}, url)
         if echo and params.logprobs is not None:
             params = replace(params, prompt_logprobs=max(params.logprobs, params.prompt_logprobs or 0))
-        prompt = chat_text(prompt, self.codec.tokenizer) if url == CHAT else one_prompt(prompt)
+        prompt = self.chat_text(prompt) if url == CHAT else one_prompt(prompt)
         return Draft(custom_id, prompt, params, model, url, return_token_ids, echo, echo_alone)
+
+    def chat_text(self, messages) -> str:
+        """Return the messages in the template, up to where the assistant answers. Raise Refused."""
+        return chat_text(messages, self.codec.tokenizer, self.template)
 
     def params(self, fields: dict, url: str) -> SamplingParams:
         """Return a body's sampling parameters; most lines of a file ask for those of a line before."""
@@ -258,9 +263,10 @@ def _chat_logprobs(body: dict) -> dict:
     return {**body, "logprobs": count} if asked else body
 
 
-def chat_text(messages, tokenizer) -> str:
-    """The messages in the tokenizer's own template, up to where the assistant answers. Raises Refused."""
-    if not getattr(tokenizer, "chat_template", None):
+def chat_text(messages, tokenizer, template: str | None = None) -> str:
+    """Return the messages in a template, the tokenizer's own for None, up to where the assistant answers. Raise
+    Refused."""
+    if not template and not getattr(tokenizer, "chat_template", None):
         raise Refused("invalid_url", f"the model has no chat template: it cannot serve {CHAT}", "url")
     if not isinstance(messages, list) or not messages:
         raise Refused("invalid_value", f"messages is {shown(messages)}; it must be a list of messages", "messages")
@@ -277,7 +283,7 @@ def chat_text(messages, tokenizer) -> str:
             raise Refused("unsupported_parameter", f"{where}.{strange[0]} is not supported", "messages")
         plain.append({**message, "content": _content(message.get("content"), where)})
     try:
-        return tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
+        return tokenizer.apply_chat_template(plain, chat_template=template, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # a template is a program: it raises what it likes
         raise Refused("invalid_value", f"the chat template refuses the messages: {error}", "messages") from None
 

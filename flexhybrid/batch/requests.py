@@ -4,8 +4,20 @@ import json
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 
-from flexhybrid.batch.formats import MAX_LINE_BYTES
-from flexhybrid.batch.openai import COMPLETIONS, Bodies, Draft, Refused, Request, json_object, utf8
+from flexhybrid.batch.formats import MAX_LINE_BYTES, ChatRules
+from flexhybrid.batch.openai import (
+    CHAT,
+    COMPLETIONS,
+    Bodies,
+    Draft,
+    Refused,
+    Request,
+    json_object,
+    one_prompt,
+    shown,
+    utf8,
+)
+from flexhybrid.core.errors import is_integer
 from flexhybrid.requests import RequestCodec
 
 
@@ -16,6 +28,8 @@ class LineRules:
     file_format: str  #: a key of FORMATS
     sampling: dict  #: sampling parameters of lines that do not name them
     seed: int
+    chat: ChatRules = ChatRules()
+    has_ids: bool = False  #: whether a table's lines have custom_ids
 
     def reader(self, codec: RequestCodec) -> "LineReader":
         """Return what makes requests of lines."""
@@ -27,7 +41,7 @@ class LineReader:
 
     def __init__(self, rules: LineRules, codec: RequestCodec):
         self.rules, self.codec = rules, codec
-        self._bodies = Bodies(codec, rules.sampling)
+        self._bodies = Bodies(codec, rules.sampling, rules.chat.template)
         self._draft = self._draft_batch if rules.file_format == "jsonl" else self._draft_prompt
 
     def __call__(self, raw: bytes, number: int) -> Request:
@@ -51,17 +65,47 @@ class LineReader:
         return self._bodies.draft(json_object(raw))
 
     def _draft_prompt(self, raw: bytes, number: int) -> Draft:
-        custom_id = f"line-{number}"
+        value, custom_id = None, None if self.rules.has_ids else f"line-{number}"
         try:
-            text = utf8(raw).rstrip("\r\n") if self.rules.file_format == "text" else json.loads(raw)
-            if text is None:
-                raise Refused("missing_required_parameter", "the column holds no text here", "prompt")
-            if not text.strip():
-                raise Refused("empty_line", "the prompt is empty", "prompt")
+            value = utf8(raw).rstrip("\r\n") if self.rules.file_format == "text" else json.loads(raw)
+            if self.rules.has_ids:
+                given, value = value
+                custom_id = _custom_id(given)
+            url = CHAT if self.rules.chat.prompts else COMPLETIONS
+            prompt = self._chat(value) if self.rules.chat.prompts else _completion(value)
         except Refused as refused:
             refused.custom_id = custom_id
             raise
-        return Draft(custom_id, text, self._bodies.params({}, COMPLETIONS), self.codec.shape.name, COMPLETIONS)
+        return Draft(custom_id or "", prompt, self._bodies.params({}, url), self.codec.shape.name, url)
+
+    def _chat(self, value) -> str:
+        """Return a text, as the message of a user, or a list of messages in the template."""
+        system = self.rules.chat.system
+        before = [] if system is None else [{"role": "system", "content": system}]
+        messages = value if isinstance(value, list) else [{"role": "user", "content": _text(value)}]
+        return self._bodies.chat_text([*before, *messages])
+
+
+def _custom_id(value) -> str:
+    text = str(value) if isinstance(value, str) or is_integer(value) else ""
+    if not text:
+        message = f"the id column holds {shown(value)}; it must be a text that is not empty, or a whole number"
+        raise Refused("invalid_custom_id", message, "custom_id")
+    return text
+
+
+def _completion(value) -> str | list[int]:
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        raise Refused("invalid_value", "the column holds messages here: --chat answers them", "prompt")
+    return one_prompt(value) if isinstance(value, list) else _text(value)
+
+
+def _text(value) -> str:
+    if not isinstance(value, str):
+        raise Refused("missing_required_parameter", "the column holds no text here", "prompt")
+    if not value.strip():
+        raise Refused("empty_line", "the prompt is empty", "prompt")
+    return value
 
 
 def line_seed(seed: int, number: int) -> int:

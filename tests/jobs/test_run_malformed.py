@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from flexhybrid import LLM, InputError, cli, shipped
 from flexhybrid.batch import census as census_module
 from flexhybrid.batch.census import CustomIds, find_lines, read_lines, take_census
-from flexhybrid.batch.formats import open_lines
+from flexhybrid.batch.formats import Columns, open_lines
 from flexhybrid.batch.openai import Refused
 from flexhybrid.batch.replies import error_line, parse_answer
 from flexhybrid.batch.requests import LineRules
@@ -155,7 +155,7 @@ def test_any_file_is_read_or_refused_with_a_sentence(form, text_llm, tmp_path_fa
     def read(data):
         path.write_bytes(data)
         try:
-            lines = open_lines(path, form, "q" if form in ("csv", "parquet") else None)
+            lines = open_lines(path, form, Columns("q") if form in ("csv", "parquet") else None)
         except InputError as error:
             assert "\n" not in str(error)
             seen["refused"] += 1

@@ -25,16 +25,26 @@ def add_run(commands, common: Callable) -> None:
         "run",
         help="answer a file of requests; the same command goes on after any stop",
         description="Answer every request of a file: lines of OpenAI's Batch format (/v1/completions or "
-        "/v1/chat/completions), plain text with a prompt a line, or a column of CSV or parquet. Answers are appended "
-        "as they come, in OpenAI's format. Stopped or killed, the same command goes on.",
+        "/v1/chat/completions), plain text with a prompt a line, or a column of CSV, Parquet or a dataset. Answers are "
+        "appended as they come, in OpenAI's format. Stopped or killed, the same command goes on.",
     )
     common(parser)
-    parser.add_argument("-i", "--input", type=Path, required=True, help="file of requests")
-    parser.add_argument("-o", "--output", type=Path, required=True, help="file of answers")
+    parser.add_argument(
+        "-i",
+        "--input",
+        type=Path,
+        required=True,
+        help="file of requests (also .gz), a dataset's folder, or - for stdin",
+    )
+    parser.add_argument("-o", "--output", type=Path, required=True, help="file of answers: JSON lines, or .parquet")
     parser.add_argument("--model", type=Path, required=True, help="local checkpoint folder (Hugging Face layout)")
     parser.add_argument("--errors", type=Path, help="file of the lines that were refused (the output)")
-    parser.add_argument("--format", choices=("auto", "jsonl", "text", "csv", "parquet"), default="auto")
-    parser.add_argument("--column", help="column of the prompts, of CSV and parquet")
+    parser.add_argument("--format", choices=("auto", "jsonl", "text", "csv", "parquet", "dataset"), default="auto")
+    parser.add_argument("--column", help="column of the prompts, of CSV, Parquet and a dataset")
+    parser.add_argument("--id-column", help="column of the custom_ids there (line-1, line-2, …)")
+    parser.add_argument("--chat", action="store_true", help="send prompts of text and tables as messages of a user")
+    parser.add_argument("--system-prompt", metavar="TEXT", help="message of the system before them, with --chat")
+    parser.add_argument("--chat-template", type=Path, metavar="FILE", help="Jinja template of chats (the tokenizer's)")
     for name, kind, meaning, default in SAMPLING:
         text = f"{meaning}, where a request names none ({default})"
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=text)
@@ -63,11 +73,15 @@ def add_run(commands, common: Callable) -> None:
 
 
 def _run(args) -> dict:
-    from flexhybrid.jobs.run.options import RunOptions, check_options
+    from flexhybrid.jobs.run.options import RunOptions, check_options, journal_of
 
     sampling = {name: getattr(args, name) for name, *_ in SAMPLING if getattr(args, name) is not None}
     llm = options_from(LLMArguments, args, budgets=budgets_from(args))
-    options = options_from(RunOptions, args, llm=llm, sampling=sampling, quiet=args.quiet or args.json)
+    table = args.output if args.output.suffix.lower() == ".parquet" else None
+    output = journal_of(table) if table else args.output
+    options = options_from(
+        RunOptions, args, llm=llm, sampling=sampling, quiet=args.quiet or args.json, output=output, parquet=table
+    )
     check_options(options)  # before the imports that take seconds
 
     from flexhybrid.jobs.malloc import return_freed_memory

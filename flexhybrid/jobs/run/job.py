@@ -6,11 +6,12 @@ before has ended, reads it and answers the remaining requests.
 
 import contextlib
 import itertools
+import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from flexhybrid.batch.manifest import check_same, load_manifest, manifest_path, 
 from flexhybrid.batch.openai import CHAT, Request
 from flexhybrid.batch.replies import answer_line, error_line
 from flexhybrid.batch.requests import LineRules
+from flexhybrid.batch.table import write_table
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware, load_hardware
 from flexhybrid.core.problem import Budgets
@@ -66,7 +68,7 @@ def run(options: RunOptions, say: Callable[[str], None] = print, began: float | 
     file_format = format_of(options.input, options.format)
     with _hint("nothing was written; give the same command again"), contextlib.ExitStack() as stack:
         state = file_state(options.input)
-        lines = stack.enter_context(contextlib.closing(open_lines(options.input, file_format, options.column)))
+        lines = stack.enter_context(contextlib.closing(open_lines(options.input, file_format, options.columns)))
         files = {path: _open(stack, path, options.output) for path in (options.output, options.errors) if path}
         crew = None
         if options.engine == "ray":
@@ -74,15 +76,29 @@ def run(options: RunOptions, say: Callable[[str], None] = print, began: float | 
         earlier = {} if options.restart else _earlier_numbers(options.output)
         arguments = _arguments(options, earlier, crew.actors_per_node if crew else 1)
         llm = stack.enter_context(LLM.from_arguments(arguments))
-        if file_format == "jsonl" and first_url(lines) == CHAT and not getattr(llm.tokenizer, "chat_template", None):
-            raise InputError(f"{arguments.model} has no chat template: it cannot serve {CHAT}")
-        rules = LineRules(file_format, options.sampling, options.seed)
+        rules = LineRules(
+            file_format, options.sampling, options.seed, options.chat_rules(), options.id_column is not None
+        )
+        _check_template(rules, lines, llm)
         read = rules.reader(llm.codec)
         with Progress(state[0], "reading", "B", options.quiet) as progress:
             census = take_census(lines, read, llm.shape.max_context, progress.advance)
         job = Job(options, llm, RequestFile(options.input, state, lines, census, rules, read), files, crew)
         with _hint(f"answers written so far are kept; give {_again(options)} to go on"):
             return job.run(say, began)
+
+
+def _check_template(rules: LineRules, lines: BinaryIO, llm: LLM) -> None:
+    """Raise InputError for chats without a template; tell of a template that completions leave unused."""
+    batch, has_template = rules.file_format == "jsonl", bool(getattr(llm.tokenizer, "chat_template", None))
+    chats = first_url(lines) == CHAT if batch else rules.chat.prompts
+    if chats and not has_template and not rules.chat.template:
+        raise InputError(
+            f"{llm.checkpoint.path} has no chat template: it cannot serve {CHAT}; give one with --chat-template, or as "
+            "chat_template.jinja in its folder"
+        )
+    if has_template and not chats and not batch:
+        print("flexhybrid: the model has a chat template, which is not used: see --chat", file=sys.stderr)
 
 
 @contextlib.contextmanager
@@ -216,8 +232,10 @@ class Job:
         stopped = bool(len(self.pending()))
         for file in self.files.values():
             file.sync()
-            if options.ordered and not stopped:
+            if (options.ordered or options.parquet) and not stopped:
                 file.sort(self.census.num_lines)
+        if options.parquet and not stopped:
+            write_table(self.answers.path, options.parquet)
         self._say_summary(say, work, stopped, time.time() - began)
         machine, policy = self.llm.hardware, self.llm.policy
         traces = clocks(self.trace, machine.at_work(policy) if machine and policy else None)
@@ -297,6 +315,7 @@ class Job:
             "input": {"sha256": self.census.sha256, "lines": self.census.num_lines},
             "model": model_record(llm.checkpoint.path, options.verify),
             "sampling": {**options.sampling, "seed": options.seed},
+            **self._chat_identity(),
             "errors": options.errors.name if options.errors else None,
             "numbers": {
                 "dtype": llm.problem.dtype,
@@ -307,6 +326,10 @@ class Job:
             },
             "versions": {name: module.__version__ for name, module in VERSIONED.items()},
         }
+
+    def _chat_identity(self) -> dict:
+        chat = asdict(self.source.rules.chat)
+        return {"chat": chat} if any(chat.values()) else {}
 
     def _write_refusals(self) -> None:
         """Write the lines that cannot be served, with the reason."""
@@ -414,7 +437,8 @@ class Job:
                     f"profile    the speed is far from the {work.predicted_tokens_per_s:.1f} tokens/s predicted: "
                     "--reprofile measures the machine anew"
                 )
-        say(f"answers    {options.output}")
+        table = f"{options.parquet}, " if options.parquet and not stopped else ""
+        say(f"answers    {table}{options.output}")
         if counts["refused"]:
             say(f"refused    {options.errors or f'{options.output}, lines of status_code 400'}")
         if options.trace:

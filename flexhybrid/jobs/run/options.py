@@ -1,10 +1,12 @@
 """Options of ``flexhybrid run``, and the checks that need no heavy imports."""
 
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
 from flexhybrid.arguments import LLMArguments
-from flexhybrid.core.errors import InputError, check
+from flexhybrid.batch.formats import STDIN, ChatRules, Columns, format_of
+from flexhybrid.core.errors import InputError, check, file_errors
 from flexhybrid.core.files import check_new_file
 from flexhybrid.core.policy import Policy
 from flexhybrid.jobs.paths import check_checkpoint, check_file
@@ -20,7 +22,12 @@ class RunOptions:
     llm: LLMArguments
     errors: Path | None = None  #: file of the lines that were refused; None: ``output``
     format: str = "auto"
-    column: str | None = None
+    column: str | None = None  #: of a table's prompts
+    id_column: str | None = None  #: of a table's custom_ids
+    chat: bool = False  #: whether prompts of texts and tables are messages of a user
+    system_prompt: str | None = None  #: of those chats
+    chat_template: Path | None = None  #: file in place of the tokenizer's own template
+    parquet: Path | None = None  #: table of the answers, written at the end; ``output`` is then its journal
     sampling: dict = field(default_factory=dict)  #: sampling parameters of requests that do not name them
     seed: int = 0
     max_batch: int | None = None  #: most requests at a time; None: as many as memory holds
@@ -34,6 +41,25 @@ class RunOptions:
     reprofile: bool = False
     quiet: bool = False
 
+    @property
+    def columns(self) -> Columns | None:
+        if self.column is None:
+            return None
+        return Columns(self.column, self.id_column)
+
+    def chat_rules(self) -> ChatRules:
+        """Return how prompts become chats. Raise InputError for a template that cannot be read."""
+        template = None
+        if self.chat_template:
+            with file_errors(f"read {self.chat_template}"):
+                template = self.chat_template.read_text(encoding="utf-8")
+        return ChatRules(self.chat, self.system_prompt, template)
+
+
+def journal_of(table: Path) -> Path:
+    """Return the file that takes the answers one by one, before the table of all is written."""
+    return table.with_name(table.name + ".jsonl")
+
 
 def check_options(options: RunOptions) -> None:
     """Raise InputError for paths that do not exist, files given twice, and flags that contradict each other."""
@@ -45,17 +71,21 @@ def check_options(options: RunOptions) -> None:
     if options.engine == "ray" and options.trace:
         raise InputError("--trace shows the local engine's work; --engine ray has none to show")
     flags = {"--errors": options.errors, "--trace": options.trace, "--report": options.report}
-    paths = {"the input": options.input, "the output": options.output, **flags}
+    paths = {"the input": options.input, "the output": options.output, "--output": options.parquet, **flags}
     resolved: dict[Path, str] = {}
     for name, path in paths.items():
         if path is not None and (other := resolved.setdefault(path.resolve(), name)) != name:
             raise InputError(f"{name} and {other} are the same file, {path}")
-    for path in (options.output, *flags.values()):
+    for path in (options.output, options.parquet, *flags.values()):
         if path is not None:
             check_new_file(path)
             if path.exists() and not path.is_file():
                 raise InputError(f"cannot write {path}: it is not a regular file")
-    check_file(options.input)
+    if options.input != STDIN and not options.input.is_dir():
+        check_file(options.input)
+    check_chat(options)
+    if options.parquet and find_spec("pyarrow") is None:
+        raise InputError("writing Parquet needs pyarrow: pip install pyarrow")
     check_checkpoint(Path(options.llm.model))
     if str(options.llm.policy).endswith(".json"):
         Policy.load(str(options.llm.policy))
@@ -63,3 +93,16 @@ def check_options(options: RunOptions) -> None:
         from sim import catalogue
 
         catalogue.load(options.llm.hardware)
+
+
+def check_chat(options: RunOptions) -> None:
+    """Raise InputError for flags about chats and tables that the input's format has no use for."""
+    named = format_of(options.input, options.format)
+    if options.id_column is not None and options.column is None:
+        raise InputError("--id-column needs --column, which names the prompts")
+    if named == "jsonl" and (options.chat or options.system_prompt is not None):
+        flag = "--chat" if options.chat else "--system-prompt"
+        raise InputError(f"{flag} is of text and tables; a line of a jsonl file says by its url what it is")
+    if options.system_prompt is not None and not options.chat:
+        raise InputError("--system-prompt needs --chat: a completion has no messages")
+    options.chat_rules()

@@ -1,0 +1,47 @@
+"""The answers of a finished job as a Parquet table, made of its journal, which stays the truth."""
+
+import itertools
+import json
+from pathlib import Path
+
+from flexhybrid.batch.answers import durable_file
+from flexhybrid.batch.replies import parse_answer
+
+ROWS = 4096  #: of a row group, which are held in memory
+#: Column -> Arrow type. "response" is OpenAI's object of the endpoint, as JSON.
+COLUMNS = {
+    "line": "int64", "custom_id": "string", "status_code": "int16", "text": "string", "finish_reason": "string",
+    "prompt_tokens": "int32", "completion_tokens": "int32", "error": "string", "response": "string",
+}  # fmt: skip
+
+
+def write_table(journal: Path, path: Path) -> None:
+    """Write a row for each line of the journal, in its order; the file is whole or not changed."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    schema = pa.schema([(name, pa.type_for_alias(kind)) for name, kind in COLUMNS.items()])
+    with open(journal, "rb") as lines, durable_file(path) as file, parquet.ParquetWriter(file, schema) as writer:
+        rows = map(_row, lines)
+        while group := list(itertools.islice(rows, ROWS)):
+            writer.write_table(pa.Table.from_pylist(group, schema))
+
+
+def _row(raw: bytes) -> dict:
+    """Return the columns of a journal's line; of several choices the first one's text."""
+    answer, line = parse_answer(raw), json.loads(raw)
+    body, row = line["response"]["body"], {"line": answer and answer[0], "custom_id": line["custom_id"]}
+    row |= {"status_code": line["response"]["status_code"], "response": json.dumps(body, ensure_ascii=False)}
+    if "error" in body:
+        row["error"] = body["error"]["message"]
+    else:
+        choice = body["choices"][0]
+        row["text"] = choice["text"] if "text" in choice else choice["message"]["content"]
+        row |= {"finish_reason": choice["finish_reason"]}
+        row |= {name: body["usage"][name] for name in ("prompt_tokens", "completion_tokens")}
+    return {name: _without_surrogates(value) for name, value in row.items()}
+
+
+def _without_surrogates(value):
+    """Return a text as UTF-8 can hold it: halves of surrogate pairs become question marks."""
+    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value

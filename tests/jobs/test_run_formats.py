@@ -1,0 +1,211 @@
+"""What a run reads and writes beside JSON lines: tables, datasets, packed files, chats of plain prompts, Parquet."""
+
+import gzip
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pandas as pd
+import pytest
+
+from flexhybrid import LLM, InputError, cli, shipped
+from flexhybrid.batch import table as table_module
+from flexhybrid.batch.formats import Columns, open_lines
+from flexhybrid.core.errors import InputError as Wrong
+from flexhybrid.requests import CompletionOutput, RequestOutput
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+PROMPTS = ["def close(self):", 'a "quoted", text\nof two lines', "import os"]
+
+
+@pytest.fixture
+def asked(tmp_path, monkeypatch) -> list[str]:
+    """The prompts that the model is given, as texts. Answers come at once: the prompt's last token."""
+    monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))
+    texts: list[str] = []
+
+    def generate(self, prompts, params, on_tokens, on_answer, **options):
+        for place, ids in enumerate(prompts):
+            texts.append(self.tokenizer.decode(ids))
+            on_answer(place, RequestOutput(None, ids, [CompletionOutput(0, f"answer {place}", ids[-1:], "stop")]))
+        on_tokens(len(prompts))
+
+    monkeypatch.setattr(LLM, "generate", generate)
+    return texts
+
+
+def run(source, out: Path, *more) -> int:
+    common = ["--model", shipped.CHECKPOINT, "--policy", "kv_only", "--device", "cpu", "--dtype", "float32", "--quiet"]
+    return cli.main([str(part) for part in ("run", "-i", source, "-o", out, *common, "--ordered", *more)])
+
+
+def read(path: Path) -> list[dict]:
+    return [json.loads(raw) for raw in path.read_bytes().splitlines()]
+
+
+def sources(folder: Path) -> dict[str, tuple[Path, list[str]]]:
+    """The same prompts in every format."""
+    from datasets import Dataset, DatasetDict
+
+    frame = pd.DataFrame({"n": [7, 8, 9], "q": PROMPTS})
+    frame.to_csv(folder / "in.csv", index=False)
+    frame.to_csv(folder / "in.csv.gz", index=False)
+    frame.to_parquet(folder / "in.parquet", row_group_size=2)
+    Dataset.from_pandas(frame).save_to_disk(str(folder / "data"), num_shards=2)
+    shuffled = Dataset.from_pandas(frame.iloc[[2, 0, 1]]).select([1, 2, 0])  # rows chosen by an index
+    DatasetDict({"train": shuffled}).save_to_disk(str(folder / "splits"))
+    column = ["--column", "q"]
+    files = {name: (folder / f"in.{name}", column) for name in ("csv", "csv.gz", "parquet")}
+    return files | {"dataset": (folder / "data", column), "split": (folder / "splits/train", column)}
+
+
+def test_every_format_asks_the_same(asked, tmp_path):
+    for name, (source, column) in sources(tmp_path).items():
+        asked.clear()
+        assert run(source, tmp_path / f"{name}.jsonl", *column, "--id-column", "n") == 0, name
+        rows = read(tmp_path / f"{name}.jsonl")
+        assert sorted(asked) == sorted("</s>" + prompt for prompt in PROMPTS)
+        assert [(row["id"][-1], row["custom_id"]) for row in rows] == [("1", "7"), ("2", "8"), ("3", "9")], name
+
+
+def test_packed_lines_and_the_standard_input_are_read(asked, tmp_path, monkeypatch):
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "import"}}
+    data = (json.dumps(line) + "\n").encode()
+    (tmp_path / "in.jsonl.gz").write_bytes(gzip.compress(data))
+    assert run(tmp_path / "in.jsonl.gz", tmp_path / "a.jsonl") == 0
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(data)))
+    assert run("-", tmp_path / "b.jsonl") == 0
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b"import\n")))
+    assert run("-", tmp_path / "c.jsonl", "--format", "text") == 0
+    assert asked == ["</s>import"] * 3
+
+
+@pytest.mark.parametrize(
+    "name, arguments, said",
+    [
+        ("in.csv", [], "needs --column; columns of {}: n, q"),
+        ("data", [], "needs --column; columns of {}: n, q"),
+        ("in.parquet", ["--column", "Q"], "unknown column of {} 'Q'; did you mean q? known: n, q"),
+        ("in.csv", ["--column", "q", "--id-column", "m"], "unknown column of {} 'm'"),
+        ("in.csv", ["--id-column", "n"], "--id-column needs --column"),
+        ("in.csv", ["--column", "q", "--system-prompt", "x"], "--system-prompt needs --chat"),
+        ("in.csv", ["--column", "q", "--chat"], "has no chat template: it cannot serve /v1/chat/completions; give one"),
+        ("splits", ["--column", "q"], "name one of its splits, {}/train"),
+        ("cache", ["--column", "q"], "it holds no state.json"),
+        ("torn.jsonl.gz", [], "Compressed file ended before"),
+        ("in.jsonl", ["--chat"], "--chat is of text and tables"),
+        ("in.jsonl", ["--chat-template", "none.jinja"], "cannot read none.jinja"),
+    ],
+)
+def test_what_cannot_be_read_is_told_with_what_can(asked, tmp_path, capsys, name, arguments, said):
+    sources(tmp_path)
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "in.jsonl").write_text("{}")
+    (tmp_path / "torn.jsonl.gz").write_bytes(gzip.compress(b"x" * 5000)[:-12])
+    capsys.readouterr()
+    assert run(tmp_path / name, tmp_path / "out.jsonl", *arguments) == 2
+    error = capsys.readouterr().err
+    assert said.format(tmp_path / name) in error and error.count("\n") == 1 and not asked
+
+
+def test_ids_of_a_column_are_checked_like_those_of_lines(asked, tmp_path):
+    pd.DataFrame({"i": ["a", None, "a", "b"], "q": ["x", "x", "x", None]}).to_parquet(tmp_path / "in.parquet")
+    assert run(tmp_path / "in.parquet", tmp_path / "out.jsonl", "--column", "q", "--id-column", "i") == 0
+    codes = [
+        (row["custom_id"], row["response"]["body"].get("error", {}).get("code")) for row in read(tmp_path / "out.jsonl")
+    ]
+    missing = ("b", "missing_required_parameter")
+    assert codes == [("a", None), (None, "invalid_custom_id"), ("a", "duplicate_custom_id"), missing]
+
+
+def test_prompts_of_a_table_become_chats(asked, tmp_path, capsys):
+    template, out = tmp_path / "template.jinja", tmp_path / "out.jsonl"
+    template.write_text(TEMPLATE)
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "ho"},
+        {"role": "user", "content": "x"},
+    ]
+    pd.DataFrame({"q": ["import", "def"], "m": [messages, []]}).to_parquet(tmp_path / "in.parquet")
+    common = ["--chat", "--chat-template", template]
+    assert run(tmp_path / "in.parquet", out, "--column", "q", *common, "--system-prompt", "be") == 0
+    assert sorted(asked) == ["<system>be<user>def<assistant>", "<system>be<user>import<assistant>"]
+    body = read(out)[0]["response"]["body"]
+    assert body["object"] == "chat.completion" and body["choices"][0]["message"]["role"] == "assistant"
+    assert run(tmp_path / "in.parquet", out, "--column", "q", *common, "--system-prompt", "two") == 2
+    assert 'chat.system was "be", is "two"' in capsys.readouterr().err
+    asked.clear()
+    assert run(tmp_path / "in.parquet", tmp_path / "b.jsonl", "--column", "m", *common) == 0
+    assert asked == ["<user>hi<assistant>ho<user>x<assistant>"]
+    assert "must be a list of messages" in read(tmp_path / "b.jsonl")[1]["response"]["body"]["error"]["message"]
+    assert run(tmp_path / "in.parquet", tmp_path / "c.jsonl", "--column", "m") == 2
+    assert "--chat answers them" in capsys.readouterr().err
+
+
+def test_a_template_that_is_not_used_is_named(asked, tmp_path, capsys):
+    from transformers import AutoTokenizer
+
+    model = tmp_path / "chat"
+    model.mkdir()
+    for path in shipped.CHECKPOINT.iterdir():
+        (model / path.name).write_bytes(path.read_bytes())
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(model)
+    (tmp_path / "in.txt").write_text("import")
+    assert run(tmp_path / "in.txt", tmp_path / "a.jsonl", "--model", model) == 0
+    assert "has a chat template, which is not used: see --chat" in capsys.readouterr().err
+    assert run(tmp_path / "in.txt", tmp_path / "b.jsonl", "--model", model, "--chat") == 0
+    assert "not used" not in capsys.readouterr().err and asked == ["</s>import", "<user>import<assistant>"]
+
+
+def test_a_parquet_of_answers_is_made_of_the_journal(asked, tmp_path, capsys, monkeypatch):
+    """It is whole or not there, and comes with the same command whatever happened before."""
+    source, out = tmp_path / "in.txt", tmp_path / "out.parquet"
+    source.write_text("import\n\ndef f():\n")
+    write, rows = table_module._row, []
+
+    def failing(raw):
+        if len(rows) == 1:
+            raise OSError(28, "No space left on device")
+        rows.append(raw)
+        return write(raw)
+
+    monkeypatch.setattr(table_module, "_row", failing)
+    assert run(source, out) == 2 and "No space left" in capsys.readouterr().err
+    assert not out.exists() and not list(tmp_path.glob("*.partial")) and len(read(tmp_path / "out.parquet.jsonl")) == 3
+    monkeypatch.setattr(table_module, "_row", write)
+    monkeypatch.setattr(table_module, "ROWS", 2)
+    assert run(source, out) == 0 and len(asked) == 2
+    assert str(out) in capsys.readouterr().out
+    frame, journal = pd.read_parquet(out), read(tmp_path / "out.parquet.jsonl")
+    assert frame.line.tolist() == [1, 2, 3] and frame.custom_id.tolist() == ["line-1", "line-2", "line-3"]
+    assert frame.status_code.tolist() == [200, 400, 200] and "the prompt is empty" in frame.error[1]
+    assert [json.loads(text) for text in frame.response] == [row["response"]["body"] for row in journal]
+    for row in (0, 2):
+        body = journal[row]["response"]["body"]
+        assert frame.text[row] == body["choices"][0]["text"] and frame.finish_reason[row] == "stop"
+        assert frame.prompt_tokens[row] == body["usage"]["prompt_tokens"] and frame.completion_tokens[row] == 1
+
+
+def test_checking_the_options_of_a_run_loads_no_torch():
+    code = "import sys, flexhybrid.jobs.run.options; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_a_dataset_of_another_form_is_refused_with_a_sentence(tmp_path):
+    for state in (
+        "[]",
+        '{"_data_files": [{"filename": "x"}]}',
+        '{"_data_files": 5}',
+        "{}",
+        '{"_indices_data_files": [1]}',
+    ):
+        (tmp_path / "state.json").write_text(state)
+        with pytest.raises(Wrong) as error:
+            open_lines(tmp_path, "dataset", Columns("q"))
+        assert "\n" not in str(error.value) and isinstance(error.value, InputError)
