@@ -76,9 +76,14 @@ def load(name: str) -> pd.DataFrame:
     Text is text, "" where the cell is blank; counts are int64 (Int64 where some are blank), numbers float64 (NaN where
     blank), flags bool. Raises InputError for a name that is no table, and for a broken file (file, row and column).
     """
+    return _table(name).copy()
+
+
+def _table(name: str) -> pd.DataFrame:
+    """Return a table as it was read, which all callers share."""
     if name not in TABLES:
         raise unknown("reference table", name, TABLES)
-    return _read_once(FOLDER / f"{name}.csv", TABLES[name]).copy()
+    return _read_once(FOLDER / f"{name}.csv", TABLES[name])
 
 
 def rows(name: str, /, **equals) -> pd.DataFrame:
@@ -87,8 +92,8 @@ def rows(name: str, /, **equals) -> pd.DataFrame:
     ``rows("kvpr_table3_4", model="OPT-13B", method="KVPR")``. Raises InputError where no row matches; it names the
     column that left none and that column's values in the rows that matched until then.
     """
-    frame: Any = load(name)
-    before = ""
+    frame: Any = _table(name)
+    chosen, before = np.ones(len(frame), dtype=bool), ""
     for column, wanted in equals.items():
         if column not in frame.columns:
             raise unknown(f"column of {name}", column, frame.columns)
@@ -99,10 +104,11 @@ def rows(name: str, /, **equals) -> pd.DataFrame:
             matches = _is_blank(cells)
         else:  # 1 is not true
             matches = (cells == wanted).fillna(False).astype(bool) & (isinstance(wanted, bool) == (cells.dtype == bool))
-        if not matches.any():
-            raise InputError(f"{name}: no row has {condition}{before}; {_values(cells)}")
-        frame, before = frame.loc[matches], f"{before}, {condition}" if before else f" where {condition}"
-    return frame.reset_index(drop=True)
+        matching = chosen & matches.to_numpy()
+        if not matching.any():
+            raise InputError(f"{name}: no row has {condition}{before}; {_values(cells[chosen])}")
+        chosen, before = matching, f"{before}, {condition}" if before else f" where {condition}"
+    return frame.loc[chosen].reset_index(drop=True)
 
 
 @cache
