@@ -76,14 +76,9 @@ def load(name: str) -> pd.DataFrame:
     Text is text, "" where the cell is blank; counts are int64 (Int64 where some are blank), numbers float64 (NaN where
     blank), flags bool. Raises InputError for a name that is no table, and for a broken file (file, row and column).
     """
-    return _table(name).copy()
-
-
-def _table(name: str) -> pd.DataFrame:
-    """Return a table as it was read, which all callers share."""
     if name not in TABLES:
         raise unknown("reference table", name, TABLES)
-    return _read_once(FOLDER / f"{name}.csv", TABLES[name])
+    return _read_once(FOLDER / f"{name}.csv", TABLES[name]).copy()
 
 
 def rows(name: str, /, **equals) -> pd.DataFrame:
@@ -92,7 +87,7 @@ def rows(name: str, /, **equals) -> pd.DataFrame:
     ``rows("kvpr_table3_4", model="OPT-13B", method="KVPR")``. Raises InputError where no row matches; it names the
     column that left none and that column's values in the rows that matched until then.
     """
-    frame: Any = _table(name)
+    frame: Any = load(name)
     chosen, before = np.ones(len(frame), dtype=bool), ""
     for column, wanted in equals.items():
         if column not in frame.columns:
