@@ -39,7 +39,7 @@ else:
 
     # A busy machine draws slowly; that says nothing about a test.
     settings.register_profile(
-        "flexhybrid", deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+        "flexhybrid", deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow], print_blob=True
     )
     settings.register_profile("flexhybrid-ci", settings.get_profile("flexhybrid"), derandomize=True)
     settings.load_profile("flexhybrid-ci" if os.environ.get("CI") else "flexhybrid")

@@ -558,7 +558,7 @@ def test_two_models_at_once_give_the_tokens_of_each_alone(tmp_path):
     settings = [(folders[0], disk), (folders[1], "hybrid(0.5)"), (folders[1], Policy(attention="host"))]
     generator = np.random.default_rng(0)
     prompts = [generator.integers(3, 61, n).tolist() for n in (7, 20, 1, 33)]
-    params = SamplingParams(temperature=0.7, seed=3, max_tokens=24, ignore_eos=True)
+    params = SamplingParams(temperature=0.7, seed=3, max_tokens=12, ignore_eos=True)
 
     def answers(number: int, calls: int, together=None) -> list[list[list[int]]]:
         folder, policy = settings[number]

@@ -203,7 +203,7 @@ TASKS = {
         output_type: generate_until
         doc_to_text: "{{question}}"
         doc_to_target: "{{choices[answer]}}"
-        generation_kwargs: {until: ["\n\n"], max_gen_toks: 24}
+        generation_kwargs: {until: ["\n\n"], max_gen_toks: 12}
         metric_list: [{metric: exact_match}]
     """,
     "local_rolling": """

@@ -65,7 +65,7 @@ def test_a_split_that_moves_is_followed(tmp_path):
     save_opt(tmp_path, layers=2, heads=4, head_dim=16, positions=256)
     prompts = [np.random.default_rng(2).integers(3, 61, 100).tolist() for _ in range(4)]
     policy = Policy(cache={"both(kv@host,act@host)": 1.0}, max_mini_batch_tokens=300, split="paper")
-    result = check(tmp_path, prompts, 90, policy)
+    result = check(tmp_path, prompts, 50, policy)
     splits = {task.payload.step.segments[0].max_blocks for task, _, _ in result.trace if task.verb == "kv_gen"}
     assert len(splits) > 1
 
