@@ -21,7 +21,7 @@ from flexhybrid.core.memory import BufferSizes, buffer_sizes, fits, memory_plan
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.wave import Wave, admit
-from flexhybrid.core.waves import check_least, first_wave, split_waves, wave_plan
+from flexhybrid.core.waves import batch_size, check_least, check_longest, first_wave, open_batch, wave_plan
 from flexhybrid.core.workload import Workload
 from flexhybrid.requests import CompletionOutput, Generated, RequestCodec, RequestOutput, Requests, load_tokenizer
 from flexhybrid.resolve import pick_device, resolve_policy, resolve_problem, settle_policy
@@ -34,6 +34,7 @@ from flexhybrid.runtime.storage.weights import Weights
 from flexhybrid.sampling_params import SamplingParams
 
 OnTrace = Callable[[WaveResult], object]
+MOST_AT_A_TIME = 1024  #: requests that run together
 TRACED_TASKS = 50_000  #: of a wave: a file that a browser still opens
 
 
@@ -202,7 +203,7 @@ class LLM:
             if on_answer:
                 on_answer(place, answer)
 
-        with self.waves(requests.workload) as waves:
+        with self.waves(requests.workload, joining=not any(requests.num_decoded)) as waves:
             for members, wave in waves:
                 if should_stop and should_stop():
                     break
@@ -215,9 +216,12 @@ class LLM:
         return answers
 
     @contextmanager
-    def waves(self, workload: Workload) -> Iterator[Iterator[tuple[np.ndarray, Wave]]]:
+    def waves(self, workload: Workload, joining: bool = False) -> Iterator[Iterator[tuple[np.ndarray, Wave]]]:
         """Split requests of these lengths into waves that fit the budgets; yield an iterator over (indices of the
         requests, their wave). ``engine`` has room for a wave until the next one is taken.
+
+        ``joining``: a wave has all requests that are left, where the policy allows it; while it runs they join it as
+        others leave, and the next wave has those that did not.
 
         Settles the policy first; raises InputError, before any work, for budgets too small for a single one of the
         requests. An error inside the ``with`` block first gives all memory and disk space back. Another thread waits
@@ -227,10 +231,10 @@ class LLM:
             if self._in_waves:
                 raise InputError("this LLM is running: a callback may not start another run; start it afterwards")
             self._prepare(workload)
-            groups = split_waves(self.problem, self.settled_policy, workload)
+            check_longest(self.problem, self.settled_policy, workload)
             self._in_waves = True
             try:
-                yield self._admitted(workload, groups)
+                yield self._admitted(workload, joining)
             except BaseException as error:
                 self.close()
                 _release_frames(error)
@@ -238,13 +242,21 @@ class LLM:
             finally:
                 self._in_waves = False
 
-    def _admitted(self, workload: Workload, groups: list[np.ndarray]) -> Iterator[tuple[np.ndarray, Wave]]:
-        """Yield wave after wave; a wave's blocks are given back when the next one is asked for."""
-        for members in groups:
-            wave = admit(self.problem, self.settled_policy, workload.select(members))
+    def _admitted(self, workload: Workload, joining: bool) -> Iterator[tuple[np.ndarray, Wave]]:
+        """Yield batch after batch."""
+        problem, policy, left = self.problem, self.settled_policy, np.arange(workload.num_requests)
+        while len(left):
+            lengths = workload.select(left)
+            if joining:
+                count, share = batch_size(problem, policy, lengths, MOST_AT_A_TIME)
+                members, wave = left, open_batch(problem, policy, lengths, count, share)
+            else:
+                members = left[: first_wave(problem, policy, lengths)]
+                wave = admit(problem, policy, workload.select(members))
             self._make_engine(buffer_sizes(wave))
             yield members, wave
-            wave.release()
+            waiting = wave.queue.waiting if wave.queue else []
+            left = members[waiting] if joining else left[len(members) :]
 
     def _run_wave(
         self,

@@ -273,11 +273,11 @@ def _wave(
     workload = Workload(np.tile(prompts, num_mini_batches), np.full(together * num_mini_batches, num_decode + 1))
     lines = {"compute": Line(s_per_flop=1.0), "h2d": Line(s_per_byte=1.0), "disk_read": Line(s_per_byte=1.0)}
     problem = Problem(shape=shape, dtype="float16", hardware=Hardware("tiny", "cpu", lines))
-    wave = admit(problem, policy, workload)
     groups = np.split(np.arange(workload.num_requests), num_mini_batches)
+    wave = admit(problem, policy, workload, mini_batches=groups)
     half = SplitLines("paper", 1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0)
     split = {entry: half for entry in policy.cache if representation_of(entry) == "both"}
-    return replace(wave, mini_batches=tuple(groups), split=split)
+    return replace(wave, split=split)
 
 
 class _Queued(NamedTuple):

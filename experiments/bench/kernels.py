@@ -141,7 +141,7 @@ def bench_attention_on_host(table: Table, sizes: Sizes, dtype: torch.dtype) -> N
     blocks = torch.randn(batch * num_blocks, 2, heads, BLOCK_TOKENS, head_dim, dtype=dtype)
     query = torch.randn(batch, heads, head_dim, dtype=dtype)
     tokens, out = np.full(batch, context), torch.empty_like(query)
-    runs = block_runs(np.arange(batch) * num_blocks, np.full(batch, num_blocks), np.zeros(batch, dtype=int))
+    runs = block_runs(np.arange(batch * num_blocks).reshape(batch, -1), np.full(batch, num_blocks))
     with torch_threads(1):
         share = memory_share(blocks, lambda copy: attend_blocks(query, copy, runs, tokens, out))
     table.at_least("attend_host: share of one core's memory bandwidth", share, 0.6, "x")
@@ -166,7 +166,8 @@ def bench_gather(table: Table, sizes: Sizes, like: dict) -> None:
     generator, max_blocks = np.random.default_rng(0), ceil_blocks(sizes.context)
     held = generator.integers(max_blocks // 2, max_blocks + 1, 4 * sizes.batch)
     nothing, tokens = np.zeros_like(held), held * BLOCK_TOKENS
-    segment = Segment("kv@device", "kv", "device", np.cumsum(held) - held, tokens, nothing, held)
+    blocks_held = (np.cumsum(held) - held)[:, None] + np.arange(max_blocks)
+    segment = Segment("kv@device", "kv", "device", blocks_held, tokens, nothing, held)
     pool = torch.randn(int(held.sum()), 2, sizes.heads, BLOCK_TOKENS, sizes.head_dim, **like)
     targets = torch.empty(2, len(held), sizes.heads, segment.max_tokens, sizes.head_dim, **like)
     copied, blocks = torch.empty_like(targets), torch.from_numpy(segment.block_table).to(like["device"])

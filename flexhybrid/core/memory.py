@@ -6,8 +6,8 @@ checked before work starts is what is allocated.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -33,8 +33,10 @@ from flexhybrid.core.problem import Budgets, Problem
 from flexhybrid.core.units import gib
 from flexhybrid.core.wave import Wave, disk_from, stored_layout
 from flexhybrid.core.work import MIN_KV_GEN_ROWS
+from flexhybrid.core.workload import Workload
 
 NUM_SLOTS = 2  #: double buffers
+LOG_ITERATIONS = 4  #: of sampled tokens that the host keeps where requests join: two would do
 
 #: Elements that the quantiser has in work at a time (or one row, where longer), and bytes of workspace for each. Fewer
 #: would fit a CPU's caches better, but each pass ends in a barrier: on a busy machine 2**18 took up to twice as long.
@@ -70,7 +72,7 @@ class BufferSizes:
     step_rows: int = 0
     batch: int = 0  #: requests of the largest mini-batch
     decode_batch: int = 0  #: of those, as far as they ever decode
-    cached_tokens: int = 0  #: of all requests together
+    cached_tokens: int = 0  #: of all requests that run together
     kept_tokens: int = 0  #: of all requests together, those that a selection keeps
     #: representation -> most rows that a speculative selection gathers for one mini-batch
     selected_rows: dict[str, int] = field(default_factory=dict)
@@ -93,6 +95,10 @@ class BufferSizes:
         sizes: dict[str, Any] = {f.name: larger(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)}
         return BufferSizes(**sizes)
 
+    def holds(self, other: BufferSizes) -> bool:
+        """Whether buffers of these sizes do for the other ones."""
+        return self.merge(other) == self
+
     def plain(self) -> BufferSizes:
         """The same as Python's own whole numbers."""
 
@@ -103,8 +109,9 @@ class BufferSizes:
         return BufferSizes(**sizes)
 
 
-def mini_batch_sizes(wave: Wave) -> Iterator[tuple[BufferSizes, int]]:
-    """Sizes for each mini-batch, the pools left out, and in how many chunks its prompts are taken."""
+def mini_batch_sizes(wave: Wave, groups: Iterable[np.ndarray] | None = None) -> Iterator[tuple[BufferSizes, int]]:
+    """Sizes for each mini-batch (or each of these ``groups`` of places), the pools left out, and in how many chunks its
+    prompts are taken."""
     prompts, cached = wave.workload.prompt_tokens, wave.workload.cached_tokens
     entries, policy = wave.entries, wave.policy
     kept = kept_tokens(policy.selection, prompts, cached, cached)
@@ -114,7 +121,7 @@ def mini_batch_sizes(wave: Wave) -> Iterator[tuple[BufferSizes, int]]:
     def by_entry(values) -> dict:
         return dict(zip(entries.names, values, strict=True))
 
-    for group in wave.mini_batches:
+    for group in wave.mini_batches if groups is None else groups:
         staged = prompt_tokens[group].sum(axis=0)
         if (chunks := num_chunks(policy, prompts[group])) > 1:
             staged = _staged_by_chunk(entries, policy, int(prompts[group].max()))
@@ -123,8 +130,72 @@ def mini_batch_sizes(wave: Wave) -> Iterator[tuple[BufferSizes, int]]:
         yield group_sizes(policy, len(group), longest, reads, stored_now, by_entry(staged)), chunks
 
 
+def running_sizes(wave: Wave, cached: np.ndarray, joining: np.ndarray) -> BufferSizes:
+    """Sizes that do for a mini-batch of requests until each has ``cached`` tokens, in whatever order they leave;
+    ``joining``: prompt tokens of those that are computed together now. Of plain entries, which only grow."""
+    entries = wave.entries
+    blocks, tokens = entries.held(cached).max(axis=0)[None], entries.tokens(cached).max(axis=0)[None]  # [steps, entry]
+    running, new = np.array([len(cached)]), np.ones(1, dtype=np.int64)
+    staged, longest = np.zeros(len(entries.names), dtype=np.int64), 1
+    if len(joining):
+        staged, longest = entries.tokens(joining).sum(axis=0), longest_piece(wave.policy, joining)
+        if num_chunks(wave.policy, joining) > 1:  # the last piece reads the others
+            prompt = int(joining[0])
+            staged = _staged_by_chunk(entries, wave.policy, prompt)
+            running, new = np.r_[running, 1], np.r_[new, longest]
+            blocks, tokens = np.vstack([blocks, entries.held(prompt)]), np.vstack([tokens, entries.tokens(prompt)])
+
+    def by_entry(values) -> dict:
+        return dict(zip(entries.names, values, strict=True))
+
+    reads = Reads(
+        running=running,
+        held=by_entry(blocks.T),
+        tokens=by_entry(tokens.T),
+        context=tokens.sum(axis=1),
+        recomputed=np.zeros_like(running),
+        splits={},
+        new=new,
+    )
+    fresh = dict.fromkeys(entries.names, len(cached))
+    sizes = group_sizes(wave.policy, len(cached), 1, reads, fresh, by_entry(staged))
+    return replace(sizes, step_rows=max(sizes.step_rows, len(joining) * longest))
+
+
+def queue_sizes(wave: Wave, everybody: Workload, singly: bool) -> BufferSizes:
+    """Sizes for a wave whose places other requests take later, ``singly`` or a mini-batch at a time; each of
+    ``everybody`` fits at least by itself."""
+    sizes, prompts, longest = buffer_sizes(wave), everybody.prompt_tokens, int(everybody.cached_tokens.max()) + 1
+    hidden_rows = 0
+    if singly:
+        for group in wave.mini_batches:
+            lengths = wave.workload.select(group)
+            sizes = sizes.merge(running_sizes(wave, lengths.cached_tokens, lengths.prompt_tokens))
+        for request in {int(prompts.argmax()), int(everybody.cached_tokens.argmax())}:
+            lengths = everybody.select(np.array([request]))
+            sizes = sizes.merge(running_sizes(wave, lengths.cached_tokens, lengths.prompt_tokens))
+        hidden_rows = len(wave.mini_batches) * prompt_rows(wave, sizes) + wave.workload.num_requests
+    of_batch = BufferSizes(
+        pool_blocks={},
+        staged_rows={},
+        hidden_rows=hidden_rows,
+        cached_tokens=wave.workload.num_requests * longest,
+        longest=longest,
+        log_cells=LOG_ITERATIONS * 2 * sizes.batch * len(wave.mini_batches),
+    )
+    return sizes.merge(of_batch).plain()
+
+
+def prompt_rows(wave: Wave, sizes: BufferSizes) -> int:
+    """Most rows of prompts, padded, that a mini-batch computes on one pass of the weights: those of ``sizes`` in one
+    step, or a single prompt in pieces."""
+    return max(sizes.step_rows, *(of_group.step_rows * chunks for of_group, chunks in mini_batch_sizes(wave)))
+
+
 def buffer_sizes(wave: Wave) -> BufferSizes:
     """Sizes for a wave, from the lengths its requests can reach. Who stops early only leaves some of it unused."""
+    if wave.limits is not None:
+        return wave.limits
     prompts, cached = wave.workload.prompt_tokens, wave.workload.cached_tokens
     kept = kept_tokens(wave.policy.selection, prompts, cached, cached)
     sizes, hidden_rows, index_rows = BufferSizes(pool_blocks=wave.pool_blocks, staged_rows={}), 0, {}
@@ -146,10 +217,18 @@ def buffer_sizes(wave: Wave) -> BufferSizes:
         partial_rows=sum(len(group) * kept[group].max() for group in wave.mini_batches),
         column_sets=len(cached) if wave.policy.selection.columns == "request" else len(wave.mini_batches),
         longest=cached.max() + 1,
-        log_cells=wave.workload.max_tokens.max() * len(cached),
+        log_cells=log_shape(wave, sizes.batch)[0] * log_shape(wave, sizes.batch)[1],
         whole_blocks=wave.whole.pool_blocks if wave.whole else {},
     )
     return sizes.merge(of_wave).plain()
+
+
+def log_shape(wave: Wave, batch: int) -> tuple[int, int]:
+    """Iterations and requests of the log of sampled tokens on the host. Where ``batch`` requests at most of each
+    mini-batch decode and as many join, the log is a ring: tokens are read two iterations later."""
+    if wave.queue is None:
+        return int(wave.workload.max_tokens.max()), wave.workload.num_requests
+    return LOG_ITERATIONS, 2 * batch * len(wave.mini_batches)
 
 
 @dataclass(frozen=True)

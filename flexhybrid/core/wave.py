@@ -1,4 +1,5 @@
-"""From a policy and a workload to a wave: requests packed into mini-batches, each with its blocks.
+"""From a policy and a workload to a wave: requests packed into mini-batches, each with its blocks, and those that wait
+for room.
 
 ``flexhybrid.core.schedule.steps`` says what a mini-batch of the wave does in an iteration, ``flexhybrid.core.plan`` in
 which order all of it is done.
@@ -6,8 +7,10 @@ which order all of it is done.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -24,38 +27,52 @@ from flexhybrid.core.problem import Problem
 from flexhybrid.core.workload import Workload
 
 
+@dataclass
+class RequestQueue:
+    """The requests of a batch: those that run have a place in it (an index into ``Wave.workload``), the others wait."""
+
+    workload: Workload  #: of all requests
+    waiting: list[int]  #: in the order in which they are to join
+    #: request -> tokens that it had before it stepped back; they are a part of its prompt when it comes back
+    given: dict[int, int] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class Wave:
-    """Requests admitted together: their lengths, mini-batches and blocks."""
+    """Requests that run together: lengths, mini-batches, blocks. Where others wait (``queue``), a place that a request
+    leaves is taken by one of these (``core/schedule/refill.py``), and the arrays over places change."""
 
     problem: Problem
     policy: Policy
-    workload: Workload
+    workload: Workload  #: of the request in each place
     entries: BlockEntries
-    mini_batches: tuple[np.ndarray, ...]
-    first_block: dict[str, np.ndarray]  #: entry -> [requests], physical
-    num_blocks: dict[str, np.ndarray]  #: entry -> [requests], reserved
-    blocks: BlockManager  #: owns the blocks of the pools
+    mini_batches: tuple[np.ndarray, ...]  #: places
+    tables: dict[str, np.ndarray]  #: entry -> [places, most], the physical blocks that a request holds, in order
+    num_blocks: dict[str, np.ndarray]  #: entry -> [places], how many these are
+    joined: np.ndarray  #: [places], the iteration that computes the prompt
+    request: np.ndarray  #: [places], index of the request in the queue
+    blocks: tuple[BlockManager, ...]  #: of each mini-batch; they own the blocks of the pools
     layout: LayerLayout
     split: dict[str, SplitLines]  #: of the entries both(…)
     #: the same requests in layers that keep all tokens although the others do not, in blocks of their own
     whole: Wave | None = None
+    queue: RequestQueue | None = None  #: None: nobody waits, and nobody will
+    limits: Any = None  #: ``BufferSizes`` that those who join keep to; None without a queue
+    #: of an answer's limit, that is expected of it; below 1 requests take blocks as they need them, not all at once
+    expected_share: float = 1.0
+
+    @property
+    def grows(self) -> bool:
+        return self.expected_share < 1
 
     @property
     def shape(self) -> ModelShape:
         return self.problem.shape
 
-    def release(self) -> None:
-        """Give back the blocks of all requests, when the wave has run for the last time."""
-        for request in range(self.workload.num_requests):
-            self.blocks.release(request)
-        if self.whole:
-            self.whole.release()
-
     @property
     def pool_blocks(self) -> dict[str, int]:
-        """Cache entry -> blocks that the requests reserve."""
-        return {entry: int(blocks.sum()) for entry, blocks in self.num_blocks.items()}
+        """Cache entry -> blocks of its pool."""
+        return {entry: sum(part.pools[entry].num_blocks for part in self.blocks) for entry in self.entries.names}
 
     @cached_property
     def stored(self) -> ElementBytes:
@@ -118,14 +135,16 @@ def admit(
     problem: Problem,
     policy: Policy,
     workload: Workload,
-    blocks: BlockManager | None = None,
     seconds_per_token: tuple[float, float] = (1.0, 1.0),
+    alone: Workload | None = None,
+    mini_batches: Sequence[np.ndarray] | None = None,
 ) -> Wave:
-    """Pack requests and reserve their blocks, those of a mini-batch side by side.
+    """Pack requests and take their blocks, those of a mini-batch side by side in pools of exactly the size that they
+    need.
 
-    The wave owns ``blocks`` from now on; None: new pools of exactly the size it needs. ``seconds_per_token``: see
-    ``pack``. The hardware record decides the split points of both(…) entries. Raises InputError when a policy cannot
-    be planned or a pool has no room.
+    ``seconds_per_token``: see ``pack``; ``mini_batches`` stand for the packing. ``alone``: each mini-batch's part of
+    a pool holds any of these requests by itself at least. The hardware record decides the split points of both(…)
+    entries. Raises InputError when a policy cannot be planned.
     """
     check_planned(policy, problem.shape)
     cached = workload.cached_tokens
@@ -135,46 +154,76 @@ def admit(
     split = {
         entry: split_lines(problem, policy, entry) for entry in entries.names if representation_of(entry) == "both"
     }
-    mini_batches = pack(cached, entries, policy.max_mini_batch_tokens, policy.packing, seconds_per_token)
-    kept = kept_tokens(policy.selection, workload.prompt_tokens, cached, cached)
+    if mini_batches is None:
+        mini_batches = pack(cached, entries, policy.max_mini_batch_tokens, policy.packing, seconds_per_token)
     first = workload.prompt_tokens.copy()  # the first length of each request that is held as a whole
     for group in mini_batches:
         if num_chunks(policy, first[group]) > 1:
             first[group] = chunk_tokens(policy.max_mini_batch_tokens)
-    counts = entries.most_blocks(first, kept)  # [requests, entry]
-    num_blocks = {entry: counts[:, i] for i, entry in enumerate(entries.names)}
-    blocks, first_block = _reserve(num_blocks, mini_batches, blocks)
+    kept = kept_tokens(policy.selection, workload.prompt_tokens, cached, cached)
+    counts, least = entries.most_blocks(first, kept), None  # [requests, entry]
+    if alone is not None:
+        last = alone.cached_tokens
+        most = kept_tokens(policy.selection, alone.prompt_tokens, last, last)
+        least = entries.most_blocks(np.minimum(alone.prompt_tokens, first.min()), most).max(axis=0)
     wave = Wave(
         problem=problem,
         policy=policy,
         workload=workload,
         entries=entries,
         mini_batches=tuple(mini_batches),
-        first_block=first_block,
-        num_blocks=num_blocks,
-        blocks=blocks,
+        tables={},
+        num_blocks={},
+        joined=np.zeros(workload.num_requests, dtype=np.int64),
+        request=np.arange(workload.num_requests),
+        blocks=(),
         layout=stored_layout(problem, policy),
         split=split,
     )
+    wave = _with_blocks(wave, counts, least)
     if not num_keeping(policy.selection, problem.shape.num_layers):
         return wave
-    counts = entries.most_blocks(first, cached)
-    num_blocks = {entry: counts[:, i] for i, entry in enumerate(entries.names)}
-    blocks, first_block = _reserve(num_blocks, mini_batches)
     # a prompt is taken whole in all layers
     keeping = replace(policy, selection=Selection(), max_mini_batch_tokens=int(cached.max()) + BLOCK_TOKENS)
-    whole = replace(wave, policy=keeping, num_blocks=num_blocks, first_block=first_block, blocks=blocks)
+    whole = _with_blocks(replace(wave, policy=keeping), entries.most_blocks(first, cached), None)
     return replace(wave, whole=whole)
 
 
-def _reserve(num_blocks: dict[str, np.ndarray], mini_batches, blocks: BlockManager | None = None):
-    """Return the owner of the blocks, and the first block of each entry and request: {entry: [requests]}."""
-    if blocks is None:
-        blocks = BlockManager({entry: int(count.sum()) for entry, count in num_blocks.items()})
-    first_block = {entry: np.zeros(len(count), dtype=np.int64) for entry, count in num_blocks.items()}
-    for group in mini_batches:
-        for request in group:
-            extents = blocks.admit(int(request), {entry: int(count[request]) for entry, count in num_blocks.items()})
-            for entry, extent in extents.items():
-                first_block[entry][request] = extent.first
-    return blocks, first_block
+def _with_blocks(wave: Wave, counts: np.ndarray, least: np.ndarray | None) -> Wave:
+    """Return the wave with ``counts`` [requests, entry] blocks of its own in pools that hold just these, but ``least``
+    [entry] in each mini-batch."""
+    names, blocks, taken = wave.entries.names, [], dict.fromkeys(wave.entries.names, 0)
+    for group in wave.mini_batches:
+        of_group = counts[group].sum(axis=0)
+        sizes = dict(zip(names, (of_group if least is None else np.maximum(of_group, least)).tolist(), strict=True))
+        blocks.append(BlockManager(sizes, taken))
+        taken = {entry: taken[entry] + size for entry, size in sizes.items()}
+    most = counts.max(axis=0) if least is None else np.maximum(counts.max(axis=0), least)
+    tables = {entry: np.zeros((len(counts), max(1, int(most[i]))), np.int64) for i, entry in enumerate(names)}
+    num_blocks = {entry: np.zeros(len(counts), np.int64) for entry in names}
+    wave = replace(wave, blocks=tuple(blocks), tables=tables, num_blocks=num_blocks)
+    for k, group in enumerate(wave.mini_batches):
+        for place in group.tolist():
+            give_blocks(wave, k, place, counts[place])
+    return wave
+
+
+def give_blocks(wave: Wave, k: int, place: int, counts: np.ndarray) -> None:
+    """Let the request in a place of mini-batch ``k`` hold ``counts`` [entry] blocks, no fewer than it holds. Raise
+    InputError, and give nothing, when fewer are free."""
+    have = {entry: int(wave.num_blocks[entry][place]) for entry in wave.entries.names}
+    more = {entry: int(count) - have[entry] for entry, count in zip(wave.entries.names, counts, strict=True)}
+    wave.blocks[k].take(place, more)
+    for entry, count in more.items():
+        if count:
+            held, table = wave.blocks[k].blocks_of(entry, place), wave.tables[entry]
+            if len(held) > table.shape[1]:
+                table = wave.tables[entry] = np.pad(table, ((0, 0), (0, len(held) - table.shape[1])))
+            table[place, : len(held)], wave.num_blocks[entry][place] = held, len(held)
+
+
+def take_blocks_back(wave: Wave, k: int, place: int) -> None:
+    """Free all blocks of the request in a place of mini-batch ``k``."""
+    wave.blocks[k].release(place)
+    for counts in wave.num_blocks.values():
+        counts[place] = 0

@@ -219,13 +219,15 @@ class _Collector:
     """Gathers sampled tokens as their copies to the host complete, and knows which requests have stopped."""
 
     def __init__(self, executor: Executor, clock: Clock, control: RunControl):
-        workload = executor.wave.workload
+        queue = executor.wave.queue
+        workload = queue.workload if queue else executor.wave.workload
         count = workload.num_requests
         self.executor, self.clock, self.control = executor, clock, control
         self.stop_ids = control.stop_ids or [()] * count
         self.num_given = list(control.num_given or [0] * count)
         self.max_tokens = workload.max_tokens - np.array(self.num_given)
         self.tokens: list[list[int]] = [[] for _ in range(count)]
+        executor.answers = self.tokens
         self.stops: list[int | str | None] = [None] * count
         self._pending: list[tuple[Task, int]] = []  # store_out tasks not yet collected, in the plan's order
         self._stopped_requests: set[int] = set()
@@ -250,7 +252,7 @@ class _Collector:
             self.clock.wait(task.resource, ordinal)
             step = task.payload.step
             sampled, noted = self.executor.tokens_of(step), self.executor.logprobs.take(step)
-            for request, token in zip(step.requests.tolist(), sampled.tolist(), strict=True):
+            for request, token in zip(step.queued.tolist(), sampled.tolist(), strict=True):
                 if request in self._stopped_requests:
                     continue  # the surplus token of a stop that was seen one iteration late
                 if self.num_given[request]:

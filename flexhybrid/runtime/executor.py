@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
-from flexhybrid.core.memory import mini_batch_sizes
+from flexhybrid.core.memory import log_shape, mini_batch_sizes
 from flexhybrid.core.schedule.steps import MiniBatchStep, Store
 from flexhybrid.core.task import Task, Work
 from flexhybrid.core.wave import Wave
@@ -105,16 +105,21 @@ class HiddenStates:
 class SampledTokens:
     """Sampled token ids on the device, [B] of each mini-batch, and on the host: [iterations, requests as packed]."""
 
-    def __init__(self, wave: Wave, host_memory: HostMemory, device: torch.device):
-        self.on_device = [torch.zeros(len(group), dtype=torch.int64, device=device) for group in wave.mini_batches]
-        size = int(wave.workload.max_tokens.max()), wave.workload.num_requests
-        self._on_host = host_memory.zeros(size, torch.int64)
-        self._start = np.cumsum([0] + [len(group) for group in wave.mini_batches])
+    def __init__(self, wave: Wave, batch: int, host_memory: HostMemory, device: torch.device):
+        self.on_device = [torch.zeros(batch, dtype=torch.int64, device=device) for _ in wave.mini_batches]
+        self._on_host = host_memory.zeros(log_shape(wave, batch), torch.int64)
+        if wave.queue is None:
+            self._start = np.cumsum([0] + [len(group) for group in wave.mini_batches])
+        else:
+            self._start = 2 * batch * np.arange(len(wave.mini_batches))
+        self._joining = batch
 
     def on_host(self, step: MiniBatchStep) -> torch.Tensor:
         """Return the token ids on the host, [B] in the order of ``step.requests``."""
         start = self._start[step.mini_batch]
-        return self._on_host[step.iteration, start : start + len(step.requests)]
+        if step.iteration and step.chunk:
+            start += self._joining
+        return self._on_host[step.iteration % len(self._on_host), start : start + len(step.requests)]
 
 
 class Executor(Generic[SelectionT]):
@@ -137,10 +142,12 @@ class Executor(Generic[SelectionT]):
         self.selection = selection
         self.layer_weights = LayerWeights(parts.weights, parts.slots)
         self.steps = StepMaker(wave, prompts, plan, parts.weights.dtype, self.device)
+        #: of each request of the queue, as far as they are known; a part of the prompt of one that has stepped back
+        self.answers: list[list[int]] = []
         self.tokens = self.steps.tokens
         self.step_tensors: dict[tuple[int, int], tuple[MiniBatchStep, StepTensors]] = {}  #: by mini-batch and chunk
         self.logprobs = LogprobLog(wave, plan, self.tokens, parts.copies)
-        self.sampled = SampledTokens(wave, parts.copies.host_memory, self.device)
+        self.sampled = SampledTokens(wave, parts.buffers.sizes.batch, parts.copies.host_memory, self.device)
         self.hidden = HiddenStates(wave, parts.buffers)
         self.kvq: dict[int, torch.Tensor] = {}  #: [R, keys | values | queries], by slot
         self.act = NOTHING  #: [R, h], the input of the projections
@@ -161,10 +168,12 @@ class Executor(Generic[SelectionT]):
 
     def begin_step(self, task: Task) -> StepTensors:
         """Make the tensors of the task's step."""
-        if task.iteration == 1:  # the chunks of the prompts are over: free what belongs to the later ones
+        if task.iteration and not task.payload.step.chunk:  # the prompts before it are computed: free what was theirs
             for values in (self.hidden.rows, self.step_tensors):
                 for key in [key for key in values if key[0] == task.mini_batch and key[1]]:
                     del values[key]
+        if task.payload.step.joins:
+            self.steps.enter(task.payload.step, self.answers)
         self.selection.begin_step(task.payload.step)
         tensors = self.steps.make(task.payload.step)
         self.step_tensors[step_key(task)] = task.payload.step, tensors
@@ -180,16 +189,16 @@ class Executor(Generic[SelectionT]):
         if self.resolved is not None:
             self.resolved[task.key] = work
 
-    def cells(self, task: Task, store: Store, places: torch.Tensor):
-        """Return (blocks, heads, offsets) of a store's new tokens, [rows, G] each, from places [B, G] in the extents of
-        their requests; numpy arrays where the store is on the host."""
-        first = self.wave.first_block[store.entry][task.payload.step.requests][store.rows][:, None]
+    def cells(self, store: Store, places: torch.Tensor):
+        """Return (blocks, heads, offsets) of a store's new tokens, [rows, G] each, from places [B, G] among the blocks
+        that their requests hold; numpy arrays where the store is on the host."""
         heads = np.arange(self.shape.num_kv_heads)[None]
         if store.tier == "device":
-            places = places[self.to_device(store.rows)]
-            return places // BLOCK_TOKENS + self.to_device(first), self.to_device(heads), places % BLOCK_TOKENS
+            rows = self.to_device(store.rows)
+            places, held = places[rows], self.to_device(store.held)
+            return held[rows[:, None], places // BLOCK_TOKENS], self.to_device(heads), places % BLOCK_TOKENS
         on_host = places.numpy()[store.rows]
-        return on_host // BLOCK_TOKENS + first, heads, on_host % BLOCK_TOKENS
+        return store.block_at(store.rows[:, None], on_host), heads, on_host % BLOCK_TOKENS
 
     def to_device(self, array: np.ndarray) -> torch.Tensor:
         return to_device(array, self.device)

@@ -33,23 +33,24 @@ class LogprobLog:
     def __init__(self, wave: Wave, plan: SamplingPlan, tokens: TokenTable, copies: CpuCopies | CudaCopies):
         self.of_answers, self.of_prompts = plan.num_logprobs, plan.num_prompt_logprobs
         self._any_answer, self._any_prompt = (self.of_answers >= 0).any(), (self.of_prompts >= 0).any()
-        self.prompt_tokens, self.tokens, self.copies = wave.workload.prompt_tokens, tokens, copies
+        everybody = wave.queue.workload if wave.queue else wave.workload
+        self.prompt_tokens, self.tokens, self.copies = everybody.prompt_tokens, tokens, copies
         self._prompts: dict[int, list[torch.Tensor]] = {}  # records of the chunks of a prompt, by request
         self._made: dict[int, list[tuple[list[int], str, torch.Tensor]]] = {}  # by mini-batch: requests, part, records
-        #: by mini-batch and iteration: likewise, on the host; the device's stay until they are taken, for the copy
-        self._on_host: dict[tuple[int, int], list[tuple[list[int], str, torch.Tensor, torch.Tensor]]] = {}
+        #: by mini-batch, iteration, chunk: likewise, on the host; the device's stay until they are taken, for the copy
+        self._on_host: dict[tuple[int, int, int], list[tuple[list[int], str, torch.Tensor, torch.Tensor]]] = {}
 
     def note_prompt(self, step: MiniBatchStep, hidden_Rh: torch.Tensor, head) -> None:
         """Make records of the prompts' tokens behind those that the step has computed. ``head``: hidden states [·, h]
         of the last layer -> logits [·, V]."""
         if not self._any_prompt:
             return
-        lengths = self.prompt_tokens[step.requests] - 1 - step.context
-        asking = (self.of_prompts[step.requests] >= 0) & (lengths > 0)
+        lengths = self.prompt_tokens[step.queued] - 1 - step.context
+        asking = (self.of_prompts[step.queued] >= 0) & (lengths > 0)
         for row in np.flatnonzero(asking).tolist():
-            request, count = int(step.requests[row]), int(min(lengths[row], step.new_tokens[row]))
+            request, count = int(step.queued[row]), int(min(lengths[row], step.new_tokens[row]))
             first = row * step.computed_width + step.recomputed_width
-            cell = int(self.tokens.start[request] + step.context[row]) + 1
+            cell = int(self.tokens.start[step.requests[row]] + step.context[row]) + 1
             pieces = zip(
                 hidden_Rh[first : first + count].split(ROWS_AT_ONCE),
                 self.tokens.ids[cell : cell + count].split(ROWS_AT_ONCE),
@@ -65,16 +66,16 @@ class LogprobLog:
             return
         made = [
             ([request], "prompt", torch.cat(self._prompts.pop(request)))
-            for request in step.requests.tolist()
+            for request in step.queued.tolist()
             if request in self._prompts
         ]
-        wanted = self.of_answers[step.requests]
+        wanted = self.of_answers[step.queued]
         rows = np.flatnonzero(wanted >= 0)
         if len(rows):
             if len(rows) < len(wanted):
                 on_device = to_device(rows, logits_BV.device)
                 logits_BV, chosen_B = logits_BV[on_device], chosen_B[on_device]
-            made.append((step.requests[rows].tolist(), "answer", records(logits_BV, chosen_B, int(wanted.max()))))
+            made.append((step.queued[rows].tolist(), "answer", records(logits_BV, chosen_B, int(wanted.max()))))
         if made:
             self._made[step.mini_batch] = made
 
@@ -82,7 +83,7 @@ class LogprobLog:
         """Copy the records of a step to the host."""
         if step.mini_batch not in self._made:
             return
-        stored = self._on_host[step.mini_batch, step.iteration] = []
+        stored = self._on_host[step.mini_batch, step.iteration, step.chunk] = []
         for requests, part, made in self._made.pop(step.mini_batch):
             target = torch.empty(made.shape, dtype=made.dtype, pin_memory=made.is_cuda)
             self.copies.copy_d2h(target, made)
@@ -91,7 +92,7 @@ class LogprobLog:
     def take(self, step: MiniBatchStep) -> dict[int, Noted]:
         """Return the records of a step whose ``store_out`` is complete, by request."""
         noted: dict[int, Noted] = {}
-        for requests, part, stored, _ in self._on_host.pop((step.mini_batch, step.iteration), ()):
+        for requests, part, stored, _ in self._on_host.pop((step.mini_batch, step.iteration, step.chunk), ()):
             for request, record in zip(requests, stored.numpy() if part == "answer" else [stored.numpy()]):
                 noted[request] = noted.get(request, Noted(None, None))._replace(**{part: record})
         return noted

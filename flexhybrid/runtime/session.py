@@ -81,7 +81,6 @@ class Session:
 
     def close(self) -> None:
         """Give the wave's blocks back, and close the engine if ``Session.of`` has made it."""
-        self.wave.release()
         if self._owns_engine:
             self.engine.close()
 

@@ -50,7 +50,7 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 class TokenTable:
-    """Token ids of every request on the device: prompt and answer, request by request."""
+    """Token ids of the request in every place of a wave, on the device: prompt and answer, place by place."""
 
     def __init__(self, prompts: Sequence[Sequence[int]], num_tokens: np.ndarray, device: torch.device):
         self.start = np.cumsum(np.r_[0, num_tokens])
@@ -58,6 +58,11 @@ class TokenTable:
         for first, prompt in zip(self.start, prompts, strict=False):
             flat[first : first + len(prompt)] = prompt
         self.ids = torch.from_numpy(flat).to(device)
+
+    def enter(self, place: int, ids: Sequence[int]) -> None:
+        """Write the first token ids of the request in a place."""
+        first = int(self.start[place])
+        self.ids[first : first + len(ids)] = to_device(np.array(ids, dtype=np.int64), self.ids.device)
 
     def cells(self, requests: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Return places in ``ids``; ``requests`` is [B], ``positions`` [B] or [B, …]."""
@@ -142,16 +147,23 @@ class StepMaker:
     def __init__(
         self, wave: Wave, prompts: list[list[int]], plan: SamplingPlan, dtype: torch.dtype, device: torch.device
     ):
-        self.plan, self.dtype, self.device = plan, dtype, device
+        self.prompts, self.plan, self.dtype, self.device = prompts, plan, dtype, device
         self.attends_on_host = wave.policy.attention == "host"
         lengths = wave.workload.prompt_tokens + wave.workload.max_tokens
-        self.tokens = TokenTable(prompts, lengths, device)
+        if wave.queue is not None:
+            lengths = np.full_like(lengths, wave.queue.workload.cached_tokens.max() + 1)
+        self.tokens = TokenTable([prompts[request] for request in wave.request], lengths, device)
         self.rotary: Rotation | None = None  #: of all positions
         self.act_positions: dict[str, np.ndarray] = {}  #: where the model has rotary positions
         if wave.shape.rotary:
             longest = int(lengths.max())
             self.rotary = rotary_tables(wave.shape, longest, dtype, device)
             self.act_positions = position_tables(wave.entries, longest)
+
+    def enter(self, step: MiniBatchStep, answers: Sequence[Sequence[int]]) -> None:
+        """Take the prompts of requests that join; of those that were here before, with their answers so far."""
+        for place, request in zip(step.requests.tolist(), step.queued.tolist(), strict=True):
+            self.tokens.enter(place, [*self.prompts[request], *(answers[request] if answers else ())])
 
     def make(self, step: MiniBatchStep) -> StepTensors:
         batch, width = len(step.requests), step.computed_width
@@ -172,7 +184,7 @@ class StepMaker:
             mask_B11T=None if hidden is None else mask_of(hidden, self.dtype, self.device),
             last_rows_B=self._copy(last_rows) if width > 1 else None,
             sampled_cells_B=self._copy(self.tokens.cells(step.requests, total)),
-            sampling=step_sampling(self.plan, step.requests, total, self.tokens.start[step.requests], self._copy),
+            sampling=step_sampling(self.plan, step.queued, total, self.tokens.start[step.requests], self._copy),
             stores={store.space: self._store_place(step, store) for store in step.stores},
             block_tables={space: self._copy(table) for space, table in tables.items()},
         )

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockEntries, BlockManager, BlockPool, Extent, ceil_blocks
 from flexhybrid.core.errors import InputError
+from flexhybrid.core.schedule.steps import block_runs
 
 ENTRIES = ("act@device", "act@host", "kv@device", "kv@host")
 
@@ -92,104 +93,93 @@ def test_the_order_of_questions_does_not_matter(shares, lengths):
 # --- pools ------------------------------------------------------------------------------------------------------------
 
 
-def owned_blocks(extents) -> list[int]:
-    return [block for extent in extents for block in range(extent.first, extent.first + extent.count)]
+def blocks_of(runs) -> list[int]:
+    return [block for run in runs for block in range(run.first, run.end)]
 
 
-@given(st.integers(0, 40), st.data())
-def test_random_admissions_keep_the_pool_whole(num_blocks, data):
-    pool, held = BlockPool(num_blocks), {}
-    for request in range(data.draw(st.integers(1, 25))):
-        action = data.draw(st.sampled_from(["reserve", "reserve", "grow", "release"]))
-        if action == "reserve":
-            count, gap = data.draw(st.integers(0, 12)), pool.largest_free()
-            if count <= gap:
-                held[request] = pool.reserve(request, count)
-                assert held[request].count == count
+@given(st.integers(0, 40), st.integers(0, 9), st.data())
+def test_random_takes_keep_the_pool_whole(num_blocks, first, data):
+    pool, held = BlockPool(num_blocks, first), {}
+    for _ in range(data.draw(st.integers(1, 25))):
+        request, count = data.draw(st.integers(0, 4)), data.draw(st.integers(0, 12))
+        if data.draw(st.booleans()):
+            before, free, gaps = held.get(request, []), pool.num_free, [gap.count for gap in pool.free]
+            if count > free:
+                with pytest.raises(InputError, match=f"{count} blocks asked for, {free} are free"):
+                    pool.take(request, count)
             else:
-                with pytest.raises(InputError, match=f"{count} neighbouring blocks .* {gap}"):
-                    pool.reserve(request, count)
-        elif held:
-            owner = data.draw(st.sampled_from(sorted(held)))
-            if action == "grow":
-                before, count = held[owner], held[owner].count + data.draw(st.integers(0, 6))
-                try:
-                    held[owner] = pool.grow(owner, count)
-                except InputError:
-                    assert count - before.count > 0
-                else:
-                    assert held[owner].count == count and (not before.count or held[owner].first == before.first)
-            else:
-                pool.release(owner)
-                del held[owner]
+                runs = pool.take(request, count)
+                held[request] = blocks_of(runs)
+                assert held[request][: len(before)] == before and len(held[request]) == len(before) + count
+                if not before and count and count <= max(gaps):
+                    assert len(runs) == 1  # no copy more than the gaps make necessary
+        else:
+            pool.release(request)
+            held.pop(request, None)
         pool.check()
-        blocks = owned_blocks(held.values())
-        assert len(blocks) == len(set(blocks)) <= num_blocks
-        assert all(0 <= block < num_blocks for block in blocks)
+        blocks = sorted(block for of_request in held.values() for block in of_request)
+        assert len(blocks) == len(set(blocks)) and all(first <= block < first + num_blocks for block in blocks)
         assert pool.num_free == num_blocks - len(blocks)
-    for owner in list(held):
-        pool.release(owner)
+    for request in list(held):
+        pool.release(request)
     pool.check()
-    assert pool.largest_free() == num_blocks  # neighbours merged again
+    assert [gap.count for gap in pool.free] == [num_blocks] * (num_blocks > 0)  # neighbours merged again
 
 
-def test_no_blocks_can_be_reserved_from_a_full_and_from_an_empty_pool():
-    pool = BlockPool(2)
-    pool.reserve(1, 2)
-    assert pool.reserve(2, 0).count == BlockPool(0).reserve(1, 0).count == 0
-    pool.check()
+def test_a_request_grows_in_place_where_it_can():
+    pool = BlockPool(12)
+    assert blocks_of(pool.take(1, 2)) == [0, 1] and blocks_of(pool.take(2, 2)) == [2, 3]
+    assert blocks_of(pool.take(2, 3)) == [2, 3, 4, 5, 6] and len(pool.held[2]) == 1
+    assert blocks_of(pool.take(1, 1)) == [0, 1, 7]
     pool.release(2)
-    pool.release(3)  # holds nothing: left alone
-    pool.check()
+    assert blocks_of(pool.take(1, 2)) == [0, 1, 7, 8, 9]  # behind its last block, not in front of it
+    assert blocks_of(pool.take(3, 6)) == [2, 3, 4, 5, 6, 10]  # of two gaps that are both too small
 
 
-def test_misuse_of_a_pool():
-    pool = BlockPool(8)
-    pool.reserve(1, 4)
-    with pytest.raises(ValueError, match="already holds"):
-        pool.reserve(1, 1)
-    with pytest.raises(ValueError, match="cannot grow to 3"):
-        pool.grow(1, 3)
-    with pytest.raises(KeyError):
-        pool.grow(2, 0)
-    assert pool.reserve(2, 2) == Extent(4, 2) and pool.grow(2, 4) == Extent(4, 4)
-    with pytest.raises(InputError, match="cannot grow to 5 blocks: those behind its 4 are taken"):
-        pool.grow(1, 5)
-    pool.check()
-
-
-@pytest.mark.parametrize("spoil", ["leak", "twice", "outside"])
+@pytest.mark.parametrize("spoil", ["leak", "twice", "outside", "count"])
 def test_the_integrity_check_sees_damage(spoil):
     pool = BlockPool(8)
-    extent = pool.reserve(1, 4)
+    pool.take(1, 4)
     if spoil == "leak":
-        del pool._used[1]
-    elif spoil == "twice":
-        pool._used[2] = extent
+        del pool.held[1]
+    elif spoil == "count":
+        pool.num_free += 1
     else:
-        pool._used[2] = Extent(8, 1)
+        pool.held[2] = [Extent(0, 4) if spoil == "twice" else Extent(8, 1)]
     with pytest.raises(AssertionError):
         pool.check()
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=8), st.integers(0, 15), st.integers(0, 15))
-def test_admission_is_all_or_nothing(requests, kv_blocks, act_blocks):
+def test_a_manager_gives_all_or_nothing(requests, kv_blocks, act_blocks):
     manager = BlockManager({"kv@host": kv_blocks, "act@host": act_blocks})
-    admitted = {}
     for request, (kv, act) in enumerate(requests):
-        before = {entry: pool.num_free for entry, pool in manager.pools.items()}
-        if kv <= before["kv@host"] and act <= before["act@host"]:  # no releases, so no gaps
-            admitted[request] = manager.admit(request, {"kv@host": kv, "act@host": act})
-            assert [admitted[request][entry].count for entry in ("kv@host", "act@host")] == [kv, act]
+        before, counts = {e: pool.num_free for e, pool in manager.pools.items()}, {"kv@host": kv, "act@host": act}
+        assert manager.has_room(counts) == (kv <= before["kv@host"] and act <= before["act@host"])
+        if manager.has_room(counts):
+            manager.take(request, counts)
+            assert [len(manager.blocks_of(entry, request)) for entry in ("kv@host", "act@host")] == [kv, act]
         else:
             with pytest.raises(InputError, match=f"request {request}: no room in pool"):
-                manager.admit(request, {"kv@host": kv, "act@host": act})
+                manager.take(request, counts)
             assert {entry: pool.num_free for entry, pool in manager.pools.items()} == before
         manager.check()
     for request in range(len(requests)):
         manager.release(request)
     manager.check()
-    assert {entry: pool.largest_free() for entry, pool in manager.pools.items()} == {
-        "kv@host": kv_blocks,
-        "act@host": act_blocks,
-    }
+    assert [pool.num_free for pool in manager.pools.values()] == [kv_blocks, act_blocks]
+
+
+@given(st.lists(st.lists(st.integers(0, 30), unique=True, max_size=9), min_size=1, max_size=6), st.integers(1, 9))
+def test_runs_bring_each_block_to_its_column(rows, width):
+    """Against going through a table cell by cell."""
+    counts = np.array([min(len(row), width) for row in rows])
+    table = np.array([[*row, *[0] * 9][:width] for row in rows])
+    brought = {}
+    for run in block_runs(table, counts):
+        for i in range(run.rows):
+            for j in range(run.blocks):
+                place = run.row + i, run.column + j
+                assert place not in brought
+                brought[place] = run.first + i * run.stride + j
+    assert brought == {(r, c): int(table[r, c]) for r in range(len(rows)) for c in range(counts[r])}

@@ -17,7 +17,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from strategies import runnable_policies
 
-from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockManager
+from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.context.packing import num_chunks
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.shape import ModelShape
@@ -147,9 +147,9 @@ class Memory:
         for segment in step.segments:
             if segment.entry != kind:
                 continue
-            for request, first, count in zip(step.requests.tolist(), segment.first_block, segment.num_tokens):
+            for request, held, count in zip(step.requests.tolist(), segment.held, segment.num_tokens):
                 for index in range(int(count)):
-                    block = int(first) + index // BLOCK_TOKENS
+                    block = int(held[index // BLOCK_TOKENS])
                     assert access.lo <= block < access.hi, f"{task.label()} does not declare block {block}"
                     owner, position = self.pools[kind, task.layer, block, index % BLOCK_TOKENS]
                     assert owner == request, f"{task.label()} reads a token of request {owner} for {request}"
@@ -382,23 +382,13 @@ def test_starting_at_the_first_decode_iteration():
     assert loads == [t.label() for t in stream(wave) if t.verb in ("load_kv", "load_act")]
 
 
-def test_admission_takes_its_blocks_from_the_manager():
+def test_each_mini_batch_holds_its_part_of_the_pools():
     wave = make_wave()
-    manager = BlockManager({kind: count + 3 for kind, count in wave.pool_blocks.items()})
-    admitted = admit(Problem(shape=wave.shape, dtype="float32"), wave.policy, wave.workload, manager)
-    manager.check()
-    assert {kind: pool.num_free for kind, pool in manager.pools.items()} == dict.fromkeys(wave.pool_blocks, 3)
-    assert admitted.pool_blocks == wave.pool_blocks and admitted.blocks is manager
-    admitted.release()
-    manager.check()
-    assert all(pool.num_free == pool.num_blocks for pool in manager.pools.values())
-    with pytest.raises(InputError, match="no room in pool"):
-        admit(
-            Problem(shape=wave.shape, dtype="float32"),
-            wave.policy,
-            wave.workload,
-            BlockManager(dict.fromkeys(wave.pool_blocks, 1)),
-        )
+    for k, group in enumerate(wave.mini_batches):
+        wave.blocks[k].check()
+        for entry, pool in wave.blocks[k].pools.items():
+            held = np.concatenate([wave.blocks[k].blocks_of(entry, place) for place in group.tolist()])
+            assert pool.num_free == 0 and held.tolist() == list(range(pool.first, pool.first + pool.num_blocks))
 
 
 @pytest.mark.parametrize(

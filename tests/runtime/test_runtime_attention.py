@@ -33,14 +33,16 @@ def test_attention_over_blocks_is_plain_attention(monkeypatch, threads, dtype, g
     generator, heads, d = torch.Generator().manual_seed(0), 8, 48
     tokens, first = np.array([33, 48, 1, 1000]), np.array([2, 7, 11, 13])
     held = -(-tokens // BLOCK_TOKENS)
-    blocks = torch.randn(80, 2, groups, BLOCK_TOKENS, d, generator=generator).to(dtype)
+    table = first[:, None] + np.arange(held.max())
+    table[3, 20:] += 4  # in two runs
+    blocks = torch.randn(90, 2, groups, BLOCK_TOKENS, d, generator=generator).to(dtype)
     query = torch.randn(len(tokens), heads, d, generator=generator).to(dtype)
     expected = []
-    for own, n, start, count in zip(query, tokens, first, held, strict=True):
-        keys, values = blocks[start : start + count].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :n]
+    for own, n, row, count in zip(query, tokens, table, held, strict=True):
+        keys, values = blocks[row[:count]].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :n]
         expected.append(plain(own, keys, values))
     out = torch.full_like(query, torch.nan)
-    runs = block_runs(first, held, np.zeros_like(held))
+    runs = block_runs(table, held)
     if threads == 1:
         attention.attend_blocks(query, blocks, runs, tokens, out)
     else:
@@ -88,7 +90,7 @@ def test_every_way_to_attend_is_plain_attention(name, dtype, heads, d, new, hidd
 def test_what_lies_behind_the_last_token_does_not_count():
     """A block is used again and again: what an earlier request left there is masked, not multiplied."""
     blocks, query, out = torch.randn(2, 2, 1, BLOCK_TOKENS, 16), torch.randn(1, 1, 16), torch.empty(2, 1, 16)
-    runs = block_runs(np.array([0]), np.array([2]), np.array([0]))
+    runs = block_runs(np.array([[0, 1]]), np.array([2]))
     for one in out:
         attention.attend_blocks(query, blocks, runs, np.array([20]), one[None])
         blocks[1, :, :, 4:] = 1e30

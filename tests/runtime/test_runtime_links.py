@@ -11,19 +11,27 @@ from flexhybrid.runtime import links
 from flexhybrid.runtime.links import BACK_TO_BACK_S, CpuCopies, Pacer, copy_runs
 
 
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 4)), min_size=1, max_size=8), st.integers(0, 3))
-def test_block_copies_equal_a_plain_loop(extents, first_column):
+def tables(first, count) -> np.ndarray:
+    """Rows of ``count`` neighbouring blocks from ``first`` on."""
+    return np.asarray(first)[:, None] + np.arange(max(1, max(count)))
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 4)), min_size=1, max_size=8), st.randoms())
+def test_block_copies_equal_a_plain_loop(extents, random):
     """Extents of any size and order, with gaps, against copying block by block."""
     generator = np.random.default_rng(0)
     first = np.cumsum([gap for gap, _ in extents]) + np.cumsum([0] + [count for _, count in extents[:-1]])
     count = np.array([count for _, count in extents])
     source = generator.integers(0, 255, (int((first + count).max()) + 1, 3, 4), dtype=np.uint8)
-    target = np.zeros((len(extents), first_column + int(count.max()) + 1, 3, 4), dtype=np.uint8)
+    table = tables(first, count)
+    for row in table[:: random.choice((1, 2))]:  # some in runs, some not
+        random.shuffle(row)
+    target = np.zeros((len(extents), table.shape[1] + 1, 3, 4), dtype=np.uint8)
     expected = target.copy()
     for row in range(len(extents)):
         for block in range(count[row]):
-            expected[row, first_column + block] = source[first[row] + block]
-    copy_runs(target, source, block_runs(first, count, np.full_like(count, first_column)))
+            expected[row, block] = source[min(table[row, block], len(source) - 1)]
+    copy_runs(target, source, block_runs(np.minimum(table, len(source) - 1), count))
     assert (target == expected).all()
 
 
@@ -35,7 +43,7 @@ def test_a_block_table_names_the_blocks_that_its_runs_copy(extents, moves_all):
     tokens, spare, turned = (np.array(column) for column in zip(*extents, strict=True))
     reserved = -(-tokens // 16) + spare
     first = np.cumsum(np.r_[0, reserved[:-1] + 1])
-    segment = Segment("kv@device", "kv", "device", first, tokens, turned, reserved, moves_all)
+    segment = Segment("kv@device", "kv", "device", tables(first, reserved), tokens, turned, reserved, moves_all)
     table, pool = segment.block_table, np.arange(first[-1] + reserved[-1] + 1)[:, None]
     assert table.shape == (len(tokens), segment.buffer_blocks) and (table >= 0).all() and (table < len(pool)).all()
     copied = np.full((*table.shape, 1), -1)
@@ -46,10 +54,11 @@ def test_a_block_table_names_the_blocks_that_its_runs_copy(extents, moves_all):
 
 
 def test_evenly_spaced_extents_are_one_run():
-    nowhere = np.zeros(4, dtype=int)
-    assert block_runs(np.array([0, 10, 20, 30]), np.array([7, 7, 7, 7]), nowhere) == ((0, 4, 0, 0, 10, 7),)
-    assert len(block_runs(np.array([0, 10, 21, 30]), np.array([7, 7, 7, 6]), nowhere)) == 3
-    assert len(block_runs(np.array([0, 10, 20, 30]), np.array([7, 7, 7, 7]), np.array([0, 0, 1, 1]))) == 2
+    sevens = np.array([7, 7, 7, 7])
+    assert block_runs(tables([0, 10, 20, 30], sevens), sevens) == ((0, 4, 0, 0, 10, 7),)
+    assert len(block_runs(tables([0, 10, 21, 30], sevens), np.array([7, 7, 7, 6]))) == 3
+    halves = np.concatenate([tables([0, 10, 20, 30], [3]), tables([50, 60, 70, 80], [4])], axis=1)
+    assert block_runs(halves, sevens) == ((0, 4, 0, 0, 10, 3), (0, 4, 3, 50, 10, 4))
 
 
 class LateClock:

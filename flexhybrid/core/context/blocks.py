@@ -1,8 +1,8 @@
 """Blocks of 16 tokens: which representation each logical block of a request has, and who owns the physical ones.
 
 A request's tokens are cut into logical blocks. ``BlockEntries`` fixes the representation of each, the same for every
-request under one policy; within a representation the request's tokens lie densely, in order. At admission a request
-reserves one extent of physical blocks per representation, so that a load is a handful of long copies.
+request under one policy; within a representation the request's tokens lie densely, in order. A request takes physical
+blocks as it needs them, in runs that grow with it, so that a load is a handful of long copies.
 """
 
 from abc import ABC, abstractmethod
@@ -203,103 +203,108 @@ class Extent:
     first: int
     count: int
 
+    @property
+    def end(self) -> int:
+        return self.first + self.count
+
 
 class BlockPool:
-    """The free and used extents of one pool. First fit, neighbours merge when freed."""
+    """Blocks [first, first + num_blocks) of a pool: the free ones, and those of each request, in runs of neighbours."""
 
-    def __init__(self, num_blocks: int):
-        self.num_blocks = num_blocks
-        self._free: list[tuple[int, int]] = [(0, num_blocks)] if num_blocks else []  # (first, count), sorted
-        self._used: dict[int, Extent] = {}  # request id -> extent
+    def __init__(self, num_blocks: int, first: int = 0):
+        self.first, self.num_blocks = first, num_blocks
+        self.free: list[Extent] = [Extent(first, num_blocks)] if num_blocks else []  #: sorted; no two are neighbours
+        self.held: dict[int, list[Extent]] = {}  #: request -> its runs, in the order of its blocks
+        self.num_free = num_blocks
 
-    @property
-    def num_free(self) -> int:
-        return sum(count for _, count in self._free)
+    def take(self, request: int, count: int) -> list[Extent]:
+        """Give a request ``count`` more blocks in as few runs as the gaps allow; return all its runs.
 
-    def largest_free(self) -> int:
-        return max((count for _, count in self._free), default=0)
+        The gap behind its last block comes first, then the smallest one that holds the rest, else the largest ones.
+        Raises InputError, and gives nothing, when fewer blocks are free.
+        """
+        if count > self.num_free:
+            raise InputError(f"{count} blocks asked for, {self.num_free} are free")
+        runs = self.held.setdefault(request, [])
+        while count:
+            gap, size = self._gap(runs[-1].end if runs else None, count)
+            count, self.num_free = count - size, self.num_free - size
+            if runs and runs[-1].end == gap.first:
+                runs[-1] = Extent(runs[-1].first, runs[-1].count + size)
+            else:
+                runs.append(Extent(gap.first, size))
+            place = self.free.index(gap)
+            self.free[place : place + 1] = [Extent(gap.first + size, gap.count - size)] if gap.count > size else []
+        return runs
 
-    def reserve(self, request: int, count: int) -> Extent:
-        """Reserve ``count`` neighbouring blocks. Raises InputError when no gap is wide enough."""
-        if request in self._used:
-            raise ValueError(f"request {request} already holds {self._used[request]}")
-        if count == 0:
-            self._used[request] = Extent(0, 0)
-            return self._used[request]
-        for i, (first, size) in enumerate(self._free):
-            if size >= count:
-                self._free[i : i + 1] = [(first + count, size - count)] if size > count else []
-                extent = Extent(first, count)
-                self._used[request] = extent
-                return extent
-        raise InputError(f"{count} neighbouring blocks asked for, the largest gap has {self.largest_free()}")
-
-    def grow(self, request: int, count: int) -> Extent:
-        """Extend a request's extent to ``count`` blocks, in place. Raises InputError when those behind it are taken."""
-        extent = self._used[request]
-        if count < extent.count:
-            raise ValueError(f"request {request} holds {extent.count} blocks, cannot grow to {count}")
-        if count == extent.count:
-            return extent
-        end, more = extent.first + extent.count, count - extent.count
-        for i, (first, size) in enumerate(self._free):
-            if size >= more and (first == end or not extent.count):
-                self._free[i : i + 1] = [(first + more, size - more)] if size > more else []
-                self._used[request] = Extent(extent.first if extent.count else first, count)
-                return self._used[request]
-        raise InputError(f"request {request} cannot grow to {count} blocks: those behind its {extent.count} are taken")
+    def _gap(self, behind: int | None, count: int) -> tuple[Extent, int]:
+        """The gap to take blocks of next, and how many."""
+        wide = []
+        for gap in self.free:
+            if gap.first == behind:
+                return gap, min(count, gap.count)
+            if gap.count >= count:
+                wide.append(gap)
+        gap = min(wide, key=lambda gap: gap.count) if wide else max(self.free, key=lambda gap: gap.count)
+        return gap, min(count, gap.count)
 
     def release(self, request: int) -> None:
-        """Give back all blocks of a request; one that holds none is left alone."""
-        if extent := self._used.pop(request, None):
-            self._give_back(extent.first, extent.count)
-
-    def _give_back(self, first: int, count: int) -> None:
-        if count == 0:
+        """Take back all blocks of a request; one that holds none is left alone."""
+        runs = self.held.pop(request, [])
+        if not runs:
             return
-        merged: list[tuple[int, int]] = []
-        for start, size in sorted([*self._free, (first, count)]):
-            if merged and merged[-1][0] + merged[-1][1] == start:
-                merged[-1] = (merged[-1][0], merged[-1][1] + size)
+        merged: list[Extent] = []
+        for extent in sorted([*self.free, *runs], key=lambda extent: extent.first):
+            if merged and merged[-1].end == extent.first:
+                merged[-1] = Extent(merged[-1].first, merged[-1].count + extent.count)
             else:
-                merged.append((start, size))
-        self._free = merged
+                merged.append(extent)
+        self.free, self.num_free = merged, self.num_free + sum(run.count for run in runs)
 
     def check(self) -> None:
-        """Raise AssertionError unless free and used extents are disjoint and cover the pool exactly."""
-        spans = [(first, count) for first, count in self._free]
-        spans += [(extent.first, extent.count) for extent in self._used.values() if extent.count]
-        position = 0
-        for first, count in sorted(spans):
-            assert first == position, f"blocks from {position} to {first} are lost or owned twice"
-            position = first + count
-        assert position == self.num_blocks, f"the pool ends at {self.num_blocks}, its extents at {position}"
+        """Raise AssertionError unless free and held extents are disjoint and cover the pool exactly."""
+        spans = [*self.free, *(run for runs in self.held.values() for run in runs)]
+        position, end = self.first, self.first + self.num_blocks
+        for extent in sorted(spans, key=lambda extent: extent.first):
+            assert extent.first == position and extent.count > 0, f"blocks from {position} on are lost or held twice"
+            position = extent.end
+        assert position == end, f"the pool ends at {end}, its extents at {position}"
+        assert self.num_free == sum(extent.count for extent in self.free), "free blocks are counted wrongly"
 
 
 class BlockManager:
-    """The pools of a wave by cache entry ("kv@host"), and the only one that allocates or frees their blocks."""
+    """The part of a mini-batch in the pools by cache entry ("kv@host"), and the only one that gives blocks there:
+    ``num_blocks`` from ``first`` on (0)."""
 
-    def __init__(self, num_blocks: dict[str, int]):
-        self.pools = {entry: BlockPool(count) for entry, count in num_blocks.items()}
+    def __init__(self, num_blocks: dict[str, int], first: dict[str, int] | None = None):
+        self.pools = {entry: BlockPool(count, (first or {}).get(entry, 0)) for entry, count in num_blocks.items()}
 
-    def admit(self, request: int, blocks: dict[str, int]) -> dict[str, Extent]:
-        """Reserve one extent of each cache entry for a request. Raises InputError, and keeps nothing, without room."""
-        taken: dict[str, Extent] = {}
-        try:
-            for entry, count in blocks.items():
-                taken[entry] = self.pools[entry].reserve(request, count)
-        except InputError as error:
-            for entry in taken:
-                self.pools[entry].release(request)
-            raise InputError(f"request {request}: no room in pool {entry}: {error}") from None
-        return taken
+    def has_room(self, counts: dict[str, int]) -> bool:
+        """Whether so many blocks of each entry are free."""
+        return all(count <= self.pools[entry].num_free for entry, count in counts.items())
+
+    def take(self, request: int, counts: dict[str, int]) -> None:
+        """Give a request so many more blocks of each entry. Raises InputError, and gives nothing, without room."""
+        for entry, count in counts.items():
+            if count > self.pools[entry].num_free:
+                raise InputError(
+                    f"request {request}: no room in pool {entry}: {count} blocks asked for, "
+                    f"{self.pools[entry].num_free} are free"
+                )
+        for entry, count in counts.items():
+            self.pools[entry].take(request, count)
+
+    def blocks_of(self, entry: str, request: int) -> np.ndarray:
+        """Return the physical blocks of a request, in order."""
+        runs = self.pools[entry].held.get(request, [])
+        return np.concatenate([np.arange(run.first, run.end) for run in runs]) if runs else np.zeros(0, np.int64)
 
     def release(self, request: int) -> None:
-        """Give back all blocks of a request, in every pool."""
+        """Take back all blocks of a request, in every pool."""
         for pool in self.pools.values():
             pool.release(request)
 
     def check(self) -> None:
-        """Raise AssertionError where a block of a pool is lost or owned twice."""
+        """Raise AssertionError where a block of a pool is lost or held twice."""
         for pool in self.pools.values():
             pool.check()

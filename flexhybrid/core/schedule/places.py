@@ -95,8 +95,6 @@ class Places:
         k = position.step.mini_batch
         extent = self._extents.get((entry, k))
         if extent is None:
-            group = self.wave.mini_batches[k]
-            first, count = self.wave.first_block[entry][group], self.wave.num_blocks[entry][group]
-            first, count = first[count > 0], count[count > 0]  # an empty extent stands nowhere
-            extent = self._extents[entry, k] = (int(first.min()), int((first + count).max())) if len(first) else (0, 0)
+            part = self.wave.blocks[k].pools[entry]
+            extent = self._extents[entry, k] = part.first, part.first + part.num_blocks
         return Access((space, position.layer), *extent)

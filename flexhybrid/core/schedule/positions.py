@@ -12,8 +12,8 @@ from dataclasses import replace
 from itertools import groupby, product
 from typing import NamedTuple
 
-from flexhybrid.core.context.packing import num_chunks
 from flexhybrid.core.context.selection import num_whole
+from flexhybrid.core.schedule.refill import RunningBatch
 from flexhybrid.core.schedule.step_work import counts_of, step_work
 from flexhybrid.core.schedule.steps import MiniBatchStep, make_step
 from flexhybrid.core.task import Work
@@ -48,7 +48,8 @@ def positions(wave: Wave, stops_until: StopsUntil, first_iteration: int) -> Iter
     first = num_whole(wave.policy.selection, wave.shape.num_layers)
     iteration, number, slot = first_iteration, 0, 0
     forms: dict[tuple, int] = {}
-    laid_out = _lay_out(wave, iteration, frozenset(), forms)
+    batch = RunningBatch(wave)
+    laid_out = _lay_out(batch, iteration, frozenset(), forms)
     while laid_out:
         layers, column = range(wave.shape.num_layers), wave.policy.schedule == "column"
         in_turn = sorted(laid_out, key=lambda s: s[0][0].chunk)  # so that a chunk need not wait for the one before
@@ -68,34 +69,29 @@ def positions(wave: Wave, stops_until: StopsUntil, first_iteration: int) -> Iter
             slot += 1
             yield group
         iteration += 1
-        laid_out = _lay_out(wave, iteration, stops_until(iteration - 2), forms)
+        laid_out = _lay_out(batch, iteration, stops_until(iteration - 2), forms)
 
 
 def _lay_out(
-    wave: Wave, iteration: int, stopped: set[int] | frozenset[int], forms: dict[tuple, int]
+    batch: RunningBatch, iteration: int, stopped: set[int] | frozenset[int], forms: dict[tuple, int]
 ) -> list[tuple[tuple[MiniBatchStep, dict[str, Work]], tuple[MiniBatchStep, dict[str, Work]], int]]:
-    """Of the mini-batches that still have a request: the step and its works in layers that look at a choice of tokens
-    and in those that look at all, and their form: what else than the layer and its slots decides the forms of its
-    positions."""
-    steps = []
-    for k, group in enumerate(wave.mini_batches):
-        running = group[wave.workload.max_tokens[group] > iteration]
-        if stopped:
-            running = running[[int(r) not in stopped for r in running]]
-        chunks = num_chunks(wave.policy, wave.workload.prompt_tokens[running]) if iteration == 0 else 1
-        for chunk in range(chunks if len(running) else 0):
-            step = make_step(wave, iteration, k, running, chunk)
-            counts = counts_of(step, wave)
-            works = step_work(wave.shape, wave.policy, wave.stored, counts, False)
-            whole_step, whole = step, works
-            if counts.selected is not None:
-                whole = step_work(wave.shape, wave.policy, wave.stored, counts, True)
-            if wave.whole:
-                whole_step = replace(make_step(wave.whole, iteration, k, running, chunk), whole=True)
-                of_all = counts_of(whole_step, wave.whole)
-                whole = step_work(wave.shape, wave.whole.policy, wave.stored, of_all, True)
-            stored = tuple((store.entry, store.representation) for store in step.stores)
-            stored += tuple((store.entry, store.representation) for store in whole_step.stores)
-            form = k, chunk, step.prefill, step.last, tuple(whole), tuple(works), stored
-            steps.append(((step, works), (whole_step, whole), forms.setdefault(form, len(forms))))
+    """Of the mini-batches that have a request: the step and its works in layers that look at a choice of tokens and in
+    those that look at all, and their form: what else than the layer and its slots decides the forms of its positions.
+    """
+    steps, wave = [], batch.wave
+    for k, chunk, piece, requests in batch.steps(iteration, stopped):
+        step = make_step(wave, iteration, k, requests, chunk, piece)
+        counts = counts_of(step, wave)
+        works = step_work(wave.shape, wave.policy, wave.stored, counts, False)
+        whole_step, whole = step, works
+        if counts.selected is not None:
+            whole = step_work(wave.shape, wave.policy, wave.stored, counts, True)
+        if wave.whole:
+            whole_step = replace(make_step(wave.whole, iteration, k, requests, chunk, piece), whole=True)
+            of_all = counts_of(whole_step, wave.whole)
+            whole = step_work(wave.shape, wave.whole.policy, wave.stored, of_all, True)
+        stored = tuple((store.entry, store.representation) for store in step.stores)
+        stored += tuple((store.entry, store.representation) for store in whole_step.stores)
+        form = k, chunk, step.prefill, step.last, tuple(whole), tuple(works), stored
+        steps.append(((step, works), (whole_step, whole), forms.setdefault(form, len(forms))))
     return steps

@@ -47,15 +47,15 @@ class CopyPart:
 class Segment(CopyPart):
     """One representation of one mini-batch's context at one iteration: per-request arrays over B.
 
-    A request's blocks are a ring over its reserved extent: block i of the segment lies in physical block
-    ``first_block + (start_block + i) % reserved``. The ring turns only where the oldest blocks are dropped (tok).
+    Block i of a request's part lies in physical block ``held[(start_block + i) % reserved]`` of its pool. This ring
+    turns only where the oldest blocks are dropped (tok).
     """
 
-    first_block: np.ndarray  #: physical, of the reserved extent
+    held: np.ndarray  #: [B, most]: the blocks that each request holds of the entry, in order
     num_tokens: np.ndarray
     start_block: np.ndarray  #: blocks of the entry that come before the segment's first one, dropped ones included
-    reserved: np.ndarray  #: blocks
-    moves_all: bool = False  #: a load brings all reserved blocks (a static cache)
+    reserved: np.ndarray  #: how many blocks each request holds
+    moves_all: bool = False  #: a load brings all of them (a static cache)
 
     @cached_property
     def num_blocks(self) -> np.ndarray:
@@ -77,42 +77,43 @@ class Segment(CopyPart):
     @cached_property
     def runs(self) -> tuple[BlockRun, ...]:
         """Where the blocks lie that a step reads, merged over neighbouring requests that are alike."""
-        if self.moves_all:
-            return block_runs(self.first_block, self.reserved, np.zeros_like(self.reserved))
-        start = self.start_block % np.maximum(self.reserved, 1)
-        before_end = np.minimum(self.num_blocks, self.reserved - start)
-        runs = block_runs(self.first_block + start, before_end, np.zeros_like(before_end))
-        wrapped = self.num_blocks - before_end
-        return runs + block_runs(self.first_block, wrapped, before_end) if wrapped.any() else runs
+        return block_runs(self.block_table, self.reserved if self.moves_all else self.num_blocks)
 
     @cached_property
     def block_table(self) -> np.ndarray:
         """[B, buffer_blocks]: the physical block of each of its buffer's columns. Padding repeats a request's last
         block; of a request that has none it is block 0."""
-        start, held = (0, self.reserved) if self.moves_all else (self.start_block[:, None], self.num_blocks)
-        held = held[:, None]
-        column = np.minimum(np.arange(self.buffer_blocks), np.maximum(held - 1, 0))
-        blocks = self.first_block[:, None] + (start + column) % np.maximum(self.reserved, 1)[:, None]
-        return np.where(held > 0, blocks, 0)
+        start, count = (0, self.reserved) if self.moves_all else (self.start_block[:, None], self.num_blocks)
+        count = count[:, None]
+        column = np.minimum(np.arange(self.buffer_blocks), np.maximum(count - 1, 0))
+        place = (start + column) % np.maximum(self.reserved, 1)[:, None]
+        return np.where(count > 0, np.take_along_axis(self.held, place, axis=1), 0) if place.size else place
 
 
-def block_runs(first, count, column) -> tuple[BlockRun, ...]:
-    """Runs of requests with ``count`` blocks each from ``first`` on that go to ``column``: all [B]."""
+def block_runs(table: np.ndarray, counts: np.ndarray) -> tuple[BlockRun, ...]:
+    """Runs of the first ``counts`` [B] blocks of each row of a table [B, columns]."""
+    begins = np.arange(table.shape[1]) < counts[:, None]
+    begins[:, 1:] &= table[:, 1:] != table[:, :-1] + 1
+    column, row = np.nonzero(begins.T)  # by columns: the first runs of requests that are alike come one after the other
+    order = np.lexsort((column, row))
+    begin, owner = column[order], row[order]
+    end = np.where(np.append(owner[1:] == owner[:-1], False), np.append(begin[1:], 0), counts[owner])
+    length = np.empty_like(end)
+    length[order] = end - begin
     runs: list[list[int]] = []  # numbers of a BlockRun
-    latest = -1  # block at which the last request's begin
-    for row, (start, blocks, place) in enumerate(zip(first.tolist(), count.tolist(), column.tolist(), strict=True)):
-        if blocks == 0:
-            continue
+    latest = -1  # block at which the last run begins
+    for at, place, start, blocks in zip(
+        row.tolist(), column.tolist(), table[row, column].tolist(), length.tolist(), strict=True
+    ):
         step = start - latest
+        latest = start
         if runs and step > 0:
             last = first_row, rows, last_place, _, stride, last_blocks = runs[-1]
-            alike = first_row + rows == row and last_blocks == blocks and last_place == place
+            alike = first_row + rows == at and last_blocks == blocks and last_place == place
             if alike and (rows == 1 or step == stride):
                 last[1], last[4] = rows + 1, step
-                latest = start
                 continue
-        runs.append([row, 1, place, start, 0, blocks])
-        latest = start
+        runs.append([at, 1, place, start, 0, blocks])
     return tuple(BlockRun(*run) for run in runs)
 
 
@@ -123,6 +124,12 @@ class Store(CopyPart):
     rows: np.ndarray
     blocks: np.ndarray
     offsets: np.ndarray
+    places: np.ndarray  #: of each row, in tokens, among all the blocks that its request holds of the entry
+    held: np.ndarray  #: [B, most]: those blocks, in order
+
+    def block_at(self, requests: np.ndarray, places: np.ndarray) -> np.ndarray:
+        """Return the physical blocks of places (in tokens) of these requests of the step."""
+        return self.held[requests, places // BLOCK_TOKENS]
 
 
 @dataclass(frozen=True)
@@ -135,15 +142,20 @@ class MiniBatchStep:
 
     iteration: int
     mini_batch: int
-    requests: np.ndarray  #: [B] indices into the wave
+    requests: np.ndarray  #: [B] places in the wave
+    queued: np.ndarray  #: [B] indices of the requests in these places, in the queue
     context: np.ndarray  #: [B] tokens cached before this iteration
     new_tokens: np.ndarray  #: [B]
+    most_kept: np.ndarray  #: [B] tokens that the selection ever keeps of each request
     segments: tuple[Segment, ...]
     stores: tuple[Store, ...]
     recomputed: np.ndarray | None = None  #: [B] leading tokens kept as ids alone; None where there are none
-    chunk: int = 0  #: which piece of a long prompt
+    #: which of the mini-batch's steps in this iteration: pieces of its prompts; of later iterations the decode (0) and,
+    #: from 1 on, pieces of the prompts of those who join it
+    chunk: int = 0
     last: bool = True  #: the prompt's last piece, or a decode step: a token is sampled
     whole: bool = False  #: of layers that keep all tokens although the others do not
+    joins: bool = False  #: others had these places before: the first tokens of requests that join a running wave
 
     @cached_property
     def prefill(self) -> bool:
@@ -181,28 +193,32 @@ class MiniBatchStep:
         return sum(segment.buffer_blocks for segment in self.of("act"))
 
 
-def make_step(wave, iteration: int, mini_batch: int, requests: np.ndarray, chunk: int = 0) -> MiniBatchStep:
+def make_step(
+    wave, iteration: int, mini_batch: int, requests: np.ndarray, chunk: int = 0, piece: int | None = None
+) -> MiniBatchStep:
     """The step of the given (still running) requests of a ``plan.Wave``'s mini-batch. O(B) numpy work.
 
-    ``chunk``: in iteration 0, which of the ``num_chunks`` pieces of its prompts.
+    ``chunk``: see ``MiniBatchStep``; ``piece``: which piece of their prompts it is (None: the chunk).
     """
     prompts, last = wave.workload.prompt_tokens[requests], True
-    if iteration == 0 and num_chunks(wave.policy, prompts) > 1:
+    age = iteration - wave.joined[requests]
+    if not age[0] and num_chunks(wave.policy, prompts) > 1:
         size = chunk_tokens(wave.policy.max_mini_batch_tokens)
-        context = np.full_like(prompts, chunk * size)
+        context = np.full_like(prompts, (chunk if piece is None else piece) * size)
         new_tokens = np.minimum(prompts - context, size)
         last = bool(context[0] + new_tokens[0] == prompts[0])
-    elif iteration == 0:
+    elif not age[0]:
         context, new_tokens = np.zeros_like(prompts), prompts
     else:
-        context, new_tokens = prompts + iteration - 1, np.ones_like(prompts)
+        context, new_tokens = prompts + age - 1, np.ones_like(prompts)
     entries: BlockEntries = wave.entries
-    kept = kept_tokens(wave.policy.selection, prompts, context, wave.workload.cached_tokens[requests])
+    cached = wave.workload.max_tokens[requests] + prompts - 1
+    kept = kept_tokens(wave.policy.selection, prompts, context, cached)
     dropped = entries.dropped_blocks(kept)
     tokens_by_entry = entries.stored(kept) - dropped * BLOCK_TOKENS
     segments: list[Segment] = []
     for i, entry in enumerate(entries.names):
-        extent = (wave.first_block[entry][requests], dropped[:, i], wave.num_blocks[entry][requests])
+        extent = (held_blocks(wave, entry, requests), dropped[:, i], wave.num_blocks[entry][requests])
         segments += _segments(wave, mini_batch, entry, extent, tokens_by_entry[:, i])
     recomputed = entries.tok_tokens(context) if entries.tok_share else None
     stores = _stores(wave, requests, context, new_tokens)
@@ -217,16 +233,24 @@ def make_step(wave, iteration: int, mini_batch: int, requests: np.ndarray, chunk
         recomputed=recomputed,
         chunk=chunk,
         last=last,
+        most_kept=kept_tokens(wave.policy.selection, prompts, cached, cached),
+        queued=wave.request[requests],
+        joins=iteration > 0 and not age[0] and not context.any(),
     )
+
+
+def held_blocks(wave, entry: str, requests: np.ndarray) -> np.ndarray:
+    """Return the blocks that requests of a wave hold of an entry, in order: [B, most], padded."""
+    return wave.tables[entry][requests, : max(1, int(wave.num_blocks[entry][requests].max()))]
 
 
 def _segments(wave, mini_batch: int, entry: str, extent, tokens) -> list[Segment]:
     """One segment for a plain entry; for both(…) the leading tokens as ACT, the rest as KV. ``extent``: of each request
-    the first block, the blocks dropped and the blocks reserved.
+    the blocks that it holds, how many were dropped and how many it holds.
 
     The split is that of the whole mini-batch, whoever has left: fewer requests could want more ACT than its buffer has.
     """
-    first, dropped, reserved = extent
+    held, dropped, reserved = extent
     leading = {"act": (tokens, dropped), "kv": (tokens, dropped)}
     if entry in wave.split:
         groups = wave.mini_batches
@@ -236,7 +260,7 @@ def _segments(wave, mini_batch: int, entry: str, extent, tokens) -> list[Segment
     return [
         Segment(
             *copy,
-            first_block=first,
+            held=held,
             num_tokens=leading[copy.representation][0],
             start_block=leading[copy.representation][1],
             reserved=reserved,
@@ -269,9 +293,10 @@ def _stores(wave, requests, context, new_tokens) -> tuple[Store, ...]:
             continue
         reserved = wave.num_blocks[entry][requests][batch_row[chosen]]
         index = token_index[chosen, i]
-        first = wave.first_block[entry][requests][batch_row[chosen]]
+        held = held_blocks(wave, entry, requests)
         rows = batch_row[chosen] * width + within[chosen]
-        blocks = first + (index // BLOCK_TOKENS) % np.maximum(reserved, 1)
+        places = index % (np.maximum(reserved, 1) * BLOCK_TOKENS)
+        blocks = held[batch_row[chosen], places // BLOCK_TOKENS]
         for part in stored_copies(entry):
-            stores.append(Store(*part, rows, blocks, index % BLOCK_TOKENS))
+            stores.append(Store(*part, rows, blocks, places % BLOCK_TOKENS, places, held))
     return tuple(stores)

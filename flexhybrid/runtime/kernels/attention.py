@@ -114,37 +114,46 @@ def attend_blocks(
     batch, heads, d = q_BHd.shape
     query = (q_BHd * d**-0.5).view(batch, blocks.shape[2], -1, d).float()
     out = out_BHd.view(query.shape)
-    request_blocks = [pair for run in runs for pair in enumerate(run_view(blocks, run), start=run.row)]
+    pieces: list[list[torch.Tensor]] = [[] for _ in range(batch)]
+    for run in sorted(runs, key=lambda run: run.column):
+        for row, piece in enumerate(run_view(blocks, run), start=run.row):
+            pieces[row].append(piece)
 
     @torch.inference_mode()  # it applies to the calling thread alone, and those of a pool are others
-    def attend_request(row: int, own_blocks: torch.Tensor) -> None:
-        _attend_request(query[row], own_blocks, int(tokens_B[row]), out[row])
+    def attend_request(row: int) -> None:
+        _attend_request(query[row], pieces[row], int(tokens_B[row]), out[row])
 
-    for _ in share(attend_request, *zip(*request_blocks, strict=True)):
+    for _ in share(attend_request, range(batch)):
         pass
 
 
-def _attend_request(q_GRd: torch.Tensor, blocks: torch.Tensor, tokens: int, out_GRd: torch.Tensor) -> None:
-    """Attend over blocks [n, 2, G, 16, d]: in place where they are float32, otherwise widened a few heads at a time."""
-    num_blocks, _, groups, _, d = blocks.shape
+def _attend_request(q_GRd: torch.Tensor, pieces: list[torch.Tensor], tokens: int, out_GRd: torch.Tensor) -> None:
+    """Attend over pieces [n, 2, G, 16, d] of a context: in place where they are float32, otherwise widened a few heads
+    at a time."""
+    groups, d = q_GRd.shape[0], q_GRd.shape[-1]
     step = groups
-    if blocks.dtype != torch.float32:
-        step = max(1, WIDENED_ELEMENTS // (num_blocks * BLOCK_TOKENS * d))
+    if pieces[0].dtype != torch.float32:
+        step = max(1, WIDENED_ELEMENTS // (sum(map(len, pieces)) * BLOCK_TOKENS * d))
     for start in range(0, groups, step):
         heads = slice(start, start + step)
-        wide = widened(blocks[:, :, heads])
+        wide = [widened(piece[:, :, heads]) for piece in pieces]
         _attend_in_place(q_GRd[heads], wide, tokens, out_GRd[heads])
 
 
-def _attend_in_place(q_GRd: torch.Tensor, blocks: torch.Tensor, tokens: int, out_GRd: torch.Tensor) -> None:
+def _attend_in_place(q_GRd: torch.Tensor, pieces: list[torch.Tensor], tokens: int, out_GRd: torch.Tensor) -> None:
     """Attend block by block. numpy's products take strided blocks as they are; torch would first copy them side by
     side, and its products of 16 keys each take two to three times as long."""
-    keys, values = blocks.numpy().swapaxes(0, 1)
-    scores = torch.from_numpy(np.matmul(q_GRd.numpy(), keys.swapaxes(-1, -2)))  # [n, G, R, 16]
+    query, halves = q_GRd.numpy(), [piece.numpy().swapaxes(0, 1) for piece in pieces]
+    products = [np.matmul(query, keys.swapaxes(-1, -2)) for keys, _ in halves]
+    scores = torch.from_numpy(products[0] if len(products) == 1 else np.concatenate(products))  # [n, G, R, 16]
     scores = scores.permute(1, 2, 0, 3).flatten(2)
     scores[..., tokens:] = -torch.inf
-    weights = torch.softmax(scores, dim=-1).unflatten(-1, (-1, BLOCK_TOKENS)).permute(2, 0, 1, 3)
-    out_GRd.copy_(torch.from_numpy(np.matmul(weights.numpy(), values).sum(0)))
+    weights = torch.softmax(scores, dim=-1).unflatten(-1, (-1, BLOCK_TOKENS)).permute(2, 0, 1, 3).numpy()
+    first, attended = 0, 0
+    for _, values in halves:
+        attended = attended + np.matmul(weights[first : first + len(values)], values).sum(0)
+        first += len(values)
+    out_GRd.copy_(torch.from_numpy(attended))
 
 
 def products(

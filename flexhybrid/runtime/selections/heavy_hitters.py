@@ -37,6 +37,11 @@ class StepPlaces(NamedTuple):
     position: torch.Tensor  #: [B, 1, 1] of the new token
 
 
+def recent_tokens(step: MiniBatchStep) -> np.ndarray:
+    """Return how many of the places of each request are for the newest tokens, [B]."""
+    return step.most_kept - step.most_kept // 2
+
+
 class HeavyHitters(SelectionHooks):
     """Scores and ages of every place, [layer, N, G, K] of the layers that drop tokens, and where places lie."""
 
@@ -44,9 +49,8 @@ class HeavyHitters(SelectionHooks):
         super().__init__()
         selection, workload = wave.policy.selection, wave.workload
         self.wave, self.device = wave, device
-        self.kept = kept_tokens(selection, workload.prompt_tokens, workload.cached_tokens, workload.cached_tokens)
-        self.recent = self.kept - self.kept // 2
-        num_places = int(self.kept.max())
+        cached = workload.cached_tokens
+        num_places = int(kept_tokens(selection, workload.prompt_tokens, cached, cached).max())
         self.first = num_keeping(selection, wave.shape.num_layers)  # the first layer that drops tokens
         size = (wave.shape.num_layers - self.first, workload.num_requests, wave.shape.num_kv_heads, num_places)
         self.scores = torch.zeros(size, dtype=torch.float32, device=device)
@@ -87,7 +91,7 @@ class HeavyHitters(SelectionHooks):
         sums_BGP = attention_sums(queries_BPHd, keys_BPGd, to_device(step.new_tokens, self.device))
         lengths = self._column(step.new_tokens)
         kept, recent = (
-            self._column(np.minimum(counts[step.requests], step.new_tokens)) for counts in (self.kept, self.recent)
+            self._column(np.minimum(counts, step.new_tokens)) for counts in (step.most_kept, recent_tokens(step))
         )
         positions = torch.arange(sums_BGP.shape[-1], device=self.device)
         wanted = sums_BGP.masked_fill(positions >= lengths - recent, torch.inf)
@@ -120,7 +124,7 @@ class HeavyHitters(SelectionHooks):
         self.places[slot] = self.slots[place[..., 0]]
 
     def _look_up(self, step: MiniBatchStep) -> StepPlaces:
-        kept, recent = self.kept[step.requests], self.recent[step.requests]
+        kept, recent = step.most_kept, recent_tokens(step)
         planned = step.context % kept
         columns, held = self._columns(step)
         own_entry = to_device(self.entry_of == self.entry_of[planned][:, None], self.device)[:, None]

@@ -70,16 +70,26 @@ class PartialCopies:
     # ---- the prompt
 
     def keep_columns(
-        self, layer: int, mini_batch: int, queries_RHd: torch.Tensor, keys_RGd: torch.Tensor, real_R: torch.Tensor
+        self,
+        layer: int,
+        mini_batch: int,
+        queries_RHd: torch.Tensor,
+        keys_RGd: torch.Tensor,
+        real_R: torch.Tensor,
+        rows_B: torch.Tensor,
     ) -> None:
-        """Choose the columns of a layer by the rows of a prompt. Rows that are not ``real_R`` are padding."""
+        """Choose the columns of a layer by the rows of prompts. Rows that are not ``real_R`` are padding; ``rows_B``:
+        the requests' rows in their mini-batch."""
         queries, keys = queries_RHd, keys_RGd
         if self.skew is not None:
             skew = self.skew[layer - self.first_layer]
             queries = torch.einsum("rgmd,gde->rgme", queries.unflatten(1, (self.groups, -1)), skew).flatten(1, 2)
             keys = torch.einsum("rgd,gde->rge", keys, skew)
         columns = self.columns[mini_batch][layer - self.first_layer]
-        columns.copy_(choose_columns(queries, keys, real_R, columns.shape))
+        if self.by_request:
+            columns[rows_B] = choose_columns(queries, keys, real_R, (len(rows_B), *columns.shape[1:]))
+        else:
+            columns.copy_(choose_columns(queries, keys, real_R, columns.shape))
 
     def keep_query_weights(self, layer: int, mini_batch: int, w: dict[str, Parts]) -> None:
         """Keep the chosen columns of a layer's query weights, where they do not lie on the device anyway."""

@@ -133,12 +133,13 @@ class Speculation(SelectionHooks):
         self.groups, self.scale = wave.shape.num_kv_heads, wave.shape.head_dim**-0.5
         self.alpha = 0.0 if selection.alpha is None else selection.alpha  # ``Selection.check`` demands it
         self.first_layer = int(first_choosing(selection))
-        self.kept = kept_tokens(selection, workload.prompt_tokens, workload.cached_tokens, workload.cached_tokens)
-        self.partial = PartialCopies(wave, weights, self.kept)
+        cached = workload.cached_tokens
+        kept = kept_tokens(selection, workload.prompt_tokens, cached, cached)
+        self.partial = PartialCopies(wave, weights, kept)
         self.limits_cache = limits_cache(selection)
         self.uses: Uses | None = None
         if self.limits_cache and selection.victim in ("lru", "counter"):
-            places = [self.kept[group] for group in wave.mini_batches]
+            places = [kept[group] for group in wave.mini_batches]
             self.uses = Uses(selection.victim, wave.shape.num_layers, places, self.groups, self.device)
         cells = [index_cells(wave.shape, wave.policy, sizes.selected_rows) for sizes, _ in mini_batch_sizes(wave)]
         self.index_start = np.cumsum([0, *cells]).astype(np.int64)
@@ -210,19 +211,19 @@ class Speculation(SelectionHooks):
         """Choose a layer's columns, and keep them of its keys and query weights. ``w``: the layer's weights."""
         mini_batch = step.mini_batch
         real = to_device((np.arange(step.width) < step.new_tokens[:, None]).reshape(-1), self.device)
-        self.partial.keep_columns(layer, mini_batch, queries_RHd, keys_RGd, real)
-        everyone = torch.arange(len(step.requests), device=self.device)
-        keys = self.partial.of_keys(layer, mini_batch, keys_RGd, everyone).unflatten(0, (-1, step.width))
+        rows = self._rows(step)
+        self.partial.keep_columns(layer, mini_batch, queries_RHd, keys_RGd, real, rows)
+        keys = self.partial.of_keys(layer, mini_batch, keys_RGd, rows).unflatten(0, (-1, step.width))
         section = self.partial.section(layer, mini_batch)
         if self.uses:
-            _, born = self.uses.of(layer, mini_batch)
+            born = self.uses.of(layer, mini_batch)[1][:, rows]
             requests, heads = (torch.arange(count, device=self.device) for count in born.shape[1:])
-            section.copy_(keys[requests[:, None], born.long(), heads])
-        elif (step.new_tokens <= self.kept[step.requests]).all():
-            section[: step.width].copy_(keys.transpose(0, 1))
+            section[:, rows] = keys[requests[:, None], born.long(), heads]
+        elif (step.new_tokens <= step.most_kept).all():
+            section[: step.width, rows] = keys.transpose(0, 1)
         else:  # the newest, each in the place that its position names
             requests, tokens = self._newest(step)
-            section[tokens % self._kept_of(step)[requests], requests] = keys[requests, tokens]
+            section[tokens % self._kept_of(step)[requests], rows[requests]] = keys[requests, tokens]
         self.partial.keep_query_weights(layer, mini_batch, w)
 
     def rank_prompt(
@@ -237,21 +238,25 @@ class Speculation(SelectionHooks):
         queries = (queries_BPHd * self.scale).unflatten(2, (self.groups, -1)).permute(0, 2, 3, 1, 4)
         tables = self.uses.of(layer, step.mini_batch)
         if self.device.type == "cpu":
-            lengths, kept = step.new_tokens, self.kept[step.requests]
+            lengths, kept = step.new_tokens, step.most_kept
             filled = fill_pools(self.wave.policy.selection, queries, keys_BPGd.transpose(1, 2), lengths, kept)
             for table, values in zip(tables, filled, strict=True):
-                table.copy_(torch.from_numpy(values).permute(2, 0, 1))
+                places = torch.from_numpy(values).permute(2, 0, 1)
+                table[: len(places), self._rows(step)] = places.to(table.dtype)
         else:
             self.fill_on_device(self.uses, layer, step, queries, keys_BPGd.permute(0, 2, 3, 1)[:, :, None])
-        return tables[1].permute(1, 2, 0).long()
+        return tables[1][:, self._rows(step)].permute(1, 2, 0).long()
 
     def fill_on_device(
         self, uses: Uses, layer: int, step: MiniBatchStep, queries_BGrPd: torch.Tensor, keys_BG1dP: torch.Tensor
     ) -> None:
         """Do what ``fill_pools`` does, without waiting for the device."""
-        lengths, kept = step.new_tokens, self.kept[step.requests]
+        lengths, kept = step.new_tokens, step.most_kept
         heads = torch.arange(self.groups, device=self.device)
-        _, born = uses.of(layer, step.mini_batch)
+        used, born = uses.of(layer, step.mini_batch)
+        all_rows = self._rows(step)
+        for table in (used, born):  # of those who had the places before
+            table.index_fill_(1, all_rows, 0)
         places = torch.arange(len(born), device=self.device)
         scores_BGrCP = queries_BGrPd  # of a chunk of queries
         for position in range(step.width):
@@ -260,9 +265,10 @@ class Speculation(SelectionHooks):
                 scores_BGrCP = torch.matmul(queries_BGrPd[:, :, :, chunk], keys_BG1dP).float()
             rows = np.flatnonzero(lengths > position)
             held, full = np.minimum(position, kept[rows]), position >= kept[rows]
-            rows_B, held_B = to_device(rows, self.device), to_device(held, self.device)
+            query_rows, held_B = to_device(rows, self.device), to_device(held, self.device)
+            rows_B = all_rows[query_rows]
             taken = torch.full((len(rows), self.groups), position, device=self.device)
-            scores = scores_BGrCP[rows_B, :, :, position % RANKED_QUERIES]
+            scores = scores_BGrCP[query_rows, :, :, position % RANKED_QUERIES]
             tokens = born[: max(1, held.max()), rows_B].permute(1, 2, 0).long()[:, :, None]
             tokens = tokens.expand(-1, -1, scores.shape[2], -1)
             relative = relative_to_best(scores.gather(-1, tokens), places[: tokens.shape[-1]] < held_B[:, None])
@@ -338,21 +344,25 @@ class Speculation(SelectionHooks):
             self.uses.fetched(layer, step.mini_batch, guess.rows_B, index, guess.positions_B)
 
     def _kept_of(self, step: MiniBatchStep) -> torch.Tensor:
-        return to_device(self.kept[step.requests], self.device)
+        return to_device(step.most_kept, self.device)
 
     def _newest(self, step: MiniBatchStep) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (request, token) of the prompts' newest tokens, as many as there are places."""
         tokens, lengths = np.arange(step.width), step.new_tokens[:, None]
-        newest = (tokens < lengths) & (tokens >= lengths - self.kept[step.requests][:, None])
+        newest = (tokens < lengths) & (tokens >= lengths - step.most_kept[:, None])
         requests, tokens = np.nonzero(newest)
         return to_device(requests, self.device), to_device(tokens, self.device)
 
-    def _make_guess(self, step: MiniBatchStep) -> Guess:
+    def _rows(self, step: MiniBatchStep) -> torch.Tensor:
+        """Return the rows of the step's requests among the places of their mini-batch, on the device: [B]."""
         rows = np.flatnonzero(np.isin(self.wave.mini_batches[step.mini_batch], step.requests))
-        kept = self.kept[step.requests]
+        return to_device(rows, self.device)
+
+    def _make_guess(self, step: MiniBatchStep) -> Guess:
+        kept = step.most_kept
         held, full = np.minimum(step.context, kept), step.context >= kept
         return Guess(
-            rows_B=to_device(rows, self.device),
+            rows_B=self._rows(step),
             positions_B=to_device(step.context, self.device),
             held_B=to_device(held, self.device),
             held_BT=to_device(np.arange(held.max()) < held[:, None], self.device),

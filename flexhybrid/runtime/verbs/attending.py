@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, ceil_blocks
@@ -149,5 +148,5 @@ def attend_host(state: State, task: Task) -> None:
     query = strip[:, shape.kv_width :].view(batch, shape.num_heads, shape.head_dim)
     out = state.buffers.out_strip[slot, :batch].view(batch, shape.num_heads, shape.head_dim)
     tokens = step.context + 1
-    runs = block_runs(state.wave.first_block[store.entry][step.requests], ceil_blocks(tokens), np.zeros_like(tokens))
+    runs = block_runs(store.held, ceil_blocks(tokens))
     attention.attend_blocks(query, state.buffers.pools[store.space][task.layer], runs, tokens, out, state.host_share)

@@ -139,7 +139,7 @@ def scatter_device(state: State, task: Task) -> None:
         rows = state.buffers.staging[store.space][slot, : len(store.rows)]
         if state.selection.chooses_places(task.payload.step):
             rows = rows.view(-1, 2, shape.num_kv_heads, shape.head_dim).transpose(1, 2)
-            blocks, heads, offsets = state.cells(task, store, state.selection.places[slot])
+            blocks, heads, offsets = state.cells(store, state.selection.places[slot])
             pool[blocks, :, heads, offsets] = rows
         elif state.buffers.head_major(store):
             pool[place.blocks, :, :, place.offsets] = rows.view(-1, 2, shape.num_kv_heads, shape.head_dim)

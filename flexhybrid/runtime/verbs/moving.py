@@ -99,7 +99,7 @@ def put_rows(state: State, task: Task, store: Store, rows: torch.Tensor) -> None
         return
     new = new.reshape(-1, 2, state.shape.num_kv_heads, state.shape.head_dim)
     if state.selection.chooses_places(task.payload.step):
-        blocks, heads, offsets = state.cells(task, store, state.buffers.place_strip[task.payload.slot])
+        blocks, heads, offsets = state.cells(store, state.buffers.place_strip[task.payload.slot])
         pool[blocks, :, heads, offsets] = new.transpose(0, 2, 1, 3)
     elif task.payload.step.width > 1:
         _put_runs(pool, new, store, state.host_share)

@@ -2,10 +2,7 @@
 
 import torch
 
-from flexhybrid.core.context.blocks import BLOCK_TOKENS
-from flexhybrid.core.schedule.steps import MiniBatchStep, Store
 from flexhybrid.core.task import Task
-from flexhybrid.core.wave import Wave
 from flexhybrid.runtime.executor import Executor
 from flexhybrid.runtime.kernels.attention import split_heads
 from flexhybrid.runtime.selections.heavy_hitters import HeavyHitters
@@ -25,13 +22,9 @@ def rank(state: Executor[HeavyHitters | Speculation], task: Task) -> None:
     heads = torch.arange(state.shape.num_kv_heads, device=state.device)
     for store in step.stores:
         request = state.to_device(store.rows // step.width)[:, None]
-        tokens = chosen[request, heads, state.to_device(_places(state.wave, step, store))[:, None]]
+        positions = state.wave.entries.positions(
+            state.wave.entries.names.index(store.entry), int(store.places.max()) + 1
+        )
+        tokens = chosen[request, heads, state.to_device(positions[store.places])[:, None]]
         rows = torch.stack([part[request, tokens, heads] for part in (keys, values)], dim=1)  # [rows, 2, G, d]
         state.buffers.staging[store.space][slot, : len(rows)].copy_(rows.flatten(1))
-
-
-def _places(wave: Wave, step: MiniBatchStep, store: Store):
-    """Return which place of its request each row of a store of the prompt takes: [rows]."""
-    first = wave.first_block[store.entry][step.requests][store.rows // step.width]
-    slots = (store.blocks - first) * BLOCK_TOKENS + store.offsets
-    return wave.entries.positions(wave.entries.names.index(store.entry), int(slots.max()) + 1)[slots]

@@ -51,7 +51,7 @@ def gather(state: State, task: Task) -> None:
         num_tokens[representation] = fetched.tokens
         pool = as_numpy(state.buffers.pools[segment.space][task.layer])
         target = as_numpy(state.buffers.chosen_rows(state.buffers.gathered, representation, slot, fetched.tokens))
-        block = (segment.first_block[:, None, None] + index_BXS // BLOCK_TOKENS)[chosen]
+        block = segment.held[np.nonzero(chosen)[0], index_BXS[chosen] // BLOCK_TOKENS]
         offset = (index_BXS % BLOCK_TOKENS)[chosen]
         if choice.each_head:
             _take_heads(pool, block, np.nonzero(chosen)[1], offset, target)

@@ -1,0 +1,309 @@
+"""Who runs in each iteration of a batch: requests leave, and those that wait take their places (continuous batching).
+
+A mini-batch keeps its places, its part of every pool, its turn in the stream and its bounds (``Wave.limits``) for as
+long as the batch runs; its members change. A request that joins has its prompt computed on the same pass of the weights
+on which the others decode, as a step of its own behind them, and decodes with them from the next iteration on (CAPTURE
+IV.B forms mini-batches anew at each iteration; here a request stays where its blocks lie). Under policies whose state
+belongs to a whole mini-batch (``joins_singly``), a mini-batch takes new requests when its last one has left.
+
+Where requests take blocks as they need them (``Wave.grows``), a pool may run full before answers end. Then the youngest
+requests of the mini-batch step back: their blocks are free again, and they come back, with the tokens that they have as
+a part of the prompt, when there is room. The oldest request always has room: alone, each fits its mini-batch's part. So
+it ends some time, and progress is certain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from flexhybrid.core.context.blocks import BLOCK_TOKENS
+from flexhybrid.core.context.cache_entries import representation_of
+from flexhybrid.core.context.packing import longest_piece, num_chunks
+from flexhybrid.core.context.selection import kept_tokens
+from flexhybrid.core.memory import mini_batch_sizes, prompt_rows, running_sizes
+from flexhybrid.core.policy import Policy
+from flexhybrid.core.wave import Wave, give_blocks, take_blocks_back
+
+LOOKED_AT = 64  #: waiting requests among which a mini-batch seeks those that fit it
+FIRST_RUN = 4  #: blocks that a request takes beyond its prompt's, and later doubles
+NOBODY = np.zeros(0, dtype=np.int64)
+
+
+def joins_singly(policy: Policy) -> bool:
+    """Whether a request joins a mini-batch whose others decode; under other policies all of its places are taken at a
+    time."""
+    plain = all(representation_of(entry) in ("kv", "act") for entry in policy.cache_entries)
+    return plain and policy.selection.method == "none" and policy.hidden == "device" and not policy.static_cache
+
+
+def may_grow(policy: Policy) -> bool:
+    """Whether requests take blocks as they need them. A request that has stepped back has its answer so far computed
+    again as a part of the prompt: only without loss are those the tokens that it would have got."""
+    return joins_singly(policy) and policy.bits.native
+
+
+class AnswerLengths:
+    """Expected lengths of answers, from those that have ended."""
+
+    def __init__(self, share: float):
+        self.share = share  #: of what is left of an answer's limit, that is expected before others have ended
+        self.ended: list[int] = []  #: sorted
+
+    def end(self, tokens: int) -> None:
+        """Take the length of an answer that has ended."""
+        place = int(np.searchsorted(self.ended, tokens))
+        self.ended.insert(place, tokens)
+
+    def remaining(self, ages: np.ndarray, limits: np.ndarray) -> np.ndarray:
+        """Return how many tokens more are expected of answers that have ``ages`` and end at ``limits`` at the latest:
+        the mean over longer answers that have ended, with one made up of ``share`` beside them."""
+        ended = np.array(self.ended, dtype=np.float64)
+        sums = np.append(np.cumsum(ended[::-1])[::-1], 0.0)
+        longer = np.searchsorted(ended, ages, side="right")
+        count = len(ended) - longer
+        left = self.share * (limits - ages)
+        return np.minimum((sums[longer] - count * ages + left) / (count + 1), limits - ages)
+
+
+class RunningBatch:
+    """The members of a wave's mini-batches, iteration by iteration. Changes the wave's arrays for those who join."""
+
+    def __init__(self, wave: Wave):
+        self.wave, self.groups = wave, list(wave.mini_batches)
+        if wave.queue is None:
+            return
+        self.queue, self.singly, self.limits = wave.queue, joins_singly(wave.policy), wave.limits
+        self.answers = AnswerLengths(wave.expected_share)
+        self.not_before: dict[int, int] = {}  #: request that has stepped back -> first iteration of its return
+        self.full = [False] * len(self.groups)  #: of a mini-batch: nobody fits before somebody has left
+        self.num_back = 0  #: times that a request has stepped back
+        if self.singly:
+            self.prompt_rows = prompt_rows(wave, self.limits)
+            self.of_group = []
+        else:
+            self.of_group = list(mini_batch_sizes(wave))
+            self.most_kept = [self._kept(group).max() for group in self.groups]
+
+    def steps(self, iteration: int, stopped: set[int] | frozenset[int]) -> Iterator[tuple[int, int, int, np.ndarray]]:
+        """Yield (mini-batch, ``MiniBatchStep.chunk``, piece of the prompts, places) of the iteration's steps.
+
+        ``stopped``: requests that run no more, or never will.
+        """
+        wave = self.wave
+        for k, group in enumerate(self.groups):
+            running = group[wave.workload.max_tokens[group] > iteration - wave.joined[group]]
+            if stopped:
+                running = running[[request not in stopped for request in wave.request[running].tolist()]]
+            joining = NOBODY
+            if wave.queue is not None:
+                running, joining = self._change(k, iteration, running, stopped)
+            self.groups[k] = np.concatenate([running, joining])
+            first_chunk = 0
+            if len(running) and iteration > 0:
+                yield k, 0, 0, running
+                first_chunk = 1
+            if iteration > 0:
+                running = joining
+            if len(running):
+                pieces = num_chunks(wave.policy, wave.workload.prompt_tokens[running])
+                yield from ((k, first_chunk + piece, piece, running) for piece in range(pieces))
+
+    # ---- who leaves
+
+    def _change(self, k: int, iteration: int, running: np.ndarray, stopped) -> tuple[np.ndarray, np.ndarray]:
+        """Return the places of mini-batch ``k`` that run on, and those that are taken now."""
+        wave = self.wave
+        left = np.setdiff1d(self.groups[k], running)
+        for place in left.tolist():
+            self._leave(k, place)
+            self.answers.end(self._sampled(place, iteration))
+        if wave.grows and iteration > 0:
+            running = self._grow(k, iteration, running)
+        if len(left) or len(running) < len(self.groups[k]):
+            self.full[k] = False
+        if not self.queue.waiting or self.full[k] or (len(running) and not self.singly):
+            return running, NOBODY
+        return running, self._join(k, iteration, running, stopped)
+
+    def _sampled(self, place: int, iteration: int) -> int:
+        """Return how many tokens the request in a place has got before this iteration, with those before it stepped
+        back."""
+        given = self.queue.given.get(int(self.wave.request[place]), 0)
+        return given + iteration - int(self.wave.joined[place])
+
+    def _leave(self, k: int, place: int) -> None:
+        take_blocks_back(self.wave, k, place)
+        if self.wave.whole:
+            take_blocks_back(self.wave.whole, k, place)
+
+    def _grow(self, k: int, iteration: int, running: np.ndarray) -> np.ndarray:
+        """Give each request the blocks of its next token; return the places that run on. Without room the youngest
+        requests step back."""
+        wave, workload = self.wave, self.wave.workload
+        running = running[np.argsort(wave.joined[running], kind="stable")]  # the oldest first
+        context = workload.prompt_tokens[running] + iteration - wave.joined[running]
+        need = wave.entries.held(context)  # [places, entry]
+        have = np.stack([wave.num_blocks[entry][running] for entry in wave.entries.names], axis=1)
+        prompts, at_most = (wave.entries.held(of[running]) for of in (workload.prompt_tokens, workload.cached_tokens))
+        run = np.maximum(have - prompts, FIRST_RUN)  # as much as it has grown by so far
+        wanted = np.where(need > have, np.clip(have + run, need, at_most), have)
+        for index in np.flatnonzero((need > have).any(axis=1)).tolist():
+            while index < len(running):
+                if self._give(k, int(running[index]), wanted[index], need[index], have[index]):
+                    break
+                running = self._step_back(k, iteration, running)
+        while len(running) > 1 and not self.limits.holds(
+            running_sizes(wave, context[: len(running)], workload.prompt_tokens[NOBODY])
+        ):
+            running = self._step_back(k, iteration, running)
+        return np.sort(running)
+
+    def _give(self, k: int, place: int, wanted: np.ndarray, need: np.ndarray, have: np.ndarray) -> bool:
+        """Give a request ``wanted`` blocks of each entry, or at least those that it needs; False without room."""
+        pools, names = self.wave.blocks[k].pools, self.wave.entries.names
+        free = np.array([pools[entry].num_free for entry in names])
+        least = np.maximum(need, have)
+        if (least - have > free).any():
+            return False
+        give_blocks(self.wave, k, place, np.clip(wanted, least, have + free))
+        return True
+
+    def _step_back(self, k: int, iteration: int, running: np.ndarray) -> np.ndarray:
+        """Let the youngest request, the last one, give its blocks back and wait again, before all others; return the
+        rest."""
+        wave, place = self.wave, int(running[-1])
+        request = int(wave.request[place])
+        self.queue.given[request] = self._sampled(place, iteration)
+        self.not_before[request] = iteration + 1  # its last token is known then
+        self.queue.waiting.insert(0, request)
+        self.num_back += 1
+        self._leave(k, place)
+        return running[:-1]
+
+    # ---- who joins
+
+    def _join(self, k: int, iteration: int, running: np.ndarray, stopped) -> np.ndarray:
+        """Give free places of mini-batch ``k`` to waiting requests, in their order; return these places."""
+        wave, queue = self.wave, self.queue
+        free = np.setdiff1d(wave.mini_batches[k], running).tolist()
+        if wave.policy.max_batch:
+            others = sum(len(group) for other, group in enumerate(self.groups) if other != k)
+            free = free[: max(0, wave.policy.max_batch - others - len(running))]
+        joining, taken = NOBODY, set()
+        self.full[k] = True
+        for request in queue.waiting[:LOOKED_AT]:
+            if request in stopped:
+                taken.add(request)
+                continue
+            if self.not_before.get(request, 0) > iteration:
+                self.full[k] = False
+                continue
+            if not free:
+                break
+            place, candidates = free[0], np.append(joining, free[0])
+            before = {name: int(values[place]) for name, values in self._lengths(wave).items()}
+            self._enter(place, request, iteration)
+            if self.singly and not self._prefills(candidates):
+                self._restore(place, before)
+                self.full[k] = False  # it may join in the next iteration
+                break
+            if not self._has_room(k, running, candidates) or not self._reserve(k, place, running, joining):
+                self._restore(place, before)
+                continue
+            joining, free = candidates, free[1:]
+            taken.add(request)
+        if taken:
+            queue.waiting = [request for request in queue.waiting if request not in taken]
+        if not queue.waiting:
+            self.full[k] = True
+        return joining
+
+    @staticmethod
+    def _lengths(wave: Wave) -> dict[str, np.ndarray]:
+        """Return the arrays over places that say who is there."""
+        lengths = wave.workload
+        return {
+            "prompt": lengths.prompt_tokens,
+            "max": lengths.max_tokens,
+            "joined": wave.joined,
+            "request": wave.request,
+        }
+
+    def _enter(self, place: int, request: int, iteration: int) -> None:
+        lengths, given = self.queue.workload, self.queue.given.get(request, 0)
+        values = {
+            "prompt": int(lengths.prompt_tokens[request]) + given,
+            "max": int(lengths.max_tokens[request]) - given,
+            "joined": iteration,
+            "request": request,
+        }
+        self._restore(place, values)
+
+    def _restore(self, place: int, values: dict[str, int]) -> None:
+        for name, array in self._lengths(self.wave).items():
+            array[place] = values[name]
+
+    def _has_room(self, k: int, running: np.ndarray, joining: np.ndarray) -> bool:
+        """Whether the buffers hold a mini-batch with these members; of requests that take all blocks at once, until
+        the last of them ends."""
+        wave, lengths = self.wave, self.wave.workload
+        group = np.concatenate([running, joining])
+        if self.singly:
+            cached = self._expected(group) if wave.grows and len(group) > 1 else lengths.cached_tokens[group]
+            return self.limits.holds(running_sizes(wave, cached, lengths.prompt_tokens[joining]))
+        sizes, chunks = next(mini_batch_sizes(wave, [group]))
+        limit, most_chunks = self.of_group[k]
+        room = chunks <= most_chunks and limit.holds(sizes) and self._kept(group).max() <= self.most_kept[k]
+        if wave.whole:
+            whole, _ = next(mini_batch_sizes(wave.whole, [group]))
+            room = room and self.limits.holds(whole)
+        return room
+
+    def _kept(self, group: np.ndarray) -> np.ndarray:
+        lengths = self.wave.workload.select(group)
+        cached = lengths.cached_tokens
+        return kept_tokens(self.wave.policy.selection, lengths.prompt_tokens, cached, cached)
+
+    def _prefills(self, joining: np.ndarray) -> bool:
+        """Whether one step, or the pieces of one prompt, compute these prompts."""
+        policy, prompts = self.wave.policy, self.wave.workload.prompt_tokens[joining]
+        rows = len(prompts) * longest_piece(policy, prompts)
+        return rows <= self.limits.step_rows and rows * num_chunks(policy, prompts) <= self.prompt_rows
+
+    def _reserve(self, k: int, place: int, running: np.ndarray, joining: np.ndarray) -> bool:
+        """Give a request that joins its blocks; False without room."""
+        wave, lengths = self.wave, self.wave.workload
+        prompt, cached = lengths.prompt_tokens[place], lengths.cached_tokens[place]
+        none = np.zeros(len(wave.entries.names), dtype=np.int64)
+        if not wave.grows:
+            first = longest_piece(wave.policy, np.array([prompt]))  # the first length that is held as a whole
+            wanted = wave.entries.most_blocks(first, self._kept(np.array([place]))[0])
+            if not self._give(k, place, wanted, wanted, none):
+                return False
+            if wave.whole:
+                of_all = wave.entries.most_blocks(first, cached)
+                if not wave.whole.blocks[k].has_room(dict(zip(wave.entries.names, of_all.tolist(), strict=True))):
+                    take_blocks_back(wave, k, place)
+                    return False
+                give_blocks(wave.whole, k, place, of_all)
+            return True
+        members = np.concatenate([running, joining])
+        if len(members):
+            expected = wave.entries.held(self._expected(np.append(members, place))).sum(axis=0)
+            parts = np.array([wave.blocks[k].pools[entry].num_blocks for entry in wave.entries.names])
+            if (expected > parts).any():
+                return False
+        need = wave.entries.held(prompt)
+        wanted = np.minimum(need + FIRST_RUN, wave.entries.held(cached))
+        return self._give(k, place, wanted, need, none)
+
+    def _expected(self, places: np.ndarray) -> np.ndarray:
+        """Return the tokens that requests are expected to cache half-way to their ends, [places]: so much they hold
+        together when the next of them end."""
+        lengths, iteration = self.wave.workload.select(places), int(self.wave.joined[places].max())
+        ages = iteration - self.wave.joined[places]
+        left = self.answers.remaining(ages, lengths.max_tokens)
+        halfway = lengths.prompt_tokens + ages + np.ceil(left / 2).astype(np.int64) + BLOCK_TOKENS
+        return np.minimum(halfway, lengths.cached_tokens)

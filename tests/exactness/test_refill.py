@@ -1,0 +1,197 @@
+"""Requests that join a running batch: tokens stay those that each gets alone, whoever comes, goes or steps back."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import InMemory, save_llama, save_opt
+from policies import wider_policies
+from strategies import lossless_policies, speculative_policies
+from toy_machine import machine
+
+from flexhybrid.core.memory import buffer_sizes
+from flexhybrid.core.policy import Placement, Policy, Selection
+from flexhybrid.core.problem import Problem
+from flexhybrid.core.schedule import positions
+from flexhybrid.core.schedule.refill import AnswerLengths, RunningBatch, may_grow
+from flexhybrid.core.trace import check_trace
+from flexhybrid.core.waves import open_batch
+from flexhybrid.core.workload import Workload
+from flexhybrid.jobs.compare.exactness import compare_tokens
+from flexhybrid.runtime.engine import Engine, RunControl
+from flexhybrid.runtime.kernels.sampling import greedy_plan
+from flexhybrid.runtime.storage.loader import Checkpoint
+from flexhybrid.runtime.storage.weights import DiskPlace, Weights
+
+
+@pytest.fixture
+def batches(monkeypatch):
+    """The batches that run during a test; their blocks are checked after every iteration."""
+
+    class Checked(RunningBatch):
+        def steps(self, iteration, stopped):
+            yield from super().steps(iteration, stopped)
+            for k, part in enumerate(self.wave.blocks):
+                part.check()
+                holders = {place for pool in part.pools.values() for place, runs in pool.held.items() if runs}
+                assert holders <= set(self.groups[k].tolist())  # nobody who has left holds blocks
+
+    started: list[RunningBatch] = []
+
+    def start(wave):
+        started.append(Checked(wave))
+        return started[-1]
+
+    monkeypatch.setattr(positions, "RunningBatch", start)
+    return started
+
+
+def answers(checkpoint, policy, prompts, max_tokens, stops, count, disk_dir, share=1.0) -> list[list[int]]:
+    """Return the tokens of each request, ``count`` places being there; ``stops``: of each request, after how many
+    tokens a text ends it."""
+    disk, tokens = DiskPlace(disk_dir), [[] for _ in prompts]
+    problem = Problem(shape=checkpoint.shape, dtype="float32", hardware=machine())
+    left = np.arange(len(prompts))
+    weights = Weights(checkpoint.shape, checkpoint, "float32", torch.device("cpu"), policy, disk)
+    while len(left):
+        workload = Workload(np.array([len(prompts[i]) for i in left]), np.array([max_tokens[i] for i in left]))
+        wave = open_batch(problem, policy, workload, min(count, len(left)), share)
+        engine = Engine(weights, policy, buffer_sizes(wave), num_threads=1, disk=disk)
+        executor = engine.executor(wave, [prompts[i] for i in left], greedy_plan(len(left)))
+
+        counts = dict.fromkeys(range(len(left)), 0)
+
+        def heard(request, counts=counts, left=left):
+            def stop(_token):
+                counts[request] += 1
+                return "end" if counts[request] == stops[left[request]] else None
+
+            return stop
+
+        control = RunControl(stop_texts={i: heard(i) for i in range(len(left))}, keep_trace=True)
+        result = engine.run(executor, control)
+        engine.close()
+        assert check_trace(result.trace) == []
+        waiting = wave.queue.waiting if wave.queue else []
+        for i in set(range(len(left))) - set(waiting):
+            tokens[left[i]] = result.tokens[i]
+        left = left[waiting]
+    weights.close()
+    return tokens
+
+
+def some_requests(seed: int, count: int, longest: int = 70) -> tuple[list, list, list]:
+    """Prompts, limits of their answers, and after how many tokens each ends by itself."""
+    generator = np.random.default_rng(seed)
+    prompts = [generator.integers(3, 61, generator.integers(1, longest)).tolist() for _ in range(count)]
+    max_tokens = generator.integers(1, 20, count).tolist()
+    return prompts, max_tokens, [int(generator.integers(1, length + 5)) for length in max_tokens]
+
+
+@settings(max_examples=25)
+@given(st.data(), lossless_policies())
+def test_requests_that_join_get_the_references_tokens(tmp_path_factory, data, policy):
+    seed, count = data.draw(st.integers(0, 99)), data.draw(st.integers(2, 9))
+    folder = tmp_path_factory.mktemp("model")
+    if data.draw(st.booleans()):
+        model = save_opt(folder, layers=data.draw(st.integers(1, 3)), heads=3, head_dim=8, positions=96, seed=seed)
+    else:
+        model = save_llama(folder, layers=2, heads=4, kv_heads=2, head_dim=12, hidden=32, seed=seed)
+    prompts, max_tokens, stops = some_requests(seed, count)
+    reference = InMemory(model)
+    expected = [
+        reference.generate([prompt], length, True)[0][:stop]
+        for prompt, length, stop in zip(prompts, max_tokens, stops, strict=True)
+    ]
+    places, share = data.draw(st.integers(1, count)), data.draw(st.sampled_from((1.0, 0.3, 0.01)))
+    share = share if may_grow(policy) else 1.0
+    tokens = answers(Checkpoint(folder), policy, prompts, max_tokens, stops, places, folder, share)
+    outcome = compare_tokens(reference, prompts, expected, tokens)
+    assert outcome.exact, outcome.first_wrong
+
+
+LOSSY = {
+    "h2o": Policy(selection=Selection("heavy_hitter", budget=0.3)),
+    "h2o, first layer whole": Policy(selection=Selection("heavy_hitter", budget=0.3, whole_layers=1)),
+    "8 bits": Policy(cache={"kv@host": 0.5, "kv@device": 0.5}, bits=replace(Policy().bits, kv=8)),
+}
+
+
+@settings(max_examples=8)
+@given(st.integers(0, 99), st.integers(1, 5), st.one_of(speculative_policies(), st.sampled_from([*LOSSY.values()])))
+def test_a_lossy_policy_gives_each_request_its_own_tokens(tmp_path_factory, seed, places, policy):
+    """Whose selection is made request by request: those that it gets alone."""
+    if policy.selection.method == "speculative":
+        policy = replace(policy, selection=replace(policy.selection, columns="request"))
+    folder = tmp_path_factory.mktemp("model")
+    save_opt(folder, layers=2, heads=4, head_dim=16, positions=96, seed=seed)
+    prompts, max_tokens, stops = some_requests(seed, 6)
+    alone = [
+        answers(Checkpoint(folder), policy, [prompts[i]], [max_tokens[i]], [stops[i]], 1, folder)[0] for i in range(6)
+    ]
+    assert answers(Checkpoint(folder), policy, prompts, max_tokens, stops, places, folder) == alone
+
+
+@pytest.mark.parametrize("name", wider_policies(400, 120, 32))
+def test_every_kind_of_policy_takes_new_requests(tmp_path, batches, name):
+    """One batch answers all: nobody waits for the next one."""
+    model = InMemory(save_opt(tmp_path, positions=96))
+    prompts, max_tokens, stops = some_requests(3, 14, 40)
+    order = sorted(range(14), key=lambda i: -len(prompts[i]) - max_tokens[i])
+    prompts, max_tokens, stops = ([values[i] for i in order] for values in (prompts, max_tokens, stops))
+    policy = wider_policies(400, 120, 32)[name]
+    tokens = answers(Checkpoint(tmp_path), policy, prompts, max_tokens, stops, 4, tmp_path)
+    expected = [
+        model.generate([p], length, True)[0][:stop] for p, length, stop in zip(prompts, max_tokens, stops, strict=True)
+    ]
+    assert tokens == expected and len(batches) == 1
+
+
+def test_a_place_that_is_free_is_taken_at_once(tmp_path, batches):
+    """Of equal requests each place has the next one in the iteration after the lag of a stop; none waits for others."""
+    model = InMemory(save_opt(tmp_path))
+    prompts = [np.random.default_rng(i).integers(3, 61, 20).tolist() for i in range(12)]
+    stops = [1 + i % 5 for i in range(12)]
+    tokens = answers(Checkpoint(tmp_path), Policy(), prompts, [30] * 12, stops, 3, tmp_path)
+    assert len(batches) == 1
+    assert tokens == [model.generate([p], 30, True)[0][:stop] for p, stop in zip(prompts, stops, strict=True)]
+
+
+@settings(max_examples=10)
+@given(st.permutations(range(4)), st.integers(0, 9), st.sampled_from(("column", "row")))
+def test_pools_of_the_least_size_answer_everything(tmp_path_factory, order, seed, schedule):
+    """Pools that hold one request of full length: the others step back again and again, and every order ends."""
+    folder = tmp_path_factory.mktemp("model")
+    model = InMemory(save_opt(folder, positions=96, seed=seed))
+    lengths = np.array([1, 17, 30, 16])[list(order)]
+    prompts = [np.random.default_rng(i).integers(3, 61, n).tolist() for i, n in enumerate(lengths)]
+    policy = Policy(cache={"kv@host": 0.5, "act@host": 0.5}, weights=Placement(host=1), schedule=schedule)
+    tokens = answers(Checkpoint(folder), policy, prompts, [20] * 4, [20] * 4, 4, folder, share=0.01)
+    outcome = compare_tokens(model, prompts, [model.generate([p], 20, True)[0] for p in prompts], tokens)
+    assert outcome.exact, outcome.first_wrong
+
+
+def test_requests_step_back_and_the_oldest_never_does(tmp_path, batches):
+    model = InMemory(save_opt(tmp_path, positions=96))
+    prompts = [np.random.default_rng(i).integers(3, 61, 10).tolist() for i in range(4)]
+    tokens = answers(Checkpoint(tmp_path), Policy(), prompts, [60] * 4, [60] * 4, 4, tmp_path, share=0.2)
+    assert tokens == [model.generate([p], 60, True)[0] for p in prompts]
+    assert batches[0].num_back > 0
+    assert set(batches[0].queue.given) and 0 not in batches[0].queue.given
+
+
+def test_expected_lengths_come_from_the_answers():
+    lengths = AnswerLengths(0.25)
+    assert lengths.remaining(np.array([0, 4]), np.array([100, 100])).tolist() == [25, 24]
+    for ended in (10, 30, 20):
+        lengths.end(ended)
+    # by hand: of 10, 20, 30 those that are longer than the age, and one made up
+    assert lengths.remaining(np.array([0, 15, 30]), np.array([100, 100, 40])).tolist() == [
+        (10 + 20 + 30 + 25) / 4,
+        (5 + 15 + 85 / 4) / 3,
+        2.5,
+    ]
+    assert lengths.remaining(np.array([0]), np.array([4])).tolist() == [4]  # never beyond its limit
