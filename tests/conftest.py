@@ -48,8 +48,8 @@ else:
 #: Files whose tests take longest, the longest first: what is left at the end are short tests, which workers share out
 #: evenly. The first starts a cluster: of two workers one then has all of it, while the other computes.
 LONGEST = (
-    *("ray", "docs", "quantize_triton", "run_memory", "lm_eval", "wheel", "run", "compare", "runtime_disk"),
-    *("accuracy", "attention_watch", "search_optimum", "accuracy_study", "peers_speed", "speculative"),
+    *("ray", "docs", "search_optimum", "speculative", "compare", "sim_closed_form", "quantize_triton", "wheel"),
+    *("reproduce_kvpr", "exactness", "reproduce_capture", "clock", "lm_eval", "run_memory", "api", "cli"),
 )
 
 
