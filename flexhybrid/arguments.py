@@ -21,4 +21,5 @@ class LLMArguments:
     link_gb_per_s: float | None = None
     disk_dir: str | Path | None = None
     disk_gb_per_s: float | None = None
+    max_model_len: int | None = None  #: most tokens of a prompt and its answer together; None: the model's positions
     attention: AttentionPaths | None = None  #: of an earlier run or another process; None: the fastest ones here

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,7 +16,9 @@ import numpy as np
 import torch
 
 from flexhybrid.arguments import LLMArguments
-from flexhybrid.core.errors import InputError, unknown
+from flexhybrid.batch.openai import Refused, chat_text
+from flexhybrid.core.errors import InputError, check, is_integer
+from flexhybrid.core.files import load_json
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.memory import BufferSizes, buffer_sizes, fits, memory_plan
 from flexhybrid.core.model.shape import ModelShape
@@ -23,6 +26,7 @@ from flexhybrid.core.policy import Policy
 from flexhybrid.core.wave import Wave, admit
 from flexhybrid.core.waves import batch_size, check_least, check_longest, first_wave, open_batch, wave_plan
 from flexhybrid.core.workload import Workload
+from flexhybrid.jobs.progress import Progress
 from flexhybrid.requests import CompletionOutput, Generated, RequestCodec, RequestOutput, Requests, load_tokenizer
 from flexhybrid.resolve import pick_device, resolve_policy, resolve_problem, settle_policy
 from flexhybrid.runtime.clock import LaneThreads
@@ -32,9 +36,13 @@ from flexhybrid.runtime.runnable import check_runnable
 from flexhybrid.runtime.storage.loader import Checkpoint
 from flexhybrid.runtime.storage.weights import Weights
 from flexhybrid.sampling_params import SamplingParams
+from flexhybrid.vllm_arguments import check_vllm_arguments, nothing_asked, plain_dtype
 
 OnTrace = Callable[[WaveResult], object]
 MOST_AT_A_TIME = 1024  #: requests that run together
+#: Fields of generation_config.json that are sampling parameters, with their names there (as vLLM takes them).
+GENERATION_CONFIG = {name: name for name in ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")}
+GENERATION_CONFIG["max_new_tokens"] = "max_tokens"
 TRACED_TASKS = 50_000  #: of a wave: a file that a browser still opens
 
 
@@ -59,6 +67,9 @@ class LLM:
     limit). ``disk_dir``: folder of the scratch space for what a policy puts on the disk (the user's cache folder);
     ``disk_gb_per_s`` paces it. ``dtype``: "auto", "float32", "bfloat16" or (CUDA) "float16".
 
+    ``max_model_len``: most tokens of a prompt and its answer together (the model's positions). Further arguments of
+    vLLM's are taken where they ask for nothing; what to write in the place of the others, their error says.
+
     ``hardware``: the machine by which "auto" and both(…) decide: None for the saved profile, a name of the catalogue,
     or the path of a JSON file.
 
@@ -82,16 +93,16 @@ class LLM:
         disk_memory: str | int | None = None,
         **others,
     ):
-        if others:
-            known = list(inspect.signature(LLM).parameters)[:-1]
-            raise unknown("argument of LLM", next(iter(others)), known)
+        max_model_len = others.pop("max_model_len", None)
+        check_vllm_arguments(others, model, list(inspect.signature(LLM).parameters)[:-1])
         self._resolve(
             LLMArguments(
                 model,
                 policy,
                 device,
-                dtype,
+                plain_dtype(dtype),
                 hardware,
+                max_model_len=max_model_len,
                 budgets={"device": device_memory, "host": host_memory, "disk": disk_memory},
                 link_gb_per_s=link_gb_per_s,
                 disk_dir=disk_dir,
@@ -116,7 +127,8 @@ class LLM:
         self.checkpoint = Checkpoint(arguments.model)
         self.paced = pick_device(arguments.device, arguments.link_gb_per_s, arguments.disk_dir, arguments.disk_gb_per_s)
         self.device: torch.device = self.paced.device  #: of the executor
-        self.problem = resolve_problem(arguments, self.checkpoint.shape, self.paced)
+        shape = _with_limit(self.checkpoint.shape, arguments.max_model_len)
+        self.problem = resolve_problem(arguments, shape, self.paced)
         self.shape: ModelShape = self.problem.shape
         self.hardware: Hardware | None = self.problem.hardware  #: at the paces of this run; None: not known
         self.requested_policy: Policy | str = resolve_policy(arguments.policy, self.shape)
@@ -146,24 +158,31 @@ class LLM:
         return self.engine
 
     @one_thread_at_a_time
-    def generate(
+    def generate(  # noqa: PLR0913 (vLLM's signature)
         self,
-        prompts: list[str] | list[list[int]] | list[dict],
+        prompts: str | dict | list[str] | list[list[int]] | list[dict],
         sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
         on_tokens: Callable[[int], None] | None = None,
         on_answer: Callable[[int, RequestOutput], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
         on_trace: OnTrace | None = None,
         num_decoded: Sequence[int] | None = None,
+        use_tqdm: bool | None = None,
+        **others,
     ) -> list[RequestOutput | None]:
-        """Complete every prompt: a text, a list of token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": ids}.
+        """Complete every prompt: a text, a list of token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": ids};
+        a single text or dictionary is a list of one.
 
         Results are in the order of the prompts. ``on_answer(i, answer)`` is called as soon as all n answers to prompt i
         are complete, then ``on_tokens(n)`` with the number of newly generated tokens. Once ``should_stop()`` is true,
         the call ends with the current iteration; answers that are not complete by then are None. ``on_trace`` is called
         with the result of the first wave, whose trace has up to TRACED_TASKS tasks.
 
-        ``sampling_params``: one for all prompts, or a list of one a prompt. Random numbers depend on the seed, the
+        ``use_tqdm``: whether progress is shown on stderr (None: on a terminal, unless ``on_tokens`` takes it). vLLM's
+        ``lora_request`` and ``priority`` must be left out or None.
+
+        ``sampling_params``: one for all prompts, or a list of one a prompt; None: those of
+        ``get_default_sampling_params``. Random numbers depend on the seed, the
         position in the text and, when one SamplingParams serves all, the prompt's place in the list. Answer k of n
         draws with seed + k. A seed of a list gives its request the tokens that it gets alone, except for near ties and
         under InfiniGen's selection, whose columns are chosen over all requests of a mini-batch. Raises InputError,
@@ -176,6 +195,9 @@ class LLM:
         Any other error on the way (a disk that fails, Ctrl-C, an error of ``on_tokens``) first gives all memory and
         disk space back; the next call loads the weights anew.
         """
+        nothing_asked(**others)
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
         requests = self.codec.encode(prompts, sampling_params, num_decoded)
         answers: list[RequestOutput | None] = [None] * len(requests.prompts)
         if not answers:
@@ -188,6 +210,7 @@ class LLM:
         def completed(request: int, generated: Generated) -> None:
             place, params = requests.answers[request][0], generated.params
             complete[place].append(self.codec.completion(generated))
+            progress.finished(requests.max_tokens[request] - len(generated.token_ids))
             if generated.index == 0:
                 prompt_records[place] = generated.prompt_records
             if len(complete[place]) < params.n:
@@ -203,17 +226,70 @@ class LLM:
             if on_answer:
                 on_answer(place, answer)
 
-        with self.waves(requests.workload, joining=not any(requests.num_decoded)) as waves:
+        shows = sys.stderr.isatty() and not on_tokens if use_tqdm is None else bool(use_tqdm)
+        total, count = sum(requests.max_tokens), len(requests.ids)
+        progress = Progress(total, "generate", "tok", quiet=not shows, answers=count)
+
+        def counted(num_tokens: int) -> None:
+            progress.advance(num_tokens)
+            if on_tokens:
+                on_tokens(num_tokens)
+
+        with progress, self.waves(requests.workload, joining=not any(requests.num_decoded)) as waves:
             for members, wave in waves:
                 if should_stop and should_stop():
                     break
                 keep_trace = TRACED_TASKS if on_trace else False
-                control = RunControl(on_tokens=on_tokens, should_stop=should_stop, keep_trace=keep_trace)
+                control = RunControl(on_tokens=counted, should_stop=should_stop, keep_trace=keep_trace)
                 result = self._run_wave(wave, requests, members, completed, control)
                 if on_trace:
                     on_trace(result)
                     on_trace = None
         return answers
+
+    def chat(
+        self,
+        messages: list,
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
+        use_tqdm: bool | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: dict | None = None,
+        add_generation_prompt: bool = True,
+        **others,
+    ) -> list[RequestOutput | None]:
+        """Answer a conversation, which is a list of {"role": …, "content": …}, or each of a list of them.
+
+        ``chat_template``: a Jinja text in place of the tokenizer's own; ``chat_template_kwargs``: further variables of
+        it. ``prompt`` of an answer is the text that the template makes. The rest as in ``generate``; vLLM's other
+        arguments must ask for nothing.
+        """
+        others.pop("chat_template_content_format", None)
+        nothing_asked(**others, **{} if add_generation_prompt else {"add_generation_prompt=False": True})
+        many = bool(messages) and all(isinstance(one, (list, tuple)) for one in messages)
+        texts = []
+        for place, conversation in enumerate(messages if many else [messages]):
+            try:
+                texts.append(chat_text(list(conversation), self.tokenizer, chat_template, chat_template_kwargs))
+            except Refused as refused:
+                raise InputError(f"conversation {place}: {refused.message}") from None
+        encoded = self.codec.check_all(
+            [(text, SamplingParams()) for text in texts], "conversation {}".format, special_tokens=False
+        )
+        if wrong := next((error for error in encoded if isinstance(error, InputError)), None):
+            raise wrong
+        answers = self.generate([{"prompt_token_ids": ids} for ids in encoded], sampling_params, use_tqdm=use_tqdm)
+        return [answer and replace(answer, prompt=text) for text, answer in zip(texts, answers)]
+
+    def get_tokenizer(self):
+        """Return transformers' tokenizer of the checkpoint; None where it has none."""
+        return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return what the checkpoint's generation_config.json asks for."""
+        path = self.checkpoint.path / "generation_config.json"
+        asked = load_json(path) if path.is_file() else {}
+        named = {GENERATION_CONFIG[name]: value for name, value in asked.items() if name in GENERATION_CONFIG}
+        return SamplingParams(**{name: value for name, value in named.items() if value is not None})
 
     @contextmanager
     def waves(self, workload: Workload, joining: bool = False) -> Iterator[Iterator[tuple[np.ndarray, Wave]]]:
@@ -374,6 +450,15 @@ class LLM:
 
     def __exit__(self, *error) -> None:
         self.close()
+
+
+def _with_limit(shape: ModelShape, max_model_len: int | None) -> ModelShape:
+    """Return the shape with room for ``max_model_len`` tokens of a request: a window within which all are seen."""
+    if max_model_len is None:
+        return shape
+    fits = is_integer(max_model_len) and 2 <= max_model_len <= shape.max_context
+    check("max_model_len", max_model_len, fits, f"a whole number from 2 to {shape.max_context}, the model's own")
+    return replace(shape, sliding_window=max_model_len)
 
 
 def _release_frames(error: BaseException | None) -> None:

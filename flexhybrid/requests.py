@@ -250,7 +250,7 @@ class RequestCodec:
         limit = self.shape.max_context
         room = f"{limit} positions"
         if limit < self.shape.max_positions:
-            room = f"a sliding window of {limit} tokens, beyond which it cannot be run"
+            room = f"room for {limit} tokens (its sliding window, or max_model_len)"
         return InputError(f"{size}; model {self.shape.name} has {room}, and at least one must be left for the answer")
 
     def encode(
@@ -260,11 +260,10 @@ class RequestCodec:
         num_decoded: Sequence[int] | None = None,
     ) -> Requests:
         """Return checked requests of ``LLM.generate``'s arguments. Raise InputError for what cannot be run."""
-        if isinstance(prompts, (str, bytes, dict)) or not isinstance(prompts, Iterable):
-            raise InputError(
-                f"prompts must be a list of texts or of token-id lists, not {type(prompts).__name__}: write "
-                "generate([prompt])"
-            )
+        if isinstance(prompts, (str, dict)):
+            prompts = [prompts]
+        if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
+            raise InputError(f"prompts must be a list of texts or of token-id lists, not {type(prompts).__name__}")
         plain: list = [plain_prompt(prompt) for prompt in prompts]
         shared = sampling_params is None or isinstance(sampling_params, SamplingParams)
         params = params_per_prompt(sampling_params, len(plain))

@@ -88,17 +88,18 @@ class AnswerFile:
         self.sync()
 
     def append(self, lines: list[bytes]) -> None:
-        """Write whole lines, all or none of them. Raises InputError where that fails."""
+        """Write whole lines. Raise InputError where that fails; the lines that were written whole are kept."""
         if not lines:
             return
-        data = b"".join(lines)
+        data, written = b"".join(lines), 0
         try:
-            written = os.write(self._fd, data)
             while written < len(data):  # a disk that is nearly full takes a part, and says why with the next
                 written += os.write(self._fd, data[written:])
         except OSError as error:
+            whole = data.rfind(b"\n", 0, written) + 1
             with contextlib.suppress(OSError):  # else the next run cuts it
-                os.ftruncate(self._fd, self._size)
+                os.ftruncate(self._fd, self._size + whole)
+                self._size += whole
             raise InputError(
                 f"cannot write {self.path}: {error.strerror}; what was written before is whole: make room and give the "
                 "same command again"

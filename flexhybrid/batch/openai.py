@@ -32,6 +32,7 @@ NEUTRAL: dict[str, tuple] = {
     "suffix": ("",),
     "web_search_options": (),
 }
+WHOLE_NUMBERS = {"max_tokens", "max_completion_tokens", "min_tokens", "n", "seed", "top_k"}
 KNOWN_PARAMS = 1024  #: different sampling parameters of lines that are kept for the lines after them
 
 
@@ -152,16 +153,20 @@ class Bodies:
         name = "messages" if url == CHAT else "prompt"
         if name not in body:
             raise Refused("missing_required_parameter", f"{name} is missing", name)
-        prompt = body.pop(name)
+        prompt, variables = body.pop(name), body.pop("chat_template_kwargs", None) if url == CHAT else None
         params = self.params({name: value for name, value in body.items() if name not in IGNORED}, url)
         if echo and params.logprobs is not None:
             params = replace(params, prompt_logprobs=max(params.logprobs, params.prompt_logprobs or 0))
-        prompt = self.chat_text(prompt) if url == CHAT else one_prompt(prompt)
+        prompt = self.chat_text(prompt, variables) if url == CHAT else one_prompt(prompt)
         return Draft(custom_id, prompt, params, model, url, return_token_ids, echo, echo_alone)
 
-    def chat_text(self, messages) -> str:
-        """Return the messages in the template, up to where the assistant answers. Raise Refused."""
-        return chat_text(messages, self.codec.tokenizer, self.template)
+    def chat_text(self, messages, variables=None) -> str:
+        """Return the messages in the template, up to where the assistant answers; ``variables``: further ones of the
+        template. Raise Refused."""
+        if not isinstance(variables, dict | None):
+            message = f"chat_template_kwargs is {shown(variables)}; it must be an object"
+            raise Refused("invalid_value", message, "chat_template_kwargs")
+        return chat_text(messages, self.codec.tokenizer, self.template, variables)
 
     def params(self, fields: dict, url: str) -> SamplingParams:
         """Return a body's sampling parameters; most lines of a file ask for those of a line before."""
@@ -231,7 +236,8 @@ def _params(body: dict, url: str, defaults: dict) -> SamplingParams:
         if name == "logprobs" and value is False:
             continue
         if name not in NEUTRAL:
-            wanted[name] = value
+            whole = isinstance(value, float) and name in WHOLE_NUMBERS and value.is_integer()
+            wanted[name] = int(value) if whole else value  # pandas writes 16.0 in a column that lacks a value
         elif not any(type(value) is type(neutral) and value == neutral for neutral in NEUTRAL[name]):
             raise Refused("unsupported_parameter", f"{name} is {shown(value)}; it is not supported", name)
     if url == CHAT and "max_completion_tokens" in wanted:
@@ -263,9 +269,11 @@ def _chat_logprobs(body: dict) -> dict:
     return {**body, "logprobs": count} if asked else body
 
 
-def chat_text(messages, tokenizer, template: str | None = None) -> str:
-    """Return the messages in a template, the tokenizer's own for None, up to where the assistant answers. Raise
-    Refused."""
+def chat_text(messages, tokenizer, template: str | None = None, variables: dict | None = None) -> str:
+    """Return the messages in a template, the tokenizer's own for None, up to where the assistant answers.
+
+    ``variables``: further ones of the template. Raise Refused.
+    """
     if not template and not getattr(tokenizer, "chat_template", None):
         raise Refused("invalid_url", f"the model has no chat template: it cannot serve {CHAT}", "url")
     if not isinstance(messages, list) or not messages:
@@ -283,7 +291,9 @@ def chat_text(messages, tokenizer, template: str | None = None) -> str:
             raise Refused("unsupported_parameter", f"{where}.{strange[0]} is not supported", "messages")
         plain.append({**message, "content": _content(message.get("content"), where)})
     try:
-        return tokenizer.apply_chat_template(plain, chat_template=template, tokenize=False, add_generation_prompt=True)
+        return tokenizer.apply_chat_template(
+            plain, chat_template=template, tokenize=False, add_generation_prompt=True, **variables or {}
+        )
     except Exception as error:  # a template is a program: it raises what it likes
         raise Refused("invalid_value", f"the chat template refuses the messages: {error}", "messages") from None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import sys
 import threading
@@ -12,29 +13,60 @@ from dataclasses import dataclass
 
 from tqdm import tqdm
 
-PLAIN_S = 30.0  #: seconds between lines where stderr is not a terminal
+TICK_S, PLAIN_S = 1.0, 30.0  #: seconds between looks at the clock: on a terminal, and between lines elsewhere
+PRIOR_S = 3.0  #: seconds for which a prediction counts beside what is measured
+STOP_S = 2.0  #: seconds after which a stop no longer waits for the end of the iteration
+BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 
 
 class Progress:
-    """Shows progress on stderr: a bar on a terminal, elsewhere a line every PLAIN_S, nothing when ``quiet``."""
+    """Shows progress on stderr: a bar on a terminal, elsewhere a line every PLAIN_S, nothing when ``quiet``.
 
-    def __init__(
-        self, total: int, title: str, unit: str, quiet: bool, predicted_s: float | None = None, failed: int = 0
+    ``total`` counts the most that may come. With ``answers``, their number, what is still to come is expected by the
+    answers that have ended before their limit. ``predicted_s``: of the total. A thread keeps the clock going between
+    two calls of ``advance``, from ``with`` on.
+    """
+
+    def __init__(  # noqa: PLR0913
+        self,
+        total: int,
+        title: str,
+        unit: str,
+        quiet: bool,
+        predicted_s: float | None = None,
+        failed: int = 0,
+        answers: int | None = None,
     ):
-        self.title, self.quiet, self.predicted_s, self.failed = title, quiet, predicted_s, failed
+        self.title, self.quiet, self.failed, self.answers = title, quiet, failed, answers
+        self.predicted_s, self.predicted_rate = predicted_s, total / predicted_s if predicted_s else None
         self.terminal = sys.stderr.isatty()
-        self.total, self.count, self.done = total, 0, 0
-        self.began = self.printed_s = time.monotonic()
+        self.total, self.count, self.done, self.shortened = total, 0, 0, 0
+        self.began, self._first = time.monotonic(), (0.0, 0)  # when the first of the count came, and how much
+        self._ended, self._ticker = threading.Event(), None
+        wide = self.terminal and os.get_terminal_size(sys.stderr.fileno()).columns > 0
         self.bar = tqdm(
-            total=total, desc=title, unit=unit, unit_scale=True, file=sys.stderr, leave=False,
-            disable=quiet or not self.terminal,
+            total=total, desc=title, unit=unit, unit_scale=True, file=sys.stderr, leave=False, bar_format=BAR,
+            disable=quiet or not self.terminal, ncols=None if wide else 80, dynamic_ncols=wide,
         )  # fmt: skip
 
     def __enter__(self) -> Progress:
+        if not self.quiet:
+            self._ticker = threading.Thread(target=self._tick, name="clock", daemon=True)
+            self._ticker.start()
         return self
 
     def __exit__(self, *error) -> None:
+        self._ended.set()
+        if self._ticker:
+            self._ticker.join()
         self.bar.close()
+
+    def _tick(self) -> None:
+        while not self._ended.wait(TICK_S if self.terminal else PLAIN_S):
+            if self.terminal:
+                self.bar.set_postfix_str(self.state(), refresh=True)
+            else:
+                print(f"{self.title}: {self.count:,} of {self.total:,}, {self.state()}", file=sys.stderr, flush=True)
 
     def turn_to(self, title: str) -> None:
         """Begin the part of the job called ``title``."""
@@ -42,30 +74,60 @@ class Progress:
         self.bar.set_description(title)
 
     def advance(self, count: int) -> None:
+        """Count what has come."""
+        if not self.count:
+            self._first = time.monotonic(), count
         self.count += count
+        self.bar.set_postfix_str(self.state(), refresh=False)
         self.bar.update(count)
-        now = time.monotonic()
-        if not self.terminal and not self.quiet and now - self.printed_s >= PLAIN_S:
-            self.printed_s = now
-            rate = self.count / (now - self.began)
-            left = max(self.total - self.count, 0) / rate if rate else 0.0
-            predicted = f" (predicted {self.total / self.predicted_s:.1f})" if self.predicted_s else ""
-            answers = f", {self._counts()}" if self.done else ""
-            print(
-                f"{self.title}: {self.count:,} of {self.total:,}, {rate:.1f}/s{predicted}, {left:.0f} s left{answers}",
-                file=sys.stderr, flush=True,
-            )  # fmt: skip
 
     def finished(self, unused: int) -> None:
         """Count a complete answer; it is ``unused`` tokens shorter than its limit."""
         self.done += 1
+        self.shortened += unused > 0
         self.total -= unused
         self.bar.total = self.total
-        predicted = f", predicted {self.total / self.predicted_s:.0f} tok/s" if self.predicted_s else ""
-        self.bar.set_postfix_str(f"{self._counts()}{predicted}", refresh=False)
 
-    def _counts(self) -> str:
-        return f"{self.done:,} done" + (f", {self.failed:,} refused" if self.failed else "")
+    def expected_left(self) -> float:
+        """Return how much is still to come: with ``answers``, as if each token ended its answer with the same
+        probability, that of the tokens so far (whose most likely value does not depend on answers that still run)."""
+        most = max(self.total - self.count, 0)
+        running = (self.answers or 0) - self.done
+        if running <= 0 or not self.shortened:
+            return most
+        ends = min(self.shortened / max(self.count, 1), 1.0)
+        return min(most, running * (1 - (1 - ends) ** (most / running)) / ends)
+
+    def seconds_left(self) -> float | None:
+        """Return how long that takes, at the pace since the first of it came; the prediction weighs as PRIOR_S of it
+        do. Before, what is left of the prediction. None where nothing is known."""
+        now = time.monotonic()
+        if not self.count:
+            return None if self.predicted_s is None else max(self.predicted_s - (now - self.began), 0.0)
+        seconds, count = now - self._first[0], self.count - self._first[1]
+        if not count or seconds <= 0:  # all of it has come at once
+            seconds, count = now - self.began, self.count
+        rate = count / seconds if seconds > 0 else self.predicted_rate
+        if not rate:
+            return None
+        if self.predicted_rate:
+            rate *= (self.predicted_rate / rate) ** (PRIOR_S / (PRIOR_S + seconds))
+        return self.expected_left() / rate
+
+    def state(self) -> str:
+        """Return answers done, the pace and the time left, in words."""
+        parts, elapsed = [], time.monotonic() - self.began
+        if self.done:
+            of = f" of {self.answers:,}" if self.answers else ""
+            parts.append(f"{self.done:,}{of} done" + (f", {self.failed:,} refused" if self.failed else ""))
+        if self.count:
+            predicted = f" (predicted {self.predicted_rate:.1f})" if self.predicted_rate else ""
+            parts.append(f"{self.count / elapsed:.1f}/s{predicted}" if elapsed else "")
+        elif self.answers:
+            parts.append("reading the prompts (prefill)")
+        if (left := self.seconds_left()) is not None:
+            parts.append(f"{tqdm.format_interval(left)} left")
+        return ", ".join(part for part in parts if part)
 
     def note(self, text: str) -> None:
         """Print a message above the bar."""
@@ -78,25 +140,41 @@ class StopAsked:
     """Whether the user wants the job to end."""
 
     asked: bool = False
+    overdue: bool = False  #: whether the iteration did not end within STOP_S
 
 
 @contextlib.contextmanager
 def stop_on_signal() -> Iterator[StopAsked]:
-    """Turn the first SIGINT (Ctrl-C) or SIGTERM into ``asked``; the second one raises KeyboardInterrupt."""
+    """Turn the first SIGINT (Ctrl-C) or SIGTERM into ``asked``. When the block goes on for STOP_S more, it is left by a
+    KeyboardInterrupt that ends with it; a second signal raises one that does not."""
     stop = StopAsked()
+    main = threading.main_thread()
+
+    def interrupt() -> None:
+        stop.overdue = True
+        signal.pthread_kill(main.ident or 0, signal.SIGINT)
+
+    timer = threading.Timer(STOP_S, interrupt)
+    timer.daemon = True
 
     def handle(_signal_number, _frame) -> None:
         if stop.asked:
             raise KeyboardInterrupt
         stop.asked = True
-        print("\nflexhybrid: stopping after this iteration; once more stops at once", file=sys.stderr, flush=True)
+        timer.start()
+        text = f"stopping after this iteration, or in {STOP_S:.0f} s; once more stops at once"
+        print(f"\nflexhybrid: {text}", file=sys.stderr, flush=True)
 
-    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
+    if threading.current_thread() is not main:  # signals are the main thread's
         yield stop
         return
     earlier = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield stop
+    except KeyboardInterrupt:
+        if not stop.overdue:
+            raise
     finally:
+        timer.cancel()
         for number, handler in earlier.items():
             signal.signal(number, handler)

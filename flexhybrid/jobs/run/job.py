@@ -256,7 +256,9 @@ class Job:
         started, failed = CpuUse.now(), int((self.states == FAILED).sum())
         with (
             stop_on_signal() as stop,
-            Progress(plan.tokens, "tokens", "tok", options.quiet, plan.seconds, failed) as self.progress,
+            Progress(
+                plan.tokens, "tokens", "tok", options.quiet, plan.seconds, failed, answers=len(self.pending())
+            ) as self.progress,
         ):
             if self.crew is None:
                 answer_pending(self, stop, self._keep_trace if options.trace or options.report else None)

@@ -1,0 +1,90 @@
+"""Arguments of vLLM's ``LLM``: values that ask for nothing are taken, others answered with what to write here."""
+
+from collections.abc import Iterable
+
+from flexhybrid.core.errors import InputError, shown, unknown
+
+_LENGTHS = "requests are as long as their prompt and max_tokens; max_model_len bounds both"
+_NO_DOWNLOAD = "nothing is downloaded: give a local folder (hf download NAME --local-dir FOLDER)"
+_ONE_DEVICE = "a model runs on one device; `flexhybrid run --engine ray` starts an executor on each"
+_PLACES = 'the policy says where weights and cache lie; budgets are device_memory="20GiB" and host_memory="100GiB"'
+_TEXT_ONLY = "models of text run here"
+
+#: Name -> the values that ask for nothing (None: all values), and what to write in the place of others.
+#: vllm/entrypoints/llm.py and vllm/engine/arg_utils.py, versions 0.4 to 0.20.
+ARGUMENTS: dict[str, tuple[tuple | None, str]] = {
+    **dict.fromkeys(
+        ("async_scheduling", "compilation_config", "disable_async_output_proc", "disable_custom_all_reduce",
+         "disable_log_requests", "disable_log_stats", "distributed_executor_backend", "enable_chunked_prefill",
+         "enable_prefix_caching", "enforce_eager", "max_logprobs", "max_seq_len_to_capture", "served_model_name",
+         "swap_space", "trust_remote_code", "use_v2_block_manager"),
+        (None, ""),
+    ),
+    **dict.fromkeys(
+        ("code_revision", "download_dir", "revision", "tokenizer_revision", "hf_token"), ((None,), _NO_DOWNLOAD)
+    ),
+    **dict.fromkeys(
+        ("data_parallel_size", "pipeline_parallel_size", "tensor_parallel_size"), ((None, 1), _ONE_DEVICE)
+    ),
+    **dict.fromkeys(("disable_sliding_window", "enable_expert_parallel"), ((None, False), "it is not supported")),
+    **dict.fromkeys(("allowed_local_media_path", "limit_mm_per_prompt", "mm_processor_kwargs"),
+                    ((None, "", {}), _TEXT_ONLY)),
+    "block_size": ((None, 16), "blocks have 16 tokens"),
+    "config_format": ((None, "auto", "hf"), "checkpoints are in Hugging Face layout"),
+    "convert": ((None, "auto", "none"), "models generate"),
+    "cpu_offload_gb": ((None, 0), _PLACES),
+    "enable_lora": ((None, False), "merge the adapter into the weights"),
+    "generation_config": ((None, "auto"), "give SamplingParams"),
+    "gpu_memory_utilization": ((None, 0.9), _PLACES),
+    "hf_overrides": ((None, {}), "change config.json"),
+    "kv_cache_dtype": ((None, "auto"), "give a policy with bits=Bits(kv=8)"),
+    "load_format": ((None, "auto", "hf", "pt", "safetensors"), "safetensors and .bin files are read"),
+    "max_num_batched_tokens": ((None,), "a policy's max_mini_batch_tokens says so"),
+    "max_num_seqs": ((None, 256), "a policy's max_batch says so: Policy(max_batch=…)"),
+    "max_seq_len": ((None,), _LENGTHS),
+    "num_gpu_blocks_override": ((None,), _PLACES),
+    "override_generation_config": ((None, {}), "give SamplingParams"),
+    "override_neuron_config": ((None, {}), "it is not supported"),
+    "quantization": ((None,), "give a policy with bits=Bits(weights=4): it packs plain weights while loading"),
+    "quantization_param_path": ((None,), "give a policy with bits=Bits(kv=8)"),
+    "runner": ((None, "auto", "generate"), "models generate"),
+    "seed": ((None, 0), "give SamplingParams(seed=…)"),
+    "skip_tokenizer_init": ((None, False), "prompts may be token ids all the same"),
+    "speculative_config": ((None,), "it is not supported"),
+    "task": ((None, "auto", "generate"), "models generate"),
+    "tokenizer_mode": ((None, "auto", "hf"), "the tokenizer is transformers' own"),
+}  # fmt: skip
+#: vLLM's names of dtypes that have another name here.
+DTYPES = {"half": "float16", "float": "float32"}
+
+
+def check_vllm_arguments(others: dict, model: object, known: Iterable[str]) -> None:
+    """Raise InputError for the first of ``others`` that asks for something, or that vLLM does not know either."""
+    for name, value in others.items():
+        if name == "tokenizer" and (value is None or str(value) == str(model)):
+            continue
+        if name == "tokenizer":
+            raise InputError(f"tokenizer is {shown(value)}; put its files into the model's folder, {model}")
+        if name not in ARGUMENTS:
+            raise unknown("argument of LLM", name, known)
+        neutral, advice = ARGUMENTS[name]
+        if neutral is not None and not _is_one_of(value, neutral):
+            raise InputError(f"{name} is {shown(value)}, which is not supported: {advice}")
+
+
+def _is_one_of(value: object, neutral: tuple) -> bool:
+    """Return whether a value is one of these; True and False are no numbers."""
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
+
+
+def plain_dtype(dtype: object) -> str:
+    """Return the name of a dtype, which may be torch's own or vLLM's short name."""
+    name = str(dtype).removeprefix("torch.")
+    return DTYPES.get(name, name)
+
+
+def nothing_asked(**asked: object) -> None:
+    """Raise InputError for arguments of vLLM's ``generate`` and ``chat`` that ask for something unsupported."""
+    for name, value in asked.items():
+        if value:
+            raise InputError(f"{name} is {shown(value)}; it is not supported: leave it out")

@@ -1,0 +1,139 @@
+"""What a job tells while it runs, and how it ends when it is asked to."""
+
+import errno
+import json
+import os
+import signal
+import threading
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+
+from flexhybrid import LLM, cli
+from flexhybrid.batch import answers as answers_module
+from flexhybrid.batch.answers import AnswerFile
+from flexhybrid.batch.openai import Refused
+from flexhybrid.batch.replies import error_line
+from flexhybrid.core.errors import InputError
+from flexhybrid.jobs import progress as progress_module
+from flexhybrid.jobs.progress import Progress
+from flexhybrid.requests import CompletionOutput, RequestOutput
+
+
+@pytest.fixture
+def clock(monkeypatch) -> list[float]:
+    """The time in seconds, to be set."""
+    now = [0.0]
+    monkeypatch.setattr(progress_module.time, "monotonic", lambda: now[0])
+    return now
+
+
+@pytest.mark.parametrize("mean, limit", [(150, 1024), (40, 64), (8, 1000)])
+def test_what_is_left_is_what_comes(clock, mean, limit):
+    """2,000 answers of geometric lengths, 64 at a time, a second an iteration: what is still to come is known as well
+    as a mean of the answers that have ended."""
+    lengths = np.minimum(np.random.default_rng(0).geometric(1 / mean, 2000), limit).tolist()
+    progress = Progress(limit * len(lengths), "tokens", "tok", quiet=True, answers=len(lengths))
+    queue, running, told = list(lengths), [], []
+    while queue or running:
+        running += [[0, queue.pop()] for _ in range(min(64 - len(running), len(queue)))]
+        clock[0] += 1.0
+        progress.advance(len(running))
+        for answer in running:
+            answer[0] += 1
+            if answer[0] == answer[1]:
+                progress.finished(limit - answer[1])
+        running = [answer for answer in running if answer[0] < answer[1]]
+        told.append((progress.count, progress.done, progress.expected_left(), progress.seconds_left()))
+    tokens, seconds = sum(lengths), len(told)
+    assert (progress.done, progress.count, progress.expected_left()) == (len(lengths), tokens, 0)
+    for second, (count, done, left, seconds_left) in enumerate(told, 1):
+        if done > len(lengths) / 10:
+            assert abs(left - (tokens - count)) < 3 / done**0.5 * tokens
+            assert abs(seconds_left - (seconds - second)) < 3 / done**0.5 * seconds + max(lengths)  # the batch drains
+
+
+def test_the_time_left_is_the_prediction_s_before_the_first_token(clock):
+    progress = Progress(1000, "tokens", "tok", quiet=True, predicted_s=100.0, answers=10)
+    assert progress.seconds_left() == 100.0
+    clock[0] = 30.0
+    assert progress.seconds_left() == 70.0 and "prefill" in progress.state() and "01:10 left" in progress.state()
+    clock[0] = 200.0
+    assert progress.seconds_left() == 0.0
+
+
+def test_the_prefill_is_not_taken_for_the_pace(clock):
+    """60 s of prefill, then 100 tokens a second: as long is left as the tokens take, whatever was predicted."""
+    for predicted_s in (None, 20.0, 2000.0):
+        progress, clock[0] = Progress(10_000, "tokens", "tok", quiet=True, predicted_s=predicted_s), 60.0
+        progress.advance(100)
+        for _ in range(40):
+            clock[0] += 1.0
+            progress.advance(100)
+        assert progress.seconds_left() == pytest.approx(59.0, rel=0.25)
+        clock[0] = 0.0
+
+
+def test_the_clock_goes_on_without_tokens(monkeypatch, capsys):
+    monkeypatch.setattr(progress_module, "PLAIN_S", 1e-3)
+    told = threading.Event()
+    monkeypatch.setattr(progress_module, "print", lambda text, **to: (lines.append(text), told.set()), raising=False)
+    lines: list[str] = []
+    with Progress(100, "tokens", "tok", quiet=False, answers=5):
+        assert told.wait(30)
+    assert lines[0].startswith("tokens: 0 of 100, reading the prompts (prefill)")
+
+
+def test_a_stop_does_not_wait_for_an_iteration_without_end(tiny, tmp_path, capsys, monkeypatch):
+    """What is answered is kept and summed up as after a stop between two iterations."""
+    monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(progress_module, "STOP_S", 0.05)
+
+    def generate(self, prompts, params, on_tokens, on_answer, **options):
+        on_answer(0, RequestOutput(None, prompts[0], [CompletionOutput(0, "", [5], "length")]))
+        on_tokens(2)
+        os.kill(os.getpid(), signal.SIGINT)
+        threading.Event().wait(60)
+        raise AssertionError("it was not interrupted")
+
+    monkeypatch.setattr(LLM, "generate", generate)
+    body = {"prompt": [5], "max_tokens": 3}
+    line = {"method": "POST", "url": "/v1/completions", "body": body}
+    (tmp_path / "in.jsonl").write_text("\n".join(json.dumps({"custom_id": f"r{i}"} | line) for i in range(2)))
+    paths = ["-i", tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl", "--model", tiny, "--policy", "kv_only"]
+    assert cli.main([str(part) for part in ("run", *paths, "--device", "cpu", "--dtype", "float32", "--quiet")]) == 130
+    told, warned = capsys.readouterr()
+    assert "1 answered, 0 refused, 1 left of 2 lines" in told and "give the same command again to go on" in told
+    assert (
+        "stopping after this iteration, or in" in warned
+        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )
+
+
+@pytest.mark.parametrize("at_once", [1, 7, 10**6])
+def test_a_full_disk_keeps_every_line_that_fitted(tmp_path, monkeypatch, at_once):
+    """Whatever room there is, and in whatever pieces the system takes it."""
+    lines = [error_line(number, Refused("c", "text " * number)) for number in range(1, 5)]
+    write, data = os.write, b"".join(lines)
+    for room in range(0, len(data) + 1, 13):
+        path, left = tmp_path / f"{room}", [room]
+
+        def full(descriptor, piece, left=left):
+            if not left[0]:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            taken = write(descriptor, piece[: min(left[0], at_once)])
+            left[0] -= taken
+            return taken
+
+        file = AnswerFile(path)
+        file.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(answers_module.os, "write", full)
+            with pytest.raises(InputError, match="No space left") if room < len(data) else nullcontext():
+                file.append(lines)
+        kept = data[: data.rfind(b"\n", 0, room) + 1]
+        assert path.read_bytes() == kept
+        file.append(lines[kept.count(b"\n") :])
+        file.close()
+        assert path.read_bytes() == data
