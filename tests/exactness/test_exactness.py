@@ -73,7 +73,7 @@ def cases(draw, shapes):
     return shape, prompts, max_tokens, policy, draw(st.booleans())
 
 
-@settings(max_examples=15)
+@settings(max_examples=12)
 @given(cases(opt_shapes()))
 def test_random_shapes_prompts_and_policies(tmp_path_factory, case):
     shape, prompts, max_tokens, policy, ignore_eos = case
@@ -81,7 +81,7 @@ def test_random_shapes_prompts_and_policies(tmp_path_factory, case):
     check(folder, prompts, max_tokens, [policy], ignore_eos, InMemory(save_opt(folder, **shape)))
 
 
-@settings(max_examples=15)
+@settings(max_examples=12)
 @given(cases(llama_shapes()))
 def test_random_llama_shapes_prompts_and_policies(tmp_path_factory, case):
     shape, prompts, max_tokens, policy, ignore_eos = case

@@ -27,7 +27,7 @@ def check(folder, prompts, max_tokens, policy, reference=None):
     return result
 
 
-@settings(max_examples=20)
+@settings(max_examples=16)
 @given(st.data(), lossless_policies())
 def test_every_lossless_policy_gives_the_references_tokens(tmp_path_factory, data, policy):
     layers, seed = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 99))

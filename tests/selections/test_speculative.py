@@ -129,8 +129,8 @@ def test_a_pool_gives_up_what_a_plain_account_does(checkpoints, prompts, family,
     monkeypatch.setattr("flexhybrid.runtime.selections.pool.COUNTER_FULL", full)
     monkeypatch.setattr("oracles.speculative.COUNTER_FULL", full)
     chosen, prompts = policy(1.0, 0.3, pool=share, victim=victim), prompts[:3]
-    result = run_wave(checkpoints[family], chosen, prompts, 24)
-    wanted, _ = plain_tokens(checkpoints[family], chosen, prompts, 24)
+    result = run_wave(checkpoints[family], chosen, prompts, 18)
+    wanted, _ = plain_tokens(checkpoints[family], chosen, prompts, 18)
     assert result.tokens == wanted
     assert check_trace(result.trace) == []
 
@@ -267,7 +267,7 @@ def test_company_changes_nothing_where_each_request_has_its_columns(
 @pytest.mark.parametrize("pool", [0.5, 1.0])
 def test_requests_leave_one_by_one(checkpoints, prompts, family, pool):
     """A short prompt with a long answer beside a longer one whose pool is smaller; those who stay keep their places."""
-    lengths, prompts = (45, 4, 15), [prompts[3], prompts[4], prompts[1]]
+    lengths, prompts = (30, 4, 12), [prompts[3], prompts[4], prompts[1]]
     chosen = policy(1.0, 0.4, pool=pool, victim="lru", max_mini_batch_tokens=8192)
     result = run_wave(checkpoints[family], chosen, prompts, lengths)
     wanted, _ = plain_tokens(checkpoints[family], chosen, prompts, lengths)
