@@ -363,7 +363,11 @@ def main(argv: list[str] | None = None) -> int:
     """Parse, run, return the exit status: 0 done, 1 done but something is not as it must be, 2 wrong input,
     130 stopped by the user."""
     began = time.time()
-    args = build_parser().parse_args(argv)
+    parser = build_parser()
+    if not (sys.argv[1:] if argv is None else argv):
+        parser.print_help(sys.stderr)
+        return 2
+    args = parser.parse_args(argv)
     args.show = (lambda text: None) if args.json else print  # what a command tells people, besides its record
     args.began = began  # what a command says of its own seconds has its imports in them
     try:

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 TICK_S, PLAIN_S = 1.0, 30.0  #: seconds between looks at the clock: on a terminal, and between lines elsewhere
 PRIOR_S = 3.0  #: seconds for which a prediction counts beside what is measured
-STOP_S = 2.0  #: seconds after which a stop no longer waits for the end of the iteration
+STOP_S = 1.0  #: seconds after which a stop no longer waits for the end of the iteration
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 
 

@@ -428,6 +428,29 @@ def test_a_missing_folder_is_an_error_at_once(tmp_path):
         LLM(tmp_path / "facebook" / "opt-125m")
 
 
+@pytest.mark.parametrize(
+    "variable, inner", [("HF_HUB_CACHE", ""), ("HF_HOME", "hub"), ("XDG_CACHE_HOME", "huggingface/hub")]
+)
+def test_a_name_is_found_in_the_hugging_face_cache(tiny, tmp_path, monkeypatch, variable, inner):
+    """As huggingface_hub itself lays it out and finds it."""
+    from huggingface_hub import try_to_load_from_cache
+
+    for name in ("HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, str(tmp_path))
+    with pytest.raises(InputError, match="To get it: hf download some/tiny-model --local-dir tiny-model"):
+        LLM("some/tiny-model", "kv_only", device="cpu")
+    repository = tmp_path / inner / "models--some--tiny-model"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs/main").write_text("0123abc")
+    (repository / "snapshots").mkdir()
+    copy_checkpoint(tiny, repository / "snapshots/0123abc")
+    found = try_to_load_from_cache("some/tiny-model", "config.json", cache_dir=tmp_path / inner)
+    with LLM("some/tiny-model", "kv_only", device="cpu", dtype="float32") as llm:
+        assert str(llm.checkpoint.path / "config.json") == found and llm.shape.name == "tiny-model"
+        assert llm.generate([[5, 6]], SamplingParams(max_tokens=2, temperature=0))[0].outputs[0].token_ids
+
+
 def test_pickled_and_sharded_checkpoints_load_the_same(tiny, tmp_path):
     expected = tokens(LLM(tiny, "kv_only", device="cpu"), [[5, 6, 7]], max_tokens=6, temperature=0)
     tensors = load_file(tiny / "model.safetensors")

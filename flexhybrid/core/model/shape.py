@@ -1,6 +1,7 @@
 """Model shapes: what the schedule and the cost model need to know of a model, read without torch or transformers."""
 
 import os
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -259,10 +260,41 @@ def shape_from_config(path: str | Path) -> ModelShape:
 
 
 def shape_of_checkpoint(folder: Path) -> ModelShape:
-    """``shape_from_config`` of a checkpoint. Raises InputError for what is no folder, too."""
-    if not os.path.isdir(folder):
-        raise InputError(f"no checkpoint at {folder}: give a local folder (nothing is ever downloaded)")
-    return shape_from_config(folder)
+    """``shape_from_config`` of a checkpoint, which ``checkpoint_folder`` finds."""
+    return shape_from_config(checkpoint_folder(folder))
+
+
+def checkpoint_folder(model: str | Path) -> Path:
+    """Return the folder of a checkpoint: the one that is named, or that of a name like facebook/opt-1.3b in the local
+    Hugging Face cache. Raise InputError where there is none."""
+    if os.path.isdir(model):
+        return Path(model)
+    name, advice = str(model), ""
+    if REPOSITORY.fullmatch(name):
+        cached = hugging_face_cache() / f"models--{name.replace('/', '--')}"
+        head = cached / "refs" / "main"
+        if head.is_file() and (snapshot := cached / "snapshots" / head.read_text().strip()).is_dir():
+            return snapshot
+        short = name.split("/")[1]
+        advice = f". To get it: hf download {name} --local-dir {short}"
+    raise InputError(f"no checkpoint at {name}: give a local folder (nothing is ever downloaded){advice}")
+
+
+#: A model's name on the Hugging Face Hub.
+REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+
+
+def hugging_face_cache() -> Path:
+    """Return where huggingface_hub keeps what it has downloaded, by its environment variables."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    home = Path(os.environ.get("HF_HOME") or home)
+    return Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
+
+
+def _checkpoint_name(folder: Path) -> str:
+    """Return the name of a checkpoint's folder, or of the repository of which it is a snapshot."""
+    cached = folder.parent.parent.name
+    return cached.split("--")[-1] if folder.parent.name == "snapshots" and "--" in cached else folder.name
 
 
 def _shape_from_dict(config: dict, path: Path) -> ModelShape:  # noqa: C901 (one check for each field)
@@ -290,7 +322,7 @@ def _shape_from_dict(config: dict, path: Path) -> ModelShape:  # noqa: C901 (one
     eos = config.get("eos_token_id", None if model_type == "qwen2" else 2)
     eos_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
     common: dict[str, Any] = dict(
-        name=path.parent.name or model_type,
+        name=_checkpoint_name(path.parent) or model_type,
         family=family,
         num_layers=size("num_hidden_layers"),
         hidden=hidden,

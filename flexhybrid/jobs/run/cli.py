@@ -37,7 +37,9 @@ def add_run(commands, common: Callable) -> None:
         help="file of requests (also .gz), a dataset's folder, or - for stdin",
     )
     parser.add_argument("-o", "--output", type=Path, required=True, help="file of answers: JSON lines, or .parquet")
-    parser.add_argument("--model", type=Path, required=True, help="local checkpoint folder (Hugging Face layout)")
+    parser.add_argument(
+        "--model", type=Path, required=True, help="checkpoint: a local folder, or a name in the Hugging Face cache"
+    )
     parser.add_argument("--errors", type=Path, help="file of the lines that were refused (the output)")
     parser.add_argument("--format", choices=("auto", "jsonl", "text", "csv", "parquet", "dataset"), default="auto")
     parser.add_argument("--column", help="column of the prompts, of CSV, Parquet and a dataset")

@@ -72,7 +72,7 @@ def actor_config(llm: LLM, source: RequestFile, forecast: Forecast, created: int
         budgets["device"] = arguments.budgets.get("device")  # an actor itself sees what is free on its GPU
     resolved = replace(
         arguments,
-        model=Path(arguments.model).resolve(),
+        model=llm.checkpoint.path.resolve(),
         policy=llm.settled_policy,
         device=llm.device.type,
         dtype=llm.problem.dtype,

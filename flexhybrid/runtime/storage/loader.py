@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.layout import layer_layout
-from flexhybrid.core.model.shape import ModelShape, shape_of_checkpoint
+from flexhybrid.core.model.shape import ModelShape, checkpoint_folder, shape_of_checkpoint
 from flexhybrid.runtime.models import architecture
 
 #: Dtypes of stored weights -> safetensors' names of them.
@@ -33,7 +33,7 @@ class Checkpoint:
     """
 
     def __init__(self, path: str | Path):
-        self.path = Path(path)
+        self.path = checkpoint_folder(path)
         self.shape: ModelShape = shape_of_checkpoint(self.path)
         self._model = architecture(self.shape)
         self._stored = _stored_tensors(self.path)
