@@ -75,13 +75,12 @@ def test_json_is_one_object_on_stdout(arguments, key, tmp_path, capsys):
         (("profile", "--device", "cpu", "--link-gb-per-s", "-1"), "must be a number of at least"),
         (("compare", "--model", "NOWHERE"), "no checkpoint at"),
         (("simulat",), "invalid choice"),
-        ((), "required"),
     ],
 )
 def test_wrong_input_is_one_line_on_stderr(arguments, words, tmp_path, capsys):
     there = {"EMPTY": str(tmp_path / "empty.json"), "NOWHERE": str(tmp_path / "nowhere.toml")}
     (tmp_path / "empty.json").write_text("{}")
-    json_too = ("--json",) if arguments and arguments[0] != "simulat" else ()
+    json_too = ("--json",) if arguments[0] != "simulat" else ()
     try:
         status = cli.main([*(there.get(one, one) for one in arguments), *json_too])
     except SystemExit as left:
@@ -216,3 +215,9 @@ def test_a_batch_beyond_all_reason_is_refused(capsys):
     args = ["--model", "opt-6.7b", "--hardware", "t4", "--batch", str(1 << 31), "--prompt-len", "9", "--gen-len", "9"]
     assert cli.main(["simulate", "--system", "capture", *args]) == 2
     assert "2,147,483,648 requests is more than" in capsys.readouterr().err
+
+
+def test_the_command_alone_names_its_commands(capsys):
+    assert cli.main([]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and all(f"    {command} " in said.err for command in ("run", "simulate", "search", "doctor"))

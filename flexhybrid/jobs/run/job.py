@@ -296,9 +296,8 @@ class Job:
             return
         if earlier is None:
             raise InputError(
-                f"{used[0]} holds something, but no manifest is beside {options.output}: it was not written by a run, or "
-                "the manifest was removed; "
-                "choose another output, or overwrite it with --restart"
+                f"{used[0]} holds something, but no manifest is beside {options.output}: it was not written by a run, "
+                "or the manifest was removed; choose another output, or overwrite it with --restart"
             )
         check_same(options.output, earlier, now)
         self.manifest = earlier
