@@ -9,11 +9,21 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Bits", "InputError", "Placement", "Policy", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "Bits",
+    "InputError",
+    "Placement",
+    "Policy",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "__version__",
+]
 
 _HOMES = {
     "LLM": "flexhybrid.llm",
     "SamplingParams": "flexhybrid.sampling_params",
+    "StructuredOutputsParams": "flexhybrid.structured_outputs",
     "Policy": "flexhybrid.core.policy",
     "Placement": "flexhybrid.core.policy",
     "Bits": "flexhybrid.core.policy",

@@ -18,6 +18,7 @@ from flexhybrid.runtime.kernels.sampling import SamplingPlan
 from flexhybrid.runtime.logprob_log import Noted
 from flexhybrid.sampling_params import SamplingParams, params_per_prompt
 from flexhybrid.sampling_plan import SamplingRules
+from flexhybrid.structured_outputs import Grammars
 from flexhybrid.text import Decode, StopWatch, answer_text
 from flexhybrid.token_counts import TokenCounter
 
@@ -114,7 +115,11 @@ class RequestCodec:
 
     @property
     def rules(self) -> SamplingRules:
-        return SamplingRules(self.shape, self.folder, self.tokenizer)
+        return SamplingRules(self.shape, self.folder, self.tokenizer, lambda: self._grammars)
+
+    @functools.cached_property
+    def _grammars(self) -> Grammars:
+        return Grammars(self.tokenizer, self.shape.vocab, self.shape.eos_token_ids)
 
     def check_all(
         self,
@@ -133,7 +138,7 @@ class RequestCodec:
                     continue
                 if not self._knows_all_tokens:
                     self._check_vocabulary(ids, name(place))
-                self.rules.changes(params, len(ids), name(place))
+                self.rules.check(params, name(place))
                 checked.append(ids)
             except InputError as error:
                 checked.append(error)
@@ -185,7 +190,7 @@ class RequestCodec:
     def _params_error(self, params: SamplingParams) -> InputError | None:
         """Return why no prompt can be run with these sampling parameters."""
         try:
-            self.rules.changes(params, 0, "the prompt")
+            self.rules.check(params, "the prompt")
         except InputError as error:
             return error
         return None
@@ -226,7 +231,7 @@ class RequestCodec:
         if len(ids) >= self.shape.max_context:
             raise self._too_long(f"{name} has {len(ids)} tokens")
         self._check_vocabulary(ids, name)
-        self.rules.changes(params, len(ids), name)
+        self.rules.check(params, name)
         return ids
 
     def _check_vocabulary(self, ids: list[int], name: str) -> None:
@@ -274,6 +279,8 @@ class RequestCodec:
         decoded = [0] * len(ids) if num_decoded is None else [int(count) for count in num_decoded]
         if len(decoded) != len(ids):
             raise InputError(f"num_decoded has {len(decoded)} numbers for {len(ids)} prompts")
+        if any(decoded) and any(wanted.structured_outputs for wanted in params):
+            raise InputError("num_decoded goes with no structured outputs: its tokens are no answer")
         for i, (count, prompt_ids) in enumerate(zip(decoded, ids)):
             if not 0 <= count < len(prompt_ids):
                 raise InputError(
@@ -311,6 +318,7 @@ class RequestCodec:
             ),
             num_logprobs=np.array([_or_none(wanted.logprobs) for wanted in params], dtype=np.int64),
             num_prompt_logprobs=np.array([_or_none(wanted.prompt_logprobs) for wanted in params], dtype=np.int64),
+            grammars=tuple(self.rules.grammar(wanted, f"prompt {i}") for i, wanted in enumerate(params)),
             changes=tuple(
                 self.rules.changes(wanted, len(ids), f"prompt {i}")
                 for i, (ids, wanted) in enumerate(zip(prompts, params))

@@ -8,12 +8,13 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from flexhybrid.core.errors import InputError, check, is_integer, is_number, shown, unknown
+from flexhybrid.structured_outputs import StructuredOutputsParams
 
 #: vLLM's other fields (vllm/sampling_params.py, versions 0.4 to 0.20), with the values that ask for nothing.
 NEUTRAL: dict[str, tuple] = {
-    **dict.fromkeys(("guided_decoding", "logprob_token_ids"), (None,)),
+    "logprob_token_ids": (None,),
     **dict.fromkeys(("prompt_logprob_start", "prompt_logprob_token_ids"), (None,)),
-    **dict.fromkeys(("repetition_detection", "stream_interval", "structured_outputs"), (None,)),
+    **dict.fromkeys(("repetition_detection", "stream_interval"), (None,)),
     **dict.fromkeys(("trace_decode_token_ids", "truncate_prompt_tokens"), (None,)),
     **dict.fromkeys(("detokenize", "spaces_between_special_tokens"), (True,)),
     **dict.fromkeys(("early_stopping", "flat_logprobs", "use_beam_search"), (False,)),
@@ -84,9 +85,15 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()  #: texts whose tokens do not come one after the other
     logprobs: int | None = None  #: note the log probabilities of each token and of so many most probable ones
     prompt_logprobs: int | None = None  #: likewise of the prompt's tokens, from the second one on
+    structured_outputs: StructuredOutputsParams | None = None  #: (or a dictionary of its fields) the answer's form
 
     def __init__(self, **values):
-        """Fields besides those above: accepted at the value that asks for nothing."""
+        """Fields besides those above: accepted at the value that asks for nothing. guided_decoding is vLLM's earlier
+        name for structured_outputs."""
+        if (guided := values.pop("guided_decoding", None)) is not None:
+            if values.get("structured_outputs") is not None:
+                raise InputError("guided_decoding is the earlier name of structured_outputs: give one of them")
+            values["structured_outputs"] = guided
         supported = {field.name: field.default for field in fields(self)}
         for name in values.keys() - supported.keys():
             if name not in NEUTRAL:
@@ -122,8 +129,9 @@ class SamplingParams:
         check("seed", self.seed, known, "a whole number from 0 to 2**64 - 1, or None")
         for name in _FLAGS:
             check(name, getattr(self, name), isinstance(getattr(self, name), bool), "True or False")
-        allowed = self.allowed_token_ids
+        allowed, form = self.allowed_token_ids, self.structured_outputs
         settled = {
+            "structured_outputs": None if form is None else StructuredOutputsParams.of(form),
             "top_k": max(self.top_k, 0),
             "stop": _texts("stop", (self.stop,) if isinstance(self.stop, str) else self.stop, "a text or "),
             "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids),

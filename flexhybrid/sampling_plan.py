@@ -1,5 +1,6 @@
 """From what requests ask of their sampling to how the tokens of a checkpoint are chosen."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.runtime.kernels.logit_changes import LogitChanges
 from flexhybrid.sampling_params import SamplingParams
+from flexhybrid.structured_outputs import Grammar, Grammars
 
 
 @dataclass
@@ -19,6 +21,20 @@ class SamplingRules:
     shape: ModelShape
     folder: Path  #: of the checkpoint, for error messages
     tokenizer: Any  #: transformers' tokenizer of the checkpoint, or None
+    grammars: Callable[[], Grammars]  #: makes them at first use
+
+    def check(self, params: SamplingParams, name: str) -> None:
+        """Raise InputError, calling the prompt ``name``, for what this checkpoint cannot do."""
+        self.changes(params, 0, name)
+        self.grammar(params, name)
+
+    def grammar(self, params: SamplingParams, name: str) -> Grammar | None:
+        """Return the grammar of a request's answer; None: it has none. Raise InputError likewise."""
+        if params.structured_outputs is None:
+            return None
+        if self.tokenizer is None:
+            raise InputError(f"{name} has structured outputs, but {self.folder} has no tokenizer files")
+        return self.grammars().compile(params.structured_outputs)
 
     def changes(self, params: SamplingParams, prompt_tokens: int, name: str) -> LogitChanges | None:
         """Return what a request changes of its logits; None: nothing. Raise InputError, calling the prompt ``name``,

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from flexhybrid.core.errors import SHOWN, InputError, is_integer
 from flexhybrid.requests import RequestCodec
 from flexhybrid.sampling_params import MOST_LOGPROBS, SamplingParams
+from flexhybrid.structured_outputs import StructuredOutputsParams
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 URLS = (COMPLETIONS, CHAT)
@@ -28,11 +29,11 @@ NEUTRAL: dict[str, tuple] = {
     **dict.fromkeys(("functions", "tools"), ([],)),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
-    "response_format": ({"type": "text"},),
     "suffix": ("",),
     "web_search_options": (),
 }
 WHOLE_NUMBERS = {"max_tokens", "max_completion_tokens", "min_tokens", "n", "seed", "top_k"}
+GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")  #: vLLM's names for forms of answers
 KNOWN_PARAMS = 1024  #: different sampling parameters of lines that are kept for the lines after them
 
 
@@ -246,6 +247,7 @@ def _params(body: dict, url: str, defaults: dict) -> SamplingParams:
             raise Refused("invalid_value", "max_tokens and max_completion_tokens differ; give one", "max_tokens")
     if is_integer(wanted.get("seed")):
         wanted["seed"] %= 2**64  # OpenAI's is signed
+    _take_form(wanted)
     try:
         return SamplingParams(**{"max_tokens": None if url == CHAT else 16, **defaults, **wanted})
     except InputError as error:
@@ -255,6 +257,31 @@ def _params(body: dict, url: str, defaults: dict) -> SamplingParams:
         param = min(starts, key=starts.__getitem__, default=None)
         code = "unknown_parameter" if str(error).startswith("unknown") else "invalid_value"
         raise Refused(code, str(error), param) from None
+
+
+def _take_form(wanted: dict) -> None:
+    """Put OpenAI's response_format and vLLM's guided_* in the place of structured_outputs. Raise Refused."""
+    forms = {name: wanted.pop(name) for name in GUIDED if name in wanted}
+    fields = {name.removeprefix("guided_"): value for name, value in forms.items()}
+    if (response := wanted.pop("response_format", None)) is not None and response != {"type": "text"}:
+        kind = response.get("type") if isinstance(response, dict) else None
+        schema = response.get("json_schema") if kind == "json_schema" else None
+        if kind == "json_object":
+            fields["json_object"] = True
+        elif isinstance(schema, dict) and isinstance(schema.get("schema", {}), dict):
+            fields["json"] = schema.get("schema", {})
+        else:
+            message = f"response_format is {shown(response)}; its type must be text, json_object or json_schema"
+            raise Refused("invalid_value", f"{message} with a schema", "response_format")
+        forms["response_format"] = response
+    if not forms:
+        return
+    if len(forms) > 1 or "structured_outputs" in wanted:
+        raise Refused("invalid_value", f"{', '.join(forms)}: give one form of the answer", next(iter(forms)))
+    try:
+        wanted["structured_outputs"] = StructuredOutputsParams(**fields)
+    except InputError as error:
+        raise Refused("invalid_value", f"{next(iter(forms))}: {error}", next(iter(forms))) from None
 
 
 def _chat_logprobs(body: dict) -> dict:

@@ -123,9 +123,10 @@ class Engine:
         if self.disk:
             self.disk.close()
 
-    def _abort(self) -> None:
-        """End soon what a lane may wait for: copies, and the disk space of the cache and of the weights."""
+    def _abort(self, executor: Executor) -> None:
+        """End soon what a lane may wait for: copies, masks, and the disk space of the cache and of the weights."""
         self.copies.abort()
+        executor.masks.abort()
         for space in (self.disk, self.weights.disk):
             if space:
                 space.abort()
@@ -178,7 +179,7 @@ class Engine:
         if self.closed:
             raise ValueError("this engine is closed, or a run of it failed: make a new one")
         resolved = executor.resolved = {} if control.keep_trace else None
-        clock = Clock(self.lanes(executor), on_fail=self._abort)
+        clock = Clock(self.lanes(executor), on_fail=partial(self._abort, executor))
         collector = _Collector(executor, clock, control)
         tasks = stream(executor.wave, collector.stops_until) if tasks is None else tasks
         if self.device.type == "cuda":

@@ -29,6 +29,7 @@ from flexhybrid.runtime.selections.hooks import SelectionHooks
 from flexhybrid.runtime.step_tensors import StepMaker, StepTensors, to_device
 from flexhybrid.runtime.storage.host_memory import HostMemory
 from flexhybrid.runtime.storage.weights import Parts, Weights, WeightSlots
+from flexhybrid.runtime.token_masks import TokenMasks
 
 NOTHING = torch.empty(0)  #: stands where no verb has made a tensor yet, or its memory is free again
 
@@ -147,6 +148,7 @@ class Executor(Generic[SelectionT]):
         self.tokens = self.steps.tokens
         self.step_tensors: dict[tuple[int, int], tuple[MiniBatchStep, StepTensors]] = {}  #: by mini-batch and chunk
         self.logprobs = LogprobLog(wave, plan, self.tokens, parts.copies)
+        self.masks = TokenMasks(plan.grammars, wave.shape.vocab, self.device)
         self.sampled = SampledTokens(wave, parts.buffers.sizes.batch, parts.copies.host_memory, self.device)
         self.hidden = HiddenStates(wave, parts.buffers)
         self.kvq: dict[int, torch.Tensor] = {}  #: [R, keys | values | queries], by slot

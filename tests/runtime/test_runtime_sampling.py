@@ -39,7 +39,7 @@ def plan_of(rows, seed=0, request_ids=None, changes=None) -> SamplingPlan:
     return SamplingPlan(
         column("temperature", 1.0), column("top_k", 0), column("top_p", 1.0), column("min_p", 0.0),
         np.full(count, seed, dtype=np.uint64), np.arange(count) if request_ids is None else np.asarray(request_ids),
-        -np.ones(count), -np.ones(count), changes or (None,) * count,
+        -np.ones(count), -np.ones(count), changes or (None,) * count, (None,) * count,
     )  # fmt: skip
 
 

@@ -49,6 +49,7 @@ from flexhybrid.runtime.engine import WaveResult
 from flexhybrid.runtime.profiling.attention_paths import paths_of
 from flexhybrid.runtime.profiling.cpu_use import MOST_OTHERS, CpuUse
 from flexhybrid.runtime.storage.loader import Checkpoint
+from flexhybrid.structured_outputs import grammar_version
 
 ERRORS_AT_ONCE = 256  #: lines of refused requests that are written together
 PARTED = 1.5  #: times by which speed and prediction differ before a new profile is advised
@@ -326,7 +327,7 @@ class Job:
                 "bits": [bits.weights, bits.kv, bits.act] if bits else None,
                 "selection": str(llm.policy.selection) if llm.policy else None,
             },
-            "versions": {name: module.__version__ for name, module in VERSIONED.items()},
+            "versions": {name: module.__version__ for name, module in VERSIONED.items()} | grammar_version(),
         }
 
     def _chat_identity(self) -> dict:

@@ -13,6 +13,7 @@ Shapes in names: B requests of a mini-batch, V vocabulary, N requests of a wave,
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,11 +40,15 @@ class SamplingPlan:
     num_logprobs: np.ndarray  #: [N] most probable tokens that are noted beside each new one; -1: none is
     num_prompt_logprobs: np.ndarray  #: [N] likewise for each token of the prompt
     changes: tuple[LogitChanges | None, ...]  #: [N]; None: its logits stay as they are
+    grammars: tuple[Any, ...]  #: [N] ``token_masks.Grammar`` of the answer; None: none
 
     def select(self, members: np.ndarray) -> SamplingPlan:
         """Return the plan of the requests with these indices."""
-        arrays = {name: value[members] for name, value in vars(self).items() if name != "changes"}
-        return SamplingPlan(**arrays, changes=tuple(self.changes[i] for i in members))
+        picked: dict[str, Any] = {
+            name: tuple(value[i] for i in members) if isinstance(value, tuple) else value[members]
+            for name, value in vars(self).items()
+        }
+        return SamplingPlan(**picked)
 
 
 def greedy_plan(num_requests: int) -> SamplingPlan:
@@ -59,6 +64,7 @@ def greedy_plan(num_requests: int) -> SamplingPlan:
         num_logprobs=int_zeros - 1,
         num_prompt_logprobs=int_zeros - 1,
         changes=(None,) * num_requests,
+        grammars=(None,) * num_requests,
     )
 
 

@@ -20,6 +20,7 @@ from flexhybrid.runtime.storage.weights import linear
 def embed(state: State, task: Task) -> None:
     """Token ids -> hidden states [R, h]; the first verb of a step."""
     tensors = state.begin_step(task)
+    state.masks.begin(task.payload.step)
     tokens = state.tokens.ids[tensors.cells_R]
     state.hidden.keep(task, state.model.embed(state.shape, state.weights.outer, tokens, tensors.positions_R))
 
@@ -173,7 +174,8 @@ def sample(state: State, task: Task) -> None:
     finite."""
     tensors = state.tensors(task)
     finite = state.logits.amax(dim=-1).isfinite()
-    chosen = sampling.choose(state.logits, tensors.sampling, state.tokens.ids)
+    logits = state.masks.masked(task.payload.step, state.logits)
+    chosen = sampling.choose(logits, tensors.sampling, state.tokens.ids)
     state.tokens.ids[tensors.sampled_cells_B] = chosen
     state.logprobs.note_sampled(task.payload.step, state.logits, chosen)
     state.sampled.on_device[task.mini_batch][: len(chosen)].copy_(chosen.masked_fill(~finite, sampling.NO_TOKEN))

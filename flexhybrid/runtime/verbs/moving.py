@@ -188,3 +188,4 @@ def store_out(state: State, task: Task) -> None:
     target = state.sampled.on_host(task.payload.step)
     state.copies.copy_d2h(target, state.sampled.on_device[task.mini_batch][: len(target)])
     state.logprobs.store(task.payload.step)
+    state.masks.advance(task.payload.step, target)

@@ -1,0 +1,111 @@
+"""Masks of the tokens that grammars let come, made on the host while the device computes.
+
+The mask of a request's next token hangs on the token before it. As soon as that one has reached the host
+(``store_out``), a thread of its own advances the grammar and makes the next mask: a whole pass through the layers goes
+by before ``sample`` asks for it. ``sample`` waits for the mask, on the compute lane's thread; a GPU has that pass in
+its queue meanwhile. Requests without a grammar wait for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from flexhybrid.core.schedule.steps import MiniBatchStep
+from flexhybrid.runtime.step_tensors import to_device
+
+BITS = 32  #: of a mask's word
+
+
+class Grammar(Protocol):
+    """Which tokens may come in an answer."""
+
+    def begin(self) -> Grammar:
+        """Return the beginning of another answer."""
+        ...
+
+    def fill(self, words: np.ndarray) -> None:
+        """Set bit t % 32 of word t // 32 (int32) where token t may come next."""
+
+    def advance(self, token: int) -> None:
+        """Take the token that came."""
+
+
+class TokenMasks:
+    """The grammars of a wave's requests, each where its answer is, and the masks of their next tokens."""
+
+    def __init__(self, grammars: Sequence[Grammar | None], vocab: int, device: torch.device):
+        self._grammars = {request: grammar.begin() for request, grammar in enumerate(grammars) if grammar is not None}
+        self._vocab, self._device, self._failed = vocab, device, False
+        self._worker = ThreadPoolExecutor(1, "flexhybrid-masks") if self._grammars else None
+        self._masks: dict[int, Future] = {}  # by request: the words of its next mask
+        self._shifts = torch.arange(BITS if self._grammars else 0, dtype=torch.int32, device=device)
+
+    def begin(self, step: MiniBatchStep) -> None:
+        """Have the first masks made, as the prompts of a step begin."""
+        if self._worker is not None:
+            for request in step.queued.tolist():
+                if request in self._grammars and request not in self._masks:
+                    mask = self._masks[request] = Future()
+                    self._worker.submit(self._make, mask, request, None)
+
+    def masked(self, step: MiniBatchStep, logits_BV: torch.Tensor) -> torch.Tensor:
+        """Return the logits, -inf where a request's grammar does not let a token come; the same tensor where none has
+        one. Waits for the masks."""
+        rows = [row for row, request in enumerate(step.queued.tolist()) if request in self._grammars]
+        if not rows:
+            return logits_BV
+        words = np.stack([self._masks[request].result() for request in step.queued[rows].tolist()])
+        for request in step.queued[rows].tolist():  # of the token after this one
+            self._masks[request] = Future()
+            if self._failed:
+                self._masks[request].cancel()
+        words, rows = to_device(words, self._device), to_device(np.array(rows), self._device)
+        bits = (words[:, :, None] >> self._shifts) & 1
+        allowed = bits.flatten(1)[:, : self._vocab].bool()
+        masked = logits_BV.clone()
+        masked[rows] = logits_BV[rows].masked_fill(~allowed, -torch.inf)
+        return masked
+
+    def advance(self, step: MiniBatchStep, tokens: torch.Tensor) -> None:
+        """Have the next masks made, once the new ``tokens`` [B] are on the host: the calling thread's stream brings
+        them."""
+        rows = [(row, request) for row, request in enumerate(step.queued.tolist()) if request in self._grammars]
+        if not rows or self._worker is None:
+            return
+        copied = None
+        if self._device.type == "cuda":
+            copied = torch.cuda.Event(blocking=True)
+            copied.record()
+        for row, request in rows:
+            self._worker.submit(self._make, self._masks[request], request, lambda row=row: _when(copied, tokens, row))
+
+    def _make(self, mask: Future, request: int, token: Callable[[], int] | None) -> None:
+        """Advance a grammar and make its next mask. ``token`` waits for the token that came; None: none came yet."""
+        if not mask.set_running_or_notify_cancel():
+            return
+        try:
+            if token is not None:
+                self._grammars[request].advance(token())
+            words = np.zeros(-(-self._vocab // BITS), dtype=np.int32)
+            self._grammars[request].fill(words)
+            mask.set_result(words)
+        except BaseException as error:  # raised again where the mask is asked for
+            mask.set_exception(error)
+
+    def abort(self) -> None:
+        """Let nobody wait any longer: a lane has failed."""
+        self._failed = True
+        for mask in list(self._masks.values()):
+            mask.cancel()
+
+
+def _when(copied: torch.cuda.Event | None, tokens: torch.Tensor, row: int) -> int:
+    """Return a token once it has been copied."""
+    if copied is not None:
+        copied.synchronize()
+    return int(tokens[row])

@@ -1,0 +1,168 @@
+"""Answers of a given form: a JSON schema, a regular expression, one of some texts, or a grammar.
+
+llguidance says which tokens keep an answer in its form (https://github.com/guidance-ai/llguidance: a lexer by
+derivatives of regular expressions and an Earley parser, over a trie of the vocabulary). It is an optional dependency.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from importlib import metadata
+from typing import Any
+
+import numpy as np
+
+from flexhybrid.core.errors import InputError, check, shown, unknown
+
+FORMS = ("json", "regex", "choice", "grammar", "json_object")
+#: vLLM's other fields, with the values that ask for nothing.
+NEUTRAL: dict[str, tuple] = {
+    **dict.fromkeys(("whitespace_pattern", "structural_tag", "backend"), (None,)),
+    **dict.fromkeys(("disable_fallback", "disable_additional_properties"), (False,)),
+}
+
+
+def grammar_version() -> dict[str, str]:
+    """Return the version of the library that decides which tokens a form lets come, by its name; {} without it."""
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return {"llguidance": metadata.version("llguidance")}
+    return {}
+
+
+@dataclass(frozen=True, init=False)
+class StructuredOutputsParams:
+    """The form of an answer, under vLLM's field names: exactly one of json, regex, choice, grammar and json_object."""
+
+    json: str | None = None  #: (or a dictionary) a JSON schema
+    regex: str | None = None  #: that the whole answer matches
+    choice: tuple[str, ...] | None = None  #: texts, one of which is the answer
+    grammar: str | None = None  #: in the notation of Lark, or with ::= in GBNF
+    json_object: bool | None = None  #: any JSON object
+    disable_any_whitespace: bool = False  #: JSON without line ends and spaces that its syntax does not need
+
+    def __init__(self, **values):
+        supported = {field.name: field.default for field in fields(self)}
+        for name, value in values.items():
+            if name not in supported and name not in NEUTRAL:
+                raise unknown("field of structured outputs", name, supported)
+            if name in NEUTRAL and value not in NEUTRAL[name]:
+                raise InputError(f"{name} of structured outputs is not supported; supported: {', '.join(supported)}")
+        for name, default in supported.items():
+            object.__setattr__(self, name, values.get(name, default))
+        asked = [name for name in FORMS if getattr(self, name) not in (None, False)]
+        if len(asked) != 1:
+            given = " and ".join(asked) or "none"
+            raise InputError(f"structured outputs need exactly one of {', '.join(FORMS)}; given: {given}")
+        self._settle(asked[0])
+
+    def _settle(self, form: str) -> None:
+        """Check the form that is asked for, and settle its spelling. Raise InputError."""
+        value = getattr(self, form)
+        if form == "json":
+            try:
+                value = json.loads(value) if isinstance(value, str) else value
+                check("json", value, isinstance(value, (Mapping, bool)), "a JSON schema: a dictionary, or one as text")
+                object.__setattr__(self, form, json.dumps(value))
+            except (ValueError, TypeError, RecursionError) as error:
+                if isinstance(error, InputError):
+                    raise
+                raise InputError(f"json is no JSON schema: {error}") from None
+        elif form == "choice":
+            texts = isinstance(value, (list, tuple)) and all(isinstance(text, str) and text for text in value)
+            check("choice", value, texts and len(value) > 0, "a list of texts, none empty")
+            object.__setattr__(self, form, tuple(value))
+        elif form != "json_object":
+            check(form, value, isinstance(value, str), "a text")
+        for name in ("json_object", "disable_any_whitespace"):
+            check(name, getattr(self, name), isinstance(getattr(self, name), (bool, type(None))), "True or False")
+
+    @classmethod
+    def of(cls, value) -> StructuredOutputsParams:
+        """Return a user's value as one of these: itself, or a dictionary of its fields. Raise InputError."""
+        if isinstance(value, cls):
+            return value
+        names = isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
+        check("structured_outputs", value, names, "a StructuredOutputsParams or its fields")
+        return cls(**value)
+
+
+class Grammars:
+    """Compiles forms for the vocabulary of one checkpoint; each is compiled once."""
+
+    def __init__(self, tokenizer, vocab: int, eos_token_ids: tuple[int, ...]):
+        """Raise InputError where llguidance is missing or cannot read the tokenizer."""
+        try:
+            self._llguidance = importlib.import_module("llguidance")
+            from_tokenizer = importlib.import_module("llguidance.hf").from_tokenizer
+        except ImportError:
+            raise InputError("structured outputs need llguidance: pip install llguidance") from None
+        self.ends = tuple(token for token in eos_token_ids if token < vocab)
+        self.size = size = max(vocab, len(tokenizer))
+        try:
+            self.tokenizer = from_tokenizer(tokenizer, size, list(self.ends) or None)
+        except Exception as error:  # a Rust library raises what it likes
+            raise InputError(f"structured outputs cannot read this tokenizer: {str(error).splitlines()[0]}") from None
+        self.compile = functools.lru_cache(maxsize=256)(self._compile)
+
+    def _compile(self, params: StructuredOutputsParams) -> Grammar:
+        """Raise InputError for what is no form."""
+        matcher_of = self._llguidance.LLMatcher
+        try:
+            text = self._text(params)
+            wrong, notes = matcher_of.validate_grammar_with_warnings(text, self.tokenizer)
+        except ValueError as error:
+            wrong, notes = True, [str(error)]
+        if wrong:
+            asked = next(name for name in FORMS if getattr(params, name))
+            reason = " ".join(str(notes[0]).split())
+            raise InputError(
+                f"{asked} of structured outputs, {shown(getattr(params, asked))}, cannot be used: {reason}"
+            )
+        return Grammar(matcher_of(self.tokenizer, text, log_level=0), self.size, self.ends)
+
+    def _text(self, params: StructuredOutputsParams) -> str:
+        """Return llguidance's own text of a form."""
+        matcher_of = self._llguidance.LLMatcher
+        if params.json or params.json_object:
+            options = {"whitespace_flexible": not params.disable_any_whitespace}
+            return matcher_of.grammar_from_json_schema(params.json or '{"type": "object"}', defaults=options)
+        if params.regex:
+            return matcher_of.grammar_from_regex(params.regex)
+        if params.choice:
+            return matcher_of.grammar_from_lark(f"start: {' | '.join(map(json.dumps, params.choice))}")
+        return self._llguidance.grammar_from("grammar", params.grammar)
+
+
+class Grammar:
+    """A compiled form, and the beginning of an answer in it."""
+
+    def __init__(self, matcher: Any, size: int, ends: tuple[int, ...]):
+        """``size``: tokens of the matcher's vocabulary; ``ends``: those that end an answer."""
+        self._matcher, self._size, self._ends = matcher, size, ends
+
+    def begin(self) -> Grammar:
+        """Return the beginning of another answer."""
+        return Grammar(self._matcher.deep_copy(), self._size, self._ends)
+
+    def fill(self, words: np.ndarray) -> None:
+        """Set bit t % 32 of word t // 32 (int32) where token t may come next; at the form's end only what ends an
+        answer may."""
+        if not self._matcher.is_stopped() and not self._matcher.is_error():
+            every = np.zeros(-(-self._size // 32), dtype=np.int32)
+            self._matcher.unsafe_compute_mask_ptr(every.ctypes.data, every.nbytes)
+            words[:] = every[: len(words)]
+            if words.any():
+                return
+        words[:] = 0 if self._ends else -1
+        for token in self._ends:
+            words.view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)
+
+    def advance(self, token: int) -> None:
+        """Take the token that came; none that the form lets come ends in an error."""
+        if not self._matcher.is_stopped() and not self._matcher.is_error():
+            self._matcher.consume_token(token)
