@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -39,7 +40,8 @@ class TokenMasks:
     """The grammars of a wave's requests, each where its answer is, and the masks of their next tokens."""
 
     def __init__(self, grammars: Sequence[Grammar | None], vocab: int, device: torch.device):
-        self._grammars = {request: grammar.begin() for request, grammar in enumerate(grammars) if grammar is not None}
+        self._grammars = {request: grammar for request, grammar in enumerate(grammars) if grammar is not None}
+        self._begun: dict[int, Grammar] = {}  # the answers so far, by request
         self._vocab, self._device, self._failed = vocab, device, False
         self._worker = ThreadPoolExecutor(1, "flexhybrid-masks") if self._grammars else None
         self._masks: dict[int, Future] = {}  # by request: the words of its next mask
@@ -50,7 +52,8 @@ class TokenMasks:
         if self._worker is not None:
             for request in step.queued.tolist():
                 if request in self._grammars and request not in self._masks:
-                    mask = self._masks[request] = Future()
+                    self._begun[request], mask = self._grammars[request].begin(), Future()
+                    self._masks[request] = mask
                     self._worker.submit(self._make, mask, request, None)
 
     def masked(self, step: MiniBatchStep, logits_BV: torch.Tensor) -> torch.Tensor:
@@ -72,17 +75,14 @@ class TokenMasks:
         return masked
 
     def advance(self, step: MiniBatchStep, tokens: torch.Tensor) -> None:
-        """Have the next masks made, once the new ``tokens`` [B] are on the host: the calling thread's stream brings
-        them."""
+        """Have the next masks made, once the new ``tokens`` [B] of the device are on the host. The calling thread's
+        stream brings them."""
         rows = [(row, request) for row, request in enumerate(step.queued.tolist()) if request in self._grammars]
         if not rows or self._worker is None:
             return
-        copied = None
-        if self._device.type == "cuda":
-            copied = torch.cuda.Event(blocking=True)
-            copied.record()
+        read: Callable[[int], int] = tokens.tolist().__getitem__ if tokens.device.type == "cpu" else _Copy(tokens)
         for row, request in rows:
-            self._worker.submit(self._make, self._masks[request], request, lambda row=row: _when(copied, tokens, row))
+            self._worker.submit(self._make, self._masks[request], request, partial(read, row))
 
     def _make(self, mask: Future, request: int, token: Callable[[], int] | None) -> None:
         """Advance a grammar and make its next mask. ``token`` waits for the token that came; None: none came yet."""
@@ -90,9 +90,9 @@ class TokenMasks:
             return
         try:
             if token is not None:
-                self._grammars[request].advance(token())
+                self._begun[request].advance(token())
             words = np.zeros(-(-self._vocab // BITS), dtype=np.int32)
-            self._grammars[request].fill(words)
+            self._begun[request].fill(words)
             mask.set_result(words)
         except BaseException as error:  # raised again where the mask is asked for
             mask.set_exception(error)
@@ -104,8 +104,15 @@ class TokenMasks:
             mask.cancel()
 
 
-def _when(copied: torch.cuda.Event | None, tokens: torch.Tensor, row: int) -> int:
-    """Return a token once it has been copied."""
-    if copied is not None:
-        copied.synchronize()
-    return int(tokens[row])
+class _Copy:
+    """Tokens [B] on their way to the host; calling it waits for one."""
+
+    def __init__(self, tokens: torch.Tensor):
+        self._copy = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+        self._copy.copy_(tokens, non_blocking=True)
+        self._copied = torch.cuda.Event(blocking=True)
+        self._copied.record()
+
+    def __call__(self, row: int) -> int:
+        self._copied.synchronize()
+        return int(self._copy[row])

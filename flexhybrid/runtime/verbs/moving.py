@@ -186,6 +186,7 @@ def load_attended(state: State, task: Task) -> None:
 def store_out(state: State, task: Task) -> None:
     """device -> host: the sampled tokens, and the log probabilities that requests ask for."""
     target = state.sampled.on_host(task.payload.step)
-    state.copies.copy_d2h(target, state.sampled.on_device[task.mini_batch][: len(target)])
+    tokens = state.sampled.on_device[task.mini_batch][: len(target)]
+    state.copies.copy_d2h(target, tokens)
     state.logprobs.store(task.payload.step)
-    state.masks.advance(task.payload.step, target)
+    state.masks.advance(task.payload.step, tokens)
