@@ -1,11 +1,16 @@
 """A file of requests: where its lines are, and a census of them that is small beside the file.
 
-The census keeps where a line starts and how long its request is; the line is read again when its turn comes.
+The census keeps where a line starts and how long its request is; the line is read again when its turn comes. A long
+file is counted for some seconds, and the rest of it while the first requests are answered.
 """
 
+import contextlib
+import math
+import threading
+import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import BinaryIO
@@ -19,23 +24,41 @@ from flexhybrid.core.errors import InputError, file_errors
 from flexhybrid.core.workload import Workload
 
 CHUNK_LINES, CHUNK_BYTES = 1024, 1 << 22  #: of lines that are encoded together, at most
+PACE = 0.25  #: share of the time in which the rest of a long file is counted while requests are answered
+_READING = threading.Lock()  # a place in a file is sought and read by one thread at a time
 BLOCK_BYTES = 1 << 20  #: of the file that are searched for line ends at once
 
 
-@dataclass(frozen=True)
+@dataclass
 class Census:
-    """Counts of all lines of a file, by line number less one; 19 bytes a line."""
+    """Counts of the lines of a file, by line number less one; 19 bytes a line."""
 
     offsets: np.ndarray  #: [lines + 1] int64, of the first byte of each line
-    prompt_tokens: np.ndarray  #: [lines] int32; 0: the line is refused
+    prompt_tokens: np.ndarray  #: [lines] int32; 0: the line is refused, or not counted yet
     max_tokens: np.ndarray  #: [lines] int32
     num_answers: np.ndarray  #: [lines] int16, at least 1
     duplicates: np.ndarray  #: [lines] bool: an earlier line has the same custom_id
     sha256: str
+    counted: int = 0  #: lines that are counted, from the first on
+    _rest: Iterator[int] | None = None  #: counts on
+    _grown: threading.Condition = field(default_factory=threading.Condition)
+    _error: BaseException | None = None  #: that ended the thread of ``count_meanwhile``
+
+    @staticmethod
+    def of(lines: BinaryIO) -> "Census":
+        """Return the census of a file of which nothing is counted yet."""
+        offsets, digest = find_lines(lines)
+        num_lines = len(offsets) - 1
+        prompts, limits = np.zeros(num_lines, np.int32), np.zeros(num_lines, np.int32)
+        return Census(offsets, prompts, limits, np.ones(num_lines, np.int16), np.zeros(num_lines, bool), digest)
 
     @property
     def num_lines(self) -> int:
         return len(self.prompt_tokens)
+
+    @property
+    def complete(self) -> bool:
+        return self.counted == self.num_lines
 
     def workload(self, places: np.ndarray) -> Workload:
         """Return the lengths of all answers of the lines at ``places`` (line numbers less one)."""
@@ -44,8 +67,56 @@ class Census:
 
     @property
     def valid(self) -> np.ndarray:
-        """[lines] whether it can be served."""
+        """[lines] whether it is counted and can be served."""
         return self.prompt_tokens > 0
+
+    def wait(self, counted: int) -> bool:
+        """Wait until more than ``counted`` lines are counted; return False where there are no more."""
+        with self._grown:
+            self._grown.wait_for(lambda: self.counted > counted or self.complete or self._error)
+        if self._error:
+            raise self._error
+        return self.counted > counted
+
+    @contextlib.contextmanager
+    def count_meanwhile(self, read: LineReader) -> Iterator[None]:
+        """Count what is left in a thread until the block ends; ``read`` is the reader that the census was begun with.
+
+        The thread works a share of PACE of the time, so that it takes little from the answers.
+        """
+        ended = threading.Event()
+
+        def count() -> None:
+            try:
+                while self._rest and not ended.is_set():
+                    began = time.monotonic()
+                    self.count_on()
+                    ended.wait((time.monotonic() - began) * (1 / PACE - 1))
+            except BaseException as error:
+                with self._grown:
+                    self._error = error
+                    self._grown.notify_all()
+
+        if self.complete:
+            yield
+            return
+        read.take_own_tokenizer()
+        thread = threading.Thread(target=count, name="census", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+    def count_on(self) -> int:
+        """Count the next lines; return their bytes, 0 at the end."""
+        size = next(self._rest, 0) if self._rest else 0
+        if not size:
+            self._rest = None
+        with self._grown:
+            self._grown.notify_all()
+        return size
 
 
 def find_lines(lines: BinaryIO) -> tuple[np.ndarray, str]:
@@ -62,6 +133,13 @@ def find_lines(lines: BinaryIO) -> tuple[np.ndarray, str]:
     return np.frombuffer(starts, np.int64), digest.hexdigest()
 
 
+def _read_at(lines: BinaryIO, start: int, size: int) -> bytes:
+    """Read bytes of a file that a census and a run share."""
+    with _READING:
+        lines.seek(start)
+        return lines.read(size)
+
+
 def read_lines(lines: BinaryIO, offsets: np.ndarray, first: int, last: int) -> Iterator[list[bytes]]:
     """Yield the lines ``first`` … ``last`` - 1 (numbers less one) in lists of at most CHUNK_LINES and CHUNK_BYTES; of a
     line beyond that, which stands alone, the first MAX_LINE_BYTES + 1 bytes."""
@@ -69,43 +147,56 @@ def read_lines(lines: BinaryIO, offsets: np.ndarray, first: int, last: int) -> I
         start = int(offsets[first])
         behind = int(np.searchsorted(offsets[: last + 1], start + CHUNK_BYTES, side="right")) - 1
         end = min(max(behind, first + 1), first + CHUNK_LINES)
-        lines.seek(start)
         if end == first + 1:
-            yield [lines.read(min(int(offsets[end]) - start, MAX_LINE_BYTES + 1))]
+            yield [_read_at(lines, start, min(int(offsets[end]) - start, MAX_LINE_BYTES + 1))]
         else:
-            data, places = lines.read(int(offsets[end]) - start), (offsets[first : end + 1] - start).tolist()
+            data = _read_at(lines, start, int(offsets[end]) - start)
+            places = (offsets[first : end + 1] - start).tolist()
             yield [data[here:there] for here, there in zip(places, places[1:])]
         first = end
 
 
 def take_census(
-    lines: BinaryIO, read: LineReader, max_context: int, on_bytes: Callable[[int], object] | None = None
+    lines: BinaryIO,
+    read: LineReader,
+    max_context: int,
+    on_bytes: Callable[[int], object] = lambda _: None,
+    seconds: float = math.inf,
 ) -> Census:
-    """Count the file: one pass for its lines, one for their requests, during which ``on_bytes(n)`` is called."""
-    offsets, digest = find_lines(lines)
-    num_lines = len(offsets) - 1
-    prompts, limits = np.zeros(num_lines, np.int32), np.zeros(num_lines, np.int32)
-    answers, duplicates = np.ones(num_lines, np.int16), np.zeros(num_lines, bool)
+    """Count the file: one pass for its lines, one for their requests, during which ``on_bytes(n)`` is called.
+
+    The second one pauses after ``seconds``, with at least one request that can be served, where there is one.
+    """
+    census, began = Census.of(lines), time.monotonic()
+    census._rest = _counting(census, lines, read, max_context)
+    while size := census.count_on():
+        on_bytes(size)
+        if time.monotonic() - began >= seconds and census.valid.any():
+            break
+    return census
+
+
+def _counting(census: Census, lines: BinaryIO, read: LineReader, max_context: int) -> Iterator[int]:
+    """Count chunk by chunk; yield the bytes of each."""
 
     def again(number: int) -> str | None:
-        return _draft(read, next(read_lines(lines, offsets, number - 1, number))[0], number)[1]
+        return _draft(read, next(read_lines(lines, census.offsets, number - 1, number))[0], number)[1]
 
-    names, first = CustomIds(num_lines, again), 0
-    for chunk in read_lines(lines, offsets, 0, num_lines):
+    names = CustomIds(census.num_lines, again)
+    for chunk in read_lines(lines, census.offsets, 0, census.num_lines):
         drafts: dict[int, Draft] = {}
-        for place, raw in enumerate(chunk, first):
+        for place, raw in enumerate(chunk, census.counted):
             draft, custom_id = _draft(read, raw, place + 1)
-            duplicates[place] = custom_id is not None and names.stands_before(custom_id, place + 1)
-            if draft is not None and not duplicates[place]:
+            census.duplicates[place] = custom_id is not None and names.stands_before(custom_id, place + 1)
+            if draft is not None and not census.duplicates[place]:
                 drafts[place] = draft
         for (place, draft), size in zip(drafts.items(), read.prompt_tokens(list(drafts.values()))):
             if size:
                 limit = min(draft.params.max_tokens or max_context, max_context - size)
-                prompts[place], limits[place], answers[place] = size, limit, draft.params.n
-        first += len(chunk)
-        if on_bytes:
-            on_bytes(int(offsets[first] - offsets[first - len(chunk)]))
-    return Census(offsets, prompts, limits, answers, duplicates, digest)
+                census.prompt_tokens[place], census.max_tokens[place] = size, limit
+                census.num_answers[place] = draft.params.n
+        first, census.counted = census.counted, census.counted + len(chunk)
+        yield int(census.offsets[census.counted] - census.offsets[first])
 
 
 def _draft(read: LineReader, raw: bytes, number: int) -> tuple[Draft | None, str | None]:
@@ -170,8 +261,7 @@ class RequestFile:
     def request(self, number: int) -> Request:
         """Return the request of a line, counted from 1. Raise Refused as the census did."""
         start, end = self.census.offsets[number - 1 : number + 1].tolist()
-        self.lines.seek(start)
-        request = self.read(self.lines.read(min(end - start, MAX_LINE_BYTES + 1)), number)
+        request = self.read(_read_at(self.lines, start, min(end - start, MAX_LINE_BYTES + 1)), number)
         if self.census.duplicates[number - 1]:
             custom_id, message = request.custom_id, f"custom_id {request.custom_id!r} stands on an earlier line"
             raise Refused("duplicate_custom_id", message, "custom_id", custom_id)

@@ -1,5 +1,6 @@
 """Lines of an input, and the requests that they are."""
 
+import copy
 import json
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -56,6 +57,11 @@ class LineReader:
         if len(raw) > MAX_LINE_BYTES:
             raise Refused("line_too_long", f"the line is longer than {MAX_LINE_BYTES} bytes")
         return self._draft(raw, number)
+
+    def take_own_tokenizer(self) -> None:
+        """Work on a copy of the tokenizer from now on: one serves one thread at a time."""
+        self.codec = replace(self.codec, tokenizer=copy.deepcopy(self.codec.tokenizer))
+        self._bodies = replace(self._bodies, codec=self.codec)
 
     def prompt_tokens(self, drafts: list[Draft]) -> list[int]:
         """Return the lengths of the prompts, counted together; 0 of one that cannot be served."""

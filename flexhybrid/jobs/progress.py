@@ -88,6 +88,11 @@ class Progress:
         self.total -= unused
         self.bar.total = self.total
 
+    def expect(self, answers: int, total: int) -> None:
+        """Take the number of all answers and the most that may come of them, once both are known."""
+        self.answers, self.total = answers, total
+        self.bar.total = total
+
     def expected_left(self) -> float:
         """Return how much is still to come: with ``answers``, as if each token ended its answer with the same
         probability, that of the tokens so far (whose most likely value does not depend on answers that still run)."""

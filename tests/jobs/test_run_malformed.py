@@ -2,6 +2,8 @@
 
 import io
 import json
+import re
+import threading
 from hashlib import sha256
 
 import numpy as np
@@ -267,3 +269,62 @@ def test_a_census_counts_what_each_line_is_by_itself(text_llm, monkeypatch, chun
         assert census.duplicates[place] == (name in names)
         names |= {name} - {None}
     assert 0 < census.valid.sum() < len(raws) and census.duplicates.sum() > 10
+
+
+def test_a_long_file_is_answered_while_it_is_counted(tiny, tmp_path, monkeypatch, capsys):
+    """The first answers come before the last lines are counted; all lines are as in a file that is counted at once, and
+    so is what a second run finds."""
+    from flexhybrid.jobs.run import job
+
+    monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))
+    lines = [valid(f"v{i % 40}") if i % 7 else b"{broken" for i in range(60)]
+    (tmp_path / "in.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+    command = ["run", "-i", tmp_path / "in.jsonl", "--model", tiny, "--policy", "kv_only", "--device", "cpu", "--quiet"]
+
+    def run(out):
+        assert cli.main([*map(str, command), "-o", str(tmp_path / out), "--dtype", "float32"]) == 0
+        rows = [json.loads(raw) for raw in (tmp_path / out).read_bytes().splitlines()]
+        for row in rows:
+            row["response"]["body"].pop("created", None)
+        return sorted(rows, key=lambda row: row["id"]), capsys.readouterr().out
+
+    whole, _ = run("whole.jsonl")
+    monkeypatch.setattr(census_module, "CHUNK_LINES", 5)
+    monkeypatch.setattr(job, "CENSUS_S", 0.0)
+    released, counted, write = threading.Event(), [], job.Job.write
+    count_on = census_module.Census.count_on
+
+    def slow(census):
+        counted.append(census.counted)
+        assert len(counted) < 4 or released.wait(60)  # the third chunk waits for the first answer
+        return count_on(census)
+
+    def noted(self, answered):
+        write(self, answered)
+        if answered:
+            assert released.is_set() or self.census.counted < 60
+            released.set()
+
+    monkeypatch.setattr(census_module.Census, "count_on", slow)
+    monkeypatch.setattr(job.Job, "write", noted)
+    rows, told = run("out.jsonl")
+    assert rows == whole and re.search(r"foretold by the first (5|10|15) lines", told) and released.is_set()
+    kept = (tmp_path / "out.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "out.jsonl").write_bytes(b"".join(kept[:30]))
+    again, _ = run("out.jsonl")
+    assert again == whole
+
+
+def test_a_census_that_fails_ends_the_run(tiny, tmp_path, monkeypatch):
+    """In the thread, while requests are answered."""
+    from flexhybrid.jobs.run import job
+
+    monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "in.jsonl").write_bytes(b"\n".join(valid(f"v{i}") for i in range(9)))
+    monkeypatch.setattr(census_module, "CHUNK_LINES", 3)
+    monkeypatch.setattr(job, "CENSUS_S", 0.0)
+    monkeypatch.setattr(census_module.LineReader, "take_own_tokenizer", lambda read: setattr(read, "draft", None))
+    command = ["run", "-i", tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl", "--model", tiny, "--policy", "kv_only"]
+    with pytest.raises(TypeError):
+        cli.main([*map(str, command), "--device", "cpu", "--dtype", "float32", "--quiet"])
+    assert len((tmp_path / "out.jsonl").read_bytes().splitlines()) == 3

@@ -6,6 +6,7 @@ before has ended, reads it and answers the remaining requests.
 
 import contextlib
 import itertools
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -51,6 +52,7 @@ from flexhybrid.runtime.profiling.cpu_use import MOST_OTHERS, CpuUse
 from flexhybrid.runtime.storage.loader import Checkpoint
 from flexhybrid.structured_outputs import grammar_version
 
+CENSUS_S = 5.0  #: seconds of counting before the first requests are answered
 ERRORS_AT_ONCE = 256  #: lines of refused requests that are written together
 PARTED = 1.5  #: times by which speed and prediction differ before a new profile is advised
 STOPPED = 130  #: exit status of a run that was asked to stop
@@ -81,9 +83,10 @@ def run(options: RunOptions, say: Callable[[str], None] = print, began: float | 
             file_format, options.sampling, options.seed, options.chat_rules(), options.id_column is not None
         )
         _check_template(rules, lines, llm)
-        read = rules.reader(llm.codec)
+        read, counts, seconds = rules.reader(llm.codec), rules.reader(llm.codec), math.inf if crew else CENSUS_S
         with Progress(state[0], "reading", "B", options.quiet) as progress:
-            census = take_census(lines, read, llm.shape.max_context, progress.advance)
+            census = take_census(lines, counts, llm.shape.max_context, progress.advance, seconds)
+        stack.enter_context(census.count_meanwhile(counts))
         job = Job(options, llm, RequestFile(options.input, state, lines, census, rules, read), files, crew)
         with _hint(f"answers written so far are kept; give {_again(options)} to go on"):
             return job.run(say, began)
@@ -201,6 +204,7 @@ class Job:
         self.errors = files[options.errors or options.output]
         self.states = np.full(self.census.num_lines, PENDING, dtype=np.uint8)
         self._order = np.empty(0, dtype=np.int64)
+        self._taken = 0  #: lines of the census that are in the order, or refused
         self._earlier = 0  #: lines that earlier runs have done
         self.tokens = 0  #: that this run has generated, of answers that it has written
         self.manifest: dict = {}
@@ -221,16 +225,14 @@ class Job:
             raise InputError(f"{options.input} is empty")
         self._resume(say)
         self._earlier = int((self.states != PENDING).sum())
-        self._write_refusals()
-        if not self.census.valid.any():
+        if not len(self.pending()) and not self.census.valid.any():
             reason = next(self.source.refusals([1]))[1].message
             raise InputError(
                 f"{options.input} has no request that can be served; line 1: {reason}. All the "
                 f"reasons are in {self.errors.path}"
             )
-        self._order = self._sorted(np.flatnonzero(self.census.valid & (self.states == PENDING)))
         work = self._answer(say) if len(self.pending()) else None
-        stopped = bool(len(self.pending()))
+        stopped = bool((self.states == PENDING).any())
         for file in self.files.values():
             file.sync()
             if (options.ordered or options.parquet) and not stopped:
@@ -258,7 +260,7 @@ class Job:
         with (
             stop_on_signal() as stop,
             Progress(
-                plan.tokens, "tokens", "tok", options.quiet, plan.seconds, failed, answers=len(self.pending())
+                plan.tokens, "tokens", "tok", options.quiet, plan.seconds, failed, int((self.states == PENDING).sum())
             ) as self.progress,
         ):
             if self.crew is None:
@@ -334,9 +336,9 @@ class Job:
         chat = asdict(self.source.rules.chat)
         return {"chat": chat} if any(chat.values()) else {}
 
-    def _write_refusals(self) -> None:
-        """Write the lines that cannot be served, with the reason."""
-        missing = np.flatnonzero(~self.census.valid & (self.states == PENDING)) + 1
+    def _write_refusals(self, counted: int) -> None:
+        """Write those of the first ``counted`` lines that cannot be served, with the reason."""
+        missing = np.flatnonzero(~self.census.valid[:counted] & (self.states[:counted] == PENDING)) + 1
         refusals = self.source.refusals(missing.tolist())
         while batch := [error_line(*refusal) for refusal in itertools.islice(refusals, ERRORS_AT_ONCE)]:
             self.errors.append(batch)
@@ -358,8 +360,12 @@ class Job:
         plan = forecast(self.llm, lengths)
         if self.crew and plan.seconds is not None:
             plan = replace(plan, seconds=plan.seconds / self.crew.size)
-        refused = int((self.states == FAILED).sum())
-        counts = f"{len(pending):,}" + (f" ({refused:,} refused)" if refused else "")
+        refused, left = int((self.states == FAILED).sum()), int((self.states == PENDING).sum())
+        counts = f"{left:,}" + (f" ({refused:,} refused)" if refused else "")
+        if not self.census.complete:
+            scale = left / len(pending)
+            plan = replace(plan, tokens=int(plan.tokens * scale), seconds=plan.seconds and plan.seconds * scale)
+            counts += f" (foretold by the first {self.census.counted:,} lines; the others are counted meanwhile)"
         counts += f", {self._earlier:,} lines done before" if self._earlier else ""
         searched = self.options.llm.policy == "auto" and self.llm.settled_policy.name == "searched"
         for line in plan_lines(self.llm, plan, counts, searched):
@@ -373,8 +379,23 @@ class Job:
     # ---- PendingRequests ---------------------------------------------------------------------------------------------
 
     def pending(self) -> np.ndarray:
+        self._take_counted()
         self._order = self._order[self.states[self._order] == PENDING]
+        while not len(self._order) and self.census.wait(self._taken):
+            self._take_counted()
         return self._order
+
+    def _take_counted(self) -> None:
+        """Take in the lines that were counted since the last call."""
+        if self._taken == (counted := self.census.counted):
+            return
+        self._taken = counted
+        self._write_refusals(counted)
+        pending = self.census.valid[:counted] & (self.states[:counted] == PENDING)
+        self._order = self._sorted(np.flatnonzero(pending))
+        if self.census.complete:  # the plan took the lines counted by then for all
+            most = self.census.max_tokens[self._order].astype(np.int64) * self.census.num_answers[self._order]
+            self.progress.expect(self.progress.done + len(self._order), self.tokens + int(most.sum()))
 
     def workload(self, places: np.ndarray) -> Workload:
         return self.census.workload(places)
