@@ -17,6 +17,7 @@ import torch
 
 from flexhybrid.arguments import LLMArguments
 from flexhybrid.batch.openai import Refused, chat_text
+from flexhybrid.batch.tool_calls import check_tools
 from flexhybrid.core.errors import InputError, check, is_integer
 from flexhybrid.core.files import load_json
 from flexhybrid.core.hardware import Hardware
@@ -255,21 +256,26 @@ class LLM:
         chat_template: str | None = None,
         chat_template_kwargs: dict | None = None,
         add_generation_prompt: bool = True,
+        tools: list[dict] | None = None,
         **others,
     ) -> list[RequestOutput | None]:
         """Answer a conversation, which is a list of {"role": …, "content": …}, or each of a list of them.
 
         ``chat_template``: a Jinja text in place of the tokenizer's own; ``chat_template_kwargs``: further variables of
-        it. ``prompt`` of an answer is the text that the template makes. The rest as in ``generate``; vLLM's other
-        arguments must ask for nothing.
+        it; ``tools``: those that an answer may call, in the template's own form, in which
+        ``flexhybrid.batch.tool_calls.find_calls`` finds them. ``prompt`` of an answer is the text that the template
+        makes. The rest as in ``generate``; vLLM's other arguments must ask for nothing.
         """
         others.pop("chat_template_content_format", None)
         nothing_asked(**others, **{} if add_generation_prompt else {"add_generation_prompt=False": True})
+        if tools:
+            check_tools(tools)
         many = bool(messages) and all(isinstance(one, (list, tuple)) for one in messages)
         texts = []
         for place, conversation in enumerate(messages if many else [messages]):
             try:
-                texts.append(chat_text(list(conversation), self.tokenizer, chat_template, chat_template_kwargs))
+                said = list(conversation)
+                texts.append(chat_text(said, self.tokenizer, chat_template, chat_template_kwargs, tools))
             except Refused as refused:
                 raise InputError(f"conversation {place}: {refused.message}") from None
         encoded = self.codec.check_all(

@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from flexhybrid.batch.tool_calls import HERMES, ToolForm, check_tools, form_of, plain_call
 from flexhybrid.core.errors import SHOWN, InputError, is_integer
 from flexhybrid.requests import RequestCodec
 from flexhybrid.sampling_params import MOST_LOGPROBS, SamplingParams
@@ -34,6 +35,7 @@ NEUTRAL: dict[str, tuple] = {
 }
 WHOLE_NUMBERS = {"max_tokens", "max_completion_tokens", "min_tokens", "n", "seed", "top_k"}
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")  #: vLLM's names for forms of answers
+MESSAGE_TOOLS = {"assistant": ("tool_calls",), "tool": ("tool_call_id",)}  #: role -> what else its messages may have
 KNOWN_PARAMS = 1024  #: different sampling parameters of lines that are kept for the lines after them
 
 
@@ -57,6 +59,7 @@ class Draft(NamedTuple):
     return_token_ids: bool = False
     echo: bool = False  #: the prompt stands before each answer
     echo_alone: bool = False  #: and no answer behind it
+    tool_form: ToolForm | None = None  #: how calls of tools are found in its answers; None: they are not sought
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,7 @@ class Request:
     url: str  #: one of URLS
     return_token_ids: bool = False
     echo: Echo | None = None  #: what stands before each answer
+    tool_form: ToolForm | None = None  #: how calls of tools are found in its answers; None: they are not sought
 
 
 class Refused(ValueError):
@@ -155,19 +159,42 @@ class Bodies:
         if name not in body:
             raise Refused("missing_required_parameter", f"{name} is missing", name)
         prompt, variables = body.pop(name), body.pop("chat_template_kwargs", None) if url == CHAT else None
+        tools, form = self._take_tools(body) if url == CHAT else (None, None)
         params = self.params({name: value for name, value in body.items() if name not in IGNORED}, url)
         if echo and params.logprobs is not None:
             params = replace(params, prompt_logprobs=max(params.logprobs, params.prompt_logprobs or 0))
-        prompt = self.chat_text(prompt, variables) if url == CHAT else one_prompt(prompt)
-        return Draft(custom_id, prompt, params, model, url, return_token_ids, echo, echo_alone)
+        if form and form.name == HERMES and "<tool_call>" in self.codec.tokenizer.all_special_tokens:
+            params = replace(params, skip_special_tokens=False)
+        prompt = self.chat_text(prompt, variables, tools) if url == CHAT else one_prompt(prompt)
+        return Draft(custom_id, prompt, params, model, url, return_token_ids, echo, echo_alone, form)
 
-    def chat_text(self, messages, variables=None) -> str:
+    def _take_tools(self, body: dict) -> tuple[list | None, ToolForm | None]:
+        """Take the tools out of a chat's body; return them, and how their calls are found. Raise Refused."""
+        tools, choice = body.pop("tools", None) or None, body.pop("tool_choice", "auto")
+        parallel = body.pop("parallel_tool_calls", True)
+        if choice not in ("none", "auto"):
+            message = f'tool_choice is {shown(choice)}; "none" and "auto" are supported'
+            raise Refused("unsupported_parameter", message, "tool_choice")
+        if not isinstance(parallel, bool):
+            message = f"parallel_tool_calls is {shown(parallel)}; it must be true or false"
+            raise Refused("invalid_value", message, "parallel_tool_calls")
+        if tools is None or self.codec.tokenizer is None:
+            return tools, None
+        try:
+            check_tools(tools)
+            if choice == "none":
+                return tools, None
+            return tools, ToolForm(form_of(template_of(self.codec.tokenizer, self.template, tools)), parallel)
+        except InputError as error:
+            raise Refused("invalid_value", str(error), "tools") from None
+
+    def chat_text(self, messages, variables=None, tools: list | None = None) -> str:
         """Return the messages in the template, up to where the assistant answers; ``variables``: further ones of the
         template. Raise Refused."""
         if not isinstance(variables, dict | None):
             message = f"chat_template_kwargs is {shown(variables)}; it must be an object"
             raise Refused("invalid_value", message, "chat_template_kwargs")
-        return chat_text(messages, self.codec.tokenizer, self.template, variables)
+        return chat_text(messages, self.codec.tokenizer, self.template, variables, tools)
 
     def params(self, fields: dict, url: str) -> SamplingParams:
         """Return a body's sampling parameters; most lines of a file ask for those of a line before."""
@@ -188,7 +215,16 @@ class Bodies:
         if draft.echo:
             text = draft.prompt if isinstance(draft.prompt, str) else self.codec.text(ids)
             before = Echo(text, self.codec.decoded(ids[0]) or f"token_id:{ids[0]}", draft.echo_alone)
-        return Request(draft.custom_id, ids, draft.params, draft.model, draft.url, return_ids, before)
+        return Request(
+            custom_id=draft.custom_id,
+            token_ids=ids,
+            params=draft.params,
+            model=draft.model,
+            url=draft.url,
+            return_token_ids=return_ids,
+            echo=before,
+            tool_form=draft.tool_form,
+        )
 
     def prompt_tokens(self, drafts: list[Draft]) -> list[int]:
         """Return the lengths of the prompts; 0 of one that cannot be served."""
@@ -296,10 +332,19 @@ def _chat_logprobs(body: dict) -> dict:
     return {**body, "logprobs": count} if asked else body
 
 
-def chat_text(messages, tokenizer, template: str | None = None, variables: dict | None = None) -> str:
+def template_of(tokenizer, template: str | None, tools: list | None) -> str:
+    """Return the text of a chat template: of the tokenizer's own for None. Raise Refused without one."""
+    if not template and not getattr(tokenizer, "chat_template", None):
+        raise Refused("invalid_url", f"the model has no chat template: it cannot serve {CHAT}", "url")
+    return tokenizer.get_chat_template(template, tools=tools)
+
+
+def chat_text(
+    messages, tokenizer, template: str | None = None, variables: dict | None = None, tools: list | None = None
+) -> str:
     """Return the messages in a template, the tokenizer's own for None, up to where the assistant answers.
 
-    ``variables``: further ones of the template. Raise Refused.
+    ``variables``: further ones of the template; ``tools``: those that the answer may call. Raise Refused.
     """
     if not template and not getattr(tokenizer, "chat_template", None):
         raise Refused("invalid_url", f"the model has no chat template: it cannot serve {CHAT}", "url")
@@ -314,15 +359,28 @@ def chat_text(messages, tokenizer, template: str | None = None, variables: dict 
             raise Refused(
                 "invalid_value", f"{where}.role is {shown(message.get('role'))}; it must be a text", "messages"
             )
-        if strange := sorted(set(message) - {"role", "content", "name"}):
-            raise Refused("unsupported_parameter", f"{where}.{strange[0]} is not supported", "messages")
-        plain.append({**message, "content": _content(message.get("content"), where)})
+        plain.append(_plain_message(message, where))
     try:
         return tokenizer.apply_chat_template(
-            plain, chat_template=template, tokenize=False, add_generation_prompt=True, **variables or {}
+            plain, tools=tools, chat_template=template, tokenize=False, add_generation_prompt=True, **variables or {}
         )
     except Exception as error:  # a template is a program: it raises what it likes
         raise Refused("invalid_value", f"the chat template refuses the messages: {error}", "messages") from None
+
+
+def _plain_message(message: dict, where: str) -> dict:
+    """Return a message as templates take it. Raise Refused."""
+    message = {name: value for name, value in message.items() if value is not None or name == "content"}
+    if strange := sorted(set(message) - {"role", "content", "name", *MESSAGE_TOOLS.get(message["role"], ())}):
+        raise Refused("unsupported_parameter", f"{where}.{strange[0]} is not supported", "messages")
+    if calls := message.get("tool_calls"):
+        try:
+            message["tool_calls"] = [plain_call(call) for call in calls]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise Refused("invalid_value", f"{where}.tool_calls are no calls of functions", "messages") from None
+        if message.get("content") is None:
+            return {**message, "content": ""}
+    return {**message, "content": _content(message.get("content"), where)}
 
 
 def _content(content, where: str) -> str:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 
 from flexhybrid.batch.openai import CHAT, Refused, Request
+from flexhybrid.batch.tool_calls import find_calls
 from flexhybrid.requests import CompletionOutput, Logprob, Logprobs, RequestOutput
 
 ID = re.compile(r"batch_req_(\d{8,19})")
@@ -20,13 +21,15 @@ def answer_line(number: int, request: Request, output: RequestOutput, created: i
     prompt_tokens = len(output.prompt_token_ids)
     tokens = 0 if request.echo and request.echo.alone else sum(len(one.token_ids) for one in output.outputs)
     usage = {"prompt_tokens": prompt_tokens, "completion_tokens": tokens, "total_tokens": prompt_tokens + tokens}
-    make_choice = _chat_choice if chat else _choice
     body = {
         "id": f"{'chatcmpl' if chat else 'cmpl'}-{number:08d}",
         "object": "chat.completion" if chat else "text_completion",
         "created": created,
         "model": request.model,
-        "choices": [make_choice(request, output, completion) for completion in output.outputs],
+        "choices": [
+            _chat_choice(request, completion, number) if chat else _choice(request, output, completion)
+            for completion in output.outputs
+        ],
         "usage": usage,
     }
     if chat and output.prompt_logprobs is not None:
@@ -55,16 +58,24 @@ def _choice(request: Request, output: RequestOutput, completion: CompletionOutpu
     return {**choice, "token_ids": ids} if request.return_token_ids else choice
 
 
-def _chat_choice(request: Request, _output: RequestOutput, completion: CompletionOutput) -> dict:
+def _chat_choice(request: Request, completion: CompletionOutput, number: int) -> dict:
     logprobs = None
     if completion.logprobs is not None:
         num_top, places = request.params.logprobs or 0, zip(completion.token_ids, completion.logprobs, strict=True)
         logprobs = {"content": [_chat_logprobs(token, place, num_top) for token, place in places], "refusal": None}
+    said, calls = find_calls(completion.text, request.tool_form) if request.tool_form else (completion.text, [])
+    message: dict = {"role": "assistant", "content": said}
+    if calls:
+        name = f"call_{number:08d}_{completion.index}"
+        message["tool_calls"] = [
+            {"id": f"{name}_{place}", "type": "function", "function": call._asdict()}
+            for place, call in enumerate(calls)
+        ]
     choice = {
         "index": completion.index,
-        "message": {"role": "assistant", "content": completion.text},
+        "message": message,
         "logprobs": logprobs,
-        "finish_reason": completion.finish_reason,
+        "finish_reason": "tool_calls" if calls else completion.finish_reason,
     }
     return {**choice, "token_ids": completion.token_ids} if request.return_token_ids else choice
 

@@ -59,6 +59,8 @@ class TokenMasks:
     def masked(self, step: MiniBatchStep, logits_BV: torch.Tensor) -> torch.Tensor:
         """Return the logits, -inf where a request's grammar does not let a token come; the same tensor where none has
         one. Waits for the masks."""
+        if self._worker is None:
+            return logits_BV
         rows = [row for row, request in enumerate(step.queued.tolist()) if request in self._grammars]
         if not rows:
             return logits_BV
@@ -77,8 +79,10 @@ class TokenMasks:
     def advance(self, step: MiniBatchStep, tokens: torch.Tensor) -> None:
         """Have the next masks made, once the new ``tokens`` [B] of the device are on the host. The calling thread's
         stream brings them."""
+        if self._worker is None:
+            return
         rows = [(row, request) for row, request in enumerate(step.queued.tolist()) if request in self._grammars]
-        if not rows or self._worker is None:
+        if not rows:
             return
         read: Callable[[int], int] = tokens.tolist().__getitem__ if tokens.device.type == "cpu" else _Copy(tokens)
         for row, request in rows:

@@ -13,6 +13,7 @@ Shapes in names: B requests of a mini-batch, V vocabulary, N requests of a wave,
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -42,11 +43,17 @@ class SamplingPlan:
     changes: tuple[LogitChanges | None, ...]  #: [N]; None: its logits stay as they are
     grammars: tuple[Any, ...]  #: [N] ``token_masks.Grammar`` of the answer; None: none
 
+    @cached_property
+    def changing(self) -> bool:
+        """Whether a request changes its logits."""
+        return any(change is not None for change in self.changes)
+
     def select(self, members: np.ndarray) -> SamplingPlan:
         """Return the plan of the requests with these indices."""
         picked: dict[str, Any] = {
             name: tuple(value[i] for i in members) if isinstance(value, tuple) else value[members]
             for name, value in vars(self).items()
+            if name != "changing"
         }
         return SamplingPlan(**picked)
 
@@ -93,7 +100,9 @@ def step_sampling(
     """
     temperature = plan.temperature[requests]
     random = temperature >= GREEDY_BELOW
-    changes = step_changes([plan.changes[request] for request in requests], positions, first_cells, to_device)
+    changes = None
+    if plan.changing:
+        changes = step_changes([plan.changes[request] for request in requests], positions, first_cells, to_device)
     if changes is None and not random.any():
         return None
 

@@ -1,0 +1,94 @@
+"""Tools in chats: their calls in what a model writes, in the two forms that chat templates ask models for.
+
+Hermes, also Qwen's: <tool_call>{"name": …, "arguments": …}</tool_call>, once for each call, after any other text.
+Llama 3: the answer is {"name": …, "parameters": …}, or several of them with semicolons between.
+"""
+
+import json
+import re
+from typing import NamedTuple
+
+from flexhybrid.core.errors import InputError, shown
+
+HERMES, LLAMA = "hermes", "llama3_json"
+_HERMES_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
+_LLAMA_TAG = "<|python_tag|>"
+
+
+class ToolForm(NamedTuple):
+    """How the calls of an answer are found."""
+
+    name: str  #: HERMES or LLAMA
+    parallel: bool = True  #: False: of several calls the first one is taken
+
+
+class ToolCall(NamedTuple):
+    """One call of a tool."""
+
+    name: str
+    arguments: str  #: JSON
+
+
+def form_of(template: str) -> str:
+    """Return the form of calls that a chat template asks for. Raise InputError where it asks for none that is known."""
+    if "tools" not in template:
+        raise InputError("the chat template knows no tools")
+    if "<tool_call>" in template:
+        return HERMES
+    if _LLAMA_TAG in template or re.search(r'"parameters"\s*:', template):
+        return LLAMA
+    raise InputError("the chat template asks for calls in another form than Hermes' <tool_call> and Llama 3's JSON")
+
+
+def check_tools(tools) -> None:
+    """Raise InputError for what is no list of OpenAI's tools."""
+    for tool in tools if isinstance(tools, list) else [tools]:
+        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+        if not isinstance(tools, list) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise InputError(
+                f'tools is {shown(tools)}; it must be a list of {{"type": "function", "function": {{"name": …}}}}'
+            )
+
+
+def find_calls(text: str, form: ToolForm) -> tuple[str | None, list[ToolCall]]:
+    """Return what an answer says beside its calls, None for nothing, and the calls. Text that is no call of the form,
+    or breaks off in one, is said as it stands."""
+    said, bodies = text, []
+    if form.name == HERMES:
+        said, bodies = text.partition("<tool_call>")[0], _HERMES_CALL.findall(text)
+    elif (body := text.strip().removeprefix(_LLAMA_TAG).strip()).startswith("{"):
+        said, bodies = "", [body]
+    try:
+        calls = [call for body in bodies for call in _calls(body, several=form.name == LLAMA)]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        calls = []
+    if not calls:
+        return text, []
+    return said.strip() or None, calls if form.parallel else calls[:1]
+
+
+def _calls(body: str, several: bool) -> list[ToolCall]:
+    """Return the calls of a JSON text, with semicolons between ``several``. Raise ValueError, KeyError or TypeError."""
+    calls, body = [], body.strip()
+    while body or not calls:
+        call, end = json.JSONDecoder().raw_decode(body)
+        arguments = call["arguments"] if "arguments" in call else call["parameters"]
+        if not isinstance(call["name"], str) or not isinstance(arguments, dict):
+            raise TypeError
+        calls.append(ToolCall(call["name"], json.dumps(arguments, ensure_ascii=False)))
+        body = body[end:].strip()
+        if body and not several:
+            raise ValueError
+        body = body.removeprefix(";").strip()
+    return calls
+
+
+def plain_call(call) -> dict:
+    """Return a call of an earlier message as templates take it: its arguments as an object. Raise ValueError, KeyError
+    or TypeError for what is none of OpenAI's."""
+    function = dict(call["function"])
+    if isinstance(function["arguments"], str):
+        function["arguments"] = json.loads(function["arguments"] or "{}")
+    if not isinstance(function["name"], str) or not isinstance(function["arguments"], dict):
+        raise TypeError
+    return {**call, "function": function}
