@@ -103,7 +103,10 @@ def _by_size(need: float, budgets: dict[str, int | None]) -> str:
         return "fits the device"
     if need <= device + host:
         return "fits device and host together"
-    return f"does not fit: one request at a time needs {gib(need)}, device and host have {gib(device + host)} to use"
+    lacking = f"one request at a time needs {gib(need)}, device and host have {gib(device + host)} to use"
+    if need <= device + host + (_free_disk() or 0):
+        return f"needs a disk (flexhybrid profile --disk DIR measures one): {lacking}"
+    return f"does not fit: {lacking}"
 
 
 def _versions() -> dict[str, str]:

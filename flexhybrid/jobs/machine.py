@@ -2,9 +2,12 @@
 
 import os
 import platform
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+
+from flexhybrid.core.units import gib
 
 #: Files of a container's memory limit, in control groups of version 2 and 1.
 CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
@@ -40,6 +43,17 @@ def machine_memories(device: torch.device) -> dict[str, int | None]:
         return {"device_memory": torch.cuda.get_device_properties(device).total_memory, "host_memory": host}
     half = None if host is None else host // 2
     return {"device_memory": half, "host_memory": half}
+
+
+def notes_on(device: torch.device, budgets: dict[str, int], disk_dir: Path | str | None) -> Iterator[str]:
+    """Yield what is odd about budgets in bytes, by tier, and a scratch folder on this machine."""
+    memories, host = machine_memories(device), host_memory_bytes()
+    for tier in ("device", "host"):
+        most = memories[f"{tier}_memory"] if device.type == "cuda" else host
+        if most is not None and budgets.get(tier, 0) > most:
+            yield f"--{tier}-memory, {gib(budgets[tier])}, is more than the {gib(most)} that this machine has"
+    if disk_dir is not None and not Path(disk_dir).expanduser().exists():
+        yield f"the scratch folder {disk_dir} does not exist; it is made where the policy uses a disk"
 
 
 def host_memory_bytes(limits: tuple[Path, ...] = CGROUP_LIMITS) -> int | None:

@@ -123,9 +123,10 @@ def test_the_readme_leads_to_the_command(clone, capsys):
 
 @pytest.fixture
 def host_bytes(monkeypatch):
-    """Sets the memory that this machine has, half of which is free."""
+    """Sets the memory that this machine has, half of which is free. No disk is."""
 
     def has(size: int) -> None:
+        monkeypatch.setattr(doctor, "_free_disk", lambda: 0)
         for module in (machine, doctor):
             monkeypatch.setattr(module, "host_memory_bytes", lambda: size)
             monkeypatch.setattr(module, "free_host_bytes", lambda: size // 2)
@@ -150,16 +151,20 @@ def test_what_fits_hangs_on_the_memory_there_is(host_bytes, size, small, large, 
     assert f"host    {gib(size)}, {gib(size // 2)} free, {num_cores} cores" in out
 
 
-def test_the_doctor_says_what_fits_and_what_to_change(host_bytes, clone, capsys):
+def test_the_doctor_says_what_fits_and_what_to_change(host_bytes, clone, capsys, monkeypatch):
     host_bytes(32 << 30)
     assert cli.main(["doctor", "--device", "cpu", "--models", "opt-125m"]) == 0
     out = capsys.readouterr().out
     assert "not measured, so no speed is predicted: run flexhybrid profile" in out
     assert re.search(r"opt-125m +238.88 MiB float16 +-  fits the device", out)
-    assert cli.main(["doctor", "--device", "cpu", "--models", "opt-175b"]) == 0
-    assert re.search(
-        r"opt-175b .* float16 .* does not fit: one request at a time needs 32\d\.\d\d GiB", capsys.readouterr().out
-    )
+    for disk_bytes, words in (
+        (70 << 30, "does not fit"),
+        (1 << 40, r"needs a disk \(flexhybrid profile --disk DIR .*\)"),
+    ):
+        monkeypatch.setattr(doctor, "_free_disk", lambda free=disk_bytes: free)
+        assert cli.main(["doctor", "--device", "cpu", "--models", "opt-175b"]) == 0
+        told = capsys.readouterr().out
+        assert re.search(rf"opt-175b .* float16 .* {words}: one request at a time needs 32\d\.\d\d GiB", told)
     assert cli.main(["doctor", "--device", "cpu", "--models", "gpt-5"]) == 2 and "gpt-5" in capsys.readouterr().err
     MACHINE.save(clone / "cache/hardware-cpu.json")
     assert cli.main(["doctor", "--device", "cpu", "--json", "--models", "opt-125m", "opt-175b"]) == 0

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from flexhybrid import cli
+from flexhybrid import InputError, cli
 from flexhybrid.core.hardware import Hardware, Line, load_hardware
 from flexhybrid.core.problem import NO_BUDGETS, Budgets, Problem
 from flexhybrid.core.workload import Workload
@@ -20,6 +20,7 @@ from flexhybrid.resolve import PacedDevice, best_policy
 from flexhybrid.runtime.profiling.cpu_use import CpuUse
 from flexhybrid.runtime.profiling.profile import ProfileSamples
 from flexhybrid.runtime.storage.loader import Checkpoint
+from flexhybrid.runtime.storage.scratch_file import ScratchFile
 
 CPU = PacedDevice(torch.device("cpu"))
 LENGTHS = ("--prompt-len", "30", "--gen-len", "9")
@@ -137,3 +138,25 @@ def test_auto_on_requests_that_do_not_all_fit_at_once_still_fits(tiny):
     assert best_policy(problem, lengths).stays_on_device
     assert best_policy(replace(problem, hardware=None), lengths).stays_on_device
     assert best_policy(replace(problem, budgets=Budgets(device=2**30)), lengths, True).cache
+
+
+def test_budgets_beyond_the_machine_and_new_folders_are_noted(tiny, tmp_path, capsys):
+    """Before the run, which goes on."""
+    (tmp_path / "in.jsonl").write_text(
+        json.dumps(
+            {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": [5], "max_tokens": 1}}
+        )
+    )
+    command = ["run", "-i", tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl", "--model", tiny, "--policy", "kv_only"]
+    odd = ["--device-memory", "900TiB", "--disk-dir", tmp_path / "scratc"]
+    assert cli.main([str(part) for part in (*command, "--device", "cpu", "--dtype", "float32", "--quiet", *odd)]) == 0
+    told = capsys.readouterr().err
+    assert "--device-memory, 921600.00 GiB, is more than the" in told and "scratc does not exist" in told
+    usual = ["--device-memory", "64MiB", "--disk-dir", tmp_path, "--restart"]
+    assert cli.main([str(part) for part in (*command, "--device", "cpu", "--dtype", "float32", "--quiet", *usual)]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_a_folder_in_which_none_can_be_made_is_named():
+    with pytest.raises(InputError, match="no folder can be made in /proc to keep scratch space in /proc/flexhybrid"):
+        ScratchFile(Path("/proc/flexhybrid"), 4096)

@@ -34,7 +34,7 @@ from flexhybrid.core.problem import Budgets
 from flexhybrid.core.trace import LaneTimes, TraceEvent
 from flexhybrid.core.units import parse_bytes
 from flexhybrid.core.workload import Workload
-from flexhybrid.jobs.machine import free_budgets
+from flexhybrid.jobs.machine import free_budgets, notes_on
 from flexhybrid.jobs.profile.disk import measure_disk, with_disk
 from flexhybrid.jobs.profile.job import PROFILE_STEPS, company_note, measure_for_model, model_profile_path
 from flexhybrid.jobs.progress import Progress, stop_on_signal
@@ -150,6 +150,8 @@ def _arguments(options: RunOptions, earlier: dict, sharers: int) -> LLMArguments
     asked, paced = options.llm, _paced(options.llm)
     named = {tier: parse_bytes(size) for tier, size in asked.budgets.items() if size is not None}
     budgets = free_budgets(paced.device, sharers) | named
+    for note in notes_on(paced.device, named, asked.disk_dir):
+        print(f"flexhybrid: {note}", file=sys.stderr)
     hardware, dtype = asked.hardware, asked.dtype
     if hardware is None:
         shape = Checkpoint(asked.model).shape

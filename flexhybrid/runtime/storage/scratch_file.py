@@ -43,7 +43,8 @@ class ScratchFile:
             self._open()
         except FileNotFoundError:  # a typo, or a disk that is not mounted
             self.close()
-            raise InputError(f"there is no folder {directory.parent} to keep scratch space in {directory}") from None
+            why = "no folder can be made in" if directory.parent.is_dir() else "there is no folder"
+            raise InputError(f"{why} {directory.parent} to keep scratch space in {directory}") from None
         except OSError as error:
             self.close()
             raise InputError(
