@@ -200,6 +200,8 @@ class RequestCodec:
         """Counts texts by their words; None for a tokenizer of another kind."""
         if self.tokenizer is None or not getattr(self.tokenizer, "is_fast", False) or not self._knows_all_tokens:
             return None
+        if self.tokenizer.split_special_tokens:
+            return None
         with contextlib.suppress(ValueError, KeyError, TypeError, re.error):
             return TokenCounter(self.tokenizer.backend_tokenizer)
         return None

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 #: Unicode classes as ASCII has them; expressions with others are not taken.
 ASCII_CLASSES = {r"\p{L}": "a-zA-Z", r"\p{N}": "0-9"}
+#: Control characters about which the expressions of Python and of tokenizers disagree.
+OTHERS = re.compile(r"[\0-\x08\x0e-\x1f\x7f]")
 MAX_WORDS, MAX_WORD_LENGTH = 1 << 16, 64  #: that are kept
 CHECKED = (
     "I'll say: it's 12345 o'clock,  isn't\tit?\r\n\n   def f(x_1):\n        return x**2 - 1 #don't  \n YOU'RE\x0b "
@@ -40,13 +42,13 @@ class WordCounts(dict[str, int]):
 
 
 class TokenCounter:
-    """Counts the tokens of ASCII texts without special tokens in them."""
+    """Counts the tokens of ASCII texts."""
 
     def __init__(self, tokenizer: Tokenizer):
         """Raise ValueError for a tokenizer of another kind."""
         settings = json.loads(tokenizer.to_str())
-        words, others = _expressions(settings)
-        self._words, self._others = re.compile(words, re.ASCII), re.compile(others, re.ASCII)
+        self._words = re.compile(_in_ascii(_words(settings)), re.ASCII)
+        self._added = _added_tokens(settings["added_tokens"])
         self._counts = WordCounts(tokenizer)
         self._special = len(tokenizer.encode("a")) - len(tokenizer.encode("a", add_special_tokens=False))
         if self.count(CHECKED) != len(tokenizer.encode(CHECKED)):
@@ -54,13 +56,28 @@ class TokenCounter:
 
     def count(self, text: str, special_tokens: bool = True) -> int | None:
         """Return the number of tokens; None for a text that must be encoded to be counted."""
-        if not text.isascii() or self._others.search(text):
+        if not text.isascii() or OTHERS.search(text):
             return None
-        return sum(map(self._counts.__getitem__, self._words.findall(text))) + special_tokens * self._special
+        count = special_tokens * self._special
+        parts = self._added.split(text) if self._added else [text]  # every second one is an added token
+        for part in parts[::2]:
+            count += sum(map(self._counts.__getitem__, self._words.findall(part)))
+        return count + len(parts) // 2
 
 
-def _expressions(settings: dict) -> tuple[str, str]:
-    """Return the regular expressions of the words, and of what must not be in a text, by a tokenizer's JSON."""
+def _added_tokens(tokens: list[dict]) -> re.Pattern[str] | None:
+    """Return the expression of the tokens that a text is cut at before it is cut into words, the longest first; None
+    where there are none."""
+    if any(token["lstrip"] or token["rstrip"] or token["single_word"] for token in tokens):
+        raise ValueError("an added token takes what is around it")
+    if len({token["normalized"] for token in tokens}) > 1:
+        raise ValueError("a text is cut twice at added tokens")
+    contents = sorted((token["content"] for token in tokens), key=len, reverse=True)
+    return re.compile(f"({'|'.join(map(re.escape, contents))})") if contents else None
+
+
+def _words(settings: dict) -> str:
+    """Return the regular expression of the words, by a tokenizer's JSON. Raise ValueError for one of another kind."""
     normalizer, model, cut = settings["normalizer"], settings["model"], settings["pre_tokenizer"] or {}
     steps = cut["pretokenizers"] if cut.get("type") == "Sequence" else [cut]
     *splits, last = steps
@@ -69,15 +86,12 @@ def _expressions(settings: dict) -> tuple[str, str]:
         raise ValueError("not a byte-level BPE")
     if last["use_regex"] == bool(splits) or len(splits) > 1:
         raise ValueError("words are not cut by one expression")
-    words = GPT2_WORDS
-    if splits:
-        (split,) = splits
-        if split["type"] != "Split" or split["behavior"] != "Isolated" or split["invert"]:
-            raise ValueError("words are not cut by one expression")
-        words = split["pattern"]["Regex"]
-    added = [token["content"] for token in settings["added_tokens"]]
-    # The model of Python's expressions and that of tokenizers disagree about other control characters.
-    return _in_ascii(words), "|".join([r"[\0-\x08\x0e-\x1f\x7f]", *map(re.escape, added)])
+    if not splits:
+        return GPT2_WORDS
+    (split,) = splits
+    if split["type"] != "Split" or split["behavior"] != "Isolated" or split["invert"]:
+        raise ValueError("words are not cut by one expression")
+    return split["pattern"]["Regex"]
 
 
 def _in_ascii(expression: str) -> str:

@@ -5,7 +5,7 @@ import string
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
 from flexhybrid import shipped
 from flexhybrid.token_counts import CHECKED, TokenCounter
@@ -34,14 +34,21 @@ def trained(cut, normalizer=None, model=None) -> Tokenizer:
     return tokenizer
 
 
+def with_added(*tokens: AddedToken) -> Tokenizer:
+    tokenizer = trained(split(LLAMA3))
+    tokenizer.add_tokens(list(tokens))
+    return tokenizer
+
+
 KINDS = {
+    "added": lambda: with_added(*(AddedToken(text, normalized=False) for text in ("<|end|>>", " def", "34"))),
     "opt": lambda: Tokenizer.from_file(str(shipped.CHECKPOINT / "tokenizer.json")),
     "gpt2": lambda: trained(pre_tokenizers.ByteLevel(False)),
     "llama3": lambda: trained(split(LLAMA3)),
     "qwen2": lambda: trained(split(QWEN2), normalizers.NFC()),
 }
 PIECES = st.sampled_from(
-    ["'s", "'LL", " ", "  ", "\n", "\r\n", "\t", "\x0b", "\x1f", "<s>", "<|end|>", "é", "def ", "1234"]
+    ["'s", "'LL", " ", "  ", "\n", "\r\n", "\t", "\x0b", "\x1f", "<s>", "<|end|>", ">", "é", "def ", "1234"]
 )
 
 
@@ -69,6 +76,8 @@ def test_counts_are_those_of_the_encoding(kind):
     [
         lambda: trained(pre_tokenizers.ByteLevel(True)),
         lambda: trained(pre_tokenizers.Metaspace()),
+        lambda: with_added(AddedToken("<tool>", lstrip=True, normalized=False)),
+        lambda: with_added(AddedToken("<|end|>>", normalized=True)),
         lambda: trained(pre_tokenizers.ByteLevel(False), normalizers.Lowercase()),
         lambda: trained(split(r"\p{Lu}?\p{Ll}+|.|\n")),
         lambda: trained(pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(False)])),
