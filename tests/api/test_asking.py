@@ -12,6 +12,9 @@ from oracles.warpers import changed
 from policies import wider_policies
 
 from flexhybrid import LLM, InputError, Policy, SamplingParams, shipped
+from flexhybrid import llm as llm_module
+from flexhybrid.core.schedule import positions
+from flexhybrid.core.schedule.refill import RunningBatch
 from sim.presets import hybrid
 
 VOCAB = 61
@@ -141,6 +144,46 @@ def test_a_request_gets_in_company_what_it_gets_alone(llm_of, requests, policy):
             one = {"temperature": 0, **asked, "n": 1, "seed": asked.get("seed", 0) + output.index}
             alone = llm_of("kv").generate([prompt], [SamplingParams(**one)])[0].outputs[0]
             assert (output.token_ids, output.finish_reason) == (alone.token_ids, alone.finish_reason)
+
+
+def test_requests_that_step_back_keep_what_they_ask_for(llm_of, model, monkeypatch):
+    """Pools of the least size: the youngest step back and come again with a part of their answer as a prompt."""
+    started: list[RunningBatch] = []
+
+    def start(wave):
+        started.append(RunningBatch(wave))
+        return started[-1]
+
+    monkeypatch.setattr(positions, "RunningBatch", start)
+    monkeypatch.setattr(llm_module, "batch_size", lambda *_: (4, 0.01))
+    generator = np.random.default_rng(2)
+    asking = [
+        {"frequency_penalty": 1.2, "temperature": 0.9}, {"repetition_penalty": 1.4}, {"presence_penalty": 1.0},
+        {"logprobs": 2, "prompt_logprobs": 1, "min_tokens": 60}, {}, {"n": 2, "temperature": 1.3, "logprobs": 0},
+        {"logit_bias": {7: 4.0}, "top_k": 5, "temperature": 0.7},
+    ]  # fmt: skip
+    common = {"temperature": 0, "max_tokens": 70, "ignore_eos": True}
+    params = [common | {"seed": seed} | asked for seed, asked in enumerate(asking)]
+    prompts = [generator.integers(3, VOCAB, 5 + 3 * i % 20).tolist() for i in range(len(params))]
+    llm = LLM(model[0], Policy(), device="cpu", dtype="float32")
+    together = llm.generate(prompts, [SamplingParams(**asked) for asked in params])
+    assert sum(batch.num_back for batch in started) > 0
+    monkeypatch.undo()
+    for prompt, asked, answer in zip(prompts, params, together, strict=True):
+        for output in answer.outputs:
+            one = SamplingParams(**{**asked, "n": 1, "seed": asked["seed"] + output.index})
+            (alone,) = llm_of("kv").generate([prompt], [one])
+            assert output.token_ids == alone.outputs[0].token_ids
+            assert_same(output.logprobs, alone.outputs[0].logprobs)
+            assert_same(answer.prompt_logprobs, alone.prompt_logprobs)
+
+
+def assert_same(places: list | None, others: list | None) -> None:
+    """The same tokens, with the same log probabilities but for their last digits."""
+    assert (places is None) == (others is None)
+    for place, other in zip(places or [], others or [], strict=True):
+        values, expected = ({token: one.logprob for token, one in (of or {}).items()} for of in (place, other))
+        assert values == pytest.approx(expected, abs=1e-4)
 
 
 def test_samples_of_one_prompt_differ_and_shared_parameters_keep_their_rule(llm_of):

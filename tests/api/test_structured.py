@@ -13,6 +13,9 @@ from hypothesis import strategies as st
 from policies import wider_policies
 
 from flexhybrid import LLM, InputError, Policy, SamplingParams, StructuredOutputsParams, cli, shipped
+from flexhybrid import llm as llm_module
+from flexhybrid.core.schedule import positions
+from flexhybrid.core.schedule.refill import RunningBatch
 from sim.presets import hybrid
 
 pytest.importorskip("llguidance")
@@ -173,6 +176,26 @@ def test_a_form_in_company_is_the_form_alone(llm_of, requests, policy):
             one = {"temperature": 0, **asked, "n": 1, "seed": asked.get("seed", 0) + output.index}
             alone = llm_of("kv").generate([text], [SamplingParams(**one)])[0].outputs[0]
             assert (output.token_ids, output.text) == (alone.token_ids, alone.text)
+
+
+def test_a_form_outlasts_stepping_back(llm_of, monkeypatch):
+    """Pools of the least size: the youngest requests step back, and come again in the middle of their form."""
+    started: list[RunningBatch] = []
+
+    def start(wave):
+        started.append(RunningBatch(wave))
+        return started[-1]
+
+    monkeypatch.setattr(positions, "RunningBatch", start)
+    monkeypatch.setattr(llm_module, "batch_size", lambda *_: (3, 0.01))
+    form = {"regex": "([a-z]{1,9} [0-9]{3}, ){1,90}"}
+    params = [SamplingParams(seed=seed, max_tokens=90, structured_outputs=form) for seed in range(4)]
+    together = LLM(shipped.CHECKPOINT, Policy(), device="cpu", dtype="float32").generate(PROMPTS[:4], params)
+    assert sum(batch.num_back for batch in started) > 0
+    monkeypatch.undo()
+    for text, one, got in zip(PROMPTS, params, together):
+        assert got.outputs[0].text == llm_of("kv").generate([text], [one])[0].outputs[0].text
+        assert regex.fullmatch(form["regex"], got.outputs[0].text, partial=True)
 
 
 def test_a_lane_that_fails_leaves_nobody_waiting_for_a_mask(llm, monkeypatch):
