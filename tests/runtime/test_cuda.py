@@ -121,7 +121,8 @@ def sampled_every_way(num_requests: int) -> SamplingPlan:
     )  # fmt: skip
     return replace(
         greedy_plan(num_requests), temperature=ones, top_k=np.full(num_requests, 20), top_p=0.9 * ones,
-        min_p=0.05 * ones, changes=(changes,) * num_requests,
+        min_p=0.05 * ones, changes=(changes,) * num_requests, num_logprobs=np.full(num_requests, 5),
+        num_prompt_logprobs=np.full(num_requests, 2),
     )  # fmt: skip
 
 
