@@ -291,6 +291,7 @@ def test_a_long_file_is_answered_while_it_is_counted(tiny, tmp_path, monkeypatch
     whole, _ = run("whole.jsonl")
     monkeypatch.setattr(census_module, "CHUNK_LINES", 5)
     monkeypatch.setattr(job, "CENSUS_S", 0.0)
+    monkeypatch.setattr(job, "WINDOW", 3)
     released, counted, write = threading.Event(), [], job.Job.write
     count_on = census_module.Census.count_on
 
@@ -323,6 +324,7 @@ def test_a_census_that_fails_ends_the_run(tiny, tmp_path, monkeypatch):
     (tmp_path / "in.jsonl").write_bytes(b"\n".join(valid(f"v{i}") for i in range(9)))
     monkeypatch.setattr(census_module, "CHUNK_LINES", 3)
     monkeypatch.setattr(job, "CENSUS_S", 0.0)
+    monkeypatch.setattr(job, "WINDOW", 3)
     monkeypatch.setattr(census_module.LineReader, "take_own_tokenizer", lambda read: setattr(read, "draft", None))
     command = ["run", "-i", tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl", "--model", tiny, "--policy", "kv_only"]
     with pytest.raises(TypeError):

@@ -381,11 +381,11 @@ class Job:
     # ---- PendingRequests ---------------------------------------------------------------------------------------------
 
     def pending(self) -> np.ndarray:
-        self._take_counted()
-        self._order = self._order[self.states[self._order] == PENDING]
-        while not len(self._order) and self.census.wait(self._taken):
+        while True:  # until a batch is full, or all lines are counted
             self._take_counted()
-        return self._order
+            self._order = self._order[self.states[self._order] == PENDING]
+            if len(self._order) >= WINDOW or not self.census.wait(self._taken):
+                return self._order
 
     def _take_counted(self) -> None:
         """Take in the lines that were counted since the last call."""
