@@ -169,13 +169,17 @@ def test_requests_that_step_back_keep_what_they_ask_for(llm_of, model, monkeypat
     together = llm.generate(prompts, [SamplingParams(**asked) for asked in params])
     assert sum(batch.num_back for batch in started) > 0
     monkeypatch.undo()
-    for prompt, asked, answer in zip(prompts, params, together, strict=True):
-        for output in answer.outputs:
-            one = SamplingParams(**{**asked, "n": 1, "seed": asked["seed"] + output.index})
-            (alone,) = llm_of("kv").generate([prompt], [one])
-            assert output.token_ids == alone.outputs[0].token_ids
-            assert_same(output.logprobs, alone.outputs[0].logprobs)
-            assert_same(answer.prompt_logprobs, alone.prompt_logprobs)
+    apart = [
+        (prompt, asked | {"n": 1, "seed": asked["seed"] + k})
+        for prompt, asked in zip(prompts, params, strict=True)
+        for k in range(asked.get("n", 1))
+    ]
+    roomy = llm_of("kv").generate([prompt for prompt, _ in apart], [SamplingParams(**asked) for _, asked in apart])
+    outputs = [(answer, output) for answer in together for output in answer.outputs]
+    for (answer, output), expected in zip(outputs, roomy, strict=True):
+        assert output.token_ids == expected.outputs[0].token_ids
+        assert_same(output.logprobs, expected.outputs[0].logprobs)
+        assert_same(answer.prompt_logprobs, expected.prompt_logprobs)
 
 
 def assert_same(places: list | None, others: list | None) -> None:
