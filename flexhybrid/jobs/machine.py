@@ -45,13 +45,14 @@ def machine_memories(device: torch.device) -> dict[str, int | None]:
     return {"device_memory": half, "host_memory": half}
 
 
-def notes_on(device: torch.device, budgets: dict[str, int], disk_dir: Path | str | None) -> Iterator[str]:
+def notes_on(device: torch.device, budgets: dict[str, int | None], disk_dir: Path | str | None) -> Iterator[str]:
     """Yield what is odd about budgets in bytes, by tier, and a scratch folder on this machine."""
     memories, host = machine_memories(device), host_memory_bytes()
     for tier in ("device", "host"):
         most = memories[f"{tier}_memory"] if device.type == "cuda" else host
-        if most is not None and budgets.get(tier, 0) > most:
-            yield f"--{tier}-memory, {gib(budgets[tier])}, is more than the {gib(most)} that this machine has"
+        named = budgets.get(tier)
+        if most is not None and named is not None and named > most:
+            yield f"--{tier}-memory, {gib(named)}, is more than the {gib(most)} that this machine has"
     if disk_dir is not None and not Path(disk_dir).expanduser().exists():
         yield f"the scratch folder {disk_dir} does not exist; it is made where the policy uses a disk"
 
