@@ -28,11 +28,13 @@ from flexhybrid.core.wave import Wave, admit
 from flexhybrid.core.waves import batch_size, check_least, check_longest, first_wave, open_batch, wave_plan
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.progress import Progress
-from flexhybrid.requests import CompletionOutput, Generated, RequestCodec, RequestOutput, Requests, load_tokenizer
+from flexhybrid.requests import Generated, RequestCodec, RequestOutput, load_tokenizer
 from flexhybrid.resolve import pick_device, resolve_policy, resolve_problem, settle_policy
+from flexhybrid.running_requests import OpenRequest, Replies, RunningRequests
 from flexhybrid.runtime.clock import LaneThreads
 from flexhybrid.runtime.engine import Engine, RunControl, WaveResult
 from flexhybrid.runtime.forcing import force_tokens
+from flexhybrid.runtime.kernels.sampling import SamplingPlan
 from flexhybrid.runtime.runnable import check_runnable
 from flexhybrid.runtime.storage.loader import Checkpoint
 from flexhybrid.runtime.storage.weights import Weights
@@ -122,6 +124,7 @@ class LLM:
         self.arguments = arguments
         self._lock = threading.RLock()
         self._in_waves = False
+        self.at_a_time = 0  #: requests that ran together in the latest batch
         self._num_prompts = 0  # that generate was given so far
         if not isinstance(arguments.model, (str, Path)) or not str(arguments.model):
             raise InputError(f"model must be the path of a local checkpoint folder, not {arguments.model!r}")
@@ -203,29 +206,20 @@ class LLM:
         answers: list[RequestOutput | None] = [None] * len(requests.prompts)
         if not answers:
             return []
-        complete: list[list[CompletionOutput]] = [[] for _ in answers]
-        prompt_records: dict[int, np.ndarray | None] = {}
-        first_id = self._num_prompts
+        replies, first_id = Replies(self.codec), self._num_prompts
         self._num_prompts += len(answers)
 
+        def begin(request: int) -> tuple[Generated, SamplingPlan]:
+            return self.codec.begin(requests, request), requests.plan.select(np.array([request]))
+
         def completed(request: int, generated: Generated) -> None:
-            place, params = requests.answers[request][0], generated.params
-            complete[place].append(self.codec.completion(generated))
             progress.finished(requests.max_tokens[request] - len(generated.token_ids))
-            if generated.index == 0:
-                prompt_records[place] = generated.prompt_records
-            if len(complete[place]) < params.n:
-                return
-            prompt, ids = requests.prompts[place], generated.prompt_ids
-            answers[place] = answer = RequestOutput(
-                prompt if isinstance(prompt, str) else None,
-                ids,
-                sorted(complete[place], key=lambda output: output.index),
-                self.codec.prompt_logprobs(ids, prompt_records[place], params),
-                str(first_id + place),
-            )
-            if on_answer:
-                on_answer(place, answer)
+            place = requests.answers[request][0]
+            prompt = requests.prompts[place]
+            text = prompt if isinstance(prompt, str) else None
+            answers[place] = reply = replies.add(place, generated, text, str(first_id + place))
+            if reply and on_answer:
+                on_answer(place, reply)
 
         shows = sys.stderr.isatty() and not on_tokens if use_tqdm is None else bool(use_tqdm)
         total, count = sum(requests.max_tokens), len(requests.ids)
@@ -236,17 +230,38 @@ class LLM:
             if on_tokens:
                 on_tokens(num_tokens)
 
-        with progress, self.waves(requests.workload, joining=not any(requests.num_decoded)) as waves:
+        hears = RunControl(on_tokens=counted, should_stop=should_stop)
+        with progress:
+            self.answer(requests.workload, begin, completed, hears, on_trace, joining=not any(requests.num_decoded))
+        return answers
+
+    @one_thread_at_a_time
+    def answer(
+        self,
+        workload: Workload,
+        open_request: OpenRequest,
+        completed: Callable[[int, Generated], None],
+        hears: RunControl,
+        on_trace: OnTrace | None = None,
+        joining: bool = True,
+    ) -> None:
+        """Answer requests of these lengths, which are made by ``open_request`` when they begin: ``generate`` for more
+        of them than memory holds. Those who begin first are the first of the workload.
+
+        ``completed`` takes each request (its index) with its answer. ``hears``: what is called on the way.
+        ``joining``: requests join a running batch; not where the decode is given tokens (``Generated.num_decoded``).
+        Raises InputError as ``generate`` does.
+        """
+        with self.waves(workload, joining) as waves:
             for members, wave in waves:
-                if should_stop and should_stop():
+                if hears.should_stop and hears.should_stop():
                     break
-                keep_trace = TRACED_TASKS if on_trace else False
-                control = RunControl(on_tokens=counted, should_stop=should_stop, keep_trace=keep_trace)
-                result = self._run_wave(wave, requests, members, completed, control)
+                control = replace(hears, keep_trace=TRACED_TASKS if on_trace else False)
+                running = RunningRequests(lambda queued, members=members: open_request(int(members[queued])))
+                result = self._run_wave(wave, members, running, completed, control)
                 if on_trace:
                     on_trace(result)
                     on_trace = None
-        return answers
 
     def chat(
         self,
@@ -335,44 +350,50 @@ class LLM:
             else:
                 members = left[: first_wave(problem, policy, lengths)]
                 wave = admit(problem, policy, workload.select(members))
+            self.at_a_time = wave.workload.num_requests
             self._make_engine(buffer_sizes(wave))
             yield members, wave
-            waiting = wave.queue.waiting if wave.queue else []
-            left = members[waiting] if joining else left[len(members) :]
+            left = (members[wave.queue.waiting] if wave.queue else members[:0]) if joining else left[len(members) :]
 
     def _run_wave(
         self,
         wave: Wave,
-        requests: Requests,
         members: np.ndarray,
+        running: RunningRequests,
         completed: Callable[[int, Generated], None],
         control: RunControl,
     ) -> WaveResult:
-        """Answer the requests ``members`` (indices) in one wave. ``completed(index, generated)`` is called as soon as
+        """Answer the requests ``members`` (indices) in one batch. ``completed(index, generated)`` is called as soon as
         an answer is complete; what ends the answers is added to ``control``."""
-        generated = [self.codec.begin(requests, int(i)) for i in members]
-        ids = [one.prompt_ids for one in generated]
 
-        def finished(place: int, tokens: list[int], stop: int | str | None) -> None:
-            generated[place].token_ids, generated[place].stop = tokens, stop
-            completed(int(members[place]), generated[place])
+        def finished(queued: int, tokens: list[int], stop: int | str | None) -> None:
+            generated = running.generated(queued)
+            generated.token_ids, generated.stop = tokens, stop
+            completed(int(members[queued]), generated)
 
-        stop_ids = [self.codec.stop_ids(one.params) for one in generated]
-        stop_texts = {place: one.watch.push for place, one in enumerate(generated) if one.watch}
-        decoded = [requests.num_decoded[i] for i in members]
+        def stop_text(queued: int) -> Callable[[int], str | None] | None:
+            watch = running.generated(queued).watch
+            return watch.push if watch else None
+
+        if wave.queue:
+            wave.queue.on_join, wave.queue.on_leave = running.join, running.leave
+        begun = wave.request.tolist()
+        for queued in begun:
+            running.join(queued)
+        num_given = [running.generated(queued).num_decoded for queued in begun]
         control = replace(
             control,
-            num_given=decoded,
-            stop_ids=stop_ids,
-            stop_texts=stop_texts,
+            num_given=num_given if any(num_given) else None,
+            stop_ids=lambda queued: self.codec.stop_ids(running.generated(queued).params),
+            stop_text=stop_text,
             on_finish=finished,
-            on_noted=lambda place, noted: generated[place].note(noted),
+            on_noted=lambda queued, noted: running.generated(queued).note(noted),
+            forget=True,
         )
         engine = self.open_engine
-        prefilled = [prompt[: len(prompt) - count] for prompt, count in zip(ids, decoded)]
-        executor = engine.executor(wave, prefilled, requests.plan.select(members))
-        if any(decoded):
-            force_tokens(executor, ids)
+        executor = engine.executor(wave, running, running)
+        if any(num_given):
+            force_tokens(executor, [running.generated(queued).prompt_ids for queued in begun])
         return engine.run(executor, control)
 
     @one_thread_at_a_time

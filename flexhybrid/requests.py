@@ -92,6 +92,7 @@ class Generated:
     watch: StopWatch | None
     token_ids: list[int] = field(default_factory=list)
     stop: int | str | None = None  #: the token id or text that ended it; None: its length did
+    num_decoded: int = 0  #: last tokens of the prompt that pass the decode one by one
     records: list[np.ndarray] = field(default_factory=list)  #: (``kernels.logprobs``) of token_ids, where asked for
     prompt_records: np.ndarray | None = None  #: of the prompt's tokens from the second on, where asked for
 
@@ -294,12 +295,7 @@ class RequestCodec:
         plan = self._sampling_plan(ids, params, shared)
         answers = [(i, k) for i, wanted in enumerate(params) for k in range(wanted.n)]
         places, number = np.array(answers, dtype=np.int64).reshape(-1, 2).T
-        plan = plan.select(places)
-        plan = replace(
-            plan,
-            seeds=plan.seeds + number.astype(np.uint64),  # beyond 2**64 they begin anew
-            num_prompt_logprobs=np.where(number == 0, plan.num_prompt_logprobs, -1),
-        )
+        plan = _of_answers(plan.select(places), number)
         each = [[values[i] for i in places] for values in (ids, params, limits)]
         return Requests(plain, answers, *each, plan=plan, num_decoded=[decoded[i] for i in places])
 
@@ -335,7 +331,14 @@ class RequestCodec:
         """Return what a request, given by its index, has before its first token."""
         ids, params = requests.ids[request], requests.params[request]
         watch = StopWatch(self.decoder(params), ids, params.stop, params.min_tokens) if params.stop else None
-        return Generated(requests.answers[request][1], ids, params, watch)
+        return Generated(requests.answers[request][1], ids, params, watch, num_decoded=requests.num_decoded[request])
+
+    def open(self, prompt_ids: list[int], params: SamplingParams, index: int) -> tuple[Generated, SamplingPlan]:
+        """Return what answer ``index`` to a checked prompt has before its first token, and how its tokens are chosen:
+        as ``encode`` has it of a list of SamplingParams."""
+        watch = StopWatch(self.decoder(params), prompt_ids, params.stop, params.min_tokens) if params.stop else None
+        plan = self._sampling_plan([prompt_ids], [params], shared=False)
+        return Generated(index, prompt_ids, params, watch), _of_answers(plan, np.array([index]))
 
     def completion(self, generated: Generated) -> CompletionOutput:
         """Return what vLLM reports: the text without what ended it, and no stop_reason for an end-of-sequence."""
@@ -394,6 +397,16 @@ class RequestCodec:
 
 def _or_none(count: int | None) -> int:
     return -1 if count is None else count
+
+
+def _of_answers(plan: SamplingPlan, number: np.ndarray) -> SamplingPlan:
+    """Return the plan of answers with these numbers, each to a prompt's plan: answer k draws with seed + k, and only
+    the first notes the prompt's log probabilities."""
+    return replace(
+        plan,
+        seeds=plan.seeds + number.astype(np.uint64),  # beyond 2**64 they begin anew
+        num_prompt_logprobs=np.where(number == 0, plan.num_prompt_logprobs, -1),
+    )
 
 
 def plain_prompt(prompt):

@@ -149,8 +149,7 @@ class Generator:
             for members, wave in waves:
                 session = Session(self.llm.open_engine, wave, [ids[i] for i in members])
                 _keep_logits(session.executor, members, logits, classes)
-                stop_ids = [frozenset(self.llm.shape.eos_token_ids)] * len(members)
-                result = session.generate(RunControl(stop_ids=stop_ids))
+                result = session.generate(RunControl(stop_ids=lambda _request: self.llm.shape.eos_token_ids))
                 for i, answer in zip(members, result.tokens):
                     tokens[i] = answer
         counted = np.arange(self.max_tokens) < np.array([len(answer) for answer in tokens])[:, None]

@@ -7,7 +7,7 @@ which order all of it is done.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -29,12 +29,44 @@ from flexhybrid.core.workload import Workload
 
 @dataclass
 class RequestQueue:
-    """The requests of a batch: those that run have a place in it (an index into ``Wave.workload``), the others wait."""
+    """The requests of a batch: those that run have a place in it (an index into ``Wave.workload``), the others wait.
+
+    They join in the order of their numbers, those that have stepped back before all others; who finds no place is
+    passed over.
+    """
 
     workload: Workload  #: of all requests
-    waiting: list[int]  #: in the order in which they are to join
+    following: int  #: from this one on nobody was ever looked at
+    passed_over: list[int] = field(default_factory=list)  #: those before it that wait
     #: request -> tokens that it had before it stepped back; they are a part of its prompt when it comes back
     given: dict[int, int] = field(default_factory=dict)
+    on_join: Callable[[int], None] = lambda request: None  #: called, while the batch runs, before a request first joins
+    on_leave: Callable[[int, int], None] = lambda request, iteration: None  #: called when it runs no more
+
+    def first(self, count: int) -> list[int]:
+        """Return the first requests that wait, ``count`` at most."""
+        end = min(self.workload.num_requests, self.following + max(0, count - len(self.passed_over)))
+        self.passed_over += range(self.following, end)
+        self.following = end
+        return self.passed_over[:count]
+
+    def remove(self, requests: set[int]) -> None:
+        """Take those who join, or never will, out."""
+        self.passed_over = [request for request in self.passed_over if request not in requests]
+
+    def put_back(self, request: int, num_given: int) -> None:
+        """Let a request that has ``num_given`` tokens wait again, before all others."""
+        self.given[request] = num_given
+        self.passed_over.insert(0, request)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.passed_over and self.following == self.workload.num_requests
+
+    @property
+    def waiting(self) -> np.ndarray:
+        """All who wait."""
+        return np.r_[np.array(self.passed_over, dtype=np.int64), self.following : self.workload.num_requests]
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ def open_batch(problem: Problem, policy: Policy, workload: Workload, count: int,
     planned = Workload(first.prompt_tokens, np.maximum(1, np.ceil(share * first.max_tokens)).astype(np.int64))
     wave = admit(problem, policy, planned, alone=workload.select(np.array(extremes(workload))))
     limits = queue_sizes(wave, workload, joins_singly(policy))
-    queue = RequestQueue(workload, list(range(count, num_requests)))
+    queue = RequestQueue(workload, following=count)
     wave = replace(wave, workload=first, queue=queue, limits=limits, expected_share=share)
     if wave.whole:
         wave = replace(wave, whole=replace(wave.whole, workload=first))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from flexhybrid.runtime.buffers import Buffers
 from flexhybrid.runtime.clock import Clock, Lane, LaneThreads, StreamLane
 from flexhybrid.runtime.cuda import CudaClock, CudaCopies, CudaStream, lane_streams
 from flexhybrid.runtime.executor import EngineParts, Executor
-from flexhybrid.runtime.kernels.sampling import NO_TOKEN, SamplingPlan
+from flexhybrid.runtime.kernels.sampling import NO_TOKEN
 from flexhybrid.runtime.links import CpuCopies
 from flexhybrid.runtime.logprob_log import Noted
 from flexhybrid.runtime.process_settings import NO_CUDNN_ATTENTION, NO_TF32
@@ -31,12 +32,13 @@ from flexhybrid.runtime.runnable import check_runnable
 from flexhybrid.runtime.selections.heavy_hitters import HeavyHitters
 from flexhybrid.runtime.selections.hooks import SelectionHooks
 from flexhybrid.runtime.selections.speculative import Speculation
+from flexhybrid.runtime.step_tensors import Prompts, SamplingPlans
 from flexhybrid.runtime.storage.weights import ANYWHERE, DiskPlace, Weights, WeightSlots
 from flexhybrid.runtime.verbs import verbs_under
 
-#: Request (its index in the wave) -> function that takes its next token and returns the text that ends it, or None.
-StopTexts = Mapping[int, Callable[[int], str | None]]
-#: Takes a finished request: its index in the wave, its tokens, and what ended it (``WaveResult.stops``).
+#: Request (its index in the queue) -> function that takes its next token and returns the text that ends it, or None.
+StopText = Callable[[int], Callable[[int], str | None] | None]
+#: Takes a finished request: its index in the queue, its tokens, and what ended it (``WaveResult.stops``).
 OnFinish = Callable[[int, list[int], int | str | None], None]
 #: Takes the log probabilities that came with a token: the request's index in the wave, and what was noted.
 OnNoted = Callable[[int, Noted], None]
@@ -51,12 +53,13 @@ class RunControl:
     """
 
     num_given: Sequence[int] | None = None  #: of each request: its first tokens are given (``forcing``), not its answer
-    stop_ids: Sequence[Collection[int]] | None = None  #: of each request of the wave: token ids that end it
-    stop_texts: StopTexts = field(default_factory=dict)  #: of the requests that a text may end
+    stop_ids: Callable[[int], Collection[int]] = lambda request: ()  #: token ids that end a request
+    stop_text: StopText = lambda request: None  #: of a request that a text may end; None: none may
     on_tokens: Callable[[int], None] | None = None
     on_finish: OnFinish | None = None
     on_noted: OnNoted | None = None
     should_stop: Callable[[], bool] | None = None
+    forget: bool = False  #: what ``on_finish`` has taken: the result has no tokens
     keep_trace: bool | int = False  #: True: of all tasks; a number: of the first so many
 
 
@@ -131,8 +134,8 @@ class Engine:
             if space:
                 space.abort()
 
-    def executor(self, wave: Wave, prompts: list[list[int]], plan: SamplingPlan) -> Executor:
-        """Make a wave ready to run: token ids of its prompts, and how its tokens are chosen, in the wave's order."""
+    def executor(self, wave: Wave, prompts: Prompts, plan: SamplingPlans) -> Executor:
+        """Make a wave ready to run: token ids of its prompts, and how its tokens are chosen, by request."""
         share = self.host_workers.map if self.host_threads > 1 else map
         parts = EngineParts(self.weights, self.slots, self.buffers, self.copies, share)
         check_runnable(wave.shape, wave.policy)
@@ -193,7 +196,7 @@ class Engine:
             raise
         trace = [_resolved(event, resolved or {}) for event in trace]
         lanes = {name: lane.times for name, lane in clock.lanes.items() if trace and lane.submitted}
-        return WaveResult(collector.tokens, collector.stops, trace, lanes)
+        return WaveResult(*collector.results(), trace, lanes)
 
 
 _SETTING_THREADS = threading.Lock()
@@ -224,12 +227,12 @@ class _Collector:
         workload = queue.workload if queue else executor.wave.workload
         count = workload.num_requests
         self.executor, self.clock, self.control = executor, clock, control
-        self.stop_ids = control.stop_ids or [()] * count
         self.num_given = list(control.num_given or [0] * count)
         self.max_tokens = workload.max_tokens - np.array(self.num_given)
-        self.tokens: list[list[int]] = [[] for _ in range(count)]
+        self.num_requests = count
+        self.tokens: dict[int, list[int]] = defaultdict(list)  #: by request, those that have begun
         executor.answers = self.tokens
-        self.stops: list[int | str | None] = [None] * count
+        self.stops: dict[int, int | str | None] = {}
         self._pending: list[tuple[Task, int]] = []  # store_out tasks not yet collected, in the plan's order
         self._stopped_requests: set[int] = set()
 
@@ -237,12 +240,12 @@ class _Collector:
         if task.verb == "store_out":
             self._pending.append((task, ordinal))
 
-    def stops_until(self, iteration: int) -> set[int]:
+    def stops_until(self, iteration: int) -> Collection[int]:
         """Return the requests that stopped in iterations up to this one, once that is known; all when the run shall
         stop."""
         self.collect(iteration)
         if self.control.should_stop and self.control.should_stop():
-            return set(range(len(self.tokens)))
+            return range(self.num_requests)
         return self._stopped_requests
 
     def collect(self, last_iteration: int | None = None) -> None:
@@ -269,18 +272,27 @@ class _Collector:
                 if request in noted and self.control.on_noted:
                     self.control.on_noted(request, noted[request])
                 fresh += 1
-                self.stops[request] = self._stop_with(request, token)
-                if self.stops[request] is not None:
+                stop = self.stops[request] = self._stop_with(request, token)
+                if stop is not None:
                     self._stopped_requests.add(request)
-                finished = self.stops[request] is not None or len(self.tokens[request]) == self.max_tokens[request]
+                finished = stop is not None or len(self.tokens[request]) == self.max_tokens[request]
                 if finished and self.control.on_finish:
                     self.control.on_finish(request, self.tokens[request], self.stops[request])
+                if finished and self.control.forget:
+                    del self.tokens[request], self.stops[request]
         if fresh and self.control.on_tokens:
             self.control.on_tokens(fresh)
 
     def _stop_with(self, request: int, token: int) -> int | str | None:
         """Return what ends the request with this token: the token itself, a text that it completes, or None."""
-        if token in self.stop_ids[request]:
+        if token in self.control.stop_ids(request):
             return token
-        stop_texts = self.control.stop_texts
-        return stop_texts[request](token) if request in stop_texts else None
+        stop_text = self.control.stop_text(request)
+        return stop_text(token) if stop_text else None
+
+    def results(self) -> tuple[list[list[int]], list[int | str | None]]:
+        """Return the tokens and stops of all requests; none where each was handed on when it ended."""
+        if self.control.forget:
+            return [], []
+        requests = range(self.num_requests)
+        return [self.tokens[request] for request in requests], [self.stops.get(request) for request in requests]

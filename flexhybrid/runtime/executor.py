@@ -5,7 +5,7 @@ G key/value heads, H query heads, d head size, h hidden. Compute verbs run on th
 touch needs no guard; all else is guarded by the dependencies that the plan's reads and writes make.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -20,13 +20,12 @@ from flexhybrid.core.wave import Wave
 from flexhybrid.runtime.buffers import Buffers, Context
 from flexhybrid.runtime.cuda import CudaCopies
 from flexhybrid.runtime.kernels.attention import PATHS, Share
-from flexhybrid.runtime.kernels.sampling import SamplingPlan
 from flexhybrid.runtime.links import CpuCopies
 from flexhybrid.runtime.logprob_log import LogprobLog
 from flexhybrid.runtime.models import architecture
 from flexhybrid.runtime.profiling.attention_paths import fastest_paths
 from flexhybrid.runtime.selections.hooks import SelectionHooks
-from flexhybrid.runtime.step_tensors import StepMaker, StepTensors, to_device
+from flexhybrid.runtime.step_tensors import Prompts, SamplingPlans, StepMaker, StepTensors, to_device
 from flexhybrid.runtime.storage.host_memory import HostMemory
 from flexhybrid.runtime.storage.weights import Parts, Weights, WeightSlots
 from flexhybrid.runtime.token_masks import TokenMasks
@@ -127,9 +126,7 @@ class Executor(Generic[SelectionT]):
     """One wave, ready to run; ``selection`` is the runtime object of the policy's selection. ``verbs`` may be replaced
     or wrapped, verb by verb, before it runs."""
 
-    def __init__(
-        self, parts: EngineParts, wave: Wave, prompts: list[list[int]], plan: SamplingPlan, selection: SelectionT
-    ):
+    def __init__(self, parts: EngineParts, wave: Wave, prompts: Prompts, plan: SamplingPlans, selection: SelectionT):
         if (wave.streamed_from, wave.disk_from) != (parts.weights.streamed_from, parts.weights.disk_from):
             raise ValueError("the wave's policy places the weights otherwise than they were loaded")
         self.verbs: dict[str, Callable[..., None]] = {}  #: functions of (executor, task)
@@ -144,7 +141,7 @@ class Executor(Generic[SelectionT]):
         self.layer_weights = LayerWeights(parts.weights, parts.slots)
         self.steps = StepMaker(wave, prompts, plan, parts.weights.dtype, self.device)
         #: of each request of the queue, as far as they are known; a part of the prompt of one that has stepped back
-        self.answers: list[list[int]] = []
+        self.answers: Mapping[int, list[int]] = {}
         self.tokens = self.steps.tokens
         self.step_tensors: dict[tuple[int, int], tuple[MiniBatchStep, StepTensors]] = {}  #: by mini-batch and chunk
         self.logprobs = LogprobLog(wave, plan, self.tokens, parts.copies)

@@ -11,9 +11,8 @@ from flexhybrid.core.schedule.steps import MiniBatchStep
 from flexhybrid.core.wave import Wave
 from flexhybrid.runtime.cuda import CudaCopies
 from flexhybrid.runtime.kernels.logprobs import ROWS_AT_ONCE, records
-from flexhybrid.runtime.kernels.sampling import SamplingPlan
 from flexhybrid.runtime.links import CpuCopies
-from flexhybrid.runtime.step_tensors import TokenTable, to_device
+from flexhybrid.runtime.step_tensors import SamplingPlans, TokenTable, to_device
 
 
 class Noted(NamedTuple):
@@ -30,9 +29,8 @@ class LogprobLog:
     wait there until they are taken.
     """
 
-    def __init__(self, wave: Wave, plan: SamplingPlan, tokens: TokenTable, copies: CpuCopies | CudaCopies):
-        self.of_answers, self.of_prompts = plan.num_logprobs, plan.num_prompt_logprobs
-        self._any_answer, self._any_prompt = (self.of_answers >= 0).any(), (self.of_prompts >= 0).any()
+    def __init__(self, wave: Wave, plan: SamplingPlans, tokens: TokenTable, copies: CpuCopies | CudaCopies):
+        self.plan = plan
         everybody = wave.queue.workload if wave.queue else wave.workload
         self.prompt_tokens, self.tokens, self.copies = everybody.prompt_tokens, tokens, copies
         self._prompts: dict[int, list[torch.Tensor]] = {}  # records of the chunks of a prompt, by request
@@ -43,10 +41,11 @@ class LogprobLog:
     def note_prompt(self, step: MiniBatchStep, hidden_Rh: torch.Tensor, head) -> None:
         """Make records of the prompts' tokens behind those that the step has computed. ``head``: hidden states [·, h]
         of the last layer -> logits [·, V]."""
-        if not self._any_prompt:
+        wanted = self.plan.select(step.queued).num_prompt_logprobs
+        if (wanted < 0).all():
             return
         lengths = self.prompt_tokens[step.queued] - 1 - step.context
-        asking = (self.of_prompts[step.queued] >= 0) & (lengths > 0)
+        asking = (wanted >= 0) & (lengths > 0)
         for row in np.flatnonzero(asking).tolist():
             request, count = int(step.queued[row]), int(min(lengths[row], step.new_tokens[row]))
             first = row * step.computed_width + step.recomputed_width
@@ -56,20 +55,20 @@ class LogprobLog:
                 self.tokens.ids[cell : cell + count].split(ROWS_AT_ONCE),
                 strict=True,
             )
-            num_top = int(self.of_prompts[request])
+            num_top = int(wanted[row])
             made = [records(head(hidden), tokens, num_top) for hidden, tokens in pieces]
             self._prompts.setdefault(request, []).extend(made)
 
     def note_sampled(self, step: MiniBatchStep, logits_BV: torch.Tensor, chosen_B: torch.Tensor) -> None:
         """Make records of the new tokens; those of a prompt are complete by now."""
-        if not self._any_answer and not self._prompts:
+        wanted = self.plan.select(step.queued).num_logprobs
+        if (wanted < 0).all() and not self._prompts:
             return
         made = [
             ([request], "prompt", torch.cat(self._prompts.pop(request)))
             for request in step.queued.tolist()
             if request in self._prompts
         ]
-        wanted = self.of_answers[step.queued]
         rows = np.flatnonzero(wanted >= 0)
         if len(rows):
             if len(rows) < len(wanted):

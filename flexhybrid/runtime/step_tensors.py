@@ -1,7 +1,8 @@
 """Index tensors, masks and sampling that the compute verbs of a step need: made once a step, used by every layer."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -11,6 +12,19 @@ from flexhybrid.core.schedule.steps import MiniBatchStep, Store
 from flexhybrid.core.wave import Wave
 from flexhybrid.runtime.kernels.rotary import rotary_tables
 from flexhybrid.runtime.kernels.sampling import SamplingPlan, StepSampling, step_sampling
+
+
+class Prompts(Protocol):
+    """Token ids of the prompts, by request."""
+
+    def __getitem__(self, request: int, /) -> Sequence[int]: ...
+
+
+class SamplingPlans(Protocol):
+    """How the tokens of requests are chosen: a ``SamplingPlan``, or what makes one of the requests that run."""
+
+    def select(self, members: np.ndarray) -> SamplingPlan: ...
+
 
 Rotation = tuple[torch.Tensor, torch.Tensor]  #: cosines and sines, [R, d] each
 
@@ -144,15 +158,13 @@ def mask_of(hidden_BT: np.ndarray, dtype: torch.dtype, device: torch.device) -> 
 class StepMaker:
     """Makes the tensors of a wave's steps, from tables of its tokens and positions."""
 
-    def __init__(
-        self, wave: Wave, prompts: list[list[int]], plan: SamplingPlan, dtype: torch.dtype, device: torch.device
-    ):
+    def __init__(self, wave: Wave, prompts: Prompts, plan: SamplingPlans, dtype: torch.dtype, device: torch.device):
         self.prompts, self.plan, self.dtype, self.device = prompts, plan, dtype, device
         self.attends_on_host = wave.policy.attention == "host"
         lengths = wave.workload.prompt_tokens + wave.workload.max_tokens
         if wave.queue is not None:
             lengths = np.full_like(lengths, wave.queue.workload.cached_tokens.max() + 1)
-        self.tokens = TokenTable([prompts[request] for request in wave.request], lengths, device)
+        self.tokens = TokenTable([prompts[request] for request in wave.request.tolist()], lengths, device)
         self.rotary: Rotation | None = None  #: of all positions
         self.act_positions: dict[str, np.ndarray] = {}  #: where the model has rotary positions
         if wave.shape.rotary:
@@ -160,10 +172,10 @@ class StepMaker:
             self.rotary = rotary_tables(wave.shape, longest, dtype, device)
             self.act_positions = position_tables(wave.entries, longest)
 
-    def enter(self, step: MiniBatchStep, answers: Sequence[Sequence[int]]) -> None:
+    def enter(self, step: MiniBatchStep, answers: Mapping[int, Sequence[int]]) -> None:
         """Take the prompts of requests that join; of those that were here before, with their answers so far."""
         for place, request in zip(step.requests.tolist(), step.queued.tolist(), strict=True):
-            self.tokens.enter(place, [*self.prompts[request], *(answers[request] if answers else ())])
+            self.tokens.enter(place, [*self.prompts[request], *answers.get(request, ())])
 
     def make(self, step: MiniBatchStep) -> StepTensors:
         batch, width = len(step.requests), step.computed_width
@@ -184,7 +196,7 @@ class StepMaker:
             mask_B11T=None if hidden is None else mask_of(hidden, self.dtype, self.device),
             last_rows_B=self._copy(last_rows) if width > 1 else None,
             sampled_cells_B=self._copy(self.tokens.cells(step.requests, total)),
-            sampling=step_sampling(self.plan, step.queued, total, self.tokens.start[step.requests], self._copy),
+            sampling=step_sampling(self.plan.select(step.queued), total, self.tokens.start[step.requests], self._copy),
             stores={store.space: self._store_place(step, store) for store in step.stores},
             block_tables={space: self._copy(table) for space, table in tables.items()},
         )

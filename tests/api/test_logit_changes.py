@@ -93,7 +93,7 @@ def test_rows_change_as_transformers_changes_each_of_them(rows, seed):
 
 def test_who_asks_for_nothing_pays_nothing():
     plan, positions, firsts = greedy_plan(3), np.array([4, 5, 6]), np.zeros(3, dtype=np.int64)
-    assert step_sampling(plan, np.arange(3), positions, firsts, torch.from_numpy) is None
+    assert step_sampling(plan, positions, firsts, torch.from_numpy) is None
     assert step_changes([None, LogitChanges(2)], positions[:2], firsts[:2], torch.from_numpy) is None
 
 
@@ -106,7 +106,7 @@ def test_a_row_that_may_take_nothing_takes_the_most_probable(held, warm):
         plan.temperature[:] = 1e-3
     tokens, firsts = table_of(rows)
     vars(plan)["changes"] = tuple(row.changes for row in rows)
-    step = step_sampling(plan, np.arange(len(rows)), np.ones(len(rows), dtype=np.int64), firsts, torch.from_numpy)
+    step = step_sampling(plan, np.ones(len(rows), dtype=np.int64), firsts, torch.from_numpy)
     logits = torch.tensor([0.0, 3.0, 2.0, 1.0]).expand(len(rows), -1)
     wanted = [3 if ids == (1, 2) else 1 for ids in held]
     assert choose(logits, step, tokens).tolist() == wanted

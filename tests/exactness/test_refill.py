@@ -71,12 +71,12 @@ def answers(checkpoint, policy, prompts, max_tokens, stops, count, disk_dir, sha
 
             return stop
 
-        control = RunControl(stop_texts={i: heard(i) for i in range(len(left))}, keep_trace=True)
+        control = RunControl(stop_text=heard, keep_trace=True)
         result = engine.run(executor, control)
         engine.close()
         assert check_trace(result.trace) == []
-        waiting = wave.queue.waiting if wave.queue else []
-        for i in set(range(len(left))) - set(waiting):
+        waiting = wave.queue.waiting if wave.queue else np.arange(0)
+        for i in set(range(len(left))) - set(waiting.tolist()):
             tokens[left[i]] = result.tokens[i]
         left = left[waiting]
     weights.close()

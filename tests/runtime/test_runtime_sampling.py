@@ -46,7 +46,7 @@ def plan_of(rows, seed=0, request_ids=None, changes=None) -> SamplingPlan:
 def step_of(plan, positions=None, requests=None):
     requests = np.arange(len(plan.top_k)) if requests is None else np.asarray(requests)
     positions = np.full(len(requests), 7) if positions is None else np.asarray(positions)
-    return step_sampling(plan, requests, positions, np.zeros(len(requests), dtype=np.int64), torch.from_numpy)
+    return step_sampling(plan.select(requests), positions, np.zeros(len(requests), dtype=np.int64), torch.from_numpy)
 
 
 # ---- the generator ---------------------------------------------------------------------------------------------------
@@ -254,6 +254,6 @@ def test_a_gpu_keeps_and_draws_the_same(seed):
     rows = [random_row(generator) for _ in range(32)]
     logits = torch.from_numpy(generator.normal(0, 2, (32, 5000))).float()
     plan = plan_of(rows, seed=seed, changes=holding(generator.integers(0, 9, 32), ((1, 2),) * 32))
-    requests, positions, firsts = np.arange(32), generator.integers(0, 9, 32), np.zeros(32, dtype=np.int64)
-    on_gpu = step_sampling(plan, requests, positions, firsts, lambda array: torch.from_numpy(array).cuda())
+    positions, firsts = generator.integers(0, 9, 32), np.zeros(32, dtype=np.int64)
+    on_gpu = step_sampling(plan, positions, firsts, lambda array: torch.from_numpy(array).cuda())
     assert torch.equal(choose(logits.cuda(), on_gpu, NO_TOKENS.cuda()).cpu(), choose(logits, step_of(plan, positions)))

@@ -7,7 +7,7 @@ in a layer) within them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from itertools import groupby, product
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from flexhybrid.core.schedule.steps import MiniBatchStep, make_step
 from flexhybrid.core.task import Work
 from flexhybrid.core.wave import Wave
 
-StopsUntil = Callable[[int], "set[int] | frozenset[int]"]
+StopsUntil = Callable[[int], Collection[int]]
 
 
 def no_stops(_iteration: int) -> frozenset[int]:
@@ -73,7 +73,7 @@ def positions(wave: Wave, stops_until: StopsUntil, first_iteration: int) -> Iter
 
 
 def _lay_out(
-    batch: RunningBatch, iteration: int, stopped: set[int] | frozenset[int], forms: dict[tuple, int]
+    batch: RunningBatch, iteration: int, stopped: Collection[int], forms: dict[tuple, int]
 ) -> list[tuple[tuple[MiniBatchStep, dict[str, Work]], tuple[MiniBatchStep, dict[str, Work]], int]]:
     """Of the mini-batches that have a request: the step and its works in layers that look at a choice of tokens and in
     those that look at all, and their form: what else than the layer and its slots decides the forms of its positions.

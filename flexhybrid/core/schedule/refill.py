@@ -14,7 +14,7 @@ it ends some time, and progress is certain.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import numpy as np
 
@@ -86,7 +86,7 @@ class RunningBatch:
             self.of_group = list(mini_batch_sizes(wave))
             self.most_kept = [self._kept(group).max() for group in self.groups]
 
-    def steps(self, iteration: int, stopped: set[int] | frozenset[int]) -> Iterator[tuple[int, int, int, np.ndarray]]:
+    def steps(self, iteration: int, stopped: Collection[int]) -> Iterator[tuple[int, int, int, np.ndarray]]:
         """Yield (mini-batch, ``MiniBatchStep.chunk``, piece of the prompts, places) of the iteration's steps.
 
         ``stopped``: requests that run no more, or never will.
@@ -119,11 +119,12 @@ class RunningBatch:
         for place in left.tolist():
             self._leave(k, place)
             self.answers.end(self._sampled(place, iteration))
+            self.queue.on_leave(int(wave.request[place]), iteration)
         if wave.grows and iteration > 0:
             running = self._grow(k, iteration, running)
         if len(left) or len(running) < len(self.groups[k]):
             self.full[k] = False
-        if not self.queue.waiting or self.full[k] or (len(running) and not self.singly):
+        if self.full[k] or self.queue.is_empty or (len(running) and not self.singly):
             return running, NOBODY
         return running, self._join(k, iteration, running, stopped)
 
@@ -175,9 +176,8 @@ class RunningBatch:
         rest."""
         wave, place = self.wave, int(running[-1])
         request = int(wave.request[place])
-        self.queue.given[request] = self._sampled(place, iteration)
+        self.queue.put_back(request, self._sampled(place, iteration))
         self.not_before[request] = iteration + 1  # its last token is known then
-        self.queue.waiting.insert(0, request)
         self.num_back += 1
         self._leave(k, place)
         return running[:-1]
@@ -193,7 +193,7 @@ class RunningBatch:
             free = free[: max(0, wave.policy.max_batch - others - len(running))]
         joining, taken = NOBODY, set()
         self.full[k] = True
-        for request in queue.waiting[:LOOKED_AT]:
+        for request in queue.first(LOOKED_AT):
             if request in stopped:
                 taken.add(request)
                 continue
@@ -214,10 +214,9 @@ class RunningBatch:
                 continue
             joining, free = candidates, free[1:]
             taken.add(request)
+            queue.on_join(request)
         if taken:
-            queue.waiting = [request for request in queue.waiting if request not in taken]
-        if not queue.waiting:
-            self.full[k] = True
+            queue.remove(taken)
         return joining
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Answering pending requests with the executor of this process: wave after wave, within the memory that is free."""
+"""Answering pending requests with the executor of this process, in a batch that they join and leave."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,9 +12,13 @@ from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.progress import StopAsked
-from flexhybrid.jobs.run.forecast import WINDOW
-from flexhybrid.llm import LLM, OnTrace
-from flexhybrid.requests import RequestOutput
+from flexhybrid.llm import LLM, MOST_AT_A_TIME, OnTrace
+from flexhybrid.requests import Generated, RequestOutput
+from flexhybrid.running_requests import Replies
+from flexhybrid.runtime.engine import RunControl
+from flexhybrid.runtime.kernels.sampling import SamplingPlan
+
+CHECKED_LINES = 1024  #: after so many lines the input is looked at again: nobody may write to it meanwhile
 
 
 class Answered(NamedTuple):
@@ -76,66 +80,76 @@ def load_weights(llm: LLM, planned: dict[str, int]) -> None:
 
 
 def answer_pending(requests: PendingRequests, stop: StopAsked, on_trace: OnTrace | None = None) -> None:
-    """Answer until nothing is pending or a stop is asked for. ``on_trace`` takes the first wave's result."""
-    max_requests = WINDOW
-    while len(pending := requests.pending()) and not stop.asked:
+    """Answer until nothing is pending or a stop is asked for, all in one batch that requests join and leave.
+    ``on_trace`` takes its result."""
+    while len(places := requests.pending()) and not stop.asked:
         requests.check_input_unchanged()
-        window, count = first_lines(requests, pending[:max_requests])
         try:
-            _answer_wave(requests, (window + 1).tolist(), stop, on_trace)
-            on_trace = None
+            Batch(requests, places, stop).run(on_trace)
         except torch.OutOfMemoryError as error:
-            max_requests = _shrink(requests.llm, count, error, requests.note)
+            _shrink(requests.llm, error, requests.note)
 
 
-def first_lines(requests: PendingRequests, window: np.ndarray) -> tuple[np.ndarray, int]:
-    """Return the first of these lines whose answers run together, one at least, and how many answers do."""
-    count, _ = requests.llm.first_wave(requests.workload(window))
-    count = min(count, len(window))
-    num_lines = int(np.searchsorted(requests.num_answers(window).cumsum(), count, side="right"))
-    return window[: max(1, num_lines)], count
+class Batch:
+    """Lines that are answered together: a line has as many requests as it asks for answers."""
 
+    def __init__(self, requests: PendingRequests, places: np.ndarray, stop: StopAsked):
+        self.requests, self.llm, self.stop = requests, requests.llm, stop
+        num_answers = requests.num_answers(places)
+        self.workload = requests.workload(places)
+        self.place = np.repeat(places, num_answers)  #: of each request's line
+        self.index = np.arange(len(self.place)) - np.repeat(np.cumsum(num_answers) - num_answers, num_answers)
+        self.replies = Replies(self.llm.codec)
+        self.open_lines: dict[int, Request] = {}  #: by place, those that run
+        self.answered: list[Answered] = []
+        self.next_check = CHECKED_LINES
 
-def _answer_wave(requests: PendingRequests, numbers: list[int], stop: StopAsked, on_trace: OnTrace | None) -> None:
-    wave = [requests.request(number) for number in numbers]
-    answered: list[Answered] = []
+    def run(self, on_trace: OnTrace | None) -> None:
+        hears = RunControl(on_tokens=self.on_tokens, should_stop=lambda: self.stop.asked)
+        try:
+            self.llm.answer(self.workload, self.begin, self.completed, hears, on_trace)
+        finally:
+            self.write()
 
-    def on_answer(place: int, output: RequestOutput) -> None:
-        line = requests.line(numbers[place], wave[place], output)
-        answered.append(Answered(numbers[place], line, sum(len(one.token_ids) for one in output.outputs)))
+    def begin(self, request: int) -> tuple[Generated, SamplingPlan]:
+        """Read a line when the first of its requests joins."""
+        place = int(self.place[request])
+        if place not in self.open_lines:
+            self.next_check -= 1
+            if not self.next_check:
+                self.requests.check_input_unchanged()
+                self.next_check = CHECKED_LINES
+            self.open_lines[place] = self.requests.request(place + 1)
+        line = self.open_lines[place]
+        return self.llm.codec.open(line.token_ids, line.params, int(self.index[request]))
 
-    def write() -> None:
+    def completed(self, request: int, generated: Generated) -> None:
+        place = int(self.place[request])
+        reply = self.replies.add(place, generated, None, str(place))
+        if reply is None:
+            return
+        line = self.requests.line(place + 1, self.open_lines.pop(place), reply)
+        num_tokens = sum(len(output.token_ids) for output in reply.outputs)
+        self.answered.append(Answered(place + 1, line, num_tokens))
+
+    def write(self) -> None:
         """Write all answers of an iteration at once."""
-        complete, answered[:] = list(answered), []
-        requests.write(complete)
+        complete, self.answered = self.answered, []
+        self.requests.write(complete)
 
-    def on_tokens(count: int) -> None:
-        write()
-        requests.advance(count)
-
-    try:
-        requests.llm.generate(
-            [request.token_ids for request in wave],
-            [request.params for request in wave],
-            on_tokens=on_tokens,
-            on_answer=on_answer,
-            should_stop=lambda: stop.asked,
-            on_trace=on_trace,
-        )
-    finally:
-        write()
+    def on_tokens(self, count: int) -> None:
+        self.write()
+        self.requests.advance(count)
 
 
-def _shrink(llm: LLM, count: int, error: torch.OutOfMemoryError, note: Callable[[str], None]) -> int:
-    """Halve the mini-batches after the device had too little memory for ``count`` requests; return half of ``count``,
-    the most requests to run at a time."""
+def _shrink(llm: LLM, error: torch.OutOfMemoryError, note: Callable[[str], None]) -> None:
+    """Halve the mini-batches, and how many requests run at a time, after the device had too little memory."""
     policy = llm.settled_policy
-    tokens = policy.max_mini_batch_tokens // 2
-    if count == 1 and tokens < BLOCK_TOKENS:
+    tokens, max_batch = policy.max_mini_batch_tokens // 2, policy.max_batch or MOST_AT_A_TIME
+    if max_batch == 1 and tokens < BLOCK_TOKENS:
         raise InputError(f"the device has too little memory for one request: {error}") from None
-    tokens, max_requests = max(tokens, BLOCK_TOKENS), max(1, count // 2)
-    note(f"the device is out of memory: on with mini-batches of {tokens} tokens, {max_requests} requests at a time")
-    llm.use(replace(policy, max_mini_batch_tokens=tokens))
+    tokens, max_batch = max(tokens, BLOCK_TOKENS), max(1, max_batch // 2)
+    note(f"the device is out of memory: on with mini-batches of {tokens} tokens, {max_batch} requests at a time")
+    llm.use(replace(policy, max_mini_batch_tokens=tokens, max_batch=max_batch))
     if llm.device.type == "cuda":
         torch.cuda.empty_cache()
-    return max_requests

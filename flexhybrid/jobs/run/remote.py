@@ -34,12 +34,13 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.progress import StopAsked
 from flexhybrid.jobs.ray_cluster import ENVIRONMENT, MAX_RETRIES, Crew
-from flexhybrid.jobs.run.answering import Answered, PendingRequests, answer_pending, first_lines, load_weights
-from flexhybrid.jobs.run.forecast import WINDOW, Forecast
+from flexhybrid.jobs.run.answering import Answered, PendingRequests, answer_pending, load_weights
+from flexhybrid.jobs.run.forecast import Forecast
 from flexhybrid.jobs.run.remote_read import BATCH, LINES, read_lines
 from flexhybrid.llm import LLM
 from flexhybrid.requests import RequestOutput
 
+BATCH_LINES = 8192  #: lines of a batch, which an actor answers as one queue; Ray gives them anew if it dies
 HEARTBEAT_S = 1.0  #: predicted time between messages of an actor while no answer is complete
 HEARTBEAT_ITERATIONS = 32  #: iterations between them without a prediction, and at most
 
@@ -94,7 +95,7 @@ def answer_on_cluster(
     with _named(source.lines) as path:
         while len(pending := requests.pending()) and not stop.asked:
             requests.check_input_unchanged()
-            batches = _batches(requests, pending, source.census.offsets, crew.size)
+            batches = _batches(pending, source.census.offsets, crew.size)
             try:
                 with contextlib.closing(_messages(crew, config, path, batches)) as messages:
                     for message in messages:
@@ -124,14 +125,12 @@ def _named(lines: BinaryIO) -> Iterator[Path]:
         yield Path(copy.name)
 
 
-def _batches(requests: PendingRequests, pending: np.ndarray, offsets: np.ndarray, actors: int) -> Iterator[pa.Table]:
-    """Yield the pending lines in the order of the work, a wave at a time, in enough batches for all actors."""
-    max_requests = min(WINDOW, math.ceil(len(pending) / actors))
-    start = 0
-    while start < len(pending):
-        places, _ = first_lines(requests, pending[start : start + max_requests])
+def _batches(pending: np.ndarray, offsets: np.ndarray, actors: int) -> Iterator[pa.Table]:
+    """Yield the pending lines in the order of the work, in enough batches for all actors."""
+    num_lines = min(BATCH_LINES, math.ceil(len(pending) / actors))
+    for start in range(0, len(pending), num_lines):
+        places = pending[start : start + num_lines]
         yield pa.table([[(places + 1).tolist()], [offsets[places].tolist()], [offsets[places + 1].tolist()]], BATCH)
-        start += len(places)
 
 
 def _messages(crew: Crew, config: ActorConfig, path: Path, batches: Iterator[pa.Table]) -> Generator[dict]:

@@ -12,6 +12,7 @@ Shapes in names: B requests of a mini-batch, V vocabulary, N requests of a wave,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -58,6 +59,13 @@ class SamplingPlan:
         return SamplingPlan(**picked)
 
 
+def joined_plans(plans: Sequence[SamplingPlan]) -> SamplingPlan:
+    """Return the plan of the requests of all plans."""
+    names = [name for name in vars(plans[0]) if name != "changes"]
+    arrays = {name: np.concatenate([getattr(plan, name) for plan in plans]) for name in names}
+    return SamplingPlan(**arrays, changes=tuple(change for plan in plans for change in plan.changes))
+
+
 def greedy_plan(num_requests: int) -> SamplingPlan:
     """Return the plan that takes the largest logit, for every request."""
     zeros, int_zeros = np.zeros(num_requests), np.zeros(num_requests, dtype=np.int64)
@@ -90,19 +98,16 @@ class StepSampling:
 
 
 def step_sampling(
-    plan: SamplingPlan, requests: np.ndarray, positions: np.ndarray, first_cells: np.ndarray, to_device: ToDevice
+    plan: SamplingPlan, positions: np.ndarray, first_cells: np.ndarray, to_device: ToDevice
 ) -> StepSampling | None:
-    """Return how the requests [B] (indices of the plan) choose the tokens at ``positions`` [B]; None where all take the
-    largest logit.
+    """Return how the B requests of a plan choose the tokens at ``positions`` [B]; None: all take the largest logit.
 
     Positions count from the first token of the prompt. ``first_cells`` [B]: where the requests begin in the token
     table. ``to_device`` may copy asynchronously.
     """
-    temperature = plan.temperature[requests]
+    temperature = plan.temperature
     random = temperature >= GREEDY_BELOW
-    changes = None
-    if plan.changing:
-        changes = step_changes([plan.changes[request] for request in requests], positions, first_cells, to_device)
+    changes = step_changes(plan.changes, positions, first_cells, to_device) if plan.changing else None
     if changes is None and not random.any():
         return None
 
@@ -113,9 +118,9 @@ def step_sampling(
         return to_device(np.flatnonzero(wanted)) if wanted.any() else None
 
     values = None
-    min_p, top_k, top_p = plan.min_p[requests], plan.top_k[requests], plan.top_p[requests]
+    min_p, top_k, top_p = plan.min_p, plan.top_k, plan.top_p
     if random.any():
-        drawn = uniforms(plan.seeds[requests], plan.request_ids[requests], positions)
+        drawn = uniforms(plan.seeds, plan.request_ids, positions)
         values = to_device(np.stack([drawn, np.where(random, temperature, 1.0), min_p, top_k, top_p]))
     return StepSampling(
         values_5B=values,

@@ -1,0 +1,81 @@
+"""The requests of a batch that run: made when they join, forgotten when they have left."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from flexhybrid.requests import CompletionOutput, Generated, RequestCodec, RequestOutput
+from flexhybrid.runtime.kernels.sampling import SamplingPlan, joined_plans
+
+#: Makes a request, given by its index in the queue: what is generated for it, and how its tokens are chosen.
+OpenRequest = Callable[[int], tuple[Generated, SamplingPlan]]
+
+KEPT_PLANS = 256  #: more than a batch has mini-batches
+LAG = 2  #: iterations after a request has left in which its last step may still be prepared
+
+
+class RunningRequests:
+    """Prompts and sampling of running requests, by index in the queue (``step_tensors.Prompts``, ``SamplingPlans``).
+
+    The thread that plans iterations opens and forgets requests; the compute lane reads them.
+    """
+
+    def __init__(self, open_request: OpenRequest):
+        self._open = open_request
+        self._running: dict[int, tuple[Generated, SamplingPlan]] = {}
+        self._left: deque[tuple[int, int]] = deque()  #: iteration and request
+        self._plans: dict[bytes, SamplingPlan] = {}  #: of the members of steps
+
+    def join(self, request: int) -> None:
+        """Open a request, unless it has run before and stepped back."""
+        if request not in self._running:
+            self._running[request] = self._open(request)
+
+    def leave(self, request: int, iteration: int) -> None:
+        """Forget a request as soon as no step can ask for it."""
+        self._left.append((iteration, request))
+        while self._left[0][0] + LAG < iteration:
+            self._running.pop(self._left.popleft()[1], None)
+
+    def generated(self, request: int) -> Generated:
+        """Return what is generated for a request."""
+        return self._running[request][0]
+
+    def __getitem__(self, request: int) -> list[int]:
+        generated = self.generated(request)
+        return generated.prompt_ids[: len(generated.prompt_ids) - generated.num_decoded]
+
+    def select(self, members: np.ndarray) -> SamplingPlan:
+        """Return the plan of these requests; kept for the next step of the same ones."""
+        key = members.tobytes()
+        plan = self._plans.pop(key, None)
+        if plan is None:
+            plan = joined_plans([self._running[request][1] for request in members.tolist()])
+            if len(self._plans) > KEPT_PLANS:
+                del self._plans[next(iter(self._plans))]
+        self._plans[key] = plan
+        return plan
+
+
+class Replies:
+    """The answers of prompts that have n of them, until all are complete."""
+
+    def __init__(self, codec: RequestCodec):
+        self.codec = codec
+        self._complete: dict[int, list[CompletionOutput]] = {}
+        self._prompt_records: dict[int, np.ndarray | None] = {}
+
+    def add(self, place: int, generated: Generated, prompt: str | None, request_id: str) -> RequestOutput | None:
+        """Take a complete answer to the prompt at ``place``; return the reply with its last one."""
+        complete, params = self._complete.setdefault(place, []), generated.params
+        complete.append(self.codec.completion(generated))
+        if generated.index == 0:
+            self._prompt_records[place] = generated.prompt_records
+        if len(complete) < params.n:
+            return None
+        ids, outputs = generated.prompt_ids, sorted(self._complete.pop(place), key=lambda output: output.index)
+        logprobs = self.codec.prompt_logprobs(ids, self._prompt_records.pop(place), params)
+        return RequestOutput(prompt, ids, outputs, logprobs, request_id)
