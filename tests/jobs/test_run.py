@@ -35,7 +35,6 @@ from flexhybrid.jobs import machine as memory_here
 from flexhybrid.jobs.run import job as run_module
 from flexhybrid.jobs.run.forecast import forecast, sorted_by_length
 from flexhybrid.jobs.run.options import RunOptions
-from flexhybrid.requests import CompletionOutput, RequestOutput
 from flexhybrid.runtime.engine import Engine
 
 ROOT = Path(__file__).parents[2]
@@ -554,17 +553,17 @@ def test_a_long_file_takes_no_more_memory_than_its_census(tiny, tmp_path, monkey
     source.write_text(
         "".join(line(f"r{i}", prompt=[5] * (1 + i % 40), max_tokens=1 + i % 9) + "\n" for i in range(lines))
     )
-    windows = []
 
-    def generate(self, prompts, params, on_tokens, on_answer, **options):
-        windows.append(len(prompts))
-        for place, ids in enumerate(prompts):
-            on_answer(place, RequestOutput(None, ids, [CompletionOutput(0, "", [5], "length")]))
-            on_tokens(1)
+    def answer(self, workload, open_request, completed, hears, on_trace=None):
+        for request in range(workload.num_requests):
+            generated, _ = open_request(request)
+            generated.token_ids = [5]
+            completed(request, generated)
+            hears.on_tokens(1)
 
-    monkeypatch.setattr(LLM, "generate", generate)
+    monkeypatch.setattr(LLM, "answer", answer)
     assert run(source, tmp_path / "out.jsonl", tiny) == 0
-    assert len(by_id(tmp_path / "out.jsonl")) == lines == sum(windows) and max(windows) == 1024
+    assert len(by_id(tmp_path / "out.jsonl")) == lines
     kept = {}
     monkeypatch.setattr(run_module.Job, "run", lambda job, *texts: kept.update(vars(job)) or {"exit_status": 0})
     assert run(source, tmp_path / "out.jsonl", tiny) == 0

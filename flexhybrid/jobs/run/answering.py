@@ -12,7 +12,7 @@ from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.progress import StopAsked
-from flexhybrid.llm import LLM, MOST_AT_A_TIME, OnTrace
+from flexhybrid.llm import LLM, OnTrace
 from flexhybrid.requests import Generated, RequestOutput
 from flexhybrid.running_requests import Replies
 from flexhybrid.runtime.engine import RunControl
@@ -144,8 +144,8 @@ class Batch:
 
 def _shrink(llm: LLM, error: torch.OutOfMemoryError, note: Callable[[str], None]) -> None:
     """Halve the mini-batches, and how many requests run at a time, after the device had too little memory."""
-    policy = llm.settled_policy
-    tokens, max_batch = policy.max_mini_batch_tokens // 2, policy.max_batch or MOST_AT_A_TIME
+    policy, max_batch = llm.settled_policy, llm.at_a_time
+    tokens = policy.max_mini_batch_tokens // 2
     if max_batch == 1 and tokens < BLOCK_TOKENS:
         raise InputError(f"the device has too little memory for one request: {error}") from None
     tokens, max_batch = max(tokens, BLOCK_TOKENS), max(1, max_batch // 2)
