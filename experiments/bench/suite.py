@@ -20,7 +20,6 @@ from tqdm import tqdm
 
 from experiments import token_ids
 from experiments.bench.cascade import bench_cascade
-from experiments.bench.census import bench_census
 from experiments.bench.cluster import bench_cluster
 from experiments.bench.compression import bench_compression
 from experiments.bench.copies import bench_copies
@@ -28,7 +27,9 @@ from experiments.bench.harness import Table, seconds_of
 from experiments.bench.kernels import bench_kernels
 from experiments.bench.launch import bench_launch
 from experiments.bench.overlap import bench_overlap
-from experiments.bench.run import bench_run
+from experiments.bench.queues.census import bench_census
+from experiments.bench.queues.refill import bench_density, bench_refill
+from experiments.bench.queues.run import bench_run
 from experiments.bench.selection import bench_selection
 from experiments.bench.simulator import bench_papers, bench_peer, bench_search_time
 from experiments.peers.flexgen_search import MACHINES
@@ -294,6 +295,7 @@ PARTS: dict[str, tuple[Callable[..., None], ...]] = {
     "executor": (bench_overlap,),
     "selection": (bench_selection,),
     "run": (bench_census, bench_run),
+    "refill": (bench_refill, bench_density),
     "speed": (bench_speed,),
     "cascade": (bench_cascade, bench_cluster),
 }

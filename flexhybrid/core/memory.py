@@ -97,7 +97,10 @@ class BufferSizes:
 
     def holds(self, other: BufferSizes) -> bool:
         """Whether buffers of these sizes do for the other ones."""
-        return self.merge(other) == self
+        return all(
+            all(own.get(key, 0) >= size for key, size in asked.items()) if isinstance(asked, dict) else own >= asked
+            for own, asked in zip(vars(self).values(), vars(other).values(), strict=True)
+        )
 
     def plain(self) -> BufferSizes:
         """The same as Python's own whole numbers."""

@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from flexhybrid.core.context.blocks import BlockEntries
+from flexhybrid.core.context.packing import pack
 from flexhybrid.core.context.selection import pool_blocks
 from flexhybrid.core.memory import MemoryPlan, buffer_sizes, check_budget, fits, memory_plan, queue_sizes
 from flexhybrid.core.policy import Policy
@@ -54,12 +56,15 @@ def open_batch(problem: Problem, policy: Policy, workload: Workload, count: int,
     if count == num_requests and share == 1:
         return admit(problem, policy, workload)
     planned = Workload(first.prompt_tokens, np.maximum(1, np.ceil(share * first.max_tokens)).astype(np.int64))
-    wave = admit(problem, policy, planned, alone=workload.select(np.array(extremes(workload))))
-    limits = queue_sizes(wave, workload, joins_singly(policy))
-    queue = RequestQueue(workload, following=count)
-    wave = replace(wave, workload=first, queue=queue, limits=limits, expected_share=share)
+    # Buffers are for answers of full length: what is padded to the longest of a mini-batch never limits who runs.
+    tokens, entries = first.cached_tokens, BlockEntries(policy.cache)
+    mini_batches = pack(tokens, entries, policy.max_mini_batch_tokens, policy.packing)
+    alone = workload.select(np.array(extremes(workload)))
+    wave = replace(admit(problem, policy, planned, alone=alone, mini_batches=mini_batches), workload=first)
     if wave.whole:
         wave = replace(wave, whole=replace(wave.whole, workload=first))
+    limits = queue_sizes(wave, workload, joins_singly(policy))
+    wave = replace(wave, queue=RequestQueue(workload, following=count), limits=limits, expected_share=share)
     if wave.grows:
         for k, group in enumerate(wave.mini_batches):
             for place in group.tolist():

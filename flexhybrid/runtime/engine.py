@@ -278,6 +278,8 @@ class _Collector:
                 finished = stop is not None or len(self.tokens[request]) == self.max_tokens[request]
                 if finished and self.control.on_finish:
                     self.control.on_finish(request, self.tokens[request], self.stops[request])
+                if finished:
+                    self.executor.masks.finished.append(request)
                 if finished and self.control.forget:
                     del self.tokens[request], self.stops[request]
         if fresh and self.control.on_tokens:

@@ -145,7 +145,7 @@ class Executor(Generic[SelectionT]):
         self.tokens = self.steps.tokens
         self.step_tensors: dict[tuple[int, int], tuple[MiniBatchStep, StepTensors]] = {}  #: by mini-batch and chunk
         self.logprobs = LogprobLog(wave, plan, self.tokens, parts.copies)
-        self.masks = TokenMasks(plan.grammars, wave.shape.vocab, self.device)
+        self.masks = TokenMasks(wave.shape.vocab, self.device)
         self.sampled = SampledTokens(wave, parts.buffers.sizes.batch, parts.copies.host_memory, self.device)
         self.hidden = HiddenStates(wave, parts.buffers)
         self.kvq: dict[int, torch.Tensor] = {}  #: [R, keys | values | queries], by slot

@@ -8,6 +8,7 @@ its queue meanwhile. Requests without a grammar wait for nothing.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -37,24 +38,30 @@ class Grammar(Protocol):
 
 
 class TokenMasks:
-    """The grammars of a wave's requests, each where its answer is, and the masks of their next tokens."""
+    """The grammars of requests that run, each where its answer is, and the masks of their next tokens."""
 
-    def __init__(self, grammars: Sequence[Grammar | None], vocab: int, device: torch.device):
-        self._grammars = {request: grammar for request, grammar in enumerate(grammars) if grammar is not None}
-        self._begun: dict[int, Grammar] = {}  # the answers so far, by request
+    def __init__(self, vocab: int, device: torch.device):
+        self._grammars: dict[int, Grammar] = {}  # the answers so far, by request
         self._vocab, self._device, self._failed = vocab, device, False
-        self._worker = ThreadPoolExecutor(1, "flexhybrid-masks") if self._grammars else None
+        self._worker: ThreadPoolExecutor | None = None
         self._masks: dict[int, Future] = {}  # by request: the words of its next mask
-        self._shifts = torch.arange(BITS if self._grammars else 0, dtype=torch.int32, device=device)
+        self._shifts = torch.arange(BITS, dtype=torch.int32, device=device)
+        self.finished: deque[int] = deque()  #: requests that need no mask any more; any thread may add to it
 
-    def begin(self, step: MiniBatchStep) -> None:
-        """Have the first masks made, as the prompts of a step begin."""
-        if self._worker is not None:
-            for request in step.queued.tolist():
-                if request in self._grammars and request not in self._masks:
-                    self._begun[request], mask = self._grammars[request].begin(), Future()
-                    self._masks[request] = mask
-                    self._worker.submit(self._make, mask, request, None)
+    def begin(self, step: MiniBatchStep, grammars: Sequence[Grammar | None]) -> None:
+        """Have the first masks made, as the prompts of a step begin; ``grammars`` [B] are those of its requests."""
+        for request, grammar in zip(step.queued.tolist(), grammars, strict=True):
+            if grammar is None or request in self._masks:
+                continue
+            if self._worker is None:
+                self._worker = ThreadPoolExecutor(1, "flexhybrid-masks")
+            mask = self._masks[request] = Future()
+            self._grammars[request] = grammar.begin()
+            self._worker.submit(self._make, mask, request, None)
+        while self.finished:
+            request = self.finished.popleft()
+            self._grammars.pop(request, None)
+            self._masks.pop(request, None)
 
     def masked(self, step: MiniBatchStep, logits_BV: torch.Tensor) -> torch.Tensor:
         """Return the logits, -inf where a request's grammar does not let a token come; the same tensor where none has
@@ -86,7 +93,8 @@ class TokenMasks:
             return
         read: Callable[[int], int] = tokens.tolist().__getitem__ if tokens.device.type == "cpu" else _Copy(tokens)
         for row, request in rows:
-            self._worker.submit(self._make, self._masks[request], request, partial(read, row))
+            if mask := self._masks.get(request):  # it may have finished meanwhile
+                self._worker.submit(self._make, mask, request, partial(read, row))
 
     def _make(self, mask: Future, request: int, token: Callable[[], int] | None) -> None:
         """Advance a grammar and make its next mask. ``token`` waits for the token that came; None: none came yet."""
@@ -94,9 +102,9 @@ class TokenMasks:
             return
         try:
             if token is not None:
-                self._begun[request].advance(token())
+                self._grammars[request].advance(token())
             words = np.zeros(-(-self._vocab // BITS), dtype=np.int32)
-            self._begun[request].fill(words)
+            self._grammars[request].fill(words)
             mask.set_result(words)
         except BaseException as error:  # raised again where the mask is asked for
             mask.set_exception(error)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import warm_python
 
-from experiments.bench.run_memory import held_bytes, peak_bytes, write_requests
+from experiments.bench.queues.run_memory import held_bytes, peak_bytes, write_requests
 from experiments.peers.random_opt import make_checkpoint
 from flexhybrid.core.model.shape import ModelShape
 
@@ -27,7 +27,7 @@ def command(folder: Path, model: Path, policy: str) -> list[str]:
 #: Frees 16 MiB, whereupon glibc keeps blocks of that size; then keeps something small above 12 MiB that it frees.
 FREED = """
 import os, sys
-from experiments.bench.run_memory import held_bytes
+from experiments.bench.queues.run_memory import held_bytes
 from flexhybrid.jobs.malloc import return_freed_memory
 if sys.argv[1] == "returned":
     return_freed_memory()
@@ -80,7 +80,7 @@ def test_a_longer_file_takes_no_more_than_its_census(tmp_path, monkeypatch, warm
 ANSWERS = """
 import gc, json, os, sys, threading
 import numpy as np, torch
-from experiments.bench.run_memory import held_bytes
+from experiments.bench.queues.run_memory import held_bytes
 from flexhybrid import LLM, SamplingParams
 from flexhybrid.runtime.executor import Executor
 torch.set_num_threads(1)

@@ -26,7 +26,8 @@ from flexhybrid.core.memory import mini_batch_sizes, prompt_rows, running_sizes
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.wave import Wave, give_blocks, take_blocks_back
 
-LOOKED_AT = 64  #: waiting requests among which a mini-batch seeks those that fit it
+LOOKED_AT = 64  #: waiting requests, at least, among which a mini-batch seeks those that fit it
+MOST_FAILURES = 8  #: requests without room after which it seeks no further
 FIRST_RUN = 4  #: blocks that a request takes beyond its prompt's, and later doubles
 NOBODY = np.zeros(0, dtype=np.int64)
 
@@ -155,10 +156,6 @@ class RunningBatch:
                 if self._give(k, int(running[index]), wanted[index], need[index], have[index]):
                     break
                 running = self._step_back(k, iteration, running)
-        while len(running) > 1 and not self.limits.holds(
-            running_sizes(wave, context[: len(running)], workload.prompt_tokens[NOBODY])
-        ):
-            running = self._step_back(k, iteration, running)
         return np.sort(running)
 
     def _give(self, k: int, place: int, wanted: np.ndarray, need: np.ndarray, have: np.ndarray) -> bool:
@@ -185,80 +182,91 @@ class RunningBatch:
     # ---- who joins
 
     def _join(self, k: int, iteration: int, running: np.ndarray, stopped) -> np.ndarray:
-        """Give free places of mini-batch ``k`` to waiting requests, in their order; return these places."""
+        """Give free places of mini-batch ``k`` to waiting requests, in their order; return these places.
+
+        As many as there are places are tried together, then half as many, and so on: to weigh one is as much work as
+        to weigh a hundred.
+        """
         wave, queue = self.wave, self.queue
-        free = np.setdiff1d(wave.mini_batches[k], running).tolist()
+        free = np.setdiff1d(wave.mini_batches[k], running)
         if wave.policy.max_batch:
             others = sum(len(group) for other, group in enumerate(self.groups) if other != k)
             free = free[: max(0, wave.policy.max_batch - others - len(running))]
-        joining, taken = NOBODY, set()
-        self.full[k] = True
-        for request in queue.first(LOOKED_AT):
-            if request in stopped:
-                taken.add(request)
+        first = queue.first(max(LOOKED_AT, len(free)))
+        taken = {request for request in first if request in stopped}
+        ready = [request for request in first if self.not_before.get(request, 0) <= iteration and request not in taken]
+        self.full[k] = len(ready) + len(taken) == len(first)
+        joining, size, failures = NOBODY, len(free), 0
+        while ready and size and failures < MOST_FAILURES:
+            requests, places = ready[:size], free[: len(ready[:size])]
+            before = self._enter(places, requests, iteration)
+            together = np.concatenate([joining, places])
+            prefills = not self.singly or self._prefills(together)
+            if prefills and self._has_room(k, running, together):
+                count = self._reserve(k, places)
+                self._restore(places[count:], {name: values[count:] for name, values in before.items()})
+                joining, free = np.concatenate([joining, places[:count]]), free[count:]
+                taken.update(requests[:count])
+                failures += count < len(requests)
+                ready, size = ready[count + (count < len(requests)) :], len(free)
                 continue
-            if self.not_before.get(request, 0) > iteration:
-                self.full[k] = False
-                continue
-            if not free:
-                break
-            place, candidates = free[0], np.append(joining, free[0])
-            before = {name: int(values[place]) for name, values in self._lengths(wave).items()}
-            self._enter(place, request, iteration)
-            if self.singly and not self._prefills(candidates):
-                self._restore(place, before)
+            self._restore(places, before)
+            if len(requests) > 1:
+                size = len(requests) // 2
+            elif not prefills:
                 self.full[k] = False  # it may join in the next iteration
                 break
-            if not self._has_room(k, running, candidates) or not self._reserve(k, place, running, joining):
-                self._restore(place, before)
-                continue
-            joining, free = candidates, free[1:]
-            taken.add(request)
+            else:  # nor will those that are as long
+                failures, tokens = failures + 1, queue.workload.cached_tokens[ready]
+                prompts = queue.workload.prompt_tokens[ready]
+                shorter = np.flatnonzero((prompts < prompts[0]) | (tokens < tokens[0]))
+                ready = [ready[place] for place in shorter.tolist()]
+        for request in wave.request[joining].tolist():
             queue.on_join(request)
         if taken:
             queue.remove(taken)
         return joining
 
-    @staticmethod
-    def _lengths(wave: Wave) -> dict[str, np.ndarray]:
+    def _enter(self, places: np.ndarray, requests: list[int], iteration: int) -> dict[str, np.ndarray]:
+        """Write requests to places; return what the arrays over places held there."""
+        arrays, lengths = self._arrays(), self.queue.workload
+        before = {name: array[places] for name, array in arrays.items()}
+        given = np.array([self.queue.given.get(request, 0) for request in requests])
+        arrays["prompt"][places] = lengths.prompt_tokens[requests] + given
+        arrays["max"][places] = lengths.max_tokens[requests] - given
+        arrays["joined"][places] = iteration
+        arrays["request"][places] = requests
+        return before
+
+    def _restore(self, places: np.ndarray, before: dict[str, np.ndarray]) -> None:
+        for name, array in self._arrays().items():
+            array[places] = before[name]
+
+    def _arrays(self) -> dict[str, np.ndarray]:
         """Return the arrays over places that say who is there."""
-        lengths = wave.workload
-        return {
-            "prompt": lengths.prompt_tokens,
-            "max": lengths.max_tokens,
-            "joined": wave.joined,
-            "request": wave.request,
-        }
-
-    def _enter(self, place: int, request: int, iteration: int) -> None:
-        lengths, given = self.queue.workload, self.queue.given.get(request, 0)
-        values = {
-            "prompt": int(lengths.prompt_tokens[request]) + given,
-            "max": int(lengths.max_tokens[request]) - given,
-            "joined": iteration,
-            "request": request,
-        }
-        self._restore(place, values)
-
-    def _restore(self, place: int, values: dict[str, int]) -> None:
-        for name, array in self._lengths(self.wave).items():
-            array[place] = values[name]
+        wave = self.wave
+        lengths = {"prompt": wave.workload.prompt_tokens, "max": wave.workload.max_tokens}
+        return lengths | {"joined": wave.joined, "request": wave.request}
 
     def _has_room(self, k: int, running: np.ndarray, joining: np.ndarray) -> bool:
-        """Whether the buffers hold a mini-batch with these members; of requests that take all blocks at once, until
-        the last of them ends."""
+        """Whether the buffers hold a mini-batch with these members until the last of them ends; and where requests take
+        blocks as they need them, whether its pools do, until half of what is expected of them has come."""
         wave, lengths = self.wave, self.wave.workload
         group = np.concatenate([running, joining])
-        if self.singly:
-            cached = self._expected(group) if wave.grows and len(group) > 1 else lengths.cached_tokens[group]
-            return self.limits.holds(running_sizes(wave, cached, lengths.prompt_tokens[joining]))
-        sizes, chunks = next(mini_batch_sizes(wave, [group]))
-        limit, most_chunks = self.of_group[k]
-        room = chunks <= most_chunks and limit.holds(sizes) and self._kept(group).max() <= self.most_kept[k]
-        if wave.whole:
-            whole, _ = next(mini_batch_sizes(wave.whole, [group]))
-            room = room and self.limits.holds(whole)
-        return room
+        if not self.singly:
+            sizes, chunks = next(mini_batch_sizes(wave, [group]))
+            limit, most_chunks = self.of_group[k]
+            room = chunks <= most_chunks and limit.holds(sizes) and self._kept(group).max() <= self.most_kept[k]
+            if wave.whole:
+                whole, _ = next(mini_batch_sizes(wave.whole, [group]))
+                room = room and self.limits.holds(whole)
+            return room
+        if wave.grows and len(group) > 1:
+            expected = wave.entries.held(self._expected(group)).sum(axis=0)
+            if (expected > [wave.blocks[k].pools[entry].num_blocks for entry in wave.entries.names]).any():
+                return False
+        sizes = running_sizes(wave, lengths.cached_tokens[group], lengths.prompt_tokens[joining])
+        return self.limits.holds(sizes)
 
     def _kept(self, group: np.ndarray) -> np.ndarray:
         lengths = self.wave.workload.select(group)
@@ -271,32 +279,27 @@ class RunningBatch:
         rows = len(prompts) * longest_piece(policy, prompts)
         return rows <= self.limits.step_rows and rows * num_chunks(policy, prompts) <= self.prompt_rows
 
-    def _reserve(self, k: int, place: int, running: np.ndarray, joining: np.ndarray) -> bool:
-        """Give a request that joins its blocks; False without room."""
+    def _reserve(self, k: int, places: np.ndarray) -> int:
+        """Give requests that join their blocks, in turn; return how many of them there is room for."""
         wave, lengths = self.wave, self.wave.workload
-        prompt, cached = lengths.prompt_tokens[place], lengths.cached_tokens[place]
         none = np.zeros(len(wave.entries.names), dtype=np.int64)
-        if not wave.grows:
-            first = longest_piece(wave.policy, np.array([prompt]))  # the first length that is held as a whole
-            wanted = wave.entries.most_blocks(first, self._kept(np.array([place]))[0])
-            if not self._give(k, place, wanted, wanted, none):
-                return False
-            if wave.whole:
+        for count, place in enumerate(places.tolist()):
+            prompt, cached = lengths.prompt_tokens[place], lengths.cached_tokens[place]
+            if wave.grows:
+                need = wave.entries.held(prompt)
+                wanted = np.minimum(need + FIRST_RUN, wave.entries.held(cached))
+            else:
+                first = longest_piece(wave.policy, np.array([prompt]))  # the first length that is held as a whole
+                need = wanted = wave.entries.most_blocks(first, self._kept(places[count : count + 1])[0])
                 of_all = wave.entries.most_blocks(first, cached)
+            if not self._give(k, place, wanted, need, none):
+                return count
+            if wave.whole and not wave.grows:
                 if not wave.whole.blocks[k].has_room(dict(zip(wave.entries.names, of_all.tolist(), strict=True))):
                     take_blocks_back(wave, k, place)
-                    return False
+                    return count
                 give_blocks(wave.whole, k, place, of_all)
-            return True
-        members = np.concatenate([running, joining])
-        if len(members):
-            expected = wave.entries.held(self._expected(np.append(members, place))).sum(axis=0)
-            parts = np.array([wave.blocks[k].pools[entry].num_blocks for entry in wave.entries.names])
-            if (expected > parts).any():
-                return False
-        need = wave.entries.held(prompt)
-        wanted = np.minimum(need + FIRST_RUN, wave.entries.held(cached))
-        return self._give(k, place, wanted, need, none)
+        return len(places)
 
     def _expected(self, places: np.ndarray) -> np.ndarray:
         """Return the tokens that requests are expected to cache half-way to their ends, [places]: so much they hold

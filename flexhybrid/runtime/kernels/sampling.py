@@ -13,8 +13,9 @@ Shapes in names: B requests of a mini-batch, V vocabulary, N requests of a wave,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -51,19 +52,23 @@ class SamplingPlan:
 
     def select(self, members: np.ndarray) -> SamplingPlan:
         """Return the plan of the requests with these indices."""
-        picked: dict[str, Any] = {
-            name: tuple(value[i] for i in members) if isinstance(value, tuple) else value[members]
-            for name, value in vars(self).items()
-            if name != "changing"
-        }
+        picked: dict[str, Any] = {}
+        for name in PLAN_FIELDS:
+            value = getattr(self, name)
+            picked[name] = tuple(value[i] for i in members) if isinstance(value, tuple) else value[members]
         return SamplingPlan(**picked)
+
+
+PLAN_FIELDS = tuple(field.name for field in fields(SamplingPlan))
 
 
 def joined_plans(plans: Sequence[SamplingPlan]) -> SamplingPlan:
     """Return the plan of the requests of all plans."""
-    names = [name for name in vars(plans[0]) if name != "changes"]
-    arrays = {name: np.concatenate([getattr(plan, name) for plan in plans]) for name in names}
-    return SamplingPlan(**arrays, changes=tuple(change for plan in plans for change in plan.changes))
+    joined: dict[str, Any] = {}
+    for name in PLAN_FIELDS:
+        each = [getattr(plan, name) for plan in plans]
+        joined[name] = tuple(chain.from_iterable(each)) if isinstance(each[0], tuple) else np.concatenate(each)
+    return SamplingPlan(**joined)
 
 
 def greedy_plan(num_requests: int) -> SamplingPlan:

@@ -20,7 +20,9 @@ from flexhybrid.runtime.storage.weights import linear
 def embed(state: State, task: Task) -> None:
     """Token ids -> hidden states [R, h]; the first verb of a step."""
     tensors = state.begin_step(task)
-    state.masks.begin(task.payload.step)
+    step = task.payload.step
+    if not step.context.any():
+        state.masks.begin(step, state.steps.plan.select(step.queued).grammars)
     tokens = state.tokens.ids[tensors.cells_R]
     state.hidden.keep(task, state.model.embed(state.shape, state.weights.outer, tokens, tensors.positions_R))
 

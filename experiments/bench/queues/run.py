@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from experiments.bench.harness import Table, least_disturbed, seconds_of
 from experiments.bench.launch import TINY
-from experiments.bench.run_memory import peak_bytes, write_requests
+from experiments.bench.queues.run_memory import peak_bytes, write_requests
 from experiments.peers.random_opt import make_checkpoint
 from flexhybrid import shipped
 from flexhybrid.arguments import LLMArguments

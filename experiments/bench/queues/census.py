@@ -11,7 +11,7 @@ from io import BytesIO
 from tempfile import TemporaryFile
 
 from experiments.bench.harness import Table, seconds_of
-from experiments.bench.run_memory import held_bytes
+from experiments.bench.queues.run_memory import held_bytes
 from flexhybrid import shipped
 from flexhybrid.batch.census import take_census
 from flexhybrid.batch.requests import LineRules

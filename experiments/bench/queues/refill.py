@@ -1,0 +1,138 @@
+"""Bench rows of a batch that requests join and leave, against waves: requests that run together to the last one's end.
+
+Answers end by themselves, at lengths drawn from a log-normal distribution or at those of labels, far below their
+limits. Weights pass a paced link once an iteration, so that what counts is how many iterations the queue takes. Waves
+are timed by a sample: each is independent of the others.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from experiments.bench.harness import Table
+from flexhybrid.core.memory import buffer_sizes, memory_plan, total_bytes
+from flexhybrid.core.policy import Placement, Policy
+from flexhybrid.core.problem import Budgets, Problem
+from flexhybrid.core.schedule.refill import RunningBatch
+from flexhybrid.core.waves import batch_size, first_wave, open_batch
+from flexhybrid.core.workload import Workload
+from flexhybrid.jobs.run.forecast import sorted_by_length
+from flexhybrid.llm import LLM
+from flexhybrid.requests import Generated
+from flexhybrid.runtime.engine import RunControl
+from flexhybrid.sampling_params import SamplingParams
+
+MODEL = "experiments/checkpoints/opt-stdlib-2k"
+LINK_GB_PER_S, NUM_REQUESTS, AT_A_TIME, SAMPLED_WAVES = 0.4, 2_000, 64, 2
+LOG_NORMAL, LABELS = "log-normal answers", "labels of 1 to 8 tokens"
+BARS = {LOG_NORMAL: 3.0, LABELS: 1.5}  #: times as fast as waves
+RUNNING = 0.9  #: least share of the batch's places in use in the middle half of the iterations
+DENSER = 2.0  #: times as many requests in the same memory as with room for the longest answers
+
+
+@dataclass
+class End:
+    """In a ``StopWatch``'s place: ends an answer after so many tokens."""
+
+    left: int
+
+    def push(self, _token: int) -> str | None:
+        self.left -= 1
+        return "end" if self.left == 0 else None
+
+
+@dataclass
+class Case:
+    """A queue of requests, with the lengths at which their answers end."""
+
+    workload: Workload
+    ends: np.ndarray
+    prompts: list[list[int]]
+    tokens_by_iteration: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, name: str, vocab: int, num_requests: int = NUM_REQUESTS) -> Case:
+        generator = np.random.default_rng(0)
+        prompt_tokens = generator.integers(16, 65, num_requests)
+        if name == LOG_NORMAL:
+            ends = np.clip(np.exp(generator.normal(np.log(150), 0.9, num_requests)), 1, 1024).astype(np.int64)
+            limits = np.full(num_requests, 1024)
+        else:
+            ends, limits = generator.integers(1, 9, num_requests), np.full(num_requests, 8)
+        order = sorted_by_length(prompt_tokens, limits)
+        prompts = [generator.integers(3, vocab, prompt_tokens[i]).tolist() for i in order]
+        return cls(Workload(prompt_tokens[order], limits[order]), ends[order], prompts)
+
+    def seconds(self, llm: LLM, requests: np.ndarray, joining: bool) -> float:
+        """Answer some of the requests; return the seconds."""
+        self.tokens_by_iteration.clear()
+        params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+
+        def begin(index: int) -> tuple[Generated, Any]:
+            generated, plan = llm.codec.open(self.prompts[requests[index]], params, 0)
+            generated.watch = End(int(self.ends[requests[index]]))  # pyright: ignore[reportAttributeAccessIssue]
+            return generated, plan
+
+        def completed(index: int, generated: Generated) -> None:
+            assert len(generated.token_ids) == self.ends[requests[index]]
+
+        hears = RunControl(on_tokens=self.tokens_by_iteration.append)
+        began = time.perf_counter()
+        llm.answer(self.workload.select(requests), begin, completed, hears, joining=joining)
+        return time.perf_counter() - began
+
+
+def bench_refill(table: Table, num_requests: int = NUM_REQUESTS, at_a_time: int = AT_A_TIME) -> None:
+    """Add the rows of both queues."""
+    policy = Policy("weights streamed", Placement(host=1), cache={"kv@device": 1.0}, max_batch=at_a_time)
+    with LLM(MODEL, policy, device="cpu", dtype="float32", link_gb_per_s=LINK_GB_PER_S) as llm:
+        for name, bar in BARS.items():
+            case = Case.of(name, llm.shape.vocab, num_requests)
+            case.seconds(llm, np.arange(at_a_time), joining=True)  # buffers and weights are there from now on
+            refilled_s = case.seconds(llm, np.arange(num_requests), joining=True)
+            rate = case.ends.sum() / refilled_s
+            middle = case.tokens_by_iteration[len(case.tokens_by_iteration) // 4 : -len(case.tokens_by_iteration) // 4]
+            waves = np.array_split(np.arange(num_requests), -(-num_requests // at_a_time))
+            sampled = waves[:: max(1, len(waves) // SAMPLED_WAVES)][:SAMPLED_WAVES]
+            waves_s = sum(case.seconds(llm, wave, joining=False) for wave in sampled)
+            waves_rate = sum(case.ends[wave].sum() for wave in sampled) / waves_s
+            table.at_least(f"refill, {name}: tokens/s against waves", rate / waves_rate, bar, "x")
+            running = float(np.mean(middle)) / at_a_time
+            table.at_least(f"refill, {name}: places in use in the middle half", running, RUNNING, "")
+
+
+def bench_density(table: Table) -> None:
+    """Add the row of requests in one memory: prompts of 256 tokens, answers of 200 at most limits of 1,024. Blocks are
+    given out by a batch that nobody computes; the pools are of what 64 requests need with room for the longest."""
+    generator, count = np.random.default_rng(0), 4_000
+    with LLM(MODEL, "kv_only", device="cpu", dtype="float32") as llm:
+        shape = llm.shape
+    policy = Policy("device", Placement(device=1), cache={"kv@host": 1.0}, max_mini_batch_tokens=1 << 15)
+    workload = Workload.uniform(count, 256, 1024)
+    # a log-normal of sigma 0.9 whose mean, cut at the limit, is 200
+    ends = np.clip(np.exp(generator.normal(np.log(140), 0.9, count)), 1, 1024).astype(np.int64)
+    problem = Problem(shape=shape, dtype="float32", device="cpu")
+    reserved = 64
+    plan = memory_plan(
+        problem, policy, buffer_sizes(open_batch(problem, policy, workload.select(slice(reserved)), reserved))
+    )
+    problem = Problem(shape=shape, dtype="float32", device="cpu", budgets=Budgets(host=total_bytes(plan)["host"]))
+    reserved = first_wave(problem, policy, workload)
+    places, share = batch_size(problem, policy, workload, at_most=count)
+    batch = RunningBatch(open_batch(problem, policy, workload, places, share))
+    running, iteration, stopped = [], 0, set()
+    while not batch.queue.is_empty:
+        members = [step for step in batch.steps(iteration, stopped)]
+        held = np.concatenate([places for *_, places in members])
+        running.append(len(held))
+        ages = iteration + 1 - batch.wave.joined[held]
+        given = np.array([batch.queue.given.get(request, 0) for request in batch.wave.request[held].tolist()])
+        stopped.update(batch.wave.request[held][ages + given >= ends[batch.wave.request[held]]].tolist())
+        iteration += 1
+    steady = float(np.median(running[len(running) // 4 :]))
+    table.at_least("blocks as needed: requests at a time against reservations", steady / reserved, DENSER, "x")
+    table.at_most("blocks as needed: step-backs a request", batch.num_back / count, 0.1, "")
