@@ -13,7 +13,7 @@ from flexhybrid.runtime.kernels.sampling import SamplingPlan, joined_plans
 #: Makes a request, given by its index in the queue: what is generated for it, and how its tokens are chosen.
 OpenRequest = Callable[[int], tuple[Generated, SamplingPlan]]
 
-KEPT_PLANS = 256  #: more than a batch has mini-batches
+KEPT_PLANS = 8192  #: rows of sampling plans, each of which serves a mini-batch until its members change
 LAG = 2  #: iterations after a request has left in which its last step may still be prepared
 
 
@@ -27,7 +27,8 @@ class RunningRequests:
         self._open = open_request
         self._running: dict[int, tuple[Generated, SamplingPlan]] = {}
         self._left: deque[tuple[int, int]] = deque()  #: iteration and request
-        self._plans: dict[bytes, SamplingPlan] = {}  #: of the members of steps
+        self._plans: dict[bytes, SamplingPlan] = {}  #: of the members of steps, the latest last
+        self._num_rows = 0  #: of these plans
 
     def join(self, request: int) -> None:
         """Open a request, unless it has run before and stepped back."""
@@ -54,8 +55,9 @@ class RunningRequests:
         plan = self._plans.pop(key, None)
         if plan is None:
             plan = joined_plans([self._running[request][1] for request in members.tolist()])
-            if len(self._plans) > KEPT_PLANS:
-                del self._plans[next(iter(self._plans))]
+            self._num_rows += len(members)
+            while self._plans and self._num_rows > KEPT_PLANS:
+                self._num_rows -= len(self._plans.pop(next(iter(self._plans))).top_k)
         self._plans[key] = plan
         return plan
 

@@ -21,13 +21,15 @@ import flexhybrid.jobs.run.job, flexhybrid.jobs.run.cli, policy_search.search, p
 from transformers import AutoTokenizer
 from flexhybrid import cli, llm
 
-def generate(self, prompts, params, on_tokens, on_answer, **options):
-    for place, ids in enumerate(prompts):
-        on_answer(place, llm.RequestOutput(None, ids, [llm.CompletionOutput(0, "", [5], "length")]))
-        on_tokens(1)
+def answer(self, workload, open_request, completed, hears, on_trace=None):
+    for request in range(workload.num_requests):
+        generated, _ = open_request(request)
+        generated.token_ids = [5]
+        completed(request, generated)
+        hears.on_tokens(1)
 
 if sys.argv[1] == "fake":
-    llm.LLM.generate = generate
+    llm.LLM.answer = answer
 print("ready", flush=True)
 sys.stdin.readline()
 sys.exit(cli.main(sys.argv[2:]))

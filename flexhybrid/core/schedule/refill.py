@@ -46,26 +46,24 @@ def may_grow(policy: Policy) -> bool:
 
 
 class AnswerLengths:
-    """Expected lengths of answers, from those that have ended."""
+    """Expected lengths of answers, from those that have ended. ``longest``: no answer has more tokens."""
 
-    def __init__(self, share: float):
+    def __init__(self, share: float, longest: int):
         self.share = share  #: of what is left of an answer's limit, that is expected before others have ended
-        self.ended: list[int] = []  #: sorted
+        self.ended = np.zeros(longest + 2, dtype=np.int64)  #: answers that have ended, by their tokens
 
     def end(self, tokens: int) -> None:
         """Take the length of an answer that has ended."""
-        place = int(np.searchsorted(self.ended, tokens))
-        self.ended.insert(place, tokens)
+        self.ended[tokens] += 1
 
     def remaining(self, ages: np.ndarray, limits: np.ndarray) -> np.ndarray:
         """Return how many tokens more are expected of answers that have ``ages`` and end at ``limits`` at the latest:
         the mean over longer answers that have ended, with one made up of ``share`` beside them."""
-        ended = np.array(self.ended, dtype=np.float64)
-        sums = np.append(np.cumsum(ended[::-1])[::-1], 0.0)
-        longer = np.searchsorted(ended, ages, side="right")
-        count = len(ended) - longer
+        counts = np.cumsum(self.ended[::-1])[::-1]
+        sums = np.cumsum((self.ended * np.arange(len(self.ended)))[::-1])[::-1]
+        longer = np.minimum(ages, len(self.ended) - 2) + 1
         left = self.share * (limits - ages)
-        return np.minimum((sums[longer] - count * ages + left) / (count + 1), limits - ages)
+        return np.minimum((sums[longer] - counts[longer] * ages + left) / (counts[longer] + 1), limits - ages)
 
 
 class RunningBatch:
@@ -76,7 +74,8 @@ class RunningBatch:
         if wave.queue is None:
             return
         self.queue, self.singly, self.limits = wave.queue, joins_singly(wave.policy), wave.limits
-        self.answers = AnswerLengths(wave.expected_share)
+        longest = int(wave.queue.workload.max_tokens.max())
+        self.answers = AnswerLengths(wave.expected_share, longest)
         self.not_before: dict[int, int] = {}  #: request that has stepped back -> first iteration of its return
         self.full = [False] * len(self.groups)  #: of a mini-batch: nobody fits before somebody has left
         self.num_back = 0  #: times that a request has stepped back
@@ -118,9 +117,12 @@ class RunningBatch:
         wave = self.wave
         left = np.setdiff1d(self.groups[k], running)
         for place in left.tolist():
+            request = int(wave.request[place])
             self._leave(k, place)
             self.answers.end(self._sampled(place, iteration))
-            self.queue.on_leave(int(wave.request[place]), iteration)
+            self.queue.given.pop(request, None)
+            self.not_before.pop(request, None)
+            self.queue.on_leave(request, iteration)
         if wave.grows and iteration > 0:
             running = self._grow(k, iteration, running)
         if len(left) or len(running) < len(self.groups[k]):
