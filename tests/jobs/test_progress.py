@@ -18,7 +18,6 @@ from flexhybrid.batch.replies import error_line
 from flexhybrid.core.errors import InputError
 from flexhybrid.jobs import progress as progress_module
 from flexhybrid.jobs.progress import Progress
-from flexhybrid.requests import CompletionOutput, RequestOutput
 
 
 @pytest.fixture
@@ -90,14 +89,16 @@ def test_a_stop_does_not_wait_for_an_iteration_without_end(tiny, tmp_path, capsy
     monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(progress_module, "STOP_S", 0.05)
 
-    def generate(self, prompts, params, on_tokens, on_answer, **options):
-        on_answer(0, RequestOutput(None, prompts[0], [CompletionOutput(0, "", [5], "length")]))
-        on_tokens(2)
+    def answer(self, workload, open_request, completed, hears, on_trace=None):
+        generated, _ = open_request(0)
+        generated.token_ids = [5]
+        completed(0, generated)
+        hears.on_tokens(2)
         os.kill(os.getpid(), signal.SIGINT)
         threading.Event().wait(60)
         raise AssertionError("it was not interrupted")
 
-    monkeypatch.setattr(LLM, "generate", generate)
+    monkeypatch.setattr(LLM, "answer", answer)
     body = {"prompt": [5], "max_tokens": 3}
     line = {"method": "POST", "url": "/v1/completions", "body": body}
     (tmp_path / "in.jsonl").write_text("\n".join(json.dumps({"custom_id": f"r{i}"} | line) for i in range(2)))

@@ -15,7 +15,6 @@ from flexhybrid import LLM, InputError, cli, shipped
 from flexhybrid.batch import table as table_module
 from flexhybrid.batch.formats import Columns, open_lines
 from flexhybrid.core.errors import InputError as Wrong
-from flexhybrid.requests import CompletionOutput, RequestOutput
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 PROMPTS = ["def close(self):", 'a "quoted", text\nof two lines', "import os"]
@@ -27,13 +26,15 @@ def asked(tmp_path, monkeypatch) -> list[str]:
     monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))
     texts: list[str] = []
 
-    def generate(self, prompts, params, on_tokens, on_answer, **options):
-        for place, ids in enumerate(prompts):
-            texts.append(self.tokenizer.decode(ids))
-            on_answer(place, RequestOutput(None, ids, [CompletionOutput(0, f"answer {place}", ids[-1:], "stop")]))
-        on_tokens(len(prompts))
+    def answer(self, workload, open_request, completed, hears, on_trace=None):
+        for request in range(workload.num_requests):
+            generated, _ = open_request(request)
+            texts.append(self.tokenizer.decode(generated.prompt_ids))
+            generated.token_ids, generated.stop = generated.prompt_ids[-1:], 5
+            completed(request, generated)
+        hears.on_tokens(workload.num_requests)
 
-    monkeypatch.setattr(LLM, "generate", generate)
+    monkeypatch.setattr(LLM, "answer", answer)
     return texts
 
 
