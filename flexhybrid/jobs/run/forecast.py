@@ -44,23 +44,24 @@ class Forecast:
     seconds: float | None  #: None: nothing is known of the machine
     tokens: int  #: at most
     iterations: int  #: of the first request, whose answer is the longest
-    wave_requests: int  #: of the first wave
-    memory: dict[str, int]  #: tier -> bytes of the first wave, whose requests are the longest
+    at_a_time: int  #: requests that run together
+    memory: dict[str, int]  #: tier -> bytes that they need
     layer_bytes: dict[str, int]  #: tier -> bytes of the layers' weights
     first_wave: WavePrice | None  #: None: nothing is known of the machine
 
 
 def forecast(llm: LLM, workload: Workload) -> Forecast:
     """Predict requests, given in the order in which they will run, under the policy in use."""
-    wave_requests, memory = llm.first_wave(workload.select(slice(WINDOW)))
-    first_price = price(llm, workload.select(slice(wave_requests)))
+    at_a_time, memory = llm.first_batch(workload)
+    count, _ = llm.first_wave(workload.select(slice(WINDOW)))
+    first_price = price(llm, workload.select(slice(count)))
     seconds = None if first_price is None else _total_seconds(llm, workload, first_price)
     layers = {tier: memory[tier].get("resident weights" if tier == "device" else "weights", 0) for tier in TIERS}
     return Forecast(
         seconds,
         tokens=int(workload.max_tokens.sum()),
         iterations=int(workload.max_tokens[0]),
-        wave_requests=wave_requests,
+        at_a_time=at_a_time,
         memory=total_bytes(memory),
         layer_bytes=layers,
         first_wave=first_price,
@@ -156,7 +157,7 @@ def plan_lines(llm: LLM, plan: Forecast, counts: str, searched: bool) -> list[st
     note = "; a mix with recomputed context would not be faster" if plain else ""
     return [
         f"policy     {describe(policy)}; in {llm.problem.dtype}{note}",
-        f"requests   {counts}, at most {plan.tokens:,} tokens of answers in all; {plan.wave_requests} at a time",
+        f"requests   {counts}, at most {plan.tokens:,} tokens of answers in all; {plan.at_a_time} at a time",
         f"predicted  {predicted}",
         f"memory     {', '.join(memory)}",
         *limit,
