@@ -114,8 +114,8 @@ class RunningBatch:
 
     def _change(self, k: int, iteration: int, running: np.ndarray, stopped) -> tuple[np.ndarray, np.ndarray]:
         """Return the places of mini-batch ``k`` that run on, and those that are taken now."""
-        wave = self.wave
-        left = np.setdiff1d(self.groups[k], running)
+        wave, group = self.wave, self.groups[k]
+        left = np.setdiff1d(group, running) if len(running) < len(group) else NOBODY
         for place in left.tolist():
             request = int(wave.request[place])
             self._leave(k, place)
@@ -125,7 +125,7 @@ class RunningBatch:
             self.queue.on_leave(request, iteration)
         if wave.grows and iteration > 0:
             running = self._grow(k, iteration, running)
-        if len(left) or len(running) < len(self.groups[k]):
+        if len(running) < len(group):
             self.full[k] = False
         if self.full[k] or self.queue.is_empty or (len(running) and not self.singly):
             return running, NOBODY
@@ -178,6 +178,7 @@ class RunningBatch:
         self.queue.put_back(request, self._sampled(place, iteration))
         self.not_before[request] = iteration + 1  # its last token is known then
         self.num_back += 1
+        self.full = [False] * len(self.groups)  # another mini-batch may have room for it
         self._leave(k, place)
         return running[:-1]
 
@@ -191,9 +192,6 @@ class RunningBatch:
         """
         wave, queue = self.wave, self.queue
         free = np.setdiff1d(wave.mini_batches[k], running)
-        if wave.policy.max_batch:
-            others = sum(len(group) for other, group in enumerate(self.groups) if other != k)
-            free = free[: max(0, wave.policy.max_batch - others - len(running))]
         first = queue.first(max(LOOKED_AT, len(free)))
         taken = {request for request in first if request in stopped}
         ready = [request for request in first if self.not_before.get(request, 0) <= iteration and request not in taken]
@@ -225,6 +223,8 @@ class RunningBatch:
                 ready = [ready[place] for place in shorter.tolist()]
         for request in wave.request[joining].tolist():
             queue.on_join(request)
+        for request in taken - set(wave.request[joining].tolist()):
+            queue.on_leave(request, iteration)
         if taken:
             queue.remove(taken)
         return joining

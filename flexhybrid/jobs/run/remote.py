@@ -3,8 +3,8 @@
     pending lines, longest first ──batches──▶ read (where the input is) ──▶ actors ──messages──▶ the job, which writes
 
 An actor answers a batch of lines as one queue and sends its answers in messages while it runs. A batch whose actor dies
-is done again by the actor that replaces it. The output does not depend on that: the job drops a second answer to a line, and
-sends out again the lines that are pending when all batches are done.
+is done again by the actor that replaces it. The output does not depend on that: the job drops a second answer to a
+line, and sends out again the lines that are pending when all batches are done.
 """
 
 import contextlib
