@@ -213,7 +213,7 @@ def test_a_sliding_window_bounds_the_sequences(tmp_path, more, window):
     params = SamplingParams(max_tokens=90, temperature=0.0, ignore_eos=True)
     answer = llm.generate([tokens[:7]], params)[0].outputs[0]
     assert len(answer.token_ids) == window - 7 and answer.finish_reason == "length"
-    with pytest.raises(InputError, match="prompt 0 has 40 tokens.* sliding window of 40 tokens"):
+    with pytest.raises(InputError, match="prompt 0 has 40 tokens.* room for 40 tokens .its sliding window"):
         llm.generate([tokens[:40]], params)
 
 
