@@ -350,10 +350,12 @@ class LLM:
             else:
                 members = left[: first_wave(problem, policy, lengths)]
                 wave = admit(problem, policy, workload.select(members))
+            left = left[len(members) :]
             self.at_a_time = wave.workload.num_requests
             self._make_engine(buffer_sizes(wave))
             yield members, wave
-            left = (members[wave.queue.waiting] if wave.queue else members[:0]) if joining else left[len(members) :]
+            if wave.queue:
+                left = members[wave.queue.waiting]
 
     def _run_wave(
         self,

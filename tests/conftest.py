@@ -139,3 +139,28 @@ def tiny_llm(tiny):
     from flexhybrid import LLM
 
     return LLM(tiny, "kv_only", device="cpu", dtype="float32")
+
+
+@pytest.fixture
+def batches(monkeypatch):
+    """The batches that run during a test; their blocks are checked after every iteration."""
+
+    from flexhybrid.core.schedule import positions
+    from flexhybrid.core.schedule.refill import RunningBatch
+
+    class Checked(RunningBatch):
+        def steps(self, iteration, stopped):
+            yield from super().steps(iteration, stopped)
+            for k, part in enumerate(self.wave.blocks):
+                part.check()
+                holders = {place for pool in part.pools.values() for place, runs in pool.held.items() if runs}
+                assert holders <= set(self.groups[k].tolist())  # nobody who has left holds blocks
+
+    started: list[RunningBatch] = []
+
+    def start(wave):
+        started.append(Checked(wave))
+        return started[-1]
+
+    monkeypatch.setattr(positions, "RunningBatch", start)
+    return started

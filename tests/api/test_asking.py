@@ -13,8 +13,6 @@ from policies import wider_policies
 
 from flexhybrid import LLM, InputError, Policy, SamplingParams, shipped
 from flexhybrid import llm as llm_module
-from flexhybrid.core.schedule import positions
-from flexhybrid.core.schedule.refill import RunningBatch
 from sim.presets import hybrid
 
 VOCAB = 61
@@ -146,15 +144,8 @@ def test_a_request_gets_in_company_what_it_gets_alone(llm_of, requests, policy):
             assert (output.token_ids, output.finish_reason) == (alone.token_ids, alone.finish_reason)
 
 
-def test_requests_that_step_back_keep_what_they_ask_for(llm_of, model, monkeypatch):
+def test_requests_that_step_back_keep_what_they_ask_for(llm_of, model, monkeypatch, batches):
     """Pools of the least size: the youngest step back and come again with a part of their answer as a prompt."""
-    started: list[RunningBatch] = []
-
-    def start(wave):
-        started.append(RunningBatch(wave))
-        return started[-1]
-
-    monkeypatch.setattr(positions, "RunningBatch", start)
     monkeypatch.setattr(llm_module, "batch_size", lambda *_: (4, 0.01))
     generator = np.random.default_rng(2)
     asking = [
@@ -167,7 +158,7 @@ def test_requests_that_step_back_keep_what_they_ask_for(llm_of, model, monkeypat
     prompts = [generator.integers(3, VOCAB, 5 + 3 * i % 20).tolist() for i in range(len(params))]
     llm = LLM(model[0], Policy(), device="cpu", dtype="float32")
     together = llm.generate(prompts, [SamplingParams(**asked) for asked in params])
-    assert sum(batch.num_back for batch in started) > 0
+    assert sum(batch.num_back for batch in batches) > 0
     monkeypatch.undo()
     apart = [
         (prompt, asked | {"n": 1, "seed": asked["seed"] + k})

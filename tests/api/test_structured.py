@@ -14,8 +14,6 @@ from policies import wider_policies
 
 from flexhybrid import LLM, InputError, Policy, SamplingParams, StructuredOutputsParams, cli, shipped
 from flexhybrid import llm as llm_module
-from flexhybrid.core.schedule import positions
-from flexhybrid.core.schedule.refill import RunningBatch
 from sim.presets import hybrid
 
 pytest.importorskip("llguidance")
@@ -178,20 +176,13 @@ def test_a_form_in_company_is_the_form_alone(llm_of, requests, policy):
             assert (output.token_ids, output.text) == (alone.token_ids, alone.text)
 
 
-def test_a_form_outlasts_stepping_back(llm_of, monkeypatch):
+def test_a_form_outlasts_stepping_back(llm_of, monkeypatch, batches):
     """Pools of the least size: the youngest requests step back, and come again in the middle of their form."""
-    started: list[RunningBatch] = []
-
-    def start(wave):
-        started.append(RunningBatch(wave))
-        return started[-1]
-
-    monkeypatch.setattr(positions, "RunningBatch", start)
     monkeypatch.setattr(llm_module, "batch_size", lambda *_: (3, 0.01))
     form = {"regex": "([a-z]{1,9} [0-9]{3}, ){1,90}"}
     params = [SamplingParams(seed=seed, max_tokens=90, structured_outputs=form) for seed in range(4)]
     together = LLM(shipped.CHECKPOINT, Policy(), device="cpu", dtype="float32").generate(PROMPTS[:4], params)
-    assert sum(batch.num_back for batch in started) > 0
+    assert sum(batch.num_back for batch in batches) > 0
     monkeypatch.undo()
     for got, expected in zip(together, llm_of("kv").generate(PROMPTS[:4], params), strict=True):
         assert got.outputs[0].text == expected.outputs[0].text

@@ -15,8 +15,7 @@ from toy_machine import machine
 from flexhybrid.core.memory import buffer_sizes
 from flexhybrid.core.policy import Placement, Policy, Selection
 from flexhybrid.core.problem import Problem
-from flexhybrid.core.schedule import positions
-from flexhybrid.core.schedule.refill import AnswerLengths, RunningBatch, may_grow
+from flexhybrid.core.schedule.refill import AnswerLengths, may_grow
 from flexhybrid.core.trace import check_trace
 from flexhybrid.core.waves import open_batch
 from flexhybrid.core.workload import Workload
@@ -25,28 +24,6 @@ from flexhybrid.runtime.engine import Engine, RunControl
 from flexhybrid.runtime.kernels.sampling import greedy_plan
 from flexhybrid.runtime.storage.loader import Checkpoint
 from flexhybrid.runtime.storage.weights import DiskPlace, Weights
-
-
-@pytest.fixture
-def batches(monkeypatch):
-    """The batches that run during a test; their blocks are checked after every iteration."""
-
-    class Checked(RunningBatch):
-        def steps(self, iteration, stopped):
-            yield from super().steps(iteration, stopped)
-            for k, part in enumerate(self.wave.blocks):
-                part.check()
-                holders = {place for pool in part.pools.values() for place, runs in pool.held.items() if runs}
-                assert holders <= set(self.groups[k].tolist())  # nobody who has left holds blocks
-
-    started: list[RunningBatch] = []
-
-    def start(wave):
-        started.append(Checked(wave))
-        return started[-1]
-
-    monkeypatch.setattr(positions, "RunningBatch", start)
-    return started
 
 
 def answers(checkpoint, policy, prompts, max_tokens, stops, count, disk_dir, share=1.0) -> list[list[int]]:

@@ -16,6 +16,7 @@ import torch
 import warm_python
 from forced_machine import ATTENTION
 
+from experiments.bench.queues.run_memory import answer_at_once
 from flexhybrid import LLM, InputError, SamplingParams, cli, shipped
 from flexhybrid import resolve as machine
 from flexhybrid.arguments import LLMArguments
@@ -553,15 +554,7 @@ def test_a_long_file_takes_no_more_memory_than_its_census(tiny, tmp_path, monkey
     source.write_text(
         "".join(line(f"r{i}", prompt=[5] * (1 + i % 40), max_tokens=1 + i % 9) + "\n" for i in range(lines))
     )
-
-    def answer(self, workload, open_request, completed, hears, on_trace=None):
-        for request in range(workload.num_requests):
-            generated, _ = open_request(request)
-            generated.token_ids = [5]
-            completed(request, generated)
-            hears.on_tokens(1)
-
-    monkeypatch.setattr(LLM, "answer", answer)
+    monkeypatch.setattr(LLM, "answer", answer_at_once)
     assert run(source, tmp_path / "out.jsonl", tiny) == 0
     assert len(by_id(tmp_path / "out.jsonl")) == lines
     kept = {}

@@ -19,21 +19,24 @@ CHILD = """
 import sys
 import flexhybrid.jobs.run.job, flexhybrid.jobs.run.cli, policy_search.search, policy_search.systems, sim.array_clock
 from transformers import AutoTokenizer
+from experiments.bench.queues.run_memory import answer_at_once
 from flexhybrid import cli, llm
 
-def answer(self, workload, open_request, completed, hears, on_trace=None):
+if sys.argv[1] == "fake":
+    llm.LLM.answer = answer_at_once
+print("ready", flush=True)
+sys.stdin.readline()
+sys.exit(cli.main(sys.argv[2:]))
+"""
+
+
+def answer_at_once(_llm, workload, open_request, completed, hears, _on_trace=None) -> None:
+    """Answer in the place of ``LLM.answer``: one token a request, one request after the other."""
     for request in range(workload.num_requests):
         generated, _ = open_request(request)
         generated.token_ids = [5]
         completed(request, generated)
         hears.on_tokens(1)
-
-if sys.argv[1] == "fake":
-    llm.LLM.answer = answer
-print("ready", flush=True)
-sys.stdin.readline()
-sys.exit(cli.main(sys.argv[2:]))
-"""
 
 
 def held_bytes(pid: int) -> int:

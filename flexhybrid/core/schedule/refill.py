@@ -194,6 +194,8 @@ class RunningBatch:
         free = np.setdiff1d(wave.mini_batches[k], running)
         first = queue.first(max(LOOKED_AT, len(free)))
         taken = {request for request in first if request in stopped}
+        for request in taken:
+            queue.on_leave(request, iteration)
         ready = [request for request in first if self.not_before.get(request, 0) <= iteration and request not in taken]
         self.full[k] = len(ready) + len(taken) == len(first)
         joining, size, failures = NOBODY, len(free), 0
@@ -223,8 +225,6 @@ class RunningBatch:
                 ready = [ready[place] for place in shorter.tolist()]
         for request in wave.request[joining].tolist():
             queue.on_join(request)
-        for request in taken - set(wave.request[joining].tolist()):
-            queue.on_leave(request, iteration)
         if taken:
             queue.remove(taken)
         return joining
@@ -293,10 +293,10 @@ class RunningBatch:
             else:
                 first = longest_piece(wave.policy, np.array([prompt]))  # the first length that is held as a whole
                 need = wanted = wave.entries.most_blocks(first, self._kept(places[count : count + 1])[0])
-                of_all = wave.entries.most_blocks(first, cached)
             if not self._give(k, place, wanted, need, none):
                 return count
-            if wave.whole and not wave.grows:
+            if wave.whole:  # under a selection, which takes a prompt whole
+                of_all = wave.entries.most_blocks(prompt, cached)
                 if not wave.whole.blocks[k].has_room(dict(zip(wave.entries.names, of_all.tolist(), strict=True))):
                     take_blocks_back(wave, k, place)
                     return count

@@ -18,10 +18,10 @@ from flexhybrid.core.trace import TraceEvent, iteration_ends
 from flexhybrid.core.units import gib
 from flexhybrid.core.wave import Wave, admit
 from flexhybrid.core.workload import Workload
-from flexhybrid.llm import LLM
+from flexhybrid.llm import LLM, MOST_AT_A_TIME
 from sim import virtual_clock
 
-WINDOW = 1024  #: requests that are looked at for one wave, and so the most that one holds
+WINDOW = MOST_AT_A_TIME  #: requests that are looked at for one wave
 PIECES = 6  #: of a decode whose answers end at different lengths
 LEAST_WAVES, MOST_WAVES = 4, 16  #: of a longer file, waves at even steps stand for those between them
 PRICED_TASKS = 50_000  #: that are walked for a forecast, where LEAST_WAVES need no more: a few seconds
