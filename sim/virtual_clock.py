@@ -5,14 +5,19 @@ ended. Dependencies are derived by the same function that guards the real run. W
 hand tasks over, and everything ``sim.cost`` leaves out.
 """
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
+
 from flexhybrid.core.hardware import LINKS, Hardware, Line
+from flexhybrid.core.plan import stream
 from flexhybrid.core.schedule.dependencies import HAZARDS, Dependencies
 from flexhybrid.core.task import RESOURCES, Task
 from flexhybrid.core.trace import TraceEvent, iteration_ends
+from flexhybrid.core.wave import Wave
 from sim.cost import line_seconds
 
 
@@ -41,6 +46,25 @@ def run(tasks: Iterable[Task], hardware: Hardware, hazards: Iterable[str] = HAZA
         own.append(end)
         trace.append(TraceEvent(task, start, end))
     return trace
+
+
+def answered(wave: Wave, answer_tokens: np.ndarray) -> Iterator[Task]:
+    """Return the stream of a batch whose requests end by themselves after ``answer_tokens`` [requests of its queue]:
+    as in a run, an end is known an iteration late."""
+    num_sampled: Counter[int] = Counter()
+    ended_in: dict[int, int] = {}  #: request -> iteration that sampled its last token
+
+    def stops_until(iteration: int) -> Collection[int]:
+        return {request for request, last in ended_in.items() if last <= iteration}
+
+    for task in stream(wave, stops_until):
+        if task.verb == "sample":
+            requests = task.payload.step.queued
+            num_sampled.update(requests.tolist())
+            for request in requests.tolist():
+                if num_sampled[request] == answer_tokens[request]:
+                    ended_in[request] = task.iteration
+        yield task
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,8 @@ def open_batch(problem: Problem, policy: Policy, workload: Workload, count: int,
     ``share``: the pools are made for answers of this share of their limits, but for a single one of its full length in
     each mini-batch; requests then take blocks as they need them.
     """
-    first, num_requests = workload.select(slice(count)), workload.num_requests
+    num_requests = workload.num_requests
+    first = Workload(workload.prompt_tokens[:count], workload.max_tokens[:count])
     if count == num_requests and share == 1:
         return admit(problem, policy, workload)
     planned = Workload(first.prompt_tokens, np.maximum(1, np.ceil(share * first.max_tokens)).astype(np.int64))

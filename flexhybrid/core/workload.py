@@ -17,9 +17,11 @@ class Workload:
 
     prompt_tokens: np.ndarray
     max_tokens: np.ndarray
+    #: how long the answers are, or are expected to be, at most ``max_tokens``; None: as long. For predictions alone
+    answer_tokens: np.ndarray | None = None
 
     def __post_init__(self):
-        for name in ("prompt_tokens", "max_tokens"):
+        for name in ("prompt_tokens", "max_tokens", "answer_tokens")[: 2 + (self.answer_tokens is not None)]:
             array = np.asarray(getattr(self, name))
             if array.dtype.kind not in "iu":
                 raise InputError(f"workload: {name} must be whole numbers")
@@ -27,8 +29,10 @@ class Workload:
             object.__setattr__(self, name, array)
             if array.ndim != 1 or array.size == 0 or array.min() < 1:
                 raise InputError(f"workload: {name} must name at least one request, each with at least 1 token")
-        if self.prompt_tokens.shape != self.max_tokens.shape:
-            raise InputError("workload: prompt_tokens and max_tokens differ in length")
+        if self.prompt_tokens.shape != self.max_tokens.shape or self.answers.shape != self.max_tokens.shape:
+            raise InputError("workload: prompt_tokens, max_tokens and answer_tokens differ in length")
+        if (self.answers > self.max_tokens).any():
+            raise InputError("workload: answer_tokens are at most max_tokens")
 
     @staticmethod
     def uniform(num_requests: int, prompt_tokens: int, max_tokens: int) -> Workload:
@@ -39,7 +43,13 @@ class Workload:
 
     def select(self, indices: np.ndarray | slice) -> Workload:
         """Return the lengths of the requests at ``indices``."""
-        return Workload(self.prompt_tokens[indices], self.max_tokens[indices])
+        answers = None if self.answer_tokens is None else self.answer_tokens[indices]
+        return Workload(self.prompt_tokens[indices], self.max_tokens[indices], answers)
+
+    @property
+    def answers(self) -> np.ndarray:
+        """Tokens that each request generates, as far as is known."""
+        return self.max_tokens if self.answer_tokens is None else self.answer_tokens
 
     @property
     def num_requests(self) -> int:

@@ -100,15 +100,13 @@ class RunningBatch:
             if wave.queue is not None:
                 running, joining = self._change(k, iteration, running, stopped)
             self.groups[k] = np.concatenate([running, joining])
-            first_chunk = 0
-            if len(running) and iteration > 0:
-                yield k, 0, 0, running
-                first_chunk = 1
-            if iteration > 0:
-                running = joining
-            if len(running):
-                pieces = num_chunks(wave.policy, wave.workload.prompt_tokens[running])
-                yield from ((k, first_chunk + piece, piece, running) for piece in range(pieces))
+            ages = iteration - wave.joined[self.groups[k]]  # below 0 where a prediction knows who will join
+            decoding, beginning = self.groups[k][ages > 0], self.groups[k][ages == 0]
+            if len(decoding):
+                yield k, 0, 0, decoding
+            if len(beginning):
+                pieces, first_chunk = num_chunks(wave.policy, wave.workload.prompt_tokens[beginning]), len(decoding) > 0
+                yield from ((k, first_chunk + piece, piece, beginning) for piece in range(pieces))
 
     # ---- who leaves
 

@@ -1,0 +1,336 @@
+"""Prices a queue of requests, whose places are taken anew as answers end, in about a second however long it is.
+
+``sim.queue_counts`` says who runs in which iteration. A few iterations are walked on the virtual clock, with the very
+tasks of the plan maker. From their work on each resource that of the others follows by what they have to do (requests,
+tokens of context, prompts); an iteration takes as long as its busiest resource, and as much longer as those walked
+around it do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from itertools import takewhile
+
+import numpy as np
+
+from flexhybrid.core.context.selection import num_whole
+from flexhybrid.core.plan import stream
+from flexhybrid.core.policy import Policy
+from flexhybrid.core.problem import Problem
+from flexhybrid.core.schedule.positions import StopsUntil
+from flexhybrid.core.task import Task
+from flexhybrid.core.trace import TraceEvent, iteration_ends
+from flexhybrid.core.wave import Wave, admit
+from flexhybrid.core.waves import batch_size, open_batch
+from flexhybrid.core.workload import Workload
+from sim import virtual_clock
+from sim.cost import hardware_of
+from sim.queue_counts import Stints, stints
+
+MOST_COUNTED = 10_000  #: requests; of a longer queue every so manieth stands for those beside it
+WALKED_TASKS = 40_000  #: of a price: about a second
+LEAST_WINDOWS, MOST_WINDOWS = 8, 60  #: pairs of iterations that are walked
+WALKED_LAYERS, PACE_LAYERS = 6, 2  #: layers that are walked of a model, and of them those whose pace the others have
+PHASES = ("ramp", "steady", "drain")
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of a queue: until a place is first taken anew; until nobody waits; until the end."""
+
+    iterations: float
+    seconds: float
+    tokens: float  #: generated
+    running: float  #: requests at a time, the mean over iterations
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True)
+class QueueRun:
+    """A queue's predicted run. Arrays [iterations]; of a thinned queue its steady part stands for ``times`` as much."""
+
+    seconds: np.ndarray
+    running: np.ndarray  #: requests
+    tokens: np.ndarray  #: generated
+    steady_from: int  #: the first iteration in which a place was taken anew
+    drain_from: int  #: the first in which nobody waits
+    times: float
+    busy: dict[str, float]  #: resource -> share of the time
+    at_a_time: int  #: places
+
+    @property
+    def phases(self) -> dict[str, Phase]:
+        begins, ends = (0, self.steady_from, self.drain_from), (self.steady_from, self.drain_from, len(self.seconds))
+        phases = {}
+        for name, begin, end, times in zip(PHASES, begins, ends, (1.0, self.times, 1.0), strict=True):
+            seconds, tokens = (float(times * of[begin:end].sum()) for of in (self.seconds, self.tokens))
+            running = float(self.running[begin:end].mean()) if end > begin else 0.0
+            phases[name] = Phase(times * (end - begin), seconds, tokens, running)
+        return phases
+
+    @property
+    def total_s(self) -> float:
+        return sum(phase.seconds for phase in self.phases.values())
+
+    @property
+    def total_tokens(self) -> float:
+        return sum(phase.tokens for phase in self.phases.values())
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.total_tokens / max(self.total_s, 1e-300)
+
+    @property
+    def binding(self) -> str:
+        """The busiest resource."""
+        return max(self.busy, key=lambda resource: self.busy[resource])
+
+
+def price_queue(problem: Problem, policy: Policy, workload: Workload, at_most: int) -> QueueRun:
+    """Price requests that run in a batch of at most ``at_most`` at a time, in this order, with answers of
+    ``workload.answers``.
+
+    Raises InputError where not even one fits the budgets, and for a machine without a line for one of the verbs.
+    """
+    few, times = _thinned(workload, at_most)
+    count, share = batch_size(problem, policy, workload, at_most)
+    wave = open_batch(problem, policy, few, min(count, few.num_requests), share)
+    return _Price(wave, few, times).run()
+
+
+def walk_queue(problem: Problem, policy: Policy, workload: Workload, at_most: int) -> QueueRun:
+    """Price likewise on the virtual clock, task by task. Those for whom the buffers of a batch are too small have one
+    after it, as in a run."""
+    left, runs, begun = np.arange(workload.num_requests), [], []
+    while len(left):
+        lengths = workload.select(left)
+        count, share = batch_size(problem, policy, lengths, at_most)
+        wave = open_batch(problem, policy, lengths, count, share)
+        trace = virtual_clock.run(virtual_clock.answered(wave, lengths.answers), hardware_of(problem, policy))
+        runs.append(_of_trace(trace, lengths, count))
+        begun.append(sum(len(run.seconds) for run in runs[:-1]))
+        left = left[wave.queue.waiting] if wave.queue else left[:0]
+    seconds, running, tokens = (
+        np.concatenate([getattr(run, name) for run in runs]) for name in ("seconds", "running", "tokens")
+    )
+    resources = dict.fromkeys(resource for run in runs for resource in run.busy)
+    return QueueRun(
+        seconds=seconds,
+        running=running,
+        tokens=tokens,
+        steady_from=runs[0].steady_from or (begun[1] if len(runs) > 1 else 0),
+        drain_from=begun[-1] + runs[-1].drain_from,
+        times=1.0,
+        busy={r: sum(run.busy.get(r, 0.0) * run.total_s for run in runs) / seconds.sum() for r in resources},
+        at_a_time=runs[0].at_a_time,
+    )
+
+
+def _of_trace(trace: list[TraceEvent], workload: Workload, count: int) -> QueueRun:
+    seconds = np.diff(iteration_ends(trace), prepend=0.0)
+    running, tokens = np.zeros((2, len(seconds)))
+    given = np.zeros(workload.num_requests, np.int64)
+    joined: dict[int, int] = {}
+    work: dict[str, float] = {}
+    for task, start, end in trace:
+        work[task.resource] = work.get(task.resource, 0.0) + end - start
+        if task.verb == "sample":
+            requests = task.payload.step.queued
+            running[task.iteration] += len(requests)
+            tokens[task.iteration] += np.count_nonzero(given[requests] < workload.answers[requests])
+            given[requests] += 1
+            for request in requests.tolist():
+                joined.setdefault(request, task.iteration)
+    return QueueRun(
+        seconds=seconds,
+        running=running,
+        tokens=tokens,
+        **_bounds(np.array(list(joined.values())), len(seconds)),
+        times=1.0,
+        busy={resource: spent / seconds.sum() for resource, spent in work.items()},
+        at_a_time=count,
+    )
+
+
+def _bounds(joined: np.ndarray, num_iterations: int) -> dict[str, int]:
+    """Return where the steady part begins and ends; without one both at the first end of an answer would say nothing:
+    all of it is drain."""
+    later = joined[joined > 0]
+    if not len(later):
+        return {"steady_from": 0, "drain_from": 0}
+    return {"steady_from": int(later.min()), "drain_from": min(int(later.max()) + 1, num_iterations)}
+
+
+def _thinned(workload: Workload, at_most: int) -> tuple[Workload, float]:
+    """Return every so manieth request of a long queue, and how many times as much it was."""
+    most = max(MOST_COUNTED, 8 * at_most)
+    if workload.num_requests <= most:
+        return workload, 1.0
+    chosen = np.linspace(0, workload.num_requests - 1, most).astype(np.int64)
+    return workload.select(chosen), float(workload.answers.sum() / workload.answers[chosen].sum())
+
+
+class _Price:
+    """The iterations of a queue, some of them walked."""
+
+    def __init__(self, wave: Wave, workload: Workload, times: float):
+        self.wave, self.workload, self.times = wave, workload, times
+        self.hardware = hardware_of(wave.problem, wave.policy)
+        self.stints = stints(wave, workload)
+        self.num_iterations = self.stints.num_iterations
+        self.bounds = _bounds(self.stints.joined, self.num_iterations)
+        layers, whole = wave.shape.num_layers, num_whole(wave.policy.selection, wave.shape.num_layers)
+        self.num_layers = min(layers, whole + WALKED_LAYERS)
+        self.more_layers = layers - self.num_layers
+        self.joining_tokens = self.stints.joining(self.stints.prompt_tokens.astype(float))
+        self.walked: dict[int, float] = {}  # iteration -> seconds
+        self.work: dict[int, dict[str, float]] = {}  # iteration -> resource -> seconds of work
+
+    def run(self) -> QueueRun:
+        self._walk(0)
+        per_window = max(1, self.num_tasks)
+        for start in self._windows(int(np.clip(WALKED_TASKS // per_window, LEAST_WINDOWS, MOST_WINDOWS))):
+            self._walk(start)
+        seconds, work = self._spread()
+        running = self.stints.per_iteration()
+        surplus = np.bincount(self.stints.left[self.stints.surplus] - 1, minlength=self.num_iterations)
+        begin, end = self.bounds.values()
+        tokens = running - surplus
+        outside = tokens[:begin].sum() + tokens[end:].sum()
+        inside = max(tokens.sum() - outside, 1.0)
+        return QueueRun(
+            seconds=seconds,
+            running=running,
+            tokens=tokens,
+            **self.bounds,
+            times=1.0 + (self.times - 1.0) * float(tokens.sum() / inside) if end > begin else 1.0,
+            busy={resource: float(spent.sum() / seconds.sum()) for resource, spent in work.items()},
+            at_a_time=self.wave.workload.num_requests,
+        )
+
+    # ---- the iterations that are walked
+
+    def _windows(self, count: int) -> list[int]:
+        """Return the iterations after which one is walked: evenly over each phase, and in each part of it one in which
+        many join."""
+        if self.num_iterations - 1 <= count:
+            return list(range(1, self.num_iterations - 1))
+        begin, end = self.bounds.values()
+        chosen: set[int] = set()
+        for first, last, share in ((1, begin, 0.2), (max(begin, 1), end, 0.5), (max(end, 1), self.num_iterations, 0.3)):
+            if last <= first:
+                continue
+            edges = np.linspace(first, last, max(2, int(share * count / 2)) + 1).astype(int)
+            for low, high in zip(edges, edges[1:]):
+                if high > low:
+                    chosen |= {int(low + high) // 2, low + int(self.joining_tokens[low:high].argmax())}
+            chosen |= {last - 1}
+        return sorted(iteration - 1 for iteration in chosen if iteration > 1)
+
+    def _walk(self, start: int) -> None:
+        """Walk iterations ``start`` and ``start`` + 1, and what of the next one begins before their end. The end of the
+        second does not depend on how the first began."""
+        wave, known = self._members(start)
+
+        def both(task: Task) -> bool:
+            return task.iteration <= start + 1 or task.verb != "finish"
+
+        tasks = takewhile(both, stream(wave, known, first_iteration=start))
+        trace = virtual_clock.run(tasks, self.hardware)
+        self.num_tasks = len(trace)
+        ends = np.diff(iteration_ends(trace), prepend=0.0)
+        for iteration, seconds in list(enumerate(ends, start=start))[:2]:
+            if iteration > start or not iteration:
+                of_iteration = [event for event in trace if event.task.iteration == iteration]
+                self.walked[iteration] = float(seconds) + self.more_layers * self._pace(of_iteration)
+                self.work[iteration] = self._work(of_iteration)
+
+    def _members(self, start: int) -> tuple[Wave, StopsUntil]:
+        """Return the batch of iterations ``start`` to ``start`` + 2, and who leaves it until each."""
+        all_stints, wave = self.stints, self.wave
+        chosen = np.flatnonzero((all_stints.joined <= start + 2) & (all_stints.left > start))
+        groups = [np.flatnonzero(all_stints.mini_batch[chosen] == k) for k in range(len(wave.mini_batches))]
+        requests, left = all_stints.request[chosen], all_stints.left[chosen]
+        given = all_stints.prompt_tokens[chosen] - self.workload.prompt_tokens[requests]
+        lengths = Workload(all_stints.prompt_tokens[chosen], self.workload.max_tokens[requests] - given)
+        shape = replace(wave.shape, num_layers=self.num_layers)
+        problem = replace(wave.problem, shape=shape)
+        members = admit(problem, wave.policy, lengths, mini_batches=[group for group in groups if len(group)])
+        joined = all_stints.joined[chosen]
+        members = replace(members, joined=joined, whole=members.whole and replace(members.whole, joined=joined))
+
+        def known(iteration: int) -> Collection[int]:
+            return set(np.flatnonzero(left <= iteration + 2).tolist())
+
+        return members, known
+
+    def _pace(self, events: list[TraceEvent]) -> float:
+        """Return the seconds of a layer more: those of the last ones walked, of all mini-batches in turn or (row
+        schedule) one after the other."""
+        if not self.more_layers:
+            return 0.0
+        late, early = self.num_layers - 2, self.num_layers - 2 - PACE_LAYERS
+        ends: dict[tuple, float] = {}
+        by_row = self.wave.policy.schedule == "row"
+        for task, _, end in events:
+            if task.verb == "finish" and task.layer in (late, early):
+                key = (task.mini_batch if by_row else 0), task.layer
+                ends[key] = max(end, ends.get(key, 0.0))
+        return sum(end - ends[k, early] for (k, layer), end in ends.items() if layer == late) / PACE_LAYERS
+
+    def _work(self, events: list[TraceEvent]) -> dict[str, float]:
+        """Return resource -> seconds of its tasks, of all layers."""
+        work: dict[str, float] = {}
+        late = self.num_layers - 2
+        for task, start, end in events:
+            repeats = self.more_layers / PACE_LAYERS if late - PACE_LAYERS < task.layer <= late else 0.0
+            work[task.resource] = work.get(task.resource, 0.0) + (1.0 + repeats) * (end - start)
+        return work
+
+    # ---- the others
+
+    def _features(self) -> np.ndarray:
+        """What each iteration has to do: [iterations, features]."""
+        counted, iterations = self.stints, np.arange(self.num_iterations)
+        running, joining = counted.per_iteration(), counted.joining(np.ones(len(counted.request)))
+        begun = counted.prompt_tokens - counted.joined
+        context = counted.per_iteration(begun.astype(float)) + running * iterations
+        decoding, of_prompts = running - joining, self.joining_tokens
+        squares = counted.joining(counted.prompt_tokens.astype(float) ** 2)
+        steps = np.zeros((2, self.num_iterations))
+        for k in range(len(self.wave.mini_batches)):
+            of_group = counted.mini_batch == k
+            alone = Stints(*(getattr(counted, name)[of_group] for name in counted.__dataclass_fields__))
+            present, begins = alone.per_iteration(), alone.joining(np.ones(len(alone.request)))
+            steps[0, : len(present)] += present - begins > 0
+            steps[1, : len(begins)] += begins > 0
+        columns = (np.ones(len(iterations)), *steps, decoding, context - of_prompts, joining, of_prompts, squares)
+        return np.stack(columns, axis=1)
+
+    def _spread(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Return the seconds of all iterations, and of each resource's work in them."""
+        known = np.array(sorted(self.walked))
+        seconds = np.array([self.walked[i] for i in known.tolist()])
+        features = self._features()
+        features = features / np.maximum(features.max(axis=0), 1e-300)
+        resources = sorted({resource for work in self.work.values() for resource in work})
+        work = {}
+        for resource in resources:
+            spent = np.array([self.work[i].get(resource, 0.0) for i in known.tolist()])
+            weights = 1.0 / np.maximum(seconds, 1e-12)  # a long first iteration shall not decide
+            factors = np.linalg.lstsq(features[known] * weights[:, None], spent * weights, rcond=1e-6)[0]
+            work[resource] = np.maximum(features @ factors, 0.0)
+            work[resource][known] = spent
+        longest = np.maximum(np.max(list(work.values()), axis=0), 1e-12)
+        result, joins = np.zeros(self.num_iterations), self.joining_tokens > 0
+        everything = np.arange(self.num_iterations)
+        for kind in (joins, ~joins):
+            of_kind = known[kind[known]] if kind[known].any() else known
+            ratio = np.array([self.walked[i] for i in of_kind.tolist()]) / longest[of_kind]
+            result[kind] = (longest * np.interp(everything, of_kind, ratio))[kind]
+        result[known] = seconds
+        return result, work

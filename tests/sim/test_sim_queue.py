@@ -1,0 +1,118 @@
+"""The price of a queue whose places are taken anew: against the executor's own plan on the virtual clock, and counts
+against a plain account."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from flexhybrid.core.errors import InputError
+from flexhybrid.core.policy import Placement, Policy
+from flexhybrid.core.problem import Budgets, Problem
+from flexhybrid.core.waves import open_batch
+from flexhybrid.core.workload import Workload
+from sim import virtual_clock
+from sim.queue_clock import price_queue, walk_queue
+from sim.queue_counts import stints
+from tests.toy_machine import SHAPE, machine
+
+MIXES = (
+    {"kv@device": 1.0}, {"kv@host": 1.0}, {"kv@host": 0.5, "act@host": 0.5}, {"act@host": 1.0},
+    {"kv@device": 0.5, "kv@host": 0.5},
+)  # fmt: skip
+
+
+def queue_of(seed: int) -> tuple[Problem, Policy, Workload, int]:
+    """A random machine, policy, queue and number of places."""
+    rng = np.random.default_rng(seed)
+    count, places = int(rng.integers(10, 30)), int(rng.integers(4, 10))
+    prompts, limits = rng.integers(4, 120, count), rng.integers(2, 30, count)
+    answers = limits if seed % 3 == 0 else np.minimum(limits, np.exp(rng.normal(2.2, 0.8, count)).astype(int) + 1)
+    order = np.lexsort((prompts, limits))[::-1]
+    policy = Policy(
+        "queue",
+        Placement(host=1) if seed % 4 else Placement(device=1),
+        cache=MIXES[seed % len(MIXES)],
+        max_mini_batch_tokens=int(rng.choice([512, 1024, 4096])),
+        schedule="row" if seed % 7 == 0 else "column",
+    )
+    shape = replace(SHAPE, num_layers=int(rng.choice([2, 4, 9])))
+    link, gflops = np.exp(rng.uniform(-2, 2)), np.exp(rng.uniform(2, 5))
+    problem = Problem(shape=shape, dtype="float32", hardware=machine(link=float(link), gflops=float(gflops)))
+    return problem, policy, Workload(prompts[order], limits[order], answers[order]), places
+
+
+def test_a_few_iterations_price_a_queue_as_all_of_its_tasks_do():
+    errors = []
+    for seed in range(1, 8):
+        priced, walked = price_queue(*queue_of(seed)), walk_queue(*queue_of(seed))
+        assert priced.total_tokens == walked.total_tokens == queue_of(seed)[2].answers.sum()
+        errors.append(abs(priced.total_s / walked.total_s - 1))
+    assert np.median(errors) < 0.01 and max(errors) < 0.06
+
+
+def test_blocks_as_needed_are_priced_with_those_who_step_back():
+    rng = np.random.default_rng(0)
+    answers = np.clip(rng.normal(60, 40, 50), 1, 160).astype(int)
+    workload = Workload(rng.integers(16, 100, 50), np.full(50, 160), answers)
+    problem = Problem(shape=SHAPE, dtype="float32", hardware=machine(), budgets=Budgets(host=24e6))
+    policy = Policy("grows", Placement(host=1), cache={"kv@host": 1.0}, max_mini_batch_tokens=2048)
+    priced, walked = price_queue(problem, policy, workload, 64), walk_queue(problem, policy, workload, 64)
+    assert priced.at_a_time < 50  # memory decides
+    assert priced.total_s == pytest.approx(walked.total_s, rel=0.06)
+    for name in ("steady", "drain"):
+        assert priced.phases[name].running == pytest.approx(walked.phases[name].running, rel=0.15)
+
+
+def test_counts_are_those_of_a_list_of_places():
+    """Where memory holds everybody's length, a request takes the place that is free first."""
+    rng = np.random.default_rng(1)
+    limits = np.full(60, 30)
+    answers = rng.integers(1, 31, 60)
+    workload = Workload(np.full(60, 16), limits, answers)
+    problem = Problem(shape=SHAPE, dtype="float32", hardware=machine())
+    policy = Policy("plain", Placement(host=1), cache={"kv@host": 1.0}, max_mini_batch_tokens=1 << 14)
+    counted = stints(open_batch(problem, policy, workload, 7), workload)
+    free, ends = [0] * 7, {}
+    for request in range(60):
+        begins = min(free)
+        free[free.index(begins)] = ends[request] = begins + answers[request] + (answers[request] < 30)
+    assert dict(zip(counted.request.tolist(), counted.left.tolist(), strict=True)) == ends
+    assert counted.num_iterations == max(ends.values())
+    assert counted.per_iteration().max() == 7
+
+
+def test_answers_that_end_by_themselves_take_an_iteration_more():
+    workload = Workload(np.array([20, 20, 20]), np.array([8, 8, 8]))
+    problem = Problem(shape=SHAPE, dtype="float32", hardware=machine())
+    policy = Policy("plain", Placement(host=1), cache={"kv@host": 1.0})
+    sampled = [
+        (task.iteration, request)
+        for task in virtual_clock.answered(open_batch(problem, policy, workload, 2), np.array([3, 8, 1]))
+        if task.verb == "sample"
+        for request in task.payload.step.queued.tolist()
+    ]
+    steps = {request: [iteration for iteration, who in sampled if who == request] for request in range(3)}
+    assert steps == {0: [0, 1, 2, 3], 1: list(range(8)), 2: [4, 5]}
+
+
+def test_a_long_queue_is_thinned_in_its_steady_part_alone(monkeypatch):
+    from sim import queue_clock
+
+    rng = np.random.default_rng(2)
+    workload = Workload(np.full(900, 16), np.full(900, 24), rng.integers(1, 25, 900))
+    problem = Problem(shape=SHAPE, dtype="float32", hardware=machine())
+    policy = Policy("plain", Placement(host=1), cache={"kv@device": 1.0})
+    whole = price_queue(problem, policy, workload, 8)
+    monkeypatch.setattr(queue_clock, "MOST_COUNTED", 150)
+    thin = price_queue(problem, policy, workload, 8)
+    assert len(thin.seconds) < len(whole.seconds) / 4
+    assert thin.total_tokens == pytest.approx(workload.answers.sum())
+    assert thin.total_s == pytest.approx(whole.total_s, rel=0.03)
+
+
+def test_answers_are_no_longer_than_their_limits():
+    with pytest.raises(InputError, match="at most max_tokens"):
+        Workload(np.array([3]), np.array([4]), np.array([5]))
