@@ -26,7 +26,7 @@ from flexhybrid.core.workload import Workload
 from policy_search.search_problem import RESIDENT_MINI_BATCH_TOKENS
 from sim import presets
 from sim.array_clock import predict
-from sim.candidates import Candidates, mean_lengths
+from sim.candidates import Candidates, mean_lengths, peak_bytes
 from sim.cost import hardware_of
 from sim.implementation import Implementation, on
 from sim.simulate import SimulatedRun, simulate
@@ -60,7 +60,7 @@ class Setting:
         lengths = self.batch, self.prompt_tokens, self.max_tokens
         candidates = Candidates(policy, *lengths, weights_device=weights_device, weights_disk=weights_disk)
         problem = replace(self.problem, hardware=self.machine, device="")  # the machine's own device
-        return predict(problem, candidates, walk=False).peak_bytes["device"]
+        return peak_bytes(problem, candidates)["device"]
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,11 @@ from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.units import gib
 from flexhybrid.core.verbs import VERBS
-from flexhybrid.core.wave import admit
+from flexhybrid.core.wave import admit, check_planned
 from flexhybrid.core.waves import wave_plan
 from flexhybrid.core.workload import Workload
-from sim.array_clock import Prediction, predict
-from sim.candidates import Candidates
+from sim.array_clock import predict
+from sim.candidates import Candidates, peak_bytes
 from sim.cost import hardware_of
 from sim.virtual_clock import run, summarize
 
@@ -103,15 +103,11 @@ def simulate_many(problem: Problem, policy: Policy, lengths: Sequence[Lengths]) 
     """
     for workload in lengths:
         _check(*workload)
+    check_planned(policy, problem.shape)
     batch, prompt, generated = np.array(lengths, dtype=np.int64).reshape(-1, 3).T
 
-    def predict_waves(sizes: np.ndarray, chosen: np.ndarray, walk: bool = True) -> Prediction:
-        """Predict waves of ``sizes[chosen]`` requests of the chosen workloads."""
-        candidates = Candidates(policy, sizes[chosen], prompt[chosen], generated[chosen])
-        return predict(problem, candidates, walk=walk)
-
     def fits(sizes: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-        peak = predict_waves(sizes, chosen, walk=False).peak_bytes
+        peak = peak_bytes(problem, Candidates(policy, sizes[chosen], prompt[chosen], generated[chosen]))
         limits = [(tier, budget) for tier, budget in problem.effective_budgets.items() if budget is not None]
         return np.all([np.ones(len(chosen), dtype=bool), *(peak[tier] <= budget for tier, budget in limits)], axis=0)
 
@@ -121,7 +117,7 @@ def simulate_many(problem: Problem, policy: Policy, lengths: Sequence[Lengths]) 
     for sizes, counts in ((wave, full_waves), (np.where(wave > 0, remainder, 0), np.ones_like(batch))):
         chosen = np.flatnonzero(sizes)
         if len(chosen):
-            prediction = predict_waves(sizes, chosen)
+            prediction = predict(problem, Candidates(policy, sizes[chosen], prompt[chosen], generated[chosen]))
             for place, index in enumerate(chosen):
                 waves_of[index].append((prediction.row(place), int(counts[index])))
     return [

@@ -77,14 +77,20 @@ class VerbSeconds:
     def _phase(self, stretch: DecodeStretch | None) -> _Phase:
         """Price every verb of a step of a stretch of the decode; None: of the prefill."""
         steps, phase = self.steps, _Phase()
+        step_of = steps.decode(stretch) if stretch else steps.prefill
+        if steps.whole:
+            # A stretch is cut by the entry that the layers store to that drop tokens: the others store to several.
+            mixed = steps.whole.decode(replace(stretch, entry=None)) if stretch else steps.whole.prefill
         for last, batch in ((False, steps.full_size), (True, steps.last_size)):
-            counts = steps.decode(stretch)(batch) if stretch else steps.prefill(batch)
+            if last and np.array_equal(batch, steps.full_size):
+                for table in (phase.seconds, phase.present, phase.link_bytes):
+                    table.update({(verb, all_tokens, True): of for (verb, all_tokens, _), of in list(table.items())})
+                break
+            counts = step_of(batch)
             kinds = [(False, steps.policy, counts)]
             if counts.selected is not None:
                 kinds.append((True, steps.policy, counts))
             if steps.whole:
-                # A stretch is cut by the entry that the layers store to that drop tokens: the others store to several.
-                mixed = steps.whole.decode(replace(stretch, entry=None)) if stretch else steps.whole.prefill
                 kinds.append((True, steps.whole.policy, mixed(batch)))
             for all_tokens, policy, counts in kinds:
                 works = step_work(steps.problem.shape, policy, steps.stored, counts, all_tokens)

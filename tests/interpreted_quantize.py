@@ -75,7 +75,7 @@ def check(rows: torch.Tensor, bits: int, into: torch.dtype, group: int = 64) -> 
     assert same_bits(*values)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     values=hnp.arrays(
         np.float32, st.tuples(st.integers(1, 2), st.sampled_from((64, 128, 192))),
@@ -87,7 +87,7 @@ def test_any_finite_or_infinite_values(values, dtype, into, bits):
     check(torch.from_numpy(values).to(dtype), bits, into)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1), spread=st.floats(-150, 20), offset=st.floats(-150, 17),
     sign=st.sampled_from((-1, 0, 1)), dtype=st.sampled_from(DTYPES), into=st.sampled_from(DTYPES),
@@ -102,8 +102,7 @@ def test_magnitudes_and_row_sizes(seed, spread, offset, sign, dtype, into, bits,
     check(rows.to(dtype), bits, into, group)
 
 
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits, dtype", [*zip(BITS, DTYPES), *zip(BITS[::-1], DTYPES)])
 def test_all_codes_and_parameters(bits, dtype):
     """Bytes that no row packs to come back alike too: negative and subnormal scales, infinite and NaN ones."""
     generator = torch.Generator().manual_seed(bits)
@@ -115,8 +114,7 @@ def test_all_codes_and_parameters(bits, dtype):
     assert same_bits(ours[~ours.isnan()], wanted[~wanted.isnan()])
 
 
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("place", [0, 31, 70, 191])
+@pytest.mark.parametrize("place, bits", [(0, 8), (31, 1), (70, 2), (191, 4), (191, 1)])
 def test_a_nan_spoils_its_own_group_alone(bits, place):
     rows = torch.randn(2, 192, generator=torch.Generator().manual_seed(place))
     clean, packed = torch.empty(2, 2, packed_bytes(192, bits), dtype=torch.uint8)

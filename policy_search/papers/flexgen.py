@@ -29,8 +29,7 @@ from flexhybrid.core.problem import Problem
 from flexhybrid.core.units import gib
 from flexhybrid.core.verbs import RESOURCE_OF
 from flexhybrid.core.workload import Workload
-from sim.array_clock import predict
-from sim.candidates import Candidates
+from sim.candidates import Candidates, peak_bytes
 from sim.cost import hardware_of, price
 
 DISK_EFFICIENCY = 0.95  #: FlexGen's: of the disk's rate, when it reads weights in the decode
@@ -415,7 +414,7 @@ def _over(block: Block, policy: Policy) -> dict[str, float]:
     """Return the tiers that cannot hold the policy, by our own account, with the bytes beyond their memory."""
     problem = block.setting.problem
     candidates = Candidates(policy, block.batch, block.setting.prompt_tokens, block.setting.gen_tokens)
-    peak = predict(problem, candidates, walk=False).peak_bytes
+    peak = peak_bytes(problem, candidates)
     excess = {tier: float(peak[tier][0]) - size for tier, size in problem.effective_budgets.limits.items()}
     return {tier: num_bytes for tier, num_bytes in excess.items() if num_bytes > 0}
 

@@ -6,19 +6,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from lm_eval import simple_evaluate
-from lm_eval.api.instance import Instance
-from lm_eval.tasks import TaskManager
+from lazily import Lazily
 
-from flexhybrid import lm_eval_adapter, shipped
+from flexhybrid import shipped
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.compare.exactness import Reference
-from flexhybrid.lm_eval_adapter import FlexHybridLM
 from flexhybrid.requests import load_tokenizer
 from flexhybrid.sampling_params import SamplingParams
 
 POSITIONS = 96
+adapter, harness = Lazily("flexhybrid.lm_eval_adapter"), Lazily("lm_eval")
+instance, tasks = Lazily("lm_eval.api.instance"), Lazily("lm_eval.tasks")
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +35,7 @@ def checkpoint(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def model(checkpoint):
-    return FlexHybridLM(checkpoint, policy="hybrid(0.5)", device="cpu", dtype="float32")
+    return adapter.FlexHybridLM(checkpoint, policy="hybrid(0.5)", device="cpu", dtype="float32")
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +43,8 @@ def reference(checkpoint):
     return Reference(checkpoint).model
 
 
-def instances(kind: str, arguments: list[tuple]) -> list[Instance]:
-    return [Instance(kind, {}, one, i) for i, one in enumerate(arguments)]
+def instances(kind: str, arguments: list[tuple]):
+    return [instance.Instance(kind, {}, one, i) for i, one in enumerate(arguments)]
 
 
 @torch.inference_mode()
@@ -118,8 +117,8 @@ def test_a_lossy_policy_shows_in_an_answer_of_one_token(model, checkpoint):
     request = [(None, model.tok_encode(text), [3])]
     ((exact, _),) = model._loglikelihood_tokens(request, disable_tqdm=True)
 
-    def with_policy(policy: str, decode_context: float | None = None) -> FlexHybridLM:
-        return FlexHybridLM(checkpoint, policy, device="cpu", dtype="float32", decode_context=decode_context)
+    def with_policy(policy: str, decode_context: float | None = None):
+        return adapter.FlexHybridLM(checkpoint, policy, device="cpu", dtype="float32", decode_context=decode_context)
 
     lossy, blind, every = with_policy("h2o(0.1)"), with_policy("h2o(0.1)", 0), with_policy("hybrid(0.5)", 1.0)
     assert (model.decode_context, lossy.decode_context) == (0.0, 0.8)
@@ -134,10 +133,9 @@ def test_a_lossy_policy_shows_in_an_answer_of_one_token(model, checkpoint):
 
 def test_choices_that_differ_in_their_last_token_are_one_text(model, monkeypatch):
     texts = []
-    scored = lm_eval_adapter.score
+    scored = adapter.score
     monkeypatch.setattr(
-        lm_eval_adapter,
-        "score",
+        "flexhybrid.lm_eval_adapter.score",
         lambda llm, given, *args, **more: texts.extend(given) or scored(llm, given, *args, **more),
     )
     pairs = [("a = ", choice) for choice in ("1", "2", "3")] + [("b = ", "1")]
@@ -153,7 +151,7 @@ def test_answers_are_cached_as_they_come(model, checkpoint, monkeypatch):
     kept = []
     monkeypatch.setattr(model.cache_hook, "add_partial", lambda kind, request, answer: kept.append((kind, answer)))
     policy = replace(model.llm.settled_policy, max_batch=1)
-    small = FlexHybridLM(checkpoint, policy=policy, device="cpu", dtype="float32")
+    small = adapter.FlexHybridLM(checkpoint, policy=policy, device="cpu", dtype="float32")
     small.cache_hook = model.cache_hook
     pairs = [("def f(", "self"), ("import os", "\n"), ("return ", "None")]
 
@@ -162,8 +160,8 @@ def test_answers_are_cached_as_they_come(model, checkpoint, monkeypatch):
             raise OSError("no more")
         return run_wave(self, *arguments)
 
-    run_wave = lm_eval_adapter.LLM._make_engine
-    monkeypatch.setattr(lm_eval_adapter.LLM, "_make_engine", fail_at_the_third)
+    run_wave = adapter.LLM._make_engine
+    monkeypatch.setattr(adapter.LLM, "_make_engine", fail_at_the_third)
     with pytest.raises(OSError, match="no more"):
         small.loglikelihood(instances("loglikelihood", pairs), disable_tqdm=True)
     assert [kind for kind, _ in kept] == ["loglikelihood"] * 2
@@ -171,7 +169,7 @@ def test_answers_are_cached_as_they_come(model, checkpoint, monkeypatch):
 
 def test_commas_of_a_policy_and_a_beginning_of_sequence(model, checkpoint):
     arguments = f"pretrained={checkpoint},policy=infinigen(alpha=4,cap=0.2),dtype=float32"
-    lm = FlexHybridLM.create_from_arg_string(arguments, {"device": "cpu"})
+    lm = adapter.FlexHybridLM.create_from_arg_string(arguments, {"device": "cpu"})
     selection = lm.llm.settle(Workload.uniform(1, 16, 16)).selection
     assert (selection.alpha, selection.max_fraction) == (4, 0.2)
     assert lm.llm.problem.dtype == "float32" and lm.decode_context == 0.8
@@ -236,7 +234,7 @@ def local_tasks(tmp_path_factory):
         (folder / f"{name}.yaml").write_text(head + textwrap.dedent(lines))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
-        yield TaskManager(include_path=str(folder), include_defaults=False)
+        yield tasks.TaskManager(include_path=str(folder), include_defaults=False)
 
 
 @pytest.fixture(scope="module")
@@ -246,9 +244,9 @@ def hf_results(local_tasks, checkpoint):
     return evaluate("hf", arguments, local_tasks)
 
 
-def evaluate(model: str, arguments: dict, tasks: TaskManager) -> dict[str, list]:
-    result = simple_evaluate(
-        model, arguments, tasks=list(TASKS), device="cpu", task_manager=tasks, bootstrap_iters=0, batch_size=1
+def evaluate(model: str, arguments: dict, manager) -> dict[str, list]:
+    result = harness.simple_evaluate(
+        model, arguments, tasks=list(TASKS), device="cpu", task_manager=manager, bootstrap_iters=0, batch_size=1
     )  # fmt: skip
     return {task: [sample["filtered_resps"] for sample in samples] for task, samples in result["samples"].items()}
 

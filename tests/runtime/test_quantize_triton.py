@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm_python
 
 from flexhybrid.runtime.kernels import quantize as plain
 from flexhybrid.runtime.kernels.quantize import packed_bytes
@@ -23,8 +24,9 @@ POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp
 def test_the_arithmetic_is_plain_torchs():
     """interpreted_quantize.py in a process of its own: TRITON_INTERPRET must be set before triton is imported."""
     tests = Path(__file__).parents[1] / "interpreted_quantize.py"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(tests)]
-    result = subprocess.run(command, cwd=tests.parent.parent, capture_output=True, text=True, timeout=280)
+    program = "import sys, pytest; assert 'triton' not in sys.modules; sys.exit(pytest.main(sys.argv[1:]))"
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(tests)]
+    result = warm_python.run([sys.executable, "-c", program, *options], cwd=tests.parent.parent, timeout=280)
     assert result.returncode == 0, result.stdout + result.stderr
     assert re.search(r"\d+ passed", result.stdout) and "skipped" not in result.stdout
 
