@@ -416,12 +416,12 @@ class LLM:
         self.requested_policy = self.settled_policy
         return self.settled_policy
 
-    def first_batch(self, workload: Workload) -> tuple[int, dict[str, dict[str, int]]]:
-        """Return how many of these requests run at a time, and the bytes that they need: tier -> part -> bytes. Raise
-        InputError when not even one fits the budgets."""
+    def first_batch(self, workload: Workload) -> tuple[tuple[int, float], dict[str, dict[str, int]]]:
+        """Return how many of these requests run at a time and for which share of their limits (``batch_size``), and the
+        bytes that they need: tier -> part -> bytes. Raise InputError when not even one fits the budgets."""
         problem, policy = self.problem, self.settled_policy
-        count, share = batch_size(problem, policy, workload, MOST_AT_A_TIME)
-        return count, memory_plan(problem, policy, buffer_sizes(open_batch(problem, policy, workload, count, share)))
+        places = batch_size(problem, policy, workload, MOST_AT_A_TIME)
+        return places, memory_plan(problem, policy, buffer_sizes(open_batch(problem, policy, workload, *places)))
 
     def first_wave(self, workload: Workload) -> tuple[int, dict[str, dict[str, int]]]:
         """Return how many of the first requests run together under the policy in use, and the bytes that they need:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from itertools import takewhile
+from typing import Any
 
 import numpy as np
 
@@ -50,6 +51,50 @@ class Phase:
 
 
 @dataclass(frozen=True)
+class Pace:
+    """Seconds of an iteration, from what is done in it."""
+
+    factors: dict[str, np.ndarray]  #: resource -> seconds of work for one of each of ``iteration_loads``
+    num_mini_batches: int
+    waiting: tuple[float, float]  #: times as long as the busiest resource, where nobody joins and where somebody does
+
+    def seconds(self, counted: Stints) -> np.ndarray:
+        """Return the seconds of each iteration of these stints."""
+        loads = iteration_loads(counted, self.num_mini_batches)
+        longest = np.max([np.maximum(loads @ factors, 0.0) for factors in self.factors.values()], axis=0)
+        return longest * np.where(loads[:, JOINING] > 0, self.waiting[1], self.waiting[0])
+
+
+JOINING = 5  #: column of ``iteration_loads``
+
+
+def iteration_loads(counted: Stints, num_mini_batches: int) -> np.ndarray:
+    """Return what each iteration has to do: [iterations, loads]: itself, steps that decode, steps that compute prompts,
+    requests that decode, tokens of their context, requests that join, tokens of their prompts, squares of these."""
+    ones, tokens = np.ones(len(counted.request)), counted.prompt_tokens.astype(float)
+    running, joining, of_prompts = counted.per_iteration(), counted.joining(ones), counted.joining(tokens)
+    iterations, steps = np.arange(len(running)), np.zeros((2, len(running)))
+    context = counted.per_iteration(tokens - counted.joined) + running * iterations - of_prompts
+    for k in range(num_mini_batches):
+        of_group = counted.mini_batch == k
+        if of_group.any():
+            part = Stints(*(getattr(counted, name)[of_group] for name in counted.__dataclass_fields__))
+            present, begins = part.per_iteration(), part.joining(np.ones(len(part.request)))
+            steps[0, : len(present)] += present > begins
+            steps[1, : len(begins)] += begins > 0
+    columns = (
+        np.ones(len(running)),
+        *steps,
+        running - joining,
+        context,
+        joining,
+        of_prompts,
+        counted.joining(tokens**2),
+    )
+    return np.stack(columns, axis=1)
+
+
+@dataclass(frozen=True)
 class QueueRun:
     """A queue's predicted run. Arrays [iterations]; of a thinned queue its steady part stands for ``times`` as much."""
 
@@ -61,6 +106,7 @@ class QueueRun:
     times: float
     busy: dict[str, float]  #: resource -> share of the time
     at_a_time: int  #: places
+    pace: Pace | None = None  #: by which others than these lengths are priced; None: of the virtual clock
 
     @property
     def phases(self) -> dict[str, Phase]:
@@ -90,14 +136,16 @@ class QueueRun:
         return max(self.busy, key=lambda resource: self.busy[resource])
 
 
-def price_queue(problem: Problem, policy: Policy, workload: Workload, at_most: int) -> QueueRun:
+def price_queue(
+    problem: Problem, policy: Policy, workload: Workload, at_most: int, places: tuple[int, float] | None = None
+) -> QueueRun:
     """Price requests that run in a batch of at most ``at_most`` at a time, in this order, with answers of
-    ``workload.answers``.
+    ``workload.answers``. ``places``: ``batch_size`` of them, where it is known.
 
     Raises InputError where not even one fits the budgets, and for a machine without a line for one of the verbs.
     """
     few, times = _thinned(workload, at_most)
-    count, share = batch_size(problem, policy, workload, at_most)
+    count, share = places or batch_size(problem, policy, workload, at_most)
     wave = open_batch(problem, policy, few, min(count, few.num_requests), share)
     return _Price(wave, few, times).run()
 
@@ -156,7 +204,7 @@ def _of_trace(trace: list[TraceEvent], workload: Workload, count: int) -> QueueR
     )
 
 
-def _bounds(joined: np.ndarray, num_iterations: int) -> dict[str, int]:
+def _bounds(joined: np.ndarray, num_iterations: int) -> dict[str, Any]:
     """Return where the steady part begins and ends; without one both at the first end of an answer would say nothing:
     all of it is drain."""
     later = joined[joined > 0]
@@ -195,7 +243,7 @@ class _Price:
         per_window = max(1, self.num_tasks)
         for start in self._windows(int(np.clip(WALKED_TASKS // per_window, LEAST_WINDOWS, MOST_WINDOWS))):
             self._walk(start)
-        seconds, work = self._spread()
+        seconds, work, pace = self._spread()
         running = self.stints.per_iteration()
         surplus = np.bincount(self.stints.left[self.stints.surplus] - 1, minlength=self.num_iterations)
         begin, end = self.bounds.values()
@@ -210,6 +258,7 @@ class _Price:
             times=1.0 + (self.times - 1.0) * float(tokens.sum() / inside) if end > begin else 1.0,
             busy={resource: float(spent.sum() / seconds.sum()) for resource, spent in work.items()},
             at_a_time=self.wave.workload.num_requests,
+            pace=pace,
         )
 
     # ---- the iterations that are walked
@@ -293,44 +342,26 @@ class _Price:
 
     # ---- the others
 
-    def _features(self) -> np.ndarray:
-        """What each iteration has to do: [iterations, features]."""
-        counted, iterations = self.stints, np.arange(self.num_iterations)
-        running, joining = counted.per_iteration(), counted.joining(np.ones(len(counted.request)))
-        begun = counted.prompt_tokens - counted.joined
-        context = counted.per_iteration(begun.astype(float)) + running * iterations
-        decoding, of_prompts = running - joining, self.joining_tokens
-        squares = counted.joining(counted.prompt_tokens.astype(float) ** 2)
-        steps = np.zeros((2, self.num_iterations))
-        for k in range(len(self.wave.mini_batches)):
-            of_group = counted.mini_batch == k
-            alone = Stints(*(getattr(counted, name)[of_group] for name in counted.__dataclass_fields__))
-            present, begins = alone.per_iteration(), alone.joining(np.ones(len(alone.request)))
-            steps[0, : len(present)] += present - begins > 0
-            steps[1, : len(begins)] += begins > 0
-        columns = (np.ones(len(iterations)), *steps, decoding, context - of_prompts, joining, of_prompts, squares)
-        return np.stack(columns, axis=1)
-
-    def _spread(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Return the seconds of all iterations, and of each resource's work in them."""
+    def _spread(self) -> tuple[np.ndarray, dict[str, np.ndarray], Pace]:
+        """Return the seconds of all iterations, those of each resource's work in them, and the pace behind both."""
         known = np.array(sorted(self.walked))
         seconds = np.array([self.walked[i] for i in known.tolist()])
-        features = self._features()
-        features = features / np.maximum(features.max(axis=0), 1e-300)
-        resources = sorted({resource for work in self.work.values() for resource in work})
-        work = {}
-        for resource in resources:
+        loads = iteration_loads(self.stints, len(self.wave.mini_batches))
+        scale = np.maximum(loads.max(axis=0), 1e-300)
+        weights = 1.0 / np.maximum(seconds, 1e-12)  # a long first iteration shall not decide
+        work, factors = {}, {}
+        for resource in sorted({resource for work in self.work.values() for resource in work}):
             spent = np.array([self.work[i].get(resource, 0.0) for i in known.tolist()])
-            weights = 1.0 / np.maximum(seconds, 1e-12)  # a long first iteration shall not decide
-            factors = np.linalg.lstsq(features[known] * weights[:, None], spent * weights, rcond=1e-6)[0]
-            work[resource] = np.maximum(features @ factors, 0.0)
-            work[resource][known] = spent
+            fitted = np.linalg.lstsq((loads / scale)[known] * weights[:, None], spent * weights, rcond=1e-6)[0]
+            factors[resource] = fitted / scale
+            work[resource] = np.maximum(loads @ factors[resource], 0.0)
         longest = np.maximum(np.max(list(work.values()), axis=0), 1e-12)
         result, joins = np.zeros(self.num_iterations), self.joining_tokens > 0
-        everything = np.arange(self.num_iterations)
-        for kind in (joins, ~joins):
+        everything, waiting = np.arange(self.num_iterations), []
+        for kind in (~joins, joins):
             of_kind = known[kind[known]] if kind[known].any() else known
             ratio = np.array([self.walked[i] for i in of_kind.tolist()]) / longest[of_kind]
             result[kind] = (longest * np.interp(everything, of_kind, ratio))[kind]
+            waiting.append(float(np.median(ratio)))
         result[known] = seconds
-        return result, work
+        return result, work, Pace(factors, len(self.wave.mini_batches), (waiting[0], waiting[1]))

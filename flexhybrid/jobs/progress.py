@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from tqdm import tqdm
@@ -40,6 +40,7 @@ class Progress:
         self.title, self.quiet, self.failed, self.answers = title, quiet, failed, answers
         self.predicted_s, self.predicted_rate = predicted_s, total / predicted_s if predicted_s else None
         self.terminal = sys.stderr.isatty()
+        self.outlook: Callable[[], float | None] | None = None  #: says the seconds left, where somebody knows better
         self.total, self.count, self.done, self.shortened = total, 0, 0, 0
         self.began, self._first = time.monotonic(), (0.0, 0)  # when the first of the count came, and how much
         self._ended, self._ticker = threading.Event(), None
@@ -106,6 +107,8 @@ class Progress:
     def seconds_left(self) -> float | None:
         """Return how long that takes, at the pace since the first of it came; the prediction weighs as PRIOR_S of it
         do. Before, what is left of the prediction. None where nothing is known."""
+        if self.outlook and (told := self.outlook()) is not None:
+            return told
         now = time.monotonic()
         if not self.count:
             return None if self.predicted_s is None else max(self.predicted_s - (now - self.began), 0.0)

@@ -12,6 +12,7 @@ from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.progress import StopAsked
+from flexhybrid.jobs.run.outlook import Outlook
 from flexhybrid.llm import LLM, OnTrace
 from flexhybrid.requests import Generated, RequestOutput
 from flexhybrid.running_requests import Replies
@@ -67,6 +68,9 @@ class PendingRequests(Protocol):
     def note(self, text: str) -> None:
         """Tell the user something."""
 
+    def watch(self, workload: Workload) -> Outlook | None:
+        """Return what hears of a batch of these lengths that begins now, to foretell its end; None: nobody asks."""
+
 
 def load_weights(llm: LLM, planned: dict[str, int]) -> None:
     """Load the weights. Raise InputError when the device cannot hold them, or when the layers take other sizes than
@@ -103,9 +107,11 @@ class Batch:
         self.open_lines: dict[int, Request] = {}  #: by place, those that run
         self.answered: list[Answered] = []
         self.next_check = CHECKED_LINES
+        self.outlook: Outlook | None = None
 
     def run(self, on_trace: OnTrace | None) -> None:
         hears = RunControl(on_tokens=self.on_tokens, should_stop=lambda: self.stop.asked)
+        self.outlook = self.requests.watch(self.workload)
         try:
             self.llm.answer(self.workload, self.begin, self.completed, hears, on_trace)
         finally:
@@ -121,9 +127,13 @@ class Batch:
                 self.next_check = CHECKED_LINES
             self.open_lines[place] = self.requests.request(place + 1)
         line = self.open_lines[place]
+        if self.outlook:
+            self.outlook.begin(request)
         return self.llm.codec.open(line.token_ids, line.params, int(self.index[request]))
 
     def completed(self, request: int, generated: Generated) -> None:
+        if self.outlook:
+            self.outlook.end(request, len(generated.token_ids))
         place = int(self.place[request])
         reply = self.replies.add(place, generated, None, str(place))
         if reply is None:
@@ -139,6 +149,8 @@ class Batch:
 
     def on_tokens(self, count: int) -> None:
         self.write()
+        if self.outlook:
+            self.outlook.advance(count)
         self.requests.advance(count)
 
 

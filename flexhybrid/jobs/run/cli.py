@@ -62,6 +62,10 @@ def add_run(commands, common: Callable) -> None:
         "--max-batch", type=int, metavar="N",
         help="requests at a time, at most: a stop loses what is not complete of so many (as many as memory holds)",
     )  # fmt: skip
+    parser.add_argument(
+        "--answer-tokens", type=float, metavar="MEAN",
+        help="tokens expected of an answer, on average: for the forecast and policy auto (as many as it may have)",
+    )  # fmt: skip
     parser.add_argument("--engine", choices=("local", "ray"), default="local", help="ray: on a Ray cluster (local)")
     parser.add_argument("--actors", type=int, metavar="N", help="executors on the Ray cluster (one a GPU, or a node)")
     parser.add_argument("--ordered", action="store_true", help="put the output in the input's order at the end")

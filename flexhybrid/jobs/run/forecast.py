@@ -3,140 +3,79 @@
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import takewhile
+from typing import NamedTuple
 
 import numpy as np
 
 from flexhybrid.core.context.cache_entries import TIERS, representation_of
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.memory import total_bytes
-from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Policy
-from flexhybrid.core.task import Task
-from flexhybrid.core.trace import TraceEvent, iteration_ends
 from flexhybrid.core.units import gib
-from flexhybrid.core.wave import Wave, admit
+from flexhybrid.core.waves import EXPECTED_SHARE
 from flexhybrid.core.workload import Workload
 from flexhybrid.llm import LLM, MOST_AT_A_TIME
-from sim import virtual_clock
+from sim.answer_lengths import with_mean
+from sim.queue_clock import QueueRun, price_queue
 
-WINDOW = MOST_AT_A_TIME  #: requests that are looked at for one wave
-PIECES = 6  #: of a decode whose answers end at different lengths
-LEAST_WAVES, MOST_WAVES = 4, 16  #: of a longer file, waves at even steps stand for those between them
-PRICED_TASKS = 50_000  #: that are walked for a forecast, where LEAST_WAVES need no more: a few seconds
+WINDOW = MOST_AT_A_TIME  #: requests that a batch has at least, where there are as many
 
 
-@dataclass(frozen=True)
-class WavePrice:
-    """A wave's predicted seconds, and the busiest resource of its longest phase with the share that it is busy."""
+class Foretold(NamedTuple):
+    """A queue's seconds, and the mean tokens of its answers."""
 
     seconds: float
-    binding: str
-    busy: float
-    num_tasks: int  #: that were walked for it
+    answer_tokens: float
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Predictions for requests that all use up their max_tokens; a run whose answers end earlier is faster."""
+    """Predictions for requests whose answers are as long as their workload says: at most, where nothing is known."""
 
     seconds: float | None  #: None: nothing is known of the machine
     tokens: int  #: at most
-    iterations: int  #: of the first request, whose answer is the longest
+    expected_tokens: int  #: of these, as the seconds take them
     at_a_time: int  #: requests that run together
     memory: dict[str, int]  #: tier -> bytes that they need
     layer_bytes: dict[str, int]  #: tier -> bytes of the layers' weights
-    first_wave: WavePrice | None  #: None: nothing is known of the machine
+    run: QueueRun | None = None  #: None: nothing is known of the machine
+    shorter: Foretold | None = None  #: if answers take EXPECTED_SHARE of their limits; None: their lengths are known
 
 
 def forecast(llm: LLM, workload: Workload) -> Forecast:
     """Predict requests, given in the order in which they will run, under the policy in use."""
-    at_a_time, memory = llm.first_batch(workload)
-    count, _ = llm.first_wave(workload.select(slice(WINDOW)))
-    first_price = price(llm, workload.select(slice(count)))
-    seconds = None if first_price is None else _total_seconds(llm, workload, first_price)
+    places, memory = llm.first_batch(workload)
+    run, shorter = price(llm, workload, places), None
+    if run is not None and workload.answer_tokens is None:
+        answers = with_mean(workload, EXPECTED_SHARE * float(workload.max_tokens.mean()))
+        if (priced := price(llm, answers, places)) is not None:
+            shorter = Foretold(priced.total_s, float(answers.answers.mean()))
     layers = {tier: memory[tier].get("resident weights" if tier == "device" else "weights", 0) for tier in TIERS}
     return Forecast(
-        seconds,
+        run and run.total_s,
         tokens=int(workload.max_tokens.sum()),
-        iterations=int(workload.max_tokens[0]),
-        at_a_time=at_a_time,
+        expected_tokens=int(workload.answers.sum()),
+        at_a_time=places[0],
         memory=total_bytes(memory),
         layer_bytes=layers,
-        first_wave=first_price,
+        run=run,
+        shorter=shorter,
     )
 
 
-def _total_seconds(llm: LLM, workload: Workload, first_price: WavePrice) -> float | None:
-    """Return the seconds of all waves: waves at even steps stand for those between them. ``first_price``: of the first
-    wave. None when a wave cannot be priced."""
-    num_waves = max(LEAST_WAVES, min(MOST_WAVES, PRICED_TASKS // first_price.num_tasks))
-    stride, start, seconds = -(-workload.num_requests // num_waves), 0, 0.0
-    while start < workload.num_requests:
-        window = workload.select(slice(start, start + WINDOW))
-        count, _ = llm.first_wave(window)
-        wave = window.select(slice(count))
-        if (priced := first_price if start == 0 else price(llm, wave)) is None:
-            return None
-        span = workload.select(slice(start, start + max(count, stride)))
-        seconds += priced.seconds * int(span.cached_tokens.sum()) / int(wave.cached_tokens.sum())
-        start += span.num_requests
-    return seconds
-
-
-def price(llm: LLM, lengths: Workload) -> WavePrice | None:
-    """Price a wave on the virtual clock, under the policy in use; None where nothing is known of the machine.
-
-    The clock runs the tasks of the prefill, of the first decode step and of a few later steps, which stand for those
-    between them: mini-batches are padded to their longest requests, and shrink as answers end.
-    """
+def price(llm: LLM, workload: Workload, places: tuple[int, float]) -> QueueRun | None:
+    """Price a queue under the policy in use; None where nothing is known of the machine. ``places``: ``batch_size``."""
     if llm.hardware is None:
         return None
-    wave = admit(llm.problem, llm.settled_policy, lengths)
-    last = int(lengths.max_tokens.max()) - 1  # the prefill gives the first token
-    hardware = llm.hardware.at_work(llm.settled_policy)
     try:
-        trace = _walk(wave, hardware, 0)
-        prefill_s, *step_s = np.diff(iteration_ends(trace), prepend=0.0)
-        walks = {1: trace}
-        for step in _later_steps(wave, max(2, min(PIECES, PRICED_TASKS // (2 * len(trace))))):
-            walks[step] = _walk(wave, hardware, step - 1)
-            step_s.append(np.diff(iteration_ends(walks[step]))[0])
+        return price_queue(llm.problem, llm.settled_policy, workload, MOST_AT_A_TIME, places)
     except InputError:  # a machine without a line for one of the policy's verbs
         return None
-    decode_s = np.interp(np.arange(1, last + 1), list(walks), step_s).sum() if last else 0.0
-    slowest = list(walks)[int(np.argmax(step_s))] if decode_s > prefill_s else 1
-    prefill = [event for event in trace if event.task.iteration == 0]
-    summary = virtual_clock.summarize(walks[slowest] if decode_s > prefill_s else prefill)
-    num_tasks = sum(map(len, walks.values()))
-    return WavePrice(float(prefill_s + decode_s), summary.binding, summary.busy[summary.binding], num_tasks)
-
-
-def _walk(wave: Wave, hardware: Hardware, iteration: int) -> list[TraceEvent]:
-    """Return the virtual clock's trace of an iteration and the next one, whose end does not depend on how it began."""
-
-    def both(task: Task) -> bool:
-        return task.iteration <= iteration + 1 or task.verb != "finish"  # the next one's loads begin before their end
-
-    return virtual_clock.run(takewhile(both, stream(wave, first_iteration=iteration)), hardware)
-
-
-def _later_steps(wave: Wave, pieces: int) -> list[int]:
-    """Return the decode steps after the first that stand for the others: quantiles of the ends of answers and of the
-    ends of mini-batches, and the steps after those at which many mini-batches end. The last step is left out: nothing
-    is loaded during it for a next one."""
-    max_tokens = wave.workload.max_tokens
-    last = np.array([max_tokens[members].max() for members in wave.mini_batches]) - 1  # steps of the mini-batches
-    shares = np.linspace(0, 1, pieces + 1)
-    answers, batches = (np.unique(np.quantile(of, shares, method="higher")) for of in (max_tokens - 1, last))
-    behind = [step + 1 for step in batches if 2 * pieces * (last == step).sum() >= len(last)]
-    return sorted({min(int(step), int(last.max()) - 1) for step in (*answers, *batches, *behind)} - {-1, 0, 1})
 
 
 def plan_lines(llm: LLM, plan: Forecast, counts: str, searched: bool) -> list[str]:
-    """Return five lines of text; without a profile the reason stands in the place of speed and limit. ``searched``: the
-    policy is the best that a search found here, which weighs mixes as well."""
+    """Return five or six lines of text; without a profile the reason stands in the place of speed and limit.
+    ``searched``: the policy is the best that a search found here, which weighs mixes as well."""
     policy = llm.settled_policy
     plain = searched and set(map(representation_of, policy.cache_entries)) == {"kv"}
     memory = []
@@ -144,24 +83,38 @@ def plan_lines(llm: LLM, plan: Forecast, counts: str, searched: bool) -> list[st
         if size:
             budget = llm.problem.budgets.of(tier)
             memory.append(f"{tier} {gib(size)}" + (f" of {gib(budget)}" if budget else ""))
-    if plan.seconds is None or plan.first_wave is None:
+    if plan.seconds is None or plan.run is None:
         pace = f" at {llm.paced.link_gb_per_s:g} GB/s" if llm.paced.link_gb_per_s else ""
         unknown = f"is not profiled for this model{pace} (--policy auto does that)"
         if llm.hardware is not None:
             unknown = "was profiled without some of the policy's tasks (a disk's: flexhybrid profile --disk DIR)"
         predicted, limit = f"no speed: this machine {unknown}", []
     else:
-        end = time.strftime("%a %H:%M", time.localtime(time.time() + plan.seconds))
-        predicted = f"{plan.tokens / plan.seconds:.1f} tokens/s, {duration(plan.seconds)}: done by {end}"
-        limit = [f"limited by {plan.first_wave.binding}, busy {plan.first_wave.busy:.0%} of its longest phase"]
+        rate = f"{plan.expected_tokens / plan.seconds:.1f} tokens/s"
+        predicted = f"{rate}, {duration(plan.seconds)}: done by {_end(plan.seconds)}"
+        if plan.shorter:
+            predicted += " at the latest"
+        limit = [f"limited by {plan.run.binding}, busy {plan.run.busy[plan.run.binding]:.0%} of the time"]
+        if plan.shorter and duration(plan.shorter.seconds) != duration(plan.seconds):
+            shorter, mean = plan.shorter
+            limit.insert(
+                0,
+                f"or         {duration(shorter)} with answers of {mean:.0f} tokens on average: done by {_end(shorter)}",
+            )
     note = "; a mix with recomputed context would not be faster" if plain else ""
     return [
         f"policy     {describe(policy)}; in {llm.problem.dtype}{note}",
         f"requests   {counts}, at most {plan.tokens:,} tokens of answers in all; {plan.at_a_time} at a time",
         f"predicted  {predicted}",
+        *limit[:-1],
         f"memory     {', '.join(memory)}",
-        *limit,
+        *limit[-1:],
     ]
+
+
+def _end(seconds: float) -> str:
+    """Return when what takes so long from now on ends."""
+    return time.strftime("%a %H:%M", time.localtime(time.time() + seconds))
 
 
 def describe(policy: Policy) -> str:

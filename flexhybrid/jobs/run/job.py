@@ -42,6 +42,7 @@ from flexhybrid.jobs.ray_cluster import Crew, cluster, crew_of
 from flexhybrid.jobs.run.answering import Answered, answer_pending, load_weights
 from flexhybrid.jobs.run.forecast import WINDOW, Forecast, duration, forecast, plan_lines, sorted_by_length
 from flexhybrid.jobs.run.options import RunOptions, check_options
+from flexhybrid.jobs.run.outlook import Outlook
 from flexhybrid.jobs.run.report import clocks, refusal_codes, write_report, write_trace
 from flexhybrid.llm import LLM
 from flexhybrid.requests import RequestOutput
@@ -51,6 +52,7 @@ from flexhybrid.runtime.profiling.attention_paths import paths_of
 from flexhybrid.runtime.profiling.cpu_use import MOST_OTHERS, CpuUse
 from flexhybrid.runtime.storage.loader import Checkpoint
 from flexhybrid.structured_outputs import grammar_version
+from sim.answer_lengths import with_mean
 
 CENSUS_S = 5.0  #: seconds of counting before the first requests are answered
 ERRORS_AT_ONCE = 256  #: lines of refused requests that are written together
@@ -213,6 +215,7 @@ class Job:
         self.trace: list[TraceEvent] = []  #: of the first wave, where a trace or a report is asked for
         self.lanes: dict[str, LaneTimes] = {}  #: of the first wave likewise
         self.progress = Progress(0, "tokens", "tok", quiet=True)  #: of the answers, once they are planned
+        self.plan: Forecast | None = None
 
     def run(self, print_line: Callable[[str], None], began: float) -> dict:
         """Do the job; return its record. ``print_line`` takes the plan and the summary."""
@@ -256,6 +259,7 @@ class Job:
     def _answer(self, say: Callable[[str], None]) -> Work:
         """Plan and answer the pending requests, until a stop is asked for."""
         options, plan = self.options, self._plan(say)
+        self.plan = plan
         if self.crew is None:
             load_weights(self.llm, plan.layer_bytes)
         started, failed = CpuUse.now(), int((self.states == FAILED).sum())
@@ -265,6 +269,7 @@ class Job:
                 plan.tokens, "tokens", "tok", options.quiet, plan.seconds, failed, int((self.states == PENDING).sum())
             ) as self.progress,
         ):
+            self.progress.predicted_rate = plan.expected_tokens / plan.seconds if plan.seconds else None
             if self.crew is None:
                 answer_pending(self, stop, self._keep_trace if options.trace or options.report else None)
             else:
@@ -274,7 +279,7 @@ class Job:
                 answer_on_cluster(self, self.source, self.crew, config, stop)
         ended = CpuUse.now()
         others = None if self.crew else ended.others_since(started)
-        rate = plan.tokens / plan.seconds if plan.seconds else None
+        rate = plan.expected_tokens / plan.seconds if plan.seconds else None
         return Work(plan.seconds, rate, ended.at_s - started.at_s, others, self.progress.count - self.tokens)
 
     def _resume(self, say: Callable[[str], None]) -> None:
@@ -359,6 +364,8 @@ class Job:
                 self.llm.first_wave(lengths.select(slice(largest, largest + 1)))
             except InputError as error:
                 raise InputError(f"line {lines[largest]}: {error}") from None
+        if self.options.answer_tokens:
+            lengths = with_mean(lengths, self.options.answer_tokens)
         plan = forecast(self.llm, lengths)
         if self.crew and plan.seconds is not None:
             plan = replace(plan, seconds=plan.seconds / self.crew.size)
@@ -366,7 +373,8 @@ class Job:
         counts = f"{left:,}" + (f" ({refused:,} refused)" if refused else "")
         if not self.census.complete:
             scale = left / len(pending)
-            plan = replace(plan, tokens=int(plan.tokens * scale), seconds=plan.seconds and plan.seconds * scale)
+            tokens, expected = int(plan.tokens * scale), int(plan.expected_tokens * scale)
+            plan = replace(plan, tokens=tokens, expected_tokens=expected, seconds=plan.seconds and plan.seconds * scale)
             counts += f" (foretold by the first {self.census.counted:,} lines; the others are counted meanwhile)"
         counts += f", {self._earlier:,} lines done before" if self._earlier else ""
         searched = self.options.llm.policy == "auto" and self.llm.settled_policy.name == "searched"
@@ -431,6 +439,14 @@ class Job:
 
     def note(self, text: str) -> None:
         self.progress.note(text)
+
+    def watch(self, workload: Workload) -> Outlook | None:
+        outlook = None
+        if self.plan and self.plan.run and self.plan.run.pace:
+            outlook = Outlook(self.plan.run.pace, workload, self.options.answer_tokens)
+        # of the lines that are not counted yet it knows nothing
+        self.progress.outlook = outlook.seconds_left if outlook and self.census.complete else None
+        return outlook
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ class RunOptions:
     sampling: dict = field(default_factory=dict)  #: sampling parameters of requests that do not name them
     seed: int = 0
     max_batch: int | None = None  #: most requests at a time; None: as many as memory holds
+    answer_tokens: float | None = None  #: expected of an answer on average; None: as many as it may have
     engine: str = "local"  #: or "ray"
     actors: int | None = None  #: executors on a Ray cluster
     ordered: bool = False
@@ -65,6 +66,7 @@ def check_options(options: RunOptions) -> None:
     """Raise InputError for paths that do not exist, files given twice, and flags that contradict each other."""
     SamplingParams(**options.sampling)
     check("--max-batch", options.max_batch, options.max_batch is None or options.max_batch >= 1, "at least 1")
+    check("--answer-tokens", options.answer_tokens, (options.answer_tokens or 1) >= 1, "at least 1")
     check("--seed", options.seed, options.seed >= 0, "at least 0")
     if options.engine == "local" and options.actors is not None:
         raise InputError("--actors is of --engine ray; the local engine is one executor")

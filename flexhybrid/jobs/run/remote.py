@@ -66,8 +66,8 @@ def actor_config(llm: LLM, source: RequestFile, forecast: Forecast, created: int
     """Return what actors need to answer ``source`` as ``llm`` would. ``created``: unix time of the job."""
     arguments = llm.arguments
     heartbeat = HEARTBEAT_ITERATIONS
-    if forecast.first_wave:
-        heartbeat = max(1, min(heartbeat, round(HEARTBEAT_S * forecast.iterations / forecast.first_wave.seconds)))
+    if forecast.run:
+        heartbeat = max(1, min(heartbeat, round(HEARTBEAT_S / float(forecast.run.seconds.mean()))))
     budgets: dict[str, str | float | None] = dict(llm.problem.budgets.items())
     if llm.device.type == "cuda":
         budgets["device"] = arguments.budgets.get("device")  # an actor itself sees what is free on its GPU
@@ -258,6 +258,9 @@ class RemoteBatch:
 
     def note(self, text: str) -> None:
         self.send(_message(note=text))
+
+    def watch(self, workload: Workload) -> None:
+        """Do nothing: the job counts what the actors send."""
 
     def flush(self) -> None:
         """Send what has come since the last message."""
