@@ -21,7 +21,7 @@ from flexhybrid.core.problem import Budgets, Problem
 from flexhybrid.core.units import parse_bytes
 from flexhybrid.core.waves import split_waves, wave_plan
 from flexhybrid.core.workload import Workload
-from flexhybrid.runtime.profiling.attention_paths import fastest_paths
+from flexhybrid.runtime.profiling.attention_paths import can_attend_in_place, fastest_paths
 from flexhybrid.runtime.profiling.profile import faster_cpu_dtype
 from flexhybrid.runtime.runnable import check_runnable
 from flexhybrid.runtime.storage.disk import checked_rate
@@ -78,6 +78,11 @@ def resolve_problem(arguments: LLMArguments, shape: ModelShape, paced: PacedDevi
     dtype = pick_dtype(arguments.dtype, shape, paced.device, hardware)
     device = paced.device.type
     attention = arguments.attention or fastest_paths(device, dtype, shape.queries_per_key)
+    if attention.in_place and not can_attend_in_place(dtype):
+        raise InputError(
+            "this job was begun with attention by numba, which is not installed here: pip install numba, or begin it "
+            "anew with another --output"
+        )
     return Problem(
         shape=shape, dtype=dtype, hardware=hardware, budgets=Budgets(**sizes), device=device, attention=attention
     )

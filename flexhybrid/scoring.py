@@ -5,7 +5,7 @@ of the sampled ones (teacher forcing). So a policy's cache is written, moved, co
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -81,6 +81,8 @@ def score(
 
 def _score_wave(llm: LLM, wave: Wave, texts, members: np.ndarray, last_tokens, watch, on_tokens) -> list[Score]:
     counts = wave.workload.max_tokens
+    if watch and wave.problem.attention:  # what is watched is the attention buffer
+        wave = replace(wave, problem=replace(wave.problem, attention=wave.problem.attention._replace(in_place=False)))
     prompts = [list(text[:-count]) for text, count in zip(texts, counts, strict=True)]
     session = Session(llm.open_engine, wave, prompts)
     executor = session.executor

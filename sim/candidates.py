@@ -34,6 +34,7 @@ from flexhybrid.core.model.layout import LayerLayout, layer_layout
 from flexhybrid.core.policy import ElementBytes, Policy, Selection
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.step_work import StepCounts
+from flexhybrid.core.wave import attends_in_place
 from flexhybrid.core.workload import Workload
 from sim.tiny_run import most_mini_batches
 
@@ -306,7 +307,7 @@ class CandidateSteps:
         mean = self.decode(DecodeStretch(np.minimum(self.chunk_size, last), last, later))(1.0)
         since, until = self.dealing.tokens(np.minimum(self.chunk_size, self.prompt)), self.prompt_tokens
         width = np.where(self.num_chunks > 1, (self.prompt - self.chunk_size) / later, 1.0)
-        return replace(mean, width=width, stored=self._by_copy(np.maximum(until - since, 0.0) / later))
+        return replace(mean, in_place=None, width=width, stored=self._by_copy(np.maximum(until - since, 0.0) / later))
 
     def stretches(self) -> list[DecodeStretch]:
         """Cut the decode at whole blocks, and each cut by the entry that its new tokens go to: sixteen iterations on
@@ -343,6 +344,7 @@ class CandidateSteps:
             new_tokens = self._new_tokens(stretch.first, stretch.final + 1) / (stretch.final + 1 - stretch.first)
         selection = self.policy.selection
         selected = selected_tokens(selection, context) if selection.method == "speculative" else None
+        in_place = attends_in_place(self.problem, self.policy)
 
         def step_of(batch) -> StepCounts:
             blocks, copies, columns = {}, {}, 0.0
@@ -377,6 +379,7 @@ class CandidateSteps:
                 stored=stored,
                 recomputed=recomputed,
                 selected=selected,
+                in_place=batch * (context + 1) if in_place else None,
             )
 
         return step_of

@@ -80,6 +80,7 @@ class Hardware:
     faster_dtype: str | None = None  #: on a CPU: what profile measured faster, float32 or bfloat16
     notes: dict = field(default_factory=dict)
     device_reserve: int | None = None  #: bytes of device_memory that no program gets; None: see CUDA_RESERVE_BYTES
+    attends_in_place: bool = False  #: the line of attend holds for ``AttentionPaths.in_place``
 
     def __post_init__(self):
         for name in ("name", "device", "source", "dtype"):
@@ -88,6 +89,8 @@ class Hardware:
         check(f"{where}device", self.device, self.device in ("cpu", "cuda"), "one of cpu, cuda")
         dtypes = (None, "float32", "bfloat16")
         check(f"{where}faster_dtype", self.faster_dtype, self.faster_dtype in dtypes, "float32, bfloat16 or null")
+        in_place = self.attends_in_place
+        check(f"{where}attends_in_place", in_place, isinstance(in_place, bool), "true or false")
         for name in ("device_memory", "host_memory", "disk_memory"):
             value = getattr(self, name)
             check(where + name, value, value is None or _is_number(value) and value > 0, "a number of bytes > 0")

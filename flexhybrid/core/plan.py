@@ -326,8 +326,10 @@ class _Stream:
             reads += (places.PLAIN_KV,)
         else:
             reads += ((buffer,) if "load_kv" in works else ()) + pools
-        yield "assemble", reads, (places.ATTENTION,)
-        yield "attend", (qkv, places.ATTENTION), (places.ATTENDED,)
+        if "assemble" in works:
+            yield "assemble", reads, (places.ATTENTION,)
+            reads = qkv, places.ATTENTION
+        yield "attend", reads, (places.ATTENDED,)
         if "attend_recomputed" in works:
             yield "attend_recomputed", (qkv, places.ATTENTION), (places.ATTENDED,)
 

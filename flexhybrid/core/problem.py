@@ -45,7 +45,9 @@ class AttentionPaths(NamedTuple):
 
     prompt: str  #: all tokens of a prompt over themselves
     chunk: str  #: several new tokens over cached ones and themselves
-    decode: str  #: one new token over cached ones
+    decode: str  #: one new token over cached ones, laid side by side
+    #: whether a decode step without a selection reads keys and values where they lie (``runtime.kernels.in_place``)
+    in_place: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +68,14 @@ class Problem:
     def __post_init__(self):
         if not self.device:
             object.__setattr__(self, "device", self.hardware.device if self.hardware else "cpu")
+
+    @property
+    def attends_in_place(self) -> bool:
+        """Whether decode steps without a selection read keys and values where they lie: by this run's ways to attend,
+        else by those for which the hardware record holds."""
+        if self.attention:
+            return self.attention.in_place
+        return self.hardware is not None and self.hardware.attends_in_place
 
     @property
     def bytes_per_element(self) -> int:

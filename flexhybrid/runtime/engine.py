@@ -100,6 +100,7 @@ class Engine:
         self.num_threads = num_threads or torch.get_num_threads()
         self.host_threads = min(HOST_THREADS[self.device.type], max(1, self.num_threads // 2))
         self.host_workers = ThreadPoolExecutor(self.host_threads, "flexhybrid-host", _compute_with, (1,))
+        self.compute_workers = ThreadPoolExecutor(self.num_threads, "flexhybrid-compute")  # starts them when used
         self._own_threads = LaneThreads()
         self.lane_threads = self._own_threads if lane_threads is None else lane_threads
         self.disk = None
@@ -122,6 +123,7 @@ class Engine:
         self.closed = True
         self._settings.close()
         self.host_workers.shutdown()
+        self.compute_workers.shutdown()
         self._own_threads.end()
         if self.disk:
             self.disk.close()
@@ -137,7 +139,16 @@ class Engine:
     def executor(self, wave: Wave, prompts: Prompts, plan: SamplingPlans) -> Executor:
         """Make a wave ready to run: token ids of its prompts, and how its tokens are chosen, by request."""
         share = self.host_workers.map if self.host_threads > 1 else map
-        parts = EngineParts(self.weights, self.slots, self.buffers, self.copies, share)
+        compute = self.compute_workers.map if self.num_threads > 1 else map
+        parts = EngineParts(
+            self.weights,
+            self.slots,
+            self.buffers,
+            self.copies,
+            share,
+            compute_share=compute,
+            compute_threads=self.num_threads,
+        )
         check_runnable(wave.shape, wave.policy)
         executor = Executor(parts, wave, prompts, plan, self._selection(wave))
         executor.verbs = verbs_under(executor.selection)

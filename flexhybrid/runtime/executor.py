@@ -7,7 +7,7 @@ touch needs no guard; all else is guarded by the dependencies that the plan's re
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.memory import log_shape, mini_batch_sizes
 from flexhybrid.core.schedule.steps import MiniBatchStep, Store
 from flexhybrid.core.task import Task, Work
-from flexhybrid.core.wave import Wave
+from flexhybrid.core.wave import Wave, attends_in_place
 from flexhybrid.runtime.buffers import Buffers, Context
 from flexhybrid.runtime.cuda import CudaCopies
 from flexhybrid.runtime.kernels.attention import PATHS, Share
@@ -44,6 +44,8 @@ class EngineParts:
     buffers: Buffers
     copies: CpuCopies | CudaCopies
     host_share: Share = map  #: shares the host's work of a verb among its threads (``attend_blocks``)
+    compute_share: Share = map  #: of a CPU that is the device: the same for the threads that compute
+    compute_threads: int = 1
 
 
 class LayerWeights:
@@ -131,12 +133,18 @@ class Executor(Generic[SelectionT]):
             raise ValueError("the wave's policy places the weights otherwise than they were loaded")
         self.verbs: dict[str, Callable[..., None]] = {}  #: functions of (executor, task)
         self.weights, self.slots, self.buffers = parts.weights, parts.slots, parts.buffers
-        self.copies, self.host_share = parts.copies, parts.host_share
+        self.copies, self.host_share, self.compute_share = parts.copies, parts.host_share, parts.compute_share
         self.wave, self.shape, self.policy, self.device = wave, wave.shape, wave.policy, parts.weights.device
         self.model = architecture(wave.shape)
         dtype, group = parts.weights.dtype_name, wave.shape.queries_per_key
         paths = wave.problem.attention or fastest_paths(self.device.type, dtype, group)
-        self.attention = {phase: PATHS[name] for phase, name in paths._asdict().items()}
+        self.attention = {"prompt": PATHS[paths.prompt], "chunk": PATHS[paths.chunk], "decode": PATHS[paths.decode]}
+        self.compute_threads = parts.compute_threads
+        self.extents: dict[int, tuple[MiniBatchStep, Any]] = {}  #: by mini-batch, ``StepExtents`` of its decode step
+        if attends_in_place(wave.problem, wave.policy):
+            from flexhybrid.runtime.kernels.in_place import compile_for
+
+            compile_for(parts.weights.dtype)
         self.selection = selection
         self.layer_weights = LayerWeights(parts.weights, parts.slots)
         self.steps = StepMaker(wave, prompts, plan, parts.weights.dtype, self.device)

@@ -16,6 +16,7 @@ from flexhybrid.core.wave import Wave, admit
 from flexhybrid.core.workload import Workload
 from flexhybrid.runtime.engine import Engine, RunControl, WaveResult
 from flexhybrid.runtime.kernels.sampling import greedy_plan
+from flexhybrid.runtime.profiling.attention_paths import fastest_paths
 from flexhybrid.runtime.storage.weights import Weights
 
 #: Makes the engine of a session; ``functools.partial(Engine, num_threads=1)`` sets the options of one.
@@ -58,7 +59,9 @@ class Session:
         ``hardware`` decides the split points of both(…) entries (``admit``).
         """
         device = weights.device.type
-        problem = Problem(shape=weights.shape, dtype=weights.dtype_name, hardware=hardware, device=device)
+        shape, dtype = weights.shape, weights.dtype_name
+        paths = fastest_paths(device, dtype, shape.queries_per_key)
+        problem = Problem(shape=shape, dtype=dtype, hardware=hardware, device=device, attention=paths)
         wave = admit(problem, policy, workload)
         engine = make_engine(weights, policy, buffer_sizes(wave))
         session = cls(engine, wave, prompts)

@@ -16,7 +16,7 @@ from importlib.machinery import PathFinder
 
 DTYPES = ("float32", "bfloat16")
 FASTER_DTYPE = "FLEXHYBRID_FASTER_DTYPE"
-ATTENTION = "FLEXHYBRID_ATTENTION"  #: one name for all phases; without it, the usual ones
+ATTENTION = "FLEXHYBRID_ATTENTION"  #: one name for all phases; without it, the usual ones, and decode steps in place
 
 
 def faster_dtype(*sizes: int) -> str:
@@ -32,7 +32,11 @@ def attention_paths(device: str, dtype: str, group: int):
     """The ways to attend that the environment names, of the product's own type; nothing is timed, kept or read."""
     module = sys.modules["flexhybrid.runtime.profiling.attention_paths"]
     name = os.environ.get(ATTENTION)
-    return type(module.USUAL)(*[name] * 3) if name and device == "cpu" else module.USUAL
+    if device != "cpu":
+        return module.USUAL
+    return (
+        type(module.USUAL)(*[name] * 3) if name else module.USUAL._replace(in_place=module.can_attend_in_place(dtype))
+    )
 
 
 #: Module -> name of its function, and what stands in its place.

@@ -6,11 +6,22 @@ from types import SimpleNamespace
 
 import pytest
 
+from flexhybrid.arguments import LLMArguments
+from flexhybrid.core.errors import InputError
+from flexhybrid.core.model.shape import shape_by_name
 from flexhybrid.core.problem import AttentionPaths
+from flexhybrid.resolve import pick_device, resolve_problem
 from flexhybrid.runtime.profiling import attention_paths
 from flexhybrid.runtime.profiling.attention_paths import PATHS, USUAL, candidates, paths_of
 
-fastest_paths = inspect.unwrap(attention_paths.fastest_paths)  # not the one that is forced
+
+def fastest_paths(device: str, dtype: str, group: int) -> AttentionPaths:
+    """The product's own, not the one that is forced; assembled, whatever could be in place."""
+    return inspect.unwrap(attention_paths.fastest_paths)(device, dtype, group)._replace(in_place=False)
+
+
+def names(paths: AttentionPaths) -> set[str]:
+    return set(paths[:3])
 
 
 @pytest.fixture
@@ -35,7 +46,7 @@ def timed(monkeypatch, tmp_path):
 @pytest.mark.parametrize("name", PATHS)
 def test_the_fastest_way_is_taken_in_its_dtype(timed, name, dtype):
     timed[name] = 0.5
-    expected = (name,) * 3 if name in candidates(dtype) else USUAL
+    expected = AttentionPaths(*(name,) * 3) if name in candidates(dtype) else USUAL
     assert fastest_paths("cpu", dtype, 1) == expected and fastest_paths("cuda", dtype, 1) == USUAL
 
 
@@ -52,28 +63,55 @@ def test_the_usual_way_is_kept_where_another_is_hardly_faster(timed):
 
 def test_the_choice_is_kept_by_dtype_and_measured_again_where_it_cannot_be_read(timed, tmp_path):
     timed["products"] = 0.5
-    assert set(fastest_paths("cpu", "bfloat16", 1)) == {"products"}
+    assert names(fastest_paths("cpu", "bfloat16", 1)) == {"products"}
     timed["products"], timed["fused"] = 0.5, 0.1
     attention_paths._kept.cache_clear()  # another process
-    assert set(fastest_paths("cpu", "bfloat16", 1)) == {"products"} and set(fastest_paths("cpu", "float32", 1)) == {
+    assert names(fastest_paths("cpu", "bfloat16", 1)) == {"products"} and names(fastest_paths("cpu", "float32", 1)) == {
         "fused"
     }
     file = tmp_path / "cache/attention-cpu.json"
     for content in (b"", b"[]", b"{}", file.read_bytes().replace(b"products", b"gone")):
         file.write_bytes(content)
         attention_paths._kept.cache_clear()
-        assert set(fastest_paths("cpu", "bfloat16", 1)) == {"fused"}
+        assert names(fastest_paths("cpu", "bfloat16", 1)) == {"fused"}
 
 
 def test_without_a_folder_to_keep_it_the_choice_holds_for_the_process(timed, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "file/cache"))
     timed["products"] = 0.5
-    assert set(fastest_paths("cpu", "float32", 1)) == {"products"}
+    assert names(fastest_paths("cpu", "float32", 1)) == {"products"}
     timed["products"] = 2.0
-    assert set(fastest_paths("cpu", "float32", 1)) == {"products"}
+    assert names(fastest_paths("cpu", "float32", 1)) == {"products"}
 
 
-@pytest.mark.parametrize("record", [None, [], "fused", {}, {"prompt": "fused"}, {**USUAL._asdict(), "chunk": "other"}])
+@pytest.mark.parametrize(
+    "record",
+    [
+        None,
+        [],
+        "fused",
+        {},
+        {"prompt": "fused"},
+        {**USUAL._asdict(), "chunk": "other"},
+        {**USUAL._asdict(), "in_place": "fused"},
+    ],
+)
 def test_what_is_no_choice_is_not_taken_over(record):
     assert paths_of(USUAL._asdict()) == USUAL and paths_of(record) is None
+
+
+@pytest.mark.parametrize("dtype, here", [("float32", True), ("bfloat16", True), ("float16", False)])
+def test_a_cpu_attends_in_place_in_the_dtypes_of_the_kernels_where_there_is_numba(timed, monkeypatch, dtype, here):
+    paths = inspect.unwrap(attention_paths.fastest_paths)
+    assert paths("cpu", "float32", 1).in_place and not paths("cuda", "float32", 1).in_place
+    assert attention_paths.can_attend_in_place(dtype) == here
+    monkeypatch.setattr(attention_paths.importlib.util, "find_spec", lambda name: None)
+    assert not paths("cpu", "float32", 1).in_place
+
+
+def test_a_job_begun_with_numba_is_refused_in_words_where_there_is_none(monkeypatch):
+    monkeypatch.setattr("flexhybrid.resolve.can_attend_in_place", lambda dtype: False)
+    arguments = LLMArguments("none", device="cpu", dtype="float32", attention=USUAL._replace(in_place=True))
+    with pytest.raises(InputError, match="pip install numba"):
+        resolve_problem(arguments, shape_by_name("opt-125m"), pick_device("cpu"))

@@ -88,7 +88,14 @@ class Case:
 
 def bench_refill(table: Table, num_requests: int = NUM_REQUESTS, at_a_time: int = AT_A_TIME) -> None:
     """Add the rows of both queues."""
-    policy = Policy("weights streamed", Placement(host=1), cache={"kv@device": 1.0}, max_batch=at_a_time)
+    tokens = at_a_time * (Case.of(LOG_NORMAL, 2).workload.cached_tokens.max() + 16)  # one mini-batch holds them all
+    policy = Policy(
+        "weights streamed",
+        Placement(host=1),
+        cache={"kv@device": 1.0},
+        max_batch=at_a_time,
+        max_mini_batch_tokens=int(tokens),
+    )
     with LLM(MODEL, policy, device="cpu", dtype="float32", link_gb_per_s=LINK_GB_PER_S) as llm:
         for name, bar in BARS.items():
             case = Case.of(name, llm.shape.vocab, num_requests)

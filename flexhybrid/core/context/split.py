@@ -74,6 +74,8 @@ def split_lines(problem: Problem, policy: Policy, entry: str) -> SplitLines:
     )
     attend = slope("attend", "compute", lambda tokens: work.attend_decode(shape, p, tokens, 1))
     assemble = slope("assemble", "compute", lambda tokens: work.assemble(shape, p, tokens))
+    if problem.attends_in_place:
+        assemble = 0.0, 0.0
     streamed = shape.layer_bytes(stored.weights, p) * (1 - policy.weights.device)
     return SplitLines(
         policy.split,

@@ -16,6 +16,7 @@ from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import ElementBytes, Policy
 from flexhybrid.core.schedule.steps import MiniBatchStep
 from flexhybrid.core.task import Work
+from flexhybrid.core.wave import attends_in_place
 
 Count = float | np.ndarray  #: a number, or an array with an element a candidate
 
@@ -34,6 +35,7 @@ class StepCounts:
     stored: dict[StoredCopy, Count]  #: new rows of each part, over all requests
     recomputed: Count = 0  #: tokens of the recomputed prefix, of the longest request
     selected: Count | None = None  #: tokens of a request that a speculative selection fetches; None: all
+    in_place: Count | None = None  #: tokens of all requests, which attention reads where they lie; None: assembled
 
 
 def counts_of(step: MiniBatchStep, wave) -> StepCounts:
@@ -49,6 +51,9 @@ def counts_of(step: MiniBatchStep, wave) -> StepCounts:
     selected = None
     if policy.selection.method == "speculative" and not step.prefill:
         selected = int(selected_tokens(policy.selection, context))
+    in_place = None
+    if attends_in_place(wave.problem, wave.policy) and not step.prefill and step.width == 1:
+        in_place = int(step.context.sum()) + len(step.requests)
     return StepCounts(
         prefill=step.prefill,
         batch=len(step.requests),
@@ -60,6 +65,7 @@ def counts_of(step: MiniBatchStep, wave) -> StepCounts:
         stored=stored,
         recomputed=step.recomputed_width,
         selected=selected,
+        in_place=in_place,
     )
 
 
@@ -115,8 +121,11 @@ def step_work(shape: ModelShape, policy: Policy, stored: ElementBytes, c: StepCo
         everything = c.selected is None or whole
         generated = c.batch * (c.act_columns * BLOCK_TOKENS if everything else _selected_of(c)["act"])
         works["kv_gen"] = work.kv_gen(shape, p, _at_least(generated, work.MIN_KV_GEN_ROWS))
-    works["assemble"] = work.assemble(shape, p, c.batch * attended)
-    works["attend"] = work.attend(shape, p, c.batch, c.width, attended)
+    if c.in_place is None:
+        works["assemble"] = work.assemble(shape, p, c.batch * attended)
+        works["attend"] = work.attend(shape, p, c.batch, c.width, attended)
+    else:
+        works["attend"] = work.attend_decode(shape, p, 1, c.in_place)
     if _any(c.recomputed):
         works["attend_recomputed"] = work.attend_prefill(shape, p, c.batch, _at_least(c.recomputed, 1))
     if policy.selection.method == "heavy_hitter":

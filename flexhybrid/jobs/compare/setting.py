@@ -22,6 +22,7 @@ from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.compare.speed import ALONE_ROUNDS
 from flexhybrid.jobs.profile.job import TIMING_SHAPE, fastest_dtype
 from flexhybrid.resolve import PacedDevice, pick_device
+from flexhybrid.runtime.profiling.attention_paths import fastest_paths
 from flexhybrid.runtime.runnable import check_runnable
 from flexhybrid.runtime.storage.loader import Checkpoint
 from policy_search import systems
@@ -190,7 +191,9 @@ def settle(options: CompareOptions) -> ComparisonSetting:
             raise InputError(f"{options.policy}: the name {policy.name!r} is one of the comparison's own; rename it")
     _check_numbers(options, shape)
     workload = _workload(options, shape, options.prompt_len or SIZES[0][0])
-    problem = Problem(shape=shape, dtype=fastest_dtype(shape, paced.device), budgets=budgets, device=paced.device.type)
+    device, dtype = paced.device.type, fastest_dtype(shape, paced.device)
+    paths = fastest_paths(device, dtype, shape.queries_per_key)
+    problem = Problem(shape=shape, dtype=dtype, budgets=budgets, device=device, attention=paths)
     setting = ComparisonSetting(options, paced, checkpoint, problem, workload, files=files, extra=extra)
     setting.check(_known_policies(setting))
     return setting

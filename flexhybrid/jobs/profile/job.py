@@ -68,6 +68,7 @@ def measure_hardware(
         source=f"flexhybrid profile on {device_name(device)}, {time.strftime('%Y-%m-%d')}, torch {torch.__version__}",
         dtype=dtype,
         faster_dtype=result.faster_dtype,
+        attends_in_place=result.attends_in_place,
         notes={
             "hidden": shape.hidden,
             "link_gb_per_s": link_gb_per_s,

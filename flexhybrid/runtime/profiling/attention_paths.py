@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import json
 import platform
 import time
@@ -37,8 +38,15 @@ def fastest_paths(device: str, dtype: str, group: int) -> AttentionPaths:
     machine has kept them, else measured now and kept, so that a job given again computes the same bits."""
     if device != "cpu":
         return USUAL
+    in_place = can_attend_in_place(dtype)
     machine = f"{platform.node()}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
-    return _kept(dtype, group, f"{machine}, torch {torch.__version__}, {dtype}, {group} queries a key head")
+    kept = _kept(dtype, group, f"{machine}, torch {torch.__version__}, {dtype}, {group} queries a key head")
+    return kept._replace(in_place=in_place)
+
+
+def can_attend_in_place(dtype: str) -> bool:
+    """Whether a CPU can read keys and values where they lie: there is numba, and kernels for the dtype."""
+    return dtype in ("float32", "bfloat16") and importlib.util.find_spec("numba") is not None
 
 
 @functools.cache
@@ -59,7 +67,8 @@ def paths_of(record: object) -> AttentionPaths | None:
     """Return the choice that a file holds, ``AttentionPaths._asdict()``; None where it is none."""
     if not isinstance(record, dict) or record.keys() != set(AttentionPaths._fields):
         return None
-    return AttentionPaths(**record) if all(name in PATHS for name in record.values()) else None
+    *names, in_place = paths = AttentionPaths(**record)
+    return paths if all(name in PATHS for name in names) and isinstance(in_place, bool) else None
 
 
 def candidates(dtype: str) -> list[str]:
@@ -69,7 +78,9 @@ def candidates(dtype: str) -> list[str]:
 
 def _measured(dtype: str, group: int) -> AttentionPaths:
     """Time every candidate in every phase."""
-    return AttentionPaths(*(_fastest(dtype, group, sizes, usual) for sizes, usual in zip(SIZES, USUAL, strict=True)))
+    return AttentionPaths(
+        *(_fastest(dtype, group, sizes, usual) for sizes, usual in zip(SIZES, USUAL[:3], strict=True))
+    )
 
 
 @torch.inference_mode()

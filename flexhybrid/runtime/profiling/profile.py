@@ -34,6 +34,7 @@ from flexhybrid.core.workload import Workload
 from flexhybrid.runtime.cuda import CudaCopies
 from flexhybrid.runtime.engine import Engine
 from flexhybrid.runtime.links import CpuCopies
+from flexhybrid.runtime.profiling.attention_paths import fastest_paths
 from flexhybrid.runtime.profiling.cpu_use import CpuUse
 from flexhybrid.runtime.runnable import check_runnable
 from flexhybrid.runtime.session import Session
@@ -111,11 +112,12 @@ Sample = tuple[float, float, float]  #: (flops, bytes, seconds)
 
 @dataclass
 class ProfileSamples:
-    """Samples by line key, disagreements of the two passes, and the faster compute dtype (on a CPU; else None)."""
+    """Samples by line key, disagreements of the two passes, the faster compute dtype (on a CPU; else None)."""
 
     samples: dict[str, list[Sample]] = field(default_factory=dict)
     disagreements: list[str] = field(default_factory=list)
     faster_dtype: str | None = None
+    attends_in_place: bool = False  #: ``AttentionPaths.in_place`` of the runs
 
 
 def faster_cpu_dtype(shape: ModelShape) -> str:
@@ -181,14 +183,15 @@ def profile(
             times.setdefault(key, []).append(seconds)
         typical.append({key: _typical(samples) for key, samples in times.items()})
     result = typical_of_passes(*typical)
-    # Verbs without samples only move memory, like assemble on the device and scatter on the host.
-    result.samples["compute"] = result.samples["assemble"]
+    # Verbs without samples only move memory, like assemble on the device (or attend in place) and scatter on the host.
+    result.samples["compute"] = result.samples.get("assemble", result.samples["attend"])
     result.samples["host_compute"] = result.samples["scatter"]
     if "dequantize_weights" in result.samples:
         # All layers have one size, which gives no slope. Keys and values are dequantized at the same rate.
         result.samples["dequantize_weights"] += result.samples["dequantize_kv"]
     if device.type == "cpu":
         result.faster_dtype = faster_cpu_dtype(shape)
+    result.attends_in_place = fastest_paths(device.type, dtype, shape.queries_per_key).in_place
     return result
 
 
@@ -273,7 +276,9 @@ def _run(
     except InputError:
         return []
     weights, slots = weights_of(run.policy)
-    problem = Problem(shape=shape, dtype=weights.dtype_name, device=weights.device.type)
+    device, dtype = weights.device.type, weights.dtype_name
+    paths = fastest_paths(device, dtype, shape.queries_per_key)
+    problem = Problem(shape=shape, dtype=dtype, device=device, attention=paths)
     while True:
         wave = admit(problem, run.policy, Workload.uniform(run.requests, run.context, 4))
         sizes = buffer_sizes(wave)

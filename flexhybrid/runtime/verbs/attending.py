@@ -12,6 +12,7 @@ from flexhybrid.runtime.buffers import Context
 from flexhybrid.runtime.executor import State
 from flexhybrid.runtime.kernels import attention
 from flexhybrid.runtime.kernels.attention import split_heads
+from flexhybrid.runtime.verbs.attending_in_place import attend_in_place
 from flexhybrid.runtime.verbs.moving import put_rows
 
 #: gather(tensor, [index], out=out) writes ``tensor[index]`` to ``out``, whatever its strides.
@@ -108,6 +109,9 @@ def _widened(tensor: torch.Tensor) -> torch.Tensor:
 def attend(state: State, task: Task) -> None:
     """Attend with the new tokens over their whole context: [B, N, H·d]."""
     step, shape = task.payload.step, state.shape
+    if "assemble" not in task.payload.works:
+        state.attended = attend_in_place(state, task)
+        return
     batch, (keys, values, mask) = len(step.requests), state.context
     query = state.kvq[task.payload.slot][:, shape.kv_width :].view(batch, -1, shape.num_heads, shape.head_dim)
     new = query[:, step.recomputed_width :]

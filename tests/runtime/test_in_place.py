@@ -1,0 +1,107 @@
+"""Attention that reads keys and values where they lie, against a softmax over keys that are laid side by side."""
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from toy_machine import machine
+
+from flexhybrid.core.context.blocks import BLOCK_TOKENS, ceil_blocks
+from flexhybrid.core.policy import Bits, Policy
+from flexhybrid.llm import LLM
+from flexhybrid.sampling_params import SamplingParams
+
+in_place = pytest.importorskip("flexhybrid.runtime.kernels.in_place", reason="numba is not installed")
+
+
+@st.composite
+def contexts(draw):
+    """(batch, groups, queries a group, head size, tokens of each request in each of some parts, seed)."""
+    batch, groups, queries = draw(st.integers(1, 5)), draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    lengths = st.lists(st.integers(0, 40), min_size=batch, max_size=batch)
+    parts = [*draw(st.lists(lengths, max_size=2)), [1] * batch]  # the new token is never missing
+    return batch, groups, queries, draw(st.sampled_from([4, 6, 32])), parts, draw(st.integers(0, 2**16))
+
+
+def laid_out(generator, dtype, groups, d, tokens, head_major):
+    """Keys and values of requests with so many tokens, [tokens, 2, G, d] each, and a part that holds them in blocks
+    that lie anywhere in a memory full of NaN."""
+    counts = ceil_blocks(np.array(tokens))
+    order = torch.randperm(int(counts.sum()) + 3, generator=generator).numpy()
+    memory = torch.full((len(order), 2, groups, BLOCK_TOKENS, d), float("nan"), dtype=dtype)
+    table = np.zeros((len(tokens), max(1, counts.max())), np.int64)
+    contexts, taken = [], 0
+    for request, length in enumerate(tokens):
+        blocks = order[taken : taken + counts[request]]
+        table[request, : len(blocks)], taken = blocks, taken + len(blocks)
+        context = torch.randn(length, 2, groups, d, generator=generator).to(dtype)
+        for token in range(length):
+            memory[blocks[token // BLOCK_TOKENS], :, :, token % BLOCK_TOKENS] = context[token]
+        contexts.append(context)
+    size, width = 2 * groups * d, groups * d
+    strides = (d, BLOCK_TOKENS * d, BLOCK_TOKENS * width) if head_major else (size, d, width)
+    if not head_major:
+        memory = memory.permute(0, 3, 1, 2, 4).contiguous()
+    extent = in_place.Extent(table * BLOCK_TOKENS * size, np.array(tokens, np.int64), *strides)
+    return contexts, in_place.Part(in_place.memory_of(memory), extent)
+
+
+@pytest.mark.parametrize("dtype", in_place.DTYPES, ids=str)
+@given(case=contexts(), threads=st.integers(1, 3))
+def test_it_is_a_softmax_over_all_parts_of_each_context(dtype, case, threads):
+    batch, groups, queries, d, part_tokens, seed = case
+    generator = torch.Generator().manual_seed(seed)
+    pieces = [
+        laid_out(generator, dtype, groups, d, tokens, head_major=index % 2 == 0)
+        for index, tokens in enumerate(part_tokens)
+    ]
+    query = torch.randn(batch, groups * queries, d, generator=generator).to(dtype)
+    totals = np.sum(part_tokens, axis=0)
+    bounds = in_place.bounds_of(totals * 1000, groups, threads)  # as if there were enough work for several threads
+    attended = in_place.attend(query, [part for _, part in pieces], bounds, map)
+    assert attended.dtype == dtype
+    for request in range(batch):
+        context = torch.cat([contexts[request] for contexts, _ in pieces]).double()
+        keys, values = context[:, 0].transpose(0, 1), context[:, 1].transpose(0, 1)  # [G, T, d]
+        scores = query[request].double().view(groups, queries, d) @ keys.transpose(1, 2) * d**-0.5
+        expected = (torch.softmax(scores, -1) @ values).flatten()
+        close = 1e-5 if dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(attended[request].double(), expected, atol=close, rtol=close)
+
+
+@given(st.lists(st.integers(1, 3000), min_size=1, max_size=20), st.integers(1, 4), st.integers(1, 5))
+def test_threads_share_all_items_and_no_thread_has_more_than_its_part_and_an_item(tokens, groups, threads):
+    bounds = in_place.bounds_of(np.array(tokens), groups, threads)
+    assert bounds[0] == 0 and bounds[-1] == len(tokens) * groups and bounds == sorted(set(bounds))
+    if sum(tokens) * groups < in_place.SHARED_TOKENS:
+        assert len(bounds) == 2
+        return
+    of_item = np.repeat(tokens, groups)
+    for first, end in zip(bounds, bounds[1:], strict=False):
+        assert of_item[first:end].sum() <= of_item.sum() / threads + of_item.max()
+
+
+POLICIES = {
+    "every tier": Policy(cache={"kv@device": 0.25, "kv@host": 0.25, "act@device": 0.25, "act@host": 0.25}),
+    "disk": Policy(cache={"kv@disk": 0.5, "act@disk": 0.5}),
+    "both": "kvpr_row",
+    "few bits": Policy(cache={"kv@host": 0.4, "kv@device": 0.3, "act@host": 0.3}, bits=Bits(kv=8)),
+    "static": Policy(cache={"kv@host": 0.5, "act@device": 0.5}, static_cache=True),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_it_gives_the_tokens_of_assembled_contexts(tiny, name, monkeypatch, tmp_path):
+    """In every representation and tier, for requests of different lengths in one mini-batch."""
+    generator = np.random.default_rng(0)
+    prompts = [generator.integers(3, 60, length).tolist() for length in (1, 15, 16, 40)]
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    answers = []
+    for attention in ("", "fused"):
+        monkeypatch.setenv("FLEXHYBRID_ATTENTION", attention)
+        with LLM(tiny, POLICIES[name], device="cpu", dtype="float32", hardware=machine(), disk_dir=tmp_path) as llm:
+            assert llm.problem.attends_in_place == (attention == "")
+            outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
+        answers.append([output.outputs[0].token_ids for output in outputs if output])
+    assert answers[0] == answers[1]
