@@ -82,7 +82,8 @@ def score(
 def _score_wave(llm: LLM, wave: Wave, texts, members: np.ndarray, last_tokens, watch, on_tokens) -> list[Score]:
     counts = wave.workload.max_tokens
     if watch and wave.problem.attention:  # what is watched is the attention buffer
-        wave = replace(wave, problem=replace(wave.problem, attention=wave.problem.attention._replace(in_place=False)))
+        problem = replace(wave.problem, attention=wave.problem.attention._replace(in_place=False))
+        wave = replace(wave, problem=problem, whole=wave.whole and replace(wave.whole, problem=problem))
     prompts = [list(text[:-count]) for text, count in zip(texts, counts, strict=True)]
     session = Session(llm.open_engine, wave, prompts)
     executor = session.executor

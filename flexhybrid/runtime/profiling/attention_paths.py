@@ -78,9 +78,8 @@ def candidates(dtype: str) -> list[str]:
 
 def _measured(dtype: str, group: int) -> AttentionPaths:
     """Time every candidate in every phase."""
-    return AttentionPaths(
-        *(_fastest(dtype, group, sizes, usual) for sizes, usual in zip(SIZES, USUAL[:3], strict=True))
-    )
+    prompt, chunk, decode = (_fastest(dtype, group, *case) for case in zip(SIZES, USUAL[:3], strict=True))
+    return AttentionPaths(prompt, chunk, decode)
 
 
 @torch.inference_mode()
