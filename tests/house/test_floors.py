@@ -40,7 +40,7 @@ FLOORS = {
         must_not_load=("torch", "transformers", "scipy", "flexhybrid.runtime", "sim", "policy_search"),
     ),
     "flexhybrid.runtime": Floor(
-        names("flexhybrid.core flexhybrid.runtime numpy torch triton safetensors"),
+        names("flexhybrid.core flexhybrid.runtime numpy torch triton numba llvmlite safetensors"),
         must_not_load=("sim", "policy_search", "experiments", "figures"),
     ),
     "sim": Floor(
@@ -216,6 +216,8 @@ def test_importing_a_floor_leaves_the_heavy_libraries_out(floor):
         modules = [module for module in modules if module in DOORS]
     if importlib.util.find_spec("triton") is None:  # not for every system
         modules = [module for module in modules if not module.endswith("_triton")]
+    if importlib.util.find_spec("numba") is None:
+        modules = [module for module in modules if not module.endswith("kernels.in_place")]
     if not modules:
         pytest.skip(f"{floor} has no module yet")
     program = (
