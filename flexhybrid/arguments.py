@@ -22,4 +22,5 @@ class LLMArguments:
     disk_dir: str | Path | None = None
     disk_gb_per_s: float | None = None
     max_model_len: int | None = None  #: most tokens of a prompt and its answer together; None: the model's positions
+    enable_prefix_caching: bool = True  #: prompts that begin alike are computed and kept once as far as they do
     attention: AttentionPaths | None = None  #: of an earlier run or another process; None: the fastest ones here

@@ -18,6 +18,7 @@ import torch
 from flexhybrid.arguments import LLMArguments
 from flexhybrid.batch.openai import Refused, chat_text
 from flexhybrid.batch.tool_calls import check_tools
+from flexhybrid.core.context.prefixes import PromptTree
 from flexhybrid.core.errors import InputError, check, is_integer
 from flexhybrid.core.files import load_json
 from flexhybrid.core.hardware import Hardware
@@ -70,8 +71,10 @@ class LLM:
     limit). ``disk_dir``: folder of the scratch space for what a policy puts on the disk (the user's cache folder);
     ``disk_gb_per_s`` paces it. ``dtype``: "auto", "float32", "bfloat16" or (CUDA) "float16".
 
-    ``max_model_len``: most tokens of a prompt and its answer together (the model's positions). Further arguments of
-    vLLM's are taken where they ask for nothing; what to write in the place of the others, their error says.
+    ``max_model_len``: most tokens of a prompt and its answer together (the model's positions).
+    ``enable_prefix_caching`` (True): prompts that begin alike are computed and kept once as far as they do.
+    Further arguments of vLLM's are taken where they ask for nothing; what to write in the place of the others, their
+    error says.
 
     ``hardware``: the machine by which "auto" and both(…) decide: None for the saved profile, a name of the catalogue,
     or the path of a JSON file.
@@ -97,6 +100,8 @@ class LLM:
         **others,
     ):
         max_model_len = others.pop("max_model_len", None)
+        shares = others.pop("enable_prefix_caching", None)
+        check("enable_prefix_caching", shares, shares in (None, True, False), "True or False")
         check_vllm_arguments(others, model, list(inspect.signature(LLM).parameters)[:-1])
         self._resolve(
             LLMArguments(
@@ -106,6 +111,7 @@ class LLM:
                 plain_dtype(dtype),
                 hardware,
                 max_model_len=max_model_len,
+                enable_prefix_caching=shares is not False,
                 budgets={"device": device_memory, "host": host_memory, "disk": disk_memory},
                 link_gb_per_s=link_gb_per_s,
                 disk_dir=disk_dir,
@@ -125,6 +131,7 @@ class LLM:
         self._lock = threading.RLock()
         self._in_waves = False
         self.at_a_time = 0  #: requests that ran together in the latest batch
+        self.num_shared = 0  #: prompt tokens of all batches so far that others had computed
         self._num_prompts = 0  # that generate was given so far
         if not isinstance(arguments.model, (str, Path)) or not str(arguments.model):
             raise InputError(f"model must be the path of a local checkpoint folder, not {arguments.model!r}")
@@ -252,13 +259,16 @@ class LLM:
         ``joining``: requests join a running batch; not where the decode is given tokens (``Generated.num_decoded``).
         Raises InputError as ``generate`` does.
         """
-        with self.waves(workload, joining) as waves:
+        running = RunningRequests(open_request)
+        with self.waves(workload, running if joining else None) as waves:
             for members, wave in waves:
+                if not joining:
+                    running.begin(members)
                 if hears.should_stop and hears.should_stop():
                     break
                 control = replace(hears, keep_trace=TRACED_TASKS if on_trace else False)
-                running = RunningRequests(lambda queued, members=members: open_request(int(members[queued])))
                 result = self._run_wave(wave, members, running, completed, control)
+                self.num_shared += wave.sharing.num_tokens if wave.sharing else 0
                 if on_trace:
                     on_trace(result)
                     on_trace = None
@@ -313,12 +323,14 @@ class LLM:
         return SamplingParams(**{name: value for name, value in named.items() if value is not None})
 
     @contextmanager
-    def waves(self, workload: Workload, joining: bool = False) -> Iterator[Iterator[tuple[np.ndarray, Wave]]]:
+    def waves(
+        self, workload: Workload, joining: RunningRequests | None = None
+    ) -> Iterator[Iterator[tuple[np.ndarray, Wave]]]:
         """Split requests of these lengths into waves that fit the budgets; yield an iterator over (indices of the
         requests, their wave). ``engine`` has room for a wave until the next one is taken.
 
         ``joining``: a wave has all requests that are left, where the policy allows it; while it runs they join it as
-        others leave, and the next wave has those that did not.
+        others leave, and the next wave has those that did not. It opens them, and knows their prompts.
 
         Settles the policy first; raises InputError, before any work, for budgets too small for a single one of the
         requests. An error inside the ``with`` block first gives all memory and disk space back. Another thread waits
@@ -339,14 +351,16 @@ class LLM:
             finally:
                 self._in_waves = False
 
-    def _admitted(self, workload: Workload, joining: bool) -> Iterator[tuple[np.ndarray, Wave]]:
+    def _admitted(self, workload: Workload, joining: RunningRequests | None) -> Iterator[tuple[np.ndarray, Wave]]:
         """Yield batch after batch."""
         problem, policy, left = self.problem, self.settled_policy, np.arange(workload.num_requests)
         while len(left):
             lengths = workload.select(left)
             if joining:
-                count, share = batch_size(problem, policy, lengths, MOST_AT_A_TIME)
-                members, wave = left, open_batch(problem, policy, lengths, count, share)
+                joining.begin(left)
+                tree = PromptTree(joining.prompt) if self.arguments.enable_prefix_caching else None
+                count, share = batch_size(problem, policy, lengths, MOST_AT_A_TIME, tree)
+                members, wave = left, open_batch(problem, policy, lengths, count, share, tree)
             else:
                 members = left[: first_wave(problem, policy, lengths)]
                 wave = admit(problem, policy, workload.select(members))

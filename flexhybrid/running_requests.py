@@ -25,6 +25,11 @@ class RunningRequests:
 
     def __init__(self, open_request: OpenRequest):
         self._open = open_request
+        self.begin(np.arange(0))
+
+    def begin(self, members: np.ndarray) -> None:
+        """Take the requests of a queue, by their indices for ``open_request``."""
+        self._members = members
         self._running: dict[int, tuple[Generated, SamplingPlan]] = {}
         self._left: deque[tuple[int, int]] = deque()  #: iteration and request
         self._plans: dict[bytes, SamplingPlan] = {}  #: of the members of steps, the latest last
@@ -33,13 +38,18 @@ class RunningRequests:
     def join(self, request: int) -> None:
         """Open a request, unless it has run before and stepped back."""
         if request not in self._running:
-            self._running[request] = self._open(request)
+            self._running[request] = self._open(int(self._members[request]))
 
     def leave(self, request: int, iteration: int) -> None:
         """Forget a request as soon as no step can ask for it."""
         self._left.append((iteration, request))
         while self._left[0][0] + LAG < iteration:
             self._running.pop(self._left.popleft()[1], None)
+
+    def prompt(self, request: int) -> list[int] | None:
+        """Return the token ids of a request's prompt, opening it; None where each token's logits are asked for."""
+        self.join(request)
+        return None if self._running[request][1].num_prompt_logprobs[0] >= 0 else self[request]
 
     def generated(self, request: int) -> Generated:
         """Return what is generated for a request."""

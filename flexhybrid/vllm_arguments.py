@@ -16,7 +16,7 @@ ARGUMENTS: dict[str, tuple[tuple | None, str]] = {
     **dict.fromkeys(
         ("async_scheduling", "compilation_config", "disable_async_output_proc", "disable_custom_all_reduce",
          "disable_log_requests", "disable_log_stats", "distributed_executor_backend", "enable_chunked_prefill",
-         "enable_prefix_caching", "enforce_eager", "max_logprobs", "max_seq_len_to_capture", "served_model_name",
+         "enforce_eager", "max_logprobs", "max_seq_len_to_capture", "served_model_name",
          "swap_space", "trust_remote_code", "use_v2_block_manager"),
         (None, ""),
     ),

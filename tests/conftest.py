@@ -151,6 +151,8 @@ def batches(monkeypatch):
     class Checked(RunningBatch):
         def steps(self, iteration, stopped):
             yield from super().steps(iteration, stopped)
+            if self.wave.sharing:
+                self.wave.sharing.check()
             for k, part in enumerate(self.wave.blocks):
                 part.check()
                 holders = {place for pool in part.pools.values() for place, runs in pool.held.items() if runs}

@@ -40,6 +40,24 @@ def lossless_policies(draw) -> Policy:
 
 
 @st.composite
+def sharing_policies(draw) -> Policy:
+    """Policies under which prompts that begin alike share blocks."""
+    entries = [f"{r}@{tier}" for r in ("kv", "act") for tier in TIERS]
+    chosen = draw(st.lists(st.sampled_from(entries), min_size=1, max_size=3, unique=True))
+    parts = draw(st.lists(st.integers(1, 9), min_size=len(chosen), max_size=len(chosen)))
+    device, disk = draw(st.sampled_from(((0.0, 0.0), (0.3, 0.4), (1.0, 0.0))))
+    return Policy(
+        "shared",
+        Placement(device=device, host=1 - device - disk, disk=disk),
+        cache={entry: part / sum(parts) for entry, part in zip(chosen, parts, strict=True)},
+        schedule=draw(st.sampled_from(("column", "row"))),
+        max_mini_batch_tokens=draw(st.sampled_from((16, 50, 120, 400, 8192))),
+        packing=draw(st.sampled_from(("balanced", "fifo"))),
+        overlap=draw(st.sampled_from(("full", "full", "full", "none", "step"))),
+    )
+
+
+@st.composite
 def speculative_policies(draw) -> Policy:
     """InfiniGen's selection over what the executor runs it over."""
     share = st.sampled_from((0.05, 0.3, 1.0))

@@ -29,6 +29,7 @@ from experiments.bench.launch import bench_launch
 from experiments.bench.overlap import bench_overlap
 from experiments.bench.queues.census import bench_census
 from experiments.bench.queues.forecast import bench_forecast
+from experiments.bench.queues.prefixes import bench_prefixes
 from experiments.bench.queues.refill import bench_density, bench_refill
 from experiments.bench.queues.run import bench_run
 from experiments.bench.selection import bench_selection
@@ -297,6 +298,7 @@ PARTS: dict[str, tuple[Callable[..., None], ...]] = {
     "selection": (bench_selection,),
     "run": (bench_census, bench_run),
     "refill": (bench_refill, bench_density, bench_forecast),
+    "prefixes": (bench_prefixes,),
     "speed": (bench_speed,),
     "cascade": (bench_cascade, bench_cluster),
 }

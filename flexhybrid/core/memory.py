@@ -6,15 +6,16 @@ checked before work starts is what is allocated.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockEntries, ceil_blocks
-from flexhybrid.core.context.cache_entries import representation_of, stored_copies
+from flexhybrid.core.context.cache_entries import TIERS, representation_of, stored_copies
 from flexhybrid.core.context.packing import chunk_tokens, longest_piece, num_chunks
+from flexhybrid.core.context.prefixes import Build, build_steps, common_blocks, padded_rows
 from flexhybrid.core.context.selection import (
     kept_tokens,
     limits_cache,
@@ -133,20 +134,53 @@ def mini_batch_sizes(wave: Wave, groups: Iterable[np.ndarray] | None = None) -> 
         yield group_sizes(policy, len(group), longest, reads, stored_now, by_entry(staged)), chunks
 
 
-def running_sizes(wave: Wave, cached: np.ndarray, joining: np.ndarray) -> BufferSizes:
+class SharedLengths(NamedTuple):
+    """What requests of a mini-batch share."""
+
+    depth: np.ndarray  #: [requests] blocks
+    joining: np.ndarray  #: [requests that join] blocks
+    common: np.ndarray  #: [entry] blocks that they share, each once
+
+
+def shared_lengths(wave: Wave, group: np.ndarray, joining: np.ndarray) -> SharedLengths | None:
+    """What the requests in the places ``group`` share, those in ``joining`` among them; None: nothing ever."""
+    if wave.sharing is None:
+        return None
+    depth = wave.shared_blocks(group)
+    common = common_blocks(wave.entries, wave.shared.table[group], depth)
+    return SharedLengths(depth, wave.shared_blocks(joining), common)
+
+
+def running_sizes(
+    wave: Wave, cached: np.ndarray, joining: np.ndarray, shared: SharedLengths | None = None
+) -> BufferSizes:
     """Sizes that do for a mini-batch of requests until each has ``cached`` tokens, in whatever order they leave;
     ``joining``: prompt tokens of those that are computed together now. Of plain entries, which only grow."""
-    entries = wave.entries
-    blocks, tokens = entries.held(cached).max(axis=0)[None], entries.tokens(cached).max(axis=0)[None]  # [steps, entry]
+    entries, depth, depth_joining = wave.entries, np.int64(0), np.int64(0)
+    if shared is not None:
+        depth, depth_joining = shared.depth, shared.joining
+    own = entries.dealt(depth)
+    blocks = (entries.held(cached) - own).max(axis=0)[None]  # [steps, entry]
+    tokens = (entries.tokens(cached) - own * BLOCK_TOKENS).max(axis=0)[None]
     running, new = np.array([len(cached)]), np.ones(1, dtype=np.int64)
     staged, longest = np.zeros(len(entries.names), dtype=np.int64), 1
     if len(joining):
-        staged, longest = entries.tokens(joining).sum(axis=0), longest_piece(wave.policy, joining)
-        if num_chunks(wave.policy, joining) > 1:  # the last piece reads the others
+        before = entries.dealt(depth_joining)
+        staged = (entries.tokens(joining) - before * BLOCK_TOKENS).sum(axis=0)
+        fresh_tokens = joining - depth_joining * BLOCK_TOKENS
+        longest = longest_piece(wave.policy, fresh_tokens)
+        if num_chunks(wave.policy, fresh_tokens) > 1:  # the last piece reads the others
             prompt = int(joining[0])
             staged = _staged_by_chunk(entries, wave.policy, prompt)
             running, new = np.r_[running, 1], np.r_[new, longest]
-            blocks, tokens = np.vstack([blocks, entries.held(prompt)]), np.vstack([tokens, entries.tokens(prompt)])
+            of_prompt = (
+                entries.held(prompt) - before.reshape(-1),
+                entries.tokens(prompt) - before.reshape(-1) * BLOCK_TOKENS,
+            )
+            blocks, tokens = np.vstack([blocks, of_prompt[0]]), np.vstack([tokens, of_prompt[1]])
+        elif np.any(depth_joining):  # they attend to what is shared
+            running, new = np.r_[running, len(joining)], np.r_[new, longest]
+            blocks, tokens = np.vstack([blocks, 0 * blocks]), np.vstack([tokens, 0 * tokens])
 
     def by_entry(values) -> dict:
         return dict(zip(entries.names, values, strict=True))
@@ -162,22 +196,64 @@ def running_sizes(wave: Wave, cached: np.ndarray, joining: np.ndarray) -> Buffer
     )
     fresh = dict.fromkeys(entries.names, len(cached))
     sizes = group_sizes(wave.policy, len(cached), 1, reads, fresh, by_entry(staged))
-    return replace(sizes, step_rows=max(sizes.step_rows, len(joining) * longest))
+    sizes = replace(sizes, step_rows=max(sizes.step_rows, len(joining) * longest))
+    return sizes if shared is None else with_common(sizes, by_entry(shared.common))
+
+
+def with_common(sizes: BufferSizes, blocks: dict[str, int]) -> BufferSizes:
+    """``sizes`` with room for blocks of each entry beside those that requests have of their own."""
+
+    def of(representation: str, *tiers: str) -> int:
+        chosen = (copy for entry in blocks for copy in stored_copies(entry))
+        return sum(
+            int(blocks[copy.entry]) for copy in chosen if copy.representation == representation and copy.tier in tiers
+        )
+
+    return replace(
+        sizes,
+        act_buffer_blocks=sizes.act_buffer_blocks + of("act", *TIERS),
+        kv_buffer_blocks=sizes.kv_buffer_blocks + of("kv", "host", "disk"),
+        act_staging_blocks=sizes.act_staging_blocks + of("act", "disk"),
+        kv_staging_blocks=sizes.kv_staging_blocks + of("kv", "disk"),
+        act_blocks=sizes.act_blocks + of("act", *TIERS),
+        attention_tokens=sizes.attention_tokens + BLOCK_TOKENS * int(sum(blocks.values())),
+    )
+
+
+def build_sizes(wave: Wave, builds: Sequence[Build]) -> BufferSizes:
+    """Sizes for a step that computes shared blocks."""
+    entries, sharing = wave.entries, wave.shared
+    places, first, last = (np.array([build[i] for build in builds]) for i in range(3))
+    staged = (entries.dealt(last) - entries.dealt(first)).sum(axis=0) * BLOCK_TOKENS
+    sizes = BufferSizes(
+        pool_blocks={},
+        staged_rows=dict(zip(entries.names, staged.tolist(), strict=True)),
+        attention_tokens=padded_rows(builds) if first.any() else 0,
+        step_rows=padded_rows(builds),
+        batch=len(builds),
+    )
+    common = common_blocks(entries, sharing.table[places], first)
+    return with_common(sizes, dict(zip(entries.names, common.tolist(), strict=True)))
 
 
 def queue_sizes(wave: Wave, everybody: Workload, singly: bool) -> BufferSizes:
     """Sizes for a wave whose places other requests take later, ``singly`` or a mini-batch at a time; each of
     ``everybody`` fits at least by itself."""
-    sizes, prompts, longest = buffer_sizes(wave), everybody.prompt_tokens, int(everybody.cached_tokens.max()) + 1
-    hidden_rows = 0
+    prompts, longest, hidden_rows = everybody.prompt_tokens, int(everybody.cached_tokens.max()) + 1, 0
+    sizes = BufferSizes(wave.pool_blocks, staged_rows={}) if wave.sharing else buffer_sizes(wave)
     if singly:
         for group in wave.mini_batches:
             lengths = wave.workload.select(group)
-            sizes = sizes.merge(running_sizes(wave, lengths.cached_tokens, lengths.prompt_tokens))
+            shared = shared_lengths(wave, group, group)
+            sizes = sizes.merge(running_sizes(wave, lengths.cached_tokens, lengths.prompt_tokens, shared))
         for request in {int(prompts.argmax()), int(everybody.cached_tokens.argmax())}:
             lengths = everybody.select(np.array([request]))
             sizes = sizes.merge(running_sizes(wave, lengths.cached_tokens, lengths.prompt_tokens))
-        hidden_rows = len(wave.mini_batches) * prompt_rows(wave, sizes) + wave.workload.num_requests
+        rows = _shared_prompt_rows(wave, prompts) if wave.sharing else prompt_rows(wave, sizes)
+        if wave.sharing:
+            for builds in first_builds(wave):
+                sizes = sizes.merge(build_sizes(wave, builds))
+        hidden_rows = len(wave.mini_batches) * max(rows, sizes.step_rows) + wave.workload.num_requests
     of_batch = BufferSizes(
         pool_blocks={},
         staged_rows={},
@@ -187,6 +263,29 @@ def queue_sizes(wave: Wave, everybody: Workload, singly: bool) -> BufferSizes:
         log_cells=LOG_ITERATIONS * 2 * sizes.batch * len(wave.mini_batches),
     )
     return sizes.merge(of_batch).plain()
+
+
+def _shared_prompt_rows(wave: Wave, everybody: np.ndarray) -> int:
+    """Most rows, padded, that a mini-batch computes on one pass of the weights as the batch begins, or of a single
+    prompt of ``everybody``."""
+    longest = everybody[[int(everybody.argmax())]]
+    rows = [longest_piece(wave.policy, longest) * num_chunks(wave.policy, longest)]
+    for group in wave.mini_batches:
+        own = wave.workload.prompt_tokens[group] - wave.shared_blocks(group) * BLOCK_TOKENS
+        own_rows = len(group) * longest_piece(wave.policy, own) * num_chunks(wave.policy, own)
+        rows.append(own_rows + sum(map(padded_rows, first_builds(wave, group))))
+    return max(rows)
+
+
+def first_builds(wave: Wave, group: np.ndarray | None = None) -> list[list[Build]]:
+    """Return the steps that compute the shared blocks which are not computed yet: those of a mini-batch's members, or
+    of all."""
+    groups = wave.mini_batches if group is None else [group]
+    steps = []
+    for members in groups:
+        builds = sorted((b for b in wave.shared.builds if b.place in members), key=lambda build: build.level)
+        steps += build_steps(builds, wave.policy.max_mini_batch_tokens)
+    return steps
 
 
 def prompt_rows(wave: Wave, sizes: BufferSizes) -> int:

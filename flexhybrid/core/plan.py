@@ -344,7 +344,7 @@ class _Stream:
 
         def pools(tier: str, *representations: str) -> tuple[Access, ...]:
             return tuple(
-                self.at.pool(position, store.entry, store.representation)
+                self.at.pool(position, store.entry, store.representation, step.builds)
                 for store in step.stores
                 if store.tier == tier and store.representation in representations
             )

@@ -17,6 +17,7 @@ import numpy as np
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockEntries, BlockManager
 from flexhybrid.core.context.cache_entries import representation_of
 from flexhybrid.core.context.packing import chunk_tokens, num_chunks, pack
+from flexhybrid.core.context.prefixes import SharedBlocks
 from flexhybrid.core.context.selection import kept_tokens, limits_cache, num_keeping, with_pool_share
 from flexhybrid.core.context.split import SplitLines, split_lines
 from flexhybrid.core.errors import InputError
@@ -92,6 +93,7 @@ class Wave:
     limits: Any = None  #: ``BufferSizes`` that those who join keep to; None without a queue
     #: of an answer's limit, that is expected of it; below 1 requests take blocks as they need them, not all at once
     expected_share: float = 1.0
+    sharing: SharedBlocks | None = None  #: what prompts that begin alike share; None: nothing
 
     @property
     def grows(self) -> bool:
@@ -104,7 +106,24 @@ class Wave:
     @property
     def pool_blocks(self) -> dict[str, int]:
         """Cache entry -> blocks of its pool."""
-        return {entry: sum(part.pools[entry].num_blocks for part in self.blocks) for entry in self.entries.names}
+        parts = self.blocks if self.sharing is None else (*self.blocks, self.sharing.blocks)
+        return {entry: sum(part.pools[entry].num_blocks for part in parts) for entry in self.entries.names}
+
+    @property
+    def shared(self) -> SharedBlocks:
+        """What requests share. Raises ValueError where they share nothing."""
+        if self.sharing is None:
+            raise ValueError("the requests of this wave share no blocks")
+        return self.sharing
+
+    def shared_blocks(self, places) -> np.ndarray:
+        """Blocks that the requests in these places share with others, the first ones of their prompts."""
+        return np.zeros(np.shape(places), np.int64) if self.sharing is None else self.sharing.depth[places]
+
+    def own_blocks(self, places, tokens) -> np.ndarray:
+        """Blocks of each entry that the requests in these places hold of their own with so many tokens."""
+        held = self.entries.held(tokens)
+        return held if self.sharing is None else held - self.entries.dealt(self.sharing.depth[places])
 
     @cached_property
     def stored(self) -> ElementBytes:
@@ -176,12 +195,14 @@ def admit(
     seconds_per_token: tuple[float, float] = (1.0, 1.0),
     alone: Workload | None = None,
     mini_batches: Sequence[np.ndarray] | None = None,
+    shared: np.ndarray | None = None,
 ) -> Wave:
     """Pack requests and take their blocks, those of a mini-batch side by side in pools of exactly the size that they
     need.
 
     ``seconds_per_token``: see ``pack``; ``mini_batches`` stand for the packing. ``alone``: each mini-batch's part of
-    a pool holds any of these requests by itself at least. The hardware record decides the split points of both(…)
+    a pool holds any of these requests by itself at least. ``shared``: of each request, its first blocks
+    that lie elsewhere (``Wave.sharing``). The hardware record decides the split points of both(…)
     entries. Raises InputError when a policy cannot be planned.
     """
     check_planned(policy, problem.shape)
@@ -200,6 +221,8 @@ def admit(
             first[group] = chunk_tokens(policy.max_mini_batch_tokens)
     kept = kept_tokens(policy.selection, workload.prompt_tokens, cached, cached)
     counts, least = entries.most_blocks(first, kept), None  # [requests, entry]
+    if shared is not None:
+        counts = counts - entries.dealt(shared)
     if alone is not None:
         last = alone.cached_tokens
         most = kept_tokens(policy.selection, alone.prompt_tokens, last, last)

@@ -5,18 +5,22 @@ from dataclasses import replace
 
 import numpy as np
 
-from flexhybrid.core.context.blocks import BlockEntries
-from flexhybrid.core.context.packing import pack
+from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockEntries, ceil_blocks
+from flexhybrid.core.context.packing import chunk_tokens, pack
+from flexhybrid.core.context.prefixes import PromptTree, SharedBlocks
 from flexhybrid.core.context.selection import pool_blocks
 from flexhybrid.core.memory import MemoryPlan, buffer_sizes, check_budget, fits, memory_plan, queue_sizes
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem
-from flexhybrid.core.schedule.refill import FIRST_RUN, joins_singly, may_grow
+from flexhybrid.core.schedule.refill import FIRST_RUN, LOOKED_AT, joins_singly, may_grow, may_share
 from flexhybrid.core.wave import RequestQueue, Wave, admit, give_blocks, take_blocks_back
 from flexhybrid.core.workload import Workload
 
 #: Of an answer's limit, that is expected of it where not all of it fits: most answers end long before.
 EXPECTED_SHARE = 0.25
+#: Of so many requests that run, room is set aside for what one that follows them shares: it joins before all have left
+#: who share what the one before it shared.
+FOLLOWERS = 4
 SHORT_REQUEST_TOKENS = 16  #: prompt tokens of the request that ``check_least`` tries
 
 
@@ -46,22 +50,42 @@ def split_waves(problem: Problem, policy: Policy, workload: Workload) -> list[np
     return waves
 
 
-def open_batch(problem: Problem, policy: Policy, workload: Workload, count: int, share: float = 1.0) -> Wave:
+def open_batch(
+    problem: Problem,
+    policy: Policy,
+    workload: Workload,
+    count: int,
+    share: float = 1.0,
+    tree: PromptTree | None = None,
+) -> Wave:
     """Return a batch with places for ``count`` requests, the first of the workload; the others wait for places.
 
     ``share``: the pools are made for answers of this share of their limits, but for a single one of its full length in
-    each mini-batch; requests then take blocks as they need them.
+    each mini-batch; requests then take blocks as they need them. ``tree``: of the requests' prompts; those that begin
+    alike share what they have in common, where the policy allows it (``may_share``).
     """
-    num_requests = workload.num_requests
+    num_requests, entries = workload.num_requests, BlockEntries(policy.cache)
     first = Workload(workload.prompt_tokens[:count], workload.max_tokens[:count])
-    if count == num_requests and share == 1:
+    room, paths = _shared_room(tree, entries, count, num_requests) if tree and may_share(policy) else ({}, [])
+    if count == num_requests and share == 1 and not any(paths):
         return admit(problem, policy, workload)
     planned = Workload(first.prompt_tokens, np.maximum(1, np.ceil(share * first.max_tokens)).astype(np.int64))
     # Buffers are for answers of full length: what is padded to the longest of a mini-batch never limits who runs.
-    tokens, entries = first.cached_tokens, BlockEntries(policy.cache)
-    mini_batches = pack(tokens, entries, policy.max_mini_batch_tokens, policy.packing)
+    depth = np.array([len(path) for path in paths], dtype=np.int64) if room else None
+    if depth is None:
+        mini_batches = pack(first.cached_tokens, entries, policy.max_mini_batch_tokens, policy.packing)
+    else:
+        mini_batches = _pack_sharing(first.cached_tokens - depth * BLOCK_TOKENS, entries, policy, paths)
     alone = workload.select(np.array(extremes(workload)))
-    wave = replace(admit(problem, policy, planned, alone=alone, mini_batches=mini_batches), workload=first)
+    wave = admit(problem, policy, planned, alone=alone, mini_batches=mini_batches, shared=depth)
+    wave = replace(wave, workload=first)
+    if tree and room:
+        piece = chunk_tokens(policy.max_mini_batch_tokens) // BLOCK_TOKENS
+        sharing = SharedBlocks(tree, entries, room, wave.pool_blocks, count, piece)
+        for group in wave.mini_batches:
+            for place in group.tolist():
+                sharing.attach(place, place)
+        wave = replace(wave, sharing=sharing)
     if wave.whole:
         wave = replace(wave, whole=replace(wave.whole, workload=first))
     limits = queue_sizes(wave, workload, joins_singly(policy))
@@ -71,8 +95,48 @@ def open_batch(problem: Problem, policy: Policy, workload: Workload, count: int,
             for place in group.tolist():
                 held = [wave.num_blocks[entry][place] for entry in wave.entries.names]
                 take_blocks_back(wave, k, place)
-                give_blocks(wave, k, place, np.minimum(wave.entries.held(first.prompt_tokens[place]) + FIRST_RUN, held))
+                prompt = wave.own_blocks(place, first.prompt_tokens[place])
+                give_blocks(wave, k, place, np.minimum(prompt + FIRST_RUN, held))
     return wave
+
+
+def _shared_room(
+    tree: PromptTree, entries: BlockEntries, count: int, num_requests: int
+) -> tuple[dict[str, int], list[list[int]]]:
+    """Return the blocks of each entry to set aside for what requests share, ``count`` of them at a time, and what the
+    first of them share; nothing where nobody does. Sought among the first requests and a sample of all."""
+    tree.resident = {}
+    window = count + max(1, count // FOLLOWERS)
+    first = range(min(num_requests, max(window, count + LOOKED_AT)))
+    sample = range(0, num_requests, max(1, num_requests // LOOKED_AT))
+    for request in {*first, *sample}:
+        tree.path(request)
+    shared = {request: tree.shared(request) for request in {*first, *sample}}
+    starts = range(0, max(1, len(first) - window + 1), max(1, count // FOLLOWERS))
+    most = np.zeros(len(entries.names), dtype=np.int64)
+    for members in [*(first[start : start + window] for start in starts), sample]:
+        depth_of = {block: at for request in members for at, block in enumerate(shared[request])}
+        of_entry = entries.entry_of(np.array([*depth_of.values()], dtype=np.int64) * BLOCK_TOKENS)
+        most = np.maximum(most, np.bincount(of_entry, minlength=len(most)))
+    if not most.any():
+        return {}, []
+    return dict(zip(entries.names, most.tolist(), strict=True)), [shared[request] for request in range(count)]
+
+
+def _pack_sharing(
+    tokens: np.ndarray, entries: BlockEntries, policy: Policy, paths: list[list[int]]
+) -> list[np.ndarray]:
+    """Pack requests that have ``tokens`` of their own and share ``paths``: by length, or those together that begin
+    alike, whichever leaves fewer blocks to load."""
+    groups = pack(tokens, entries, policy.max_mini_batch_tokens, policy.packing)
+    order = np.array(sorted(range(len(paths)), key=lambda place: (paths[place], -tokens[place])))
+    alike = [order[group] for group in pack(tokens[order], entries, policy.max_mini_batch_tokens, "fifo")]
+
+    def num_blocks(packed: list[np.ndarray]) -> int:
+        shared = sum(len({block for place in group for block in paths[place]}) for group in packed)
+        return shared + sum(len(group) * int(ceil_blocks(tokens[group].max())) for group in packed)
+
+    return min(groups, alike, key=num_blocks)
 
 
 def first_wave(problem: Problem, policy: Policy, workload: Workload) -> int:
@@ -83,7 +147,9 @@ def first_wave(problem: Problem, policy: Policy, workload: Workload) -> int:
     )
 
 
-def batch_size(problem: Problem, policy: Policy, workload: Workload, at_most: int) -> tuple[int, float]:
+def batch_size(
+    problem: Problem, policy: Policy, workload: Workload, at_most: int, tree: PromptTree | None = None
+) -> tuple[int, float]:
     """Return how many requests run at a time, and for which share of their answers' limits the pools are made
     (``open_batch``): for all of it where that fits the budgets with ``at_most`` requests, otherwise, where requests may
     take blocks as they need them, EXPECTED_SHARE. Raises InputError when not even one request fits."""
@@ -92,7 +158,7 @@ def batch_size(problem: Problem, policy: Policy, workload: Workload, at_most: in
     for share in shares:
 
         def plan(count: int, share: float = share) -> MemoryPlan:
-            return memory_plan(problem, policy, buffer_sizes(open_batch(problem, policy, workload, count, share)))
+            return memory_plan(problem, policy, buffer_sizes(open_batch(problem, policy, workload, count, share, tree)))
 
         counts.append(_most_that_fit(problem, policy, workload, plan, at_most))
         if counts[0] == min(at_most, policy.max_batch or at_most, workload.num_requests):

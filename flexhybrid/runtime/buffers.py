@@ -70,6 +70,7 @@ class Context(NamedTuple):
     keys: torch.Tensor
     values: torch.Tensor
     mask_B11T: torch.Tensor | None
+    commons: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()  #: of what requests share, [g, G, T, d] each
 
 
 class Buffers:
@@ -156,11 +157,11 @@ class Buffers:
         """Return whether rows are stored with fewer bits than they are computed with."""
         return self.formats[representation].dtype == torch.uint8
 
-    def attention_views(self, batch: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return views of the attention buffer for keys and values: [B, G, T, d] each."""
+    def attention_views(self, batch: int, tokens: int, before: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return views of the attention buffer for keys and values: [B, G, T, d] each, behind ``before`` tokens."""
         groups, d = self.shape.num_kv_heads, self.shape.head_dim
-        used = batch * groups * tokens * d
-        keys, values = self.attention[0, :used], self.attention[1, :used]
+        used = slice(before * groups * d, (before + batch * tokens) * groups * d)
+        keys, values = self.attention[0, used], self.attention[1, used]
         return keys.view(batch, groups, tokens, d), values.view(batch, groups, tokens, d)
 
     def act_rows(self, slot: int, count: int) -> torch.Tensor:
@@ -199,14 +200,14 @@ def _region(
     buffer: torch.Tensor, step: MiniBatchStep, segment: Segment, has_region: Callable[[Segment], bool]
 ) -> torch.Tensor:
     """Return a segment's part of a slot that the segments of a step share, in their order."""
-    batch, start = len(step.requests), 0
+    start = 0
     for other in step.of(segment.representation):
         if other is segment:
             break
         if has_region(other):
-            start += batch * other.buffer_blocks
-    size = batch * segment.buffer_blocks
-    return buffer[start : start + size].view(batch, segment.buffer_blocks, -1)
+            start += other.batch * other.buffer_blocks
+    size = segment.batch * segment.buffer_blocks
+    return buffer[start : start + size].view(segment.batch, segment.buffer_blocks, -1)
 
 
 def run_view(blocks: torch.Tensor, run: BlockRun) -> torch.Tensor:

@@ -139,6 +139,7 @@ class Executor(Generic[SelectionT]):
         dtype, group = parts.weights.dtype_name, wave.shape.queries_per_key
         paths = wave.problem.attention or fastest_paths(self.device.type, dtype, group)
         self.attention = {"prompt": PATHS[paths.prompt], "chunk": PATHS[paths.chunk], "decode": PATHS[paths.decode]}
+        self.widens = paths.decode.endswith("in float32")
         self.compute_threads = parts.compute_threads
         self.extents: dict[int, tuple[MiniBatchStep, Any]] = {}  #: by mini-batch, ``StepExtents`` of its decode step
         if attends_in_place(wave.problem, wave.policy):
@@ -152,6 +153,7 @@ class Executor(Generic[SelectionT]):
         self.answers: Mapping[int, list[int]] = {}
         self.tokens = self.steps.tokens
         self.step_tensors: dict[tuple[int, int], tuple[MiniBatchStep, StepTensors]] = {}  #: by mini-batch and chunk
+        self.begun: dict[int, int] = {}  #: mini-batch -> iteration of its latest step
         self.logprobs = LogprobLog(wave, plan, self.tokens, parts.copies)
         self.masks = TokenMasks(wave.shape.vocab, self.device)
         self.sampled = SampledTokens(wave, parts.buffers.sizes.batch, parts.copies.host_memory, self.device)
@@ -175,7 +177,10 @@ class Executor(Generic[SelectionT]):
 
     def begin_step(self, task: Task) -> StepTensors:
         """Make the tensors of the task's step."""
-        if task.iteration and not task.payload.step.chunk:  # the prompts before it are computed: free what was theirs
+        if (
+            self.begun.get(task.mini_batch) != task.iteration
+        ):  # the prompts before it are computed: free what was theirs
+            self.begun[task.mini_batch] = task.iteration
             for values in (self.hidden.rows, self.step_tensors):
                 for key in [key for key in values if key[0] == task.mini_batch and key[1]]:
                     del values[key]

@@ -51,7 +51,8 @@ class StepTensors:
     sampled_cells_B: torch.Tensor  #: of the token table
     sampling: StepSampling | None
     stores: dict[str, StorePlace]
-    block_tables: dict[str, torch.Tensor]  #: [B, blocks] of each segment that lies on the device, by its pool
+    block_tables: dict[int, torch.Tensor]  #: [B, blocks] of each segment that lies on the device, by its id()
+    common_rows: tuple[torch.Tensor, ...]  #: [g, m] of each of ``MiniBatchStep.commons``
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -183,10 +184,11 @@ class StepMaker:
         hidden = None if step.prefill or self.attends_on_host else hidden_columns(step)
         last_rows = np.arange(batch) * width + step.recomputed_width + step.new_tokens - 1
         total = step.context + step.new_tokens
-        tables = {s.space: s.block_table for s in step.segments if s.tier == "device" and s.max_tokens}
+        read = [*step.of("act"), *step.of("kv")]
+        tables = {id(s): s.block_table for s in read if s.tier == "device"}
         positions_R = self._copy(positions.reshape(-1))
         act_rotation = None
-        if step.act_blocks and self.rotary:
+        if step.act_rows and self.rotary:
             act_rotation = self.rotation_at(act_positions(step, self.act_positions))
         return StepTensors(
             cells_R=self._copy(self.tokens.cells(step.requests, positions).reshape(-1)),
@@ -198,7 +200,8 @@ class StepMaker:
             sampled_cells_B=self._copy(self.tokens.cells(step.requests, total)),
             sampling=step_sampling(self.plan.select(step.queued), total, self.tokens.start[step.requests], self._copy),
             stores={store.space: self._store_place(step, store) for store in step.stores},
-            block_tables={space: self._copy(table) for space, table in tables.items()},
+            block_tables={segment: self._copy(table) for segment, table in tables.items()},
+            common_rows=tuple(self._copy(common.rows) for common in step.commons),
         )
 
     def rotation_at(self, positions: np.ndarray) -> Rotation | None:

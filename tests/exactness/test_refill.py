@@ -12,6 +12,7 @@ from policies import wider_policies
 from strategies import lossless_policies, speculative_policies
 from toy_machine import machine
 
+from flexhybrid.core.context.prefixes import PromptTree
 from flexhybrid.core.memory import buffer_sizes
 from flexhybrid.core.policy import Placement, Policy, Selection
 from flexhybrid.core.problem import Problem
@@ -26,7 +27,9 @@ from flexhybrid.runtime.storage.loader import Checkpoint
 from flexhybrid.runtime.storage.weights import DiskPlace, Weights
 
 
-def answers(checkpoint, policy, prompts, max_tokens, stops, count, disk_dir, share=1.0) -> list[list[int]]:
+def answers(
+    checkpoint, policy, prompts, max_tokens, stops, count, disk_dir, share=1.0, sharing=False
+) -> list[list[int]]:
     """Return the tokens of each request, ``count`` places being there; ``stops``: of each request, after how many
     tokens a text ends it."""
     disk, tokens = DiskPlace(disk_dir), [[] for _ in prompts]
@@ -35,7 +38,8 @@ def answers(checkpoint, policy, prompts, max_tokens, stops, count, disk_dir, sha
     weights = Weights(checkpoint.shape, checkpoint, "float32", torch.device("cpu"), policy, disk)
     while len(left):
         workload = Workload(np.array([len(prompts[i]) for i in left]), np.array([max_tokens[i] for i in left]))
-        wave = open_batch(problem, policy, workload, min(count, len(left)), share)
+        tree = PromptTree(lambda i, left=left: prompts[left[i]]) if sharing else None
+        wave = open_batch(problem, policy, workload, min(count, len(left)), share, tree)
         engine = Engine(weights, policy, buffer_sizes(wave), num_threads=1, disk=disk)
         executor = engine.executor(wave, [prompts[i] for i in left], greedy_plan(len(left)))
 

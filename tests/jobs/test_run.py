@@ -369,6 +369,19 @@ def test_random_tokens_hang_on_seed_and_line_not_on_company(tiny, tmp_path):
     assert len({tuple(one) for one in tokens["a"]}) == 6
 
 
+def test_a_system_prompt_of_all_lines_is_computed_once_and_answers_stay(tiny, tmp_path, capsys):
+    system = np.random.default_rng(0).integers(3, 61, 40).tolist()
+    lines = [line(f"r{i}", prompt=[*system, 3 + i], max_tokens=4, temperature=i % 2, n=1 + i % 3) for i in range(8)]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    answers = []
+    for flags in ((), ("--no-enable-prefix-caching",)):
+        assert run(tmp_path / "in.jsonl", tmp_path / "out.jsonl", tiny, "--restart", *flags) == 0
+        answers.append(by_id(tmp_path / "out.jsonl"))
+        # of 15 requests all but one find two blocks
+        assert (f"{14 * 32} prompt tokens were not computed" in capsys.readouterr().out) == (not flags)
+    assert answers[0] == answers[1]
+
+
 @pytest.mark.parametrize("times", [1, 2])
 def test_an_interrupt_ends_the_iteration_and_the_next_run_goes_on(tiny, tmp_path, capsys, monkeypatch, times):
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"

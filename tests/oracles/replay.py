@@ -157,8 +157,9 @@ class _Replay:
         for segment in step.of(representation):
             if segment.tier in tiers:
                 reserved = self.wave.num_blocks[segment.entry][step.requests]
-                blocks += int(reserved.max()) if policy.static_cache else segment.max_blocks
-        return len(step.requests) * blocks
+                rows = len(segment.num_tokens)  # one a request, or one a beginning that requests share
+                blocks += rows * (int(reserved.max()) if policy.static_cache else segment.max_blocks)
+        return blocks
 
     def _load_kv(self, task: Task) -> None:
         if any(access.space[0] == "gathered" for access in task.reads):
@@ -202,7 +203,9 @@ class _Replay:
     def _assemble(self, task: Task) -> None:
         step = task.payload.step
         if task.layer < first_choosing(self.wave.policy.selection):
-            self._hold("device", "attention buffer", 0, len(step.requests) * step.attention_tokens * self.native_kv)
+            shared = sum(common.tokens * len(common.rows) for common in step.commons)
+            tokens = len(step.requests) * step.attention_tokens + shared
+            self._hold("device", "attention buffer", 0, tokens * self.native_kv)
 
     # ---- selections, and attention on the host
 

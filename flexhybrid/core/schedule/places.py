@@ -49,7 +49,7 @@ class Places:
         # What every iteration names anew: the blocks of (entry, mini-batch), and the pools that a mini-batch's context
         # in a layer is read from.
         self._extents: dict[tuple[str, int], tuple[int, int]] = {}
-        self._pools: dict[tuple[int, int, str, str], tuple[Access, ...]] = {}
+        self._pools: dict[tuple, tuple[Access, ...]] = {}
 
     def ranks(self, position: Position) -> Access:
         k = position.step.mini_batch
@@ -80,21 +80,24 @@ class Places:
 
     def pools(self, position: Position, representation: str, tier: str) -> tuple[Access, ...]:
         """The pools of a tier that the position's context is read from."""
-        key = position.step.mini_batch, position.layer, representation, tier
+        step = position.step
+        common = {segment.entry for segment in step.shared_segments if segment.tier == tier}
+        key = step.mini_batch, position.layer, representation, tier, tuple(sorted(common))
         if key not in self._pools:
+            own = [s.entry for s in step.segments if s.representation == representation and s.tier == tier]
             self._pools[key] = tuple(
-                self.pool(position, segment.entry, representation)
-                for segment in position.step.segments
-                if segment.representation == representation and segment.tier == tier
+                self.pool(position, entry, representation, shared)
+                for shared, entries in ((False, own), (True, [entry for entry in own if entry in common]))
+                for entry in entries
             )
         return self._pools[key]
 
-    def pool(self, position: Position, entry: str, representation: str) -> Access:
-        """The blocks of a mini-batch in one layer of a pool: its requests lie side by side."""
+    def pool(self, position: Position, entry: str, representation: str, shared: bool = False) -> Access:
+        """The blocks of a mini-batch in one layer of a pool, side by side; or all ``shared`` ones."""
         space = entry if "(" not in entry else f"{entry}.{representation}"
-        k = position.step.mini_batch
+        k = len(self.wave.blocks) if shared else position.step.mini_batch
         extent = self._extents.get((entry, k))
         if extent is None:
-            part = self.wave.blocks[k].pools[entry]
+            part = (self.wave.shared.blocks if shared else self.wave.blocks[k]).pools[entry]
             extent = self._extents[entry, k] = part.first, part.first + part.num_blocks
         return Access((space, position.layer), *extent)

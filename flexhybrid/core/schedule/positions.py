@@ -39,8 +39,8 @@ class Position(NamedTuple):
     form: int  #: of two positions with the same one the tasks read and write the same
 
     def follows(self, other: Position) -> bool:
-        """Whether it continues the very requests of the other, so that it needs what the other computes."""
-        return self.step.mini_batch == other.step.mini_batch
+        """Whether it needs what the other computes: it continues its very requests, or shares it with others."""
+        return self.step.mini_batch == other.step.mini_batch or bool(other.step.builds and self.step.commons)
 
 
 def positions(wave: Wave, stops_until: StopsUntil, first_iteration: int) -> Iterator[list[Position]]:
@@ -79,8 +79,8 @@ def _lay_out(
     those that look at all, and their form: what else than the layer and its slots decides the forms of its positions.
     """
     steps, wave = [], batch.wave
-    for k, chunk, piece, requests in batch.steps(iteration, stopped):
-        step = make_step(wave, iteration, k, requests, chunk, piece)
+    for k, chunk, piece, built, requests in batch.steps(iteration, stopped):
+        step = make_step(wave, iteration, k, requests, chunk, piece, built)
         counts = counts_of(step, wave)
         works = step_work(wave.shape, wave.policy, wave.stored, counts, False)
         whole_step, whole = step, works
@@ -92,6 +92,7 @@ def _lay_out(
             whole = step_work(wave.shape, wave.whole.policy, wave.stored, of_all, True)
         stored = tuple((store.entry, store.representation) for store in step.stores)
         stored += tuple((store.entry, store.representation) for store in whole_step.stores)
-        form = k, chunk, step.prefill, step.last, tuple(whole), tuple(works), stored
+        common = tuple(sorted({segment.entry for segment in step.shared_segments})), step.builds
+        form = k, chunk, step.prefill, step.last, tuple(whole), tuple(works), stored, common
         steps.append(((step, works), (whole_step, whole), forms.setdefault(form, len(forms))))
     return steps

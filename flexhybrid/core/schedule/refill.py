@@ -21,8 +21,9 @@ import numpy as np
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.context.cache_entries import representation_of
 from flexhybrid.core.context.packing import longest_piece, num_chunks
+from flexhybrid.core.context.prefixes import Build, build_steps, padded_rows
 from flexhybrid.core.context.selection import kept_tokens
-from flexhybrid.core.memory import mini_batch_sizes, prompt_rows, running_sizes
+from flexhybrid.core.memory import build_sizes, first_builds, mini_batch_sizes, running_sizes, shared_lengths
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.wave import Wave, give_blocks, take_blocks_back
 
@@ -43,6 +44,12 @@ def may_grow(policy: Policy) -> bool:
     """Whether requests take blocks as they need them. A request that has stepped back has its answer so far computed
     again as a part of the prompt: only without loss are those the tokens that it would have got."""
     return joins_singly(policy) and policy.bits.native
+
+
+def may_share(policy: Policy) -> bool:
+    """Whether prompts that begin alike share blocks: where a prompt may be computed behind blocks that are there, and
+    these hold its tokens without loss."""
+    return may_grow(policy) and policy.attention == "device"
 
 
 class AnswerLengths:
@@ -79,18 +86,59 @@ class RunningBatch:
         self.not_before: dict[int, int] = {}  #: request that has stepped back -> first iteration of its return
         self.full = [False] * len(self.groups)  #: of a mini-batch: nobody fits before somebody has left
         self.num_back = 0  #: times that a request has stepped back
+        self.sharing = wave.sharing
         if self.singly:
-            self.prompt_rows = prompt_rows(wave, self.limits)
+            count = wave.workload.num_requests
+            self.prompt_rows = (self.limits.hidden_rows - count) // len(self.groups)
             self.of_group = []
         else:
             self.of_group = list(mini_batch_sizes(wave))
             self.most_kept = [self._kept(group).max() for group in self.groups]
 
-    def steps(self, iteration: int, stopped: Collection[int]) -> Iterator[tuple[int, int, int, np.ndarray]]:
-        """Yield (mini-batch, ``MiniBatchStep.chunk``, piece of the prompts, places) of the iteration's steps.
+    def steps(
+        self, iteration: int, stopped: Collection[int]
+    ) -> Iterator[tuple[int, int, int, np.ndarray | None, np.ndarray]]:
+        """Yield (mini-batch, ``MiniBatchStep.chunk``, piece of the prompts, shared blocks that are computed, places) of
+        the iteration's steps.
 
         ``stopped``: requests that run no more, or never will.
         """
+        members = list(self._members(iteration, stopped))
+        builds = self._builds(members) if self.wave.sharing else {}
+        behind = int(any(len(running) for _, running, _ in members))
+        first_chunk = sum(map(len, builds.values())) + behind
+        for k, running, joining in members:
+            if len(running):
+                yield k, 0, 0, None, running
+            for chunk, built in builds.get(k, ()):
+                spans = np.array([build[1:3] for build in built])
+                yield k, chunk + behind, 0, spans, np.array([build.place for build in built])
+            if len(joining):
+                own = self.wave.workload.prompt_tokens[joining] - self.wave.shared_blocks(joining) * BLOCK_TOKENS
+                pieces = num_chunks(self.wave.policy, own)
+                first = first_chunk if builds or len(running) else 0
+                yield from ((k, first + piece, piece, None, joining) for piece in range(pieces))
+
+    def _builds(self, members) -> dict[int, list[tuple[int, list[Build]]]]:
+        """Return by mini-batch the steps that compute shared blocks, numbered in an order in which each finds what it
+        needs."""
+        sharing, steps = self.wave.shared, []
+        builds = sharing.take_builds()
+        for k, _, joining in members:
+            places = set(joining.tolist())
+            for step in build_steps([b for b in builds if b.place in places], self.wave.policy.max_mini_batch_tokens):
+                together = self.limits.holds(build_sizes(self.wave, step))
+                steps += [(k, step)] if together else [(k, [build]) for build in step]
+        numbered: dict[int, list] = {}
+        for chunk, (k, step) in enumerate(sorted(steps, key=lambda step: step[1][0].level)):
+            numbered.setdefault(k, []).append((chunk, step))
+            sharing.num_tokens -= sum(build.last - build.first for build in step) * BLOCK_TOKENS
+        for _, _, joining in members:
+            sharing.num_tokens += int(self.wave.shared_blocks(joining).sum()) * BLOCK_TOKENS
+        return numbered
+
+    def _members(self, iteration: int, stopped: Collection[int]) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """Yield each mini-batch with the places that decode and those whose prompts are computed."""
         wave = self.wave
         for k, group in enumerate(self.groups):
             running = group[wave.workload.max_tokens[group] > iteration - wave.joined[group]]
@@ -101,12 +149,7 @@ class RunningBatch:
                 running, joining = self._change(k, iteration, running, stopped)
             self.groups[k] = np.concatenate([running, joining])
             ages = iteration - wave.joined[self.groups[k]]  # below 0 where a prediction knows who will join
-            decoding, beginning = self.groups[k][ages > 0], self.groups[k][ages == 0]
-            if len(decoding):
-                yield k, 0, 0, decoding
-            if len(beginning):
-                pieces, first_chunk = num_chunks(wave.policy, wave.workload.prompt_tokens[beginning]), len(decoding) > 0
-                yield from ((k, first_chunk + piece, piece, beginning) for piece in range(pieces))
+            yield k, self.groups[k][ages > 0], self.groups[k][ages == 0]
 
     # ---- who leaves
 
@@ -120,7 +163,7 @@ class RunningBatch:
             self.answers.end(self._sampled(place, iteration))
             self.queue.given.pop(request, None)
             self.not_before.pop(request, None)
-            self.queue.on_leave(request, iteration)
+            self._forget(request, iteration)
         if wave.grows and iteration > 0:
             running = self._grow(k, iteration, running)
         if len(running) < len(group):
@@ -135,8 +178,15 @@ class RunningBatch:
         given = self.queue.given.get(int(self.wave.request[place]), 0)
         return given + iteration - int(self.wave.joined[place])
 
+    def _forget(self, request: int, iteration: int) -> None:
+        self.queue.on_leave(request, iteration)
+        if self.sharing:
+            self.sharing.tree.forget(request)
+
     def _leave(self, k: int, place: int) -> None:
         take_blocks_back(self.wave, k, place)
+        if self.sharing:
+            self.sharing.detach(place)
         if self.wave.whole:
             take_blocks_back(self.wave.whole, k, place)
 
@@ -146,9 +196,10 @@ class RunningBatch:
         wave, workload = self.wave, self.wave.workload
         running = running[np.argsort(wave.joined[running], kind="stable")]  # the oldest first
         context = workload.prompt_tokens[running] + iteration - wave.joined[running]
-        need = wave.entries.held(context)  # [places, entry]
+        need = wave.own_blocks(running, context)  # [places, entry]
         have = np.stack([wave.num_blocks[entry][running] for entry in wave.entries.names], axis=1)
-        prompts, at_most = (wave.entries.held(of[running]) for of in (workload.prompt_tokens, workload.cached_tokens))
+        lengths = workload.prompt_tokens, workload.cached_tokens
+        prompts, at_most = (wave.own_blocks(running, tokens[running]) for tokens in lengths)
         run = np.maximum(have - prompts, FIRST_RUN)  # as much as it has grown by so far
         wanted = np.where(need > have, np.clip(have + run, need, at_most), have)
         for index in np.flatnonzero((need > have).any(axis=1)).tolist():
@@ -193,9 +244,12 @@ class RunningBatch:
         first = queue.first(max(LOOKED_AT, len(free)))
         taken = {request for request in first if request in stopped}
         for request in taken:
-            queue.on_leave(request, iteration)
+            self._forget(request, iteration)
         ready = [request for request in first if self.not_before.get(request, 0) <= iteration and request not in taken]
         self.full[k] = len(ready) + len(taken) == len(first)
+        if self.sharing:
+            for request in ready:
+                self.sharing.tree.path(request)
         joining, size, failures = NOBODY, len(free), 0
         while ready and size and failures < MOST_FAILURES:
             requests, places = ready[:size], free[: len(ready[:size])]
@@ -236,9 +290,15 @@ class RunningBatch:
         arrays["max"][places] = lengths.max_tokens[requests] - given
         arrays["joined"][places] = iteration
         arrays["request"][places] = requests
+        if self.sharing:
+            for place, request in zip(places.tolist(), requests, strict=True):
+                self.sharing.attach(place, request)
         return before
 
     def _restore(self, places: np.ndarray, before: dict[str, np.ndarray]) -> None:
+        if self.sharing:
+            for place in reversed(places.tolist()):
+                self.sharing.detach(place)
         for name, array in self._arrays().items():
             array[places] = before[name]
 
@@ -262,10 +322,11 @@ class RunningBatch:
                 room = room and self.limits.holds(whole)
             return room
         if wave.grows and len(group) > 1:
-            expected = wave.entries.held(self._expected(group)).sum(axis=0)
+            expected = wave.own_blocks(group, self._expected(group)).sum(axis=0)
             if (expected > [wave.blocks[k].pools[entry].num_blocks for entry in wave.entries.names]).any():
                 return False
-        sizes = running_sizes(wave, lengths.cached_tokens[group], lengths.prompt_tokens[joining])
+        shared = shared_lengths(wave, group, joining)
+        sizes = running_sizes(wave, lengths.cached_tokens[group], lengths.prompt_tokens[joining], shared)
         return self.limits.holds(sizes)
 
     def _kept(self, group: np.ndarray) -> np.ndarray:
@@ -275,9 +336,11 @@ class RunningBatch:
 
     def _prefills(self, joining: np.ndarray) -> bool:
         """Whether one step, or the pieces of one prompt, compute these prompts."""
-        policy, prompts = self.wave.policy, self.wave.workload.prompt_tokens[joining]
+        policy, wave = self.wave.policy, self.wave
+        prompts = wave.workload.prompt_tokens[joining] - wave.shared_blocks(joining) * BLOCK_TOKENS
         rows = len(prompts) * longest_piece(policy, prompts)
-        return rows <= self.limits.step_rows and rows * num_chunks(policy, prompts) <= self.prompt_rows
+        built = sum(map(padded_rows, first_builds(wave, joining))) if self.sharing else 0
+        return rows <= self.limits.step_rows and built + rows * num_chunks(policy, prompts) <= self.prompt_rows
 
     def _reserve(self, k: int, places: np.ndarray) -> int:
         """Give requests that join their blocks, in turn; return how many of them there is room for."""
@@ -286,11 +349,13 @@ class RunningBatch:
         for count, place in enumerate(places.tolist()):
             prompt, cached = lengths.prompt_tokens[place], lengths.cached_tokens[place]
             if wave.grows:
-                need = wave.entries.held(prompt)
-                wanted = np.minimum(need + FIRST_RUN, wave.entries.held(cached))
+                need = wave.own_blocks(place, prompt)
+                wanted = np.minimum(need + FIRST_RUN, wave.own_blocks(place, cached))
             else:
                 first = longest_piece(wave.policy, np.array([prompt]))  # the first length that is held as a whole
                 need = wanted = wave.entries.most_blocks(first, self._kept(places[count : count + 1])[0])
+                if self.sharing:
+                    need = wanted = wave.own_blocks(place, cached)
             if not self._give(k, place, wanted, need, none):
                 return count
             if wave.whole:  # under a selection, which takes a prompt whole

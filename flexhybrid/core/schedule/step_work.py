@@ -36,6 +36,9 @@ class StepCounts:
     recomputed: Count = 0  #: tokens of the recomputed prefix, of the longest request
     selected: Count | None = None  #: tokens of a request that a speculative selection fetches; None: all
     in_place: Count | None = None  #: tokens of all requests, which attention reads where they lie; None: assembled
+    common: Count = 0  #: tokens that requests share, each once
+    common_act: Count = 0  #: blocks of them that are recomputed
+    common_reads: Count = 0  #: how many of them each request attends to, over all requests
 
 
 def counts_of(step: MiniBatchStep, wave) -> StepCounts:
@@ -46,13 +49,17 @@ def counts_of(step: MiniBatchStep, wave) -> StepCounts:
             moved = wave.num_blocks[segment.entry][step.requests] if policy.static_cache else segment.num_blocks
             blocks[segment.part] = int(moved.sum())
             copies[segment.part] = int(np.count_nonzero(segment.num_blocks))
+    for segment in step.shared_segments:
+        blocks[segment.part] = blocks.get(segment.part, 0) + int(segment.num_blocks.sum())
+        copies[segment.part] = copies.get(segment.part, 0) + segment.batch
     stored: dict[StoredCopy, Count] = {store.part: len(store.rows) for store in step.stores}
     context = step.attention_tokens - step.computed_width
     selected = None
     if policy.selection.method == "speculative" and not step.prefill:
         selected = int(selected_tokens(policy.selection, context))
     in_place = None
-    if attends_in_place(wave.problem, wave.policy) and not step.prefill and step.width == 1:
+    alone = step.width == 1 and not step.prefill and not step.commons
+    if alone and attends_in_place(wave.problem, wave.policy):
         in_place = int(step.context.sum()) + len(step.requests)
     return StepCounts(
         prefill=step.prefill,
@@ -66,6 +73,9 @@ def counts_of(step: MiniBatchStep, wave) -> StepCounts:
         recomputed=step.recomputed_width,
         selected=selected,
         in_place=in_place,
+        common=sum(len(common.rows) * common.tokens for common in step.commons),
+        common_act=step.act_rows // BLOCK_TOKENS - len(step.requests) * step.act_blocks,
+        common_reads=sum(common.rows.size * common.tokens for common in step.commons),
     )
 
 
@@ -120,16 +130,26 @@ def step_work(shape: ModelShape, policy: Policy, stored: ElementBytes, c: StepCo
     if any(part.representation == "act" for part in c.blocks):
         everything = c.selected is None or whole
         generated = c.batch * (c.act_columns * BLOCK_TOKENS if everything else _selected_of(c)["act"])
+        generated = generated + c.common_act * BLOCK_TOKENS
         works["kv_gen"] = work.kv_gen(shape, p, _at_least(generated, work.MIN_KV_GEN_ROWS))
-    if c.in_place is None:
-        works["assemble"] = work.assemble(shape, p, c.batch * attended)
-        works["attend"] = work.attend(shape, p, c.batch, c.width, attended)
-    else:
-        works["attend"] = work.attend_decode(shape, p, 1, c.in_place)
+    works |= _attend_works(shape, p, c, attended)
     if _any(c.recomputed):
         works["attend_recomputed"] = work.attend_prefill(shape, p, c.batch, _at_least(c.recomputed, 1))
     if policy.selection.method == "heavy_hitter":
         works["rank"] = work.rank(shape, c.batch, 1, attended)
+    return works
+
+
+def _attend_works(shape: ModelShape, p: int, c: StepCounts, attended: Count) -> dict[str, Work]:
+    """Attention over ``attended`` columns of each request, and over what requests share."""
+    if c.in_place is not None:
+        return {"attend": work.attend_decode(shape, p, 1, c.in_place)}
+    works = {
+        "assemble": work.assemble(shape, p, c.batch * attended + c.common),
+        "attend": work.attend(shape, p, c.batch, c.width, attended),
+    }
+    if _any(c.common):
+        works["attend"] = work.attend_common(shape, p, works["attend"], c.width, c.common, c.common_reads)
     return works
 
 

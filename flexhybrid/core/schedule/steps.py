@@ -9,6 +9,7 @@ import numpy as np
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockEntries, ceil_blocks
 from flexhybrid.core.context.cache_entries import StoredCopy, stored_copies
 from flexhybrid.core.context.packing import chunk_tokens, num_chunks
+from flexhybrid.core.context.prefixes import shared_runs
 from flexhybrid.core.context.selection import kept_tokens, limits_cache
 from flexhybrid.core.context.split import split_point
 
@@ -56,6 +57,11 @@ class Segment(CopyPart):
     start_block: np.ndarray  #: blocks of the entry that come before the segment's first one, dropped ones included
     reserved: np.ndarray  #: how many blocks each request holds
     moves_all: bool = False  #: a load brings all of them (a static cache)
+    held_from: np.ndarray | int = 0  #: blocks of the entry before the first one of ``held``: those that are shared
+
+    @cached_property
+    def batch(self) -> int:
+        return len(self.num_tokens)
 
     @cached_property
     def num_blocks(self) -> np.ndarray:
@@ -86,7 +92,7 @@ class Segment(CopyPart):
         start, count = (0, self.reserved) if self.moves_all else (self.start_block[:, None], self.num_blocks)
         count = count[:, None]
         column = np.minimum(np.arange(self.buffer_blocks), np.maximum(count - 1, 0))
-        place = (start + column) % np.maximum(self.reserved, 1)[:, None]
+        place = (start - np.reshape(self.held_from, (-1, 1)) + column) % np.maximum(self.reserved, 1)[:, None]
         return np.where(count > 0, np.take_along_axis(self.held, place, axis=1), 0) if place.size else place
 
 
@@ -133,11 +139,26 @@ class Store(CopyPart):
 
 
 @dataclass(frozen=True)
+class Common:
+    """Blocks [first, last) of prompts that begin alike. Of g such beginnings, m requests of the step have each."""
+
+    rows: np.ndarray  #: [g, m] rows of the step
+    first: int
+    last: int
+    segments: tuple[Segment, ...]  #: B = g; of whole blocks
+
+    @property
+    def tokens(self) -> int:
+        return (self.last - self.first) * BLOCK_TOKENS
+
+
+@dataclass(frozen=True)
 class MiniBatchStep:
     """What one mini-batch does in one iteration; the same for every layer.
 
     New tokens form a grid [B, width], right-padded; row b·width + t. The attention buffer of a decode step is
-    [segment | segment | … | recomputed prefix | new], each as wide as its longest request.
+    [segment | segment | … | recomputed prefix | new], each as wide as its longest request. Behind it lie the keys and
+    values of the blocks that requests share (``commons``).
     """
 
     iteration: int
@@ -155,7 +176,10 @@ class MiniBatchStep:
     chunk: int = 0
     last: bool = True  #: the prompt's last piece, or a decode step: a token is sampled
     whole: bool = False  #: of layers that keep all tokens although the others do not
+    begins: bool = False  #: the first piece of its requests' prompts
     joins: bool = False  #: others had these places before: the first tokens of requests that join a running wave
+    commons: tuple[Common, ...] = ()
+    builds: bool = False  #: it computes shared blocks, and what it stores goes there
 
     @cached_property
     def prefill(self) -> bool:
@@ -185,43 +209,65 @@ class MiniBatchStep:
         return sum(segment.max_tokens for segment in self.segments) + self.computed_width
 
     def of(self, representation: str) -> tuple[Segment, ...]:
-        return tuple(s for s in self.segments if s.representation == representation and s.max_tokens)
+        own = tuple(s for s in self.segments if s.representation == representation and s.max_tokens)
+        return own + tuple(s for s in self.shared_segments if s.representation == representation)
+
+    @cached_property
+    def shared_segments(self) -> tuple[Segment, ...]:
+        return tuple(segment for common in self.commons for segment in common.segments)
 
     @cached_property
     def act_blocks(self) -> int:
-        """Columns of the ACT buffer in blocks, over its segments, each padded to its longest request."""
-        return sum(segment.buffer_blocks for segment in self.of("act"))
+        """Columns of the ACT buffer in blocks, over its segments, each padded to its longest request; without shared
+        blocks."""
+        return sum(s.buffer_blocks for s in self.segments if s.representation == "act" and s.max_tokens)
+
+    @cached_property
+    def act_rows(self) -> int:
+        """Rows of the ACT buffer."""
+        return sum(segment.batch * segment.buffer_blocks for segment in self.of("act")) * BLOCK_TOKENS
 
 
 def make_step(
-    wave, iteration: int, mini_batch: int, requests: np.ndarray, chunk: int = 0, piece: int | None = None
+    wave,
+    iteration: int,
+    mini_batch: int,
+    requests: np.ndarray,
+    chunk: int = 0,
+    piece: int | None = None,
+    built: np.ndarray | None = None,
 ) -> MiniBatchStep:
     """The step of the given (still running) requests of a ``plan.Wave``'s mini-batch. O(B) numpy work.
 
-    ``chunk``: see ``MiniBatchStep``; ``piece``: which piece of their prompts it is (None: the chunk).
+    ``chunk``: see ``MiniBatchStep``; ``piece``: which piece of their prompts it is (None: the chunk). ``built``
+    [B, 2]: instead, it computes these shared blocks [first, last) of their prompts.
     """
     prompts, last = wave.workload.prompt_tokens[requests], True
-    age = iteration - wave.joined[requests]
-    if not age[0] and num_chunks(wave.policy, prompts) > 1:
+    depth = wave.shared_blocks(requests) if built is None else built[:, 0]  # blocks that others have too
+    age, shared = iteration - wave.joined[requests], depth * BLOCK_TOKENS
+    if built is not None:
+        context, new_tokens, last = shared, (built[:, 1] - depth) * BLOCK_TOKENS, False
+    elif not age[0] and num_chunks(wave.policy, prompts - shared) > 1:
         size = chunk_tokens(wave.policy.max_mini_batch_tokens)
-        context = np.full_like(prompts, (chunk if piece is None else piece) * size)
+        context = shared + (chunk if piece is None else piece) * size
         new_tokens = np.minimum(prompts - context, size)
         last = bool(context[0] + new_tokens[0] == prompts[0])
     elif not age[0]:
-        context, new_tokens = np.zeros_like(prompts), prompts
+        context, new_tokens = shared, prompts - shared
     else:
         context, new_tokens = prompts + age - 1, np.ones_like(prompts)
     entries: BlockEntries = wave.entries
     cached = wave.workload.max_tokens[requests] + prompts - 1
     kept = kept_tokens(wave.policy.selection, prompts, context, cached)
     dropped = entries.dropped_blocks(kept)
-    tokens_by_entry = entries.stored(kept) - dropped * BLOCK_TOKENS
+    before = dropped if wave.sharing is None else entries.dealt(depth)  # what is shared is never dropped
+    tokens_by_entry = entries.stored(kept) - before * BLOCK_TOKENS
     segments: list[Segment] = []
     for i, entry in enumerate(entries.names):
-        extent = (held_blocks(wave, entry, requests), dropped[:, i], wave.num_blocks[entry][requests])
+        extent = (held_blocks(wave, entry, requests), before[:, i], wave.num_blocks[entry][requests])
         segments += _segments(wave, mini_batch, entry, extent, tokens_by_entry[:, i])
     recomputed = entries.tok_tokens(context) if entries.tok_share else None
-    stores = _stores(wave, requests, context, new_tokens)
+    stores = _stores(wave, requests, context, new_tokens, built)
     return MiniBatchStep(
         iteration=iteration,
         mini_batch=mini_batch,
@@ -235,8 +281,32 @@ def make_step(
         last=last,
         most_kept=kept_tokens(wave.policy.selection, prompts, cached, cached),
         queued=wave.request[requests],
-        joins=iteration > 0 and not age[0] and not context.any(),
+        begins=bool(not age[0] and (built is not None or context[0] == shared[0])),
+        joins=bool(iteration > 0 and not age[0] and (built is not None or context[0] == shared[0])),
+        commons=() if wave.sharing is None else _commons(wave, requests, depth),
+        builds=built is not None,
     )
+
+
+def _commons(wave, requests: np.ndarray, depth: np.ndarray) -> tuple[Common, ...]:
+    """What some of the step's requests share of their first ``depth`` [B] blocks, each block once."""
+    table, alike = wave.shared.table[requests], {}
+    for first, last, rows in shared_runs(table, depth):
+        alike.setdefault((first, last, len(rows)), []).append(rows)
+    commons = []
+    for (first, last, _), groups in alike.items():
+        rows = np.stack(groups)
+        columns = np.arange(first, last)
+        of_entry, before = wave.entries.entry_of(columns * BLOCK_TOKENS), wave.entries.dealt(first)
+        segments = []
+        for i, entry in enumerate(wave.entries.names):
+            held = table[rows[:, :1], columns[of_entry == i]]
+            if held.size:
+                reserved, start = np.full(len(rows), held.shape[1]), np.full(len(rows), before[i])
+                (copy,) = stored_copies(entry)
+                segments.append(Segment(*copy, held, reserved * BLOCK_TOKENS, start, reserved, held_from=start))
+        commons.append(Common(rows, first, last, tuple(segments)))
+    return tuple(commons)
 
 
 def held_blocks(wave, entry: str, requests: np.ndarray) -> np.ndarray:
@@ -251,6 +321,7 @@ def _segments(wave, mini_batch: int, entry: str, extent, tokens) -> list[Segment
     The split is that of the whole mini-batch, whoever has left: fewer requests could want more ACT than its buffer has.
     """
     held, dropped, reserved = extent
+    held_from = 0 if wave.sharing is None else dropped
     leading = {"act": (tokens, dropped), "kv": (tokens, dropped)}
     if entry in wave.split:
         groups = wave.mini_batches
@@ -265,12 +336,13 @@ def _segments(wave, mini_batch: int, entry: str, extent, tokens) -> list[Segment
             start_block=leading[copy.representation][1],
             reserved=reserved,
             moves_all=wave.policy.static_cache,
+            held_from=held_from,
         )
         for copy in stored_copies(entry)
     ]
 
 
-def _stores(wave, requests, context, new_tokens) -> tuple[Store, ...]:
+def _stores(wave, requests, context, new_tokens, built) -> tuple[Store, ...]:
     width = int(new_tokens.max())
     batch_row = np.repeat(np.arange(len(requests)), new_tokens)
     within = np.arange(len(batch_row)) - np.repeat(np.cumsum(new_tokens) - new_tokens, new_tokens)
@@ -286,7 +358,10 @@ def _stores(wave, requests, context, new_tokens) -> tuple[Store, ...]:
         batch_row, within, positions = batch_row[fresh], within[fresh], positions[fresh]
     entry_index = wave.entries.entry_of(positions)
     token_index = wave.entries.stored(positions)  # how many tokens of each entry came before, dropped ones included
-    stores = []
+    stores, depth_of_table, own_from = [], 0, np.zeros(0, dtype=np.int64)
+    if wave.sharing is not None:
+        depth_of_table = wave.shared.table.shape[1]
+        own_from = wave.entries.dealt(wave.shared.depth[requests]) * BLOCK_TOKENS
     for i, entry in enumerate(wave.entries.names):
         chosen = entry_index == i
         if not chosen.any():
@@ -295,6 +370,10 @@ def _stores(wave, requests, context, new_tokens) -> tuple[Store, ...]:
         index = token_index[chosen, i]
         held = held_blocks(wave, entry, requests)
         rows = batch_row[chosen] * width + within[chosen]
+        if built is not None:  # a row of the table has all blocks of its request, whatever their entry
+            index, reserved, held = positions[chosen], depth_of_table, wave.shared.table[requests]
+        elif wave.sharing is not None:
+            index = index - own_from[batch_row[chosen], i]
         places = index % (np.maximum(reserved, 1) * BLOCK_TOKENS)
         blocks = held[batch_row[chosen], places // BLOCK_TOKENS]
         for part in stored_copies(entry):

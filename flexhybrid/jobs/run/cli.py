@@ -1,5 +1,6 @@
 """The commands for people with a file of requests: ``run`` and ``doctor``."""
 
+import argparse
 from collections.abc import Callable
 from pathlib import Path
 
@@ -65,6 +66,10 @@ def add_run(commands, common: Callable) -> None:
     parser.add_argument(
         "--answer-tokens", type=float, metavar="MEAN",
         help="tokens expected of an answer, on average: for the forecast and policy auto (as many as it may have)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True,
+        help="compute and keep what prompts begin with alike once for all of them (yes)",
     )  # fmt: skip
     parser.add_argument("--engine", choices=("local", "ray"), default="local", help="ray: on a Ray cluster (local)")
     parser.add_argument("--actors", type=int, metavar="N", help="executors on the Ray cluster (one a GPU, or a node)")

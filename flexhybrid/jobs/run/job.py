@@ -479,6 +479,8 @@ class Job:
                     f"profile    the speed is far from the {work.predicted_tokens_per_s:.1f} tokens/s predicted: "
                     "--reprofile measures the machine anew"
                 )
+        if shared := self.llm.num_shared:
+            say(f"shared     {shared:,} prompt tokens were not computed: other prompts begin alike")
         table = f"{options.parquet}, " if options.parquet and not stopped else ""
         say(f"answers    {table}{options.output}")
         if counts["refused"]:
@@ -497,6 +499,7 @@ class Job:
         return {
             **self._counts(),
             "tokens": self.tokens,
+            "shared_prompt_tokens": self.llm.num_shared,
             "tokens_dropped": work.unfinished_tokens if work and stopped else 0,
             "seconds": work.seconds if work else 0.0,
             "tokens_per_s": self.tokens / work.seconds if work else 0.0,

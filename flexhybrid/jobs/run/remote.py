@@ -44,10 +44,12 @@ BATCH_LINES = 8192  #: lines of a batch, which an actor answers as one queue; Ra
 HEARTBEAT_S = 1.0  #: predicted time between messages of an actor while no answer is complete
 HEARTBEAT_ITERATIONS = 32  #: iterations between them without a prediction, and at most
 
-#: A message of an actor: complete answers with their tokens, the tokens generated for all requests of the batch since
-#: the message before, a note for the user, and the error that keeps the actor from going on.
+#: A message of an actor: complete answers with their tokens; since the message before, the tokens generated for all
+#: requests of the batch, and the prompt tokens that they shared; a note for the user; and the error that keeps the
+#: actor from going on.
 MESSAGE = pa.schema([
-    *LINES, ("tokens", pa.list_(pa.int64())), ("generated", pa.int64()), ("note", pa.string()), ("error", pa.string()),
+    *LINES, ("tokens", pa.list_(pa.int64())), ("generated", pa.int64()), ("shared", pa.int64()),
+    ("note", pa.string()), ("error", pa.string()),
 ])  # fmt: skip
 
 
@@ -169,6 +171,7 @@ def _take(requests: PendingRequests, message: dict) -> None:
     answered = zip(message["numbers"], message["lines"], message["tokens"], strict=True)
     requests.write([Answered(*fields) for fields in answered])
     requests.advance(message["generated"])
+    requests.llm.num_shared += message["shared"]
 
 
 class Actor:
@@ -220,7 +223,7 @@ class RemoteBatch:
         self.llm, self.config, self.send = llm, config, send
         self._requests = {n: read(raw, n) for n, raw in zip(row["numbers"], row["lines"], strict=True)}
         self._answered: list[Answered] = []
-        self._iterations, self._generated = 0, 0
+        self._iterations, self._generated, self._shared = 0, 0, llm.num_shared
 
     def pending(self) -> np.ndarray:
         return np.array(list(self._requests), dtype=np.int64) - 1
@@ -264,15 +267,18 @@ class RemoteBatch:
 
     def flush(self) -> None:
         """Send what has come since the last message."""
-        self.send(_message(self._answered, self._generated))
-        self._answered, self._generated = [], 0
+        shared = self.llm.num_shared
+        self.send(_message(self._answered, self._generated, shared - self._shared))
+        self._answered, self._generated, self._shared = [], 0, shared
 
 
 def _located(error: InputError) -> str:
     return f"on {socket.gethostname()}: {error}"
 
 
-def _message(answered: Sequence[Answered] = (), generated: int = 0, note: str = "", error: str = "") -> pa.Table:
+def _message(
+    answered: Sequence[Answered] = (), generated: int = 0, shared: int = 0, note: str = "", error: str = ""
+) -> pa.Table:
     """Return a table [1 row, MESSAGE]."""
     numbers, lines, tokens = zip(*answered, strict=True) if answered else ((), (), ())
-    return pa.table([[numbers], [lines], [tokens], [generated], [note], [error]], MESSAGE)
+    return pa.table([[numbers], [lines], [tokens], [generated], [shared], [note], [error]], MESSAGE)

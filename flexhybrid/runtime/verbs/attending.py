@@ -6,12 +6,13 @@ import torch
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, ceil_blocks
 from flexhybrid.core.model.shape import ModelShape
-from flexhybrid.core.schedule.steps import block_runs
+from flexhybrid.core.schedule.steps import Segment, block_runs
 from flexhybrid.core.task import Task
 from flexhybrid.runtime.buffers import Context
 from flexhybrid.runtime.executor import State
 from flexhybrid.runtime.kernels import attention
 from flexhybrid.runtime.kernels.attention import split_heads
+from flexhybrid.runtime.kernels.shared_attention import attend_with_shared
 from flexhybrid.runtime.verbs.attending_in_place import attend_in_place
 from flexhybrid.runtime.verbs.moving import put_rows
 
@@ -23,32 +24,43 @@ WIDE = (torch.complex128, torch.int64, torch.int32, torch.int16)  #: of 16, 8, 4
 
 def assemble(state: State, task: Task) -> None:
     """Lay keys and values side by side, head-major: all segments, the recomputed prefix, the new tokens."""
-    step, shape, slot = task.payload.step, state.shape, task.payload.slot
-    groups, d, batch = shape.num_kv_heads, shape.head_dim, len(step.requests)
+    step, batch = task.payload.step, len(task.payload.step.requests)
     targets = state.buffers.attention_views(batch, step.attention_tokens)
-    state.context = Context(*targets, state.tensors(task).mask_B11T)
-    column, generated, plain = 0, 0, 0
-    for segment in step.segments:
-        width, size = segment.max_tokens, batch * segment.buffer_blocks * BLOCK_TOKENS
+    rows = {"act": 0, "plain": 0}  # of what was recomputed and unpacked, that are laid so far
+    column = _lay(state, task, step.segments, targets, rows)
+    lay_own(state, task, targets, column)
+    before, commons = batch * step.attention_tokens, []
+    for common in step.commons:
+        commons.append(state.buffers.attention_views(len(common.rows), common.tokens, before))
+        _lay(state, task, common.segments, commons[-1], rows)
+        before += len(common.rows) * common.tokens
+    state.context = Context(*targets, state.tensors(task).mask_B11T, tuple(commons))
+
+
+def _lay(state: State, task: Task, segments: tuple[Segment, ...], targets: Targets, rows: dict[str, int]) -> int:
+    """Lay segments side by side from the first column on; return the column behind them."""
+    step, shape, slot, column = task.payload.step, state.shape, task.payload.slot, 0
+    for segment in segments:
+        batch, width, size = segment.batch, segment.max_tokens, segment.batch * segment.buffer_blocks * BLOCK_TOKENS
         if not width:
             continue
         if segment.representation == "act":
-            lay_rows(state.buffers.generated[generated : generated + size], targets, column, width, shape)
-            generated += size
+            lay_rows(state.buffers.generated[rows["act"] : rows["act"] + size], targets, column, width, shape)
+            rows["act"] += size
         elif state.buffers.packed("kv"):
-            lay_rows(state.buffers.plain["kv"][plain : plain + size], targets, column, width, shape)
-            plain += size
+            lay_rows(state.buffers.plain["kv"][rows["plain"] : rows["plain"] + size], targets, column, width, shape)
+            rows["plain"] += size
         elif not state.buffers.head_major(segment):
             lay_rows(state.buffers.loaded_region(step, segment, slot), targets, column, width, shape)
         elif segment.tier == "host":
             blocks = state.buffers.loaded_region(step, segment, slot)
-            blocks = blocks.view(batch, segment.buffer_blocks, 2, groups, BLOCK_TOKENS, d)
+            blocks = blocks.view(batch, segment.buffer_blocks, 2, shape.num_kv_heads, BLOCK_TOKENS, shape.head_dim)
             _lay_blocks(blocks, targets, column, width)
         else:
-            table = state.tensors(task).block_tables[segment.space]
+            table = state.tensors(task).block_tables[id(segment)]
             gather_blocks(state.buffers.pools[segment.space][task.layer], table, targets, column, width)
         column += width
-    lay_own(state, task, targets, column)
+    return column
 
 
 def lay_own(state: State, task: Task, targets: Targets, column: int) -> None:
@@ -112,10 +124,14 @@ def attend(state: State, task: Task) -> None:
     if "assemble" not in task.payload.works:
         state.attended = attend_in_place(state, task)
         return
-    batch, (keys, values, mask) = len(step.requests), state.context
+    batch, (keys, values, mask, commons) = len(step.requests), state.context
     query = state.kvq[task.payload.slot][:, shape.kv_width :].view(batch, -1, shape.num_heads, shape.head_dim)
     new = query[:, step.recomputed_width :]
-    if state.selection.weighs(task):
+    if commons:
+        shared = zip(state.tensors(task).common_rows, commons, strict=True)
+        shared = [(rows, *keys_and_values) for rows, keys_and_values in shared]
+        state.attended = attend_with_shared(new, keys, values, mask, shared, state.widens).flatten(0, 1)
+    elif state.selection.weighs(task):
         state.attended, weights = attention.attend_and_weigh(new.flatten(0, 1), keys, values, mask)
         state.selection.after_attend(task, weights)
     else:

@@ -21,7 +21,7 @@ def embed(state: State, task: Task) -> None:
     """Token ids -> hidden states [R, h]; the first verb of a step."""
     tensors = state.begin_step(task)
     step = task.payload.step
-    if not step.context.any():
+    if step.begins and not step.builds:
         state.masks.begin(step, state.steps.plan.select(step.queued).grammars)
     tokens = state.tokens.ids[tensors.cells_R]
     state.hidden.keep(task, state.model.embed(state.shape, state.weights.outer, tokens, tensors.positions_R))
@@ -51,7 +51,7 @@ def _unpack(state: State, task: Task, segment: Segment, target: torch.Tensor) ->
         unpack(packed.view(*target.shape[:3], -1), target)
         return
     pool, rows = state.buffers.pools[segment.space][task.layer], target.flatten(0, 1)
-    table = state.tensors(task).block_tables[segment.space].flatten()
+    table = state.tensors(task).block_tables[id(segment)].flatten()
     at_a_time = max(1, WORK_ELEMENTS[rows.device.type] // rows[0].numel())
     for unpacked, blocks in zip(rows.split(at_a_time), table.split(at_a_time), strict=True):
         unpack(pool.index_select(0, blocks), unpacked)
@@ -62,7 +62,7 @@ def kv_gen(state: State, task: Task) -> None:
     step = task.payload.step
     if not state.buffers.packed("act"):
         _gather_act(state, task)
-    rows = state.buffers.act_rows(task.payload.slot, len(step.requests) * step.act_blocks * BLOCK_TOKENS)
+    rows = state.buffers.act_rows(task.payload.slot, step.act_rows)
     generate(state, task, rows, state.tensors(task).act_rotation)
 
 
@@ -90,7 +90,7 @@ def _gather_act(state: State, task: Task) -> None:
         if segment.tier == "device":
             pool = state.buffers.pools[segment.space][task.layer].flatten(1)
             target = state.buffers.loaded_region(task.payload.step, segment, task.payload.slot)
-            table = state.tensors(task).block_tables[segment.space]
+            table = state.tensors(task).block_tables[id(segment)]
             torch.index_select(pool, 0, table.flatten(), out=target.flatten(0, 1))
 
 

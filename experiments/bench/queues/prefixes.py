@@ -1,0 +1,82 @@
+"""Bench rows of prompts that begin alike: tokens a second with and without sharing, and what a system prompt costs."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from experiments.bench.harness import Table
+from flexhybrid.core.context.blocks import BLOCK_TOKENS
+from flexhybrid.core.context.prefixes import PromptTree
+from flexhybrid.core.plan import stream
+from flexhybrid.core.policy import Placement, Policy
+from flexhybrid.core.problem import Problem
+from flexhybrid.core.waves import open_batch
+from flexhybrid.core.workload import Workload
+from flexhybrid.llm import LLM
+from flexhybrid.sampling_params import SamplingParams
+
+MODEL = "experiments/checkpoints/opt-stdlib-2k"
+LINK_GB_PER_S, NUM_REQUESTS, AT_A_TIME, PROMPT, SHARE, ANSWER = 0.4, 64, 32, 256, 0.75, 16
+SYSTEM, LINES = 400, 1_000  #: tokens of a system prompt, and lines that begin with it
+FASTER, DEARER = 1.6, 1.1
+PAIRS = 3
+
+
+def bench_prefixes(table: Table, num_requests: int = NUM_REQUESTS, answer: int = ANSWER) -> None:
+    """Add the rows of the shared prefix and of the system prompt. Weights and context are streamed; each side answers
+    the same requests, in turn."""
+    policy = Policy("streamed", Placement(host=1), cache={"kv@host": 1.0}, max_batch=AT_A_TIME)
+    generator, params = np.random.default_rng(0), SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True)
+    sides, seconds = {}, {True: [], False: []}
+    for shares in seconds:
+        sides[shares] = LLM(
+            MODEL, policy, "cpu", LINK_GB_PER_S, dtype="float32", enable_prefix_caching=shares
+        ).__enter__()
+    vocab = sides[True].shape.vocab
+    common = generator.integers(3, vocab, int(SHARE * PROMPT)).tolist()
+    prompts = [[*common, *generator.integers(3, vocab, PROMPT - len(common)).tolist()] for _ in range(num_requests)]
+    for turn in range(PAIRS + 1):
+        for shares, llm in sides.items():
+            began = time.perf_counter()
+            llm.generate(prompts, params)
+            if turn:  # buffers and weights are there from now on
+                seconds[shares].append(time.perf_counter() - began)
+    for llm in sides.values():
+        llm.close()
+    faster = float(np.median(seconds[False]) / np.median(seconds[True]))
+    conditions = {"shared_s": seconds[True], "alone_s": seconds[False]}
+    table.at_least(f"prefixes: {SHARE:.0%} of prompts shared, tokens/s against none", faster, FASTER, "x", **conditions)
+    bench_system_prompt(table, vocab)
+
+
+def bench_system_prompt(table: Table, vocab: int, num_lines: int = LINES) -> None:
+    """Add what the system prompt of a file costs: operations of its prefill and bytes that are stored, against those of
+    one line that has nothing else. Counted, task by task."""
+    generator = np.random.default_rng(0)
+    with LLM(MODEL, "kv_only", device="cpu", dtype="float32") as llm:
+        problem = Problem(shape=llm.shape, dtype="float32", device="cpu")
+    policy = Policy("mixed", Placement(host=1), cache={"kv@host": 0.5, "act@host": 0.5})
+    system = generator.integers(3, vocab, SYSTEM).tolist()
+    own = generator.integers(16, 65, num_lines)
+    prompts = [[*system, *generator.integers(3, vocab, tokens).tolist()] for tokens in own]
+    lengths = Workload(SYSTEM + own, np.full(num_lines, 2))
+    wave = open_batch(problem, policy, lengths, AT_A_TIME, tree=PromptTree(prompts.__getitem__))
+    line = open_batch(problem, policy, Workload.uniform(1, SYSTEM, 1), 1)
+    layers = range(problem.shape.num_layers)
+    costs = {}
+    for name, of, counted in (("shared", wave, lambda step: step.builds), ("line", line, lambda step: True)):
+        works = [
+            task.work
+            for task in stream(of)
+            if task.verb not in ("load_weights", "head", "sample", "store_out")
+            and task.layer in layers
+            and counted(task.payload.step)
+        ]
+        costs[name] = sum(work.flops for work in works), sum(work.link_bytes for work in works)
+    blocks = sum(pool.num_blocks - pool.num_free for pool in wave.shared.blocks.pools.values())
+    for what, place in (("operations", 0), ("bytes stored", 1)):
+        ratio = costs["shared"][place] / costs["line"][place]
+        table.at_most(f"prefixes: {what} of a system prompt, {num_lines} lines against one", ratio, DEARER, "x")
+    table.at_most("prefixes: copies of its blocks", blocks / (SYSTEM // BLOCK_TOKENS), 1, "x")

@@ -1,0 +1,300 @@
+"""Prompts that begin alike share blocks: tokens stay those that each request gets alone."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import InMemory, save_llama, save_opt
+from oracles.replay import peak_parts
+from strategies import lossless_policies, sharing_policies
+from test_refill import answers
+from toy_machine import SHAPE, machine
+
+from flexhybrid.core.context.prefixes import PromptTree
+from flexhybrid.core.memory import buffer_sizes, memory_plan, total_bytes
+from flexhybrid.core.plan import stream
+from flexhybrid.core.policy import Placement, Policy
+from flexhybrid.core.problem import Budgets, Problem
+from flexhybrid.core.schedule.refill import RunningBatch, may_grow
+from flexhybrid.core.wave import Wave
+from flexhybrid.core.waves import batch_size, open_batch
+from flexhybrid.core.workload import Workload
+from flexhybrid.jobs.compare.exactness import compare_tokens
+from flexhybrid.llm import LLM
+from flexhybrid.runtime.engine import Engine
+from flexhybrid.runtime.kernels.shared_attention import attend_with_shared
+from flexhybrid.runtime.links import CpuCopies, num_blocks
+from flexhybrid.runtime.storage.loader import Checkpoint
+from flexhybrid.sampling_params import SamplingParams
+
+
+def tree_of_prompts(generator, count: int, longest: int) -> list[list[int]]:
+    """Prompts that continue one another's beginnings, cut anywhere."""
+    prompts = [generator.integers(3, 61, 40).tolist()]
+    while len(prompts) < count:
+        begin = prompts[generator.integers(len(prompts))]
+        if generator.random() < 0.5:
+            begin = begin[: generator.integers(len(begin) + 1)]
+        prompts.append([*begin, *generator.integers(3, 61, generator.integers(1, 40)).tolist()][:longest])
+    return [prompts[i] for i in generator.permutation(count)]
+
+
+@settings(max_examples=20)
+@given(st.data(), st.one_of(sharing_policies(), sharing_policies(), lossless_policies()))
+def test_requests_that_share_get_the_references_tokens(tmp_path_factory, data, policy):
+    seed, count = data.draw(st.integers(0, 99)), data.draw(st.integers(2, 9))
+    folder, generator = tmp_path_factory.mktemp("model"), np.random.default_rng(seed)
+    if data.draw(st.booleans()):
+        model = save_opt(folder, layers=data.draw(st.integers(1, 3)), heads=3, head_dim=8, positions=120, seed=seed)
+    else:
+        model = save_llama(folder, layers=2, heads=4, kv_heads=2, head_dim=12, hidden=32, positions=120, seed=seed)
+    prompts = tree_of_prompts(generator, count, 98)
+    max_tokens = generator.integers(1, 20, count).tolist()
+    stops = [int(generator.integers(1, length + 5)) for length in max_tokens]
+    reference = InMemory(model)
+    expected = [
+        reference.generate([prompt], length, True)[0][:stop]
+        for prompt, length, stop in zip(prompts, max_tokens, stops, strict=True)
+    ]
+    places, share = data.draw(st.integers(1, count)), data.draw(st.sampled_from((1.0, 0.3, 0.01)))
+    share = share if may_grow(policy) else 1.0
+    tokens = answers(Checkpoint(folder), policy, prompts, max_tokens, stops, places, folder, share, sharing=True)
+    outcome = compare_tokens(reference, prompts, expected, tokens)
+    assert outcome.exact, outcome.first_wrong
+
+
+def shared_batch(prompts, max_tokens, policy, places: int, share: float = 1.0) -> Wave:
+    workload = Workload(np.array([len(prompt) for prompt in prompts]), np.array(max_tokens))
+    problem = Problem(shape=SHAPE, dtype="float32", hardware=machine())
+    return open_batch(problem, policy, workload, places, share, PromptTree(prompts.__getitem__))
+
+
+def rounds(wave: Wave, ends: list[int]) -> Iterator[list]:
+    """The steps of each iteration, of requests that end after so many tokens."""
+    batch, stopped, iteration = RunningBatch(wave), set(), 0
+    while steps := list(batch.steps(iteration, stopped)):
+        yield steps
+        for *_, places in steps:
+            for place in places.tolist():
+                request = int(wave.request[place])
+                had = iteration + 1 - int(wave.joined[place]) + wave.queue.given.get(request, 0)
+                if had >= ends[request]:
+                    stopped.add(request)
+        iteration += 1
+
+
+@settings(max_examples=15)
+@given(st.integers(0, 999), st.integers(1, 14), st.sampled_from((1.0, 0.4, 0.01)), sharing_policies())
+def test_blocks_are_owned_once_and_hold_what_their_members_begin_with(seed, places, share, policy):
+    """After each iteration, with a plain account beside it of which tokens were written to which block."""
+    generator = np.random.default_rng(seed)
+    prompts = tree_of_prompts(generator, 14, 98)
+    ends = generator.integers(1, 20, 14).tolist()
+    wave = shared_batch(prompts, [20] * 14, policy, places, share)
+    if not wave.sharing:
+        return
+    held: dict[tuple[str, int], tuple] = {}  # block of a pool -> the tokens of which it was made
+    joined = set()
+    for steps in rounds(wave, ends):
+        in_turn = sorted(steps, key=lambda step: step[1]) if policy.schedule == "column" else steps
+        for *_, built, members in in_turn:
+            requests = [int(wave.request[place]) for place in members.tolist()]
+            depth = wave.sharing.depth[members] if built is None else built[:, 0]
+            for row, request in enumerate(requests):  # all that it attends to is there, and is its own beginning
+                for at in range(depth[row]):
+                    assert held[name_of(wave, members[row], at)] == tuple(prompts[request][: 16 * (at + 1)])
+                for at in range(*built[row]) if built is not None else ():
+                    held[name_of(wave, members[row], at)] = tuple(prompts[request][: 16 * (at + 1)])
+                assert 16 * wave.sharing.depth[members[row]] < len(prompts[request])
+            joined.update(requests)
+        wave.sharing.check()
+        for part in wave.blocks:
+            part.check()
+    assert joined == set(range(14)) - set(wave.queue.waiting.tolist())
+
+
+def name_of(wave: Wave, place: int, at: int) -> tuple[str, int]:
+    entry = wave.entries.names[int(wave.entries.entry_of(16 * at))]
+    return entry, int(wave.sharing.table[place, at])
+
+
+def distinct_blocks(wave: Wave, members: np.ndarray, prompts) -> tuple[int, int]:
+    """Blocks that these requests share, each once, by their tokens; and how many each request shares, added up."""
+    beginnings, total = set(), 0
+    for place in members.tolist():
+        prompt, depth = prompts[int(wave.request[place])], int(wave.sharing.depth[place])
+        beginnings |= {tuple(prompt[: 16 * (at + 1)]) for at in range(depth)}
+        total += depth
+    return len(beginnings), total
+
+
+def test_what_requests_share_is_loaded_once_a_mini_batch_and_layer():
+    prompts = tree_of_prompts(np.random.default_rng(2), 12, 98)
+    policy = Policy(cache={"kv@host": 0.5, "act@host": 0.5}, weights=Placement(host=1), max_mini_batch_tokens=600)
+    wave = shared_batch(prompts, [6] * 12, policy, 12)
+    assert len(wave.mini_batches) > 1
+    block = {"kv": SHAPE.kv_token_bytes(4) * 16, "act": SHAPE.act_token_bytes(4) * 16}
+    saved = 0
+    for task in stream(wave):
+        if task.iteration == 1 and task.verb == "load_kv":
+            step = task.payload.step
+            own = sum(-(-int(n) // 16) for n in step.context) - int(wave.sharing.depth[step.requests].sum())
+            distinct, shared = distinct_blocks(wave, step.requests, prompts)
+            works = task.payload.works
+            moved = {r: works[f"load_{r}"].link_bytes / block[r] for r in ("kv", "act")}
+            assert sum(moved.values()) == own + distinct
+            assert works["kv_gen"].tokens == 16 * moved["act"] + padding(step)
+            saved += shared - distinct
+    assert saved > 0
+
+
+def padding(step) -> int:
+    """Rows of ACT that stand where a request has fewer than the longest."""
+    own = [segment for segment in step.segments if segment.representation == "act"]
+    return 16 * sum(len(s.num_blocks) * s.num_blocks.max() - s.num_blocks.sum() for s in own)
+
+
+def test_the_executor_copies_the_bytes_that_were_planned(tmp_path, monkeypatch):
+    copied, planned = [], []
+    copy, run = CpuCopies.copy_blocks_h2d, Engine.run
+
+    def copying(self, target, pool, runs):
+        copied.append(num_blocks(runs) * pool[0].nbytes)
+        copy(self, target, pool, runs)
+
+    def running(self, *arguments):
+        result = run(self, *arguments)
+        planned.extend(e.task.work.link_bytes for e in result.trace if e.task.verb in ("load_kv", "load_act"))
+        return result
+
+    monkeypatch.setattr(CpuCopies, "copy_blocks_h2d", copying)
+    monkeypatch.setattr(Engine, "run", running)
+    save_opt(tmp_path, positions=120)
+    prompts = tree_of_prompts(np.random.default_rng(3), 8, 90)
+    policy = Policy(cache={"kv@host": 0.4, "kv@disk": 0.3, "act@host": 0.3}, max_mini_batch_tokens=300)
+    answers(Checkpoint(tmp_path), policy, prompts, [9] * 8, [9, 3] * 4, 5, tmp_path, sharing=True)
+    assert sum(copied) == sum(planned) > 0
+
+
+@settings(max_examples=15)
+@given(st.integers(0, 999), st.integers(1, 10), sharing_policies())
+def test_no_task_needs_more_memory_than_was_planned(seed, places, policy):
+    generator = np.random.default_rng(seed)
+    prompts = tree_of_prompts(generator, 10, 98)
+    wave = shared_batch(prompts, generator.integers(1, 12, 10).tolist(), policy, places)
+    if not wave.sharing:
+        return
+    tasks = list(stream(wave))
+    rows = Counter()
+    for task in tasks:
+        if task.verb == "embed":
+            rows[task.iteration] += task.payload.step.rows
+    assert max(rows.values()) <= buffer_sizes(wave).hidden_rows
+    peaks = peak_parts(tasks, wave)
+    del peaks["device"]["hidden states"]  # counted as if chunks of all iterations were there together
+    planned = memory_plan(wave.problem, policy, buffer_sizes(wave))
+    for tier, parts in peaks.items():
+        for part, size in parts.items():
+            assert size <= planned[tier][part], (tier, part)
+
+
+def test_more_requests_fit_one_memory():
+    """Three quarters of each prompt are shared: with answers of a block, a request holds a third of what it held."""
+    generator = np.random.default_rng(0)
+    common = generator.integers(3, 60, 192).tolist()
+    prompts = [[*common, *generator.integers(3, 60, 64).tolist()] for _ in range(300)]
+    workload, policy = Workload.uniform(300, 256, 16), Policy(cache={"kv@host": 1.0}, max_mini_batch_tokens=1 << 14)
+    problem = Problem(shape=SHAPE, dtype="float32", hardware=machine())
+    needed = total_bytes(memory_plan(problem, policy, buffer_sizes(open_batch(problem, policy, workload, 60))))["host"]
+    problem = replace(problem, budgets=Budgets(host=needed))
+    alone, shared = (
+        batch_size(problem, policy, workload, 300, tree)[0] for tree in (None, PromptTree(prompts.__getitem__))
+    )
+    assert alone >= 60 and shared >= 2.5 * alone
+
+
+def test_requests_that_share_are_in_one_mini_batch_where_that_costs_nothing():
+    """Four documents, eight questions of equal length about each, in turn; a mini-batch has room for eight."""
+    generator = np.random.default_rng(0)
+    documents = [generator.integers(3, 60, 160).tolist() for _ in range(4)]
+    prompts = [[*documents[i % 4], *generator.integers(3, 60, 20).tolist()] for i in range(32)]
+    wave = shared_batch(prompts, [8] * 32, Policy(cache={"kv@host": 1.0}, max_mini_batch_tokens=270), 32)
+    assert sorted(sorted(i % 4 for i in group) for group in wave.mini_batches) == [[i] * 8 for i in range(4)]
+
+
+def test_a_system_prompt_is_computed_once():
+    """400 tokens before 200 questions: one line's prefill, and one copy of its blocks."""
+    generator = np.random.default_rng(0)
+    system = generator.integers(3, 60, 400).tolist()
+    prompts = [[*system, *generator.integers(3, 60, generator.integers(1, 60)).tolist()] for _ in range(200)]
+    wave = shared_batch(prompts, [8] * 200, Policy(cache={"kv@host": 0.5, "act@host": 0.5}), 64)
+    built = [built for steps in rounds(wave, [3] * 200) for *_, built, _ in steps if built is not None]
+    assert np.concatenate(built).tolist() == [[0, 25]]
+    assert wave.sharing.num_tokens == 199 * 400
+    assert sum(pool.num_blocks for pool in wave.sharing.blocks.pools.values()) == 25
+
+
+def test_samples_of_a_prompt_are_those_of_separate_requests(tmp_path):
+    """n = 3 at one seed, and three requests with the seeds that they have, alone and without sharing."""
+    save_opt(tmp_path, positions=120)
+    prompts = [np.random.default_rng(i).integers(3, 61, length).tolist() for i, length in enumerate((70, 50, 33))]
+    asked = [SamplingParams(n=3, seed=11 + i, max_tokens=12, ignore_eos=True) for i in range(3)]
+    with LLM(tmp_path, Policy(max_batch=4), device="cpu", dtype="float32") as llm:
+        together = llm.generate(prompts, asked)
+        assert llm.num_shared >= 2 * (64 + 48 + 32)
+    with LLM(tmp_path, Policy(), device="cpu", dtype="float32", enable_prefix_caching=False) as llm:
+        for prompt, params, reply in zip(prompts, asked, together, strict=True):
+            for answer in reply.outputs:
+                (alone,) = llm.generate([prompt], [replace(params, n=1, seed=params.seed + answer.index)])
+                assert alone.outputs[0].token_ids == answer.token_ids
+        assert llm.num_shared == 0
+
+
+def test_prompts_whose_tokens_are_scored_are_computed_as_a_whole(tmp_path):
+    save_opt(tmp_path, positions=120)
+    prompt = np.random.default_rng(0).integers(3, 61, 50).tolist()
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, prompt_logprobs=2)
+    with LLM(tmp_path, Policy(), device="cpu", dtype="float32") as llm:
+        alone = llm.generate([prompt], params)[0].prompt_logprobs
+        replies = llm.generate([prompt] * 3, [params, replace(params, prompt_logprobs=None), params])
+        assert llm.num_shared == 0
+        assert [reply.prompt_logprobs is None for reply in replies] == [False, True, False]
+        for place in range(1, 50):
+            for token, logprob in alone[place].items():
+                assert abs(replies[2].prompt_logprobs[place][token].logprob - logprob.logprob) < 1e-4
+
+
+@settings(max_examples=25)
+@given(st.integers(0, 999), st.sampled_from((torch.float32, torch.bfloat16)), st.booleans(), st.integers(1, 150))
+def test_attention_in_parts_is_attention_over_all(seed, dtype, in_float32, new):
+    """Against softmax over the keys of all parts side by side, request by request, in float64."""
+    draw = torch.Generator().manual_seed(seed)
+    batch, groups, heads, d, own = 5, 2, 4, 8, 7
+
+    def tensor(*size):
+        return torch.randn(size, generator=draw).to(dtype)
+
+    q, k, v = tensor(batch, new, heads, d), tensor(batch, groups, own + new, d), tensor(batch, groups, own + new, d)
+    mask = torch.zeros(batch, 1, 1, own + new)
+    mask[2, ..., 3:own] = -torch.inf
+    parts = [(torch.tensor([[0, 3], [4, 1]]), 9), (torch.tensor([[3]]), 32)]
+    shared = [(rows, tensor(len(rows), groups, size, d), tensor(len(rows), groups, size, d)) for rows, size in parts]
+    found = attend_with_shared(q, k, v, mask.to(dtype), shared, in_float32).view(batch, new, heads, d)
+    for row in range(batch):
+        keys, values = [k[row]], [v[row]]
+        for rows, part_keys, part_values in shared:
+            for group in (rows == row).any(dim=1).nonzero().flatten():
+                keys, values = [part_keys[group], *keys], [part_values[group], *values]
+        together = [
+            torch.cat(side, dim=1).double().repeat_interleave(heads // groups, dim=0) for side in (keys, values)
+        ]
+        scores = q[row].double().transpose(0, 1) @ together[0].transpose(1, 2) * d**-0.5
+        width = scores.shape[-1]
+        scores += torch.full((new, width), -torch.inf, dtype=torch.float64).triu(width - new + 1)
+        scores[:, :, width - own - new :] += mask[row, 0, 0]
+        expected = (scores.softmax(-1) @ together[1]).transpose(0, 1)
+        assert torch.allclose(found[row].double(), expected, atol=1e-5 if dtype == torch.float32 else 0.05)
