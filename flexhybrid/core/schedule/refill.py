@@ -194,10 +194,17 @@ class RunningBatch:
         """Give each request the blocks of its next token; return the places that run on. Without room the youngest
         requests step back."""
         wave, workload = self.wave, self.wave.workload
+
+        def blocks(places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            """Those that they need, and those that they have: [places, entry]."""
+            context = workload.prompt_tokens[places] + iteration - wave.joined[places]
+            have = np.stack([wave.num_blocks[entry][places] for entry in wave.entries.names], axis=1)
+            return wave.own_blocks(places, context), have
+
+        if not np.greater(*blocks(running)).any():  # in most iterations
+            return running
         running = running[np.argsort(wave.joined[running], kind="stable")]  # the oldest first
-        context = workload.prompt_tokens[running] + iteration - wave.joined[running]
-        need = wave.own_blocks(running, context)  # [places, entry]
-        have = np.stack([wave.num_blocks[entry][running] for entry in wave.entries.names], axis=1)
+        need, have = blocks(running)
         lengths = workload.prompt_tokens, workload.cached_tokens
         prompts, at_most = (wave.own_blocks(running, tokens[running]) for tokens in lengths)
         run = np.maximum(have - prompts, FIRST_RUN)  # as much as it has grown by so far

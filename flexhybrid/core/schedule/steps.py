@@ -344,9 +344,12 @@ def _segments(wave, mini_batch: int, entry: str, extent, tokens) -> list[Segment
 
 def _stores(wave, requests, context, new_tokens, built) -> tuple[Store, ...]:
     width = int(new_tokens.max())
-    batch_row = np.repeat(np.arange(len(requests)), new_tokens)
-    within = np.arange(len(batch_row)) - np.repeat(np.cumsum(new_tokens) - new_tokens, new_tokens)
-    positions = context[batch_row] + within
+    if width == 1:
+        batch_row, within, positions = np.arange(len(requests)), np.zeros_like(context), context
+    else:
+        batch_row = np.repeat(np.arange(len(requests)), new_tokens)
+        within = np.arange(len(batch_row)) - np.repeat(np.cumsum(new_tokens) - new_tokens, new_tokens)
+        positions = context[batch_row] + within
     if limits_cache(wave.policy.selection):  # the newest take the places of those that are dropped
         lengths = wave.workload.prompt_tokens[requests], context + new_tokens, wave.workload.cached_tokens[requests]
         kept = kept_tokens(wave.policy.selection, *lengths)
