@@ -281,6 +281,8 @@ class RunningBatch:
                 failures, tokens = failures + 1, queue.workload.cached_tokens[ready]
                 prompts = queue.workload.prompt_tokens[ready]
                 shorter = np.flatnonzero((prompts < prompts[0]) | (tokens < tokens[0]))
+                if failures == 1:  # the shortest comes next: without room for that there is none for any
+                    shorter = shorter[np.argsort(tokens[shorter], kind="stable")]
                 ready = [ready[place] for place in shorter.tolist()]
         for request in wave.request[joining].tolist():
             queue.on_join(request)
