@@ -15,6 +15,7 @@ from flexhybrid.core.context.cache_entries import TIERS
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.shape import shape_from_config
 from flexhybrid.core.policy import Policy
+from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.options import budgets_from, options_from, split_names
 from flexhybrid.jobs.paths import check_checkpoint, check_file, check_writable
 from flexhybrid.jobs.run.cli import DISK_DIR_HELP, add_doctor, add_run
@@ -128,7 +129,7 @@ def _add_simulate(commands) -> None:
     )
     parser.add_argument("--system", default="capture", help="by name, options as in a call, or a JSON file (capture)")
     _model_and_machine(parser)
-    parser.add_argument("--batch", type=int, required=True, help="requests")
+    parser.add_argument("--batch", type=int, help="requests; with --lengths, at a time at most (1024)")
     parser.add_argument("--policy", type=Path, help="a policy JSON file in place of --system")
     parser.add_argument(
         "--clock", choices=("closed", "virtual"), default="closed",
@@ -144,7 +145,7 @@ def _add_search(commands) -> None:
         description="Search placement over three tiers, KV:ACT mix, compression, batch, mini-batch and schedule.",
     )
     _model_and_machine(parser)
-    parser.add_argument("--batch", type=int, help="requests (as many as pay)")
+    parser.add_argument("--batch", type=int, help="requests, with --lengths at a time (as many as pay)")
     parser.add_argument("--max-batch", type=int, default=1024, help="most requests to try (1024)")
     parser.add_argument("--objective", choices=("throughput", "latency"), default="throughput")
     parser.add_argument("--lossless", action="store_true", help="only what gives the very same tokens: native bits")
@@ -216,8 +217,18 @@ def _add_accuracy(commands) -> None:
 def _model_and_machine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, help="a shape by name (opt-30b, llama-2-70b), or a config.json")
     parser.add_argument("--hardware", required=True, help="a machine by name (rtx4090, t4, local), or a hardware file")
-    parser.add_argument("--prompt-len", type=int, required=True, help="tokens of each prompt")
-    parser.add_argument("--gen-len", type=int, required=True, help="tokens each request generates")
+    parser.add_argument("--prompt-len", type=int, help="tokens of each prompt")
+    parser.add_argument("--gen-len", type=int, help="tokens each request generates")
+    parser.add_argument(
+        "--lengths", type=Path, metavar="FILE",
+        help="in place of these: a queue of requests that join as others end, as CSV with a header or JSON lines of "
+        "prompt_tokens, max_tokens and answer_tokens (which may be missing), or as lines of OpenAI's Batch format, "
+        "counted by the tokenizer beside --model (a config.json)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--answer-tokens", type=float, metavar="MEAN",
+        help="mean of the answers, where the file does not name them (as many as they may have)",
+    )  # fmt: skip
     parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), help="(float16; local: the profile's)")
     for tier in TIERS:
         parser.add_argument(f"--{tier}-memory", help=f"budget of the {tier}, like 12GiB (the machine's)")
@@ -289,23 +300,48 @@ def _note(line: str) -> None:
     print(f"flexhybrid: {line}", file=sys.stderr)
 
 
+def _lengths(args) -> Workload | None:
+    """Return the queue of --lengths; None without it. Raise InputError for flags that say lengths twice."""
+    if args.lengths is None:
+        if args.answer_tokens is not None:
+            raise InputError("--answer-tokens is of --lengths; --gen-len says how long answers of one length are")
+        return None
+    if args.prompt_len is not None or args.gen_len is not None:
+        raise InputError("--lengths says how long requests are: leave --prompt-len and --gen-len out")
+    from flexhybrid.jobs.lengths import read_lengths
+
+    return read_lengths(args.lengths, args.model, args.answer_tokens)
+
+
 def _simulate(args) -> dict:
-    from flexhybrid.jobs.simulate import describe, run_simulate
+    from flexhybrid.jobs.simulate import describe, describe_queue, run_simulate, run_simulate_queue
 
     keys = ("system", "model", "hardware", "batch", "prompt_len", "gen_len", "dtype", "clock")
-    outcome = run_simulate({key: getattr(args, key) for key in keys}, args.policy, budgets_from(args), _note)
+    point = {key: getattr(args, key) for key in keys}
+    if (workload := _lengths(args)) is not None:
+        queue = run_simulate_queue(point, workload, args.policy, budgets_from(args), _note)
+        args.show(describe_queue(queue))
+        return queue.to_dict()
+    outcome = run_simulate(point, args.policy, budgets_from(args), _note)
     args.show(describe(outcome))
     return outcome.to_dict()
 
 
 def _search(args) -> dict:
     from flexhybrid.core.files import check_new_file, save_text
-    from flexhybrid.jobs.search import PolicySearchOptions, describe_search, run_search, search_record
+    from flexhybrid.jobs.search import PolicySearchOptions, describe_search, run_search, search_queue, search_record
+    from flexhybrid.jobs.simulate import describe_queue
 
-    options = options_from(PolicySearchOptions, args, budgets=budgets_from(args))
+    options = options_from(PolicySearchOptions, args, budgets=budgets_from(args), lengths=_lengths(args))
     for path in (args.save_policy, args.lp):
         if path:
             check_new_file(path)  # before the work
+    if options.lengths is not None:
+        choice = search_queue(options, _note)
+        if args.save_policy:
+            save_text(args.save_policy, choice.system.policy.to_json())
+        args.show(describe_queue(choice))
+        return choice.to_dict()
     report = run_search(options, _note)
     if args.save_policy:
         save_text(args.save_policy, report.found.policy.to_json())

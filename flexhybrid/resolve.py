@@ -19,7 +19,7 @@ from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import Budgets, Problem
 from flexhybrid.core.units import parse_bytes
-from flexhybrid.core.waves import split_waves, wave_plan
+from flexhybrid.core.waves import check_longest, split_waves, wave_plan
 from flexhybrid.core.workload import Workload
 from flexhybrid.runtime.profiling.attention_paths import can_attend_in_place, fastest_paths
 from flexhybrid.runtime.profiling.profile import faster_cpu_dtype
@@ -176,15 +176,22 @@ def best_policy(
             "policy auto needs to know this machine: run `flexhybrid profile` once, or name a policy such as kv_only "
             "or hybrid(0.5)"
         )
-    from policy_search.search import MODEL_ERROR, SearchSettings
+    from policy_search.search import MAX_BATCH, MODEL_ERROR, SearchSettings
     from policy_search.search_problem import LOSSLESS, measured_space
 
     settings = SearchSettings(
-        max_batch=workload.num_requests,
+        max_batch=min(workload.num_requests, MAX_BATCH),
         space=measured_space(LOSSLESS, problem.hardware),
         time_limit=time_limit,
         margin=0.0 if link_is_paced else MODEL_ERROR,  # a pace is asked for to see what crosses the link
     )
+    if workload.answer_tokens is not None:
+        from policy_search.queue_search import best_for_queue
+
+        with suppress(InputError):
+            policy = best_for_queue(problem, workload, settings).policy
+            check_longest(problem, policy, workload)
+            return policy
     with suppress(InputError):
         return _fitting_policy(problem, settings, workload, workload)
     # The search takes requests of one length, the mean ones. Where the longest do not fit, they decide.

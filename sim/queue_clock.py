@@ -31,8 +31,9 @@ from sim.queue_counts import Stints, stints
 
 MOST_COUNTED = 10_000  #: requests; of a longer queue every so manieth stands for those beside it
 WALKED_TASKS = 40_000  #: of a price: about a second
-LEAST_WINDOWS, MOST_WINDOWS = 8, 60  #: pairs of iterations that are walked
+LEAST_WINDOWS, MOST_WINDOWS = 5, 60  #: pairs of iterations that are walked
 WALKED_LAYERS, PACE_LAYERS = 6, 2  #: layers that are walked of a model, and of them those whose pace the others have
+MANY_MINI_BATCHES = 16  #: where more share a layer, two layers less show the pace
 PHASES = ("ramp", "steady", "drain")
 
 
@@ -232,7 +233,8 @@ class _Price:
         self.num_iterations = self.stints.num_iterations
         self.bounds = _bounds(self.stints.joined, self.num_iterations)
         layers, whole = wave.shape.num_layers, num_whole(wave.policy.selection, wave.shape.num_layers)
-        self.num_layers = min(layers, whole + WALKED_LAYERS)
+        few = WALKED_LAYERS - PACE_LAYERS * (len(wave.mini_batches) > MANY_MINI_BATCHES)
+        self.num_layers = min(layers, whole + few)
         self.more_layers = layers - self.num_layers
         self.joining_tokens = self.stints.joining(self.stints.prompt_tokens.astype(float))
         self.walked: dict[int, float] = {}  # iteration -> seconds

@@ -8,7 +8,18 @@ from typing import NamedTuple
 
 from flexhybrid.core.errors import InputError, check
 from flexhybrid.core.policy import Bits, Selection
-from flexhybrid.jobs.simulate import WEIGHTS_STREAMED, Note, describe, setting_of, simulate_system
+from flexhybrid.core.workload import Workload
+from flexhybrid.jobs.simulate import (
+    WEIGHTS_STREAMED,
+    Note,
+    SimulatedQueue,
+    describe,
+    queue_setting,
+    setting_of,
+    simulate_queue,
+    simulate_system,
+)
+from policy_search.queue_search import best_for_queue
 from policy_search.search import FULL, LOSSLESS, SearchResult, SearchSettings, search
 from policy_search.search_problem import measured_space
 from policy_search.systems import Setting, System, system
@@ -29,8 +40,9 @@ class PolicySearchOptions:
 
     model: str
     hardware: str
-    prompt_len: int
-    gen_len: int
+    prompt_len: int | None = None
+    gen_len: int | None = None
+    lengths: Workload | None = None  #: a queue, in place of requests of one length
     batch: int | None = None
     max_batch: int = 1024
     dtype: str | None = None  #: None: float16, or that of this machine's profile
@@ -96,6 +108,31 @@ def run_search(options: PolicySearchOptions, note: Note | None = None) -> Search
     began = time.perf_counter()
     rivals = _rivals(setting, options, best)
     return SearchReport(best, result, rivals, search_s, time.perf_counter() - began)
+
+
+def search_queue(options: PolicySearchOptions, note: Note | None = None) -> SimulatedQueue:
+    """Search for a queue of requests, and return its run under the best policy. Raise InputError when nothing fits, and
+    for what is searched for requests of one length alone."""
+    if options.lengths is None:
+        raise ValueError("no queue was given")
+    alone = {"--objective latency": options.objective != "throughput", "--selection": options.selection is not None}
+    if refused := [flag for flag, given in (alone | {"--lp": options.lp is not None}).items() if given]:
+        raise InputError(f"{refused[0]} is of requests of one length: give --prompt-len and --gen-len, not --lengths")
+    point = {name: getattr(options, name) for name in ("model", "hardware", "dtype")}
+    at_most = options.batch or options.max_batch
+    setting = queue_setting({**point, "batch": at_most}, options.lengths, options.budgets, note)
+    settings = SearchSettings(
+        max_batch=setting.batch,
+        space=measured_space(LOSSLESS if options.lossless else FULL, setting.machine),
+        time_limit=options.time_limit,
+    )
+    given = []
+    for name in LOSSLESS_RIVALS[:3]:
+        with contextlib.suppress(InputError):  # it does not fit
+            given.append(system(name, setting).policy)
+    choice = best_for_queue(setting.problem, options.lengths, settings, given)
+    best = replace(setting, batch=choice.run.at_a_time)
+    return simulate_queue(best, System("", choice.policy, setting.machine), options.lengths)
 
 
 def _selection_of(text: str, setting: Setting) -> Selection:

@@ -3,20 +3,26 @@
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from flexhybrid.core.errors import InputError, check, is_integer
 from flexhybrid.core.hardware import Hardware
+from flexhybrid.core.memory import buffer_sizes, memory_plan, total_bytes
 from flexhybrid.core.model.shape import ModelShape, shape_of
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.units import gib, parse_bytes
+from flexhybrid.core.waves import batch_size, open_batch
+from flexhybrid.core.workload import Workload
 from policy_search.systems import Setting, System, system
 from sim import catalogue
-from sim.simulate import SimulatedRun, simulate
+from sim.queue_clock import QueueRun, price_queue, walk_queue
+from sim.simulate import MOST_TASKS, TASKS_PER_POSITION, SimulatedRun, simulate
 
 Budgets = dict[str, str | None]  #: tier -> memory as text, in place of the machine's own; None: the machine's
 Note = Callable[[str], object]  #: takes a line for the user
 
+MOST_AT_A_TIME = 1024  #: requests of a queue, as in a run
 #: Said of a system that would keep all weights on the device where they do not fit.
 WEIGHTS_STREAMED = "not all weights fit the device beside the cache, the rest is streamed"
 
@@ -28,7 +34,9 @@ def setting_of(point: dict, budgets: Budgets | None = None, note: Note | None = 
     such budgets ask what more memory would bring. Raise InputError, naming the key.
     """
     for name in ("batch", "prompt_len", "gen_len"):
-        check(name, point[name], is_integer(point[name]) and point[name] >= 1, "a whole number >= 1")
+        check(
+            name, point[name], is_integer(point[name]) and point[name] >= 1, "a whole number >= 1 (or give --lengths)"
+        )
     shape = shape_of(point["model"])
     hardware = machine_of(point["hardware"], shape)
     if note and hardware.company:
@@ -79,6 +87,102 @@ def simulate_system(setting: Setting, made: System, clock: str = "closed") -> Si
     """Return the predicted run of a system in a setting, on the machine as the system sees it."""
     problem = replace(setting.problem, hardware=made.hardware)
     return simulate(problem, made.policy, setting.batch, setting.prompt_tokens, setting.max_tokens, clock=clock)
+
+
+class SimulatedQueue(NamedTuple):
+    """A queue of requests as a system answers it."""
+
+    system: System
+    workload: Workload
+    run: QueueRun
+    peak_bytes: dict[str, int]
+    clock: str
+
+    def to_dict(self) -> dict:
+        """Plain JSON."""
+        run = self.run
+        return {
+            "tokens_per_s": run.tokens_per_s,
+            "total_s": run.total_s,
+            "tokens": run.total_tokens,
+            "requests": self.workload.num_requests,
+            "at_a_time": run.at_a_time,
+            "phases": {
+                name: asdict(phase) | {"tokens_per_s": phase.tokens_per_s} for name, phase in run.phases.items()
+            },
+            "busy": run.busy,
+            "binding": run.binding,
+            "peak_bytes": self.peak_bytes,
+            "policy": self.system.policy.to_dict(),
+            "clock": self.clock,
+        }
+
+
+def queue_setting(point: dict, workload: Workload, budgets: Budgets | None = None, note: Note | None = None) -> Setting:
+    """Return the setting of a queue: as many requests at a time as ``point`` says ("batch"; None: MOST_AT_A_TIME), as
+    long as the longest."""
+    batch = min(point.get("batch") or MOST_AT_A_TIME, workload.num_requests)
+    longest = {"prompt_len": int(workload.prompt_tokens.max()), "gen_len": int(workload.max_tokens.max())}
+    return setting_of({**point, "batch": batch, **longest}, budgets, note)
+
+
+def run_simulate_queue(
+    point: dict,
+    workload: Workload,
+    policy: Path | None = None,
+    budgets: Budgets | None = None,
+    note: Note | None = None,
+) -> SimulatedQueue:
+    """Return the predicted run of a queue, whose places are taken anew as answers end. The rest as ``run_simulate``."""
+    setting = queue_setting(point, workload, budgets, note)
+    if policy is None and point["system"].endswith(".json"):
+        policy = Path(point["system"])
+    made = system(point["system"], setting) if policy is None else System("", Policy.load(policy), setting.machine)
+    return simulate_queue(setting, made, workload, point.get("clock", "closed"))
+
+
+def simulate_queue(setting: Setting, made: System, workload: Workload, clock: str = "closed") -> SimulatedQueue:
+    """Return the predicted run of a queue under a system, on the machine as the system sees it."""
+    problem = replace(setting.problem, hardware=made.hardware)
+    problem = replace(problem, budgets=problem.effective_budgets)
+    places = batch_size(problem, made.policy, workload, setting.batch)
+    run = price_queue(problem, made.policy, workload, setting.batch, places)
+    if clock == "virtual":
+        tasks = TASKS_PER_POSITION * problem.shape.num_layers * run.times * len(run.seconds)
+        if tasks > MOST_TASKS:
+            raise InputError(
+                f"the virtual clock would walk more than {tasks / 1e6:.0f} million tasks (limit "
+                f"{MOST_TASKS / 1e6:.0f}): use the closed form, or fewer requests"
+            )
+        run = walk_queue(problem, made.policy, workload, setting.batch)
+    wave = open_batch(problem, made.policy, workload, *places)
+    memory = total_bytes(memory_plan(problem, made.policy, buffer_sizes(wave)))
+    return SimulatedQueue(made, workload, run, memory, clock)
+
+
+def describe_queue(outcome: SimulatedQueue) -> str:
+    """Return a few lines of text."""
+    run, policy, workload = outcome.run, outcome.system.policy, outcome.workload
+    memory = ", ".join(f"{tier} {gib(size)}" for tier, size in outcome.peak_bytes.items() if size)
+    busy = ", ".join(f"{name} {share:.0%}" for name, share in run.busy.items() if share >= 0.005)
+    lengths = f"{workload.prompt_tokens.mean():.0f} + {workload.answers.mean():.0f} tokens on average"
+    known = "" if workload.answer_tokens is not None else " (every answer at its limit)"
+    lines = [
+        f"{policy.name}: {run.tokens_per_s:.4g} tokens/s; {workload.num_requests:,} requests of {lengths}{known}",
+        f"  {run.total_s:.4g} s, {run.at_a_time} requests at a time",
+        f"  {'':7}{'iterations':>12}{'seconds':>12}{'tokens/s':>12}{'at a time':>12}",
+    ]
+    for name, phase in run.phases.items():
+        numbers = f"{phase.seconds:12.4g}{phase.tokens_per_s:12.4g}{phase.running:12.1f}"
+        lines.append(f"  {name:7}{phase.iterations:12,.0f}{numbers}")
+    return "\n".join(
+        [
+            *lines,
+            f"  weights {_shares(asdict(policy.weights))}; cache {_shares(policy.cache)}",
+            f"  memory: {memory}",
+            f"  busy: {busy or 'nothing'}; bound by {run.binding}",
+        ]
+    )
 
 
 def describe(outcome: SimulatedRun) -> str:

@@ -56,6 +56,7 @@ from sim.answer_lengths import with_mean
 
 CENSUS_S = 5.0  #: seconds of counting before the first requests are answered
 ERRORS_AT_ONCE = 256  #: lines of refused requests that are written together
+REFILLS = 4  #: times as many requests as run together stand for a queue whose places are taken anew
 PARTED = 1.5  #: times by which speed and prediction differ before a new profile is advised
 STOPPED = 130  #: exit status of a run that was asked to stop
 VERSIONED = {"flexhybrid": flexhybrid, "torch": torch, "transformers": transformers}  #: named in the manifest
@@ -289,7 +290,8 @@ class Job:
         pending = self.census.valid
         if pending.any():
             max_batch = min(WINDOW, options.max_batch or WINDOW)
-            policy = llm.settle(_representative(self.workload(self._sorted(np.flatnonzero(pending))), max_batch))
+            lengths = self._expected(self.workload(self._sorted(np.flatnonzero(pending))))
+            policy = llm.settle(_representative(lengths, max_batch * (1 if lengths.answer_tokens is None else REFILLS)))
             if options.max_batch:
                 llm.use(replace(policy, max_batch=min(max_batch, policy.max_batch or max_batch)))
         now = self._identity()
@@ -351,6 +353,11 @@ class Job:
             self.errors.append(batch)
         self.states[missing - 1] = FAILED
 
+    def _expected(self, lengths: Workload) -> Workload:
+        """Return lengths with the answers that the user expects."""
+        mean = self.options.answer_tokens
+        return lengths if mean is None else with_mean(lengths, mean)
+
     def _sorted(self, places: np.ndarray) -> np.ndarray:
         return places[sorted_by_length(self.census.prompt_tokens[places], self.census.max_tokens[places])]
 
@@ -364,9 +371,7 @@ class Job:
                 self.llm.first_wave(lengths.select(slice(largest, largest + 1)))
             except InputError as error:
                 raise InputError(f"line {lines[largest]}: {error}") from None
-        if self.options.answer_tokens:
-            lengths = with_mean(lengths, self.options.answer_tokens)
-        plan = forecast(self.llm, lengths)
+        plan = forecast(self.llm, self._expected(lengths))
         if self.crew and plan.seconds is not None:
             plan = replace(plan, seconds=plan.seconds / self.crew.size)
         refused, left = int((self.states == FAILED).sum()), int((self.states == PENDING).sum())

@@ -1,0 +1,104 @@
+"""Lengths of a queue of requests, from a table of them or from the requests themselves."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from flexhybrid.core.errors import InputError, file_errors
+from flexhybrid.core.workload import Workload
+from flexhybrid.jobs.paths import check_file
+from sim.answer_lengths import with_mean
+
+COLUMNS = ("prompt_tokens", "max_tokens", "answer_tokens")  #: of a table; the last one may be missing
+
+
+def read_lengths(path: Path, model: str, answer_tokens: float | None = None) -> Workload:
+    """Return the lengths of a file's requests in the order in which ``run`` takes them, the longest first.
+
+    ``path``: CSV with a header, or JSON lines, of COLUMNS; or lines of OpenAI's Batch format, which are counted by the
+    tokenizer beside ``model`` (a config.json or its folder). ``answer_tokens``: mean of the answers of a file that does
+    not name them. Raise InputError, naming the line.
+    """
+    check_file(path)
+    with file_errors(f"read {path}"), open(path, encoding="utf-8", newline="") as file:
+        is_table = path.suffix.lower() == ".csv"
+        rows = csv.DictReader(file) if is_table else _objects(file, path)
+        first = next(iter(rows), None)
+        if first is None:
+            raise InputError(f"{path} has no requests")
+        if not is_table and "body" in first:
+            return _known(_counted(path, model), answer_tokens)
+        names = COLUMNS if COLUMNS[2] in first else COLUMNS[:2]
+        columns: list[list[int]] = [[] for _ in names]
+        for number, row in enumerate((row for group in ((first,), rows) for row in group), 1 + is_table):
+            for name, column in zip(names, columns, strict=True):
+                column.append(_count(row.get(name), f"{path}, line {number}: {name}"))
+    with _named(path):
+        return _known(Workload(*map(np.array, columns)), answer_tokens)
+
+
+def _known(workload: Workload, answer_tokens: float | None) -> Workload:
+    """Return the workload in the order of a run, with answers of the mean where it names none."""
+    if workload.answer_tokens is None and answer_tokens is not None:
+        workload = with_mean(workload, answer_tokens)
+    return workload.select(np.lexsort((workload.prompt_tokens, workload.max_tokens))[::-1])
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+
+
+def _objects(file, path: Path) -> Iterator[dict]:
+    for number, line in enumerate(file, 1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, dict):
+            raise InputError(
+                f"{path}, line {number}: no JSON object with {', '.join(COLUMNS[:2])}, or a request's body"
+            )
+        yield row
+
+
+def _count(value, what: str) -> int:
+    try:
+        count = int(value)
+    except (TypeError, ValueError):
+        count = 0
+    if count < 1 or isinstance(value, (bool, float)):
+        raise InputError(f"{what} is {value!r}; it must be a whole number of at least 1")
+    return count
+
+
+def _counted(path: Path, model: str) -> Workload:
+    """Return the lengths of a file of requests, counted as ``run`` does."""
+    folder = Path(model).parent if model.endswith(".json") else Path(model)
+    if not (folder / "config.json").is_file():
+        raise InputError(
+            f"{path} holds requests: their tokens are counted by the tokenizer beside --model, which is {model!r}; "
+            f"name a checkpoint's config.json, or give a table of {', '.join(COLUMNS)}"
+        )
+    from flexhybrid.batch.census import take_census
+    from flexhybrid.batch.formats import open_lines
+    from flexhybrid.batch.requests import LineRules
+    from flexhybrid.requests import RequestCodec, load_tokenizer
+    from flexhybrid.runtime.storage.loader import Checkpoint
+
+    shape = Checkpoint(folder).shape
+    with contextlib.closing(open_lines(path, "jsonl", None)) as lines:
+        read = LineRules("jsonl", {}, 0).reader(RequestCodec(shape, folder, load_tokenizer(folder)))
+        census = take_census(lines, read, shape.max_context)
+    if not census.valid.any():
+        raise InputError(f"{path} has no request that can be served")
+    return census.workload(np.flatnonzero(census.valid))

@@ -1,0 +1,85 @@
+"""The best policy and batch for a queue of requests whose places are taken anew as answers end.
+
+The search (``policy_search.search``) takes requests of one length that begin together. It is asked for the mean answer
+and for the answer that a running request has on average, which is longer. What it finds, and the policies that are
+given, are priced on the queue itself with as many requests at a time as fit and with as many as the search took.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from flexhybrid.core.errors import InputError
+from flexhybrid.core.policy import Policy
+from flexhybrid.core.problem import Problem
+from flexhybrid.core.workload import Workload
+from policy_search.search import SearchResult, SearchSettings, search
+from sim.queue_clock import QueueRun, price_queue
+
+MOST_SEARCHES = 3
+FEWER = 0.75  #: of the requests that a search took: where so few run, it is asked again for as many
+
+
+@dataclass(frozen=True)
+class QueueChoice:
+    """A policy, whose ``max_batch`` says how many requests run at a time, and the queue's run under it."""
+
+    policy: Policy
+    run: QueueRun
+    found: SearchResult | None  #: by the search; None: it was given
+
+
+def best_for_queue(
+    problem: Problem, workload: Workload, settings: SearchSettings, given: Iterable[Policy] = ()
+) -> QueueChoice:
+    """Return the policy under which the queue ends first. Raise InputError when nothing fits."""
+    problem = replace(problem, budgets=problem.effective_budgets)
+    error, choices = InputError("no policy was given"), []
+    asked = list(
+        dict.fromkeys((answer, settings.max_batch) for answer in (mean_answer(workload), running_answer(workload)))
+    )
+    priced: set[tuple[Policy, int]] = set()
+
+    def add(policy: Policy, places: int, found: SearchResult | None) -> int:
+        """Price a policy with so many places, unless it was; return how many requests run at a time."""
+        limited = replace(policy, max_batch=min(places, policy.max_batch or places))
+        if (policy, places) not in priced:
+            priced.add((policy, places))
+            with suppress(InputError):  # a single request is too long for it
+                choices.append(QueueChoice(limited, price_queue(problem, limited, workload, places), found))
+                return choices[-1].run.at_a_time
+        return places
+
+    for policy in given:
+        add(policy, settings.max_batch, None)
+    for number in range(MOST_SEARCHES):
+        if number == len(asked):
+            break
+        answer, most = asked[number]
+        prompt = max(1, round(float(workload.prompt_tokens.mean())))
+        try:
+            found = search(problem, Workload.uniform(1, prompt, answer), replace(settings, max_batch=most))
+        except InputError as refused:
+            error = refused
+            continue
+        at_a_time = min(add(found.policy, places, found) for places in {found.batch, most})
+        if at_a_time < FEWER * found.batch and (answer, at_a_time) not in asked:
+            asked.append((answer, at_a_time))  # the longest requests, or the limits, leave room for fewer
+    if not choices:
+        raise error
+    return min(choices, key=lambda choice: choice.run.total_s)
+
+
+def mean_answer(workload: Workload) -> int:
+    """Return the tokens of the mean answer."""
+    return max(1, round(float(workload.answers.mean())))
+
+
+def running_answer(workload: Workload) -> int:
+    """Return the tokens of the answer that a running request has on average: a long one runs for longer."""
+    answers = workload.answers.astype(float)
+    return max(1, round(float(np.square(answers).sum() / answers.sum())))

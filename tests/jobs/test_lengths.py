@@ -1,0 +1,125 @@
+"""Queues by their lengths, from a file: predicted, searched, and refused where the file is wrong."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from flexhybrid import cli
+from flexhybrid.core.errors import InputError
+from flexhybrid.core.policy import Policy
+from flexhybrid.core.problem import Budgets, Problem
+from flexhybrid.core.workload import Workload
+from flexhybrid.jobs.lengths import read_lengths
+from flexhybrid.resolve import best_policy
+from policy_search.queue_search import QueueChoice, best_for_queue
+from policy_search.search import PLAIN, SearchSettings
+from sim.queue_clock import price_queue, walk_queue
+from tests.toy_machine import MIB, SHAPE, machine
+
+
+def write(path, rows, header=("prompt_tokens", "max_tokens", "answer_tokens")):
+    if path.suffix == ".csv":
+        lines = [",".join(header), *(",".join(map(str, row)) for row in rows)]
+    else:
+        lines = [json.dumps(dict(zip(header, row))) for row in rows]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.mark.parametrize("name", ["lengths.csv", "lengths.jsonl"])
+def test_a_table_of_lengths_is_read_longest_first(tmp_path, name):
+    rows = [(5, 20, 7), (9, 40, 40), (3, 40, 1)]
+    read = read_lengths(write(tmp_path / name, rows), "opt-125m")
+    assert [*zip(read.prompt_tokens, read.max_tokens, read.answers)] == [rows[1], rows[2], rows[0]]
+    limits = read_lengths(write(tmp_path / name, rows, ("prompt_tokens", "max_tokens")), "opt-125m")
+    assert limits.answer_tokens is None
+    known = read_lengths(write(tmp_path / name, rows * 50, ("prompt_tokens", "max_tokens")), "opt-125m", 12)
+    assert known.answers.mean() == pytest.approx(12, rel=0.02)
+
+
+def test_requests_are_counted_by_the_checkpoint_s_tokenizer(tiny, tmp_path):
+    lines = [{"custom_id": str(i), "method": "POST", "url": "/v1/completions"} for i in range(2)]
+    bodies = [{"model": "m", "prompt": [5] * (4 + i), "max_tokens": 3 + i} for i in range(2)]
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(json.dumps(line | {"body": body}) + "\n" for line, body in zip(lines, bodies)))
+    read = read_lengths(path, str(tiny / "config.json"))
+    assert (read.prompt_tokens.tolist(), read.max_tokens.tolist()) == ([5, 4], [4, 3])
+    with pytest.raises(InputError, match="tokenizer beside --model"):
+        read_lengths(path, "opt-125m")
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("prompt_tokens,max_tokens\n3,\n", "line 2: max_tokens is ''"),
+        ("prompt_tokens,max_tokens\n3,4\nx,4\n", "line 3: prompt_tokens is 'x'"),
+        ("prompt_tokens\n3\n", "line 2: max_tokens is None"),
+        ("prompt_tokens,max_tokens,answer_tokens\n3,4,5\n", "answer_tokens are at most max_tokens"),
+        ("prompt_tokens,max_tokens\n", "no requests"),
+    ],
+)
+def test_a_wrong_table_is_named_with_its_line(tmp_path, text, words):
+    path = tmp_path / "lengths.csv"
+    path.write_text(text)
+    with pytest.raises(InputError, match=words):
+        read_lengths(path, "opt-125m")
+
+
+def test_simulate_shows_ramp_steady_state_and_drain(tmp_path, capsys):
+    rng = np.random.default_rng(0)
+    rows = [(20, 30, int(count)) for count in rng.integers(1, 31, 60)]
+    path = write(tmp_path / "lengths.csv", rows)
+    arguments = [
+        "--system",
+        "kv_only",
+        "--model",
+        "opt-125m",
+        "--hardware",
+        "t4",
+        "--lengths",
+        str(path),
+        "--batch",
+        "8",
+    ]
+    assert cli.main(["simulate", *arguments]) == 0
+    told = capsys.readouterr().out
+    assert all(word in told for word in ("ramp", "steady", "drain", "8 requests at a time"))
+    assert cli.main(["simulate", *arguments, "--json"]) == 0
+    closed = json.loads(capsys.readouterr().out)
+    assert closed["tokens"] == sum(row[2] for row in rows)
+    assert sum(part["seconds"] for part in closed["phases"].values()) == pytest.approx(closed["total_s"])
+    assert closed["phases"]["steady"]["running"] > 7 > closed["phases"]["drain"]["running"]
+    assert cli.main(["simulate", *arguments, "--json", "--clock", "virtual"]) == 0
+    assert json.loads(capsys.readouterr().out)["total_s"] == pytest.approx(closed["total_s"], rel=0.03)
+    assert cli.main(["simulate", *arguments, "--gen-len", "3"]) == 2
+    assert "--lengths says how long" in capsys.readouterr().err
+
+
+def test_the_search_for_a_queue_is_no_worse_than_what_it_was_given():
+    """Answers end at a sixth of their limits: who searches for the limits gives the context too much room."""
+    rng = np.random.default_rng(0)
+    answers = np.clip(rng.exponential(20, 60), 1, 120).astype(int)
+    workload = Workload(np.full(60, 60), np.full(60, 120), answers)
+    problem = Problem(shape=SHAPE, dtype="float32", hardware=machine(), budgets=Budgets(device=40 * MIB, host=90 * MIB))
+    settings = SearchSettings(max_batch=16, space=PLAIN, mini_batch_tokens=(1024, 4096))
+    plain = Policy("plain", cache={"kv@host": 1.0})
+    chosen = best_for_queue(problem, workload, settings, [plain])
+    own, given = (walk_queue(problem, policy, workload, 16).total_s for policy in (chosen.policy, plain))
+    assert own <= 1.05 * given and chosen.run.total_s == pytest.approx(own, rel=0.1)
+    assert chosen.run.total_s <= price_queue(problem, plain, workload, 16).total_s
+
+
+def test_auto_asks_the_queue_where_answers_are_known(monkeypatch):
+    workload = Workload(np.full(40, 60), np.full(40, 120), np.full(40, 9))
+    problem = Problem(shape=SHAPE, dtype="float32", hardware=machine(), budgets=Budgets(device=40 * MIB, host=90 * MIB))
+    plain, asked = Policy("plain", cache={"kv@host": 1.0}), []
+
+    def answer(problem, workload, settings):
+        asked.append(workload.answers.mean())
+        return QueueChoice(plain, price_queue(problem, plain, workload, 4), None)
+
+    monkeypatch.setattr("policy_search.queue_search.best_for_queue", answer)
+    assert best_policy(problem, workload, link_is_paced=True) == plain and asked == [9]
