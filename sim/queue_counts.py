@@ -132,23 +132,25 @@ class _Queue:
         group = self.running[k]
         room = self.pools[k] - (self._expected(group, iteration) if group else 0)
         free, padded = len(self.wave.mini_batches[k]) - len(group), max((m.blocks for m in group), default=0)
-        rows, failures, shortest = 0, 0, (0, 0)
+        rows, failures = 0, 0
         first = [r for r in self.waiting[: -1 - max(LOOKED_AT, free) : -1] if self.not_before.get(r, 0) <= iteration]
         cached = self.prompts[first] + self.limits[first] - 1
         blocks, expected = ceil_blocks(cached).tolist(), self._expected_of(first, np.zeros(len(first), np.int64))
         joining: list[int] = []
-        for place, request in enumerate(first):
-            if len(joining) == free or failures == MOST_FAILURES:
-                break
-            if failures and self.prompts[request] >= shortest[0] and cached[place] >= shortest[1]:
-                continue
+        ready = list(range(len(first)))
+        while ready and len(joining) < free and failures < MOST_FAILURES:
+            place = ready.pop(0)
+            request = first[place]
             count = len(group) + len(joining) + 1
             piece = longest_piece(self.wave.policy, self.prompts[[request]])
             if joining and max(rows, piece) * (len(joining) + 1) > self.most_rows:
                 heapq.heappush(self.changes, (iteration + 1, k))  # it may join in the next iteration
                 break
             if count > 1 and (count * max(padded, blocks[place]) > self.most_padded or (expected[place] > room).any()):
-                failures, shortest = failures + 1, (self.prompts[request], cached[place])
+                failures, prompt = failures + 1, self.prompts[request]
+                ready = [at for at in ready if self.prompts[first[at]] < prompt or cached[at] < cached[place]]
+                if failures == 1:  # the shortest comes next: without room for that there is none for any
+                    ready.sort(key=lambda at: cached[at])
                 continue
             joining.append(request)
             room, padded, rows = room - expected[place], max(padded, blocks[place]), max(rows, piece)
