@@ -25,10 +25,11 @@ MIXES = (
 
 
 def queue_of(seed: int) -> tuple[Problem, Policy, Workload, int]:
-    """A random machine, policy, queue and number of places."""
+    """A random machine, policy, queue and number of places. Prompts are alike, so that buffers seldom decide who joins;
+    where they do, a toy's few places make much of one request that is passed over."""
     rng = np.random.default_rng(seed)
     count, places = int(rng.integers(10, 30)), int(rng.integers(4, 10))
-    prompts, limits = rng.integers(4, 120, count), rng.integers(2, 30, count)
+    prompts, limits = rng.integers(40, 60, count), rng.integers(2, 30, count)
     answers = limits if seed % 3 == 0 else np.minimum(limits, np.exp(rng.normal(2.2, 0.8, count)).astype(int) + 1)
     order = np.lexsort((prompts, limits))[::-1]
     policy = Policy(
@@ -50,7 +51,7 @@ def test_a_few_iterations_price_a_queue_as_all_of_its_tasks_do():
         priced, walked = price_queue(*queue_of(seed)), walk_queue(*queue_of(seed))
         assert priced.total_tokens == walked.total_tokens == queue_of(seed)[2].answers.sum()
         errors.append(abs(priced.total_s / walked.total_s - 1))
-    assert np.median(errors) < 0.01 and max(errors) < 0.09
+    assert np.median(errors) < 0.01 and max(errors) < 0.03
 
 
 def test_blocks_as_needed_are_priced_with_those_who_step_back():
