@@ -32,9 +32,8 @@ from flexhybrid.core.context.split import SplitLines, split_lines, split_point
 from flexhybrid.core.memory import BufferSizes, Reads, group_sizes, memory_parts, split_blocks
 from flexhybrid.core.model.layout import LayerLayout, layer_layout
 from flexhybrid.core.policy import ElementBytes, Policy, Selection
-from flexhybrid.core.problem import Problem
+from flexhybrid.core.problem import Problem, attends_in_place
 from flexhybrid.core.schedule.step_work import StepCounts
-from flexhybrid.core.wave import attends_in_place
 from flexhybrid.core.workload import Workload
 from sim.tiny_run import most_mini_batches
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from flexhybrid.core.context.cache_entries import TIERS
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.model.shape import DTYPE_BYTES, ModelShape
-from flexhybrid.core.policy import Bits, ElementBytes
+from flexhybrid.core.policy import Bits, ElementBytes, Policy
 
 
 @dataclass(frozen=True)
@@ -97,3 +97,9 @@ class Problem:
         usable = {tier: self.hardware.usable_memory(tier) for tier in TIERS}
         sizes = {tier: usable[tier] if given is None else given for tier, given in self.budgets.items()}
         return Budgets(**sizes | {"disk": (sizes["disk"] or 0) if self.hardware.has_disk else 0})
+
+
+def attends_in_place(problem: Problem, policy: Policy) -> bool:
+    """Whether decode steps under a policy read keys and values where they lie, instead of laying them side by side."""
+    attends_to_all = policy.attention == "device" and policy.selection.method == "none"
+    return problem.attends_in_place and attends_to_all and "tok" not in policy.cache_entries

@@ -141,12 +141,6 @@ class Wave:
         return disk_from(self.layout, self.policy)
 
 
-def attends_in_place(problem: Problem, policy: Policy) -> bool:
-    """Whether decode steps under a policy read keys and values where they lie, instead of laying them side by side."""
-    attends_to_all = policy.attention == "device" and policy.selection.method == "none"
-    return problem.attends_in_place and attends_to_all and "tok" not in policy.cache_entries
-
-
 def stored_layout(problem: Problem, policy: Policy) -> LayerLayout:
     """Layout of a layer whose matrices are stored in the policy's bits."""
     stored = problem.stored(policy.bits)

@@ -14,9 +14,10 @@ import torch
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.memory import log_shape, mini_batch_sizes
+from flexhybrid.core.problem import attends_in_place
 from flexhybrid.core.schedule.steps import MiniBatchStep, Store
 from flexhybrid.core.task import Task, Work
-from flexhybrid.core.wave import Wave, attends_in_place
+from flexhybrid.core.wave import Wave
 from flexhybrid.runtime.buffers import Buffers, Context
 from flexhybrid.runtime.cuda import CudaCopies
 from flexhybrid.runtime.kernels.attention import PATHS, Share

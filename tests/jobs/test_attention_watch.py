@@ -70,7 +70,7 @@ def test_columns_hold_the_keys_of_the_tokens_they_are_said_to_hold(checkpoint, r
         def attended(executor, task):
             attend(executor, task)
             if task.iteration:
-                keys, _, mask = executor.context
+                keys, _, mask, _ = executor.context
                 positions = positions_of(task).expand(*keys.shape[:3])
                 held = positions >= 0
                 assert mask is None or torch.equal(held[:, :1], mask[:, 0] == 0)

@@ -16,7 +16,6 @@ from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import ElementBytes, Policy
 from flexhybrid.core.schedule.steps import MiniBatchStep
 from flexhybrid.core.task import Work
-from flexhybrid.core.wave import attends_in_place
 
 Count = float | np.ndarray  #: a number, or an array with an element a candidate
 
@@ -57,10 +56,6 @@ def counts_of(step: MiniBatchStep, wave) -> StepCounts:
     selected = None
     if policy.selection.method == "speculative" and not step.prefill:
         selected = int(selected_tokens(policy.selection, context))
-    in_place = None
-    alone = step.width == 1 and not step.prefill and not step.commons
-    if alone and attends_in_place(wave.problem, wave.policy):
-        in_place = int(step.context.sum()) + len(step.requests)
     return StepCounts(
         prefill=step.prefill,
         batch=len(step.requests),
@@ -72,7 +67,7 @@ def counts_of(step: MiniBatchStep, wave) -> StepCounts:
         stored=stored,
         recomputed=step.recomputed_width,
         selected=selected,
-        in_place=in_place,
+        in_place=int(step.context.sum()) + len(step.requests) if step.in_place else None,
         common=sum(len(common.rows) * common.tokens for common in step.commons),
         common_act=step.act_rows // BLOCK_TOKENS - len(step.requests) * step.act_blocks,
         common_reads=sum(common.rows.size * common.tokens for common in step.commons),

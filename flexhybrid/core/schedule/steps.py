@@ -12,6 +12,7 @@ from flexhybrid.core.context.packing import chunk_tokens, num_chunks
 from flexhybrid.core.context.prefixes import shared_runs
 from flexhybrid.core.context.selection import kept_tokens, limits_cache
 from flexhybrid.core.context.split import split_point
+from flexhybrid.core.problem import attends_in_place
 
 
 class BlockRun(NamedTuple):
@@ -180,6 +181,7 @@ class MiniBatchStep:
     joins: bool = False  #: others had these places before: the first tokens of requests that join a running wave
     commons: tuple[Common, ...] = ()
     builds: bool = False  #: it computes shared blocks, and what it stores goes there
+    in_place: bool = False  #: it decodes, and reads keys and values where they lie
 
     @cached_property
     def prefill(self) -> bool:
@@ -268,6 +270,8 @@ def make_step(
         segments += _segments(wave, mini_batch, entry, extent, tokens_by_entry[:, i])
     recomputed = entries.tok_tokens(context) if entries.tok_share else None
     stores = _stores(wave, requests, context, new_tokens, built)
+    commons = () if wave.sharing is None else _commons(wave, requests, depth)
+    decodes = bool(age[0]) and not commons
     return MiniBatchStep(
         iteration=iteration,
         mini_batch=mini_batch,
@@ -283,8 +287,9 @@ def make_step(
         queued=wave.request[requests],
         begins=bool(not age[0] and (built is not None or context[0] == shared[0])),
         joins=bool(iteration > 0 and not age[0] and (built is not None or context[0] == shared[0])),
-        commons=() if wave.sharing is None else _commons(wave, requests, depth),
+        commons=commons,
         builds=built is not None,
+        in_place=decodes and attends_in_place(wave.problem, wave.policy),
     )
 
 

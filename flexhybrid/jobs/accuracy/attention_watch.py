@@ -114,7 +114,7 @@ class Seen:
 def attention_weights(executor: Executor, task: Task) -> torch.Tensor:
     """Return the weights [B, G, r, T] in float32 of a decode step's new token for the attention buffer's columns."""
     step, shape = task.payload.step, executor.shape
-    keys, _, mask = executor.context
+    keys, _, mask, _ = executor.context
     rows = executor.kvq[task.payload.slot][:, shape.kv_width :].view(len(step.requests), -1, shape.query_width)
     query = rows[:, -1].view(len(rows), shape.num_kv_heads, -1, shape.head_dim).float()
     scores = torch.matmul(query * shape.head_dim**-0.5, keys.float().transpose(-1, -2))
