@@ -1,7 +1,9 @@
 """A job killed at seeded points and resumed, until it is done: ``make soak``, and a short run of it in the suite.
 
 Each attempt is a process of its own, forked from one that has loaded everything, and ended by SIGKILL: before, within
-or after its n-th write, at its n-th fsync, at its n-th sampled step, or after some time.
+or after its n-th write, at its n-th fsync, at its n-th sampled step, as its n-th request joins or steps back, at the
+n-th chunk of its census, or after some time. Files are JSON lines, or Parquet in and out. Pools are so small that
+requests step back, and the census counts a few lines before the first answers, the others meanwhile.
 """
 
 from __future__ import annotations
@@ -21,12 +23,19 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+import pyarrow as pa
 import torch
 from models import save_opt
+from pyarrow import parquet
 from tqdm import tqdm
 
 from flexhybrid import cli
+from flexhybrid import llm as llm_module
 from flexhybrid.batch import answers as answers_module
+from flexhybrid.batch import census as census_module
+from flexhybrid.core.schedule.refill import RunningBatch
+from flexhybrid.jobs.run import job as run_module
+from flexhybrid.jobs.run.options import journal_of
 from flexhybrid.requests import RequestCodec
 from flexhybrid.runtime.executor import Executor
 
@@ -34,7 +43,28 @@ from flexhybrid.runtime.executor import Executor
 COMPLETED = mmap.mmap(-1, 8)
 tqdm.monitor_interval = 0  # its thread may hold the bars' lock while an attempt is forked, which then waits for ever
 answers_module.SYNC_S = 0.0  # at every write: by the clock, an attempt might have fewer fsyncs than the one counted
-KINDS = ("before write", "within write", "after write", "fsync", "step")
+census_module.CHUNK_LINES, run_module.CENSUS_S = 16, 0.0  # the first chunk is answered while the others are counted
+KINDS = ("before write", "within write", "after write", "fsync", "step", "join", "step back", "census")
+POOL_SHARE = 0.1  #: of an answer's limit, for which there are blocks: the youngest requests step back
+LETTERS = {chr(ord("0") + i): 3 + i for i in range(61)}  #: token ids of the tokenizer: a token a character
+
+
+def save_model(folder: Path) -> None:
+    """A tiny random OPT with a tokenizer."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    save_opt(folder, vocab=64)
+    tokenizer = Tokenizer(models.BPE({"<s>": 0, "<pad>": 1, "</s>": 2} | LETTERS, [], unk_token="<pad>"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="</s>", eos_token="</s>").save_pretrained(folder)
+
+
+def write_table(path: Path, count: int, seed: int) -> None:
+    """Prompts in a column of Parquet."""
+    generator = random.Random(seed)
+    texts = ["".join(generator.choices(list(LETTERS), k=generator.randrange(1, 24))) for _ in range(count)]
+    parquet.write_table(pa.table({"id": [f"p{number}" for number in range(count)], "text": texts}), path)
 
 
 def write_requests(path: Path, count: int, seed: int) -> None:
@@ -44,8 +74,10 @@ def write_requests(path: Path, count: int, seed: int) -> None:
         for number in range(count):
             body = {
                 "prompt": [generator.randrange(3, 61) for _ in range(generator.randrange(1, 24))],
-                "max_tokens": generator.randrange(1, 9), "temperature": generator.choice([0, 0.8, 1.5]),
+                "max_tokens": generator.randrange(1, 24), "temperature": generator.choice([0, 0.8, 1.5]),
             }  # fmt: skip
+            if number % 5 == 3:
+                body |= {"guided_regex": "([0-9]{1,4}[A-Z])+"}
             if number % 5 == 2:
                 body |= {"n": generator.randrange(1, 4), "logprobs": 2, "echo": True, "frequency_penalty": 0.5}
             if number % 17 == 5:
@@ -79,7 +111,8 @@ def attempt(argv: list[str], point: tuple[str, int] | None, report: Path | None 
 def lay_traps(point: tuple[str, int] | None) -> Counter:
     """Let this process die at its n-th event of a kind; returns the counts of events so far."""
     counts, write, fsync, tokens_of = Counter(), os.write, os.fsync, Executor.tokens_of
-    complete = RequestCodec.completion
+    complete, start, back = RequestCodec.completion, RequestCodec.open, RunningBatch._step_back
+    count_on = census_module.Census.count_on
 
     def reached(kind: str) -> bool:
         counts[kind] += 1
@@ -111,7 +144,21 @@ def lay_traps(point: tuple[str, int] | None) -> Counter:
             COMPLETED[:] = (int.from_bytes(COMPLETED[:], "little") + 1).to_bytes(8, "little")
         return complete(self, generated)
 
-    RequestCodec.completion = counted
+    def trapped(kind: str, function):
+        def call(*arguments):
+            die_at(kind)
+            return function(*arguments)
+
+        return call
+
+    RequestCodec.completion, RequestCodec.open = counted, trapped("join", start)
+    RunningBatch._step_back = trapped("step back", back)
+    census_module.Census.count_on = trapped("census", count_on)
+    # another number of requests at a time would not fit pools of this share
+    llm_module.batch_size = lambda problem, policy, workload, at_most: (
+        min(at_most, policy.max_batch, workload.num_requests),
+        POOL_SHARE,
+    )
     os.write, os.fsync, Executor.tokens_of = trapped_write, trapped_fsync, trapped_step
     return counts
 
@@ -128,52 +175,93 @@ def answers(path: Path) -> dict[str, str]:
     return found
 
 
+class Files:
+    """A file of requests, with the command that answers it: JSON lines, or Parquet in and out."""
+
+    def __init__(self, folder: Path, ending: str, num_requests: int, seed: int):
+        self.folder, self.ending, self.num_requests = folder, ending, num_requests
+        self.source = folder / f"requests.{ending}"
+        (write_table if ending == "parquet" else write_requests)(self.source, num_requests, seed)
+
+    def out(self, name: str) -> Path:
+        return self.folder / f"{name}.{self.ending}"
+
+    def journal(self, name: str) -> Path:
+        """The file that takes the answers one by one."""
+        return journal_of(self.out(name)) if self.ending == "parquet" else self.out(name)
+
+    def command(self, name: str) -> list[str]:
+        column = ["--column", "text", "--id-column", "id"] if self.ending == "parquet" else []
+        return ["run", "-i", str(self.source), "-o", str(self.out(name)), "--model", str(self.folder / "model"),
+                "--policy", str(self.folder / "policy.json"), "--device", "cpu", "--dtype", "float32", "--json",
+                *column]  # fmt: skip
+
+    def whole(self) -> tuple[dict[str, str], dict[str, int]]:
+        """The answers of a run that nothing disturbs, and how many points of each kind it has."""
+        counts = self.folder / "counts.json"
+        assert attempt(self.command("whole"), None, counts) == 0
+        expected = answers(self.journal("whole"))
+        assert len(expected) == self.num_requests
+        return expected, json.loads(counts.read_text())
+
+    def check(self, name: str, expected: dict[str, str]) -> None:
+        """Raise AssertionError for anything lost, doubled or changed; remove the files."""
+        assert answers(self.journal(name)) == expected, f"other answers in {name}"
+        if self.ending == "parquet":
+            table = parquet.read_table(self.out(name)).to_pylist()
+            assert [row["line"] for row in table] == sorted({row["line"] for row in table})
+            assert len(table) == self.num_requests
+        for path in self.folder.glob(f"{name}.*"):
+            path.unlink()
+
+
+def chosen_points(counts: dict[str, int], num_points: int, generator: random.Random) -> list[tuple[str, int]]:
+    """As many points of each kind as there are, but for the last ones, which what the census counts meanwhile moves."""
+    points = [(kind, n) for kind in KINDS for n in range(1, counts.get(kind, 0) * 4 // 5 + 1)]
+    shuffled = generator.sample(points, len(points))
+    turns = zip_longest(*([point for point in shuffled if point[0] == kind] for kind in KINDS))
+    chosen = [point for turn in turns for point in turn if point][:num_points]
+    return chosen + generator.choices(points, k=num_points - len(chosen))
+
+
 def soak(
     folder: Path, num_requests: int, num_points: int, num_timed: int, seed: int, batch: int, show: bool = False
 ) -> dict:
     """Kill and resume; raises AssertionError for anything lost, doubled or changed. Returns counts. ``show``: say now
     and then on stderr how far it is."""
-    generator = random.Random(seed)
+    generator, began = random.Random(seed), time.monotonic()
     os.environ["FLEXHYBRID_CACHE"] = str(folder / "cache")  # nothing is known of the machine, nothing predicted
-    save_opt(folder / "model")
+    save_model(folder / "model")
     policy = {"name": "soak", "cache": {"act@host": 0.5, "kv@host": 0.5}, "max_batch": batch}
     (folder / "policy.json").write_text(json.dumps(policy))
-    write_requests(folder / "requests.jsonl", num_requests, seed)
-
-    def command(out: Path) -> list[str]:
-        return ["run", "-i", str(folder / "requests.jsonl"), "-o", str(out), "--model", str(folder / "model"),
-                "--policy", str(folder / "policy.json"), "--device", "cpu", "--dtype", "float32", "--json"]  # fmt: skip
-
-    began = time.monotonic()
-    assert attempt(command(folder / "whole.jsonl"), None, folder / "counts.json") == 0
-    whole_s = time.monotonic() - began
-    expected = answers(folder / "whole.jsonl")
-    assert len(expected) == num_requests
-    counts = json.loads((folder / "counts.json").read_text())
-    points = [(kind, n) for kind in KINDS for n in range(1, counts[kind] + 1)]
-    shuffled = generator.sample(points, len(points))
-    turns = zip_longest(*([point for point in shuffled if point[0] == kind] for kind in KINDS))
-    chosen = [point for turn in turns for point in turn if point][:num_points]  # as many of each kind as there are
-    chosen += generator.choices(points, k=num_points - len(chosen))
-    killed = most_lost = 0
-    for number, point in enumerate([*chosen, *[None] * num_timed]):
-        out = folder / f"{number}.jsonl"
-        status = attempt(command(out), point, after_s=None if point else generator.uniform(0, whole_s))
+    runs = []  # of both kinds of files: (files, expected answers, points)
+    for ending, share in (("jsonl", 0.8), ("parquet", 0.2)):
+        files = Files(folder, ending, num_requests, seed)
+        expected, counts = files.whole()
+        assert ending != "jsonl" or all(counts.get(kind) for kind in KINDS), f"no point of some kinds: {counts}"
+        runs += [(files, expected, point) for point in chosen_points(counts, round(share * num_points), generator)]
+    whole_s = (time.monotonic() - began) / 2
+    runs += [(*runs[number % len(runs)][:2], None) for number in range(num_timed)]
+    killed, most_lost, reached = 0, 0, Counter()
+    for number, (files, expected, point) in enumerate(runs):
+        name = f"n{number}"
+        status = attempt(files.command(name), point, after_s=None if point else generator.uniform(0, whole_s))
         killed += os.WIFSIGNALED(status)
-        assert point is None or os.WIFSIGNALED(status), f"{point} was not reached"
-        kept = out.read_bytes().count(b'"status_code": 200') if out.exists() else 0
+        reached[point[0] if point else "some time"] += os.WIFSIGNALED(status)
+        journal = files.journal(name)
+        kept = journal.read_bytes().count(b'"status_code": 200') if journal.exists() else 0
         most_lost = max(most_lost, int.from_bytes(COMPLETED[:], "little") - kept)
-        if number % 3 == 0:  # and again, somewhere in what is left
-            killed += os.WIFSIGNALED(attempt(command(out), generator.choice(points)))
-        assert attempt(command(out), None) == 0, f"not resumed after {point}"
-        assert answers(out) == expected, f"other answers after {point}"
-        for path in folder.glob(f"{number}.jsonl*"):
-            path.unlink()
+        if number % 3 == 0 and point:  # and again, somewhere in what is left
+            killed += os.WIFSIGNALED(attempt(files.command(name), (point[0], generator.randrange(1, point[1] + 1))))
+        assert attempt(files.command(name), None) == 0, f"not resumed after {point}"
+        files.check(name, expected)
         if show and (number + 1) % 20 == 0:
-            print(f"{number + 1} of {num_points + num_timed} points", file=sys.stderr, flush=True)
+            print(f"{number + 1} of {len(runs)} points", file=sys.stderr, flush=True)
+    points = len(runs) - num_timed
+    assert sum(reached.values()) - reached["some time"] >= 0.9 * points, f"points that were reached: {reached}"
     assert most_lost <= batch, f"a kill lost {most_lost} complete answers; {batch} were in flight"
     return {
-        "points": len(chosen), "timed": num_timed, "killed": killed, "most_answers_lost": most_lost,
+        "points": points, "timed": num_timed, "killed": killed, "reached": reached, "most_answers_lost": most_lost,
         "seconds": time.monotonic() - began,
     }  # fmt: skip
 
