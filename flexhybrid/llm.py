@@ -382,9 +382,9 @@ class LLM:
         """Answer the requests ``members`` (indices) in one batch. ``completed(index, generated)`` is called as soon as
         an answer is complete; what ends the answers is added to ``control``."""
 
-        def finished(queued: int, tokens: list[int], stop: int | str | None) -> None:
+        def finished(queued: int, _tokens: list[int], stop: int | str | None) -> None:
             generated = running.generated(queued)
-            generated.token_ids, generated.stop = tokens, stop
+            generated.stop = stop
             completed(int(members[queued]), generated)
 
         def stop_text(queued: int) -> Callable[[int], str | None] | None:
@@ -400,6 +400,7 @@ class LLM:
         control = replace(
             control,
             num_given=num_given if any(num_given) else None,
+            answer_of=lambda queued: running.generated(queued).token_ids,
             stop_ids=lambda queued: self.codec.stop_ids(running.generated(queued).params),
             stop_text=stop_text,
             on_finish=finished,

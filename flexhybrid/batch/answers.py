@@ -2,23 +2,31 @@
 
 An answer and its done mark are the same line, keyed by the input's line number in ``id``. Lines are written in groups,
 each by a single write to a file opened for appending; what a failed write leaves is cut off again. A process that dies
-in the middle of a write leaves at most a torn last line, which the next one cuts once, when it opens the file.
+in the middle of a write leaves at most a torn last line, which the next one cuts once, when it opens the file. While a
+disk is full, lines wait in memory and the run goes on.
 """
 
 import contextlib
+import errno
 import os
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NoReturn
 
 import numpy as np
+from tqdm import tqdm
 
 from flexhybrid.batch.replies import parse_answer
 from flexhybrid.core.errors import InputError, file_errors
 from flexhybrid.core.files import lock_file
 
 SYNC_RESULTS, SYNC_S = 256, 1.0  #: results, or seconds, after which what was written is waited for
+FULL = (errno.ENOSPC, errno.EDQUOT)  #: errors of a disk where room may be made
+RETRY_S = 2.0  #: seconds between attempts to write to a full disk
+MOST_WAITING_BYTES = 1 << 28  #: of lines that wait for room
+ROOM_WAIT_S = 600.0  #: seconds that a run waits for room when nothing is left to compute
 PENDING, ANSWERED, FAILED = 0, 1, 2  #: of a line: not done, an answer, an error
 
 
@@ -30,6 +38,9 @@ class AnswerFile:
         """Raises InputError where it cannot be written, or another process is writing it."""
         self.path = path
         self._size, self._lacks_end, self._unsynced, self._synced_at = 0, False, 0, time.monotonic()
+        self._waiting = b""  # whole lines for which the disk has no room
+        self._retry_at = 0.0  # time of the next attempt on a full disk; 0: it is not full
+        self._failure: InputError | None = None
         with file_errors(f"write {path}"):
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0), 0o644)
         try:
@@ -88,25 +99,64 @@ class AnswerFile:
         self.sync()
 
     def append(self, lines: list[bytes]) -> None:
-        """Write whole lines. Raise InputError where that fails; the lines that were written whole are kept."""
-        if not lines:
-            return
-        data, written = b"".join(lines), 0
+        """Write whole lines; on a full disk, keep them until there is room. Raise InputError where writing fails
+        otherwise, or too many wait; the lines that were written whole are kept, and none is written any more."""
+        full, self._waiting = self._retry_at > 0, self._waiting + b"".join(lines)
+        if self._waiting and (not full or time.monotonic() >= self._retry_at):
+            self._write_waiting()
+        if len(self._waiting) > MOST_WAITING_BYTES:
+            self._fail(os.strerror(errno.ENOSPC))
+        self.sync_if_due()
+
+    def finish(self) -> None:
+        """Wait until all lines are on the disk. Raise InputError where there is no room for ROOM_WAIT_S."""
+        until = time.monotonic() + ROOM_WAIT_S
+        while self._waiting:
+            self._write_waiting()
+            if self._waiting and time.monotonic() >= until:
+                self._fail(os.strerror(errno.ENOSPC))
+            if self._waiting:
+                time.sleep(RETRY_S)
+        self.sync()
+
+    def _write_waiting(self) -> None:
+        """Write the lines that wait, as many as there is room for."""
+        if self._failure:
+            raise self._failure
+        data, written, full = self._waiting, 0, self._retry_at > 0
         try:
             while written < len(data):  # a disk that is nearly full takes a part, and says why with the next
                 written += os.write(self._fd, data[written:])
         except OSError as error:
-            whole = data.rfind(b"\n", 0, written) + 1
-            with contextlib.suppress(OSError):  # else the next run cuts it
-                os.ftruncate(self._fd, self._size + whole)
-                self._size += whole
-            raise InputError(
-                f"cannot write {self.path}: {error.strerror}; what was written before is whole: make room and give the "
-                "same command again"
-            ) from None
-        self._size += len(data)
-        self._unsynced += len(lines)
-        self.sync_if_due()
+            written = data.rfind(b"\n", 0, written) + 1
+            try:
+                os.ftruncate(self._fd, self._size + written)
+            except OSError:  # the next run cuts it
+                self._fail(error.strerror)
+            if error.errno not in FULL:
+                self._fail(error.strerror)
+            if not full:
+                self._say(f"cannot write {self.path}: {error.strerror}; answers wait in memory: make room")
+            self._retry_at = time.monotonic() + RETRY_S
+        else:
+            if full:
+                self._say(f"there is room for {self.path} again: what waited is written")
+            self._retry_at = 0.0
+        self._size += written
+        self._waiting = data[written:]
+        self._unsynced += data.count(b"\n", 0, written)
+
+    def _fail(self, reason: str | None) -> NoReturn:
+        """Write nothing any more."""
+        self._failure = InputError(
+            f"cannot write {self.path}: {reason}; what was written before is whole: make room and give the same "
+            "command again"
+        )
+        raise self._failure from None
+
+    def _say(self, text: str) -> None:
+        """Tell the user, beside a progress bar."""
+        tqdm.write(f"flexhybrid: {text}", file=sys.stderr)
 
     def sync_if_due(self) -> None:
         """Wait for the disk now and then, so that a power failure costs little."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -53,6 +52,7 @@ class RunControl:
     """
 
     num_given: Sequence[int] | None = None  #: of each request: its first tokens are given (``forcing``), not its answer
+    answer_of: Callable[[int], list[int]] = lambda request: []  #: a request's list that takes its tokens as they come
     stop_ids: Callable[[int], Collection[int]] = lambda request: ()  #: token ids that end a request
     stop_text: StopText = lambda request: None  #: of a request that a text may end; None: none may
     on_tokens: Callable[[int], None] | None = None
@@ -230,6 +230,17 @@ def _resolved(event: TraceEvent, resolved: dict[tuple, Work]) -> TraceEvent:
     return event if work is None else event._replace(task=event.task._replace(work=work))
 
 
+class _Answers(dict[int, list[int]]):
+    """Tokens by request, in lists that ``answer_of`` gives."""
+
+    def __init__(self, answer_of: Callable[[int], list[int]]):
+        super().__init__()
+        self._answer_of = answer_of
+
+    def __missing__(self, request: int) -> list[int]:
+        return self.setdefault(request, self._answer_of(request))
+
+
 class _Collector:
     """Gathers sampled tokens as their copies to the host complete, and knows which requests have stopped."""
 
@@ -241,7 +252,7 @@ class _Collector:
         self.num_given = list(control.num_given or [0] * count)
         self.max_tokens = workload.max_tokens - np.array(self.num_given)
         self.num_requests = count
-        self.tokens: dict[int, list[int]] = defaultdict(list)  #: by request, those that have begun
+        self.tokens = _Answers(control.answer_of)  #: by request, those that have begun
         executor.answers = self.tokens
         self.stops: dict[int, int | str | None] = {}
         self._pending: list[tuple[Task, int]] = []  # store_out tasks not yet collected, in the plan's order

@@ -21,6 +21,7 @@ from flexhybrid import LLM, InputError, SamplingParams, cli, shipped
 from flexhybrid import resolve as machine
 from flexhybrid.arguments import LLMArguments
 from flexhybrid.batch import answers as answers_module
+from flexhybrid.batch import in_flight as in_flight_module
 from flexhybrid.batch.answers import ANSWERED, FAILED, AnswerFile
 from flexhybrid.batch.openai import Refused
 from flexhybrid.batch.replies import error_line
@@ -136,6 +137,61 @@ def test_killed_anywhere_and_resumed_nothing_is_lost_or_changed():
     assert json.loads(done.stdout)["killed"] >= 10
 
 
+def test_after_a_kill_the_next_run_says_how_far_the_requests_in_flight_were(tiny, tmp_path, capsys, monkeypatch):
+    """By the tokens that each had in the reference's answers when the batch broke off."""
+    monkeypatch.setattr(in_flight_module, "NOTE_S", 0.0)
+    source, out = requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
+    assert run(source, tmp_path / "whole.jsonl", tiny) == 0
+    lengths = {
+        row["id"]: row["response"]["body"]["usage"]["completion_tokens"] for row in read(tmp_path / "whole.jsonl")
+    }
+    iterations = []
+
+    def killed(self, count, advance=run_module.Job.advance):
+        advance(self, count)
+        iterations.append(count)
+        if len(iterations) == 4:
+            raise SystemExit("killed")
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(run_module.Job, "advance", killed)
+        run(source, out, tiny)
+    # noted after each iteration but the last: the requests all began together, and those of three tokens have ended
+    expected = {int(name[-8:]): 3 for name, length in lengths.items() if name not in by_id(out)}
+    assert expected and sum(expected.values()) <= sum(iterations[:3])
+    capsys.readouterr()
+    assert run(source, out, tiny, "--json") == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out)["tokens_lost_before"] == {str(line): tokens for line, tokens in expected.items()}
+    assert by_id(out) == by_id(tmp_path / "whole.jsonl") and not [*tmp_path.glob("*.in-flight*")]
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(run_module.Job, "advance", killed)
+        iterations.clear()
+        run(source, out, tiny, "--restart")
+    assert run(source, out, tiny) == 0
+    assert f"resumed    {len(expected)} requests were in flight" in capsys.readouterr().out
+    assert run(source, out, tiny) == 0 and "resumed" not in capsys.readouterr().out
+
+
+def test_answers_are_on_the_disk_while_the_batch_runs(tiny, tmp_path, monkeypatch):
+    """Each of them in the iteration in which its last token is heard of: nobody waits for the longest one."""
+    limits = [1, 3, 30, 2, 9]  # of one batch
+    source, out, there = tmp_path / "in.jsonl", tmp_path / "out.jsonl", []
+    source.write_text(
+        "".join(line(f"r{i}", prompt=[5 + i], max_tokens=n, ignore_eos=True) + "\n" for i, n in enumerate(limits))
+    )
+
+    def advance(self, count, advance=run_module.Job.advance):
+        there.append(set(by_id(out)))
+        advance(self, count)
+
+    monkeypatch.setattr(run_module.Job, "advance", advance)
+    assert run(source, out, tiny) == 0
+    assert len(there) == 30
+    for iteration, names in enumerate(there, 1):
+        assert names == {f"batch_req_{i:08d}" for i, limit in enumerate(limits, 1) if limit <= iteration}
+
+
 def test_a_tail_torn_at_any_byte_is_repaired(tiny, tmp_path):
     """Every truncation within the last two lines keeps what was whole, and loses nothing else."""
     lines = [error_line(n, Refused("c", f"text {n} “é”")) for n in range(1, 5)]
@@ -180,6 +236,7 @@ def test_a_full_disk_at_any_write_leaves_whole_lines_and_resumes(tiny, tmp_path,
     source, out = requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
     assert run(source, tmp_path / "whole.jsonl", tiny) == 0
     expected, number = by_id(tmp_path / "whole.jsonl"), 0
+    monkeypatch.setattr(answers_module, "ROOM_WAIT_S", 0.0)
     write, full = os.write, []
 
     def failing(fd, data):
@@ -205,6 +262,47 @@ def test_a_full_disk_at_any_write_leaves_whole_lines_and_resumes(tiny, tmp_path,
         assert run(source, out, tiny) == 0 and by_id(out) == expected
         number += 1
     assert number >= 3
+
+
+@pytest.mark.parametrize("short", [False, True])
+def test_while_a_disk_is_full_answers_wait_and_the_run_goes_on(tiny, tmp_path, capsys, monkeypatch, short):
+    """Room is made after some attempts: the batch has ended by then or not, and every line is there once."""
+    source, out = requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
+    assert run(source, tmp_path / "whole.jsonl", tiny) == 0
+    expected, write = by_id(tmp_path / "whole.jsonl"), os.write
+    monkeypatch.setattr(answers_module, "RETRY_S", 1e-6)
+    for attempts in (1, 3, 40):
+        left = [attempts]
+
+        def failing(fd, data, left=left):
+            left[0] -= 1
+            if left[0] < 0:
+                return write(fd, data)
+            if short and left[0] % 2:
+                return write(fd, data[: len(data) // 2])
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        out.unlink(missing_ok=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(answers_module.os, "write", failing)
+            assert run(source, out, tiny) == 0
+        assert by_id(out) == expected and left[0] < 0
+        told = capsys.readouterr().err
+        assert told.count("answers wait in memory: make room") == told.count("what waited is written") == 1
+
+
+def test_too_many_answers_that_wait_end_the_run_with_whole_lines(tiny, tmp_path, capsys, monkeypatch):
+    source, out = requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
+    monkeypatch.setattr(answers_module, "MOST_WAITING_BYTES", 500)
+
+    def full(fd, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(answers_module.os, "write", full)
+        assert run(source, out, tiny) == 2
+    assert "make room and give the same command again" in capsys.readouterr().err and out.read_bytes() == b""
+    assert run(source, out, tiny) == 0 and len(by_id(out)) == 12
 
 
 def test_one_writer_a_file(tiny, tmp_path, capsys):

@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
+from flexhybrid.batch.in_flight import Tokens
 from flexhybrid.batch.openai import Request
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.errors import InputError
@@ -65,6 +66,9 @@ class PendingRequests(Protocol):
     def advance(self, num_tokens: int) -> None:
         """Take the number of tokens that an iteration has generated."""
 
+    def keep(self, in_flight: Callable[[], Tokens]) -> None:
+        """Note now and then how far the lines are that are not answered, for the run after a kill."""
+
     def note(self, text: str) -> None:
         """Tell the user something."""
 
@@ -104,7 +108,7 @@ class Batch:
         self.place = np.repeat(places, num_answers)  #: of each request's line
         self.index = np.arange(len(self.place)) - np.repeat(np.cumsum(num_answers) - num_answers, num_answers)
         self.replies = Replies(self.llm.codec)
-        self.open_lines: dict[int, Request] = {}  #: by place, those that run
+        self.open_lines: dict[int, tuple[Request, list[Generated]]] = {}  #: by place, those that run
         self.answered: list[Answered] = []
         self.next_check = CHECKED_LINES
         self.outlook: Outlook | None = None
@@ -125,11 +129,13 @@ class Batch:
             if not self.next_check:
                 self.requests.check_input_unchanged()
                 self.next_check = CHECKED_LINES
-            self.open_lines[place] = self.requests.request(place + 1)
-        line = self.open_lines[place]
+            self.open_lines[place] = self.requests.request(place + 1), []
+        line, answers = self.open_lines[place]
         if self.outlook:
             self.outlook.begin(request)
-        return self.llm.codec.open(line.token_ids, line.params, int(self.index[request]))
+        generated, plan = self.llm.codec.open(line.token_ids, line.params, int(self.index[request]))
+        answers.append(generated)
+        return generated, plan
 
     def completed(self, request: int, generated: Generated) -> None:
         if self.outlook:
@@ -138,7 +144,7 @@ class Batch:
         reply = self.replies.add(place, generated, None, str(place))
         if reply is None:
             return
-        line = self.requests.line(place + 1, self.open_lines.pop(place), reply)
+        line = self.requests.line(place + 1, self.open_lines.pop(place)[0], reply)
         num_tokens = sum(len(output.token_ids) for output in reply.outputs)
         self.answered.append(Answered(place + 1, line, num_tokens))
 
@@ -152,6 +158,11 @@ class Batch:
         if self.outlook:
             self.outlook.advance(count)
         self.requests.advance(count)
+        self.requests.keep(self.in_flight)
+
+    def in_flight(self) -> Tokens:
+        """Return how far the lines are that are not answered."""
+        return {place + 1: sum(len(of.token_ids) for of in open_[1]) for place, open_ in self.open_lines.items()}
 
 
 def _shrink(llm: LLM, error: torch.OutOfMemoryError, note: Callable[[str], None]) -> None:

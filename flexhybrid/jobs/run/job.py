@@ -23,6 +23,7 @@ from flexhybrid.arguments import LLMArguments
 from flexhybrid.batch.answers import ANSWERED, FAILED, PENDING, AnswerFile
 from flexhybrid.batch.census import RequestFile, file_state, first_url, take_census
 from flexhybrid.batch.formats import format_of, open_lines
+from flexhybrid.batch.in_flight import InFlight, Tokens
 from flexhybrid.batch.manifest import check_same, load_manifest, manifest_path, model_record, save_manifest
 from flexhybrid.batch.openai import CHAT, Request
 from flexhybrid.batch.replies import answer_line, error_line
@@ -57,6 +58,7 @@ from sim.answer_lengths import with_mean
 CENSUS_S = 5.0  #: seconds of counting before the first requests are answered
 ERRORS_AT_ONCE = 256  #: lines of refused requests that are written together
 REFILLS = 4  #: times as many requests as run together stand for a queue whose places are taken anew
+SHOWN_LINES = 5  #: of those that a kill has cost
 PARTED = 1.5  #: times by which speed and prediction differ before a new profile is advised
 STOPPED = 130  #: exit status of a run that was asked to stop
 VERSIONED = {"flexhybrid": flexhybrid, "torch": torch, "transformers": transformers}  #: named in the manifest
@@ -212,6 +214,8 @@ class Job:
         self._taken = 0  #: lines of the census that are in the order, or refused
         self._earlier = 0  #: lines that earlier runs have done
         self.tokens = 0  #: that this run has generated, of answers that it has written
+        self.in_flight = InFlight(options.output)
+        self.lost: Tokens = {}  #: of lines that were in flight when the run before broke off
         self.manifest: dict = {}
         self.trace: list[TraceEvent] = []  #: of the first wave, where a trace or a report is asked for
         self.lanes: dict[str, LaneTimes] = {}  #: of the first wave likewise
@@ -231,6 +235,7 @@ class Job:
             raise InputError(f"{options.input} is empty")
         self._resume(say)
         self._earlier = int((self.states != PENDING).sum())
+        self._say_lost(say)
         if not len(self.pending()) and not self.census.valid.any():
             reason = next(self.source.refusals([1]))[1].message
             raise InputError(
@@ -240,7 +245,7 @@ class Job:
         work = self._answer(say) if len(self.pending()) else None
         stopped = bool((self.states == PENDING).any())
         for file in self.files.values():
-            file.sync()
+            file.finish()
             if (options.ordered or options.parquet) and not stopped:
                 file.sort(self.census.num_lines)
         if options.parquet and not stopped:
@@ -278,6 +283,7 @@ class Job:
 
                 config = actor_config(self.llm, self.source, plan, self.manifest["created"])
                 answer_on_cluster(self, self.source, self.crew, config, stop)
+        self.in_flight.remove()
         ended = CpuUse.now()
         others = None if self.crew else ended.others_since(started)
         rate = plan.expected_tokens / plan.seconds if plan.seconds else None
@@ -297,6 +303,9 @@ class Job:
         now = self._identity()
         earlier = load_manifest(options.output)
         used = [file.path for file in self.files.values() if not file.is_empty]
+        if not options.restart and earlier and earlier.get("input") == now["input"]:
+            self.lost = self.in_flight.earlier()
+        self.in_flight.remove()
         if options.restart or not used:
             if (left := (earlier or {}).get("errors")) and left != now["errors"]:
                 # Its folder is not known: a file of that name may be another's.
@@ -319,6 +328,19 @@ class Job:
         for file in self.files.values():
             file.repair()
         self.states = states
+
+    def _say_lost(self, say: Callable[[str], None]) -> None:
+        """Tell how far the requests were that the end of the run before has cost."""
+        states = self.states
+        self.lost = {n: tokens for n, tokens in self.lost.items() if n <= len(states) and states[n - 1] == PENDING}
+        if self.lost:
+            furthest = sorted(self.lost.items(), key=lambda line: -line[1])
+            more = ", …" * (len(furthest) > SHOWN_LINES)
+            named = ", ".join(f"line {number}: {tokens:,}" for number, tokens in furthest[:SHOWN_LINES])
+            say(
+                f"resumed    {len(self.lost):,} requests were in flight when the run before broke off; their "
+                f"{sum(self.lost.values()):,} tokens are computed again ({named}{more})"
+            )
 
     def _identity(self) -> dict:
         """Return what the results depend on: a run that goes on with this one must agree in it."""
@@ -442,6 +464,9 @@ class Job:
     def advance(self, num_tokens: int) -> None:
         self.progress.advance(num_tokens)
 
+    def keep(self, in_flight: Callable[[], Tokens]) -> None:
+        self.in_flight.note(in_flight)
+
     def note(self, text: str) -> None:
         self.progress.note(text)
 
@@ -506,6 +531,7 @@ class Job:
             "tokens": self.tokens,
             "shared_prompt_tokens": self.llm.num_shared,
             "tokens_dropped": work.unfinished_tokens if work and stopped else 0,
+            "tokens_lost_before": self.lost,
             "seconds": work.seconds if work else 0.0,
             "tokens_per_s": self.tokens / work.seconds if work else 0.0,
             "predicted_s": work.predicted_s if work else None,

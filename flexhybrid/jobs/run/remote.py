@@ -27,6 +27,7 @@ from ray.exceptions import RayError
 
 from flexhybrid.arguments import LLMArguments
 from flexhybrid.batch.census import RequestFile
+from flexhybrid.batch.in_flight import Tokens
 from flexhybrid.batch.openai import Request
 from flexhybrid.batch.replies import answer_line
 from flexhybrid.batch.requests import LineReader, LineRules
@@ -258,6 +259,9 @@ class RemoteBatch:
         self._generated += num_tokens
         if self._answered or self._iterations % self.config.heartbeat == 0:
             self.flush()
+
+    def keep(self, in_flight: Callable[[], Tokens]) -> None:
+        """Keep nothing: when an actor dies, its batch is done again at once."""
 
     def note(self, text: str) -> None:
         self.send(_message(note=text))
