@@ -17,9 +17,6 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import forced_machine
 import pytest
 
-# A shell's background job ignores Ctrl-C, and so would all that it starts.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-
 # No test may hang on the machine it meets: not here, and not in the processes that tests start.
 forced_machine.install()
 forced = str(Path(forced_machine.__file__).parent)

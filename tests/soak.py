@@ -155,7 +155,7 @@ def lay_traps(point: tuple[str, int] | None) -> Counter:
     RunningBatch._step_back = trapped("step back", back)
     census_module.Census.count_on = trapped("census", count_on)
     # another number of requests at a time would not fit pools of this share
-    llm_module.batch_size = lambda problem, policy, workload, at_most: (
+    llm_module.batch_size = lambda _problem, policy, workload, at_most, *_: (
         min(at_most, policy.max_batch, workload.num_requests),
         POOL_SHARE,
     )

@@ -18,24 +18,25 @@ def policy(budget, cache=None, **more) -> Policy:
     return Policy(cache=cache or {"kv@host": 1.0}, selection=Selection("heavy_hitter", budget=budget), **more)
 
 
-MAX_TOKENS = 20
+MAX_TOKENS, LENGTHS = 20, (90, 33, 90, 20, 64)
 
 
 @pytest.fixture(scope="module", params=["opt", "llama"])
 def accounts(request, tmp_path_factory):
-    """(checkpoint, prompts, function: budget, shares of the pools -> tokens of the plain account, computed once)"""
+    """(checkpoint, prompts, function: budget, shares of the pools, whole layers, number of prompts -> tokens of the
+    plain account, computed once)"""
     folder = tmp_path_factory.mktemp(request.param)
     if request.param == "opt":
         save_opt(folder, layers=3, heads=4, positions=160, scale=0.15)
     else:
         save_llama(folder, layers=3, heads=4, kv_heads=2, positions=160, scale=0.15)
     checkpoint, generator = Checkpoint(folder), np.random.default_rng(6)
-    prompts = [generator.integers(3, 61, n).tolist() for n in (90, 33, 90, 20, 64)]
+    prompts = [generator.integers(3, 61, n).tolist() for n in LENGTHS]
 
     @functools.cache
-    def tokens(budget: float, *shares: float) -> list[list[int]]:
+    def tokens(budget: float, *shares: float, whole: int = 0, count: int = len(LENGTHS)) -> list[list[int]]:
         pools = dict(zip(("kv@host", "kv@device"), shares, strict=False))  # where they lie changes no token
-        return [plain_h2o(checkpoint, prompt, MAX_TOKENS, budget, pools) for prompt in prompts]
+        return [plain_h2o(checkpoint, prompt, MAX_TOKENS, budget, pools, whole) for prompt in prompts[:count]]
 
     return checkpoint, prompts, tokens
 
@@ -52,13 +53,13 @@ def test_tokens_are_those_of_a_plain_account(accounts, cache, budget):
 @pytest.mark.parametrize("whole, shares", [(1, (1.0,)), (2, (0.4, 0.6))])
 @pytest.mark.parametrize("schedule", ["column", "row"])
 def test_whole_layers_drop_nothing(accounts, whole, shares, schedule):
-    checkpoint, prompts, _ = accounts
+    checkpoint, prompts, tokens = accounts
     cache = dict(zip(("kv@host", "kv@device"), shares, strict=False))
     selection = Selection("heavy_hitter", budget=0.2, whole_layers=whole)
     chosen = Policy(cache=cache, selection=selection, schedule=schedule, max_mini_batch_tokens=300)
-    result = run_wave(checkpoint, chosen, prompts[:3], 20)
+    result = run_wave(checkpoint, chosen, prompts[:3], MAX_TOKENS)
     assert check_trace(result.trace) == []
-    assert result.tokens == [plain_h2o(checkpoint, prompt, 20, 0.2, cache, whole) for prompt in prompts[:3]]
+    assert result.tokens == tokens(0.2, *shares, whole=whole, count=3)
 
 
 def test_where_no_layer_drops_anything_the_tokens_are_the_full_caches(accounts):
