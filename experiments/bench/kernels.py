@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle
 from typing import NamedTuple
 
@@ -88,6 +89,7 @@ def bench_kernels(table: Table, contender: PolicyRun, sizes: Sizes = TIMING) -> 
     bench_rotation(table, sizes, like)
     if weights.device.type == "cpu":
         bench_attention_on_host(table, sizes, weights.dtype)
+        bench_in_place(table, sizes, like, contender.session.executor.attention["decode"])
         bench_quantize(table)
 
 
@@ -175,6 +177,40 @@ def bench_gather(table: Table, sizes: Sizes, like: dict) -> None:
     plain, ours = lambda: copied.copy_(targets), lambda: gather_blocks(pool, blocks, (targets[0], targets[1]), 0, width)
     ratio = times_as_fast(plain, ours, like["device"])
     table.at_least("assemble, requests of mixed lengths: speed of a plain copy", ratio, 0.5, "x")
+
+
+def bench_in_place(table: Table, sizes: Sizes, like: dict, decode: Path) -> None:
+    """Attention that reads blocks where they lie, for requests of 1 to twice the context's tokens: its bandwidth, and
+    its time against that of laying them side by side, padded, and attending to that."""
+    from flexhybrid.runtime.kernels import in_place
+
+    generator, width = np.random.default_rng(0), sizes.heads * sizes.head_dim
+    tokens = generator.integers(1, 2 * sizes.context, 4 * sizes.batch)
+    held = ceil_blocks(tokens)
+    table_of = np.minimum((np.cumsum(held) - held)[:, None] + np.arange(held.max()), held.sum() - 1)
+    pool = torch.randn(int(held.sum()), 2, sizes.heads, BLOCK_TOKENS, sizes.head_dim, **like)
+    query = torch.randn(len(tokens), sizes.heads, sizes.head_dim, **like)
+    head = BLOCK_TOKENS * sizes.head_dim
+    strides = sizes.head_dim, head, BLOCK_TOKENS * width
+    extent = in_place.Extent(table_of * 2 * BLOCK_TOKENS * width, tokens, *strides)
+    num_threads = torch.get_num_threads()
+    bounds = in_place.bounds_of(tokens, sizes.heads, num_threads)
+    with ThreadPoolExecutor(num_threads) as workers:
+
+        def attend(memory: torch.Tensor) -> torch.Tensor:
+            return in_place.attend(query, [in_place.Part(in_place.memory_of(memory), extent)], bounds, workers.map)
+
+        share = memory_share(pool, attend)
+        table.at_least("attend in place, mixed lengths: share of the measured memory bandwidth", share, 0.6, "x")
+        targets = torch.empty(2, len(tokens), sizes.heads, int(tokens.max()), sizes.head_dim, **like)
+        mask, blocks = mask_of(np.arange(tokens.max()) >= tokens[:, None], **like), torch.from_numpy(table_of)
+
+        def assembled() -> None:
+            gather_blocks(pool, blocks, (targets[0], targets[1]), 0, int(tokens.max()))
+            decode(query[:, None], targets[0], targets[1], mask)
+
+        ratio = times_as_fast(assembled, lambda: attend(pool))
+        table.at_least("attend in place, mixed lengths: times as fast as side by side", ratio, 1.5, "x")
 
 
 def bench_rotation(table: Table, sizes: Sizes, like: dict) -> None:

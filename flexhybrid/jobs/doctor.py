@@ -139,6 +139,8 @@ def _advice(device: torch.device, hardware: Hardware | None, measured: bool, in_
             yield f"profiles of single models, from flexhybrid run, which serve these alone: {count}"
     elif hardware and not hardware.has_disk:
         yield "no disk is measured: flexhybrid profile --disk DIR lets models use one"
+    if device.type == "cpu" and importlib.util.find_spec("numba") is None:
+        yield "attention copies and pads each context, for want of compiled kernels: pip install numba"
     if importlib.util.find_spec("pyarrow") is None:
         yield "parquet files need pyarrow: pip install pyarrow"
 
