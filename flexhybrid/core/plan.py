@@ -328,7 +328,7 @@ class _Stream:
             reads += ((buffer,) if "load_kv" in works else ()) + pools
         if "assemble" in works:
             yield "assemble", reads, (places.ATTENTION,)
-            reads = qkv, places.ATTENTION
+            reads = (*reads, places.ATTENTION) if position.step.commons else (qkv, places.ATTENTION)
         yield "attend", reads, (places.ATTENDED,)
         if "attend_recomputed" in works:
             yield "attend_recomputed", (qkv, places.ATTENTION), (places.ATTENDED,)

@@ -70,7 +70,8 @@ class Context(NamedTuple):
     keys: torch.Tensor
     values: torch.Tensor
     mask_B11T: torch.Tensor | None
-    commons: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()  #: of what requests share, [g, G, T, d] each
+    #: of what requests attend to together: the rows [g, m] that share it, keys and values [g, G, T, d]
+    commons: tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], ...] = ()
 
 
 class Buffers:

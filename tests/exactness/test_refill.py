@@ -28,12 +28,12 @@ from flexhybrid.runtime.storage.weights import DiskPlace, Weights
 
 
 def answers(
-    checkpoint, policy, prompts, max_tokens, stops, count, disk_dir, share=1.0, sharing=False
+    checkpoint, policy, prompts, max_tokens, stops, count, disk_dir, share=1.0, sharing=False, attention=None
 ) -> list[list[int]]:
     """Return the tokens of each request, ``count`` places being there; ``stops``: of each request, after how many
     tokens a text ends it."""
     disk, tokens = DiskPlace(disk_dir), [[] for _ in prompts]
-    problem = Problem(shape=checkpoint.shape, dtype="float32", hardware=machine())
+    problem = Problem(shape=checkpoint.shape, dtype="float32", hardware=machine(), attention=attention)
     left = np.arange(len(prompts))
     weights = Weights(checkpoint.shape, checkpoint, "float32", torch.device("cpu"), policy, disk)
     while len(left):

@@ -14,7 +14,7 @@ from flexhybrid.core.context.cache_entries import StoredCopy
 from flexhybrid.core.context.selection import counts_uses, most_selected, partial_share, selected_tokens, whole_queries
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import ElementBytes, Policy
-from flexhybrid.core.schedule.steps import MiniBatchStep
+from flexhybrid.core.schedule.steps import Common, MiniBatchStep
 from flexhybrid.core.task import Work
 
 Count = float | np.ndarray  #: a number, or an array with an element a candidate
@@ -40,6 +40,17 @@ class StepCounts:
     common_reads: Count = 0  #: how many of them each request attends to, over all requests
 
 
+#: Queries a key head from which on requests attend together to what they share, by a product over keys laid side by
+#: side; below, where keys are read where they lie, each attends to it by itself.
+LEAST_QUERIES = 8
+
+
+def commons_together(step: MiniBatchStep, wave) -> tuple[Common, ...]:
+    """The shared blocks of a step to which requests attend together."""
+    least = LEAST_QUERIES / wave.shape.queries_per_key if step.in_place else 0
+    return tuple(common for common in step.commons if common.rows.shape[1] >= least)
+
+
 def counts_of(step: MiniBatchStep, wave) -> StepCounts:
     """The sums of one step of a ``plan.Wave``."""
     policy, blocks, copies = wave.policy, {}, {}
@@ -56,6 +67,9 @@ def counts_of(step: MiniBatchStep, wave) -> StepCounts:
     selected = None
     if policy.selection.method == "speculative" and not step.prefill:
         selected = int(selected_tokens(policy.selection, context))
+    together = commons_together(step, wave)
+    common_reads = sum(common.rows.size * common.tokens for common in together)
+    in_place = int(step.context.sum()) + len(step.requests) - common_reads if step.in_place else None
     return StepCounts(
         prefill=step.prefill,
         batch=len(step.requests),
@@ -67,10 +81,10 @@ def counts_of(step: MiniBatchStep, wave) -> StepCounts:
         stored=stored,
         recomputed=step.recomputed_width,
         selected=selected,
-        in_place=int(step.context.sum()) + len(step.requests) if step.in_place else None,
-        common=sum(len(common.rows) * common.tokens for common in step.commons),
+        in_place=in_place,
+        common=sum(len(common.rows) * common.tokens for common in together),
         common_act=step.act_rows // BLOCK_TOKENS - len(step.requests) * step.act_blocks,
-        common_reads=sum(common.rows.size * common.tokens for common in step.commons),
+        common_reads=common_reads,
     )
 
 
@@ -138,11 +152,13 @@ def step_work(shape: ModelShape, policy: Policy, stored: ElementBytes, c: StepCo
 def _attend_works(shape: ModelShape, p: int, c: StepCounts, attended: Count) -> dict[str, Work]:
     """Attention over ``attended`` columns of each request, and over what requests share."""
     if c.in_place is not None:
-        return {"attend": work.attend_decode(shape, p, 1, c.in_place)}
-    works = {
-        "assemble": work.assemble(shape, p, c.batch * attended + c.common),
-        "attend": work.attend(shape, p, c.batch, c.width, attended),
-    }
+        works = {"attend": work.attend_decode(shape, p, 1, c.in_place)}
+        works |= {"assemble": work.assemble(shape, p, c.common)} if _any(c.common) else {}
+    else:
+        works = {
+            "assemble": work.assemble(shape, p, c.batch * attended + c.common),
+            "attend": work.attend(shape, p, c.batch, c.width, attended),
+        }
     if _any(c.common):
         works["attend"] = work.attend_common(shape, p, works["attend"], c.width, c.common, c.common_reads)
     return works

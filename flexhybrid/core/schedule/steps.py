@@ -271,7 +271,6 @@ def make_step(
     recomputed = entries.tok_tokens(context) if entries.tok_share else None
     stores = _stores(wave, requests, context, new_tokens, built)
     commons = () if wave.sharing is None else _commons(wave, requests, depth)
-    decodes = bool(age[0]) and not commons
     return MiniBatchStep(
         iteration=iteration,
         mini_batch=mini_batch,
@@ -289,7 +288,7 @@ def make_step(
         joins=bool(iteration > 0 and not age[0] and (built is not None or context[0] == shared[0])),
         commons=commons,
         builds=built is not None,
-        in_place=decodes and attends_in_place(wave.problem, wave.policy),
+        in_place=bool(age[0]) and built is None and attends_in_place(wave.problem, wave.policy),
     )
 
 

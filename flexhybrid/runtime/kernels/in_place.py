@@ -58,6 +58,13 @@ def attend(q_BHd: torch.Tensor, parts: Sequence[Part], bounds: Sequence[int], sh
 
     ``bounds``: of the ranges of items that ``share`` deals to threads (``bounds_of``).
     """
+    return attend_and_sum(q_BHd, parts, bounds, share)[0].view(len(q_BHd), -1).to(q_BHd.dtype)
+
+
+def attend_and_sum(
+    q_BHd: torch.Tensor, parts: Sequence[Part], bounds: Sequence[int], share: Share
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend as ``attend`` does; return float32 [B, G, r, d], and the logarithm of what it was divided by [B, G, r]."""
     (batch, heads, d), groups = q_BHd.shape, bounds[-1] // len(q_BHd)
     query = (q_BHd.float() * d**-0.5).view(batch, groups, heads // groups, d).numpy()
     attended = torch.zeros(query.shape, dtype=torch.float32)
@@ -71,7 +78,7 @@ def attend(q_BHd: torch.Tensor, parts: Sequence[Part], bounds: Sequence[int], sh
 
     for _ in share(of_items, bounds[:-1], bounds[1:]):
         pass
-    return attended.view(batch, -1).to(q_BHd.dtype)
+    return attended, torch.from_numpy(highest + np.log(sums))
 
 
 def bounds_of(tokens_B: np.ndarray, groups: int, num_threads: int) -> list[int]:

@@ -16,6 +16,8 @@ from flexhybrid.runtime.kernels.attention import PREFILL_QUERIES, widened
 
 #: What attention gives [B, G, Q, d], and the logarithm of the sum that it was divided by [B, G, Q]; in float32.
 Weighed = tuple[torch.Tensor, torch.Tensor]
+#: Of g common parts: the rows [g, m] that have them, their keys and their values [g, G, T, d].
+SharedPart = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def attend_with_shared(
@@ -23,11 +25,10 @@ def attend_with_shared(
     k_BGTd: torch.Tensor,
     v_BGTd: torch.Tensor,
     mask_B11T: torch.Tensor | None,
-    shared: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+    shared: Sequence[SharedPart],
     in_float32: bool = False,
 ) -> torch.Tensor:
-    """Attend as a ``Path`` does over own keys and values, and over ``shared`` ones: of each part the rows [g, m] that
-    have it, its keys and its values [g, G, T, d]. Returns [B, N, H·d].
+    """Attend as a ``Path`` does over own keys and values, and over ``shared`` ones. Returns [B, N, H·d].
 
     ``in_float32``: keys and values of 16 bits are widened, as ``attention.in_float32`` does and for the same reason.
     """
@@ -55,10 +56,15 @@ def attend_with_shared(
                 )
             )
         own = parts[0] if len(parts) == 1 else (torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]))
-        for rows, keys, values in shared:
-            _merge(own, rows.flatten(), _over_shared(queries[rows], keys, values, in_float32))
+        add_shared(own, queries, shared, in_float32)
         attended[:, :, :, start : start + count] = own[0].unflatten(2, (-1, count))
     return attended.permute(0, 3, 1, 2, 4).reshape(batch, new, heads * d)
+
+
+def add_shared(own: Weighed, q_BGrNd: torch.Tensor, shared: Sequence[SharedPart], in_float32: bool) -> None:
+    """Add to what scaled queries get of their own contexts (Q = r · N) what they get of ``shared`` ones."""
+    for rows, keys, values in shared:
+        _merge(own, rows.flatten(), _over_shared(q_BGrNd[rows], keys, values, in_float32))
 
 
 def _attended(

@@ -6,6 +6,7 @@ import torch
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, ceil_blocks
 from flexhybrid.core.model.shape import ModelShape
+from flexhybrid.core.schedule.step_work import commons_together
 from flexhybrid.core.schedule.steps import Segment, block_runs
 from flexhybrid.core.task import Task
 from flexhybrid.runtime.buffers import Context
@@ -25,14 +26,24 @@ WIDE = (torch.complex128, torch.int64, torch.int32, torch.int16)  #: of 16, 8, 4
 def assemble(state: State, task: Task) -> None:
     """Lay keys and values side by side, head-major: all segments, the recomputed prefix, the new tokens."""
     step, batch = task.payload.step, len(task.payload.step.requests)
-    targets = state.buffers.attention_views(batch, step.attention_tokens)
+    own_tokens = 0 if step.in_place else step.attention_tokens
+    targets = state.buffers.attention_views(batch, own_tokens)
     rows = {"act": 0, "plain": 0}  # of what was recomputed and unpacked, that are laid so far
-    column = _lay(state, task, step.segments, targets, rows)
-    lay_own(state, task, targets, column)
-    before, commons = batch * step.attention_tokens, []
-    for common in step.commons:
-        commons.append(state.buffers.attention_views(len(common.rows), common.tokens, before))
-        _lay(state, task, common.segments, commons[-1], rows)
+    if step.in_place:
+        rows["act"] = batch * step.act_blocks * BLOCK_TOKENS
+    else:
+        column = _lay(state, task, step.segments, targets, rows)
+        lay_own(state, task, targets, column)
+    before, commons, together = batch * own_tokens, [], {id(c) for c in commons_together(step, state.wave)}
+    for common, of_step in zip(step.commons, state.tensors(task).common_rows, strict=True):
+        if id(common) not in together:
+            rows["act"] += (
+                sum(s.batch * s.buffer_blocks for s in common.segments if s.representation == "act") * BLOCK_TOKENS
+            )
+            continue
+        views = state.buffers.attention_views(len(common.rows), common.tokens, before)
+        _lay(state, task, common.segments, views, rows)
+        commons.append((of_step, *views))
         before += len(common.rows) * common.tokens
     state.context = Context(*targets, state.tensors(task).mask_B11T, tuple(commons))
 
@@ -121,16 +132,14 @@ def _widened(tensor: torch.Tensor) -> torch.Tensor:
 def attend(state: State, task: Task) -> None:
     """Attend with the new tokens over their whole context: [B, N, H·d]."""
     step, shape = task.payload.step, state.shape
-    if "assemble" not in task.payload.works:
+    if step.in_place:
         state.attended = attend_in_place(state, task)
         return
     batch, (keys, values, mask, commons) = len(step.requests), state.context
     query = state.kvq[task.payload.slot][:, shape.kv_width :].view(batch, -1, shape.num_heads, shape.head_dim)
     new = query[:, step.recomputed_width :]
     if commons:
-        shared = zip(state.tensors(task).common_rows, commons, strict=True)
-        shared = [(rows, *keys_and_values) for rows, keys_and_values in shared]
-        state.attended = attend_with_shared(new, keys, values, mask, shared, state.widens).flatten(0, 1)
+        state.attended = attend_with_shared(new, keys, values, mask, commons, state.widens).flatten(0, 1)
     elif state.selection.weighs(task):
         state.attended, weights = attention.attend_and_weigh(new.flatten(0, 1), keys, values, mask)
         state.selection.after_attend(task, weights)

@@ -8,9 +8,11 @@ import numpy as np
 import torch
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
+from flexhybrid.core.schedule.step_work import commons_together
 from flexhybrid.core.schedule.steps import MiniBatchStep, Segment
 from flexhybrid.core.task import Task
 from flexhybrid.runtime.executor import State
+from flexhybrid.runtime.kernels.shared_attention import add_shared
 
 if TYPE_CHECKING:
     from flexhybrid.runtime.kernels.in_place import Extent
@@ -22,6 +24,7 @@ class StepExtents(NamedTuple):
     segments: tuple[tuple[Segment, Extent], ...]
     own: Extent  #: of the new tokens, among the projected rows
     bounds: list[int]  #: of the ranges of requests and heads that threads take
+    shared: list[tuple[Segment, Extent]]  #: what requests share, but each attends to by itself
 
 
 def attend_in_place(state: State, task: Task) -> torch.Tensor:
@@ -37,8 +40,65 @@ def attend_in_place(state: State, task: Task) -> torch.Tensor:
     for segment, extent in extents.segments:
         memory = _memory(state, task, segment, first)
         parts.append(in_place.Part(in_place.memory_of(memory), extent))
+    for segment, extent in extents.shared:
+        parts.append(in_place.Part(in_place.memory_of(_shared_memory(state, task, segment)), extent))
     query = rows[:, shape.kv_width :].unflatten(1, (shape.num_heads, shape.head_dim))
-    return in_place.attend(query, parts, extents.bounds, state.compute_share)
+    if "assemble" not in task.payload.works:
+        return in_place.attend(query, parts, extents.bounds, state.compute_share)
+    own = in_place.attend_and_sum(query, parts, extents.bounds, state.compute_share)
+    queries = (query * shape.head_dim**-0.5).unflatten(1, (shape.num_kv_heads, -1))[:, :, :, None]
+    add_shared(own, queries, state.context.commons, state.widens)
+    return own[0].flatten(1).to(query.dtype)
+
+
+def _shared_memory(state: State, task: Task, segment: Segment) -> torch.Tensor:
+    """Return what holds shared keys and values in the task's layer, all that lie as the segment does."""
+    if segment.representation == "act":
+        return state.buffers.generated
+    if segment.tier == "device":
+        return state.buffers.pools[segment.space][task.layer]
+    return state.buffers.loaded["kv"][task.payload.slot]
+
+
+def _shared_extents(state: State, step: MiniBatchStep) -> list[tuple[Segment, Extent]]:
+    """Where the shared blocks lie to which each request attends by itself, by cache entry."""
+    from flexhybrid.runtime.kernels.in_place import Extent
+
+    together = {id(common) for common in commons_together(step, state.wave)}
+    first, lies_at = {"act": 0, "kv": 0}, {}
+    for segment in (*step.of("act"), *step.of("kv")):
+        if segment.representation == "act" or segment.tier != "device":
+            lies_at[id(segment)] = first[segment.representation]
+            first[segment.representation] += segment.batch * segment.buffer_blocks
+    blocks: dict[str, list[list[np.ndarray]]] = {}
+    kinds: dict[str, Segment] = {}
+    for common in step.commons:
+        for segment in () if id(common) in together else common.segments:
+            table = segment.block_table
+            if id(segment) in lies_at:
+                table = lies_at[id(segment)] + np.arange(table.size).reshape(table.shape)
+            kinds[segment.entry] = segment
+            of_rows = blocks.setdefault(segment.entry, [[] for _ in step.requests])
+            for members, of_group in zip(common.rows.tolist(), table):
+                for row in members:
+                    of_rows[row].append(of_group)
+    extents = []
+    for entry, of_rows in blocks.items():
+        joined = [np.concatenate(of_row) if of_row else np.zeros(0, np.int64) for of_row in of_rows]
+        counts = np.array([len(row) for row in joined], dtype=np.int64)
+        table = np.zeros((len(joined), counts.max()), dtype=np.int64)
+        table[np.arange(table.shape[1]) < counts[:, None]] = np.concatenate(joined)
+        block = table * BLOCK_TOKENS * state.shape.kv_width
+        extents.append((kinds[entry], Extent(block, counts * BLOCK_TOKENS, *_strides(state, kinds[entry]))))
+    return extents
+
+
+def _strides(state: State, segment: Segment) -> tuple[int, int, int]:
+    """Return ``token_stride``, ``head_stride`` and ``values`` of an ``Extent`` of a segment's blocks."""
+    d, width = state.shape.head_dim, state.shape.kv_width
+    if state.buffers.head_major(segment):
+        return d, BLOCK_TOKENS * d, BLOCK_TOKENS * width // 2
+    return width, d, width // 2
 
 
 def _memory(state: State, task: Task, segment: Segment, first: dict[str, int]) -> torch.Tensor:
@@ -69,12 +129,10 @@ def _step_extents(state: State, step: MiniBatchStep) -> StepExtents:
         blocks = np.arange(batch * segment.buffer_blocks).reshape(batch, -1)  # as the link or KV-Gen laid them
         if segment.representation == "kv" and segment.tier == "device" and not buffers.packed("kv"):
             blocks = segment.block_table
-        strides = width, d, width // 2
-        if buffers.head_major(segment):
-            strides = d, BLOCK_TOKENS * d, BLOCK_TOKENS * width // 2
+        strides = _strides(state, segment)
         tokens = segment.num_tokens.astype(np.int64)
         segments.append((segment, Extent(blocks.astype(np.int64) * BLOCK_TOKENS * width, tokens, *strides)))
     own_rows = np.arange(batch, dtype=np.int64)[:, None] * (width + shape.query_width)
     own = Extent(own_rows, np.ones(batch, dtype=np.int64), 0, d, width // 2)
     bounds = bounds_of(step.context + 1, shape.num_kv_heads, state.compute_threads)
-    return StepExtents(tuple(segments), own, bounds)
+    return StepExtents(tuple(segments), own, bounds, _shared_extents(state, step) if step.commons else [])
