@@ -171,7 +171,7 @@ def running_sizes(
         longest = longest_piece(wave.policy, fresh_tokens)
         if num_chunks(wave.policy, fresh_tokens) > 1:  # the last piece reads the others
             prompt = int(joining[0])
-            staged = _staged_by_chunk(entries, wave.policy, prompt)
+            staged = _staged_by_chunk(entries, wave.policy, prompt, anywhere=wave.sharing is not None)
             running, new = np.r_[running, 1], np.r_[new, longest]
             of_prompt = (
                 entries.held(prompt) - before.reshape(-1),
@@ -391,10 +391,11 @@ def _reads(wave: Wave, group: np.ndarray) -> Reads:
     )
 
 
-def _staged_by_chunk(entries: BlockEntries, policy: Policy, prompt: int) -> np.ndarray:
-    """Most tokens of each entry that one chunk of a prompt stores: [entry]."""
+def _staged_by_chunk(entries: BlockEntries, policy: Policy, prompt: int, anywhere: bool = False) -> np.ndarray:
+    """Most tokens of each entry that one chunk of a prompt stores: [entry]. ``anywhere``: chunks begin at any block,
+    not at multiples of their size."""
     size = chunk_tokens(policy.max_mini_batch_tokens)
-    before = np.arange(0, prompt, size)
+    before = np.arange(0, prompt, BLOCK_TOKENS if anywhere else size)
     after = np.minimum(before + size, prompt)
     return (entries.stored(after) - entries.stored(np.maximum(before, entries.tok_tokens(after)))).max(axis=0)
 
