@@ -278,8 +278,9 @@ class RunningBatch:
                 self.full[k] = False  # it may join in the next iteration
                 break
             else:  # nor will those that are as long
-                failures, tokens = failures + 1, queue.workload.cached_tokens[ready]
-                prompts = queue.workload.prompt_tokens[ready]
+                failures, shared = failures + 1, self._would_share(ready)
+                tokens = queue.workload.cached_tokens[ready] - shared
+                prompts = queue.workload.prompt_tokens[ready] - shared
                 shorter = np.flatnonzero((prompts < prompts[0]) | (tokens < tokens[0]))
                 if failures == 1:  # the shortest comes next: without room for that there is none for any
                     shorter = shorter[np.argsort(tokens[shorter], kind="stable")]
@@ -289,6 +290,12 @@ class RunningBatch:
         if taken:
             queue.remove(taken)
         return joining
+
+    def _would_share(self, requests: list[int]) -> np.ndarray | int:
+        """Return how many tokens each of these requests would share if it joined now."""
+        if self.sharing is None:
+            return 0
+        return np.array([len(self.sharing.tree.shared(request)) * BLOCK_TOKENS for request in requests])
 
     def _enter(self, places: np.ndarray, requests: list[int], iteration: int) -> dict[str, np.ndarray]:
         """Write requests to places; return what the arrays over places held there."""
