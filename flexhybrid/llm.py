@@ -391,11 +391,16 @@ class LLM:
             watch = running.generated(queued).watch
             return watch.push if watch else None
 
+        def joins(queued: int) -> None:
+            running.join(queued)
+            if control.on_join:
+                control.on_join(int(members[queued]))
+
         if wave.queue:
-            wave.queue.on_join, wave.queue.on_leave = running.join, running.leave
+            wave.queue.on_join, wave.queue.on_leave = joins, running.leave
         begun = wave.request.tolist()
         for queued in begun:
-            running.join(queued)
+            joins(queued)
         num_given = [running.generated(queued).num_decoded for queued in begun]
         control = replace(
             control,

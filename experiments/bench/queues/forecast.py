@@ -92,8 +92,6 @@ def _answer(llm: LLM, workload: Workload, prompts, ends, outlook: Outlook | None
     def begin(index: int) -> tuple[Generated, Any]:
         generated, plan = llm.codec.open(prompts[index], params, 0)
         generated.watch = End(int(ends[index]))  # pyright: ignore[reportAttributeAccessIssue]
-        if outlook:
-            outlook.begin(index)
         return generated, plan
 
     def completed(index: int, generated: Generated) -> None:
@@ -109,5 +107,5 @@ def _answer(llm: LLM, workload: Workload, prompts, ends, outlook: Outlook | None
             ended(num_ended)
 
     began = time.perf_counter()
-    llm.answer(workload, begin, completed, RunControl(on_tokens=on_tokens))
+    llm.answer(workload, begin, completed, RunControl(on_join=outlook.begin if outlook else None, on_tokens=on_tokens))
     return time.perf_counter() - began

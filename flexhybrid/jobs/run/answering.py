@@ -114,8 +114,9 @@ class Batch:
         self.outlook: Outlook | None = None
 
     def run(self, on_trace: OnTrace | None) -> None:
-        hears = RunControl(on_tokens=self.on_tokens, should_stop=lambda: self.stop.asked)
         self.outlook = self.requests.watch(self.workload)
+        joins = self.outlook.begin if self.outlook else None
+        hears = RunControl(on_join=joins, on_tokens=self.on_tokens, should_stop=lambda: self.stop.asked)
         try:
             self.llm.answer(self.workload, self.begin, self.completed, hears, on_trace)
         finally:
@@ -131,8 +132,6 @@ class Batch:
                 self.next_check = CHECKED_LINES
             self.open_lines[place] = self.requests.request(place + 1), []
         line, answers = self.open_lines[place]
-        if self.outlook:
-            self.outlook.begin(request)
         generated, plan = self.llm.codec.open(line.token_ids, line.params, int(self.index[request]))
         answers.append(generated)
         return generated, plan

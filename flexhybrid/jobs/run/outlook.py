@@ -32,8 +32,9 @@ class Outlook:
         self.began = self.latest = time.monotonic()
 
     def begin(self, request: int) -> None:
-        """Take a request that joins."""
-        self.begun_in[request] = self.num_iterations
+        """Take a request that joins; one that has stepped back joins again."""
+        if self.begun_in[request] < 0:
+            self.begun_in[request] = self.num_iterations
 
     def end(self, request: int, tokens: int) -> None:
         """Take a request that has ended, with the length of its answer."""
