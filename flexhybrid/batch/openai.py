@@ -332,10 +332,16 @@ def _chat_logprobs(body: dict) -> dict:
     return {**body, "logprobs": count} if asked else body
 
 
+NO_TEMPLATE = (
+    "the model has no chat template: put chat_template.jinja into its folder, or give one (--chat-template of run, "
+    "chat_template= in Python)"
+)
+
+
 def template_of(tokenizer, template: str | None, tools: list | None) -> str:
     """Return the text of a chat template: of the tokenizer's own for None. Raise Refused without one."""
     if not template and not getattr(tokenizer, "chat_template", None):
-        raise Refused("invalid_url", f"the model has no chat template: it cannot serve {CHAT}", "url")
+        raise Refused("invalid_url", NO_TEMPLATE, "url")
     return tokenizer.get_chat_template(template, tools=tools)
 
 
@@ -347,7 +353,7 @@ def chat_text(
     ``variables``: further ones of the template; ``tools``: those that the answer may call. Raise Refused.
     """
     if not template and not getattr(tokenizer, "chat_template", None):
-        raise Refused("invalid_url", f"the model has no chat template: it cannot serve {CHAT}", "url")
+        raise Refused("invalid_url", NO_TEMPLATE, "url")
     if not isinstance(messages, list) or not messages:
         raise Refused("invalid_value", f"messages is {shown(messages)}; it must be a list of messages", "messages")
     plain = []

@@ -89,7 +89,7 @@ def _counted(path: Path, model: str) -> Workload:
             f"{path} holds requests: their tokens are counted by the tokenizer beside --model, which is {model!r}; "
             f"name a checkpoint's config.json, or give a table of {', '.join(COLUMNS)}"
         )
-    from flexhybrid.batch.census import take_census
+    from flexhybrid.batch.census import RequestFile, file_state, take_census
     from flexhybrid.batch.formats import open_lines
     from flexhybrid.batch.requests import LineRules
     from flexhybrid.requests import RequestCodec, load_tokenizer
@@ -97,8 +97,13 @@ def _counted(path: Path, model: str) -> Workload:
 
     shape = Checkpoint(folder).shape
     with contextlib.closing(open_lines(path, "jsonl", None)) as lines:
-        read = LineRules("jsonl", {}, 0).reader(RequestCodec(shape, folder, load_tokenizer(folder)))
+        rules = LineRules("jsonl", {}, 0)
+        read = rules.reader(RequestCodec(shape, folder, load_tokenizer(folder)))
         census = take_census(lines, read, shape.max_context)
-    if not census.valid.any():
-        raise InputError(f"{path} has no request that can be served")
+        if census.num_lines and not census.valid.any():
+            requests = RequestFile(path, file_state(path), lines, census, rules, read)
+            reason = next(requests.refusals([1]))[1].message
+            raise InputError(f"{path} has no request that can be served; line 1: {reason}")
+    if not census.num_lines:
+        raise InputError(f"{path} is empty")
     return census.workload(np.flatnonzero(census.valid))

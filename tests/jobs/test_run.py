@@ -327,6 +327,16 @@ def test_a_resume_that_differs_is_refused_and_says_in_what(tiny, tmp_path, capsy
     assert run(source, out, tiny) == 2 and "no manifest" in capsys.readouterr().err
 
 
+def test_a_run_that_could_serve_nothing_leaves_the_output_to_its_correction(tiny, tmp_path, capsys):
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("texts that are\nno JSON\n")
+    assert run(source, out, tiny) == 2
+    assert "line 1: the line is not JSON" in (message := capsys.readouterr().err) and "--format text" in message
+    requests(source)
+    assert run(source, out, tiny, "--seed", "4") == 0 and len(by_id(out)) == 12
+    assert run(source, out, tiny, "--seed", "5") == 2  # from now on there is something to lose
+
+
 def test_bad_lines_become_errors_with_their_number_and_the_rest_runs(tiny, tmp_path, capsys):
     bad = {
         "{broken": "invalid_json", "": "empty_line", '["a"]': "invalid_json", '{"x": NaN}': "invalid_json",

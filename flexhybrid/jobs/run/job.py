@@ -177,6 +177,10 @@ def _arguments(options: RunOptions, earlier: dict, sharers: int) -> LLMArguments
     return replace(asked, hardware=hardware, dtype=dtype, budgets=budgets, attention=attention)
 
 
+#: In the manifest of a run whose lines were all refused: what the next run changes, it changes without a loss.
+NOTHING_SERVED = "nothing_served"
+
+
 class Work(NamedTuple):
     """What answering took."""
 
@@ -237,9 +241,11 @@ class Job:
         self._earlier = int((self.states != PENDING).sum())
         self._say_lost(say)
         if not len(self.pending()) and not self.census.valid.any():
-            reason = next(self.source.refusals([1]))[1].message
+            _, refused = next(self.source.refusals([1]))
+            hint = " (texts, one a line, need --format text)" if refused.code == "invalid_json" else ""
+            save_manifest(options.output, self.manifest | {NOTHING_SERVED: True})
             raise InputError(
-                f"{options.input} has no request that can be served; line 1: {reason}. All the "
+                f"{options.input} has no request that can be served; line 1: {refused.message}{hint}. All the "
                 f"reasons are in {self.errors.path}"
             )
         work = self._answer(say) if len(self.pending()) else None
@@ -306,7 +312,7 @@ class Job:
         if not options.restart and earlier and earlier.get("input") == now["input"]:
             self.lost = self.in_flight.earlier()
         self.in_flight.remove()
-        if options.restart or not used:
+        if options.restart or not used or (earlier or {}).get(NOTHING_SERVED):
             if (left := (earlier or {}).get("errors")) and left != now["errors"]:
                 # Its folder is not known: a file of that name may be another's.
                 say(f"restarted  the run before kept its refused lines in {left}, which is left as it is")
