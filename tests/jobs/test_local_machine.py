@@ -17,6 +17,7 @@ from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.profile import job as profile_job
 from flexhybrid.jobs.run.job import PARTED, parted
 from flexhybrid.resolve import PacedDevice, best_policy
+from flexhybrid.runtime.profiling.attention_paths import can_attend_in_place
 from flexhybrid.runtime.profiling.cpu_use import CpuUse
 from flexhybrid.runtime.profiling.profile import ProfileSamples
 from flexhybrid.runtime.storage.loader import Checkpoint
@@ -36,7 +37,8 @@ def machine(slower: float = 1.0, overhead_s: float = 1e-6) -> Hardware:
     """A machine with one line for everything."""
     line = Line(slower * overhead_s, slower * 1e-10, slower * 1e-9)
     lines: dict[str, Line] = {resource: line for resource in ("compute", "h2d", "d2h", "host_compute")}
-    return Hardware("local", "cpu", lines, dtype="float32", faster_dtype="float32")
+    in_place = can_attend_in_place("float32")
+    return Hardware("local", "cpu", lines, dtype="float32", faster_dtype="float32", attends_in_place=in_place)
 
 
 def own_profile(model: Path) -> Path:

@@ -14,14 +14,20 @@ from pathlib import Path
 
 SAMPLE_S = 0.002
 
-#: Imports all modules that a run may load, prints "ready", and waits for a line. "fake" answers in the model's place.
+#: Imports all modules that a run may load, and what numba has compiled; prints "ready", and waits for a line. "fake"
+#: answers in the model's place.
 CHILD = """
 import sys
 import flexhybrid.jobs.run.job, flexhybrid.jobs.run.cli, policy_search.search, policy_search.systems, sim.array_clock
 from transformers import AutoTokenizer
 from experiments.bench.queues.run_memory import answer_at_once
 from flexhybrid import cli, llm
+from flexhybrid.runtime.profiling.attention_paths import can_attend_in_place
 
+if can_attend_in_place("float32"):
+    import torch
+    from flexhybrid.runtime.kernels.in_place import compile_for
+    compile_for(torch.float32)
 if sys.argv[1] == "fake":
     llm.LLM.answer = answer_at_once
 print("ready", flush=True)
