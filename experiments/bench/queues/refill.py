@@ -88,7 +88,7 @@ class Case:
 
 def bench_refill(table: Table, num_requests: int = NUM_REQUESTS, at_a_time: int = AT_A_TIME) -> None:
     """Add the rows of both queues."""
-    tokens = at_a_time * (Case.of(LOG_NORMAL, 2).workload.cached_tokens.max() + 16)  # one mini-batch holds them all
+    tokens = at_a_time * (Case.of(LOG_NORMAL, 10).workload.cached_tokens.max() + 16)  # one mini-batch holds them all
     policy = Policy(
         "weights streamed",
         Placement(host=1),
