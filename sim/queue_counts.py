@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flexhybrid.core.context.blocks import BLOCK_TOKENS, ceil_blocks
+from flexhybrid.core.context.blocks import ceil_blocks
 from flexhybrid.core.context.packing import longest_piece
 from flexhybrid.core.schedule.refill import LOOKED_AT, MOST_FAILURES, AnswerLengths, joins_singly
 from flexhybrid.core.wave import Wave
@@ -171,6 +171,4 @@ class _Queue:
         to the ends that are expected of them: [requests, entry]."""
         if not self.wave.grows:
             return self.reserved[requests]
-        left = self.learned.remaining(ages, self.limits[requests])
-        halfway = self.prompts[requests] + ages + np.ceil(left / 2).astype(np.int64) + BLOCK_TOKENS
-        return self.entries.held(np.minimum(halfway, self.prompts[requests] + self.limits[requests] - 1))
+        return self.entries.held(self.learned.halfway(self.prompts[requests], ages, self.limits[requests]))

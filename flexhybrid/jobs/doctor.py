@@ -23,6 +23,7 @@ from flexhybrid.jobs.machine import device_name, free_budgets, free_host_bytes, 
 from flexhybrid.jobs.profile.job import model_profile_path
 from flexhybrid.jobs.run.forecast import WINDOW, describe
 from flexhybrid.resolve import PacedDevice, best_policy, free_device_memory, saved_hardware
+from flexhybrid.runtime.profiling.attention_paths import can_attend_in_place
 from sim.candidates import mean_lengths
 from sim.simulate import simulate
 
@@ -139,7 +140,7 @@ def _advice(device: torch.device, hardware: Hardware | None, measured: bool, in_
             yield f"profiles of single models, from flexhybrid run, which serve these alone: {count}"
     elif hardware and not hardware.has_disk:
         yield "no disk is measured: flexhybrid profile --disk DIR lets models use one"
-    if device.type == "cpu" and importlib.util.find_spec("numba") is None:
+    if device.type == "cpu" and not can_attend_in_place("float32"):
         yield "attention copies and pads each context, for want of compiled kernels: pip install numba"
     if importlib.util.find_spec("pyarrow") is None:
         yield "parquet files need pyarrow: pip install pyarrow"

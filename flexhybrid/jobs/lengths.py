@@ -100,10 +100,8 @@ def _counted(path: Path, model: str) -> Workload:
         rules = LineRules("jsonl", {}, 0)
         read = rules.reader(RequestCodec(shape, folder, load_tokenizer(folder)))
         census = take_census(lines, read, shape.max_context)
-        if census.num_lines and not census.valid.any():
+        if not census.valid.any():
             requests = RequestFile(path, file_state(path), lines, census, rules, read)
             reason = next(requests.refusals([1]))[1].message
             raise InputError(f"{path} has no request that can be served; line 1: {reason}")
-    if not census.num_lines:
-        raise InputError(f"{path} is empty")
     return census.workload(np.flatnonzero(census.valid))

@@ -72,6 +72,13 @@ class AnswerLengths:
         left = self.share * (limits - ages)
         return np.minimum((sums[longer] - counts[longer] * ages + left) / (counts[longer] + 1), limits - ages)
 
+    def halfway(self, prompts: np.ndarray, ages: np.ndarray, limits: np.ndarray) -> np.ndarray:
+        """Return the tokens that requests are expected to cache half-way to their ends: so much they hold together
+        when the next of them end."""
+        left = self.remaining(ages, limits)
+        tokens = prompts + ages + np.ceil(left / 2).astype(np.int64) + BLOCK_TOKENS
+        return np.minimum(tokens, prompts + limits - 1)
+
 
 class RunningBatch:
     """The members of a wave's mini-batches, iteration by iteration. Changes the wave's arrays for those who join."""
@@ -383,10 +390,6 @@ class RunningBatch:
         return len(places)
 
     def _expected(self, places: np.ndarray) -> np.ndarray:
-        """Return the tokens that requests are expected to cache half-way to their ends, [places]: so much they hold
-        together when the next of them end."""
-        lengths, iteration = self.wave.workload.select(places), int(self.wave.joined[places].max())
-        ages = iteration - self.wave.joined[places]
-        left = self.answers.remaining(ages, lengths.max_tokens)
-        halfway = lengths.prompt_tokens + ages + np.ceil(left / 2).astype(np.int64) + BLOCK_TOKENS
-        return np.minimum(halfway, lengths.cached_tokens)
+        """Return the tokens that requests are expected to cache half-way to their ends, [places]."""
+        lengths, joined = self.wave.workload.select(places), self.wave.joined[places]
+        return self.answers.halfway(lengths.prompt_tokens, joined.max() - joined, lengths.max_tokens)

@@ -178,10 +178,14 @@ class MiniBatchStep:
     last: bool = True  #: the prompt's last piece, or a decode step: a token is sampled
     whole: bool = False  #: of layers that keep all tokens although the others do not
     begins: bool = False  #: the first piece of its requests' prompts
-    joins: bool = False  #: others had these places before: the first tokens of requests that join a running wave
     commons: tuple[Common, ...] = ()
     builds: bool = False  #: it computes shared blocks, and what it stores goes there
     in_place: bool = False  #: it decodes, and reads keys and values where they lie
+
+    @property
+    def joins(self) -> bool:
+        """Others had these places before: the first tokens of requests that join a running wave."""
+        return self.begins and self.iteration > 0
 
     @cached_property
     def prefill(self) -> bool:
@@ -285,7 +289,6 @@ def make_step(
         most_kept=kept_tokens(wave.policy.selection, prompts, cached, cached),
         queued=wave.request[requests],
         begins=bool(not age[0] and (built is not None or context[0] == shared[0])),
-        joins=bool(iteration > 0 and not age[0] and (built is not None or context[0] == shared[0])),
         commons=commons,
         builds=built is not None,
         in_place=bool(age[0]) and built is None and attends_in_place(wave.problem, wave.policy),

@@ -21,10 +21,9 @@ if TYPE_CHECKING:
 class StepExtents(NamedTuple):
     """Where a decode step's keys and values lie, the same in every layer."""
 
-    segments: tuple[tuple[Segment, Extent], ...]
+    segments: list[tuple[Segment, Extent]]  #: also of what requests share, but each attends to by itself
     own: Extent  #: of the new tokens, among the projected rows
     bounds: list[int]  #: of the ranges of requests and heads that threads take
-    shared: list[tuple[Segment, Extent]]  #: what requests share, but each attends to by itself
 
 
 def attend_in_place(state: State, task: Task) -> torch.Tensor:
@@ -36,12 +35,9 @@ def attend_in_place(state: State, task: Task) -> torch.Tensor:
     if kept is None or kept[0] is not step:
         kept = state.extents[task.mini_batch] = step, _step_extents(state, step)
     extents, rows = kept[1], state.kvq[slot]
-    parts, first = [in_place.Part(in_place.memory_of(rows), extents.own)], {"act": 0, "kv": 0}
+    parts = [in_place.Part(in_place.memory_of(rows), extents.own)]
     for segment, extent in extents.segments:
-        memory = _memory(state, task, segment, first)
-        parts.append(in_place.Part(in_place.memory_of(memory), extent))
-    for segment, extent in extents.shared:
-        parts.append(in_place.Part(in_place.memory_of(_shared_memory(state, task, segment)), extent))
+        parts.append(in_place.Part(in_place.memory_of(_memory(state, task, segment)), extent))
     query = rows[:, shape.kv_width :].unflatten(1, (shape.num_heads, shape.head_dim))
     if "assemble" not in task.payload.works:
         return in_place.attend(query, parts, extents.bounds, state.compute_share)
@@ -51,35 +47,46 @@ def attend_in_place(state: State, task: Task) -> torch.Tensor:
     return own[0].flatten(1).to(query.dtype)
 
 
-def _shared_memory(state: State, task: Task, segment: Segment) -> torch.Tensor:
-    """Return what holds shared keys and values in the task's layer, all that lie as the segment does."""
-    if segment.representation == "act":
-        return state.buffers.generated
+def _memory(state: State, task: Task, segment: Segment) -> torch.Tensor:
+    """Return what holds keys and values in the task's layer, all that lie as the segment does."""
+    buffers, representation = state.buffers, segment.representation
+    if representation == "act":
+        return buffers.generated
+    if buffers.packed("kv"):
+        return buffers.plain["kv"]
     if segment.tier == "device":
-        return state.buffers.pools[segment.space][task.layer]
-    return state.buffers.loaded["kv"][task.payload.slot]
+        return buffers.pools[segment.space][task.layer]
+    return buffers.loaded["kv"][task.payload.slot]
 
 
-def _shared_extents(state: State, step: MiniBatchStep) -> list[tuple[Segment, Extent]]:
+def _blocks(state: State, step: MiniBatchStep) -> dict[int, np.ndarray]:
+    """Return for each segment, by id, the blocks of its ``_memory`` that it has: [B, blocks]. Where the link, KV-Gen or
+    unpacking laid them, segments lie one after the other."""
+    blocks, first = {}, {"act": 0, "kv": 0}
+    for segment in (*step.of("act"), *step.of("kv")):
+        table = segment.block_table
+        if segment.representation == "act" or segment.tier != "device" or state.buffers.packed("kv"):
+            begin = first[segment.representation]
+            table = begin + np.arange(segment.batch * segment.buffer_blocks).reshape(segment.batch, -1)
+            first[segment.representation] = begin + table.size
+        blocks[id(segment)] = table.astype(np.int64)
+    return blocks
+
+
+def _shared_extents(
+    state: State, step: MiniBatchStep, blocks_of: dict[int, np.ndarray]
+) -> list[tuple[Segment, Extent]]:
     """Where the shared blocks lie to which each request attends by itself, by cache entry."""
     from flexhybrid.runtime.kernels.in_place import Extent
 
     together = {id(common) for common in commons_together(step, state.wave)}
-    first, lies_at = {"act": 0, "kv": 0}, {}
-    for segment in (*step.of("act"), *step.of("kv")):
-        if segment.representation == "act" or segment.tier != "device":
-            lies_at[id(segment)] = first[segment.representation]
-            first[segment.representation] += segment.batch * segment.buffer_blocks
     blocks: dict[str, list[list[np.ndarray]]] = {}
     kinds: dict[str, Segment] = {}
     for common in step.commons:
         for segment in () if id(common) in together else common.segments:
-            table = segment.block_table
-            if id(segment) in lies_at:
-                table = lies_at[id(segment)] + np.arange(table.size).reshape(table.shape)
             kinds[segment.entry] = segment
             of_rows = blocks.setdefault(segment.entry, [[] for _ in step.requests])
-            for members, of_group in zip(common.rows.tolist(), table):
+            for members, of_group in zip(common.rows.tolist(), blocks_of[id(segment)], strict=True):
                 for row in members:
                     of_rows[row].append(of_group)
     extents = []
@@ -101,38 +108,19 @@ def _strides(state: State, segment: Segment) -> tuple[int, int, int]:
     return width, d, width // 2
 
 
-def _memory(state: State, task: Task, segment: Segment, first: dict[str, int]) -> torch.Tensor:
-    """Return what holds a segment's keys and values in the task's layer; ``first``: rows of those before it, by
-    representation."""
-    step, buffers = task.payload.step, state.buffers
-    made = {"act": buffers.generated} if segment.representation == "act" else {}
-    if segment.representation == "kv" and buffers.packed("kv"):
-        made = {"kv": buffers.plain["kv"]}
-    for representation, rows in made.items():
-        begin = first[representation]
-        first[representation] += len(step.requests) * segment.buffer_blocks * BLOCK_TOKENS
-        return rows[begin : first[representation]]
-    if segment.tier == "device":
-        return buffers.pools[segment.space][task.layer]
-    return buffers.loaded_region(step, segment, task.payload.slot)
-
-
 def _step_extents(state: State, step: MiniBatchStep) -> StepExtents:
     from flexhybrid.runtime.kernels.in_place import Extent, bounds_of
 
-    shape, buffers, batch = state.shape, state.buffers, len(step.requests)
+    shape, batch, blocks_of = state.shape, len(step.requests), _blocks(state, step)
     d, width = shape.head_dim, shape.kv_width
     segments = []
     for segment in step.segments:
-        if not segment.max_tokens:
-            continue
-        blocks = np.arange(batch * segment.buffer_blocks).reshape(batch, -1)  # as the link or KV-Gen laid them
-        if segment.representation == "kv" and segment.tier == "device" and not buffers.packed("kv"):
-            blocks = segment.block_table
-        strides = _strides(state, segment)
-        tokens = segment.num_tokens.astype(np.int64)
-        segments.append((segment, Extent(blocks.astype(np.int64) * BLOCK_TOKENS * width, tokens, *strides)))
+        if segment.max_tokens:
+            elements, tokens = blocks_of[id(segment)] * BLOCK_TOKENS * width, segment.num_tokens.astype(np.int64)
+            segments.append((segment, Extent(elements, tokens, *_strides(state, segment))))
+    if step.commons:
+        segments += _shared_extents(state, step, blocks_of)
     own_rows = np.arange(batch, dtype=np.int64)[:, None] * (width + shape.query_width)
     own = Extent(own_rows, np.ones(batch, dtype=np.int64), 0, d, width // 2)
     bounds = bounds_of(step.context + 1, shape.num_kv_heads, state.compute_threads)
-    return StepExtents(tuple(segments), own, bounds, _shared_extents(state, step) if step.commons else [])
+    return StepExtents(segments, own, bounds)
