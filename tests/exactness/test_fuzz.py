@@ -10,7 +10,7 @@ from flexhybrid.runtime.kernels import sampling
 
 
 @pytest.mark.parametrize("area", list(fuzz.AREAS))
-def test_a_short_round_ends_clean(area):
+def test_a_short_round_ends_clean(area, every_core):
     assert fuzz.run_round(area, seed=1, examples=2) == ""
 
 

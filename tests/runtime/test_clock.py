@@ -30,6 +30,8 @@ from flexhybrid.runtime.storage.loader import Checkpoint
 from flexhybrid.runtime.storage.weights import Weights
 from sim import catalogue
 
+pytestmark = pytest.mark.usefixtures("every_core")
+
 PROMPTS = [[5, 9, 11], list(range(3, 40)), [7] * 17, list(range(10, 26))]
 MAX_TOKENS = 12
 

@@ -27,6 +27,8 @@ from flexhybrid.core.policy import Placement
 from flexhybrid.runtime import verbs as verbs_module
 from flexhybrid.runtime.storage.disk import DiskError
 
+pytestmark = pytest.mark.usefixtures("every_core")
+
 ROOT = Path(__file__).resolve().parents[2]
 
 PROMPTS = [[5, 9, 11], list(range(3, 40)), [7] * 17]
