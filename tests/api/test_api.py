@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import warm_python
 from models import save_llama, save_opt
 from safetensors.torch import load_file, save_file
 
@@ -486,9 +487,8 @@ def test_the_command_answers_in_one_line_with_status_2(arguments, words, cpu_dty
     out = tmp_path / "out"
     arguments = ["compare", *(["--out", str(out)] if "--out" not in arguments else []), *arguments]
     if words == "needs at least" and cpu_dtype == "bfloat16":  # one of them as a user would, in a process of its own
-        run = subprocess.run(
-            [sys.executable, "-m", "flexhybrid", *arguments], capture_output=True, text=True, cwd=ROOT, timeout=120
-        )
+        as_main = "import runpy; runpy.run_module('flexhybrid', run_name='__main__', alter_sys=True)"
+        run = warm_python.run([sys.executable, "-c", as_main, *arguments], cwd=ROOT, timeout=120)
         status, stdout, stderr = run.returncode, run.stdout, run.stderr
     else:
         monkeypatch.chdir(ROOT)

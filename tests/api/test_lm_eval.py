@@ -234,6 +234,9 @@ def local_tasks(tmp_path_factory):
         (folder / f"{name}.yaml").write_text(head + textwrap.dedent(lines))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
+        # The harness's own account of the machine starts pip and git each time.
+        patch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
+        patch.setattr("lm_eval.evaluator.get_git_commit_hash", lambda: "")
         yield tasks.TaskManager(include_path=str(folder), include_defaults=False)
 
 

@@ -121,14 +121,14 @@ def page(tmp_path, monkeypatch) -> dict[str, list[str]]:
 def test_the_pages_run_whose_actor_is_killed_loses_no_line_and_doubles_none(
     page, two_cpus, tmp_path, monkeypatch, capsys
 ):
-    """As written, but four requests at a time, so that there is much to be killed in. Tokens are drawn.
+    """As written, but eight requests at a time, so that there is much to be killed in. Tokens are drawn.
 
     Each message also arrives by itself: Ray gathers 128 MiB of what an actor gives before it sends them on, and a
     job of hours would show no progress."""
     from ray.data import Dataset
 
     count = len((ROOT / "flexhybrid/shipped/prompts.txt").read_text().splitlines())
-    words, few = page["run"], ["--max-batch", "4", "--quiet"]
+    words, few = page["run"], ["--max-batch", "8", "--quiet"]
     assert words[-4:] == [*RAY] and words[words.index("-o") + 1] == "cluster.jsonl"
     assert cli.main([*words[:-4], *few, "-o", "local.jsonl"]) == 0
     killed, writes, messages = [], [], []
