@@ -8,6 +8,8 @@ from typing import Any
 class Lazily:
     """A module by its name."""
 
+    __test__ = False  #: pytest asks each name of a file of tests for it
+
     def __init__(self, name: str):
         self._name = name
 
