@@ -231,13 +231,14 @@ def lay_out(structure: Policy, num_layers: int, num_mini_batches: int, num_decod
     policy = wave.policy
     waits_of, tasks, ends, loaded = _Waits(), [], [], False
     one_by_one = policy.overlap == "none"  # as if there were one resource
+    whole, places = num_whole(policy.selection, num_layers), {name: place for place, name in enumerate(RESOURCES)}
     for position, task in numbered_stream(wave):
         while len(ends) < position - 1:
             ends.append(len(tasks))
         first_load = not loaded and task.verb in ("load_weights", "read_weights")
         loaded = loaded or task.verb == "load_weights"
-        key = TaskKey(task.verb, first_load, task.layer < num_whole(policy.selection, num_layers), task.mini_batch)
-        resource, waits = (0, ()) if one_by_one else (RESOURCES.index(task.resource), waits_of.add(task))
+        key = TaskKey(task.verb, first_load, task.layer < whole, task.mini_batch)
+        resource, waits = (0, ()) if one_by_one else (places[task.resource], waits_of.add(task))
         tasks.append(TinyTask(resource, task.iteration, key, waits))
     last = (num_decode + 1) * num_layers * num_mini_batches - 1  # what comes after it belongs to it
     return tuple(tasks), (*ends[:last], *[len(tasks)] * (last + 1 - min(len(ends), last)))
@@ -280,28 +281,11 @@ def _wave(
     return replace(wave, split=split)
 
 
-class _Queued(NamedTuple):
-    """A task in the queue of its resource."""
-
-    index: int  #: in stream order
-    resource: str
-    optional_verb: str | None  #: None: every run has the task
-
-    def covers(self, earlier: _Queued) -> bool:
-        """Whether an earlier task is over once this one is, in every run that has the earlier one.
-
-        A resource works first in, first out. A run has all or none of an optional verb's tasks.
-        """
-        if self.resource != earlier.resource:
-            return False
-        return self.optional_verb is None or self.optional_verb == earlier.optional_verb
-
-
 class _Users(NamedTuple):
-    """The tasks that used a piece of memory last; several where runs may be without the later ones."""
+    """Indices of the tasks that used a piece of memory last; several where runs may be without the later ones."""
 
-    writers: list[_Queued]  #: latest, in stream order
-    readers: list[_Queued]  #: since the last writer that every run has, in stream order
+    writers: list[int]  #: latest, in stream order
+    readers: list[int]  #: since the last writer that every run has, in stream order
 
 
 class _Waits:
@@ -319,58 +303,70 @@ class _Waits:
 
     def __init__(self):
         self.dependencies = Dependencies()
-        self.num_tasks = 0
-        self.queues: dict[str, list[_Queued]] = {resource: [] for resource in RESOURCES}
+        self.resources: list[str] = []  # of each task
+        self.optional: list[str | None] = []  # of each task: its verb; None: every run has the task
+        self.queues: dict[str, list[int]] = {resource: [] for resource in RESOURCES}
         self.users: defaultdict[Access, _Users] = defaultdict(lambda: _Users([], []))
         self.awaited: dict[str, set[int]] = {resource: set() for resource in RESOURCES}  # by tasks every run has
         self.covered: dict[tuple[str, str], int] = {}  # (waiting, awaited resource) -> latest awaited of every run
 
     def add(self, task: Task) -> tuple[int, ...]:
         """Queue a task; what it waits for."""
-        resource, verb = task.resource, task.verb
-        queued = _Queued(self.num_tasks, resource, verb if verb in OPTIONAL else None)
+        index, resource, verb = len(self.resources), task.resource, task.verb
+        optional = verb if verb in OPTIONAL else None
         awaited = {self.queues[other][ordinal] for other, ordinal in self.dependencies.add(task)}
-        self.queues[resource].append(queued)
-        self.num_tasks += 1
+        self.queues[resource].append(index)
+        self.resources.append(resource)
+        self.optional.append(optional)
         for access in task.reads:
-            users = self.users[access]
-            awaited.update(users.writers)
-            _append(users.readers, queued)
+            writers, readers = self.users[access]
+            awaited.update(writers)
+            self._append(readers, index)
         for access in task.writes:
-            users = self.users[access]
-            awaited.update(users.writers, users.readers)
-            if queued.optional_verb is None:
-                users.writers.clear()
-                users.readers.clear()
-            _append(users.writers, queued)
-        others = [earlier for earlier in awaited if earlier.resource != resource]
-        return tuple(sorted(earlier.index for earlier in _uncovered(others) if self._is_new(earlier, queued)))
+            writers, readers = self.users[access]
+            awaited.update(writers, readers)
+            if optional is None:
+                writers.clear()
+                readers.clear()
+            self._append(writers, index)
+        others = [earlier for earlier in awaited if self.resources[earlier] != resource]
+        if not others:
+            return ()
+        return tuple(sorted(earlier for earlier in self._uncovered(others) if self._is_new(earlier, index)))
 
-    def _is_new(self, earlier: _Queued, waiting: _Queued) -> bool:
-        """Whether ``waiting`` has to wait for ``earlier`` although tasks before it in its queue may have; notes it."""
-        queues = waiting.resource, earlier.resource
-        if earlier.index in self.awaited[waiting.resource] or earlier.index < self.covered.get(queues, 0):
+    def _covers(self, later: int, earlier: int) -> bool:
+        """Whether an earlier task is over once a later one is, in every run that has the earlier one.
+
+        A resource works first in, first out. A run has all or none of an optional verb's tasks.
+        """
+        if self.resources[later] != self.resources[earlier]:
             return False
-        if waiting.optional_verb is None:
-            self.awaited[waiting.resource].add(earlier.index)
-            if earlier.optional_verb is None:
-                self.covered[queues] = earlier.index
+        optional = self.optional[later]
+        return optional is None or optional == self.optional[earlier]
+
+    def _append(self, queued: list[int], latest: int) -> None:
+        """Add the latest task and drop those that it covers."""
+        if queued:
+            queued[:] = [earlier for earlier in queued if not self._covers(latest, earlier)]
+        queued.append(latest)
+
+    def _uncovered(self, queued: list[int]) -> list[int]:
+        """The tasks that no later one of them covers, latest first."""
+        if len(queued) < 2:
+            return queued
+        kept: list[int] = []
+        for task in sorted(queued, reverse=True):
+            if not any(self._covers(later, task) for later in kept):
+                kept.append(task)
+        return kept
+
+    def _is_new(self, earlier: int, waiting: int) -> bool:
+        """Whether ``waiting`` has to wait for ``earlier`` although tasks before it in its queue may have; notes it."""
+        queues = self.resources[waiting], self.resources[earlier]
+        if earlier in self.awaited[queues[0]] or earlier < self.covered.get(queues, 0):
+            return False
+        if self.optional[waiting] is None:
+            self.awaited[queues[0]].add(earlier)
+            if self.optional[earlier] is None:
+                self.covered[queues] = earlier
         return True
-
-
-def _append(queued: list[_Queued], latest: _Queued) -> None:
-    """Add the latest task and drop those that it covers."""
-    if queued:
-        queued[:] = [earlier for earlier in queued if not latest.covers(earlier)]
-    queued.append(latest)
-
-
-def _uncovered(queued: list[_Queued]) -> list[_Queued]:
-    """The tasks that no later one of them covers, latest first."""
-    if len(queued) < 2:
-        return queued
-    kept: list[_Queued] = []
-    for task in sorted(queued, key=lambda task: task.index, reverse=True):
-        if not any(later.covers(task) for later in kept):
-            kept.append(task)
-    return kept
