@@ -160,8 +160,8 @@ def running_sizes(
     if shared is not None:
         depth, depth_joining = shared.depth, shared.joining
     own = entries.dealt(depth)
-    blocks = (entries.held(cached) - own).max(axis=0)[None]  # [steps, entry]
-    tokens = (entries.tokens(cached) - own * BLOCK_TOKENS).max(axis=0)[None]
+    blocks = np.maximum.reduce(entries.held(cached) - own)[None]  # [steps, entry]
+    tokens = np.maximum.reduce(entries.tokens(cached) - own * BLOCK_TOKENS)[None]
     running, new = np.array([len(cached)]), np.ones(1, dtype=np.int64)
     staged, longest = np.zeros(len(entries.names), dtype=np.int64), 1
     if len(joining):
@@ -440,7 +440,7 @@ def group_sizes(policy: Policy, batch, prompt, reads: Reads, fresh: dict, staged
                     columns[part.representation, tier] = columns[part.representation, tier] + count
 
     def most(each_request):
-        return np.max(reads.running * each_request, axis=0)
+        return np.maximum.reduce(reads.running * each_request)  # of np.max the half is looking for its arguments
 
     on_device = policy.attention == "device"
     moved = {r: columns[r, "any"] - columns[r, "device"] for r in ("act", "kv")}

@@ -250,8 +250,9 @@ class RunningBatch:
     def _join(self, k: int, iteration: int, running: np.ndarray, stopped) -> np.ndarray:
         """Give free places of mini-batch ``k`` to waiting requests, in their order; return these places.
 
-        As many as there are places are tried together, then half as many, and so on: to weigh one is as much work as
-        to weigh a hundred.
+        As many as there are places are tried together, then half of them, and so on: to weigh one is as much work as
+        to weigh a hundred. How many there is room for is bisected: ``too_many`` of the next ones have been weighed
+        together, after those that join, and there was no room.
         """
         wave, queue = self.wave, self.queue
         free = np.setdiff1d(wave.mini_batches[k], running)
@@ -264,34 +265,39 @@ class RunningBatch:
         if self.sharing:
             for request in ready:
                 self.sharing.tree.path(request)
-        joining, size, failures = NOBODY, len(free), 0
-        while ready and size and failures < MOST_FAILURES:
-            requests, places = ready[:size], free[: len(ready[:size])]
-            before = self._enter(places, requests, iteration)
-            together = np.concatenate([joining, places])
-            prefills = not self.singly or self._prefills(together)
-            if prefills and self._has_room(k, running, together):
-                count = self._reserve(k, places)
-                self._restore(places[count:], {name: values[count:] for name, values in before.items()})
-                joining, free = np.concatenate([joining, places[:count]]), free[count:]
-                taken.update(requests[:count])
-                failures += count < len(requests)
-                ready, size = ready[count + (count < len(requests)) :], len(free)
+        joining, too_many, computed, failures = NOBODY, 0, True, 0
+        while ready and len(free) and failures < MOST_FAILURES:
+            if too_many != 1:
+                size = too_many // 2 or min(len(free), len(ready))
+                places = free[:size]
+                before = self._enter(places, ready[:size], iteration)
+                together = np.concatenate([joining, places])
+                prefills = not self.singly or self._prefills(together)
+                if prefills and self._has_room(k, running, together):
+                    count = self._reserve(k, places)
+                    self._restore(places[count:], {name: values[count:] for name, values in before.items()})
+                    joining, free = np.concatenate([joining, places[:count]]), free[count:]
+                    taken.update(ready[:count])
+                    failures += count < size
+                    ready, too_many = ready[count + (count < size) :], max(0, too_many - size) if count == size else 0
+                    continue
+                self._restore(places, before)
+                too_many, computed = size, prefills
+            if too_many > 1:
                 continue
-            self._restore(places, before)
-            if len(requests) > 1:
-                size = len(requests) // 2
-            elif not prefills:
+            too_many = 0
+            if not computed:
                 self.full[k] = False  # it may join in the next iteration
                 break
-            else:  # nor will those that are as long
-                failures, shared = failures + 1, self._would_share(ready)
-                tokens = queue.workload.cached_tokens[ready] - shared
-                prompts = queue.workload.prompt_tokens[ready] - shared
-                shorter = np.flatnonzero((prompts < prompts[0]) | (tokens < tokens[0]))
-                if failures == 1:  # the shortest comes next: without room for that there is none for any
-                    shorter = shorter[np.argsort(tokens[shorter], kind="stable")]
-                ready = [ready[place] for place in shorter.tolist()]
+            failures, shared = failures + 1, self._would_share(ready)
+            tokens = queue.workload.cached_tokens[ready] - shared
+            prompts = queue.workload.prompt_tokens[ready] - shared
+            shorter = np.flatnonzero(
+                (prompts < prompts[0]) | (tokens < tokens[0])
+            )  # nor do those that are as long join
+            if failures == 1:  # the shortest comes next: without room for that there is none for any
+                shorter = shorter[np.argsort(tokens[shorter], kind="stable")]
+            ready = [ready[place] for place in shorter.tolist()]
         for request in wave.request[joining].tolist():
             queue.on_join(request)
         if taken:
@@ -369,11 +375,14 @@ class RunningBatch:
         """Give requests that join their blocks, in turn; return how many of them there is room for."""
         wave, lengths = self.wave, self.wave.workload
         none = np.zeros(len(wave.entries.names), dtype=np.int64)
+        if wave.grows:
+            prompts, at_most = (
+                wave.own_blocks(places, of[places]) for of in (lengths.prompt_tokens, lengths.cached_tokens)
+            )
         for count, place in enumerate(places.tolist()):
             prompt, cached = lengths.prompt_tokens[place], lengths.cached_tokens[place]
             if wave.grows:
-                need = wave.own_blocks(place, prompt)
-                wanted = np.minimum(need + FIRST_RUN, wave.own_blocks(place, cached))
+                need, wanted = prompts[count], np.minimum(prompts[count] + FIRST_RUN, at_most[count])
             else:
                 first = longest_piece(wave.policy, np.array([prompt]))  # the first length that is held as a whole
                 need = wanted = wave.entries.most_blocks(first, self._kept(places[count : count + 1])[0])
@@ -391,5 +400,5 @@ class RunningBatch:
 
     def _expected(self, places: np.ndarray) -> np.ndarray:
         """Return the tokens that requests are expected to cache half-way to their ends, [places]."""
-        lengths, joined = self.wave.workload.select(places), self.wave.joined[places]
-        return self.answers.halfway(lengths.prompt_tokens, joined.max() - joined, lengths.max_tokens)
+        lengths, joined = self.wave.workload, self.wave.joined[places]
+        return self.answers.halfway(lengths.prompt_tokens[places], joined.max() - joined, lengths.max_tokens[places])
