@@ -51,19 +51,50 @@ else:
     settings.load_profile("flexhybrid-ci" if os.environ.get("CI") else "flexhybrid")
 
 
-#: Files whose tests take longest, the longest first: what is left at the end are short tests, which workers share out
-#: evenly. The first starts a cluster: of two workers one then has all of it, while the other computes.
-LONGEST = (
-    *("ray", "docs", "search_optimum", "speculative", "compare", "sim_closed_form", "quantize_triton", "wheel"),
-    *("reproduce_kvpr", "exactness", "reproduce_capture", "clock", "lm_eval", "run_memory", "api", "cli"),
-)
+#: Seconds of a core, roughly, that the tests of a file and what they start take: of the longest files.
+SECONDS = {
+    **{
+        "ray": 110,
+        "search_optimum": 43,
+        "docs": 40,
+        "speculative": 33,
+        "compare": 30,
+        "sim_closed_form": 26,
+        "wheel": 25,
+    },
+    **{"clock": 21, "run": 19, "reproduce_capture": 15, "reproduce_kvpr": 15, "refill": 14, "exactness": 14},
+    **{"structured": 13, "accuracy": 12, "faults": 12, "exactness_policies": 12, "cli": 11, "api": 10, "lm_eval": 10},
+    **{"heavy_hitters": 10, "profile": 10, "selection_product": 9, "quantize_triton": 9, "run_memory": 9},
+    **{"accuracy_study": 8, "prefixes": 8, "sweep": 8, "core_stream": 8},
+}
+
+
+def dealt(items: list, num_workers: int) -> list:
+    """Return the tests in the order in which pytest-xdist gives each worker as many of them as the next one, in turn.
+
+    Each worker begins with long files of about as many seconds. It keeps a file's tests together, and with them what
+    they compute once: who is done early takes tests from the ends of the others' parts, and there are short ones.
+    """
+    files: dict[str, list] = {}
+    for item in items:
+        files.setdefault(item.path.stem.removeprefix("test_"), []).append(item)
+    parts, seconds = [[] for _ in range(num_workers)], [0] * num_workers
+    for name in sorted(files.keys() & SECONDS.keys(), key=lambda name: (-SECONDS[name], name)):
+        least = seconds.index(min(seconds))
+        parts[least] += files.pop(name)
+        seconds[least] += SECONDS[name]
+    short, ordered = [item for file in files.values() for item in file], []
+    for place, part in enumerate(parts):
+        room = max(0, (len(items) - len(ordered)) // (num_workers - place) - len(part))
+        ordered += part + short[:room]
+        short = short[room:]
+    return ordered
 
 
 def pytest_collection_modifyitems(items):
-    """Put the longest files first. Skip what needs a GPU where there is none; torch is loaded for the question only if
-    a test asks it."""
-    place = {name: number for number, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: place.get(item.path.stem.removeprefix("test_"), len(LONGEST)))
+    """Deal the tests to the workers. Skip what needs a GPU where there is none; torch is loaded for the question only
+    if a test asks it."""
+    items[:] = dealt(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)))
     gpu_items = [item for item in items if item.get_closest_marker("cuda")]
     if not gpu_items:
         return
