@@ -115,8 +115,9 @@ class BufferSizes:
 
 def mini_batch_sizes(wave: Wave, groups: Iterable[np.ndarray] | None = None) -> Iterator[tuple[BufferSizes, int]]:
     """Sizes for each mini-batch (or each of these ``groups`` of places), the pools left out, and in how many chunks its
-    prompts are taken."""
+    prompts are taken. Mini-batches of equal lengths share one result."""
     prompts, cached = wave.workload.prompt_tokens, wave.workload.cached_tokens
+    of_lengths: dict[bytes, tuple[BufferSizes, int]] = {}
     entries, policy = wave.entries, wave.policy
     kept = kept_tokens(policy.selection, prompts, cached, cached)
     prompt_tokens = entries.tokens(kept_tokens(policy.selection, prompts, prompts, cached))  # [requests, entry]
@@ -126,12 +127,16 @@ def mini_batch_sizes(wave: Wave, groups: Iterable[np.ndarray] | None = None) -> 
         return dict(zip(entries.names, values, strict=True))
 
     for group in wave.mini_batches if groups is None else groups:
+        if (lengths := np.stack([prompts[group], cached[group]]).tobytes()) in of_lengths:
+            yield of_lengths[lengths]
+            continue
         staged = prompt_tokens[group].sum(axis=0)
         if (chunks := num_chunks(policy, prompts[group])) > 1:
             staged = _staged_by_chunk(entries, policy, int(prompts[group].max()))
         stored_now = by_entry(fresh[group].any(axis=0) * len(group))
         longest, reads = longest_piece(policy, prompts[group]), _reads(wave, group)
-        yield group_sizes(policy, len(group), longest, reads, stored_now, by_entry(staged)), chunks
+        of_lengths[lengths] = group_sizes(policy, len(group), longest, reads, stored_now, by_entry(staged)), chunks
+        yield of_lengths[lengths]
 
 
 class SharedLengths(NamedTuple):
@@ -308,6 +313,7 @@ def buffer_sizes(wave: Wave) -> BufferSizes:
     for of_group, chunks in of_groups:
         hidden_rows += of_group.step_rows * chunks
         index_rows = {r: index_rows.get(r, 0) + rows for r, rows in of_group.selected_rows.items()}
+    for of_group in {id(of_group): of_group for of_group, _ in of_groups}.values():
         sizes = sizes.merge(of_group)
     of_wave = BufferSizes(
         pool_blocks={},

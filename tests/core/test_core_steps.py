@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from toy_machine import SHAPE as TOY
 
+from flexhybrid.core import memory
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockEntries
 from flexhybrid.core.context.cache_entries import StoredCopy
 from flexhybrid.core.context.selection import kept_tokens, selected_tokens
@@ -268,3 +270,18 @@ def test_kinds_without_token_ids_recompute_nothing():
     wave = wave_of(Policy(cache={"kv@host": 1.0}), [20], [3])
     assert make_step(wave, 1, 0, np.array([0])).recomputed is None
     assert BlockEntries({"kv@host": 1.0}).tok_tokens(np.array([5, 500])).tolist() == [0, 0]
+
+
+def test_mini_batches_of_equal_lengths_are_sized_once(monkeypatch):
+    """A long file of requests that are alike is planned in the time of its different mini-batches."""
+    workload = Workload(np.repeat([40, 40, 90], [16, 16, 4]), np.repeat([5, 9, 9], [16, 16, 4]))
+    policy = Policy(cache={"kv@host": 0.5, "act@host": 0.5}, max_mini_batch_tokens=4 * 64, packing="fifo")
+    wave = admit(Problem(shape=TOY, dtype="float32"), policy, workload)
+    alone = [next(memory.mini_batch_sizes(wave, [group])) for group in wave.mini_batches]
+    sized = []
+    monkeypatch.setattr(memory, "_reads", lambda *of, reads=memory._reads: sized.append(of) or reads(*of))
+    assert [(sizes.plain(), chunks) for sizes, chunks in memory.mini_batch_sizes(wave)] == [
+        (sizes.plain(), chunks) for sizes, chunks in alone
+    ]
+    different = {tuple(zip(workload.prompt_tokens[g], workload.max_tokens[g], strict=True)) for g in wave.mini_batches}
+    assert len(sized) == len(different) < len(wave.mini_batches)
