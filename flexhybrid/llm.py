@@ -264,7 +264,7 @@ class LLM:
             for members, wave in waves:
                 if not joining:
                     running.begin(members)
-                if hears.should_stop and hears.should_stop():
+                if any(ends and ends() for ends in (hears.should_stop, hears.should_drain)):
                     break
                 control = replace(hears, keep_trace=TRACED_TASKS if on_trace else False)
                 result = self._run_wave(wave, members, running, completed, control)
@@ -398,6 +398,7 @@ class LLM:
 
         if wave.queue:
             wave.queue.on_join, wave.queue.on_leave = joins, running.leave
+            wave.queue.closes = control.should_drain or wave.queue.closes
         begun = wave.request.tolist()
         for queued in begun:
             joins(queued)

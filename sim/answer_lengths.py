@@ -28,6 +28,10 @@ class ObservedAnswers:
         """Take an answer's length."""
         (self.ended if tokens < limit else self.cut)[tokens] += 1
 
+    @property
+    def num_ended(self) -> int:
+        return int(self.ended.sum() + self.cut.sum())
+
     def survival(self, ages: np.ndarray) -> np.ndarray:
         """Return the share of the answers that are longer than 0, 1, … tokens; ``ages``: tokens of those that run."""
         longest = len(self.ended) - 1

@@ -43,6 +43,7 @@ class RequestQueue:
     given: dict[int, int] = field(default_factory=dict)
     on_join: Callable[[int], None] = lambda request: None  #: called, while the batch runs, before a request first joins
     on_leave: Callable[[int, int], None] = lambda request, iteration: None  #: called when it runs no more
+    closes: Callable[[], bool] = lambda: False  #: once true nobody joins but those who have stepped back
 
     def first(self, count: int) -> list[int]:
         """Return the first requests that wait, ``count`` at most."""
@@ -50,6 +51,11 @@ class RequestQueue:
         self.passed_over += range(self.following, end)
         self.following = end
         return self.passed_over[:count]
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nobody may join: nobody waits, or the queue closes and nobody has stepped back."""
+        return self.is_empty or self.closes() and not (self.passed_over and self.passed_over[0] in self.given)
 
     def remove(self, requests: set[int]) -> None:
         """Take those who join, or never will, out."""

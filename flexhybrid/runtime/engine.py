@@ -60,6 +60,7 @@ class RunControl:
     on_finish: OnFinish | None = None
     on_noted: OnNoted | None = None
     should_stop: Callable[[], bool] | None = None
+    should_drain: Callable[[], bool] | None = None  #: once true, nobody joins any more: those who run end
     forget: bool = False  #: what ``on_finish`` has taken: the result has no tokens
     keep_trace: bool | int = False  #: True: of all tasks; a number: of the first so many
 

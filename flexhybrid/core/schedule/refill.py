@@ -175,7 +175,7 @@ class RunningBatch:
             running = self._grow(k, iteration, running)
         if len(running) < len(group):
             self.full[k] = False
-        if self.full[k] or self.queue.is_empty or (len(running) and not self.singly):
+        if self.full[k] or self.queue.is_closed or (len(running) and not self.singly):
             return running, NOBODY
         return running, self._join(k, iteration, running, stopped)
 
@@ -257,6 +257,8 @@ class RunningBatch:
         wave, queue = self.wave, self.queue
         free = np.setdiff1d(wave.mini_batches[k], running)
         first = queue.first(max(LOOKED_AT, len(free)))
+        if queue.closes():
+            first = [request for request in first if request in queue.given]
         taken = {request for request in first if request in stopped}
         for request in taken:
             self._forget(request, iteration)

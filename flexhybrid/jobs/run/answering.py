@@ -75,6 +75,13 @@ class PendingRequests(Protocol):
     def watch(self, workload: Workload) -> Outlook | None:
         """Return what hears of a batch of these lengths that begins now, to foretell its end; None: nobody asks."""
 
+    def drains(self) -> bool:
+        """Return whether nobody shall join the batch any more."""
+        ...
+
+    def between_batches(self) -> None:
+        """Take the end of a batch: the next one may have another policy."""
+
 
 def load_weights(llm: LLM, planned: dict[str, int]) -> None:
     """Load the weights. Raise InputError when the device cannot hold them, or when the layers take other sizes than
@@ -96,6 +103,7 @@ def answer_pending(requests: PendingRequests, stop: StopAsked, on_trace: OnTrace
             Batch(requests, places, stop).run(on_trace)
         except torch.OutOfMemoryError as error:
             _shrink(requests.llm, error, requests.note)
+        requests.between_batches()
 
 
 class Batch:
@@ -116,7 +124,8 @@ class Batch:
     def run(self, on_trace: OnTrace | None) -> None:
         self.outlook = self.requests.watch(self.workload)
         joins = self.outlook.begin if self.outlook else None
-        hears = RunControl(on_join=joins, on_tokens=self.on_tokens, should_stop=lambda: self.stop.asked)
+        stops, drains = lambda: self.stop.asked, self.requests.drains
+        hears = RunControl(on_join=joins, on_tokens=self.on_tokens, should_stop=stops, should_drain=drains)
         try:
             self.llm.answer(self.workload, self.begin, self.completed, hears, on_trace)
         finally:

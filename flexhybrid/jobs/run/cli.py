@@ -79,6 +79,10 @@ def add_run(commands, common: Callable) -> None:
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write what ran when in a wave, for Perfetto")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write a page about the run, in Markdown")
     parser.add_argument("--reprofile", action="store_true", help="measure this machine again for policy auto")
+    parser.add_argument(
+        "--replan", action=argparse.BooleanOptionalAction, default=True,
+        help="search policy auto again when iterations or answers take a tenth more or less than predicted (yes)",
+    )  # fmt: skip
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     parser.set_defaults(run=_run)
 

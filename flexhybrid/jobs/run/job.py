@@ -41,9 +41,10 @@ from flexhybrid.jobs.profile.job import PROFILE_STEPS, company_note, measure_for
 from flexhybrid.jobs.progress import Progress, stop_on_signal
 from flexhybrid.jobs.ray_cluster import Crew, cluster, crew_of
 from flexhybrid.jobs.run.answering import Answered, answer_pending, load_weights
-from flexhybrid.jobs.run.forecast import WINDOW, Forecast, duration, forecast, plan_lines, sorted_by_length
+from flexhybrid.jobs.run.forecast import WINDOW, Forecast, describe, duration, forecast, plan_lines, sorted_by_length
 from flexhybrid.jobs.run.options import RunOptions, check_options
 from flexhybrid.jobs.run.outlook import Outlook
+from flexhybrid.jobs.run.replanning import Replanner
 from flexhybrid.jobs.run.report import clocks, refusal_codes, write_report, write_trace
 from flexhybrid.llm import LLM
 from flexhybrid.requests import RequestOutput
@@ -225,6 +226,9 @@ class Job:
         self.lanes: dict[str, LaneTimes] = {}  #: of the first wave likewise
         self.progress = Progress(0, "tokens", "tok", quiet=True)  #: of the answers, once they are planned
         self.plan: Forecast | None = None
+        self.outlook: Outlook | None = None  #: of the batch that runs
+        self.replanner: Replanner | None = None  #: where the policy was searched
+        self.replanned: list[str] = []  #: what was changed on the way, and why
 
     def run(self, print_line: Callable[[str], None], began: float) -> dict:
         """Do the job; return its record. ``print_line`` takes the plan and the summary."""
@@ -272,6 +276,8 @@ class Job:
         """Plan and answer the pending requests, until a stop is asked for."""
         options, plan = self.options, self._plan(say)
         self.plan = plan
+        if plan.run and self.crew is None and options.llm.policy == "auto" and options.replan:
+            self.replanner = Replanner(self.llm, plan.run)
         if self.crew is None:
             load_weights(self.llm, plan.layer_bytes)
         started, failed = CpuUse.now(), int((self.states == FAILED).sum())
@@ -469,6 +475,8 @@ class Job:
 
     def advance(self, num_tokens: int) -> None:
         self.progress.advance(num_tokens)
+        if self.replanner and self.outlook:
+            self.replanner.look(self.outlook)
 
     def keep(self, in_flight: Callable[[], Tokens]) -> None:
         self.in_flight.note(in_flight)
@@ -477,12 +485,25 @@ class Job:
         self.progress.note(text)
 
     def watch(self, workload: Workload) -> Outlook | None:
-        outlook = None
-        if self.plan and self.plan.run and self.plan.run.pace:
-            outlook = Outlook(self.plan.run.pace, workload, self.options.answer_tokens)
+        outlook, run = None, self.replanner.run if self.replanner else self.plan and self.plan.run
+        if run and run.pace:
+            outlook = Outlook(run.pace, workload, self.options.answer_tokens, self.outlook)
+        self.outlook = outlook
         # of the lines that are not counted yet it knows nothing
         self.progress.outlook = outlook.seconds_left if outlook and self.census.complete else None
         return outlook
+
+    def drains(self) -> bool:
+        return bool(self.replanner and self.replanner.change)
+
+    def between_batches(self) -> None:
+        if not (self.replanner and self.replanner.change):
+            return
+        change = self.replanner.made()
+        limits = [most for most in (self.options.max_batch, change.policy.max_batch) if most]
+        self.llm.use(replace(change.policy, max_batch=min(limits, default=None)))
+        self.replanned.append(f"{change.reason}; on with {describe(self.llm.settled_policy)}")
+        self.note(self.replanned[-1])
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 
@@ -517,6 +538,8 @@ class Job:
                 )
         if shared := self.llm.num_shared:
             say(f"shared     {shared:,} prompt tokens were not computed: other prompts begin alike")
+        for change in self.replanned:
+            say(f"replanned  {change}")
         table = f"{options.parquet}, " if options.parquet and not stopped else ""
         say(f"answers    {table}{options.output}")
         if counts["refused"]:
@@ -544,6 +567,7 @@ class Job:
             "profile_in_company": self.llm.hardware.company if self.llm.hardware else None,
             "others_cpu_share": work.others_cpu_share if work else None,
             "policy": self.llm.settled_policy.to_dict(),
+            "replanned": self.replanned,
             "output": str(self.options.output),
             "errors": str(self.options.errors) if self.options.errors else None,
             "exit_status": STOPPED if stopped else 0,

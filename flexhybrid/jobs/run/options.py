@@ -41,6 +41,7 @@ class RunOptions:
     report: Path | None = None  #: page about the run
     reprofile: bool = False
     quiet: bool = False
+    replan: bool = True  #: whether policy auto is searched again when the run leaves its prediction
 
     @property
     def columns(self) -> Columns | None:

@@ -8,7 +8,7 @@ import time
 import numpy as np
 
 from flexhybrid.core.workload import Workload
-from sim.answer_lengths import ObservedAnswers
+from sim.answer_lengths import ObservedAnswers, with_mean
 from sim.queue_clock import Pace
 from sim.queue_counts import Stints
 
@@ -19,17 +19,25 @@ RECENT = 64  #: iterations whose largest number of requests at a time is taken f
 class Outlook:
     """Hears of the requests of a batch, by their index in its queue, and of its iterations.
 
-    ``mean_answer``: tokens expected of an answer before others have ended; None: as many as it may have.
+    ``mean_answer``: tokens expected of an answer before others have ended; None: as many as it may have. ``before``:
+    the outlook of a batch before this one, whose answers count as well.
     """
 
-    def __init__(self, pace: Pace, workload: Workload, mean_answer: float | None = None):
+    def __init__(self, pace: Pace, workload: Workload, mean_answer: float | None = None, before: Outlook | None = None):
         self.pace, self.workload = pace, workload
-        self.answers = ObservedAnswers(int(workload.max_tokens.max()), mean_answer)
+        longest = int(workload.max_tokens.max())
+        self.answers = ObservedAnswers(longest, mean_answer)
+        #: lengths of answers that the policy in use was chosen for
+        self.assumed = workload.max_tokens if mean_answer is None else with_mean(workload, mean_answer).answers
+        if before and len(before.answers.ended) > longest:
+            self.answers = before.answers
+            self.assumed = self.answers.expected(workload.max_tokens)
         self.begun_in = np.full(workload.num_requests, -1)  #: iteration; -1: it waits
         self.ended_in = np.full(workload.num_requests, -1)  #: iteration; -1: it has not ended
         self.num_iterations = 0
         self.running: list[int] = []  #: requests in each of the last iterations
         self.began = self.latest = time.monotonic()
+        self.ends = [self.began]  #: of the iterations so far, behind the beginning of the first
 
     def begin(self, request: int) -> None:
         """Take a request that joins; one that has stepped back joins again."""
@@ -45,6 +53,7 @@ class Outlook:
         """Take the end of an iteration with its number of tokens."""
         self.num_iterations += 1
         self.latest = time.monotonic()
+        self.ends.append(self.latest)
         self.running = [*self.running[1 - RECENT :], num_tokens]
 
     def seconds_left(self) -> float | None:
@@ -56,6 +65,23 @@ class Outlook:
         past, left = float(seconds[:now].sum()), float(seconds[now:].sum())
         slower = (elapsed + TRUSTED_S) / (past + TRUSTED_S)
         return max(0.0, left * slower - (time.monotonic() - self.latest))
+
+    def slower(self, first: int) -> float:
+        """Return how many times as long the iterations from ``first`` on took as is predicted of what was done in them;
+        who ran is known, so the lengths of answers have no part in it."""
+        begun, now = np.flatnonzero(self.begun_in >= 0), self.num_iterations
+        last = np.where(self.ended_in[begun] < 0, now - 1, self.ended_in[begun])
+        ran = self._stints(begun, self.begun_in[begun], np.maximum(last, self.begun_in[begun]) + 1)
+        predicted = float(self.pace.seconds(ran)[first:now].sum())
+        return (self.ends[now] - self.ends[first]) / max(predicted, 1e-300)
+
+    def waiting(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return those who wait, and the lengths that their answers are expected to have by those that have ended."""
+        waits = np.flatnonzero(self.begun_in < 0)
+        runs = np.flatnonzero((self.begun_in >= 0) & (self.ended_in < 0))
+        limits = self.workload.max_tokens[np.r_[waits, runs]]
+        ages = np.r_[np.zeros(len(waits), np.int64), self.num_iterations - self.begun_in[runs]]
+        return waits, self.answers.expected(limits, np.minimum(ages, limits - 1))[: len(waits)]
 
     def stints(self) -> Stints:
         """Return who has run when, and who is expected to run when: each place is taken by who is next."""
@@ -78,13 +104,14 @@ class Outlook:
             begun[request] = free[0]
             ended[request] = free[0] + length
             heapq.heapreplace(free, free[0] + length)
-        everybody = np.arange(workload.num_requests)
-        ended = np.maximum(ended, begun + 1)
+        return self._stints(np.arange(workload.num_requests), begun, np.maximum(ended, begun + 1))
+
+    def _stints(self, requests: np.ndarray, begun: np.ndarray, ended: np.ndarray) -> Stints:
         return Stints(
-            request=everybody,
-            mini_batch=everybody % self.pace.num_mini_batches,
-            prompt_tokens=workload.prompt_tokens,
+            request=requests,
+            mini_batch=requests % self.pace.num_mini_batches,
+            prompt_tokens=self.workload.prompt_tokens[requests],
             joined=begun,
             left=ended,
-            surplus=np.zeros(len(everybody), bool),
+            surplus=np.zeros(len(requests), bool),
         )

@@ -269,6 +269,12 @@ class RemoteBatch:
     def watch(self, workload: Workload) -> None:
         """Do nothing: the job counts what the actors send."""
 
+    def drains(self) -> bool:
+        return False
+
+    def between_batches(self) -> None:
+        """Do nothing: an actor keeps its policy."""
+
     def flush(self) -> None:
         """Send what has come since the last message."""
         shared = self.llm.num_shared

@@ -1,0 +1,168 @@
+"""Searches again, while a batch runs, when what is measured has left the prediction for long.
+
+The running batch is then closed: those who run end in the blocks that they have, and the others have a batch under the
+new policy behind it, in the same job, with the weights where they are. What the change costs, the places that stay
+empty until the last of those who run has ended, the gain must pay for. Answers are those of any other policy.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, replace
+from threading import Thread
+
+from flexhybrid.core.errors import InputError
+from flexhybrid.core.hardware import Hardware, resource_of_line
+from flexhybrid.core.policy import Policy
+from flexhybrid.core.problem import Problem
+from flexhybrid.core.workload import Workload
+from flexhybrid.jobs.run.outlook import Outlook
+from flexhybrid.llm import LLM, MOST_AT_A_TIME
+from sim.queue_clock import QueueRun, price_queue
+
+PARTED = 1.1  #: times by which measured seconds, or answers, differ from what was predicted
+WINDOW_S, WINDOW_ITERATIONS = 20.0, 16  #: that are looked at together, at least
+WINDOWS = 3  #: in a row that must differ, on one side; the first one of a batch, in which it settles, is left out
+LEAST_ANSWERS = 64  #: that have ended before their lengths say anything
+LEAST_GAIN = 0.1  #: share of the seconds that are left that a new policy must save, the end of the batch counted
+MOST_CHANGES, MOST_SEARCHES = 3, 6  #: of a job
+SEARCH_S = 30.0  #: seconds that a search beside the running batch may take
+
+
+@dataclass(frozen=True)
+class Change:
+    """A policy for those who wait, and why it was searched for."""
+
+    policy: Policy
+    run: QueueRun
+    reason: str
+
+
+class Watch:
+    """Says when a batch has left its prediction."""
+
+    def __init__(self):
+        self.begin(0)
+
+    def begin(self, iteration: int) -> None:
+        """Begin anew, with a window in which a batch settles."""
+        self.first, self.settled = iteration, False
+        self.slower: list[float] = []  #: of the latest windows, times as long as predicted
+        self.longer: list[float] = []  #: likewise of the answers of those who wait
+
+    def look(self, outlook: Outlook) -> str | None:
+        """Take the end of an iteration; return in words what has left the prediction for WINDOWS windows, or None."""
+        now = outlook.num_iterations
+        if now - self.first < WINDOW_ITERATIONS or outlook.ends[now] - outlook.ends[self.first] < WINDOW_S:
+            return None
+        waits, answers = outlook.waiting()
+        if not len(waits):
+            return None
+        mean, assumed = float(answers.mean()), float(outlook.assumed[waits].mean())
+        if self.settled:
+            longer = mean / assumed if outlook.answers.num_ended >= LEAST_ANSWERS else 1.0
+            self.slower = [*self.slower, outlook.slower(self.first)][-WINDOWS:]
+            self.longer = [*self.longer, longer][-WINDOWS:]
+        self.first, self.settled = now, True
+        if parted(self.slower):
+            return f"iterations took {statistics.median(self.slower):.2f} times as long as predicted"
+        if parted(self.longer):
+            return f"answers have {mean:.0f} tokens on average, not {assumed:.0f}"
+        return None
+
+
+def parted(ratios: list[float]) -> bool:
+    """Return whether WINDOWS ratios differ from 1 by more than PARTED, all on one side."""
+    return len(ratios) == WINDOWS and (min(ratios) > PARTED or max(ratios) < 1 / PARTED)
+
+
+class Replanner:
+    """Watches the batches of a job whose policy was searched."""
+
+    def __init__(self, llm: LLM, run: QueueRun):
+        self.llm, self.run, self.watch = llm, run, Watch()
+        self.change: Change | None = None  #: that waits for the end of the batch
+        self.num_changes = self.num_searches = 0
+        self.slower: dict[str, float] = {}  #: resource -> times as slow as the machine's record says
+        self._search: Thread | None = None
+
+    def look(self, outlook: Outlook) -> None:
+        """Take the end of an iteration; search in a thread of its own when the prediction has been left for long."""
+        if self.change or self.num_changes == MOST_CHANGES or self.num_searches == MOST_SEARCHES:
+            return
+        if self._search:
+            if self._search.is_alive():
+                return
+            self._search = None  # which has taken its part of the machine: what was measured meanwhile does not count
+            outlook.pace = self.run.pace or outlook.pace
+            self.watch.begin(outlook.num_iterations)
+        if (reason := self.watch.look(outlook)) is None:
+            return
+        self.num_searches += 1
+        slower = {**self.slower}
+        if parted(self.watch.slower):
+            binding = self.run.binding
+            slower[binding] = slower.get(binding, 1.0) * statistics.median(self.watch.slower)
+        waits, answers = outlook.waiting()
+        outlook.assumed = outlook.assumed.copy()
+        outlook.assumed[waits] = answers
+        lengths = outlook.workload.select(waits)
+        waiting = Workload(lengths.prompt_tokens, lengths.max_tokens, answers)
+        since = f"after {outlook.answers.num_ended:,} answers, {outlook.num_iterations:,} iterations: {reason}"
+        self._search = Thread(target=self._seek, args=(slower, waiting, since), name="replan", daemon=True)
+        self._search.start()
+
+    def made(self) -> Change:
+        """Take the change as made. Raise ValueError without one."""
+        change, self.change = self.change, None
+        if change is None:
+            raise ValueError("there is nothing to change")
+        self.run, self.num_changes, self._search = change.run, self.num_changes + 1, None
+        self.watch.begin(0)
+        return change
+
+    def _seek(self, slower: dict[str, float], waiting: Workload, reason: str) -> None:
+        """Look for a policy that those who wait are done with sooner, on a machine as slow as it was measured."""
+        problem, current, hardware = self.llm.problem, self.llm.settled_policy, self.llm.problem.hardware
+        for resource, times in slower.items():
+            hardware = hardware and slowed(hardware, resource, times)
+        problem = replace(problem, hardware=hardware)
+        try:
+            now = price_queue(problem, current, waiting, MOST_AT_A_TIME)
+            policy, run = self._best(problem, current, waiting)
+        except InputError:  # nothing else fits
+            return
+        self.slower, self.run = slower, now
+        drain_s = now.phases["drain"].seconds
+        if policy.weights == current.weights and run.total_s + drain_s < (1.0 - LEAST_GAIN) * now.total_s:
+            self.change = Change(policy, run, reason)
+
+    def _best(self, problem: Problem, current: Policy, waiting: Workload) -> tuple[Policy, QueueRun]:
+        """Return the policy that ``auto`` takes for them, with the weights where they are, and its run."""
+        from policy_search.queue_search import best_for_queue
+        from policy_search.search import MAX_BATCH, SearchSettings
+        from policy_search.search_problem import LOSSLESS, measured_space
+
+        space = LOSSLESS if problem.hardware is None else measured_space(LOSSLESS, problem.hardware)
+        settings = SearchSettings(
+            max_batch=min(waiting.num_requests, MAX_BATCH),
+            space=space,
+            weights_device=current.weights.device,
+            margin=0.0,
+            time_limit=SEARCH_S,
+        )
+        choice = best_for_queue(problem, waiting, settings)
+        return choice.policy, choice.run
+
+
+def slowed(hardware: Hardware, resource: str, times: float) -> Hardware:
+    """Return the machine with a resource that takes ``times`` as long for all of its tasks."""
+
+    def line(key: str):
+        known = hardware.lines[key]
+        if resource_of_line(key) != resource:
+            return known
+        seconds = {name: times * getattr(known, name) for name in ("overhead_s", "s_per_flop", "s_per_byte")}
+        return replace(known, **seconds, samples=())
+
+    return replace(hardware, lines={key: line(key) for key in hardware.lines})

@@ -1,0 +1,159 @@
+"""A job that searches again while it runs: once, for a reason that it names, and with the same answers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from test_local_machine import machine
+from test_run import by_id, requests, run
+
+from flexhybrid.core.hardware import Line
+from flexhybrid.core.workload import Workload
+from flexhybrid.jobs.run import outlook as outlook_module
+from flexhybrid.jobs.run import replanning
+from flexhybrid.jobs.run.job import Job
+from flexhybrid.jobs.run.outlook import Outlook
+from flexhybrid.jobs.run.replanning import Replanner, Watch, slowed
+from sim.queue_clock import Pace
+
+MIX = {"kv@host": 0.5, "act@host": 0.5}
+
+
+class AtOnce:
+    """A thread that has ended when it was started."""
+
+    def __init__(self, target, args, **_more):
+        self.start = lambda: target(*args)
+
+    def is_alive(self) -> bool:
+        return False
+
+
+@pytest.fixture
+def replanned(tmp_path, monkeypatch) -> list[str]:
+    """A machine a hundred times as slow as the profile says, and a search that always finds a mix; the reasons."""
+    machine(slower=1e-3).save(tmp_path / "machine.json")
+    monkeypatch.setattr(replanning, "WINDOW_S", 0.0)
+    monkeypatch.setattr(replanning, "WINDOW_ITERATIONS", 1)
+    monkeypatch.setattr(replanning, "Thread", AtOnce)
+
+    def mixed(self, _problem, current, _waiting):
+        policy = replace(current, name="other", cache=MIX, max_batch=4 - len(reasons))
+        return policy, replace(self.run, seconds=0 * self.run.seconds)
+
+    monkeypatch.setattr(Replanner, "_best", mixed)
+    reasons, made = [], Replanner.made
+    monkeypatch.setattr(Replanner, "made", lambda self: reasons.append(self.change.reason) or made(self))
+    return reasons
+
+
+def auto(source, out, model, *more) -> int:
+    known = ["--hardware", str(out.parent / "machine.json")]
+    return run(source, out, model, *known, *more, policy="auto")
+
+
+def answers(path):
+    return {name: row["body"]["choices"] for name, row in by_id(path).items()}
+
+
+def test_a_measured_rate_that_leaves_the_prediction_changes_the_policy_once(tiny, tmp_path, capsys, replanned):
+    source = requests(tmp_path / "in.jsonl", 24)
+    assert run(source, tmp_path / "plain.jsonl", tiny) == 0 and not replanned
+    capsys.readouterr()
+    assert auto(source, tmp_path / "out.jsonl", tiny, "--max-batch", "3") == 0
+    assert replanned and "times as long as predicted" in replanned[0]
+    assert f"replanned  {replanned[0]}; on with other: " in capsys.readouterr().out
+    assert answers(tmp_path / "out.jsonl") == answers(tmp_path / "plain.jsonl")
+
+
+def test_a_crash_after_a_change_loses_nothing(tiny, tmp_path, monkeypatch, replanned):
+    source, between = requests(tmp_path / "in.jsonl", 24), Job.between_batches
+
+    def crash(self):
+        between(self)
+        if replanned:
+            raise RuntimeError("crashed")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Job, "between_batches", crash)
+        with pytest.raises(RuntimeError, match="crashed"):
+            auto(source, tmp_path / "out.jsonl", tiny, "--max-batch", "3")
+    written = len((tmp_path / "out.jsonl").read_bytes().splitlines())
+    assert replanned and 0 < written < 24
+    assert auto(source, tmp_path / "out.jsonl", tiny) == 0
+    assert run(source, tmp_path / "plain.jsonl", tiny) == 0
+    assert answers(tmp_path / "out.jsonl") == answers(tmp_path / "plain.jsonl")
+
+
+def test_a_named_policy_is_kept(tiny, tmp_path, replanned):
+    assert run(requests(tmp_path / "in.jsonl", 24), tmp_path / "out.jsonl", tiny, "--max-batch", "3") == 0
+    assert not replanned
+
+
+def test_a_slower_resource_is_slower_in_all_of_its_tasks_alone():
+    known = machine()
+    known = replace(known, lines={**known.lines, "load_kv": Line(1e-6, 0.0, 2e-9)})
+    busy = slowed(known, "h2d", 3.0)
+    for key, line in known.lines.items():
+        times = 3.0 if key in ("h2d", "load_kv") else 1.0
+        assert busy.lines[key].seconds(1e6, 1e6) == pytest.approx(times * line.seconds(1e6, 1e6))
+
+
+class Seconds:
+    """A clock for the iterations of an outlook, in place of ``time``."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """Return what a batch of 4 at a time, whose iterations should take 4 seconds, says as they take others."""
+    clock = Seconds()
+    monkeypatch.setattr(outlook_module, "time", clock)
+
+    def watch(seconds, answer_tokens=64) -> tuple[Watch, list[str]]:
+        pace = Pace({"h2d": np.array([4.0, 0, 0, 0, 0, 0, 0, 0])}, 1, (1.0, 1.0))
+        outlook, watch, running, said = Outlook(pace, Workload.uniform(4000, 9, 64)), Watch(), {}, []
+        waiting = iter(range(4000))
+        for taken in seconds:
+            while len(running) < 4:
+                running[next(waiting)] = 0
+                outlook.begin(max(running))
+            clock.now += taken
+            for request in list(running):
+                running[request] += 1
+                if running[request] == answer_tokens:
+                    outlook.end(request, running.pop(request))
+            outlook.advance(4)
+            said += [reason] if (reason := watch.look(outlook)) else []
+        return watch, said
+
+    return watch
+
+
+@pytest.mark.parametrize("times", [1.3, 0.7])
+def test_seconds_that_stay_away_from_the_prediction_are_told(watched, times):
+    watch, said = watched([4.0 * times] * 80)
+    assert watch.slower == pytest.approx([times] * 3) and said
+    assert said[0] == f"iterations took {times:.2f} times as long as predicted"
+
+
+def test_noise_a_start_and_bursts_are_no_reason(watched):
+    """Iterations that differ by a half, the first ones slow, and two windows of every four."""
+    noise = 4.0 * np.random.default_rng(3).uniform(0.5, 1.5, 400)
+    assert watched(noise)[1] == []
+    assert watched([40.0] * 16 + [4.0] * 300)[1] == []
+    assert watched(([4.0] * 32 + [8.0] * 32) * 5)[1] == []
+
+
+def test_answers_of_other_lengths_are_told_once_enough_have_ended(watched):
+    _, said = watched([4.0] * 400, answer_tokens=20)
+    assert said and said[0] == "answers have 20 tokens on average, not 64"
+    assert watched([4.0] * 300, answer_tokens=20)[1] == []  # 60 answers
+    assert watched([4.0] * 400, answer_tokens=62)[1] == []
