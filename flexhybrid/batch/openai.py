@@ -5,6 +5,7 @@ supported is refused by name, never dropped.
 """
 
 import codecs
+import difflib
 import json
 import re
 from dataclasses import dataclass, field, replace
@@ -157,7 +158,9 @@ class Bodies:
             body["max_tokens"] = 1  # computed, and left out of the answer
         name = "messages" if url == CHAT else "prompt"
         if name not in body:
-            raise Refused("missing_required_parameter", f"{name} is missing", name)
+            near = difflib.get_close_matches(name, body, n=1)
+            guess = f"; unknown field {near[0]!r}: did you mean {name!r}?" if near else ""
+            raise Refused("missing_required_parameter", f"{name} is missing{guess}", name)
         prompt, variables = body.pop(name), body.pop("chat_template_kwargs", None) if url == CHAT else None
         tools, form = self._take_tools(body) if url == CHAT else (None, None)
         params = self.params({name: value for name, value in body.items() if name not in IGNORED}, url)

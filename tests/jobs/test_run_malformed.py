@@ -330,3 +330,13 @@ def test_a_census_that_fails_ends_the_run(tiny, tmp_path, monkeypatch):
     with pytest.raises(TypeError):
         cli.main([*map(str, command), "--device", "cpu", "--dtype", "float32", "--quiet"])
     assert len((tmp_path / "out.jsonl").read_bytes().splitlines()) == 3
+
+
+def test_a_slip_in_the_prompts_name_is_named(tiny, tmp_path):
+    slip = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"promt": "x", "max_tokens": 1}}
+    good = {**slip, "custom_id": "b", "body": {"prompt": [5], "max_tokens": 1}}
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps(request) + "\n" for request in (slip, good)))
+    command = ["run", "-i", source, "-o", out, "--model", tiny, "--policy", "kv_only", "--device", "cpu", "--quiet"]
+    assert cli.main([str(part) for part in command]) == 0
+    assert "prompt is missing; unknown field 'promt': did you mean 'prompt'?" in out.read_text()
