@@ -21,6 +21,7 @@ from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import AttentionPaths, Budgets, Problem
 from flexhybrid.core.schedule import step_work
+from flexhybrid.core.schedule import steps as making
 from flexhybrid.core.schedule.refill import RunningBatch, may_grow
 from flexhybrid.core.wave import Wave
 from flexhybrid.core.waves import batch_size, open_batch
@@ -154,6 +155,19 @@ def test_what_requests_share_is_loaded_once_a_mini_batch_and_layer():
             assert works["kv_gen"].tokens == 16 * moved["act"] + padding(step)
             saved += shared - distinct
     assert saved > 0
+
+
+def test_what_members_share_is_worked_out_when_they_change():
+    """Eight requests that begin alike and end together: once as they join, once as they decode."""
+    system = list(range(3, 43))
+    prompts = [[*system, *range(3, 8 + i)] for i in range(8)]
+    wave = shared_batch(prompts, [9] * 8, Policy(cache={"kv@host": 1.0}), 8)
+    with patch.object(making, "_commons", wraps=making._commons) as worked_out:
+        decodes = {task.iteration: task.payload.step for task in stream(wave) if task.verb == "attend"}
+    built = sum(step.builds for step in decodes.values())
+    assert len(wave.mini_batches) == 1 and len(decodes) == 9 and not built
+    assert worked_out.call_count <= 3  # of the step that computes what is shared, and of those two
+    assert all(step.commons is decodes[1].commons and step.commons for step in decodes.values() if step.iteration)
 
 
 def padding(step) -> int:

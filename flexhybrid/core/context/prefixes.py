@@ -103,6 +103,8 @@ class SharedBlocks:
         self.table = np.zeros((num_places, 1), dtype=np.int64)  #: [places, most] their physical blocks
         self.builds: list[Build] = []  #: of the iteration that is laid out
         self.num_tokens = 0  #: prompt tokens that members of the batch did not compute, because others had
+        #: mini-batch -> its members' blocks in its latest step, and what these have in common (``steps.Common``)
+        self.commons: dict[int, tuple[tuple[bytes, ...], tuple]] = {}
         self._levels: dict[int, int] = {}  # of blocks that these builds compute
         self._members: dict[int, int] = defaultdict(int)  # block -> places
         self._path: dict[int, list[int]] = {}  # place -> its shared blocks

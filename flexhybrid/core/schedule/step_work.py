@@ -60,7 +60,7 @@ def counts_of(step: MiniBatchStep, wave) -> StepCounts:
             blocks[segment.part] = int(moved.sum())
             copies[segment.part] = int(np.count_nonzero(segment.num_blocks))
     for segment in step.shared_segments:
-        blocks[segment.part] = blocks.get(segment.part, 0) + int(segment.num_blocks.sum())
+        blocks[segment.part] = blocks.get(segment.part, 0) + segment.held.size  # all of them full
         copies[segment.part] = copies.get(segment.part, 0) + segment.batch
     stored: dict[StoredCopy, Count] = {store.part: len(store.rows) for store in step.stores}
     context = step.attention_tokens - step.computed_width

@@ -274,7 +274,7 @@ def make_step(
         segments += _segments(wave, mini_batch, entry, extent, tokens_by_entry[:, i])
     recomputed = entries.tok_tokens(context) if entries.tok_share else None
     stores = _stores(wave, requests, context, new_tokens, built)
-    commons = () if wave.sharing is None else _commons(wave, requests, depth)
+    commons = () if wave.sharing is None else _known_commons(wave, mini_batch, requests, depth)
     return MiniBatchStep(
         iteration=iteration,
         mini_batch=mini_batch,
@@ -293,6 +293,15 @@ def make_step(
         builds=built is not None,
         in_place=bool(age[0]) and built is None and attends_in_place(wave.problem, wave.policy),
     )
+
+
+def _known_commons(wave, mini_batch: int, requests: np.ndarray, depth: np.ndarray) -> tuple[Common, ...]:
+    """``_commons``, which stay those of the mini-batch's step before as long as its members share the same blocks."""
+    key = requests.tobytes(), depth.tobytes(), wave.shared.table[requests, : int(depth.max())].tobytes()
+    known = wave.shared.commons.get(mini_batch)
+    if known is None or known[0] != key:
+        known = wave.shared.commons[mini_batch] = key, _commons(wave, requests, depth)
+    return known[1]
 
 
 def _commons(wave, requests: np.ndarray, depth: np.ndarray) -> tuple[Common, ...]:
