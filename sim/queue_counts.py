@@ -1,13 +1,14 @@
 """Who runs when in a queue of requests, by counting alone: ``core.schedule.refill`` without its plan.
 
 The executor's own account (``RunningBatch``) looks at every mini-batch in every iteration. Here only the iterations
-count in which somebody leaves, so that ten thousand requests take a fraction of a second. Left out: that blocks come
-in runs, and that a request is passed over for one behind it more often than once.
+count in which somebody leaves or steps back, so that ten thousand requests take a fraction of a second. Left out: that
+blocks come in runs, and that a request is passed over for one behind it more often than once.
 """
 
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -70,7 +71,7 @@ class _Queue:
         self.learned = AnswerLengths(wave.expected_share, int(self.limits.max()))
         self.waiting = list(range(workload.num_requests - 1, wave.workload.num_requests - 1, -1))  # the next one last
         self.running: list[list[_Member]] = [[] for _ in wave.mini_batches]
-        self.changes: list[tuple[int, int]] = []  # (iteration, mini-batch) in which somebody leaves
+        self.changes: list[tuple[int, int]] = []  # (iteration, mini-batch) in which somebody leaves or steps back
         self.rows: list[tuple] = []  # of the stints
         self.not_before: dict[int, int] = {}  # request that has stepped back -> first iteration of its return
         self.pools = np.array([[part.pools[entry].num_blocks for entry in self.entries.names] for part in wave.blocks])
@@ -92,6 +93,8 @@ class _Queue:
                 self._step_back(k, iteration)
             if self.waiting and (self.singly or not self.running[k]):
                 self._join(k, iteration)
+            if self.wave.grows:
+                self._foresee(k, iteration)
         columns = [np.array(column) for column in zip(*self.rows, strict=True)]
         return Stints(*columns)
 
@@ -113,11 +116,7 @@ class _Queue:
 
     def _step_back(self, k: int, iteration: int) -> None:
         """Let the youngest wait again, before all others, while blocks are too few."""
-        while len(self.running[k]) > 1:
-            requests, joined = np.array([member[:2] for member in self.running[k]]).T
-            held = self.entries.held(self.prompts[requests] + iteration - joined).sum(axis=0)
-            if (held <= self.pools[k]).all():
-                break
+        while len(self.running[k]) > 1 and not self._fits(k, iteration):
             request, joined, _, _ = self.running[k].pop()
             self.rows.append((request, k, self.prompts[request], joined, iteration, False))
             given = iteration - joined
@@ -126,6 +125,20 @@ class _Queue:
             self.ends[request] = max(1, self.ends[request] - given)
             self.waiting.append(request)
             self.not_before[request] = iteration + 1
+
+    def _fits(self, k: int, iteration: int) -> bool:
+        """Return whether the pools of a mini-batch hold what its members need in an iteration."""
+        requests, joined = np.array([member[:2] for member in self.running[k]]).T
+        held = self.entries.held(self.prompts[requests] + iteration - joined).sum(axis=0)
+        return bool((held <= self.pools[k]).all())
+
+    def _foresee(self, k: int, iteration: int) -> None:
+        """Note the first iteration in which blocks are too few, where it comes before somebody leaves."""
+        leave = min((member.left for member in self.running[k]), default=0)
+        if len(self.running[k]) < 2 or leave <= iteration + 1 or self._fits(k, leave - 1):
+            return
+        first = bisect_left(range(iteration + 1, leave - 1), True, key=lambda later: not self._fits(k, later))
+        heapq.heappush(self.changes, (iteration + 1 + first, k))
 
     def _join(self, k: int, iteration: int) -> None:
         """Let those who wait join in their turn; after one that does not fit, only shorter ones may."""
@@ -154,7 +167,7 @@ class _Queue:
                 continue
             joining.append(request)
             room, padded, rows = room - expected[place], max(padded, blocks[place]), max(rows, piece)
-        if not joining and not group:
+        if not joining and not group or len(first) < min(len(self.waiting), max(LOOKED_AT, free)):
             heapq.heappush(self.changes, (iteration + 1, k))
         taken = set(joining)
         tail = len(self.waiting) - max(LOOKED_AT, free) if len(self.waiting) > max(LOOKED_AT, free) else 0

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from flexhybrid.core.errors import InputError, file_errors
+from flexhybrid.core.errors import InputError, check, file_errors
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.paths import check_file
 from sim.answer_lengths import with_mean
@@ -23,8 +23,9 @@ def read_lengths(path: Path, model: str, answer_tokens: float | None = None) -> 
 
     ``path``: CSV with a header, or JSON lines, of COLUMNS; or lines of OpenAI's Batch format, which are counted by the
     tokenizer beside ``model`` (a config.json or its folder). ``answer_tokens``: mean of the answers of a file that does
-    not name them. Raise InputError, naming the line.
+    not name them, at least 1. Raise InputError, naming the line.
     """
+    check("--answer-tokens", answer_tokens, answer_tokens is None or answer_tokens >= 1, "at least 1")
     check_file(path)
     with file_errors(f"read {path}"), open(path, encoding="utf-8", newline="") as file:
         is_table = path.suffix.lower() == ".csv"

@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 
 from flexhybrid import cli
+from flexhybrid.arguments import LLMArguments
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Budgets, Problem
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.lengths import read_lengths
+from flexhybrid.jobs.run.options import RunOptions, check_options
 from flexhybrid.resolve import best_policy
 from policy_search.queue_search import QueueChoice, best_for_queue
 from policy_search.search import PLAIN, SearchSettings
@@ -123,3 +125,11 @@ def test_auto_asks_the_queue_where_answers_are_known(monkeypatch):
 
     monkeypatch.setattr("policy_search.queue_search.best_for_queue", answer)
     assert best_policy(problem, workload, link_is_paced=True) == plain and asked == [9]
+
+
+@pytest.mark.parametrize("mean", (0.0, -1.0, 0.5, float("nan")))
+def test_a_mean_that_no_answers_have_is_refused(mean, tmp_path):
+    with pytest.raises(InputError, match="--answer-tokens"):
+        read_lengths(write(tmp_path / "a.csv", [(3, 4)], ("prompt_tokens", "max_tokens")), "opt-125m", mean)
+    with pytest.raises(InputError, match="--answer-tokens"):
+        check_options(RunOptions(tmp_path / "in", tmp_path / "out", LLMArguments("m"), answer_tokens=mean))

@@ -3,6 +3,7 @@ against a plain account."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +12,8 @@ import pytest
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import Budgets, Problem
-from flexhybrid.core.waves import open_batch
+from flexhybrid.core.schedule.refill import RunningBatch
+from flexhybrid.core.waves import batch_size, open_batch
 from flexhybrid.core.workload import Workload
 from sim import virtual_clock
 from sim.queue_clock import price_queue, walk_queue
@@ -54,8 +56,9 @@ def test_a_few_iterations_price_a_queue_as_all_of_its_tasks_do():
     assert np.median(errors) < 0.01 and max(errors) < 0.03
 
 
-def test_blocks_as_needed_are_priced_with_those_who_step_back():
-    rng = np.random.default_rng(0)
+@pytest.mark.parametrize("seed", (0, 2))
+def test_blocks_as_needed_are_priced_with_those_who_step_back(seed):
+    rng = np.random.default_rng(seed)
     answers = np.clip(rng.normal(60, 40, 50), 1, 160).astype(int)
     workload = Workload(rng.integers(16, 100, 50), np.full(50, 160), answers)
     problem = Problem(shape=SHAPE, dtype="float32", hardware=machine(), budgets=Budgets(host=24e6))
@@ -63,8 +66,23 @@ def test_blocks_as_needed_are_priced_with_those_who_step_back():
     priced, walked = price_queue(problem, policy, workload, 64), walk_queue(problem, policy, workload, 64)
     assert priced.at_a_time < 50  # memory decides
     assert priced.total_s == pytest.approx(walked.total_s, rel=0.06)
-    for name in ("steady", "drain"):
-        assert priced.phases[name].running == pytest.approx(walked.phases[name].running, rel=0.3)
+    # the drain begins where the last of those who stepped back joins again: one request, too chancy to compare
+    assert priced.phases["steady"].running == pytest.approx(walked.phases["steady"].running, rel=0.15)
+
+
+def test_requests_step_back_while_nobody_leaves():
+    """Answers that all take their limits fill the pools between two ends; against the executor's own account."""
+    rng = np.random.default_rng(0)
+    limits = np.full(80, 160)
+    workload = Workload(rng.integers(16, 100, 80), limits, limits)
+    problem = Problem(shape=SHAPE, dtype="float32", hardware=machine(), budgets=Budgets(host=24e6))
+    policy = Policy("grows", Placement(host=1), cache={"kv@host": 1.0}, max_mini_batch_tokens=1 << 13)
+    places, share = batch_size(problem, policy, workload, at_most=64)
+    counted = stints(open_batch(problem, policy, workload, places, share), workload)
+    assert len(counted.request) > 80
+    batch = RunningBatch(open_batch(problem, policy, workload, places, share))
+    iterations = itertools.takewhile(lambda iteration: any([*batch.steps(iteration, set())]), itertools.count())
+    assert counted.num_iterations == pytest.approx(len([*iterations]), rel=0.15)  # runs of blocks are left out
 
 
 def test_counts_are_those_of_a_list_of_places():

@@ -67,7 +67,8 @@ def check_options(options: RunOptions) -> None:
     """Raise InputError for paths that do not exist, files given twice, and flags that contradict each other."""
     SamplingParams(**options.sampling)
     check("--max-batch", options.max_batch, options.max_batch is None or options.max_batch >= 1, "at least 1")
-    check("--answer-tokens", options.answer_tokens, (options.answer_tokens or 1) >= 1, "at least 1")
+    mean = options.answer_tokens
+    check("--answer-tokens", mean, mean is None or mean >= 1, "at least 1")
     check("--seed", options.seed, options.seed >= 0, "at least 0")
     if options.engine == "local" and options.actors is not None:
         raise InputError("--actors is of --engine ray; the local engine is one executor")
