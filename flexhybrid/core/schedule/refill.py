@@ -294,9 +294,7 @@ class RunningBatch:
             failures, shared = failures + 1, self._would_share(ready)
             tokens = queue.workload.cached_tokens[ready] - shared
             prompts = queue.workload.prompt_tokens[ready] - shared
-            shorter = np.flatnonzero(
-                (prompts < prompts[0]) | (tokens < tokens[0])
-            )  # nor do those that are as long join
+            shorter = np.flatnonzero((prompts < prompts[0]) | (tokens < tokens[0]))  # those as long do not join either
             if failures == 1:  # the shortest comes next: without room for that there is none for any
                 shorter = shorter[np.argsort(tokens[shorter], kind="stable")]
             ready = [ready[place] for place in shorter.tolist()]
@@ -384,7 +382,8 @@ class RunningBatch:
         for count, place in enumerate(places.tolist()):
             prompt, cached = lengths.prompt_tokens[place], lengths.cached_tokens[place]
             if wave.grows:
-                need, wanted = prompts[count], np.minimum(prompts[count] + FIRST_RUN, at_most[count])
+                need = prompts[count]
+                wanted = np.minimum(need + FIRST_RUN, at_most[count])
             else:
                 first = longest_piece(wave.policy, np.array([prompt]))  # the first length that is held as a whole
                 need = wanted = wave.entries.most_blocks(first, self._kept(places[count : count + 1])[0])
