@@ -251,15 +251,20 @@ class LLM:
         hears: RunControl,
         on_trace: OnTrace | None = None,
         joining: bool = True,
+        begun: Iterable[int] = (),
     ) -> None:
         """Answer requests of these lengths, which are made by ``open_request`` when they begin: ``generate`` for more
         of them than memory holds. Those who begin first are the first of the workload.
 
         ``completed`` takes each request (its index) with its answer. ``hears``: what is called on the way.
         ``joining``: requests join a running batch; not where the decode is given tokens (``Generated.num_decoded``).
-        Raises InputError as ``generate`` does.
+        ``begun``: requests that a call before has left unfinished; they go on behind the tokens that they have, which
+        are those of the same requests undisturbed under policies without loss. Raises InputError as ``generate`` does.
         """
         running = RunningRequests(open_request)
+        running.begin(np.arange(workload.num_requests))
+        for request in begun:
+            running.join(request)
         with self.waves(workload, running if joining else None) as waves:
             for members, wave in waves:
                 if not joining:
@@ -359,8 +364,8 @@ class LLM:
             if joining:
                 joining.begin(left)
                 tree = PromptTree(joining.prompt) if self.arguments.enable_prefix_caching else None
-                count, share = batch_size(problem, policy, lengths, MOST_AT_A_TIME, tree)
-                members, wave = left, open_batch(problem, policy, lengths, count, share, tree)
+                count, share = batch_size(problem, policy, lengths, MOST_AT_A_TIME, tree, joining.given)
+                members, wave = left, open_batch(problem, policy, lengths, count, share, tree, joining.given)
             else:
                 members = left[: first_wave(problem, policy, lengths)]
                 wave = admit(problem, policy, workload.select(members))

@@ -24,13 +24,16 @@ class RunningRequests:
     """
 
     def __init__(self, open_request: OpenRequest):
-        self._open = open_request
-        self.begin(np.arange(0))
+        self._open, self._members = open_request, np.arange(0)
+        self._running: dict[int, tuple[Generated, SamplingPlan]] = {}
+        self.begin(self._members)
 
     def begin(self, members: np.ndarray) -> None:
-        """Take the requests of a queue, by their indices for ``open_request``."""
+        """Take the requests of a queue, by their indices for ``open_request``; those that were open stay so."""
+        opened = {int(self._members[queued]): running for queued, running in self._running.items()}
         self._members = members
-        self._running: dict[int, tuple[Generated, SamplingPlan]] = {}
+        places = np.flatnonzero(np.isin(members, list(opened))).tolist() if opened else []
+        self._running = {queued: opened[int(members[queued])] for queued in places}
         self._left: deque[tuple[int, int]] = deque()  #: iteration and request
         self._plans: dict[bytes, SamplingPlan] = {}  #: of the members of steps, the latest last
         self._num_rows = 0  #: of these plans
@@ -45,6 +48,11 @@ class RunningRequests:
         self._left.append((iteration, request))
         while self._left[0][0] + LAG < iteration:
             self._running.pop(self._left.popleft()[1], None)
+
+    @property
+    def given(self) -> dict[int, int]:
+        """Of those that are open, the tokens that they have."""
+        return {request: len(of.token_ids) for request, (of, _) in self._running.items() if of.token_ids}
 
     def prompt(self, request: int) -> list[int] | None:
         """Return the token ids of a request's prompt, opening it; None where each token's logits are asked for."""

@@ -39,7 +39,7 @@ class RequestQueue:
     workload: Workload  #: of all requests
     following: int  #: from this one on nobody was ever looked at
     passed_over: list[int] = field(default_factory=list)  #: those before it that wait
-    #: request -> tokens that it had before it stepped back; they are a part of its prompt when it comes back
+    #: request -> tokens that it had before it stepped back, or in a batch before this one: a part of its prompt then
     given: dict[int, int] = field(default_factory=dict)
     on_join: Callable[[int], None] = lambda request: None  #: called, while the batch runs, before a request first joins
     on_leave: Callable[[int, int], None] = lambda request, iteration: None  #: called when it runs no more

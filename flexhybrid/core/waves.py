@@ -1,7 +1,8 @@
 """Requests into batches: as many at a time as the memory budgets (and the policy's max_batch) allow."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 import numpy as np
 
@@ -21,6 +22,7 @@ EXPECTED_SHARE = 0.25
 #: Of so many requests that run, room is set aside for what one that follows them shares: it joins before all have left
 #: who share what the one before it shared.
 FOLLOWERS = 4
+NOTHING_GIVEN: Mapping[int, int] = MappingProxyType({})
 SHORT_REQUEST_TOKENS = 16  #: prompt tokens of the request that ``check_least`` tries
 
 
@@ -57,17 +59,23 @@ def open_batch(
     count: int,
     share: float = 1.0,
     tree: PromptTree | None = None,
+    given: Mapping[int, int] = NOTHING_GIVEN,
 ) -> Wave:
     """Return a batch with places for ``count`` requests, the first of the workload; the others wait for places.
 
     ``share``: the pools are made for answers of this share of their limits, but for a single one of its full length in
     each mini-batch; requests then take blocks as they need them. ``tree``: of the requests' prompts; those that begin
-    alike share what they have in common, where the policy allows it (``may_share``).
+    alike share what they have in common, where the policy allows it (``may_share``). ``given``: tokens that requests
+    have from a batch before this one; they are computed as a part of the prompt.
     """
-    num_requests, entries = workload.num_requests, BlockEntries(policy.cache)
+    num_requests, entries, everybody = workload.num_requests, BlockEntries(policy.cache), workload
+    if given:
+        tokens = np.zeros(num_requests, np.int64)
+        tokens[list(given)] = list(given.values())
+        workload = workload.behind(tokens)
     first = Workload(workload.prompt_tokens[:count], workload.max_tokens[:count])
     room, paths = _shared_room(tree, entries, count, num_requests) if tree and may_share(policy) else ({}, [])
-    if count == num_requests and share == 1 and not any(paths):
+    if count == num_requests and share == 1 and not any(paths) and not given:
         return admit(problem, policy, workload)
     planned = Workload(first.prompt_tokens, np.maximum(1, np.ceil(share * first.max_tokens)).astype(np.int64))
     # Buffers are for answers of full length: what is padded to the longest of a mini-batch never limits who runs.
@@ -88,8 +96,11 @@ def open_batch(
         wave = replace(wave, sharing=sharing)
     if wave.whole:
         wave = replace(wave, whole=replace(wave.whole, workload=first))
-    limits = queue_sizes(wave, workload, joins_singly(policy))
-    wave = replace(wave, queue=RequestQueue(workload, following=count), limits=limits, expected_share=share)
+    # One that steps back comes back with all the tokens that it has.
+    longest = workload if share == 1 else Workload(workload.cached_tokens, np.ones_like(workload.max_tokens))
+    limits = queue_sizes(wave, longest, joins_singly(policy))
+    queue = RequestQueue(everybody, following=count, given=dict(given))
+    wave = replace(wave, queue=queue, limits=limits, expected_share=share)
     if wave.grows:
         for k, group in enumerate(wave.mini_batches):
             for place in group.tolist():
@@ -148,7 +159,12 @@ def first_wave(problem: Problem, policy: Policy, workload: Workload) -> int:
 
 
 def batch_size(
-    problem: Problem, policy: Policy, workload: Workload, at_most: int, tree: PromptTree | None = None
+    problem: Problem,
+    policy: Policy,
+    workload: Workload,
+    at_most: int,
+    tree: PromptTree | None = None,
+    given: Mapping[int, int] = NOTHING_GIVEN,
 ) -> tuple[int, float]:
     """Return how many requests run at a time, and for which share of their answers' limits the pools are made
     (``open_batch``): for all of it where that fits the budgets with ``at_most`` requests, otherwise, where requests may
@@ -158,7 +174,8 @@ def batch_size(
     for share in shares:
 
         def plan(count: int, share: float = share) -> MemoryPlan:
-            return memory_plan(problem, policy, buffer_sizes(open_batch(problem, policy, workload, count, share, tree)))
+            wave = open_batch(problem, policy, workload, count, share, tree, given)
+            return memory_plan(problem, policy, buffer_sizes(wave))
 
         counts.append(_most_that_fit(problem, policy, workload, plan, at_most))
         if counts[0] == min(at_most, policy.max_batch or at_most, workload.num_requests):

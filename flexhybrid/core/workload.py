@@ -46,6 +46,11 @@ class Workload:
         answers = None if self.answer_tokens is None else self.answer_tokens[indices]
         return Workload(self.prompt_tokens[indices], self.max_tokens[indices], answers)
 
+    def behind(self, given: np.ndarray) -> Workload:
+        """Return the lengths of requests that have ``given`` [requests] tokens, which are a part of their prompts."""
+        answers = None if self.answer_tokens is None else np.maximum(1, self.answer_tokens - given)
+        return Workload(self.prompt_tokens + given, self.max_tokens - given, answers)
+
     @property
     def answers(self) -> np.ndarray:
         """Tokens that each request generates, as far as is known."""

@@ -235,8 +235,8 @@ def _resolved(event: TraceEvent, resolved: dict[tuple, Work]) -> TraceEvent:
 class _Answers(dict[int, list[int]]):
     """Tokens by request, in lists that ``answer_of`` gives."""
 
-    def __init__(self, answer_of: Callable[[int], list[int]]):
-        super().__init__()
+    def __init__(self, answer_of: Callable[[int], list[int]], begun: Iterable[int]):
+        super().__init__({request: answer_of(request) for request in begun})
         self._answer_of = answer_of
 
     def __missing__(self, request: int) -> list[int]:
@@ -254,7 +254,7 @@ class _Collector:
         self.num_given = list(control.num_given or [0] * count)
         self.max_tokens = workload.max_tokens - np.array(self.num_given)
         self.num_requests = count
-        self.tokens = _Answers(control.answer_of)  #: by request, those that have begun
+        self.tokens = _Answers(control.answer_of, queue.given if queue else ())  #: by request, those that have begun
         executor.answers = self.tokens
         self.stops: dict[int, int | str | None] = {}
         self._pending: list[tuple[Task, int]] = []  # store_out tasks not yet collected, in the plan's order

@@ -150,7 +150,7 @@ class Executor(Generic[SelectionT]):
         self.selection = selection
         self.layer_weights = LayerWeights(parts.weights, parts.slots)
         self.steps = StepMaker(wave, prompts, plan, parts.weights.dtype, self.device)
-        #: of each request of the queue, as far as they are known; a part of the prompt of one that has stepped back
+        #: of each request of the queue, as far as they are known; a part of the prompt of one that comes back
         self.answers: Mapping[int, list[int]] = {}
         self.tokens = self.steps.tokens
         self.step_tensors: dict[tuple[int, int], tuple[MiniBatchStep, StepTensors]] = {}  #: by mini-batch and chunk
@@ -185,7 +185,7 @@ class Executor(Generic[SelectionT]):
             for values in (self.hidden.rows, self.step_tensors):
                 for key in [key for key in values if key[0] == task.mini_batch and key[1]]:
                     del values[key]
-        if task.payload.step.joins:
+        if task.payload.step.joins or self.answers and task.payload.step.begins:
             self.steps.enter(task.payload.step, self.answers)
         self.selection.begin_step(task.payload.step)
         tensors = self.steps.make(task.payload.step)

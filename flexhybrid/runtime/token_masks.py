@@ -9,7 +9,7 @@ its queue meanwhile. Requests without a grammar wait for nothing.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Protocol
@@ -48,8 +48,13 @@ class TokenMasks:
         self._shifts = torch.arange(BITS, dtype=torch.int32, device=device)
         self.finished: deque[int] = deque()  #: requests that need no mask any more; any thread may add to it
 
-    def begin(self, step: MiniBatchStep, grammars: Sequence[Grammar | None]) -> None:
-        """Have the first masks made, as the prompts of a step begin; ``grammars`` [B] are those of its requests."""
+    def begin(
+        self, step: MiniBatchStep, grammars: Sequence[Grammar | None], answers: Mapping[int, Sequence[int]]
+    ) -> None:
+        """Have the first masks made, as the prompts of a step begin; ``grammars`` [B] are those of its requests.
+
+        ``answers``: tokens that requests have, by request, from a batch before this one too.
+        """
         for request, grammar in zip(step.queued.tolist(), grammars, strict=True):
             if grammar is None or request in self._masks:
                 continue
@@ -57,6 +62,8 @@ class TokenMasks:
                 self._worker = ThreadPoolExecutor(1, "flexhybrid-masks")
             mask = self._masks[request] = Future()
             self._grammars[request] = grammar.begin()
+            for token in answers.get(request, ()):
+                self._grammars[request].advance(token)
             self._worker.submit(self._make, mask, request, None)
         while self.finished:
             request = self.finished.popleft()

@@ -9,12 +9,13 @@ import pytest
 from test_local_machine import machine
 from test_run import by_id, requests, run
 
+from flexhybrid import llm as llm_module
 from flexhybrid.core.hardware import Line
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.run import outlook as outlook_module
 from flexhybrid.jobs.run import replanning
 from flexhybrid.jobs.run.job import Job
-from flexhybrid.jobs.run.outlook import Outlook
+from flexhybrid.jobs.run.outlook import ChangeCosts, Outlook, change_costs
 from flexhybrid.jobs.run.replanning import Replanner, Watch, slowed
 from sim.queue_clock import Pace
 
@@ -58,7 +59,14 @@ def answers(path):
     return {name: row["body"]["choices"] for name, row in by_id(path).items()}
 
 
-def test_a_measured_rate_that_leaves_the_prediction_changes_the_policy_once(tiny, tmp_path, capsys, replanned):
+@pytest.mark.parametrize("costs", [ChangeCosts(0.0, 0.0, 1e-9), ChangeCosts(0.0, 1e-9, 0.0)], ids=["drain", "move"])
+def test_a_measured_rate_that_leaves_the_prediction_changes_the_policy_once(
+    tiny, tmp_path, capsys, monkeypatch, replanned, costs
+):
+    """Requests that run end before the change, or move to the next batch: whichever costs less."""
+    monkeypatch.setattr(replanning, "change_costs", lambda *_: costs)
+    moved, opened = [], llm_module.open_batch
+    monkeypatch.setattr(llm_module, "open_batch", lambda *which: moved.append(which[6:]) or opened(*which))
     source = requests(tmp_path / "in.jsonl", 24)
     assert run(source, tmp_path / "plain.jsonl", tiny) == 0 and not replanned
     capsys.readouterr()
@@ -66,6 +74,7 @@ def test_a_measured_rate_that_leaves_the_prediction_changes_the_policy_once(tiny
     assert replanned and "times as long as predicted" in replanned[0]
     assert f"replanned  {replanned[0]}; on with other: " in capsys.readouterr().out
     assert answers(tmp_path / "out.jsonl") == answers(tmp_path / "plain.jsonl")
+    assert any(given for (given,) in filter(None, moved)) == (costs.move_s < costs.drain_s)
 
 
 def test_a_crash_after_a_change_loses_nothing(tiny, tmp_path, monkeypatch, replanned):
@@ -157,3 +166,21 @@ def test_answers_of_other_lengths_are_told_once_enough_have_ended(watched):
     assert said and said[0] == "answers have 20 tokens on average, not 64"
     assert watched([4.0] * 300, answer_tokens=20)[1] == []  # 60 answers
     assert watched([4.0] * 400, answer_tokens=62)[1] == []
+
+
+def test_what_a_change_costs_by_hand():
+    """An iteration takes 2 s, a prompt's token 0.1 s more; two places, whose requests have 3 and 9 tokens to come."""
+    outlook = Outlook(PACE, Workload(np.array([5, 7, 4]), np.array([4, 10, 6])), np.array([0, 0, 2]))
+    outlook.begin(0)
+    outlook.begin(1)
+    outlook.advance(2)
+    rest = outlook.rest()
+    assert rest is not None
+    costs = change_costs(rest, PACE, replace(PACE, waiting=(0.5, 1.0)))
+    full = (3 + 9) / 2  # iterations
+    assert costs == pytest.approx((2.0 * full, 2.0 * 9, 2.0 + 0.1 * (5 + 1 + 7 + 1) + 1.0 * full))
+    waits, lengths = outlook.waiting()
+    assert waits.tolist() == [2] and 2 < lengths[0] <= 6
+
+
+PACE = Pace({"compute": np.array([2.0, 0, 0, 0, 0, 0, 0.1, 0])}, 1, (1.0, 1.0))

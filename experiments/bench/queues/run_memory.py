@@ -36,7 +36,7 @@ sys.exit(cli.main(sys.argv[2:]))
 """
 
 
-def answer_at_once(_llm, workload, open_request, completed, hears, _on_trace=None) -> None:
+def answer_at_once(_llm, workload, open_request, completed, hears, _on_trace=None, **_more) -> None:
     """Answer in the place of ``LLM.answer``: one token a request, one request after the other."""
     for request in range(workload.num_requests):
         generated, _ = open_request(request)

@@ -72,11 +72,17 @@ class PendingRequests(Protocol):
     def note(self, text: str) -> None:
         """Tell the user something."""
 
-    def watch(self, workload: Workload) -> Outlook | None:
-        """Return what hears of a batch of these lengths that begins now, to foretell its end; None: nobody asks."""
+    def watch(self, workload: Workload, given: np.ndarray | None) -> Outlook | None:
+        """Return what hears of a batch of these lengths that begins now, to foretell its end; None: nobody asks.
+        ``given`` [requests]: tokens that they have from batches before; None: they have none."""
 
     def drains(self) -> bool:
         """Return whether nobody shall join the batch any more."""
+        ...
+
+    def moves(self, nobody_waits: bool, /) -> bool:
+        """Return whether the batch shall break off, and its requests go on in the next one behind the tokens that they
+        have. ``nobody_waits``: all requests of the batch have begun."""
         ...
 
     def between_batches(self) -> None:
@@ -95,45 +101,81 @@ def load_weights(llm: LLM, planned: dict[str, int]) -> None:
 
 
 def answer_pending(requests: PendingRequests, stop: StopAsked, on_trace: OnTrace | None = None) -> None:
-    """Answer until nothing is pending or a stop is asked for, all in one batch that requests join and leave.
-    ``on_trace`` takes its result."""
+    """Answer until nothing is pending or a stop is asked for, all in one batch that requests join and leave, unless it
+    breaks off. ``on_trace`` takes its result."""
+    batch = Batch(requests, stop)
     while len(places := requests.pending()) and not stop.asked:
         requests.check_input_unchanged()
         try:
-            Batch(requests, places, stop).run(on_trace)
+            batch.run(places, on_trace)
         except torch.OutOfMemoryError as error:
             _shrink(requests.llm, error, requests.note)
+            batch = Batch(requests, stop)
+        else:
+            on_trace = None
         requests.between_batches()
 
 
 class Batch:
-    """Lines that are answered together: a line has as many requests as it asks for answers."""
+    """Lines that are answered together: a line has as many requests as it asks for answers. After a batch that broke
+    off, those that ran begin the next one."""
 
-    def __init__(self, requests: PendingRequests, places: np.ndarray, stop: StopAsked):
+    def __init__(self, requests: PendingRequests, stop: StopAsked):
         self.requests, self.llm, self.stop = requests, requests.llm, stop
-        num_answers = requests.num_answers(places)
-        self.workload = requests.workload(places)
-        self.place = np.repeat(places, num_answers)  #: of each request's line
-        self.index = np.arange(len(self.place)) - np.repeat(np.cumsum(num_answers) - num_answers, num_answers)
+        self.place = self.index = np.arange(0)  #: of each request: its line, and its number among the line's answers
         self.replies = Replies(self.llm.codec)
         self.open_lines: dict[int, tuple[Request, list[Generated]]] = {}  #: by place, those that run
+        #: by place and index, requests that have begun, and are not complete
+        self.begun: dict[tuple[int, int], tuple[Generated, SamplingPlan]] = {}
+        self.num_waiting = 0  #: requests that have not begun
         self.answered: list[Answered] = []
         self.next_check = CHECKED_LINES
         self.outlook: Outlook | None = None
 
-    def run(self, on_trace: OnTrace | None) -> None:
-        self.outlook = self.requests.watch(self.workload)
+    def run(self, places: np.ndarray, on_trace: OnTrace | None) -> None:
+        """Answer the lines at ``places`` until all are, or the batch shall break off."""
+        num_answers, workload = self.requests.num_answers(places), self.requests.workload(places)
+        self.place = np.repeat(places, num_answers)
+        self.index = np.arange(len(self.place)) - np.repeat(np.cumsum(num_answers) - num_answers, num_answers)
+        given, begun = None, range(len(self.begun))
+        if self.open_lines:
+            in_order = self._begun_first()
+            self.place, self.index, workload = self.place[in_order], self.index[in_order], workload.select(in_order)
+            given = np.zeros(len(in_order), np.int64)
+            given[: len(begun)] = [len(generated.token_ids) for generated, _ in self.begun.values()]
+        self.num_waiting = len(self.place) - len(begun)
+        self.outlook = self.requests.watch(workload, given)
         joins = self.outlook.begin if self.outlook else None
-        stops, drains = lambda: self.stop.asked, self.requests.drains
-        hears = RunControl(on_join=joins, on_tokens=self.on_tokens, should_stop=stops, should_drain=drains)
+        hears = RunControl(
+            on_join=joins, on_tokens=self.on_tokens, should_stop=self.ends, should_drain=self.requests.drains
+        )
         try:
-            self.llm.answer(self.workload, self.begin, self.completed, hears, on_trace)
+            self.llm.answer(workload, self.begin, self.completed, hears, on_trace, begun=begun)
         finally:
             self.write()
 
+    def _begun_first(self) -> np.ndarray:
+        """Return the order of the requests: those that have begun as they did, then the others without the complete
+        ones."""
+        of_open = np.flatnonzero(np.isin(self.place, list(self.open_lines))).tolist()
+        at = {(int(self.place[i]), int(self.index[i])): i for i in of_open}
+        begun = [at.pop(key) for key in self.begun]
+        complete = [i for (place, index), i in at.items() if self._has_begun(place, index)]
+        return np.r_[np.array(begun, np.int64), np.delete(np.arange(len(self.place)), begun + complete)]
+
+    def _has_begun(self, place: int, index: int) -> bool:
+        return any(generated.index == index for generated in self.open_lines[place][1])
+
+    def ends(self) -> bool:
+        """Return whether the batch shall break off."""
+        return self.stop.asked or self.requests.moves(not self.num_waiting)
+
     def begin(self, request: int) -> tuple[Generated, SamplingPlan]:
         """Read a line when the first of its requests joins."""
-        place = int(self.place[request])
+        place, index = int(self.place[request]), int(self.index[request])
+        if (place, index) in self.begun:
+            return self.begun[place, index]
+        self.num_waiting -= 1
         if place not in self.open_lines:
             self.next_check -= 1
             if not self.next_check:
@@ -141,7 +183,7 @@ class Batch:
                 self.next_check = CHECKED_LINES
             self.open_lines[place] = self.requests.request(place + 1), []
         line, answers = self.open_lines[place]
-        generated, plan = self.llm.codec.open(line.token_ids, line.params, int(self.index[request]))
+        generated, plan = self.begun[place, index] = self.llm.codec.open(line.token_ids, line.params, index)
         answers.append(generated)
         return generated, plan
 
@@ -149,6 +191,7 @@ class Batch:
         if self.outlook:
             self.outlook.end(request, len(generated.token_ids))
         place = int(self.place[request])
+        del self.begun[place, generated.index]
         reply = self.replies.add(place, generated, None, str(place))
         if reply is None:
             return

@@ -43,8 +43,8 @@ from flexhybrid.jobs.ray_cluster import Crew, cluster, crew_of
 from flexhybrid.jobs.run.answering import Answered, answer_pending, load_weights
 from flexhybrid.jobs.run.forecast import WINDOW, Forecast, describe, duration, forecast, plan_lines, sorted_by_length
 from flexhybrid.jobs.run.options import RunOptions, check_options
-from flexhybrid.jobs.run.outlook import Outlook
-from flexhybrid.jobs.run.replanning import Replanner
+from flexhybrid.jobs.run.outlook import Outlook, change_costs
+from flexhybrid.jobs.run.replanning import Replanner, can_return
 from flexhybrid.jobs.run.report import clocks, refusal_codes, write_report, write_trace
 from flexhybrid.llm import LLM
 from flexhybrid.requests import RequestOutput
@@ -484,10 +484,10 @@ class Job:
     def note(self, text: str) -> None:
         self.progress.note(text)
 
-    def watch(self, workload: Workload) -> Outlook | None:
+    def watch(self, workload: Workload, given: np.ndarray | None) -> Outlook | None:
         outlook, run = None, self.replanner.run if self.replanner else self.plan and self.plan.run
         if run and run.pace:
-            outlook = Outlook(run.pace, workload, self.options.answer_tokens, self.outlook)
+            outlook = Outlook(run.pace, workload, given, self.options.answer_tokens, self.outlook)
         self.outlook = outlook
         # of the lines that are not counted yet it knows nothing
         self.progress.outlook = outlook.seconds_left if outlook and self.census.complete else None
@@ -495,6 +495,27 @@ class Job:
 
     def drains(self) -> bool:
         return bool(self.replanner and self.replanner.change)
+
+    def moves(self, nobody_waits: bool) -> bool:
+        if self.replanner and self.replanner.change:
+            return self.replanner.change.moves
+        return nobody_waits and self._queue_has_grown() and self._move_is_cheap()
+
+    def _queue_has_grown(self) -> bool:
+        """Return whether lines were counted since the batch began, enough of them for one more."""
+        more = self.census.counted - self._taken
+        return more >= WINDOW or more > 0 and self.census.complete
+
+    def _move_is_cheap(self) -> bool:
+        """Return whether those who run had better be moved to the next batch than end in this one."""
+        rest = self.outlook.rest() if self.outlook else None
+        if not self.outlook or rest is None:
+            return False
+        longest = int(self.outlook.workload.cached_tokens.max())
+        if not can_return(self.llm.problem, self.llm.settled_policy, longest):
+            return False
+        costs = change_costs(rest, self.outlook.pace, self.outlook.pace)
+        return costs.move_s < costs.drain_s
 
     def between_batches(self) -> None:
         if not (self.replanner and self.replanner.change):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import heapq
 import time
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,22 +18,48 @@ TRUSTED_S = 1.0  #: seconds of the predicted pace that count beside those that a
 RECENT = 64  #: iterations whose largest number of requests at a time is taken for the places
 
 
+class ChangeCosts(NamedTuple):
+    """Seconds of what is left of the requests that run."""
+
+    stay_s: float  #: others take the places that they leave
+    drain_s: float  #: nobody does
+    move_s: float  #: in another batch, their contexts computed anew; others take their places there
+
+
+def change_costs(rest: Stints, before: Pace, after: Pace) -> ChangeCosts:
+    """Return what it costs to end requests in a batch of one pace, or in one of another. ``rest``: ``Outlook.rest``."""
+    old, new = (
+        pace.seconds(replace(rest, mini_batch=rest.request % pace.num_mini_batches)) for pace in (before, after)
+    )
+    full_iterations = float((rest.left - 1).mean())
+    return ChangeCosts(full_iterations * old[1], float(old[1:].sum()), float(new[0] + full_iterations * new[1]))
+
+
 class Outlook:
     """Hears of the requests of a batch, by their index in its queue, and of its iterations.
 
-    ``mean_answer``: tokens expected of an answer before others have ended; None: as many as it may have. ``before``:
-    the outlook of a batch before this one, whose answers count as well.
+    ``given`` [requests]: tokens that they have from batches before. ``mean_answer``: tokens expected of an answer
+    before others have ended; None: as many as it may have. ``before``: the outlook of a batch before this one, whose
+    answers count as well.
     """
 
-    def __init__(self, pace: Pace, workload: Workload, mean_answer: float | None = None, before: Outlook | None = None):
+    def __init__(
+        self,
+        pace: Pace,
+        workload: Workload,
+        given: np.ndarray | None = None,
+        mean_answer: float | None = None,
+        before: Outlook | None = None,
+    ):
         self.pace, self.workload = pace, workload
+        self.given = np.zeros(workload.num_requests, np.int64) if given is None else given
         longest = int(workload.max_tokens.max())
         self.answers = ObservedAnswers(longest, mean_answer)
         #: lengths of answers that the policy in use was chosen for
         self.assumed = workload.max_tokens if mean_answer is None else with_mean(workload, mean_answer).answers
         if before and len(before.answers.ended) > longest:
             self.answers = before.answers
-            self.assumed = self.answers.expected(workload.max_tokens)
+            self.assumed = self._expected(np.arange(workload.num_requests), self.given)
         self.begun_in = np.full(workload.num_requests, -1)  #: iteration; -1: it waits
         self.ended_in = np.full(workload.num_requests, -1)  #: iteration; -1: it has not ended
         self.num_iterations = 0
@@ -79,9 +107,24 @@ class Outlook:
         """Return those who wait, and the lengths that their answers are expected to have by those that have ended."""
         waits = np.flatnonzero(self.begun_in < 0)
         runs = np.flatnonzero((self.begun_in >= 0) & (self.ended_in < 0))
-        limits = self.workload.max_tokens[np.r_[waits, runs]]
-        ages = np.r_[np.zeros(len(waits), np.int64), self.num_iterations - self.begun_in[runs]]
-        return waits, self.answers.expected(limits, np.minimum(ages, limits - 1))[: len(waits)]
+        ages = np.r_[self.given[waits], self.given[runs] + self.num_iterations - self.begun_in[runs]]
+        return waits, self._expected(np.r_[waits, runs], ages)[: len(waits)]
+
+    def rest(self) -> Stints | None:
+        """Return what is left of those who run, their contexts computed at once; None where nobody runs."""
+        runs = np.flatnonzero((self.begun_in >= 0) & (self.ended_in < 0))
+        if not len(runs):
+            return None
+        ages = self.given[runs] + self.num_iterations - self.begun_in[runs]
+        more = self._expected(runs, ages) - ages
+        prompts = self.workload.prompt_tokens[runs] + ages
+        places = np.arange(len(runs))
+        return Stints(places, places, prompts, 0 * places, 1 + np.maximum(more, 1), places < 0)
+
+    def _expected(self, requests: np.ndarray, ages: np.ndarray) -> np.ndarray:
+        """Return the lengths of answers that have ``ages`` tokens, as far as others show them."""
+        limits = self.workload.max_tokens[requests]
+        return self.answers.expected(limits, np.minimum(ages, limits - 1))
 
     def stints(self) -> Stints:
         """Return who has run when, and who is expected to run when: each place is taken by who is next."""
@@ -90,10 +133,9 @@ class Outlook:
         waiting = np.flatnonzero(begun < 0)
         begun[running] = np.minimum(begun[running], now - 1)
         open_requests = np.concatenate([running, waiting])
-        ages = np.concatenate([now - begun[running], np.zeros(len(waiting), np.int64)])
-        limits = workload.max_tokens[open_requests]
-        lengths = self.answers.expected(limits, np.minimum(ages, limits - 1))
-        more = lengths - ages + (lengths < limits)
+        ages = self.given[open_requests] + np.r_[now - begun[running], 0 * waiting]
+        lengths = self._expected(open_requests, ages)
+        more = lengths - ages + (lengths < workload.max_tokens[open_requests])
         places = max(self.running)
         free = (now + more[: len(running)]).tolist()
         ended[running] = free
@@ -110,7 +152,7 @@ class Outlook:
         return Stints(
             request=requests,
             mini_batch=requests % self.pace.num_mini_batches,
-            prompt_tokens=self.workload.prompt_tokens[requests],
+            prompt_tokens=self.workload.prompt_tokens[requests] + self.given[requests],
             joined=begun,
             left=ended,
             surplus=np.zeros(len(requests), bool),

@@ -266,10 +266,13 @@ class RemoteBatch:
     def note(self, text: str) -> None:
         self.send(_message(note=text))
 
-    def watch(self, workload: Workload) -> None:
+    def watch(self, workload: Workload, given: np.ndarray | None) -> None:
         """Do nothing: the job counts what the actors send."""
 
     def drains(self) -> bool:
+        return False
+
+    def moves(self, _nobody_waits: bool) -> bool:
         return False
 
     def between_batches(self) -> None:

@@ -1,13 +1,14 @@
 """Searches again, while a batch runs, when what is measured has left the prediction for long.
 
-The running batch is then closed: those who run end in the blocks that they have, and the others have a batch under the
-new policy behind it, in the same job, with the weights where they are. What the change costs, the places that stay
-empty until the last of those who run has ended, the gain must pay for. Answers are those of any other policy.
+A batch under the new policy then follows the running one, in the same job, with the weights where they are. Those who
+run move to it with the tokens that they have, their contexts computed anew; or they end in the blocks that they have,
+while places stay empty: whichever costs less. The gain must pay for it. Answers are those of any other policy.
 """
 
 from __future__ import annotations
 
 import statistics
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from threading import Thread
 
@@ -15,16 +16,18 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware, resource_of_line
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem
+from flexhybrid.core.waves import check_longest
 from flexhybrid.core.workload import Workload
-from flexhybrid.jobs.run.outlook import Outlook
+from flexhybrid.jobs.run.outlook import ChangeCosts, Outlook, change_costs
 from flexhybrid.llm import LLM, MOST_AT_A_TIME
 from sim.queue_clock import QueueRun, price_queue
+from sim.queue_counts import Stints
 
 PARTED = 1.1  #: times by which measured seconds, or answers, differ from what was predicted
 WINDOW_S, WINDOW_ITERATIONS = 20.0, 16  #: that are looked at together, at least
 WINDOWS = 3  #: in a row that must differ, on one side; the first one of a batch, in which it settles, is left out
 LEAST_ANSWERS = 64  #: that have ended before their lengths say anything
-LEAST_GAIN = 0.1  #: share of the seconds that are left that a new policy must save, the end of the batch counted
+LEAST_GAIN = 0.1  #: share of the seconds that are left that a new policy must save, the change counted
 MOST_CHANGES, MOST_SEARCHES = 3, 6  #: of a job
 SEARCH_S = 30.0  #: seconds that a search beside the running batch may take
 
@@ -36,6 +39,7 @@ class Change:
     policy: Policy
     run: QueueRun
     reason: str
+    moves: bool  #: those who run move to it; they end before it otherwise
 
 
 class Watch:
@@ -107,9 +111,10 @@ class Replanner:
         outlook.assumed = outlook.assumed.copy()
         outlook.assumed[waits] = answers
         lengths = outlook.workload.select(waits)
-        waiting = Workload(lengths.prompt_tokens, lengths.max_tokens, answers)
+        waiting = Workload(lengths.prompt_tokens, lengths.max_tokens, answers).behind(outlook.given[waits])
         since = f"after {outlook.answers.num_ended:,} answers, {outlook.num_iterations:,} iterations: {reason}"
-        self._search = Thread(target=self._seek, args=(slower, waiting, since), name="replan", daemon=True)
+        known = slower, waiting, outlook.rest(), int(outlook.workload.cached_tokens.max()), since
+        self._search = Thread(target=self._seek, args=known, name="replan", daemon=True)
         self._search.start()
 
     def made(self) -> Change:
@@ -121,8 +126,11 @@ class Replanner:
         self.watch.begin(0)
         return change
 
-    def _seek(self, slower: dict[str, float], waiting: Workload, reason: str) -> None:
-        """Look for a policy that those who wait are done with sooner, on a machine as slow as it was measured."""
+    def _seek(
+        self, slower: dict[str, float], waiting: Workload, rest: Stints | None, longest: int, reason: str
+    ) -> None:
+        """Look for a policy under which all are done sooner, on a machine as slow as was measured. ``rest``: of those
+        who run; ``longest``: tokens of the longest request."""
         problem, current, hardware = self.llm.problem, self.llm.settled_policy, self.llm.problem.hardware
         for resource, times in slower.items():
             hardware = hardware and slowed(hardware, resource, times)
@@ -133,9 +141,13 @@ class Replanner:
         except InputError:  # nothing else fits
             return
         self.slower, self.run = slower, now
-        drain_s = now.phases["drain"].seconds
-        if policy.weights == current.weights and run.total_s + drain_s < (1.0 - LEAST_GAIN) * now.total_s:
-            self.change = Change(policy, run, reason)
+        costs = ChangeCosts(0.0, 0.0, 0.0)
+        if rest is not None and now.pace and run.pace:
+            costs = change_costs(rest, now.pace, run.pace)
+        moves = costs.move_s < costs.drain_s and can_return(problem, policy, longest)
+        left_s = run.total_s + (costs.move_s if moves else costs.drain_s)
+        if policy.weights == current.weights and left_s < (1.0 - LEAST_GAIN) * (now.total_s + costs.stay_s):
+            self.change = Change(policy, run, reason, moves)
 
     def _best(self, problem: Problem, current: Policy, waiting: Workload) -> tuple[Policy, QueueRun]:
         """Return the policy that ``auto`` takes for them, with the weights where they are, and its run."""
@@ -153,6 +165,14 @@ class Replanner:
         )
         choice = best_for_queue(problem, waiting, settings)
         return choice.policy, choice.run
+
+
+def can_return(problem: Problem, policy: Policy, tokens: int) -> bool:
+    """Return whether a request that has nearly all of so many tokens can be computed anew within the budgets."""
+    with suppress(InputError):
+        check_longest(problem, policy, Workload.uniform(1, tokens, 1))
+        return policy.lossless
+    return False
 
 
 def slowed(hardware: Hardware, resource: str, times: float) -> Hardware:

@@ -22,7 +22,7 @@ def embed(state: State, task: Task) -> None:
     tensors = state.begin_step(task)
     step = task.payload.step
     if step.begins and not step.builds:
-        state.masks.begin(step, state.steps.plan.select(step.queued).grammars)
+        state.masks.begin(step, state.steps.plan.select(step.queued).grammars, state.answers)
     tokens = state.tokens.ids[tensors.cells_R]
     state.hidden.keep(task, state.model.embed(state.shape, state.weights.outer, tokens, tensors.positions_R))
 

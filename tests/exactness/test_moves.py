@@ -1,0 +1,164 @@
+"""Batches that break off: their requests go on in the next one, under another policy, with their tokens."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import cycle
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import InMemory, save_llama, save_opt
+from policies import wider_policies
+from strategies import lossless_policies
+from toy_machine import machine
+
+from flexhybrid import LLM, Policy, SamplingParams, cli, shipped
+from flexhybrid.core.policy import Placement
+from flexhybrid.core.workload import Workload
+from flexhybrid.jobs.compare.exactness import compare_tokens
+from flexhybrid.jobs.progress import StopAsked
+from flexhybrid.jobs.run.answering import answer_pending
+from flexhybrid.jobs.run.job import Job
+
+
+class Lines:
+    """``PendingRequests`` of greedy answers, whose batches break off every ``period`` iterations."""
+
+    def __init__(self, llm, prompts, max_tokens, policies, period):
+        self.llm, self.prompts, self.max_tokens, self.policies = llm, prompts, np.array(max_tokens), cycle(policies)
+        self.period, self.iterations, self.num_moves, self.num_tokens = period, 0, 0, 0
+        self.tokens: list = [None] * len(prompts)
+        self.keep = self.check_input_unchanged = lambda *_: None
+        self.watch, self.drains = lambda *_: None, lambda: False
+
+    def pending(self):
+        return np.array([i for i, tokens in enumerate(self.tokens) if tokens is None], dtype=np.int64)
+
+    def workload(self, places):
+        return Workload(np.array([len(self.prompts[place]) for place in places]), self.max_tokens[places])
+
+    def num_answers(self, places):
+        return np.ones(len(places), np.int64)
+
+    def request(self, number):
+        params = SamplingParams(max_tokens=int(self.max_tokens[number - 1]), temperature=0, ignore_eos=True)
+        return SimpleNamespace(token_ids=self.prompts[number - 1], params=params)
+
+    def line(self, number, request, output):
+        assert self.tokens[number - 1] is None and request.token_ids == self.prompts[number - 1], (
+            "a line is answered twice"
+        )
+        self.tokens[number - 1] = output.outputs[0].token_ids
+        return b""
+
+    def write(self, answered):
+        pass
+
+    def advance(self, num_tokens):
+        self.iterations, self.num_tokens = self.iterations + 1, self.num_tokens + num_tokens
+
+    def moves(self, *_nobody_waits):
+        return self.iterations >= self.period
+
+    def between_batches(self):
+        self.num_moves, self.iterations = self.num_moves + 1, 0
+        self.llm.use(next(self.policies))
+
+
+@settings(max_examples=5)
+@given(st.data(), st.lists(lossless_policies(), min_size=2, max_size=3))
+def test_requests_that_move_from_policy_to_policy_get_the_references_tokens(tmp_path_factory, data, policies):
+    seed, count = data.draw(st.integers(0, 99)), data.draw(st.integers(1, 7))
+    folder, generator = tmp_path_factory.mktemp("model"), np.random.default_rng(seed)
+    if data.draw(st.booleans()):
+        model = save_opt(folder, layers=2, heads=3, head_dim=8, positions=96, seed=seed)
+    else:
+        model = save_llama(folder, layers=2, heads=4, kv_heads=2, head_dim=12, hidden=32, seed=seed)
+    prompts = [generator.integers(3, 61, generator.integers(1, 60)).tolist() for _ in range(count)]
+    max_tokens = generator.integers(1, 20, count).tolist()
+    places = data.draw(st.integers(1, count))
+    policies = [replace(policy, max_batch=places + i) for i, policy in enumerate(policies)]
+    with LLM(folder, policies[0], device="cpu", dtype="float32", hardware=machine(), disk_dir=folder) as llm:
+        lines: Any = Lines(llm, prompts, max_tokens, policies[1:] + policies[:1], data.draw(st.integers(1, 6)))
+        answer_pending(lines, StopAsked())
+    reference = InMemory(model)
+    expected = [reference.generate([p], length, True)[0] for p, length in zip(prompts, max_tokens, strict=True)]
+    assert compare_tokens(reference, prompts, expected, lines.tokens).exact
+    assert lines.num_tokens == sum(max_tokens)  # none twice
+
+
+POLICIES = [
+    Policy("mix", weights=Placement(host=1), cache={"kv@host": 0.5, "act@host": 0.5}, max_batch=4),
+    replace(wider_policies(400, 120, 32)["tok"], max_batch=7),
+    replace(wider_policies(400, 120, 32)["host attention"], max_batch=3),
+]
+
+
+def asked(path):
+    """Write lines that ask for all that a request may ask for."""
+    draws = [{"temperature": 0}, {"temperature": 0.8, "seed": 5}]
+    wishes = [
+        {"n": 2, "temperature": 1, "logprobs": 2},
+        {"frequency_penalty": 0.9, "repetition_penalty": 1.2},
+        {"stop": ["self", ")"], "min_tokens": 12, "echo": True, "logprobs": 1, "prompt_logprobs": 1},
+        {"logit_bias": {"40": 3}, "presence_penalty": 1.5, "bad_words": ["return self", "def"]},
+    ]
+    wishes += [{"guided_regex": r"(a|bc){9,16}d"}, {"guided_json": {"type": "array", "maxItems": 6}}]
+    bodies = [draw | wish for wish in wishes for draw in draws]
+    with path.open("w") as file:
+        for number, (prompt, body) in enumerate(zip(shipped.prompts(), bodies)):
+            line = {"prompt": prompt, "max_tokens": 16 + 3 * number % 14, "return_token_ids": True} | body
+            named = {"custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": line}
+            file.write(json.dumps(named) + "\n")
+    return path
+
+
+def answered(source, out) -> dict[str, list]:
+    command = ["run", "-i", source, "-o", out, "--model", shipped.CHECKPOINT, "--policy", "kv_only", "--device", "cpu"]
+    assert cli.main([*map(str, command), "--dtype", "float32", "--quiet", "--max-batch", "5"]) == 0
+    rows = [json.loads(raw) for raw in out.read_bytes().splitlines()]
+    assert len({row["id"] for row in rows}) == len(rows), "a line is answered twice"
+    return {row["id"]: row["response"]["body"]["choices"] for row in rows}
+
+
+def logprobs(choices) -> list[float]:
+    return [value for one in choices if one["logprobs"] for value in one["logprobs"]["token_logprobs"] if value]
+
+
+def test_whatever_a_request_asks_for_it_gets_when_it_moves(tmp_path, monkeypatch):
+    """Seeds, penalties, stop texts, grammars, log probabilities, several answers; killed and resumed on the way."""
+    pytest.importorskip("llguidance")
+    source = asked(tmp_path / "in.jsonl")
+    expected = answered(source, tmp_path / "plain.jsonl")
+    advance, told = Job.advance, {"iterations": 0, "moves": 0}
+    policies = cycle(POLICIES)
+
+    def heard(self, count):
+        advance(self, count)
+        told["iterations"] += 1
+        if told["iterations"] == 20:
+            raise SystemExit
+
+    def between(self):
+        told["moves"] += 1
+        self.llm.use(next(policies))
+
+    monkeypatch.setattr(Job, "advance", heard)
+    monkeypatch.setattr(Job, "moves", lambda self, _nobody_waits: told["iterations"] // 6 > told["moves"])
+    monkeypatch.setattr(Job, "between_batches", between)
+    with pytest.raises(SystemExit):
+        answered(source, tmp_path / "out.jsonl")
+    assert 0 < len((tmp_path / "out.jsonl").read_bytes().splitlines()) < len(expected)
+    given = answered(source, tmp_path / "out.jsonl")
+    assert told["moves"] > 5 and given.keys() == expected.keys()
+    for name, choices in given.items():
+        for choice, other in zip(choices, expected[name], strict=True):
+            assert [choice[of] for of in ("token_ids", "text", "finish_reason")] == [
+                other[of] for of in ("token_ids", "text", "finish_reason")
+            ]
+        assert logprobs(choices) == pytest.approx(logprobs(expected[name]), abs=2e-4)
