@@ -45,11 +45,14 @@ def sharing_policies(draw) -> Policy:
     entries = [f"{r}@{tier}" for r in ("kv", "act") for tier in TIERS]
     chosen = draw(st.lists(st.sampled_from(entries), min_size=1, max_size=3, unique=True))
     parts = draw(st.lists(st.integers(1, 9), min_size=len(chosen), max_size=len(chosen)))
+    cache = {entry: part / sum(parts) for entry, part in zip(chosen, parts, strict=True)}
     device, disk = draw(st.sampled_from(((0.0, 0.0), (0.3, 0.4), (1.0, 0.0))))
+    attention = draw(st.sampled_from(("device", "device", "host")))
     return Policy(
         "shared",
         Placement(device=device, host=1 - device - disk, disk=disk),
-        cache={entry: part / sum(parts) for entry, part in zip(chosen, parts, strict=True)},
+        cache={"kv@host": 1.0} if attention == "host" else cache,
+        attention=attention,
         schedule=draw(st.sampled_from(("column", "row"))),
         max_mini_batch_tokens=draw(st.sampled_from((16, 50, 120, 400, 8192))),
         packing=draw(st.sampled_from(("balanced", "fifo"))),

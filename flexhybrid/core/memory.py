@@ -167,7 +167,7 @@ def running_sizes(
     own = entries.dealt(depth)
     blocks = np.maximum.reduce(entries.held(cached) - own)[None]  # [steps, entry]
     tokens = np.maximum.reduce(entries.tokens(cached) - own * BLOCK_TOKENS)[None]
-    running, new = np.array([len(cached)]), np.ones(1, dtype=np.int64)
+    running, new, pieces = np.array([len(cached)]), np.ones(1, dtype=np.int64), np.zeros(1, dtype=bool)
     staged, longest = np.zeros(len(entries.names), dtype=np.int64), 1
     if len(joining):
         before = entries.dealt(depth_joining)
@@ -177,14 +177,14 @@ def running_sizes(
         if num_chunks(wave.policy, fresh_tokens) > 1:  # the last piece reads the others
             prompt = int(joining[0])
             staged = _staged_by_chunk(entries, wave.policy, prompt, anywhere=wave.sharing is not None)
-            running, new = np.r_[running, 1], np.r_[new, longest]
+            running, new, pieces = np.r_[running, 1], np.r_[new, longest], np.array([False, True])
             of_prompt = (
                 entries.held(prompt) - before.reshape(-1),
                 entries.tokens(prompt) - before.reshape(-1) * BLOCK_TOKENS,
             )
             blocks, tokens = np.vstack([blocks, of_prompt[0]]), np.vstack([tokens, of_prompt[1]])
         elif np.any(depth_joining):  # they attend to what is shared
-            running, new = np.r_[running, len(joining)], np.r_[new, longest]
+            running, new, pieces = np.r_[running, len(joining)], np.r_[new, longest], np.array([False, True])
             blocks, tokens = np.vstack([blocks, 0 * blocks]), np.vstack([tokens, 0 * tokens])
 
     def by_entry(values) -> dict:
@@ -198,6 +198,7 @@ def running_sizes(
         recomputed=np.zeros_like(running),
         splits={},
         new=new,
+        pieces=pieces,
     )
     fresh = dict.fromkeys(entries.names, len(cached))
     sizes = group_sizes(wave.policy, len(cached), 1, reads, fresh, by_entry(staged))
@@ -350,6 +351,7 @@ class Reads:
     recomputed: np.ndarray  #: the longest prefix kept as token ids
     splits: dict[str, dict[str, np.ndarray]]  #: entry both(…) -> blocks recomputed ("act") and loaded ("kv")
     new: np.ndarray | int = 1  #: new tokens of a request
+    pieces: np.ndarray | bool = False  #: steps of prompts, for which the device attends to what is cached
 
 
 def _reads(wave: Wave, group: np.ndarray) -> Reads:
@@ -448,7 +450,7 @@ def group_sizes(policy: Policy, batch, prompt, reads: Reads, fresh: dict, staged
     def most(each_request):
         return np.maximum.reduce(reads.running * each_request)  # of np.max the half is looking for its arguments
 
-    on_device = policy.attention == "device"
+    on_device = reads.pieces if policy.attention == "host" else True
     moved = {r: columns[r, "any"] - columns[r, "device"] for r in ("act", "kv")}
     if policy.bits.act == "native":  # blocks of the device are gathered beside those that come over the link
         moved["act"] = columns["act", "any"]
@@ -456,13 +458,13 @@ def group_sizes(policy: Policy, batch, prompt, reads: Reads, fresh: dict, staged
         pool_blocks={},
         staged_rows={entry: _larger(fresh[entry], rows) for entry, rows in staged.items()},
         act_buffer_blocks=most(moved["act"]),
-        kv_buffer_blocks=most(moved["kv"]) * on_device,
+        kv_buffer_blocks=most(moved["kv"] * on_device),
         act_staging_blocks=most(columns["act", "disk"]),
         kv_staging_blocks=most(columns["kv", "disk"]),
         act_blocks=most(columns["act", "any"]),
-        plain_kv_blocks=most(columns["kv", "any"]) * on_device,
-        attention_tokens=most(reads.context + reads.recomputed + reads.new) * on_device,
-        context_tokens=most(reads.context) * on_device,
+        plain_kv_blocks=most(columns["kv", "any"] * on_device),
+        attention_tokens=most((reads.context + reads.recomputed + reads.new) * on_device),
+        context_tokens=most(reads.context * on_device),
         step_rows=_larger(batch * prompt, most(reads.recomputed + reads.new)),
         batch=batch,
         decode_batch=most(1),

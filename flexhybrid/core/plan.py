@@ -293,8 +293,8 @@ class _Stream:
         slot = position.slot
         query, out = cell("query_strip", slot), cell("out_strip", slot)
         yield "store_query", (qkv,), (query,)
-        pools = self.at.pools(position, "kv", "host")
-        yield "attend_host", (query, *pools), (out, *pools)
+        own = tuple(self.at.pool(position, store.entry, store.representation) for store in position.step.stores)
+        yield "attend_host", (query, *self.at.pools(position, "kv", "host")), (out, *own)
 
     def _load_attended(self, position: Position) -> Iterator[Outline]:
         yield "load_attended", (cell("out_strip", position.slot),), (self.at.attended(position),)
@@ -329,7 +329,7 @@ class _Stream:
         if "assemble" in works:
             yield "assemble", reads, (places.ATTENTION,)
             reads = (*reads, places.ATTENTION) if position.step.commons else (qkv, places.ATTENTION)
-        yield "attend", reads, (places.ATTENDED,)
+        yield "attend", reads, (self.at.attended(position),)
         if "attend_recomputed" in works:
             yield "attend_recomputed", (qkv, places.ATTENTION), (places.ATTENDED,)
 

@@ -83,7 +83,9 @@ def open_batch(
     if depth is None:
         mini_batches = pack(first.cached_tokens, entries, policy.max_mini_batch_tokens, policy.packing)
     else:
-        mini_batches = _pack_sharing(first.cached_tokens - depth * BLOCK_TOKENS, entries, policy, paths)
+        # The host attends while the device computes another mini-batch: all in one would let them take turns.
+        own = 0 if policy.attention == "host" else depth * BLOCK_TOKENS
+        mini_batches = _pack_sharing(first.cached_tokens - own, entries, policy, paths)
     alone = workload.select(np.array(extremes(workload)))
     wave = admit(problem, policy, planned, alone=alone, mini_batches=mini_batches, shared=depth)
     wave = replace(wave, workload=first)

@@ -143,7 +143,8 @@ class Executor(Generic[SelectionT]):
         self.widens = paths.decode.endswith("in float32")
         self.compute_threads = parts.compute_threads
         self.extents: dict[int, tuple[MiniBatchStep, Any]] = {}  #: by mini-batch, ``StepExtents`` of its decode step
-        if attends_in_place(wave.problem, wave.policy):
+        on_host = self.policy.attention == "host" and wave.problem.attends_in_place
+        if on_host or attends_in_place(wave.problem, wave.policy):
             from flexhybrid.runtime.kernels.in_place import compile_for
 
             compile_for(parts.weights.dtype)

@@ -181,7 +181,7 @@ class StepMaker:
     def make(self, step: MiniBatchStep) -> StepTensors:
         batch, width = len(step.requests), step.computed_width
         positions = computed_positions(step)
-        assembled = not (step.prefill or step.in_place or self.attends_on_host)
+        assembled = not (step.prefill or step.in_place or self.attends_on_host and step.decodes)
         hidden = hidden_columns(step) if assembled else None
         last_rows = np.arange(batch) * width + step.recomputed_width + step.new_tokens - 1
         total = step.context + step.new_tokens

@@ -6,6 +6,7 @@ from dataclasses import replace
 from unittest.mock import patch
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -244,12 +245,13 @@ def test_requests_that_share_are_in_one_mini_batch_where_that_costs_nothing():
     assert sorted(sorted(i % 4 for i in group) for group in wave.mini_batches) == [[i] * 8 for i in range(4)]
 
 
-def test_a_system_prompt_is_computed_once():
+@pytest.mark.parametrize("policy", [Policy(cache={"kv@host": 0.5, "act@host": 0.5}), Policy(attention="host")])
+def test_a_system_prompt_is_computed_once(policy):
     """400 tokens before 200 questions: one line's prefill, and one copy of its blocks."""
     generator = np.random.default_rng(0)
     system = generator.integers(3, 60, 400).tolist()
     prompts = [[*system, *generator.integers(3, 60, generator.integers(1, 60)).tolist()] for _ in range(200)]
-    wave = shared_batch(prompts, [8] * 200, Policy(cache={"kv@host": 0.5, "act@host": 0.5}), 64)
+    wave = shared_batch(prompts, [8] * 200, policy, 64)
     built = [built for steps in rounds(wave, [3] * 200) for *_, built, _ in steps if built is not None]
     assert np.concatenate(built).tolist() == [[0, 25]]
     assert wave.sharing.num_tokens == 199 * 400

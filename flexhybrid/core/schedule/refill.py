@@ -49,7 +49,7 @@ def may_grow(policy: Policy) -> bool:
 def may_share(policy: Policy) -> bool:
     """Whether prompts that begin alike share blocks: where a prompt may be computed behind blocks that are there, and
     these hold its tokens without loss."""
-    return may_grow(policy) and policy.attention == "device"
+    return may_grow(policy)
 
 
 class AnswerLengths:

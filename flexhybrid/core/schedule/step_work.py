@@ -38,6 +38,7 @@ class StepCounts:
     common: Count = 0  #: tokens that requests share, each once
     common_act: Count = 0  #: blocks of them that are recomputed
     common_reads: Count = 0  #: how many of them each request attends to, over all requests
+    piece: bool = False  #: of prompts, behind what is cached: the device attends
 
 
 #: Queries a key head from which on requests attend together to what they share, by a product over keys laid side by
@@ -85,6 +86,7 @@ def counts_of(step: MiniBatchStep, wave) -> StepCounts:
         common=sum(len(common.rows) * common.tokens for common in together),
         common_act=step.act_rows // BLOCK_TOKENS - len(step.requests) * step.act_blocks,
         common_reads=common_reads,
+        piece=not (step.prefill or step.decodes),
     )
 
 
@@ -118,9 +120,10 @@ def step_work(shape: ModelShape, policy: Policy, stored: ElementBytes, c: StepCo
             share, whole_q = partial_share(shape, policy.selection), whole_queries(shape, policy.selection)
             works["speculate"] = work.choose_columns(shape, p, c.batch * c.width, share, whole_q)
         return works
-    if policy.attention == "host":
+    if policy.attention == "host" and not c.piece:
         works["store_query"] = work.store_query(shape, p, c.batch)
-        works["attend_host"] = work.attend_decode(shape, p, c.batch, c.context + 1)
+        own = work.attend_decode(shape, p, c.batch, c.context + 1)
+        works["attend_host"] = work.attend_common(shape, p, own, 1, c.common, c.common_reads)
         works["load_attended"] = work.load_attended(shape, p, c.batch)
         return works
     attended = c.context + c.recomputed + c.width
@@ -219,7 +222,7 @@ def _load_works(shape: ModelShape, stored: ElementBytes, c: StepCounts) -> dict[
 
 def _store_works(shape: ModelShape, policy: Policy, stored: ElementBytes, c: StepCounts) -> dict[str, Work]:
     """New rows: quantised, to the host's strip, from there to host blocks or the disk; or to device blocks."""
-    if policy.attention == "host" and not c.prefill:
+    if policy.attention == "host" and not (c.prefill or c.piece):
         return {}  # the query task brings the new rows along, and attention writes them to their blocks
     works = {}
     of_element, width = {"act": stored.act, "kv": stored.kv}, {"act": shape.hidden, "kv": shape.kv_width}

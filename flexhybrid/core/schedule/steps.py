@@ -180,6 +180,7 @@ class MiniBatchStep:
     begins: bool = False  #: the first piece of its requests' prompts
     commons: tuple[Common, ...] = ()
     builds: bool = False  #: it computes shared blocks, and what it stores goes there
+    decodes: bool = False  #: one new token of each request, behind its whole prompt
     in_place: bool = False  #: it decodes, and reads keys and values where they lie
 
     @property
@@ -275,6 +276,7 @@ def make_step(
     recomputed = entries.tok_tokens(context) if entries.tok_share else None
     stores = _stores(wave, requests, context, new_tokens, built)
     commons = () if wave.sharing is None else _known_commons(wave, mini_batch, requests, depth)
+    decodes = bool(age[0]) and built is None
     return MiniBatchStep(
         iteration=iteration,
         mini_batch=mini_batch,
@@ -291,7 +293,8 @@ def make_step(
         begins=bool(not age[0] and (built is not None or context[0] == shared[0])),
         commons=commons,
         builds=built is not None,
-        in_place=bool(age[0]) and built is None and attends_in_place(wave.problem, wave.policy),
+        decodes=decodes,
+        in_place=decodes and attends_in_place(wave.problem, wave.policy),
     )
 
 

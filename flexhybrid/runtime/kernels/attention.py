@@ -15,13 +15,15 @@ import torch
 import torch.nn.functional as F
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
-from flexhybrid.core.memory import WIDENED_ELEMENTS
+from flexhybrid.core.memory import HOST_THREADS, WIDENED_ELEMENTS
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.schedule.steps import BlockRun
 from flexhybrid.runtime.buffers import run_view
 
 #: Calls a function on the items of iterables: ``map``, or that of a pool whose threads have one torch thread each.
 Share = Callable[..., Iterable]
+#: What attention gives [B, G, Q, d], and the logarithm of the sum that it was divided by [B, G, Q]; in float32.
+Weighed = tuple[torch.Tensor, torch.Tensor]
 
 
 def split_heads(shape: ModelShape, kvq: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -100,60 +102,66 @@ def attend_blocks(
     blocks: torch.Tensor,
     runs: tuple[BlockRun, ...],
     tokens_B: np.ndarray,
-    out_BHd: torch.Tensor,
     share: Share = map,
-) -> None:
-    """Attend on the host, in float32: one query a request over its blocks where they lie, [blocks, 2, G, 16, d].
+) -> Weighed:
+    """Attend on the host, in float32: one query a request over its blocks where they lie, [blocks, 2, G, 16, d]; Q = r.
 
-    ``tokens_B`` is the number of filled places in a request's blocks; ``share`` deals the requests to threads. Each key
-    and value is read once, and nothing is written but scores and, for 16-bit blocks, a few heads in float32. Measured
-    on two threads of an AMD EPYC (Zen 3), heads of 128 with a query each: 2 times as fast as torch operations cut in
-    two, and 3.6 times (float32) or 2 times (16 bits) as fast as products of keys and values that are first copied side
-    by side.
+    ``tokens_B`` is the number of filled places in a request's blocks; ``share`` deals requests, and heads where there
+    are few, to threads. Each key and value is read once, and nothing is written but scores and, for 16-bit blocks, a
+    few heads in float32. Measured on two threads of an AMD EPYC (Zen 3), heads of 128 with a query each: 2 times as
+    fast as torch operations cut in two, and 3.6 times (float32) or 2 times (16 bits) as fast as products of keys and
+    values that are first copied side by side.
     """
     batch, heads, d = q_BHd.shape
     query = (q_BHd * d**-0.5).view(batch, blocks.shape[2], -1, d).float()
-    out = out_BHd.view(query.shape)
+    attended, sums = torch.empty_like(query), torch.empty(query.shape[:3])
     pieces: list[list[torch.Tensor]] = [[] for _ in range(batch)]
     for run in sorted(runs, key=lambda run: run.column):
         for row, piece in enumerate(run_view(blocks, run), start=run.row):
             pieces[row].append(piece)
+    heads_at_a_time = -(-blocks.shape[2] * batch // HOST_THREADS["cuda"])
 
     @torch.inference_mode()  # it applies to the calling thread alone, and those of a pool are others
-    def attend_request(row: int) -> None:
-        _attend_request(query[row], pieces[row], int(tokens_B[row]), out[row])
+    def attend_request(row: int, first: int) -> None:
+        heads = slice(first, first + heads_at_a_time)
+        own = [piece[:, :, heads] for piece in pieces[row]]
+        _attend_request(query[row, heads], own, int(tokens_B[row]), (attended[row, heads], sums[row, heads]))
 
-    for _ in share(attend_request, range(batch)):
+    items = [(row, first) for row in range(batch) for first in range(0, blocks.shape[2], heads_at_a_time)]
+    for _ in share(attend_request, *zip(*items, strict=True)):
         pass
+    return attended, sums
 
 
-def _attend_request(q_GRd: torch.Tensor, pieces: list[torch.Tensor], tokens: int, out_GRd: torch.Tensor) -> None:
+def _attend_request(q_GQd: torch.Tensor, pieces: list[torch.Tensor], tokens: int, out: Weighed) -> None:
     """Attend over pieces [n, 2, G, 16, d] of a context: in place where they are float32, otherwise widened a few heads
-    at a time."""
-    groups, d = q_GRd.shape[0], q_GRd.shape[-1]
+    at a time. ``out``: [G, Q, d] and [G, Q]."""
+    groups, d = q_GQd.shape[0], q_GQd.shape[-1]
     step = groups
     if pieces[0].dtype != torch.float32:
         step = max(1, WIDENED_ELEMENTS // (sum(map(len, pieces)) * BLOCK_TOKENS * d))
     for start in range(0, groups, step):
         heads = slice(start, start + step)
         wide = [widened(piece[:, :, heads]) for piece in pieces]
-        _attend_in_place(q_GRd[heads], wide, tokens, out_GRd[heads])
+        _attend_in_place(q_GQd[heads], wide, tokens, (out[0][heads], out[1][heads]))
 
 
-def _attend_in_place(q_GRd: torch.Tensor, pieces: list[torch.Tensor], tokens: int, out_GRd: torch.Tensor) -> None:
+def _attend_in_place(q_GQd: torch.Tensor, pieces: list[torch.Tensor], tokens: int, out: Weighed) -> None:
     """Attend block by block. numpy's products take strided blocks as they are; torch would first copy them side by
     side, and its products of 16 keys each take two to three times as long."""
-    query, halves = q_GRd.numpy(), [piece.numpy().swapaxes(0, 1) for piece in pieces]
+    query, halves = q_GQd.numpy(), [piece.numpy().swapaxes(0, 1) for piece in pieces]
     products = [np.matmul(query, keys.swapaxes(-1, -2)) for keys, _ in halves]
-    scores = torch.from_numpy(products[0] if len(products) == 1 else np.concatenate(products))  # [n, G, R, 16]
+    scores = torch.from_numpy(products[0] if len(products) == 1 else np.concatenate(products))  # [n, G, Q, 16]
     scores = scores.permute(1, 2, 0, 3).flatten(2)
     scores[..., tokens:] = -torch.inf
-    weights = torch.softmax(scores, dim=-1).unflatten(-1, (-1, BLOCK_TOKENS)).permute(2, 0, 1, 3).numpy()
+    weights = torch.softmax(scores, dim=-1)  # the largest is one over the sum, relative to the largest score
+    torch.sub(scores.amax(-1), weights.amax(-1).log_(), out=out[1])
+    weights = weights.unflatten(-1, (-1, BLOCK_TOKENS)).permute(2, 0, 1, 3).numpy()
     first, attended = 0, 0
     for _, values in halves:
         attended = attended + np.matmul(weights[first : first + len(values)], values).sum(0)
         first += len(values)
-    out_GRd.copy_(torch.from_numpy(attended))
+    out[0].copy_(torch.from_numpy(attended))
 
 
 def products(

@@ -20,7 +20,7 @@ from numba.core import types
 from numba.extending import intrinsic, overload
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
-from flexhybrid.runtime.kernels.attention import Share
+from flexhybrid.runtime.kernels.attention import Share, Weighed
 
 DTYPES = (torch.float32, torch.bfloat16)
 LOWEST = np.float32(-3e38)
@@ -61,10 +61,8 @@ def attend(q_BHd: torch.Tensor, parts: Sequence[Part], bounds: Sequence[int], sh
     return attend_and_sum(q_BHd, parts, bounds, share)[0].view(len(q_BHd), -1).to(q_BHd.dtype)
 
 
-def attend_and_sum(
-    q_BHd: torch.Tensor, parts: Sequence[Part], bounds: Sequence[int], share: Share
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend as ``attend`` does; return float32 [B, G, r, d], and the logarithm of what it was divided by [B, G, r]."""
+def attend_and_sum(q_BHd: torch.Tensor, parts: Sequence[Part], bounds: Sequence[int], share: Share) -> Weighed:
+    """Attend as ``attend`` does; Q = r of what is returned."""
     (batch, heads, d), groups = q_BHd.shape, bounds[-1] // len(q_BHd)
     query = (q_BHd.float() * d**-0.5).view(batch, groups, heads // groups, d).numpy()
     attended = torch.zeros(query.shape, dtype=torch.float32)

@@ -7,15 +7,14 @@ of g common parts m requests have each.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
 from flexhybrid.core.memory import WIDENED_ELEMENTS
-from flexhybrid.runtime.kernels.attention import PREFILL_QUERIES, widened
+from flexhybrid.runtime.kernels.attention import PREFILL_QUERIES, Weighed, widened
 
-#: What attention gives [B, G, Q, d], and the logarithm of the sum that it was divided by [B, G, Q]; in float32.
-Weighed = tuple[torch.Tensor, torch.Tensor]
 #: Of g common parts: the rows [g, m] that have them, their keys and their values [g, G, T, d].
 SharedPart = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -64,7 +63,17 @@ def attend_with_shared(
 def add_shared(own: Weighed, q_BGrNd: torch.Tensor, shared: Sequence[SharedPart], in_float32: bool) -> None:
     """Add to what scaled queries get of their own contexts (Q = r · N) what they get of ``shared`` ones."""
     for rows, keys, values in shared:
-        _merge(own, rows.flatten(), _over_shared(q_BGrNd[rows], keys, values, in_float32))
+        add_part(own, q_BGrNd, rows, partial(_attended, k_BGTd=keys, v_BGTd=values, in_float32=in_float32))
+
+
+def add_part(
+    own: Weighed, q_BGrNd: torch.Tensor, rows: torch.Tensor, attend: Callable[[torch.Tensor], Weighed]
+) -> None:
+    """Add to rows [g, m] of ``own`` what ``attend`` gives for their queries, [g, G, m · r · N, d]: over a part that the
+    m requests share."""
+    attended, sums = attend(q_BGrNd[rows].transpose(1, 2).flatten(2, 4))
+    attended, sums = (part.unflatten(2, (rows.shape[1], -1)).transpose(1, 2).flatten(0, 1) for part in (attended, sums))
+    _merge(own, rows.flatten(), (attended, sums))
 
 
 def _attended(
@@ -83,16 +92,6 @@ def _attended(
     sums = torch.logsumexp(scores, dim=-1)
     weights = scores.sub_(sums[..., None]).exp_().to(v_BGTd.dtype)
     return torch.matmul(weights, v_BGTd).float(), sums
-
-
-def _over_shared(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, in_float32: bool) -> Weighed:
-    """Attend with queries [g, m, G, r, N, d] over keys and values [g, G, T, d]: one product for the m requests that
-    share them. B = g · m of what is returned."""
-    folded = queries.transpose(1, 2).flatten(2, 4)
-    attended, sums = _attended(folded, keys, values, None, in_float32)
-    of_request = queries.shape[1], -1
-    attended = attended.unflatten(2, of_request).transpose(1, 2).flatten(0, 1)
-    return attended, sums.unflatten(2, of_request).transpose(1, 2).flatten(0, 1)
 
 
 def _merge(own: Weighed, rows: torch.Tensor, other: Weighed) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, ceil_blocks
@@ -13,8 +14,8 @@ from flexhybrid.runtime.buffers import Context
 from flexhybrid.runtime.executor import State
 from flexhybrid.runtime.kernels import attention
 from flexhybrid.runtime.kernels.attention import split_heads
-from flexhybrid.runtime.kernels.shared_attention import attend_with_shared
-from flexhybrid.runtime.verbs.attending_in_place import attend_in_place
+from flexhybrid.runtime.kernels.shared_attention import add_part, attend_with_shared
+from flexhybrid.runtime.verbs.attending_in_place import attend_blocks_in_place, attend_in_place
 from flexhybrid.runtime.verbs.moving import put_rows
 
 #: gather(tensor, [index], out=out) writes ``tensor[index]`` to ``out``, whatever its strides.
@@ -168,14 +169,25 @@ def _over_themselves(state: State, task: Task, tokens: slice) -> torch.Tensor:
 
 
 def attend_host(state: State, task: Task) -> None:
-    """Put the new rows into the host's KV blocks, then attend with each request over its own blocks."""
+    """Put the new rows into the host's KV blocks, then attend: each request over its own blocks, and all that share
+    blocks over these."""
     step, shape, slot = task.payload.step, state.shape, task.payload.slot
-    batch = len(step.requests)
-    strip = state.buffers.query_strip[slot, :batch]
-    (store,) = step.stores
+    (store,), (segment,) = step.stores, step.segments
+    batch, groups = len(step.requests), shape.num_kv_heads
+    strip, pool = state.buffers.query_strip[slot, :batch], state.buffers.pools[store.space][task.layer]
     put_rows(state, task, store, strip[:, : shape.kv_width].contiguous())
-    query = strip[:, shape.kv_width :].view(batch, shape.num_heads, shape.head_dim)
-    out = state.buffers.out_strip[slot, :batch].view(batch, shape.num_heads, shape.head_dim)
-    tokens = step.context + 1
-    runs = block_runs(store.held, ceil_blocks(tokens))
-    attention.attend_blocks(query, state.buffers.pools[store.space][task.layer], runs, tokens, out, state.host_share)
+    query = strip[:, shape.kv_width :].unflatten(1, (shape.num_heads, -1))
+    compiled = state.wave.problem.attends_in_place
+
+    def attend_to(query: torch.Tensor, held: np.ndarray, tokens: np.ndarray) -> attention.Weighed:
+        if compiled:
+            return attend_blocks_in_place(state, query, pool, held, tokens)
+        runs = block_runs(held, ceil_blocks(tokens))
+        return attention.attend_blocks(query, pool, runs, tokens, state.host_share)
+
+    own = attend_to(query, store.held, segment.num_tokens + 1)
+    for common in step.commons:
+        (blocks,) = common.segments
+        rows, queries = torch.from_numpy(common.rows), query.unflatten(1, (groups, -1))[:, :, :, None]
+        add_part(own, queries, rows, lambda q, of=blocks: attend_to(q.flatten(1, 2), of.held, of.num_tokens))
+    state.buffers.out_strip[slot, :batch].copy_(own[0].flatten(1))

@@ -1,4 +1,5 @@
-"""Attention of decode steps on a CPU that reads keys and values where they lie (``runtime/kernels/in_place.py``)."""
+"""Attention of decode steps on a CPU, device or host, that reads keys and values where they lie
+(``runtime/kernels/in_place.py``)."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from flexhybrid.core.schedule.step_work import commons_together
 from flexhybrid.core.schedule.steps import MiniBatchStep, Segment
 from flexhybrid.core.task import Task
 from flexhybrid.runtime.executor import State
+from flexhybrid.runtime.kernels.attention import Weighed
 from flexhybrid.runtime.kernels.shared_attention import add_shared
 
 if TYPE_CHECKING:
@@ -45,6 +47,20 @@ def attend_in_place(state: State, task: Task) -> torch.Tensor:
     queries = (query * shape.head_dim**-0.5).unflatten(1, (shape.num_kv_heads, -1))[:, :, :, None]
     add_shared(own, queries, state.context.commons, state.widens)
     return own[0].flatten(1).to(query.dtype)
+
+
+def attend_blocks_in_place(
+    state: State, query: torch.Tensor, pool: torch.Tensor, held: np.ndarray, tokens: np.ndarray
+) -> Weighed:
+    """Attend on the host, with queries [B, H, d], over the first ``tokens`` [B] in blocks ``held`` [B, most] of a layer
+    of a pool."""
+    from flexhybrid.runtime.kernels import in_place
+
+    d, groups, width = state.shape.head_dim, state.shape.num_kv_heads, state.shape.kv_width
+    blocks = np.ascontiguousarray(held, dtype=np.int64) * (BLOCK_TOKENS * width)
+    extent = in_place.Extent(blocks, tokens, d, BLOCK_TOKENS * d, BLOCK_TOKENS * width // 2)
+    part = in_place.Part(in_place.memory_of(pool), extent)
+    return in_place.attend_and_sum(query, [part], [0, len(query) * groups], state.host_share)
 
 
 def _memory(state: State, task: Task, segment: Segment) -> torch.Tensor:

@@ -104,7 +104,7 @@ def project(state: State, task: Task) -> None:
         rotate_(keys, *tensors.rotation_R)
         rotate_(queries, *tensors.rotation_R)
     state.selection.after_project(task, kvq)
-    if state.policy.attention == "host" and not step.prefill:
+    if state.policy.attention == "host" and step.decodes:
         return  # the new rows go with the queries
     if state.selection.stages_rows(step):
         _stage_stores(state, task, packed=False)
@@ -154,7 +154,7 @@ def finish(state: State, task: Task) -> None:
     """Apply output projection and feed-forward network: the next layer's hidden states."""
     hidden, attended = state.hidden.of(task), state.attended
     state.act = state.attended = NOTHING  # their memory is for the feed-forward rows
-    if state.policy.attention == "host" and not task.payload.step.prefill:
+    if state.policy.attention == "host" and task.payload.step.decodes:
         attended = state.buffers.attended[task.payload.slot, : len(hidden)]
     else:  # with attention on the host, the other slot's rows may still be in use
         state.kvq.clear()
