@@ -292,12 +292,12 @@ class CandidateSteps:
 
     def prefill(self, batch) -> StepCounts:
         """The prefill of ``batch`` requests: ``full_size`` or ``last_size``."""
-        return StepCounts(True, batch, self.prompt, 0.0, {}, {}, 0.0, self._by_copy(batch * self.prompt_tokens))
+        return StepCounts(True, batch, self.prompt, 0.0, {}, {}, self._by_copy(batch * self.prompt_tokens))
 
     def first_chunk(self) -> StepCounts:
         """The first chunk of a long prompt."""
         tokens = np.minimum(self.chunk_size, self.prompt)
-        return StepCounts(True, 1.0, tokens, 0.0, {}, {}, 0.0, self._by_copy(self.dealing.tokens(tokens)))
+        return StepCounts(True, 1.0, tokens, 0.0, {}, {}, self._by_copy(self.dealing.tokens(tokens)))
 
     def later_chunk(self) -> StepCounts:
         """The mean of the chunks after the first."""
@@ -346,7 +346,7 @@ class CandidateSteps:
         in_place = attends_in_place(self.problem, self.policy)
 
         def step_of(batch) -> StepCounts:
-            blocks, copies, columns = {}, {}, 0.0
+            blocks, copies = {}, {}
             for entry in self.dealing.names:
                 leading = 0.0
                 if entry in self.lines:
@@ -359,10 +359,7 @@ class CandidateSteps:
                     copies[copy] = batch * mean(count > 0)
                     if self.policy.static_cache:  # every reserved block is loaded, and recomputed
                         count = self.reserved[entry] * (count > 0)
-                    mean_count = mean(count)
-                    if copy.representation == "act":
-                        columns = columns + mean_count
-                    blocks[copy] = batch * mean_count
+                    blocks[copy] = batch * mean(count)
             if new_tokens is None:
                 stored = {copy: batch + 0.0 * context for copy in stored_copies(stretch.entry)}
             else:
@@ -374,7 +371,6 @@ class CandidateSteps:
                 context=context - recomputed,
                 blocks=blocks,
                 copies=copies,
-                act_columns=columns,
                 stored=stored,
                 recomputed=recomputed,
                 selected=selected,

@@ -16,7 +16,7 @@ from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.context.selection import num_whole
 from flexhybrid.core.plan import PAGE_BYTES
 from flexhybrid.core.problem import Problem
-from flexhybrid.core.schedule.step_work import StepCounts, step_work
+from flexhybrid.core.schedule.step_work import StepCounts, recomputed_rows, step_work
 from flexhybrid.core.task import RESOURCES, Work
 from flexhybrid.core.verbs import RESOURCE_OF, VERBS
 from flexhybrid.core.wave import check_planned
@@ -114,7 +114,7 @@ class VerbSeconds:
         """(mean seconds of a task over the steps of a phase, candidates that have the task; None: all have it)."""
         resource, share, empty = RESOURCE_OF[verb], _present_share(verb, counts), Work()
         if verb == "kv_gen" and counts.selected is None:
-            rows = counts.batch * counts.act_columns * BLOCK_TOKENS
+            rows = recomputed_rows(counts)
             work, empty = (kv_gen(self.steps.problem.shape, self.steps.problem.bytes_per_element, n) for n in (rows, 0))
         seconds = self._price(verb, resource, work)
         if share is None:

@@ -168,6 +168,7 @@ def running_sizes(
     blocks = np.maximum.reduce(entries.held(cached) - own)[None]  # [steps, entry]
     tokens = np.maximum.reduce(entries.tokens(cached) - own * BLOCK_TOKENS)[None]
     running, new, pieces = np.array([len(cached)]), np.ones(1, dtype=np.int64), np.zeros(1, dtype=bool)
+    act_blocks = (entries.held(cached) - own).sum(axis=0)[None]
     staged, longest = np.zeros(len(entries.names), dtype=np.int64), 1
     if len(joining):
         before = entries.dealt(depth_joining)
@@ -183,9 +184,10 @@ def running_sizes(
                 entries.tokens(prompt) - before.reshape(-1) * BLOCK_TOKENS,
             )
             blocks, tokens = np.vstack([blocks, of_prompt[0]]), np.vstack([tokens, of_prompt[1]])
+            act_blocks = np.vstack([act_blocks, of_prompt[0]])
         elif np.any(depth_joining):  # they attend to what is shared
             running, new, pieces = np.r_[running, len(joining)], np.r_[new, longest], np.array([False, True])
-            blocks, tokens = np.vstack([blocks, 0 * blocks]), np.vstack([tokens, 0 * tokens])
+            blocks, tokens, act_blocks = (np.vstack([of, 0 * of]) for of in (blocks, tokens, act_blocks))
 
     def by_entry(values) -> dict:
         return dict(zip(entries.names, values, strict=True))
@@ -199,6 +201,7 @@ def running_sizes(
         splits={},
         new=new,
         pieces=pieces,
+        act_blocks=by_entry(act_blocks.T),
     )
     fresh = dict.fromkeys(entries.names, len(cached))
     sizes = group_sizes(wave.policy, len(cached), 1, reads, fresh, by_entry(staged))
@@ -352,6 +355,8 @@ class Reads:
     splits: dict[str, dict[str, np.ndarray]]  #: entry both(…) -> blocks recomputed ("act") and loaded ("kv")
     new: np.ndarray | int = 1  #: new tokens of a request
     pieces: np.ndarray | bool = False  #: steps of prompts, for which the device attends to what is cached
+    #: entry -> blocks of ACT of all requests, which lie side by side; None: all requests are as long as the longest
+    act_blocks: dict[str, np.ndarray] | None = None
 
 
 def _reads(wave: Wave, group: np.ndarray) -> Reads:
@@ -382,12 +387,18 @@ def _reads(wave: Wave, group: np.ndarray) -> Reads:
     def longest(values):
         return np.where(runs, values, 0).max(axis=1)
 
+    def of_all(values):
+        return (runs * count * values).sum(axis=1)
+
     blocks_and_tokens = {entry: (held[..., i], of_entry[..., i]) for i, entry in enumerate(entries.names)}
+    act_blocks = {entry: of_all(blocks) for entry, (blocks, _) in blocks_and_tokens.items()}
     most_tokens = {entry: longest(tokens_by_step) for entry, (_, tokens_by_step) in blocks_and_tokens.items()}
     splits = {}
     for entry, lines in wave.split.items():  # whoever is the longest of those that did not stop early
         blocks = split_blocks(lines, len(group), blocks_and_tokens[entry][1], len(wave.mini_batches))
         splits[entry] = {r: longest(values_by_step) for r, values_by_step in blocks.items()}
+        most_recomputed = splits[entry]["act"][:, None]
+        act_blocks[entry] = of_all(np.minimum(most_recomputed, ceil_blocks(blocks_and_tokens[entry][1])))
     return Reads(
         running=(runs * count).sum(axis=1),
         held={entry: longest(blocks) for entry, (blocks, _) in blocks_and_tokens.items()},
@@ -396,6 +407,7 @@ def _reads(wave: Wave, group: np.ndarray) -> Reads:
         recomputed=longest(recomputed),
         splits=splits,
         new=new,
+        act_blocks=act_blocks,
     )
 
 
@@ -439,16 +451,19 @@ def group_sizes(policy: Policy, batch, prompt, reads: Reads, fresh: dict, staged
     ``prompt``: its longest, in tokens. ``fresh``: new tokens of a decode step, and ``staged``: prompt tokens of all its
     requests, by entry.
     """
+    largest = np.maximum.reduce  # of np.max the half is looking for its arguments
     columns = {(r, tier): 0 * reads.context for r in ("act", "kv") for tier in ("any", "disk", "device")}
     for entry, blocks in reads.held.items():
         for part in stored_copies(entry):
-            count = reads.splits[entry][part.representation] if entry in reads.splits else blocks
+            count = reads.running * (reads.splits[entry][part.representation] if entry in reads.splits else blocks)
+            if reads.act_blocks and part.representation == "act":
+                count = reads.act_blocks[entry]
             for tier in ("any", part.tier):
                 if (part.representation, tier) in columns:
                     columns[part.representation, tier] = columns[part.representation, tier] + count
 
     def most(each_request):
-        return np.maximum.reduce(reads.running * each_request)  # of np.max the half is looking for its arguments
+        return largest(reads.running * each_request)
 
     on_device = reads.pieces if policy.attention == "host" else True
     moved = {r: columns[r, "any"] - columns[r, "device"] for r in ("act", "kv")}
@@ -457,12 +472,12 @@ def group_sizes(policy: Policy, batch, prompt, reads: Reads, fresh: dict, staged
     return BufferSizes(
         pool_blocks={},
         staged_rows={entry: _larger(fresh[entry], rows) for entry, rows in staged.items()},
-        act_buffer_blocks=most(moved["act"]),
-        kv_buffer_blocks=most(moved["kv"] * on_device),
-        act_staging_blocks=most(columns["act", "disk"]),
-        kv_staging_blocks=most(columns["kv", "disk"]),
-        act_blocks=most(columns["act", "any"]),
-        plain_kv_blocks=most(columns["kv", "any"] * on_device),
+        act_buffer_blocks=largest(moved["act"]),
+        kv_buffer_blocks=largest(moved["kv"] * on_device),
+        act_staging_blocks=largest(columns["act", "disk"]),
+        kv_staging_blocks=largest(columns["kv", "disk"]),
+        act_blocks=largest(columns["act", "any"]),
+        plain_kv_blocks=largest(columns["kv", "any"] * on_device),
         attention_tokens=most((reads.context + reads.recomputed + reads.new) * on_device),
         context_tokens=most(reads.context * on_device),
         step_rows=_larger(batch * prompt, most(reads.recomputed + reads.new)),

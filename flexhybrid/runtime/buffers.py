@@ -182,7 +182,8 @@ class Buffers:
         return rows.view(2, -1, self.shape.head_dim) if self.each_head(representation) else rows.view(tokens, width)
 
     def loaded_region(self, step: MiniBatchStep, segment: Segment, slot: int) -> torch.Tensor:
-        """Return the region of a slot where a segment's blocks land on the device: [B, blocks, 16 · row].
+        """Return the region of a slot where a segment's blocks land on the device: as its ``block_table``,
+        [·, ·, 16 · row].
 
         The regions of a slot lie side by side. Native ACT of the device has one too: it is copied beside what the link
         brings.
@@ -192,7 +193,8 @@ class Buffers:
         return _region(loaded, step, segment, lambda other: copies_all or other.tier != "device")
 
     def read_region(self, step: MiniBatchStep, segment: Segment, slot: int) -> torch.Tensor:
-        """Return the region of a slot in host memory for a segment's blocks from the disk: [B, blocks, 16 · row]."""
+        """Return the region of a slot in host memory for a segment's blocks from the disk: as its
+        ``block_table``, [·, ·, 16 · row]."""
         read = self.read[segment.representation][slot]
         return _region(read, step, segment, lambda other: other.tier == "disk")
 
@@ -206,9 +208,9 @@ def _region(
         if other is segment:
             break
         if has_region(other):
-            start += other.batch * other.buffer_blocks
-    size = segment.batch * segment.buffer_blocks
-    return buffer[start : start + size].view(segment.batch, segment.buffer_blocks, -1)
+            start += other.block_table.size
+    table = segment.block_table
+    return buffer[start : start + table.size].view(*table.shape, -1)
 
 
 def run_view(blocks: torch.Tensor, run: BlockRun) -> torch.Tensor:

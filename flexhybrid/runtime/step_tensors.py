@@ -51,7 +51,8 @@ class StepTensors:
     sampled_cells_B: torch.Tensor  #: of the token table
     sampling: StepSampling | None
     stores: dict[str, StorePlace]
-    block_tables: dict[int, torch.Tensor]  #: [B, blocks] of each segment that lies on the device, by its id()
+    block_tables: dict[int, torch.Tensor]  #: of each segment that lies on the device, by its id()
+    buffer_tables: dict[int, torch.Tensor]  #: [B, columns] of each that is assembled from blocks in line, by its id()
     common_rows: tuple[torch.Tensor, ...]  #: [g, m] of each of ``MiniBatchStep.commons``
 
 
@@ -102,13 +103,15 @@ def position_tables(entries: BlockEntries, longest: int) -> dict[str, np.ndarray
 
 
 def act_positions(step: MiniBatchStep, tables: dict[str, np.ndarray]) -> np.ndarray:
-    """Return the positions of the rows that KV-Gen recomputes, as its buffer holds them: per segment [B, blocks · 16],
-    flat. Padding repeats the last token's."""
+    """Return the positions of the rows that KV-Gen recomputes, as its buffer holds them, segment by segment. Padding
+    repeats the last token's."""
     rows = []
     for segment in step.of("act"):
-        columns = np.arange(segment.buffer_blocks * BLOCK_TOKENS)
+        count = segment.moved_blocks[:, None] * BLOCK_TOKENS
+        columns = np.arange(int(count.max()))
         index = np.minimum(columns, np.maximum(segment.num_tokens[:, None] - 1, 0))
-        rows.append(tables[segment.entry][index + segment.start_block[:, None] * BLOCK_TOKENS].reshape(-1))
+        positions = tables[segment.entry][index + segment.start_block[:, None] * BLOCK_TOKENS]
+        rows.append(positions[columns < count] if segment.in_line else positions.reshape(-1))
     return np.concatenate(rows)
 
 
@@ -202,6 +205,7 @@ class StepMaker:
             sampling=step_sampling(self.plan.select(step.queued), total, self.tokens.start[step.requests], self._copy),
             stores={store.space: self._store_place(step, store) for store in step.stores},
             block_tables={segment: self._copy(table) for segment, table in tables.items()},
+            buffer_tables={id(s): self._copy(s.buffer_table) for s in read if assembled and s.in_line},
             common_rows=tuple(self._copy(common.rows) for common in step.commons),
         )
 

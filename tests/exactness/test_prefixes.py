@@ -153,7 +153,7 @@ def test_what_requests_share_is_loaded_once_a_mini_batch_and_layer():
             works = task.payload.works
             moved = {r: works[f"load_{r}"].link_bytes / block[r] for r in ("kv", "act")}
             assert sum(moved.values()) == own + distinct
-            assert works["kv_gen"].tokens == 16 * moved["act"] + padding(step)
+            assert works["kv_gen"].tokens == 16 * moved["act"]  # without padding
             saved += shared - distinct
     assert saved > 0
 
@@ -169,12 +169,6 @@ def test_what_members_share_is_worked_out_when_they_change():
     assert len(wave.mini_batches) == 1 and len(decodes) == 9 and not built
     assert worked_out.call_count <= 3  # of the step that computes what is shared, and of those two
     assert all(step.commons is decodes[1].commons and step.commons for step in decodes.values() if step.iteration)
-
-
-def padding(step) -> int:
-    """Rows of ACT that stand where a request has fewer than the longest."""
-    own = [segment for segment in step.segments if segment.representation == "act"]
-    return 16 * sum(len(s.num_blocks) * s.num_blocks.max() - s.num_blocks.sum() for s in own)
 
 
 def test_the_executor_copies_the_bytes_that_were_planned(tmp_path, monkeypatch):

@@ -152,13 +152,14 @@ class _Replay:
             self._hold(store.tier, f"{store.representation} pool", (part, task.layer), blocks)
 
     def _columns(self, task: Task, representation: str, tiers: tuple[str, ...]) -> int:
-        """Blocks of the padded buffer that a step's segments of these tiers take."""
+        """Blocks of the buffer that a step's segments of these tiers take: of KV padded to the longest request."""
         step, policy, blocks = task.payload.step, self.wave.policy, 0
         for segment in step.of(representation):
             if segment.tier in tiers:
                 reserved = self.wave.num_blocks[segment.entry][step.requests]
-                rows = len(segment.num_tokens)  # one a request, or one a beginning that requests share
-                blocks += rows * (int(reserved.max()) if policy.static_cache else segment.max_blocks)
+                held = reserved if policy.static_cache else ceil_blocks(segment.num_tokens)
+                # one a request, or one a beginning that requests share
+                blocks += int(held.sum() if representation == "act" else len(held) * held.max())
         return blocks
 
     def _load_kv(self, task: Task) -> None:

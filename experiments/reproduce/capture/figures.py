@@ -304,7 +304,6 @@ def layer_seconds(way: str, batch: int, context_tokens: int) -> dict[str, float]
         context=context_tokens if from_act else 0,
         blocks={part: batch * blocks} if from_act else {},
         copies={part: batch} if from_act else {},
-        act_columns=blocks if from_act else 0,
         stored={},
         recomputed=0 if from_act else context_tokens,
     )

@@ -30,13 +30,11 @@ class StepCounts:
     context: Count  #: columns of cached keys and values in the attention buffer
     blocks: dict[StoredCopy, Count]  #: blocks of each part that the step reads, over all requests
     copies: dict[StoredCopy, Count]  #: runs of blocks that lie apart
-    act_columns: Count  #: blocks of the ACT buffer, a request
     stored: dict[StoredCopy, Count]  #: new rows of each part, over all requests
     recomputed: Count = 0  #: tokens of the recomputed prefix, of the longest request
     selected: Count | None = None  #: tokens of a request that a speculative selection fetches; None: all
     in_place: Count | None = None  #: tokens of all requests, which attention reads where they lie; None: assembled
     common: Count = 0  #: tokens that requests share, each once
-    common_act: Count = 0  #: blocks of them that are recomputed
     common_reads: Count = 0  #: how many of them each request attends to, over all requests
     piece: bool = False  #: of prompts, behind what is cached: the device attends
 
@@ -78,13 +76,11 @@ def counts_of(step: MiniBatchStep, wave) -> StepCounts:
         context=context,
         blocks=blocks,
         copies=copies,
-        act_columns=step.act_blocks,
         stored=stored,
         recomputed=step.recomputed_width,
         selected=selected,
         in_place=in_place,
         common=sum(len(common.rows) * common.tokens for common in together),
-        common_act=step.act_rows // BLOCK_TOKENS - len(step.requests) * step.act_blocks,
         common_reads=common_reads,
         piece=not (step.prefill or step.decodes),
     )
@@ -141,8 +137,7 @@ def step_work(shape: ModelShape, policy: Policy, stored: ElementBytes, c: StepCo
             works["load_keys"] = work.load_partial_keys(shape, p, c.batch, c.context, ratio)
     if any(part.representation == "act" for part in c.blocks):
         everything = c.selected is None or whole
-        generated = c.batch * (c.act_columns * BLOCK_TOKENS if everything else _selected_of(c)["act"])
-        generated = generated + c.common_act * BLOCK_TOKENS
+        generated = recomputed_rows(c) if everything else c.batch * _selected_of(c)["act"]
         works["kv_gen"] = work.kv_gen(shape, p, _at_least(generated, work.MIN_KV_GEN_ROWS))
     works |= _attend_works(shape, p, c, attended)
     if _any(c.recomputed):
@@ -150,6 +145,11 @@ def step_work(shape: ModelShape, policy: Policy, stored: ElementBytes, c: StepCo
     if policy.selection.method == "heavy_hitter":
         works["rank"] = work.rank(shape, c.batch, 1, attended)
     return works
+
+
+def recomputed_rows(c: StepCounts) -> Count:
+    """Rows of ACT from which a step that looks at all tokens recomputes keys and values."""
+    return BLOCK_TOKENS * sum(count for part, count in c.blocks.items() if part.representation == "act")
 
 
 def _attend_works(shape: ModelShape, p: int, c: StepCounts, attended: Count) -> dict[str, Work]:

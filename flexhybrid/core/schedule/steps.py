@@ -77,24 +77,42 @@ class Segment(CopyPart):
         return int(self.num_blocks.max())
 
     @cached_property
-    def buffer_blocks(self) -> int:
-        """Columns of its buffer, in blocks."""
-        return int(self.reserved.max()) if self.moves_all else self.max_blocks
+    def moved_blocks(self) -> np.ndarray:
+        """[B]: the blocks of each request that come to its buffer."""
+        return self.reserved if self.moves_all else self.num_blocks
+
+    @cached_property
+    def in_line(self) -> bool:
+        """Whether its buffer holds the requests' blocks one after the other, without padding: ACT, from which keys and
+        values are recomputed in one product. Elsewhere the buffer is a grid with a row for each request."""
+        return self.representation == "act" and self.moved_blocks.min() < self.moved_blocks.max()
 
     @cached_property
     def runs(self) -> tuple[BlockRun, ...]:
         """Where the blocks lie that a step reads, merged over neighbouring requests that are alike."""
-        return block_runs(self.block_table, self.reserved if self.moves_all else self.num_blocks)
+        table = self.block_table
+        return block_runs(table, np.array([table.size]) if self.in_line else self.moved_blocks)
 
     @cached_property
     def block_table(self) -> np.ndarray:
-        """[B, buffer_blocks]: the physical block of each of its buffer's columns. Padding repeats a request's last
-        block; of a request that has none it is block 0."""
-        start, count = (0, self.reserved) if self.moves_all else (self.start_block[:, None], self.num_blocks)
-        count = count[:, None]
-        column = np.minimum(np.arange(self.buffer_blocks), np.maximum(count - 1, 0))
+        """The physical block of each of its buffer's: [1, blocks] in line, else [B, columns]. There padding repeats a
+        request's last block; of a request that has none it is block 0."""
+        start, count = 0 if self.moves_all else self.start_block[:, None], self.moved_blocks[:, None]
+        columns = np.arange(int(count.max()))
+        column = np.minimum(columns, np.maximum(count - 1, 0))
         place = (start - np.reshape(self.held_from, (-1, 1)) + column) % np.maximum(self.reserved, 1)[:, None]
-        return np.where(count > 0, np.take_along_axis(self.held, place, axis=1), 0) if place.size else place
+        table = np.where(count > 0, np.take_along_axis(self.held, place, axis=1), 0) if place.size else place
+        return table[columns < count][None] if self.in_line else table
+
+    @cached_property
+    def buffer_table(self) -> np.ndarray:
+        """[B, columns]: the place in its buffer of each request's blocks. Padding repeats the last."""
+        count = self.moved_blocks[:, None]
+        columns = np.arange(int(count.max()))
+        if not self.in_line:
+            return np.arange(count.size * len(columns)).reshape(count.size, -1)
+        places = np.cumsum(count)[:, None] - count + np.minimum(columns, np.maximum(count - 1, 0))
+        return np.minimum(places, self.block_table.size - 1)
 
 
 def block_runs(table: np.ndarray, counts: np.ndarray) -> tuple[BlockRun, ...]:
@@ -224,15 +242,9 @@ class MiniBatchStep:
         return tuple(segment for common in self.commons for segment in common.segments)
 
     @cached_property
-    def act_blocks(self) -> int:
-        """Columns of the ACT buffer in blocks, over its segments, each padded to its longest request; without shared
-        blocks."""
-        return sum(s.buffer_blocks for s in self.segments if s.representation == "act" and s.max_tokens)
-
-    @cached_property
     def act_rows(self) -> int:
         """Rows of the ACT buffer."""
-        return sum(segment.batch * segment.buffer_blocks for segment in self.of("act")) * BLOCK_TOKENS
+        return sum(segment.block_table.size for segment in self.of("act")) * BLOCK_TOKENS
 
 
 def make_step(

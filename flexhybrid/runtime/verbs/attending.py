@@ -31,16 +31,14 @@ def assemble(state: State, task: Task) -> None:
     targets = state.buffers.attention_views(batch, own_tokens)
     rows = {"act": 0, "plain": 0}  # of what was recomputed and unpacked, that are laid so far
     if step.in_place:
-        rows["act"] = batch * step.act_blocks * BLOCK_TOKENS
+        rows["act"] = sum(_rows_of(s) for s in step.segments if s.representation == "act" and s.max_tokens)
     else:
         column = _lay(state, task, step.segments, targets, rows)
         lay_own(state, task, targets, column)
     before, commons, together = batch * own_tokens, [], {id(c) for c in commons_together(step, state.wave)}
     for common, of_step in zip(step.commons, state.tensors(task).common_rows, strict=True):
         if id(common) not in together:
-            rows["act"] += (
-                sum(s.batch * s.buffer_blocks for s in common.segments if s.representation == "act") * BLOCK_TOKENS
-            )
+            rows["act"] += sum(_rows_of(segment) for segment in common.segments if segment.representation == "act")
             continue
         views = state.buffers.attention_views(len(common.rows), common.tokens, before)
         _lay(state, task, common.segments, views, rows)
@@ -49,16 +47,26 @@ def assemble(state: State, task: Task) -> None:
     state.context = Context(*targets, state.tensors(task).mask_B11T, tuple(commons))
 
 
+def _rows_of(segment: Segment) -> int:
+    return segment.block_table.size * BLOCK_TOKENS
+
+
 def _lay(state: State, task: Task, segments: tuple[Segment, ...], targets: Targets, rows: dict[str, int]) -> int:
     """Lay segments side by side from the first column on; return the column behind them."""
     step, shape, slot, column = task.payload.step, state.shape, task.payload.slot, 0
     for segment in segments:
-        batch, width, size = segment.batch, segment.max_tokens, segment.batch * segment.buffer_blocks * BLOCK_TOKENS
+        width = segment.max_tokens
         if not width:
             continue
+        size = _rows_of(segment)
         if segment.representation == "act":
-            lay_rows(state.buffers.generated[rows["act"] : rows["act"] + size], targets, column, width, shape)
+            generated = state.buffers.generated[rows["act"] : rows["act"] + size]
             rows["act"] += size
+            if segment.in_line:
+                blocks = generated.view(-1, BLOCK_TOKENS, 2, shape.num_kv_heads, shape.head_dim).permute(0, 2, 3, 1, 4)
+                gather_blocks(blocks, state.tensors(task).buffer_tables[id(segment)], targets, column, width)
+            else:
+                lay_rows(generated, targets, column, width, shape)
         elif state.buffers.packed("kv"):
             lay_rows(state.buffers.plain["kv"][rows["plain"] : rows["plain"] + size], targets, column, width, shape)
             rows["plain"] += size
@@ -66,7 +74,7 @@ def _lay(state: State, task: Task, segments: tuple[Segment, ...], targets: Targe
             lay_rows(state.buffers.loaded_region(step, segment, slot), targets, column, width, shape)
         elif segment.tier == "host":
             blocks = state.buffers.loaded_region(step, segment, slot)
-            blocks = blocks.view(batch, segment.buffer_blocks, 2, shape.num_kv_heads, BLOCK_TOKENS, shape.head_dim)
+            blocks = blocks.unflatten(2, (2, shape.num_kv_heads, BLOCK_TOKENS, shape.head_dim))
             _lay_blocks(blocks, targets, column, width)
         else:
             table = state.tensors(task).block_tables[id(segment)]

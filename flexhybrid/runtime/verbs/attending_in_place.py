@@ -80,11 +80,12 @@ def _blocks(state: State, step: MiniBatchStep) -> dict[int, np.ndarray]:
     unpacking laid them, segments lie one after the other."""
     blocks, first = {}, {"act": 0, "kv": 0}
     for segment in (*step.of("act"), *step.of("kv")):
-        table = segment.block_table
         if segment.representation == "act" or segment.tier != "device" or state.buffers.packed("kv"):
             begin = first[segment.representation]
-            table = begin + np.arange(segment.batch * segment.buffer_blocks).reshape(segment.batch, -1)
-            first[segment.representation] = begin + table.size
+            table = begin + segment.buffer_table
+            first[segment.representation] = begin + segment.block_table.size
+        else:
+            table = segment.block_table
         blocks[id(segment)] = table.astype(np.int64)
     return blocks
 

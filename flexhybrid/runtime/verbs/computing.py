@@ -34,17 +34,16 @@ def dequantize_weights(state: State, task: Task) -> None:
 
 def dequantize_cache(state: State, task: Task, representation: str) -> None:
     """Unpack the blocks of all tiers to rows [·, width] of the compute dtype, one segment after the other."""
-    batch, first = len(task.payload.step.requests), 0
-    plain = state.buffers.plain[representation]
+    plain, first = state.buffers.plain[representation], 0
     for segment in task.payload.step.of(representation):
-        size = batch * segment.buffer_blocks * BLOCK_TOKENS
-        target = plain[first : first + size].view(batch, -1, BLOCK_TOKENS, plain.shape[1])
+        size = segment.block_table.size * BLOCK_TOKENS
+        target = plain[first : first + size].view(*segment.block_table.shape, BLOCK_TOKENS, plain.shape[1])
         _unpack(state, task, segment, target)
         first += size
 
 
 def _unpack(state: State, task: Task, segment: Segment, target: torch.Tensor) -> None:
-    """Unpack a segment's blocks to ``target`` [B, blocks, 16, width]."""
+    """Unpack a segment's blocks to ``target``, as its ``block_table``: [·, ·, 16, width]."""
     unpack = state.buffers.formats[segment.representation].unpack
     if segment.tier != "device":
         packed = state.buffers.loaded_region(task.payload.step, segment, task.payload.slot)
