@@ -30,7 +30,7 @@ from experiments.bench.overlap import bench_overlap
 from experiments.bench.queues.census import bench_census
 from experiments.bench.queues.forecast import bench_forecast
 from experiments.bench.queues.prefixes import bench_prefixes
-from experiments.bench.queues.refill import bench_density, bench_refill
+from experiments.bench.queues.refill import bench_density, bench_queue_overlap, bench_refill
 from experiments.bench.queues.run import bench_run
 from experiments.bench.selection import bench_selection
 from experiments.bench.simulator import bench_papers, bench_peer, bench_search_time
@@ -297,7 +297,7 @@ PARTS: dict[str, tuple[Callable[..., None], ...]] = {
     "executor": (bench_overlap,),
     "selection": (bench_selection,),
     "run": (bench_census, bench_run),
-    "refill": (bench_refill, bench_density, bench_forecast),
+    "refill": (bench_refill, bench_queue_overlap, bench_density, bench_forecast),
     "prefixes": (bench_prefixes,),
     "speed": (bench_speed,),
     "cascade": (bench_cascade, bench_cluster),

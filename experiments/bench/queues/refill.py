@@ -7,17 +7,21 @@ are timed by a sample: each is independent of the others.
 
 from __future__ import annotations
 
+import statistics
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
 from experiments.bench.harness import Table
 from flexhybrid.core.memory import buffer_sizes, memory_plan, total_bytes
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import Budgets, Problem
 from flexhybrid.core.schedule.refill import RunningBatch
+from flexhybrid.core.wave import stored_layout
 from flexhybrid.core.waves import batch_size, first_wave, open_batch
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.run.forecast import sorted_by_length
@@ -32,7 +36,10 @@ LOG_NORMAL, LABELS = "log-normal answers", "labels of 1 to 8 tokens"
 #: Answers, places, times as fast as waves. Of labels, 64 places end a dozen answers an iteration: the prompts of those
 #: who join then take longer to compute than weights to come, on a queue and in waves alike.
 CASES = ((LOG_NORMAL, 64, 3.0), (LABELS, 16, 1.5), (LABELS, 64, 1.5))
+OVERLAP = 0.92
 RUNNING = 0.9  #: least share of the batch's places in use in the middle half of the iterations
+#: Iterations by which overlap is judged, timed in turn with the paced link and without; the first fill the batch.
+WINDOW, ROUNDS = slice(60, 160), 3
 DENSER = 2.0  #: times as many requests in the same memory as with room for the longest answers
 
 
@@ -55,6 +62,7 @@ class Case:
     ends: np.ndarray
     prompts: list[list[int]]
     tokens_by_iteration: list[int] = field(default_factory=list)
+    ends_s: list[float] = field(default_factory=list)  #: when each iteration ended
 
     @classmethod
     def of(cls, name: str, vocab: int, num_requests: int = NUM_REQUESTS) -> Case:
@@ -69,9 +77,10 @@ class Case:
         prompts = [generator.integers(3, vocab, prompt_tokens[i]).tolist() for i in order]
         return cls(Workload(prompt_tokens[order], limits[order]), ends[order], prompts)
 
-    def seconds(self, llm: LLM, requests: np.ndarray, joining: bool) -> float:
-        """Answer some of the requests; return the seconds."""
+    def seconds(self, llm: LLM, requests: np.ndarray, joining: bool, most_iterations: int = 1 << 30) -> float:
+        """Answer some of the requests, for so many iterations at most; return the seconds."""
         self.tokens_by_iteration.clear()
+        self.ends_s.clear()
         params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
 
         def begin(index: int) -> tuple[Generated, Any]:
@@ -82,26 +91,29 @@ class Case:
         def completed(index: int, generated: Generated) -> None:
             assert len(generated.token_ids) == self.ends[requests[index]]
 
-        hears = RunControl(on_tokens=self.tokens_by_iteration.append)
+        def on_tokens(count: int) -> None:
+            self.tokens_by_iteration.append(count)
+            self.ends_s.append(time.perf_counter())
+
+        hears = RunControl(on_tokens=on_tokens, should_stop=lambda: len(self.ends_s) >= most_iterations)
         began = time.perf_counter()
         llm.answer(self.workload.select(requests), begin, completed, hears, joining=joining)
         return time.perf_counter() - began
 
 
+def streamed(at_a_time: int) -> Policy:
+    """Return the policy of all cases: weights pass the link, the context stays, one mini-batch holds all requests."""
+    tokens = at_a_time * (Case.of(LOG_NORMAL, 10).workload.cached_tokens.max() + 16)
+    kept: dict[str, float] = {"kv@device": 1.0}
+    return Policy(
+        "weights streamed", Placement(host=1), cache=kept, max_batch=at_a_time, max_mini_batch_tokens=int(tokens)
+    )
+
+
 def bench_refill(table: Table, num_requests: int = NUM_REQUESTS) -> None:
     """Add the rows of each case."""
     for name, at_a_time, bar in CASES:
-        tokens = at_a_time * (
-            Case.of(LOG_NORMAL, 10).workload.cached_tokens.max() + 16
-        )  # one mini-batch holds them all
-        policy = Policy(
-            "weights streamed",
-            Placement(host=1),
-            cache={"kv@device": 1.0},
-            max_batch=at_a_time,
-            max_mini_batch_tokens=int(tokens),
-        )
-        with LLM(MODEL, policy, device="cpu", dtype="float32", link_gb_per_s=LINK_GB_PER_S) as llm:
+        with LLM(MODEL, streamed(at_a_time), device="cpu", dtype="float32", link_gb_per_s=LINK_GB_PER_S) as llm:
             case = Case.of(name, llm.shape.vocab, num_requests)
             case.seconds(llm, np.arange(at_a_time), joining=True)  # buffers and weights are there from now on
             refilled_s = case.seconds(llm, np.arange(num_requests), joining=True)
@@ -114,6 +126,32 @@ def bench_refill(table: Table, num_requests: int = NUM_REQUESTS) -> None:
         where, running = f"refill, {name}, {at_a_time} places", float(np.mean(middle)) / at_a_time
         table.at_least(f"{where}: tokens/s against waves", rate / waves_rate, bar, "x")
         table.at_least(f"{where}: in use in the middle half", running, RUNNING, "")
+
+
+def bench_queue_overlap(table: Table) -> None:
+    """Add the overlap of each case (design section 11): the longer of the seconds that the link needs for the weights
+    and of those that a window takes with nothing to wait for, over those that it takes."""
+    for name, at_a_time, _ in CASES:
+        window_s: dict[float | None, list[float]] = {LINK_GB_PER_S: [], None: []}
+        with ExitStack() as stack:
+            runs = {}
+            for rate in window_s:
+                llm = LLM(MODEL, streamed(at_a_time), device="cpu", dtype="float32", link_gb_per_s=rate)
+                runs[rate] = stack.enter_context(llm), Case.of(name, llm.shape.vocab)
+            for _ in range(ROUNDS):
+                for rate, (llm, case) in runs.items():
+                    case.seconds(llm, np.arange(NUM_REQUESTS), joining=True, most_iterations=WINDOW.stop + 1)
+                    window_s[rate].append(case.ends_s[WINDOW.stop] - case.ends_s[WINDOW.start])
+            layout = stored_layout(Problem(shape=llm.shape, dtype="float32", device="cpu"), streamed(at_a_time))
+        num_bytes = layout.total_bytes * llm.shape.num_layers * (WINDOW.stop - WINDOW.start)
+        link_s = num_bytes / (LINK_GB_PER_S * 1e9)
+        paced_s, compute_s = statistics.median(window_s[LINK_GB_PER_S]), statistics.median(window_s[None])
+        balance = min(link_s, compute_s) / max(link_s, compute_s)
+        overlap = max(link_s, compute_s) / paced_s
+        conditions = {"link_s": link_s, "compute_s": compute_s, "wall_s": paced_s, "balance": balance}
+        where = f"refill, {name}, {at_a_time} places: overlap"
+        table.at_least(where, overlap, OVERLAP, "x", **conditions)
+        tqdm.write(f"     link {link_s:.2f} s, compute without the link {compute_s:.2f} s, both {paced_s:.2f} s")
 
 
 def bench_density(table: Table) -> None:
