@@ -123,7 +123,7 @@ def llama_shapes(draw) -> dict:
              original_max_position_embeddings=32),
     )  # fmt: skip
     return dict(
-        kind=draw(st.sampled_from(("llama", "qwen2", "mistral"))),
+        kind=draw(st.sampled_from(("llama", "qwen2", "qwen3", "mistral"))),
         layers=draw(st.integers(1, 3)),
         heads=heads,
         kv_heads=groups,

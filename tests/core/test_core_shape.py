@@ -57,6 +57,12 @@ PARAMETERS = {
     "qwen2.5-14b": 14_770_033_664,
     "qwen2.5-32b": 32_763_876_352,
     "qwen2.5-72b": 72_706_203_648,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
 }
 
 
@@ -157,6 +163,8 @@ CONFIGS = [
     ("MistralConfig", dict(LLAMA_FIELDS, model_type="mistral", head_dim=8)),
     ("MistralConfig", dict(LLAMA_FIELDS, model_type="mistral", sliding_window=None)),
     ("Qwen2Config", dict(LLAMA_FIELDS, model_type="qwen2", dtype="bfloat16", tie_word_embeddings=True)),
+    ("Qwen3Config", dict(LLAMA_FIELDS, model_type="qwen3")),
+    ("Qwen3Config", dict(LLAMA_FIELDS, model_type="qwen3", head_dim=16, eos_token_id=[3, 4])),
 ]  # fmt: skip
 
 
@@ -187,6 +195,7 @@ def test_shape_agrees_with_autoconfig(tmp_path, config_class, fields):
         assert (shape.embed_dim or shape.hidden) == config.word_embed_proj_dim
     assert (shape.gated_mlp, shape.rotary, shape.bias) == (not opt, not opt, opt)
     assert shape.qkv_bias == (config.model_type == "qwen2")
+    assert shape.qk_norm == (config.model_type == "qwen3")
     if not opt:
         assert shape.norm_eps == config.rms_norm_eps
         assert shape.rope.theta == config.rope_parameters["rope_theta"]
@@ -322,7 +331,7 @@ def test_an_unknown_name_is_answered_with_the_nearest(given, nearest):
 @pytest.mark.parametrize("given", ["", "gpt2", None, 30, 6.7, ["opt-30b"], b"opt-30b"])
 def test_what_is_no_name_lists_the_known_ones(given):
     for ask in (shape_by_name, shape_of):
-        with pytest.raises(InputError, match="unknown model .*known: opt-125m, .*qwen2.5-72b") as error:
+        with pytest.raises(InputError, match="unknown model .*known: opt-125m, .*qwen3-32b") as error:
             ask(given)
         assert "\n" not in str(error.value)
 

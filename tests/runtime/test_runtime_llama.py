@@ -1,4 +1,4 @@
-"""Llama, Mistral and Qwen2: layer functions and rotation put together are transformers' own models; what of a
+"""Llama, Mistral, Qwen2 and Qwen3: layer functions and rotation put together are transformers' own models; what of a
 checkpoint is read, what ignored, what refused."""
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from flexhybrid.core.model.layout import layer_layout
 from flexhybrid.core.model.shape import shape_by_name, shape_from_config
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.runtime.kernels import attention
+from flexhybrid.runtime.kernels.norms import rms_norm
 from flexhybrid.runtime.kernels.rotary import rotary_tables, rotate_
 from flexhybrid.runtime.models import architecture, llama
 from flexhybrid.runtime.storage.loader import Checkpoint, RandomWeights
@@ -39,7 +40,10 @@ def forward(folder, tokens: list[int], dtype="float32", resident=1.0) -> torch.T
         rows = llama.attention_input(shape, w, hidden)
         kvq = linear(rows, w["kvq.weight"], w["kvq.bias"][0] if "kvq.bias" in w else None)
         k, v, q = kvq.split([groups * d, groups * d, heads * d], dim=-1)
-        q, k = rotate_(q.unflatten(-1, (heads, d)), *rotary), rotate_(k.unflatten(-1, (groups, d)), *rotary)
+        q, k = q.unflatten(-1, (heads, d)), k.unflatten(-1, (groups, d))
+        if shape.qk_norm:
+            q, k = (rms_norm(x, w[f"{name}_norm.weight"][0], shape.norm_eps) for name, x in (("q", q), ("k", k)))
+        q, k = rotate_(q, *rotary), rotate_(k, *rotary)
         heads_first = (x.transpose(0, 1)[None] for x in (k, v.unflatten(-1, (groups, d))))
         attended = attention.fused(q[None], *heads_first, None)[0]
         hidden = llama.finish(shape, w, hidden, attended)
@@ -63,6 +67,8 @@ MODELS = {
     "mistral": dict(kind="mistral", sliding_window=None),
     "mistral window": dict(kind="mistral", sliding_window=96),
     "qwen2": dict(kind="qwen2"),
+    "qwen3": dict(kind="qwen3"),
+    "qwen3 wide heads": dict(kind="qwen3", tied=True, heads=3, kv_heads=1, head_dim=24, hidden=40),
     "qwen2 tied narrow heads": dict(kind="qwen2", tied=True, heads=3, kv_heads=3, head_dim=8, hidden=48),
 }  # fmt: skip
 
@@ -86,6 +92,7 @@ def test_the_logits_test_can_fail(tmp_path):
         ("llama theta", dict(rope_parameters=dict(rope_type="default", rope_theta=1e4))),
         ("llama eps", dict(rms_norm_eps=1e-6)),
         ("qwen2", dict(model_type="llama")),
+        ("qwen3", dict(model_type="llama")),
     ):
         folder = tmp_path / name.replace(" ", "_")
         reference = save_llama(folder, **MODELS[name])
@@ -96,7 +103,7 @@ def test_the_logits_test_can_fail(tmp_path):
         assert (forward(folder, tokens) - wanted).abs().max() > 1e-2 * wanted.abs().max(), name
 
 
-@pytest.mark.parametrize("name", ["llama grouped", "qwen2"])
+@pytest.mark.parametrize("name", ["llama grouped", "qwen2", "qwen3"])
 def test_bfloat16_stays_as_near_to_float32_as_transformers_does(tmp_path, name):
     reference = save_llama(tmp_path, dtype=torch.bfloat16, **MODELS[name])
     tokens = torch.randint(3, 61, (64,), generator=torch.Generator().manual_seed(2)).tolist()
@@ -164,7 +171,7 @@ def test_a_family_without_layer_functions_is_refused():
         architecture(shape)
 
 
-@pytest.mark.parametrize("name", ["llama-2-7b", "llama-3-8b", "mistral-7b", "qwen2.5-0.5b"])
+@pytest.mark.parametrize("name", ["llama-2-7b", "llama-3-8b", "mistral-7b", "qwen2.5-0.5b", "qwen3-0.6b"])
 def test_every_tensor_of_the_layout_has_a_name_and_random_weights(name):
     shape = shape_by_name(name)
     assert set(llama.layer_tensors(shape)) == {spot.name for spot in layer_layout(shape, 2).spots}

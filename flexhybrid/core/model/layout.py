@@ -80,6 +80,7 @@ def layer_layout(shape: ModelShape, matrix_bytes: float, vector_bytes: int | Non
         matrices += [("down.weight", h, shape.ffn)]
     else:
         vectors = [("norm1.weight", h), *([("kvq.bias", g + q)] if shape.qkv_bias else []), ("norm2.weight", h)]
+        vectors += [("k_norm.weight", shape.head_dim), ("q_norm.weight", shape.head_dim)] if shape.qk_norm else []
         matrices = [("kvq.weight", g + q, h), ("o.weight", h, q), ("gate.weight", shape.ffn, h)]
         matrices += [("up.weight", shape.ffn, h), ("down.weight", h, shape.ffn)]
     spots, position, kv_end, qkv_end = [], 0, 0, 0

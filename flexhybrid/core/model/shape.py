@@ -17,7 +17,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 #: model_type in config.json -> family. All families share the decoder-layer shape below; which ones the executor can
 #: run is the runtime's affair (flexhybrid.runtime.models).
-FAMILIES = {"opt": "opt", "llama": "llama", "mistral": "llama", "qwen2": "llama"}
+FAMILIES = {"opt": "opt", "llama": "llama", "mistral": "llama", "qwen2": "llama", "qwen3": "llama"}
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class ModelShape:
     dtype: str = "float16"  #: of the stored checkpoint
     eos_token_ids: tuple[int, ...] = (2,)
     qkv_bias: bool = False  #: without ``bias``: of the query, key and value projections alone (Qwen2)
+    qk_norm: bool = False  #: keys and queries are normed head by head, before their rotation (Qwen3)
     norm_eps: float = 1e-5
     rope: Rope = Rope()  #: where ``rotary``
     sliding_window: int | None = None  #: a token sees no more than this many, itself among them
@@ -53,7 +54,7 @@ class ModelShape:
             value = getattr(self, field)
             check(where + field, value, _is_count(value) and value >= 1, "a positive whole number")
         check(f"{where}embed_dim", self.embed_dim, _is_count(self.embed_dim) and self.embed_dim >= 0, "a whole number")
-        for field in ("gated_mlp", "rotary", "tied_head", "pre_norm", "bias", "qkv_bias"):
+        for field in ("gated_mlp", "rotary", "tied_head", "pre_norm", "bias", "qkv_bias", "qk_norm"):
             check(where + field, getattr(self, field), isinstance(getattr(self, field), bool), "true or false")
         check(f"{where}eos_token_ids", self.eos_token_ids, all(map(_is_count, self.eos_token_ids)), "whole numbers")
         windowed = window is None or _is_count(window) and window >= 1
@@ -103,7 +104,8 @@ class ModelShape:
     def layer_vector_elements(self) -> int:
         """Elements of a layer's norms and biases."""
         if not self.bias:  # RMSNorm scales
-            return 2 * self.hidden + (self.query_width + self.kv_width if self.qkv_bias else 0)
+            biases = self.query_width + self.kv_width if self.qkv_bias else 0
+            return 2 * self.hidden + biases + (2 * self.head_dim if self.qk_norm else 0)
         return 4 * self.hidden + (self.query_width + self.kv_width + self.hidden) + (self.ffn + self.hidden)
 
     def layer_bytes(self, matrix_bytes: float, vector_bytes: float | None = None) -> float:
@@ -144,6 +146,11 @@ def _is_count(value) -> bool:
 #: OPT's learned positions start at row 2 of the table (a padding row that fairseq left behind).
 OPT_POSITION_OFFSET = 2
 
+#: Head size of Qwen3, whatever its hidden size, where the configuration does not say.
+QWEN3_HEAD_DIM = 128
+
+_QWEN = ("qwen2", "qwen3")
+
 
 #: Sizes of a row of ``KNOWN_SHAPES`` after its name; OPT's rows have the first three.
 _SIZES = ("num_layers", "hidden", "num_heads", "num_kv_heads", "ffn", "vocab", "max_positions")
@@ -161,15 +168,23 @@ def _gated(name: str, row: tuple[int, ...], eos: int = 2, theta: float = 1e4, **
     sizes = dict(zip(_SIZES, row, strict=True))
     built = dict(gated_mlp=True, rotary=True, bias=False, tied_head=False, dtype="bfloat16", rope=Rope(theta))
     fields: dict[str, Any] = sizes | built | more
-    head_dim = sizes["hidden"] // sizes["num_heads"]
-    return ModelShape(name=name, family="llama", head_dim=head_dim, eos_token_ids=(eos,), **fields)
+    fields.setdefault("head_dim", sizes["hidden"] // sizes["num_heads"])
+    return ModelShape(name=name, family="llama", eos_token_ids=(eos,), **fields)
 
 
 def _qwen(name: str, row: tuple[int, ...], norm_eps: float = 1e-6, **more: Any) -> ModelShape:
     return _gated(f"qwen2.5-{name}", row, 151643, theta=1e6, qkv_bias=True, norm_eps=norm_eps, **more)
 
 
-#: Public shapes, from the config.json of the published base models (OPT also: Zhang et al. 2022, table 1).
+def _qwen3(size: str, row: tuple[int, ...], **more: Any) -> ModelShape:
+    """Qwen3 as it is published for chats; the base models, "-base", end at another token and have 32,768 positions."""
+    fields: dict[str, Any] = dict(qk_norm=True, norm_eps=1e-6, head_dim=QWEN3_HEAD_DIM) | more
+    sizes = (*row, 151936, 40960)
+    return replace(_gated(f"qwen3-{size}", sizes, theta=1e6, **fields), eos_token_ids=(151645, 151643))
+
+
+#: Public shapes, from the config.json of the published base models (OPT also: Zhang et al. 2022, table 1;
+#: Qwen3: of those for chats).
 KNOWN_SHAPES = {
     shape.name: shape
     for shape in (
@@ -195,6 +210,12 @@ KNOWN_SHAPES = {
         _qwen("14b", (48, 5120, 40, 8, 13824, 152064, 131072), norm_eps=1e-5),
         _qwen("32b", (64, 5120, 40, 8, 27648, 152064, 131072), norm_eps=1e-5),
         _qwen("72b", (80, 8192, 64, 8, 29568, 152064, 131072), norm_eps=1e-5),
+        _qwen3("0.6b", (28, 1024, 16, 8, 3072), tied_head=True),
+        _qwen3("1.7b", (28, 2048, 16, 8, 6144), tied_head=True),
+        _qwen3("4b", (36, 2560, 32, 8, 9728), tied_head=True),
+        _qwen3("8b", (36, 4096, 32, 8, 12288)),
+        _qwen3("14b", (40, 5120, 40, 8, 17408)),
+        _qwen3("32b", (64, 5120, 64, 8, 25600)),
     )
 }
 
@@ -314,12 +335,12 @@ def _shape_from_dict(config: dict, path: Path) -> ModelShape:  # noqa: C901 (one
     hidden, heads = size("hidden_size"), size("num_attention_heads")
     if not isinstance(hidden, int) or not isinstance(heads, int) or heads < 1:
         raise InputError(f"{path}: hidden_size and num_attention_heads must be positive whole numbers")
-    if config.get("head_dim") is None and hidden % heads:
+    if config.get("head_dim") is None and model_type != "qwen3" and hidden % heads:
         raise InputError(f"{path}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
     if dtype not in DTYPE_BYTES:
         raise InputError(f"{path}: dtype {dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
-    eos = config.get("eos_token_id", None if model_type == "qwen2" else 2)
+    eos = config.get("eos_token_id", None if model_type in _QWEN else 2)
     eos_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
     common: dict[str, Any] = dict(
         name=_checkpoint_name(path.parent) or model_type,
@@ -328,7 +349,7 @@ def _shape_from_dict(config: dict, path: Path) -> ModelShape:  # noqa: C901 (one
         hidden=hidden,
         num_heads=heads,
         num_kv_heads=size("num_key_value_heads", default=heads),
-        head_dim=size("head_dim", default=hidden // heads),
+        head_dim=size("head_dim", default=QWEN3_HEAD_DIM if model_type == "qwen3" else hidden // heads),
         ffn=size("ffn_dim", "intermediate_size"),
         vocab=size("vocab_size"),
         max_positions=size("max_position_embeddings"),
@@ -363,6 +384,7 @@ def _shape_from_dict(config: dict, path: Path) -> ModelShape:  # noqa: C901 (one
         bias=False,
         tied_head=config.get("tie_word_embeddings", False),
         qkv_bias=model_type == "qwen2",
+        qk_norm=model_type == "qwen3",
         norm_eps=config.get("rms_norm_eps", 1e-6),
         sliding_window=_sliding_window(config, str(model_type), common["num_layers"]),
     )
@@ -373,7 +395,7 @@ def _sliding_window(config: dict, model_type: str, num_layers: int) -> int | Non
     """The window of those layers that have one, as transformers decides it; a field that is absent has its default."""
     if model_type == "mistral":
         return config.get("sliding_window", 4096)
-    if model_type != "qwen2" or not config.get("use_sliding_window", False):
+    if model_type not in _QWEN or not config.get("use_sliding_window", False):
         return None
     layers = config.get("layer_types")
     if isinstance(layers, list):

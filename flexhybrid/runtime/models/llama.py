@@ -1,14 +1,16 @@
-"""Llama and models built like it (Mistral, Qwen2) as functions on tensors, and the names of their weights in a file.
+"""Llama and models built like it (Mistral, Qwen2, Qwen3) as functions on tensors, and the names of their weights.
 
 Shapes: R rows (new tokens), h hidden. ``w`` maps a layout name (flexhybrid.core.model.layout) to its row parts, because
 a matrix may lie partly in resident and partly in streamed memory. All functions follow transformers' LlamaForCausalLM.
-Queries and keys are rotated between projection and attention, by the executor (flexhybrid.runtime.kernels.rotary).
+Between projection and attention the executor norms queries and keys head by head (``ModelShape.qk_norm``) and rotates
+them (flexhybrid.runtime.kernels: norms, rotary).
 """
 
 import torch
 import torch.nn.functional as F
 
 from flexhybrid.core.model.shape import ModelShape
+from flexhybrid.runtime.kernels.norms import rms_norm
 from flexhybrid.runtime.storage.weights import Parts, linear
 
 #: Names that may stand before "layers." and "embed_tokens" in a checkpoint.
@@ -29,6 +31,8 @@ def layer_tensors(shape: ModelShape) -> dict[str, tuple[str, ...]]:
     }
     if shape.qkv_bias:
         tensors["kvq.bias"] = tuple(f"{name}.bias" for name in projections)
+    if shape.qk_norm:
+        tensors |= {"k_norm.weight": ("self_attn.k_norm.weight",), "q_norm.weight": ("self_attn.q_norm.weight",)}
     return tensors
 
 
@@ -50,25 +54,18 @@ def embed(shape: ModelShape, outer: dict[str, torch.Tensor], tokens: torch.Tenso
 
 def attention_input(shape: ModelShape, w: dict[str, Parts], hidden_Rh: torch.Tensor) -> torch.Tensor:
     """Return the input of the query, key and value projections, which ACT blocks store: [R, h]."""
-    return _norm(shape, hidden_Rh, w["norm1.weight"][0])
+    return rms_norm(hidden_Rh, w["norm1.weight"][0], shape.norm_eps)
 
 
 def finish(shape: ModelShape, w: dict[str, Parts], hidden_Rh: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
     """Output projection and gated feed-forward with their residuals: [R, h] -> [R, h]; ``attended`` is [R, H·d]."""
     hidden_Rh = hidden_Rh + linear(attended, w["o.weight"], None)
-    inner = _norm(shape, hidden_Rh, w["norm2.weight"][0])
+    inner = rms_norm(hidden_Rh, w["norm2.weight"][0], shape.norm_eps)
     gated = F.silu(linear(inner, w["gate.weight"], None), inplace=True).mul_(linear(inner, w["up.weight"], None))
     return hidden_Rh + linear(gated, w["down.weight"], None)
 
 
 def head(shape: ModelShape, outer: dict[str, torch.Tensor], hidden_Bh: torch.Tensor) -> torch.Tensor:
     """Final norm and output head: [B, h] -> logits [B, vocab]."""
-    hidden_Bh = _norm(shape, hidden_Bh, outer["norm.weight"])
+    hidden_Bh = rms_norm(hidden_Bh, outer["norm.weight"], shape.norm_eps)
     return F.linear(hidden_Bh, outer.get("lm_head.weight", outer["embed_tokens.weight"]))
-
-
-def _norm(shape: ModelShape, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """RMSNorm: the mean square in float32, rounded to the rows' dtype before the scale, as transformers does."""
-    wide = rows.float()
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + shape.norm_eps)
-    return weight * wide.to(rows.dtype)

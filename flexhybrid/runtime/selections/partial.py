@@ -21,6 +21,7 @@ import torch.nn.functional as F
 
 from flexhybrid.core.context.selection import first_choosing, num_choosing, partial_columns, whole_queries
 from flexhybrid.core.wave import Wave
+from flexhybrid.runtime.kernels.norms import norm_heads_
 from flexhybrid.runtime.kernels.rotary import rotate_
 from flexhybrid.runtime.step_tensors import Rotation
 from flexhybrid.runtime.storage.weights import Parts, Weights, linear
@@ -55,6 +56,7 @@ class PartialCopies:
         copies = 1 if self.whole else num_mini_batches
         self.query_weights = zeros(0 if self.resident else copies, rows, shape.hidden)
         self.query_bias = zeros(0 if self.resident else copies, rows)
+        self.query_norm = zeros(shape.head_dim if shape.qk_norm else 0)
         self.skew: torch.Tensor | None = None  #: [layers, G, d, d]; None where it is folded into the weights
         if shape.rotary:
             self.skew = zeros(self.groups, shape.head_dim, shape.head_dim)
@@ -92,10 +94,12 @@ class PartialCopies:
             columns.copy_(choose_columns(queries, keys, real_R, columns.shape))
 
     def keep_query_weights(self, layer: int, mini_batch: int, w: dict[str, Parts]) -> None:
-        """Keep the chosen columns of a layer's query weights, where they do not lie on the device anyway."""
+        """Keep the chosen columns of a layer's query weights, unless they lie on the device anyway, and its norm."""
+        shape, first = self.shape, self.shape.kv_width
+        if shape.qk_norm:
+            self.query_norm[layer - self.first_layer] = w["q_norm.weight"][0]
         if self.resident:
             return
-        shape, first = self.shape, self.shape.kv_width
         rows = torch.arange(shape.query_width, device=self.device)
         if not self.whole:
             heads = rows.view(self.groups, -1, shape.head_dim)  # [G, r, d]
@@ -147,7 +151,8 @@ class PartialCopies:
             return query.view(len(act_Bh), self.groups, -1, self.num_columns)
         query = query.view(len(act_Bh), self.shape.num_heads, -1)
         if rotation is not None:
-            query = rotate_(query, *rotation)
+            norm = (self.query_norm[index],) if self.shape.qk_norm else None
+            query = rotate_(norm_heads_(query, norm, self.shape.norm_eps), *rotation)
         query = query.unflatten(1, (self.groups, -1))  # [B, G, r, d]
         if self.skew is not None and not self.by_request:
             return torch.matmul(query, self._skew_columns(self.skew, layer, mini_batch))

@@ -11,6 +11,7 @@ from flexhybrid.core.work import MIN_KV_GEN_ROWS
 from flexhybrid.runtime.executor import NOTHING, State
 from flexhybrid.runtime.kernels import sampling
 from flexhybrid.runtime.kernels.attention import split_heads
+from flexhybrid.runtime.kernels.norms import norm_heads_
 from flexhybrid.runtime.kernels.quantize import WORK_ELEMENTS
 from flexhybrid.runtime.kernels.rotary import rotate_
 from flexhybrid.runtime.step_tensors import Rotation
@@ -79,8 +80,8 @@ def generate(state: State, task: Task, act_rows: torch.Tensor, rotation: Rotatio
     else:
         generated.copy_(linear(rows, w["kv.weight"], bias))
     if rotation:
-        keys = generated[:count, : shape.kv_width // 2]
-        rotate_(keys.view(count, shape.num_kv_heads, shape.head_dim), *rotation)
+        keys = generated[:count, : shape.kv_width // 2].view(count, shape.num_kv_heads, shape.head_dim)
+        rotate_(norm_heads_(keys, w.get("k_norm.weight"), shape.norm_eps), *rotation)
 
 
 def _gather_act(state: State, task: Task) -> None:
@@ -100,8 +101,8 @@ def project(state: State, task: Task) -> None:
     kvq = state.kvq[slot] = linear(state.act, w["kvq.weight"], w["kvq.bias"][0] if "kvq.bias" in w else None)
     if tensors.rotation_R:
         keys, _, queries = split_heads(state.shape, kvq)
-        rotate_(keys, *tensors.rotation_R)
-        rotate_(queries, *tensors.rotation_R)
+        rotate_(norm_heads_(keys, w.get("k_norm.weight"), state.shape.norm_eps), *tensors.rotation_R)
+        rotate_(norm_heads_(queries, w.get("q_norm.weight"), state.shape.norm_eps), *tensors.rotation_R)
     state.selection.after_project(task, kvq)
     if state.policy.attention == "host" and step.decodes:
         return  # the new rows go with the queries
