@@ -222,8 +222,9 @@ def _model_and_machine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lengths", type=Path, metavar="FILE",
         help="in place of these: a queue of requests that join as others end, as CSV with a header or JSON lines of "
-        "prompt_tokens, max_tokens and answer_tokens (which may be missing), or as lines of OpenAI's Batch format, "
-        "counted by the tokenizer beside --model (a config.json)",
+        "prompt_tokens, max_tokens and, if known, answer_tokens, prefix and prefix_tokens (what prompts begin with "
+        "alike: a name, and how long it is), or as lines of OpenAI's Batch format, counted by the tokenizer beside "
+        "--model (a config.json)",
     )  # fmt: skip
     parser.add_argument(
         "--answer-tokens", type=float, metavar="MEAN",

@@ -360,7 +360,7 @@ class LLM:
         """Yield batch after batch."""
         problem, policy, left = self.problem, self.settled_policy, np.arange(workload.num_requests)
         while len(left):
-            lengths = workload.select(left)
+            lengths = replace(workload.select(left), prefixes=None)  # of the prompts themselves all is known
             if joining:
                 joining.begin(left)
                 tree = PromptTree(joining.prompt) if self.arguments.enable_prefix_caching else None

@@ -60,7 +60,7 @@ def best_for_queue(
         if number == len(asked):
             break
         answer, most = asked[number]
-        prompt = max(1, round(float(workload.prompt_tokens.mean())))
+        prompt = max(1, round(workload.mean_prompt))
         try:
             found = search(problem, Workload.uniform(1, prompt, answer), replace(settings, max_batch=most))
         except InputError as refused:

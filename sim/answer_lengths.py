@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from flexhybrid.core.workload import Workload
@@ -64,4 +66,4 @@ def with_mean(workload: Workload, mean: float) -> Workload:
         observed = ObservedAnswers(int(limits.max()), middle)
         answers = observed.expected(limits)
         low, high = (middle, high) if answers.mean() < mean else (low, middle)
-    return Workload(workload.prompt_tokens, limits, answers)
+    return replace(workload, answer_tokens=answers)

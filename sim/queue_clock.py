@@ -15,6 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from flexhybrid.core.context.blocks import BLOCK_TOKENS
+from flexhybrid.core.context.packing import chunk_tokens
+from flexhybrid.core.context.prefixes import Build, PromptTree, SharedBlocks
 from flexhybrid.core.context.selection import num_whole
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Policy
@@ -24,12 +27,13 @@ from flexhybrid.core.task import Task
 from flexhybrid.core.trace import TraceEvent, iteration_ends
 from flexhybrid.core.wave import Wave, admit
 from flexhybrid.core.waves import batch_size, open_batch
-from flexhybrid.core.workload import Workload
+from flexhybrid.core.workload import Prefixes, Workload
 from sim import virtual_clock
 from sim.cost import hardware_of
 from sim.queue_counts import Stints, stints
 
 MOST_COUNTED = 10_000  #: requests; of a longer queue every so manieth stands for those beside it
+RUN = 64  #: of them, that follow each other
 WALKED_TASKS = 40_000  #: of a price: about a second
 LEAST_WINDOWS, MOST_WINDOWS = 5, 60  #: pairs of iterations that are walked
 WALKED_LAYERS, PACE_LAYERS = 6, 2  #: layers that are walked of a model, and of them those whose pace the others have
@@ -59,9 +63,9 @@ class Pace:
     num_mini_batches: int
     waiting: tuple[float, float]  #: times as long as the busiest resource, where nobody joins and where somebody does
 
-    def seconds(self, counted: Stints) -> np.ndarray:
-        """Return the seconds of each iteration of these stints."""
-        loads = iteration_loads(counted, self.num_mini_batches)
+    def seconds(self, counted: Stints, prefixes: Prefixes | None = None) -> np.ndarray:
+        """Return the seconds of each iteration of these stints, of requests that share ``prefixes``."""
+        loads = iteration_loads(counted, self.num_mini_batches, prefixes)
         longest = np.max([np.maximum(loads @ factors, 0.0) for factors in self.factors.values()], axis=0)
         return longest * np.where(loads[:, JOINING] > 0, self.waiting[1], self.waiting[0])
 
@@ -69,28 +73,35 @@ class Pace:
 JOINING = 5  #: column of ``iteration_loads``
 
 
-def iteration_loads(counted: Stints, num_mini_batches: int) -> np.ndarray:
+def iteration_loads(counted: Stints, num_mini_batches: int, prefixes: Prefixes | None = None) -> np.ndarray:
     """Return what each iteration has to do: [iterations, loads]: itself, steps that decode, steps that compute prompts,
-    requests that decode, tokens of their context, requests that join, tokens of their prompts, squares of these."""
+    requests that decode, tokens of their context of their own, requests that join, tokens that are computed of their
+    prompts, pairs that these attend to; of shared context the tokens attended to and loaded."""
     ones, tokens = np.ones(len(counted.request)), counted.prompt_tokens.astype(float)
-    running, joining, of_prompts = counted.per_iteration(), counted.joining(ones), counted.joining(tokens)
+    shared, found = counted.shared_tokens.astype(float), counted.found_tokens.astype(float)
+    running, joining = counted.per_iteration(), counted.joining(ones)
     iterations, steps = np.arange(len(running)), np.zeros((2, len(running)))
-    context = counted.per_iteration(tokens - counted.joined) + running * iterations - of_prompts
+    attended = counted.per_iteration(shared) - counted.joining(shared)
+    own = tokens - shared
+    context = counted.per_iteration(own - counted.joined) + running * iterations - counted.joining(own)
     for k in range(num_mini_batches):
         of_group = counted.mini_batch == k
         if of_group.any():
-            part = Stints(*(getattr(counted, name)[of_group] for name in counted.__dataclass_fields__))
+            part = counted.select(of_group)
             present, begins = part.per_iteration(), part.joining(np.ones(len(part.request)))
+            builds = part.joining((part.found_tokens < part.shared_tokens).astype(float))
             steps[0, : len(present)] += present > begins
-            steps[1, : len(begins)] += begins > 0
+            steps[1, : len(begins)] += (begins > 0).astype(float) + (builds > 0)
     columns = (
         np.ones(len(running)),
         *steps,
         running - joining,
         context,
         joining,
-        of_prompts,
-        counted.joining(tokens**2),
+        counted.joining(tokens - found),
+        counted.joining(tokens**2 - found**2),
+        attended,
+        counted.loads_of_shared(prefixes),
     )
     return np.stack(columns, axis=1)
 
@@ -215,11 +226,15 @@ def _bounds(joined: np.ndarray, num_iterations: int) -> dict[str, Any]:
 
 
 def _thinned(workload: Workload, at_most: int) -> tuple[Workload, float]:
-    """Return every so manieth request of a long queue, and how many times as much it was."""
+    """Return every so manieth request of a long queue, in runs where they share prefixes, and how many times as much it
+    was."""
     most = max(MOST_COUNTED, 8 * at_most)
     if workload.num_requests <= most:
         return workload, 1.0
     chosen = np.linspace(0, workload.num_requests - 1, most).astype(np.int64)
+    if workload.prefixes is not None:  # those that follow each other are alike
+        runs = np.linspace(0, workload.num_requests - RUN, most // RUN).astype(np.int64)
+        chosen = np.unique(runs[:, None] + np.arange(RUN))
     return workload.select(chosen), float(workload.answers.sum() / workload.answers[chosen].sum())
 
 
@@ -236,7 +251,8 @@ class _Price:
         few = WALKED_LAYERS - PACE_LAYERS * (len(wave.mini_batches) > MANY_MINI_BATCHES)
         self.num_layers = min(layers, whole + few)
         self.more_layers = layers - self.num_layers
-        self.joining_tokens = self.stints.joining(self.stints.prompt_tokens.astype(float))
+        computed = self.stints.prompt_tokens - self.stints.found_tokens
+        self.joining_tokens = self.stints.joining(computed.astype(float))
         self.walked: dict[int, float] = {}  # iteration -> seconds
         self.work: dict[int, dict[str, float]] = {}  # iteration -> resource -> seconds of work
 
@@ -310,14 +326,42 @@ class _Price:
         lengths = Workload(all_stints.prompt_tokens[chosen], self.workload.max_tokens[requests] - given)
         shape = replace(wave.shape, num_layers=self.num_layers)
         problem = replace(wave.problem, shape=shape)
-        members = admit(problem, wave.policy, lengths, mini_batches=[group for group in groups if len(group)])
+        depth = all_stints.shared_tokens[chosen] // BLOCK_TOKENS
+        groups = [group for group in groups if len(group)]
+        members = admit(problem, wave.policy, lengths, mini_batches=groups, shared=depth if depth.any() else None)
         joined = all_stints.joined[chosen]
         members = replace(members, joined=joined, whole=members.whole and replace(members.whole, joined=joined))
+        if depth.any():
+            members = replace(members, sharing=self._shared(members, chosen, start))
 
         def known(iteration: int) -> Collection[int]:
             return set(np.flatnonzero(left <= iteration + 2).tolist())
 
         return members, known
+
+    def _shared(self, members: Wave, chosen: np.ndarray, start: int) -> SharedBlocks:
+        """Return the shared blocks of the chosen stints, with those that are computed from iteration ``start`` on."""
+        prefixes, entries, counted = self.workload.prefixes, members.entries, self.stints.select(chosen)
+        if prefixes is None:
+            raise ValueError("requests share blocks, and nobody knows which")
+        paths = [
+            prefixes.blocks(int(prefixes.of_request[request]))[: tokens // BLOCK_TOKENS].tolist()
+            for request, tokens in zip(counted.request.tolist(), counted.shared_tokens.tolist(), strict=True)
+        ]
+        at_most = max(map(len, paths)) * len(paths)
+        piece = chunk_tokens(members.policy.max_mini_batch_tokens) // BLOCK_TOKENS
+        room = dict.fromkeys(entries.names, at_most)
+        sharing = SharedBlocks(PromptTree(lambda _: None), entries, room, members.pool_blocks, len(paths), piece)
+        for place, path in enumerate(paths):
+            sharing.attach(place, path)
+        sharing.take_builds(range(len(paths)))
+        for place in np.flatnonzero(
+            (counted.joined >= start) & (counted.found_tokens < counted.shared_tokens)
+        ).tolist():
+            first, last = int(counted.found_tokens[place]) // BLOCK_TOKENS, len(paths[place])
+            pieces = enumerate(range(first, last, piece), start=first)
+            sharing.builds += [Build(place, at, min(at + piece, last), level) for level, at in pieces]
+        return sharing
 
     def _pace(self, events: list[TraceEvent]) -> float:
         """Return the seconds of a layer more: those of the last ones walked, of all mini-batches in turn or (row
@@ -348,7 +392,7 @@ class _Price:
         """Return the seconds of all iterations, those of each resource's work in them, and the pace behind both."""
         known = np.array(sorted(self.walked))
         seconds = np.array([self.walked[i] for i in known.tolist()])
-        loads = iteration_loads(self.stints, len(self.wave.mini_batches))
+        loads = iteration_loads(self.stints, len(self.wave.mini_batches), self.workload.prefixes)
         scale = np.maximum(loads.max(axis=0), 1e-300)
         weights = 1.0 / np.maximum(seconds, 1e-12)  # a long first iteration shall not decide
         work, factors = {}, {}

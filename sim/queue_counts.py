@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import numpy as np
 
-from flexhybrid.core.context.blocks import ceil_blocks
+from flexhybrid.core.context.blocks import BLOCK_TOKENS, ceil_blocks
+from flexhybrid.core.context.cache_entries import representation_of
 from flexhybrid.core.context.packing import longest_piece
+from flexhybrid.core.context.prefixes import padded_rows
+from flexhybrid.core.memory import first_builds
 from flexhybrid.core.schedule.refill import LOOKED_AT, MOST_FAILURES, AnswerLengths, joins_singly
 from flexhybrid.core.wave import Wave
-from flexhybrid.core.workload import Workload
+from flexhybrid.core.workload import Prefixes, Workload
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,8 @@ class Stints:
     joined: np.ndarray  #: iteration that computes the prompt
     left: np.ndarray  #: first iteration without it
     surplus: np.ndarray  #: whether its last step is for nothing: an end is known an iteration late
+    shared_tokens: np.ndarray  #: of its prompt, that lie with others'
+    found_tokens: np.ndarray  #: of these, that others had computed
 
     @property
     def num_iterations(self) -> int:
@@ -47,6 +53,33 @@ class Stints:
         """Sum ``weights`` over those who join in each iteration."""
         return np.bincount(self.joined, weights, self.num_iterations)
 
+    def select(self, chosen: np.ndarray) -> Stints:
+        """Return the chosen ones."""
+        return Stints(*(getattr(self, field.name)[chosen] for field in fields(self)))
+
+    def loads_of_shared(self, prefixes: Prefixes | None) -> np.ndarray:
+        """Return the tokens of shared blocks that the steps of each iteration load, [iterations]: those of a mini-batch
+        once while it decodes, and once more for those who join it."""
+        changes, sharing = np.zeros(self.num_iterations + 1), np.flatnonzero(self.shared_tokens)
+        if prefixes is None or not len(sharing):
+            return changes[:-1]
+        last = prefixes.of_request[self.request[sharing]].tolist()
+        chains = {prefix: prefixes.chain(prefix) for prefix in set(last)}
+        each = np.repeat(sharing, [len(chains[prefix]) for prefix in last])
+        part = np.concatenate([chains[prefix] for prefix in last])
+        before = (prefixes.num_blocks - prefixes.own_blocks)[part] * BLOCK_TOKENS
+        each, part = (of[self.shared_tokens[each] > before] for of in (each, part))
+        joined, group, count = self.joined[each], 2 * self.mini_batch[each], len(prefixes.tokens)
+        key = np.concatenate([group + 1, group, group + 1, group]) * count + np.tile(part, 4)
+        at = np.concatenate([joined, joined + 1, joined + 1, self.left[each]])
+        order = np.lexsort((at, key))
+        key, at = key[order], at[order]
+        members = np.cumsum(np.repeat([1, -1], 2 * len(each))[order])  # 0 behind the last of each key
+        final = np.append((key[1:] != key[:-1]) | (at[1:] != at[:-1]), True)
+        change = np.diff((members[final] > 0).astype(np.int64), prepend=0)
+        np.add.at(changes, at[final], change * BLOCK_TOKENS * prefixes.own_blocks[key[final] % count])
+        return np.cumsum(changes)[:-1]
+
 
 def stints(wave: Wave, workload: Workload) -> Stints:
     """Return when the requests of ``workload`` run in a batch that was just opened for them (``open_batch``)."""
@@ -59,7 +92,9 @@ class _Member(NamedTuple):
     request: int
     joined: int
     left: int  #: iteration in which it will be gone
-    blocks: int  #: of its whole context: what it is padded to is the longest of its mini-batch
+    tokens: int  #: of its own, in its whole context: what it is padded to is the longest of its mini-batch
+    blocks: np.ndarray | int  #: [entry] that hold these, where requests share some
+    place: int
 
 
 class _Queue:
@@ -77,17 +112,45 @@ class _Queue:
         self.pools = np.array([[part.pools[entry].num_blocks for entry in self.entries.names] for part in wave.blocks])
         groups = [wave.workload.select(group) for group in wave.mini_batches]
         alone = int(ceil_blocks(workload.cached_tokens).max())
-        self.most_padded = max(alone, *(len(g.max_tokens) * int(ceil_blocks(g.cached_tokens).max()) for g in groups))
-        self.most_rows = max(len(g.max_tokens) * longest_piece(wave.policy, g.prompt_tokens) for g in groups)
         self.reserved = self.entries.most_blocks(self.prompts, workload.cached_tokens)  # where blocks do not grow
+        self.places: list[list[int]] = [[] for _ in groups]  # that are free
+        self.most_rows = self.prompt_rows = wave.limits.step_rows if wave.limits else 0
+        if wave.limits and self.singly:
+            self.prompt_rows = (wave.limits.hidden_rows - wave.workload.num_requests) // len(groups)
+        self.sharing, self.now = wave.sharing, 0  # the iteration whose builds it holds
+        self.depth, self.found = np.zeros((2, workload.num_requests), dtype=np.int64)  # shared blocks of those who run
+        self.common: list[Counter[int]] = [Counter() for _ in groups]  # of each mini-batch: shared block -> members
+        if self.sharing:
+            begun = np.arange(wave.workload.num_requests)
+            self.depth[begun] = self.found[begun] = wave.shared_blocks(begun)
+            for build in reversed(self.sharing.builds):
+                self.found[build.place] = build.first
+            self.common_blocks = np.zeros((len(groups), len(self.entries.names)), dtype=np.int64)  # of each entry
+            most = int(workload.prompt_tokens.max()) // BLOCK_TOKENS + 1
+            self.entry_of = self.entries.entry_of(np.arange(most) * BLOCK_TOKENS)
+            kinds = [(representation_of(entry), not entry.endswith("device")) for entry in self.entries.names]
+            self.buffers = np.array(
+                [
+                    [kind == "kv" for kind, _ in kinds],
+                    [kind == ("kv", True) for kind in kinds],
+                    [kind == "act" for kind, _ in kinds],
+                ]
+            ).astype(np.int64)  # which hold which entries
+            for k, group in enumerate(wave.mini_batches):
+                for place in group.tolist():
+                    self._count_common(k, place, 1)
+        self.most_padded = max(alone, *(len(g.max_tokens) * int(ceil_blocks(g.cached_tokens).max()) for g in groups))
 
     def run(self) -> Stints:
         for k, group in enumerate(self.wave.mini_batches):
-            self._enter(k, group.tolist(), 0)
+            self._enter(k, group.tolist(), group.tolist(), 0)
         while self.changes:
             iteration, k = heapq.heappop(self.changes)
             while self.changes and self.changes[0] == (iteration, k):
                 heapq.heappop(self.changes)
+            if self.sharing and iteration > self.now:
+                self.sharing.take_builds(range(len(self.sharing.depth)))
+                self.now = iteration
             self._leave(k, iteration)
             if self.wave.grows:
                 self._step_back(k, iteration)
@@ -98,28 +161,85 @@ class _Queue:
         columns = [np.array(column) for column in zip(*self.rows, strict=True)]
         return Stints(*columns)
 
-    def _enter(self, k: int, requests: list[int], iteration: int) -> None:
-        for request in requests:
+    def _enter(self, k: int, requests: list[int], places: list[int], iteration: int) -> None:
+        for request, place in zip(requests, places):
             end = int(self.ends[request])
             left = iteration + end + (end < self.limits[request])  # its last step is for nothing
-            blocks = int(ceil_blocks(self.prompts[request] + self.limits[request] - 1))
-            self.running[k].append(_Member(request, iteration, left, blocks))
+            tokens, blocks = self._own(request)
+            self.running[k].append(_Member(request, iteration, left, tokens, blocks, place))
             heapq.heappush(self.changes, (left, k))
 
+    def _own(self, request: int) -> tuple[int, np.ndarray | int]:
+        """Return the tokens of a request's whole context that lie in blocks of its own, and the blocks of each entry,
+        which are asked for where requests share some."""
+        cached = self.prompts[request] + self.limits[request] - 1
+        tokens = int(cached - BLOCK_TOKENS * self.depth[request])
+        return tokens, self.entries.held(cached) - self._dealt(request) if self.sharing else 0
+
+    def _buffers_hold(self, k: int, count: int, longest: int, blocks) -> bool:
+        """Return whether the buffers hold so many members of a mini-batch, padded to ``longest`` tokens and ``blocks``
+        [entry] of their own; those of a batch without others hold each of its requests."""
+        if self.sharing is None:
+            return count * ceil_blocks(longest) <= self.most_padded
+        common, limits = self.common_blocks[k], self.wave.limits
+        kv, moved_kv, act = self.buffers @ (count * blocks + common)
+        return (
+            count * longest <= limits.context_tokens
+            and count * (longest + 1) + BLOCK_TOKENS * common.sum() <= limits.attention_tokens
+            and kv - self.buffers[0] @ common <= limits.plain_kv_blocks
+            and moved_kv <= limits.kv_buffer_blocks
+            and act <= limits.act_buffer_blocks
+        )
+
+    def _end_stint(self, k: int, member: _Member, left: int, surplus: bool) -> None:
+        request, shared = member.request, BLOCK_TOKENS * np.array([self.depth, self.found])[:, member.request]
+        self.rows.append((request, k, self.prompts[request], member.joined, left, surplus, *shared))
+        self._detach(k, request, member.place)
+
+    def _attach(self, k: int, request: int) -> int:
+        """Give a request a free place of a mini-batch, and its share there; return the place."""
+        place = self.places[k].pop()
+        if self.sharing:
+            num_builds = len(self.sharing.builds)
+            self.sharing.attach(place, self.sharing.tree.shared(request))
+            self.depth[request] = self.found[request] = self.sharing.depth[place]
+            for build in self.sharing.builds[num_builds : num_builds + 1]:
+                self.found[request] = build.first
+            self._count_common(k, place, 1)
+        return place
+
+    def _count_common(self, k: int, place: int, step: int) -> None:
+        """Count the shared blocks of a member that comes (1) or goes (-1)."""
+        common = self.common[k]
+        for at, block in enumerate(self.sharing.path(place)):
+            before = common[block]
+            common[block] = before + step
+            if not before or not common[block]:
+                self.common_blocks[k, self.entry_of[at]] += step
+
+    def _detach(self, k: int, request: int, place: int) -> None:
+        self.places[k].append(place)
+        if self.sharing:
+            self._count_common(k, place, -1)
+            self.sharing.detach(place)
+            self.depth[request] = self.found[request] = 0
+
     def _leave(self, k: int, iteration: int) -> None:
-        for request, joined, left, _ in self.running[k]:
-            if left <= iteration:
-                surplus = self.ends[request] < self.limits[request]
-                self.rows.append((request, k, self.prompts[request], joined, left, surplus))
+        for member in self.running[k]:
+            if member.left <= iteration:
+                request = member.request
+                self._end_stint(k, member, member.left, bool(self.ends[request] < self.limits[request]))
                 self.learned.end(int(self.ends[request]))
+                if self.sharing:
+                    self.sharing.tree.forget(request)
         self.running[k] = [member for member in self.running[k] if member.left > iteration]
 
     def _step_back(self, k: int, iteration: int) -> None:
         """Let the youngest wait again, before all others, while blocks are too few."""
         while len(self.running[k]) > 1 and not self._fits(k, iteration):
-            request, joined, _, _ = self.running[k].pop()
-            self.rows.append((request, k, self.prompts[request], joined, iteration, False))
-            given = iteration - joined
+            member = self.running[k].pop()
+            self._end_stint(k, member, iteration, False)
+            request, given = member.request, iteration - member.joined
             self.prompts[request] += given
             self.limits[request] -= given
             self.ends[request] = max(1, self.ends[request] - given)
@@ -129,8 +249,12 @@ class _Queue:
     def _fits(self, k: int, iteration: int) -> bool:
         """Return whether the pools of a mini-batch hold what its members need in an iteration."""
         requests, joined = np.array([member[:2] for member in self.running[k]]).T
-        held = self.entries.held(self.prompts[requests] + iteration - joined).sum(axis=0)
-        return bool((held <= self.pools[k]).all())
+        held = self.entries.held(self.prompts[requests] + iteration - joined) - self._dealt(requests)
+        return bool((held.sum(axis=0) <= self.pools[k]).all())
+
+    def _dealt(self, requests) -> np.ndarray | int:
+        """Return the blocks of each entry that requests share: [requests, entry]."""
+        return self.entries.dealt(self.depth[requests]) if self.sharing else 0
 
     def _foresee(self, k: int, iteration: int) -> None:
         """Note the first iteration in which blocks are too few, where it comes before somebody leaves."""
@@ -144,35 +268,58 @@ class _Queue:
         """Let those who wait join in their turn; after one that does not fit, only shorter ones may."""
         group = self.running[k]
         room = self.pools[k] - (self._expected(group, iteration) if group else 0)
-        free, padded = len(self.wave.mini_batches[k]) - len(group), max((m.blocks for m in group), default=0)
+        free, padded = len(self.wave.mini_batches[k]) - len(group), max((m.tokens for m in group), default=0)
         rows, failures = 0, 0
+        padded_blocks = np.maximum.reduce([member.blocks for member in group]) if group else 0
         first = [r for r in self.waiting[: -1 - max(LOOKED_AT, free) : -1] if self.not_before.get(r, 0) <= iteration]
-        cached = self.prompts[first] + self.limits[first] - 1
-        blocks, expected = ceil_blocks(cached).tolist(), self._expected_of(first, np.zeros(len(first), np.int64))
+        if self.sharing:
+            for request in first:
+                self.sharing.tree.path(request)
+        expected = self._expected_of(first, np.zeros(len(first), np.int64))
         joining: list[int] = []
+        places: list[int] = []
         ready = list(range(len(first)))
         while ready and len(joining) < free and failures < MOST_FAILURES:
-            place = ready.pop(0)
-            request = first[place]
-            count = len(group) + len(joining) + 1
-            piece = longest_piece(self.wave.policy, self.prompts[[request]])
-            if joining and max(rows, piece) * (len(joining) + 1) > self.most_rows:
+            at = ready.pop(0)
+            request = first[at]
+            places.append(self._attach(k, request))
+            count, needed = len(group) + len(joining) + 1, expected[at] - self._dealt(request)
+            tokens, blocks = self._own(request)
+            longest, most_blocks = max(padded, tokens), np.maximum(blocks, padded_blocks)
+            own = self.prompts[[request]] - BLOCK_TOKENS * self.depth[request]
+            piece = longest_piece(self.wave.policy, own)
+            if joining and not self._prefills(places, max(rows, piece)):
+                self._detach(k, request, places.pop())
                 heapq.heappush(self.changes, (iteration + 1, k))  # it may join in the next iteration
                 break
-            if count > 1 and (count * max(padded, blocks[place]) > self.most_padded or (expected[place] > room).any()):
-                failures, prompt = failures + 1, self.prompts[request]
-                ready = [at for at in ready if self.prompts[first[at]] < prompt or cached[at] < cached[place]]
-                if failures == 1:  # the shortest comes next: without room for that there is none for any
-                    ready.sort(key=lambda at: cached[at])
+            if count > 1 and (not self._buffers_hold(k, count, longest, most_blocks) or (needed > room).any()):
+                self._detach(k, request, places.pop())
+                ready = self._shorter(at, ready, first, failures)
+                failures += 1
                 continue
             joining.append(request)
-            room, padded, rows = room - expected[place], max(padded, blocks[place]), max(rows, piece)
+            room, padded, padded_blocks, rows = room - needed, longest, most_blocks, max(rows, piece)
         if not joining and not group or len(first) < min(len(self.waiting), max(LOOKED_AT, free)):
             heapq.heappush(self.changes, (iteration + 1, k))
         taken = set(joining)
         tail = len(self.waiting) - max(LOOKED_AT, free) if len(self.waiting) > max(LOOKED_AT, free) else 0
         self.waiting[tail:] = [request for request in self.waiting[tail:] if request not in taken]
-        self._enter(k, joining, iteration)
+        self._enter(k, joining, places, iteration)
+
+    def _prefills(self, places: list[int], piece: int) -> bool:
+        """Return whether one step computes prompts of ``piece`` tokens, padded, and the iteration what they share."""
+        built = sum(map(padded_rows, first_builds(self.wave, np.array(places)))) if self.sharing else 0
+        return len(places) * piece <= self.most_rows and built + len(places) * piece <= self.prompt_rows
+
+    def _shorter(self, at: int, ready: list[int], first: list[int], failures: int) -> list[int]:
+        """Return those of ``first`` that may join where the one at ``at`` does not."""
+        prompts, cached = self.prompts[first], self.prompts[first] + self.limits[first] - 1
+        if self.sharing:
+            shared = BLOCK_TOKENS * np.array([len(self.sharing.tree.shared(request)) for request in first])
+            prompts, cached = prompts - shared, cached - shared
+        shorter = [i for i in ready if prompts[i] < prompts[at] or cached[i] < cached[at]]
+        # the shortest comes next: without room for that there is none for any
+        return shorter if failures else sorted(shorter, key=lambda i: cached[i])
 
     def _expected(self, group: list[_Member], iteration: int) -> np.ndarray:
         """Return the blocks of each entry that a mini-batch is expected to hold."""
@@ -183,5 +330,6 @@ class _Queue:
         """Return the blocks that requests are reserved, or where they take them as needed those that they hold half-way
         to the ends that are expected of them: [requests, entry]."""
         if not self.wave.grows:
-            return self.reserved[requests]
-        return self.entries.held(self.learned.halfway(self.prompts[requests], ages, self.limits[requests]))
+            return self.reserved[requests] - self._dealt(requests)
+        tokens = self.learned.halfway(self.prompts[requests], ages, self.limits[requests])
+        return self.entries.held(tokens) - self._dealt(requests)

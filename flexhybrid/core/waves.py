@@ -64,6 +64,7 @@ def open_batch(
     """Return a batch with places for ``count`` requests, the first of the workload; the others wait for places.
 
     ``share``: the pools are made for answers of this share of their limits, but for a single one of its full length in
+<<<<<<< HEAD
     each mini-batch; requests then take blocks as they need them. ``tree``: of the requests' prompts; those that begin
     alike share what they have in common, where the policy allows it (``may_share``). ``given``: tokens that requests
     have from a batch before this one; they are computed as a part of the prompt.
@@ -73,6 +74,12 @@ def open_batch(
         tokens = np.zeros(num_requests, np.int64)
         tokens[list(given)] = list(given.values())
         workload = workload.behind(tokens)
+=======
+    each mini-batch; requests then take blocks as they need them. ``tree``: of the requests' prompts (None:
+    ``known_tree``); those that begin alike share what they have in common, where the policy allows it (``may_share``).
+    """
+    num_requests, entries, tree = workload.num_requests, BlockEntries(policy.cache), tree or known_tree(workload)
+>>>>>>> d8623fe (A queue's price knows what prompts share: computed once, kept once, loaded once a mini-batch and layer; --lengths names prefixes)
     first = Workload(workload.prompt_tokens[:count], workload.max_tokens[:count])
     room, paths = _shared_room(tree, entries, count, num_requests) if tree and may_share(policy) else ({}, [])
     if count == num_requests and share == 1 and not any(paths) and not given:
@@ -94,7 +101,7 @@ def open_batch(
         sharing = SharedBlocks(tree, entries, room, wave.pool_blocks, count, piece)
         for group in wave.mini_batches:
             for place in group.tolist():
-                sharing.attach(place, place)
+                sharing.attach(place, tree.shared(place))
         wave = replace(wave, sharing=sharing)
     if wave.whole:
         wave = replace(wave, whole=replace(wave.whole, workload=first))
@@ -111,6 +118,11 @@ def open_batch(
                 prompt = wave.own_blocks(place, first.prompt_tokens[place])
                 give_blocks(wave, k, place, np.minimum(prompt + FIRST_RUN, held))
     return wave
+
+
+def known_tree(workload: Workload) -> PromptTree | None:
+    """Return the tree of prompts of which it is known what they share, though not their tokens; for predictions."""
+    return PromptTree(workload.stand_in) if workload.prefixes is not None else None
 
 
 def _shared_room(
@@ -170,7 +182,9 @@ def batch_size(
 ) -> tuple[int, float]:
     """Return how many requests run at a time, and for which share of their answers' limits the pools are made
     (``open_batch``): for all of it where that fits the budgets with ``at_most`` requests, otherwise, where requests may
-    take blocks as they need them, EXPECTED_SHARE. Raises InputError when not even one request fits."""
+    take blocks as they need them, EXPECTED_SHARE. ``tree``: see ``open_batch``. Raises InputError when not even one
+    request fits."""
+    tree = tree or known_tree(workload)
     shares = (1.0, EXPECTED_SHARE) if may_grow(policy) else (1.0,)
     counts = []
     for share in shares:

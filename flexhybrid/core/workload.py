@@ -2,13 +2,55 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
+from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.errors import InputError
 
 MOST_REQUESTS = 1 << 24  #: of one length; more is a slip, and would fill the memory before anything else fails
+
+
+@dataclass(frozen=True)
+class Prefixes:
+    """Beginnings that prompts share, as a tree: some continue others."""
+
+    tokens: np.ndarray  #: [prefixes] of each, with those of the one that it continues
+    parent: np.ndarray  #: [prefixes] the one that it continues; -1: none
+    of_request: np.ndarray  #: [requests] the longest that its prompt begins with; -1: none
+
+    @cached_property
+    def num_blocks(self) -> np.ndarray:
+        """[prefixes] whole blocks of each, with those of the one that it continues."""
+        return self.tokens // BLOCK_TOKENS
+
+    @cached_property
+    def own_blocks(self) -> np.ndarray:
+        """[prefixes] whole blocks of each behind those of the one that it continues."""
+        return self.num_blocks - np.where(self.parent < 0, 0, self.num_blocks[self.parent])
+
+    @cached_property
+    def _first(self) -> np.ndarray:
+        return 1 + np.cumsum(self.own_blocks) - self.own_blocks
+
+    def chain(self, prefix: int) -> list[int]:
+        """Return a prefix and those that it continues, the shortest first; nothing for -1."""
+        chain = []
+        while prefix >= 0:
+            chain.append(prefix)
+            prefix = int(self.parent[prefix])
+        return chain[::-1]
+
+    def blocks(self, prefix: int) -> np.ndarray:
+        """Return numbers of a prefix's blocks, in order: those of no other block, and none is 0."""
+        parts = [self._first[part] + np.arange(self.own_blocks[part]) for part in self.chain(prefix)]
+        return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+
+    def with_requests(self, of_request: np.ndarray) -> Prefixes:
+        """Return the same tree of other requests."""
+        return replace(self, of_request=of_request)
 
 
 @dataclass(frozen=True)
@@ -19,6 +61,7 @@ class Workload:
     max_tokens: np.ndarray
     #: how long the answers are, or are expected to be, at most ``max_tokens``; None: as long. For predictions alone
     answer_tokens: np.ndarray | None = None
+    prefixes: Prefixes | None = None  #: what prompts share, as far as is known; for predictions alone
 
     def __post_init__(self):
         for name in ("prompt_tokens", "max_tokens", "answer_tokens")[: 2 + (self.answer_tokens is not None)]:
@@ -44,7 +87,34 @@ class Workload:
     def select(self, indices: np.ndarray | slice) -> Workload:
         """Return the lengths of the requests at ``indices``."""
         answers = None if self.answer_tokens is None else self.answer_tokens[indices]
-        return Workload(self.prompt_tokens[indices], self.max_tokens[indices], answers)
+        shared = self.prefixes and self.prefixes.with_requests(self.prefixes.of_request[indices])
+        return Workload(self.prompt_tokens[indices], self.max_tokens[indices], answers, shared)
+
+    @property
+    def shared_tokens(self) -> np.ndarray:
+        """[requests] tokens of each prompt that others have too, in whole blocks; the last token is its own."""
+        if self.prefixes is None or not len(self.prefixes.tokens):
+            return np.zeros_like(self.prompt_tokens)
+        of_request = self.prefixes.of_request
+        blocks = np.where(of_request < 0, 0, self.prefixes.num_blocks[of_request])
+        return np.minimum(blocks, (self.prompt_tokens - 1) // BLOCK_TOKENS) * BLOCK_TOKENS
+
+    @property
+    def mean_prompt(self) -> float:
+        """Tokens of a prompt on average, where those that prompts share count once."""
+        own = int((self.prompt_tokens - self.shared_tokens).sum())
+        if self.prefixes is not None:
+            used = {part for last in np.unique(self.prefixes.of_request).tolist() for part in self.prefixes.chain(last)}
+            own += BLOCK_TOKENS * int(self.prefixes.own_blocks[sorted(used)].sum())
+        return own / self.num_requests
+
+    def stand_in(self, request: int) -> np.ndarray:
+        """Return token ids in place of those of a prompt: they are alike as far as the prompts' whole blocks are."""
+        if self.prefixes is None:
+            return np.zeros(0, np.int32)
+        blocks = self.prefixes.blocks(int(self.prefixes.of_request[request]))
+        most = (int(self.prompt_tokens[request]) - 1) // BLOCK_TOKENS
+        return np.append(np.repeat(blocks[:most], BLOCK_TOKENS), 0).astype(np.int32)
 
     def behind(self, given: np.ndarray) -> Workload:
         """Return the lengths of requests that have ``given`` [requests] tokens, which are a part of their prompts."""

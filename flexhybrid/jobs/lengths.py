@@ -6,24 +6,26 @@ import contextlib
 import csv
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from flexhybrid.core.errors import InputError, check, file_errors
-from flexhybrid.core.workload import Workload
+from flexhybrid.core.workload import Prefixes, Workload
 from flexhybrid.jobs.paths import check_file
 from sim.answer_lengths import with_mean
 
 COLUMNS = ("prompt_tokens", "max_tokens", "answer_tokens")  #: of a table; the last one may be missing
+PREFIX = ("prefix", "prefix_tokens")  #: columns that may be missing: names of what prompts begin with, and its tokens
 
 
 def read_lengths(path: Path, model: str, answer_tokens: float | None = None) -> Workload:
     """Return the lengths of a file's requests in the order in which ``run`` takes them, the longest first.
 
-    ``path``: CSV with a header, or JSON lines, of COLUMNS; or lines of OpenAI's Batch format, which are counted by the
-    tokenizer beside ``model`` (a config.json or its folder). ``answer_tokens``: mean of the answers of a file that does
-    not name them, at least 1. Raise InputError, naming the line.
+    ``path``: CSV with a header, or JSON lines, of COLUMNS and PREFIX; or lines of OpenAI's Batch format, which are
+    counted by the tokenizer beside ``model`` (a config.json or its folder). ``answer_tokens``: mean of the answers of a
+    file that does not name them, at least 1. Raise InputError, naming the line.
     """
     check("--answer-tokens", answer_tokens, answer_tokens is None or answer_tokens >= 1, "at least 1")
     check_file(path)
@@ -37,11 +39,56 @@ def read_lengths(path: Path, model: str, answer_tokens: float | None = None) -> 
             return _known(_counted(path, model), answer_tokens)
         names = COLUMNS if COLUMNS[2] in first else COLUMNS[:2]
         columns: list[list[int]] = [[] for _ in names]
+        tree = PrefixTable()
         for number, row in enumerate((row for group in ((first,), rows) for row in group), 1 + is_table):
             for name, column in zip(names, columns, strict=True):
                 column.append(_count(row.get(name), f"{path}, line {number}: {name}"))
+            tree.add(*(row.get(name) for name in PREFIX), columns[0][-1], f"{path}, line {number}: ")
     with _named(path):
-        return _known(Workload(*map(np.array, columns)), answer_tokens)
+        workload = Workload(*map(np.array, columns))
+        return _known(replace(workload, prefixes=tree.prefixes()), answer_tokens)
+
+
+class PrefixTable:
+    """What the prompts of a table begin with, by name: "a" has so many tokens, "a/b" continues it."""
+
+    def __init__(self):
+        self.numbers: dict[str, int] = {}  #: name, with those that it continues -> number
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self.of_request: list[int] = []
+
+    def add(self, names, tokens, prompt_tokens: int, where: str) -> None:
+        """Take the columns PREFIX of a request. Raise InputError, which begins with ``where``."""
+        parts = str(names).split("/") if names not in (None, "") else []
+        ends = str("" if tokens is None else tokens).split("/") if parts else []
+        if len(ends) != len(parts):
+            raise InputError(
+                f"{where}prefix_tokens is {tokens!r}; it must say where each part of {names!r} ends: 40/90"
+            )
+        number, before = -1, 0
+        for depth, end in enumerate(ends):
+            count, name = _count(end, f"{where}prefix_tokens"), "/".join(parts[: depth + 1])
+            if not before < count <= prompt_tokens:
+                raise InputError(
+                    f"{where}prefix {name!r} ends at {count}: it must be above {before} and within the prompt"
+                )
+            if name not in self.numbers:
+                self.numbers[name] = len(self.tokens)
+                self.tokens.append(count)
+                self.parents.append(number)
+            number, before = self.numbers[name], count
+            if self.tokens[number] != count:
+                raise InputError(
+                    f"{where}prefix {name!r} has {count} tokens, and {self.tokens[number]} on an earlier line"
+                )
+        self.of_request.append(number)
+
+    def prefixes(self) -> Prefixes | None:
+        """Return them; None where no prompt has one."""
+        if not self.tokens:
+            return None
+        return Prefixes(*map(np.array, (self.tokens, self.parents, self.of_request)))
 
 
 def _known(workload: Workload, answer_tokens: float | None) -> Workload:

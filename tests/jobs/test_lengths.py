@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from flexhybrid.arguments import LLMArguments
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Budgets, Problem
-from flexhybrid.core.workload import Workload
+from flexhybrid.core.workload import Prefixes, Workload
 from flexhybrid.jobs.lengths import read_lengths
 from flexhybrid.jobs.run.options import RunOptions, check_options
 from flexhybrid.resolve import best_policy
@@ -133,3 +134,33 @@ def test_a_mean_that_no_answers_have_is_refused(mean, tmp_path):
         read_lengths(write(tmp_path / "a.csv", [(3, 4)], ("prompt_tokens", "max_tokens")), "opt-125m", mean)
     with pytest.raises(InputError, match="--answer-tokens"):
         check_options(RunOptions(tmp_path / "in", tmp_path / "out", LLMArguments("m"), answer_tokens=mean))
+
+
+def test_a_table_says_what_prompts_begin_with(tmp_path):
+    header = ("prompt_tokens", "max_tokens", "prefix", "prefix_tokens")
+    rows = [(90, 3, "a/b", "40/81"), (50, 2, "a", "40"), (30, 1, "", "")]
+    path = write(tmp_path / "lengths.csv", rows, header)
+    read = read_lengths(path, "opt-125m")
+    assert read.shared_tokens.tolist() == [80, 32, 0]
+    stand_ins = [read.stand_in(request).tolist() for request in range(3)]
+    assert [len(ids) for ids in stand_ins] == [81, 33, 1] and stand_ins[0][:32] == stand_ins[1][:32]
+    assert read.mean_prompt == (90 + 50 + 30 - 32) / 3
+    for row, words in (
+        ((90, 3, "a", "41"), "has 41 tokens, and 40 on an earlier line"),
+        ((90, 3, "c", "91"), "within the prompt"),
+        ((90, 3, "c/d", "40"), "where each part"),
+    ):
+        with pytest.raises(InputError, match=f"line 5: .*{words}"):
+            read_lengths(write(path, [*rows, row], header), "opt-125m")
+
+
+def test_the_search_knows_that_prompts_share(tmp_path):
+    """A system prompt leaves room for more requests at a time than as many prompts that have nothing in common."""
+    workload = Workload(np.full(60, 420), np.full(60, 12))
+    alike = replace(workload, prefixes=Prefixes(np.array([400]), np.array([-1]), np.zeros(60, int)))
+    problem = Problem(shape=SHAPE, dtype="float32", hardware=machine(), budgets=Budgets(host=40 * MIB))
+    settings = SearchSettings(max_batch=60, space=PLAIN)
+    shared, alone = (best_for_queue(problem, of, settings) for of in (alike, workload))
+    assert shared.run.at_a_time > 1.5 * alone.run.at_a_time
+    walked = walk_queue(problem, shared.policy, alike, 60)
+    assert shared.run.total_s == pytest.approx(walked.total_s, rel=0.03)

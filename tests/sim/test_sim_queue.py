@@ -14,7 +14,7 @@ from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import Budgets, Problem
 from flexhybrid.core.schedule.refill import RunningBatch
 from flexhybrid.core.waves import batch_size, open_batch
-from flexhybrid.core.workload import Workload
+from flexhybrid.core.workload import Prefixes, Workload
 from sim import virtual_clock
 from sim.queue_clock import price_queue, walk_queue
 from sim.queue_counts import stints
@@ -135,3 +135,44 @@ def test_a_long_queue_is_thinned_in_its_steady_part_alone(monkeypatch):
 def test_answers_are_no_longer_than_their_limits():
     with pytest.raises(InputError, match="at most max_tokens"):
         Workload(np.array([3]), np.array([4]), np.array([5]))
+
+
+def sharing_queue_of(seed: int) -> tuple[Problem, Policy, Workload, int]:
+    """``queue_of`` with a random tree of beginnings before its prompts."""
+    problem, policy, lengths, places = queue_of(seed)
+    rng, count = np.random.default_rng(1000 + seed), lengths.num_requests
+    parents = [-1, *(int(rng.integers(-1, i)) for i in range(1, rng.integers(2, 7)))]
+    tokens = np.zeros(len(parents), np.int64)
+    for i, parent in enumerate(parents):
+        tokens[i] = rng.integers(8, 120) + (tokens[parent] if parent >= 0 else 0)
+    prefixes = Prefixes(tokens, np.array(parents), rng.integers(-(seed % 2), len(parents), count))
+    before = np.where(prefixes.of_request < 0, 0, tokens[prefixes.of_request])
+    workload = replace(lengths, prompt_tokens=before + lengths.prompt_tokens - 30, prefixes=prefixes)
+    order = np.lexsort((workload.prompt_tokens, workload.max_tokens))[::-1]
+    return problem, policy, workload.select(order), places
+
+
+def test_shared_prefixes_are_priced_as_all_tasks_do():
+    """Trees of beginnings, against the executor's own plan. Without them the price is off by a half."""
+    errors, ignorant = [], []
+    for seed in range(1, 5):
+        problem, policy, workload, places = sharing_queue_of(seed)
+        walked = walk_queue(problem, policy, workload, places)
+        for known, into in ((workload, errors), (replace(workload, prefixes=None), ignorant)):
+            priced = price_queue(problem, policy, known, places)
+            assert priced.total_tokens == walked.total_tokens
+            into.append(abs(priced.total_s / walked.total_s - 1))
+    assert np.median(errors) < 0.01 and max(errors) < 0.06 < np.median(ignorant)
+
+
+def test_a_long_queue_with_a_system_prompt_is_priced_from_a_few_iterations():
+    rng = np.random.default_rng(3)
+    answers = rng.integers(1, 33, 160)
+    prefixes = Prefixes(np.array([200, 330]), np.array([-1, 0]), rng.integers(0, 2, 160))
+    workload = Workload(prefixes.tokens[prefixes.of_request] + 20, np.full(160, 32), answers, prefixes)
+    problem = Problem(shape=SHAPE, dtype="float32", hardware=machine())
+    policy = Policy("plain", Placement(host=1), cache={"kv@host": 0.5, "act@host": 0.5}, max_mini_batch_tokens=1024)
+    priced, walked = price_queue(problem, policy, workload, 12), walk_queue(problem, policy, workload, 12)
+    assert len(priced.seconds) == pytest.approx(len(walked.seconds), rel=0.02)
+    assert priced.total_s == pytest.approx(walked.total_s, rel=0.03)
+    assert price_queue(problem, policy, replace(workload, prefixes=None), 12).total_s > 1.2 * walked.total_s

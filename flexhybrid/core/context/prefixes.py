@@ -7,7 +7,7 @@ Every request deals its blocks to cache entries alike: the same block of two pro
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import count
 from typing import NamedTuple
 
@@ -41,7 +41,7 @@ class PromptTree:
         if path is None:
             prompt, block = self._prompt(request), 0
             path = self._paths[request] = []
-            tokens = b"" if prompt is None else np.array(prompt[:-1], dtype=np.int32).tobytes()
+            tokens = b"" if prompt is None else np.asarray(prompt[:-1], dtype=np.int32).tobytes()
             for end in range(BLOCK_BYTES, len(tokens) + 1, BLOCK_BYTES):
                 key = block, tokens[end - BLOCK_BYTES : end]
                 block = self._blocks.get(key, 0)
@@ -111,10 +111,9 @@ class SharedBlocks:
         self._idle: dict[int, None] = {}  # blocks that no place has; the first ones go first
         self._resident = tree.resident = {}
 
-    def attach(self, place: int, request: int) -> None:
-        """Give a request in a place its share: blocks that are kept, and room for those that are not, which it will
-        compute. Without room for all it has the first ones."""
-        path = self.tree.shared(request)
+    def attach(self, place: int, path: list[int]) -> None:
+        """Give the request in a place the blocks ``path`` (``PromptTree.shared``): those that are kept, and room for
+        those that are not, which it will compute. Without room for all it has the first ones."""
         kept = next((i for i, block in enumerate(path) if block not in self._resident), len(path))
         for block in path[:kept]:
             self._members[block] += 1
@@ -134,6 +133,10 @@ class SharedBlocks:
             build = Build(place, first, min(first + self.piece_blocks, length), level)
             self.builds.append(build)
             self._levels.update(dict.fromkeys(path[build.first : build.last], level))
+
+    def path(self, place: int) -> list[int]:
+        """Return the shared blocks of the request in a place."""
+        return self._path.get(place, [])
 
     def _take(self, block: int, entry: str) -> bool:
         """Find a place for a block, if need be that of others that nobody has; return False without one."""
@@ -170,10 +173,11 @@ class SharedBlocks:
                 self._idle[block] = None
         self.depth[place] = 0
 
-    def take_builds(self) -> list[Build]:
-        """Return the builds of the iteration, by level; from now on they are kept blocks like others."""
-        builds = sorted(self.builds, key=lambda build: build.level)
-        self.builds, self._levels = [], {}
+    def take_builds(self, places: Collection[int]) -> list[Build]:
+        """Return the builds of these places, by level; from now on they are kept blocks like others."""
+        builds = sorted((build for build in self.builds if build.place in places), key=lambda build: build.level)
+        self.builds = [build for build in self.builds if build.place not in places]
+        self._levels = self._levels if self.builds else {}
         return builds
 
     def check(self) -> None:

@@ -84,10 +84,10 @@ class RunningBatch:
     """The members of a wave's mini-batches, iteration by iteration. Changes the wave's arrays for those who join."""
 
     def __init__(self, wave: Wave):
-        self.wave, self.groups = wave, list(wave.mini_batches)
+        self.wave, self.groups, self.limits = wave, list(wave.mini_batches), wave.limits
         if wave.queue is None:
             return
-        self.queue, self.singly, self.limits = wave.queue, joins_singly(wave.policy), wave.limits
+        self.queue, self.singly = wave.queue, joins_singly(wave.policy)
         longest = int(wave.queue.workload.max_tokens.max())
         self.answers = AnswerLengths(wave.expected_share, longest)
         self.not_before: dict[int, int] = {}  #: request that has stepped back -> first iteration of its return
@@ -130,11 +130,11 @@ class RunningBatch:
         """Return by mini-batch the steps that compute shared blocks, numbered in an order in which each finds what it
         needs."""
         sharing, steps = self.wave.shared, []
-        builds = sharing.take_builds()
+        builds = sharing.take_builds({place for _, _, joining in members for place in joining.tolist()})
         for k, _, joining in members:
             places = set(joining.tolist())
             for step in build_steps([b for b in builds if b.place in places], self.wave.policy.max_mini_batch_tokens):
-                together = self.limits.holds(build_sizes(self.wave, step))
+                together = self.limits is None or self.limits.holds(build_sizes(self.wave, step))
                 steps += [(k, step)] if together else [(k, [build]) for build in step]
         numbered: dict[int, list] = {}
         for chunk, (k, step) in enumerate(sorted(steps, key=lambda step: step[1][0].level)):
@@ -321,7 +321,7 @@ class RunningBatch:
         arrays["request"][places] = requests
         if self.sharing:
             for place, request in zip(places.tolist(), requests, strict=True):
-                self.sharing.attach(place, request)
+                self.sharing.attach(place, self.sharing.tree.shared(request))
         return before
 
     def _restore(self, places: np.ndarray, before: dict[str, np.ndarray]) -> None:

@@ -89,7 +89,7 @@ class Outlook:
         now, elapsed = self.num_iterations, self.latest - self.began
         if not now:
             return None
-        seconds = self.pace.seconds(self.stints())
+        seconds = self.pace.seconds(self.stints(), self.workload.prefixes)
         past, left = float(seconds[:now].sum()), float(seconds[now:].sum())
         slower = (elapsed + TRUSTED_S) / (past + TRUSTED_S)
         return max(0.0, left * slower - (time.monotonic() - self.latest))
@@ -100,7 +100,7 @@ class Outlook:
         begun, now = np.flatnonzero(self.begun_in >= 0), self.num_iterations
         last = np.where(self.ended_in[begun] < 0, now - 1, self.ended_in[begun])
         ran = self._stints(begun, self.begun_in[begun], np.maximum(last, self.begun_in[begun]) + 1)
-        predicted = float(self.pace.seconds(ran)[first:now].sum())
+        predicted = float(self.pace.seconds(ran, self.workload.prefixes)[first:now].sum())
         return (self.ends[now] - self.ends[first]) / max(predicted, 1e-300)
 
     def waiting(self) -> tuple[np.ndarray, np.ndarray]:
@@ -149,6 +149,7 @@ class Outlook:
         return self._stints(np.arange(workload.num_requests), begun, np.maximum(ended, begun + 1))
 
     def _stints(self, requests: np.ndarray, begun: np.ndarray, ended: np.ndarray) -> Stints:
+        shared = self.workload.shared_tokens[requests]  # by all but the first
         return Stints(
             request=requests,
             mini_batch=requests % self.pace.num_mini_batches,
@@ -156,4 +157,6 @@ class Outlook:
             joined=begun,
             left=ended,
             surplus=np.zeros(len(requests), bool),
+            shared_tokens=shared,
+            found_tokens=shared,
         )
