@@ -20,7 +20,7 @@ from flexhybrid.core.context.cache_entries import representation_of
 from flexhybrid.core.context.packing import longest_piece
 from flexhybrid.core.context.prefixes import padded_rows
 from flexhybrid.core.memory import first_builds
-from flexhybrid.core.schedule.refill import LOOKED_AT, MOST_FAILURES, AnswerLengths, joins_singly
+from flexhybrid.core.schedule.refill import LOOKED_AT, MOST_FAILURES, NOBODY, AnswerLengths, joins_singly
 from flexhybrid.core.wave import Wave
 from flexhybrid.core.workload import Prefixes, Workload
 
@@ -93,7 +93,7 @@ class _Member(NamedTuple):
     joined: int
     left: int  #: iteration in which it will be gone
     tokens: int  #: of its own, in its whole context: what it is padded to is the longest of its mini-batch
-    blocks: np.ndarray | int  #: [entry] that hold these, where requests share some
+    blocks: np.ndarray  #: [entry] that hold these, where requests share some
     place: int
 
 
@@ -169,12 +169,12 @@ class _Queue:
             self.running[k].append(_Member(request, iteration, left, tokens, blocks, place))
             heapq.heappush(self.changes, (left, k))
 
-    def _own(self, request: int) -> tuple[int, np.ndarray | int]:
+    def _own(self, request: int) -> tuple[int, np.ndarray]:
         """Return the tokens of a request's whole context that lie in blocks of its own, and the blocks of each entry,
         which are asked for where requests share some."""
         cached = self.prompts[request] + self.limits[request] - 1
         tokens = int(cached - BLOCK_TOKENS * self.depth[request])
-        return tokens, self.entries.held(cached) - self._dealt(request) if self.sharing else 0
+        return tokens, self.entries.held(cached) - self._dealt(request) if self.sharing else NOBODY
 
     def _buffers_hold(self, k: int, count: int, longest: int, blocks) -> bool:
         """Return whether the buffers hold so many members of a mini-batch, padded to ``longest`` tokens and ``blocks``
@@ -211,7 +211,7 @@ class _Queue:
     def _count_common(self, k: int, place: int, step: int) -> None:
         """Count the shared blocks of a member that comes (1) or goes (-1)."""
         common = self.common[k]
-        for at, block in enumerate(self.sharing.path(place)):
+        for at, block in enumerate(self.wave.shared.path(place)):
             before = common[block]
             common[block] = before + step
             if not before or not common[block]:
@@ -270,7 +270,7 @@ class _Queue:
         room = self.pools[k] - (self._expected(group, iteration) if group else 0)
         free, padded = len(self.wave.mini_batches[k]) - len(group), max((m.tokens for m in group), default=0)
         rows, failures = 0, 0
-        padded_blocks = np.maximum.reduce([member.blocks for member in group]) if group else 0
+        padded_blocks = np.maximum.reduce([member.blocks for member in group]) if group else np.zeros(1)
         first = [r for r in self.waiting[: -1 - max(LOOKED_AT, free) : -1] if self.not_before.get(r, 0) <= iteration]
         if self.sharing:
             for request in first:

@@ -6,7 +6,6 @@ import contextlib
 import csv
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -45,8 +44,9 @@ def read_lengths(path: Path, model: str, answer_tokens: float | None = None) -> 
                 column.append(_count(row.get(name), f"{path}, line {number}: {name}"))
             tree.add(*(row.get(name) for name in PREFIX), columns[0][-1], f"{path}, line {number}: ")
     with _named(path):
-        workload = Workload(*map(np.array, columns))
-        return _known(replace(workload, prefixes=tree.prefixes()), answer_tokens)
+        answers = np.array(columns[2]) if len(columns) > 2 else None
+        workload = Workload(np.array(columns[0]), np.array(columns[1]), answers, tree.prefixes())
+        return _known(workload, answer_tokens)
 
 
 class PrefixTable:
