@@ -181,6 +181,8 @@ class _Queue:
         [entry] of their own; those of a batch without others hold each of its requests."""
         if self.sharing is None:
             return count * ceil_blocks(longest) <= self.most_padded
+        if self.wave.policy.attention == "host":
+            return True
         common, limits = self.common_blocks[k], self.wave.limits
         kv, moved_kv, act = self.buffers @ (count * blocks + common)
         return (

@@ -64,22 +64,16 @@ def open_batch(
     """Return a batch with places for ``count`` requests, the first of the workload; the others wait for places.
 
     ``share``: the pools are made for answers of this share of their limits, but for a single one of its full length in
-<<<<<<< HEAD
-    each mini-batch; requests then take blocks as they need them. ``tree``: of the requests' prompts; those that begin
-    alike share what they have in common, where the policy allows it (``may_share``). ``given``: tokens that requests
-    have from a batch before this one; they are computed as a part of the prompt.
+    each mini-batch; requests then take blocks as they need them. ``tree``: of the requests' prompts (None:
+    ``known_tree``); those that begin alike share what they have in common, where the policy allows it (``may_share``).
+    ``given``: tokens that requests have from a batch before this one; they are computed as a part of the prompt.
     """
     num_requests, entries, everybody = workload.num_requests, BlockEntries(policy.cache), workload
+    tree = tree or known_tree(workload)
     if given:
         tokens = np.zeros(num_requests, np.int64)
         tokens[list(given)] = list(given.values())
         workload = workload.behind(tokens)
-=======
-    each mini-batch; requests then take blocks as they need them. ``tree``: of the requests' prompts (None:
-    ``known_tree``); those that begin alike share what they have in common, where the policy allows it (``may_share``).
-    """
-    num_requests, entries, tree = workload.num_requests, BlockEntries(policy.cache), tree or known_tree(workload)
->>>>>>> d8623fe (A queue's price knows what prompts share: computed once, kept once, loaded once a mini-batch and layer; --lengths names prefixes)
     first = Workload(workload.prompt_tokens[:count], workload.max_tokens[:count])
     room, paths = _shared_room(tree, entries, count, num_requests) if tree and may_share(policy) else ({}, [])
     if count == num_requests and share == 1 and not any(paths) and not given:

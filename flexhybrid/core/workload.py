@@ -119,7 +119,7 @@ class Workload:
     def behind(self, given: np.ndarray) -> Workload:
         """Return the lengths of requests that have ``given`` [requests] tokens, which are a part of their prompts."""
         answers = None if self.answer_tokens is None else np.maximum(1, self.answer_tokens - given)
-        return Workload(self.prompt_tokens + given, self.max_tokens - given, answers)
+        return Workload(self.prompt_tokens + given, self.max_tokens - given, answers, self.prefixes)
 
     @property
     def answers(self) -> np.ndarray:

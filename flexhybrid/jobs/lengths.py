@@ -42,7 +42,8 @@ def read_lengths(path: Path, model: str, answer_tokens: float | None = None) -> 
         for number, row in enumerate((row for group in ((first,), rows) for row in group), 1 + is_table):
             for name, column in zip(names, columns, strict=True):
                 column.append(_count(row.get(name), f"{path}, line {number}: {name}"))
-            tree.add(*(row.get(name) for name in PREFIX), columns[0][-1], f"{path}, line {number}: ")
+            names_of_prefix, ends = (row.get(name) for name in PREFIX)
+            tree.add(names_of_prefix, ends, columns[0][-1], f"{path}, line {number}: ")
     with _named(path):
         answers = np.array(columns[2]) if len(columns) > 2 else None
         workload = Workload(np.array(columns[0]), np.array(columns[1]), answers, tree.prefixes())

@@ -11,7 +11,7 @@ from flexhybrid.jobs.run.outlook import Outlook
 from sim.answer_lengths import ObservedAnswers, with_mean
 from sim.queue_clock import Pace
 
-ONE_SECOND = Pace({"compute": np.array([1.0, 0, 0, 0, 0, 0, 0, 0])}, 1, (1.0, 1.0))  #: an iteration
+ONE_SECOND = Pace({"compute": np.array([1.0, *[0] * 9])}, 1, (1.0, 1.0))  #: an iteration
 
 
 def log_normal(count: int, limit: int, seed: int = 0) -> np.ndarray:

@@ -127,7 +127,7 @@ def watched(monkeypatch):
     monkeypatch.setattr(outlook_module, "time", clock)
 
     def watch(seconds, answer_tokens=64) -> tuple[Watch, list[str]]:
-        pace = Pace({"h2d": np.array([4.0, 0, 0, 0, 0, 0, 0, 0])}, 1, (1.0, 1.0))
+        pace = Pace({"h2d": np.array([4.0, *[0] * 9])}, 1, (1.0, 1.0))
         outlook, watch, running, said = Outlook(pace, Workload.uniform(4000, 9, 64)), Watch(), {}, []
         waiting = iter(range(4000))
         for taken in seconds:
@@ -183,4 +183,4 @@ def test_what_a_change_costs_by_hand():
     assert waits.tolist() == [2] and 2 < lengths[0] <= 6
 
 
-PACE = Pace({"compute": np.array([2.0, 0, 0, 0, 0, 0, 0.1, 0])}, 1, (1.0, 1.0))
+PACE = Pace({"compute": np.array([2.0, 0, 0, 0, 0, 0, 0.1, 0, 0, 0])}, 1, (1.0, 1.0))

@@ -119,7 +119,8 @@ class Outlook:
         more = self._expected(runs, ages) - ages
         prompts = self.workload.prompt_tokens[runs] + ages
         places = np.arange(len(runs))
-        return Stints(places, places, prompts, 0 * places, 1 + np.maximum(more, 1), places < 0)
+        shared = self.workload.shared_tokens[runs]
+        return Stints(places, places, prompts, 0 * places, 1 + np.maximum(more, 1), places < 0, shared, shared)
 
     def _expected(self, requests: np.ndarray, ages: np.ndarray) -> np.ndarray:
         """Return the lengths of answers that have ``ages`` tokens, as far as others show them."""

@@ -111,11 +111,7 @@ class Replanner:
         outlook.assumed = outlook.assumed.copy()
         outlook.assumed[waits] = answers
         lengths = outlook.workload.select(waits)
-<<<<<<< HEAD
-        waiting = Workload(lengths.prompt_tokens, lengths.max_tokens, answers).behind(outlook.given[waits])
-=======
-        waiting = replace(lengths, answer_tokens=answers)
->>>>>>> d8623fe (A queue's price knows what prompts share: computed once, kept once, loaded once a mini-batch and layer; --lengths names prefixes)
+        waiting = replace(lengths, answer_tokens=answers).behind(outlook.given[waits])
         since = f"after {outlook.answers.num_ended:,} answers, {outlook.num_iterations:,} iterations: {reason}"
         known = slower, waiting, outlook.rest(), int(outlook.workload.cached_tokens.max()), since
         self._search = Thread(target=self._seek, args=known, name="replan", daemon=True)
