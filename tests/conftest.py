@@ -54,7 +54,7 @@ else:
 #: Seconds of a core, roughly, that the tests of a file and what they start take: of the longest files.
 SECONDS = {
     **{
-        "ray": 110,
+        "ray": 65,
         "search_optimum": 43,
         "docs": 40,
         "speculative": 33,

@@ -4,6 +4,9 @@
 ``[sys.executable, "script.py", …]``. The process is forked from one that has loaded ``PRELOADED`` and never had a
 second thread. It has its own pid, environment, folder and pipes, takes signals, and ends as Python ends. Its parent,
 which is the process that it was forked from, tells how it ended.
+
+``ray_workers`` has Ray's workers forked from it, too: Ray starts ``warm_ray_worker.py``, which asks for the fork. Ray's
+own processes, messages and recovery stay as they are; the workers of a job load Ray, torch and the product once.
 """
 
 from __future__ import annotations
@@ -22,12 +25,21 @@ import socket
 import subprocess
 import sys
 import types
+from collections.abc import Sequence
 from pathlib import Path
 
 PRELOADED = (
     *("flexhybrid.llm", "flexhybrid.cli", "flexhybrid.jobs.run.job", "flexhybrid.jobs.run.cli"),
     *("policy_search.search", "policy_search.systems", "transformers.models.auto.tokenization_auto"),
 )
+#: What Ray's workers load: Ray's own parts, and what the product runs in them.
+PRELOADED_ON_RAY = (
+    *("ray.data", "ray.serve._private.controller", "ray.serve._private.proxy", "ray.serve._private.replica"),
+    *("flexhybrid.jobs.run.remote", "flexhybrid.cascade.serving.ray_serve", "flexhybrid.jobs.sweep.remote"),
+)
+#: Ray keeps their values from the moment it is loaded.
+JOB_OF_RAY = ("RAY_JOB_ID", "RAY_RAYLET_PID")
+NO_JOB = "ffffffff"  #: the id of Ray for a worker that is started before there is work
 REQUEST_BYTES = 1 << 17  #: of a request, at most
 ColdPopen = subprocess.Popen
 
@@ -75,6 +87,17 @@ def run(arguments: list[str], check: bool = False, timeout: float = 240, **optio
     return done
 
 
+def ray_workers(patch, folder: Path) -> None:
+    """Have the workers of a Ray cluster that this process starts forked; ``folder`` takes the socket for it."""
+    from ray._private import ray_constants
+
+    patch.setenv("WARM_PYTHON", str(folder / "warm"))
+    patch.setenv("RAY_prestart_worker_first_driver", "0")  # without a job yet, they could not be forked
+    patch.setattr(ray_constants, "SETUP_WORKER_FILENAME", str(Path(__file__).with_name("warm_ray_worker.py")))
+    parent_connection().send(json.dumps({"listen": str(folder / "warm")}).encode())
+    parent_connection().recv(16)  # it listens
+
+
 @functools.cache
 def parent_connection() -> socket.socket:
     """Return the connection to the process that forks, which ends with this one."""
@@ -91,29 +114,67 @@ def parent_connection() -> socket.socket:
 def fork_until_closed(connection: socket.socket) -> dict | None:
     """Fork for each request; return it in the fork, and None here once the other side has ended."""
     reports: dict[int, tuple[int, int]] = {}  # pidfd -> (pid, file to report to)
+    listening: list[socket.socket] = []  # where Ray's workers ask
     while True:
-        ready, _, _ = select.select([connection, *reports], [], [])
+        ready, _, _ = select.select([connection, *listening, *reports], [], [])
         for ended in reports.keys() & set(ready):
             pid, report = reports.pop(ended)
             send(report, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
             os.close(report)
             os.close(ended)
-        if connection not in ready:
+        if connection in ready:
+            asking = connection
+        elif listening and listening[0] in ready:
+            asking = listening[0].accept()[0]
+        else:
             continue
-        message, files, _, _ = socket.recv_fds(connection, REQUEST_BYTES, 4)
-        if not message:
+        message, files, _, _ = socket.recv_fds(asking, REQUEST_BYTES, 4)
+        if not message and asking is connection:
             return None
-        pid = os.fork()
+        if asking is not connection:
+            files.append(asking.detach())
+        request = json.loads(message)
+        if "listen" in request:
+            listening = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)]
+            listening[0].bind(request["listen"])
+            listening[0].listen(64)
+            send(connection.fileno(), 1)
+            continue
+        pid = os.fork() if asking is connection or knows(request["environment"]) else -1
         if not pid:
-            connection.close()
+            for heard in (connection, *listening):
+                heard.close()
             for own, file in enumerate(files[:3]):
                 os.dup2(file, own)
             os.closerange(3, max(*files, *reports, *(report for _, report in reports.values())) + 1)
-            return json.loads(message)
+            return request
         for file in files[:3]:
             os.close(file)
+        if pid < 0:
+            send(files[3], pid)
+            os.close(files[3])
+            continue
         reports[os.pidfd_open(pid)] = pid, files[3]
         send(files[3], pid)
+
+
+def knows(environment: dict[str, str]) -> bool:
+    """Return whether a worker of Ray with this environment can be forked. The first one that can has Ray loaded."""
+    job = {name: environment[name] for name in JOB_OF_RAY}
+    if "ray" not in sys.modules and job["RAY_JOB_ID"] != NO_JOB:
+        os.environ.update(environment)
+        preload(PRELOADED_ON_RAY)
+    return job == {name: os.environ.get(name) for name in JOB_OF_RAY}
+
+
+def preload(names: Sequence[str]) -> None:
+    """Import modules that start no thread."""
+    for name in names:
+        importlib.import_module(name)
+    with open("/proc/self/status", encoding="ascii") as status:
+        assert "Threads:\t1\n" in status.read(), "a fork may wait for ever for what another thread held"
+    gc.collect()
+    gc.freeze()  # a fork would copy all that a collection looks at
 
 
 def send(file: int, number: int) -> None:
@@ -142,11 +203,7 @@ def become(request: dict) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for name in PRELOADED:
-        importlib.import_module(name)
-    with open("/proc/self/status", encoding="ascii") as status:
-        assert "Threads:\t1\n" in status.read(), "a fork may wait for ever for what another thread held"
-    gc.collect()
-    gc.freeze()  # a fork would copy all that a collection looks at
+    os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # of pyarrow, which Ray loads
+    preload(PRELOADED)
     if request := fork_until_closed(socket.socket(fileno=int(sys.argv[1]))):
         become(request)

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pandas as pd
 import pytest
+import warm_python
 from forced_machine import ATTENTION
 from test_docs import COMMAND, MACHINE, ROOT
 
@@ -32,11 +33,12 @@ pytestmark = pytest.mark.timeout(600)  # seconds, on a machine with much else to
 
 
 @pytest.fixture(scope="module")
-def two_cpus():
+def two_cpus(tmp_path_factory):
     """A small cluster of this process's own, which commands find connected. Its workers stay for the next test."""
     import ray
 
     with pytest.MonkeyPatch.context() as patch:
+        warm_python.ray_workers(patch, tmp_path_factory.mktemp("ray"))
         patch.setenv("RAY_idle_worker_killing_time_threshold_ms", "600000")
         ray_cluster.start_local(ray, num_cpus=2, log_to_driver=False, logging_level="ERROR")
         yield
