@@ -29,6 +29,7 @@ from experiments.bench.launch import bench_launch
 from experiments.bench.overlap import bench_overlap
 from experiments.bench.queues.census import bench_census
 from experiments.bench.queues.forecast import bench_forecast
+from experiments.bench.queues.packing import bench_packing
 from experiments.bench.queues.prefixes import bench_prefixes
 from experiments.bench.queues.refill import bench_density, bench_queue_overlap, bench_refill
 from experiments.bench.queues.run import bench_run
@@ -299,10 +300,11 @@ PARTS: dict[str, tuple[Callable[..., None], ...]] = {
     "run": (bench_census, bench_run),
     "refill": (bench_refill, bench_queue_overlap, bench_density, bench_forecast),
     "prefixes": (bench_prefixes,),
+    "packing": (bench_packing,),
     "speed": (bench_speed,),
     "cascade": (bench_cascade, bench_cluster),
 }
-TIMED = ("kernels", "executor", "selection", "speed")
+TIMED = ("kernels", "executor", "selection", "packing", "speed")
 
 
 def main() -> None:

@@ -192,7 +192,6 @@ def admit(
     problem: Problem,
     policy: Policy,
     workload: Workload,
-    seconds_per_token: tuple[float, float] = (1.0, 1.0),
     alone: Workload | None = None,
     mini_batches: Sequence[np.ndarray] | None = None,
     shared: np.ndarray | None = None,
@@ -200,7 +199,7 @@ def admit(
     """Pack requests and take their blocks, those of a mini-batch side by side in pools of exactly the size that they
     need.
 
-    ``seconds_per_token``: see ``pack``; ``mini_batches`` stand for the packing. ``alone``: each mini-batch's part of
+    ``mini_batches`` stand for the packing. ``alone``: each mini-batch's part of
     a pool holds any of these requests by itself at least. ``shared``: of each request, its first blocks
     that lie elsewhere (``Wave.sharing``). The hardware record decides the split points of both(…)
     entries. Raises InputError when a policy cannot be planned.
@@ -214,7 +213,7 @@ def admit(
         entry: split_lines(problem, policy, entry) for entry in entries.names if representation_of(entry) == "both"
     }
     if mini_batches is None:
-        mini_batches = pack(cached, entries, policy.max_mini_batch_tokens, policy.packing, seconds_per_token)
+        mini_batches = pack(cached, entries, policy.max_mini_batch_tokens, policy.packing)
     first = workload.prompt_tokens.copy()  # the first length of each request that is held as a whole
     for group in mini_batches:
         if num_chunks(policy, first[group]) > 1:
