@@ -23,6 +23,7 @@ from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.positions import StopsUntil
+from flexhybrid.core.schedule.refill import stores_exactly
 from flexhybrid.core.task import Task
 from flexhybrid.core.trace import TraceEvent, iteration_ends
 from flexhybrid.core.wave import Wave, admit
@@ -351,10 +352,12 @@ class _Price:
         at_most = max(map(len, paths)) * len(paths)
         piece = chunk_tokens(members.policy.max_mini_batch_tokens) // BLOCK_TOKENS
         room = dict.fromkeys(entries.names, at_most)
-        sharing = SharedBlocks(PromptTree(lambda _: None), entries, room, members.pool_blocks, len(paths), piece)
+        tree, exact = PromptTree(lambda _: None), stores_exactly(members.policy)
+        sharing = SharedBlocks(tree, entries, room, members.pool_blocks, len(paths), piece, exact)
         for place, path in enumerate(paths):
             sharing.attach(place, path)
         sharing.take_builds(range(len(paths)))
+        sharing.stored_before[:] = counted.found_tokens // BLOCK_TOKENS
         for place in np.flatnonzero(
             (counted.joined >= start) & (counted.found_tokens < counted.shared_tokens)
         ).tolist():

@@ -20,7 +20,14 @@ from flexhybrid.core.context.cache_entries import representation_of
 from flexhybrid.core.context.packing import longest_piece
 from flexhybrid.core.context.prefixes import padded_rows
 from flexhybrid.core.memory import first_builds
-from flexhybrid.core.schedule.refill import LOOKED_AT, MOST_FAILURES, NOBODY, AnswerLengths, joins_singly
+from flexhybrid.core.schedule.refill import (
+    LOOKED_AT,
+    MOST_FAILURES,
+    NOBODY,
+    AnswerLengths,
+    joins_singly,
+    stores_exactly,
+)
 from flexhybrid.core.wave import Wave
 from flexhybrid.core.workload import Prefixes, Workload
 
@@ -118,6 +125,7 @@ class _Queue:
         if wave.limits and self.singly:
             self.prompt_rows = (wave.limits.hidden_rows - wave.workload.num_requests) // len(groups)
         self.sharing, self.now = wave.sharing, 0  # the iteration whose builds it holds
+        self.exact = stores_exactly(wave.policy)
         self.depth, self.found = np.zeros((2, workload.num_requests), dtype=np.int64)  # shared blocks of those who run
         self.common: list[Counter[int]] = [Counter() for _ in groups]  # of each mini-batch: shared block -> members
         if self.sharing:
@@ -288,7 +296,7 @@ class _Queue:
             count, needed = len(group) + len(joining) + 1, expected[at] - self._dealt(request)
             tokens, blocks = self._own(request)
             longest, most_blocks = max(padded, tokens), np.maximum(blocks, padded_blocks)
-            own = self.prompts[[request]] - BLOCK_TOKENS * self.depth[request]
+            own = self.prompts[[request]] - (BLOCK_TOKENS * self.depth[request] if self.exact else 0)
             piece = longest_piece(self.wave.policy, own)
             if joining and not self._prefills(places, max(rows, piece)):
                 self._detach(k, request, places.pop())
@@ -318,7 +326,7 @@ class _Queue:
         prompts, cached = self.prompts[first], self.prompts[first] + self.limits[first] - 1
         if self.sharing:
             shared = BLOCK_TOKENS * np.array([len(self.sharing.tree.shared(request)) for request in first])
-            prompts, cached = prompts - shared, cached - shared
+            prompts, cached = prompts - (shared if self.exact else 0), cached - shared
         shorter = [i for i in ready if prompts[i] < prompts[at] or cached[i] < cached[at]]
         # the shortest comes next: without room for that there is none for any
         return shorter if failures else sorted(shorter, key=lambda i: cached[i])

@@ -40,8 +40,8 @@ def lossless_policies(draw) -> Policy:
 
 
 @st.composite
-def sharing_policies(draw) -> Policy:
-    """Policies under which prompts that begin alike share blocks."""
+def sharing_policies(draw, few_bits: bool = False) -> Policy:
+    """Policies under which prompts that begin alike share blocks, some of them with ``few_bits``."""
     entries = [f"{r}@{tier}" for r in ("kv", "act") for tier in TIERS]
     chosen = draw(st.lists(st.sampled_from(entries), min_size=1, max_size=3, unique=True))
     parts = draw(st.lists(st.integers(1, 9), min_size=len(chosen), max_size=len(chosen)))
@@ -52,6 +52,7 @@ def sharing_policies(draw) -> Policy:
         "shared",
         Placement(device=device, host=1 - device - disk, disk=disk),
         cache={"kv@host": 1.0} if attention == "host" else cache,
+        bits=draw(st.sampled_from((Bits(), Bits(8, 4, 8)))) if few_bits and attention == "device" else Bits(),
         attention=attention,
         schedule=draw(st.sampled_from(("column", "row"))),
         max_mini_batch_tokens=draw(st.sampled_from((16, 50, 120, 400, 8192))),

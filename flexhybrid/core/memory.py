@@ -143,7 +143,7 @@ class SharedLengths(NamedTuple):
     """What requests of a mini-batch share."""
 
     depth: np.ndarray  #: [requests] blocks
-    joining: np.ndarray  #: [requests that join] blocks
+    joining: np.ndarray  #: [requests that join] blocks that are not computed with them
     common: np.ndarray  #: [entry] blocks that they share, each once
 
 
@@ -153,7 +153,7 @@ def shared_lengths(wave: Wave, group: np.ndarray, joining: np.ndarray) -> Shared
         return None
     depth = wave.shared_blocks(group)
     common = common_blocks(wave.entries, wave.shared.table[group], depth)
-    return SharedLengths(depth, wave.shared_blocks(joining), common)
+    return SharedLengths(depth, wave.skipped_tokens(joining) // BLOCK_TOKENS, common)
 
 
 def running_sizes(
@@ -225,6 +225,7 @@ def with_common(sizes: BufferSizes, blocks: dict[str, int]) -> BufferSizes:
         act_staging_blocks=sizes.act_staging_blocks + of("act", "disk"),
         kv_staging_blocks=sizes.kv_staging_blocks + of("kv", "disk"),
         act_blocks=sizes.act_blocks + of("act", *TIERS),
+        plain_kv_blocks=sizes.plain_kv_blocks + of("kv", *TIERS),
         attention_tokens=sizes.attention_tokens + BLOCK_TOKENS * int(sum(blocks.values())),
     )
 
@@ -280,7 +281,7 @@ def _shared_prompt_rows(wave: Wave, everybody: np.ndarray) -> int:
     longest = everybody[[int(everybody.argmax())]]
     rows = [longest_piece(wave.policy, longest) * num_chunks(wave.policy, longest)]
     for group in wave.mini_batches:
-        own = wave.workload.prompt_tokens[group] - wave.shared_blocks(group) * BLOCK_TOKENS
+        own = wave.workload.prompt_tokens[group] - wave.skipped_tokens(group)
         own_rows = len(group) * longest_piece(wave.policy, own) * num_chunks(wave.policy, own)
         rows.append(own_rows + sum(map(padded_rows, first_builds(wave, group))))
     return max(rows)
@@ -292,7 +293,8 @@ def first_builds(wave: Wave, group: np.ndarray | None = None) -> list[list[Build
     groups = wave.mini_batches if group is None else [group]
     steps = []
     for members in groups:
-        builds = sorted((b for b in wave.shared.builds if b.place in members), key=lambda build: build.level)
+        computed = wave.shared.builds if wave.shared.exact else ()
+        builds = sorted((b for b in computed if b.place in members), key=lambda build: build.level)
         steps += build_steps(builds, wave.policy.max_mini_batch_tokens)
     return steps
 

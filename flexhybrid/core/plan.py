@@ -344,9 +344,10 @@ class _Stream:
 
         def pools(tier: str, *representations: str) -> tuple[Access, ...]:
             return tuple(
-                self.at.pool(position, store.entry, store.representation, step.builds)
+                self.at.pool(position, store.entry, store.representation, shared)
                 for store in step.stores
-                if store.tier == tier and store.representation in representations
+                for shared, written in ((False, store.own), (True, store.shared))
+                if written and store.tier == tier and store.representation in representations
             )
 
         if "scatter" in works:

@@ -126,6 +126,11 @@ class Wave:
         """Blocks that the requests in these places share with others, the first ones of their prompts."""
         return np.zeros(np.shape(places), np.int64) if self.sharing is None else self.sharing.depth[places]
 
+    def skipped_tokens(self, places) -> np.ndarray:
+        """First tokens of the prompts in these places that are not computed with them, because blocks hold them."""
+        computed = self.sharing is None or not self.sharing.exact
+        return np.zeros(np.shape(places), np.int64) if computed else self.shared.depth[places] * BLOCK_TOKENS
+
     def own_blocks(self, places, tokens) -> np.ndarray:
         """Blocks of each entry that the requests in these places hold of their own with so many tokens."""
         held = self.entries.held(tokens)

@@ -1,5 +1,6 @@
 """Requests into batches: as many at a time as the memory budgets (and the policy's max_batch) allow."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -13,7 +14,7 @@ from flexhybrid.core.context.selection import pool_blocks
 from flexhybrid.core.memory import MemoryPlan, buffer_sizes, check_budget, fits, memory_plan, queue_sizes
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem
-from flexhybrid.core.schedule.refill import FIRST_RUN, LOOKED_AT, joins_singly, may_grow, may_share
+from flexhybrid.core.schedule.refill import FIRST_RUN, LOOKED_AT, joins_singly, may_grow, may_share, stores_exactly
 from flexhybrid.core.wave import RequestQueue, Wave, admit, give_blocks, take_blocks_back
 from flexhybrid.core.workload import Workload
 
@@ -75,7 +76,10 @@ def open_batch(
         tokens[list(given)] = list(given.values())
         workload = workload.behind(tokens)
     first = Workload(workload.prompt_tokens[:count], workload.max_tokens[:count])
-    room, paths = _shared_room(tree, entries, count, num_requests) if tree and may_share(policy) else ({}, [])
+    exact, room, paths = stores_exactly(policy), {}, []
+    if tree and may_share(policy):
+        tree.longest = math.inf if exact else chunk_tokens(policy.max_mini_batch_tokens)  # pieces attend to blocks
+        room, paths = _shared_room(tree, entries, count, num_requests)
     if count == num_requests and share == 1 and not any(paths) and not given:
         return admit(problem, policy, workload)
     planned = Workload(first.prompt_tokens, np.maximum(1, np.ceil(share * first.max_tokens)).astype(np.int64))
@@ -92,7 +96,7 @@ def open_batch(
     wave = replace(wave, workload=first)
     if tree and room:
         piece = chunk_tokens(policy.max_mini_batch_tokens) // BLOCK_TOKENS
-        sharing = SharedBlocks(tree, entries, room, wave.pool_blocks, count, piece)
+        sharing = SharedBlocks(tree, entries, room, wave.pool_blocks, count, piece, exact)
         for group in wave.mini_batches:
             for place in group.tolist():
                 sharing.attach(place, tree.shared(place))

@@ -6,6 +6,7 @@ Every request deals its blocks to cache entries alike: the same block of two pro
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import count
@@ -34,6 +35,7 @@ class PromptTree:
         self._paths: dict[int, list[int]] = {}  # request -> the blocks of its prompt
         self._numbers = count(1)
         self.resident: dict[int, int] = {}  #: blocks that are kept -> where (``SharedBlocks``)
+        self.longest = math.inf  #: tokens of a prompt beyond which it shares nothing
 
     def path(self, request: int) -> list[int]:
         """Return the whole blocks of a request's prompt but for its last token, from which an answer begins."""
@@ -41,7 +43,9 @@ class PromptTree:
         if path is None:
             prompt, block = self._prompt(request), 0
             path = self._paths[request] = []
-            tokens = b"" if prompt is None else np.asarray(prompt[:-1], dtype=np.int32).tobytes()
+            if prompt is None or len(prompt) > self.longest:
+                prompt = ()
+            tokens = np.asarray(prompt[:-1], dtype=np.int32).tobytes()
             for end in range(BLOCK_BYTES, len(tokens) + 1, BLOCK_BYTES):
                 key = block, tokens[end - BLOCK_BYTES : end]
                 block = self._blocks.get(key, 0)
@@ -75,7 +79,8 @@ class PromptTree:
 
 
 class Build(NamedTuple):
-    """Shared blocks [first, last) of the request in a place, that are computed with it for all who share them."""
+    """Shared blocks [first, last) of the request in a place, that are computed or stored with it for all who share
+    them."""
 
     place: int
     first: int
@@ -85,7 +90,12 @@ class Build(NamedTuple):
 
 class SharedBlocks:
     """The shared blocks of a wave, in a part of each pool of their own, and which of them the request in each place
-    has: the first ``depth`` blocks of its prompt. A block that nobody has stays as long as no other needs its place."""
+    has: the first ``depth`` blocks of its prompt. A block that nobody has stays as long as no other needs its place.
+
+    Where blocks hold what was computed (``exact``), it is computed once, in steps of its own, and prompts are computed
+    behind it. Where they hold fewer bits, a prompt that was computed behind them would not be what it is alone: each is
+    computed as a whole, and the first one's first blocks are stored for all.
+    """
 
     def __init__(
         self,
@@ -95,14 +105,16 @@ class SharedBlocks:
         first: dict[str, int],
         num_places: int,
         piece_blocks: int,
+        exact: bool,
     ):
-        self.tree, self.entries = tree, entries
+        self.tree, self.entries, self.exact = tree, entries, exact
         self.blocks = BlockManager(num_blocks, first)
-        self.piece_blocks = piece_blocks  #: most that are computed of a prompt in one step
+        self.piece_blocks = piece_blocks  #: most that are computed or stored of a prompt in one step
         self.depth = np.zeros(num_places, dtype=np.int64)
+        self.stored_before = np.zeros(num_places, dtype=np.int64)  #: of these, those that others have stored
         self.table = np.zeros((num_places, 1), dtype=np.int64)  #: [places, most] their physical blocks
         self.builds: list[Build] = []  #: of the iteration that is laid out
-        self.num_tokens = 0  #: prompt tokens that members of the batch did not compute, because others had
+        self.num_tokens = 0  #: prompt tokens that members did not compute, or store, because others had
         #: mini-batch -> its members' blocks in its latest step, and what these have in common (``steps.Common``)
         self.commons: dict[int, tuple[tuple[bytes, ...], tuple]] = {}
         self._levels: dict[int, int] = {}  # of blocks that these builds compute
@@ -124,7 +136,7 @@ class SharedBlocks:
         if not length:
             return
         path = self._path[place] = path[:length]
-        self.depth[place] = length
+        self.depth[place], self.stored_before[place] = length, kept
         if length > self.table.shape[1]:
             self.table = np.pad(self.table, ((0, 0), (0, length - self.table.shape[1])))
         self.table[place, :length] = [self._resident[block] for block in path]
@@ -171,7 +183,7 @@ class SharedBlocks:
                 self._release(block)
             elif not self._members[block]:
                 self._idle[block] = None
-        self.depth[place] = 0
+        self.depth[place] = self.stored_before[place] = 0
 
     def take_builds(self, places: Collection[int]) -> list[Build]:
         """Return the builds of these places, by level; from now on they are kept blocks like others."""

@@ -90,8 +90,7 @@ def _lay_out(
             whole_step = replace(make_step(wave.whole, iteration, k, requests, chunk, piece), whole=True)
             of_all = counts_of(whole_step, wave.whole)
             whole = step_work(wave.shape, wave.whole.policy, wave.stored, of_all, True)
-        stored = tuple((store.entry, store.representation) for store in step.stores)
-        stored += tuple((store.entry, store.representation) for store in whole_step.stores)
+        stored = tuple((s.entry, s.representation, s.own, s.shared) for s in (*step.stores, *whole_step.stores))
         common = tuple(sorted({segment.entry for segment in step.shared_segments})), step.builds
         form = k, chunk, step.prefill, step.last, tuple(whole), tuple(works), stored, common
         steps.append(((step, works), (whole_step, whole), forms.setdefault(form, len(forms))))

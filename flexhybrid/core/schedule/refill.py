@@ -33,23 +33,49 @@ FIRST_RUN = 4  #: blocks that a request takes beyond its prompt's, and later dou
 NOBODY = np.zeros(0, dtype=np.int64)
 
 
+def state_of_all(policy: Policy) -> str | None:
+    """Return what of a policy belongs to a whole mini-batch, as a text; None where nothing does."""
+    kinds = {representation_of(entry) for entry in policy.cache_entries}
+    reasons = (
+        (policy.selection.method != "none", f"selection {policy.selection.method}"),
+        ("both" in kinds, "a cache of both(…)"),
+        ("tok" in kinds, "a cache of token ids (tok)"),
+        (policy.static_cache, "a static cache"),
+        (policy.hidden != "device", "hidden states off the device"),
+    )
+    return next((reason for applies, reason in reasons if applies), None)
+
+
 def joins_singly(policy: Policy) -> bool:
     """Whether a request joins a mini-batch whose others decode; under other policies all of its places are taken at a
     time."""
-    plain = all(representation_of(entry) in ("kv", "act") for entry in policy.cache_entries)
-    return plain and policy.selection.method == "none" and policy.hidden == "device" and not policy.static_cache
+    return state_of_all(policy) is None
+
+
+def stores_exactly(policy: Policy) -> bool:
+    """Whether cached blocks hold what was computed, and not fewer bits of it."""
+    return all(getattr(policy.bits, representation_of(entry), "native") == "native" for entry in policy.cache_entries)
 
 
 def may_grow(policy: Policy) -> bool:
     """Whether requests take blocks as they need them. A request that has stepped back has its answer so far computed
     again as a part of the prompt: only without loss are those the tokens that it would have got."""
-    return joins_singly(policy) and policy.bits.native
+    return joins_singly(policy) and stores_exactly(policy)
 
 
 def may_share(policy: Policy) -> bool:
-    """Whether prompts that begin alike share blocks: where a prompt may be computed behind blocks that are there, and
-    these hold its tokens without loss."""
-    return may_grow(policy)
+    """Whether prompts that begin alike share blocks."""
+    return joins_singly(policy)
+
+
+def sharing_limit(policy: Policy) -> str | None:
+    """Return, as a sentence without its dot, what prompts that begin alike do not share, and why; None: nothing."""
+    if reason := state_of_all(policy):
+        return f"prompts that begin alike share nothing: {reason} belongs to the mini-batch that begins together"
+    if not stores_exactly(policy):
+        kept = "prompts that begin alike are kept and loaded once, but each is computed as a whole"
+        return f"{kept}: it attends to native keys and values, not to the few bits that are kept"
+    return None
 
 
 class AnswerLengths:
@@ -121,7 +147,7 @@ class RunningBatch:
                 spans = np.array([build[1:3] for build in built])
                 yield k, chunk + behind, 0, spans, np.array([build.place for build in built])
             if len(joining):
-                own = self.wave.workload.prompt_tokens[joining] - self.wave.shared_blocks(joining) * BLOCK_TOKENS
+                own = self.wave.workload.prompt_tokens[joining] - self.wave.skipped_tokens(joining)
                 pieces = num_chunks(self.wave.policy, own)
                 first = first_chunk if builds or len(running) else 0
                 yield from ((k, first + piece, piece, None, joining) for piece in range(pieces))
@@ -131,7 +157,7 @@ class RunningBatch:
         needs."""
         sharing, steps = self.wave.shared, []
         builds = sharing.take_builds({place for _, _, joining in members for place in joining.tolist()})
-        for k, _, joining in members:
+        for k, _, joining in members if sharing.exact else ():
             places = set(joining.tolist())
             for step in build_steps([b for b in builds if b.place in places], self.wave.policy.max_mini_batch_tokens):
                 together = self.limits is None or self.limits.holds(build_sizes(self.wave, step))
@@ -139,7 +165,7 @@ class RunningBatch:
         numbered: dict[int, list] = {}
         for chunk, (k, step) in enumerate(sorted(steps, key=lambda step: step[1][0].level)):
             numbered.setdefault(k, []).append((chunk, step))
-            sharing.num_tokens -= sum(build.last - build.first for build in step) * BLOCK_TOKENS
+        sharing.num_tokens -= sum(build.last - build.first for build in builds) * BLOCK_TOKENS
         for _, _, joining in members:
             sharing.num_tokens += int(self.wave.shared_blocks(joining).sum()) * BLOCK_TOKENS
         return numbered
@@ -293,7 +319,7 @@ class RunningBatch:
                 break
             failures, shared = failures + 1, self._would_share(ready)
             tokens = queue.workload.cached_tokens[ready] - shared
-            prompts = queue.workload.prompt_tokens[ready] - shared
+            prompts = queue.workload.prompt_tokens[ready] - (shared if self.sharing and self.sharing.exact else 0)
             shorter = np.flatnonzero((prompts < prompts[0]) | (tokens < tokens[0]))  # those as long do not join either
             if failures == 1:  # the shortest comes next: without room for that there is none for any
                 shorter = shorter[np.argsort(tokens[shorter], kind="stable")]
@@ -366,7 +392,7 @@ class RunningBatch:
     def _prefills(self, joining: np.ndarray) -> bool:
         """Whether one step, or the pieces of one prompt, compute these prompts."""
         policy, wave = self.wave.policy, self.wave
-        prompts = wave.workload.prompt_tokens[joining] - wave.shared_blocks(joining) * BLOCK_TOKENS
+        prompts = wave.workload.prompt_tokens[joining] - wave.skipped_tokens(joining)
         rows = len(prompts) * longest_piece(policy, prompts)
         built = sum(map(padded_rows, first_builds(wave, joining))) if self.sharing else 0
         return rows <= self.limits.step_rows and built + rows * num_chunks(policy, prompts) <= self.prompt_rows

@@ -151,6 +151,8 @@ class Store(CopyPart):
     offsets: np.ndarray
     places: np.ndarray  #: of each row, in tokens, among all the blocks that its request holds of the entry
     held: np.ndarray  #: [B, most]: those blocks, in order
+    own: bool = True  #: whether some of the blocks are those of a single request
+    shared: bool = False  #: whether some are those that several share
 
     def block_at(self, requests: np.ndarray, places: np.ndarray) -> np.ndarray:
         """Return the physical blocks of places (in tokens) of these requests of the step."""
@@ -262,8 +264,12 @@ def make_step(
     [B, 2]: instead, it computes these shared blocks [first, last) of their prompts.
     """
     prompts, last = wave.workload.prompt_tokens[requests], True
-    depth = wave.shared_blocks(requests) if built is None else built[:, 0]  # blocks that others have too
-    age, shared = iteration - wave.joined[requests], depth * BLOCK_TOKENS
+    age, depth = iteration - wave.joined[requests], wave.shared_blocks(requests)  # blocks that others have too
+    if built is not None:
+        depth = built[:, 0]
+    elif not age[0]:
+        depth = wave.skipped_tokens(requests) // BLOCK_TOKENS
+    shared = depth * BLOCK_TOKENS
     if built is not None:
         context, new_tokens, last = shared, (built[:, 1] - depth) * BLOCK_TOKENS, False
     elif not age[0] and num_chunks(wave.policy, prompts - shared) > 1:
@@ -286,7 +292,7 @@ def make_step(
         extent = (held_blocks(wave, entry, requests), before[:, i], wave.num_blocks[entry][requests])
         segments += _segments(wave, mini_batch, entry, extent, tokens_by_entry[:, i])
     recomputed = entries.tok_tokens(context) if entries.tok_share else None
-    stores = _stores(wave, requests, context, new_tokens, built)
+    stores = _stores(wave, requests, context, new_tokens)
     commons = () if wave.sharing is None else _known_commons(wave, mini_batch, requests, depth)
     decodes = bool(age[0]) and built is None
     return MiniBatchStep(
@@ -373,7 +379,7 @@ def _segments(wave, mini_batch: int, entry: str, extent, tokens) -> list[Segment
     ]
 
 
-def _stores(wave, requests, context, new_tokens, built) -> tuple[Store, ...]:
+def _stores(wave, requests, context, new_tokens) -> tuple[Store, ...]:
     width = int(new_tokens.max())
     if width == 1:
         batch_row, within, positions = np.arange(len(requests)), np.zeros_like(context), context
@@ -390,11 +396,14 @@ def _stores(wave, requests, context, new_tokens, built) -> tuple[Store, ...]:
     if wave.entries.tok_share:  # the leading tokens will be recomputed: nothing of them is kept
         fresh = positions >= wave.entries.tok_tokens(context + new_tokens)[batch_row]
         batch_row, within, positions = batch_row[fresh], within[fresh], positions[fresh]
+    if wave.sharing is not None and width > 1:  # what others have stored is there
+        fresh = positions >= (wave.shared.stored_before[requests] * BLOCK_TOKENS)[batch_row]
+        batch_row, within, positions = batch_row[fresh], within[fresh], positions[fresh]
     entry_index = wave.entries.entry_of(positions)
     token_index = wave.entries.stored(positions)  # how many tokens of each entry came before, dropped ones included
-    stores, depth_of_table, own_from = [], 0, np.zeros(0, dtype=np.int64)
+    stores, shared, own_from = [], np.zeros(len(positions), dtype=bool), np.zeros(0, dtype=np.int64)
     if wave.sharing is not None:
-        depth_of_table = wave.shared.table.shape[1]
+        shared = positions < (wave.shared.depth[requests] * BLOCK_TOKENS)[batch_row]
         own_from = wave.entries.dealt(wave.shared.depth[requests]) * BLOCK_TOKENS
     for i, entry in enumerate(wave.entries.names):
         chosen = entry_index == i
@@ -404,12 +413,14 @@ def _stores(wave, requests, context, new_tokens, built) -> tuple[Store, ...]:
         index = token_index[chosen, i]
         held = held_blocks(wave, entry, requests)
         rows = batch_row[chosen] * width + within[chosen]
-        if built is not None:  # a row of the table has all blocks of its request, whatever their entry
-            index, reserved, held = positions[chosen], depth_of_table, wave.shared.table[requests]
-        elif wave.sharing is not None:
+        if wave.sharing is not None:
             index = index - own_from[batch_row[chosen], i]
         places = index % (np.maximum(reserved, 1) * BLOCK_TOKENS)
-        blocks = held[batch_row[chosen], places // BLOCK_TOKENS]
+        blocks, is_shared = held[batch_row[chosen], places // BLOCK_TOKENS], shared[chosen]
+        if is_shared.any():  # a row of the table has all blocks of its request, whatever their entry
+            at = chosen & shared
+            blocks[is_shared] = wave.shared.table[requests[batch_row[at]], positions[at] // BLOCK_TOKENS]
         for part in stored_copies(entry):
-            stores.append(Store(*part, rows, blocks, places % BLOCK_TOKENS, places, held))
+            kinds = not is_shared.all(), bool(is_shared.any())
+            stores.append(Store(*part, rows, blocks, places % BLOCK_TOKENS, places, held, *kinds))
     return tuple(stores)

@@ -11,6 +11,7 @@ from flexhybrid.core.context.cache_entries import TIERS, representation_of
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.memory import total_bytes
 from flexhybrid.core.policy import Policy
+from flexhybrid.core.schedule.refill import sharing_limit
 from flexhybrid.core.units import gib
 from flexhybrid.core.waves import EXPECTED_SHARE
 from flexhybrid.core.workload import Workload
@@ -74,7 +75,7 @@ def price(llm: LLM, workload: Workload, places: tuple[int, float]) -> QueueRun |
 
 
 def plan_lines(llm: LLM, plan: Forecast, counts: str, searched: bool) -> list[str]:
-    """Return five or six lines of text; without a profile the reason stands in the place of speed and limit.
+    """Return five to seven lines of text; without a profile the reason stands in the place of speed and limit.
     ``searched``: the policy is the best that a search found here, which weighs mixes as well."""
     policy = llm.settled_policy
     plain = searched and set(map(representation_of, policy.cache_entries)) == {"kv"}
@@ -101,6 +102,7 @@ def plan_lines(llm: LLM, plan: Forecast, counts: str, searched: bool) -> list[st
                 0,
                 f"or         {duration(shorter)} with answers of {mean:.0f} tokens on average: done by {_end(shorter)}",
             )
+    unshared = sharing_limit(policy) if llm.arguments.enable_prefix_caching else None
     note = "; a mix with recomputed context would not be faster" if plain else ""
     return [
         f"policy     {describe(policy)}; in {llm.problem.dtype}{note}",
@@ -109,6 +111,7 @@ def plan_lines(llm: LLM, plan: Forecast, counts: str, searched: bool) -> list[st
         *limit[:-1],
         f"memory     {', '.join(memory)}",
         *limit[-1:],
+        *([f"shared     {unshared}"] if unshared else []),
     ]
 
 

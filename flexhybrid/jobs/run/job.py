@@ -32,6 +32,7 @@ from flexhybrid.batch.table import write_table
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware, load_hardware
 from flexhybrid.core.problem import Budgets
+from flexhybrid.core.schedule.refill import stores_exactly
 from flexhybrid.core.trace import LaneTimes, TraceEvent
 from flexhybrid.core.units import parse_bytes
 from flexhybrid.core.workload import Workload
@@ -558,7 +559,8 @@ class Job:
                     "--reprofile measures the machine anew"
                 )
         if shared := self.llm.num_shared:
-            say(f"shared     {shared:,} prompt tokens were not computed: other prompts begin alike")
+            saved = "computed" if stores_exactly(self.llm.settled_policy) else "stored again"
+            say(f"shared     {shared:,} prompt tokens were not {saved}: other prompts begin alike")
         for change in self.replanned:
             say(f"replanned  {change}")
         table = f"{options.parquet}, " if options.parquet and not stopped else ""

@@ -31,14 +31,14 @@ def assemble(state: State, task: Task) -> None:
     targets = state.buffers.attention_views(batch, own_tokens)
     rows = {"act": 0, "plain": 0}  # of what was recomputed and unpacked, that are laid so far
     if step.in_place:
-        rows["act"] = sum(_rows_of(s) for s in step.segments if s.representation == "act" and s.max_tokens)
+        _pass_over(step.segments, rows)
     else:
         column = _lay(state, task, step.segments, targets, rows)
         lay_own(state, task, targets, column)
     before, commons, together = batch * own_tokens, [], {id(c) for c in commons_together(step, state.wave)}
     for common, of_step in zip(step.commons, state.tensors(task).common_rows, strict=True):
         if id(common) not in together:
-            rows["act"] += sum(_rows_of(segment) for segment in common.segments if segment.representation == "act")
+            _pass_over(common.segments, rows)
             continue
         views = state.buffers.attention_views(len(common.rows), common.tokens, before)
         _lay(state, task, common.segments, views, rows)
@@ -47,8 +47,12 @@ def assemble(state: State, task: Task) -> None:
     state.context = Context(*targets, state.tensors(task).mask_B11T, tuple(commons))
 
 
-def _rows_of(segment: Segment) -> int:
-    return segment.block_table.size * BLOCK_TOKENS
+def _pass_over(segments: tuple[Segment, ...], rows: dict[str, int]) -> None:
+    """Count the rows of segments that are read where they are."""
+    for segment in segments:
+        if segment.max_tokens:
+            kind = "act" if segment.representation == "act" else "plain"
+            rows[kind] += segment.block_table.size * BLOCK_TOKENS
 
 
 def _lay(state: State, task: Task, segments: tuple[Segment, ...], targets: Targets, rows: dict[str, int]) -> int:
@@ -58,7 +62,7 @@ def _lay(state: State, task: Task, segments: tuple[Segment, ...], targets: Targe
         width = segment.max_tokens
         if not width:
             continue
-        size = _rows_of(segment)
+        size = segment.block_table.size * BLOCK_TOKENS
         if segment.representation == "act":
             generated = state.buffers.generated[rows["act"] : rows["act"] + size]
             rows["act"] += size
