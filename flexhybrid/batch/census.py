@@ -10,13 +10,14 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
+from flexhybrid.batch.beginnings import Beginnings
 from flexhybrid.batch.formats import MAX_LINE_BYTES, STDIN
 from flexhybrid.batch.openai import URLS, Draft, Refused, Request, json_object
 from flexhybrid.batch.requests import LineReader, LineRules
@@ -31,14 +32,16 @@ BLOCK_BYTES = 1 << 20  #: of the file that are searched for line ends at once
 
 @dataclass
 class Census:
-    """Counts of the lines of a file, by line number less one; 19 bytes a line."""
+    """Counts of the lines of a file, by line number less one; 23 bytes a line, and 8 a beginning of prompts."""
 
     offsets: np.ndarray  #: [lines + 1] int64, of the first byte of each line
     prompt_tokens: np.ndarray  #: [lines] int32; 0: the line is refused, or not counted yet
     max_tokens: np.ndarray  #: [lines] int32
     num_answers: np.ndarray  #: [lines] int16, at least 1
     duplicates: np.ndarray  #: [lines] bool: an earlier line has the same custom_id
+    beginning: np.ndarray  #: [lines] int32, what its prompt begins with as others do (``beginnings``); -1: nothing
     sha256: str
+    beginnings: Beginnings | None = None
     counted: int = 0  #: lines that are counted, from the first on
     _rest: Iterator[int] | None = None  #: counts on
     _grown: threading.Condition = field(default_factory=threading.Condition)
@@ -50,7 +53,8 @@ class Census:
         offsets, digest = find_lines(lines)
         num_lines = len(offsets) - 1
         prompts, limits = np.zeros(num_lines, np.int32), np.zeros(num_lines, np.int32)
-        return Census(offsets, prompts, limits, np.ones(num_lines, np.int16), np.zeros(num_lines, bool), digest)
+        answers, duplicates = np.ones(num_lines, np.int16), np.zeros(num_lines, bool)
+        return Census(offsets, prompts, limits, answers, duplicates, np.full(num_lines, -1, np.int32), digest)
 
     @property
     def num_lines(self) -> int:
@@ -63,7 +67,9 @@ class Census:
     def workload(self, places: np.ndarray) -> Workload:
         """Return the lengths of all answers of the lines at ``places`` (line numbers less one)."""
         each = np.repeat(places, self.num_answers[places])
-        return Workload(self.prompt_tokens[each], self.max_tokens[each])
+        lengths = Workload(self.prompt_tokens[each], self.max_tokens[each])
+        prefixes = self.beginnings and self.beginnings.prefixes(self.beginning[each])
+        return replace(lengths, prefixes=prefixes)
 
     @property
     def valid(self) -> np.ndarray:
@@ -182,7 +188,7 @@ def _counting(census: Census, lines: BinaryIO, read: LineReader, max_context: in
     def again(number: int) -> str | None:
         return _draft(read, next(read_lines(lines, census.offsets, number - 1, number))[0], number)[1]
 
-    names = CustomIds(census.num_lines, again)
+    names, census.beginnings = CustomIds(census.num_lines, again), Beginnings(read.prompt_tokens)
     for chunk in read_lines(lines, census.offsets, 0, census.num_lines):
         drafts: dict[int, Draft] = {}
         for place, raw in enumerate(chunk, census.counted):
@@ -195,6 +201,8 @@ def _counting(census: Census, lines: BinaryIO, read: LineReader, max_context: in
                 limit = min(draft.params.max_tokens or max_context, max_context - size)
                 census.prompt_tokens[place], census.max_tokens[place] = size, limit
                 census.num_answers[place] = draft.params.n
+        if drafts:
+            census.beginning[list(drafts)] = census.beginnings.find(list(drafts.values()))
         first, census.counted = census.counted, census.counted + len(chunk)
         yield int(census.offsets[census.counted] - census.offsets[first])
 

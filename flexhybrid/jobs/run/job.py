@@ -448,7 +448,8 @@ class Job:
             self.progress.expect(self.progress.done + len(self._order), self.tokens + int(most.sum()))
 
     def workload(self, places: np.ndarray) -> Workload:
-        return self.census.workload(places)
+        lengths = self.census.workload(places)
+        return lengths if self.llm.arguments.enable_prefix_caching else replace(lengths, prefixes=None)
 
     def num_answers(self, places: np.ndarray) -> np.ndarray:
         return self.census.num_answers[places]
