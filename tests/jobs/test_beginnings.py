@@ -15,7 +15,6 @@ from flexhybrid.requests import RequestCodec, load_tokenizer
 from flexhybrid.runtime.storage.loader import Checkpoint
 from flexhybrid.sampling_params import SamplingParams
 
-
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "experiments/checkpoints/opt-stdlib-2k"
 
@@ -37,13 +36,16 @@ def texts_that_begin_alike(rng: np.random.Generator, count: int) -> list[str]:
     return [texts[i] for i in rng.permutation(count)]
 
 
-def found_in(drafts: list[Draft], chunk: int, codec: RequestCodec) -> Workload:
+def found_in(drafts: list[Draft], chunk: int, codec: RequestCodec) -> tuple[list[int], np.ndarray]:
+    """Of each prompt the number of its beginning, and the tokens that it shares."""
+
     def count(some: list[Draft]) -> list[int]:
         return codec.count_all([(draft.prompt, draft.params) for draft in some])
 
     found = Beginnings(count)
     numbers = [n for first in range(0, len(drafts), chunk) for n in found.find(drafts[first : first + chunk])]
-    return Workload(np.array(count(drafts)), np.ones(len(drafts), int), None, found.prefixes(np.array(numbers)))
+    lengths = Workload(np.array(count(drafts)), np.ones(len(drafts), int), None, found.prefixes(np.array(numbers)))
+    return numbers, lengths.shared_tokens
 
 
 def drafts_of(prompts: list) -> list[Draft]:
@@ -60,12 +62,12 @@ def test_beginnings_of_texts_are_those_of_their_tokens():
             tree.path(request)
         exact = np.array([16 * len(tree.shared(request)) for request in range(60)])
         for of in (prompts, ids):
-            known = found_in(drafts_of(of), 60, codec)
-            assert (known.shared_tokens <= exact).all()  # a word less than what is alike is found, seldom a block
-            assert known.shared_tokens.sum() >= 0.9 * exact.sum()
+            numbers, shared = found_in(drafts_of(of), 60, codec)
+            assert (shared <= exact).all()  # a word less than what is alike is found, seldom a block
+            assert shared.sum() >= 0.9 * exact.sum()
             for request in range(60):  # those whose beginnings are one do begin alike
-                prefix, tokens = int(known.prefixes.of_request[request]), int(known.shared_tokens[request])
-                others = [i for i in range(60) if prefix >= 0 and known.prefixes.of_request[i] == prefix]
+                others = [i for i in range(60) if numbers[request] >= 0 and numbers[i] == numbers[request]]
+                tokens = int(shared[request])
                 assert all(ids[i][:tokens] == ids[request][:tokens] for i in others)
 
 
@@ -74,7 +76,7 @@ def test_later_chunks_know_what_earlier_ones_began_with(monkeypatch):
     prompts = [[*system, *rng.integers(200, 900, 20).tolist()] for _ in range(12)]
     prompts += [[*range(300, 360), n] for n in range(3)] + [[n, *system] for n in range(3)]
     codec = RequestCodec(Checkpoint(MODEL).shape, Path(MODEL), None)
-    of_request = found_in(drafts_of(prompts), 3, codec).prefixes.of_request.tolist()
+    of_request = found_in(drafts_of(prompts), 3, codec)[0]
     assert of_request == [0] * 12 + [1] * 3 + [-1] * 3
     monkeypatch.setattr(beginnings, "KEPT", 0)
-    assert found_in(drafts_of(prompts), 3, codec).prefixes.of_request.tolist()[:6] == [0] * 3 + [1] * 3
+    assert found_in(drafts_of(prompts), 3, codec)[0][:6] == [0] * 3 + [1] * 3
