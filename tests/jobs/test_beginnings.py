@@ -40,7 +40,7 @@ def found_in(drafts: list[Draft], chunk: int, codec: RequestCodec) -> tuple[list
     """Of each prompt the number of its beginning, and the tokens that it shares."""
 
     def count(some: list[Draft]) -> list[int]:
-        return codec.count_all([(draft.prompt, draft.params) for draft in some])
+        return [int(str(size)) for size in codec.count_all([(draft.prompt, draft.params) for draft in some])]
 
     found = Beginnings(count)
     numbers = [n for first in range(0, len(drafts), chunk) for n in found.find(drafts[first : first + chunk])]
