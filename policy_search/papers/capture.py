@@ -27,7 +27,8 @@ class CaptureOptions:
       for a full memory; where the host has no room for that many KV blocks, ACT blocks take their place. Without
       ``ratio`` the static split of the paper's Table III: equal bytes of ACT and KV (that ACT is "filled first" we
       leave out: a host with room to spare would hold no KV at all). Each request keeps the pools' ratio (eq. 5).
-    - ``packing``: balanced mini-batches (eq. 6 and 7), without it in order of arrival; of up to
+    - ``packing``: mini-batches of like length in even parts, which serve better than those of eq. 6 and 7
+      (``core/context/packing.py``); without it in order of arrival. They have up to
       ``max_mini_batch_tokens`` padded tokens.
     - ``device_act``: ACT blocks fill what GPU memory is left ("exclusively allocated for Activation cache blocks"), up
       to the number that Algorithm 1 wants in all. HybridServe adds that a small batch may keep KV there instead, but
