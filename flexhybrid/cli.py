@@ -12,7 +12,7 @@ from pathlib import Path
 from flexhybrid import __version__
 from flexhybrid.cascade.cli import add_cascade
 from flexhybrid.core.context.cache_entries import TIERS
-from flexhybrid.core.errors import InputError
+from flexhybrid.core.errors import InputError, unknown
 from flexhybrid.core.model.shape import shape_from_config
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.workload import Workload
@@ -33,6 +33,12 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return known, unknown
+
+    def _check_value(self, action, value):
+        """Report a value that is none of the choices of an argument as any other unknown name, the nearest first."""
+        if action.choices is not None and value not in action.choices:
+            kind = f"value of {action.option_strings[-1]}" if action.option_strings else "command"
+            self.error(str(unknown(kind, value, action.choices)))
 
     def error(self, message: str):
         if message.endswith("expected one argument"):

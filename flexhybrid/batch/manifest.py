@@ -15,6 +15,12 @@ SETTINGS = (
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
 )  # fmt: skip
 WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")
+#: Place in the manifest -> the flag of ``run`` that decides it, where the place has another name.
+FLAGS = {
+    "errors": "--errors", "columns.prompt": "--column", "columns.custom_id": "--id-column", "chat.prompts": "--chat",
+    "chat.system": "--system-prompt", "chat.template": "--chat-template", "numbers.bits": "--policy",
+    "numbers.selection": "--policy",
+}  # fmt: skip
 MAX_HEADER_BYTES = 100_000_000  #: safetensors' own bound
 
 
@@ -67,12 +73,15 @@ def load_manifest(output: Path) -> dict | None:
 
 def check_same(output: Path, earlier: dict, now: dict) -> None:
     """Raise InputError when a resumed run would not continue the earlier one, naming what differs."""
+    if "columns" not in earlier:  # an earlier version's
+        now = {name: value for name, value in now.items() if name != "columns"}
     differences = list(_differences(earlier, now, ""))
+    if other_columns := [place for place in differences if place[0].startswith("columns")]:
+        differences = other_columns + [place for place in differences if not place[0].startswith(("columns", "input"))]
     if differences:
         more = f" (and {len(differences) - 3} more)" if len(differences) > 3 else ""
         shown = "; ".join(
-            f"{where} was {_short(was)}, is {_short(is_now)}" + " (the file was changed)" * (where == "input.sha256")
-            for where, was, is_now in differences[:3]
+            f"{where} was {_short(was)}, is {_short(is_now)}{_reason(where)}" for where, was, is_now in differences[:3]
         )
         if any(where.endswith(".mtime_ns") for where, _, _ in differences):
             more += " (nanoseconds: a copy of the same weights is taken for others until it has the earlier time, by "
@@ -97,6 +106,15 @@ def _differences(earlier, now, where: str) -> Iterator[tuple[str, object, object
                 yield from _differences(earlier.get(key), now.get(key), f"{where}.{key}" if where else key)
     elif earlier != now:
         yield where, earlier, now
+
+
+def _reason(where: str) -> str:
+    """Return what decides a place of the manifest, in words: "" where its name says so."""
+    if where == "input.sha256":
+        return " (the file was changed)"
+    section, _, name = where.partition(".")
+    flag = FLAGS.get(where) or (f"--{name.replace('_', '-')}" if section == "sampling" else None)
+    return f" ({flag})" if flag else ""
 
 
 def _short(value) -> str:

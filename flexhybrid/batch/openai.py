@@ -341,6 +341,17 @@ NO_TEMPLATE = (
 )
 
 
+def check_template(template: str, name: str) -> None:
+    """Raise InputError, which calls the template ``name``, for one that is no Jinja."""
+    from jinja2 import TemplateSyntaxError
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    try:
+        render_jinja_template([], chat_template=template)
+    except TemplateSyntaxError as error:
+        raise InputError(f"{name}, line {error.lineno}: {error.message}") from None
+
+
 def template_of(tokenizer, template: str | None, tools: list | None) -> str:
     """Return the text of a chat template: of the tokenizer's own for None. Raise Refused without one."""
     if not template and not getattr(tokenizer, "chat_template", None):

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import difflib
 import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
-from flexhybrid.core.errors import InputError, check, file_errors
+from flexhybrid.core.errors import InputError, check, file_errors, unknown
 from flexhybrid.core.workload import Prefixes, Workload
 from flexhybrid.jobs.paths import check_file
 from sim.answer_lengths import with_mean
 
 COLUMNS = ("prompt_tokens", "max_tokens", "answer_tokens")  #: of a table; the last one may be missing
+MISSPELLED = 0.85  #: similarity from which another name is a known one misspelled
 PREFIX = ("prefix", "prefix_tokens")  #: columns that may be missing: names of what prompts begin with, and its tokens
 
 
@@ -37,9 +39,13 @@ def read_lengths(path: Path, model: str, answer_tokens: float | None = None) -> 
         if not is_table and "body" in first:
             return _known(_counted(path, model), answer_tokens)
         names = COLUMNS if COLUMNS[2] in first else COLUMNS[:2]
+        seen: set[str | None] = {None}  # surplus fields of a CSV have no name
         columns: list[list[int]] = [[] for _ in names]
         tree = PrefixTable()
         for number, row in enumerate((row for group in ((first,), rows) for row in group), 1 + is_table):
+            if new := [name for name in row if name not in seen]:
+                _check_names(new, row, f"{path}, line {1 if is_table else number}")
+                seen.update(new)
             for name, column in zip(names, columns, strict=True):
                 column.append(_count(row.get(name), f"{path}, line {number}: {name}"))
             names_of_prefix, ends = (row.get(name) for name in PREFIX)
@@ -48,6 +54,18 @@ def read_lengths(path: Path, model: str, answer_tokens: float | None = None) -> 
         answers = np.array(columns[2]) if len(columns) > 2 else None
         workload = Workload(np.array(columns[0]), np.array(columns[1]), answers, tree.prefixes())
         return _known(workload, answer_tokens)
+
+
+def _check_names(new: list[str], row: dict, where: str) -> None:
+    """Raise InputError for a name that is a known one misspelled, and where a row lacks a name that it needs."""
+    known = (*COLUMNS, *PREFIX)
+    for name in new:
+        if name not in known and difflib.get_close_matches(name.strip().lower(), known, 1, MISSPELLED):
+            raise InputError(f"{where}: {unknown('column', name, known)}")
+    for name in COLUMNS[:2]:
+        if name not in row:
+            names = ", ".join(filter(None, row))
+            raise InputError(f"{where}: there is no {name}; columns: {names}; known: {', '.join(known)}")
 
 
 class PrefixTable:

@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 TICK_S, PLAIN_S = 1.0, 30.0  #: seconds between looks at the clock: on a terminal, and between lines elsewhere
 PRIOR_S = 3.0  #: seconds for which a prediction counts beside what is measured
+AGAIN_S = 0.05  #: seconds after which an interrupt that was lost is sent again
 STOP_S = 1.0  #: seconds after which a stop no longer waits for the end of the iteration
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 
@@ -149,27 +150,42 @@ class StopAsked:
 
     asked: bool = False
     overdue: bool = False  #: whether the iteration did not end within STOP_S
+    swallowed: bool = False  #: whether an interrupt was raised where nothing can be raised
 
 
 @contextlib.contextmanager
 def stop_on_signal() -> Iterator[StopAsked]:
     """Turn the first SIGINT (Ctrl-C) or SIGTERM into ``asked``. When the block goes on for STOP_S more, it is left by a
-    KeyboardInterrupt that ends with it; a second signal raises one that does not."""
+    KeyboardInterrupt that ends with it; a second signal raises one that does not.
+
+    An interrupt that meets a callback of C code or a finalizer is lost there (Python would print it as ignored, and
+    the C code may fail): it is sent once more, AGAIN_S later, and a failure meanwhile counts as it."""
     stop = StopAsked()
     main = threading.main_thread()
 
-    def interrupt() -> None:
-        stop.overdue = True
-        signal.pthread_kill(main.ident or 0, signal.SIGINT)
+    timers: list[threading.Timer] = []
 
-    timer = threading.Timer(STOP_S, interrupt)
-    timer.daemon = True
+    def interrupt_in(seconds: float, overdue: bool) -> None:
+        def interrupt() -> None:
+            stop.overdue |= overdue
+            signal.pthread_kill(main.ident or 0, signal.SIGINT)
+
+        timers.append(threading.Timer(seconds, interrupt))
+        timers[-1].daemon = True
+        timers[-1].start()
+
+    def unraisable(lost, show=sys.unraisablehook) -> None:
+        if lost.exc_type is not KeyboardInterrupt:
+            show(lost)
+            return
+        stop.swallowed = True
+        interrupt_in(AGAIN_S, overdue=False)
 
     def handle(_signal_number, _frame) -> None:
         if stop.asked:
             raise KeyboardInterrupt
         stop.asked = True
-        timer.start()
+        interrupt_in(STOP_S, overdue=True)
         text = f"stopping after this iteration, or in {STOP_S:.0f} s; once more stops at once"
         print(f"\nflexhybrid: {text}", file=sys.stderr, flush=True)
 
@@ -177,12 +193,17 @@ def stop_on_signal() -> Iterator[StopAsked]:
         yield stop
         return
     earlier = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    earlier_hook, sys.unraisablehook = sys.unraisablehook, unraisable
     try:
         yield stop
-    except KeyboardInterrupt:
-        if not stop.overdue:
+    except BaseException as error:
+        if not (isinstance(error, KeyboardInterrupt) or stop.swallowed and isinstance(error, Exception)):
             raise
+        if not stop.overdue:
+            raise error if isinstance(error, KeyboardInterrupt) else KeyboardInterrupt() from None
     finally:
-        timer.cancel()
+        sys.unraisablehook = earlier_hook
+        for timer in timers:
+            timer.cancel()
         for number, handler in earlier.items():
             signal.signal(number, handler)

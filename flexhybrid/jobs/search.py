@@ -206,9 +206,11 @@ def describe_search(report: SearchReport) -> str:
     for row in report.rivals:
         if row["tokens_per_s"]:
             streamed = row["system"] == "resident" and row["weights_on_device"] < 1
+            note = f" ({WEIGHTS_STREAMED})" if streamed else ""
+            note += " (changes the tokens)" if row["system"] in LOSSY_RIVALS else ""
             lines.append(
                 f"  {row['system']:32s} {row['tokens_per_s']:10.4g} tokens/s   {-row['loses']:+7.1%}   "
-                f"weights {row['weights_on_device']:.0%}{f' ({WEIGHTS_STREAMED})' if streamed else ''}"
+                f"weights {row['weights_on_device']:.0%}{note}"
             )
         else:
             reason = row["error"].partition("does not fit. ")[2] or row["error"]

@@ -33,10 +33,11 @@ def setting_of(point: dict, budgets: Budgets | None = None, note: Note | None = 
     ``note`` takes a line about a profile that was taken in company, and one for each budget above the machine's memory;
     such budgets ask what more memory would bring. Raise InputError, naming the key.
     """
-    for name in ("batch", "prompt_len", "gen_len"):
-        check(
-            name, point[name], is_integer(point[name]) and point[name] >= 1, "a whole number >= 1 (or give --lengths)"
-        )
+    lengths = ("batch", "prompt_len", "gen_len")
+    if missing := [f"--{name.replace('_', '-')}" for name in lengths if point[name] is None]:
+        raise InputError(f"say how much there is to do: {', '.join(missing)} (or the lengths of a queue, --lengths)")
+    for name in lengths:
+        check(name, point[name], is_integer(point[name]) and point[name] >= 1, "a whole number >= 1")
     shape = shape_of(point["model"])
     hardware = machine_of(point["hardware"], shape)
     if note and hardware.company:

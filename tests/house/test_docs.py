@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -48,6 +49,7 @@ def clone(tmp_path, monkeypatch):
     for folder in ("experiments", "flexhybrid"):
         (tmp_path / folder).symlink_to(ROOT / folder)
     (tmp_path / "requests.jsonl").write_text(re.search(r"```json\n(.*?)```", PAGE, re.DOTALL)[1])
+    (tmp_path / "chat.jinja").write_text(re.search(r"```jinja\n(.*?)```", PAGE, re.DOTALL)[1])
     (tmp_path / "table.csv").write_text('question\nimport os\n"def f():\n    "\n')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))
@@ -55,9 +57,18 @@ def clone(tmp_path, monkeypatch):
     return tmp_path
 
 
+def check_git_ignores(clone: Path) -> None:
+    """Who follows a page in a clone leaves no file there that git would add."""
+    shutil.copy(ROOT / ".gitignore", clone)
+    subprocess.run(["git", "init", "-q"], cwd=clone, check=True)
+    untracked = ["git", "ls-files", "--others", "--exclude-standard", "--directory"]
+    names = subprocess.run(untracked, cwd=clone, capture_output=True, text=True, check=True).stdout.split()
+    assert set(names) - {"cache/"} == {".gitignore", "experiments", "flexhybrid"}
+
+
 def test_the_page_about_jobs_works_as_written(clone, capsys):
     commands = COMMAND.findall(PAGE)
-    assert len(commands) == len(re.findall(r"```sh", PAGE)) == 6
+    assert len(commands) == len(re.findall(r"```sh", PAGE)) == 7
     for command in commands:
         assert cli.main(shlex.split(command)) == 0, command
         assert capsys.readouterr().out, command
@@ -67,6 +78,9 @@ def test_the_page_about_jobs_works_as_written(clone, capsys):
     answers = [json.loads(raw) for raw in (clone / "answers.jsonl").read_bytes().splitlines()]
     assert sorted(row["custom_id"] for row in answers) == ["a", "b"]
     assert (clone / "split-errors.jsonl").read_bytes() == b""
+    chats = [json.loads(raw)["response"] for raw in (clone / "chat.jsonl").read_bytes().splitlines()]
+    assert [chat["status_code"] for chat in chats] == [200, 200]
+    check_git_ignores(clone)
 
 
 @pytest.mark.parametrize("name", OTHER_PAGES)
@@ -91,6 +105,7 @@ def test_every_block_of_a_page_works_as_written(name, clone, capsys, monkeypatch
                 assert cli.main(shlex.split(command)) == 0, command
                 out = capsys.readouterr().out
                 assert out and ("--only" not in command or "held-out rows: median" in out), command
+    check_git_ignores(clone)
 
 
 def test_pages_and_files_that_are_named_exist():
@@ -223,3 +238,4 @@ def test_the_page_about_cascades_works_as_written(clone, capsys):
         assert capsys.readouterr().out, command
     answers = [json.loads(line) for line in (clone / "answers.jsonl").read_text().splitlines()]
     assert len(answers) == 1797 - 800 - 500 and not any(answer["failed"] for answer in answers)
+    check_git_ignores(clone)

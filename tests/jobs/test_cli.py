@@ -74,7 +74,9 @@ def test_json_is_one_object_on_stdout(arguments, key, tmp_path, capsys):
         (("reproduce", "--only", "capture-table4"), "did you mean capture-table3"),
         (("profile", "--device", "cpu", "--link-gb-per-s", "-1"), "must be a number of at least"),
         (("compare", "--model", "NOWHERE"), "no checkpoint at"),
-        (("simulat",), "invalid choice"),
+        (("simulat",), "unknown command 'simulat'; did you mean simulate?"),
+        (("run", "--format", "txt"), "unknown value of --format 'txt'; did you mean text? known: auto, jsonl, text"),
+        (("simulate", "--model", "opt-30b", "--hardware", "t4", "--gen-len", "9"), "do: --batch, --prompt-len (or the"),
     ],
 )
 def test_wrong_input_is_one_line_on_stderr(arguments, words, tmp_path, capsys):
@@ -172,6 +174,7 @@ def test_rivals_are_told_whole(capsys):
     for error in failed:
         assert any(error.endswith(line.split("does not run: ")[1]) for line in said.splitlines() if "not run" in line)
     assert all(0 <= row["weights_on_device"] <= 1 for row in rivals if not row["error"])
+    assert [line.split()[0] for line in said.splitlines() if line.endswith("(changes the tokens)")] == ["int4"]
 
 
 @pytest.mark.parametrize("option", ["--save-policy", "--lp"])

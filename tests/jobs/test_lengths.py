@@ -59,7 +59,10 @@ def test_requests_are_counted_by_the_checkpoint_s_tokenizer(tiny, tmp_path):
     [
         ("prompt_tokens,max_tokens\n3,\n", "line 2: max_tokens is ''"),
         ("prompt_tokens,max_tokens\n3,4\nx,4\n", "line 3: prompt_tokens is 'x'"),
-        ("prompt_tokens\n3\n", "line 2: max_tokens is None"),
+        ("prompt_tokens\n3\n", "line 1: there is no max_tokens; columns: prompt_tokens; known: prompt_tokens, max_tok"),
+        ("n,prompt_token,max_tokens\n7,3,4\n", "line 1: unknown column 'prompt_token'; did you mean prompt_tokens"),
+        ("prompt_tokens,max_tokens,answer_token\n3,4,5\n", "'answer_token'; did you mean answer_tokens"),
+        ("prompt_tokens,max_tokens,Prefix_token,n\n3,4,2,7\n", "'Prefix_token'; did you mean prefix_tokens"),
         ("prompt_tokens,max_tokens,answer_tokens\n3,4,5\n", "answer_tokens are at most max_tokens"),
         ("prompt_tokens,max_tokens\n", "no requests"),
     ],

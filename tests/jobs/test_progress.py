@@ -1,9 +1,11 @@
 """What a job tells while it runs, and how it ends when it is asked to."""
 
+import contextlib
 import errno
 import json
 import os
 import signal
+import sys
 import threading
 
 import numpy as np
@@ -87,7 +89,7 @@ def test_a_stop_does_not_wait_for_an_iteration_without_end(tiny, tmp_path, capsy
     monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(progress_module, "STOP_S", 0.05)
 
-    def answer(self, workload, open_request, completed, hears, on_trace=None):
+    def answer(self, workload, open_request, completed, hears, on_trace=None, **_begun):
         generated, _ = open_request(0)
         generated.token_ids = [5]
         completed(0, generated)
@@ -108,6 +110,47 @@ def test_a_stop_does_not_wait_for_an_iteration_without_end(tiny, tmp_path, capsy
         "stopping after this iteration, or in" in warned
         and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     )
+
+
+def test_a_stop_before_the_first_iteration_ends_says_why_nothing_is_written(tiny, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(progress_module, "STOP_S", 0.05)
+
+    def prefill(self, workload, open_request, completed, hears, on_trace=None, **_begun):
+        os.kill(os.getpid(), signal.SIGINT)
+        threading.Event().wait(60)
+
+    monkeypatch.setattr(LLM, "answer", prefill)
+    (tmp_path / "in.jsonl").write_text(
+        json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": [5]}})
+    )
+    paths = ["-i", tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl", "--model", tiny, "--policy", "kv_only"]
+    assert cli.main([str(part) for part in ("run", *paths, "--device", "cpu", "--dtype", "float32", "--quiet")]) == 130
+    assert "no answer could be there yet" in (told := capsys.readouterr().out) and "smaller --max-batch" in told
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_interrupt_that_meets_a_finalizer_is_not_lost(capfd, monkeypatch, times, fails):
+    """Python ignores what a finalizer, or a callback of C code, raises; what called it may fail for that."""
+    monkeypatch.setattr(progress_module, "STOP_S", 0.05 if times == 1 else 60.0)
+    hook, entered = sys.unraisablehook, threading.Event()
+
+    class Finalized:
+        def __del__(self):
+            for _ in range(times):
+                os.kill(os.getpid(), signal.SIGINT)
+            entered.wait(0.2)
+
+    ends = pytest.raises(KeyboardInterrupt) if times == 2 else contextlib.nullcontext()
+    with ends, progress_module.stop_on_signal() as stop:
+        waits = Finalized()
+        del waits
+        if fails:
+            raise RuntimeError("what has called it")
+        entered.wait(60)
+        raise AssertionError("it was not interrupted")
+    assert stop.asked and stop.overdue == (times == 1) and sys.unraisablehook is hook
+    assert "ignored" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("at_once", [1, 7, 10**6])

@@ -317,7 +317,10 @@ def test_a_resume_that_differs_is_refused_and_says_in_what(tiny, tmp_path, capsy
     assert run(source, out, tiny, "--verify") == 0
     before = out.read_bytes()
     assert run(source, out, tiny, "--seed", "5") == 2
-    assert "sampling.seed was 0, is 5" in capsys.readouterr().err
+    assert "sampling.seed was 0, is 5 (--seed)" in capsys.readouterr().err
+    assert run(source, out, tiny, "--errors", str(tmp_path / "refused.jsonl")) == 2
+    assert 'errors was null, is "refused.jsonl" (--errors)' in capsys.readouterr().err
+    (tmp_path / "refused.jsonl").unlink(missing_ok=True)
     source.write_text(source.read_text() + line("more", prompt=[5]) + "\n")
     assert run(source, out, tiny) == 2
     assert "input.lines was 12, is 13" in capsys.readouterr().err
@@ -515,7 +518,7 @@ def test_an_interrupt_ends_the_iteration_and_the_next_run_goes_on(tiny, tmp_path
     told, warned = capsys.readouterr()
     again = "give the same command again, without --restart, to go on"
     assert (again in told) == ("tokens of unfinished answers are lost" in told) == (times == 1)
-    assert "(predicted " not in told  # that was for all of it
+    assert "(predicted " not in told and "no answer could be there yet" not in told
     assert (f"answers written so far are kept; {again}" in warned) == (times == 2)
     assert len(by_id(out)) == 4  # the short ones
     assert run(source, out, tiny) == 0

@@ -97,6 +97,9 @@ def test_packed_lines_and_the_standard_input_are_read(asked, tmp_path, monkeypat
         ("splits", ["--column", "q"], "name one of its splits, {}/train"),
         ("cache", ["--column", "q"], "it holds no state.json"),
         ("torn.jsonl.gz", [], "Compressed file ended before"),
+        ("header.csv", ["--column", "q"], "{} has a header and no rows"),
+        ("in.jsonl", ["--max-tokens", "0"], "--max-tokens is 0; it must be at least 1\n"),
+        ("in.jsonl", ["--chat-template", "broken.jinja"], "--chat-template broken.jinja, line 2: unexpected"),
         ("in.jsonl", ["--chat"], "--chat is of text and tables"),
         ("in.jsonl", ["--chat-template", "none.jinja"], "cannot read none.jinja"),
     ],
@@ -104,6 +107,8 @@ def test_packed_lines_and_the_standard_input_are_read(asked, tmp_path, monkeypat
 def test_what_cannot_be_read_is_told_with_what_can(asked, tmp_path, capsys, name, arguments, said):
     sources(tmp_path)
     (tmp_path / "cache").mkdir()
+    (tmp_path / "header.csv").write_text("n,q\n")
+    (tmp_path / "broken.jinja").write_text("{{ bos_token }}\n{{ }}")
     (tmp_path / "in.jsonl").write_text("{}")
     (tmp_path / "torn.jsonl.gz").write_bytes(gzip.compress(b"x" * 5000)[:-12])
     capsys.readouterr()

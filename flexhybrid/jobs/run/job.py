@@ -25,7 +25,7 @@ from flexhybrid.batch.census import RequestFile, file_state, first_url, take_cen
 from flexhybrid.batch.formats import format_of, open_lines
 from flexhybrid.batch.in_flight import InFlight, Tokens
 from flexhybrid.batch.manifest import check_same, load_manifest, manifest_path, model_record, save_manifest
-from flexhybrid.batch.openai import CHAT, Request
+from flexhybrid.batch.openai import CHAT, Request, check_template
 from flexhybrid.batch.replies import answer_line, error_line
 from flexhybrid.batch.requests import LineRules
 from flexhybrid.batch.table import write_table
@@ -62,6 +62,7 @@ ERRORS_AT_ONCE = 256  #: lines of refused requests that are written together
 REFILLS = 4  #: times as many requests as run together stand for a queue whose places are taken anew
 SHOWN_LINES = 5  #: of those that a kill has cost
 PARTED = 1.5  #: times by which speed and prediction differ before a new profile is advised
+TELLING_S = 10.0  #: seconds of a run from which its speed says something of the profile
 STOPPED = 130  #: exit status of a run that was asked to stop
 VERSIONED = {"flexhybrid": flexhybrid, "torch": torch, "transformers": transformers}  #: named in the manifest
 
@@ -89,6 +90,8 @@ def run(options: RunOptions, say: Callable[[str], None] = print, began: float | 
         rules = LineRules(
             file_format, options.sampling, options.seed, options.chat_rules(), options.id_column is not None
         )
+        if rules.chat.template:
+            check_template(rules.chat.template, f"--chat-template {options.chat_template}")
         _check_template(rules, lines, llm)
         read, counts, seconds = rules.reader(llm.codec), rules.reader(llm.codec), math.inf if crew else CENSUS_S
         with Progress(state[0], "reading", "B", options.quiet) as progress:
@@ -241,7 +244,7 @@ class Job:
 
         options = self.options
         if not self.census.num_lines:
-            raise InputError(f"{options.input} is empty")
+            raise InputError(f"{options.input} " + ("has a header and no rows" if options.column else "is empty"))
         self._resume(say)
         self._earlier = int((self.states != PENDING).sum())
         self._say_lost(say)
@@ -364,6 +367,7 @@ class Job:
             "input": {"sha256": self.census.sha256, "lines": self.census.num_lines},
             "model": model_record(llm.checkpoint.path, options.verify),
             "sampling": {**options.sampling, "seed": options.seed},
+            "columns": {"prompt": options.column, "custom_id": options.id_column},
             **self._chat_identity(),
             "errors": options.errors.name if options.errors else None,
             "numbers": {
@@ -554,7 +558,11 @@ class Job:
             say(f"{speed}{against}; the whole command {duration(total_s)}")
             if work.others_cpu_share and work.others_cpu_share > MOST_OTHERS:
                 say(f"busy       others used {work.others_cpu_share:.0%} of the cores; predictions assume none")
-            if options.llm.hardware is None and parted(self.tokens / work.seconds, work.predicted_tokens_per_s):
+            if (
+                options.llm.hardware is None
+                and work.seconds >= TELLING_S
+                and parted(self.tokens / work.seconds, work.predicted_tokens_per_s)
+            ):
                 say(
                     f"profile    the speed is far from the {work.predicted_tokens_per_s:.1f} tokens/s predicted: "
                     "--reprofile measures the machine anew"
@@ -577,6 +585,11 @@ class Job:
             dropped = work.unfinished_tokens if work else 0
             lost = f"; {dropped:,} tokens of unfinished answers are lost (see --max-batch)" if dropped else ""
             say(f"stopped: give {_again(options)} to go on{lost}")
+            if work and not (self.tokens or dropped):
+                say(
+                    "           no answer could be there yet: the first iteration reads the prompts of all requests "
+                    "that begin together; with a smaller --max-batch the first answers come sooner"
+                )
 
     def _record(self, work: Work | None, stopped: bool) -> dict:
         return {

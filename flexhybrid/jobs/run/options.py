@@ -65,6 +65,8 @@ def journal_of(table: Path) -> Path:
 
 def check_options(options: RunOptions) -> None:
     """Raise InputError for paths that do not exist, files given twice, and flags that contradict each other."""
+    limit = options.sampling.get("max_tokens")
+    check("--max-tokens", limit, limit is None or limit >= 1, "at least 1")
     SamplingParams(**options.sampling)
     check("--max-batch", options.max_batch, options.max_batch is None or options.max_batch >= 1, "at least 1")
     mean = options.answer_tokens
