@@ -15,7 +15,7 @@ from flexhybrid.core.hardware import Hardware, Line, load_hardware
 from flexhybrid.core.problem import NO_BUDGETS, Budgets, Problem
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.profile import job as profile_job
-from flexhybrid.jobs.run.job import PARTED, parted
+from flexhybrid.jobs.run.job import PARTED, TELLING_S, parted
 from flexhybrid.resolve import PacedDevice, best_policy
 from flexhybrid.runtime.profiling.attention_paths import can_attend_in_place
 from flexhybrid.runtime.profiling.cpu_use import CpuUse
@@ -116,13 +116,10 @@ def test_a_record_from_before_the_mark_tells_by_its_passes():
 
 
 def test_far_from_the_prediction_means_more_than_half_as_much_again():
-    assert [parted(rate, 100.0) for rate in (100 * PARTED + 1, 100 / PARTED - 1, 149.0, 67.0)] == [
-        True,
-        True,
-        False,
-        False,
-    ]
-    assert not parted(10.0, None) and not parted(0.0, 10.0)
+    rates = (100 * PARTED + 1, 100 / PARTED - 1, 149.0, 67.0)
+    assert [parted(int(100 * rate), 100.0, 100.0) for rate in rates] == [True, True, False, False]
+    assert not parted(1000, 100.0, None) and not parted(0, 100.0, 10.0)
+    assert not parted(50, TELLING_S / 2, 100.0)  # a run so short says nothing of the machine
 
 
 @pytest.mark.parametrize("overhead_s, said", [(10.0, True), (None, False)])

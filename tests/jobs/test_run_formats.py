@@ -26,7 +26,7 @@ def asked(tmp_path, monkeypatch) -> list[str]:
     monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))
     texts: list[str] = []
 
-    def answer(self, workload, open_request, completed, hears, on_trace=None):
+    def answer(self, workload, open_request, completed, hears, on_trace=None, **_begun):
         for request in range(workload.num_requests):
             generated, _ = open_request(request)
             texts.append(self.tokenizer.decode(generated.prompt_ids))
@@ -99,12 +99,13 @@ def test_packed_lines_and_the_standard_input_are_read(asked, tmp_path, monkeypat
         ("torn.jsonl.gz", [], "Compressed file ended before"),
         ("header.csv", ["--column", "q"], "{} has a header and no rows"),
         ("in.jsonl", ["--max-tokens", "0"], "--max-tokens is 0; it must be at least 1\n"),
-        ("in.jsonl", ["--chat-template", "broken.jinja"], "--chat-template broken.jinja, line 2: unexpected"),
+        ("in.jsonl", ["--chat-template", "broken.jinja"], "--chat-template broken.jinja, line 2: Expected"),
         ("in.jsonl", ["--chat"], "--chat is of text and tables"),
         ("in.jsonl", ["--chat-template", "none.jinja"], "cannot read none.jinja"),
     ],
 )
-def test_what_cannot_be_read_is_told_with_what_can(asked, tmp_path, capsys, name, arguments, said):
+def test_what_cannot_be_read_is_told_with_what_can(asked, tmp_path, monkeypatch, capsys, name, arguments, said):
+    monkeypatch.chdir(tmp_path)
     sources(tmp_path)
     (tmp_path / "cache").mkdir()
     (tmp_path / "header.csv").write_text("n,q\n")

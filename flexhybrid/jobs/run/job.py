@@ -62,7 +62,7 @@ ERRORS_AT_ONCE = 256  #: lines of refused requests that are written together
 REFILLS = 4  #: times as many requests as run together stand for a queue whose places are taken anew
 SHOWN_LINES = 5  #: of those that a kill has cost
 PARTED = 1.5  #: times by which speed and prediction differ before a new profile is advised
-TELLING_S = 10.0  #: seconds of a run from which its speed says something of the profile
+TELLING_S = 10.0  #: seconds of a run, measured or predicted, from which its speed says something of the profile
 STOPPED = 130  #: exit status of a run that was asked to stop
 VERSIONED = {"flexhybrid": flexhybrid, "torch": torch, "transformers": transformers}  #: named in the manifest
 
@@ -196,9 +196,11 @@ class Work(NamedTuple):
     unfinished_tokens: int  #: that were generated of answers that were not complete at the end
 
 
-def parted(tokens_per_s: float, predicted: float | None) -> bool:
-    """Return whether a measured and a predicted speed differ by more than PARTED times; False without both."""
-    if not predicted or not tokens_per_s:
+def parted(tokens: int, seconds: float, predicted: float | None) -> bool:
+    """Return whether tokens/s, measured and ``predicted``, differ by more than PARTED times; False without both, and
+    for a run that neither took nor should have taken TELLING_S seconds."""
+    tokens_per_s = tokens / seconds
+    if not predicted or not tokens or max(seconds, tokens / predicted) < TELLING_S:
         return False
     return max(tokens_per_s / predicted, predicted / tokens_per_s) > PARTED
 
@@ -558,11 +560,7 @@ class Job:
             say(f"{speed}{against}; the whole command {duration(total_s)}")
             if work.others_cpu_share and work.others_cpu_share > MOST_OTHERS:
                 say(f"busy       others used {work.others_cpu_share:.0%} of the cores; predictions assume none")
-            if (
-                options.llm.hardware is None
-                and work.seconds >= TELLING_S
-                and parted(self.tokens / work.seconds, work.predicted_tokens_per_s)
-            ):
+            if options.llm.hardware is None and parted(self.tokens, work.seconds, work.predicted_tokens_per_s):
                 say(
                     f"profile    the speed is far from the {work.predicted_tokens_per_s:.1f} tokens/s predicted: "
                     "--reprofile measures the machine anew"
