@@ -143,7 +143,11 @@ def test_prompts_of_a_table_become_chats(asked, tmp_path, capsys):
     body = read(out)[0]["response"]["body"]
     assert body["object"] == "chat.completion" and body["choices"][0]["message"]["role"] == "assistant"
     assert run(tmp_path / "in.parquet", out, "--column", "q", *common, "--system-prompt", "two") == 2
-    assert 'chat.system was "be", is "two"' in capsys.readouterr().err
+    assert 'chat.system was "be", is "two" (--system-prompt)' in capsys.readouterr().err
+    pd.DataFrame({"n": ["a"], "q": ["import"]}).to_csv(tmp_path / "ids.csv", index=False)
+    named = (tmp_path / "ids.csv", tmp_path / "ids.jsonl", "--column", "q", "--max-tokens", "1")
+    assert run(*named, "--id-column", "n") == 0 and run(*named) == 2
+    assert 'columns.custom_id was "n", is null (--id-column). Give' in capsys.readouterr().err
     asked.clear()
     assert run(tmp_path / "in.parquet", tmp_path / "b.jsonl", "--column", "m", *common) == 0
     assert asked == ["<user>hi<assistant>ho<user>x<assistant>"]
