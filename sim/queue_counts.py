@@ -18,7 +18,7 @@ import numpy as np
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, ceil_blocks
 from flexhybrid.core.context.cache_entries import representation_of
 from flexhybrid.core.context.packing import longest_piece
-from flexhybrid.core.context.prefixes import padded_rows
+from flexhybrid.core.context.prefixes import Steering, padded_rows
 from flexhybrid.core.memory import first_builds
 from flexhybrid.core.schedule.refill import (
     LOOKED_AT,
@@ -125,6 +125,7 @@ class _Queue:
         if wave.limits and self.singly:
             self.prompt_rows = (wave.limits.hidden_rows - wave.workload.num_requests) // len(groups)
         self.sharing, self.now = wave.sharing, 0  # the iteration whose builds it holds
+        self.steering = Steering(wave.sharing.tree) if wave.sharing else None
         self.exact = stores_exactly(wave.policy)
         self.depth, self.found = np.zeros((2, workload.num_requests), dtype=np.int64)  # shared blocks of those who run
         self.common: list[Counter[int]] = [Counter() for _ in groups]  # of each mini-batch: shared block -> members
@@ -285,6 +286,7 @@ class _Queue:
         if self.sharing:
             for request in first:
                 self.sharing.tree.path(request)
+            first = self.steering.order(first, self.common[k])
         expected = self._expected_of(first, np.zeros(len(first), np.int64))
         joining: list[int] = []
         places: list[int] = []
@@ -314,6 +316,8 @@ class _Queue:
         taken = set(joining)
         tail = len(self.waiting) - max(LOOKED_AT, free) if len(self.waiting) > max(LOOKED_AT, free) else 0
         self.waiting[tail:] = [request for request in self.waiting[tail:] if request not in taken]
+        if self.sharing:
+            self.steering.join(joining)
         self._enter(k, joining, places, iteration)
 
     def _prefills(self, places: list[int], piece: int) -> bool:

@@ -16,7 +16,7 @@ from strategies import lossless_policies, sharing_policies
 from test_refill import answers
 from toy_machine import SHAPE, machine
 
-from flexhybrid.core.context.prefixes import PromptTree
+from flexhybrid.core.context.prefixes import PATIENCE, PromptTree, Steering
 from flexhybrid.core.memory import buffer_sizes, memory_plan, total_bytes
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Bits, Placement, Policy
@@ -364,3 +364,44 @@ def test_attention_in_parts_is_attention_over_all(seed, dtype, in_float32, new):
         scores[:, :, width - own - new :] += mask[row, 0, 0]
         expected = (scores.softmax(-1) @ together[1]).transpose(0, 1)
         assert torch.allclose(found[row].double(), expected, atol=1e-5 if dtype == torch.float32 else 0.05)
+
+
+def test_who_joins_is_steered_to_its_prefix(monkeypatch):
+    """Four beginnings in turn, against joining in turn."""
+    rng = np.random.default_rng(0)
+    beginnings = rng.integers(3, 61, (4, 64)).tolist()
+    prompts = [[*beginnings[i % 4], *rng.integers(3, 61, 9).tolist()] for i in range(120)]
+    ends = rng.integers(1, 20, 120).tolist()
+    policy = Policy(cache={"kv@host": 1.0}, weights=Placement(host=1), max_mini_batch_tokens=120)
+
+    def loads() -> tuple[int, list[int]]:
+        """Shared blocks that all decode steps load, and who joined, in order."""
+        wave, total, order = shared_batch(prompts, [20] * 120, policy, 16), 0, []
+        for steps in rounds(wave, ends):
+            for _, chunk, _, built, members in steps:
+                total += distinct_blocks(wave, members, prompts)[0] if built is None and not chunk else 0
+                order += [r for r in wave.request[members].tolist() if r not in order]
+        assert len(wave.mini_batches) > 2
+        return total, order
+
+    steered, order = loads()
+    assert sorted(order) == [*range(120)]
+    monkeypatch.setattr(Steering, "order", lambda self, ready, members: ready)
+    in_turn, _ = loads()
+    assert steered < 0.85 * in_turn
+
+
+def test_nobody_is_passed_for_ever():
+    """Of two beginnings one alone is among the members, whoever joins."""
+    prompts = [[1 + i % 2] * 40 for i in range(60)]
+    tree = PromptTree(prompts.__getitem__)
+    members = Counter(tree.path(1))
+    waiting, joined, steering = [*range(60)], [], Steering(tree)
+    for request in waiting:
+        tree.path(request)
+    while waiting:
+        joined.append(steering.order(waiting[:16], members)[0])
+        waiting.remove(joined[-1])
+        steering.join(joined[-1:])
+    assert joined[:PATIENCE] == [*range(1, 2 * PATIENCE, 2)] and joined[PATIENCE] == 0
+    assert all(joined.index(request) <= (request + 1) * PATIENCE for request in range(60))

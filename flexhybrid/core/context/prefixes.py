@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ import numpy as np
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockEntries, BlockManager
 
 LEAST_BLOCKS = 2  #: a request shares no fewer: attention over them is a product of its own
+PATIENCE = 8  #: requests that may join before the first one that waits, to share what others have
 FEWEST = 2  #: requests for which a block is shared
 BLOCK_BYTES = BLOCK_TOKENS * np.dtype(np.int32).itemsize
 
@@ -76,6 +77,37 @@ class PromptTree:
         if not self._known[block] and block not in self.resident:
             del self._known[block]
             del self._blocks[self._keys.pop(block)]
+
+
+class Steering:
+    """Sends requests that wait to mini-batches whose members have what they share. The first one in the line goes first
+    once PATIENCE have passed it: who stands at place i joins after (i + 1) * PATIENCE others at the latest, if there is
+    room."""
+
+    def __init__(self, tree: PromptTree):
+        self.tree = tree
+        self.first, self.passed = -1, 0  #: the first in the line, and how many have joined before it
+
+    def order(self, ready: list[int], members: Mapping[int, int]) -> list[int]:
+        """Return those who are ready to join a mini-batch as it shall take them: those first who share the most with
+        its ``members`` (shared block -> how many have it), or nothing with anybody."""
+        paths = {request: self.tree.shared(request) for request in ready}
+        if not any(paths.values()):
+            return ready
+        if ready[0] != self.first:
+            self.first, self.passed = ready[0], 0
+
+        def rank(request: int) -> float:
+            path = paths[request]
+            if not path or request == self.first and self.passed >= PATIENCE:
+                return -math.inf
+            return -sum(members.get(block, 0) for block in path) / len(path)
+
+        return sorted(ready, key=rank)
+
+    def join(self, requests: Collection[int]) -> None:
+        """Take those who have joined."""
+        self.passed += len(requests)
 
 
 class Build(NamedTuple):

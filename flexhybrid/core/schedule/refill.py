@@ -14,6 +14,7 @@ it ends some time, and progress is certain.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator
 
 import numpy as np
@@ -21,7 +22,7 @@ import numpy as np
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.context.cache_entries import representation_of
 from flexhybrid.core.context.packing import longest_piece, num_chunks
-from flexhybrid.core.context.prefixes import Build, build_steps, padded_rows
+from flexhybrid.core.context.prefixes import Build, Steering, build_steps, padded_rows
 from flexhybrid.core.context.selection import kept_tokens
 from flexhybrid.core.memory import build_sizes, first_builds, mini_batch_sizes, running_sizes, shared_lengths
 from flexhybrid.core.policy import Policy
@@ -120,6 +121,7 @@ class RunningBatch:
         self.full = [False] * len(self.groups)  #: of a mini-batch: nobody fits before somebody has left
         self.num_back = 0  #: times that a request has stepped back
         self.sharing = wave.sharing
+        self.steering = Steering(wave.sharing.tree) if wave.sharing else None
         if self.singly:
             count = wave.workload.num_requests
             self.prompt_rows = (self.limits.hidden_rows - count) // len(self.groups)
@@ -293,6 +295,8 @@ class RunningBatch:
         if self.sharing:
             for request in ready:
                 self.sharing.tree.path(request)
+            members = Counter(block for place in running.tolist() for block in self.sharing.path(place))
+            ready = self.steering.order(ready, members)
         joining, too_many, computed, failures = NOBODY, 0, True, 0
         while ready and len(free) and failures < MOST_FAILURES:
             if too_many != 1:
@@ -326,6 +330,8 @@ class RunningBatch:
             ready = [ready[place] for place in shorter.tolist()]
         for request in wave.request[joining].tolist():
             queue.on_join(request)
+        if self.sharing:
+            self.steering.join(joining)
         if taken:
             queue.remove(taken)
         return joining
