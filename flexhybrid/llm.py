@@ -259,7 +259,8 @@ class LLM:
         ``completed`` takes each request (its index) with its answer. ``hears``: what is called on the way.
         ``joining``: requests join a running batch; not where the decode is given tokens (``Generated.num_decoded``).
         ``begun``: requests that a call before has left unfinished; they go on behind the tokens that they have, which
-        are those of the same requests undisturbed under policies without loss. Raises InputError as ``generate`` does.
+        a policy without loss has given them, and this one would. Raises InputError as ``generate`` does, and ValueError
+        where the policy cannot do that (``open_batch``).
         """
         running = RunningRequests(open_request)
         running.begin(np.arange(workload.num_requests))
@@ -364,7 +365,7 @@ class LLM:
             if joining:
                 joining.begin(left)
                 tree = PromptTree(joining.prompt) if self.arguments.enable_prefix_caching else None
-                count, share = batch_size(problem, policy, lengths, MOST_AT_A_TIME, tree, joining.given)
+                count, share = batch_size(problem, policy, lengths, MOST_AT_A_TIME, tree)
                 members, wave = left, open_batch(problem, policy, lengths, count, share, tree, joining.given)
             else:
                 members = left[: first_wave(problem, policy, lengths)]
@@ -375,6 +376,8 @@ class LLM:
             yield members, wave
             if wave.queue:
                 left = members[wave.queue.waiting]
+                if len(left) == len(members):
+                    raise RuntimeError("no request has found a place in a batch of its own")
 
     def _run_wave(
         self,
@@ -404,7 +407,7 @@ class LLM:
         if wave.queue:
             wave.queue.on_join, wave.queue.on_leave = joins, running.leave
             wave.queue.closes = control.should_drain or wave.queue.closes
-        begun = wave.request.tolist()
+        begun = wave.begun.tolist()
         for queued in begun:
             joins(queued)
         num_given = [running.generated(queued).num_decoded for queued in begun]

@@ -67,8 +67,15 @@ class Pace:
     def seconds(self, counted: Stints, prefixes: Prefixes | None = None) -> np.ndarray:
         """Return the seconds of each iteration of these stints, of requests that share ``prefixes``."""
         loads = iteration_loads(counted, self.num_mini_batches, prefixes)
-        longest = np.max([np.maximum(loads @ factors, 0.0) for factors in self.factors.values()], axis=0)
+        longest = np.max(list(self._work(loads).values()), axis=0)
         return longest * np.where(loads[:, JOINING] > 0, self.waiting[1], self.waiting[0])
+
+    def work(self, counted: Stints, prefixes: Prefixes | None = None) -> dict[str, np.ndarray]:
+        """Return resource -> seconds of its work in each iteration."""
+        return self._work(iteration_loads(counted, self.num_mini_batches, prefixes))
+
+    def _work(self, loads: np.ndarray) -> dict[str, np.ndarray]:
+        return {resource: np.maximum(loads @ factors, 0.0) for resource, factors in self.factors.items()}
 
 
 JOINING = 5  #: column of ``iteration_loads``

@@ -259,7 +259,9 @@ def queue_sizes(wave: Wave, everybody: Workload, singly: bool) -> BufferSizes:
         for request in {int(prompts.argmax()), int(everybody.cached_tokens.argmax())}:
             lengths = everybody.select(np.array([request]))
             sizes = sizes.merge(running_sizes(wave, lengths.cached_tokens, lengths.prompt_tokens))
-        rows = _shared_prompt_rows(wave, prompts) if wave.sharing else prompt_rows(wave, sizes)
+        alone = prompts[[int(prompts.argmax())]]
+        rows = _shared_prompt_rows(wave) if wave.sharing else prompt_rows(wave, sizes)
+        rows = max(rows, longest_piece(wave.policy, alone) * num_chunks(wave.policy, alone))
         if wave.sharing:
             for builds in first_builds(wave):
                 sizes = sizes.merge(build_sizes(wave, builds))
@@ -270,16 +272,15 @@ def queue_sizes(wave: Wave, everybody: Workload, singly: bool) -> BufferSizes:
         hidden_rows=hidden_rows,
         cached_tokens=wave.workload.num_requests * longest,
         longest=longest,
+        attention_tokens=longest if wave.sharing else 0,  # of one that attends to what is shared, however long
         log_cells=LOG_ITERATIONS * 2 * sizes.batch * len(wave.mini_batches),
     )
     return sizes.merge(of_batch).plain()
 
 
-def _shared_prompt_rows(wave: Wave, everybody: np.ndarray) -> int:
-    """Most rows, padded, that a mini-batch computes on one pass of the weights as the batch begins, or of a single
-    prompt of ``everybody``."""
-    longest = everybody[[int(everybody.argmax())]]
-    rows = [longest_piece(wave.policy, longest) * num_chunks(wave.policy, longest)]
+def _shared_prompt_rows(wave: Wave) -> int:
+    """Most rows, padded, that a mini-batch computes on one pass of the weights as the batch begins."""
+    rows = []
     for group in wave.mini_batches:
         own = wave.workload.prompt_tokens[group] - wave.skipped_tokens(group)
         own_rows = len(group) * longest_piece(wave.policy, own) * num_chunks(wave.policy, own)

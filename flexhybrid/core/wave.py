@@ -99,7 +99,13 @@ class Wave:
     limits: Any = None  #: ``BufferSizes`` that those who join keep to; None without a queue
     #: of an answer's limit, that is expected of it; below 1 requests take blocks as they need them, not all at once
     expected_share: float = 1.0
+    empty: bool = False  #: as the batch begins: all of its queue wait
     sharing: SharedBlocks | None = None  #: what prompts that begin alike share; None: nothing
+
+    @property
+    def begun(self) -> np.ndarray:
+        """The requests that have a place as the batch begins."""
+        return self.request[:0] if self.empty else self.request
 
     @property
     def grows(self) -> bool:
@@ -285,6 +291,15 @@ def give_blocks(wave: Wave, k: int, place: int, counts: np.ndarray) -> None:
             if len(held) > table.shape[1]:
                 table = wave.tables[entry] = np.pad(table, ((0, 0), (0, len(held) - table.shape[1])))
             table[place, : len(held)], wave.num_blocks[entry][place] = held, len(held)
+
+
+def leave_place(wave: Wave, k: int, place: int) -> None:
+    """Free what the request in a place of mini-batch ``k`` holds, of its own and with others."""
+    take_blocks_back(wave, k, place)
+    if wave.sharing:
+        wave.sharing.detach(place)
+    if wave.whole:
+        take_blocks_back(wave.whole, k, place)
 
 
 def take_blocks_back(wave: Wave, k: int, place: int) -> None:

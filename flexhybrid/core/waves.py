@@ -15,7 +15,7 @@ from flexhybrid.core.memory import MemoryPlan, buffer_sizes, check_budget, fits,
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.refill import FIRST_RUN, LOOKED_AT, joins_singly, may_grow, may_share, stores_exactly
-from flexhybrid.core.wave import RequestQueue, Wave, admit, give_blocks, take_blocks_back
+from flexhybrid.core.wave import RequestQueue, Wave, admit, give_blocks, leave_place, take_blocks_back
 from flexhybrid.core.workload import Workload
 
 #: Of an answer's limit, that is expected of it where not all of it fits: most answers end long before.
@@ -67,14 +67,13 @@ def open_batch(
     ``share``: the pools are made for answers of this share of their limits, but for a single one of its full length in
     each mini-batch; requests then take blocks as they need them. ``tree``: of the requests' prompts (None:
     ``known_tree``); those that begin alike share what they have in common, where the policy allows it (``may_share``).
-    ``given``: tokens that requests have from a batch before this one; they are computed as a part of the prompt.
+    ``given``: tokens that requests have from a batch before this one. All requests wait then: contexts are computed
+    anew iteration by iteration, as many together as the prompts of a batch that begins. Raises ValueError for ``given``
+    where requests that step back could not come back (``may_grow``).
     """
-    num_requests, entries, everybody = workload.num_requests, BlockEntries(policy.cache), workload
-    tree = tree or known_tree(workload)
-    if given:
-        tokens = np.zeros(num_requests, np.int64)
-        tokens[list(given)] = list(given.values())
-        workload = workload.behind(tokens)
+    if given and not may_grow(policy):
+        raise ValueError(f"requests under policy {policy.name} cannot go on behind tokens that they have")
+    num_requests, entries, tree = workload.num_requests, BlockEntries(policy.cache), tree or known_tree(workload)
     first = Workload(workload.prompt_tokens[:count], workload.max_tokens[:count])
     exact, room, paths = stores_exactly(policy), {}, []
     if tree and may_share(policy):
@@ -104,11 +103,16 @@ def open_batch(
     if wave.whole:
         wave = replace(wave, whole=replace(wave.whole, workload=first))
     # One that steps back comes back with all the tokens that it has.
-    longest = workload if share == 1 else Workload(workload.cached_tokens, np.ones_like(workload.max_tokens))
+    returns = share < 1 or given
+    longest = Workload(workload.cached_tokens, np.ones_like(workload.max_tokens)) if returns else workload
     limits = queue_sizes(wave, longest, joins_singly(policy))
-    queue = RequestQueue(everybody, following=count, given=dict(given))
-    wave = replace(wave, queue=queue, limits=limits, expected_share=share)
-    if wave.grows:
+    queue = RequestQueue(workload, following=0 if given else count, given=dict(given))
+    wave = replace(wave, queue=queue, limits=limits, expected_share=share, empty=bool(given))
+    if given:
+        for k, group in enumerate(wave.mini_batches):
+            for place in group[::-1].tolist():
+                leave_place(wave, k, place)
+    elif wave.grows:
         for k, group in enumerate(wave.mini_batches):
             for place in group.tolist():
                 held = [wave.num_blocks[entry][place] for entry in wave.entries.names]
@@ -171,12 +175,7 @@ def first_wave(problem: Problem, policy: Policy, workload: Workload) -> int:
 
 
 def batch_size(
-    problem: Problem,
-    policy: Policy,
-    workload: Workload,
-    at_most: int,
-    tree: PromptTree | None = None,
-    given: Mapping[int, int] = NOTHING_GIVEN,
+    problem: Problem, policy: Policy, workload: Workload, at_most: int, tree: PromptTree | None = None
 ) -> tuple[int, float]:
     """Return how many requests run at a time, and for which share of their answers' limits the pools are made
     (``open_batch``): for all of it where that fits the budgets with ``at_most`` requests, otherwise, where requests may
@@ -188,8 +187,7 @@ def batch_size(
     for share in shares:
 
         def plan(count: int, share: float = share) -> MemoryPlan:
-            wave = open_batch(problem, policy, workload, count, share, tree, given)
-            return memory_plan(problem, policy, buffer_sizes(wave))
+            return memory_plan(problem, policy, buffer_sizes(open_batch(problem, policy, workload, count, share, tree)))
 
         counts.append(_most_that_fit(problem, policy, workload, plan, at_most))
         if counts[0] == min(at_most, policy.max_batch or at_most, workload.num_requests):

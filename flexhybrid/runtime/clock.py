@@ -66,6 +66,7 @@ class Lane:
         self.submitted = 0
         self.num_spans = math.inf  #: the number of first tasks whose start and end are kept
         self.times = LaneTimes()
+        self.busy_s = 0.0  #: from the tasks' starts to their ends so far; of a stream lane not known
         self._spans: list[tuple[float, float]] = []
         self._end_s: dict[int, float] = {}  #: of the latest tasks
         self._on_start = on_start
@@ -155,6 +156,7 @@ class Lane:
         start, cpu_s, paced_s = time.perf_counter(), time.thread_time(), TURN.paced_s
         self.perform(task)
         end = self._end_s[self.passed] = time.perf_counter()
+        self.busy_s += end - start
         if self.num_spans:
             ended_s = max(ended_s, self._end_s.get(self.passed - 1, -math.inf))
             self.times.tasks += 1

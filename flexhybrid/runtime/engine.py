@@ -57,6 +57,7 @@ class RunControl:
     stop_text: StopText = lambda request: None  #: of a request that a text may end; None: none may
     on_join: Callable[[int], None] | None = None  #: takes a request that joins the batch; again after it stepped back
     on_tokens: Callable[[int], None] | None = None
+    on_busy: Callable[[dict[str, float]], None] | None = None  #: takes, before, lanes' busy seconds so far; of a CPU
     on_finish: OnFinish | None = None
     on_noted: OnNoted | None = None
     should_stop: Callable[[], bool] | None = None
@@ -306,6 +307,8 @@ class _Collector:
                     self.executor.masks.finished.append(request)
                 if finished and self.control.forget:
                     del self.tokens[request], self.stops[request]
+        if fresh and self.control.on_busy:
+            self.control.on_busy({name: lane.busy_s for name, lane in self.clock.lanes.items() if lane.busy_s})
         if fresh and self.control.on_tokens:
             self.control.on_tokens(fresh)
 

@@ -186,7 +186,7 @@ class Executor(Generic[SelectionT]):
             for values in (self.hidden.rows, self.step_tensors):
                 for key in [key for key in values if key[0] == task.mini_batch and key[1]]:
                     del values[key]
-        if task.payload.step.joins or self.answers and task.payload.step.begins:
+        if task.payload.step.joins:
             self.steps.enter(task.payload.step, self.answers)
         self.selection.begin_step(task.payload.step)
         tensors = self.steps.make(task.payload.step)

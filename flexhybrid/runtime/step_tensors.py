@@ -168,7 +168,7 @@ class StepMaker:
         lengths = wave.workload.prompt_tokens + wave.workload.max_tokens
         if wave.queue is not None:
             lengths = np.full_like(lengths, wave.queue.workload.cached_tokens.max() + 1)
-        self.tokens = TokenTable([prompts[request] for request in wave.request.tolist()], lengths, device)
+        self.tokens = TokenTable([prompts[request] for request in wave.begun.tolist()], lengths, device)
         self.rotary: Rotation | None = None  #: of all positions
         self.act_positions: dict[str, np.ndarray] = {}  #: where the model has rotary positions
         if wave.shape.rotary:

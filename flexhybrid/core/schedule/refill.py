@@ -26,7 +26,7 @@ from flexhybrid.core.context.prefixes import Build, Steering, build_steps, padde
 from flexhybrid.core.context.selection import kept_tokens
 from flexhybrid.core.memory import build_sizes, first_builds, mini_batch_sizes, running_sizes, shared_lengths
 from flexhybrid.core.policy import Policy
-from flexhybrid.core.wave import Wave, give_blocks, take_blocks_back
+from flexhybrid.core.wave import Wave, give_blocks, leave_place, take_blocks_back
 
 LOOKED_AT = 64  #: waiting requests, at least, among which a mini-batch seeks those that fit it
 MOST_FAILURES = 8  #: requests without room after which it seeks no further
@@ -111,7 +111,8 @@ class RunningBatch:
     """The members of a wave's mini-batches, iteration by iteration. Changes the wave's arrays for those who join."""
 
     def __init__(self, wave: Wave):
-        self.wave, self.groups, self.limits = wave, list(wave.mini_batches), wave.limits
+        self.wave, self.groups = wave, [NOBODY if wave.empty else group for group in wave.mini_batches]
+        self.limits = wave.limits
         if wave.queue is None:
             return
         self.queue, self.singly = wave.queue, joins_singly(wave.policy)
@@ -128,7 +129,7 @@ class RunningBatch:
             self.of_group = []
         else:
             self.of_group = list(mini_batch_sizes(wave))
-            self.most_kept = [self._kept(group).max() for group in self.groups]
+            self.most_kept = [self._kept(group).max() for group in wave.mini_batches]
 
     def steps(
         self, iteration: int, stopped: Collection[int]
@@ -194,7 +195,7 @@ class RunningBatch:
         left = np.setdiff1d(group, running) if len(running) < len(group) else NOBODY
         for place in left.tolist():
             request = int(wave.request[place])
-            self._leave(k, place)
+            leave_place(wave, k, place)
             self.answers.end(self._sampled(place, iteration))
             self.queue.given.pop(request, None)
             self.not_before.pop(request, None)
@@ -217,13 +218,6 @@ class RunningBatch:
         self.queue.on_leave(request, iteration)
         if self.sharing:
             self.sharing.tree.forget(request)
-
-    def _leave(self, k: int, place: int) -> None:
-        take_blocks_back(self.wave, k, place)
-        if self.sharing:
-            self.sharing.detach(place)
-        if self.wave.whole:
-            take_blocks_back(self.wave.whole, k, place)
 
     def _grow(self, k: int, iteration: int, running: np.ndarray) -> np.ndarray:
         """Give each request the blocks of its next token; return the places that run on. Without room the youngest
@@ -270,7 +264,7 @@ class RunningBatch:
         self.not_before[request] = iteration + 1  # its last token is known then
         self.num_back += 1
         self.full = [False] * len(self.groups)  # another mini-batch may have room for it
-        self._leave(k, place)
+        leave_place(wave, k, place)
         return running[:-1]
 
     # ---- who joins

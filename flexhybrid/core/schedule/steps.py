@@ -198,15 +198,11 @@ class MiniBatchStep:
     last: bool = True  #: the prompt's last piece, or a decode step: a token is sampled
     whole: bool = False  #: of layers that keep all tokens although the others do not
     begins: bool = False  #: the first piece of its requests' prompts
+    joins: bool = False  #: likewise, of requests that took their places while the batch runs
     commons: tuple[Common, ...] = ()
     builds: bool = False  #: it computes shared blocks, and what it stores goes there
     decodes: bool = False  #: one new token of each request, behind its whole prompt
     in_place: bool = False  #: it decodes, and reads keys and values where they lie
-
-    @property
-    def joins(self) -> bool:
-        """Others had these places before: the first tokens of requests that join a running wave."""
-        return self.begins and self.iteration > 0
 
     @cached_property
     def prefill(self) -> bool:
@@ -295,6 +291,7 @@ def make_step(
     stores = _stores(wave, requests, context, new_tokens)
     commons = () if wave.sharing is None else _known_commons(wave, mini_batch, requests, depth)
     decodes = bool(age[0]) and built is None
+    begins = bool(not age[0] and (built is not None or context[0] == shared[0]))
     return MiniBatchStep(
         iteration=iteration,
         mini_batch=mini_batch,
@@ -308,7 +305,8 @@ def make_step(
         last=last,
         most_kept=kept_tokens(wave.policy.selection, prompts, cached, cached),
         queued=wave.request[requests],
-        begins=bool(not age[0] and (built is not None or context[0] == shared[0])),
+        begins=begins,
+        joins=begins and (iteration > 0 or wave.empty),
         commons=commons,
         builds=built is not None,
         decodes=decodes,

@@ -147,7 +147,11 @@ class Batch:
         self.outlook = self.requests.watch(workload, given)
         joins = self.outlook.begin if self.outlook else None
         hears = RunControl(
-            on_join=joins, on_tokens=self.on_tokens, should_stop=self.ends, should_drain=self.requests.drains
+            on_busy=self.outlook.note_busy if self.outlook else None,
+            on_join=joins,
+            on_tokens=self.on_tokens,
+            should_stop=self.ends,
+            should_drain=self.requests.drains,
         )
         try:
             self.llm.answer(workload, self.begin, self.completed, hears, on_trace, begun=begun)

@@ -15,6 +15,8 @@ from sim.queue_clock import Pace
 from sim.queue_counts import Stints
 
 TRUSTED_S = 1.0  #: seconds of the predicted pace that count beside those that are measured
+KEPT_BUSY = 4096  #: iterations whose resources' busy seconds are kept
+LEAST_BUSY = 0.2  #: share of the time; how a resource fares that is busy for less says nothing
 RECENT = 64  #: iterations whose largest number of requests at a time is taken for the places
 
 
@@ -63,9 +65,15 @@ class Outlook:
         self.begun_in = np.full(workload.num_requests, -1)  #: iteration; -1: it waits
         self.ended_in = np.full(workload.num_requests, -1)  #: iteration; -1: it has not ended
         self.num_iterations = 0
+        self.busy: dict[int, dict[str, float]] = {}  #: iteration -> resource -> busy seconds until its end
         self.running: list[int] = []  #: requests in each of the last iterations
         self.began = self.latest = time.monotonic()
         self.ends = [self.began]  #: of the iterations so far, behind the beginning of the first
+
+    def note_busy(self, seconds: dict[str, float]) -> None:
+        """Take the seconds for which each resource was busy so far."""
+        self.busy[self.num_iterations + 1] = seconds
+        self.busy.pop(self.num_iterations - KEPT_BUSY, None)
 
     def begin(self, request: int) -> None:
         """Take a request that joins; one that has stepped back joins again."""
@@ -97,11 +105,27 @@ class Outlook:
     def slower(self, first: int) -> float:
         """Return how many times as long the iterations from ``first`` on took as is predicted of what was done in them;
         who ran is known, so the lengths of answers have no part in it."""
+        now = self.num_iterations
+        predicted = float(self.pace.seconds(self._ran(), self.workload.prefixes)[first:now].sum())
+        return (self.ends[now] - self.ends[first]) / max(predicted, 1e-300)
+
+    def slower_resources(self, first: int) -> dict[str, float]:
+        """Return likewise how many times as long each resource was busy, of those that were so for long; nothing where
+        that is not measured."""
+        now = self.num_iterations
+        before, busy = self.busy.get(first, {}), self.busy.get(now, {})
+        predicted = self.pace.work(self._ran(), self.workload.prefixes)
+        return {
+            resource: (busy[resource] - before.get(resource, 0.0)) / max(float(work[first:now].sum()), 1e-300)
+            for resource, work in predicted.items()
+            if busy.get(resource, 0.0) - before.get(resource, 0.0) > LEAST_BUSY * (self.ends[now] - self.ends[first])
+        }
+
+    def _ran(self) -> Stints:
+        """Return who has run when, as far as is known."""
         begun, now = np.flatnonzero(self.begun_in >= 0), self.num_iterations
         last = np.where(self.ended_in[begun] < 0, now - 1, self.ended_in[begun])
-        ran = self._stints(begun, self.begun_in[begun], np.maximum(last, self.begun_in[begun]) + 1)
-        predicted = float(self.pace.seconds(ran, self.workload.prefixes)[first:now].sum())
-        return (self.ends[now] - self.ends[first]) / max(predicted, 1e-300)
+        return self._stints(begun, self.begun_in[begun], np.maximum(last, self.begun_in[begun]) + 1)
 
     def waiting(self) -> tuple[np.ndarray, np.ndarray]:
         """Return those who wait, and the lengths that their answers are expected to have by those that have ended."""

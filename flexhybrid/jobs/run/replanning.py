@@ -16,6 +16,7 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware, resource_of_line
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem
+from flexhybrid.core.schedule.refill import may_grow
 from flexhybrid.core.waves import check_longest
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.run.outlook import ChangeCosts, Outlook, change_costs
@@ -52,6 +53,7 @@ class Watch:
         """Begin anew, with a window in which a batch settles."""
         self.first, self.settled = iteration, False
         self.slower: list[float] = []  #: of the latest windows, times as long as predicted
+        self.resources: list[dict[str, float]] = []  #: likewise of each resource, where it is measured
         self.longer: list[float] = []  #: likewise of the answers of those who wait
 
     def look(self, outlook: Outlook) -> str | None:
@@ -66,6 +68,7 @@ class Watch:
         if self.settled:
             longer = mean / assumed if outlook.answers.num_ended >= LEAST_ANSWERS else 1.0
             self.slower = [*self.slower, outlook.slower(self.first)][-WINDOWS:]
+            self.resources = [*self.resources, outlook.slower_resources(self.first)][-WINDOWS:]
             self.longer = [*self.longer, longer][-WINDOWS:]
         self.first, self.settled = now, True
         if parted(self.slower):
@@ -73,6 +76,13 @@ class Watch:
         if parted(self.longer):
             return f"answers have {mean:.0f} tokens on average, not {assumed:.0f}"
         return None
+
+    def culprits(self, binding: str) -> dict[str, float]:
+        """Return the resources that take other times than predicted, as many times as long; the ``binding`` one as the
+        iterations do, where none is measured."""
+        measured = set.intersection(*(set(window) for window in self.resources))
+        times = {name: statistics.median(window[name] for window in self.resources) for name in sorted(measured)}
+        return times or {binding: statistics.median(self.slower)}
 
 
 def parted(ratios: list[float]) -> bool:
@@ -105,8 +115,8 @@ class Replanner:
         self.num_searches += 1
         slower = {**self.slower}
         if parted(self.watch.slower):
-            binding = self.run.binding
-            slower[binding] = slower.get(binding, 1.0) * statistics.median(self.watch.slower)
+            for resource, times in self.watch.culprits(self.run.binding).items():
+                slower[resource] = slower.get(resource, 1.0) * times
         waits, answers = outlook.waiting()
         outlook.assumed = outlook.assumed.copy()
         outlook.assumed[waits] = answers
@@ -171,7 +181,7 @@ def can_return(problem: Problem, policy: Policy, tokens: int) -> bool:
     """Return whether a request that has nearly all of so many tokens can be computed anew within the budgets."""
     with suppress(InputError):
         check_longest(problem, policy, Workload.uniform(1, tokens, 1))
-        return policy.lossless
+        return may_grow(policy)
     return False
 
 
