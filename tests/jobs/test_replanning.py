@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -10,8 +11,10 @@ from test_local_machine import machine
 from test_run import by_id, requests, run
 
 from flexhybrid import llm as llm_module
+from flexhybrid.batch import census as census_module
 from flexhybrid.core.hardware import Line
 from flexhybrid.core.workload import Workload
+from flexhybrid.jobs.run import job as job_module
 from flexhybrid.jobs.run import outlook as outlook_module
 from flexhybrid.jobs.run import replanning
 from flexhybrid.jobs.run.job import Job
@@ -96,6 +99,35 @@ def test_a_crash_after_a_change_loses_nothing(tiny, tmp_path, monkeypatch, repla
     assert answers(tmp_path / "out.jsonl") == answers(tmp_path / "plain.jsonl")
 
 
+@pytest.mark.parametrize("costs", [ChangeCosts(0.0, 0.0, 1e-9), ChangeCosts(0.0, 1e-9, 0.0)], ids=["drain", "move"])
+def test_lines_that_are_counted_meanwhile_join_those_who_run(tiny, tmp_path, monkeypatch, costs):
+    """Six lines are counted at the start, the other eighteen in the second iteration."""
+    machine().save(tmp_path / "machine.json")
+    source, iterations, moved = requests(tmp_path / "in.jsonl", 24), [], []
+    assert run(source, tmp_path / "plain.jsonl", tiny) == 0
+    opened, advance = llm_module.open_batch, Job.advance
+
+    def counts(self, num_tokens):
+        iterations.append(num_tokens)
+        while len(iterations) == 2 and self.census.count_on():
+            pass
+        advance(self, num_tokens)
+
+    for place, name, value in (
+        (job_module, "CENSUS_S", 0.0),
+        (job_module, "WINDOW", 4),
+        (census_module, "CHUNK_LINES", 6),
+        (census_module.Census, "count_meanwhile", lambda *_: nullcontext()),
+        (job_module, "change_costs", lambda *_: costs),
+        (llm_module, "open_batch", lambda *which: moved.append(which[6:]) or opened(*which)),
+        (Job, "advance", counts),
+    ):
+        monkeypatch.setattr(place, name, value)
+    assert run(source, tmp_path / "out.jsonl", tiny, "--hardware", str(tmp_path / "machine.json")) == 0
+    assert answers(tmp_path / "out.jsonl") == answers(tmp_path / "plain.jsonl")
+    assert any(given for (given,) in filter(None, moved)) == (costs.move_s < costs.drain_s)
+
+
 def test_a_named_policy_is_kept(tiny, tmp_path, replanned):
     assert run(requests(tmp_path / "in.jsonl", 24), tmp_path / "out.jsonl", tiny, "--max-batch", "3") == 0
     assert not replanned
@@ -166,6 +198,24 @@ def test_answers_of_other_lengths_are_told_once_enough_have_ended(watched):
     assert said and said[0] == "answers have 20 tokens on average, not 64"
     assert watched([4.0] * 300, answer_tokens=20)[1] == []  # 60 answers
     assert watched([4.0] * 400, answer_tokens=62)[1] == []
+
+
+def test_the_resource_that_is_slower_is_told_from_the_others(monkeypatch):
+    """A link three times as slow; compute, which is busy for longer by the prediction, as it was foretold."""
+    clock = Seconds()
+    monkeypatch.setattr(outlook_module, "time", clock)
+    pace = Pace({"compute": np.array([2.0, *[0] * 9]), "h2d": np.array([1.0, *[0] * 9])}, 1, (1.0, 1.0))
+    outlook, watch = Outlook(pace, Workload.uniform(9, 5, 4000)), Watch()
+    outlook.begin(0)
+    for iteration in range(1, 70):
+        clock.now += 3.0
+        outlook.note_busy({"compute": 2.0 * iteration, "h2d": 3.0 * iteration})
+        outlook.advance(1)
+        watch.look(outlook)
+    assert watch.slower == pytest.approx([1.5] * 3)
+    assert watch.culprits("compute") == pytest.approx({"compute": 1.0, "h2d": 3.0})
+    watch.resources = [{}] * 3  # of a GPU
+    assert watch.culprits("compute") == pytest.approx({"compute": 1.5})
 
 
 def test_what_a_change_costs_by_hand():
