@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
-from itertools import cycle
+from itertools import cycle, product
 from typing import NamedTuple
 
 import numpy as np
@@ -194,14 +194,19 @@ def bench_in_place(table: Table, sizes: Sizes, like: dict, decode: Path) -> None
     strides = sizes.head_dim, head, BLOCK_TOKENS * width
     extent = in_place.Extent(table_of * 2 * BLOCK_TOKENS * width, tokens, *strides)
     num_threads = torch.get_num_threads()
-    bounds = in_place.bounds_of(tokens, sizes.heads, num_threads)
+    layout = in_place.layout_of([extent], sizes.heads, num_threads)
     with ThreadPoolExecutor(num_threads) as workers:
 
         def attend(memory: torch.Tensor) -> torch.Tensor:
-            return in_place.attend(query, [in_place.Part(in_place.memory_of(memory), extent)], bounds, workers.map)
+            return in_place.attend(query, [memory], layout, workers.map)
 
         share = memory_share(pool, attend)
         table.at_least("attend in place, mixed lengths: share of the measured memory bandwidth", share, 0.6, "x")
+        for dtype, queries in product((torch.float32, torch.bfloat16), (1, 4)):  # a key head
+            several, memory = query.to(dtype).repeat(1, queries, 1), pool.to(dtype)
+            share = memory_share(memory, lambda m, q=several: in_place.attend(q, [m], layout, workers.map))
+            name = f"attend in place, mixed lengths, {str(dtype)[6:]}, query heads a key head {queries}"
+            table.at_least(f"{name}: share of the bandwidth", share, 0.6, "x")
         targets = torch.empty(2, len(tokens), sizes.heads, int(tokens.max()), sizes.head_dim, **like)
         mask, blocks = mask_of(np.arange(tokens.max()) >= tokens[:, None], **like), torch.from_numpy(table_of)
 

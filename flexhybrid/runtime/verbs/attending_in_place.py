@@ -17,15 +17,14 @@ from flexhybrid.runtime.kernels.attention import Weighed
 from flexhybrid.runtime.kernels.shared_attention import add_shared
 
 if TYPE_CHECKING:
-    from flexhybrid.runtime.kernels.in_place import Extent
+    from flexhybrid.runtime.kernels.in_place import Extent, Layout
 
 
 class StepExtents(NamedTuple):
     """Where a decode step's keys and values lie, the same in every layer."""
 
-    segments: list[tuple[Segment, Extent]]  #: also of what requests share, but each attends to by itself
-    own: Extent  #: of the new tokens, among the projected rows
-    bounds: list[int]  #: of the ranges of requests and heads that threads take
+    segments: list[Segment]  #: a part each; also of what requests share, but each attends to by itself
+    layout: Layout  #: of the new tokens among the projected rows, then of the segments
 
 
 def attend_in_place(state: State, task: Task) -> torch.Tensor:
@@ -36,14 +35,12 @@ def attend_in_place(state: State, task: Task) -> torch.Tensor:
     kept = state.extents.get(task.mini_batch)
     if kept is None or kept[0] is not step:
         kept = state.extents[task.mini_batch] = step, _step_extents(state, step)
-    extents, rows = kept[1], state.kvq[slot]
-    parts = [in_place.Part(in_place.memory_of(rows), extents.own)]
-    for segment, extent in extents.segments:
-        parts.append(in_place.Part(in_place.memory_of(_memory(state, task, segment)), extent))
+    (segments, layout), rows = kept[1], state.kvq[slot]
+    memories = [rows, *(_memory(state, task, segment) for segment in segments)]
     query = rows[:, shape.kv_width :].unflatten(1, (shape.num_heads, shape.head_dim))
     if "assemble" not in task.payload.works:
-        return in_place.attend(query, parts, extents.bounds, state.compute_share)
-    own = in_place.attend_and_sum(query, parts, extents.bounds, state.compute_share)
+        return in_place.attend(query, memories, layout, state.compute_share)
+    own = in_place.attend_and_sum(query, memories, layout, state.compute_share)
     queries = (query * shape.head_dim**-0.5).unflatten(1, (shape.num_kv_heads, -1))[:, :, :, None]
     add_shared(own, queries, state.context.commons, state.widens)
     return own[0].flatten(1).to(query.dtype)
@@ -57,10 +54,10 @@ def attend_blocks_in_place(
     from flexhybrid.runtime.kernels import in_place
 
     d, groups, width = state.shape.head_dim, state.shape.num_kv_heads, state.shape.kv_width
-    blocks = np.ascontiguousarray(held, dtype=np.int64) * (BLOCK_TOKENS * width)
+    blocks = held.astype(np.int64) * (BLOCK_TOKENS * width)
     extent = in_place.Extent(blocks, tokens, d, BLOCK_TOKENS * d, BLOCK_TOKENS * width // 2)
-    part = in_place.Part(in_place.memory_of(pool), extent)
-    return in_place.attend_and_sum(query, [part], [0, len(query) * groups], state.host_share)
+    layout = in_place.layout_of([extent], groups, 1)
+    return in_place.attend_and_sum(query, [pool], layout, state.host_share)
 
 
 def _memory(state: State, task: Task, segment: Segment) -> torch.Tensor:
@@ -126,7 +123,7 @@ def _strides(state: State, segment: Segment) -> tuple[int, int, int]:
 
 
 def _step_extents(state: State, step: MiniBatchStep) -> StepExtents:
-    from flexhybrid.runtime.kernels.in_place import Extent, bounds_of
+    from flexhybrid.runtime.kernels.in_place import Extent, layout_of
 
     shape, batch, blocks_of = state.shape, len(step.requests), _blocks(state, step)
     d, width = shape.head_dim, shape.kv_width
@@ -139,5 +136,5 @@ def _step_extents(state: State, step: MiniBatchStep) -> StepExtents:
         segments += _shared_extents(state, step, blocks_of)
     own_rows = np.arange(batch, dtype=np.int64)[:, None] * (width + shape.query_width)
     own = Extent(own_rows, np.ones(batch, dtype=np.int64), 0, d, width // 2)
-    bounds = bounds_of(step.context + 1, shape.num_kv_heads, state.compute_threads)
-    return StepExtents(segments, own, bounds)
+    layout = layout_of([own, *(extent for _, extent in segments)], shape.num_kv_heads, state.compute_threads)
+    return StepExtents([segment for segment, _ in segments], layout)

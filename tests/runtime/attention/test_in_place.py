@@ -19,14 +19,14 @@ in_place = pytest.importorskip("flexhybrid.runtime.kernels.in_place", reason="nu
 def contexts(draw):
     """(batch, groups, queries a group, head size, tokens of each request in each of some parts, seed)."""
     batch, groups, queries = draw(st.integers(1, 5)), draw(st.integers(1, 3)), draw(st.integers(1, 4))
-    lengths = st.lists(st.integers(0, 40), min_size=batch, max_size=batch)
+    lengths = st.lists(st.sampled_from([0, 1, 15, 16, 40, 300]), min_size=batch, max_size=batch)
     parts = [*draw(st.lists(lengths, max_size=2)), [1] * batch]  # the new token is never missing
-    return batch, groups, queries, draw(st.sampled_from([4, 6, 32])), parts, draw(st.integers(0, 2**16))
+    return batch, groups, queries, draw(st.sampled_from([4, 6, 32, 80])), parts, draw(st.integers(0, 2**16))
 
 
 def laid_out(generator, dtype, groups, d, tokens, head_major):
-    """Keys and values of requests with so many tokens, [tokens, 2, G, d] each, and a part that holds them in blocks
-    that lie anywhere in a memory full of NaN."""
+    """Keys and values of requests with so many tokens, [tokens, 2, G, d] each, an extent of blocks that lie anywhere
+    in a memory full of NaN, and that memory."""
     counts = ceil_blocks(np.array(tokens))
     order = torch.randperm(int(counts.sum()) + 3, generator=generator).numpy()
     memory = torch.full((len(order), 2, groups, BLOCK_TOKENS, d), float("nan"), dtype=dtype)
@@ -44,10 +44,10 @@ def laid_out(generator, dtype, groups, d, tokens, head_major):
     if not head_major:
         memory = memory.permute(0, 3, 1, 2, 4).contiguous()
     extent = in_place.Extent(table * BLOCK_TOKENS * size, np.array(tokens, np.int64), *strides)
-    return contexts, in_place.Part(in_place.memory_of(memory), extent)
+    return contexts, extent, memory
 
 
-@pytest.mark.parametrize("dtype", in_place.DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", in_place.KINDS, ids=str)
 @given(case=contexts(), threads=st.integers(1, 3))
 def test_it_is_a_softmax_over_all_parts_of_each_context(dtype, case, threads):
     batch, groups, queries, d, part_tokens, seed = case
@@ -58,11 +58,13 @@ def test_it_is_a_softmax_over_all_parts_of_each_context(dtype, case, threads):
     ]
     query = torch.randn(batch, groups * queries, d, generator=generator).to(dtype)
     totals = np.sum(part_tokens, axis=0)
-    bounds = in_place.bounds_of(totals * 1000, groups, threads)  # as if there were enough work for several threads
-    attended = in_place.attend(query, [part for _, part in pieces], bounds, map)
+    layout = in_place.layout_of([extent for _, extent, _ in pieces], groups, 1)
+    bounds = in_place.bounds_of(totals * 10_000, groups, threads)  # as if there were enough work for several threads
+    memories = [memory for _, _, memory in pieces]
+    attended = in_place.attend(query, memories, layout._replace(bounds=bounds), map)
     assert attended.dtype == dtype
     for request in range(batch):
-        context = torch.cat([contexts[request] for contexts, _ in pieces]).double()
+        context = torch.cat([contexts[request] for contexts, *_ in pieces]).double()
         keys, values = context[:, 0].transpose(0, 1), context[:, 1].transpose(0, 1)  # [G, T, d]
         scores = query[request].double().view(groups, queries, d) @ keys.transpose(1, 2) * d**-0.5
         expected = (torch.softmax(scores, -1) @ values).flatten()
