@@ -11,9 +11,9 @@ from test_floors import ROOT, imported_names, parsed, source_files
 
 MAX_FILES = 16  #: Python files of one folder
 <<<<<<< HEAD
-MAX_LINES = 46_937  #: of the product, tests left out; the aim is 38,000
+MAX_LINES = _  #: of the product, tests left out; the aim is 38,000
 =======
-MAX_LINES = 46_864  #: of the product, tests left out; the aim is 38,000
+MAX_LINES = _  #: of the product, tests left out; the aim is 38,000
 >>>>>>> ebb4c98 (The line count takes in moves)
 MAX_FORMAT_SKIPS = 250  #: places where the formatter is switched off, tests included
 MAX_LONG_CALLS = 20  #: calls with LONG_CALL or more positional arguments
