@@ -283,7 +283,7 @@ class _Queue:
         rows, failures = 0, 0
         padded_blocks = np.maximum.reduce([member.blocks for member in group]) if group else np.zeros(1)
         first = [r for r in self.waiting[: -1 - max(LOOKED_AT, free) : -1] if self.not_before.get(r, 0) <= iteration]
-        if self.sharing:
+        if self.sharing and self.steering:
             for request in first:
                 self.sharing.tree.path(request)
             first = self.steering.order(first, self.common[k])
@@ -316,7 +316,7 @@ class _Queue:
         taken = set(joining)
         tail = len(self.waiting) - max(LOOKED_AT, free) if len(self.waiting) > max(LOOKED_AT, free) else 0
         self.waiting[tail:] = [request for request in self.waiting[tail:] if request not in taken]
-        if self.sharing:
+        if self.steering:
             self.steering.join(joining)
         self._enter(k, joining, places, iteration)
 

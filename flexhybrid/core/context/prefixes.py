@@ -22,7 +22,7 @@ FEWEST = 2  #: requests for which a block is shared
 BLOCK_BYTES = BLOCK_TOKENS * np.dtype(np.int32).itemsize
 
 #: Request -> token ids of its prompt; None: it shares nothing (its prompt must be computed as a whole).
-Prompt = Callable[[int], Sequence[int] | None]
+Prompt = Callable[[int], Sequence[int] | np.ndarray | None]
 
 
 class PromptTree:

@@ -286,7 +286,7 @@ class RunningBatch:
             self._forget(request, iteration)
         ready = [request for request in first if self.not_before.get(request, 0) <= iteration and request not in taken]
         self.full[k] = len(ready) + len(taken) == len(first)
-        if self.sharing:
+        if self.sharing and self.steering:
             for request in ready:
                 self.sharing.tree.path(request)
             members = Counter(block for place in running.tolist() for block in self.sharing.path(place))
@@ -324,7 +324,7 @@ class RunningBatch:
             ready = [ready[place] for place in shorter.tolist()]
         for request in wave.request[joining].tolist():
             queue.on_join(request)
-        if self.sharing:
+        if self.steering:
             self.steering.join(joining)
         if taken:
             queue.remove(taken)
