@@ -1,8 +1,10 @@
 """The best policy and batch for a queue of requests whose places are taken anew as answers end.
 
 The search (``policy_search.search``) takes requests of one length that begin together. It is asked for the mean answer
-and for the answer that a running request has on average, which is longer. What it finds, and the policies that are
-given, are priced on the queue itself with as many requests at a time as fit and with as many as the search took.
+and for the answer that a running request has on average, which is longer; where prompts share what they begin with, for
+prompts of their own tokens alone and for whole ones. What it finds, and the policies that are given, are priced on the
+queue itself with as many requests at a time as fit and with as many as the search took; a policy under which prompts
+share nothing because hidden states lie on the host is priced with these on the device as well.
 """
 
 from __future__ import annotations
@@ -16,11 +18,12 @@ import numpy as np
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem
+from flexhybrid.core.schedule.refill import may_share
 from flexhybrid.core.workload import Workload
 from policy_search.search import SearchResult, SearchSettings, search
 from sim.queue_clock import QueueRun, price_queue
 
-MOST_SEARCHES = 3
+MOST_SEARCHES = 3  #: for each length of prompts
 FEWER = 0.75  #: of the requests that a search took: where so few run, it is asked again for as many
 
 
@@ -39,9 +42,9 @@ def best_for_queue(
     """Return the policy under which the queue ends first. Raise InputError when nothing fits."""
     problem = replace(problem, budgets=problem.effective_budgets)
     error, choices = InputError("no policy was given"), []
-    asked = list(
-        dict.fromkeys((answer, settings.max_batch) for answer in (mean_answer(workload), running_answer(workload)))
-    )
+    prompts = dict.fromkeys(max(1, round(mean)) for mean in (workload.mean_prompt, workload.prompt_tokens.mean()))
+    answers = dict.fromkeys((mean_answer(workload), running_answer(workload)))
+    asked = [(prompt, answer, settings.max_batch) for prompt in prompts for answer in answers]
     priced: set[tuple[Policy, int]] = set()
 
     def add(policy: Policy, places: int, found: SearchResult | None) -> int:
@@ -56,19 +59,24 @@ def best_for_queue(
 
     for policy in given:
         add(policy, settings.max_batch, None)
-    for number in range(MOST_SEARCHES):
+    for number in range(MOST_SEARCHES * len(prompts)):
         if number == len(asked):
             break
-        answer, most = asked[number]
-        prompt = max(1, round(workload.mean_prompt))
+        prompt, answer, most = asked[number]
         try:
             found = search(problem, Workload.uniform(1, prompt, answer), replace(settings, max_batch=most))
         except InputError as refused:
             error = refused
             continue
         at_a_time = min(add(found.policy, places, found) for places in {found.batch, most})
-        if at_a_time < FEWER * found.batch and (answer, at_a_time) not in asked:
-            asked.append((answer, at_a_time))  # the longest requests, or the limits, leave room for fewer
+        if (
+            workload.prefixes
+            and may_share(sharing := replace(found.policy, hidden="device"))
+            and sharing != found.policy
+        ):
+            add(sharing, found.batch, found)
+        if at_a_time < FEWER * found.batch and (prompt, answer, at_a_time) not in asked:
+            asked.append((prompt, answer, at_a_time))  # the longest requests, or the limits, leave room for fewer
     if not choices:
         raise error
     return min(choices, key=lambda choice: choice.run.total_s)

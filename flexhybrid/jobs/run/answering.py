@@ -216,8 +216,10 @@ class Batch:
         self.requests.keep(self.in_flight)
 
     def in_flight(self) -> Tokens:
-        """Return how far the lines are that are not answered."""
-        return {place + 1: sum(len(of.token_ids) for of in open_[1]) for place, open_ in self.open_lines.items()}
+        """Return how far the lines are that are not answered. Those that have no token yet are left out: lines are
+        read before they join, so that it is known what their prompts share."""
+        tokens = {place + 1: sum(len(of.token_ids) for of in open_[1]) for place, open_ in self.open_lines.items()}
+        return {line: count for line, count in tokens.items() if count}
 
 
 def _shrink(llm: LLM, error: torch.OutOfMemoryError, note: Callable[[str], None]) -> None:
