@@ -254,8 +254,9 @@ def admit(
     wave = _with_blocks(wave, counts, least)
     if not num_keeping(policy.selection, problem.shape.num_layers):
         return wave
-    # a prompt is taken whole in all layers
-    keeping = replace(policy, selection=Selection(), max_mini_batch_tokens=int(cached.max()) + BLOCK_TOKENS)
+    # A prompt is taken whole in all layers, also that of a request that joins later.
+    longest = max(int(of.cached_tokens.max()) for of in (workload, alone) if of is not None)
+    keeping = replace(policy, selection=Selection(), max_mini_batch_tokens=longest + BLOCK_TOKENS)
     whole = _with_blocks(replace(wave, policy=keeping), entries.most_blocks(first, cached), None)
     return replace(wave, whole=whole)
 

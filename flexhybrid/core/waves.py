@@ -11,6 +11,7 @@ from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockEntries, ceil_bloc
 from flexhybrid.core.context.packing import chunk_tokens, pack
 from flexhybrid.core.context.prefixes import PromptTree, SharedBlocks
 from flexhybrid.core.context.selection import pool_blocks
+from flexhybrid.core.errors import InputError
 from flexhybrid.core.memory import MemoryPlan, buffer_sizes, check_budget, fits, memory_plan, queue_sizes
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem
@@ -189,7 +190,12 @@ def batch_size(
         def plan(count: int, share: float = share) -> MemoryPlan:
             return memory_plan(problem, policy, buffer_sizes(open_batch(problem, policy, workload, count, share, tree)))
 
-        counts.append(_most_that_fit(problem, policy, workload, plan, at_most))
+        try:
+            counts.append(_most_that_fit(problem, policy, workload, plan, at_most))
+        except InputError:  # requests that step back come back with more tokens: their prompts need more room
+            if not counts:
+                raise
+            break
         if counts[0] == min(at_most, policy.max_batch or at_most, workload.num_requests):
             break
     best = int(np.argmax(counts))

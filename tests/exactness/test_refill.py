@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from models import InMemory, save_llama, save_opt
 from policies import wider_policies
@@ -103,6 +103,7 @@ LOSSY = {
 
 @settings(max_examples=8)
 @given(st.integers(0, 99), st.integers(1, 3), st.one_of(speculative_policies(), st.sampled_from([*LOSSY.values()])))
+@example(65, 2, LOSSY["h2o, first layer whole"])  # a prompt longer than all contexts of those who began
 def test_a_lossy_policy_gives_each_request_its_own_tokens(tmp_path_factory, seed, places, policy):
     """Whose selection is made request by request: those that it gets alone."""
     if policy.selection.method == "speculative":
