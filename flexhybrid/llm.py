@@ -518,12 +518,12 @@ class LLM:
 
 
 def _with_limit(shape: ModelShape, max_model_len: int | None) -> ModelShape:
-    """Return the shape with room for ``max_model_len`` tokens of a request: a window within which all are seen."""
+    """Return the shape with room for ``max_model_len`` tokens of a request."""
     if max_model_len is None:
         return shape
     fits = is_integer(max_model_len) and 2 <= max_model_len <= shape.max_context
     check("max_model_len", max_model_len, fits, f"a whole number from 2 to {shape.max_context}, the model's own")
-    return replace(shape, sliding_window=max_model_len)
+    return replace(shape, limit=max_model_len)
 
 
 def _release_frames(error: BaseException | None) -> None:

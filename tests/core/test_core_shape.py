@@ -200,7 +200,7 @@ def test_shape_agrees_with_autoconfig(tmp_path, config_class, fields):
         assert shape.norm_eps == config.rms_norm_eps
         assert shape.rope.theta == config.rope_parameters["rope_theta"]
         assert shape.rope.type == config.rope_parameters["rope_type"]
-        assert shape.sliding_window == getattr(config, "sliding_window", None)
+        assert shape.attention[0].window == getattr(config, "sliding_window", None)
 
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from flexhybrid import LLM, SamplingParams
 from flexhybrid.core.errors import InputError
+from flexhybrid.core.model.attention import AttentionKind
 from flexhybrid.core.model.layout import layer_layout
 from flexhybrid.core.model.shape import shape_by_name, shape_from_config
 from flexhybrid.core.policy import Placement, Policy
@@ -203,11 +204,11 @@ def test_every_tensor_of_the_layout_has_a_name_and_random_weights(name):
 def test_a_sliding_window_bounds_the_sequences(tmp_path, more, window):
     reference = save_llama(tmp_path, **more)
     shape = shape_from_config(tmp_path)
-    assert shape.sliding_window == window and shape.max_context == (window or 96)
+    assert max((kind.window for kind in shape.attention), key=bool) == window and shape.max_context == (window or 96)
     config = json.loads((tmp_path / "config.json").read_text())
     config.pop("layer_types", None)  # as older versions wrote it
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert shape_from_config(tmp_path).sliding_window == window
+    assert shape_from_config(tmp_path).attention == shape.attention
     if window is None:
         return
     tokens = torch.randint(3, 61, (96,), generator=torch.Generator().manual_seed(3)).tolist()
@@ -229,7 +230,7 @@ def test_a_window_that_is_absent_has_transformers_default(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     del config["sliding_window"]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert shape_from_config(tmp_path).sliding_window == 4096
+    assert shape_from_config(tmp_path).attention == (AttentionKind(4096),)
 
 
 @pytest.mark.parametrize(

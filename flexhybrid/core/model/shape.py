@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from flexhybrid.core.errors import InputError, check, is_number, unknown
 from flexhybrid.core.files import load_json
+from flexhybrid.core.model.attention import PLAIN, AttentionKind, kinds_from_config
 from flexhybrid.core.model.rope import Rope, rope_from_config
 from flexhybrid.core.policy import GROUP_ELEMENTS
 
@@ -46,10 +47,11 @@ class ModelShape:
     qk_norm: bool = False  #: keys and queries are normed head by head, before their rotation (Qwen3)
     norm_eps: float = 1e-5
     rope: Rope = Rope()  #: where ``rotary``
-    sliding_window: int | None = None  #: a token sees no more than this many, itself among them
+    attention: tuple[AttentionKind, ...] = (PLAIN,)  #: of the layers, in turn; behind the last the first comes again
+    limit: int | None = None  #: tokens for which a request has room, where fewer than ``max_positions`` are wanted
 
     def __post_init__(self):
-        where, window = f"model {self.name}: ", self.sliding_window
+        where = f"model {self.name}: "
         for field in (*_SIZES, "head_dim"):
             value = getattr(self, field)
             check(where + field, value, _is_count(value) and value >= 1, "a positive whole number")
@@ -57,8 +59,8 @@ class ModelShape:
         for field in ("gated_mlp", "rotary", "tied_head", "pre_norm", "bias", "qkv_bias", "qk_norm"):
             check(where + field, getattr(self, field), isinstance(getattr(self, field), bool), "true or false")
         check(f"{where}eos_token_ids", self.eos_token_ids, all(map(_is_count, self.eos_token_ids)), "whole numbers")
-        windowed = window is None or _is_count(window) and window >= 1
-        check(f"{where}sliding_window", window, windowed, "a whole number >= 1")
+        for kind in self.attention:
+            kind.check(where)
         small = is_number(self.norm_eps) and 0 < self.norm_eps < 1
         check(f"{where}norm_eps", self.norm_eps, small, "a small positive number")
         if self.num_heads % self.num_kv_heads:
@@ -69,7 +71,12 @@ class ModelShape:
     @property
     def max_context(self) -> int:
         """Longest sequence that the executor runs: up to a sliding window, every token still sees all before it."""
-        return min(self.max_positions, self.sliding_window or self.max_positions)
+        windows = (kind.window or self.max_positions for kind in self.attention)
+        return min(self.max_positions, self.limit or self.max_positions, *windows)
+
+    def attention_of(self, layer: int) -> AttentionKind:
+        """Return what attention of a layer is."""
+        return self.attention[layer % len(self.attention)]
 
     @property
     def query_width(self) -> int:
@@ -202,7 +209,7 @@ KNOWN_SHAPES = {
         _gated("llama-2-70b", (80, 8192, 64, 8, 28672, 32000, 4096), dtype="float16"),
         _gated("llama-3-8b", (32, 4096, 32, 8, 14336, 128256, 8192), 128001, theta=5e5),
         _gated("llama-3-70b", (80, 8192, 64, 8, 28672, 128256, 8192), 128001, theta=5e5),
-        _gated("mistral-7b", (32, 4096, 32, 8, 14336, 32000, 32768), sliding_window=4096),
+        _gated("mistral-7b", (32, 4096, 32, 8, 14336, 32000, 32768), attention=(AttentionKind(4096),)),
         _qwen("0.5b", (24, 896, 14, 2, 4864, 151936, 32768), tied_head=True),
         _qwen("1.5b", (28, 1536, 12, 2, 8960, 151936, 131072), tied_head=True),
         _qwen("3b", (36, 2048, 16, 2, 11008, 151936, 32768), tied_head=True),
@@ -386,20 +393,6 @@ def _shape_from_dict(config: dict, path: Path) -> ModelShape:  # noqa: C901 (one
         qkv_bias=model_type == "qwen2",
         qk_norm=model_type == "qwen3",
         norm_eps=config.get("rms_norm_eps", 1e-6),
-        sliding_window=_sliding_window(config, str(model_type), common["num_layers"]),
+        attention=kinds_from_config(config, path, common["num_layers"]),
     )
     return replace(shape, rope=rope_from_config(config, path, shape.max_positions))
-
-
-def _sliding_window(config: dict, model_type: str, num_layers: int) -> int | None:
-    """The window of those layers that have one, as transformers decides it; a field that is absent has its default."""
-    if model_type == "mistral":
-        return config.get("sliding_window", 4096)
-    if model_type not in _QWEN or not config.get("use_sliding_window", False):
-        return None
-    layers = config.get("layer_types")
-    if isinstance(layers, list):
-        windowed = "sliding_attention" in layers
-    else:
-        windowed = config.get("max_window_layers", 28) < num_layers
-    return config.get("sliding_window", 4096) if windowed else None

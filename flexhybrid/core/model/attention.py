@@ -1,0 +1,56 @@
+"""What attention of a layer is beyond its heads, and what a config.json says of it."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from flexhybrid.core.errors import InputError, check, is_number
+
+#: Names of layers in ``layer_types`` of a config.json -> whether they have the model's window.
+LAYER_TYPES = {"full_attention": False, "sliding_attention": True}
+
+
+@dataclass(frozen=True)
+class AttentionKind:
+    """Attention of a layer. With no field given it is softmax(q·k / sqrt(d)) over all tokens before."""
+
+    window: int | None = None  #: a token sees no more than this many, itself among them
+    scaling: float | None = None  #: factor of scores; None: d^-0.5
+    softcap: float | None = None  #: c: scores become c·tanh(score / c), before the mask
+    sinks: bool = False  #: each head has a learned score that counts in its softmax's sum, and no value
+
+    def check(self, where: str) -> None:
+        """Raise InputError for an impossible field; ``where`` begins the message."""
+        window = self.window
+        count = window is None or isinstance(window, int) and not isinstance(window, bool) and window >= 1
+        check(f"{where}sliding_window", window, count, "a whole number >= 1")
+        for name in ("scaling", "softcap"):
+            value = getattr(self, name)
+            positive = value is None or is_number(value) and 0 < value < math.inf
+            check(f"{where}{name} of attention", value, positive, "a positive number")
+        check(f"{where}sinks of attention", self.sinks, isinstance(self.sinks, bool), "true or false")
+
+
+#: Attention without peculiarities.
+PLAIN = AttentionKind()
+
+
+def kinds_from_config(config: dict, path: Path, num_layers: int) -> tuple[AttentionKind, ...]:
+    """Return the kind of each layer of Llama and those built like it, as transformers decides it: one for all, or one
+    for each. A field that is absent has transformers' default. Raise InputError for a broken ``layer_types``."""
+    model_type, kinds = config.get("model_type"), (PLAIN,)
+    if model_type == "mistral":
+        return (AttentionKind(config.get("sliding_window", 4096)),)
+    if model_type not in ("qwen2", "qwen3") or not config.get("use_sliding_window", False):
+        return kinds
+    sliding, layers = AttentionKind(config.get("sliding_window", 4096)), config.get("layer_types")
+    if layers is None:
+        first = config.get("max_window_layers", 28)
+        layers = ["sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)]
+    known = isinstance(layers, list) and len(layers) == num_layers and all(name in LAYER_TYPES for name in layers)
+    if not known:
+        raise InputError(
+            f"{path}: layer_types {layers!r} must name {num_layers} layers, each one of {', '.join(LAYER_TYPES)}"
+        )
+    kinds = tuple(sliding if LAYER_TYPES[name] else PLAIN for name in layers)
+    return kinds[:1] if len(set(kinds)) == 1 else kinds
