@@ -18,6 +18,7 @@ from flexhybrid.core.policy import Policy
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.options import budgets_from, options_from, split_names
 from flexhybrid.jobs.paths import check_checkpoint, check_file, check_writable
+from flexhybrid.jobs.progress import lost_interrupts_again
 from flexhybrid.jobs.run.cli import DISK_DIR_HELP, add_doctor, add_run
 
 
@@ -414,7 +415,8 @@ def main(argv: list[str] | None = None) -> int:
     args.show = (lambda text: None) if args.json else print  # what a command tells people, besides its record
     args.began = began  # what a command says of its own seconds has its imports in them
     try:
-        result = args.run(args)
+        with lost_interrupts_again():
+            result = args.run(args)
     except InputError as error:
         print(f"flexhybrid: {error}", file=sys.stderr)
         return 2

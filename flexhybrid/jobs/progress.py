@@ -154,38 +154,61 @@ class StopAsked:
 
 
 @contextlib.contextmanager
+def lost_interrupts_again(on_loss: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Send an interrupt once more, AGAIN_S later, that met a callback of C code or a finalizer: it is lost there, and
+    Python would print it as ignored. ``on_loss`` is called for each."""
+    show, timers = sys.unraisablehook, []
+
+    def unraisable(lost) -> None:
+        if lost.exc_type is not KeyboardInterrupt:
+            show(lost)
+            return
+        on_loss()
+        timers.append(interrupt_in(AGAIN_S))
+
+    sys.unraisablehook = unraisable
+    try:
+        yield
+    finally:
+        sys.unraisablehook = show
+        for timer in timers:
+            timer.cancel()
+
+
+def interrupt_in(seconds: float, before: Callable[[], None] = lambda: None) -> threading.Timer:
+    """Send SIGINT to the main thread after so many seconds, behind a call of ``before``."""
+
+    def interrupt() -> None:
+        before()
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    timer = threading.Timer(seconds, interrupt)
+    timer.daemon = True
+    timer.start()
+    return timer
+
+
+@contextlib.contextmanager
 def stop_on_signal() -> Iterator[StopAsked]:
     """Turn the first SIGINT (Ctrl-C) or SIGTERM into ``asked``. When the block goes on for STOP_S more, it is left by a
     KeyboardInterrupt that ends with it; a second signal raises one that does not.
 
-    An interrupt that meets a callback of C code or a finalizer is lost there (Python would print it as ignored, and
-    the C code may fail): it is sent once more, AGAIN_S later, and a failure meanwhile counts as it."""
-    stop = StopAsked()
-    main = threading.main_thread()
-
+    An interrupt that meets a callback of C code is sent again (``lost_interrupts_again``). The C code may fail instead:
+    a failure after it counts as the interrupt."""
+    stop, main = StopAsked(), threading.main_thread()
     timers: list[threading.Timer] = []
 
-    def interrupt_in(seconds: float, overdue: bool) -> None:
-        def interrupt() -> None:
-            stop.overdue |= overdue
-            signal.pthread_kill(main.ident or 0, signal.SIGINT)
+    def is_overdue() -> None:
+        stop.overdue = True
 
-        timers.append(threading.Timer(seconds, interrupt))
-        timers[-1].daemon = True
-        timers[-1].start()
-
-    def unraisable(lost, show=sys.unraisablehook) -> None:
-        if lost.exc_type is not KeyboardInterrupt:
-            show(lost)
-            return
+    def is_swallowed() -> None:
         stop.swallowed = True
-        interrupt_in(AGAIN_S, overdue=False)
 
     def handle(_signal_number, _frame) -> None:
         if stop.asked:
             raise KeyboardInterrupt
         stop.asked = True
-        interrupt_in(STOP_S, overdue=True)
+        timers.append(interrupt_in(STOP_S, is_overdue))
         text = f"stopping after this iteration, or in {STOP_S:.0f} s; once more stops at once"
         print(f"\nflexhybrid: {text}", file=sys.stderr, flush=True)
 
@@ -193,16 +216,15 @@ def stop_on_signal() -> Iterator[StopAsked]:
         yield stop
         return
     earlier = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    earlier_hook, sys.unraisablehook = sys.unraisablehook, unraisable
     try:
-        yield stop
+        with lost_interrupts_again(is_swallowed):
+            yield stop
     except BaseException as error:
         if not (isinstance(error, KeyboardInterrupt) or stop.swallowed and isinstance(error, Exception)):
             raise
         if not stop.overdue:
             raise error if isinstance(error, KeyboardInterrupt) else KeyboardInterrupt() from None
     finally:
-        sys.unraisablehook = earlier_hook
         for timer in timers:
             timer.cancel()
         for number, handler in earlier.items():

@@ -33,6 +33,9 @@ from flexhybrid.runtime.profiling.cpu_use import ThreadAccount
 
 #: Tasks of one lane that may wait in its queue: far enough ahead to never starve, small enough to bound memory.
 LOOKAHEAD_TASKS = 256
+#: Seconds after which a thread that waits looks up. The system may hand a signal to any thread of the process, and only
+#: the main thread acts on it, once it runs.
+LOOK_UP_S = 0.5
 
 
 class Aborted(Exception):
@@ -112,8 +115,8 @@ class Lane:
         with self._lock:
             if waits := self.passed <= ordinal and not self.failed:
                 self._waiting.append((ordinal, woken))
-        if waits:
-            woken.acquire()
+        while waits and not woken.acquire(timeout=LOOK_UP_S):
+            pass
         if self.passed <= ordinal:
             raise Aborted
 

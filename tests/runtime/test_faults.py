@@ -361,10 +361,23 @@ def test_ctrl_c_under_way_gives_all_back_and_the_next_call_works(checkpoint, exp
     assert list((tmp_path / "scratch").iterdir()) == []  # the second call's, at the process's end
 
 
-def test_ctrl_c_of_a_command_is_one_line_and_status_130(checkpoint, tmp_path):
-    program = """
+@pytest.mark.parametrize(
+    "interrupt",
+    [
+        "os.kill(os.getpid(), signal.SIGINT)",
+        "signal.pthread_kill(threading.get_ident(), signal.SIGINT)",  # the system may hand a signal to any thread
+        "signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)",  # which meets a finalizer
+    ],
+)
+def test_ctrl_c_of_a_command_is_one_line_and_status_130(checkpoint, tmp_path, interrupt):
+    program = f"""
+        class Dying:
+            def __del__(self):
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0)
+        signal.signal(signal.SIGUSR1, lambda *_: Dying() and None)
         def reached():
-            os.kill(os.getpid(), signal.SIGINT)
+            {interrupt}
         cli._compare = lambda args: make().generate(PROMPTS, PARAMS)
         sys.exit(cli.main(["compare"]))
     """
