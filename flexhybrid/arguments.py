@@ -23,4 +23,5 @@ class LLMArguments:
     disk_gb_per_s: float | None = None
     max_model_len: int | None = None  #: most tokens of a prompt and its answer together; None: the model's positions
     enable_prefix_caching: bool = True  #: prompts that begin alike are computed and kept once as far as they do
+    generation_config: str = "auto"  #: where requests that name no sampling have it from (``default_sampling``)
     attention: AttentionPaths | None = None  #: of an earlier run or another process; None: the fastest ones here

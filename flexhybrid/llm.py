@@ -20,9 +20,9 @@ from flexhybrid.batch.openai import Refused, chat_text
 from flexhybrid.batch.tool_calls import check_tools
 from flexhybrid.core.context.prefixes import PromptTree
 from flexhybrid.core.errors import InputError, check, is_integer
-from flexhybrid.core.files import load_json
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.memory import BufferSizes, buffer_sizes, fits, memory_plan
+from flexhybrid.core.model.generation_config import default_sampling
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.wave import Wave, admit
@@ -44,9 +44,6 @@ from flexhybrid.vllm_arguments import check_vllm_arguments, nothing_asked, plain
 
 OnTrace = Callable[[WaveResult], object]
 MOST_AT_A_TIME = 1024  #: requests that run together
-#: Fields of generation_config.json that are sampling parameters, with their names there (as vLLM takes them).
-GENERATION_CONFIG = {name: name for name in ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")}
-GENERATION_CONFIG["max_new_tokens"] = "max_tokens"
 TRACED_TASKS = 50_000  #: of a wave: a file that a browser still opens
 
 
@@ -72,6 +69,8 @@ class LLM:
     ``disk_gb_per_s`` paces it. ``dtype``: "auto", "float32", "bfloat16" or (CUDA) "float16".
 
     ``max_model_len``: most tokens of a prompt and its answer together (the model's positions).
+    ``generation_config``: "auto" takes the sampling of requests that name none from the checkpoint's file, "none" (or
+    "vllm", as there) leaves it be; the tokens that end an answer are the file's either way.
     ``enable_prefix_caching`` (True): prompts that begin alike are computed and kept once as far as they do.
     Further arguments of vLLM's are taken where they ask for nothing; what to write in the place of the others, their
     error says.
@@ -101,6 +100,7 @@ class LLM:
     ):
         max_model_len = others.pop("max_model_len", None)
         shares = others.pop("enable_prefix_caching", None)
+        generation_config = others.pop("generation_config", None) or "auto"
         check("enable_prefix_caching", shares, shares in (None, True, False), "True or False")
         check_vllm_arguments(others, model, list(inspect.signature(LLM).parameters)[:-1])
         self._resolve(
@@ -112,6 +112,7 @@ class LLM:
                 hardware,
                 max_model_len=max_model_len,
                 enable_prefix_caching=shares is not False,
+                generation_config=generation_config,
                 budgets={"device": device_memory, "host": host_memory, "disk": disk_memory},
                 link_gb_per_s=link_gb_per_s,
                 disk_dir=disk_dir,
@@ -136,6 +137,7 @@ class LLM:
         if not isinstance(arguments.model, (str, Path)) or not str(arguments.model):
             raise InputError(f"model must be the path of a local checkpoint folder, not {arguments.model!r}")
         self.checkpoint = Checkpoint(arguments.model)
+        self.get_default_sampling_params()  # what is wrong in the file is said now
         self.paced = pick_device(arguments.device, arguments.link_gb_per_s, arguments.disk_dir, arguments.disk_gb_per_s)
         self.device: torch.device = self.paced.device  #: of the executor
         shape = _with_limit(self.checkpoint.shape, arguments.max_model_len)
@@ -322,11 +324,8 @@ class LLM:
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return what the checkpoint's generation_config.json asks for."""
-        path = self.checkpoint.path / "generation_config.json"
-        asked = load_json(path) if path.is_file() else {}
-        named = {GENERATION_CONFIG[name]: value for name, value in asked.items() if name in GENERATION_CONFIG}
-        return SamplingParams(**{name: value for name, value in named.items() if value is not None})
+        """Return what the checkpoint's generation_config.json asks for, if ``generation_config`` is "auto"."""
+        return SamplingParams(**default_sampling(self.checkpoint.path, self.arguments.generation_config))
 
     @contextmanager
     def waves(

@@ -34,7 +34,6 @@ ARGUMENTS: dict[str, tuple[tuple | None, str]] = {
     "convert": ((None, "auto", "none"), "models generate"),
     "cpu_offload_gb": ((None, 0), _PLACES),
     "enable_lora": ((None, False), "merge the adapter into the weights"),
-    "generation_config": ((None, "auto"), "give SamplingParams"),
     "gpu_memory_utilization": ((None, 0.9), _PLACES),
     "hf_overrides": ((None, {}), "change config.json"),
     "kv_cache_dtype": ((None, "auto"), "give a policy with bits=Bits(kv=8)"),

@@ -51,6 +51,7 @@ class ChatRules:
     prompts: bool = False  #: whether those of texts and tables are messages of a user
     system: str | None = None  #: message of the system before them
     template: str | None = None  #: Jinja text in place of the tokenizer's own template
+    variables: dict | None = None  #: of the template, where a line's chat_template_kwargs does not name them
 
 
 def format_of(path: Path, name: str = "auto") -> str:

@@ -18,7 +18,8 @@ WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")
 #: Place in the manifest -> the flag of ``run`` that decides it, where the place has another name.
 FLAGS = {
     "errors": "--errors", "columns.prompt": "--column", "columns.custom_id": "--id-column", "chat.prompts": "--chat",
-    "chat.system": "--system-prompt", "chat.template": "--chat-template", "numbers.bits": "--policy",
+    "chat.system": "--system-prompt", "chat.template": "--chat-template", "chat.variables": "--chat-template-kwargs",
+    "numbers.bits": "--policy",
     "numbers.selection": "--policy",
 }  # fmt: skip
 MAX_HEADER_BYTES = 100_000_000  #: safetensors' own bound

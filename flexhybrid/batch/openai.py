@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from flexhybrid.batch.formats import ChatRules
 from flexhybrid.batch.tool_calls import HERMES, ToolForm, check_tools, form_of, plain_call
 from flexhybrid.core.errors import SHOWN, InputError, is_integer
 from flexhybrid.requests import RequestCodec
@@ -124,7 +125,7 @@ class Bodies:
 
     codec: RequestCodec
     sampling: dict  #: sampling parameters of bodies that do not name them
-    template: str | None = None  #: of chats, in place of the tokenizer's own
+    chat: ChatRules = ChatRules()
     _known: dict[tuple[str, str], SamplingParams] = field(default_factory=dict)  #: of lines before, by url and fields
 
     def draft(self, data: dict) -> Draft:
@@ -187,7 +188,7 @@ class Bodies:
             check_tools(tools)
             if choice == "none":
                 return tools, None
-            return tools, ToolForm(form_of(template_of(self.codec.tokenizer, self.template, tools)), parallel)
+            return tools, ToolForm(form_of(template_of(self.codec.tokenizer, self.chat.template, tools)), parallel)
         except InputError as error:
             raise Refused("invalid_value", str(error), "tools") from None
 
@@ -197,7 +198,8 @@ class Bodies:
         if not isinstance(variables, dict | None):
             message = f"chat_template_kwargs is {shown(variables)}; it must be an object"
             raise Refused("invalid_value", message, "chat_template_kwargs")
-        return chat_text(messages, self.codec.tokenizer, self.template, variables, tools)
+        variables = (self.chat.variables or {}) | (variables or {})
+        return chat_text(messages, self.codec.tokenizer, self.chat.template, variables, tools)
 
     def params(self, fields: dict, url: str) -> SamplingParams:
         """Return a body's sampling parameters; most lines of a file ask for those of a line before."""

@@ -42,7 +42,7 @@ class LineReader:
 
     def __init__(self, rules: LineRules, codec: RequestCodec):
         self.rules, self.codec = rules, codec
-        self._bodies = Bodies(codec, rules.sampling, rules.chat.template)
+        self._bodies = Bodies(codec, rules.sampling, rules.chat)
         self._draft = self._draft_batch if rules.file_format == "jsonl" else self._draft_prompt
 
     def __call__(self, raw: bytes, number: int) -> Request:

@@ -15,6 +15,7 @@ import pytest
 import torch
 import warm_python
 from forced_machine import ATTENTION
+from models import save_opt
 
 from experiments.bench.queues.run_memory import answer_at_once
 from flexhybrid import LLM, InputError, SamplingParams, cli, shipped
@@ -462,6 +463,29 @@ def test_chat_lines_go_through_the_tokenizers_template(tmp_path, capsys):
     assert body["object"] == "chat.completion" and body["usage"]["prompt_tokens"] == len(ids)
     assert rows["b"]["status_code"] == rows["c"]["status_code"] == 400
     assert "odd role" in rows["c"]["body"]["error"]["message"]
+
+
+def test_requests_that_name_no_sampling_have_the_checkpoints_then_the_commands(tmp_path, capsys):
+    save_opt(tmp_path / "model")
+    path = tmp_path / "model" / "generation_config.json"
+    path.write_text(json.dumps({"temperature": 0, "max_new_tokens": 3, "eos_token_id": 60}))
+    source = tmp_path / "in.jsonl"
+    source.write_text("\n".join([line("a", prompt=[5, 6]), line("b", prompt=[7], max_tokens=2)]))
+
+    def tokens(*flags) -> list[int]:
+        assert run(source, tmp_path / "out.jsonl", tmp_path / "model", "--restart", *flags) == 0
+        return [row["response"]["body"]["usage"]["completion_tokens"] for row in read(tmp_path / "out.jsonl")]
+
+    assert sorted(tokens()) == [2, 3]
+    assert "sampling   max_tokens 3, temperature 0, of the checkpoint's" in capsys.readouterr().out
+    assert sorted(tokens("--max-tokens", "5")) == [2, 5]
+    assert "sampling   temperature 0, of the checkpoint's" in capsys.readouterr().out
+    assert sorted(tokens("--generation-config", "none", "--temperature", "0", "--max-tokens", "4")) == [2, 4]
+    assert "sampling" not in capsys.readouterr().out
+    assert run(source, tmp_path / "out.jsonl", tmp_path / "model") == 2
+    assert "max_tokens was 4, is 3" in capsys.readouterr().err
+    assert run(source, tmp_path / "other.jsonl", tmp_path / "model", "--chat-template-kwargs", "[]") == 2
+    assert "--chat-template-kwargs is '[]'; it must be an object like" in capsys.readouterr().err
 
 
 def test_random_tokens_hang_on_seed_and_line_not_on_company(tiny, tmp_path):

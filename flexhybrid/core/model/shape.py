@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from flexhybrid.core.errors import InputError, check, is_number, unknown
 from flexhybrid.core.files import load_json
 from flexhybrid.core.model.attention import PLAIN, AttentionKind, kinds_from_config
+from flexhybrid.core.model.generation_config import end_tokens
 from flexhybrid.core.model.rope import Rope, rope_from_config
 from flexhybrid.core.policy import GROUP_ELEMENTS
 
@@ -347,8 +348,9 @@ def _shape_from_dict(config: dict, path: Path) -> ModelShape:  # noqa: C901 (one
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
     if dtype not in DTYPE_BYTES:
         raise InputError(f"{path}: dtype {dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
-    eos = config.get("eos_token_id", None if model_type in _QWEN else 2)
-    eos_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
+    eos = end_tokens(path.parent) if path.name == "config.json" else None
+    eos = eos or config.get("eos_token_id", None if model_type in _QWEN else 2)
+    eos_ids = () if eos is None else tuple(eos) if isinstance(eos, list | tuple) else (eos,)
     common: dict[str, Any] = dict(
         name=_checkpoint_name(path.parent) or model_type,
         family=family,

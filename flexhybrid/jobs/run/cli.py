@@ -6,6 +6,8 @@ from pathlib import Path
 
 from flexhybrid.arguments import LLMArguments
 from flexhybrid.core.context.cache_entries import TIERS
+from flexhybrid.core.model.generation_config import SOURCES, default_sampling
+from flexhybrid.core.model.shape import checkpoint_folder
 from flexhybrid.jobs.options import budgets_from, options_from
 
 DISK_DIR_HELP = (
@@ -48,6 +50,15 @@ def add_run(commands, common: Callable) -> None:
     parser.add_argument("--chat", action="store_true", help="send prompts of text and tables as messages of a user")
     parser.add_argument("--system-prompt", metavar="TEXT", help="message of the system before them, with --chat")
     parser.add_argument("--chat-template", type=Path, metavar="FILE", help="Jinja template of chats (the tokenizer's)")
+    parser.add_argument(
+        "--chat-template-kwargs", metavar="JSON",
+        help='variables of the template, like {"enable_thinking": false}, where a request names no others',
+    )  # fmt: skip
+    parser.add_argument(
+        "--generation-config", choices=SOURCES, default="auto",
+        help="auto: sampling that neither a request nor this command names is that of the checkpoint's "
+        "generation_config.json (auto)",
+    )  # fmt: skip
     for name, kind, meaning, default in SAMPLING:
         text = f"{meaning}, where a request names none ({default})"
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=text)
@@ -90,12 +101,20 @@ def add_run(commands, common: Callable) -> None:
 def _run(args) -> dict:
     from flexhybrid.jobs.run.options import RunOptions, check_options, journal_of
 
-    sampling = {name: getattr(args, name) for name, *_ in SAMPLING if getattr(args, name) is not None}
+    named = {name: getattr(args, name) for name, *_ in SAMPLING if getattr(args, name) is not None}
     llm = options_from(LLMArguments, args, budgets=budgets_from(args))
+    defaults = default_sampling(checkpoint_folder(args.model), args.generation_config)
     table = args.output if args.output.suffix.lower() == ".parquet" else None
     output = journal_of(table) if table else args.output
     options = options_from(
-        RunOptions, args, llm=llm, sampling=sampling, quiet=args.quiet or args.json, output=output, parquet=table
+        RunOptions,
+        args,
+        llm=llm,
+        named_sampling=named,
+        checkpoint_sampling=defaults,
+        quiet=args.quiet or args.json,
+        output=output,
+        parquet=table,
     )
     check_options(options)  # before the imports that take seconds
 

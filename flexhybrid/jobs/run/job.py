@@ -428,6 +428,10 @@ class Job:
             say(line)
         if plan.seconds and (note := company_note(self.llm.hardware)):
             say(f"profile    {note}")
+        asked = self.options
+        if taken := sorted(asked.checkpoint_sampling.keys() - asked.named_sampling.keys()):
+            values = ", ".join(f"{name} {asked.sampling[name]}" for name in taken)
+            say(f"sampling   {values}, of the checkpoint's generation_config.json, where a request names no other")
         if self.crew:
             say(f"ray        {self.crew}")
         return plan

@@ -7,7 +7,7 @@ from pathlib import Path
 from flexhybrid.arguments import LLMArguments
 from flexhybrid.batch.formats import STDIN, ChatRules, Columns, format_of
 from flexhybrid.core.errors import InputError, check, file_errors
-from flexhybrid.core.files import check_new_file
+from flexhybrid.core.files import check_new_file, parse_json
 from flexhybrid.core.policy import Policy
 from flexhybrid.jobs.paths import check_checkpoint, check_file
 from flexhybrid.sampling_params import SamplingParams
@@ -27,8 +27,10 @@ class RunOptions:
     chat: bool = False  #: whether prompts of texts and tables are messages of a user
     system_prompt: str | None = None  #: of those chats
     chat_template: Path | None = None  #: file in place of the tokenizer's own template
+    chat_template_kwargs: str | None = None  #: JSON object: variables of the template, where a line names no other
     parquet: Path | None = None  #: table of the answers, written at the end; ``output`` is then its journal
-    sampling: dict = field(default_factory=dict)  #: sampling parameters of requests that do not name them
+    named_sampling: dict = field(default_factory=dict)  #: sampling parameters of requests that do not name them
+    checkpoint_sampling: dict = field(default_factory=dict)  #: those of the checkpoint's generation_config.json
     seed: int = 0
     max_batch: int | None = None  #: most requests at a time; None: as many as memory holds
     answer_tokens: float | None = None  #: expected of an answer on average; None: as many as it may have
@@ -44,18 +46,29 @@ class RunOptions:
     replan: bool = True  #: whether policy auto is searched again when the run leaves its prediction
 
     @property
+    def sampling(self) -> dict:
+        """The sampling parameters of requests that do not name them."""
+        return self.checkpoint_sampling | self.named_sampling
+
+    @property
     def columns(self) -> Columns | None:
         if self.column is None:
             return None
         return Columns(self.column, self.id_column)
 
     def chat_rules(self) -> ChatRules:
-        """Return how prompts become chats. Raise InputError for a template that cannot be read."""
+        """Return how prompts become chats. Raise InputError for a template or variables that cannot be read."""
         template = None
         if self.chat_template:
             with file_errors(f"read {self.chat_template}"):
                 template = self.chat_template.read_text(encoding="utf-8")
-        return ChatRules(self.chat, self.system_prompt, template)
+        text, variables = self.chat_template_kwargs, None
+        if text is not None:
+            variables = parse_json(text, "--chat-template-kwargs")
+            check(
+                "--chat-template-kwargs", text, isinstance(variables, dict), 'an object like {"enable_thinking": false}'
+            )
+        return ChatRules(self.chat, self.system_prompt, template, variables)
 
 
 def journal_of(table: Path) -> Path:
