@@ -1,8 +1,8 @@
 """Train one of the small checkpoints that the experiments serve.
 
-Each is an OPT or a Llama of about four million parameters, or fewer (``--hidden``, ``--layers``). It learns from the
-Python standard library of the interpreter that runs this script (`experiments.training.corpus`). Nothing is downloaded.
-All share one tokenizer, so that their losses compare.
+Each is an OPT, a Llama or a Qwen3 of about four million parameters, or fewer (``--hidden``, ``--layers``). It learns
+from the Python standard library of the interpreter that runs this script (`experiments.training.corpus`). Nothing is
+downloaded. All share one tokenizer, so that their losses compare.
 
 Usage::
 
@@ -21,6 +21,7 @@ import platform
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 # Idle OpenMP threads sleep rather than spin, which leaves the cores to other programs. It must be
 # in the environment before torch loads OpenMP.
@@ -29,7 +30,15 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM, PreTrainedModel
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from experiments.training.corpus import EOS_ID, PAD_ID, VOCAB_SIZE, Stream, read_corpus, save_tokenizer, train_tokenizer
 
@@ -53,6 +62,8 @@ LOG_EVERY = 50
 SAVE_EVERY_SECONDS = 300
 CHUNK = 256  # Positions; the final held-out loss is also given for the first and the last so many of a row.
 
+
+Config = TypeVar("Config", LlamaConfig, Qwen3Config)
 
 HIDDEN, LAYERS = 256, 4  # of the shipped shape
 HEAD_SIZE = 32
@@ -83,14 +94,24 @@ def build_opt(positions: int, hidden: int = HIDDEN, layers: int = LAYERS) -> OPT
 
 def build_llama(positions: int, hidden: int = HIDDEN, layers: int = LAYERS) -> LlamaForCausalLM:
     """Return an untrained Llama of about the same size, in which four query heads share a key and value head."""
-    config = LlamaConfig(
+    return LlamaForCausalLM(_grouped(LlamaConfig, positions, hidden, layers))
+
+
+def build_qwen3(positions: int, hidden: int = HIDDEN, layers: int = LAYERS) -> Qwen3ForCausalLM:
+    """Return an untrained Qwen3 of that size: its queries and keys are normed head by head."""
+    return Qwen3ForCausalLM(_grouped(Qwen3Config, positions, hidden, layers))
+
+
+def _grouped(kind: type[Config], positions: int, hidden: int, layers: int) -> Config:
+    """Return a configuration with a gated feed-forward, in which four query heads share a key and value head."""
+    config = kind(
         intermediate_size=hidden * 11 // 4, num_key_value_heads=max(1, hidden // HEAD_SIZE // 4), head_dim=HEAD_SIZE
     )
     config.update(sizes(positions, hidden, layers))
-    return LlamaForCausalLM(config)
+    return config
 
 
-ARCHITECTURES = {"opt": build_opt, "llama": build_llama}
+ARCHITECTURES = {"opt": build_opt, "llama": build_llama, "qwen3": build_qwen3}
 
 
 def longer(model: OPTForCausalLM, positions: int) -> OPTForCausalLM:
@@ -191,7 +212,7 @@ def parse_arguments() -> argparse.Namespace:
     if arguments.out.exists():
         parser.error(f"{arguments.out} is there already")
     if arguments.start and arguments.architecture != "opt":
-        parser.error("--start goes with --architecture opt: a Llama has no table of positions to lengthen")
+        parser.error("--start goes with --architecture opt: the others have no table of positions to lengthen")
     if arguments.start and (arguments.hidden, arguments.layers) != (HIDDEN, LAYERS):
         parser.error("--start has a size of its own: leave --hidden and --layers out")
     if arguments.hidden < HEAD_SIZE or arguments.hidden % HEAD_SIZE or arguments.layers < 1:
