@@ -306,7 +306,8 @@ class CandidateSteps:
         mean = self.decode(DecodeStretch(np.minimum(self.chunk_size, last), last, later))(1.0)
         since, until = self.dealing.tokens(np.minimum(self.chunk_size, self.prompt)), self.prompt_tokens
         width = np.where(self.num_chunks > 1, (self.prompt - self.chunk_size) / later, 1.0)
-        return replace(mean, in_place=None, width=width, stored=self._by_copy(np.maximum(until - since, 0.0) / later))
+        stored = self._by_copy(np.maximum(until - since, 0.0) / later)
+        return replace(mean, in_place=None, width=width, stored=stored, chunk=True)
 
     def stretches(self) -> list[DecodeStretch]:
         """Cut the decode at whole blocks, and each cut by the entry that its new tokens go to: sixteen iterations on

@@ -294,7 +294,10 @@ class _Stream:
         query, out = cell("query_strip", slot), cell("out_strip", slot)
         yield "store_query", (qkv,), (query,)
         own = tuple(self.at.pool(position, store.entry, store.representation) for store in position.step.stores)
-        yield "attend_host", (query, *self.at.pools(position, "kv", "host")), (out, *own)
+        pools = self.at.pools(position, "kv", "host")
+        yield "attend_host", (query, *pools), (out, *own)
+        if "attend_host_shared" in position.works:
+            yield "attend_host_shared", (query, out, *pools), (out,)
 
     def _load_attended(self, position: Position) -> Iterator[Outline]:
         yield "load_attended", (cell("out_strip", position.slot),), (self.at.attended(position),)
@@ -328,8 +331,11 @@ class _Stream:
             reads += ((buffer,) if "load_kv" in works else ()) + pools
         if "assemble" in works:
             yield "assemble", reads, (places.ATTENTION,)
-            reads = (*reads, places.ATTENTION) if position.step.commons else (qkv, places.ATTENTION)
-        yield "attend", reads, (self.at.attended(position),)
+            reads = (qkv, places.ATTENTION)
+        attended = self.at.attended(position)
+        yield "attend_chunk" if "attend_chunk" in works else "attend", reads, (attended,)
+        if "attend_shared" in works:
+            yield "attend_shared", (*reads, attended), (attended,)
         if "attend_recomputed" in works:
             yield "attend_recomputed", (qkv, places.ATTENTION), (places.ATTENDED,)
 

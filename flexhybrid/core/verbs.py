@@ -18,8 +18,9 @@ class Verb:
     #: A mini-batch has it once in each "layer", each "gap" between layers, each "choosing layer" of a speculative
     #: selection, or each "iteration".
     per: str = "layer"
-    #: A step has none of it without "blocks" of ``blocks``, without new "rows", or without a "recomputed" prefix; None:
-    #: every step of the policy has it.
+    #: A step has none of it without "blocks" of ``blocks``, without new "rows", without a "recomputed" prefix, without
+    #: blocks that requests attend to together ("shared"), or unless it computes a "chunk" of prompts behind what is
+    #: cached; None: every step of the policy has it.
     needs: str | None = None
     #: representations and tiers of the context's blocks that it reads, or of the new rows that it takes
     blocks: tuple[tuple[str, ...], tuple[str, ...]] | None = None
@@ -51,10 +52,13 @@ VERBS: dict[str, Verb] = {
         Verb("store_index", "d2h", "kv", per="choosing layer", stores=True),
         Verb("store_query", "d2h", "hidden", stores=True),
         Verb("attend_host", "host_compute"),
+        Verb("attend_host_shared", "host_compute", needs="shared", otherwise="attend_host"),
         Verb("load_attended", "h2d", "hidden"),
         Verb("dequantize_kv", "compute", needs="blocks", blocks=(("kv",), TIERS), group="conversion"),
         Verb("assemble", "compute"),
         Verb("attend", "compute"),
+        Verb("attend_shared", "compute", needs="shared", otherwise="attend"),
+        Verb("attend_chunk", "compute", needs="chunk", otherwise="attend"),
         Verb("attend_prefill", "compute", otherwise="attend", group="gemm"),
         Verb("attend_recomputed", "compute", needs="recomputed", otherwise="attend_prefill", group="gemm"),
         Verb("rank", "compute"),

@@ -60,12 +60,10 @@ def attend(shape: ModelShape, p: int, batch, width, context) -> Work:
     return read._replace(flops=4 * shape.query_width * batch * width * (context - (width - 1) / 2))
 
 
-def attend_common(shape: ModelShape, p: int, own: Work, width, tokens, reads) -> Work:
-    """``own``, and over ``tokens`` that requests share: each is read once, and ``reads`` times ``width`` new tokens
-    attend to one."""
-    more = attend_decode(shape, p, 1, tokens)
-    flops = own.flops + 4 * shape.query_width * width * reads
-    return own._replace(memory_bytes=own.memory_bytes + more.memory_bytes, flops=flops, tokens=own.tokens + tokens)
+def attend_shared(shape: ModelShape, p: int, width, tokens, reads) -> Work:
+    """Over ``tokens`` that requests share: each is read once, and ``reads`` times ``width`` new tokens attend to
+    one."""
+    return attend_decode(shape, p, 1, tokens)._replace(flops=4 * shape.query_width * width * reads)
 
 
 def attend_prefill(shape: ModelShape, p: int, batch, width) -> Work:

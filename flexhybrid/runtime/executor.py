@@ -20,7 +20,7 @@ from flexhybrid.core.task import Task, Work
 from flexhybrid.core.wave import Wave
 from flexhybrid.runtime.buffers import Buffers, Context
 from flexhybrid.runtime.cuda import CudaCopies
-from flexhybrid.runtime.kernels.attention import PATHS, Share
+from flexhybrid.runtime.kernels.attention import PATHS, Share, Weighed
 from flexhybrid.runtime.links import CpuCopies
 from flexhybrid.runtime.logprob_log import LogprobLog
 from flexhybrid.runtime.models import architecture
@@ -140,7 +140,6 @@ class Executor(Generic[SelectionT]):
         dtype, group = parts.weights.dtype_name, wave.shape.queries_per_key
         paths = wave.problem.attention or fastest_paths(self.device.type, dtype, group)
         self.attention = {"prompt": PATHS[paths.prompt], "chunk": PATHS[paths.chunk], "decode": PATHS[paths.decode]}
-        self.widens = paths.decode.endswith("in float32")
         self.compute_threads = parts.compute_threads
         self.extents: dict[int, tuple[MiniBatchStep, Any]] = {}  #: by mini-batch, ``StepExtents`` of its decode step
         on_host = self.policy.attention == "host" and wave.problem.attends_in_place
@@ -164,6 +163,7 @@ class Executor(Generic[SelectionT]):
         self.act = NOTHING  #: [R, h], the input of the projections
         self.context = Context(NOTHING, NOTHING, None)  #: what attention reads
         self.attended = NOTHING  #: [R, H·d]
+        self.weighed: Weighed = NOTHING, NOTHING  #: what a decode step's own contexts give, before what requests share
         self.logits = NOTHING  #: [B, vocab]
         #: by task key: the work of tasks that is known only when they run; None: not recorded
         self.resolved: dict[tuple, Work] | None = None

@@ -104,7 +104,7 @@ def test_every_running_request_takes_part_exactly_once_an_iteration(wave_and_sto
     wave, stops = wave_and_stops
     took_part = Counter()
     for task in stream_with_stops(wave, stops):
-        if task.verb in ("embed", "project", "attend", "attend_prefill", "finish", "head", "sample", "store_out"):
+        if task.verb.startswith("attend") or task.verb in ("embed", "project", "finish", "head", "sample", "store_out"):
             for request in task.payload.step.requests.tolist():
                 took_part[task.verb, task.iteration, task.layer, request] += 1
     last = wave.shape.num_layers - 1
@@ -122,7 +122,8 @@ def test_every_running_request_takes_part_exactly_once_an_iteration(wave_and_sto
                         for verb in ("project", "finish"):
                             expected[verb, iteration, layer, request] += steps
                         expected["attend_prefill", iteration, layer, request] += iteration == 0
-                        expected["attend", iteration, layer, request] += steps - (iteration == 0)
+                        expected["attend_chunk", iteration, layer, request] += (steps - 1) * (iteration == 0)
+                        expected["attend", iteration, layer, request] += iteration > 0
     assert took_part == +expected
 
 

@@ -10,10 +10,12 @@ from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Bits, Placement, Policy, Selection
 from flexhybrid.core.problem import Problem
+from flexhybrid.core.schedule.refill import may_share
 from flexhybrid.core.task import RESOURCES
 from flexhybrid.core.verbs import CARGO, VERBS
 from flexhybrid.core.wave import admit
-from flexhybrid.core.workload import Workload
+from flexhybrid.core.waves import open_batch
+from flexhybrid.core.workload import Prefixes, Workload
 from flexhybrid.runtime.verbs import VERB_FUNCTIONS
 from sim.array_clock import predict
 from sim.candidates import Candidates
@@ -49,6 +51,14 @@ def test_the_executor_the_streams_and_the_table_know_the_same_verbs(problem):
     for policy in POLICIES:
         wave = admit(problem, replace(policy, max_mini_batch_tokens=150), workload)
         emitted |= {task.verb: task.resource for task in stream(wave)}
+    for policy in POLICIES:
+        if may_share(policy):  # they begin with 32 tokens; one more is computed in chunks
+            lengths = Workload(np.array([40, 40, 300]), np.array([5, 3, 2]))
+            beginning = Prefixes(np.array([32]), np.array([-1]), np.zeros(3, np.int64))
+            batch = open_batch(
+                problem, replace(policy, max_mini_batch_tokens=150), replace(lengths, prefixes=beginning), 3
+            )
+            emitted |= {task.verb: task.resource for task in stream(batch)}
     assert set(VERBS) == set(emitted)
     assert set(VERBS) - set(VERB_FUNCTIONS) == {"load_keys"}  # partial keys on the host are simulated alone
     assert set(VERB_FUNCTIONS) <= set(VERBS)
@@ -59,9 +69,9 @@ def test_records_name_what_there_is():
     for name, verb in VERBS.items():
         assert verb.name == name and verb.resource in RESOURCES
         assert verb.per in ("layer", "gap", "choosing layer", "iteration")
-        assert verb.needs in (None, "blocks", "rows", "recomputed") and (verb.needs in ("blocks", "rows")) == bool(
-            verb.blocks
-        )
+        assert verb.needs in (None, "blocks", "rows", "recomputed", "shared", "chunk") and (
+            verb.needs in ("blocks", "rows")
+        ) == bool(verb.blocks)
         assert (verb.cargo in CARGO) == (verb.resource not in ("compute", "host_compute")), name
         assert verb.otherwise is None or VERBS[verb.otherwise].resource == verb.resource
         for suffix in ("", "_alone", "_unpaced", "_both"):

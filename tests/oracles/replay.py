@@ -31,7 +31,8 @@ BY_DEFINITION = (
 #: Verbs that hold nothing which a task before them in the same position does not hold already.
 _HOLDS_NOTHING = frozenset((
     "load_hidden", "quantize", "store_kv", "store_act", "write_kv", "write_act", "scatter", "scatter_device", "attend",
-    "attend_prefill", "attend_recomputed", "attend_host", "finish", "head", "sample", "store_out",
+    "attend_prefill", "attend_shared", "attend_chunk", "attend_recomputed", "attend_host", "attend_host_shared",
+    "finish", "head", "sample", "store_out",
 ))  # fmt: skip
 
 #: What lies in double buffers.

@@ -36,11 +36,11 @@ class StepCounts:
     in_place: Count | None = None  #: tokens of all requests, which attention reads where they lie; None: assembled
     common: Count = 0  #: tokens that requests share, each once
     common_reads: Count = 0  #: how many of them each request attends to, over all requests
-    piece: bool = False  #: of prompts, behind what is cached: the device attends
+    chunk: bool = False  #: of prompts, behind what is cached: the device attends
 
 
-#: Queries a key head from which on requests attend together to what they share, by a product over keys laid side by
-#: side; below, where keys are read where they lie, each attends to it by itself.
+#: Queries a key head from which on requests attend together to what they share; below, where keys are read where they
+#: lie, each attends to it by itself.
 LEAST_QUERIES = 8
 
 
@@ -82,7 +82,7 @@ def counts_of(step: MiniBatchStep, wave) -> StepCounts:
         in_place=in_place,
         common=sum(len(common.rows) * common.tokens for common in together),
         common_reads=common_reads,
-        piece=not (step.prefill or step.decodes),
+        chunk=not (step.prefill or step.decodes),
     )
 
 
@@ -116,10 +116,12 @@ def step_work(shape: ModelShape, policy: Policy, stored: ElementBytes, c: StepCo
             share, whole_q = partial_share(shape, policy.selection), whole_queries(shape, policy.selection)
             works["speculate"] = work.choose_columns(shape, p, c.batch * c.width, share, whole_q)
         return works
-    if policy.attention == "host" and not c.piece:
+    if policy.attention == "host" and not c.chunk:
         works["store_query"] = work.store_query(shape, p, c.batch)
         own = work.attend_decode(shape, p, c.batch, c.context + 1)
-        works["attend_host"] = work.attend_common(shape, p, own, 1, c.common, c.common_reads)
+        works["attend_host"] = own
+        if _any(c.common):
+            works["attend_host_shared"] = work.attend_shared(shape, p, 1, c.common, c.common_reads)
         works["load_attended"] = work.load_attended(shape, p, c.batch)
         return works
     attended = c.context + c.recomputed + c.width
@@ -154,17 +156,17 @@ def recomputed_rows(c: StepCounts) -> Count:
 
 def _attend_works(shape: ModelShape, p: int, c: StepCounts, attended: Count) -> dict[str, Work]:
     """Attention over ``attended`` columns of each request, and over what requests share."""
+    shared = work.attend_shared(shape, p, c.width, c.common, c.common_reads)
     if c.in_place is not None:
         works = {"attend": work.attend_decode(shape, p, 1, c.in_place)}
-        works |= {"assemble": work.assemble(shape, p, c.common)} if _any(c.common) else {}
     else:
-        works = {
-            "assemble": work.assemble(shape, p, c.batch * attended + c.common),
-            "attend": work.attend(shape, p, c.batch, c.width, attended),
-        }
-    if _any(c.common):
-        works["attend"] = work.attend_common(shape, p, works["attend"], c.width, c.common, c.common_reads)
-    return works
+        works = {"assemble": work.assemble(shape, p, c.batch * attended + c.common)}
+        own = work.attend(shape, p, c.batch, c.width, attended)
+        if c.chunk:
+            both = {name: getattr(own, name) + getattr(shared, name) for name in ("memory_bytes", "flops", "tokens")}
+            return works | {"attend_chunk": own._replace(**both)}
+        works["attend"] = own
+    return works | ({"attend_shared": shared} if _any(c.common) else {})
 
 
 def _selected_of(c: StepCounts) -> dict[str, Count]:
@@ -222,7 +224,7 @@ def _load_works(shape: ModelShape, stored: ElementBytes, c: StepCounts) -> dict[
 
 def _store_works(shape: ModelShape, policy: Policy, stored: ElementBytes, c: StepCounts) -> dict[str, Work]:
     """New rows: quantised, to the host's strip, from there to host blocks or the disk; or to device blocks."""
-    if policy.attention == "host" and not (c.prefill or c.piece):
+    if policy.attention == "host" and not (c.prefill or c.chunk):
         return {}  # the query task brings the new rows along, and attention writes them to their blocks
     works = {}
     of_element, width = {"act": stored.act, "kv": stored.kv}, {"act": shape.hidden, "kv": shape.kv_width}

@@ -28,6 +28,9 @@ TIMING_SHAPE = ModelShape(
 
 MOST_DISAGREED = 0.1  #: share of the sizes whose passes may differ in an undisturbed measurement
 
+#: Of what a profile measures. A record of before is not found under its name, and measured anew.
+EDITION = 2
+
 #: Fields of a shape that decide the times of its layers' tasks.
 LAYER_SIZES = ("family", "hidden", "num_heads", "num_kv_heads", "head_dim", "ffn", "vocab", "max_positions")
 
@@ -106,7 +109,7 @@ def model_profile_path(shape: ModelShape, dtype: str, paced: PacedDevice) -> Pat
     """Return the file of this machine's record at the layer sizes of a model."""
     sizes = [getattr(shape, name) for name in LAYER_SIZES]
     device, rate = paced.device, paced.link_gb_per_s
-    identity = json.dumps([device_name(device), torch.__version__, dtype, shape.dtype, rate, *sizes])
+    identity = json.dumps([EDITION, device_name(device), torch.__version__, dtype, shape.dtype, rate, *sizes])
     return cache_folder() / "models" / f"{device.type}-{sha256(identity.encode()).hexdigest()[:12]}.json"
 
 

@@ -12,11 +12,13 @@ from functools import partial
 
 import torch
 
-from flexhybrid.core.memory import WIDENED_ELEMENTS
-from flexhybrid.runtime.kernels.attention import PREFILL_QUERIES, Weighed, widened
+from flexhybrid.runtime.kernels.attention import PREFILL_QUERIES, Weighed
 
 #: Of g common parts: the rows [g, m] that have them, their keys and their values [g, G, T, d].
 SharedPart = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+#: On a CPU: attends in one pass over the keys, sums in float32, and gives the logarithms of the sums too.
+_in_one_pass = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def attend_with_shared(
@@ -25,45 +27,41 @@ def attend_with_shared(
     v_BGTd: torch.Tensor,
     mask_B11T: torch.Tensor | None,
     shared: Sequence[SharedPart],
-    in_float32: bool = False,
 ) -> torch.Tensor:
-    """Attend as a ``Path`` does over own keys and values, and over ``shared`` ones. Returns [B, N, H·d].
-
-    ``in_float32``: keys and values of 16 bits are widened, as ``attention.in_float32`` does and for the same reason.
-    """
+    """Attend as a ``Path`` does over own keys and values, and over ``shared`` ones. Returns [B, N, H·d]."""
     batch, new, heads, d = q_BNHd.shape
-    groups, tokens = k_BGTd.shape[1:3]
-    q = q_BNHd.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4) * d**-0.5  # [B, G, r, N, d]
+    q = grouped(q_BNHd, k_BGTd.shape[1])
     attended = torch.empty_like(q, memory_format=torch.contiguous_format)
-    above = torch.full((min(PREFILL_QUERIES, new),) * 2, -torch.inf, device=q.device).triu_(1)
-    at_a_time = max(1, WIDENED_ELEMENTS // (groups * tokens * d)) if in_float32 else batch
     for start in range(0, new, PREFILL_QUERIES):
-        count = min(PREFILL_QUERIES, new - start)
-        seen = tokens - new + start + count
-        queries = q[:, :, :, start : start + count]
-        hidden = None if mask_B11T is None else mask_B11T[..., :seen].float()
-        if new > 1:
-            causal = torch.nn.functional.pad(above[:count, :count], (seen - count, 0)).repeat(heads // groups, 1)
-            hidden = causal[None, None] if hidden is None else hidden + causal
-        parts = []
-        for row in range(0, batch, at_a_time):
-            rows = slice(row, row + at_a_time)
-            added = hidden if hidden is None or len(hidden) == 1 else hidden[rows]
-            parts.append(
-                _attended(
-                    queries[rows].flatten(2, 3), k_BGTd[rows, :, :seen], v_BGTd[rows, :, :seen], added, in_float32
-                )
-            )
-        own = parts[0] if len(parts) == 1 else (torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]))
-        add_shared(own, queries, shared, in_float32)
-        attended[:, :, :, start : start + count] = own[0].unflatten(2, (-1, count))
+        queries = q[:, :, :, start : start + PREFILL_QUERIES]
+        seen = k_BGTd.shape[2] - max(0, new - start - PREFILL_QUERIES)
+        hidden = None if mask_B11T is None else mask_B11T[..., :seen]
+        own = attend_and_sum(queries, k_BGTd[:, :, :seen], v_BGTd[:, :, :seen], hidden)
+        add_shared(own, queries, shared)
+        attended[:, :, :, start : start + PREFILL_QUERIES] = own[0].unflatten(2, queries.shape[2:4])
     return attended.permute(0, 3, 1, 2, 4).reshape(batch, new, heads * d)
 
 
-def add_shared(own: Weighed, q_BGrNd: torch.Tensor, shared: Sequence[SharedPart], in_float32: bool) -> None:
-    """Add to what scaled queries get of their own contexts (Q = r · N) what they get of ``shared`` ones."""
+def grouped(q_BNHd: torch.Tensor, groups: int) -> torch.Tensor:
+    """Return the queries by key head: [B, G, r, N, d]."""
+    return q_BNHd.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4)
+
+
+def attend_and_sum(
+    q_BGrNd: torch.Tensor, k_BGTd: torch.Tensor, v_BGTd: torch.Tensor, mask_B11T: torch.Tensor | None
+) -> Weighed:
+    """Attend as a ``Path`` does, with few new tokens; Q = r · N."""
+    repeats, new, tokens = *q_BGrNd.shape[2:4], k_BGTd.shape[2]
+    if new > 1:
+        causal = q_BGrNd.new_full((new, tokens), -torch.inf).triu_(tokens - new + 1).repeat(repeats, 1)
+        mask_B11T = causal[None, None] if mask_B11T is None else mask_B11T + causal
+    return _attended(q_BGrNd.flatten(2, 3), k_BGTd, v_BGTd, mask_B11T)
+
+
+def add_shared(own: Weighed, q_BGrNd: torch.Tensor, shared: Sequence[SharedPart]) -> None:
+    """Add to what queries get of their own contexts (Q = r · N) what they get of ``shared`` ones."""
     for rows, keys, values in shared:
-        add_part(own, q_BGrNd, rows, partial(_attended, k_BGTd=keys, v_BGTd=values, in_float32=in_float32))
+        add_part(own, q_BGrNd, rows, partial(_attended, k_BGTd=keys, v_BGTd=values))
 
 
 def add_part(
@@ -77,16 +75,13 @@ def add_part(
 
 
 def _attended(
-    q_BGQd: torch.Tensor,
-    k_BGTd: torch.Tensor,
-    v_BGTd: torch.Tensor,
-    added: torch.Tensor | None = None,
-    in_float32: bool = False,
+    q_BGQd: torch.Tensor, k_BGTd: torch.Tensor, v_BGTd: torch.Tensor, added: torch.Tensor | None = None
 ) -> Weighed:
-    """Attend with scaled queries; ``added`` to the scores, of which every query has a finite one."""
-    if in_float32:
-        q_BGQd, k_BGTd, v_BGTd = (widened(tensor) for tensor in (q_BGQd, k_BGTd, v_BGTd))
-    scores = torch.matmul(q_BGQd, k_BGTd.transpose(-1, -2)).float()
+    """Attend; ``added`` to the scores [B, G, Q, T], of which every query has a finite one."""
+    if q_BGQd.device.type == "cpu":
+        attended, sums = _in_one_pass(q_BGQd, k_BGTd, v_BGTd, attn_mask=added)
+        return attended.float(), sums
+    scores = torch.matmul(q_BGQd * q_BGQd.shape[-1] ** -0.5, k_BGTd.transpose(-1, -2)).float()
     if added is not None:
         scores += added
     sums = torch.logsumexp(scores, dim=-1)
@@ -97,7 +92,7 @@ def _attended(
 def _merge(own: Weighed, rows: torch.Tensor, other: Weighed) -> None:
     """Add to rows of ``own`` what ``other`` gives."""
     attended, sums = own
-    together = torch.logaddexp(sums[rows], other[1])
-    kept, added = ((part - together).exp()[..., None] for part in (sums[rows], other[1]))
-    attended[rows] = attended[rows] * kept + other[0] * added
-    sums[rows] = together
+    before = sums[rows]
+    share = torch.sigmoid(other[1] - before)
+    sums[rows] = torch.logaddexp(before, other[1])
+    attended[rows] = attended[rows].lerp(other[0], share[..., None])

@@ -29,8 +29,9 @@ from flexhybrid.core.policy import Bits, Placement, Policy
 from flexhybrid.core.problem import NO_BUDGETS, Budgets, Problem
 from flexhybrid.core.task import Task
 from flexhybrid.core.trace import TraceEvent, Window
-from flexhybrid.core.wave import admit
-from flexhybrid.core.workload import Workload
+from flexhybrid.core.wave import Wave, admit
+from flexhybrid.core.waves import open_batch
+from flexhybrid.core.workload import Prefixes, Workload
 from flexhybrid.runtime.cuda import CudaCopies
 from flexhybrid.runtime.engine import Engine
 from flexhybrid.runtime.links import CpuCopies
@@ -50,6 +51,7 @@ class ProfileRun(NamedTuple):
     per_mini_batch: int  #: requests
     cache: dict[str, float]
     other: dict = {}  #: the policy's fields other than cache; weights lie on the host unless named here
+    shared: int = 0  #: tokens of the context that all requests begin with
 
     @property
     def policy(self) -> Policy:
@@ -97,13 +99,29 @@ ALONE = (
     ProfileRun(96, 64, 96, *_RESIDENT),  # jobs over files have large mini-batches
     ProfileRun(48, 256, 16, *_RESIDENT),
 )
-RUNS = MIXES + OTHERS + ALONE
+
+
+def _sharing(*place) -> tuple[ProfileRun, ...]:
+    """Requests that begin alike: what the rest of their prompts attends to, and what each decodes with others."""
+    return ProfileRun(8, 128, 8, *place, shared=64), ProfileRun(32, 256, 32, *place, shared=192)
+
+
+_HOST_KV = {"kv@host": 1.0}
+#: Many queries attend to what is read once: attention has a rate by the operation there, and elsewhere one by the byte.
+SHARED = (
+    ProfileRun(8, 256, 2, _HOST_KV, shared=192),  # chunks of one or two prompts, as where places are taken anew
+    *_sharing(_HOST_KV),
+    *_sharing(_HOST_KV, {"attention": "host"}),
+)
+ALONE += _sharing(*_RESIDENT)
+RUNS = MIXES + SHARED + OTHERS + ALONE
 SHORTEST = 32  #: tokens of a context, below which no context is cut
 #: Times the median: longer samples are left out of the mean, as disturbed by other processes. Not three times: in a job
 #: one short task in ten waits that long for a thread or for Python's lock, and predictions were too early.
 OUTLIER = 10.0
 DISAGREE = 1.15  #: ratio of two passes above which they are reported
 DECODE_SECONDS, DECODES = 0.4, 5  #: of each run and pass: the few steps of a small model could miss slow moments
+ANSWER, SHARED_ANSWER = 4, 8  #: tokens; where requests share a prefix, their batch is decoded once
 LINK_SIZES = tuple(1 << n for n in range(16, 25, 2))  #: bytes, 64 KiB to 16 MiB
 LINK_SECONDS = 0.06  #: approximate time of the copies of one size, back to back
 
@@ -269,8 +287,9 @@ def _run(
     budgets: Budgets,
 ) -> list[Stretch]:
     """Run the prefill and three decode iterations, then repeat the decode, up to ``DECODES`` times, for
-    ``DECODE_SECONDS``. Return no stretch where the executor refuses the model or the device cannot hold all of it."""
-    alone, run = run in ALONE, run._replace(context=min(run.context, shape.max_positions - 4))
+    ``DECODE_SECONDS``; requests that share a prefix are decoded once. Return no stretch where the executor refuses the
+    model, the device cannot hold all of it, or the budgets hold not all of those that share."""
+    alone, run = run in ALONE, run._replace(context=min(run.context, shape.max_positions - SHARED_ANSWER))
     try:
         check_runnable(shape, run.policy)
     except InputError:
@@ -280,10 +299,12 @@ def _run(
     paths = fastest_paths(device, dtype, shape.queries_per_key)
     problem = Problem(shape=shape, dtype=dtype, device=device, attention=paths)
     while True:
-        wave = admit(problem, run.policy, Workload.uniform(run.requests, run.context, 4))
+        wave = _wave(problem, run)
         sizes = buffer_sizes(wave)
         if fits(memory_plan(problem, wave.policy, sizes), budgets):
             break
+        if run.shared:
+            return []
         if (fewer := _halved(run)) == run:
             if wave.policy.stays_on_device:
                 return []  # no job will fit either
@@ -298,10 +319,20 @@ def _run(
         return Stretch(trace, after.at_s - before.at_s, after.left_since(before), alone)
 
     stretches = [timed(lambda: session.generate().trace)]
-    num_repeats = min(int(DECODE_SECONDS / Window(stretches[0].trace).seconds), DECODES - 1)
-    stretches += [timed(session.decode) for _ in range(num_repeats)]
+    if not run.shared:
+        num_repeats = min(int(DECODE_SECONDS / Window(stretches[0].trace).seconds), DECODES - 1)
+        stretches += [timed(session.decode) for _ in range(num_repeats)]
     session.engine.close()
     return stretches
+
+
+def _wave(problem: Problem, run: ProfileRun) -> Wave:
+    """Return a run's requests as a wave, or as a batch where they share a prefix."""
+    if not run.shared:
+        return admit(problem, run.policy, Workload.uniform(run.requests, run.context, ANSWER))
+    beginning = Prefixes(np.array([min(run.shared, run.context - 1)]), np.array([-1]), np.zeros(run.requests, np.int64))
+    workload = replace(Workload.uniform(run.requests, run.context, SHARED_ANSWER), prefixes=beginning)
+    return open_batch(problem, run.policy, workload, run.requests)
 
 
 def _halved(run: ProfileRun) -> ProfileRun:

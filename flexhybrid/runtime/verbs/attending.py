@@ -7,15 +7,20 @@ import torch
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, ceil_blocks
 from flexhybrid.core.model.shape import ModelShape
-from flexhybrid.core.schedule.step_work import commons_together
 from flexhybrid.core.schedule.steps import Segment, block_runs
 from flexhybrid.core.task import Task
 from flexhybrid.runtime.buffers import Context
 from flexhybrid.runtime.executor import State
 from flexhybrid.runtime.kernels import attention
 from flexhybrid.runtime.kernels.attention import split_heads
-from flexhybrid.runtime.kernels.shared_attention import add_part, attend_with_shared
-from flexhybrid.runtime.verbs.attending_in_place import attend_blocks_in_place, attend_in_place
+from flexhybrid.runtime.kernels.shared_attention import (
+    add_part,
+    add_shared,
+    attend_and_sum,
+    attend_with_shared,
+    grouped,
+)
+from flexhybrid.runtime.verbs.attending_in_place import add_shared_in_place, attend_blocks_in_place, attend_in_place
 from flexhybrid.runtime.verbs.moving import put_rows
 
 #: gather(tensor, [index], out=out) writes ``tensor[index]`` to ``out``, whatever its strides.
@@ -27,32 +32,16 @@ WIDE = (torch.complex128, torch.int64, torch.int32, torch.int16)  #: of 16, 8, 4
 def assemble(state: State, task: Task) -> None:
     """Lay keys and values side by side, head-major: all segments, the recomputed prefix, the new tokens."""
     step, batch = task.payload.step, len(task.payload.step.requests)
-    own_tokens = 0 if step.in_place else step.attention_tokens
-    targets = state.buffers.attention_views(batch, own_tokens)
+    targets = state.buffers.attention_views(batch, step.attention_tokens)
     rows = {"act": 0, "plain": 0}  # of what was recomputed and unpacked, that are laid so far
-    if step.in_place:
-        _pass_over(step.segments, rows)
-    else:
-        column = _lay(state, task, step.segments, targets, rows)
-        lay_own(state, task, targets, column)
-    before, commons, together = batch * own_tokens, [], {id(c) for c in commons_together(step, state.wave)}
+    lay_own(state, task, targets, _lay(state, task, step.segments, targets, rows))
+    before, commons = batch * step.attention_tokens, []
     for common, of_step in zip(step.commons, state.tensors(task).common_rows, strict=True):
-        if id(common) not in together:
-            _pass_over(common.segments, rows)
-            continue
         views = state.buffers.attention_views(len(common.rows), common.tokens, before)
         _lay(state, task, common.segments, views, rows)
         commons.append((of_step, *views))
         before += len(common.rows) * common.tokens
     state.context = Context(*targets, state.tensors(task).mask_B11T, tuple(commons))
-
-
-def _pass_over(segments: tuple[Segment, ...], rows: dict[str, int]) -> None:
-    """Count the rows of segments that are read where they are."""
-    for segment in segments:
-        if segment.max_tokens:
-            kind = "act" if segment.representation == "act" else "plain"
-            rows[kind] += segment.block_table.size * BLOCK_TOKENS
 
 
 def _lay(state: State, task: Task, segments: tuple[Segment, ...], targets: Targets, rows: dict[str, int]) -> int:
@@ -143,22 +132,47 @@ def _widened(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def attend(state: State, task: Task) -> None:
-    """Attend with the new tokens over their whole context: [B, N, H·d]."""
-    step, shape = task.payload.step, state.shape
+    """Attend with one new token a request over its context, but for what ``attend_shared`` adds: [B, H·d]."""
+    step, (keys, values, mask, commons) = task.payload.step, state.context
     if step.in_place:
-        state.attended = attend_in_place(state, task)
-        return
-    batch, (keys, values, mask, commons) = len(step.requests), state.context
-    query = state.kvq[task.payload.slot][:, shape.kv_width :].view(batch, -1, shape.num_heads, shape.head_dim)
-    new = query[:, step.recomputed_width :]
-    if commons:
-        state.attended = attend_with_shared(new, keys, values, mask, commons, state.widens).flatten(0, 1)
+        attend_in_place(state, task)
+    elif commons:
+        state.weighed = attend_and_sum(_grouped(state, task), keys, values, mask)
     elif state.selection.weighs(task):
-        state.attended, weights = attention.attend_and_weigh(new.flatten(0, 1), keys, values, mask)
+        state.attended, weights = attention.attend_and_weigh(_new_queries(state, task)[:, 0], keys, values, mask)
         state.selection.after_attend(task, weights)
     else:
-        path = state.attention["decode" if step.width == 1 else "chunk"]
+        state.attended = state.attention["decode"](_new_queries(state, task), keys, values, mask).flatten(0, 1)
+
+
+def attend_shared(state: State, task: Task) -> None:
+    """Add what the new tokens get of the context that requests share: [B, H·d]."""
+    if task.payload.step.in_place:
+        add_shared_in_place(state, task)
+    else:
+        add_shared(state.weighed, _grouped(state, task), state.context.commons)
+    state.attended = state.weighed[0].flatten(1).to(state.kvq[task.payload.slot].dtype)
+
+
+def attend_chunk(state: State, task: Task) -> None:
+    """Attend with a chunk of prompts over what is cached before it, and over itself: [B, N, H·d]."""
+    (keys, values, mask, commons), new = state.context, _new_queries(state, task)
+    if commons:
+        state.attended = attend_with_shared(new, keys, values, mask, commons).flatten(0, 1)
+    else:
+        path = state.attention["decode" if task.payload.step.width == 1 else "chunk"]
         state.attended = path(new, keys, values, mask).flatten(0, 1)
+
+
+def _new_queries(state: State, task: Task) -> torch.Tensor:
+    """Return the queries of the new tokens, [B, N, H, d]."""
+    step, shape = task.payload.step, state.shape
+    query = state.kvq[task.payload.slot][:, shape.kv_width :].unflatten(1, (shape.num_heads, shape.head_dim))
+    return query.unflatten(0, (len(step.requests), -1))[:, step.recomputed_width :]
+
+
+def _grouped(state: State, task: Task) -> torch.Tensor:
+    return grouped(_new_queries(state, task), state.shape.num_kv_heads)
 
 
 def attend_recomputed(state: State, task: Task) -> None:
@@ -181,25 +195,43 @@ def _over_themselves(state: State, task: Task, tokens: slice) -> torch.Tensor:
 
 
 def attend_host(state: State, task: Task) -> None:
-    """Put the new rows into the host's KV blocks, then attend: each request over its own blocks, and all that share
-    blocks over these."""
-    step, shape, slot = task.payload.step, state.shape, task.payload.slot
+    """Put the new rows into the host's KV blocks, then attend with each request over its own blocks."""
+    step, slot, width = task.payload.step, task.payload.slot, state.shape.kv_width
     (store,), (segment,) = step.stores, step.segments
-    batch, groups = len(step.requests), shape.num_kv_heads
-    strip, pool = state.buffers.query_strip[slot, :batch], state.buffers.pools[store.space][task.layer]
-    put_rows(state, task, store, strip[:, : shape.kv_width].contiguous())
-    query = strip[:, shape.kv_width :].unflatten(1, (shape.num_heads, -1))
-    compiled = state.wave.problem.attends_in_place
+    put_rows(state, task, store, state.buffers.query_strip[slot, : len(step.requests), :width].contiguous())
+    query = _host_queries(state, task)
+    state.weighed = _attend_to_blocks(state, task, query, store.held, segment.num_tokens + 1)
+    if not step.commons:
+        state.buffers.out_strip[slot, : len(query)].copy_(state.weighed[0].flatten(1))
 
-    def attend_to(query: torch.Tensor, held: np.ndarray, tokens: np.ndarray) -> attention.Weighed:
-        if compiled:
-            return attend_blocks_in_place(state, query, pool, held, tokens)
-        runs = block_runs(held, ceil_blocks(tokens))
-        return attention.attend_blocks(query, pool, runs, tokens, state.host_share)
 
-    own = attend_to(query, store.held, segment.num_tokens + 1)
-    for common in step.commons:
+def attend_host_shared(state: State, task: Task) -> None:
+    """Add what all that share blocks get of these."""
+    query = _host_queries(state, task)
+    queries = query.unflatten(1, (state.shape.num_kv_heads, -1))[:, :, :, None]
+    for common in task.payload.step.commons:
         (blocks,) = common.segments
-        rows, queries = torch.from_numpy(common.rows), query.unflatten(1, (groups, -1))[:, :, :, None]
-        add_part(own, queries, rows, lambda q, of=blocks: attend_to(q.flatten(1, 2), of.held, of.num_tokens))
-    state.buffers.out_strip[slot, :batch].copy_(own[0].flatten(1))
+
+        def attend(q_gGQd: torch.Tensor, of: Segment = blocks) -> attention.Weighed:
+            return _attend_to_blocks(state, task, q_gGQd.flatten(1, 2), of.held, of.num_tokens)
+
+        add_part(state.weighed, queries, torch.from_numpy(common.rows), attend)
+    state.buffers.out_strip[task.payload.slot, : len(query)].copy_(state.weighed[0].flatten(1))
+
+
+def _host_queries(state: State, task: Task) -> torch.Tensor:
+    """Return the queries [B, H, d] that came to the host."""
+    strip = state.buffers.query_strip[task.payload.slot, : len(task.payload.step.requests)]
+    return strip[:, state.shape.kv_width :].unflatten(1, (state.shape.num_heads, -1))
+
+
+def _attend_to_blocks(
+    state: State, task: Task, query: torch.Tensor, held: np.ndarray, tokens: np.ndarray
+) -> attention.Weighed:
+    """Attend with queries [B, H, d] over the first ``tokens`` [B] in the host's blocks ``held`` [B, most]."""
+    (store,) = task.payload.step.stores
+    pool = state.buffers.pools[store.space][task.layer]
+    if state.wave.problem.attends_in_place:
+        return attend_blocks_in_place(state, query, pool, held, tokens)
+    runs = block_runs(held, ceil_blocks(tokens))
+    return attention.attend_blocks(query, pool, runs, tokens, state.host_share)

@@ -14,10 +14,18 @@ from flexhybrid.core.schedule.steps import MiniBatchStep, Segment
 from flexhybrid.core.task import Task
 from flexhybrid.runtime.executor import State
 from flexhybrid.runtime.kernels.attention import Weighed
-from flexhybrid.runtime.kernels.shared_attention import add_shared
+from flexhybrid.runtime.kernels.shared_attention import add_part
 
 if TYPE_CHECKING:
     from flexhybrid.runtime.kernels.in_place import Extent, Layout
+
+
+class Together(NamedTuple):
+    """Where keys and values lie to which requests attend together."""
+
+    rows: torch.Tensor  #: [g, m] of the step: of g such parts, m requests have each
+    segments: tuple[Segment, ...]
+    layout: Layout
 
 
 class StepExtents(NamedTuple):
@@ -25,25 +33,43 @@ class StepExtents(NamedTuple):
 
     segments: list[Segment]  #: a part each; also of what requests share, but each attends to by itself
     layout: Layout  #: of the new tokens among the projected rows, then of the segments
+    together: list[Together]
 
 
-def attend_in_place(state: State, task: Task) -> torch.Tensor:
-    """Attend with one new token a request over its whole context: [B, H·d]."""
+def attend_in_place(state: State, task: Task) -> None:
+    """Attend with one new token a request over its context, but for what is attended to together: [B, H·d]."""
     from flexhybrid.runtime.kernels import in_place
 
-    step, shape, slot = task.payload.step, state.shape, task.payload.slot
+    step, rows = task.payload.step, state.kvq[task.payload.slot]
     kept = state.extents.get(task.mini_batch)
     if kept is None or kept[0] is not step:
         kept = state.extents[task.mini_batch] = step, _step_extents(state, step)
-    (segments, layout), rows = kept[1], state.kvq[slot]
+    segments, layout, together = kept[1]
     memories = [rows, *(_memory(state, task, segment) for segment in segments)]
-    query = rows[:, shape.kv_width :].unflatten(1, (shape.num_heads, shape.head_dim))
-    if "assemble" not in task.payload.works:
-        return in_place.attend(query, memories, layout, state.compute_share)
-    own = in_place.attend_and_sum(query, memories, layout, state.compute_share)
-    queries = (query * shape.head_dim**-0.5).unflatten(1, (shape.num_kv_heads, -1))[:, :, :, None]
-    add_shared(own, queries, state.context.commons, state.widens)
-    return own[0].flatten(1).to(query.dtype)
+    context = _queries(state, rows), memories, layout, state.compute_share
+    if together:
+        state.weighed = in_place.attend_and_sum(*context)
+    else:
+        state.attended = in_place.attend(*context)
+
+
+def add_shared_in_place(state: State, task: Task) -> None:
+    """Add to ``state.weighed`` what requests attend to together."""
+    from flexhybrid.runtime.kernels import in_place
+
+    queries = _queries(state, state.kvq[task.payload.slot]).unflatten(1, (state.shape.num_kv_heads, -1))
+    for rows, segments, layout in state.extents[task.mini_batch][1].together:
+        memories = [_memory(state, task, segment) for segment in segments]
+
+        def attend(q_gGQd: torch.Tensor, memories=memories, layout=layout) -> Weighed:
+            return in_place.attend_and_sum(q_gGQd.flatten(1, 2), memories, layout, state.compute_share)
+
+        add_part(state.weighed, queries[:, :, :, None], rows, attend)
+
+
+def _queries(state: State, rows: torch.Tensor) -> torch.Tensor:
+    """Return the queries [B, H, d] of projected rows."""
+    return rows[:, state.shape.kv_width :].unflatten(1, (state.shape.num_heads, state.shape.head_dim))
 
 
 def attend_blocks_in_place(
@@ -93,7 +119,7 @@ def _shared_extents(
     """Where the shared blocks lie to which each request attends by itself, by cache entry."""
     from flexhybrid.runtime.kernels.in_place import Extent
 
-    together = {id(common) for common in commons_together(step, state.wave)}
+    together = set(map(id, commons_together(step, state.wave)))
     blocks: dict[str, list[list[np.ndarray]]] = {}
     kinds: dict[str, Segment] = {}
     for common in step.commons:
@@ -137,4 +163,19 @@ def _step_extents(state: State, step: MiniBatchStep) -> StepExtents:
     own_rows = np.arange(batch, dtype=np.int64)[:, None] * (width + shape.query_width)
     own = Extent(own_rows, np.ones(batch, dtype=np.int64), 0, d, width // 2)
     layout = layout_of([own, *(extent for _, extent in segments)], shape.num_kv_heads, state.compute_threads)
-    return StepExtents([segment for segment, _ in segments], layout)
+    return StepExtents([segment for segment, _ in segments], layout, _together(state, step, blocks_of))
+
+
+def _together(state: State, step: MiniBatchStep, blocks_of: dict[int, np.ndarray]) -> list[Together]:
+    from flexhybrid.runtime.kernels.in_place import Extent, layout_of
+
+    groups, block = state.shape.num_kv_heads, BLOCK_TOKENS * state.shape.kv_width
+    parts = []
+    for common in commons_together(step, state.wave):
+        segments = tuple(segment for segment in common.segments if segment.max_tokens)
+        extents = [
+            Extent(blocks_of[id(s)] * block, s.num_tokens.astype(np.int64), *_strides(state, s)) for s in segments
+        ]
+        layout = layout_of(extents, groups, state.compute_threads)
+        parts.append(Together(torch.from_numpy(common.rows), segments, layout))
+    return parts
