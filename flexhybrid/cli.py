@@ -1,6 +1,7 @@
 """The ``flexhybrid`` command. Errors of the user's are one clear line on stderr and exit status 2."""
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -29,11 +30,17 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **options)
 
     def parse_known_args(self, args=None, namespace=None):
-        """Parse; a command reports the arguments that it does not know itself, instead of the parser above it."""
-        known, unknown = super().parse_known_args(args, namespace)
-        if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
-        return known, unknown
+        """Parse; a command reports the arguments that it does not know itself, instead of the parser above it, and
+        before those that are missing: one of them may be misspelled."""
+        options = [] if self._subparsers else [name for name in self._option_string_actions if name.startswith("--")]
+        for argument in itertools.takewhile(lambda text: text != "--", args or ()):
+            name = argument.partition("=")[0]
+            if options and name.startswith("--") and " " not in name and name not in options:
+                self.error(str(unknown("option", name, options)))
+        known, others = super().parse_known_args(args, namespace)
+        if others:
+            self.error(f"unrecognized arguments: {' '.join(others)}")
+        return known, others
 
     def _check_value(self, action, value):
         """Report a value that is none of the choices of an argument as any other unknown name, the nearest first."""

@@ -7,10 +7,12 @@ import inspect
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -28,6 +30,7 @@ from flexhybrid.core.policy import Policy
 from flexhybrid.core.wave import Wave, admit
 from flexhybrid.core.waves import batch_size, check_least, check_longest, first_wave, open_batch, wave_plan
 from flexhybrid.core.workload import Workload
+from flexhybrid.jobs.machine import notes_on
 from flexhybrid.jobs.progress import Progress
 from flexhybrid.requests import Generated, RequestCodec, RequestOutput, load_tokenizer
 from flexhybrid.resolve import pick_device, resolve_policy, resolve_problem, settle_policy
@@ -40,7 +43,7 @@ from flexhybrid.runtime.runnable import check_runnable
 from flexhybrid.runtime.storage.loader import Checkpoint
 from flexhybrid.runtime.storage.weights import Weights
 from flexhybrid.sampling_params import SamplingParams
-from flexhybrid.vllm_arguments import check_vllm_arguments, nothing_asked, plain_dtype
+from flexhybrid.vllm_arguments import absent_method, check_vllm_arguments, nothing_asked, plain_dtype
 
 OnTrace = Callable[[WaveResult], object]
 MOST_AT_A_TIME = 1024  #: requests that run together
@@ -79,8 +82,9 @@ class LLM:
     or the path of a JSON file.
 
     Several threads may call ``generate``; they wait for each other. Weights are read at the first ``generate``; they
-    and the buffers are kept between calls. ``close()``, or leaving a ``with`` block, gives them back. Raises
-    InputError, before weights are read, for all that is wrong with the checkpoint or the budgets.
+    and the buffers are kept between calls. ``release()`` gives them back until the next ``generate``; ``close()``, or
+    leaving a ``with`` block, for good. Raises InputError, before weights are read, for all that is wrong with the
+    checkpoint or the budgets, and warns of budgets beyond the machine's memory.
     """
 
     def __init__(  # noqa: PLR0913 (vLLM's signature)
@@ -102,7 +106,8 @@ class LLM:
         shares = others.pop("enable_prefix_caching", None)
         generation_config = others.pop("generation_config", None) or "auto"
         check("enable_prefix_caching", shares, shares in (None, True, False), "True or False")
-        check_vllm_arguments(others, model, list(inspect.signature(LLM).parameters)[:-1])
+        own = list(inspect.signature(LLM).parameters)[:-1]
+        check_vllm_arguments(others, model, [*own, "max_model_len", "enable_prefix_caching"])
         self._resolve(
             LLMArguments(
                 model,
@@ -119,6 +124,8 @@ class LLM:
                 disk_gb_per_s=disk_gb_per_s,
             )
         )
+        for note in notes_on(self.device, self.problem.budgets, None):
+            warnings.warn(note, stacklevel=2)
 
     @classmethod
     def from_arguments(cls, arguments: LLMArguments) -> LLM:
@@ -131,6 +138,7 @@ class LLM:
         self.arguments = arguments
         self._lock = threading.RLock()
         self._in_waves = False
+        self._closed = False
         self.at_a_time = 0  #: requests that ran together in the latest batch
         self.num_shared = 0  #: prompt tokens of all batches so far that others had computed
         self._num_prompts = 0  # that generate was given so far
@@ -350,7 +358,7 @@ class LLM:
             try:
                 yield self._admitted(workload, joining)
             except BaseException as error:
-                self.close()
+                self.release()
                 _release_frames(error)
                 raise
             finally:
@@ -431,7 +439,12 @@ class LLM:
         """Read the weights under the policy in use, unless they are kept; return the layers' bytes in each tier."""
         return self._loaded_weights().layer_bytes
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InputError("this LLM is closed: make another one; release() gives its memory back and keeps it open")
+
     def _loaded_weights(self) -> Weights:
+        self._check_open()
         if self._weights is None:
             place, dtype = self.paced.disk, self.problem.dtype
             self._weights = Weights(self.shape, self.checkpoint, dtype, self.device, self.settled_policy, place)
@@ -465,7 +478,8 @@ class LLM:
         self.requested_policy = policy
 
     def _prepare(self, workload: Workload) -> None:
-        """Settle the policy by the lengths of these requests, where it is still open."""
+        """Settle the policy by the lengths of these requests, where it is still open. Raise InputError once closed."""
+        self._check_open()
         if isinstance(self.requested_policy, Policy):
             return
         policy = settle_policy(self.requested_policy, self.problem, workload, self.paced.link_gb_per_s is not None)
@@ -475,7 +489,7 @@ class LLM:
     def _adopt(self, policy: Policy) -> None:
         if self.policy is not None and policy != self.policy:
             same_weights = (policy.weights, policy.bits.weights) == (self.policy.weights, self.policy.bits.weights)
-            self._close_engine() if same_weights else self.close()
+            self._close_engine() if same_weights else self.release()
         self.policy = policy
 
     def _make_engine(self, needed: BufferSizes) -> None:
@@ -502,12 +516,23 @@ class LLM:
 
     @one_thread_at_a_time
     def close(self) -> None:
+        """Give memory and disk space back, for good: what is called later raises InputError."""
+        self.release()
+        self._closed = True
+
+    @one_thread_at_a_time
+    def release(self) -> None:
         """Give memory and disk space back; the next ``generate`` loads the weights anew."""
         self._close_engine()
         if self._weights is not None:
             self._weights.close()
             self._weights = None
         self._threads.end()
+
+    if not TYPE_CHECKING:  # a checker of types would take every name for known
+
+        def __getattr__(self, name: str):
+            raise AttributeError(absent_method(name), name=name, obj=self)
 
     def __enter__(self) -> LLM:
         return self

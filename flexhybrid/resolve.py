@@ -65,8 +65,12 @@ def pick_device(
 
 def free_device_memory(device: torch.device) -> int:
     """Return the bytes that a CUDA device has free now, less what libraries take for themselves as they load."""
-    free = torch.cuda.mem_get_info(device)[0]
-    return free - min(LOADED_LATER_BYTES, free // 32)
+    return without_libraries(torch.cuda.mem_get_info(device)[0])
+
+
+def without_libraries(num_bytes: int) -> int:
+    """Return these bytes of a CUDA device, less what libraries take for themselves as they load."""
+    return num_bytes - min(LOADED_LATER_BYTES, num_bytes // 32)
 
 
 def resolve_problem(arguments: LLMArguments, shape: ModelShape, paced: PacedDevice) -> Problem:

@@ -29,6 +29,20 @@ NEUTRAL: dict[str, tuple] = {
     "thinking_token_budget": (None, -1),
 }
 
+#: Names of other programs, and of earlier versions of vLLM -> what to write here.
+OTHER_NAMES = {
+    **{f"guided_{form}": f'structured_outputs={{"{form}": …}}' for form in ("json", "regex", "choice", "grammar")},
+    "response_format": 'structured_outputs={"json": …}, or {"json_object": True}',
+    **dict.fromkeys(("max_new_tokens", "max_completion_tokens", "max_length", "num_predict"), "max_tokens"),
+    **dict.fromkeys(("num_return_sequences", "best_of"), "n"),
+    **dict.fromkeys(("stop_sequences", "stop_strings"), "stop"),
+    "do_sample": "temperature, of which 0 takes the most probable token",
+    "eos_token_id": "stop_token_ids",
+    "min_new_tokens": "min_tokens",
+    "no_repeat_ngram_size": "repetition_penalty, or frequency_penalty",
+    "use_beam_search": "n and logprobs, to choose by",
+}
+
 MOST_ANSWERS = 16_384  #: to one prompt; vLLM's bound
 #: Fields that are whole numbers: name, least value, what besides a number there may be.
 _COUNTS = (
@@ -96,6 +110,9 @@ class SamplingParams:
             values["structured_outputs"] = guided
         supported = {field.name: field.default for field in fields(self)}
         for name in values.keys() - supported.keys():
+            written = f": write {OTHER_NAMES[name]}" if name in OTHER_NAMES else ""
+            if name not in NEUTRAL and written:
+                raise InputError(f"unknown sampling parameter {shown(name)}{written}")
             if name not in NEUTRAL:
                 near = difflib.get_close_matches(name.lower(), NEUTRAL, n=3)
                 raise unknown("sampling parameter", name, [*supported, *near])
@@ -103,7 +120,7 @@ class SamplingParams:
             if not any(_same(value, neutral) for neutral in NEUTRAL[name]):
                 raise InputError(
                     f"sampling parameter {name} is not supported: it must be left at {NEUTRAL[name][0]!r}, not "
-                    f"{shown(value)}; supported: {', '.join(supported)}"
+                    f"{shown(value)}{written}; supported: {', '.join(supported)}"
                 )
         for name, default in supported.items():
             object.__setattr__(self, name, values.get(name, default))

@@ -53,6 +53,19 @@ ARGUMENTS: dict[str, tuple[tuple | None, str]] = {
     "task": ((None, "auto", "generate"), "models generate"),
     "tokenizer_mode": ((None, "auto", "hf"), "the tokenizer is transformers' own"),
 }  # fmt: skip
+_POOLING = "models generate text here; embeddings, scores and classes need another program"
+_SERVER = "there is no server behind this LLM"
+#: Methods and attributes of vLLM's ``LLM`` -> what there is instead. vllm/entrypoints/llm.py, versions 0.4 to 0.20.
+METHODS = {
+    **dict.fromkeys(("encode", "embed", "classify", "reward", "score"), _POOLING),
+    **dict.fromkeys(("apply_model", "collective_rpc", "get_metrics", "llm_engine", "preprocess_chat"), _SERVER),
+    "beam_search": "it is not supported: generate with SamplingParams(n=…), and logprobs to choose by",
+    "set_tokenizer": "put the tokenizer's files into the model's folder",
+    "sleep": "release() gives the memory back until the next generate",
+    "wake_up": "the next generate loads the weights anew",
+    **dict.fromkeys(("start_profile", "stop_profile"), "generate(…, on_trace=…) is given what ran when"),
+    **dict.fromkeys(("reset_prefix_cache", "reset_mm_cache"), "nothing of a call's prompts is kept for the next one"),
+}
 #: vLLM's names of dtypes that have another name here.
 DTYPES = {"half": "float16", "float": "float32"}
 
@@ -69,6 +82,12 @@ def check_vllm_arguments(others: dict, model: object, known: Iterable[str]) -> N
         neutral, advice = ARGUMENTS[name]
         if neutral is not None and not _is_one_of(value, neutral):
             raise InputError(f"{name} is {shown(value)}, which is not supported: {advice}")
+
+
+def absent_method(name: str) -> str:
+    """Return the message of an AttributeError: what ``LLM`` has in the place of a method of vLLM's."""
+    advice = f": {METHODS[name]}" if name in METHODS else ""
+    return f"LLM has no attribute {name!r}{advice}"
 
 
 def _is_one_of(value: object, neutral: tuple) -> bool:

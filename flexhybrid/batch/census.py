@@ -19,7 +19,7 @@ import numpy as np
 
 from flexhybrid.batch.beginnings import Beginnings
 from flexhybrid.batch.formats import MAX_LINE_BYTES, STDIN
-from flexhybrid.batch.openai import URLS, Draft, Refused, Request, json_object
+from flexhybrid.batch.openai import Draft, Refused, Request, json_object, url_of
 from flexhybrid.batch.requests import LineReader, LineRules
 from flexhybrid.core.errors import InputError, file_errors
 from flexhybrid.core.workload import Workload
@@ -243,14 +243,14 @@ class CustomIds:
 
 
 def first_url(lines: BinaryIO) -> str | None:
-    """Return the first endpoint that a line of a Batch file names; None when no line names one."""
+    """Return the first endpoint that a line of a Batch file asks for; None when no line asks for one."""
     lines.seek(0)
     while raw := lines.readline(MAX_LINE_BYTES):
         try:
-            url = json_object(raw).get("url")
+            url = url_of(json_object(raw))
         except Refused:
             continue
-        if url in URLS:
+        if url:
             return url
     return None
 

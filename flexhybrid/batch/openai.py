@@ -112,6 +112,14 @@ def utf8(raw: bytes) -> str:
         raise Refused("invalid_utf8", f"the line is not UTF-8: {error.reason} at byte {error.start}") from None
 
 
+def url_of(data: dict) -> str | None:
+    """Return the endpoint that a line's object names, or that its fields are of where it is a body alone; None for
+    neither."""
+    if data.get("url") in URLS:
+        return data["url"]
+    return CHAT if "messages" in data else COMPLETIONS if "prompt" in data else None
+
+
 def _not_json(name: str):
     raise ValueError(f"{name} is no JSON number")
 

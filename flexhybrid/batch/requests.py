@@ -16,6 +16,7 @@ from flexhybrid.batch.openai import (
     json_object,
     one_prompt,
     shown,
+    url_of,
     utf8,
 )
 from flexhybrid.core.errors import is_integer
@@ -67,8 +68,8 @@ class LineReader:
         """Return the lengths of the prompts, counted together; 0 of one that cannot be served."""
         return self._bodies.prompt_tokens(drafts)
 
-    def _draft_batch(self, raw: bytes, _number: int) -> Draft:
-        return self._bodies.draft(json_object(raw))
+    def _draft_batch(self, raw: bytes, number: int) -> Draft:
+        return self._bodies.draft(batch_line(json_object(raw), number))
 
     def _draft_prompt(self, raw: bytes, number: int) -> Draft:
         value, custom_id = None, None if self.rules.has_ids else f"line-{number}"
@@ -90,6 +91,16 @@ class LineReader:
         before = [] if system is None else [{"role": "system", "content": system}]
         messages = value if isinstance(value, list) else [{"role": "user", "content": _text(value)}]
         return self._bodies.chat_text([*before, *messages])
+
+
+def batch_line(data: dict, number: int) -> dict:
+    """Return the object of a line; one that is a request's body alone, with ``prompt`` or ``messages``, as that of a
+    Batch line, whose id is ``custom_id`` or says the line's number."""
+    url = url_of(data)
+    if url is None or not {"body", "url", "method"}.isdisjoint(data):
+        return data
+    body = {name: value for name, value in data.items() if name != "custom_id"}
+    return {"custom_id": f"line-{number}", "method": "POST", "url": url, **data, "body": body}
 
 
 def _custom_id(value) -> str:

@@ -553,7 +553,7 @@ def memory_parts(problem: Problem, policy: Policy, sizes: BufferSizes, resident,
         "packing": packing,
         "attended rows": NUM_SLOTS * sizes.decode_batch * shape.query_width * p if on_host else 0,
         "workspace": workspace_bytes(shape, p, sizes.step_rows, sizes.batch, cut),
-        "slack": SLACK_BYTES[device],
+        "libraries": SLACK_BYTES[device],
     }
     in_host = {
         "weights": layers * (streamed - on_disk),

@@ -6,7 +6,9 @@ from flexhybrid.core.errors import InputError
 
 
 def gib(num_bytes: float) -> str:
-    """Bytes for people: GiB, MiB or KiB."""
+    """Bytes for people: GiB, MiB or KiB, and less than half of one in bytes."""
+    if 0 < num_bytes < 2**9:
+        return f"{num_bytes:.0f} bytes"
     for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
         if num_bytes >= size / 2:
             return f"{num_bytes / size:.2f} {unit}"

@@ -19,16 +19,22 @@ from flexhybrid.core.model.shape import DTYPE_BYTES, KNOWN_SHAPES, ModelShape, s
 from flexhybrid.core.problem import Budgets, Problem
 from flexhybrid.core.units import gib
 from flexhybrid.core.workload import Workload
-from flexhybrid.jobs.machine import device_name, free_budgets, free_host_bytes, host_memory_bytes, machine_memories
-from flexhybrid.jobs.profile.job import model_profile_path
+from flexhybrid.jobs.machine import device_name, free_host_bytes, host_budgets, host_memory_bytes, machine_memories
+from flexhybrid.jobs.profile.job import TIMING_SHAPE, fastest_dtype, model_profile_path
 from flexhybrid.jobs.run.forecast import WINDOW, describe
-from flexhybrid.resolve import PacedDevice, best_policy, free_device_memory, saved_hardware
+from flexhybrid.resolve import PacedDevice, best_policy, saved_hardware, without_libraries
 from flexhybrid.runtime.profiling.attention_paths import can_attend_in_place
 from sim.candidates import mean_lengths
 from sim.simulate import simulate
 
 PACKAGES = ("torch", "transformers", "safetensors", "numpy", "scipy")
 SEARCH_S = 1.0  #: a model's policy is searched for this long at most
+FREE_ENOUGH = 0.8  #: of the memory to use, from which what is free now is not spoken of
+#: Type of device -> places for a model, in words -> the tiers that they are.
+PLACES = {
+    "cuda": {"the device": ("device",), "device and host together": ("device", "host")},
+    "cpu": {"memory": ("device", "host")},  # which is one
+}
 #: Lines of the profile that are rates of a path, in GB/s: key -> what it is.
 PATHS = {
     "h2d": "host to device", "d2h": "device to host", "disk_read": "disk to host", "disk_write": "host to disk",
@@ -37,16 +43,16 @@ PATHS = {
 
 def doctor(device: torch.device, models: Sequence[str], prompt_tokens: int, max_tokens: int) -> dict:
     """Return all findings as plain data, without running a model. Empty ``models`` stand for all known ones."""
-    hardware, free = saved_hardware(device), free_host_bytes()
+    hardware, free, host = saved_hardware(device), free_host_bytes(), host_memory_bytes()
     measured = profile_file(device.type).is_file()
-    budgets = free_budgets(device)
+    memories = machine_memories(device)  # now; a record's may be older than a container's limit, or missing
+    budgets = host_budgets(device, host)  # not of what is free at this moment
     if device.type == "cuda":
-        budgets["device"] = free_device_memory(device)
+        budgets["device"] = without_libraries(memories["device_memory"] or 0)
     lines, profile = {}, None
     if hardware:
         lines, profile = hardware.lines, {name: getattr(hardware, name) for name in ("source", "dtype", "company")}
         profile["measured"] = measured
-    memories = machine_memories(device)  # now; a record's may be older than a container's limit, or missing
     lengths, fits = Workload.uniform(WINDOW, prompt_tokens, max_tokens), []  # what a run looks at of a long file
     for name in models or KNOWN_SHAPES:
         shape = shape_of(name)
@@ -55,27 +61,31 @@ def doctor(device: torch.device, models: Sequence[str], prompt_tokens: int, max_
         known = own or hardware
         known = replace(known, **memories) if known else None
         own_fields = {"own_profile": own is not None, "in_company": bool(known and known.company)}
-        fits.append(_fit(shape, known, lengths, budgets) | own_fields)
+        fits.append(_fit(shape, known, lengths, budgets, device) | own_fields)
     return {
         "versions": {"flexhybrid": __version__, "python": platform.python_version(), **_versions()},
-        "device": {"type": device.type, "name": device_name(device), "free_bytes": budgets.get("device")},
-        "host": {"bytes": host_memory_bytes(), "free_bytes": free, "cores": os.cpu_count()},
+        "device": {"type": device.type, "name": device_name(device), "usable_bytes": budgets.get("device")},
+        "host": {"bytes": host, "usable_bytes": budgets.get("host"), "free_bytes": free, "cores": os.cpu_count()},
         "disk": {"folder": str(cache_folder()), "free_bytes": _free_disk()},
         "profile": profile,
         "gb_per_s": {key: 1e-9 / lines[key].s_per_byte for key in PATHS if key in lines and lines[key].s_per_byte},
         "workload": {"prompt_tokens": prompt_tokens, "max_tokens": max_tokens},
         "models": fits,
-        "advice": list(_advice(device, hardware, measured, any(fit["in_company"] for fit in fits))),
+        "advice": [*_of_memory(device, budgets, free), *_advice(device, hardware, measured, fits)],
     }
 
 
-def _fit(shape: ModelShape, hardware: Hardware | None, lengths: Workload, budgets: dict) -> dict:
+def _fit(shape: ModelShape, hardware: Hardware | None, lengths: Workload, budgets: dict, device: torch.device) -> dict:
     """Return a model on this machine, by prediction; without a profile by its size alone.
 
     ``tokens_per_s`` is None where it does not fit or nothing is measured, ``how`` the policy in words, or what is
     lacking. All sizes are of ``dtype``, in which it would be computed.
     """
-    dtype = hardware.dtype if hardware else shape.dtype
+    dtype = shape.dtype
+    if hardware:
+        dtype = hardware.dtype
+    elif device.type == "cpu" and dtype != "float32":
+        dtype = fastest_dtype(TIMING_SHAPE, device)
     p = DTYPE_BYTES[dtype]
     size = shape.num_layers * shape.layer_bytes(p) + shape.embedding_bytes(p)
     fit = {"model": shape.name, "weights_bytes": size, "dtype": dtype, "tokens_per_s": None, "binding": ""}
@@ -84,7 +94,7 @@ def _fit(shape: ModelShape, hardware: Hardware | None, lengths: Workload, budget
         return fit | {"how": f"the model has {shape.max_context} positions"}
     if hardware is None:
         need = size + shape.num_layers * tokens * shape.kv_token_bytes(p)
-        return fit | {"how": _by_size(need, budgets)}
+        return fit | {"how": _by_size(need, budgets, PLACES[device.type])}
     try:
         problem = Problem(shape=shape, dtype=dtype, hardware=hardware, budgets=Budgets(**budgets))
         policy = best_policy(problem, lengths, time_limit=SEARCH_S)
@@ -95,19 +105,27 @@ def _fit(shape: ModelShape, hardware: Hardware | None, lengths: Workload, budget
     return fit | {"tokens_per_s": run.tokens_per_s, "how": how, "binding": run.binding}
 
 
-def _by_size(need: float, budgets: dict[str, int | None]) -> str:
+def _by_size(need: float, budgets: dict[str, int | None], places: dict[str, tuple[str, ...]]) -> str:
     """Say where the weights and the KV of one request fit; what a step needs besides is not counted."""
-    device, host = (budgets.get(tier) for tier in ("device", "host"))
-    if device is None or host is None:
-        return f"one request at a time needs {gib(need)}; how much memory is free is not known"
-    if need <= device:
-        return "fits the device"
-    if need <= device + host:
-        return "fits device and host together"
-    lacking = f"one request at a time needs {gib(need)}, device and host have {gib(device + host)} to use"
-    if need <= device + host + (_free_disk() or 0):
+    size, lacking = 0, f"one request at a time needs {gib(need)}"
+    for place, tiers in places.items():
+        sizes = [budgets.get(tier) for tier in tiers]
+        if None in sizes:
+            return f"{lacking}; how much memory there is is not known"
+        size = sum(filter(None, sizes))
+        if need <= size:
+            return f"fits {place}"
+    lacking += f", memory has {gib(size)} to use"
+    if need <= size + (_free_disk() or 0):
         return f"needs a disk (flexhybrid profile --disk DIR measures one): {lacking}"
     return f"does not fit: {lacking}"
+
+
+def _of_memory(device: torch.device, budgets: dict[str, int | None], free: int | None) -> Iterator[str]:
+    """Yield that less memory is free than what was reckoned with, where that is so."""
+    now = host_budgets(device, free)
+    if any((now[tier] or 0) < FREE_ENOUGH * (budgets[tier] or 0) for tier in now):
+        yield f"{_size(free)} of memory is free now: run takes a part of what is free, and may have to plan otherwise"
 
 
 def _versions() -> dict[str, str]:
@@ -126,14 +144,14 @@ def _free_disk() -> int | None:
         return shutil.disk_usage(next(folder for folder in folders if folder.exists())).free
 
 
-def _advice(device: torch.device, hardware: Hardware | None, measured: bool, in_company: bool) -> Iterator[str]:
-    if in_company or (hardware and hardware.company):
+def _advice(device: torch.device, hardware: Hardware | None, measured: bool, fits: list[dict]) -> Iterator[str]:
+    if any(fit["in_company"] for fit in fits) or (hardware and hardware.company):
         yield "a profile was taken in company: measure anew when the machine is idle (run --reprofile, or profile)"
     if device.type == "cpu":
         yield "torch finds no CUDA device: models run on the CPU, and a link can only be imitated (--link-gb-per-s)"
         if shutil.which("nvidia-smi"):
             yield "there is an NVIDIA driver: install a torch that is built for CUDA"
-    if not measured:
+    if not measured and not (fits and all(fit["own_profile"] for fit in fits)):
         known = "predictions rest on a datasheet" if hardware else "so no speed is predicted"
         yield f"this machine is not measured, {known}: run flexhybrid profile"
         if count := len(list((cache_folder() / "models").glob(f"{device.type}-*.json"))):
@@ -149,10 +167,13 @@ def _advice(device: torch.device, hardware: Hardware | None, measured: bool, in_
 def describe_doctor(record: dict) -> str:
     """Return the record as text."""
     device, host, disk, lengths = record["device"], record["host"], record["disk"], record["workload"]
+    sizes = {"device": device["usable_bytes"], "host": host["usable_bytes"]}
+    usable = " and ".join(f"{_size(size)} as {tier}" for tier, size in sizes.items()) + " to use"
+    one_memory = ", whose memory is the host's" if device["type"] == "cpu" else ""
     lines = [
         "  ".join(f"{name} {text}" for name, text in record["versions"].items()),
-        f"device  {device['type']}: {device['name']}, {_size(device['free_bytes'])} to use",
-        f"host    {_size(host['bytes'])}, {_size(host['free_bytes'])} free, {host['cores']} cores",
+        f"device  {device['type']}: {device['name']}{one_memory}",
+        f"host    {_size(host['bytes'])}, {_size(host['free_bytes'])} free, {host['cores']} cores; {usable}",
         f"disk    {_size(disk['free_bytes'])} free at {disk['folder']}",
     ]
     if record["profile"]:

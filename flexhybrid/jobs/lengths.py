@@ -36,7 +36,7 @@ def read_lengths(path: Path, model: str, answer_tokens: float | None = None) -> 
         first = next(iter(rows), None)
         if first is None:
             raise InputError(f"{path} has no requests")
-        if not is_table and "body" in first:
+        if not is_table and not {"body", "prompt", "messages"}.isdisjoint(first):
             return _known(_counted(path, model), answer_tokens)
         names = COLUMNS if COLUMNS[2] in first else COLUMNS[:2]
         seen: set[str | None] = {None}  # surplus fields of a CSV have no name
@@ -48,6 +48,9 @@ def read_lengths(path: Path, model: str, answer_tokens: float | None = None) -> 
                 seen.update(new)
             for name, column in zip(names, columns, strict=True):
                 column.append(_count(row.get(name), f"{path}, line {number}: {name}"))
+            if len(names) > 2 and columns[2][-1] > columns[1][-1]:
+                answer, limit = columns[2][-1], columns[1][-1]
+                raise InputError(f"{path}, line {number}: answer_tokens is {answer}, more than max_tokens, {limit}")
             names_of_prefix, ends = (row.get(name) for name in PREFIX)
             tree.add(names_of_prefix, ends, columns[0][-1], f"{path}, line {number}: ")
     with _named(path):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from flexhybrid.core.problem import Budgets
 from flexhybrid.core.units import gib
 
 #: Files of a container's memory limit, in control groups of version 2 and 1.
@@ -45,14 +46,18 @@ def machine_memories(device: torch.device) -> dict[str, int | None]:
     return {"device_memory": half, "host_memory": half}
 
 
-def notes_on(device: torch.device, budgets: dict[str, int | None], disk_dir: Path | str | None) -> Iterator[str]:
-    """Yield what is odd about budgets in bytes, by tier, and a scratch folder on this machine."""
+def notes_on(device: torch.device, budgets: Budgets, disk_dir: Path | str | None) -> Iterator[str]:
+    """Yield what is odd about the budgets that were given, and about a scratch folder, on this machine."""
     memories, host = machine_memories(device), host_memory_bytes()
-    for tier in ("device", "host"):
-        most = memories[f"{tier}_memory"] if device.type == "cuda" else host
-        named = budgets.get(tier)
-        if most is not None and named is not None and named > most:
-            yield f"--{tier}-memory, {gib(named)}, is more than the {gib(most)} that this machine has"
+    named = {f"{tier}_memory": size for tier, size in budgets.items() if size is not None and tier != "disk"}
+    if device.type == "cpu" and len(named) == 2:  # one memory
+        memories["device_memory and host_memory together"] = host
+        named = {"device_memory and host_memory together": sum(named.values())}
+    elif device.type == "cpu":
+        memories = dict.fromkeys(memories, host)
+    for name, size in named.items():
+        if (most := memories[name]) is not None and size > most:
+            yield f"{name}, {gib(size)}, is more than the {gib(most)} that this machine has: it may run out of memory"
     if disk_dir is not None and not Path(disk_dir).expanduser().exists():
         yield f"the scratch folder {disk_dir} does not exist; it is made where the policy uses a disk"
 
@@ -91,7 +96,12 @@ def free_host_bytes() -> int | None:
 def free_budgets(device: torch.device, sharers: int = 1) -> dict[str, int | None]:
     """Return tier -> bytes of free host memory that one of ``sharers`` executors may use; empty where no memory is
     known to be free."""
-    free = free_host_bytes()
-    return (
-        {} if free is None else {tier: int(free * share / sharers) for tier, share in FREE_SHARES[device.type].items()}
-    )
+    return host_budgets(device, free_host_bytes(), sharers)
+
+
+def host_budgets(device: torch.device, num_bytes: int | None, sharers: int = 1) -> dict[str, int | None]:
+    """Return tier -> bytes of ``num_bytes`` of host memory that one of ``sharers`` executors may use; empty for
+    None."""
+    if num_bytes is None:
+        return {}
+    return {tier: int(num_bytes * share / sharers) for tier, share in FREE_SHARES[device.type].items()}

@@ -173,7 +173,7 @@ def describe_queue(outcome: SimulatedQueue) -> str:
         f"  {run.total_s:.4g} s, {run.at_a_time} requests at a time",
         f"  {'':7}{'iterations':>12}{'seconds':>12}{'tokens/s':>12}{'at a time':>12}",
     ]
-    for name, phase in run.phases.items():
+    for name, phase in ((name, phase) for name, phase in run.phases.items() if phase.iterations):
         numbers = f"{phase.seconds:12.4g}{phase.tokens_per_s:12.4g}{phase.running:12.1f}"
         lines.append(f"  {name:7}{phase.iterations:12,.0f}{numbers}")
     return "\n".join(

@@ -50,11 +50,42 @@ def test_arguments_that_ask_for_nothing_are_taken(tiny):
         ({"seed": 7}, r"seed is 7.*SamplingParams\(seed="),
         ({"max_model_len": 10**6}, "max_model_len is 1000000; it must be a whole number from 2 to"),
         ({"gpu_memory_utilisation": 0.9}, "unknown argument of LLM"),
+        ({"max_model_length": 9}, "did you mean max_model_len"),
+        ({"polcy": "auto"}, r"unknown argument of LLM 'polcy'; did you mean policy\b.* enable_prefix_caching"),
     ],
 )
 def test_arguments_that_ask_for_something_are_answered_with_our_name_for_it(tiny, arguments, words):
     with pytest.raises(InputError, match=words):
         LLM(tiny, policy="kv_only", device="cpu", **arguments)
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("embed", "'embed': models generate text"),
+        ("sleep", r"release\(\) gives the memory back"),
+        ("beam_search", r"SamplingParams\(n="),
+        ("genrate", "has no attribute 'genrate'$"),
+    ],
+)
+def test_methods_that_are_not_there_say_what_is(text_llm, name, words):
+    assert not hasattr(text_llm, name)
+    with pytest.raises(AttributeError, match=words):
+        getattr(text_llm, name)
+
+
+@pytest.mark.parametrize(
+    "asked, words",
+    [
+        ({"guided_json": {}}, r'write structured_outputs=\{"json": …\}'),
+        ({"max_new_tokens": 5}, "write max_tokens$"),
+        ({"best_of": 2}, "best_of is not supported: .* write n;"),
+        ({"do_sample": False}, "write temperature, of which 0"),
+    ],
+)
+def test_names_of_other_programs_are_answered_with_ours(asked, words):
+    with pytest.raises(InputError, match=words):
+        SamplingParams(**asked)
 
 
 def test_a_limit_of_the_lengths_is_kept(tmp_path):

@@ -58,12 +58,15 @@ def test_requests_are_counted_by_the_checkpoint_s_tokenizer(tiny, tmp_path):
     "text, words",
     [
         ("prompt_tokens,max_tokens\n3,\n", "line 2: max_tokens is ''"),
+        (
+            "prompt_tokens,max_tokens,answer_tokens\n3,4,4\n3,4,5\n",
+            "line 3: answer_tokens is 5, more than max_tokens, 4",
+        ),
         ("prompt_tokens,max_tokens\n3,4\nx,4\n", "line 3: prompt_tokens is 'x'"),
         ("prompt_tokens\n3\n", "line 1: there is no max_tokens; columns: prompt_tokens; known: prompt_tokens, max_tok"),
         ("n,prompt_token,max_tokens\n7,3,4\n", "line 1: unknown column 'prompt_token'; did you mean prompt_tokens"),
         ("prompt_tokens,max_tokens,answer_token\n3,4,5\n", "'answer_token'; did you mean answer_tokens"),
         ("prompt_tokens,max_tokens,Prefix_token,n\n3,4,2,7\n", "'Prefix_token'; did you mean prefix_tokens"),
-        ("prompt_tokens,max_tokens,answer_tokens\n3,4,5\n", "answer_tokens are at most max_tokens"),
         ("prompt_tokens,max_tokens\n", "no requests"),
     ],
 )
@@ -100,6 +103,8 @@ def test_simulate_shows_ramp_steady_state_and_drain(tmp_path, capsys):
     assert closed["phases"]["steady"]["running"] > 7 > closed["phases"]["drain"]["running"]
     assert cli.main(["simulate", *arguments, "--json", "--clock", "virtual"]) == 0
     assert json.loads(capsys.readouterr().out)["total_s"] == pytest.approx(closed["total_s"], rel=0.03)
+    assert cli.main(["simulate", *arguments[:-1], "60"]) == 0  # all begin at once: there is nothing but the drain
+    assert not {"ramp", "steady"} & set(capsys.readouterr().out.split())
     assert cli.main(["simulate", *arguments, "--gen-len", "3"]) == 2
     assert "--lengths says how long" in capsys.readouterr().err
 

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from flexhybrid import InputError, cli
+from flexhybrid import LLM, InputError, cli
 from flexhybrid.core.hardware import Hardware, Line, load_hardware
 from flexhybrid.core.problem import NO_BUDGETS, Budgets, Problem
 from flexhybrid.core.workload import Workload
+from flexhybrid.jobs import machine as memory_here
 from flexhybrid.jobs.profile import job as profile_job
 from flexhybrid.jobs.run.job import PARTED, TELLING_S, parted
 from flexhybrid.resolve import PacedDevice, best_policy
@@ -150,10 +151,21 @@ def test_budgets_beyond_the_machine_and_new_folders_are_noted(tiny, tmp_path, ca
     odd = ["--device-memory", "900TiB", "--disk-dir", tmp_path / "scratc"]
     assert cli.main([str(part) for part in (*command, "--device", "cpu", "--dtype", "float32", "--quiet", *odd)]) == 0
     told = capsys.readouterr().err
-    assert "--device-memory, 921600.00 GiB, is more than the" in told and "scratc does not exist" in told
+    assert "device_memory, 921600.00 GiB, is more than the" in told and "scratc does not exist" in told
     usual = ["--device-memory", "64MiB", "--disk-dir", tmp_path, "--restart"]
     assert cli.main([str(part) for part in (*command, "--device", "cpu", "--dtype", "float32", "--quiet", *usual)]) == 0
     assert capsys.readouterr().err == ""
+
+
+def test_two_budgets_on_a_cpu_are_of_one_memory(monkeypatch, tiny):
+    """Each alone is within the machine's 10 GiB. An LLM warns of them as a run does."""
+    monkeypatch.setattr(memory_here, "host_memory_bytes", lambda: 10 * 2**30)
+    six, four = 6 * 2**30, 4 * 2**30
+    assert not list(memory_here.notes_on(CPU.device, Budgets(device=six, host=four, disk=2**60), None))
+    (note,) = memory_here.notes_on(CPU.device, Budgets(device=six, host=six), None)
+    assert note.startswith("device_memory and host_memory together, 12.00 GiB, is more than the 10.00 GiB")
+    with pytest.warns(UserWarning, match="host_memory, 11.00 GiB, is more than the 10.00 GiB"):
+        LLM(tiny, "kv_only", "cpu", host_memory="11GiB")
 
 
 def test_a_folder_in_which_none_can_be_made_is_named():

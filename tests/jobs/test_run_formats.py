@@ -72,6 +72,20 @@ def test_every_format_asks_the_same(asked, tmp_path):
         assert [(row["id"][-1], row["custom_id"]) for row in rows] == [("1", "7"), ("2", "8"), ("3", "9")], name
 
 
+def test_lines_that_are_bodies_alone_are_requests_of_their_number(asked, tmp_path):
+    """As ``json.dumps({"prompt": …})`` writes them; a line that begins as Batch lines do must be whole."""
+    lines = [{"prompt": PROMPTS[0]}, {"custom_id": "b", "prompt": PROMPTS[2], "max_tokens": 3}]
+    lines += [{"prompt": "x", "url": "/v1/completions"}, {"text": "x"}]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert run(tmp_path / "in.jsonl", tmp_path / "out.jsonl") == 0
+    rows = read(tmp_path / "out.jsonl")
+    assert sorted(asked) == sorted("</s>" + line["prompt"] for line in lines[:2])
+    assert [row["custom_id"] for row in rows[:2]] == ["line-1", "b"]
+    assert [row["response"]["status_code"] for row in rows] == [200, 200, 400, 400]
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "import"}]}) + "\n")
+    assert run(tmp_path / "chat.jsonl", tmp_path / "chats.jsonl") == 2  # the model has no template for chats
+
+
 def test_packed_lines_and_the_standard_input_are_read(asked, tmp_path, monkeypatch):
     line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "import"}}
     data = (json.dumps(line) + "\n").encode()

@@ -3,7 +3,7 @@
 ``core.memory`` adds up what a policy needs before a run; here the same bytes are found a second way, from what each
 task reads and writes and from the step that it carries. Slots of a double buffer are both there from the start, so the
 largest thing that any slot ever holds counts twice. What no task moves is taken from ``memory_plan`` by name: the
-resident weights, the embedding and the head, the query weights of a speculative selection, workspace and slack.
+resident weights, the embedding and the head, the query weights of a speculative selection, workspace and libraries.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flexhybrid.core.wave import Wave
 
 #: Parts that no task moves.
 BY_DEFINITION = (
-    "resident weights", "embedding and head", "partial query weights", "positions", "packing", "workspace", "slack",
+    "resident weights", "embedding and head", "partial query weights", "positions", "packing", "workspace", "libraries",
     "token log",
 )  # fmt: skip
 

@@ -264,10 +264,12 @@ def test_all_is_given_back_at_the_end(llm, expected, monkeypatch, no_collector, 
         assert tokens(llm) == expected
         assert Held.open_files() != held.files  # kept for the next call
     if how == "close":
-        llm.close()
-        llm.close()
+        llm.release()
         assert tokens(llm) == expected  # anew
         llm.close()
+        llm.close()
+        with pytest.raises(InputError, match="this LLM is closed"):
+            tokens(llm)
     assert all(reference() is None for reference in buffers + weights)
     held.check(directory)
 

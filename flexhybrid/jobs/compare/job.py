@@ -32,7 +32,7 @@ from flexhybrid.jobs.compare.exactness import Reference, compare_tokens
 from flexhybrid.jobs.compare.report import Report, is_disturbed
 from flexhybrid.jobs.compare.setting import SWEEP, CompareOptions, ComparisonSetting, settle, uses_disk
 from flexhybrid.jobs.compare.speed import Bench, MeasuredPolicy, PolicyRun
-from flexhybrid.jobs.machine import device_name
+from flexhybrid.jobs.machine import device_name, notes_on
 from flexhybrid.jobs.paths import check_writable
 from flexhybrid.jobs.profile.disk import measure_disk, with_disk, with_earlier_disk
 from flexhybrid.jobs.profile.job import PROFILE_STEPS, measure_hardware
@@ -87,6 +87,8 @@ def compare(options: CompareOptions, quiet: bool = False) -> dict:
     """
     began = time.perf_counter()
     setting, report = settle(options), Report(quiet)
+    for note in notes_on(setting.paced.device, setting.problem.budgets, None):
+        print(f"flexhybrid: {note}", file=sys.stderr)
     check_writable(options.out, RESULT_FILES)
     algorithm1 = None
     with tqdm(total=_num_steps(options), disable=quiet or None, file=sys.stderr, unit="step", leave=False) as bar:
@@ -196,7 +198,9 @@ def _profile_and_search(
     try:
         if setting.problem.shape.hidden >= SMALLEST_KEPT_HIDDEN:
             path = profile_file(device.type)  # where policy auto looks
+            before = ", in place of an earlier profile" if path.is_file() else ""
             with_earlier_disk(setting.machine, path).save(path)
+            report.say(f"Kept for policy auto at {path}{before}\n")
     except OSError as error:
         print(f"note: the profile could not be kept for policy auto: {error}", file=sys.stderr)
     return setting, disagreements, result

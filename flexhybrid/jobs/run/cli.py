@@ -28,8 +28,9 @@ def add_run(commands, common: Callable) -> None:
         "run",
         help="answer a file of requests; the same command goes on after any stop",
         description="Answer every request of a file: lines of OpenAI's Batch format (/v1/completions or "
-        "/v1/chat/completions), plain text with a prompt a line, or a column of CSV, Parquet or a dataset. Answers are "
-        "appended as they come, in OpenAI's format. Stopped or killed, the same command goes on.",
+        "/v1/chat/completions) or of their bodies alone, plain text with a prompt a line, or a column of CSV, "
+        "Parquet or a dataset. Answers are appended as they come, in OpenAI's format. Stopped or killed, the same "
+        "command goes on.",
     )
     common(parser)
     parser.add_argument(

@@ -160,7 +160,7 @@ def _arguments(options: RunOptions, earlier: dict, sharers: int) -> LLMArguments
     asked, paced = options.llm, _paced(options.llm)
     named = {tier: parse_bytes(size) for tier, size in asked.budgets.items() if size is not None}
     budgets = free_budgets(paced.device, sharers) | named
-    for note in notes_on(paced.device, named, asked.disk_dir):
+    for note in notes_on(paced.device, Budgets(**named), asked.disk_dir):
         print(f"flexhybrid: {note}", file=sys.stderr)
     hardware, dtype = asked.hardware, asked.dtype
     if hardware is None:
