@@ -107,7 +107,7 @@ class LLM:
         generation_config = others.pop("generation_config", None) or "auto"
         check("enable_prefix_caching", shares, shares in (None, True, False), "True or False")
         own = list(inspect.signature(LLM).parameters)[:-1]
-        check_vllm_arguments(others, model, [*own, "max_model_len", "enable_prefix_caching"])
+        check_vllm_arguments(others, model, [*own, "max_model_len", "enable_prefix_caching", "generation_config"])
         self._resolve(
             LLMArguments(
                 model,
