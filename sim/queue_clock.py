@@ -63,16 +63,17 @@ class Pace:
     factors: dict[str, np.ndarray]  #: resource -> seconds of work for one of each of ``iteration_loads``
     num_mini_batches: int
     waiting: tuple[float, float]  #: times as long as the busiest resource, where nobody joins and where somebody does
+    exact: bool = True  #: ``SharedBlocks.exact``: what requests share is computed once
 
     def seconds(self, counted: Stints, prefixes: Prefixes | None = None) -> np.ndarray:
         """Return the seconds of each iteration of these stints, of requests that share ``prefixes``."""
-        loads = iteration_loads(counted, self.num_mini_batches, prefixes)
+        loads = iteration_loads(counted, self.num_mini_batches, prefixes, self.exact)
         longest = np.max(list(self._work(loads).values()), axis=0)
         return longest * np.where(loads[:, JOINING] > 0, self.waiting[1], self.waiting[0])
 
     def work(self, counted: Stints, prefixes: Prefixes | None = None) -> dict[str, np.ndarray]:
         """Return resource -> seconds of its work in each iteration."""
-        return self._work(iteration_loads(counted, self.num_mini_batches, prefixes))
+        return self._work(iteration_loads(counted, self.num_mini_batches, prefixes, self.exact))
 
     def _work(self, loads: np.ndarray) -> dict[str, np.ndarray]:
         return {resource: np.maximum(loads @ factors, 0.0) for resource, factors in self.factors.items()}
@@ -81,12 +82,16 @@ class Pace:
 JOINING = 5  #: column of ``iteration_loads``
 
 
-def iteration_loads(counted: Stints, num_mini_batches: int, prefixes: Prefixes | None = None) -> np.ndarray:
+def iteration_loads(
+    counted: Stints, num_mini_batches: int, prefixes: Prefixes | None = None, exact: bool = True
+) -> np.ndarray:
     """Return what each iteration has to do: [iterations, loads]: itself, steps that decode, steps that compute prompts,
     requests that decode, tokens of their context of their own, requests that join, tokens that are computed of their
-    prompts, pairs that these attend to; of shared context the tokens attended to and loaded."""
+    prompts, pairs that these attend to; of shared context the tokens attended to and loaded.
+
+    ``exact``: see ``Pace``."""
     ones, tokens = np.ones(len(counted.request)), counted.prompt_tokens.astype(float)
-    shared, found = counted.shared_tokens.astype(float), counted.found_tokens.astype(float)
+    shared, found = counted.shared_tokens.astype(float), counted.found_tokens * float(exact)
     running, joining = counted.per_iteration(), counted.joining(ones)
     iterations, steps = np.arange(len(running)), np.zeros((2, len(running)))
     attended = counted.per_iteration(shared) - counted.joining(shared)
@@ -97,7 +102,7 @@ def iteration_loads(counted: Stints, num_mini_batches: int, prefixes: Prefixes |
         if of_group.any():
             part = counted.select(of_group)
             present, begins = part.per_iteration(), part.joining(np.ones(len(part.request)))
-            builds = part.joining((part.found_tokens < part.shared_tokens).astype(float))
+            builds = part.joining(exact * (part.found_tokens < part.shared_tokens).astype(float))
             steps[0, : len(present)] += present > begins
             steps[1, : len(begins)] += (begins > 0).astype(float) + (builds > 0)
     columns = (
@@ -259,7 +264,8 @@ class _Price:
         few = WALKED_LAYERS - PACE_LAYERS * (len(wave.mini_batches) > MANY_MINI_BATCHES)
         self.num_layers = min(layers, whole + few)
         self.more_layers = layers - self.num_layers
-        computed = self.stints.prompt_tokens - self.stints.found_tokens
+        self.exact = stores_exactly(wave.policy)
+        computed = self.stints.prompt_tokens - self.stints.found_tokens * self.exact
         self.joining_tokens = self.stints.joining(computed.astype(float))
         self.walked: dict[int, float] = {}  # iteration -> seconds
         self.work: dict[int, dict[str, float]] = {}  # iteration -> resource -> seconds of work
@@ -402,7 +408,7 @@ class _Price:
         """Return the seconds of all iterations, those of each resource's work in them, and the pace behind both."""
         known = np.array(sorted(self.walked))
         seconds = np.array([self.walked[i] for i in known.tolist()])
-        loads = iteration_loads(self.stints, len(self.wave.mini_batches), self.workload.prefixes)
+        loads = iteration_loads(self.stints, len(self.wave.mini_batches), self.workload.prefixes, self.exact)
         scale = np.maximum(loads.max(axis=0), 1e-300)
         weights = 1.0 / np.maximum(seconds, 1e-12)  # a long first iteration shall not decide
         work, factors = {}, {}
@@ -420,4 +426,4 @@ class _Price:
             result[kind] = (longest * np.interp(everything, of_kind, ratio))[kind]
             waiting.append(float(np.median(ratio)))
         result[known] = seconds
-        return result, work, Pace(factors, len(self.wave.mini_batches), (waiting[0], waiting[1]))
+        return result, work, Pace(factors, len(self.wave.mini_batches), (waiting[0], waiting[1]), self.exact)

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.policy import Placement, Policy
+from flexhybrid.core.policy import Bits, Placement, Policy
 from flexhybrid.core.problem import Budgets, Problem
-from flexhybrid.core.schedule.refill import RunningBatch
+from flexhybrid.core.schedule.refill import RunningBatch, stores_exactly
 from flexhybrid.core.waves import batch_size, open_batch
 from flexhybrid.core.workload import Prefixes, Workload
 from sim import virtual_clock
-from sim.queue_clock import price_queue, walk_queue
+from sim.queue_clock import iteration_loads, price_queue, walk_queue
 from sim.queue_counts import stints
 from tests.toy_machine import SHAPE, machine
 
@@ -176,3 +176,22 @@ def test_a_long_queue_with_a_system_prompt_is_priced_from_a_few_iterations():
     assert len(priced.seconds) == pytest.approx(len(walked.seconds), rel=0.02)
     assert priced.total_s == pytest.approx(walked.total_s, rel=0.03)
     assert price_queue(problem, policy, replace(workload, prefixes=None), 12).total_s > 1.2 * walked.total_s
+
+
+@pytest.mark.parametrize("bits", (Bits(), Bits(kv=8)))
+def test_prompts_are_counted_as_computed_where_the_plan_computes_them(bits):
+    """Of few bits only what is kept is shared: each prompt is computed as a whole."""
+    prefixes = Prefixes(np.array([64, 176]), np.array([-1, 0]), np.arange(20) % 2)
+    lengths = np.full(20, 9)
+    workload = Workload(prefixes.tokens[prefixes.of_request] + 20, lengths, lengths, prefixes)
+    problem = Problem(shape=SHAPE, dtype="float32", hardware=machine())
+    policy = Policy("plain", Placement(host=1), cache={"kv@host": 1.0}, max_mini_batch_tokens=1024, bits=bits)
+    counted = stints(open_batch(problem, policy, workload, 6), workload)
+    loads = iteration_loads(counted, 1, prefixes, stores_exactly(policy))
+    steps, tokens = np.zeros((2, len(loads)))
+    for task in virtual_clock.answered(open_batch(problem, policy, workload, 6), lengths):
+        if task.verb == "embed" and not task.payload.step.decodes:
+            steps[task.iteration] += 1
+            tokens[task.iteration] += task.payload.step.new_tokens.sum()
+    assert loads[:, 6].tolist() == tokens.tolist()
+    assert (loads[:, 2] > 0).tolist() == (steps > 0).tolist() and loads[:, 2].sum() <= steps.sum()
