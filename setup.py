@@ -39,6 +39,7 @@ setup(
         "pulp[highs]>=3.3.2,<5",
         "safetensors",
         "transformers>=4.45",
+        "greenlet>=3",  # runs transformers' layers up to their attention
         "tokenizers",
         "tqdm",
     ],

@@ -525,7 +525,8 @@ def memory_parts(problem: Problem, policy: Policy, sizes: BufferSizes, resident,
     cut = (resident > 0) & (resident < layer_bytes)
     hidden = shape.hidden * p
     plain_kv = sizes.plain_kv_blocks * BLOCK_TOKENS * native_kv
-    rotation = 2 * shape.head_dim * p if shape.rotary else 0  # a cosine and a sine for each element of a head
+    turned = shape.rotary or shape.modules
+    rotation = 2 * shape.head_dim * p if turned else 0  # a cosine and a sine for each element of a head
     act = any("act@" in entry for entry in sizes.pool_blocks)
     # Set aside whatever the bits, so that a program over bits can add up; a small model's pieces are small. Triton's
     # kernels need none of it, but whether they run on a GPU is known there alone.
@@ -552,7 +553,8 @@ def memory_parts(problem: Problem, policy: Policy, sizes: BufferSizes, resident,
         + rotation * (sizes.longest + sizes.hidden_rows + act * sizes.cached_tokens),
         "packing": packing,
         "attended rows": NUM_SLOTS * sizes.decode_batch * shape.query_width * p if on_host else 0,
-        "workspace": workspace_bytes(shape, p, sizes.step_rows, sizes.batch, cut),
+        "workspace": workspace_bytes(shape, p, sizes.step_rows, sizes.batch, cut)
+        + (generated * (shape.hidden + shape.query_width + 2 * shape.kv_width) * p if shape.modules else 0),
         "libraries": SLACK_BYTES[device],
     }
     in_host = {

@@ -40,7 +40,8 @@ def kv_gen(shape: ModelShape, p: int, rows) -> Work:
 def project(shape: ModelShape, p: int, rows) -> Work:
     """Norm and the query, key and value projections of new tokens."""
     h, width = shape.hidden, shape.query_width + shape.kv_width
-    return Work(memory_bytes=(rows * (3 * h + width) + h * width) * p, flops=2 * h * width * rows, tokens=rows)
+    weights = shape.modules.most("early") if shape.modules else h * width
+    return Work(memory_bytes=(rows * (3 * h + width) + weights) * p, flops=2 * weights * rows, tokens=rows)
 
 
 def assemble(shape: ModelShape, p: int, tokens) -> Work:
@@ -77,8 +78,10 @@ def finish(shape: ModelShape, p: int, rows) -> Work:
     """Output projection and feed-forward network."""
     mlp_matrices = 3 if shape.gated_mlp else 2
     weights = shape.hidden * (shape.query_width + mlp_matrices * shape.ffn)
+    flops = 2 * (shape.modules.multiplied if shape.modules else weights) * rows
+    weights = shape.modules.most("late") if shape.modules else weights
     moved = rows * (6 * shape.hidden + mlp_matrices * shape.ffn) + weights
-    return Work(memory_bytes=moved * p, flops=2 * weights * rows, tokens=rows)
+    return Work(memory_bytes=moved * p, flops=flops, tokens=rows)
 
 
 def embed(shape: ModelShape, p: int, rows) -> Work:

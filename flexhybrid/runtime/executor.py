@@ -28,7 +28,8 @@ from flexhybrid.runtime.profiling.attention_paths import fastest_paths
 from flexhybrid.runtime.selections.hooks import SelectionHooks
 from flexhybrid.runtime.step_tensors import Prompts, SamplingPlans, StepMaker, StepTensors, to_device
 from flexhybrid.runtime.storage.host_memory import HostMemory
-from flexhybrid.runtime.storage.weights import Parts, Weights, WeightSlots
+from flexhybrid.runtime.storage.parts import Parts
+from flexhybrid.runtime.storage.weights import Weights, WeightSlots
 from flexhybrid.runtime.token_masks import TokenMasks
 
 NOTHING = torch.empty(0)  #: stands where no verb has made a tensor yet, or its memory is free again
@@ -56,14 +57,15 @@ class LayerWeights:
         layers, in_slots = range(weights.shape.num_layers), slots.device or [None]
         self.by_slot = [[weights.views(layer, slot) for slot in in_slots] for layer in layers]
         self.has_slots = bool(slots.device)
-        self.plain = weights.plain_views(slots.plain) if weights.bits != "native" else None
+        packed, by_layer = weights.bits != "native", layers if weights.modules else range(1)
+        self.plain = [weights.plain_views(slots.plain, layer) for layer in by_layer if packed]
 
     def stored(self, task: Task) -> dict[str, Parts]:
         return self.by_slot[task.layer][task.payload.weight_slot if self.has_slots else 0]
 
     def of(self, task: Task) -> dict[str, Parts]:
         """Return a task's layer in the compute dtype."""
-        return self.plain or self.stored(task)
+        return self.plain[task.layer % len(self.plain)] if self.plain else self.stored(task)
 
 
 class HiddenStates:
@@ -136,7 +138,8 @@ class Executor(Generic[SelectionT]):
         self.weights, self.slots, self.buffers = parts.weights, parts.slots, parts.buffers
         self.copies, self.host_share, self.compute_share = parts.copies, parts.host_share, parts.compute_share
         self.wave, self.shape, self.policy, self.device = wave, wave.shape, wave.policy, parts.weights.device
-        self.model = architecture(wave.shape)
+        self.modules = parts.weights.modules  #: transformers' own layers; None: ``model``'s functions are the layers
+        self.model: Any = None if self.modules else architecture(wave.shape)
         dtype, group = parts.weights.dtype_name, wave.shape.queries_per_key
         paths = wave.problem.attention or fastest_paths(self.device.type, dtype, group)
         self.attention = {"prompt": PATHS[paths.prompt], "chunk": PATHS[paths.chunk], "decode": PATHS[paths.decode]}

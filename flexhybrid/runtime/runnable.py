@@ -10,6 +10,8 @@ from flexhybrid.runtime.kernels.quantize import row_unit
 def check_runnable(shape: ModelShape, policy: Policy) -> None:
     """Raise InputError that names what the executor cannot run."""
     weight_rows = (shape.hidden, shape.query_width, shape.ffn)
+    if shape.modules:
+        weight_rows = tuple(t.cols for kind in shape.modules.kinds for t in kind if t.cols)
     row_sizes = {"weights": weight_rows, "kv": (shape.kv_width,), "act": (shape.hidden,)}
     for name, sizes in row_sizes.items():
         bits, group = getattr(policy.bits, name), shape.kv_group if name == "kv" else GROUP_ELEMENTS
@@ -22,6 +24,7 @@ def check_runnable(shape: ModelShape, policy: Policy) -> None:
     speculative = policy.selection.method == "speculative"
     ranked = policy.selection.method == "heavy_hitter"
     refusals = (
+        (shape.modules and (speculative or ranked), f"a selection of tokens in {shape.name}'s own layers"),
         (policy.embedding.device < 1, "embedding and head off the device"),
         (policy.hidden == "disk", "hidden states on the disk"),
         (speculative and policy.selection.partial_keys == "host", "partial keys on the host"),

@@ -46,6 +46,7 @@ class StepTensors:
     positions_R: torch.Tensor
     rotation_R: Rotation | None
     act_rotation: Rotation | None  #: of the rows that KV-Gen recomputes
+    act_positions: torch.Tensor | None  #: of the same, where layers are transformers' own
     mask_B11T: torch.Tensor | None  #: added to scores; None when no column is padding
     last_rows_B: torch.Tensor | None  #: rows that the head reads; None when it is all of them
     sampled_cells_B: torch.Tensor  #: of the token table
@@ -171,8 +172,10 @@ class StepMaker:
         self.tokens = TokenTable([prompts[request] for request in wave.begun.tolist()], lengths, device)
         self.rotary: Rotation | None = None  #: of all positions
         self.act_positions: dict[str, np.ndarray] = {}  #: where the model has rotary positions
+        longest = int(lengths.max())
+        if wave.shape.modules:
+            self.act_positions = position_tables(wave.entries, longest)
         if wave.shape.rotary:
-            longest = int(lengths.max())
             self.rotary = rotary_tables(wave.shape, longest, dtype, device)
             self.act_positions = position_tables(wave.entries, longest)
 
@@ -191,14 +194,14 @@ class StepMaker:
         read = [*step.of("act"), *step.of("kv")]
         tables = {id(s): s.block_table for s in read if s.tier == "device"}
         positions_R = self._copy(positions.reshape(-1))
-        act_rotation = None
-        if step.act_rows and self.rotary:
-            act_rotation = self.rotation_at(act_positions(step, self.act_positions))
+        act_at = act_positions(step, self.act_positions) if step.act_rows and self.act_positions else None
+        act_rotation = None if act_at is None else self.rotation_at(act_at)
         return StepTensors(
             cells_R=self._copy(self.tokens.cells(step.requests, positions).reshape(-1)),
             positions_R=positions_R,
             rotation_R=self._rotation(positions_R),
             act_rotation=act_rotation,
+            act_positions=None if act_at is None or self.rotary else self._copy(act_at),
             mask_B11T=None if hidden is None else mask_of(hidden, self.dtype, self.device),
             last_rows_B=self._copy(last_rows) if width > 1 else None,
             sampled_cells_B=self._copy(self.tokens.cells(step.requests, total)),

@@ -43,6 +43,7 @@ FLOORS = {
     ),
     "flexhybrid.runtime": Floor(
         names("flexhybrid.core flexhybrid.runtime numpy torch triton numba llvmlite safetensors"),
+        lazily=names("transformers greenlet"),  # where models run through transformers' own layers
         must_not_load=("sim", "policy_search", "experiments", "figures"),
     ),
     "sim": Floor(

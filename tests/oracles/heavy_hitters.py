@@ -11,7 +11,8 @@ from flexhybrid.core.context.blocks import BlockEntries
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.runtime.kernels.rotary import rotary_tables, rotate_
 from flexhybrid.runtime.models import architecture
-from flexhybrid.runtime.storage.weights import Weights, linear
+from flexhybrid.runtime.storage.parts import linear
+from flexhybrid.runtime.storage.weights import Weights
 
 
 @torch.inference_mode()

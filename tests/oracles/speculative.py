@@ -18,7 +18,8 @@ from flexhybrid.core.workload import Workload
 from flexhybrid.runtime.kernels.rotary import rotary_tables, rotate_
 from flexhybrid.runtime.models import architecture
 from flexhybrid.runtime.selections.pool import COUNTER_FULL
-from flexhybrid.runtime.storage.weights import Weights, linear
+from flexhybrid.runtime.storage.parts import linear
+from flexhybrid.runtime.storage.weights import Weights
 
 
 @dataclass(eq=False)

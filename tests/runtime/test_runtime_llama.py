@@ -22,7 +22,8 @@ from flexhybrid.runtime.kernels.norms import rms_norm
 from flexhybrid.runtime.kernels.rotary import rotary_tables, rotate_
 from flexhybrid.runtime.models import architecture, llama
 from flexhybrid.runtime.storage.loader import Checkpoint, RandomWeights
-from flexhybrid.runtime.storage.weights import Weights, linear
+from flexhybrid.runtime.storage.parts import linear
+from flexhybrid.runtime.storage.weights import Weights
 
 CPU = torch.device("cpu")
 

@@ -9,6 +9,7 @@ Vectors keep the compute width when the matrices are quantised; every matrix row
 from dataclasses import dataclass
 from functools import cache
 
+from flexhybrid.core.model.layers import LayerTensor
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import GROUP_ELEMENTS
 
@@ -38,16 +39,16 @@ class LayerLayout:
     total_bytes: int
     kv_end: int  #: kv_gen reads [0, kv_end)
     qkv_end: int  #: project reads [0, qkv_end); finish reads [qkv_end, total_bytes) and the vectors
-
-    @property
-    def vectors_end(self) -> int:
-        return next(spot.start for spot in self.spots if spot.cols)
+    vectors_end: int
+    cuts: tuple[int, ...] = ()  #: where the resident prefix may end, in order; empty: at any matrix row
 
     def resident_prefix(self, share: float) -> int:
-        """Bytes kept on the device for a share of the layer, rounded to the nearest matrix row."""
+        """Bytes kept on the device for a share of the layer, rounded to the nearest matrix row or ``cuts``."""
         wanted = share * self.total_bytes
         if share >= 1.0:
             return self.total_bytes
+        if self.cuts:
+            return min(self.cuts, key=lambda cut: abs(cut - wanted))
         if wanted < self.vectors_end / 2:
             return 0
         best = self.vectors_end
@@ -66,12 +67,18 @@ def matrix_row_bytes(cols: int, bytes_per_element: float) -> int:
 
 
 @cache
-def layer_layout(shape: ModelShape, matrix_bytes: float, vector_bytes: int | None = None) -> LayerLayout:
+def layer_layout(
+    shape: ModelShape, matrix_bytes: float, vector_bytes: int | None = None, layer: int = 0
+) -> LayerLayout:
     """The flat layout of one layer of this shape.
 
     ``matrix_bytes`` an element of the matrices as stored, ``vector_bytes`` of norms and biases; None: the same.
+    Layouts of different layers differ in their spots alone.
     """
     vector_width = int(matrix_bytes) if vector_bytes is None else vector_bytes
+    if shape.modules:
+        layouts = _module_layouts(shape.modules.kinds, matrix_bytes, vector_width)
+        return layouts[shape.modules.kind_of[layer]]
     h, q, g = shape.hidden, shape.query_width, shape.kv_width
     if shape.family == "opt":
         vectors = [("norm1.weight", h), ("norm1.bias", h), ("kvq.bias", g + q), ("o.bias", h)]
@@ -91,4 +98,38 @@ def layer_layout(shape: ModelShape, matrix_bytes: float, vector_bytes: int | Non
         if name == "kvq.weight":
             kv_end, qkv_end = position + g * row, position + size
         position += size + -size % ALIGN_BYTES
-    return LayerLayout(tuple(spots), position, kv_end, qkv_end)
+    vectors_end = next(spot.start for spot in spots if spot.cols)
+    return LayerLayout(tuple(spots), position, kv_end, qkv_end, vectors_end)
+
+
+@cache
+def _module_layouts(
+    kinds: tuple[tuple[LayerTensor, ...], ...], matrix_bytes: float, vector_bytes: int
+) -> tuple[LayerLayout, ...]:
+    """The layouts of kinds of layers that are modules: vectors, early and late matrices, each in the room that the kind
+    with most of them takes, so that all layers are read and cut alike."""
+
+    def size(tensor: LayerTensor) -> int:
+        row = matrix_row_bytes(tensor.cols, matrix_bytes) if tensor.cols else vector_bytes
+        return tensor.rows * row
+
+    def parts(kind: tuple[LayerTensor, ...]) -> tuple[list[LayerTensor], ...]:
+        vectors = [t for t in kind if not t.cols]
+        return vectors, *([t for t in kind if t.cols and t.early is early] for early in (True, False))
+
+    def room(part: list[LayerTensor]) -> int:
+        return sum(size(t) + -size(t) % ALIGN_BYTES for t in part)
+
+    ends = [0]
+    for part in zip(*map(parts, kinds), strict=True):
+        ends.append(ends[-1] + max(map(room, part)))
+    spots: list[list[TensorSpot]] = []
+    for kind in kinds:
+        spots.append([])
+        for part, position in zip(parts(kind), ends, strict=False):
+            for tensor in part:
+                spots[-1].append(TensorSpot(tensor.name, tensor.rows, tensor.cols, position, position + size(tensor)))
+                position += size(tensor) + -size(tensor) % ALIGN_BYTES
+    starts = set.intersection(*({spot.start for spot in of_kind if spot.cols} for of_kind in spots))
+    cuts = tuple(sorted({0, *starts, *ends}))
+    return tuple(LayerLayout(tuple(of_kind), ends[-1], ends[2], ends[2], ends[1], cuts) for of_kind in spots)

@@ -10,6 +10,7 @@ from flexhybrid.core.errors import InputError, check, is_number, unknown
 from flexhybrid.core.files import load_json
 from flexhybrid.core.model.attention import PLAIN, AttentionKind, kinds_from_config
 from flexhybrid.core.model.generation_config import end_tokens
+from flexhybrid.core.model.layers import ModuleLayers
 from flexhybrid.core.model.rope import Rope, rope_from_config
 from flexhybrid.core.policy import GROUP_ELEMENTS
 
@@ -50,6 +51,7 @@ class ModelShape:
     rope: Rope = Rope()  #: where ``rotary``
     attention: tuple[AttentionKind, ...] = (PLAIN,)  #: of the layers, in turn; behind the last the first comes again
     limit: int | None = None  #: tokens for which a request has room, where fewer than ``max_positions`` are wanted
+    modules: ModuleLayers | None = None  #: of a model that runs through transformers' own layers
 
     def __post_init__(self):
         where = f"model {self.name}: "
@@ -105,12 +107,16 @@ class ModelShape:
     @property
     def layer_matrix_elements(self) -> int:
         """Elements of a layer's matrices: OPT 2hHd + 2hGd + 2h·ffn, Llama 3h·ffn in the last term."""
+        if self.modules:
+            return self.modules.most("early") + self.modules.most("late")
         mlp_matrices = 3 if self.gated_mlp else 2
         return self.hidden * (2 * self.query_width + self.kv_width + mlp_matrices * self.ffn)
 
     @property
     def layer_vector_elements(self) -> int:
         """Elements of a layer's norms and biases."""
+        if self.modules:
+            return self.modules.most("vectors")
         if not self.bias:  # RMSNorm scales
             biases = self.query_width + self.kv_width if self.qkv_bias else 0
             return 2 * self.hidden + biases + (2 * self.head_dim if self.qk_norm else 0)
@@ -128,6 +134,8 @@ class ModelShape:
         bias too in OPT); the output head, unless it is the embedding (tied); and where the embedding is narrower than
         the hidden state, the projections in and out.
         """
+        if self.modules:
+            return self.modules.outer_elements * bytes_per_element
         width = self.embed_dim or self.hidden
         elements = self.vocab * width * (1 if self.tied_head else 2)
         if self.pre_norm:

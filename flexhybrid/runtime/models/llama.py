@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.runtime.kernels.norms import rms_norm
-from flexhybrid.runtime.storage.weights import Parts, linear
+from flexhybrid.runtime.storage.parts import Parts, linear
 
 #: Names that may stand before "layers." and "embed_tokens" in a checkpoint.
 PREFIXES = ("model.", "")

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from flexhybrid.core.model.shape import OPT_POSITION_OFFSET, ModelShape
-from flexhybrid.runtime.storage.weights import Parts, linear
+from flexhybrid.runtime.storage.parts import Parts, linear
 
 #: Names that may stand before "layers." and "embed_tokens" in a checkpoint.
 PREFIXES = ("model.decoder.", "decoder.", "")

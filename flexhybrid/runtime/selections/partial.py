@@ -24,7 +24,8 @@ from flexhybrid.core.wave import Wave
 from flexhybrid.runtime.kernels.norms import norm_heads_
 from flexhybrid.runtime.kernels.rotary import rotate_
 from flexhybrid.runtime.step_tensors import Rotation
-from flexhybrid.runtime.storage.weights import Parts, Weights, linear
+from flexhybrid.runtime.storage.parts import Parts, linear
+from flexhybrid.runtime.storage.weights import Weights
 
 
 class PartialCopies:

@@ -28,7 +28,7 @@ from flexhybrid.runtime.kernels.norms import norm_heads_
 from flexhybrid.runtime.kernels.rotary import rotary_tables, rotate_
 from flexhybrid.runtime.models import architecture
 from flexhybrid.runtime.storage.loader import SKEW_FILE, Checkpoint
-from flexhybrid.runtime.storage.weights import Parts, linear
+from flexhybrid.runtime.storage.parts import Parts, linear
 
 #: Changes a layer's queries [N, H, d] and keys [N, G, d] on their way to attention.
 Change = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]

@@ -30,7 +30,8 @@ from flexhybrid.runtime.selections.partial import PartialCopies
 from flexhybrid.runtime.selections.pool import Uses
 from flexhybrid.runtime.selections.prompt_pool import RANKED_QUERIES, TIE, fill_pools
 from flexhybrid.runtime.step_tensors import Rotation, position_tables, to_device
-from flexhybrid.runtime.storage.weights import Parts, Weights
+from flexhybrid.runtime.storage.parts import Parts
+from flexhybrid.runtime.storage.weights import Weights
 
 
 def relative_scores(q_BGrC: torch.Tensor, keys_TBGC: torch.Tensor, scale: float, held_BT: torch.Tensor) -> torch.Tensor:

@@ -16,8 +16,10 @@ from safetensors import SafetensorError, safe_open
 
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.layout import layer_layout
-from flexhybrid.core.model.shape import ModelShape, checkpoint_folder, shape_of_checkpoint
-from flexhybrid.runtime.models import architecture
+from flexhybrid.core.model.shape import FAMILIES, ModelShape, checkpoint_folder, shape_of_checkpoint
+from flexhybrid.runtime.models import ARCHITECTURES, architecture
+from flexhybrid.runtime.models.module import TensorNames, module_shape
+from flexhybrid.runtime.storage.conversion import Conversion
 
 #: Dtypes of stored weights -> safetensors' names of them.
 FLOATS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -30,11 +32,18 @@ class Checkpoint:
     """A local checkpoint folder. Raises InputError when a tensor of the model is missing or has a wrong shape.
 
     Tensors that the model does not use (rotary inv_freq of old checkpoints, the head of a tied model) are not read.
+
+    ``modules``: run it through transformers' layers, whether or not its architecture has a file of its own.
     """
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, modules: bool = False):
         self.path = checkpoint_folder(path)
-        self.shape: ModelShape = shape_of_checkpoint(self.path)
+        self._modules = None
+        if modules or not has_own_file(self.path):
+            self._modules = ModuleTensors(self.path)
+            self.shape: ModelShape = self._modules.shape
+            return
+        self.shape = shape_of_checkpoint(self.path)
         self._model = architecture(self.shape)
         self._stored = _stored_tensors(self.path)
         self.prefix = self._find_prefix()
@@ -98,6 +107,9 @@ class Checkpoint:
     def layer_tensors(self, layer: int) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Yield (layout name, checkpoint name, tensor) of one layer; tensors that share a layout name come in the order
         of their rows: keys, values, queries."""
+        if self._modules:
+            yield from self._modules.layer_tensors(layer)
+            return
         for name, tensors in self._model.layer_tensors(self.shape).items():
             for tensor in tensors:
                 own_name = self._layer_name(layer, tensor)
@@ -105,6 +117,9 @@ class Checkpoint:
 
     def outer_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (layout name, tensor) outside the layers, copied: a tensor as read is a view of the mapped file."""
+        if self._modules:
+            yield from self._modules.outer_tensors()
+            return
         for tensor in self._model.outer_tensors(self.shape):
             yield tensor, self.read(self.outer_name(tensor)).clone()
 
@@ -118,6 +133,76 @@ class Checkpoint:
         if matrices is None or matrices.shape != wanted:
             raise InputError(f"{file} holds no {name} of shape {wanted}: is it of another model?")
         return matrices.read()
+
+
+def has_own_file(folder: Path) -> bool:
+    """Return whether a checkpoint's architecture is one of ``ARCHITECTURES``; True where config.json does not say."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        kind = config.get("model_type")
+    except (OSError, ValueError, AttributeError):
+        return True  # for the error of ``shape_of_checkpoint``
+    return not isinstance(kind, str) or FAMILIES.get(kind) in ARCHITECTURES
+
+
+class ModuleTensors:
+    """The tensors of a checkpoint as transformers' modules take them."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.shape, model = module_shape(path)
+        self._stored = _stored_tensors(path)
+        self._conversion = Conversion(model, list(self._stored))
+        self._names = TensorNames.of(model)
+        self._sizes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+        self._steps: dict[int | None, list[str]] = {None: []}  # by layer; None: outside of all
+        for first in self._conversion:
+            layer, _ = self._names.inside.get(first, (None, ""))
+            self._steps.setdefault(layer, []).append(first)
+        self._check()
+
+    def _check(self) -> None:
+        """Convert tensors without memory: raise InputError where one is missing or has a wrong shape."""
+        config = json.loads((self.path / "config.json").read_text(encoding="utf-8"))
+        if "quantization_config" in config:
+            raise InputError(f"{self.path}: config.json has a quantization_config; packed checkpoints are not read")
+        reads = {name: partial(torch.empty, part.shape, device="meta") for name, part in self._stored.items()}
+        found = {}
+        for first in self._conversion:
+            try:
+                found |= {name: list(t.shape) for name, t in self._conversion.tensors(first, reads)}
+            except Exception as error:
+                raise InputError(f"{self.path}: transformers cannot convert {first}: {error}") from None
+        tied = {name: names for names in self._names.outside.values() for name in names}
+        for name, size in self._sizes.items():
+            have = next((found[other] for other in tied.get(name, (name,)) if other in found), None)
+            if have is None:
+                raise InputError(f"{self.path}: tensor {name} is missing; config.json asks for shape {size}")
+            if have != size:
+                raise InputError(f"{self.path}: tensor {name} has shape {have}, config.json asks for {size}")
+
+    def _made(self, layer: int | None) -> Iterator[tuple[str, torch.Tensor]]:
+        reads = {name: part.read for name, part in self._stored.items()}
+        for first in self._steps.get(layer, ()):
+            try:
+                yield from self._conversion.tensors(first, reads)
+            except (OSError, SafetensorError, RuntimeError) as error:
+                raise InputError(f"{self.path}: cannot read {first}: {error}") from None
+
+    def layer_tensors(self, layer: int) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """Yield (layout name, the model's name, tensor) of one layer."""
+        for name, tensor in self._made(layer):
+            if name in self._names.inside:
+                yield self._names.inside[name][1], name, tensor
+
+    def outer_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (the model's name, tensor) outside the layers' parameters, each tensor once."""
+        given = set()
+        first = {name: names[0] for names in self._names.outside.values() for name in names}
+        for name, tensor in self._made(None):
+            if name in first and first[name] not in given:
+                given.add(first[name])
+                yield first[name], tensor
 
 
 class _Stored(NamedTuple):

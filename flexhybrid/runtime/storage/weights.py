@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 
 from flexhybrid.core.memory import NUM_SLOTS
 from flexhybrid.core.model.layout import LayerLayout, TensorSpot, layer_layout
@@ -14,19 +13,10 @@ from flexhybrid.core.plan import PAGE_BYTES
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.wave import disk_from
 from flexhybrid.runtime.kernels.quantize import dequantize, quantize
+from flexhybrid.runtime.models.module import ModulePath
 from flexhybrid.runtime.storage.disk import DiskSpace
 from flexhybrid.runtime.storage.host_memory import HostMemory
-
-#: The row ranges of a tensor, in order: a resident and a streamed part, or a single part.
-Parts = tuple[torch.Tensor, ...]
-
-
-def linear(rows: torch.Tensor, parts: Parts, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return rows · Wᵀ + bias, [R, in] -> [R, out], with W [out, in] given in row parts."""
-    if len(parts) == 1:
-        return F.linear(rows, parts[0], bias)
-    product = torch.cat([F.linear(rows, part) for part in parts], dim=-1)
-    return product if bias is None else product.add_(bias)
+from flexhybrid.runtime.storage.parts import Parts
 
 
 class WeightSource(Protocol):
@@ -85,7 +75,8 @@ class Weights:
     ):
         self.shape, self.dtype, self.device, self.bits = shape, getattr(torch, dtype), device, policy.bits.weights
         self.dtype_name, self.bytes_per_element = dtype, (width := DTYPE_BYTES[dtype])
-        self.layout: LayerLayout = layer_layout(shape, policy.bits.element_bytes(width, shape.kv_group).weights, width)
+        self.stored_width = policy.bits.element_bytes(width, shape.kv_group).weights
+        self.layout: LayerLayout = layer_layout(shape, self.stored_width, width)
         self.plain_layout: LayerLayout = layer_layout(shape, width)
         self.streamed_from = self.layout.resident_prefix(policy.weights.device)
         self.disk_from = disk_from(self.layout, policy)
@@ -96,6 +87,8 @@ class Weights:
         self.on_host = [self.host_memory.bytes(self.disk_from - self.streamed_from) for _ in range(shape.num_layers)]
         self.disk = disk.space(self.disk_stride * shape.num_layers)
         self.outer: dict[str, torch.Tensor] = {}
+        #: the layers themselves, where they are transformers'
+        self.modules = ModulePath(shape, self.dtype, device) if shape.modules else None
         self.skewing: list[torch.Tensor | None] = []  #: of each rotary layer: its skewing matrices [G, d, d]
         try:
             self._fill(source)
@@ -107,14 +100,14 @@ class Weights:
         return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
 
     def _fill(self, source: WeightSource) -> None:
-        spots = {spot.name: spot for spot in self.layout.spots}
         to_disk = torch.zeros(self.disk_stride, dtype=torch.uint8)
         for layer in range(self.shape.num_layers):
+            spots = {spot.name: spot for spot in self.layout_of(layer).spots}
             ends = {name: spot.start for name, spot in spots.items()}  # of what is in place
             for name, _, tensor in source.layer_tensors(layer):
                 tensor = tensor.to(self.dtype).contiguous()
                 if isinstance(self.bits, int) and spots[name].cols:
-                    tensor = quantize(tensor, self.bits).cpu()
+                    tensor = quantize(tensor.flatten(0, -2), self.bits).cpu()
                 flat = tensor.view(-1).view(torch.uint8)
                 self._place(layer, ends[name], flat, to_disk)
                 ends[name] += len(flat)
@@ -123,9 +116,15 @@ class Weights:
         # Always a copy: a view of the source's tensor would keep its file mapped.
         for name, tensor in source.outer_tensors():
             self.outer[name] = tensor.to(device=self.device, dtype=self.dtype, copy=True)
+        if self.modules:
+            self.modules.place_outer(self.outer)
         for layer in range(self.shape.num_layers if self.shape.rotary else 0):
             matrices = source.skew(layer)
             self.skewing.append(None if matrices is None else matrices.clone())
+
+    def layout_of(self, layer: int) -> LayerLayout:
+        """Return the layout of a layer as stored."""
+        return layer_layout(self.shape, self.stored_width, self.bytes_per_element, layer)
 
     def _place(self, layer: int, start: int, flat: torch.Tensor, to_disk: torch.Tensor) -> None:
         """Copy the bytes ``flat`` of a layer, which begin at byte ``start`` of it, to their tiers."""
@@ -162,7 +161,9 @@ class Weights:
 
         Packed matrices are uint8 [rows, bytes of a row].
         """
-        views = {spot.name: self._parts(spot, spot.rows, layer, slot) for spot in self.layout.spots}
+        views = {spot.name: self._parts(spot, spot.rows, layer, slot) for spot in self.layout_of(layer).spots}
+        if self.modules:
+            return views
         spot = next(spot for spot in self.layout.spots if spot.name == "kvq.weight")
         return views | {"kv.weight": self._parts(spot, self.shape.kv_width, layer, slot)}
 
@@ -181,21 +182,25 @@ class Weights:
                 parts.append(flat.view(-1, spot.row_bytes if packed else spot.cols) if spot.cols else flat)
         return tuple(parts)
 
-    def plain_views(self, plain: torch.Tensor) -> dict[str, Parts]:
+    def plain_views(self, plain: torch.Tensor, layer: int = 0) -> dict[str, Parts]:
         """Return {layout name: tensor in the compute dtype}: views of a dequantized layer (``WeightSlots.plain``)."""
         views = {}
-        for spot in self.plain_layout.spots:
+        for spot in layer_layout(self.shape, self.bytes_per_element, None, layer).spots:
             flat = plain[spot.start : spot.end].view(self.dtype)
             views[spot.name] = (flat.view(spot.rows, spot.cols) if spot.cols else flat,)
+        if self.modules:
+            return views
         return views | {"kv.weight": (views["kvq.weight"][0][: self.shape.kv_width],)}
 
     def dequantize(self, stored: dict[str, Parts], plain: dict[str, Parts]) -> None:
         """Write a layer's stored tensors to ``plain`` in the compute dtype."""
-        for spot in self.plain_layout.spots:
+        for name, (whole, *_) in plain.items():
+            if name not in stored or name == "kv.weight":
+                continue
             row = 0
-            for part in stored[spot.name]:
-                target = plain[spot.name][0][row : row + len(part)]
-                if isinstance(self.bits, int) and spot.cols:
+            for part in stored[name]:
+                target = whole[row : row + len(part)]
+                if isinstance(self.bits, int) and whole.dim() > 1:
                     dequantize(part, self.bits, self.dtype, out=target)
                 else:
                     target.copy_(part)

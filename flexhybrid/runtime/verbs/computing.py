@@ -8,14 +8,15 @@ from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.schedule.steps import Segment
 from flexhybrid.core.task import Task
 from flexhybrid.core.work import MIN_KV_GEN_ROWS
-from flexhybrid.runtime.executor import NOTHING, State
+from flexhybrid.runtime.executor import NOTHING, State, step_key
 from flexhybrid.runtime.kernels import sampling
 from flexhybrid.runtime.kernels.attention import split_heads
 from flexhybrid.runtime.kernels.norms import norm_heads_
 from flexhybrid.runtime.kernels.quantize import WORK_ELEMENTS
 from flexhybrid.runtime.kernels.rotary import rotate_
+from flexhybrid.runtime.models.module import ModulePath
 from flexhybrid.runtime.step_tensors import Rotation
-from flexhybrid.runtime.storage.weights import linear
+from flexhybrid.runtime.storage.parts import Parts, linear
 
 
 def embed(state: State, task: Task) -> None:
@@ -25,7 +26,11 @@ def embed(state: State, task: Task) -> None:
     if step.begins and not step.builds:
         state.masks.begin(step, state.steps.plan.select(step.queued).grammars, state.answers)
     tokens = state.tokens.ids[tensors.cells_R]
-    state.hidden.keep(task, state.model.embed(state.shape, state.weights.outer, tokens, tensors.positions_R))
+    if state.modules:
+        embedded = state.modules.embed(step_key(task), tokens, tensors.positions_R)
+    else:
+        embedded = state.model.embed(state.shape, state.weights.outer, tokens, tensors.positions_R)
+    state.hidden.keep(task, embedded)
 
 
 def dequantize_weights(state: State, task: Task) -> None:
@@ -63,7 +68,21 @@ def kv_gen(state: State, task: Task) -> None:
     if not state.buffers.packed("act"):
         _gather_act(state, task)
     rows = state.buffers.act_rows(task.payload.slot, step.act_rows)
-    generate(state, task, rows, state.tensors(task).act_rotation)
+    if state.modules:
+        _generate_by_module(state, state.modules, task, rows)
+    else:
+        generate(state, task, rows, state.tensors(task).act_rotation)
+
+
+def _generate_by_module(state: State, modules: ModulePath, task: Task, act_rows: torch.Tensor) -> None:
+    """Recompute keys and values from ACT rows as the layer's own attention module does."""
+    views, count, positions = state.layer_weights.of(task), len(act_rows), state.tensors(task).act_positions
+    if positions is None:
+        raise ValueError("ACT rows whose positions are not known")
+    calls = modules.calls_at(step_key(task), positions, MIN_KV_GEN_ROWS)
+    if count < MIN_KV_GEN_ROWS:
+        act_rows = torch.cat([act_rows, act_rows.new_zeros(MIN_KV_GEN_ROWS - count, act_rows.shape[1])])
+    modules.generate(task.layer, act_rows, calls, views, state.buffers.generated[: len(act_rows)])
 
 
 def generate(state: State, task: Task, act_rows: torch.Tensor, rotation: Rotation | None) -> None:
@@ -96,18 +115,28 @@ def _gather_act(state: State, task: Task) -> None:
 
 def project(state: State, task: Task) -> None:
     """Project keys, values and queries of the computed tokens; stage the new rows that are stored in native bits."""
-    w, slot, step, tensors = state.layer_weights.of(task), task.payload.slot, task.payload.step, state.tensors(task)
+    w, slot, step = state.layer_weights.of(task), task.payload.slot, task.payload.step
+    if state.modules:
+        hidden = state.hidden.of(task)
+        state.kvq[slot], state.act = state.modules.project(step_key(task), slot, task.layer, hidden, w)
+    else:
+        _project(state, task, w)
+    state.selection.after_project(task, state.kvq[slot])
+    if state.policy.attention == "host" and step.decodes:
+        return  # the new rows go with the queries
+    if state.selection.stages_rows(step):
+        _stage_stores(state, task, packed=False)
+
+
+def _project(state: State, task: Task, w: dict[str, Parts]) -> None:
+    """Project, norm and rotate by hand-written functions."""
+    slot, tensors = task.payload.slot, state.tensors(task)
     state.act = state.model.attention_input(state.shape, w, state.hidden.of(task))
     kvq = state.kvq[slot] = linear(state.act, w["kvq.weight"], w["kvq.bias"][0] if "kvq.bias" in w else None)
     if tensors.rotation_R:
         keys, _, queries = split_heads(state.shape, kvq)
         rotate_(norm_heads_(keys, w.get("k_norm.weight"), state.shape.norm_eps), *tensors.rotation_R)
         rotate_(norm_heads_(queries, w.get("q_norm.weight"), state.shape.norm_eps), *tensors.rotation_R)
-    state.selection.after_project(task, kvq)
-    if state.policy.attention == "host" and step.decodes:
-        return  # the new rows go with the queries
-    if state.selection.stages_rows(step):
-        _stage_stores(state, task, packed=False)
 
 
 def quantize(state: State, task: Task) -> None:
@@ -158,17 +187,27 @@ def finish(state: State, task: Task) -> None:
         attended = state.buffers.attended[task.payload.slot, : len(hidden)]
     else:  # with attention on the host, the other slot's rows may still be in use
         state.kvq.clear()
-    state.hidden.keep(task, state.model.finish(state.shape, state.layer_weights.of(task), hidden, attended))
+    if state.modules:
+        finished = state.modules.finish(task.payload.slot, task.layer, attended)
+    else:
+        finished = state.model.finish(state.shape, state.layer_weights.of(task), hidden, attended)
+    state.hidden.keep(task, finished)
     if task.layer == state.shape.num_layers - 1:
-        head_of = partial(state.model.head, state.shape, state.weights.outer)
-        state.logprobs.note_prompt(task.payload.step, state.hidden.of(task), head_of)
+        state.logprobs.note_prompt(task.payload.step, state.hidden.of(task), partial(_head, state))
+
+
+def _head(state: State, hidden_Bh: torch.Tensor) -> torch.Tensor:
+    """Return the logits [B, vocab] of hidden states [B, h]."""
+    if state.modules:
+        return state.modules.head(hidden_Bh)
+    return state.model.head(state.shape, state.weights.outer, hidden_Bh)
 
 
 def head(state: State, task: Task) -> None:
     """Compute the logits of each request's last token."""
     last = state.tensors(task).last_rows_B
     hidden = state.hidden.of(task)
-    state.logits = state.model.head(state.shape, state.weights.outer, hidden if last is None else hidden[last])
+    state.logits = _head(state, hidden if last is None else hidden[last])
 
 
 def sample(state: State, task: Task) -> None:

@@ -1,0 +1,58 @@
+"""Layers that are modules of transformers: their tensors, kind by kind, as its meta modules say them."""
+
+from dataclasses import dataclass
+from math import prod
+
+
+@dataclass(frozen=True)
+class LayerTensor:
+    """A parameter of a layer's module."""
+
+    name: str
+    size: tuple[int, ...]
+    early: bool  #: used up to the layer's attention call, not behind it
+
+    @property
+    def rows(self) -> int:
+        return prod(self.size[:-1]) if len(self.size) > 1 else prod(self.size)
+
+    @property
+    def cols(self) -> int:
+        """Elements of a row of a matrix; 0 for a vector."""
+        return self.size[-1] if len(self.size) > 1 else 0
+
+    @property
+    def elements(self) -> int:
+        return prod(self.size)
+
+
+@dataclass(frozen=True)
+class ModuleLayers:
+    """The layers of a model that runs through transformers' own modules (``flexhybrid.runtime.models.module``)."""
+
+    folder: str  #: of the checkpoint, whose config.json says what the modules are
+    kinds: tuple[tuple[LayerTensor, ...], ...]  #: the tensors of each kind of layer
+    kind_of: tuple[int, ...]  #: by layer
+    outer_elements: int  #: of embedding, last norm, head, and of the layers' buffers
+    experts_share: float = 1.0  #: of the experts (tensors of three dimensions), those that a token takes
+
+    def most(self, of: str) -> int:
+        """Return the most elements that a layer has of "vectors", or of "early" or "late" matrices."""
+        return max(sum(t.elements for t in kind if _belongs(t, of)) for kind in self.kinds)
+
+    @property
+    def multiplied(self) -> float:
+        """Elements of late matrices that a row of tokens is multiplied with."""
+        return max(
+            sum(t.elements * (self.experts_share if len(t.size) > 2 else 1.0) for t in kind if _belongs(t, "late"))
+            for kind in self.kinds
+        )
+
+    @property
+    def widest(self) -> int:
+        """The most rows of a matrix that is used behind the attention."""
+        return max((t.size[-2] for kind in self.kinds for t in kind if _belongs(t, "late")), default=1)
+
+
+def _belongs(tensor: LayerTensor, of: str) -> bool:
+    return of == ("vectors" if not tensor.cols else "early" if tensor.early else "late")

@@ -1,0 +1,283 @@
+"""Any decoder that transformers knows, on the executor: its own layers, with memory, order and attention of ours.
+
+``ModulePath`` runs the verbs embed, project, kv_gen, finish and head of models that no hand-written file
+(``flexhybrid.runtime.models.llama``, ``opt``) has. What a layer is, transformers says; where its bytes lie, the plan.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from flexhybrid.core.errors import InputError
+from flexhybrid.core.model.attention import AttentionKind
+from flexhybrid.core.model.generation_config import end_tokens
+from flexhybrid.core.model.layers import LayerTensor, ModuleLayers
+from flexhybrid.core.model.shape import DTYPE_BYTES, ModelShape
+from flexhybrid.runtime.models.probe import Argument, look
+from flexhybrid.runtime.models.transformer import (
+    LayerCall,
+    Layers,
+    Pending,
+    Refused,
+    begun,
+    build,
+    check_libraries,
+    decoder_layers,
+)
+
+FAMILY = "module"  #: of shapes whose models run here
+UNLIMITED_POSITIONS = 1 << 20  #: of a model whose configuration names no limit
+#: Kinds of rotary positions whose angles change once a text is longer than the model was trained with.
+CHANGING_ROTATIONS = ("dynamic", "longrope")
+
+
+class Slot(NamedTuple):
+    """A place of a module's parameter."""
+
+    module: torch.nn.Module
+    key: str
+
+
+def module_shape(folder: Path) -> tuple[ModelShape, Any]:
+    """Return the shape of a checkpoint whose model runs through transformers' layers, and that model, without weights.
+
+    Raise InputError, with the reason, for a model that would not be exact.
+    """
+    check_libraries()
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    try:
+        if "auto_map" in config:
+            raise Refused("its code is remote, in the checkpoint; such code is never run")
+        model = build(folder)
+        return _shape(folder, model, Layers(model)), model
+    except Refused as error:
+        raise InputError(
+            f"{folder}: models of type {config.get('model_type')!r} cannot be run exactly: {error}"
+        ) from None
+
+
+def _shape(folder: Path, model, layers: Layers) -> ModelShape:
+    text = model.config.get_text_config()
+    positions = _positions(text)
+    facts = look(layers, positions)
+    attention = [fact.attention for fact in facts]
+    widths = {(fact.heads, fact.groups) for fact in attention}
+    if len(widths) > 1:
+        raise Refused("its layers have different numbers of heads")
+    ((heads, groups),) = widths
+    kinds: list[tuple[LayerTensor, ...]] = []
+    kind_of, inside = [], set()
+    for layer, fact in zip(layers.layers, facts, strict=True):
+        named = dict(layer.named_parameters())
+        if any(id(parameter) in inside for parameter in named.values()):
+            raise Refused("its layers share parameters")
+        inside |= set(map(id, named.values()))
+        kind = tuple(LayerTensor(name, tuple(named[name].shape), name in fact.early) for name in named)
+        kinds += [] if kind in kinds else [kind]
+        kind_of.append(kinds.index(kind))
+    outer = [tensor for tensor in [*model.parameters(), *model.buffers()] if id(tensor) not in inside]
+    (modules,) = (ModuleLayers(str(folder.resolve()), tuple(kinds), tuple(kind_of), _elements(outer), _share(text)),)
+    eos = end_tokens(folder)
+    for config in (model.config, text):
+        eos = config.eos_token_id if eos is None else eos
+    dtype = str(model.config.dtype or "float32").removeprefix("torch.")
+    if dtype not in DTYPE_BYTES:
+        raise Refused(f"dtype {dtype} is not one of {', '.join(DTYPE_BYTES)}")
+    return ModelShape(
+        name=folder.name,
+        family=FAMILY,
+        num_layers=len(facts),
+        hidden=layers.hidden_size,
+        num_heads=heads,
+        num_kv_heads=groups,
+        head_dim=max(max(fact.key_dim, fact.value_dim) for fact in attention),
+        ffn=modules.widest,
+        vocab=text.vocab_size,
+        max_positions=positions,
+        gated_mlp=True,
+        tied_head=bool(text.tie_word_embeddings),
+        bias=False,
+        dtype=dtype,
+        eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (eos,),
+        attention=tuple(AttentionKind(window=fact.window) for fact in attention),
+        modules=modules,
+    )
+
+
+def _elements(tensors: list[torch.Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors)
+
+
+def _positions(text) -> int:
+    """Return the most positions up to which transformers' angles do not depend on the longest text of a batch."""
+    positions = getattr(text, "max_position_embeddings", None) or UNLIMITED_POSITIONS
+    rope = getattr(text, "rope_parameters", None) or {}
+    for kind in (rope, *(part for part in rope.values() if isinstance(part, dict))):
+        if kind.get("rope_type") in CHANGING_ROTATIONS:
+            first = kind.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", 0)
+            positions = min(positions, first or positions)
+    return int(positions)
+
+
+def _share(text) -> float:
+    """Return which share of the experts a token takes, by the configuration; 1 where it does not say."""
+
+    def count(*names: str):
+        return next((n for n in (getattr(text, name, None) for name in names) if isinstance(n, int) and n), None)
+
+    taken = count("num_experts_per_tok", "moe_topk", "moe_k")
+    there = count("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    return min(1.0, taken / there) if taken and there else 1.0
+
+
+class ModulePath:
+    """A model's layers, run one at a time. Verbs of the compute lane alone call it."""
+
+    def __init__(self, shape: ModelShape, dtype: torch.dtype, device: torch.device):
+        if shape.modules is None:
+            raise ValueError(f"{shape.name} does not run through transformers' layers")
+        self.shape, self.dtype, self.device = shape, dtype, device
+        self.model = build(Path(shape.modules.folder))
+        self.layers = Layers(self.model)
+        self.facts = look(self.layers, shape.max_positions)
+        self.slots = [_slots(layer) for layer in self.layers.layers]
+        self.sizes = [{t.name: t.size for t in shape.modules.kinds[kind]} for kind in shape.modules.kind_of]
+        for fact in self.facts:
+            self.layers.watch(fact.attention.module)
+        self._in_place: dict[int, Any] = {}  # by layer: the views that its parameters are
+        self.calls: dict[Any, list[LayerCall]] = {}  #: by step: how the model calls its layers
+        self._calls_at: dict[Any, tuple[torch.Tensor, list[LayerCall]]] = {}
+        self._pending: dict[int, Pending] = {}  # by slot
+
+    # ---- weights
+
+    def place_outer(self, outer: Mapping[str, torch.Tensor]) -> None:
+        """Put tensors outside the layers into their modules; make the buffers that no checkpoint holds."""
+        own = self.model.state_dict(keep_vars=True)
+        by_id = {id(own[name]): tensor for name, tensor in outer.items()}
+        for module in self.model.modules():
+            unknown = [k for k, b in module._buffers.items() if b is not None and b.is_meta and id(b) not in by_id]
+            for key in unknown:
+                module._buffers[key] = torch.empty_like(module._buffers[key], device=self.device)
+            if unknown:  # its parameters are on the meta device still
+                self.model._init_weights(module)
+        for module in self.model.modules():
+            for places in (module._parameters, module._buffers):
+                for key, tensor in places.items():
+                    if tensor is not None and id(tensor) in by_id:
+                        places[key] = by_id[id(tensor)]
+
+    def _place(self, layer: int, views: Mapping[str, tuple[torch.Tensor, ...]]) -> None:
+        """Let a layer's parameters be these views of weights."""
+        if self._in_place.get(layer) is views:
+            return
+        for name, (module, key) in self.slots[layer].items():
+            (part,) = views[name]
+            parameters: dict[str, Any] = module._parameters  # a plain tensor serves as well
+            parameters[key] = part.view(self.sizes[layer][name])
+        self._in_place[layer] = views
+
+    # ---- verbs
+
+    def embed(self, step: Any, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return the first hidden states [R, h] of a step; note how the model calls its layers in it."""
+        hidden, self.calls[step] = self.layers.embed(ids, positions)
+        return hidden[0]
+
+    def project(
+        self, step: Any, slot: int, layer: int, hidden_Rh: torch.Tensor, views
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run a layer up to its attention: the rows [R, keys | values | queries], and the attention module's input."""
+        self._place(layer, views)
+        fact = self.facts[layer].attention
+        pending = self._pending[slot] = self.layers.begin(layer, hidden_Rh[None], self.calls[step][layer])
+        act = self.layers.inputs.pop(id(fact.module))[0]
+        shape, rows = self.shape, len(hidden_Rh)
+        kvq = hidden_Rh.new_zeros(rows, shape.kv_width + shape.query_width)
+        self._put(kvq[:, : shape.kv_width], pending.call.key, pending.call.value)
+        queries = kvq[:, shape.kv_width :].view(rows, shape.num_heads, shape.head_dim)[..., : fact.key_dim]
+        scaling = fact.key_dim**-0.5 if fact.scaling is None else fact.scaling
+        torch.mul(pending.call.query[0].transpose(0, 1), scaling * shape.head_dim**0.5, out=queries)
+        return kvq, act
+
+    def _put(self, rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Put keys and values [1, G, R, d] into rows [R, 2·G·d], whose columns behind a shorter d are zeros."""
+        parts = rows.view(len(rows), 2, self.shape.num_kv_heads, self.shape.head_dim)
+        for half, made in enumerate((key, value)):
+            parts[:, half, :, : made.shape[3]].copy_(made[0].transpose(0, 1))
+
+    def calls_at(self, step: Any, positions: torch.Tensor, least: int) -> list[LayerCall]:
+        """Return how the model calls its layers for tokens at these positions, of a step, and for padding up to
+        ``least`` of them."""
+        known, calls = self._calls_at.get(step, (None, []))
+        if known is not positions:
+            padded = torch.cat([positions, positions.new_zeros(max(0, least - len(positions)))])
+            calls = self.layers.embed(torch.zeros_like(padded), padded)[1]
+            self._calls_at[step] = positions, calls
+        return calls
+
+    def generate(self, layer: int, act_rows: torch.Tensor, calls: list[LayerCall], views, out: torch.Tensor) -> None:
+        """Recompute keys and values [n, 2·G·d] of ACT rows [n, h]: the attention module, up to its attention."""
+        self._place(layer, views)
+        fact = self.facts[layer].attention
+        args = [_resolved(argument, calls[layer]) for argument in fact.args]
+        kwargs = {name: _resolved(argument, calls[layer]) for name, argument in fact.kwargs.items()}
+        pending = begun(lambda: fact.module(act_rows[None], *args, **kwargs))
+        self.layers.inputs.pop(id(fact.module))
+        self._put(out, pending.call.key, pending.call.value)
+        pending.greenlet.throw()
+
+    def finish(self, slot: int, layer: int, attended: torch.Tensor) -> torch.Tensor:
+        """Run the rest of a layer: [R, H·d] -> the next layer's hidden states [R, h]."""
+        pending, fact = self._pending.pop(slot), self.facts[layer].attention
+        heads = attended.view(1, len(attended), self.shape.num_heads, self.shape.head_dim)[..., : fact.value_dim]
+        return self.layers.finish(pending, heads)[0]
+
+    def head(self, hidden_Bh: torch.Tensor) -> torch.Tensor:
+        """Return logits [B, vocab]."""
+        return self.layers.head(hidden_Bh)
+
+
+class TensorNames(NamedTuple):
+    """Where a model's tensors belong."""
+
+    inside: dict[str, tuple[int, str]]  #: name in the model -> layer, name in the layout
+    outside: dict[str, tuple[str, ...]]  #: name in the model -> all names of that tensor, of which it is the first
+
+    @classmethod
+    def of(cls, model) -> TensorNames:
+        layers = decoder_layers(model)
+        ids = {id(p): (i, name) for i, layer in enumerate(layers) for name, p in layer.named_parameters()}
+        inside, outside = {}, {}
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            if id(tensor) in ids:
+                inside[name] = ids[id(tensor)]
+            else:
+                outside.setdefault(id(tensor), []).append(name)
+        return cls(inside, {names[0]: tuple(names) for names in outside.values()})
+
+
+def _slots(layer: torch.nn.Module) -> dict[str, Slot]:
+    """Return the places of a layer's parameters."""
+    return {
+        f"{path}.{key}" if path else key: Slot(module, key)
+        for path, module in layer.named_modules()
+        for key, parameter in module._parameters.items()
+        if parameter is not None
+    }
+
+
+def _resolved(argument: Argument, call: LayerCall):
+    """Return an argument's value in a call of the layer."""
+    if argument.path is None:
+        return argument.value
+    kind, *path = argument.path
+    value: Any = call.args if kind == "args" else call.kwargs
+    for key in path:
+        value = value[key]
+    return value

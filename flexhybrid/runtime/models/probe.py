@@ -1,0 +1,228 @@
+"""What a model of transformers needs and does, found by running its layers on the meta device: no weights, no memory.
+
+``look`` gives the facts that the plan needs (tensors of each layer, heads, windows) and those with which
+``flexhybrid.runtime.models.transformer`` runs it. What would not be exact is refused here, before weights are read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from flexhybrid.runtime.models.transformer import AttentionCall, LayerCall, Layers, Refused, masks_made_by
+
+ROWS = 3  #: of the probe
+#: Options of an attention call that our attention has no need of, or that ``AttentionFacts`` holds.
+SILENT = ("dropout", "position_ids", "cache_position", "output_attentions", "use_cache", "scaling", "training",
+          "sliding_window", "output_router_logits", "deterministic")  # fmt: skip
+
+
+class Argument(NamedTuple):
+    """Where an argument of the attention module comes from: a path into the layer's arguments, or a value."""
+
+    path: tuple[Any, ...] | None
+    value: Any = None
+
+
+@dataclass(frozen=True)
+class AttentionFacts:
+    """The attention call of a layer."""
+
+    module: torch.nn.Module
+    args: tuple[Argument, ...]  #: of the attention module behind its input
+    kwargs: dict[str, Argument]
+    heads: int
+    groups: int
+    key_dim: int
+    value_dim: int
+    scaling: float | None
+    window: int | None
+
+
+@dataclass(frozen=True)
+class LayerFacts:
+    attention: AttentionFacts
+    early: tuple[str, ...]  #: names of the parameters that are used up to the attention call
+    late: tuple[str, ...]
+
+
+class _Uses(TorchFunctionMode):
+    """Notes which tensors take part in what is computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen: set[int] = set()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        self._note((args, tuple(kwargs.values())))
+        return func(*args, **kwargs)
+
+    def _note(self, value) -> None:
+        if isinstance(value, torch.Tensor):
+            self.seen.add(id(value))
+        elif isinstance(value, (tuple, list)):
+            for inner in value:
+                self._note(inner)
+
+
+class _TaggedMask:
+    """Stands for a mask that a model makes and passes on: which tokens may be seen."""
+
+    def __init__(self, mask_function, longest: int):
+        self._function, self._longest = mask_function, longest
+
+    @property
+    def window(self) -> int | None:
+        return window_of(self._function, self._longest)
+
+
+def window_of(mask_function, longest: int) -> int | None:
+    """Return how many tokens a transformers mask function lets the last one see, itself among them; None for all.
+
+    Raise Refused for a mask that is neither causal nor a window of the last tokens.
+    """
+    if mask_function is None:
+        return None
+    windows = set()
+    zero = torch.zeros((), dtype=torch.int64)
+    for query in {0, 1, longest // 3, longest // 2, longest - 2, longest - 1}:
+        if query < 0:
+            continue
+        keys = torch.arange(query + 2)
+        seen = torch.as_tensor(mask_function(zero, zero, torch.tensor(query), keys)).expand(len(keys))
+        count = int(seen.sum())
+        if bool(seen[-1]) or not bool(seen[query + 1 - count : query + 1].all()) or count == 0:
+            raise Refused("its attention mask is neither causal nor a sliding window")
+        windows.add(count if count <= query else None)
+    shorter = windows - {None}
+    if len(shorter) > 1:
+        raise Refused("its attention mask is neither causal nor a sliding window of one size")
+    return shorter.pop() if shorter else None
+
+
+def look(layers: Layers, longest: int) -> list[LayerFacts]:
+    """Return the facts of each layer. Raise Refused with the reason why the model cannot run exactly."""
+    with torch.inference_mode(), masks_made_by(lambda function: _TaggedMask(function, longest)):
+        ids = torch.zeros(ROWS, dtype=torch.int64, device="meta")
+        hidden, calls = _told(lambda: layers.embed(ids, ids), "what stands before its layers")
+        if hidden.dim() != 3 or hidden.shape[:2] != (1, ROWS):
+            raise Refused("its hidden states are not one row a token")
+        facts = []
+        for index, call in enumerate(calls):
+            facts.append(_look_at(layers, index, hidden, call))
+    return facts
+
+
+def _told(function, where: str):
+    """Run a function; turn its errors into Refused."""
+    try:
+        return function()
+    except Refused:
+        raise
+    except Exception as error:
+        line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise Refused(f"{where} cannot be run by itself: {type(error).__name__}: {line}") from error
+
+
+def _look_at(layers: Layers, index: int, hidden: torch.Tensor, call: LayerCall) -> LayerFacts:
+    layer = layers.layers[index]
+    named = dict(layer.named_parameters())
+    with _Uses() as uses:
+        pending = _told(lambda: layers.begin(index, hidden, call), f"layer {index}")
+    early = {name for name, parameter in named.items() if id(parameter) in uses.seen}
+    attention = _attention_facts(layers, index, hidden, call, pending.call)
+    attended = pending.call.query.new_empty(1, ROWS, attention.heads, attention.value_dim)
+    try:
+        with _Uses() as uses:
+            result = layers.finish(pending, attended)
+    except Refused:
+        raise
+    except Exception:  # routing of experts has sizes that the meta device cannot know
+        result = None
+    late = {name for name, parameter in named.items() if id(parameter) in uses.seen} if result is not None else set()
+    if both := sorted(name for name in early & late if named[name].dim() > 1):
+        raise Refused(f"layer {index} uses {both[0]} before and behind its attention")
+    if result is not None and result.shape != hidden.shape:
+        raise Refused(f"layer {index} does not give one row a token")
+    return LayerFacts(attention, tuple(n for n in named if n in early), tuple(n for n in named if n not in early))
+
+
+def _attention_facts(
+    layers: Layers, index: int, hidden: torch.Tensor, call: LayerCall, made: AttentionCall
+) -> AttentionFacts:
+    """Check an attention call and where its module's arguments come from."""
+    taken: list[tuple[tuple, dict]] = []
+    own = made.module.forward
+
+    def forward(*args, **kwargs):
+        taken.append((args, kwargs))
+        return own(*args, **kwargs)
+
+    made.module.forward = forward
+    try:
+        layers.begin(index, hidden, call)
+    finally:
+        made.module.forward = own
+    if len(taken) != 1:
+        raise Refused(f"layer {index} does not call its attention module once")
+    args, kwargs = taken[0]
+    kwargs = dict(kwargs)
+    rows = args[0] if args else kwargs.pop("hidden_states", None)
+    if not isinstance(rows, torch.Tensor) or rows.shape != hidden.shape:
+        raise Refused(f"the attention module of layer {index} takes no hidden states")
+    where = f"the attention module of layer {index}"
+    sources = {"args": call.args, "kwargs": call.kwargs}
+    query, key, value, options = made.query, made.key, made.value, made.options
+    for name, size in (("queries", query), ("keys", key), ("values", value)):
+        if size.dim() != 4 or size.shape[0] != 1 or size.shape[2] != ROWS:
+            raise Refused(f"the {name} of layer {index} are {list(size.shape)}, not one row a token")
+    window = options.get("sliding_window")
+    if made.mask is not None and not isinstance(made.mask, _TaggedMask):
+        raise Refused(f"{where} gets a mask that the model makes itself")
+    of_mask = None if made.mask is None else made.mask.window
+    window = window if of_mask is None else of_mask if window is None else min(window, of_mask)
+    if options.get("is_causal") is False:
+        raise Refused(f"{where} looks at tokens that come later")
+    for name, option in options.items():
+        if name not in (*SILENT, "is_causal") and _asks(option):
+            raise Refused(f"its attention has {name}")
+    return AttentionFacts(
+        module=made.module,
+        args=tuple(_argument(value, sources, where) for value in args[1:]),
+        kwargs={name: _argument(value, sources, where) for name, value in kwargs.items()},
+        heads=query.shape[1],
+        groups=key.shape[1],
+        key_dim=query.shape[3],
+        value_dim=value.shape[3],
+        scaling=options.get("scaling"),
+        window=window,
+    )
+
+
+def _asks(option) -> bool:
+    return isinstance(option, torch.Tensor) or bool(option)
+
+
+def _argument(value, sources: dict[str, Any], where: str) -> Argument:
+    """Return where a value comes from. Raise Refused for a tensor that is none of the layer's arguments."""
+    if not _holds_tensor(value):
+        return Argument(None, None if isinstance(value, _TaggedMask) else value)
+    for kind, source in sources.items():
+        for key, other in source.items() if isinstance(source, dict) else enumerate(source):
+            if other is value:
+                return Argument((kind, key))
+            if isinstance(other, (tuple, list)):
+                for place, inner in enumerate(other):
+                    if inner is value:
+                        return Argument((kind, key, place))
+    raise Refused(f"{where} takes a tensor that is not of its layer's arguments")
+
+
+def _holds_tensor(value) -> bool:
+    if isinstance(value, (tuple, list)):
+        return any(map(_holds_tensor, value))
+    return isinstance(value, torch.Tensor)

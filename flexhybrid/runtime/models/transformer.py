@@ -1,0 +1,255 @@
+"""An unmodified model of transformers whose decoder layers run one at a time, interrupted at their attention call.
+
+The model stands on the meta device: it says what is computed, and has no memory. Parameters are put into its modules
+as views of weight slots when a layer runs. A layer's call runs in a greenlet that yields at the attention function, so
+that what comes before it (``Layers.begin``) and behind it (``Layers.finish``) are two calls of ours. What stands around
+the layers is the model's own forward, whose layers are replaced by stand-ins (``Layers.embed``, ``Layers.head``).
+
+Shapes: R rows (tokens, in any order, of any request), h hidden, H query heads, G key/value heads, d head size.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from flexhybrid.core.errors import InputError
+
+NAME = "flexhybrid"  #: of our attention, as transformers knows it
+LIBRARIES = ("transformers", "greenlet")
+
+
+class Refused(Exception):
+    """The model cannot run exactly; says why."""
+
+
+class AttentionCall(NamedTuple):
+    """What a layer gives to its attention: queries [1, H, R, d], keys and values [1, G, R, d]."""
+
+    module: torch.nn.Module
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: Any
+    options: dict[str, Any]
+
+
+class LayerCall(NamedTuple):
+    """How the model calls a layer: its arguments, without the hidden states that come first."""
+
+    args: tuple
+    kwargs: dict[str, Any]
+
+
+class _Stopped(Exception):
+    """The stand-in of the last layer has all that is wanted."""
+
+
+def check_libraries() -> None:
+    """Raise InputError where a library is missing that models of transformers need to run layer by layer."""
+    if missing := [name for name in LIBRARIES if importlib.util.find_spec(name) is None]:
+        raise InputError(
+            f"this model would run through transformers' own layers, for which {' and '.join(missing)} must be "
+            f"installed: pip install {' '.join(missing)}"
+        )
+
+
+def _attend(module, query, key, value, attention_mask=None, **options):
+    import greenlet
+
+    parent = greenlet.getcurrent().parent
+    if parent is None:
+        raise Refused("a layer attends where no layer runs")
+    return parent.switch(AttentionCall(module, query, key, value, attention_mask, options))
+
+
+#: Takes what transformers would make a mask of (``mask_interface`` in masking_utils), while a model is looked at.
+_mask_maker: list[Callable] = []
+
+
+def _mask(*_, mask_function=None, **others):
+    return _mask_maker[-1](mask_function) if _mask_maker else None
+
+
+@contextmanager
+def masks_made_by(maker: Callable) -> Iterator[None]:
+    """Let the model's masks be what ``maker`` makes of transformers' mask functions, instead of None."""
+    _mask_maker.append(maker)
+    try:
+        yield
+    finally:
+        _mask_maker.pop()
+
+
+def build(folder: Path):
+    """Return transformers' model of a checkpoint's config.json, without weights. Raise Refused where there is none."""
+    import transformers
+    from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register(NAME, _attend)
+    AttentionMaskInterface.register(NAME, _mask)
+    level = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if getattr(config, "is_encoder_decoder", False):
+            raise Refused("it has an encoder")
+        if any(hasattr(config, f"{sense}_config") for sense in ("vision", "audio")):
+            raise Refused("it takes more than text")
+        if kinds := _stateful_kinds(config.get_text_config()):
+            raise Refused(
+                f"its layers of kind {kinds[0]} keep or see something else than keys and values of all tokens"
+            )
+        config._attn_implementation = NAME
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except Refused:
+        raise
+    except Exception as error:  # transformers raises many types for what it does not know or cannot read
+        if isinstance(error, KeyError) and error.args == (NAME,):
+            raise Refused("it attends by code of its own, not through transformers' AttentionInterface") from None
+        raise Refused(f"transformers {transformers.__version__} cannot build it: {_line(error)}") from None
+    finally:
+        transformers.logging.set_verbosity(level)
+    for module in model.modules():
+        if hasattr(module, "config") and hasattr(module.config, "_attn_implementation"):
+            module.config._attn_implementation = NAME
+    return model.eval()
+
+
+def _line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _stateful_kinds(config) -> list[str]:
+    """Return the kinds of layers that are neither attention to all tokens nor to a window of them."""
+    kinds = []
+    for field in ("layer_types", "layers_block_type"):
+        kinds += getattr(config, field, None) or []
+    return sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention", "attention"})
+
+
+def decoder_layers(model) -> torch.nn.ModuleList:
+    """Return the list of a model's decoder layers. Raise Refused where there is no such list, or more than one."""
+    count = model.config.get_text_config().num_hidden_layers
+    lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count]
+    whole = [m for m in lists if not any(m is not other and _within(m, other) for other in lists)]
+    if len(whole) != 1:
+        raise Refused(f"it has {len(whole)} lists of {count} layers")
+    return whole[0]
+
+
+def _within(module: torch.nn.Module, outer: torch.nn.Module) -> bool:
+    return any(module is inner for inner in outer.modules())
+
+
+class Layers:
+    """The layers of a model, each callable up to its attention and from there on."""
+
+    def __init__(self, model):
+        self.model, self.layers = model, decoder_layers(model)
+        self._records: dict[int, LayerCall] | None = None  # while stand-ins stand: what they were called with
+        self._given: torch.Tensor | None = None  # what the first stand-in returns
+        self._first: torch.Tensor | None = None
+        self._ends = False
+        self.returns_tuple = False
+        self.hidden_size = 0
+        self._passed: torch.Tensor | None = None
+        self._calls: dict[int, LayerCall] = {}
+        self.inputs: dict[int, torch.Tensor] = {}  #: by id of an attention module: its latest input
+        for index, layer in enumerate(self.layers):
+            self._wrap(index, layer)
+
+    def _wrap(self, index: int, layer: torch.nn.Module) -> None:
+        own, last = layer.forward, len(self.layers) - 1
+
+        def forward(hidden_states, *args, **kwargs):
+            if self._records is None:
+                return own(hidden_states, *args, **kwargs)
+            if index == 0:
+                self._first = hidden_states
+                if self._given is not None:
+                    hidden_states = self._given
+                self._passed = hidden_states
+            elif hidden_states is not self._passed:
+                raise Refused("it computes something between its layers")
+            self._records[index] = LayerCall(args, kwargs)
+            if index == last and self._ends:
+                raise _Stopped
+            return (hidden_states,) if self.returns_tuple else hidden_states
+
+        layer.forward = forward
+
+    def _outside(self, ids: torch.Tensor, positions: torch.Tensor, given: torch.Tensor | None, ends: bool) -> Any:
+        """Run the model's forward with stand-ins for its layers, over one row of tokens."""
+        self._records, self._given, self._ends = {}, given, ends
+        try:
+            seen = torch.ones_like(ids[None]) if ids.is_meta else None  # else packed texts are looked for, by value
+            rows = dict(input_ids=ids[None], position_ids=positions[None], attention_mask=seen, use_cache=False)
+            return self.model(**rows).logits[0]
+        except _Stopped:
+            return None
+        finally:
+            self._calls, self._records, self._given = self._records, None, None
+
+    def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, list[LayerCall]]:
+        """Return the first layer's hidden states [1, R, h] of tokens at positions, both [R], and each layer's call."""
+        self._outside(ids, positions, None, ends=True)
+        hidden, self._first = self._first, None
+        if hidden is None or len(self._calls) < len(self.layers):
+            raise Refused("its forward does not call each of its layers once")
+        self.hidden_size = hidden.shape[-1]
+        return hidden, [self._calls[index] for index in range(len(self.layers))]
+
+    def head(self, hidden_Rh: torch.Tensor) -> torch.Tensor:
+        """Return the logits [R, vocab] of the last layer's hidden states."""
+        zeros = torch.zeros(len(hidden_Rh), dtype=torch.int64, device=hidden_Rh.device)
+        return self._outside(zeros, zeros, hidden_Rh[None], ends=False)
+
+    def begin(self, index: int, hidden: torch.Tensor, call: LayerCall) -> Pending:
+        """Run a layer on hidden states [1, R, h] up to its attention."""
+        layer = self.layers[index]
+        return begun(lambda: layer(hidden, *call.args, **call.kwargs))
+
+    def finish(self, pending: Pending, attended: torch.Tensor) -> torch.Tensor:
+        """Run the rest of a layer, behind what attention gave [1, R, H, d]; return its hidden states [1, R, h]."""
+        result = pending.greenlet.switch((attended, None))
+        if isinstance(result, AttentionCall):
+            raise Refused("a layer attends twice")
+        return result[0] if isinstance(result, tuple) else result
+
+    def watch(self, module: torch.nn.Module) -> None:
+        """Note each input of an attention module, which ACT blocks store."""
+        own = module.forward
+
+        def forward(*args, **kwargs):
+            self.inputs[id(module)] = args[0] if args else kwargs["hidden_states"]
+            return own(*args, **kwargs)
+
+        module.forward = forward
+
+
+class Pending(NamedTuple):
+    """A layer that waits for its attention."""
+
+    greenlet: Any
+    call: AttentionCall
+
+
+def begun(function: Callable[[], Any]) -> Pending:
+    """Run a function in a greenlet up to its attention call. Raise Refused where it makes none."""
+    import greenlet
+
+    running = greenlet.greenlet(function)
+    call = running.switch()
+    if not isinstance(call, AttentionCall):
+        raise Refused("a layer makes no attention call through transformers' AttentionInterface")
+    return Pending(running, call)

@@ -1,0 +1,59 @@
+"""Tensors of a checkpoint as transformers' modules want them: renamed, stacked and cut as transformers does on loading,
+one tensor or one stack of experts at a time (``convert_and_load_state_dict_in_model`` in its core_model_loading)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
+
+import torch
+
+from flexhybrid.core.errors import InputError
+
+#: Reads a tensor of the checkpoint.
+Read = Callable[[], torch.Tensor]
+
+
+class Conversion:
+    """What gives a model's tensors, from the names of a checkpoint's."""
+
+    def __init__(self, model, names: list[str]):
+        try:
+            from transformers.conversion_mapping import get_model_conversion_mapping
+            from transformers.core_model_loading import (
+                WeightConverter,
+                WeightRenaming,
+                dot_natural_key,
+                rename_source_key,
+            )
+        except ImportError as error:
+            raise InputError(f"this transformers converts weights in a way that is not known: {error}") from None
+        self.model, own = model, model.state_dict()
+        mapping = get_model_conversion_mapping(model)
+        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+        of_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
+        self._steps: dict[str, tuple] = {}  #: by first tensor of the model: its transform, (pattern, checkpoint name) …
+        for name in sorted(names, key=dot_natural_key):
+            target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, own)
+            if target not in own and name in own:
+                target, pattern = name, None
+            if target not in own:
+                continue
+            transform = deepcopy(of_pattern[pattern]) if pattern else WeightRenaming(name, target)
+            self._steps.setdefault(target, (transform, []))[1].append((pattern or name, name))
+
+    def __iter__(self) -> Iterator[str]:
+        """The first tensor of each step."""
+        return iter(self._steps)
+
+    def tensors(self, first: str, read: Mapping[str, Read]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name in the model, tensor) of the step that gives this tensor."""
+        transform, sources = self._steps[first]
+        transform = deepcopy(transform)
+        for pattern, name in sources:
+            transform.add_tensor(first, name, pattern, read[name])
+        with torch.no_grad():
+            made = transform.convert(first, model=self.model, config=self.model.config)
+        for name, tensor in made.items():
+            yield name, tensor[0] if isinstance(tensor, list) else tensor

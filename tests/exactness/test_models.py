@@ -1,0 +1,78 @@
+"""Models that no file of ours knows give transformers' own greedy tokens through its layers, whatever the policy.
+
+Ten types; `make check-models` tries every type that transformers has.
+"""
+
+import json
+
+import pytest
+from models import save_llama
+from policies import wider_policies
+from runs import run_wave
+from tiny_models import greedy, save_tiny
+
+from flexhybrid.core.errors import InputError
+from flexhybrid.core.trace import check_trace
+from flexhybrid.runtime.storage.loader import Checkpoint
+from sim import catalogue
+from sim.presets import act_only, hybrid, kv_only
+
+pytest.importorskip("greenlet")
+
+PROMPTS = [[5, 9, 33, 2, 17, 60, 8, 44, 71, 3, 3, 90, 18, 25, 31, 12, 7], [4, 8, 15, 16, 23], [42] * 11]
+WIDER = wider_policies(400, 24, 12)
+POLICIES = {"kv_only": kv_only(), "hybrid": hybrid(0.5), "act_only": act_only(), **WIDER}
+#: What is special about a type, and how it is run beside all KV, half ACT and all ACT.
+TYPES = {
+    "mixtral": "disk",  # experts, stacked on loading
+    "gemma3_text": "row",  # two kinds of rotation in turn, norms behind
+    "deepseek_v3": "host attention",  # latent attention: values narrower than keys; a dense first layer
+    "granite": "two copies",  # multipliers
+    "cohere": "chunks, hidden on host",  # attention and feed-forward side by side
+    "gpt_neox": "kvpr",  # one matrix for queries, keys and values
+    "phi3": "tok",
+    "olmo2": None,  # norms of whole rows
+    "glm4": None,  # partial rotation
+    "nemotron": None,
+}
+
+
+def check(checkpoint, name, expected):
+    result = run_wave(checkpoint, POLICIES[name], PROMPTS, len(expected[0]), hardware=catalogue.load("t4"))
+    assert result.tokens == expected, name
+    assert check_trace(result.trace) == []
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_a_type_without_a_file_of_its_own_gives_the_references_tokens(tmp_path, model_type):
+    expected = greedy(save_tiny(tmp_path, model_type), PROMPTS, 10)
+    checkpoint = Checkpoint(tmp_path)
+    assert checkpoint.shape.modules is not None
+    for name in ("kv_only", "hybrid", "act_only", TYPES[model_type]):
+        if name:
+            check(checkpoint, name, expected)
+
+
+def test_llama_gives_the_same_tokens_on_both_paths(tmp_path):
+    expected = greedy(save_llama(tmp_path, vocab=97), PROMPTS, 10)
+    for modules in (False, True):
+        checkpoint = Checkpoint(tmp_path, modules=modules)
+        assert (checkpoint.shape.modules is not None) is modules
+        check(checkpoint, "hybrid", expected)
+
+
+@pytest.mark.parametrize(
+    "model_type, changes, reason",
+    [
+        ("bloom", {}, "between its layers"),
+        ("diffllama", {}, "attends twice"),
+        ("t5", {}, "has an encoder"),
+        ("doge", {"auto_map": {"AutoModelForCausalLM": "x.Y"}}, "remote"),
+        ("nothing", {}, "cannot build it"),
+    ],
+)
+def test_a_model_that_would_not_be_exact_is_refused_before_weights_are_read(tmp_path, model_type, changes, reason):
+    sizes = dict(hidden_size=64, num_attention_heads=4, num_hidden_layers=2, num_layers=2, vocab_size=97)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **sizes, **changes}))
+    with pytest.raises(InputError, match=f"{model_type}.*{reason}"):
+        Checkpoint(tmp_path)

@@ -1,0 +1,103 @@
+"""Tiny random checkpoints of any decoder that transformers knows, and what its own greedy generate makes of prompts."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+#: Sizes of a tiny model, by the names that configurations have for them; a configuration takes those that it has.
+SIZES: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim"), 64),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 3),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads"), 4),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "multi_query_group_num", "num_query_groups"), 2),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "intermediate_size_mlp"), 96),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token"), 2),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 32),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"), 128),
+    **dict.fromkeys(("n_shared_experts", "first_k_dense_replace", "moe_layer_start_index", "num_dense_layers"), 1),
+    **dict.fromkeys(("n_group", "topk_group"), 1),
+    **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), None),
+    "vocab_size": 97, "head_dim": 16, "global_head_dim": 16, "rotary_dim": 8, "word_embed_proj_dim": 64,
+    "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+    "sliding_window": 64, "attention_window_size": 64, "tie_word_embeddings": False, "embedding_size": 64,
+    "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97, "num_kv_shared_layers": 0,
+    "index_head_dim": 16, "index_n_heads": 2, "index_topk": 8,
+}  # fmt: skip
+#: What cannot be derived from a name: sizes that must fit one another in ways of a model's own.
+OWN: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu", "minicpm3", "kimi_linear"),
+        {"num_key_value_heads": 4, "head_dim": 8},
+    ),
+    "granite": {"embedding_multiplier": 2.0, "logits_scaling": 2.0, "attention_multiplier": 0.2},
+    "gemma3n_text": {"activation_sparsity_pattern": [0.0, 0.0, 0.0], "laurel_rank": 8},
+    **dict.fromkeys(
+        ("nemotron", "hunyuan_v1_dense", "hunyuan_v1_moe", "ministral"), {"head_dim": 16, "num_key_value_heads": 2}
+    ),
+    "dots1": {"n_group": 1, "topk_group": 1, "n_routed_experts": 4},
+}
+
+
+def tiny_config(model_type: str):
+    """Return a configuration of this type at a tiny size. Raises whatever transformers raises where that is none."""
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    known = vars(CONFIG_MAPPING[model_type]())
+    for name in ("layer_types", "mlp_layer_types"):  # made for another number of layers
+        if known.get(name):
+            known[name] = None
+    names = {*known, *getattr(CONFIG_MAPPING[model_type], "attribute_map", {})}
+    sizes = {name: value for name, value in SIZES.items() if name in names and _takes(known.get(name, 0), value)}
+    sizes |= {name: None for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+    return AutoConfig.for_model(model_type, **{**sizes, **OWN.get(model_type, {})})
+
+
+def _takes(default, value) -> bool:
+    """Return whether a field with this default takes a size: those that are off stay off."""
+    return default is not None or value is None
+
+
+def save_tiny(folder: Path, model_type: str, seed: int = 1):
+    """Save a random checkpoint of this type; return transformers' own model in float32.
+
+    Weights are large, so that logits are spread out and greedy choices are clear.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = tiny_config(model_type)
+    config._attn_implementation = "eager"
+    torch.manual_seed(seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = AutoModelForCausalLM.from_config(config).float().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.25)
+            elif "sink" in name:
+                parameter.normal_(0.0, 1.0)
+            else:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+    return model
+
+
+def greedy(model, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+    """Return the tokens that transformers' own generate answers, each prompt by itself; none ends an answer."""
+    model.generation_config.eos_token_id = None
+    return [
+        model.generate(
+            torch.tensor([prompt]),
+            max_new_tokens=max_tokens,
+            min_new_tokens=max_tokens,
+            do_sample=False,
+            pad_token_id=0,
+        )[0, len(prompt) :].tolist()
+        for prompt in prompts
+    ]
