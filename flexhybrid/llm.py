@@ -414,6 +414,7 @@ class LLM:
         if wave.queue:
             wave.queue.on_join, wave.queue.on_leave = joins, running.leave
             wave.queue.closes = control.should_drain or wave.queue.closes
+            wave.queue.ended = control.num_ended
         begun = wave.begun.tolist()
         for queued in begun:
             joins(queued)

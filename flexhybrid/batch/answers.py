@@ -27,6 +27,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)  #: errors of a disk where room may be made
 RETRY_S = 2.0  #: seconds between attempts to write to a full disk
 MOST_WAITING_BYTES = 1 << 28  #: of lines that wait for room
 ROOM_WAIT_S = 600.0  #: seconds that a run waits for room when nothing is left to compute
+MOST_TOKENS = 1 << 30  #: of a line that are believed
 PENDING, ANSWERED, FAILED = 0, 1, 2  #: of a line: not done, an answer, an error
 
 
@@ -60,8 +61,9 @@ class AnswerFile:
     def is_empty(self) -> bool:
         return os.fstat(self._fd).st_size == 0
 
-    def check(self, states: np.ndarray) -> None:
-        """Enter what is done into ``states`` [lines], which may hold what other files have answered.
+    def check(self, states: np.ndarray, num_tokens: np.ndarray | None = None) -> None:
+        """Enter what is done into ``states`` [lines], which may hold what other files have answered, and into
+        ``num_tokens`` [lines] the tokens of its answers.
 
         Raises InputError for a whole line that is no answer to a line of the input, or for a second answer to one.
         """
@@ -75,11 +77,13 @@ class AnswerFile:
                     break  # torn: of a valid line no shorter piece is valid
                 where = f"{self.path}, line {number}"
                 again = "nothing was changed: move the file away, or begin anew with --restart"
-                if answer is None or not 1 <= answer[0] <= len(states):
+                if answer is None or not 1 <= answer.number <= len(states):
                     raise InputError(f"{where} is not an answer to a line of the input; {again}")
-                if states[answer[0] - 1] != PENDING:
-                    raise InputError(f"{where} answers line {answer[0]} of the input again; {again}")
-                states[answer[0] - 1] = ANSWERED if answer[1] else FAILED
+                if states[answer.number - 1] != PENDING:
+                    raise InputError(f"{where} answers line {answer.number} of the input again; {again}")
+                states[answer.number - 1] = ANSWERED if answer.answered else FAILED
+                if num_tokens is not None:
+                    num_tokens[answer.number - 1] = min(max(answer.num_tokens, 0), MOST_TOKENS)
                 size += len(raw)
         self._size, self._lacks_end = size, not ends_line
 
@@ -181,7 +185,7 @@ class AnswerFile:
             for raw in file:
                 if (answer := parse_answer(raw)) is None:
                     raise InputError(f"{self.path} was changed while it was put in order")
-                number = answer[0]
+                number = answer.number
                 places[number - 1] = offset
                 ordered, last, offset = ordered and number > last, number, offset + len(raw)
             if ordered:

@@ -6,6 +6,7 @@ Formats: openai-openapi's schema BatchRequestOutput, and those of the two endpoi
 import json
 import re
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from flexhybrid.batch.openai import CHAT, Refused, Request
 from flexhybrid.batch.tool_calls import find_calls
@@ -148,8 +149,16 @@ def _line(number: int, custom_id: str | None, status: int, body: dict) -> bytes:
         return json.dumps(line).encode() + b"\n"
 
 
-def parse_answer(raw: bytes) -> tuple[int, bool] | None:
-    """(line number, whether it is an answer) of a whole line of an output file; None where it is none."""
+class Reply(NamedTuple):
+    """What a line of an output file says of a line of the input."""
+
+    number: int  #: of the input's line, from 1
+    answered: bool  #: it is refused otherwise
+    num_tokens: int  #: of all its answers; 0 where that is not told
+
+
+def parse_answer(raw: bytes) -> Reply | None:
+    """Read a whole line of an output file; return None where it is none."""
     try:
         line = json.loads(raw)
     except (ValueError, RecursionError):
@@ -160,4 +169,6 @@ def parse_answer(raw: bytes) -> tuple[int, bool] | None:
     response = line["response"]
     if match is None or not isinstance(response, dict) or not isinstance(response.get("body"), dict):
         return None
-    return int(match[1]), response.get("status_code") == 200
+    usage = response["body"].get("usage")
+    tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
+    return Reply(int(match[1]), response.get("status_code") == 200, tokens if type(tokens) is int else 0)

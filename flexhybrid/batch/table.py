@@ -30,7 +30,7 @@ def write_table(journal: Path, path: Path) -> None:
 def _row(raw: bytes) -> dict:
     """Return the columns of a journal's line; of several choices the first one's text."""
     answer, line = parse_answer(raw), json.loads(raw)
-    body, row = line["response"]["body"], {"line": answer and answer[0], "custom_id": line["custom_id"]}
+    body, row = line["response"]["body"], {"line": answer and answer.number, "custom_id": line["custom_id"]}
     row |= {"status_code": line["response"]["status_code"], "response": json.dumps(body, ensure_ascii=False)}
     if "error" in body:
         row["error"] = body["error"]["message"]

@@ -43,6 +43,7 @@ class RequestQueue:
     given: dict[int, int] = field(default_factory=dict)
     on_join: Callable[[int], None] = lambda request: None  #: called, while the batch runs, before a request first joins
     on_leave: Callable[[int, int], None] = lambda request, iteration: None  #: called when it runs no more
+    ended: np.ndarray | None = None  #: answers that ended before this batch, by tokens
     closes: Callable[[], bool] = lambda: False  #: once true nobody joins but those who have stepped back
 
     def first(self, count: int) -> list[int]:

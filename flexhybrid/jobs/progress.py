@@ -42,6 +42,7 @@ class Progress:
         self.predicted_s, self.predicted_rate = predicted_s, total / predicted_s if predicted_s else None
         self.terminal = sys.stderr.isatty()
         self.outlook: Callable[[], float | None] | None = None  #: says the seconds left, where somebody knows better
+        self.first_share: Callable[[], float] | None = None  #: says how much of the prompts is read, before the first
         self.total, self.count, self.done, self.shortened = total, 0, 0, 0
         self.began, self._first = time.monotonic(), (0.0, 0)  # when the first of the count came, and how much
         self._ended, self._ticker = threading.Event(), None
@@ -133,7 +134,7 @@ class Progress:
             predicted = f" (predicted {self.predicted_rate:.1f})" if self.predicted_rate else ""
             parts.append(f"{self.count / elapsed:.1f}/s{predicted}" if elapsed else "")
         elif self.answers:
-            parts.append("reading the prompts (prefill)")
+            parts.append("reading the prompts (prefill)" + (f", {self.first_share():.0%}" if self.first_share else ""))
         if (left := self.seconds_left()) is not None:
             parts.append(f"{tqdm.format_interval(left)} left")
         return ", ".join(part for part in parts if part)

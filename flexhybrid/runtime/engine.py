@@ -52,10 +52,12 @@ class RunControl:
     """
 
     num_given: Sequence[int] | None = None  #: of each request: its first tokens are given (``forcing``), not its answer
+    num_ended: np.ndarray | None = None  #: answers that ended before this run, by tokens: others end as they did
     answer_of: Callable[[int], list[int]] = lambda request: []  #: a request's list that takes its tokens as they come
     stop_ids: Callable[[int], Collection[int]] = lambda request: ()  #: token ids that end a request
     stop_text: StopText = lambda request: None  #: of a request that a text may end; None: none may
     on_join: Callable[[int], None] | None = None  #: takes a request that joins the batch; again after it stepped back
+    on_start: Callable[[Callable[[], float]], None] | None = None  #: takes what says how far the first iteration is
     on_tokens: Callable[[int], None] | None = None
     on_busy: Callable[[dict[str, float]], None] | None = None  #: takes, before, lanes' busy seconds so far; of a CPU
     on_finish: OnFinish | None = None
@@ -198,6 +200,8 @@ class Engine:
         resolved = executor.resolved = {} if control.keep_trace else None
         clock = Clock(self.lanes(executor), on_fail=partial(self._abort, executor))
         collector = _Collector(executor, clock, control)
+        if control.on_start:
+            control.on_start(collector.first_share)
         tasks = stream(executor.wave, collector.stops_until) if tasks is None else tasks
         if self.device.type == "cuda":
             # Buffers and index tensors were made on the default stream; lanes read them from others.
@@ -260,8 +264,17 @@ class _Collector:
         self.stops: dict[int, int | str | None] = {}
         self._pending: list[tuple[Task, int]] = []  # store_out tasks not yet collected, in the plan's order
         self._stopped_requests: set[int] = set()
+        self._first: list[tuple[int, int]] = []  # (layer, ordinal) of the last task of each step of the first iteration
+
+    def first_share(self) -> float:
+        """Return the share of the first iteration's layers and steps that is computed."""
+        wave, passed = self.executor.wave, self.clock.lanes["compute"].passed
+        steps = max(len(wave.mini_batches), sum(layer == 0 for layer, _ in self._first))
+        return sum(ordinal < passed for _, ordinal in self._first) / (steps * wave.shape.num_layers)
 
     def submitted(self, task: Task, ordinal: int) -> None:
+        if task.iteration == 0 and task.verb == "finish":
+            self._first.append((task.layer, ordinal))
         if task.verb == "store_out":
             self._pending.append((task, ordinal))
 

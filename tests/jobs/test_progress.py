@@ -11,13 +11,17 @@ import threading
 import numpy as np
 import pytest
 
-from flexhybrid import LLM, cli
+from flexhybrid import LLM, SamplingParams, cli
 from flexhybrid.batch import answers as answers_module
 from flexhybrid.batch.answers import AnswerFile
 from flexhybrid.batch.openai import Refused
 from flexhybrid.batch.replies import error_line
+from flexhybrid.core.policy import Policy
+from flexhybrid.core.workload import Workload
 from flexhybrid.jobs import progress as progress_module
 from flexhybrid.jobs.progress import Progress
+from flexhybrid.runtime.engine import RunControl
+from flexhybrid.runtime.executor import Executor
 
 
 @pytest.fixture
@@ -126,6 +130,29 @@ def test_a_stop_before_the_first_iteration_ends_says_why_nothing_is_written(tiny
     paths = ["-i", tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl", "--model", tiny, "--policy", "kv_only"]
     assert cli.main([str(part) for part in ("run", *paths, "--device", "cpu", "--dtype", "float32", "--quiet")]) == 130
     assert "no answer could be there yet" in (told := capsys.readouterr().out) and "smaller --max-batch" in told
+
+
+@pytest.mark.parametrize("schedule", ["column", "row"])
+def test_how_much_of_the_prompts_is_read_is_told(tiny, monkeypatch, schedule):
+    """Two layers of three mini-batches: a sixth more with each that is finished in a layer."""
+    progress, shares, perform = Progress(100, "tokens", "tok", True, answers=3), [], Executor.perform
+
+    def looks(self, task):
+        if task.verb == "finish" and task.iteration == 0:
+            shares.append(progress.first_share and progress.first_share())
+        perform(self, task)
+
+    monkeypatch.setattr(Executor, "perform", looks)
+    policy = Policy("small", schedule=schedule, max_mini_batch_tokens=32)
+    with LLM(tiny, policy, device="cpu", dtype="float32") as llm:
+        llm.answer(
+            Workload.uniform(3, 20, 2),
+            lambda _request: llm.codec.open([5] * 20, SamplingParams(max_tokens=2, ignore_eos=True), 0),
+            lambda *_: None,
+            RunControl(on_start=lambda share: setattr(progress, "first_share", share)),
+        )
+    assert shares == [done / 6 for done in range(6)]
+    assert "reading the prompts (prefill), 100%" in progress.state()
 
 
 @pytest.mark.parametrize("fails", [False, True])

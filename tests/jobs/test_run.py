@@ -30,6 +30,7 @@ from flexhybrid.batch.requests import line_seed
 from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Placement, Policy
+from flexhybrid.core.schedule.refill import AnswerLengths
 from flexhybrid.core.trace import iteration_ends
 from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
@@ -171,6 +172,30 @@ def test_after_a_kill_the_next_run_says_how_far_the_requests_in_flight_were(tiny
     assert run(source, out, tiny) == 0
     assert f"resumed    {len(expected)} requests were in flight" in capsys.readouterr().out
     assert run(source, out, tiny) == 0 and "resumed" not in capsys.readouterr().out
+
+
+def test_a_resumed_run_expects_answers_as_long_as_those_that_ended(tiny, tmp_path, monkeypatch):
+    """Of 24 answers, 12 with limits of 3 to 5 are there, of 2 tokens each by what the file says."""
+    source, out = requests(tmp_path / "in.jsonl", 24), tmp_path / "out.jsonl"
+    assert run(source, out, tiny) == 0
+    lines = [answered for answered in read(out) if int(answered["custom_id"][1:]) % 5 >= 2][:12]
+    for answered in lines:
+        answered["response"]["body"]["usage"]["completion_tokens"] = 2
+    out.write_text("".join(json.dumps(answered) + "\n" for answered in lines))
+    foretold, admitted, forecast_of, made = [], [], run_module.forecast, AnswerLengths.__init__
+
+    def learns(self, *arguments):
+        made(self, *arguments)
+        admitted.append(self.ended.copy())
+
+    monkeypatch.setattr(run_module, "LEAST_ANSWERS", 12)
+    monkeypatch.setattr(run_module, "forecast", lambda llm, known: foretold.append(known) or forecast_of(llm, known))
+    monkeypatch.setattr(AnswerLengths, "__init__", learns)
+    assert run(source, out, tiny, "--max-batch", "3") == 0 and len(by_id(out)) == 24
+    assert admitted[0][:6].tolist() == [0, 0, 12, 0, 0, 0]
+    assert foretold[0].max_tokens.max() > 2 and foretold[0].answers.tolist() == [
+        min(2, limit) for limit in foretold[0].max_tokens.tolist()
+    ]
 
 
 def test_answers_are_on_the_disk_while_the_batch_runs(tiny, tmp_path, monkeypatch):

@@ -80,11 +80,14 @@ def sharing_limit(policy: Policy) -> str | None:
 
 
 class AnswerLengths:
-    """Expected lengths of answers, from those that have ended. ``longest``: no answer has more tokens."""
+    """Expected lengths of answers, from those that have ended. ``longest``: no answer has more tokens. ``earlier``:
+    answers that have ended elsewhere, by tokens."""
 
-    def __init__(self, share: float, longest: int):
+    def __init__(self, share: float, longest: int, earlier: np.ndarray | None = None):
         self.share = share  #: of what is left of an answer's limit, that is expected before others have ended
         self.ended = np.zeros(longest + 2, dtype=np.int64)  #: answers that have ended, by their tokens
+        if earlier is not None:
+            np.add.at(self.ended, np.minimum(np.arange(len(earlier)), longest), earlier)
 
     def end(self, tokens: int) -> None:
         """Take the length of an answer that has ended."""
@@ -117,7 +120,7 @@ class RunningBatch:
             return
         self.queue, self.singly = wave.queue, joins_singly(wave.policy)
         longest = int(wave.queue.workload.max_tokens.max())
-        self.answers = AnswerLengths(wave.expected_share, longest)
+        self.answers = AnswerLengths(wave.expected_share, longest, wave.queue.ended)
         self.not_before: dict[int, int] = {}  #: request that has stepped back -> first iteration of its return
         self.full = [False] * len(self.groups)  #: of a mini-batch: nobody fits before somebody has left
         self.num_back = 0  #: times that a request has stepped back

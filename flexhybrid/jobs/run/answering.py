@@ -19,6 +19,7 @@ from flexhybrid.requests import Generated, RequestOutput
 from flexhybrid.running_requests import Replies
 from flexhybrid.runtime.engine import RunControl
 from flexhybrid.runtime.kernels.sampling import SamplingPlan
+from sim.answer_lengths import ObservedAnswers
 
 CHECKED_LINES = 1024  #: after so many lines the input is looked at again: nobody may write to it meanwhile
 
@@ -36,6 +37,7 @@ class PendingRequests(Protocol):
     (``remote.RemoteBatch``)."""
 
     llm: LLM
+    lengths: ObservedAnswers | None  #: of answers that have ended, in the run before too; None: nobody asks
 
     def pending(self) -> np.ndarray:
         """Return the line numbers less one of unanswered requests, in the order in which they are to run."""
@@ -62,6 +64,9 @@ class PendingRequests(Protocol):
 
     def write(self, answered: list[Answered]) -> None:
         """Take complete answers; they are pending no longer."""
+
+    def begins(self, first_share: Callable[[], float]) -> None:
+        """Take, as a batch begins, what says which share of its first iteration is computed."""
 
     def advance(self, num_tokens: int) -> None:
         """Take the number of tokens that an iteration has generated."""
@@ -146,8 +151,11 @@ class Batch:
         self.num_waiting = len(self.place) - len(begun)
         self.outlook = self.requests.watch(workload, given)
         joins = self.outlook.begin if self.outlook else None
+        lengths = self.requests.lengths
         hears = RunControl(
+            num_ended=lengths and lengths.ended + lengths.cut,
             on_busy=self.outlook.note_busy if self.outlook else None,
+            on_start=self.requests.begins,
             on_join=joins,
             on_tokens=self.on_tokens,
             should_stop=self.ends,

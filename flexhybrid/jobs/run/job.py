@@ -45,7 +45,7 @@ from flexhybrid.jobs.run.answering import Answered, answer_pending, load_weights
 from flexhybrid.jobs.run.forecast import WINDOW, Forecast, describe, duration, forecast, plan_lines, sorted_by_length
 from flexhybrid.jobs.run.options import RunOptions, check_options
 from flexhybrid.jobs.run.outlook import Outlook, change_costs
-from flexhybrid.jobs.run.replanning import Replanner, can_return
+from flexhybrid.jobs.run.replanning import LEAST_ANSWERS, Replanner, can_return
 from flexhybrid.jobs.run.report import clocks, refusal_codes, write_report, write_trace
 from flexhybrid.llm import LLM
 from flexhybrid.requests import RequestOutput
@@ -55,7 +55,7 @@ from flexhybrid.runtime.profiling.attention_paths import paths_of
 from flexhybrid.runtime.profiling.cpu_use import MOST_OTHERS, CpuUse
 from flexhybrid.runtime.storage.loader import Checkpoint
 from flexhybrid.structured_outputs import grammar_version
-from sim.answer_lengths import with_mean
+from sim.answer_lengths import ObservedAnswers, with_mean
 
 CENSUS_S = 5.0  #: seconds of counting before the first requests are answered
 ERRORS_AT_ONCE = 256  #: lines of refused requests that are written together
@@ -226,6 +226,7 @@ class Job:
         self._earlier = 0  #: lines that earlier runs have done
         self.tokens = 0  #: that this run has generated, of answers that it has written
         self.in_flight = InFlight(options.output)
+        self.lengths: ObservedAnswers | None = None
         self.lost: Tokens = {}  #: of lines that were in flight when the run before broke off
         self.manifest: dict = {}
         self.trace: list[TraceEvent] = []  #: of the first wave, where a trace or a report is asked for
@@ -311,6 +312,16 @@ class Job:
         """Take over the answers of an earlier run of this job, or begin anew where that loses nothing. Raise InputError
         when the output is another job's."""
         options, llm = self.options, self.llm
+        earlier, given_input = load_manifest(options.output), self._input()
+        used = [file.path for file in self.files.values() if not file.is_empty]
+        if not options.restart and earlier and earlier.get("input") == given_input:
+            self.lost = self.in_flight.earlier()
+        begins_anew = options.restart or not used or bool((earlier or {}).get(NOTHING_SERVED))
+        states, num_tokens = self.states.copy(), np.zeros(self.census.num_lines, np.int32)
+        if not begins_anew and earlier and earlier.get("input") == given_input:
+            for file in self.files.values():
+                file.check(states, num_tokens)
+            self._learn(states, num_tokens)
         pending = self.census.valid
         if pending.any():
             max_batch = min(WINDOW, options.max_batch or WINDOW)
@@ -319,12 +330,8 @@ class Job:
             if options.max_batch:
                 llm.use(replace(policy, max_batch=min(max_batch, policy.max_batch or max_batch)))
         now = self._identity()
-        earlier = load_manifest(options.output)
-        used = [file.path for file in self.files.values() if not file.is_empty]
-        if not options.restart and earlier and earlier.get("input") == now["input"]:
-            self.lost = self.in_flight.earlier()
         self.in_flight.remove()
-        if options.restart or not used or (earlier or {}).get(NOTHING_SERVED):
+        if begins_anew:
             if (left := (earlier or {}).get("errors")) and left != now["errors"]:
                 # Its folder is not known: a file of that name may be another's.
                 say(f"restarted  the run before kept its refused lines in {left}, which is left as it is")
@@ -340,9 +347,6 @@ class Job:
             )
         check_same(options.output, earlier, now)
         self.manifest = earlier
-        states = self.states.copy()
-        for file in self.files.values():
-            file.check(states)
         for file in self.files.values():
             file.repair()
         self.states = states
@@ -366,7 +370,7 @@ class Job:
         bits = llm.policy.bits if llm.policy else None
         return {
             "created": int(time.time()),
-            "input": {"sha256": self.census.sha256, "lines": self.census.num_lines},
+            "input": self._input(),
             "model": model_record(llm.checkpoint.path, options.verify),
             "sampling": {**options.sampling, "seed": options.seed},
             "columns": {"prompt": options.column, "custom_id": options.id_column},
@@ -382,6 +386,23 @@ class Job:
             "versions": {name: module.__version__ for name, module in VERSIONED.items()} | grammar_version(),
         }
 
+    def _input(self) -> dict:
+        return {"sha256": self.census.sha256, "lines": self.census.num_lines}
+
+    def _learn(self, states: np.ndarray, num_tokens: np.ndarray) -> None:
+        """Take in the lengths of the answers of the run before, and how far those were that it left unfinished."""
+        limits, counts = self.census.max_tokens, self.census.num_answers
+        answered = np.flatnonzero((states == ANSWERED) & self.census.valid)
+        if len(answered) < LEAST_ANSWERS:
+            return
+        self.lengths = ObservedAnswers(int(limits.max()), self.options.answer_tokens)
+        each = np.repeat(answered, counts[answered])
+        for tokens, limit in zip((num_tokens // counts)[each].tolist(), limits[each].tolist(), strict=True):
+            self.lengths.end(min(tokens, limit), limit)
+        for line, tokens in self.lost.items():
+            if line <= len(limits) and limits[line - 1]:
+                self.lengths.cut[min(tokens // int(counts[line - 1]), int(limits[line - 1]))] += 1
+
     def _chat_identity(self) -> dict:
         chat = asdict(self.source.rules.chat)
         return {"chat": chat} if any(chat.values()) else {}
@@ -395,8 +416,10 @@ class Job:
         self.states[missing - 1] = FAILED
 
     def _expected(self, lengths: Workload) -> Workload:
-        """Return lengths with the answers that the user expects."""
+        """Return lengths with the answers that the user expects, or that the run before has shown."""
         mean = self.options.answer_tokens
+        if self.lengths:
+            return replace(lengths, answer_tokens=self.lengths.expected(lengths.max_tokens))
         return lengths if mean is None else with_mean(lengths, mean)
 
     def _sorted(self, places: np.ndarray) -> np.ndarray:
@@ -485,6 +508,9 @@ class Job:
             self.progress.finished(most - num_tokens)
         self.answers.sync_if_due()
 
+    def begins(self, first_share: Callable[[], float]) -> None:
+        self.progress.first_share = first_share
+
     def advance(self, num_tokens: int) -> None:
         self.progress.advance(num_tokens)
         if self.replanner and self.outlook:
@@ -499,7 +525,8 @@ class Job:
     def watch(self, workload: Workload, given: np.ndarray | None) -> Outlook | None:
         outlook, run = None, self.replanner.run if self.replanner else self.plan and self.plan.run
         if run and run.pace:
-            outlook = Outlook(run.pace, workload, given, self.options.answer_tokens, self.outlook)
+            outlook = Outlook(run.pace, workload, given, self.options.answer_tokens, self.lengths)
+            self.lengths = outlook.answers
         self.outlook = outlook
         # of the lines that are not counted yet it knows nothing
         self.progress.outlook = outlook.seconds_left if outlook and self.census.complete else None

@@ -41,8 +41,8 @@ class Outlook:
     """Hears of the requests of a batch, by their index in its queue, and of its iterations.
 
     ``given`` [requests]: tokens that they have from batches before. ``mean_answer``: tokens expected of an answer
-    before others have ended; None: as many as it may have. ``before``: the outlook of a batch before this one, whose
-    answers count as well.
+    before others have ended; None: as many as it may have. ``seen``: answers of batches before this one, which count as
+    well.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Outlook:
         workload: Workload,
         given: np.ndarray | None = None,
         mean_answer: float | None = None,
-        before: Outlook | None = None,
+        seen: ObservedAnswers | None = None,
     ):
         self.pace, self.workload = pace, workload
         self.given = np.zeros(workload.num_requests, np.int64) if given is None else given
@@ -59,8 +59,8 @@ class Outlook:
         self.answers = ObservedAnswers(longest, mean_answer)
         #: lengths of answers that the policy in use was chosen for
         self.assumed = workload.max_tokens if mean_answer is None else with_mean(workload, mean_answer).answers
-        if before and len(before.answers.ended) > longest:
-            self.answers = before.answers
+        if seen and len(seen.ended) > longest:
+            self.answers = seen
             self.assumed = self._expected(np.arange(workload.num_requests), self.given)
         self.begun_in = np.full(workload.num_requests, -1)  #: iteration; -1: it waits
         self.ended_in = np.full(workload.num_requests, -1)  #: iteration; -1: it has not ended

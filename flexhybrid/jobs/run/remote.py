@@ -40,6 +40,7 @@ from flexhybrid.jobs.run.forecast import Forecast
 from flexhybrid.jobs.run.remote_read import BATCH, LINES, read_lines
 from flexhybrid.llm import LLM
 from flexhybrid.requests import RequestOutput
+from sim.answer_lengths import ObservedAnswers
 
 BATCH_LINES = 8192  #: lines of a batch, which an actor answers as one queue; Ray gives them anew if it dies
 HEARTBEAT_S = 1.0  #: predicted time between messages of an actor while no answer is complete
@@ -220,6 +221,8 @@ class Actor:
 class RemoteBatch:
     """The lines of a batch as ``PendingRequests``; answers and progress are sent on in messages."""
 
+    lengths: ObservedAnswers | None = None
+
     def __init__(self, llm: LLM, read: LineReader, config: ActorConfig, row: dict, send: Callable[[pa.Table], None]):
         self.llm, self.config, self.send = llm, config, send
         self._requests = {n: read(raw, n) for n, raw in zip(row["numbers"], row["lines"], strict=True)}
@@ -253,6 +256,9 @@ class RemoteBatch:
         for answer in answered:
             del self._requests[answer.number]
         self._answered += answered
+
+    def begins(self, first_share: Callable[[], float]) -> None:
+        """Say nothing: the driver hears of answers."""
 
     def advance(self, num_tokens: int) -> None:
         self._iterations += 1
