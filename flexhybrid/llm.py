@@ -23,10 +23,11 @@ from flexhybrid.batch.tool_calls import check_tools
 from flexhybrid.core.context.prefixes import PromptTree
 from flexhybrid.core.errors import InputError, check, is_integer
 from flexhybrid.core.hardware import Hardware
-from flexhybrid.core.memory import BufferSizes, buffer_sizes, fits, memory_plan
+from flexhybrid.core.memory import fits, memory_plan
 from flexhybrid.core.model.generation_config import default_sampling
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Policy
+from flexhybrid.core.schedule.buffer_sizes import BufferSizes, buffer_sizes
 from flexhybrid.core.wave import Wave, admit
 from flexhybrid.core.waves import batch_size, check_least, check_longest, first_wave, open_batch, wave_plan
 from flexhybrid.core.workload import Workload

@@ -1,8 +1,8 @@
 """Candidates, and what each mini-batch of theirs does in the prefill and in stretches of the decode.
 
 A candidate is a policy on requests of one length; many are worked out at once, in arrays [candidates]. The sums of a
-step (``core.schedule.step_work.StepCounts``) and the sizes of buffers (``core.memory.BufferSizes``) are made here, what
-they cost in work and bytes comes from ``step_work`` and ``memory_parts``, as it does for the executor.
+step (``core.schedule.step_work.StepCounts``) and the sizes of buffers (``buffer_sizes.BufferSizes``) are made;
+what they cost in work and bytes comes from ``step_work`` and ``memory_parts``, as it does for the executor.
 
 ``make_step`` and ``buffer_sizes`` of core are not used: they look at requests one by one, with the blocks of each, to
 say what the executor does in one iteration. A step here is the mean of many iterations of many policies, its counts are
@@ -29,10 +29,11 @@ from flexhybrid.core.context.selection import (
     selected_tokens,
 )
 from flexhybrid.core.context.split import SplitLines, split_lines, split_point
-from flexhybrid.core.memory import BufferSizes, Reads, group_sizes, memory_parts, split_blocks
+from flexhybrid.core.memory import memory_parts
 from flexhybrid.core.model.layout import LayerLayout, layer_layout
 from flexhybrid.core.policy import ElementBytes, Policy, Selection
 from flexhybrid.core.problem import Problem, attends_in_place
+from flexhybrid.core.schedule.buffer_sizes import BufferSizes, Reads, group_sizes, split_blocks
 from flexhybrid.core.schedule.step_work import StepCounts
 from flexhybrid.core.workload import Workload
 from sim.tiny_run import most_mini_batches
@@ -445,7 +446,7 @@ class CandidateSteps:
         return memory_parts(self.problem, self.policy, sizes, self.resident, self.on_disk)
 
     def _mini_batch_sizes(self) -> BufferSizes:
-        """``core.memory.mini_batch_sizes`` of the largest mini-batch."""
+        """``mini_batch_sizes`` of the largest mini-batch."""
         cached = self.prompt + self.generated - 1
         reads, prompt = self._reads(), np.minimum(self.prompt, self._most_new_tokens)
         since, until = self._ever_stored(self.prompt), self._ever_stored(cached)

@@ -19,7 +19,7 @@ from flexhybrid.core.context.blocks import BLOCK_TOKENS, ceil_blocks
 from flexhybrid.core.context.cache_entries import representation_of
 from flexhybrid.core.context.packing import longest_piece
 from flexhybrid.core.context.prefixes import Steering, padded_rows
-from flexhybrid.core.memory import first_builds
+from flexhybrid.core.schedule.buffer_sizes import first_builds
 from flexhybrid.core.schedule.refill import (
     LOOKED_AT,
     MOST_FAILURES,

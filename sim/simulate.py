@@ -13,10 +13,11 @@ import numpy as np
 from flexhybrid.core.context.cache_entries import TIERS
 from flexhybrid.core.errors import InputError, check, is_integer
 from flexhybrid.core.hardware import LINKS
-from flexhybrid.core.memory import buffer_sizes, memory_plan, total_bytes
+from flexhybrid.core.memory import memory_plan, total_bytes
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem
+from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.units import gib
 from flexhybrid.core.verbs import VERBS
 from flexhybrid.core.wave import admit, check_planned

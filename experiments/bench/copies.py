@@ -20,11 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from experiments.bench.harness import Table
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
-from flexhybrid.core.memory import buffer_sizes
 from flexhybrid.core.model.shape import shape_by_name
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Bits, Policy
 from flexhybrid.core.problem import Problem
+from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.wave import Wave, admit
 from flexhybrid.core.workload import Workload
 from flexhybrid.runtime import buffers

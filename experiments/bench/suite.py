@@ -37,10 +37,11 @@ from experiments.bench.selection import bench_selection
 from experiments.bench.simulator import bench_papers, bench_peer, bench_search_time
 from experiments.peers.flexgen_search import MACHINES
 from flexhybrid import shipped
-from flexhybrid.core.memory import buffer_sizes, memory_plan, total_bytes
+from flexhybrid.core.memory import memory_plan, total_bytes
 from flexhybrid.core.model.shape import shape_by_name
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import Budgets, Problem
+from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.trace import TraceEvent, check_trace
 from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload

@@ -15,11 +15,12 @@ import torch
 from experiments.bench.harness import Table
 from experiments.bench.kernels import Sizes, bench_kernels
 from experiments.gpu.quantize import bench_quantize_cuda
-from flexhybrid.core.memory import buffer_sizes, memory_plan, total_bytes
+from flexhybrid.core.memory import memory_plan, total_bytes
 from flexhybrid.core.model.shape import ModelShape, shape_by_name
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Bits, Placement, Policy
 from flexhybrid.core.problem import Problem
+from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.task import Task
 from flexhybrid.core.trace import TraceEvent, Window, idle_though_ready
 from flexhybrid.jobs.compare.speed import Bench, PolicyRun

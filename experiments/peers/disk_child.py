@@ -163,9 +163,10 @@ def run_ours(request: dict) -> dict:
     import torch
 
     start_threads(request["threads"])
-    from flexhybrid.core.memory import buffer_sizes, check_budget, memory_plan
+    from flexhybrid.core.memory import check_budget, memory_plan
     from flexhybrid.core.policy import Policy
     from flexhybrid.core.problem import Budgets, Problem
+    from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
     from flexhybrid.core.trace import Window, busy_seconds, check_trace, iteration_ends
     from flexhybrid.core.wave import admit
     from flexhybrid.core.workload import Workload

@@ -126,9 +126,9 @@ def run_ours(request: dict) -> dict:
     """Time our engine under the policy of "auto" for this batch, in as many waves as the budgets require."""
     import torch
 
-    from flexhybrid.core.memory import buffer_sizes
     from flexhybrid.core.model.shape import shape_of
     from flexhybrid.core.problem import Budgets, Problem
+    from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
     from flexhybrid.core.wave import admit
     from flexhybrid.core.waves import split_waves
     from flexhybrid.core.workload import Workload

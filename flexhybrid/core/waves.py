@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
+from typing import NoReturn
 
 import numpy as np
 
@@ -11,10 +12,10 @@ from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockEntries, ceil_bloc
 from flexhybrid.core.context.packing import chunk_tokens, pack
 from flexhybrid.core.context.prefixes import PromptTree, SharedBlocks
 from flexhybrid.core.context.selection import pool_blocks
-from flexhybrid.core.errors import InputError
-from flexhybrid.core.memory import MemoryPlan, buffer_sizes, check_budget, fits, memory_plan, queue_sizes
+from flexhybrid.core.memory import MemoryPlan, check_budget, fits, memory_plan
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem
+from flexhybrid.core.schedule.buffer_sizes import buffer_sizes, queue_sizes
 from flexhybrid.core.schedule.refill import FIRST_RUN, LOOKED_AT, joins_singly, may_grow, may_share, stores_exactly
 from flexhybrid.core.wave import RequestQueue, Wave, admit, give_blocks, leave_place, take_blocks_back
 from flexhybrid.core.workload import Workload
@@ -170,9 +171,11 @@ def _pack_sharing(
 def first_wave(problem: Problem, policy: Policy, workload: Workload) -> int:
     """How many of the first requests fit the given budgets together, with room for the longest answers that they may
     give. Raises InputError when not even one does."""
-    return _most_that_fit(
-        problem, policy, workload, lambda count: wave_plan(problem, policy, workload.select(slice(count)))
-    )
+
+    def plan(count: int) -> MemoryPlan:
+        return wave_plan(problem, policy, workload.select(slice(count)))
+
+    return _most_that_fit(problem, policy, workload, plan) or _refuse(problem, workload, plan)
 
 
 def batch_size(
@@ -190,12 +193,9 @@ def batch_size(
         def plan(count: int, share: float = share) -> MemoryPlan:
             return memory_plan(problem, policy, buffer_sizes(open_batch(problem, policy, workload, count, share, tree)))
 
-        try:
-            counts.append(_most_that_fit(problem, policy, workload, plan, at_most))
-        except InputError:  # requests that step back come back with more tokens: their prompts need more room
-            if not counts:
-                raise
-            break
+        # Requests that step back come back with more tokens: their prompts may need more room than there is.
+        counts.append(_most_that_fit(problem, policy, workload, plan, at_most))
+        counts[0] = counts[0] or _refuse(problem, workload, plan)
         if counts[0] == min(at_most, policy.max_batch or at_most, workload.num_requests):
             break
     best = int(np.argmax(counts))
@@ -209,7 +209,7 @@ def _most_that_fit(
     plan: Callable[[int], MemoryPlan],
     at_most: int | None = None,
 ) -> int:
-    """The largest number of requests whose plan fits the budgets. Raise InputError when one is over them."""
+    """The largest number of requests whose plan fits the budgets; 0 when one is over them."""
     low, high = 1, min(at_most or workload.num_requests, policy.max_batch or workload.num_requests)
     high = min(high, workload.num_requests)
     if policy.selection.pool_bytes is not None:
@@ -217,11 +217,18 @@ def _most_that_fit(
         high = min(high, pool_blocks(problem.shape, policy.selection, stored))
     if fits(plan(high), problem.budgets):
         return high
-    check_budget(plan(low), problem.budgets, f"one request of {int(workload.prompt_tokens[0])} prompt tokens")
+    if not fits(plan(low), problem.budgets):
+        return 0
     while high - low > 1:  # low fits, high does not
         middle = (low + high) // 2
         low, high = (middle, high) if fits(plan(middle), problem.budgets) else (low, middle)
     return low
+
+
+def _refuse(problem: Problem, workload: Workload, plan: Callable[[int], MemoryPlan]) -> NoReturn:
+    """Raise InputError for a request that does not fit the budgets by itself."""
+    check_budget(plan(1), problem.budgets, f"one request of {int(workload.prompt_tokens[0])} prompt tokens")
+    raise ValueError("the request fits by itself")
 
 
 def check_least(problem: Problem, policy: Policy) -> None:

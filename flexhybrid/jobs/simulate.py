@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 from flexhybrid.core.errors import InputError, check, is_integer
 from flexhybrid.core.hardware import Hardware
-from flexhybrid.core.memory import buffer_sizes, memory_plan, total_bytes
+from flexhybrid.core.memory import memory_plan, total_bytes
 from flexhybrid.core.model.shape import ModelShape, shape_of
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem
+from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.units import gib, parse_bytes
 from flexhybrid.core.waves import batch_size, open_batch
 from flexhybrid.core.workload import Workload

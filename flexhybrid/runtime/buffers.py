@@ -10,9 +10,10 @@ import torch
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.context.cache_entries import StoredCopy, parts
 from flexhybrid.core.context.selection import num_choosing, num_keeping, num_limited
-from flexhybrid.core.memory import NUM_SLOTS, BufferSizes, index_cells
+from flexhybrid.core.memory import NUM_SLOTS, index_cells
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import GROUP_ELEMENTS, Policy
+from flexhybrid.core.schedule.buffer_sizes import BufferSizes
 from flexhybrid.core.schedule.steps import BlockRun, MiniBatchStep, Segment, Store
 from flexhybrid.core.work import MIN_KV_GEN_ROWS
 from flexhybrid.runtime.kernels.quantize import dequantize, packed_bytes, quantize

@@ -13,9 +13,10 @@ import numpy as np
 import torch
 
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.memory import HOST_THREADS, BufferSizes
+from flexhybrid.core.memory import HOST_THREADS
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Policy
+from flexhybrid.core.schedule.buffer_sizes import BufferSizes
 from flexhybrid.core.task import Task, Work
 from flexhybrid.core.trace import LaneTimes, TraceEvent
 from flexhybrid.core.wave import Wave

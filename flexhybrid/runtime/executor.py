@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
-from flexhybrid.core.memory import log_shape, mini_batch_sizes
 from flexhybrid.core.problem import attends_in_place
+from flexhybrid.core.schedule.buffer_sizes import log_shape, mini_batch_sizes
 from flexhybrid.core.schedule.steps import MiniBatchStep, Store
 from flexhybrid.core.task import Task, Work
 from flexhybrid.core.wave import Wave

@@ -244,7 +244,7 @@ def test_waves_whose_union_is_over_the_budget_still_run(tiny):
 
 def test_a_wave_planned_for_other_weights_is_refused(tiny):
     """Running it would read weights that were never loaded: silently wrong tokens."""
-    from flexhybrid.core.memory import buffer_sizes
+    from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
     from flexhybrid.core.wave import admit
     from flexhybrid.core.workload import Workload
     from flexhybrid.runtime.engine import Engine

@@ -17,12 +17,13 @@ from test_refill import answers
 from toy_machine import SHAPE, machine
 
 from flexhybrid.core.context.prefixes import PATIENCE, PromptTree, Steering
-from flexhybrid.core.memory import buffer_sizes, memory_plan, total_bytes
+from flexhybrid.core.memory import memory_plan, total_bytes
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Bits, Placement, Policy
 from flexhybrid.core.problem import AttentionPaths, Budgets, Problem
 from flexhybrid.core.schedule import step_work
 from flexhybrid.core.schedule import steps as making
+from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.schedule.refill import RunningBatch, may_grow, sharing_limit
 from flexhybrid.core.wave import Wave
 from flexhybrid.core.waves import batch_size, open_batch

@@ -13,9 +13,9 @@ from strategies import lossless_policies, speculative_policies
 from toy_machine import machine
 
 from flexhybrid.core.context.prefixes import PromptTree
-from flexhybrid.core.memory import buffer_sizes
 from flexhybrid.core.policy import Placement, Policy, Selection
 from flexhybrid.core.problem import Problem
+from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.schedule.refill import AnswerLengths, may_grow
 from flexhybrid.core.trace import check_trace
 from flexhybrid.core.waves import open_batch

@@ -16,8 +16,9 @@ import numpy as np
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, ceil_blocks
 from flexhybrid.core.context.cache_entries import TIERS, StoredCopy
 from flexhybrid.core.context.selection import first_choosing
-from flexhybrid.core.memory import NUM_SLOTS, buffer_sizes, memory_plan
+from flexhybrid.core.memory import NUM_SLOTS, memory_plan
 from flexhybrid.core.plan import WeightSlice
+from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.task import Task
 from flexhybrid.core.trace import TraceEvent
 from flexhybrid.core.wave import Wave

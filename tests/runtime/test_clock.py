@@ -11,10 +11,10 @@ import torch
 from models import FakeStream, save_llama, save_opt
 from policies import wider_policies
 
-from flexhybrid.core.memory import buffer_sizes
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Bits, Placement, Policy, Selection
 from flexhybrid.core.problem import Problem
+from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.schedule.dependencies import HAZARDS
 from flexhybrid.core.task import Access, Task, Work
 from flexhybrid.core.trace import LaneTimes, check_trace

@@ -9,10 +9,11 @@ from models import save_opt
 from policies import wider_policies
 
 from flexhybrid import LLM, InputError, Policy, SamplingParams
-from flexhybrid.core.memory import SLACK_BYTES, buffer_sizes, memory_plan, total_bytes
+from flexhybrid.core.memory import SLACK_BYTES, memory_plan, total_bytes
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Bits, Placement
 from flexhybrid.core.problem import Problem
+from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.trace import check_trace
 from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload

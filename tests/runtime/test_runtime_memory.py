@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from models import save_llama
 from strategies import runnable_policies
 
-from flexhybrid.core.memory import buffer_sizes, memory_plan
+from flexhybrid.core.memory import memory_plan
 from flexhybrid.core.model.rope import Rope
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import Problem
+from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
 from flexhybrid.runtime.engine import Engine

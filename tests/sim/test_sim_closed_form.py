@@ -19,11 +19,12 @@ from flexhybrid.core.context.packing import pack
 from flexhybrid.core.context.split import split_point
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware, Line
-from flexhybrid.core.memory import buffer_sizes, memory_plan, total_bytes
+from flexhybrid.core.memory import memory_plan, total_bytes
 from flexhybrid.core.model.shape import ModelShape, shape_by_name
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Bits, Placement, Policy, Selection
 from flexhybrid.core.problem import Problem
+from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.trace import check_trace
 from flexhybrid.core.verbs import VERBS
 from flexhybrid.core.workload import Workload

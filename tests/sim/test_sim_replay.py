@@ -8,11 +8,12 @@ from oracles.replay import BY_DEFINITION, peak_parts
 from random_cases import KINDS, UniformCase, random_case
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockEntries, ceil_blocks
-from flexhybrid.core.memory import buffer_sizes, memory_plan, total_bytes
+from flexhybrid.core.memory import memory_plan, total_bytes
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem
+from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.schedule.steps import make_step
 from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload

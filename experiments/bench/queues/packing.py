@@ -14,9 +14,9 @@ import torch
 
 from experiments.bench.harness import Table, seconds_in_turn
 from experiments.reproduce.capture.packing import greedy, packed
-from flexhybrid.core.memory import buffer_sizes
 from flexhybrid.core.policy import Placement
 from flexhybrid.core.problem import Problem
+from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.profile.job import TIMING_SHAPE, measure_hardware

@@ -17,9 +17,10 @@ import numpy as np
 from tqdm import tqdm
 
 from experiments.bench.harness import Table
-from flexhybrid.core.memory import buffer_sizes, memory_plan, total_bytes
+from flexhybrid.core.memory import memory_plan, total_bytes
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import Budgets, Problem
+from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.schedule.refill import RunningBatch
 from flexhybrid.core.wave import stored_layout
 from flexhybrid.core.waves import batch_size, first_wave, open_batch

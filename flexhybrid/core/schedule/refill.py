@@ -24,8 +24,14 @@ from flexhybrid.core.context.cache_entries import representation_of
 from flexhybrid.core.context.packing import longest_piece, num_chunks
 from flexhybrid.core.context.prefixes import Build, Steering, build_steps, padded_rows
 from flexhybrid.core.context.selection import kept_tokens
-from flexhybrid.core.memory import build_sizes, first_builds, mini_batch_sizes, running_sizes, shared_lengths
 from flexhybrid.core.policy import Policy
+from flexhybrid.core.schedule.buffer_sizes import (
+    build_sizes,
+    first_builds,
+    mini_batch_sizes,
+    running_sizes,
+    shared_lengths,
+)
 from flexhybrid.core.wave import Wave, give_blocks, leave_place, take_blocks_back
 
 LOOKED_AT = 64  #: waiting requests, at least, among which a mini-batch seeks those that fit it

@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from flexhybrid.core.memory import buffer_sizes, check_budget, memory_plan
+from flexhybrid.core.memory import check_budget, memory_plan
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem
+from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.trace import TraceEvent, Window
 from flexhybrid.core.wave import Wave, admit
 from flexhybrid.core.workload import Workload

@@ -23,10 +23,11 @@ import torch
 
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import ALONE_SUFFIX, LINKS
-from flexhybrid.core.memory import buffer_sizes, fits, memory_plan
+from flexhybrid.core.memory import fits, memory_plan
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Bits, Placement, Policy
 from flexhybrid.core.problem import NO_BUDGETS, Budgets, Problem
+from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.task import Task
 from flexhybrid.core.trace import TraceEvent, Window
 from flexhybrid.core.wave import Wave, admit

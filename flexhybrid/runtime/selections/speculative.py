@@ -20,7 +20,8 @@ import numpy as np
 import torch
 
 from flexhybrid.core.context.selection import first_choosing, kept_tokens, limits_cache, most_selected
-from flexhybrid.core.memory import index_cells, mini_batch_sizes
+from flexhybrid.core.memory import index_cells
+from flexhybrid.core.schedule.buffer_sizes import mini_batch_sizes
 from flexhybrid.core.schedule.steps import MiniBatchStep, Segment
 from flexhybrid.core.task import Task
 from flexhybrid.core.wave import Wave

@@ -1,0 +1,466 @@
+"""How many rows and blocks each buffer of a wave needs; ``core.memory`` says what they are in bytes.
+
+The executor allocates from ``BufferSizes``; the budget check and the search add up the same sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockEntries, ceil_blocks
+from flexhybrid.core.context.cache_entries import TIERS, representation_of, stored_copies
+from flexhybrid.core.context.packing import chunk_tokens, longest_piece, num_chunks
+from flexhybrid.core.context.prefixes import Build, build_steps, common_blocks, padded_rows
+from flexhybrid.core.context.selection import kept_tokens, most_selected
+from flexhybrid.core.context.split import SplitLines, split_point
+from flexhybrid.core.policy import Policy, Selection
+from flexhybrid.core.wave import Wave
+from flexhybrid.core.workload import Workload
+
+LOG_ITERATIONS = 4  #: of sampled tokens that the host keeps where requests join: two would do
+
+
+@dataclass(frozen=True)
+class BufferSizes:
+    """Rows and blocks that a wave needs; maxima over its mini-batches at their final lengths. Numbers, or arrays (the
+    closed form's candidates)."""
+
+    pool_blocks: dict[str, int]  #: entry -> blocks
+    staged_rows: dict[str, int]  #: entry -> new tokens of one mini-batch in one step
+    act_buffer_blocks: int = 0  #: of one slot
+    kv_buffer_blocks: int = 0  #: of one slot
+    act_staging_blocks: int = 0  #: of one slot, on their way from the disk
+    kv_staging_blocks: int = 0
+    act_blocks: int = 0  #: of one mini-batch, recomputed together
+    plain_kv_blocks: int = 0  #: of one mini-batch, wherever they lie
+    attention_tokens: int = 0  #: B·T
+    context_tokens: int = 0  #: those of them that are cached
+    hidden_rows: int = 0  #: of all mini-batches together
+    #: padded rows of the largest mini-batch in a step: its prompts, or new tokens and those of a recomputed prefix
+    step_rows: int = 0
+    batch: int = 0  #: requests of the largest mini-batch
+    decode_batch: int = 0  #: of those, as far as they ever decode
+    cached_tokens: int = 0  #: of all requests that run together
+    kept_tokens: int = 0  #: of all requests together, those that a selection keeps
+    #: representation -> most rows that a speculative selection gathers for one mini-batch
+    selected_rows: dict[str, int] = field(default_factory=dict)
+    index_rows: dict[str, int] = field(default_factory=dict)  #: the same for all mini-batches together
+    partial_rows: int = 0  #: places of a speculative selection, padded, of all mini-batches together
+    column_sets: int = 0  #: mini-batches or requests that choose columns to guess with
+    longest: int = 0  #: tokens of the longest request, prompt and answer
+    log_cells: int = 0  #: iterations times requests
+    #: entry -> blocks in layers that keep all tokens although the others do not
+    whole_blocks: dict[str, int] = field(default_factory=dict)
+
+    def merge(self, other: BufferSizes) -> BufferSizes:
+        """Enough for either."""
+
+        def of_both(a, b):
+            if isinstance(a, dict):
+                return {key: larger(a.get(key, 0), b.get(key, 0)) for key in {**a, **b}}
+            return larger(a, b)
+
+        sizes: dict[str, Any] = {f.name: of_both(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)}
+        return BufferSizes(**sizes)
+
+    def holds(self, other: BufferSizes) -> bool:
+        """Whether buffers of these sizes do for the other ones."""
+        return all(
+            all(own.get(key, 0) >= size for key, size in asked.items()) if isinstance(asked, dict) else own >= asked
+            for own, asked in zip(vars(self).values(), vars(other).values(), strict=True)
+        )
+
+    def plain(self) -> BufferSizes:
+        """The same as Python's own whole numbers."""
+
+        def as_int(value):
+            return {key: int(size) for key, size in value.items()} if isinstance(value, dict) else int(value)
+
+        sizes: dict[str, Any] = {f.name: as_int(getattr(self, f.name)) for f in fields(self)}
+        return BufferSizes(**sizes)
+
+
+def mini_batch_sizes(wave: Wave, groups: Iterable[np.ndarray] | None = None) -> Iterator[tuple[BufferSizes, int]]:
+    """Sizes for each mini-batch (or each of these ``groups`` of places), the pools left out, and in how many chunks its
+    prompts are taken. Mini-batches of equal lengths share one result."""
+    prompts, cached = wave.workload.prompt_tokens, wave.workload.cached_tokens
+    of_lengths: dict[bytes, tuple[BufferSizes, int]] = {}
+    entries, policy = wave.entries, wave.policy
+    kept = kept_tokens(policy.selection, prompts, cached, cached)
+    prompt_tokens = entries.tokens(kept_tokens(policy.selection, prompts, prompts, cached))  # [requests, entry]
+    fresh = _stored_until(entries, cached, kept) > _stored_until(entries, prompts, kept)  # some of it in the decode
+
+    def by_entry(values) -> dict:
+        return dict(zip(entries.names, values, strict=True))
+
+    for group in wave.mini_batches if groups is None else groups:
+        if (lengths := np.stack([prompts[group], cached[group]]).tobytes()) in of_lengths:
+            yield of_lengths[lengths]
+            continue
+        staged = prompt_tokens[group].sum(axis=0)
+        if (chunks := num_chunks(policy, prompts[group])) > 1:
+            staged = _staged_by_chunk(entries, policy, int(prompts[group].max()))
+        stored_now = by_entry(fresh[group].any(axis=0) * len(group))
+        longest, reads = longest_piece(policy, prompts[group]), _reads(wave, group)
+        of_lengths[lengths] = group_sizes(policy, len(group), longest, reads, stored_now, by_entry(staged)), chunks
+        yield of_lengths[lengths]
+
+
+class SharedLengths(NamedTuple):
+    """What requests of a mini-batch share."""
+
+    depth: np.ndarray  #: [requests] blocks
+    joining: np.ndarray  #: [requests that join] blocks that are not computed with them
+    common: np.ndarray  #: [entry] blocks that they share, each once
+
+
+def shared_lengths(wave: Wave, group: np.ndarray, joining: np.ndarray) -> SharedLengths | None:
+    """What the requests in the places ``group`` share, those in ``joining`` among them; None: nothing ever."""
+    if wave.sharing is None:
+        return None
+    depth = wave.shared_blocks(group)
+    common = common_blocks(wave.entries, wave.shared.table[group], depth)
+    return SharedLengths(depth, wave.skipped_tokens(joining) // BLOCK_TOKENS, common)
+
+
+def running_sizes(
+    wave: Wave, cached: np.ndarray, joining: np.ndarray, shared: SharedLengths | None = None
+) -> BufferSizes:
+    """Sizes that do for a mini-batch of requests until each has ``cached`` tokens, in whatever order they leave;
+    ``joining``: prompt tokens of those that are computed together now. Of plain entries, which only grow."""
+    entries, depth, depth_joining = wave.entries, np.int64(0), np.int64(0)
+    if shared is not None:
+        depth, depth_joining = shared.depth, shared.joining
+    own = entries.dealt(depth)
+    blocks = np.maximum.reduce(entries.held(cached) - own)[None]  # [steps, entry]
+    tokens = np.maximum.reduce(entries.tokens(cached) - own * BLOCK_TOKENS)[None]
+    running, new, pieces = np.array([len(cached)]), np.ones(1, dtype=np.int64), np.zeros(1, dtype=bool)
+    act_blocks = (entries.held(cached) - own).sum(axis=0)[None]
+    staged, longest = np.zeros(len(entries.names), dtype=np.int64), 1
+    if len(joining):
+        before = entries.dealt(depth_joining)
+        staged = (entries.tokens(joining) - before * BLOCK_TOKENS).sum(axis=0)
+        fresh_tokens = joining - depth_joining * BLOCK_TOKENS
+        longest = longest_piece(wave.policy, fresh_tokens)
+        if num_chunks(wave.policy, fresh_tokens) > 1:  # the last piece reads the others
+            prompt = int(joining[0])
+            staged = _staged_by_chunk(entries, wave.policy, prompt, anywhere=wave.sharing is not None)
+            running, new, pieces = np.r_[running, 1], np.r_[new, longest], np.array([False, True])
+            of_prompt = (
+                entries.held(prompt) - before.reshape(-1),
+                entries.tokens(prompt) - before.reshape(-1) * BLOCK_TOKENS,
+            )
+            blocks, tokens = np.vstack([blocks, of_prompt[0]]), np.vstack([tokens, of_prompt[1]])
+            act_blocks = np.vstack([act_blocks, of_prompt[0]])
+        elif np.any(depth_joining):  # they attend to what is shared
+            running, new, pieces = np.r_[running, len(joining)], np.r_[new, longest], np.array([False, True])
+            blocks, tokens, act_blocks = (np.vstack([of, 0 * of]) for of in (blocks, tokens, act_blocks))
+
+    def by_entry(values) -> dict:
+        return dict(zip(entries.names, values, strict=True))
+
+    reads = Reads(
+        running=running,
+        held=by_entry(blocks.T),
+        tokens=by_entry(tokens.T),
+        context=tokens.sum(axis=1),
+        recomputed=np.zeros_like(running),
+        splits={},
+        new=new,
+        pieces=pieces,
+        act_blocks=by_entry(act_blocks.T),
+    )
+    fresh = dict.fromkeys(entries.names, len(cached))
+    sizes = group_sizes(wave.policy, len(cached), 1, reads, fresh, by_entry(staged))
+    sizes = replace(sizes, step_rows=max(sizes.step_rows, len(joining) * longest))
+    return sizes if shared is None else with_common(sizes, by_entry(shared.common))
+
+
+def with_common(sizes: BufferSizes, blocks: dict[str, int]) -> BufferSizes:
+    """``sizes`` with room for blocks of each entry beside those that requests have of their own."""
+
+    def of(representation: str, *tiers: str) -> int:
+        chosen = (copy for entry in blocks for copy in stored_copies(entry))
+        return sum(
+            int(blocks[copy.entry]) for copy in chosen if copy.representation == representation and copy.tier in tiers
+        )
+
+    return replace(
+        sizes,
+        act_buffer_blocks=sizes.act_buffer_blocks + of("act", *TIERS),
+        kv_buffer_blocks=sizes.kv_buffer_blocks + of("kv", "host", "disk"),
+        act_staging_blocks=sizes.act_staging_blocks + of("act", "disk"),
+        kv_staging_blocks=sizes.kv_staging_blocks + of("kv", "disk"),
+        act_blocks=sizes.act_blocks + of("act", *TIERS),
+        plain_kv_blocks=sizes.plain_kv_blocks + of("kv", *TIERS),
+        attention_tokens=sizes.attention_tokens + BLOCK_TOKENS * int(sum(blocks.values())),
+    )
+
+
+def build_sizes(wave: Wave, builds: Sequence[Build]) -> BufferSizes:
+    """Sizes for a step that computes shared blocks."""
+    entries, sharing = wave.entries, wave.shared
+    places, first, last = (np.array([build[i] for build in builds]) for i in range(3))
+    staged = (entries.dealt(last) - entries.dealt(first)).sum(axis=0) * BLOCK_TOKENS
+    sizes = BufferSizes(
+        pool_blocks={},
+        staged_rows=dict(zip(entries.names, staged.tolist(), strict=True)),
+        attention_tokens=padded_rows(builds) if first.any() else 0,
+        step_rows=padded_rows(builds),
+        batch=len(builds),
+    )
+    common = common_blocks(entries, sharing.table[places], first)
+    return with_common(sizes, dict(zip(entries.names, common.tolist(), strict=True)))
+
+
+def queue_sizes(wave: Wave, everybody: Workload, singly: bool) -> BufferSizes:
+    """Sizes for a wave whose places other requests take later, ``singly`` or a mini-batch at a time; each of
+    ``everybody`` fits at least by itself."""
+    prompts, longest, hidden_rows = everybody.prompt_tokens, int(everybody.cached_tokens.max()) + 1, 0
+    sizes = BufferSizes(wave.pool_blocks, staged_rows={}) if wave.sharing else buffer_sizes(wave)
+    if singly:
+        for group in wave.mini_batches:
+            lengths = wave.workload.select(group)
+            shared = shared_lengths(wave, group, group)
+            sizes = sizes.merge(running_sizes(wave, lengths.cached_tokens, lengths.prompt_tokens, shared))
+        for request in {int(prompts.argmax()), int(everybody.cached_tokens.argmax())}:
+            lengths = everybody.select(np.array([request]))
+            sizes = sizes.merge(running_sizes(wave, lengths.cached_tokens, lengths.prompt_tokens))
+        alone = prompts[[int(prompts.argmax())]]
+        rows = _shared_prompt_rows(wave) if wave.sharing else prompt_rows(wave, sizes)
+        rows = max(rows, longest_piece(wave.policy, alone) * num_chunks(wave.policy, alone))
+        if wave.sharing:
+            for builds in first_builds(wave):
+                sizes = sizes.merge(build_sizes(wave, builds))
+        hidden_rows = len(wave.mini_batches) * max(rows, sizes.step_rows) + wave.workload.num_requests
+    of_batch = BufferSizes(
+        pool_blocks={},
+        staged_rows={},
+        hidden_rows=hidden_rows,
+        cached_tokens=wave.workload.num_requests * longest,
+        longest=longest,
+        attention_tokens=longest if wave.sharing else 0,  # of one that attends to what is shared, however long
+        log_cells=LOG_ITERATIONS * 2 * sizes.batch * len(wave.mini_batches),
+    )
+    return sizes.merge(of_batch).plain()
+
+
+def _shared_prompt_rows(wave: Wave) -> int:
+    """Most rows, padded, that a mini-batch computes on one pass of the weights as the batch begins."""
+    rows = []
+    for group in wave.mini_batches:
+        own = wave.workload.prompt_tokens[group] - wave.skipped_tokens(group)
+        own_rows = len(group) * longest_piece(wave.policy, own) * num_chunks(wave.policy, own)
+        rows.append(own_rows + sum(map(padded_rows, first_builds(wave, group))))
+    return max(rows)
+
+
+def first_builds(wave: Wave, group: np.ndarray | None = None) -> list[list[Build]]:
+    """Return the steps that compute the shared blocks which are not computed yet: those of a mini-batch's members, or
+    of all."""
+    groups = wave.mini_batches if group is None else [group]
+    steps = []
+    for members in groups:
+        computed = wave.shared.builds if wave.shared.exact else ()
+        builds = sorted((b for b in computed if b.place in members), key=lambda build: build.level)
+        steps += build_steps(builds, wave.policy.max_mini_batch_tokens)
+    return steps
+
+
+def prompt_rows(wave: Wave, sizes: BufferSizes) -> int:
+    """Most rows of prompts, padded, that a mini-batch computes on one pass of the weights: those of ``sizes`` in one
+    step, or a single prompt in pieces."""
+    return max(sizes.step_rows, *(of_group.step_rows * chunks for of_group, chunks in mini_batch_sizes(wave)))
+
+
+def buffer_sizes(wave: Wave) -> BufferSizes:
+    """Sizes for a wave, from the lengths its requests can reach. Who stops early only leaves some of it unused."""
+    if wave.limits is not None:
+        return wave.limits
+    prompts, cached = wave.workload.prompt_tokens, wave.workload.cached_tokens
+    kept = kept_tokens(wave.policy.selection, prompts, cached, cached)
+    sizes, hidden_rows, index_rows = BufferSizes(pool_blocks=wave.pool_blocks, staged_rows={}), 0, {}
+    of_groups = list(mini_batch_sizes(wave))
+    if wave.whole:
+        pairs = zip(of_groups, mini_batch_sizes(wave.whole), strict=True)
+        of_groups = [(limited.merge(whole), chunks) for (limited, chunks), (whole, _) in pairs]
+    for of_group, chunks in of_groups:
+        hidden_rows += of_group.step_rows * chunks
+        index_rows = {r: index_rows.get(r, 0) + rows for r, rows in of_group.selected_rows.items()}
+    for of_group in {id(of_group): of_group for of_group, _ in of_groups}.values():
+        sizes = sizes.merge(of_group)
+    of_wave = BufferSizes(
+        pool_blocks={},
+        staged_rows={},
+        hidden_rows=hidden_rows,
+        index_rows=index_rows,
+        cached_tokens=cached.sum(),
+        kept_tokens=kept.sum(),
+        partial_rows=sum(len(group) * kept[group].max() for group in wave.mini_batches),
+        column_sets=len(cached) if wave.policy.selection.columns == "request" else len(wave.mini_batches),
+        longest=cached.max() + 1,
+        log_cells=log_shape(wave, sizes.batch)[0] * log_shape(wave, sizes.batch)[1],
+        whole_blocks=wave.whole.pool_blocks if wave.whole else {},
+    )
+    return sizes.merge(of_wave).plain()
+
+
+def log_shape(wave: Wave, batch: int) -> tuple[int, int]:
+    """Iterations and requests of the log of sampled tokens on the host. Where ``batch`` requests at most of each
+    mini-batch decode and as many join, the log is a ring: tokens are read two iterations later."""
+    if wave.queue is None:
+        return int(wave.workload.max_tokens.max()), wave.workload.num_requests
+    return LOG_ITERATIONS, 2 * batch * len(wave.mini_batches)
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What steps of a mini-batch read of its longest requests: arrays [steps], or [steps, candidates]."""
+
+    running: np.ndarray  #: requests that still run
+    held: dict[str, np.ndarray]  #: entry -> blocks
+    tokens: dict[str, np.ndarray]  #: entry -> tokens
+    context: np.ndarray | int  #: columns of the attention buffer that they fill
+    recomputed: np.ndarray  #: the longest prefix kept as token ids
+    splits: dict[str, dict[str, np.ndarray]]  #: entry both(…) -> blocks recomputed ("act") and loaded ("kv")
+    new: np.ndarray | int = 1  #: new tokens of a request
+    pieces: np.ndarray | bool = False  #: steps of prompts, for which the device attends to what is cached
+    #: entry -> blocks of ACT of all requests, which lie side by side; None: all requests are as long as the longest
+    act_blocks: dict[str, np.ndarray] | None = None
+
+
+def _reads(wave: Wave, group: np.ndarray) -> Reads:
+    """The steps of a mini-batch that may need the most, and one that needs nothing: its decode, and before that the
+    chunks of a long prompt."""
+    entries, policy, workload = wave.entries, wave.policy, wave.workload
+    alike, count = np.unique(
+        np.stack([workload.prompt_tokens[group], workload.max_tokens[group]]), axis=1, return_counts=True
+    )
+    prompts, generated = alike
+    if entries.tok_share or wave.split:
+        steps = np.arange(generated.max())[:, None]
+    else:  # each entry only grows: the last step before somebody leaves
+        steps = np.unique([0, *(generated - 1)])[:, None]
+    runs = (steps > 0) & (steps < generated)  # [steps, requests that differ]
+    last = prompts + generated - 1
+    tokens, new = kept_tokens(policy.selection, prompts, np.maximum(prompts + steps - 1, 0), last), 1
+    if (chunks := num_chunks(policy, workload.prompt_tokens[group])) > 1:
+        size = chunk_tokens(policy.max_mini_batch_tokens)
+        before = np.arange(chunks)[:, None] * size
+        new = np.r_[np.ones(len(tokens), int), np.minimum(prompts - before, size)[:, 0]]
+        tokens, runs = np.concatenate([tokens, before]), np.concatenate([runs, before > 0])
+    held, of_entry, recomputed = entries.held(tokens), entries.tokens(tokens), entries.tok_tokens(tokens)
+    if policy.static_cache:
+        reserved = entries.most_blocks(prompts, kept_tokens(policy.selection, prompts, last, last))
+        held = np.broadcast_to(reserved, held.shape)
+
+    def longest(values):
+        return np.where(runs, values, 0).max(axis=1)
+
+    def of_all(values):
+        return (runs * count * values).sum(axis=1)
+
+    blocks_and_tokens = {entry: (held[..., i], of_entry[..., i]) for i, entry in enumerate(entries.names)}
+    act_blocks = {entry: of_all(blocks) for entry, (blocks, _) in blocks_and_tokens.items()}
+    most_tokens = {entry: longest(tokens_by_step) for entry, (_, tokens_by_step) in blocks_and_tokens.items()}
+    splits = {}
+    for entry, lines in wave.split.items():  # whoever is the longest of those that did not stop early
+        blocks = split_blocks(lines, len(group), blocks_and_tokens[entry][1], len(wave.mini_batches))
+        splits[entry] = {r: longest(values_by_step) for r, values_by_step in blocks.items()}
+        most_recomputed = splits[entry]["act"][:, None]
+        act_blocks[entry] = of_all(np.minimum(most_recomputed, ceil_blocks(blocks_and_tokens[entry][1])))
+    return Reads(
+        running=(runs * count).sum(axis=1),
+        held={entry: longest(blocks) for entry, (blocks, _) in blocks_and_tokens.items()},
+        tokens=most_tokens,
+        context=sum(most_tokens.values()),
+        recomputed=longest(recomputed),
+        splits=splits,
+        new=new,
+        act_blocks=act_blocks,
+    )
+
+
+def _staged_by_chunk(entries: BlockEntries, policy: Policy, prompt: int, anywhere: bool = False) -> np.ndarray:
+    """Most tokens of each entry that one chunk of a prompt stores: [entry]. ``anywhere``: chunks begin at any block,
+    not at multiples of their size."""
+    size = chunk_tokens(policy.max_mini_batch_tokens)
+    before = np.arange(0, prompt, BLOCK_TOKENS if anywhere else size)
+    after = np.minimum(before + size, prompt)
+    return (entries.stored(after) - entries.stored(np.maximum(before, entries.tok_tokens(after)))).max(axis=0)
+
+
+def selected_rows(selection: Selection, reads: Reads) -> dict:
+    """Representation -> the most rows that a speculative selection ever fetches for a mini-batch in a layer."""
+    if selection.method != "speculative":
+        return {}
+    return {
+        representation_of(entry): np.max(reads.running * (tokens > 0) * most_selected(selection, tokens), axis=0)
+        for entry, tokens in reads.tokens.items()
+    }
+
+
+def _stored_until(entries: BlockEntries, tokens, kept) -> np.ndarray:
+    """Tokens that went to blocks of each entry, of each request's first ``tokens``: [requests, entry].
+
+    Beyond what is ``kept`` the newest tokens take the places of the oldest.
+    """
+    rounds, remainder = np.divmod(tokens, kept)
+    return rounds[:, None] * entries.stored(kept) + entries.stored(remainder)
+
+
+def group_sizes(policy: Policy, batch, prompt, reads: Reads, fresh: dict, staged: dict) -> BufferSizes:
+    """What one mini-batch of ``batch`` requests needs; numbers, or arrays [candidates].
+
+    ``prompt``: its longest, in tokens. ``fresh``: new tokens of a decode step, and ``staged``: prompt tokens of all its
+    requests, by entry.
+    """
+    largest = np.maximum.reduce  # of np.max the half is looking for its arguments
+    columns = {(r, tier): 0 * reads.context for r in ("act", "kv") for tier in ("any", "disk", "device")}
+    for entry, blocks in reads.held.items():
+        for part in stored_copies(entry):
+            count = reads.running * (reads.splits[entry][part.representation] if entry in reads.splits else blocks)
+            if reads.act_blocks and part.representation == "act":
+                count = reads.act_blocks[entry]
+            for tier in ("any", part.tier):
+                if (part.representation, tier) in columns:
+                    columns[part.representation, tier] = columns[part.representation, tier] + count
+
+    def most(each_request):
+        return largest(reads.running * each_request)
+
+    on_device = reads.pieces if policy.attention == "host" else True
+    moved = {r: columns[r, "any"] - columns[r, "device"] for r in ("act", "kv")}
+    if policy.bits.act == "native":  # blocks of the device are gathered beside those that come over the link
+        moved["act"] = columns["act", "any"]
+    return BufferSizes(
+        pool_blocks={},
+        staged_rows={entry: larger(fresh[entry], rows) for entry, rows in staged.items()},
+        act_buffer_blocks=largest(moved["act"]),
+        kv_buffer_blocks=largest(moved["kv"] * on_device),
+        act_staging_blocks=largest(columns["act", "disk"]),
+        kv_staging_blocks=largest(columns["kv", "disk"]),
+        act_blocks=largest(columns["act", "any"]),
+        plain_kv_blocks=largest(columns["kv", "any"] * on_device),
+        attention_tokens=most((reads.context + reads.recomputed + reads.new) * on_device),
+        context_tokens=most(reads.context * on_device),
+        step_rows=larger(batch * prompt, most(reads.recomputed + reads.new)),
+        batch=batch,
+        decode_batch=most(1),
+        selected_rows=selected_rows(policy.selection, reads),
+    )
+
+
+def larger(a, b):
+    """Return the larger one of numbers, or of arrays element by element."""
+    return np.maximum(a, b) if np.ndim(a) or np.ndim(b) else max(a, b)
+
+
+def split_blocks(lines: SplitLines, batch, tokens, num_mini_batches) -> dict:
+    """Blocks of a request that a both(…) entry recomputes ("act") and loads ("kv") of ``tokens``; arrays allowed."""
+    act = split_point(lines, batch, tokens, num_mini_batches) // BLOCK_TOKENS
+    return {"act": act, "kv": ceil_blocks(tokens) - act}
