@@ -1,8 +1,8 @@
 """Candidates, and what each mini-batch of theirs does in the prefill and in stretches of the decode.
 
 A candidate is a policy on requests of one length; many are worked out at once, in arrays [candidates]. The sums of a
-step (``core.schedule.step_work.StepCounts``) and the sizes of buffers (``buffer_sizes.BufferSizes``) are made;
-what they cost in work and bytes comes from ``step_work`` and ``memory_parts``, as it does for the executor.
+step (``core.schedule.step_work.StepCounts``) and the sizes of buffers (``BufferSizes``) are made here, what they
+cost in work and bytes comes from ``step_work`` and ``memory_parts``, as it does for the executor.
 
 ``make_step`` and ``buffer_sizes`` of core are not used: they look at requests one by one, with the blocks of each, to
 say what the executor does in one iteration. A step here is the mean of many iterations of many policies, its counts are
