@@ -258,7 +258,7 @@ class RequestCodec:
         limit = self.shape.max_context
         room = f"{limit} positions"
         if limit < self.shape.max_positions:
-            room = f"room for {limit} tokens (its sliding window, or max_model_len)"
+            room = f"room for {limit} tokens (max_model_len)"
         return InputError(f"{size}; model {self.shape.name} has {room}, and at least one must be left for the answer")
 
     def encode(

@@ -16,7 +16,7 @@ from flexhybrid.core.context.blocks import BLOCK_TOKENS, ceil_blocks
 from flexhybrid.core.plan import stream
 from flexhybrid.core.schedule.steps import Segment, block_runs
 from flexhybrid.jobs.compare.speed import PolicyRun
-from flexhybrid.runtime.kernels.attention import Path, attend_blocks
+from flexhybrid.runtime.kernels.attention import Path, ScoreRule, attend_blocks
 from flexhybrid.runtime.kernels.quantize import dequantize, packed_bytes, quantize
 from flexhybrid.runtime.kernels.rotary import rotate_
 from flexhybrid.runtime.step_tensors import mask_of
@@ -142,10 +142,10 @@ def bench_attention_on_host(table: Table, sizes: Sizes, dtype: torch.dtype) -> N
     num_blocks = ceil_blocks(context)
     blocks = torch.randn(batch * num_blocks, 2, heads, BLOCK_TOKENS, head_dim, dtype=dtype)
     query = torch.randn(batch, heads, head_dim, dtype=dtype)
-    tokens = np.full(batch, context)
+    seen, rule = (np.zeros(batch, np.int64), np.full(batch, context)), ScoreRule(head_dim**-0.5)
     runs = block_runs(np.arange(batch * num_blocks).reshape(batch, -1), np.full(batch, num_blocks))
     with torch_threads(1):
-        share = memory_share(blocks, lambda copy: attend_blocks(query, copy, runs, tokens))
+        share = memory_share(blocks, lambda copy: attend_blocks(query, copy, runs, seen, rule))
     table.at_least("attend_host: share of one core's memory bandwidth", share, 0.6, "x")
 
 

@@ -72,7 +72,9 @@ class Problem:
     @property
     def attends_in_place(self) -> bool:
         """Whether decode steps without a selection read keys and values where they lie: by this run's ways to attend,
-        else by those for which the hardware record holds."""
+        else by those for which the hardware record holds. Kernels that do so have no softcap."""
+        if self.shape.softcaps:
+            return False
         if self.attention:
             return self.attention.in_place
         return self.hardware is not None and self.hardware.attends_in_place

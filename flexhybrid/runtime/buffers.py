@@ -65,14 +65,22 @@ class DiskPool(NamedTuple):
         return self.start + (layer * self.num_blocks + block) * self.block_bytes + token * self.row_bytes
 
 
+class SharedPart(NamedTuple):
+    """What g beginnings of prompts have; m requests share each."""
+
+    rows: torch.Tensor  #: [g, m] the rows of the step that have it
+    keys: torch.Tensor  #: [g, G, T, d]
+    values: torch.Tensor
+    columns: torch.Tensor | None = None  #: [g, T] positions, where layers have windows
+
+
 class Context(NamedTuple):
     """What attention reads: keys and values [B, G, T, d] in their buffer, and what is added to their scores."""
 
     keys: torch.Tensor
     values: torch.Tensor
     mask_B11T: torch.Tensor | None
-    #: of what requests attend to together: the rows [g, m] that share it, keys and values [g, G, T, d]
-    commons: tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], ...] = ()
+    commons: tuple[SharedPart, ...] = ()  #: what requests attend to together
 
 
 class Buffers:

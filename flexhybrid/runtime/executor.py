@@ -20,7 +20,7 @@ from flexhybrid.core.task import Task, Work
 from flexhybrid.core.wave import Wave
 from flexhybrid.runtime.buffers import Buffers, Context
 from flexhybrid.runtime.cuda import CudaCopies
-from flexhybrid.runtime.kernels.attention import PATHS, Share, Weighed
+from flexhybrid.runtime.kernels.attention import PATHS, ScoreRule, Share, Weighed
 from flexhybrid.runtime.links import CpuCopies
 from flexhybrid.runtime.logprob_log import LogprobLog
 from flexhybrid.runtime.models import architecture
@@ -144,7 +144,8 @@ class Executor(Generic[SelectionT]):
         paths = wave.problem.attention or fastest_paths(self.device.type, dtype, group)
         self.attention = {"prompt": PATHS[paths.prompt], "chunk": PATHS[paths.chunk], "decode": PATHS[paths.decode]}
         self.compute_threads = parts.compute_threads
-        self.extents: dict[int, tuple[MiniBatchStep, Any]] = {}  #: by mini-batch, ``StepExtents`` of its decode step
+        #: by mini-batch and window, ``StepExtents`` of its decode step
+        self.extents: dict[tuple[int, int | None], tuple[MiniBatchStep, Any]] = {}
         on_host = self.policy.attention == "host" and wave.problem.attends_in_place
         if on_host or attends_in_place(wave.problem, wave.policy):
             from flexhybrid.runtime.kernels.in_place import compile_for
@@ -195,6 +196,22 @@ class Executor(Generic[SelectionT]):
         tensors = self.steps.make(task.payload.step)
         self.step_tensors[step_key(task)] = task.payload.step, tensors
         return tensors
+
+    def score_rule(self, task: Task) -> ScoreRule:
+        """Return what becomes of scores in the task's layer."""
+        kind = self.shape.attention_of(task.layer)
+        sinks = self.layer_weights.of(task)["sinks.weight"][0] if kind.sinks else None
+        return ScoreRule(kind.scaling or self.shape.head_dim**-0.5, kind.softcap, sinks)
+
+    def finish_attention(self, task: Task) -> None:
+        """Let sinks count in ``weighed``, and take it as what attention gives."""
+        self.score_rule(task).with_sinks(self.weighed)
+        self.attended = self.weighed[0].flatten(1).to(self.kvq[task.payload.slot].dtype)
+
+    def window_of(self, task: Task) -> int | None:
+        """Return the window of the task's layer, where some token of its step lies behind it."""
+        step, window = task.payload.step, self.shape.attention_of(task.layer).window
+        return window if window and (step.context + step.new_tokens).max() > window else None
 
     def tensors(self, task: Task) -> StepTensors:
         """Return the tensors of the task's step; made anew where another layer's step is a different one."""

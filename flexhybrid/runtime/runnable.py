@@ -2,6 +2,7 @@
 
 from flexhybrid.core.context.selection import limits_cache
 from flexhybrid.core.errors import InputError
+from flexhybrid.core.model.attention import PLAIN
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import GROUP_ELEMENTS, Policy
 from flexhybrid.runtime.kernels.quantize import row_unit
@@ -23,8 +24,14 @@ def check_runnable(shape: ModelShape, policy: Policy) -> None:
             )
     speculative = policy.selection.method == "speculative"
     ranked = policy.selection.method == "heavy_hitter"
+    peculiar = any(kind != PLAIN for kind in shape.attention_kinds)
     refusals = (
         (shape.modules and (speculative or ranked), f"a selection of tokens in {shape.name}'s own layers"),
+        (
+            peculiar and policy.selection.method != "none",
+            "a selection of tokens for a model whose layers have windows that prompts may outgrow (max_model_len keeps "
+            "them within), or scores of another kind,",
+        ),
         (policy.embedding.device < 1, "embedding and head off the device"),
         (policy.hidden == "disk", "hidden states on the disk"),
         (speculative and policy.selection.partial_keys == "host", "partial keys on the host"),

@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockEntries
-from flexhybrid.core.schedule.steps import MiniBatchStep, Store
+from flexhybrid.core.schedule.steps import MiniBatchStep, Segment, Store
 from flexhybrid.core.wave import Wave
 from flexhybrid.runtime.kernels.rotary import rotary_tables
 from flexhybrid.runtime.kernels.sampling import SamplingPlan, StepSampling, step_sampling
@@ -27,6 +27,14 @@ class SamplingPlans(Protocol):
 
 
 Rotation = tuple[torch.Tensor, torch.Tensor]  #: cosines and sines, [R, d] each
+
+
+class Places(NamedTuple):
+    """Positions in their requests, for layers with a window."""
+
+    new_BN: torch.Tensor
+    columns_BT: torch.Tensor  #: -1 for padding
+    common: tuple[torch.Tensor, ...]  #: [g, T] of each of ``MiniBatchStep.commons``
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,9 @@ class StepTensors:
     act_rotation: Rotation | None  #: of the rows that KV-Gen recomputes
     act_positions: torch.Tensor | None  #: of the same, where layers are transformers' own
     mask_B11T: torch.Tensor | None  #: added to scores; None when no column is padding
+    #: by window: the same with what lies before it, of the one new token of each request
+    window_masks: dict[int, torch.Tensor]
+    places: Places | None  #: None where nothing is assembled, or no layer has a window
     last_rows_B: torch.Tensor | None  #: rows that the head reads; None when it is all of them
     sampled_cells_B: torch.Tensor  #: of the token table
     sampling: StepSampling | None
@@ -116,21 +127,25 @@ def act_positions(step: MiniBatchStep, tables: dict[str, np.ndarray]) -> np.ndar
     return np.concatenate(rows)
 
 
+def segment_positions(segment: Segment, tables: dict[str, np.ndarray]) -> np.ndarray:
+    """Return the positions of a segment's tokens, [B, most]; -1 for padding."""
+    index = np.arange(segment.max_tokens)
+    inside = index < segment.num_tokens[:, None]
+    index = np.minimum(index + segment.start_block[:, None] * BLOCK_TOKENS, len(tables[segment.entry]) - 1)
+    return np.where(inside, tables[segment.entry][index], -1)
+
+
 def column_positions(step: MiniBatchStep, tables: dict[str, np.ndarray]) -> np.ndarray:
-    """Return the position of the token in each column of a decode step's attention buffer, [B, T]; -1 for padding.
+    """Return the position of the token in each column of a step's attention buffer, [B, T]; -1 for padding, but for
+    that of new tokens.
 
     The step attends to all cached tokens; ``tables`` are ``position_tables``.
     """
-    columns = []
-    for segment in step.segments:
-        index = np.arange(segment.max_tokens)
-        inside = index < segment.num_tokens[:, None]
-        index = np.minimum(index + segment.start_block[:, None] * BLOCK_TOKENS, len(tables[segment.entry]) - 1)
-        columns.append(np.where(inside, tables[segment.entry][index], -1))
+    columns = [segment_positions(segment, tables) for segment in step.segments]
     if step.recomputed is not None:
         index = np.arange(step.recomputed_width)
         columns.append(np.where(index < step.recomputed[:, None], index, -1))
-    columns.append(step.context[:, None])
+    columns.append(step.context[:, None] + np.arange(step.width))
     return np.concatenate(columns, axis=1)
 
 
@@ -171,13 +186,13 @@ class StepMaker:
             lengths = np.full_like(lengths, wave.queue.workload.cached_tokens.max() + 1)
         self.tokens = TokenTable([prompts[request] for request in wave.begun.tolist()], lengths, device)
         self.rotary: Rotation | None = None  #: of all positions
-        self.act_positions: dict[str, np.ndarray] = {}  #: where the model has rotary positions
+        self.windows = wave.shape.windows
+        self.positions: dict[str, np.ndarray] = {}  #: of cached tokens, where they are rotated or windows hide them
         longest = int(lengths.max())
-        if wave.shape.modules:
-            self.act_positions = position_tables(wave.entries, longest)
+        if wave.shape.rotary or wave.shape.modules or self.windows:
+            self.positions = position_tables(wave.entries, longest)
         if wave.shape.rotary:
             self.rotary = rotary_tables(wave.shape, longest, dtype, device)
-            self.act_positions = position_tables(wave.entries, longest)
 
     def enter(self, step: MiniBatchStep, answers: Mapping[int, Sequence[int]]) -> None:
         """Take the prompts of requests that join; of those that were here before, with their answers so far."""
@@ -189,12 +204,13 @@ class StepMaker:
         positions = computed_positions(step)
         assembled = not (step.prefill or step.in_place or self.attends_on_host and step.decodes)
         hidden = hidden_columns(step) if assembled else None
+        columns = column_positions(step, self.positions) if assembled and self.windows else None
         last_rows = np.arange(batch) * width + step.recomputed_width + step.new_tokens - 1
         total = step.context + step.new_tokens
         read = [*step.of("act"), *step.of("kv")]
         tables = {id(s): s.block_table for s in read if s.tier == "device"}
         positions_R = self._copy(positions.reshape(-1))
-        act_at = act_positions(step, self.act_positions) if step.act_rows and self.act_positions else None
+        act_at = act_positions(step, self.positions) if step.act_rows and self.positions else None
         act_rotation = None if act_at is None else self.rotation_at(act_at)
         return StepTensors(
             cells_R=self._copy(self.tokens.cells(step.requests, positions).reshape(-1)),
@@ -203,6 +219,8 @@ class StepMaker:
             act_rotation=act_rotation,
             act_positions=None if act_at is None or self.rotary else self._copy(act_at),
             mask_B11T=None if hidden is None else mask_of(hidden, self.dtype, self.device),
+            window_masks={} if columns is None or step.width > 1 else self._window_masks(step, columns, hidden),
+            places=None if columns is None else self._places(step, positions, columns),
             last_rows_B=self._copy(last_rows) if width > 1 else None,
             sampled_cells_B=self._copy(self.tokens.cells(step.requests, total)),
             sampling=step_sampling(self.plan.select(step.queued), total, self.tokens.start[step.requests], self._copy),
@@ -211,6 +229,25 @@ class StepMaker:
             buffer_tables={id(s): self._copy(s.buffer_table) for s in read if assembled and s.in_line},
             common_rows=tuple(self._copy(common.rows) for common in step.commons),
         )
+
+    def _window_masks(
+        self, step: MiniBatchStep, columns_BT: np.ndarray, hidden_BT: np.ndarray | None
+    ) -> dict[int, torch.Tensor]:
+        """Return ``StepTensors.window_masks``, of the windows that hide something."""
+        masks = {}
+        for window in self.windows:
+            outside = columns_BT <= step.context[:, None] - window
+            if outside.any():
+                outside = outside if hidden_BT is None else outside | hidden_BT
+                masks[window] = mask_of(outside, self.dtype, self.device)
+        return masks
+
+    def _places(self, step: MiniBatchStep, positions: np.ndarray, columns_BT: np.ndarray) -> Places:
+        common = []
+        for part in step.commons:
+            of_part = [segment_positions(segment, self.positions) for segment in part.segments]
+            common.append(self._copy(np.concatenate(of_part, axis=1)))
+        return Places(self._copy(positions[:, step.recomputed_width :]), self._copy(columns_BT), tuple(common))
 
     def rotation_at(self, positions: np.ndarray) -> Rotation | None:
         """Cosines and sines of tokens at these positions, flat; None where the model has no rotary positions."""

@@ -30,8 +30,10 @@ from flexhybrid.core.waves import batch_size, open_batch
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.compare.exactness import compare_tokens
 from flexhybrid.llm import LLM
+from flexhybrid.runtime.buffers import SharedPart
 from flexhybrid.runtime.engine import Engine
-from flexhybrid.runtime.kernels.shared_attention import attend_with_shared
+from flexhybrid.runtime.kernels.attention import ScoreRule, Window
+from flexhybrid.runtime.kernels.shared_attention import attend_in_parts
 from flexhybrid.runtime.links import CpuCopies, num_blocks
 from flexhybrid.runtime.storage.loader import Checkpoint
 from flexhybrid.sampling_params import SamplingParams
@@ -56,7 +58,9 @@ def test_requests_that_share_get_the_references_tokens(tmp_path_factory, data, p
     if data.draw(st.booleans()):
         model = save_opt(folder, layers=data.draw(st.integers(1, 3)), heads=3, head_dim=8, positions=120, seed=seed)
     else:
-        model = save_llama(folder, layers=2, heads=4, kv_heads=2, head_dim=12, hidden=32, positions=120, seed=seed)
+        window = data.draw(st.sampled_from((None, 9, 40)))
+        more = dict(kind="mistral", sliding_window=window, layers=2, heads=4, kv_heads=2, head_dim=12, hidden=32)
+        model = save_llama(folder, positions=120, seed=seed, **more)
     prompts = tree_of_prompts(generator, count, 98)
     max_tokens = generator.integers(1, 20, count).tolist()
     stops = [int(generator.integers(1, length + 5)) for length in max_tokens]
@@ -338,11 +342,18 @@ def test_prompts_whose_tokens_are_scored_are_computed_as_a_whole(tmp_path):
 
 
 @settings(max_examples=25)
-@given(st.integers(0, 999), st.sampled_from((torch.float32, torch.bfloat16)), st.integers(1, 150))
-def test_attention_in_parts_is_attention_over_all(seed, dtype, new):
-    """Against softmax over the keys of all parts side by side, request by request, in float64."""
+@given(
+    st.integers(0, 999),
+    st.sampled_from((torch.float32, torch.bfloat16)),
+    st.integers(1, 150),
+    st.sampled_from(((0.35, None, False, None), (0.1, 2.0, True, 12), (0.5, None, True, None), (0.35, 5.0, False, 40))),
+)
+def test_attention_in_parts_is_attention_over_all(seed, dtype, new, kind):
+    """Against softmax over the keys of all parts side by side, request by request, in float64: scaled, capped, then
+    hidden by a window, with a sink in the sum of each head."""
     draw = torch.Generator().manual_seed(seed)
     batch, groups, heads, d, own = 5, 2, 4, 8, 7
+    scaling, softcap, has_sinks, width = kind
 
     def tensor(*size):
         return torch.randn(size, generator=draw).to(dtype)
@@ -351,22 +362,38 @@ def test_attention_in_parts_is_attention_over_all(seed, dtype, new):
     mask = torch.zeros(batch, 1, 1, own + new)
     mask[2, ..., 3:own] = -torch.inf
     parts = [(torch.tensor([[0, 3], [4, 1]]), 9), (torch.tensor([[3]]), 32)]
-    shared = [(rows, tensor(len(rows), groups, size, d), tensor(len(rows), groups, size, d)) for rows, size in parts]
-    found = attend_with_shared(q, k, v, mask.to(dtype), shared).view(batch, new, heads, d)
+    places = [torch.randperm(50, generator=draw)[:size].expand(len(rows), -1) for rows, size in parts]
+    shared = [
+        SharedPart(rows, tensor(len(rows), groups, size, d), tensor(len(rows), groups, size, d), of_part)
+        for (rows, size), of_part in zip(parts, places, strict=True)
+    ]
+    sinks = torch.randn(heads, generator=draw) if has_sinks else None
+    columns = torch.cat(
+        [torch.randint(0, 50, (batch, own), generator=draw), 50 + torch.arange(new).repeat(batch, 1)], 1
+    )
+    window = None if width is None else Window(width, columns[:, own:], columns)
+    rule = ScoreRule(scaling, softcap, sinks)
+    answer = attend_in_parts(q, (k, v, mask.to(dtype)), shared, rule, window).view(batch, new, heads, d)
     for row in range(batch):
-        keys, values = [k[row]], [v[row]]
-        for rows, part_keys, part_values in shared:
+        keys, values, at = [k[row]], [v[row]], [columns[row]]
+        for rows, part_keys, part_values, part_at in shared:
             for group in (rows == row).any(dim=1).nonzero().flatten():
                 keys, values = [part_keys[group], *keys], [part_values[group], *values]
+                at = [part_at[group], *at]
         together = [
             torch.cat(side, dim=1).double().repeat_interleave(heads // groups, dim=0) for side in (keys, values)
         ]
-        scores = q[row].double().transpose(0, 1) @ together[0].transpose(1, 2) * d**-0.5
-        width = scores.shape[-1]
-        scores += torch.full((new, width), -torch.inf, dtype=torch.float64).triu(width - new + 1)
-        scores[:, :, width - own - new :] += mask[row, 0, 0]
-        expected = (scores.softmax(-1) @ together[1]).transpose(0, 1)
-        assert torch.allclose(found[row].double(), expected, atol=1e-5 if dtype == torch.float32 else 0.05)
+        scores = q[row].double().transpose(0, 1) @ together[0].transpose(1, 2) * scaling
+        scores = scores if softcap is None else softcap * (scores / softcap).tanh()
+        total = scores.shape[-1]
+        scores += torch.full((new, total), -torch.inf, dtype=torch.float64).triu(total - new + 1)
+        scores[:, :, total - own - new :] += mask[row, 0, 0]
+        if width is not None:
+            scores[:, torch.cat(at) <= columns[row, own:, None] - width] = -torch.inf
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, new, 1)], -1)
+        expected = (scores.softmax(-1)[..., :total] @ together[1]).transpose(0, 1)
+        assert torch.allclose(answer[row].double(), expected, atol=1e-5 if dtype == torch.float32 else 0.05)
 
 
 def test_who_joins_is_steered_to_its_prefix(monkeypatch):

@@ -24,6 +24,7 @@ from flexhybrid.runtime.models import architecture, llama
 from flexhybrid.runtime.storage.loader import Checkpoint, RandomWeights
 from flexhybrid.runtime.storage.parts import linear
 from flexhybrid.runtime.storage.weights import Weights
+from sim import presets
 
 CPU = torch.device("cpu")
 
@@ -202,14 +203,17 @@ def test_every_tensor_of_the_layout_has_a_name_and_random_weights(name):
         (dict(kind="llama"), None),
     ],
 )
-def test_a_sliding_window_bounds_the_sequences(tmp_path, more, window):
+def test_a_sliding_window_is_that_of_its_layers(tmp_path, more, window):
     reference = save_llama(tmp_path, **more)
     shape = shape_from_config(tmp_path)
-    assert max((kind.window for kind in shape.attention), key=bool) == window and shape.max_context == (window or 96)
+    assert shape.windows == (() if window is None else (window,)) and shape.max_context == 96
     config = json.loads((tmp_path / "config.json").read_text())
     config.pop("layer_types", None)  # as older versions wrote it
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert shape_from_config(tmp_path).attention == shape.attention
+    of_layers = [getattr(layer.self_attn, "sliding_window", None) for layer in reference.model.layers]
+    if more["kind"] == "qwen2":
+        assert [shape.attention_of(layer).window for layer in range(2)] == of_layers
     if window is None:
         return
     tokens = torch.randint(3, 61, (96,), generator=torch.Generator().manual_seed(3)).tolist()
@@ -217,13 +221,16 @@ def test_a_sliding_window_bounds_the_sequences(tmp_path, more, window):
         wanted = reference(torch.tensor([tokens])).logits[0]
     off = (forward(tmp_path, tokens) - wanted).abs().amax(-1)
     assert off[:window].max() <= 2e-5 * wanted.abs().max()  # up to the window it is plain attention,
-    assert off[window:].max() > 1e-2 * wanted.abs().max()  # behind it not: there the executor does not go
-    llm = LLM(tmp_path, device="cpu", dtype="float32")
+    assert off[window:].max() > 1e-2 * wanted.abs().max()  # behind it not
     params = SamplingParams(max_tokens=90, temperature=0.0, ignore_eos=True)
-    answer = llm.generate([tokens[:7]], params)[0].outputs[0]
-    assert len(answer.token_ids) == window - 7 and answer.finish_reason == "length"
-    with pytest.raises(InputError, match="prompt 0 has 40 tokens.* room for 40 tokens .its sliding window"):
-        llm.generate([tokens[:40]], params)
+    with LLM(tmp_path, device="cpu", dtype="float32", max_model_len=window) as llm:
+        assert llm.shape.windows == ()  # which nobody outgrows
+        answer = llm.generate([tokens[:7]], params)[0].outputs[0]
+        assert len(answer.token_ids) == window - 7 and answer.finish_reason == "length"
+        with pytest.raises(InputError, match="prompt 0 has 40 tokens.* room for 40 tokens .max_model_len"):
+            llm.generate([tokens[:40]], params)
+    with pytest.raises(InputError, match="selection of tokens .* windows .*max_model_len"):
+        LLM(tmp_path, presets.h2o(0.5), device="cpu", dtype="float32")
 
 
 def test_a_window_that_is_absent_has_transformers_default(tmp_path):

@@ -3,6 +3,7 @@
 import os
 import re
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -73,13 +74,30 @@ class ModelShape:
 
     @property
     def max_context(self) -> int:
-        """Longest sequence that the executor runs: up to a sliding window, every token still sees all before it."""
-        windows = (kind.window or self.max_positions for kind in self.attention)
-        return min(self.max_positions, self.limit or self.max_positions, *windows)
+        """Longest sequence that the executor runs."""
+        return min(self.max_positions, self.limit or self.max_positions)
+
+    @cached_property
+    def attention_kinds(self) -> tuple[AttentionKind, ...]:
+        """``attention`` without windows that no sequence outgrows."""
+        narrow = (kind.window is not None and kind.window < self.max_context for kind in self.attention)
+        return tuple(
+            kind if keep else replace(kind, window=None) for kind, keep in zip(self.attention, narrow, strict=True)
+        )
 
     def attention_of(self, layer: int) -> AttentionKind:
         """Return what attention of a layer is."""
-        return self.attention[layer % len(self.attention)]
+        return self.attention_kinds[layer % len(self.attention)]
+
+    @cached_property
+    def windows(self) -> tuple[int, ...]:
+        """The windows of its layers, each once; empty where every layer sees all tokens."""
+        return tuple(sorted({kind.window for kind in self.attention_kinds if kind.window is not None}))
+
+    @cached_property
+    def softcaps(self) -> bool:
+        """Whether scores of some layer are capped."""
+        return any(kind.softcap is not None for kind in self.attention)
 
     @property
     def query_width(self) -> int:

@@ -8,7 +8,7 @@ a key head are folded into the query axis, so that grouped-query attention is on
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -20,10 +20,38 @@ from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.schedule.steps import BlockRun
 from flexhybrid.runtime.buffers import run_view
 
-#: Calls a function on the items of iterables: ``map``, or that of a pool whose threads have one torch thread each.
-Share = Callable[..., Iterable]
 #: What attention gives [B, G, Q, d], and the logarithm of the sum that it was divided by [B, G, Q]; in float32.
 Weighed = tuple[torch.Tensor, torch.Tensor]
+
+
+class ScoreRule(NamedTuple):
+    """What becomes of q·k before the softmax: ``core.model.attention.AttentionKind`` with its numbers."""
+
+    scaling: float
+    softcap: float | None = None
+    sinks_H: torch.Tensor | None = None
+
+    @property
+    def changes_scores(self) -> bool:
+        """Whether it does more than scale them: what ``Path`` cannot."""
+        return self.softcap is not None or self.sinks_H is not None
+
+    def capped(self, scores: torch.Tensor) -> torch.Tensor:
+        """Return scores within the softcap; the same memory."""
+        return scores if self.softcap is None else scores.div_(self.softcap).tanh_().mul_(self.softcap)
+
+    def with_sinks(self, own: Weighed) -> None:
+        """Let the sinks count in the sums by which ``own`` was divided: once, when all parts of a context are in it.
+        Queries are [B, G, r·…]."""
+        if self.sinks_H is not None:
+            attended, sums = own
+            by_head = sums.unflatten(2, (len(self.sinks_H) // sums.shape[1], -1))
+            sinks = self.sinks_H.float().view(sums.shape[1], -1, 1)
+            attended *= (by_head - sinks).sigmoid().flatten(2)[..., None]
+
+
+#: Calls a function on the items of iterables: ``map``, or that of a pool whose threads have one torch thread each.
+Share = Callable[..., Iterable]
 
 
 def split_heads(shape: ModelShape, kvq: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -35,37 +63,66 @@ def split_heads(shape: ModelShape, kvq: torch.Tensor) -> tuple[torch.Tensor, tor
 
 class Path(Protocol):
     """Attends with new tokens over their context -> [B, N, H·d]. The columns of the new tokens are the last ones: they
-    attend causally to themselves, and to the columns before as the mask allows, which adds -inf to those of padding."""
+    attend causally to themselves, and to the columns before as the mask allows, [B, 1, 1 or N, T], which adds -inf to
+    those of padding and to those that a new token does not see. ``scaling`` is the factor of scores; None: d^-0.5."""
 
     def __call__(
-        self, q_BNHd: torch.Tensor, k_BGTd: torch.Tensor, v_BGTd: torch.Tensor, mask_B11T: torch.Tensor | None
+        self,
+        q_BNHd: torch.Tensor,
+        k_BGTd: torch.Tensor,
+        v_BGTd: torch.Tensor,
+        mask: torch.Tensor | None,
+        scaling: float | None = None,
     ) -> torch.Tensor: ...
 
 
+class Window(NamedTuple):
+    """A sliding window over columns that lie in any order: a token sees those of the last ``tokens`` positions up to
+    its own."""
+
+    tokens: int
+    queries_BN: torch.Tensor  #: positions of the new tokens; [1, N] where they are the same for all requests
+    columns_BT: torch.Tensor  #: positions of the columns, likewise
+
+    def mask(self, new: slice, columns: slice, dtype: torch.dtype) -> torch.Tensor:
+        """Return what is added to the scores of new tokens with columns: [B or 1, 1, N, T]."""
+        hidden = self.columns_BT[:, None, columns] <= self.queries_BN[:, new, None] - self.tokens
+        return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)[:, None]
+
+
 def fused(
-    q_BNHd: torch.Tensor, k_BGTd: torch.Tensor, v_BGTd: torch.Tensor, mask_B11T: torch.Tensor | None
+    q_BNHd: torch.Tensor,
+    k_BGTd: torch.Tensor,
+    v_BGTd: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None = None,
 ) -> torch.Tensor:
     """Attend as ``Path`` says, by scaled_dot_product_attention."""
     (batch, new, heads, d), (groups, tokens) = q_BNHd.shape, k_BGTd.shape[1:3]
-    if new == tokens and mask_B11T is None:
+    if new == tokens and mask is None:
         k, v = (x.repeat_interleave(heads // groups, dim=1) if groups != heads else x for x in (k_BGTd, v_BGTd))
-        attended = F.scaled_dot_product_attention(q_BNHd.transpose(1, 2), k, v, is_causal=True)
+        attended = F.scaled_dot_product_attention(q_BNHd.transpose(1, 2), k, v, is_causal=True, scale=scaling)
         return attended.transpose(1, 2).reshape(batch, new, heads * d)
     folded = q_BNHd.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
     if new > 1:
-        later = q_BNHd.new_full((new, tokens), -torch.inf).triu_(tokens - new + 1).repeat(heads // groups, 1)
-        mask_B11T = later if mask_B11T is None else mask_B11T + later
-    attended = F.scaled_dot_product_attention(folded, k_BGTd, v_BGTd, attn_mask=mask_B11T)
+        later = q_BNHd.new_full((new, tokens), -torch.inf).triu_(tokens - new + 1)
+        later = later if mask is None else mask + later
+        mask = later.repeat(*[1] * (later.dim() - 2), heads // groups, 1)
+    attended = F.scaled_dot_product_attention(folded, k_BGTd, v_BGTd, attn_mask=mask, scale=scaling)
     return attended.unflatten(2, (-1, new)).permute(0, 3, 1, 2, 4).reshape(batch, new, heads * d)
 
 
 def attend_and_weigh(
-    q_BHd: torch.Tensor, k_BGTd: torch.Tensor, v_BGTd: torch.Tensor, mask_B11T: torch.Tensor | None
+    q_BHd: torch.Tensor,
+    k_BGTd: torch.Tensor,
+    v_BGTd: torch.Tensor,
+    mask_B11T: torch.Tensor | None,
+    scaling: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend with one query a request by two matrix products around a softmax; return what a ``Path`` does, [B, H·d],
-    and the attention weights [B, G, r, T]. d ** -0.5 scales the query, the smallest operand."""
+    and the attention weights [B, G, r, T]. The query, the smallest operand, is scaled."""
     folded = q_BHd.view(len(q_BHd), k_BGTd.shape[1], -1, q_BHd.shape[-1])
-    scores = torch.matmul(folded * folded.shape[-1] ** -0.5, k_BGTd.transpose(-1, -2))
+    scores = torch.matmul(folded * (scaling or folded.shape[-1] ** -0.5), k_BGTd.transpose(-1, -2))
     if mask_B11T is not None:
         scores += mask_B11T
     weights = torch.softmax(scores, dim=-1)
@@ -101,19 +158,20 @@ def attend_blocks(
     q_BHd: torch.Tensor,
     blocks: torch.Tensor,
     runs: tuple[BlockRun, ...],
-    tokens_B: np.ndarray,
+    seen_B: tuple[np.ndarray, np.ndarray],
+    rule: ScoreRule,
     share: Share = map,
 ) -> Weighed:
     """Attend on the host, in float32: one query a request over its blocks where they lie, [blocks, 2, G, 16, d]; Q = r.
 
-    ``tokens_B`` is the number of filled places in a request's blocks; ``share`` deals requests, and heads where there
-    are few, to threads. Each key and value is read once, and nothing is written but scores and, for 16-bit blocks, a
-    few heads in float32. Measured on two threads of an AMD EPYC (Zen 3), heads of 128 with a query each: 2 times as
-    fast as torch operations cut in two, and 3.6 times (float32) or 2 times (16 bits) as fast as products of keys and
-    values that are first copied side by side.
+    ``seen_B``: of the places in a request's blocks the first that the query sees, and where they end; ``share`` deals
+    requests, and heads where there are few, to threads. Each key and value is read once, and nothing is written but
+    scores and, for 16-bit blocks, a few heads in float32. Measured on two threads of an AMD EPYC (Zen 3), heads of 128
+    with a query each: 2 times as fast as torch operations cut in two, and 3.6 times (float32) or 2 times (16 bits) as
+    fast as products of keys and values that are first copied side by side.
     """
     batch, heads, d = q_BHd.shape
-    query = (q_BHd * d**-0.5).view(batch, blocks.shape[2], -1, d).float()
+    query = (q_BHd * rule.scaling).view(batch, blocks.shape[2], -1, d).float()
     attended, sums = torch.empty_like(query), torch.empty(query.shape[:3])
     pieces: list[list[torch.Tensor]] = [[] for _ in range(batch)]
     for run in sorted(runs, key=lambda run: run.column):
@@ -125,7 +183,8 @@ def attend_blocks(
     def attend_request(row: int, first: int) -> None:
         heads = slice(first, first + heads_at_a_time)
         own = [piece[:, :, heads] for piece in pieces[row]]
-        _attend_request(query[row, heads], own, int(tokens_B[row]), (attended[row, heads], sums[row, heads]))
+        seen = slice(int(seen_B[0][row]), int(seen_B[1][row]))
+        _attend_request(query[row, heads], own, (seen, rule), (attended[row, heads], sums[row, heads]))
 
     items = [(row, first) for row in range(batch) for first in range(0, blocks.shape[2], heads_at_a_time)]
     for _ in share(attend_request, *zip(*items, strict=True)):
@@ -133,7 +192,10 @@ def attend_blocks(
     return attended, sums
 
 
-def _attend_request(q_GQd: torch.Tensor, pieces: list[torch.Tensor], tokens: int, out: Weighed) -> None:
+Seen = tuple[slice, ScoreRule]  #: the places that a query sees, and what becomes of its scores with them
+
+
+def _attend_request(q_GQd: torch.Tensor, pieces: list[torch.Tensor], seen: Seen, out: Weighed) -> None:
     """Attend over pieces [n, 2, G, 16, d] of a context: in place where they are float32, otherwise widened a few heads
     at a time. ``out``: [G, Q, d] and [G, Q]."""
     groups, d = q_GQd.shape[0], q_GQd.shape[-1]
@@ -143,17 +205,18 @@ def _attend_request(q_GQd: torch.Tensor, pieces: list[torch.Tensor], tokens: int
     for start in range(0, groups, step):
         heads = slice(start, start + step)
         wide = [widened(piece[:, :, heads]) for piece in pieces]
-        _attend_in_place(q_GQd[heads], wide, tokens, (out[0][heads], out[1][heads]))
+        _attend_in_place(q_GQd[heads], wide, seen, (out[0][heads], out[1][heads]))
 
 
-def _attend_in_place(q_GQd: torch.Tensor, pieces: list[torch.Tensor], tokens: int, out: Weighed) -> None:
+def _attend_in_place(q_GQd: torch.Tensor, pieces: list[torch.Tensor], seen: Seen, out: Weighed) -> None:
     """Attend block by block. numpy's products take strided blocks as they are; torch would first copy them side by
     side, and its products of 16 keys each take two to three times as long."""
     query, halves = q_GQd.numpy(), [piece.numpy().swapaxes(0, 1) for piece in pieces]
     products = [np.matmul(query, keys.swapaxes(-1, -2)) for keys, _ in halves]
     scores = torch.from_numpy(products[0] if len(products) == 1 else np.concatenate(products))  # [n, G, Q, 16]
-    scores = scores.permute(1, 2, 0, 3).flatten(2)
-    scores[..., tokens:] = -torch.inf
+    places, rule = seen
+    scores = rule.capped(scores.permute(1, 2, 0, 3).flatten(2))
+    scores[..., places.stop :] = scores[..., : places.start] = -torch.inf
     weights = torch.softmax(scores, dim=-1)  # the largest is one over the sum, relative to the largest score
     torch.sub(scores.amax(-1), weights.amax(-1).log_(), out=out[1])
     weights = weights.unflatten(-1, (-1, BLOCK_TOKENS)).permute(2, 0, 1, 3).numpy()
@@ -165,17 +228,21 @@ def _attend_in_place(q_GQd: torch.Tensor, pieces: list[torch.Tensor], tokens: in
 
 
 def products(
-    q_BNHd: torch.Tensor, k_BGTd: torch.Tensor, v_BGTd: torch.Tensor, mask_B11T: torch.Tensor | None
+    q_BNHd: torch.Tensor,
+    k_BGTd: torch.Tensor,
+    v_BGTd: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None = None,
 ) -> torch.Tensor:
     """Attend as ``Path`` says, by two matrix products around a softmax.
 
     Blocks of queries attend in turn, each over the columns before its end: not all scores are in memory at once.
     """
     if q_BNHd.shape[1] == 1:
-        return attend_and_weigh(q_BNHd[:, 0], k_BGTd, v_BGTd, mask_B11T)[0][:, None]
+        return attend_and_weigh(q_BNHd[:, 0], k_BGTd, v_BGTd, mask, scaling)[0][:, None]
     batch, new, heads, d = q_BNHd.shape
     groups, tokens = k_BGTd.shape[1:3]
-    q = q_BNHd.view(batch, new, groups, heads // groups, d).permute(0, 2, 3, 1, 4) * d**-0.5
+    q = q_BNHd.view(batch, new, groups, heads // groups, d).permute(0, 2, 3, 1, 4) * (scaling or d**-0.5)
     above = q.new_full((min(PREFILL_QUERIES, new),) * 2, -torch.inf).triu_(1)
     attended = torch.empty_like(q)
     for start in range(0, new, PREFILL_QUERIES):
@@ -185,8 +252,9 @@ def products(
         scores = torch.matmul(folded, k_BGTd[:, :, :seen].transpose(-1, -2))
         grid = scores.view(batch, groups, heads // groups, count, seen)
         grid[..., seen - count :] += above[:count, :count]
-        if mask_B11T is not None:
-            grid += mask_B11T[:, :, None, :, :seen]
+        if mask is not None:
+            rows = slice(start, start + count) if mask.shape[2] > 1 else slice(None)
+            grid += mask[:, :, None, rows, :seen]
         product = torch.matmul(torch.softmax(scores, dim=-1), v_BGTd[:, :, :seen])
         attended[:, :, :, start : start + count] = product.view(batch, groups, heads // groups, count, d)
     return attended.permute(0, 3, 1, 2, 4).reshape(batch, new, heads * d)
@@ -197,7 +265,11 @@ def in_float32(path: Path) -> Path:
     one, are widened at a time as have WIDENED_ELEMENTS elements of keys: a CPU's caches hold them."""
 
     def attend(
-        q_BNHd: torch.Tensor, k_BGTd: torch.Tensor, v_BGTd: torch.Tensor, mask_B11T: torch.Tensor | None
+        q_BNHd: torch.Tensor,
+        k_BGTd: torch.Tensor,
+        v_BGTd: torch.Tensor,
+        mask: torch.Tensor | None,
+        scaling: float | None = None,
     ) -> torch.Tensor:
         batch, groups, tokens, d = k_BGTd.shape
         queries = q_BNHd.unflatten(2, (groups, -1))
@@ -206,12 +278,13 @@ def in_float32(path: Path) -> Path:
         head_step = min(groups, max(1, WIDENED_ELEMENTS // (tokens * d)))
         for row in range(0, batch, row_step):
             rows = slice(row, row + row_step)
-            mask = None if mask_B11T is None else mask_B11T[rows].float()
+            added = None if mask is None else (mask if len(mask) == 1 else mask[rows]).float()
             for head in range(0, groups, head_step):
                 heads = slice(head, head + head_step)
                 q = widened(queries[rows, :, heads]).flatten(2, 3)
                 out = attended[rows, :, heads]
-                out.copy_(path(q, widened(k_BGTd[rows, heads]), widened(v_BGTd[rows, heads]), mask).view(out.shape))
+                keys, values = widened(k_BGTd[rows, heads]), widened(v_BGTd[rows, heads])
+                out.copy_(path(q, keys, values, added, scaling).view(out.shape))
         return attended.flatten(2)
 
     return attend
@@ -220,6 +293,31 @@ def in_float32(path: Path) -> Path:
 def widened(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor in float32, its elements side by side; itself where it is so."""
     return tensor.to(torch.float32, memory_format=torch.contiguous_format)
+
+
+def attend_in_window(
+    path: Path,
+    q_BNHd: torch.Tensor,
+    keys_values: tuple[torch.Tensor, torch.Tensor],
+    mask_B11T: torch.Tensor | None,
+    window: Window,
+    scaling: float | None = None,
+) -> torch.Tensor:
+    """Attend as a path does, and to what lies in the window alone.
+
+    Blocks of queries attend in turn, each over the columns before its end. Where all columns are new tokens, those
+    before a block's window are left out.
+    """
+    new, tokens, attended = q_BNHd.shape[1], keys_values[0].shape[2], []
+    for start in range(0, new, PREFILL_QUERIES):
+        end = min(start + PREFILL_QUERIES, new)
+        columns = slice(max(0, start - window.tokens + 1) if new == tokens else 0, tokens - new + end)
+        mask = window.mask(slice(start, end), columns, q_BNHd.dtype)
+        if mask_B11T is not None:
+            mask = mask + mask_B11T[..., columns]
+        keys, values = (side[:, :, columns] for side in keys_values)
+        attended.append(path(q_BNHd[:, start:end], keys, values, mask, scaling))
+    return attended[0] if len(attended) == 1 else torch.cat(attended, dim=1)
 
 
 #: The ways to attend, by name: which is the fastest, a machine, its library and the dtype decide.

@@ -60,13 +60,14 @@ class Extent(NamedTuple):
     token_stride: int  #: from a token to the next one of its block
     head_stride: int  #: from a head's keys to the next head's
     values: int  #: from a token's keys to its values
+    hidden: np.ndarray | None = None  #: [B, n] the first tokens of each block that do not count, 0 to 16; None: none
 
 
 class Layout(NamedTuple):
     """Where contexts lie, part by part: the same in every layer of a step."""
 
     tokens: np.ndarray  #: [parts, B] int64
-    blocks: np.ndarray  #: the blocks of all extents, one after the other
+    blocks: np.ndarray  #: [2, ·] the blocks of all extents, one after the other, and their hidden tokens
     #: [parts, 5] int64: of an extent its first place in ``blocks``, the places of a request, and its three strides
     strides: np.ndarray
     bounds: list[int]  #: of the ranges of items that threads take
@@ -79,27 +80,36 @@ def layout_of(extents: Sequence[Extent], groups: int, num_threads: int) -> Layou
         strides.append((first, extent.blocks.shape[1], extent.token_stride, extent.head_stride, extent.values))
         first += extent.blocks.size
     tokens = np.array([extent.tokens for extent in extents], dtype=np.int64)
-    blocks = np.concatenate([extent.blocks.ravel() for extent in extents])
+    blocks = np.zeros((2, first), dtype=np.int64)
+    np.concatenate([extent.blocks.ravel() for extent in extents], out=blocks[0])
+    for extent, (begin, *_) in zip(extents, strides, strict=True):
+        if extent.hidden is not None:
+            blocks[1, begin : begin + extent.hidden.size] = extent.hidden.ravel()
     return Layout(tokens, blocks, np.array(strides, np.int64), bounds_of(tokens.sum(0), groups, num_threads))
 
 
-def attend(q_BHd: torch.Tensor, memories: Sequence[torch.Tensor], layout: Layout, share: Share) -> torch.Tensor:
+def attend(
+    q_BHd: torch.Tensor, memories: Sequence[torch.Tensor], layout: Layout, share: Share, scaling: float | None = None
+) -> torch.Tensor:
     """Attend with one query a request over its whole context; return [B, H·d] in the queries' dtype.
 
     ``memories``: of each of the layout's parts a contiguous tensor that holds it, all of one dtype of KINDS. ``share``
-    deals ranges of items to threads.
+    deals ranges of items to threads. ``scaling`` is the factor of scores; None: d^-0.5.
     """
-    return attend_and_sum(q_BHd, memories, layout, share)[0].view(len(q_BHd), -1).to(q_BHd.dtype)
+    return attend_and_sum(q_BHd, memories, layout, share, scaling)[0].view(len(q_BHd), -1).to(q_BHd.dtype)
 
 
-def attend_and_sum(q_BHd: torch.Tensor, memories: Sequence[torch.Tensor], layout: Layout, share: Share) -> Weighed:
+def attend_and_sum(
+    q_BHd: torch.Tensor, memories: Sequence[torch.Tensor], layout: Layout, share: Share, scaling: float | None = None
+) -> Weighed:
     """Attend as ``attend`` does; return float32 [B, G, r, d], and the logarithm of what it was divided by [B, G, r]."""
     (batch, heads, d), groups = q_BHd.shape, layout.bounds[-1] // len(q_BHd)
     query = q_BHd.float()
     if query.stride()[1:] != (d, 1):
         query = query.contiguous()
     attended, sums = torch.empty(batch, groups, heads // groups, d), torch.empty(batch, groups, heads // groups)
-    source = query.data_ptr(), query.stride(0) * 4, groups, heads // groups, d
+    factor = np.float32(scaling or d**-0.5)
+    source = query.data_ptr(), query.stride(0) * 4, groups, heads // groups, d, factor
     addresses = np.array([memory.data_ptr() for memory in memories])
     kind, target = KINDS[memories[0].dtype], (attended.data_ptr(), sums.numpy().reshape(-1))
 
@@ -390,8 +400,9 @@ def _alternates(_context, kind):
 @numba.njit(**NUMBA)
 def _attend(kind, source, memories, layout, target, first, end):
     """Attend with the queries of items [first, end). ``source``: address of the queries, bytes from a request to the
-    next, G, r, d. ``target``: address of what is attended, and an array for the logarithms of the sums."""
-    groups, queries, d = source[2:]
+    next, G, r, d, factor of scores. ``target``: address of what is attended, and an array for the logarithms of the
+    sums."""
+    groups, queries, d, factor = source[2:]
     units = (d + UNIT - 1) // UNIT
     heads = max(1, min(TILE_QUERIES, TILE_ELEMENTS // d) // queries)
     rows, row = heads * queries, 2 * VECTOR_BYTES * units
@@ -404,14 +415,14 @@ def _attend(kind, source, memories, layout, target, first, end):
     most = 1
     for request in range(begin, behind):
         most = max(most, _num_blocks(layout[0], request))
-    found = np.empty((most + 1, 5), np.int64)
+    found = np.empty((most + 1, 6), np.int64)
     for request in range(begin, behind):
         total = _find_blocks(layout, memories, request, _size_of(kind), found)
         until = min(end - request * groups, groups)
         for head in range(max(first - request * groups, 0), until, heads):
             count = min(heads, until - head)
             at = (request * groups + head) * queries
-            _take(kind, source[0] + request * source[1] + head * queries * d * 4, tile, count * queries, d)
+            _take(kind, source[0] + request * source[1] + head * queries * d * 4, tile, count * queries, (d, factor))
             _begin(tile[2], softmax, count * queries, row)
             for block in range(0, total, CHUNK_BLOCKS):
                 chunk = block, min(total, block + CHUNK_BLOCKS)
@@ -441,18 +452,21 @@ def _num_blocks(tokens, request):
 @numba.njit(**PART)
 def _find_blocks(layout, memories, request, size, found):
     """Write of each block of a request: address of its first head's keys, bytes from a token, a head, and from keys to
-    values, filled tokens; behind the last one the first again. Return how many there are."""
+    values, filled tokens, hidden ones among them; behind the last one the first again. Return how many there are."""
     tokens, blocks, strides = layout
     total = 0
     for part in range(len(memories)):
         first = strides[part, 0] + request * strides[part, 1]
         for block in range((tokens[part, request] + BLOCK_TOKENS - 1) // BLOCK_TOKENS):
-            found[total, 0] = memories[part] + size * blocks[first + block]
+            if blocks[1, first + block] == BLOCK_TOKENS:
+                continue
+            found[total, 0] = memories[part] + size * blocks[0, first + block]
             for i in range(1, 4):
                 found[total, i] = size * strides[part, 1 + i]
             found[total, 4] = min(BLOCK_TOKENS, tokens[part, request] - block * BLOCK_TOKENS)
+            found[total, 5] = blocks[1, first + block]
             total += 1
-    for i in range(5):
+    for i in range(6):
         found[total, i] = found[0, i]
     return total
 
@@ -467,10 +481,11 @@ def _begin(sums, softmax, count, row):
 
 
 @numba.njit(**PART)
-def _take(kind, source, tile, count, d):
+def _take(kind, source, tile, count, size_factor):
     """Lay queries side by side, scaled, padded to units and in the order in which elements are loaded."""
+    d = size_factor[0]
     size = (d + UNIT - 1) // UNIT * 2 * VECTOR_BYTES
-    factor, row = _fill(np.float32(1) / np.sqrt(np.float32(d))), tile[3] + BLOCK_TOKENS * size
+    factor, row = _fill(size_factor[1]), tile[3] + BLOCK_TOKENS * size
     for query in range(count):
         _copy(row, source + query * d * 4, d * 4)
         for at in range(0, size, 2 * VECTOR_BYTES):
@@ -560,17 +575,19 @@ def _score(kind, found, tile, sizes, chunk, heads):
                     _fetch(coming, head_bytes, query + 1, queries)
                     for token in range(0, count, 4):
                         _score_two(kind, taken, keys + token * step, step, units, scores + 4 * token)
-                    _hide(scores + ROW_BYTES, count)
+                    _hide(scores + ROW_BYTES, found[block, 5], count)
                 else:
                     for token in range(0, count, 8):
                         _score_one(kind, taken, keys + token * step, step, units, scores + 4 * token)
-                _hide(scores, count)
+                _hide(scores, found[block, 5], count)
                 query += 2
 
 
 @numba.njit(**PART)
-def _hide(scores, count):
-    """Let a block's tokens behind the last one weigh nothing."""
+def _hide(scores, first, count):
+    """Let a block's tokens before the first one and behind the last one weigh nothing."""
+    for token in range(first):
+        _put(scores + 4 * token, LOWEST)
     for token in range(count, BLOCK_TOKENS):
         _put(scores + 4 * token, LOWEST)
 

@@ -12,33 +12,37 @@ from functools import partial
 
 import torch
 
-from flexhybrid.runtime.kernels.attention import PREFILL_QUERIES, Weighed
-
-#: Of g common parts: the rows [g, m] that have them, their keys and their values [g, G, T, d].
-SharedPart = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+from flexhybrid.runtime.buffers import SharedPart
+from flexhybrid.runtime.kernels.attention import PREFILL_QUERIES, ScoreRule, Weighed, Window
 
 #: On a CPU: attends in one pass over the keys, sums in float32, and gives the logarithms of the sums too.
 _in_one_pass = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
-def attend_with_shared(
+def attend_in_parts(
     q_BNHd: torch.Tensor,
-    k_BGTd: torch.Tensor,
-    v_BGTd: torch.Tensor,
-    mask_B11T: torch.Tensor | None,
+    own: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
     shared: Sequence[SharedPart],
+    rule: ScoreRule,
+    window: Window | None = None,
 ) -> torch.Tensor:
-    """Attend as a ``Path`` does over own keys and values, and over ``shared`` ones. Returns [B, N, H·d]."""
+    """Attend as a ``Path`` does over ``own`` keys and values, with their mask [B, 1, 1, T], and over ``shared`` ones,
+    by any rule and in any window. Returns [B, N, H·d]."""
+    keys, values, mask_B11T = own
     batch, new, heads, d = q_BNHd.shape
-    q = grouped(q_BNHd, k_BGTd.shape[1])
+    q = grouped(q_BNHd, keys.shape[1])
     attended = torch.empty_like(q, memory_format=torch.contiguous_format)
     for start in range(0, new, PREFILL_QUERIES):
-        queries = q[:, :, :, start : start + PREFILL_QUERIES]
-        seen = k_BGTd.shape[2] - max(0, new - start - PREFILL_QUERIES)
-        hidden = None if mask_B11T is None else mask_B11T[..., :seen]
-        own = attend_and_sum(queries, k_BGTd[:, :, :seen], v_BGTd[:, :, :seen], hidden)
-        add_shared(own, queries, shared)
-        attended[:, :, :, start : start + PREFILL_QUERIES] = own[0].unflatten(2, queries.shape[2:4])
+        part = slice(start, start + PREFILL_QUERIES)
+        queries, seen = q[:, :, :, part], slice(keys.shape[2] - max(0, new - start - PREFILL_QUERIES))
+        mask, at = None if mask_B11T is None else mask_B11T[..., seen], None
+        if window is not None:
+            outside, at = window.mask(part, seen, q.dtype), window._replace(queries_BN=window.queries_BN[:, part])
+            mask = outside if mask is None else mask + outside
+        total = attend_and_sum(queries, keys[:, :, seen], values[:, :, seen], mask, rule)
+        add_shared(total, queries, shared, rule, at)
+        rule.with_sinks(total)
+        attended[:, :, :, part] = total[0].unflatten(2, queries.shape[2:4])
     return attended.permute(0, 3, 1, 2, 4).reshape(batch, new, heads * d)
 
 
@@ -48,20 +52,37 @@ def grouped(q_BNHd: torch.Tensor, groups: int) -> torch.Tensor:
 
 
 def attend_and_sum(
-    q_BGrNd: torch.Tensor, k_BGTd: torch.Tensor, v_BGTd: torch.Tensor, mask_B11T: torch.Tensor | None
+    q_BGrNd: torch.Tensor,
+    k_BGTd: torch.Tensor,
+    v_BGTd: torch.Tensor,
+    mask: torch.Tensor | None,
+    rule: ScoreRule,
 ) -> Weighed:
     """Attend as a ``Path`` does, with few new tokens; Q = r · N."""
     repeats, new, tokens = *q_BGrNd.shape[2:4], k_BGTd.shape[2]
     if new > 1:
-        causal = q_BGrNd.new_full((new, tokens), -torch.inf).triu_(tokens - new + 1).repeat(repeats, 1)
-        mask_B11T = causal[None, None] if mask_B11T is None else mask_B11T + causal
-    return _attended(q_BGrNd.flatten(2, 3), k_BGTd, v_BGTd, mask_B11T)
+        causal = q_BGrNd.new_full((new, tokens), -torch.inf).triu_(tokens - new + 1)
+        mask = (causal[None, None] if mask is None else mask + causal).repeat(1, 1, repeats, 1)
+    return _attended(q_BGrNd.flatten(2, 3), k_BGTd, v_BGTd, mask, rule)
 
 
-def add_shared(own: Weighed, q_BGrNd: torch.Tensor, shared: Sequence[SharedPart]) -> None:
+def add_shared(
+    own: Weighed,
+    q_BGrNd: torch.Tensor,
+    shared: Sequence[SharedPart],
+    rule: ScoreRule,
+    window: Window | None = None,
+) -> None:
     """Add to what queries get of their own contexts (Q = r · N) what they get of ``shared`` ones."""
-    for rows, keys, values in shared:
-        add_part(own, q_BGrNd, rows, partial(_attended, k_BGTd=keys, v_BGTd=values))
+    for rows, keys, values, columns in shared:
+        added = None
+        if window is not None and columns is not None:
+            hidden = columns[:, None, None] <= window.queries_BN[rows][..., None] - window.tokens  # [g, m, N, T]
+            hidden = hidden[:, :, None].expand(-1, -1, q_BGrNd.shape[2], -1, -1).flatten(1, 3)
+            added = torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, -torch.inf)[:, None]
+        sees_some = added is None
+        attend = partial(_attended, k_BGTd=keys, v_BGTd=values, added=added, rule=rule, sees_some=sees_some)
+        add_part(own, q_BGrNd, rows, attend)
 
 
 def add_part(
@@ -75,17 +96,25 @@ def add_part(
 
 
 def _attended(
-    q_BGQd: torch.Tensor, k_BGTd: torch.Tensor, v_BGTd: torch.Tensor, added: torch.Tensor | None = None
+    q_BGQd: torch.Tensor,
+    k_BGTd: torch.Tensor,
+    v_BGTd: torch.Tensor,
+    added: torch.Tensor | None,
+    rule: ScoreRule,
+    *,
+    sees_some: bool = True,
 ) -> Weighed:
-    """Attend; ``added`` to the scores [B, G, Q, T], of which every query has a finite one."""
-    if q_BGQd.device.type == "cpu":
-        attended, sums = _in_one_pass(q_BGQd, k_BGTd, v_BGTd, attn_mask=added)
+    """Attend; ``added`` to the scores [B, G, Q, T], of which every query has a finite one where it ``sees_some``. A
+    query that sees nothing gets zeros, and a sum of -inf."""
+    if q_BGQd.device.type == "cpu" and rule.softcap is None and sees_some:
+        attended, sums = _in_one_pass(q_BGQd, k_BGTd, v_BGTd, attn_mask=added, scale=rule.scaling)
         return attended.float(), sums
-    scores = torch.matmul(q_BGQd * q_BGQd.shape[-1] ** -0.5, k_BGTd.transpose(-1, -2)).float()
+    scores = rule.capped(torch.matmul(q_BGQd * rule.scaling, k_BGTd.transpose(-1, -2)).float())
     if added is not None:
         scores += added
     sums = torch.logsumexp(scores, dim=-1)
-    weights = scores.sub_(sums[..., None]).exp_().to(v_BGTd.dtype)
+    least = torch.finfo(torch.float32).min  # of what is hidden the difference stays -inf
+    weights = scores.sub_(sums.clamp(min=least)[..., None]).exp_().to(v_BGTd.dtype)
     return torch.matmul(weights, v_BGTd).float(), sums
 
 

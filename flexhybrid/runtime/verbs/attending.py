@@ -7,17 +7,17 @@ import torch
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, ceil_blocks
 from flexhybrid.core.model.shape import ModelShape
-from flexhybrid.core.schedule.steps import Segment, block_runs
+from flexhybrid.core.schedule.steps import MiniBatchStep, Segment, block_runs
 from flexhybrid.core.task import Task
-from flexhybrid.runtime.buffers import Context
+from flexhybrid.runtime.buffers import Context, SharedPart
 from flexhybrid.runtime.executor import State
 from flexhybrid.runtime.kernels import attention
-from flexhybrid.runtime.kernels.attention import split_heads
+from flexhybrid.runtime.kernels.attention import Window, attend_in_window, split_heads
 from flexhybrid.runtime.kernels.shared_attention import (
     add_part,
     add_shared,
     attend_and_sum,
-    attend_with_shared,
+    attend_in_parts,
     grouped,
 )
 from flexhybrid.runtime.verbs.attending_in_place import add_shared_in_place, attend_blocks_in_place, attend_in_place
@@ -35,13 +35,14 @@ def assemble(state: State, task: Task) -> None:
     targets = state.buffers.attention_views(batch, step.attention_tokens)
     rows = {"act": 0, "plain": 0}  # of what was recomputed and unpacked, that are laid so far
     lay_own(state, task, targets, _lay(state, task, step.segments, targets, rows))
-    before, commons = batch * step.attention_tokens, []
-    for common, of_step in zip(step.commons, state.tensors(task).common_rows, strict=True):
+    before, commons, tensors = batch * step.attention_tokens, [], state.tensors(task)
+    places = tensors.places.common if tensors.places else [None] * len(step.commons)
+    for common, of_step, columns in zip(step.commons, tensors.common_rows, places, strict=True):
         views = state.buffers.attention_views(len(common.rows), common.tokens, before)
         _lay(state, task, common.segments, views, rows)
-        commons.append((of_step, *views))
+        commons.append(SharedPart(of_step, *views, columns))
         before += len(common.rows) * common.tokens
-    state.context = Context(*targets, state.tensors(task).mask_B11T, tuple(commons))
+    state.context = Context(*targets, tensors.mask_B11T, tuple(commons))
 
 
 def _lay(state: State, task: Task, segments: tuple[Segment, ...], targets: Targets, rows: dict[str, int]) -> int:
@@ -136,13 +137,19 @@ def attend(state: State, task: Task) -> None:
     step, (keys, values, mask, commons) = task.payload.step, state.context
     if step.in_place:
         attend_in_place(state, task)
-    elif commons:
-        state.weighed = attend_and_sum(_grouped(state, task), keys, values, mask)
+        return
+    rule, width = state.score_rule(task), state.window_of(task)
+    mask = state.tensors(task).window_masks.get(width, mask) if width else mask
+    if commons or rule.changes_scores:
+        state.weighed = attend_and_sum(_grouped(state, task), keys, values, mask, rule)
+        if not commons:
+            state.finish_attention(task)
     elif state.selection.weighs(task):
         state.attended, weights = attention.attend_and_weigh(_new_queries(state, task)[:, 0], keys, values, mask)
         state.selection.after_attend(task, weights)
     else:
-        state.attended = state.attention["decode"](_new_queries(state, task), keys, values, mask).flatten(0, 1)
+        path = state.attention["decode"]
+        state.attended = path(_new_queries(state, task), keys, values, mask, rule.scaling).flatten(0, 1)
 
 
 def attend_shared(state: State, task: Task) -> None:
@@ -150,18 +157,30 @@ def attend_shared(state: State, task: Task) -> None:
     if task.payload.step.in_place:
         add_shared_in_place(state, task)
     else:
-        add_shared(state.weighed, _grouped(state, task), state.context.commons)
-    state.attended = state.weighed[0].flatten(1).to(state.kvq[task.payload.slot].dtype)
+        commons, window = state.context.commons, _window(state, task)
+        add_shared(state.weighed, _grouped(state, task), commons, state.score_rule(task), window)
+    state.finish_attention(task)
 
 
 def attend_chunk(state: State, task: Task) -> None:
     """Attend with a chunk of prompts over what is cached before it, and over itself: [B, N, H·d]."""
     (keys, values, mask, commons), new = state.context, _new_queries(state, task)
-    if commons:
-        state.attended = attend_with_shared(new, keys, values, mask, commons).flatten(0, 1)
+    rule, window = state.score_rule(task), _window(state, task)
+    path = state.attention["decode" if task.payload.step.width == 1 else "chunk"]
+    if commons or rule.changes_scores:
+        attended = attend_in_parts(new, (keys, values, mask), commons, rule, window)
+    elif window:
+        attended = attend_in_window(path, new, (keys, values), mask, window, rule.scaling)
     else:
-        path = state.attention["decode" if task.payload.step.width == 1 else "chunk"]
-        state.attended = path(new, keys, values, mask).flatten(0, 1)
+        attended = path(new, keys, values, mask, rule.scaling)
+    state.attended = attended.flatten(0, 1)
+
+
+def _window(state: State, task: Task) -> Window | None:
+    """Return the window of the new tokens over the attention buffer's columns; None where all lie within."""
+    places = state.tensors(task).places
+    width = state.window_of(task)
+    return Window(width, places.new_BN, places.columns_BT) if width and places else None
 
 
 def _new_queries(state: State, task: Task) -> torch.Tensor:
@@ -191,7 +210,15 @@ def _over_themselves(state: State, task: Task, tokens: slice) -> torch.Tensor:
     """Return the causal attention of these columns of the computed grid: [B, columns, H·d]."""
     grid = state.kvq[task.payload.slot].unflatten(0, (len(task.payload.step.requests), -1))[:, tokens]
     keys, values, queries = split_heads(state.shape, grid)
-    return state.attention["prompt"](queries, keys.transpose(1, 2), values.transpose(1, 2), None)
+    sides, rule, window = (keys.transpose(1, 2), values.transpose(1, 2)), state.score_rule(task), None
+    if width := state.window_of(task):
+        places = torch.arange(grid.shape[1], device=grid.device)[None]
+        window = Window(width, places, places)
+    if rule.changes_scores:
+        return attend_in_parts(queries, (*sides, None), (), rule, window)
+    if window:
+        return attend_in_window(state.attention["chunk"], queries, sides, None, window, rule.scaling)
+    return state.attention["prompt"](queries, *sides, None, rule.scaling)
 
 
 def attend_host(state: State, task: Task) -> None:
@@ -199,24 +226,34 @@ def attend_host(state: State, task: Task) -> None:
     step, slot, width = task.payload.step, task.payload.slot, state.shape.kv_width
     (store,), (segment,) = step.stores, step.segments
     put_rows(state, task, store, state.buffers.query_strip[slot, : len(step.requests), :width].contiguous())
-    query = _host_queries(state, task)
-    state.weighed = _attend_to_blocks(state, task, query, store.held, segment.num_tokens + 1)
+    query, places = _host_queries(state, task), (store.held, segment.num_tokens + 1, np.zeros_like(segment.num_tokens))
+    if width := state.window_of(task):
+        places = _blocks_in_window(step, store.held, width)
+    state.weighed = _attend_to_blocks(state, task, query, *places)
     if not step.commons:
-        state.buffers.out_strip[slot, : len(query)].copy_(state.weighed[0].flatten(1))
+        _give_attended(state, task)
 
 
 def attend_host_shared(state: State, task: Task) -> None:
     """Add what all that share blocks get of these."""
     query = _host_queries(state, task)
     queries = query.unflatten(1, (state.shape.num_kv_heads, -1))[:, :, :, None]
-    for common in task.payload.step.commons:
+    for common in () if state.window_of(task) else task.payload.step.commons:
         (blocks,) = common.segments
 
         def attend(q_gGQd: torch.Tensor, of: Segment = blocks) -> attention.Weighed:
-            return _attend_to_blocks(state, task, q_gGQd.flatten(1, 2), of.held, of.num_tokens)
+            first = np.zeros_like(of.num_tokens)
+            return _attend_to_blocks(state, task, q_gGQd.flatten(1, 2), of.held, of.num_tokens, first)
 
         add_part(state.weighed, queries, torch.from_numpy(common.rows), attend)
-    state.buffers.out_strip[task.payload.slot, : len(query)].copy_(state.weighed[0].flatten(1))
+    _give_attended(state, task)
+
+
+def _give_attended(state: State, task: Task) -> None:
+    """Put what attention on the host gives where the link takes it."""
+    attended = state.weighed[0]
+    state.score_rule(task).with_sinks(state.weighed)
+    state.buffers.out_strip[task.payload.slot, : len(attended)].copy_(attended.flatten(1))
 
 
 def _host_queries(state: State, task: Task) -> torch.Tensor:
@@ -226,12 +263,30 @@ def _host_queries(state: State, task: Task) -> torch.Tensor:
 
 
 def _attend_to_blocks(
-    state: State, task: Task, query: torch.Tensor, held: np.ndarray, tokens: np.ndarray
+    state: State, task: Task, query: torch.Tensor, held: np.ndarray, tokens: np.ndarray, first: np.ndarray
 ) -> attention.Weighed:
-    """Attend with queries [B, H, d] over the first ``tokens`` [B] in the host's blocks ``held`` [B, most]."""
-    (store,) = task.payload.step.stores
+    """Attend with queries [B, H, d] in the host's blocks ``held`` [B, most] from the token ``first`` [B], in the first
+    block, to the one before ``tokens`` [B]."""
+    (store,), rule = task.payload.step.stores, state.score_rule(task)
     pool = state.buffers.pools[store.space][task.layer]
     if state.wave.problem.attends_in_place:
-        return attend_blocks_in_place(state, query, pool, held, tokens)
+        return attend_blocks_in_place(state, query, pool, (held, first, tokens), rule.scaling)
     runs = block_runs(held, ceil_blocks(tokens))
-    return attention.attend_blocks(query, pool, runs, tokens, state.host_share)
+    return attention.attend_blocks(query, pool, runs, (first, tokens), rule, state.host_share)
+
+
+def _blocks_in_window(step: MiniBatchStep, held: np.ndarray, window: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the blocks [B, most] in which a decode step's requests have tokens in their windows, whoever else has
+    them, where the tokens end in them [B], and the first one in the window [B]. ``held``: blocks of their own."""
+    (own,), end = step.segments, step.context + 1
+    depth, batch = own.start_block, np.arange(len(held))[:, None]
+    shared = np.zeros((len(held), max(1, int(depth.max()))), dtype=held.dtype)
+    for common in step.commons:
+        shared[common.rows[..., None], np.arange(common.first, common.last)] = common.segments[0].held[:, None]
+    first = np.maximum(end - window, 0)
+    begin = first // BLOCK_TOKENS
+    columns = begin[:, None] + np.arange(int((ceil_blocks(end) - begin).max()))
+    of_shared = shared[batch, np.minimum(columns, shared.shape[1] - 1)]
+    of_own = held[batch, np.clip(columns - depth[:, None], 0, held.shape[1] - 1)]
+    blocks = np.where(columns < depth[:, None], of_shared, of_own)
+    return blocks, end - begin * BLOCK_TOKENS, first - begin * BLOCK_TOKENS

@@ -33,7 +33,7 @@ class StepExtents(NamedTuple):
 
     segments: list[Segment]  #: a part each; also of what requests share, but each attends to by itself
     layout: Layout  #: of the new tokens among the projected rows, then of the segments
-    together: list[Together]
+    together: list[Together]  #: none in a window, which begins elsewhere for each request
 
 
 def attend_in_place(state: State, task: Task) -> None:
@@ -41,16 +41,19 @@ def attend_in_place(state: State, task: Task) -> None:
     from flexhybrid.runtime.kernels import in_place
 
     step, rows = task.payload.step, state.kvq[task.payload.slot]
-    kept = state.extents.get(task.mini_batch)
+    window, rule = state.window_of(task), state.score_rule(task)
+    kept = state.extents.get((task.mini_batch, window))
     if kept is None or kept[0] is not step:
-        kept = state.extents[task.mini_batch] = step, _step_extents(state, step)
-    segments, layout, together = kept[1]
+        kept = state.extents[task.mini_batch, window] = step, _step_extents(state, step, window)
+    segments, layout, _ = kept[1]
     memories = [rows, *(_memory(state, task, segment) for segment in segments)]
-    context = _queries(state, rows), memories, layout, state.compute_share
-    if together:
-        state.weighed = in_place.attend_and_sum(*context)
-    else:
+    context = _queries(state, rows), memories, layout, state.compute_share, rule.scaling
+    if "attend_shared" not in task.payload.works and not rule.changes_scores:
         state.attended = in_place.attend(*context)
+        return
+    state.weighed = in_place.attend_and_sum(*context)
+    if "attend_shared" not in task.payload.works:
+        state.finish_attention(task)
 
 
 def add_shared_in_place(state: State, task: Task) -> None:
@@ -58,11 +61,12 @@ def add_shared_in_place(state: State, task: Task) -> None:
     from flexhybrid.runtime.kernels import in_place
 
     queries = _queries(state, state.kvq[task.payload.slot]).unflatten(1, (state.shape.num_kv_heads, -1))
-    for rows, segments, layout in state.extents[task.mini_batch][1].together:
+    scaling = state.score_rule(task).scaling
+    for rows, segments, layout in state.extents[task.mini_batch, state.window_of(task)][1].together:
         memories = [_memory(state, task, segment) for segment in segments]
 
         def attend(q_gGQd: torch.Tensor, memories=memories, layout=layout) -> Weighed:
-            return in_place.attend_and_sum(q_gGQd.flatten(1, 2), memories, layout, state.compute_share)
+            return in_place.attend_and_sum(q_gGQd.flatten(1, 2), memories, layout, state.compute_share, scaling)
 
         add_part(state.weighed, queries[:, :, :, None], rows, attend)
 
@@ -73,17 +77,23 @@ def _queries(state: State, rows: torch.Tensor) -> torch.Tensor:
 
 
 def attend_blocks_in_place(
-    state: State, query: torch.Tensor, pool: torch.Tensor, held: np.ndarray, tokens: np.ndarray
+    state: State,
+    query: torch.Tensor,
+    pool: torch.Tensor,
+    places: tuple[np.ndarray, np.ndarray, np.ndarray],
+    scaling: float,
 ) -> Weighed:
-    """Attend on the host, with queries [B, H, d], over the first ``tokens`` [B] in blocks ``held`` [B, most] of a layer
-    of a pool."""
+    """Attend on the host, with queries [B, H, d], in a layer of a pool. ``places``: blocks [B, most], and of the tokens
+    in them the first that a query sees, fewer than 16, and where they end [B]."""
     from flexhybrid.runtime.kernels import in_place
 
     d, groups, width = state.shape.head_dim, state.shape.num_kv_heads, state.shape.kv_width
-    blocks = held.astype(np.int64) * (BLOCK_TOKENS * width)
-    extent = in_place.Extent(blocks, tokens, d, BLOCK_TOKENS * d, BLOCK_TOKENS * width // 2)
+    held, first, tokens = places
+    blocks, hidden = held.astype(np.int64) * (BLOCK_TOKENS * width), np.zeros(held.shape, np.int64)
+    hidden[:, 0] = first
+    extent = in_place.Extent(blocks, tokens, d, BLOCK_TOKENS * d, BLOCK_TOKENS * width // 2, hidden)
     layout = in_place.layout_of([extent], groups, 1)
-    return in_place.attend_and_sum(query, [pool], layout, state.host_share)
+    return in_place.attend_and_sum(query, [pool], layout, state.host_share, scaling)
 
 
 def _memory(state: State, task: Task, segment: Segment) -> torch.Tensor:
@@ -113,31 +123,49 @@ def _blocks(state: State, step: MiniBatchStep) -> dict[int, np.ndarray]:
     return blocks
 
 
+def _begins(state: State, segment: Segment, num_blocks: int) -> np.ndarray:
+    """Return the positions of the first tokens of a segment's blocks, [B, num_blocks]."""
+    positions = state.steps.positions[segment.entry]
+    places = (segment.start_block[:, None] + np.arange(num_blocks)) * BLOCK_TOKENS
+    return positions[np.minimum(places, len(positions) - 1)]
+
+
 def _shared_extents(
-    state: State, step: MiniBatchStep, blocks_of: dict[int, np.ndarray]
+    state: State, step: MiniBatchStep, blocks_of: dict[int, np.ndarray], window: int | None
 ) -> list[tuple[Segment, Extent]]:
     """Where the shared blocks lie to which each request attends by itself, by cache entry."""
     from flexhybrid.runtime.kernels.in_place import Extent
 
-    together = set(map(id, commons_together(step, state.wave)))
+    together = set() if window else set(map(id, commons_together(step, state.wave)))
     blocks: dict[str, list[list[np.ndarray]]] = {}
     kinds: dict[str, Segment] = {}
     for common in step.commons:
         for segment in () if id(common) in together else common.segments:
             kinds[segment.entry] = segment
             of_rows = blocks.setdefault(segment.entry, [[] for _ in step.requests])
-            for members, of_group in zip(common.rows.tolist(), blocks_of[id(segment)], strict=True):
+            table = blocks_of[id(segment)]
+            begins = _begins(state, segment, table.shape[1]) if window else np.zeros_like(table)
+            for members, of_group in zip(common.rows.tolist(), np.stack([table, begins], axis=1), strict=True):
                 for row in members:
                     of_rows[row].append(of_group)
     extents = []
     for entry, of_rows in blocks.items():
-        joined = [np.concatenate(of_row) if of_row else np.zeros(0, np.int64) for of_row in of_rows]
-        counts = np.array([len(row) for row in joined], dtype=np.int64)
-        table = np.zeros((len(joined), counts.max()), dtype=np.int64)
-        table[np.arange(table.shape[1]) < counts[:, None]] = np.concatenate(joined)
-        block = table * BLOCK_TOKENS * state.shape.kv_width
-        extents.append((kinds[entry], Extent(block, counts * BLOCK_TOKENS, *_strides(state, kinds[entry]))))
+        joined = [np.concatenate([np.zeros((2, 0), np.int64), *of_row], axis=1) for of_row in of_rows]
+        counts = np.array([row.shape[1] for row in joined], dtype=np.int64)
+        tables = np.zeros((2, len(joined), counts.max()), dtype=np.int64)
+        tables[:, np.arange(tables.shape[2]) < counts[:, None]] = np.concatenate(joined, axis=1)
+        block = tables[0] * BLOCK_TOKENS * state.shape.kv_width
+        extent = Extent(block, counts * BLOCK_TOKENS, *_strides(state, kinds[entry]))
+        extents.append((kinds[entry], _in_window(extent, step, tables[1], window)))
     return extents
+
+
+def _in_window(extent: Extent, step: MiniBatchStep, begins: np.ndarray, window: int | None) -> Extent:
+    """Return an extent of blocks whose first tokens are at these positions [B, n], with what lies before the window of
+    each request's new token hidden."""
+    if window is None:
+        return extent
+    return extent._replace(hidden=np.clip((step.context + 1 - window)[:, None] - begins, 0, BLOCK_TOKENS))
 
 
 def _strides(state: State, segment: Segment) -> tuple[int, int, int]:
@@ -148,7 +176,7 @@ def _strides(state: State, segment: Segment) -> tuple[int, int, int]:
     return width, d, width // 2
 
 
-def _step_extents(state: State, step: MiniBatchStep) -> StepExtents:
+def _step_extents(state: State, step: MiniBatchStep, window: int | None) -> StepExtents:
     from flexhybrid.runtime.kernels.in_place import Extent, layout_of
 
     shape, batch, blocks_of = state.shape, len(step.requests), _blocks(state, step)
@@ -157,13 +185,17 @@ def _step_extents(state: State, step: MiniBatchStep) -> StepExtents:
     for segment in step.segments:
         if segment.max_tokens:
             elements, tokens = blocks_of[id(segment)] * BLOCK_TOKENS * width, segment.num_tokens.astype(np.int64)
-            segments.append((segment, Extent(elements, tokens, *_strides(state, segment))))
+            begins = _begins(state, segment, elements.shape[1]) if window else elements
+            extent = Extent(elements, tokens, *_strides(state, segment))
+            segments.append((segment, _in_window(extent, step, begins, window)))
     if step.commons:
-        segments += _shared_extents(state, step, blocks_of)
+        segments += _shared_extents(state, step, blocks_of, window)
     own_rows = np.arange(batch, dtype=np.int64)[:, None] * (width + shape.query_width)
     own = Extent(own_rows, np.ones(batch, dtype=np.int64), 0, d, width // 2)
     layout = layout_of([own, *(extent for _, extent in segments)], shape.num_kv_heads, state.compute_threads)
-    return StepExtents([segment for segment, _ in segments], layout, _together(state, step, blocks_of))
+    return StepExtents(
+        [segment for segment, _ in segments], layout, [] if window else _together(state, step, blocks_of)
+    )
 
 
 def _together(state: State, step: MiniBatchStep, blocks_of: dict[int, np.ndarray]) -> list[Together]:

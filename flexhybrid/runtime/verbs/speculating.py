@@ -44,8 +44,8 @@ def gather(state: State, task: Task) -> None:
         segment, index_BXS = choice.segment, choice.of(state.buffers.host_index).numpy()
         chosen = index_BXS >= 0
         positions = None
-        if representation == "act" and state.steps.act_positions:
-            positions = state.steps.act_positions[segment.entry][index_BXS[chosen]]
+        if representation == "act" and state.steps.positions:
+            positions = state.steps.positions[segment.entry][index_BXS[chosen]]
         fetched = Fetched(representation, index_BXS.shape[1], chosen[:, 0].sum(-1), positions)
         state.selection.gathered[representation, slot] = fetched
         num_tokens[representation] = fetched.tokens

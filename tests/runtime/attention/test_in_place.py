@@ -48,25 +48,35 @@ def laid_out(generator, dtype, groups, d, tokens, head_major):
 
 
 @pytest.mark.parametrize("dtype", in_place.KINDS, ids=str)
-@given(case=contexts(), threads=st.integers(1, 3))
-def test_it_is_a_softmax_over_all_parts_of_each_context(dtype, case, threads):
+@given(case=contexts(), threads=st.integers(1, 3), hides=st.booleans(), scaling=st.sampled_from((None, 0.3)))
+def test_it_is_a_softmax_over_all_parts_of_each_context(dtype, case, threads, hides, scaling):
+    """Also where the first tokens of some blocks, or all of them, lie behind a window."""
     batch, groups, queries, d, part_tokens, seed = case
     generator = torch.Generator().manual_seed(seed)
     pieces = [
         laid_out(generator, dtype, groups, d, tokens, head_major=index % 2 == 0)
         for index, tokens in enumerate(part_tokens)
     ]
+    if hides:  # but never the new token
+        for index, (contexts, extent, memory) in enumerate(pieces[:-1]):
+            hidden = torch.randint(-8, 25, extent.blocks.shape, generator=generator).clamp(0, 16).numpy()
+            pieces[index] = contexts, extent._replace(hidden=hidden), memory
     query = torch.randn(batch, groups * queries, d, generator=generator).to(dtype)
     totals = np.sum(part_tokens, axis=0)
     layout = in_place.layout_of([extent for _, extent, _ in pieces], groups, 1)
     bounds = in_place.bounds_of(totals * 10_000, groups, threads)  # as if there were enough work for several threads
     memories = [memory for _, _, memory in pieces]
-    attended = in_place.attend(query, memories, layout._replace(bounds=bounds), map)
+    attended = in_place.attend(query, memories, layout._replace(bounds=bounds), map, scaling)
     assert attended.dtype == dtype
     for request in range(batch):
-        context = torch.cat([contexts[request] for contexts, *_ in pieces]).double()
+        seen = []
+        for contexts, extent, _ in pieces:
+            hidden = np.zeros(extent.blocks.shape) if extent.hidden is None else extent.hidden
+            place = np.arange(len(contexts[request]))
+            seen.append(contexts[request][place % BLOCK_TOKENS >= hidden[request, place // BLOCK_TOKENS]])
+        context = torch.cat(seen).double()
         keys, values = context[:, 0].transpose(0, 1), context[:, 1].transpose(0, 1)  # [G, T, d]
-        scores = query[request].double().view(groups, queries, d) @ keys.transpose(1, 2) * d**-0.5
+        scores = query[request].double().view(groups, queries, d) @ keys.transpose(1, 2) * (scaling or d**-0.5)
         expected = (torch.softmax(scores, -1) @ values).flatten()
         close = 1e-5 if dtype == torch.float32 else 2e-2
         torch.testing.assert_close(attended[request].double(), expected, atol=close, rtol=close)

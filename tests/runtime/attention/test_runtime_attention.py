@@ -14,36 +14,43 @@ from flexhybrid.runtime.kernels import attention
 from flexhybrid.runtime.step_tensors import mask_of
 from flexhybrid.runtime.verbs.attending import gather_blocks
 
+RULE = attention.ScoreRule(48**-0.5)
 
-def plain(query_Hd, keys_GTd, values_GTd):
+
+def plain(query_Hd, keys_GTd, values_GTd, scaling=None, softcap=None):
     """One query over its context: [H, d] in float64."""
     heads, groups = len(query_Hd), len(keys_GTd)
     keys, values = (x.double().repeat_interleave(heads // groups, dim=0) for x in (keys_GTd, values_GTd))
-    scores = (keys @ query_Hd.double()[:, :, None]).squeeze(-1) / query_Hd.shape[-1] ** 0.5
+    scores = (keys @ query_Hd.double()[:, :, None]).squeeze(-1) * (scaling or query_Hd.shape[-1] ** -0.5)
+    scores = scores if softcap is None else softcap * (scores / softcap).tanh()
     return (torch.softmax(scores, dim=-1)[:, None] @ values).squeeze(1)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(
+    "threads, rule", [(1, RULE), (2, attention.ScoreRule(0.3)), (2, attention.ScoreRule(0.2, softcap=1.5))]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("groups", [2, 8])
 @torch.inference_mode()  # as on its lane: the pool's threads are in no such mode of their own
-def test_attention_over_blocks_is_plain_attention(monkeypatch, threads, dtype, groups):
-    """Lengths that fill their blocks and ones that do not, requests apart in the pool, several pieces of heads."""
+def test_attention_over_blocks_is_plain_attention(monkeypatch, threads, rule, dtype, groups):
+    """Lengths that fill their blocks and ones that do not, requests apart in the pool, several pieces of heads; some of
+    the first places behind a window."""
     monkeypatch.setattr(attention, "WIDENED_ELEMENTS", 2000)
     generator, heads, d = torch.Generator().manual_seed(0), 8, 48
-    tokens, first = np.array([33, 48, 1, 1000]), np.array([2, 7, 11, 13])
+    tokens, first, behind = np.array([33, 48, 1, 1000]), np.array([2, 7, 11, 13]), np.array([0, 15, 0, 9])
     held = -(-tokens // BLOCK_TOKENS)
     table = first[:, None] + np.arange(held.max())
     table[3, 20:] += 4  # in two runs
     blocks = torch.randn(90, 2, groups, BLOCK_TOKENS, d, generator=generator).to(dtype)
     query = torch.randn(len(tokens), heads, d, generator=generator).to(dtype)
     expected = []
-    for own, n, row, count in zip(query, tokens, table, held, strict=True):
-        keys, values = blocks[row[:count]].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :n]
-        expected.append(plain(own, keys, values))
+    for own, n, row, count, hidden in zip(query, tokens, table, held, behind, strict=True):
+        keys, values = blocks[row[:count]].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, hidden:n]
+        expected.append(plain(own, keys, values, rule.scaling, rule.softcap))
     runs = block_runs(table, held)
     with ThreadPoolExecutor(threads) as pool:
-        out, _ = attention.attend_blocks(query, blocks, runs, tokens, map if threads == 1 else pool.map)
+        share = map if threads == 1 else pool.map
+        out, _ = attention.attend_blocks(query, blocks, runs, (behind, tokens), rule, share)
     accuracy = 1e-5 if dtype == torch.float32 else 1e-2
     np.testing.assert_allclose(out.flatten(1, 2).double(), torch.stack(expected), rtol=accuracy, atol=accuracy)
 
@@ -57,11 +64,14 @@ def test_attention_over_blocks_is_plain_attention(monkeypatch, threads, dtype, g
     new=st.sampled_from([1, 2, 5, 9]),
     hidden=st.none() | st.lists(st.integers(0, 11), min_size=3, max_size=3),
     at_once=st.sampled_from([1, 100, 1000, 10_000]),
+    window=st.sampled_from([None, 1, 3, 10]),
+    scaling=st.sampled_from([None, 0.4]),
 )
 @torch.inference_mode()
-def test_every_way_to_attend_is_plain_attention(name, dtype, heads, d, new, hidden, at_once):
+def test_every_way_to_attend_is_plain_attention(name, dtype, heads, d, new, hidden, at_once, window, scaling):
     """A prompt (no cached columns), a chunk and a decode step; requests that lack columns; grouped heads; pieces of
-    heads and of requests; more queries than attend at a time; operands that are views, as the verbs give them."""
+    heads and of requests; more queries than attend at a time; operands that are views, as the verbs give them; windows
+    over columns in any order."""
     (num_heads, groups), batch = heads, 3
     generator, cached = torch.Generator().manual_seed(d + new), 0 if hidden is None else 12
     rows = torch.randn(batch, cached + new, 2 * groups + num_heads, d, generator=generator).to(dtype)
@@ -72,26 +82,35 @@ def test_every_way_to_attend_is_plain_attention(name, dtype, heads, d, new, hidd
         patch.setattr(attention, "PREFILL_QUERIES", 4)
         mask = mask_of(lacks, dtype, torch.device("cpu")) if lacks.any() else None
         heads_first = keys.transpose(1, 2), values.transpose(1, 2)
-        out = attention.PATHS[name](queries[:, cached:], *heads_first, mask)
+        path, new_queries = attention.PATHS[name], queries[:, cached:]
+        places = torch.arange(cached + new).repeat(batch, 1)
+        places[:, :cached] = places[:, torch.randperm(cached, generator=generator)]
+        if window is None:
+            out = path(new_queries, *heads_first, mask, scaling)
+        else:
+            of_window = attention.Window(window, places[:, cached:], places)
+            out = attention.attend_in_window(path, new_queries, heads_first, mask, of_window, scaling)
     assert out.shape == (batch, new, num_heads * d) and out.dtype == dtype
     accuracy = 1e-5 if dtype == torch.float32 else 4e-2
     for row in range(batch):
         for token in range(new):
-            seen = np.flatnonzero(~lacks[row, : cached + token + 1])
-            k, v = (x[row, seen].transpose(0, 1) for x in (keys, values))
-            expected = plain(queries[row, cached + token], k, v).flatten()
+            seen = ~lacks[row, : cached + token + 1]
+            if window is not None:
+                seen &= places[row, : cached + token + 1].numpy() > cached + token - window
+            k, v = (x[row, np.flatnonzero(seen)].transpose(0, 1) for x in (keys, values))
+            expected = plain(queries[row, cached + token], k, v, scaling).flatten()
             np.testing.assert_allclose(out[row, token].double(), expected, rtol=accuracy, atol=accuracy)
 
 
-TWO_BLOCKS = np.array([[0, 1]]), np.array([2])
+TWO_BLOCKS, SEEN = (np.array([[0, 1]]), np.array([2])), (np.array([0]), np.array([20]))
 
 
 def test_what_lies_behind_the_last_token_does_not_count():
     """A block is used again and again: what an earlier request left there is masked, not multiplied."""
     blocks, query, runs = torch.randn(2, 2, 1, BLOCK_TOKENS, 16), torch.randn(1, 1, 16), block_runs(*TWO_BLOCKS)
-    first = attention.attend_blocks(query, blocks, runs, np.array([20]))
+    first = attention.attend_blocks(query, blocks, runs, SEEN, RULE)
     blocks[1, :, :, 4:] = 1e30
-    second = attention.attend_blocks(query, blocks, runs, np.array([20]))
+    second = attention.attend_blocks(query, blocks, runs, SEEN, RULE)
     assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(first, second, strict=True))
 
 
