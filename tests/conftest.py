@@ -105,6 +105,19 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="no GPU here"))
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config, specs):
+    """Have the workers forked from a process that has loaded what tests load."""
+    if sys.platform == "linux":
+        import tempfile
+
+        import warm_python
+
+        folder = tempfile.TemporaryDirectory()
+        config.add_cleanup(folder.cleanup)
+        warm_python.test_workers(Path(folder.name))
+
+
 def pytest_collectstart():
     """Imports make much and drop nothing: until they are done, garbage would be looked for in vain."""
     gc.disable()

@@ -23,6 +23,7 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+import attend_once  # noqa: F401 for the attempts, which are forked
 import pyarrow as pa
 import torch
 from models import save_opt

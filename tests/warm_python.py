@@ -7,13 +7,15 @@ which is the process that it was forked from, tells how it ended.
 
 ``ray_workers`` has Ray's workers forked from it, too: Ray starts ``warm_ray_worker.py``, which asks for the fork. Ray's
 own processes, messages and recovery stay as they are; the workers of a job load Ray, torch and the product once.
+
+``test_workers`` has pytest-xdist's workers forked as well, from a process that has also loaded the libraries of the
+tests (``PRELOADED_FOR_TESTS``), and the processes that fork for each of them. So all of them load torch once.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import gc
 import importlib
 import json
@@ -22,6 +24,7 @@ import runpy
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import types
@@ -32,6 +35,13 @@ PRELOADED = (
     *("flexhybrid.llm", "flexhybrid.cli", "flexhybrid.jobs.run.job", "flexhybrid.jobs.run.cli"),
     *("policy_search.search", "policy_search.systems", "transformers.models.auto.tokenization_auto"),
 )
+#: What tests load besides; not pytest, nor its plugins, which it reads anew to show the values in assertions.
+PRELOADED_FOR_TESTS = (
+    *("matplotlib.pyplot", "pandas", "scipy.stats", "hypothesis", "lm_eval.api.model", "ray", "triton"),
+    *("transformers.models.opt.modeling_opt", "transformers.models.llama.modeling_llama"),
+    "flexhybrid.runtime.kernels.in_place",
+)
+PARENT = "WARM_PYTHON_PARENT"  #: the environment's name for the socket of a process that forks parents
 #: What Ray's workers load: Ray's own parts, and what the product runs in them.
 PRELOADED_ON_RAY = (
     *("ray.data", "ray.serve._private.controller", "ray.serve._private.proxy", "ray.serve._private.replica"),
@@ -94,13 +104,51 @@ def ray_workers(patch, folder: Path) -> None:
     patch.setenv("WARM_PYTHON", str(folder / "warm"))
     patch.setenv("RAY_prestart_worker_first_driver", "0")  # without a job yet, they could not be forked
     patch.setattr(ray_constants, "SETUP_WORKER_FILENAME", str(Path(__file__).with_name("warm_ray_worker.py")))
-    parent_connection().send(json.dumps({"listen": str(folder / "warm")}).encode())
-    parent_connection().recv(16)  # it listens
+    ask({"listen": str(folder / "warm")})
 
 
-@functools.cache
+def test_workers(folder: Path) -> None:
+    """Have the workers of pytest-xdist that this process starts forked; ``folder`` takes the socket for it.
+
+    The kernels that attend in place are compiled on another core meanwhile, where no run before has kept them."""
+    from execnet import gateway_io
+
+    os.environ[PARENT] = str(folder / "parent")
+    connections.append(started_parent())
+    ask({"serve": os.environ[PARENT]})
+    Popen([sys.executable, str(Path(__file__).with_name("attend_once.py"))])
+    connections.append(connected_parent())
+    ask({"preload": PRELOADED_FOR_TESTS})
+    gateway_io.popen_args = lambda spec: [sys.executable, "-c", gateway_io.popen_bootstrapline]
+    subprocess.Popen = Popen  # of this process, which starts nothing else
+
+
+connections: list[socket.socket] = []  #: to the processes that fork: the last one is asked
+
+
 def parent_connection() -> socket.socket:
     """Return the connection to the process that forks, which ends with this one."""
+    if not connections:
+        connections.append(connected_parent() if PARENT in os.environ else started_parent())
+        ask({"preload": ["attend_once"]})
+    return connections[-1]
+
+
+def ask(request: dict) -> int:
+    """Send a request to the process that forks; return its id once it has done that."""
+    parent_connection().send(json.dumps(request).encode())
+    return int(parent_connection().recv(16))
+
+
+def connected_parent() -> socket.socket:
+    """Return a connection to a process that the one at PARENT forks for this one."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.connect(os.environ[PARENT])
+    return connection
+
+
+def started_parent() -> socket.socket:
+    """Return a connection to a process that loads PRELOADED now."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     paths = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
     command, environment = [sys.executable, __file__, str(theirs.fileno())], os.environ | {"PYTHONPATH": paths}
@@ -114,18 +162,24 @@ def parent_connection() -> socket.socket:
 def fork_until_closed(connection: socket.socket) -> dict | None:
     """Fork for each request; return it in the fork, and None here once the other side has ended."""
     reports: dict[int, tuple[int, int]] = {}  # pidfd -> (pid, file to report to)
-    listening: list[socket.socket] = []  # where Ray's workers ask
+    hearing: dict[str, socket.socket] = {}  # where Ray's workers ask, and who wants a parent of its own
     while True:
-        ready, _, _ = select.select([connection, *listening, *reports], [], [])
-        for ended in reports.keys() & set(ready):
-            pid, report = reports.pop(ended)
-            send(report, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-            os.close(report)
-            os.close(ended)
+        ready, _, _ = select.select([connection, *hearing.values(), *reports], [], [])
+        tell_ended(reports, ready)
+        if hearing.get("serve") in ready:
+            client = hearing["serve"].accept()[0]
+            if pid := os.fork():
+                reports[os.pidfd_open(pid)] = pid, client.detach()
+                continue
+            for heard in (connection, *hearing.values()):
+                heard.close()
+            peer, _, _ = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            os.sched_setaffinity(0, os.sched_getaffinity(peer))
+            return fork_until_closed(client)
         if connection in ready:
             asking = connection
-        elif listening and listening[0] in ready:
-            asking = listening[0].accept()[0]
+        elif hearing.get("listen") in ready:
+            asking = hearing["listen"].accept()[0]
         else:
             continue
         message, files, _, _ = socket.recv_fds(asking, REQUEST_BYTES, 4)
@@ -134,15 +188,14 @@ def fork_until_closed(connection: socket.socket) -> dict | None:
         if asking is not connection:
             files.append(asking.detach())
         request = json.loads(message)
-        if "listen" in request:
-            listening = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)]
-            listening[0].bind(request["listen"])
-            listening[0].listen(64)
-            send(connection.fileno(), 1)
+        if "arguments" not in request:
+            preload(request.pop("preload", ()))
+            hearing.update({name: listener(path) for name, path in request.items()})
+            send(connection.fileno(), os.getpid())
             continue
         pid = os.fork() if asking is connection or knows(request["environment"]) else -1
         if not pid:
-            for heard in (connection, *listening):
+            for heard in (connection, *hearing.values()):
                 heard.close()
             for own, file in enumerate(files[:3]):
                 os.dup2(file, own)
@@ -156,6 +209,23 @@ def fork_until_closed(connection: socket.socket) -> dict | None:
             continue
         reports[os.pidfd_open(pid)] = pid, files[3]
         send(files[3], pid)
+
+
+def tell_ended(reports: dict[int, tuple[int, int]], ready: Sequence) -> None:
+    """Tell how those processes ended whose pidfd is ready."""
+    for ended in reports.keys() & set(ready):
+        pid, report = reports.pop(ended)
+        send(report, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        os.close(report)
+        os.close(ended)
+
+
+def listener(path: str) -> socket.socket:
+    """Return a socket that hears who connects to a path."""
+    hearing = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    hearing.bind(path)
+    hearing.listen(64)
+    return hearing
 
 
 def knows(environment: dict[str, str]) -> bool:

@@ -94,14 +94,14 @@ def answers(path: Path) -> dict[str, dict]:
 
 def workers(name: str) -> set[int]:
     """Process ids of this process's cluster's workers that bear ``name`` in their title."""
-    found = set()
+    found, warm = set(), warm_python.ask({})
     for folder in Path("/proc").iterdir():
         try:
             title = (folder / "cmdline").read_bytes()
             if title.startswith(b"ray::") and name.encode() in title:
-                raylet = (folder / "stat").read_text().rpartition(")")[2].split()[1]
-                parent = Path(f"/proc/{raylet}/stat").read_text().rpartition(")")[2].split()[1]
-                found |= {int(folder.name)} if int(parent) == os.getpid() else set()
+                parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+                raylet_of = int(Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[1])
+                found |= {int(folder.name)} if parent == warm or raylet_of == os.getpid() else set()
         except (OSError, ValueError):  # no process, or gone
             continue
     return found

@@ -1,9 +1,8 @@
-"""InfiniGen's selection, plainly: every key of every head in a dictionary, one request and one token at a time."""
+"""InfiniGen's selection, plainly: each key of each head in a place of its own, one request and one token at a time."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
@@ -22,14 +21,31 @@ from flexhybrid.runtime.storage.parts import linear
 from flexhybrid.runtime.storage.weights import Weights
 
 
-@dataclass(eq=False)
-class Entry:
-    key: torch.Tensor
-    stored_key: torch.Tensor
-    value: torch.Tensor
-    position: int
-    uses: int
-    used_at: int
+class Cache:
+    """The tokens of a request that a head of a layer keeps: a place each, the first ``size`` of them taken."""
+
+    def __init__(self, room: int, head_dim: int):
+        self.size, self.replaced = 0, None  # the place that the newest token took from another
+        self.keys, self.stored_keys, self.values = torch.zeros(3, room, head_dim)
+        self.positions, self.uses, self.used_at = np.zeros((3, room), int)
+
+    def keep(self, key, stored_key, value, position: int, victim: str) -> None:
+        """Add a token, in the place of another where there is no room; it counts as used once more than that."""
+        place, uses, self.replaced = self.size, 1, None
+        if place == len(self.uses):
+            rank = {"fifo": self.positions, "lru": self.used_at, "counter": self.uses}[victim]
+            place = self.replaced = np.lexsort((self.positions, rank))[0]
+            uses = self.uses[place] + 1
+        else:
+            self.size += 1
+        self.keys[place], self.stored_keys[place], self.values[place] = key, stored_key, value
+        self.positions[place], self.uses[place], self.used_at[place] = position, uses, position
+
+    def use(self, places, position: int) -> None:
+        self.uses[places] += 1
+        self.used_at[places] = position
+        if self.uses.max() >= COUNTER_FULL:
+            self.uses //= 2
 
 
 def places(shape, selection, cached: list[int]) -> list[int]:
@@ -64,7 +80,7 @@ class PlainInfiniGen:
         self.skew = [checkpoint.skew(layer) for layer in range(self.shape.num_layers)]
         self.columns = {}  # (request, layer, kv head) -> columns
         self.fetched = []  # (tokens fetched, context) of each choice
-        self.caches = {}  # (request, layer, kv head) -> [Entry, …]
+        self.caches = {}  # (request, layer, kv head) -> Cache
         self.looks = []  # of the heads so far of a layer that looks at every token
 
     def heads_of(self, group: int):
@@ -100,13 +116,13 @@ class PlainInfiniGen:
                 out = torch.zeros_like(q)
                 stored = [self.stored(*rows, layer, position) for position, rows in enumerate(zip(k, v, act))]
                 for g in range(self.shape.num_kv_heads):
-                    self.caches[i, layer, g] = []
+                    self.caches[i, layer, g] = Cache(self.room[i], self.shape.head_dim)
                 for position, back in enumerate(stored):
                     for g in range(self.shape.num_kv_heads):
                         cache = self.caches[i, layer, g]
-                        before = list(cache)
-                        self.keep(cache, i, Entry(k[position, g], *(part[g] for part in back), position, 1, position))
-                        if self.limited and before:
+                        before = cache.stored_keys[: cache.size].clone()
+                        cache.keep(k[position, g], *(part[g] for part in back), position, self.selection.victim)
+                        if self.limited and position:
                             self.note(before, cache, [q[position, head] for head in self.heads_of(g)], position)
                 for g in range(self.shape.num_kv_heads):
                     sums[i, g] += self.turned(layer, g, k[:, g]).abs().sum(0)
@@ -122,12 +138,10 @@ class PlainInfiniGen:
                 self.columns[i, layer, g] = shown.argsort(descending=True)[:count]
         return [self.next_token(one) for one in hidden]
 
-    def members(self, cache) -> dict[str, list[int]]:
+    def members(self, cache) -> dict[str, np.ndarray]:
         """Cache entry of the policy -> places in the cache of the tokens it holds."""
-        of_token = self.entries.entry_of(np.array([one.position for one in cache]))
-        return {
-            name: np.flatnonzero(of_token == i).tolist() for i, name in enumerate(self.entries.names) if i in of_token
-        }
+        of_token = self.entries.entry_of(cache.positions[: cache.size])
+        return {name: np.flatnonzero(of_token == i) for i, name in enumerate(self.entries.names) if i in of_token}
 
     def stored(self, k, v, act, layer, position):
         """A token's keys and values as they come back from the cache: [G, d] each."""
@@ -145,19 +159,6 @@ class PlainInfiniGen:
         k, v, _ = self.project(layer, rounded(act, 64)[None], torch.tensor([position]))
         return k[0], v[0]
 
-    def keep(self, cache, request, entry):
-        """Add the new entry, in the place of another where there is no room; it counts as used once more than that."""
-        rank = {
-            "fifo": lambda one: one.position, "lru": lambda one: (one.used_at, one.position),
-            "counter": lambda one: (one.uses, one.position),
-        }[self.selection.victim]  # fmt: skip
-        gone = min(cache, key=rank) if len(cache) == self.room[request] else None
-        if gone is None:
-            cache.append(entry)
-            return
-        entry.uses = gone.uses + 1
-        cache[cache.index(gone)] = entry
-
     def next_token(self, hidden):
         return int(self.model.head(self.shape, self.weights.outer, hidden[-1:]).argmax())
 
@@ -173,62 +174,54 @@ class PlainInfiniGen:
             stored = self.stored(k[0], v[0], act[0], layer, position)
             for g in range(self.shape.num_kv_heads):
                 cache = self.caches[request, layer, g]
-                kept = chosen[g] if chosen else list(cache)
-                entry = Entry(k[0, g], *(part[g] for part in stored), position, 1, position)
-                self.keep(cache, request, entry)
-                keys = torch.stack([*(one.stored_key for one in kept), k[0, g]])
-                values = torch.stack([*(one.value for one in kept), v[0, g]])
+                kept = chosen[g] if chosen else slice(cache.size)
+                seen = cache.stored_keys[kept].clone()
+                keys = torch.cat([seen, k[0, g, None]])
+                values = torch.cat([cache.values[kept], v[0, g, None]])
+                cache.keep(k[0, g], *(part[g] for part in stored), position, self.selection.victim)
                 for head in self.heads_of(g):
                     scores = keys @ q[0, head] / self.shape.head_dim**0.5
                     out[0, head] = torch.softmax(scores, -1) @ values
-                if self.limited and chosen is None and kept:
-                    self.note(kept, cache, [q[0, head] for head in self.heads_of(g)], position)
+                if self.limited and chosen is None and len(seen):
+                    self.note(seen, cache, [q[0, head] for head in self.heads_of(g)], position)
             guesses = self.whole <= layer + 1 < self.shape.num_layers
             chosen = self.choose(request, layer + 1, act, position) if guesses else None
             hidden = self.model.finish(self.shape, self.views[layer], hidden, out.flatten(1))
         return self.next_token(hidden)
 
-    def note(self, seen, cache, queries, position):
+    def behind(self, scores) -> np.ndarray:
+        """How far each token is behind the best one of [query heads, tokens], in the head where it is least."""
+        return (scores - scores.max(dim=-1, keepdim=True).values).max(dim=0).values.numpy()
+
+    def note(self, keys, cache, queries, position):
         """A layer that looks at every token uses those it would have fetched; how many hangs on all of its heads."""
-        self.looks.append((seen, cache, queries))
+        scores = torch.stack([keys @ query / self.shape.head_dim**0.5 for query in queries])
+        self.looks.append((self.behind(scores), cache))
         if len(self.looks) < self.shape.num_kv_heads:
             return
-        behind = []
-        for entries, _, of_group in self.looks:
-            keys = torch.stack([one.stored_key for one in entries])
-            scores = torch.stack([keys @ query / self.shape.head_dim**0.5 for query in of_group])
-            behind.append((scores - scores.max(dim=-1, keepdim=True).values).max(dim=0).values.tolist())
-        most = math.ceil(round(self.selection.max_fraction * len(seen), 9))
-        within = sum(worth > -self.selection.alpha for of_head in behind for worth in of_head)
-        count = min(max(1, math.ceil(within / len(behind))), most)
-        for (entries, kept, _), of_head in zip(self.looks, behind, strict=True):
-            best = sorted(range(len(entries)), key=lambda t: -of_head[t])[:count]
-            self.use([entries[t] for t in best], kept, position)
+        most = math.ceil(round(self.selection.max_fraction * len(keys), 9))
+        within = sum((worth > -self.selection.alpha).sum() for worth, _ in self.looks)
+        count = min(max(1, math.ceil(within / len(self.looks))), most)
+        for worth, kept in self.looks:
+            best = np.argsort(-worth, kind="stable")[:count]
+            kept.use(best[best != kept.replaced], position)
         self.looks.clear()
-
-    def use(self, fetched, cache, position):
-        for one in fetched:
-            one.uses, one.used_at = one.uses + 1, position
-        if any(one.uses >= COUNTER_FULL for one in cache):
-            for one in cache:
-                one.uses //= 2
 
     def choose(self, request, layer, act, context):
         """What each kv head of a layer fetches."""
         _, _, q = self.project(layer, act, torch.tensor([context]))
         behind = []
         for g in range(self.shape.num_kv_heads):
-            columns = self.columns[request, layer, g]
-            keys = torch.stack([one.key for one in self.caches[request, layer, g]])
-            keys = self.turned(layer, g, keys)[:, columns]
+            columns, cache = self.columns[request, layer, g], self.caches[request, layer, g]
+            keys = self.turned(layer, g, cache.keys[: cache.size])[:, columns]
             scores = torch.stack([
                 keys @ self.turned(layer, g, q[0, head])[columns] / self.shape.head_dim**0.5
                 for head in self.heads_of(g)
             ])  # fmt: skip
-            behind.append((scores - scores.max(dim=-1, keepdim=True).values).max(dim=0).values.tolist())
+            behind.append(self.behind(scores))
         chosen, counts = [[] for _ in behind], 0
         for kind, members in self.members(self.caches[request, layer, 0]).items():
-            within = [sum(of_head[t] > -self.selection.alpha for t in members) for of_head in behind]
+            within = [(of_head[members] > -self.selection.alpha).sum() for of_head in behind]
             count = max(1, math.ceil(sum(within) / len(within)))
             count = min(count, math.ceil(round(self.selection.max_fraction * len(members), 9)))
             counts += count
@@ -236,13 +229,13 @@ class PlainInfiniGen:
                 if kind == "kv@host" and self.bits.kv == "native":
                     worth = of_head
                 else:  # a row serves all heads
-                    worth = [sum(math.exp(other[t]) for other in behind) for t in range(len(of_head))]
-                best = sorted(members, key=lambda t: -worth[t])[:count]
-                chosen[g] += [self.caches[request, layer, g][t] for t in best]
+                    worth = sum(np.exp(other.astype(float)) for other in behind)
+                chosen[g].append(members[np.argsort(-worth[members], kind="stable")[:count]])
+        chosen = [np.concatenate(of_head) for of_head in chosen]
         self.fetched.append((counts, context))
         if self.limited:  # else nobody asks what was used
             for g, of_head in enumerate(chosen):
-                self.use(of_head, self.caches[request, layer, g], context)
+                self.caches[request, layer, g].use(of_head, context)
         return chosen
 
     @torch.inference_mode()
