@@ -53,19 +53,13 @@ else:
 
 #: Seconds of a core, roughly, that the tests of a file and what they start take: of the longest files.
 SECONDS = {
-    **{
-        "ray": 65,
-        "search_optimum": 43,
-        "docs": 40,
-        "speculative": 33,
-        "compare": 30,
-        "sim_closed_form": 26,
-        "wheel": 25,
-    },
-    **{"clock": 21, "run": 19, "reproduce_capture": 15, "reproduce_kvpr": 15, "refill": 14, "exactness": 14},
-    **{"structured": 13, "accuracy": 12, "faults": 12, "exactness_policies": 12, "cli": 11, "api": 10, "lm_eval": 10},
-    **{"heavy_hitters": 10, "profile": 10, "selection_product": 9, "quantize_triton": 9, "run_memory": 9},
-    **{"accuracy_study": 8, "prefixes": 8, "sweep": 8, "core_stream": 8},
+    **{"ray": 50, "search_optimum": 50, "docs": 48, "speculative": 30, "sim_closed_form": 25, "run": 25, "wheel": 21},
+    **{"compare": 21, "clock": 21, "reproduce_kvpr": 21, "reproduce_capture": 20, "refill": 19, "exactness": 17},
+    **{"accuracy": 15, "heavy_hitters": 15, "structured": 14, "sim_queue": 14, "cli": 14, "api": 14, "sweep": 13},
+    **{"exactness_policies": 13, "quantize_triton": 12, "core_stream": 12, "prefixes": 12, "accuracy_study": 12},
+    **{"search_resident": 11, "lm_eval": 11, "selection_product": 11, "search_flexgen": 10, "moves": 10},
+    **{"runtime_disk": 9, "run_malformed": 9, "profile": 9, "reproduce_infinigen": 8, "lengths": 8, "run_memory": 8},
+    **{"asking": 7, "search_algorithm1": 7, "floors": 6, "faults": 6},
 }
 
 

@@ -238,9 +238,10 @@ def knows(environment: dict[str, str]) -> bool:
 
 
 def preload(names: Sequence[str]) -> None:
-    """Import modules that start no thread."""
+    """Import those modules that are installed here; they start no thread."""
     for name in names:
-        importlib.import_module(name)
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(name)
     with open("/proc/self/status", encoding="ascii") as status:
         assert "Threads:\t1\n" in status.read(), "a fork may wait for ever for what another thread held"
     gc.collect()
