@@ -14,11 +14,13 @@ import torch
 from experiments.bench.harness import Table, seconds_in_turn
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, ceil_blocks
 from flexhybrid.core.plan import stream
-from flexhybrid.core.schedule.steps import Segment, block_runs
+from flexhybrid.core.schedule.steps import Segment
 from flexhybrid.jobs.compare.speed import PolicyRun
-from flexhybrid.runtime.kernels.attention import Path, ScoreRule, attend_blocks
+from flexhybrid.runtime.buffers import SharedPart
+from flexhybrid.runtime.kernels.attention import Path, ScoreRule
 from flexhybrid.runtime.kernels.quantize import dequantize, packed_bytes, quantize
 from flexhybrid.runtime.kernels.rotary import rotate_
+from flexhybrid.runtime.kernels.shared_attention import add_part, attend_in_parts
 from flexhybrid.runtime.step_tensors import mask_of
 from flexhybrid.runtime.threads import torch_threads
 from flexhybrid.runtime.verbs.attending import gather_blocks
@@ -85,6 +87,7 @@ def bench_kernels(table: Table, contender: PolicyRun, sizes: Sizes = TIMING) -> 
     like = {"dtype": weights.dtype, "device": weights.device}
     bench_kv_gen(table, contender, like)
     bench_attention(table, sizes, like, contender.session.executor.attention)
+    bench_attention_shared(table, sizes, like)
     bench_gather(table, sizes, like)
     bench_rotation(table, sizes, like)
     if weights.device.type == "cpu":
@@ -137,16 +140,54 @@ def bench_attention(table: Table, sizes: Sizes, like: dict, paths: dict[str, Pat
 
 
 def bench_attention_on_host(table: Table, sizes: Sizes, dtype: torch.dtype) -> None:
-    """Attention of one new token over blocks in place, on one thread."""
+    """Attention of one new token over blocks in place, on one thread; and over blocks that all requests share, against
+    each attending to them by itself."""
+    from flexhybrid.runtime.kernels import in_place
+
     batch, heads, head_dim, context, _ = sizes
-    num_blocks = ceil_blocks(context)
+    num_blocks, block = ceil_blocks(context), 2 * heads * BLOCK_TOKENS * head_dim
     blocks = torch.randn(batch * num_blocks, 2, heads, BLOCK_TOKENS, head_dim, dtype=dtype)
     query = torch.randn(batch, heads, head_dim, dtype=dtype)
-    seen, rule = (np.zeros(batch, np.int64), np.full(batch, context)), ScoreRule(head_dim**-0.5)
-    runs = block_runs(np.arange(batch * num_blocks).reshape(batch, -1), np.full(batch, num_blocks))
+    tokens, held = np.full(batch, context), np.arange(batch * num_blocks).reshape(batch, -1)
+
+    def layout(held: np.ndarray) -> in_place.Layout:
+        strides = head_dim, BLOCK_TOKENS * head_dim, block // 2
+        return in_place.layout_of([in_place.Extent(held * block, tokens[: len(held)], *strides)], heads, 1)
+
+    of_each, of_all = layout(held), layout(held[:1])
     with torch_threads(1):
-        share = memory_share(blocks, lambda copy: attend_blocks(query, copy, runs, seen, rule))
-    table.at_least("attend_host: share of one core's memory bandwidth", share, 0.6, "x")
+        share = memory_share(blocks, lambda copy: in_place.attend_and_sum(query, [copy], of_each, map))
+        table.at_least("attend_host: share of one core's memory bandwidth", share, 0.6, "x")
+        together, rows, alike = query.transpose(0, 1).flatten(0, 1)[None], torch.arange(batch)[None], layout(0 * held)
+        alone = in_place.attend_and_sum(query, [blocks], of_each, map)
+
+        def shared() -> None:
+            add_part(
+                alone, query[:, :, None, None], rows, lambda _: in_place.attend_and_sum(together, [blocks], of_all, map)
+            )
+
+        ratio = times_as_fast(lambda: in_place.attend_and_sum(query, [blocks], alike, map), shared)
+    table.at_least(f"attend_host_shared, {batch} requests: times as fast as each by itself", ratio, 1, "x")
+
+
+def bench_attention_shared(table: Table, sizes: Sizes, like: dict) -> None:
+    """Attention of a chunk of prompts over itself and what all share, against its products alone."""
+    batch, heads, head_dim, context, chunk = sizes
+    new = torch.randn(batch, chunk, heads, head_dim, **like)
+    own, common = new.transpose(1, 2), torch.randn(2, 1, heads, context, head_dim, **like)
+    rows, folded = torch.arange(batch)[None], new.permute(2, 0, 1, 3).flatten(1, 2)[None]
+    scores = torch.randn(1, heads, batch * chunk, context, **like)
+    of_own, rule = torch.randn(batch, heads, chunk, chunk, **like), ScoreRule(head_dim**-0.5)
+
+    def products() -> None:
+        for left, right in ((folded, common[0].mT), (scores, common[1]), (own, own.mT), (of_own, own)):
+            torch.matmul(left, right)
+
+    def ours() -> None:
+        attend_in_parts(new, (own, own, None), [SharedPart(rows, common[0], common[1], None)], rule)
+
+    ratio = times_as_fast(products, ours, like["device"])
+    table.at_least("attend_chunk, behind a shared beginning: speed of its products", ratio, 0.5, "x")
 
 
 def bench_prompt(table: Table, new: torch.Tensor, prompt: Path) -> None:

@@ -281,7 +281,7 @@ def _with_blocks(wave: Wave, counts: np.ndarray, least: np.ndarray | None) -> Wa
     return wave
 
 
-def give_blocks(wave: Wave, k: int, place: int, counts: np.ndarray) -> None:
+def give_blocks(wave: Wave, k: int, place: int, counts: Sequence[int] | np.ndarray) -> None:
     """Let the request in a place of mini-batch ``k`` hold ``counts`` [entry] blocks, no fewer than it holds. Raise
     InputError, and give nothing, when fewer are free."""
     have = {entry: int(wave.num_blocks[entry][place]) for entry in wave.entries.names}

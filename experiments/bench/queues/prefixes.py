@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import numpy as np
 
@@ -10,8 +11,9 @@ from experiments.bench.harness import Table
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.context.prefixes import PromptTree
 from flexhybrid.core.plan import stream
-from flexhybrid.core.policy import Placement, Policy
+from flexhybrid.core.policy import Bits, Placement, Policy
 from flexhybrid.core.problem import Problem
+from flexhybrid.core.schedule.refill import RunningBatch
 from flexhybrid.core.waves import open_batch
 from flexhybrid.core.workload import Workload
 from flexhybrid.llm import LLM
@@ -20,14 +22,29 @@ from flexhybrid.sampling_params import SamplingParams
 MODEL = "experiments/checkpoints/opt-stdlib-2k"
 LINK_GB_PER_S, NUM_REQUESTS, AT_A_TIME, PROMPT, SHARE, ANSWER = 0.4, 64, 32, 256, 0.75, 16
 SYSTEM, LINES = 400, 1_000  #: tokens of a system prompt, and lines that begin with it
-FASTER, DEARER = 1.6, 1.1
+DEARER = 1.1
+#: Fields of a policy, and how many times as fast its requests are where they share. On the host only prompts are saved,
+#: of few bits only what is loaded.
+KINDS = (
+    ("streamed", {}, 1.6),
+    ("attention on the host", {"attention": "host"}, 1.2),
+    ("keys and values of 8 bits", {"bits": Bits(kv=8)}, 1.0),
+)
 PAIRS = 3
+JOINING, SYSTEMS, JOIN_MS, TURNS = 100, 8, 20, 7
 
 
 def bench_prefixes(table: Table, num_requests: int = NUM_REQUESTS, answer: int = ANSWER) -> None:
-    """Add the rows of the shared prefix and of the system prompt. Weights and context are streamed; each side answers
-    the same requests, in turn."""
-    policy = Policy("streamed", Placement(host=1), cache={"kv@host": 1.0}, max_batch=AT_A_TIME)
+    """Add the rows of prompts that share prefixes."""
+    vocab = [bench_shared(table, *kind, num_requests, answer) for kind in KINDS][0]
+    bench_system_prompt(table, vocab)
+    bench_join(table)
+
+
+def bench_shared(table: Table, name: str, fields: dict, bar: float, num_requests: int, answer: int) -> int:
+    """Add the row of a kind of policy; return the model's vocabulary. Weights and context are streamed; each side
+    answers the same requests, in turn."""
+    policy = replace(Policy(name, Placement(host=1), cache={"kv@host": 1.0}, max_batch=AT_A_TIME), **fields)
     generator, params = np.random.default_rng(0), SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True)
     sides, seconds = {}, {True: [], False: []}
     for shares in seconds:
@@ -47,8 +64,9 @@ def bench_prefixes(table: Table, num_requests: int = NUM_REQUESTS, answer: int =
         llm.close()
     faster = float(np.median(seconds[False]) / np.median(seconds[True]))
     conditions = {"shared_s": seconds[True], "alone_s": seconds[False]}
-    table.at_least(f"prefixes: {SHARE:.0%} of prompts shared, tokens/s against none", faster, FASTER, "x", **conditions)
-    bench_system_prompt(table, vocab)
+    row = f"prefixes: {SHARE:.0%} of prompts shared, {name}, tokens/s against none"
+    table.at_least(row, faster, bar, "x", **conditions)
+    return vocab
 
 
 def bench_system_prompt(table: Table, vocab: int, num_lines: int = LINES) -> None:
@@ -80,3 +98,26 @@ def bench_system_prompt(table: Table, vocab: int, num_lines: int = LINES) -> Non
         ratio = costs["shared"][place] / costs["line"][place]
         table.at_most(f"prefixes: {what} of a system prompt, {num_lines} lines against one", ratio, DEARER, "x")
     table.at_most("prefixes: copies of its blocks", blocks / (SYSTEM // BLOCK_TOKENS), 1, "x")
+
+
+def bench_join(table: Table) -> None:
+    """Add the milliseconds in which as many requests as leave join: of SYSTEMS system prompts in turn, and of none."""
+    generator = np.random.default_rng(0)
+    own = [generator.integers(3, 2048, 40).tolist() for _ in range(6 * JOINING)]
+    systems = [generator.integers(3, 2048, 200).tolist() for _ in range(SYSTEMS)]
+    with LLM(MODEL, "kv_only", device="cpu", dtype="float32") as llm:
+        problem = Problem(shape=llm.shape, dtype="float32", device="cpu")
+    policy = Policy("mixed", Placement(host=1), cache={"kv@host": 0.5, "act@host": 0.5}, max_mini_batch_tokens=1 << 15)
+    for name, begin in (("that share nothing", [[]]), (f"of {SYSTEMS} system prompts", systems)):
+        prompts = [[*begin[i % len(begin)], *tokens] for i, tokens in enumerate(own)]
+        lengths, spent = Workload(np.array([*map(len, prompts)]), np.full(len(prompts), 64)), []
+        for _ in range(TURNS):
+            batch = RunningBatch(open_batch(problem, policy, lengths, JOINING, tree=PromptTree(prompts.__getitem__)))
+            for iteration in range(2):
+                list(batch.steps(iteration, set()))
+            began = time.perf_counter()
+            list(batch.steps(2, set(range(JOINING))))
+            spent.append(1e3 * (time.perf_counter() - began))
+            assert np.count_nonzero(batch.wave.joined == 2) == JOINING
+        row = f"prefixes: {JOINING} requests {name} leave and as many join"
+        table.at_most(row, float(np.median(spent)), JOIN_MS, "ms", samples=spent)

@@ -297,6 +297,8 @@ class BlockManager:
     def blocks_of(self, entry: str, request: int) -> np.ndarray:
         """Return the physical blocks of a request, in order."""
         runs = self.pools[entry].held.get(request, [])
+        if len(runs) == 1:
+            return np.arange(runs[0].first, runs[0].end)
         return np.concatenate([np.arange(run.first, run.end) for run in runs]) if runs else np.zeros(0, np.int64)
 
     def release(self, request: int) -> None:

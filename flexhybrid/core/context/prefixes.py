@@ -59,12 +59,12 @@ class PromptTree:
 
     def shared(self, request: int) -> list[int]:
         """Return the first blocks of a request's prompt that another known prompt has too, or that are kept."""
-        path = self.path(request)
-        length = next((i for i, block in enumerate(path) if not self._is_shared(block)), len(path))
+        path, known, resident, length = self.path(request), self._known, self.resident, 0
+        for block in path:
+            if known[block] < FEWEST and block not in resident:
+                break
+            length += 1
         return path[:length] if length >= LEAST_BLOCKS else []
-
-    def _is_shared(self, block: int) -> bool:
-        return self._known[block] >= FEWEST or block in self.resident
 
     def forget(self, request: int) -> None:
         """Let a request's prompt be known no longer."""
@@ -153,6 +153,7 @@ class SharedBlocks:
         self._members: dict[int, int] = defaultdict(int)  # block -> places
         self._path: dict[int, list[int]] = {}  # place -> its shared blocks
         self._idle: dict[int, None] = {}  # blocks that no place has; the first ones go first
+        self._entries: list[int] = []  # of a prompt's first blocks
         self._resident = tree.resident = {}
 
     def attach(self, place: int, path: list[int]) -> None:
@@ -162,8 +163,10 @@ class SharedBlocks:
         for block in path[:kept]:
             self._members[block] += 1
             self._idle.pop(block, None)
-        length, entries = kept, self.entries.entry_of(np.arange(len(path)) * BLOCK_TOKENS).tolist()
-        while length < len(path) and self._take(path[length], self.entries.names[entries[length]]):
+        length = kept
+        if len(path) > len(self._entries):
+            self._entries = self.entries.entry_of(np.arange(2 * len(path)) * BLOCK_TOKENS).tolist()
+        while length < len(path) and self._take(path[length], self.entries.names[self._entries[length]]):
             length += 1
         if not length:
             return

@@ -249,19 +249,21 @@ class RunningBatch:
         wanted = np.where(need > have, np.clip(have + run, need, at_most), have)
         for index in np.flatnonzero((need > have).any(axis=1)).tolist():
             while index < len(running):
-                if self._give(k, int(running[index]), wanted[index], need[index], have[index]):
+                counts = (of[index].tolist() for of in (wanted, need, have))
+                if self._give(k, int(running[index]), *counts):
                     break
                 running = self._step_back(k, iteration, running)
         return np.sort(running)
 
-    def _give(self, k: int, place: int, wanted: np.ndarray, need: np.ndarray, have: np.ndarray) -> bool:
+    def _give(self, k: int, place: int, wanted: list[int], need: list[int], have: list[int]) -> bool:
         """Give a request ``wanted`` blocks of each entry, or at least those that it needs; False without room."""
-        pools, names = self.wave.blocks[k].pools, self.wave.entries.names
-        free = np.array([pools[entry].num_free for entry in names])
-        least = np.maximum(need, have)
-        if (least - have > free).any():
-            return False
-        give_blocks(self.wave, k, place, np.clip(wanted, least, have + free))
+        counts, pools = [], self.wave.blocks[k].pools
+        for entry, most, least, held in zip(self.wave.entries.names, wanted, need, have, strict=True):
+            room = held + pools[entry].num_free
+            if least > room:
+                return False
+            counts.append(min(max(most, least, held), room))
+        give_blocks(self.wave, k, place, counts)
         return True
 
     def _step_back(self, k: int, iteration: int, running: np.ndarray) -> np.ndarray:
@@ -409,25 +411,23 @@ class RunningBatch:
     def _reserve(self, k: int, places: np.ndarray) -> int:
         """Give requests that join their blocks, in turn; return how many of them there is room for."""
         wave, lengths = self.wave, self.wave.workload
-        none = np.zeros(len(wave.entries.names), dtype=np.int64)
+        prompts, cached = lengths.prompt_tokens[places], lengths.cached_tokens[places]
         if wave.grows:
-            prompts, at_most = (
-                wave.own_blocks(places, of[places]) for of in (lengths.prompt_tokens, lengths.cached_tokens)
-            )
+            need = wave.own_blocks(places, prompts)
+            wanted = np.minimum(need + FIRST_RUN, wave.own_blocks(places, cached))
+        elif self.sharing:
+            need = wanted = wave.own_blocks(places, cached)
+        else:
+            first = prompts
+            if wave.entries.keeps_ids:  # the first length that is held as a whole
+                first = np.array([longest_piece(wave.policy, prompt[None]) for prompt in prompts])
+            need = wanted = wave.entries.most_blocks(first, self._kept(places))
+        none = [0] * len(wave.entries.names)
         for count, place in enumerate(places.tolist()):
-            prompt, cached = lengths.prompt_tokens[place], lengths.cached_tokens[place]
-            if wave.grows:
-                need = prompts[count]
-                wanted = np.minimum(need + FIRST_RUN, at_most[count])
-            else:
-                first = longest_piece(wave.policy, np.array([prompt]))  # the first length that is held as a whole
-                need = wanted = wave.entries.most_blocks(first, self._kept(places[count : count + 1])[0])
-                if self.sharing:
-                    need = wanted = wave.own_blocks(place, cached)
-            if not self._give(k, place, wanted, need, none):
+            if not self._give(k, place, wanted[count].tolist(), need[count].tolist(), none):
                 return count
             if wave.whole:  # under a selection, which takes a prompt whole
-                of_all = wave.entries.most_blocks(prompt, cached)
+                of_all = wave.entries.most_blocks(prompts[count], cached[count])
                 if not wave.whole.blocks[k].has_room(dict(zip(wave.entries.names, of_all.tolist(), strict=True))):
                     take_blocks_back(wave, k, place)
                     return count
