@@ -26,6 +26,7 @@ from flexhybrid.core.schedule.refill import (
     NOBODY,
     AnswerLengths,
     joins_singly,
+    shorter,
     stores_exactly,
 )
 from flexhybrid.core.wave import Wave
@@ -306,7 +307,7 @@ class _Queue:
                 break
             if count > 1 and (not self._buffers_hold(k, count, longest, most_blocks) or (needed > room).any()):
                 self._detach(k, request, places.pop())
-                ready = self._shorter(at, ready, first, failures)
+                ready = self._shorter([at, *ready], first, failures)
                 failures += 1
                 continue
             joining.append(request)
@@ -325,15 +326,14 @@ class _Queue:
         built = sum(map(padded_rows, first_builds(self.wave, np.array(places)))) if self.sharing else 0
         return len(places) * piece <= self.most_rows and built + len(places) * piece <= self.prompt_rows
 
-    def _shorter(self, at: int, ready: list[int], first: list[int], failures: int) -> list[int]:
-        """Return those of ``first`` that may join where the one at ``at`` does not."""
-        prompts, cached = self.prompts[first], self.prompts[first] + self.limits[first] - 1
+    def _shorter(self, places: list[int], first: list[int], failures: int) -> list[int]:
+        """Return which ``places`` of ``first`` have requests that may join where that of the first place does not."""
+        requests = [first[place] for place in places]
+        prompts, cached = self.prompts[requests], self.prompts[requests] + self.limits[requests] - 1
         if self.sharing:
-            shared = BLOCK_TOKENS * np.array([len(self.sharing.tree.shared(request)) for request in first])
+            shared = BLOCK_TOKENS * np.array([len(self.sharing.tree.shared(request)) for request in requests])
             prompts, cached = prompts - (shared if self.exact else 0), cached - shared
-        shorter = [i for i in ready if prompts[i] < prompts[at] or cached[i] < cached[at]]
-        # the shortest comes next: without room for that there is none for any
-        return shorter if failures else sorted(shorter, key=lambda i: cached[i])
+        return [places[i] for i in shorter(prompts, cached, not failures)]
 
     def _expected(self, group: list[_Member], iteration: int) -> np.ndarray:
         """Return the blocks of each entry that a mini-batch is expected to hold."""

@@ -235,7 +235,7 @@ def bench_in_place(table: Table, sizes: Sizes, like: dict, decode: Path) -> None
     strides = sizes.head_dim, head, BLOCK_TOKENS * width
     extent = in_place.Extent(table_of * 2 * BLOCK_TOKENS * width, tokens, *strides)
     num_threads = torch.get_num_threads()
-    layout = in_place.layout_of([extent], sizes.heads, num_threads)
+    layout = in_place.layout_of([extent], sizes.heads, num_threads, sizes.head_dim)
     with ThreadPoolExecutor(num_threads) as workers:
 
         def attend(memory: torch.Tensor) -> torch.Tensor:

@@ -116,6 +116,13 @@ class AnswerLengths:
         return np.minimum(tokens, prompts + limits - 1)
 
 
+def shorter(prompts: np.ndarray, tokens: np.ndarray, ordered: bool) -> list[int]:
+    """Return which of some requests may have room where the first has none: those as long have none either.
+    ``ordered``: the shortest comes first; without room for that there is none for any."""
+    found = np.flatnonzero((prompts < prompts[0]) | (tokens < tokens[0]))
+    return (found[np.argsort(tokens[found], kind="stable")] if ordered else found).tolist()
+
+
 class RunningBatch:
     """The members of a wave's mini-batches, iteration by iteration. Changes the wave's arrays for those who join."""
 
@@ -329,10 +336,7 @@ class RunningBatch:
             failures, shared = failures + 1, self._would_share(ready)
             tokens = queue.workload.cached_tokens[ready] - shared
             prompts = queue.workload.prompt_tokens[ready] - (shared if self.sharing and self.sharing.exact else 0)
-            shorter = np.flatnonzero((prompts < prompts[0]) | (tokens < tokens[0]))  # those as long do not join either
-            if failures == 1:  # the shortest comes next: without room for that there is none for any
-                shorter = shorter[np.argsort(tokens[shorter], kind="stable")]
-            ready = [ready[place] for place in shorter.tolist()]
+            ready = [ready[place] for place in shorter(prompts, tokens, failures == 1)]
         for request in wave.request[joining].tolist():
             queue.on_join(request)
         if self.steering:

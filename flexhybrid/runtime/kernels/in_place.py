@@ -31,7 +31,10 @@ from flexhybrid.runtime.kernels.attention import Share, Weighed
 #: By dtype of keys and values: a value of the type by which numba chooses how the kernels load them.
 KINDS = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
 LOWEST = np.float32(-3e38)
-SHARED_TOKENS = 4096  #: of all requests and heads, below which one thread does it all
+#: Products of elements of queries and keys, below which one thread does it all. To hand ranges over takes some 90 us;
+#: in 200 us, of which a second thread would save half, one thread of an AMD EPYC (Zen 3) does half a million where a
+#: query reads its own keys, and 1.5 million where eight read the same ones.
+SHARED_PRODUCTS = 1 << 20
 CHUNK_BLOCKS = 8  #: whose scores are kept at a time
 UNIT = 16  #: elements of a head that are loaded at a time, as two vectors
 VECTOR_BYTES = 32  #: of 8 float32
@@ -73,8 +76,9 @@ class Layout(NamedTuple):
     bounds: list[int]  #: of the ranges of items that threads take
 
 
-def layout_of(extents: Sequence[Extent], groups: int, num_threads: int) -> Layout:
-    """Return the layout of contexts that have a part in each extent, for ``num_threads`` threads."""
+def layout_of(extents: Sequence[Extent], groups: int, num_threads: int, width: int = 0) -> Layout:
+    """Return the layout of contexts that have a part in each extent, for ``num_threads`` threads; ``width``: elements
+    of the queries of a key head, where there are several threads."""
     first, strides = 0, []
     for extent in extents:
         strides.append((first, extent.blocks.shape[1], extent.token_stride, extent.head_stride, extent.values))
@@ -85,7 +89,7 @@ def layout_of(extents: Sequence[Extent], groups: int, num_threads: int) -> Layou
     for extent, (begin, *_) in zip(extents, strides, strict=True):
         if extent.hidden is not None:
             blocks[1, begin : begin + extent.hidden.size] = extent.hidden.ravel()
-    return Layout(tokens, blocks, np.array(strides, np.int64), bounds_of(tokens.sum(0), groups, num_threads))
+    return Layout(tokens, blocks, np.array(strides, np.int64), bounds_of(tokens.sum(0), groups, num_threads, width))
 
 
 def attend(
@@ -123,9 +127,9 @@ def attend_and_sum(
     return attended, sums
 
 
-def bounds_of(tokens_B: np.ndarray, groups: int, num_threads: int) -> list[int]:
+def bounds_of(tokens_B: np.ndarray, groups: int, num_threads: int, width: int) -> list[int]:
     """Return bounds of ranges of items, a range a thread, that hold about as many tokens each."""
-    if num_threads == 1 or tokens_B.sum() * groups < SHARED_TOKENS:
+    if num_threads == 1 or tokens_B.sum() * groups * width < SHARED_PRODUCTS:
         return [0, len(tokens_B) * groups]
     until = np.cumsum(np.repeat(tokens_B, groups))
     cuts = np.searchsorted(until, until[-1] * np.arange(1, num_threads) / num_threads) + 1

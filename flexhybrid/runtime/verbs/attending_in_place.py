@@ -192,7 +192,8 @@ def _step_extents(state: State, step: MiniBatchStep, window: int | None) -> Step
         segments += _shared_extents(state, step, blocks_of, window)
     own_rows = np.arange(batch, dtype=np.int64)[:, None] * (width + shape.query_width)
     own = Extent(own_rows, np.ones(batch, dtype=np.int64), 0, d, width // 2)
-    layout = layout_of([own, *(extent for _, extent in segments)], shape.num_kv_heads, state.compute_threads)
+    extents, of_head = [own, *(extent for _, extent in segments)], shape.queries_per_key * d
+    layout = layout_of(extents, shape.num_kv_heads, state.compute_threads, of_head)
     return StepExtents(
         [segment for segment, _ in segments], layout, [] if window else _together(state, step, blocks_of)
     )
@@ -208,6 +209,7 @@ def _together(state: State, step: MiniBatchStep, blocks_of: dict[int, np.ndarray
         extents = [
             Extent(blocks_of[id(s)] * block, s.num_tokens.astype(np.int64), *_strides(state, s)) for s in segments
         ]
-        layout = layout_of(extents, groups, state.compute_threads)
+        of_head = common.rows.shape[1] * state.shape.queries_per_key * state.shape.head_dim
+        layout = layout_of(extents, groups, state.compute_threads, of_head)
         parts.append(Together(torch.from_numpy(common.rows), segments, layout))
     return parts

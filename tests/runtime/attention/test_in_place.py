@@ -64,7 +64,9 @@ def test_it_is_a_softmax_over_all_parts_of_each_context(dtype, case, threads, hi
     query = torch.randn(batch, groups * queries, d, generator=generator).to(dtype)
     totals = np.sum(part_tokens, axis=0)
     layout = in_place.layout_of([extent for _, extent, _ in pieces], groups, 1)
-    bounds = in_place.bounds_of(totals * 10_000, groups, threads)  # as if there were enough work for several threads
+    bounds = in_place.bounds_of(
+        totals, groups, threads, in_place.SHARED_PRODUCTS
+    )  # as if there were enough work for several threads
     memories = [memory for _, _, memory in pieces]
     attended = in_place.attend(query, memories, layout._replace(bounds=bounds), map, scaling)
     assert attended.dtype == dtype
@@ -82,11 +84,13 @@ def test_it_is_a_softmax_over_all_parts_of_each_context(dtype, case, threads, hi
         torch.testing.assert_close(attended[request].double(), expected, atol=close, rtol=close)
 
 
-@given(st.lists(st.integers(1, 3000), min_size=1, max_size=20), st.integers(1, 4), st.integers(1, 5))
-def test_threads_share_all_items_and_no_thread_has_more_than_its_part_and_an_item(tokens, groups, threads):
-    bounds = in_place.bounds_of(np.array(tokens), groups, threads)
+@given(
+    st.lists(st.integers(1, 3000), min_size=1, max_size=20), st.integers(1, 4), st.integers(1, 5), st.integers(1, 2048)
+)
+def test_threads_share_all_items_and_no_thread_has_more_than_its_part_and_an_item(tokens, groups, threads, width):
+    bounds = in_place.bounds_of(np.array(tokens), groups, threads, width)
     assert bounds[0] == 0 and bounds[-1] == len(tokens) * groups and bounds == sorted(set(bounds))
-    if sum(tokens) * groups < in_place.SHARED_TOKENS:
+    if threads == 1 or sum(tokens) * groups * width < in_place.SHARED_PRODUCTS:
         assert len(bounds) == 2
         return
     of_item = np.repeat(tokens, groups)
