@@ -157,7 +157,8 @@ class Executor(Generic[SelectionT]):
         #: of each request of the queue, as far as they are known; a part of the prompt of one that comes back
         self.answers: Mapping[int, list[int]] = {}
         self.tokens = self.steps.tokens
-        self.step_tensors: dict[tuple[int, int], tuple[MiniBatchStep, StepTensors]] = {}  #: by mini-batch and chunk
+        #: by mini-batch, chunk and window
+        self.step_tensors: dict[tuple[int, int, int | None], tuple[MiniBatchStep, StepTensors]] = {}
         self.begun: dict[int, int] = {}  #: mini-batch -> iteration of its latest step
         self.logprobs = LogprobLog(wave, plan, self.tokens, parts.copies)
         self.masks = TokenMasks(wave.shape.vocab, self.device)
@@ -183,18 +184,15 @@ class Executor(Generic[SelectionT]):
 
     def begin_step(self, task: Task) -> StepTensors:
         """Make the tensors of the task's step."""
-        if (
-            self.begun.get(task.mini_batch) != task.iteration
-        ):  # the prompts before it are computed: free what was theirs
+        if self.begun.get(task.mini_batch) != task.iteration:  # the prompts before it are computed
             self.begun[task.mini_batch] = task.iteration
-            for values in (self.hidden.rows, self.step_tensors):
-                for key in [key for key in values if key[0] == task.mini_batch and key[1]]:
-                    del values[key]
+            _free_chunks(self.hidden.rows, task.mini_batch)
+            _free_chunks(self.step_tensors, task.mini_batch)
         if task.payload.step.joins:
             self.steps.enter(task.payload.step, self.answers)
         self.selection.begin_step(task.payload.step)
         tensors = self.steps.make(task.payload.step)
-        self.step_tensors[step_key(task)] = task.payload.step, tensors
+        self.step_tensors[*step_key(task), task.payload.step.window] = task.payload.step, tensors
         return tensors
 
     def score_rule(self, task: Task) -> ScoreRule:
@@ -215,8 +213,14 @@ class Executor(Generic[SelectionT]):
 
     def tensors(self, task: Task) -> StepTensors:
         """Return the tensors of the task's step; made anew where another layer's step is a different one."""
-        step, tensors = self.step_tensors[step_key(task)]
-        return tensors if step is task.payload.step else self.begin_step(task)
+        key = *step_key(task), task.payload.step.window
+        step, tensors = self.step_tensors.get(key, (None, None))
+        if step is task.payload.step and tensors is not None:
+            return tensors
+        if self.shape.windows:  # only the segments differ
+            self.step_tensors[key] = task.payload.step, self.steps.make(task.payload.step)
+            return self.step_tensors[key][1]
+        return self.begin_step(task)
 
     def resolve(self, task: Task, work: Work) -> None:
         """Note what a task really moves, where the plan has only what is expected."""
@@ -240,6 +244,12 @@ class Executor(Generic[SelectionT]):
 
 #: What a verb takes: the executor of a wave, whatever its selection.
 State = Executor[SelectionHooks]
+
+
+def _free_chunks(values: dict[Any, Any], mini_batch: int) -> None:
+    """Free what belongs to later chunks of a mini-batch's prompts; keys begin with mini-batch and chunk."""
+    for key in [key for key in values if key[0] == mini_batch and key[1]]:
+        del values[key]
 
 
 def step_key(task: Task) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from flexhybrid.core.context.selection import num_whole
 from flexhybrid.core.schedule.refill import RunningBatch
 from flexhybrid.core.schedule.step_work import counts_of, step_work
-from flexhybrid.core.schedule.steps import MiniBatchStep, make_step
+from flexhybrid.core.schedule.steps import MiniBatchStep, in_window, make_step
 from flexhybrid.core.task import Work
 from flexhybrid.core.wave import Wave
 
@@ -25,6 +25,9 @@ StopsUntil = Callable[[int], Collection[int]]
 def no_stops(_iteration: int) -> frozenset[int]:
     """Nobody stops early: the lengths alone decide (ignore_eos, and every prediction)."""
     return frozenset()
+
+
+StepWorks = tuple[MiniBatchStep, dict[str, Work]]
 
 
 class Position(NamedTuple):
@@ -52,17 +55,18 @@ def positions(wave: Wave, stops_until: StopsUntil, first_iteration: int) -> Iter
     laid_out = _lay_out(batch, iteration, frozenset(), forms)
     while laid_out:
         layers, column = range(wave.shape.num_layers), wave.policy.schedule == "column"
-        in_turn = sorted(laid_out, key=lambda s: s[0][0].chunk)  # so that a chunk need not wait for the one before
+        in_turn = sorted(laid_out, key=lambda s: s[1][0].chunk)  # so that a chunk need not wait for the one before
         sharing = (
             [in_turn]
             if column
-            else [list(chunk_positions) for _, chunk_positions in groupby(laid_out, lambda s: s[0][0].mini_batch)]
+            else [list(chunk_positions) for _, chunk_positions in groupby(laid_out, lambda s: s[1][0].mini_batch)]
         )
         for members, layer in product(sharing, layers):
             group = []
-            for chosen, whole, step_form in members:
+            for by_window, whole, step_form in members:
                 slots = number % 2, slot % 2
-                (step, works), leads = chosen if layer >= first else whole, not group
+                step, works = by_window[wave.shape.attention_of(layer).window] if layer >= first else whole
+                leads = not group
                 form = forms.setdefault((layer, slots, leads, step_form), len(forms))
                 group.append(Position(step, layer, works, *slots, leads, form))
                 number += 1
@@ -74,9 +78,10 @@ def positions(wave: Wave, stops_until: StopsUntil, first_iteration: int) -> Iter
 
 def _lay_out(
     batch: RunningBatch, iteration: int, stopped: Collection[int], forms: dict[tuple, int]
-) -> list[tuple[tuple[MiniBatchStep, dict[str, Work]], tuple[MiniBatchStep, dict[str, Work]], int]]:
-    """Of the mini-batches that have a request: the step and its works in layers that look at a choice of tokens and in
-    those that look at all, and their form: what else than the layer and its slots decides the forms of its positions.
+) -> list[tuple[dict[int | None, StepWorks], StepWorks, int]]:
+    """Of the mini-batches that have a request: the step and its works in layers that look at a choice of tokens, by
+    their window, and in those that look at all, and their form: what else than the layer and its slots decides the
+    forms of its positions.
     """
     steps, wave = [], batch.wave
     for k, chunk, piece, built, requests in batch.steps(iteration, stopped):
@@ -90,8 +95,15 @@ def _lay_out(
             whole_step = replace(make_step(wave.whole, iteration, k, requests, chunk, piece), whole=True)
             of_all = counts_of(whole_step, wave.whole)
             whole = step_work(wave.shape, wave.whole.policy, wave.stored, of_all, True)
+        by_window: dict[int | None, StepWorks] = {None: (step, works)}
+        for window in wave.shape.windows:
+            by_window[window] = by_window[None]
+            if wave.policy.selection.method == "none" and (narrow := in_window(step, window, wave)) is not step:
+                of_narrow = step_work(wave.shape, wave.policy, wave.stored, counts_of(narrow, wave), False)
+                by_window[window] = narrow, of_narrow
         stored = tuple((s.entry, s.representation, s.own, s.shared) for s in (*step.stores, *whole_step.stores))
         common = tuple(sorted({segment.entry for segment in step.shared_segments})), step.builds
-        form = k, chunk, step.prefill, step.last, tuple(whole), tuple(works), stored, common
-        steps.append(((step, works), (whole_step, whole), forms.setdefault(form, len(forms))))
+        form = k, chunk, step.prefill, step.last, tuple(whole), stored, common
+        form += tuple(tuple(works) for _, works in by_window.values())
+        steps.append((by_window, (whole_step, whole), forms.setdefault(form, len(forms))))
     return steps

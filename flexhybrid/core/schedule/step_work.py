@@ -68,7 +68,10 @@ def counts_of(step: MiniBatchStep, wave) -> StepCounts:
         selected = int(selected_tokens(policy.selection, context))
     together = commons_together(step, wave)
     common_reads = sum(common.rows.size * common.tokens for common in together)
-    in_place = int(step.context.sum()) + len(step.requests) - common_reads if step.in_place else None
+    in_place = None
+    if step.in_place:
+        own = sum(int(segment.num_tokens.sum()) for segment in step.segments) + len(step.requests)
+        in_place = own + sum(common.rows.size * common.tokens for common in step.commons) - common_reads
     return StepCounts(
         prefill=step.prefill,
         batch=len(step.requests),

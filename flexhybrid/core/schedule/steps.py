@@ -1,6 +1,6 @@
 """What one mini-batch does in one iteration: its tokens and where they lie, request by request."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -203,6 +203,7 @@ class MiniBatchStep:
     builds: bool = False  #: it computes shared blocks, and what it stores goes there
     decodes: bool = False  #: one new token of each request, behind its whole prompt
     in_place: bool = False  #: it decodes, and reads keys and values where they lie
+    window: int | None = None  #: of layers with such a window: segments hold what some new token sees; None: all
 
     @cached_property
     def prefill(self) -> bool:
@@ -312,6 +313,24 @@ def make_step(
         decodes=decodes,
         in_place=decodes and attends_in_place(wave.problem, wave.policy),
     )
+
+
+def in_window(step: MiniBatchStep, window: int, wave) -> MiniBatchStep:
+    """Return the step of layers with a window: blocks of a request that no new token of it sees are not read.
+
+    The step itself, where there are none; where the host attends, which loads nothing; and where a load brings all.
+    """
+    if wave.policy.attention == "host" and step.decodes or wave.policy.static_cache or not step.segments:
+        return step
+    passed = wave.entries.dealt(np.maximum(step.context + 1 - window, 0) // BLOCK_TOKENS)
+    segments, is_cut = [], False
+    for segment in step.segments:
+        behind = passed[:, wave.entries.names.index(segment.entry)]
+        cut = np.clip(behind - segment.start_block, 0, segment.num_blocks)
+        is_cut |= bool(cut.any())
+        tokens = np.maximum(segment.num_tokens - cut * BLOCK_TOKENS, 0)
+        segments.append(replace(segment, num_tokens=tokens, start_block=segment.start_block + cut))
+    return replace(step, segments=tuple(segments), window=window) if is_cut else step
 
 
 def _known_commons(wave, mini_batch: int, requests: np.ndarray, depth: np.ndarray) -> tuple[Common, ...]:

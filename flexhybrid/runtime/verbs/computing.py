@@ -79,7 +79,7 @@ def _generate_by_module(state: State, modules: ModulePath, task: Task, act_rows:
     views, count, positions = state.layer_weights.of(task), len(act_rows), state.tensors(task).act_positions
     if positions is None:
         raise ValueError("ACT rows whose positions are not known")
-    calls = modules.calls_at(step_key(task), positions, MIN_KV_GEN_ROWS)
+    calls = modules.calls_at((*step_key(task), task.payload.step.window), positions, MIN_KV_GEN_ROWS)
     if count < MIN_KV_GEN_ROWS:
         act_rows = torch.cat([act_rows, act_rows.new_zeros(MIN_KV_GEN_ROWS - count, act_rows.shape[1])])
     modules.generate(task.layer, act_rows, calls, views, state.buffers.generated[: len(act_rows)])
