@@ -2,8 +2,10 @@
 
 Each attempt is a process of its own, forked from one that has loaded everything, and ended by SIGKILL: before, within
 or after its n-th write, at its n-th fsync, at its n-th sampled step, as its n-th request joins or steps back, at the
-n-th chunk of its census, or after some time. Files are JSON lines, or Parquet in and out. Pools are so small that
-requests step back, and the census counts a few lines before the first answers, the others meanwhile.
+n-th chunk of its census, as its policy changes for the n-th time, or after some time. Files are JSON lines, or Parquet
+in and out. Pools are so small that requests step back, some prompts begin alike, and the census counts a few lines
+before the first answers, the others meanwhile. Every few iterations the mix changes, as after a search anew: those who
+run end before, or move, in turn.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 
@@ -45,7 +48,10 @@ COMPLETED = mmap.mmap(-1, 8)
 tqdm.monitor_interval = 0  # its thread may hold the bars' lock while an attempt is forked, which then waits for ever
 answers_module.SYNC_S = 0.0  # at every write: by the clock, an attempt might have fewer fsyncs than the one counted
 census_module.CHUNK_LINES, run_module.CENSUS_S = 16, 0.0  # the first chunk is answered while the others are counted
-KINDS = ("before write", "within write", "after write", "fsync", "step", "join", "step back", "census")
+KINDS = ("before write", "within write", "after write", "fsync", "step", "join", "step back", "census", "change")
+CHANGE_ITERATIONS = 20  #: after which the policy changes
+MIXES = ({"kv@host": 1.0}, {"act@host": 0.5, "kv@host": 0.5})
+SYSTEM_PROMPT = [3 + number % 50 for number in range(32)]  #: of every fourth line
 POOL_SHARE = 0.1  #: of an answer's limit, for which there are blocks: the youngest requests step back
 LETTERS = {chr(ord("0") + i): 3 + i for i in range(61)}  #: token ids of the tokenizer: a token a character
 
@@ -77,6 +83,8 @@ def write_requests(path: Path, count: int, seed: int) -> None:
                 "prompt": [generator.randrange(3, 61) for _ in range(generator.randrange(1, 24))],
                 "max_tokens": generator.randrange(1, 24), "temperature": generator.choice([0, 0.8, 1.5]),
             }  # fmt: skip
+            if number % 4 == 1:
+                body["prompt"] = SYSTEM_PROMPT + body["prompt"]
             if number % 5 == 3:
                 body |= {"guided_regex": "([0-9]{1,4}[A-Z])+"}
             if number % 5 == 2:
@@ -152,6 +160,7 @@ def lay_traps(point: tuple[str, int] | None) -> Counter:
 
         return call
 
+    change_mixes(die_at)
     RequestCodec.completion, RequestCodec.open = counted, trapped("join", start)
     RunningBatch._step_back = trapped("step back", back)
     census_module.Census.count_on = trapped("census", count_on)
@@ -162,6 +171,31 @@ def lay_traps(point: tuple[str, int] | None) -> Counter:
     )
     os.write, os.fsync, Executor.tokens_of = trapped_write, trapped_fsync, trapped_step
     return counts
+
+
+def change_mixes(die_at) -> None:
+    """Let a job change its mix every CHANGE_ITERATIONS, as after a search anew."""
+    advance, iterations, changes = run_module.Job.advance, [0], [0]
+
+    def counts(self, num_tokens):
+        iterations[0] += 1
+        advance(self, num_tokens)
+
+    def changed(self):
+        if iterations[0] < CHANGE_ITERATIONS:
+            return
+        die_at("change")
+        iterations[0], changes[0] = 0, changes[0] + 1
+        self.llm.use(replace(self.llm.settled_policy, cache=MIXES[changes[0] % 2]))
+
+    def drains(self):
+        return iterations[0] >= CHANGE_ITERATIONS and changes[0] % 2 == 0
+
+    def moves(self, nobody_waits, /):
+        return iterations[0] >= CHANGE_ITERATIONS and changes[0] % 2 == 1
+
+    run_module.Job.advance, run_module.Job.between_batches = counts, changed
+    run_module.Job.drains, run_module.Job.moves = drains, moves
 
 
 def answers(path: Path) -> dict[str, str]:

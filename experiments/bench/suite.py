@@ -32,6 +32,7 @@ from experiments.bench.queues.forecast import bench_forecast
 from experiments.bench.queues.packing import bench_packing
 from experiments.bench.queues.prefixes import bench_prefixes
 from experiments.bench.queues.refill import bench_density, bench_queue_overlap, bench_refill
+from experiments.bench.queues.replanning import bench_replanning
 from experiments.bench.queues.run import bench_run
 from experiments.bench.selection import bench_selection
 from experiments.bench.simulator import bench_papers, bench_peer, bench_search_time
@@ -299,6 +300,7 @@ PARTS: dict[str, tuple[Callable[..., None], ...]] = {
     "executor": (bench_overlap,),
     "selection": (bench_selection,),
     "run": (bench_census, bench_run),
+    "replanning": (bench_replanning,),
     "refill": (bench_refill, bench_queue_overlap, bench_density, bench_forecast),
     "prefixes": (bench_prefixes,),
     "packing": (bench_packing,),

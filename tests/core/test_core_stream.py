@@ -37,6 +37,7 @@ from flexhybrid.core.trace import (
     save_chrome_trace,
 )
 from flexhybrid.core.wave import Wave, admit
+from flexhybrid.core.waves import open_batch
 from flexhybrid.core.workload import Workload
 from flexhybrid.runtime.runnable import check_runnable
 from sim import catalogue
@@ -125,6 +126,26 @@ def test_every_running_request_takes_part_exactly_once_an_iteration(wave_and_sto
                         expected["attend_chunk", iteration, layer, request] += (steps - 1) * (iteration == 0)
                         expected["attend", iteration, layer, request] += iteration > 0
     assert took_part == +expected
+
+
+def test_who_ends_at_the_limit_leaves_at_once_and_the_next_one_takes_the_place():
+    """No surplus iteration, though stops are known two iterations late: four places are full until nobody waits."""
+    limits = np.sort(np.random.default_rng(0).integers(1, 7, 40))[
+        ::-1
+    ]  # the longest first, whose blocks hold the others
+    workload = Workload(np.full(40, 5), limits)
+    policy = Policy(cache={"kv@device": 1.0})
+    wave = open_batch(Problem(shape=tiny_shape(1, 1), dtype="float32"), policy, workload, 4)
+    took_part = defaultdict(list)
+    for task in stream(wave, lambda until: ()):
+        if task.verb == "sample":
+            for request in task.payload.step.queued.tolist():
+                took_part[request].append(task.iteration)
+    for request, limit in enumerate(limits.tolist()):
+        assert took_part[request] == list(range(took_part[request][0], took_part[request][0] + limit))
+    running = Counter(iteration for iterations in took_part.values() for iteration in iterations)
+    last_joined = max(iterations[0] for iterations in took_part.values())
+    assert {running[iteration] for iteration in range(last_joined)} == {4}
 
 
 def key_of(task: Task) -> tuple:

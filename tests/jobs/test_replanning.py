@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from test_run import by_id, requests, run
 from flexhybrid import llm as llm_module
 from flexhybrid.batch import census as census_module
 from flexhybrid.core.hardware import Line
+from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.run import job as job_module
 from flexhybrid.jobs.run import outlook as outlook_module
@@ -78,6 +80,44 @@ def test_a_measured_rate_that_leaves_the_prediction_changes_the_policy_once(
     assert f"replanned  {replanned[0]}; on with other: " in capsys.readouterr().out
     assert answers(tmp_path / "out.jsonl") == answers(tmp_path / "plain.jsonl")
     assert any(given for (given,) in filter(None, moved)) == (costs.move_s < costs.drain_s)
+
+
+@pytest.mark.parametrize("slower", [3.0, 1.0], ids=["busy link", "short answers"])
+def test_a_search_anew_finds_a_policy_for_what_was_measured(tiny, tmp_path, monkeypatch, slower):
+    """A job that loads all of its context, a request at a time: the real search finds better for a link at a third of
+    its rate, and for answers that end after a few tokens of forty. The tokens are those of a run that goes on."""
+    task_s = 1e-7 if slower > 1 else 1e-4
+    link, lines = (
+        Line(task_s, 0.0, 3e-10),
+        {"compute": Line(task_s, 1e-10, 1e-13), "host_compute": Line(1e-7, 0.0, 1e-10)},
+    )
+    known = replace(machine(), lines=lines | {"h2d": link, "d2h": link}, attends_in_place=False)
+    known.save(tmp_path / "machine.json")
+    ends = {"max_tokens": 6} if slower > 1 else {"max_tokens": 40, "stop_token_ids": list(range(3, 61, 3))}
+    body = {"prompt": [5] * 30, "temperature": 2.0, **ends}
+    rows = [{"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": body} for i in range(40)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    first = Policy("first", Placement(device=1), cache={"kv@host": 1.0}, max_batch=1)
+    for place, name, value in (
+        (llm_module, "settle_policy", lambda *_: first),
+        (replanning, "WINDOW_S", 0.0),
+        (replanning, "WINDOW_ITERATIONS", 1),
+        (replanning, "LEAST_ANSWERS", 1 if slower == 1 else 1000),
+        (replanning, "MOST_CHANGES", 1),
+        (replanning, "MOST_SEARCHES", 2),
+        (replanning, "Thread", AtOnce),
+        (Outlook, "slower", lambda *_: slower),
+        (Outlook, "slower_resources", lambda *_: {"h2d": slower}),
+    ):
+        monkeypatch.setattr(place, name, value)
+    made, job_made = [], Replanner.made
+    monkeypatch.setattr(Replanner, "made", lambda self: made.append(job_made(self)) or made[-1])
+    for out, *more in (("kept", "--no-replan"), ("out",)):
+        assert auto(tmp_path / "in.jsonl", tmp_path / f"{out}.jsonl", tiny, "--device-memory", "2MiB", *more) == 0
+    (change,) = made
+    assert ("times as long" in change.reason) == (slower > 1)
+    assert change.policy.cache.get("kv@host", 0.0) < 1.0 if slower > 1 else (change.policy.max_batch or 2) > 1
+    assert answers(tmp_path / "out.jsonl") == answers(tmp_path / "kept.jsonl")
 
 
 def test_a_crash_after_a_change_loses_nothing(tiny, tmp_path, monkeypatch, replanned):

@@ -302,6 +302,8 @@ class Job:
 
                 config = actor_config(self.llm, self.source, plan, self.manifest["created"])
                 answer_on_cluster(self, self.source, self.crew, config, stop)
+        if self.replanner:
+            self.replanner.end()
         self.in_flight.remove()
         ended = CpuUse.now()
         others = None if self.crew else ended.others_since(started)

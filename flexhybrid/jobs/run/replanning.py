@@ -7,9 +7,12 @@ while places stay empty: whichever costs less. The gain must pay for it. Answers
 
 from __future__ import annotations
 
+import pickle
 import statistics
+import sys
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from subprocess import DEVNULL, PIPE, Popen
 from threading import Thread
 
 from flexhybrid.core.errors import InputError
@@ -30,6 +33,7 @@ WINDOWS = 3  #: in a row that must differ, on one side; the first one of a batch
 LEAST_ANSWERS = 64  #: that have ended before their lengths say anything
 LEAST_GAIN = 0.1  #: share of the seconds that are left that a new policy must save, the change counted
 MOST_CHANGES, MOST_SEARCHES = 3, 6  #: of a job
+ACT_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  #: of mixes that are priced beside what the search finds
 SEARCH_S = 30.0  #: seconds that a search beside the running batch may take
 
 
@@ -99,6 +103,7 @@ class Replanner:
         self.num_changes = self.num_searches = 0
         self.slower: dict[str, float] = {}  #: resource -> times as slow as the machine's record says
         self._search: Thread | None = None
+        self._process: Popen | None = None  #: that searches
 
     def look(self, outlook: Outlook) -> None:
         """Take the end of an iteration; search in a thread of its own when the prediction has been left for long."""
@@ -160,8 +165,11 @@ class Replanner:
             self.change = Change(policy, run, reason, moves)
 
     def _best(self, problem: Problem, current: Policy, waiting: Workload) -> tuple[Policy, QueueRun]:
-        """Return the policy that ``auto`` takes for them, with the weights where they are, and its run."""
-        from policy_search.queue_search import best_for_queue
+        """Return the policy that ``auto`` takes for them, with the weights where they are, and its run.
+
+        A process of its own searches: a thread would take the interpreter from the lanes for three times as long.
+        Raise InputError where nothing fits, or the search was ended.
+        """
         from policy_search.search import MAX_BATCH, SearchSettings
         from policy_search.search_problem import LOSSLESS, measured_space
 
@@ -173,8 +181,26 @@ class Replanner:
             margin=0.0,
             time_limit=SEARCH_S,
         )
-        choice = best_for_queue(problem, waiting, settings)
-        return choice.policy, choice.run
+        asked = pickle.dumps((problem, waiting, settings, [current, *other_mixes(current)]))
+        command = [sys.executable, "-m", "flexhybrid.jobs.run.searching"]
+        with Popen(command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL) as self._process:
+            found = self._process.communicate(asked)[0]
+        if self._process.returncode:
+            raise InputError("no policy was found")
+        return pickle.loads(found)
+
+    def end(self) -> None:
+        """End a search that is under way."""
+        if self._process:
+            self._process.kill()
+
+
+def other_mixes(policy: Policy) -> list[Policy]:
+    """Return the policy with other mixes of KV and ACT in host memory, as many requests at a time as fit. The search
+    takes requests of one length: where memory is short, the longest ones leave less room than it counts on."""
+    plain = replace(policy, attention="device", hidden="device", max_batch=None)
+    shares = [{"kv@host": 1.0 - act, "act@host": act} for act in ACT_SHARES]
+    return [replace(plain, name="searched", cache={k: v for k, v in mix.items() if v}) for mix in shares]
 
 
 def can_return(problem: Problem, policy: Policy, tokens: int) -> bool:
