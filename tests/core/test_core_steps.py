@@ -10,7 +10,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from toy_machine import SHAPE as TOY
 
-from flexhybrid.core import memory
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockEntries
 from flexhybrid.core.context.cache_entries import StoredCopy
 from flexhybrid.core.context.selection import kept_tokens, selected_tokens
@@ -20,6 +19,7 @@ from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.plan import PAGE_BYTES, stream
 from flexhybrid.core.policy import Bits, Placement, Policy, Selection
 from flexhybrid.core.problem import Problem
+from flexhybrid.core.schedule import buffer_sizes
 from flexhybrid.core.schedule.step_work import counts_of, step_work
 from flexhybrid.core.schedule.steps import make_step
 from flexhybrid.core.wave import Wave, admit
@@ -278,10 +278,10 @@ def test_mini_batches_of_equal_lengths_are_sized_once(monkeypatch):
     workload = Workload(np.repeat([40, 40, 90], [16, 16, 4]), np.repeat([5, 9, 9], [16, 16, 4]))
     policy = Policy(cache={"kv@host": 0.5, "act@host": 0.5}, max_mini_batch_tokens=4 * 64, packing="fifo")
     wave = admit(Problem(shape=TOY, dtype="float32"), policy, workload)
-    alone = [next(memory.mini_batch_sizes(wave, [group])) for group in wave.mini_batches]
+    alone = [next(buffer_sizes.mini_batch_sizes(wave, [group])) for group in wave.mini_batches]
     sized = []
-    monkeypatch.setattr(memory, "_reads", lambda *of, reads=memory._reads: sized.append(of) or reads(*of))
-    assert [(sizes.plain(), chunks) for sizes, chunks in memory.mini_batch_sizes(wave)] == [
+    monkeypatch.setattr(buffer_sizes, "_reads", lambda *of, reads=buffer_sizes._reads: sized.append(of) or reads(*of))
+    assert [(sizes.plain(), chunks) for sizes, chunks in buffer_sizes.mini_batch_sizes(wave)] == [
         (sizes.plain(), chunks) for sizes, chunks in alone
     ]
     different = {tuple(zip(workload.prompt_tokens[g], workload.max_tokens[g], strict=True)) for g in wave.mini_batches}
