@@ -39,6 +39,8 @@ OWN: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         ("nemotron", "hunyuan_v1_dense", "hunyuan_v1_moe", "ministral"), {"head_dim": 16, "num_key_value_heads": 2}
     ),
+    "gemma2": {"attn_logit_softcapping": 2.0, "sliding_window": 9},
+    **dict.fromkeys(("gemma3_text", "gpt_oss"), {"sliding_window": 9}),
     "dots1": {"n_group": 1, "topk_group": 1, "n_routed_experts": 4},
 }
 

@@ -198,7 +198,10 @@ class Executor(Generic[SelectionT]):
     def score_rule(self, task: Task) -> ScoreRule:
         """Return what becomes of scores in the task's layer."""
         kind = self.shape.attention_of(task.layer)
-        sinks = self.layer_weights.of(task)["sinks.weight"][0] if kind.sinks else None
+        sinks = None
+        if kind.sinks:
+            own = self.modules.sinks(task.payload.slot) if self.modules else None
+            sinks = self.layer_weights.of(task)["sinks.weight"][0] if own is None else own
         return ScoreRule(kind.scaling or self.shape.head_dim**-0.5, kind.softcap, sinks)
 
     def finish_attention(self, task: Task) -> None:

@@ -32,8 +32,8 @@ TYPES = {
     "gpt_neox": "kvpr",  # one matrix for queries, keys and values
     "phi3": "tok",
     "olmo2": None,  # norms of whole rows
-    "glm4": None,  # partial rotation
-    "nemotron": None,
+    "gemma2": None,  # scores within a softcap, a window in every other layer
+    "gpt_oss": "host attention",  # sinks, windows, experts
 }
 
 

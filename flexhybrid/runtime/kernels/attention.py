@@ -46,7 +46,7 @@ class ScoreRule(NamedTuple):
         if self.sinks_H is not None:
             attended, sums = own
             by_head = sums.unflatten(2, (len(self.sinks_H) // sums.shape[1], -1))
-            sinks = self.sinks_H.float().view(sums.shape[1], -1, 1)
+            sinks = self.sinks_H.to(sums).view(sums.shape[1], -1, 1)
             attended *= (by_head - sinks).sigmoid().flatten(2)[..., None]
 
 

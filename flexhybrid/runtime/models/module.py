@@ -104,7 +104,7 @@ def _shape(folder: Path, model, layers: Layers) -> ModelShape:
         bias=False,
         dtype=dtype,
         eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (eos,),
-        attention=tuple(AttentionKind(window=fact.window) for fact in attention),
+        attention=tuple(AttentionKind(fact.window, None, fact.softcap, fact.sinks) for fact in attention),
         modules=modules,
     )
 
@@ -204,6 +204,10 @@ class ModulePath:
         scaling = fact.key_dim**-0.5 if fact.scaling is None else fact.scaling
         torch.mul(pending.call.query[0].transpose(0, 1), scaling * shape.head_dim**0.5, out=queries)
         return kvq, act
+
+    def sinks(self, slot: int) -> torch.Tensor:
+        """Return the score of each head's sink [H], of the layer that waits in a slot for its attention."""
+        return self._pending[slot].call.options["s_aux"]
 
     def _put(self, rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Put keys and values [1, G, R, d] into rows [R, 2·G·d], whose columns behind a shorter d are zeros."""

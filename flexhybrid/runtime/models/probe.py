@@ -17,7 +17,7 @@ from flexhybrid.runtime.models.transformer import AttentionCall, LayerCall, Laye
 ROWS = 3  #: of the probe
 #: Options of an attention call that our attention has no need of, or that ``AttentionFacts`` holds.
 SILENT = ("dropout", "position_ids", "cache_position", "output_attentions", "use_cache", "scaling", "training",
-          "sliding_window", "output_router_logits", "deterministic")  # fmt: skip
+          "sliding_window", "softcap", "s_aux", "output_router_logits", "deterministic")  # fmt: skip
 
 
 class Argument(NamedTuple):
@@ -40,6 +40,8 @@ class AttentionFacts:
     value_dim: int
     scaling: float | None
     window: int | None
+    softcap: float | None
+    sinks: bool
 
 
 @dataclass(frozen=True)
@@ -200,6 +202,8 @@ def _attention_facts(
         value_dim=value.shape[3],
         scaling=options.get("scaling"),
         window=window,
+        softcap=options.get("softcap"),
+        sinks=options.get("s_aux") is not None,
     )
 
 
