@@ -9,8 +9,3 @@ def rms_norm(rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tens
     wide = rows.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return weight * wide.to(rows.dtype)
-
-
-def norm_heads_(heads: torch.Tensor, weight: tuple[torch.Tensor, ...] | None, eps: float) -> torch.Tensor:
-    """Norm each head [..., d] in place, before its rotation, where the model does (``weight``: one part, [d])."""
-    return heads if weight is None else heads.copy_(rms_norm(heads, weight[0], eps))

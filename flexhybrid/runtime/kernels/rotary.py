@@ -12,6 +12,7 @@ import torch
 
 from flexhybrid.core.model.rope import Rope
 from flexhybrid.core.model.shape import ModelShape
+from flexhybrid.runtime.kernels.norms import rms_norm
 
 
 def rotary_tables(
@@ -38,6 +39,16 @@ def rotate_(x: torch.Tensor, cos_Rd: torch.Tensor, sin_Rd: torch.Tensor) -> torc
     second.mul_(cos).add_(first * sin)
     first.copy_(turned)
     return x
+
+
+def norm_and_rotate_(
+    heads: torch.Tensor, norm: tuple[torch.Tensor, ...] | None, eps: float, rotation: tuple[torch.Tensor, torch.Tensor]
+) -> torch.Tensor:
+    """Norm each of queries or keys [R, heads, d] in place where the model does (``norm``: one part, [d]), then rotate
+    it to its position; return them. ``rotation``: cosines and sines, each [R, d]."""
+    if norm is not None:
+        heads.copy_(rms_norm(heads, norm[0], eps))
+    return rotate_(heads, *rotation)
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[torch.Tensor, float]:

@@ -21,8 +21,7 @@ import torch.nn.functional as F
 
 from flexhybrid.core.context.selection import first_choosing, num_choosing, partial_columns, whole_queries
 from flexhybrid.core.wave import Wave
-from flexhybrid.runtime.kernels.norms import norm_heads_
-from flexhybrid.runtime.kernels.rotary import rotate_
+from flexhybrid.runtime.kernels.rotary import norm_and_rotate_
 from flexhybrid.runtime.step_tensors import Rotation
 from flexhybrid.runtime.storage.parts import Parts, linear
 from flexhybrid.runtime.storage.weights import Weights
@@ -153,7 +152,7 @@ class PartialCopies:
         query = query.view(len(act_Bh), self.shape.num_heads, -1)
         if rotation is not None:
             norm = (self.query_norm[index],) if self.shape.qk_norm else None
-            query = rotate_(norm_heads_(query, norm, self.shape.norm_eps), *rotation)
+            query = norm_and_rotate_(query, norm, self.shape.norm_eps, rotation)
         query = query.unflatten(1, (self.groups, -1))  # [B, G, r, d]
         if self.skew is not None and not self.by_request:
             return torch.matmul(query, self._skew_columns(self.skew, layer, mini_batch))

@@ -24,8 +24,7 @@ from safetensors.torch import save_file
 from flexhybrid.core.errors import InputError, file_errors
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.runtime.kernels.attention import fused, split_heads
-from flexhybrid.runtime.kernels.norms import norm_heads_
-from flexhybrid.runtime.kernels.rotary import rotary_tables, rotate_
+from flexhybrid.runtime.kernels.rotary import norm_and_rotate_, rotary_tables
 from flexhybrid.runtime.models import architecture
 from flexhybrid.runtime.storage.loader import SKEW_FILE, Checkpoint
 from flexhybrid.runtime.storage.parts import Parts, linear
@@ -56,8 +55,8 @@ def forward(checkpoint: Checkpoint, tokens: list[int], change: Change = unchange
         kvq = linear(act, w["kvq.weight"], w["kvq.bias"][0] if "kvq.bias" in w else None)
         k, v, q = (heads.contiguous() for heads in split_heads(shape, kvq))
         if rotation:
-            k = rotate_(norm_heads_(k, w.get("k_norm.weight"), shape.norm_eps), *rotation)
-            q = rotate_(norm_heads_(q, w.get("q_norm.weight"), shape.norm_eps), *rotation)
+            k = norm_and_rotate_(k, w.get("k_norm.weight"), shape.norm_eps, rotation)
+            q = norm_and_rotate_(q, w.get("q_norm.weight"), shape.norm_eps, rotation)
         q, k = change(layer, q, k)
         k, v = k.transpose(0, 1), v.transpose(0, 1)  # head-major
         hidden = model.finish(shape, w, hidden, fused(q[None], k[None], v[None], None)[0])

@@ -11,9 +11,8 @@ from flexhybrid.core.work import MIN_KV_GEN_ROWS
 from flexhybrid.runtime.executor import NOTHING, State, step_key
 from flexhybrid.runtime.kernels import sampling
 from flexhybrid.runtime.kernels.attention import split_heads
-from flexhybrid.runtime.kernels.norms import norm_heads_
 from flexhybrid.runtime.kernels.quantize import WORK_ELEMENTS
-from flexhybrid.runtime.kernels.rotary import rotate_
+from flexhybrid.runtime.kernels.rotary import norm_and_rotate_
 from flexhybrid.runtime.models.module import ModulePath
 from flexhybrid.runtime.step_tensors import Rotation
 from flexhybrid.runtime.storage.parts import Parts, linear
@@ -100,7 +99,7 @@ def generate(state: State, task: Task, act_rows: torch.Tensor, rotation: Rotatio
         generated.copy_(linear(rows, w["kv.weight"], bias))
     if rotation:
         keys = generated[:count, : shape.kv_width // 2].view(count, shape.num_kv_heads, shape.head_dim)
-        rotate_(norm_heads_(keys, w.get("k_norm.weight"), shape.norm_eps), *rotation)
+        norm_and_rotate_(keys, w.get("k_norm.weight"), shape.norm_eps, rotation)
 
 
 def _gather_act(state: State, task: Task) -> None:
@@ -135,8 +134,8 @@ def _project(state: State, task: Task, w: dict[str, Parts]) -> None:
     kvq = state.kvq[slot] = linear(state.act, w["kvq.weight"], w["kvq.bias"][0] if "kvq.bias" in w else None)
     if tensors.rotation_R:
         keys, _, queries = split_heads(state.shape, kvq)
-        rotate_(norm_heads_(keys, w.get("k_norm.weight"), state.shape.norm_eps), *tensors.rotation_R)
-        rotate_(norm_heads_(queries, w.get("q_norm.weight"), state.shape.norm_eps), *tensors.rotation_R)
+        norm_and_rotate_(keys, w.get("k_norm.weight"), state.shape.norm_eps, tensors.rotation_R)
+        norm_and_rotate_(queries, w.get("q_norm.weight"), state.shape.norm_eps, tensors.rotation_R)
 
 
 def quantize(state: State, task: Task) -> None:
