@@ -180,15 +180,10 @@ def best_policy(
             "policy auto needs to know this machine: run `flexhybrid profile` once, or name a policy such as kv_only "
             "or hybrid(0.5)"
         )
-    from policy_search.search import MAX_BATCH, MODEL_ERROR, SearchSettings
-    from policy_search.search_problem import LOSSLESS, measured_space
+    from policy_search.search import MODEL_ERROR
 
-    settings = SearchSettings(
-        max_batch=min(workload.num_requests, MAX_BATCH),
-        space=measured_space(LOSSLESS, problem.hardware),
-        time_limit=time_limit,
-        margin=0.0 if link_is_paced else MODEL_ERROR,  # a pace is asked for to see what crosses the link
-    )
+    margin = 0.0 if link_is_paced else MODEL_ERROR  # a pace is asked for to see what crosses the link
+    settings = auto_settings(problem.hardware, workload, time_limit=time_limit, margin=margin)
     if workload.answer_tokens is not None:
         from policy_search.queue_search import best_for_queue
 
@@ -201,6 +196,15 @@ def best_policy(
     # The search takes requests of one length, the mean ones. Where the longest do not fit, they decide.
     longest = Workload.uniform(1, int(workload.prompt_tokens.max()), int(workload.max_tokens.max()))
     return _fitting_policy(problem, settings, longest, workload)
+
+
+def auto_settings(hardware: Hardware, workload: Workload, **others) -> SearchSettings:
+    """Return the settings of the search of "auto" for these requests; ``others``: further ones, by name."""
+    from policy_search.search import MAX_BATCH, SearchSettings
+    from policy_search.search_problem import LOSSLESS, measured_space
+
+    space = measured_space(LOSSLESS, hardware)
+    return SearchSettings(max_batch=min(workload.num_requests, MAX_BATCH), space=space, **others)
 
 
 def _resident_at_once(problem: Problem, workload: Workload) -> Policy | None:

@@ -79,3 +79,15 @@ def test_the_end_is_foretold_after_a_tenth(monkeypatch, slower):
     assert told["tenth"] == pytest.approx(clock[0], rel=0.15)
     assert told["half"] == pytest.approx(clock[0], rel=0.06)
     assert outlook.seconds_left() == 0.0
+
+
+def test_a_batch_of_many_iterations_keeps_the_latest_ends_alone(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(outlook_module.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(outlook_module, "KEPT_ENDS", 8)
+    outlook = Outlook(ONE_SECOND, Workload.uniform(1, 4, 50))
+    outlook.begin(0)
+    for _ in range(30):
+        clock[0] += 2.0
+        outlook.advance(1)
+    assert len(outlook.ends) <= 8 and outlook.slower(25) == pytest.approx(2.0)

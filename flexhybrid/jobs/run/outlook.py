@@ -16,6 +16,7 @@ from sim.queue_counts import Stints
 
 TRUSTED_S = 1.0  #: seconds of the predicted pace that count beside those that are measured
 KEPT_BUSY = 4096  #: iterations whose resources' busy seconds are kept
+KEPT_ENDS = 2**17  #: iterations whose ends are kept: more than any window has
 LEAST_BUSY = 0.2  #: share of the time; how a resource fares that is busy for less says nothing
 RECENT = 64  #: iterations whose largest number of requests at a time is taken for the places
 
@@ -68,7 +69,7 @@ class Outlook:
         self.busy: dict[int, dict[str, float]] = {}  #: iteration -> resource -> busy seconds until its end
         self.running: list[int] = []  #: requests in each of the last iterations
         self.began = self.latest = time.monotonic()
-        self.ends = [self.began]  #: of the iterations so far, behind the beginning of the first
+        self.ends = {0: self.began}  #: number of iterations -> when the last one of them ended
 
     def note_busy(self, seconds: dict[str, float]) -> None:
         """Take the seconds for which each resource was busy so far."""
@@ -89,7 +90,8 @@ class Outlook:
         """Take the end of an iteration with its number of tokens."""
         self.num_iterations += 1
         self.latest = time.monotonic()
-        self.ends.append(self.latest)
+        self.ends[self.num_iterations] = self.latest
+        self.ends.pop(self.num_iterations - KEPT_ENDS, None)
         self.running = [*self.running[1 - RECENT :], num_tokens]
 
     def seconds_left(self) -> float | None:

@@ -24,6 +24,7 @@ from flexhybrid.core.waves import check_longest
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.run.outlook import ChangeCosts, Outlook, change_costs
 from flexhybrid.llm import LLM, MOST_AT_A_TIME
+from flexhybrid.resolve import auto_settings
 from sim.queue_clock import QueueRun, price_queue
 from sim.queue_counts import Stints
 
@@ -170,17 +171,10 @@ class Replanner:
         A process of its own searches: a thread would take the interpreter from the lanes for three times as long.
         Raise InputError where nothing fits, or the search was ended.
         """
-        from policy_search.search import MAX_BATCH, SearchSettings
-        from policy_search.search_problem import LOSSLESS, measured_space
-
-        space = LOSSLESS if problem.hardware is None else measured_space(LOSSLESS, problem.hardware)
-        settings = SearchSettings(
-            max_batch=min(waiting.num_requests, MAX_BATCH),
-            space=space,
-            weights_device=current.weights.device,
-            margin=0.0,
-            time_limit=SEARCH_S,
-        )
+        if problem.hardware is None:
+            raise InputError("nothing is known of the machine")
+        share = current.weights.device
+        settings = auto_settings(problem.hardware, waiting, weights_device=share, margin=0.0, time_limit=SEARCH_S)
         asked = pickle.dumps((problem, waiting, settings, [current, *other_mixes(current)]))
         command = [sys.executable, "-m", "flexhybrid.jobs.run.searching"]
         with Popen(command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL) as self._process:
