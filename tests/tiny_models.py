@@ -35,6 +35,9 @@ OWN: dict[str, dict[str, Any]] = {
         {"num_key_value_heads": 4, "head_dim": 8},
     ),
     "granite": {"embedding_multiplier": 2.0, "logits_scaling": 2.0, "attention_multiplier": 0.2},
+    **dict.fromkeys(("cwm", "modernbert-decoder"), {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}),
+    "gpt_neo": {"attention_types": [[["global"], 3]]},
+    "zaya": {"num_experts_per_tok": 1},
     "gemma3n_text": {"activation_sparsity_pattern": [0.0, 0.0, 0.0], "laurel_rank": 8},
     **dict.fromkeys(
         ("nemotron", "hunyuan_v1_dense", "hunyuan_v1_moe", "ministral"), {"head_dim": 16, "num_key_value_heads": 2}

@@ -15,7 +15,7 @@ from flexhybrid import __version__
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.files import cache_folder, profile_file
 from flexhybrid.core.hardware import Hardware, load_hardware
-from flexhybrid.core.model.shape import DTYPE_BYTES, KNOWN_SHAPES, ModelShape, shape_of
+from flexhybrid.core.model.shape import DTYPE_BYTES, KNOWN_SHAPES, ModelShape
 from flexhybrid.core.problem import Budgets, Problem
 from flexhybrid.core.units import gib
 from flexhybrid.core.workload import Workload
@@ -24,6 +24,7 @@ from flexhybrid.jobs.profile.job import TIMING_SHAPE, fastest_dtype, model_profi
 from flexhybrid.jobs.run.forecast import WINDOW, describe
 from flexhybrid.resolve import PacedDevice, best_policy, saved_hardware, without_libraries
 from flexhybrid.runtime.profiling.attention_paths import can_attend_in_place
+from flexhybrid.runtime.storage.loader import any_shape
 from sim.candidates import mean_lengths
 from sim.simulate import simulate
 
@@ -55,7 +56,7 @@ def doctor(device: torch.device, models: Sequence[str], prompt_tokens: int, max_
         profile["measured"] = measured
     lengths, fits = Workload.uniform(WINDOW, prompt_tokens, max_tokens), []  # what a run looks at of a long file
     for name in models or KNOWN_SHAPES:
-        shape = shape_of(name)
+        shape = any_shape(name)
         kept = model_profile_path(shape, "auto", PacedDevice(device))
         own = load_hardware(kept) if kept.is_file() else None
         known = own or hardware
@@ -89,6 +90,7 @@ def _fit(shape: ModelShape, hardware: Hardware | None, lengths: Workload, budget
     p = DTYPE_BYTES[dtype]
     size = shape.num_layers * shape.layer_bytes(p) + shape.embedding_bytes(p)
     fit = {"model": shape.name, "weights_bytes": size, "dtype": dtype, "tokens_per_s": None, "binding": ""}
+    fit["path"] = "transformers' own layers" if shape.modules else "a file of its own"
     tokens = int(lengths.prompt_tokens[0] + lengths.max_tokens[0])
     if tokens > shape.max_context:
         return fit | {"how": f"the model has {shape.max_context} positions"}
@@ -189,6 +191,7 @@ def describe_doctor(record: dict) -> str:
         rate = "-" if row["tokens_per_s"] is None else f"{row['tokens_per_s']:.1f}"
         limit = f" (limited by {row['binding']})" if row["binding"] else ""
         limit += " (measured for this model)" if row["own_profile"] else ""
+        limit += "" if row["path"] == "a file of its own" else f" (runs through {row['path']})"
         limit += " (profile taken in company)" if row["in_company"] else ""
         lines.append(
             f"{row['model']:<14} {gib(row['weights_bytes']):>10} {row['dtype']:<8} {rate:>9}  {row['how']}{limit}"

@@ -5,12 +5,12 @@ from collections.abc import Collection
 from pathlib import Path
 
 from flexhybrid.core.errors import InputError, file_errors
-from flexhybrid.core.model.shape import shape_of_checkpoint
+from flexhybrid.core.model.shape import checkpoint_folder, has_own_file, shape_of_checkpoint
 
 
 def check_checkpoint(path: Path | None) -> None:
     """Raise InputError when the folder holds no configuration of a known model; do nothing for None."""
-    if path is not None:
+    if path is not None and has_own_file(checkpoint_folder(path)):
         shape_of_checkpoint(path)
 
 

@@ -6,13 +6,16 @@ Ten types; `make check-models` tries every type that transformers has.
 import json
 
 import pytest
+import torch
 from models import save_llama
 from policies import wider_policies
 from runs import run_wave
 from tiny_models import greedy, save_tiny
 
+from flexhybrid import LLM, SamplingParams
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.trace import check_trace
+from flexhybrid.jobs.doctor import doctor
 from flexhybrid.runtime.storage.loader import Checkpoint
 from sim import catalogue
 from sim.presets import act_only, hybrid, kv_only
@@ -59,6 +62,16 @@ def test_llama_gives_the_same_tokens_on_both_paths(tmp_path):
         checkpoint = Checkpoint(tmp_path, modules=modules)
         assert (checkpoint.shape.modules is not None) is modules
         check(checkpoint, "hybrid", expected)
+
+
+def test_a_model_of_another_kind_is_served_by_its_folder_and_the_doctor_names_its_path(tmp_path):
+    expected = greedy(save_tiny(tmp_path, "olmo2"), PROMPTS, 6)
+    with LLM(tmp_path, "hybrid(0.5)", device="cpu", dtype="float32") as llm:
+        answers = llm.generate(PROMPTS, SamplingParams(max_tokens=6, temperature=0, prompt_logprobs=1))
+    assert [answer.outputs[0].token_ids for answer in answers] == expected
+    assert len(answers[0].prompt_logprobs) == len(PROMPTS[0])
+    (model,) = doctor(torch.device("cpu"), [str(tmp_path)], 16, 8)["models"]
+    assert model["path"] == "transformers' own layers"
 
 
 @pytest.mark.parametrize(

@@ -314,6 +314,16 @@ def shape_from_config(path: str | Path) -> ModelShape:
     return _shape_from_dict(config, path)
 
 
+def has_own_file(folder: Path) -> bool:
+    """Return whether a checkpoint is of ``FAMILIES``; others run through transformers' layers. True where its
+    config.json does not say what it is."""
+    try:
+        kind = load_json(folder / "config.json").get("model_type")
+    except (InputError, OSError, AttributeError):
+        return True  # for the error of ``shape_from_config``
+    return not isinstance(kind, str) or kind in FAMILIES
+
+
 def shape_of_checkpoint(folder: Path) -> ModelShape:
     """``shape_from_config`` of a checkpoint, which ``checkpoint_folder`` finds."""
     return shape_from_config(checkpoint_folder(folder))

@@ -28,6 +28,7 @@ from flexhybrid.runtime.models.transformer import (
     build,
     check_libraries,
     decoder_layers,
+    one_line,
 )
 
 FAMILY = "module"  #: of shapes whose models run here
@@ -55,9 +56,10 @@ def module_shape(folder: Path) -> tuple[ModelShape, Any]:
             raise Refused("its code is remote, in the checkpoint; such code is never run")
         model = build(folder)
         return _shape(folder, model, Layers(model)), model
-    except Refused as error:
+    except Exception as error:  # Refused; or whatever a model raises whose modules are built in a way of their own
+        reason = error if isinstance(error, Refused) else f"its modules are not as expected ({one_line(error)})"
         raise InputError(
-            f"{folder}: models of type {config.get('model_type')!r} cannot be run exactly: {error}"
+            f"{folder}: models of type {config.get('model_type')!r} cannot be run exactly: {reason}"
         ) from None
 
 
@@ -147,12 +149,28 @@ class ModulePath:
         self.facts = look(self.layers, shape.max_positions)
         self.slots = [_slots(layer) for layer in self.layers.layers]
         self.sizes = [{t.name: t.size for t in shape.modules.kinds[kind]} for kind in shape.modules.kind_of]
+        self._generating = False  # keys and values alone are wanted
         for fact in self.facts:
             self.layers.watch(fact.attention.module)
+            self._spare_queries(fact.attention.module)
         self._in_place: dict[int, Any] = {}  # by layer: the views that its parameters are
         self.calls: dict[Any, list[LayerCall]] = {}  #: by step: how the model calls its layers
         self._calls_at: dict[Any, tuple[torch.Tensor, list[LayerCall]]] = {}
         self._pending: dict[int, Pending] = {}  # by slot
+
+    def _spare_queries(self, attention: torch.nn.Module) -> None:
+        """Let an attention module leave its query projection out while keys and values alone are wanted."""
+        projection: Any = getattr(attention, "q_proj", None)
+        if type(projection) is not torch.nn.Linear:
+            return
+        own = projection.forward
+
+        def forward(rows: torch.Tensor) -> torch.Tensor:
+            if not self._generating:
+                return own(rows)
+            return rows.new_zeros(()).expand(*rows.shape[:-1], projection.out_features)
+
+        vars(projection)["forward"] = forward
 
     # ---- weights
 
@@ -231,7 +249,11 @@ class ModulePath:
         fact = self.facts[layer].attention
         args = [_resolved(argument, calls[layer]) for argument in fact.args]
         kwargs = {name: _resolved(argument, calls[layer]) for name, argument in fact.kwargs.items()}
-        pending = begun(lambda: fact.module(act_rows[None], *args, **kwargs))
+        self._generating = True
+        try:
+            pending = begun(lambda: fact.module(act_rows[None], *args, **kwargs))
+        finally:
+            self._generating = False
         self.layers.inputs.pop(id(fact.module))
         self._put(out, pending.call.key, pending.call.value)
         pending.greenlet.throw()
@@ -264,6 +286,15 @@ class TensorNames(NamedTuple):
             else:
                 outside.setdefault(id(tensor), []).append(name)
         return cls(inside, {names[0]: tuple(names) for names in outside.values()})
+
+
+def outer_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Return {name: shape} of a model's tensors outside its layers' parameters."""
+    if shape.modules is None:
+        raise ValueError(f"{shape.name} does not run through transformers' layers")
+    model = build(Path(shape.modules.folder))
+    own = model.state_dict()
+    return {name: tuple(own[name].shape) for name in TensorNames.of(model).outside}
 
 
 def _slots(layer: torch.nn.Module) -> dict[str, Slot]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
-from flexhybrid.runtime.models.transformer import AttentionCall, LayerCall, Layers, Refused, masks_made_by
+from flexhybrid.runtime.models.transformer import AttentionCall, LayerCall, Layers, Refused, masks_made_by, one_line
 
 ROWS = 3  #: of the probe
 #: Options of an attention call that our attention has no need of, or that ``AttentionFacts`` holds.
@@ -126,8 +126,7 @@ def _told(function, where: str):
     except Refused:
         raise
     except Exception as error:
-        line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise Refused(f"{where} cannot be run by itself: {type(error).__name__}: {line}") from error
+        raise Refused(f"{where} cannot be run by itself ({one_line(error)})") from error
 
 
 def _look_at(layers: Layers, index: int, hidden: torch.Tensor, call: LayerCall) -> LayerFacts:

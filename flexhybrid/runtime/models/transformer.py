@@ -116,7 +116,7 @@ def build(folder: Path):
     except Exception as error:  # transformers raises many types for what it does not know or cannot read
         if isinstance(error, KeyError) and error.args == (NAME,):
             raise Refused("it attends by code of its own, not through transformers' AttentionInterface") from None
-        raise Refused(f"transformers {transformers.__version__} cannot build it: {_line(error)}") from None
+        raise Refused(f"transformers {transformers.__version__} cannot build it: {one_line(error)}") from None
     finally:
         transformers.logging.set_verbosity(level)
     for module in model.modules():
@@ -125,8 +125,9 @@ def build(folder: Path):
     return model.eval()
 
 
-def _line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+def one_line(error: Exception) -> str:
+    """Return an error as one line."""
+    return f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]}"
 
 
 def _stateful_kinds(config) -> list[str]:

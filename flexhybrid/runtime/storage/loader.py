@@ -16,9 +16,9 @@ from safetensors import SafetensorError, safe_open
 
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.layout import layer_layout
-from flexhybrid.core.model.shape import FAMILIES, ModelShape, checkpoint_folder, shape_of_checkpoint
-from flexhybrid.runtime.models import ARCHITECTURES, architecture
-from flexhybrid.runtime.models.module import TensorNames, module_shape
+from flexhybrid.core.model.shape import ModelShape, checkpoint_folder, has_own_file, shape_of, shape_of_checkpoint
+from flexhybrid.runtime.models import architecture
+from flexhybrid.runtime.models.module import TensorNames, module_shape, outer_sizes
 from flexhybrid.runtime.storage.conversion import Conversion
 
 #: Dtypes of stored weights -> safetensors' names of them.
@@ -135,14 +135,13 @@ class Checkpoint:
         return matrices.read()
 
 
-def has_own_file(folder: Path) -> bool:
-    """Return whether a checkpoint's architecture is one of ``ARCHITECTURES``; True where config.json does not say."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        kind = config.get("model_type")
-    except (OSError, ValueError, AttributeError):
-        return True  # for the error of ``shape_of_checkpoint``
-    return not isinstance(kind, str) or FAMILIES.get(kind) in ARCHITECTURES
+def any_shape(name_or_path: str | Path) -> ModelShape:
+    """Return ``shape_of`` a model; where it has no file of its own, as transformers' layers say it. Raise InputError
+    for what is neither, or would not be exact."""
+    folder = Path(name_or_path)
+    if folder.is_dir() and not has_own_file(folder):
+        return module_shape(folder)[0]
+    return shape_of(name_or_path)
 
 
 class ModuleTensors:
@@ -262,7 +261,7 @@ class RandomWeights:
 
     def __init__(self, shape: ModelShape, device: str = "cpu"):
         self.shape, self.device = shape, device
-        self._model = architecture(shape)
+        self._model = None if shape.modules else architecture(shape)
 
     def _random(self, name: str, size: tuple[int, ...]) -> torch.Tensor:
         if name.endswith(("norm1.weight", "norm2.weight", "norm.weight")):
@@ -273,7 +272,7 @@ class RandomWeights:
         return torch.empty(size, device=self.device).normal_(0.0, 0.02, generator=generator)
 
     def layer_tensors(self, layer: int) -> Iterator[tuple[str, str, torch.Tensor]]:
-        for spot in layer_layout(self.shape, 2).spots:
+        for spot in layer_layout(self.shape, 2, layer=layer).spots:
             size = (spot.rows, spot.cols) if spot.cols else (spot.rows,)
             yield spot.name, spot.name, self._random(f"layer {layer} {spot.name}", size)
 
@@ -281,5 +280,6 @@ class RandomWeights:
         """Return None: random weights are not skewed."""
 
     def outer_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, size in self._model.outer_tensors(self.shape).items():
+        sizes = self._model.outer_tensors(self.shape) if self._model else outer_sizes(self.shape)
+        for name, size in sizes.items():
             yield name, self._random(name, size)
