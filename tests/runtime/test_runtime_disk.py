@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import signal
 import stat
@@ -57,8 +58,18 @@ def open_files() -> list[str]:
     return sorted(os.listdir("/proc/self/fd"))
 
 
+OF_OTHERS: set[threading.Thread] = set()  #: of disks that tests of other files have left open
+
+
 def disk_threads() -> list[threading.Thread]:
-    return [one for one in threading.enumerate() if one.name.startswith("flexhybrid-disk")]
+    """Threads of the disks that these tests open."""
+    return [one for one in threading.enumerate() if one.name.startswith("flexhybrid-disk") and one not in OF_OTHERS]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def disks_of_others():
+    gc.collect()
+    OF_OTHERS.update(disk_threads())
 
 
 # --- the bytes ---------------------------------------------------------------------------------------------------
