@@ -284,7 +284,7 @@ class Job:
         options, plan = self.options, self._plan(say)
         self.plan = plan
         if plan.run and self.crew is None and options.llm.policy == "auto" and options.replan:
-            self.replanner = Replanner(self.llm, plan.run)
+            self.replanner = Replanner(self.llm, plan.run, options.max_batch)
         if self.crew is None:
             load_weights(self.llm, plan.layer_bytes)
         started, failed = CpuUse.now(), int((self.states == FAILED).sum())

@@ -98,8 +98,9 @@ def parted(ratios: list[float]) -> bool:
 class Replanner:
     """Watches the batches of a job whose policy was searched."""
 
-    def __init__(self, llm: LLM, run: QueueRun):
+    def __init__(self, llm: LLM, run: QueueRun, max_batch: int | None = None):
         self.llm, self.run, self.watch = llm, run, Watch()
+        self.max_batch = max_batch  #: requests at a time that the user allows; None: any number
         self.change: Change | None = None  #: that waits for the end of the batch
         self.num_changes = self.num_searches = 0
         self.slower: dict[str, float] = {}  #: resource -> times as slow as the machine's record says
@@ -175,6 +176,7 @@ class Replanner:
             raise InputError("nothing is known of the machine")
         share = current.weights.device
         settings = auto_settings(problem.hardware, waiting, weights_device=share, margin=0.0, time_limit=SEARCH_S)
+        settings = replace(settings, max_batch=min(settings.max_batch, self.max_batch or settings.max_batch))
         asked = pickle.dumps((problem, waiting, settings, [current, *other_mixes(current)]))
         command = [sys.executable, "-m", "flexhybrid.jobs.run.searching"]
         with Popen(command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL) as self._process:
