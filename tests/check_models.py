@@ -29,6 +29,7 @@ from sim import catalogue
 from sim.presets import act_only, hybrid, kv_only
 
 LEAST = 65  #: types that must be exact
+MOST_ELEMENTS = 20_000_000  #: of a model that is tiny
 LENGTHS, MAX_TOKENS = (17, 5, 11), 14
 WIDER = wider_policies(400, 24, 12)
 POLICIES = {
@@ -56,9 +57,11 @@ def _tried(folder: Path, model_type: str) -> tuple[str, str]:
     except Exception as error:  # whatever a configuration raises about sizes that do not fit
         return "no tiny model", _line(error)
     try:
-        module_shape(folder)
+        _, empty = module_shape(folder)
     except InputError as error:
         return "refused", str(error).split("exactly: ")[-1]
+    if (size := sum(parameter.numel() for parameter in empty.parameters())) > MOST_ELEMENTS:
+        return "no tiny model", f"{size:,} parameters: its sizes have other names"
     try:
         model = save_tiny(folder, model_type)
         generator = torch.Generator().manual_seed(0)
@@ -101,7 +104,7 @@ def table(made: list[Row]) -> str:
         f"{count['exact']} gave the same tokens under all of them, {count['refused']} are refused before weights are",
         f"read, {count['wrong']} gave others; of {len(untried)} no tiny model could be made.",
         "",
-        "Contexts were shorter than any window. opt, llama, mistral, qwen2 and qwen3 run on files of their own "
+        "Windows were shorter than the prompts. opt, llama, mistral, qwen2 and qwen3 run on files of their own "
         "otherwise; here they ran through transformers' layers.",
         "",
         "## Exact",

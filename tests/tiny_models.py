@@ -24,7 +24,7 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), None),
     "vocab_size": 97, "head_dim": 16, "global_head_dim": 16, "rotary_dim": 8, "word_embed_proj_dim": 64,
     "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
-    "sliding_window": 64, "attention_window_size": 64, "tie_word_embeddings": False, "embedding_size": 64,
+    "sliding_window": 9, "attention_window_size": 9, "tie_word_embeddings": False, "embedding_size": 64,
     "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97, "num_kv_shared_layers": 0,
     "index_head_dim": 16, "index_n_heads": 2, "index_topk": 8,
 }  # fmt: skip

@@ -398,7 +398,7 @@ BROKEN = {
     "garbage": "cannot open",
     "shape": r"asks for \[44",
     "tensor": "layers.1.fc1.weight is missing",
-    "architecture": "unknown architecture 'bloom'",
+    "architecture": "models of type 'bloom' cannot be run exactly: ",
     "llama": "none of model.embed_tokens.weight, embed_tokens.weight; is it a llama model",
     "json": "cannot read",
     "heads": "not a multiple",

@@ -33,8 +33,8 @@ class Lines:
         self.llm, self.prompts, self.max_tokens, self.policies = llm, prompts, np.array(max_tokens), cycle(policies)
         self.period, self.iterations, self.num_moves, self.num_tokens = period, 0, 0, 0
         self.tokens: list = [None] * len(prompts)
-        self.keep = self.check_input_unchanged = lambda *_: None
-        self.watch, self.drains = lambda *_: None, lambda: False
+        self.keep = self.check_input_unchanged = self.begins = lambda *_: None
+        self.watch, self.drains, self.lengths = lambda *_: None, lambda: False, None
 
     def pending(self):
         return np.array([i for i, tokens in enumerate(self.tokens) if tokens is None], dtype=np.int64)

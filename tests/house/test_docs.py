@@ -53,6 +53,7 @@ def clone(tmp_path, monkeypatch):
     (tmp_path / "table.csv").write_text('question\nimport os\n"def f():\n    "\n')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv(FASTER_DTYPE, "float32")
     monkeypatch.setattr(run_module, "measure_for_model", lambda *setting: MACHINE)
     return tmp_path
 
