@@ -34,6 +34,7 @@ OWN: dict[str, dict[str, Any]] = {
         ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu", "minicpm3", "kimi_linear"),
         {"num_key_value_heads": 4, "head_dim": 8},
     ),
+    "deepseek_v2": {"num_key_value_heads": 4, "head_dim": 8, "num_experts_per_tok": 2, "topk_method": "greedy"},
     "granite": {"embedding_multiplier": 2.0, "logits_scaling": 2.0, "attention_multiplier": 0.2},
     **dict.fromkeys(("cwm", "modernbert-decoder"), {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}),
     "gpt_neo": {"attention_types": [[["global"], 3]]},

@@ -20,11 +20,11 @@ from flexhybrid.core.problem import Budgets, Problem
 from flexhybrid.core.units import gib
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.machine import device_name, free_host_bytes, host_budgets, host_memory_bytes, machine_memories
+from flexhybrid.jobs.paths import shape_to_simulate
 from flexhybrid.jobs.profile.job import TIMING_SHAPE, fastest_dtype, model_profile_path
 from flexhybrid.jobs.run.forecast import WINDOW, describe
 from flexhybrid.resolve import PacedDevice, best_policy, saved_hardware, without_libraries
 from flexhybrid.runtime.profiling.attention_paths import can_attend_in_place
-from flexhybrid.runtime.storage.loader import any_shape
 from sim.candidates import mean_lengths
 from sim.simulate import simulate
 
@@ -56,7 +56,7 @@ def doctor(device: torch.device, models: Sequence[str], prompt_tokens: int, max_
         profile["measured"] = measured
     lengths, fits = Workload.uniform(WINDOW, prompt_tokens, max_tokens), []  # what a run looks at of a long file
     for name in models or KNOWN_SHAPES:
-        shape = any_shape(name)
+        shape = shape_to_simulate(name)
         kept = model_profile_path(shape, "auto", PacedDevice(device))
         own = load_hardware(kept) if kept.is_file() else None
         known = own or hardware

@@ -5,13 +5,24 @@ from collections.abc import Collection
 from pathlib import Path
 
 from flexhybrid.core.errors import InputError, file_errors
-from flexhybrid.core.model.shape import checkpoint_folder, has_own_file, shape_of_checkpoint
+from flexhybrid.core.model.shape import ModelShape, checkpoint_folder, has_own_file, shape_of, shape_of_checkpoint
 
 
 def check_checkpoint(path: Path | None) -> None:
     """Raise InputError when the folder holds no configuration of a known model; do nothing for None."""
     if path is not None and has_own_file(checkpoint_folder(path)):
         shape_of_checkpoint(path)
+
+
+def shape_to_simulate(model: str | Path) -> ModelShape:
+    """Return ``shape_of`` a model. Where it has no file of its own, transformers' modules say its shape, which takes
+    seconds of imports. Raise InputError for what is neither, or would not be exact."""
+    folder = Path(model).parent if Path(model).name == "config.json" else Path(model)
+    if folder.is_dir() and not has_own_file(folder):
+        from flexhybrid.runtime.models.module import module_shape
+
+        return module_shape(folder)[0]
+    return shape_of(model)
 
 
 def check_file(path: Path | None, kind: str = "") -> None:

@@ -8,13 +8,14 @@ from typing import NamedTuple
 from flexhybrid.core.errors import InputError, check, is_integer
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.memory import memory_plan, total_bytes
-from flexhybrid.core.model.shape import ModelShape, shape_of
+from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.units import gib, parse_bytes
 from flexhybrid.core.waves import batch_size, open_batch
 from flexhybrid.core.workload import Workload
+from flexhybrid.jobs.paths import shape_to_simulate
 from policy_search.systems import Setting, System, system
 from sim import catalogue
 from sim.queue_clock import QueueRun, price_queue, walk_queue
@@ -39,7 +40,7 @@ def setting_of(point: dict, budgets: Budgets | None = None, note: Note | None = 
         raise InputError(f"say how much there is to do: {', '.join(missing)} (or the lengths of a queue, --lengths)")
     for name in lengths:
         check(name, point[name], is_integer(point[name]) and point[name] >= 1, "a whole number >= 1")
-    shape = shape_of(point["model"])
+    shape = shape_to_simulate(point["model"])
     hardware = machine_of(point["hardware"], shape)
     if note and hardware.company:
         from flexhybrid.jobs.profile.job import company_note  # loads torch

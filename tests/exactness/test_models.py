@@ -11,11 +11,14 @@ from models import save_llama
 from policies import wider_policies
 from runs import run_wave
 from tiny_models import greedy, save_tiny
+from transformers import MistralConfig
 
-from flexhybrid import LLM, SamplingParams
+from flexhybrid import LLM, SamplingParams, cli
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.trace import check_trace
 from flexhybrid.jobs.doctor import doctor
+from flexhybrid.runtime.models.module import _check_cache
+from flexhybrid.runtime.models.transformer import Refused
 from flexhybrid.runtime.storage.loader import Checkpoint
 from sim import catalogue
 from sim.presets import act_only, hybrid, kv_only
@@ -72,6 +75,16 @@ def test_a_model_of_another_kind_is_served_by_its_folder_and_the_doctor_names_it
     assert len(answers[0].prompt_logprobs) == len(PROMPTS[0])
     (model,) = doctor(torch.device("cpu"), [str(tmp_path)], 16, 8)["models"]
     assert model["path"] == "transformers' own layers"
+    where = ["--model", str(tmp_path), "--hardware", "t4", "--batch", "4", "--prompt-len", "16", "--gen-len", "8"]
+    assert cli.main(["simulate", "--system", "kv_only", *where]) == cli.main(["search", *where]) == 0
+
+
+def test_a_cache_that_forgets_what_the_mask_lets_see_is_refused():
+    config = MistralConfig(num_hidden_layers=2, sliding_window=9)
+    _check_cache(config, [9, 5])
+    for windows in ([9, None], [10, 9]):
+        with pytest.raises(Refused, match="keeps 9 tokens of a layer"):
+            _check_cache(config, windows)
 
 
 @pytest.mark.parametrize(
@@ -82,6 +95,7 @@ def test_a_model_of_another_kind_is_served_by_its_folder_and_the_doctor_names_it
         ("t5", {}, "has an encoder"),
         ("doge", {"auto_map": {"AutoModelForCausalLM": "x.Y"}}, "remote"),
         ("nothing", {}, "cannot build it"),
+        ("moshi", {}, "more than text"),
     ],
 )
 def test_a_model_that_would_not_be_exact_is_refused_before_weights_are_read(tmp_path, model_type, changes, reason):

@@ -4,7 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.model.shape import DTYPE_BYTES, shape_of
+from flexhybrid.core.model.shape import DTYPE_BYTES
+from flexhybrid.jobs.paths import shape_to_simulate
 from flexhybrid.jobs.simulate import run_simulate, setting_of
 from flexhybrid.jobs.sweep.grid import one_of, positive_integer, read_points
 from flexhybrid.jobs.sweep.job import SweepOptions, SweepSummary, run_sweep
@@ -14,7 +15,7 @@ from sim.simulate import CLOCKS, SimulatedRun, simulate_many
 
 
 def _model(value: str) -> str:
-    shape_of(value)
+    shape_to_simulate(value)
     return value
 
 

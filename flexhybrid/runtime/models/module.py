@@ -68,6 +68,7 @@ def _shape(folder: Path, model, layers: Layers) -> ModelShape:
     positions = _positions(text)
     facts = look(layers, positions)
     attention = [fact.attention for fact in facts]
+    _check_cache(text, [fact.window for fact in attention])
     widths = {(fact.heads, fact.groups) for fact in attention}
     if len(widths) > 1:
         raise Refused("its layers have different numbers of heads")
@@ -109,6 +110,17 @@ def _shape(folder: Path, model, layers: Layers) -> ModelShape:
         attention=tuple(AttentionKind(fact.window, None, fact.softcap, fact.sinks) for fact in attention),
         modules=modules,
     )
+
+
+def _check_cache(text, windows: list[int | None]) -> None:
+    """Raise Refused where transformers' own cache forgets tokens of a layer that its mask lets see: what the model's
+    tokens are would depend on the cache."""
+    from transformers import DynamicCache
+
+    for cached, window in zip(DynamicCache(config=text).layers, windows, strict=False):
+        kept = getattr(cached, "sliding_window", None) if getattr(cached, "is_sliding", False) else None
+        if kept is not None and (window is None or window > kept):
+            raise Refused(f"its cache keeps {kept} tokens of a layer, and its mask lets see more")
 
 
 def _elements(tensors: list[torch.Tensor]) -> int:

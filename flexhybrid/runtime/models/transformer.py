@@ -101,7 +101,7 @@ def build(folder: Path):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         if getattr(config, "is_encoder_decoder", False):
             raise Refused("it has an encoder")
-        if any(hasattr(config, f"{sense}_config") for sense in ("vision", "audio")):
+        if any(sense in name for name in vars(config) if name.endswith("_config") for sense in ("vision", "audio")):
             raise Refused("it takes more than text")
         if kinds := _stateful_kinds(config.get_text_config()):
             raise Refused(

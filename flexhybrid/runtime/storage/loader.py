@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.layout import layer_layout
-from flexhybrid.core.model.shape import ModelShape, checkpoint_folder, has_own_file, shape_of, shape_of_checkpoint
+from flexhybrid.core.model.shape import ModelShape, checkpoint_folder, has_own_file, shape_of_checkpoint
 from flexhybrid.runtime.models import architecture
 from flexhybrid.runtime.models.module import TensorNames, module_shape, outer_sizes
 from flexhybrid.runtime.storage.conversion import Conversion
@@ -133,15 +133,6 @@ class Checkpoint:
         if matrices is None or matrices.shape != wanted:
             raise InputError(f"{file} holds no {name} of shape {wanted}: is it of another model?")
         return matrices.read()
-
-
-def any_shape(name_or_path: str | Path) -> ModelShape:
-    """Return ``shape_of`` a model; where it has no file of its own, as transformers' layers say it. Raise InputError
-    for what is neither, or would not be exact."""
-    folder = Path(name_or_path)
-    if folder.is_dir() and not has_own_file(folder):
-        return module_shape(folder)[0]
-    return shape_of(name_or_path)
 
 
 class ModuleTensors:
