@@ -31,7 +31,7 @@ SIZES: dict[str, Any] = {
 #: What cannot be derived from a name: sizes that must fit one another in ways of a model's own.
 OWN: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
-        ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu", "minicpm3", "kimi_linear"),
+        ("deepseek_v3", "glm4_moe_lite", "youtu", "minicpm3", "kimi_linear"),
         {"num_key_value_heads": 4, "head_dim": 8},
     ),
     "deepseek_v2": {"num_key_value_heads": 4, "head_dim": 8, "num_experts_per_tok": 2, "topk_method": "greedy"},
@@ -43,8 +43,7 @@ OWN: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         ("nemotron", "hunyuan_v1_dense", "hunyuan_v1_moe", "ministral"), {"head_dim": 16, "num_key_value_heads": 2}
     ),
-    "gemma2": {"attn_logit_softcapping": 2.0, "sliding_window": 9},
-    **dict.fromkeys(("gemma3_text", "gpt_oss"), {"sliding_window": 9}),
+    "gemma2": {"attn_logit_softcapping": 2.0},
     "dots1": {"n_group": 1, "topk_group": 1, "n_routed_experts": 4},
 }
 

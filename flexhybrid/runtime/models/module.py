@@ -84,7 +84,7 @@ def _shape(folder: Path, model, layers: Layers) -> ModelShape:
         kinds += [] if kind in kinds else [kind]
         kind_of.append(kinds.index(kind))
     outer = [tensor for tensor in [*model.parameters(), *model.buffers()] if id(tensor) not in inside]
-    (modules,) = (ModuleLayers(str(folder.resolve()), tuple(kinds), tuple(kind_of), _elements(outer), _share(text)),)
+    modules = ModuleLayers(str(folder.resolve()), tuple(kinds), tuple(kind_of), _elements(outer), _share(text))
     eos = end_tokens(folder)
     for config in (model.config, text):
         eos = config.eos_token_id if eos is None else eos
