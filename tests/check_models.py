@@ -23,7 +23,7 @@ from runs import run_wave
 from tiny_models import greedy, save_tiny, tiny_config
 
 from flexhybrid.core.errors import InputError
-from flexhybrid.runtime.models.module import module_shape
+from flexhybrid.runtime.models.module import empty_model
 from flexhybrid.runtime.storage.loader import Checkpoint
 from sim import catalogue
 from sim.presets import act_only, hybrid, kv_only
@@ -57,7 +57,7 @@ def _tried(folder: Path, model_type: str) -> tuple[str, str]:
     except Exception as error:  # whatever a configuration raises about sizes that do not fit
         return "no tiny model", _line(error)
     try:
-        _, empty = module_shape(folder)
+        empty = empty_model(folder).model
     except InputError as error:
         return "refused", str(error).split("exactly: ")[-1]
     if (size := sum(parameter.numel() for parameter in empty.parameters())) > MOST_ELEMENTS:

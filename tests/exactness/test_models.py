@@ -11,15 +11,16 @@ from models import save_llama
 from policies import wider_policies
 from runs import run_wave
 from tiny_models import greedy, save_tiny
-from transformers import MistralConfig
+from transformers import GenerationConfig, MistralConfig
 
 from flexhybrid import LLM, SamplingParams, cli
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.trace import check_trace
 from flexhybrid.jobs.doctor import doctor
+from flexhybrid.runtime.models import module
 from flexhybrid.runtime.models.module import _check_cache
 from flexhybrid.runtime.models.transformer import Refused
-from flexhybrid.runtime.storage.loader import Checkpoint
+from flexhybrid.runtime.storage.loader import Checkpoint, RandomWeights
 from sim import catalogue
 from sim.presets import act_only, hybrid, kv_only
 
@@ -65,6 +66,21 @@ def test_llama_gives_the_same_tokens_on_both_paths(tmp_path):
         checkpoint = Checkpoint(tmp_path, modules=modules)
         assert (checkpoint.shape.modules is not None) is modules
         check(checkpoint, "hybrid", expected)
+
+
+def test_a_model_is_built_and_looked_at_once_until_its_configuration_changes(tmp_path, monkeypatch):
+    calls = []
+    for name in ("build", "look"):
+        own = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, own=own, name=name: calls.append(name) or own(*args))
+    expected = greedy(save_tiny(tmp_path, "olmo2"), PROMPTS, 6)
+    checkpoint = Checkpoint(tmp_path)
+    for name in ("kv_only", "hybrid"):
+        check(checkpoint, name, expected)
+    assert len(dict(RandomWeights(checkpoint.shape).outer_tensors())) == 3  # embedding, last norm, head
+    assert calls == ["build", "look"]
+    GenerationConfig(eos_token_id=[5, 9]).save_pretrained(tmp_path)
+    assert Checkpoint(tmp_path).shape.eos_token_ids == (5, 9)
 
 
 def test_a_model_of_another_kind_is_served_by_its_folder_and_the_doctor_names_its_path(tmp_path):

@@ -1,6 +1,7 @@
 """What a checkpoint's generation_config.json asks for: tokens that end an answer, and sampling parameters."""
 
 from pathlib import Path
+from typing import Any
 
 from flexhybrid.core.errors import InputError, check, is_integer, shown
 from flexhybrid.core.files import load_json
@@ -35,13 +36,15 @@ def default_sampling(folder: Path, source: str = "auto") -> dict:
     return {SAMPLING[name]: value for name, value in fields.items() if name in SAMPLING}
 
 
-def end_tokens(folder: Path) -> tuple[int, ...] | None:
-    """Return the token ids that end an answer, in place of config.json's, as in transformers; None where the file names
-    none. Models for chats have more than one: the end of a turn beside the end of the text."""
-    tokens = generation_config(folder).get("eos_token_id")
-    if tokens is None:
-        return None
-    ids = tuple(tokens) if isinstance(tokens, list) else (tokens,)
-    if not all(is_integer(token) and token >= 0 for token in ids):
+def end_tokens(folder: Path | None, *configured: Any) -> tuple[int, ...]:
+    """Return the token ids that end an answer: the file's or, where it names none, the first that is named of
+    ``configured`` (eos_token_id of config.json and of its parts), as in transformers; () where none is.
+
+    Models for chats have more than one: the end of a turn beside the end of the text.
+    """
+    own = generation_config(folder).get("eos_token_id") if folder else None
+    tokens = next((tokens for tokens in (own, *configured) if tokens is not None and tokens != []), ())
+    ids = tuple(tokens) if isinstance(tokens, (list, tuple)) else (tokens,)
+    if folder and tokens is own and not all(is_integer(token) and token >= 0 for token in ids):
         raise InputError(f"{folder / FILE}: eos_token_id is {shown(tokens)}; it must be a token id or a list of them")
     return ids

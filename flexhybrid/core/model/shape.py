@@ -384,9 +384,7 @@ def _shape_from_dict(config: dict, path: Path) -> ModelShape:  # noqa: C901 (one
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
     if dtype not in DTYPE_BYTES:
         raise InputError(f"{path}: dtype {dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
-    eos = end_tokens(path.parent) if path.name == "config.json" else None
-    eos = eos or config.get("eos_token_id", None if model_type in _QWEN else 2)
-    eos_ids = () if eos is None else tuple(eos) if isinstance(eos, list | tuple) else (eos,)
+    folder = path.parent if path.name == "config.json" else None
     common: dict[str, Any] = dict(
         name=_checkpoint_name(path.parent) or model_type,
         family=family,
@@ -399,7 +397,7 @@ def _shape_from_dict(config: dict, path: Path) -> ModelShape:  # noqa: C901 (one
         vocab=size("vocab_size"),
         max_positions=size("max_position_embeddings"),
         dtype=dtype,
-        eos_token_ids=eos_ids,
+        eos_token_ids=end_tokens(folder, config.get("eos_token_id", None if model_type in _QWEN else 2)),
     )
     if family == "opt":
         activation = config.get("activation_function", "relu")

@@ -7,18 +7,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from flexhybrid.core.errors import InputError
+from flexhybrid.core.model import generation_config
 from flexhybrid.core.model.attention import AttentionKind
 from flexhybrid.core.model.generation_config import end_tokens
 from flexhybrid.core.model.layers import LayerTensor, ModuleLayers
 from flexhybrid.core.model.shape import DTYPE_BYTES, ModelShape
-from flexhybrid.runtime.models.probe import Argument, look
+from flexhybrid.runtime.models.probe import Argument, LayerFacts, look
 from flexhybrid.runtime.models.transformer import (
     LayerCall,
     Layers,
@@ -44,18 +47,46 @@ class Slot(NamedTuple):
     key: str
 
 
-def module_shape(folder: Path) -> tuple[ModelShape, Any]:
-    """Return the shape of a checkpoint whose model runs through transformers' layers, and that model, without weights.
+class EmptyModel(NamedTuple):
+    """A model that runs through transformers' layers, without weights, and what its layers were seen to need and do."""
+
+    shape: ModelShape
+    model: Any
+    facts: list[LayerFacts]
+
+    def copy(self) -> tuple[Any, list[LayerFacts]]:
+        """Return a model to put weights into, and its facts."""
+        return deepcopy((self.model, self.facts))
+
+    @property
+    def outer_sizes(self) -> dict[str, tuple[int, ...]]:
+        """{name: shape} of the tensors outside the layers' parameters."""
+        own = self.model.state_dict()
+        return {name: tuple(own[name].shape) for name in TensorNames.of(self.model).outside}
+
+
+def empty_model(folder: Path) -> EmptyModel:
+    """Return a checkpoint's model, built and looked at once as long as its configuration stays as it is.
 
     Raise InputError, with the reason, for a model that would not be exact.
     """
     check_libraries()
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    folder = folder.absolute()
+    files = [folder / name for name in ("config.json", generation_config.FILE)]
+    return _empty_model(folder, *(file.read_text(encoding="utf-8") if file.is_file() else "" for file in files))
+
+
+@lru_cache(maxsize=2)
+def _empty_model(folder: Path, configuration: str, generation: str) -> EmptyModel:
+    """``empty_model`` of a folder with these texts in its files."""
+    config = json.loads(configuration)
     try:
         if "auto_map" in config:
             raise Refused("its code is remote, in the checkpoint; such code is never run")
         model = build(folder)
-        return _shape(folder, model, Layers(model)), model
+        with Layers(model) as layers:
+            facts = look(layers, _positions(model.config.get_text_config()))
+            return EmptyModel(_shape(folder, model, layers, facts), model, facts)
     except Exception as error:  # Refused; or whatever a model raises whose modules are built in a way of their own
         reason = error if isinstance(error, Refused) else f"its modules are not as expected ({one_line(error)})"
         raise InputError(
@@ -63,10 +94,8 @@ def module_shape(folder: Path) -> tuple[ModelShape, Any]:
         ) from None
 
 
-def _shape(folder: Path, model, layers: Layers) -> ModelShape:
+def _shape(folder: Path, model, layers: Layers, facts: list[LayerFacts]) -> ModelShape:
     text = model.config.get_text_config()
-    positions = _positions(text)
-    facts = look(layers, positions)
     attention = [fact.attention for fact in facts]
     _check_cache(text, [fact.window for fact in attention])
     widths = {(fact.heads, fact.groups) for fact in attention}
@@ -85,9 +114,6 @@ def _shape(folder: Path, model, layers: Layers) -> ModelShape:
         kind_of.append(kinds.index(kind))
     outer = [tensor for tensor in [*model.parameters(), *model.buffers()] if id(tensor) not in inside]
     modules = ModuleLayers(str(folder.resolve()), tuple(kinds), tuple(kind_of), _elements(outer), _share(text))
-    eos = end_tokens(folder)
-    for config in (model.config, text):
-        eos = config.eos_token_id if eos is None else eos
     dtype = str(model.config.dtype or "float32").removeprefix("torch.")
     if dtype not in DTYPE_BYTES:
         raise Refused(f"dtype {dtype} is not one of {', '.join(DTYPE_BYTES)}")
@@ -101,18 +127,18 @@ def _shape(folder: Path, model, layers: Layers) -> ModelShape:
         head_dim=max(max(fact.key_dim, fact.value_dim) for fact in attention),
         ffn=modules.widest,
         vocab=text.vocab_size,
-        max_positions=positions,
+        max_positions=_positions(text),
         gated_mlp=True,
         tied_head=bool(text.tie_word_embeddings),
         bias=False,
         dtype=dtype,
-        eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (eos,),
+        eos_token_ids=end_tokens(folder, model.config.eos_token_id, text.eos_token_id),
         attention=tuple(AttentionKind(fact.window, None, fact.softcap, fact.sinks) for fact in attention),
         modules=modules,
     )
 
 
-def _check_cache(text, windows: list[int | None]) -> None:
+def _check_cache(text, windows: Sequence[int | None]) -> None:
     """Raise Refused where transformers' own cache forgets tokens of a layer that its mask lets see: what the model's
     tokens are would depend on the cache."""
     from transformers import DynamicCache
@@ -156,9 +182,8 @@ class ModulePath:
         if shape.modules is None:
             raise ValueError(f"{shape.name} does not run through transformers' layers")
         self.shape, self.dtype, self.device = shape, dtype, device
-        self.model = build(Path(shape.modules.folder))
+        self.model, self.facts = empty_model(Path(shape.modules.folder)).copy()
         self.layers = Layers(self.model)
-        self.facts = look(self.layers, shape.max_positions)
         self.slots = [_slots(layer) for layer in self.layers.layers]
         self.sizes = [{t.name: t.size for t in shape.modules.kinds[kind]} for kind in shape.modules.kind_of]
         self._generating = False  # keys and values alone are wanted
@@ -298,15 +323,6 @@ class TensorNames(NamedTuple):
             else:
                 outside.setdefault(id(tensor), []).append(name)
         return cls(inside, {names[0]: tuple(names) for names in outside.values()})
-
-
-def outer_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return {name: shape} of a model's tensors outside its layers' parameters."""
-    if shape.modules is None:
-        raise ValueError(f"{shape.name} does not run through transformers' layers")
-    model = build(Path(shape.modules.folder))
-    own = model.state_dict()
-    return {name: tuple(own[name].shape) for name in TensorNames.of(model).outside}
 
 
 def _slots(layer: torch.nn.Module) -> dict[str, Slot]:

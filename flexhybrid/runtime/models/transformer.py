@@ -169,6 +169,14 @@ class Layers:
         for index, layer in enumerate(self.layers):
             self._wrap(index, layer)
 
+    def __enter__(self) -> Layers:
+        return self
+
+    def __exit__(self, *_) -> None:
+        """Leave the model as it was before."""
+        for layer in self.layers:
+            del layer.forward
+
     def _wrap(self, index: int, layer: torch.nn.Module) -> None:
         own, last = layer.forward, len(self.layers) - 1
 

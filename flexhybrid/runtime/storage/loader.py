@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,7 +18,7 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.layout import layer_layout
 from flexhybrid.core.model.shape import ModelShape, checkpoint_folder, has_own_file, shape_of_checkpoint
 from flexhybrid.runtime.models import architecture
-from flexhybrid.runtime.models.module import TensorNames, module_shape, outer_sizes
+from flexhybrid.runtime.models.module import TensorNames, empty_model
 from flexhybrid.runtime.storage.conversion import Conversion
 
 #: Dtypes of stored weights -> safetensors' names of them.
@@ -140,7 +140,7 @@ class ModuleTensors:
 
     def __init__(self, path: Path):
         self.path = path
-        self.shape, model = module_shape(path)
+        self.shape, model, _ = empty_model(path)
         self._stored = _stored_tensors(path)
         self._conversion = Conversion(model, list(self._stored))
         self._names = TensorNames.of(model)
@@ -252,7 +252,7 @@ class RandomWeights:
 
     def __init__(self, shape: ModelShape, device: str = "cpu"):
         self.shape, self.device = shape, device
-        self._model = None if shape.modules else architecture(shape)
+        self._model: Any = None if shape.modules else architecture(shape)
 
     def _random(self, name: str, size: tuple[int, ...]) -> torch.Tensor:
         if name.endswith(("norm1.weight", "norm2.weight", "norm.weight")):
@@ -271,6 +271,7 @@ class RandomWeights:
         """Return None: random weights are not skewed."""
 
     def outer_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        sizes = self._model.outer_tensors(self.shape) if self._model else outer_sizes(self.shape)
+        modules = self.shape.modules
+        sizes = empty_model(Path(modules.folder)).outer_sizes if modules else self._model.outer_tensors(self.shape)
         for name, size in sizes.items():
             yield name, self._random(name, size)
