@@ -16,15 +16,15 @@ from typing import NamedTuple
 import numpy as np
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, ceil_blocks
-from flexhybrid.core.context.cache_entries import representation_of
 from flexhybrid.core.context.packing import longest_piece
-from flexhybrid.core.context.prefixes import Steering, padded_rows
-from flexhybrid.core.schedule.buffer_sizes import first_builds
+from flexhybrid.core.context.prefixes import Steering
+from flexhybrid.core.schedule.buffer_sizes import SharedLengths, first_builds
 from flexhybrid.core.schedule.refill import (
     LOOKED_AT,
     MOST_FAILURES,
-    NOBODY,
     AnswerLengths,
+    buffers_hold,
+    computed_together,
     joins_singly,
     shorter,
     stores_exactly,
@@ -100,8 +100,6 @@ class _Member(NamedTuple):
     request: int
     joined: int
     left: int  #: iteration in which it will be gone
-    tokens: int  #: of its own, in its whole context: what it is padded to is the longest of its mini-batch
-    blocks: np.ndarray  #: [entry] that hold these, where requests share some
     place: int
 
 
@@ -122,9 +120,6 @@ class _Queue:
         alone = int(ceil_blocks(workload.cached_tokens).max())
         self.reserved = self.entries.most_blocks(self.prompts, workload.cached_tokens)  # where blocks do not grow
         self.places: list[list[int]] = [[] for _ in groups]  # that are free
-        self.most_rows = self.prompt_rows = wave.limits.step_rows if wave.limits else 0
-        if wave.limits and self.singly:
-            self.prompt_rows = (wave.limits.hidden_rows - wave.workload.num_requests) // len(groups)
         self.sharing, self.now = wave.sharing, 0  # the iteration whose builds it holds
         self.steering = Steering(wave.sharing.tree) if wave.sharing else None
         self.exact = stores_exactly(wave.policy)
@@ -138,14 +133,6 @@ class _Queue:
             self.common_blocks = np.zeros((len(groups), len(self.entries.names)), dtype=np.int64)  # of each entry
             most = int(workload.prompt_tokens.max()) // BLOCK_TOKENS + 1
             self.entry_of = self.entries.entry_of(np.arange(most) * BLOCK_TOKENS)
-            kinds = [(representation_of(entry), not entry.endswith("device")) for entry in self.entries.names]
-            self.buffers = np.array(
-                [
-                    [kind == "kv" for kind, _ in kinds],
-                    [kind == ("kv", True) for kind in kinds],
-                    [kind == "act" for kind, _ in kinds],
-                ]
-            ).astype(np.int64)  # which hold which entries
             for k, group in enumerate(wave.mini_batches):
                 for place in group.tolist():
                     self._count_common(k, place, 1)
@@ -175,33 +162,18 @@ class _Queue:
         for request, place in zip(requests, places):
             end = int(self.ends[request])
             left = iteration + end + (end < self.limits[request])  # its last step is for nothing
-            tokens, blocks = self._own(request)
-            self.running[k].append(_Member(request, iteration, left, tokens, blocks, place))
+            self.running[k].append(_Member(request, iteration, left, place))
             heapq.heappush(self.changes, (left, k))
 
-    def _own(self, request: int) -> tuple[int, np.ndarray]:
-        """Return the tokens of a request's whole context that lie in blocks of its own, and the blocks of each entry,
-        which are asked for where requests share some."""
-        cached = self.prompts[request] + self.limits[request] - 1
-        tokens = int(cached - BLOCK_TOKENS * self.depth[request])
-        return tokens, self.entries.held(cached) - self._dealt(request) if self.sharing else NOBODY
-
-    def _buffers_hold(self, k: int, count: int, longest: int, blocks) -> bool:
-        """Return whether the buffers hold so many members of a mini-batch, padded to ``longest`` tokens and ``blocks``
-        [entry] of their own; those of a batch without others hold each of its requests."""
-        if self.sharing is None:
-            return count * ceil_blocks(longest) <= self.most_padded
-        if self.wave.policy.attention == "host":
-            return True
-        common, limits = self.common_blocks[k], self.wave.limits
-        kv, moved_kv, act = self.buffers @ (count * blocks + common)
-        return (
-            count * longest <= limits.context_tokens
-            and count * (longest + 1) + BLOCK_TOKENS * common.sum() <= limits.attention_tokens
-            and kv - self.buffers[0] @ common <= limits.plain_kv_blocks
-            and moved_kv <= limits.kv_buffer_blocks
-            and act <= limits.act_buffer_blocks
-        )
+    def _buffers_hold(self, k: int, requests: list[int], joining: list[int]) -> bool:
+        """Return whether the buffers hold these members of a mini-batch, of whom ``joining`` join."""
+        cached = self.prompts[requests] + self.limits[requests] - 1
+        if not self.singly:  # each is padded to the longest
+            return len(requests) * int(ceil_blocks(cached.max())) <= self.most_padded
+        shared = None
+        if self.sharing:
+            shared = SharedLengths(self.depth[requests], self.depth[joining] * self.exact, self.common_blocks[k])
+        return buffers_hold(self.wave, cached, self.prompts[joining], shared)
 
     def _end_stint(self, k: int, member: _Member, left: int, surplus: bool) -> None:
         request, shared = member.request, BLOCK_TOKENS * np.array([self.depth, self.found])[:, member.request]
@@ -280,9 +252,8 @@ class _Queue:
         """Let those who wait join in their turn; after one that does not fit, only shorter ones may."""
         group = self.running[k]
         room = self.pools[k] - (self._expected(group, iteration) if group else 0)
-        free, padded = len(self.wave.mini_batches[k]) - len(group), max((m.tokens for m in group), default=0)
-        rows, failures = 0, 0
-        padded_blocks = np.maximum.reduce([member.blocks for member in group]) if group else np.zeros(1)
+        free, failures = len(self.wave.mini_batches[k]) - len(group), 0
+        members = [member.request for member in group]
         first = [r for r in self.waiting[: -1 - max(LOOKED_AT, free) : -1] if self.not_before.get(r, 0) <= iteration]
         if self.sharing and self.steering:
             for request in first:
@@ -296,22 +267,21 @@ class _Queue:
             at = ready.pop(0)
             request = first[at]
             places.append(self._attach(k, request))
-            count, needed = len(group) + len(joining) + 1, expected[at] - self._dealt(request)
-            tokens, blocks = self._own(request)
-            longest, most_blocks = max(padded, tokens), np.maximum(blocks, padded_blocks)
-            own = self.prompts[[request]] - (BLOCK_TOKENS * self.depth[request] if self.exact else 0)
-            piece = longest_piece(self.wave.policy, own)
-            if joining and not self._prefills(places, max(rows, piece)):
+            needed = expected[at] - self._dealt(request)
+            if joining and not self._prefills([*joining, request], places):
                 self._detach(k, request, places.pop())
                 heapq.heappush(self.changes, (iteration + 1, k))  # it may join in the next iteration
                 break
-            if count > 1 and (not self._buffers_hold(k, count, longest, most_blocks) or (needed > room).any()):
+            fits = not (needed > room).any() and self._buffers_hold(
+                k, [*members, *joining, request], [*joining, request]
+            )
+            if not fits and (members or joining):
                 self._detach(k, request, places.pop())
                 ready = self._shorter([at, *ready], first, failures)
                 failures += 1
                 continue
             joining.append(request)
-            room, padded, padded_blocks, rows = room - needed, longest, most_blocks, max(rows, piece)
+            room = room - needed
         if not joining and not group or len(first) < min(len(self.waiting), max(LOOKED_AT, free)):
             heapq.heappush(self.changes, (iteration + 1, k))
         taken = set(joining)
@@ -321,10 +291,12 @@ class _Queue:
             self.steering.join(joining)
         self._enter(k, joining, places, iteration)
 
-    def _prefills(self, places: list[int], piece: int) -> bool:
-        """Return whether one step computes prompts of ``piece`` tokens, padded, and the iteration what they share."""
-        built = sum(map(padded_rows, first_builds(self.wave, np.array(places)))) if self.sharing else 0
-        return len(places) * piece <= self.most_rows and built + len(places) * piece <= self.prompt_rows
+    def _prefills(self, joining: list[int], places: list[int]) -> bool:
+        """Return whether an iteration computes the prompts of those who join in these places."""
+        own = self.prompts[joining] - BLOCK_TOKENS * self.depth[joining] * self.exact
+        if not self.singly:
+            return len(joining) * longest_piece(self.wave.policy, own) <= self.wave.limits.step_rows
+        return computed_together(self.wave, own, first_builds(self.wave, np.array(places)) if self.sharing else [])
 
     def _shorter(self, places: list[int], first: list[int], failures: int) -> list[int]:
         """Return which ``places`` of ``first`` have requests that may join where that of the first place does not."""

@@ -85,6 +85,23 @@ def test_requests_step_back_while_nobody_leaves():
     assert counted.num_iterations == pytest.approx(len([*iterations]), rel=0.15)  # runs of blocks are left out
 
 
+@pytest.mark.parametrize("common", (0, 200))
+@pytest.mark.parametrize("cache", ({"kv@host": 1.0}, {"kv@host": 0.5, "act@host": 0.5}))
+def test_buffers_limit_who_joins_as_in_a_run(cache, common):
+    """The first requests are short, and buffers are made for them: longer ones find room when others have left."""
+    rng = np.random.default_rng(2)
+    prompts, limits = common + np.r_[rng.integers(8, 24, 12), rng.integers(8, 90, 90)], np.full(102, 40)
+    answers = rng.integers(1, 41, 102)
+    prefixes = Prefixes(np.array([common]), np.array([-1]), np.zeros(102, int)) if common else None
+    workload = Workload(prompts, limits, answers, prefixes)
+    problem = Problem(shape=SHAPE, dtype="float32", hardware=machine())
+    policy = Policy("plain", Placement(host=1), cache=cache, max_mini_batch_tokens=1 << 12)
+    counted = stints(open_batch(problem, policy, workload, 12), workload)
+    iterations = {task.iteration for task in virtual_clock.answered(open_batch(problem, policy, workload, 12), answers)}
+    assert counted.num_iterations == pytest.approx(len(iterations), rel=0.03)
+    assert len(iterations) > 1.1 * (answers + (answers < 40)).sum() / 12  # places alone would let more join
+
+
 def test_counts_are_those_of_a_list_of_places():
     """Where memory holds everybody's length, a request takes the place that is free first."""
     rng = np.random.default_rng(1)

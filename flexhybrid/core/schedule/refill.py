@@ -26,6 +26,7 @@ from flexhybrid.core.context.prefixes import Build, Steering, build_steps, padde
 from flexhybrid.core.context.selection import kept_tokens
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.schedule.buffer_sizes import (
+    SharedLengths,
     build_sizes,
     first_builds,
     mini_batch_sizes,
@@ -123,6 +124,21 @@ def shorter(prompts: np.ndarray, tokens: np.ndarray, ordered: bool) -> list[int]
     return (found[np.argsort(tokens[found], kind="stable")] if ordered else found).tolist()
 
 
+def buffers_hold(wave: Wave, cached: np.ndarray, joining: np.ndarray, shared: SharedLengths | None) -> bool:
+    """Return whether the buffers hold a mini-batch until its members have ``cached`` tokens, in whatever order they
+    leave; ``joining``: prompt tokens of those of them that join now (``running_sizes``)."""
+    return wave.limits.holds(running_sizes(wave, cached, joining, shared))
+
+
+def computed_together(wave: Wave, prompts: np.ndarray, builds: list[list[Build]]) -> bool:
+    """Return whether one step, or the pieces of one prompt, compute ``prompts`` [requests that join] tokens behind what
+    they share, and the iteration beside them the steps ``builds`` that compute this."""
+    rows = len(prompts) * longest_piece(wave.policy, prompts)
+    in_all = sum(map(padded_rows, builds)) + rows * num_chunks(wave.policy, prompts)
+    most = (wave.limits.hidden_rows - wave.workload.num_requests) // len(wave.mini_batches)
+    return rows <= wave.limits.step_rows and in_all <= most
+
+
 class RunningBatch:
     """The members of a wave's mini-batches, iteration by iteration. Changes the wave's arrays for those who join."""
 
@@ -139,11 +155,7 @@ class RunningBatch:
         self.num_back = 0  #: times that a request has stepped back
         self.sharing = wave.sharing
         self.steering = Steering(wave.sharing.tree) if wave.sharing else None
-        if self.singly:
-            count = wave.workload.num_requests
-            self.prompt_rows = (self.limits.hidden_rows - count) // len(self.groups)
-            self.of_group = []
-        else:
+        if not self.singly:
             self.of_group = list(mini_batch_sizes(wave))
             self.most_kept = [self._kept(group).max() for group in wave.mini_batches]
 
@@ -396,8 +408,7 @@ class RunningBatch:
             if (expected > [wave.blocks[k].pools[entry].num_blocks for entry in wave.entries.names]).any():
                 return False
         shared = shared_lengths(wave, group, joining)
-        sizes = running_sizes(wave, lengths.cached_tokens[group], lengths.prompt_tokens[joining], shared)
-        return self.limits.holds(sizes)
+        return buffers_hold(wave, lengths.cached_tokens[group], lengths.prompt_tokens[joining], shared)
 
     def _kept(self, group: np.ndarray) -> np.ndarray:
         lengths = self.wave.workload.select(group)
@@ -406,11 +417,9 @@ class RunningBatch:
 
     def _prefills(self, joining: np.ndarray) -> bool:
         """Whether one step, or the pieces of one prompt, compute these prompts."""
-        policy, wave = self.wave.policy, self.wave
+        wave = self.wave
         prompts = wave.workload.prompt_tokens[joining] - wave.skipped_tokens(joining)
-        rows = len(prompts) * longest_piece(policy, prompts)
-        built = sum(map(padded_rows, first_builds(wave, joining))) if self.sharing else 0
-        return rows <= self.limits.step_rows and built + rows * num_chunks(policy, prompts) <= self.prompt_rows
+        return computed_together(wave, prompts, first_builds(wave, joining) if self.sharing else [])
 
     def _reserve(self, k: int, places: np.ndarray) -> int:
         """Give requests that join their blocks, in turn; return how many of them there is room for."""
